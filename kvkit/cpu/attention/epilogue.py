@@ -1,9 +1,9 @@
-"""The outputs of attention: O / l for each query row, or the state of a split, and splits merged.
+"""Write attention's outputs, O / l for each query row, or the state of a split; merge splits.
 
     out = sum O_s exp(m_s - m) / sum l_s exp(m_s - m)      over the splits s of a context
     lse = m + log l
 
-A split's state of a row is O, m, l and `grow`, by which its weights were shrunk: dim + 3 numbers.
+A split's state is, per query row, O, m, l and `grow`, which undoes the shrinking of weights: dim + 3 floats.
 """
 
 import numpy as np
@@ -27,7 +27,7 @@ get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
 @helper
 def finish(params, block, split, slots):
-    """Write the query rows of a work item or its split; return False if one has to be finite and is not."""
+    """Write a work item's outputs or its split's state; return False on NaN or inf, unless `nan_safe`."""
     grow = np.float32(1) / SHRINK if block.nan_safe else np.float32(1)
     dim, number, lines = params.values.padded_dim, block.number, block.workspace + params.workspace.lines
     for t in range(block.tiles):

@@ -1,4 +1,4 @@
-"""Attention over parts of a context, put together: of each row the share of every part, then their sum."""
+"""Merge attention outputs over parts of a context: a row is the sum of the parts' rows times their shares."""
 
 import functools
 
@@ -29,7 +29,7 @@ from kvkit.runtime.jit import callback
 
 LANES = 16
 TASK = Record("workers parts rows dim outputs lses out lse entries")
-ENTRY = 16  # bytes of scratch for a part of a row: its address, its share
+ENTRY = 16  # bytes of scratch for one part of a row: the address of its output, its share
 INF, MINUS_INF, ZERO, ONE = np.float32(np.inf), numeric.MINUS_INF, np.float32(0), np.float32(1)
 
 record, integers = memory.record(TASK), memory.integers
@@ -39,7 +39,7 @@ get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
 @functools.cache
 def panel(element):
-    """(entries, their number, offset, target): 16 elements of a row."""
+    """Return a function (entries, count, offset, target) that writes 16 elements of a merged row."""
 
     @micro_kernel(4)
     def panel(b, entries, count, offset, target):
@@ -56,7 +56,7 @@ def panel(element):
 
 @functools.cache
 def merge_code(element, plain=False):
-    """Compile the walk over rows; `plain` leaves the vectors out, for the tests."""
+    """Compile the merge of all rows; `plain` uses scalar code only (tests)."""
     size, vector = BY_NAME[element].bytes(1), panel(element)
     get_element, put_element = memory.read(element), memory.write(element)
 
@@ -97,9 +97,9 @@ def merge_code(element, plain=False):
 
 
 def prepare_merge(element, outputs, lses, out, lse):
-    """A launch that puts parts [.., heads, Dv] together, each in one piece. Nothing can fail any more.
+    """Return a launch that merges contiguous parts [.., heads, Dv]; callers check the arguments.
 
-    Parts are owned by their numbers, outputs before lses.
+    Its owners name the parts by index: `outputs` first, then `lses`.
     """
     several = len(outputs) * out.nbytes >= SMALL_BYTES
     most, parts = numba.config.NUMBA_NUM_THREADS if several else 1, len(outputs)

@@ -3,7 +3,7 @@
     m' = max(m, max S)     alpha = exp(m - m')
     P = exp(S - m')        l' = l alpha + sum P
 
-S and P lie as [tokens, rows]; m and l of each row go from block to block. A narrow tile has l in parts.
+S and P are [tokens, rows]; m and l pass from block to block. Narrow tiles keep partial sums of l (`fold`).
 """
 
 import numpy as np
@@ -44,7 +44,7 @@ def softmax(scores, rows, count, m, l, alpha):
 
 @helper
 def fill_vector(scores, count):
-    """Put absent keys behind so many scores, up to whole vectors, and return the number of vectors."""
+    """Pad `count` scores with -inf to whole vectors, and return the number of vectors."""
     vectors = -(-count // LANES)
     for i in range(count, vectors * LANES):
         put_float(scores + 4 * i, MINUS_INF)
@@ -53,7 +53,7 @@ def fill_vector(scores, count):
 
 @helper
 def fold(m, l, row, rows):
-    """Return (m, l) of a row: the lanes of a narrow tile hold l in parts."""
+    """Return (m, l) of a query row; l is summed over the lanes of the row."""
     whole, lane = np.float32(0), row
     while lane < max(rows, LANES):
         whole += get_float(l + 4 * lane)
@@ -76,7 +76,7 @@ def needs_bias_or_mask(params, block, tile):
 
 @helper
 def apply_bias_and_mask(params, block, tile):
-    """Cap the scores, then add what hides or weighs keys: a score of -inf is an absent key."""
+    """Cap the scores, then apply the causal rule, window, ALiBi and mask: a hidden key scores -inf."""
     step = 4 * block.rows
     if params.cap:
         cap(tile.scores, -(-tile.count * block.rows // LANES), params.cap_at)
@@ -105,7 +105,7 @@ def apply_bias_and_mask(params, block, tile):
             row, column = token, block.begin
             if params.mask_packed:
                 row += get(params.seqstarts + 8 * block.sequence)
-            if params.mask_packed == 1:  # 2: columns are a sequence's own
+            if params.mask_packed == 1:  # if 2, columns count within each sequence
                 column += get(params.kvstarts + 8 * block.sequence)
             mask = params.mask + block.sequence * params.mask_sequence + head * params.mask_head
             mask += row * params.mask_row + column * params.mask_column

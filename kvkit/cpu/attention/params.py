@@ -12,18 +12,18 @@ from kvkit.runtime.jit import helper
 
 WIDE_BLOCK = 128  # most tokens of a block
 
-# The first eight fields are those of `checks.records.Side`. Rows that follow each other are `step` row ids
-# apart, elements `element` bytes, or 0 where they are neighbours; `to_float` is the code that widens rows.
+# The first eight fields are those of `checks.records.Side`. In a page, consecutive tokens are `step` row ids
+# apart. `element` is the byte stride of elements, 0 if they are adjacent; `to_float` widens rows.
 SIDE = Record(
     "address sequence row head scales scale_sequence scale_row scale_head",
     "table step element bytes dim padded_dim to_float",
 )
-# Machine code (params, block, tile) for one kind of tile, or 0. `queries` and `load` bring queries, and keys
-# and values of a block, into the engine's form; `scores` is S = K Q^T; `sums` is O = O alpha + P V, and the
-# softmax before where `softmax` is set.
+# The machine code (params, block, tile) of each step for one kind of tile, or 0. `queries` converts queries
+# to the engine's form, `load` the block's keys and values; `scores` computes S = K Q^T; `sums` computes
+# O = O alpha + P V, after the softmax if `softmax` is set.
 ENGINE = Record("queries load scores sums softmax")
 ENGINE_BYTES = ENGINE.dtype.itemsize
-# Offsets of what a worker works in.
+# Byte offsets of a worker's buffers in its workspace.
 WORKSPACE = Record(
     "block tiles number row_ids scores alpha m l queries engine_queries o wide_keys wide_values lines"
 )
@@ -42,7 +42,7 @@ ATTENTION_PARAMS = Record(
     keys=SIDE, values=SIDE, workspace=WORKSPACE,
 )  # fmt: skip
 FIELD = ATTENTION_PARAMS.at
-# What `schedule` sets, what depends on its tiles, and what a launch sets.
+# Fields that `schedule` sets, then `engines`, which `fill_engines` sets, then those that `launch` sets.
 LATE_FIELDS = (
     "group_tiles", "split_tokens", "tile_groups", "work_items", "splits", "tiles", "products",
     "engines", "counters", "partials", "workspace_at",
@@ -55,7 +55,7 @@ ADDRESS_OWNER = {
     }.items()
 }  # fmt: skip
 COUNTING = np.arange(WIDE_BLOCK + LANES)
-# The engines of a launch: those of tiles of so many rows, then one of 32 rows for some formats and queries.
+# A launch has one engine for tiles of each of these sizes, and for some formats a second one of 32 rows.
 ENGINE_ROWS = (1, 2, 4, 8, WIDE)
 WIDE_ENGINE, SPECIAL_ENGINE = 4, 5
 
@@ -69,7 +69,7 @@ BLOCK = Record(
     "prefetch_in_scores prefetch_in_sums prefetch_shift",
     "key_ids value_ids key_row value_row wide_keys wide_values",
 )
-# Query rows from `first` on, `live` of them, and what a block is to them: the first `count` tokens are seen.
+# `live` query rows from `first` on, and what they read and write; they see a block's first `count` tokens.
 TILE = Record(
     "index head first live count keys values key_scales value_scales factor",
     "queries engine_queries scores alpha m l o",
@@ -86,17 +86,17 @@ def call_engine(code, params, block, tile):
 
 @helper
 def whole_tiles(count):
-    """Return the number of tokens up to a multiple of 8, as scores are computed."""
+    """Round a number of tokens up to a multiple of 8; scores are computed for all of them."""
     return -(-count // 8) * 8
 
 
 @helper
 def prefetched(addresses, block, tile):
-    """Return where the addresses are that a tile's step prefetches."""
+    """Return the address of the list of addresses that a tile's step prefetches."""
     return addresses + 8 * tile.index * block.count
 
 
 @helper
 def engine_of_kind(params, kind):
-    """Return one of the engines of a launch."""
+    """Return the record of a launch's engine at index `kind`."""
     return engine_at(params.engines + ENGINE_BYTES * kind)

@@ -109,7 +109,7 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights):
 
 
 def launch(params, alive, shared):
-    """Return a launch of scheduled attention; `shared` scales are read anew in each run."""
+    """Return a launch of scheduled attention; each run reads `shared` scales again."""
     (groups, items, splits, _), small = planned(params)
     counters = np.zeros(groups + 1, np.int64)
     params[FIELD["counters"]] = address(counters)
@@ -134,12 +134,12 @@ def launch(params, alive, shared):
 
 
 def schedule(params):
-    """Set in the params which tiles and how many work items there are."""
+    """Write the kinds of tiles and the number of work items into the params."""
     scheduler.scheduler_code("schedule").ctypes(0, address(params))
 
 
 def planned(params):
-    """Return what decides a launch: [tile groups, work items, splits, tiles], and whether it is small."""
+    """Return the plan [tile groups, work items, splits, tiles], and whether one thread is enough for it."""
     *counts, products = params[FIELD["tile_groups"] : FIELD["products"] + 1].tolist()
     return counts, products < SMALL
 
@@ -178,7 +178,7 @@ def reading(form):
 
 
 def interleaved(context):
-    """Return whether the heads of a token lie together, as keys and as values."""
+    """Return whether the heads of a token are close together in memory, for keys and for values."""
     (keys, values), (key_step, value_step), heads = context.sides, context.steps, context.heads
     return (
         heads > 1
@@ -232,7 +232,7 @@ def code_fields(form):
 
 
 def workspace_fields(form, block):
-    """Return the offsets of what a worker works in, and sizes."""
+    """Return the offsets of a worker's buffers, and the sizes of its workspace and of a split's state."""
     dim, value_dim = padded(form.dim), padded(form.value_dim)
     narrow_rows = NARROW * (form.heads if form.interleaved else 1)
     rows, tiles = max(narrow_rows, TILES * WIDE), max(narrow_rows // NARROW, TILES)
@@ -257,7 +257,7 @@ def workspace_fields(form, block):
 
 
 def padded(dim):
-    """Return a head size up to whole vectors."""
+    """Round a head size up to whole vectors."""
     return -(-dim // LANES) * LANES
 
 
@@ -280,7 +280,7 @@ def interleaved_tokens(form):
 
 
 def orders_of(form):
-    """Return the orders that narrow scores want queries in; None if those are always their own."""
+    """Return the element orders that narrow scores need queries in; None if that is the natural order."""
     if reading(form).widens or reading(form).width:
         return None
     return (
@@ -298,7 +298,7 @@ def fill_engines(params, form):
 
 @functools.cache
 def engines(form, tiles, near, several):
-    """Return the engines of tiles, and 0 for others; `several` heads of a token can be a wide tile."""
+    """Return the table of engines, 0 without a tile; `several`: a token's heads can fill a wide tile."""
     read, table = reading(form), np.zeros((SPECIAL_ENGINE + 1, len(ENGINE.names)), np.int64)
     chosen = {
         kind: engine(form, tile_rows, near) for kind, tile_rows in enumerate(ENGINE_ROWS) if tiles & tile_rows
@@ -313,7 +313,7 @@ def engines(form, tiles, near, several):
 
 
 def engine(form, tile_rows, near):
-    """Return the engine of a tile of so many rows."""
+    """Return the engine of tiles of `tile_rows` rows."""
     read, scales = reading(form), (form.scale, form.group)
     if tile_rows == WIDE:
         return wide.engine()
@@ -336,7 +336,7 @@ SIDE_FIELDS = {
 
 
 def side_fields(name, context, i, table):
-    """Return the fields of keys or values: places, the table of their pages, steps and sizes."""
+    """Return the fields of keys or values: addresses and strides, the page table, steps and sizes."""
     size = (context.key_bytes, context.value_bytes)[i]
     numbers = *context.sides[i], table, context.steps[i], context.elements[i], size
     return dict(zip(SIDE_FIELDS[name], numbers, strict=True))
@@ -373,7 +373,7 @@ def output_fields(out, lse):
 
 
 def scoring_fields(weights, constants, sinks):
-    """Return the fields of what is done to scores, but for their factors and the mask."""
+    """Return the fields of the causal rule, window, ALiBi, soft cap and sinks."""
     slopes = weights.slopes
     return {
         "causal": weights.causal, "alibi": weights.alibi, "left": weights.left, "right": weights.right,
@@ -385,7 +385,7 @@ def scoring_fields(weights, constants, sinks):
 
 
 def factor_fields(scales, constants):
-    """Return where factors of keys and values are: scales [2, sequences or 1, heads or 1], or one for all."""
+    """Return the fields of factors: `scales` [2, sequences or 1, heads or 1], or one factor for all keys."""
     if scales is None:
         keys, values, sequence, head = constants, None, 0, 0
     else:
@@ -407,9 +407,9 @@ def mask_fields(mask):
 
 
 def shared_scales(context):
-    """Return a function that fills in the scales of 8-bit floats that all tokens share; None without such.
+    """Return a function that reads the scales of 8-bit floats that all tokens share; None if there are none.
 
-    They may change, and lie elsewhere, from one run of a launch to the next.
+    The scales may change or move between two runs of a launch.
     """
     keys = context.sides[0]
     if not context.cell or context.group or keys.scale_sequence or keys.scale_row:

@@ -1,9 +1,9 @@
-"""Attention over a cache where it lies: work items, and who does them.
+"""Divide attention into work items and run them on all workers.
 
 A query row is one query head of one token; `work_items` says how rows become tiles. Narrow tiles read the
 cache in place where vectors fit its rows; wide tiles share keys and values widened in the workspace. A long
-context is split, at positions that depend on the shapes only; whoever finishes the last split of a tile group
-merges all in order. So results depend on neither threads nor luck.
+context is split, at positions that depend on the shapes only; the worker that finishes the last split of a
+tile group merges all in order. So results do not depend on the number or the timing of threads.
 """
 
 import functools
@@ -32,7 +32,7 @@ count_up, block_memory = memory.count_up, memory.scratch(BLOCK.dtype.itemsize)
 
 
 def schedule(worker, params_address):
-    """Set in the params which tiles there are, how long splits are, and how many work items."""
+    """Write the kinds of tiles, the length of splits and the number of work items into the params."""
     params, block = params_at(params_address), block_at(block_memory())
     tokens = np.int64(0)
     wide = np.int64(0)
@@ -90,7 +90,7 @@ def work(worker, params_address):
 
 @helper
 def attend(params, block, split, splits, slots):
-    """Do one work item: the query rows of a tile group over a split of its context."""
+    """Compute one work item: the query rows of a tile group over one split of the context."""
     last = min(block.query_rows, block.row + (block.rows if block.rows < WIDE else WIDE * block.tiles)) - 1
     block.first, _ = visible(params, block, block.row // params.group)
     _, block.end = visible(params, block, last // params.group)

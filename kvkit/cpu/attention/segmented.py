@@ -1,7 +1,7 @@
-"""Rows that lie in segments, floats, then codes, then floats again, and attention over them.
+"""Attention over keys and values stored in three segments: floats (sinks), then codes, then floats (tail).
 
-A table describes the segments of a side. A row id counts positions, then sequences, then heads, from the
-address of the table on, so that the address of a row says which one it is.
+A table describes the segments of keys or of values. A row id is an index into [position, sequence, head]. A
+row's "address" is the table's address plus its id, so kernels can compute position, sequence and head.
 """
 
 import functools
@@ -27,10 +27,10 @@ from kvkit.runtime.jit import callback, helper
 
 
 class Segment(NamedTuple):
-    """A segment of positions below `end`, at address + position * row.
+    """Describes where a segment's positions, up to `end`, are stored: at address + position * row.
 
-    Scales of blocks of tokens are found by `blocks`, the block of each position; floats have none, and scales
-    at 0.
+    Unless 0, `blocks` is the address of the block number of each position, which locates the position's
+    scales. For floats, `scales` is 0.
     """
 
     end: int
@@ -57,23 +57,23 @@ get, table_at, segment_at = memory.load(types.int64), memory.record(TABLE), memo
 
 
 def new_table(heads, batch):
-    """Return the numbers of a table whose segments `set_segments` has to fill."""
+    """Return a new table; `set_segments` has to write its segments."""
     fields = dict.fromkeys(TABLE.names, 0) | {"heads": heads, "planes": batch * heads}
     addresses = {"counting": COUNTING, "clamped": CLAMPS, "ones": UNITS}
     return TABLE.filled(fields | addresses)
 
 
 def set_segments(table: np.ndarray, *, sinks: Segment, codes: Segment, tail: Segment) -> None:
-    """Fill the segments of a table, which each step of a cache does."""
+    """Write the segments of a table, once for each step of a cache."""
     table[TABLE.at["sinks.end"] :] = (*sinks, *codes, *tail)
 
 
 @helper
 def run_at(table, at, plane, position, end):
-    """Return the tokens from a position on that lie in one segment and share their scales or have their own.
+    """Find the run of tokens from `position` on that is in one segment and has one stride of scales.
 
-    (address of the segment, first position behind, address of a row, of its scales, the steps of both). `at`
-    is the address of that segment, or of one before.
+    Return (the segment's address, the run's end, the addresses of its first row and scales, both strides).
+    `at` is the address of that segment or an earlier one.
     """
     sequence, head = divmod(plane, table.heads)
     while segment_at(at).end <= position:
@@ -96,7 +96,7 @@ def widen_segments(
     target, target_row, target_head, row, row_step, row_head, table_address, table_row, table_head,
     tokens, heads, repeat, dim,
 ):  # fmt: skip
-    """Write rows as float32, wherever they lie, from the one at the address `row` on."""
+    """Write `tokens` rows as float32, run by run, from the row with the address `row` on."""
     table = table_at(table_address)
     position, plane = divmod(row - table_address, table.planes)
     segment, end = table_address + FIRST, position + tokens
@@ -129,8 +129,8 @@ def floats_code(element):
 def stored_as(codes):
     """Return (stored, cell, group, rounds) of codes, as micro-kernels name them.
 
-    Numbers of 16 bits are not rounded to them, as a read array's are: of a decode step that would take half
-    of its time again for float16, and all of it for bfloat16. And a call of many rows does as one of few.
+    Attention does not round dequantized numbers to 16 bits, as reading an array does, because that would slow
+    down decoding. Calls with many query rows do the same.
     """
     if codes.stored:
         return codes.stored, *cells_of(codes), ()
@@ -141,7 +141,7 @@ def stored_as(codes):
 
 @functools.cache
 def scores(count, codes):
-    """Compile S = K Q^T of so many rows: queries in the order that the codes want them in."""
+    """Compile S = K Q^T for `count` query rows; queries are in the order that scores of these codes need."""
     (*like, rounds), ahead = stored_as(codes), machine.ahead()
     floats = simd.narrow_scores(count, codes.element, None, 0, like=tuple(like), near=ahead.near)
     coded = simd.narrow_scores(count, *like, rounds, tuple(like), near=ahead.near)
@@ -186,7 +186,7 @@ def scores(count, codes):
 
 @functools.cache
 def sums(count, codes):
-    """Compile O = O alpha + P V of so many rows."""
+    """Compile O = O alpha + P V for `count` query rows."""
     ahead = machine.ahead()
     floats = simd.narrow_sums(count, codes.element, None, 0, neighbours=True, near=ahead.near)
     coded = simd.narrow_sums(count, *stored_as(codes), neighbours=True, near=ahead.near)
@@ -226,7 +226,7 @@ def sums(count, codes):
 
 @functools.cache
 def row_decoder(key, value, dims):
-    """Return how attention reads keys and values of such codes: in place where vectors fit their rows."""
+    """Return the decoder of keys and values with these codes: it reads in place if vectors fit the rows."""
     key, value = (replace(side, tokens=min(side.tokens, 2)) for side in (key, value))  # as many or one
     vectors = all(side.stored or whole_panels(side.group) for side in (key, value))
     if not vectors or any(dim % simd.LANES for dim in dims):

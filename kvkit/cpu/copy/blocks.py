@@ -1,4 +1,4 @@
-"""Rows of blocks of codes with their scale inside, as ggml has them: to a cache and back."""
+"""Store and load rows in ggml's block formats, in which each block contains its scale and codes."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from kvkit.runtime.jit import helper
 
 
 def row(direction, packed, cache, plain):
-    """(packed, cache, scale, dim): the blocks of a row, or its numbers, which are products in float32."""
+    """Return a row function that encodes numbers to blocks or decodes blocks, with products in float32."""
     block = BY_NAME[cache].block
     elements, size, packed_bytes = block.elements, block.bytes, BY_NAME[packed].bytes(block.elements)
     encodes = direction == "store"
@@ -37,7 +37,7 @@ def plain_encode(packed, cache):
     block, (low, high) = element.block, element.limits
     get, put_cell, put = memory.read(packed), memory.write(block.cell), memory.store(types.uint8)
     elements, at, less, step = block.elements, block.codes_at, block.less, BY_NAME[packed].bytes(1)
-    most = low if less else high  # the code of the number of largest magnitude
+    most = low if less else high  # the code of the element of largest magnitude
 
     def encode(source, target):
         top = get(source)
@@ -71,7 +71,7 @@ def plain_decode(packed, cache):
 
 
 def element_at(stored):
-    """(row, cells, i) -> one element of a row of blocks, as float32."""
+    """Return a helper (row, cells, i) that reads one element of a row of blocks as float32."""
     block = BY_NAME[stored].block
     get_cell, get = memory.read(block.cell), memory.load(types.uint8)
     elements, size, at, less = block.elements, block.bytes, block.codes_at, block.less

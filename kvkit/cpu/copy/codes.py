@@ -1,4 +1,4 @@
-"""Rows of codes that a cache keeps for itself: encoding and widening; see `segments.py` for attention.
+"""Encode and widen rows of a cache's own codes; `attention/segmented.py` computes attention over them.
 
 A code has 8, 4 or 2 bits and is packed along the head. A group, `group` neighbouring elements of a token or
 one element of each of `tokens` tokens, has a scale and, if it is not symmetric, a minimum; a block of tokens
@@ -35,8 +35,8 @@ class Codes:
     symmetric: bool
     cell: str  # of scales and minima
     group: int
-    tokens: int  # of a block; one of both is 1
-    stored: str = ""  # what operators store as well, by its name: then bits and symmetric say nothing
+    tokens: int  # of a block; group or tokens is 1
+    stored: str = ""  # the name of a format that operators store too; bits and symmetric are then unused
 
 
 @shared
@@ -56,15 +56,15 @@ def asymmetric_number(element, code, scale, minimum):
 
 
 def cells_of(codes):
-    """(cell, group) of what operators store as well: none where scales lie in the codes."""
+    """Return (cell, group) of a format that operators store too; (None, 0) if codes contain their scales."""
     return (None, 0) if BY_NAME[codes.stored].block else (codes.cell, codes.group)
 
 
 @functools.cache
 def widen(codes, plain=False, rounds=True):
-    """Machine code that makes float32 of rows: numbers of the format that was encoded, as arrays have them.
+    """Compile the widening of rows to float32, rounded to the element format that was encoded.
 
-    Unless it `rounds`: what codes stand for, as attention reads them (see `parts.stored_as`).
+    Without `rounds`, numbers are not rounded, as attention reads them (see `segmented.stored_as`).
 
     (target, target_row, target_head, codes, code_row, code_head, cells, cell_row, cell_head,
     tokens, heads, 1, dim); tokens of one block have a `cell_row` of 0.
@@ -79,7 +79,7 @@ def widen(codes, plain=False, rounds=True):
 
 @functools.cache
 def widen_row(codes, product, plain):
-    """Compile `widen`, whatever the blocks are; products with scales are rounded to a format first."""
+    """Compile `widen` for codes of any block size; code * scale is rounded to the format `product` first."""
     element, bits, symmetric, cell, group = (
         codes.element, codes.bits, codes.symmetric, codes.cell, codes.group,
     )  # fmt: skip
@@ -110,7 +110,7 @@ def widen_row(codes, product, plain):
 
 @functools.cache
 def encode(codes, plain=False):
-    """Machine code that encodes blocks of tokens, each of one piece.
+    """Compile the encoding of blocks of tokens; each block is contiguous.
 
     (source, source_block, source_head, codes, code_block, code_head, cells, cell_block, cell_head,
     blocks, heads, 1, dim)
@@ -141,7 +141,7 @@ def encode(codes, plain=False):
 
 
 def encoded_groups(codes):
-    """(source, codes, cells, minima, first, dim): the groups of a block from `first` on, one by one."""
+    """Return a helper that encodes the groups of a block from `first` on, one by one, with scalar code."""
     element, bits, symmetric, cell = codes.element, codes.bits, codes.symmetric, codes.cell
     group, tokens = codes.group, codes.tokens
     get, put_cell = memory.read(element), memory.write(cell)
@@ -159,7 +159,7 @@ def encoded_groups(codes):
             if symmetric:
                 scale = numeric.group_scale(element, max(high, -low), most)
             else:
-                low = numeric.round_to(cell, low) + np.float32(0)  # of both zeros the positive one
+                low = numeric.round_to(cell, low) + np.float32(0)  # turns -0 into +0
                 scale = asymmetric_scale(cell, high - low, most)
                 put_cell(minima + g * cell_bytes, low)
             put_cell(cells + g * cell_bytes, scale)
@@ -187,7 +187,7 @@ record = memory.record(TASK)
 def spread(worker, task_at):
     """Call row code for equal shares of the units (tokens or blocks) of every sequence.
 
-    `at` holds address, byte strides of sequence, unit and head of one side, of the other, and of cells.
+    `at` has the address and the byte strides of sequence, unit and head of both sides and of the cells.
     """
     task = record(task_at)
     at, item = side_at(task.at), worker
@@ -214,7 +214,7 @@ def spread_code():
 
 
 def prepare_codes(code, batch, units, at, heads, dim, elements):
-    """A launch that runs row code over all units, in one thread if there are few elements."""
+    """Return a launch that runs row code over all units, in one thread if there are few elements."""
     chunks, numbers = threads() if elements >= SMALL else 1, np.array(at, np.int64)
     items = batch * chunks
     workers = items if chunks > 1 else 1

@@ -1,6 +1,6 @@
-"""Rows of codes of 8 bits with scales, to a cache: quotients in float32, rounded once, which saturate.
+"""Store rows as 8-bit codes with scales: quotients in float32 are rounded once and saturate.
 
-Floats of 8 bits; and int8, if scales are given: where they are found `rows.py` has PMX's rounding.
+The codes are 8-bit floats, or int8 with given scales; `rows.py` computes int8 scales, with PMX's rounding.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ def write_code(address, x):
 
 
 def scaled_row(packed, cache, scale, group, plain):
-    """(packed, cache, scale, dim): codes of a row, and the scales of its groups; one that is given if 0."""
+    """Return a row function that writes codes and a scale per group; with group 0 it reads the scale."""
     get, get_cell, put_cell = memory.read(packed), memory.read(scale), memory.write(scale)
     put = memory.write(cache) if BY_NAME[cache].minifloat else write_code
     packed_bytes, cell_bytes, limit = (

@@ -1,4 +1,4 @@
-"""Rows turned by a rotation: into a cache, queries on their way to it, outputs on their way from it."""
+"""Rotate rows: keys and values for the cache, queries before attention, outputs after it."""
 
 import functools
 from typing import Any
@@ -17,7 +17,7 @@ from kvkit.runtime.jit import callback, helper
 
 @functools.cache
 def rotation_code(element, block, plain=False):
-    """Machine code (target, its strides, source, its strides, factors [2, dim], ..), as `rows` has it."""
+    """Compile the rotation of rows: (target, strides, source, strides, factors [2, dim], ..), as `rows`."""
     size = BY_NAME[element].bytes(1)
     vector = LANES <= block <= panels.MOST and not plain
     turn: Any = panels.turn(element, block) if vector else plain_turn(element, block)
@@ -30,7 +30,7 @@ def rotation_code(element, block, plain=False):
 
 
 def plain_turn(element, block):
-    """Each element as its sum, where a block is too small for vectors, or too large."""
+    """Return a helper that rotates a block with scalar code, if it is too small or too large for vectors."""
     get, put, factor = memory.read(element), memory.write(element), memory.load(types.float32)
     size = BY_NAME[element].bytes(1)
 
@@ -49,7 +49,7 @@ def plain_turn(element, block):
 
 
 def turned(x, rotation, what, value=False):
-    """Rows [A, B, C, D] of a float format, turned; `what` as in `formats.rotations`."""
+    """Return the rotated rows [A, B, C, D] of a float format; `what` is as in `formats.rotations`."""
     dim, made = x.shape[-1], np.empty(x.shape, x.dtype)
     if x.strides[-1] != x.itemsize:
         x = np.ascontiguousarray(x)

@@ -1,4 +1,4 @@
-"""Rows between packed tensors and a cache: the loops over tokens, heads and elements, for every format.
+"""Copy rows between packed tensors and a cache: the loops over tokens, heads and elements, for every format.
 
 `rows(...)` is the machine code that `walk` calls for each run of neighbouring rows. It is made from a
 row function, which moves one head of one token: the panel form where the group size allows vectors, the
@@ -24,7 +24,7 @@ SIGNATURE = types.void(*[types.int64] * 13)
 STORE, LOAD, READ = "store", "load", "read"
 
 
-# Where rows lie on both sides, and the scales of those in the cache: byte addresses and strides.
+# Byte addresses and strides of packed rows, of rows in the cache, and of their scales.
 SIDE = Record(
     "packed packed_sequence packed_token packed_head",
     "cache cache_sequence cache_row cache_head scale scale_sequence scale_row scale_head",
@@ -46,7 +46,7 @@ def rows(direction, packed, cache, scale=None, group=0, groups=0, stream=False, 
 
     With quantization `scale` names the format of the cells, `group` is how many elements share one and
     `groups` how many groups a panel takes (see `panels.groups_in_panel`; it matters to stores only).
-    `stream` writes around the caches; `plain` leaves the vectors out, for the tests. The result's
+    `stream` uses non-temporal stores; `plain` uses scalar code only (tests). The result's
     `address` is what `walk` calls. READ is LOAD but for codes, whose products with scales it does not round
     to the type of the scales: so attention reads them. Floats of 8 bits are products in float32 in both; a
     group of 0 is a row with one scale, which a store has from its caller (of int8 too).
@@ -70,7 +70,7 @@ def rows(direction, packed, cache, scale=None, group=0, groups=0, stream=False, 
 
 
 def row_by_row(row):
-    """The loops over tokens, heads and repeats around a row function."""
+    """Return a function that calls a row function for all tokens, heads and repeats."""
     row = helper(row)
 
     def transfer(
@@ -112,7 +112,7 @@ def moved_row(direction, packed, cache, stream, plain):
 
 
 def dequantized_row(packed, cache, scale, group, product, stream, plain):
-    """Codes times the scale of their group, rounded to the format `product` and then to that of the data."""
+    """Return a row function that writes code * scale, rounded to the format `product`, then to `packed`."""
     get_cell, put = memory.read(scale), memory.write(packed)
     code_bits, minifloat = BY_NAME[cache].bits, BY_NAME[cache].minifloat
     get_code = memory.read(cache) if minifloat else memory.load(types.int8)
@@ -141,7 +141,7 @@ def dequantized_row(packed, cache, scale, group, product, stream, plain):
 
 
 def quantized_row(packed, cache, scale, group):
-    """One scale for each group, and each element's code."""
+    """Return a row function that writes one scale for each group, and each element's code."""
     get, put_cell, put_code = memory.read(packed), memory.write(scale), memory.store(types.int8)
     code_bits, (_, qmax) = BY_NAME[cache].bits, BY_NAME[cache].limits
     packed_bytes, cell_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
@@ -211,9 +211,9 @@ def panel_codes(packed, cache, scale, group, groups, room):
 
 
 def quantized_panels(packed, cache, scale, group, groups):
-    """`quantized_row` in panels of `groups` groups, MANY at a time.
+    """Return the transfer of `quantized_row` with vectors: panels of `groups` groups, MANY panels at a time.
 
-    First the maxima of their groups, then scales, 16 at once whichever panels they are of, then the codes.
+    It computes the maxima of all groups, then the scales, 16 at a time across panels, then the codes.
     Panels are read token by token, as they are packed, but written head by head, since a head's tokens may
     be neighbours in the cache.
     """

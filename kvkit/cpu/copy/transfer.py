@@ -1,7 +1,7 @@
-"""Append and gather: one walk over tokens and rows, for every layout, mode and format.
+"""Store tokens in a cache or gather them from it: one loop over tokens, for every layout, mode and format.
 
-Store and load differ only in the machine code that `walk` calls for a run of neighbouring rows, and in
-which tokens of a sequence they walk.
+`store` and `load` differ only in the machine code that `walk` calls for a run of neighbouring rows, and in
+which tokens of a sequence they copy.
 """
 
 import functools
@@ -33,10 +33,10 @@ record, integers = memory.record(TASK), memory.integers
 
 
 def walk(worker, task_at):
-    """Move the packed tokens of every sequence, which take positions from `first` on, to or from their rows.
+    """Copy the packed tokens of each sequence, whose positions begin at `first`, to or from their cache rows.
 
-    Keys and values, whose places are `sides`, are items of their own, or, where they are neighbours in the
-    cache, in one, `block` tokens of each in turn (0: apart).
+    With `block` 0, keys and values are separate work items. If they are neighbours in the cache, one item
+    copies both, alternating every `block` tokens. `sides` are the addresses and strides of both.
     """
     task = record(task_at)
     starts, first = integers(task.starts), integers(task.first)
@@ -100,19 +100,19 @@ def numbers_of_side(array, side):
 
 
 def store(current_key, current_value, cache, steps):
-    """A launch that appends the packed new tokens to their rows."""
+    """Return a launch that stores packed new tokens in the cache."""
     starts, first = steps.seqstarts, steps.start_pos
     return prepare_transfer(STORE, current_key, current_value, cache, starts, first, steps=steps, repeat=1)
 
 
 def load(key, value, cache, steps, repeat):
-    """A launch that gathers the rows of every sequence's context into packed outputs."""
+    """Return a launch that gathers the rows of every sequence's context into packed outputs."""
     starts, first = steps.kvstarts, steps.load_starts
     return prepare_transfer(LOAD, key, value, cache, starts, first, steps=steps, repeat=repeat)
 
 
 def prepare_transfer(direction, key, value, cache, starts, first, steps, repeat):
-    """Compile what a transfer needs, or find it, and gather its arguments."""
+    """Return a launch that stores or loads rows; its machine code is compiled or taken from a cache."""
     strides = key.strides, value.strides
     heads, dim = cache.heads, cache.dim
     moved = int(starts[-1]) * 2 * repeat * heads * key.itemsize * dim
@@ -144,7 +144,7 @@ def prepare_transfer(direction, key, value, cache, starts, first, steps, repeat)
 
 
 def aligned(array):
-    """Whether every row begins at a multiple of 16, as streaming needs."""
+    """Return whether every row begins at a multiple of 16 bytes, as non-temporal stores require."""
     bits = array.ctypes.data
     for stride in array.strides[:-1]:
         bits |= stride

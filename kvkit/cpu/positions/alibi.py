@@ -1,4 +1,4 @@
-"""ALiBi slopes, and masks: a row of one is straight lines, with the row of another mask added."""
+"""Compute ALiBi slopes and masks; an ALiBi mask can include another mask, which is added."""
 
 import functools
 
@@ -43,7 +43,7 @@ def compiled_slopes():
 
 @functools.cache
 def addend(mask):
-    """(address) -> float32, an element of a mask; False of a boolean one hides."""
+    """Return a helper (address) that reads a mask's element as float32; a boolean False reads as -inf."""
     if mask == "bool":
         raw = memory.load(types.int8)
         return helper(lambda address: ZERO if raw(address) else MINUS_INF)
@@ -51,7 +51,7 @@ def addend(mask):
 
 
 def addends(b, address, mask):
-    """16 lanes of a mask."""
+    """Read 16 elements of a mask as float32; False in a boolean mask reads as -inf."""
     if mask != "bool":
         return widen(read(b, address, RAW[mask], LANES), mask)
     raw = read(b, address, I8, LANES)
@@ -62,7 +62,7 @@ def addends(b, address, mask):
 
 @functools.cache
 def panel(element, mask):
-    """(target, mask, slope, distance, offset): 16 elements of a line; floats come as bits."""
+    """Return a function that writes 16 elements of a mask's row; slope and offset are the bits of floats."""
 
     @micro_kernel(5)
     def panel(b, target, mask_address, slope, distance, offset):
@@ -81,7 +81,7 @@ def panel(element, mask):
 
 @functools.cache
 def line(element, mask, plain):
-    """Columns first..last-1 of a row: slope * (column - diagonal) + offset, and the mask."""
+    """Return a helper that writes columns first..last-1: slope * (column - diagonal) + offset + mask."""
     put, size, mask_size = memory.write(element), BY_NAME[element].bytes(1), mask_bytes(mask)
     vector = panel(element, mask)
     if mask is None:
@@ -104,9 +104,9 @@ def line(element, mask, plain):
 
 @functools.cache
 def row_of_mask(element, mask=None, plain=False):
-    """Compile a row: zeros, from `begin` to `end` the biases of a sequence, zeros up to `total`, padding.
+    """Compile the writer of a row: zeros, a sequence's biases in begin..end, zeros up to `total`, padding.
 
-    The mask covers `total` columns. `plain` leaves the vectors out, for the tests.
+    The mask covers `total` columns. `plain` uses scalar code only (tests).
     """
     masked, bare = line(element, mask, plain), line(element, None, plain)
 
@@ -123,7 +123,7 @@ def row_of_mask(element, mask=None, plain=False):
 
 
 def walk(worker, task_at):
-    """Write every row; `places` [target|mask] are address and byte strides (batch, head, row)."""
+    """Write this worker's rows; `places` has address and strides (batch, head, row) of target and mask."""
     task = record(task_at)
     starts, kvstarts, places = integers(task.starts), integers(task.kvstarts), integers(task.places)
     rows, total = starts[task.sequences], kvstarts[task.sequences]
@@ -149,10 +149,10 @@ def alibi_code():
 
 
 def prepare_alibi(target, element, starts, kvstarts, mask, mask_element, padding):
-    """A launch that fills `target` [batch, head, row, column]; `mask` is where another lies, or zeros.
+    """Return a launch that fills `target` [batch, head, row, column]; `mask` is another mask's places, or 0s.
 
     Rows and columns are those of sequences that begin at `starts` and `kvstarts`; columns beyond the last
-    hold `padding`. Nothing can fail any more.
+    get `padding`. Callers check the arguments.
     """
     batches, heads, _, columns = target.shape
     workers = threads() if target.nbytes >= SMALL_BYTES else 1

@@ -39,7 +39,7 @@ OWNERS = {
     4: "turned query",
     10: "key",
     14: "turned key",
-}  # the array of an address, by its index in `sides`
+}  # index of an address in `sides` -> the array it belongs to
 
 rotated = numeric.rotation(numeric.product)
 get, get_double = memory.load(types.int64), memory.load(types.float64)
@@ -143,7 +143,7 @@ def halves_of(element, stream=False, plain=False):
 
 @helper
 def fill(frequencies, pairs, base):
-    """Write the frequencies for one base."""
+    """Write the frequencies of all pairs for one base."""
     for pair in range(pairs):
         put_float(frequencies + 4 * pair, numeric.rotary_frequency(base, pair, 2 * pairs))
 

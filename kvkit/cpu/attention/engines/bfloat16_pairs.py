@@ -15,18 +15,18 @@ from kvkit.runtime.jit import helper
 
 @helper
 def panels_of(params, block):
-    """Return where the panels of values are, behind the values, and the bytes of one."""
+    """Return the address of the value panels, which follow the values, and the bytes of one panel."""
     return block.wide_values + block.size * 2 * params.values.padded_dim, block.size * 16
 
 
 def pair_queries(params_address, block_address, tile_address):
-    """Round the queries of a tile to bfloat16, exactly, in pairs."""
+    """Convert the queries of a tile to pairs of bfloat16, which is exact."""
     params, tile = params_at(params_address), tile_at(tile_address)
     pairs.pair_rows(tile.queries, params.keys.padded_dim, tile.engine_queries)
 
 
 def load(params_address, block_address, tile_address):
-    """Copy the keys, and put the values in pairs of tokens."""
+    """Copy the keys and values of a block, and arrange the values in pairs of tokens."""
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
     keys, values, value_row = params.keys, params.values, 2 * params.values.padded_dim
     copy_rows(

@@ -1,4 +1,4 @@
-"""The engine of codes by integers: up to 8 query rows over int8, int4, q8_0, q4_0 (AVX-512 VNNI).
+"""The narrow integer engine: up to 8 query rows over int8, int4, q8_0, q4_0 codes (AVX-512 VNNI).
 
 S = K Q^T                          [tokens, rows], queries as fixed point of 16 bits
 P = exp(S - m), O = O alpha + P V  [rows, dim], P as fixed point of 16 bits
@@ -22,7 +22,7 @@ get_float = memory.load(types.float32)
 
 
 def width(stored, cell, group, dims):
-    """Return how many elements these products take at a time; None if they do not fit rows of such codes."""
+    """Return how many elements the integer products take at a time; None if they do not fit these codes."""
     if stored not in STORED or (cell is None) != (BY_NAME[stored].block is not None):
         return None
     group = group or 8
@@ -38,9 +38,9 @@ def width(stored, cell, group, dims):
 
 @functools.cache
 def queries(rows, *form):
-    """Compile queries [rows, dim] to fixed point, in at most (4 * dim + 64) * rows bytes.
+    """Compile the conversion of queries [rows, dim] to fixed point, of at most (4 * dim + 64) * rows bytes.
 
-    `form` is of the codes: (stored, cell, group, width).
+    `form` describes the codes: (stored, cell, group, width).
     """
     fixed, scratch = integers.fixed_queries(rows, *form), memory.scratch(2 * rows * form[-1])
 
@@ -53,7 +53,7 @@ def queries(rows, *form):
 
 @functools.cache
 def scores(rows, near, *form):
-    """Compile S = K Q^T over such queries."""
+    """Compile S = K Q^T over fixed-point queries."""
     multiply = integers.scores(rows, near, *form)
 
     def scores(params_address, block_address, tile_address):
@@ -70,7 +70,7 @@ def scores(rows, near, *form):
 
 @functools.cache
 def sums(rows, near, *form):
-    """Compile the softmax and O = O alpha + P V; scores of whole vectors are overwritten.
+    """Compile the softmax and O = O alpha + P V; scores are overwritten, up to whole vectors.
 
     Where scales are too uneven, or values too large, it leaves all as it is and sets `block.uneven`. It works
     in 256 * dim bytes of the room for widened values, at least 32768.

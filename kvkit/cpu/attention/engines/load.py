@@ -1,4 +1,4 @@
-"""Rows of a block brought into the workspace: [tokens, dim] as they are, or as float32."""
+"""Load rows of a block into the workspace as [tokens, dim], unconverted or as float32."""
 
 from numba import types
 
@@ -11,7 +11,7 @@ get = memory.load(types.int64)
 
 @helper
 def rows_of_head(side, block, head):
-    """Return where the rows of a key head begin, and their scales."""
+    """Return the addresses of a key head's rows and of their scales."""
     rows = side.address + block.sequence * side.sequence + head * side.head
     return rows, side.scales + block.sequence * side.scale_sequence + head * side.scale_head
 
@@ -27,7 +27,7 @@ def run_end(row_ids, begin, count, step):
 
 @helper
 def copy_rows(code, side, block, head, row_ids, target, target_row):
-    """Copy the block's rows of a head as they are, run by run."""
+    """Copy the block's rows of a head without conversion, run by run."""
     source, _ = rows_of_head(side, block, head)
     begin = 0
     while begin < block.count:
@@ -44,8 +44,8 @@ def copy_rows(code, side, block, head, row_ids, target, target_row):
 def widen_rows(params, side, block, head, row_ids, target):
     """Write the block's rows of a head as float32, run by run.
 
-    Elements that lie apart are moved as if each were a head. If the data are coarser than the cache, rows are
-    rounded as a load does: as 16-bit floats they wait in the second halves of their places.
+    Strided elements are copied as if each were a head. With `params.rounds`, rows are first rounded to the
+    16-bit type of the data, into the second half of each float32 row, and widened from there.
     """
     source, scales = rows_of_head(side, block, head)
     target_row = 4 * side.padded_dim

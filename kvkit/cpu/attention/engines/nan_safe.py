@@ -1,9 +1,9 @@
-"""The products where a weight of 0 hides NaN and infinity: slower, over widened rows.
+"""Slower products, over widened rows, in which a weight of 0 hides NaN and infinity.
 
     O = O alpha + sum of P V over the tokens whose P is not 0       [rows, dim], or [dim, rows] if wide
 
-It takes a work item again whose first outputs are not finite. Weights are shrunk, so that sums stay finite if
-values and weights are.
+A work item whose first outputs are not finite is computed again this way. Weights are shrunk, so that sums of
+finite values times finite weights stay finite.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ careful_wide_sums = attention.careful_wide_sums
 
 @helper
 def nan_safe_scores(params, block, tile):
-    """S = K Q^T of a narrow tile, over queries [rows, dim] in their own order and widened keys."""
+    """S = K Q^T of a narrow tile, over queries [rows, dim] in natural order and widened keys."""
     dim = params.keys.padded_dim
     for r in range(block.rows):
         attention.dots(
@@ -45,7 +45,7 @@ def shrink_weights(block, tile):
 
 @helper
 def nan_safe_sums(params, block, tile):
-    """O = O alpha + P V over widened values that have a weight."""
+    """O = O alpha + P V over the widened values whose weight is not 0."""
     dim = params.values.padded_dim
     add_seen_values(
         tile.scores,
@@ -61,7 +61,7 @@ def nan_safe_sums(params, block, tile):
 
 @helper
 def add_seen_values(weights, values, value_row, count, dim, o, alpha, rows):
-    """O = O alpha + P V over the values [tokens, dim] that have a weight; `dim` is a multiple of 16."""
+    """O = O alpha + P V over values [tokens, dim] whose weight is not 0; `dim` is a multiple of 16."""
     if rows == WIDE:
         careful_wide_sums(weights, values, value_row, count, dim, o, alpha)
         return

@@ -1,4 +1,4 @@
-"""The narrow engine: up to 8 query rows, over keys and values where they lie in the cache.
+"""The narrow engine: up to 8 query rows, over keys and values read in place in the cache.
 
     S = K Q^T                    [tokens, rows]
     O = O alpha + P V            [rows, dim]
@@ -21,15 +21,15 @@ NARROW = attention.NARROW
 
 
 def in_place(cell, group, dims):
-    """Return whether these rows are read where they lie: as whole vectors, which hold whole groups."""
+    """Return whether rows can be read in place, as whole vectors that fit their groups."""
     return all(dim % attention.LANES == 0 for dim in dims) and (not cell or panels.lanes_divide(group))
 
 
 @functools.cache
 def orders(stored, cell, group, dim):
-    """Return [rows, dim]: the elements of a row in the order that scores of so many rows want queries in.
+    """Return a table [rows, dim]: the order of a query's elements that scores of `rows` query rows need.
 
-    None if it is always their own.
+    None if it is always the natural order.
     """
     element = BY_NAME[stored]
     if not (cell or element.minifloat or element.block):
@@ -45,7 +45,7 @@ def scores(rows, stored="float32", cell=None, group=0, exact=False, near=False, 
     """Compile S = K Q^T for 1, 2, 4 or 8 rows of queries [dim / LANES, row, LANES], ordered (see `orders`).
 
     Token t is at keys + key_ids[t] * key_row. `near` is a hint (see `narrow_scores`). The plain form takes
-    queries [row, dim] in their own order.
+    queries [row, dim] in natural order.
     """
     if plain:
         return plain_forms.scores(rows, stored, cell, group, exact)

@@ -1,4 +1,4 @@
-"""The engine of codes by integers for 32 query rows of one token, over codes that a block unfolds first.
+"""The wide integer engine: 32 query rows of one token, over codes that are unfolded once per block.
 
 S = K Q^T                          [tokens, rows], queries as fixed point of 16 bits
 P = exp(S - m), O = O alpha + P V  [dim, rows], P as fixed point of 16 bits
@@ -20,13 +20,13 @@ get_float = memory.load(types.float32)
 
 @helper
 def scales_of(values, dim):
-    """Return where the scales of unfolded values are; the first is negative if they are too uneven."""
+    """Return the address of the scales of unfolded values; the first is negative if they are too uneven."""
     return values + (4 * dim + 64) * (integers.MOST_TOKENS // 2)
 
 
 @functools.cache
 def queries(*form):
-    """Compile queries [dim, WIDE] to fixed point, in 64 * dim + 128 bytes."""
+    """Compile the conversion of queries [dim, WIDE] to fixed point, of 64 * dim + 128 bytes."""
     fixed = wide_integers.fixed_queries(*form)
 
     def queries(params_address, block_address, tile_address):
@@ -38,7 +38,7 @@ def queries(*form):
 
 @functools.cache
 def load(key, value, *form):
-    """Compile keys to 4 * dim bytes a token, and values of a block to 512 * dim bytes, unless too uneven."""
+    """Compile the unfolding of keys, 4 * dim bytes per token, and, unless uneven, of values, 512 * dim."""
     unfolded_keys = wide_integers.unfolded_keys(key, *form)
     fixed_scales, unfolded_values = (
         integers.fixed_scales(value, *form),
