@@ -39,7 +39,7 @@ def test_the_twins_take_and_explain_the_same(twins):
 
 def test_the_twins_have_the_same_names():
     for twin, module in MODULES:
-        assert set(module.__all__) == set(twin.__all__)
+        assert set(module.__all__) | {"Rope"} == set(twin.__all__) | {"Rope"}  # of caches, on the CPU alone
 
 
 def test_only_what_makes_index_tensors_is_the_cpus():
