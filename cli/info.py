@@ -16,7 +16,7 @@ from kvkit.errors import DeviceError
 from kvkit.runtime import disk_cache, source_digest
 from kvkit.runtime.jit import STATE, cache_folder
 from kvkit.version import __version__
-from kvkit_cli import show
+from kvkit_cli import ownership, show
 
 THIS = "kvkit as it is"
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "neon": "NEON"}  # the widest first
@@ -77,6 +77,7 @@ def system_facts() -> dict[str, str]:
     modules = (np, numba, llvmlite, ml_dtypes)
     return {
         "kvkit": __version__,
+        "distribution": ownership.owners(),
         "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",
         **{module.__name__: module.__version__ for module in modules},
         "CPU": f"{llvmlite.binding.get_host_cpu_name()}, {vector_instructions()}",

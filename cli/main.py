@@ -100,6 +100,10 @@ def explain(error: Exception) -> tuple[str, int | None]:
         return ": ".join(str(part) for part in (error.filename, error.strerror or error) if part), 1
     if isinstance(error, MemoryError):
         return f"out of memory {error}", 1
+    if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "kvkit":
+        from kvkit_cli import ownership
+
+        return f"{error}; {ownership.owners()}", 1
     if isinstance(error, ValueError):
         from kvkit.errors import DeviceError, KvkitError
 

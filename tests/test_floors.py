@@ -29,6 +29,7 @@ FLOORS = (
     "tools",
     "integrations",  # 7
     "cli",
+    "__main__",  # `python -m kvkit`
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms.split()}
 # What the twin on CUDA has from floors above 3: functions that make index tensors; names, arguments, words;
@@ -55,7 +56,7 @@ LATE = {
     "cli.__main__": {"kvkit_cli.main", "signal"},  # an early Ctrl-C ends a run in a line
     "cli.clusters": {"kvkit.integrations.dask"},  # optional
     "cli.info": {"kvkit_cuda.device_runtime"},  # the others: a verb loads what it needs, and no more
-    "cli.main": {"kvkit.errors", "kvkit.operators", "kvkit_cli.show", "runpy"},
+    "cli.main": {"kvkit.errors", "kvkit.operators", "kvkit_cli", "kvkit_cli.show", "runpy"},
     "cli.study": {"kvkit.integrations.transformers", "transformers", "transformers.utils.logging"},
     "cli.warm": {"kvkit_cuda.device_runtime"},
     "cli.warming": {"kvkit_cuda"},
@@ -148,7 +149,7 @@ def test_imports_stand_at_the_top():
 
 def test_kvkit_knows_neither_cuda_nor_the_command_line():
     for name in TREES:
-        if name.partition(".")[0] == "kvkit":
+        if name.partition(".")[0] == "kvkit" and name != "kvkit.__main__":
             for module, *_ in imported(name):
                 assert not f"{module}.".startswith(
                     ("kvkit_cuda.", "kvkit_cli.", "cli.", "numba.cuda.", "cuda.", "click.")

@@ -5,10 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 from pathlib import Path
 
 import pytest
+
+import kvkit
 
 ROOT = Path(__file__).parents[2]
 SEEN = """
@@ -31,6 +34,40 @@ def test_a_script_beside_the_clone_finds_the_package(tmp_path):
     command = [environment / "bin" / "python", beside / "script.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(ROOT / name / "__init__.py") for name in ("kvkit", "kvkit_cuda")]
+
+
+def test_python_m_kvkit_is_kvkit():
+    command = [sys.executable, "-m", "kvkit", "--version"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert shown.stdout == f"kvkit {kvkit.__version__}\n"
+
+
+def test_another_distribution_that_owns_the_files_is_named(tmp_path):
+    """PyPI's `kvkit` over this one: the folder is another project's, and the command line says so."""
+    theirs = tmp_path / "kvkit"
+    theirs.mkdir()
+    (theirs / "__init__.py").touch()
+    about = tmp_path / "kvkit-0.3.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvkit\nVersion: 0.3\n")
+    (about / "top_level.txt").write_text("kvkit\n")
+    (tmp_path / "kvkit_cli").symlink_to(ROOT / "cli")
+    path = [str(tmp_path), sysconfig.get_path("purelib")]
+    start = (
+        f"import sys; sys.path[:0] = {path}; sys.argv[1:] = ['info']; import kvkit_cli.__main__ as program"
+    )
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        f"{start}; program.start()",
+    ]  # without what a clone puts on the path
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvkit: No module named 'kvkit.errors'; kvkit-kernels ")
+    assert f"in {theirs}, whose files kvkit owns too: pip uninstall kvkit kvkit-kernels, then" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.fixture

@@ -1,0 +1,27 @@
+"""Say which installed distributions own the files of `kvkit`: PyPI has another project of the same import name."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from pathlib import Path
+
+OURS = "kvkit-kernels"
+REPAIR = f"pip uninstall kvkit {OURS}, then pip install {OURS}"
+
+
+def owners() -> str:
+    """Return where `kvkit` is imported from, which distributions own it, and what to do if several do."""
+    spec = importlib.util.find_spec("kvkit")
+    folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else "nowhere"
+    names = sorted({name for name in packages_distributions().get("kvkit", []) if name != OURS})
+    text = f"{OURS} {own_version()} in {folder}"
+    return f"{text}, whose files {', '.join(names)} owns too: {REPAIR}" if names else text
+
+
+def own_version() -> str:
+    """Return the installed version of kvkit's distribution."""
+    try:
+        return version(OURS)
+    except PackageNotFoundError:
+        return "(not installed)"
