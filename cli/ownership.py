@@ -1,4 +1,4 @@
-"""Say which installed distributions own the files of `kvkit`: PyPI has another project of the same import name."""
+"""Say which distributions own the files of `kvkit`: PyPI has another project of this import name."""
 
 from __future__ import annotations
 
