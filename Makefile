@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt
 
 .PHONY: demo test test-model test-transformers test-dask test-peers test-dist test-docs test-all test-gpu docs lint
 .PHONY: bench bench-gpu bench-dask clean
@@ -19,7 +19,7 @@ $(VENV)/kvkit.%: $(VENV)/kvkit
 	$(PIP) --editable '.[$*]'
 	@touch $@
 
-$(VENV)/kvkit: $(BIN)/python setup.cfg pyproject.toml
+$(VENV)/kvkit: $(BIN)/python setup.cfg pyproject.toml tests/constraints.txt
 	$(PIP) --editable .
 	$(BIN)/python -c '$(ON_PATH)'
 	@touch $@

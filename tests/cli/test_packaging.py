@@ -1,5 +1,6 @@
 """What people install: from a clone, and from a source distribution."""
 
+import configparser
 import os
 import re
 import shutil
@@ -68,6 +69,18 @@ def test_another_distribution_that_owns_the_files_is_named(tmp_path):
     assert done.stderr.startswith("kvkit: No module named 'kvkit.errors'; kvkit-kernels ")
     assert f"in {theirs}, whose files kvkit owns too: pip uninstall kvkit kvkit-kernels, then" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_pypi_takes_the_metadata():
+    """Labels of addresses have 32 characters at most, and what users install pins no version."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    labels = [line.partition(" = ")[0] for line in setup["metadata"]["project_urls"].strip().splitlines()]
+    extras = setup["options.extras_require"]
+    required = [extras[name] for name in ("files", "torch", "transformers", "dask", "plot", "data")]
+    assert labels
+    assert max(map(len, labels)) <= 32
+    assert "==" not in setup["options"]["install_requires"] + "".join(required)
 
 
 @pytest.fixture
