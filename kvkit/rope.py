@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, SupportsIndex
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, DTypeLike
 
 from kvkit.checks.values import finite_number, flag, integer, positive_number
 from kvkit.errors import argument_error, describe
@@ -125,16 +125,29 @@ class Rope:
     def _rotated(self, states: Array, positions: ArrayLike, factor: float) -> Array:
         if states.shape[-1] < self.rotary_dim:
             raise argument_error("states", f"heads of {self.rotary_dim} elements or more", states.shape[-1])
-        angles = np.asarray(positions, np.float64)[..., None] * self.frequencies  # [tokens, pairs]
         dtype = np.float64 if states.dtype == np.float64 else np.float32
-        cosines: Array = (np.cos(angles) * factor).astype(dtype)
-        sines: Array = (np.sin(angles) * factor).astype(dtype)
-        first, second = self._pairs()
         turned: Array = np.array(states, dtype)
-        x, y = turned[..., first].copy(), turned[..., second].copy()
-        turned[..., first] = x * cosines - y * sines
-        turned[..., second] = x * sines + y * cosines
+        self.turn(states.astype(dtype, copy=False), *self.turns(positions, dtype, factor), turned)
         return turned.astype(states.dtype, copy=False)
+
+    def turns(self, positions: ArrayLike, dtype: DTypeLike, factor: float = 1.0) -> tuple[Array, Array]:
+        """Return the cosines and the sines [..., pairs] of a rotation by some positions, for `turn`."""
+        angles = np.asarray(positions, np.float64)[..., None] * self.frequencies  # [tokens, pairs]
+        return (np.cos(angles) * factor).astype(dtype), (np.sin(angles) * factor).astype(dtype)
+
+    def turn(self, states: Array, cosines: Array, sines: Array, out: Array) -> None:
+        """Write states that are rotated to `out`, of a dtype; the elements behind the pairs lie there."""
+        first, second = self._pairs()
+        x, y, rotated_x, rotated_y = (
+            states[..., first],
+            states[..., second],
+            out[..., first],
+            out[..., second],
+        )
+        np.multiply(x, cosines, out=rotated_x)
+        np.subtract(rotated_x, y * sines, out=rotated_x)
+        np.multiply(x, sines, out=rotated_y)
+        np.add(rotated_y, y * cosines, out=rotated_y)
 
     def _pairs(self) -> tuple[slice, slice]:
         """Return where the first and the second elements of pairs lie in a head."""

@@ -1,5 +1,8 @@
 """Tokens that are removed and moved: positions by a model of cells, attention by moved keys in float64."""
 
+import copy
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -142,6 +145,54 @@ def test_attention_is_that_over_moved_keys(dtype, new, masked):
     layer.flatten()
     assert layer.rope_shifts.tolist() == [[0, 9, 0]]
     np.testing.assert_allclose(layer.attend(query, mask), expected, atol=ATTENDED[dtype], rtol=0)
+
+
+def test_steps_over_pieces_repeat_what_a_copy_computes():
+    """A prepared launch follows longer contexts, masks and other pieces, for each row of a batch."""
+    layer, batch = DynamicLayer(), 3
+    rows = np.random.default_rng(0).standard_normal((2, batch, 2, 1300, 8)).astype(np.float32)
+    layer.update(*rows[:, :, :, :900])
+    layer.remove(4, 20, close=True, rope=ROPE)
+    for at in range(900, 1300, 8):
+        layer.update(*rows[:, :, :, at : at + 8])
+        if at == 1100:
+            layer.remove(100, 500, close=True)
+        length, new = layer.get_seq_length(), 1 + at // 8 % 2
+        seen = np.arange(length) % (3 + at // 8 % 5 + np.arange(batch)[:, None]) > 0
+        query = rows[0, :, [0, 1, 1, 0], at : at + new].swapaxes(0, 1)
+        for mask in None, seen:
+            results = (one.attend(query, mask, return_lse=True) for one in (layer, copy.deepcopy(layer)))
+            for output, fresh in zip(*results, strict=True):
+                assert output.tobytes() == fresh.tobytes()
+
+
+def test_pieces_that_another_rotation_moved_are_attended_to_by_it():
+    layer, query = DynamicLayer(), tokens(1)
+    filled(layer)
+    layer.remove(2, 5, close=True, rope=ROPE)
+    layer.attend(query)
+    layer.flatten()
+    layer.shift(2, None, 3)
+    layer.flatten()
+    layer.shift(2, None, -3, Rope(4))
+    assert layer.rope_shifts.tolist() == [[0, 2, 0], [2, 5, -3]]
+    assert layer.attend(query).tobytes() == copy.deepcopy(layer).attend(query).tobytes()
+
+
+@pytest.mark.perf
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_step_over_two_pieces_costs_at_most_1_15_of_one_over_one(dtype):
+    layers, query = [DynamicLayer(), DynamicLayer()], tokens(1, heads=9, dim=64, dtype=dtype)
+    for layer, count in zip(layers, (8192, 8256), strict=True):
+        layer.update(*[tokens(count, heads=3, dim=64, dtype=dtype)] * 2)
+    layers[1].remove(4, 68, close=True, rope=Rope(64))
+    times = [[], []]
+    for i in range(400):
+        begin = time.perf_counter()
+        layers[i % 2].attend(query)
+        times[i % 2].append(time.perf_counter() - begin)
+    one, two = map(min, times)
+    assert two < 1.15 * one
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])

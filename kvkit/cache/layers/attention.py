@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 
 from kvkit import cpu, merge
+from kvkit.cache.layers.positions import Piece
 from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of
 from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring
-from kvkit.checks.records import NO_MASK, MaskPlace
+from kvkit.checks.records import ENDLESS, NO_MASK, MaskPlace, Side, StepIndex
 from kvkit.checks.values import checked_format, flag, one_piece
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS, Element
 from kvkit.runtime.arrays import places_of
-from kvkit.typed import Array, Attended
+from kvkit.typed import Array, Attended, Pair
 
 
 class LayerAttention:
@@ -24,7 +25,8 @@ class LayerAttention:
 
     def __init__(self) -> None:
         self._calls: PreparedCalls[PreparedAttention] = PreparedCalls(1)
-        self._pieces: list[PreparedCalls[PreparedAttention]] = []  # of several rope shifts
+        self._pieces: list[PreparedCalls[PreparedAttention]] = []  # of several rope shifts, a launch for each
+        self._at_once: PreparedCalls[PreparedPieces] = PreparedCalls(1)  # one launch for all
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return LayerAttention, ()  # prepared calls hold addresses, which are others in a copy
@@ -32,6 +34,7 @@ class LayerAttention:
     def forget(self) -> None:
         """Drop the prepared call, because the arrays of the layer have changed."""
         self._calls.clear()
+        self._at_once.clear()
         self._pieces = []
 
     def __call__(
@@ -46,7 +49,7 @@ class LayerAttention:
     ) -> Attended:
         """Attend to a layer; see `Layer.attend`."""
         fmt, query = checked_query(layer, query)
-        if layer.row_positions is not None and layer.row_positions.shifts.any():
+        if layer.row_positions is not None and layer.row_positions.shifted:
             scoring = Scoring(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
             return self._attend_pieces(layer, query, attention_mask, scoring, return_lse)
         query = layer.store.query(query)
@@ -81,26 +84,59 @@ class LayerAttention:
         p' - d as one at p does the moved key. Queries and outputs are float32 until they are merged.
         """
         wants_lse, (batch, new, heads, _) = flag("return_lse", return_lse), query.shape
-        columns, states = None, []
+        columns = None
         if attention_mask is not None:
             columns = checked_mask(layer, attention_mask, (batch, heads, new))
             fmt = checked_format("query", query, FLOATS, 4)
             masks.static_mask(fmt, columns, batch, heads, new, columns.shape[3])
             columns = columns if columns.dtype == np.bool_ else columns.astype(np.float32)
-        wide = query.astype(np.float32)  # [B, q, Hq, D]
+        wide = query.astype(np.float32, copy=False)  # [B, q, Hq, D]
         pieces = layer.pieces()
+        begin, end, _ = pieces[-1]
+        if layer.store.rows_adjoin and end - begin >= new:
+            output, lse = self._attend_at_once(layer, pieces, wide, columns, scoring)
+        else:
+            output, lse = self._attend_one_by_one(layer, pieces, wide, columns, scoring)
+        attn_output = output.astype(query.dtype, copy=False).swapaxes(1, 2)
+        return (attn_output, lse.swapaxes(1, 2)) if wants_lse else attn_output
+
+    def _attend_at_once(
+        self, layer: Any, pieces: list[Piece], query: Array, columns: Array | None, scoring: Scoring
+    ) -> Pair:
+        """Attend to all pieces in one launch, in which every piece of a sequence is a sequence."""
+        (batch, new, heads, _), mask = query.shape, NO_MASK
+        if columns is not None:
+            columns = columns_of_pieces(columns, pieces, batch)
+            mask = masks.static_mask(FLOAT32, columns, len(columns), heads, new, columns.shape[3])
+        out = np.empty((batch, new, heads, layer.store.geometry.value_dim), np.float32)
+        lse = np.empty((batch, new, heads), np.float32)
+        fixed = id(layer.rope), *pieces[:-1], pieces[-1][0], pieces[-1][2]  # but no end, where tokens come
+        form = None
+        if scoring.sinks is None and query.nbytes <= MOST_QUERY_BYTES:
+            form = form_of((query,), (scoring.softmax_scale, scoring.softcap, fixed))
+        prepared = self._at_once.find(form)
+        if not prepared or not prepared.run(pieces[-1][1], query, out, lse, mask):
+            self._at_once.clear()
+            weights = attention.checked_weights(query, mask, scoring)
+            self._at_once.keep(form, PreparedPieces(layer, pieces, query, out, lse, weights))
+        return out, lse
+
+    def _attend_one_by_one(
+        self, layer: Any, pieces: list[Piece], query: Array, columns: Array | None, scoring: Scoring
+    ) -> Pair:
+        """Attend to each piece in a launch of its own, and merge."""
+        states = []
         while len(self._pieces) < len(pieces):
             self._pieces.append(PreparedCalls(1))
         for calls, (begin, end, shift) in zip(self._pieces, pieces, strict=False):
             own = scoring if end == layer.span.length else scoring._replace(sinks=None)
-            moved = layer.rope.shift(wide, -shift) if shift else wide
+            moved = layer.rope.shift(query, -shift) if shift else query
             states.append(attend_piece(calls, layer, (begin, end), moved, columns, own))
         outputs, lses = zip(*states, strict=True)
-        output, lse = merge.merge_checked(FLOAT32, outputs, lses)
-        attn_output = output.astype(query.dtype, copy=False).swapaxes(1, 2)
-        return (attn_output, lse.swapaxes(1, 2)) if wants_lse else attn_output
+        return merge.merge_checked(FLOAT32, outputs, lses)
 
 
+MOST_QUERY_BYTES = 2**18  # of a prepared call over pieces, which keeps queries and outputs of each
 FLOAT32 = next(fmt for fmt in FLOATS if fmt.name == "float32")
 
 
@@ -131,6 +167,16 @@ def attend_piece(
         weights = attention.checked_weights(query, mask, scoring._replace(is_causal=causal))
         calls.keep(form, PreparedAttention(layer.store, rows, FLOAT32, arrays, weights))
     return out, lse
+
+
+def columns_of_pieces(columns: Array, pieces: list[Piece], batch: int) -> Array:
+    """Return the mask of a launch over pieces: [pieces * B, .., longest piece], from columns of all rows."""
+    longest = max(end - begin for begin, end, _ in pieces)
+    shape = len(pieces), batch, *columns.shape[1:3], longest
+    mask = np.zeros(shape, columns.dtype)
+    for own, (begin, end, _) in zip(mask, pieces, strict=True):
+        own[..., : end - begin] = columns[..., begin:end]
+    return mask.reshape(-1, *shape[2:])
 
 
 def hidden_from(columns: Array | None, visible: Array) -> Array:
@@ -232,7 +278,95 @@ class PreparedAttention:
             if not self._prepared.reschedule(kvlen):
                 return False
         self._store.begin_at(self._params, row)
-        if mask != self._mask:
-            at = cpu.attention.prepare.FIELD["mask"]
-            self._params[at : at + len(mask)], self._mask = mask, mask
+        self._mask = place_mask(self._params, self._mask, mask)
         return True
+
+
+def place_mask(params: Array, before: MaskPlace, mask: MaskPlace) -> MaskPlace:
+    """Write a mask into the params of a launch, unless it is the one from before; return it."""
+    if mask != before:
+        at = cpu.attention.prepare.FIELD["mask"]
+        params[at : at + len(mask)] = mask
+    return mask
+
+
+class PreparedPieces:
+    """Attention over pieces of rows in one launch, and their merge; run again while the last piece grows."""
+
+    __slots__ = ("_begin", "_lengths", "_mask", "_params", "_prepared", "_query", "_rope", "_turns")
+
+    def __init__(
+        self,
+        layer: Any,
+        pieces: list[Piece],
+        query: Array,
+        out: Array,
+        lse: Array,
+        weights: attention.Weights,
+    ) -> None:
+        (batch, new, heads, _), count = query.shape, len(pieces)
+        self._rope, self._begin, self._mask = layer.rope, pieces[-1][0], weights.mask
+        deltas = -np.array([shift for _, _, shift in pieces])[:, None, None, None]
+        self._turns = self._rope.turns(deltas, np.float32)  # [pieces, 1, 1, 1, pairs]
+        self._query = np.repeat(query[None], count, 0)
+        outs = np.empty((count, *out.shape), np.float32)
+        lses = np.empty((count, *lse.shape), np.float32)
+        queries, flat_outs, flat_lses = (
+            states.reshape(-1, *states.shape[2:]) for states in (self._query, outs, lses)
+        )
+        context = layer.store.context(FLOAT32.name, 0, pieces[-1][1])
+        step = pieces_step(context.sides[0], pieces, batch, new)
+        context = context._replace(sides=tuple(side._replace(sequence=0) for side in context.sides))
+        earlier = (
+            count - 1
+        ) * batch  # sequences of pieces before all queries: for them there is no causal rule
+        if weights.sinks is not None:
+            sinks = np.full((earlier + batch, heads), -np.inf, np.float32)
+            sinks[earlier:] = weights.sinks
+            weights = weights._replace(sinks=sinks, apart=len(sinks))
+        attend = cpu.attention.prepare.prepare_attention(
+            queries, flat_outs, flat_lses, context, step, earlier, weights
+        )
+        attend.owners.clear()  # it stays at these arrays
+        join = cpu.attention.merge.prepare_merge(FLOAT32.name, list(outs), list(lses), out, lse)
+        join.alive = *join.alive, outs, lses
+        self._params = attend.numbers
+        self._lengths = step.kvstarts[earlier:], np.arange(batch + 1), step.kvstarts[earlier]
+        arrays = {"out": out, "lse": lse}
+        self._prepared = PreparedCall([attend, join], arrays, attention=self._params, version=pieces[-1][1])
+        self.run(pieces[-1][1], query, out, lse, weights.mask)
+
+    def run(self, end: int, query: Array, out: Array, lse: Array, mask: MaskPlace) -> bool:
+        """Attend with other queries, another mask and end; return False if these need a new launch."""
+
+        def refit() -> bool:
+            self._rope.turn(query, *self._turns, self._query)
+            return self._fits(end, mask)
+
+        return self._prepared.run_at(places_of((out, lse)), refit)
+
+    def _fits(self, end: int, mask: MaskPlace) -> bool:
+        """Set the end of the last piece and the mask; return False if these need a new launch."""
+        if end != self._prepared.version:
+            kvstarts, counts, first = self._lengths
+            np.add(counts * (end - self._begin), first, out=kvstarts)
+            if not self._prepared.reschedule(end):
+                return False
+        self._mask = place_mask(self._params, self._mask, mask)
+        return True
+
+
+def pieces_step(side: Side, pieces: list[Piece], batch: int, new: int) -> StepIndex:
+    """Return the step in which every piece of every sequence is a sequence, pieces outermost.
+
+    Sequence b of the store begins at row id ``b * side.sequence / side.row``.
+    """
+    begins, ends, _ = np.array(pieces).T
+    rows = begins[:, None] + np.arange(batch) * (side.sequence // side.row)  # [pieces, B]
+    lengths = np.repeat(ends - begins, batch)
+    kvstarts = np.concatenate(([0], np.cumsum(lengths)))
+    counts = np.arange(len(lengths) + 1)
+    return StepIndex(
+        counts * new, kvstarts, lengths - new, np.zeros_like(lengths), rows.reshape(-1, 1), ENDLESS,
+        tokens=len(lengths) * new, context=int(kvstarts[-1]), rows=int(ends[-1]),
+    )  # fmt: skip

@@ -7,6 +7,7 @@ changes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, SupportsIndex
@@ -80,15 +81,25 @@ class RowPositions:
             return self
         return type(self)(self.positions[:rows], self.shifts[:rows], int(self.positions[rows]))
 
-    def pieces(self, rows: int) -> list[Piece]:
-        """Return the pieces of constant rope shift of so many rows."""
+    @functools.cached_property
+    def shifted(self) -> bool:
+        """Whether a key lies as rotated for another position."""
+        return bool(self.shifts.any())
+
+    @functools.cached_property
+    def _pieces(self) -> list[Piece]:
+        """The pieces of constant rope shift of the known rows."""
         known = len(self.positions)
         borders = (np.flatnonzero(np.diff(self.shifts)) + 1).tolist()
         begins = [0, *borders] if known else []
-        found = [
+        return [
             (begin, end, int(self.shifts[begin]))
             for begin, end in zip(begins, [*borders, known], strict=False)
         ]
+
+    def pieces(self, rows: int) -> list[Piece]:
+        """Return the pieces of constant rope shift of so many rows."""
+        known, found = len(self.positions), self._pieces.copy()
         if rows > known:
             joins = bool(found) and found[-1][2] == 0
             found.append((found.pop()[0] if joins else known, rows, 0))

@@ -31,6 +31,7 @@ class CodeStore:
 
     capacity = 0  # for how many more tokens another store for the same ones has room
     file: Any = None  # where it lies, if not in memory
+    rows_adjoin = False
 
     def __init__(self, geometry: Geometry, sides: list[CodedSide], read_back: bool) -> None:
         self.geometry, self.sides, self.read_back = geometry, sides, read_back

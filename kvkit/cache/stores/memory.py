@@ -63,6 +63,7 @@ class Store:
 
     __slots__ = ("capacity", "geometry", "keys", "values")
     in_place = True  # rows that a layer relies on may be written
+    rows_adjoin = True  # the rows of a head lie one after the other, those of all tokens
     file: Any = None  # where it lies, if not in memory
 
     def __init__(self, geometry: Geometry, capacity: int) -> None:

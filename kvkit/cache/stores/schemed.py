@@ -109,6 +109,8 @@ class SchemedSide:
 class SchemedStore(Store):
     """Keys and values, as stored and as the latest step reads them; decoded only while attention runs."""
 
+    rows_adjoin = False
+
     def __init__(self, geometry: Geometry, sides: Sequence[SchemedSide], seen: Sequence[SchemedSide]) -> None:
         self.geometry, self.capacity, self.sides, self.seen = geometry, 0, sides, seen
         self.keys: Any = None
