@@ -3,11 +3,11 @@
 Over sequences of one length, each with its own part of a cache, and beside caches:
 
     key_value_cache               append keys and values, read the whole context back
-    multi_head_attention          of queries to keys and values
+    multi_head_attention          of queries to keys and values; merge_attention_states joins parts
     multi_head_cache_attention    append, and attend to the context where it lies
     rotary_position_embedding, alibi_slope, alibi_mask    positions
-    merge_attention_states        attention over parts of a context, put together
     paged_attention, paged_append, swap_blocks    over any engine's pools of pages, in place
+    mla_attention, mla_append, mla_absorb, mla_expand    latent caches, dense or over chosen rows
     Rope; KvkitError, DeviceError    how a model rotated its keys; what is raised
 
 Rooms:
@@ -50,6 +50,10 @@ if TYPE_CHECKING:
     from kvkit import integrations as integrations
     from kvkit import layouts as layouts
     from kvkit import tools as tools
+    from kvkit.mla import mla_absorb as mla_absorb
+    from kvkit.mla import mla_append as mla_append
+    from kvkit.mla import mla_attention as mla_attention
+    from kvkit.mla import mla_expand as mla_expand
     from kvkit.rope import Rope as Rope
 
 __all__ = [
@@ -63,6 +67,10 @@ __all__ = [
     "dynamic_batching",
     "key_value_cache",
     "merge_attention_states",
+    "mla_absorb",
+    "mla_append",
+    "mla_attention",
+    "mla_expand",
     "multi_head_attention",
     "multi_head_cache_attention",
     "paged_append",
@@ -70,14 +78,15 @@ __all__ = [
     "rotary_position_embedding",
     "swap_blocks",
 ]
+LATER = {"Rope": "kvkit.rope"} | {name: "kvkit.mla" for name in __all__ if name.startswith("mla_")}
 ROOMS = ("cache", "files", "formats", "integrations", "layouts", "tools")  # loaded when they are first used
 
 
 def __getattr__(name):
     if name in ROOMS:
         return importlib.import_module(f"kvkit.{name}")
-    if name == "Rope":
-        return importlib.import_module("kvkit.rope").Rope
+    if name in LATER:
+        return getattr(importlib.import_module(LATER[name]), name)
     raise AttributeError(f"module 'kvkit' has no attribute {name!r}")
 
 

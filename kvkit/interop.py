@@ -50,7 +50,7 @@ def as_numpy(array: Any, name: str = "array") -> Any:
     >>> import numpy as np
     >>> from kvkit.interop import as_numpy
     >>> numbers = np.zeros(2)
-    >>> taken(numbers) is numbers, taken("no array")
+    >>> as_numpy(numbers) is numbers, as_numpy("no array")
     (True, 'no array')
     """
     if not is_foreign(array):

@@ -23,6 +23,7 @@ FLOORS = (
     "cpu",  # 4
     "calls",  # 5
     "ascend static dynamic_batching paged merge rope",
+    "mla",
     "__init__",
     "files",  # 6
     "cache",

@@ -41,6 +41,7 @@ E8M0 = Element("e8m0", BYTE, 8, limits=(0, 254), numbers=(*(2.0 ** (e - 127) for
 
 PER = "tensor", "head", "token", "group", "channel"
 EXPONENTS = "floor", "ceil"
+POWERS = "p2"
 CELLS = "float32", "float16", "bfloat16"
 ROUNDINGS = {"trunc": "trunc", "rint": "even"}
 
@@ -70,7 +71,8 @@ class Format:
         "up" (half is added and what is left is cut), "lower" and "upper" (the nearest of the table, half way
         the code before or after).
     exponent : str
-        Of scales that are powers of two: "floor", which clips the largest numbers, or "ceil".
+        Of scales that are powers of two: "floor", which clips the largest numbers, "ceil", or "p2", which is
+        at least 2**-13.
     order : tuple of str
         The parts of a block, one behind the other; none where codes and scales are arrays of their own.
     block : int
@@ -189,13 +191,15 @@ ALL = (
         for code in (FULL_INT8, FULL_INT4)
     ),
     Format("ds_mla", E4M3, "normal", group=128, order=("codes", "scale", "tail"), tail=64,
-           source="DeepSeek V3.2, fp8_ds_mla"),
+           takes=(POWERS,), source="DeepSeek V3.2, fp8_ds_mla"),
+    Format("ds_v4", E4M3, "normal", E8M0, group=64, exponent=POWERS,
+           order=("codes", "tail", "scale", "padding"), tail=64, source="DeepSeek V4"),
 )  # fmt: skip
 NAMED = {format.name: format for format in ALL}
 OPTIONS = "cell", "exponent", "group", "per", "rounding"
 FIELDS = {
     **{word: ("per", word) for word in PER},
-    **{word: ("exponent", word) for word in EXPONENTS},
+    **{word: ("exponent", word) for word in (*EXPONENTS, POWERS)},
     **{word: ("rounding", rounding) for word, rounding in ROUNDINGS.items()},
     **{word: ("cell", BY_NAME[word]) for word in CELLS},
 }
@@ -209,8 +213,8 @@ def named(format: str | Format, **options: Any) -> Format:
     ----------
     format : str or Format
         A name of `NAMED`, then, each behind a colon, what its `takes` lists: `g` and the size of groups;
-        "tensor", "head", "token", "group", "channel", what shares a scale; "floor" or "ceil", the rule of
-        exponents; "trunc" or "rint", how codes are rounded; "float32", "float16" or "bfloat16", how scales
+        "tensor", "head", "token", "group", "channel", what shares a scale; "floor", "ceil" or "p2", the rule
+        of exponents; "trunc" or "rint", how codes are rounded; "float32", "float16" or "bfloat16", how scales
         are stored.
     **options
         The same by keyword, as fields of `Format`: cell, exponent, group, per, rounding.

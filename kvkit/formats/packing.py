@@ -115,6 +115,7 @@ def part_widths(format: Format, elements: int, scale: Element) -> dict[str, int]
         "scale": scale.bytes(count),
         "minimum": scale.bytes(count),
         "tail": BFLOAT16.bytes(format.tail),
+        "padding": 1,
     }
     return {part: known[part] for part in format.order}
 
@@ -133,6 +134,8 @@ def pack_blocks(
     }
     if "high" in format.order:
         parts["high"] = high_bits(codes)
+    if "padding" in format.order:
+        parts["padding"] = np.zeros((*codes.shape[:-1], 1), np.uint8)
     if tail is not None:
         parts["tail"] = to_bytes(tail[..., None, :], BFLOAT16)
     if beside is not None:

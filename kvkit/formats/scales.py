@@ -22,6 +22,7 @@ Scaled = tuple[Array, Array, Array | None]  # ratio, scale, beside
 
 SMALLEST = np.float32(1e-5)  # PMX: the smallest scale
 TINY = np.finfo(np.float32).tiny
+LEAST_POWER = np.float32(1e-4)  # DeepSeek: scales that are powers of two are not below it
 
 
 def round_to(x: Array | np.float32, dtype: DTypeLike) -> Array:
@@ -46,6 +47,13 @@ def extremes(x: Array) -> tuple[Array, Array]:
 def inverse(scale: Array) -> Array:
     """Return 1 / scale, and 0 where a scale is 0."""
     return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+
+
+def exponent_above(x: Array) -> Array:
+    """Return the exponent of the smallest power of two that is not below x."""
+    fraction, exponent = np.frexp(x)
+    above: Array = exponent - (fraction == np.float32(0.5))
+    return above
 
 
 def largest_code(format: Format) -> np.float32:
@@ -112,8 +120,7 @@ def power(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """
     top = magnitude(x)
     if format.exponent == "ceil":
-        fraction, exponent = np.frexp(top / largest_code(format))
-        exponent = np.where(top > 0, exponent - (fraction == np.float32(0.5)), 0)
+        exponent = np.where(top > 0, exponent_above(top / largest_code(format)), 0)
     else:
         _, exponent = np.frexp(top)
         _, own = np.frexp(largest_code(format))
@@ -138,8 +145,11 @@ def token(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 
 
 def normal(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """DeepSeek: scale is at least the smallest normal float32."""
-    scale = np.maximum(magnitude(x) / largest_code(format), TINY)
+    """DeepSeek: scale is at least the smallest normal float32, or a power of two of at least 1e-4."""
+    scale = magnitude(x) / largest_code(format)
+    if format.exponent:
+        scale = np.ldexp(np.float32(1), exponent_above(np.maximum(scale, LEAST_POWER))).astype(np.float32)
+    scale = np.maximum(scale, TINY)
     return x / scale, scale, None
 
 

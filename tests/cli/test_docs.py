@@ -19,6 +19,7 @@ from kvkit.operators.attributes import ATTRIBUTES
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 HELPERS = kvkit.ascend.compressed_slots, kvkit.ascend.razor_windows, kvkit.ascend.slots
+MLA = "mla_absorb", "mla_append", "mla_attention", "mla_expand"
 
 
 def test_readme_examples():
@@ -90,7 +91,9 @@ def test_modes_are_those_of_the_function():
 
 def test_public_names():
     """Every operator is where its name says, and little else."""
-    folders = {kvkit: ["DeviceError", "KvkitError", "Rope", "__version__", "ascend", "dynamic_batching"]}
+    folders = {
+        kvkit: ["DeviceError", "KvkitError", "Rope", "__version__", "ascend", "dynamic_batching", *MLA]
+    }
     folders[kvkit.dynamic_batching] = ["Plan", "plan"]
     folders[kvkit.ascend] = ["CompressType", "Slots", *(function.__name__ for function in HELPERS)]
     for name in OPERATORS:

@@ -18,13 +18,14 @@ RMS = {
     "q4_0": 0.0859, "nvfp4": 0.0952, "int4": 0.0971, "mxfp4": 0.1151, "mlx_mxfp4": 0.1236,
     "mlx_mxfp8": 0.0285,
 }  # fmt: skip
+LATENT = {"ds_mla": 576, "ds_v4": 512}  # elements of their rows
 LESS_THAN = {8: 0.04, 4: 0.13, 2: 0.7}  # int2 has -1, 0 and 1
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("name", NAMED)
 def test_attention_over(rng, name):
-    dim, scale = 576 if name == "ds_mla" else 64, GIVEN.get(name)
+    dim, scale = LATENT.get(name, 64), GIVEN.get(name)
     sides = rng.standard_normal((2, TOKENS, HEADS, dim)).astype(np.float32)
     told = f"{name}:float16" if NAMED[name].find in ("pmx", "span") else name  # as caches have their own
     keys, values = (decode(encode(side, told, scale=scale), name) for side in sides)

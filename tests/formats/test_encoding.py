@@ -1,5 +1,6 @@
 """Every named format against formulas transcribed as loops: bytes, ties, limits, zeros, and back."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -162,6 +163,24 @@ def test_deepseek_rows(rng):
     assert rows.shape == (3, 656)
     np.testing.assert_array_equal(rows, [oracle.ds_mla(row) for row in x])
     np.testing.assert_array_equal(decode(rows, "ds_mla")[0, :512], F32(3))
+
+
+def test_deepseek_vectors():
+    """The specification's row: byte sums, first codes, scales, padding."""
+    i = np.arange(512)
+    latent = (i % 37 - 18) * 2.0 ** (i // 128 - 3) / 3
+    x = np.concatenate([latent, np.arange(64) / 8 - 4]).astype(ml_dtypes.bfloat16)
+    for name, total, first, fourth in (
+        ("ds_mla", 106024, [254, 253, 252, 252, 251, 250, 249, 249], [236, 233, 228, 220]),
+        ("ds_mla:p2", 103692, [252, 251, 251, 250, 249, 249, 248, 247], [235, 232, 227, 219]),
+    ):
+        row = encode(x[None], name)["codes"][0]
+        assert (row.sum(dtype=int), row[:8].tolist(), row[384:388].tolist()) == (total, first, fourth)
+    np.testing.assert_array_equal(row[512:528].view(F32), 2.0 ** np.arange(-9, -5))
+    row = encode(np.concatenate([x[:448], x[512:]])[None], "ds_v4")["codes"][0]
+    assert row[576:].tolist() == [118, 118, 119, 119, 120, 120, 121, 0]
+    assert row[:8].tolist() == first
+    np.testing.assert_array_equal(row[448:576].view(ml_dtypes.bfloat16), x[512:])
 
 
 @pytest.mark.parametrize("name", ["ort_int8", "ort_int4"])

@@ -17,7 +17,13 @@ from kvkit.formats.scales import TINY
 HEADS = (0, 1, 2, 4, 5, 6, 7, 8, 12, 14, 16, 20, 28, 30, 31, 32, 40, 64, 96, 100, 128, 192, 320, 576)
 TOKENS = (0, 1, 2, 3, 7, 32, 64)
 MAGNITUDES = (0, 1e-44, 1e-38, 1e-20, 1e-6, 1e-3, 1, 60, 3e3, 7e4, 1e7, 3e9, 1e20, 1e38, 3.4e38)
-LEAST = {"pmx": 1e-5, "span": 1e-5, "token": 1e-6, "edge": 1e-7}  # scales that a rule takes at least
+LEAST = {
+    "pmx": 1e-5,
+    "span": 1e-5,
+    "token": 1e-6,
+    "edge": 1e-7,
+    "p2": 2**-13 / 448,
+}  # scales that a rule takes at least
 
 
 def relative_error(fmt, bits):
@@ -47,6 +53,7 @@ def error_bound(fmt, x, dtype, arrays):
     least = (
         float(cell.smallest_subnormal) * float(arrays.get("whole", 1))
         + LEAST.get(fmt.find, 0)
+        + LEAST.get(fmt.exponent, 0)
         + 2 * float(TINY)
     )
     if fmt.asks:

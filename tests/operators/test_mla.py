@@ -1,0 +1,297 @@
+"""Attention over latent caches, against float64 over the rows that a cache of each kind stands for."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kvkit
+from examples import run_examples
+from kvkit.formats import decode, encode
+
+F32, BF16, F16 = np.float32, ml_dtypes.bfloat16, np.float16
+LATENT, ROPE, PAGE = 512, 64, 16
+SCALE = 192**-0.5
+
+
+def expected(query, contexts, values, causal, sinks=None):
+    """(output, lse without sinks) in float64: contexts [queries of it, rows] one after the other."""
+    outputs, lses, begin = [], [], 0
+    for count, rows in contexts:
+        for i in range(count):
+            seen = rows[: len(rows) - count + i + 1] if causal else rows
+            scores = query[begin + i].astype(float) @ seen.T.astype(float) * SCALE  # [heads, rows]
+            top = scores.max(-1, initial=-np.inf)
+            lse = (
+                top + np.log(np.exp(scores - top[:, None]).sum(-1))
+                if len(seen)
+                else np.full(len(scores), -np.inf)
+            )
+            weights = np.exp(scores - lse[:, None])
+            if sinks is not None:
+                weights /= 1 + np.exp(sinks - lse)[:, None]
+            outputs.append(weights @ seen[:, :values].astype(float))
+            lses.append(lse)
+        begin += count
+    return np.array(outputs), np.array(lses)
+
+
+def pools(rows, kind):
+    """(keywords for a pool of some rows, the numbers that it holds) as each kind of cache stores them."""
+    blocks, page, _ = rows.shape
+    flat = rows.reshape(blocks * page, -1)
+    if kind == "one pool":
+        return {"latent": rows}, flat
+    if kind == "with gaps":  # FlashMLA allocates a row more for each block
+        wide = np.full((blocks, page + 1, 1, rows.shape[2]), np.nan, rows.dtype)
+        wide[:, :page, 0] = rows
+        return {"latent": wide[:, :page]}, flat
+    if kind == "two pools":
+        return {"latent": rows[..., :LATENT], "rope_cache": np.ascontiguousarray(rows[..., LATENT:])}, flat
+    if kind == "ds_v4":
+        flat = flat[:, 64:]
+        stored = encode(flat, kind)["codes"].reshape(blocks, page, 584)
+        room = np.zeros((blocks, -(-page * 584 // 576) * 576), np.uint8)
+        room[:, : page * 576] = stored[..., :576].reshape(blocks, -1)
+        room[:, page * 576 : page * 584] = stored[..., 576:].reshape(blocks, -1)
+        return {"latent": room, "format": kind}, decode(stored, kind).reshape(blocks * page, -1)
+    stored = encode(flat, kind)["codes"].reshape(blocks, page, 656)
+    return {"latent": stored, "format": kind}, decode(stored, kind).reshape(blocks * page, -1)
+
+
+KINDS = "one pool", "with gaps", "two pools", "ds_mla", "ds_mla:p2", "ds_v4"
+TOLERANCE = {F32: 2e-5, F16: 2e-3, BF16: 1.6e-2}
+
+
+def assert_close(found, output, lse, dtype):
+    attn_output, found_lse = found
+    assert attn_output.dtype == dtype
+    np.testing.assert_allclose(attn_output.astype(float), output, rtol=0, atol=TOLERANCE[dtype])
+    np.testing.assert_allclose(found_lse, lse, rtol=2e-6, atol=5e-6)
+
+
+def scene(kind, dtype, heads, counts, seed=0):
+    """A pool with tables, and queries: so many of each sequence."""
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((9, PAGE, LATENT + ROPE)).astype(BF16).astype(F32 if dtype is F32 else dtype)
+    pool, numbers = pools(rows, kind)
+    tables = np.array([[4, 1, 7], [8, 0, -1], [2, 2147480000, -1]])
+    lengths = np.array([41, 17, 0])
+    query = rng.standard_normal((sum(counts), heads, numbers.shape[1])).astype(BF16).astype(dtype)
+    positions = [np.arange(length) for length in lengths]
+    slots = [tables[i][p // PAGE] * PAGE + p % PAGE for i, p in enumerate(positions)]
+    return pool, numbers, tables, lengths, query, slots
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages(kind, dtype):
+    """Every kind of pool, several queries a sequence, an empty context, NaN behind contexts."""
+    counts = [3, 1, 0]
+    pool, numbers, tables, lengths, query, slots = scene(kind, dtype, 5, counts)
+    numbers = numbers if dtype is F32 or "format" not in pool else numbers.astype(BF16)
+    contexts = [(count, numbers[chosen]) for count, chosen in zip(counts, slots, strict=True)]
+    for causal in (True, False):
+        output, lse = expected(query, contexts, LATENT, causal)
+        found = kvkit.mla_attention(
+            query, **pool, block_tables=tables, context_lens=lengths, query_starts=[0, 3, 4, 4], scale=SCALE,
+            is_causal=causal, return_lse=True,
+        )  # fmt: skip
+        assert_close(found, output, lse, dtype)
+
+
+@pytest.mark.parametrize("kind", ["one pool", "two pools", "ds_mla", "ds_v4"])
+def test_chosen_rows(kind):
+    """Indices of two pools, some of them none or behind the pool, a row twice, and lengths."""
+    pool, numbers, *_, query, _ = scene(kind, F32, 3, [4])
+    indices = np.array([[5, -1, 9, 5], [0, 3, 999999, 7], [1, 2, 3, 4], [-1, -1, -1, -1]])
+    lens = np.array([4, 4, 2, 4])
+    more = {"latent": pool["latent"][::-1]} if kind == "one pool" else pool
+    extra = np.array([[3, 2], [-1, 1], [0, 0], [-1, -1]])
+    called = {"scale": SCALE, "indices": indices, "index_lens": lens, "return_lse": True}
+    rows = [[5, 9, 5], [0, 3, 7], [1, 2], []]
+    output, lse = expected(query, [(1, numbers[chosen]) for chosen in rows], LATENT, False)
+    assert_close(kvkit.mla_attention(query, **pool, **called), output, lse, F32)
+    if "rope_cache" in pool:
+        return
+    blocks = len(numbers) // PAGE
+    others = numbers.reshape(blocks, PAGE, -1)[::-1].reshape(numbers.shape) if kind == "one pool" else numbers
+    both = [(1, np.concatenate([numbers[a], others[[b for b in row if b >= 0]]]))
+            for a, row in zip(rows, extra.tolist(), strict=True)]  # fmt: skip
+    output, lse = expected(query, both, LATENT, False)
+    found = kvkit.mla_attention(query, **pool, **called, extra=(more["latent"], extra, None))
+    assert_close(found, output, lse, F32)
+
+
+@pytest.mark.parametrize("kind", ["one pool", "ds_mla"])
+def test_sinks_and_their_lse(kind):
+    pool, numbers, tables, lengths, query, slots = scene(kind, F32, 4, [1, 1, 1])
+    sinks = np.array([0.5, -1, 30, -30], F32)
+    called = {
+        "block_tables": tables,
+        "context_lens": lengths,
+        "scale": SCALE,
+        "sinks": sinks,
+        "return_lse": True,
+    }
+    output, lse = expected(query, [(1, numbers[chosen]) for chosen in slots], LATENT, True, sinks)
+    assert_close(kvkit.mla_attention(query, **pool, **called, lse_of_sinks=False), output, lse, F32)
+    assert_close(kvkit.mla_attention(query, **pool, **called), output, np.logaddexp(lse, sinks), F32)
+
+
+def test_long_contexts_come_in_pieces(monkeypatch):
+    """Contexts longer than what is gathered at a time, with sinks, which enter one piece."""
+    monkeypatch.setattr("kvkit.calls.latent.ROWS", 8)
+    counts = [3, 1, 0]
+    pool, numbers, tables, lengths, query, slots = scene("ds_mla", F32, 3, counts)
+    sinks = np.array([1, 2, 3], F32)
+    contexts = [(count, numbers[chosen]) for count, chosen in zip(counts, slots, strict=True)]
+    output, lse = expected(query, contexts, LATENT, True, sinks)
+    csr = np.array([0, 3, 5, 5]), np.array([4, 1, 7, 8, 0])
+    for table in (tables, csr):
+        found = kvkit.mla_attention(query, **pool, block_tables=table, context_lens=lengths, scale=SCALE,
+                                    query_starts=[0, 3, 4, 4], sinks=sinks, return_lse=True)  # fmt: skip
+        assert_close(found, output, np.logaddexp(lse, sinks), F32)
+
+
+def test_a_pool_without_blocks():
+    query = np.ones((1, 2, 576), F32)
+    for pool in (
+        {"latent": np.zeros((0, 64, 576), F32)},
+        {"latent": np.zeros((0, 64, 656), np.uint8), "format": "ds_mla"},
+    ):
+        places = {"block_tables": np.zeros((1, 0), np.int32), "context_lens": [0]}
+        output, lse = kvkit.mla_attention(query, **pool, **places, scale=1.0, return_lse=True)
+        assert not output.any()
+        assert (lse == -np.inf).all()
+
+
+def test_the_specification_s_layer():
+    """Absorbed, latent and expanded, with and without sinks."""
+    c = np.array([[1, 0, -1], [2, 1, 0], [0, -1, 1]], F32)
+    r = np.array([[1, 0], [0, 1], [1, 1]], F32)
+    w_uk = np.array([[[1, 0, 2], [0, 1, 1]], [[1, 1, 0], [2, 0, 1]]], F32)
+    w_uv = np.array([[[1, 2, 0], [0, 1, 1]], [[2, 0, 1], [1, 1, 0]]], F32)
+    absorbed = kvkit.mla_absorb(np.array([[[1, -1], [0, 1]]], F32), w_uk)
+    np.testing.assert_array_equal(absorbed, [[[1, -1, 1], [2, 0, 1]]])
+    cache = np.zeros((1, 3, 5), F32)
+    kvkit.mla_append(c, r, cache, [0, 1, 2])
+    query = absorbed, np.array([[[0, 1], [1, 0]]], F32)
+    called = {"block_tables": [[0]], "context_lens": [3], "scale": 0.5, "value_dim": 3, "return_lse": True}
+    latent, lse = kvkit.mla_attention(query, cache, **called)
+    np.testing.assert_allclose(latent, [[[0.78495, -0.21505, 0.424598], [1.364175, 0.364175, 0]]], atol=1e-6)
+    np.testing.assert_allclose(lse, [[2.104131, 2.551445]], atol=1e-6)
+    out = kvkit.mla_expand(latent, w_uv)
+    np.testing.assert_allclose(out, [[[0.354849, 0.209547], [2.728351, 1.728351]]], atol=1e-6)
+    with_sinks, lse = kvkit.mla_attention(query, cache, **called, sinks=np.array([0.5, -1], F32))
+    np.testing.assert_allclose(with_sinks, latent * np.array([[[0.832595], [0.972117]]]), atol=1e-6)
+    np.testing.assert_allclose(lse, [[2.287339, 2.579724]], atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 63, 128])
+@pytest.mark.parametrize("queries", [1, 2, 4])
+@pytest.mark.parametrize("length", [20, 140])
+def test_flash_mla_s_dense_grid(heads, queries, length):
+    """FlashMLA's sizes and tolerances: lengths that differ, NaN behind contexts, far table entries."""
+    rng = np.random.default_rng([heads, queries, length])
+    lengths = np.array([length, max(queries, length - 7), queries])
+    rows = rng.standard_normal((24, PAGE, 576)).astype(BF16)
+    tables = np.full((3, 12), 2147480000, np.int32)
+    for i, count in enumerate(-(-lengths // PAGE)):
+        tables[i, :count] = rng.permutation(24)[:count]
+    slots = [tables[i][np.arange(n) // PAGE] * PAGE + np.arange(n) % PAGE for i, n in enumerate(lengths)]
+    used = np.zeros(24 * PAGE, bool)
+    used[np.concatenate(slots)] = True
+    rows.reshape(-1, 576)[~used] = np.nan
+    query = rng.standard_normal((3 * queries, heads, 576)).astype(BF16)
+    output, lse = expected(query, [(queries, rows.reshape(-1, 576)[s]) for s in slots], LATENT, True)
+    found, found_lse = kvkit.mla_attention(query, rows, tables, lengths, np.arange(4) * queries, scale=SCALE,
+                                           return_lse=True)  # fmt: skip
+    found = found.astype(float)
+    np.testing.assert_allclose(found, output, rtol=2.01 / 128, atol=8e-4)
+    assert 1 - 2 * (found * output).sum() / (found**2 + output**2).sum() < 5e-6
+    np.testing.assert_allclose(found_lse, lse, rtol=8.01 / 65536, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_append(kind):
+    """New rows are stored as `encode` stores them; -1 stores nothing, all else keeps its bytes."""
+    pool, _, *_ = scene(kind, F32, 1, [1])
+    before = {name: array.copy() for name, array in pool.items() if name != "format"}
+    dim = 448 if kind == "ds_v4" else LATENT
+    latent, rope = np.full((3, dim), 2, F32), np.full((3, ROPE), 3, F32)
+    kept = {name: pool[name] for name in ("rope_cache", "format") if name in pool}
+    kvkit.mla_append(latent, rope, pool["latent"], [18, -1, 5], **kept)
+    query = np.ones((1, 1, dim + ROPE), F32)
+    for slot in (18, 5):
+        found = kvkit.mla_attention(query, **pool, indices=[[slot]], scale=1.0, value_dim=dim + ROPE)
+        np.testing.assert_array_equal(found[0, 0], [2] * dim + [3] * ROPE)
+    changed = [(pool[name] != array) & ~np.isnan(array.astype(F32)) for name, array in before.items()]
+    most = {"ds_v4": 584}.get(kind, 656 if kind.startswith("ds_mla") else dim + ROPE)
+    assert 0 < sum(map(np.count_nonzero, changed)) <= 2 * most
+
+
+ONE = np.ones((1, 1, 576), F32)
+POOL = np.ones((2, 4, 576), F32)
+BYTES = np.zeros((2, 4, 656), np.uint8)
+PAGES = {"block_tables": [[0]], "context_lens": [3], "scale": 1.0}
+REFUSED = {  # (query, latent, keywords, message) of attention
+    "scale": (ONE, POOL, PAGES | {"scale": 0.0}, "scale: expected a positive"),
+    "width": (ONE[..., :64], POOL, PAGES, "query: expected rows of 576 elements"),
+    "pair": ((ONE,), POOL, PAGES, "query: expected an array, or a pair"),
+    "a pair's parts": ((ONE, POOL), POOL, PAGES, r"query\[1\]: expected the tokens"),
+    "value": (ONE, POOL, PAGES | {"value_dim": 577}, "value_dim: expected an integer from"),
+    "no places": (ONE, POOL, {"scale": 1.0}, "indices: expected block_tables and"),
+    "two places": (ONE, POOL, PAGES | {"indices": [[0]]}, "indices: expected block_tables and"),
+    "page": (ONE, POOL, PAGES | {"block_tables": [[2]]}, "block_tables"),
+    "page of bytes": (ONE, BYTES, PAGES | {"block_tables": [[2]], "format": "ds_mla"}, "block_tables"),
+    "format": (ONE, BYTES, PAGES | {"format": "q8_0"}, "format: expected None, ds_mla"),
+    "bytes": (ONE, POOL, PAGES | {"format": "ds_mla"}, "latent: expected an array of bytes"),
+    "rope of bytes": (
+        ONE,
+        BYTES,
+        PAGES | {"format": "ds_mla", "rope_cache": POOL},
+        "rope_cache: expected None",
+    ),
+    "rope": (ONE, POOL, PAGES | {"rope_cache": POOL[:1]}, r"rope_cache: expected \(2, 4\)"),
+    "sinks": (
+        ONE,
+        POOL,
+        PAGES | {"sinks": ONE[0, 0, :2], "lse_of_sinks": False},
+        "sinks: expected one for",
+    ),
+    "out": (ONE, POOL, PAGES | {"out": ONE}, r"out: expected shape \(1, 1, 512\)"),
+    "extra": (ONE, POOL, {"scale": 1.0, "indices": [[0]], "extra": POOL}, r"extra: expected \(latent, "),
+}
+ROWS = POOL[0, :, 64:], POOL[0, :, :64]  # four tokens
+REFUSED_APPENDS = {
+    "slot": (POOL, [0, 1, 2, 8], "slot_mapping: expected slots below 8"),
+    "slot twice": (POOL, [1, 1, 2, 3], "slot_mapping: expected each slot once"),
+    "dtype": (POOL.astype(F16), [0, 1, 2, 3], "cache: expected the dtype"),
+    "read-only": (np.broadcast_to(POOL[:1], POOL.shape), [0, 1, 2, 3], "cache: expected a writeable"),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_refused_attention(call):
+    query, latent, keywords, message = REFUSED[call]
+    with pytest.raises(kvkit.KvkitError, match=rf"^{message}"):
+        kvkit.mla_attention(query, latent, **keywords)
+
+
+@pytest.mark.parametrize("call", REFUSED_APPENDS)
+def test_refused_appends_write_nothing(call):
+    cache, slots, message = REFUSED_APPENDS[call]
+    before = cache.copy()
+    with pytest.raises(kvkit.KvkitError, match=rf"^{message}"):
+        kvkit.mla_append(ROWS[0] * 2, ROWS[1], cache, slots)
+    np.testing.assert_array_equal(cache, before)
+
+
+def test_refused_weights():
+    with pytest.raises(kvkit.KvkitError, match=r"^w_uk: expected the heads 1 and 576 elements"):
+        kvkit.mla_absorb(ONE, ONE)
+
+
+@pytest.mark.parametrize("name", ["mla_absorb", "mla_append", "mla_attention", "mla_expand"])
+def test_examples(name):
+    run_examples(getattr(kvkit, name).__doc__, name)
