@@ -47,6 +47,7 @@ ROOMS = (  # each a page of the reference
     "kvkit.dynamic_batching",
     "kvkit.ascend",
     "kvkit.cache",
+    "kvkit.eviction",
     "kvkit.layouts",
     "kvkit.layouts.tables",
     "kvkit.formats",

@@ -17,7 +17,7 @@ Rooms:
     layouts             where the bytes of any engine's cache lie: lines, views, conversion
     formats             what the bytes of a cache mean: encode, decode, rotate
     files               caches in files of many kinds, with what they mean
-    cache               caches for a generation loop: growing, fixed, sliding, coded, paged; in files
+    cache, eviction     caches for a generation loop, growing to paged, in files; which tokens they can lose
     integrations        dask, onnx and transformers
     tools               what is in a file, can it be right, where do two differ, what do schemes cost
     kvkit_cuda          a package of the same names, on a GPU
@@ -45,6 +45,7 @@ from kvkit.version import __version__
 
 if TYPE_CHECKING:
     from kvkit import cache as cache
+    from kvkit import eviction as eviction
     from kvkit import files as files
     from kvkit import formats as formats
     from kvkit import integrations as integrations
@@ -79,7 +80,8 @@ __all__ = [
     "swap_blocks",
 ]
 LATER = {"Rope": "kvkit.rope"} | {name: "kvkit.mla" for name in __all__ if name.startswith("mla_")}
-ROOMS = ("cache", "files", "formats", "integrations", "layouts", "tools")  # loaded when they are first used
+# Loaded when they are first used.
+ROOMS = ("cache", "eviction", "files", "formats", "integrations", "layouts", "tools")
 
 
 def __getattr__(name):

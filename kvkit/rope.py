@@ -137,7 +137,7 @@ class Rope:
 
     def turn(self, states: Array, cosines: Array, sines: Array, out: Array) -> None:
         """Write states that are rotated to `out`, of a dtype; the elements behind the pairs lie there."""
-        first, second = self._pairs()
+        first, second = self.pairs()
         x, y, rotated_x, rotated_y = (
             states[..., first],
             states[..., second],
@@ -149,7 +149,7 @@ class Rope:
         np.multiply(x, sines, out=rotated_y)
         np.add(rotated_y, y * cosines, out=rotated_y)
 
-    def _pairs(self) -> tuple[slice, slice]:
+    def pairs(self) -> tuple[slice, slice]:
         """Return where the first and the second elements of pairs lie in a head."""
         if self.interleaved:
             return slice(0, self.rotary_dim, 2), slice(1, self.rotary_dim, 2)

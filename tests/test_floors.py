@@ -25,7 +25,7 @@ FLOORS = (
     "ascend static dynamic_batching paged merge rope",
     "mla",
     "__init__",
-    "files",  # 6
+    "files eviction",  # 6
     "cache",
     "tools",
     "integrations",  # 7

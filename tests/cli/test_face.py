@@ -17,7 +17,7 @@ from kvkit.operators import OPERATORS
 from kvkit_cli.main import VERBS
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ["cache", "files", "formats", "integrations", "layouts", "tools"]
+ROOMS = ["cache", "eviction", "files", "formats", "integrations", "layouts", "tools"]
 MODULES = kvkit.ascend, kvkit.cache, kvkit.dynamic_batching, kvkit_cuda
 HELPERS = kvkit.ascend.compressed_slots, kvkit.ascend.razor_windows, kvkit.ascend.slots
 METHODS = [

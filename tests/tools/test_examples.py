@@ -13,7 +13,7 @@ import kvkit
 
 ROOMS = (
     "layouts", "layouts.tables", "formats", "files", "tools", "tools.draw", "tools.vectors",
-    "integrations.dask",
+    "integrations.dask", "eviction",
 )  # fmt: skip
 HELPERS = {"formats.coarser", "formats.mask_bytes", "formats.rotation_named"}  # which the house needs
 

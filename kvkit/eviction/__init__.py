@@ -1,0 +1,15 @@
+"""Which tokens a cache can lose: published scorers, budgets, and what to keep of a layer."""
+
+from kvkit.eviction import (  # noqa: F401  (they register their scorers)
+    by_keys,
+    by_outliers,
+    by_position,
+    by_queries,
+    by_statistics,
+    by_weights,
+)
+from kvkit.eviction.generation import H2O
+from kvkit.eviction.scorers import SCORERS, scores
+from kvkit.eviction.selection import Kept, budgets, chunks, select
+
+__all__ = ["H2O", "SCORERS", "Kept", "budgets", "chunks", "scores", "select"]

@@ -1,0 +1,94 @@
+"""Scorers that read keys, and some of them values: no query need be there."""
+
+from typing import Any
+
+import numpy as np
+
+from kvkit.checks.values import flag, integer, text
+from kvkit.errors import argument_error
+from kvkit.eviction.inputs import Inputs, finite_floats, softmax
+from kvkit.eviction.parts import norms
+from kvkit.eviction.scorers import scorer
+from kvkit.typed import Array
+
+
+@scorer()
+def knorm(given: Inputs) -> Array:
+    """score = -|k| (arXiv 2406.11430)."""
+    return -norms(given.keys)
+
+
+@scorer()
+def keydiff(given: Inputs) -> Array:
+    """score = -cos(k, mean of k / |k|) (arXiv 2504.15364)."""
+    lengths = norms(given.keys)
+    units = given.keys / np.maximum(lengths, 1e-12)[..., None].astype(np.float32)
+    anchor = units.mean(2, keepdims=True, dtype=np.float64).astype(np.float32)  # [B, Hkv, 1, D]
+    products = (given.keys @ anchor.swapaxes(2, 3))[..., 0]
+    return -products / np.maximum(lengths * norms(anchor), 1e-8)
+
+
+@scorer()
+def qfilter(given: Inputs, *, filters: Array) -> Array:
+    """score = -<f, k> with a filter f of each key head, `filters` [Hkv, D] (arXiv 2503.02812)."""
+    filters = finite_floats("filters", filters, 2)
+    wanted = given.heads, given.keys.shape[3]
+    if filters.shape != wanted:
+        raise argument_error("filters", f"shape {wanted}", filters.shape)
+    return -(given.keys @ filters[:, :, None])[..., 0]
+
+
+@scorer("values")
+def lagkv(given: Inputs, *, sinks: int = 4, lag: int = 128, cross: bool = False) -> Array:
+    """Score a token by how its channels spread in the range of the next chunk (arXiv 2504.04704).
+
+    z = (x - min') / (max' - min') by the next chunk; t = softmax over the chunk of the deviation of z;
+    score = (t of keys + t of values) / 2, and unless `cross` its rank in the chunk / lag.
+    """
+    sinks, lag, cross = integer("sinks", sinks, 0), integer("lag", lag, 1), flag("cross", cross)
+    (batch, heads, tokens), result = given.keys.shape[:3], np.ones(given.keys.shape[:3])
+    if tokens < sinks + 2 * lag:
+        result[..., sinks:] = np.arange(max(tokens - sinks, 0)) / max(tokens - sinks, 1)
+        return result
+    end = sinks + (tokens - sinks) // lag * lag
+    means = (
+        lag_weights(given.keys[:, :, sinks:end], lag) + lag_weights(given.values[:, :, sinks:end], lag)
+    ) / 2
+    if not cross:
+        means = np.argsort(np.argsort(means, -1, kind="stable"), -1, kind="stable") / lag
+    result[..., sinks : end - lag] = means.reshape(batch, heads, -1)
+    return result
+
+
+def lag_weights(states: Array, lag: int) -> Array:
+    """Return t of `lagkv` for all chunks but the last, [B, Hkv, chunks - 1, lag]."""
+    chunks = states.reshape(*states.shape[:2], -1, lag, states.shape[3])
+    own, later = chunks[:, :, :-1], chunks[:, :, 1:]
+    low, high = later.min(3, keepdims=True), later.max(3, keepdims=True)
+    z = np.divide(own - low, high - low, out=np.zeros_like(own), where=high > low)
+    deviations = z.std(-1, ddof=1, dtype=np.float64) if z.shape[-1] > 1 else np.zeros(z.shape[:-1])
+    return softmax(deviations.astype(np.float32))
+
+
+@scorer("values")
+def cur(given: Inputs, *, sinks: int = 4, window: int = 16, leverage: str = "kv_product") -> Array:
+    """score = |k|^2 |v|^2, each as its share in a block of `window` tokens (arXiv 2509.15038).
+
+    `leverage` is "kv_product", "kv_avg", "key" or "value". Scores are divided by their sum; sinks score 1.
+    """
+    sinks, window = integer("sinks", sinks, 0), integer("window", window, 1)
+    text("leverage", leverage, ("kv_product", "kv_avg", "key", "value"))
+    keys, values = (shares(np.square(side).sum(-1, dtype=np.float64), window) for side in given[:2])
+    result: Any = {"key": keys, "value": values, "kv_avg": (keys + values) / 2}.get(leverage, keys * values)
+    total = result.sum(-1, keepdims=True)
+    result = np.divide(result, total, out=np.zeros_like(result), where=total > 0)
+    result[..., :sinks] = 1
+    return result
+
+
+def shares(sizes: Array, window: int) -> Array:
+    """Return numbers [.., S] divided by their sums in blocks of `window`, 0 where a sum is 0."""
+    starts = np.arange(0, sizes.shape[-1], window)
+    sums = np.add.reduceat(sizes, starts, axis=-1)
+    sums = np.repeat(sums, window, axis=-1)[..., : sizes.shape[-1]]
+    return np.divide(sizes, sums, out=np.zeros_like(sizes), where=sums > 0)

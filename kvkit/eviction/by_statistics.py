@@ -1,0 +1,90 @@
+"""Scorers that expect what later queries will attend to, from statistics of queries before rotation."""
+
+from typing import Any
+
+import numpy as np
+
+from kvkit.checks.values import finite_number, flag, integer, text
+from kvkit.errors import argument_error, describe
+from kvkit.eviction.inputs import Inputs, softmax
+from kvkit.eviction.parts import mean_of_groups, norms, protected
+from kvkit.eviction.scorers import scorer
+from kvkit.rope import Rope
+from kvkit.typed import Array
+
+
+@scorer("queries", "values")
+def expected(
+    given: Inputs, *, rope: Rope, future: int = 512, sinks: int = 4, covariance: bool = True,
+    vnorm: bool = True, eps: float = 0.0,
+) -> Array:  # fmt: skip
+    """score = mean over the group of softmax(m k / sqrt(D) + k C k / 2D) * |v| (arXiv 2510.00636).
+
+    m and C are mean and covariance of the queries before rotation, from `sinks` on, rotated by the mean
+    rotation of the next `future` positions. Sinks stay.
+    """
+    rope = checked_rope(rope, given.keys.shape[3])
+    future, eps = integer("future", future, 1), finite_number("eps", eps)
+    sinks, covariance = integer("sinks", sinks, 0, given.tokens - 1), flag("covariance", covariance)
+    queries, keys = given.queries[:, :, sinks:], given.keys[:, :, sinks:]
+    if not queries.shape[2]:
+        raise argument_error("queries", f"more than the {sinks} of sinks", given.queries.shape[2])
+    dim, group = keys.shape[3], queries.shape[1] // given.heads
+    rotation = mean_rotation(rope, np.arange(given.tokens, given.tokens + future), dim)
+    weights = np.empty((*queries.shape[:2], keys.shape[2]), np.float32)
+    for b, a in np.ndindex(queries.shape[:2]):
+        mean = queries[b, a].mean(0, dtype=np.float64)
+        own, z = keys[b, a // group], keys[b, a // group] @ (rotation @ mean / dim**0.5).astype(np.float32)
+        if covariance:
+            centred = queries[b, a] - mean
+            spread = rotation @ (centred.T @ centred / len(centred)) @ rotation.T
+            z += np.einsum("sd,sd->s", own @ spread.astype(np.float32), own) / np.float32(2 * dim)
+        weights[b, a] = softmax(z)
+    result = mean_of_groups(weights, given.heads)
+    if flag("vnorm", vnorm):
+        result = (result + eps) * norms(given.values[:, :, sinks:])
+    return protected(result, first=sinks) if sinks else result
+
+
+@scorer("queries")
+def triattention(
+    given: Inputs, *, rope: Rope, now: int | None = None, offsets: Any = None, reduce: str = "mean"
+) -> Array:
+    """score = mean over offsets o of sum Re(E[q] e^(i (now + o) w) k*) + sum (E|q| - |E q|) |k|.
+
+    Pairs of elements are complex: keys as stored, queries before rotation, w the frequencies
+    (arXiv 2604.04921). `now` is the position of the next token. `reduce` takes the "mean" or "max" over the
+    group.
+    """
+    rope = checked_rope(rope, given.keys.shape[3])
+    now = integer("now", given.tokens if now is None else now, 0)
+    offsets = 2 ** np.arange(17) if offsets is None else np.asarray(offsets)
+    if offsets.dtype.kind not in "iu" or offsets.ndim != 1 or not len(offsets):
+        raise argument_error("offsets", "a list of integers", describe(offsets))
+    first, second = rope.pairs()
+    queries, keys = (side[..., first] + 1j * side[..., second] for side in (given.queries, given.keys))
+    mean, size = queries.mean(2, dtype=np.complex128), np.abs(queries).mean(2, dtype=np.float64)
+    later = np.exp(1j * (now + offsets)[:, None] * rope.frequencies).mean(0)  # [pairs]
+    heads, group = given.heads, queries.shape[1] // given.heads
+    mean, size = (each.reshape(len(each), heads, group, -1) for each in (mean, size))  # [B, Hkv, G, pairs]
+    result = np.einsum("bhgf,bhsf->bhgs", (mean * later), keys.conj()).real
+    result += (size - np.abs(mean)) @ np.abs(keys).swapaxes(2, 3)
+    return result.mean(2) if text("reduce", reduce, ("mean", "max")) == "mean" else result.max(2)
+
+
+def checked_rope(rope: Any, dim: int) -> Rope:
+    """Return how keys were rotated; raise unless that is known."""
+    if not isinstance(rope, Rope) or rope.rotary_dim > dim:
+        raise argument_error("rope", f"a kvkit.Rope of at most {dim} elements", describe(rope))
+    return rope
+
+
+def mean_rotation(rope: Rope, positions: Array, dim: int) -> Array:
+    """Return the mean of the rotation matrices of some positions, float64 [dim, dim]."""
+    angles = positions[:, None] * rope.frequencies
+    cosines, sines = (part.mean(0) * rope.attention_factor for part in (np.cos(angles), np.sin(angles)))
+    first, second = (np.arange(dim)[part] for part in rope.pairs())
+    matrix = np.eye(dim)
+    matrix[first, first] = matrix[second, second] = cosines
+    matrix[first, second], matrix[second, first] = -sines, sines
+    return matrix

@@ -1,0 +1,91 @@
+"""Eviction while tokens are generated: heavy hitters, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvkit.checks.values import integer
+from kvkit.errors import argument_error, describe
+from kvkit.eviction.inputs import finite_floats
+from kvkit.eviction.parts import mean_of_groups
+from kvkit.eviction.selection import best
+from kvkit.typed import Array
+
+
+class H2O:
+    """Heavy hitters: keep the tokens that were attended to most, and the recent ones (arXiv 2306.14048).
+
+    Each key head has tokens of its own.
+
+    Parameters
+    ----------
+    heavy, recent : int
+        How many tokens stay for their weights, and how many as the last ones.
+    num_kv_heads : int
+        The number of key heads, a divisor of the query heads; 0: as many as query heads.
+
+    Attributes
+    ----------
+    positions : ndarray of int64, shape [B, Hkv, stored]
+        The tokens that stay; None before the first call.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.eviction import H2O
+    >>> h2o = H2O(heavy=1, recent=1)
+    >>> for weights in ([1.], [.8, .2], [.7, .1, .2]):
+    ...     dropped = h2o.add(np.array([[weights]], np.float32))
+    >>> dropped, h2o.positions
+    (array([[[1]]]), array([[[0, 2]]]))
+    """
+
+    positions: Any = None
+
+    def __init__(self, heavy: int = 4, recent: int = 512, num_kv_heads: int = 0) -> None:
+        self.heavy, self.recent = integer("heavy", heavy, 0), integer("recent", recent, 1)
+        self.num_kv_heads = integer("num_kv_heads", num_kv_heads, 0)
+        self._sums: Any = None  # of the weights of each stored token, float64 [B, Hkv, stored]
+        self._next = 0  # the next token's position
+
+    def add(self, weights: Array) -> Array:
+        """Add the weights of new queries over the stored tokens; return which tokens to drop.
+
+        Parameters
+        ----------
+        weights : ndarray, shape [B, Hq, stored] or [B, Hq, q, stored]
+            Of one query, or of several, or their sums over queries. The stored tokens are those that the last
+            call left, in order, and the new ones.
+
+        Returns
+        -------
+        ndarray of int64, shape [B, Hkv, dropped]
+            Their positions, ascending: none while there is room.
+        """
+        weights = finite_floats("weights", weights, 3 if np.ndim(weights) == 3 else 4)
+        added = weights if weights.ndim == 3 else weights.sum(2, dtype=np.float64)
+        batch, query_heads, stored = added.shape
+        heads = self.num_kv_heads or query_heads
+        before = np.empty((batch, heads, 0), np.int64) if self.positions is None else self.positions
+        fits = query_heads and not query_heads % heads and before.shape[:2] == (batch, heads)
+        if not fits or stored < before.shape[2]:
+            wanted = f"[{len(before)}, a multiple of {heads}, {before.shape[2]} stored tokens and new ones]"
+            raise argument_error("weights", wanted, describe(weights))
+        new = np.arange(self._next, self._next + stored - before.shape[2])
+        positions = np.concatenate((before, np.broadcast_to(new, (batch, heads, len(new)))), -1)
+        sums = mean_of_groups(added, heads)
+        if self._sums is not None:
+            sums[..., : before.shape[2]] += self._sums
+        self._next += len(new)
+        dropped = max(0, stored - self.heavy - self.recent)
+        old = stored - self.recent if dropped else 0
+        rows = np.broadcast_to(np.arange(stored), positions.shape)
+        if dropped:
+            rows = np.concatenate((best(sums[..., :old], old - dropped), rows[..., old:]), -1)
+        gone = np.ones(positions.shape, bool)
+        np.put_along_axis(gone, rows, False, -1)
+        self.positions = np.take_along_axis(positions, rows, -1)
+        self._sums = np.take_along_axis(sums, rows, -1)
+        return positions[gone].reshape(batch, heads, dropped)

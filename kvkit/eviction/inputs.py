@@ -1,0 +1,134 @@
+"""The checked arrays of one layer that scorers read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvkit.checks.values import checked_format
+from kvkit.errors import argument_error, describe
+from kvkit.formats.elements import FLOATS
+from kvkit.typed import Array
+
+BLOCK_ELEMENTS = 2**21  # weights that are computed at once
+
+
+class Inputs(NamedTuple):
+    """Keys, values, queries and weights of a layer, float32. Those that nobody gave are None."""
+
+    keys: Array  # [B, Hkv, S, D]
+    values: Array | Any  # [B, Hkv, S, Dv]
+    queries: Array | Any  # [B, Hq, W, D], of the last W tokens
+    weights: Array | Any  # [B, Hq, W, S], or their sums over queries [B, Hq, S]
+
+    @property
+    def heads(self) -> int:
+        """Hkv, the number of key heads."""
+        return int(self.keys.shape[1])
+
+    @property
+    def tokens(self) -> int:
+        """S, the number of stored tokens."""
+        return int(self.keys.shape[2])
+
+    @property
+    def query_heads(self) -> int:
+        """Hq, the number of query heads."""
+        given = self.weights if self.queries is None else self.queries
+        return int(given.shape[1])
+
+    def last_queries(self, window: int) -> Array:
+        """Return the queries of the last `window` tokens, [B, Hkv, G, W, D]."""
+        if self.queries.shape[2] < window:
+            raise argument_error("queries", f"those of the last {window} tokens", self.queries.shape[2])
+        batch, heads, _, dim = self.queries.shape
+        return self.queries[:, :, -window:].reshape(batch, self.heads, heads // self.heads, window, dim)
+
+
+def checked_inputs(
+    keys: Array, values: Array | None = None, queries: Array | None = None, weights: Array | None = None
+) -> Inputs:
+    """Check a layer's arrays, and widen them to float32."""
+    keys = finite_floats("keys", keys, 4)
+    batch, heads, tokens, dim = keys.shape
+    if not keys.size:
+        raise argument_error("keys", "at least one row, head, token and element", f"shape {keys.shape}")
+    if values is not None:
+        values = finite_floats("values", values, 4)
+        if values.shape[:3] != keys.shape[:3]:
+            raise argument_error("values", f"shape ({batch}, {heads}, {tokens}, any)", values.shape)
+    for name, array, last in (("queries", queries, dim), ("weights", weights, tokens)):
+        if array is None:
+            continue
+        sums = name == "weights" and np.ndim(array) == 3
+        array = finite_floats(name, array, 3 if sums else 4)
+        count = tokens if sums else array.shape[2]
+        fits = array.shape[0] == batch and array.shape[1] and not array.shape[1] % heads
+        if not fits or array.shape[-1] != last or count < 1 or (name == "queries" and count > tokens):
+            wanted = f"shape ({batch}, a multiple of {heads}, 1 to {tokens}, {last})"
+            raise argument_error(name, wanted, array.shape)
+        if name == "queries":
+            queries = array
+        else:
+            weights = array
+    return Inputs(keys, values, queries, weights)
+
+
+def finite_floats(name: str, array: Array, ndim: int) -> Array:
+    """Return an array as float32; raise if a number is NaN or infinite, with its place."""
+    checked_format(name, array, FLOATS, ndim)
+    wide = array.astype(np.float32, copy=False)
+    return refuse_first(name, wide, ~np.isfinite(wide), "finite numbers")
+
+
+def refuse_first(name: str, array: Array, wrong: Array, wanted: str) -> Array:
+    """Return the array; raise if a number is wrong, with the place of the first one."""
+    if wrong.any():
+        at = tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
+        raise argument_error(name, wanted, f"{array[at]} at {at}")
+    return array
+
+
+def scores_array(name: str, array: Array) -> Array:
+    """Return scores [B, Hkv, S] that nobody needs to have computed here; NaN is refused."""
+    if not isinstance(array, np.ndarray) or array.ndim != 3 or array.dtype.kind != "f" or not array.size:
+        raise argument_error(name, "an array of floats [B, Hkv, S]", describe(array))
+    return refuse_first(name, array, np.isnan(array), "numbers")
+
+
+def weight_blocks(given: Inputs, window: int) -> Iterator[tuple[int, int, int, Array]]:
+    """Yield the causal weights of the last `window` queries, some of them at a time.
+
+    Yields (row of the batch, key head, first query of the block, weights [G, queries, S]).
+    """
+    tokens, whole = given.tokens, given.queries is None
+    if whole and given.weights.shape[2] < window:
+        raise argument_error("weights", f"those of the last {window} queries", given.weights.shape[2])
+    if not whole:
+        queries = given.last_queries(window)
+    group = given.query_heads // given.heads
+    size = max(1, BLOCK_ELEMENTS // (group * tokens))
+    for b, h in np.ndindex(given.keys.shape[:2]):
+        for first in range(0, window, size):
+            end = min(first + size, window)
+            if whole:
+                rows = given.weights[b, h * group : (h + 1) * group, -window:]
+                yield b, h, first, rows[:, first:end]
+                continue
+            block = queries[b, h, :, first:end] @ given.keys[b, h].T
+            block *= np.float32(queries.shape[-1] ** -0.5)
+            last = tokens - window + np.arange(first, end)  # the last key that a query sees
+            from_key = int(last[0]) + 1
+            hidden = np.arange(from_key, tokens)[None] > last[:, None]
+            block[..., from_key:][:, hidden] = -np.inf
+            yield b, h, first, softmax(block)
+
+
+def softmax(scores: Array) -> Array:
+    """Turn float32 scores into weights over the last axis, in place."""
+    scores -= scores.max(-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(-1, keepdims=True, dtype=np.float64).astype(np.float32)
+    return scores

@@ -1,0 +1,70 @@
+"""The steps that several scorers share: sums over queries, means over heads, pooling, protection."""
+
+import numpy as np
+
+from kvkit.checks.values import integer
+from kvkit.errors import argument_error
+from kvkit.eviction.inputs import Inputs, weight_blocks
+from kvkit.typed import Array
+
+
+def window_sums(given: Inputs, window: int, factors: Array | None = None) -> Array:
+    """Return the sums of the weights of the last `window` queries, times factors, float64 [B, Hq, S]."""
+    if given.queries is None and given.weights.ndim == 3:
+        return given.weights.astype(np.float64)
+    batch, heads, tokens, _ = given.keys.shape
+    group = given.query_heads // heads
+    sums = np.zeros((batch, heads, group, tokens))
+    for b, h, first, block in weight_blocks(given, window):
+        if factors is not None:
+            block = block * factors[first : first + block.shape[1], None].astype(np.float32)
+        sums[b, h] += block.sum(1, dtype=np.float64)
+    return sums.reshape(batch, heads * group, tokens)
+
+
+def mean_of_groups(states: Array, heads: int) -> Array:
+    """Return the means over the query heads of each key head: [B, Hq, ...] to [B, Hkv, ...]."""
+    batch, query_heads, *rest = states.shape
+    return states.reshape(batch, heads, query_heads // heads, *rest).mean(2, dtype=np.float64)
+
+
+def pooled(scores: Array, kernel: int, pool: str) -> Array:
+    """Return the mean or the maximum of `kernel` neighbours: zeros beyond the ends count in a mean."""
+    if kernel % 2 == 0:
+        raise argument_error("kernel", "an odd number", kernel)
+    half, tokens = kernel // 2, scores.shape[-1]
+    ends = [(0, 0)] * (scores.ndim - 1) + [(half, half)]
+    padded = np.pad(scores, ends, constant_values=0 if pool == "avg" else -np.inf)
+    result = padded[..., :tokens].copy()
+    for i in range(1, kernel):
+        (np.add if pool == "avg" else np.maximum)(result, padded[..., i : i + tokens], out=result)
+    return result / kernel if pool == "avg" else result
+
+
+def protected(scores: Array, first: int = 0, last: int = 0) -> Array:
+    """Return scores with protected tokens before and behind them, which score 1 more than the best one.
+
+    The best one is that of a row of the batch, so that rows do not depend on each other.
+    """
+    top = scores.max((1, 2), keepdims=True) + 1
+    ends = [np.broadcast_to(top, (*scores.shape[:2], count)) for count in (first, last)]
+    return np.concatenate((ends[0], scores, ends[1]), -1)
+
+
+def z_scored(scores: Array) -> Array:
+    """Return scores with mean 0 and deviation 1 (divisor n - 1) over all heads of a row of the batch."""
+    deviation = scores.std((1, 2), ddof=1, keepdims=True) if scores[0].size > 1 else np.zeros((1, 1, 1))
+    return (scores - scores.mean((1, 2), keepdims=True)) / np.maximum(deviation, 1e-6)
+
+
+def norms(states: Array) -> Array:
+    """Return the lengths of heads, float64 [B, H, S]."""
+    return np.sqrt(np.square(states).sum(-1, dtype=np.float64))
+
+
+def window_before(given: Inputs, window: int) -> int:
+    """Check the length of a window that is protected; return it."""
+    window = integer("window", window, 1)
+    if given.tokens <= window:
+        raise argument_error("window", f"fewer than the {given.tokens} tokens", window)
+    return window

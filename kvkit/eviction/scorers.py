@@ -1,0 +1,142 @@
+"""The table of scorers, and the function that calls them by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvkit.errors import argument_error, describe
+from kvkit.eviction.inputs import checked_inputs
+from kvkit.interop import returns_input_kind
+from kvkit.typed import Array
+
+Score = Callable[..., Array]
+NEEDED = {
+    "values": "values [B, Hkv, S, Dv]",
+    "queries": "queries [B, Hq, W, D] of the last tokens",
+    "weights": "weights [B, Hq, W, S], or their sums over queries [B, Hq, S]",
+}
+
+
+class Scorer(NamedTuple):
+    """A way to score tokens.
+
+    Attributes
+    ----------
+    name : str
+    score : callable
+        (Inputs, options) -> scores, larger ones for what stays.
+    needs : tuple of str
+        What it reads besides keys: names of arguments of `scores`, or several with "or" between them.
+    scored : str
+        "tokens" [B, Hkv, S]; "pages" [B, Hq, pages] or "channels" [B, Hkv, D], which do not evict tokens.
+    """
+
+    name: str
+    score: Score
+    needs: tuple[str, ...]
+    scored: str
+
+    @property
+    def options(self) -> Mapping[str, inspect.Parameter]:
+        """The scorer's options."""
+        parameters = dict(inspect.signature(self.score).parameters)
+        return {name: each for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
+
+    def check(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Raise if an array that the scorer needs is None, or an option is missing or unknown."""
+        for need in self.needs:
+            names = need.split(" or ")
+            if all(given.get(name) is None for name in names):
+                wanted = " or ".join(NEEDED[name] for name in names)
+                raise argument_error(names[0], f"{wanted}, which {self.name} needs", "None")
+        for name in options:
+            if name not in self.options:
+                raise argument_error(self.name, f"options among {', '.join(self.options) or 'none'}", name)
+        for name, each in self.options.items():
+            if each.default is each.empty and options.get(name) is None:
+                raise argument_error(name, f"a value, which {self.name} needs", "None")
+
+
+SCORERS: dict[str, Scorer] = {}
+
+
+def scorer(*needs: str, scored: str = "tokens") -> Callable[[Score], Score]:
+    """Register a function as the scorer of its name, with what it needs besides keys."""
+
+    def register(function: Score) -> Score:
+        SCORERS[function.__name__] = Scorer(function.__name__, function, needs, scored)
+        return function
+
+    return register
+
+
+def scorer_of(name: object) -> Scorer:
+    """Return the scorer of a name."""
+    if not isinstance(name, str) or name not in SCORERS:
+        raise argument_error("name", f"a scorer: {', '.join(SCORERS)}", describe(name))
+    return SCORERS[name]
+
+
+def scores(
+    name: str,
+    keys: Array,
+    values: Array | None = None,
+    *,
+    queries: Array | None = None,
+    weights: Array | None = None,
+    **options: Any,
+) -> Array:
+    """Score the tokens of a layer by a published rule: larger scores for tokens that should stay.
+
+    Rows of the batch do not depend on each other. Sums are float64, other arithmetic is float32.
+
+    Parameters
+    ----------
+    name : str
+        One of `SCORERS`; the page "What to keep" says what each computes and needs.
+    keys : ndarray, shape [B, Hkv, S, D]
+        float32, float16 or bfloat16, as a cache holds them.
+    values : ndarray, shape [B, Hkv, S, Dv], optional
+    queries : ndarray, shape [B, Hq, W, D], optional
+        Those of the last W tokens, rotated; ``expected`` and ``triattention`` take them before rotation.
+    weights : ndarray, shape [B, Hq, W, S] or [B, Hq, S], optional
+        Weights of attention of the last W queries, or their sums over queries, as attention returns with
+        ``return_key_weights``.
+    **options
+        Those of the scorer, by name.
+
+    Returns
+    -------
+    ndarray of float32, shape [B, Hkv, S]
+        ``quest`` scores pages for each query head [B, Hq, pages], ``think`` channels [B, Hkv, D].
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong or missing, or a number is NaN or infinite.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit import eviction
+    >>> keys = np.array([3, 1, 2], np.float32).reshape(1, 1, 3, 1)
+    >>> eviction.scores("knorm", keys)
+    array([[[-3., -1., -2.]]], dtype=float32)
+    """
+    found = scorer_of(name)
+    return computed(keys, found, values, queries, weights, options)
+
+
+@returns_input_kind
+def computed(
+    keys: Array, found: Scorer, values: Any, queries: Any, weights: Any, options: Mapping[str, Any]
+) -> Array:
+    """Return the scores of a scorer, of the kind of the keys."""
+    found.check({"values": values, "queries": queries, "weights": weights}, options)
+    given = checked_inputs(keys, values, queries, weights)
+    result = found.score(given, **options)
+    return np.ascontiguousarray(result, np.float32)

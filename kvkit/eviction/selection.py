@@ -1,0 +1,296 @@
+"""Which tokens stay: the best of each head, under a budget for heads, layers or chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, SupportsIndex
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvkit.checks.values import finite_number, integer, text
+from kvkit.errors import argument_error, describe
+from kvkit.eviction.inputs import refuse_first, scores_array
+from kvkit.interop import returns_input_kind
+from kvkit.typed import Array
+
+
+class Kept(NamedTuple):
+    """Rows that stay where heads keep different counts.
+
+    Attributes
+    ----------
+    rows : ndarray of int64
+        The rows of all heads, ascending for each: row 0 of the batch first, and its heads in order.
+    starts : ndarray of int64, shape [B * Hkv + 1]
+        Where the rows of each head begin.
+    """
+
+    rows: Array
+    starts: Array
+
+
+def kept_count(tokens: int, keep: float | None, count: SupportsIndex | None) -> int:
+    """Return how many of the tokens stay: a count, or a share that is rounded down, at least 1."""
+    if (keep is None) == (count is None):
+        raise argument_error("keep", "a share of the tokens, or else a count", "both" if count else "neither")
+    if keep is None:
+        return integer("count", count, 1, tokens)
+    share = finite_number("keep", keep)
+    if not 0 < share <= 1:
+        raise argument_error("keep", "a share above 0 and at most 1", share)
+    return max(1, math.floor(tokens * share + 1e-9))
+
+
+def best(scores: Array, count: int) -> Array:
+    """Return the ascending places of the `count` largest scores; of equal ones the earlier places."""
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    return np.sort(order[..., :count], axis=-1)
+
+
+@returns_input_kind
+def select(
+    scores: Array,
+    *,
+    keep: float | None = None,
+    count: SupportsIndex | None = None,
+    budget: str | ArrayLike = "uniform",
+    threshold: ArrayLike | None = None,
+    first: int = 0,
+    last: int = 0,
+) -> Array | Kept:
+    """Select the rows that stay, by their scores; of equal scores the earlier rows.
+
+    Parameters
+    ----------
+    scores : ndarray, shape [B, Hkv, S]
+    keep : float, optional
+        The share of tokens that stay: ``max(1, floor(S * keep))`` for each head.
+    count : int, optional
+        How many tokens stay, in place of a share.
+    budget : str or array_like of int
+        ``"uniform"``: the same count for every head. ``"ada"``: that count for a head on average, shared out
+        over the heads of a row of the batch by their scores. Or a count for each head, [Hkv] or [B, Hkv], in
+        place of `keep`.
+    threshold : float or array_like, optional
+        Keep what scores as much or more, in place of a count; a number, [Hkv] or [B, Hkv].
+    first, last : int
+        How many tokens stay in each case.
+
+    Returns
+    -------
+    ndarray of int64, shape [B, Hkv, count], or Kept
+        Ascending rows of each head. `Kept` where heads may keep different counts.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong, or a score is NaN.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit import eviction
+    >>> eviction.select(np.array([[[1., 0, 1, 1, 0]]]), count=2)
+    array([[[0, 2]]])
+    """
+    scores = scores_array("scores", scores)
+    first, last, tokens = integer("first", first, 0), integer("last", last, 0), scores.shape[2]
+    scores = with_protected(scores, min(first, tokens), min(last, tokens))
+    if threshold is not None:
+        bound = per_head("threshold", threshold, scores.shape[:2], "fiu")
+        staying = scores >= bound[..., None]
+        staying[..., :first], staying[..., max(tokens - last, 0) :] = True, True
+        starts = np.append(0, np.cumsum(staying.sum(-1)))
+        return Kept(np.nonzero(staying)[2], starts)
+    if isinstance(budget, str):
+        number = kept_count(tokens, keep, count)
+        if first + last > number:
+            raise argument_error("keep", f"room for the {first + last} first and last tokens", number)
+        if text("budget", budget, ("uniform", "ada")) == "uniform":
+            return best(scores, number)
+        return take(scores, ada_counts(scores, number))
+    if keep is not None or count is not None:
+        raise argument_error("budget", "a count for each head, or else keep", "both")
+    counts = per_head("budget", budget, scores.shape[:2], "iu").astype(np.int64)
+    refuse_first("budget", counts, (counts < 0) | (counts > tokens), f"counts of 0 to {tokens}")
+    return take(scores, counts)
+
+
+def with_protected(scores: Array, first: int, last: int) -> Array:
+    """Return scores whose first and last tokens score 1 more than the best of their row of the batch."""
+    if not first and not last:
+        return scores
+    scores, top = scores.copy(), scores.max((1, 2), keepdims=True) + 1
+    for part in (slice(0, first), slice(scores.shape[2] - last, None)):
+        scores[..., part] = top
+    return scores
+
+
+def per_head(name: str, numbers: ArrayLike, shape: tuple[int, ...], kinds: str) -> Array:
+    """Return numbers for each head [B, Hkv], given so, for the heads of every row, or as one for all."""
+    array = np.asarray(numbers)
+    if array.dtype.kind not in kinds or array.shape not in ((), shape[1:], shape):
+        raise argument_error(name, f"numbers of shape {shape[1:]} or {shape}", describe(array))
+    return np.broadcast_to(array, shape)
+
+
+def take(scores: Array, counts: Array) -> Kept:
+    """Return the best rows of each head, `counts` [B, Hkv] of them."""
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    rows = [np.sort(order[index][: counts[index]]) for index in np.ndindex(counts.shape)]
+    return Kept(np.concatenate(rows), np.append(0, np.cumsum(counts)))
+
+
+def ada_counts(scores: Array, count: int, safe: float = 0.2) -> Array:
+    """Return how many tokens each head keeps of `count` for a head on average, int64 [B, Hkv].
+
+    Each head has int(count * safe) of its own; the others go to the largest scores of all heads.
+    """
+    return shared_counts([scores], count * scores.shape[1], int(count * safe))[0]
+
+
+def shared_counts(layers: Sequence[Array], total: int, safe: int) -> Array:
+    """Return how many tokens each head keeps where all share `total` of a row of the batch, [L, B, Hkv]."""
+    batch, heads, _ = layers[0].shape
+    counts = np.zeros((len(layers), batch, heads), np.int64)
+    owners = np.repeat(np.arange(len(layers) * heads), np.repeat([each.shape[2] for each in layers], heads))
+    for b in range(batch):
+        flat = [np.array(each[b], np.float64) for each in layers]
+        for each in flat:
+            np.put_along_axis(each, best(each, safe), np.inf, -1)
+        chosen = best(np.concatenate([each.ravel() for each in flat]), total)
+        counts[:, b] = np.bincount(owners[chosen], minlength=len(layers) * heads).reshape(len(layers), heads)
+    return counts
+
+
+def uniform_budget(*, layers: int, tokens: int, keep: float) -> Array:
+    """Return the same count for every layer."""
+    count = kept_count(integer("tokens", tokens, 1), keep, None)
+    return np.full(integer("layers", layers, 1), count, np.int64)
+
+
+def pyramid_budget(*, layers: int, tokens: int, keep: float, window: int = 64, beta: float = 20.0) -> Array:
+    """Return counts that fall from the first layer to the last, with the same sum (arXiv 2406.02069).
+
+    They go from 2 total - low to low = total / beta for total = tokens * keep; all layers keep `total` where
+    the least would be below `window`.
+    """
+    layers, window = integer("layers", layers, 1), integer("window", window, 0)
+    kept_count(integer("tokens", tokens, 1), keep, None)
+    total = tokens * keep
+    low = total / finite_number("beta", beta)
+    high = 2 * total - low
+    if high >= tokens - window:
+        high = tokens - window
+        low = 2 * total - high
+    if not tokens >= high >= low >= window:
+        return np.full(layers, max(1, round(total)), np.int64)
+    step = (high - low) / max(layers - 1, 1)
+    return np.array([round(high - i * step) for i in range(layers)], np.int64)
+
+
+def ada_budget(*, scores: Array, keep: float, safe: float = 0.2) -> Array:
+    """Return the counts of the heads of one layer, int64 [B, Hkv] (arXiv 2407.11550)."""
+    scores = scores_array("scores", scores)
+    return ada_counts(scores, kept_count(scores.shape[2], keep, None), finite_number("safe", safe))
+
+
+def global_budget(*, scores: Sequence[Array], keep: float) -> Array:
+    """Return the counts of heads under one threshold for all layers, [L, B, Hkv] (arXiv 2505.23416)."""
+    layers = [scores_array(f"scores[{i}]", each) for i, each in enumerate(scores)]
+    if len({each.shape[:2] for each in layers}) != 1:
+        raise argument_error("scores", "layers of one batch and as many heads", f"{len(layers)} layers")
+    total = sum(each.shape[1] * kept_count(each.shape[2], keep, None) for each in layers)
+    return shared_counts(layers, total, 0)
+
+
+def duo_budget(*, table: ArrayLike, tokens: int, first: int = 128, last: int = 256) -> Array:
+    """Return the counts of heads [L, Hkv]: all tokens where `table` is True, first + last elsewhere.
+
+    `select` with the same `first` and `last` keeps these (arXiv 2410.10819).
+    """
+    retrieves, tokens = np.asarray(table), integer("tokens", tokens, 1)
+    if retrieves.dtype != np.bool_ or retrieves.ndim != 2:
+        raise argument_error("table", "bool [layers, Hkv], True for retrieval heads", describe(retrieves))
+    return np.where(retrieves, tokens, min(tokens, integer("first", first, 0) + integer("last", last, 0)))
+
+
+BUDGETS: dict[str, Callable[..., Array]] = {
+    "uniform": uniform_budget,
+    "ada": ada_budget,
+    "pyramid": pyramid_budget,
+    "duo": duo_budget,
+    "global": global_budget,
+}
+
+
+def budgets(kind: str, **options: Any) -> Array:
+    """Return how many tokens layers, or their heads, keep.
+
+    Parameters
+    ----------
+    kind : str
+        ``"uniform"`` and ``"pyramid"`` share out tokens over layers; ``"ada"`` over the heads of a layer,
+        ``"global"`` over all heads of all layers, both by scores; ``"duo"`` by a table of heads.
+    **options
+        ``uniform``: layers, tokens, keep. ``pyramid``: these, window (64) and beta (20). ``ada``: scores
+        [B, Hkv, S], keep, safe (0.2). ``global``: scores, one array for each layer, keep. ``duo``: table,
+        bool [L, Hkv], tokens, first (128), last (256).
+
+    Returns
+    -------
+    ndarray of int64
+        [L], [B, Hkv], [L, B, Hkv] or [L, Hkv], as `select` takes for each layer.
+
+    Examples
+    --------
+    >>> from kvkit import eviction
+    >>> eviction.budgets("pyramid", layers=4, tokens=1000, keep=0.5, window=64)
+    array([936, 645, 355,  64])
+    """
+    function = BUDGETS[text("kind", kind, BUDGETS)]
+    try:
+        return function(**options)
+    except TypeError as error:
+        wanted = "options as its documentation says"
+        raise argument_error(f"budgets({kind!r})", wanted, str(error).partition("() ")[2] or error) from None
+
+
+def chunks(scores: Array, length: int = 20, *, keep: float) -> Array | Kept:
+    """Select whole chunks of neighbours, the same for all heads (arXiv 2502.00299).
+
+    Parameters
+    ----------
+    scores : ndarray, shape [B, Hkv, S]
+    length : int
+        The tokens of a chunk; what is left at the end is one too.
+    keep : float
+        The share of chunks that stay, at least one: those whose tokens score most on average.
+
+    Returns
+    -------
+    ndarray of int64, shape [B, Hkv, count], or Kept
+        As `select`; `Kept` if a row of the batch keeps the short chunk at the end and another does not.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit import eviction
+    >>> eviction.chunks(np.array([[[1., 0, 0, 3, 0, 1]]]), 2, keep=0.4)
+    array([[[2, 3]]])
+    """
+    scores, length = scores_array("scores", scores), integer("length", length, 1)
+    kept_count(scores.shape[2], keep, None)
+    _, heads, tokens = scores.shape
+    starts = np.arange(0, tokens, length)
+    sizes = np.minimum(starts + length, tokens) - starts
+    means = np.add.reduceat(scores.sum(1, dtype=np.float64), starts, axis=-1) / sizes  # [B, chunks]
+    chosen = best(means, max(1, int(len(starts) * keep)))
+    rows = [np.flatnonzero(np.isin(np.arange(tokens) // length, each)) for each in chosen]
+    counts = [len(each) for each in rows]
+    if len(set(counts)) == 1:
+        return np.repeat(np.array(rows)[:, None], heads, 1)
+    every = [each for each in rows for _ in range(heads)]
+    return Kept(np.concatenate(every), np.append(0, np.cumsum(np.repeat(counts, heads))))
