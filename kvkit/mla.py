@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.calls.latent import ROWS, gather_rows, pieces_of_contexts, scatter_rows, widened_dtype
+from kvkit.calls.latent import ROWS, gather_rows, pieces_of_contexts, scatter_rows
 from kvkit.checks.index_tensors import index
 from kvkit.checks.latent import LatentPool, checked_indices, checked_latent_pool, checked_query
 from kvkit.checks.outputs import Results
@@ -85,8 +85,8 @@ def mla_attention(
     extra : tuple (latent, indices, index_lens), optional
         Rows of a second pool of the same format that the queries with `indices` attend to as well.
     format : str, optional
-        ``"ds_mla"`` or ``"ds_v4"`` of `kvkit.formats`, for pools of bytes. Codes are decoded to bfloat16 for
-        queries of 16 bits, to float32 for others.
+        ``"ds_mla"`` or ``"ds_v4"`` of `kvkit.formats`, for pools of bytes. Codes are decoded to float32;
+        FlashMLA rounds them to bfloat16.
     is_causal : bool
         Whether a query ignores rows after its own position; not used with `indices`.
     sinks : ndarray of float32, shape [H], optional
@@ -197,7 +197,7 @@ def attend_to_pieces(
         counts = np.array([end - begin for _, begin, end in pieces])
         own = np.concatenate([[0], np.cumsum([starts[i + 1] - starts[i] for i, *_ in pieces])])
         last = pieces[0][2] == lengths[pieces[0][0]]
-        rows = gather_rows(pool, slots, widened_dtype(query))[:, None]
+        rows = gather_rows(pool, slots)[:, None]
         part = attend_in_place(
             query[tokens].astype(np.float32), rows, table_of_rows(counts), counts, own, is_causal and last,
             weights if last else weights._replace(sinks=None),
@@ -218,7 +218,7 @@ def attend_to_rows(
             rows = slots[indptr[begin] : indptr[tokens[-1] + 1]]
             counts = np.diff(indptr[begin : tokens[-1] + 2])
             part = attend_in_place(
-                query[tokens].astype(np.float32), gather_rows(pool, rows, widened_dtype(query))[:, None],
+                query[tokens].astype(np.float32), gather_rows(pool, rows)[:, None],
                 table_of_rows(counts), counts, None, False, weights,
             )  # fmt: skip
             add_part(output, lse, tokens, part)

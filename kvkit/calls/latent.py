@@ -6,22 +6,38 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvkit import cpu
 from kvkit.checks.latent import LatentPool
-from kvkit.formats import BFLOAT16, FLOAT32
-from kvkit.formats.coding import decode, encode
+from kvkit.formats.coding import encode
+from kvkit.formats.elements import BFLOAT16, FLOAT32
+from kvkit.formats.known import Format
+from kvkit.formats.packing import from_bytes, split_blocks
 from kvkit.typed import Array
 
 ROWS = 2**14  # rows that are read at a time, some 20 MB
 
 
-def gather_rows(pool: LatentPool, slots: Array, dtype: np.dtype) -> Array:
-    """Return the rows of some slots, floats [slots, dim]; codes become floats of `dtype`."""
+def gather_rows(pool: LatentPool, slots: Array) -> Array:
+    """Return the rows of some slots [slots, dim]; codes become float32."""
     places = np.divmod(slots, pool.page_size)
     parts = [part[places] for part in pool.parts]
     rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-    if pool.format is None:
-        return rows
-    return decode(rows, pool.format).astype(dtype, copy=False)
+    return rows if pool.format is None else decoded_rows(rows, pool.format, pool.dim)
+
+
+def decoded_rows(rows: Array, format: Format, dim: int) -> Array:
+    """Return rows of bytes [tokens, bytes] as float32 [tokens, dim], as `formats.decode` does."""
+    parts, coded = split_blocks(format, rows), dim - format.tail
+    decoded = np.empty((len(rows), dim), np.float32)
+    decoded[:, coded:] = from_bytes(parts["tail"], BFLOAT16)[:, 0]
+    scales = from_bytes(parts["scale"], format.scale_type())[:, 0]  # [tokens, groups]
+    kind = cpu.copy.rows.READ, FLOAT32.name, format.code.name, FLOAT32.name, format.group
+    code = cpu.copy.rows.rows(*kind).address
+    at: list[int] = []
+    for array in (decoded, rows, scales):  # codes are the first bytes of a row
+        at += cpu.launches.address(array), 0, array.strides[0], 0
+    cpu.launches.start(cpu.copy.codes.prepare_codes(code, 1, len(rows), at, 1, coded, len(rows) * coded))
+    return decoded
 
 
 def scatter_rows(pool: LatentPool, slots: Array, rows: Array) -> None:
@@ -33,11 +49,6 @@ def scatter_rows(pool: LatentPool, slots: Array, rows: Array) -> None:
         width = part.shape[2]
         part[places] = stored[:, begin : begin + width]
         begin += width
-
-
-def widened_dtype(query: Array) -> np.dtype:
-    """Return the dtype that codes are decoded to: bfloat16 for queries of 16 bits, as FlashMLA has them."""
-    return FLOAT32.dtype if query.dtype == FLOAT32.dtype else BFLOAT16.dtype
 
 
 def pieces_of_contexts(lengths: Array, queries: Array) -> Iterator[list[tuple[int, int, int]]]:

@@ -88,7 +88,6 @@ def test_pages(kind, dtype):
     """Every kind of pool, several queries a sequence, an empty context, NaN behind contexts."""
     counts = [3, 1, 0]
     pool, numbers, tables, lengths, query, slots = scene(kind, dtype, 5, counts)
-    numbers = numbers if dtype is F32 or "format" not in pool else numbers.astype(BF16)
     contexts = [(count, numbers[chosen]) for count, chosen in zip(counts, slots, strict=True)]
     for causal in (True, False):
         output, lse = expected(query, contexts, LATENT, causal)
