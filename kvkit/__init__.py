@@ -7,8 +7,8 @@ Over sequences of one length, each with its own part of a cache, and beside cach
     multi_head_cache_attention    append, and attend to the context where it lies
     rotary_position_embedding, alibi_slope, alibi_mask    positions
     paged_attention, paged_append, swap_blocks    over any engine's pools of pages, in place
-    mla_attention, mla_append, mla_absorb, mla_expand    latent caches, dense or over chosen rows
-    Rope; KvkitError, DeviceError    how a model rotated its keys; what is raised
+    mla_attention, mla_append, mla_absorb, mla_expand    latent caches
+    indexer_scores, topk_rows    which of their rows to read; Rope, KvkitError, DeviceError
 
 Rooms:
 
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from kvkit import integrations as integrations
     from kvkit import layouts as layouts
     from kvkit import tools as tools
+    from kvkit.indexer import indexer_scores as indexer_scores
+    from kvkit.indexer import topk_rows as topk_rows
     from kvkit.mla import mla_absorb as mla_absorb
     from kvkit.mla import mla_append as mla_append
     from kvkit.mla import mla_attention as mla_attention
@@ -66,6 +68,7 @@ __all__ = [
     "alibi_slope",
     "ascend",
     "dynamic_batching",
+    "indexer_scores",
     "key_value_cache",
     "merge_attention_states",
     "mla_absorb",
@@ -78,8 +81,10 @@ __all__ = [
     "paged_attention",
     "rotary_position_embedding",
     "swap_blocks",
+    "topk_rows",
 ]
-LATER = {"Rope": "kvkit.rope"} | {name: "kvkit.mla" for name in __all__ if name.startswith("mla_")}
+LATER = {"Rope": "kvkit.rope", "indexer_scores": "kvkit.indexer", "topk_rows": "kvkit.indexer"}
+LATER |= {name: "kvkit.mla" for name in __all__ if name.startswith("mla_")}
 # Loaded when they are first used.
 ROOMS = ("cache", "eviction", "files", "formats", "integrations", "layouts", "tools")
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.calls.latent import ROWS, gather_rows, pieces_of_contexts, scatter_rows
+from kvkit.calls.latent import ROWS, gather_rows, pieces_of_contexts, scatter_rows, slots_of
 from kvkit.checks.index_tensors import index
 from kvkit.checks.latent import LatentPool, checked_indices, checked_latent_pool, checked_query
 from kvkit.checks.outputs import Results
 from kvkit.checks.paged import starts_of
-from kvkit.checks.pools import PageTable, checked_table
+from kvkit.checks.pools import checked_table
 from kvkit.checks.values import check_writeable, checked_format, flag, integer, positive_number
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS
@@ -242,15 +242,6 @@ def add_part(output: Array, lse: Array, tokens: Array, part: Pair) -> None:
 def table_of_rows(counts: Array) -> tuple[Array, Array]:
     """Return block tables (indptr, indices) of contexts one behind the other, in pages of one row."""
     return np.concatenate([[0], np.cumsum(counts)]), np.arange(counts.sum())
-
-
-def slots_of(pages: PageTable, page_size: int, sequence: int, begin: int, end: int) -> Array:
-    """Return the slots of the positions [begin, end) of a sequence."""
-    first = 0 if pages.starts is None else pages.starts[sequence]
-    table = pages.table[sequence] if pages.starts is None else pages.table[first:]
-    page, offset = np.divmod(np.arange(begin, end), page_size)
-    slots: Array = table[page] * page_size + offset
-    return slots
 
 
 def apply_sinks(output: Array, lse: Array, sinks: Any) -> Pair:

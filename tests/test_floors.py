@@ -23,7 +23,7 @@ FLOORS = (
     "cpu",  # 4
     "calls",  # 5
     "ascend static dynamic_batching paged merge rope",
-    "mla",
+    "mla indexer",
     "__init__",
     "files eviction",  # 6
     "cache",

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvkit import cpu
 from kvkit.checks.latent import LatentPool
+from kvkit.checks.pools import PageTable
 from kvkit.formats.coding import encode
 from kvkit.formats.elements import BFLOAT16, FLOAT32
 from kvkit.formats.known import Format
@@ -20,7 +21,7 @@ ROWS = 2**14  # rows that are read at a time, some 20 MB
 def gather_rows(pool: LatentPool, slots: Array) -> Array:
     """Return the rows of some slots [slots, dim]; codes become float32."""
     places = np.divmod(slots, pool.page_size)
-    parts = [part[places] for part in pool.parts]
+    parts = [part[places] for part in pool.parts]  # each [slots, width]
     rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
     return rows if pool.format is None else decoded_rows(rows, pool.format, pool.dim)
 
@@ -49,6 +50,15 @@ def scatter_rows(pool: LatentPool, slots: Array, rows: Array) -> None:
         width = part.shape[2]
         part[places] = stored[:, begin : begin + width]
         begin += width
+
+
+def slots_of(pages: PageTable, page_size: int, sequence: int, begin: int, end: int) -> Array:
+    """Return the slots of the positions [begin, end) of a sequence."""
+    first = 0 if pages.starts is None else pages.starts[sequence]
+    table = pages.table[sequence] if pages.starts is None else pages.table[first:]
+    page, offset = np.divmod(np.arange(begin, end), page_size)
+    slots: Array = table[page] * page_size + offset
+    return slots
 
 
 def pieces_of_contexts(lengths: Array, queries: Array) -> Iterator[list[tuple[int, int, int]]]:

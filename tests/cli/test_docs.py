@@ -19,7 +19,7 @@ from kvkit.operators.attributes import ATTRIBUTES
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 HELPERS = kvkit.ascend.compressed_slots, kvkit.ascend.razor_windows, kvkit.ascend.slots
-MLA = "mla_absorb", "mla_append", "mla_attention", "mla_expand"
+MLA = "indexer_scores", "mla_absorb", "mla_append", "mla_attention", "mla_expand", "topk_rows"
 
 
 def test_readme_examples():

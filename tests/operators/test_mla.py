@@ -291,6 +291,66 @@ def test_refused_weights():
         kvkit.mla_absorb(ONE, ONE)
 
 
-@pytest.mark.parametrize("name", ["mla_absorb", "mla_append", "mla_attention", "mla_expand"])
+@pytest.mark.parametrize("name", sorted(kvkit.LATER.keys() - {"Rope"}))
 def test_examples(name):
     run_examples(getattr(kvkit, name).__doc__, name)
+
+
+# The indexer
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_indexer_scores(rng, coded):
+    """The sums of every visible position, over several blocks of keys and an empty context."""
+    lengths, starts, heads, dim = np.array([1300, 0, 70]), [0, 3, 3, 4], 5, 16
+    blocks = rng.permutation(100)[: 82 + 5]
+    tables = (np.array([0, 82, 82, 87]), blocks)
+    keys = rng.standard_normal((100, PAGE, dim)).astype(F32)
+    options, numbers = {}, keys
+    if coded:
+        keys = keys.astype(ml_dtypes.float8_e4m3fn)
+        options["key_scale"] = rng.random((100, PAGE), F32) + 0.5
+        numbers = keys.astype(F32) * options["key_scale"][..., None]
+    query, weights = (
+        rng.standard_normal((4, heads, dim)).astype(F32),
+        rng.standard_normal((4, heads)).astype(F32),
+    )
+    scores = kvkit.indexer_scores(query, keys, weights, tables, lengths, starts, **options)
+    assert scores.shape == (4, 1300)
+    expected = np.full(scores.shape, -np.inf)
+    for token, (length, own, pages) in enumerate(
+        [*((1300, 1297 + i, blocks[:82]) for i in range(3)), (70, 69, blocks[82:])]
+    ):
+        rows = numbers[pages].reshape(-1, dim)[: own + 1].astype(float)
+        products = np.maximum(query[token].astype(float) @ rows.T * dim**-0.5, 0)
+        expected[token, : own + 1] = weights[token].astype(float) @ products
+        assert own < length
+    np.testing.assert_allclose(scores, expected, atol=2e-5)
+
+
+def test_topk_rows_feed_attention(rng):
+    """The chosen rows are those of a mask; equal scores: the earlier position; -1 behind the last."""
+    tables = [[3, 0, 2], [1, 4, 0]]
+    scores = np.array([[5, 1, 5, 2, 5, -np.inf], [np.nan, 0, 0, 0, 0, 0], [-np.inf] * 6], F32)
+    with pytest.raises(kvkit.KvkitError, match=r"^scores: expected numbers, got NaN"):
+        kvkit.topk_rows(scores, 2, tables, 2, [0, 1, 3])
+    scores[1, 0] = -1
+    chosen = kvkit.topk_rows(scores, 2, tables, 2, [0, 1, 3])
+    np.testing.assert_array_equal(chosen, [[6, 0], [3, 8], [-1, -1]])
+    np.testing.assert_array_equal(kvkit.topk_rows(scores[:1], 6, tables[:1], 2), [[6, 7, 0, 1, 4, -1]])
+    latent = rng.standard_normal((5, PAGE, 576)).astype(F32)
+    query = rng.standard_normal((2, 3, 576)).astype(F32)
+    keys, index_query = latent[..., :32], query[:, :, :32]
+    lengths = [40, 33]
+    scores = kvkit.indexer_scores(index_query, keys, np.ones((2, 3), F32), tables, lengths)
+    rows = kvkit.topk_rows(scores, 10, tables, PAGE)
+    best = np.zeros((2, 48), bool)
+    for token, row in enumerate(scores):
+        best[token, np.argsort(-row, kind="stable")[:10]] = True
+    masked = kvkit.paged_attention(
+        query, latent, latent[..., :512], tables, lengths, None, best, layout="b n c", softmax_scale=SCALE,
+        is_causal=False,
+    )  # fmt: skip
+    np.testing.assert_allclose(
+        kvkit.mla_attention(query, latent, indices=rows, scale=SCALE), masked, atol=2e-5
+    )
