@@ -226,7 +226,8 @@ def test_masks_are_as_small_as_may_be():
     assert attention_mask(**sizes, attention_mask=torch.ones_like(padded)) is None
     assert torch.equal(attention_mask(**sizes, attention_mask=padded), padded)
     sizes |= {"kv_length": 3, "kv_offset": 2}
-    assert attention_mask(**sizes, attention_mask=padded) is None
+    assert attention_mask(**sizes, attention_mask=padded, local_size=3) is None
+    assert attention_mask(**sizes, attention_mask=padded) is padded  # keys are fewer where some were removed
     padded[0, 2] = False
     for longer in (padded, torch.cat([padded, padded], 1)):  # the columns are positions, however many
         assert torch.equal(attention_mask(**sizes, attention_mask=longer, local_size=3), padded[:, 2:])

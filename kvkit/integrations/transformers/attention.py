@@ -30,6 +30,7 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     position_bias: None = None,
+    position_ids: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention for a layer of a transformers model.
@@ -44,8 +45,8 @@ def attention_forward(
     value : Tensor, shape [B, Hkv, S, Dv]
         Of the same origin as `key`.
     attention_mask : Tensor, optional
-        bool [B, S], the padding of the keys. Or the whole mask with 4 axes, bool or added to the scores, with
-        causality and the window.
+        bool [B, S], the padding of the keys; [B, n], of all positions, for a cache that tokens were removed
+        from. Or the whole mask with 4 axes, bool or added to the scores, with causality and the window.
     dropout : float
         Only 0 is taken.
     scaling : float, optional
@@ -60,6 +61,8 @@ def attention_forward(
         Whether a query sees no later token; queries are the last tokens.
     position_bias : None
         Only None is taken.
+    position_ids : Tensor, optional
+        The positions of the queries. Where the cache's tokens were moved they must be those after its past.
 
     Returns
     -------
@@ -85,6 +88,8 @@ def attention_forward(
         raise argument_error(
             "module", "one that is not trained: this attention has no gradient", "training mode"
         )
+    if stored is not None and stored.layer.row_positions is not None:
+        check_moved(stored.layer, attention_mask, position_ids)
     query, key, value = map(as_cast, (query, key, value))
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -114,7 +119,8 @@ def attend_states(
     if attention_mask is not None:
         mask = to_numpy("attention_mask", attention_mask)
         whole = mask.ndim == 4
-        mask = mask if whole else mask[:, None, None]
+        by_position = stored is not None and stored.layer.row_positions is not None
+        mask = mask if whole or by_position else mask[:, None, None]
     causal = is_causal and not whole
     window = (sliding_window - 1, -1) if causal and sliding_window else NO_WINDOW
     if stored is None:
@@ -123,8 +129,6 @@ def attend_states(
         if causal or query.shape[2] == 1:  # the last token sees all, whatever the mask says of causality
             more = window_options(stored.layer, sliding_window, window)
             if more is not None:
-                if mask is not None and not whole and stored.layer.row_positions is not None:
-                    raise argument_error("attention_mask", "none after tokens were removed", "padding")
                 attn_output = stored.layer.attend(queries, mask, **options, **more)
                 stored.read()
                 return tensor_of(attn_output.swapaxes(1, 2))
@@ -146,6 +150,19 @@ def attend_states(
         **options,
     )
     return tensor_of(attn_output)
+
+
+def check_moved(layer: Any, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None) -> None:
+    """Raise if a mask or positions do not fit a layer whose tokens were removed or moved."""
+    length = layer.get_seq_length()
+    if attention_mask is not None and attention_mask.ndim == 2 and attention_mask.shape[1] != length:
+        wanted = f"{length} columns, one for each position up to the new tokens"
+        raise argument_error("attention_mask", wanted, attention_mask.shape[1])
+    if attention_mask is None and position_ids is not None and position_ids.ndim == 2:
+        last = position_ids[:, -1]
+        if not bool((last == length - 1).all()):
+            wanted = f"{length - 1} for the last new token, the next position of the cache"
+            raise argument_error("position_ids", wanted, int(last[last != length - 1][0]))
 
 
 def window_options(layer: Any, sliding_window: int | None, window: tuple[int, int]) -> dict[str, Any] | None:

@@ -7,19 +7,22 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from transformers import Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, StaticCache
+from kvkit.cache.layers.positions import refusal
 from kvkit.errors import argument_error, describe
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.attention import NAME
 from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gradient
 from kvkit.integrations.transformers.layer import KvkitLayer
+from kvkit.integrations.transformers.rotations import rotations_of
 from kvkit.interop import tensor_of
 
 KINDS = {"dynamic": DynamicCache, "static": StaticCache, "quantized": QuantizedCache, "paged": PagedCache}
@@ -207,6 +210,16 @@ class KvkitCache(Cache):
         kv_length, kv_offset = self.cache.get_mask_sizes(query_length, layer_idx)
         return min(kv_length, self.get_seq_length(layer_idx) + query_length - kv_offset), kv_offset
 
+    @property
+    def positions(self) -> np.ndarray:
+        """The positions of the stored tokens of the first layer, in the order of its keys."""
+        return self.cache.layers[0].positions
+
+    @property
+    def rope_shifts(self) -> np.ndarray:
+        """The rope shifts of the first layer's keys: rows (first row, row behind the last one, shift)."""
+        return self.cache.layers[0].rope_shifts
+
     # Tokens go, and the batch changes: all layers, or after an error none
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -224,6 +237,96 @@ class KvkitCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch: rows A, B become A, A, B, B."""
         self.cache.repeat(repeats)
+
+    def remove(
+        self, begin: SupportsIndex, end: SupportsIndex | None = None, *, close: bool = False, rope: Any = None
+    ) -> None:
+        """Remove the tokens with positions in [begin, end) from every layer, see `kvkit.cache.Cache.remove`.
+
+        Parameters
+        ----------
+        begin : int
+        end : int, optional
+            If it is None, or the position of the next token or more, the next token gets position ``begin``.
+        close : bool
+            Whether later tokens are shifted back, so that no hole is left. The model must then be told the
+            positions of its next tokens, which `generate` goes on counting by itself.
+        rope : Rope, "none" or list of them, optional
+            As in `shift`, for ``close``.
+
+        Raises
+        ------
+        KvkitError
+            If an argument is wrong, or if a layer cannot do it; `can` says so beforehand.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from transformers import LlamaConfig
+        >>> from kvkit.integrations.transformers import KvkitCache
+        >>> config = LlamaConfig(
+        ...     num_hidden_layers=1, hidden_size=8, num_attention_heads=1, attn_implementation="sdpa")
+        >>> cache, states = KvkitCache(config), torch.ones(1, 1, 8, 8)
+        >>> keys, values = cache.update(states, states, 0)
+        >>> cache.remove(2, 5, close=True)
+        >>> cache.positions, cache.rope_shifts.tolist()
+        (array([0, 1, 2, 3, 4]), [[0, 2, 0], [2, 5, -3]])
+        """
+        self.cache.remove(begin, end, close=close, rope=self._rope(rope, close))
+
+    def retain(self, positions: ArrayLike) -> None:
+        """Remove all tokens but those with some positions from every layer."""
+        self.cache.retain(positions)
+
+    def shift(
+        self, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex, rope: Any = None
+    ) -> None:
+        """Move the tokens with positions in [begin, end) by `delta`, see `kvkit.cache.Cache.shift`.
+
+        ``rope`` says how keys were rotated. It is read from the model's config and code unless it is given.
+        """
+        self.cache.shift(begin, end, delta, self._rope(rope))
+
+    def divide(
+        self, begin: SupportsIndex, end: SupportsIndex | None, d: SupportsIndex, rope: Any = None
+    ) -> None:
+        """Divide the positions in [begin, end) by `d` in every layer, rounding down."""
+        self.cache.divide(begin, end, d, self._rope(rope))
+
+    def flatten(self, rope: Any = None) -> None:
+        """Rotate shifted keys in memory, in every layer."""
+        self.cache.flatten(self._rope(rope))
+
+    def can(self, call: str, *arguments: Any, **options: Any) -> str | None:
+        """Return the sentence of the error that a call would have, None if every layer can do it.
+
+        Parameters
+        ----------
+        call : str
+            ``"remove"``, ``"retain"``, ``"shift"``, ``"divide"`` or ``"flatten"``.
+        *arguments, **options
+            Of the call.
+
+        Examples
+        --------
+        >>> from kvkit.integrations.transformers import KvkitCache
+        >>> KvkitCache(kind="static", max_cache_len=8, num_layers=1).can("retain", [3])
+        'positions: expected positions that are stored, got 3'
+        """
+        return refusal(self._plan, call, *arguments, **options)
+
+    def _plan(self, call: str, *arguments: Any, **options: Any) -> Any:
+        if call != "retain":
+            needed = call != "remove" or bool(options.get("close"))
+            options["rope"] = self._rope(options.get("rope"), needed)
+        return self.cache.plan(call, *arguments, **options)
+
+    def _rope(self, rope: Any, needed: bool = True) -> Any:
+        """Return how keys were rotated: as a call or the cache says, else as the model's config does."""
+        known = all(layer.rope is not None for layer in self.cache.layers) if self.cache.layers else True
+        if rope is not None or known or not needed or self.config is None:
+            return rope
+        return rotations_of(self.config)
 
     def reset(self) -> None:
         """Forget every token."""

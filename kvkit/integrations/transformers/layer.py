@@ -88,6 +88,21 @@ class KvkitLayer(CacheLayerMixin):
         """Stored values [B, Hkv, stored, D], None before the first update."""
         return None if self.layer.values is None else tensor_of(self.layer.values)
 
+    @property
+    def positions(self) -> np.ndarray:
+        """The positions of stored tokens, in the order of the keys."""
+        return self.layer.positions
+
+    @property
+    def rope_shifts(self) -> np.ndarray:
+        """The rope shifts of stored keys: rows (first row, row behind the last one, shift)."""
+        return self.layer.rope_shifts
+
+    @property
+    def stored_tokens(self) -> int:
+        """The number of stored tokens."""
+        return self.layer.stored_tokens
+
     def get_seq_length(self) -> int:
         return self._owner.get_seq_length(self._layer_idx)
 

@@ -45,8 +45,9 @@ def attention_mask(
     Returns
     -------
     Tensor or None
-        None if nothing is padding. bool [B, kv_length], the padding of the keys, if that is all. Otherwise
-        the whole mask, bool [B, 1, q_length, kv_length].
+        None if nothing is padding. bool [B, kv_length], the padding of the keys, if that is all; the given
+        mask, a column for each position, where tokens were removed from the cache. Otherwise the whole mask,
+        bool [B, 1, q_length, kv_length].
 
     Examples
     --------
@@ -75,5 +76,7 @@ def attention_mask(
         )
     if attention_mask is None:
         return None
+    if kv_offset and local_size is None:  # a cache with holes: fewer keys than positions, yet no window
+        return None if attention_mask.all() else attention_mask
     padding = attention_mask[:, kv_offset : kv_offset + kv_length]
     return None if padding.shape[1] == kv_length and padding.all() else padding  # if shorter it is refused

@@ -1,0 +1,46 @@
+"""How a model of transformers rotates its keys: numbers are in its config, the order of pairs in its code."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from kvkit.cache.layers.positions import HOW
+from kvkit.errors import KvkitError, argument_error
+from kvkit.rope import Rope
+
+PAIRS = {(-2, -3, 0, 1): False, (-1, 0, -3, 2): True}  # of `rotate_half` of 0, 1, 2, 3: whether pairs adjoin
+
+
+def rotations_of(config: Any) -> list[Any]:
+    """Return how each layer's keys are rotated, a `kvkit.Rope` or "none".
+
+    Raises
+    ------
+    KvkitError
+        If the config and the model's code do not say it, or if keys that are rotated so cannot be moved.
+    """
+    name = type(config).__name__
+    if getattr(config, "qk_rope_head_dim", None):
+        raise argument_error("rope", HOW, f"{name}, whose keys are rotated behind their first elements")
+    interleaved = pairs_adjoin(config)
+    if interleaved is None:
+        raise argument_error("rope", HOW, f"{name}, whose model does not say which elements are pairs")
+    try:
+        return Rope.from_config(config, interleaved=interleaved)
+    except KvkitError:
+        raise
+    except Exception as error:  # a config may lack any number, or have one for each layer
+        raise argument_error("rope", HOW, f"{name}, which cannot be read ({error})") from error
+
+
+def pairs_adjoin(config: Any) -> bool | None:
+    """Return whether the pairs that a model rotates are neighbours; None if its code has no `rotate_half`."""
+    path = type(config).__module__.replace(".configuration_", ".modeling_")
+    try:
+        rotate_half = importlib.import_module(path).rotate_half
+        return PAIRS.get(tuple(rotate_half(torch.arange(4.0)[None, None, None]).flatten().int().tolist()))
+    except (ImportError, AttributeError):
+        return None
