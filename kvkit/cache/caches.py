@@ -220,7 +220,7 @@ class Cache(BaseCache):
         for layer in [*self.layers, *([self._make_layer()] if self._make_layer else [])]:
             layer.describe()  # raises for a layer that cannot be in a file
         for layer in self.layers:
-            if layer.row_positions is not None:
+            if layer.was_moved:
                 wanted = "positions 0, 1, 2, ... and no rope shift, to lie in a file"
                 raise argument_error(layer.name, wanted, "tokens that were removed or moved")
         folder = offload.Folder(directory, only_non_sliding, keep)

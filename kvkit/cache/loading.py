@@ -87,11 +87,7 @@ def restore_layer(path: FilePath, number: int, about: dict[str, Any], arrays: Ma
     arrays = {name.removeprefix(begin): array for name, array in arrays.items() if name.startswith(begin)}
     try:
         layer = kinds.make_layer(about)
-        moves = {name: arrays.pop(name) for name in ("positions", "rope_shifts") if name in arrays}
-        if arrays or (about["length"] and not moves):
-            layer.fill(arrays, len(moves["positions"]) if moves else about["length"])
-        if moves:
-            layer.move(moves, about["length"], about["rope"])
+        layer.load(arrays, about["length"], about.get("rope"))
         layer.record_past = about["record_past"]
     except (KvkitError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise load_error(path, f"a valid layer {number}", error) from None

@@ -48,7 +48,7 @@ def save(cache: Any, path: FilePath) -> None:
         arrays |= {f"layers.{i}.{name}": array for name, array in held.items()}
     plain = all(name.endswith((".keys", ".values")) for name in arrays)
     line = PLAIN if plain and len(arrays) == 2 * len(layers) > 0 else None
-    version = MOVED_VERSION if any(layer.row_positions is not None for layer in cache.layers) else VERSION
+    version = MOVED_VERSION if any(layer.was_moved for layer in cache.layers) else VERSION
     write_file(path, {"version": version, "layers": layers}, arrays, line)
 
 

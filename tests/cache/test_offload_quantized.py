@@ -47,6 +47,7 @@ def test_files_change_no_result(tmp_path, case):
             cache.close()
             cache = Cache.open(tmp_path, keep=False)
             (layer,) = cache.layers
+            memory.store.see_stored()  # an opened layer attends to its codes
     for each in (layer, memory):
         each.reset()
     assert_same(layer, memory)

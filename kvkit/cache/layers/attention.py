@@ -91,13 +91,13 @@ class LayerAttention:
             masks.static_mask(fmt, columns, batch, heads, new, columns.shape[3])
             columns = columns if columns.dtype == np.bool_ else columns.astype(np.float32)
         wide = query.astype(np.float32, copy=False)  # [B, q, Hq, D]
-        pieces = layer.pieces()
+        pieces = layer.pieces(layer.span.begin)
         begin, end, _ = pieces[-1]
-        if layer.store.rows_adjoin and end - begin >= new:
+        if layer.store.rows_adjoin and layer.window is None and end - begin >= new:
             output, lse = self._attend_at_once(layer, pieces, wide, columns, scoring)
         else:
             output, lse = self._attend_one_by_one(layer, pieces, wide, columns, scoring)
-        attn_output = output.astype(query.dtype, copy=False).swapaxes(1, 2)
+        attn_output = layer.store.output(output).astype(query.dtype, copy=False).swapaxes(1, 2)
         return (attn_output, lse.swapaxes(1, 2)) if wants_lse else attn_output
 
     def _attend_at_once(
@@ -129,8 +129,8 @@ class LayerAttention:
         while len(self._pieces) < len(pieces):
             self._pieces.append(PreparedCalls(1))
         for calls, (begin, end, shift) in zip(self._pieces, pieces, strict=False):
-            own = scoring if end == layer.span.length else scoring._replace(sinks=None)
-            moved = layer.rope.shift(query, -shift) if shift else query
+            own = scoring if end == pieces[-1][1] else scoring._replace(sinks=None)
+            moved = layer.store.query(layer.rope.shift(query, -shift) if shift else query)
             states.append(attend_piece(calls, layer, (begin, end), moved, columns, own))
         outputs, lses = zip(*states, strict=True)
         return merge.merge_checked(FLOAT32, outputs, lses)
@@ -148,23 +148,29 @@ def attend_piece(
     columns: Array | None,
     scoring: Scoring,
 ) -> tuple[Array, Array]:
-    """Attend with float32 queries [B, q, Hq, D] to some rows of a layer; return (output, lse)."""
-    (begin, end), (batch, new, heads, _), stored = rows, query.shape, layer.span.length
+    """Attend with float32 queries [B, q, Hq, D] to some of the rows that a layer's view has, by number.
+
+    Return (output, lse).
+    """
+    (begin, end), (batch, new, heads, _), span = rows, query.shape, layer.span
+    stored, first = span.length - span.begin, span.begin - span.origin
     causal = end == stored and end - begin >= new  # queries are the last rows of all, and of this piece
     columns = None if columns is None else columns[..., begin:end]
-    if not causal and end > stored - new + 1:
-        visible = np.arange(begin, end) <= np.arange(stored - new, stored)[:, None]  # [q, rows]
-        columns = hidden_from(columns, visible)
+    left = stored if layer.window is None else layer.window - 1
+    if not causal and (end > stored - new + 1 or begin < stored - 1 - left):
+        ages = np.arange(stored - new, stored)[:, None] - np.arange(begin, end)  # [q, rows]
+        columns = hidden_from(columns, (ages >= 0) & (ages <= left))
     mask = NO_MASK if columns is None else masks.static_mask(FLOAT32, columns, batch, heads, new, end - begin)
     out = np.empty((batch, new, heads, layer.store.geometry.value_dim), np.float32)
     lse = np.empty((batch, new, heads), np.float32)
     arrays: dict[str, Array | None] = {"query": query, "out": out, "lse": lse}
     form = form_of((query,), (causal, scoring.softmax_scale, scoring.softcap))
     form = form if scoring.sinks is None else None
-    prepared = calls.find(form)
+    prepared, rows = calls.find(form), (begin + first, end + first)
     if not prepared or not prepared.run(layer.store, rows, arrays, mask):
         calls.clear()
-        weights = attention.checked_weights(query, mask, scoring._replace(is_causal=causal))
+        window = (left, -1) if causal and layer.window is not None else (-1, -1)
+        weights = attention.checked_weights(query, mask, scoring._replace(is_causal=causal, window=window))
         calls.keep(form, PreparedAttention(layer.store, rows, FLOAT32, arrays, weights))
     return out, lse
 
@@ -213,7 +219,7 @@ def checked_mask(layer: Any, mask: Array, sizes: tuple[int, int, int]) -> Array:
     first = span.begin if mask.ndim == 2 else 0  # a padding mask counts positions from 0
     count = span.length - span.begin
     returned = sum(layer.get_mask_sizes(0))  # length + offset: where the keys of an update end
-    if mask.ndim == 2 and layer.row_positions is not None:
+    if mask.ndim == 2 and layer.row_positions is not None and layer.window is None:
         mask = stored_columns(layer, mask, batch)
     if mask.ndim == 2:
         legal = {(batch, span.length), (batch, max(returned, span.length))}
@@ -242,7 +248,7 @@ class PreparedAttention:
     tokens.
     """
 
-    __slots__ = ("_counts", "_mask", "_params", "_prepared", "_step", "_store")
+    __slots__ = ("_begin_at", "_counts", "_mask", "_params", "_prepared", "_step", "_store")
 
     def __init__(
         self,
@@ -253,7 +259,7 @@ class PreparedAttention:
         weights: attention.Weights,
     ) -> None:
         self._store, self._mask, (first, end) = store, weights.mask, rows
-        context = self._store.context(fmt.name, first, end)
+        context, self._begin_at = self._store.context(fmt.name, first, end)
         query, out, lse = arrays.values()
         batch, new = query.shape[:2]
         self._step, self._counts = index_tensors.static_step(batch, new, end - first), np.arange(batch + 1)
@@ -277,7 +283,7 @@ class PreparedAttention:
             np.multiply(self._counts, kvlen, out=self._step.kvstarts)
             if not self._prepared.reschedule(kvlen):
                 return False
-        self._store.begin_at(self._params, row)
+        self._begin_at(self._params, row)
         self._mask = place_mask(self._params, self._mask, mask)
         return True
 
@@ -314,7 +320,7 @@ class PreparedPieces:
         queries, flat_outs, flat_lses = (
             states.reshape(-1, *states.shape[2:]) for states in (self._query, outs, lses)
         )
-        context = layer.store.context(FLOAT32.name, 0, pieces[-1][1])
+        context, _ = layer.store.context(FLOAT32.name, 0, pieces[-1][1])
         step = pieces_step(context.sides[0], pieces, batch, new)
         context = context._replace(sides=tuple(side._replace(sequence=0) for side in context.sides))
         earlier = (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvkit.cache.base import MOVABLE, one_call_at_a_time
+from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers.layer import Layer
-from kvkit.cache.layers.positions import RowPositions
+from kvkit.cache.layers.positions import Rearrangement
 from kvkit.cache.stores.span import Span
 from kvkit.checks.values import integer
 from kvkit.errors import CapacityError, argument_error
@@ -31,15 +31,6 @@ class DynamicLayer(Layer):
     def describe(self) -> dict[str, Any]:
         """Return the arguments of the constructor."""
         return {}
-
-    def _check_movable(self, call: str, after: RowPositions) -> None:
-        check_in_memory(self, call)
-
-
-def check_in_memory(layer: Layer, call: str) -> None:
-    """Raise for a layer in a file, whose rows are never written again."""
-    if layer.home is not None:
-        raise argument_error(layer.name, MOVABLE, f"{call} of one in a file")
 
 
 class StaticLayer(Layer):
@@ -87,11 +78,10 @@ class StaticLayer(Layer):
     def get_max_length(self) -> int:
         return self.max_cache_len
 
-    def _check_movable(self, call: str, after: RowPositions) -> None:
-        check_in_memory(self, call)
+    def _check_movable(self, call: str, plan: Rearrangement) -> None:
         if self.window is not None:
-            super()._check_movable(call, after)
-        if not after.follow(0):
+            super()._check_movable(call, plan)
+        elif not plan.after.follow(0):
             raise argument_error(
                 self.name, "positions 0, 1, 2, ..., as close=True leaves them", f"a hole after {call}"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -52,7 +53,8 @@ class Layer(BaseLayer):
     home : Home
         The place of the layer's files in a folder; None for a layer in memory.
     row_positions : RowPositions
-        The positions of its first rows; None while row r has position r and no key is shifted.
+        The positions of its first rows; None while row r has position r and no key is shifted. Rows of a
+        window are consecutive and numbered by their positions, so they are described while keys are shifted.
     rope : Rope or "none"
         How keys were rotated; None if nobody has said so.
     """
@@ -121,14 +123,16 @@ class Layer(BaseLayer):
         self._make_room(given, max(end, start + new), self.span.oldest)
         if start < self.span.length:
             key_states, value_states = (self._apart(states) for states in (key_states, value_states))
-            self._shorten(self.span.cropped(start, 0))
             if self.row_positions is not None:
                 self.row_positions = self.row_positions.first(start)
+            self._shorten(self.span.cropped(start, 0))
         _, oldest, _, origin, _ = self.span
         self.store.write(start - origin, key_states, value_states)
         if not self.record_past:
             oldest = max(oldest, self._stored_from(start + new))
         self.span = Span(start + new, oldest, begin, origin, start)
+        if self.row_positions is not None and self.span.first >= self.row_positions.length:
+            self.row_positions = None  # the last shifted key has left the window
         self._commit()
         return self.store.rows(begin - origin, end - origin)
 
@@ -225,23 +229,24 @@ class Layer(BaseLayer):
 
     @property
     def positions(self) -> Array:
-        return self._all_positions().positions.copy()
+        return self._positions_from(self.span.oldest).positions.copy()
 
     @property
     def rope_shifts(self) -> Array:
-        return np.array(self.pieces(), np.int64).reshape(-1, 3)
+        return np.array(self.pieces(self.span.oldest), np.int64).reshape(-1, 3)
 
-    def pieces(self) -> list[Piece]:
-        """Return the pieces of stored rows whose keys have one rope shift."""
+    def pieces(self, first: int) -> list[Piece]:
+        """Return the pieces of the rows from `first` on whose keys have one rope shift."""
+        length = self.span.length
         if self.row_positions is not None:
-            return self.row_positions.pieces(self.span.length)
-        return [(0, self.stored_tokens, 0)] if self.stored_tokens else []
+            return self.row_positions.pieces(first, length)
+        return [(0, length - first, 0)] if length > first else []
 
-    def _all_positions(self) -> RowPositions:
-        """Return the positions and rope shifts of all stored rows."""
+    def _positions_from(self, row: int) -> RowPositions:
+        """Return the positions and rope shifts of all rows from number `row` on."""
         if self.row_positions is not None:
-            return self.row_positions.extended(self.span.length)
-        return RowPositions.contiguous(self.span.oldest, self.span.length)
+            return self.row_positions.between(row, self.span.length)
+        return RowPositions.contiguous(row, self.span.length)
 
     @property
     def batch_size(self) -> int:
@@ -284,8 +289,8 @@ class Layer(BaseLayer):
         """
         length = self.left_by(length)
         if self.row_positions is not None:
-            self.remove(length)
-            return
+            length, rows = self.row_positions.crop(length)
+            self.row_positions = self._described(rows)
         self._shorten(self.span.cropped(length, self._stored_from(length)))
 
     def left_by(self, length: int) -> int:
@@ -306,34 +311,67 @@ class Layer(BaseLayer):
             self._commit()
 
     def plan(self, call: str, *arguments: Any, rope: Rotation = None, **options: Any) -> Rearrangement:
-        now, geometry = self._all_positions(), None if self.store is None else self.store.geometry
-        dim = None if geometry is None else geometry.key_dim
-        rotation = rotation_of(rope, self.rope, dim, bool(now.shifts.any()))
-        plan = PLANS[call](now, rotation, *arguments, **options).in_few_pieces()
-        if self.row_positions is None and plan.is_crop(now):
+        span, now = self.span, self._positions_from(self.span.first)
+        dim = None if self.store is None else self.store.geometry.key_dim
+        rotation = rotation_of(rope, self.rope, dim, now.shifted)
+        plan = PLANS[call](now, rotation, *arguments, **options)
+        plan = plan.without_gaps(span.oldest - span.first).in_few_pieces()
+        if plan.crops:
             self.left_by(plan.after.length - now.length)
-        else:
-            self._check_movable(call, plan.after)
+        elif plan.changes(now):
+            if self.record_past:
+                raise argument_error(self.name, "no past that is recorded (crop first)", call)
+            if self.home is not None:
+                raise argument_error(self.name, MOVABLE, f"{call} of one in a file")
+            self._check_movable(call, plan)
         return plan
 
-    def _check_movable(self, call: str, after: RowPositions) -> None:
-        """Raise unless rows can come to have these positions."""
-        raise argument_error(self.name, MOVABLE, f"{call} of a {type(self).__name__}")
+    def _check_movable(self, call: str, plan: Rearrangement) -> None:
+        """Raise unless rows can come to have the planned positions."""
+        if self.window is not None:
+            after = plan.after
+            first = after.length - len(after.positions)
+            if not after.follow(first) or first > self._croppable_to(after.length):
+                wanted = f"no hole in its window of {self.window} (shift all of its tokens, or none)"
+                raise argument_error(self.name, wanted, f"one after {call}")
+
+    def rearrange(self, plan: Rearrangement) -> None:
+        now = self._positions_from(self.span.first)
+        if plan.crops and plan.after.length < now.length:
+            self.crop(plan.after.length - now.length)
+        elif plan.changes(now):
+            self.move_rows(plan)
 
     @one_call_at_a_time
-    def rearrange(self, plan: Rearrangement) -> None:
-        now = self._all_positions()
-        if self.row_positions is None and plan.is_crop(now):
-            if plan.after.length < now.length:
-                self.crop(plan.after.length - now.length)
-            return
-        before, count = self.span.length, len(plan.after.positions)
+    def move_rows(self, plan: Rearrangement) -> None:
+        """Move rows and positions as planned."""
+        begin, end = self.span.rows_from(self.span.first)
+        rows = begin + np.flatnonzero(plan.kept)
+        first = self._first_row(rows)
         if self.store is not None:
-            self.store.keep_rows(np.flatnonzero(plan.kept), plan.rope, plan.rotated)
-            self._free_rows(count, before)
-        self.span = Span(count, before=count)
-        self.row_positions = None if plan.after.is_plain() else plan.after
-        self.rope = plan.rope
+            self.store.keep_rows(rows, first, plan.rope, plan.rotated)
+            self._free_rows(first + len(rows), end)
+        self.span = self._span_of(plan, first)
+        self.row_positions, self.rope = self._described(plan.after), plan.rope
+
+    def _first_row(self, rows: Array) -> int:
+        """Return the row that the first of the kept rows moves to. Rows of a window stay where they are."""
+        return int(rows[0]) if self.window is not None and len(rows) else 0
+
+    def _span_of(self, plan: Rearrangement, first: int) -> Span:
+        """Return the span after a plan whose rows lie from row `first` of the store on."""
+        count, length = len(plan.after.positions), plan.after.length
+        if self.window is None:
+            return Span(count, before=count)
+        begin, stored = length - count, int(plan.kept[self.span.oldest - self.span.first :].sum())
+        oldest = max(begin, min(length - stored, self._stored_from(length)))
+        return Span(length, oldest, begin, begin - first, length)
+
+    def _described(self, rows: RowPositions) -> RowPositions | None:
+        """Return the state of rows; None if a row's number is its position and no key is shifted."""
+        if self.window is None:
+            return None if rows.is_plain() else rows
+        return replace(rows, base=rows.length - len(rows.positions)) if rows.shifts.any() else None
 
     def _free_rows(self, begin: int, end: int) -> None:
         """Release rows behind the last token, which new ones overwrite."""
@@ -393,6 +431,15 @@ class Layer(BaseLayer):
         """Return the layer's arrays by their names in a saved file."""
         return {} if self.store is None else {"keys": self.keys, "values": self.values}
 
+    def load(self, arrays: dict[str, Array], length: int, rope: Any) -> None:
+        """Fill the layer with what `arrays` and `moves` say, the next token's position being `length`."""
+        moves = {name: arrays.pop(name) for name in ("positions", "rope_shifts") if name in arrays}
+        if arrays or (length and not moves):
+            rows = moves.get("positions") if self.window is None else None
+            self.fill(arrays, length if rows is None else len(rows))
+        if len(moves) == 2:
+            self.move(moves["positions"], moves["rope_shifts"], length, rope)
+
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:
         """Fill the layer with saved `arrays` of `length` tokens; raise KvkitError if they do not fit."""
         keys, values = arrays["keys"], arrays["values"]
@@ -405,22 +452,28 @@ class Layer(BaseLayer):
         store.write(0, keys, values)
         self._hold(store, Span(length, oldest, oldest, oldest, length))
 
+    @property
+    def was_moved(self) -> bool:
+        """Return whether a file must say which positions rows have."""
+        return self.row_positions is not None
+
     def moves(self) -> tuple[dict[str, Array], dict[str, Any]]:
         """Return what a file holds of a layer whose rows were moved: arrays by name, and its description."""
-        if self.row_positions is None:
+        if not self.was_moved:
             return {}, {}
         rope = self.rope.describe() if isinstance(self.rope, Rope) else self.rope
         return {"positions": self.positions, "rope_shifts": self.rope_shifts}, {"rope": rope}
 
-    def move(self, arrays: Mapping[str, Array], length: int, rope: Any) -> None:
-        """Move filled rows as `moves` says; a KvkitError if that cannot be."""
+    def move(self, positions: ArrayLike, rope_shifts: ArrayLike, length: int, rope: Any) -> None:
+        """Give stored rows the positions that `moves` says; a KvkitError if that cannot be."""
         self.rope = Rope(**rope) if isinstance(rope, dict) else rope
-        after = RowPositions.restored(arrays["positions"], arrays["rope_shifts"], length, self.span.length)
+        first, end = self.span.oldest, self.span.length
+        after = RowPositions.restored(positions, rope_shifts, length, end - first)
         rotation_of(self.rope, None, None, False)
         if after.shifts.any():
             check_rotation(self.rope)
-        self._check_movable("load", after)
-        self.row_positions = after
+        self._check_movable("load", Rearrangement(np.ones(end - first, bool), after, self.rope))
+        self.row_positions = self._described(after)
 
     # In a folder
 
@@ -451,8 +504,8 @@ class Layer(BaseLayer):
 
     def take_back(self) -> None:
         """Undo the latest update."""
-        self.span = self.span.widened()
-        self.crop(self.span.before - self.span.length)
+        before = self.span.before
+        self._shorten(self.span.widened().cropped(before, self._stored_from(before)))
 
     def finish(self) -> None:
         """Commit the state, so that the latest update can no longer be undone."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, SupportsIndex
 
 import numpy as np
@@ -31,7 +31,7 @@ Piece = tuple[int, int, int]  # first row, row behind the last one, rope shift
 
 @dataclass(frozen=True, eq=False)
 class RowPositions:
-    """The positions and rope shifts of a layer's first rows.
+    """The positions and rope shifts of a layer's first rows, numbered from `base` on.
 
     Later rows follow: they have the positions from `length` on, and no shift.
     """
@@ -39,14 +39,15 @@ class RowPositions:
     positions: Array  # int64, ascending
     shifts: Array  # int64
     length: int  # the position after these rows
+    base: int = 0  # in a window the position of the first row: rows before it are stored no more
 
     @classmethod
     def contiguous(cls, begin: int, end: int) -> Self:
         """Return the positions of rows that nobody has moved."""
-        return cls(np.arange(begin, end), np.zeros(end - begin, np.int64), end)
+        return cls(np.arange(begin, end), np.zeros(end - begin, np.int64), end, begin)
 
     @classmethod
-    def restored(cls, positions: Array, pieces: Array, length: int, rows: int) -> Self:
+    def restored(cls, positions: ArrayLike, pieces: ArrayLike, length: int, rows: int) -> Self:
         """Check what a file says of so many rows, and return it."""
         positions = index_tensors.index("positions", positions, 1, rows)
         pieces = index_tensors.index("rope_shifts", pieces, 2)
@@ -66,20 +67,30 @@ class RowPositions:
         return self.follow(0) and not self.shifts.any()
 
     def seen(self, rows: int) -> int:
-        """Return the position after so many rows."""
-        return self.length + rows - len(self.positions)
+        """Return the position after the rows before number `rows`."""
+        return self.length + rows - self.base - len(self.positions)
 
-    def extended(self, rows: int) -> Self:
-        """Return the state of exactly so many rows."""
-        later = self.contiguous(self.length, self.seen(rows))
-        positions = np.concatenate((self.positions, later.positions))
-        return type(self)(positions, np.concatenate((self.shifts, later.shifts)), later.length)
+    def between(self, begin: int, rows: int) -> Self:
+        """Return the state of exactly the rows [begin, rows), described or later ones."""
+        later, first = self.contiguous(self.length, self.seen(rows)), begin - self.base
+        positions = np.concatenate((self.positions, later.positions))[first:]
+        return type(self)(positions, np.concatenate((self.shifts, later.shifts))[first:], later.length, begin)
 
     def first(self, rows: int) -> Self:
-        """Return the state without the rows from `rows` on, which new tokens replace."""
-        if rows >= len(self.positions):
+        """Return the state without the rows from number `rows` on, which new tokens replace."""
+        count = rows - self.base
+        if count >= len(self.positions):
             return self
-        return type(self)(self.positions[:rows], self.shifts[:rows], int(self.positions[rows]))
+        length = int(self.positions[count])
+        return replace(self, positions=self.positions[:count], shifts=self.shifts[:count], length=length)
+
+    def crop(self, length: int) -> tuple[int, Self]:
+        """Return the number of the row after all tokens before position `length`, and the state of these."""
+        if length > self.length:
+            return self.base + len(self.positions) + length - self.length, self
+        count = int(np.searchsorted(self.positions, length))
+        left = replace(self, positions=self.positions[:count], shifts=self.shifts[:count], length=length)
+        return self.base + count, left
 
     @functools.cached_property
     def shifted(self) -> bool:
@@ -97,12 +108,17 @@ class RowPositions:
             for begin, end in zip(begins, [*borders, known], strict=False)
         ]
 
-    def pieces(self, rows: int) -> list[Piece]:
-        """Return the pieces of constant rope shift of so many rows."""
-        known, found = len(self.positions), self._pieces.copy()
-        if rows > known:
+    def pieces(self, begin: int, rows: int) -> list[Piece]:
+        """Return the pieces of constant rope shift of the rows [begin, rows), numbered from `begin` on."""
+        passed, known = begin - self.base, len(self.positions) - (begin - self.base)
+        found = [
+            (max(0, first - passed), end - passed, shift)
+            for first, end, shift in self._pieces
+            if end > passed
+        ]
+        if rows - begin > known:
             joins = bool(found) and found[-1][2] == 0
-            found.append((found.pop()[0] if joins else known, rows, 0))
+            found.append((found.pop()[0] if joins else max(0, known), rows - begin, 0))
         return found
 
 
@@ -113,20 +129,32 @@ class Rearrangement(NamedTuple):
     after: RowPositions  # of the rows that stay
     rope: Rotation  # of shifted keys
     rotated: Array | None = None  # by how many positions each of these keys is to be moved in memory
+    crops: bool = False  # whether the last tokens go and nothing else happens
 
     def in_few_pieces(self) -> Rearrangement:
         """Return the plan, with keys rotated in memory if attention would have too many pieces to read."""
-        after = self.after
-        if len(after.pieces(len(after.positions) + 1)) <= MAX_PIECES:  # the next token's among them
+        after, count = self.after, len(self.after.positions)
+        pieces = after.pieces(after.base, after.base + count + 1)  # the next token's among them
+        if len(pieces) <= MAX_PIECES:
             return self
         return flatten(after, self.rope)._replace(kept=self.kept)
 
-    def is_crop(self, before: RowPositions) -> bool:
-        """Return whether no token but the last ones is lost, and none changes."""
-        count, after = len(self.after.positions), self.after
-        same = np.array_equal(after.positions, before.positions[:count])
-        behind = int(after.positions[-1]) + 1 if count else int([*before.positions, before.length][0])
-        return bool(self.kept[:count].all()) and same and not after.shifts.any() and behind == after.length
+    def without_gaps(self, older: int) -> Rearrangement:
+        """Return the plan without those of the first `older` rows, needed no more, that lie before a gap."""
+        count, after = int(self.kept[:older].sum()), self.after
+        gaps = np.flatnonzero(np.diff(np.append(after.positions, after.length)[: count + 1]) != 1)
+        if not len(gaps):
+            return self
+        first, kept = int(gaps[-1]) + 1, self.kept.copy()
+        kept[np.flatnonzero(kept)[:first]] = False
+        after = replace(after, positions=after.positions[first:], shifts=after.shifts[first:])
+        return self._replace(kept=kept, after=after, rotated=None if self.rotated is None else after.shifts)
+
+    def changes(self, now: RowPositions) -> bool:
+        """Return whether anything is changed at all."""
+        after = self.after
+        same = bool(self.kept.all()) and np.array_equal(after.positions, now.positions)
+        return not (same and np.array_equal(after.shifts, now.shifts) and after.length == now.length)
 
 
 def remove(
@@ -145,16 +173,19 @@ def remove(
     length = min(begin, now.length) if end >= now.length else now.length
     after = RowPositions(now.positions[kept], now.shifts[kept], length)
     if not close or end >= now.length or begin == end:
-        return Rearrangement(kept, after, rope)
+        return Rearrangement(kept, after, rope, crops=end >= now.length)
     return shift(after, rope, end, None, begin - end)._replace(kept=kept)
 
 
 def retain(now: RowPositions, rope: Rotation, positions: ArrayLike) -> Rearrangement:
-    """Plan to keep the tokens with these positions only; the position of the next token stays."""
+    """Plan to keep the tokens with these positions only; the position of the next token stays.
+
+    What a window has already dropped is not missed.
+    """
     wanted = index_tensors.index("positions", positions, 1)
     if (np.diff(wanted) <= 0).any():
         raise argument_error("positions", "ascending positions, each once", describe(positions))
-    missing = np.setdiff1d(wanted, now.positions)
+    missing = np.setdiff1d(wanted[wanted >= now.base], now.positions)
     if len(missing):
         raise argument_error("positions", "positions that are stored", int(missing[0]))
     kept = np.isin(now.positions, wanted)
@@ -242,6 +273,13 @@ def rotation_of(given: Any, held: Rotation, dim: int | None, shifted: bool) -> R
     if isinstance(given, Rope) and dim is not None and given.rotary_dim > dim:
         raise argument_error("rope", f"at most {dim} rotated elements, a key's", given.rotary_dim)
     return given
+
+
+def check_codes(name: str, call: str, plan: Rearrangement) -> None:
+    """Raise if keys that are codes would have to be rotated."""
+    if plan.rotated is not None and plan.rotated.any():
+        wanted = f"at most {MAX_PIECES} pieces of rope shifts, because codes are not rotated"
+        raise argument_error(name, wanted, f"{call}, which would rotate keys")
 
 
 def moves_alike(one: Any, other: Any) -> bool:

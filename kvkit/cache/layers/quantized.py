@@ -9,6 +9,7 @@ from typing import Any, SupportsIndex
 
 from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers.layer import Layer
+from kvkit.cache.layers.positions import Rearrangement, check_codes
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.stores.coded import SIDES, CodeStore, MappedCodeStore, plan_file
 from kvkit.cache.stores.codes import PARTS, CodedSide
@@ -141,6 +142,9 @@ class QuantizedLayer(Layer):
 
     reserve.__doc__ = Layer.reserve.__doc__
 
+    def _check_movable(self, call: str, plan: Rearrangement) -> None:
+        check_codes(self.name, call, plan)
+
     def _shorten(self, span: Span) -> None:
         if self.store is not None:
             self.store.crop(span.length)
@@ -177,6 +181,10 @@ class QuantizedLayer(Layer):
         return sum(side.nbytes for side in self.store.sides) if self.store else 0
 
     # To files, and back
+
+    @property
+    def was_moved(self) -> bool:
+        return super().was_moved or (self.store is not None and self.store.lost_sinks > 0)
 
     def arrays(self) -> dict[str, Array]:
         if self.store is not None:

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers.layer import Layer
+from kvkit.cache.layers.positions import Rearrangement, check_codes
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.stores.memory import Geometry, check_geometry
 from kvkit.cache.stores.schemed import SchemedSide, SchemedStore
@@ -127,6 +128,9 @@ class SchemedLayer(Layer):
 
     def _make_room(self, given: Geometry, end: int, keep: int) -> None:
         pass  # nothing is written in place
+
+    def _check_movable(self, call: str, plan: Rearrangement) -> None:
+        check_codes(self.name, call, plan)
 
     def _shorten(self, span: Span) -> None:
         if self.store is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from kvkit import cpu
 from kvkit.cache.stores.codes import TAIL_ROOM, CodedSide
 from kvkit.cache.stores.mapped import ArrayForm, File, Home
-from kvkit.cache.stores.memory import Geometry
+from kvkit.cache.stores.memory import BeginAt, Geometry
 from kvkit.cache.stores.span import Span
 from kvkit.cache.stores.view import KVView
 from kvkit.formats import BY_NAME
@@ -36,7 +37,6 @@ class CodeStore:
     def __init__(self, geometry: Geometry, sides: list[CodedSide], read_back: bool) -> None:
         self.geometry, self.sides, self.read_back = geometry, sides, read_back
         self.rooms: list[tuple[Array, Any]] = []  # of the update that is under way
-        self.tables: list[Array] = []  # that attention reads
 
     def fits(self, new: int) -> bool:
         """Return whether there is room for new tokens."""
@@ -75,6 +75,17 @@ class CodeStore:
             side.evict()
         self.see_stored()
 
+    def keep_rows(self, rows: Array, first: int, rope: Any, rotated: Array | None) -> None:
+        """Move the given tokens to the front, as bytes. Keys of codes are not rotated."""
+        for side in self.sides if len(rows) < self.sides[0].length else ():
+            side.keep_rows(rows, side)
+
+    @property
+    def lost_sinks(self) -> int:
+        """Return how many sinks were removed."""
+        side = self.sides[0]
+        return int(side.sinks.shape[2]) - side.sink
+
     def take_back(self, length: int) -> None:
         """Undo the latest update, before which there were `length` tokens."""
         for side in self.sides:
@@ -98,12 +109,12 @@ class CodeStore:
         key, value = self.sides
         return KVView(key), KVView(value)
 
-    def context(self, data: str, begin: int, end: int) -> Any:
-        """Return all rows as attention reads them, with queries of the format `data`."""
+    def context(self, data: str, begin: int, end: int) -> tuple[Any, BeginAt]:
         batch, heads, *dims, _ = self.geometry
-        self.tables = [side.segments() for side in self.sides]
+        tables = [side.segments(begin=begin) for side in self.sides]
         forms = [side.format for side in self.sides]
-        return cpu.attention.segmented.context(data, batch, heads, tuple(dims), forms, self.tables)
+        context = cpu.attention.segmented.context(data, batch, heads, tuple(dims), forms, tables)
+        return context, functools.partial(self.begin_at, tables)
 
     def query(self, query: Array) -> Array:
         """Return queries rotated as the stored keys are."""
@@ -113,10 +124,10 @@ class CodeStore:
         """Return outputs of attention to the stored values, rotated back."""
         return self.sides[1].turned(out, OUTPUT)
 
-    def begin_at(self, numbers: Array, row: int) -> None:
-        """Make prepared attention read what the latest view reads."""
-        for side, table in zip(self.sides, self.tables, strict=True):
-            side.segments(table)
+    def begin_at(self, tables: list[Array], numbers: Array, row: int) -> None:
+        """Make prepared attention read what the latest view reads, from a row on."""
+        for side, table in zip(self.sides, tables, strict=True):
+            side.segments(table, row)
 
     def stored(self) -> tuple[States, States]:
         key, value = self.sides
@@ -125,7 +136,6 @@ class CodeStore:
     def taken(self, indices: Array) -> CodeStore:
         """Return the store of other rows of the batch."""
         store = copy.copy(self)
-        store.tables = []
         store.geometry = self.geometry._replace(batch=len(indices))
         store.sides = [side.taken(indices) for side in self.sides]
         return store
@@ -255,7 +265,7 @@ def row_counts(side: CodedSide, tokens: int, grows: bool) -> tuple[int, int, int
 
 def array_forms(side: CodedSide, batch: int, tail: int, codes: int, cells: int) -> Forms:
     """Return {name: (shape, dtype)} of the arrays of a side."""
-    rows = {"sinks": side.sink, "tail": tail, "codes": codes, "cells": cells}
+    rows = {"sinks": side.sinks.shape[2], "tail": tail, "codes": codes, "cells": cells}
     forms: Forms = {}
     for name, count in rows.items():
         array = getattr(side, name)

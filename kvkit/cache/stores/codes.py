@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvkit import cpu
+from kvkit.cache.stores.memory import copy_rows
 from kvkit.errors import argument_error
 from kvkit.formats import rotation_named
 from kvkit.formats.elements import BY_DTYPE, BY_NAME, STORED
@@ -25,6 +26,10 @@ class CodedSide:
 
     Of `length` tokens the first `sink` are unquantized, the next `coded` are codes, the rest is the tail.
     The latest view reads the first `seen` codes; for the others it reads the originals, still in the tail.
+
+    Where tokens are removed the others keep their bytes. A block that loses some of its tokens keeps its
+    scales, one that loses all is freed. A sink that is removed leaves `sink` one less, for no later token is
+    moved among the sinks; when no token follows the sinks there may be as many as at first again.
     """
 
     def __init__(
@@ -188,8 +193,31 @@ class CodedSide:
         """Keep the first `length` tokens; a block that is cut keeps its scales."""
         self.coded = min(self.coded, max(0, length - self.sink))
         self.blocks = int(self.block_of[self.coded - 1]) + 1 if self.coded else 0
+        self.end_change(length, min(length, self.sink))
+
+    def end_change(self, length: int, sinks: int) -> None:
+        """Count `length` tokens, the first `sinks` of them in the sinks; the next view reads all codes."""
+        self.sink = sinks if length > sinks else self.sinks.shape[2]
         self.length, self.seen, self.before = length, self.coded, self.coded
         self.counter[0] += 1
+
+    def rows_of(self, tokens: Array) -> tuple[dict[str, Array], Array]:
+        """Return the rows of each array that some tokens have, by name, and the new block of each code."""
+        sinks = min(self.sink, self.length)
+        codes = tokens[(tokens >= sinks) & (tokens < self.end)] - sinks
+        blocks, block_of = np.unique(self.block_of[codes], return_inverse=True)
+        tail = tokens[tokens >= self.end] - self.start
+        return {"sinks": tokens[tokens < sinks], "codes": codes, "cells": blocks, "tail": tail}, block_of
+
+    def keep_rows(self, tokens: Array, source: CodedSide) -> None:
+        """Take some tokens of a side, given by their numbers, as the only ones. `source` may be this side."""
+        rows, block_of = source.rows_of(tokens)
+        for name, kept in rows.items():
+            copy_rows(getattr(self, name), getattr(source, name), kept, 0)
+        self.block_of[: len(block_of)] = block_of
+        self.coded, self.blocks = len(block_of), len(rows["cells"])
+        self.end_change(len(tokens), len(rows["sinks"]))
+        self.start = self.end
 
     def take_back(self, length: int) -> None:
         """Keep the first `length` tokens, and return codes of the latest update to the tail."""
@@ -255,7 +283,8 @@ class CodedSide:
         ends = arrays["ends"] if self.block > 1 else np.arange(1, coded + 1)
         counts = np.diff(ends, prepend=0)
         legal = (
-            sinks.shape == (*outer, min(self.sink, length), dim)
+            sinks.shape == (*outer, sinks.shape[2], dim)
+            and sinks.shape[2] <= min(self.sink, length)
             and (codes.dtype, *codes.shape) == (np.uint8, *outer, coded, self.codes.shape[3])
             and (cells.dtype, *cells.shape) == (self.cells.dtype, *outer, blocks, self.cells.shape[3])
             and tail.shape == (*outer, length - sinks.shape[2] - coded, dim)
@@ -274,8 +303,9 @@ class CodedSide:
         self.codes[:, :, :coded], self.cells[:, :, :blocks] = codes, cells
         self.block_of[:coded] = np.repeat(np.arange(blocks), counts)
         self.tail = grow_array(tail, tail.shape[2], tail.shape[2])
-        self.length, self.coded, self.blocks = length, coded, blocks
-        self.seen, self.before, self.start = coded, coded, self.end
+        self.coded, self.blocks = coded, blocks
+        self.end_change(length, sinks.shape[2])
+        self.start = self.end
 
     # Reading
 
@@ -289,20 +319,22 @@ class CodedSide:
             return address_of(self.cells, position)
         return cpu.launches.address(self.scales), 0, self.scales.strides[0] * (len(self.scales) > 1), 0
 
-    def segments(self, table: Array | None = None, rounds: bool = False) -> Array:
-        """Fill a table, or a new one, with the segments that the latest view sees."""
+    def segments(self, table: Array | None = None, begin: int = 0, rounds: bool = False) -> Array:
+        """Fill a table, or a new one, with the segments that the latest view sees from row `begin` on."""
         segmented = cpu.attention.segmented
         batch, heads, length, _ = self.shape
         table = segmented.new_table(heads, batch) if table is None else table
         sink, floats = min(self.sink, length), segmented.floats_code(self.format.element)
         blocks = cpu.launches.address(self.block_of) - 8 * sink if self.block > 1 else 0
         places = *address_of(self.codes, sink), *self.cells_at(0 if blocks else sink), blocks
-        segmented.set_segments(
-            table,
-            sinks=segmented.Segment(sink, floats, *address_of(self.sinks, 0)),
-            codes=segmented.Segment(sink + self.seen, self.widening(rounds), *places),
-            tail=segmented.Segment(length, floats, *address_of(self.tail, self.start)),
+        sinks, codes, tail = (
+            segmented.Segment(sink, floats, *address_of(self.sinks, 0)),
+            segmented.Segment(sink + self.seen, self.widening(rounds), *places),
+            segmented.Segment(length, floats, *address_of(self.tail, self.start)),
         )
+        if begin:
+            sinks, codes, tail = (segment.from_row(begin) for segment in (sinks, codes, tail))
+        segmented.set_segments(table, sinks=sinks, codes=codes, tail=tail)
         return table
 
     def read(self) -> Array:

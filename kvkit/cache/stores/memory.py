@@ -1,6 +1,6 @@
 """A store of rows in two arrays, keys and values. The layer knows which token has which row."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,8 @@ from kvkit.errors import argument_error
 from kvkit.formats import FLOATS, Element
 from kvkit.runtime.arrays import zeros
 from kvkit.typed import Array, States
+
+BeginAt = Callable[[Array, int], None]  # of a prepared call's params, and the first row it is to read
 
 
 class Geometry(NamedTuple):
@@ -84,11 +86,14 @@ class Store:
         """Return views of the keys and values in some rows."""
         return self.keys[:, :, begin:end], self.values[:, :, begin:end]
 
-    def context(self, data: str, begin: int, end: int) -> Any:
-        """Return some rows as attention reads them, with queries of the format `data`."""
+    def context(self, data: str, begin: int, end: int) -> tuple[Any, BeginAt]:
+        """Return some rows as attention reads them, with queries of the format `data`.
+
+        Beside them comes a function that lets a prepared call begin with another row.
+        """
         key, value = (side.swapaxes(1, 2) for side in self.rows(begin, end))  # [B, rows, Hkv, D]
         rows = attention.context_of(self.geometry.fmt, key, value, (key.strides[:2], value.strides[:2]))
-        return rows._replace(packed=data, as_loaded=False)
+        return rows._replace(packed=data, as_loaded=False), self.begin_at
 
     def query(self, query: Array) -> Array:
         """Return queries rotated like the stored keys; keys are not rotated here."""
@@ -106,17 +111,14 @@ class Store:
         for array in self.rows(begin, end):
             array[...] = 0
 
-    def keep_rows(self, kept: Array, rope: Any, rotated: Array | None) -> None:
-        """Move the given rows to the front, and their keys by as many positions as `rotated` says."""
-        keys = None
-        if rotated is not None and rotated.any():
-            keys = rope.shift(self.keys[:, :, kept].astype(np.float32), rotated)
-        count, changed = len(kept), kept != np.arange(len(kept))
-        first = int(np.argmax(changed)) if changed.any() else count
-        for side in (self.keys, self.values):
-            side[:, :, first:count] = side[:, :, kept[first:]]
-        if keys is not None:
-            self.keys[:, :, :count] = keys
+    def keep_rows(self, rows: Array, first: int, rope: Any, rotated: Array | None) -> None:
+        """Move rows to those from `first` on, and rotate their keys by as many positions as `rotated` says.
+
+        Nothing of the size of the store is allocated, so that no layer fails when others have changed.
+        """
+        rope = rope if rotated is not None and rotated.any() else None
+        for side, turns in ((self.keys, rotated if rope else None), (self.values, None)):
+            copy_rows(side, side, rows, first, rope, turns)
 
     def take(self, indices: Array, begin: int, end: int) -> None:
         """Replace row b of the batch by the old row ``indices[b]``, for some rows of tokens."""
@@ -139,3 +141,25 @@ class Store:
 
     def close(self) -> None:
         """Delete the file; here there is none."""
+
+
+COPIED = 2**20  # bytes of rows that are moved at a time
+
+
+def copy_rows(
+    target: Array, source: Array, rows: Array, first: int, rope: Any = None, rotated: Array | None = None
+) -> None:
+    """Copy ascending rows of [B, H, rows, D] to those from `first` on, some at a time, rotated if told.
+
+    Target and source may be one array if no row moves up.
+    """
+    if rotated is None and target is source:
+        stay = int(np.argmin(np.append(rows == np.arange(first, first + len(rows)), False)))
+        rows, first = rows[stay:], first + stay
+    step = max(1, COPIED // max(1, source[:, :, :1].nbytes))
+    for begin in range(0, len(rows), step):
+        copied = source[:, :, rows[begin : begin + step]]
+        end = begin + copied.shape[2]
+        if rotated is not None:
+            copied = rope.shift(copied.astype(np.float32), rotated[begin:end])
+        target[:, :, first + begin : first + end] = copied

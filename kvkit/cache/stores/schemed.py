@@ -14,9 +14,9 @@ from kvkit.typed import Array
 
 
 class Chunk(NamedTuple):
-    """Tokens that were encoded together; those after the first `live` ones have been cropped."""
+    """Tokens that were encoded together, of which some may have been removed."""
 
-    live: int
+    live: Array  # which of them are left, ascending
     rows: tuple[dict[str, Array], ...]  # for each row of the batch, what its scheme made
 
 
@@ -42,7 +42,7 @@ class SchemedSide:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         batch, heads, tokens, dim = self.tail.shape
-        return batch, heads, self.sinks.shape[2] + sum(chunk.live for chunk in self.chunks) + tokens, dim
+        return batch, heads, self.sinks.shape[2] + sum(len(chunk.live) for chunk in self.chunks) + tokens, dim
 
     @property
     def nbytes(self) -> int:
@@ -51,8 +51,8 @@ class SchemedSide:
         return self.sinks.nbytes + self.tail.nbytes + sum(coded)
 
     def appended(self, states: Array) -> SchemedSide:
-        """Return the side with new tokens."""
-        first = self.sink - self.sinks.shape[2]
+        """Return the side with new tokens; they are sinks only while no token follows the sinks."""
+        first = self.sink - self.sinks.shape[2] if self.shape[2] == self.sinks.shape[2] else 0
         sinks = np.concatenate((self.sinks, states[:, :, :first]), 2)
         return replace(self, sinks=sinks, tail=np.concatenate((self.tail, states[:, :, first:]), 2))
 
@@ -74,7 +74,7 @@ class SchemedSide:
             rows.append(
                 {name: array.copy() for name, array in arrays.items()}
             )  # a view holds more than it is
-        return Chunk(self.group, tuple(rows))
+        return Chunk(np.arange(self.group), tuple(rows))
 
     def decoded(self, chunk: Chunk) -> Array:
         """Decode a chunk."""
@@ -83,17 +83,24 @@ class SchemedSide:
         for array in made:
             if array.shape != (self.group, heads, dim):
                 raise argument_error(f"{self.name}.decode", f"shape {(self.group, heads, dim)}", array.shape)
-        tokens: Array = np.stack(made).swapaxes(1, 2)[:, :, : chunk.live].astype(self.dtype)
+        tokens: Array = np.stack(made).swapaxes(1, 2)[:, :, chunk.live].astype(self.dtype)
         return tokens
 
     def cropped(self, length: int) -> SchemedSide:
-        """Return the side of the first `length` tokens; a chunk that is cut stays whole, read in part."""
-        chunks, left = [], max(0, length - self.sinks.shape[2])
+        """Return the side of the first `length` tokens."""
+        return self.kept(np.arange(min(length, self.shape[2])))
+
+    def kept(self, tokens: Array) -> SchemedSide:
+        """Return the side of some tokens, by number; a chunk that loses tokens stays whole, read in part."""
+        begin, chunks = self.sinks.shape[2], []
+        sinks = self.sinks[:, :, tokens[tokens < begin]]
         for chunk in self.chunks:
-            if left > 0:
-                chunks.append(chunk._replace(live=min(chunk.live, left)))
-            left = max(0, left - chunk.live)
-        sinks, tail = self.sinks[:, :, :length].copy(), self.tail[:, :, :left].copy()
+            end = begin + len(chunk.live)
+            live = chunk.live[tokens[(tokens >= begin) & (tokens < end)] - begin]
+            if len(live):
+                chunks.append(chunk._replace(live=live))
+            begin = end
+        tail = self.tail[:, :, tokens[tokens >= begin] - begin]
         return replace(self, sinks=sinks, tail=tail, chunks=tuple(chunks))
 
     def taken(self, indices: Array) -> SchemedSide:
@@ -115,3 +122,6 @@ class SchemedStore(Store):
         self.geometry, self.capacity, self.sides, self.seen = geometry, 0, sides, seen
         self.keys: Any = None
         self.values: Any = None
+
+    def keep_rows(self, rows: Array, first: int, rope: Any, rotated: Array | None) -> None:
+        self.sides = self.seen = [side.kept(rows) for side in self.sides]

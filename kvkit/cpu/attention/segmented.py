@@ -45,6 +45,13 @@ class Segment(NamedTuple):
     scale_block: int = 0
     blocks: int = 0
 
+    def from_row(self, row: int) -> "Segment":
+        """Return the segment with its positions counted from a row on."""
+        moved = self._replace(end=self.end - row, address=self.address + row * self.row)
+        if self.blocks:
+            return moved._replace(blocks=self.blocks + 8 * row)
+        return moved._replace(scales=self.scales + row * self.scale_block)
+
 
 SEGMENT = Record(" ".join(Segment._fields))
 TABLE = Record("heads planes counting clamped ones", sinks=SEGMENT, codes=SEGMENT, tail=SEGMENT)
