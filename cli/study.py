@@ -1,5 +1,6 @@
 """`kvkit study`: what schemes of quantization cost a cache."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -7,6 +8,7 @@ import click
 from kvkit import tools
 from kvkit.errors import KvkitError, argument_error, brief
 from kvkit.tools.studies import plots, report
+from kvkit.tools.studies.study import check_threshold
 from kvkit_cli import clusters, show, tool
 
 SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
@@ -23,11 +25,16 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Folder for report.html, Markdown, JSON, plots."
 )
+@click.option(
+    "--threshold", type=float, default=0.1, show_default=True,
+    help="The smallest scheme with a smaller error of every head is advised. The number is arbitrary.",
+)  # fmt: skip
 @tool.layout()
 @tool.sizes()
 @clusters.on_cluster
 @tool.json_option
-def study(source, model, text, tokens, schemes, output, layout, sizes, dask, as_json):
+@click.pass_context
+def study(ctx, source, model, text, tokens, schemes, output, threshold, layout, sizes, dask, as_json):
     """Say what schemes of quantization cost a cache, head by head.
 
     A scheme is a format with options (int4:g32, kivi2, mxfp4:ceil), perhaps a rotation behind a plus
@@ -45,21 +52,25 @@ def study(source, model, text, tokens, schemes, output, layout, sizes, dask, as_
         report.check_folder(output)
         if lacking := plots.missing():
             click.echo(f"kvkit: {lacking}", err=True)
+    check_threshold(threshold)
     if (source is None) == (model is None):
         raise argument_error("study", "a FILE or --model", "none" if source is None else "both")
     if model is None:
         with clusters.mapper(dask) as mapper, show.counted("layers", quiet=dask is not None) as progress:
-            found = tools.study(source, schemes, layout=layout, sizes=sizes, progress=progress, mapper=mapper)
+            found = tools.study(
+                source, schemes, layout=layout, sizes=sizes, progress=progress, mapper=mapper,
+                threshold=threshold,
+            )  # fmt: skip
     else:
         if text is None or dask or layout or sizes:
             raise argument_error(
                 "--model", "--text beside it, and no --layout, --sizes, --dask", "other options"
             )
-        found = study_model(model, text, tokens, schemes)
+        found = replace(study_model(model, text, tokens, schemes), threshold=threshold)
     if as_json:
         show.as_json(found.to_dict())
     else:
-        show.text(found)
+        show.text(ctx.command.in_shell(str(found)))
     if output:
         for path in found.save(output):
             click.echo(path, err=True)

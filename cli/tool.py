@@ -9,6 +9,7 @@ import click
 from kvkit.errors import KvkitError
 from kvkit_cli import show
 
+IN_HINTS = "layout", "sizes", "threshold"  # arguments that texts name as Python gives them, with a =
 PATH = click.Path(path_type=Path, readable=False)  # files say what is wrong with a path
 
 
@@ -30,7 +31,7 @@ class ToolVerb(click.Command):
                 spelled = (param.metavar or name.upper()).strip("[].")
                 name = name.removesuffix("s") if param.nargs == -1 else name
             text = re.sub(rf"(^|: ){name}(?=: expected)", rf"\g<1>{spelled}", text)
-            text = re.sub(rf"\b{name}=", f"{spelled} ", text) if name in ("layout", "sizes") else text
+            text = re.sub(rf"\b{name}=", f"{spelled} ", text) if name in IN_HINTS else text
         return text
 
 

@@ -1,11 +1,13 @@
 """Schemes on keys and values: numbers against plain numpy, bytes counted, reports that stand alone."""
 
+import html
 import html.parser
 import json
 import shutil
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -260,18 +262,76 @@ def test_the_verb(arrays, tmp_path):
     assert json.loads(told.stdout)["summary"][0]["bits"] == 8
 
 
+def test_advice_goes_by_attention_where_there_are_queries(rng):
+    """Weights that are nearly equal average the errors of values away, which 4 bits have."""
+    key, value = rng.standard_normal((2, 1, 64, 2, 32)).astype(np.float32)
+    query = rng.standard_normal((1, 1, 4, 2, 32)).astype(np.float32) / 16
+    arrays, schemes = {"key": key, "value": value / 4 + 1}, "int4:g32,int8:g32,float16"
+    plain = tools.study(arrays, schemes, threshold=0.05)
+    seen = tools.study(arrays | {"query": query}, schemes, threshold=0.05)
+    assert [one.worst_output for one in plain.summary] == [None] * 3
+    for one in seen.summary:
+        rows = [row for row in seen.rows if (row["scheme"], row["side"]) == (one.scheme, "attention")]
+        assert one.worst_output == one.advised_error == max(row["output_error"] for row in rows)
+    smallest = "the smallest that keeps the {} of every head within an error of 5 %: {}, "
+    assert plain.budget().startswith(smallest.format("keys and values", "int8:g32"))
+    assert seen.budget().startswith(smallest.format("attention output", "int4:g32"))
+    assert seen.budget().endswith("(an arbitrary limit: threshold=0.05)")
+    least = min(one.worst_output for one in seen.summary) / 2
+    none = tools.study(arrays | {"query": query}, schemes, threshold=least).budget()
+    assert none.startswith("no scheme keeps the attention output of every head within an error of ")
+    with pytest.raises(KvkitError, match=r"threshold: expected a positive number, as 0\.1 for 10 %, got 0"):
+        tools.study(arrays, schemes, threshold=0)
+
+
+BROWSER = "chromium", "--headless", "--no-sandbox", "--disable-gpu"
+MANY = "fp8,fp16,int8:g8,int8:g32,uint8:g32,q8_0,q4_0,q4_1,q5_1,iq4_nl,int4:g32,int4:g32+hadamard,nvfp4,mxfp4"
+LOOK = """<script>const all = what => [...document.querySelectorAll(what)];
+const box = one => one.getBoundingClientRect();
+const seen = one => one.checkVisibility();
+const names = all("[id^=name-]").filter(seen).map(box);
+const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+document.title = JSON.stringify({ width: innerWidth, page: document.documentElement.scrollWidth,
+  inside: all("body *").filter(seen).every(one => one.closest("svg") || box(one).right <= innerWidth),
+  scrolled: all("table").filter(one => one.scrollWidth > one.clientWidth).length, names: names.length,
+  apart: names.every((a, i) => names.slice(i + 1).every(b => !meet(a, b))),
+  heads: all("table").map(one => [...one.querySelectorAll("th")].filter(seen).map(th => th.innerText)) });
+parent.postMessage(document.title, "*");</script></body>"""
+FRAME = """<iframe src="looked.html" style="width: {}px; height: 900px; border: 0"></iframe><pre></pre>
+<script>
+addEventListener("message", told => document.querySelector("pre").textContent = told.data)</script>"""
+
+
+def in_browser(page):
+    """Return what a page is once its scripts have run."""
+    command = [*BROWSER, "--dump-dom", "--virtual-time-budget=5000", page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
-def test_the_page_sorts_in_a_browser(arrays, tmp_path):
-    tools.study(arrays, "fp8,int4:g32,q8_0").save(tmp_path)
+def test_the_page_in_a_browser(arrays, tmp_path):
+    """It sorts; no column is cut and nothing overflows, on a screen and on a telephone; names are apart."""
+    replace(tools.study(arrays, MANY), source="/a/long/path" * 12).save(tmp_path)
     page = (tmp_path / "report.html").read_text()
     click = "<script>document.querySelectorAll('th button')[1].click()</script></body>"
     (tmp_path / "clicked.html").write_text(page.replace("</body>", click))
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    url = (tmp_path / "clicked.html").as_uri()
-    shown = subprocess.run([*command, url], capture_output=True, text=True, timeout=120, check=True).stdout
+    shown = in_browser(tmp_path / "clicked.html")
     order = [shown.index(f"<td>{name}</td>") for name in ("int4:g32", "fp8", "q8_0")]
     assert order == sorted(order)
+    (tmp_path / "looked.html").write_text(page.replace("</body>", LOOK))
+    for width in 1400, 390:
+        (tmp_path / "frame.html").write_text(FRAME.format(width))
+        shown = in_browser(tmp_path / "frame.html").partition("<pre>")[2].partition("</pre>")[0]
+        found = json.loads(html.unescape(shown))
+        assert (found["width"], found["inside"], found["scrolled"]) == (width, True, 0)
+        assert found["page"] <= width
+        assert (found["names"], found["apart"]) == (MANY.count(",") + 1, True)
+        summary, heads = found["heads"]
+        assert summary[:2] == ["scheme", "bits"]
+        assert {"worst output", "KL"} <= set(summary)
+        assert {"scheme", "layer", "head", "side", "output", "error"} <= set(heads)
+        assert (len(summary) > 5) == (width == 1400)
 
 
 def test_a_layer_is_studied_in_less_than_twice_its_memory(rng, tmp_path):

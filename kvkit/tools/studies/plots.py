@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +16,12 @@ if TYPE_CHECKING:
 
 INK = {"light": "#1d2733", "dark": "#d7dee6"}
 MAPS = 8  # in a row
+NEAR, MOST_RINGS = (
+    10,
+    60,
+)  # of a name and its point: points without a line between them; distances that are tried
+EIGHTHS = 1, -1, 0, 7, -7, 8, 2, -2, 6, -6, 3, -3, 5, -5, 4, -4  # of half a turn: where a name is tried first
+Box = tuple[float, float, float, float]
 COLOURED = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
 
 
@@ -85,7 +93,7 @@ def pareto(study: Study, Figure: Any, ink: str) -> Any:
     """Draw error against bytes; the schemes that no other one beats in both are joined."""
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     ax = figure.subplots()
-    points = sorted((one.bits, one.worst_error, one.scheme) for one in study.summary)
+    points = sorted((one.bits, one.advised_error, one.scheme) for one in study.summary)
     front, best = [], np.inf
     for bits, error, _ in points:
         if error < best:
@@ -93,14 +101,68 @@ def pareto(study: Study, Figure: Any, ink: str) -> Any:
             best = error
     if len(front) > 1:
         ax.plot(*zip(*front, strict=True), color="#2a9d8f", linewidth=1)
-    for bits, error, name in points:
+    for bits, error, _ in points:
         ax.plot(bits, error, "o", color="#2a9d8f" if (bits, error) in front else "#e76f51")
-        ax.annotate(name, (bits, error), xytext=(5, 4), textcoords="offset points", fontsize=8, color=ink)
     if all(error > 0 for _, error, _ in points):
         ax.set_yscale("log")
     ax.set_xlabel("bits a number, scales and all")
-    ax.set_ylabel("relative error of the worst head")
+    ax.set_ylabel(f"relative error of the worst head{', outputs' * study.by_attention}")
+    label_points(figure, ax, points, front, ink)
     return figure
+
+
+def label_points(
+    figure: Any,
+    ax: Any,
+    points: Sequence[tuple[float, float, str]],
+    front: Sequence[tuple[float, float]],
+    ink: str,
+) -> None:
+    """Write a name beside each point, at the nearest place where it covers no name, point or line."""
+    figure.draw_without_rendering()  # the layout decides where points are
+    figure.set_layout_engine("none")
+    scale = figure.dpi / 72
+    centres = [ax.transData.transform((bits, error)) for bits, error, _ in points]
+    taken = [(x - 4 * scale, y - 4 * scale, x + 4 * scale, y + 4 * scale) for x, y in centres]
+    corners = [ax.transData.transform(each) for each in front]
+    for begin, end in itertools.pairwise(corners):
+        taken += [(x, y, x, y) for x, y in np.linspace(begin, end, 100)]
+    for number, ((bits, error, name), (x, y)) in enumerate(zip(points, centres, strict=True)):
+        label = ax.annotate(
+            name, (bits, error), xytext=(0, 0), textcoords="offset points", fontsize=8, color=ink,
+            arrowprops={"arrowstyle": "-", "color": ink, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3},
+        )  # fmt: skip
+        label.set_gid(f"name-{number}")
+        box = label.get_window_extent()
+        offset, place = free_place(x, y, box.width, box.height, taken, (*ax.bbox.min, *ax.bbox.max), scale)
+        label.set_position((offset[0] / scale, offset[1] / scale))
+        label.arrow_patch.set_visible(np.hypot(*offset) > NEAR * scale + box.width)
+        taken.append(place)
+
+
+def free_place(
+    x: float, y: float, width: float, height: float, taken: Sequence[Box], frame: Box, scale: float
+) -> tuple[tuple[float, float], Box]:
+    """Return the offset of a text from its point and its box: the nearest that overlaps none of `taken`."""
+    gap, found = 5 * scale, ((0.0, 0.0), frame)
+    for ring in range(MOST_RINGS):
+        far = gap + ring * height / 2
+        for eighths in EIGHTHS:
+            dx, dy = far * np.cos(eighths * np.pi / 8), far * np.sin(eighths * np.pi / 8)
+            left = x + dx - (width if dx < 0 else 0)
+            low = y + dy - height / 2
+            low += height / 2 * np.sin(eighths * np.pi / 8)
+            box = left, low, left + width, low + height
+            found = (left - x, low - y), box
+            inside = frame[0] <= box[0] and box[2] <= frame[2] and frame[1] <= box[1] and box[3] <= frame[3]
+            if inside and not any(overlap(box, other) for other in taken):
+                return found
+    return found
+
+
+def overlap(one: Box, other: Box) -> bool:
+    """Return whether two boxes (left, low, right, high) have a place in common."""
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def channels(study: Study, Figure: Any) -> Any:

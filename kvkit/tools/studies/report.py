@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 from kvkit.errors import argument_error, brief
 from kvkit.files.replace import replacing
 from kvkit.tools.studies import plots
-from kvkit.tools.studies.words import Table, head_in_words, table, table_of_heads
+from kvkit.tools.studies.words import Table, deciding_columns, head_in_words, table, table_of_heads
 
 if TYPE_CHECKING:
     from kvkit.tools.studies.study import Study
 
 CAPTIONS = {
     "errors": "Relative error by layer and head",
-    "pareto": "Error of the worst head against size; no scheme is better in both than those that are joined",
+    "pareto": "Error of the worst head, of attention's output where there were queries, against size; "
+    "no scheme is better in both than those that are joined",
     "channels": "Channels of keys: outliers are far to the right",
 }
 END = (
@@ -30,15 +31,23 @@ STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --paper: #ffffff; --line: #d5dbe1; --mark: #2a9d8f; }
 @media (prefers-color-scheme: dark) { :root { --ink: #d7dee6; --paper: #14181d; --line: #36404a; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-       margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }
-table { border-collapse: collapse; display: block; overflow-x: auto; }
-th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
+       margin: 2rem auto; max-width: 82rem; padding: 0 1rem; overflow-wrap: anywhere; }
+table { border-collapse: collapse; display: block; overflow-x: auto; font-size: 14px; }
+th, td { text-align: right; padding: .3rem .45rem; border-bottom: 1px solid var(--line);
+         white-space: nowrap; overflow-wrap: normal; }
+th { white-space: normal; vertical-align: bottom; }
+th:first-child, td:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere; }
 th button { all: unset; cursor: pointer; }
 th button:focus-visible { outline: 2px solid var(--mark); }
 figure { margin: 2rem 0; }
 figure svg { max-width: 100%; height: auto; }
-.dark { display: none; }
+.dark, .narrow { display: none; }
+@media (max-width: 60rem) {
+  table { font-size: 13px; }
+  th, td { padding: .3rem .25rem; }
+  .more { display: none; }
+  .narrow { display: block; }
+}
 @media (prefers-color-scheme: dark) { .dark { display: block; } .light { display: none; } }
 """
 SCRIPT = """
@@ -105,9 +114,15 @@ def markdown(study: Study, pictures: list[str]) -> str:
 def sortable(cells: Table) -> str:
     """Return an HTML table whose headings sort it."""
     heads, rows = cells
-    said = html.escape
-    head = "".join(f"<th><button>{said(name)}</button></th>" for name in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{said(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    said, shown = html.escape, deciding_columns(heads)
+    marks = ["" if name in shown else " class=more" for name in heads]
+    head = "".join(
+        f"<th{mark}><button>{said(name)}</button></th>" for name, mark in zip(heads, marks, strict=True)
+    )
+    body = "".join(
+        f"<tr>{''.join(f'<td{mark}>{said(cell)}</td>' for cell, mark in zip(row, marks, strict=True))}</tr>"
+        for row in rows
+    )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
@@ -130,13 +145,15 @@ def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
     return f"""<!doctype html>
 <html lang="en">
 <head>
-<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
 <style>{STYLE}</style>
 </head>
 <body>
 <h1>{said(study.source)}</h1>
 <p>{about} {said(study.budget()[0].upper() + study.budget()[1:])}.</p>
 {sortable(table(study.summary))}
+<p class=narrow>A wider window shows more columns.</p>
 <h2>The three worst heads</h2>
 <ul>{worst}</ul>
 {figures}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.tools.text import columns
 
 MAX_ROWS = 60  # of a printed table
+THRESHOLD = 0.1
 SIDES = "keys", "values"
 Row = dict[str, Any]
 
@@ -51,6 +52,8 @@ class Summary:
     kl, top_changed, output_error, logit_error : float or None
         Means over queries: divergence of the weights, in nats; how often another key has the largest weight;
         relative error of outputs; mean error of a logit. None without queries.
+    worst_output : float or None
+        Largest relative error of a head's outputs. None without queries.
     perplexity, agreement : float or None
         Of a model that reads a text with the coded cache: the text's perplexity, and the share of positions
         where the most likely token is the one without coding. None without a model.
@@ -72,6 +75,12 @@ class Summary:
     logit_error: float | None = None
     perplexity: float | None = None
     agreement: float | None = None
+    worst_output: float | None = None
+
+    @property
+    def advised_error(self) -> float:
+        """Return the error that advice goes by: of outputs where there are queries, else of keys, values."""
+        return self.worst_error if self.worst_output is None else self.worst_output
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,8 @@ class Study:
     channels : list of dict
         Per layer: mean magnitudes of keys [heads, dim].
     notes : tuple of str
+    threshold : float
+        The largest error of a head that advice accepts. It is arbitrary: what a model bears is its own.
     """
 
     source: str
@@ -104,6 +115,12 @@ class Study:
     outliers: list[Row] = field(repr=False)
     channels: list[Row] = field(repr=False)
     notes: tuple[str, ...] = ()
+    threshold: float = THRESHOLD
+
+    @property
+    def by_attention(self) -> bool:
+        """Return whether there were queries, so that advice goes by the outputs of attention."""
+        return any(one.worst_output is not None for one in self.summary)
 
     def worst(self, scheme: str, count: int = WORST) -> list[Row]:
         """Return the heads that a scheme serves worst: by divergence if there were queries, else by error."""
@@ -112,14 +129,19 @@ class Study:
         return sorted((row for row in own if by in row), key=lambda row: -row[by])[:count]
 
     def budget(self) -> str:
-        """Return a line that names the smallest scheme whose worst head has an error of at most 10%."""
-        fine = [one for one in self.summary if one.worst_error <= 0.1]
+        """Return a line that names the smallest scheme whose worst head has an error within the threshold."""
+        what = (
+            "the attention output of every head" if self.by_attention else "the keys and values of every head"
+        )
+        within = f"{what} within an error of {100 * self.threshold:g} %"
+        arbitrary = f"(an arbitrary limit: threshold={self.threshold:g})"
+        fine = [one for one in self.summary if one.advised_error <= self.threshold]
         if not fine:
-            return "no scheme keeps every head within an error of 10 %"
+            return f"no scheme keeps {within} {arbitrary}"
         best = min(fine, key=lambda one: one.bits)
         return (
-            f"the smallest that keeps every head within an error of 10 %: {best.scheme}, "
-            f"{best.bits:.2f} bits a number, {best.bytes_per_token:,.0f} bytes a token"
+            f"the smallest that keeps {within}: {best.scheme}, {best.bits:.2f} bits a number, "
+            f"{best.bytes_per_token:,.0f} bytes a token {arbitrary}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -152,6 +174,7 @@ def study(
     sizes: Mapping[str, int] | None = None,
     progress: Callable[[int, int], object] | None = None,
     mapper: Mapper = map,
+    threshold: float = THRESHOLD,
 ) -> Study:
     """Compare schemes of quantization on the keys and values of a cache, layer by layer and head by head.
 
@@ -174,6 +197,9 @@ def study(
     mapper : callable
         A replacement for `map`. It may run layers in other processes (`kvkit.integrations.dask.mapper`),
         which open the files themselves.
+    threshold : float
+        The error of a head, here 10 %, within which the smallest scheme is advised: of the outputs of
+        attention where there are queries, of keys and values else. The number is arbitrary.
 
     Returns
     -------
@@ -193,9 +219,15 @@ def study(
     >>> [(one.scheme, one.bits) for one in found.summary]
     [('fp8', 8.0), ('int8:g8', 10.0), ('int4:g32', 4.5)]
     """
-    return study_layers(
-        Lazy(open_cache, source, layout, sizes), Lazy(list_schemes, schemes), progress, mapper
-    )
+    check_threshold(threshold)
+    opened = Lazy(open_cache, source, layout, sizes)
+    return replace(study_layers(opened, Lazy(list_schemes, schemes), progress, mapper), threshold=threshold)
+
+
+def check_threshold(threshold: float) -> None:
+    """Refuse a threshold that is no error."""
+    if not 0 < threshold < np.inf:
+        raise argument_error("threshold", "a positive number, as 0.1 for 10 %", threshold)
 
 
 def study_layers(
@@ -309,6 +341,7 @@ def summary_of(name: str, rows: list[Row], layers: list[StudiedLayer]) -> Summar
     errors = [float(np.sqrt(wrong / squares)) if squares else 0.0 for wrong, squares in np.asarray(total)]
     means: dict[str, Any] = {of: mean(of, sides) for of in ("cosine", "at_end", "zero")}
     means |= {of: mean(of, attention) for of in ("kl", "top_changed", "output_error", "logit_error")}
+    means["worst_output"] = max((row["output_error"] for row in attention), default=None)
     return Summary(
         name,
         bits / sum(layer.elements for layer in layers),

@@ -10,21 +10,32 @@ if TYPE_CHECKING:
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and rows
 WORST = 3  # heads that are named
-COLUMNS = {  # of a summary or a head: its heading, and how its numbers are written
+COLUMNS = {  # of a summary or a head: its heading, and how its numbers are written; what decides is first
     "bits": ("bits", ".2f"), "bytes_per_token": ("bytes a token", ",.0f"),
-    "key_error": ("keys", ".4f"), "value_error": ("values", ".4f"), "worst_error": ("worst head", ".4f"),
+    "perplexity": ("perplexity", ".2f"), "agreement": ("agreement", "%"),
+    "worst_output": ("worst output", ".4f"), "output_error": ("output", ".4f"), "kl": ("KL", ".2e"),
+    "top_changed": ("top changed", "%"), "logit_error": ("logit", ".2e"),
+    "worst_error": ("worst head", ".4f"), "key_error": ("keys", ".4f"), "value_error": ("values", ".4f"),
     "relative_rms": ("error", ".4f"), "largest_error": ("largest error", ".3g"), "cosine": ("cosine", ".5f"),
     "at_end": ("at an end", "%"), "zero": ("zero", "%"), "ratio": ("outlier ratio", ".2f"),
-    "logit_error": ("logit", ".2e"), "kl": ("KL", ".2e"), "top_changed": ("top changed", "%"),
-    "output_error": ("output", ".4f"), "perplexity": ("perplexity", ".2f"), "agreement": ("agreement", "%"),
 }  # fmt: skip
 ON_PAGES = "largest error", "cosine", "logit"  # columns too many for a terminal
+DECIDING = (  # columns that a telephone shows: of the first of these that a table has all of
+    ("scheme", "bits", "agreement", "worst output"), ("scheme", "bits", "worst output", "KL"),
+    ("scheme", "bits", "worst head", "keys", "values"),
+    ("scheme", "layer", "head", "side", "output", "error"), ("scheme", "layer", "head", "side", "error"),
+)  # fmt: skip
 
 
 def table(summary: list[Summary], wide: bool = True) -> Table:
     """Return headings and a row for each scheme; `wide` with the columns of pages."""
     rows = [{"scheme": one.scheme, **cells(vars(one))} for one in summary]
     return filled_columns([{name: row[name] for name in row if wide or name not in ON_PAGES} for row in rows])
+
+
+def deciding_columns(headings: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the headings of the columns that a narrow page shows."""
+    return next((names for names in DECIDING if set(names) <= set(headings)), headings)
 
 
 def table_of_heads(study: Study) -> Table:
