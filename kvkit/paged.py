@@ -9,7 +9,7 @@ from kvkit.calls.prepared import attend
 from kvkit.checks.arguments import PoolAttention, PoolTransfer, Scoring
 from kvkit.checks.paged import checked_append, checked_paged_attention, checked_swap
 from kvkit.interop import returns_input_kind
-from kvkit.typed import Array, Attended, Pair
+from kvkit.typed import Array, Arrays, Attended
 
 
 @returns_input_kind
@@ -32,7 +32,8 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Array | None = None,
     return_lse: bool = False,
-    out: Array | Pair | None = None,
+    return_key_weights: bool = False,
+    out: Array | Arrays | None = None,
 ) -> Attended:
     """Attend with packed queries to keys and values in an engine's pools of pages, which are read in place.
 
@@ -84,6 +85,8 @@ def paged_attention(
         One more score for each query head, which is part of its softmax and has no value.
     return_lse : bool
         Whether to return the natural logarithms of the softmax denominators too.
+    return_key_weights : bool
+        Whether to return how much weight each key gets from all queries of its sequence and a head.
     out : ndarray or tuple of ndarray, optional
         Arrays for the results; made if not given.
 
@@ -93,6 +96,8 @@ def paged_attention(
         The dtype is that of `query`; 0 for a query that attends to no key.
     lse : ndarray of float32, shape [tokens, num_heads]
         If `return_lse`; -inf for a query that attends to no key.
+    key_weights : ndarray of float32, shape [B, num_heads, longest context]
+        If `return_key_weights`: the sums of the softmax weights over queries; 0 behind a context.
 
     Raises
     ------
@@ -119,7 +124,7 @@ def paged_attention(
         query, key_cache, value_cache, block_tables, context_lens, query_starts, layout=layout,
         key_scale=key_scale, value_scale=value_scale, alibi_slopes=alibi_slopes,
         scoring=Scoring(attn_mask, is_causal, False, softmax_scale, window, softcap, sinks),
-        return_lse=return_lse,
+        return_lse=return_lse, return_key_weights=return_key_weights,
     )  # fmt: skip
     return attend(checked_paged_attention(call), out)
 

@@ -6,7 +6,7 @@ Importing it touches neither Numba nor a driver; the first call does.
 from kvkit.errors import DeviceError, KvkitError
 from kvkit.version import __version__
 from kvkit_cuda import ascend, dynamic_batching
-from kvkit_cuda.mirror import ANGLES, BITS, CODES, SUMS, on_device
+from kvkit_cuda.mirror import ANGLES, BITS, CODES, NO_KEY_WEIGHTS, SUMS, on_device
 
 __all__ = [
     "DeviceError",
@@ -27,10 +27,10 @@ __all__ = [
 ]
 
 key_value_cache = on_device("key_value_cache", BITS)
-multi_head_attention = on_device("multi_head_attention", SUMS)
+multi_head_attention = on_device("multi_head_attention", SUMS, NO_KEY_WEIGHTS)
 multi_head_cache_attention = on_device("multi_head_cache_attention", BITS, CODES, SUMS)
 merge_attention_states = on_device("merge_attention_states")
-paged_attention = on_device("paged_attention", SUMS)
+paged_attention = on_device("paged_attention", SUMS, NO_KEY_WEIGHTS)
 paged_append = on_device("paged_append")
 swap_blocks = on_device("swap_blocks")
 rotary_position_embedding = on_device("rotary_position_embedding", ANGLES)

@@ -51,8 +51,8 @@ def multi_head_attention(
     query: Array, key: Array, value: Array, attn_mask: Array | None = None, *, num_heads: int,
     head_dim: int, is_causal: bool = True, is_alibi: bool = False, num_kv_heads: int = 0,
     softmax_scale: float | None = None, window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    sinks: Array | None = None, return_lse: bool = False, out: Array | tuple[Array, Array] | None = None,
-    stream: object = None
+    sinks: Array | None = None, return_lse: bool = False, return_key_weights: bool = False,
+    out: Array | Sequence[Array] | None = None, stream: object = None
 ) -> Array | Any: ...
 def multi_head_cache_attention(
     query: Array, current_key: Array, current_value: Array, start_pos: SupportsIndex, cache: Array,
@@ -75,8 +75,8 @@ def paged_attention(
     layout: str = "b n h c", key_scale: float | Array | None = None,
     value_scale: float | Array | None = None, is_causal: bool = True, alibi_slopes: Array | None = None,
     softmax_scale: float | None = None, window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    sinks: Array | None = None, return_lse: bool = False, out: Array | tuple[Array, Array] | None = None,
-    stream: object = None
+    sinks: Array | None = None, return_lse: bool = False, return_key_weights: bool = False,
+    out: Array | Sequence[Array] | None = None, stream: object = None
 ) -> Array | Any: ...
 def rotary_position_embedding(
     query: Array, key: Array, start_pos: SupportsIndex, pad_len: Array | None = None, *,

@@ -27,6 +27,7 @@ BITS = "What is stored has the bits that the CPU stores."
 CODES = """Tensor cores read codes as a load gives them, rounded to the type of the data; other kernels as the
 CPU does, as products with their scales in float32. Formats of `quant_format` are read by those alone."""
 SUMS = "Sums are in another order than on the CPU, so the last bits differ; they depend on no device."
+NO_KEY_WEIGHTS = "`return_key_weights` is refused: weights are summed on the CPU."
 ANGLES = """Products and sums are those of the CPU, bit for bit; cosines and sines too, but for rare ones that
 lie halfway between neighbours. Where an angle reaches 2^24, all of the call's are computed on the host."""
 STREAM = """stream : optional

@@ -121,6 +121,8 @@ class BaseLayer(ABC):
             One more score for each head, which is part of its softmax and has no value.
         return_lse : bool
             Whether to return the logarithms of the softmax denominators too.
+        return_key_weights : bool, optional
+            Not for paged layers: whether to return the weight that each key gets from all queries.
 
         Returns
         -------
@@ -129,6 +131,9 @@ class BaseLayer(ABC):
             swap both axes back and join the heads without a copy.
         lse : ndarray of float32, shape [B, Hq, q]
             If ``return_lse``; -inf for a query that attends to no key.
+        key_weights : ndarray of float32, shape [B, Hq, S]
+            If ``return_key_weights``: the sums of the softmax weights over queries, of the S keys that the
+            last update returned.
 
         Raises
         ------

@@ -16,7 +16,7 @@ from kvkit import cpu
 from kvkit.checks.attention import AttentionCall
 from kvkit.checks.key_value_cache import TransferCall
 from kvkit.runtime.arrays import numbers_of, places_of
-from kvkit.typed import Array, Attended, Pair
+from kvkit.typed import Array, Arrays, Attended
 
 MOST = 4096  # forms of calls that are remembered
 Prepared = TypeVar("Prepared")
@@ -29,7 +29,7 @@ def transfer_launches(call: TransferCall, key: Array, value: Array) -> tuple[Any
     return store, cpu.copy.transfer.load(key, value, call.layer, call.steps, call.repeat)
 
 
-def attend(call: AttentionCall, out: Array | Pair | None) -> Attended:
+def attend(call: AttentionCall, out: Array | Arrays | None) -> Attended:
     """Attend, after an append if the call has a cache, and return the results as operators do."""
     results = call.results.arrays(out)
     cpu.launches.start(*attention_launches(call, results))
@@ -38,10 +38,11 @@ def attend(call: AttentionCall, out: Array | Pair | None) -> Attended:
 
 def attention_launches(call: AttentionCall, results: Sequence[Array]) -> tuple[Any, ...]:
     """Return the launches of a checked call of attention."""
-    out, lse = (*results, None)[:2]
+    named = dict(zip(call.results.forms, results, strict=True))
     attend = cpu.attention.prepare.prepare_attention(
-        call.query, out, lse, call.context, call.steps, call.decoding, call.weights
-    )
+        call.query, named["attn_output"], named.get("lse"), call.context, call.steps, call.decoding,
+        call.weights, key_weights=named.get("key_weights"),
+    )  # fmt: skip
     if call.layer is None:
         return (attend,)
     key, value = call.current

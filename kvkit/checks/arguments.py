@@ -106,6 +106,7 @@ class PoolAttention(NamedTuple):
     alibi_slopes: Array | None
     scoring: Scoring
     return_lse: bool
+    return_key_weights: bool = False
 
 
 class PoolTransfer(NamedTuple):

@@ -72,6 +72,7 @@ def checked_attention(
     heads: Heads,
     scoring: Scoring,
     return_lse: bool,
+    return_key_weights: bool = False,
 ) -> AttentionCall:
     """Check a call of `multi_head_attention`."""
     fmt, query, kv_heads = check_queries(query, sequences.axes, heads)
@@ -86,7 +87,10 @@ def checked_attention(
     inputs = named_arrays(query=query, key=key, value=value, attn_mask=scoring.attn_mask, sinks=how.sinks)
     context = context_of(fmt, key, value, [(0, *array.strides[:-2])[-2:] for array in (key, value)])
     shape = (*query.shape[:-1], value.shape[-1])
-    results = attention_results(shape, fmt, return_lse, inputs)
+    key_weights = None
+    if flag("return_key_weights", return_key_weights):
+        key_weights = query.shape[0], query.shape[2], key.shape[1]
+    results = attention_results(shape, fmt, return_lse, inputs, key_weights)
     return AttentionCall(
         fmt, shape, query, context, steps, sequences.decoding, how, inputs=inputs, results=results
     )
@@ -203,10 +207,17 @@ def checked_weights(query: Array, mask: MaskPlace, scoring: Scoring) -> Weights:
     return Weights(scale, causal, alibi, left, right, softcap, sinks, mask=mask)
 
 
-def attention_results(shape: tuple[int, ...], fmt: Element, return_lse: bool, inputs: NamedArrays) -> Results:
-    """Return the outputs of attention: attn_output, and lse if wanted."""
+def attention_results(
+    shape: tuple[int, ...],
+    fmt: Element,
+    return_lse: bool,
+    inputs: NamedArrays,
+    key_weights: tuple[int, ...] | None = None,
+) -> Results:
+    """Return the outputs of attention: attn_output, and lse and key weights if they are wanted."""
     forms = {"attn_output": (shape, fmt.dtype)}
-    wants_lse = flag("return_lse", return_lse)
-    if wants_lse:
+    if flag("return_lse", return_lse):
         forms["lse"] = shape[:-1], FLOAT32
-    return Results(forms, inputs, alone=not wants_lse)
+    if key_weights is not None:
+        forms["key_weights"] = key_weights, FLOAT32
+    return Results(forms, inputs, alone=len(forms) == 1)

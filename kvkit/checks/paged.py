@@ -20,6 +20,7 @@ from kvkit.checks.values import (
     check_writeable,
     checked_format,
     finite_number,
+    flag,
     named_arrays,
     one_piece,
 )
@@ -57,11 +58,14 @@ def checked_paged_attention(call: PoolAttention) -> AttentionCall:
         value_scale=call.value_scale,
     )  # fmt: skip
     shape = (tokens, heads, value.shape[CONTENT])
+    key_weights = None
+    if flag("return_key_weights", call.return_key_weights):
+        key_weights = len(lengths), heads, int(lengths.max(initial=0))
     return AttentionCall(
         fmt, shape, query, context=pools.context_of(fmt, key, value, cells),
         steps=pools.steps_of(key, value, pages, lengths, starts), decoding=0,
         weights=how._replace(slopes=slopes, scales=scales), inputs=inputs,
-        results=attention.attention_results(shape, fmt, call.return_lse, inputs),
+        results=attention.attention_results(shape, fmt, call.return_lse, inputs, key_weights),
     )  # fmt: skip
 
 

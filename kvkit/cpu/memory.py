@@ -155,3 +155,15 @@ def count_up(typingctx, address):
         return builder.atomic_rmw("add", pointer, int64(1), "acq_rel")
 
     return types.int64(types.int64), codegen
+
+
+@intrinsic
+def add_at(typingctx, address, number):
+    """(address, number): add to the int64 there, which other threads may add to as well."""
+
+    def codegen(context, builder, signature, values):
+        pointer = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+        builder.atomic_rmw("add", pointer, values[1], "monotonic")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen

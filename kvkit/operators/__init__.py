@@ -28,10 +28,10 @@ LOADED = tuple(
 )
 TABLE: tuple[tuple[str, str, tuple[Output, ...]], ...] = (  # name, specification, outputs
     ("key_value_cache", "PMX KeyValueCache", key_value("B, start_pos+S")),
-    ("multi_head_attention", "PMX MultiHeadAttention", attention("B, S", "Dv")),
+    ("multi_head_attention", "PMX MultiHeadAttention", attention("B, S", "Dv", "M")),
     ("multi_head_cache_attention", "PMX MultiHeadCacheAttention", attention("B, S", "head_dim")),
     ("merge_attention_states", "the online softmax of FlashAttention", MERGED),
-    ("paged_attention", "FlashAttention, FlashInfer and vLLM", attention("tokens", "Dv")),
+    ("paged_attention", "FlashAttention, FlashInfer and vLLM", attention("tokens", "Dv", "longest context")),
     ("paged_append", "vLLM reshape_and_cache, FlashInfer append_paged_kv_cache", ()),
     ("swap_blocks", "vLLM swap_blocks", ()),
     ("rotary_position_embedding", "PMX RotaryPositionEmbedding", turned("B, S")),

@@ -57,6 +57,7 @@ ATTRIBUTES = {
         Attribute("window", "keys left and right that a query sees; -1 for no limit"),
         Attribute("softcap", "scores become softcap * tanh(score / softcap); 0 for no cap"),
         Attribute("return_lse", "return the logarithms of the softmax denominators too"),
+        Attribute("return_key_weights", "return the sums of the weights that each key gets too"),
         Attribute("data_type", "dtype of the mask: float32, float16 or bfloat16"),
         Attribute("rotary_dim", "elements at the front of each head that turn, even; 0 for all"),
         Attribute("interleaved", "pairs are elements 2i and 2i+1; if not, i and i + rotary_dim/2"),

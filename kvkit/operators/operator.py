@@ -69,7 +69,9 @@ class Operator:
 
     def returned(self, attributes: Mapping[str, object]) -> list[str]:
         """Return the names of the arrays that a call with these attributes returns."""
-        outputs = [array.name for array in self.outputs if not array.only_with or attributes[array.only_with]]
+        outputs = [
+            array.name for array in self.outputs if not array.only_with or attributes.get(array.only_with)
+        ]
         return outputs or [array.name for array in self.inputs if array.inout]
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,13 +90,17 @@ def key_value(tokens: str) -> tuple[Output, ...]:
     )
 
 
-def attention(tokens: str, dim: str) -> tuple[Output, ...]:
-    """Return the outputs of attention."""
+def attention(tokens: str, dim: str, keys: str | None = None) -> tuple[Output, ...]:
+    """Return the outputs of attention; `keys` are the axes of keys that their weights have."""
     about = "logarithms of the softmax denominators"
-    return (
+    outputs = (
         Output("attn_output", "that of query", f"({tokens}, num_heads, {dim})", "weighted sums of values"),
         Output("lse", "float32", f"({tokens}, num_heads)", about, only_with="return_lse"),
     )
+    if keys is None:
+        return outputs
+    about, shape = "sums of the weights that keys get", f"(B, num_heads, {keys})"
+    return (*outputs, Output("key_weights", "float32", shape, about, only_with="return_key_weights"))
 
 
 def turned(tokens: str) -> tuple[Output, ...]:

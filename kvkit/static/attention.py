@@ -10,7 +10,7 @@ from kvkit.checks.arguments import CacheArguments, CacheAttention, Heads, Scorin
 from kvkit.checks.attention import checked_attention
 from kvkit.checks.index_tensors import Static
 from kvkit.interop import returns_input_kind
-from kvkit.typed import Array, Attended, Pair
+from kvkit.typed import Array, Arrays, Attended, Pair
 
 
 @returns_input_kind
@@ -30,7 +30,8 @@ def multi_head_attention(
     softcap: float = 0.0,
     sinks: Array | None = None,
     return_lse: bool = False,
-    out: Array | Pair | None = None,
+    return_key_weights: bool = False,
+    out: Array | Arrays | None = None,
 ) -> Attended:
     """Attend with every query to the keys and values of its sequence.
 
@@ -68,8 +69,10 @@ def multi_head_attention(
         One more score for each head, which is part of its softmax and has no value.
     return_lse : bool
         Whether to return the logarithms of the softmax denominators too.
+    return_key_weights : bool
+        Whether to return how much weight each key gets from all queries of a head.
     out : ndarray or tuple of ndarray, optional
-        Array for ``attn_output``, or arrays for both outputs; made if not given.
+        Array for ``attn_output``, or arrays for all outputs; made if not given.
 
     Returns
     -------
@@ -78,6 +81,8 @@ def multi_head_attention(
     lse : ndarray of float32, shape [B, S, num_heads]
         If ``return_lse``: the natural logarithm of the sum of exp(score), sinks included; -inf for a query
         that attends to no key and has no sink.
+    key_weights : ndarray of float32, shape [B, num_heads, M]
+        If ``return_key_weights``: the sums of the softmax weights over queries, for `kvkit.eviction`.
 
     Raises
     ------
@@ -99,7 +104,9 @@ def multi_head_attention(
     """
     scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
     heads = Heads(num_heads, head_dim, num_kv_heads)
-    return attend(checked_attention(Static(), query, key, value, heads, scoring, return_lse), out)
+    return attend(
+        checked_attention(Static(), query, key, value, heads, scoring, return_lse, return_key_weights), out
+    )
 
 
 @returns_input_kind

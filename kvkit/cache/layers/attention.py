@@ -136,6 +136,34 @@ class LayerAttention:
         return merge.merge_checked(FLOAT32, outputs, lses)
 
 
+def attend_with_key_weights(
+    layer: Any, query: Array, attention_mask: Array | None, scoring: Scoring, return_lse: bool
+) -> Attended:
+    """Attend to a layer, and return last the weights of its stored keys summed over queries, [B, Hq, S]."""
+    fmt, query = checked_query(layer, query)
+    if layer.row_positions is not None and layer.row_positions.shifted:
+        wanted = "False where keys have a rope shift: `flatten` rotates them"
+        raise argument_error("return_key_weights", wanted, True)
+    query, mask = layer.store.query(query), NO_MASK
+    batch, new, heads, _ = query.shape
+    if attention_mask is not None:
+        columns = checked_mask(layer, attention_mask, (batch, heads, new))
+        mask = masks.static_mask(fmt, columns, batch, heads, new, columns.shape[3])
+    span, left = layer.span, -1 if layer.window is None else layer.window - 1
+    first, end = span.begin - span.origin, span.length - span.origin
+    weights = attention.checked_weights(query, mask, scoring._replace(window=(left, -1)))
+    out = np.empty((batch, new, heads, layer.store.geometry.value_dim), query.dtype)
+    lse = np.empty((batch, new, heads), np.float32)
+    sums = np.empty((batch, heads, end - first), np.float32)
+    step = index_tensors.static_step(batch, new, end - first)
+    context = layer.store.context(fmt.name, first, end)
+    cpu.launches.start(
+        cpu.attention.prepare.prepare_attention(query, out, lse, context, step, 0, weights, key_weights=sums)
+    )
+    attn_output = layer.store.output(out).swapaxes(1, 2)
+    return (attn_output, lse.swapaxes(1, 2), sums) if flag("return_lse", return_lse) else (attn_output, sums)
+
+
 MOST_QUERY_BYTES = 2**18  # of a prepared call over pieces, which keeps queries and outputs of each
 FLOAT32 = next(fmt for fmt in FLOATS if fmt.name == "float32")
 

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.cache.base import MOVABLE, BaseLayer, one_call_at_a_time
 from kvkit.cache.layers import requests
-from kvkit.cache.layers.attention import LayerAttention
+from kvkit.cache.layers.attention import LayerAttention, attend_with_key_weights
 from kvkit.cache.layers.positions import (
     PLANS,
     Piece,
@@ -24,7 +24,8 @@ from kvkit.cache.layers.positions import (
 from kvkit.cache.stores.mapped import MappedStore
 from kvkit.cache.stores.memory import Geometry, Store, check_geometry
 from kvkit.cache.stores.span import Span
-from kvkit.checks.values import integer
+from kvkit.checks.arguments import Scoring
+from kvkit.checks.values import flag, integer
 from kvkit.errors import argument_error
 from kvkit.rope import Rope
 from kvkit.runtime.locks import LayerLock
@@ -264,8 +265,12 @@ class Layer(BaseLayer):
         softcap: float = 0.0,
         sinks: Array | None = None,
         return_lse: bool = False,
+        return_key_weights: bool = False,
     ) -> Attended:
+        scoring = Scoring(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
         with self._lock:
+            if flag("return_key_weights", return_key_weights):
+                return attend_with_key_weights(self, query, attention_mask, scoring, return_lse)
             return self._attention(self, query, attention_mask, softmax_scale, softcap, sinks, return_lse)
 
     # Tokens go, and the batch changes

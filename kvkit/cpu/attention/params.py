@@ -39,13 +39,14 @@ ATTENTION_PARAMS = Record(
     "block wide_block lead counting least_split most_splits",
     "engines group_tiles split_tokens tile_groups work_items splits tiles products",
     "partials split_bytes workspace_at workspace_bytes engine_query_bytes",
+    "key_sums key_sums_sequence key_sums_head weights_at weights_bytes",
     keys=SIDE, values=SIDE, workspace=WORKSPACE,
 )  # fmt: skip
 FIELD = ATTENTION_PARAMS.at
 # Fields that `schedule` sets, then `engines`, which `fill_engines` sets, then those that `launch` sets.
 LATE_FIELDS = (
     "group_tiles", "split_tokens", "tile_groups", "work_items", "splits", "tiles", "products",
-    "engines", "counters", "partials", "workspace_at",
+    "engines", "counters", "partials", "workspace_at", "weights_at",
 )  # fmt: skip
 ADDRESS_OWNER = {
     FIELD[field]: owner
@@ -67,7 +68,7 @@ BLOCK = Record(
     "first begin end size count known lead uneven",
     "key_row_ids value_row_ids key_addresses value_addresses",
     "prefetch_in_scores prefetch_in_sums prefetch_shift",
-    "key_ids value_ids key_row value_row wide_keys wide_values",
+    "key_ids value_ids key_row value_row wide_keys wide_values weights",
 )
 # `live` query rows from `first` on, and what they read and write; they see a block's first `count` tokens.
 TILE = Record(

@@ -13,6 +13,7 @@ from kvkit.checks.values import packed_strides
 from kvkit.cpu import machine
 from kvkit.cpu.attention import scheduler
 from kvkit.cpu.attention.engines import bfloat16_pairs, integers, narrow, wide, wide_integers
+from kvkit.cpu.attention.key_weights import UNIT, key_tiles, weights_bytes
 from kvkit.cpu.attention.params import (
     ADDRESS_OWNER,
     ATTENTION_PARAMS,
@@ -42,7 +43,7 @@ SPLITS, LEAST_SPLIT = 64, 512  # a call's work is split into so many parts, of a
 MOST_VALUE = {"float16": 16, "bfloat16": 128}
 SMALL = 2**15  # products; below it one thread is done before a second one is awake
 
-workspace, partials = Workspace(), Workspace()
+workspace, partials, kept_weights = Workspace(), Workspace(), Workspace()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,13 +83,15 @@ class Reading(NamedTuple):
     width: int | None  # elements that products by integers take at a time
 
 
-def prepare_attention(query, out, lse, context, steps, decoding, weights):
-    """Return a launch that computes attention into `out` and, unless None, `lse`."""
+def prepare_attention(query, out, lse, context, steps, decoding, weights, key_weights=None):
+    """Return a launch that computes attention into `out` and, unless None, `lse` and `key_weights`."""
     shared = shared_scales(context)
     if shared:  # factors of queries and outputs cost nothing for a token
         own = np.ones((2, 1, context.heads), np.float32)
         context, weights = context._replace(cell=None), weights._replace(scales=own)
     form = form_of(context)
+    if key_weights is not None:  # tiles keep float32 weights, and those of one head at a time
+        form = form._replace(interleaved=False, integers=False)
     constants = np.array([weights.scale, weights.softcap], np.float32)
     sinks = None if weights.sinks is None else np.ascontiguousarray(weights.sinks, np.float32)
     params = ATTENTION_PARAMS.filled({
@@ -101,14 +104,17 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights):
         **scoring_fields(weights, constants, sinks),
         **factor_fields(weights.scales, constants),
         **mask_fields(weights.mask),
+        **key_sum_fields(key_weights, steps),
         "values_have_own_table": steps.value_table is not None or not alike(context),
     })  # fmt: skip
+    if key_weights is not None:
+        keep_items_whole(params, steps)
     schedule(params)
     fill_engines(params, form)
-    return launch(params, (steps, weights, constants, sinks), shared and (shared, weights))
+    return launch(params, (steps, weights, constants, sinks), shared and (shared, weights), key_weights)
 
 
-def launch(params, alive, shared):
+def launch(params, alive, shared, key_weights=None):
     """Return a launch of scheduled attention; each run reads `shared` scales again."""
     (groups, items, splits, _), small = planned(params)
     counters = np.zeros(groups + 1, np.int64)
@@ -126,8 +132,14 @@ def launch(params, alive, shared):
         if splits:
             params[FIELD["partials"]] = partials.at_least(split_bytes)
         counters[:] = 0
+        if key_weights is not None:
+            sums = np.zeros(key_weights.shape, np.int64)
+            params[FIELD["key_sums"]] = address(sums)
+            params[FIELD["weights_at"]] = kept_weights.at_least(workers * int(params[FIELD["weights_bytes"]]))
         if items:
             run_workers(code, workers, at)
+        if key_weights is not None:
+            np.multiply(sums, UNIT, out=key_weights, casting="unsafe")
 
     owners = {place: owner for place, owner in ADDRESS_OWNER.items() if params[place]}
     return Launch(params, owners, run, alive=alive)
@@ -404,6 +416,30 @@ def mask_fields(mask):
         "mask": place, "mask_kind": kind, "mask_sequence": sequence, "mask_head": head, "mask_row": row,
         "mask_column": column, "mask_packed": packed,
     }  # fmt: skip
+
+
+def key_sum_fields(key_weights, steps):
+    """Return the fields of the weights that keys get, [B, query heads, tokens] of int64; 0 without them."""
+    if key_weights is None:
+        return dict.fromkeys(("key_sums", "key_sums_sequence", "key_sums_head", "weights_bytes"), 0)
+    _, heads, tokens = key_weights.shape
+    most = int(np.diff(steps.kvstarts).max(initial=0))
+    sizes = (key_tiles(most), WIDE, WIDE_BLOCK), (1, NARROW, BLOCK_TOKENS)
+    size = max(weights_bytes(tiles, rows, most, block) for tiles, rows, block in sizes)
+    return {
+        "key_sums": 1, "key_sums_sequence": 8 * heads * tokens, "key_sums_head": 8 * tokens,
+        "weights_bytes": -(-size // 64) * 64,
+    }  # fmt: skip
+
+
+def keep_items_whole(params, steps):
+    """Let no context be split, and no more wide tiles be in a group than a worker can keep the weights of."""
+    params[FIELD["least_split"]] = 2**40
+    queries, kvlens = np.diff(steps.seqstarts), np.diff(steps.kvstarts)
+    rows = queries * int(params[FIELD["group"]])
+    wide = int((-(-rows[rows > NARROW] // WIDE)).sum()) * int(params[FIELD["heads"]])
+    most = key_tiles(int(kvlens.max(initial=0)))
+    params[FIELD["most_splits"]] = max(SPLITS, wide // (most + 1) + 1)
 
 
 def shared_scales(context):

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvkit.cpu import memory
 from kvkit.cpu.attention.epilogue import finish, merge_splits
+from kvkit.cpu.attention.key_weights import add_key_weights
 from kvkit.cpu.attention.online_softmax import visible
 from kvkit.cpu.attention.params import BLOCK, block_at, params_at
 from kvkit.cpu.attention.walk import attend_blocks, engine_of, load_queries, set_up_block, set_up_tiles
@@ -69,6 +70,7 @@ def work(worker, params_address):
     workspace = params.workspace_at + worker * params.workspace_bytes
     block = block_at(workspace + params.workspace.block)
     block.workspace = workspace
+    block.weights = params.weights_at + worker * params.weights_bytes
     first_item = first_group = first_split = np.int64(0)
     set_sequence(params, block, 0)
     groups, splits = groups_and_splits(params, block)
@@ -107,6 +109,8 @@ def attend(params, block, split, splits, slots):
         block.nan_safe = 1
         attend_blocks(params, block, engine_of(params, block))
         finish(params, block, split, slots)
+    if params.key_sums:
+        add_key_weights(params, block)
 
 
 @functools.cache

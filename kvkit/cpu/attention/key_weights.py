@@ -1,0 +1,128 @@
+"""Sum the weights that each key gets from all queries.
+
+    w = sum over queries of exp(S - m) / l            [query heads, keys]
+
+m and l of a query row are known at the end of its context. So a work item keeps P = exp(S - m') of every
+block, with the maximum m' of that moment, and at the end sums P exp(m' - m) / l over its rows. Sums of work
+items meet as fixed point, whose order does not matter.
+"""
+
+import numpy as np
+from numba import types
+
+from kvkit.cpu import memory
+from kvkit.cpu.attention.online_softmax import fold, visible
+from kvkit.cpu.attention.params import TILE, WIDE_BLOCK, tile_at, whole_tiles
+from kvkit.cpu.attention.work_items import TILES
+from kvkit.cpu.simd import attention
+from kvkit.formulas import numeric
+from kvkit.runtime.jit import helper
+
+LANES, WIDE = attention.LANES, attention.WIDE
+UNIT = 2.0**-40  # of the fixed point: a key may have 2^23 queries
+MATRIX, SUMS = 4 * WIDE * WIDE, 4 * WIDE * WIDE_BLOCK  # bytes: factors of rows, sums of a block
+TILE_BYTES = TILE.dtype.itemsize
+MOST_BYTES = 2**25  # that a worker keeps, if not even one tile takes more
+
+get_float, put_float = memory.load(types.float32), memory.store(types.float32)
+wide_scores, plus_times = attention.wide_scores, attention.plus_times
+
+
+def weights_bytes(tiles, rows, tokens, size):
+    """Return the bytes that a worker keeps of a work item, over a context of so many tokens."""
+    return 2 * SUMS + MATRIX + tiles * (-(-tokens // size) + 1) * record_bytes(rows, size)
+
+
+def record_bytes(rows, size):
+    """Return the bytes of a tile's P and m' of one block."""
+    return 4 * (rows * size + max(rows, LANES))
+
+
+@helper
+def record_at(params, block, tile):
+    """Return the address of what is kept of a tile and the current block."""
+    bytes = 4 * (block.rows * block.size + max(block.rows, LANES))
+    number = (block.begin - block.first) // block.size * block.tiles + tile.index
+    return block.weights + 2 * SUMS + MATRIX + number * bytes
+
+
+@helper
+def keep_weights(params, block, tile):
+    """Keep P and m' of a tile, after the softmax of a block."""
+    at, one = record_at(params, block, tile), block.number
+    put_float(one, np.float32(1))
+    attention.times(tile.scores, at, -(-tile.count * block.rows // LANES) * LANES, one)
+    attention.times(tile.m, at + 4 * block.rows * block.size, max(block.rows, LANES), one)
+
+
+@helper
+def add_key_weights(params, block):
+    """Add the weights of a work item's query rows to the sums of their keys."""
+    sums = block.weights
+    shared = params.group <= WIDE  # a member of the group has one column in all tiles
+    block.begin = block.first
+    while block.begin < block.end:
+        most = 0
+        attention.clear(sums, WIDE * WIDE_BLOCK)
+        for t in range(block.tiles):
+            tile = tile_at(block.workspace + params.workspace.tiles + TILE_BYTES * t)
+            seen = visible(params, block, (tile.first + tile.live - 1) // params.group)[1]
+            count = min(min(block.size, block.end - block.begin), seen - block.begin)
+            if count <= 0:
+                continue
+            add_tile(params, block, tile, count, shared)
+            most = max(most, count)
+            if not shared or not block.wide:
+                add_sums(params, block, tile, count, shared)
+                attention.clear(sums, WIDE * WIDE_BLOCK)
+        if shared and block.wide:
+            add_sums(params, block, tile_at(block.workspace + params.workspace.tiles), most, shared)
+        block.begin += block.size
+
+
+@helper
+def add_tile(params, block, tile, count, shared):
+    """Add P exp(m' - m) / l of a tile to the sums [tokens, WIDE] of its block."""
+    sums, kept = block.weights, record_at(params, block, tile)
+    product, factors = sums + SUMS, sums + 2 * SUMS
+    tops = kept + 4 * block.rows * block.size
+    attention.clear(factors, WIDE * WIDE)
+    for r in range(tile.live):
+        m, l = fold(tile.m, tile.l, r, block.rows)
+        member = (tile.first + r) % params.group
+        if params.sinks:
+            row = block.sequence % params.sink_sequences * params.heads * params.group
+            at = params.sinks + 4 * (row + tile.head * params.group + member)
+            m, l, _ = numeric.with_sink(m, l, get_float(at))
+        share = numeric.share_of(numeric.weight(get_float(tops + 4 * r), m), l, np.float32(1))
+        put_float(factors + 4 * (r * WIDE + (member if shared else r)), share)
+    if block.wide:
+        wide_scores(factors, kept, 4 * WIDE, whole_tiles(count), WIDE, product)
+        put_float(block.number, np.float32(1))
+        plus_times(product, sums, count * WIDE, block.number)
+        return
+    for r in range(tile.live):
+        column = (tile.first + r) % params.group if shared else r
+        share = get_float(factors + 4 * (r * WIDE + column))
+        for t in range(count):
+            at = sums + 4 * (t * WIDE + column)
+            put_float(at, get_float(at) + share * get_float(kept + 4 * (t * block.rows + r)))
+
+
+@helper
+def add_sums(params, block, tile, count, shared):
+    """Add the sums of a block to those of its keys."""
+    columns = params.group if shared else tile.live
+    for c in range(columns):
+        member = c if shared else (tile.first + c) % params.group
+        head = tile.head * params.group + member
+        at = params.key_sums + block.sequence * params.key_sums_sequence + head * params.key_sums_head
+        for t in range(count):
+            weight = get_float(block.weights + 4 * (t * WIDE + c))
+            if weight > np.float32(0):
+                memory.add_at(at + 8 * (block.begin + t), np.int64(np.float64(weight) / UNIT + 0.5))
+
+
+def key_tiles(tokens):
+    """Return how many wide tiles a work item may have, so that a worker keeps no more than a limit."""
+    return max(1, min(TILES, MOST_BYTES // (WIDE * 4 * max(tokens, 1))))
