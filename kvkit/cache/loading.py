@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 
 from kvkit.cache.blocks.pool import HASH_BYTES
+from kvkit.cache.blocks.sequence import Moves
 from kvkit.cache.caches import Cache
 from kvkit.cache.layers import kinds
+from kvkit.cache.layers.positions import RowPositions, check_rotation
 from kvkit.cache.paged.cache import PagedCache
 from kvkit.cache.saving import MOVED_VERSION, PAGED_ARRAYS, VERSION, array_form, hash_contents
+from kvkit.checks import index_tensors
 from kvkit.errors import KvkitError, argument_error, brief, describe
 from kvkit.files import npz
+from kvkit.rope import Rope
 from kvkit.typed import Array, FilePath
 
 MAX_QUOTE = 160  # characters of file metadata in an error message
@@ -123,6 +127,7 @@ def restore_paged(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> Page
             bytes.fromhex(metadata["root"]),
             arrays[f"sequences.{i}.block_table"],
             arrays[f"sequences.{i}.token_ids"],
+            restore_moves(i, metadata, arrays, cache) if "intact" in metadata else None,
         )
         for i, metadata in enumerate(about["sequences"])
     ]
@@ -132,6 +137,20 @@ def restore_paged(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> Page
         raise argument_error("rows", "sequences of one length", [seq.length for seq in sequences[:count]])
     cache.rows.sequences, cache.sequences = sequences[:count], sequences[count:]
     return cache
+
+
+def restore_moves(i: int, about: Mapping[str, Any], arrays: Mapping[str, Array], cache: PagedCache) -> Moves:
+    """Check what a file says of the moved tokens of a sequence, and return it."""
+    positions, shifts, ends = (
+        arrays[f"sequences.{i}.{name}"] for name in ("positions", "rope_shifts", "segments")
+    )
+    rows = RowPositions.restored(positions, shifts, about["next_position"], about["length"])
+    ropes = [Rope(**rope) if isinstance(rope, dict) else rope for rope in about["rope"]]
+    if ropes and len(ropes) != len(cache.layers):
+        raise argument_error("rope", f"one for each of {len(cache.layers)} layers", len(ropes))
+    for rope in ropes if rows.shifted else ():
+        check_rotation(rope)
+    return Moves(rows, index_tensors.index("segments", ends).tolist(), about["intact"], ropes or None)
 
 
 def load_error(path: FilePath, expected: object, got: object) -> KvkitError:

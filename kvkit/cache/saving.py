@@ -11,8 +11,10 @@ description and the bytes of all arrays. Next to it is the ``description`` of th
     paged       for a `PagedCache`: its arguments, the number of rows, and its sequences. Its arrays are
                 ``blocks`` (the numbers of the blocks in use, which stay the same), ``cache`` and ``scale``
                 ([layers, key|value, block, row, head, dim], these blocks), ``sequences.I.block_table``
-                and ``sequences.I.token_ids``, and for the published blocks, in the order of eviction,
-                ``published.blocks``, ``.hashes`` and ``.token_ids``
+                and ``sequences.I.token_ids``, for a sequence whose tokens were removed or moved (version 2)
+                also ``sequences.I.positions``, ``.rope_shifts`` and ``.segments`` (the ends of all but one),
+                and for the published blocks, in the order of eviction, ``published.blocks``, ``.hashes`` and
+                ``.token_ids``
 """
 
 import hashlib
@@ -26,6 +28,7 @@ from kvkit.cache.blocks.pool import HASH_BYTES
 from kvkit.cache.layers import kinds
 from kvkit.errors import argument_error
 from kvkit.files import Description, members, npz
+from kvkit.rope import Rope
 from kvkit.typed import Array, FilePath
 
 VERSION = 1
@@ -70,13 +73,26 @@ def save_paged(cache: Any, path: FilePath, sequences: Iterable[Any]) -> None:
     for i, seq in enumerate(kept):
         arrays[f"sequences.{i}.block_table"] = np.array(seq.blocks, np.int64)
         arrays[f"sequences.{i}.token_ids"] = seq.token_ids
+        if seq.intact is not None:
+            arrays[f"sequences.{i}.positions"] = seq.positions
+            arrays[f"sequences.{i}.rope_shifts"] = seq.rope_shifts
+            arrays[f"sequences.{i}.segments"] = np.array(seq.borders, np.int64)
     hashes, ids = (b"".join(each[i] for each in published) for i in (1, 2))
     arrays["published.blocks"] = np.array([block for block, *_ in published], np.int64)
     arrays["published.hashes"] = np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES)
     arrays["published.token_ids"] = np.frombuffer(ids, "<i8").reshape(-1, allocator.page_size)
-    said = [{"length": seq.length, "root": seq.chain[0].hex()} for seq in kept]
+    said = [{"length": seq.length, "root": seq.chain[0].hex(), **moves_of(seq)} for seq in kept]
     about = {"arguments": cache.describe(), "rows": len(rows), "sequences": said}
-    write_file(path, {"paged": about}, arrays, PAGED)
+    version = MOVED_VERSION if any(seq.intact is not None for seq in kept) else VERSION
+    write_file(path, {"version": version, "paged": about}, arrays, PAGED)
+
+
+def moves_of(seq: Any) -> dict[str, Any]:
+    """Return what a file says of a sequence whose tokens were removed or moved."""
+    if seq.intact is None:
+        return {}
+    ropes = [rope.describe() if isinstance(rope, Rope) else rope for rope in seq.rope or ()]
+    return {"next_position": seq.next_position, "intact": seq.intact, "rope": ropes}
 
 
 def write_file(

@@ -410,11 +410,29 @@ def format_of_paged(about: Mapping[str, Any]) -> str | None:
 def pages_of_saved(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> BlockTable:
     """Return the pages of what `PagedCache.save` wrote: blocks by their places in the file."""
     rows = [arrays[f"sequences.{i}.block_table"] for i in range(len(about["sequences"]))]
+    if any("intact" in said for said in about["sequences"]):
+        return tokens_of_saved(arrays, about)
     numbers = np.full((len(rows), max(map(len, rows), default=0)), -1)
     for sequence, row in enumerate(rows):
         numbers[sequence, : len(row)] = np.searchsorted(arrays["blocks"], row)
     lengths = np.array([said["length"] for said in about["sequences"]], np.int64)
     return tables.from_blocks(numbers, lengths, about["arguments"]["page_size"])
+
+
+def tokens_of_saved(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> BlockTable:
+    """Return pages of one token each, for sequences some of which lie in segments."""
+    size, places, lengths = about["arguments"]["page_size"], [], []
+    for i, said in enumerate(about["sequences"]):
+        table = np.searchsorted(arrays["blocks"], arrays[f"sequences.{i}.block_table"])
+        ends, begin, page = arrays.get(f"sequences.{i}.segments", ()), 0, 0
+        for end in (*ends, said["length"]):
+            rows = np.arange(end - begin)
+            places.append(table[page + rows // size] * size + rows % size)
+            page, begin = page - (begin - end) // size, end
+        lengths.append(said["length"])
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    return tables.from_tokens(np.concatenate(places), owners, positions, len(lengths))
 
 
 def pages_of_cells(arrays: Mapping[str, np.ndarray]) -> BlockTable:

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from cell_model import Cells, exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,49 +37,6 @@ def filled(layer, count=8, dtype=np.float32):
     keys, values = tokens(count, seed=1, dtype=dtype), tokens(count, seed=2, dtype=dtype)
     layer.update(ROPE.rotate(keys, np.arange(count)), values)
     return keys, values
-
-
-def exact(query, keys, values, visible=None):
-    """Attend in float64 with queries [B, Hq, q, D] of the last tokens; `visible` is bool [q, tokens]."""
-    group, new, count = query.shape[1] // keys.shape[1], query.shape[2], keys.shape[2]
-    keys, values = (np.repeat(side.astype(float), group, 1) for side in (keys, values))
-    scores = query.astype(float) @ keys.swapaxes(2, 3) / query.shape[3] ** 0.5
-    causal = np.arange(count) <= np.arange(count - new, count)[:, None]
-    scores = np.where(causal if visible is None else causal & visible, scores, -np.inf)
-    top = scores.max(3, keepdims=True)
-    weights = np.exp(scores - top)
-    total = weights.sum(3, keepdims=True)
-    return weights / total @ values, (np.log(total) + top)[..., 0]
-
-
-class Cells:
-    """The cells of one sequence: (position, rope shift, name), the semantics that llama.cpp's calls have."""
-
-    def __init__(self):
-        self.cells, self.length, self.named = [], 0, 0
-
-    def decode(self, count):
-        self.cells += [(self.length + i, 0, self.named + i) for i in range(count)]
-        self.length, self.named = self.length + count, self.named + count
-
-    def remove(self, begin, end):
-        self.cells = [cell for cell in self.cells if not begin <= cell[0] < end]
-        self.length = min(begin, self.length) if end >= self.length else self.length
-
-    def shift(self, begin, end, delta):
-        self.move(begin, end, lambda at: at + delta)
-        if begin <= self.length <= end:
-            self.length = max(self.length + delta, 0)
-
-    def divide(self, begin, end, d):
-        self.move(begin, end, lambda at: at // d)
-        if begin <= self.length <= end:
-            self.length = (self.length + d - 1) // d
-
-    def move(self, begin, end, place):
-        places = [place(at) if begin <= at < end else at for at, _, _ in self.cells]
-        moved = zip(self.cells, places, strict=True)
-        self.cells = [(to, turn + to - at, name) for (at, turn, name), to in moved if to >= 0]
 
 
 def test_the_vectors_of_llama_cpp_with_the_sign_of_a_division_that_means_what_it_says():
@@ -472,9 +430,7 @@ def test_illegal_calls_are_refused_and_change_nothing(call, arguments, sentence)
 
 def test_what_is_not_there_is_refused_in_a_sentence(tmp_path):
     paged = PagedCache(8, 4, 1, 2, 8, np.float32)
-    with pytest.raises(KvkitError, match="whose rows can move"):
-        paged.remove(0, 2)
-    assert "whose rows can move" in paged.layers[0].can("shift", 0, None, 1)
+    assert "in all layers: PagedCache.shift(seq, ...)" in paged.layers[0].can("shift", 0, None, 1)
     cache = DynamicCache(1, rope=ROPE)
     filled(cache.layers[0])
     cache.remove(2, 3)

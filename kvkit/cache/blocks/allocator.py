@@ -5,15 +5,19 @@ It only keeps books: it knows neither keys and values nor kernels.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from kvkit.cache.blocks.layout import Arrangement, lay_out
 from kvkit.cache.blocks.pool import Pool, chain_hash, root_hash
-from kvkit.cache.blocks.sequence import ID_BYTES, Sequence, check_bytes, encode_ids
+from kvkit.cache.blocks.sequence import ID_BYTES, Moves, Sequence, check_bytes, encode_ids
 from kvkit.cache.blocks.step import Step, slot_type, tensors
+from kvkit.cache.layers import requests
+from kvkit.cache.layers.positions import PLANS, Rearrangement, RowPositions
 from kvkit.checks.values import integer
 from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.typed import Array
@@ -45,6 +49,9 @@ class BlockAllocator:
         Names what keys and values depend on besides the tokens: geometry, format, model. Part of each hash.
     slot_dtype : dtype
         The dtype of `Step.slot_mapping`: int32 or int64.
+    copy_rows : callable, optional
+        Called with (sources, targets), int64 arrays of cache rows: it copies the rows in all layers, all of
+        them read before one is written. `fork` of some tokens needs it where a page is not copied whole.
 
     Examples
     --------
@@ -64,13 +71,19 @@ class BlockAllocator:
     """
 
     def __init__(
-        self, num_blocks: int, page_size: int, *, identity: bytes = b"", slot_dtype: DTypeLike = np.int32
+        self,
+        num_blocks: int,
+        page_size: int,
+        *,
+        identity: bytes = b"",
+        slot_dtype: DTypeLike = np.int32,
+        copy_rows: Callable[[Array, Array], None] | None = None,
     ) -> None:
         self.num_blocks = integer("num_blocks", num_blocks, 1, 2**31 - 1)
         self.page_size = integer("page_size", page_size, 1, 2**31 - 1)
         self.slot_dtype = slot_type(slot_dtype, self.num_blocks * self.page_size)
         self._identity = str(self.page_size).encode(), check_bytes("identity", identity)
-        self._pool = Pool(self.num_blocks)
+        self._pool, self._copy_rows = Pool(self.num_blocks), copy_rows
         self.open_step: Step | None = None
 
     @property
@@ -123,11 +136,42 @@ class BlockAllocator:
             )
         seq.ids += ids
 
-    def fork(self, seq: Sequence) -> Sequence:
-        """Return a second sequence of the same tokens, in the same blocks. A write copies a shared block."""
+    def fork(self, seq: Sequence, begin: SupportsIndex = 0, end: SupportsIndex | None = None) -> Sequence:
+        """Return a second sequence of the same tokens, in the same blocks. A write copies a shared block.
+
+        Parameters
+        ----------
+        seq : Sequence
+        begin, end : int, optional
+            The positions of the tokens that it has, which keep their positions. Where ``begin`` is not the
+            first token of a block, the tokens from there on to the end of the block are copied.
+
+        Returns
+        -------
+        Sequence
+
+        Raises
+        ------
+        OutOfBlocksError
+            If no block is free for the copy.
+        """
         self.check(seq, at_rest=True)
-        self._pool.share(seq.table)
-        return seq.copy()
+        begin = integer("begin", begin, 0)
+        end = seq.next_position if end is None else integer("end", end, begin)
+        if not begin and end >= seq.next_position:
+            self._pool.share(seq.table)
+            return seq.copy()
+        self.check_movable(seq)
+        now = seq.all_positions()
+        kept = (now.positions >= begin) & (now.positions < end)
+        after = RowPositions(now.positions[kept], now.shifts[kept], min(end, now.length))
+        plan = Rearrangement(kept, after, seq.rope)
+        layout = self._layout(seq, plan, lambda block: False)
+        self._check_room(layout, 0)
+        other = seq.copy()
+        self._pool.share(block for block in layout.pages if block >= 0)
+        self._settle(other, plan, layout)
+        return other
 
     def crop(self, seq: Sequence, length: int) -> None:
         """Drop a sequence's last tokens.
@@ -137,9 +181,14 @@ class BlockAllocator:
         seq : Sequence
             A sequence without new tokens in an open step.
         length : int
-            Tokens to keep; negative: tokens to drop; 0 drops none.
+            Tokens to keep; negative: tokens to drop; 0 drops none. After tokens were removed or moved it is
+            the position that the next token gets; negative: how many positions before.
         """
         self.check(seq, at_rest=True)
+        if seq.intact is not None:
+            length = requests.length_after_crop(length, seq.next_position)
+            self._rearrange(seq, PLANS["remove"](seq.all_positions(), seq.rope, length))
+            return
         length = integer("length", length, -seq.length)
         kept = min(length, seq.length) if length > 0 else seq.length + length
         if kept < seq.length:
@@ -147,10 +196,66 @@ class BlockAllocator:
             self._keep_pages(seq)
             del seq.ids[ID_BYTES * kept :], seq.chain[1 + kept // self.page_size :]
 
+    def rearrange(self, seq: Sequence, plan: Rearrangement, rope: Any) -> None:
+        """Remove and move tokens as `plan` says; `rope` says how the keys of moved ones were rotated.
+
+        No other sequence changes. Where `plan` has keys to be rotated in memory, they lie in blocks of the
+        sequence's own then, and are still to be rotated.
+        """
+        self.check_movable(seq)
+        self._rearrange(seq, plan)
+        seq.rope = rope
+
+    def _rearrange(self, seq: Sequence, plan: Rearrangement) -> None:
+        layout = self._layout(seq, plan, self._is_own)
+        stays = set(layout.pages)
+        dropped = [block for block in seq.table if block not in stays]
+        freed = sum(self._pool.references[block] == 1 for block in dropped)
+        self._check_room(layout, freed)
+        self._pool.release(dropped)
+        self._settle(seq, plan, layout)
+
+    def _layout(self, seq: Sequence, plan: Rearrangement, is_own: Callable[[int], bool]) -> Arrangement:
+        """Return where the tokens of a plan come to lie."""
+        rows, rotated = seq.rows(self.page_size)[plan.kept], plan.rotated
+        first = len(rows) if rotated is None else np.flatnonzero([*rotated, 1])[0]
+        return lay_out(rows, plan.after.shifts, self.page_size, is_own, int(first))
+
+    def _is_own(self, block: int) -> bool:
+        """Return whether one sequence alone uses a block, and no other can find it."""
+        return self._pool.references[block] == 1 and not self._pool.is_published(block)
+
+    def _check_room(self, layout: Arrangement, freed: int) -> None:
+        """Raise unless there are blocks for a layout, `freed` ones among them, and rows can be copied."""
+        if layout.new > self.available + freed:
+            raise OutOfBlocksError(layout.new, self.available + freed)
+        if len(layout.sources) and self._copy_rows is None:
+            wanted = "a function, because tokens from the middle of a block are to be copied"
+            raise argument_error("copy_rows", wanted, "None")
+
+    def _settle(self, seq: Sequence, plan: Rearrangement, layout: Arrangement) -> None:
+        """Let a sequence have the tokens and the layout of a plan; the blocks that it keeps are counted."""
+        size, now, after = self.page_size, seq.all_positions(), plan.after
+        table = [block if block >= 0 else self._pool.take() for block in layout.pages]
+        if len(layout.sources):
+            targets = np.array(table)[layout.targets // size] * size + layout.targets % size
+            self._copy_rows(layout.sources, targets)  # type: ignore[misc]  # checked
+        stays = plan.kept.copy()
+        stays[plan.kept] = after.positions == now.positions[plan.kept]
+        intact = min(
+            int(np.flatnonzero([*~stays, True])[0]), len(stays) if seq.intact is None else seq.intact
+        )
+        seq.keep_ids(plan.kept, after.length < now.length and not plan.kept[-1:].all())
+        seq.length, seq.borders = len(after.positions), layout.borders
+        seq.table = array("q", table)
+        seq.row_positions = None if after.is_plain() else after
+        seq.intact = None if seq.row_positions is None and seq.length <= intact else intact
+        del seq.chain[1 + min(intact, seq.length) // size :]
+
     def free(self, seq: Sequence) -> None:
         """End a sequence. New sequences can share its published blocks until these are evicted."""
         self.check(seq, at_rest=True)
-        seq.allocator, seq.length = None, 0
+        seq.allocator, seq.length, seq.borders, seq.row_positions = None, 0, [], None
         self._keep_pages(seq)
 
     def published(self) -> Iterator[tuple[int, bytes, bytes]]:
@@ -159,20 +264,22 @@ class BlockAllocator:
 
     def restore(
         self,
-        saved: Iterable[tuple[int, bytes, Array, Array]],
+        saved: Iterable[tuple[int, bytes, Array, Array, Moves | None]],
         published: Collection[tuple[int, bytes, bytes]],
         blocks: set[int],
     ) -> list[Sequence]:
-        """Restore sequences, (length, root of hashes, block table, token ids) each, in a new allocator.
+        """Restore sequences, (length, root of hashes, block table, token ids, moves), in a new allocator.
 
         All their blocks, and the `published` ones, must be among `blocks`.
         """
         sequences = []
-        for length, start, table, ids in saved:
+        for length, start, table, ids, moves in saved:
             seq = Sequence(self, encode_ids(ids), [start])
             seq.length = integer("length", length, 0)
+            if moves is not None:
+                seq.move(moves)
             seq.table.extend(table.tolist())
-            if len(seq.table) != self._pages(length) or not blocks.issuperset(seq.table):
+            if len(seq.table) != self._pages(seq) or not blocks.issuperset(seq.table):
                 raise argument_error("block_table", f"saved blocks for {length} tokens", seq.blocks)
             self._chain(seq)
             sequences.append(seq)
@@ -212,9 +319,9 @@ class BlockAllocator:
         copies: list[tuple[int, int]] = []
         for seq, count in zip(given, counts, strict=True):
             if count:
-                if seq.length % self.page_size:
+                if seq.tail % self.page_size:
                     self._own_tail(seq, copies)
-                while len(seq.table) * self.page_size < seq.length + count:
+                for _ in range(self._pages(seq, count) - len(seq.table)):
                     seq.table.append(self._pool.take())
                 seq.pending = count
         self.open_step = Step(
@@ -252,22 +359,27 @@ class BlockAllocator:
     def _chain(self, seq: Sequence) -> list[tuple[int, bytes]]:
         """Hash the full blocks that have no hash yet; return (number, token ids) of each."""
         new = []
-        for i in range(len(seq.chain) - 1, min(seq.length, seq.known) // self.page_size):
+        tokens = min(seq.length, seq.known, seq.length if seq.intact is None else seq.intact)
+        for i in range(len(seq.chain) - 1, tokens // self.page_size):
             page = seq.page(i, self.page_size)
             seq.chain.append(chain_hash(seq.chain[-1], page))
             new.append((i, page))
         return new
 
-    def _pages(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
+    def _pages(self, seq: Sequence, new: int = 0) -> int:
+        """Return how many blocks a sequence needs, with so many new tokens."""
+        pages = -(-(seq.tail + new) // self.page_size)
+        for length in seq.segment_lengths() if seq.borders else ():
+            pages += -(-length // self.page_size)
+        return pages
 
     def _needed(self, given: list[Sequence], counts: list[int]) -> int:
         """Return how many blocks a step needs: those it adds, and one for each copy."""
         added = 0
         writers: dict[int, int] = {}  # of partial blocks
         for seq, count in zip(given, counts, strict=True):
-            added += self._pages(seq.length + count) - len(seq.table)
-            if count and seq.length % self.page_size:
+            added += self._pages(seq, count) - len(seq.table)
+            if count and seq.tail % self.page_size:
                 writers[seq.table[-1]] = writers.get(seq.table[-1], 0) + 1
         # Where all sequences that use a block write into it, the last one needs no copy.
         return added + sum(min(n, self._pool.references[block] - 1) for block, n in writers.items())
@@ -284,7 +396,7 @@ class BlockAllocator:
 
     def _keep_pages(self, seq: Sequence) -> None:
         """Free the blocks after a sequence's last token."""
-        pages = self._pages(seq.length)
+        pages = self._pages(seq)
         self._pool.release(seq.table[pages:])
         del seq.table[pages:]
 
@@ -296,6 +408,12 @@ class BlockAllocator:
             raise argument_error("seq", "a live sequence of this allocator", describe(seq))
         if at_rest and seq.pending:
             raise argument_error("seq", "a sequence that no open step adds to", describe(seq))
+
+    def check_movable(self, seq: Any) -> None:
+        """Raise unless tokens of `seq` can be removed and moved: between steps."""
+        self.check(seq)
+        if self.open_step is not None:
+            raise argument_error("seq", "a sequence between steps", "one while a step is open")
 
     def _checked(self, sequences: Iterable[tuple[Sequence, int]]) -> tuple[list[Sequence], list[int]]:
         """Check the sequences and counts of a step."""

@@ -58,6 +58,10 @@ class Pool:
         if self._found.setdefault(chain, block) == block:
             self._published[block] = chain, ids
 
+    def is_published(self, block: int) -> bool:
+        """Return whether new sequences can find a block."""
+        return block in self._published
+
     def withdraw(self, block: int) -> None:
         """Make a block unpublished, because its contents will change."""
         if block in self._published:

@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvkit.cache.layers.positions import Piece, RowPositions
 from kvkit.checks import index_tensors
+from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
 from kvkit.typed import Array
 
 ID_BYTES = 8
 
 
+class PageSegment(NamedTuple):
+    """Tokens of a sequence that fill pages from row 0 on, and whose keys have one rope shift."""
+
+    begin: int  # the first token's index among those in the cache
+    end: int
+    page: int  # the index of its first page in the block table
+    shift: int
+
+
+class Moves(NamedTuple):
+    """What a sequence of removed or moved tokens has besides its blocks; see the attributes of `Sequence`."""
+
+    rows: RowPositions
+    borders: list[int]
+    intact: int
+    rope: Any
+
+
 class Sequence:
     """A sequence of tokens, and the blocks that store them. `BlockAllocator.add` and `fork` make it.
+
+    Its tokens lie one behind the other in its blocks until some are removed or moved, see
+    `PagedCache.remove`. Then they lie in segments, each of which begins with a page of its own.
 
     Attributes
     ----------
@@ -31,7 +54,18 @@ class Sequence:
     (0, [], array([7, 8, 9]))
     """
 
-    __slots__ = ("allocator", "chain", "ids", "length", "pending", "table")
+    __slots__ = (
+        "allocator",
+        "borders",
+        "chain",
+        "ids",
+        "intact",
+        "length",
+        "pending",
+        "rope",
+        "row_positions",
+        "table",
+    )
 
     def __init__(self, allocator: Any, ids: bytearray, chain: list[bytes]) -> None:
         self.allocator = allocator  # None after `BlockAllocator.free`
@@ -40,11 +74,76 @@ class Sequence:
         self.ids = ids  # of the first tokens, little-endian int64; perhaps more or fewer than `length`
         self.chain = chain  # hashes of the first 0, 1, 2... full blocks
         self.pending = 0  # tokens that the open step adds
+        self.borders: list[int] = []  # where segments end, except the last one, which new tokens go to
+        self.row_positions: RowPositions | None = None  # None while token i has position i and no shift
+        self.intact: int | None = None  # the first tokens that saw all tokens before them; None for all
+        self.rope: Any = None  # how keys of shifted tokens were rotated in each layer
 
     @property
     def blocks(self) -> list[int]:
         """Return the sequence's blocks, in the order of its tokens."""
         return self.table.tolist()
+
+    @property
+    def tail(self) -> int:
+        """Return how many tokens the last segment has."""
+        return self.length - self.borders[-1] if self.borders else self.length
+
+    @property
+    def next_position(self) -> int:
+        """Return the position of the next token: `length` until tokens are removed or moved."""
+        rows = self.row_positions
+        return self.length if rows is None else rows.seen(self.length)
+
+    @property
+    def positions(self) -> Array:
+        """Return the position of every token in the cache: int64, ascending, shape [length]."""
+        return self.all_positions().positions.copy()
+
+    @property
+    def rope_shifts(self) -> Array:
+        """Return pieces of constant rope shift, int64 [pieces, 3]: first token, token behind the last, shift.
+
+        A key of shift d lies in memory as rotated for its position - d. `PagedStep.attend` takes that into
+        account.
+        """
+        return np.array(self.pieces(self.length), np.int64).reshape(-1, 3)
+
+    def pieces(self, tokens: int) -> list[Piece]:
+        """Return the pieces of constant rope shift of so many tokens."""
+        if self.row_positions is not None:
+            return self.row_positions.pieces(tokens)
+        return [(0, tokens, 0)] if tokens else []
+
+    def all_positions(self) -> RowPositions:
+        """Return the positions and rope shifts of all tokens in the cache."""
+        if self.row_positions is not None:
+            return self.row_positions.extended(self.length)
+        return RowPositions.contiguous(0, self.length)
+
+    def segment_lengths(self) -> list[int]:
+        """Return how many tokens each segment has, except the last one."""
+        return [end - begin for begin, end in zip([0, *self.borders], self.borders, strict=False)]
+
+    def segments(self, page_size: int, tokens: int) -> list[PageSegment]:
+        """Return the segments of the first `tokens` tokens, which may count those of an open step."""
+        found, begin, page = [], 0, 0
+        shifts = () if self.row_positions is None else self.row_positions.shifts
+        for end in (*self.borders, tokens):
+            if begin < min(end, tokens):
+                shift = int(shifts[begin]) if begin < len(shifts) else 0
+                found.append(PageSegment(begin, min(end, tokens), page, shift))
+            page, begin = page + -(-(end - begin) // page_size), end
+        return found
+
+    def rows(self, page_size: int) -> Array:
+        """Return the cache row of every token: int64, shape [length]."""
+        parts = [np.empty(0, np.int64)]
+        table = np.array(self.table, np.int64)
+        for begin, end, page, _ in self.segments(page_size, self.length):
+            places = np.arange(end - begin)
+            parts.append(table[page + places // page_size] * page_size + places % page_size)
+        return np.concatenate(parts)
 
     @property
     def token_ids(self) -> Array:
@@ -56,6 +155,25 @@ class Sequence:
         """Return how many of its tokens have ids."""
         return len(self.ids) // ID_BYTES
 
+    def move(self, moves: Moves) -> None:
+        """Take what a file says of moved tokens; a KvkitError if it cannot be."""
+        rows, borders, intact, self.rope = moves
+        inner = set(borders[:-1] if borders[-1:] == [self.length] else borders)
+        turns = {begin for begin, *_ in rows.pieces(self.length)[1:]}
+        if borders != sorted(set(borders)) or not turns <= inner <= set(range(1, self.length)):
+            raise argument_error("segments", f"ends of segments among {self.length} tokens", borders)
+        first = slice(integer("intact", intact, 0, self.length))
+        if not np.array_equal(rows.positions[first], np.arange(intact)) or rows.shifts[first].any():
+            raise argument_error("intact", "tokens before the first hole", intact)
+        self.borders, self.intact = borders, intact
+        self.row_positions = None if rows.is_plain() else rows
+
+    def keep_ids(self, kept: Array, is_crop: bool) -> None:
+        """Drop the ids of tokens that are not kept, and after a crop those of tokens to come."""
+        ids = np.frombuffer(bytes(self.ids), "<i8")
+        own, later = ids[: self.length], ids[self.length :]
+        self.ids = bytearray(own[kept[: len(own)]].tobytes() + (b"" if is_crop else later.tobytes()))
+
     def page(self, i: int, page_size: int) -> bytes:
         """Return the ids of its tokens in block i."""
         size = ID_BYTES * page_size
@@ -64,7 +182,8 @@ class Sequence:
     def copy(self) -> Sequence:
         """Return a sequence of the same tokens in the same blocks."""
         other = Sequence(self.allocator, self.ids[:], self.chain[:])
-        other.length, other.table = self.length, self.table[:]
+        other.length, other.table, other.borders = self.length, self.table[:], self.borders[:]
+        other.row_positions, other.intact, other.rope = self.row_positions, self.intact, self.rope
         return other
 
     def __repr__(self) -> str:

@@ -13,6 +13,8 @@ from numpy.typing import DTypeLike
 from kvkit.errors import argument_error
 from kvkit.typed import Array
 
+IN_ORDER = "sequences whose tokens lie one behind the other in their pages, for a page table"
+
 
 @dataclass(frozen=True, eq=False)
 class Step:
@@ -32,8 +34,8 @@ class Step:
         Where each sequence begins among the new tokens, and among all contexts.
     start_pos : ndarray of int64, shape [B]
         Tokens in the cache before the step.
-    cachestarts : ndarray of int64, shape [B, MaxP]
-        The first row of each page, for ``cache_mode`` 1; -1 after the last page.
+    pages : ndarray of int64, shape [B, MaxP]
+        The first row of each page, one segment's pages behind the other's; -1 after the last page.
     decoding_batches, max_seqlen, max_kvlen : int
         The number of sequences with one new token, the most new tokens, the longest context.
     copies : ndarray of int64, shape [copies, 2]
@@ -54,25 +56,38 @@ class Step:
     seqstarts: Array
     kvstarts: Array
     start_pos: Array
-    cachestarts: Array
+    pages: Array
+    first_places: Array  # where new tokens begin, counted in rows of the sequence's pages
+    in_order: bool  # whether page tables say where tokens lie: one behind the other, with no key shifted
     decoding_batches: int
     max_seqlen: int
     max_kvlen: int
     copies: Array
     allocator: Any  # the BlockAllocator that made the step
 
+    @property
+    def cachestarts(self) -> Array:
+        """The first row of each page, for ``cache_mode`` 1: int64, shape [B, MaxP]; -1 after the last page.
+
+        Operators find token i of a sequence by it in page ``i // page_size``. So it is refused if removed or
+        moved tokens have left a sequence in segments: use `PagedStep.attend` then.
+        """
+        if not self.in_order:
+            raise argument_error("step", IN_ORDER, "one of several segments (PagedStep.attend reads them)")
+        return self.pages
+
     @cached_property
     def slot_mapping(self) -> Array:
         """The cache row of every new token (Ascend's name): int32 or ``slot_dtype``, shape [seqstarts[B]]."""
         page_size = self.allocator.page_size
         sequence = np.repeat(np.arange(len(self.sequences)), np.diff(self.seqstarts))
-        position = np.arange(len(sequence)) + (self.start_pos - self.seqstarts[:-1])[sequence]
-        rows = self.cachestarts[sequence, position // page_size] + position % page_size
+        place = np.arange(len(sequence)) + (self.first_places - self.seqstarts[:-1])[sequence]
+        rows = self.pages[sequence, place // page_size] + place % page_size
         return rows.astype(self.allocator.slot_dtype)
 
     @cached_property
     def block_tables(self) -> Array:
-        """The blocks of every sequence: int32, shape [B, MaxP]; -1 after the last one."""
+        """The blocks of every sequence: int32, shape [B, MaxP]; -1 after the last. See `cachestarts`."""
         return (self.cachestarts // self.allocator.page_size).astype(np.int32)
 
     @cached_property
@@ -112,11 +127,19 @@ def tensors(sequences: list[Any], counts: list[int], page_size: int) -> dict[str
     padding = array("q", [-1]) * width
     tables = b"".join([(seq.table + padding)[:width] for seq in sequences])
     blocks = np.frombuffer(tables, np.int64).reshape(len(sequences), width)
+    first_places, in_order = start_pos, True
+    if any(seq.borders or seq.row_positions is not None for seq in sequences):
+        gaps = [[-length % page_size for length in seq.segment_lengths()] for seq in sequences]
+        first_places = start_pos + [sum(each) for each in gaps]
+        shifted = any(seq.row_positions is not None and seq.row_positions.shifted for seq in sequences)
+        in_order = not shifted and not any(map(any, gaps))
     return {
         "seqstarts": seqstarts,
         "kvstarts": kvstarts,
         "start_pos": start_pos,
-        "cachestarts": np.maximum(blocks * page_size, -1),
+        "pages": np.maximum(blocks * page_size, -1),
+        "first_places": first_places,
+        "in_order": in_order,
         "decoding_batches": counts.count(1),
         "max_seqlen": max(counts, default=0),
         "max_kvlen": int(kvlens.max(initial=0)),

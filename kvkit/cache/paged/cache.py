@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -12,11 +12,22 @@ from kvkit.cache import saving
 from kvkit.cache.base import BaseCache, one_call_at_a_time
 from kvkit.cache.blocks.allocator import BlockAllocator
 from kvkit.cache.blocks.sequence import Sequence, check_bytes
+from kvkit.cache.layers.positions import PLANS, Rearrangement, check_rotation, rotation_of
 from kvkit.cache.paged.layer import PagedLayer, Rows
 from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore
 from kvkit.checks.values import integer
+from kvkit.errors import argument_error
+from kvkit.rope import Rope
 from kvkit.typed import Array, FilePath, Pair, States
+
+
+class SequencePlan(NamedTuple):
+    """What a checked call does to a sequence."""
+
+    seq: Sequence
+    rearrangement: Rearrangement
+    ropes: list[Any]  # how keys were rotated in each layer
 
 
 class PagedCache(BaseCache):
@@ -47,6 +58,8 @@ class PagedCache(BaseCache):
         Axis order of the storage, as in `kvkit.dynamic_batching.key_value_cache`.
     salt : bytes
         Part of every hash of a prefix, so that caches of different models never match each other's.
+    rope : Rope, "none" or list of them, optional
+        How keys are rotated in all layers, or in each: `shift` asks for it.
 
     Attributes
     ----------
@@ -110,6 +123,7 @@ class PagedCache(BaseCache):
         cache_layout: int = 3,
         salt: bytes = b"",
         scale: Any = None,
+        rope: Any = None,
     ) -> None:
         super().__init__()
         blocks = integer("num_blocks", num_blocks, 1), integer("page_size", page_size, 1)
@@ -129,11 +143,13 @@ class PagedCache(BaseCache):
         self.cache, self.scale = self.store.cache, self.store.scale
         self.salt = check_bytes("salt", salt)
         identity = self.store.identity + b"\0" + salt
-        self.blocks = BlockAllocator(*blocks, identity=identity)
+        self.blocks = BlockAllocator(*blocks, identity=identity, copy_rows=self.store.copy_rows)
         self.rows = Rows(self.blocks, self.begin_step)
         self.sequences: list[Sequence] = []
         layers = range(self.store.num_layers)
         self.layers = [PagedLayer(self.store, self.rows, i, self._lock) for i in layers]
+        self.rope = rope
+        self._ropes(rope)
 
     @one_call_at_a_time
     def begin_step(self, sequences: Iterable[tuple[Sequence, int]]) -> PagedStep:
@@ -161,6 +177,159 @@ class PagedCache(BaseCache):
         except BaseException:
             index.abandon()
             raise
+
+    # Tokens of a sequence go, move and meet, in all layers; no other sequence changes
+
+    @one_call_at_a_time
+    def remove(  # type: ignore[override]  # sequences, not the cache, have tokens here
+        self,
+        seq: Sequence,
+        begin: SupportsIndex,
+        end: SupportsIndex | None = None,
+        *,
+        close: bool = False,
+        rope: Any = None,
+    ) -> None:
+        """Remove the tokens of a sequence with positions in [begin, end), in all layers.
+
+        Blocks that only have such tokens are released. The block where the range begins stays, even if it is
+        shared. The tokens behind the range in the block where it ends are copied, to at most two blocks; a
+        sequence that has come to lie in nine pieces is copied into one from its first hole on. Published
+        blocks and other sequences never change. New blocks that the sequence fills are not published.
+
+        Parameters
+        ----------
+        seq : Sequence
+        begin : int
+        end : int, optional
+            If it is None, or the position of the next token or more, the next token gets position ``begin``.
+        close : bool
+            Whether later tokens are shifted back, so that no hole is left.
+        rope : Rope, "none" or list of them, optional
+            As in `shift`, for ``close``.
+
+        Raises
+        ------
+        KvkitError
+            If an argument is wrong, or a step is open; `can` says so beforehand.
+        OutOfBlocksError
+            If there is no block for the copies; then nothing has changed.
+
+        Examples
+        --------
+        Two sequences share two blocks. The first one loses tokens 2 to 4: token 5 and those behind it in its
+        block are copied, to block 2.
+
+        >>> import numpy as np, kvkit
+        >>> from kvkit.cache import PagedCache
+        >>> cache = PagedCache(8, 4, num_layers=1, num_kv_heads=1, head_dim=4, dtype=np.float32)
+        >>> first, tokens = cache.blocks.add(), np.ones((8, 1, 4), np.float32)
+        >>> with cache.begin_step([(first, 8)]) as step:
+        ...     step.update(tokens, tokens, layer_idx=0)
+        >>> second = cache.blocks.fork(first)
+        >>> cache.remove(first, 2, 5, close=True, rope=kvkit.Rope(4))
+        >>> first.positions, first.rope_shifts.tolist(), first.next_position
+        (array([0, 1, 2, 3, 4]), [[0, 2, 0], [2, 5, -3]], 5)
+        >>> first.blocks, second.blocks, second.positions
+        ([0, 2], [0, 1], array([0, 1, 2, 3, 4, 5, 6, 7]))
+        """
+        self._rearrange(self.plan("remove", seq, begin, end, close=close, rope=rope))
+
+    @one_call_at_a_time
+    def retain(self, seq: Sequence, positions: ArrayLike) -> None:  # type: ignore[override]
+        """Remove all tokens of a sequence but those with some positions; the next token's position stays.
+
+        Parameters
+        ----------
+        seq : Sequence
+        positions : array_like of int
+            Ascending positions of stored tokens.
+        """
+        self._rearrange(self.plan("retain", seq, positions))
+
+    @one_call_at_a_time
+    def shift(  # type: ignore[override]
+        self,
+        seq: Sequence,
+        begin: SupportsIndex,
+        end: SupportsIndex | None,
+        delta: SupportsIndex,
+        rope: Any = None,
+    ) -> None:
+        """Move the tokens of a sequence with positions in [begin, end) by `delta`. No key is rotated.
+
+        Sequences that share its blocks do not move. Where the range begins or ends within a block, the tokens
+        from there on are copied.
+
+        Parameters
+        ----------
+        seq : Sequence
+        begin : int
+        end : int, optional
+            If it is None, or the position of the next token or more, that one moves too.
+        delta : int
+            How many positions later. Tokens that would get a position below 0 are removed.
+        rope : Rope, "none" or list of them, optional
+            How keys were rotated, in all layers or in each; else as the cache was told.
+
+        Raises
+        ------
+        KvkitError
+            If positions would not stay ascending, or two would meet.
+        """
+        self._rearrange(self.plan("shift", seq, begin, end, delta, rope=rope))
+
+    @one_call_at_a_time
+    def divide(  # type: ignore[override]
+        self,
+        seq: Sequence,
+        begin: SupportsIndex,
+        end: SupportsIndex | None,
+        d: SupportsIndex,
+        rope: Any = None,
+    ) -> None:
+        """Divide the positions of a sequence in [begin, end) by `d`, rounding down; see `shift`."""
+        self._rearrange(self.plan("divide", seq, begin, end, d, rope=rope))
+
+    @one_call_at_a_time
+    def flatten(self, seq: Sequence, rope: Any = None) -> None:  # type: ignore[override]
+        """Rotate the shifted keys of a sequence in memory, once, in blocks of its own. Refused for codes."""
+        self._rearrange(self.plan("flatten", seq, rope=rope))
+
+    def plan(self, call: str, *arguments: Any, rope: Any = None, **options: Any) -> list[Any]:
+        seq, *given = arguments or (None,)
+        self.blocks.check_movable(seq)
+        if seq in self.rows.sequences:
+            raise argument_error("seq", "a sequence from `blocks`", "a row of the batch")
+        now, held = seq.all_positions(), seq.rope or self._ropes(self.rope)
+        ropes = [
+            rotation_of(said, own, self.store.dim, now.shifted)
+            for said, own in zip(self._ropes(rope), held, strict=True)
+        ]
+        rotations = [rope for rope in ropes if isinstance(rope, Rope)]
+        plan = PLANS[call](now, (rotations or ropes)[0], *given, **options).in_few_pieces()
+        rotates = plan.rotated is not None and plan.rotated.any()
+        if rotates and self.store.format.dtype != self.store.cache.dtype:
+            wanted = "at most 8 pieces of one rope shift, because codes are not rotated in memory"
+            raise argument_error("seq", wanted, f"{call} of codes")
+        return [SequencePlan(seq, plan if rotates else plan._replace(rotated=None), ropes)]
+
+    def _rearrange(self, plans: list[Any]) -> None:
+        for seq, plan, ropes in plans:
+            self.blocks.rearrange(seq, plan, ropes)
+            if plan.rotated is not None:
+                moves = plan.rotated != 0
+                self.store.rotate(seq.rows(self.store.page_size)[moves], plan.rotated[moves], ropes)
+
+    def _ropes(self, rope: Any) -> list[Any]:
+        """Return how keys of each layer are rotated."""
+        several = isinstance(rope, (list, tuple))
+        ropes = list(rope) if several else [rope] * len(self.layers)
+        if len(ropes) != len(self.layers):
+            raise argument_error("rope", f"one, or {len(self.layers)}, one for each layer", len(ropes))
+        for rotation in ropes if several or rope is not None else ():
+            check_rotation(rotation)
+        return ropes
 
     # A batch of sequences of one length
 

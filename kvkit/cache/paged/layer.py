@@ -62,8 +62,7 @@ class Rows:
         self.step = None
 
     def crop(self, length: int) -> None:
-        if self.sequences:
-            length = integer("length", length, -self.sequences[0].length)
+        length = integer("length", length, -self.sequences[0].length if self.sequences else 0)
         self.settle()
         for seq in self.sequences:
             self._blocks.crop(seq, length)
@@ -230,6 +229,10 @@ class PagedLayer(BaseLayer):
         }
         block_bytes = sum(array[self._layer_idx, :, 0].nbytes for array in self.store.blocks)
         return sum(held.values()) * block_bytes // size
+
+    def plan(self, call: str, *arguments: Any, **options: Any) -> Any:
+        wanted = f"{call} of a sequence, in all layers: PagedCache.{call}(seq, ...)"
+        raise argument_error(type(self).__name__, wanted, f"{call} of a layer in blocks")
 
     # For views
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -9,9 +10,11 @@ import numpy as np
 
 from kvkit import cpu
 from kvkit.cache.blocks.step import Step
+from kvkit.cache.paged.pieces import Pieces, check_moved, mask_of_piece
 from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of
 from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Heads, Scoring, StepArguments
+from kvkit.checks.records import StepIndex
 from kvkit.checks.values import check_new_tokens, checked_format, integer, named_arrays, one_piece
 from kvkit.errors import argument_error
 from kvkit.runtime.arrays import places_of
@@ -45,12 +48,21 @@ class PagedStep:
     ((4, 2, 16), array([0, 1, 4]))
     """
 
-    __slots__ = ("_steps", "_store", "calls", "index", "written")
+    __slots__ = ("_pieces", "_steps", "_store", "calls", "index", "written")
 
     def __init__(self, store: Any, index: Step) -> None:
         self._store, self.index = store, index
         self.written: set[int] = set()
         self.calls: PreparedCalls[PreparedCall] = PreparedCalls()
+        self._pieces: dict[bool, Pieces] = {}
+        if not index.in_order:
+            context, tokens = int(index.kvstarts[-1]), int(index.seqstarts[-1])
+            zeros = np.zeros_like(index.start_pos)
+            self._steps = StepIndex(
+                index.seqstarts, index.kvstarts, index.first_places, zeros, index.pages, store.page_size,
+                tokens=tokens, context=context, rows=0,
+            )  # fmt: skip
+            return
         arguments = StepArguments(
             index.seqstarts,
             index.kvstarts,
@@ -124,6 +136,8 @@ class PagedStep:
         tokens: Mapping[str, Array],
     ) -> Attended:
         """Append checked tokens, if there are any, and attend."""
+        if not self.index.in_order:
+            return self._attend_segments(query, layer_idx, attn_mask, options, tokens)
         form = form_of((query,), (attn_mask, tuple(options), *options.values()))
         prepared = self.calls.find(form)
         if prepared:
@@ -140,6 +154,42 @@ class PagedStep:
             return self.attend_again(prepared, query, layer_idx)
         return self.start(form, launch, query, out, lse, layer_idx)
 
+    def _attend_segments(
+        self,
+        query: Array,
+        layer_idx: int,
+        attn_mask: Array | None,
+        options: dict[str, Any],
+        tokens: Mapping[str, Array],
+    ) -> Attended:
+        """Append checked tokens, if there are any, and attend to sequences in segments."""
+        query, out, lse, weights = self._queries(query, attn_mask, tokens, **options)
+        if tokens:
+            self.append(tokens["current_key"], tokens["current_value"], layer_idx)
+        mask = None
+        if attn_mask is not None and attn_mask.size:
+            columns = attn_mask if attn_mask.ndim == 3 else attn_mask[None]
+            mask = functools.partial(mask_of_piece, columns, self._steps.seqstarts, self._steps.kvstarts)
+        own, own_lse = self.pieces(weights.causal).attend(self, query, layer_idx, mask, weights)
+        out[...] = own
+        if lse is None:
+            return out
+        lse[...] = own_lse
+        return out, lse
+
+    def pieces(self, is_causal: bool) -> Pieces:
+        """Return what the queries of the new tokens attend to."""
+        if is_causal not in self._pieces:
+            index, size = self.index, self._store.page_size
+            counts, lengths = np.diff(index.seqstarts).tolist(), np.diff(index.kvstarts).tolist()
+            self._pieces[is_causal] = Pieces(index.sequences, counts, lengths, index.pages, size, is_causal)
+        return self._pieces[is_causal]
+
+    def float32_context(self, layer_idx: int) -> Any:
+        """Return a layer's keys and values as attention with float32 queries reads them."""
+        context = self._store.contexts[layer_idx]
+        return context._replace(packed="float32", as_loaded=context.as_loaded and context.packed == "float32")
+
     def gather(self, layer_idx: int) -> Pair:
         """Return copies of the keys and values of all contexts in a layer, new tokens included.
 
@@ -155,7 +205,8 @@ class PagedStep:
         """
         layer_idx = self.to_read(layer_idx)
         key, value = self._store.empty(self._steps.context)
-        self.load(key, value, layer_idx, self._steps)
+        steps = self._steps if self.index.in_order else self.pieces(True).contexts
+        self.load(key, value, layer_idx, steps)
         return key, value
 
     def commit(self) -> None:
@@ -213,6 +264,8 @@ class PagedStep:
         weights = attention.checked_weights(query, mask, Scoring(sinks=sinks, **options))
         arrays = {"query": query, "attn_mask": attn_mask, "sinks": sinks, "cache": store.cache}
         inputs = named_arrays(**arrays, scale=store.scale, **tokens)
+        counts = np.diff(self.index.seqstarts).tolist()
+        check_moved(self.index.sequences, counts, (weights.left, weights.right), weights.alibi)
         made = attention.attention_results(query.shape, store.format, return_lse, inputs).arrays(out)
         attn_output, lse, *_ = (*made, None)
         return query, attn_output, lse, weights

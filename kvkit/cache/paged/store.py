@@ -14,6 +14,7 @@ from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import QUANTIZED, STORED
 from kvkit.layouts import Layout
 from kvkit.layouts.pmx import DYNAMIC
+from kvkit.rope import NO_ROTATION
 from kvkit.runtime.arrays import zeros
 from kvkit.typed import Array, Pair
 
@@ -116,6 +117,21 @@ class PagedStore:
         for source, destination in copies.tolist():
             for array in self.blocks:
                 array[:, :, destination] = array[:, :, source]
+
+    def copy_rows(self, sources: Array, targets: Array) -> None:
+        """Copy the bytes of rows in all layers. In a layer all are read before one is written."""
+        (block, row), (new_block, new_row) = divmod(sources, self.page_size), divmod(targets, self.page_size)
+        for array in self.blocks:
+            for side in (side for layer in array for side in layer):  # [block, row, head, dim]
+                side[new_block, new_row] = side[block, row]
+
+    def rotate(self, rows: Array, deltas: Array, ropes: list[Any]) -> None:
+        """Rotate the keys in some rows by so many positions more."""
+        block, row = divmod(rows, self.page_size)
+        for side, rope in zip(self.blocks[0][:, 0], ropes, strict=True):
+            if rope != NO_ROTATION:
+                keys = side[block, row].swapaxes(0, 1)  # [heads, tokens, dim]
+                side[block, row] = rope.shift(keys, deltas).swapaxes(0, 1)
 
     def apart(self, layer_idx: int, inputs: Mapping[str, Array]) -> None:
         """Check that an append does not overwrite its inputs, {name: array}."""

@@ -1,0 +1,95 @@
+"""The places of a sequence's tokens after some were removed or moved: in their pages, or copied.
+
+Tokens lie in segments, which fill pages from row 0 on and have one rope shift. Tokens at the beginning of a
+page stay there, even if other sequences use it. Others are copied to pages of the sequence's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvkit.cache.layers.positions import MAX_PIECES
+from kvkit.typed import Array
+
+
+class Arrangement(NamedTuple):
+    """The pages and segments that tokens get, and the copies that bring them there."""
+
+    pages: list[int]  # blocks in the order of the table; -1, -2, ... are new ones
+    borders: list[int]  # as `Sequence.borders`
+    sources: Array  # rows to copy, in the cache,
+    targets: Array  # and where to, in rows of these pages
+
+    @property
+    def new(self) -> int:
+        """The number of new blocks."""
+        return sum(block < 0 for block in self.pages)
+
+
+def lay_out(
+    rows: Array, shifts: Array, page_size: int, is_own: Callable[[int], bool], rotated_from: int
+) -> Arrangement:
+    """Find a layout of at most eight segments, the one for new tokens among them.
+
+    Parameters
+    ----------
+    rows, shifts : ndarray of int64, shape [tokens]
+        Where each token lies in the cache, and its rope shift.
+    page_size : int
+    is_own : callable
+        Whether the sequence may write to a block.
+    rotated_from : int
+        Tokens from this one on are copied, because their keys will be rotated in memory.
+    """
+    layout = arrange(rows, shifts, page_size, is_own, rotated_from)
+    if len(layout.borders) >= MAX_PIECES:
+        whole = layout.borders[0]  # tokens before the first hole
+        for first in (whole, whole - whole % page_size):
+            layout = arrange(rows, shifts, page_size, is_own, min(first, rotated_from))
+            if len(layout.borders) < MAX_PIECES:
+                break
+    return layout
+
+
+def arrange(
+    rows: Array, shifts: Array, page_size: int, is_own: Callable[[int], bool], copied_from: int
+) -> Arrangement:
+    """Lay out tokens; those from `copied_from` on are all copied. See `lay_out`."""
+    pages: list[int] = []
+    borders: list[int] = []
+    copies: list[tuple[int, int, int]] = []  # first token, token behind the last one, place
+    tail, shift, new = 0, None, 0  # tokens of the last segment, its rope shift; new pages
+    for begin, end in runs(rows, shifts, page_size, copied_from):
+        block, row = divmod(int(rows[begin]), page_size)
+        stays = row == 0 and begin < copied_from
+        full = tail % page_size == 0
+        if shift != shifts[begin] or not (full or (not stays and (pages[-1] < 0 or is_own(pages[-1])))):
+            borders += [begin] if begin else []
+            tail, shift = 0, shifts[begin]
+        if stays:
+            pages.append(block)
+        else:
+            filled = tail % page_size
+            copies.append((begin, end, len(pages) * page_size - (page_size - filled if filled else 0)))
+            while (len(pages) * page_size) < copies[-1][2] + end - begin:
+                new += 1
+                pages.append(-new)
+        tail += end - begin
+    if shift:
+        borders.append(len(rows))
+    parts = [(rows[begin:end], place + np.arange(end - begin)) for begin, end, place in copies]
+    sources, targets = zip(*parts, strict=True) if parts else ((rows[:0],), (rows[:0],))
+    return Arrangement(pages, borders, np.concatenate(sources), np.concatenate(targets))
+
+
+def runs(rows: Array, shifts: Array, page_size: int, copied_from: int) -> list[tuple[int, int]]:
+    """Return the tokens (first, behind the last one) that lie side by side in a page, and go together."""
+    if not len(rows):
+        return []
+    parts = (np.diff(rows) != 1) | (rows[1:] % page_size == 0) | (np.diff(shifts) != 0)
+    borders = {0, len(rows), min(copied_from, len(rows)), *(np.flatnonzero(parts) + 1).tolist()}
+    return list(itertools.pairwise(sorted(borders)))

@@ -1,0 +1,220 @@
+"""Attention over sequences in segments, each of which is a sequence to the kernels: one launch, and a merge.
+
+<R(p) q, R(p') k> depends on p - p' alone, so a query at p - d scores a key that was rotated for p' - d as one
+at p does the moved key. Queries of a segment of rope shift d are therefore rotated by -d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvkit import cpu, merge
+from kvkit.cache.blocks.sequence import PageSegment
+from kvkit.calls.prepared import form_of
+from kvkit.checks import attention, masks
+from kvkit.checks.records import NO_MASK, StepIndex
+from kvkit.errors import argument_error
+from kvkit.formats import FLOATS
+from kvkit.rope import Rope
+from kvkit.typed import Array, Pair
+
+FLOAT32 = next(fmt for fmt in FLOATS if fmt.name == "float32")
+
+
+class Piece(NamedTuple):
+    """Some queries of a sequence and a segment that they attend to: a sequence to the kernels."""
+
+    sequence: int
+    part: int  # the number of the segment
+    segment: PageSegment
+    queries: tuple[int, int]  # first, behind the last one, among those of the sequence
+    causal: bool  # whether the queries are the last tokens of the segment; else they see all of it
+
+
+class Pieces:
+    """The pieces of a step's sequences, and their index tensors.
+
+    Parameters
+    ----------
+    sequences : sequence of Sequence
+    counts, lengths : list of int
+        The number of queries of each sequence, its last tokens; and of its tokens.
+    pages : ndarray of int64, shape [B, MaxP]
+        As `Step.pages`.
+    page_size : int
+    is_causal : bool
+    """
+
+    def __init__(
+        self,
+        sequences: Any,
+        counts: list[int],
+        lengths: list[int],
+        pages: Array,
+        page_size: int,
+        is_causal: bool = True,
+    ) -> None:
+        self.sequences, self.counts, self.lengths = sequences, counts, lengths
+        self.starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))  # of queries
+        segments = [seq.segments(page_size, length) for seq, length in zip(sequences, lengths, strict=True)]
+        found = [
+            piece
+            for i, own in enumerate(segments)
+            for part, segment in enumerate(own)
+            for piece in pieces_of(i, part, segment, counts[i], lengths[i], is_causal)
+        ]
+        self.pieces = sorted(found, key=lambda piece: piece.causal)
+        self.free = sum(not piece.causal for piece in self.pieces)
+        self.parts = max(map(len, segments), default=0)
+        rows = [self._packed(piece) for piece in self.pieces]
+        self.queries = np.concatenate([np.empty(0, np.int64), *rows])
+        self.part_of = np.repeat([piece.part for piece in self.pieces], [len(each) for each in rows])
+        self.ends = np.cumsum([0, *map(len, rows)])  # of the pieces' queries
+        taken = [(piece.sequence, piece.segment) for piece in self.pieces]
+        self.steps = steps_of(taken, self.ends, pages, page_size)
+        every = [(i, segment) for i, own in enumerate(segments) for segment in own]
+        self.contexts = steps_of(every, np.zeros(len(every) + 1, np.int64), pages, page_size)
+
+    def _packed(self, piece: Piece) -> Array:
+        """Return where the queries of a piece are among those of all sequences."""
+        return self.starts[piece.sequence] + np.arange(*piece.queries)
+
+    def attend(
+        self, step: Any, query: Array, layer_idx: int, mask: Mask | None, weights: attention.Weights
+    ) -> Pair:
+        """Attend with checked queries [tokens, Hq, D]; return float32 outputs and lse."""
+        tokens, heads, dim = query.shape
+        outputs = np.zeros((max(self.parts, 1), tokens, heads, dim), np.float32)
+        lses = np.full(outputs.shape[:3], -np.inf, np.float32)
+        if not self.pieces:
+            return outputs[0], lses[0]
+        moved = self._rotated(query.astype(np.float32)[self.queries], layer_idx)
+        columns, place = self._mask(mask, weights), NO_MASK
+        if columns is not None:
+            place = masks.own_mask(FLOAT32, columns, heads, len(moved), columns.shape[-1])
+        out, lse = np.empty(moved.shape, np.float32), np.empty(moved.shape[:2], np.float32)
+        form = None
+        if columns is None and weights.sinks is None:
+            form = form_of((moved,), ("pieces", self.free, weights.scale, weights.softcap))
+        arrays = {"query": moved, "out": out, "lse": lse}
+        prepared = step.calls.find(form)
+        if prepared:
+            prepared.run_at(step.places(layer_idx, arrays))
+        else:
+            own = weights._replace(causal=True, left=-1, right=-1, mask=place, **self._sinks(weights.sinks))
+            context = step.float32_context(layer_idx)
+            launch = cpu.attention.prepare.prepare_attention(
+                moved, out, lse, context, self.steps, self.free, own
+            )
+            cpu.launches.start(launch)
+            step.keep(form, layer_idx, arrays, launch)
+        outputs[self.part_of, self.queries], lses[self.part_of, self.queries] = out, lse
+        return merge.merge_checked(FLOAT32, list(outputs), list(lses))
+
+    def _rotated(self, query: Array, layer_idx: int) -> Array:
+        """Rotate the queries of every piece back by the rope shift of its keys."""
+        for piece, begin, end in zip(self.pieces, self.ends, self.ends[1:], strict=False):
+            shift = piece.segment.shift
+            rope = self.sequences[piece.sequence].rope[layer_idx] if shift else None
+            if isinstance(rope, Rope):
+                states = query[begin:end]
+                states[...] = rope.shift(states, -shift)
+        return query
+
+    def _sinks(self, sinks: Array | None) -> dict[str, Any]:
+        """Let the sinks of a query enter one piece: that of its own segment, without causality the first."""
+        if sinks is None:
+            return {}
+        causal = self.free < len(self.pieces)
+        own = np.array([piece.causal if causal else piece.part == 0 for piece in self.pieces])
+        apart = np.where(own[:, None], sinks.astype(np.float32), np.float32(-np.inf))
+        return {"sinks": apart, "apart": len(apart)}
+
+    def _mask(self, mask: Mask | None, weights: attention.Weights) -> Array | None:
+        """Return a mask [Hq or 1, tokens, longest piece] of window and mask; None for neither."""
+        left, right = weights.left, weights.right
+        if mask is None and (left, right) == (-1, -1):
+            return None
+        blocks = []
+        for piece in self.pieces:
+            first = self.lengths[piece.sequence] - self.counts[piece.sequence]
+            distance = np.arange(piece.segment.begin, piece.segment.end)
+            distance = distance - (first + np.arange(*piece.queries))[:, None]  # [queries, keys]
+            visible = ((left < 0) | (distance >= -left)) & ((right < 0) | (distance <= right))
+            blocks.append(visible[None] if mask is None else hidden_from(mask(piece), visible))
+        shape = max(map(len, blocks)), self.ends[-1], max(block.shape[2] for block in blocks)
+        columns = np.zeros(shape, blocks[0].dtype)
+        for block, begin, end in zip(blocks, self.ends, self.ends[1:], strict=False):
+            columns[:, begin:end, : block.shape[2]] = block
+        return columns
+
+
+Mask = Callable[[Piece], Array]  # returns what a mask says of a piece, [Hq or 1, queries or 1, keys or 1]
+
+
+def hidden_from(block: Array, visible: Array) -> Array:
+    """Return what a mask says, [.., queries or 1, keys or 1], hidden where a window hides."""
+    if block.dtype == np.bool_:
+        return block & visible
+    return np.where(visible, block.astype(np.float32), np.float32(-np.inf))
+
+
+def mask_of_piece(mask: Array, seqstarts: Array, kvstarts: Array, piece: Piece) -> Array:
+    """Return what a mask [Hq or 1, tokens, contexts or 1] says of a piece."""
+    begin, end = seqstarts[piece.sequence] + piece.queries
+    rows = mask[:, begin:end]
+    if mask.shape[2] == 1:
+        return rows
+    first = kvstarts[piece.sequence]
+    return rows[..., first + piece.segment.begin : first + piece.segment.end]
+
+
+def pieces_of(
+    sequence: int, part: int, segment: PageSegment, count: int, length: int, is_causal: bool
+) -> list[Piece]:
+    """Return the pieces of a segment: of the queries in it, and of those behind it."""
+    first = length - count
+    if not is_causal:
+        return [Piece(sequence, part, segment, (0, count), False)] if count else []
+    begin, end = max(segment.begin - first, 0), max(segment.end - first, 0)
+    pieces = [
+        Piece(sequence, part, segment, (begin, end), True),
+        Piece(sequence, part, segment, (end, count), False),
+    ]
+    return [piece for piece in pieces if piece.queries[0] < piece.queries[1]]
+
+
+def steps_of(parts: list[tuple[int, PageSegment]], ends: Array, pages: Array, page_size: int) -> StepIndex:
+    """Return the step in which every segment, (sequence, segment), is a sequence; queries end at `ends`."""
+    lengths = np.array([segment.end - segment.begin for _, segment in parts], np.int64)
+    kvstarts = np.concatenate(([0], np.cumsum(lengths)))
+    widths = -(-lengths // page_size)
+    table = np.full((len(parts), max(widths, default=0)), -1, np.int64)
+    for row, width, (i, segment) in zip(table, widths, parts, strict=True):
+        row[:width] = pages[i, segment.page : segment.page + width]
+    zeros = np.zeros(len(parts), np.int64)
+    return StepIndex(
+        np.asarray(ends, np.int64), kvstarts, zeros, zeros, table, page_size, tokens=int(ends[-1]),
+        context=int(kvstarts[-1]), rows=0,
+    )  # fmt: skip
+
+
+def check_moved(sequences: Any, counts: list[int], window: tuple[int, int], is_alibi: bool) -> None:
+    """Raise if a window or a bias would count tokens of moved sequences where positions are meant."""
+    left, _ = window
+    for seq, count in zip(sequences, counts, strict=True):
+        if seq.intact is None:
+            continue
+        if is_alibi:
+            wanted = "False for sequences whose tokens were removed or moved (a mask can have the bias)"
+            raise argument_error("is_alibi", wanted, True)
+        reach = max(left, 0) + count - seq.pending  # the tokens before the next one that a window looks at
+        if window == (-1, -1) or reach <= 0:
+            continue
+        positions = np.append(seq.positions[max(seq.length - reach, 0) :], seq.next_position)
+        if (np.diff(positions) != 1).any():
+            wanted = "one without holes, because a window counts positions"
+            raise argument_error("window", wanted, f"{window} over removed tokens")
