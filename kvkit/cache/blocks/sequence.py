@@ -112,13 +112,13 @@ class Sequence:
     def pieces(self, tokens: int) -> list[Piece]:
         """Return the pieces of constant rope shift of so many tokens."""
         if self.row_positions is not None:
-            return self.row_positions.pieces(tokens)
+            return self.row_positions.pieces(0, tokens)
         return [(0, tokens, 0)] if tokens else []
 
     def all_positions(self) -> RowPositions:
         """Return the positions and rope shifts of all tokens in the cache."""
         if self.row_positions is not None:
-            return self.row_positions.extended(self.length)
+            return self.row_positions.between(0, self.length)
         return RowPositions.contiguous(0, self.length)
 
     def segment_lengths(self) -> list[int]:
@@ -159,7 +159,7 @@ class Sequence:
         """Take what a file says of moved tokens; a KvkitError if it cannot be."""
         rows, borders, intact, self.rope = moves
         inner = set(borders[:-1] if borders[-1:] == [self.length] else borders)
-        turns = {begin for begin, *_ in rows.pieces(self.length)[1:]}
+        turns = {begin for begin, *_ in rows.pieces(0, self.length)[1:]}
         if borders != sorted(set(borders)) or not turns <= inner <= set(range(1, self.length)):
             raise argument_error("segments", f"ends of segments among {self.length} tokens", borders)
         first = slice(integer("intact", intact, 0, self.length))
