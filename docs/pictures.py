@@ -162,7 +162,84 @@ def plans():
     return drawing
 
 
-BY_HAND = cache, codes, plans
+def tokens(drawing, x, y, words, fills):
+    """A row of tokens; the places of those that are gone are empty."""
+    for i, (word, fill) in enumerate(zip(words, fills, strict=True)):
+        drawing.box(x + i * CELL, y, CELL, CELL, fill, word)
+
+
+def removal():
+    """Tokens that are removed, with a hole and without one."""
+    drawing = Drawing("Tokens 2 to 4 are removed: a hole stays, or later tokens move up")
+    kept, later = ["key"] * 2, ["b"] * 3
+    rows = (
+        ("8 tokens", "01234567", [*kept, *["none"] * 3, *later], "the next token has position 8"),
+        ("remove(2, 5)", "01567", [*kept, *later], "positions stay, rows close up; the next one has 8"),
+        (
+            "remove(2, 5, close=True)",
+            "01234",
+            [*kept, *later],
+            "the next one has 5; these keys lie rotated for 5, 6, 7: rope shift -3",
+        ),
+    )
+    for i, (call, positions, fills, words) in enumerate(rows):
+        y = 14 + i * 54
+        drawing.text(12, y + 17, call, 12, bold=True)
+        tokens(drawing, 190, y, positions, fills)
+        drawing.text(190 + 8 * CELL + 14, y + 17, words, 12)
+    drawing.text(190, 14 + 3 * 54 - 10, "a box is a row of keys and values, with its position", 11)
+    return drawing
+
+
+def pieces():
+    """Pieces of rows after a removal, and the query that is rotated for each."""
+    drawing = Drawing("Pieces of rows: the query is rotated for each, and the outputs are merged")
+    drawing.text(12, 92, "the query of", 12)
+    drawing.text(12, 108, "position 5", 12)
+    for i, (words, fill, positions, lie) in enumerate((
+        ("rotated for 5", "key", "01", "lie as rotated for 0, 1"),
+        ("rotated for 8 = 5 + 3", "b", "234", "lie as rotated for 5, 6, 7: rope shift -3"),
+        ("rotated for 5", "a", "5", "the new token's own key"),
+    )):  # fmt: skip
+        y = 14 + i * 58
+        drawing.arrow(92, 98, 130, y + 13)
+        drawing.box(132, y, 140, 26, "a", words)
+        drawing.arrow(272, y + 13, 308, y + 13)
+        tokens(drawing, 310, y, positions, [fill] * len(positions))
+        drawing.text(310, y + 40, lie, 11)
+        drawing.text(400, y + 17, "output, lse", 11)
+        drawing.arrow(466, y + 13, 568, 98)
+    drawing.box(570, 85, 70, 26, "value", "merge")
+    return drawing
+
+
+def fork():
+    """Two sequences that share pages, one of which removes tokens."""
+    drawing = Drawing("A fork shares pages; what one sequence removes stays in the other")
+    places = 212, 330, 448, 566
+    for page, first in enumerate((0, 4, 8)):
+        tokens(drawing, places[page], 84, map(str, range(first, first + 4)), ["key"] * 4)
+        drawing.text(places[page] + 2 * CELL, 128, f"page {page}", 11, "middle")
+    tokens(drawing, places[3], 84, ["6", "7", "", ""], ["b", "b", "none", "none"])
+    drawing.text(places[3] + 2 * CELL, 128, "page 3, copied rows", 11, "middle")
+    drawing.text(12, 34, "A", 14, bold=True)
+    drawing.text(30, 34, "12 tokens", 12)
+    drawing.text(12, 188, "B", 14, bold=True)
+    drawing.text(30, 180, "fork(A), then", 12)
+    drawing.text(30, 196, "remove(B, 2, 6)", 12)
+    for page in (0, 1, 2):
+        x = places[page]
+        drawing.box(x, 16, 4 * CELL, 26, "a", "all 4 rows")
+        drawing.arrow(x + 2 * CELL, 42, x + 2 * CELL, 82)
+    for page, words in ((0, "rows 0, 1"), (3, "rows 6, 7"), (2, "all 4 rows")):
+        x = places[page]
+        drawing.box(x, 166, 4 * CELL, 26, "a", words)
+        drawing.arrow(x + 2 * CELL, 166, x + 2 * CELL, 134)
+    drawing.text(212, 214, "segments of B, in the order of positions: page 0, page 3, page 2", 11)
+    return drawing
+
+
+BY_HAND = cache, codes, plans, removal, pieces, fork
 BY_THE_PACKAGE = offsets, pages, pmx, vllm
 
 

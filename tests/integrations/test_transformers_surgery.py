@@ -151,6 +151,14 @@ def test_the_config_says_how_keys_are_rotated_and_what_it_does_not_say_is_refuse
     assert "dynamic NTK" in cache.can("shift", 0, None, 1)
 
 
+def test_the_batch_of_a_paged_cache_stays(model):
+    cache = KvkitCache(model.config, "paged", num_blocks=4, page_size=4)
+    told = "kind: expected one whose batch can move, such as 'dynamic', got 'paged'"
+    assert cache.can("remove", 0, 1) == cache.can("retain", [0]) == told
+    with pytest.raises(KvkitError, match="kind"):
+        cache.shift(0, None, 1)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_attention_that_knows_no_positions_is_refused(attention):
     cache = KvkitCache(transformers.LlamaConfig(**SIZES | {"attn_implementation": attention}))

@@ -272,11 +272,11 @@ class KvkitCache(Cache):
         >>> cache.positions, cache.rope_shifts.tolist()
         (array([0, 1, 2, 3, 4]), [[0, 2, 0], [2, 5, -3]])
         """
-        self.cache.remove(begin, end, close=close, rope=self._rope(rope, close))
+        self._movable().remove(begin, end, close=close, rope=self._rope(rope, close))
 
     def retain(self, positions: ArrayLike) -> None:
         """Remove all tokens but those with some positions from every layer."""
-        self.cache.retain(positions)
+        self._movable().retain(positions)
 
     def shift(
         self, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex, rope: Any = None
@@ -285,17 +285,17 @@ class KvkitCache(Cache):
 
         ``rope`` says how keys were rotated. It is read from the model's config and code unless it is given.
         """
-        self.cache.shift(begin, end, delta, self._rope(rope))
+        self._movable().shift(begin, end, delta, self._rope(rope))
 
     def divide(
         self, begin: SupportsIndex, end: SupportsIndex | None, d: SupportsIndex, rope: Any = None
     ) -> None:
         """Divide the positions in [begin, end) by `d` in every layer, rounding down."""
-        self.cache.divide(begin, end, d, self._rope(rope))
+        self._movable().divide(begin, end, d, self._rope(rope))
 
     def flatten(self, rope: Any = None) -> None:
         """Rotate shifted keys in memory, in every layer."""
-        self.cache.flatten(self._rope(rope))
+        self._movable().flatten(self._rope(rope))
 
     def can(self, call: str, *arguments: Any, **options: Any) -> str | None:
         """Return the sentence of the error that a call would have, None if every layer can do it.
@@ -319,7 +319,13 @@ class KvkitCache(Cache):
         if call != "retain":
             needed = call != "remove" or bool(options.get("close"))
             options["rope"] = self._rope(options.get("rope"), needed)
-        return self.cache.plan(call, *arguments, **options)
+        return self._movable().plan(call, *arguments, **options)
+
+    def _movable(self) -> Any:
+        """Return the cache; raise KvkitError if its tokens go sequence by sequence."""
+        if self._make is not None or isinstance(self.cache, PagedCache):
+            raise argument_error("kind", "one whose batch can move, such as 'dynamic'", "'paged'")
+        return self.cache
 
     def _rope(self, rope: Any, needed: bool = True) -> Any:
         """Return how keys were rotated: as a call or the cache says, else as the model's config does."""
