@@ -20,7 +20,7 @@ def start() -> None:
         sys.stderr.write("kvkit: interrupted\n")
         sys.exit(130)
     finally:
-        exec("")  # Python ends by an interrupt that the last text it ran let out, though it was caught since
+        exec("")  # else Python ends itself by SIGINT if the last text that it ran was interrupted
 
 
 def end_by_signal(number: int, frame: object) -> None:

@@ -62,7 +62,7 @@ def check_headers(
         if array.name not in forms:
             continue
         form, axes = forms[array.name], {axis_count(shape) for shape in array.shapes if "(" in shape}
-        index = "int64" in array.dtypes and form.dtype.kind in "iu"  # of any width; the operator says more
+        index = "int64" in array.dtypes and form.dtype.kind in "iu"  # any width: the operator checks it
         if not index and form.dtype.name not in array.dtypes:
             wanted = " or ".join(array.dtypes)
             raise KvkitError(f"{path}: {array.name}: expected dtype {wanted}, got {dtype_hint(form.dtype)}")
@@ -78,7 +78,7 @@ def check_headers(
 
 
 def axis_count(shape: str) -> int | None:
-    """Return the number of axes of a shape as the table writes it, or None if it may have any number."""
+    """Return the number of axes of a shape of the operator table, or None if any number fits."""
     inside = shape[shape.index("(") + 1 : shape.rindex(")")]
     return None if "..." in inside else len(inside.split(",")) if inside else 0
 
@@ -132,7 +132,7 @@ def parse_settings(op: Operator, settings: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_value(text: str, kind: type, names: Sequence[str]) -> Any:
-    """Return the value of a text. Texts and names need no quotes, true and false no capitals."""
+    """Return the value of a text. Texts and names need no quotes, and true and false no capitals."""
     if text in names or (kind is str and text[:1] not in ("'", '"')):
         return text
     return ast.literal_eval(text.capitalize() if kind is bool else text)

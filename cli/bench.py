@@ -1,4 +1,4 @@
-"""`kvkit bench`: measure the suites of benchmarks/suites, in the checkout that kvkit is used from."""
+"""`kvkit bench`: run benchmarks/suites, which only a checkout of kvkit has."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def import_suites() -> list[ModuleType]:
 @click.command()
 @click.option(
     "--json", "folder", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
-    help="Write the figures and the machine to a file of each suite in FOLDER.",
+    help="Write figures and machine to FOLDER, a file for each suite.",
 )  # fmt: skip
-@click.option("--only", default="", metavar="TEXT", help="Only what contains TEXT in 'SUITE CASE'.")
+@click.option("--only", default="", metavar="TEXT", help="Run only cases whose 'SUITE CASE' contains TEXT.")
 @click.option("--rounds", default=11, show_default=True, help="Runs of each case; medians are shown.")
 def bench(folder: Path | None, only: str, rounds: int) -> None:
-    """Measure operators beside plain parallel copies or reads of the same bytes, and beside their peers.
+    """Measure operators beside plain parallel copies or reads of the same bytes, and other libraries.
 
-    What is compared alternates; the bytes are those an operator must read and write, and a copy reads and
-    writes as many. Sets of data rotate so that they come from memory, not from a cache. Outputs that are
-    given are compared with a copy into memory that is there, outputs that are made with one into new memory.
+    The operator and the copy run in turns. GB/s counts the bytes that the operator must read and write; the
+    copy reads and writes as many. Data come from memory, for several sets rotate. An operator that writes
+    into a given array is compared with a copy into existing memory, others with a copy into new memory.
     Attention is compared with a read of its cache, and with torch and onnxruntime where they are installed.
-    Figures of cases left out stay in their file if the same machine measured them.
+    With --only, figures of other cases stay in their file if this machine measured them.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`kvkit check`: what cannot be right in a file of tables, slots and caches."""
+"""`kvkit check`: find errors in the tables, slots and caches of a file."""
 
 import json
 from functools import partial
@@ -14,19 +14,23 @@ COLOURS = {"error": "red", "warning": "yellow"}
 
 @click.command(cls=tool.ToolVerb)
 @click.argument("sources", metavar="FILE...", type=tool.PATH, nargs=-1, required=True)
-@click.option("--after", metavar="FILE", type=tool.PATH, help="The caches after a call, of one FILE.")
-@tool.layout(about="The line or name of the layout that the cache lies in.")
+@click.option(
+    "--after", metavar="FILE", type=tool.PATH, help="The caches after the call whose inputs FILE holds."
+)
+@tool.layout(about="The layout of the cache: a name or a line.")
 @clusters.on_cluster
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: of several files, by their names.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON; of several files one object, by file name."
+)
 @click.pass_context
 def check(ctx, sources, after, layout, dask, as_json):
-    """Say what cannot be right in page tables, slots, layouts, scales and data.
+    """Find errors in page tables, slots, layouts, scales and data.
 
     FILE holds arrays under the names of `kvkit.tools.check`: block_tables and context_lens, num_blocks and
     page_size; slot_mapping, slot_sequences, slot_positions; cache, or key_cache and value_cache, with their
-    scales. Of the caches of --after only the rows of its slot_mapping may have changed.
+    scales. With --after only rows of slot_mapping may differ between the two files.
 
-    The exit code is 1 if there is an error among the findings, 0 if there are warnings or none.
+    The exit code is 1 if an error is found, 0 if nothing or only warnings are found.
 
     \b
     Examples:
@@ -56,6 +60,6 @@ def check(ctx, sources, after, layout, dask, as_json):
 
 
 def check_file(after, layout, source):
-    """Return what is found in a file."""
+    """Check a file; errors name it."""
     with clusters.naming(source):
         return tools.check(source, after, layout=layout)

@@ -19,13 +19,13 @@ def on_cluster(verb: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--dask",
         metavar="ADDRESS|local[:N]",
-        help="Run its parts on the workers of a Dask cluster, or in N processes of this machine.",
+        help="Run on the workers of a Dask cluster, or in N processes of this machine.",
     )(verb)
 
 
 @contextlib.contextmanager
 def naming(path: Any) -> Iterator[None]:
-    """Add the file that a task works on to its errors."""
+    """Add the name of a task's file to its errors."""
     try:
         yield
     except KvkitError as error:
@@ -36,7 +36,7 @@ def naming(path: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def mapper(address: str | None) -> Iterator[Callable[..., Any]]:
-    """Return a function like `map` for tools: `map`, or one that runs on a cluster and shows a bar."""
+    """Yield `map`, or a function like it that runs on a cluster and shows a bar."""
     if address is None:
         yield map
         return
@@ -44,7 +44,7 @@ def mapper(address: str | None) -> Iterator[Callable[..., Any]]:
         from kvkit.integrations.dask import tasks
     except ImportError:
         raise KvkitError(NEEDS) from None
-    with tasks.started(address) as run, show.counted("tasks") as progress:
+    with tasks.started(address) as run, show.task_bar("tasks") as progress:
 
         def mapped(function: Callable[..., Any], names: Iterable[Any], *arguments: Any) -> Iterator[Any]:
             names = list(names)

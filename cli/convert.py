@@ -1,4 +1,4 @@
-"""`kvkit convert`: a cache from layout to layout, from file to file."""
+"""`kvkit convert`: move a cache to another layout, format or file."""
 
 import json
 from dataclasses import replace
@@ -15,31 +15,39 @@ from kvkit_cli import clusters, show, tool, watch
 @click.command(cls=tool.ToolVerb)
 @click.argument("sources", metavar="IN...", type=tool.PATH, nargs=-1, required=True)
 @click.argument("target", metavar="OUT", type=tool.PATH)
-@tool.layout("--from", "from_layout", "The layout of IN, if it does not say its own.")
+@tool.layout("--from", "from_layout", "The layout of IN, if the file does not name it.")
 @tool.layout("--to", "to_layout", "The layout of OUT: see kvkit layouts.")
-@click.option("--format", metavar="NAME", help="Or how OUT holds numbers: float16, q8_0, int4:g32...")
-@click.option("--from-format", metavar="NAME", help="What codes in IN are, if it does not say so.")
+@click.option(
+    "--format",
+    metavar="NAME",
+    help="The format of the numbers in OUT, in place of --to: float16, q8_0, int4:g32...",
+)
+@click.option(
+    "--from-format", metavar="NAME", help="The format of codes in IN, if the file does not name it."
+)
 @tool.sizes()
-@click.option("--page-size", metavar="N|longest", help="New pages for all sequences.")
+@click.option("--page-size", metavar="N|longest", help="Copy all sequences into new pages of N tokens.")
 @click.option(
     "--tables", "tables_from", metavar="FILE", type=tool.PATH, help="Page tables, if they are not in IN."
 )
 @click.option("--verify", is_flag=True, help="Read the result back and compare it with IN.")
 @clusters.on_cluster
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: of several files, by their names.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON; of several files one object, by file name."
+)
 @click.option("--quiet", is_flag=True, help="Print nothing.")
 def convert(sources, target, page_size, dask, as_json, quiet, **options):
     """Move a cache to another layout, bit for bit, or to another format.
 
-    IN is any file that `kvkit inspect` reads; its cache is the array cache, arrays cache.0, cache.0.1 and so
-    on where its layout has lists, or key_cache and value_cache, key and value and so on. OUT is a .npz, .npy
-    or .safetensors file, whole or untouched; of several IN it is a folder that exists. Rows stay where they
-    are, unless --page-size makes new pages of the sequences that tables tell (block_tables and context_lens,
-    or kv_indptr, kv_indices and kv_last_page_len, or cells of llama.cpp; without tables a sequence for each
-    b); one page for each if it is longest.
+    IN is any file that `kvkit inspect` reads. Its cache is the array cache, the arrays cache.0, cache.0.1 and
+    so on if the layout has lists, or key_cache and value_cache, key and value and so on. OUT is a .npz, .npy
+    or .safetensors file; on an error it does not change. With several IN it is a folder that exists. Rows
+    stay where they are. --page-size copies each sequence of the page tables (block_tables and context_lens;
+    kv_indptr, kv_indices and kv_last_page_len; cells of llama.cpp), or each b without tables, into new pages;
+    --page-size longest makes one page of each sequence.
 
-    With --format floats, codes that a file names (a state of llama.cpp, a saved cache) or --from-format does
-    become what a format of kvkit holds, layer by layer, as "l kv | b n h c".
+    --format converts the numbers and writes them in the layout "l kv | b n h c". The numbers of IN are
+    floats, or codes whose format the file (a state of llama.cpp, a saved cache) or --from-format names.
 
     \b
     Examples:
@@ -62,11 +70,11 @@ def convert(sources, target, page_size, dask, as_json, quiet, **options):
 
 
 def targets_of(sources, target):
-    """Return where each file goes; all names are checked before one is written."""
+    """Return the path to write for each file; all are checked before one is written."""
     targets = [target]
     if len(sources) > 1 or target.is_dir():
         if not target.is_dir():
-            raise KvkitError(f"{target}: no folder: of several IN, OUT is a folder that exists")
+            raise KvkitError(f"{target}: no folder: with several IN, OUT is a folder that exists")
         names = [each.name if each.suffix in files.WRITTEN else f"{each.name}.npz" for each in sources]
         targets = [target / name for name in names]
     for source, one in zip(sources, targets, strict=True):
@@ -81,7 +89,7 @@ def targets_of(sources, target):
 
 
 def convert_file(source, target, options, quiet, alone):
-    """Convert a file; `alone` in this process, which shows progress, and watches what it reads."""
+    """Convert a file. A task that runs `alone` shows progress and watches the file for changes."""
     contents = files.read(source)
     total = sum(array.nbytes for array in contents.arrays.values())
     quiet = quiet or not alone
@@ -106,7 +114,7 @@ def page_size_of(text):
 
 
 def in_steps(advance):
-    """Return a listener to all bytes done, for one that hears of each step's."""
+    """Turn a callback for the bytes of each step into one for all bytes done."""
     before = [0]
 
     def progress(done, total):

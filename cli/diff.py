@@ -1,4 +1,4 @@
-"""`kvkit diff`: where two caches or outputs differ, and why."""
+"""`kvkit diff`: find where two caches or outputs differ, and why."""
 
 import click
 
@@ -12,12 +12,15 @@ from kvkit_cli import clusters, show, tool
 @tool.layout("--layout-a", "layout_a", "The layout of the cache in A.")
 @tool.layout("--layout-b", "layout_b", "The layout of the cache in B.")
 @click.option(
-    "--like", metavar="IN", type=tool.PATH, help="Inputs of what made A and B, for causes in codes."
+    "--like",
+    metavar="IN",
+    type=tool.PATH,
+    help="The inputs of the call that wrote A and B; they explain codes.",
 )
-@click.option("--axes", help="Axes of arrays without a layout, of: l b n h c.")
-@click.option("--atol", type=float, default=0.0, help="Elements may be so far apart.")
-@click.option("--rtol", type=float, default=0.0, help="And so far, as a share of what is expected.")
-@click.option("--ulp", type=int, default=0, help="Or so many numbers of their type.")
+@click.option("--axes", help="Axes of arrays that have no layout, from l b n h c.")
+@click.option("--atol", type=float, default=0.0, help="Absolute tolerance of an element.")
+@click.option("--rtol", type=float, default=0.0, help="Relative tolerance, added to the absolute one.")
+@click.option("--ulp", type=int, default=0, help="Or a tolerance in units in the last place.")
 @click.option("--plot", metavar="FILE", type=tool.PATH, help="Draw a map of differences, tokens by heads.")
 @clusters.on_cluster
 @tool.json_option
@@ -25,8 +28,8 @@ from kvkit_cli import clusters, show, tool
 def diff(ctx, a, b, as_json, dask, **options):
     """Say where two caches or outputs differ, and why.
 
-    A holds what is expected, B what came: arrays of equal names, or caches in layouts of their own. Each
-    usual cause says how much of it it explains. Without tolerances bits are compared.
+    A is the expected file, B the actual one: arrays of equal names, or caches, each in its own layout. Each
+    usual cause shows the share of differences it explains. Without tolerances bits are compared.
 
     The exit code is 0 if nothing differs, 1 if something does, 2 for a wrong command or file.
 
@@ -43,5 +46,5 @@ def diff(ctx, a, b, as_json, dask, **options):
     ):
         found = tools.diff(a, b, advance=advance, mapper=mapper, **options)
     causes = set(map(str, found.causes))
-    tool.tell(found, as_json, lambda line: "bold" if line in causes else None)
+    tool.show_result(found, as_json, lambda line: "bold" if line in causes else None)
     ctx.exit(0 if found.equal else 1)

@@ -1,4 +1,4 @@
-"""`kvkit draw`: a layout, or whose the rows of a cache in a file are."""
+"""`kvkit draw`: draw a layout, or the rows of a saved cache by sequence."""
 
 from pathlib import Path
 
@@ -19,12 +19,12 @@ SVG = ".svg"
 @click.command(cls=tool.ToolVerb)
 @click.argument("what", metavar="FILE|LAYOUT")
 @click.option("-o", "--output", metavar="OUT.svg", type=click.Path(path_type=Path), help="Write a picture.")
-@tool.sizes("Lengths of a layout's axes; of a file, n: rows of a page.")
+@tool.sizes("Lengths of a layout's axes. For a file, n is the rows of a page.")
 def draw(what, output, sizes):
-    """Draw a layout, or whose the rows of a cache in a file are.
+    """Draw a layout, or which sequence each row of a saved cache belongs to.
 
-    Of a file with tables (block_tables and context_lens, kv_indptr and so on, cells of llama.cpp) each row is
-    a sequence's, shared, free or stale. Of another file, and of a name or line, the layout is drawn.
+    If the file has page tables (block_tables and context_lens, kv_indptr and so on, cells of llama.cpp), each
+    row is drawn as one sequence's, shared, free or stale. Otherwise the layout is drawn.
 
     \b
     Examples:
@@ -51,7 +51,7 @@ def draw(what, output, sizes):
 
 
 def draw_file(path, sizes, kind):
-    """Return a drawing of the rows of a file's cache, by its tables; or of its layout."""
+    """Draw the rows of a file's cache by its page tables, or its layout if it has none."""
     source = CacheSource(path)
     found = source.block_tables(sizes.get("n"))
     if found is not None:
@@ -59,13 +59,13 @@ def draw_file(path, sizes, kind):
         return drawing.cells(found[1], rows, filled=filled, kind=kind)
     if source.layout is None:
         raise KvkitError(
-            f"{path}: it has no tables and says no layout: name one, as in kvkit draw vllm-lbnhc"
+            f"{path}: it has no tables and names no layout: give one, as in kvkit draw vllm-lbnhc"
         )
     return drawing.layout(source.layout, sizes=sizes, kind=kind)
 
 
 def filled_rows(source, pages):
-    """Return (rows of the cache, which of them hold something), as far as its layout tells them."""
+    """Return (number of rows, which rows are not zero); (None, None) without a layout."""
     kv, _ = source.one_head_view()
     if kv is None or isinstance(kv.keys[0], tuple) or kv.keys[0].shape[1] % pages.page_size:
         return None, None

@@ -24,10 +24,10 @@ RANGE = re.compile(r"(\d*):(\d*)(?::(-?\d+))?")
 
 
 class Edit(tool.ToolVerb):
-    """The verb, whose changes are done in the order in which they are given."""
+    """A command that makes changes in the order of its options."""
 
     def parse_args(self, ctx, args):
-        """Parse, and keep the names of changes in order."""
+        """Parse the options, and note the order of the changes."""
         names = (arg.removeprefix("--").partition("=")[0] for arg in args if arg.startswith("--"))
         ctx.meta["order"] = [name for name in names if name in CHANGES]
         return super().parse_args(ctx, args)
@@ -43,7 +43,7 @@ class Edit(tool.ToolVerb):
 @click.option(
     "--rope",
     metavar="CONFIG|NAME=N,...",
-    help="How keys were rotated: a config.json, or rotary_dim=64,theta=10000, or none. Moves ask for it.",
+    help="How keys were rotated: a config.json, or rotary_dim=64,theta=10000, or none. Moves need it.",
 )
 @click.option("-o", "--output", metavar="OUT", type=tool.PATH, help="The .npz file to write.")
 @tool.json_option
@@ -51,8 +51,8 @@ class Edit(tool.ToolVerb):
 def edit(ctx, source, close, rope, output, as_json, **changes):
     """Remove, keep and move tokens of a saved cache, in the order given.
 
-    FILE is a .npz file that Cache.save wrote. Positions count from 0; a range is half-open. No key is
-    rotated: attention takes moves into account. Nothing is written unless all changes can be done.
+    FILE is a .npz file that Cache.save wrote. Positions count from 0; a range is half-open. Keys are
+    not rotated: attention accounts for moves. Nothing is written unless all changes can be done.
 
     \b
     Examples:
@@ -65,26 +65,26 @@ def edit(ctx, source, close, rope, output, as_json, **changes):
     check_target(output)
     if output.suffix != ".npz":
         raise KvkitError(f"{output}: a cache is saved as .npz: give such a name")
-    cache = opened(source)
-    rotation = None if rope is None else rotation_of(rope)
+    cache = open_cache(source)
+    rotation = None if rope is None else parse_rope(rope)
     values = {name: iter(given) for name, given in changes.items()}
     for name in ctx.meta["order"]:
-        changed(cache, name, next(values[name]), close, rotation)
+        apply_change(cache, name, next(values[name]), close, rotation)
     cache.save(output)
     layer = cache.layers[0]
     if as_json:
         click.echo(
             json.dumps(
                 {"tokens": layer.stored_tokens, "next_position": cache.get_seq_length(),
-                 "positions": ranges(layer.positions), "rope_shifts": layer.rope_shifts.tolist()}
+                 "positions": position_runs(layer.positions), "rope_shifts": layer.rope_shifts.tolist()}
             )
         )  # fmt: skip
     else:
-        kept = ",".join(f"{begin}:{end}" for begin, end in ranges(layer.positions))
-        click.echo(f"{layer.stored_tokens} tokens at {kept or 'none'}, the next at {cache.get_seq_length()}")
+        shown = ",".join(f"{begin}:{end}" for begin, end in position_runs(layer.positions))
+        click.echo(f"{layer.stored_tokens} tokens at {shown or 'none'}, the next at {cache.get_seq_length()}")
 
 
-def opened(source):
+def open_cache(source):
     """Return the cache of a file that kvkit saved."""
     try:
         cache = load(source)
@@ -95,24 +95,24 @@ def opened(source):
     return cache
 
 
-def changed(cache, name, text, close, rotation):
-    """Do one change to a cache."""
+def apply_change(cache, name, text, close, rotation):
+    """Apply one change to a cache."""
     if name == "retain":
         positions = cache.layers[0].positions
         inside = np.zeros(len(positions), bool)
         for part in text.split(","):
-            begin, end, _ = range_of(name, part, False)
+            begin, end, _ = parse_range(name, part, False)
             inside |= (positions >= begin) & (positions < (cache.get_seq_length() if end is None else end))
         cache.retain(positions[inside])
         return
-    begin, end, by = range_of(name, text, name != "remove")
+    begin, end, by = parse_range(name, text, name != "remove")
     if name == "remove":
         cache.remove(begin, end, close=close, **({"rope": rotation} if close else {}))
     else:
         getattr(cache, name)(begin, end, by, rope=rotation)
 
 
-def range_of(name, text, by):
+def parse_range(name, text, by):
     """Return (begin, end or None, a third number or None) of a text such as 10:20."""
     found = RANGE.fullmatch(text.strip())
     if found is None or len(text) > 60 or (found[3] is not None) != by:
@@ -120,14 +120,14 @@ def range_of(name, text, by):
     return int(found[1] or 0), int(found[2]) if found[2] else None, int(found[3]) if by else None
 
 
-def ranges(positions):
-    """Return [begin, end) of each run of positions, one after another."""
+def position_runs(positions):
+    """Return [begin, end) of each run of consecutive positions."""
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     return [[int(run[0]), int(run[-1]) + 1] for run in np.split(positions, breaks) if len(run)]
 
 
-def rotation_of(text):
-    """Return how keys were rotated: of a config.json, of numbers by name, or "none"."""
+def parse_rope(text):
+    """Return the rotation that a text gives: a config.json, numbers by name, or "none"."""
     if text == "none":
         return text
     if "=" not in text:

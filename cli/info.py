@@ -18,7 +18,7 @@ from kvkit.runtime.jit import STATE, cache_folder
 from kvkit.version import __version__
 from kvkit_cli import ownership, show
 
-THIS = "kvkit as it is"
+THIS = "these sources of kvkit"
 VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "neon": "NEON"}  # the widest first
 
 
@@ -73,7 +73,7 @@ def module_of(name: str) -> str | None:
 
 
 def system_facts() -> dict[str, str]:
-    """Return the lines of the table."""
+    """Return the facts about this system, by name."""
     modules = (np, numba, llvmlite, ml_dtypes)
     return {
         "kvkit": __version__,
@@ -83,7 +83,7 @@ def system_facts() -> dict[str, str]:
         "CPU": f"{llvmlite.binding.get_host_cpu_name()}, {vector_instructions()}",
         "threads": f"{numba.get_num_threads()} of at most {numba.config.NUMBA_NUM_THREADS}",
         "threading layer": threading_layer(),
-        "compile cache": show.kept_in(cache_folder()),
+        "compile cache": show.code_folder_text(cache_folder()),
         "backend cpu": "works",
         "backend cuda": cuda_state(),
     }

@@ -1,4 +1,4 @@
-"""`kvkit inspect`: what is in a file."""
+"""`kvkit inspect`: show what is in a file."""
 
 import click
 
@@ -8,7 +8,7 @@ from kvkit_cli import tool
 
 @click.command(cls=tool.ToolVerb)
 @click.argument("source", metavar="FILE", type=tool.PATH)
-@click.option("--stats", is_flag=True, help="Count least, largest, NaN and rows of zeros, layer by layer.")
+@click.option("--stats", is_flag=True, help="Show minimum, maximum, NaN and rows of zeros of each layer.")
 @tool.layout()
 @tool.sizes()
 @tool.json_option
@@ -16,11 +16,11 @@ def inspect(source, as_json, **options):
     """Say what is in a file: arrays, layout, tables, numbers.
 
     FILE is a .npz, .npy or .safetensors file, one of torch.save, a prompt cache of MLX, a session or state of
-    llama.cpp; it is told by how it begins.
+    llama.cpp; its first bytes tell which.
 
     \b
     Examples:
       kvkit inspect cache.safetensors --stats
       kvkit inspect pool.npy --layout vllm-lbnhc --sizes c=64
     """
-    tool.tell(tools.inspect(source, **options), as_json)
+    tool.show_result(tools.inspect(source, **options), as_json)

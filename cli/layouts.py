@@ -1,4 +1,4 @@
-"""`kvkit layouts`: how engines' caches lie in memory."""
+"""`kvkit layouts`: list or draw the memory layouts of engines' caches."""
 
 import click
 
@@ -24,7 +24,7 @@ MARKS = {
 def layouts(name, sizes, as_json):
     """List the layouts of engines, or draw one.
 
-    NAME is one of the list, what vLLM or LMCache call it, or a line: `l | b kv n h c`.
+    NAME is one of the list, a name that vLLM or LMCache use, or a line: `l | b kv n h c`.
 
     \b
     Examples:
@@ -36,7 +36,7 @@ def layouts(name, sizes, as_json):
             show.as_json({each: layout_facts(each) for each in NAMED})
         else:
             rows = [(each, about.line, f"{about.engine} {about.versions}") for each, about in NAMED.items()]
-            click.echo(columns(("name", "line", "of"), rows, len(rows)))
+            click.echo(columns(("name", "line", "engine"), rows, len(rows)))
         return
     if (found := known_layout(name)) is None:
         raise KvkitError(f"no layout {name!r}{show.suggestion(name, [*NAMED, *ALIASES])}: see kvkit layouts")
@@ -53,13 +53,13 @@ def layouts(name, sizes, as_json):
 
 
 def known_layout(text):
-    """Return the name of a layout by any of its names, or the line that a text is; None of others."""
+    """Return the name for an alias, a name or a line as it is, None for any other text."""
     name = ALIASES.get(text, text)
     return name if name in NAMED or set(name) & set("| ") else None
 
 
 def layout_facts(name):
-    """Return what is known of a layout, as JSON has it."""
+    """Return the facts about a layout, for JSON."""
     about = NAMED[name]
     keys = "line", "engine", "versions", "source", "mark", "note"
     return {key: getattr(about, key) for key in keys} | {"aliases": list(about.aliases)}

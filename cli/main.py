@@ -23,19 +23,19 @@ VERBS = {  # verb: (module, the first line of its help)
     "inspect": ("kvkit_cli.inspect", "Say what is in a file: arrays, layout, tables, numbers."),
     "convert": ("kvkit_cli.convert", "Move a cache to another layout, bit for bit, or to another format."),
     "edit": ("kvkit_cli.edit", "Remove, keep and move tokens of a saved cache, in the order given."),
-    "study": ("kvkit_cli.study", "Say what schemes of quantization cost a cache, head by head."),
+    "study": ("kvkit_cli.study", "Measure what schemes of quantization cost a cache, head by head."),
     "size": (
         "kvkit_cli.size",
         "Say how many bytes the cache of a model takes, by context length, batch and format.",
     ),
-    "draw": ("kvkit_cli.draw", "Draw a layout, or whose the rows of a cache in a file are."),
-    "check": ("kvkit_cli.check", "Say what cannot be right in page tables, slots, layouts, scales and data."),
+    "draw": ("kvkit_cli.draw", "Draw a layout, or which sequence each row of a saved cache belongs to."),
+    "check": ("kvkit_cli.check", "Find errors in page tables, slots, layouts, scales and data."),
     "diff": ("kvkit_cli.diff", "Say where two caches or outputs differ, and why."),
     "vectors": ("kvkit_cli.vectors", "Make, verify, replay, compare and export packs of golden vectors."),
     "cache": ("kvkit_cli.cache", "Remove compiled code from the disk."),
     "bench": (
         "kvkit_cli.bench",
-        "Measure operators beside plain parallel copies or reads of the same bytes, and beside their peers.",
+        "Measure operators beside plain parallel copies or reads of the same bytes, and other libraries.",
     ),
 }
 

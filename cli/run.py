@@ -19,7 +19,7 @@ from kvkit_cli.show import suggestion
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
 IN_CACHE = "dynamic_batching.key_value_cache", "dynamic_batching.multi_head_cache_attention"
 FOREIGN = ".npy", ".safetensors", ".pt", ".pth", ".gguf"
-PATH = click.Path(path_type=Path, readable=False)  # npz says what is wrong with a path
+PATH = click.Path(path_type=Path, readable=False)  # npz.py reports a wrong path
 
 
 @click.command()
@@ -29,10 +29,10 @@ PATH = click.Path(path_type=Path, readable=False)  # npz says what is wrong with
 @click.option("--in-place", is_flag=True, help="Rewrite IN.npz with the changed cache and scale.")
 @click.option(
     "--set", "settings", multiple=True, metavar="NAME=VALUE", shell_complete=complete.settings,
-    help="An attribute or 0-d input.",
+    help="Set an attribute or a 0-d input.",
 )  # fmt: skip
 @click.option(
-    "--map", "renamed", multiple=True, metavar="ARRAY=NAME", help="The array of the file that is this input."
+    "--map", "renamed", multiple=True, metavar="ARRAY=NAME", help="Use this array of the file as input NAME."
 )
 @click.option("--check", "only_check", is_flag=True, help="Check the call, compute and write nothing.")
 @click.option("--backend", type=click.Choice(list(PACKAGES)), default="cpu", show_default=True)
@@ -79,9 +79,9 @@ def run(
                     op, source, mapped_arrays(source, forms, names), metadata, settings
                 ),
             )
-        over = ignored_arrays(op, contents.metadata)
+        ignored = ignored_arrays(op, contents.metadata)
         named_arrays = mapped_arrays(source, contents.arrays, names)
-        arrays = {name: array for name, array in named_arrays.items() if name not in over}
+        arrays = {name: array for name, array in named_arrays.items() if name not in ignored}
         inputs, attributes = bind(op, source, arrays, settings)
         if only_check:
             check_call(op, inputs, attributes)
@@ -100,9 +100,9 @@ def run(
         if output and not only_check:
             npz.write(output, outputs | changed, {"operator": op.name, "attributes": attributes}, quiet)
         if in_place and not only_check:
-            back = {name: array for array, name in names.items()}
-            again = {back.get(name, name): array for name, array in changed.items()}
-            npz.write(source, contents.arrays | again, contents.metadata, quiet)
+            original = {name: array for array, name in names.items()}
+            rewritten = {original.get(name, name): array for name, array in changed.items()}
+            npz.write(source, contents.arrays | rewritten, contents.metadata, quiet)
     if quiet:
         return
     rows = array_rows(inputs, outputs, changed)
@@ -138,7 +138,7 @@ def parse_map(op: Operator, renamed: Sequence[str]) -> dict[str, str]:
 
 
 def mapped_arrays(path: Path | None, arrays: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Return what a file holds under the operator's names."""
+    """Return the arrays of a file under the operator's names."""
     for array, name in names.items():
         if array not in arrays:
             hint = suggestion(array, arrays) or f"; there are {', '.join(map(brief, list(arrays)[:SHOWN]))}"

@@ -32,10 +32,10 @@ from kvkit.errors import printable
 from kvkit.runtime import disk_cache
 from kvkit.tools.text import size
 
-__all__ = ["console", "kept_in", "progress", "shape", "size", "suggestion", "table"]
+__all__ = ["code_folder_text", "console", "progress", "shape", "size", "suggestion", "table"]
 
-NARROW, WIDE = 72, 1000  # columns of a terminal, and of one where nothing folds
-BAR_FROM = 256 * 2**20  # bytes; what is smaller is written before a bar can be read
+NARROW, WIDE = 72, 1000  # columns of a narrow terminal, and of one that is never too narrow
+BAR_FROM = 256 * 2**20  # bytes; less is written too fast for a bar
 
 
 def console(stderr: bool = False, width: int | None = None) -> Console:
@@ -58,7 +58,7 @@ def out(thing: Any, **style: Any) -> None:
 
 
 def text(found: Any, style: Callable[[str], str | None] | None = None, stderr: bool = False) -> None:
-    """Print a text, each line perhaps in its style. Control characters of names from files are escaped."""
+    """Print a text, each line in the style that `style` gives. Control characters are escaped."""
     screen = console(stderr)
     for line in map(printable, str(found).split("\n")):
         if style is None or not screen.is_terminal:
@@ -85,7 +85,7 @@ def as_json(thing: Any) -> None:
 
 
 def table(title: str | None, *columns: str) -> Table:
-    """Return an empty table. Long cells are folded, but never names in the first column; none is cut."""
+    """Return an empty table. Long cells fold, names in the first column do not; nothing is cut."""
     new_table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
@@ -94,7 +94,7 @@ def table(title: str | None, *columns: str) -> Table:
     return new_table
 
 
-def kept_in(folder: Path | None) -> str:
+def code_folder_text(folder: Path | None) -> str:
     """Return where compiled code is on disk, or why none is."""
     if folder is None:
         return "off: KVKIT_CACHE_DIR is empty, or there is no home directory"
@@ -122,7 +122,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def progress(what: str, total: int, quiet: bool = False) -> Iterator[Callable[[int], Any]]:
-    """Yield a function that takes each number of bytes done, and show a bar if there are many."""
+    """Yield a function that takes the bytes of each step, and show a bar if there are many."""
     screen = console(stderr=True)
     if quiet or total < BAR_FROM or not screen.is_terminal:
         yield lambda count: None
@@ -152,8 +152,8 @@ def steps(what: str, total: int, quiet: bool = False) -> Iterator[Callable[[str]
 
 
 @contextlib.contextmanager
-def counted(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], Any] | None]:
-    """Yield a function that takes the numbers of finished and of all steps, and show a bar."""
+def task_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], Any] | None]:
+    """Yield a function that takes the numbers of finished and of all tasks, and show a bar."""
     screen = console(stderr=True)
     if quiet or not screen.is_terminal:
         yield None

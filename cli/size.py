@@ -1,4 +1,4 @@
-"""`kvkit size`: how many bytes the cache of a model takes."""
+"""`kvkit size`: compute how many bytes the cache of a model takes."""
 
 import click
 
@@ -7,7 +7,7 @@ from kvkit.errors import KvkitError
 from kvkit_cli import tool
 
 
-def numbers(context, param, text):
+def parse_numbers(context, param, text):
     """Return the numbers of a text such as 4096,32768."""
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]
     if not all(part.isascii() and part.isdecimal() and len(part) < 16 for part in parts):
@@ -17,20 +17,26 @@ def numbers(context, param, text):
 
 @click.command(cls=tool.ToolVerb)
 @click.argument("model", metavar="MODEL", type=tool.PATH)
-@click.option("--tokens", metavar="N,...", callback=numbers, help="Lengths of a sequence: 4096,32768.")
-@click.option("--batch", metavar="N,...", callback=numbers, default="1", help="Sequences of that length.")
+@click.option("--tokens", metavar="N,...", callback=parse_numbers, help="Lengths of a sequence: 4096,32768.")
 @click.option(
-    "--formats", metavar="NAME,...", default="float16", show_default=True, help="As study has them."
+    "--batch", metavar="N,...", callback=parse_numbers, default="1", help="Sequences of that length."
+)
+@click.option(
+    "--formats", metavar="NAME,...", default="float16", show_default=True, help="Formats, as in kvkit study."
 )
 @click.option(
     "--engine",
     type=click.Choice(["exact", "transformers", "vllm", "llama.cpp"]),
     default="exact",
     show_default=True,
-    help="Whose rounding to pages and windows applies.",
+    help="The engine whose pages and windows round sizes up.",
 )
-@click.option("--step", type=int, metavar="N", help="New tokens of a step, for which windows keep room.")
-@click.option("--fit", metavar="BYTES", help="Say the longest contexts that fit instead: 24GiB.")
+@click.option(
+    "--step", type=int, metavar="N", help="New tokens in a step; sliding windows need room for them."
+)
+@click.option(
+    "--fit", metavar="BYTES", help="Print the longest contexts that fit into so much memory: 24GiB."
+)
 @tool.json_option
 def size(model, as_json, **options):
     """Say how many bytes the cache of a model takes, by context length, batch and format.
@@ -42,4 +48,4 @@ def size(model, as_json, **options):
       kvkit size config.json --formats float16,q8_0 --batch 1,8
       kvkit size model.gguf --engine llama.cpp --fit 24GiB
     """
-    tool.tell(tools.size(model, **options), as_json)
+    tool.show_result(tools.size(model, **options), as_json)

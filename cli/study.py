@@ -1,4 +1,4 @@
-"""`kvkit study`: what schemes of quantization cost a cache."""
+"""`kvkit study`: measure what schemes of quantization cost a cache."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +19,9 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 @click.option(
     "--model", metavar="NAME", help="Study a model that reads --text: a folder, GGUF file, or name."
 )
-@click.option("--text", type=click.Path(path_type=Path), help="What the model reads.")
-@click.option("--tokens", default=512, show_default=True, metavar="N", help="How much of the text.")
-@click.option("--schemes", default=SCHEMES, show_default=True, metavar="NAME,...", help="What is compared.")
+@click.option("--text", type=click.Path(path_type=Path), help="A text file for the model to read.")
+@click.option("--tokens", default=512, show_default=True, metavar="N", help="Tokens of the text to read.")
+@click.option("--schemes", default=SCHEMES, show_default=True, metavar="NAME,...", help="Schemes to compare.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Folder for report.html, Markdown, JSON, plots."
 )
@@ -35,12 +35,12 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 @tool.json_option
 @click.pass_context
 def study(ctx, source, model, text, tokens, schemes, output, threshold, layout, sizes, dask, as_json):
-    """Say what schemes of quantization cost a cache, head by head.
+    """Measure what schemes of quantization cost a cache, head by head.
 
-    A scheme is a format with options (int4:g32, kivi2, mxfp4:ceil), perhaps a rotation behind a plus
-    (int4:g32+hadamard), or a class of a Python file that encodes and decodes (mine.py:Scheme). Instead of
-    FILE a model of transformers gives keys, values and queries of a text, and reads the text once more for
-    each scheme: perplexity, and how often it finds the same token most likely.
+    A scheme is a format with options (int4:g32, kivi2, mxfp4:ceil), if wanted with a rotation after a plus
+    (int4:g32+hadamard), or a class in a Python file that encodes and decodes (mine.py:Scheme). With --model a
+    model of transformers reads --text to make keys, values and queries, and again with each scheme, to
+    measure perplexity and how often its most likely token stays the same.
 
     \b
     Examples:
@@ -56,7 +56,7 @@ def study(ctx, source, model, text, tokens, schemes, output, threshold, layout, 
     if (source is None) == (model is None):
         raise argument_error("study", "a FILE or --model", "none" if source is None else "both")
     if model is None:
-        with clusters.mapper(dask) as mapper, show.counted("layers", quiet=dask is not None) as progress:
+        with clusters.mapper(dask) as mapper, show.task_bar("layers", quiet=dask is not None) as progress:
             found = tools.study(
                 source, schemes, layout=layout, sizes=sizes, progress=progress, mapper=mapper,
                 threshold=threshold,
@@ -99,5 +99,5 @@ def study_model(name, text, tokens, schemes):
         raise argument_error(
             "--model", "a model that transformers loads", f"{brief(name)} ({error})"
         ) from None
-    with show.counted("readings") as progress:
+    with show.task_bar("readings") as progress:
         return study(model, tokenizer(words).input_ids[:tokens], schemes, progress=progress)

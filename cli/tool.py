@@ -1,4 +1,4 @@
-"""Share what the verbs of tools have in common: their options, and errors that name options."""
+"""Options that several verbs share, and errors that name options of the shell."""
 
 import json
 import re
@@ -14,7 +14,7 @@ PATH = click.Path(path_type=Path, readable=False)  # files say what is wrong wit
 
 
 class ToolVerb(click.Command):
-    """A verb whose errors name its options where those of the tool name its arguments."""
+    """A verb whose errors name options of the shell, not arguments of Python."""
 
     def invoke(self, ctx):
         """Run the verb."""
@@ -24,7 +24,7 @@ class ToolVerb(click.Command):
             raise type(error)(self.in_shell(str(error))) from error
 
     def in_shell(self, text):
-        """Return a text with the options of the shell, ``--layout``, for the arguments of Python."""
+        """Replace arguments of Python in a text by options of the shell, such as ``--layout``."""
         for param in self.params:
             name, spelled = param.name, param.opts[-1]
             if isinstance(param, click.Argument):
@@ -36,7 +36,7 @@ class ToolVerb(click.Command):
 
 
 def parse_sizes(text, option="--sizes"):
-    """Return {axis: length} of a text such as n=16,h=8; whoever takes the axes checks them."""
+    """Parse a text such as n=16,h=8 into {axis: length}. Axes are checked where they are used."""
     found = {}
     for pair in filter(None, (text or "").split(",")):
         axis, _, number = pair.partition("=")
@@ -46,7 +46,7 @@ def parse_sizes(text, option="--sizes"):
     return found
 
 
-def sizes(about="Lengths of axes that shapes do not tell: h=8."):
+def sizes(about="Lengths of axes that arrays do not show: h=8."):
     """Return the option for the lengths of axes."""
     return click.option(
         "--sizes", metavar="AXIS=N,...", help=about, callback=lambda _, __, text: parse_sizes(text)
@@ -54,7 +54,7 @@ def sizes(about="Lengths of axes that shapes do not tell: h=8."):
 
 
 def layout(
-    flag="--layout", name="layout", about="How its cache lies, if it does not say so: see kvkit layouts."
+    flag="--layout", name="layout", about="The layout, if the file does not name it: see kvkit layouts."
 ):
     """Return an option for a layout."""
     return click.option(flag, name, metavar="NAME", help=about)
@@ -63,8 +63,8 @@ def layout(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def tell(found, as_json, style=None):
-    """Print a result for programs or for people, each line perhaps in its style."""
+def show_result(found, as_json, style=None):
+    """Print a result as JSON, or as text whose lines `style` may colour."""
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=2, default=str))
     else:

@@ -23,8 +23,8 @@ OPERATOR = click.option("--operator", metavar="OP", help="Only the cases of this
 def vectors() -> None:
     """Make, verify, replay, compare and export packs of golden vectors.
 
-    A pack is a folder with manifest.json and a .npy file for every array. Arrays of bfloat16 and fp8 hold
-    their bits; the manifest has their type. docs/tools/vectors.md describes packs for other readers.
+    A pack is a folder with manifest.json and a .npy file for every array. Arrays of bfloat16 and fp8 are
+    integers of the same bits; the manifest has their type. docs/tools/vectors.md describes packs.
 
     \b
     Examples:
@@ -60,9 +60,11 @@ def with_progress(what: str, quiet: bool, function: Callable[..., Any], **argume
 @click.argument("folder", metavar="FOLDER", type=PATH)
 @click.argument("operator", metavar="[OP]", required=False)
 @click.option(
-    "--suite", type=click.Choice(list(tools.SUITES)), help="OP's suite if not given; pmx without OP."
+    "--suite", type=click.Choice(list(tools.SUITES)), help="The default is OP's suite, or pmx without OP."
 )
-@click.option("--shapes", metavar="NAME=N,...", help="Of heads, dim, page and batch: heads=8,dim=64,page=16.")
+@click.option(
+    "--shapes", metavar="NAME=N,...", help="Sizes by name (heads, dim, page, batch): heads=8,dim=64."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds give equal bytes.")
 @click.option("--raw", is_flag=True, help="Write .bin files of the bytes alone.")
 @AS_JSON
@@ -79,7 +81,7 @@ def make(ctx: click.Context, folder: Path, as_json: bool, shapes: str | None, **
 @AS_JSON
 @click.pass_context
 def verify(ctx: click.Context, folder: Path, dask: str | None, as_json: bool) -> None:
-    """Check hashes and versions, and find missing and unlisted files and packs without cases."""
+    """Check hashes and versions; find missing files, unlisted files and packs without cases."""
     with clusters.mapper(dask) as mapper:
         found = tools.verify(folder, mapper=mapper)
     print_result(ctx, found, as_json)

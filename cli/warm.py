@@ -28,7 +28,7 @@ Wave = list[tuple[str, str, Kind]]  # (name, task, cache)
 
 
 def parse_formats(texts: Sequence[str], data: str, dim: int, queries: int) -> Iterator[tuple[str, Kind]]:
-    """Return (text, kind) for each cache that a command line names."""
+    """Yield (text, kind) for each cache format in the texts."""
     legal = [*(fmt.name for fmt in formats.FLOATS), *CODES]
     for text in ",".join(texts or [USUAL]).split(","):
         name, _, group = text.partition("/")
@@ -45,12 +45,12 @@ def parse_formats(texts: Sequence[str], data: str, dim: int, queries: int) -> It
 @click.argument("what", type=click.Choice(WHAT), default="all", required=False)
 @click.option(
     "--formats", "texts", multiple=True, metavar="FORMAT,...",
-    help=f"Formats of caches; {USUAL} if not given. Codes with a group, as in int4/32; else of {GROUP}. "
-    "Their scales are float16.",
+    help=f"Formats of caches; {USUAL} if not given. int4/32 has groups of 32, int4 of {GROUP}. "
+    "Scales are float16.",
 )  # fmt: skip
 @click.option(
     "--data", type=click.Choice([fmt.name for fmt in formats.FLOATS]), default="float16", show_default=True,
-    help="The type of keys and values that become codes.",
+    help="The type of keys and values before they become codes.",
 )  # fmt: skip
 @click.option("--head-dim", "dim", type=COUNT, default=128, show_default=True, help="Elements of a head.")
 @click.option("--queries", type=COUNT, default=4, show_default=True, help="Query heads for each key head.")
@@ -84,7 +84,7 @@ def warm(
     name, folder = find_device()
     compile_waves([[(f"kernels for a cache of {text}", "kernels", kind) for text, kind in chosen]], quiet)
     if not quiet:
-        click.echo(f"for {name}; compile cache {show.kept_in(folder)}")
+        click.echo(f"for {name}; compile cache {show.code_folder_text(folder)}")
 
 
 def find_device() -> tuple[str, Path | None]:
@@ -101,7 +101,7 @@ def find_device() -> tuple[str, Path | None]:
 
 
 def task_waves(what: str, kinds: Sequence[tuple[str, Kind]]) -> list[Wave]:
-    """Return waves of tasks (name, task, kind). Tasks of a wave share little code; the next wave needs it."""
+    """Return waves of tasks (name, task, kind). The second wave uses code of the first."""
     (_, usual), *_ = kinds
     first, second = [("index tensors of a step", "step", usual)], []
     if what != "cache":

@@ -1,4 +1,4 @@
-"""Make the calls that `kvkit warm` compiles, in a process of its own. A line of stdin is a task.
+"""Workers of `kvkit warm`: a process reads a task from each line of stdin and compiles its code.
 
 A task returns a text to print after its name, or None.
 """
@@ -17,7 +17,7 @@ import kvkit
 from kvkit import formats
 
 CODES = {fmt.name: bits for bits, fmt in formats.QUANTIZED.items()}  # quant_bit
-PROMPT = 40  # tokens, more than go one by one
+PROMPT = 40  # tokens, so many that they are not attended to one by one
 SIZES = 1, 8192  # tokens for one thread and for all
 SCALE = "float16"
 
@@ -93,7 +93,7 @@ TASKS = {task.__name__: task for task in (cache, attention, attention_to_cache, 
 
 def main() -> None:
     """Run the tasks that stdin names, and print a line for each."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that waits, which ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits handles Ctrl-C and ends this one
     for line in sys.stdin:
         task, kind = json.loads(line)
         print(json.dumps(TASKS[task](Kind(**kind)) or ""), flush=True)

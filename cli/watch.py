@@ -1,6 +1,6 @@
 """Notice that another program changes a file while it is mapped, and refuse its arrays.
 
-If the file was shortened, the system ends a process that reads behind its end: SIGBUS, without a message.
+If the file was shortened, the system ends a process that reads beyond its end (SIGBUS), without a message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_changed(path: Path | None, status: os.stat_result) -> bool:
             status.st_size,
             status.st_mtime_ns,
         )
-    return False  # it has gone, and the mapping keeps its bytes
+    return False  # the file was removed; the mapping keeps its bytes
 
 
 def changed_error(path: Path | None) -> KvkitError:
@@ -43,18 +43,18 @@ def refuse_changed(path: Path | None, status: os.stat_result | None) -> None:
 @contextlib.contextmanager
 def watching(path: Path | None, status: os.stat_result | None) -> Iterator[None]:
     """Print a message if the system ends the process because a mapped file was shortened."""
-    if status is None or os.name != "posix":  # Windows lets nobody change a mapped file
+    if status is None or os.name != "posix":  # Windows forbids changing a mapped file
         yield
         return
 
-    def ended(number: int) -> None:
+    def on_sigbus(number: int) -> None:
         # A thread that reads an array holds no lock that Python needs to write this.
         if is_changed(path, status):
             os.write(2, f"kvkit: {changed_error(path)}\n".encode())
             os._exit(1)
-        libc.signal(number, None)  # another fault: it comes again, and ends the process
+        libc.signal(number, None)  # another fault: it is raised again, and ends the process
 
-    libc, handler = ctypes.CDLL(None), FUNCTION(ended)
+    libc, handler = ctypes.CDLL(None), FUNCTION(on_sigbus)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
     before = libc.signal(signal.SIGBUS, ctypes.cast(handler, ctypes.c_void_p))
     try:

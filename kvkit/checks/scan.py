@@ -7,7 +7,7 @@ from numba import types
 
 from kvkit.checks.records import StepIndex
 from kvkit.checks.sorting import ascending
-from kvkit.formulas.index import filled, inside, met, page_of
+from kvkit.formulas.index import filled_rows, overlapping_run, page_of, rows_inside
 from kvkit.runtime.arrays import places_of
 from kvkit.runtime.jit import INDEX, Code, Integers, callback, helper
 
@@ -92,11 +92,11 @@ def scan_rows(
     for b in range(batch):
         kvlen = kvstarts[b + 1] - kvstarts[b]
         for page in range(page_of(kvlen - 1, page_size) + 1):
-            first, used = table[b * columns + page], filled(kvlen, page, page_size)
+            first, used = table[b * columns + page], filled_rows(kvlen, page, page_size)
             if first < 0:
                 put_found(found, (ROW, b, page * page_size, first))
                 return
-            if not inside(first, used, rows):
+            if not rows_inside(first, used, rows):
                 outside = max(rows - first, 0)
                 put_found(found, (ROW, b, page * page_size + outside, first + outside))
                 return
@@ -123,7 +123,7 @@ def find_conflict(
     for b in range(batch):
         kvlen = kvstarts[b + 1] - kvstarts[b]
         for page in range(page_of(start_pos[b], page_size), page_of(kvlen - 1, page_size) + 1):
-            past, used = filled(start_pos[b], page, page_size), filled(kvlen, page, page_size)
+            past, used = filled_rows(start_pos[b], page, page_size), filled_rows(kvlen, page, page_size)
             if past < used:
                 first = table[b * columns + page]
                 begins[run], ends[run], owners[run] = first + past, first + used, b
@@ -143,7 +143,9 @@ def find_conflict(
     for b in range(batch if stored_runs else 0):
         for page in range(page_of(start_pos[b] - 1, page_size) + 1):
             first = table[b * columns + page]
-            run = met(begins, ends, stored_runs, first, first + filled(start_pos[b], page, page_size))
+            run = overlapping_run(
+                begins, ends, stored_runs, first, first + filled_rows(start_pos[b], page, page_size)
+            )
             if run >= 0:
                 return STORED_AND_LOADED, owners[run], b, max(begins[run], first)
     return FINE, 0, 0, 0

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit.errors import brief
-from kvkit.files import description, foreign, members
+from kvkit.files import description, file_kinds, members
 from kvkit.files.contents import Contents
 from kvkit.files.errors import FileError, file_error, quoted, reading_errors
 from kvkit.files.mapping import MAX_COPIED
@@ -59,12 +59,12 @@ def read(
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         mapped = status if status.st_size > MAX_COPIED else None
-        check_kind(path, foreign.kind_of_file(file))
+        check_kind(path, file_kinds.kind_of_file(file))
         with reading_errors(path, "not a zip archive, or cut short"):
             archive = zipfile.ZipFile(file)
         with archive:
             found = {info.filename: info for info in archive.infolist()}
-            check_kind(path, foreign.kind_of_archive(found))
+            check_kind(path, file_kinds.kind_of_archive(found))
             check_names(path, [info.filename for info in archive.infolist()])
             metadata: dict[str, Any] = {}
             forms: dict[str, ArrayHeader] = {}

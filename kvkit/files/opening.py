@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 
 from kvkit.errors import brief
 from kvkit.files import arrays as names
-from kvkit.files import foreign, llama, mlx, npy, npz, pt, tensors
+from kvkit.files import file_kinds, llama, mlx, npy, npz, pt, tensors
 from kvkit.files.contents import Contents
 from kvkit.files.description import Description
 from kvkit.files.errors import file_error
@@ -58,12 +58,12 @@ def read(path: FilePath) -> Contents:
         file.seek(0)
         if begin.startswith(b"PK"):
             return pt.read(path) if is_torch(file) else npz.read(path)
-        other = foreign.kind_of_file(file)
+        other = file_kinds.kind_of_file(file)
     if begin[:4] in llama.MAGICS:
         return llama.read(path)
     if begin.startswith(npy.MAGIC):
         return npy.read(path)
-    if other == foreign.SAFETENSORS:
+    if other == file_kinds.SAFETENSORS:
         found = tensors.read(path)
         return mlx.read(path, found) if mlx.is_cache(found) else found
     if other:
@@ -75,7 +75,7 @@ def is_torch(file: BinaryIO) -> bool:
     """Return whether a zip archive is one of torch.save."""
     try:
         with zipfile.ZipFile(file) as archive:
-            return foreign.kind_of_archive(archive.namelist()) is not None
+            return file_kinds.kind_of_archive(archive.namelist()) is not None
     except Exception:  # what is wrong, the reader of archives says
         return False
 

@@ -87,7 +87,7 @@ FLOAT16 = Element("float16", np.dtype(np.float16), 16, 11, widen="half_to_float"
 BFLOAT16 = Element(
     "bfloat16", np.dtype(ml_dtypes.bfloat16), 16, 8, widen="bfloat16_to_float", narrow="float_to_bfloat16"
 )
-INT8 = Element("int8", np.dtype(np.int8), 8, limits=(-127, 127), widen="as_it_is")
+INT8 = Element("int8", np.dtype(np.int8), 8, limits=(-127, 127), widen="int8_to_float")
 # Two's complement nibbles, the even element in the low one.
 INT4 = Element("int4", np.dtype(np.int8), 4, limits=(-7, 7), widen="low_nibble")
 

@@ -1,8 +1,8 @@
-"""Scalar numerics, written once for both targets: float bits, rounding, codes, nibbles; slopes and angles.
+"""Scalar numerics, written once for CPU and GPU: float bits, rounding, codes, softmax, slopes, angles.
 
 Values are float32; 16-bit floats are uint16 bits until they are widened. Formulas: PMX specification,
-KeyValueCache, ALiBiSlope, RotaryPositionEmbedding; `element` is the name of a float format and always a
-constant of the kernel.
+KeyValueCache, ALiBiSlope, RotaryPositionEmbedding. `element` is the name of a float format, a constant when
+a kernel is compiled. m and l are the maximum and the sum of a softmax, as in FlashAttention.
 """
 
 import functools
@@ -19,13 +19,13 @@ from kvkit.runtime.jit import shared
 ROUNDER = 1.5 * 2.0**23  # float32 numbers of this size are integers: adding it rounds, ties to even
 ROUNDER64 = 1.5 * 2.0**52  # the same for float64
 PI_HIGH, PI_MIDDLE, PI_LOW = 3.141592651605606, 1.9841871548575973e-09, 4.503483548312435e-18  # their sum
-TURNS = 2.0**24  # angles below it turn less than 2^23 times by pi
+TURNS = 2.0**24  # angles below it are less than 2^23 times pi
 MINUS_INF, LOWEST = np.float32(-np.inf), np.finfo(np.float32).min
 EPS32, EPS16, EPSBF = (np.float32(fmt.smallest_scale) for fmt in FLOATS)
 
 
 def _cast(result, argument, build):
-    """An intrinsic of one LLVM instruction or two."""
+    """Return an intrinsic that `build` emits as one LLVM instruction or two."""
 
     @intrinsic
     def cast(typingctx, x):
@@ -44,7 +44,7 @@ _bits_of = _cast(types.uint32, types.float32, lambda b, x: b.bitcast(x, I32))
 _float_of = _cast(types.float32, types.uint32, lambda b, x: b.bitcast(x, F32))
 
 
-# The CUDA simulator calls helpers from Python, which intrinsics do not allow: each has a helper round it.
+# The CUDA simulator calls formulas from Python, but intrinsics cannot be: each is wrapped in a formula.
 
 
 @shared
@@ -87,7 +87,7 @@ def e5m2_to_float(bits):
 
 @shared
 def e4m3_to_float(bits):
-    """The fraction and exponent of a half 256 times smaller; the code of NaN carries into its exponent."""
+    """Widen the bits as a half 256 times smaller; adding to the code of NaN sets its top exponent bit."""
     size = (np.uint32(bits) & np.uint32(0x7F)) << np.uint32(7)
     nan = (size + np.uint32(0x80)) & np.uint32(0x4000)
     sign = (np.uint32(bits) & np.uint32(0x80)) << np.uint32(8)
@@ -95,18 +95,18 @@ def e4m3_to_float(bits):
 
 
 def float_to_minifloat(name):
-    """The formula for an element of 8 bits: rounded once, ties to even; what is too large saturates."""
+    """Return the formula that rounds a float32 to 8 bits, ties to even; large numbers saturate."""
     element = BY_NAME[name]
     fraction = element.significant - 1
     bias = (1 << 6 - fraction) - 1
     shift, rebias = np.uint32(23 - fraction), np.uint32(127 - bias << fraction)
     half, largest = np.uint32((1 << 22 - fraction) - 1), np.float32(element.limits[1])
-    least = np.float32(2.0 ** (1 - bias))  # normal number
-    rounder = np.float32(2.0 ** (24 - bias - fraction))  # its neighbours are a subnormal step apart
+    least = np.float32(2.0 ** (1 - bias))  # least normal number
+    rounder = np.float32(2.0 ** (24 - bias - fraction))  # float32 numbers near it are a subnormal step apart
     rounder_bits = np.uint32(rounder.view(np.uint32))
 
     @shared
-    def narrowed(x):
+    def narrow(x):
         size = min(abs(x), largest)
         bits = bits_of(size)
         code = ((bits + half + ((bits >> shift) & np.uint32(1))) >> shift) - rebias
@@ -115,7 +115,7 @@ def float_to_minifloat(name):
         code = code if x == x else np.uint32(0x7F)
         return np.uint8(code | ((bits_of(x) >> np.uint32(24)) & np.uint32(0x80)))
 
-    return narrowed
+    return narrow
 
 
 float_to_e4m3, float_to_e5m2 = map(float_to_minifloat, ("e4m3", "e5m2"))
@@ -123,6 +123,7 @@ float_to_e4m3, float_to_e5m2 = map(float_to_minifloat, ("e4m3", "e5m2"))
 
 @shared
 def round_to(element, x):
+    """Round a float32 to an element format."""
     if element == "float16":
         return half_to_float(float_to_half(x))
     if element == "bfloat16":
@@ -132,7 +133,7 @@ def round_to(element, x):
 
 @shared
 def group_scale(element, largest, qmax):
-    """The scale of a group whose largest magnitude is `largest`."""
+    """Return the scale of a group whose largest magnitude is `largest`."""
     scale = round_to(element, largest / np.float32(qmax))
     smallest = EPS16 if element == "float16" else (EPSBF if element == "bfloat16" else EPS32)
     return max(scale, smallest)
@@ -140,27 +141,28 @@ def group_scale(element, largest, qmax):
 
 @shared
 def quantize(element, x, scale, qmax):
-    """The code of x: the quotient is rounded to the element format first, then to an integer."""
+    """Return the code of x: x / scale, rounded to the element format first, then to an integer."""
     ratio = round_to(element, x / scale)
     ratio = min(max(ratio, np.float32(-qmax)), np.float32(qmax))
     return np.int8(bits_of(ratio + np.float32(ROUNDER)) & np.uint32(0xFF))
 
 
 @shared
-def dequantize(element, scale_element, code, cell):
-    return round_to(element, round_to(scale_element, np.float32(code) * cell))
+def dequantize(element, scale_element, code, scale):
+    """Return code * scale, rounded to the format of the scale, then to that of the element."""
+    return round_to(element, round_to(scale_element, np.float32(code) * scale))
 
 
 @shared
-def largest_scale(cell, largest, limit):
-    """The scale of numbers up to `largest`, as it is stored; 1 where that is 0."""
-    scale = round_to(cell, largest / np.float32(limit))
+def largest_scale(scale_element, largest, limit):
+    """Return the stored scale of numbers up to `largest`; 1 in place of 0."""
+    scale = round_to(scale_element, largest / np.float32(limit))
     return scale if scale != np.float32(0) else np.float32(1)
 
 
 @shared
 def nearest_code(x):
-    """The int8 next to x, half way the even one; NaN is the least."""
+    """Return the int8 nearest to x, ties to even; NaN gives -128."""
     x = x if x > np.float32(-128) else np.float32(-128)
     x = x if x < np.float32(127) else np.float32(127)
     return np.int8(bits_of(x + np.float32(ROUNDER)) & np.uint32(0xFF))
@@ -168,12 +170,13 @@ def nearest_code(x):
 
 @shared
 def inverse(scale):
+    """Return 1 / scale, or 0 for a scale of 0."""
     return np.float32(1) / scale if scale != np.float32(0) else np.float32(0)
 
 
 @shared
-def half_away(x):
-    """The integer next to x, half way the one away from zero."""
+def round_half_away(x):
+    """Return the integer nearest to x; a half is rounded away from zero."""
     size = abs(x)
     whole = np.float32(int(size))
     whole += np.float32(1) if size - whole >= np.float32(0.5) else np.float32(0)
@@ -181,9 +184,9 @@ def half_away(x):
 
 
 @shared
-def half_up(x, less):
-    """The code, from 0 on, of a number of which `less` is code 0, half way the one above."""
-    return np.int32(min(x + (np.float32(less) + np.float32(0.5)), np.float32(2 * less - 1)))
+def unsigned_code(x, zero):
+    """Return the code of x, from 0 to 2 * zero - 1, where `zero` is the code of 0; a half is rounded up."""
+    return np.int32(min(x + (np.float32(zero) + np.float32(0.5)), np.float32(2 * zero - 1)))
 
 
 @shared
@@ -192,7 +195,7 @@ def pack_nibbles(low, high):
 
 
 @shared
-def as_it_is(code):
+def int8_to_float(code):
     return code
 
 
@@ -207,61 +210,62 @@ def high_nibble(byte):
 
 
 def widening(element):
-    """The formula that makes a number of an element's word."""
+    """Return the formula from an element's bits to float32."""
     return globals()[BY_NAME[element].widen]
 
 
 def narrowing(element):
-    """The formula that makes an element's word of a float32."""
+    """Return the formula from float32 to an element's bits."""
     return globals()[BY_NAME[element].narrow]
 
 
 @shared
-def weight(score, top):
-    """Return exp(score - top), 0 for a score of -inf."""
-    return np.float32(math.exp(score - max(top, LOWEST)))
+def weight(score, m):
+    """Return p = exp(score - m), 0 for a score of -inf."""
+    return np.float32(math.exp(score - max(m, LOWEST)))
 
 
 @shared
-def with_sink(top, total, sink):
-    """Return (top, total) of a row with one more score, and the factor of its sums."""
-    new = max(top, sink)
-    shrink = weight(top, new)
-    return new, total * shrink + weight(sink, new), shrink
+def add_sink(m, l, sink):
+    """Return (m, l, alpha) of a softmax with the sink as one more score; alpha rescales its sums."""
+    new = max(m, sink)
+    alpha = weight(m, new)
+    return new, l * alpha + weight(sink, new), alpha
 
 
 @shared
-def biased(score, bias):
-    """A score and what is added to it: -inf hides a key, whatever its score."""
+def add_bias(score, bias):
+    """Return score + bias. A bias of -inf hides the key, even if its score is NaN or inf."""
     return MINUS_INF if bias == MINUS_INF else score + bias
 
 
 @shared
-def capped(score, cap):
+def apply_softcap(score, cap):
+    """Return cap * tanh(score / cap), or the score for a cap of 0."""
     return cap * np.float32(math.tanh(score / cap)) if cap != np.float32(0) else score
 
 
 @shared
-def with_total(total, top, part_total, part_top):
-    """Rescale one split's softmax sum to the common maximum `top` and add it to a total."""
-    return total + part_total * weight(part_top, top)
+def add_split_sum(l, m, split_l, split_m):
+    """Rescale one split's softmax sum to the common maximum m and add it to l."""
+    return l + split_l * weight(split_m, m)
 
 
 @shared
-def share_of(part, total, grow):
-    """Return the factor that gives sums their share of a total, times `grow`; 0 if the total is 0."""
-    return part / total * grow if total != np.float32(0) else np.float32(0)
+def normalizer(alpha, l, grow):
+    """Return alpha / l * grow, the factor that makes weighted sums an output; 0 if l is 0."""
+    return alpha / l * grow if l != np.float32(0) else np.float32(0)
 
 
 @shared
-def log_sum(top, total):
-    """The logarithm of a softmax denominator."""
-    return top + np.float32(math.log(total)) if total != np.float32(0) else MINUS_INF
+def log_sum(m, l):
+    """Return m + log(l), the logarithm of a softmax denominator."""
+    return m + np.float32(math.log(l)) if l != np.float32(0) else MINUS_INF
 
 
 @shared
 def alibi_slope(head, num_heads):
-    """The factor of a head's distances; powers of two are exact."""
+    """Return the ALiBi slope of a head; powers of two are exact."""
     power = 1
     while 2 * power <= num_heads:
         power *= 2
@@ -271,51 +275,55 @@ def alibi_slope(head, num_heads):
 
 @shared
 def alibi_bias(slope, distance):
+    """Return slope * distance."""
     return slope * np.float32(distance)
 
 
 @shared
 def product(a, b):
-    """Rounded: on the CPU no product becomes part of a fused sum. Devices have one of their own."""
+    """Return a * b, rounded: the CPU's compiler fuses no product with a sum. GPUs use another formula."""
     return a * b
 
 
 @functools.cache
 def rotation(product):
-    """(even, odd, cosine, sine) -> a pair turned, by products that are rounded."""
+    """Return the formula that rotates a pair (even, odd) by an angle, with products that are rounded."""
 
     @shared
-    def rotated(even, odd, cosine, sine):
+    def rotate(even, odd, cosine, sine):
         return product(even, cosine) - product(odd, sine), product(odd, cosine) + product(even, sine)
 
-    return rotated
+    return rotate
 
 
 @shared
 def rotary_theta(theta, dims, end, longest, factor):
-    """The base of a sequence's frequencies: larger ('dynamic' scaling) if it ends beyond `longest`."""
+    """Return the base of a sequence's frequencies, larger ('dynamic' scaling) if it ends beyond `longest`."""
     stretched = theta
-    if end > longest and dims > 2:  # two elements turn with frequency 1, whatever the base
+    if end > longest and dims > 2:  # a pair alone has frequency 1, whatever the base
         stretched = theta * (factor * end / longest - (factor - 1.0)) ** (dims / (dims - 2))
     return stretched
 
 
 @shared
 def rotary_frequency(theta, pair, dims):
+    """Return theta ** (-2 * pair / dims)."""
     return np.float32(theta ** (-2.0 * pair / dims))
 
 
 @shared
 def rotary_angle(position, divisor, frequency):
+    """Return position / divisor * frequency in float32."""
     return np.float32(position) / np.float32(divisor) * frequency
 
 
 @shared
 def cos_sin(angle):
-    """Both of a float32 angle below TURNS, to the nearest float32 but for rare ties; without branches.
+    """Return the cosine and sine of a float32 angle below TURNS, without branches.
 
-    The angle less a multiple of pi lies within pi/2. A multiple below 2^23 times a part of pi with 29 bits
-    is exact in float64, so no angle loses bits. The series stop where float64 cannot see the next term.
+    Results are the nearest float32, but for rare ties. A multiple of pi is subtracted, so that the angle lies
+    within pi/2. Multiples below 2^23 times 29 bits of pi are exact in float64, so no angle loses bits. The
+    series stop where the next term is below the precision of float64.
     """
     x = np.float64(angle)
     half_turns = (x * (1 / np.pi) + ROUNDER64) - ROUNDER64

@@ -1,10 +1,10 @@
-"""Layouts of caches, which say where bytes lie: a layout is one line, ``l | b kv n h c``.
+"""Layouts of caches, which say where each element lies: a layout is a line, ``l | b kv n h c``.
 
-parse          the layout of a line, or of its name in vLLM, LMCache, PMX, ...
+parse          a layout from its line, or from its name in vLLM, LMCache, PMX, ...
 NAMED          the layouts of engines: name -> line, versions, source
 view           keys and values of a cache as arrays with axes l b n h c; no byte moves
-fits           the layouts that arrays may have: proposals
-same_bytes     whether two layouts are one
+fits           the names of layouts that arrays may have
+same_bytes     whether two layouts have the same bytes
 convert        a cache from layout to layout, bit for bit, through page tables
 tables         page tables of every convention, to and from one form
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvkit.layouts.views import view as view
 
 __all__ = ["KV", "NAMED", "Layout", "Named", "convert", "fits", "parse", "same_bytes", "tables", "view"]
-# What checks of operators do not need is loaded when it is first used.
+# Names that checks of operators do not need are imported on first use.
 MODULES = {
     "KV": "kvkit.layouts.views",
     "view": "kvkit.layouts.views",
@@ -38,7 +38,9 @@ def __getattr__(name: str) -> Any:
     if name == "tables":
         return importlib.import_module("kvkit.layouts.tables")
     if name in MODULES:
-        globals()[name] = found = getattr(importlib.import_module(MODULES[name]), name)  # for the next time
+        globals()[name] = found = getattr(
+            importlib.import_module(MODULES[name]), name
+        )  # found directly next time
         return found
     raise AttributeError(f"module 'kvkit.layouts' has no attribute {name!r}")
 

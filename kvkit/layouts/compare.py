@@ -24,8 +24,15 @@ from kvkit.layouts.shapes import (
 from kvkit.layouts.views import view
 from kvkit.typed import Array
 
-USUAL = {"l": 3, "b": 5, "n": 7, "h": 11, "c": 13, "s": 13}  # lengths that no reordering of axes hides
-SOME = 64  # blocks of contents that are looked at
+USUAL = {
+    "l": 3,
+    "b": 5,
+    "n": 7,
+    "h": 11,
+    "c": 13,
+    "s": 13,
+}  # primes, so that no other order of axes has the same strides
+SOME = 64  # blocks whose contents are read
 
 
 def same_bytes(one: str | Layout, other: str | Layout, /, *, itemsize: int = 2, **sizes: int) -> bool:
@@ -36,10 +43,10 @@ def same_bytes(one: str | Layout, other: str | Layout, /, *, itemsize: int = 2, 
     one, other : str or Layout
         Lines, or names of `NAMED`.
     itemsize : int
-        Bytes of an element, for inner parts that are told in bytes.
+        Bytes of an element, for inner parts whose size is in bytes.
     **sizes : int
-        Lengths of ``l b n h c``. Those that are left out are arbitrary; an axis that only one of the
-        layouts has is then of length 1.
+        Lengths of ``l b n h c``. Lengths that are left out are arbitrary, but 1 for an axis that only one
+        of the layouts has.
 
     Examples
     --------
@@ -64,7 +71,7 @@ def same_bytes(one: str | Layout, other: str | Layout, /, *, itemsize: int = 2, 
 
 
 def element_places(line: Layout, inner: Mapping[str, int], known: Mapping[str, int]) -> list[Any]:
-    """Return which arrays there are, and where each index of each axis lies, of keys and of values."""
+    """Return a layout's arrays, and the offset of each index of each axis, for keys and for values."""
     names = {name: FIXED.get(name, known.get(name, 1)) for name in USUAL | {"kv": 2}}
     arrays = frozenset(axis for axis in line.lists if names[axis] > 1)
     found: list[Any] = [arrays, "kv" in line.names]
@@ -79,21 +86,20 @@ def element_places(line: Layout, inner: Mapping[str, int], known: Mapping[str, i
 
 
 def fits(arrays: Any, contents: bool = False) -> list[str]:
-    """Return the names of layouts that arrays may have: proposals, on which nobody should act unasked.
+    """Return the names of layouts that arrays may have. They are guesses, for a person to confirm.
 
     Parameters
     ----------
     arrays : array, or nested lists of arrays
         A cache. The axes of each array are taken in the order in which they lie in memory.
     contents : bool
-        Look at the elements too, and propose what they speak for, the likeliest first: keys of neighbouring
-        tokens are alike, and some of their channels have a mean far from 0, values have neither, and unused
-        tokens are 0 in all heads.
+        Rank layouts by the elements, the likeliest first: keys of neighbouring tokens are alike, some of
+        their channels have a mean far from 0, values have neither, and unused tokens are 0 in all heads.
 
     Returns
     -------
     list of str
-        Names of `NAMED`. Several have equal shapes, and some equal bytes (see `same_bytes`).
+        Names of `NAMED`. Several layouts have equal shapes, and some have equal bytes (see `same_bytes`).
 
     Examples
     --------
@@ -115,7 +121,7 @@ def fits(arrays: Any, contents: bool = False) -> list[str]:
 
 
 def in_memory_order(arrays: Any) -> Any:
-    """Transpose each of the lists' arrays: axes from the outermost in memory to the innermost."""
+    """Transpose each array so that its axes go from the outermost in memory to the innermost."""
     if isinstance(arrays, (list, tuple)):
         return [in_memory_order(each) for each in arrays]
     array = as_numpy(arrays)
@@ -125,7 +131,7 @@ def in_memory_order(arrays: Any) -> Any:
 
 
 def possible_sizes(arrays: Any, line: Layout) -> list[dict[str, int]]:
-    """Return the sizes that all arrays may have in a layout; {} where they do not tell all sizes."""
+    """Return the possible sizes of all arrays in a layout; {} stands for sizes that shapes do not show."""
     if line.joined:
         return []
     level = [(arrays, 0)]
@@ -152,12 +158,12 @@ def possible_sizes(arrays: Any, line: Layout) -> list[dict[str, int]]:
 
 
 def outer_sizes(sizes: dict[str, int]) -> dict[str, int]:
-    """Return the sizes that values share with keys, if both are arrays of their own."""
+    """Return the sizes that keys and values in separate arrays share."""
     return {axis: size for axis, size in sizes.items() if axis in "lbnh"}
 
 
 def sizes_that_fit(array: Array, groups: Groups, known: dict[str, int]) -> list[dict[str, int]]:
-    """Return the sizes that one array may have; [{}] where its shape does not tell all."""
+    """Return the possible sizes of one array; [{}] if its shape does not show all."""
     found, missing = [], False
     for grouping in usual_groupings(groups, array.ndim):
         sizes = solve_sizes(array.shape, grouping, known, array.dtype.itemsize)
@@ -169,10 +175,10 @@ def sizes_that_fit(array: Array, groups: Groups, known: dict[str, int]) -> list[
 
 
 def score_layout(arrays: Any, name: str, sizes: dict[str, int]) -> float:
-    """Score how much contents speak for a layout: 0 where they cannot."""
+    """Score how well contents fit a layout, 0 if they say nothing."""
     try:
-        kv = view(arrays, name, sizes=sizes or {"h": 1})  # heads as one, where they cannot be told apart
-    except KvkitError:  # some part is split, or sizes are missing
+        kv = view(arrays, name, sizes=sizes or {"h": 1})  # all heads as one, if the shape does not show them
+    except KvkitError:  # an axis is split, or sizes are missing
         return 0.0
     layers = [
         (np.asarray(keys), np.asarray(values))
@@ -191,7 +197,7 @@ def score_layout(arrays: Any, name: str, sizes: dict[str, int]) -> float:
 
 
 def key_traits(array: Array) -> tuple[float, Array]:
-    """Score how much elements [b, n, h, c] are like keys; return which are of tokens too, [b, n, h]."""
+    """Return (how much elements [b, n, h, c] look like keys, which rows [b, n, h] are used)."""
     x = array[:SOME].astype(np.float32)
     used = (x != 0).any(-1)
     rows = x[used.all(-1)]  # [tokens, h, c]

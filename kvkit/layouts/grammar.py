@@ -26,7 +26,7 @@ LEXEME = re.compile(r"[()|;+]|[^\s()|;+]+")
 class Axis:
     """An axis, or the outer or inner part of one.
 
-    `inner` is the size that stands in brackets, of the inner part; in bytes if `in_bytes`.
+    `inner` is the size of the inner part, which the line has in brackets; in bytes if `in_bytes`.
     """
 
     name: str
@@ -41,17 +41,17 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a cache in memory; `parse` makes it of a line, and ``str(layout)`` is the line.
+    """The layout of a cache in memory. `parse` makes it from a line, and ``str(layout)`` is the line.
 
     Attributes
     ----------
     lists : tuple of str
         Levels that are separate arrays, outermost first.
     axes : tuple of str
-        The axes of one array, outermost first, row-major. ``(h c)`` is one axis of an array, with several
-        of the layout's; ``c0[8]`` is the inner part of the content, 8 elements; ``c0[32B]``, of 32 bytes.
+        The axes of one array, outermost first, row-major. ``(h c)`` is one axis of the array that joins two
+        axes of the layout; ``c0[8]`` is the inner part of the content, 8 elements; ``c0[32B]`` has 32 bytes.
     value_axes : tuple of str
-        The axes of an array of values, where they are not those of keys.
+        The axes of an array of values; equal to `axes` unless the line has a ``;``.
 
     Examples
     --------
@@ -73,33 +73,33 @@ class Layout:
 
     @cached_property
     def groups(self) -> tuple[tuple[Axis, ...], ...]:
-        """For each axis of an array (of keys), the axes of the layout in it."""
+        """Return the layout's axes in each axis of an array of keys."""
         return tuple(map(parse_group, self.axes))
 
     @cached_property
     def value_groups(self) -> tuple[tuple[Axis, ...], ...]:
-        """For each axis of an array of values, the axes of the layout in it."""
+        """Return the layout's axes in each axis of an array of values."""
         return tuple(map(parse_group, self.value_axes))
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The axes that there are, in lists too."""
+        """Return the names of all axes, in lists and in arrays."""
         return frozenset(self.lists) | {axis.name for group in self.groups for axis in group}
 
     @cached_property
     def at(self) -> dict[str, int]:
-        """The index of each axis of an array that is a whole axis of the layout."""
+        """Return {axis: index in the array} of axes that are neither split nor joined."""
         return {axis: i for i, axis in enumerate(self.axes) if axis in MEANING}
 
     @property
     def split(self) -> str:
-        """The axis that is split into an outer and an inner part, if there is one, or ''."""
+        """Return the axis that is split into an outer and an inner part, or ''."""
         parts = [axis.name for group in (*self.groups, *self.value_groups) for axis in group if axis.part]
         return parts[0] if parts else ""
 
     @property
     def joined(self) -> bool:
-        """Return whether different things lie one after the other in a block: ``(n c + n s)``."""
+        """Return whether a block has codes, then scales: ``(n c + n s)``."""
         return any("+" in axis for axis in self.axes)
 
 
@@ -150,7 +150,7 @@ def parse_line(text: str) -> Layout:
 
 
 def split_axes(text: str) -> tuple[str, ...]:
-    """Return the axes of an array, in one form of writing."""
+    """Return the axes of an array as texts, with one space between words."""
     found: list[str] = []
     group: list[str] | None = None
     for lexeme in LEXEME.findall(text):
@@ -173,7 +173,7 @@ def split_axes(text: str) -> tuple[str, ...]:
 
 
 def check_axes(layout: Layout, groups: tuple[tuple[Axis, ...], ...], text: str) -> None:
-    """Check that each axis is there once, whole or in both parts."""
+    """Check that each axis is named once, whole or in both parts."""
     parts: dict[str, list[str]] = {level: [] for level in layout.lists}
     if len(parts) < len(layout.lists):
         raise argument_error("layout", "each axis once", repr(text))

@@ -1,4 +1,4 @@
-"""The layouts that engines have, each a line with its source.
+"""The layouts of engines, each a line with its source.
 
 Marks say how well a line is known: A checked against a transcription of the engine's own index code, S read
 in its source, T from a thread or documentation, K common knowledge.
@@ -23,16 +23,16 @@ class Named:
     line : str
         The layout.
     engine, versions : str
-        Whose it is, and since or until when.
+        The engine, and the versions that have the layout.
     source : str
-        Where it was read.
+        The file, issue or text that shows it.
     mark : str
         A: checked against a transcription of the engine's index code; S: read in its source; T: from a thread
         or documentation; K: common knowledge.
     note : str
-        What the line does not say: how keys and values are found, the array as the engine's code sees it.
+        Facts beside the line: where keys and values are, the array as the engine's code sees it.
     aliases : tuple of str
-        What vLLM (``KVCacheLayout``), LMCache (its registry) and others call it.
+        Its names in vLLM (``KVCacheLayout``), LMCache (its registry) and others.
     """
 
     line: str
@@ -45,7 +45,7 @@ class Named:
 
     @cached_property
     def layout(self) -> Layout:
-        """The line, parsed."""
+        """Return the parsed line."""
         return parse_line(self.line)
 
 
@@ -259,7 +259,7 @@ ALIASES = {alias: name for name, named in NAMED.items() for alias in named.alias
 
 
 def parse(text: str | Layout) -> Layout:
-    """The layout of a line, or of the name of one.
+    """Return the layout of a line, or of a layout's name.
 
     Parameters
     ----------
@@ -269,13 +269,13 @@ def parse(text: str | Layout) -> Layout:
         where caches are contiguous), ``n`` token in the block, ``h`` key head, ``c`` content of a head, ``s``
         scale groups; ``c1`` and ``c0[8]`` are its outer part and its inner part of 8 elements (``c0[32B]``:
         of 32 bytes), ``1`` an axis of length 1, ``(h c)`` one axis of the array for two. After ``;`` come the
-        axes of values, where they are not those of keys. Or a name of `NAMED`, or what vLLM or LMCache call
-        it. A line without a bar is one array. A `Layout` is returned as it is.
+        axes of values, if they differ from those of keys. Also a name of `NAMED`, or its name in vLLM or
+        LMCache. A line without a bar is one array. A `Layout` is returned as it is.
 
     Raises
     ------
     KvkitError
-        If it is neither.
+        If the text is neither a line nor a name.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The layouts that PMX's operators number, in the words of their texts."""
+"""The layouts that PMX's operators number, and their shapes for docstrings."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ Documented = TypeVar("Documented", bound=Callable[..., Any])
 
 
 def shape_text(layout: Layout) -> str:
-    """Return the shape of a cache, as the operators' texts name its sizes."""
+    """Return the shape of a cache in PMX's names for sizes: (MaxT, L, 2, H, Dh)."""
     names = dict(SIZES) if "b" in layout.axes else SIZES | {"n": "MaxT"}
     return f"({', '.join(names[axis] for axis in layout.axes)})"
 
@@ -26,7 +26,7 @@ def list_shapes(layouts: Iterable[Layout]) -> tuple[str, ...]:
 
 
 def documented(layouts: Iterable[Layout]) -> Callable[[Documented], Documented]:
-    """Decorate a function in whose docstring these layouts take the place of a line ``{layouts}``."""
+    """Return a decorator that puts these layouts in place of the docstring's line ``{layouts}``."""
 
     def decorate(function: Documented) -> Documented:
         def lines(found: re.Match[str]) -> str:

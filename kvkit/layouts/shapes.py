@@ -15,7 +15,7 @@ from kvkit.layouts.grammar import Axis, Layout
 from kvkit.typed import Array
 
 FIXED = {"kv": 2, "1": 1}
-SIZES = ("l", "b", "n", "h", "c", "v", "s")  # v: of the content of values, where it is not that of keys
+SIZES = ("l", "b", "n", "h", "c", "v", "s")  # v: content of values, if it is not that of keys
 Groups = tuple[tuple[Axis, ...], ...]
 
 
@@ -39,7 +39,7 @@ def inner_size(axis: Axis, itemsize: int) -> int:
 
 
 def inner_sizes(groups: Groups, itemsize: int) -> dict[str, int]:
-    """Return {axis: elements of its inner part} of axes that are split."""
+    """Return {axis: elements of its inner part} for axes that are split."""
     return {axis.name: inner_size(axis, itemsize) for group in groups for axis in group if axis.inner}
 
 
@@ -54,7 +54,7 @@ def axis_length(axis: Axis, sizes: Mapping[str, int], inner: Mapping[str, int]) 
 def solve_sizes(
     shape: tuple[int, ...], groups: Groups, known: Mapping[str, int], itemsize: int
 ) -> dict[str, int] | str:
-    """Return the sizes of all axes, if a shape has these groups of them; else what is wrong, or missing."""
+    """Return the sizes of all axes of a shape, or a text that says what is wrong ("? AXIS": is missing)."""
     sizes, inner = dict(known), inner_sizes(groups, itemsize)
     for name, size in inner.items():
         if not size:
@@ -74,8 +74,8 @@ def solve_sizes(
             if len(unknown) > 1:
                 later.append((dim, group))
             elif (dim % product if unknown else dim != product) or not dim:
-                said = " ".join(map(str, group))
-                return f"{'a multiple of ' if unknown else ''}{product} for {said}, not {dim}"
+                axes = " ".join(map(str, group))
+                return f"{'a multiple of ' if unknown else ''}{product} for {axes}, not {dim}"
             elif unknown:
                 sizes[unknown[0].name] = dim // product * (inner[unknown[0].name] if unknown[0].part else 1)
         if len(later) == len(left):
@@ -86,26 +86,26 @@ def solve_sizes(
 
 
 def usual_groupings(groups: Groups, ndim: int) -> list[Groups]:
-    """Return how an array of `ndim` axes may group those of a line: as told, apart, the last two as one."""
+    """Return how `ndim` axes may group a line's: as in the line, each apart, or the last two joined."""
     apart = tuple((axis,) for group in groups for axis in group)
     joined = (*apart[:-2], sum(apart[-2:], ()))
     return [each for each in dict.fromkeys((groups, apart, joined)) if len(each) == ndim]
 
 
 def groupings(groups: Groups, ndim: int, known: Mapping[str, int]) -> Iterator[Groups]:
-    """Yield the usual groupings, then those where known sizes tell what an axis of the array is made of."""
+    """Yield the usual groupings, then the groupings that known sizes determine."""
     yield from (ways := usual_groupings(groups, ndim))
     flat = tuple(axis for group in groups for axis in group)
     if ndim == len(groups):
         return
     for cuts in combinations(range(1, len(flat)), ndim - 1):
         way = tuple(flat[start:end] for start, end in pairwise((0, *cuts, len(flat))))
-        if way not in ways and all(determined(group, known) for group in way if len(group) > 1):
+        if way not in ways and all(sizes_determine(group, known) for group in way if len(group) > 1):
             yield way
 
 
-def determined(group: tuple[Axis, ...], known: Mapping[str, int]) -> bool:
-    """Return whether known sizes leave no choice of the others."""
+def sizes_determine(group: tuple[Axis, ...], known: Mapping[str, int]) -> bool:
+    """Return whether the known sizes and a length determine all sizes of a group."""
     names = {axis.name for axis in group} - FIXED.keys()
     return bool(names) and len(names - known.keys()) <= min(1, len(names) - 1)
 
@@ -113,8 +113,8 @@ def determined(group: tuple[Axis, ...], known: Mapping[str, int]) -> bool:
 def find_sizes(
     name: str, array: Array, line: Layout, groups: Groups, known: Mapping[str, int]
 ) -> tuple[dict[str, int], Groups]:
-    """Return (the sizes of all axes, the axes in each of an array's); raise unless there is just one way."""
-    said = describe(array)
+    """Return (sizes of all axes, grouping of the axes); raise unless one grouping fits."""
+    shape = describe(array)
     found: list[tuple[dict[str, int], Groups]] = []
     missing: list[str] = []
     reasons: list[str] = []
@@ -129,19 +129,19 @@ def find_sizes(
         return found[0]
     if not found and not missing:
         why = reasons[0] if len(reasons) == 1 else f"{len(groups)} axes, or some of them as one"
-        raise argument_error(name, f"the shape of '{line}': {why}", said)
+        raise argument_error(name, f"the shape of '{line}': {why}", shape)
     if len(found) > 1:
         differing = [axis for axis in found[0][0] if len({sizes.get(axis) for sizes, _ in found}) > 1]
         need = " or ".join(differing)
     else:
         need = missing[0][2:]
-    raise argument_error(f"sizes of {name}", f"{need} too, as '{line}' can be read in several ways", said)
+    raise argument_error(f"sizes of {name}", f"{need} too, as '{line}' can be read in several ways", shape)
 
 
 def strided_view(
     name: str, array: Array, line: Layout, groups: Groups, known: Mapping[str, int]
 ) -> tuple[Array, dict[str, int]]:
-    """Return (a view of an array with an axis for each of a layout's, in its order; the sizes of all)."""
+    """Return (a view with an axis for each axis of the layout, in its order; the sizes of all axes)."""
     sizes, grouping = find_sizes(name, array, line, groups, known)
     inner = inner_sizes(groups, array.dtype.itemsize)
     shape, strides = [], []
@@ -156,7 +156,7 @@ def strided_view(
             name, f"axes of '{line}', outermost first",
             f"strides {array.strides}; in memory its axes lie in the order {tuple(order)}",
         )  # fmt: skip
-    # As bytes: numpy takes a dtype by its letter here, and that of float8_e5m2 stands for another one.
+    # As bytes: numpy looks a dtype up by its letter here, and float8_e5m2 shares one with another dtype.
     raw = array.view(f"V{array.dtype.itemsize}")
     return as_strided(raw, shape, strides, writeable=array.flags.writeable).view(array.dtype), sizes
 
@@ -164,7 +164,7 @@ def strided_view(
 def axis_offsets(
     axes: tuple[Axis, ...], strides: Iterable[int], name: str, size: int, inner: Mapping[str, int]
 ) -> Array:
-    """Return what each index along an axis adds to an address; zeros for an axis that is not there."""
+    """Return the offset of each index along an axis; zeros if the layout lacks the axis."""
     found, index = np.zeros(size, np.int64), np.arange(size)
     for axis, stride in zip(axes, strides, strict=True):
         if axis.name == name:

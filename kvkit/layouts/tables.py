@@ -1,7 +1,7 @@
-"""Page tables: every engine's convention to and from one form, the first row of each page, and lengths.
+"""Convert page tables between every engine's convention and one form: first row of each page, and lengths.
 
 Rows are counted through all blocks: token n of block b is row ``b * page_size + n``. Only active entries are
-looked at: what a table holds behind a sequence's last page may be anything.
+read: entries after a sequence's last page are ignored.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MOST = 2**62  # rows: no sum of two leaves int64
 class BlockTable:
     """A page table of sequences with their lengths: the one form of all conventions.
 
-    Token t of sequence b is in row ``table[b, t // page_size] + t % page_size``, as operators in
-    ``cache_mode`` 1 have it.
+    Token t of sequence b is in row ``table[b, t // page_size] + t % page_size``, as for operators
+    in ``cache_mode`` 1.
 
     Attributes
     ----------
     table : ndarray of int64, shape [sequences, pages]
-        The first row of each page; -1 behind a sequence's last one.
+        The first row of each page; -1 after a sequence's last one.
     lengths : ndarray of int64, shape [sequences]
         Tokens of each sequence.
     page_size : int
@@ -49,7 +49,7 @@ class BlockTable:
     page_size: int
 
     def starts(self) -> Index:
-        """Return where each sequence begins among the tokens of all, and their number: [sequences + 1]."""
+        """Return where each sequence begins in packed tokens, then the number of tokens: [sequences + 1]."""
         return starts_of(self.lengths)
 
     def rows(self) -> Index:
@@ -58,7 +58,7 @@ class BlockTable:
         return self.table[sequence, position // self.page_size] + position % self.page_size
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the same tokens lie in the same rows of pages of one size."""
+        """Return whether page sizes are equal and all tokens have equal rows."""
         if not isinstance(other, BlockTable):
             return NotImplemented
         return (
@@ -72,7 +72,7 @@ Pages = BlockTable  # an older name
 
 
 def starts_of(lengths: Index) -> Index:
-    """Return where each sequence begins in a packed tensor, and its end."""
+    """Return where each sequence begins in a packed tensor, then the tensor's length."""
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
     return starts
@@ -85,7 +85,7 @@ def tokens_of(lengths: Index) -> tuple[Index, Index]:
 
 
 def index_array(name: str, value: Any, ndim: int = 1, low: int | None = None) -> Index:
-    """Return an index tensor as int64; a list without elements is one too."""
+    """Return an index tensor as int64. An empty list is allowed."""
     try:
         array = np.asarray(value)
     except ValueError:
@@ -115,7 +115,7 @@ def check_batch(name: str, array: NDArray[Any], batch: int) -> None:
 
 
 def from_entries(name: str, entries: Index, lengths: Index, page_size: int, unit: int) -> BlockTable:
-    """Return the table of entries [sequences, any] whose active entries are multiples of `unit` rows."""
+    """Return the table for entries [sequences, any]; entry x stands for row x * `unit`."""
     used = -(-lengths // page_size)
     if used.size and used.max() > entries.shape[1]:
         b = int(used.argmax())
@@ -133,12 +133,12 @@ def from_entries(name: str, entries: Index, lengths: Index, page_size: int, unit
 
 
 def from_blocks(block_table: ArrayLike, lengths: ArrayLike, page_size: int) -> BlockTable:
-    """Convert a block table and lengths, as vLLM, flash-attn, Ascend's operators and TPUs have them.
+    """Convert a block table and lengths of vLLM, flash-attn, Ascend's operators and TPUs.
 
     Parameters
     ----------
     block_table : ndarray of int, shape [sequences, any]
-        Numbers of blocks; behind a sequence's last block anything (-1, 0, stale numbers).
+        Numbers of blocks. Entries after a sequence's last block are ignored (-1, 0, stale numbers).
     lengths : ndarray of int, shape [sequences]
         Tokens of each sequence.
     page_size : int
@@ -157,7 +157,7 @@ def from_blocks(block_table: ArrayLike, lengths: ArrayLike, page_size: int) -> B
 
 
 def to_blocks(pages: BlockTable, padding: int = -1) -> tuple[Index, Index]:
-    """Return (block table, lengths); `padding` stands behind the last block of a sequence.
+    """Return (block table, lengths), filled with `padding` after the last block of a sequence.
 
     Pages have to begin where blocks do.
 
@@ -180,7 +180,7 @@ def to_blocks(pages: BlockTable, padding: int = -1) -> tuple[Index, Index]:
 
 
 def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, page_size: int) -> BlockTable:
-    """Convert compressed rows, as FlashInfer has them.
+    """Convert the compressed rows (CSR) of FlashInfer.
 
     Parameters
     ----------
@@ -189,7 +189,7 @@ def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, pa
     indices : ndarray of int, shape [indptr[-1] or more]
         Numbers of pages.
     last_page_len : ndarray of int, shape [sequences]
-        Tokens of each sequence's last page, from 1 to `page_size`; not looked at if it has no page.
+        Tokens of each sequence's last page, from 1 to `page_size`; ignored if it has no page.
     page_size : int
         Tokens of a page.
 
@@ -225,7 +225,7 @@ def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, pa
 
 
 def to_csr(pages: BlockTable) -> tuple[Index, Index, Index]:
-    """Return (indptr, indices, last_page_len); a sequence without tokens has no page and a last length of 0.
+    """Return (indptr, indices, last_page_len). An empty sequence has no page and a last length of 0.
 
     Examples
     --------
@@ -245,12 +245,12 @@ def to_csr(pages: BlockTable) -> tuple[Index, Index, Index]:
 
 
 def from_slots(slots: ArrayLike, lengths: ArrayLike) -> BlockTable:
-    """Convert a slot for every token, as SGLang's ``req_to_token`` has it: pages of one token.
+    """Convert SGLang's ``req_to_token``, a slot for every token, into pages of one token.
 
     Parameters
     ----------
     slots : ndarray of int, shape [sequences, any]
-        The row of each token; behind a sequence's last token anything.
+        The row of each token. Entries after a sequence's last token are ignored.
     lengths : ndarray of int, shape [sequences]
         Tokens of each sequence.
 
@@ -266,7 +266,7 @@ def from_slots(slots: ArrayLike, lengths: ArrayLike) -> BlockTable:
 
 
 def to_slots(pages: BlockTable, padding: int = 0) -> Index:
-    """Return a slot for every token, [sequences, longest]; `padding` behind a sequence's last.
+    """Return a slot for every token, [sequences, longest], filled with `padding` after the last.
 
     Examples
     --------
@@ -280,7 +280,7 @@ def to_slots(pages: BlockTable, padding: int = 0) -> Index:
 
 
 def slot_mapping(pages: BlockTable, new: ArrayLike) -> Index:
-    """Return the slots of a step's tokens, packed: the last ``new[b]`` tokens of each sequence.
+    """Return the slots of a step's tokens, packed. They are the last ``new[b]`` of each sequence.
 
     Examples
     --------
@@ -303,22 +303,22 @@ def slot_mapping(pages: BlockTable, new: ArrayLike) -> Index:
 def from_tokens(
     slots: ArrayLike, sequences: ArrayLike, positions: ArrayLike, batch: int | None = None
 ) -> BlockTable:
-    """Convert slot, sequence and position of each token, in any order: slot mappings of all steps so far.
+    """Convert the slot mappings of all steps so far: slot, sequence, position of each token, in any order.
 
     Parameters
     ----------
     slots : ndarray of int, shape [tokens]
         The row of each token; below 0 for padding, which is skipped.
     sequences, positions : ndarray of int, shape [tokens]
-        Its sequence and its position there. The positions of a sequence follow each other without a gap; a
-        window may begin later than 0, and then its first token is the table's first.
+        Its sequence and its position there. Positions of a sequence have no gaps. If
+        a sliding window begins after 0, its first token is the first in the table.
     batch : int, optional
         How many sequences there are, if the last ones may have no tokens.
 
     Returns
     -------
     BlockTable
-        Of one token each.
+        With pages of one token.
 
     Examples
     --------
@@ -370,21 +370,21 @@ def to_tokens(pages: BlockTable) -> tuple[Index, Index, Index]:
 
 
 def from_cells(positions: ArrayLike, sequences: Any, batch: int | None = None) -> BlockTable:
-    """Convert cells with positions and sequence ids, as llama.cpp has them.
+    """Convert llama.cpp's cells, which have positions and sequence ids.
 
     Parameters
     ----------
     positions : ndarray of int, shape [cells]
         The position of each cell's token; below 0 where a cell is empty.
     sequences : sequence of collections of int, or ndarray of int, shape [cells]
-        The sequences that each cell's token belongs to: several may share it.
+        The sequences that each cell's token belongs to; several may share a token.
     batch : int, optional
         How many sequences there are, if the last ones may have no cells.
 
     Returns
     -------
     BlockTable
-        Of one token each; the row of a token is its cell.
+        With pages of one token; the row of a token is its cell.
 
     Examples
     --------
@@ -407,7 +407,7 @@ def from_cells(positions: ArrayLike, sequences: Any, batch: int | None = None) -
 
 
 def to_cells(pages: BlockTable, cells: int | None = None) -> tuple[Index, list[set[int]]]:
-    """Return (positions, sequences) of `cells` cells: position -1 and no sequence where a cell is empty.
+    """Return (positions, sequences) of `cells` cells; an empty cell has position -1 and no sequence.
 
     Examples
     --------
@@ -437,23 +437,23 @@ def from_batch(
     batch_index: ArrayLike | None = None,
     left_padding: ArrayLike | None = None,
 ) -> BlockTable:
-    """Convert caches with a part for each sequence, as Transformers, MLX and flash-attn may have them.
+    """Convert a batch whose sequences each have `capacity` rows, as in Transformers, MLX and flash-attn.
 
     Parameters
     ----------
     lengths : ndarray of int, shape [sequences]
         Tokens of each sequence, without padding.
     capacity : int
-        Rows of a part.
+        Rows of each sequence's part of the cache.
     batch_index : ndarray of int, shape [sequences], optional
-        The part of each sequence (flash-attn's ``cache_batch_idx``); in order if left out.
+        The part of each sequence (flash-attn's ``cache_batch_idx``); part b for sequence b if left out.
     left_padding : ndarray of int, shape [sequences], optional
-        Rows of a part before its first token (``cache_leftpad``).
+        Rows of each part before its first token (``cache_leftpad``).
 
     Returns
     -------
     BlockTable
-        One for each sequence.
+        With one page for each sequence.
 
     Examples
     --------
@@ -487,7 +487,7 @@ def from_batch(
 
 
 def to_batch(pages: BlockTable, capacity: int) -> tuple[Index, Index, Index]:
-    """Return (lengths, batch index, left padding) in parts of `capacity` rows, one for each sequence.
+    """Return (lengths, batch index, left padding) for a batch with `capacity` rows for each sequence.
 
     Examples
     --------
@@ -510,7 +510,7 @@ def to_batch(pages: BlockTable, capacity: int) -> tuple[Index, Index, Index]:
 
 
 def packed(lengths: ArrayLike, page_size: int) -> BlockTable:
-    """Return new pages for sequences of such lengths, one after the other.
+    """Return a table of new pages, one after the other, for sequences of these lengths.
 
     Examples
     --------

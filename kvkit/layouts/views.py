@@ -26,10 +26,10 @@ class KV:
     Attributes
     ----------
     keys, values : ndarray or tuple, axes l b n h c
-        One array [layers, blocks, tokens, heads, content]; where layers are separate arrays, a tuple of
-        arrays [blocks, tokens, heads, content]; where blocks are, for each layer a tuple of arrays [tokens,
-        heads, content]. So ``keys[layer][block]`` is [tokens, heads, content] of any layout. An axis that a
-        layout does not have has length 1.
+        One array [layers, blocks, tokens, heads, content]. If layers are separate arrays, a tuple of arrays
+        [blocks, tokens, heads, content]; if blocks are, a tuple of arrays [tokens, heads, content] for each
+        layer. So ``keys[layer][block]`` is always [tokens, heads, content]. An axis that a layout lacks has
+        length 1.
     """
 
     keys: Any
@@ -47,35 +47,36 @@ class Leaf:
 
 
 def view(arrays: Any, layout: str | Layout, *, sizes: Mapping[str, int] | None = None) -> KV:
-    """Return keys and values of a cache of any engine as views: no byte moves.
+    """Return keys and values of any engine's cache as views, without a copy.
 
     Parameters
     ----------
     arrays : array, or nested lists of arrays
-        As the layout says: an array, or for each level left of its bar a list (or an array, of what lies
-        along its first axis). Of numpy, or torch on the CPU.
+        The cache in the form of the layout: an array, or nested lists with a level for each axis left of the
+        bar. An array serves as the list of its items. Arrays of numpy, or of torch on the CPU.
     layout : str or Layout
         A line, or a name of `NAMED`. Nothing is guessed from shapes.
     sizes : dict, optional
-        Lengths of ``l b n h c``: of those that shapes do not tell, or to check shapes against. ``v`` is the
-        content of values where its size is not that of keys: of a latent row, its first elements.
+        Lengths of ``l b n h c`` that shapes do not show, or that shapes are checked against. ``v`` is the
+        content of values if it differs from that of keys: the first elements of a latent row.
 
     Returns
     -------
     KV
-        ``keys`` and ``values`` with axes l b n h c; writing to them writes to `arrays`. Tensors of tensors.
+        ``keys`` and ``values`` with axes l b n h c; writing to them writes to `arrays`. Torch's tensors give
+        tensors.
 
     Raises
     ------
     KvkitError
-        If shapes, strides, sizes and layout contradict each other, if a size is missing, or if a part of the
-        layout is split, as ``c1 .. c0[8]`` is: that no view tells, but `convert` moves it.
+        If shapes, strides, sizes and layout contradict each other, if a size is missing, or if an axis is
+        split, as in ``c1 .. c0[8]``: no view can show it, but `convert` can copy it.
 
     Notes
     -----
-    A layout without ``kv`` has one row for both: keys are the whole of it, values its first ``v`` elements,
-    or the whole too. An array whose axes lie in memory in another order than the line says is refused, as
-    the layout would be another one: transpose it first.
+    A layout without ``kv`` has one row for key and value: keys are the whole row, values its first ``v``
+    elements, or the whole row. An array whose axes lie in memory in another order than in the line is
+    refused: transpose it first.
 
     Examples
     --------
@@ -96,7 +97,7 @@ def view(arrays: Any, layout: str | Layout, *, sizes: Mapping[str, int] | None =
 
 
 def check_viewable(line: Layout) -> None:
-    """Check that strides can say where each element lies."""
+    """Check that a strided view can show the layout."""
     check_one_kind(line)
     if line.split:
         name = line.split
@@ -127,9 +128,9 @@ def order_axes(leaf: Leaf, inner: int) -> np.ndarray:
 def arrange(
     found: Iterable[tuple[dict[str, int], tuple[Leaf, Leaf]]],
     line: Layout,
-    arranged: Callable[[Leaf, int], Array],
+    order: Callable[[Leaf, int], Array],
 ) -> KV:
-    """Arrange the pairs of leaves as `KV` says."""
+    """Build a `KV` from pairs of leaves, whose axes `order` puts in order."""
     pairs = list(found)
     if "b" in line.lists:
         layers = max(pairs[0][1][0].sizes.get("l", 1), 1 + max(where.get("l", 0) for where, _ in pairs))
@@ -137,21 +138,21 @@ def arrange(
         for side in (0, 1):
             rows: list[Any] = [[] for _ in range(layers)]
             for where, pair in pairs:
-                array = arranged(pair[side], 5)[:, 0]  # [l, n, h, c]
+                array = order(pair[side], 5)[:, 0]  # [l, n, h, c]
                 for layer in range(len(array)):
                     rows[where.get("l", layer)].append(array[layer])
             sides.append(tuple(map(tuple, rows)))
         return KV(*sides)
     if "l" in line.lists:
-        return KV(*(tuple(arranged(pair[side], 4) for _, pair in pairs) for side in (0, 1)))
+        return KV(*(tuple(order(pair[side], 4) for _, pair in pairs) for side in (0, 1)))
     [(_, pair)] = pairs
-    return KV(*(arranged(side, 5) for side in pair))
+    return KV(*(order(side, 5) for side in pair))
 
 
 def iterate_leaves(
     arrays: Any, line: Layout, known: Mapping[str, int], name: str = "arrays"
 ) -> Iterator[tuple[dict[str, int], tuple[Leaf, Leaf]]]:
-    """Yield (index in lists, (keys, values)) of each array or pair of arrays, in the order of l, then b."""
+    """Yield (index in lists, (keys, values)) for each array or pair of arrays, ordered by l, then b."""
     for axis, size in known.items():
         if axis in "lbnh" and axis not in line.names and size > 1:
             raise argument_error(name, f"an axis {axis} in '{line}', for a size of {size}", "none")
@@ -178,19 +179,19 @@ def iterate_leaves(
 
 
 def list_index(index: Mapping[str, int], line: Layout) -> Where:
-    """Return an index along the levels of a line's lists."""
+    """Return an index as pairs (axis, index), in the order of a line's lists."""
     return tuple((axis, index[axis]) for axis in line.lists)
 
 
 def list_length(found: Iterable[Where], axis: str) -> int:
-    """Return the number of arrays along a level of lists."""
+    """Return the number of arrays along one level of lists."""
     return 1 + max(dict(where)[axis] for where in found)
 
 
 def iterate_arrays(
     name: str, arrays: Any, levels: Sequence[str], where: Mapping[str, int]
 ) -> Iterator[tuple[Where, tuple[str, Array]]]:
-    """Yield (index in lists, (name, array)) of nested lists."""
+    """Yield (index in lists, (name, array)) for each array in nested lists."""
     if not levels:
         array = as_numpy(arrays, name)
         if not isinstance(array, np.ndarray):
@@ -222,7 +223,7 @@ def iterate_arrays(
 
 
 def side_leaf(named: tuple[str, Array], line: Layout, side: int, known: Mapping[str, int]) -> Leaf:
-    """Return keys (side 0) or values that have an array of their own, which has a name."""
+    """Return the leaf of keys (side 0) or values (side 1) in an array of their own."""
     name, array = named
     groups: Groups = (line.groups, line.value_groups)[side]
     if side and "v" in known:
@@ -233,7 +234,7 @@ def side_leaf(named: tuple[str, Array], line: Layout, side: int, known: Mapping[
 
 
 def both_leaves(named: tuple[str, Array], line: Layout, known: Mapping[str, int]) -> tuple[Leaf, Leaf]:
-    """Return keys and values that lie in one array, which has a name."""
+    """Return the leaves of keys and values that share one array."""
     name, _ = named
     if "kv" not in line.names:
         keys = side_leaf(named, line, 0, known)
@@ -263,5 +264,5 @@ def both_leaves(named: tuple[str, Array], line: Layout, known: Mapping[str, int]
 
 
 def flat_axes(groups: Groups) -> tuple[Axis, ...]:
-    """Return the axes of all groups."""
+    """Return the axes of all groups as one tuple."""
     return tuple(axis for group in groups for axis in group)

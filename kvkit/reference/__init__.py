@@ -1,8 +1,8 @@
 """Every operator in plain numpy: the specification as code, to read and to compare with.
 
-Loops over tokens, heads and elements that share nothing with the rest of the package. Inputs are legal. What
-moves bits or rounds by a recipe gives the exact bytes; attention and rotary embedding are in float64 and not
-rounded. Caches and scales change in place.
+Loops over tokens, heads and elements that share no code with the rest of the package. Inputs are not checked.
+Operators that copy or quantize give the exact bytes; attention and rotary embedding are computed in float64
+and not rounded. Caches and scales change in place.
 """
 
 from collections.abc import Callable

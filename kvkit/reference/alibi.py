@@ -47,7 +47,7 @@ def alibi_mask(
     num_heads: int,
     data_type: Any = "float32",
 ) -> Array:
-    """Return [num_heads, n, m padded to 16], or with a batch in front where the mask has one."""
+    """Return [num_heads, n, m padded to 16], or [batch, num_heads, n, m padded] if the mask has a batch."""
     n, m = seqlen_q, seqlen_kv
     four_axes = attn_mask is not None and attn_mask.ndim == 4
     batch = attn_mask.shape[0] if four_axes else 1
@@ -69,7 +69,7 @@ def dynamic_alibi_mask(
     num_heads: int,
     data_type: Any = "float32",
 ) -> Array:
-    """Return the mask of packed sequences: their blocks on the diagonal, zeros elsewhere."""
+    """Return the mask of packed sequences: biases in blocks on the diagonal, zeros elsewhere."""
     tokens, keys = seqstarts[-1], kvstarts[-1]
     result = np.zeros((num_heads, tokens, pad16(keys)), f32)
     for b in range(len(seqstarts) - 1):

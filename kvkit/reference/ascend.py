@@ -1,4 +1,4 @@
-"""Ascend's operators over caches in blocks. Tokens move as slices of one type, which keeps every bit."""
+"""Ascend's operators over caches in blocks. Tokens are copied bit for bit."""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ def reshape_and_cache(
     cache_format: str = "ND",
     empty_window: str = "copy",
 ) -> tuple[Any, Any]:
-    """Write keys, then values into their slots, each token or each run on its own; return the caches."""
+    """Write keys, then values into their slots, token by token or run by run; return the caches."""
     for tokens, cache in ((key, key_cache), (value, value_cache)):
         if tokens is None:
             continue
@@ -59,7 +59,7 @@ def store_groups(tokens: Array, cache: Array, slots: Any) -> None:
 
 
 def runs_of(tokens: Array, mode: int, wins: Any, seq_lens: Any, offsets: Any, empty_window: str) -> list[Any]:
-    """Return the rows that a compressed mode stores of each head of each sequence."""
+    """Return the rows that a compressed mode stores for each head of each sequence."""
     runs: list[Any] = []
     first, heads = 0, tokens.shape[1]
     for n in seq_lens:
@@ -72,7 +72,7 @@ def runs_of(tokens: Array, mode: int, wins: Any, seq_lens: Any, offsets: Any, em
 
 
 def store_runs(runs: list[Any], cache: Array, slots: Any) -> None:
-    """Write each run from its slot on."""
+    """Write each run of rows into neighbouring slots, from its own slot on."""
     rows = cache.shape[1]
     for run, slot in zip(runs, slots, strict=True):
         for s, row in enumerate(run if slot >= 0 else (), slot):
@@ -80,7 +80,7 @@ def store_runs(runs: list[Any], cache: Array, slots: Any) -> None:
 
 
 def compress_run(x: Array, mode: int, w: int, o: int, empty_window: str) -> list[Array]:
-    """Return what is stored of x [n, D]: the last w rows, or all, w of them from o on averaged or dropped."""
+    """Return the stored rows of x [n, D]: the last w, or all with w rows from o on averaged or dropped."""
     n = len(x)
     if mode == KVHEAD:
         if w == 0:
@@ -93,7 +93,7 @@ def compress_run(x: Array, mode: int, w: int, o: int, empty_window: str) -> list
 
 
 def mean_of_rows(rows: Array) -> Array:
-    """Sum token by token in float32, divide once, round once to the type of the rows."""
+    """Return the mean of rows: summed row by row in float32, divided once, rounded once."""
     result = np.empty(rows.shape[1], rows.dtype)
     with np.errstate(all="ignore"):
         for c in range(rows.shape[1]):
@@ -113,7 +113,7 @@ def paged_cache_load(
     *,
     cache_format: str = "ND",
 ) -> tuple[Array, ...]:
-    """Read contexts, one after the other, from their blocks; `seq_lens` may be sums from 0 on."""
+    """Read the context of each sequence from its blocks; `seq_lens` may be cumulative, from 0 on."""
     lengths = np.diff(seq_lens) if len(seq_lens) == len(block_tables) + 1 else seq_lens
     where = block_tables, lengths, seq_starts, cache_format == "NZ"
     return tuple(load_contexts(cache, *where) for cache in (key_cache, value_cache) if cache is not None)
@@ -122,7 +122,7 @@ def paged_cache_load(
 def load_contexts(
     cache: Array, block_tables: Any, lengths: Any, seq_starts: Any = None, nz: bool = False
 ) -> Array:
-    """Return [tokens, heads, dim] of an ND cache, [tokens, C] of an NZ cache; a block outside gives zeros."""
+    """Return [tokens, heads, dim] of an ND cache, [tokens, C] of an NZ cache; zeros for a missing block."""
     rows = cache.shape[2 if nz else 1]
     shape = (cache.shape[1] * cache.shape[3],) if nz else cache.shape[2:]
     out = np.zeros((sum(lengths), *shape), cache.dtype)
@@ -154,7 +154,7 @@ def block_copy(key_cache: Array, value_cache: Any, src: Any, dst: Any, cum_sum: 
 
 
 def nd_to_nz(x: Array) -> Array:
-    """Return matrices x [b, m, n] in groups of 32 bytes of columns, with zeros behind."""
+    """Return matrices x [b, m, n] in NZ: columns in groups of 32 bytes, padded with zeros."""
     b, m, n = x.shape
     n0 = 32 // x.dtype.itemsize
     y = np.zeros((b, math.ceil(n / n0), 16 * math.ceil(m / 16), n0), x.dtype)
@@ -185,8 +185,8 @@ def attend_blocks(
 ) -> tuple[Array, Array]:
     """Decode over blocks (PagedAttention): query [B, H, D]; return (attn_output, lse) in float64.
 
-    Where every head has rows of its own, there is an entry for each sequence and key head. The offset of a
-    row counts in full, whatever caps its score.
+    If every key head has rows of its own, `context_lens` has an entry for each sequence and key head.
+    `razor_offset` is added to the scores after the softcap.
     """
     batch, heads, dim = query.shape
     rows, entries = key_cache.shape[1], len(context_lens) // batch  # of a sequence

@@ -1,7 +1,7 @@
 """Attention, alone and over a cache: loops over sequences, queries and heads, in float64.
 
-Operators return (attn_output, lse). `kind` is the type of the arithmetic: float64 for the truth, a narrower
-one for what plain code in that type gives. `scoring` passes on softmax_scale, window, softcap and sinks.
+Operators return (attn_output, lse). `kind` is the type of the arithmetic: float64 for exact results, a
+narrower type to see how plain code in it rounds. `scoring` has softmax_scale, window, softcap and sinks.
 """
 
 import math
@@ -17,7 +17,7 @@ Pair = tuple[Array, Array]
 
 
 def visible_keys(n: int, m: int, i: int, causal: bool, window: tuple[int, int]) -> Array:
-    """Return which of m keys the causal rule and the window let query i of n see; it is at m - n + i."""
+    """Return which of m keys the causal rule and the window let query i of n see, at position m - n + i."""
     keys, position = np.arange(m), m - n + i
     left, right = window
     seen = np.ones(m, bool)
@@ -31,7 +31,7 @@ def visible_keys(n: int, m: int, i: int, causal: bool, window: tuple[int, int]) 
 
 
 def softmax(scores: Array, sink: Any) -> tuple[Array, float]:
-    """Return weights and the log of the sum; a sink is one more score, whose weight is dropped."""
+    """Return weights and the log of their sum; a sink is one more score, whose weight is not returned."""
     everything = list(scores) if sink is None else [*scores, sink]
     m = max(everything, default=-math.inf)
     if m == -math.inf:
@@ -56,7 +56,7 @@ def attend_sequence(
 ) -> Pair:
     """Attend over one sequence: query [n, H, D], key [m, KVH, D], value [m, KVH, Dv], mask [H, n, >= m].
 
-    ALiBi's `slopes` [H], if given, are of distances to either side.
+    ALiBi's `slopes` [H], if given, multiply the distance to keys on either side.
     """
     work = np.float64 if kind == np.float64 else np.float32
 

@@ -1,4 +1,4 @@
-"""Formulas of cache formats as plain loops over lists of float32: numbers to codes, bytes and scales."""
+"""Cache formats as plain loops over lists of float32, from numbers to codes, bytes and scales."""
 
 import math
 from fractions import Fraction
@@ -37,7 +37,7 @@ TABLES: dict[str, list[Any]] = {
 
 
 def float_code(x: Any, table: Numbers) -> int:
-    """Return the code of the nearest finite number of a table with signs; half way the even code."""
+    """Return the code of the nearest finite number of a signed table; a tie gives the even code."""
     half = len(table) // 2
     sign, size = half if math.copysign(1, x) < 0 else 0, abs(float(x))
     if math.isnan(x):
@@ -45,11 +45,11 @@ def float_code(x: Any, table: Numbers) -> int:
     finite = [code for code in range(half) if math.isfinite(table[code])]
     if size > table[finite[-1]]:
         return sign + finite[-1]
-    return sign + min(finite, key=lambda code: (abs(table[code] - size), code % 2))  # exact where it is near
+    return sign + min(finite, key=lambda code: (abs(table[code] - size), code % 2))  # exact for near numbers
 
 
 def lower_code(x: Any, table: Numbers) -> int:
-    """Return the code of the nearest number of a table, the first of them."""
+    """Return the code of the nearest number of a table; a tie gives the lower code."""
     return min(range(len(table)), key=lambda code: (abs(table[code] - float(x)), code))
 
 
@@ -82,7 +82,7 @@ def bits32(x: Any) -> list[int]:
 
 
 def pack_halves(codes: list[int]) -> list[int]:
-    """Pack the first half in low nibbles, the second in high ones."""
+    """Pack codes of 4 bits: the first half in low nibbles, the second in high ones."""
     half = len(codes) // 2
     return [codes[i] + 16 * codes[i + half] for i in range(half)]
 
@@ -136,7 +136,7 @@ def q5_1(x: Numbers) -> list[int]:
 
 
 def exponent_floor(amax: Any, largest_exponent: int) -> int:
-    """Return the exponent byte of a group by the exponent of its largest magnitude."""
+    """Return the exponent byte of a group, from the exponent of its largest magnitude."""
     if amax == 0:
         return 0
     return clamp(math.floor(math.log2(Fraction(float(amax)))) - largest_exponent + 127, 0, 254)
@@ -149,7 +149,7 @@ def ggml_mxfp4(x: Numbers) -> list[int]:
     return [e, *pack_halves([lower_code(float(v) / unit, TABLES["e2m1"]) for v in x])]
 
 
-# Formats of others: lists of numbers to (codes in bytes, scale, zero or minimum)
+# Formats of other projects: from numbers to (codes in bytes, scale, zero or minimum)
 
 
 def token_head(x: Numbers, code: str, rounding: str) -> list[int]:
@@ -165,7 +165,7 @@ def token_head(x: Numbers, code: str, rounding: str) -> list[int]:
 
 
 def lmdeploy(x: Numbers, bits: int) -> Any:
-    """Return LMDeploy's codes, scale and zero; None for equal numbers."""
+    """Return LMDeploy's codes, scale and zero; None if all numbers are equal."""
     most = F32(2**bits - 1)
     scale = (max(x) - min(x)) / most
     if scale == 0:
@@ -217,7 +217,7 @@ def mx(x: Numbers, code: str, exponent: str, rounding: str = "even") -> tuple[li
 
 
 def nvfp4(x: Numbers, whole: Any, rounding: str = "even") -> tuple[list[int], int]:
-    """Return the codes of an NVFP4 block, and its scale in E4M3; `whole` is the scale of the tensor."""
+    """Return the codes of an NVFP4 block, and its scale in E4M3; `whole` is the scale of the whole tensor."""
     scale = float_code(max(abs(v) for v in x) / F32(6) / F32(whole), TABLES["e4m3"])
     unit = F32(TABLES["e4m3"][scale]) * F32(whole)
     find: Any = float_code if rounding == "even" else lower_code

@@ -1,6 +1,6 @@
 """KeyValueCache of PMX: append keys and values to a cache, then read each sequence back.
 
-Loops over tokens and heads. A cell is the last axis of one token and head; 0 bits store elements as they are.
+Loops over tokens and heads. `quant_bit` 0 stores elements without codes.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ CACHE_ATTRIBUTES = (
 )
 
 
-def cell_of(array: Array, layout: str, **index: int) -> Array:
+def head_view(array: Array, layout: str, **index: int) -> Array:
     """Return a view of one token and head; every index is one integer."""
     return array[tuple(index[axis] for axis in layout.split()[:-1])]
 
@@ -56,7 +56,7 @@ def quantize_head(x: Array, bits: int, group: int) -> tuple[Array, Array]:
 
 
 def dequantize_head(codes: Array, scale: Array, group: int, dtype: np.dtype) -> Array:
-    """Return the elements that codes and stored scales stand for."""
+    """Return the elements code * scale."""
     with np.errstate(all="ignore"):
         product = codes.reshape(-1, group).astype(np.float32) * scale.astype(np.float32)[:, None]
         return product.astype(scale.dtype).astype(dtype).reshape(-1)
@@ -77,23 +77,23 @@ def unpack_int4(packed: Array) -> Array:
     return np.array(codes, np.int8)
 
 
-def store_head(x: Array, cell: Array, scale: Any, bits: int, group: int) -> None:
-    """Write one head of one token."""
+def store_head(x: Array, stored: Array, scale: Any, bits: int, group: int) -> None:
+    """Write one head of one token into its place in the cache."""
     with np.errstate(all="ignore"):
         if bits == 0:
-            cell[:] = x.astype(cell.dtype)
+            stored[:] = x.astype(stored.dtype)
             return
         codes, scales = quantize_head(x, bits, group)
-        cell[:] = codes if bits == 8 else pack_int4(codes).view(cell.dtype)
+        stored[:] = codes if bits == 8 else pack_int4(codes).view(stored.dtype)
         scale[:] = scales.astype(scale.dtype)
 
 
-def load_head(cell: Array, scale: Any, bits: int, group: int, dtype: np.dtype) -> Array:
-    """Read one head of one token."""
+def load_head(stored: Array, scale: Any, bits: int, group: int, dtype: np.dtype) -> Array:
+    """Read one head of one token from its place in the cache."""
     if bits == 0:
         with np.errstate(all="ignore"):
-            return cell.astype(dtype)
-    return dequantize_head(cell if bits == 8 else unpack_int4(cell), scale, group, dtype)
+            return stored.astype(dtype)
+    return dequantize_head(stored if bits == 8 else unpack_int4(stored), scale, group, dtype)
 
 
 def key_value_cache(
@@ -115,16 +115,16 @@ def key_value_cache(
     past = int(np.asarray(start_pos).reshape(-1)[0])
     layout = STATIC_LAYOUTS[cache_layout]
 
-    def cell(kv: int, b: int, t: int, h: int) -> tuple[Array, Any]:
+    def place(kv: int, b: int, t: int, h: int) -> tuple[Array, Any]:
         index = {"b": b, "l": layer_idx, "kv": kv, "n": t, "h": h}
-        return cell_of(cache, layout, **index), cell_of(scale, layout, **index) if quant_bit else None
+        return head_view(cache, layout, **index), head_view(scale, layout, **index) if quant_bit else None
 
     for kv, current in enumerate((current_key, current_value)):
         for b, i, h in np.ndindex(batch, new, heads):
-            store_head(current[b, i, h], *cell(kv, b, past + i, h), quant_bit, quant_group)
+            store_head(current[b, i, h], *place(kv, b, past + i, h), quant_bit, quant_group)
     out = np.zeros((2, batch, past + new, heads * num_repeat, dim), current_key.dtype)
     for kv, b, t, h in np.ndindex(*out.shape[:-1]):
-        out[kv, b, t, h] = load_head(*cell(kv, b, t, h // num_repeat), quant_bit, quant_group, out.dtype)
+        out[kv, b, t, h] = load_head(*place(kv, b, t, h // num_repeat), quant_bit, quant_group, out.dtype)
     return out[0], out[1]
 
 
@@ -154,19 +154,19 @@ def dynamic_key_value_cache(
     first, first_key, past = ([int(x) for x in index] for index in (seqstarts, kvstarts, start_pos))
     layout = DYNAMIC_LAYOUTS[cache_layout]
 
-    def cell(kv: int, b: int, t: int, h: int) -> tuple[Array, Any]:
+    def place(kv: int, b: int, t: int, h: int) -> tuple[Array, Any]:
         row = cache_row(cachestarts, b, t, cache_mode, page_size)
         index = {"l": layer_idx, "kv": kv, "n": row, "h": h}
-        return cell_of(cache, layout, **index), cell_of(scale, layout, **index) if quant_bit else None
+        return head_view(cache, layout, **index), head_view(scale, layout, **index) if quant_bit else None
 
     for kv, current in enumerate((current_key, current_value)):
         for b in range(len(past)):
             for i, h in np.ndindex(first[b + 1] - first[b], heads):
                 x = current[first[b] + i, h]
-                store_head(x, *cell(kv, b, past[b] + i, h), quant_bit, quant_group)
+                store_head(x, *place(kv, b, past[b] + i, h), quant_bit, quant_group)
     out = np.zeros((2, first_key[-1], heads * num_repeat, dim), current_key.dtype)
     for kv, b in np.ndindex(2, len(past)):
         for t, h in np.ndindex(first_key[b + 1] - first_key[b], heads * num_repeat):
-            place = cell(kv, b, t, h // num_repeat)
-            out[kv, first_key[b] + t, h] = load_head(*place, quant_bit, quant_group, out.dtype)
+            at = first_key[b] + t
+            out[kv, at, h] = load_head(*place(kv, b, t, h // num_repeat), quant_bit, quant_group, out.dtype)
     return out[0], out[1]

@@ -28,9 +28,9 @@ def attend_pages(
     alibi_slopes: Any = None,
     **scoring: Any,
 ) -> tuple[Array, Array]:
-    """Return (attn_output, lse); pools are views [pages, tokens, heads, elements], `pages` a list each.
+    """Return (attn_output, lse); `keys` and `values` are [pages, tokens, heads, elements].
 
-    Scales are [B, heads of a pool], slopes [B, query heads] or None.
+    `pages` is a list of pages for each sequence. Scales are [B, key heads], slopes [B, query heads] or None.
     """
     rows = keys.shape[1]
     output = np.zeros((*query.shape[:2], values.shape[3]))
@@ -66,7 +66,7 @@ def paged_attention(
     alibi_slopes: Any = None,
     **scoring: Any,
 ) -> tuple[Array, Array]:
-    """Attend over pages; the last query of a sequence has the position of its last key."""
+    """Attend over pages; a sequence's last query is at the position of its last key."""
     batch = len(context_lens)
     keys, values = tokens_before_heads(key_cache, layout), tokens_before_heads(value_cache, layout)
     starts = np.arange(batch + 1) if query_starts is None else query_starts
@@ -107,7 +107,7 @@ def paged_append(
     *,
     layout: str = "b n h c",
 ) -> tuple[Any, Any]:
-    """Write tokens into their slots, none where a slot is negative; return the caches."""
+    """Write tokens into their slots, except tokens with a negative slot; return the caches."""
     for tokens, pool in ((key, key_cache), (value, value_cache)):
         if tokens is not None:
             store_in_pages(tokens, tokens_before_heads(pool, layout), slot_mapping)

@@ -1,7 +1,7 @@
 """Positions of PMX: position indices and rotary embedding.
 
-Everything is float64 but the angles, whose type is `kind`: float32 as specified, float64 for the truth.
-What is rotated is not rounded to the type of the inputs.
+Everything is float64 but the angles, whose type is `kind`: float32 as specified, float64 for exact results.
+Outputs stay float64, not rounded to the type of the inputs.
 """
 
 import math
@@ -76,8 +76,8 @@ def rotary_position_embedding(
         ((b, s), start_pos + s - pads[b], start_pos + length - pads[b])
         for b, s in np.ndindex(batch, length)
     ]  # fmt: skip
-    turned = [] if bypass_key else tokens
-    return rotate_tokens(query, tokens, **attributes), rotate_tokens(key, turned, **attributes)
+    key_tokens = [] if bypass_key else tokens
+    return rotate_tokens(query, tokens, **attributes), rotate_tokens(key, key_tokens, **attributes)
 
 
 def dynamic_rotary_position_embedding(
@@ -95,5 +95,5 @@ def dynamic_rotary_position_embedding(
     for b, first in enumerate(map(int, start_pos)):
         n = int(seqstarts[b + 1] - seqstarts[b])
         tokens += [((int(seqstarts[b]) + i,), first + i, first + n) for i in range(n)]
-    turned = [] if bypass_key else tokens
-    return rotate_tokens(query, tokens, **attributes), rotate_tokens(key, turned, **attributes)
+    key_tokens = [] if bypass_key else tokens
+    return rotate_tokens(query, tokens, **attributes), rotate_tokens(key, key_tokens, **attributes)

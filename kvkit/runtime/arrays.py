@@ -19,13 +19,13 @@ from numpy.typing import DTypeLike
 
 DATA = object.__basicsize__  # numpy's PyArrayObject is a Python object's header, then the data pointer
 pointer_at: Any = ctypes.c_void_p.from_address
-SMALLEST = 2**20  # bytes of a result, below which the allocator keeps memory itself
+SMALLEST = 2**20  # bytes of a pooled result; the allocator reuses smaller ones itself
 ALIGNED = 64
 VARIABLES = "KVKIT_RESULT_POOL_BYTES", "KVKIT_SPARE_BYTES"  # the second is the name of version 0.1
 
 
 def address(array: Any) -> int:
-    """Return `array.ctypes.data` in a sixth of its time: a decode step asks many times a layer."""
+    """Return the address of an array's data, faster than `array.ctypes.data` does."""
     return pointer_at(id(array) + DATA).value
 
 
@@ -59,7 +59,7 @@ class ResultPool:
         self._in_use: dict[int, tuple] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-        """Return an array like `numpy.empty` does; the pool gets its memory back with its last view."""
+        """Return an array like `numpy.empty` does; its memory returns to the pool when its last view dies."""
         dtype = np.dtype(dtype)
         size = math.prod(shape) * dtype.itemsize
         if not SMALLEST <= size <= self.most:
@@ -71,20 +71,20 @@ class ResultPool:
         return np.ndarray(shape, dtype, owner)  # type: ignore[arg-type]
 
     def free_bytes(self) -> int:
-        """Return the bytes that wait for a result."""
+        """Return the bytes of freed memory in the pool."""
         return sum(memory.size for memory in tuple(self._free))
 
     def _take(self, size: int) -> np.ndarray:
-        """Return memory for so many bytes: the latest freed that fits and is not much larger, or new."""
+        """Return memory for so many bytes: freed memory that is at most a quarter larger, or new memory."""
         for _ in range(len(self._free)):
             try:
                 memory = self._free.pop()
-            except IndexError:  # another thread has it
+            except IndexError:  # another thread took it
                 break
             if size + ALIGNED <= memory.size <= size + size // 4 + ALIGNED:
                 return memory
             self._free.appendleft(memory)
-        step = 2 ** (size.bit_length() - 4)  # contexts grow
+        step = 2 ** (size.bit_length() - 4)  # sizes are rounded up, because contexts grow
         rounded = (size // step + 1) * step + ALIGNED
         try:
             return np.empty(rounded, np.uint8)
@@ -93,13 +93,13 @@ class ResultPool:
             return np.empty(rounded, np.uint8)
 
     def _give_back(self, number: int) -> None:
-        """Make the memory of an array that died free, and drop the oldest beyond the limit."""
+        """Free the memory of a dead array, and drop the oldest memory beyond the limit."""
         memory, _ = self._in_use.pop(number)
         self._free.append(memory)
         try:
             while self.free_bytes() > self.most:
                 self._free.popleft()
-        except IndexError:  # another thread has taken all
+        except IndexError:  # another thread took the rest
             pass
 
 
@@ -112,7 +112,7 @@ empty_result = ResultPool(pool_bytes()).empty
 
 
 def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """Return zeros that begin at a cache line; numpy's own begin 16 bytes behind one."""
+    """Return zeros that begin at a cache line; numpy's own often begin 16 bytes after one."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(size + ALIGNED, np.uint8)
     return np.ndarray(shape, dtype, memory, -memory.ctypes.data % ALIGNED)

@@ -1,12 +1,13 @@
-"""Calls on disk: arrays as .npy files beside a manifest, and the log of calls that KVKIT_LOG asks for.
+"""Write calls to disk, as .npy files beside a manifest, and log calls as KVKIT_LOG says.
 
     KVKIT_LOG=1     names of operators, on stderr, before they run
     KVKIT_LOG=3     shapes, dtypes and strides of their arguments too
-    KVKIT_LOG=5     their least and largest numbers, and how many are not finite
+    KVKIT_LOG=5     the range of their numbers, and how many are not finite
     KVKIT_LOG=10    everything in a folder, which `kvkit vectors replay` runs
 
-A call is written before it runs, so that its dump outlives a crash. KVKIT_LOG_FOLDER is where (kvkit_dumps);
-after KVKIT_LOG_CALLS calls (1000) or KVKIT_LOG_BYTES bytes (2**30) nothing more is written.
+A call is written before it runs, so that its dump outlives a crash. KVKIT_LOG_FOLDER names the folder, else
+it is kvkit_dumps. After KVKIT_LOG_CALLS calls (default 1000) or KVKIT_LOG_BYTES bytes (default 2**30) nothing
+more is written.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from kvkit.typed import FilePath
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-BITS = {2: np.uint16, 1: np.uint8}  # what dtypes that .npy does not know are written as
+BITS = {2: np.uint16, 1: np.uint8}  # integers that hold the bits of dtypes unknown to .npy
 UNLOGGED = "self", "out", "stream"
 TOTALS = {"calls": 0, "bytes": 0, "silent": False}
 
@@ -63,14 +64,14 @@ def write_argument(folder: FilePath, name: str, value: Any, raw: bool = False) -
 
 
 def is_plain(value: object) -> bool:
-    """Return whether JSON has a value as it is; tuples as lists."""
+    """Return whether JSON can write a value; tuples become lists."""
     if isinstance(value, (list, tuple)):
         return all(map(is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 
 def write_manifest(folder: FilePath, cases: Sequence[Mapping[str, Any]], **more: Any) -> None:
-    """Write the manifest of some cases, in one step."""
+    """Write the manifest of some cases atomically."""
     text = (
         json.dumps({"format_version": FORMAT_VERSION, **more, "cases": cases}, indent=1, default=str) + "\n"
     )
@@ -83,12 +84,12 @@ def write_manifest(folder: FilePath, cases: Sequence[Mapping[str, Any]], **more:
 
 
 def limit(name: str, default: int) -> int:
-    """Return a number of the environment; the default if it is none."""
+    """Return a number from the environment, or the default."""
     number = os.environ.get(name, "")
     return int(number) if number.isdecimal() else default
 
 
-level = limit("KVKIT_LOG", 0)  # once: a look into the environment takes longer than a call's own wrapper
+level = limit("KVKIT_LOG", 0)  # read once: a look-up takes longer than the wrapper of a call
 
 
 def operator_path(operator: Callable[..., Any]) -> str:
@@ -101,7 +102,7 @@ def operator_path(operator: Callable[..., Any]) -> str:
 def log_operator(name: str, given: Mapping[str, Any], read: Callable[[str, Any], Any]) -> None:
     """Log an operator and its arguments by name, as much as KVKIT_LOG asks for.
 
-    `read` is told the name of an argument and the argument, and makes arrays numpy's. No call fails for that.
+    `read(name, value)` converts an argument's arrays to numpy. No call fails because its log does.
     """
     plan = given.get("self")
     given = {key: value for key, value in given.items() if key not in UNLOGGED and value is not None}
@@ -136,7 +137,7 @@ def describe_value(value: Any, numbers: bool) -> str:
 
 
 def write_call(name: str, given: Mapping[str, Any]) -> None:
-    """Write a call, if that is within the limits."""
+    """Write a call, unless the limits are reached."""
     size = sum(value.nbytes for value in given.values() if isinstance(value, np.ndarray))
     most = limit("KVKIT_LOG_CALLS", 1000), limit("KVKIT_LOG_BYTES", 2**30)
     if TOTALS["calls"] >= most[0] or TOTALS["bytes"] + size > most[1]:

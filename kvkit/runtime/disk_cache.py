@@ -1,8 +1,8 @@
-"""Compiled code on disk, in a folder that nobody else may write to, since the code is run.
+"""Keep compiled code on disk, in a folder that no other user may write to, since the code is run.
 
 A folder and its files are used only if they belong to this user or to root and no others may write to them.
 Links are not followed. A file begins with a digest of its folder's name, its own name and its contents, so a
-file under another's name is not found. An invalid file counts as a miss.
+renamed file is not used. An invalid file counts as a miss.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-FORM = 2  # of the files
+FORM = 2  # version of the format of the files
 DAY = 24 * 3600
 UNUSED = 30 * DAY  # after which code of older sources, versions and machines is removed
 FOLDERS, FILES = re.compile("[0-9a-f]{20}"), re.compile(r"[\w-]+\.bin|tmp\w+")
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-POSIX = os.name == "posix"  # elsewhere folders have no descriptors, and a profile is its user's own
+POSIX = os.name == "posix"  # Windows has no descriptors of folders, and profiles are private
 
 
 def root_folder() -> Path | None:
-    """Return the folder of all compiled code; None if none is to be kept."""
+    """Return the folder of all compiled code; None if no code is kept."""
     chosen = os.environ.get("KVKIT_CACHE_DIR")
     if chosen == "":
         return None
@@ -66,21 +66,21 @@ def open_folder(folder: Path, make: bool = False) -> Iterator[tuple[Callable[[st
 
 
 def digest(file: Path, payload: bytes) -> bytes:
-    """Return the digest that a file of these contents begins with."""
+    """Return the digest at the beginning of a file with these contents."""
     return hashlib.sha256(f"{file.parent.name}/{file.name}\0".encode() + payload).digest()
 
 
 def load(file: Path) -> bytes | None:
-    """Return the contents saved under this path; None if there are none that may be used."""
+    """Return the contents saved under this path; None if there is no valid file."""
     try:
         with open_folder(file.parent) as (at, folder):
             handle = os.open(at(file.name), os.O_RDONLY | NO_LINK, dir_fd=folder)
-            with open(handle, "rb") as there:
+            with open(handle, "rb") as stream:
                 check_owner(handle, file)
                 status = os.fstat(handle)
                 if not stat.S_ISREG(status.st_mode):
                     return None
-                blob = there.read()
+                blob = stream.read()
                 if abs(time.time() - status.st_mtime) > DAY:
                     with contextlib.suppress(OSError, NotImplementedError, TypeError):
                         os.utime(handle)
@@ -97,14 +97,14 @@ def save(file: Path, payload: bytes) -> None:
 
 
 def write(file: Path, blob: bytes) -> None:
-    """Write a file in one step."""
+    """Write a file atomically."""
     with open_folder(file.parent, make=True) as (at, folder):
         temporary = at(f"tmp{secrets.token_hex(8)}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK
         handle = os.open(temporary, flags, 0o600, dir_fd=folder)
         try:
-            with open(handle, "wb") as there:
-                there.write(blob)
+            with open(handle, "wb") as stream:
+                stream.write(blob)
             os.replace(temporary, at(file.name), src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             os.unlink(temporary, dir_fd=folder)
@@ -112,7 +112,7 @@ def write(file: Path, blob: bytes) -> None:
 
 
 def refusal(folder: Path) -> str | None:
-    """Return why nothing can be kept in a folder; None if it can."""
+    """Return why a folder cannot keep files; None if it can."""
     probe = folder / f"tmp{secrets.token_hex(8)}"
     try:
         write(probe, b"")

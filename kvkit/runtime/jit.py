@@ -30,10 +30,10 @@ from kvkit.runtime import disk_cache, lazy_imports, locks, notices, numba_068, s
 from kvkit.runtime.arrays import address as address
 
 Function = Callable[..., Any]
-Integers = Any  # int64 where an address says, as kernels index them
-INDEX = numba.types.CPointer(numba.types.int64)  # where int64 lie
+Integers = Any  # an address of int64 that kernels index like an array
+INDEX = numba.types.CPointer(numba.types.int64)
 LIVE_CODE: list["Code"] = []  # kernels know callbacks by address only: their code must outlive every variable
-STATE = 8  # letters of the digest of its sources in the name of a file
+STATE = 8  # letters of a file's name that come from the digest of its sources
 OPTIONS = {"error_model": "numpy", "boundscheck": False}
 
 
@@ -44,17 +44,20 @@ def shared(function: Function) -> Any:
 
 def helper(function: Function) -> Any:
     """Compile a function that only CPU kernels call; its code becomes part of theirs."""
-    named, options = with_own_name(function), OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    named, options = (
+        copy_under_own_name(function),
+        OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True},
+    )
     if numba_068.is_known():
         return numba_068.inlined_helper(named, options)
     return numba.njit(**options)(named)
 
 
-def with_own_name(function: Function) -> Function:
-    """Return the function under a name for its machine code that no other process gives.
+def copy_under_own_name(function: Function) -> Function:
+    """Return a copy of the function, whose machine code has a name that no other process uses.
 
-    Numba counts functions to tell namesakes apart, in each process from one. Code on disk was compiled by
-    several processes, and the linker takes two symbols of one name for one function.
+    Numba numbers functions of one name, from one in each process. Code on disk comes from several
+    processes, and the linker takes two symbols of one name for one function.
     """
     named = types.FunctionType(
         function.__code__,
@@ -75,13 +78,13 @@ def callback(function: Any, signature: Any, key: Any = (), parallel: bool = Fals
     locks.refuse_after_fork()
     options = OPTIONS | {"parallel": True} if parallel else OPTIONS
     if parallel:
-        numba.get_num_threads()  # starts them: the code calls their functions by name
+        numba.get_num_threads()  # starts the threads, whose functions the code calls by name
     signature = numba.core.sigutils.normalize_signature(signature)
     file = cached_file(function, signature, (key, parallel))
     code = load_code(file, signature)
     if code is None:
         notices.compiling(full_name(function), llvm.get_host_cpu_name())
-        code = compile_code(with_own_name(function), signature, options)
+        code = compile_code(copy_under_own_name(function), signature, options)
         save_code(file, function.__module__, code)
     LIVE_CODE.append(code)
     return code
@@ -97,7 +100,7 @@ def compile_code(function: Function, signature: Any, options: dict[str, Any]) ->
 
 
 class Code:
-    """Machine code in a library of Numba's."""
+    """Machine code of one function, in a library of Numba."""
 
     def __init__(self, name: str, library: Any, signature: Any) -> None:
         self.name, self.library, self.signature = name, library, signature
@@ -105,13 +108,13 @@ class Code:
 
     @functools.cached_property
     def ctypes(self) -> Any:
-        """The code as a function for Python, which lets other threads run meanwhile."""
+        """The code as a function that Python calls through ctypes, without the GIL."""
         arguments, result = self.signature
         return ctypes.CFUNCTYPE(*map(ctypes_type, (result, *arguments)))(self.address)
 
 
 def ctypes_type(kind: Any) -> Any:
-    """Return the type by which ctypes passes one of Numba's: a pointer as an address."""
+    """Return the ctypes type of a Numba type; a pointer is passed as an address."""
     return ctypes.c_void_p if isinstance(kind, numba.types.CPointer) else to_ctypes(kind)
 
 
@@ -121,7 +124,7 @@ def full_name(function: Function) -> str:
 
 
 def cached_file(function: Function, signature: Any, key: Any) -> Path | None:
-    """Return where a variant of a function is kept on disk; None if it is not."""
+    """Return the path of a variant's code on disk; None if code is not kept."""
     folder, source = cache_folder(), source_digest.digest(function.__module__)
     if folder is None or source is None:
         return None
@@ -131,9 +134,9 @@ def cached_file(function: Function, signature: Any, key: Any) -> Path | None:
 
 
 def load_code(file: Path | None, signature: Any) -> Code | None:
-    """Load the code in a file; None if it is missing or odd.
+    """Load the code in a file; return None if the file is missing or invalid.
 
-    Numba's registries, which only a compilation needs, take longer than all else and are not loaded.
+    Numba's registries are not loaded: only compilation needs them, and they take longer than all else.
     """
     payload = disk_cache.load(file) if file else None
     if payload is None:
@@ -162,13 +165,14 @@ def save_code(file: Path | None, module: str, code: Code) -> None:
 
 
 def outline(name: str) -> bytes:
-    """Return bitcode that defines nothing but a name: a loader of machine code asks for no more."""
+    """Return bitcode that defines a name only: Numba needs no more to load machine code."""
     return llvm.parse_assembly(f'define void @"{name}"() {{ ret void }}').as_bitcode()
 
 
 def external_symbols(module: Any) -> list[str]:
-    """Return the names that a module of LLVM's takes from elsewhere. A missing one would end the process."""
-    names = [one.name for one in (*module.functions, *module.global_variables) if one.is_declaration]
+    """Return the symbols that an LLVM module imports. LLVM aborts the process if one is missing."""
+    symbols = [*module.functions, *module.global_variables]
+    names = [symbol.name for symbol in symbols if symbol.is_declaration]
     return [name for name in names if not name.startswith("llvm.")]
 
 
@@ -181,7 +185,7 @@ def cache_folder() -> Path | None:
 
 @functools.cache
 def fingerprint() -> str:
-    """Return a digest of everything but sources that decides what machine code the package compiles to."""
+    """Return a digest of the settings, versions and CPU that machine code depends on."""
     config = numba.config
     settings = (
         config.OPT,

@@ -1,4 +1,4 @@
-"""Modules that are imported when they are first used, because Numba comes with them."""
+"""Import modules on first use, because Numba comes with them."""
 
 import contextlib
 import gc
@@ -34,13 +34,13 @@ def gc_paused() -> Iterator[None]:
 def import_module(name: str) -> ModuleType:
     """Import a module. If Numba comes with it, count its objects as old from the start.
 
-    They are some hundred thousand: looked at again and again they take a fifth of a process's first call.
+    Numba makes some hundred thousand objects, which the collector would otherwise visit again and again.
     """
     if "numba" in sys.modules:
         return importlib.import_module(name)
     with gc_paused():
         module = importlib.import_module(name)
-        if not gc.get_freeze_count():  # what others have frozen stays frozen
+        if not gc.get_freeze_count():  # do not unfreeze what the program froze
             gc.freeze()
             gc.unfreeze()
     return module

@@ -20,7 +20,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def refuse_after_fork() -> None:
-    """Note that locks are taken; raise in a process that was forked after kvkit was used."""
+    """Raise in a process that was forked after kvkit was used; otherwise note that kvkit is used."""
     global used
     if forked:
         raise KvkitError(
@@ -31,7 +31,7 @@ def refuse_after_fork() -> None:
 
 
 class LayerLock(_thread.RLock):  # type: ignore[misc]
-    """A lock that its thread may take again. A copy is free."""
+    """A lock that its thread may take again. Its copies are unlocked."""
 
     __slots__ = ()
 
@@ -65,7 +65,7 @@ class CallLock(LayerLock):  # type: ignore[misc]
 
 
 class OneCallLock(CallLock):  # type: ignore[misc]
-    """A lock that refuses its holder, too: a signal handler would wait for the call it interrupts."""
+    """A lock that its thread may not take again: a signal handler would wait for what it interrupts."""
 
     __slots__ = ()
     reentrant = False

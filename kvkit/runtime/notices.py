@@ -1,4 +1,4 @@
-"""Tell a terminal, once, before a compilation of more than a second. ``KVKIT_QUIET=1`` turns this off."""
+"""Print a notice on a terminal before a compilation of more than a second, unless ``KVKIT_QUIET=1``."""
 
 import os
 import sys

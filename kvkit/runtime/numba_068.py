@@ -40,10 +40,10 @@ def inlined_helper(function: Callable[..., Any], options: dict[str, Any]) -> "In
 
 
 class InlinedHelper(CPUDispatcher):
-    """A helper that only kernels call. It has no address; kernels know it by an entry of its own."""
+    """A helper that only kernels call. It has no address; kernels find it in Numba's target context."""
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
-        """Return one copy of the code, whichever of the arguments are literals."""
+        """Ignore which arguments are literals, so that there is one copy of the code."""
         return super().get_call_template(tuple(map(numba.types.unliteral, args)), kws)
 
     def add_overload(self, result: Any) -> None:
@@ -54,7 +54,7 @@ class InlinedHelper(CPUDispatcher):
 
 
 class HelperLibrary(JITCodeLibrary):
-    """LLVM's instructions of a helper, which wait to be linked."""
+    """The LLVM instructions of a helper, not optimised, to be linked into kernels."""
 
     _linking_libraries: list
 
@@ -92,8 +92,8 @@ class KernelLibrary(HelperLibrary):
         passes.run(self._final_module, builder)
 
 
-class RememberingContext(Context):
-    """Numba's typing context, which remembers the types of operators on numbers: Numba asks some 30 rules."""
+class CachingContext(Context):
+    """Numba's typing context with a cache for operators on numbers, for which Numba tries some 30 rules."""
 
     resolved: ClassVar[dict] = {}
 
@@ -133,10 +133,10 @@ class HelperCompiler(compiler.Compiler):
         flags.no_compile = True
         library = self.library_class(targetctx.codegen(), "kvkit")
         library.enable_object_caching()
-        super().__init__(RememberingContext(typingctx), targetctx, library, args, return_type, flags, locals)
+        super().__init__(CachingContext(typingctx), targetctx, library, args, return_type, flags, locals)
 
     def define_pipelines(self) -> Any:
-        """Return Numba's passes but those for what kernels do not have."""
+        """Return Numba's passes without `UNUSED_PASSES`."""
         managers = super().define_pipelines()
         if not self.state.flags.auto_parallel.enabled:
             for manager in managers:

@@ -38,8 +38,8 @@ def imported_modules(module: str) -> set[str]:
         for name in modules.decode().split(","):
             found.update(modules_within(name.split(" as ")[0].strip()))
         for name in re.findall(rb"(?:^|[,(])\s*(\w+)", names):
-            one = f"{package.decode()}.{name.decode()}"
-            found.update(modules_within(one if one in SOURCES else package.decode()))
+            inner = f"{package.decode()}.{name.decode()}"
+            found.update(modules_within(inner if inner in SOURCES else package.decode()))
     return found
 
 
@@ -64,12 +64,12 @@ def reachable_modules(module: str) -> list[str]:
 
 @functools.cache
 def digest(module: str) -> str | None:
-    """Return a digest of all sources that a module's code can come from; None for one from elsewhere."""
+    """Return a digest of all sources that a module's code can come from; None outside the package."""
     return digest_of(module, SOURCES)
 
 
 def digest_of(module: str, files: dict[str, bytes]) -> str | None:
-    """Return the digest for other states of the files; None if one has gone."""
+    """Return the digest for these contents of the files; None if a file is missing."""
     if not files or not SOURCES or module not in SOURCES:
         return None
     total = hashlib.sha256()

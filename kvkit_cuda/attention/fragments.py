@@ -33,7 +33,7 @@ import numpy as np
 from kvkit.formats import BY_NAME
 from kvkit.formulas import numeric
 from kvkit_cuda.attention import tiles, work_items
-from kvkit_cuda.attention.scores import capped, leaning, masked
+from kvkit_cuda.attention.scores import apply_softcap, leaning, masked
 from kvkit_cuda.attention.tiles import quotient
 from kvkit_cuda.attention.work_items import lengths, visible
 from kvkit_cuda.device_runtime import device, ptx
@@ -319,7 +319,7 @@ def apply_bias_and_mask(form):
             for i in range(columns):
                 key = int32(token_of(i) + first_token(thread))
                 if low <= key < high:
-                    score = capped(s[i], cap)
+                    score = apply_softcap(s[i], cap)
                     if params.alibi:
                         score = leaning(score, step.slopes[row.query], key - position)
                     if params.mask:

@@ -26,7 +26,7 @@ STATE = 3  # floats behind the sums of a row: m, l, and what weights were multip
 
 
 read_float, write_float = chunks.read("float32"), chunks.write("float32")
-with_sink, log_sum, weight = numeric.with_sink, numeric.log_sum, numeric.weight
+add_sink, log_sum, weight = numeric.add_sink, numeric.log_sum, numeric.weight
 
 
 @device.inlined
@@ -51,11 +51,11 @@ def finish_row(params, step, row, m, l, shrink):
     if params.sinks:
         sink = row.b % params.apart * params.heads * params.group + row.query
         sink = scores.number(params.sink_kind, params.sinks + sink * params.sink_head)
-        m, l, less = with_sink(m, l, sink)
+        m, l, less = add_sink(m, l, sink)
     if params.lse:
         at = params.lse + row.b * params.lse_sequence + row.query * params.lse_head
         write_float(at + (step.seqstarts[row.b] + row.token) * params.lse_token, log_sum(m, l))
-    return numeric.share_of(less, l, np.float32(1) / shrink)
+    return numeric.normalizer(less, l, np.float32(1) / shrink)
 
 
 def merge_splits(packed):
@@ -82,7 +82,7 @@ def merge_splits(packed):
             m = max(m, read_float(state + split * stride))
         for split in range(splits):
             at = state + split * stride
-            l = numeric.with_total(l, m, read_float(at + 4), read_float(at))
+            l = numeric.add_split_sum(l, m, read_float(at + 4), read_float(at))
         factor = finish_row(params, step, row, m, l, np.float32(1))
         out = output_address(params, step, row)
         for e in range(cuda.threadIdx.x, params.value_dim, cuda.blockDim.x):
@@ -171,10 +171,10 @@ def merge_states(packed):
             m = max(m, lse_at(sizes, places, parts + 1 + part, axes))
         for part in range(parts):
             lse = lse_at(sizes, places, parts + 1 + part, axes)
-            l = numeric.with_total(l, m, np.float32(1), lse)
+            l = numeric.add_split_sum(l, m, np.float32(1), lse)
         if cuda.threadIdx.x == 0:
             write_float(row_at(sizes, places, 2 * parts + 1, axes), log_sum(m, l))
-        factor = numeric.share_of(np.float32(1), l, np.float32(1))
+        factor = numeric.normalizer(np.float32(1), l, np.float32(1))
         for e in range(cuda.threadIdx.x, sizes[axes], cuda.blockDim.x):
             o = np.float32(0)
             for part in range(parts):

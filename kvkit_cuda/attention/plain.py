@@ -277,7 +277,7 @@ def biasing(form):
         for i in range(lane, several, lanes):
             t = i // rows
             r, key = i - t * rows, first + t * teams + team
-            score = scores.capped(board[team, i], cap)
+            score = scores.apply_softcap(board[team, i], cap)
             if key < facts[r, LOW] or key >= facts[r, HIGH]:
                 score = numeric.MINUS_INF
             elif params.alibi or params.sloped:

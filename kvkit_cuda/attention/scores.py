@@ -16,7 +16,7 @@ from kvkit_cuda.copy import chunks
 
 READ = {name: chunks.read(name) for name in ("float32", "float16", "bfloat16", "int8")}
 read_float, read_half, read_bfloat16, read_byte = READ.values()
-capped = numeric.capped
+apply_softcap = numeric.apply_softcap
 FLOAT32, FLOAT16, BFLOAT16, BOOL = MASKS.values()
 
 
@@ -118,4 +118,4 @@ def leaning(score, slope, distance):
 
 @shared
 def masked(score, kind, address):
-    return numeric.biased(score, number(kind, address))
+    return numeric.add_bias(score, number(kind, address))

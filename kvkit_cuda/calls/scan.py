@@ -12,7 +12,7 @@ from numba import cuda, types
 
 from kvkit.checks import index_tensors
 from kvkit.checks.index_tensors import INT64_MAX
-from kvkit.formulas.index import filled, inside, met, page_of
+from kvkit.formulas.index import filled_rows, overlapping_run, page_of, rows_inside
 from kvkit.runtime.jit import shared
 from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.device_runtime import device, host, memory
@@ -25,7 +25,7 @@ INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array
 COPY = types.void(INT, INT, INT, INDEX2)
 SCAN = types.void(INDEX1, INDEX1, INDEX2, INT, INDEX1, INDEX1, INDEX1)
 
-met = device.inlined(met.py_func)
+overlapping_run = device.inlined(overlapping_run.py_func)
 
 
 def copy(size):
@@ -66,9 +66,9 @@ def scan(kvstarts, start_pos, table, page_size, begins, ends, verdict):
         b = i // columns
         page, kvlen = i - b * columns, kvstarts[b + 1] - kvstarts[b]
         if page <= page_of(kvlen - 1, page_size):
-            first, used = table[b, page], filled(kvlen, page, page_size)
-            past = filled(start_pos[b], page, page_size)
-            if not inside(first, used, INT64_MAX):
+            first, used = table[b, page], filled_rows(kvlen, page, page_size)
+            past = filled_rows(start_pos[b], page, page_size)
+            if not rows_inside(first, used, INT64_MAX):
                 verdict[BROKEN] = 1
             else:
                 last = max(last, first + used)
@@ -90,7 +90,10 @@ def scan(kvstarts, start_pos, table, page_size, begins, ends, verdict):
         page = i - b * columns
         if page <= page_of(start_pos[b] - 1, page_size):
             first = table[b, page]
-            if met(begins, ends, runs, first, first + filled(start_pos[b], page, page_size)) >= 0:
+            if (
+                overlapping_run(begins, ends, runs, first, first + filled_rows(start_pos[b], page, page_size))
+                >= 0
+            ):
                 verdict[BROKEN] = 1
 
 

@@ -106,9 +106,9 @@ def store(packed, stored):
             x = product(read(packed + i * step), factor)
             if halves:
                 y = product(read(packed + (i + half) * step), factor)
-                code = numeric.half_up(x, less) | numeric.half_up(y, less) << 4
+                code = numeric.unsigned_code(x, less) | numeric.unsigned_code(y, less) << 4
             else:
-                code = numeric.half_away(x) & 255
+                code = numeric.round_half_away(x) & 255
             store_byte(cache + at + i, np.uint64(code), np.uint64(0))
 
     return store

@@ -286,7 +286,7 @@ def test_info_lists_what_is_compiled(tmp_path, monkeypatch):
         (tmp_path / folder / f"{name}-{rest}").write_bytes(b"code")
     keep_code_in(monkeypatch, tmp_path)
     assert json.loads(run("info", "--json")[1])["compiled"] == [
-        {"of": "kvkit.cpu.attention.scheduler", "for": "kvkit as it is", "variants": 1, "bytes": 4},
+        {"of": "kvkit.cpu.attention.scheduler", "for": "these sources of kvkit", "variants": 1, "bytes": 4},
         {"of": "all", "for": "another CPU, Python or Numba", "variants": 1, "bytes": 4},
         {"of": "all", "for": "other sources of kvkit", "variants": 2, "bytes": 8},
         {"of": "kvkit_cuda", "for": "GPUs", "variants": 1, "bytes": 4},

@@ -208,7 +208,7 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     ("convert pool.npz new.npz --format q8_0 --page-size 4", "--page-size: expected no"),
     ("draw vllm-lbnh", "no such file, and no layout (did you mean vllm-lbnhc?)"),
     ("draw hf -o hf.png", "give -o"),
-    ("draw x.npy", "it has no tables and says no layout"),
+    ("draw x.npy", "it has no tables and names no layout"),
     *((f"check {rest}", "") for rest in ("absent.npz", "broken.npz", "x.npz", "fine.npz --after x.npz")),
     *((f"diff a.npz {rest}", "") for rest in ("absent.npz", "broken.npz")),
     ("diff a.npz b.npz --layout-a colour", "layout: expected a line"),

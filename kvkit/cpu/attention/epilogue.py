@@ -68,13 +68,13 @@ def merge_splits(params, block, splits, slots):
                 m = max(m, get_float(state + split * params.split_bytes))
             for split in range(splits):
                 at = state + split * params.split_bytes
-                l = numeric.with_total(l, m, get_float(at + 4), get_float(at))
+                l = numeric.add_split_sum(l, m, get_float(at + 4), get_float(at))
             attention.clear(line, dim)
             for split in range(splits):
                 at = state + split * params.split_bytes
                 weight = numeric.weight(get_float(at), m)
                 if weight != np.float32(0):
-                    put_float(number, numeric.share_of(weight, l, get_float(at + 8)))
+                    put_float(number, numeric.normalizer(weight, l, get_float(at + 8)))
                     attention.plus_times(at - 4 * dim, line, dim, number)
             write_row(params, block, tile, r, line, m=m, l=l, grow=l)
 
@@ -87,8 +87,8 @@ def write_row(params, block, tile, r, line, m, l, grow):
     place, shrink = get(params.seqstarts + 8 * block.sequence) + token, np.float32(1)
     if params.sinks:
         row = block.sequence % params.sink_sequences * params.heads * params.group
-        m, l, shrink = numeric.with_sink(m, l, get_float(params.sinks + 4 * (row + head)))
-    put_float(block.number, numeric.share_of(shrink, l, grow))
+        m, l, shrink = numeric.add_sink(m, l, get_float(params.sinks + 4 * (row + head)))
+    put_float(block.number, numeric.normalizer(shrink, l, grow))
     if params.value_factors:
         at = params.value_factors + block.sequence * params.factor_sequence + tile.head * params.factor_head
         put_float(block.number, get_float(block.number) * get_float(at))

@@ -81,7 +81,7 @@ def merge_code(element, plain=False):
                     count += 1
             for i in range(count):
                 at = entries + i * ENTRY + 8
-                put_float(at, numeric.share_of(get_float(at), total, ONE))
+                put_float(at, numeric.normalizer(get_float(at), total, ONE))
             target = task.out + row * task.dim * size
             for j in range(0, whole, LANES):
                 vector(entries, count, j * size, target + j * size)

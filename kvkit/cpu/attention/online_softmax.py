@@ -134,4 +134,4 @@ def add_mask(params, scores, step, mask, low, high):
 @helper
 def add(place, bias):
     """Add a bias to the score at an address."""
-    put_float(place, numeric.biased(get_float(place), bias))
+    put_float(place, numeric.add_bias(get_float(place), bias))

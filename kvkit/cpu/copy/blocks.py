@@ -49,12 +49,12 @@ def plain_encode(packed, cache):
         factor = numeric.inverse(scale)
         if less:
             for i in range(elements // 2):
-                first = numeric.half_up(get(source + i * step) * factor, less)
-                second = numeric.half_up(get(source + (i + elements // 2) * step) * factor, less)
+                first = numeric.unsigned_code(get(source + i * step) * factor, less)
+                second = numeric.unsigned_code(get(source + (i + elements // 2) * step) * factor, less)
                 put(target + at + i, np.uint8(first | second << 4))
         else:
             for i in range(elements):
-                put(target + at + i, np.uint8(numeric.half_away(get(source + i * step) * factor) & 255))
+                put(target + at + i, np.uint8(numeric.round_half_away(get(source + i * step) * factor) & 255))
 
     return helper(encode)
 

@@ -291,7 +291,7 @@ def minifloat_lanes(x, name):
 WIDEN = {
     "half_to_float": lambda lanes: lanes.cast("fpext", F32),
     "bfloat16_to_float": lambda lanes: (lanes.cast("zext", I32) << 16).cast("bitcast", F32),
-    "as_it_is": lambda lanes: lanes.cast("sitofp", F32),
+    "int8_to_float": lambda lanes: lanes.cast("sitofp", F32),
     "float_of": lambda lanes: lanes,
     "e4m3_to_float": lambda lanes: as_halves(lanes, "e4m3").cast("fpext", F32) * 256.0,
     "e5m2_to_float": lambda lanes: as_halves(lanes, "e5m2").cast("fpext", F32),

@@ -2,7 +2,7 @@
 
 ``ReferenceEvaluator(model, new_ops=OPERATORS)`` runs the nodes `Attention` (opsets 23 to 25) and
 `TensorScatter`, and those of the PMX domains, `opmx` and `pmx`, alone and with `.dynamic_batching`. All other
-nodes run as before. PMX nodes change the arrays `cache` and `scale` that were fed, in place.
+nodes run as before. PMX nodes change their inputs `cache` and `scale` in place.
 """
 
 from kvkit.integrations.onnx import pmx

@@ -91,7 +91,7 @@ class Attention(OpRun):
 
 @dataclass(frozen=True)
 class Visibility:
-    """Describe which keys queries see. `valid` keys and `offset` are for all sequences, or for each."""
+    """Describe which keys queries see. `valid` and `offset` have one entry, or one for each sequence."""
 
     valid: np.ndarray
     offset: np.ndarray
@@ -169,7 +169,7 @@ def check_lengths(nonpad_kv_seqlen: Array, batch: int, context: int) -> Array:
 
 
 def broadcast_mask(mask: Array, shape: tuple[int, ...]) -> Array:
-    """Return the mask with all four axes. Keys beyond its last axis are hidden."""
+    """Return the mask with four axes. Keys beyond its last axis are hidden."""
     full = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     fits = full.ndim == 4 and all(
         size in (1, want) for size, want in zip(full.shape[:3], shape, strict=False)
@@ -182,9 +182,9 @@ def broadcast_mask(mask: Array, shape: tuple[int, ...]) -> Array:
 def visible_part(
     rows: int, keys: int, offset: int, left: int, right: int
 ) -> tuple[int, int, tuple[int, int]]:
-    """Return how many first rows and keys can meet at all, and kvkit's window over them.
+    """Return how many first rows and keys take part, and kvkit's window over them.
 
-    Row i is at position offset + i in ONNX. In kvkit the last row is at the last key.
+    In ONNX row i is at position offset + i. In kvkit the last row is at the last key.
     """
     if right >= 0:
         keys = max(min(keys, offset + rows + right), 0)

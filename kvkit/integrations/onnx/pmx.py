@@ -11,7 +11,7 @@ from kvkit import operators
 from kvkit.errors import argument_error
 
 SOURCE = "PMX "
-ROOTS = "opmx", "pmx"  # the second until April 2024
+ROOTS = "opmx", "pmx"  # "pmx" was the name until April 2024
 DATA_TYPES = {1: "float32", 10: "float16", 16: "bfloat16"}
 
 
@@ -41,7 +41,7 @@ class PmxOperator(OpRun):
     """Call the function of kvkit whose arguments are the inputs and attributes of a node.
 
     PMX exports a static MultiHeadCacheAttention without a mask under the dynamic domain. Its inputs are too
-    few for the dynamic operator, so a node like that runs the static one.
+    few for the dynamic operator, so such a node runs the static one.
     """
 
     op_schema = None  # these names are in no ONNX schema
@@ -71,9 +71,9 @@ def required_inputs(op: operators.Operator) -> int:
 
 
 def argument(name: str, value: Any) -> Any:
-    """Return an ONNX attribute as kvkit's functions take it."""
+    """Return an ONNX attribute as an argument of kvkit."""
     if name == "data_type":
         return DATA_TYPES.get(value, value)
-    if name == "softmax_scale" and value == 0:  # as exported, for 1 / sqrt(head_dim)
+    if name == "softmax_scale" and value == 0:  # PMX exports 0 for the default, 1 / sqrt(head_dim)
         return None
     return value

@@ -1,6 +1,6 @@
 """ONNX `TensorScatter`: write new entries at an index of each sequence.
 
-It returns a copy of one tensor, while kvkit's operators write keys and values in place. So numpy does it.
+numpy computes it, because it returns a copy, while kvkit's operators write in place.
 """
 
 from __future__ import annotations

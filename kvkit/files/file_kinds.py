@@ -1,4 +1,4 @@
-"""Files of other kinds, told by how they begin and not by their names, and how to make a .npz file of one."""
+"""Recognise other kinds of files by their first bytes, and say how to make a .npz file from them."""
 
 import struct
 from collections.abc import Iterable
