@@ -1,4 +1,4 @@
-"""Ascend's ReshapeAndCache and the operators beside it on the device; index tensors are made on the host."""
+"""Ascend's operators on the device; helpers that make index tensors run on the host."""
 
 from kvkit.ascend import CompressType, Slots, compressed_slots, razor_windows, slots
 from kvkit_cuda.mirror import SUMS, on_device

@@ -13,20 +13,20 @@ __all__ = [
     "rotary_position_embedding",
 ]
 
-TABLE = "A page table that is on the device is checked there, and stays there."
-ONCE = """After the first call of its form a call of the plan's methods copies nothing to the device and
-allocates nothing there, if its arrays lie there and results are given as `out`."""
+TABLE = "A page table on the device is checked on the device."
+ONCE = """After the first call of a form, calls of the plan's methods copy nothing to the device and allocate
+nothing there, if their arrays are on the device and results are given as `out`."""
 INTO = """into : Plan
-    A plan of the same `seqstarts`, `page_size`, `cache_mode` and `decoding_batches`, whose page table has as
-    many columns: it becomes the plan of this step, and its tables take the places of the last ones. Then
-    nothing is allocated, if index tensors are on the host, and a CUDA graph that captured calls of the plan's
-    methods computes for this step when it is replayed, on caches with rows enough. `stream` is the one that
-    replays it. A call of the same form comes before each that is captured, and graphs that were captured on
-    one stream are replayed on one.
+    An earlier plan with the same `seqstarts`, `page_size`, `cache_mode` and `decoding_batches`, whose page
+    table has at least as many columns. It becomes the plan of this step: its tables are overwritten, and
+    nothing is allocated if index tensors are on the host. A CUDA graph that captured calls of the plan's
+    methods then computes this step when it is replayed, if caches have enough rows; `stream` is the stream
+    that replays it. Before a call is captured, one of the same form must have run, and graphs that were
+    captured on one stream must be replayed on one stream.
 """
 CHECK = """check : bool
-    False for index tensors that a plan, for the same caches, has checked once. Then of their entries only
-    the totals are looked at; wrong ones make kernels read and write any memory.
+    False skips the check of entries, for index tensors that an earlier plan over the same caches has checked.
+    Only totals are checked then; wrong entries make kernels read and write arbitrary memory.
 """
 
 
@@ -36,7 +36,7 @@ class Plan:
     __slots__ = ("step",)
 
     def __init__(self, step):
-        self.step = step  # as `calls.steps` has it
+        self.step = step  # a `PlannedStep` of calls/steps.py
 
     key_value_cache = on_device("dynamic_batching.Plan.key_value_cache")
     multi_head_cache_attention = on_device("dynamic_batching.Plan.multi_head_cache_attention")

@@ -15,27 +15,25 @@ from kvkit.operators import OPERATORS
 from kvkit.operators.arrays import INDEX
 from kvkit_cuda.device_runtime import needs
 
-SHOWN = ("sequences",)  # index tensors of which nothing but the form matters
+SHOWN = ("sequences",)  # index tensors whose elements are not read
 WHERE = """`kvkit.{path}` on a CUDA device: that of its arrays (with the CUDA array interface or DLPack; used
-where they are), or the current one if all are numpy's (copied there, and back if they change)."""
-RESULTS = (
-    """If `out` is not given, results are made where `{first}` is: numpy's, torch's, CuPy's or numba's."""
-)
-ON_HOST = """Index tensors are best on the host, where they are checked: the call waits for those that are on
+without a copy), or the current one for numpy arrays (copied there, and back if they change)."""
+RESULTS = """Without `out`, results are new arrays of the library and device of `{first}`."""
+ON_HOST = """Index tensors should be on the host, where they are checked: the call waits for index tensors on
 the device."""
-BITS = "What is stored has the bits that the CPU stores."
-CODES = """Tensor cores read codes as a load gives them, rounded to the type of the data; other kernels as the
-CPU does, as products with their scales in float32. Formats of `quant_format` are read by those alone."""
-SUMS = "Sums are in another order than on the CPU, so the last bits differ; they depend on no device."
-NO_KEY_WEIGHTS = "`return_key_weights` is refused: weights are summed on the CPU."
-ANGLES = """Products and sums are those of the CPU, bit for bit; cosines and sines too, but for rare ones that
-lie halfway between neighbours. Where an angle reaches 2^24, all of the call's are computed on the host."""
+BITS = "Stored bits equal those of the CPU."
+CODES = """Tensor cores round code times scale to the type of the data, as a load does; other kernels keep
+float32, as the CPU does. Only those other kernels read formats of `quant_format`."""
+SUMS = "Sums are added in another order than on the CPU, so the last bits differ, but not between devices."
+NO_KEY_WEIGHTS = "`return_key_weights` is refused: weights are summed on the CPU only."
+ANGLES = """Products and sums equal those of the CPU bit for bit; cosines and sines too, except rare ties in
+rounding. If an angle reaches 2^24, all angles of the call are computed on the host."""
 STREAM = """stream : optional
-    What to work on: a stream of numba, torch, CuPy or cuda.core, or its address. By default it is the current
-    one of the first array's library, torch or CuPy, else the default stream. It comes after the streams that
-    arrays are written by, as far as their libraries tell; the call does not wait, unless arrays are copied.
-    Keep arrays of the call, results too, until the stream is done with them, if it is not the current one of
-    their library: torch and CuPy reuse the memory of what is gone (`record_stream` of a tensor defers that).
+    The stream to work on, of numba, torch, CuPy or cuda.core, or its address. By default it is the current
+    stream of the first array's library (torch or CuPy), else the default stream. It waits for the streams
+    that write the arrays, if their libraries name them; the host does not wait, unless arrays are copied. If
+    it is not the current stream of their library, keep the arrays and results alive until it has finished:
+    torch and CuPy reuse freed memory (a tensor's `record_stream` defers that).
 """
 NO_DEVICE = """DeviceError
     If there is no device.
@@ -43,7 +41,7 @@ NO_DEVICE = """DeviceError
 
 
 class Arguments:
-    """The arguments of a function and, by keyword, `own` ones with their defaults."""
+    """The arguments of a function, and `own` keyword arguments with their defaults."""
 
     def __init__(self, function, own):
         given = inspect.signature(function)
@@ -54,7 +52,7 @@ class Arguments:
         self.positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
         self.defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
         self.names = frozenset(self.signature.parameters)
-        # What may be given by name besides so many by position.
+        # The names that keywords may have after i positional arguments.
         self.others = [self.names.difference(self.positional[:i]) for i in range(len(self.positional) + 1)]
 
     def bind(self, args, kwargs):
@@ -64,7 +62,7 @@ class Arguments:
         known = count < len(self.others) and kwargs.keys() <= self.others[count]
         if not known or len(values) < len(self.names):
             kwargs = {name: kwargs[name] for name in kwargs if name not in self.own}
-            self.function(*args, **kwargs)  # Python refuses them, in its words
+            self.function(*args, **kwargs)  # Python raises its own error
         return values
 
 
@@ -75,10 +73,10 @@ def parameter(name, default):
 
 
 def on_device(path, *notes, own=None, then=None):
-    """Return the operator of `kvkit` with that path, on a device.
+    """Return the device's form of the operator of `kvkit` with this path.
 
-    Its words end with `notes` on what differs. It has `own` arguments besides, with their defaults and words,
-    and `stream`. What it returns is passed to `then`.
+    Its docstring is that of `kvkit` with `notes` on the differences. It has `own` arguments (default, text)
+    and `stream` besides. Its result is passed to `then`.
     """
     own = own or {}
     function = functools.reduce(getattr, path.split("."), kvkit)

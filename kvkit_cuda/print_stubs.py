@@ -1,6 +1,6 @@
 """Write the `.pyi` files of this package from the signatures of `kvkit`: python -m kvkit_cuda.print_stubs
 
-A test compares the files with what this would write.
+A test compares the files with the output.
 """
 
 import ast
@@ -59,7 +59,7 @@ class Stub:
         return f"class {name}:\n    {body}\n\n"
 
     def function(self, name, function):
-        """Return the stub of a function: its own parameters, then those of kvkit's function it stands for."""
+        """Return the stub of a function: its own parameters, then those of its function in kvkit."""
         path = function.__module__.replace("kvkit_cuda", "kvkit"), *function.__qualname__.split(".")
         origin: typing.Any = functools.reduce(getattr, path[1:], importlib.import_module(path[0]))  # type: ignore[arg-type]
         signature, keyword, given = inspect.signature(origin, eval_str=True), False, []
@@ -105,7 +105,7 @@ class Stub:
         return kind.__name__
 
     def members(self, kinds):
-        """Yield the source texts of a union's types; the members of `ArrayLike` become one `Array`."""
+        """Yield the source texts of a union's types; members of `ArrayLike` become one `Array`."""
         if set(kinds) >= LIKE:
             yield "Array"
             kinds = [kind for kind in kinds if kind not in LIKE]

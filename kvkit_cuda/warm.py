@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of calls that would wait for them: a prompt, then a token, over a kind of cache."""
+"""Compile kernels ahead of calls: for a prompt, then a token, over one kind of cache."""
 
 import numpy as np
 
@@ -6,17 +6,17 @@ from kvkit.formats import BY_NAME, QUANTIZED
 from kvkit_cuda import dynamic_batching
 from kvkit_cuda.device_runtime import compiled
 
-PROMPT, PAST, PAGE = 40, 600, 128  # tokens: more than decode takes, more than one part, of a page
+PROMPT, PAST, PAGE = 40, 600, 128  # tokens: more than decode takes; more than one split; of a page
 CODES = {fmt.name: bits for bits, fmt in QUANTIZED.items()}
 
 
 def warm(cache="float16", group=8, data="float16", dim=128, queries=4, scale=None):
-    """Compile for a cache of a format (codes share scales in groups) and data of floats; kernels are kept.
+    """Compile the kernels for a cache format and a data format, and keep them on disk.
 
     Parameters
     ----------
     cache, data, scale : str
-        Formats of the cache, of new tokens and, for codes, of scales: that of the data if None.
+        Formats of the cache, of new tokens and of scales (None: that of the data).
     group, dim, queries : int
         Codes that share a scale, elements of a head, query heads for each key head.
 
@@ -28,7 +28,7 @@ def warm(cache="float16", group=8, data="float16", dim=128, queries=4, scale=Non
     Raises
     ------
     DeviceError
-        If there is no device: kernels are compiled for the current one.
+        If there is no device, since kernels are compiled for the current one.
     """
     bits, dtype = CODES.get(cache, 0), BY_NAME[data].dtype
     columns, last = -(-(PAST + PROMPT) // PAGE), dim * bits // 8 if bits else dim

@@ -15,7 +15,7 @@ from kvkit.checks.values import one_piece
 from kvkit.runtime.arrays import empty_result, places_of
 from kvkit.typed import Array, Pair
 
-ARRAYS = "query", "key", "turned query", "turned key"
+ARRAYS = "query", "key", "rotated query", "rotated key"
 ROTATED = 2  # arrays that are written: rotated queries and keys
 FEW = 64  # forms of calls that are remembered
 

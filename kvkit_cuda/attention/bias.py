@@ -1,4 +1,4 @@
-"""Copy the bias of rows of a cache to the rows of contexts in blocks, times the scale.
+"""Gather the bias of cache rows into rows of contexts, and multiply it with the scale.
 
 target[entry, p] = scale source[table[entry, p // block_size] / step, p % block_size]
 """
@@ -23,21 +23,23 @@ read, write = chunks.read("float32"), chunks.write("float32")
 
 @shared
 def put(target, source, scale):
-    """Write a number times one that comes as bits."""
+    """Write a number times the scale, which is given as bits."""
     write(target, device.product(read(source), numeric.float_of(np.uint32(scale))))
 
 
 def copy_bias(table, step, blocks, block_size, source, scale, target):
     """Write the scaled bias [entries, rows]; `source` is address and byte strides (block, row).
 
-    `table` [entries, blocks] has the rows where blocks begin, `step` rows apart.
+    `table` [entries, blocks] has the first row of each block, a multiple of `step`.
     """
     width = table.shape[1] * block_size
     for item in range(cuda.grid(1), table.shape[0] * width, cuda.gridsize(1)):
         entry = item // width
         position = item - entry * width
         page = page_of(position, block_size)
-        block = min(table[entry, page] // step if step else 0, blocks - 1)  # what is behind a context is any
+        block = min(
+            table[entry, page] // step if step else 0, blocks - 1
+        )  # entries after a context are arbitrary
         row = position - page * block_size
         put(target + item * 4, source[0] + block * source[1] + row * source[2], scale)
 

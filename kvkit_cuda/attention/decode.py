@@ -5,10 +5,10 @@
     l = alpha l + sum p     [rows]
     o = alpha o + p v       [rows, value dim] = [rows, tokens] [tokens, value dim]
 
-A block takes all rows of a sequence that share a key head, up to 16 of them, over a split of a context. What
-counts is that bytes of the cache are always on their way: each warp copies tiles of 16 tokens of its own to a
-ring in shared memory, and multiplies one while others arrive (see `panels`). It waits for no other warp until
-the end, when their o, m and l are put together in order:
+A block takes all rows of a sequence that share a key head, up to 16 of them, over a split of a context.
+Memory bandwidth is the limit, so copies are always in flight: each warp copies its own tiles of 16 tokens to
+a ring in shared memory, and multiplies one while others arrive (see `panels`). It waits for no other warp
+until the end, when the warps' o, m and l are merged in order:
 
     m = max m_w, l = sum l_w 2^(m_w - m), o = sum o_w 2^(m_w - m)      for warps w
 """
@@ -33,7 +33,7 @@ from kvkit_cuda.copy.transfer import WARP
 from kvkit_cuda.device_runtime import device, memory, ptx
 
 __all__ = ["prepare", "suits"]
-PARTS = 4096  # into which a call is split, if they are no shorter than `tables.LEAST_PART`
+PARTS = 4096  # most splits of a call, each of at least `tables.LEAST_PART` tokens
 F32, U32 = types.float32, types.uint32
 
 int32, fresh_register = device.int32, ptx.fresh_register
@@ -47,15 +47,16 @@ def attend(form):
     """Return the kernel of a form."""
     rows, stages, step_tokens = form.thread_rows, form.stages, form.warps * TOKENS
     held_queries, held_scores = form.blocks * form.keys.panels * 4, rows * form.columns
-    held_sums, biased = rows * form.width, form.weighs
+    held_sums, has_bias = rows * form.width, form.weighs
     key_bytes, stage_bytes, ring_bytes = form.keys.bytes, form.stage_bytes, form.ring_bytes
     last_stage, bases = (stages - 1) * stage_bytes, stages * stage_bytes
     place_of_tiles, load_queries = memory.shared(form.shared_bytes), panels.query_loader(form)
     fill_tile, code_mask = stored_tiles.fill(form.keys, form.values), tile_words.code_mask(form.keys)
     multiply_keys, multiply_values = panels.multiply_keys(form), panels.multiply_values(form)
-    multiply_carefully, update_softmax = panels.multiply_carefully(form), fragments.update_softmax(form)
+    multiply_nan_safe, update_softmax = panels.multiply_nan_safe(form), fragments.update_softmax(form)
     apply_bias_and_mask, hide = fragments.apply_bias_and_mask(form), fragments.hide(form)
-    finish, meet, end_group, arrived = finishing(form), device.meet, ptx.end_group, ptx.all_but(stages - 1)
+    finish, sync_warp = finisher(form), device.sync_warp
+    end_group, arrived = ptx.end_group, ptx.all_but(stages - 1)
 
     def attend(params, seqstarts, kvstarts, table, items, slots, slopes):
         if cuda.blockIdx.x >= items[items.shape[0] - 1]:
@@ -78,32 +79,32 @@ def attend(form):
         m, l, m_new = cuda.local.array(rows, F32), cuda.local.array(rows, F32), cuda.local.array(rows, F32)
         state, scale = Softmax(o, m, l, m_new), numeric.float_of(np.uint32(params.scale))
         by = tiles.reciprocal(params.page_size)
-        for attempt in range(2):  # the second one with care, if sums of the first one are not finite
+        for attempt in range(2):  # the second one is NaN-safe, if sums of the first one are not finite
             fragments.clear(state)
             if lane == 0:  # registers are scarce
                 put_head_addresses(params, item, int32(ring + bases))
-            meet()
+            sync_warp()
             row_id, place, begin = int32(0), ring, int32(low + warp * TOKENS - stages * step_tokens)
             if begin + stages * step_tokens < high:
                 position = min(int32(begin + stages * step_tokens + (lane & 15)), int32(high - 1))
                 row_id = int32(row_id_of(params, by, table, item.b, position))
-            while begin < high:  # before the first tile others are asked for
+            while begin < high:  # first, copies of the first tiles are begun
                 coming = int32(begin + stages * step_tokens)
                 if begin >= low:
                     arrived()
-                    meet()
+                    sync_warp()
                     multiply_keys(q, place, lane, mask, words, s)  # [rows, tokens]
-                    if biased:
+                    if has_bias:
                         apply_bias_and_mask(params, step, item, lane, begin, s)
                     if begin < since or begin + TOKENS > until:
                         hide(params, step, item, lane, begin, high, s)
-                    update_softmax(s, state, LOG2E if biased else scale * LOG2E)
+                    update_softmax(s, state, LOG2E if has_bias else scale * LOG2E)
                     at = int32(place + key_bytes)
                     if attempt == 0:
                         multiply_values(s, at, lane, mask, words, o)  # [rows, value dim]
                     else:
-                        multiply_carefully(s, at, lane, mask, words, o)
-                    meet()
+                        multiply_nan_safe(s, at, lane, mask, words, o)
+                    sync_warp()
                 if coming < high:
                     fill_tile(place, row_id, int32(ring + bases), params, lane)  # [tokens, dim]
                     ahead = int32(coming + step_tokens + (fresh_register(lane) & 15))
@@ -118,10 +119,10 @@ def attend(form):
     return attend
 
 
-def finishing(form):
-    """(params, step, item, board, state, shrink) -> whether all sums are finite, or cannot be.
+def finisher(form):
+    """Return f(params, step, item, board, state, shrink) -> whether all sums are finite.
 
-    Results of the warps are put together: written to a slot, or, finished, to the output.
+    It merges the results of the warps and writes them to a slot, or normalized to the output.
     """
     rows, width, warps, tile, apart = form.thread_rows, form.width, form.warps, form.values, form.values.apart
     all_rows, row_bytes, threads = form.rows, 4 * form.values.dim, form.warps * WARP
@@ -195,12 +196,12 @@ def finishing(form):
                     put_pair(at, packed(x * factors[r], y * factors[r]))
         return cuda.syncthreads_or(odd) == 0
 
-    return device.part(finish)
+    return device.force_inlined(finish)
 
 
 @device.inlined
 def put_head_addresses(params, item, at):
-    """Put where the keys, the values and the scales of a head lie, of row 0, into shared memory."""
+    """Put the addresses of a head's row 0 of keys, values and scales into shared memory."""
     scales = item.b * params.scale_sequence + item.head * params.scale_head
     put_addresses(
         at,
@@ -234,6 +235,6 @@ def compiled(form):
 def prepare(record, context, tables, most_rows, stream):
     """Return the launches: of the kernel, and of the merge if contexts are split."""
     form = form_of(record, context, most_rows)
-    record = record._replace(page_size=min(record.page_size, LONGEST))  # so that divisions are of 32 bits
+    record = record._replace(page_size=min(record.page_size, LONGEST))  # so that 32-bit divisions suffice
     block = WARP, form.warps
     return merge.prepare(compiled(form), record, context.packed, tables, form.rows, block, stream, most=PARTS)

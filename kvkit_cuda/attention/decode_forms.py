@@ -7,10 +7,10 @@ from kvkit_cuda.attention import forms, fragments, params
 from kvkit_cuda.attention.fragments import LONGEST
 from kvkit_cuda.attention.stored_tiles import KEYS, TOKENS, UNITS, VALUES, Tile
 
-WARPS = 4  # of a block, if their tiles fit
+WARPS = 4  # most warps of a block
 SHARED_MEMORY = 47 * 1024  # of a block's 48 KiB, for tiles
-STAGES = 4  # most tiles of a warp
-ROWS, DIM = 16, 128  # most rows of a call, and the head size up to which there may be more than 8 of them
+STAGES = 4  # most tiles in a warp's ring
+ROWS, DIM = 16, 128  # most rows of a call; heads above this size allow 8 rows only
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class DecodeForm:
     blocks: int  # of 8 rows
     warps: int
     stages: int  # tiles of a warp
-    weighs: bool  # whether scores are capped, biased or masked
+    weighs: bool  # whether scores have a cap, bias or mask
 
     @property
     def element(self):
@@ -54,17 +54,17 @@ class DecodeForm:
 
     @property
     def ring_bytes(self):
-        """Return the bytes of the tiles of a warp and of four addresses."""
+        """Return the bytes of a warp's tiles and four addresses."""
         return self.stages * self.stage_bytes + 32
 
     @property
     def shared_bytes(self):
-        """Return the bytes of all warps; in the end their sums take the place."""
+        """Return the bytes of all warps' tiles, which their sums overwrite in the end."""
         return self.warps * max(self.ring_bytes, self.rows * self.values.dim * 4)
 
 
 def form(element, stored, cell, group, dim, value_dim, rows, weighs, unit=UNITS[0]):
-    """Return the form of a kernel with as many warps, and tiles for each, as shared memory holds."""
+    """Return the form with the most warps, then the most tiles, that fit in shared memory."""
     keys, values = (
         Tile(element, stored, cell, group, size, panel, unit)
         for size, panel in ((dim, KEYS), (value_dim, VALUES))
@@ -96,7 +96,7 @@ def suits(record, context, reach, most_rows):
 
 
 def cells_suit(record, context, sizes, unit):
-    """Return whether scales are whole units."""
+    """Return whether scales can be copied in units of `unit` bytes."""
     if context.cell is None:
         return True
     sizes = [BY_NAME[context.cell].bytes(size // context.group) for size in sizes]

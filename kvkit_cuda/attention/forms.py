@@ -9,7 +9,7 @@ from kvkit_cuda.copy.transfer import WARP
 
 THREADS = 128  # of a block
 ROWS = 8  # most rows of a tile
-# Most elements of its queries that a thread holds; the same if they are several chunks, or types are mixed.
+# Most query elements that a thread holds: in one chunk, in several chunks, or if types are mixed.
 ELEMENTS, IN_PIECES, MIXED = 64, 48, 32
 
 
@@ -26,9 +26,9 @@ class PlainForm:
     rows: int  # of a tile
     lanes: int  # threads of a team
     teams: int  # of a block
-    values: str  # how values are stored
+    values: str  # format of values
     as_loaded: bool
-    free: bool  # whether rows, elements, scales and slopes are as pools of pages have them
+    free: bool  # whether strides, scales or slopes are more general than a cache's, as in pools of pages
 
     @property
     def blocks(self):
@@ -36,12 +36,12 @@ class PlainForm:
 
     @property
     def rounds(self):
-        """Return the format that `chunks.widen` rounds for; that of scales, or float32, rounds nothing."""
+        """Return the format that `chunks.widen` rounds to; the scales' format or float32 rounds nothing."""
         return self.packed if self.as_loaded else self.cell or "float32"
 
     @property
     def ahead(self):
-        """Return how many tokens a team takes at once: as many as it has registers for."""
+        """Return how many tokens a team takes at once, by its registers."""
         held, most = self.rows * self.pieces * self.span, 2 * ELEMENTS
         full = held == ELEMENTS or self.pieces > 1
         if self.cell or full or not self.packed == self.stored == self.values:
@@ -52,8 +52,8 @@ class PlainForm:
 def form_of(record, context, most_rows):
     """Return the form of the kernel for a call.
 
-    A chunk has as many elements as 16 bytes hold, or fewer: those of a row are whole chunks, chunks are
-    aligned and hold whole groups or parts of one, and the rows of a tile fit into registers.
+    A chunk has up to 16 bytes, such that rows are whole chunks, chunks are aligned and hold whole groups or
+    parts of one group, and the rows of a tile fit into registers.
     """
     values = context.value_stored or context.stored
     block = BY_NAME[context.stored].block
@@ -78,17 +78,17 @@ def form_of(record, context, most_rows):
 
 
 def mixed(packed, cell):
-    """Return whether scales have another type than data: widening codes takes more registers then."""
+    """Return whether scales and data differ in type: widening codes then takes more registers."""
     return cell not in (None, packed)
 
 
 def holds(dim, span, rows, most):
-    """Whether a thread can hold its part of the queries of a tile, or holds no less in smaller chunks."""
+    """Return whether a thread can hold its part of a tile's queries, or smaller chunks would not help."""
     return rows * span * -(-dim // (span * WARP)) <= most or span * WARP <= dim
 
 
 def fits(record, context, span):
-    """Whether rows are whole chunks of `span` elements, and chunks and their scales are aligned."""
+    """Return whether rows are whole chunks of `span` elements, and chunks and scales are aligned."""
     keys = record.keys, record.key_sequence, record.key_row, record.key_head
     values = record.values, record.value_sequence, record.value_row, record.value_head
     whole = context.dim % span == 0 and context.value_dim % span == 0 and not any(context.elements)

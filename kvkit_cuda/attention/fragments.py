@@ -1,4 +1,4 @@
-"""Fragments of a tile in the registers of a warp: products of keys and values, masks, the online softmax.
+"""Fragments of a tile in a warp's registers: products with keys and values, masks, the online softmax.
 
     s = q k^T               [rows, tokens]
     m' = max(m, scale max s), alpha = 2^(m - m')            [rows]
@@ -6,9 +6,9 @@
     l = alpha l + sum p     [rows]
     o = alpha o + p v       [rows, dim]
 
-All of these are registers, some rows and columns of each for every thread of the warp. A tensor core adds
-the product of two matrices to a third one, whose fragment in a thread has 2 rows and 2 columns. With g =
-lane // 4 and t = lane % 4 the tile of scores of a warp is shared out so (`ptx` has the words of a and b):
+All of these are registers; each thread has some rows and columns. A tensor core adds the product of two
+matrices to a third one, whose fragment in a thread has 2 rows and 2 columns. With g = lane // 4 and
+t = lane % 4, threads have these scores of a warp's tile (`ptx` describes the words of a and b):
 
     prefill, `by_rows`: s = q k^T                    decode, `BY_TOKENS`: s^T = k q^T
                     tokens                                           rows of q
@@ -16,11 +16,11 @@ lane // 4 and t = lane % 4 the tile of scores of a warp is shared out so (`ptx` 
     row g   [ 0,0   0,1  |  0,2   0,3  ...           token g      [  0,0     1,0
     row 8+g [ 1,0   1,1  |  1,2   1,3  ...           token 8+g    [  0,1     1,1
 
-An entry is (row of the thread, column of the thread): registers lie as [thread rows, columns], and `mma` says
-the same of both forms, which are each other's transpose. Prefill repeats the picture for every strip of 16
-rows, decode for every block of 8 rows. Loops over registers have constant bounds, or rotate them and look at
-the first ones. `form` is the form of the kernel (see `prefill` and `decode`): it says how many rows a thread
-has, how many scores (`columns`) and sums (`width`) of each, and which ones, its `fragment`.
+An entry is (row of the thread, column of the thread); registers are [thread rows, columns]. One form is the
+other's transpose. Prefill repeats the picture for every strip of 16 rows, decode for every block of 8 rows.
+Loops over registers have constant bounds, or rotate them and use the first ones. `form` is the form of the
+kernel (see `prefill` and `decode`): the rows of a thread, their scores (`columns`) and sums (`width`), and
+which rows and tokens they are (`fragment`).
 """
 
 import functools
@@ -33,7 +33,7 @@ import numpy as np
 from kvkit.formats import BY_NAME
 from kvkit.formulas import numeric
 from kvkit_cuda.attention import tiles, work_items
-from kvkit_cuda.attention.scores import apply_softcap, leaning, masked
+from kvkit_cuda.attention.scores import add_alibi, add_mask, apply_softcap
 from kvkit_cuda.attention.tiles import quotient
 from kvkit_cuda.attention.work_items import lengths, visible
 from kvkit_cuda.device_runtime import device, ptx
@@ -43,7 +43,7 @@ EVERYONE = 0xFFFFFFFF  # the mask of a warp's threads
 LARGEST, LONGEST = 256, 2**31 - 2**10  # head and context
 LOWEST = np.float32(numeric.LOWEST)
 INFINITY = 0x7F800000  # in bits
-SHRINK = 40  # binary digits by which careful weights are smaller
+SHRINK = 40  # NaN-safe weights are 2^40 times smaller
 SMALLER = np.float32(2.0**-SHRINK)
 int32, fresh_register = device.int32, ptx.fresh_register
 
@@ -54,7 +54,7 @@ class Softmax(NamedTuple):
     o: Any  # sums of values [rows, width]
     m: Any  # running maxima of scores, as powers of 2 [rows]
     l: Any  # running sums of weights [rows]
-    work: Any  # maxima or factors of a tile [rows]
+    work: Any  # new maxima, or alpha, of a tile [rows]
 
 
 @device.inlined
@@ -68,19 +68,19 @@ def clear(state):
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Which scores of a tile a thread has: its rows and tokens, counted from its first ones."""
+    """Describes which scores of a tile a thread has: its rows and tokens, relative to its first ones."""
 
     transposed: bool  # whether a product has rows of keys and columns of queries
-    row: Callable  # (r) -> how far its row r is from its first one
-    token: Callable  # (i) -> how far the token of its column i is from its first one
-    first_row: Callable  # (thread) -> the first row, of a block's thread or of a lane if all warps have them
+    row: Callable  # (r) -> distance of the thread's row r from its first row
+    token: Callable  # (i) -> distance of column i's token from the first token
+    first_row: Callable  # (thread) -> its first row; of a lane, if all warps have the same rows
     first_token: Callable  # (thread)
-    distances: tuple[int, ...]  # from a lane to those that have the other scores of its rows
+    distances: tuple[int, ...]  # from a lane to the lanes with the other scores of its rows
 
 
 @functools.cache
 def by_rows(strips):
-    """Return the fragment of products of queries with keys: a warp has so many strips of 16 rows."""
+    """Return the fragment of q k^T for a warp with this many strips of 16 rows."""
     rows = strips * STRIP
     return Fragment(
         transposed=False,
@@ -92,7 +92,7 @@ def by_rows(strips):
     )
 
 
-# The fragment of products of keys with queries: every warp has all rows.
+# The fragment of k q^T: every warp has all rows.
 BY_TOKENS = Fragment(
     transposed=True,
     row=device.inlined(lambda r: (r >> 1) * 8 + (r & 1)),
@@ -121,16 +121,16 @@ def suits(record, context, reach, most_rows, alignment):
 
 
 def needs_bias_or_mask(record):
-    """Whether scores are more than products: capped, biased or masked, or larger for smaller products."""
+    """Return whether scores need a cap, a bias or a mask, or have a scale that is not positive."""
     positive = 0 < record.scale < INFINITY
     return bool(record.cap or record.alibi or record.mask or not positive)
 
 
 @functools.cache
 def mma(element, width, transposed=False):
-    """(a, b, c, row, column): c += a b, in the fragment at (row, column) of the registers c [rows, width].
+    """Return f(a, b, c, row, column): c += a b, for the fragment at (row, column) of c [rows, width].
 
-    The registers are those of the transpose of a b if it is `transposed`.
+    With `transposed`, c has the transpose of a b.
     """
     emit = ptx.mma(element)
     right, down = (width, 1) if transposed else (1, width)
@@ -145,7 +145,7 @@ def mma(element, width, transposed=False):
 
 
 def unrolled(part, count):
-    """(a, b, c, d, i): call `part` for each i below `count`: compilers unroll no loop as long."""
+    """Return f(a, b, c, d, i), which calls `part` for each i < `count`: compilers unroll no loop so long."""
     if count == 1:
         return part
     half = count // 2
@@ -155,12 +155,12 @@ def unrolled(part, count):
         first(a, b, c, d, i)
         second(a, b, c, d, i + half)
 
-    return device.part(both)
+    return device.force_inlined(both)
 
 
 @functools.cache
 def multiply_strips(element, strips, width):
-    """(a, b0, b1, c, block): c += a b for every strip, in a block of 8 columns of c."""
+    """Return f(a, b0, b1, c, block): c += a b for every strip, in a block of 8 columns of c."""
     multiply = mma(element, width)
 
     def multiply_strips(a, b0, b1, c, block):
@@ -172,9 +172,9 @@ def multiply_strips(element, strips, width):
 
 
 def multiply_keys(form):
-    """(q, k, a, s): s = q k^T; `q` and `k` are where the thread's rows of both begin in shared memory."""
+    """Return f(q, k, a, s): s = q k^T; `q` and `k` are addresses of the thread's rows in shared memory."""
     tokens, strips, row = form.tokens, form.strips, tiles.row_bytes(form.dim)
-    on, load = tiles.further(form.dim), ptx.matrices(False)
+    on, load = tiles.advance(form.dim), ptx.matrices(False)
     multiply = multiply_strips(form.element, strips, form.columns)
 
     def step(q, k, a, s, pair):
@@ -187,20 +187,20 @@ def multiply_keys(form):
             multiply(a, b0, b1, s, block)
             multiply(a, b2, b3, s, block + 1)
 
-    steps = unrolled(device.part(step), form.dim // 16)
+    steps = unrolled(device.force_inlined(step), form.dim // 16)
 
     def multiply_keys(q, k, a, s):
         for i in range(strips * tokens // 2):
             s[i] = np.float32(0)
         steps(q, k, a, s, 0)
 
-    return device.part(multiply_keys)
+    return device.force_inlined(multiply_keys)
 
 
 def multiply_values(form):
-    """(p, v, a, o): o += p v; weights are rounded to the type of the data, `v` is as in `multiply_keys`."""
+    """Return f(p, v, a, o): o += p v; p is rounded to the data's type, `v` is an address in shared memory."""
     tokens, dim, strips, row = form.tokens, form.value_dim, form.strips, tiles.row_bytes(form.value_dim)
-    on, load, packed, columns = tiles.further(dim), ptx.matrices(True), ptx.packed(form.element), form.columns
+    on, load, packed, columns = tiles.advance(dim), ptx.matrices(True), ptx.packed(form.element), form.columns
     multiply = multiply_strips(form.element, strips, form.width)
 
     def multiply_values(p, v, a, o):
@@ -213,19 +213,19 @@ def multiply_values(form):
                 multiply(a, b0, b1, o, block)
                 multiply(a, b2, b3, o, block + 1)
 
-    return device.part(multiply_values)
+    return device.force_inlined(multiply_values)
 
 
-def multiply_carefully(form):
-    """(p, v, lane, o): o += p v in float32, without values of weight 0, which may be NaN or infinite.
+def multiply_nan_safe(form):
+    """Return f(p, v, lane, o): o += p v in float32, where weights of 0 add nothing, even for NaN or infinity.
 
-    Weights are `SMALLER`, so that sums stay finite.
+    Weights are multiplied with `SMALLER`, so that sums stay finite.
     """
     rows, columns, blocks = form.thread_rows, form.columns, form.value_dim // 8
     at, exchange = tiles.place(form.value_dim), device.exchange
-    two, rotate = tiles.two(form.element), rotation(form)
+    two, rotate = tiles.two(form.element), score_rotator(form)
 
-    def multiply_carefully(p, v, lane, o):
+    def multiply_nan_safe(p, v, lane, o):
         lane = fresh_register(lane)
         for column in range(columns):
             for other in range(4):
@@ -240,13 +240,13 @@ def multiply_carefully(form):
                             o[i + 1] += weight * high
             rotate(p, 1)
 
-    return device.part(multiply_carefully)
+    return device.force_inlined(multiply_nan_safe)
 
 
 def update_softmax(form):
-    """(s, state, scale): s becomes p = 2^(scale s - m), o and l shrink by alpha as maxima grow, l += sum p.
+    """Return f(s, state, scale), which updates m, l and o, and replaces s by p = 2^(scale s - m).
 
-    `scale` is positive. A thread sums its own weights: those of other threads are added in the end.
+    `scale` is positive. A thread adds its own weights to l; sums of other threads are added in the end.
     """
     rows, columns, width, distances = form.thread_rows, form.columns, form.width, form.fragment.distances
     exchange, power, larger = device.exchange, ptx.power, ptx.larger
@@ -277,11 +277,11 @@ def update_softmax(form):
                 added += s[i]
             l[row] += added
 
-    return device.part(update_softmax)
+    return device.force_inlined(update_softmax)
 
 
-def rotation(form):
-    """(registers, step): scores of a thread `step` places on, so that a loop need not count places."""
+def score_rotator(form):
+    """Return f(s, step), which rotates a thread's scores by `step` places, for loops over the first ones."""
     held = form.thread_rows * form.columns
 
     def rotate(s, step):
@@ -295,11 +295,11 @@ def rotation(form):
 
 
 def apply_bias_and_mask(form):
-    """(params, step, item, thread, begin, s): cap a thread's scores of a tile; add ALiBi biases and masks.
+    """Return f(params, step, item, thread, begin, s), which applies scale, cap, ALiBi and mask.
 
-    Scores come without the scale. `begin` is the first position of the tile.
+    `begin` is the first position of the tile.
     """
-    rows, columns, rotate, fragment = form.thread_rows, form.columns, rotation(form), form.fragment
+    rows, columns, rotate, fragment = form.thread_rows, form.columns, score_rotator(form), form.fragment
     row_of, token_of, held = fragment.row, fragment.token, rows * columns
     first_row, first_token = fragment.first_row, fragment.first_token
 
@@ -321,17 +321,19 @@ def apply_bias_and_mask(form):
                 if low <= key < high:
                     score = apply_softcap(s[i], cap)
                     if params.alibi:
-                        score = leaning(score, step.slopes[row.query], key - position)
+                        score = add_alibi(score, step.slopes[row.query], key - position)
                     if params.mask:
-                        score = masked(score, params.mask_kind, mask + key * params.mask_column)
+                        score = add_mask(score, params.mask_kind, mask + key * params.mask_column)
                     s[i] = score
             rotate(s, columns)
 
-    return device.part(apply_bias_and_mask)
+    return device.force_inlined(apply_bias_and_mask)
 
 
 def hide(form):
-    """(params, step, item, thread, begin, end, s): hide keys that a row does not see, or from `end` on."""
+    """Return f(params, step, item, thread, begin, end, s), which hides keys that a row does not see.
+
+    Keys from `end` on are hidden too."""
     rows, columns, fragment = form.thread_rows, form.columns, form.fragment
     row_of, token_of = fragment.row, fragment.token
     first_row, first_token = fragment.first_row, fragment.first_token
@@ -347,4 +349,4 @@ def hide(form):
                 if token_of(i) < low or token_of(i) >= high:
                     s[r * columns + i] = numeric.MINUS_INF
 
-    return device.part(hide)
+    return device.force_inlined(hide)

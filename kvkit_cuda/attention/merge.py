@@ -1,4 +1,4 @@
-"""Results of the splits of a context put together, in order.
+"""Merge the results of a context's splits, in order.
 
 m = max m_i
 l = sum e^(m_i - m) l_i
@@ -22,7 +22,7 @@ from kvkit_cuda.device_runtime import device, host
 
 THREADS = 128  # of a block; a block takes a row
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX1, types.int64)
-STATE = 3  # floats behind the sums of a row: m, l, and what weights were multiplied by
+STATE = 3  # floats after the sums of a row: m, l, and the factor of its weights
 
 
 read_float, write_float = chunks.read("float32"), chunks.write("float32")
@@ -31,13 +31,13 @@ add_sink, log_sum, weight = numeric.add_sink, numeric.log_sum, numeric.weight
 
 @device.inlined
 def slot_address(params, slot, rows, row):
-    """Return where a row of a slot lies: sums of values [value dim], m, l, and the factor of weights."""
+    """Return the address of a slot's row: sums of values [value dim], m, l, and the factor of weights."""
     return params.partials + (slot * rows + row) * (params.value_dim + STATE) * 4
 
 
 @device.inlined
 def put_state(params, address, m, l, shrink):
-    """Write the state of a row of a slot, at its address, behind the sums."""
+    """Write m, l and the factor of weights after the sums of a slot's row."""
     at = address + params.value_dim * 4
     write_float(at, m)
     write_float(at + 4, l)
@@ -46,7 +46,7 @@ def put_state(params, address, m, l, shrink):
 
 @device.inlined
 def finish_row(params, step, row, m, l, shrink):
-    """Return the factor that finishes the sums of a row, and write its log-sum-exp."""
+    """Return the factor that normalizes a row's sums, and write its log-sum-exp."""
     less = np.float32(1)
     if params.sinks:
         sink = row.b % params.apart * params.heads * params.group + row.query
@@ -89,8 +89,8 @@ def merge_splits(packed):
             o = np.float32(0)
             for split in range(splits):
                 at = state + split * stride
-                share = scores.part_of(weight(read_float(at), m), factor, read_float(at + 8))
-                o = scores.with_part(o, read_float(sums + split * stride + 4 * e), share)
+                share = scores.split_factor(weight(read_float(at), m), factor, read_float(at + 8))
+                o = scores.add_split(o, read_float(sums + split * stride + 4 * e), share)
             write(out + e * packed_bytes, o)
 
     return merge_splits
@@ -102,10 +102,10 @@ def compiled(packed):
 
 
 def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=0):
-    """Return the launches of a kernel over tiles of so many rows, and of the merge if contexts are split.
+    """Return the launches of a kernel over tiles of `rows` rows, and of the merge if contexts are split.
 
-    A call is split into at most so many parts (0: as many as `tables` has it). A lasting step may come to
-    have more of them, or to be split. `shared` is how much dynamic memory a block of the kernel takes.
+    A call has at most `most` splits (0: the default of `tables`). There is room for more splits if the step
+    lasts, because later steps may take its place. `shared` is the dynamic shared memory of a block.
     """
     work, key = tables.work(record, rows, most)
     slots = work.most_slots if tables.lasting else work.split
@@ -133,14 +133,14 @@ def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=
     return launches
 
 
-# Parts that are arrays of their own
+# Merge of attention states, which are separate arrays
 
 STATES = types.void(INDEX1, INDEX2)
 
 
 @device.inlined
 def row_at(sizes, places, array, axes):
-    """Return where the row of a block begins in an array."""
+    """Return the address of a block's row in an array."""
     index, at = cuda.blockIdx.x, places[array, 0]
     for axis in range(axes - 1, -1, -1):
         rest = index // sizes[axis]
@@ -151,7 +151,7 @@ def row_at(sizes, places, array, axes):
 
 @device.inlined
 def lse_at(sizes, places, array, axes):
-    """Return the log-sum-exp of a block's row: -inf where a part has no keys, which may say so with +inf."""
+    """Return the log-sum-exp of a block's row: -inf if a part has no keys, for which some give +inf."""
     lse = read_float(row_at(sizes, places, array, axes))
     return numeric.MINUS_INF if lse == -numeric.MINUS_INF else lse
 
@@ -161,9 +161,10 @@ def merge_states(packed):
     read, write = chunks.read(packed), chunks.write(packed)
 
     def merge_states(sizes, places):
-        """`sizes` are those of the axes; `places` [array, 1 + axes] holds addresses and byte strides.
+        """Merge the rows of all parts; `places` [array, 1 + axes] has addresses and byte strides.
 
-        The arrays are the outputs of the parts and attn_output, then the same of the log-sum-exps.
+        `sizes` are the lengths of the axes. The arrays are the outputs of the parts and attn_output, then the
+        log-sum-exps of the parts and lse.
         """
         axes, parts = sizes.shape[0] - 1, places.shape[0] // 2 - 1
         m, l = numeric.MINUS_INF, np.float32(0)
@@ -180,7 +181,7 @@ def merge_states(packed):
             for part in range(parts):
                 share = weight(lse_at(sizes, places, parts + 1 + part, axes), m) * factor
                 at = row_at(sizes, places, part, axes) + e * places[part, axes + 1]
-                o = scores.with_part(o, read(at), share)
+                o = scores.add_split(o, read(at), share)
             write(row_at(sizes, places, parts, axes) + e * places[parts, axes + 1], o)
 
     return merge_states
@@ -192,7 +193,7 @@ def compiled_states(packed):
 
 
 def prepare_states(packed, arrays, stream):
-    """Return a launch that merges parts; `arrays` as the kernel has them, on the device."""
+    """Return a launch that merges parts; `arrays` are in the order of `merge_states`, on the device."""
     sizes = arrays[0].shape
     places = np.zeros((len(arrays), 1 + len(sizes)), np.int64)
     for place, array in zip(places, arrays, strict=True):

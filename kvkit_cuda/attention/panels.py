@@ -1,11 +1,11 @@
-"""Products of a warp with a tile of 16 tokens of its own, where a fragment is a chunk of keys or values.
+"""A warp's products with its own tile of 16 tokens; a fragment is a chunk of keys or values.
 
     s^T = k q^T   [tokens, rows] = [tokens, dim] [dim, rows]
     o^T = v^T p^T   [dim, rows] = [dim, tokens] [tokens, rows]
 
-Tokens, or elements of values, are the 16 rows of a product, and rows of queries are its 8 columns. Its inner
-axis may be in any order that both sides share, and its rows may be any. So a thread finds what it multiplies
-as chunks, 8 neighbouring elements, and codes are widened between shared memory and the product. With
+Tokens, or elements of values, are the 16 rows of a product, and rows of queries are its 8 columns. Both
+factors may permute the inner axis alike. So a thread reads chunks, 8 neighbouring elements, and widens codes
+between shared memory and the product. With
 g = lane // 4 and t = lane % 4 a thread takes
 
                 panel 0             panel 1
@@ -19,7 +19,7 @@ words (see `stored_tiles`).
 
 import numpy as np
 
-from kvkit_cuda.attention.fragments import EVERYONE, SMALLER, mma, rotation
+from kvkit_cuda.attention.fragments import EVERYONE, SMALLER, mma, score_rotator
 from kvkit_cuda.attention.stored_tiles import VALUES
 from kvkit_cuda.attention.tile_words import (
     PIECE,
@@ -36,15 +36,15 @@ from kvkit_cuda.device_runtime import device, memory, ptx
 from kvkit_cuda.device_runtime.ptx import high, low
 
 fresh_register = ptx.fresh_register
-B = 4 * PIECE  # the words behind those of values: weights
+B = 4 * PIECE  # index of the words of weights, after those of values
 WORDS, ZERO = B + 4, np.float32(0)  # words that a thread holds on their way to a product
 four_of_memory = four_of(memory.load(16, 16))
 
 
 def query_loader(form):
-    """(params, step, item, lane, words, q): q [blocks of 8 rows, panels, words], as chunks of keys are.
+    """Return f(params, step, item, lane, words, q), which loads q [blocks of 8 rows, panels, words].
 
-    A lane has row lane // 4 of each block; rows behind the last one are zeros.
+    q is arranged like chunks of keys. A lane has row lane // 4 of each block; rows after the last are zeros.
     """
     tile, blocks = form.keys, form.blocks
     apart, panels, whole = tile.apart, tile.panels, tile.chunks % tile.panel == 0
@@ -69,11 +69,11 @@ def query_loader(form):
                         word = high(one, other) if e % 2 else low(one, other)
                     q[(block * panels + panel) * 4 + k] = word
 
-    return device.part(load_queries)
+    return device.force_inlined(load_queries)
 
 
 def multiply_keys(form):
-    """(q, at, lane, mask, words, s): s = q k^T for the keys of a tile at `at`."""
+    """Return f(q, at, lane, mask, words, s): s = q k^T for the keys of a tile at address `at`."""
     tile, blocks, columns = form.keys, form.blocks, form.columns
     multiply = mma(form.element, columns, form.fragment.transposed)
     panels, chunks, piece, panel_chunks = tile.panels, tile.chunks, tile.piece, tile.panel
@@ -102,7 +102,7 @@ def multiply_keys(form):
         place = begin(at, lane >> 2 & 7, lane & 3, mask)
         for panel in range(panels):
             fetch(place, panel, words)  # [2 tokens, 4 words]
-            if not whole and panel_chunks * panel + (lane & 3) >= chunks:  # not even NaN
+            if not whole and panel_chunks * panel + (lane & 3) >= chunks:  # zeros, because 0 times NaN is NaN
                 for k in range(8):
                     words[k] = np.uint32(0)
             for block in range(blocks):
@@ -111,16 +111,16 @@ def multiply_keys(form):
                     keys = words[k], words[4 + k], words[k + 1], words[5 + k]
                     multiply(keys, (q[i], q[i + 1]), s, 2 * block, 0)
 
-    return device.part(multiply_keys)
+    return device.force_inlined(multiply_keys)
 
 
 def multiply_values(form):
-    """(p, at, lane, mask, words, o): o += p v for values at `at`; weights are rounded to the data's type."""
+    """Return f(p, at, lane, mask, words, o): o += p v for values at `at`; p is rounded to the data's type."""
     tile, blocks, width = form.values, form.blocks, form.width
     multiply = mma(form.element, width, form.fragment.transposed)
     panels, begin, read, piece = tile.panels, start(tile), reader(tile), tile.piece
     packed, transposed, coded = ptx.packed(form.element), ptx.transposed, tile.cell is not None
-    take, zipped = (piece_loader(tile), pair_decoder(tile)) if coded else (read, read)
+    take, decode_pairs = (piece_loader(tile), pair_decoder(tile)) if coded else (read, read)
 
     def fetch_codes(place, panel, words):
         if panel % piece == 0:
@@ -132,8 +132,8 @@ def multiply_values(form):
             read(place, (i >> 1) * 8 + (i & 1), panel, words, 4 * i)
 
     def pairs_of_codes(place, words, panel, k):
-        a0, a1 = zipped(place, words, 0, PIECE, panel % piece, k)
-        a2, a3 = zipped(place, words, 2 * PIECE, 3 * PIECE, panel % piece, k)
+        a0, a1 = decode_pairs(place, words, 0, PIECE, panel % piece, k)
+        a2, a3 = decode_pairs(place, words, 2 * PIECE, 3 * PIECE, panel % piece, k)
         return a0, a1, a2, a3
 
     def pairs_of_floats(place, words, panel, k):
@@ -157,18 +157,19 @@ def multiply_values(form):
                     weights = words[B + 2 * block], words[B + 2 * block + 1]
                     multiply(values, weights, o, 2 * block, panel * VALUES + 2 * k)
 
-    return device.part(multiply_values)
+    return device.force_inlined(multiply_values)
 
 
-def multiply_carefully(form):
-    """(p, at, lane, mask, words, o): o += p v in float32, without values of weight 0, which may be NaN or
-    infinite. Weights are `SMALLER`, so that sums stay finite.
+def multiply_nan_safe(form):
+    """Return f(p, at, lane, mask, words, o): o += p v in float32; weights of 0 add nothing, even for NaN.
+
+    Weights are multiplied with `SMALLER`, so that sums stay finite.
     """
     tile, rows, columns, width = form.values, form.thread_rows, form.columns, form.width
-    panels, begin, read, rotate = tile.panels, start(tile), reader(tile), rotation(form)
+    panels, begin, read, rotate = tile.panels, start(tile), reader(tile), score_rotator(form)
     two, exchange = both(form.element), device.exchange
 
-    def multiply_carefully(p, at, lane, mask, words, o):
+    def multiply_nan_safe(p, at, lane, mask, words, o):
         lane = fresh_register(lane)
         for column in range(columns):
             for other in range(8):
@@ -185,4 +186,4 @@ def multiply_carefully(form):
                                 o[i + 1] += weight * y
             rotate(p, 1)
 
-    return device.part(multiply_carefully)
+    return device.force_inlined(multiply_nan_safe)

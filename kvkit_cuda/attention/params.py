@@ -1,6 +1,6 @@
 """The parameters of attention kernels: one record of addresses, strides and counts, passed by value.
 
-Beside it go the tables of the step, which are on the device already, so that a planned call copies nothing.
+The step's tables are separate arguments; they are on the device already, so a planned call copies nothing.
 """
 
 from collections import namedtuple
@@ -13,8 +13,8 @@ from kvkit.checks.records import Context, Side
 from kvkit.checks.values import packed_strides
 from kvkit.formats import BY_DTYPE, MASKS
 
-# Addresses, byte strides from one sequence, row, token or head to the next, and numbers, by the functions
-# below that fill them. What nobody fills is 0.
+# Addresses, byte strides between sequences, rows, tokens or heads, and numbers, grouped by the functions
+# below that fill them. Other fields are 0.
 GROUPS = {
     "places": "keys key_sequence key_row key_head values value_sequence value_row value_head",
     "scales": "key_scales value_scales scale_sequence scale_row scale_head scale_group",
@@ -30,7 +30,7 @@ GROUPS = {
 FIELDS = " ".join(GROUPS.values()).split()
 AttentionParams = namedtuple("AttentionParams", FIELDS, defaults=[0] * len(FIELDS))  # type: ignore[misc]
 RECORD = types.NamedUniTuple(types.int64, len(FIELDS), AttentionParams)
-# Whose addresses they are, in a launch whose first argument the record is.
+# The array that each address points into, for launches whose first argument is the record.
 OWNED = {
     "keys": "cache", "values": "cache", "key_scales": "scale", "value_scales": "scale", "query": "query",
     "out": "result 0", "lse": "result 1", "partials": "scratch",
@@ -41,12 +41,12 @@ OWNERS = {(0, FIELDS.index(field)): name for field, name in OWNED.items()}
 class Reach(NamedTuple):
     """Upper bounds for every step that a prepared call may run: they say which indices fit in 32 bits."""
 
-    rows: int  # more than the number of any row
-    context: int  # of the longest one
+    rows: int  # greater than any row id
+    context: int  # tokens of the longest context
 
 
 def reach(steps: Any, rows: int) -> Reach:
-    """Return the reach of a step over a cache of so many rows; each page of its table holds no more."""
+    """Return the bounds of a step over a cache of `rows` rows; no page has more rows than the cache."""
     return Reach(rows, steps.table.shape[1] * min(steps.page_size, rows))
 
 
@@ -72,7 +72,7 @@ def attention_params(
 
 
 def place_fields(name: str, side: Side) -> dict[str, int]:
-    """Return where the keys or the values lie."""
+    """Return the address and strides of keys or values."""
     return {
         f"{name}s": side.address,
         f"{name}_sequence": side.sequence,
@@ -82,7 +82,7 @@ def place_fields(name: str, side: Side) -> dict[str, int]:
 
 
 def scale_fields(keys: Side, values: Side, group: int) -> dict[str, int]:
-    """Return where the scales of codes lie; strides are those of both."""
+    """Return the addresses of scales and their strides, which keys and values share."""
     strides = {
         "scale_sequence": keys.scale_sequence,
         "scale_row": keys.scale_row,
@@ -92,19 +92,19 @@ def scale_fields(keys: Side, values: Side, group: int) -> dict[str, int]:
 
 
 def scale_places(params: Any) -> tuple[int, ...]:
-    """Return the addresses and strides of scales, which kernels want aligned."""
+    """Return the addresses and strides of scales, to check their alignment."""
     strides = params.scale_sequence, params.scale_row, params.scale_head
     return params.key_scales, params.value_scales, *strides
 
 
 def row_fields(name: str, rows: np.ndarray) -> dict[str, int]:
-    """Return where packed rows [.., tokens, heads, elements] lie."""
+    """Return the address and strides of packed rows [.., tokens, heads, elements]."""
     names = name, f"{name}_sequence", f"{name}_token", f"{name}_head"
     return dict(zip(names, (rows.ctypes.data, *packed_strides(rows)), strict=True))
 
 
 def scoring_fields(weights: Any) -> dict[str, int]:
-    """Return what decides which keys a query sees and weighs; `scale` and `cap` as the bits of float32s."""
+    """Return the fields of scoring: causal rule, window, sinks; scale and cap as float32 bits."""
     fields = {"causal": weights.causal, "alibi": weights.alibi, "left": weights.left, "right": weights.right}
     fields |= {"scale": bits(weights.scale), "cap": bits(weights.softcap), "apart": weights.apart}
     if weights.sinks is not None:
@@ -119,5 +119,5 @@ def bits(number: float) -> int:
 
 
 def kind(array: np.ndarray) -> int:
-    """Return the number by which kernels know the type of an array that they read an element at a time."""
+    """Return the number that kernels use for the type of masks and sinks."""
     return MASKS[BY_DTYPE[array.dtype].name]

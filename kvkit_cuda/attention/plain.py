@@ -8,7 +8,7 @@
 A block takes a work item: the rows of a tile (up to 8 query heads of a token, or of several, that share a key
 head) over a split of a context. Its teams take tokens in turn. The threads of a team take the chunks of a row
 of the cache, so that a key is read and widened once for all rows of the tile; q, o, m and l stay in
-registers. The teams' results are put together in order at the end:
+registers. The teams' results are merged in order at the end:
 
     m = max m_t, l = sum l_t e^(m_t - m), o = sum o_t e^(m_t - m)       for teams t
 """
@@ -32,7 +32,7 @@ from kvkit_cuda.copy import blocks, chunks
 from kvkit_cuda.copy.transfer import INDEX1, INDEX2
 from kvkit_cuda.device_runtime import device, memory
 
-SHRINK = np.float32(2**-40)  # of weights where sums overflow
+SHRINK = np.float32(2**-40)  # factor of weights in a second attempt, if sums overflow
 F32 = types.float32
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
 
@@ -40,7 +40,7 @@ weight, load_word = numeric.weight, memory.load(8, 8)
 load_item = work_items.item_loader(tiled=True, narrow=False)
 
 
-# What is known of a row of a tile: the keys it sees, its position, its mask and query, the bits of its slope.
+# The facts of a row: the keys it sees, its position, addresses of mask and query, bits of its slope.
 LOW, HIGH, POSITION, MASK, QUERY, SLOPE, FACTS = range(7)
 
 
@@ -49,7 +49,7 @@ class HeadRows(NamedTuple):
 
     address: Any  # of row 0
     scales: Any  # of row 0
-    scales_at: Any  # how far into a row the scales of the thread's chunks lie [pieces]
+    scales_at: Any  # offsets in a row of the scales of the thread's chunks [pieces]
     row_ids: Any  # the rows of the cache that hold a block of tokens
 
 
@@ -61,7 +61,7 @@ def word_at(address):
 
 @shared
 def number_at(address):
-    """Return a float32 that comes as its bits."""
+    """Return the float32 whose bits are at an address."""
     low, _ = load_word(address)
     return numeric.float_of(np.uint32(low))
 
@@ -71,10 +71,14 @@ def attend(form):
     pieces, rows, teams, ahead, free = form.pieces, form.rows, form.teams, form.ahead, form.free
     row_span, threads, several = rows * form.span, form.lanes * teams, rows * ahead
     held = pieces * row_span
-    load_queries, multiply_keys, multiply_values = query_loader(form), multiplying(form), adding(form)
-    apply_bias_and_mask, hide, finish = biasing(form), hiding(form), finishing(form)
-    update_softmax, shrink_sums = scores.update_softmax(rows, ahead), scores.shrink(rows, form.span)
-    row_ids_of, lanes = finding(form), form.lanes
+    load_queries, multiply_keys, multiply_values = (
+        query_loader(form),
+        key_multiplier(form),
+        value_multiplier(form),
+    )
+    apply_bias_and_mask, hide, finish = bias_applier(form), tail_hider(form), finisher(form)
+    update_softmax, rescale = scores.update_softmax(rows, ahead), scores.rescale(rows, form.span)
+    row_ids_of, lanes = row_finder(form), form.lanes
 
     def attend(params, seqstarts, kvstarts, table, items, slots, slopes):
         if cuda.blockIdx.x >= items[items.shape[0] - 1]:
@@ -85,7 +89,7 @@ def attend(form):
         live = min(rows, item.last + 1 - item.first)
         facts = cuda.shared.array((rows, FACTS), types.int64)
         if thread < rows:
-            learn(params, step, item, item.first + min(thread, live - 1), facts[thread])
+            fill_facts(params, step, item, item.first + min(thread, live - 1), facts[thread])
         cuda.syncthreads()
         common = Range(facts[live - 1, LOW], facts[0, HIGH])
         # rows that see less may have nothing to do
@@ -110,14 +114,14 @@ def attend(form):
         values = HeadRows(address, params.value_scales + cells, scales_at, value_row_ids)
         needs_bias_or_mask = params.cap != 0 or params.alibi != 0 or params.mask != 0 or params.sloped != 0
         shrink = np.float32(1)
-        for _ in range(2):  # the second one with smaller weights, if sums of the first one are not finite
+        for _ in range(2):  # the second attempt has smaller weights, if sums of the first are not finite
             for i in range(held):
                 o[i] = np.float32(0)
             for r in range(rows):
                 m[r], l[r] = numeric.MINUS_INF, np.float32(0)
             begin = seen.begin - threads if seen.begin < seen.end else seen.end
             while begin < seen.end:
-                # of the next block: they are asked for now
+                # of the next block, loaded ahead
                 row_id, value_row_id = row_ids_of(
                     params, step, item.b, min(begin + threads + thread, seen.end - 1)
                 )
@@ -131,7 +135,7 @@ def attend(form):
                     update_softmax(s, m, l, alpha, shrink)
                     p = 0
                     while p < pieces:
-                        shrink_sums(o, p * row_span, alpha)
+                        rescale(o, p * row_span, alpha)
                         p += 1
                     multiply_values(params, values, block, count, s, o)  # [rows, value dim]
                 cuda.syncthreads()
@@ -148,8 +152,8 @@ def attend(form):
 
 
 @device.inlined
-def learn(params, step, item, number, facts):
-    """Put what is known of a row of a tile into its facts."""
+def fill_facts(params, step, item, number, facts):
+    """Write the facts of a row of a tile."""
     row = work_items.row_of(params, item, number)
     seqlen, kvlen = work_items.lengths(step, item.b)
     seen = work_items.visible(params, step, item.b, row.token)
@@ -160,8 +164,8 @@ def learn(params, step, item, number, facts):
     facts[SLOPE] = step.slopes[item.b * params.slopes_sequence + row.query]
 
 
-def finding(form):
-    """(params, step, b, position) -> the rows of the cache that hold its key, and its value."""
+def row_finder(form):
+    """Return f(params, step, b, position) -> the cache rows of the position's key and value."""
     free = form.free
 
     @device.inlined
@@ -180,9 +184,9 @@ def finding(form):
 
 
 def query_loader(form):
-    """(params, scale, facts, q, scales_at): the thread's chunks of all queries, scaled.
+    """Return f(params, scale, facts, q, scales_at), which loads the thread's chunks of all queries, scaled.
 
-    It also finds where the scales of the thread's chunks of a row of the cache lie.
+    It also writes the offsets of the scales of the thread's chunks in a cache row.
     """
     span, pieces, rows, lanes = form.span, form.pieces, form.rows, form.lanes
     read, packed_bytes = chunks.read(form.packed), BY_NAME[form.packed].bytes(1)
@@ -207,20 +211,20 @@ def query_loader(form):
 
 
 def chunk_of(form, stored):
-    """Return the bytes of a chunk and the function that widens it; of blocks, by a chunk's first element."""
+    """Return (bytes of a chunk, its widening function, which takes an element's index for blocks)."""
     if form.blocks:
         return 0, blocks.widen(stored, form.span)
     widen = chunks.widen(form.rounds, stored, form.cell, form.cells, form.span)
     return BY_NAME[stored].bytes(form.span), widen
 
 
-def multiplying(form):
-    """(params, keys, block, count, q, s): s = q k^T [ahead, rows] of the team's next tokens."""
+def key_multiplier(form):
+    """Return f(params, keys, block, count, q, s), which computes s = q k^T [ahead, rows]."""
     pieces, rows, lanes, teams, ahead = form.pieces, form.rows, form.lanes, form.teams, form.ahead
     span, free = form.span, form.free
     stored_bytes, widen = chunk_of(form, form.stored)
     multiply, add_others = scores.multiply(rows, span), device.add_others(rows * ahead)
-    rotate = rotation(form)
+    rotate = score_rotator(form)
 
     @device.inlined
     def multiply_keys(params, keys, block, count, q, s):
@@ -247,8 +251,8 @@ def multiplying(form):
     return multiply_keys
 
 
-def rotation(form):
-    """(s): the scores of a team, a token on: a loop that counts no tokens need not be unrolled."""
+def score_rotator(form):
+    """Return f(s), which rotates a team's scores by a token, so that loops need no unrolling."""
     rows, last = form.rows, form.ahead - 1
 
     @device.inlined
@@ -262,8 +266,8 @@ def rotation(form):
     return rotate
 
 
-def biasing(form):
-    """(params, facts, first, s): caps, biases and masks of scores, each by one thread of the team."""
+def bias_applier(form):
+    """Return f(params, facts, first, s), which applies cap, bias and mask, each score by one thread."""
     rows, lanes, teams, several = form.rows, form.lanes, form.teams, form.rows * form.ahead
 
     @device.inlined
@@ -282,10 +286,10 @@ def biasing(form):
                 score = numeric.MINUS_INF
             elif params.alibi or params.sloped:
                 distance = key - facts[r, POSITION]
-                score = scores.leaning(score, facts[r, SLOPE], min(distance, -distance))
+                score = scores.add_alibi(score, facts[r, SLOPE], min(distance, -distance))
             if params.mask and score != numeric.MINUS_INF:
                 at = facts[r, MASK] + key * params.mask_column
-                score = scores.masked(score, params.mask_kind, at)
+                score = scores.add_mask(score, params.mask_kind, at)
             board[team, i] = score
         cuda.syncthreads()
         for i in range(several):
@@ -295,8 +299,8 @@ def biasing(form):
     return apply_bias_and_mask
 
 
-def hiding(form):
-    """(block, count, s): tokens behind the last one of a block count for nothing."""
+def tail_hider(form):
+    """Return f(block, count, s), which hides the tokens after the last one of a block."""
     rows, teams, ahead = form.rows, form.teams, form.ahead
 
     @device.inlined
@@ -311,12 +315,12 @@ def hiding(form):
     return hide
 
 
-def adding(form):
-    """(params, values, block, count, p, o): o += p v of the team's next tokens."""
+def value_multiplier(form):
+    """Return f(params, values, block, count, p, o), which adds p v of the team's next tokens to o."""
     pieces, rows, lanes, teams, ahead = form.pieces, form.rows, form.lanes, form.teams, form.ahead
     span, free = form.span, form.free
     stored_bytes, widen = chunk_of(form, form.values)
-    add, rotate = scores.add(rows, span), rotation(form)
+    add, rotate = scores.add(rows, span), score_rotator(form)
 
     @device.inlined
     def multiply_values(params, values, block, count, weights, o):
@@ -337,10 +341,10 @@ def adding(form):
     return multiply_values
 
 
-def finishing(form):
-    """(params, step, item, state, live, shrink, value_scale) -> whether all is finite, or cannot be.
+def finisher(form):
+    """Return f(params, step, item, state, live, shrink, value_scale) -> whether all sums are finite.
 
-    The teams' results are put together: written to a slot, or, finished, to the output.
+    It merges the teams' results and writes them to a slot, or normalized to the output.
     """
     span, pieces, rows, lanes, teams = form.span, form.pieces, form.rows, form.lanes, form.teams
     write, write_float = chunks.write(form.packed), chunks.write("float32")
@@ -381,7 +385,9 @@ def finishing(form):
     def finish(params, step, item, state, live, shrink, value_scale):
         lane, team = cuda.threadIdx.x, cuda.threadIdx.y
         thread = team * lanes + lane
-        m_teams = cuda.shared.array((teams, rows), F32)  # a line each: the simulator tells them by these
+        m_teams = cuda.shared.array(
+            (teams, rows), F32
+        )  # one per line: the simulator tells arrays apart by their line
         l_teams = cuda.shared.array((teams, rows), F32)
         factors = cuda.shared.array(rows, F32)
         together = cuda.shared.array((threads, apart), F32)
@@ -395,7 +401,7 @@ def finishing(form):
         scale_sums(state, m_teams, value_scale)
         odd = 0
         for piece in range(0, pieces, at_once):
-            if piece:  # what the last turn wrote has been read
+            if piece:  # wait until the last pieces have been read
                 cuda.syncthreads()
             for i in range(width):
                 if piece * rows * span + i < held:

@@ -6,9 +6,9 @@
     o = alpha o + p v       [rows, value dim] = [rows, tokens] [tokens, value dim]
 
 A row is one query head of one query token; rows that share a key head share its keys. A block takes a tile of
-rows, its warps 16 or 32 of them each, and walks the context a tile of tokens at a time: while one is
-multiplied the next one is copied to shared memory, and a block waits once for both. Queries are there too,
-scores and sums stay in registers (see `fragments`).
+rows, 16 or 32 for each warp, and loops over the context in tiles of tokens: while one tile is multiplied, the
+next one is copied to shared memory. Queries are in shared memory, scores and sums in registers (see
+`fragments`).
 """
 
 import functools
@@ -29,7 +29,7 @@ from kvkit_cuda.copy.transfer import INDEX1, INDEX2, WARP
 from kvkit_cuda.device_runtime import device, memory, ptx
 
 WARPS = 8  # of a block
-PARTS = 512  # into which a call is split, if they are no shorter than `tables.LEAST_PART`
+PARTS = 512  # most splits of a call, each of at least `tables.LEAST_PART` tokens
 F32, U32 = types.float32, types.uint32
 LOG2E, LN2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
@@ -110,7 +110,7 @@ def form_of(record, context):
 
 
 class HeadAddresses(NamedTuple):
-    """Where keys and values of a head lie, of row 0, and how far its scales are from the first ones."""
+    """Addresses of a head's row 0 of keys and values, and the offset of its scales from the first ones."""
 
     keys: Any
     values: Any
@@ -127,7 +127,7 @@ def head_addresses(params, item):
 
 
 def query_loader(form):
-    """(params, step, item, target, thread): begin to copy the queries of a tile, [rows, dim]."""
+    """Return f(params, step, item, target, thread), which begins to copy a tile's queries, [rows, dim]."""
     copy_row, warp_rows = tiles.copy_row(form.dim), form.warp_rows
 
     def load_queries(params, step, item, target, thread):
@@ -137,13 +137,13 @@ def query_loader(form):
             copy_row(target, r, work_items.query_address(params, step, row), 0, 1, thread & 7)
             r = int32(r + cuda.blockDim.y * (WARP // 8))
 
-    return device.part(load_queries)
+    return device.force_inlined(load_queries)
 
 
 def tile_loader(form):
-    """(params, stage, row_id, head, thread): begin to load a tile of keys and values, [tokens, dim].
+    """Return f(params, stage, row_id, head, thread), which begins to load keys and values, [tokens, dim].
 
-    A lane's `row_id` is the row of the cache that holds its token of the tile, or that of some token.
+    A lane's `row_id` is the cache row of its token in the tile; lanes without a token have any valid row.
     """
     tokens, from_lane, key_bytes = form.tokens, device.from_lane, form.key_bytes
     load_keys, load_values = tiles.copy_row(form.dim), tiles.copy_row(form.value_dim)
@@ -161,21 +161,21 @@ def tile_loader(form):
             load_values(stage + key_bytes, r, at, params.value_scales + scales, params.scale_group, place)
             r = int32(r + cuda.blockDim.y * (WARP // 8))
 
-    return device.part(load_tile)
+    return device.force_inlined(load_tile)
 
 
 def attend(form):
     """Return the kernel of a form."""
-    tokens, warp_rows, biased = form.tokens, form.warp_rows, form.weighs
+    tokens, warp_rows, has_bias = form.tokens, form.warp_rows, form.weighs
     held_words, held_rows = 4 * form.strips, form.thread_rows
     held_scores, held_sums = held_rows * form.columns, held_rows * form.width
     key_bytes, stage_bytes, block = form.key_bytes, form.stage_bytes, memory.dynamic(form.shared_bytes)
     load_queries, load_tile, arrived = query_loader(form), tile_loader(form), ptx.arrived
     key_place, value_place = tiles.place(form.dim), tiles.place(form.value_dim)
     multiply_keys, multiply_values = fragments.multiply_keys(form), fragments.multiply_values(form)
-    multiply_carefully, update_softmax = fragments.multiply_carefully(form), fragments.update_softmax(form)
+    multiply_nan_safe, update_softmax = fragments.multiply_nan_safe(form), fragments.update_softmax(form)
     apply_bias_and_mask, hide = fragments.apply_bias_and_mask(form), fragments.hide(form)
-    finish = finishing(form)
+    finish = finisher(form)
 
     def attend(params, seqstarts, kvstarts, table, items, slots, slopes):
         if cuda.blockIdx.x >= items[items.shape[0] - 1]:
@@ -191,7 +191,7 @@ def attend(form):
         own = int32(item.first + cuda.threadIdx.y * warp_rows)  # the warp's first row
         some, common = seen_by(
             params, step, item.b, min(own, item.last), min(own + warp_rows - 1, item.last)
-        )  # of the positions, some of the warp's rows see these, all of them those
+        )  # positions that some of the warp's rows see, and positions that all see
         some = Range(int32(some.begin), int32(min(some.end, high) if own <= item.last else 0))
         common = Range(int32(common.begin), int32(min(common.end, high)))
 
@@ -208,7 +208,7 @@ def attend(form):
         first_query = int32(queries + key_place((thread >> 5) * warp_rows + (lane & 15), lane >> 4))
         by, final = tiles.reciprocal(params.page_size), int32(high - 1)
         shrink = np.float32(1)
-        for attempt in range(2):  # the second one with care, if sums of the first one are not finite
+        for attempt in range(2):  # the second one is NaN-safe, if sums of the first one are not finite
             fragments.clear(state)
             row_id, begin = np.int64(0), low
             if low < high:
@@ -224,15 +224,15 @@ def attend(form):
                     row_id = row_id_of(params, by, table, item.b, min(int32(coming + tokens + lane), final))
                 if begin < some.end and coming > some.begin:
                     multiply_keys(first_query, int32(here + first_key), a, s)  # [rows, tokens]
-                    if biased:
+                    if has_bias:
                         apply_bias_and_mask(params, step, item, thread, begin, s)
                     if begin < common.begin or coming > common.end:
                         hide(params, step, item, thread, begin, high, s)
-                    update_softmax(s, state, LOG2E if biased else scale * LOG2E)
+                    update_softmax(s, state, LOG2E if has_bias else scale * LOG2E)
                     if attempt == 0:
                         multiply_values(s, int32(here + first_value), a, o)  # [rows, value dim]
                     else:
-                        multiply_carefully(s, int32(here + key_bytes), lane, o)
+                        multiply_nan_safe(s, int32(here + key_bytes), lane, o)
                 begin = coming
             odd = np.float32(0)
             for i in range(held_sums):
@@ -246,11 +246,10 @@ def attend(form):
     return attend
 
 
-def finishing(form):
-    """(params, step, item, board, state, shrink, thread): write the results of a block.
+def finisher(form):
+    """Return f(params, step, item, board, state, shrink, thread), which writes the results of a block.
 
-    They go to a slot; or, finished, to the board [rows, value dim] in shared memory, and from there to the
-    output.
+    They go to a slot, or, normalized, to the output, through the board [rows, value dim] in shared memory.
     """
     held_rows, width, warp_rows, fragment = form.thread_rows, form.width, form.warp_rows, form.fragment
     row_of, first_row, exchange = fragment.row, fragment.first_row, device.exchange
@@ -263,7 +262,7 @@ def finishing(form):
         for r in range(held_rows):
             whole = l[r] + exchange(EVERYONE, l[r], 1)
             l[r] = whole + exchange(EVERYONE, whole, 2)
-        for r in range(held_rows):  # rotated, as a loop this long cannot name registers
+        for r in range(held_rows):  # rotated, because a loop this long is not unrolled
             here = int32(row + row_of(r))
             factor, m[0] = np.float32(0), m[0] * LN2
             if here <= item.last and item.slot >= 0:
@@ -292,7 +291,7 @@ def finishing(form):
                     query = work_items.near_row_of(params, item, item.first + r)
                     store_row(board, r, work_items.output_address(params, step, query), thread & 7)
 
-    return device.part(finish)
+    return device.force_inlined(finish)
 
 
 @functools.cache
@@ -311,7 +310,7 @@ def prepare(record, context, tables, most_rows, stream):
     form = form_of(record, context)
     warps = min(WARPS, 1 << (-(-most_rows // form.warp_rows) - 1).bit_length())
     rows = warps * form.warp_rows
-    record = record._replace(page_size=min(record.page_size, LONGEST))  # so that divisions are of 32 bits
+    record = record._replace(page_size=min(record.page_size, LONGEST))  # so that 32-bit divisions suffice
     block = WARP, warps
     shared = form.bytes_of(warps)
     return merge.prepare(

@@ -1,8 +1,11 @@
 """Formulas of one thread for the scores of a tile: products, masks and the online softmax.
 
-Arrays are registers: queries and sums [rows, span] from a place on, weights [tokens, rows], and [rows]. All
-loops have constant bounds. Those over tokens, here, and over pieces, in `plain`, say `while`: for compute
-capability 10.0 and later NVVM unrolls some loops over a `range` not, and registers become memory.
+    m' = max(m, s), alpha = e^(m - m'), p = e^(s - m')
+    l = alpha l + sum p, o = alpha o + p v
+
+Arrays are registers: q and o [rows, span] from a place on, s and p [tokens, rows], m and l [rows]. All loops
+have constant bounds. Loops over tokens, and over pieces in `plain`, use `while`: for compute capability 10.0
+and later NVVM does not unroll some loops over a `range`, and registers become memory.
 """
 
 import functools
@@ -22,7 +25,7 @@ FLOAT32, FLOAT16, BFLOAT16, BOOL = MASKS.values()
 
 @functools.cache
 def multiply(rows, span):
-    """Add the products of a chunk of a key with the queries to the scores of a token."""
+    """Return f(elements, q, place, s, first), which adds q times a chunk of a key to a token's scores."""
 
     @shared
     def multiply(elements, queries, place, scores, first):
@@ -37,7 +40,7 @@ def multiply(rows, span):
 
 @functools.cache
 def update_softmax(rows, tokens):
-    """(s, m, l, alpha, shrink): s [tokens, rows] becomes p = e^(s - m) shrink; m, l and alpha are new."""
+    """Return f(s, m, l, alpha, shrink), which updates m and l, and replaces s by p = e^(s - m) shrink."""
 
     @shared
     def update_softmax(s, m, l, alpha, shrink):
@@ -60,21 +63,21 @@ def update_softmax(rows, tokens):
 
 
 @functools.cache
-def shrink(rows, span):
-    """Multiply the sums of a chunk by the factors of their rows."""
+def rescale(rows, span):
+    """Return f(sums, place, alpha), which multiplies the sums of a chunk by alpha of their rows."""
 
     @shared
-    def shrink(sums, place, factor):
+    def rescale(sums, place, factor):
         for r in range(rows):
             for i in range(span):
                 sums[place + r * span + i] *= factor[r]
 
-    return shrink
+    return rescale
 
 
 @functools.cache
 def add(rows, span):
-    """Add a chunk of a value times its weights to the sums; one without weight is absent, even if NaN."""
+    """Return f(elements, sums, place, p, first), which adds p v; weights of 0 add nothing, even for NaN."""
 
     @shared
     def add(elements, sums, place, weights, first):
@@ -88,20 +91,20 @@ def add(rows, span):
 
 
 @shared
-def part_of(weight, factor, shrink):
-    """Return the factor of the sums of a split."""
+def split_factor(weight, factor, shrink):
+    """Return the factor of a split's sums: weight * factor / shrink."""
     return weight * factor / shrink
 
 
 @shared
-def with_part(whole, x, share):
+def add_split(whole, x, share):
     """Add a split's share to a sum, unless the split has no weight."""
     return whole + x * share if share != np.float32(0) else whole
 
 
 @shared
 def number(kind, address):
-    """Return a number of one of the types of masks: False is -inf, True is 0."""
+    """Read an element of a mask: False is -inf, True is 0."""
     if kind == FLOAT32:
         return read_float(address)
     if kind == FLOAT16:
@@ -112,10 +115,10 @@ def number(kind, address):
 
 
 @shared
-def leaning(score, slope, distance):
+def add_alibi(score, slope, distance):
     return score + numeric.alibi_bias(numeric.float_of(np.uint32(slope)), distance)
 
 
 @shared
-def masked(score, kind, address):
+def add_mask(score, kind, address):
     return numeric.add_bias(score, number(kind, address))

@@ -1,4 +1,4 @@
-"""Tiles as the cache has them: rows and scales of 16 tokens in shared memory, copied by a warp."""
+"""Tiles in the cache's format: rows and scales of 16 tokens in shared memory, copied by a warp."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from kvkit_cuda.attention.tiles import CHUNK
 from kvkit_cuda.copy.transfer import WARP
 from kvkit_cuda.device_runtime import device, memory, ptx
 
-TOKENS = 16  # of a tile
-KEYS, VALUES = 4, 8  # chunks of a panel
-LINE = 32  # most bytes of a run of keys; half as many of values
-UNITS = 16, 4  # bytes that scales are copied by
+TOKENS = 16  # in a tile
+KEYS, VALUES = 4, 8  # chunks in a panel
+LINE = 32  # most bytes of a run of keys; a run of values has half as many
+UNITS = 16, 4  # bytes of one copy of scales
 int32, fresh_register = device.int32, ptx.fresh_register
 _read_addresses = memory.load(16, 16, space=memory.SHARED)
 
@@ -22,15 +22,15 @@ _read_addresses = memory.load(16, 16, space=memory.SHARED)
 class Tile:
     """The keys or values of 16 tokens in shared memory: their rows, then their scales.
 
-        token 0    chunk 0 | chunk 1 | ...  gap     `step` bytes from row to row: the gap puts what
-        ..                                          threads read at once into different banks
+        token 0    chunk 0 | chunk 1 | ...  gap     `step` bytes from row to row: the gap avoids
+        ..                                          bank conflicts
         token 15   chunk 0 | chunk 1 | ...  gap
         token 0    scale 0 | scale 1 | ...  gap     `scale_step` bytes from row to row
         ..
 
-    The threads of a product, 4 for keys and 8 for values, take the chunks of a row by panels, a chunk of each
-    panel. A thread's chunks are as far from each other as panels are long; or they are neighbours, a run, of
-    which it reads up to 16 bytes at once, a piece. With 4 threads and 12 chunks they take
+    The threads of a product, 4 for keys and 8 for values, take one chunk of each panel. A thread's chunks
+    are a panel apart, or they are neighbours, a run. It reads up to 16 bytes of a run at once, a piece. With
+    4 threads and 12 chunks they take
 
         by panels  0 1 2 3 | 0 1 2 3 | 0 1 2 3         in runs  0 0 0 | 1 1 1 | 2 2 2 | 3 3 3
     """
@@ -41,7 +41,7 @@ class Tile:
     group: int
     dim: int
     panel: int  # chunks of a panel
-    unit: int  # bytes that scales are copied by
+    unit: int  # bytes of one copy of scales
 
     @property
     def chunks(self):
@@ -62,7 +62,7 @@ class Tile:
 
     @property
     def step(self):
-        """Return the bytes from row to row: what 8, 16 or 32 threads read at once is in different banks."""
+        """Return the bytes from row to row, so that 8, 16 or 32 threads read without bank conflicts."""
         size = self.row_bytes
         if self.panel == VALUES:
             return size + (16 - size) % 32
@@ -73,7 +73,7 @@ class Tile:
 
     @property
     def scale_step(self):
-        """Return the bytes from the scales of a row to those of the next one, likewise."""
+        """Return the bytes between the scales of neighbouring rows, also without bank conflicts."""
         size = self.scale_bytes + -self.scale_bytes % 16
         return size + (16 - size) % 32 if size and self.panel == VALUES else size
 
@@ -87,7 +87,7 @@ class Tile:
 
     @property
     def apart(self):
-        """Return how far apart the two elements of a word are."""
+        """Return the distance of the two elements of a word."""
         return 16 // BY_NAME[self.stored].bits
 
     @property
@@ -99,7 +99,7 @@ class Tile:
 
     @property
     def piece(self):
-        """Return the chunks of a piece; one of values with a float32 each, as threads hold four pieces."""
+        """Return the chunks of a piece; 1 for values with float32 scales, since threads hold four pieces."""
         dear = self.panel == VALUES and self.group == CHUNK and self.cell == "float32"
         return min(self.panels, 16 // self.chunk_bytes) if self.in_runs and not dear else 1
 
@@ -110,7 +110,7 @@ class Tile:
 
     @property
     def regular(self):
-        """Return whether scales are as far from panel to panel for every chunk."""
+        """Return whether scales have the same distance between panels for every chunk."""
         group = self.group // CHUNK if self.cell else 1
         return self.in_runs or self.panel % group == 0 or group % self.panel == 0
 
@@ -123,15 +123,15 @@ class Tile:
 
     @property
     def pace(self):
-        """Return how many chunks lie from panel to panel."""
+        """Return the distance between a thread's chunks, in chunks."""
         return 1 if self.in_runs else self.panel
 
 
 def fill(keys, values):
-    """(place, row_id, bases, params, lane): begin to copy a tile of keys, and one of values behind it.
+    """Return f(place, row_id, bases, params, lane), which begins to copy a tile of keys, then one of values.
 
-    A lane's `row_id` is the row of the cache that holds its token, or that of some token. At `bases` lie the
-    addresses of keys, values and the scales of both, of row 0.
+    A lane's `row_id` is the cache row of its token; lanes without a token have any valid row. `bases` is the
+    shared memory with the addresses of row 0 of keys, values and the scales of both.
     """
     both, coded, begins = (keys, values), keys.cell is not None, [0, keys.bytes]
     counts, steps = [tile.row_bytes // 16 for tile in both], [tile.step for tile in both]
@@ -147,14 +147,14 @@ def fill(keys, values):
             strides = np.uint32(params.scale_row), np.uint32(params.scale_row)
             copy_scales(place, row_id, int32(bases + 16), strides, lane)
 
-    return device.part(fill)
+    return device.force_inlined(fill)
 
 
 def rows_copier(unit, counts, steps, begins):
-    """(place, row_id, bases, strides, lane): begin to copy the rows of 16 keys and values, or their scales.
+    """Return f(place, row_id, bases, strides, lane), which begins to copy 16 rows of keys and values.
 
-    Each of the other arguments is one of keys and one of values: how many units of so many bytes a row has,
-    how far rows are from each other in a tile, and where the first one lies there.
+    Rows, or rows of scales, are copied in units of `unit` bytes. `counts`, `steps` and `begins` have an entry
+    for keys and one for values: units of a row, bytes between rows of a tile, offset of the first row.
     """
     threads, from_lane = threads_of(max(counts)), device.from_lane
     (key_step, value_step), (key_begin, value_begin) = steps, begins
@@ -177,7 +177,7 @@ def rows_copier(unit, counts, steps, begins):
 
 
 def row_copier(unit, count, threads):
-    """(target, source, mine): begin to copy a thread's units of a row: its own, then each of so many on."""
+    """Return f(target, source, mine), which begins to copy every `threads`-th unit of a row."""
     copy, pace = ptx.copy if unit == 16 else ptx.copy_word, unit
 
     def copy_row(target, source, mine):
@@ -189,7 +189,7 @@ def row_copier(unit, count, threads):
 
 
 def threads_of(units):
-    """Return how many threads copy a row of so many units."""
+    """Return how many threads copy a row of `units` units."""
     return next((n for n in (1, 2, 4) if units <= n), 8)
 
 

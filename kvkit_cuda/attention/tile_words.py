@@ -1,10 +1,10 @@
-"""Chunks of a stored tile as words of 16-bit elements: floats as they are, codes widened on the way.
+"""Read chunks of a stored tile as words of 16-bit elements; codes are widened.
 
     x = code scale          for each code of a group with its scale, rounded to the type of the data
 
-A chunk, 8 neighbouring elements, is read as 4 words of two elements, which are `apart`: those of floats are
-neighbours, those of codes lie as far from each other as codes fill 16 bits. So a word of codes is widened in
-both halves at once:
+A chunk, 8 neighbouring elements, is read as 4 words of two elements. The two are `apart`: floats are
+neighbours, and codes are as many places apart as codes fit in 16 bits, so that both halves of a word are
+widened at once:
 
     a word of int8, from its low bits on    0 1 2 3                  widened to 0 2, 1 3
     a word of int4                          0 1 2 3 4 5 6 7          widened to 0 4, 1 5, 2 6, 3 7
@@ -23,21 +23,21 @@ from kvkit_cuda.attention.tiles import CHUNK
 from kvkit_cuda.copy import chunks
 from kvkit_cuda.device_runtime import device, memory, ptx
 
-PIECE = 8  # words of a piece of codes: up to 4 of codes, then those of their scales
+PIECE = 8  # words of a piece: up to 4 words of codes, then words of scales
 int32, quotient, fresh_register = device.int32, tiles.quotient, ptx.fresh_register
 
 
 class Start(NamedTuple):
-    """Where a thread of a panel begins in a tile."""
+    """The place in a tile where a thread of a panel begins."""
 
     rows: Any  # the address of its first chunk
     scales: Any  # the address of the scale of that chunk
-    chunk: Any  # its number
+    chunk: Any  # the number of that chunk
     mask: Any  # the bits of a code in both halves of a word
 
 
 def four_of(load):
-    """(address) -> four words, of a load of up to 16 bytes."""
+    """Return f(address) -> four words, from a load of up to 16 bytes."""
 
     @shared
     def four(address):
@@ -56,9 +56,9 @@ four = four_of(memory.load(16, 16, space=memory.SHARED))
 
 
 def start(tile):
-    """(at, token, thread, mask) -> where a thread of a panel begins in the row of a token.
+    """Return f(at, token, thread, mask) -> the `Start` of a thread in the row of a token.
 
-    Addresses are in fresh registers, so that what is further on, in panels, is a constant away.
+    Addresses are in fresh registers, so that later panels are at constant offsets.
     """
     step, chunk_bytes, coded, panel = tile.step, tile.chunk_bytes, tile.cell is not None, tile.panel
     scale_bytes, scale_step = BY_NAME[tile.cell].bytes(1) if coded else 0, tile.scale_step
@@ -79,12 +79,12 @@ def start(tile):
 
 
 def code_mask(tile):
-    """Return the bits of a code in both halves of a word, to be kept in a register."""
+    """Return the mask of a code's bits in both halves of a word."""
     return (2 ** BY_NAME[tile.stored].bits - 1) * 0x10001 if tile.cell else 0
 
 
 def within_row(tile):
-    """(panels, chunk) -> so many panels, or 0 if a row ends before that chunk of them."""
+    """Return f(panels, chunk) -> `panels`, or 0 if the row ends before that panel's chunk."""
     count, panel = tile.chunks, tile.panel
     ragged = count > panel and count % panel != 0
 
@@ -95,9 +95,9 @@ def within_row(tile):
 
 
 def reader(tile):
-    """(begin, tokens, panels, words, i): read a chunk so far from where a thread begins, in the data's type.
+    """Return f(begin, tokens, panels, words, i), which reads a chunk so far from a thread's start.
 
-    Threads beyond a row's last chunk read another one.
+    Elements get the data's type. Threads beyond a row's last chunk read another chunk.
     """
     step, panel_bytes, within = tile.step, tile.pace * tile.chunk_bytes, within_row(tile)
     if tile.cell:
@@ -118,7 +118,7 @@ def reader(tile):
 
 
 def piece_loader(tile):
-    """(begin, tokens, piece, words, i): load a piece of codes as it is, and its scales."""
+    """Return f(begin, tokens, piece, words, i), which loads a piece of codes and its scales, unconverted."""
     step, scale_step, within = tile.step, tile.scale_step, within_row(tile)
     scale_bytes, group, regular = BY_NAME[tile.cell].bytes(1), tile.group // CHUNK, tile.regular
     chunk_bytes, scales_size = tile.chunk_bytes, tile.piece_scales * scale_bytes
@@ -145,8 +145,8 @@ def piece_loader(tile):
 
 
 def word_decoder(tile):
-    """(begin, words, i, chunk, k) -> word k of a chunk of a piece of codes, in the data's type."""
-    extract, (scales, times), apart = code_extractor(tile), scaling(tile), tile.apart
+    """Return f(begin, words, i, chunk, k) -> word k of a chunk of a piece, in the data's type."""
+    extract, (scales, times), apart = code_extractor(tile), scale_decoder(tile), tile.apart
     chunk_words = tile.chunk_bytes // 4
 
     def widen(begin, words, i, chunk, k):
@@ -157,14 +157,14 @@ def word_decoder(tile):
 
 
 def pair_decoder(tile):
-    """(begin, words, i, j, chunk, k) -> words of two pieces: first elements of their words k, last ones.
+    """Return f(begin, words, i, j, chunk, k) -> (first elements, last elements) of word k of two pieces.
 
-    Codes are brought together before they are widened, with a pair of scales.
+    Codes of both pieces are paired before they are widened, with a pair of scales.
     """
-    extract, (scales, times), apart = code_extractor(tile), scaling(tile), tile.apart
+    extract, (scales, times), apart = code_extractor(tile), scale_decoder(tile), tile.apart
     chunk_words, low, high = tile.chunk_bytes // 4, ptx.low, ptx.high
 
-    def zipped(begin, words, i, j, chunk, k):
+    def decode_pairs(begin, words, i, j, chunk, k):
         at = chunk * chunk_words + k // apart
         one, other, pair = words[i + at], words[j + at], scales(words, i, j, chunk)
         return (
@@ -172,14 +172,14 @@ def pair_decoder(tile):
             times(extract(high(one, other), k % apart, begin), pair),
         )
 
-    return device.inlined(zipped)
+    return device.inlined(decode_pairs)
 
 
 def code_extractor(tile):
-    """(word, k, begin) -> the code k of each half of a word as float16s.
+    """Return f(word, k, begin) -> code k of each half of a word, as float16.
 
-    Two codes at a time, their signs turned, are put below the exponent of float16s from 1024 on. What these
-    exceed the number of 0 by is, exactly, what the codes mean; or 16 times that, if they stay where they are.
+    Two codes at a time, with flipped signs, become the low bits of float16 numbers from 1024 on. Subtracting
+    the number of code 0 gives the codes exactly, or 16 times the codes if they were not shifted down.
     """
     bits = BY_NAME[tile.stored].bits
     zero, minus, fused = np.uint32((0x6400 + 2 ** (bits - 1)) * 0x10001), ptx.halves("sub"), ptx.halves("fma")
@@ -200,9 +200,10 @@ def code_extractor(tile):
     return device.inlined(extract_short)
 
 
-def scaling(tile):
-    """(words, i, j, chunk) -> the scales of two pieces for a chunk; (two codes as float16s, they) -> what the
-    codes mean, as a word.
+def scale_decoder(tile):
+    """Return two functions: scales of two pieces for a chunk, and code * scale for two codes, as a word.
+
+    They are f(words, i, j, chunk) -> scales, and f(two codes as float16, scales) -> word.
     """
     element, cell, group = tile.element, tile.cell, tile.group // CHUNK
     halves = BY_NAME[cell].bytes(1) == 2
@@ -217,7 +218,7 @@ def scaling(tile):
 
     words_of = device.inlined(words_of)
     if element == cell == "float16":
-        return words_of, ptx.halves("mul")  # a product of float32s would be exact, and rounded once as well
+        return words_of, ptx.halves("mul")  # rounded once, like an exact float32 product
 
     raw, scale_of = chunks.DECODE[cell]
     packed, both_of, two = ptx.packed(element), both("float16"), both(cell if halves else "float16")
@@ -244,7 +245,7 @@ def scaling(tile):
 
 @functools.cache
 def both(element):
-    """(word) -> its elements, as float32."""
+    """Return f(word) -> its two elements as float32."""
     raw, decode = chunks.DECODE[element]
 
     @shared

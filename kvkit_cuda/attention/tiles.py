@@ -1,7 +1,7 @@
-"""Tiles: rows of 16-bit elements in shared memory, where warps find them as fragments without waiting.
+"""Tiles: rows of 16-bit elements in shared memory, arranged so that loading fragments has no bank conflicts.
 
-A chunk is 16 bytes, 8 elements. Eight threads take the chunks of a row, so that they read 128 bytes in a row;
-and chunks lie so that those of one column of 8 neighbouring rows are in different banks.
+A chunk is 16 bytes, 8 elements. Eight threads take the chunks of a row, so that they read 128 neighbouring
+bytes; chunks of one column in 8 neighbouring rows are in different banks.
 """
 
 import functools
@@ -15,7 +15,7 @@ from kvkit_cuda.copy import chunks
 from kvkit_cuda.device_runtime import device, memory, ptx
 
 CHUNK, CODES = 8, 16  # elements of a chunk; codes that a thread widens at once, two chunks
-BANKS = 64  # elements in all banks
+BANKS = 64  # elements that all banks hold once
 
 int32 = device.int32
 _read, _write = memory.load(16, 16, space=memory.SHARED), memory.store(16, 16)
@@ -24,13 +24,13 @@ _write_word = memory.store(4, 4, memory.SHARED)
 
 @device.inlined
 def quotient(x, y):
-    """Return the quotient of numbers below 2^31: a division of 64 bits takes the registers of a tile."""
+    """Return the quotient of numbers below 2^31; a 64-bit division would need too many registers."""
     return int32(np.uint32(x) // np.uint32(y))
 
 
 @device.inlined
 def reciprocal(divisor):
-    """Return a factor and a shift by which `quotient_by` divides by a number below 2^31."""
+    """Return a factor and a shift with which `quotient_by` divides by a number below 2^31."""
     shift = int32(0)
     while (np.int64(1) << shift) < divisor:
         shift = int32(shift + 1)
@@ -53,13 +53,13 @@ def row_id_of(params, by, table, b, position):
 
 
 def row_bytes(dim):
-    """Return the bytes from row to row of a tile; rows of the same bank are moved a chunk apart."""
+    """Return the bytes from row to row of a tile; a chunk is added where rows would share banks."""
     return 2 * (dim if dim % BANKS == 0 else dim + CHUNK)
 
 
 @functools.cache
 def place(dim):
-    """(row, chunk) -> the offset of a chunk in a tile of rows of `dim` elements."""
+    """Return f(row, chunk) -> the offset of a chunk in a tile whose rows have `dim` elements."""
     size, turn = row_bytes(dim), CHUNK - 1 if dim % BANKS == 0 else 0
 
     def place(row, chunk):
@@ -69,20 +69,20 @@ def place(dim):
 
 
 @functools.cache
-def further(dim):
-    """(address, pairs) -> that of the chunk so many pairs of chunks on in its row, from an even chunk or the
-    one behind it in the first 4 pairs; `pairs` is a constant.
+def advance(dim):
+    """Return f(address, pairs) -> the address of the chunk that is 2 * `pairs` chunks further on in its row.
 
-    Tiles begin at multiples of 128 bytes, so that chunks in their turned places differ in bits.
+    The chunk is among the first 8 of the row; `pairs` is a constant. Tiles begin at multiples of 128 bytes,
+    so that places of swizzled chunks differ in bits that can be flipped.
     """
-    turned, pair, whole = dim % BANKS == 0, 2 * 2 * CHUNK, 2 * BANKS
+    swizzled, pair, whole = dim % BANKS == 0, 2 * 2 * CHUNK, 2 * BANKS
 
-    def further(address, pairs):
-        if turned:
+    def advance(address, pairs):
+        if swizzled:
             return int32((address ^ (pairs * pair % whole)) + pairs * pair // whole * whole)
         return int32(address + pairs * pair)
 
-    return device.inlined(further)
+    return device.inlined(advance)
 
 
 def code_bytes(stored):
@@ -91,7 +91,7 @@ def code_bytes(stored):
 
 @functools.cache
 def copy_row(dim):
-    """(tile, row, address, scales, group, thread): begin to copy a row."""
+    """Return f(tile, row, address, scales, group, thread), which begins to copy a row."""
     at, copy, step, chunks_of_row = place(dim), ptx.copy, 2 * CHUNK * 8, dim // CHUNK
 
     def copy_row(tile, row, address, scales, group, thread):
@@ -105,7 +105,7 @@ def copy_row(dim):
 
 @functools.cache
 def widen_row(dim, element, stored, cell):
-    """(tile, row, address, scales, group, thread): widen a row of codes, which is there when this returns."""
+    """Return f(tile, row, address, scales, group, thread), which widens a row of codes at once."""
     at, piece_bytes, scale_bytes = place(dim), code_bytes(stored), BY_NAME[cell].bytes(1)
     widen, pieces = widen_codes(element, stored, cell), dim // CODES
 
@@ -123,7 +123,7 @@ def widen_row(dim, element, stored, cell):
 
 @functools.cache
 def widen_codes(element, stored, cell):
-    """(codes, first cell, second cell, first target, second target): 16 codes become two chunks."""
+    """Return f(codes, scale, second scale, target, second target), which widens 16 codes to two chunks."""
     bits, encode = BY_NAME[stored].bits, chunks.ENCODE[element]
     (raw, code_of), (raw_cell, cell_of) = chunks.DECODE[stored], chunks.DECODE[cell]
     size = code_bytes(stored)
@@ -149,7 +149,7 @@ def widen_codes(element, stored, cell):
 
 @functools.cache
 def store_row(dim):
-    """(tile, row, address, thread): the row of a tile to the device's memory."""
+    """Return f(tile, row, address, thread), which copies a tile's row to global memory."""
     at = place(dim)
 
     def store_row(tile, row, address, thread):
@@ -167,7 +167,7 @@ def move(source, target):
 
 @functools.cache
 def two(element):
-    """(address) -> two neighbouring elements of a tile, as float32."""
+    """Return f(address) -> two neighbouring elements of a tile as float32."""
     read, (raw, decode) = memory.load(4, 4, space=memory.SHARED), chunks.DECODE[element]
 
     @shared
@@ -180,7 +180,7 @@ def two(element):
 
 @functools.cache
 def put(dim):
-    """(tile, row, chunk, word, bits): two elements into a tile, which are a word of a chunk."""
+    """Return f(tile, row, chunk, word, bits), which writes two elements, a word of a chunk."""
     at = place(dim)
 
     def put(tile, row, chunk, word, bits):

@@ -1,4 +1,4 @@
-"""Work items of attention: which rows of queries a block takes, over which positions of the context.
+"""Work items of attention: the query rows that a CUDA block takes, and the positions of their context.
 
 A row is one query head of one query token. A tile is some rows of a sequence that share a key head. A work
 item is a tile over one split of the context that its rows see; blocks take work items in the order
@@ -19,10 +19,10 @@ class StepTables(NamedTuple):
     """The int64 arrays of a step that kernels of attention read."""
 
     seqstarts: Any  # [B + 1]: packed query tokens before each sequence
-    kvstarts: Any  # [B + 1]: likewise of contexts
+    kvstarts: Any  # [B + 1]: context tokens before each sequence
     table: Any  # [B, pages]: the row of the cache where a page begins
     items: Any  # [B + 1]: work items before each sequence
-    slots: Any  # [B + 2]: results of splits before each sequence; then the tokens of a split
+    slots: Any  # [B + 2]: slots of splits before each sequence; last, the tokens of a split
     slopes: Any  # [heads]: ALiBi slopes as bits of float32
 
 
@@ -31,11 +31,11 @@ class WorkItem(NamedTuple):
 
     b: Any  # sequence
     head: Any  # of keys
-    first: Any  # row of the tile
-    last: Any  # row of the sequence
+    first: Any  # first row of the tile
+    last: Any  # last row of the sequence
     split: Any
     splits: Any  # of the context
-    slot: Any  # where the result goes until splits are merged; -1 if there is one split
+    slot: Any  # the slot of the result until splits are merged; -1 for a single split
 
 
 class Row(NamedTuple):
@@ -54,9 +54,9 @@ class Range(NamedTuple):
 
 
 def item_loader(tiled, narrow=True):
-    """(params, step, block, rows) -> the work item of a block, of tiles of so many rows.
+    """Return f(params, step, block, rows) -> the work item of a block; tiles have `rows` rows.
 
-    A sequence has one tile unless `tiled`. Numbers of 32 bits are `narrow`.
+    A sequence has one tile unless `tiled`. With `narrow`, fields have 32 bits.
     """
     number = int32 if narrow else int
 
@@ -68,7 +68,7 @@ def item_loader(tiled, narrow=True):
         item = block - step.items[b]  # [heads, tiles, splits]
         unit = item // splits
         head = unit // tiles
-        tile = tiles - 1 - (unit - head * tiles)  # rows that see most come first
+        tile = tiles - 1 - (unit - head * tiles)  # rows that see most keys come first
         split, first = item - unit * splits, tile * rows
         slot = step.slots[b] + (head * tiles + tile) * splits + split if splits > 1 else -1
         return WorkItem(
@@ -86,7 +86,7 @@ def item_loader(tiled, narrow=True):
 
 @device.inlined
 def refreshed(item):
-    """Return a work item in fresh registers: nothing made of it in a loop is held through the loop."""
+    """Return a work item in fresh registers: the compiler then hoists nothing derived from it."""
     return WorkItem(
         b=fresh_register(item.b),
         head=fresh_register(item.head),
@@ -114,21 +114,21 @@ def near_row_of(params, item, number):
 
 @device.inlined
 def query_address(params, step, row):
-    """Return where the query of a row lies."""
+    """Return the address of a row's query."""
     at = params.query + row.b * params.query_sequence + row.query * params.query_head
     return at + (step.seqstarts[row.b] + row.token) * params.query_token
 
 
 @device.inlined
 def output_address(params, step, row):
-    """Return where the output of a row lies."""
+    """Return the address of a row's output."""
     at = params.out + row.b * params.out_sequence + row.query * params.out_head
     return at + (step.seqstarts[row.b] + row.token) * params.out_token
 
 
 @device.inlined
 def mask_address(params, step, row):
-    """Return where the row of an attention mask lies, at the first position."""
+    """Return the address of a row's mask, at the first position."""
     at = params.mask + row.b * params.mask_sequence + row.query * params.mask_head
     at += row.token * params.mask_row
     if params.mask_packed:

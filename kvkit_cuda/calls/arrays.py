@@ -1,7 +1,7 @@
-"""The arrays of a call: where they are, what the checks of `kvkit` see of them, and copies on the device.
+"""The arrays of a call: their device, the numpy views that checks of `kvkit` get, copies on the device.
 
-The checks take numpy arrays and look at types, shapes, strides and addresses, never at elements. So an array
-of the device is shown to them as a numpy array at its address, whose elements nobody may read.
+The checks read types, shapes, strides and addresses of numpy arrays, never elements. So they get an array of
+the device as a numpy array at its address, whose elements must not be read.
 """
 
 import sys
@@ -21,26 +21,26 @@ CPU, BY_DLPACK = 1, "__dlpack_device__"
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An array of a call: `seen` is a numpy array on the host, or is what one would be on the device."""
+    """An array of a call. `seen` is a numpy array, or the form of one at an address of the device."""
 
     seen: np.ndarray
     on_device: bool
-    owner: object  # of the memory
-    given: object = None  # by the caller
+    owner: object  # keeps the memory alive
+    given: object = None  # the caller's array
 
     def moved(self, stream, contents=True):
-        """Return the operand on the device: itself, or a copy (of its form only, without `contents`)."""
+        """Return the operand on the device: itself, or a copy; without `contents` only memory for one."""
         if self.on_device:
             return self
         if contents:
             copy = host.upload(self.seen, stream)
-            host.finish(stream)  # pinned memory is read until then
+            host.finish(stream)  # the transfer may read `seen` until then
         else:
             copy = host.empty(max(self.seen.nbytes, 1), np.uint8, stream)
         return Operand(addressed(host.address(copy), self.seen.shape, None, self.seen.dtype), True, copy)
 
     def read(self, stream):
-        """Return the elements, in a numpy array on the host."""
+        """Return the elements as a numpy array."""
         array = self.seen
         if not self.on_device or array.size == 0:
             return array
@@ -50,16 +50,16 @@ class Operand:
         return np.ndarray(array.shape, array.dtype, memory, before, array.strides)
 
     def on_host(self, stream):
-        """Return the operand, or a copy for the host to read."""
+        """Return the operand, or a copy on the host."""
         return replace(self, seen=self.read(stream), on_device=False)
 
     def take(self, other, stream):
-        """Give a host array the elements of its copy on the device."""
+        """Copy the elements of `other`, its copy on the device, back to a host array."""
         if not self.on_device:
             self.seen[...] = other.read(stream)
 
     def one_piece(self, stream):
-        """Return the operand, or a copy if it is on the device with a last axis in pieces."""
+        """Return the operand, or a copy if it is on the device and its last axis is not contiguous."""
         array = self.seen
         if not self.on_device or array.ndim == 0 or array.strides[-1] == array.itemsize:
             return self
@@ -67,7 +67,7 @@ class Operand:
         return replace(copy, given=self.given)
 
     def like(self, shape, dtype, stream):
-        """Return a new array where this one is: numpy's, torch's, CuPy's or else numba's."""
+        """Return a new array of the same library and device: numpy, torch, CuPy, or else numba."""
         if not self.on_device:
             return in_kind_of(self.given, np.empty(shape, dtype))
         library = homes.library(self.given)
@@ -96,7 +96,7 @@ class Operands:
 
 
 def moved(here, stream):
-    """Return operands on the device, by name; an array of the host that is given as two is copied once."""
+    """Return operands on the device, by name; a host array that is given twice is copied once."""
     copies: dict = {}
     for name, operand in here.items():
         at = operand.seen
@@ -112,7 +112,7 @@ def of_parts(parts):
 
 
 def operands(name, given, stream):
-    """Return operands of a sequence of arrays, or of those along the first axis of one."""
+    """Return the operands of a sequence of arrays, or of the items of one array."""
     if isinstance(given, (list, tuple)):
         return of_parts([operand(f"{name}[{i}]", array, stream) for i, array in enumerate(given)])
     whole = operand(name, given, stream)
@@ -122,10 +122,10 @@ def operands(name, given, stream):
 
 
 def operand(name, array, stream):
-    """Return an operand of an array; any other value stays as it is, for the checks to refuse."""
+    """Return the operand of an array; other values are passed on, for the checks to refuse."""
     if isinstance(array, np.ndarray):
         return Operand(array, False, array, array)
-    of_torch = homes.library(array) == "torch"  # whose interface says nothing of streams, nor of bfloat16
+    of_torch = homes.library(array) == "torch"  # whose array interface has no stream and no bfloat16
     if of_torch and getattr(array, "requires_grad", False):
         raise argument_error(
             name, "a tensor without a gradient (tensor.detach())", "one that requires a gradient"
@@ -154,7 +154,7 @@ def operand(name, array, stream):
 
 
 def by_dlpack(name, tensor, stream):
-    """Return what `host.by_dlpack` says of a tensor of the device."""
+    """Return the form of a DLPack tensor of the device; see `host.by_dlpack`."""
     try:
         return host.by_dlpack(tensor, stream)
     except (BufferError, TypeError) as error:
@@ -163,15 +163,15 @@ def by_dlpack(name, tensor, stream):
 
 
 def addressed(place, shape, strides, dtype, read_only=False):
-    """Return a numpy array that says where elements lie; to read one would crash."""
+    """Return a numpy array with an address of the device; reading an element would crash."""
     if dtype.kind == "V" and dtype.itemsize == 2:
-        dtype = BFLOAT16.dtype  # protocols have no name for it
+        dtype = BFLOAT16.dtype  # protocols have no name for bfloat16
     form = {"shape": tuple(shape), "strides": strides, "typestr": f"|V{dtype.itemsize}", "version": 3}
     memory = Memory(form | {"data": (place or ALIGNED, read_only)})
     return np.asarray(memory).view(dtype)
 
 
-ALIGNED = 256  # where arrays without elements are said to be
+ALIGNED = 256  # the address given to empty arrays
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Memory:
 
 
 def on_host(name, value, stream):
-    """Return an index tensor, or several, on the host: they are checked there."""
+    """Return an index tensor, or a tuple of them, on the host, where they are checked."""
     if isinstance(value, tuple):
         return tuple(on_host(f"{name}[{i}]", each, stream) for i, each in enumerate(value))
     return operand(name, value, stream).read(stream)

@@ -1,4 +1,4 @@
-"""From a checked call of attention to its launches: the record, and which kernel takes it."""
+"""From a checked call of attention to its launches: fill the record and choose the kernel."""
 
 import numpy as np
 
@@ -6,13 +6,13 @@ from kvkit.formats import BY_NAME, coarser
 from kvkit_cuda.attention import decode, params, plain, prefill
 from kvkit_cuda.device_runtime import host
 
-KERNELS = (decode, prefill, plain)  # the first one that suits a call takes it; the last one suits any
+KERNELS = (decode, prefill, plain)  # the first that suits a call takes it; plain suits any call
 
 
 def prepare(query, out, lse, context, tables, decoding, weights, rows, stream):
     """Return launches that compute attention into `out` and, unless None, `lse`, all on the device.
 
-    There are so many `rows`, whatever the step needs of them: another one may take its place.
+    The cache has `rows` rows, for later steps may need more of them than this one.
 
     A kernel is a module with `suits(record, context, reach, most_rows)` and `prepare(record, context, tables,
     most_rows, stream)`, where `most_rows` is the number of query heads of new tokens that share a key head in
@@ -29,7 +29,7 @@ def prepare(query, out, lse, context, tables, decoding, weights, rows, stream):
 
 
 def is_free(context, steps, weights):
-    """Return whether keys and values lie, or are scaled, as in pools of pages, not as in caches."""
+    """Return whether strides or scales are more general than a cache's, as in pools of pages."""
     rounds = context.cell or coarser(context.packed, context.stored)
     return (
         context.steps != (1, 1)
@@ -41,7 +41,7 @@ def is_free(context, steps, weights):
 
 
 def freedom(context, tables, weights, stream):
-    """Return the fields that say how they lie, and put their tables on the device; float32 comes as bits."""
+    """Return the fields of general strides and scales, and copy their tables to the device."""
     steps, scales, slopes = tables.steps, weights.scales, weights.slopes
     stored = context.stored, context.value_stored or context.stored
     key_element, value_element = (

@@ -1,4 +1,4 @@
-"""The check of `kvkit` for each operator, of the values of its arguments by name.
+"""The check of `kvkit` for each operator, from its arguments by name.
 
 Checks see arrays of the device as `calls.arrays` shows them.
 """
@@ -52,7 +52,7 @@ from kvkit.checks.values import flag, packed_tokens
 from kvkit.errors import argument_error
 from kvkit.typed import Array
 
-ZEROS = -1  # the source row of what is not there
+ZEROS = -1  # the source row that stands for zeros
 Values = Mapping[str, Any]  # of an operator's arguments, by name
 Record = TypeVar("Record", bound=tuple[Any, ...])
 
@@ -69,12 +69,12 @@ class Moves:
     """A checked call that moves rows between arrays in blocks; see `copy.pieces`."""
 
     sources: list[Array]  # [blocks, rows, heads or groups, dim]
-    targets: list[Array]  # likewise, unless they are results
+    targets: list[Array]  # arrays of the same kind; empty if results are the targets
     pieces: Array  # [.., 3]: source row, target row, count
     results: Results | None = None
     place: Callable[[Array, Array], Array] | None = None  # a result as such an array
-    means: Array | None = None  # pieces of which the target gets the mean,
-    averaged: str | None = None  # of this format
+    means: Array | None = None  # pieces whose mean goes to the target
+    averaged: str | None = None  # format of the rows that are averaged
 
 
 def fill(record: type[Record], values: Values, **others: object) -> Record:
@@ -109,14 +109,14 @@ def packed_attention(values: Values, step: Packed | None) -> AttentionCall:
 
 
 def cache_attention(values: Values, step: Packed | None) -> AttentionCall:
-    """Check a call of `multi_head_cache_attention`: without a step for sequences of one length."""
+    """Check a call of `multi_head_cache_attention`; without a step, sequences have one length."""
     records = {"place": fill(CacheArguments, values), "heads": fill(Heads, values)}
     call = fill(CacheAttention, values, **records, scoring=fill(Scoring, values))
     return checked_cache_attention(step or Static(values["start_pos"]), call)
 
 
 def key_value_cache(values: Values, step: Packed | None) -> TransferCall:
-    """Check a call of `key_value_cache`: without a step for sequences of one length."""
+    """Check a call of `key_value_cache`; without a step, sequences have one length."""
     call = fill(CacheTransfer, values, place=fill(CacheArguments, values))
     return checked_key_value_cache(step or Static(values["start_pos"]), call)
 
@@ -188,7 +188,7 @@ def stored(values: Values, step: Packed | None) -> Moves:
     pieces = call.pieces
     source = pieces[:, slots.HEAD] * len(values["key"]) + pieces[:, slots.TOKEN]
     rows, mean = stacked(source, pieces[:, slots.SLOT], pieces[:, slots.COUNT]), pieces[:, slots.MEAN] == 1
-    tokens = [  # as one block; compressed, a block for each head
+    tokens = [  # one block, or in compressed modes a block for each head
         tokens.transpose(1, 0, 2)[:, :, None] if call.mode else tokens[None] for tokens in call.tokens
     ]
     return Moves(tokens, call.caches, rows[~mean], means=rows[mean], averaged=call.averaged)
@@ -248,16 +248,16 @@ def to_nd(values: Values, step: Packed | None) -> Moves:
 
 
 def packed_step(values: Values, name: str) -> Packed:
-    """Check the index tensors of a call over packed sequences in a cache; the array `name` has the tokens."""
+    """Check the index tensors of packed sequences in a cache; the array `name` has the tokens."""
     return packed_in_cache(packed_tokens(name, values[name]), fill(StepArguments, values))
 
 
 def stacked(source: Any, target: Any, count: Any) -> Array:
-    """Return pieces of so many rows each."""
+    """Return pieces [pieces, 3] from source rows, target rows and counts."""
     return np.stack(np.broadcast_arrays(source, target, count), axis=1)
 
 
-Check = Callable[[Values, Packed | None], Any]  # the step is of sequences in a cache that calls share
+Check = Callable[[Values, Packed | None], Any]  # the step: packed sequences in a cache
 CHECKED: dict[str, Check] = {
     "key_value_cache": key_value_cache,
     "multi_head_attention": static_attention,

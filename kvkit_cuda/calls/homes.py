@@ -1,6 +1,6 @@
-"""Where the arrays of a call are at home: on which device, and what stream their library works on.
+"""Find the device of a call's arrays, and the current stream of their library.
 
-It decides where a call runs, so that nothing has to be said of devices.
+They decide where a call runs, so that callers need not name a device.
 """
 
 import sys
@@ -11,12 +11,12 @@ import numpy as np
 from kvkit.errors import argument_error
 from kvkit_cuda.device_runtime import host
 
-DLPACK_DEVICES = 2, 13  # of CUDA: its memory, managed memory
+DLPACK_DEVICES = 2, 13  # CUDA memory, CUDA managed memory
 NUMBERS = (int, float, str, bool, np.generic)
 
 
 class Home(NamedTuple):
-    """The number of a device, and the address of a library's current stream there; None: of no matter."""
+    """The number of a device, and the address of a library's current stream there; None if any will do."""
 
     device: int | None = None
     stream: int | None = None
@@ -26,13 +26,13 @@ NOWHERE = Home()
 
 
 def library(array):
-    """Return the package that an array's type, or a type it derives from, is of: torch and CuPy first."""
+    """Return the package of an array's type or of its base types; torch and CuPy come first."""
     packages = [kind.__module__.partition(".")[0] for kind in type(array).__mro__]
     return next((name for name in packages if name in ("torch", "cupy")), packages[0])
 
 
 def stream_of(array):
-    """Return the address of the current stream of torch or CuPy, on the device of its array."""
+    """Return the address of torch's or CuPy's current stream on the device of an array."""
     package: Any = sys.modules[library(array)]
     if package.__name__ == "torch":
         return package.cuda.current_stream(array.device).cuda_stream or host.LEGACY_DEFAULT
@@ -41,7 +41,7 @@ def stream_of(array):
 
 
 def of(name, array):
-    """Return the home of an array; arrays of the host, and other values, have none."""
+    """Return the device and stream of an array; None for arrays of the host and other values."""
     if host.SIMULATED or isinstance(array, np.ndarray):
         return NOWHERE
     if library(array) == "torch" and getattr(array, "is_cuda", False):
@@ -64,7 +64,7 @@ def of(name, array):
 
 
 def of_call(values):
-    """Return the home of all arrays among the arguments of a call; the first one's stream is the call's."""
+    """Return the device of all arrays of a call, which must be one, and the first array's stream."""
     found, first = NOWHERE, None
     for name, value in values.items():
         several = isinstance(value, (list, tuple)) and not (value and isinstance(value[0], NUMBERS))

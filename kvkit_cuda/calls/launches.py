@@ -74,7 +74,7 @@ def merge_parts(placed: DeviceCall):
     return [merge.prepare_states(call.fmt.name, [*call.outputs, out, *call.lses, lse], placed.stream)]
 
 
-def turn(placed: DeviceCall):
+def rotate(placed: DeviceCall):
     """Return the launches of rotary embedding: fill the table of angles, rotate queries and keys."""
     if not placed.call.starts[-1]:
         return []
@@ -149,7 +149,7 @@ def copy_blocks(placed: DeviceCall):
 
 
 def in_four_axes(cache):
-    """Return views [blocks, rows, heads, dim] of a cache of any number of axes; the first is blocks."""
+    """Return views [blocks, rows, heads, dim] of a cache with any number of axes; the first is blocks."""
     if cache.ndim < 4:
         return [cache.reshape(len(cache), *[1] * (4 - cache.ndim), *cache.shape[1:])]
     return [cache[(slice(None), *at)] for at in np.ndindex(cache.shape[1:-3])]

@@ -1,8 +1,8 @@
-"""Every operator on the device, and the way there, which all take.
+"""Run any operator on the device.
 
-The arrays of a call are checked as they are given, so that an error costs no copy. Those of the host are
-copied to the device, and the copies are checked, for their addresses. Then everything is prepared, launched
-and, where it belongs to the host, given back.
+The arrays of a call are checked first, so that an error costs no copy. Host arrays are copied to the device,
+and the call is checked again with the addresses of the copies. Then launches are prepared and run, and
+results that belong to the host are copied back.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from kvkit_cuda.mirror import inputs
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What operators have in common.
+    """Describes how a group of operators runs.
 
-    `launches` makes launches of a checked call whose arrays lie on the device. The last axis of `rows` is in
-    one piece there. `idle` are the arrays of a checked call that nothing happens to. `take` makes operands.
-    `read` are arrays whose numbers are checked, which stay on the host.
+    `launches` returns the launches of a checked call whose arrays are on the device. Arrays in `rows` need
+    a contiguous last axis there. `idle` returns the arrays that a call does not use, `read` the arrays that
+    stay on the host because their elements are checked. `take` makes operands.
     """
 
     launches: Callable
@@ -40,12 +40,12 @@ def no_scale(call):
 
 
 def numbers_of_heads(here):
-    """Return the names of the numbers of heads; scales of tokens lie beside their codes."""
+    """Return the names of per-head numbers, which stay on the host; scales of tokens are on the device."""
     return "alibi_slopes", *scales_of_heads(here)
 
 
 def scales_of_heads(here):
-    """Return the names of scales that are not of the shape of the pools, but for the last axis."""
+    """Return the names of per-head scales: those whose shape is not a pool's without its last axis."""
     pools = {getattr(here[name].seen, "shape", ())[:-1] for name in ("key_cache", "value_cache")}
     shapes = {name: getattr(here[name].seen, "shape", ()) for name in ("key_scale", "value_scale")}
     return tuple(
@@ -56,7 +56,7 @@ def scales_of_heads(here):
 
 
 def given_scale(here):
-    """Return the name of scales of heads, if they are given; scales of tokens have a cache's axes."""
+    """Return the name of per-head scales, if the call has any; scales of tokens have a cache's axes."""
     scale = here["scale"].seen if "scale" in here else None
     return ("scale",) if isinstance(scale, np.ndarray) and scale.ndim < 3 else ()
 
@@ -65,7 +65,7 @@ NEW = "current_key", "current_value"
 APPEND = Kind(launches.append, NEW, no_scale, read=given_scale)
 ATTEND = Kind(launches.attend, ("query", "key", "value", *NEW), no_scale, read=given_scale)
 MERGE = Kind(launches.merge_parts, take=arrays.operands)
-TURN = Kind(launches.turn, ("query", "key"))
+ROTATE = Kind(launches.rotate, ("query", "key"))
 MASK = Kind(launches.mask, ("attn_mask",))
 SLOPE = Kind(launches.slope)
 POSITION_INDEX = Kind(launches.position_index, idle=lambda call: ("sequences",))
@@ -80,8 +80,8 @@ KINDS: dict[checks.Check, Kind] = {  # by the check of an operator
     checks.packed_attention: ATTEND,
     checks.cache_attention: ATTEND,
     checks.merged: MERGE,
-    checks.static_rotation: TURN,
-    checks.packed_rotation: TURN,
+    checks.static_rotation: ROTATE,
+    checks.packed_rotation: ROTATE,
     checks.slopes: SLOPE,
     checks.static_alibi: MASK,
     checks.packed_alibi: MASK,
@@ -96,12 +96,12 @@ KINDS: dict[checks.Check, Kind] = {  # by the check of an operator
     checks.to_nz: MOVE,
     checks.to_nd: MOVE,
 }
-# The array whose tokens a step is of, in operators that take one.
+# The array with the tokens of the step, for operators that take a step.
 TOKENS = {"dynamic_batching.key_value_cache": NEW[0], "dynamic_batching.multi_head_cache_attention": "query"}
 
 
 def call(path, values):
-    """Call an operator, of a plan if its path says so, with the values of all its arguments by name."""
+    """Call an operator or a plan's method by its path, with all arguments by name."""
     host.require()
     if call_log.level:
         log(path, values)
@@ -129,7 +129,7 @@ def call(path, values):
 
 
 def log(path, values):
-    """Say that an operator is called; arrays of the device are read where KVKIT_LOG asks for numbers."""
+    """Log a call; arrays of the device are read if KVKIT_LOG asks for numbers."""
     home = homes.of_call(values)
     with host.using(home.device):
         stream = host.stream(home.stream if values["stream"] is None else values["stream"])
@@ -137,7 +137,7 @@ def log(path, values):
 
 
 def run(op, step, values, stream, repeated=None):
-    """Call an operator, for a step if it takes one; keep the call for its next time if it is `repeated`."""
+    """Run an operator, with a step if it takes one; keep the prepared call if it is `repeated`."""
     check, (arrays_of, index) = checks.CHECKED[op.name], inputs(op.name)
     kind, out, sequences = KINDS[check], values.get("out"), step and step.sequences
     given = {name: values[name] for name in arrays_of}
@@ -145,8 +145,8 @@ def run(op, step, values, stream, repeated=None):
         values = values | {name: arrays.on_host(name, values[name], stream) for name in index}
 
     here = {name: kind.take(name, array, stream) for name, array in given.items()}
-    kept = kind.read(here)
-    here |= {name: here[name].on_host(stream) for name in kept}
+    host_only = kind.read(here)
+    here |= {name: here[name].on_host(stream) for name in host_only}
     whole = here
     here = here | {name: here[name].one_piece(stream) for name in kind.rows if name in here}
     seen = {name: operand.seen for name, operand in here.items()}
@@ -158,22 +158,22 @@ def run(op, step, values, stream, repeated=None):
         source = next(iter(here.values()), arrays.NOTHING)
         made, returned = results.outputs(call.results, usual, out, source, stream)
 
-    idle = {name for name in here if name in (*kind.idle(call), *kept) or here[name].seen is None}
+    idle = {name for name in here if name in (*kind.idle(call), *host_only) or here[name].seen is None}
     there = here | arrays.moved({name: here[name] for name in here if name not in idle}, stream)
     copies = [result.moved(stream, contents=False) for result in made]
     moved = [name for name in here if there[name] is not here[name]]
     if moved:
         call = check(values | {name: operand.seen for name, operand in there.items()}, sequences)
-    scale = here["scale"].moved(stream) if "scale" in kept else None
+    scale = here["scale"].moved(stream) if "scale" in host_only else None
     ready = launches.DeviceCall(call, [copy.seen for copy in copies], step, stream, scale)
     made_launches = kind.launches(ready)
     with prepared.RUNNING:
-        for launch in made_launches:  # nothing has been written so far, and nothing can fail any more
+        for launch in made_launches:  # nothing was written before, and launches cannot fail
             launch()
     operands = there | {prepared.result(i): copy for i, copy in enumerate(copies)}
     pairs = *((there[name], whole[name]) for name in there), *zip(copies, made, strict=True)
     stays = all(operand is given for operand, given in pairs)
-    if repeated and not kept and stays and operands.keys() >= repeated.arrays.keys():
+    if repeated and not host_only and stays and operands.keys() >= repeated.arrays.keys():
         operands = {name: each for name, each in operands.items() if each.seen is not None}
         forms = list(call.results.forms.values())
         room = call.layer.capacity[1]

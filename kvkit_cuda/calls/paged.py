@@ -1,6 +1,7 @@
-"""Attention of one query token a sequence over a cache in blocks: entries are sequences in pages of a block.
+"""Attention of one query token for each sequence over a cache in blocks; a page is a block.
 
-What does not fold into entries where it lies, or into rows, is moved before or after.
+An entry is a sequence, or a sequence and a key head. Arrays whose strides do not allow this view are copied
+before or after.
 """
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvkit_cuda.device_runtime import host
 
 
 def prepare(call, outputs, owners, stream):
-    """Return the launches of a checked call; what owns their memory is added to `owners`."""
+    """Return the launches of a checked call, and add the owners of their memory to `owners`."""
     before: list = []
     after: list = []
 
@@ -64,13 +65,13 @@ def prepare(call, outputs, owners, stream):
 
 
 def uneven(caches):
-    """Return whether caches must be copied, as rows of both do not lie at a table's numbers."""
+    """Return whether caches must be copied, because one table cannot address rows of both."""
     key, value = map(pools.place_of, caches)
     return any(map(element_step, caches)) or key.step != 1 or key[1:] != value[1:]
 
 
 def folds(array, call):
-    """Return whether [B, heads, dim] is [entries, heads of an entry, dim] where it lies."""
+    """Return whether [B, heads, dim] can be viewed as [entries, heads of an entry, dim]."""
     batch, heads, dim = array.shape
     together = call.apart == 1 or batch < 2 or array.strides[0] == heads * array.strides[1]
     return together and (dim < 2 or array.strides[2] == array.itemsize)

@@ -1,7 +1,7 @@
-"""Calls of a plan that are prepared once: the others of a form exchange addresses and run again.
+"""Calls of a plan that are prepared once; others of the same form exchange addresses and run again.
 
-Calls of one form differ in nothing but where their arrays lie. Such are those for the layers of a model in
-one step, and, in a plan whose step is followed by others, those of a layer in one step after the other.
+Calls of one form differ only in the addresses of their arrays: the calls for the layers of a model in one
+step, and, if a plan is filled with later steps, the calls of a layer in one step after the other.
 """
 
 from typing import Any, NamedTuple
@@ -12,16 +12,16 @@ from kvkit_cuda.calls import homes
 from kvkit_cuda.calls.tables import SCRATCH
 from kvkit_cuda.device_runtime import host
 
-MOST = 4096  # forms of calls that are remembered
+MOST = 4096  # prepared calls of a step
 INPUTS = "query", "current_key", "current_value", "cache", "scale"
-ATTRIBUTES = {  # of calls that repeat, by their operator
+ATTRIBUTES = {  # names of attributes, for operators whose calls can repeat
     "dynamic_batching.Plan.key_value_cache": (*CacheArguments._fields, "num_repeat"),
     "dynamic_batching.Plan.multi_head_cache_attention": (
         *CacheArguments._fields, *Heads._fields, *Scoring._fields, "return_lse"
     ),
 }  # fmt: skip
 WRITTEN = "cache", "scale"
-RUNNING = locks.OneCallLock()  # launches of a call come one after the other: they share scratch
+RUNNING = locks.OneCallLock()  # one call launches at a time, because calls share scratch memory
 
 
 class RepeatableCall(NamedTuple):
@@ -34,7 +34,7 @@ class RepeatableCall(NamedTuple):
     producers: set[int]  # streams that numba's arrays wait for
 
 
-# What decides a call but for the address of an array, and that, for each library, quickly.
+# (form of an array, its address) for each library, faster than by protocols.
 
 
 def of_torch(tensor):
@@ -52,20 +52,20 @@ def of_numba(array):
     return form, memory.device_ctypes_pointer.value
 
 
-def face(array):
-    """Return the function that tells the form and address of arrays of a type; None if there is none."""
+def form_reader(array):
+    """Return the function that returns form and address of arrays of this type, or None."""
     kind = type(array)
-    if kind not in FACES:
+    if kind not in FORM_READERS:
         found = {"torch": of_torch, "cupy": of_cupy}.get(homes.library(array))
-        FACES[kind] = of_numba if hasattr(array, "gpu_data") else found
-    return FACES[kind]
+        FORM_READERS[kind] = of_numba if hasattr(array, "gpu_data") else found
+    return FORM_READERS[kind]
 
 
-FACES: dict[type, Any] = {}
+FORM_READERS: dict[type, Any] = {}
 
 
 def repeatable(path, values):
-    """Return a call, of its arguments by name, as it may be known; None if it cannot repeat."""
+    """Return the `RepeatableCall` of arguments by name; None if it cannot repeat."""
     if values.get("attn_mask") is not None or values.get("sinks") is not None:
         return None
     named, out = {name: values.get(name) for name in INPUTS}, values["out"]
@@ -77,7 +77,7 @@ def repeatable(path, values):
         attributes += [values[name], type(values[name])]
     places, producers, library = {}, set(), None
     for name, array in given.items():
-        known_by = FACES.get(type(array)) or face(array)
+        known_by = FORM_READERS.get(type(array)) or form_reader(array)
         if known_by is None:
             return None
         form, places[name] = known_by(array)
@@ -96,7 +96,7 @@ def repeatable(path, values):
 
 
 def result(i):
-    """Return what launches call the result of a number."""
+    """Return the name of a result in launches."""
     return f"result {i}"
 
 
@@ -123,8 +123,8 @@ class PreparedCall:
         self.spans = {name: span(operand.seen) for name, operand in operands.items()}
         self.written = [name for name in operands if name in WRITTEN or name not in INPUTS]
         self.size = max([launch.scratch for launch in launches], default=0)
-        self.moved, self.shared = [], []  # numbers of launches: addresses of operands, of scratch
-        self.places = {}  # those that the numbers have, once a call has set them
+        self.moved, self.shared = [], []  # places in launches: addresses of operands, of scratch
+        self.places = {}  # the addresses that launches have now
         for launch in self.launches:
             for at, name in launch.owners.items():
                 if name == host.SCRATCH:
@@ -144,7 +144,10 @@ class PreparedCall:
         if self.results[0] not in arrays:
             forms = zip(self.results, self.forms, strict=True)
             new = {name: self.like(*form, host.stream(number)) for name, form in forms}
-            arrays, places = arrays | new, places | {name: face(new[name])(new[name])[1] for name in new}
+            arrays, places = (
+                arrays | new,
+                places | {name: form_reader(new[name])(new[name])[1] for name in new},
+            )
         handle = host.handle(number)
         with RUNNING:
             if places != self.places:
@@ -165,13 +168,13 @@ class PreparedCall:
         return [arrays[name] for name in self.results]
 
     def move(self, places):
-        """Make the launches those of operands at other places."""
+        """Set the addresses of operands in all launches."""
         for numbers, at, name, offset in self.moved:
             numbers[at] = places[name] + offset
         self.places = places
 
     def overlaps(self, places):
-        """Return whether something that is written may overlap anything."""
+        """Return whether an array that is written may overlap another array."""
         ends = [(name, places[name] + low, places[name] + high) for name, (low, high) in self.spans.items()]
         for name in self.written:
             low, high = self.spans[name]
@@ -182,7 +185,7 @@ class PreparedCall:
         return False
 
     def order(self, call, step, number, stream):
-        """Let the stream of that address, maybe given, come after those that wrote what it reads."""
+        """Let a stream wait for the streams that wrote what the call reads."""
         tables = step.on[self.device]
         if host.key(number) not in tables.ready:
             tables.follow(host.stream(number if stream is None else stream))
@@ -192,7 +195,7 @@ class PreparedCall:
 
 
 def span(array):
-    """Return the range of bytes, from an array's address, that its elements lie in."""
+    """Return the range of byte offsets of an array's elements, relative to its address."""
     if not array.size:
         return 0, 0
     reach = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]

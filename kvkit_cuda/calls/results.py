@@ -1,4 +1,4 @@
-"""The outputs of a call: the arrays that are given, or new ones where an input is."""
+"""The outputs of a call: the given arrays, or new ones on the device of an input."""
 
 from typing import Any
 
@@ -6,9 +6,10 @@ from kvkit_cuda.calls import arrays
 
 
 def outputs(results, usual, out, source, stream):
-    """Return the operands of a call's results, new ones where `source` is, and what the call returns.
+    """Return (operands of a call's results, what the call returns). New arrays are on the device of `source`.
 
-    The last of as many as are `usual` may be None; then it does not matter what is given for them.
+    `usual` is the number of results with all options. Results that the call does not have are returned as
+    None, and their entries in `out` are ignored.
     """
     absent = [None] * (usual - len(results.forms))
     if absent and isinstance(out, (tuple, list)):

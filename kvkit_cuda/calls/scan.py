@@ -1,7 +1,6 @@
-"""A page table that lies on the device: copied there, and checked there by the rules of `kvkit.checks.scan`.
+"""Copy and check a page table that is on the device, by the rules of `kvkit.checks.scan`.
 
-The kernel finds out whether a rule is broken. Which one, and in which words, the host says, which reads the
-table then.
+The kernel finds whether any rule is broken. If so, the host reads the table and raises the error.
 """
 
 import functools
@@ -19,7 +18,7 @@ from kvkit_cuda.device_runtime import device, host, memory
 
 COPY_THREADS, SCAN_THREADS = 256, 1024  # of a block; the scan has one block
 VERDICT = BROKEN, ROWS, RUNS = range(3)
-FROM: dict[int, Any] = {4: np.int32, 8: np.int64}  # what an entry may be, by its size
+FROM: dict[int, Any] = {4: np.int32, 8: np.int64}  # types of entries by their size
 
 INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
 COPY = types.void(INT, INT, INT, INDEX2)
@@ -38,7 +37,7 @@ def copy(size):
         return np.int64(integer(low))
 
     def copy(place, row_step, column_step, table):
-        """Copy the entries from `place` on, so many bytes apart, to `table`."""
+        """Copy the entries at `place`, with byte strides, to `table`."""
         columns = table.shape[1]
         for i in range(cuda.grid(1), table.shape[0] * columns, cuda.gridsize(1)):
             b = i // columns
@@ -49,10 +48,10 @@ def copy(size):
 
 
 def scan(kvstarts, start_pos, table, page_size, begins, ends, verdict):
-    """Find rows that lie outside of every cache, or hold two tokens, one of them new; and the rows in use.
+    """Check that rows are valid and that no new token overlaps another token; count the rows in use.
 
-    The stored runs, at most as many as `begins`, whose length is a power of two, are sorted; past pages are
-    looked up in them.
+    The runs of new tokens are sorted in `begins` and `ends`, whose length is a power of two; pages of earlier
+    tokens are searched in them.
     """
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x
     columns, last = table.shape[1], 0
@@ -99,7 +98,7 @@ def scan(kvstarts, start_pos, table, page_size, begins, ends, verdict):
 
 @device.inlined
 def sort(begins, ends, thread, threads):
-    """Sort a power of two of runs by where they begin, with all threads of the block: bitonic merges."""
+    """Sort runs by their begin with all threads of the block (bitonic merges; a power of two of runs)."""
     size = 2
     while size <= begins.shape[0]:
         apart = size // 2
@@ -125,7 +124,7 @@ def compiled():
 
 
 class Table:
-    """A page table on the device; numpy reads it where an error is told, after the verdict."""
+    """A page table on the device, which numpy reads only to raise an error."""
 
     __slots__ = ("shape", "there")
 
@@ -139,7 +138,7 @@ class Table:
 
 
 def device_tables(step, wanted, stream, lasting):
-    """Return the tables of a step whose page table is on the device; checked if so `wanted`."""
+    """Return the tables of a step whose page table is on the device; check them if `wanted`."""
     given, runs = step.table, index_tensors.stored_runs(step) if wanted else 0
     there = host.empty(given.shape, np.int64, stream)
     blocks = min(-(-given.size // COPY_THREADS), host.most_blocks())
@@ -153,7 +152,7 @@ def device_tables(step, wanted, stream, lasting):
 
 
 def rows_in_use(tables, runs, stream):
-    """Return how many rows a step with so many stored runs needs, or raise the error for a broken rule."""
+    """Return how many rows a step needs, or raise the error for a broken rule; `runs` is its stored runs."""
     step = tables.steps
     kvstarts, start_pos, table = tables.of(("kvstarts", "start_pos", "table"), stream)
     most = 1 << max(runs - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""A step of packed sequences on the device, checked and copied there once for all layers of a model."""
+"""A step of packed sequences, checked and copied to the device once for all layers of a model."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from kvkit_cuda.device_runtime import host
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A checked step, whose tables are on a device, or wait to go there; others get them when they ask."""
+    """A checked step with its tables by device. A device gets them when they are first needed there."""
 
     sequences: index_tensors.Packed
     on: dict[int, Tables]
@@ -24,7 +24,7 @@ class PlannedStep:
 
     @property
     def tables(self):
-        """The tables of the current device."""
+        """Return the tables of the current device."""
         device = host.current()
         if device not in self.on:
             steps, lasting = self.sequences.steps, next(iter(self.on.values())).lasting
@@ -32,7 +32,7 @@ class PlannedStep:
         return self.on[device]
 
     def follow(self, other, stream, named):
-        """Become another step of the same form, in the same places, on a stream that was `named` or not."""
+        """Become another step of the same form, in the same memory. `named` tells that a stream was given."""
         for name, same in differences(self.sequences, other.sequences):
             if not same:
                 raise argument_error("into", f"a plan of the same {name}", "another")
@@ -55,7 +55,7 @@ class PlannedStep:
 
 
 def differences(one, other):
-    """Yield what launches may have been captured with, and whether it is the same in both."""
+    """Yield (name, whether equal) for everything that captured launches depend on."""
     here, there = one.steps, other.steps
     yield "seqstarts", np.array_equal(here.seqstarts, there.seqstarts)
     yield "page_size and cache_mode", here.page_size == there.page_size
@@ -63,9 +63,9 @@ def differences(one, other):
 
 
 def planned(arguments: StepArguments, stream, *, named=False, check=True, into=None, tokens=None):
-    """Return a `PlannedStep` that lasts, or one for (name, array) of packed tokens, checked if so asked.
+    """Return a `PlannedStep` for a plan, or, with `tokens` (name, array), for one call.
 
-    One that goes `into` another, given as its plan, takes the place of that.
+    With `into`, an earlier plan, the step takes the place of the earlier one.
     """
     wanted, lasting = flag("check", check), tokens is None
     earlier = getattr(into, "step", None)

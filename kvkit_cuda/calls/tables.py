@@ -1,4 +1,4 @@
-"""The int64 tables of a step on the device: its index tensors, and what is made of them for attention."""
+"""The int64 tables of a step on the device: its index tensors, and tables derived for attention."""
 
 from typing import Any, NamedTuple
 
@@ -11,28 +11,28 @@ from kvkit_cuda.device_runtime import host
 from kvkit_cuda.positions.alibi import slope_bits
 
 STEP = ("seqstarts", "kvstarts", "start_pos", "load_starts", "table")
-PARTS, LEAST_PART = 2048, 256  # a call's work is split into so many parts, of at least so many tokens
+PARTS, LEAST_PART = 2048, 256  # most splits of a call, fewest tokens of a split
 
 
 class Tables:
-    """The tables of a step, by name: copied to a device once, together, and kept there.
+    """The tables of a step by name, which are copied to a device once, in one transfer.
 
-    Lasting ones serve calls on any stream, others only the one that they were copied on. They take another
-    step of the same form in the same places. Calls of several threads may ask for them.
+    Lasting tables serve calls on any stream, others only the stream that they were copied on. Another step of
+    the same form can overwrite them. Several threads may use them.
     """
 
     def __init__(self, steps, lasting, **there: object):
         self.steps, self.lasting = steps, lasting
-        self.given = frozenset(there)  # what came from the device
+        self.given = frozenset(there)  # tables that the caller has on the device
         self.waiting: list = [name for name in STEP if name not in there]
         self.there: dict[object, object] = {name: there[name] for name in there}
-        self.copies: list[tuple[object, list]] = []  # memory, and the names of what lies there
+        self.copies: list[tuple[object, list]] = []  # (memory, names of the tables in it)
         self.works: dict[object, Work] = {}
-        self.written: Any = None  # by this stream
-        self.ready: set[int] = set()  # streams that come after that, by key
-        self.users: dict[int, object] = {}  # those that read the tables since another step had them
+        self.written: Any = None  # the stream that wrote the tables, by key
+        self.ready: set[int] = set()  # streams that have waited for it, by key
+        self.users: dict[int, object] = {}  # streams that may read the present tables
         self.captured = False  # whether a graph may read them
-        self.turn = locks.CallLock()
+        self.lock = locks.CallLock()
 
     def contents(self, name):
         """Return a table on the host."""
@@ -43,28 +43,28 @@ class Tables:
         return slope_bits(key) if kind == "slopes" else getattr(self.works[key], kind)
 
     def widened(self, table):
-        """Return a page table with as many columns as the one whose place it takes."""
+        """Pad a page table to the columns of the table that it overwrites."""
         there: Any = self.there.get("table")
         more = there.shape[1] - table.shape[1] if there is not None else 0
         return np.pad(table, ((0, 0), (0, more))) if more else table
 
     def of(self, names, stream):
-        """Return tables on the device; all that wait go there in one copy."""
-        with self.turn:
+        """Return tables on the device; tables that are not there yet are copied together."""
+        with self.lock:
             self.follow(stream)
             if not all(name in self.there for name in names):
                 if host.capturing(stream):
                     raise unprepared()
                 arrays = [self.contents(name) for name in self.waiting]
-                memory = host.upload(host.together(arrays), stream)
+                memory = host.upload(host.concatenate(arrays), stream)
                 self.copies.append((memory, self.waiting))
-                self.there |= dict(zip(self.waiting, host.parts(memory, arrays), strict=True))
+                self.there |= dict(zip(self.waiting, host.split(memory, arrays), strict=True))
                 self.waiting = []
                 self.write(stream)
             return [self.there[name] for name in names]
 
     def follow(self, stream):
-        """Let a stream come after the copies; one that is captured does so when its graph is replayed."""
+        """Let a stream wait for the copies. A captured stream does so when its graph is replayed."""
         if host.capturing(stream):
             self.captured = True
             return
@@ -73,7 +73,7 @@ class Tables:
             if self.written is not None:
                 host.wait_for(self.written, stream)
             self.ready.add(key)
-            self.users[key] = stream  # which lives as long
+            self.users[key] = stream  # keeps the stream alive
 
     def write(self, stream):
         """Note that a stream has written tables."""
@@ -82,13 +82,13 @@ class Tables:
         self.users[self.written] = stream
 
     def fill(self, steps, stream):
-        """Take the place of the last step, once the streams that use its tables are done with them."""
-        with self.turn:
+        """Overwrite the tables with another step, after the streams that read them."""
+        with self.lock:
             for user in self.users:
                 host.wait_for(user, stream)
             self.steps = steps
             for key, work in self.works.items():
-                work.share_out(steps, key)
+                work.split_work(steps, key)
             given = [(self.there[name], [name]) for name in self.given]
             for memory, names in (*self.copies, *given):
                 host.fill(memory, [self.contents(name) for name in names], stream)
@@ -96,10 +96,10 @@ class Tables:
             self.write(stream)
 
     def work(self, task, rows, most=0):
-        """Return how a call of attention is shared out in tiles of so many rows, and its key."""
+        """Return (the split of a call of attention into tiles of `rows` rows, its key)."""
         reach = task.heads, task.group, task.decoding, task.causal, task.alibi, task.left, task.right
         key = Key(rows, most or PARTS, *reach)
-        with self.turn:
+        with self.lock:
             if key not in self.works:
                 self.works[key] = Work(self.steps, key)
                 self.waiting += [("items", key), ("slots", key)]
@@ -110,7 +110,7 @@ class Tables:
 
 
 class Key(NamedTuple):
-    """What decides how a step is shared out."""
+    """Everything that the split of a step depends on."""
 
     rows: int
     most: int
@@ -127,21 +127,23 @@ class Key(NamedTuple):
 
 
 class Work:
-    """A unit is a sequence, a key head and a tile of rows (a row is a query head of a token), in parts.
+    """The split of attention over a step into work items.
 
-    An item is a part of a unit; a slot holds the result of a part that is not all of its unit. Before each
-    sequence there are so many `items` [B + 1] and `slots`; behind those `slots` tells the tokens of a part.
+    A unit is a sequence, a key head and a tile of rows; a row is a query head of a token. A unit is divided
+    into splits of its context, which are work items. A slot holds the result of a split, if a unit has
+    several. `items` [B + 1] and `slots` count both before each sequence; the last of `slots` is the tokens of
+    a split.
     """
 
     def __init__(self, steps, key):
-        self.share_out(steps, key)
+        self.split_work(steps, key)
         units = int(units_of(steps, key).sum())
         longest = steps.table.shape[1] * steps.page_size  # tokens that the table has room for
         self.most_items = min(units + key.most, units * -(-longest // LEAST_PART))
         self.most_slots = min(self.most_items, 2 * key.most)
 
-    def share_out(self, steps, key):
-        """Share the work of a call out by its shapes only, so that results depend on no device."""
+    def split_work(self, steps, key):
+        """Split the work by shapes only, so that results do not depend on the device."""
         seqlens, kvlens = np.diff(steps.seqstarts), np.diff(steps.kvstarts)
         units = units_of(steps, key)
         lengths = enumerate(zip(seqlens.tolist(), kvlens.tolist(), strict=True))
@@ -155,12 +157,12 @@ class Work:
 
 
 def units_of(steps, key):
-    """Return the units of each sequence."""
+    """Return the number of units of each sequence."""
     return -(-np.diff(steps.seqstarts) * key.group // key.rows) * key.heads
 
 
 def span(key, b, seqlen, kvlen):
-    """Return how many tokens the queries of a sequence see between them."""
+    """Return how many tokens the queries of a sequence see in all."""
     if not seqlen:
         return 0
     reach = key.left, key.right, key.alibi or (key.causal and b >= key.decoding)
@@ -173,17 +175,17 @@ def span(key, b, seqlen, kvlen):
 
 
 class Scratch(dict):
-    """Memory by device and stream, whose calls share it, one after the other.
+    """Scratch memory by device and stream; the calls of a stream share it.
 
-    What a captured stream gets is taken from the calls that had it, as graphs may be replayed on another one,
-    and never given back.
+    A captured stream takes memory from other calls and keeps it, because its graph may be replayed on another
+    stream.
     """
 
     def __init__(self):
-        self.owners: list = []  # of all memory
+        self.owners: list = []  # keep all memory alive
 
     def of(self, size, device, number, captured):
-        """Return the address of so much memory, for a device and the address of a stream."""
+        """Return the address of `size` bytes for a device and the address of a stream."""
         if not size:
             return 0
         stream = host.key(number)
@@ -207,7 +209,7 @@ SCRATCH = Scratch()
 
 
 def unprepared():
-    """Return the error for a captured call that needs memory, which only others may take."""
+    """Return the error for a captured call that needs new memory, which captures cannot allocate."""
     return argument_error(
         "stream", "a call of this form on this device before each capture", "one that is captured"
     )

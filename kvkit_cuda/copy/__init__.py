@@ -1,1 +1,1 @@
-"""The kernels of append and gather."""
+"""Kernels that copy rows: append, gather, slots, blocks."""

@@ -1,4 +1,4 @@
-"""Read and write blocks of codes with their scale inside, as ggml has them; bytes lie anywhere."""
+"""Read and write ggml's blocks, which contain their scale; blocks need no alignment."""
 
 import functools
 
@@ -21,7 +21,7 @@ def byte_at(address):
 
 @shared
 def scale_at(address):
-    """Return a scale of 16 bits."""
+    """Read a float16 scale."""
     return numeric.half_to_float(np.uint16(byte_at(address) | byte_at(address + 1) << np.uint32(8)))
 
 
@@ -34,7 +34,7 @@ def put_scale(address, scale):
 
 @functools.cache
 def code_of(stored):
-    """(address of a block, i) -> its code i."""
+    """Return f(address of a block, i) -> code i of the block."""
     block = BY_NAME[stored].block
     at, less, half = block.codes_at, block.less, block.elements // 2
 
@@ -52,7 +52,7 @@ def code_of(stored):
 
 @functools.cache
 def widen(stored, span):
-    """(a row of blocks, its first element to take, elements): load so many elements as float32."""
+    """Return f(row of blocks, first, elements), which loads `span` elements from `first` on as float32."""
     block, code = BY_NAME[stored].block, code_of(stored)
     elements_of, size = block.elements, block.bytes
 
@@ -68,7 +68,7 @@ def widen(stored, span):
 
 @functools.cache
 def load(packed, stored):
-    """(packed address, cache address): load the numbers of a block."""
+    """Return f(packed address, cache address), which loads the numbers of a block."""
     block, code = BY_NAME[stored].block, code_of(stored)
     write, step, elements = chunks.write(packed), BY_NAME[packed].bytes(1), block.elements
 
@@ -83,7 +83,7 @@ def load(packed, stored):
 
 @functools.cache
 def store(packed, stored):
-    """(packed address, cache address): store numbers as a block."""
+    """Return f(packed address, cache address), which stores numbers as a block."""
     block, (low, high) = BY_NAME[stored].block, BY_NAME[stored].limits
     read, step, elements = chunks.read(packed), BY_NAME[packed].bytes(1), block.elements
     at, less, half, halves = block.codes_at, block.less, elements // 2, block.halves

@@ -1,7 +1,7 @@
 """Read, convert and write chunks: the neighbouring elements of a head that a thread takes at once.
 
-A chunk's bytes are two 64-bit words, and loops over its elements have constant bounds, so that nothing of it
-is ever in memory. The formulas are those of `kvkit.formulas.numeric`:
+A chunk's bytes are two 64-bit words, and loops over its elements have constant bounds, so that chunks stay
+in registers. The formulas are those of `kvkit.formulas.numeric`:
 
     code = round(x / scale), x = code scale, with a scale for each group of a row
 """
@@ -16,40 +16,40 @@ from kvkit.formulas import numeric
 from kvkit.runtime.jit import shared
 from kvkit_cuda.device_runtime import memory
 
-MAGNITUDE = 0x7FFFFFFF  # of a float32: magnitudes are in the order of these bits
+MAGNITUDE = 0x7FFFFFFF  # bits of a float32's magnitude, which compare as integers
 
 
 def widest(packed, stored):
-    """Return how many elements a chunk may have: no access is longer than 16 bytes."""
+    """Return the most elements of a chunk: an access has at most 16 bytes."""
     return 128 // max(BY_NAME[packed].bits, BY_NAME[stored].bits)
 
 
 def smallest(stored):
-    """Return how many elements a chunk has at least: whole bytes."""
+    """Return the fewest elements of a chunk: whole bytes."""
     return max(8 // BY_NAME[stored].bits, 1)
 
 
 def access(element, span):
-    """Return size and alignment of `span` elements; a smallest chunk is aligned as its elements are."""
+    """Return (size, alignment) of `span` elements; short chunks are aligned like their elements."""
     size = BY_NAME[element].bytes(span)
     return size, min(size, max(BY_NAME[element].bits // 8, 1)) if span < 4 else size
 
 
 @shared
 def field(low, high, place):
-    """Return the bits from `place` on, and whatever is above them."""
+    """Return the bits of two words from `place` on; higher bits are arbitrary."""
     return (low if place < 64 else high) >> np.uint64(place & 63)
 
 
 @shared
-def joined(low, high, word, place):
+def insert_bits(low, high, word, place):
     """Return the two words of a chunk with an element's bits at `place`."""
     if place < 64:
         return low | (word << np.uint64(place)), high
     return low, high | (word << np.uint64(place - 64))
 
 
-# What an element's bits are, and the number they mean; then the bits of a number.
+# (type of an element's bits, formula from bits to a number); then formulas from a number to bits.
 DECODE = {fmt.name: (fmt.word.type, numeric.widening(fmt.name)) for fmt in (*FLOATS, *FLOATS8, INT8, INT4)}
 ENCODE = {fmt.name: numeric.narrowing(fmt.name) for fmt in (*FLOATS, *FLOATS8)}
 ENCODE["int8"] = numeric.nearest_code
@@ -57,9 +57,9 @@ ENCODE["int8"] = numeric.nearest_code
 
 @functools.cache
 def convert(source, target, span):
-    """(low, high) of floats in one format -> (low, high) in another."""
+    """Return f(low, high) -> (low, high), which converts a chunk of floats to another format."""
     if source == target:
-        return as_they_are
+        return keep_bits
     (raw, decode), encode = DECODE[source], ENCODE[target]
     source_bits, target_bits = BY_NAME[source].bits, BY_NAME[target].bits
 
@@ -68,20 +68,20 @@ def convert(source, target, span):
         new_low, new_high = np.uint64(0), np.uint64(0)
         for i in range(span):
             bits = np.uint64(encode(decode(raw(field(low, high, i * source_bits)))))
-            new_low, new_high = joined(new_low, new_high, bits, i * target_bits)
+            new_low, new_high = insert_bits(new_low, new_high, bits, i * target_bits)
         return new_low, new_high
 
     return convert
 
 
 @shared
-def as_they_are(low, high):
+def keep_bits(low, high):
     return low, high
 
 
 @functools.cache
 def store(packed, stored, span):
-    """(packed address, cache address): store a chunk of new elements."""
+    """Return f(packed address, cache address), which stores a chunk of new elements."""
     read, write = memory.load(*access(packed, span)), memory.store(*access(stored, span))
     to_stored = convert(packed, stored, span)
 
@@ -96,7 +96,7 @@ def store(packed, stored, span):
 
 @functools.cache
 def load(packed, stored, span):
-    """(packed address, cache address): load a chunk of the cache."""
+    """Return f(packed address, cache address), which loads a chunk of the cache."""
     read, write = memory.load(*access(stored, span)), memory.store(*access(packed, span))
     to_packed = convert(stored, packed, span)
 
@@ -111,7 +111,7 @@ def load(packed, stored, span):
 
 @functools.cache
 def dequantize(packed, stored, cell, span):
-    """(packed address, cache address, scale address): load a chunk of codes."""
+    """Return f(packed address, cache address, scale address), which loads a chunk of codes."""
     element, scale_element = packed, "float32" if BY_NAME[stored].minifloat else cell
     read, write = memory.load(*access(stored, span)), memory.store(*access(packed, span))
     read_cell, (raw_cell, cell_of) = memory.load(*access(cell, 1)), DECODE[cell]
@@ -127,7 +127,7 @@ def dequantize(packed, stored, cell, span):
         for i in range(span):
             code = code_of(raw(field(low, high, i * code_bits)))
             word = np.uint64(encode(numeric.dequantize(element, scale_element, code, step)))
-            new_low, new_high = joined(new_low, new_high, word, i * bits)
+            new_low, new_high = insert_bits(new_low, new_high, word, i * bits)
         write(packed, new_low, new_high)
 
     return dequantize
@@ -135,7 +135,7 @@ def dequantize(packed, stored, cell, span):
 
 @functools.cache
 def largest(packed, span):
-    """(packed address) -> the largest magnitude of a chunk, as the bits of a float32."""
+    """Return f(packed address) -> the largest magnitude of a chunk, as the bits of a float32."""
     read, bits = memory.load(*access(packed, span)), BY_NAME[packed].bits
     raw, decode = DECODE[packed]
 
@@ -153,7 +153,9 @@ def largest(packed, span):
 
 @functools.cache
 def quantize(packed, stored, cell, span):
-    """(packed address, cache address, scale address, largest of the group, whether to store the scale)."""
+    """Return f(packed, cache, scale address, largest of the group, first), which encodes a chunk.
+
+    The chunk that is `first` in its group also stores the scale."""
     element, (_, qmax) = packed, BY_NAME[stored].limits
     read, write = memory.load(*access(packed, span)), memory.store(*access(stored, span))
     write_cell, cell_from = memory.store(*access(cell, 1)), ENCODE[cell]
@@ -177,9 +179,9 @@ def quantize(packed, stored, cell, span):
 
 @functools.cache
 def divide(packed, stored, cell, span, given):
-    """(packed, cache, scale address, largest, first): encode quotients by a scale that is found or `given`.
+    """Return f(packed, cache, scale address, largest, first), which encodes x / scale.
 
-    They are rounded once, unlike those of `quantize`.
+    The scale is computed, or read if it is `given`. Quotients are rounded once, unlike those of `quantize`.
     """
     read, write = memory.load(*access(packed, span)), memory.store(*access(stored, span))
     (raw, decode), bits, limit = DECODE[packed], BY_NAME[packed].bits, BY_NAME[stored].limits[1]
@@ -204,7 +206,7 @@ def divide(packed, stored, cell, span, given):
         new_low, new_high = np.uint64(0), np.uint64(0)
         for i in range(span):
             code = np.uint64(encode(decode(raw(field(low, high, i * bits))) / step)) & np.uint64(0xFF)
-            new_low, new_high = joined(new_low, new_high, code, i * code_bits)
+            new_low, new_high = insert_bits(new_low, new_high, code, i * code_bits)
         write(cache, new_low, new_high)
 
     return divide
@@ -212,10 +214,10 @@ def divide(packed, stored, cell, span, given):
 
 @functools.cache
 def widen(packed, stored, cell, cells, span):
-    """(cache address, scale address, elements): load a chunk as float32, rounded as far as attention does.
+    """Return f(cache address, scale address, elements), which loads a chunk as attention reads it.
 
-    A float has the bits of the coarser one of the types of data and cache. A code times its scale is rounded
-    only where the type of scales is coarser than that of the data.
+    Floats are rounded to the coarser of the types of data and cache. code * scale is rounded only if the type
+    of scales is coarser than that of the data.
     """
     read, (raw, decode), bits = memory.load(*access(stored, span)), DECODE[stored], BY_NAME[stored].bits
     if cell is None:
@@ -251,7 +253,7 @@ def widen_floats(packed, stored, span):
 
 @functools.cache
 def read(element):
-    """(address) -> the element at an address, as float32."""
+    """Return f(address) -> the element as float32."""
     load, (raw, decode) = memory.load(*access(element, 1)), DECODE[element]
 
     @shared
@@ -264,7 +266,7 @@ def read(element):
 
 @functools.cache
 def write(element):
-    """(address, x): write a float32 in another float format."""
+    """Return f(address, x), which writes a float32 in another format."""
     store, encode = memory.store(*access(element, 1)), ENCODE[element]
 
     @shared

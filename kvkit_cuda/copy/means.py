@@ -1,4 +1,4 @@
-"""Write the rows of a compressed cache that are means of tokens.
+"""Write rows that are means of tokens, for compressed caches.
 
     target[piece.target] = (source[piece.source] + source[piece.source + 1] + ..) / piece.count
 

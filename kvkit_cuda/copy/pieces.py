@@ -1,13 +1,11 @@
-"""Rows between arrays in blocks, piece by piece: the bits as they are, or floats as codes.
+"""Copy rows between arrays in blocks, piece by piece, bit for bit or from floats to codes.
 
-Every array is [blocks, rows, heads, dim], of any strides, and its rows are counted through its blocks: a
-cache, packed tokens (one block of them, or a block for each head), matrices. A piece is a source row, a
-target row and a count of rows from there on:
+An array is [blocks, rows, heads, dim], of any strides: a cache, packed tokens (one block, or a block for each
+head), or matrices. Rows are numbered through all blocks. A piece has a source row, a target row and a count:
 
     target[piece.target + i] = source[piece.source + i]     for i < piece.count
 
-A source row below 0 is zeros. The kernel takes rows in chunks: of bytes, or of as many elements of source and
-target.
+A negative source row stands for zeros. Rows are copied in chunks of bytes, or of elements.
 """
 
 import functools
@@ -31,7 +29,7 @@ INDEX1, INDEX2 = types.Array(INT, 1, "C"), types.Array(INT, 2, "C")
 
 
 class Blocks(NamedTuple):
-    """An array in blocks as kernels see it; a row lies in parts of neighbouring chunks."""
+    """Address and strides of an array in blocks. A row has parts, which have neighbouring chunks."""
 
     address: Any
     rows: Any  # of a block
@@ -44,7 +42,7 @@ class Blocks(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A chunk in neighbouring rows of source and target: where it lies, and bytes from row to row."""
+    """A chunk in neighbouring rows of source and target: addresses, and bytes from row to row."""
 
     source: Any
     source_row: Any
@@ -53,7 +51,7 @@ class Run(NamedTuple):
     scale: Any
     scale_row: Any
     rows: Any
-    there: Any  # whether there is a source; else the target becomes zeros
+    there: Any  # whether there is a source; otherwise the target becomes zeros
 
 
 SIDE = types.NamedUniTuple(INT, len(Blocks._fields), Blocks)
@@ -61,7 +59,7 @@ SIGNATURE = types.void(INDEX1, INDEX2, *[SIDE] * 6, INT, INT)
 
 
 def mover(size):
-    """(run, group): copy a chunk of `size` bytes in some rows."""
+    """Return f(run, group), which copies a chunk of `size` bytes in the rows of a run."""
     read, write = memory.load(size, size), memory.store(size, size)
 
     @shared
@@ -79,7 +77,7 @@ def mover(size):
 
 
 def coder(packed, stored, cell, span, given):
-    """(run, group): encode `span` elements in some rows, member by member of a group with a scale."""
+    """Return f(run, group), which encodes a chunk of `span` elements in the rows of a run."""
     on_chunk = on_chunk_of("store", packed, stored, cell, span, given)
 
     def move(run, group):
@@ -95,26 +93,26 @@ def coder(packed, stored, cell, span, given):
 
 @device.inlined
 def row_at(side, row):
-    """Return where a row begins."""
+    """Return the address of a row."""
     return side.address + page_of(row, side.rows) * side.block + row_of(0, row, side.rows) * side.row
 
 
 @device.inlined
 def chunk_at(side, chunk):
-    """Return how far into a row a chunk lies."""
+    """Return the offset of a chunk in a row."""
     part = chunk // side.part
     return part * side.part_step + (chunk - part * side.part) * side.step
 
 
 def copy_pieces(variant):
-    """Return the kernel for chunks of so many bytes, or of floats that become codes."""
+    """Return the kernel that copies chunks of bytes, or encodes chunks of floats."""
     move = mover(*variant) if len(variant) == 1 else coder(*variant)
 
     def copy_pieces(starts, pieces, keys, to_keys, key_scales, values, to_values, value_scales, group, lanes):
         """Copy every piece; `starts` [pieces + 1] are the rows before each.
 
-        Rows are shared out to teams of threads, of which each takes a chunk of a row and follows it. `group`
-        chunks share a scale, and the `lanes` threads that take them tell each other of it (0: each looks).
+        Teams of threads share the rows; a thread takes one chunk of all rows of its team. `group` chunks
+        share a scale; the `lanes` threads that take them exchange maxima (0: each reads the whole group).
         """
         source = keys if cuda.blockIdx.y == 0 else values
         target = to_keys if cuda.blockIdx.y == 0 else to_values
@@ -198,18 +196,17 @@ def nothing():
 
 
 def byte_copy(source, target):
-    """Return the kind of a copy and its arrays: in chunks of 16 bytes, if rows and addresses allow."""
+    """Return (kind of a copy, its arrays) for a copy of bytes, in chunks of up to 16 bytes."""
     size = min(aligned(source), aligned(target))
     to = side(target, size)
     return ((size,), 1, 0), (side(source, size), to, to)
 
 
 def code_copy(source, target, packed, stored, cell, group, cells):
-    """Return the kind of a copy of floats that become codes and its arrays.
+    """Return (kind of a copy, its arrays) for floats that become codes.
 
-    `cells` [blocks, rows, heads, groups] have their scales.
-
-    Without a cell there is none; those of `group` 0 are given, one for a row of a head.
+    `cells` [blocks, rows, heads, groups] are the scales, None without. With `group` 0 the caller gives one
+    scale for each row of a head.
     """
     dim, span, given = target.shape[3], chunks.widest(packed, stored), cell is not None and not group
     sizes = [span * array.itemsize for array in (source, target)]
@@ -236,7 +233,7 @@ def aligned(array):
 
 
 def parts_of(array):
-    """Return bytes, stride and stride of elements of the parts of a row: its heads, or all at once."""
+    """Return (bytes, stride, stride of elements) of the parts of a row: its heads, or the whole row."""
     (_, _, heads, dim), size = array.shape, array.itemsize
     head, step = array.strides[2:]
     if dim == 1:
@@ -247,7 +244,7 @@ def parts_of(array):
 
 
 def side(array, size):
-    """Return an array as kernels see it, in chunks of `size` bytes."""
+    """Return the `Blocks` of an array, for chunks of `size` bytes."""
     (_, rows, heads, dim), (length, part_step, step) = array.shape, parts_of(array)
     chunks = heads * dim * array.itemsize // size
     apart = size if step == array.itemsize else step

@@ -1,10 +1,10 @@
-"""Append and gather: copies between packed tokens and rows of a cache, for every layout, mode and format.
+"""Append and gather: copy rows between packed tokens and a cache, for every layout, mode and format.
 
-    cache[b, row(p), head] = packed[starts[b] + p - first[b], head]      or the other way round
+    cache[b, row(p), head] = packed[starts[b] + p - first[b], head]      or in the other direction
     row(p) = table[b, p // page_size] + p % page_size
 
-Tokens are shared out to teams of threads. A team walks the rows of its tokens as a thread of the CPU does;
-its threads take a chunk of a row each.
+Teams of threads share the tokens. A team goes through its tokens as a thread of the CPU does; its threads
+take a chunk of a row each.
 """
 
 import functools
@@ -43,12 +43,12 @@ class Places(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A thread's part in a group of codes that have one scale."""
+    """A thread's part in a group of codes with one scale."""
 
     member: Any  # the number of its chunk
     members: Any  # chunks of the group
-    lanes: Any  # threads that tell each other of the group, a chunk each; 0: each looks for itself
-    mates: Any  # these threads, as a mask
+    lanes: Any  # threads that take a chunk each and exchange maxima; 0: each reads the whole group
+    mates: Any  # the mask of these threads
 
 
 PLACES = types.NamedUniTuple(INT, len(Places._fields), Places)
@@ -65,8 +65,7 @@ def sequence_of(starts, token):
 def copy_tokens(direction, packed, stored, cell, span, given=False):
     """Return the kernel for a direction ("store" or "load"), formats and a chunk size.
 
-    Without codes `cell`, the format of scales, is None. A scale that is `given` is a whole row's, and a store
-    finds none.
+    `cell` is the format of scales, None without codes. With `given`, the caller gives one scale for a row.
     """
     on_chunk = on_chunk_of(direction, packed, stored, cell, span, given)
     packed_bytes, stored_bytes = BY_NAME[packed].bytes(span), BY_NAME[stored].bytes(span)
@@ -184,17 +183,17 @@ def mates_of(thread, lanes):
 
 
 def lanes_of(members, team=WARP):
-    """Return how many threads of a team tell each other of a group of so many chunks; 0 for none."""
+    """Return how many threads of a team exchange maxima of a group of `members` chunks; 0 for none."""
     return members if members <= min(WARP, team) and members & (members - 1) == 0 else 0
 
 
 def on_chunk_of(direction, packed, stored, cell, span, given):
-    """(packed, cache, scale address, group): copy a chunk."""
+    """Return f(packed, cache, scale address, group), which copies a chunk."""
     kind = "given" if given and direction == "store" else cell is not None
     return ON_CHUNK[direction, kind](packed, stored, cell, span)
 
 
-# Whose addresses those of keys and of values are.
+# The arrays that addresses of keys and of values point into.
 OWNERS = {"store": ("current_key", "current_value"), "load": ("result 0", "result 1")}
 
 
@@ -215,7 +214,7 @@ def load(key, value, cache, tables, repeat, stream):
 
 
 def prepare(direction, pair, cache, tables, names, repeat, stream):
-    """Return a launch that copies a pair of packed arrays; `names` are those of its tables."""
+    """Return a launch that copies a pair of packed arrays, by the tables with these names."""
     steps = tables.steps
     sides = [
         Places(array.ctypes.data, *packed_strides(array), *place)
@@ -241,7 +240,7 @@ def prepare(direction, pair, cache, tables, names, repeat, stream):
 
 
 def span_of(cache, sides):
-    """Return the elements of a chunk: as many as 16 bytes hold, or the fewest if those do not fit."""
+    """Return the elements of a chunk: 16 bytes, or the fewest if rows or addresses do not fit."""
     if BY_NAME[cache.stored].block:
         return BY_NAME[cache.stored].block.elements
     span = chunks.widest(cache.packed, cache.stored)

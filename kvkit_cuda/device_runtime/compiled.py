@@ -1,7 +1,7 @@
 """Compiled kernels on disk, in the folder of compiled code and by its rules (see `kvkit.runtime.disk_cache`).
 
-A kernel is filed under all that it can come from: the sources that its module reaches, what tells it from
-others of its function, the compute capability, and the versions of numba-cuda and NVIDIA's libraries.
+A kernel's file name is a digest of all that its code depends on: the sources that its module imports, its
+signature and key, the compute capability, and the versions of numba-cuda and NVIDIA's libraries.
 """
 
 import functools
@@ -15,12 +15,12 @@ import numpy as np
 
 from kvkit.runtime import disk_cache, source_digest
 
-LIBRARIES = "nvvm", "nvJitLink"  # which compile, and link
+LIBRARIES = "nvvm", "nvJitLink"  # compiler and linker
 counts = {"loaded": 0, "compiled": 0}  # kernels of this process
 
 
 class Folder:
-    """A kernel's files, as a dispatcher of numba-cuda takes its cache; an invalid file counts as a miss."""
+    """A kernel's cache with the interface that numba-cuda expects; an invalid file counts as a miss."""
 
     cache_path = None
 
@@ -58,14 +58,14 @@ class Folder:
 
 
 def folder():
-    """Return where kernels are kept; None if none are."""
+    """Return the folder of compiled kernels; None if none are kept."""
     root = disk_cache.root_folder()
     return root and root / fingerprint()
 
 
 @functools.cache
 def fingerprint():
-    """Return a digest of everything but sources that decides what kernels compile to."""
+    """Return a digest of the versions and libraries that compiled kernels depend on."""
     import numba_cuda
     from cuda.bindings import nvjitlink
 
@@ -74,7 +74,7 @@ def fingerprint():
 
 
 def library(name):
-    """Return the path, size and age of a library, which tell it from others of its name."""
+    """Return the path, size and modification time of a library."""
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
     path = Path(load_nvidia_dynamic_lib(name).abs_path)

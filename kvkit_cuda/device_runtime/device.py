@@ -1,7 +1,7 @@
-"""Everything that kernels take from numba-cuda: jit options, and what threads tell each other.
+"""Everything that kernels take from numba-cuda: jit options, and exchange between threads.
 
-No other file knows it but `host`, `compiled` and `needs`, for the host's side. Where `NUMBA_ENABLE_CUDASIM=1`
-is set the simulator takes the place of a device: its memory is the host's, and its threads are Python's.
+Only `host`, `compiled` and `needs` use numba-cuda too, for the host's side. With `NUMBA_ENABLE_CUDASIM=1` the
+simulator replaces the device: its memory is the host's, and its threads are Python's.
 """
 
 import threading
@@ -16,22 +16,22 @@ from numba.extending import intrinsic
 from kvkit_cuda.device_runtime import compiled
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
-# What is launched is the PTX that the tests have seen: no link-time optimization; and no fastmath, which
+# No link-time optimization, so that launches run the PTX that the tests have seen; no fastmath, because it
 # flushes subnormal numbers and approximates quotients.
 OPTIONS = {"fastmath": False, "lto": False, "opt": True}
-CROWDED = OPTIONS | {"shared_memory_carveout": "MaxShared"}  # so that as many blocks as can be run at once
+CROWDED = OPTIONS | {"shared_memory_carveout": "MaxShared"}  # so that the most blocks run at once
 WARP = 32
-PATIENCE = 120  # seconds that a thread of a simulated warp waits for others, which may have failed
-SHARED_MEMORY = 99 * 1024  # of a block, on every device that is supported
+TIMEOUT = 120  # seconds that a simulated thread waits for others, which may have failed
+SHARED_MEMORY = 99 * 1024  # bytes that a block may have on every supported device
 
 
 # Functions
 
 
 def kernel(function, signature, key=None, options=OPTIONS):
-    """Compile `function` (or load it) into something to launch.
+    """Compile `function`, or load it, as a kernel.
 
-    `key` names what the function closes over: with its name it tells its variants apart.
+    `key` names the variables that the function closes over; it tells variants of a function apart.
     """
     if SIMULATED:
         return cuda.jit(function)
@@ -46,17 +46,17 @@ def capability():
     return tuple(cuda.get_current_device().compute_capability)
 
 
-# A cast for kernels whose registers are scarce: a simulated one adds addresses to such numbers.
+# A cast that saves registers. The simulator keeps Python's int, because it adds addresses to such numbers.
 int32 = int if SIMULATED else np.int32
 
 
 def inlined(function):
-    """Make a function of threads part of the kernels that call it."""
+    """Compile a device function that numba inlines into its callers."""
     return function if SIMULATED else cuda.jit(function, device=True, inline="always", fastmath=False)
 
 
-def part(function):
-    """Inline a long function of threads by LLVM: it is compiled once, and numba would copy it more slowly."""
+def force_inlined(function):
+    """Compile a long device function that LLVM inlines, which is faster than numba's inlining."""
     return function if SIMULATED else cuda.jit(function, device=True, forceinline=True, fastmath=False)
 
 
@@ -65,31 +65,33 @@ def ptx(function, signature, capabilities):
     from numba.cuda import compiler, dispatcher
 
     options = {"fastmath": OPTIONS["fastmath"], "opt": OPTIONS["opt"], "abi": "numba", "abi_info": None}
-    asked = dispatcher.get_current_device  # for the sake of the kernel's parts
+    get_current_device = (
+        dispatcher.get_current_device
+    )  # the kernel's device functions ask for the current device
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capabilities[0])
     try:
         code, _ = compiler._compile_pyfunc_with_fixup(
             function, signature, cc=capabilities[0], device=False, **options
         )
     finally:
-        dispatcher.get_current_device = asked
+        dispatcher.get_current_device = get_current_device
     return [code.get_asm_str(cc=capability) for capability in capabilities]
 
 
-class Meeting(threading.Barrier):
-    """A barrier where threads of a simulated warp wait for each other, and say a value each.
+class WarpBarrier(threading.Barrier):
+    """A barrier at which the threads of a simulated warp exchange values.
 
-    Two boards take turns, so that nobody writes what another one still reads.
+    Two boards alternate, so that no thread overwrites a value that another one still reads.
     """
 
     def __init__(self, lanes):
-        super().__init__(len(lanes), timeout=PATIENCE)
-        self.turns = dict.fromkeys(lanes, 0)
+        super().__init__(len(lanes), timeout=TIMEOUT)
+        self.phase = dict.fromkeys(lanes, 0)
         self.boards: tuple[dict, dict] = {}, {}
 
     def share(self, lane, value):
-        self.turns[lane] ^= 1
-        board = self.boards[self.turns[lane]]
+        self.phase[lane] ^= 1
+        board = self.boards[self.phase[lane]]
         board[lane] = value
         self.wait()
         return [board.get(i) for i in range(WARP)]
@@ -100,20 +102,20 @@ def share_with_warp(value, members=-1):
     thread = threading.current_thread()
     block, place = thread._manager, thread.thread_id  # type: ignore[attr-defined]
     members, warp, lane = int(members) & 2**WARP - 1, place // WARP, place % WARP
-    meeting = block.__dict__.get((warp, members))
-    if meeting is None:
+    barrier = block.__dict__.get((warp, members))
+    if barrier is None:
         there = min(WARP, int(np.prod(block._block_dim)) - warp * WARP)
-        made = Meeting([i for i in range(there) if members >> i & 1])
-        meeting = block.__dict__.setdefault((warp, members), made)
-    return lane, meeting.share(lane, value)
+        new = WarpBarrier([i for i in range(there) if members >> i & 1])
+        barrier = block.__dict__.setdefault((warp, members), new)
+    return lane, barrier.share(lane, value)
 
 
-def _meet_simulated():
+def _sync_warp_simulated():
     share_with_warp(None)
 
 
 def simulated_memory(size):
-    """Return the memory of the thread's block; it has only one."""
+    """Return the shared memory of the thread's block."""
     block = threading.current_thread()._manager  # type: ignore[attr-defined]
     return block.__dict__.setdefault("memory", np.empty(size, np.uint8))
 
@@ -127,14 +129,15 @@ def _exchange(members, value, distance):
     return cuda.shfl_xor_sync(members, value, distance)
 
 
-# (members, value, distance) -> the int32 of the thread whose number differs in the bit `distance`. `members`
-# is the mask of the threads of the warp that call it together.
+# (members, value, distance) -> the int32 of the thread whose lane differs in the bit `distance`. `members` is
+# the mask of the threads that call it.
 exchange = inlined(_exchange_simulated if SIMULATED else _exchange)
 
 
 def add_others(count):
-    """(values, distance): to each of `count` float32s is added that of the thread `distance` apart, in a warp
-    whose threads all call it.
+    """Return f(values, distance), which adds the `count` float32 values of the thread `distance` apart.
+
+    All threads of a warp call it.
     """
 
     def _add_others_simulated(values, distance):
@@ -172,11 +175,11 @@ def _from_lane(value, lane):
     return cuda.shfl_sync(0xFFFFFFFF, value, lane)
 
 
-def _meet():
+def _sync_warp():
     cuda.syncwarp()
 
 
-# (): what the threads of a warp, which call it together, have written to shared memory all of them see now.
-meet = inlined(_meet_simulated if SIMULATED else _meet)
-# (value, lane) -> the value of a thread of the warp, all of whose threads call it together.
+# (): a barrier of a warp; all of its threads then see what they wrote to shared memory.
+sync_warp = inlined(_sync_warp_simulated if SIMULATED else _sync_warp)
+# (value, lane) -> the value of a lane of the warp; all its threads call it.
 from_lane = inlined(_from_lane_simulated if SIMULATED else _from_lane)

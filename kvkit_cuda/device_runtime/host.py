@@ -14,11 +14,11 @@ from kvkit.errors import DeviceError, argument_error, describe
 from kvkit_cuda.device_runtime import needs
 from kvkit_cuda.device_runtime.device import SHARED_MEMORY, SIMULATED
 
-LEGACY_DEFAULT = 1  # the default stream by its address, as protocols have it; numba's 0 is none of theirs
-PER_THREAD_DEFAULT = 2  # likewise, of each thread another one
-BLOCKS = 16  # for each multiprocessor: twice as many as it can hold, so that none waits for the last ones
-SCRATCH = "scratch"  # whose address an argument may be
-NATIVE = not SIMULATED  # whether calls that repeat may go to the driver at once
+LEGACY_DEFAULT = 1  # address of the default stream in protocols, where numba has 0
+PER_THREAD_DEFAULT = 2  # address of each thread's own default stream
+BLOCKS = 16  # for each multiprocessor: twice as many as it can hold, so that no one idles at the end
+SCRATCH = "scratch"  # the owner of addresses of scratch memory
+NATIVE = not SIMULATED  # whether prepared calls may use the driver directly
 
 
 # Devices
@@ -33,7 +33,7 @@ def require():
 
 @functools.cache
 def require_device(which):
-    """Raise unless kernels can run on it, the current one."""
+    """Raise unless kernels can run on the current device, number `which`."""
     if not SIMULATED:
         needs.device(name(), tuple(cuda.get_current_device().compute_capability))
 
@@ -55,7 +55,7 @@ def context():
 
 @contextlib.contextmanager
 def using(which):
-    """Make the device of that number, None for the current one, the current one meanwhile."""
+    """Make a device the current one within a block; None leaves the current one."""
     if SIMULATED or which is None or which == current():
         yield
     else:
@@ -64,7 +64,7 @@ def using(which):
 
 
 def device_of(place):
-    """Return the number of the device in whose memory an address lies; None if it is the host's."""
+    """Return the number of the device that owns an address; None for the host's memory."""
     if SIMULATED:
         return 0
     binding = driver().binding
@@ -81,7 +81,7 @@ def driver():
 
 
 def most_blocks():
-    """Return how many blocks are of use at most."""
+    """Return the most blocks that a launch needs."""
     return 2 if SIMULATED else blocks_of(current())
 
 
@@ -94,7 +94,7 @@ def blocks_of(which):
 
 
 def stream(given):
-    """The stream that a caller names: None, a number, or an object of numba, torch, CuPy or cuda.core."""
+    """Return the stream for a caller's None, address, or object of numba, torch, CuPy or cuda.core."""
     if given is None:
         return cuda.legacy_default_stream()
     if hasattr(given, "synchronize") and hasattr(given, "handle"):
@@ -105,7 +105,7 @@ def stream(given):
     if isinstance(number, int) and not isinstance(number, bool):
         found = cuda.external_stream(number or LEGACY_DEFAULT)
         if not SIMULATED:
-            found.owner = given  # the driver's stream is gone with that
+            found.owner = given  # keeps the driver's stream alive
         return found
     raise argument_error("stream", "a CUDA stream or its address", describe(given))
 
@@ -116,20 +116,20 @@ def number(stream):
 
 
 def finish(stream):
-    """Wait until a stream has done what it was given."""
+    """Wait until a stream has finished its work."""
     if not SIMULATED:
         stream.synchronize()
 
 
 def key(number):
-    """Return what tells a stream from all others: a number below 0 for a thread's own default stream."""
+    """Return a key of a stream: its address, or a negative number for a thread's own default stream."""
     return -threading.get_ident() if number == PER_THREAD_DEFAULT else number
 
 
 def wait_for(producer, stream):
-    """Let a stream wait for what another one, known by its address or key, was given so far.
+    """Let a stream wait for the work so far of another one, given by its address or key.
 
-    The host does not wait. Other threads' default streams cannot be named; the legacy one comes after them.
+    The host does not wait. For another thread's default stream the legacy one is used, which waits for it.
     """
     if not SIMULATED and (producer or LEGACY_DEFAULT) not in (number(stream), key(number(stream))):
         event = cuda.event(timing=False)
@@ -143,7 +143,7 @@ def capturing(stream):
 
 
 def is_captured(handle):
-    """Return whether a stream of the driver's is captured into a graph."""
+    """Return whether a driver's stream is captured into a graph."""
     if not NATIVE:
         return False
     error, status = driver().binding.cuStreamIsCapturing(handle)
@@ -152,7 +152,7 @@ def is_captured(handle):
 
 @functools.cache
 def handle(number):
-    """Return the driver's stream of an address."""
+    """Return the driver's stream at an address."""
     if not NATIVE:
         return None
     return driver().binding.CUstream(number)
@@ -162,11 +162,11 @@ def handle(number):
 
 
 class Launch:
-    """A kernel, its grid and its arguments: called, it is launched.
+    """A kernel, its grid and its arguments; a call launches it.
 
-    `owners` says whose address an argument is, or a member of an argument that is a tuple, by their places.
-    `grow` gives the first number of blocks for the step as it is then, and for whatever it may become if the
-    launch is captured (True). `scratch` is how much of that it takes, `shared` a block's dynamic memory.
+    `owners` maps (argument, member of a tuple) to the name of the array that it points into. `grow(captured)`
+    returns the number of blocks for the present step, or, for a captured launch, for any later step.
+    `scratch` is the bytes of scratch memory, `shared` the bytes of a block's dynamic shared memory.
     """
 
     __slots__ = ("arguments", "blocks", "grow", "kernel", "owners", "scratch", "shared", "stream", "threads")
@@ -186,7 +186,7 @@ class Launch:
             launch(self.kernel, blocks, self.threads, self.stream, self.arguments, self.shared)
 
     def prepared(self):
-        """Return the launch in a form that can be started for other addresses."""
+        """Return the launch in a form whose addresses can be exchanged."""
         begins = np.cumsum([0, *(len(words((each,))) for each in self.arguments)])
         owners = {int(begins[i]) + j: name for (i, j), name in self.owners.items()}
         return Prepared(
@@ -195,7 +195,7 @@ class Launch:
 
 
 class Prepared:
-    """A launch whose arguments are numbers, in memory that the driver reads."""
+    """A launch whose arguments are an array of numbers that the driver reads."""
 
     __slots__ = ("function", "grid", "grow", "numbers", "owners", "parameters", "places", "shared")
 
@@ -210,7 +210,7 @@ class Prepared:
         self.parameters, self.grow = self.places.ctypes.data, grow
 
     def start(self, stream, captured=False):
-        """Launch it on a stream of the driver's, if there is anything to do for it."""
+        """Launch on a driver's stream, unless there are no blocks."""
         (x, y, z), threads = self.grid
         if self.grow is not None:
             x = self.grow(captured)
@@ -233,14 +233,14 @@ def launch_kernel():
 
 
 def check(answer):
-    """Raise what the driver says of a call."""
+    """Raise an error if the driver reports one."""
     if answer[0]:
         raise argument_error("kvkit_cuda", "the driver to take a launch", answer[0].name, DeviceError)
 
 
 @functools.cache
 def loaded(kernel, which):
-    """Return the function of a kernel on a device, the current one."""
+    """Return the driver's function of a kernel on the current device, number `which`."""
     (overload,) = kernel.overloads.values()
     overload.bind()
     return driver().binding.CUfunction(int(overload.library.get_cufunc().handle))
@@ -248,10 +248,12 @@ def loaded(kernel, which):
 
 @functools.cache
 def allow_shared(function, which):
-    """Let launches on a device ask for more shared memory than the 48 KiB that need no asking."""
+    """Allow a kernel to use more than 48 KiB of shared memory."""
     binding = driver().binding
     most = binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    kernel = binding.CUkernel(int(function))  # which numba has, and a driver need not take for a function
+    kernel = binding.CUkernel(
+        int(function)
+    )  # numba has a CUkernel, which a driver need not accept as a CUfunction
     check(binding.cuKernelSetAttribute(most, SHARED_MEMORY, kernel, which))
 
 
@@ -261,7 +263,7 @@ def bits(word):
 
 
 def words(arguments):
-    """Return arguments as a kernel takes them: numbers of 64 bits, with arrays as numba has them."""
+    """Return a kernel's arguments as 64-bit numbers; arrays become the fields that numba passes."""
     found: list = []
     for each in arguments:
         if isinstance(each, tuple):
@@ -282,7 +284,7 @@ def words(arguments):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """An int64 array of the device, in C order, in memory of an owner."""
+    """An int64 array of the device, in C order, in memory that `owner` keeps alive."""
 
     place: int
     shape: tuple
@@ -296,7 +298,7 @@ def interface(array):
         return array.__array_interface__
     try:
         return getattr(array, "__cuda_array_interface__", None)
-    except RuntimeError:  # JAX's word for bfloat16
+    except RuntimeError:  # JAX raises it for bfloat16
         if hasattr(array, "__dlpack__"):
             return None
         raise
@@ -312,32 +314,32 @@ def by_dlpack(array, stream):
 
 
 def empty(shape, dtype, stream):
-    """Return a new array of numba's."""
+    """Return a new device array of numba."""
     return cuda.device_array(shape, dtype, stream=stream)
 
 
 def address(array):
-    """Return the address of an array of numba's, or of a table."""
+    """Return the address of a device array of numba, or of a table."""
     return array.place if isinstance(array, Table) else interface(array)["data"][0]
 
 
 def upload(array, stream):
-    """Copy a numpy array to the device, without its shape."""
+    """Copy the bytes of a numpy array to the device."""
     contents = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return cuda.to_device(contents, stream=stream) if contents.size else empty(1, np.uint8, stream)
 
 
 def tables(arrays, stream):
-    """Copy int64 arrays to the device, by one transfer on a stream."""
-    return parts(upload(together(arrays), stream), arrays)
+    """Copy int64 arrays to the device in one transfer on a stream."""
+    return split(upload(concatenate(arrays), stream), arrays)
 
 
-def together(arrays):
+def concatenate(arrays):
     return np.concatenate([array.reshape(-1) for array in arrays])
 
 
-def parts(there, arrays):
-    """Return memory of the device as arrays of such shapes, one behind the other."""
+def split(there, arrays):
+    """Split device memory into arrays of these shapes, one after the other."""
     copies, begin = [], 0
     for array in arrays:
         if NATIVE:
@@ -349,8 +351,8 @@ def parts(there, arrays):
 
 
 def fill(there, arrays, stream):
-    """Copy arrays of the same shapes into the place of the last ones."""
-    contents = together(arrays).view(np.uint8)
+    """Overwrite device memory with arrays of the same shapes as before."""
+    contents = concatenate(arrays).view(np.uint8)
     if SIMULATED:
         there.reshape(-1).view(np.uint8).copy_to_device(contents)
     else:

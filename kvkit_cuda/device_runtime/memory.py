@@ -1,7 +1,7 @@
-"""Up to 16 neighbouring bytes of device memory in one instruction, as two 64-bit words.
+"""Load and store up to 16 bytes of device memory in one instruction, as two 64-bit words.
 
-They are LLVM's own loads and stores at addresses, which the compiler for either target knows: a simulated
-kernel makes the same ones in the host's memory.
+They are LLVM's loads and stores at addresses, which both targets have: a simulated kernel uses them on the
+host's memory.
 """
 
 import functools
@@ -15,13 +15,13 @@ from kvkit_cuda.device_runtime import device
 
 I32, I64 = ir.IntType(32), ir.IntType(64)
 GLOBAL, SHARED = 1, 3  # address spaces
-LINE = 128  # bytes in all banks of shared memory
+LINE = 128  # bytes that all banks of shared memory hold once
 WORD = {1: ir.IntType(8), 2: ir.IntType(16), 4: I32, 8: I64, 16: ir.VectorType(I64, 2)}
 
 
 @functools.cache
 def load(size, align, invariant=True, space=GLOBAL):
-    """(address) -> low and high word of `size` bytes; no thread writes `invariant` ones of global memory."""
+    """Return f(address) -> (low, high) words of `size` bytes. `invariant` memory is never written."""
 
     @intrinsic
     def load(typingctx, address):
@@ -43,7 +43,7 @@ def load(size, align, invariant=True, space=GLOBAL):
 
 @functools.cache
 def store(size, align, space=GLOBAL):
-    """(address, low, high): `size` bytes."""
+    """Return f(address, low, high), which writes `size` bytes."""
 
     @intrinsic
     def store(typingctx, address, low, high):
@@ -63,7 +63,7 @@ def store(size, align, space=GLOBAL):
 
 @functools.cache
 def shared(size):
-    """() -> the address, a multiple of 16, of `size` bytes that the threads of a block share."""
+    """Return f() -> the address, a multiple of 16, of `size` bytes of shared memory."""
 
     @intrinsic
     def place(typingctx):
@@ -85,7 +85,7 @@ def shared(size):
 
 @functools.cache
 def dynamic(size):
-    """() -> the address, a multiple of 128, of what a launch gives each block: at most `size` bytes."""
+    """Return f() -> the address, a multiple of 128, of a block's dynamic shared memory."""
 
     @intrinsic
     def place(typingctx):

@@ -1,6 +1,6 @@
 """Find what a machine lacks for kernels to run, and say how to mend it.
 
-Nothing here loads numba-cuda before it is known to be there.
+numba-cuda is not imported unless it is installed.
 """
 
 import functools
@@ -19,8 +19,8 @@ FIRST = {
     (11, 0): "13.0",
     (12, 0): "12.8",
     (12, 1): "12.9",
-}  # CUDA that has them
-HALVES = "12.5"  # the first CUDA that compiles kernels with floats of 16 bits, for all that came before
+}  # the first CUDA for a compute capability
+HALVES = "12.5"  # the first CUDA that compiles 16-bit floats for earlier compute capabilities
 INSTALL = "pip install 'kvkit-kernels[{extra}]'"
 
 
@@ -49,13 +49,13 @@ def packages():
 
 
 def driver():
-    """Raise unless there is a driver, new enough, and a GPU that it shows."""
+    """Raise unless there is a driver that is new enough and shows a GPU."""
     from numba import cuda
     from numba.cuda.cudadrv import driver as numbas
 
     api, toolkit = numbas.driver, toolkit_version()
     wanted = DRIVERS.get(toolkit, f"of CUDA {toolkit}")
-    if "lib" not in vars(api):  # which it looked for
+    if "lib" not in vars(api):  # set if libcuda was found
         remedy = f"install NVIDIA's driver {wanted} or later, for a GPU of this machine"
         raise missing("an NVIDIA GPU and its driver", "no driver (libcuda)", remedy)
     error, version = numbas.binding.cuDriverGetVersion()
@@ -77,7 +77,7 @@ def toolkit_version():
 
 
 def devices():
-    """Raise unless kernels can be made for each GPU; without any, for the oldest one."""
+    """Raise unless kernels can be compiled for each GPU, or for the oldest supported one if there is none."""
     from numba import cuda
 
     there = [(each.name, each.compute_capability) for each in cuda.gpus] if cuda.is_available() else []
@@ -86,7 +86,7 @@ def devices():
 
 
 def device(name, found):
-    """Raise unless kernels can be made for a GPU of that name and compute capability."""
+    """Raise unless kernels can be compiled for a GPU of this name and compute capability."""
     capability(name, found)
     libraries(found)
 
@@ -101,9 +101,9 @@ def capability(name, found):
 
 @functools.cache
 def libraries(found):
-    """Raise unless NVVM compiles for a compute capability, and nvJitLink links that for it.
+    """Raise unless NVVM compiles, and nvJitLink links, for a compute capability.
 
-    Older ones do not know the device, and an older linker does not know the PTX.
+    Older libraries do not know newer devices, and an older linker rejects newer PTX.
     """
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
@@ -130,7 +130,7 @@ def libraries(found):
 def small_ptx(found):
     """Return the PTX of a formula that all kernels share, for a compute capability.
 
-    numba-cuda compiles for an earlier one where its libraries do not know that.
+    numba-cuda compiles for an earlier one if its libraries do not know it.
     """
     from numba import cuda, types
 

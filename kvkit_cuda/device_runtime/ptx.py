@@ -1,4 +1,4 @@
-"""All inline PTX: products of 16-bit matrices by a warp, the copies that feed them, and a quick exponential.
+"""All inline PTX: matrix products of a warp, asynchronous copies, and a fast exponential.
 
 A warp holds matrices in fragments: words of two 16-bit elements, and float32 numbers. With g = lane // 4 and
 t = lane % 4 a thread has (PTX ISA, "Matrix Fragments for mma.m16n8k16")
@@ -7,7 +7,7 @@ t = lane % 4 a thread has (PTX ISA, "Matrix Fragments for mma.m16n8k16")
     b[0..1] of B [16, 8]:  rows 2t, 2t+1 of column g; rows 2t+8, 2t+9
     c[0..3] of C [16, 8]:  columns 2t, 2t+1 of row g; of row g+8
 
-Beside each instruction is its emulation, by which simulated threads do the same.
+Beside each instruction is its emulation for the simulator.
 """
 
 import ctypes
@@ -32,9 +32,9 @@ SHORT = {"float16": "f16", "bfloat16": "bf16"}
 
 
 def instruction(text, results, arguments, ordered=False):
-    """Return a function of threads that is one PTX instruction: operands are results, then arguments.
+    """Return a device function that is one PTX instruction; operands are results, then arguments.
 
-    `ordered`: it keeps its place among what reads and writes memory.
+    An `ordered` instruction is not moved across reads and writes of memory.
     """
     returned = types.void if not results else (results[0] if len(results) == 1 else types.Tuple(results))
     parts = [LLVM[kind] for kind in results]
@@ -54,14 +54,14 @@ def instruction(text, results, arguments, ordered=False):
 
         return returned(*arguments), codegen
 
-    names = ["typingctx", *(f"operand{i}" for i in range(len(arguments)))]  # numba wants each by name
+    names = ["typingctx", *(f"operand{i}" for i in range(len(arguments)))]  # numba needs named parameters
     given = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
     emit.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
     return intrinsic(emit)
 
 
 def either(emulation, function):
-    """Return what threads call: the function on a device, its emulation in the simulator."""
+    """Return the function, or in the simulator its emulation."""
     return emulation if device.SIMULATED else device.inlined(function)
 
 
@@ -70,10 +70,10 @@ def either(emulation, function):
 
 @functools.cache
 def matrices(transposed):
-    """(address, offset) -> 4 words: four matrices [8, 8] of 16-bit elements in shared memory.
+    """Return f(address, offset) -> 4 words, from four matrices [8, 8] of 16-bit elements in shared memory.
 
-    Thread 8i + r says where row r of matrix i lies, at a multiple of 16 bytes. It gets columns 2t, 2t+1 of
-    row g of each matrix, or of its transpose.
+    Thread 8i + r gives the address of row r of matrix i, a multiple of 16 bytes. Each thread gets columns
+    2t, 2t+1 of row g of each matrix, or of its transpose.
     """
     kind = ".trans" if transposed else ""
     text = f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
@@ -93,14 +93,14 @@ def matrices(transposed):
 
 
 def pair(low, high):
-    """Return a word of two elements, by their addresses."""
+    """Return the word of the two elements at these addresses."""
     low, high = (ctypes.c_uint16.from_address(place).value for place in (low, high))
     return np.uint32(low | high << 16)
 
 
 @functools.cache
 def mma(element):
-    """(a, b, c) -> the fragment of A B + C in float32, of fragments of A (4 words), B (2 words) and C."""
+    """Return f(a, b, c) -> the float32 fragment of A B + C, from fragments of A (4 words), B (2) and C."""
     short = SHORT[element]
     text = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32 "
@@ -140,12 +140,12 @@ def _transposed_simulated(word):
     return np.uint32(one | other << 16)
 
 
-# (word) -> columns 2t, 2t+1 of row g of the transpose of a matrix [8, 8], of which `word` is the same.
+# (word) -> columns 2t, 2t+1 of row g of the transpose of a matrix [8, 8]; `word` has those of the matrix.
 transposed = either(_transposed_simulated, lambda word: _transposed(word))
 
 
 def _halves_of(choice, shift):
-    """(x, y) -> the word of the low elements of two words, or of the high ones."""
+    """Return f(x, y) -> the word of the low, or the high, elements of two words."""
     emit = instruction(f"prmt.b32 $0, $1, $2, {choice};", [WORD], [WORD] * 2)
 
     def emulation(x, y):
@@ -162,7 +162,7 @@ low, high = _halves_of("0x5410", 0), _halves_of("0x7632", 16)
 
 @functools.cache
 def packed(element):
-    """(low, high) -> the word of two float32 numbers, rounded."""
+    """Return f(low, high) -> the word of two float32 numbers, rounded."""
     emit = instruction(f"cvt.rn.{SHORT[element]}x2.f32 $0, $2, $1;", [WORD], [NUMBER] * 2)
     narrow = numeric.narrowing(element)
 
@@ -177,7 +177,7 @@ def packed(element):
 
 @functools.cache
 def halves(operation):
-    """(x, y) -> "sub" or "mul" of the two float16s of words, (x, y, z) -> "fma", rounded once."""
+    """Return f(x, y) for "sub" and "mul", f(x, y, z) for "fma", on words of two float16 numbers."""
     known: dict = {"sub": np.subtract, "mul": np.multiply, "fma": lambda x, y, z: x * y + z}
     compute = known[operation]
     count = 3 if operation == "fma" else 2
@@ -202,7 +202,7 @@ def halves(operation):
 
 
 def copies(size, kind):
-    """(target, source): begin to copy so many bytes to shared memory."""
+    """Return f(target, source), which begins to copy `size` bytes to shared memory."""
     text = f"cp.async.{kind}.shared.global [$0], [$1], {size};"
     begin = instruction(text, [], [OFFSET, ADDRESS], ordered=True)
     read, write = memory.load(size, size), memory.store(size, size, memory.SHARED)
@@ -227,7 +227,7 @@ def copies(size, kind):
 
 
 def groups():
-    """Return the groups of copies of a simulated thread; it adds to the last one."""
+    """Return the groups of copies of a simulated thread; new copies go to the last group."""
     return threading.current_thread().__dict__.setdefault("groups", [[]])
 
 
@@ -254,14 +254,14 @@ def _end_group_simulated():
     groups().append([])
 
 
-# (): wait for all copies that the thread has begun.
+# (): wait for all copies of the thread.
 arrived = either(_arrived_simulated, lambda: _arrived())
-# (): the copies that the thread has begun since the last call, if any, are a group.
+# (): make a group of the copies that the thread has begun since the last group.
 end_group = either(_end_group_simulated, lambda: _end_group())
 
 
 def all_but(count):
-    """(): wait for all groups of copies of the thread but the last `count` ones."""
+    """Return f(), which waits for all groups of copies of the thread except the last `count`."""
     wait = instruction(f"cp.async.wait_group {count};", [], [], ordered=True)
 
     def emulation():
@@ -293,6 +293,5 @@ larger = either(np.fmax, lambda x, y: _larger(x, y))
 _fresh_register = instruction("mov.b32 $0, $1;", [OFFSET], [OFFSET], ordered=True)
 
 
-# (x) -> x in a register of which the compiler knows nothing, so that nothing made of it in a loop is computed
-# before the loop and held in registers through it.
+# (x) -> x in a register that is opaque to the compiler, so that it cannot hoist what a loop derives from it.
 fresh_register = either(lambda x: x, lambda x: _fresh_register(x))

@@ -1,1 +1,1 @@
-"""The kernels of the positional neighbours."""
+"""Kernels of rotary embedding, ALiBi and position indices."""

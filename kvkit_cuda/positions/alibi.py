@@ -1,8 +1,8 @@
-"""Masks with ALiBi biases: every row in chunks, with the row of another mask added.
+"""Masks with ALiBi biases, to which another mask may be added.
 
-    out[h, i, j] = slope[h] (j - diagonal(i)) + mask[h, i, j]       -inf for keys behind the diagonal
+    out[h, i, j] = slope[h] (j - diagonal(i)) + mask[h, i, j]       -inf for keys after the diagonal
 
-Slopes are made on the host.
+Slopes are computed on the host.
 """
 
 import functools
@@ -29,15 +29,15 @@ SIGNATURE = types.void(*[INDEX1] * 3, *[PLACE] * 2, *[INT] * 4)
 
 
 class Row(NamedTuple):
-    """A row of a mask: the keys that its query sees, and what is added to them."""
+    """A row of a mask: the keys that its query sees, and their biases."""
 
     begin: Any
     end: Any
     diagonal: Any  # the column of the query itself
-    total: Any  # columns of the mask; what is behind them is `padding`
+    total: Any  # columns of the mask; later columns are `padding`
     slope: Any
     padding: Any
-    added: Any  # where the row of the other mask lies
+    added: Any  # address of the other mask's row
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def slope_bits(num_heads):
 
 @functools.cache
 def addend(mask):
-    """(address) -> an element of a mask as float32; False of a boolean one hides. None has no elements."""
+    """Return f(address) -> an element of a mask as float32; False is -inf. Without a mask it returns 0."""
     if mask != "bool":
         return chunks.read(mask) if mask else shared(lambda address: ZERO)
     read = memory.load(1, 1)
@@ -68,7 +68,7 @@ def addend(mask):
 
 @functools.cache
 def fill(element, mask, span):
-    """(target, first column, row): write a chunk of a row."""
+    """Return f(target, first column, row), which writes a chunk of a row."""
     write, encode, bits = (
         memory.store(*chunks.access(element, span)),
         chunks.ENCODE[element],
@@ -91,14 +91,14 @@ def fill(element, mask, span):
                     distance = np.float32(column - row.diagonal)
                     x = product(numeric.float_of(np.uint32(row.slope)), distance)
                 x += added(row.added + column * mask_size)
-            low, high = chunks.joined(low, high, np.uint64(encode(x)), i * bits)
+            low, high = chunks.insert_bits(low, high, np.uint64(encode(x)), i * bits)
         write(target, low, high)
 
     return fill
 
 
 def write_mask(element, mask, span):
-    """Return the kernel for the format of the result, that of another mask, or None, and a chunk size."""
+    """Return the kernel for formats of the result and of another mask (or None), and a chunk size."""
     fill_chunk, size = fill(element, mask, span), BY_NAME[element].bytes(1)
 
     def write_mask(starts, kvstarts, slopes, target, added, batches, heads, columns, padding):

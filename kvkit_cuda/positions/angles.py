@@ -1,10 +1,10 @@
-"""The cosine and sine of every token's angles: a table by which queries and keys are rotated.
+"""Compute a table with the cosine and sine of every token's angles, for the rotation of queries and keys.
 
     table[token, i] = cos a, sin a      a = position(token) / divisor * frequency[i]
 
-Angles are reduced and their series added up in float64, as on the CPU: this is the only kernel that knows it.
-Where a call gives cosines and sines they are looked up.
-Frequencies are those of the CPU, and so is the table where angles are too large for `numeric.cos_sin`.
+Angles are reduced and their series added up in float64, as on the CPU. If a call gives cosines and sines they
+are looked up. Frequencies are computed on the CPU; so is the table if angles are too large for
+`numeric.cos_sin`.
 """
 
 import functools
@@ -33,7 +33,7 @@ write, number = memory.store(PAIR, PAIR), scores.number
 
 @shared
 def put(target, position, divisor, frequency):
-    """Write the cosine and sine of an angle; a frequency comes as bits."""
+    """Write the cosine and sine of an angle; the frequency is given as bits."""
     angle = numeric.rotary_angle(position, divisor, numeric.float_of(np.uint32(frequency)))
     cosine, sine = numeric.cos_sin(angle)
     put_pair(target, cosine, sine)
@@ -98,7 +98,7 @@ def table(call, stream):
 
 
 def far(call, tokens):
-    """Compute the table on the host, [tokens, 1, 2 * pairs]: the CPU rotates (1, 0)."""
+    """Compute the table [tokens, 1, 2 * pairs] on the host, by rotating (1, 0)."""
     ones = np.zeros((tokens, 1, call.rotated), np.float32)
     ones[..., ::2] = 1
     table = np.empty_like(ones)
@@ -109,7 +109,7 @@ def far(call, tokens):
 
 
 def nothing():
-    """Launch nothing, for a table that is there."""
+    """Launch nothing, because the table is complete."""
 
 
 def near(starts, first, frequencies, divisor):

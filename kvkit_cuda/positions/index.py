@@ -1,4 +1,4 @@
-"""The position of every packed token.
+"""Compute the position of every packed token.
 
 out[token] = first[b] + token - starts[b]       for the sequence b of the token
 """

@@ -1,8 +1,8 @@
-"""Rotary position embedding: pairs of elements of a head are rotated, by a table of `angles`.
+"""Rotary position embedding: rotate pairs of elements of each head, by the table of `angles`.
 
     x', y' = x cos a - y sin a, x sin a + y cos a
 
-Tokens are shared out to teams of threads, which take a chunk of a head each. A chunk may be rotated in place:
+Teams of threads share the tokens; a thread takes a chunk of a head. A chunk may be rotated in place:
 its thread reads all of it before it writes.
 """
 
@@ -24,11 +24,11 @@ from kvkit_cuda.positions import angles
 
 THREADS = 256  # of a block
 WIDEST = 16  # bytes of a chunk
-SMALLEST = 2  # elements of one
+SMALLEST = 2  # elements of a chunk
 
 
 class Heads(NamedTuple):
-    """Addresses and byte strides of queries or keys, and of what they become."""
+    """Addresses and byte strides of queries or keys, and of their targets."""
 
     source: Any
     source_sequence: Any
@@ -39,7 +39,7 @@ class Heads(NamedTuple):
     target_token: Any
     target_head: Any
     heads: Any
-    rotated: Any  # elements of a head
+    rotated: Any  # rotated elements of a head
 
 
 INT, SIDE = types.int64, types.NamedUniTuple(types.int64, len(Heads._fields), Heads)
@@ -53,12 +53,12 @@ def widest(element):
 
 @functools.cache
 def rotate_neighbours(element, span):
-    """(source, target, table): rotate the neighbours of a chunk by the cosine and sine of each pair."""
-    form, step = chunks.access(element, span), min(span, 4)  # elements whose pairs one access has
+    """Return f(source, target, table), which rotates neighbouring pairs of a chunk."""
+    form, step = chunks.access(element, span), min(span, 4)  # elements whose angles one access reads
     read, write = memory.load(*form, invariant=False), memory.store(*form)
     pairs = memory.load(step * 4, step * 4)
     (raw, decode), encode, bits = chunks.DECODE[element], chunks.ENCODE[element], BY_NAME[element].bits
-    rotated = numeric.rotation(device.product)
+    rotate_pair = numeric.rotation(device.product)
 
     @shared
     def rotate(source, target, table):
@@ -72,9 +72,11 @@ def rotate_neighbours(element, span):
                 sine = numeric.float_of(np.uint32(pair >> np.uint64(32)))
                 even = decode(raw(chunks.field(low, high, i * bits)))
                 odd = decode(raw(chunks.field(low, high, (i + 1) * bits)))
-                even, odd = rotated(even, odd, cosine, sine)
-                new_low, new_high = chunks.joined(new_low, new_high, np.uint64(encode(even)), i * bits)
-                new_low, new_high = chunks.joined(new_low, new_high, np.uint64(encode(odd)), (i + 1) * bits)
+                even, odd = rotate_pair(even, odd, cosine, sine)
+                new_low, new_high = chunks.insert_bits(new_low, new_high, np.uint64(encode(even)), i * bits)
+                new_low, new_high = chunks.insert_bits(
+                    new_low, new_high, np.uint64(encode(odd)), (i + 1) * bits
+                )
         write(target, new_low, new_high)
 
     return rotate
@@ -82,12 +84,12 @@ def rotate_neighbours(element, span):
 
 @functools.cache
 def rotate_halves(element, span):
-    """(source, target, bytes between the elements of a pair, table): rotate the elements of two chunks."""
-    form, at_once = chunks.access(element, span), min(span, 2)  # pairs that one access to the table has
+    """Return f(source, target, behind, table), which rotates a chunk with the chunk `behind` bytes later."""
+    form, at_once = chunks.access(element, span), min(span, 2)  # pairs that one access to the table reads
     read, write = memory.load(*form, invariant=False), memory.store(*form)
     pairs = memory.load(at_once * 8, at_once * 8)
     (raw, decode), encode, bits = chunks.DECODE[element], chunks.ENCODE[element], BY_NAME[element].bits
-    rotated = numeric.rotation(device.product)
+    rotate_pair = numeric.rotation(device.product)
 
     @shared
     def rotate(source, target, behind, table):
@@ -102,9 +104,11 @@ def rotate_halves(element, span):
                 sine = numeric.float_of(np.uint32(pair >> np.uint64(32)))
                 x = decode(raw(chunks.field(x_low, x_high, i * bits)))
                 y = decode(raw(chunks.field(y_low, y_high, i * bits)))
-                x, y = rotated(x, y, cosine, sine)
-                low, high = chunks.joined(low, high, np.uint64(encode(x)), i * bits)
-                other_low, other_high = chunks.joined(other_low, other_high, np.uint64(encode(y)), i * bits)
+                x, y = rotate_pair(x, y, cosine, sine)
+                low, high = chunks.insert_bits(low, high, np.uint64(encode(x)), i * bits)
+                other_low, other_high = chunks.insert_bits(
+                    other_low, other_high, np.uint64(encode(y)), i * bits
+                )
         write(target, low, high)
         write(target + behind, other_low, other_high)
 
@@ -113,7 +117,7 @@ def rotate_halves(element, span):
 
 @functools.cache
 def copy(element, span):
-    """(source, target): copy a chunk."""
+    """Return f(source, target), which copies a chunk."""
     form = chunks.access(element, span)
     read, write = memory.load(*form, invariant=False), memory.store(*form)
 
@@ -126,7 +130,7 @@ def copy(element, span):
 
 
 def rotate_tokens(element, span, halves=False):
-    """Return the kernel for a format and a chunk size; pairs are neighbours, or lie in the two `halves`."""
+    """Return the kernel for a format and a chunk size; pairs are neighbours, or span both `halves`."""
     copy_chunk, copy_one = copy(element, span), copy(element, 1)
     rotate_chunk = rotate_halves(element, span) if halves else rotate_neighbours(element, span)
     size = BY_NAME[element].bytes(1)
@@ -171,26 +175,26 @@ def compiled(*variant):
 
 def prepare(call, targets, table, starts, stream):
     """Return a launch that rotates query and key of a checked call into `targets`; see `angles.table`."""
-    element, dim, turned = call.fmt.name, call.query.shape[-1], call.rotated
-    rotated, sides = (turned, 0 if call.bypass_key else turned), []
+    element, dim, rotary_dim = call.fmt.name, call.query.shape[-1], call.rotated
+    rotated, sides = (rotary_dim, 0 if call.bypass_key else rotary_dim), []
     for source, target, elements in zip((call.query, call.key), targets, rotated, strict=True):
         places = [(array.ctypes.data, *packed_strides(array)) for array in (source, target)]
         heads = source.shape[-2] if elements or places[0][0] != places[1][0] else 0  # nothing to do in place
         sides.append(Heads(*places[0], *places[1], heads=heads, rotated=elements))
-    span = span_of(element, dim, turned, sides, call.halves)
+    span = span_of(element, dim, rotary_dim, sides, call.halves)
     tokens = int(call.starts[-1])
     columns = max(max(side.heads for side in sides) * -(-dim // span), 1)
     team = min(THREADS, 1 << (columns - 1).bit_length())
     blocks = min(-(-tokens // (THREADS // team)), host.most_blocks())
-    arguments = starts, host.address(table), turned // 2, dim, *sides
+    arguments = starts, host.address(table), rotary_dim // 2, dim, *sides
     grid, threads = (blocks, len(sides)), (team, THREADS // team)
     return host.Launch(compiled(element, span, call.halves), grid, threads, stream, arguments)
 
 
-def span_of(element, dim, turned, sides, halves):
-    """Return the elements of a chunk: as many as 16 bytes hold, or few if those do not fit."""
+def span_of(element, dim, rotary_dim, sides, halves):
+    """Return the elements of a chunk: 16 bytes, or the fewest if rows or addresses do not fit."""
     span, numbers = widest(element), 0
-    together = turned // 2 if halves else turned
+    together = rotary_dim // 2 if halves else rotary_dim
     for side in sides:
         for number in side[:8]:
             numbers |= number

@@ -13,7 +13,7 @@ from kvkit.cpu.attention.params import ATTENTION_PARAMS
 from kvkit.cpu.copy import pieces
 from kvkit.cpu.launches import Record
 
-RECORDS = {"params": ATTENTION_PARAMS, "side": pieces.SIDE}
+RECORDS = {"params": ATTENTION_PARAMS, "side": pieces.POOL_SIDE}
 every = pytest.mark.parametrize("name", RECORDS)
 
 

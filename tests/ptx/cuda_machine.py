@@ -81,7 +81,7 @@ def upload(array, stream):
 
 
 def fill(there, arrays, stream):
-    there.array[...] = host.together(arrays).view(np.uint8)
+    there.array[...] = host.concatenate(arrays).view(np.uint8)
 
 
 def empty(shape, dtype=np.float64, stream=0):

@@ -40,13 +40,13 @@ def finish(params, block, split, slots):
             line = o + 4 * r * dim
             m, l = fold(tile.m, tile.l, r, block.rows)
             if not block.nan_safe:
-                attention.sum_of_nothing(line, dim, number)
+                attention.sum_times_zero(line, dim, number)
                 if get_float(number) + l * np.float32(0) != np.float32(0):
                     return False
             if slots:
                 target = slots + split * params.split_bytes + (t * block.rows + r) * 4 * (dim + 3)
                 put_float(number, np.float32(1))
-                attention.times(line, target, dim, number)
+                attention.scale_by(line, target, dim, number)
                 put_float(target + 4 * dim, m)
                 put_float(target + 4 * dim + 4, l)
                 put_float(target + 4 * dim + 8, grow)
@@ -75,7 +75,7 @@ def merge_splits(params, block, splits, slots):
                 weight = numeric.weight(get_float(at), m)
                 if weight != np.float32(0):
                     put_float(number, numeric.normalizer(weight, l, get_float(at + 8)))
-                    attention.plus_times(at - 4 * dim, line, dim, number)
+                    attention.add_scaled(at - 4 * dim, line, dim, number)
             write_row(params, block, tile, r, line, m=m, l=l, grow=l)
 
 
@@ -92,7 +92,7 @@ def write_row(params, block, tile, r, line, m, l, grow):
     if params.value_factors:
         at = params.value_factors + block.sequence * params.factor_sequence + tile.head * params.factor_head
         put_float(block.number, get_float(block.number) * get_float(at))
-    attention.times(line, line, params.values.padded_dim, block.number)
+    attention.scale_by(line, line, params.values.padded_dim, block.number)
     target = (
         params.out + block.sequence * params.out_sequence + place * params.out_token + head * params.out_head
     )

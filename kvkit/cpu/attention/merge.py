@@ -28,11 +28,11 @@ from kvkit.formulas.index import share
 from kvkit.runtime.jit import callback
 
 LANES = 16
-TASK = Record("workers parts rows dim outputs lses out lse entries")
+PARAMS = Record("workers parts rows dim outputs lses out lse entries")
 ENTRY = 16  # bytes of scratch for one part of a row: the address of its output, its share
 INF, MINUS_INF, ZERO, ONE = np.float32(np.inf), numeric.MINUS_INF, np.float32(0), np.float32(1)
 
-record, integers = memory.record(TASK), memory.integers
+record, integers = memory.record(PARAMS), memory.integers
 get, put = memory.load(types.int64), memory.store(types.int64)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
@@ -60,40 +60,42 @@ def merge_code(element, plain=False):
     size, vector = BY_NAME[element].bytes(1), panel(element)
     get_element, put_element = memory.read(element), memory.write(element)
 
-    def walk(worker, task_at):
-        task = record(task_at)
-        outputs, lses = integers(task.outputs), integers(task.lses)
-        entries = task.entries + worker * task.parts * ENTRY
-        whole = 0 if plain else task.dim - task.dim % LANES
-        for row in range(share(task.rows, worker, task.workers), share(task.rows, worker + 1, task.workers)):
+    def merge_rows(worker, params_at):
+        params = record(params_at)
+        outputs, lses = integers(params.outputs), integers(params.lses)
+        entries = params.entries + worker * params.parts * ENTRY
+        whole = 0 if plain else params.dim - params.dim % LANES
+        for row in range(
+            share(params.rows, worker, params.workers), share(params.rows, worker + 1, params.workers)
+        ):
             top, total, count = MINUS_INF, ZERO, 0
-            for part in range(task.parts):
+            for part in range(params.parts):
                 lse = get_float(lses[part] + 4 * row)
                 if lse != INF:  # FlashAttention 2 has it where no key was seen
                     top = max(top, lse)
-            for part in range(task.parts):
+            for part in range(params.parts):
                 lse = get_float(lses[part] + 4 * row)
                 weight = numeric.weight(lse, top) if lse != INF else ZERO
                 if weight != ZERO:
                     total += weight
-                    put(entries + count * ENTRY, outputs[part] + row * task.dim * size)
+                    put(entries + count * ENTRY, outputs[part] + row * params.dim * size)
                     put_float(entries + count * ENTRY + 8, weight)
                     count += 1
             for i in range(count):
                 at = entries + i * ENTRY + 8
                 put_float(at, numeric.normalizer(get_float(at), total, ONE))
-            target = task.out + row * task.dim * size
+            target = params.out + row * params.dim * size
             for j in range(0, whole, LANES):
                 vector(entries, count, j * size, target + j * size)
-            for j in range(whole, task.dim):
+            for j in range(whole, params.dim):
                 x = ZERO
                 for i in range(count):
                     entry = entries + i * ENTRY
                     x += get_element(get(entry) + j * size) * get_float(entry + 8)
                 put_element(target + j * size, x)
-            put_float(task.lse + 4 * row, numeric.log_sum(top, total))
+            put_float(params.lse + 4 * row, numeric.log_sum(top, total))
 
-    return callback(walk, WORKER, (element, plain))
+    return callback(merge_rows, WORKER, (element, plain))
 
 
 def prepare_merge(element, outputs, lses, out, lse):
@@ -104,21 +106,21 @@ def prepare_merge(element, outputs, lses, out, lse):
     several = len(outputs) * out.nbytes >= SMALL_BYTES
     most, parts = numba.config.NUMBA_NUM_THREADS if several else 1, len(outputs)
     entries = np.empty(most * parts * ENTRY, np.uint8)
-    numbers = np.empty(len(TASK.names) + 2 * parts, np.int64)
-    numbers[len(TASK.names) :] = [*map(address, outputs), *map(address, lses)]
-    places = address(numbers) + 8 * len(TASK.names)
-    numbers[: len(TASK.names)] = TASK.filled({
+    numbers = np.empty(len(PARAMS.names) + 2 * parts, np.int64)
+    numbers[len(PARAMS.names) :] = [*map(address, outputs), *map(address, lses)]
+    places = address(numbers) + 8 * len(PARAMS.names)
+    numbers[: len(PARAMS.names)] = PARAMS.filled({
         "workers": 1, "parts": parts, "rows": lse.size, "dim": out.shape[-1],
         "outputs": places, "lses": places + 8 * parts,
         "out": out, "lse": lse, "entries": entries,
     })  # fmt: skip
-    walk, task = merge_code(element), address(numbers)
+    merge_rows, params = merge_code(element), address(numbers)
 
     def run():
         workers = min(threads(), most) if several else 1
-        numbers[TASK.at["workers"]] = workers
-        run_workers(walk, workers, task)
+        numbers[PARAMS.at["workers"]] = workers
+        run_workers(merge_rows, workers, params)
 
-    owners = {TASK.at["out"]: "out", TASK.at["lse"]: "lse"}
-    owners |= {len(TASK.names) + i: str(i) for i in range(2 * parts)}
+    owners = {PARAMS.at["out"]: "out", PARAMS.at["lse"]: "lse"}
+    owners |= {len(PARAMS.names) + i: str(i) for i in range(2 * parts)}
     return Launch(numbers, owners, run, alive=(entries,))

@@ -21,7 +21,7 @@ MINUS_INF = numeric.MINUS_INF
 get, get_bool = memory.load(types.int64), memory.load(types.int8)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 get_half, get_bfloat16 = memory.read("float16"), memory.read("bfloat16")
-online_softmax, cap = attention.online_softmax, attention.cap
+online_softmax, cap = attention.online_softmax, attention.apply_softcap
 
 
 @helper

@@ -17,7 +17,7 @@ from kvkit.cpu.attention import prepare
 from kvkit.cpu.attention.engines import narrow
 from kvkit.cpu.attention.engines.code import step_code
 from kvkit.cpu.attention.params import COUNTING, block_at, params_at, tile_at, whole_tiles
-from kvkit.cpu.copy.codes import cells_of
+from kvkit.cpu.copy.codes import scale_format_of
 from kvkit.cpu.copy.rows import LOAD, SIGNATURE, call_rows, rows
 from kvkit.cpu.launches import Record, address
 from kvkit.cpu.simd import attention as simd
@@ -134,13 +134,13 @@ def floats_code(element):
 
 
 def stored_as(codes):
-    """Return (stored, cell, group, rounds) of codes, as micro-kernels name them.
+    """Return (stored, scale_format, group, rounds) of codes, as micro-kernels name them.
 
-    Attention does not round dequantized numbers to 16 bits, as reading an array does, because that would slow
+    Attention does not round dequantized row_ids to 16 bits, as reading an array does, because that would slow
     down decoding. Calls with many query rows do the same.
     """
     if codes.stored:
-        return codes.stored, *cells_of(codes), ()
+        return codes.stored, *scale_format_of(codes), ()
     exact = codes.symmetric and coarser(codes.cell, codes.element)
     stored = CODES[codes.bits, codes.symmetric].name
     return stored, codes.cell, codes.group, (codes.cell,) if exact else ()
@@ -155,16 +155,16 @@ def scores(count, codes):
     tile_tokens, shared, shift = simd.tile_tokens(count), codes.tokens > 1, ahead.bytes
 
     @helper
-    def of_run(tile, row, step, scales, scale_row, numbers, tokens, dim, target):
+    def of_run(tile, row, step, scales, scale_row, row_ids, tokens, dim, target):
         if scales == 0:
             floats(
-                queries=tile.queries, keys=row, key_row=step, cells=0, cell_row=0, numbers=numbers, ahead=0,
-                shift=shift, count=tokens, dim=dim, scores=target,
+                queries=tile.queries, keys=row, key_row=step, scale_base=0, scale_row=0, row_ids=row_ids,
+                ahead=0, shift=shift, count=tokens, dim=dim, scores=target,
             )  # fmt: skip
         else:  # scales that all tokens share are then read once for a tile
             coded(
-                queries=tile.queries, keys=row, key_row=step, cells=scales,
-                cell_row=np.int64(0) if shared else scale_row, numbers=numbers, ahead=0,
+                queries=tile.queries, keys=row, key_row=step, scale_base=scales,
+                scale_row=np.int64(0) if shared else scale_row, row_ids=row_ids, ahead=0,
                 shift=shift, count=tokens, dim=dim, scores=target,
             )  # fmt: skip
 
@@ -179,9 +179,9 @@ def scores(count, codes):
             live = stop - position
             few = live < tile_tokens
             whole = tile_tokens if few else live - live % tile_tokens
-            numbers = table.clamped + 8 * FEW * live if few else table.counting
+            row_ids = table.clamped + 8 * FEW * live if few else table.counting
             of_run(
-                tile, row, step, scales, scale_row, numbers=numbers, tokens=whole, dim=params.keys.padded_dim,
+                tile, row, step, scales, scale_row, row_ids=row_ids, tokens=whole, dim=params.keys.padded_dim,
                 target=target,
             )  # fmt: skip
             done = live if few else whole
@@ -200,16 +200,16 @@ def sums(count, codes):
     shared, shift = codes.tokens > 1, ahead.bytes
 
     @helper
-    def of_run(tile, row, step, scales, scale_row, numbers, tokens, dim, weights, alpha):
+    def of_run(tile, row, step, scales, scale_row, row_ids, tokens, dim, weights, alpha):
         if scales == 0:
             floats(
-                weights=weights, values=row, value_row=step, cells=0, cell_row=0, numbers=numbers, ahead=0,
-                shift=shift, count=tokens, dim=dim, sums=tile.o, factors=alpha,
+                weights=weights, values=row, value_row=step, scale_base=0, scale_row=0, row_ids=row_ids,
+                ahead=0, shift=shift, count=tokens, dim=dim, sums=tile.o, factors=alpha,
             )  # fmt: skip
         else:
             coded(
-                weights=weights, values=row, value_row=step, cells=scales,
-                cell_row=np.int64(0) if shared else scale_row, numbers=numbers, ahead=0,
+                weights=weights, values=row, value_row=step, scale_base=scales,
+                scale_row=np.int64(0) if shared else scale_row, row_ids=row_ids, ahead=0,
                 shift=shift, count=tokens, dim=dim, sums=tile.o, factors=alpha,
             )  # fmt: skip
 
@@ -221,7 +221,7 @@ def sums(count, codes):
         while position < end:
             segment, stop, row, scales, step, scale_row = run_at(table, segment, plane, position, end)
             of_run(
-                tile, row, step, scales, scale_row, numbers=table.counting, tokens=stop - position,
+                tile, row, step, scales, scale_row, row_ids=table.counting, tokens=stop - position,
                 dim=params.values.padded_dim, weights=weights, alpha=alpha,
             )  # fmt: skip
             weights += 4 * count * (stop - position)
@@ -242,8 +242,10 @@ def row_decoder(key, value, dims):
     def engine(count):
         return {"scores": scores(count, key).address, "sums": sums(count, value).address}
 
-    stored, cell, group, _ = stored_as(key)
-    return prepare.RowDecoder(widen_code().address, engine, narrow.orders(stored, cell, group, dims[0]))
+    stored, scale_format, group, _ = stored_as(key)
+    return prepare.RowDecoder(
+        widen_code().address, engine, narrow.orders(stored, scale_format, group, dims[0])
+    )
 
 
 def context(packed, batch, heads, dims, forms, tables):

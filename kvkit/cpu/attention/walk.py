@@ -123,8 +123,8 @@ def set_up_block(params, block):
     elif params.values_have_own_table:
         block.prefetch_in_sums, block.prefetch_shift = block.value_addresses, 0
     if not (block.lead or block.wide):  # floats of this block, which are there
-        attention.steps(keys.address, 0, block.tiles * block.size, block.key_addresses)
-        attention.steps(values.address, 0, block.tiles * block.size, block.value_addresses)
+        attention.write_sequence(keys.address, 0, block.tiles * block.size, block.key_addresses)
+        attention.write_sequence(values.address, 0, block.tiles * block.size, block.value_addresses)
 
 
 @helper
@@ -176,7 +176,7 @@ def load_queries(params, block, engine):
                 cache_token=params.query_head, tokens=count, dim=params.keys.dim,
             )  # fmt: skip
             if not (wide and params.pairs):
-                attention.times(line, line, count * dim, tile.factor)
+                attention.scale_by(line, line, count * dim, tile.factor)
             r += count
         if wide:
             transpose(lines, 4 * dim, WIDE, dim, tile.queries, 4 * WIDE)
@@ -185,14 +185,14 @@ def load_queries(params, block, engine):
         if engine.queries:
             call_engine(engine.queries, params, block, tile)
         if wide and params.pairs:  # which are exact before: their scores are scaled instead
-            attention.times(tile.queries, tile.queries, WIDE * dim, tile.factor)
+            attention.scale_by(tile.queries, tile.queries, WIDE * dim, tile.factor)
 
 
 @helper
 def in_panels(source, target, rows, dim, orders):
     """Write query rows [row, dim] as [dim / LANES, row, LANES], in the order of `orders` if there is one."""
     if not orders:
-        attention.panels(source, target, rows, dim)
+        attention.to_panels(source, target, rows, dim)
         return
     order, panel = orders + 8 * rows * dim, 4 * LANES
     for r in range(rows):
@@ -254,10 +254,12 @@ def find_rows(params, block, side, row_ids):
         page = get(side.table + block.table_row + 8 * page_of(position, params.page_size))
         row_id = page + row_of(0, position, params.page_size) * side.step
         run = min(rest_of_page(position, params.page_size), end - position)
-        attention.steps(row_id, side.step, run, row_ids + 8 * (position - block.begin))
+        attention.write_sequence(row_id, side.step, run, row_ids + 8 * (position - block.begin))
         position += run
         row_id += (run - 1) * side.step
-    attention.steps(row_id, 0, block.lead + block.count + 16 - block.known, row_ids + 8 * block.known)
+    attention.write_sequence(
+        row_id, 0, block.lead + block.count + 16 - block.known, row_ids + 8 * block.known
+    )
 
 
 @helper
@@ -269,7 +271,7 @@ def find_addresses(block, side, row_ids, addresses):
         return
     for i in range(block.count):
         row = base + get(row_ids + 8 * i) * side.row
-        attention.steps(row, side.head, block.tiles, addresses + 8 * i * block.tiles)
+        attention.write_sequence(row, side.head, block.tiles, addresses + 8 * i * block.tiles)
 
 
 @helper
@@ -277,7 +279,7 @@ def prefetch_rows(block, side, row_ids):
     """Prefetch the first rows, which no earlier block did."""
     base, _ = rows_of_head(side, block, block.head)
     for i in range(min(block.lead, block.count)):
-        attention.ask_for(base + get(row_ids + 8 * i) * side.row, side.bytes)
+        attention.prefetch_bytes(base + get(row_ids + 8 * i) * side.row, side.bytes)
 
 
 @helper
@@ -289,8 +291,8 @@ def prefetch_scales(params, block, tile):
     ids, size = block.key_row_ids + 8 * block.count, block.tiles * params.scale_bytes
     for i in range(tile.index * rest // block.tiles, (tile.index + 1) * rest // block.tiles):
         row_id = get(ids + 8 * i)
-        attention.ask_for(key_scales + row_id * keys.scale_row, size)
-        attention.ask_for(value_scales + row_id * keys.scale_row, size)
+        attention.prefetch_bytes(key_scales + row_id * keys.scale_row, size)
+        attention.prefetch_bytes(value_scales + row_id * keys.scale_row, size)
 
 
 # The steps of a block

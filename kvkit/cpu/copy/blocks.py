@@ -35,7 +35,7 @@ def row(direction, packed, cache, plain):
 def plain_encode(packed, cache):
     element = BY_NAME[cache]
     block, (low, high) = element.block, element.limits
-    get, put_cell, put = memory.read(packed), memory.write(block.cell), memory.store(types.uint8)
+    get, put_scale, put = memory.read(packed), memory.write(block.cell), memory.store(types.uint8)
     elements, at, less, step = block.elements, block.codes_at, block.less, BY_NAME[packed].bytes(1)
     most = low if less else high  # the code of the element of largest magnitude
 
@@ -45,7 +45,7 @@ def plain_encode(packed, cache):
             x = get(source + i * step)
             top = x if abs(x) > abs(top) else top
         scale = (top if less else abs(top)) / np.float32(most)
-        put_cell(target, scale)
+        put_scale(target, scale)
         factor = numeric.inverse(scale)
         if less:
             for i in range(elements // 2):
@@ -71,18 +71,18 @@ def plain_decode(packed, cache):
 
 
 def element_at(stored):
-    """Return a helper (row, cells, i) that reads one element of a row of blocks as float32."""
+    """Return a helper (row, scales, i) that reads one element of a row of blocks as float32."""
     block = BY_NAME[stored].block
-    get_cell, get = memory.read(block.cell), memory.load(types.uint8)
+    get_scale, get = memory.read(block.cell), memory.load(types.uint8)
     elements, size, at, less = block.elements, block.bytes, block.codes_at, block.less
 
-    def element(row, cells, i):
+    def element(row, scales, i):
         source, i = row + i // elements * size, i % elements
         if less:
             byte = get(source + at + i % (elements // 2))
             code = np.int32((byte >> 4 if i >= elements // 2 else byte) & 15) - less
         else:
             code = np.int32(np.int8(get(source + at + i)))
-        return np.float32(code) * get_cell(source)
+        return np.float32(code) * get_scale(source)
 
     return helper(element)

@@ -14,7 +14,7 @@ import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.copy.rows import READ, SIGNATURE, STORE, call_rows, row_by_row, rows, side_at
+from kvkit.cpu.copy.rows import READ, SIGNATURE, STORE, call_rows, copy_side_at, row_by_row, rows
 from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.cpu.simd import codes as panels
 from kvkit.cpu.simd.panels import LANES
@@ -33,15 +33,15 @@ class Codes:
     element: str  # of the numbers that are encoded
     bits: int
     symmetric: bool
-    cell: str  # of scales and minima
+    scale_format: str  # of scales and minima
     group: int
     tokens: int  # of a block; group or tokens is 1
     stored: str = ""  # the name of a format that operators store too; bits and symmetric are then unused
 
 
 @shared
-def asymmetric_scale(cell, span, most):
-    return numeric.round_to(cell, max(span / np.float32(most), numeric.EPS32))
+def asymmetric_scale(scale_format, span, most):
+    return numeric.round_to(scale_format, max(span / np.float32(most), numeric.EPS32))
 
 
 @shared
@@ -55,9 +55,9 @@ def asymmetric_number(element, code, scale, minimum):
     return numeric.round_to(element, np.float32(code) * scale + minimum)
 
 
-def cells_of(codes):
-    """Return (cell, group) of a format that operators store too; (None, 0) if codes contain their scales."""
-    return (None, 0) if BY_NAME[codes.stored].block else (codes.cell, codes.group)
+def scale_format_of(codes):
+    """Return (scale format, group) of an operators' format; (None, 0) if blocks contain the scales."""
+    return (None, 0) if BY_NAME[codes.stored].block else (codes.scale_format, codes.group)
 
 
 @functools.cache
@@ -66,12 +66,12 @@ def widen(codes, plain=False, rounds=True):
 
     Without `rounds`, numbers are not rounded, as attention reads them (see `segmented.stored_as`).
 
-    (target, target_row, target_head, codes, code_row, code_head, cells, cell_row, cell_head,
-    tokens, heads, 1, dim); tokens of one block have a `cell_row` of 0.
+    (target, target_row, target_head, codes, code_row, code_head, scales, scale_row, scale_head,
+    tokens, heads, 1, dim); tokens of one block have a `scale_row` of 0.
     """
     if codes.stored:
-        return rows(READ, "float32", codes.stored, *cells_of(codes))
-    element, product = codes.element, codes.cell
+        return rows(READ, "float32", codes.stored, *scale_format_of(codes))
+    element, product = codes.element, codes.scale_format
     if not rounds:
         element, product = "float32", product if coarser(product, element) else "float32"
     return widen_row(replace(codes, element=element, tokens=1), product, plain)
@@ -80,29 +80,29 @@ def widen(codes, plain=False, rounds=True):
 @functools.cache
 def widen_row(codes, product, plain):
     """Compile `widen` for codes of any block size; code * scale is rounded to the format `product` first."""
-    element, bits, symmetric, cell, group = (
-        codes.element, codes.bits, codes.symmetric, codes.cell, codes.group,
+    element, bits, symmetric, scale_format, group = (
+        codes.element, codes.bits, codes.symmetric, codes.scale_format, codes.group,
     )  # fmt: skip
-    get_byte, get_cell, put = memory.load(types.int8), memory.read(cell), memory.write("float32")
-    cell_bytes, mask, most = BY_NAME[cell].bytes(1), (1 << bits) - 1, (1 << bits - 1) - 1
+    get_byte, get_scale, put = memory.load(types.int8), memory.read(scale_format), memory.write("float32")
+    scale_bytes, mask, most = BY_NAME[scale_format].bytes(1), (1 << bits) - 1, (1 << bits - 1) - 1
     vector = panels.whole_panels(group) and not plain
-    panel: Any = panels.widen(bits, symmetric, cell, group, product, element) if vector else None
+    panel: Any = panels.widen(bits, symmetric, scale_format, group, product, element) if vector else None
 
-    def row(target, codes, cells, dim):
-        minima, whole = cells + dim // group * cell_bytes, 0
+    def row(target, codes, scales, dim):
+        minima, whole = scales + dim // group * scale_bytes, 0
         if vector:
             whole = dim // LANES * LANES
             for i in range(0, whole, LANES):
-                at = i // group * cell_bytes
-                panel(codes + i * bits // 8, cells + at, minima + at, target + 4 * i)
+                at = i // group * scale_bytes
+                panel(codes + i * bits // 8, scales + at, minima + at, target + 4 * i)
         for i in range(whole, dim):
-            at = i // group * cell_bytes
+            at = i // group * scale_bytes
             code = (get_byte(codes + i * bits // 8) >> (i * bits % 8)) & mask
             if symmetric:
                 code -= (mask + 1) if code > most else 0
-                number = numeric.dequantize(element, product, code, get_cell(cells + at))
+                number = numeric.dequantize(element, product, code, get_scale(scales + at))
             else:
-                number = asymmetric_number(element, code, get_cell(cells + at), get_cell(minima + at))
+                number = asymmetric_number(element, code, get_scale(scales + at), get_scale(minima + at))
             put(target + 4 * i, number)
 
     return callback(row_by_row(row), SIGNATURE, ("widen", codes, product, plain))
@@ -112,44 +112,50 @@ def widen_row(codes, product, plain):
 def encode(codes, plain=False):
     """Compile the encoding of blocks of tokens; each block is contiguous.
 
-    (source, source_block, source_head, codes, code_block, code_head, cells, cell_block, cell_head,
+    (source, source_block, source_head, codes, code_block, code_head, scales, scale_block, scale_head,
     blocks, heads, 1, dim)
     """
     if codes.stored:
-        return rows(STORE, codes.element, codes.stored, *cells_of(codes))
-    element, bits, cell, group, tokens = codes.element, codes.bits, codes.cell, codes.group, codes.tokens
+        return rows(STORE, codes.element, codes.stored, *scale_format_of(codes))
+    element, bits, scale_format, group, tokens = (
+        codes.element,
+        codes.bits,
+        codes.scale_format,
+        codes.group,
+        codes.tokens,
+    )
     size, width = BY_NAME[element].bytes(1), min(group, LANES)
     vector = panels.whole_panels(group) and not plain
-    panel: Any = panels.encode(bits, codes.symmetric, cell, width, element) if vector else None
+    panel: Any = panels.encode(bits, codes.symmetric, scale_format, width, element) if vector else None
     rest, step = encoded_groups(codes), max(group, LANES)
-    cell_bytes, count = BY_NAME[cell].bytes(1), tokens if tokens > 1 else step // LANES
+    scale_bytes, count = BY_NAME[scale_format].bytes(1), tokens if tokens > 1 else step // LANES
 
-    def block(source, codes, cells, dim):
-        minima, whole = cells + dim // group * cell_bytes, 0
+    def block(source, codes, scales, dim):
+        minima, whole = scales + dim // group * scale_bytes, 0
         if vector:
             whole = dim // step * step
             apart = dim if tokens > 1 else LANES
             for i in range(0, whole, step):
-                at = i // group * cell_bytes
+                at = i // group * scale_bytes
                 panel(
                     source + i * size, apart * size, count, codes + i * bits // 8, apart * bits // 8,
-                    cells + at, minima + at,
+                    scales + at, minima + at,
                 )  # fmt: skip
-        rest(source, codes, cells, minima, whole // group, dim)
+        rest(source, codes, scales, minima, whole // group, dim)
 
     return callback(row_by_row(block), SIGNATURE, ("encode", codes, plain))
 
 
 def encoded_groups(codes):
     """Return a helper that encodes the groups of a block from `first` on, one by one, with scalar code."""
-    element, bits, symmetric, cell = codes.element, codes.bits, codes.symmetric, codes.cell
+    element, bits, symmetric, scale_format = codes.element, codes.bits, codes.symmetric, codes.scale_format
     group, tokens = codes.group, codes.tokens
-    get, put_cell = memory.read(element), memory.write(cell)
+    get, put_scale = memory.read(element), memory.write(scale_format)
     get_byte, put_byte = memory.load(types.int8), memory.store(types.int8)
-    size, cell_bytes, mask = BY_NAME[element].bytes(1), BY_NAME[cell].bytes(1), (1 << bits) - 1
+    size, scale_bytes, mask = BY_NAME[element].bytes(1), BY_NAME[scale_format].bytes(1), (1 << bits) - 1
     _, most = CODES[bits, symmetric].limits
 
-    def groups(source, codes, cells, minima, first, dim):
+    def groups(source, codes, scales, minima, first, dim):
         for g in range(first, dim // group):
             low = high = get(source + g * group * size)
             for t in range(tokens):
@@ -159,10 +165,10 @@ def encoded_groups(codes):
             if symmetric:
                 scale = numeric.group_scale(element, max(high, -low), most)
             else:
-                low = numeric.round_to(cell, low) + np.float32(0)  # turns -0 into +0
-                scale = asymmetric_scale(cell, high - low, most)
-                put_cell(minima + g * cell_bytes, low)
-            put_cell(cells + g * cell_bytes, scale)
+                low = numeric.round_to(scale_format, low) + np.float32(0)  # turns -0 into +0
+                scale = asymmetric_scale(scale_format, high - low, most)
+                put_scale(minima + g * scale_bytes, low)
+            put_scale(scales + g * scale_bytes, scale)
             for t in range(tokens):
                 for i in range(g * group, (g + 1) * group):
                     x = get(source + (t * dim + i) * size)
@@ -180,37 +186,37 @@ def encoded_groups(codes):
 # Launches
 
 
-TASK = Record("rows_code chunks items workers units at heads dim")
-record = memory.record(TASK)
+PARAMS = Record("rows_code chunks items workers units at heads dim")
+record = memory.record(PARAMS)
 
 
-def spread(worker, task_at):
+def run_row_code(worker, params_at):
     """Call row code for equal shares of the units (tokens or blocks) of every sequence.
 
-    `at` has the address and the byte strides of sequence, unit and head of both sides and of the cells.
+    `at` has the address and the byte strides of sequence, unit and head of both sides and of the scales.
     """
-    task = record(task_at)
-    at, item = side_at(task.at), worker
-    while item < task.items:
-        b, chunk = item // task.chunks, item % task.chunks
-        first, end = share(task.units, chunk, task.chunks), share(task.units, chunk + 1, task.chunks)
+    params = record(params_at)
+    at, item = copy_side_at(params.at), worker
+    while item < params.items:
+        b, chunk = item // params.chunks, item % params.chunks
+        first, end = share(params.units, chunk, params.chunks), share(params.units, chunk + 1, params.chunks)
         if first < end:
             call_rows(
-                task.rows_code,
+                params.rows_code,
                 packed=at.packed + b * at.packed_sequence + first * at.packed_token,
                 packed_token=at.packed_token, packed_head=at.packed_head,
                 cache=at.cache + b * at.cache_sequence + first * at.cache_row,
                 cache_token=at.cache_row, cache_head=at.cache_head,
                 scale=at.scale + b * at.scale_sequence + first * at.scale_row,
                 scale_token=at.scale_row, scale_head=at.scale_head,
-                tokens=end - first, heads=task.heads, dim=task.dim,
+                tokens=end - first, heads=params.heads, dim=params.dim,
             )  # fmt: skip
-        item += task.workers
+        item += params.workers
 
 
 @functools.cache
-def spread_code():
-    return callback(spread, WORKER)
+def run_row_code_code():
+    return callback(run_row_code, WORKER)
 
 
 def prepare_codes(code, batch, units, at, heads, dim, elements):
@@ -218,9 +224,9 @@ def prepare_codes(code, batch, units, at, heads, dim, elements):
     chunks, numbers = threads() if elements >= SMALL else 1, np.array(at, np.int64)
     items = batch * chunks
     workers = items if chunks > 1 else 1
-    task = TASK.filled({
+    params = PARAMS.filled({
         "rows_code": code, "chunks": chunks, "items": items, "workers": workers,
         "units": units, "at": numbers, "heads": heads, "dim": dim,
     })  # fmt: skip
-    run = functools.partial(run_workers, spread_code(), workers, address(task))
-    return Launch(numbers, {}, run, alive=(task,))
+    run = functools.partial(run_workers, run_row_code_code(), workers, address(params))
+    return Launch(numbers, {}, run, alive=(params,))

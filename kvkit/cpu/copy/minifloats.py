@@ -24,12 +24,12 @@ def write_code(address, x):
 
 def scaled_row(packed, cache, scale, group, plain):
     """Return a row function that writes codes and a scale per group; with group 0 it reads the scale."""
-    get, get_cell, put_cell = memory.read(packed), memory.read(scale), memory.write(scale)
+    get, get_scale, put_scale = memory.read(packed), memory.read(scale), memory.write(scale)
     put = memory.write(cache) if BY_NAME[cache].minifloat else write_code
-    packed_bytes, cell_bytes, limit = (
+    packed_bytes, scale_bytes, limit = (
         BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1), BY_NAME[cache].limits[1],
     )  # fmt: skip
-    cell_name = scale
+    scale_format = scale
     vector = group % LANES == 0 and not plain
     largest_of: Any = panels.largest(packed) if vector else None
     panel: Any = panels.quotients(packed, cache, scale) if vector else None
@@ -37,7 +37,7 @@ def scaled_row(packed, cache, scale, group, plain):
     def row(packed, cache, scale, dim):
         shared = group if group else dim
         for first in range(0, dim, shared):
-            cell = scale + first // shared * cell_bytes
+            scale_at = scale + first // shared * scale_bytes
             source, target = packed + first * packed_bytes, cache + first
             whole = 0
             if group:
@@ -47,12 +47,12 @@ def scaled_row(packed, cache, scale, group, plain):
                 else:
                     for i in range(1, shared):
                         largest = max(largest, abs(get(source + i * packed_bytes)))
-                put_cell(cell, numeric.largest_scale(cell_name, largest, limit))
+                put_scale(scale_at, numeric.largest_scale(scale_format, largest, limit))
             if vector:
                 whole = shared // LANES * LANES
                 for i in range(0, whole, LANES):
-                    panel(source + i * packed_bytes, cell, target + i)
+                    panel(source + i * packed_bytes, scale_at, target + i)
             for i in range(whole, shared):
-                put(target + i, get(source + i * packed_bytes) / get_cell(cell))
+                put(target + i, get(source + i * packed_bytes) / get_scale(scale_at))
 
     return row

@@ -17,7 +17,7 @@ from kvkit.cpu.copy.rows import STORE, call_rows, rows
 from kvkit.cpu.copy.transfer import SMALL_BYTES, aligned
 from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_workers, threads
 from kvkit.cpu.simd import means, panels
-from kvkit.cpu.simd.fractals import ask, fractals, scattered_fractals
+from kvkit.cpu.simd.fractals import fractals, prefetch_bytes, scattered_fractals
 from kvkit.cpu.simd.panels import LANES
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
 from kvkit.runtime.jit import callback, helper
@@ -26,21 +26,21 @@ MOVES = {4: "float32", 2: "float16", 1: "int8"}  # a format for each element siz
 STREAM_BYTES = 4 * 2**20  # larger copies use non-temporal stores, which are faster beyond the L2 cache
 FRACTAL_ROWS = 32  # NZ rows per batch: 8 heads of 128 float16 make 64 KB, which fit in the L2 cache
 TILE = 16  # tokens per tile if the cache is head-major
-SIDE = Record(
+POOL_SIDE = Record(
     "packed token head cache block row",
     "outer packed_outer cache_outer inner packed_inner cache_inner dim",
     "by_head by_fractal elements line_bytes stores",
     "scales scale_block scale_row scale_outer scale_inner",
 )
 NO_SCALES = dict.fromkeys(("scales", "scale_block", "scale_row", "scale_outer", "scale_inner"), 0)
-FORM = "outer", "packed_outer", "cache_outer", "inner", "packed_inner", "cache_inner"
+LOOPS = "outer", "packed_outer", "cache_outer", "inner", "packed_inner", "cache_inner"
 PARAMS = Record(
     "rows_code mean_code chunks items workers sides side_bytes pieces starts count block_size lines"
 )
 
 get = memory.load(types.int64)
 put, addresses = memory.store(types.int64), memory.scratch(8 * FRACTAL_ROWS)
-record, side, integers = memory.record(PARAMS), memory.record(SIDE), memory.integers
+record, side, integers = memory.record(PARAMS), memory.record(POOL_SIDE), memory.integers
 
 
 @memory.machine_code
@@ -126,7 +126,7 @@ def store_fractals(params, at, token, end, piece):
         ahead = min(token + rows + FRACTAL_ROWS, end - 1)
         while ahead >= starts[later + 1]:
             later += 1
-        ask(address_of(params, at, ahead, later), FRACTAL_BYTES * at.inner)
+        prefetch_bytes(address_of(params, at, ahead, later), FRACTAL_BYTES * at.inner)
         rows += 1
     page, row = page_of(first, params.block_size), row_of(0, first, params.block_size)
     target = at.cache + page * at.block + row * at.row
@@ -214,10 +214,10 @@ def prepare_pieces(direction, packed, caches, pieces, block_size, element=None):
         line_bytes = max(line_bytes, dim * size)
         moved += tokens * heads * dim * size
         *strides, row_bytes = form
-        places.append(SIDE.filled({
+        places.append(POOL_SIDE.filled({
             "packed": array, "token": array.strides[0], "head": array.strides[1],
             "cache": cache, "block": cache.strides[0], "row": cache.strides[1],
-            **dict(zip(FORM, strides, strict=True)), "dim": row_bytes // unit,
+            **dict(zip(LOOPS, strides, strict=True)), "dim": row_bytes // unit,
             "by_head": abs(form[5]) > abs(cache.strides[1]), "by_fractal": row_bytes == FRACTAL_BYTES,
             "elements": dim, "line_bytes": dim * size, "stores": direction == STORE, **NO_SCALES,
         }))  # fmt: skip
@@ -225,10 +225,10 @@ def prepare_pieces(direction, packed, caches, pieces, block_size, element=None):
     code = rows(direction, MOVES[unit], MOVES[unit], stream=stream).address
     averages = (mean(element).address, line_bytes) if element else (0, 0)
     arrays = *packed, *caches
-    return moving(places, code, pieces, starts, block_size, moved, arrays=arrays, averages=averages)
+    return prepare_copy(places, code, pieces, starts, block_size, moved, arrays=arrays, averages=averages)
 
 
-def moving(places, code, pieces, starts, block_size, moved, arrays, averages=(0, 0)):
+def prepare_copy(places, code, pieces, starts, block_size, moved, arrays, averages=(0, 0)):
     """Prepare a launch of `copy_pieces`; `averages` are (address of the code of means or 0, line bytes)."""
     numbers, (mean_code, line_bytes) = np.concatenate(places), averages
     count = threads() if moved >= SMALL_BYTES else 1
@@ -237,7 +237,7 @@ def moving(places, code, pieces, starts, block_size, moved, arrays, averages=(0,
     workers = items if count > 1 else 1
     params = PARAMS.filled({
         "rows_code": code, "mean_code": mean_code, "chunks": chunks, "items": items, "workers": workers,
-        "sides": numbers, "side_bytes": SIDE.dtype.itemsize,
+        "sides": numbers, "side_bytes": POOL_SIDE.dtype.itemsize,
         "pieces": pieces, "starts": starts, "count": len(pieces),
         "block_size": block_size, "lines": 0,
     })  # fmt: skip
@@ -271,15 +271,15 @@ def encode(side, pieces):
     if dim > 1 and step != pool.itemsize:
         form, dim = (heads, packed_head, pool_head, dim, size, step), 1
         ends = {"scale_outer": head, "scale_inner": 0}
-    numbers = SIDE.filled({
+    numbers = POOL_SIDE.filled({
         "packed": tokens, "token": token, "head": packed_head,
         "cache": pool, "block": pool.strides[0], "row": pool.strides[1],
-        **dict(zip(FORM, form, strict=True)), "dim": dim,
+        **dict(zip(LOOPS, form, strict=True)), "dim": dim,
         "by_head": abs(form[5]) > abs(pool.strides[1]), "by_fractal": 0, "elements": dim, "line_bytes": 0,
         "stores": 1, "scales": scales, "scale_block": block, "scale_row": row,
         **ends,
     })  # fmt: skip
-    return moving([numbers], code, pieces, starts, block_size, tokens.nbytes, (tokens, pool, scales))
+    return prepare_copy([numbers], code, pieces, starts, block_size, tokens.nbytes, (tokens, pool, scales))
 
 
 def row_form(packed, cache):

@@ -20,21 +20,21 @@ def rotation_code(element, block, plain=False):
     """Compile the rotation of rows: (target, strides, source, strides, factors [2, dim], ..), as `rows`."""
     size = BY_NAME[element].bytes(1)
     vector = LANES <= block <= panels.MOST and not plain
-    turn: Any = panels.turn(element, block) if vector else plain_turn(element, block)
+    rotate_block: Any = panels.rotate_block(element, block) if vector else plain_rotation(element, block)
 
     def row(target, source, factors, dim):
         for i in range(0, dim, block):
-            turn(source + i * size, target + i * size, factors + 4 * i, factors + 4 * (dim + i))
+            rotate_block(source + i * size, target + i * size, factors + 4 * i, factors + 4 * (dim + i))
 
     return callback(row_by_row(row), SIGNATURE, ("turn", element, block, plain))
 
 
-def plain_turn(element, block):
+def plain_rotation(element, block):
     """Return a helper that rotates a block with scalar code, if it is too small or too large for vectors."""
     get, put, factor = memory.read(element), memory.write(element), memory.load(types.float32)
     size = BY_NAME[element].bytes(1)
 
-    def turn(source, target, before, after):
+    def rotate_block(source, target, before, after):
         for i in range(block):
             total = types.float32(0)
             for j in range(block):
@@ -45,7 +45,7 @@ def plain_turn(element, block):
                 total += -x if odd else x
             put(target + i * size, total * factor(after + 4 * i))
 
-    return helper(turn)
+    return helper(rotate_block)
 
 
 def turned(x, rotation, what, value=False):

@@ -1,6 +1,6 @@
 """Copy rows between packed tensors and a cache: the loops over tokens, heads and elements, for every format.
 
-`rows(...)` is the machine code that `walk` calls for each run of neighbouring rows. It is made from a
+`rows(...)` is the machine code that `copy_tokens` calls for each run of neighbouring rows. It is made from a
 row function, which moves one head of one token: the panel form where the group size allows vectors, the
 plain form otherwise and for what is left at the end of a row. Both forms give the same bits.
 """
@@ -25,11 +25,11 @@ STORE, LOAD, READ = "store", "load", "read"
 
 
 # Byte addresses and strides of packed rows, of rows in the cache, and of their scales.
-SIDE = Record(
+COPY_SIDE = Record(
     "packed packed_sequence packed_token packed_head",
     "cache cache_sequence cache_row cache_head scale scale_sequence scale_row scale_head",
 )
-side_at = memory.record(SIDE)
+copy_side_at = memory.record(COPY_SIDE)
 
 
 @memory.machine_code
@@ -44,12 +44,12 @@ def call_rows(
 def rows(direction, packed, cache, scale=None, group=0, groups=0, stream=False, plain=False):
     """Compile the transfer of rows between format names `packed` and `cache`.
 
-    With quantization `scale` names the format of the cells, `group` is how many elements share one and
+    With quantization `scale` is the format of scales, `group` is how many elements share one and
     `groups` how many groups a panel takes (see `panels.groups_in_panel`; it matters to stores only).
-    `stream` uses non-temporal stores; `plain` uses scalar code only (tests). The result's
-    `address` is what `walk` calls. READ is LOAD but for codes, whose products with scales it does not round
-    to the type of the scales: so attention reads them. Floats of 8 bits are products in float32 in both; a
-    group of 0 is a row with one scale, which a store has from its caller (of int8 too).
+    `stream` uses non-temporal stores; `plain` uses scalar code only (tests). `copy_tokens` calls the result's
+    `address`. READ, which attention uses, differs from LOAD for codes only: it does not round code * scale to
+    the type of the scales. 8-bit floats are multiplied in float32 in both. A group of 0 means one scale for a
+    row, which the caller of a store gives, also for int8.
     """
     stored = BY_NAME[cache]
     if stored.block:
@@ -113,18 +113,18 @@ def moved_row(direction, packed, cache, stream, plain):
 
 def dequantized_row(packed, cache, scale, group, product, stream, plain):
     """Return a row function that writes code * scale, rounded to the format `product`, then to `packed`."""
-    get_cell, put = memory.read(scale), memory.write(packed)
+    get_scale, put = memory.read(scale), memory.write(packed)
     code_bits, minifloat = BY_NAME[cache].bits, BY_NAME[cache].minifloat
     get_code = memory.read(cache) if minifloat else memory.load(types.int8)
-    packed_bytes, cell_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
+    packed_bytes, scale_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
     vector = panels.lanes_divide(group) and not plain
     panel: Any = panels.dequantize(cache, scale, group, product, packed, stream) if vector else None
 
-    def one(packed_address, cache, cell, i):
+    def one(packed_address, cache, scale_at, i):
         byte = get_code(cache + i * code_bits // 8)
         if code_bits == 4:
             byte = numeric.high_nibble(byte) if i % 2 else numeric.low_nibble(byte)
-        put(packed_address + i * packed_bytes, numeric.dequantize(packed, product, byte, cell))
+        put(packed_address + i * packed_bytes, numeric.dequantize(packed, product, byte, scale_at))
 
     one = helper(one)
 
@@ -133,18 +133,20 @@ def dequantized_row(packed, cache, scale, group, product, stream, plain):
         if vector:
             whole = dim // LANES * LANES
             for i in range(0, whole, LANES):
-                panel(cache + i * code_bits // 8, scale + i // shared * cell_bytes, packed + i * packed_bytes)
+                panel(
+                    cache + i * code_bits // 8, scale + i // shared * scale_bytes, packed + i * packed_bytes
+                )
         for i in range(whole, dim):
-            one(packed, cache, get_cell(scale + i // shared * cell_bytes), i)
+            one(packed, cache, get_scale(scale + i // shared * scale_bytes), i)
 
     return row
 
 
 def quantized_row(packed, cache, scale, group):
     """Return a row function that writes one scale for each group, and each element's code."""
-    get, put_cell, put_code = memory.read(packed), memory.write(scale), memory.store(types.int8)
+    get, put_scale, put_code = memory.read(packed), memory.write(scale), memory.store(types.int8)
     code_bits, (_, qmax) = BY_NAME[cache].bits, BY_NAME[cache].limits
-    packed_bytes, cell_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
+    packed_bytes, scale_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
 
     def row(packed_address, cache, scale, dim):
         for first in range(0, dim, group):
@@ -153,7 +155,7 @@ def quantized_row(packed, cache, scale, group):
             for i in range(1, group):
                 largest = max(largest, abs(get(source + i * packed_bytes)))
             step = numeric.group_scale(packed, largest, qmax)
-            put_cell(scale + first // group * cell_bytes, step)
+            put_scale(scale + first // group * scale_bytes, step)
             if code_bits == 8:
                 for i in range(group):
                     put_code(target + i, numeric.quantize(packed, get(source + i * packed_bytes), step, qmax))
@@ -187,7 +189,7 @@ def panel_codes(packed, cache, scale, group, groups, room):
     """Return a helper that writes the codes and scales of some panels, head by head."""
     quantize, step = panels.quantize(packed, cache, scale, group, groups), groups * group
     packed_step, code_step = BY_NAME[packed].bytes(step), BY_NAME[cache].bytes(step)
-    cell_step = groups * BY_NAME[scale].bytes(1)
+    scale_step = groups * BY_NAME[scale].bytes(1)
 
     def write_codes(
         packed, packed_token, packed_head, cache, cache_token, cache_head,
@@ -197,15 +199,15 @@ def panel_codes(packed, cache, scale, group, groups, room):
             for token in range(tokens):
                 source = packed + token * packed_token + head * packed_head
                 target = cache + token * cache_token + head * cache_head
-                cell = scale + token * scale_token + head * scale_head
+                scale_at = scale + token * scale_token + head * scale_head
                 first = (token * heads + head) * across
                 for panel in range(first, first + across):
                     divisor = divisors + 4 * groups * panel
-                    new = divisors + 2 * room + cell_step * panel
-                    quantize(source, divisor, divisor + room, new, target, cell)
+                    new = divisors + 2 * room + scale_step * panel
+                    quantize(source, divisor, divisor + room, new, target, scale_at)
                     source += packed_step
                     target += code_step
-                    cell += cell_step
+                    scale_at += scale_step
 
     return helper(write_codes)
 
@@ -221,8 +223,8 @@ def quantized_panels(packed, cache, scale, group, groups):
     rest = helper(quantized_row(packed, cache, scale, group))
     step = groups * group
     packed_step, code_step = BY_NAME[packed].bytes(step), BY_NAME[cache].bytes(step)
-    largest_bytes, cell_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
-    cell_step = groups * cell_bytes
+    largest_bytes, scale_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
+    scale_step = groups * scale_bytes
     room = 4 * (MANY * groups + LANES)  # for a number of each group
     scratch = memory.scratch(4 * room)
     find_maxima = panel_maxima(packed, group, groups)
@@ -248,12 +250,12 @@ def quantized_panels(packed, cache, scale, group, groups):
                     find_maxima(source, packed_token, packed_head, *size, largest)
                     for i in range(0, size[0] * size[1] * size[2] * groups, LANES):
                         scales(largest + i * largest_bytes, divisors + 4 * i, divisors + room + 4 * i,
-                               divisors + 2 * room + i * cell_bytes)  # fmt: skip
+                               divisors + 2 * room + i * scale_bytes)  # fmt: skip
                     write_codes(
                         source, packed_token, packed_head,
                         cache=cache + token * cache_token + head * cache_head + panel * code_step,
                         cache_token=cache_token, cache_head=cache_head,
-                        scale=scale + token * scale_token + head * scale_head + panel * cell_step,
+                        scale=scale + token * scale_token + head * scale_head + panel * scale_step,
                         scale_token=scale_token, scale_head=scale_head,
                         tokens=size[0], heads=size[1], across=size[2], divisors=divisors,
                     )  # fmt: skip
@@ -266,7 +268,7 @@ def quantized_panels(packed, cache, scale, group, groups):
                     rest(
                         packed + token * packed_token + head * packed_head + in_row * packed_step,
                         cache + token * cache_token + head * cache_head + in_row * code_step,
-                        scale + token * scale_token + head * scale_head + in_row * cell_step,
+                        scale + token * scale_token + head * scale_head + in_row * scale_step,
                         dim - in_row * step,
                     )
 

@@ -18,10 +18,10 @@ from kvkit.formulas.index import share
 from kvkit.runtime.jit import callback, helper
 
 COPY_BYTES, MEMCPY_BYTES = 256, 4096  # bytes
-TASK = Record("workers runs count chunks chunk_count source_step target_step width by_chunk")
+PARAMS = Record("workers runs count chunks chunk_count source_step target_step width by_chunk")
 RUN, CHUNK = 8 * 3, 8 * 2  # bytes
 
-get, record = memory.load(types.int64), memory.record(TASK)
+get, record = memory.load(types.int64), memory.record(PARAMS)
 
 
 @intrinsic
@@ -105,41 +105,43 @@ def copy_chunks(source, target, chunks, end, width):
             copy_bytes(source + get(chunk), target + get(chunk + 8), width)
 
 
-def move(worker, task_at):
+def copy_runs(worker, params_at):
     """Move this worker's runs.
 
     A run is [source address, target address, tokens]; a chunk is [source offset, target offset] in a token.
     The outer loop runs over chunks or over tokens, whichever writes the target in order.
     """
-    task = record(task_at)
-    source_step, target_step, width = task.source_step, task.target_step, task.width
-    end = task.chunks + CHUNK * task.chunk_count
-    for i in range(share(task.count, worker, task.workers), share(task.count, worker + 1, task.workers)):
-        run = task.runs + RUN * i
+    params = record(params_at)
+    source_step, target_step, width = params.source_step, params.target_step, params.width
+    end = params.chunks + CHUNK * params.chunk_count
+    for i in range(
+        share(params.count, worker, params.workers), share(params.count, worker + 1, params.workers)
+    ):
+        run = params.runs + RUN * i
         source, target, count = get(run), get(run + 8), get(run + 16)
-        if task.by_chunk:
-            for chunk in range(task.chunks, end, CHUNK):
+        if params.by_chunk:
+            for chunk in range(params.chunks, end, CHUNK):
                 copy_strided(
                     source + get(chunk), source_step, target + get(chunk + 8), target_step, count, width
                 )  # fmt: skip
         else:
             for t in range(count):
-                copy_chunks(source + t * source_step, target + t * target_step, task.chunks, end, width)
+                copy_chunks(source + t * source_step, target + t * target_step, params.chunks, end, width)
 
 
 @functools.cache
 def runs_code():
-    return callback(move, WORKER)
+    return callback(copy_runs, WORKER)
 
 
 def prepare_runs(runs, chunks, steps, width, by_chunk, alive):
     """Prepare a launch that moves runs; `alive` are the arrays that the addresses point into."""
     moved = int(runs[:, 2].sum()) * len(chunks) * width
     workers = threads() if moved >= SMALL_BYTES else 1
-    task = TASK.filled({
+    params = PARAMS.filled({
         "workers": workers, "runs": runs, "count": len(runs),
         "chunks": chunks, "chunk_count": len(chunks),
         "source_step": steps[0], "target_step": steps[1], "width": width, "by_chunk": by_chunk,
     })  # fmt: skip
-    run = functools.partial(run_workers, runs_code(), workers, address(task))
-    return Launch(runs, {}, run, alive=(*alive, task, chunks))
+    run = functools.partial(run_workers, runs_code(), workers, address(params))
+    return Launch(runs, {}, run, alive=(*alive, params, chunks))

@@ -1,7 +1,7 @@
 """Store tokens in a cache or gather them from it: one loop over tokens, for every layout, mode and format.
 
-`store` and `load` differ only in the machine code that `walk` calls for a run of neighbouring rows, and in
-which tokens of a sequence they copy.
+`store` and `load` differ only in the machine code that `copy_tokens` calls for a run of neighbouring rows,
+and in the tokens of a sequence that they copy.
 """
 
 import functools
@@ -11,7 +11,7 @@ from numba import types
 
 from kvkit.checks.values import packed_strides
 from kvkit.cpu import memory
-from kvkit.cpu.copy.rows import LOAD, SIDE, STORE, call_rows, rows, side_at
+from kvkit.cpu.copy.rows import COPY_SIDE, LOAD, STORE, call_rows, copy_side_at, rows
 from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.cpu.simd import panels
 from kvkit.formats.elements import BY_NAME
@@ -20,60 +20,60 @@ from kvkit.runtime.jit import callback
 
 BLOCKS = {LOAD: 1, STORE: 8}  # tokens; a store needs several rows to find scales ahead of codes
 SMALL_BYTES = 128 * 1024  # below it one thread is done before a second one is awake
-SIDE_BYTES = SIDE.dtype.itemsize
+SIDE_BYTES = COPY_SIDE.dtype.itemsize
 STREAM_BYTES = 64 * 2**20  # larger outputs do not stay in any cache, so they need not pass through one
 
-TASK = Record(
+PARAMS = Record(
     "rows_code chunks items workers block heads repeat dim",
     "sides starts first batch table table_row page_size",
 )
 
 get = memory.load(types.int64)
-record, integers = memory.record(TASK), memory.integers
+record, integers = memory.record(PARAMS), memory.integers
 
 
-def walk(worker, task_at):
+def copy_tokens(worker, params_at):
     """Copy the packed tokens of each sequence, whose positions begin at `first`, to or from their cache rows.
 
     With `block` 0, keys and values are separate work items. If they are neighbours in the cache, one item
     copies both, alternating every `block` tokens. `sides` are the addresses and strides of both.
     """
-    task = record(task_at)
-    starts, first = integers(task.starts), integers(task.first)
-    total, block = starts[task.batch], task.block
+    params = record(params_at)
+    starts, first = integers(params.starts), integers(params.first)
+    total, block = starts[params.batch], params.block
     item = worker
-    while item < task.items:
-        side = item // task.chunks
-        chunk = item - side * task.chunks
-        token, end = share(total, chunk, task.chunks), share(total, chunk + 1, task.chunks)
-        sequence = sequence_among(starts, task.batch, token)
+    while item < params.items:
+        side = item // params.chunks
+        chunk = item - side * params.chunks
+        token, end = share(total, chunk, params.chunks), share(total, chunk + 1, params.chunks)
+        sequence = sequence_among(starts, params.batch, token)
         while token < end:
             while token >= starts[sequence + 1]:
                 sequence += 1
             position = first[sequence] + token - starts[sequence]
-            page = get(task.table + sequence * task.table_row + 8 * page_of(position, task.page_size))
-            row = row_of(page, position, task.page_size)
-            run = min(min(end, starts[sequence + 1]) - token, rest_of_page(position, task.page_size))
+            page = get(params.table + sequence * params.table_row + 8 * page_of(position, params.page_size))
+            row = row_of(page, position, params.page_size)
+            run = min(min(end, starts[sequence + 1]) - token, rest_of_page(position, params.page_size))
             run = min(run, block) if block else run
             for kv in range(side, 2 if block else side + 1):
-                place = side_at(task.sides + SIDE_BYTES * kv)
+                place = copy_side_at(params.sides + SIDE_BYTES * kv)
                 call_rows(
-                    task.rows_code,
+                    params.rows_code,
                     packed=place.packed + sequence * place.packed_sequence + token * place.packed_token,
                     packed_token=place.packed_token, packed_head=place.packed_head,
                     cache=place.cache + sequence * place.cache_sequence + row * place.cache_row,
                     cache_token=place.cache_row, cache_head=place.cache_head,
                     scale=place.scale + sequence * place.scale_sequence + row * place.scale_row,
                     scale_token=place.scale_row, scale_head=place.scale_head,
-                    tokens=run, heads=task.heads, repeat=task.repeat, dim=task.dim,
+                    tokens=run, heads=params.heads, repeat=params.repeat, dim=params.dim,
                 )  # fmt: skip
             token += run
-        item += task.workers
+        item += params.workers
 
 
 @functools.cache
 def transfer_code():
-    return callback(walk, WORKER)
+    return callback(copy_tokens, WORKER)
 
 
 @functools.cache
@@ -83,14 +83,14 @@ def owners_of(direction, scaled):
     names = ("current_key", "current_value") if direction == STORE else ("key", "value")
     for kv, name in enumerate(names):
         fields = {"packed": name, "cache": "cache"} | ({"scale": "scale"} if scaled else {})
-        owners |= {kv * len(SIDE.names) + SIDE.at[field]: owner for field, owner in fields.items()}
+        owners |= {kv * len(COPY_SIDE.names) + COPY_SIDE.at[field]: owner for field, owner in fields.items()}
     return owners
 
 
 def numbers_of_side(array, side):
-    """Return the numbers of a `SIDE`: a packed array, and keys or values in a cache."""
+    """Return the numbers of a `COPY_SIDE`: a packed array, and keys or values in a cache."""
     sequence, token, head = packed_strides(array)
-    return SIDE.in_order({
+    return COPY_SIDE.in_order({
         "packed": array, "packed_sequence": sequence, "packed_token": token, "packed_head": head,
         "cache": side.address, "cache_sequence": side.sequence,
         "cache_row": side.row, "cache_head": side.head,
@@ -128,18 +128,18 @@ def prepare_transfer(direction, key, value, cache, starts, first, steps, repeat)
     chunks = threads() if moved >= SMALL_BYTES else 1
     items = chunks if block else 2 * chunks
     workers = items if chunks > 1 else 1
-    task = TASK.filled({
+    params = PARAMS.filled({
         "rows_code": rows_code, "chunks": chunks, "items": items, "workers": workers, "block": block,
         "heads": heads, "repeat": repeat, "dim": dim, "sides": sides,
         "starts": starts, "first": first, "batch": len(first),
         "table": steps.table, "table_row": steps.table.strides[0], "page_size": steps.page_size,
     })  # fmt: skip
-    run = functools.partial(run_workers, transfer_code(), workers, address(task))
+    run = functools.partial(run_workers, transfer_code(), workers, address(params))
     return Launch(
         sides.reshape(-1),
         owners_of(direction, bool(cache.cell)),
         run,
-        alive=(task, starts, first, steps.table),
+        alive=(params, starts, first, steps.table),
     )
 
 

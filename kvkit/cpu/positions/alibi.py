@@ -20,9 +20,9 @@ F64 = ir.DoubleType()
 ZERO, MINUS_INF = np.float32(0), np.float32(-np.inf)
 INT = types.int64
 ROW_SIGNATURE = types.void(*[INT] * 9)
-TASK = Record("row_code workers starts kvstarts sequences batches heads columns padding places")
+PARAMS = Record("row_code workers starts kvstarts sequences batches heads columns padding places")
 
-record, integers = memory.record(TASK), memory.integers
+record, integers = memory.record(PARAMS), memory.integers
 put_slope = memory.store(types.float32)
 
 
@@ -122,30 +122,30 @@ def row_of_mask(element, mask=None, plain=False):
     return callback(row_of_mask, ROW_SIGNATURE, (element, mask, plain))
 
 
-def walk(worker, task_at):
+def write_rows(worker, params_at):
     """Write this worker's rows; `places` has address and strides (batch, head, row) of target and mask."""
-    task = record(task_at)
-    starts, kvstarts, places = integers(task.starts), integers(task.kvstarts), integers(task.places)
-    rows, total = starts[task.sequences], kvstarts[task.sequences]
-    items = task.batches * task.heads * rows
-    for item in range(share(items, worker, task.workers), share(items, worker + 1, task.workers)):
+    params = record(params_at)
+    starts, kvstarts, places = integers(params.starts), integers(params.kvstarts), integers(params.places)
+    rows, total = starts[params.sequences], kvstarts[params.sequences]
+    items = params.batches * params.heads * rows
+    for item in range(share(items, worker, params.workers), share(items, worker + 1, params.workers)):
         head, row = item // rows, item % rows
-        batch, head = head // task.heads, head % task.heads
-        sequence = sequence_among(starts, task.sequences, row)
+        batch, head = head // params.heads, head % params.heads
+        sequence = sequence_among(starts, params.sequences, row)
         begin, end = kvstarts[sequence], kvstarts[sequence + 1]
         call_row(
-            task.row_code,
+            params.row_code,
             target=places[0] + batch * places[1] + head * places[2] + row * places[3],
             mask=places[4] + batch * places[5] + head * places[6] + row * places[7],
             begin=begin, end=end, diagonal=end - starts[sequence + 1] + row, total=total,
-            slope=np.int64(numeric.bits_of(numeric.alibi_slope(head, task.heads))),
-            columns=task.columns, padding=task.padding,
+            slope=np.int64(numeric.bits_of(numeric.alibi_slope(head, params.heads))),
+            columns=params.columns, padding=params.padding,
         )  # fmt: skip
 
 
 @functools.cache
 def alibi_code():
-    return callback(walk, WORKER)
+    return callback(write_rows, WORKER)
 
 
 def prepare_alibi(target, element, starts, kvstarts, mask, mask_element, padding):
@@ -157,11 +157,11 @@ def prepare_alibi(target, element, starts, kvstarts, mask, mask_element, padding
     batches, heads, _, columns = target.shape
     workers = threads() if target.nbytes >= SMALL_BYTES else 1
     places = np.array([(address(target), *target.strides[:3]), mask], np.int64)
-    task = TASK.filled({
+    params = PARAMS.filled({
         "row_code": row_of_mask(element, mask_element).address, "workers": workers,
         "starts": starts, "kvstarts": kvstarts, "sequences": len(starts) - 1,
         "batches": batches, "heads": heads, "columns": columns,
         "padding": int(np.float32(padding).view(np.uint32)), "places": places,
     })  # fmt: skip
-    run = functools.partial(run_workers, alibi_code(), workers, address(task))
-    return Launch(places.reshape(-1), {}, run, alive=(target, task, starts, kvstarts))
+    run = functools.partial(run_workers, alibi_code(), workers, address(params))
+    return Launch(places.reshape(-1), {}, run, alive=(target, params, starts, kvstarts))

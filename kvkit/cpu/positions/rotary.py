@@ -1,7 +1,7 @@
 """Rotary position embedding.
 
 A worker computes a token's angles once and applies them to every head of its query and key. A pair is two
-neighbouring elements, or element i and i + turned / 2. For neighbours
+neighbouring elements, or element i and i + rotary_dim / 2. For neighbours
 
     y = x * cos + swap(x) * sin,  cos = (c0, c0, c1, c1, ..),  sin = (-s0, s0, -s1, s1, ..)
 
@@ -30,15 +30,15 @@ INT, FLOAT = types.int64, types.float64
 HEADS_SIGNATURE = types.void(*[INT] * 9)
 FREQUENCIES_SIGNATURE = types.void(FLOAT, INT, INDEX, INT, INT, FLOAT, INT)
 PARAMS = Record(
-    "heads_code workers starts first batch sides dim turned halves",
-    "table table_bytes numbers longest scratch scratch_bytes",
+    "heads_code workers starts first batch sides dim rotary_dim halves",
+    "table table_bytes scaling longest scratch scratch_bytes",
 )
 SIDE_BYTES = 8 * 10
 OWNERS = {
     0: "query",
-    4: "turned query",
+    4: "rotated query",
     10: "key",
-    14: "turned key",
+    14: "rotated key",
 }  # index of an address in `sides` -> the array it belongs to
 
 rotated = numeric.rotation(numeric.product)
@@ -48,7 +48,7 @@ record, integers = memory.record(PARAMS), memory.integers
 
 
 @memory.machine_code
-def call_heads(code, source, source_head, target, target_head, heads, dim, turned, cosines, sines):
+def call_heads(code, source, source_head, target, target_head, heads, dim, rotary_dim, cosines, sines):
     """Call the machine code of `heads_of` or `halves_of`."""
 
 
@@ -75,22 +75,28 @@ def heads_of(element, stream=False, plain=False):
     size = BY_NAME[element].bytes(1)
     get, put = memory.read(element), memory.write(element)
     raw_get, raw_put = memory.load(memory.BITS[element]), memory.store(memory.BITS[element])
-    turn, move, table = panel(element, stream), panels.move(element, element, stream), memory.read("float32")
+    rotate, move, table = (
+        panel(element, stream),
+        panels.move(element, element, stream),
+        memory.read("float32"),
+    )
 
-    def heads_of(source, source_head, target, target_head, heads, dim, turned, cosines, sines):
-        whole = 0 if plain else turned // LANES * LANES
-        moved = turned if plain or turned % LANES else turned + (dim - turned) // LANES * LANES
+    def heads_of(source, source_head, target, target_head, heads, dim, rotary_dim, cosines, sines):
+        whole = 0 if plain else rotary_dim // LANES * LANES
+        moved = (
+            rotary_dim if plain or rotary_dim % LANES else rotary_dim + (dim - rotary_dim) // LANES * LANES
+        )
         for head in range(heads):
             x, y = source + head * source_head, target + head * target_head
             for i in range(0, whole, LANES):
-                turn(x + i * size, y + i * size, cosines + i * 4, sines + i * 4)
-            for i in range(whole, turned, 2):
+                rotate(x + i * size, y + i * size, cosines + i * 4, sines + i * 4)
+            for i in range(whole, rotary_dim, 2):
                 even, odd = get(x + i * size), get(x + (i + 1) * size)
                 cosine, sine = table(cosines + i * 4), table(sines + (i + 1) * 4)
                 even, odd = rotated(even, odd, cosine, sine)
                 put(y + i * size, even)
                 put(y + (i + 1) * size, odd)
-            for i in range(turned, moved, LANES):
+            for i in range(rotary_dim, moved, LANES):
                 move(x + i * size, y + i * size)
             for i in range(moved, dim):
                 raw_put(y + i * size, raw_get(x + i * size))
@@ -99,7 +105,7 @@ def heads_of(element, stream=False, plain=False):
 
 
 @functools.cache
-def panels_of_halves(element, stream):
+def halves_panel(element, stream):
     """Return a function that rotates 16 elements with the 16 elements that follow `half` bytes later."""
 
     @micro_kernel(5)
@@ -114,20 +120,20 @@ def panels_of_halves(element, stream):
 
 @functools.cache
 def halves_of(element, stream=False, plain=False):
-    """Compile the rotation of all heads of one token, in pairs of elements i and i + turned / 2."""
+    """Compile the rotation of all heads of one token, in pairs of elements i and i + rotary_dim / 2."""
     size = BY_NAME[element].bytes(1)
     get, put = memory.read(element), memory.write(element)
     raw_get, raw_put = memory.load(memory.BITS[element]), memory.store(memory.BITS[element])
-    turn, table = panels_of_halves(element, stream), memory.read("float32")
+    rotate, table = halves_panel(element, stream), memory.read("float32")
 
-    def halves_of(source, source_head, target, target_head, heads, dim, turned, cosines, sines):
-        half = turned // 2
+    def halves_of(source, source_head, target, target_head, heads, dim, rotary_dim, cosines, sines):
+        half = rotary_dim // 2
         whole = 0 if plain else half // LANES * LANES
         behind, positive = half * size, sines + half * 4
         for head in range(heads):
             x, y = source + head * source_head, target + head * target_head
             for i in range(0, whole, LANES):
-                turn(x + i * size, y + i * size, behind, cosines + i * 4, positive + i * 4)
+                rotate(x + i * size, y + i * size, behind, cosines + i * 4, positive + i * 4)
             for i in range(whole, half):
                 at, to = x + i * size, y + i * size
                 one, other = rotated(
@@ -135,7 +141,7 @@ def halves_of(element, stream=False, plain=False):
                 )
                 put(to, one)
                 put(to + behind, other)
-            for i in range(turned, dim):
+            for i in range(rotary_dim, dim):
                 raw_put(y + i * size, raw_get(x + i * size))
 
     return callback(halves_of, HEADS_SIGNATURE, (element, stream, plain))
@@ -148,10 +154,10 @@ def fill(frequencies, pairs, base):
         put_float(frequencies + 4 * pair, numeric.rotary_frequency(base, pair, 2 * pairs))
 
 
-def fill_all(theta, turned, stops, count, longest, factor, table):
+def fill_all(theta, rotary_dim, stops, count, longest, factor, table):
     for row in range(count):
-        base = numeric.rotary_theta(theta, turned, stops[row], longest, factor)
-        fill(table + 2 * turned * row, turned // 2, base)
+        base = numeric.rotary_theta(theta, rotary_dim, stops[row], longest, factor)
+        fill(table + 2 * rotary_dim * row, rotary_dim // 2, base)
 
 
 @functools.cache
@@ -159,17 +165,17 @@ def frequencies_code():
     return callback(fill_all, FREQUENCIES_SIGNATURE)
 
 
-def frequencies(theta, turned, stops, longest, factor):
+def frequencies(theta, rotary_dim, stops, longest, factor):
     """Return the frequencies [stops, pairs] of sequences that end at `stops`."""
-    table = np.empty((len(stops), turned // 2), np.float32)
+    table = np.empty((len(stops), rotary_dim // 2), np.float32)
     frequencies_code().ctypes(
-        theta, turned, address(stops), len(stops), longest, factor, address(table)
+        theta, rotary_dim, address(stops), len(stops), longest, factor, address(table)
     )  # fmt: skip
     return table
 
 
 @helper
-def turns(position, divisor, frequencies, pairs, halves, cosines, sines):
+def fill_angles(position, divisor, frequencies, pairs, halves, cosines, sines):
     """Write the cosines and sines of one token."""
     fastest = max(get_float(frequencies), get_float(frequencies + 4 * (pairs - 1)))
     if abs(numeric.rotary_angle(position, divisor, fastest)) < numeric.TURNS:
@@ -199,23 +205,23 @@ def rotate_tokens(worker, params_at):
     """Rotate the packed tokens. Sequence b begins at position `first[b]`.
 
     `sides` [query|key, 10] holds address and byte strides (sequence, token, head) of the source and of the
-    target, the number of heads, and the number of rotated elements of a head: `turned`, or 0. `table` is the
-    address of the caller's cosines [positions, pairs]; sines follow at + `table_bytes`. If it is 0, both are
-    computed. `numbers` are theta, the divisor of positions, and the factor that scales the base for contexts
-    longer than `longest` (dynamic NTK).
+    target, the number of heads, and the number of rotated elements of a head: `rotary_dim`, or 0. `table` is
+    the address of the caller's cosines [positions, pairs]; sines follow at + `table_bytes`. If it is 0, both
+    are computed. `scaling` has theta, the divisor of positions, and the factor that scales the base for
+    contexts longer than `longest` (dynamic NTK).
     """
     params = record(params_at)
-    starts, first, turned, pairs = (
+    starts, first, rotary_dim, pairs = (
         integers(params.starts),
         integers(params.first),
-        params.turned,
-        params.turned // 2,
+        params.rotary_dim,
+        params.rotary_dim // 2,
     )
-    theta, divisor = get_double(params.numbers), get_double(params.numbers + 8)
-    factor, total = get_double(params.numbers + 16), starts[params.batch]
+    theta, divisor = get_double(params.scaling), get_double(params.scaling + 8)
+    factor, total = get_double(params.scaling + 16), starts[params.batch]
     begin, end = share(total, worker, params.workers), share(total, worker + 1, params.workers)
     cosines = params.scratch + worker * params.scratch_bytes
-    sines, frequencies = cosines + 4 * turned, cosines + 8 * turned
+    sines, frequencies = cosines + 4 * rotary_dim, cosines + 8 * rotary_dim
     sequence, base = sequence_among(starts, params.batch, begin), -1.0
     for token in range(begin, end):
         while starts[sequence + 1] <= token:
@@ -228,11 +234,11 @@ def rotate_tokens(worker, params_at):
                 put_pair(i, pairs, params.halves, cosine, sine, cosines, sines)
         else:
             stop = first[sequence] + starts[sequence + 1] - starts[sequence]
-            stretched = numeric.rotary_theta(theta, turned, stop, params.longest, factor)
+            stretched = numeric.rotary_theta(theta, rotary_dim, stop, params.longest, factor)
             if stretched != base:
                 base = stretched
                 fill(frequencies, pairs, base)
-            turns(position, divisor, frequencies, pairs, params.halves, cosines, sines)
+            fill_angles(position, divisor, frequencies, pairs, params.halves, cosines, sines)
         for side in range(2):
             at = params.sides + SIDE_BYTES * side
             call_heads(
@@ -241,7 +247,7 @@ def rotate_tokens(worker, params_at):
                 source_head=get(at + 24),
                 target=get(at + 32) + sequence * get(at + 40) + token * get(at + 48),
                 target_head=get(at + 56),
-                heads=get(at + 64), dim=params.dim, turned=get(at + 72), cosines=cosines, sines=sines,
+                heads=get(at + 64), dim=params.dim, rotary_dim=get(at + 72), cosines=cosines, sines=sines,
             )  # fmt: skip
 
 
@@ -250,32 +256,36 @@ def rotary_code():
     return callback(rotate_tokens, WORKER)
 
 
-def prepare_rotary(element, moves, starts, first, turned, bypass_key, halves, tables, scaling):
+def prepare_rotary(element, moves, starts, first, rotary_dim, bypass_key, halves, tables, scaling):
     """Prepare the rotation of checked arrays. `moves` is [(query, output), (key, output)].
 
-    `halves` says that pairs are elements i and i + turned / 2, else neighbours. `tables` are float32
+    `halves` says that pairs are elements i and i + rotary_dim / 2, else neighbours. `tables` are float32
     [cosines | sines, positions, pairs], or None. `scaling` is (theta, divisor of positions, longest, factor
     of the base for longer contexts).
     """
     sides, moved = [], 0
-    for (source, target), turning in zip(moves, (turned, 0 if bypass_key else turned), strict=True):
+    for (source, target), dims in zip(moves, (rotary_dim, 0 if bypass_key else rotary_dim), strict=True):
         place = address(target)
         where = address(source), *packed_strides(source), place, *packed_strides(target)
-        heads = source.shape[-2] if turning or where[0] != place else 0  # nothing to do in place
-        sides.append((*where, heads, turning))
+        heads = source.shape[-2] if dims or where[0] != place else 0  # nothing to do in place
+        sides.append((*where, heads, dims))
         moved += target.nbytes
     stream = moved >= STREAM_BYTES and all(aligned(target) for _, target in moves)
-    stream = stream and not (halves and turned // 2 * moves[0][0].itemsize % 16)
+    stream = stream and not (halves and rotary_dim // 2 * moves[0][0].itemsize % 16)
     workers = threads() if moved >= SMALL_BYTES else 1
     theta, divisor, longest, factor = scaling
-    places, numbers, scratch_bytes = np.array(sides, np.int64), doubles(theta, divisor, factor), 64 * turned
+    places, numbers, scratch_bytes = (
+        np.array(sides, np.int64),
+        doubles(theta, divisor, factor),
+        64 * rotary_dim,
+    )
     params = PARAMS.filled({
         "heads_code": (halves_of if halves else heads_of)(element, stream).address, "workers": workers,
         "starts": starts, "first": first, "batch": len(first),
-        "sides": places, "dim": moves[0][0].shape[-1], "turned": turned, "halves": halves,
+        "sides": places, "dim": moves[0][0].shape[-1], "rotary_dim": rotary_dim, "halves": halves,
         "table": tables,
         "table_bytes": 0 if tables is None else tables.strides[0],
-        "numbers": numbers, "longest": longest,
+        "scaling": numbers, "longest": longest,
         "scratch": 0, "scratch_bytes": scratch_bytes,
     })  # fmt: skip
     kernel = rotary_code()

@@ -1,1 +1,1 @@
-"""SIMD micro-kernels, generated for the host by LLVM."""
+"""SIMD micro-kernels, which LLVM compiles for the host's CPU."""

@@ -1,10 +1,14 @@
-"""The micro-kernels of attention: scores of a block of tokens, their softmax, and sums of their values.
+"""The micro-kernels of attention, for a block of tokens and a tile of query rows.
 
-Scores of a block lie as [token, row] in float32, where a row is one query head of one query token and
-rows are padded to a power of two. Two pairs of products meet there:
+    S = K Q^T                    [token, row]
+    P = exp(S - m)               m, l: running maximum and sum of each row; alpha rescales earlier sums
+    O = O alpha + P V            [row, dim] or [dim, row]
+
+S and P are float32. A row is one query head of one query token; rows are padded to a power of two. There are
+two forms of both products:
 
 narrow  up to 8 rows: lanes along the head, keys and values read and widened where they lie in the cache.
-wide    32 rows: lanes along the rows, over keys and values that have been widened into scratch.
+wide    32 rows: lanes along the rows, over keys and values that were widened into the workspace.
 """
 
 import functools
@@ -20,8 +24,8 @@ from kvkit.cpu.simd.lanes import (
     RAW,
     StackSlots,
     broadcast,
+    concatenate,
     exp,
-    joined,
     loop,
     micro_kernel,
     narrow,
@@ -35,53 +39,53 @@ from kvkit.cpu.simd.lanes import (
 from kvkit.formats.elements import BY_NAME
 
 LANES = 16
-NARROW, WIDE = 8, 32  # most rows of the narrow products, rows of the wide ones
+NARROW, WIDE = 8, 32  # most rows of narrow products; rows of wide products
 LOWEST = -3.4028234663852886e38
-# Tokens, or elements, by vectors of rows: accumulators that fit the registers.
+# Tokens, or elements, whose accumulators fit the registers.
 TILE = 8 if binding.get_host_cpu_features().get("avx512f") else 2
 LINE = 64
-FEW = 16  # tokens whose values are unfolded, then weighed: both in short loops that keep all units busy
+FEW = 16  # tokens whose values are unfolded, then multiplied: two short loops overlap in the CPU
 
 
 def tile_tokens(rows):
-    """Tokens that the narrow scores take at a time."""
+    """Return how many tokens narrow scores take at a time."""
     return 8 if rows == 1 else LANES // rows
 
 
 def tile_columns(rows):
-    """Vectors of a value that the narrow sums take at a time."""
+    """Return how many vectors of a value narrow sums take at a time."""
     return min(8, LANES // rows)
 
 
-def chunk_vectors(rows, stored, cell, group):
-    """Vectors of a row that narrow products widen at a time: of codes several, if groups fit them."""
+def chunk_vectors(rows, stored, scale_format, group):
+    """Return how many vectors of a row narrow products widen at a time: several of codes, if groups fit."""
     element = BY_NAME[stored]
     if element.block:
         return min(4, tile_columns(rows))
-    if not (cell or element.minifloat):  # a line: whose parts are read together
+    if not (scale_format or element.minifloat):  # a cache line
         return LINE * 8 // element.bits // LANES
     most = min(4, tile_columns(rows))
     return next(n for n in (most, 2, 1) if not group or n * LANES % group == 0 or group % (n * LANES) == 0)
 
 
 def fewest_vectors(stored):
-    """Return the vectors that are widened at a time at the end of a row: those of a block."""
+    """Return how many vectors are widened at a time at the end of a row: those of a block, or one."""
     block = BY_NAME[stored].block
     return block.elements // LANES if block else 1
 
 
-def chunk_order(stored, cell, vectors):
-    """Which elements of a chunk its lanes hold.
+def chunk_order(stored, scale_format, vectors):
+    """Return the element of a chunk that each lane holds.
 
-    Words of 32 bits, or 16 of floats of 8, fill the lanes, and every code is moved to the top of its word:
-    no lane moves.
+    Lanes load whole words, of 32 bits, or of 16 bits for 8-bit floats, and shift their code out of the word,
+    so that no lane moves.
     """
     element = BY_NAME[stored]
-    if (vectors == 1 and element.minifloat) or not (cell or element.minifloat or element.block):
+    if (vectors == 1 and element.minifloat) or not (scale_format or element.minifloat or element.block):
         return list(range(LANES * vectors))
     codes = (16 if element.minifloat else 32) // element.bits
     words = LANES * vectors // codes
-    if element.block and element.block.halves:  # a byte has codes that are half a block apart
+    if element.block and element.block.halves:  # a byte has two codes, half a block apart
         half, of_block = element.block.elements // 2, element.block.elements // codes
         return [
             word // of_block * 2 * half + word % of_block * codes // 2 + code // 2 + code % 2 * half
@@ -91,18 +95,18 @@ def chunk_order(stored, cell, vectors):
     return [word * codes + code for code in range(codes) for word in range(words)]
 
 
-def row_scale(stored, cell, group):
+def row_scale(stored, scale_format, group):
     """Return the factors of a row's products: the format of its one scale, and a constant."""
     minifloat = BY_NAME[stored].minifloat
-    return (cell if minifloat and not group else None), (256.0 if stored == "e4m3" else 1.0)
+    return (scale_format if minifloat and not group else None), (256.0 if stored == "e4m3" else 1.0)
 
 
-def chunk_reader(stored, cell, group, rounds, like=None):
-    """A function (builder, row address, cell address, i, vectors, dim) -> elements of a row from i on.
+def chunk_reader(stored, scale_format, group, rounds, like=None):
+    """Return a function (builder, row address, scale address, i, vectors, dim) that reads a chunk from i on.
 
-    It returns a function of m: vector m of the chunk as float32, in `chunk_order`; that of the codes `like`
-    (stored, cell, group), if floats are read beside them. A dequantized element is rounded to the formats
-    `rounds` in turn, as a load does. Unsigned codes have minima behind the scales of a row.
+    Its result is a function of m: vector m of the chunk as float32, in `chunk_order`, or in the order of the
+    codes `like` (stored, scale format, group) for floats that are read beside codes. Dequantized elements are
+    rounded to the formats `rounds` in turn, as a load does. Minima of unsigned codes follow a row's scales.
     """
     element = BY_NAME[stored]
     bits, symmetric, block = element.bits, element.symmetric, element.block
@@ -112,18 +116,18 @@ def chunk_reader(stored, cell, group, rounds, like=None):
             return b.add(row, b.mul(b.udiv(i, I64(block.elements)), I64(block.bytes)))
         return b.add(row, b.lshr(b.mul(i, I64(bits)), I64(3)))
 
-    def minifloats(b, row, cells, i, vectors, dim):
-        """Less the constant of `row_scale`, and its scale."""
-        size, scales, order = LANES * vectors, None, chunk_order(stored, cell, vectors)
+    def minifloats(b, row, scale_base, i, vectors, dim):
+        """Read 8-bit floats; factors of `row_scale` are left out."""
+        size, scales, order = LANES * vectors, None, chunk_order(stored, scale_format, vectors)
         if vectors == 1:
             whole = lanes.as_halves(read(b, at(b, row, i), RAW[stored], size), stored).cast("fpext", F32)
         else:
-            place, seen = lanes.room(b, 2 * size)
+            place, seen = lanes.stack_buffer(b, 2 * size)
             unfold(b, stored, at(b, row, i), vectors, place)
-        if cell and group:
+        if scale_format and group:
             count = max(1, size // group)
-            cell_at = b.add(cells, b.mul(b.udiv(i, I64(group)), I64(BY_NAME[cell].bytes(1))))
-            scales = widen(read(b, cell_at, RAW[cell], count), cell)
+            scale_at = b.add(scale_base, b.mul(b.udiv(i, I64(group)), I64(BY_NAME[scale_format].bytes(1))))
+            scales = widen(read(b, scale_at, RAW[scale_format], count), scale_format)
 
         def vector(m):
             number, of_vector = (
@@ -134,14 +138,18 @@ def chunk_reader(stored, cell, group, rounds, like=None):
 
         return vector
 
-    def blocks(b, row, cells, i, vectors, dim):
+    def blocks(b, row, scale_base, i, vectors, dim):
         size = LANES * vectors
         first, count, words = at(b, row, i), size // block.elements, block.elements * bits // 32
         starts = [b.add(first, I64(k * block.bytes)) for k in range(count)]
-        scales = widen(lanes.joined([read(b, start, RAW[block.cell], 1) for start in starts]), block.cell)
-        codes = lanes.joined([read(b, b.add(start, I64(block.codes_at)), I32, words) for start in starts])
+        scales = widen(
+            lanes.concatenate([read(b, start, RAW[block.cell], 1) for start in starts]), block.cell
+        )
+        codes = lanes.concatenate(
+            [read(b, b.add(start, I64(block.codes_at)), I32, words) for start in starts]
+        )
         words, order = codes.count, chunk_order(stored, None, vectors)
-        if block.less:  # from 0 on to codes with a sign: the highest bit of each turns
+        if block.less:  # unsigned codes to signed ones: flip the highest bit of each
             codes = codes.apply("xor", 0x88888888)
         codes = codes.pick(lane % words for lane in range(LANES))
 
@@ -153,22 +161,22 @@ def chunk_reader(stored, cell, group, rounds, like=None):
 
         return vector
 
-    def plain(b, row, cells, i, vectors, dim):
+    def plain(b, row, scale_base, i, vectors, dim):
         if like:
             whole = widen(read(b, at(b, row, i), RAW[stored], LANES * vectors), stored)
             turned = chunk_order(like[0], like[1], vectors)
             return lambda m: whole.pick(turned[m * LANES : (m + 1) * LANES])
         return lambda m: widen(read(b, at(b, row, b.add(i, I64(m * LANES))), RAW[stored], LANES), stored)
 
-    def quantized(b, row, cells, i, vectors, dim):
-        size, order = LANES * vectors, chunk_order(stored, cell, vectors)
+    def quantized(b, row, scale_base, i, vectors, dim):
+        size, order = LANES * vectors, chunk_order(stored, scale_format, vectors)
         count = max(1, size // group)
-        cell_at = b.add(cells, b.mul(b.udiv(i, I64(group)), I64(BY_NAME[cell].bytes(1))))
-        scales = widen(read(b, cell_at, RAW[cell], count), cell)
+        scale_at = b.add(scale_base, b.mul(b.udiv(i, I64(group)), I64(BY_NAME[scale_format].bytes(1))))
+        scales = widen(read(b, scale_at, RAW[scale_format], count), scale_format)
         minima = scales
         if not symmetric:
-            span = b.mul(b.udiv(dim, I64(group)), I64(BY_NAME[cell].bytes(1)))
-            minima = widen(read(b, b.add(cell_at, span), RAW[cell], count), cell)
+            span = b.mul(b.udiv(dim, I64(group)), I64(BY_NAME[scale_format].bytes(1)))
+            minima = widen(read(b, b.add(scale_at, span), RAW[scale_format], count), scale_format)
         words = size * bits // 32
         codes = read(b, at(b, row, i), I32, words).pick(lane % words for lane in range(LANES))
 
@@ -189,13 +197,13 @@ def chunk_reader(stored, cell, group, rounds, like=None):
 
     if block:
         return blocks
-    return minifloats if element.minifloat else quantized if cell else plain
+    return minifloats if element.minifloat else quantized if scale_format else plain
 
 
 def unfold(b, stored, address, vectors, place):
-    """Vectors of floats of 8 bits as halves in memory, in `chunk_order`; see `lanes.pair_halves`.
+    """Write vectors of 8-bit floats to memory as halves, in `chunk_order`; see `lanes.pair_halves`.
 
-    A half is converted from memory by one instruction, from a part of a register by two or three.
+    One instruction converts halves from memory; two or three are needed for a part of a register.
     """
     codes = read(b, address, RAW[stored], LANES * vectors)
     for i, halves in enumerate(lanes.pair_halves(codes, stored)):
@@ -203,52 +211,54 @@ def unfold(b, stored, address, vectors, place):
 
 
 def half(b, place, m):
-    """Vector m of such halves."""
+    """Read vector m of halves that `unfold` wrote, as float32."""
     return read(b, b.add(place, I64(2 * LANES * m)), F16, LANES).cast("fpext", F32)
 
 
-def order(rows, stored, cell, group, dim):
-    """The elements of a row in the order that narrow products want queries in."""
-    vectors, fewest = chunk_vectors(rows, stored, cell, group), fewest_vectors(stored)
+def query_order(rows, stored, scale_format, group, dim):
+    """Return the elements of a row in the order that narrow products need queries in."""
+    vectors, fewest = chunk_vectors(rows, stored, scale_format, group), fewest_vectors(stored)
     whole, size = dim - dim % (LANES * vectors), LANES * vectors
     chunks = [(first, vectors) for first in range(0, whole, size)]
     chunks += [(first, fewest) for first in range(whole, dim, LANES * fewest)]
-    return [first + i for first, n in chunks for i in chunk_order(stored, cell, n)]
+    return [first + i for first, n in chunks for i in chunk_order(stored, scale_format, n)]
 
 
-def number_at(b, address, i):
-    """The int64 at a place of an array."""
+def row_id_at(b, address, i):
+    """Read entry i of an array of int64."""
     return b.load(b.inttoptr(b.add(address, b.mul(i, I64(8))), I64.as_pointer()))
 
 
 @functools.cache
-def narrow_scores(rows, stored, cell, group, rounds=(), like=None, near=False):
-    """(queries, keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores).
+def narrow_scores(rows, stored, scale_format, group, rounds=(), like=None, near=False):
+    """Return f(queries, keys, key_row, scale_base, scale_row, row_ids, ahead, shift, count, dim, scores).
 
-    scores [token, row] = queries, [dim / LANES, row, LANES] in their `order`, times keys. `numbers` are the
-    rows of the cache that hold the tokens, a multiple of `tile_tokens`. `ahead` are addresses that, with
-    `shift`, are needed soon, or, if `near`, very soon, a key's length at each. They are asked for line by
-    line between the products: 32 lines in a row fill the buffers that the products' own loads wait for. Rows
-    that lie `like` others, see `chunk_reader`, are neighbours: those needed soon lie `shift` bytes behind.
+    It computes S = K Q^T [token, row]. Queries are [dim / LANES, row, LANES] in `query_order`. `row_ids` has
+    the row id of each token, a multiple of `tile_tokens`. `ahead` lists addresses of keys that, after adding
+    `shift`, are prefetched into L2, or into L1 if `near`. Prefetches are spread between products: 32 lines at
+    once would fill the buffers that the products' own loads need. With `like` (see `chunk_reader`), rows are
+    neighbours, and those `shift` bytes further on are prefetched.
     """
-    chunk = chunk_reader(stored, cell, group, rounds, like)
-    rows_like = like or (stored, cell, group)
+    chunk = chunk_reader(stored, scale_format, group, rounds, like)
+    rows_like = like or (stored, scale_format, group)
     most, fewest = chunk_vectors(rows, *rows_like), fewest_vectors(rows_like[0])
-    tokens, (own, constant) = tile_tokens(rows), row_scale(stored, cell, group)
+    tokens, (own, constant) = tile_tokens(rows), row_scale(stored, scale_format, group)
 
     @micro_kernel(11)
-    def narrow_scores(b, queries, keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores):
+    def narrow_scores(
+        b, queries, keys, key_row, scale_base, scale_row, row_ids, ahead, shift, count, dim, scores
+    ):
         size = bytes_of(b, stored, dim)
         with loop(b, count, tokens) as first:
-            at = [number_at(b, numbers, b.add(first, I64(t))) for t in range(tokens)]
+            at = [row_id_at(b, row_ids, b.add(first, I64(t))) for t in range(tokens)]
             key_at = [b.add(keys, b.mul(number, key_row)) for number in at]
-            soon = key_at if like else [number_at(b, ahead, b.add(first, I64(t))) for t in range(tokens)]
+            soon = key_at if like else [row_id_at(b, ahead, b.add(first, I64(t))) for t in range(tokens)]
             lines = BY_NAME[stored].bytes(most * LANES) // LINE  # of a chunk
-            if not lines:  # arithmetic is bound to take longer
+            if not lines:  # short rows: arithmetic takes longer than memory
                 with loop(b, size, LINE) as i:
                     for address in soon:
                         prefetch(b, b.add(b.add(shift, address), i), near)
-            cell_at = [b.add(cells, b.mul(number, cell_row)) for number in at]
+            scale_at = [b.add(scale_base, b.mul(number, scale_row)) for number in at]
             sums = StackSlots(b, zeros(b, LANES, tokens * rows))
 
             def add(i, vectors):
@@ -256,7 +266,7 @@ def narrow_scores(rows, stored, cell, group, rounds=(), like=None, near=False):
                 for line in range(lines):
                     for address in soon:
                         prefetch(b, b.add(b.add(here, address), I64(LINE * line)), near)
-                key = [chunk(b, *at, i, vectors, dim) for at in zip(key_at, cell_at, strict=True)]
+                key = [chunk(b, *at, i, vectors, dim) for at in zip(key_at, scale_at, strict=True)]
                 for m in range(vectors):
                     at = b.add(queries, b.mul(b.add(i, I64(m * LANES)), I64(4 * rows)))
                     query = [read(b, b.add(at, I64(4 * LANES * r)), F32, LANES) for r in range(rows)]
@@ -265,10 +275,10 @@ def narrow_scores(rows, stored, cell, group, rounds=(), like=None, near=False):
                         for r in range(rows):
                             sums[t * rows + r] = vector.fma(query[r], sums[t * rows + r])
 
-            along(b, dim, most, add, fewest)
+            for_chunks(b, dim, most, add, fewest)
             total = sums_of([sums[i] for i in range(tokens * rows)])
             if own:
-                scales = lanes.joined([read(b, at, RAW[own], 1) for at in cell_at])
+                scales = lanes.concatenate([read(b, at, RAW[own], 1) for at in scale_at])
                 total = total * widen(scales, own).pick(i // rows for i in range(tokens * rows))
             total = total * constant
             write(b, b.add(scores, b.mul(first, I64(4 * rows))), total)
@@ -277,51 +287,54 @@ def narrow_scores(rows, stored, cell, group, rounds=(), like=None, near=False):
 
 
 @functools.cache
-def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False, near=False):
-    """(weights, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors).
+def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, near=False):
+    """Return f(weights, values, value_row, scale_base, scale_row, row_ids, ahead, shift, count, dim, ...).
 
-    sums [row, dim] = sums * factors + weights [token, row] times values; `ahead` and `near` as in
-    `narrow_scores`, and `neighbours` as `like` there.
+    It computes O = O alpha + P V: sums are O [row, dim], weights P [token, row], factors alpha. `ahead` and
+    `near` are as in `narrow_scores`; `neighbours` is like `like` there.
     """
-    chunk, most = chunk_reader(stored, cell, group, rounds), chunk_vectors(rows, stored, cell, group)
+    chunk, most = (
+        chunk_reader(stored, scale_format, group, rounds),
+        chunk_vectors(rows, stored, scale_format, group),
+    )
     widest, fewest = tile_columns(rows), fewest_vectors(stored)
-    own, constant = row_scale(stored, cell, group)
+    own, constant = row_scale(stored, scale_format, group)
 
     @micro_kernel(12)
     def narrow_sums(
-        b, weights, values, value_row, cells, cell_row, numbers, ahead, shift, count, dim, sums, factors
+        b, weights, values, value_row, scale_base, scale_row, row_ids, ahead, shift, count, dim, sums, factors
     ):
         def columns(first, vectors):
             size = min(most, vectors)
-            lanes_of = chunk_order(stored, cell, size)
+            lanes_of = chunk_order(stored, scale_format, size)
             elements = sorted(range(len(lanes_of)), key=lanes_of.__getitem__)
             targets = [
                 b.add(sums, b.mul(b.add(b.add(first, I64(c * LANES)), b.mul(dim, I64(r))), I64(4)))
                 for r in range(rows)
                 for c in range(0, vectors, size)
             ]
-            kept = []
+            scaled = []
             for i, address in enumerate(targets):
                 factor = broadcast(b, b.add(factors, I64(4 * (i * size // vectors))), LANES) * (1 / constant)
                 row = read(b, address, F32, LANES * size)
-                kept += [row.pick(lanes_of[m * LANES : (m + 1) * LANES]) * factor for m in range(size)]
-            totals = StackSlots(b, kept)
+                scaled += [row.pick(lanes_of[m * LANES : (m + 1) * LANES]) * factor for m in range(size)]
+            totals = StackSlots(b, scaled)
 
-            def found(token):
-                number = number_at(b, numbers, token)
-                row, cell_at = (
+            def locate(token):
+                number = row_id_at(b, row_ids, token)
+                row, scale_at = (
                     b.add(base, b.mul(number, stride))
-                    for base, stride in ((values, value_row), (cells, cell_row))
+                    for base, stride in ((values, value_row), (scale_base, scale_row))
                 )
-                soon = row if neighbours else number_at(b, ahead, token)
+                soon = row if neighbours else row_id_at(b, ahead, token)
                 soon = b.add(b.add(soon, shift), bytes_of(b, stored, first))
                 for offset in range(0, BY_NAME[stored].bytes(vectors * LANES), LINE):
                     prefetch(b, b.add(soon, I64(offset)), near)
-                return row, cell_at
+                return row, scale_at
 
-            def add(token, value, cell_at):
+            def add(token, value, scale_at):
                 weight_at = b.add(weights, b.mul(token, I64(4 * rows)))
-                scale = widen(read(b, cell_at, RAW[own], 1), own).pick([0] * LANES) if own else None
+                scale = widen(read(b, scale_at, RAW[own], 1), own).pick([0] * LANES) if own else None
                 for r in range(rows):
                     weight = broadcast(b, b.add(weight_at, I64(4 * r)), LANES)
                     weight = weight * scale if own else weight
@@ -331,47 +344,47 @@ def narrow_sums(rows, stored, cell, group, rounds=(), neighbours=False, near=Fal
 
             if BY_NAME[stored].minifloat and not group and vectors > 1:
                 of_token = 2 * LANES * vectors
-                place, _ = lanes.room(b, FEW * of_token)
+                place, _ = lanes.stack_buffer(b, FEW * of_token)
                 with loop(b, count, FEW) as begin:
                     left = b.sub(count, begin)
                     live = b.select(b.icmp_signed("<", left, I64(FEW)), left, I64(FEW))
                     with loop(b, live) as t:
-                        row, _ = found(b.add(begin, t))
+                        row, _ = locate(b.add(begin, t))
                         halves = b.add(place, b.mul(t, I64(of_token)))
                         for c in range(0, vectors, size):
                             codes = b.add(b.add(row, first), I64(c * LANES))
                             unfold(b, stored, codes, size, b.add(halves, I64(2 * LANES * c)))
                     with loop(b, live) as t:
                         token, halves = b.add(begin, t), b.add(place, b.mul(t, I64(of_token)))
-                        cell_at = b.add(cells, b.mul(number_at(b, numbers, token), cell_row))
-                        add(token, [half(b, halves, m) for m in range(vectors)], cell_at)
+                        scale_at = b.add(scale_base, b.mul(row_id_at(b, row_ids, token), scale_row))
+                        add(token, [half(b, halves, m) for m in range(vectors)], scale_at)
             else:
                 with loop(b, count) as token:
-                    row, cell_at = found(token)
+                    row, scale_at = locate(token)
                     value = []
                     for c in range(0, vectors, size):
-                        part = chunk(b, row, cell_at, b.add(first, I64(c * LANES)), size, dim)
+                        part = chunk(b, row, scale_at, b.add(first, I64(c * LANES)), size, dim)
                         value += [part(m) for m in range(size)]
-                    add(token, value, cell_at)
+                    add(token, value, scale_at)
             for i, address in enumerate(targets):
-                whole = joined([totals[i * size + m] * constant for m in range(size)])
+                whole = concatenate([totals[i * size + m] * constant for m in range(size)])
                 write(b, address, whole.pick(elements))
 
-        along(b, dim, widest, columns, fewest)
+        for_chunks(b, dim, widest, columns, fewest)
 
     return narrow_sums
 
 
 def bytes_of(b, stored, count):
-    """The bytes of so many elements, which are whole blocks where there are such."""
+    """Return the bytes of so many elements; in formats of blocks they are whole blocks."""
     element = BY_NAME[stored]
     if element.block:
         return b.mul(b.udiv(count, I64(element.block.elements)), I64(element.block.bytes))
     return b.lshr(b.mul(count, I64(element.bits)), I64(3))
 
 
-def along(b, dim, most, body, fewest=1):
-    """body(first element, vectors): `most` vectors of a row at a time, then the `fewest`."""
+def for_chunks(b, dim, most, body, fewest=1):
+    """Emit body(first element, vectors) for a row: `most` vectors at a time, then `fewest`."""
     size = I64(most * LANES)
     whole = b.mul(b.udiv(dim, size), size)
     with loop(b, whole, most * LANES) as i:
@@ -381,11 +394,11 @@ def along(b, dim, most, body, fewest=1):
             body(b.add(whole, i), fewest)
 
 
-def wide_products(b, scalars, tile_step, step, vectors, count, start, careful=False):
-    """Sums over `count` of scalars [TILE, count] times rows [count, WIDE], as TILE * WIDE / 16 vectors.
+def wide_products(b, scalars, tile_step, step, vectors, count, start, nan_safe=False):
+    """Return start + scalars [TILE, count] times rows [count, WIDE], as TILE * WIDE / 16 vectors.
 
-    `tile_step` and `step` are the byte strides of scalars along the tile and along the sum. `careful` adds
-    nothing where a row is 0, whatever the scalar.
+    `tile_step` and `step` are the byte strides of scalars along the tile and along the sum. With `nan_safe`,
+    a 0 in a row adds nothing, even if the scalar is NaN or infinite.
     """
     halves = WIDE // LANES
     sums = StackSlots(b, start)
@@ -398,21 +411,21 @@ def wide_products(b, scalars, tile_step, step, vectors, count, start, careful=Fa
             for half in range(halves):
                 before = sums[t * halves + half]
                 after = row[half].fma(scalar, before)
-                if careful:
-                    there = b.fcmp_unordered("!=", row[half].value, row[half].of(0.0))
-                    after = lanes.Lanes(b, b.select(there, after.value, before.value))
+                if nan_safe:
+                    nonzero = b.fcmp_unordered("!=", row[half].value, row[half].of(0.0))
+                    after = lanes.Lanes(b, b.select(nonzero, after.value, before.value))
                 sums[t * halves + half] = after
     return [sums[i] for i in range(TILE * halves)]
 
 
 def wide_rows(b, address):
-    """The addresses of TILE rows of WIDE numbers, by halves."""
+    """Return the addresses of the vectors of TILE rows of WIDE numbers."""
     return [b.add(address, I64(4 * LANES * i)) for i in range(TILE * WIDE // LANES)]
 
 
 @micro_kernel(6)
 def wide_scores(b, queries, keys, key_row, count, dim, scores):
-    """scores [token, WIDE] = queries [dim, WIDE] times keys; a multiple of 8 tokens."""
+    """Compute S = K Q^T [token, WIDE] from queries [dim, WIDE], for a multiple of 8 tokens."""
     with loop(b, count, TILE) as first:
         start = zeros(b, LANES, TILE * WIDE // LANES)
         first_key = b.add(keys, b.mul(first, key_row))
@@ -424,36 +437,36 @@ def wide_scores(b, queries, keys, key_row, count, dim, scores):
 
 @micro_kernel(7)
 def wide_sums(b, weights, values, value_row, count, dim, sums, factors):
-    """sums [dim, WIDE] = sums * factors [WIDE] + weights [token, WIDE] times values; dim a multiple of 8."""
-    add_wide(b, weights, values, value_row, count, dim, sums, factors, careful=False)
+    """Compute O = O alpha + P V [dim, WIDE]: `sums` is O, `factors` alpha, `weights` P; 8 divides dim."""
+    add_wide(b, weights, values, value_row, count, dim, sums, factors, nan_safe=False)
 
 
 @micro_kernel(7)
-def careful_wide_sums(b, weights, values, value_row, count, dim, sums, factors):
-    """sums [dim, WIDE] = sums * factors + weights times values, over the values that have a weight."""
-    add_wide(b, weights, values, value_row, count, dim, sums, factors, careful=True)
+def nan_safe_wide_sums(b, weights, values, value_row, count, dim, sums, factors):
+    """Compute O = O alpha + P V as `wide_sums`, over the values whose weight is not 0."""
+    add_wide(b, weights, values, value_row, count, dim, sums, factors, nan_safe=True)
 
 
-def add_wide(b, weights, values, value_row, count, dim, sums, factors, careful):
+def add_wide(b, weights, values, value_row, count, dim, sums, factors, nan_safe):
     halves = WIDE // LANES
     factor = [read(b, b.add(factors, I64(4 * LANES * half)), F32, LANES) for half in range(halves)]
     with loop(b, dim, TILE) as first:
         rows = wide_rows(b, b.add(sums, b.mul(first, I64(4 * WIDE))))
         start = [read(b, address, F32, LANES) * factor[i % halves] for i, address in enumerate(rows)]
         first_value = b.add(values, b.mul(first, I64(4)))
-        total = wide_products(b, first_value, I64(4), value_row, weights, count, start, careful)
+        total = wide_products(b, first_value, I64(4), value_row, weights, count, start, nan_safe)
         for address, vector in zip(rows, total, strict=True):
             write(b, address, vector)
 
 
 @micro_kernel(7)
-def online_softmax(b, scores, vectors, step, rows, top, total, factor):
-    """Scores to weights exp(score - top); running top and total of each row, and what sums shrink by.
+def online_softmax(b, scores, vectors, step, rows, m_at, l_at, alpha_at):
+    """Replace scores S by P = exp(S - m), update m and l of each row, and write alpha.
 
-    Lanes hold rows in turn, or 16 of 32 rows; `step` is the byte stride between vectors. A lane's total is
-    a part of its row's.
+    Lanes hold rows in turn, or 16 of 32 rows; `step` is the byte stride between vectors. A row's l is spread
+    over its lanes.
     """
-    before = read(b, top, F32, LANES)
+    before = read(b, m_at, F32, LANES)
     largest = StackSlots(b, [before])
     with loop(b, vectors) as i:
         largest[0] = largest[0].max(read(b, b.add(scores, b.mul(i, step)), F32, LANES))
@@ -463,21 +476,21 @@ def online_softmax(b, scores, vectors, step, rows, top, total, factor):
         fits = b.icmp_signed("<=", rows, I64(distance))
         new = lanes.Lanes(b, b.select(fits, turned.value, new.value))
     base = new.max(LOWEST)
-    shrink = exp(before - base)
-    sums = StackSlots(b, [read(b, total, F32, LANES) * shrink])
+    alpha = exp(before - base)
+    sums = StackSlots(b, [read(b, l_at, F32, LANES) * alpha])
     with loop(b, vectors) as i:
         at = b.add(scores, b.mul(i, step))
         weight = exp(read(b, at, F32, LANES) - base)
         write(b, at, weight)
         sums[0] = sums[0] + weight
-    write(b, top, new)
-    write(b, total, sums[0])
-    write(b, factor, shrink)
+    write(b, m_at, new)
+    write(b, l_at, sums[0])
+    write(b, alpha_at, alpha)
 
 
 @micro_kernel(3)
-def cap(b, scores, vectors, number):
-    """c * tanh(score / c) for the float32 c at an address."""
+def apply_softcap(b, scores, vectors, number):
+    """Replace scores by c * tanh(score / c) for the float32 c at an address."""
     limit = broadcast(b, number, LANES)
     with loop(b, vectors) as i:
         at = b.add(scores, b.mul(i, I64(4 * LANES)))
@@ -485,7 +498,7 @@ def cap(b, scores, vectors, number):
 
 
 def tanh(x):
-    """Within 3 ulp: an odd polynomial near 0, 1 - 2 / (exp(2x) + 1) elsewhere."""
+    """Return tanh within 3 ulp: an odd polynomial near 0, else 1 - 2 / (exp(2x) + 1)."""
     size = abs(x)
     far = 1.0 - 2.0 / (exp(size.min(20.0) * 2.0) + 1.0)
     far = far.where_nan(x, x)
@@ -503,7 +516,7 @@ def tanh(x):
 
 @micro_kernel(4)
 def transpose(b, source, source_row, target, target_row):
-    """16 rows of 16 float32 into columns; strides in bytes."""
+    """Transpose 16 rows of 16 float32; strides are bytes."""
     rows = [read(b, b.add(source, b.mul(source_row, I64(r))), F32, LANES) for r in range(LANES)]
     for step in (1, 2, 4, 8):
         upper = [(lane if not lane & step else lane - step + LANES) for lane in range(LANES)]
@@ -519,8 +532,8 @@ def transpose(b, source, source_row, target, target_row):
 
 
 @micro_kernel(4)
-def panels(b, source, target, rows, dim):
-    """[row, dim] to [dim / LANES, row, LANES]."""
+def to_panels(b, source, target, rows, dim):
+    """Copy [row, dim] to [dim / LANES, row, LANES]."""
     with loop(b, rows) as r:
         line, panel = b.add(source, b.mul(b.mul(r, dim), I64(4))), b.add(target, b.mul(r, I64(LINE)))
         with loop(b, dim, LANES) as i:
@@ -529,8 +542,8 @@ def panels(b, source, target, rows, dim):
 
 
 @micro_kernel(4)
-def times(b, source, target, count, number):
-    """target = source * the float32 at an address; a multiple of 16."""
+def scale_by(b, source, target, count, number):
+    """Compute target = source * the float32 at an address; 16 divides `count`."""
     factor = broadcast(b, number, LANES)
     with loop(b, count, LANES) as i:
         offset = b.mul(i, I64(4))
@@ -538,8 +551,8 @@ def times(b, source, target, count, number):
 
 
 @micro_kernel(4)
-def plus_times(b, source, target, count, number):
-    """target += source * the float32 at an address; a multiple of 16."""
+def add_scaled(b, source, target, count, number):
+    """Compute target += source * the float32 at an address; 16 divides `count`."""
     factor = broadcast(b, number, LANES)
     with loop(b, count, LANES) as i:
         at, into = (b.add(base, b.mul(i, I64(4))) for base in (source, target))
@@ -548,7 +561,7 @@ def plus_times(b, source, target, count, number):
 
 @micro_kernel(7)
 def dots(b, row, rows, step, count, size, target, target_step):
-    """Into targets, the products of one row with so many; of a multiple of 16 numbers."""
+    """Write the dot product of one row with each of `count` rows; 16 divides `size`."""
     with loop(b, count) as i:
         sums, other = StackSlots(b, zeros(b, LANES)), b.add(rows, b.mul(i, step))
         with loop(b, size, LANES) as k:
@@ -559,8 +572,8 @@ def dots(b, row, rows, step, count, size, target, target_step):
 
 
 @micro_kernel(3)
-def sum_of_nothing(b, source, count, target):
-    """Into target, the sum of all numbers times 0: 0, unless one is not finite; a multiple of 16."""
+def sum_times_zero(b, source, count, target):
+    """Write the sum of all numbers times 0: it is 0 unless one is not finite. 16 divides `count`."""
     sums = StackSlots(b, zeros(b, LANES))
     with loop(b, count, LANES) as i:
         sums[0] = read(b, b.add(source, b.mul(i, I64(4))), F32, LANES).fma(0.0, sums[0])
@@ -573,18 +586,18 @@ def store_first(b, vector, target):
 
 
 @micro_kernel(5)
-def addresses(b, base, stride, numbers, count, target):
-    """base + number * stride, of numbers and into addresses that are whole vectors of 8."""
+def addresses(b, base, stride, row_ids, count, target):
+    """Write base + row id * stride for each row id, in whole vectors of 8."""
     first, step = (lanes.fill(b, number, 8) for number in (base, stride))
     with loop(b, count, 8) as i:
         offset = b.mul(i, I64(8))
-        number = read(b, b.add(numbers, offset), I64, 8)
+        number = read(b, b.add(row_ids, offset), I64, 8)
         write(b, b.add(target, offset), number.apply("mul", step).plus(first))
 
 
 @micro_kernel(4)
-def steps(b, first, step, count, target):
-    """first, first + step and so on; up to 7 more than `count`."""
+def write_sequence(b, first, step, count, target):
+    """Write first, first + step and so on, in whole vectors of 8: up to 7 more than `count`."""
     from_first = lanes.fill(b, step, 8).apply("mul", list(range(8)))
     with loop(b, count, 8) as i:
         begin = lanes.fill(b, b.add(first, b.mul(i, step)), 8)
@@ -592,14 +605,14 @@ def steps(b, first, step, count, target):
 
 
 @micro_kernel(2)
-def ask_for(b, address, size):
-    """Bytes that are needed soon."""
+def prefetch_bytes(b, address, size):
+    """Prefetch `size` bytes."""
     with loop(b, size, LINE) as i:
         prefetch(b, b.add(address, i))
 
 
 @micro_kernel(2)
 def clear(b, target, count):
-    """Zeros; a multiple of 16."""
+    """Write zeros; 16 divides `count`."""
     with loop(b, count, LANES) as i:
         write(b, b.add(target, b.mul(i, I64(4))), zeros(b, LANES)[0])

@@ -1,17 +1,17 @@
-"""The micro-kernels of blocks with their scale inside, beside their plain siblings in `cpu/blocks.py`."""
+"""Micro-kernels of ggml's blocks, which contain their scale. Plain forms are in `cpu/copy/blocks.py`."""
 
 import functools
 
 from kvkit.cpu.simd import lanes
 from kvkit.cpu.simd.lanes import F32, I8, I32, RAW, Lanes, micro_kernel, narrow, read, widen, write
-from kvkit.cpu.simd.minifloats import over_lanes
+from kvkit.cpu.simd.minifloats import max_over_lanes
 from kvkit.cpu.simd.panels import LANES, at
 from kvkit.formats.elements import BY_NAME
 
 
 @functools.cache
 def encode(source, target):
-    """(source, target): 32 numbers to a block."""
+    """Return f(source, target), which encodes 32 numbers as a block."""
     block = BY_NAME[target].block
     step = BY_NAME[source].bytes(LANES)
     find = signed_scale if block.less else largest_scale
@@ -22,29 +22,29 @@ def encode(source, target):
         scale = find(x, BY_NAME[target].limits)
         factor = where(scale, "==", 0.0, scale.of(0.0), 1.0 / scale)
         write(b, target_address, narrow(scale.pick([0]), block.cell))
-        codes = [coded(vector * factor, block.less) for vector in x]
+        codes = [code_bytes(vector * factor, block.less) for vector in x]
         if block.halves:
             write(b, at(b, target_address, block.codes_at), codes[0] | (codes[1] << 4))
         else:
-            write(b, at(b, target_address, block.codes_at), lanes.joined(codes))
+            write(b, at(b, target_address, block.codes_at), lanes.concatenate(codes))
 
     return encode
 
 
 def where(x, relation, number, then, other):
-    """`then` in lanes where x compares so with a number, `other` in the rest."""
+    """Return `then` in lanes where the relation of x to a number holds, `other` in the rest."""
     true = x.builder.fcmp_ordered(relation, x.value, x.of(number))
     return Lanes(x.builder, x.builder.select(true, then, other.value))
 
 
 def largest_scale(vectors, limits):
     x, y = map(abs, vectors)
-    return over_lanes(x.max(y)) / float(limits[1])
+    return max_over_lanes(x.max(y)) / float(limits[1])
 
 
 def signed_scale(vectors, limits):
-    """Return the scale that gives the first number of largest magnitude the least code."""
-    top = over_lanes(abs(vectors[0]).max(abs(vectors[1])))
+    """Return the scale with which the first number of largest magnitude has the lowest code."""
+    top = max_over_lanes(abs(vectors[0]).max(abs(vectors[1])))
     places = []
     for i, x in enumerate(vectors):
         place = (x.as_bits() >> 31) | [2 * (LANES * i + lane) for lane in range(LANES)]
@@ -57,8 +57,8 @@ def signed_scale(vectors, limits):
     return signed / float(limits[0])
 
 
-def coded(ratio, less):
-    """Codes as bytes: half away from zero, or half up, from 0 on."""
+def code_bytes(ratio, less):
+    """Return codes as bytes, rounding halves away from zero, or, with `less`, up to unsigned codes."""
     if less:
         return (ratio + (less + 0.5)).min(2.0 * less - 1).cast("fptosi", I32).cast("trunc", I8)
     size = abs(ratio)
@@ -72,7 +72,7 @@ def coded(ratio, less):
 
 @functools.cache
 def decode(source, target):
-    """(source, target): a block to 32 numbers."""
+    """Return f(source, target), which decodes a block to 32 numbers."""
     block = BY_NAME[source].block
     step = BY_NAME[target].bytes(LANES)
 

@@ -1,6 +1,6 @@
-"""The micro-kernels of a cache's codes of 8, 4 or 2 bits: 16 lanes along the head.
+"""Micro-kernels of a cache's codes of 8, 4 or 2 bits: 16 lanes along the head.
 
-Each stands beside a plain sibling in `codes.py`, bit for bit the same.
+The plain forms in `cpu/copy/codes.py` give the same bits.
 """
 
 import functools
@@ -11,24 +11,24 @@ from kvkit.cpu.simd.panels import LANES, lanes_divide, round_to
 from kvkit.formats.elements import BY_NAME, CODES, FLOAT32
 from kvkit.formulas.numeric import ROUNDER
 
-WORD = 32  # bits that a lane takes its code out of
+WORD = 32  # bits that a lane extracts its code from
 
 
 def whole_panels(group):
-    """Whether 16 lanes hold whole groups, or groups whole panels; 1 is a scale for each element."""
+    """Return whether 16 lanes hold whole groups, or groups whole panels; 1 is a scale per element."""
     return group == 1 or lanes_divide(group)
 
 
 @functools.cache
-def widen(bits, symmetric, cell, group, product, element):
-    """(codes, scales, minima, target): 16 codes as float32 that are numbers of the element format."""
-    cells, codes_in_word = max(1, LANES // group), WORD // bits
+def widen(bits, symmetric, scale_format, group, product, element):
+    """Return f(codes, scales, minima, target), which writes 16 rounded elements as float32."""
+    scale_count, codes_in_word = max(1, LANES // group), WORD // bits
 
     @micro_kernel(4)
     def widen(b, code_address, scale_address, minimum_address, target_address):
         def of_groups(address):
-            each = lanes.widen(read(b, address, RAW[cell], cells), cell)
-            return each.pick(lane * cells // LANES for lane in range(LANES))
+            each = lanes.widen(read(b, address, RAW[scale_format], scale_count), scale_format)
+            return each.pick(lane * scale_count // LANES for lane in range(LANES))
 
         words = read(b, code_address, I32, LANES // codes_in_word)
         code = words.pick(lane // codes_in_word for lane in range(LANES))
@@ -42,11 +42,11 @@ def widen(bits, symmetric, cell, group, product, element):
 
 
 @functools.cache
-def encode(bits, symmetric, cell, width, element):
-    """(source, step, count, codes, code_step, scales, minima): the groups of `count` vectors of elements.
+def encode(bits, symmetric, scale_format, width, element):
+    """Return f(source, step, count, codes, code_step, scales, minima), which encodes `count` vectors.
 
-    Vectors lie `step` bytes apart. Of each, `width` neighbouring lanes belong to one group: 1 where a group
-    is one element of each vector.
+    Vectors are `step` bytes apart. `width` neighbouring lanes of all vectors are one group; with a width of
+    1, a group is one element of each vector.
     """
     least, most = CODES[bits, symmetric].limits
 
@@ -61,8 +61,8 @@ def encode(bits, symmetric, cell, width, element):
                     vector = larger(vector, vector.pick(lane ^ distance for lane in range(LANES)))
             return vector
 
-        def write_cells(address, numbers):
-            write(b, address, narrow(numbers.pick(range(0, LANES, width)), cell))
+        def write_scales(address, numbers):
+            write(b, address, narrow(numbers.pick(range(0, LANES, width)), scale_format))
 
         start = elements(I64(0))
         ends = StackSlots(b, [abs(start)] if symmetric else [start, start])
@@ -75,22 +75,22 @@ def encode(bits, symmetric, cell, width, element):
         if symmetric:
             scale = round_to(element, largest / float(most)).max(BY_NAME[element].smallest_scale)
         else:
-            minimum = round_to(cell, over_group(ends[1], lanes.Lanes.min)) + 0.0  # of both zeros the positive
+            minimum = round_to(scale_format, over_group(ends[1], lanes.Lanes.min)) + 0.0  # makes -0 +0
             scale = ((largest - minimum) / float(most)).max(FLOAT32.smallest_scale)
-            scale = round_to(cell, scale)
-            write_cells(minima, minimum)
-        write_cells(scales, scale)
+            scale = round_to(scale_format, scale)
+            write_scales(minima, minimum)
+        write_scales(scales, scale)
         with loop(b, count) as i:
             x = elements(i)
             ratio = round_to(element, x / scale) if symmetric else (x - minimum) / scale
             code = (ratio.max(float(least)).min(float(most)) + ROUNDER).as_bits() & ((1 << bits) - 1)
-            write(b, b.add(codes, b.mul(i, code_step)), packed(code, bits))
+            write(b, b.add(codes, b.mul(i, code_step)), pack_bytes(code, bits))
 
     return encode
 
 
-def packed(code, bits):
-    """Codes in the low bits of 32-bit lanes as bytes, the first code lowest."""
+def pack_bytes(code, bits):
+    """Pack codes, the low bits of 32-bit lanes, into bytes, the first code lowest."""
     in_byte = 8 // bits
     parts = [code.pick(range(k, LANES, in_byte)) << bits * k for k in range(in_byte)]
     return functools.reduce(lanes.Lanes.__or__, parts).cast("trunc", I8)

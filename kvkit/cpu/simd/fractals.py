@@ -26,7 +26,7 @@ def scattered_fractals(b, sources, source_group, target, target_row, target_grou
 
 
 def move(b, source_of, source_group, target, target_row, target_group, rows, groups):
-    """Copy two groups at a time, so that each cache line of the row-major side is used once."""
+    """Copy two groups at a time, so that each cache line of the row-major array is used once."""
 
     def copy_groups(first, count):
         at = [b.add(I64(i), first) for i in range(count)]
@@ -46,7 +46,7 @@ def move(b, source_of, source_group, target, target_row, target_group, rows, gro
 
 
 @micro_kernel(2)
-def ask(b, address, size):
+def prefetch_bytes(b, address, size):
     """Prefetch `size` bytes, one cache line after the other."""
     with loop(b, size, LINE) as i:
         prefetch(b, b.add(address, i))

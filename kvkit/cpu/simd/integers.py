@@ -1,14 +1,16 @@
-"""Narrow products over codes by integers (AVX-512 VNNI), scores and sums of a block as `attention` has them.
+"""Narrow products over codes by integers (AVX-512 VNNI), with the scores and sums of simd/attention.py.
 
-scores  Queries are fixed point of 16 bits, relative to the largest of their row. Four neighbouring codes are
-        multiplied a lane, once with the high bytes of a query and once with the low ones, and added up as
-        integers as long as they share a scale. Lanes of a quarter of a vector hold up to four rows.
-sums    Weights are fixed point of 16 bits, relative to the largest of the block, and so are scales; their
-        products are multiplied with codes, two tokens a lane, and added up as integers over the block. A
-        scale far above the others' mean would leave these few bits, and of values far above 1 even 16 bits
-        are too few for the tolerance of an output near 0: such blocks are left to floats.
+    S = K Q^T                    Queries are fixed point of 16 bits, relative to the largest of their row. A
+                                 lane multiplies four neighbouring codes, once with the high bytes of a query
+                                 and once with the low bytes, and adds them up as integers while they share a
+                                 scale. The lanes of a quarter of a vector hold up to four rows.
+    O = O alpha + P V            Weights are fixed point of 16 bits, relative to the largest of the block, and
+                                 so are scales. Their products are multiplied with codes, two tokens a lane,
+                                 and added up as integers over the block.
 
-What is not finite in queries and scales comes out as NaN in scores, and as what is not finite in sums.
+A block is left to float32 if one scale is far above the mean, as the others would have few bits, or if
+values are far above 1, as 16 bits are then too few for the tolerance of an output near 0. NaN and infinity in
+queries or scales give NaN scores and sums that are not finite.
 """
 
 import functools
@@ -19,7 +21,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from kvkit.cpu.simd import lanes
-from kvkit.cpu.simd.attention import LANES, LINE, LOWEST, bytes_of, number_at, tile_tokens
+from kvkit.cpu.simd.attention import LANES, LINE, LOWEST, bytes_of, row_id_at, tile_tokens
 from kvkit.cpu.simd.lanes import (
     F32,
     I8,
@@ -30,9 +32,9 @@ from kvkit.cpu.simd.lanes import (
     Lanes,
     StackSlots,
     broadcast,
+    concatenate,
     exp,
     fill,
-    joined,
     loop,
     micro_kernel,
     prefetch,
@@ -44,38 +46,38 @@ from kvkit.cpu.simd.lanes import (
 )
 from kvkit.formats.elements import BY_NAME
 
-BYTES = 64  # of a vector
+BYTES = 64  # in a vector
 WORDS = ir.VectorType(I32, LANES)
 LARGEST_QUERY = 127 * 256 + 127  # high and low bytes have signs
 LARGEST_WEIGHT = 2**15 - 1
-MOST_TOKENS = 128  # of a block
-UNEVEN = 8.0  # times their mean: a larger scale would leave the others of a block too few bits
-LEAST = 2.0**-100  # what is smaller counts as 0: reciprocals stay finite
-ROUNDER = 1.5 * 2.0**23  # added, it leaves an integer in the low bits
+MOST_TOKENS = 128  # in a block
+UNEVEN = 8.0  # times the mean: a larger scale would leave a block's other scales too few bits
+LEAST = 2.0**-100  # smaller numbers count as 0, so that reciprocals are finite
+ROUNDER = 1.5 * 2.0**23  # adding it puts an integer into the low bits
 ROUNDER_BITS = 0x4B400000
 
 
 def dot(sums, codes, bytes_):
-    """Sums, and the products of unsigned codes with bytes that have a sign: four a lane."""
-    return called("llvm.x86.avx512.vpdpbusd.512", WORDS, sums, codes.as_bits(), bytes_.as_bits())
+    """Return sums + unsigned codes * signed bytes, four products in each lane."""
+    return call_intrinsic("llvm.x86.avx512.vpdpbusd.512", WORDS, sums, codes.as_bits(), bytes_.as_bits())
 
 
 def dot_pairs(sums, x, y):
-    """Sums, and the products of two vectors of 16-bit integers: two a lane.
+    """Return sums + x * y of 16-bit integers, two products in each lane.
 
-    They saturate, which these never do: of the other instruction LLVM makes two where several are in a row.
+    The instruction saturates, though sums never overflow here: LLVM splits the one that does not in two.
     """
-    return called("llvm.x86.avx512.vpdpwssds.512", WORDS, sums, x.as_bits(), y.as_bits())
+    return call_intrinsic("llvm.x86.avx512.vpdpwssds.512", WORDS, sums, x.as_bits(), y.as_bits())
 
 
 def times(x, y):
-    """Products of 16-bit fixed point, rounded."""
+    """Return the products of 16-bit fixed point, rounded."""
     x, y = x.as_bits(16), y.as_bits(16)
     name = "llvm.x86.avx512.pmul.hr.sw.512" if x.count == 32 else "llvm.x86.avx2.pmul.hr.sw"
-    return called(name, x.type, x, y).as_bits()
+    return call_intrinsic(name, x.type, x, y).as_bits()
 
 
-def called(name, result, *lanes):
+def call_intrinsic(name, result, *lanes):
     b = lanes[0].builder
     signature = ir.FunctionType(result, [x.type for x in lanes])
     return Lanes(
@@ -83,23 +85,23 @@ def called(name, result, *lanes):
     )
 
 
-def nothing(b):
+def int_zeros(b):
     return Lanes(b, ir.Constant(WORDS, [0] * LANES))
 
 
 def word_at(b, address):
-    """The 32 bits at an address, in every lane."""
+    """Read the 32 bits at an address into every lane."""
     return broadcast(b, address, LANES).as_bits()
 
 
 class CodeVectors:
-    """Rows of symmetric codes, a chunk of `width` at a time, and their scales."""
+    """Reads rows of symmetric codes, a chunk of `width` elements at a time, and their scales."""
 
-    def __init__(self, stored, cell, group, width):
+    def __init__(self, stored, scale_format, group, width):
         self.element = BY_NAME[stored]
         self.block, self.bits, self.width = self.element.block, self.element.bits, width
         self.group = self.block.elements if self.block else group
-        self.cell = self.block.cell if self.block else cell
+        self.scale_format = self.block.cell if self.block else scale_format
         self.scales = max(1, width // self.group)
         self.bias = 1 << self.bits - 1
 
@@ -107,15 +109,15 @@ class CodeVectors:
         return element // self.group if self.group < self.width else 0
 
     def begin(self, b, row, i):
-        """The address of a row's chunk from element i on."""
+        """Return the address of a row's chunk from element i on."""
         return b.add(row, bytes_of(b, self.element.name, i))
 
     def bytes(self, b, at, first, size):
-        """So many bytes of the codes of a chunk, in order."""
+        """Read `size` bytes of a chunk's codes, in order."""
         if not self.block:
             return read(b, b.add(at, I64(first)), I8, size)
         whole = self.block.elements * self.bits // 8
-        return joined(
+        return concatenate(
             [
                 read(b, b.add(at, I64(byte // whole * self.block.bytes + self.block.codes_at)), I8, whole)
                 for byte in range(first, first + size, whole)
@@ -123,7 +125,7 @@ class CodeVectors:
         )
 
     def numbers(self, b, at):
-        """Vectors of bytes: codes that are `bias` more than those they stand for; see `elements`."""
+        """Return vectors of bytes: codes plus `bias`, which makes them unsigned. `elements` tells which."""
         if self.bits == 8:
             return [self.bytes(b, at, v, BYTES).apply("xor", 0x80) for v in range(0, self.width, BYTES)]
         codes = self.bytes(b, at, 0, BYTES)
@@ -132,20 +134,20 @@ class CodeVectors:
         return [codes & 0x0F, ((codes.as_bits(16) >> 4) & 0x0F0F).as_bits(8)]
 
     def elements(self):
-        """Which elements these bytes hold."""
+        """Return the elements in the bytes of `numbers`."""
         if self.bits == 8:
             return [range(v, v + BYTES) for v in range(0, self.width, BYTES)]
         return [[self.in_byte(byte, nibble) for byte in range(BYTES)] for nibble in range(2)]
 
     def in_byte(self, byte, nibble):
-        """The element of a nibble."""
+        """Return the element of a byte's low nibble (0) or high nibble (1)."""
         if self.block and self.block.halves:
             half = self.block.elements // 2
             return byte // half * 2 * half + byte % half + nibble * half
         return 2 * byte + nibble
 
     def parts(self):
-        """Elements of the vectors of pairs, 16 each, that `pairs` gives together."""
+        """Return the elements of the vectors of 16 pairs that `pairs` reads, part by part."""
         if self.bits == 8:
             return [
                 [[first + 8 * (lane // 4) + lane % 4 + half for lane in range(LANES)] for half in (0, 4)]
@@ -163,13 +165,13 @@ class CodeVectors:
         ]
 
     def nibbles(self):
-        """The halves (see `side_by_side`) and nibbles of words that each part has: runs of 16 elements."""
+        """Return the (half, nibble) pairs of each part; halves are those of `side_by_side`."""
         if self.block and self.block.halves:
             return [[(half, n) for half in (0, 4) for n in (part, part + 2)] for part in (0, 1)]
         return [[(half, n) for n in range(4)] for half in (0, 4)]
 
     def pairs(self, b, at, chosen):
-        """Codes of a chunk of two rows side by side, as 16-bit integers: vectors of the chosen `parts`."""
+        """Return the chosen `parts` of a chunk of two rows, side by side, as 16-bit integers."""
         found = []
         if self.bits == 8:
             for part in chosen:
@@ -186,18 +188,20 @@ class CodeVectors:
                 found.append(codes.signed_rshift(12))
         return found
 
-    def raw_scales(self, b, at, cells, i):
-        """The scales of a chunk as they are stored."""
+    def raw_scales(self, b, at, scale_base, i):
+        """Read the stored scales of a chunk."""
         if self.block:
             count = range(self.scales)
-            return joined([read(b, b.add(at, I64(k * self.block.bytes)), RAW[self.cell], 1) for k in count])
-        size = BY_NAME[self.cell].bytes(1)
-        first = b.add(cells, b.mul(b.udiv(i, I64(self.group)), I64(size)))
-        return read(b, first, RAW[self.cell], self.scales)
+            return concatenate(
+                [read(b, b.add(at, I64(k * self.block.bytes)), RAW[self.scale_format], 1) for k in count]
+            )
+        size = BY_NAME[self.scale_format].bytes(1)
+        first = b.add(scale_base, b.mul(b.udiv(i, I64(self.group)), I64(size)))
+        return read(b, first, RAW[self.scale_format], self.scales)
 
 
 def weight_of(x):
-    """e to the power of lanes up to 0, within 3e-6 of itself; what is less than e^-55 may be e^-55."""
+    """Return e to the power of lanes up to 0, within 3e-6 relative; e^-55 for anything lower."""
     power = x * math.log2(math.e)
     power = Lanes(
         x.builder,
@@ -212,16 +216,16 @@ def weight_of(x):
 
 
 def side_by_side(rows, half):
-    """Words of two rows in turn: of each quarter of a vector the first four, or those from 4 on."""
+    """Interleave words of two rows: the first (half 0) or last (half 4) four of each eight."""
     words = [8 * (lane // 4) + lane % 4 + half for lane in range(LANES)]
     x, y = rows
     return x.pick((word + 32 * row for word in words for row in (0, 1)), y)
 
 
 class Queries:
-    """A tile's queries in memory: factors of the rows, then chunks, of runs that share their scales.
+    """The form of a tile's queries in memory: factors of the rows, then chunks of runs that share scales.
 
-    A run has what sums begin with, then high and low bytes of each of its steps.
+    A run has the initial sums, then high and low bytes for each of its steps.
     """
 
     def __init__(self, rows, codes):
@@ -233,14 +237,14 @@ class Queries:
             [4 * (lane // 4) + step * span + lane % 4 // self.apart for lane in range(LANES)]
             for step in range(self.apart)
         ]
-        self.runs: dict = {}  # groups of the lanes: the steps, vectors of codes and choices of their words
+        self.runs: dict = {}  # groups of the lanes -> [(vector of codes, choice of its words)]
         for v, elements in enumerate(codes.elements()):
             for step, words in enumerate(self.words):
                 groups = tuple(codes.group_of(elements[4 * word]) for word in words)
                 self.runs.setdefault(groups, []).append((v, step))
 
     def places(self):
-        """(groups, offset of the starts, steps with the offsets of their bytes), and the size of a chunk."""
+        """Return [(groups, offset of initial sums, steps with offsets of their bytes)] and a chunk's size."""
         at, found = 0, []
         for groups, steps in self.runs.items():
             starts, at = at, at + BYTES * self.vectors
@@ -253,12 +257,15 @@ class Queries:
 
 
 @functools.cache
-def fixed_queries(rows, stored, cell, group, width):
-    """(queries [row, dim], dim, target, 2 * rows * width bytes of scratch)."""
-    codes = CodeVectors(stored, cell, group, width)
+def fixed_queries(rows, stored, scale_format, group, width):
+    """Return f(queries [row, dim], dim, target, scratch); scratch is 2 * rows * width bytes."""
+    codes = CodeVectors(stored, scale_format, group, width)
     form = Queries(rows, codes)
     places, chunk = form.places()
-    elements, line = codes.elements(), 2 * width  # of a row: high bytes, then low ones, as codes lie
+    elements, line = (
+        codes.elements(),
+        2 * width,
+    )  # bytes of a row: high bytes, then low bytes, in the codes' order
 
     @micro_kernel(4)
     def fixed_queries(b, queries, dim, target, scratch):
@@ -292,11 +299,11 @@ def fixed_queries(rows, stored, cell, group, width):
             to = b.add(target, b.add(I64(BYTES), b.mul(b.udiv(i, I64(width)), I64(chunk))))
             one = Lanes(b, ir.Constant(ir.VectorType(I8, BYTES), [1] * BYTES))
             for _, starts, steps in places:
-                total = [nothing(b) for _ in range(2 * form.vectors)]
+                total = [int_zeros(b) for _ in range(2 * form.vectors)]
                 for v, step, offset in steps:
                     for h in range(form.vectors):
                         for k in range(2):
-                            of_rows = joined(
+                            of_rows = concatenate(
                                 [
                                     read(b, b.add(scratch, I64(r * line + k * width + BYTES * v)), I32, LANES)
                                     for r in range(h * form.apart, (h + 1) * form.apart)
@@ -315,22 +322,22 @@ def fixed_queries(rows, stored, cell, group, width):
 
 
 @functools.cache
-def scores(rows, near, stored, cell, group, width):
-    """`attention.narrow_scores` of such queries; `dim` is a multiple of `width`."""
-    codes = CodeVectors(stored, cell, group, width)
+def scores(rows, near, stored, scale_format, group, width):
+    """Return `attention.narrow_scores` for fixed-point queries; `width` divides `dim`."""
+    codes = CodeVectors(stored, scale_format, group, width)
     form = Queries(rows, codes)
     places, chunk = form.places()
     tokens = tile_tokens(rows)
 
     @micro_kernel(11)
-    def scores(b, queries, keys, key_row, cells, cell_row, numbers, ahead, shift, count, dim, scores):
+    def scores(b, queries, keys, key_row, scale_base, scale_row, row_ids, ahead, shift, count, dim, scores):
         size, factor = bytes_of(b, stored, dim), read(b, queries, F32, LANES).pick(range(tokens * rows))
         with loop(b, count, tokens) as first:
-            number = [number_at(b, numbers, b.add(first, I64(t))) for t in range(tokens)]
+            number = [row_id_at(b, row_ids, b.add(first, I64(t))) for t in range(tokens)]
             key_at = [b.add(keys, b.mul(n, key_row)) for n in number]
-            cell_at = [b.add(cells, b.mul(n, cell_row)) for n in number]
+            scale_at = [b.add(scale_base, b.mul(n, scale_row)) for n in number]
             for t in range(tokens):
-                soon = number_at(b, ahead, b.add(first, I64(t)))
+                soon = row_id_at(b, ahead, b.add(first, I64(t)))
                 with loop(b, size, LINE) as i:
                     prefetch(b, b.add(b.add(shift, soon), i), near)
             sums = StackSlots(b, zeros(b, LANES, tokens * form.vectors))
@@ -339,15 +346,15 @@ def scores(rows, near, stored, cell, group, width):
                 at = [codes.begin(b, row, i) for row in key_at]
                 code = [codes.numbers(b, row) for row in at]
                 scale = [
-                    widen(codes.raw_scales(b, *places, i), codes.cell)
-                    for places in zip(at, cell_at, strict=True)
+                    widen(codes.raw_scales(b, *places, i), codes.scale_format)
+                    for places in zip(at, scale_at, strict=True)
                 ]
                 for groups, starts, steps in places:
                     begin = [
                         read(b, b.add(query, I64(starts + BYTES * h)), I32, LANES)
                         for h in range(form.vectors)
                     ]
-                    high, low = [nothing(b)] * len(sums.places), begin * tokens
+                    high, low = [int_zeros(b)] * len(sums.places), begin * tokens
                     for v, step, offset in steps:
                         halves = [
                             read(b, b.add(query, I64(offset + BYTES * k)), I32, LANES)
@@ -363,17 +370,17 @@ def scores(rows, near, stored, cell, group, width):
                         product = (high[k] << 8).plus(low[k]).cast("sitofp", F32)
                         sums[k] = product.fma(scale[k // form.vectors].pick(groups), sums[k])
             total = sums_of([sums[k] for k in range(tokens * form.vectors)], form.apart) * factor
-            write(b, b.add(scores, b.mul(first, I64(4 * rows))), total.fma(0.0, total))  # NaN of infinity
+            write(b, b.add(scores, b.mul(first, I64(4 * rows))), total.fma(0.0, total))  # makes infinity NaN
 
     return scores
 
 
 @functools.cache
 def softmax(rows):
-    """(scores, vectors, top, total, factors): scores [token, row] to weights, 16-bit integers, in place.
+    """Return f(scores, vectors, m_at, l_at, factors), which replaces S [token, row] by P.
 
-    Weights are relative to the largest of these; [token / 2, row, 2]. Running top and total of each row as
-    in `attention.online_softmax`; factors are what sums so far are multiplied with, and those of this block.
+    P is [token / 2, row, 2], 16-bit integers relative to the largest weight of the block. m and l are updated
+    as in `attention.online_softmax`. `factors` receives alpha of earlier sums, then the block's factor.
     """
     order = [
         token * rows + row
@@ -383,7 +390,7 @@ def softmax(rows):
     ]
 
     @micro_kernel(5)
-    def softmax(b, scores, vectors, top, total, factors):
+    def softmax(b, scores, vectors, m_at, l_at, factors):
         largest = StackSlots(b, [read(b, scores, F32, LANES)])
         with loop(b, vectors) as i:
             largest[0] = largest[0].max(read(b, b.add(scores, b.mul(i, I64(BYTES))), F32, LANES))
@@ -391,10 +398,10 @@ def softmax(rows):
         for distance in (8, 4, 2, 1):
             if distance >= rows:
                 here = here.max(here.pick((lane + distance) % LANES for lane in range(LANES)))
-        before = read(b, top, F32, LANES)
+        before = read(b, m_at, F32, LANES)
         new, here = before.max(here), here.max(LOWEST)
         base = new.max(LOWEST)
-        shrink, grow = exp(before - base), exp(here - base)
+        alpha, grow = exp(before - base), exp(here - base)
         sums = StackSlots(b, zeros(b, LANES))
         with loop(b, vectors) as i:
             weight = weight_of(read(b, b.add(scores, b.mul(i, I64(BYTES))), F32, LANES) - here)
@@ -402,20 +409,20 @@ def softmax(rows):
             sums[0] = sums[0] + (rounded - ROUNDER)
             pairs = rounded.as_bits(16).pick(2 * lane for lane in order)
             write(b, b.add(scores, b.mul(i, I64(BYTES // 2))), pairs)
-        write(b, top, new)
-        write(b, total, read(b, total, F32, LANES).fma(shrink, sums[0] * grow * (1 / LARGEST_WEIGHT)))
-        write(b, factors, shrink)
+        write(b, m_at, new)
+        write(b, l_at, read(b, l_at, F32, LANES).fma(alpha, sums[0] * grow * (1 / LARGEST_WEIGHT)))
+        write(b, factors, alpha)
         write(b, b.add(factors, I64(BYTES)), grow * ((LARGEST_WEIGHT + 1) / LARGEST_WEIGHT**2))
 
     return softmax
 
 
 class Scales:
-    """Where `fixed_scales` leaves what it found: 40 * dim + 64 bytes."""
+    """The layout of what `fixed_scales` writes: 40 * dim + 64 bytes."""
 
     def __init__(self, codes, dim):
         self.codes, self.dim = codes, dim
-        self.largest = BYTES  # offset; a vector of each chunk: those of its groups, again and again
+        self.largest = BYTES  # offset; a vector for each chunk: the maxima of its groups, repeated
         self.chunk = 2 * codes.scales * MOST_TOKENS  # bytes of a chunk's scales: [token / 2, group, 2]
 
     def largest_at(self, b, at, chunk):
@@ -426,35 +433,34 @@ class Scales:
         return b.add(first, b.mul(chunk, I64(self.chunk)))
 
 
-def paired(even, odd):
-    """Integers of two tokens in the halves of a word."""
+def pair_words(even, odd):
+    """Pack the integers of two tokens into the halves of a word."""
     return (even & 0xFFFF) | (odd << 16)
 
 
 @functools.cache
-def fixed_scales(stored, cell, group, width):
-    """(values, value_row, cells, cell_row, numbers, count, dim, most, target): 16-bit integers of a block's
-    scales.
+def fixed_scales(stored, scale_format, group, width):
+    """Return f(values, value_row, scale_base, scale_row, row_ids, count, dim, most, target).
 
-    They are relative to the largest of their group; see `Scales`. The float32 at the target is -1 where one
-    is too large for that (see `UNEVEN`), or stands for values above `most`, an integer; 0 elsewhere. Behind
-    the last token there is anything.
+    It writes a block's scales as 16-bit integers, relative to the largest of their group; see `Scales`. The
+    float32 at the target is -1 if a scale is too large for that (see `UNEVEN`), or if codes stand for values
+    above the integer `most`; else it is 0. Entries after the last token are undefined.
     """
-    codes = CodeVectors(stored, cell, group, width)
-    count_of, size = codes.scales, BY_NAME[codes.cell].bytes(1)
+    codes = CodeVectors(stored, scale_format, group, width)
+    count_of, size = codes.scales, BY_NAME[codes.scale_format].bytes(1)
 
     @micro_kernel(9)
-    def fixed_scales(b, values, value_row, cells, cell_row, numbers, count, dim, most, target):
+    def fixed_scales(b, values, value_row, scale_base, scale_row, row_ids, count, dim, most, target):
         scales = Scales(codes, dim)
         span = LANES // count_of  # tokens of a vector
         vectors = b.udiv(b.add(count, I64(span - 1)), I64(span))
-        here, floats = (lanes.room(b, MOST_TOKENS * count_of * n) for n in (size, 4))
+        here, floats = (lanes.stack_buffer(b, MOST_TOKENS * count_of * n) for n in (size, 4))
         uneven = StackSlots(b, [Lanes(b, ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES))])
 
         def raw(token, i):
-            number = number_at(b, numbers, token)
+            number = row_id_at(b, row_ids, token)
             at = codes.begin(b, b.add(values, b.mul(number, value_row)), i)
-            return codes.raw_scales(b, at, b.add(cells, b.mul(number, cell_row)), i)
+            return codes.raw_scales(b, at, b.add(scale_base, b.mul(number, scale_row)), i)
 
         with loop(b, dim, width) as i:
             chunk = b.udiv(i, I64(width))
@@ -466,10 +472,12 @@ def fixed_scales(stored, cell, group, width):
             found = StackSlots(b, zeros(b, LANES, 2))
             with loop(b, vectors) as v:
                 if count_of < LANES:
-                    scale = read(b, b.add(here[1], b.mul(v, I64(size * LANES))), RAW[codes.cell], LANES)
+                    scale = read(
+                        b, b.add(here[1], b.mul(v, I64(size * LANES))), RAW[codes.scale_format], LANES
+                    )
                 else:
                     scale = raw(v, i)
-                scale = widen(scale, codes.cell)
+                scale = widen(scale, codes.scale_format)
                 write(b, b.add(floats[0], b.mul(v, I64(BYTES))), scale)
                 found[0], found[1] = found[0].max(abs(scale)), found[1] + abs(scale)
             largest, total = found[0], found[1]
@@ -493,10 +501,10 @@ def fixed_scales(stored, cell, group, width):
                     for k in range(at_once)
                 ]
                 if at_once == 2:
-                    words = paired(*numbers_of)
+                    words = pair_words(*numbers_of)
                 else:
                     lanes_of = range(LANES)
-                    words = paired(
+                    words = pair_words(
                         *(
                             numbers_of[0].pick(lane for lane in lanes_of if lane // count_of % 2 == odd)
                             for odd in range(2)
@@ -511,20 +519,20 @@ def fixed_scales(stored, cell, group, width):
 
 
 @functools.cache
-def sums(rows, near, stored, cell, group, width):
-    """`attention.narrow_sums` of the weights and factors of `softmax`, with `fixed_scales` and scratch.
+def sums(rows, near, stored, scale_format, group, width):
+    """Return `attention.narrow_sums` for weights and factors of `softmax` and scales of `fixed_scales`.
 
-    Tokens that fill the last vector of weights have weights of 0, and numbers.
+    Tokens that pad the last vector of weights have weight 0 and valid row ids.
     """
-    codes = CodeVectors(stored, cell, group, width)
+    codes = CodeVectors(stored, scale_format, group, width)
     parts, count_of = codes.parts(), codes.scales
     at_once = LANES // rows  # tokens
     most_rows = min(rows, LANES // len(parts[0]))
     most_parts = min(len(parts), max(1, LANES // (most_rows * len(parts[0]))))
-    pairs = min(at_once // 2, max(1, LANES // count_of))  # that share a vector of scales
+    pairs = min(at_once // 2, max(1, LANES // count_of))  # pairs of tokens that share a vector of scales
 
     def weigh(b, weights, scales, count, target):
-        """Weights times scales: [token / 2, row, scale, 2]."""
+        """Write weights * scales as [token / 2, row, scale, 2]."""
         with loop(b, count, at_once) as first:
             weights_at = b.add(weights, b.mul(first, I64(2 * rows)))
             weight = read(b, weights_at, I32, LANES // 2)  # [pair, row]
@@ -546,22 +554,22 @@ def sums(rows, near, stored, cell, group, width):
 
     @micro_kernel(13)
     def sums(
-        b, weights, values, value_row, numbers, ahead, shift, count, dim, sums, factors, scales_at, scratch
+        b, weights, values, value_row, row_ids, ahead, shift, count, dim, sums, factors, scales_at, scratch
     ):
         scales = Scales(codes, dim)
 
         def of_chunk(chosen, chosen_rows, i, largest):
             columns = [elements for part in chosen for elements in parts[part]]
             groups = [tuple(codes.group_of(e) for e in elements) for elements in columns]
-            totals = StackSlots(b, [nothing(b) for _ in chosen_rows for _ in columns])
+            totals = StackSlots(b, [int_zeros(b) for _ in chosen_rows for _ in columns])
             with loop(b, count, 2) as token:
                 at, second = [], b.add(token, I64(1))
                 for one in (token, second):
-                    row = b.add(values, b.mul(number_at(b, numbers, one), value_row))
+                    row = b.add(values, b.mul(row_id_at(b, row_ids, one), value_row))
                     at.append(codes.begin(b, row, i))
                 if chosen_rows[0] == 0:
                     for one in (token, second):
-                        ask_for(one, i, chosen)
+                        prefetch_bytes(one, i, chosen)
                 value = codes.pairs(b, at, chosen)
                 weight_at = b.add(scratch, b.mul(token, I64(2 * rows * count_of)))
                 for r, row in enumerate(chosen_rows):
@@ -573,23 +581,23 @@ def sums(rows, near, stored, cell, group, width):
             order = [element for elements in columns for element in elements]
             back = sorted(range(len(order)), key=order.__getitem__)
             for r, row in enumerate(chosen_rows):
-                shrink = broadcast(b, b.add(factors, I64(4 * row)), LANES)
+                alpha = broadcast(b, b.add(factors, I64(4 * row)), LANES)
                 grow = broadcast(b, b.add(factors, I64(BYTES + 4 * row)), LANES)
                 whole = []
                 for k in range(len(columns)):
                     total = totals[r * len(columns) + k].cast("sitofp", F32)
                     whole.append(total * (largest.pick(groups[k]) * grow))
-                whole = joined(whole)
+                whole = concatenate(whole)
                 for k in range(0, len(order), LANES):
                     column = b.add(i, I64(order[back[k]]))
                     at = b.add(sums, b.mul(b.add(b.mul(dim, I64(row)), column), I64(4)))
-                    write(b, at, read(b, at, F32, LANES).fma(shrink, whole.pick(back[k : k + LANES])))
+                    write(b, at, read(b, at, F32, LANES).fma(alpha, whole.pick(back[k : k + LANES])))
 
-        def ask_for(token, i, chosen):
-            """The lines that begin in these parts; all parts of nibbles have the same."""
+        def prefetch_bytes(token, i, chosen):
+            """Prefetch the lines that begin in these parts; all parts of nibbles share theirs."""
             first, last = (32 * chosen.start, 32 * chosen.stop) if codes.bits == 8 else (0, BYTES)
             if codes.bits == 8 or chosen.start == 0:
-                soon = codes.begin(b, b.add(number_at(b, ahead, token), shift), i)
+                soon = codes.begin(b, b.add(row_id_at(b, ahead, token), shift), i)
                 for line in range(-(-first // LINE) * LINE, last, LINE):
                     prefetch(b, b.add(soon, I64(line)), near)
 

@@ -1,7 +1,7 @@
 """The vocabulary of the micro-kernels: vectors of float32 lanes, with numpy's operators.
 
-A micro-kernel is a Python function that runs once, while Numba generates code, and leaves behind the
-LLVM instructions of what it computed. LLVM splits a vector into the registers of the host (one of
+A micro-kernel is a Python function that runs once, while Numba compiles a kernel, and emits the LLVM
+instructions of its operations. LLVM splits a vector into the registers of the host (one of
 AVX-512, two of AVX2, four of NEON). Addresses are byte addresses of any alignment.
 """
 
@@ -24,7 +24,7 @@ RAW = {fmt.name: FLOAT_TYPES.get(fmt, ir.IntType(fmt.word.itemsize * 8)) for fmt
 
 
 class Lanes:
-    """A vector value in the code being generated. Operators work lane by lane; numbers fill all lanes."""
+    """A vector in the code being generated. Operators work lane by lane; a number fills all lanes."""
 
     def __init__(self, builder, value):
         self.builder, self.value, self.type = builder, value, value.type
@@ -82,11 +82,11 @@ class Lanes:
         return Lanes(self.builder, self.builder.fneg(self.value))
 
     def fma(self, factor, addend):
-        """self * factor + addend, rounded once."""
+        """Return self * factor + addend, rounded once."""
         return self.call("fma", factor, addend)
 
     def max(self, other):
-        """The larger; of integers as unsigned ones."""
+        """Return the larger of each lane; integers compare as unsigned."""
         return self._pick(">", other)
 
     def min(self, other):
@@ -120,20 +120,21 @@ class Lanes:
     def signed_rshift(self, places):
         return self.apply("ashr", places)
 
-    # moving lanes about
+    # choosing lanes
+
     def pick(self, lanes, other=None):
-        """The named lanes, counted through this vector and then `other`."""
+        """Return these lanes; numbers after this vector's lanes mean lanes of `other`."""
         lanes = list(lanes)
         mask = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
         return Lanes(self.builder, self.builder.shuffle_vector(self.value, self.of(other or self), mask))
 
     def where(self, relation, other, then):
-        """`then` where this compares so with `other` (never with NaN), itself elsewhere."""
+        """Return `then` in lanes where the relation to `other` holds (never for NaN), itself in the rest."""
         true = self.builder.fcmp_ordered(relation, self.value, self.of(other))
         return Lanes(self.builder, self.builder.select(true, self.of(then), self.value))
 
     def where_less(self, floats, limit, other):
-        """Itself where `floats` are less than a limit, `other` elsewhere."""
+        """Return itself in lanes where `floats` are below a limit, `other` in the rest."""
         less = self.builder.fcmp_ordered("<", floats.value, floats.of(limit))
         return Lanes(self.builder, self.builder.select(less, self.value, other.value))
 
@@ -143,14 +144,14 @@ class Lanes:
 
 
 def read(builder, address, element, count):
-    """`count` raw elements at an address."""
+    """Read `count` elements at an address, as raw bits."""
     value = builder.load(builder.inttoptr(address, ir.VectorType(element, count).as_pointer()))
     value.align = 1
     return Lanes(builder, value)
 
 
 def write(builder, address, lanes, stream=False):
-    """Raw lanes to an address; `stream` bypasses the caches (the address a multiple of 16)."""
+    """Write raw lanes to an address; `stream` bypasses the caches and needs a multiple of 16."""
     done = builder.store(lanes.value, builder.inttoptr(address, lanes.type.as_pointer()))
     done.align = 16 if stream else 1
     if stream:
@@ -158,15 +159,15 @@ def write(builder, address, lanes, stream=False):
 
 
 def fill(builder, number, count):
-    """Lanes of one value."""
+    """Return a vector with a number in all lanes."""
     empty = Lanes(builder, ir.Constant(ir.VectorType(number.type, 1), ir.Undefined))
     return Lanes(builder, builder.insert_element(empty.value, number, I32(0))).pick([0] * count)
 
 
-def room(builder, size):
-    """The address of some bytes, twice; LLVM does not know that both are one.
+def stack_buffer(builder, size):
+    """Return the address of some bytes on the stack, twice, so that LLVM does not see that both are equal.
 
-    So what is stored at the first and read at the second goes through memory, not from register to register.
+    Data written to the first and read from the second go through memory, not from register to register.
     """
     with builder.goto_entry_block():
         place = builder.alloca(ir.ArrayType(I8, size))
@@ -176,14 +177,14 @@ def room(builder, size):
 
 
 def broadcast(builder, address, count):
-    """The float32 at an address, in every lane."""
+    """Read the float32 at an address into every lane."""
     value = builder.load(builder.inttoptr(address, F32.as_pointer()))
     value.align = 1
     return fill(builder, value, count)
 
 
 class StackSlots:
-    """Vectors that a loop changes; LLVM keeps them in registers."""
+    """Vectors that a loop changes. They are stack variables, which LLVM moves to registers."""
 
     def __init__(self, builder, start):
         self.builder = builder
@@ -196,21 +197,21 @@ class StackSlots:
         self.builder.store(vector.value, self.places[i])
 
 
-def joined(vectors):
-    """One or more vectors, as many as a power of two, as one."""
+def concatenate(vectors):
+    """Join 1, 2, 4, ... vectors into one."""
     while len(vectors) > 1:
         vectors = [x.pick(range(2 * x.count), y) for x, y in pairs(vectors)]
     return vectors[0]
 
 
 def zeros(builder, count, vectors=1):
-    """`vectors` of float32 zeros."""
+    """Return a list of vectors of float32 zeros."""
     zero = ir.Constant(ir.VectorType(F32, count), [0.0] * count)
     return [Lanes(builder, zero) for _ in range(vectors)]
 
 
 def loop(builder, count, step=1):
-    """`with loop(builder, count) as i`: from 0 in steps below a count, both int64."""
+    """Emit a loop: ``with loop(builder, count) as i`` counts i from 0 to count - 1 in steps, as int64."""
     return _Loop(builder, count, step)
 
 
@@ -227,7 +228,7 @@ class _Loop:
 
 
 def prefetch(builder, address, near=False):
-    """Ask for the cache line at an address, into the second cache or, if it is `near`, the first."""
+    """Prefetch the cache line at an address into the L2 cache, or into L1 if `near`."""
     pointer = builder.inttoptr(address, I8.as_pointer())
     signature = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
@@ -235,24 +236,24 @@ def prefetch(builder, address, near=False):
 
 
 def widen(lanes, element):
-    """Raw lanes of a float format, or int8 codes, to float32: exact."""
+    """Convert raw lanes of a float format, or int8 codes, to float32, exactly."""
     return WIDEN[BY_NAME[element].widen](lanes)
 
 
 def narrow(lanes, element):
-    """Float32 lanes to raw lanes of a float format: rounded once, ties to even."""
+    """Convert float32 lanes to raw lanes of a float format, rounded once, ties to even."""
     return NARROW[BY_NAME[element].narrow](lanes)
 
 
 def as_halves(codes, element):
-    """Raw lanes of a float of 8 bits to halves; those of e4m3 are 256 times too small."""
+    """Convert raw lanes of an 8-bit float to halves; halves of e4m3 are 256 times too small."""
     if element == "e5m2":
         return (codes.cast("zext", I16) << 8).cast("bitcast", F16)
     return e4m3_halves(codes.cast("sext", I16) << 7)
 
 
 def pair_halves(codes, element):
-    """Return codes of even and of odd places as halves: in words of 16 bits, so that no lane moves."""
+    """Return the even and the odd codes as halves, by shifts in 16-bit words, so that no lane moves."""
     words = codes.as_bits(16)
     if element == "e5m2":
         return [half.cast("bitcast", F16) for half in (words << 8, words & 0xFF00)]
@@ -260,8 +261,10 @@ def pair_halves(codes, element):
 
 
 def e4m3_halves(codes):
-    """Return halves of codes 7 bits up in words. The exponent has the sign, too; NaN keeps its top bit."""
-    return codes.apply("xor", codes.plus(0x80) & 0x407F).cast("bitcast", F16)  # and nothing below
+    """Return halves of e4m3 codes that were sign-extended and shifted left by 7. NaN keeps its top bit."""
+    return codes.apply("xor", codes.plus(0x80) & 0x407F).cast(
+        "bitcast", F16
+    )  # clears the sign's copies in the exponent
 
 
 def bfloat16_lanes(lanes):
@@ -271,7 +274,7 @@ def bfloat16_lanes(lanes):
 
 
 def minifloat_lanes(x, name):
-    """See `numeric.float_to_minifloat`."""
+    """Do as `numeric.float_to_minifloat` does, in lanes."""
     element = BY_NAME[name]
     fraction = element.significant - 1
     bias, shift = (1 << 6 - fraction) - 1, 23 - fraction
@@ -306,46 +309,47 @@ NARROW = {
 
 
 def unpack_nibbles(pairs):
-    """int8 lanes of two nibbles each to twice as many codes, the low nibble first."""
+    """Unpack int8 lanes of two nibbles into twice as many codes, the low nibble first."""
     low, high = (pairs << 4).signed_rshift(4), pairs.signed_rshift(4)
     return low.pick((lane // 2 + lane % 2 * pairs.count for lane in range(2 * pairs.count)), high)
 
 
-def packed_codes(vectors, largest, nibbles):
-    """int32 lanes as codes of at most a size: as bytes, or as nibbles in pairs, the even code in the low one.
+def pack_codes(vectors, largest, nibbles):
+    """Pack int32 lanes, limited to -largest..largest, into bytes, or into nibbles with the even code low.
 
-    Of four vectors instructions that saturate make one, with four lanes of each in turn. Nibbles come from
-    numbers that need not saturate.
+    AVX-512 packs four vectors into one with saturation, four lanes of each in turn. Numbers that become
+    nibbles are in range already.
     """
     if len(vectors) % 4 or not machine.has_integers():
         codes = [x.call("smax", -largest).call("smin", largest) for x in vectors]
-        codes = codes if len(codes) % 4 else [joined(four) for four in fours(codes)]
+        codes = codes if len(codes) % 4 else [concatenate(four) for four in fours(codes)]
         codes = [x.cast("trunc", I8) for x in codes]
-        return [paired_nibbles(x) for x in codes] if nibbles else codes
-    codes = [_saturated(four) for four in fours(vectors)]
+        return [pair_nibbles(x) for x in codes] if nibbles else codes
+    codes = [saturate(four) for four in fours(vectors)]
     if not nibbles:
         turns = [4 * lane + vector for vector in range(4) for lane in range(4)]
         return [x.call("smax", -largest).as_bits().pick(turns) for x in codes]
-    words = [_called("pmaddubs.w", I16, x & 15, Lanes(x.builder, x.of([1, 16] * 32))) for x in codes]
+    words = [call_avx512("pmaddubs.w", I16, x & 15, Lanes(x.builder, x.of([1, 16] * 32))) for x in codes]
     two = len(words) % 2 == 0
     turns = [8 * lane + 4 * half + vector for half in range(2) for vector in range(4) for lane in range(4)]
     bytes_ = [
-        _called("packuswb", I8, x, y) for x, y in (pairs(words) if two else zip(words, words, strict=True))
+        call_avx512("packuswb", I8, x, y)
+        for x, y in (pairs(words) if two else zip(words, words, strict=True))
     ]
     return [x.as_bits(16).pick(turns if two else turns[:16]) for x in bytes_]
 
 
-def paired_nibbles(codes):
+def pair_nibbles(codes):
     words = codes.as_bits(16)
     return ((words & 0x0F) | ((words >> 4) & 0xF0)).cast("trunc", I8)
 
 
-def _saturated(four):
-    return _called("packsswb", I8, *(_called("packssdw", I16, x, y) for x, y in pairs(four)))
+def saturate(four):
+    return call_avx512("packsswb", I8, *(call_avx512("packssdw", I16, x, y) for x, y in pairs(four)))
 
 
-def _called(name, element, x, y):
-    """An instruction of AVX-512 BW, of vectors of 64 bytes to one."""
+def call_avx512(name, element, x, y):
+    """Call an AVX-512 BW instruction on two vectors of 64 bytes."""
     result = ir.VectorType(element, 512 // BITS[element])
     signature = ir.FunctionType(result, [x.type, y.type])
     function = cgutils.get_or_insert_function(x.builder.module, signature, f"llvm.x86.avx512.{name}.512")
@@ -361,9 +365,9 @@ def pairs(vectors):
 
 
 def exp(x):
-    """e to the power of lanes up to 88: within 2 ulp; 0 for -inf and wherever the result is subnormal."""
+    """Return e to the power of lanes up to 88, within 2 ulp; subnormal results are 0."""
     rounder = 1.5 * 2.0**23
-    shifted = x.fma(1.4426950408889634, rounder)  # its low bits are the power of two
+    shifted = x.fma(1.4426950408889634, rounder)  # its low bits are the exponent of 2
     power = shifted - rounder
     rest = power.fma(-0.693359375, x)
     rest = power.fma(2.12194440e-4, rest)
@@ -380,24 +384,24 @@ def exp(x):
 def sums_of(vectors, apart=1):
     """Return the sums of 16 or 8 vectors of 16 lanes: lane i is the sum of vectors[i].
 
-    Every second lane, or fourth, is summed where so many stay `apart`: then there are 8 vectors, or 4.
-    Shuffles stay within 128 bits as long as they can, where they are cheap.
+    With `apart` 2 or 4, lane i sums every second or fourth lane only, of 8 or 4 vectors. Shuffles within 128
+    bits are cheap, so they come first.
     """
     if apart == 1:
-        vectors = [_added(x, y, (0, 16, 1, 17), (2, 18, 3, 19)) for x, y in pairs(vectors)]
+        vectors = [add_lanes(x, y, (0, 16, 1, 17), (2, 18, 3, 19)) for x, y in pairs(vectors)]
     if apart <= 2:
-        vectors = [_added(x, y, (0, 1, 16, 17), (2, 3, 18, 19)) for x, y in pairs(vectors)]
-    vectors = [_blocks_added(x, y) for x, y in pairs(vectors)]
-    return _blocks_added(*vectors)
+        vectors = [add_lanes(x, y, (0, 1, 16, 17), (2, 3, 18, 19)) for x, y in pairs(vectors)]
+    vectors = [add_blocks(x, y) for x, y in pairs(vectors)]
+    return add_blocks(*vectors)
 
 
-def _added(x, y, low, high):
+def add_lanes(x, y, low, high):
     low, high = ([block + lane for block in (0, 4, 8, 12) for lane in lanes] for lanes in (low, high))
     return x.pick(low, y) + x.pick(high, y)
 
 
-def _blocks_added(x, y=None):
-    """Neighbouring blocks of four lanes added, of one vector or two in a row."""
+def add_blocks(x, y=None):
+    """Add neighbouring blocks of four lanes, of one vector or of two in a row."""
     starts = range(0, 16 if y is None else 32, 8)
     low = [start + lane for start in starts for lane in range(4)]
     return x.pick(low, y) + x.pick([lane + 4 for lane in low], y)

@@ -1,4 +1,4 @@
-"""The mean of some rows, in vectors."""
+"""The micro-kernel that averages rows."""
 
 import functools
 
@@ -19,14 +19,14 @@ from kvkit.cpu.simd.lanes import (
 from kvkit.cpu.simd.panels import LANES
 from kvkit.formats.elements import BY_NAME
 
-VECTORS = 8, 4, 1  # at a time, whose sums stay in registers
+VECTORS = 8, 4, 1  # at a time; their sums stay in registers
 
 
 @functools.cache
 def mean(element):
-    """(source, step, count, target, dim): rows `step` bytes apart, added in turn in float32, divided once.
+    """Return f(source, step, count, target, dim), which writes the mean of rows that are `step` bytes apart.
 
-    A multiple of 16 elements.
+    Rows are added in order in float32 and divided once. `dim` is a multiple of 16.
     """
     size = BY_NAME[element].bytes(1)
 

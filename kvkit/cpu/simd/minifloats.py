@@ -1,4 +1,4 @@
-"""The micro-kernels of floats of 8 bits with scales, beside their plain siblings in `cpu/minifloats.py`."""
+"""Micro-kernels of 8-bit floats with scales. Plain forms are in `cpu/copy/minifloats.py`."""
 
 import functools
 
@@ -26,7 +26,7 @@ from kvkit.formulas.numeric import ROUNDER
 
 @functools.cache
 def largest(element):
-    """(address, count) -> float32: the largest magnitude of numbers, a multiple of 16."""
+    """Return f(address, count) -> float32, the largest magnitude of elements; count is a multiple of 16."""
     size = BY_NAME[element].bytes(1)
 
     @intrinsic
@@ -37,27 +37,27 @@ def largest(element):
             with loop(b, count, LANES) as i:
                 x = widen(read(b, b.add(address, b.mul(i, I64(size))), RAW[element], LANES), element)
                 top[0] = top[0].max(abs(x))
-            return b.extract_element(over_lanes(top[0]).value, I32(0))
+            return b.extract_element(max_over_lanes(top[0]).value, I32(0))
 
         return types.float32(types.int64, types.int64), codegen
 
     return largest
 
 
-def over_lanes(x):
-    """The largest lane, in all of them."""
+def max_over_lanes(x):
+    """Return the largest lane, in every lane."""
     for distance in (8, 4, 2, 1):
         x = x.max(x.pick(lane ^ distance for lane in range(LANES)))
     return x
 
 
 @functools.cache
-def quotients(source, target, cell):
-    """(source, cell, target): 16 numbers, divided by the scale at an address."""
+def quotients(source, target, scale_format):
+    """Return f(source, scale, target), which writes 16 elements / scale as codes."""
 
     @micro_kernel(3)
-    def quotients(b, source_address, cell_address, target_address):
-        scale = widen(read(b, cell_address, RAW[cell], 1), cell).pick([0] * LANES)
+    def quotients(b, source_address, scale_address, target_address):
+        scale = widen(read(b, scale_address, RAW[scale_format], 1), scale_format).pick([0] * LANES)
         x = widen(read(b, source_address, RAW[source], LANES), source) / scale
         write(b, target_address, narrow(x, target) if BY_NAME[target].minifloat else nearest_codes(x))
 
@@ -65,5 +65,5 @@ def quotients(source, target, cell):
 
 
 def nearest_codes(x):
-    """See `numeric.nearest_code`."""
+    """Do as `numeric.nearest_code` does, in lanes."""
     return (x.max(-128.0).min(127.0) + float(ROUNDER)).as_bits().cast("trunc", I8)

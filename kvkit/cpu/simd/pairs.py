@@ -1,7 +1,7 @@
 """Wide products of bfloat16 in pairs: two multiplications a lane, added in float32 (AVX-512 BF16).
 
-A lane holds two numbers of one query row. Queries are [dim / 2, row, 2], keys rows as they are; weights are
-[token / 2, row, 2], values panels [dim / 8, token / 2, 8, 2]. To the instructions subnormal numbers are 0.
+A lane holds two numbers of one query row. Queries are [dim / 2, row, 2], keys are not rearranged; weights
+are [token / 2, row, 2], values panels [dim / 8, token / 2, 8, 2]. The instructions flush subnormals to 0.
 """
 
 from llvmlite import ir
@@ -28,7 +28,7 @@ PAIRED = 4 * WIDE  # bytes of a pair for every row
 
 
 class Bfloat(ir.Type):
-    """LLVM's type, which llvmlite has not."""
+    """LLVM's type bfloat, which llvmlite lacks."""
 
     def _to_string(self):
         return "bfloat"
@@ -42,8 +42,8 @@ class Bfloat(ir.Type):
 SUMS, PAIRS = ir.VectorType(F32, LANES), ir.VectorType(Bfloat(), 2 * LANES)
 
 
-def added(sums, x, y):
-    """Sums, and the products of the pairs of two vectors of 32-bit lanes."""
+def add_products(sums, x, y):
+    """Return sums + x * y, where x and y have two bfloat16 numbers in each lane."""
     b = sums.builder
     signature = ir.FunctionType(SUMS, [SUMS, PAIRS, PAIRS])
     add = cgutils.get_or_insert_function(b.module, signature, "llvm.x86.avx512bf16.dpbf16ps.512")
@@ -51,12 +51,12 @@ def added(sums, x, y):
 
 
 def pair_at(b, address):
-    """The pair at an address, in every lane."""
+    """Read the pair at an address into every lane."""
     return Lanes(b, b.bitcast(broadcast(b, address, LANES).value, ir.VectorType(I32, LANES)))
 
 
-def paired(low, high):
-    """Two vectors of float32 as pairs, rounded once."""
+def pair_words(low, high):
+    """Round two vectors of float32 to pairs of bfloat16, once."""
     b = low.builder
     signature = ir.FunctionType(PAIRS, [SUMS, SUMS])
     convert = cgutils.get_or_insert_function(b.module, signature, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
@@ -66,7 +66,7 @@ def paired(low, high):
 
 @micro_kernel(3)
 def pair_rows(b, source, rows, target):
-    """[rows, WIDE] of float32 as pairs of neighbouring rows, in place or not; a last odd row's other is 0."""
+    """Convert [rows, WIDE] of float32 to pairs of neighbouring rows; an odd last row pairs with 0."""
     pairs = b.lshr(rows, I64(1))
 
     def pair(i, alone):
@@ -75,7 +75,7 @@ def pair_rows(b, source, rows, target):
         high = [read(b, b.add(at, I64(PAIRED + 64 * half)), F32, LANES) for half in range(HALVES)]
         for half in range(HALVES):
             other = zeros(b, LANES)[0] if alone else high[half]
-            write(b, b.add(to, I64(64 * half)), paired(low[half], other))
+            write(b, b.add(to, I64(64 * half)), pair_words(low[half], other))
 
     with loop(b, pairs) as i:
         pair(i, False)
@@ -85,7 +85,7 @@ def pair_rows(b, source, rows, target):
 
 @micro_kernel(6)
 def pair_values(b, source, row, tokens, dim, target, panel):
-    """Rows of bfloat16 as panels of so many bytes; a last odd token's other is 0. `dim`: a multiple of 16."""
+    """Arrange bfloat16 rows in panels of `panel` bytes; an odd last token pairs with 0. 16 divides `dim`."""
     pairs = b.lshr(tokens, I64(1))
 
     def pair(t, alone):
@@ -106,7 +106,7 @@ def pair_values(b, source, row, tokens, dim, target, panel):
 
 
 def products(b, scalars, tile_step, step, vectors, count, start):
-    """`wide_products` over pairs."""
+    """Do as `wide_products` of simd/attention.py does, over pairs."""
     sums = StackSlots(b, start)
     with loop(b, count) as k:
         at = b.add(vectors, b.mul(k, I64(PAIRED)))
@@ -115,13 +115,13 @@ def products(b, scalars, tile_step, step, vectors, count, start):
         for t in range(TILE):
             scalar = pair_at(b, b.add(base, b.mul(tile_step, I64(t))))
             for half in range(HALVES):
-                sums[t * HALVES + half] = added(sums[t * HALVES + half], row[half], scalar)
+                sums[t * HALVES + half] = add_products(sums[t * HALVES + half], row[half], scalar)
     return [sums[i] for i in range(TILE * HALVES)]
 
 
 @micro_kernel(7)
 def scores(b, queries, keys, key_row, count, dim, target, scale):
-    """scores [token, WIDE] = queries times keys times the float32 at `scale`; a multiple of 8 tokens."""
+    """Compute S = scale K Q^T [token, WIDE] for a multiple of 8 tokens; `scale` is an address."""
     factor = broadcast(b, scale, LANES)
     with loop(b, count, TILE) as first:
         start = zeros(b, LANES, TILE * HALVES)
@@ -134,7 +134,7 @@ def scores(b, queries, keys, key_row, count, dim, target, scale):
 
 @micro_kernel(7)
 def sums(b, weights, values, panel, pairs, dim, target, factors):
-    """sums [dim, WIDE] = sums * factors [WIDE] + weights times values; dim a multiple of 8."""
+    """Compute O = O alpha + P V [dim, WIDE]: weights are P, factors alpha; 8 divides dim."""
     factor = [read(b, b.add(factors, I64(64 * half)), F32, LANES) for half in range(HALVES)]
     with loop(b, dim, TILE) as first:
         to = b.add(target, b.mul(first, I64(PAIRED)))

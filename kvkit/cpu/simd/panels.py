@@ -1,6 +1,6 @@
-"""The micro-kernels that move rows between packed tensors and a cache, a panel of elements at a time.
+"""Micro-kernels that copy rows between packed tensors and a cache, a panel of 16 or more elements at a time.
 
-Each is made for its formats and stands beside a plain sibling in `rows.py`, bit for bit the same.
+Each is compiled for its formats. The plain forms in `cpu/copy/rows.py` give the same bits.
 """
 
 import functools
@@ -22,17 +22,17 @@ from kvkit.cpu.simd.lanes import (
 from kvkit.formats.elements import BY_NAME
 
 LANES = 16
-WIDEST = 128  # elements of a quantizing panel, unless a single group is wider: what fits in the registers
+WIDEST = 128  # elements of a quantizing panel, unless a group is wider: they fit in registers
 
 
 def lanes_divide(group):
-    """Whether panels of 16 lanes can hold whole groups, or groups whole panels."""
+    """Return whether panels of 16 lanes can hold whole groups, or groups whole panels."""
     return group in (2, 4, 8) or group % LANES == 0
 
 
 @functools.cache
 def move(source, target, stream=False):
-    """(source, target): 16 elements from one format to another; the same format keeps the bits."""
+    """Return f(source, target), which converts 16 elements; the same format keeps the bits."""
 
     @micro_kernel(2)
     def move(b, source_address, target_address):
@@ -45,18 +45,18 @@ def move(source, target, stream=False):
 
 
 @functools.cache
-def dequantize(codes, cell, group, rounded, target, stream=False):
-    """(codes, cells, target): 16 codes, each times the scale of its group.
+def dequantize(codes, scale_format, group, rounded, target, stream=False):
+    """Return f(codes, scales, target), which writes code * scale for 16 codes.
 
-    It is rounded to a format, then to that of the target.
+    Products are rounded to the format `rounded`, then to that of the target.
     """
-    cells = max(1, LANES // group) if group else 1
+    scale_count = max(1, LANES // group) if group else 1
     floats = BY_NAME[codes].minifloat
 
     @micro_kernel(3)
-    def dequantize(b, code_address, cell_address, target_address):
-        scale = widen(read(b, cell_address, RAW[cell], cells), cell)
-        scale = scale.pick(lane * cells // LANES for lane in range(LANES))
+    def dequantize(b, code_address, scale_address, target_address):
+        scale = widen(read(b, scale_address, RAW[scale_format], scale_count), scale_format)
+        scale = scale.pick(lane * scale_count // LANES for lane in range(LANES))
         if codes == "int4":
             values = lanes.unpack_nibbles(read(b, code_address, I8, LANES // 2))
         else:
@@ -70,7 +70,7 @@ def dequantize(codes, cell, group, rounded, target, stream=False):
 
 
 def groups_in_panel(group, groups):
-    """Return how many of a row's `groups` a quantizing panel takes: 16 elements or more, best a divisor."""
+    """Return how many of a row's groups a quantizing panel takes, for 16 or more elements."""
     fewest = max(1, LANES // group)
     fitting = [n for n in (16, 8, 4, 2, 1) if n >= fewest and n * group <= WIDEST and groups % n == 0]
     return fitting[0] if fitting else fewest
@@ -78,7 +78,7 @@ def groups_in_panel(group, groups):
 
 @functools.cache
 def maxima(source, group, groups):
-    """(source, target): the largest magnitude of each group of a panel, as raw elements."""
+    """Return f(source, target), which writes the largest magnitude of each group of a panel."""
 
     @micro_kernel(2)
     def maxima(b, source_address, target_address):
@@ -93,21 +93,21 @@ def maxima(source, group, groups):
 
 
 @functools.cache
-def scales(source, codes, cell):
-    """(maxima, scales, reciprocals, cells): of 16 groups, the cells as they are stored.
+def scales(source, codes, scale_format):
+    """Return f(maxima, scales, reciprocals, stored scales), which finds the scales of 16 groups.
 
-    Of 16-bit sources the rounding absorbs the error of a product with 1 / qmax (`test_numeric.py` tries all
+    For 16-bit sources, rounding absorbs the error of maximum * (1 / qmax) (`test_numeric.py` tries all
     maxima), and only the reciprocals are needed.
     """
     qmax = float(BY_NAME[codes].limits[1])
 
     @micro_kernel(4)
-    def scales(b, maxima_address, scale_address, inverse_address, cell_address):
+    def scales(b, maxima_address, scale_address, inverse_address, stored_address):
         largest = widen(read(b, maxima_address, RAW[source], LANES), source)
         scale = largest / qmax if source == "float32" else largest * (1 / qmax)
         scale = round_to(source, scale).max(BY_NAME[source].smallest_scale)
         write(b, inverse_address, 1.0 / scale)
-        write(b, cell_address, narrow(scale, cell))
+        write(b, stored_address, narrow(scale, scale_format))
         if source == "float32":
             write(b, scale_address, scale)
 
@@ -115,26 +115,27 @@ def scales(source, codes, cell):
 
 
 @functools.cache
-def quantize(source, codes, cell, group, groups):
-    """(source, scales, reciprocals, new cells, codes, cells): the codes and the stored scales of a panel.
+def quantize(source, codes, scale_format, group, groups):
+    """Return f(source, scales, reciprocals, new scales, codes, cache's scales), which encodes a panel.
 
-    Quotients come from products with the reciprocal of the scale and equal true division bit for bit. For
-    16-bit sources the rounding to 11 or 8 bits absorbs the error of the product (`test_numeric.py`
-    tries all pairs of significands); for float32 two corrections round it as Markstein's theorem says
-    (IBM J. Res. Dev. 34, 1990).
+    Quotients are products with the reciprocal of the scale, but equal true division bit for bit: for 16-bit
+    sources, rounding to 11 or 8 bits absorbs the error (`test_numeric.py` tries all pairs of significands);
+    for float32, two corrections round correctly by Markstein's theorem (IBM J. Res. Dev. 34, 1990).
     """
     qmax, code_bytes = BY_NAME[codes].limits[1], BY_NAME[codes].bytes(group * groups)
 
     @micro_kernel(6)
-    def quantize(b, source_address, scale_address, inverse_address, new_address, code_address, cell_address):
-        write(b, cell_address, read(b, new_address, RAW[cell], groups))
+    def quantize(
+        b, source_address, scale_address, inverse_address, new_address, code_address, stored_address
+    ):
+        write(b, stored_address, read(b, new_address, RAW[scale_format], groups))
         integers = []
         for i, x in enumerate(panel_lanes(b, source_address, source, group * groups)):
             scale = of_groups(b, scale_address, i, group, groups)
             inverse = of_groups(b, inverse_address, i, group, groups)
             ratio = quotient(source, x, scale, inverse)
             integers.append(ratio.call("rint").cast("fptosi", I32))
-        packed = lanes.packed_codes(integers, qmax, codes == "int4")
+        packed = lanes.pack_codes(integers, qmax, codes == "int4")
         for i, vector in enumerate(packed):
             write(b, at(b, code_address, i * code_bytes // len(packed)), vector)
 
@@ -142,7 +143,7 @@ def quantize(source, codes, cell, group, groups):
 
 
 def of_groups(b, address, i, group, groups):
-    """Return the numbers, one for each group, of the lanes from i * LANES on."""
+    """Read the number of each lane's group, for the lanes from i * LANES on."""
     if group >= LANES:
         return lanes.broadcast(b, at(b, address, i * LANES // group * 4), LANES)
     own = [(i * LANES + lane) // group for lane in range(LANES)]
@@ -165,9 +166,9 @@ def round_to(element, x):
 
 
 def quotient(element, x, scale, inverse):
-    """x / scale as a number of the element format, exact where it can round to a code other than 0."""
+    """Return x / scale rounded to the element format, exactly if it can round to a code other than 0."""
     ratio = x * inverse
-    if element != "float32":  # no ratio here is half way between two
+    if element != "float32":  # no ratio here is a tie
         cut = 24 - BY_NAME[element].significant
         return (ratio.as_bits().plus(1 << cut - 1) & -(1 << cut)).cast("bitcast", F32)
     for _ in range(2):
@@ -176,7 +177,7 @@ def quotient(element, x, scale, inverse):
 
 
 def group_maxima(vectors, group):
-    """The largest of each group of neighbouring lanes, one lane a group."""
+    """Return the largest of each group of neighbouring lanes, one lane for each group."""
     wide = max(1, group // vectors[0].count)
     vectors = [functools.reduce(larger, vectors[i : i + wide]) for i in range(0, len(vectors), wide)]
     for _ in range(min(group, vectors[0].count).bit_length() - 1):
@@ -200,8 +201,8 @@ def larger(x, y):
 
 
 def group_maxima_16bit(b, address, group, groups):
-    """`group_maxima` of magnitudes in memory: their bits compare as integers, two of them a lane."""
-    odd = group > LANES and group % (2 * LANES)  # so many vectors of 16 lanes and half of one
+    """Return the group maxima of 16-bit magnitudes in memory, compared as integers, two in a lane."""
+    odd = group > LANES and group % (2 * LANES)  # a group is some vectors of 16 lanes and a half
     lanes = LANES // 2 if odd else min(LANES, groups * group // 2)
     words = [
         read(b, at(b, address, i * lanes * 4), I32, lanes) & 0x7FFF7FFF

@@ -1,4 +1,4 @@
-"""The micro-kernel of rotations: a block of a row, and its Hadamard matrix in log2 steps of sums."""
+"""The micro-kernel of rotations: a block of a row times a Hadamard matrix, in log2(block) steps of sums."""
 
 import functools
 
@@ -6,16 +6,16 @@ from kvkit.cpu.simd.lanes import F32, RAW, micro_kernel, narrow, read, widen, wr
 from kvkit.cpu.simd.panels import LANES, at
 from kvkit.formats.elements import BY_NAME
 
-MOST = 512  # elements of a block that registers, and a little of the stack, hold
+MOST = 512  # elements of a block: they fit in registers and a little stack
 
 
 @functools.cache
-def turn(element, block):
-    """(source, target, before, after): a block of 16 elements or more, times factors on both sides."""
+def rotate_block(element, block):
+    """Return f(source, target, before, after): target = after * (H @ (before * source))."""
     size = BY_NAME[element].bytes(1)
 
     @micro_kernel(4)
-    def turn(b, source, target, before, after):
+    def rotate_block(b, source, target, before, after):
         def factor(address, i):
             return read(b, at(b, address, 4 * i), F32, LANES)
 
@@ -33,4 +33,4 @@ def turn(element, block):
         for i, y in enumerate(x):
             write(b, at(b, target, i * LANES * size), narrow(y * factor(after, i * LANES), element))
 
-    return turn
+    return rotate_block

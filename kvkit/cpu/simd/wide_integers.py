@@ -1,15 +1,16 @@
-"""Wide products over codes by integers (AVX-512 VNNI): two elements, or tokens, of one query row a lane.
+"""Wide products over codes by integers (AVX-512 VNNI): a lane has two elements, or tokens, of one query row.
 
-scores  Keys are unfolded to 16-bit integers, queries are [dim / 2, row, 2], fixed point of 16 bits relative
-        to the largest of their row. What shares a scale is added up as integers.
-sums    Values of two tokens side by side, [token / 2, dim, 2], times weights that are multiplied with their
-        scales first, as in `integers`.
+S = K Q^T                    Keys are unfolded to 16-bit integers. Queries are [dim / 2, row, 2], fixed
+                             point of 16 bits relative to the largest of their row. Products that share a
+                             scale are added up as integers.
+O = O alpha + P V            Values of two tokens are side by side, [token / 2, dim, 2]. Weights are
+                             multiplied with the scales first, as in simd/integers.py.
 """
 
 import functools
 
 from kvkit.cpu.simd import lanes
-from kvkit.cpu.simd.attention import LANES, LOWEST, WIDE, number_at
+from kvkit.cpu.simd.attention import LANES, LOWEST, WIDE, row_id_at
 from kvkit.cpu.simd.integers import (
     BYTES,
     LARGEST_WEIGHT,
@@ -19,8 +20,8 @@ from kvkit.cpu.simd.integers import (
     CodeVectors,
     Scales,
     dot_pairs,
-    nothing,
-    paired,
+    int_zeros,
+    pair_words,
     times,
     weight_of,
     word_at,
@@ -42,15 +43,15 @@ from kvkit.cpu.simd.lanes import (
 )
 
 HALVES = WIDE // LANES
-ROW = 4 * WIDE  # bytes of a number, or a pair, for every row
-TOKENS = 8  # that accumulators are there for
+ROW = 4 * WIDE  # bytes of 32 numbers or pairs, one for each query row
+TOKENS = 8  # tokens whose accumulators fit the registers
 
 
 class Eights:
-    """The lanes of eight neighbouring codes of a row once they are unfolded: words of two 16-bit integers.
+    """Locates eight neighbouring codes of a row after unfolding, in words of two 16-bit integers.
 
-    No lane moves to another quarter of a vector. For keys two codes of a row share a word, for values the
-    codes of two tokens.
+    A word has two codes of a key's row, or the codes of two tokens' values. No lane moves to another quarter
+    of a vector.
     """
 
     def __init__(self, codes):
@@ -68,20 +69,20 @@ class Eights:
             self.values = [2 * BYTES * (c % 4) + 4 * (c // 4) for c in range(8)]
 
     def first(self, b, i):
-        """The first of the eight that are the i-th ones, i a multiple of 8."""
+        """Return the first element of the eight with index i, a multiple of 8."""
         if self.apart:
             return b.add(b.and_(i, I64(-32)), b.lshr(b.and_(i, I64(31)), I64(1)))
         return i
 
     def key(self, b, i):
-        """Their offset in an unfolded key."""
+        """Return the offset of the eight in an unfolded key."""
         if self.codes.bits == 8:
             return b.mul(i, I64(2))
         width = self.codes.width
         return b.add(b.mul(b.and_(i, I64(-width)), I64(2)), b.lshr(b.and_(i, I64(width - 1)), I64(1)))
 
     def value(self, b, i):
-        """Their offset in unfolded values."""
+        """Return the offset of the eight in unfolded values."""
         if self.codes.bits == 8:
             return b.add(b.mul(b.and_(i, I64(-32)), I64(4)), b.mul(b.and_(i, I64(31)), I64(2)))
         width = self.codes.width
@@ -91,7 +92,7 @@ class Eights:
         return b.add(chunk, offset)
 
     def unfold(self, b, at):
-        """Codes of a chunk as 16-bit integers, 32 a vector."""
+        """Return the codes of a chunk as 16-bit integers, 32 in a vector."""
         codes = self.codes
         if codes.bits == 8:
             return [codes.bytes(b, at, k, 32).cast("sext", I16) for k in range(0, codes.width, 32)]
@@ -107,9 +108,9 @@ def halves(b, address, element=F32):
 
 
 @functools.cache
-def fixed_queries(stored, cell, group, width):
-    """(queries [dim, WIDE], dim, target): factors of the rows, then integers."""
-    eights = Eights(CodeVectors(stored, cell, group, width))
+def fixed_queries(stored, scale_format, group, width):
+    """Return f(queries [dim, WIDE], dim, target), which writes factors of the rows, then integers."""
+    eights = Eights(CodeVectors(stored, scale_format, group, width))
 
     @micro_kernel(3)
     def fixed_queries(b, queries, dim, target):
@@ -135,40 +136,40 @@ def make_queries(b, eights, queries, dim, target):
         for k, pair in enumerate(eights.pairs):
             both = [halves(b, b.add(first, I64(ROW * element))) for element in pair]
             for half in range(HALVES):
-                words = paired(*(x[half].fma(reciprocal[half], ROUNDER).as_bits() for x in both))
+                words = pair_words(*(x[half].fma(reciprocal[half], ROUNDER).as_bits() for x in both))
                 write(b, b.add(to, I64(ROW * k + BYTES * half)), words)
 
 
 @functools.cache
-def unfolded_keys(stored, cell, group, width):
-    """(keys, key_row, cells, cell_row, numbers, count, dim, target): rows of 4 * dim bytes.
+def unfolded_keys(stored, scale_format, group, width):
+    """Return f(keys, key_row, scale_base, scale_row, row_ids, count, dim, target), which unfolds keys.
 
-    They are integers, and from their middle on scales as float32.
+    A row has 4 * dim bytes: integers in the first half, scales as float32 in the second.
     """
-    codes = CodeVectors(stored, cell, group, width)
+    codes = CodeVectors(stored, scale_format, group, width)
     eights = Eights(codes)
 
     @micro_kernel(8)
-    def unfolded_keys(b, keys, key_row, cells, cell_row, numbers, count, dim, target):
+    def unfolded_keys(b, keys, key_row, scale_base, scale_row, row_ids, count, dim, target):
         with loop(b, count) as token:
-            number = number_at(b, numbers, token)
-            row, cell_at = b.add(keys, b.mul(number, key_row)), b.add(cells, b.mul(number, cell_row))
+            number = row_id_at(b, row_ids, token)
+            row, scale_at = b.add(keys, b.mul(number, key_row)), b.add(scale_base, b.mul(number, scale_row))
             to = b.add(target, b.mul(token, b.mul(dim, I64(4))))
             scales_to = b.add(to, b.mul(dim, I64(2)))
             with loop(b, dim, width) as i:
                 at = codes.begin(b, row, i)
                 for k, vector in enumerate(eights.unfold(b, at)):
                     write(b, b.add(to, b.mul(b.add(i, I64(32 * k)), I64(2))), vector)
-                scale = widen(codes.raw_scales(b, at, cell_at, i), codes.cell)
+                scale = widen(codes.raw_scales(b, at, scale_at, i), codes.scale_format)
                 write(b, b.add(scales_to, b.mul(b.udiv(i, I64(codes.group)), I64(4))), scale)
 
     return unfolded_keys
 
 
 @functools.cache
-def scores(stored, cell, group, width):
-    """(queries, keys, count, dim, scores): [token, WIDE], of a multiple of 8 tokens."""
-    codes = CodeVectors(stored, cell, group, width)
+def scores(stored, scale_format, group, width):
+    """Return f(queries, keys, count, dim, scores), which computes S [token, WIDE] of 8, 16, ... tokens."""
+    codes = CodeVectors(stored, scale_format, group, width)
     eights, group = Eights(codes), codes.group
     run = min(group, width)
 
@@ -181,7 +182,7 @@ def scores(stored, cell, group, width):
             for place in range(TOKENS * HALVES):
                 write(b, b.add(to, I64(BYTES * place)), zeros(b, LANES)[0])
             with loop(b, dim, run) as i:
-                sums = StackSlots(b, [nothing(b)] * (TOKENS * HALVES))
+                sums = StackSlots(b, [int_zeros(b)] * (TOKENS * HALVES))
                 with loop(b, I64(run), 8) as j:
                     eight = b.add(i, j)
                     query_at = b.add(b.add(queries, I64(ROW)), b.mul(eight, I64(ROW // 2)))
@@ -205,29 +206,29 @@ def scores(stored, cell, group, width):
             for place in range(TOKENS * HALVES):
                 at = b.add(to, I64(BYTES * place))
                 total = read(b, at, F32, LANES) * factor[place % HALVES]
-                write(b, at, total.fma(0.0, total))  # NaN of infinity
+                write(b, at, total.fma(0.0, total))  # makes infinity NaN
 
     return scores
 
 
 def pair_bytes(b, dim):
-    """From the values of two tokens to the next: no power of two, or they compete for places in the cache."""
+    """Return the bytes from two tokens' values to the next two, not a power of 2, to use all cache sets."""
     return b.add(b.mul(dim, I64(4)), I64(BYTES))
 
 
 @functools.cache
-def unfolded_values(stored, cell, group, width):
-    """(values, value_row, numbers, count, dim, target): [token / 2, dim, 2], then anything."""
-    codes = CodeVectors(stored, cell, group, width)
+def unfolded_values(stored, scale_format, group, width):
+    """Return f(values, value_row, row_ids, count, dim, target), which writes [token / 2, dim, 2]."""
+    codes = CodeVectors(stored, scale_format, group, width)
     eights = Eights(codes)
     words = [[8 * (lane // 4) + lane % 4 + half for lane in range(LANES)] for half in (0, 4)]
     side_by_side = [[word + 32 * token for word in half for token in (0, 1)] for half in words]
 
     @micro_kernel(6)
-    def unfolded_values(b, values, value_row, numbers, count, dim, target):
+    def unfolded_values(b, values, value_row, row_ids, count, dim, target):
         with loop(b, count, 2) as token:
             rows = [
-                b.add(values, b.mul(number_at(b, numbers, b.add(token, I64(t))), value_row)) for t in (0, 1)
+                b.add(values, b.mul(row_id_at(b, row_ids, b.add(token, I64(t))), value_row)) for t in (0, 1)
             ]
             to = b.add(target, b.mul(b.lshr(token, I64(1)), pair_bytes(b, dim)))
             with loop(b, dim, width) as i:
@@ -241,23 +242,23 @@ def unfolded_values(stored, cell, group, width):
 
 
 @micro_kernel(5)
-def softmax(b, scores, count, top, total, factors):
-    """`integers.softmax` of scores [token, WIDE]: weights [token / 2, row, 2], 0 behind a last odd one."""
+def softmax(b, scores, count, m_at, l_at, factors):
+    """Do as `integers.softmax` for S [token, WIDE]; P is [token / 2, row, 2], padded with 0."""
     for half in range(HALVES):
         offset = I64(BYTES * half)
-        half_softmax(b, count, *(b.add(at, offset) for at in (scores, top, total, factors)))
+        half_softmax(b, count, *(b.add(at, offset) for at in (scores, m_at, l_at, factors)))
 
 
-def half_softmax(b, count, scores, top, total, factors):
-    """`softmax` of 16 of the rows."""
+def half_softmax(b, count, scores, m_at, l_at, factors):
+    """Compute `softmax` for 16 of the rows."""
     pairs, odd = b.lshr(count, I64(1)), b.and_(count, I64(1))
-    before = read(b, top, F32, LANES)
+    before = read(b, m_at, F32, LANES)
     largest = StackSlots(b, [read(b, scores, F32, LANES)])
     with loop(b, count) as i:
         largest[0] = largest[0].max(read(b, b.add(scores, b.mul(i, I64(ROW))), F32, LANES))
     new, here = before.max(largest[0]), largest[0].max(LOWEST)
     base = new.max(LOWEST)
-    shrink, grow = exp(before - base), exp(here - base)
+    alpha, grow = exp(before - base), exp(here - base)
     sums = StackSlots(b, zeros(b, LANES))
 
     def weight(token):
@@ -268,29 +269,29 @@ def half_softmax(b, count, scores, top, total, factors):
 
     with loop(b, pairs) as i:
         token = b.mul(i, I64(2))
-        words = paired(weight(token), weight(b.add(token, I64(1))))
+        words = pair_words(weight(token), weight(b.add(token, I64(1))))
         write(b, b.add(scores, b.mul(i, I64(ROW))), words)
     with b.if_then(b.icmp_signed("!=", odd, I64(0))):
         words = weight(b.mul(pairs, I64(2))) & 0xFFFF
         write(b, b.add(scores, b.mul(pairs, I64(ROW))), words)
-    write(b, top, new)
-    write(b, total, read(b, total, F32, LANES).fma(shrink, sums[0] * grow * (1 / LARGEST_WEIGHT)))
-    write(b, factors, shrink)
+    write(b, m_at, new)
+    write(b, l_at, read(b, l_at, F32, LANES).fma(alpha, sums[0] * grow * (1 / LARGEST_WEIGHT)))
+    write(b, factors, alpha)
     write(b, b.add(factors, I64(ROW)), grow * ((LARGEST_WEIGHT + 1) / LARGEST_WEIGHT**2))
 
 
 @functools.cache
-def sums(stored, cell, group, width):
-    """(weights, values, scales, count, dim, sums, factors): sums [dim, WIDE] of unfolded values."""
-    codes = CodeVectors(stored, cell, group, width)
+def sums(stored, scale_format, group, width):
+    """Return f(weights, values, scales, count, dim, sums, factors), which computes O [dim, WIDE]."""
+    codes = CodeVectors(stored, scale_format, group, width)
     eights, run = Eights(codes), min(codes.group, width)
 
     @micro_kernel(7)
     def sums(b, weights, values, scales_at, count, dim, sums, factors):
         scales = Scales(codes, dim)
-        shrink, grow = halves(b, factors), halves(b, b.add(factors, I64(ROW)))
+        alpha, grow = halves(b, factors), halves(b, b.add(factors, I64(ROW)))
         pairs, step = b.lshr(b.add(count, I64(1)), I64(1)), pair_bytes(b, dim)
-        place, seen = lanes.room(b, ROW * MOST_TOKENS // 2)
+        place, seen = lanes.stack_buffer(b, ROW * MOST_TOKENS // 2)
         with loop(b, dim, run) as i:
             chunk = b.udiv(i, I64(width))
             of_group = b.mul(b.udiv(b.urem(i, I64(width)), I64(codes.group)), I64(4))
@@ -305,7 +306,7 @@ def sums(stored, cell, group, width):
             with loop(b, I64(run), 8) as j:
                 eight = b.add(i, j)
                 value_at = b.add(values, eights.value(b, eight))
-                totals = StackSlots(b, [nothing(b)] * (8 * HALVES))
+                totals = StackSlots(b, [int_zeros(b)] * (8 * HALVES))
                 with loop(b, pairs) as pair:
                     weight = halves(b, b.add(seen, b.mul(pair, I64(ROW))), I32)
                     at = b.add(value_at, b.mul(pair, step))
@@ -319,6 +320,6 @@ def sums(stored, cell, group, width):
                     for half in range(HALVES):
                         into = b.add(first, I64(ROW * element + BYTES * half))
                         whole = totals[c * HALVES + half].cast("sitofp", F32) * growth[half]
-                        write(b, into, read(b, into, F32, LANES).fma(shrink[half], whole))
+                        write(b, into, read(b, into, F32, LANES).fma(alpha[half], whole))
 
     return sums

@@ -21,9 +21,9 @@ STORED = {"int8": WIDTHS, "int4": WIDTHS[:1], "q8_0": WIDTHS, "q4_0": WIDTHS[:1]
 get_float = memory.load(types.float32)
 
 
-def width(stored, cell, group, dims):
+def width(stored, scale_format, group, dims):
     """Return how many elements the integer products take at a time; None if they do not fit these codes."""
-    if stored not in STORED or (cell is None) != (BY_NAME[stored].block is not None):
+    if stored not in STORED or (scale_format is None) != (BY_NAME[stored].block is not None):
         return None
     group = group or 8
     fit = (
@@ -40,7 +40,7 @@ def width(stored, cell, group, dims):
 def queries(rows, *form):
     """Compile the conversion of queries [rows, dim] to fixed point, of at most (4 * dim + 64) * rows bytes.
 
-    `form` describes the codes: (stored, cell, group, width).
+    `form` describes the codes: (stored, scale_format, group, width).
     """
     fixed, scratch = integers.fixed_queries(rows, *form), memory.scratch(2 * rows * form[-1])
 
@@ -60,7 +60,7 @@ def scores(rows, near, *form):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
         multiply(
             queries=tile.engine_queries, keys=tile.keys, key_row=block.key_row,
-            cells=tile.key_scales, cell_row=params.keys.scale_row, numbers=block.key_ids,
+            scale_base=tile.key_scales, scale_row=params.keys.scale_row, row_ids=block.key_ids,
             ahead=prefetched(block.prefetch_in_scores, block, tile), shift=0,
             count=whole_tiles(tile.count), dim=params.keys.padded_dim, scores=tile.scores,
         )  # fmt: skip
@@ -84,7 +84,7 @@ def sums(rows, near, *form):
         fill_vector(tile.scores, tile.count * rows)
         fixed_scales(
             values=tile.values, value_row=block.value_row,
-            cells=tile.value_scales, cell_row=params.values.scale_row, numbers=block.value_ids,
+            scale_base=tile.value_scales, scale_row=params.values.scale_row, row_ids=block.value_ids,
             count=tile.count, dim=dim, most=params.most_value, target=scales,
         )  # fmt: skip
         if get_float(scales) < 0:
@@ -92,7 +92,7 @@ def sums(rows, near, *form):
             return
         softmax(tile.scores, -(-tile.count * rows // integers.LANES), tile.m, tile.l, tile.alpha)
         multiply(
-            weights=tile.scores, values=tile.values, value_row=block.value_row, numbers=block.value_ids,
+            weights=tile.scores, values=tile.values, value_row=block.value_row, row_ids=block.value_ids,
             ahead=prefetched(block.prefetch_in_sums, block, tile), shift=block.prefetch_shift,
             count=tile.count, dim=dim, sums=tile.o, factors=tile.alpha,
             scales_at=scales, scratch=scales + 64 + 40 * dim,

@@ -17,7 +17,7 @@ from kvkit.runtime.jit import helper
 SHRINK = np.float32(2**-40)  # of weights
 
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
-careful_wide_sums = attention.careful_wide_sums
+nan_safe_wide_sums = attention.nan_safe_wide_sums
 
 
 @helper
@@ -40,7 +40,7 @@ def nan_safe_scores(params, block, tile):
 def shrink_weights(block, tile):
     """Shrink the weights of a tile."""
     put_float(block.number, SHRINK)
-    attention.times(tile.scores, tile.scores, -(-tile.count * block.rows // 16) * 16, block.number)
+    attention.scale_by(tile.scores, tile.scores, -(-tile.count * block.rows // 16) * 16, block.number)
 
 
 @helper
@@ -63,12 +63,12 @@ def nan_safe_sums(params, block, tile):
 def add_seen_values(weights, values, value_row, count, dim, o, alpha, rows):
     """O = O alpha + P V over values [tokens, dim] whose weight is not 0; `dim` is a multiple of 16."""
     if rows == WIDE:
-        careful_wide_sums(weights, values, value_row, count, dim, o, alpha)
+        nan_safe_wide_sums(weights, values, value_row, count, dim, o, alpha)
         return
     for r in range(rows):
         row = o + 4 * r * dim
-        attention.times(row, row, dim, alpha + 4 * r)
+        attention.scale_by(row, row, dim, alpha + 4 * r)
         for t in range(count):
             at = weights + 4 * (t * rows + r)
             if get_float(at) != np.float32(0):
-                attention.plus_times(values + t * value_row, row, dim, at)
+                attention.add_scaled(values + t * value_row, row, dim, at)

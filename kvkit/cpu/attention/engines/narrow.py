@@ -20,66 +20,72 @@ from kvkit.formats.elements import BY_NAME
 NARROW = attention.NARROW
 
 
-def in_place(cell, group, dims):
+def in_place(scale_format, group, dims):
     """Return whether rows can be read in place, as whole vectors that fit their groups."""
-    return all(dim % attention.LANES == 0 for dim in dims) and (not cell or panels.lanes_divide(group))
+    return all(dim % attention.LANES == 0 for dim in dims) and (
+        not scale_format or panels.lanes_divide(group)
+    )
 
 
 @functools.cache
-def orders(stored, cell, group, dim):
+def orders(stored, scale_format, group, dim):
     """Return a table [rows, dim]: the order of a query's elements that scores of `rows` query rows need.
 
     None if it is always the natural order.
     """
     element = BY_NAME[stored]
-    if not (cell or element.minifloat or element.block):
+    if not (scale_format or element.minifloat or element.block):
         return None
     table = np.zeros((NARROW + 1, dim), np.int64)
     for rows in (1, 2, 4, 8):
-        table[rows] = attention.order(rows, stored, cell, group, dim)
+        table[rows] = attention.query_order(rows, stored, scale_format, group, dim)
     return table
 
 
 @functools.cache
-def scores(rows, stored="float32", cell=None, group=0, exact=False, near=False, plain=False):
+def scores(rows, stored="float32", scale_format=None, group=0, exact=False, near=False, plain=False):
     """Compile S = K Q^T for 1, 2, 4 or 8 rows of queries [dim / LANES, row, LANES], ordered (see `orders`).
 
     Token t is at keys + key_ids[t] * key_row. `near` is a hint (see `narrow_scores`). The plain form takes
     queries [row, dim] in natural order.
     """
     if plain:
-        return plain_forms.scores(rows, stored, cell, group, exact)
-    multiply = attention.narrow_scores(rows, stored, cell, group, (cell,) if exact else (), near=near)
+        return plain_forms.scores(rows, stored, scale_format, group, exact)
+    multiply = attention.narrow_scores(
+        rows, stored, scale_format, group, (scale_format,) if exact else (), near=near
+    )
 
     def scores(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
         multiply(
             queries=tile.queries, keys=tile.keys, key_row=block.key_row,
-            cells=tile.key_scales, cell_row=params.keys.scale_row, numbers=block.key_ids,
+            scale_base=tile.key_scales, scale_row=params.keys.scale_row, row_ids=block.key_ids,
             ahead=prefetched(block.prefetch_in_scores, block, tile), shift=0,
             count=whole_tiles(tile.count), dim=params.keys.padded_dim, scores=tile.scores,
         )  # fmt: skip
 
-    return step_code(scores, ("scores", rows, stored, cell, group, exact, near))
+    return step_code(scores, ("scores", rows, stored, scale_format, group, exact, near))
 
 
 @functools.cache
-def sums(rows, stored="float32", cell=None, group=0, exact=False, near=False, plain=False):
+def sums(rows, stored="float32", scale_format=None, group=0, exact=False, near=False, plain=False):
     """Compile O = O alpha + P V for 1, 2, 4 or 8 rows."""
     if plain:
-        return plain_forms.sums(rows, stored, cell, group, exact)
-    multiply = attention.narrow_sums(rows, stored, cell, group, (cell,) if exact else (), near=near)
+        return plain_forms.sums(rows, stored, scale_format, group, exact)
+    multiply = attention.narrow_sums(
+        rows, stored, scale_format, group, (scale_format,) if exact else (), near=near
+    )
 
     def sums(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
         multiply(
             weights=tile.scores, values=tile.values, value_row=block.value_row,
-            cells=tile.value_scales, cell_row=params.values.scale_row, numbers=block.value_ids,
+            scale_base=tile.value_scales, scale_row=params.values.scale_row, row_ids=block.value_ids,
             ahead=prefetched(block.prefetch_in_sums, block, tile), shift=block.prefetch_shift,
             count=tile.count, dim=params.values.padded_dim, sums=tile.o, factors=tile.alpha,
         )  # fmt: skip
 
-    return step_code(sums, ("sums", rows, stored, cell, group, exact, near))
+    return step_code(sums, ("sums", rows, stored, scale_format, group, exact, near))
 
 
 def engine(rows, stored, scales, exact, near):

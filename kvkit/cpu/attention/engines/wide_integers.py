@@ -50,14 +50,15 @@ def load(key, value, *form):
         keys, values, dim = params.keys, params.values, params.values.padded_dim
         rows, scales = rows_of_head(keys, block, tile.head)
         unfolded_keys(
-            keys=rows, key_row=keys.row, cells=scales, cell_row=keys.scale_row, numbers=block.key_row_ids,
-            count=whole_tiles(block.count), dim=keys.padded_dim, target=block.wide_keys,
+            keys=rows, key_row=keys.row, scale_base=scales, scale_row=keys.scale_row,
+            row_ids=block.key_row_ids, count=whole_tiles(block.count), dim=keys.padded_dim,
+            target=block.wide_keys,
         )  # fmt: skip
         rows, scales = rows_of_head(values, block, tile.head)
         target = scales_of(block.wide_values, dim)
         fixed_scales(
-            values=rows, value_row=values.row, cells=scales, cell_row=values.scale_row,
-            numbers=block.value_row_ids, count=block.count, dim=dim, most=params.most_value, target=target,
+            values=rows, value_row=values.row, scale_base=scales, scale_row=values.scale_row,
+            row_ids=block.value_row_ids, count=block.count, dim=dim, most=params.most_value, target=target,
         )  # fmt: skip
         block.uneven = get_float(target) < 0
         if not block.uneven:
