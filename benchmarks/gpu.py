@@ -1,8 +1,8 @@
 """Measure kvkit_cuda on one GPU: python -m benchmarks.gpu --json benchmarks/results/gpu.json
 
-All in turn in one process, timed by CUDA events. A copy reads and writes as many bytes together as an
-operator must; matmul is torch's product of as many operations. torch is the quickest of its kinds of
-scaled_dot_product_attention; gather + torch copies the rows of the cache first, and widens codes.
+All functions alternate in one process and are timed by CUDA events. `copy` reads and writes as many bytes as
+the operator must; `matmul` is torch's product with as many operations. `torch` is the fastest backend of
+scaled_dot_product_attention; `gather + torch` copies the rows of the cache first, and widens codes.
 """
 
 import json
@@ -26,7 +26,7 @@ WHERE = "cuda"
 
 
 def sequences(past, new, paged):
-    """Return a plan, and the rows of the cache by position, [B, tokens]; pages lie in random order."""
+    """Return (a plan, cache rows by position [B, tokens], number of rows); pages are in random order."""
     length = past + new
     pages = -(-length // PAGE)
     starts = np.arange(B * pages).reshape(B, pages) * PAGE
@@ -63,7 +63,7 @@ def new_tokens(kind, tokens):
 
 
 def gathered(cache, scale, rows):
-    """Return keys and values [B, H, tokens, Dh] of the rows of a cache, by torch."""
+    """Gather keys and values [B, H, tokens, Dh] from the rows of a cache with torch."""
     import torch
 
     flat = torch.as_tensor(rows.reshape(-1), device=WHERE)
@@ -74,13 +74,13 @@ def gathered(cache, scale, rows):
 
 
 def bytes_of(cache, scale, tokens):
-    """Return the bytes of the keys and values of so many tokens."""
+    """Return the bytes of the keys and values of this many tokens."""
     arrays = [array for array in (cache, scale) if array is not None]
     return sum(array.nbytes // array.shape[3] * tokens for array in arrays)
 
 
 def copy(moved):
-    """Return a function of the round that reads and writes so many bytes together."""
+    """Return a function of the round that reads and writes `moved` bytes in all."""
     import torch
 
     source, target = (torch.empty(moved // 2, device=WHERE, dtype=torch.uint8) for _ in range(2))
@@ -109,7 +109,7 @@ def quickest(query, key, value, causal):
             run = attention(getattr(SDPBackend, name), folded)
             try:
                 seconds = statistics.median(timed(lambda i, run=run: run(key, value), i) for i in range(4))
-            except RuntimeError:  # there is no such kind for these arrays, or no memory for it
+            except RuntimeError:  # the backend does not take these arrays, or lacks memory
                 continue
             found.append((seconds, name.lower() + " folded" * folded, run))
     _, name, run = min(found, key=lambda each: each[0])
@@ -129,7 +129,7 @@ def timed(function, i):
 
 
 def agree(kind, got, expected):
-    """Stop if results differ: nothing wrong is measured."""
+    """Raise if results differ, so that no wrong kernel is measured."""
     worst = (got.float() - expected.float()).abs().max().item()
     if not worst < TOLERANCE["float16" if kind == "int8" else kind]:
         raise click.ClickException(f"{kind}: results are {worst:.3g} apart")
@@ -168,7 +168,7 @@ def decode(kind, paged):
 
 
 def transfer(kind, past, new):
-    """Append new tokens of every sequence and gather all its context, into outputs that are given."""
+    """Prepare an append of new tokens and a gather of all contexts, into given outputs."""
 
     def prepare():
         plan, rows, count = sequences(past, new, True)
@@ -233,7 +233,7 @@ CASES = [
 
 
 def measure(case, rounds):
-    """Return the median seconds of a case and of what is beside it, in turn, after two warm-ups of each."""
+    """Return median seconds of a case and of the functions beside it, which alternate, after two warm-ups."""
     work = case.prepare()
     turns = {"": work.run} | work.beside
     times = {name: [] for name in turns}

@@ -10,11 +10,11 @@ FIGURES = HERE / "results" / "growth.json"
 FOLDER = HERE.parent / "docs" / "pictures"
 CASE = re.compile(r"decode (\w+), ([\d,]+) x ([\d,]+) tokens, (\d+) threads")
 COLOURS = {"float16": "#2f7fd1", "int8": "#d1722f"}
-MARKS = {True: ("o", "-"), False: ("s", "--")}  # of all threads, of one
+MARKS = {True: ("o", "-"), False: ("s", "--")}  # for all threads, for one thread
 
 
 def points(results):
-    """Return kind, sequences, tokens of each, threads, and nanoseconds a kilobyte of each step."""
+    """Yield (kind, sequences, tokens of each, threads, nanoseconds per kilobyte) of each step."""
     for result in results:
         found = CASE.fullmatch(result["case"])
         if found:
@@ -24,7 +24,7 @@ def points(results):
 
 
 def drawn(page):
-    """Return the picture, as SVG, for a light or a dark page; it names the figures that it shows."""
+    """Return the picture as SVG, for a light or a dark page, with a digest of its figures."""
     import matplotlib
     from matplotlib.figure import Figure
 

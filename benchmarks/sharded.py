@@ -1,11 +1,11 @@
-"""Measure a cache on many workers: steps beside one process, bytes that travel, a model of more workers.
+"""Measure a cache on many workers: steps beside one process, bytes that are sent, a model of more workers.
 
     python benchmarks/sharded.py [--tokens 10000,100000] [--workers 1,2,4] [--json FILE]
 
-A step is one layer of one sequence: 32 query heads, 8 key heads of 128 float16 elements, of which a token
-takes 4 KiB. Each row is the median of steps that alternate with those of one process over as many tokens;
-its overhead is what a step takes beyond the slowest partial attention, of which shards say how long it took.
-Rows are added to those that FILE has, and tables are of all of them.
+A step is one layer of one sequence, with 32 query heads and 8 key heads of 128 float16 elements: 4 KiB for a
+token. Steps alternate with those of one process over as many tokens; rows show medians. The overhead is the
+time of a step beyond the slowest shard's attention, which shards measure. Rows are added to those of FILE,
+and tables show all of them.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def timed(call):
 
 
 def medians(seconds=3.0, least=2, **calls):
-    """Return the median of each call, microseconds; some of each in turn, while no other's threads spin."""
+    """Return the median microseconds of each call; calls alternate, with pauses for spinning threads."""
     found, end = {name: [] for name in calls}, time.perf_counter() + seconds
     while time.perf_counter() < end or len(next(iter(found.values()))) < 5 * least:
         for name, call in calls.items():
@@ -70,7 +70,7 @@ def one_process(tokens):
 
 
 def steps(workers, tokens, client, rng):
-    """Return a row of the table: so many tokens on each worker."""
+    """Return a row of the table, for this many tokens on each worker."""
     blocks = -(-tokens // PAGE) + 1
     query = rng.standard_normal((1, HEADS, 1, DIM), np.float32).astype(np.float16)
     options = {"shards": workers, "num_blocks": blocks, "page_size": PAGE}
@@ -128,15 +128,15 @@ def offline(client, tokens, rng):
 
 
 def filled_array(tokens):
-    """Return keys in memory of their own, unlike those of `dask.array.ones`."""
+    """Return keys in new memory; `dask.array.ones` has one number for all."""
     return np.full((1, int(np.sum(tokens)), KEY_HEADS, DIM), 0.5, np.float16)
 
 
 def modelled(rows):
-    """Return milliseconds of a step on more workers: the slowest round trip, and a share of the bytes.
+    """Return a model f(workers, tokens, machines) of a step's milliseconds, and its constants.
 
-    From what was measured: the overhead by workers, as a line; and the bytes that one process reads a second,
-    shared by the workers of a machine.
+    It adds an overhead, a line over the number of workers that is fitted to the rows, and the time to read
+    the cache at the measured speed of one process, divided among machines.
     """
     shortest = min(row["tokens a worker"] for row in rows)
     counts, trips = zip(

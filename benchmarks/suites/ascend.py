@@ -27,13 +27,13 @@ def caches(blocks, sets=SETS, cache_format="ND"):
 
 
 def scattered(unit):
-    """Return slots of all tokens: runs of `unit` tokens lie in random order."""
+    """Return slots of all tokens; runs of `unit` tokens are in random order."""
     order = np.random.default_rng(0).permutation(TOKENS // unit)
     return (order[:, None] * unit + np.arange(unit)).ravel().astype(np.int32)
 
 
 def scatter(unit, cache_format):
-    """Prepare `reshape_and_cache` as called; sets of data are used in turn, so that all come from memory."""
+    """Prepare `reshape_and_cache` with rotating sets of data, so that all come from memory."""
 
     def prepare():
         data, slots = packed(TOKENS), scattered(unit)
@@ -51,14 +51,14 @@ def scatter(unit, cache_format):
 
 
 def decode():
-    """Prepare a token of each of `BATCH` sequences, whose contexts lie in blocks of their own."""
+    """Prepare the append of a token to each of `BATCH` sequences, which have separate blocks."""
     (data,), (store,) = packed(BATCH, 1), caches(BATCH, 1)
     slots = (np.arange(BATCH) * BLOCK_SIZE + 17).astype(np.int32)
     return Work(lambda i: kvkit.ascend.reshape_and_cache(*data, *store, slots))
 
 
 def compress():
-    """Prepare RazorAttention of one sequence: one head in eight keeps all, others 4 sinks and a fifth."""
+    """Prepare RazorAttention: one head in eight keeps all tokens, others 4 sinks and a fifth."""
     data, lengths = packed(TOKENS), [TOKENS]
     mode = kvkit.ascend.CompressType.KVHEAD_ROPE
     wins, offsets = kvkit.ascend.razor_windows(lengths, H, [0], recent=0)

@@ -117,7 +117,7 @@ def torch_peers(task, kind):
 
 
 def matmul(operations):
-    """Return a function of the round: numpy's product of two float32 matrices, of as many operations."""
+    """Return a function of the round: numpy's float32 matrix product with this many operations."""
     left = np.ones((2048, 2048), np.float32)
     right = np.ones((2048, operations // (2 * left.size)), np.float32)
     out = np.empty_like(right)
@@ -125,7 +125,7 @@ def matmul(operations):
 
 
 def from_cache(task, kind, place, number, page=PAGE, data=None):
-    """Return checked attention over caches in turn, a function of the round, and the read beside it."""
+    """Return (a checked function of the round that rotates through caches, the reads beside it)."""
     order = (pmx.STATIC if place == "static" else pmx.DYNAMIC)[number]
     where = index_tensors(int(place == "pages"), task.past, task.new, task.batch, page)
     cache, scale = filled(task, kind, order, where["cachestarts"], page)
@@ -165,7 +165,7 @@ def from_cache(task, kind, place, number, page=PAGE, data=None):
 
 
 def filled(task, kind, order, starts, page):
-    """Return a cache with the past of a problem, and its scale."""
+    """Return a cache that holds a problem's past tokens, and its scale."""
     static = "b" in order.axes
     rows = -(-task.length // page) * page
     sizes = {"b": task.batch, "l": 1, "kv": 2, "n": rows * (1 if static else task.batch), "h": task.kv_heads}

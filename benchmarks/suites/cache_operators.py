@@ -17,13 +17,13 @@ from kvkit.layouts import pmx
 
 B, H, DIM, PAST, PREFILL, PAGE = 8, 8, 128, 4096, 512, 128
 GROUP = 8
-SETS = 8  # inputs and layers that stores rotate through, so that they come from memory
+SETS = 8  # inputs and layers that stores rotate through, so that data come from memory
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Name the formats of data and cache: `float16->int8`."""
+    """The formats of data and cache: `float16->int8`."""
 
     data: str
     cache: str
@@ -73,7 +73,7 @@ def index_tensors(mode, past, new, batch=B, page=PAGE):
 
 
 def whole_step(kind, number, mode, past, new, made=False):
-    """Prepare the operator as users call it: append `new` tokens a sequence, read all back."""
+    """Prepare the operator as users call it: append `new` tokens to each sequence, read all back."""
 
     def prepare():
         static = mode is None

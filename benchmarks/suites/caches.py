@@ -12,7 +12,7 @@ from benchmarks.suites.other_libraries import installed
 from kvkit.cache import DynamicCache, DynamicLayer, PagedCache, QuantizedCache, QuantSpec
 
 HEADS, QUERY_HEADS, DIM, PAST, PAGE = 8, 32, 128, 8192, 128
-LAYERS = 16  # that are attended to in a row: threads are awake, as in a model
+LAYERS = 16  # attended to one after the other, so that threads are awake, as in a model
 TOKENS_8, VALUES_4 = QuantSpec(8, "sym", "token", 32), QuantSpec(4, "asym", "token", 32)
 MAKERS = {  # number of layers -> a cache
     "float16": DynamicCache,
@@ -83,7 +83,7 @@ def decode(kind):
 
 
 def decoding(kind):
-    """Return a function of the round, the number of layers in turn, and the bytes that one stores."""
+    """Return (a function of the round, the layers it rotates through, the bytes of a layer)."""
     past, new, query = states(PAST), states(1), states(1, QUERY_HEADS)
     probe = MAKERS[kind](1)
     probe.update(past, past, 0)
@@ -94,7 +94,7 @@ def decoding(kind):
         folder = tempfile.mkdtemp()
         weakref.finalize(cache, shutil.rmtree, folder, ignore_errors=True)
         cache.offload(folder)
-    for tokens in (past, new):  # with the second, layers grow
+    for tokens in (past, new):  # layers grow with the second
         for layer in range(count):
             cache.update(tokens, tokens, layer)
 
@@ -115,7 +115,7 @@ def stored_bytes(cache, layer):
 CASES = [
     *(
         Case(f"append a token after {past:,}", append(past), {"at 0": 0.8} if past else {}, calls=calls)
-        for past, calls in ((0, 50), (32768, 10))  # torch copies all that is there
+        for past, calls in ((0, 50), (32768, 10))  # torch copies all earlier tokens
     ),
     *(
         Case(f"decode {kind}", decode(kind), goals, calls=LAYERS)

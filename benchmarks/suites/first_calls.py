@@ -1,7 +1,7 @@
 """Cases of first calls: CPU seconds of a process that makes one call.
 
-Of the first process, which compiles everything, all that it takes; of the next one, what follows numpy's
-import.
+A first process compiles everything, and all its seconds count. For a later process the seconds after numpy's
+import count.
 """
 
 import atexit
@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.suites.measuring import Case, Work
 
 ATTEND = "cache.update(new, new, 0); cache.attend(new, 0)"
-CALLS = {  # statements after `import numpy as np, kvkit`, and the seconds that they shall stay below
+CALLS = {  # statements after `import numpy as np, kvkit`, and the most seconds that they may take
     "multi_head_attention, 64 tokens": (
         "new = np.ones((1, 64, 4, 64), np.float16)",
         "kvkit.multi_head_attention(new, new, new, num_heads=4, head_dim=64)",
@@ -43,11 +43,11 @@ CALLS = {  # statements after `import numpy as np, kvkit`, and the seconds that 
         3,
     ),
 }
-AGAIN = 0.35  # seconds for a first call of code that is kept, without numpy's import
+AGAIN = 0.35  # most seconds of a call whose code is on disk, without numpy's import
 
 
 def process(lines, cache, kept):
-    """Return CPU seconds of a process: all, or those after numpy's import where code is `kept`."""
+    """Return CPU seconds of a process: all, or, with `kept` code on disk, those after numpy's import."""
     begin = "time.process_time()" if kept else "0"
     code = ["import time, numpy as np", f"begin = {begin}", "import kvkit", *lines]
     code.append("print(time.process_time() - begin)")
@@ -59,14 +59,14 @@ def process(lines, cache, kept):
 
 @functools.cache
 def home():
-    """Return a folder for code, and for the bytecode that an installed package has."""
+    """Return a folder for compiled code and for Python's bytecode."""
     made = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     return made
 
 
 def first(*lines):
-    """Prepare a call for which everything is compiled."""
+    """Prepare a call that compiles everything."""
 
     def prepare():
         def run(i):
@@ -79,7 +79,7 @@ def first(*lines):
 
 
 def again(*lines):
-    """Prepare a call in a process that finds compiled code."""
+    """Prepare a call in a process that finds its code on disk."""
 
     def prepare():
         process(lines, home() / "kept", True)

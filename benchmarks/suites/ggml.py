@@ -13,10 +13,10 @@ from benchmarks.suites.other_libraries import Peer, installed
 from benchmarks.suites.problem import DIM
 
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 30, "int8": 8, "int4": 2}  # as ggml.h numbers them
-NAMES = {"int8": "Q8_0", "int4": "Q4_0"}  # what those of codes are
+NAMES = {"int8": "Q8_0", "int4": "Q4_0"}  # ggml's names of code formats
 BLOCK = 32  # codes that share a float16 scale
-POOL = 2**12  # more bytes than `ggml_threadpool_params` has
-OVERHEAD = 2**20  # and than a graph and tensors take besides their elements
+POOL = 2**12  # bytes, enough for `ggml_threadpool_params`
+OVERHEAD = 2**20  # bytes, enough for a graph and tensors without their elements
 FACTS = "amx_int8", "avx512_vnni", "avx512", "avx2", "neon"
 
 
@@ -28,7 +28,7 @@ class Memory(ctypes.Structure):
 
 @functools.cache
 def library():
-    """Return ggml, and threads of its own that wait for work."""
+    """Return ggml's library, and a backend with its own waiting threads."""
     import libggml
 
     folder = Path(libggml.__file__).parent / "lib64"
@@ -80,11 +80,11 @@ def ggml_peer(problem, kind):
 
 
 def stored(problem, half, kind):
-    """Return keys or values as ggml has them, a sequence of heads of tokens of bytes."""
+    """Return keys or values as ggml stores them, bytes [sequences, heads, tokens, bytes]."""
     if not problem.quant:
         return problem.context()[half].astype(DTYPES[kind])
     codes = problem.stored[half]
-    if problem.quant == 4:  # a block has its first half in low nibbles, and 8 stands for 0
+    if problem.quant == 4:  # low nibbles hold the first half of a block, and code 8 is 0
         numbers = np.stack([codes << 4 >> 4, codes >> 4], -1).reshape(*codes.shape[:3], -1, 2, BLOCK // 2)
         numbers = (numbers + 8).view(np.uint8)
         codes = numbers[..., 0, :] | numbers[..., 1, :] << 4

@@ -1,6 +1,6 @@
-"""Cases of growth: more and more of one memory; 8 key heads, 32 query heads, Dh=128.
+"""Cases of growing contexts, in one memory: 8 key heads, 32 query heads, Dh=128.
 
-All elements of the memory are alike, and so are new tokens: outputs are that element whatever the weights.
+All elements of the memory and of new tokens are equal, so outputs equal that element whatever the weights.
 """
 
 import functools
@@ -20,9 +20,9 @@ from kvkit.cache import DynamicLayer
 HEADS, QUERY_HEADS, PAGE = 8, 32, 16
 LENGTHS = 2**10, 2**13, 2**16, 2**18, 2**20  # tokens of one sequence
 SEQUENCES, EACH = (1, 4, 16, 64, 256), 2**12  # of so many tokens each
-FLAT_FROM = 2**13  # tokens, in all
+FLAT_FROM = 2**13  # tokens in all, from which on cost should be proportional
 MOST = LENGTHS[-1]  # tokens in the memory
-MANY = 2**16  # tokens, in all, that fewer are brought to by steps in a row, whose threads are awake
+MANY = 2**16  # fewest tokens of a round, by repeated steps, so that threads stay awake
 THREADS = sorted({1, numba.config.NUMBA_NUM_THREADS})
 CODE, SCALE = 127, 0.5
 NUMBER = CODE * SCALE  # of every element; new ones get the same code and scale
@@ -31,7 +31,7 @@ GROUP = GROUPS[8]
 
 @functools.lru_cache(maxsize=1)
 def memory(kind, tokens):
-    """Return the elements of the keys and values of so many tokens, and their scales."""
+    """Return (elements of keys and values, their scales) for this many tokens."""
     if kind == "int8":
         size = 2 * HEADS * DIM
         return np.full((tokens, size), CODE, np.int8), np.full((tokens, size // GROUP), SCALE, np.float16)
@@ -39,7 +39,7 @@ def memory(kind, tokens):
 
 
 def windows(kind, tokens, size):
-    """Return caches of so many tokens and bytes, and their scales: as many as are used in turn."""
+    """Yield caches of this many tokens and bytes, with scales, enough to rotate through."""
     whole = memory(kind, max(MOST, tokens))
     for i in range(min(sets(size), len(whole[0]) // tokens)):
         yield [
@@ -49,7 +49,7 @@ def windows(kind, tokens, size):
 
 
 def decode(kind, batch, tokens, most, workers):
-    """Prepare a step over `batch` sequences of `tokens` each, beside a read and `most`, the largest step."""
+    """Prepare a step over `batch` sequences of `tokens` tokens, beside a read and the largest step."""
 
     def prepare():
         run, size, read = step(kind, batch, tokens)
@@ -66,7 +66,7 @@ def decode(kind, batch, tokens, most, workers):
 
 
 def repeated(count, function):
-    """Return a function of the round that calls another so many times."""
+    """Return a function of the round that calls another one `count` times."""
 
     def run(i):
         for j in range(count):
@@ -76,7 +76,7 @@ def repeated(count, function):
 
 
 def with_threads(count, function):
-    """Return a function of the round that runs on so many threads."""
+    """Return a function of the round that runs on `count` threads."""
 
     def run(i):
         before = numba.get_num_threads()
@@ -90,7 +90,7 @@ def with_threads(count, function):
 
 
 def step(kind, batch, tokens):
-    """Return a checked function of the round, the bytes that it reads, and a plain read of as many."""
+    """Return (a checked function of the round, the bytes that it reads, a plain read of as many bytes)."""
     task = Problem(batch, 1, tokens - 1, HEADS, 8 if kind == "int8" else 0, QUERY_HEADS)
     size = batch * tokens * token_bytes(task, kind)
     turns = [*windows(kind, batch * tokens, size)]
@@ -123,7 +123,7 @@ def append(past):
         def appending(tokens):
             layer, start = DynamicLayer(), np.ones((1, HEADS, tokens, DIM), np.float16)
             layer.update(start, start)
-            layer.update(new, new)  # with which it grows
+            layer.update(new, new)  # the layer grows here
             return lambda i: layer.update(new, new)
 
         return Work(
@@ -134,7 +134,7 @@ def append(past):
 
 
 def plan(tokens):
-    """Prepare the check of a step of one sequence over pages in random order, beside four of a fourth."""
+    """Prepare the check of one sequence's step over pages in random order, beside four checks of a fourth."""
 
     def prepare():
         def planning(tokens):

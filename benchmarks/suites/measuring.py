@@ -1,4 +1,4 @@
-"""Measure cases: medians of calls that alternate in one process, written with the machine's description."""
+"""Measure cases by medians of alternating calls in one process."""
 
 import importlib.metadata
 import json
@@ -15,16 +15,16 @@ from llvmlite import binding
 from kvkit.version import __version__
 
 PEERS = "libggml-python", "onnxruntime", "torch"
-PAUSE = 0.1  # seconds; threads of peers go on waiting, at full speed, for tens of milliseconds
-# What speeds are shares of.
+PAUSE = 0.1  # seconds; threads of peers spin for tens of milliseconds after a call
+# Names of limits: a case's speed is shown as a share of these.
 BOUNDS = "copy", "read", "contiguous", "matmul", "float16", "at 0", "the fewest", "the largest", "4 fourths"
 
 
 @dataclass(frozen=True)
 class Case:
-    """Name a case. `prepare` returns its work; a goal is how many times as fast as a peer it should be.
+    """A case to measure. `prepare` returns its work; goals are the least speeds relative to peers.
 
-    `limit` are seconds that it shall stay below; `rounds` are fewer than others get, without warm-ups.
+    `limit` is the most seconds that it may take. With `rounds` it has that many rounds and no warm-ups.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Work:
-    """Hold the functions of a round: the measured one, and by name those beside it.
+    """The functions of a round: the measured one, and those `beside` it, by name.
 
-    `moved` counts the bytes that must be read and written once, `operations` those of the two products of
-    attention; 0 where they say nothing. A peer that is not installed is None; `forms` tells how peers ran.
-    Of something larger beside it a share of the time counts: `shares`, by name. What is `timed` returns
-    the seconds of its one call.
+    `moved` counts the bytes that must be read and written once, `operations` the operations of attention's
+    two products; 0 if that has no meaning. A peer that is not installed is None; `forms` tells how peers ran.
+    `shares` are factors of times, by name, for peers with larger problems. A `timed` function returns its own
+    seconds.
     """
 
     run: Callable
@@ -55,10 +55,9 @@ class Work:
 
 
 def measure(case, rounds):
-    """Return the median seconds of a case and of what is beside it, in turn, after two warm-ups of each.
+    """Return median seconds of a case and of the functions beside it, which alternate, after two warm-ups.
 
-    `pairs` are quartiles of how many times as long that took in the same round: a machine that is slower for
-    some rounds is so for both.
+    `pairs` are quartiles of the ratio of times in the same round, which cancels slow phases of the machine.
     """
     work = case.prepare()
     turns = {"": work.run} | {name: function for name, function in work.beside.items() if function}
@@ -114,7 +113,7 @@ def table_row(result):
 
 
 def write_figures(path, results, rounds, names):
-    """Write figures into a file, in the order of `names`, among those it holds of the same machine."""
+    """Write figures into a file, in the order of `names`; keep its other figures of the same machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     report = {"kvkit": __version__, "machine": machine(), "rounds": rounds}
     if any("forms" in result for result in results):
@@ -127,7 +126,7 @@ def write_figures(path, results, rounds, names):
 
 
 def machine():
-    """Return what the figures were measured on."""
+    """Return a description of the machine and its software."""
     features = binding.get_host_cpu_features()
     return {
         "cpu": binding.get_host_cpu_name(),
@@ -152,7 +151,7 @@ def peers():
 
 
 def speed_ratio(result, name):
-    """Return how many times as long what is beside a result took, or None if it is not installed."""
+    """Return how many times as long the function of this name took, or None if it is not installed."""
     if name in result.get("pairs", {}):
         return result["pairs"][name][1]
     other = result["beside"][name]
@@ -160,7 +159,7 @@ def speed_ratio(result, name):
 
 
 def ratio_text(name, ratio):
-    """Return a share of what bounds a case, or how many times a peer's speed it has, as text."""
+    """Return a ratio as text: a percentage of a limit, or a multiple of a peer's speed."""
     if ratio is None:
         return "not installed"
     return f"{ratio:.0%}" if name in BOUNDS else f"{ratio:.1f}x"

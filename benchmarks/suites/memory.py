@@ -7,16 +7,16 @@ from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-FAR = 256 * 2**20  # bytes in turn that no cache holds
+FAR = 256 * 2**20  # bytes to rotate through, more than any cache of a CPU
 
 
 def sets(size):
-    """Return how many sets of `size` bytes are used in turn, so that they come from memory."""
+    """Return how many sets of `size` bytes to rotate through, so that they come from memory."""
     return max(1, -(-FAR // size))
 
 
 def plain_copy(moved, fresh=False):
-    """Return a function of the round that copies half of `moved` bytes: it reads and writes as many."""
+    """Return a function of the round that reads and writes `moved` bytes: a copy of half of them."""
     size = moved // 2
     count = sets(size)
     source = np.ones(count * size, np.uint8)
@@ -31,7 +31,7 @@ def plain_copy(moved, fresh=False):
 
 
 def plain_read(turns, moved):
-    """Return a function of the round that reads `moved` bytes of the arrays in turn."""
+    """Return a function of the round that reads `moved` bytes of one set of arrays after the other."""
     views = [[words(array) for array in arrays] for arrays in turns]
     total = sum(view.nbytes for view in views[0])
     views = [[view[: view.size * moved // total] for view in turn] for turn in views]
@@ -86,7 +86,7 @@ def parallel_copy(target, source, size, parts):
 def parallel_read(words, parts):
     mixed = np.zeros(parts, np.int64)
     for part in prange(parts):
-        # Over a slice from its beginning: an index that could be negative would keep this from vectors.
+        # A slice, because an index that could be negative would prevent vector code.
         share = words[part * len(words) // parts : (part + 1) * len(words) // parts]
         bits = np.int64(0)
         for i in range(len(share)):

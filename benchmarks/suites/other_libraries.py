@@ -1,7 +1,7 @@
 """Peers of the attention operators, where they are installed: torch and onnxruntime.
 
-Each gets what kvkit gets, in the form it likes best: keys and values `[B, H, T, D]`, packed, the new tokens
-of torch already in place, those of onnxruntime appended by the operator into buffers that it shares.
+Each gets kvkit's inputs in the form that suits it best: keys and values are contiguous `[B, H, T, D]`. New
+tokens are already in place for torch; onnxruntime's operator appends them to shared buffers.
 """
 
 import functools
@@ -21,7 +21,7 @@ TYPES = "float32", "bfloat16", "float16"
 
 @dataclass(frozen=True)
 class Peer:
-    """Hold a function of the round, its output as float32 `[B, S, H, D]`, its type, and its form."""
+    """A function of the round, its output as float32 `[B, S, H, D]`, its type, and a text about its form."""
 
     run: Callable
     output: Callable
@@ -56,10 +56,10 @@ def timed(peer, i):
 
 
 def torch_attention(problem, kind, shape):
-    """Return torch's attention: query heads as they are, with copies of their keys, or folded.
+    """Return torch's attention, in the usual form, with expanded key heads, or with folded query heads.
 
-    Folded, the query heads of one key head are the positions of one query: a single product a key head, which
-    only works where no mask tells positions apart.
+    Folded, the query heads of one key head are passed as positions of one query: one product for each key
+    head, which needs that no mask depends on positions.
     """
     import torch
 
@@ -101,7 +101,7 @@ def torch_attention(problem, kind, shape):
 def onnxruntime_peer(problem, kind):
     """Return `com.microsoft.GroupQueryAttention` over shared buffers; None without onnxruntime, or onnx.
 
-    Of quantized caches one scale for the whole tensor, its quickest form.
+    Quantized caches have one scale for the whole tensor, its fastest form.
     """
     if not installed("onnxruntime", "onnx"):
         return None
@@ -151,7 +151,7 @@ def onnxruntime_peer(problem, kind):
 
 
 def buffers_of(problem, data):
-    """Return new arrays of keys and of values; nibbles as onnxruntime stores them, 8 above their value."""
+    """Return new arrays of keys and of values; onnxruntime's nibbles are 8 above their value."""
     if problem.quant == 4:
         return [half.view(np.uint8) ^ 0x88 for half in problem.stored]
     return [half.copy() if problem.quant else half.astype(data) for half in problem.stored]

@@ -1,6 +1,6 @@
 """Cases of attention over engines' pools: a step of decoding, as in `attention`.
 
-Beside it are the same keys and values in a layout of PMX, in the same pages.
+Each is compared with the same keys and values in a layout of PMX, in the same pages.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from benchmarks.suites.measuring import Case
 from benchmarks.suites.memory import sets
 from benchmarks.suites.problem import DIM, problem
 
-POOLS = {  # layout of the pool; the axis of keys and values, None where they have pools of their own
+POOLS = {  # (layout of the pool, its axis of keys and values; None for separate pools)
     "FlashInfer": ("b kv n h c", 1),
     "vLLM LBNHC": ("b n h kv c", 3),
     "separate HND": ("b h n c", None),
@@ -20,7 +20,7 @@ POOLS = {  # layout of the pool; the axis of keys and values, None where they ha
 
 
 def decode(kind, engine, number, page):
-    """Prepare attention over pools in turn, beside the same bytes in a layout of PMX."""
+    """Prepare attention over rotating pools, beside the same bytes in a layout of PMX."""
 
     def prepare():
         task = problem(B, 1, PAST, 8)

@@ -1,4 +1,4 @@
-"""An attention problem that kvkit, its peers and numpy solve alike."""
+"""An attention problem for kvkit, its peers and numpy."""
 
 import functools
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}  # of the larg
 
 @dataclass(frozen=True)
 class Problem:
-    """Hold queries of `new` tokens a sequence over a context of `past` tokens and these.
+    """Queries of `new` tokens for each sequence, over a context of `past` tokens and the new ones.
 
-    Numbers are such that all types hold them (bfloat16 rounds), floats of 8 bits too for `minifloats`. Each
-    group of codes has the largest code in it, so that quantizing gives all groups one scale: a cache with a
-    scale for each holds what a cache with a scale for the whole tensor holds.
+    All types can represent its numbers (bfloat16 rounds them), with `minifloats` also 8-bit floats. Groups
+    of codes contain the largest code, so that all groups get one scale: caches with a scale per group and
+    per tensor then hold the same numbers.
     """
 
     batch: int
@@ -29,7 +29,7 @@ class Problem:
     quant: int = 0
     heads: int = 32
     minifloats: bool = False
-    quant_group: int = 0  # as it is measured most, if 0
+    quant_group: int = 0  # 0: the usual group size
 
     @property
     def length(self):
@@ -41,7 +41,7 @@ class Problem:
 
     @property
     def coded(self):
-        """Return codes that share a scale."""
+        """Return how many codes share a scale."""
         return self.quant_group or GROUPS[self.quant]
 
     @property
@@ -56,14 +56,14 @@ class Problem:
 
     @functools.cached_property
     def query(self):
-        """Return float32 [B, S, H, D], wide enough that few keys have most of the weight."""
+        """Return float32 [B, S, H, D], so large that few keys have most of the weight."""
         normal = np.random.default_rng(1).standard_normal
         query = 2 * normal((self.batch, self.new, self.heads, DIM), np.float32)
         return query.astype(np.float16).astype(np.float32)
 
     @functools.cached_property
     def stored(self):
-        """Return keys and values as caches hold them: float16 or codes [2, B, H, T, D]."""
+        """Return keys and values as they are stored: float16 or codes [2, B, H, T, D]."""
         rng = np.random.default_rng(0)
         shape = 2, self.batch, self.kv_heads, self.length, DIM
         if not self.quant:
@@ -98,7 +98,7 @@ class Problem:
         return outputs
 
     def check(self, who, output, kind):
-        """Stop unless `output` [B, S, H, D] is what numpy gives."""
+        """Raise unless `output` [B, S, H, D] equals numpy's result within the tolerance."""
         for at, expected in self.expected.items():
             error = np.abs(output[at].astype(np.float64) - expected).max() / np.abs(expected).max()
             if not error < TOLERANCES[kind]:
@@ -120,5 +120,5 @@ class Problem:
 
 @functools.lru_cache(maxsize=1)
 def problem(*sizes):
-    """Return the problem of neighbouring cases, whose data and peers are made once."""
+    """Return a problem; consecutive cases of equal sizes share its data and peers."""
     return Problem(*sizes)
