@@ -31,7 +31,7 @@ def paged_attention(
     return_lse: bool = False,
     out: Array | Pair | None = None,
 ) -> Attended:
-    """For one query token per sequence, attend to the sequence's context in a block cache.
+    """Attend to contexts in a block cache, with one query token for each sequence.
 
     A compressed cache has one head, and a block table for each pair of sequence and key head: the query heads
     of key head h in sequence b use entry ``b * num_kv_head + h``.

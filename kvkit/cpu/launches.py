@@ -24,7 +24,7 @@ running = OneCallLock()
 
 
 def threads():
-    """Threads that kernels may use."""
+    """Return how many threads kernels may use."""
     count = numba.get_num_threads()
     forbid_nested_threads()
     return count
@@ -32,10 +32,10 @@ def threads():
 
 @functools.cache
 def forbid_nested_threads():
-    """Undo what Numba asks of OpenMP for the whole process: torch would be three times as slow.
+    """Turn off nested OpenMP threads, which Numba turns on for the whole process and which slow torch down.
 
-    Where torch is imported after Numba has started its threads both use one OpenMP library, and MKL's threads
-    in torch's ones would start threads of their own.
+    If torch is imported after Numba has started its threads, both use one OpenMP library, and MKL would start
+    more threads inside torch's threads.
     """
     if numba.threading_layer() == "omp":
         pool = importlib.import_module("numba.np.ufunc.omppool")
@@ -45,7 +45,7 @@ def forbid_nested_threads():
 
 
 class Record:
-    """A record of int64 fields, whose names come in lines, and of records, with fields `member.field`."""
+    """A record of int64 fields, named in lines of text, and of member records, with fields `member.field`."""
 
     def __init__(self, *lines: str, **members: "Record") -> None:
         own = [name for line in lines for name in line.split()]
@@ -57,14 +57,14 @@ class Record:
         self._in_order = operator.itemgetter(*self.names)
 
     def filled(self, fields: Mapping[str, Any]) -> Array:
-        """Return the numbers of a record. The mapping has each of its fields and no other.
+        """Return a record filled by name. The mapping must have each field and no other.
 
         An array stands for its address, None for 0.
         """
         return np.array(self.in_order(fields), np.int64)
 
     def in_order(self, fields: Mapping[str, Any]) -> list[int]:
-        """Return the numbers of such a mapping in the order of the record."""
+        """Return the values of a mapping as numbers, in the order of the fields."""
         try:
             values = self._in_order(fields)
         except KeyError:
@@ -76,13 +76,13 @@ class Record:
 
 
 class Workspace:
-    """Memory that workers use during a launch, kept for the next one."""
+    """Memory that workers use during a launch; later launches use it again."""
 
     def __init__(self):
         self.memory, self.begin, self.size = np.empty(0, np.uint8), 0, -1
 
     def at_least(self, size):
-        """Return the address of so many bytes, at a multiple of 64."""
+        """Return the address, a multiple of 64, of at least `size` bytes."""
         if self.size < size:
             self.memory = np.empty(size + 63, np.uint8)
             self.begin = address(self.memory) + -address(self.memory) % 64
@@ -117,12 +117,12 @@ def call_workers(code, workers, params):
 
 @functools.cache
 def several():
-    """`call_workers` in many threads."""
+    """Compile `call_workers`, which runs workers in parallel threads."""
     return callback(call_workers, types.void(INT, INT, INT), parallel=True).ctypes
 
 
 def run_workers(code, workers, params):
-    """Run the machine code of a launch with so many workers, each in a thread."""
+    """Run the machine code of a launch with `workers` workers, each in a thread."""
     if workers == 1:
         code.ctypes(0, params)
     else:

@@ -1,4 +1,4 @@
-"""The processor: which vector instructions kernels use, and how far ahead they prefetch.
+"""The processor: the vector instructions that kernels use, and their prefetch distance.
 
 KVKIT_CPU names the newest instructions to use.
 """
@@ -12,7 +12,7 @@ from llvmlite import binding
 
 from kvkit.errors import argument_error
 
-# In order; each may use what those before it need, too.
+# Newest last; each kind includes the features of those before it.
 KINDS = {"avx512": (), "avx512vnni": ("avx512bw", "avx512vl", "avx512vnni"), "avx512bf16": ("avx512bf16",)}
 
 
@@ -20,8 +20,8 @@ class Ahead(NamedTuple):
     """The distance at which attention prefetches rows, where the rows of a head follow each other."""
 
     bytes: int
-    tokens: int  # at most
-    near: bool  # whether into the first cache, else the second
+    tokens: int  # most tokens ahead
+    near: bool  # prefetch into L1, else into L2
 
 
 @functools.cache
@@ -36,13 +36,13 @@ def ahead_of(name):
 
 @functools.cache
 def has_integers():
-    """Whether products of codes and 16-bit integers are there, and wanted."""
+    """Return whether kernels may multiply 8-bit codes with AVX-512 VNNI."""
     return has("avx512vnni")
 
 
 @functools.cache
 def has_pairs():
-    """Whether products of bfloat16 in pairs are there, and wanted."""
+    """Return whether kernels may multiply bfloat16 pairs with AVX-512 BF16."""
     return has("avx512bf16")
 
 
@@ -53,7 +53,7 @@ def has(kind):
     if most not in kinds:
         raise argument_error("KVKIT_CPU", " or ".join(kinds), repr(most))
     features = binding.get_host_cpu_features()
-    if numba.config.CPU_NAME is not None:  # code is made for another one
+    if numba.config.CPU_NAME is not None:  # code is compiled for another CPU
         features = {name[1:]: name[0] == "+" for name in (numba.config.CPU_FEATURES or "").split(",") if name}
     needed = "avx512f", *KINDS[kind]
     return kinds.index(kind) <= kinds.index(most) and all(features.get(name) for name in needed)

@@ -1,4 +1,4 @@
-"""Scalars at byte addresses, for the plain loops of the CPU kernels. Any alignment."""
+"""Load and store scalars at byte addresses of any alignment, for the plain loops of CPU kernels."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ BITS = {fmt.name: from_dtype(fmt.word) for fmt in (*FLOATS, *FLOATS8, INT8)} | {
 
 @functools.cache
 def load(scalar):
-    """(address) -> one number of a Numba type."""
+    """Return f(address), which loads a number of a Numba type."""
 
     @intrinsic
     def load(typingctx, address):
@@ -33,7 +33,7 @@ def load(scalar):
 
 @functools.cache
 def store(scalar):
-    """(address, value): one number of a Numba type."""
+    """Return f(address, value), which stores a number of a Numba type."""
 
     @intrinsic
     def store(typingctx, address, value):
@@ -49,7 +49,7 @@ def store(scalar):
 
 @intrinsic
 def integers(typingctx, address):
-    """The int64 from an address on."""
+    """Return a pointer to the int64 at an address, to index like an array."""
 
     def codegen(context, builder, signature, values):
         return builder.inttoptr(values[0], ir.IntType(64).as_pointer())
@@ -58,7 +58,7 @@ def integers(typingctx, address):
 
 
 def record(form):
-    """(address) -> the `Record` there, to read and to change."""
+    """Return f(address) -> the `Record` at the address, to read and to change."""
     kind = from_dtype(form.dtype)
 
     @intrinsic
@@ -73,7 +73,7 @@ def record(form):
 
 @functools.cache
 def read(element):
-    """(address) -> float32, one number of a float format."""
+    """Return f(address) -> float32, which loads a number of a float format."""
     raw, widen = load(BITS[element]), numeric.widening(element)
     if element == FLOAT32.name:
         return raw
@@ -82,7 +82,7 @@ def read(element):
 
 @functools.cache
 def write(element):
-    """(address, float32): one number of a float format, rounded once."""
+    """Return f(address, float32), which stores a number in a float format, rounded once."""
     raw, narrow = store(BITS[element]), numeric.narrowing(element)
     if element == FLOAT32.name:
         return raw
@@ -91,7 +91,7 @@ def write(element):
 
 @functools.cache
 def scratch(size):
-    """() -> address, a multiple of 64, of `size` bytes that the function owns until it returns."""
+    """Return f() -> the address, a multiple of 64, of `size` bytes on the caller's stack."""
 
     @intrinsic
     def scratch(typingctx):
@@ -117,10 +117,10 @@ def address_of(typingctx, record):
 
 
 def machine_code(prototype):
-    """Make of `prototype`, a function without a body, an intrinsic that calls machine code.
+    """Decorate `prototype`, a function without a body, as an intrinsic that calls machine code.
 
-    The first argument is the address of the code, the others are int64, or records to pass the addresses of.
-    They may be given by name.
+    The first argument is the address of the code. The others are int64, or records, which are passed by
+    address. They may be given by name.
     """
     parameters = [*inspect.signature(prototype).parameters.values()]
 
@@ -147,7 +147,7 @@ def machine_code(prototype):
 
 @intrinsic
 def count_up(typingctx, address):
-    """(address) -> the int64 there, which goes up by one: no two threads get the same."""
+    """Return the int64 at an address and add 1 to it atomically, so that no two threads get the same."""
 
     def codegen(context, builder, signature, values):
         int64 = ir.IntType(64)

@@ -21,9 +21,9 @@ class Contents:
     mapped: os.stat_result | None = None  # status of the file, if arrays may be
     kind: str = ".npz"
     description: Description = field(default_factory=Description)
-    notes: tuple[str, ...] = ()  # what whoever uses it should know
+    notes: tuple[str, ...] = ()  # facts for the user
 
     @property
     def cache(self) -> Any:
-        """The arrays of the cache as its layout has them, lists and all; None if there is none."""
+        """Return the cache, as an array or nested lists of its layout; None if there is none."""
         return find_cache(self.arrays)

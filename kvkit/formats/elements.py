@@ -75,7 +75,7 @@ class Element:
 
     @cached_property
     def smallest_scale(self) -> float:
-        """The least scale of PMX: 1e-5, rounded to the type of the data."""
+        """Return PMX's smallest scale: 1e-5, rounded to the type of the data."""
         return float(np.float32(1e-5).astype(self.dtype))
 
     def __str__(self) -> str:

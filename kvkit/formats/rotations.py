@@ -47,12 +47,12 @@ class Rotation:
 
     @cached_property
     def plus(self) -> Array:
-        """The signs of elements, float32 [512]: 1 and -1."""
+        """Return the signs of elements, 1 or -1, float32 [512]."""
         bits = np.unpackbits(np.frombuffer(bytes.fromhex(SIGNS), np.uint8), bitorder="little")
         return np.where(bits, np.float32(1), np.float32(-1))
 
     def size(self, dim: int, value: bool = False) -> int:
-        """Return the block for a head size; a KvkitError if there is none."""
+        """Return the block size for a head size; raise a KvkitError if there is none."""
         block = self.block[value] or dim & -dim or 1
         if not dim or dim % block or (self.signs and dim > len(self.plus)):
             legal = f"at most {len(self.plus)}" if self.signs else f"a multiple of {block}"

@@ -111,7 +111,7 @@ class Coded:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """The arrays that parts of `over` have in common."""
+        """Return the names of arrays that all parts share."""
         names = {"scale", self.format.beside, "whole"}
         return ("whole",) if self.format.per == "group" else tuple(names)
 

@@ -7,7 +7,7 @@ Importing it compiles nothing and loads no Numba.
 
 from kvkit.operators.arrays import Input
 from kvkit.operators.attributes import REQUIRED, Attribute
-from kvkit.operators.operator import Operator, Output, attention, key_value, mask, turned
+from kvkit.operators.operator import Operator, Output, attention, key_value, mask, rotated
 
 __all__ = ["OPERATORS", "REQUIRED", "Attribute", "Input", "Operator", "Output"]
 
@@ -34,7 +34,7 @@ TABLE: tuple[tuple[str, str, tuple[Output, ...]], ...] = (  # name, specificatio
     ("paged_attention", "FlashAttention, FlashInfer and vLLM", attention("tokens", "Dv", "longest context")),
     ("paged_append", "vLLM reshape_and_cache, FlashInfer append_paged_kv_cache", ()),
     ("swap_blocks", "vLLM swap_blocks", ()),
-    ("rotary_position_embedding", "PMX RotaryPositionEmbedding", turned("B, S")),
+    ("rotary_position_embedding", "PMX RotaryPositionEmbedding", rotated("B, S")),
     ("alibi_slope", "PMX ALiBiSlope", (SLOPES,)),
     ("alibi_mask", "PMX ALiBiMask", mask("seqlen_q, seqlen_kv", ALIBI)),
     *(
@@ -44,7 +44,7 @@ TABLE: tuple[tuple[str, str, tuple[Output, ...]], ...] = (  # name, specificatio
             ("multi_head_attention", "MultiHeadAttention", attention("seqstarts[B]", "Dv")),
             ("multi_head_cache_attention", "MultiHeadCacheAttention", attention("seqstarts[B]", "head_dim")),
             ("position_index", "PositionIndex", (POSITIONS,)),
-            ("rotary_position_embedding", "RotaryPositionEmbedding", turned("seqstarts[B]")),
+            ("rotary_position_embedding", "RotaryPositionEmbedding", rotated("seqstarts[B]")),
             ("alibi_mask", "ALiBiMask", mask("seqstarts[B], kvstarts[B]", PACKED_ALIBI)),
         )
     ),

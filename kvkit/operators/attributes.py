@@ -1,6 +1,6 @@
 """The meanings of the operators' attributes.
 
-The signature of a function says which of them it has, in what order and with what defaults.
+The signature of a function has their order and defaults.
 """
 
 import inspect
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvkit.operators.compression import MEANING, NEEDED, CompressType
 
-REQUIRED = inspect.Parameter.empty  # the default of what has none
+REQUIRED = inspect.Parameter.empty  # the default of a required argument
 KINDS: tuple[type, ...] = bool, int, float, tuple, str
 NEEDS = {mode: f"; needs {', '.join(names)}" if names else "" for mode, names in NEEDED.items()}
 
@@ -25,11 +25,11 @@ class Attribute:
 
     @property
     def names(self) -> list[str]:
-        """The names of an integer's values."""
+        """Return the names of an integer's values."""
         return [name for name, _ in self.modes]
 
     def with_default(self, default: object) -> "Attribute":
-        """Return the attribute of a function with this default, which tells the type where it can."""
+        """Return the attribute with a function's default, and with the type of the default."""
         for kind in KINDS:
             if isinstance(default, kind):
                 return replace(self, default=kind(default), kind=kind)
@@ -59,7 +59,7 @@ ATTRIBUTES = {
         Attribute("return_lse", "return the logarithms of the softmax denominators too"),
         Attribute("return_key_weights", "return the sums of the weights that each key gets too"),
         Attribute("data_type", "dtype of the mask: float32, float16 or bfloat16"),
-        Attribute("rotary_dim", "elements at the front of each head that turn, even; 0 for all"),
+        Attribute("rotary_dim", "elements at the front of each head that are rotated, even; 0 for all"),
         Attribute("interleaved", "pairs are elements 2i and 2i+1; if not, i and i + rotary_dim/2"),
         Attribute("theta", "base of the frequencies"),
         Attribute("bypass_key", "copy keys as they are"),
@@ -68,13 +68,13 @@ ATTRIBUTES = {
         Attribute("scaling_factor", "how much 'linear' or 'dynamic' scales"),
         Attribute(
             "compress_type",
-            "what is stored of a sequence, by name or number",
+            "which rows of a sequence are stored, by name or number",
             modes=tuple((mode.name, MEANING[mode] + NEEDS[mode]) for mode in CompressType),
         ),
         Attribute("cache_format", "'ND', or 'NZ': in groups of n0 elements, which are 32 bytes"),
         Attribute(
             "layout", "axes of a pool, outermost first: b pages, n tokens, h heads, c elements, kv both"
         ),
-        Attribute("empty_window", "what KVHEAD keeps where wins is 0: 'copy' all, 'skip' none"),
+        Attribute("empty_window", "what KVHEAD keeps if wins is 0: 'copy' all, 'skip' none"),
     )
 }

@@ -26,8 +26,8 @@ class Output:
 class Operator:
     """An operator of kvkit: `name` is its path inside the package, `source` its specification.
 
-    One that has no outputs of its own returns the arrays that it changes. An optional array that is not given
-    comes back as None.
+    An operator without outputs of its own returns the arrays that it changes. An optional array that is not
+    given is returned as None.
     """
 
     name: str
@@ -36,25 +36,25 @@ class Operator:
 
     @property
     def summary(self) -> str:
-        """The first line of the function's docstring."""
+        """Return the first line of the function's docstring."""
         return (inspect.getdoc(self.function()) or "").partition("\n")[0]
 
     @functools.cached_property
     def parameters(self) -> tuple[inspect.Parameter, ...]:
-        """All arguments of the function but `out`."""
+        """Return all arguments of the function but `out`."""
         parameters = inspect.signature(self.function()).parameters
         return tuple(parameters[name] for name in parameters if name != "out")
 
     @functools.cached_property
     def inputs(self) -> tuple[Input, ...]:
-        """The arrays among the arguments, and the numbers that may be arrays of shape ()."""
+        """Return the arguments that are arrays, or numbers that may be arrays of shape ()."""
         shapes = read_shapes(inspect.getdoc(self.function()) or "")
         inputs = (find_array(self.name, each, bool(self.outputs), shapes) for each in self.parameters)
         return tuple(array for array in inputs if array is not None)
 
     @functools.cached_property
     def attributes(self) -> tuple[Attribute, ...]:
-        """The other arguments, which are plain values given by keyword."""
+        """Return the other arguments, plain values that are given by keyword."""
         arrays = {array.name for array in self.inputs}
         return tuple(
             ATTRIBUTES[p.name].with_default(p.default) for p in self.parameters if p.name not in arrays
@@ -103,12 +103,12 @@ def attention(tokens: str, dim: str, keys: str | None = None) -> tuple[Output, .
     return (*outputs, Output("key_weights", "float32", shape, about, only_with="return_key_weights"))
 
 
-def turned(tokens: str) -> tuple[Output, ...]:
+def rotated(tokens: str) -> tuple[Output, ...]:
     """Return the outputs of rotary embedding."""
     shape = f"({tokens}, heads, Dh)"
     return (
-        Output("query", "that of query", shape, "queries, turned"),
-        Output("key", "that of query", shape, "keys, turned"),
+        Output("query", "that of query", shape, "queries, rotated"),
+        Output("key", "that of query", shape, "keys, rotated"),
     )
 
 

@@ -36,7 +36,7 @@ class ShardFolder:
             if version == VERSION and not manifest.keys() >= {"save", "length", "batch", "cache"}:
                 raise KeyError(*manifest)
             if version == VERSION and not re.fullmatch("[0-9a-f]{12}", manifest["save"]):
-                raise ValueError(manifest["save"])  # a folder elsewhere, which the next save would remove
+                raise ValueError(manifest["save"])  # another folder, which the next save would remove
         except FileNotFoundError:
             raise argument_error(str(self.path), f"a folder with {MANIFEST}", "one without") from None
         except (ValueError, KeyError, TypeError) as error:
@@ -46,7 +46,7 @@ class ShardFolder:
         return manifest
 
     def write_save(self, write: Callable[[list[str]], Any], count: int, manifest: dict[str, Any]) -> None:
-        """``write`` the files of shards, then the manifest, then remove the save before."""
+        """Write the files of shards with ``write``, then the manifest; then remove the previous save."""
         self.path.mkdir(parents=True, exist_ok=True)
         obsolete = self.read_manifest()["save"] if (self.path / MANIFEST).exists() else None
         name = secrets.token_hex(6)

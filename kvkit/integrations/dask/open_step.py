@@ -1,4 +1,4 @@
-"""The tokens of a sharded cache: those that all layers have, and a step that layers take one by one."""
+"""Count the tokens of a sharded cache: those of all layers, and those of the present step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvkit.typed import Array
 
 
 class OpenStep:
-    """Count tokens: ``length`` are in all layers, ``step`` more in some layers, each of ``batch`` rows.
+    """Count tokens: all layers have ``length``, some layers ``step`` more, for ``batch`` sequences.
 
-    ``pending`` has the new keys and values of layers until the next call takes them to the shards.
+    ``pending`` has the new keys and values of layers until the next call sends them to the shards.
     """
 
     def __init__(self, layers: int) -> None:
@@ -26,12 +26,12 @@ class OpenStep:
 
     @property
     def complete(self) -> bool:
-        """Whether all layers have the tokens of the step."""
+        """Return whether all layers have the tokens of the step."""
         return len(self._taken) == self._layers
 
     @property
     def total(self) -> int:
-        """The number of tokens that all layers have."""
+        """Return the number of tokens that all layers have."""
         return self.length + self.step if self.complete else self.length
 
     def visible_tokens(self, layer_idx: int) -> int:

@@ -1,4 +1,4 @@
-"""Which shard of a cache has which tokens and heads."""
+"""Place the tokens and heads of a cache on shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvkit.typed import Array
 
 
 class Placement:
-    """Deal tokens out to ``count`` shards, ``interleave`` in a row; with 0 each has all, of some heads."""
+    """Places tokens on ``count`` shards, ``interleave`` at a time; with 0 each shard has some heads."""
 
     def __init__(self, count: int, interleave: int, heads: int) -> None:
         self.count, self.interleave = count, interleave
@@ -34,7 +34,7 @@ class Placement:
         ]
 
     def token_indices(self, start: int, stop: int) -> list[Any]:
-        """Return what indexes each shard's tokens among those of [start, stop), None if it has none."""
+        """Return an index of each shard's tokens within [start, stop), None if it has none."""
         if not self.interleave:
             return [slice(None)] * self.count
         if start // self.interleave == (stop - 1) // self.interleave:

@@ -320,7 +320,7 @@ class ShardedCache:
 
     @property
     def traffic(self) -> int:
-        """The bytes of messages to shards and back, so far."""
+        """Return the bytes of all messages to and from shards so far."""
         return self._actors.traffic
 
     def close(self) -> None:
