@@ -14,7 +14,7 @@ def operators(ctx: click.Context, param: click.Parameter, begun: str) -> list[st
 
 
 def settings(ctx: click.Context, param: click.Parameter, begun: str) -> list[str]:
-    """Return what --set takes for the operator of this command line: names, then names of values."""
+    """Return completions of --set: names of settings, and, after "=", names of values."""
     named = [word for word in (ctx.params.get("operator"), *ctx.args) if word in OPERATORS]
     legal = settable(OPERATORS[named[0]]) if named else {}
     name, sign, _ = begun.partition("=")

@@ -18,7 +18,7 @@ from kvkit.checks.key_value_cache import TransferCall
 from kvkit.runtime.arrays import numbers_of, places_of
 from kvkit.typed import Array, Arrays, Attended
 
-MOST = 4096  # forms of calls that are remembered
+MOST = 4096  # prepared calls in a collection
 Prepared = TypeVar("Prepared")
 Form = tuple[object, ...]  # all that calls must have in common to share a prepared call
 
@@ -55,7 +55,7 @@ def one_or_all(results: tuple[Array, ...]) -> Attended:
 
 
 def form_of(arrays: Iterable[Any], attributes: Iterable[object]) -> Form | None:
-    """Return the form of a call: dtypes, shapes, strides, attributes; None if one of the arrays is none.
+    """Return the form of a call: dtypes, shapes, strides, attributes; None if an argument is not an array.
 
     A form has the types of attributes too, because True == 1 == 1.0 but not all of them are legal. Therefore
     tuples must also be given member by member, see `tuple_members`.
@@ -93,7 +93,9 @@ class PreparedCalls(dict[Any, Prepared], Generic[Prepared]):
         self.most = most
 
     def __reduce__(self) -> tuple[type, tuple[int]]:
-        return PreparedCalls, (self.most,)  # prepared calls hold addresses, which are others in a copy
+        return PreparedCalls, (
+            self.most,
+        )  # a copy is empty, because the addresses in prepared calls are invalid for it
 
     def find(self, form: Form | None) -> Prepared | None:
         """Return the prepared call of a form, None if there is none."""
@@ -124,11 +126,11 @@ class PreparedCalls(dict[Any, Prepared], Generic[Prepared]):
 class PreparedCall:
     """A checked call whose launches can run again with arrays at other addresses.
 
-    `arrays` has arrays, or their addresses, by the names that launches have for them, in the order in which a
-    run gives the next ones. `run` checks that the last `written` of them are writeable and overlap nothing;
-    what lay in one place does so again, as the form says. Where that is not sure the call is left to the full
-    checks. A cache has `room` rows. `attention` is the record of a launch whose work is shared out again for
-    another `version` of the step.
+    `arrays` has arrays, or their addresses, by their names in launches; `run` takes arrays in the same order.
+    `run` checks that the last `written` arrays are writeable and overlap no others, unless the first call
+    used one array twice. If this is not certain, it returns False and the call needs the full checks. A cache
+    has `room` rows. `attention` is the record of a launch whose work is split again for another `version` of
+    the step.
     """
 
     __slots__ = (
@@ -206,10 +208,10 @@ class PreparedCall:
 def overlap_distances(
     arrays: Mapping[str, Any], places: Mapping[str, int], written: int
 ) -> tuple[list[int], list[tuple[int, int, int, int]]]:
-    """Return which of `arrays` are written, the last so many, and at which distances they overlap others.
+    """Return the indices of the last `written` arrays, and the distances at which they overlap other arrays.
 
-    An entry (one, other, least, most) says that two arrays overlap where the distance from one to the other
-    is between both numbers. Arrays that lie in one place are meant to.
+    An entry (one, other, least, most) means that both arrays overlap if the distance from one to the other is
+    between the two numbers. Arrays with equal addresses are one array and may overlap.
     """
     if not written:
         return [], []
@@ -224,7 +226,7 @@ def overlap_distances(
 
 
 def byte_span(array: Array) -> tuple[int, int]:
-    """Return the range of bytes, from an array's address, that its elements lie in."""
+    """Return the range of byte offsets of an array's elements, relative to its address."""
     if not array.size:
         return 0, 0
     reach = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]

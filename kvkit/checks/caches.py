@@ -80,9 +80,9 @@ def cache_layer(
 
 
 def layer_sides(array: Array, layout: Layout, layer: int) -> tuple[Side, Side]:
-    """Return where the keys and the values of a layer lie in a cache, or their scales in an array of scales.
+    """Return address and strides of a layer's keys and values in a cache, or of their scales in an array.
 
-    A static cache has an axis of sequences; the rows of a dynamic cache are shared by all, a stride of 0.
+    A static cache has an axis of sequences. In a dynamic cache all share the rows: their stride is 0.
     """
     strides, at = array.strides, layout.at
     sequence = strides[at["b"]] if "b" in at else 0
@@ -91,14 +91,14 @@ def layer_sides(array: Array, layout: Layout, layer: int) -> tuple[Side, Side]:
 
 
 def has_own_scales(stored: Element, heads: int, scale: Array | None) -> bool:
-    """Return whether an append computes no scales: they are in the blocks, or the caller's, or absent."""
+    """Return whether an append needs to compute no scales: blocks or the caller have them, or none exist."""
     if stored.block and scale is not None:
         raise argument_error("scale", f"None, because blocks of {stored} contain scales", describe(scale))
     return scale is None or (isinstance(scale, np.ndarray) and scale.shape in ((2,), (2, heads)))
 
 
 def with_own_scales(layer: CacheLayer, scale: Array) -> CacheLayer:
-    """Return the layer with checked scales that a caller gives for keys and values, or for their heads."""
+    """Return the layer with the caller's scales, one for keys and one for values, or one for each head."""
     cell = checked_format("scale", scale, FLOATS, scale.ndim)
     bad = scale[~(np.isfinite(scale.astype(np.float32)) & (scale > 0))]
     if bad.size:

@@ -70,7 +70,7 @@ def static_step(batch: int, seqlen: int, kvlen: int) -> StepIndex:
 def checked_step(tokens: NamedLength | None, arguments: StepArguments) -> StepIndex:
     """Check every length and every row of a step, but for the size of the cache: see `check_room`.
 
-    `tokens` names an array of packed tokens and says its length; None if there is none yet.
+    `tokens` is (name, length) of the array of packed tokens, None if there is none yet.
     """
     return check_step(read_step(tokens, arguments))
 
@@ -234,7 +234,7 @@ def step_error(found: list[int], step: StepIndex, rows: int) -> KvkitError:
     )
 
 
-# `Static` and `Packed` say how the sequences of a call are laid out in its arrays. Static and dynamic
+# `Static` and `Packed` tell how the sequences of a call are arranged in its arrays. Static and dynamic
 # operators differ in nothing else: a static cache is offset mode with a stride between sequences.
 
 
@@ -243,9 +243,9 @@ class Static:
     """Sequences of one length, [B, S, ..], each with a part of the cache of its own."""
 
     start_pos: SupportsIndex = 0  # checked when it is used
-    steps: StepIndex | None = None  # of new tokens from there on, if it is known already
+    steps: StepIndex | None = None  # the step of the new tokens, if it is known already
     decoding: ClassVar[int] = 0
-    axes: ClassVar[int] = 4  # of tokens
+    axes: ClassVar[int] = 4  # of an array of tokens
     layouts: ClassVar[tuple[Layout, ...]] = pmx.STATIC
 
     def over_keys(self, query: Array, key: Array) -> StepIndex:
@@ -269,7 +269,7 @@ class Static:
         return len(steps.start_pos), steps.rows
 
     def mask(self, fmt: Element, attn_mask: Array, query: Array, steps: StepIndex) -> MaskPlace:
-        """Return a checked mask, as kernels see it."""
+        """Return the checked mask's address and strides."""
         batch, seqlen, num_heads, _ = query.shape
         return static_mask(fmt, attn_mask, batch, num_heads, seqlen, steps.rows)
 
@@ -278,13 +278,13 @@ class Static:
 class Packed:
     """Sequences of any lengths, one after the other, [tokens, ..], which share a pool of rows."""
 
-    steps: StepIndex  # checked, but for arrays
+    steps: StepIndex  # checked, but not against arrays
     decoding: int = 0
     axes: ClassVar[int] = 3
     layouts: ClassVar[tuple[Layout, ...]] = pmx.DYNAMIC
 
     def index(self) -> dict[str, object]:
-        """Return the index tensors that the step was made of, by name."""
+        """Return the index tensors of the step, by name."""
         steps, paged = self.steps, self.steps.page_size != ENDLESS
         table = np.asarray(steps.table)
         tensors: dict[str, object] = {
@@ -313,7 +313,7 @@ class Packed:
         return (steps.context,)
 
     def mask(self, fmt: Element, attn_mask: Array, query: Array, steps: StepIndex) -> MaskPlace:
-        """Return a checked mask, as kernels see it."""
+        """Return the checked mask's address and strides."""
         return dynamic_mask(fmt, attn_mask, query.shape[1], steps.tokens, steps.context)
 
 
@@ -321,7 +321,7 @@ Sequences = Static | Packed
 
 
 def packed_in_cache(tokens: NamedLength | None, arguments: StepArguments) -> Packed:
-    """Check packed sequences in a cache, for an array of so many tokens if that is known."""
+    """Check packed sequences in a cache; `tokens` is (name, length) of their array, None before it exists."""
     steps = checked_step(tokens, arguments)
     return Packed(steps, decoding_count(arguments.decoding_batches, steps))
 

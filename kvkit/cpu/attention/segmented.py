@@ -141,9 +141,9 @@ def stored_as(codes):
     """
     if codes.stored:
         return codes.stored, *scale_format_of(codes), ()
-    exact = codes.symmetric and coarser(codes.cell, codes.element)
+    exact = codes.symmetric and coarser(codes.scale_format, codes.element)
     stored = CODES[codes.bits, codes.symmetric].name
-    return stored, codes.cell, codes.group, (codes.cell,) if exact else ()
+    return stored, codes.scale_format, codes.group, (codes.scale_format,) if exact else ()
 
 
 @functools.cache
