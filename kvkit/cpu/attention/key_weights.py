@@ -93,8 +93,8 @@ def add_tile(params, block, tile, count, shared):
         if params.sinks:
             row = block.sequence % params.sink_sequences * params.heads * params.group
             at = params.sinks + 4 * (row + tile.head * params.group + member)
-            m, l, _ = numeric.with_sink(m, l, get_float(at))
-        share = numeric.share_of(numeric.weight(get_float(tops + 4 * r), m), l, np.float32(1))
+            m, l, _ = numeric.add_sink(m, l, get_float(at))
+        share = numeric.normalizer(numeric.weight(get_float(tops + 4 * r), m), l, np.float32(1))
         put_float(factors + 4 * (r * WIDE + (member if shared else r)), share)
     if block.wide:
         wide_scores(factors, kept, 4 * WIDE, whole_tiles(count), WIDE, product)
