@@ -25,7 +25,7 @@ TILE_BYTES = TILE.dtype.itemsize
 MOST_BYTES = 2**25  # that a worker keeps, if not even one tile takes more
 
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
-wide_scores, plus_times = attention.wide_scores, attention.plus_times
+wide_scores, add_scaled = attention.wide_scores, attention.add_scaled
 
 
 def weights_bytes(tiles, rows, tokens, size):
@@ -51,8 +51,8 @@ def keep_weights(params, block, tile):
     """Keep P and m' of a tile, after the softmax of a block."""
     at, one = record_at(params, block, tile), block.number
     put_float(one, np.float32(1))
-    attention.times(tile.scores, at, -(-tile.count * block.rows // LANES) * LANES, one)
-    attention.times(tile.m, at + 4 * block.rows * block.size, max(block.rows, LANES), one)
+    attention.scale_by(tile.scores, at, -(-tile.count * block.rows // LANES) * LANES, one)
+    attention.scale_by(tile.m, at + 4 * block.rows * block.size, max(block.rows, LANES), one)
 
 
 @helper
@@ -99,7 +99,7 @@ def add_tile(params, block, tile, count, shared):
     if block.wide:
         wide_scores(factors, kept, 4 * WIDE, whole_tiles(count), WIDE, product)
         put_float(block.number, np.float32(1))
-        plus_times(product, sums, count * WIDE, block.number)
+        add_scaled(product, sums, count * WIDE, block.number)
         return
     for r in range(tile.live):
         column = (tile.first + r) % params.group if shared else r
