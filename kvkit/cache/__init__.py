@@ -4,6 +4,7 @@ from kvkit.cache.blocks.allocator import BlockAllocator, OutOfBlocksError
 from kvkit.cache.blocks.sequence import Sequence
 from kvkit.cache.blocks.step import Step
 from kvkit.cache.caches import Cache
+from kvkit.cache.compression import Report
 from kvkit.cache.constructors import DynamicCache, QuantizedCache, StaticCache
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.quant_spec import QuantSpec
@@ -30,6 +31,7 @@ __all__ = [
     "QuantSpec",
     "QuantizedCache",
     "QuantizedLayer",
+    "Report",
     "Sequence",
     "SlidingWindowLayer",
     "StaticCache",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self, SupportsIndex
 
 from numpy.typing import ArrayLike
 
-from kvkit.cache import offload, opening, saving
+from kvkit.cache import compression, offload, opening, saving
 from kvkit.cache.base import BaseCache, one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.layer import Layer
@@ -157,6 +157,64 @@ class Cache(BaseCache):
         if self.folder is not None:
             self.folder.announce([plan.after.length for plan in plans])
         super()._rearrange(plans)
+
+    @one_call_at_a_time
+    def compress(
+        self,
+        scorer: str | compression.ScoreFunction | Sequence[Array],
+        *,
+        keep: float | None = None,
+        count: int | None = None,
+        budget: str | ArrayLike = "uniform",
+        queries: Sequence[Array] | None = None,
+        weights: Sequence[Array] | None = None,
+        renumber: bool = False,
+        **options: Any,
+    ) -> compression.Report:
+        """Keep the tokens of the best scores in every layer, and free the memory of the others.
+
+        All heads and rows of the batch keep the same tokens of a layer: those of the best mean scores. After
+        an error no layer has changed. Layers with a window stay as they are.
+
+        Parameters
+        ----------
+        scorer : str, callable or list of arrays
+            The name of a scorer of `kvkit.eviction`; a function (layer_idx, keys, values, queries) that
+            returns scores [B, Hkv, S], larger ones for what stays; or such scores of each layer.
+        keep, count : float, int, optional
+            The share, or the number, of a layer's stored tokens that stay. One of them.
+        budget : str or array_like of int
+            ``"uniform"``, ``"pyramid"``, or a count for each layer in place of `keep`.
+        queries, weights : list of ndarray, optional
+            Of each layer, what its scorer needs, as `kvkit.eviction.scores` takes it.
+        renumber : bool
+            Whether the tokens that stay get the positions 0, 1, 2, ...; keys need a `rope` for that.
+        **options
+            Of the scorer.
+
+        Returns
+        -------
+        Report
+            The stored `tokens` of each layer, ``bytes_before`` and ``bytes_after``, and the layers `skipped`.
+
+        Raises
+        ------
+        KvkitError
+            If an argument is wrong or missing, or a layer cannot lose tokens.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from kvkit.cache import DynamicCache
+        >>> cache, states = DynamicCache(), np.ones((1, 2, 8, 4), np.float32)
+        >>> keys, values = cache.update(states, states, 0)
+        >>> cache.compress("streaming", keep=0.5, sinks=1)
+        Report(tokens=[4], bytes_before=512, bytes_after=256, skipped={})
+        >>> cache.layers[0].positions, cache.get_seq_length()
+        (array([0, 5, 6, 7]), 8)
+        """
+        asked = compression.Compression(scorer, keep, count, budget, queries, weights, renumber, options)
+        return compression.compress(self.layers, asked)
 
     def _select(self, indices: ArrayLike) -> None:
         for layer in self.layers:

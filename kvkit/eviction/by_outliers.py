@@ -3,8 +3,11 @@
 arXiv 2507.08143. Both parts are z-scored over all heads of a row of the batch.
 """
 
+from typing import Any
+
 import numpy as np
 
+from kvkit.checks.index_tensors import index
 from kvkit.checks.values import finite_number, integer
 from kvkit.eviction.by_statistics import checked_rope
 from kvkit.eviction.inputs import Inputs, softmax
@@ -15,19 +18,26 @@ from kvkit.typed import Array
 
 
 @scorer()
-def leverage(given: Inputs, *, rope: Rope | str | None = None, jitter: float = 0.01) -> Array:
+def leverage(
+    given: Inputs, *, rope: Rope | str | None = None, positions: Any = None, jitter: float = 0.01
+) -> Array:
     """score = z-score of max(0, x (X'X + jitter I)^-1 x), x = k - mean, keys before rotation.
 
-    With `rope`, stored keys are rotated back; without it keys are taken as they are.
+    With `rope`, stored keys are rotated back from their positions, by default 0, 1, 2, ...; without it keys
+    are taken as they are.
     """
-    return z_scored(raw_leverage(given.keys, rope, finite_number("jitter", jitter)))
-
-
-def raw_leverage(keys: Array, rope: Rope | str | None, jitter: float) -> Array:
-    """Return the leverage of keys before the z-score; without jitter a head's sums to the keys' rank."""
+    positions = (
+        np.arange(given.tokens) if positions is None else index("positions", positions, 1, given.tokens)
+    )
+    keys = given.keys
     if rope is not None and rope != NO_ROTATION:
         rope = checked_rope(rope, keys.shape[3])
-        keys = rope.shift(keys, -np.arange(keys.shape[2])) / np.float32(rope.attention_factor)
+        keys = rope.shift(keys, -positions) / np.float32(rope.attention_factor)
+    return z_scored(raw_leverage(keys, finite_number("jitter", jitter)))
+
+
+def raw_leverage(keys: Array, jitter: float) -> Array:
+    """Return the leverage of keys before the z-score; without jitter a head's sums to the keys' rank."""
     result = np.empty(keys.shape[:3])
     for b, h in np.ndindex(keys.shape[:2]):
         x = keys[b, h] - keys[b, h].mean(0, dtype=np.float64)
@@ -45,25 +55,26 @@ def non_causal(given: Inputs, *, chunk: int = 256) -> Array:
     chunk, tokens = integer("chunk", chunk, 1), given.tokens
     queries = given.last_queries(tokens)
     sums = np.empty((*queries.shape[:3], tokens))
-    for index in np.ndindex(queries.shape[:3]):
+    for head in np.ndindex(queries.shape[:3]):
         for begin in range(0, tokens, chunk):
             part = slice(begin, begin + chunk)
-            weights = softmax(queries[index][part] @ given.keys[index[:2]][part].T)
-            sums[index][part] = weights.sum(0, dtype=np.float64)
+            weights = softmax(queries[head][part] @ given.keys[head[:2]][part].T)
+            sums[head][part] = weights.sum(0, dtype=np.float64)
     means = mean_of_groups(sums.reshape(len(sums), -1, tokens), given.heads)
     return z_scored(pooled(means * norms(given.values), 3, "avg"))
 
 
 @scorer("queries", "values")
 def compactor(
-    given: Inputs, *, blend: float, rope: Rope | str | None = None, chunk: int = 256, first: int = 8,
-    last: int = 4,
+    given: Inputs, *, blend: float, rope: Rope | str | None = None, positions: Any = None, chunk: int = 256,
+    first: int = 8, last: int = 4,
 ) -> Array:  # fmt: skip
     """score = blend * leverage + non_causal; the first 8 and the last 4 tokens stay.
 
     `blend` is the share of tokens that go.
     """
-    blended = finite_number("blend", blend) * leverage(given, rope=rope) + non_causal(given, chunk=chunk)
+    outliers = leverage(given, rope=rope, positions=positions)
+    blended = finite_number("blend", blend) * outliers + non_causal(given, chunk=chunk)
     first, last = integer("first", first, 0), integer("last", last, 0)
     inner = blended[..., first : given.tokens - last]
     return protected(inner, first, last) if inner.shape[-1] else np.ones_like(blended)

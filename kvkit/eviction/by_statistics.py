@@ -15,13 +15,13 @@ from kvkit.typed import Array
 
 @scorer("queries", "values")
 def expected(
-    given: Inputs, *, rope: Rope, future: int = 512, sinks: int = 4, covariance: bool = True,
-    vnorm: bool = True, eps: float = 0.0,
+    given: Inputs, *, rope: Rope, now: int | None = None, future: int = 512, sinks: int = 4,
+    covariance: bool = True, vnorm: bool = True, eps: float = 0.0,
 ) -> Array:  # fmt: skip
     """score = mean over the group of softmax(m k / sqrt(D) + k C k / 2D) * |v| (arXiv 2510.00636).
 
     m and C are mean and covariance of the queries before rotation, from `sinks` on, rotated by the mean
-    rotation of the next `future` positions. Sinks stay.
+    rotation of the next `future` positions, from `now` on. Sinks stay.
     """
     rope = checked_rope(rope, given.keys.shape[3])
     future, eps = integer("future", future, 1), finite_number("eps", eps)
@@ -30,7 +30,8 @@ def expected(
     if not queries.shape[2]:
         raise argument_error("queries", f"more than the {sinks} of sinks", given.queries.shape[2])
     dim, group = keys.shape[3], queries.shape[1] // given.heads
-    rotation = mean_rotation(rope, np.arange(given.tokens, given.tokens + future), dim)
+    now = integer("now", given.tokens if now is None else now, 0)
+    rotation = mean_rotation(rope, np.arange(now, now + future), dim)
     weights = np.empty((*queries.shape[:2], keys.shape[2]), np.float32)
     for b, a in np.ndindex(queries.shape[:2]):
         mean = queries[b, a].mean(0, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Eviction while tokens are generated: heavy hitters, step by step."""
+"""Eviction while tokens are generated: heavy hitters, and compression every so many steps."""
 
 from __future__ import annotations
 
@@ -89,3 +89,49 @@ class H2O:
         self.positions = np.take_along_axis(positions, rows, -1)
         self._sums = np.take_along_axis(sums, rows, -1)
         return positions[gone].reshape(batch, heads, dropped)
+
+
+class Decoding:
+    """Compress a cache every `interval` steps of a generation."""
+
+    def __init__(self, scorer: Any, interval: int = 512, target: int = 2048, **options: Any) -> None:
+        self.scorer, self.options = scorer, options
+        self.interval, self.target = integer("interval", interval, 1), integer("target", target, 1)
+        self.steps = 0
+
+    def __call__(self, cache: Any, queries: Any = None) -> Any:
+        """Count a step; when it is time, compress the cache to `target` tokens and return the report."""
+        self.steps += 1
+        if self.steps % self.interval or max(layer.stored_tokens for layer in cache.layers) <= self.target:
+            return None
+        return cache.compress(self.scorer, count=self.target, queries=queries, **self.options)
+
+
+def decoding(scorer: Any, interval: int = 512, target: int = 2048, **options: Any) -> Decoding:
+    """Return a function that compresses a cache when it is called after each step.
+
+    Parameters
+    ----------
+    scorer : str or callable
+        As in ``cache.compress``.
+    interval : int
+        How many steps there are from one compression to the next.
+    target : int
+        How many tokens stay.
+    **options
+        More arguments of ``cache.compress``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit import eviction
+    >>> from kvkit.cache import DynamicCache
+    >>> cache, token = DynamicCache(), np.ones((1, 1, 1, 4), np.float32)
+    >>> evict = eviction.decoding("knorm", interval=4, target=2)
+    >>> for _ in range(8):
+    ...     keys, values = cache.update(token, token, 0)
+    ...     report = evict(cache)
+    >>> report.tokens
+    [2]
+    """
+    return Decoding(scorer, interval, target, **options)

@@ -186,7 +186,7 @@ def test_bounds_of_pages_and_channels():
 
 def test_leverage_sums_to_the_dimension():
     keys = np.random.default_rng(0).standard_normal((1, 1, 40, 6)).astype(np.float32)
-    raw = eviction.by_outliers.raw_leverage(keys, None, 0)
+    raw = eviction.by_outliers.raw_leverage(keys, 0)
     assert raw.sum() == pytest.approx(6)
     rotated = ROPE.rotate(keys, np.arange(40))
     back = eviction.scores("leverage", rotated, rope=ROPE)

@@ -156,7 +156,7 @@ def attend_with_key_weights(
     lse = np.empty((batch, new, heads), np.float32)
     sums = np.empty((batch, heads, end - first), np.float32)
     step = index_tensors.static_step(batch, new, end - first)
-    context = layer.store.context(fmt.name, first, end)
+    context, _ = layer.store.context(fmt.name, first, end)
     cpu.launches.start(
         cpu.attention.prepare.prepare_attention(query, out, lse, context, step, 0, weights, key_weights=sums)
     )

@@ -32,6 +32,13 @@ class DynamicLayer(Layer):
         """Return the arguments of the constructor."""
         return {}
 
+    @one_call_at_a_time
+    def trim(self) -> None:
+        """Move to a store with room for a sixteenth more tokens, if the present one is larger."""
+        room = self.stored_tokens + max(self.stored_tokens // 16, 16)
+        if self.store is not None and self.store.capacity > room:
+            self._move(self.store.geometry, room, self.span.first, settled=True)
+
 
 class StaticLayer(Layer):
     """A layer of fixed size. An update returns all of its rows, those without tokens as zeros.

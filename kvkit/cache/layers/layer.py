@@ -378,6 +378,9 @@ class Layer(BaseLayer):
             return None if rows.is_plain() else rows
         return replace(rows, base=rows.length - len(rows.positions)) if rows.shifts.any() else None
 
+    def trim(self) -> None:
+        """Free memory that only tokens needed which have gone; most layers have none."""
+
     def _free_rows(self, begin: int, end: int) -> None:
         """Release rows behind the last token, which new ones overwrite."""
 

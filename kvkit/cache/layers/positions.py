@@ -177,10 +177,13 @@ def remove(
     return shift(after, rope, end, None, begin - end)._replace(kept=kept)
 
 
-def retain(now: RowPositions, rope: Rotation, positions: ArrayLike) -> Rearrangement:
+def retain(
+    now: RowPositions, rope: Rotation, positions: ArrayLike, *, renumber: bool = False
+) -> Rearrangement:
     """Plan to keep the tokens with these positions only; the position of the next token stays.
 
-    What a window has already dropped is not missed.
+    What a window has already dropped is not missed. With `renumber` the tokens get positions from 0 on, and
+    the next token follows them.
     """
     wanted = index_tensors.index("positions", positions, 1)
     if (np.diff(wanted) <= 0).any():
@@ -189,7 +192,11 @@ def retain(now: RowPositions, rope: Rotation, positions: ArrayLike) -> Rearrange
     if len(missing):
         raise argument_error("positions", "positions that are stored", int(missing[0]))
     kept = np.isin(now.positions, wanted)
-    return Rearrangement(kept, RowPositions(now.positions[kept], now.shifts[kept], now.length), rope)
+    after = RowPositions(now.positions[kept], now.shifts[kept], now.length)
+    if not renumber:
+        return Rearrangement(kept, after, rope)
+    ranks = np.arange(len(after.positions))
+    return moved(after, rope, np.ones(len(ranks), bool), ranks, len(ranks))._replace(kept=kept)
 
 
 def shift(

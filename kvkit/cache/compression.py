@@ -1,0 +1,169 @@
+"""Compress a cache: score its tokens, choose which ones stay, and free the memory of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvkit.checks.values import flag
+from kvkit.errors import argument_error, describe
+from kvkit.eviction.inputs import scores_array
+from kvkit.eviction.scorers import SCORERS, Scorer, scorer_of, scores
+from kvkit.eviction.selection import budgets, kept_count, select
+from kvkit.typed import Array
+
+WINDOW = "a window evicts already"
+SHARED = "'uniform', 'pyramid' or a count for each layer: heads of a layer share their tokens"
+ScoreFunction = Callable[[int, Array, Array, Any], Array]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `Cache.compress` did.
+
+    Attributes
+    ----------
+    tokens : list of int
+        The stored tokens of each layer, afterwards.
+    bytes_before, bytes_after : int
+        The size of all stored keys and values.
+    skipped : dict of int to str
+        Layers that stayed as they were, and why.
+    """
+
+    tokens: list[int]
+    bytes_before: int
+    bytes_after: int
+    skipped: dict[int, str]
+
+
+@dataclass(frozen=True)
+class Compression:
+    """The arguments of `Cache.compress`."""
+
+    scorer: str | ScoreFunction | Sequence[Array]
+    keep: float | None
+    count: int | None
+    budget: str | ArrayLike
+    queries: Sequence[Array] | None
+    weights: Sequence[Array] | None
+    renumber: bool
+    options: dict[str, Any]
+
+
+def compress(layers: Sequence[Any], asked: Compression) -> Report:
+    """Compress layers: all are scored and planned before the first one changes."""
+    skipped = {i: reason for i, layer in enumerate(layers) if (reason := reason_to_skip(layer))}
+    if skipped and flag("renumber", asked.renumber):
+        wanted = "False beside layers that stay as they are"
+        raise argument_error("renumber", wanted, f"True, and layers {sorted(skipped)}")
+    function = score_function(layers, asked)
+    plans = {}
+    for i, count in layer_counts(layers, skipped, asked).items():
+        own = scores_array("scores", np.asarray(function(i, count)))
+        if own.shape[2] != layers[i].stored_tokens:
+            wanted = f"[B, Hkv, {layers[i].stored_tokens}] of layer {i}"
+            raise argument_error("scores", wanted, describe(own))
+        rows = select(own.mean((0, 1), dtype=np.float64)[None, None], count=count)
+        positions = layers[i].positions[np.asarray(rows)[0, 0]]
+        plans[i] = layers[i].plan("retain", positions, renumber=asked.renumber)
+    before = sum(layer.nbytes for layer in layers)
+    for i, plan in plans.items():
+        layers[i].rearrange(plan)
+    for i in plans:
+        layers[i].trim()
+    tokens = [layer.stored_tokens for layer in layers]
+    return Report(tokens, before, sum(layer.nbytes for layer in layers), skipped)
+
+
+def reason_to_skip(layer: Any) -> str | None:
+    """Return why a layer stays as it is; None if its tokens can go."""
+    if layer.window is not None:
+        return WINDOW
+    return None if layer.stored_tokens else "no tokens"
+
+
+def layer_counts(layers: Sequence[Any], skipped: dict[int, str], asked: Compression) -> dict[int, int]:
+    """Return how many tokens each layer keeps, but for those that stay as they are."""
+    chosen = [i for i in range(len(layers)) if i not in skipped]
+    stored, budget = [layers[i].stored_tokens for i in chosen], asked.budget
+    if isinstance(budget, str) and budget == "pyramid":
+        tokens = max(stored, default=1)
+        share = kept_count(tokens, asked.keep, asked.count) / tokens
+        given = budgets("pyramid", layers=max(len(chosen), 1), tokens=tokens, keep=asked.keep or share)
+        counts = np.minimum(given[: len(chosen)], stored).tolist()
+    elif isinstance(budget, str):
+        if budget != "uniform":
+            raise argument_error("budget", SHARED, repr(budget))
+        counts = [
+            kept_count(tokens, asked.keep, asked.count and min(asked.count, tokens)) for tokens in stored
+        ]
+    else:
+        given = np.asarray(budget)
+        if given.dtype.kind not in "iu" or given.shape != (len(layers),):
+            raise argument_error("budget", SHARED, describe(given))
+        if asked.keep is not None or asked.count is not None:
+            raise argument_error("budget", "a count for each layer, or else keep", "both")
+        counts = [kept_count(tokens, None, given[i]) for i, tokens in zip(chosen, stored, strict=True)]
+    return dict(zip(chosen, counts, strict=True))
+
+
+def score_function(layers: Sequence[Any], asked: Compression) -> Callable[[int, int], Array]:
+    """Return a function (layer, tokens that stay) -> scores; a missing input is refused now."""
+    for name in ("queries", "weights"):
+        given = getattr(asked, name)
+        if given is not None and len(given) != len(layers):
+            raise argument_error(name, f"a list of {len(layers)}, one for each layer", f"{len(given)}")
+    scorer = asked.scorer
+    if isinstance(scorer, str):
+        found = scorer_of(scorer)
+        if found.scored != "tokens":
+            wanted = f"a scorer of tokens: {', '.join(n for n, s in SCORERS.items() if s.scored == 'tokens')}"
+            raise argument_error("scorer", wanted, f"{scorer!r}, of {found.scored}")
+        found.check(
+            {"values": True, "queries": asked.queries, "weights": asked.weights},
+            {name: True for name in found.options if name in CONTEXT} | asked.options,
+        )
+        return lambda i, count: scores_of_layer(found, layers[i], i, count, asked)
+    if callable(scorer):
+        return lambda i, count: scorer(i, *stored_states(layers[i]), asked.queries and asked.queries[i])
+    if not isinstance(scorer, (list, tuple)) or len(scorer) != len(layers):
+        wanted = f"a name, a function, or scores of {len(layers)} layers"
+        raise argument_error("scorer", wanted, describe(scorer))
+    return lambda i, count: scorer[i]
+
+
+CONTEXT: dict[str, Callable[[Any, int], Any]] = {  # options that a layer knows, from it and its count
+    "budget": lambda layer, count: count,
+    "keep": lambda layer, count: count / layer.stored_tokens,
+    "blend": lambda layer, count: 1 - count / layer.stored_tokens,
+    "rope": lambda layer, count: layer.rope,
+    "positions": lambda layer, count: layer.positions,
+    "now": lambda layer, count: layer.get_seq_length(),
+}
+
+
+def scores_of_layer(found: Scorer, layer: Any, number: int, count: int, asked: Compression) -> Array:
+    """Return the scores of a layer by a published scorer."""
+    known = {name: CONTEXT[name](layer, count) for name in found.options if name in CONTEXT}
+    arrays = {
+        name: given[number]
+        for name, given in (("queries", asked.queries), ("weights", asked.weights))
+        if given is not None
+    }
+    keys, values = stored_states(layer)
+    return scores(found.name, keys, values, **arrays, **(known | asked.options))
+
+
+def stored_states(layer: Any) -> tuple[Array, Array]:
+    """Return a layer's keys, as rotated for their positions, and its values; codes are decoded."""
+    keys, values = (np.asarray(side) for side in layer.stored())
+    pieces = layer.rope_shifts
+    if pieces[:, 2].any() and layer.rope != "none":
+        shifts = np.repeat(pieces[:, 2], pieces[:, 1] - pieces[:, 0])
+        keys = layer.rope.shift(keys, shifts)
+    return keys, values

@@ -1,0 +1,167 @@
+"""Caches lose the tokens that a scorer ranks last, and their memory."""
+
+import numpy as np
+import pytest
+
+import kvkit
+from kvkit import eviction
+from kvkit.cache import Cache, DynamicCache, DynamicLayer, QuantizedLayer, SlidingWindowLayer
+
+ROPE = kvkit.Rope(8)
+
+
+def states(tokens=40, heads=2, batch=2, seed=0):
+    return np.random.default_rng(seed).standard_normal((batch, heads, tokens, 8)).astype(np.float32)
+
+
+def filled(*layers, tokens=40, **options):
+    cache = Cache(layers or [DynamicLayer(), DynamicLayer()], **options)
+    for i in range(len(cache)):
+        cache.update(states(tokens, seed=i), states(tokens, seed=i + 9), i)
+    return cache
+
+
+def kept_of(scores, count):
+    """Return the positions of the best mean scores."""
+    return eviction.select(scores.mean((0, 1))[None, None], count=count)[0, 0]
+
+
+def test_the_best_tokens_stay_and_attention_reads_them():
+    cache, whole, queries = filled(), filled(), [states(8, heads=4, seed=i) for i in range(2)]
+    report = cache.compress("snapkv", keep=0.25, queries=queries, window=8, kernel=3)
+    assert (report.tokens, report.skipped) == ([10, 10], {})
+    assert report.bytes_after * 4 == report.bytes_before
+    for i, layer in enumerate(cache.layers):
+        old = whole.layers[i]
+        wanted = kept_of(eviction.scores("snapkv", old.keys, queries=queries[i], window=8, kernel=3), 10)
+        np.testing.assert_array_equal(layer.positions, wanted)
+        np.testing.assert_array_equal(layer.keys, old.keys[:, :, wanted])
+        mask = np.isin(np.arange(40), wanted)[None].repeat(2, 0)
+        query = queries[i][:, :, -1:]
+        np.testing.assert_allclose(
+            cache.attend(query, i), whole.attend(query, i, attention_mask=mask), rtol=1e-5, atol=1e-6
+        )
+    assert cache.get_seq_length() == 40
+    cache.update(states(1), states(1), 0)
+    assert cache.layers[0].positions[-1] == 40
+
+
+def test_memory_is_freed():
+    cache = filled(tokens=1000)
+    before = cache.layers[0].store.capacity
+    cache.compress("knorm", keep=0.1)
+    store = cache.layers[0].store
+    assert store.capacity <= 116 < before / 8
+    assert store.keys.nbytes == 2 * 2 * store.capacity * 8 * 4
+
+
+def test_a_function_and_scores_of_ones_own():
+    def newest_and_longest(layer_idx, keys, values, queries):
+        scores = np.linalg.norm(values, axis=-1)
+        scores[..., -4:] = np.inf
+        return scores
+
+    cache, other = filled(), filled()
+    cache.compress(newest_and_longest, count=10)
+    own = [newest_and_longest(0, layer.keys, layer.values, None) for layer in other.layers]
+    other.compress(own, count=10)
+    for one, two in zip(cache.layers, other.layers, strict=True):
+        np.testing.assert_array_equal(one.positions, two.positions)
+        assert one.positions[-4:].tolist() == [36, 37, 38, 39]
+
+
+def test_budgets_of_layers():
+    cache = filled()
+    cache.compress("knorm", budget=[3, 30])
+    assert [layer.stored_tokens for layer in cache.layers] == [3, 30]
+    cache = filled(*[DynamicLayer() for _ in range(4)], tokens=1000)
+    assert cache.compress("knorm", keep=0.5, budget="pyramid").tokens == [936, 645, 355, 64]
+
+
+def test_windows_are_skipped():
+    cache = filled(SlidingWindowLayer(16), DynamicLayer())
+    report = cache.compress("streaming", keep=0.5)
+    assert report.skipped == {0: "a window evicts already"}
+    assert report.tokens == [15, 20]
+
+
+def test_renumbered_tokens_are_contiguous():
+    """Attention then counts keys as rotated for their ranks, however they lie."""
+    cache, keys = Cache([DynamicLayer()], rope=ROPE), states(12)
+    cache.update(ROPE.rotate(keys, np.arange(12)), states(12, seed=1), 0)
+    for budget in (8, 6):  # the second scores keys that lie shifted
+        report = cache.compress("streaming", count=budget, sinks=2, renumber=True)
+        assert report.tokens == [budget]
+        assert cache.get_seq_length() == budget
+    rows = [0, 1, 8, 9, 10, 11]
+    assert cache.layers[0].positions.tolist() == list(range(6))
+    query, fresh = states(1, heads=4, seed=3), Cache([DynamicLayer()], rope=ROPE)
+    fresh.update(ROPE.rotate(keys[:, :, rows], np.arange(6)), states(12, seed=1)[:, :, rows], 0)
+    np.testing.assert_allclose(cache.attend(query, 0), fresh.attend(query, 0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(eviction.SCORERS))
+def test_every_scorer_compresses(name):
+    """What a layer knows, such as its rotation, it tells the scorer; or a sentence says what is missing."""
+    cache = filled(rope=ROPE)
+    options = {
+        "lagkv": {"lag": 8}, "finch": {"window": 5}, "snapkv": {"window": 5}, "rkv": {"window": 5},
+            "h2o": {"recent": 5},
+        "qfilter": {"filters": np.ones((2, 8), np.float32)},
+    }.get(name, {})  # fmt: skip
+    weights = [np.random.default_rng(i).random((2, 4, 5, 40)).astype(np.float32) for i in range(2)]
+    given = {
+        "queries": [states(heads=4, seed=i) for i in range(2)],
+        "weights": weights if name == "kvzip" else None,
+    }
+    if name in ("quest", "think", "critical"):
+        with pytest.raises(kvkit.KvkitError, match=r"a scorer of tokens|scores: expected a value"):
+            cache.compress(name, keep=0.5, **given)
+        return
+    assert cache.compress(name, keep=0.5, **given, **options).tokens == [20, 20]
+
+
+def test_codes_are_scored_decoded():
+    cache = filled(QuantizedLayer(residual_length=8))
+    before = cache.layers[0].nbytes
+    report = cache.compress("streaming", keep=0.5)
+    assert report.tokens == [20]
+    assert report.bytes_after < before
+
+
+WRONG = {
+    "share": ({"keep": 0}, "keep: expected a share above 0 and at most 1, got 0.0"),
+    "nothing": ({}, "keep: expected a share of the tokens, or else a count, got neither"),
+    "query": ({"scorer": "snapkv", "keep": 0.5}, "queries: expected queries"),
+    "queries": ({"scorer": "snapkv", "keep": 0.5, "queries": [states()]}, "queries: expected a list of 2"),
+    "heads": ({"keep": 0.5, "budget": "ada"}, "budget: expected 'uniform', 'pyramid' or a count"),
+    "counts": ({"budget": [3]}, "budget: expected 'uniform', 'pyramid' or a count for each layer"),
+    "scorer": ({"scorer": 5, "keep": 0.5}, "scorer: expected a name, a function, or scores of 2"),
+    "NaN": ({"scorer": lambda i, *given: np.full((2, 2, 40), [np.nan, 1.0][i == 0]), "keep": 0.5},
+            "scores: expected numbers, got nan at (0, 0, 0)"),
+    "shape": ({"scorer": [np.ones((2, 2, 9))] * 2, "keep": 0.5}, "scores: expected [B, Hkv, 40] of layer 0"),
+    "rope": ({"keep": 0.5, "renumber": True}, "rope: expected how keys were rotated"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refusals_change_no_layer(case):
+    given, message = WRONG[case]
+    cache = filled()
+    with pytest.raises(kvkit.KvkitError) as caught:
+        cache.compress(**{"scorer": "knorm"} | given)
+    assert str(caught.value).startswith(message)
+    assert [layer.stored_tokens for layer in cache.layers] == [40, 40]
+
+
+def test_a_generation_is_compressed_again_and_again():
+    cache, evict = DynamicCache(), eviction.decoding("keydiff", interval=5, target=12)
+    lengths = []
+    for i in range(30):
+        cache.update(states(1, seed=i), states(1, seed=i), 0)
+        report = evict(cache)
+        lengths.append(cache.layers[0].stored_tokens)
+        assert (report is not None) == (i + 1 in (15, 20, 25, 30))
+    assert max(lengths) == 16
+    assert lengths[-1] == 12
+    assert cache.get_seq_length() == 30
