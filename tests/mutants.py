@@ -40,7 +40,7 @@ ROOMS = {
         "operators/test_paged_attention.py tools/test_check.py tools/test_diff.py cli/test_verbs.py "
         "cli/test_cache_verbs.py cli/test_cli.py",
     ),
-    "formats": ("kvkit/formats", 18, "formats kernels/test_formats_rows.py operators/test_quant_formats.py "
+    "formats": ("kvkit/formats", 18, "formats "
                 "tools/test_recoding.py tools/test_reading.py tools/test_study.py"),
     "caches": (
         "kvkit/cache",
@@ -59,7 +59,7 @@ ROOMS = {
         "ascend/test_ascend_vectors.py kernels operators/test_attention_vectors.py "
         "operators/test_random_calls.py operators/test_positions.py ascend "
         "operators/test_merge.py operators/test_attention_numbers.py "
-        "operators/test_quant_formats.py cache/test_quantized_cache_codes.py",
+        "formats/test_stored_formats.py cache/test_quantized_cache_codes.py",
     ),
 }  # fmt: skip
 LEFT_OUT = ("simd", "machine.py", "__init__.py")  # which instructions are used changes no result

@@ -1,15 +1,57 @@
-"""Every named format against formulas transcribed as loops: bytes, ties, limits, zeros, and back."""
+"""Every named format: its bytes as formulas in loops write them, and attention over it."""
+
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
+import quantized_cache_reference as own
 
 from kvkit import formats
+from kvkit.cache import QuantizedCache, QuantSpec
 from kvkit.formats import NAMED, decode, encode
 from kvkit.reference import formats as oracle
+from kvkit.reference.attention import attend_sequence
 
 F32 = np.float32
-GGML = {name: getattr(oracle, name) for name in ("q8_0", "q4_0", "q4_1", "q5_1", "ggml_mxfp4")}
+SCALE = F32(0.5)  # that ort_int8 and ort_int4 are given
+
+
+def own_code(x, bits, symmetric):
+    codes, *beside = (own.sym_group if symmetric else own.asym_group)(x, bits, np.dtype(F32))
+    return own.pack(codes, bits), *beside
+
+
+def given_code(x, bits):
+    codes = [oracle.clamp(round(v / SCALE), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for v in x]
+    return [c % 256 for c in codes] if bits == 8 else oracle.pack_low_first([c + 8 for c in codes], 4)
+
+
+def power(name, code):
+    """A block of an MX format."""
+    known = formats.named(name)
+    return partial(oracle.mx, code=code, exponent=known.exponent, rounding=known.rounding)
+
+
+# By name: the bytes of numbers that share a scale, and what lies beside these bytes.
+REFERENCE = {
+    **{name: getattr(oracle, name) for name in ("q8_0", "q4_0", "q4_1", "q5_1", "ggml_mxfp4", "ds_mla")},
+    **{name: partial(lambda x, table: [oracle.float_code(v, table) for v in x], table=oracle.TABLES[name])
+       for name in ("e4m3", "e5m2")},
+    **{f"int{bits}": partial(own_code, bits=bits, symmetric=True) for bits in (8, 4, 2)},
+    **{f"uint{bits}": partial(own_code, bits=bits, symmetric=False) for bits in (8, 4, 2)},
+    **{f"{code}_token_head:{word}": partial(oracle.token_head, code=code, rounding=rounding)
+       for code, word, rounding in (("int8", "trunc", "trunc"), ("int8", "rint", "even"),
+                                    ("e4m3", "rint", "even"))},
+    **{f"lmdeploy_int{bits}": partial(oracle.lmdeploy, bits=bits) for bits in (8, 4)},
+    **{f"mlx{bits}:g32": partial(oracle.mlx_affine, bits=bits) for bits in (2, 4, 8)},
+    **{f"kivi_{side}{bits}": partial(oracle.kivi, bits=bits) for side in ("key", "value") for bits in (2, 4)},
+    **{name: power(name, "e4m3" if "8" in name else "e2m1")
+       for name in ("mxfp4", "mxfp4:ceil", "mxfp8", "mxfp8:ceil", "mlx_mxfp4", "mlx_mxfp8")},
+    **{name: partial(oracle.nvfp4, rounding=NAMED[name].rounding) for name in ("nvfp4", "mlx_nvfp4")},
+    **{f"ort_int{bits}": partial(given_code, bits=bits) for bits in (8, 4)},
+}  # fmt: skip
+DIMS = {"ds_mla": 576, "int8_token_head": 24, "e4m3_token_head": 24, "lmdeploy_int8": 24, "lmdeploy_int4": 24}
 
 
 def some(rng, rows, dim, tiny=1e-36):
@@ -52,12 +94,50 @@ def test_floats_of_8_bits(rng, name):
     np.testing.assert_array_equal(encode(x, name)["codes"], expected)
 
 
-@pytest.mark.parametrize("name", GGML)
-def test_ggml(rng, name):
-    x = some(rng, 12, 96)
-    codes = encode(x, name)["codes"]
-    expected = [[byte for i in (0, 32, 64) for byte in GGML[name](row[i : i + 32])] for row in x]
-    np.testing.assert_array_equal(codes, expected)
+def test_every_format_has_a_reference():
+    assert {name.partition(":")[0] for name in REFERENCE} == set(NAMED) - {"iq4_nl", "ds_v4"}  # which have their own tests
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_bytes(rng, name):
+    fmt, dim = formats.named(name), DIMS.get(name.partition(":")[0], 64)
+    tiny = 1e-40 if fmt.exponent else 1e-36
+    wholes = (None, 1.0, 0.01) if fmt.find == "blocks16" else (SCALE,) if fmt.asks else (None,)
+    x = some(rng, 64 if fmt.per == "channel" else 12, dim, tiny).reshape(-1, 2, dim)
+    if name == "ds_mla":
+        x[..., 512:] = rng.standard_normal((*x.shape[:-1], 64))
+    elif fmt.find == "kivi":
+        x = x.clip(-6e4, 6e4)  # what float16 holds
+    for whole in wholes:
+        arrays = encode(x, name, scale=whole)
+        more = ()
+        if fmt.find == "blocks16":
+            unit = whole or (1.0 if name == "mlx_nvfp4" else np.abs(x).max() / F32(448))
+            assert arrays.get("whole", 1) == F32(unit)
+            assert ("whole" in arrays) == (unit != 1)
+            more = (unit,)
+        check_groups(REFERENCE[name], x, arrays, fmt, more)
+
+
+def check_groups(reference, x, arrays, fmt, more):
+    """Compare the codes, scales, minima and zeros of the numbers that share a scale, group by group."""
+    parts = [
+        arrays[part] for part in ("codes", "scale", "zero", "minimum") if part in arrays and not fmt.asks
+    ]
+    parts = parts or [arrays["codes"].view(np.uint8)]
+    if fmt.per == "channel":
+        x, *parts = (np.moveaxis(part, 0, -1) for part in (x, *parts))
+    size = fmt.group if fmt.per and fmt.group and not fmt.tail else fmt.block or x.shape[-1]
+    groups = x.reshape(-1, size)
+    codes, *beside = (np.ascontiguousarray(part).reshape(len(groups), -1) for part in parts)
+    for group, *got in zip(groups, codes, *beside, strict=True):
+        expected = reference(group, *more)
+        if expected is None:  # equal numbers, for LMDeploy
+            continue
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        assert len(expected) == len(got)
+        for one, other in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(one.view(np.uint8) if one.dtype == np.int8 else one, other)
 
 
 def test_iq4_nl(rng):
@@ -70,99 +150,28 @@ def test_iq4_nl(rng):
     assert not decode(encode(np.zeros((1, 32), F32), "iq4_nl"), "iq4_nl").any()
 
 
-@pytest.mark.parametrize(("code", "rounding"), [("int8", "trunc"), ("int8", "rint"), ("e4m3", "rint")])
-def test_token_and_head_inside_the_row(rng, code, rounding):
-    x = some(rng, 12, 24).reshape(6, 2, 24)
-    rows = encode(x, f"{code}_token_head:{rounding}")["codes"]
-    even = {"trunc": "trunc", "rint": "even"}[rounding]
-    expected = [[oracle.token_head(row, code, even) for row in token] for token in x]
-    np.testing.assert_array_equal(rows, expected)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_lmdeploy(rng, bits):
-    x, name = some(rng, 12, 24), f"lmdeploy_int{bits}"
-    arrays = encode(x, name)
-    for i, row in enumerate(x):
-        expected = oracle.lmdeploy(row, bits)
-        if expected:
-            codes, scale, zero = expected
-            np.testing.assert_array_equal(arrays["codes"][i], codes)
-            assert (arrays["scale"][i], arrays["zero"][i]) == (scale, zero)
-    np.testing.assert_array_equal(decode(arrays, name)[:3], x[:3])  # equal numbers come back
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_mlx_affine(rng, bits):
+def test_numbers_that_codes_stand_for(rng):
+    """Facts of other projects: a scale below zero, words of MLX, equal numbers, a scale of a scale."""
     x = some(rng, 12, 64)
-    arrays = encode(x, f"mlx{bits}:g32")
-    for i, row in enumerate(x):
-        for g in range(2):
-            codes, scale, bias = oracle.mlx_affine(row[32 * g : 32 * g + 32], bits)
-            np.testing.assert_array_equal(arrays["codes"][i, 4 * bits * g : 4 * bits * (g + 1)], codes)
-            assert (arrays["scale"][i, g], arrays["minimum"][i, g]) == (scale, bias)
-    assert (arrays["scale"] < 0).any()
-    words = {**arrays, "codes": arrays["codes"].view(np.uint32)}
-    np.testing.assert_array_equal(decode(words, f"mlx{bits}:g32"), decode(arrays, f"mlx{bits}:g32"))
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-def test_kivi(rng, bits):
-    x = some(rng, 64, 32).reshape(32, 2, 32).clip(-6e4, 6e4)
-    keys, values = encode(x, f"kivi_key{bits}"), encode(x, f"kivi_value{bits}")
-    assert [keys[name].shape for name in ("codes", "scale")] == [(4 * bits, 2, 32), (1, 2, 32)]
-    for h in range(2):
-        for c in range(0, 32, 5):
-            codes, scale, low = oracle.kivi(x[:, h, c], bits)
-            np.testing.assert_array_equal(keys["codes"][:, h, c], codes)
-            assert (keys["scale"][0, h, c], keys["minimum"][0, h, c]) == (scale, low)
-        for t in range(8):
-            codes, scale, low = oracle.kivi(x[t, h], bits)
-            np.testing.assert_array_equal(values["codes"][t, h], codes)
-            assert (values["scale"][t, h, 0], values["minimum"][t, h, 0]) == (scale, low)
-
-
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp4:ceil", "mxfp8", "mxfp8:ceil", "mlx_mxfp4", "mlx_mxfp8"])
-def test_mx(rng, name):
-    x, format = some(rng, 12, 64, 1e-40), formats.named(name)
-    arrays = encode(x, name)
-    for i, row in enumerate(x):
-        for g in range(2):
-            group = row[32 * g : 32 * g + 32]
-            codes, e = oracle.mx(group, format.code.name, format.exponent, format.rounding)
-            assert arrays["scale"][i, g] == e
-            size = len(codes)
-            np.testing.assert_array_equal(arrays["codes"][i, size * g : size * (g + 1)], codes)
-
-
-@pytest.mark.parametrize("whole", [None, 1.0, 0.01])
-@pytest.mark.parametrize("name", ["nvfp4", "mlx_nvfp4"])
-def test_nvfp4(rng, name, whole):
-    x = some(rng, 12, 32)
-    arrays = encode(x, name, scale=whole)
-    unit = whole or (1.0 if name == "mlx_nvfp4" else np.abs(x).max() / F32(448))
-    assert arrays.get("whole", 1) == F32(unit)
-    assert ("whole" in arrays) == (unit != 1)
-    for i, row in enumerate(x):
-        for g in range(2):
-            group = row[16 * g : 16 * g + 16]
-            codes, scale = oracle.nvfp4(group, unit, NAMED[name].rounding)
-            assert arrays["scale"][i, g] == scale
-            np.testing.assert_array_equal(arrays["codes"][i, 8 * g : 8 * g + 8], codes)
-            if g == 0 and scale:
-                numbers = [
-                    oracle.TABLES["e2m1"][nibble] for byte in codes for nibble in (byte % 16, byte // 16)
-                ]
-                stand_for = np.array(numbers, F32) * (F32(oracle.TABLES["e4m3"][scale]) * F32(unit))
-                np.testing.assert_array_equal(decode(arrays, name)[i, :16], stand_for)
-
-
-def test_deepseek_rows(rng):
-    x = np.concatenate((some(rng, 7, 512)[[1, 5, 6]], rng.standard_normal((3, 64)).astype(F32)), 1)
-    rows = encode(x, "ds_mla")["codes"]
-    assert rows.shape == (3, 656)
-    np.testing.assert_array_equal(rows, [oracle.ds_mla(row) for row in x])
-    np.testing.assert_array_equal(decode(rows, "ds_mla")[0, :512], F32(3))
+    for bits in (2, 4, 8):
+        arrays = encode(x, f"mlx{bits}:g32")
+        assert (arrays["scale"] < 0).any()
+        words = {**arrays, "codes": arrays["codes"].view(np.uint32)}
+        np.testing.assert_array_equal(decode(words, f"mlx{bits}:g32"), decode(arrays, f"mlx{bits}:g32"))
+    for name in ("lmdeploy_int8", "lmdeploy_int4"):
+        np.testing.assert_array_equal(decode(encode(x, name), name)[:3], x[:3])
+    arrays = encode(x, "nvfp4", scale=0.01)
+    numbers = np.array(oracle.TABLES["e2m1"], F32)[
+        np.stack((arrays["codes"] % 16, arrays["codes"] // 16), -1)
+    ]
+    unit = np.array(oracle.TABLES["e4m3"], F32)[arrays["scale"]] * F32(0.01)
+    np.testing.assert_array_equal(decode(arrays, "nvfp4"), numbers.reshape(x.shape) * np.repeat(unit, 16, -1))
+    three = np.full((2, 576), 3, F32)
+    np.testing.assert_array_equal(decode(encode(three, "ds_mla"), "ds_mla"), three)
+    codes = F32([[-8, 7, 0, 1, 2, 2, 0, 6]])
+    np.testing.assert_array_equal(
+        decode(encode(codes * SCALE, "ort_int4", scale=SCALE), "ort_int4"), codes * SCALE
+    )
 
 
 def test_deepseek_vectors():
@@ -181,17 +190,6 @@ def test_deepseek_vectors():
     assert row[576:].tolist() == [118, 118, 119, 119, 120, 120, 121, 0]
     assert row[:8].tolist() == first
     np.testing.assert_array_equal(row[448:576].view(ml_dtypes.bfloat16), x[512:])
-
-
-@pytest.mark.parametrize("name", ["ort_int8", "ort_int4"])
-def test_onnxruntime_codes(name):
-    low, high = (-128, 127) if name == "ort_int8" else (-8, 7)
-    x = F32([[0.5, 1.5, 2.5, -0.5, 1e9, -1e9, 3, -7.5]]) * F32(0.5)
-    codes = [min(max(round(float(v) / 0.5), low), high) for v in x[0]]
-    expected = [c % 256 for c in codes] if low == -128 else oracle.pack_low_first([c + 8 for c in codes], 4)
-    arrays = encode(x, name, scale=0.5)
-    np.testing.assert_array_equal(arrays["codes"].view(np.uint8)[0], expected)
-    np.testing.assert_array_equal(decode(arrays, name)[0], F32(codes) * F32(0.5))
 
 
 def test_own_codes_by_channel(rng):
@@ -245,3 +243,38 @@ def test_data_of_16_bits(rng, name, dtype):
     assert np.abs(decode(arrays, name) - x.astype(F32)).max() < 0.3
     if NAMED[name].cell is None:
         assert arrays["scale"].dtype == x.dtype
+
+
+TOKENS, HEADS = 32, 2
+GIVEN = {"e4m3": 1.0, "e5m2": 1.0, "ort_int8": 0.03, "ort_int4": 0.4, "nvfp4": 0.002}
+# Relative rms on normal numbers, docs/specifications/formats.md 5; of others by the bits of a code.
+RMS = {
+    "q8_0": 0.0054, "int8": 0.0040, "e4m3": 0.0264, "e5m2": 0.0529, "q5_1": 0.0379, "q4_1": 0.0782,
+    "q4_0": 0.0859, "nvfp4": 0.0952, "int4": 0.0971, "mxfp4": 0.1151, "mlx_mxfp4": 0.1236,
+    "mlx_mxfp8": 0.0285,
+}  # fmt: skip
+LATENT = {"ds_mla": 576, "ds_v4": 512}  # elements of their rows
+LESS_THAN = {8: 0.04, 4: 0.13, 2: 0.7}  # int2 has -1, 0 and 1
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", NAMED)
+def test_attention_over(rng, name):
+    dim, scale = LATENT.get(name, 64), GIVEN.get(name)
+    sides = rng.standard_normal((2, TOKENS, HEADS, dim)).astype(np.float32)
+    told = f"{name}:float16" if NAMED[name].find in ("pmx", "span") else name  # as caches have their own
+    keys, values = (decode(encode(side, told, scale=scale), name) for side in sides)
+    spec = QuantSpec(format=name, group=TOKENS, scale=scale)
+    cache = QuantizedCache(1, spec, spec, residual_length=0, sink=0, read_back=True)
+    cache.update(*sides.swapaxes(1, 2)[:, None], 0)
+    query = rng.standard_normal((1, HEADS, 1, dim)).astype(np.float32)
+    got, expected = cache.attend(query, 0)[0, :, 0], attend_sequence(query[0].swapaxes(0, 1), keys, values)[0]
+    largest = np.abs(np.einsum("nhd,hd->hn", keys, query[0, :, 0])).max(1) / np.sqrt(dim)  # score of a head
+    assert (
+        np.abs(got - expected[0]) <= 2e-5 * np.maximum(1, largest / 8)[:, None] + 1e-7 * np.abs(expected[0])
+    ).all()
+    error = np.linalg.norm(keys - sides[0]) / np.linalg.norm(sides[0])
+    if name in RMS:
+        assert error == pytest.approx(RMS[name], rel=0.1)
+    else:
+        assert error < LESS_THAN[NAMED[name].code.bits]

@@ -11,11 +11,11 @@ import sys
 import kvkit
 
 DEVICE = (
-    "arrays", "ascend", "ascend_attention", "attention", "cache", "decode", "formats", "outputs", "paged",
+    "arrays", "ascend", "ascend_attention", "attention", "cache", "decode", "outputs", "paged",
     "positions", "prefill", "random", "scan",
 )  # fmt: skip
 # The CPU's suites that kvkit_cuda passes too, and those of them that take long in the simulator.
-SHARED = ("refusals", "wrong_calls", "key_value_cache_errors", "ascend_vectors")
+SHARED = ("refusals", "wrong_calls", "key_value_cache_errors", "ascend_vectors", "stored_formats")
 SLOW = (
     "attention_vectors", "key_value_cache", "positions", "random_calls", "ascend", "ascend_attention",
     "ascend_blocks", "ascend_errors", "ascend_means", "ascend_properties",
@@ -25,13 +25,13 @@ MACHINE = {
     "test_device_arrays": [r"\[(cache|cache of floats|blocks (nd|nz|kvhead|rope|omni))-interface"],
     "test_device_attention": [r"test_what_weighs_keys.*plain"],
     "test_device_decode": [r"test_contexts.*100-fp16", r"test_groups_of_copies"],
-    "test_device_formats": [],
     "test_device_paged": [],
     "test_device_positions": [r"test_rotary_in_place"],
     "test_device_prefill": [r"test_product", r"matrices", r"rounded", r"powers", r"test_causal.*40-fp16"],
     "test_device_scan": [r"test_rows_that_look_wrong_but_are_legal"],
     "test_device_mutants": [r"test_scan"],
     "test_device_twin": [],
+    "test_stored_formats": [],
 }
 STAND_IN = {"test_device_driver": [""], "test_device_twin": [r"test_results_stay_on_the_device"]}
 QUICK = {  # by backend and file, what is not slow there
