@@ -3,22 +3,17 @@
 In the CUDA simulator, on the machine that runs PTX, or on a device.
 """
 
-from types import SimpleNamespace
-
 import attention_scenes
 import numpy as np
 import pytest
 from attention_scenes import BF16, FP16, normal
 from numba import cuda, types
-from scenes import Formats, assert_same
+from scenes import assert_same
 from tensor_cores import DTYPES, U32, check, elements, forms_taken, run, slow, static, word
 
 from kvkit.formats import BY_NAME
 from kvkit.runtime.jit import shared
 from kvkit_cuda.attention import decode, decode_forms, stored_tiles, tile_words
-from kvkit_cuda.attention.fragments import LONGEST
-from kvkit_cuda.attention.params import AttentionParams, Reach
-from kvkit_cuda.calls import tables
 from kvkit_cuda.device_runtime import device, host, memory, ptx
 
 # Numbers that are no longer finite are what some tests are about; numpy, in the simulator, warns of them.
@@ -165,12 +160,6 @@ def one(rng, formats=FP16, past=70, seqlen=1, **options):
     return static(rng, formats, past, seqlen, **options)
 
 
-@pytest.mark.parametrize("formats", [FP16, BF16], ids=str)
-@pytest.mark.parametrize("past", [0, pytest.param(15, marks=slow), 100])
-def test_contexts(formats, past, rng, taken):
-    check(one(rng, formats, past), taken)
-
-
 @pytest.mark.parametrize(
     ("heads", "seqlen"),
     [(1, 1), (4, 1), pytest.param(3, 2, marks=slow), (8, 1), pytest.param(9, 1, marks=slow), (3, 4), (16, 1)],
@@ -198,107 +187,6 @@ def test_any_ring(stages, warps, rng, taken, monkeypatch):
     assert {(form.stages, form.warps) for form in taken} == {(stages, warps)}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"is_causal": False, "seqlen": 2},
-        {"window": (37, -1)},
-        {"window": (3, 2), "is_causal": False, "seqlen": 3},
-        {"softcap": 5.0},
-        {"is_alibi": True, "seqlen": 2},
-        {"softmax_scale": -0.3},
-        {"past": -2, "seqlen": 4},
-        pytest.param({"heads": 3, "kv_heads": 3, "seqlen": 2, "batch": 2}, marks=slow),
-    ],
-    ids=str,
-)
-def test_options(options, rng, taken):
-    check(one(rng, **options), taken)
-
-
-@pytest.mark.parametrize("dtype", [pytest.param(np.float16, marks=slow), np.float32, bool])
-def test_masks(dtype, rng, taken):
-    call = one(rng, past=38, seqlen=2)
-    call.inputs["attn_mask"] = attention_scenes.mask_rows(rng, (1, 2, 2, 43), dtype)
-    check(call, taken)
-
-
-def test_a_mask_of_packed_sequences(rng, taken):
-    call = attention_scenes.dynamic(
-        rng, BF16, [(3, 2), (0, 1), (9, 0), (40, 1)], heads=2, kv_heads=1, dim=16, is_alibi=True
-    )
-    call.inputs["attn_mask"] = attention_scenes.mask_rows(rng, (2, 4, 56), DTYPES["bfloat16"])
-    check(call, taken)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float16, marks=slow)])
-def test_sinks(dtype, rng, taken):
-    check(one(rng, sinks=normal(rng, 2, dtype)), taken)
-
-
-@pytest.mark.parametrize(
-    ("formats", "page_size", "dim"),
-    [
-        (FP16, 5, 32),
-        pytest.param(BF16, 0, 32, marks=slow),
-        (Formats("fp16", "int8", "fp16", 8, 8), 7, 128),
-        pytest.param(Formats("fp16", "int8", "fp32", 8, 8), 0, 128, marks=slow),
-        pytest.param(Formats("fp16", "int8", "fp32", 8, 32), 0, 32, marks=slow),
-        pytest.param(Formats("bf16", "int8", "bf16", 8, 16), 0, 32, marks=slow),
-        pytest.param(Formats("fp16", "int8", "bf16", 4, 16), 3, 128, marks=slow),
-        pytest.param(Formats("bf16", "uint8", "fp16", 4, 8), 6, 128, marks=slow),
-        pytest.param(Formats("bf16", "uint8", "fp32", 4, 8), 6, 128, marks=slow),
-    ],
-    ids=str,
-)
-def test_caches(formats, page_size, dim, rng, taken):
-    """Heads of 128 have runs of keys and of values, pieces of several chunks, and of one."""
-    lengths = [(50, 1), (3, 4), (0, 2), (0, 0), (4, 0)]
-    layout, mode = page_size % 4, int(page_size > 0)
-    call = attention_scenes.dynamic_cache(
-        rng, formats, lengths, 2, 1, dim, layout=layout, mode=mode, page_size=max(page_size, 1), decoding=1
-    )
-    check(call, taken)
-
-
-@slow
-@pytest.mark.parametrize("layout", [0, 1])
-def test_static_caches(layout, rng, taken):
-    formats = (FP16, Formats("fp16", "int8", "fp16", 8, 16))[layout]
-    check(attention_scenes.static_cache(rng, formats, 40, 1, 2, 4, 2, 32, layout), taken)
-
-
-@pytest.mark.parametrize("options", [{}, {"window": (30, -1)}], ids=str)
-def test_split_contexts(options, rng, taken, monkeypatch):
-    """Parts that are merged; some rows see nothing of some parts, and one part is not finite."""
-    monkeypatch.setattr(tables, "LEAST_PART", 20)
-    call = one(rng, past=58, seqlen=4, sinks=normal(rng, 2, np.float32), **options)
-    call["value"][0, 60, 0, 3] = np.inf
-    output = check(call, taken)
-    assert np.isposinf(output[0, 2:, :, 3]).all()
-    assert np.isfinite(output[0, :2]).all()
-
-
-def test_hidden_values_are_absent(rng, taken):
-    """NaN and infinite values reach the rows that see them, and no others."""
-    call = one(rng, past=20, seqlen=4)
-    call["value"][0, 21, 0, 5] = np.nan
-    call["value"][0, 23, 0, 6] = np.inf
-    output = check(call, taken)
-    assert np.isfinite(output[0, :1]).all()
-    assert np.isnan(output[0, 1:, :, 5]).all()
-    assert np.isposinf(output[0, 3:, :, 6]).all()
-
-
-def test_sums_that_overflow(rng, taken):
-    """Those of a warp, and those of all warps together."""
-    for past in (30, 90):
-        call = one(rng, BF16, past=past, softmax_scale=0.01)
-        call["value"][:] = np.float32(3e38 if past == 30 else 1e37)
-        output = check(call, taken, usual=False)
-        assert np.isfinite(output.astype(np.float32)).all()
-
-
 @elements
 def test_results_are_the_same_bits_for_any_company(element, rng, taken):
     """A sequence beside others, and at another place of a page table, has the bits that it has alone."""
@@ -311,31 +199,3 @@ def test_results_are_the_same_bits_for_any_company(element, rng, taken):
     assert_same(call.run()[1:], alone.run())
     assert taken
     assert call["query"].dtype == DTYPES[element]
-
-
-def test_which_calls_are_taken():
-    """16-bit data in the cache, whole fragments, aligned rows, few of them."""
-    record = AttentionParams()
-    context = SimpleNamespace(packed="float16", stored="float16", cell=None, group=0, dim=64, value_dim=32)
-
-    codes = {"stored": "int8", "cell": "float16", "group": 16}
-
-    def suits(rows=4, reach=(99, 99), at=None, **changes):
-        changed = SimpleNamespace(**vars(context) | changes)
-        return decode.suits(record._replace(**at or {}), changed, Reach(*reach), rows)
-
-    assert suits()
-    assert suits(rows=16)
-    assert suits(rows=8, dim=256)
-    assert suits(reach=(LONGEST - 1, LONGEST - 1))
-    assert suits(**codes, at={"scale_row": 4})
-    assert suits(**codes | {"stored": "int4"})
-    for refused in (
-        {"rows": 17}, {"rows": 9, "value_dim": 144}, {"reach": (LONGEST, 99)}, {"reach": (99, LONGEST)},
-        {"dim": 24}, {"dim": 272},
-        {"packed": "float32", "stored": "float32"}, {"stored": "bfloat16"}, {"value_dim": 8},
-        {"at": {"query": 2}}, {"at": {"values": 8}}, {"at": {"key_row": 8}}, {"at": {"out_token": 4}},
-        codes | {"group": 4}, codes | {"at": {"key_row": 8}}, codes | {"at": {"scale_row": 2}},
-        codes | {"stored": "int4", "value_dim": 16}, codes | {"group": 32},
-    ):  # fmt: skip
-        assert not suits(**refused), refused

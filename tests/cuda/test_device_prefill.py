@@ -4,21 +4,15 @@ In the CUDA simulator, on the machine that runs PTX, or on a device.
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import attention_scenes
-import ml_dtypes
 import numpy as np
 import pytest
-from attention_scenes import BF16, FP16, normal
+from attention_scenes import FP16, normal
 from numba import cuda, types
-from scenes import Formats
 from tensor_cores import DTYPES, F32, U32, check, elements, forms_taken, run, slow, static, word
 
 from kvkit_cuda.attention import prefill, tiles
-from kvkit_cuda.attention.fragments import LONGEST
-from kvkit_cuda.attention.params import AttentionParams, Reach
-from kvkit_cuda.calls import tables
 from kvkit_cuda.device_runtime import device, host, memory, ptx
 
 # Numbers that are no longer finite are what some tests are about; numpy, in the simulator, warns of them.
@@ -138,117 +132,11 @@ def taken(monkeypatch):
     return forms_taken(prefill, monkeypatch)
 
 
-@pytest.mark.parametrize("formats", [FP16, BF16], ids=str)
-@pytest.mark.parametrize("past", [0, pytest.param(5, marks=slow), 40])
-def test_causal(formats, past, rng, taken):
-    check(static(rng, formats, past), taken)
-
-
 @pytest.mark.parametrize(("strips", "tokens"), [(1, 16), pytest.param(1, 32, marks=slow), (2, 16)])
 def test_any_tile(strips, tokens, rng, taken, monkeypatch):
     made = prefill.form_of
     monkeypatch.setattr(prefill, "form_of", lambda *call: replace(made(*call), strips=strips, tokens=tokens))
     check(static(rng, heads=4), taken)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"is_causal": False},
-        {"window": (9, -1)},
-        {"window": (3, 2), "is_causal": False},
-        pytest.param({"window": (-1, 1), "is_causal": False}, marks=slow),
-        {"softcap": 5.0},
-        {"is_alibi": True},
-        pytest.param({"softmax_scale": -0.3}, marks=slow),
-        {"past": -4},
-        {"dim": 48, "value_dim": 16},
-        pytest.param({"dim": 64, "value_dim": 80}, marks=slow),
-        pytest.param({"heads": 6, "seqlen": 3}, marks=slow),
-        {"heads": 3, "kv_heads": 3, "seqlen": 17, "batch": 2},
-    ],
-    ids=str,
-)
-def test_options(options, rng, taken):
-    check(static(rng, **options), taken)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, pytest.param(np.float32, marks=slow), bool])
-def test_masks(dtype, rng, taken):
-    call = static(rng)
-    call.inputs["attn_mask"] = attention_scenes.mask_rows(rng, (1, 2, 10, 33), dtype)
-    check(call, taken)
-
-
-def test_a_mask_of_packed_sequences(rng, taken):
-    call = attention_scenes.dynamic(
-        rng, BF16, [(3, 9), (0, 5), (9, 0)], heads=2, kv_heads=1, dim=16, is_alibi=True
-    )
-    call.inputs["attn_mask"] = attention_scenes.mask_rows(rng, (2, 14, 26), ml_dtypes.bfloat16)
-    check(call, taken)
-
-
-@pytest.mark.parametrize("dtype", [pytest.param(np.float32, marks=slow), np.float16])
-def test_sinks(dtype, rng, taken):
-    check(static(rng, sinks=normal(rng, 2, dtype)), taken)
-
-
-@pytest.mark.parametrize(
-    ("formats", "page_size"),
-    [
-        (FP16, 5),
-        pytest.param(BF16, 0, marks=slow),
-        (Formats("fp16", "int8", "fp16", 8, 8), 1),
-        pytest.param(Formats("bf16", "int8", "fp32", 8, 32), 3, marks=slow),
-        pytest.param(Formats("fp16", "int8", "bf16", 4, 16), 0, marks=slow),
-        (Formats("bf16", "uint8", "bf16", 4, 8), 6),
-    ],
-    ids=str,
-)
-def test_caches(formats, page_size, rng, taken):
-    lengths = [(20, 9), (3, 1), (0, 5), (0, 0), (4, 0)]
-    layout, mode = page_size % 4, int(page_size > 0)
-    call = attention_scenes.dynamic_cache(
-        rng, formats, lengths, 2, 1, dim=32, layout=layout, mode=mode, page_size=max(page_size, 1), decoding=1
-    )
-    check(call, taken)
-
-
-@slow
-def test_static_caches(rng, taken):
-    for layout in range(2):
-        formats = (FP16, Formats("fp16", "int8", "fp16", 8, 16))[layout]
-        call = attention_scenes.static_cache(rng, formats, 9, 9, 2, 2, 1, 16, layout)
-        check(call, taken)
-
-
-@pytest.mark.parametrize("options", [{}, pytest.param({"window": (12, -1)}, marks=slow)], ids=str)
-def test_split_contexts(options, rng, taken, monkeypatch):
-    """Parts that are merged; some rows see nothing of some parts, and one part is not finite."""
-    monkeypatch.setattr(tables, "LEAST_PART", 20)
-    call = static(rng, past=38, seqlen=9, sinks=normal(rng, 2, np.float32), **options)
-    call["value"][0, 40, 0, 3] = np.inf
-    output = check(call, taken)
-    assert np.isposinf(output[0, 2:, :, 3]).all()
-    assert np.isfinite(output[0, :2]).all()
-
-
-def test_hidden_values_are_absent(rng, taken):
-    """NaN and infinite values reach the rows that see them, and no others."""
-    call = static(rng, past=3)
-    call["value"][0, 6, 0, 5] = np.nan
-    call["value"][0, 8, 0, 6] = np.inf
-    output = check(call, taken)
-    assert np.isfinite(output[0, :3]).all()
-    assert np.isnan(output[0, 3:, :, 5]).all()
-    assert np.isposinf(output[0, 5:, :, 6]).all()
-
-
-def test_sums_that_overflow(rng, taken):
-    call = static(rng, BF16, past=30)
-    call["value"][:] = np.float32(3e38)
-    output = check(call, taken, usual=False)
-    assert np.isfinite(output.astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("warps", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
@@ -257,26 +145,3 @@ def test_warps(warps, rng, taken, monkeypatch):
     monkeypatch.setattr(prefill, "WARPS", warps)
     call = attention_scenes.dynamic(rng, FP16, [(0, 36), (3, 0), (5, 3)], heads=2, kv_heads=1, dim=16)
     check(call, taken)
-
-
-def test_which_calls_are_taken():
-    """16-bit data in the cache or codes of them, whole fragments, aligned rows, more than a few."""
-    record = AttentionParams()
-    context = SimpleNamespace(packed="float16", stored="float16", cell=None, group=0, dim=64, value_dim=32)
-    codes = {"stored": "int8", "cell": "float32", "group": 16}
-
-    def suits(rows=9, reach=(99, 99), at=None, **changes):
-        changed = SimpleNamespace(**vars(context) | changes)
-        return prefill.suits(record._replace(**at or {}), changed, Reach(*reach), rows)
-
-    assert suits()
-    assert suits(**codes)
-    assert suits(**codes | {"stored": "int4", "group": 8}, at={"keys": 8})
-    assert suits(reach=(2**40, LONGEST - 1))
-    for refused in (
-        {"rows": 8}, {"reach": (LONGEST, LONGEST)}, {"packed": "float32", "stored": "float32"},
-        {"stored": "bfloat16"},
-        {"dim": 24}, {"dim": 272}, {"value_dim": 8}, codes | {"group": 4}, codes | {"group": 12},
-        codes | {"at": {"key_row": 8}}, {"at": {"query": 2}}, {"at": {"values": 8}}, {"at": {"out_token": 4}},
-    ):  # fmt: skip
-        assert not suits(**refused), refused

@@ -3,6 +3,9 @@
 import json
 import struct
 import sys
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from kvkit import files
-from kvkit.files import Description, FileError, mapping, npz, replace, tensors
+from kvkit.files import Description, FileError, mapping, npz, pt, replace, tensors
 
 DTYPES = [np.dtype(kind) for kind in ("f4", "f2", "i1", "u1", "i8", ml_dtypes.bfloat16)]
 DTYPES += [
@@ -352,3 +355,12 @@ def test_a_file_is_locked_until_it_has_its_name(tmp_path, monkeypatch, suffix):
     if suffix == ".safetensors":
         for name, array in safetensors.numpy.load_file(path).items():
             assert_same(array, arrays[name])
+
+
+def test_a_file_of_torch_holds_so_many_arrays_and_so_deep():
+    torch = SimpleNamespace(Tensor=np.ndarray)
+    for arrays, depth, refused in ((pt.MOST, 0, False), (pt.MOST + 1, 0, True), (0, pt.DEEPEST, False),
+                                   (0, pt.DEEPEST + 1, True)):  # fmt: skip
+        call = partial(pt.collect_tensors, "x.pt", torch, 7, "n", depth, dict.fromkeys(range(arrays)), {})
+        with pytest.raises(FileError, match="more in it than a cache has") if refused else nullcontext():
+            call()

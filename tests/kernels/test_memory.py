@@ -6,7 +6,8 @@ import pytest
 import scenes
 from scenes import MOVED, ODD_GROUPS, QUANTIZED, Formats, assert_all_same, check
 
-from kvkit.cpu.copy import transfer
+import kvkit
+from kvkit.cpu.copy import pieces, transfer
 
 FEW = [Formats("fp32", "fp16"), MOVED[-1], QUANTIZED[8], QUANTIZED[2], ODD_GROUPS[1]]
 few_formats = pytest.mark.parametrize("formats", FEW, ids=str)
@@ -114,3 +115,20 @@ def test_streaming_into_any_address(formats, offset, rng, monkeypatch):
     for buffer, begin in zip(buffers, begins, strict=True):
         assert (buffer[:begin] == 0xFF).all()
         assert (buffer[begin + expected[0].nbytes :] == 0xFF).all()
+
+
+@pytest.mark.parametrize("offset", [0, 2, 16])
+def test_streaming_of_pieces_into_any_address(offset, rng, monkeypatch):
+    """Blocks are streamed into where every row begins at a multiple of 16 bytes, and nowhere else."""
+    asked, rows = [], pieces.rows
+    monkeypatch.setattr(pieces, "STREAM_BYTES", 0)
+    monkeypatch.setattr(
+        pieces, "rows", lambda *given, stream: asked.append(stream) or rows(*given, stream=stream)
+    )
+    key = rng.standard_normal((5, 2, 64)).astype(np.float16)
+    buffer = np.zeros(6 * key[0].nbytes + 128, np.uint8)
+    begin = -buffer.ctypes.data % 64 + offset
+    cache = buffer[begin : begin + 6 * key[0].nbytes].view(np.float16).reshape(2, 3, 2, 64)
+    kvkit.ascend.reshape_and_cache(key, None, cache, None, np.array([0, 1, 5, 4, 2]))
+    np.testing.assert_array_equal(cache.reshape(6, 2, 64)[[0, 1, 5, 4, 2]], key)
+    assert asked == [offset % 16 == 0]

@@ -12,7 +12,7 @@ import kvkit
 
 DEVICE = (
     "arrays", "ascend", "ascend_attention", "attention", "cache", "decode", "outputs", "paged",
-    "positions", "prefill", "random", "scan",
+    "positions", "prefill", "random", "scan", "tensor_cores",
 )  # fmt: skip
 # The CPU's suites that kvkit_cuda passes too, and those of them that take long in the simulator.
 SHARED = ("refusals", "wrong_calls", "key_value_cache_errors", "ascend_vectors", "stored_formats")
@@ -24,12 +24,13 @@ SLOW = (
 MACHINE = {
     "test_device_arrays": [r"\[(cache|cache of floats|blocks (nd|nz|kvhead|rope|omni))-interface"],
     "test_device_attention": [r"test_what_weighs_keys.*plain"],
-    "test_device_decode": [r"test_contexts.*100-fp16", r"test_groups_of_copies"],
+    "test_device_decode": [r"test_groups_of_copies"],
     "test_device_paged": [],
     "test_device_positions": [r"test_rotary_in_place"],
-    "test_device_prefill": [r"test_product", r"matrices", r"rounded", r"powers", r"test_causal.*40-fp16"],
+    "test_device_prefill": [r"test_product", r"matrices", r"rounded", r"powers"],
     "test_device_scan": [r"test_rows_that_look_wrong_but_are_legal"],
     "test_device_mutants": [r"test_scan"],
+    "test_device_tensor_cores": [r"test_contexts.*(decode-100|prefill-40)-fp16"],
     "test_device_twin": [],
     "test_stored_formats": [],
 }
@@ -39,8 +40,8 @@ QUICK = {  # by backend and file, what is not slow there
     | {f"test_{name}": [r"^(?!.*v15_attention)"] for name in SHARED}
     | {f"test_{name}": [] for name in SLOW},
     "machine": MACHINE,
-    "stand_in": {f"test_device_{name}": [] for name in ("decode", "prefill")} | STAND_IN,
-    "gpu": {f"test_device_{name}": [""] for name in ("decode", "prefill", "twin")},
+    "stand_in": {f"test_device_{name}": [] for name in ("decode", "prefill", "tensor_cores")} | STAND_IN,
+    "gpu": {f"test_device_{name}": [""] for name in ("decode", "prefill", "tensor_cores", "twin")},
 }
 PLUGINS = {"simulator": "simulator", "machine": "cuda_machine", "stand_in": "stand_in"}
 NAMES = ("cpu", *QUICK)

@@ -1,0 +1,244 @@
+"""Attention through tensor cores, few rows (decode) and many (prefill), against the oracle.
+
+In the CUDA simulator, on the machine that runs PTX, or on a device. What one of them does alone is in
+`test_device_decode.py` and `test_device_prefill.py`.
+"""
+
+from types import SimpleNamespace
+
+import attention_scenes
+import numpy as np
+import pytest
+import tensor_cores
+from attention_scenes import BF16, FP16, normal
+from scenes import Formats
+from tensor_cores import DTYPES, check, forms_taken, slow
+
+from kvkit_cuda.attention import decode, decode_forms, prefill
+from kvkit_cuda.attention.fragments import LONGEST
+from kvkit_cuda.attention.params import AttentionParams, Reach
+from kvkit_cuda.calls import tables
+
+# Numbers that are no longer finite are what some tests are about; numpy, in the simulator, warns of them.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+KERNELS = {"decode": decode, "prefill": prefill}
+USUAL = {"decode": {"past": 70, "seqlen": 1}, "prefill": {"past": 20, "seqlen": 10}}
+
+
+def later(*case):
+    return pytest.param(*case, marks=slow)
+
+
+def cases(names, *given):
+    return pytest.mark.parametrize(f"kernel, {names}", given, ids=str)
+
+
+kernels = pytest.mark.parametrize("kernel", KERNELS)
+
+
+@pytest.fixture
+def taken(kernel, monkeypatch):
+    """The forms of the kernel that calls are given; blocks of decode are of two warps."""
+    monkeypatch.setattr(decode_forms, "WARPS", 2)
+    return forms_taken(KERNELS[kernel], monkeypatch)
+
+
+def static(kernel, rng, formats=FP16, **options):
+    return tensor_cores.static(rng, formats, **USUAL[kernel] | options)
+
+
+@pytest.mark.parametrize("formats", [FP16, BF16], ids=str)
+@cases(
+    "past",
+    ("decode", 0),
+    later("decode", 15),
+    ("decode", 100),
+    ("prefill", 0),
+    later("prefill", 5),
+    ("prefill", 40),
+)
+def test_contexts(kernel, past, formats, rng, taken):
+    check(static(kernel, rng, formats, past=past), taken)
+
+
+@cases(
+    "options",
+    ("decode", {"is_causal": False, "seqlen": 2}),
+    ("decode", {"window": (37, -1)}),
+    ("decode", {"window": (3, 2), "is_causal": False, "seqlen": 3}),
+    ("decode", {"softcap": 5.0}),
+    ("decode", {"is_alibi": True, "seqlen": 2}),
+    ("decode", {"softmax_scale": -0.3}),
+    ("decode", {"past": -2, "seqlen": 4}),
+    later("decode", {"heads": 3, "kv_heads": 3, "seqlen": 2, "batch": 2}),
+    ("prefill", {"is_causal": False}),
+    ("prefill", {"window": (9, -1)}),
+    ("prefill", {"window": (3, 2), "is_causal": False}),
+    later("prefill", {"window": (-1, 1), "is_causal": False}),
+    ("prefill", {"softcap": 5.0}),
+    ("prefill", {"is_alibi": True}),
+    later("prefill", {"softmax_scale": -0.3}),
+    ("prefill", {"past": -4}),
+    ("prefill", {"dim": 48, "value_dim": 16}),
+    later("prefill", {"dim": 64, "value_dim": 80}),
+    later("prefill", {"heads": 6, "seqlen": 3}),
+    ("prefill", {"heads": 3, "kv_heads": 3, "seqlen": 17, "batch": 2}),
+)
+def test_options(kernel, options, rng, taken):
+    check(static(kernel, rng, **options), taken)
+
+
+@cases(
+    "dtype",
+    later("decode", np.float16),
+    ("decode", np.float32),
+    ("decode", bool),
+    ("prefill", np.float16),
+    later("prefill", np.float32),
+    ("prefill", bool),
+)
+def test_masks(kernel, dtype, rng, taken):
+    past, seqlen = {"decode": (38, 2), "prefill": (20, 10)}[kernel]
+    call = static(kernel, rng, past=past, seqlen=seqlen)
+    shape = 1, 2, seqlen, past + seqlen + 3
+    call.inputs["attn_mask"] = attention_scenes.mask_rows(rng, shape, dtype)
+    check(call, taken)
+
+
+@cases("lengths", ("decode", [(3, 2), (0, 1), (9, 0), (40, 1)]), ("prefill", [(3, 9), (0, 5), (9, 0)]))
+def test_a_mask_of_packed_sequences(kernel, lengths, rng, taken):
+    call = attention_scenes.dynamic(rng, BF16, lengths, heads=2, kv_heads=1, dim=16, is_alibi=True)
+    past, new = map(sum, zip(*lengths, strict=True))
+    call.inputs["attn_mask"] = attention_scenes.mask_rows(rng, (2, new, past + new), DTYPES["bfloat16"])
+    check(call, taken)
+
+
+@cases(
+    "dtype", ("decode", np.float32), later("decode", np.float16), later("prefill", np.float32),
+    ("prefill", np.float16),
+)  # fmt: skip
+def test_sinks(kernel, dtype, rng, taken):
+    check(static(kernel, rng, sinks=normal(rng, 2, dtype)), taken)
+
+
+@cases(
+    "formats, page_size, dim",
+    ("decode", FP16, 5, 32),
+    later("decode", BF16, 0, 32),
+    ("decode", Formats("fp16", "int8", "fp16", 8, 8), 7, 128),
+    later("decode", Formats("fp16", "int8", "fp32", 8, 8), 0, 128),
+    later("decode", Formats("fp16", "int8", "fp32", 8, 32), 0, 32),
+    later("decode", Formats("bf16", "int8", "bf16", 8, 16), 0, 32),
+    later("decode", Formats("fp16", "int8", "bf16", 4, 16), 3, 128),
+    later("decode", Formats("bf16", "uint8", "fp16", 4, 8), 6, 128),
+    later("decode", Formats("bf16", "uint8", "fp32", 4, 8), 6, 128),
+    ("prefill", FP16, 5, 32),
+    later("prefill", BF16, 0, 32),
+    ("prefill", Formats("fp16", "int8", "fp16", 8, 8), 1, 32),
+    later("prefill", Formats("bf16", "int8", "fp32", 8, 32), 3, 32),
+    later("prefill", Formats("fp16", "int8", "bf16", 4, 16), 0, 32),
+    ("prefill", Formats("bf16", "uint8", "bf16", 4, 8), 6, 32),
+)
+def test_caches(kernel, formats, page_size, dim, rng, taken):
+    """Heads of 128 have runs of keys and of values, pieces of several chunks, and of one."""
+    lengths = {
+        "decode": [(50, 1), (3, 4), (0, 2), (0, 0), (4, 0)],
+        "prefill": [(20, 9), (3, 1), (0, 5), (0, 0), (4, 0)],
+    }[kernel]
+    layout, mode = page_size % 4, int(page_size > 0)
+    call = attention_scenes.dynamic_cache(
+        rng, formats, lengths, 2, 1, dim, layout=layout, mode=mode, page_size=max(page_size, 1), decoding=1
+    )
+    check(call, taken)
+
+
+@slow
+@kernels
+@pytest.mark.parametrize("layout", [0, 1])
+def test_static_caches(kernel, layout, rng, taken):
+    formats = (FP16, Formats("fp16", "int8", "fp16", 8, 16))[layout]
+    sizes = {"decode": (40, 1, 2, 4, 2, 32), "prefill": (9, 9, 2, 2, 1, 16)}[kernel]
+    check(attention_scenes.static_cache(rng, formats, *sizes, layout), taken)
+
+
+@cases(
+    "options", ("decode", {}), ("decode", {"window": (30, -1)}), ("prefill", {}),
+    later("prefill", {"window": (12, -1)}),
+)  # fmt: skip
+def test_split_contexts(kernel, options, rng, taken, monkeypatch):
+    """Parts that are merged; some rows see nothing of some parts, and one part is not finite."""
+    monkeypatch.setattr(tables, "LEAST_PART", 20)
+    past, seqlen = {"decode": (58, 4), "prefill": (38, 9)}[kernel]
+    call = static(kernel, rng, past=past, seqlen=seqlen, sinks=normal(rng, 2, np.float32), **options)
+    call["value"][0, past + 2, 0, 3] = np.inf
+    output = check(call, taken)
+    assert np.isposinf(output[0, 2:, :, 3]).all()
+    assert np.isfinite(output[0, :2]).all()
+
+
+@cases("past, seqlen, nan, infinite", ("decode", 20, 4, 1, 3), ("prefill", 3, 10, 3, 5))
+def test_hidden_values_are_absent(kernel, past, seqlen, nan, infinite, rng, taken):
+    """NaN and infinite values reach the rows that see them, and no others."""
+    call = static(kernel, rng, past=past, seqlen=seqlen)
+    call["value"][0, past + nan, 0, 5] = np.nan
+    call["value"][0, past + infinite, 0, 6] = np.inf
+    output = check(call, taken)
+    assert np.isfinite(output[0, :nan]).all()
+    assert np.isnan(output[0, nan:, :, 5]).all()
+    assert np.isposinf(output[0, infinite:, :, 6]).all()
+
+
+@cases(
+    "value, options",
+    ("decode", 3e38, {"past": 30, "softmax_scale": 0.01}),
+    ("decode", 1e37, {"past": 90, "softmax_scale": 0.01}),
+    ("prefill", 3e38, {"past": 30}),
+)
+def test_sums_that_overflow(kernel, value, options, rng, taken):
+    """Those of a warp, and those of all warps together."""
+    call = static(kernel, rng, BF16, **options)
+    call["value"][:] = np.float32(value)
+    output = check(call, taken, usual=False)
+    assert np.isfinite(output.astype(np.float32)).all()
+
+
+HALF = {"cell": "float16", "group": 16, "stored": "int8"}
+WHOLE = HALF | {"cell": "float32"}
+TAKEN = {
+    "decode": (
+        {}, {"rows": 16}, {"rows": 8, "dim": 256}, {"reach": (LONGEST - 1, LONGEST - 1)},
+        HALF | {"at": {"scale_row": 4}}, HALF | {"stored": "int4"},
+    ),
+    "prefill": (
+        {}, WHOLE, WHOLE | {"stored": "int4", "group": 8, "at": {"keys": 8}}, {"reach": (2**40, LONGEST - 1)},
+    ),
+}  # fmt: skip
+# Not in the cache's type, no whole fragments, rows that are not aligned.
+REFUSED = (
+    {"dim": 24}, {"dim": 272}, {"packed": "float32", "stored": "float32"}, {"stored": "bfloat16"},
+    {"value_dim": 8}, {"at": {"query": 2}}, {"at": {"values": 8}}, {"at": {"out_token": 4}},
+)  # fmt: skip
+REFUSED_BY = {
+    "decode": (
+        {"rows": 17}, {"rows": 9, "value_dim": 144}, {"reach": (LONGEST, 99)}, {"reach": (99, LONGEST)},
+        {"at": {"key_row": 8}}, HALF | {"group": 4}, HALF | {"at": {"key_row": 8}},
+        HALF | {"at": {"scale_row": 2}}, HALF | {"stored": "int4", "value_dim": 16}, HALF | {"group": 32},
+    ),
+    "prefill": (
+        {"rows": 8}, {"reach": (LONGEST, LONGEST)}, WHOLE | {"group": 4}, WHOLE | {"group": 12},
+        WHOLE | {"at": {"key_row": 8}},
+    ),
+}  # fmt: skip
+
+
+@kernels
+def test_which_calls_are_taken(kernel):
+    """16-bit data in the cache or codes of them, whole fragments, aligned rows; few or more than a few."""
+    usual = {"packed": "float16", "stored": "float16", "cell": None, "group": 0, "dim": 64, "value_dim": 32}
+
+    def suits(rows={"decode": 4, "prefill": 9}[kernel], reach=(99, 99), at=None, **changes):
+        context = SimpleNamespace(**usual | changes)
+        return KERNELS[kernel].suits(AttentionParams()._replace(**at or {}), context, Reach(*reach), rows)
+
+    assert all(suits(**call) for call in TAKEN[kernel])
+    assert [call for call in (*REFUSED, *REFUSED_BY[kernel]) if suits(**call)] == []
