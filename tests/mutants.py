@@ -63,7 +63,7 @@ ROOMS = {
         "operators/test_random_calls.py operators/test_positions.py ascend "
         "operators/test_merge.py operators/test_attention_numbers.py "
         "formats/test_stored_formats.py cache/test_quantized_cache_codes.py "
-        "cache/test_quantized_cache_attention.py layouts/test_conversion.py",
+        "cache/test_quantized_cache_attention.py layouts/test_compare.py layouts/test_conversion.py",
     ),
     "devices": (
         "kvkit_cuda",

@@ -74,7 +74,14 @@ def test_arrays_of_the_device(label, kind):
         assert_alike(call, contents(got), right)
 
 
-@pytest.mark.parametrize("label", [label for label, make in CALLS.items() if make().operator.outputs])
+@pytest.mark.parametrize(
+    "label",
+    [
+        pytest.param(label, marks=[pytest.mark.slow] * (is_near(make()) and "codes" in label))
+        for label, make in CALLS.items()
+        if make().operator.outputs
+    ],
+)
 def test_results_that_are_given(label):
     """On the device and on the host, each of several elsewhere."""
     call = CALLS[label]()

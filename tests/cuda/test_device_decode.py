@@ -101,11 +101,17 @@ def test_groups_of_copies():
 # Tiles
 
 
-@pytest.mark.parametrize("element", DTYPES)
-@pytest.mark.parametrize("cell", ["float32", "float16", "bfloat16"])
+TILES = [("int8", 8, 64, 4), ("int8", 24, 96, 8), ("int4", 16, 96, 4), ("int4", 8, 128, 8)]
+
+
 @pytest.mark.parametrize(
-    ("stored", "group", "dim", "panel"),
-    [("int8", 8, 64, 4), ("int8", 24, 96, 8), ("int4", 16, 96, 4), ("int4", 8, 128, 8)],
+    ("stored", "group", "dim", "panel", "cell", "element"),
+    [  # each cell and each tile with one element, with the other one in the slow suite
+        pytest.param(*tile, cell, element, marks=[slow] * ((i + j + k) % 2))
+        for i, tile in enumerate(TILES)
+        for j, cell in enumerate(("float32", "float16", "bfloat16"))
+        for k, element in enumerate(DTYPES)
+    ],
 )
 def test_codes_are_widened_to_the_same_bits(element, cell, stored, group, dim, panel, rng):
     """Every code, with scales of every size, becomes what `numeric.dequantize` makes of it."""

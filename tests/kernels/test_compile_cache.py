@@ -64,9 +64,8 @@ def test_second_process_is_fast_and_compiles_nothing(copy, tmp_path):
     first = call(copy, tmp_path / "cache")
     kept = files(first["folder"])
     assert kept
-    seconds = [call(copy, tmp_path / "cache")["seconds"] for _ in range(3)]
+    assert any(call(copy, tmp_path / "cache")["seconds"] < 0.5 for _ in range(3))
     assert files(first["folder"]) == kept
-    assert min(seconds) < 0.5
 
 
 def test_an_edit_after_the_import_poisons_nothing(copy, tmp_path):
@@ -199,33 +198,13 @@ def test_no_home_directory(copy, monkeypatch, tmp_path):
     assert jit.cache_folder.__wrapped__().parent == tmp_path
 
 
-def test_an_editors_lock_file_is_no_source(copy, tmp_path):
-    """Emacs makes dangling links of such names."""
-    (copy / "kvkit" / ".#check.py").symlink_to("someone@host.1")
-    assert call(copy, tmp_path / "cache", SMALL)["folder"] != "None"
-
-
-def test_folder_that_cannot_be_made(copy, tmp_path):
-    (tmp_path / "a-file").write_text("in the way")
-    assert call(copy, tmp_path / "a-file" / "cache", SMALL)["share"] == 4
-
-
 def test_no_folder_wanted(copy):
     assert call(copy, "", SMALL) == {"folder": "None", "share": 4}
 
 
-def test_damaged_files_are_compiled_again(copy, tmp_path):
-    folder = Path(call(copy, tmp_path / "cache", SMALL)["folder"])
-    (file,) = folder.iterdir()
-    whole = file.read_bytes()
-    for damage in (b"", b"x" * 100, whole[:-10]):
-        file.write_bytes(damage)
-        assert call(copy, tmp_path / "cache", SMALL)["share"] == 4
-        assert len(file.read_bytes()) > len(whole) // 2
-
-
 def test_code_is_for_its_owner_only(copy, tmp_path):
-    """Others must not be able to plant code that this user would load."""
+    """Others must not be able to plant code that this user would load; an editor's lock file is no source."""
+    (copy / "kvkit" / ".#check.py").symlink_to("someone@host.1")  # Emacs makes dangling links of such names
     folder = Path(call(copy, tmp_path / "cache", UMASK + SMALL)["folder"])
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
@@ -282,6 +261,23 @@ def test_code_is_found_again(shelf):
     assert not found
     assert file.exists()
     assert shelf.make() == (file, True)
+
+
+def test_a_folder_that_cannot_be_made(shelf, tmp_path):
+    (tmp_path / "a-file").write_text("in the way")
+    shelf.path = tmp_path / "a-file" / "cache"
+    for _ in range(2):
+        assert not shelf.make()[1]
+
+
+def test_damaged_files_are_compiled_again(shelf):
+    file, _ = shelf.make()
+    whole = file.read_bytes()
+    for damage in (b"", b"x" * 100, whole[:-10]):
+        file.write_bytes(damage)
+        assert not shelf.make()[1]
+        assert len(file.read_bytes()) > len(whole) // 2
+        assert shelf.make()[1]
 
 
 def open_folder(file, monkeypatch):

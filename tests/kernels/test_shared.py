@@ -59,17 +59,17 @@ def on_cuda(x, half, table, floats, codes, rows):
 
 
 body_cpu = numba.njit(body)
-count = 256
+count = 96
 rng = np.random.default_rng(0)
 x = (rng.standard_normal(count) * 10.0 ** rng.integers(-9, 5, count)).astype(np.float32)
-half = np.arange(count, dtype=np.uint16) * 123
+half = np.arange(count, dtype=np.uint16) * 331
 table = rng.integers(0, 2**40, count)
 results = []
 for launch in (on_cpu, on_cuda[count // 32, 32]):
     out = np.zeros((count, 14), np.float32), np.zeros((count, 5), np.int8), np.full((count, 5), -1)
     launch(x, half, table, *out)
     results.append([array.tobytes() for array in out])
-    assert len(np.unique(out[1])) > 9 and len(np.unique(out[0][:, 10:])) > 300 and (out[2] >= 0).all()
+    assert len(np.unique(out[1])) > 9 and len(np.unique(out[0][:, 10:])) > 150 and (out[2] >= 0).all()
 assert results[0] == results[1]
 print("same bits")
 """
