@@ -515,12 +515,18 @@ def back(array):
     return getattr(array, "array", array).copy_to_host()
 
 
-eights = pytest.mark.parametrize("name", ["e4m3", "e5m2"])
-libraries = pytest.mark.parametrize("kind", [Tensor, Given])
+# Each library with one format, with the other one in the slow suite.
+eights_of_libraries = pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, marks=[pytest.mark.slow] * ((kind is Tensor) != (name == "e4m3")))
+        for kind in (Tensor, Given)
+        for name in ("e4m3", "e5m2")
+    ],
+)
 
 
-@eights
-@libraries
+@eights_of_libraries
 def test_pools_of_floats_of_8_bits(kind, name, torch, rng):
     new = [rng.standard_normal((5, 1, 32)).astype(np.float16) for _ in range(2)]
     pools = [np.zeros((3, 4, 1, 32), BY_NAME[name].dtype) for _ in range(2)]
@@ -536,8 +542,7 @@ def test_pools_of_floats_of_8_bits(kind, name, torch, rng):
     assert np.abs(back(got).astype(np.float32) - expected.astype(np.float32)).max() < 2e-3
 
 
-@eights
-@libraries
+@eights_of_libraries
 def test_caches_of_floats_of_8_bits(kind, name, torch, rng):
     new = [rng.standard_normal((1, 2, 1, 16)).astype(np.float16) for _ in range(2)]
     cache = np.zeros((1, 1, 2, 4, 1, 16), BY_NAME[name].dtype)
