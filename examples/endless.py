@@ -25,6 +25,7 @@ import kvkit
 from kvkit.cache import DynamicCache
 
 SINKS, CHUNK = 4, 512  # the first tokens, which every query attends to; tokens that are read at a time
+INKS = {"light": "#1f2933", "dark": "#e4e7eb"}  # of a page
 LABELS = {"sliding": "first and recent tokens", "growing": "all tokens"}
 
 
@@ -80,29 +81,35 @@ def show(name, chunks, chunk=CHUNK):
     return losses, stored
 
 
-def plot(found, trained, path, chunk=CHUNK):
-    """Draw perplexity and memory by position."""
+def plot(found, trained, path, ink="#1f2933"):
+    """Draw perplexity and memory by position, in ink on whatever page it lies on."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "endless"  # the same file from the same figures
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 4.6), height_ratios=(2, 1))
-    for (name, (losses, stored)), colour in zip(found.items(), ("#1f77b4", "#d9480f"), strict=False):
-        means = [perplexity(np.concatenate(losses[i : i + 2])) for i in range(0, len(losses), 2)]
-        above.plot(2 * chunk * (np.arange(len(means)) + 0.5), means, color=colour, label=LABELS[name])
-        below.plot(chunk * (np.arange(len(stored)) + 1), stored, color=colour)
-    for axes in above, below:
-        axes.axvline(trained, color="#868e96", linestyle=":")
-        axes.spines[["top", "right"]].set_visible(False)
-    above.text(trained, above.get_ylim()[1], " training length", va="top", fontsize=9, color="#868e96")
-    above.set(yscale="log", ylabel="perplexity")
-    above.legend(frameon=False)
-    below.set(xlabel="tokens read", ylabel="tokens stored", ylim=0)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    names = "text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"
+    with matplotlib.rc_context(dict.fromkeys(names, ink)):
+        figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 4.6), height_ratios=(2, 1))
+        for (name, (losses, stored)), colour in zip(found.items(), ("#228be6", "#f76707"), strict=True):
+            means = [perplexity(np.concatenate(losses[i : i + 2])) for i in range(0, len(losses), 2)]
+            above.plot(2 * CHUNK * (np.arange(len(means)) + 0.5), means, color=colour, label=LABELS[name])
+            below.plot(CHUNK * (np.arange(len(stored)) + 1), stored, color=colour)
+        above.set(yscale="log", ylabel="perplexity", yticks=[5, 10, 20, 40], ylim=(5, None))
+        above.yaxis.set_major_formatter(ticker.ScalarFormatter())
+        above.yaxis.set_minor_locator(ticker.NullLocator())
+        above.text(trained, 5.2, " training length", fontsize=9)
+        above.legend(frameon=False)
+        below.set(xlabel="tokens read", ylabel="tokens stored", ylim=0)
+        below.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+        below.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+        for axes in above, below:
+            axes.axvline(trained, color=ink, linestyle=":", linewidth=1)
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.tight_layout()
+        figure.savefig(path, metadata={"Date": None}, transparent=True)
+        pyplot.close(figure)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -125,8 +132,9 @@ def main(tokens, growing, window, out):
         "growing": show("growing", start(ids[: growing + 1])),
     }
     out.mkdir(exist_ok=True)
-    plot(found, trained, out / "endless.svg")
-    click.echo(f"The plot is {out / 'endless.svg'}.")
+    for page, ink in INKS.items():
+        plot(found, trained, out / f"endless-{page}.svg", ink)
+    click.echo(f"The plot is {out / 'endless-light.svg'}, and endless-dark.svg for a dark page.")
 
 
 if __name__ == "__main__":
