@@ -9,7 +9,7 @@ import click
 import numpy as np
 
 from kvkit import Rope
-from kvkit.cache import load
+from kvkit.cache import PagedCache, load
 from kvkit.errors import KvkitError
 from kvkit.files.paths import check_target
 from kvkit_cli import tool
@@ -90,6 +90,9 @@ def open_cache(source):
         cache = load(source)
     except KvkitError as error:
         raise type(error)(f"{error}; kvkit edit takes what Cache.save wrote") from error
+    if isinstance(cache, PagedCache):
+        got = "sequences in blocks (in Python: PagedCache.remove(seq, ...))"
+        raise KvkitError(f"{source}: expected a cache of one context, got {got}")
     if not getattr(cache, "layers", None) or not hasattr(cache.layers[0], "rope_shifts"):
         raise KvkitError(f"{source}: expected a cache of layers with tokens, got {type(cache).__name__}")
     return cache

@@ -5,7 +5,7 @@ import pytest
 from cell_model import Cells, exact
 
 from kvkit import KvkitError, Rope
-from kvkit.cache import OutOfBlocksError, PagedCache
+from kvkit.cache import BlockAllocator, OutOfBlocksError, PagedCache, load
 
 ROPE, LAYERS, HEADS, DIM, P = Rope(8), 2, 2, 8, 4
 ATTENDED = {"float32": 3e-6, "float16": 3e-3}
@@ -239,3 +239,253 @@ def test_a_thousand_random_calls_are_as_the_cells(page_size):
         server.check_books()
     assert done["called"] > 100
     assert min(done.values()) > 0, done
+
+
+def test_a_removal_copies_what_stays_of_one_page_and_releases_whole_ones():
+    server = Server()
+    seq = server.add(22)
+    branch = server.fork(seq)
+    before, free = bytes_of(server.cache, branch), server.cache.blocks.available
+    server.call("remove", seq, 2, 17)  # pages 1 to 3 go, 17 to 19 of page 4 are copied
+    assert (seq.blocks, seq.borders) == ([0, 6, 5], [2, 5])
+    assert server.cache.blocks.available == free - 1
+    server.free(branch)
+    assert server.cache.blocks.references.tolist()[:7] == [1, 0, 0, 0, 0, 1, 1]
+    assert bytes_of(server.cache, seq) == [
+        side[: 2 * 64] + side[17 * 64 :] for side in before
+    ]  # 64 bytes: two heads
+    server.call("remove", seq, 1, 18)  # alone, so that token 18 lies behind token 0, in its page
+    assert (seq.blocks, seq.borders) == ([0, 5], [3])
+    server.decode((seq, 3))
+    server.call("remove", seq, 0)
+    assert (seq.blocks, seq.borders, seq.intact) == ([], [], None)
+    server.decode((seq, 3))
+    server.check_books()
+
+
+def test_a_ninth_segment_lets_all_be_copied_from_the_first_hole_on():
+    server = Server()
+    seq = server.add(70)
+    branch = server.fork(seq)
+    for i in range(8):
+        server.call("remove", seq, 8 * i + 4, 8 * i + 7)
+        server.decode((seq, 0), (branch, 1))
+    assert len(seq.borders) < 8
+    for i in range(20):  # of turns, too, there are eight at most
+        at = seq.positions[2 * i + 1]
+        server.call("shift", seq, int(at), None, 1)
+        server.decode((seq, 1))
+        assert len(seq.borders) < 8
+    server.check_books()
+
+
+def test_prefixes_are_published_up_to_the_first_hole():
+    server, ids = Server(), list(range(30))
+    first = server.add(0, ids)
+    server.decode((first, 12))
+    server.call("remove", first, 6, 9, close=True)
+    assert first.token_ids.tolist() == [*range(6), *range(9, 30)]
+    server.decode((first, 10))
+    other = server.cache.blocks.add(ids)
+    assert (other.length, other.blocks) == (12, [0, 1, 2])  # what the first one had published before
+    server.cache.blocks.free(other)
+    assert len(first.chain) == 2
+    server.call("remove", first, 6)  # and the hole is gone
+    server.cache.blocks.extend(first, [6, 7, 90, 91, 92, 93])
+    server.decode((first, 6))
+    assert len(first.chain) == 4
+    assert server.cache.blocks.add([*range(8), 90, 91, 92, 93, 94]).length == 12
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"quant_bit": 8}, {"quant_bit": 4}, {"quant_format": "q8_0"}], ids=str
+)
+def test_a_forked_prefix_is_the_same_bytes_after_the_other_branch_has_changed(options):
+    """A -> B -> A, for codes too, which move as bytes and are never rotated."""
+    cache = PagedCache(40, P, LAYERS, HEADS, 32, np.float32, rope=Rope(32), **options)
+    states, query = normal(2, 21, HEADS, 32, seed=3), normal(1, 4, 32, seed=4)
+    seq = cache.blocks.add(range(21))
+    with cache.begin_step([(seq, 21)]) as step:
+        for layer in range(LAYERS):
+            step.update(*states, layer)
+
+    def attended(seq):
+        branch = cache.blocks.fork(seq)
+        with cache.begin_step([(branch, 1)]) as step:
+            results = [
+                step.multi_head_cache_attention(query, *states[:, 7:8], layer).tobytes()
+                for layer in range(LAYERS)
+            ]
+        cache.blocks.free(branch)
+        return results
+
+    before, outputs = bytes_of(cache, seq), attended(seq)
+    other = cache.blocks.fork(seq)
+    cache.remove(other, 3, 9)
+    kept = [0, 1, 2, *range(9, 21)]
+    size = [len(side) // 21 for side in before]
+    wanted = [b"".join(side[n * i : n * i + n] for i in kept) for side, n in zip(before, size, strict=True)]
+    assert bytes_of(cache, other) == wanted
+    cache.shift(other, 9, None, -6)
+    cache.retain(other, [0, 1, 4, 5, 8, 13, 14])
+    attended(other)
+    if options:
+        with pytest.raises(KvkitError, match="codes are not rotated in memory"):
+            cache.flatten(other)
+    else:
+        cache.flatten(other)
+    cache.remove(other, 0, 4)
+    attended(other)
+    cache.blocks.free(other)
+    filler = cache.blocks.add()
+    cache.begin_step([(filler, cache.blocks.available * P)]).abandon()
+    assert (bytes_of(cache, seq), cache.blocks.references[seq.blocks].tolist()) == (before, [1] * 6)
+    cache.blocks.free(filler)
+    assert attended(seq) == outputs
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 3.0}, {"sinks": np.array([1, -1, 0, 2], np.float32)}], ids=str
+)
+@pytest.mark.parametrize("mask", [None, "bool", "bias", "heads"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_removed_tokens_are_as_hidden_ones(options, mask, causal):
+    """Attention over holes is attention of the whole context under a mask, of whatever else it is given."""
+    server, rng = Server(), np.random.default_rng(0)
+    seq = server.add(30)
+    whole = server.fork(seq)
+    server.call("remove", seq, 5, 11)
+    server.call("remove", seq, 19, 26)
+    kept = [*range(5), *range(11, 19), *range(26, 32)]
+    query, states = normal(2, 4, DIM, seed=1), normal(2, 2, HEADS, DIM, seed=2)
+    own = np.ones((2, 32), bool)
+    if mask is not None:
+        own = rng.random((2, 32)) < 0.8 if mask == "bool" else rng.standard_normal((2, 32)).astype(np.float32)
+        own = np.stack([own + i for i in range(4)]) if mask == "heads" else own
+    hidden = np.ones(32, bool)
+    hidden[kept] = False
+    over = own & ~hidden if own.dtype == bool else np.where(hidden, np.float32(-np.inf), own)
+    results = []
+    for one, columns in (whole, over), (seq, own[..., kept] if mask else None):
+        with server.cache.begin_step([(one, 2)]) as step:
+            step.update(*states, 0)
+            step.update(*states, 1)
+            results.append(step.attend(query, 1, columns, is_causal=causal, return_lse=True, **options))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+def test_windows_count_positions():
+    server = Server()
+    seq = server.add(30)
+    server.call("remove", seq, 3, 9)
+    server.call("remove", seq, 10, 14, close=True)  # no hole, but another segment
+    whole = server.fork(seq)
+    query, states = normal(3, 4, DIM, seed=1), normal(2, 3, HEADS, DIM, seed=2)
+    with server.cache.begin_step([(seq, 3)]) as step:
+        step.update(*states, 0)
+        step.update(*states, 1)
+        outputs = step.attend(query, 0, window=(16, -1))
+        mask = np.arange(23) >= np.arange(20, 23)[:, None] - 16
+        np.testing.assert_allclose(outputs, step.attend(query, 0, mask), atol=2e-6)
+        with pytest.raises(KvkitError, match="window: expected one without holes"):
+            step.attend(query, 0, window=(18, -1))
+        with pytest.raises(KvkitError, match="is_alibi: expected False"):
+            step.attend(query, 0, is_alibi=True)
+    server.cache.blocks.free(whole)
+
+
+def test_tables_that_cannot_say_where_tokens_lie_are_refused():
+    server = Server()
+    seq, plain = server.add(16), server.add(3)
+    server.call("remove", seq, 4, 8)  # whole pages: a table can say that
+    with server.cache.begin_step([(seq, 0), (plain, 0)]) as step:
+        assert step.index.block_tables.tolist() == [[0, 2, 3], [4, -1, -1]]
+    server.call("remove", seq, 9, 10)
+    with server.cache.begin_step([(seq, 1), (plain, 1)]) as step:
+        assert step.index.slot_mapping.tolist() == [1 * P, 4 * P + 3]
+        for name in ("cachestarts", "block_tables"):
+            with pytest.raises(KvkitError, match="tokens lie one behind the other"):
+                getattr(step.index, name)
+        for layer in range(LAYERS):
+            step.update(*normal(2, 2, HEADS, DIM), layer)
+
+
+def test_calls_are_refused_while_a_step_is_open_and_of_sequences_that_are_not_there():
+    server = Server()
+    seq, other = server.add(8), server.add(5)
+    with server.cache.begin_step([(other, 0)]):
+        for action in (
+            lambda: server.cache.remove(seq, 2, 3),
+            lambda: server.cache.shift(seq, 2, None, 1),
+            lambda: server.cache.blocks.fork(seq, 1),
+        ):
+            with pytest.raises(KvkitError, match="seq: expected a sequence between steps"):
+                action()
+        assert "between steps" in server.cache.can("retain", seq, [1])
+    server.free(other)
+    assert "a live sequence" in server.cache.can("retain", other, [1])
+    assert "a live sequence" in server.cache.can("remove", 3, 4)
+    cache = PagedCache(8, P, LAYERS, HEADS, DIM, np.float32)
+    with pytest.raises(KvkitError, match="length: expected"):
+        cache.crop(-1)
+    cache.crop(3)
+    for layer in range(LAYERS):
+        cache.update(*normal(2, 1, HEADS, 3, DIM), layer)
+    assert "a row of the batch" in cache.can("remove", cache.rows.sequences[0], 1, 2)
+    seq = cache.blocks.add()
+    with pytest.raises(KvkitError, match="how keys were rotated"):
+        cache.shift(seq, 0, None, 1, rope="half")
+    with pytest.raises(KvkitError, match="one for each layer"):
+        PagedCache(8, P, LAYERS, HEADS, DIM, np.float32, rope=[ROPE])
+    blocks = BlockAllocator(8, P)
+    seq = blocks.add()
+    with blocks.begin_step([(seq, 8)]):
+        pass
+    assert blocks.fork(seq, 4).blocks == [1]
+    with pytest.raises(KvkitError, match="copy_rows: expected a function"):
+        blocks.fork(seq, 5)
+    assert blocks.references.tolist()[:2] == [1, 2]
+
+
+def test_out_of_blocks_leaves_all_as_it_was():
+    server = Server(num_blocks=3)
+    seq = server.add(12)
+    branch = server.fork(seq)
+    before = bytes_of(server.cache, seq)
+    for action in (lambda: server.cache.remove(seq, 1, 6), lambda: server.cache.blocks.fork(seq, 1)):
+        with pytest.raises(OutOfBlocksError):
+            action()
+    assert (seq.blocks, seq.borders, seq.intact, bytes_of(server.cache, seq)) == ([0, 1, 2], [], None, before)
+    server.free(branch)
+    server.call("remove", seq, 1, 6)  # in the blocks that it has
+    server.check_books()
+    server.decode((seq, 1))
+
+
+@pytest.mark.parametrize("rope", [ROPE, [ROPE, "none"]], ids=["all", "one"])
+def test_files_have_segments(tmp_path, rope):
+    cache = PagedCache(40, P, LAYERS, HEADS, DIM, np.float16)
+    seq, states = cache.blocks.add(range(40)), normal(2, 21, HEADS, DIM, dtype=np.float16)
+    with cache.begin_step([(seq, 21)]) as step:
+        for layer in range(LAYERS):
+            step.update(*states, layer)
+    plain = cache.blocks.fork(seq)
+    cache.save(tmp_path / "plain.npz", [plain])
+    cache.remove(seq, 5, 10, close=True, rope=rope)
+    cache.save(tmp_path / "moved.npz", [plain, seq])
+    assert load(tmp_path / "plain.npz").sequences[0].intact is None
+    again = load(tmp_path / "moved.npz")
+    other = again.sequences[1]
+    for name in ("borders", "intact", "next_position", "blocks", "chain", "rope"):
+        assert getattr(other, name) == getattr(seq, name)
+    assert other.positions.tolist() == seq.positions.tolist()
+    assert other.rope_shifts.tolist() == seq.rope_shifts.tolist() == [[0, 5, 0], [5, 16, -5]]
+    outputs = []
+    for one, sequence in (cache, seq), (again, other):
+        one.shift(sequence, 7, None, 1)
+        with one.begin_step([(sequence, 1)]) as step:
+            for layer in range(LAYERS):
+                step.update(*states[:, :1], layer)
+                outputs.append(step.attend(states[0, :1].repeat(2, 1), layer).tobytes())
+    assert outputs[:2] == outputs[2:]

@@ -69,7 +69,7 @@ REFUSED = {
     "chat.npz --shift 3::5 --rope spin=3 -o out.npz": "--rope spin=3: expected",
     "chat.npz --shift 3::5 --rope chat.npz -o out.npz": "--rope chat.npz: not a config.json",
     "other.npz --remove 1:2 -o out.npz": "kvkit edit takes what Cache.save wrote",
-    "pages.npz --remove 1:2 -o out.npz": "a layer whose rows can move",
+    "pages.npz --remove 1:2 -o out.npz": "got sequences in blocks",
 }
 
 
