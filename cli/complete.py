@@ -1,9 +1,14 @@
-"""Complete operators and settings in a shell, for `kvkit describe`, `kvkit run` and `--set`."""
+"""Complete operators, settings, layouts, formats and schemes in a shell."""
 
 from __future__ import annotations
 
 import click
+from click.shell_completion import CompletionItem
 
+from kvkit.formats import FLOATS, NAMED
+from kvkit.formats.rotations import ROTATIONS
+from kvkit.layouts import NAMED as LAYOUTS
+from kvkit.layouts.named import ALIASES
 from kvkit.operators import OPERATORS
 from kvkit_cli.arguments import settable
 
@@ -23,3 +28,23 @@ def settings(ctx: click.Context, param: click.Parameter, begun: str) -> list[str
     return [
         f"{name}={value}" for value in legal.get(name, (None, []))[1] if f"{name}={value}".startswith(begun)
     ]
+
+
+def layouts(ctx: click.Context, param: click.Parameter, begun: str) -> list[str]:
+    """Return names of layouts that begin so."""
+    return [name for name in [*LAYOUTS, *ALIASES] if name.startswith(begun)]
+
+
+def files_and_layouts(ctx: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Return names of layouts, and let the shell complete files."""
+    return [*map(CompletionItem, layouts(ctx, param, begun)), CompletionItem(begun, type="file")]
+
+
+def formats(ctx: click.Context, param: click.Parameter, begun: str) -> list[str]:
+    """Return names of formats for the last of a list with commas; as schemes with rotations."""
+    before, comma, last = begun.rpartition(",")
+    base, plus, _ = last.partition("+")
+    known = (
+        [f"{base}+{rotation}" for rotation in ROTATIONS] if plus else [*NAMED, *(one.name for one in FLOATS)]
+    )
+    return [f"{before}{comma}{name}" for name in known if name.startswith(last)]

@@ -9,7 +9,7 @@ import click
 from kvkit import files, tools
 from kvkit.errors import KvkitError
 from kvkit.files.paths import check_target
-from kvkit_cli import clusters, show, tool, watch
+from kvkit_cli import clusters, complete, show, tool, watch
 
 
 @click.command(cls=tool.ToolVerb)
@@ -21,9 +21,13 @@ from kvkit_cli import clusters, show, tool, watch
     "--format",
     metavar="NAME",
     help="The format of the numbers in OUT, in place of --to: float16, q8_0, int4:g32...",
+    shell_complete=complete.formats,
 )
 @click.option(
-    "--from-format", metavar="NAME", help="The format of codes in IN, if the file does not name it."
+    "--from-format",
+    metavar="NAME",
+    help="The format of codes in IN, if the file does not name it.",
+    shell_complete=complete.formats,
 )
 @tool.sizes()
 @click.option("--page-size", metavar="N|longest", help="Copy all sequences into new pages of N tokens.")
@@ -35,7 +39,7 @@ from kvkit_cli import clusters, show, tool, watch
 @click.option(
     "--json", "as_json", is_flag=True, help="Print JSON; of several files one object, by file name."
 )
-@click.option("--quiet", is_flag=True, help="Print nothing.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
 def convert(sources, target, page_size, dask, as_json, quiet, **options):
     """Move a cache to another layout, bit for bit, or to another format.
 

@@ -8,16 +8,17 @@ from kvkit.errors import KvkitError
 from kvkit.files.paths import check_target, name_in_errors
 from kvkit.files.replace import replacing
 from kvkit.layouts import NAMED
+from kvkit.layouts.named import ALIASES
 from kvkit.tools import draw as drawing
 from kvkit.tools.source import CacheSource
-from kvkit_cli import show, tool
+from kvkit_cli import complete, show, tool
 from kvkit_cli.layouts import known_layout
 
 SVG = ".svg"
 
 
 @click.command(cls=tool.ToolVerb)
-@click.argument("what", metavar="FILE|LAYOUT")
+@click.argument("what", metavar="FILE|LAYOUT", shell_complete=complete.files_and_layouts)
 @click.option("-o", "--output", metavar="OUT.svg", type=click.Path(path_type=Path), help="Write a picture.")
 @tool.sizes("Lengths of a layout's axes. For a file, n is the rows of a page.")
 def draw(what, output, sizes):
@@ -41,7 +42,7 @@ def draw(what, output, sizes):
     elif name := known_layout(what):
         picture = drawing.layout(name, sizes=sizes, kind=kind)
     else:
-        hint = show.suggestion(what, NAMED)
+        hint = show.suggestion(what, [*NAMED, *ALIASES])
         raise KvkitError(f"{what}: no such file, and no layout{hint}: see kvkit layouts")
     if output is None:
         show.text(picture)
@@ -56,6 +57,9 @@ def draw_file(path, sizes, kind):
     found = source.block_tables(sizes.get("n"))
     if found is not None:
         rows, filled = filled_rows(source, found[1])
+        blocks, page_size = source.integer("num_blocks"), source.page_size(sizes.get("n"))
+        if rows is None and blocks and page_size:
+            rows = blocks * page_size
         return drawing.cells(found[1], rows, filled=filled, kind=kind)
     if source.layout is None:
         raise KvkitError(

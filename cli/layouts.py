@@ -7,7 +7,7 @@ from kvkit.layouts import NAMED, parse
 from kvkit.layouts.named import ALIASES
 from kvkit.tools import draw
 from kvkit.tools.text import columns
-from kvkit_cli import show, tool
+from kvkit_cli import complete, show, tool
 
 MARKS = {
     "A": "checked against the engine's own index code",
@@ -18,7 +18,7 @@ MARKS = {
 
 
 @click.command(cls=tool.ToolVerb)
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete.layouts)
 @tool.sizes("Lengths of axes to draw: n=4,h=3.")
 @tool.json_option
 def layouts(name, sizes, as_json):

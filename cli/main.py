@@ -6,7 +6,9 @@ wrong command, file or input; 130 interrupted. Anything else is a bug and keeps 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,7 @@ class Verbs(click.Group):
             if not ctx.resilient_parsing:
                 ctx.fail(f"no verb {name!r}{correction(name)}")
             return None
-        return getattr(importlib.import_module(VERBS[name][0]), name)
+        return with_quiet(getattr(importlib.import_module(VERBS[name][0]), name))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
@@ -70,6 +72,26 @@ class Verbs(click.Group):
                 raise
             click.echo("kvkit: " + one_line(message), err=True)
         sys.exit(code)
+
+
+def with_quiet(verb: click.Command) -> click.Command:
+    """Give a verb, and the verbs of a group, an option -q, where it has none of its own."""
+    if isinstance(verb, click.Group):
+        for each in verb.commands.values():
+            with_quiet(each)
+    elif not any("--quiet" in param.opts for param in verb.params):
+        about = "Print no results: the exit code says enough."
+        option = click.Option(
+            ["-q", "--quiet"], is_flag=True, expose_value=False, callback=silence, help=about
+        )
+        verb.params.append(option)
+    return verb
+
+
+def silence(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
+    """Send what a verb prints nowhere; errors still go to stderr."""
+    if wanted and not ctx.resilient_parsing:
+        ctx.with_resource(contextlib.redirect_stdout(io.StringIO()))
 
 
 def correction(name: str) -> str:

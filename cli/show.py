@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 import json
 import time
@@ -28,7 +27,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from kvkit.errors import printable
+from kvkit.errors import printable, suggestion
 from kvkit.runtime import disk_cache
 from kvkit.tools.text import size
 
@@ -108,16 +107,6 @@ def code_folder_text(folder: Path | None) -> str:
 def shape(lengths: Iterable[int]) -> str:
     """Return a shape as the specification writes it."""
     return f"({', '.join(map(str, lengths))})"
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean ...?)` for a name that is like a known one, or ''."""
-    originals, low = {known_name.lower(): known_name for known_name in known}, name.lower()
-    likely = [key for key in originals if key == low]
-    if len(low) > 2:
-        likely += [key for key in originals if key.startswith(low)] + [key for key in originals if low in key]
-    likely += difflib.get_close_matches(low, originals, n=1)
-    return f" (did you mean {originals[likely[0]]}?)" if likely else ""
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import click
 
 from kvkit import tools
 from kvkit.errors import KvkitError
-from kvkit_cli import tool
+from kvkit_cli import complete, tool
 
 
 def parse_numbers(context, param, text):
@@ -15,14 +15,19 @@ def parse_numbers(context, param, text):
     return [int(part) for part in parts] or None
 
 
-@click.command(cls=tool.ToolVerb)
+@click.command(cls=tool.ToolVerb, words={"format": "--formats"})
 @click.argument("model", metavar="MODEL", type=tool.PATH)
 @click.option("--tokens", metavar="N,...", callback=parse_numbers, help="Lengths of a sequence: 4096,32768.")
 @click.option(
     "--batch", metavar="N,...", callback=parse_numbers, default="1", help="Sequences of that length."
 )
 @click.option(
-    "--formats", metavar="NAME,...", default="float16", show_default=True, help="Formats, as in kvkit study."
+    "--formats",
+    metavar="NAME,...",
+    default="float16",
+    show_default=True,
+    help="Formats, as in kvkit study.",
+    shell_complete=complete.formats,
 )
 @click.option(
     "--engine",

@@ -9,19 +9,26 @@ from kvkit import tools
 from kvkit.errors import KvkitError, argument_error, brief
 from kvkit.tools.studies import plots, report
 from kvkit.tools.studies.study import check_threshold
-from kvkit_cli import clusters, show, tool
+from kvkit_cli import clusters, complete, show, tool
 
 SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 
 
-@click.command(cls=tool.ToolVerb)
+@click.command(cls=tool.ToolVerb, words=dict.fromkeys(("format", "scheme", "rotation"), "--schemes"))
 @click.argument("source", metavar="[FILE]", type=tool.PATH, required=False)
 @click.option(
     "--model", metavar="NAME", help="Study a model that reads --text: a folder, GGUF file, or name."
 )
 @click.option("--text", type=click.Path(path_type=Path), help="A text file for the model to read.")
 @click.option("--tokens", default=512, show_default=True, metavar="N", help="Tokens of the text to read.")
-@click.option("--schemes", default=SCHEMES, show_default=True, metavar="NAME,...", help="Schemes to compare.")
+@click.option(
+    "--schemes",
+    default=SCHEMES,
+    show_default=True,
+    metavar="NAME,...",
+    help="Schemes to compare.",
+    shell_complete=complete.formats,
+)
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Folder for report.html, Markdown, JSON, plots."
 )

@@ -7,14 +7,21 @@ from pathlib import Path
 import click
 
 from kvkit.errors import KvkitError
-from kvkit_cli import show
+from kvkit_cli import complete, show
 
 IN_HINTS = "layout", "sizes", "threshold"  # arguments that texts name as Python gives them, with a =
 PATH = click.Path(path_type=Path, readable=False)  # files say what is wrong with a path
 
 
 class ToolVerb(click.Command):
-    """A verb whose errors name options of the shell, not arguments of Python."""
+    """A verb whose errors name options of the shell, not arguments of Python.
+
+    `words` are options by other words that errors begin with.
+    """
+
+    def __init__(self, *args, words=None, **extra):
+        super().__init__(*args, **extra)
+        self.words = words or {}
 
     def invoke(self, ctx):
         """Run the verb."""
@@ -25,6 +32,9 @@ class ToolVerb(click.Command):
 
     def in_shell(self, text):
         """Replace arguments of Python in a text by options of the shell, such as ``--layout``."""
+        text = text.replace("a name of kvkit.layouts.NAMED", "a name that kvkit layouts lists")
+        for word, option in self.words.items():
+            text = re.sub(rf"(^|: ){word}(?=: expected)", rf"\g<1>{option}", text)
         for param in self.params:
             name, spelled = param.name, param.opts[-1]
             if isinstance(param, click.Argument):
@@ -57,7 +67,7 @@ def layout(
     flag="--layout", name="layout", about="The layout, if the file does not name it: see kvkit layouts."
 ):
     """Return an option for a layout."""
-    return click.option(flag, name, metavar="NAME", help=about)
+    return click.option(flag, name, metavar="NAME", help=about, shell_complete=complete.layouts)
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

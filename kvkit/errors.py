@@ -1,6 +1,7 @@
 """The errors that kvkit raises, and the words of their messages."""
 
-from collections.abc import Collection
+import difflib
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -51,3 +52,19 @@ def describe(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 128:
         return f"a number of {value.bit_length()} bits"
     return f"{kind} {brief(repr(value))}"
+
+
+def nearest(name: str, known: Iterable[str], count: int = 5) -> list[str]:
+    """Return known names that are like a name, the likeliest first."""
+    originals, low = {known_name.lower(): known_name for known_name in known}, name.lower()
+    likely = [key for key in originals if key == low]
+    if len(low) > 2:
+        likely += [key for key in originals if key.startswith(low)] + [key for key in originals if low in key]
+    likely += difflib.get_close_matches(low, originals, n=count)
+    return [originals[key] for key in dict.fromkeys(likely)][:count]
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean ...?)` for a name that is like a known one, or ''."""
+    likely = nearest(name, known, 1)
+    return f" (did you mean {likely[0]}?)" if likely else ""

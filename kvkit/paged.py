@@ -109,6 +109,10 @@ def paged_attention(
     This does what FlashAttention's ``flash_attn_varlen_func`` with a block table, FlashInfer's paged wrappers
     and vLLM's attention do. Scores and sums are float32.
 
+    If all data are bfloat16 and the CPU has AVX-512 BF16, a call with more than 8 query rows for a key head
+    rounds softmax weights to bfloat16. Its outputs may then have other bits than those of a step.
+    ``KVKIT_CPU=avx512vnni`` in the environment keeps weights in float32.
+
     Examples
     --------
     Two pages of two tokens, [pages, kv, heads, tokens, elements], as FlashInfer has them:

@@ -233,9 +233,10 @@ def target_sizes(
     sizes = {"l": len(read.layers), "h": heads, "c": content, "s": content}
     for axis, size in (("l", len(read.layers)), ("h", heads)):
         if size > 1 and axis not in line.names:
-            raise argument_error(
-                "to_layout", f"an axis {axis}, as the source has {size} of them", f"'{line}'"
-            )
+            wanted = f"an axis {axis}, as the source has {size} of them"
+            if axis == "l":
+                wanted += f": '{Layout(('l', *line.lists), line.axes, line.value_axes)}'"
+            raise argument_error("to_layout", wanted, f"'{line}'")
     if value != content:
         if "kv" not in line.lists and "kv" in line.names:
             raise argument_error(

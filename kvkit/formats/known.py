@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.errors import argument_error, brief
+from kvkit.errors import argument_error, brief, suggestion
 from kvkit.formats.elements import (
     BY_DTYPE,
     BY_NAME,
@@ -236,7 +236,8 @@ def named(format: str | Format, **options: Any) -> Format:
     else:
         name, *words = str(format).split(":")
         if name not in NAMED:
-            raise argument_error("format", f"one of {', '.join(NAMED)}", brief(repr(format)))
+            meant = suggestion(name, NAMED)
+            raise argument_error("format", f"one of {', '.join(NAMED)}", brief(repr(format)) + meant)
         base = NAMED[name]
     requested: list[tuple[str | None, str]] = [(None, word) for word in words]
     for field, value in options.items():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
-from kvkit.errors import argument_error, brief, describe
+from kvkit.errors import argument_error, brief, describe, suggestion
 from kvkit.layouts.grammar import Layout, parse_line
 
 
@@ -296,7 +296,8 @@ def parse(text: str | Layout) -> Layout:
     if name in NAMED:
         return NAMED[name].layout
     if text and not set(text) & set("| ;()"):
-        raise argument_error("layout", EITHER, repr(brief(text)))
+        meant = suggestion(text, [*NAMED, *ALIASES])
+        raise argument_error("layout", EITHER, repr(brief(text)) + meant)
     return parse_line(text)
 
 

@@ -93,6 +93,10 @@ def multi_head_attention(
     -----
     PMX operator ``MultiHeadAttention``. PMX lacks the arguments from ``softmax_scale`` on.
 
+    If all data are bfloat16 and the CPU has AVX-512 BF16, a call with more than 8 query rows for a key head
+    rounds softmax weights to bfloat16. Its outputs may then have other bits than those of a step.
+    ``KVKIT_CPU=avx512vnni`` in the environment keeps weights in float32.
+
     Examples
     --------
     >>> import numpy as np, kvkit
@@ -193,6 +197,10 @@ def multi_head_cache_attention(
     Notes
     -----
     PMX operator ``MultiHeadCacheAttention``. PMX lacks the arguments from ``softmax_scale`` on.
+
+    If all data are bfloat16 and the CPU has AVX-512 BF16, a call with more than 8 query rows for a key head
+    rounds softmax weights to bfloat16. Its outputs may then have other bits than those of a step.
+    ``KVKIT_CPU=avx512vnni`` in the environment keeps weights in float32.
 
     Examples
     --------

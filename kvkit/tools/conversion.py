@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from kvkit import files, layouts
-from kvkit.errors import argument_error
+from kvkit.errors import argument_error, brief
 from kvkit.files import Description
 from kvkit.files.arrays import CACHE
 from kvkit.layouts import tables
 from kvkit.layouts.tables import BlockTable
 from kvkit.tools import recoding
 from kvkit.tools.readers import LINE
-from kvkit.tools.source import CacheSource, Source, axis_sizes_of, leaves, view_of
+from kvkit.tools.source import CacheSource, Source, axis_sizes_of, leaves, parse_layout, view_of
 from kvkit.tools.text import size
 
 
@@ -133,19 +133,19 @@ def convert(
     hf -> vllm-lbnhc (l 2, b 2, n 4, h 3, c 8): 960 B
     """
     if (to_layout is None) == (format is None):
-        raise argument_error(
-            "to_layout", "a layout, or a format in its place", f"{to_layout!r} and {format!r}"
-        )
+        got = "neither" if to_layout is None else f"both, {to_layout} and {format}"
+        raise argument_error("to_layout", "a layout, or a format in its place", got)
     found = CacheSource(source, from_layout, sizes, ("from_layout", "from_format"))
     if to_layout is None:
-        if page_size is not None or tables_from is not None or verify:
-            raise argument_error(
-                "page_size", "no page_size, tables_from or verify, with a format", "one of them"
-            )
+        for name, extra in {"page_size": page_size, "tables_from": tables_from, "verify": verify}.items():
+            if extra:
+                raise argument_error(name, "none with a format, as rows stay where they are", brief(extra))
         recoded = recoding.recode(found, target, format or "", from_format, progress)
         return Conversion(*recoded[:2], str(found.layout or LINE), recoded[3], False, recoded[2])
+    parse_layout(to_layout, "to_layout")
     said = found.contents.description.layout
-    if from_layout is not None and said is not None and layouts.parse(from_layout) != layouts.parse(said):
+    given = None if from_layout is None else parse_layout(from_layout, "from_layout")
+    if given is not None and said is not None and given != layouts.parse(said):
         raise argument_error("from_layout", f"{said}, as the file says", from_layout)
     found.require_cache()
     pages, block_tables = new_pages(found, page_size, tables_from)

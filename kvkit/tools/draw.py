@@ -22,7 +22,7 @@ MOST_LINES = 24
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 FREE, STALE, SHARED = ".", "~", "#"
 CLASSES = {"K": "key", "V": "value", "KV": "both", "s": "scale"}
-WHOSE = {FREE: "free", STALE: "stale", SHARED: "shared by several"}
+WHOSE = {FREE: "free", STALE: "stale", SHARED: "shared"}
 MOST_ROWS = 1_000_000
 
 
@@ -157,7 +157,7 @@ def cells(
     0  a.
     1  ##
     2  ..
-    a 3 rows, b 2 rows; . free 3, # shared by several 2
+    a 3 rows, b 2 rows; . free 3, # shared 2
     """
     check_kind(kind)
     slots, sequences, _ = to_tokens(pages)
@@ -188,7 +188,8 @@ def cell_of(owners: list[int], used: bool) -> svg.Cell:
     if len(owners) == 1:
         return svg.Cell(LETTERS[owners[0] % len(LETTERS)], f"s{owners[0]}", 2, f"sequence {owners[0]}")
     mark = SHARED if owners else STALE if used else FREE
-    return svg.Cell(mark, WHOSE[mark].split()[0], 2, f"{WHOSE[mark]} {', '.join(map(str, owners))}".strip())
+    of = f" by sequences {', '.join(map(str, owners))}" if owners else ""
+    return svg.Cell(mark, WHOSE[mark], 2, WHOSE[mark] + of)
 
 
 def legend(lengths: list[int], marks: list[str]) -> str:

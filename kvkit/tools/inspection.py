@@ -51,7 +51,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class TableUse:
-    """The block tables beside a cache: sequences, their tokens, blocks in use and shared by several."""
+    """The block tables beside a cache: sequences, their tokens, blocks in use and shared blocks."""
 
     convention: str
     lengths: list[int]

@@ -130,10 +130,12 @@ class CacheSource:
     def layout_of(self, pool: Any, stated: str | Layout | None = None) -> str | Layout | None:
         """Return how arrays like `pool` lie, of keys or of values alone: as stated, else as names imply."""
         if not self.separate and (stated or pool is None):
+            if stated:
+                parse_layout(stated, self.arguments[0])
             return stated
         outer = ("kv",) if len(self.separate) != 1 else ()
         if stated:
-            line = layouts.parse(stated)
+            line = parse_layout(stated, self.arguments[0])
             if "kv" in line.names and "kv" not in line.lists:
                 expected = "a layout without an axis kv, as keys and values are arrays of their own"
                 raise argument_error(self.arguments[0], expected, f"'{line}'")
@@ -366,6 +368,14 @@ def contents_of(source: Any) -> Contents:
     arrays = {name: np.asarray(as_numpy(value, name)) for name, value in (given | files.flat(lists)).items()
               if name not in lists}  # fmt: skip
     return Contents(arrays, {}, kind="arrays")
+
+
+def parse_layout(layout: str | Layout, argument: str) -> Layout:
+    """Return the layout of a line or name; errors call it by its argument."""
+    try:
+        return layouts.parse(layout)
+    except KvkitError as error:
+        raise KvkitError(str(error).replace("layout:", f"{argument}:", 1)) from None
 
 
 def holds_arrays(value: Any) -> bool:

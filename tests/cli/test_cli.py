@@ -302,6 +302,10 @@ def test_info_lists_what_is_compiled(tmp_path, monkeypatch):
         ("run key_value_cache IN.npz --set quant_bit=8 --set layer", {"layer_idx="}),
         ("run ascend.reshape_and_cache --set compress_type=KVHEAD_", {"compress_type=KVHEAD_ROPE"}),
         ("warm --back", {"--backend"}),
+        ("draw vllm-lbnh", {"vllm-lbnhc", "vllm-lbnh"}),
+        ("convert IN.npz OUT.npz --to vllm-lbnh", {"vllm-lbnhc"}),
+        ("convert IN.npz OUT.npz --format q8", {"q8_0"}),
+        ("study IN.npz --schemes q8_0,int4+had", {"q8_0,int4+hadamard"}),
         ("warm --backend c", {"cpu", "cuda"}),
     ],
 )  # fmt: skip

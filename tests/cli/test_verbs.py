@@ -48,7 +48,8 @@ FINE = [  # the code; the command; texts in what it prints
     (0, "draw LBNHC", "vllm-lbnhc: "),
     (0, "draw fine.npz", "0  ....\n1  aaaa\n2  aaaa\n3  bbbb\na 8 rows, b 4 rows; . free 4\n"),
     (0, "draw shared.npz", "0  aa..\n1  ....\n2  ####\n3  ..~.\n",
-     "a 6 rows, b 4 rows; . free 9, ~ stale 1, # shared by several 4\n"),
+     "a 6 rows, b 4 rows; . free 9, ~ stale 1, # shared 4\n"),
+    (0, "draw roomy.npz", "3  bbbb\n4  ....\n5  ....\na 8 rows, b 4 rows; . free 12\n"),
     (0, "check fine.npz", "nothing found: 8 rules looked at what was given\n", "slot_mapping (P4, S1"),
     (1, "check wrong.npz", "error P3 block_tables[1, 0]: page"),
     (0, "check before.npz --after after.npz", "fine"),
@@ -73,6 +74,16 @@ def test_fine(folder, code, command, texts):
     assert all(text in found[1] for text in texts), found[1]
     assert "\x1b" not in found[1]
     assert [line for line in found[1].splitlines() if line != line.rstrip()] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "command"),
+    [(0, "inspect hf.safetensors"), (1, "check wrong.npz"), (1, "diff a.npz b.npz"),
+     (0, f"vectors verify {PACK}"), (0, "layouts"), (0, "draw LBNHC"),
+     (0, "study hf.safetensors --schemes fp8")],
+)  # fmt: skip
+def test_quiet(folder, code, command):
+    assert kvkit(f"{command} -q") == (code, "", "")
 
 
 FOUND = {"minimum": 0, "maximum": 1, "nan": 16 * 2 * 64, "infinite": 1, "zero_rows": 2, "rows": 128}
@@ -193,8 +204,16 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     ("inspect absent", "no such file: check the name"),
     ("inspect pool.npz --layout nope", "--layout: expected a line, such as"),
     *((f"{verb} no-tables-{i}.npz", "expected") for verb in ("inspect", "draw") for i in range(6)),
-    (f"{CONVERT} no-such", "layout: expected"),
-    (f"{CONVERT} vllm-lbnhc --from mlx-not", "layout: expected"),
+    (f"{CONVERT} no-such", "--to: expected a line, such as ", "or a name that kvkit layouts lists"),
+    (f"{CONVERT} vllm-lbnh", "got 'vllm-lbnh' (did you mean vllm-lbnhc?)"),
+    (f"{CONVERT} vllm-lbnhc --from mlx-not", "--from: expected"),
+    (f"{CONVERT} flash-attn", "--to: expected an axis l, as the source has 2 of them: 'l kv | b n h c', got"),
+    ("convert hf.safetensors o.npz", "--to: expected a layout, or a format in its place, got neither"),
+    ("convert hf.safetensors o.npz --format q8", "got 'q8' (did you mean q8_0?)"),
+    ("convert hf.safetensors o.npz --format q8_0 --page-size 4", "--page-size: expected none with a format"),
+    ("study hf.safetensors --schemes int4g", "--schemes: expected one of e4m3, "),
+    ("study hf.safetensors --schemes int4g", "got 'int4g' (did you mean int4?)"),
+    ("study hf.safetensors --threshold 0", "--threshold: expected a positive number"),
     (f"{CONVERT} vllm-lbnhc --from ort-paged", "expected hf, as the file says, got ort-paged"),
     (f"{CONVERT} vllm-lbnhc --sizes h=4", "expected"),
     (f"{CONVERT} vllm-lbnhc --page-size 0", "--page-size 0: expected a positive number"),
@@ -211,7 +230,7 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     ("draw x.npy", "it has no tables and names no layout"),
     *((f"check {rest}", "") for rest in ("absent.npz", "broken.npz", "x.npz", "fine.npz --after x.npz")),
     *((f"diff a.npz {rest}", "") for rest in ("absent.npz", "broken.npz")),
-    ("diff a.npz b.npz --layout-a colour", "layout: expected a line"),
+    ("diff a.npz b.npz --layout-a colour", "--layout-a: expected a line"),
     ("diff a.npz b.npz --ulp -1", "--ulp: expected at least 0"),
     ("check fine.npz wrong.npz --after a.npz", "--after a.npz: expected one FILE before it, got 2"),
     ("diff a.npz fine.npz", "B: expected some array of key"),

@@ -94,7 +94,7 @@ def fill(folder):
         "window": attention | attrs | {"window": np.array([1, 2, 3])},
         "modes": modes, "mode": modes | {"compress_type": np.array("ROPE")},
         "fine": tables, "wrong": tables | {"block_tables": np.array([[1, 2], [2, 0]])},
-        "before": blocks,
+        "before": blocks, "roomy": tables | {"num_blocks": np.array(6)},
         "after": blocks | {"key_cache": written(5)}, "beside": blocks | {"key_cache": written(6)},
         "a": {"key": key}, "b": {"key": np.roll(key, 1, axis=0)}, "x": {"x": key},
         "pool": {"cache": np.zeros((6, 4, 2, 16), np.float16)}, "odd": {"cache": np.zeros((2, 3))},
