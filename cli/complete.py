@@ -14,7 +14,7 @@ from kvkit_cli.arguments import settable
 
 
 def operators(ctx: click.Context, param: click.Parameter, begun: str) -> list[str]:
-    """Return names of operators that begin so, or whose last part does."""
+    """Return the operators whose name, or its last part, begins with `begun`."""
     return [name for name in OPERATORS if name.startswith(begun) or name.split(".")[-1].startswith(begun)]
 
 

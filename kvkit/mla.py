@@ -26,7 +26,7 @@ NO_TABLE = "block_tables and context_lens, or indices"
 
 
 class LatentWeights(NamedTuple):
-    """What turns scores of latent rows into weights, and how many elements of a row are the value."""
+    """The arguments that turn scores of latent rows into weights and values."""
 
     scale: float
     value_dim: int

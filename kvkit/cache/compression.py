@@ -23,7 +23,7 @@ ScoreFunction = Callable[[int, Array, Array, Any], Array]
 
 @dataclass(frozen=True)
 class Report:
-    """What `Cache.compress` did.
+    """The result of `Cache.compress`.
 
     Attributes
     ----------

@@ -32,9 +32,7 @@ from kvkit.rope import Rope
 from kvkit.typed import Array, FilePath
 
 VERSION = 1
-MOVED_VERSION = (
-    2  # of a file with rows that were removed or moved: positions and rope shifts are arrays of it
-)
+MOVED_VERSION = 2  # files after rows were removed or moved: they hold positions and rope shifts, too
 PAGED_ARRAYS = "cache", "scale"
 PLAIN, PAGED = "l kv | b h n c", "| l kv b n h c"  # layouts
 

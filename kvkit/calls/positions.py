@@ -1,4 +1,4 @@
-"""Launches of position operators: rotations, prepared once for each form of calls, and ALiBi masks."""
+"""Launches of position operators: rotations, prepared once for calls of one form, and ALiBi masks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ARRAYS = "query", "key", "rotated query", "rotated key"
 ROTATED = 2  # arrays that are written: rotated queries and keys
 FEW = 64  # forms of calls that are remembered
 
-# By their form, with the starts and first positions of their sequences. A call takes its own away as long as
-# it lasts.
+# Prepared rotations by the form of the call, each with its arrays of starts and first positions. A call
+# removes its own while it runs.
 rotations: PreparedCalls[tuple[PreparedCall, Array, Array]] = PreparedCalls(FEW)
 
 

@@ -161,7 +161,7 @@ class PreparedCall:
         names, lie = list(arrays), numbers_of(arrays.values())
         places = {name: place for name, place in zip(names, lie, strict=True) if arrays[name] is not None}
         self._moved = [
-            (memoryview(launch.numbers), at, names.index(owner), int(launch.numbers[at]) - places[owner])
+            (memoryview(launch.params), at, names.index(owner), int(launch.params[at]) - places[owner])
             for launch in launches
             for at, owner in launch.owners.items()
             if owner in places

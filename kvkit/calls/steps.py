@@ -143,7 +143,7 @@ class PlannedStep:
             names = "query", "current_key", "current_value", "cache", "scale", "out"
             repeated = dict(zip(names, (*arrays, results[0]), strict=True))
             prepared = PreparedCall(
-                launches, repeated, ATTENDS, attention=launches[-1].numbers, version=self._version
+                launches, repeated, ATTENDS, attention=launches[-1].params, version=self._version
             )
             prepared.room = checked.layer.capacity[1] if checked.layer else 0
             self._attended.keep(form, prepared)

@@ -32,7 +32,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class Weights(NamedTuple):
-    """The checked rules that make weights of scores."""
+    """Checked arguments that say how scores become weights."""
 
     scale: float
     causal: bool
@@ -42,13 +42,13 @@ class Weights(NamedTuple):
     softcap: float
     sinks: Array | None
     mask: MaskPlace = NO_MASK
-    apart: int = 1  # sequences in a row that have sinks of their own
+    apart: int = 1  # the number of sequences in a row that have different sinks
     slopes: Array | None = None  # of ALiBi, float32 [sequences or 1, query heads]
     scales: Array | None = None  # of keys (times `scale`) and values, float32 [2, sequences or 1, heads or 1]
 
 
 class AttentionCall(NamedTuple):
-    """A checked call of attention, but for its outputs."""
+    """A checked call of attention, before its outputs are made."""
 
     fmt: Element
     shape: tuple[int, ...]  # of attn_output
@@ -59,9 +59,9 @@ class AttentionCall(NamedTuple):
     weights: Weights
     inputs: NamedArrays
     results: Results
-    current: tuple[Array, ...] = ()  # what is appended first: keys and values,
-    layer: CacheLayer | None = None  # to this layer of a cache,
-    written: NamedArrays = ()  # these arrays
+    current: tuple[Array, ...] = ()  # new keys and values, which are appended first
+    layer: CacheLayer | None = None  # the layer of a cache that they are appended to
+    written: NamedArrays = ()  # the arrays that the append writes
 
 
 def checked_attention(

@@ -1,4 +1,4 @@
-"""The order of rows, for the compiled passes."""
+"""Sort rows, within compiled passes."""
 
 from kvkit.runtime.jit import Integers, helper
 
@@ -7,9 +7,9 @@ from kvkit.runtime.jit import Integers, helper
 def ascending(
     keys: Integers, first: int, step: int, count: int, places: Integers, order: int, spare: int,
 ) -> None:  # fmt: skip
-    """Write at `order` of `places` where the least of `count` keys is, then the next: merged from pairs up.
+    """Merge-sort `count` keys: write their numbers, in ascending order of the keys, to `places[order:]`.
 
-    Keys are every so many numbers from `keys[first]` on; from `spare` on there is room for as many.
+    Key i is ``keys[first + i * step]``. `places[spare:]` is scratch space for `count` numbers.
     """
     for i in range(count):
         places[order + i] = i

@@ -36,8 +36,9 @@ def scan_tables(
     `owners` counts the sequences of each page.
 
 
-    Several sequences may own a page only if they begin alike. So the page must be in the same column, after
-    the same page, which was compared before; after a placeholder all earlier columns are compared.
+    Several sequences may share a page only if all their columns up to it are equal. So it must be in the same
+    column and follow the same page, for which this was checked before. If it follows a placeholder, all
+    earlier columns are compared.
     """
     for page in range(num_blocks):
         owner[page] = last[page] = -1
@@ -107,8 +108,7 @@ def scan_code() -> Any:
 
 @dataclass(frozen=True)
 class Tables:
-    """The entries of page tables that are in use, one sequence after the other, and what they are held
-    against.
+    """The entries of page tables that are in use, one sequence after the other, and the legal page ids.
 
     `placeholder` is an id that stands for no page, and may occur anywhere.
     """

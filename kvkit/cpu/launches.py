@@ -92,12 +92,12 @@ class Workspace:
 
 @dataclass(slots=True)
 class Launch:
-    """A call of kernels on `numbers`; `owners` says which array each address among them points into."""
+    """A call of kernels on `params`; `owners` says which array each address among them points into."""
 
-    numbers: np.ndarray
+    params: np.ndarray
     owners: dict[int, str]
     run: Callable[[], object]
-    alive: tuple = ()  # whatever else the numbers point into
+    alive: tuple = ()  # other objects that params point into
 
 
 INT = types.int64

@@ -1,4 +1,4 @@
-"""What the layers of a model store, read from a config.json of transformers or the header of a GGUF file."""
+"""Read cache sizes of a model's layers from a config.json of transformers or the header of a GGUF file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST = 2**20  # entries or characters of a header: beyond it is no model's
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer stores: for each token heads of keys and of values, for each sequence a state.
+    """The cache sizes of one layer: heads of keys and of values per token, and a state per sequence.
 
     Attributes
     ----------

@@ -108,9 +108,10 @@ def multi_head_attention(
     """
     scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
     heads = Heads(num_heads, head_dim, num_kv_heads)
-    return attend(
-        checked_attention(Static(), query, key, value, heads, scoring, return_lse, return_key_weights), out
+    call = checked_attention(
+        Static(), query, key, value, heads, scoring, return_lse, return_key_weights=return_key_weights
     )
+    return attend(call, out)
 
 
 @returns_input_kind

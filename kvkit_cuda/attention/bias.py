@@ -23,7 +23,7 @@ read, write = chunks.read("float32"), chunks.write("float32")
 
 @shared
 def put(target, source, scale):
-    """Write a number times the scale, which is given as bits."""
+    """Write source * scale in float32; the scale is passed as its bits."""
     write(target, device.product(read(source), numeric.float_of(np.uint32(scale))))
 
 

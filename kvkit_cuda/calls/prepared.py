@@ -128,10 +128,10 @@ class PreparedCall:
         for launch in self.launches:
             for at, name in launch.owners.items():
                 if name == host.SCRATCH:
-                    self.shared.append((launch.numbers, at))
+                    self.shared.append((launch.argument_words, at))
                 elif name in operands:
-                    offset = int(launch.numbers[at]) - operands[name].seen.ctypes.data
-                    self.moved.append((launch.numbers, at, name, offset))
+                    offset = int(launch.argument_words[at]) - operands[name].seen.ctypes.data
+                    self.moved.append((launch.argument_words, at, name, offset))
 
     def run(self, call, step, stream):
         """Run another call of the form; return its results, or None if it needs the full checks."""
@@ -161,16 +161,16 @@ class PreparedCall:
                 self.order(call, step, number, stream)
             if self.shared:
                 scratch = SCRATCH.of(self.size, self.device, number, captured)
-                for numbers, at in self.shared:
-                    numbers[at] = scratch
+                for words, at in self.shared:
+                    words[at] = scratch
             for launch in self.launches:
                 launch.start(handle, captured)
         return [arrays[name] for name in self.results]
 
     def move(self, places):
         """Set the addresses of operands in all launches."""
-        for numbers, at, name, offset in self.moved:
-            numbers[at] = places[name] + offset
+        for words, at, name, offset in self.moved:
+            words[at] = places[name] + offset
         self.places = places
 
     def overlaps(self, places):

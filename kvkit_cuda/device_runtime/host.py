@@ -195,9 +195,9 @@ class Launch:
 
 
 class Prepared:
-    """A launch whose arguments are an array of numbers that the driver reads."""
+    """A launch whose arguments are 64-bit words that the driver reads."""
 
-    __slots__ = ("function", "grid", "grow", "numbers", "owners", "parameters", "places", "shared")
+    __slots__ = ("argument_words", "function", "grid", "grow", "owners", "parameters", "places", "shared")
 
     def __init__(self, kernel, blocks, threads, arguments, owners=(), grow=None, shared=0):
         self.function, self.owners, self.shared = loaded(kernel, current()), owners, shared
@@ -205,8 +205,8 @@ class Prepared:
             allow_shared(self.function, current())
         threads = threads if isinstance(threads, tuple) else (threads,)
         self.grid = (*blocks, 1, 1)[:3], (*threads, 1, 1)[:3]
-        self.numbers = np.array([bits(word) for word in words(arguments)], np.int64)
-        self.places = self.numbers.ctypes.data + 8 * np.arange(self.numbers.size)
+        self.argument_words = np.array([bits(word) for word in words(arguments)], np.int64)
+        self.places = self.argument_words.ctypes.data + 8 * np.arange(self.argument_words.size)
         self.parameters, self.grow = self.places.ctypes.data, grow
 
     def start(self, stream, captured=False):

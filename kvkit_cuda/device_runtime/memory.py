@@ -15,7 +15,7 @@ from kvkit_cuda.device_runtime import device
 
 I32, I64 = ir.IntType(32), ir.IntType(64)
 GLOBAL, SHARED = 1, 3  # address spaces
-LINE = 128  # bytes that all banks of shared memory hold once
+LINE = 128  # bytes that the 32 banks of shared memory read at once
 WORD = {1: ir.IntType(8), 2: ir.IntType(16), 4: I32, 8: I64, 16: ir.VectorType(I64, 2)}
 
 

@@ -27,7 +27,7 @@ class PageSegment(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """What a sequence of removed or moved tokens has besides its blocks; see the attributes of `Sequence`."""
+    """The positions of a sequence after tokens were removed or moved; see the attributes of `Sequence`."""
 
     rows: RowPositions
     borders: list[int]

@@ -292,7 +292,7 @@ class PreparedAttention:
         batch, new = query.shape[:2]
         self._step, self._counts = index_tensors.static_step(batch, new, end - first), np.arange(batch + 1)
         launch = cpu.attention.prepare.prepare_attention(query, out, lse, context, self._step, 0, weights)
-        self._params = launch.numbers
+        self._params = launch.params
         self._prepared = PreparedCall([launch], arrays, attention=self._params, version=end - first)
         cpu.launches.start(launch)
 
@@ -364,7 +364,7 @@ class PreparedPieces:
         attend.owners.clear()  # it stays at these arrays
         join = cpu.attention.merge.prepare_merge(FLOAT32.name, list(outs), list(lses), out, lse)
         join.alive = *join.alive, outs, lses
-        self._params = attend.numbers
+        self._params = attend.params
         self._lengths = step.kvstarts[earlier:], np.arange(batch + 1), step.kvstarts[earlier]
         arrays = {"out": out, "lse": lse}
         self._prepared = PreparedCall([attend, join], arrays, attention=self._params, version=pieces[-1][1])

@@ -1,4 +1,4 @@
-"""Table of the kinds of layers by the names that files have for them."""
+"""The classes of layers, by their names in files."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ KINDS: dict[str, Any] = {
 
 
 def describe_layer(layer: Any) -> dict[str, Any]:
-    """Describe a layer for a file, so that `make_layer` can make an equal empty one."""
+    """Describe a layer for a file; from this, `make_layer` makes an empty layer with the same arguments."""
     return {"kind": type(layer).__name__, "arguments": layer.describe()}
 
 

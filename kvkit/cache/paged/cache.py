@@ -23,7 +23,7 @@ from kvkit.typed import Array, FilePath, Pair, States
 
 
 class SequencePlan(NamedTuple):
-    """What a checked call does to a sequence."""
+    """The change that a checked call makes to a sequence."""
 
     seq: Sequence
     rearrangement: Rearrangement

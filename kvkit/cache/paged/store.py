@@ -22,7 +22,7 @@ BLOCK_AXES = ("l", "kv", "block", "n", "h", "c")
 
 
 class PagedStore:
-    """The arrays of a `PagedCache`, and the place of each layer in them. It takes that cache's arguments."""
+    """The arrays of a `PagedCache`, and where each layer begins in them; arguments are as in `PagedCache`."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class PagedStore:
 
         sizes = {"l": self.num_layers, "kv": 2, "n": num_blocks * page_size, "h": self.heads}
         shape = [sizes[axis] for axis in DYNAMIC[number].axes[:-1]]
-        element = np.dtype(np.uint8) if quant_format else stored.dtype  # uint8, which .npz files have
+        element = np.dtype(np.uint8) if quant_format else stored.dtype  # .npz files can hold uint8
         self.cache = zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
-        # Whether scales are computed, one per group; they then have the axes of the cache.
+        # Whether appends compute a scale for each group. Scales then have the axes of the cache.
         self.found = bool(bits) or (isinstance(scale, str) and scale == "found")
         if scale is not None and not stored.minifloat:
             raise argument_error("scale", "None unless quant_format is 'e4m3' or 'e5m2'", describe(scale))

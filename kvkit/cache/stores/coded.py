@@ -124,8 +124,8 @@ class CodeStore:
         """Return outputs of attention to the stored values, rotated back."""
         return self.sides[1].turned(out, OUTPUT)
 
-    def begin_at(self, tables: list[Array], numbers: Array, row: int) -> None:
-        """Make prepared attention read what the latest view reads, from a row on."""
+    def begin_at(self, tables: list[Array], params: Array, row: int) -> None:
+        """Make a prepared call read the same codes as the latest view, from `row` on."""
         for side, table in zip(self.sides, tables, strict=True):
             side.segments(table, row)
 

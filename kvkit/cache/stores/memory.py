@@ -14,7 +14,7 @@ from kvkit.formats import FLOATS, Element
 from kvkit.runtime.arrays import zeros
 from kvkit.typed import Array, States
 
-BeginAt = Callable[[Array, int], None]  # of a prepared call's params, and the first row it is to read
+BeginAt = Callable[[Array, int], None]  # sets the first row that a prepared call reads, in its params
 
 
 class Geometry(NamedTuple):
@@ -64,9 +64,9 @@ class Store:
     """Keys and values in memory: two arrays [B, Hkv, capacity, D], zeros until they are written."""
 
     __slots__ = ("capacity", "geometry", "keys", "values")
-    in_place = True  # rows that a layer relies on may be written
-    rows_adjoin = True  # the rows of a head lie one after the other, those of all tokens
-    file: Any = None  # where it lies, if not in memory
+    in_place = True  # rows of earlier tokens may be overwritten
+    rows_adjoin = True  # the rows of a head are contiguous
+    file: Any = None  # the file that holds the rows; None in memory
 
     def __init__(self, geometry: Geometry, capacity: int) -> None:
         self.geometry, self.capacity = geometry, capacity
@@ -87,9 +87,9 @@ class Store:
         return self.keys[:, :, begin:end], self.values[:, :, begin:end]
 
     def context(self, data: str, begin: int, end: int) -> tuple[Any, BeginAt]:
-        """Return some rows as attention reads them, with queries of the format `data`.
+        """Return the `Context` of some rows, for queries of the format `data`.
 
-        Beside them comes a function that lets a prepared call begin with another row.
+        Return also a function that sets the first row of a prepared call.
         """
         key, value = (side.swapaxes(1, 2) for side in self.rows(begin, end))  # [B, rows, Hkv, D]
         rows = attention.context_of(self.geometry.fmt, key, value, (key.strides[:2], value.strides[:2]))
@@ -99,12 +99,12 @@ class Store:
         """Return queries rotated like the stored keys; keys are not rotated here."""
         return query
 
-    output = query  # and outputs, rotated back
+    output = query  # outputs are returned unchanged, too
 
-    def begin_at(self, numbers: Array, row: int) -> None:
+    def begin_at(self, params: Array, row: int) -> None:
         """Set the row that a prepared call of attention begins at."""
         for name, array in (("keys.address", self.keys), ("values.address", self.values)):
-            numbers[cpu.attention.prepare.FIELD[name]] = cpu.launches.address(array) + row * array.strides[2]
+            params[cpu.attention.prepare.FIELD[name]] = cpu.launches.address(array) + row * array.strides[2]
 
     def clear(self, begin: int, end: int) -> None:
         """Make rows zeros again."""
@@ -112,9 +112,9 @@ class Store:
             array[...] = 0
 
     def keep_rows(self, rows: Array, first: int, rope: Any, rotated: Array | None) -> None:
-        """Move rows to those from `first` on, and rotate their keys by as many positions as `rotated` says.
+        """Move rows to `first` and the rows after it, and rotate the keys of each by `rotated` positions.
 
-        Nothing of the size of the store is allocated, so that no layer fails when others have changed.
+        Little memory is allocated, so that it cannot run out after other layers have changed.
         """
         rope = rope if rotated is not None and rotated.any() else None
         for side, turns in ((self.keys, rotated if rope else None), (self.values, None)):
@@ -143,13 +143,13 @@ class Store:
         """Delete the file; here there is none."""
 
 
-COPIED = 2**20  # bytes of rows that are moved at a time
+COPIED = 2**20  # bytes of rows that one step moves
 
 
 def copy_rows(
     target: Array, source: Array, rows: Array, first: int, rope: Any = None, rotated: Array | None = None
 ) -> None:
-    """Copy ascending rows of [B, H, rows, D] to those from `first` on, some at a time, rotated if told.
+    """Copy ascending rows of [B, H, rows, D] to `first` and the rows after it, in steps; rotate if asked.
 
     Target and source may be one array if no row moves up.
     """

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Tokens of a layer.
+    """Which tokens of a layer are stored, and in which rows.
 
-    `length` tokens have been seen; those from position `oldest` on are stored, and those from `begin` on,
-    which the last update returned, can be attended to. Position p lies in row ``p - origin`` of the store.
-    Before the last update there were `before` tokens; that can still be taken back, unless these are all.
+    `length` counts all tokens so far. Tokens from position `oldest` on are stored. Tokens from position
+    `begin` on can be attended to: the last update returned them. The token at position p is stored in row
+    ``p - origin``. `before` is the length before the last update, which can be undone if `before` is less
+    than `length`.
     """
 
     length: int = 0

@@ -37,11 +37,11 @@ BLOCK_TOKENS = 64
 # Tokens of a block where heads are interleaved, and its bytes: with the next one, which is prefetched
 # meanwhile, they take half of a second cache of 1 MB.
 INTERLEAVED_TOKENS, INTERLEAVED_BYTES = 32, 2**18
-LEAST_LEAD = 8  # tokens before one is multiplied it is prefetched
-SPLITS, LEAST_SPLIT = 64, 512  # a call's work is split into so many parts, of at least so many tokens
-# Outputs of larger values would be further off than the tolerance of their type, if integers added them up.
+LEAST_LEAD = 8  # tokens: the least distance between a prefetch and the product
+SPLITS, LEAST_SPLIT = 64, 512  # the most splits of a call, and the least tokens of one
+# Largest magnitude of values: with larger ones, integer sums exceed the tolerance of the type.
 MOST_VALUE = {"float16": 16, "bfloat16": 128}
-SMALL = 2**15  # products; below it one thread is done before a second one is awake
+SMALL = 2**15  # products; fewer are done by one thread before a second one wakes
 
 workspace, partials, kept_weights = Workspace(), Workspace(), Workspace()
 
@@ -86,7 +86,7 @@ class Reading(NamedTuple):
 def prepare_attention(query, out, lse, context, steps, decoding, weights, key_weights=None):
     """Return a launch that computes attention into `out` and, unless None, `lse` and `key_weights`."""
     shared = shared_scales(context)
-    if shared:  # factors of queries and outputs cost nothing for a token
+    if shared:  # multiplied into queries and outputs, at no cost per token
         own = np.ones((2, 1, context.heads), np.float32)
         context, weights = context._replace(cell=None), weights._replace(scales=own)
     form = form_of(context)

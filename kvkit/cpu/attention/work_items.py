@@ -19,13 +19,13 @@ get = memory.load(types.int64)
 
 @helper
 def narrow_rows(count):
-    """Return the rows of the narrow tile that holds so many query rows."""
+    """Return the rows of the narrow tile that holds `count` query rows: 1, 2, 4 or 8."""
     return 1 if count <= 1 else (2 if count == 2 else (4 if count <= 4 else 8))
 
 
 @helper
 def set_sequence(params, block, b):
-    """Let the block be of a sequence: its new tokens, its context, its query rows for a key head."""
+    """Set the block's sequence: its new tokens, its context, and its query rows per key head."""
     block.sequence, block.table_row = b, b * params.table_row
     if params.table_starts:
         block.table_row = 8 * get(params.table_starts + 8 * b)

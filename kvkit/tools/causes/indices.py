@@ -11,7 +11,7 @@ IDS = {"block_tables": "block table", "cachestarts": "block table", "kv_indices"
 
 
 def index_causes(name: str, axes: tuple[str, ...], expected: np.ndarray, got: np.ndarray) -> list[Cause]:
-    """Return why an index tensor is wrong: all entries by one number, or a few that are listed."""
+    """Return why an index tensor is wrong: all entries differ by one number, or a few differ, listed."""
     wrong = np.argwhere(expected != got)
     at = tuple(wrong.T)
     steps = np.unique(got[at].astype(object) - expected[at].astype(object))

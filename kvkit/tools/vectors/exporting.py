@@ -33,7 +33,7 @@ PLAIN = {
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and what ONNX has no word for.
+    """The model that was written, and what ONNX cannot express.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class Exported:
     left_out: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the report as a dict that JSON can hold."""
         return {"folder": str(self.folder), "written": self.written, "left_out": self.left_out}
 
     def __str__(self) -> str:

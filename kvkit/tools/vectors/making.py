@@ -46,7 +46,7 @@ class Pack:
     nbytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the report as a dict that JSON can hold."""
         return {"folder": str(self.folder), "cases": self.cases, "files": self.files, "nbytes": self.nbytes}
 
     def __str__(self) -> str:

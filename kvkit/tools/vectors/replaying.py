@@ -55,7 +55,7 @@ class Outcomes:
         return bool(self.cases) and all(case.status != "failed" for case in self.cases)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the report as a dict that JSON can hold."""
         return {"ok": self.ok, "cases": [asdict(case) for case in self.cases]}
 
     def __str__(self) -> str:

@@ -36,7 +36,7 @@ class Verified:
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the report as a dict that JSON can hold."""
         return {"ok": self.ok, "cases": self.cases, "files": self.files, "problems": self.problems}
 
     def __str__(self) -> str:
