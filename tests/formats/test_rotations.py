@@ -47,7 +47,7 @@ def test_signs_of_vllm():
     assert len(plus) == 512
 
 
-@pytest.mark.parametrize("name", ["hadamard:12", "hadamard:", "fwht"])
+@pytest.mark.parametrize("name", ["hadamard:12", "hadamard:0", "hadamard:", "fwht"])
 def test_unknown(name):
     with pytest.raises(KvkitError, match=r"rotation: expected hadamard, llama.cpp, vllm, or hadamard:N"):
         rotate(np.ones((1, 32), np.float32), name)

@@ -4,11 +4,9 @@ Whatever a call must not look at is NaN or infinite: unused rows and other layer
 foreign blocks of a mask.
 """
 
-import copy
 from dataclasses import dataclass
-from operator import attrgetter
+from typing import ClassVar
 
-import backends
 import numpy as np
 import scenes
 from scenes import DTYPES, DYNAMIC_AXES, LAYER, LAYERS, STATIC_AXES, Formats, assert_same
@@ -40,32 +38,14 @@ MIXED_LENGTHS = ((0, 5), (40, 1), (3, 0), (0, 0), (7, 2), (0, 1), (1, 33))
 
 
 @dataclass
-class Call:
-    """Arguments of one legal call; `inputs` are in the operator's order."""
+class Call(scenes.Arguments):
+    """A call that attends."""
 
-    kind: str
-    inputs: dict
-    attrs: dict
-
-    def __getitem__(self, name):
-        return self.inputs[name]
-
-    def copy(self):
-        return copy.deepcopy(self)
-
-    def but(self, **changes):
-        """The same call with some inputs or attributes replaced."""
-        inputs = {name: changes.pop(name, value) for name, value in self.inputs.items()}
-        return Call(self.kind, inputs, {**self.attrs, **changes})
+    operators: ClassVar[dict] = OPERATORS
 
     @property
     def formats(self):
         return tuple(str(self[name].dtype) for name in ("query", "cache") if name in self.inputs)
-
-    def run(self, by=None, **more):
-        """What the backend returns, or the package that is named."""
-        operator = attrgetter(OPERATORS[self.kind][0])(by or backends.operators)
-        return operator(*self.inputs.values(), **self.attrs, **more)
 
     def expected(self, **more):
         """(output, lse, cache, scale) by the oracle; the call stays as it is."""

@@ -1,8 +1,9 @@
 """Scenes: random legal calls of the operators, the oracle's answer, and comparison by bits."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import ClassVar
 
 import backends
 import ml_dtypes
@@ -74,13 +75,13 @@ OPERATORS = {
 
 
 @dataclass
-class Scene:
+class Arguments:
     """Arguments of one legal call; `inputs` are in the operator's order."""
 
+    operators: ClassVar[dict] = {}  # by kind: (name, the reference)
     kind: str
     inputs: dict
     attrs: dict
-    formats: Formats
 
     def __getitem__(self, name):
         return self.inputs[name]
@@ -91,12 +92,20 @@ class Scene:
     def but(self, **changes):
         """The same call with some inputs or attributes replaced."""
         inputs = {name: changes.pop(name, value) for name, value in self.inputs.items()}
-        return Scene(self.kind, inputs, {**self.attrs, **changes}, self.formats)
+        return replace(self, inputs=inputs, attrs={**self.attrs, **changes})
 
     def run(self, by=None, **more):
         """What the backend returns, or the package that is named."""
-        operator = attrgetter(OPERATORS[self.kind][0])(by or backends.operators)
+        operator = attrgetter(self.operators[self.kind][0])(by or backends.operators)
         return operator(*self.inputs.values(), **self.attrs, **more)
+
+
+@dataclass
+class Scene(Arguments):
+    """A call that appends to a cache and loads it."""
+
+    operators: ClassVar[dict] = OPERATORS
+    formats: Formats
 
     def oracle(self):
         """(key, value, cache, scale) by the reference; the scene stays as it is."""
