@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 from paged_model import Model, numbers
 
-from kvkit import KvkitError
+from kvkit import KvkitError, Rope
 from kvkit.cache import OutOfBlocksError, PagedCache
 from kvkit.reference import key_value_cache as reference
 
@@ -89,6 +89,17 @@ class Paged(RuleBasedStateMachine):
         else:
             self.blocks.crop(seq, length)
             self.model.crop(row, length if length > 0 else row.length + length)
+
+    @some
+    @rule(which=WHICH, begin=st.integers(0, 6), count=st.integers(0, 4), close=st.booleans())
+    def edit_a_branch(self, which, begin, count, close):
+        """A branch that loses and moves tokens, and then goes, leaves no trace."""
+        if len(self.model.free) < 3:  # else the copies would evict published blocks
+            return
+        branch, rope = self.blocks.fork(self.pick(which)[0]), Rope(DIM)
+        self.cache.remove(branch, begin, begin + count, close=close, rope=rope)
+        self.cache.shift(branch, begin, None, 3, rope=rope)
+        self.blocks.free(branch)
 
     @some
     @rule(which=WHICH)
