@@ -220,22 +220,23 @@ def fork():
     for page, first in enumerate((0, 4, 8)):
         tokens(drawing, places[page], 84, map(str, range(first, first + 4)), ["key"] * 4)
         drawing.text(places[page] + 2 * CELL, 128, f"page {page}", 11, "middle")
-    tokens(drawing, places[3], 84, ["6", "7", "", ""], ["b", "b", "none", "none"])
-    drawing.text(places[3] + 2 * CELL, 128, "page 3, copied rows", 11, "middle")
-    drawing.text(12, 34, "A", 14, bold=True)
-    drawing.text(30, 34, "12 tokens", 12)
-    drawing.text(12, 188, "B", 14, bold=True)
-    drawing.text(30, 180, "fork(A), then", 12)
-    drawing.text(30, 196, "remove(B, 2, 6)", 12)
+    tokens(drawing, places[3], 84, ["5", "6", "7", ""], [*["b"] * 3, "none"])
+    drawing.text(places[3] + 2 * CELL, 128, "page 3, of copies", 11, "middle")
+    drawing.text(12, 26, "branch", 13, bold=True)
+    drawing.text(12, 42, "fork(chat)", 12)
+    drawing.text(12, 176, "chat", 13, bold=True)
+    drawing.text(12, 192, "then remove(chat, 2, 5)", 12)
     for page in (0, 1, 2):
         x = places[page]
         drawing.box(x, 16, 4 * CELL, 26, "a", "all 4 rows")
         drawing.arrow(x + 2 * CELL, 42, x + 2 * CELL, 82)
-    for page, words in ((0, "rows 0, 1"), (3, "rows 6, 7"), (2, "all 4 rows")):
+    for page, words in ((0, "rows 0, 1"), (3, "3 rows"), (2, "all 4 rows")):
         x = places[page]
         drawing.box(x, 166, 4 * CELL, 26, "a", words)
         drawing.arrow(x + 2 * CELL, 166, x + 2 * CELL, 134)
-    drawing.text(212, 214, "segments of B, in the order of positions: page 0, page 3, page 2", 11)
+    drawing.text(
+        212, 214, "chat reads page 0, then 3, then 2; a box of a page is a row, with its first position", 11
+    )
     return drawing
 
 
