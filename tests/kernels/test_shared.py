@@ -33,9 +33,9 @@ def body(i, x, half, table, floats, codes, rows):
     rows[i, 2] = index.share(1000, i, 300)
     rows[i, 3], rows[i, 4] = index.visible_range(9, 40 + i, i % 9, i % 5 - 1, i % 3 - 1, i % 2 == 0)
     half_of = x[i] * np.float32(0.5)
-    floats[i, 4] = numeric.apply_softcap(x[i], np.float32(i % 4))
-    floats[i, 5] = numeric.add_split_sum(half_of, x[i], half_of, -x[i])
-    floats[i, 6] = numeric.normalizer(x[i], np.float32(i % 7), half_of)
+    floats[i, 4] = numeric.capped(x[i], np.float32(i % 4))
+    floats[i, 5] = numeric.with_total(half_of, x[i], half_of, -x[i])
+    floats[i, 6] = numeric.share_of(x[i], np.float32(i % 7), half_of)
     floats[i, 7] = numeric.alibi_bias(half_of, i - 100)
     floats[i, 8], floats[i, 9] = rotated(x[i], floats[i, 3], floats[i, 4], half_of)
     floats[i, 10] = numeric.alibi_slope(i % 12, 12)
@@ -59,17 +59,17 @@ def on_cuda(x, half, table, floats, codes, rows):
 
 
 body_cpu = numba.njit(body)
-count = 96
+count = 256
 rng = np.random.default_rng(0)
 x = (rng.standard_normal(count) * 10.0 ** rng.integers(-9, 5, count)).astype(np.float32)
-half = np.arange(count, dtype=np.uint16) * 331
+half = np.arange(count, dtype=np.uint16) * 123
 table = rng.integers(0, 2**40, count)
 results = []
 for launch in (on_cpu, on_cuda[count // 32, 32]):
     out = np.zeros((count, 14), np.float32), np.zeros((count, 5), np.int8), np.full((count, 5), -1)
     launch(x, half, table, *out)
     results.append([array.tobytes() for array in out])
-    assert len(np.unique(out[1])) > 9 and len(np.unique(out[0][:, 10:])) > 150 and (out[2] >= 0).all()
+    assert len(np.unique(out[1])) > 9 and len(np.unique(out[0][:, 10:])) > 300 and (out[2] >= 0).all()
 assert results[0] == results[1]
 print("same bits")
 """
