@@ -7,6 +7,7 @@ import click
 
 from kvkit import tools
 from kvkit.errors import KvkitError
+from kvkit.tools.source import by_patterns
 from kvkit_cli import clusters, show, tool
 
 COLOURS = {"error": "red", "warning": "yellow"}
@@ -18,12 +19,13 @@ COLOURS = {"error": "red", "warning": "yellow"}
     "--after", metavar="FILE", type=tool.PATH, help="The caches after the call whose inputs FILE holds."
 )
 @tool.layout(about="The layout of the cache: a name or a line.")
+@tool.names
 @clusters.on_cluster
 @click.option(
     "--json", "as_json", is_flag=True, help="Print JSON; of several files one object, by file name."
 )
 @click.pass_context
-def check(ctx, sources, after, layout, dask, as_json):
+def check(ctx, sources, after, layout, keys, values, dask, as_json):
     """Find errors in page tables, slots, layouts, scales and data.
 
     FILE holds arrays under the names of `kvkit.tools.check`: block_tables and context_lens, num_blocks and
@@ -43,7 +45,9 @@ def check(ctx, sources, after, layout, dask, as_json):
         raise KvkitError(f"--after {after}: expected one FILE before it, got {len(sources)}")
     several, results = len(sources) > 1, {}
     with clusters.mapper(dask) as mapper:
-        for name, found in zip(sources, mapper(partial(check_file, after, layout), sources), strict=True):
+        for name, found in zip(
+            sources, mapper(partial(check_file, after, layout, keys, values), sources), strict=True
+        ):
             results[str(name)] = found
             if as_json:
                 continue
@@ -59,7 +63,8 @@ def check(ctx, sources, after, layout, dask, as_json):
     ctx.exit(1 if any(found.errors for found in results.values()) else 0)
 
 
-def check_file(after, layout, source):
+def check_file(after, layout, keys, values, source):
     """Check a file; errors name it."""
     with clusters.naming(source):
-        return tools.check(source, after, layout=layout)
+        later = None if after is None else by_patterns(after, keys, values)
+        return tools.check(by_patterns(source, keys, values), later, layout=layout)

@@ -9,6 +9,7 @@ import click
 from kvkit import files, tools
 from kvkit.errors import KvkitError
 from kvkit.files.paths import check_target
+from kvkit.tools.source import by_patterns
 from kvkit_cli import clusters, complete, show, tool, watch
 
 
@@ -29,6 +30,7 @@ from kvkit_cli import clusters, complete, show, tool, watch
     help="The format of codes in IN, if the file does not name it.",
     shell_complete=complete.formats,
 )
+@tool.names
 @tool.sizes()
 @click.option("--page-size", metavar="N|longest", help="Copy all sequences into new pages of N tokens.")
 @click.option(
@@ -40,7 +42,7 @@ from kvkit_cli import clusters, complete, show, tool, watch
     "--json", "as_json", is_flag=True, help="Print JSON; of several files one object, by file name."
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
-def convert(sources, target, page_size, dask, as_json, quiet, **options):
+def convert(sources, target, page_size, dask, as_json, quiet, keys, values, **options):
     """Move a cache to another layout, bit for bit, or to another format.
 
     IN is any file that `kvkit inspect` reads. Its cache is the array cache, the arrays cache.0, cache.0.1 and
@@ -63,7 +65,8 @@ def convert(sources, target, page_size, dask, as_json, quiet, **options):
     targets = targets_of(sources, target)
     options["page_size"] = page_size_of(page_size)
     with clusters.mapper(dask) as mapper:
-        work = partial(convert_file, options=options, quiet=quiet, alone=dask is None)
+        names = keys, values
+        work = partial(convert_file, names=names, options=options, quiet=quiet, alone=dask is None)
         results = {}
         for source, done in zip(sources, mapper(work, sources, targets), strict=True):
             results[str(source)] = done.to_dict()
@@ -92,7 +95,7 @@ def targets_of(sources, target):
     return targets
 
 
-def convert_file(source, target, options, quiet, alone):
+def convert_file(source, target, names, options, quiet, alone):
     """Convert a file. A task that runs `alone` shows progress and watches the file for changes."""
     contents = files.read(source)
     total = sum(array.nbytes for array in contents.arrays.values())
@@ -100,7 +103,12 @@ def convert_file(source, target, options, quiet, alone):
     coding = options["format"] is not None
     with clusters.naming(source), watch.watching(source, contents.mapped if alone and not coding else None):
         with show.progress(f"{'coding' if coding else 'moving'} {source.name}", total, quiet) as advance:
-            done = tools.convert(contents, target if coding else None, **options, progress=in_steps(advance))
+            done = tools.convert(
+                by_patterns(contents, *names),
+                target if coding else None,
+                **options,
+                progress=in_steps(advance),
+            )
         if not coding:
             watch.refuse_changed(source, contents.mapped)
             with show.progress(f"writing {target.name}", done.bytes, quiet) as advance:

@@ -3,6 +3,7 @@
 import click
 
 from kvkit import tools
+from kvkit.tools.source import by_patterns
 from kvkit_cli import tool
 
 
@@ -10,9 +11,10 @@ from kvkit_cli import tool
 @click.argument("source", metavar="FILE", type=tool.PATH)
 @click.option("--stats", is_flag=True, help="Show minimum, maximum, NaN and rows of zeros of each layer.")
 @tool.layout()
+@tool.names
 @tool.sizes()
 @tool.json_option
-def inspect(source, as_json, **options):
+def inspect(source, keys, values, as_json, **options):
     """Say what is in a file: arrays, layout, tables, numbers.
 
     FILE is a .npz, .npy or .safetensors file, one of torch.save, a prompt cache of MLX, a session or state of
@@ -23,4 +25,4 @@ def inspect(source, as_json, **options):
       kvkit inspect cache.safetensors --stats
       kvkit inspect pool.npy --layout vllm-lbnhc --sizes c=64
     """
-    tool.show_result(tools.inspect(source, **options), as_json)
+    tool.show_result(tools.inspect(by_patterns(source, keys, values), **options), as_json)

@@ -7,6 +7,7 @@ import click
 
 from kvkit import tools
 from kvkit.errors import KvkitError, argument_error, brief
+from kvkit.tools.source import by_patterns
 from kvkit.tools.studies import plots, report
 from kvkit.tools.studies.study import check_threshold
 from kvkit_cli import clusters, complete, show, tool
@@ -37,11 +38,14 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
     help="The smallest scheme with a smaller error of every head is advised. The number is arbitrary.",
 )  # fmt: skip
 @tool.layout()
+@tool.names
 @tool.sizes()
 @clusters.on_cluster
 @tool.json_option
 @click.pass_context
-def study(ctx, source, model, text, tokens, schemes, output, threshold, layout, sizes, dask, as_json):
+def study(
+    ctx, source, model, text, tokens, schemes, output, threshold, layout, keys, values, sizes, dask, as_json
+):
     """Measure what schemes of quantization cost a cache, head by head.
 
     A scheme is a format with options (int4:g32, kivi2, mxfp4:ceil), if wanted with a rotation after a plus
@@ -60,6 +64,8 @@ def study(ctx, source, model, text, tokens, schemes, output, threshold, layout, 
         if lacking := plots.missing():
             click.echo(f"kvkit: {lacking}", err=True)
     check_threshold(threshold)
+    if source is not None:
+        source = by_patterns(source, keys, values)
     if (source is None) == (model is None):
         raise argument_error("study", "a FILE or --model", "none" if source is None else "both")
     if model is None:

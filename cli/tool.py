@@ -79,3 +79,11 @@ def show_result(found, as_json, style=None):
         click.echo(json.dumps(found.to_dict(), indent=2, default=str))
     else:
         show.text(found, style)
+
+
+def names(verb):
+    """Give a verb the options for keys and values under other names."""
+    for side in ("values", "keys"):
+        about = f"The names of arrays of {side}, with {{l}} for a layer's number, if no tool knows them."
+        verb = click.option(f"--{side}", metavar="PATTERN", help=about)(verb)
+    return verb

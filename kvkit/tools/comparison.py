@@ -19,6 +19,7 @@ from kvkit.tools.axes import ROLES, WORDS, is_index, letters_of
 from kvkit.tools.case import stack_view
 from kvkit.tools.causes import Cause, Trial, index_causes, try_causes, usable_inputs
 from kvkit.tools.causes.evidence import Tolerances
+from kvkit.tools.names import some_names
 from kvkit.tools.source import SIDES, CacheSource
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.typed import FilePath
@@ -246,7 +247,7 @@ def keys_and_values(source: CacheSource) -> Arrays:
     """Return keys and values, and the scales beside them, [layers, blocks, rows, heads, content]."""
     if source.cache is None and not source.separate:
         expected = "an array cache, key_cache or value_cache to lie in it"
-        raise argument_error("layout", expected, ", ".join(source.arrays) or "none")
+        raise argument_error("layout", expected, some_names(source.arrays))
     parts = {"": source.require_view(both=False)}
     with contextlib.suppress(KvkitError):  # scales that have other axes are not compared
         parts |= {f"_{part}": view for part, view in source.scale_views.items()}

@@ -92,12 +92,18 @@ def open_cache(
     >>> found.format, found.layer(0).key.read(slice(3, 5)).shape
     ('q8_0', (2, 2, 64))
     """
-    if not isinstance(source, (CacheSource, files.Contents, Mapping)) and hasattr(source, "layers"):
+    if not isinstance(source, (CacheSource, files.Contents, Mapping)) and is_own(source):
         return open_cache_object(source)
     found = source if isinstance(source, CacheSource) else CacheSource(source, layout, sizes)
     if found.cache is None and isinstance(about := found.saved.get("layers"), list):
         return open_saved(found, about)
     return open_arrays(found, from_format)
+
+
+def is_own(source: Any) -> bool:
+    """Return whether a source is a cache object of kvkit's."""
+    layers = getattr(source, "layers", None)
+    return layers is not None and all(hasattr(layer, "stored") for layer in layers)
 
 
 def open_cache_object(cache: Any) -> CacheReader:
@@ -159,9 +165,9 @@ def open_arrays(source: CacheSource, from_format: str | None) -> CacheReader:
         parts, pages = encoded_parts({"codes": cache} | beside), None
     else:
         parts, pages = view_parts(source, told, formats)
-    codes, numbers = parts["codes"], source.arrays.get("layers")
-    if numbers is None or numbers.shape != (len(codes.keys),):
-        numbers = np.arange(len(codes.keys))
+    codes, numbers = parts["codes"], source.layer_numbers
+    if numbers is None or len(numbers) != len(codes.keys):
+        numbers = list(range(len(codes.keys)))
     rows = None if pages is None else pages.rows()
     if pages is not None:
         starts = pages.starts()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvkit.interop import as_numpy
 from kvkit.layouts import Layout, tables
 from kvkit.layouts.tables import BlockTable
 from kvkit.layouts.views import KV
+from kvkit.tools.names import LAYER, LayerNames, find_layers, matching, some_names
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Contents
 NAMES = (  # of keys and values that are arrays of their own: in pages, then packed tokens
@@ -42,7 +44,8 @@ TABLES = (  # how names of tables begin
 class CacheSource:
     """The cache in a file, or in arrays by name. All tools read it here; nothing is read before it is used.
 
-    The cache is the array ``cache``, arrays ``cache.N`` and so on, or a pair of `NAMES`. Scales are beside
+    The cache is the array ``cache``, arrays ``cache.N`` and so on, a pair of `NAMES`, arrays of each layer by
+    the patterns of `kvkit.tools.names`, or a cache object. Scales are beside
     it: ``scale`` and what else `kvkit.formats.encode` returns, or ``key_scale`` and ``value_scale``.
 
     Parameters
@@ -71,6 +74,8 @@ class CacheSource:
         self.sizes = dict(self.contents.description.sizes) | dict(sizes or {})
         self.arguments = arguments
         self.stated_layout = layout or self.contents.description.layout or self.text("layout")
+        if self.stated_layout is None and self.layer_names is not None and self.layer_names.heads_first:
+            self.stated_layout = Layout(("l",), *[layouts.parse("hf").axes] * 2)
 
     def text(self, name: str) -> str | None:
         """Return an array that is a text; None without it."""
@@ -108,11 +113,31 @@ class CacheSource:
             for pair, found in zip(NAMES, here, strict=True):
                 if enough(found):
                     return pair
-        return None
+        return None if self.layer_names is None else self.layer_names.patterns
+
+    @cached_property
+    def layer_names(self) -> LayerNames | None:
+        """Return keys and values whose names have a layer's number; None beside `NAMES` or ``cache``."""
+        known = any(nested(self.arrays, name) is not None for pair in NAMES for name in pair)
+        return None if known or self.contents.cache is not None else find_layers(self.arrays)
+
+    @property
+    def layer_numbers(self) -> list[int] | None:
+        """Return the numbers that a source gives its layers; None if it counts them from 0."""
+        if self.layer_names is not None:
+            return self.layer_names.numbers
+        numbers = self.arrays.get("layers")
+        return numbers.tolist() if numbers is not None and numbers.ndim == 1 else None
 
     @cached_property
     def separate(self) -> dict[str, Any]:
         """Return the arrays of keys and of values, where each side has its own; a side may be missing."""
+        if self.layer_names is not None and self.side_names == self.layer_names.patterns:
+            return {
+                side: list(layers.values())
+                for side, layers in zip(SIDES, self.layer_names.sides, strict=True)
+                if layers
+            }
         found = zip(SIDES, self.side_names or (), strict=False)
         return {side: pool for side, name in found if (pool := nested(self.arrays, name)) is not None}
 
@@ -157,7 +182,7 @@ class CacheSource:
             raise argument_error(names[side == "key"], f"an array, beside {names[side != 'key']}", "None")
         if self.cache is None:
             wanted = "an array 'cache' and its layout, or keys and values by name (key/value, keys/values)"
-            raise argument_error("source", wanted, ", ".join(list(self.arrays)[:8]) or "none")
+            raise argument_error("source", wanted, some_names(self.arrays))
         if self.layout is None:
             raise argument_error(self.arguments[0], "a layout, as the file does not say its own", "None")
         return self.cache
@@ -362,12 +387,78 @@ def contents_of(source: Any) -> Contents:
     if isinstance(source, (str, os.PathLike)):
         return files.read(source)
     if not isinstance(source, Mapping):
-        raise argument_error("source", "a path or a dict of arrays", describe(source))
-    given = {name: value for name, value in source.items() if value is not None}
+        if not hasattr(source, "layers"):
+            raise argument_error("source", "a path, a dict of arrays or a cache", describe(source))
+        return Contents(arrays_of_object(source), {}, kind=type(source).__name__)
+    given: dict[str, Any] = {}
+    for name, value in source.items():
+        if value is not None:
+            given |= arrays_of_object(value) if hasattr(value, "layers") else {name: value}
     lists = {name: value for name, value in given.items() if holds_arrays(value)}
     arrays = {name: np.asarray(as_numpy(value, name)) for name, value in (given | files.flat(lists)).items()
               if name not in lists}  # fmt: skip
     return Contents(arrays, {}, kind="arrays")
+
+
+def arrays_of_object(cache: Any) -> dict[str, Any]:
+    """Return keys and values of a cache object, of transformers or of `kvkit.cache`, by name.
+
+    Layers without keys, such as recurrent ones, are left out; of a static layer only its tokens are taken.
+    """
+    found: dict[str, Any] = {}
+    for number, layer in enumerate(cache.layers):
+        if "quantized" in type(layer).__name__.lower() and not hasattr(layer, "stored"):
+            wanted = "a layer whose .keys are all of its keys"
+            raise argument_error("source", wanted, f"a {type(layer).__name__}, which has its last ones there")
+        pair = layer.stored() if hasattr(layer, "stored") else (layer.keys, layer.values) if (
+            getattr(layer, "keys", None) is not None) else ()  # fmt: skip
+        static = type(layer).__name__.startswith("Static") and not hasattr(layer, "stored")
+        tokens = slice(int(layer.get_seq_length()) if static else None)
+        for side, array in zip(SIDES, pair, strict=False):
+            found[f"past_key_values.{number}.{side}"] = np.asarray(as_numpy(array, side))[:, :, tokens]
+    if not found:
+        raise argument_error("source", "a cache that has tokens", "an empty one")
+    return found
+
+
+def by_patterns(source: Any, keys: str | None, values: str | None) -> Any:
+    """Return a source whose keys and values have other names as if they had the usual ones.
+
+    Parameters
+    ----------
+    source : path, mapping of arrays, or Contents
+    keys, values : str or None
+        Names of arrays of keys and of values, with {l} for the number of a layer. If both are None the source
+        is returned as it is.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.tools.source import CacheSource, by_patterns
+    >>> arrays = {f"attn{i}_{side}": np.ones((3, 8, 2, 16)) for i in (0, 1) for side in "kv"}
+    >>> CacheSource(by_patterns(arrays, "attn{l}_k", "attn{l}_v")).axis_sizes
+    {'l': 2, 'b': 3, 'n': 8, 'h': 2, 'c': 16}
+    """
+    if keys is None and values is None:
+        return source
+    contents, found = contents_of(source), []
+    for argument, pattern in (("keys", keys), ("values", values)):
+        if pattern is None:
+            raise argument_error(argument, "a pattern, beside that of the other side", "None")
+        found.append(matching(contents.arrays, pattern, argument))
+    if found[0].keys() != found[1].keys():
+        missing = min(found[0].keys() ^ found[1].keys())
+        raise argument_error(
+            "values", f"the layers of keys, {sorted(found[0])}", f"no layer {missing} in both"
+        )
+    gone = {name for side in found for name in side.values()}
+    arrays = {name: array for name, array in contents.arrays.items() if name not in gone}
+    for name, pattern, side in zip(PAGED_NAMES, (keys, values), found, strict=True):
+        for at, layer in enumerate(sorted(side)):
+            arrays[f"{name}.{at}" if LAYER in str(pattern) else name] = contents.arrays[side[layer]]
+    if (numbers := sorted(found[0])) != list(range(len(numbers))):
+        arrays["layers"] = np.array(numbers)
+    return replace(contents, arrays=arrays)
 
 
 def parse_layout(layout: str | Layout, argument: str) -> Layout:

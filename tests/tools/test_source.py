@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import kvkit
 from kvkit import files, formats, tools
 from kvkit.errors import KvkitError
+from kvkit.tools.names import HEADS_FIRST, TOKENS_FIRST
 from kvkit.tools.readers import open_cache
-from kvkit.tools.source import NAMES
+from kvkit.tools.source import NAMES, by_patterns
 from kvkit_cli.main import main
 
 pytestmark = pytest.mark.cpu
@@ -37,7 +39,29 @@ def heads_first(key, value):
     return {"key": key.swapaxes(2, 3).copy(), "value": value.swapaxes(2, 3).copy(), "layout": "| l b h n c"}
 
 
+def per_layer(patterns, heads_first=False):
+    def made(key, value):
+        sides = (side.swapaxes(2, 3).copy() if heads_first else side for side in (key, value))
+        return {name.format(l=i): x for name, side in zip(patterns, sides, strict=True)
+                for i, x in enumerate(side)}  # fmt: skip
+
+    return made
+
+
+def stacked(key, value):
+    """[L, B, H, S, D], which names alone do not tell from pages."""
+    return per_layer(("keys", "values"))(*([side.swapaxes(2, 3).copy()] for side in (key, value))) | {
+        "layout": "| l b h n c"
+    }
+
+
 SCHEMES = {
+    "stacked": stacked,
+    **{f"{names[0]} and another layout": lambda key, value, names=names: per_layer(names)(
+        *(side.swapaxes(2, 3).copy() for side in (key, value))) | {"layout": "l | b h n c"}
+       for names in TOKENS_FIRST[:1]},
+    **{names[0]: per_layer(names, heads_first=True) for names in HEADS_FIRST},
+    **{names[0]: per_layer(names) for names in TOKENS_FIRST},
     "cache": whole, "cache.N": by_layer, "key_cache.N": lists, "a layout said": heads_first,
     **{"/".join(names): apart(names) for names in NAMES},
 }  # fmt: skip
@@ -151,6 +175,80 @@ def test_codes_with_what_is_beside_them(sides, name, format, said, tmp_path):
         files.Description(layout),
     )
     assert "scale" in str(tools.diff(path, tmp_path / "other.npz"))
+
+
+def test_names_by_patterns(sides, tmp_path):
+    """--keys and --values, with and without {l}; what they do not find is told the nearest names."""
+    arrays = per_layer(("block{l}/attn/K", "block{l}/attn/V"))(*sides)
+    shifted = {name.replace("block", "block1"): x for name, x in arrays.items()}
+    files.write(tmp_path / "a.npz", arrays | {"other": np.zeros(3)})
+    files.write(tmp_path / "whole.npz", {"k": sides[0], "v": sides[1]})
+    found = by_patterns(arrays, "block{l}/attn/K", "block{l}/attn/V")
+    assert converted(found) == converted(whole(*sides))
+    numbered = by_patterns(shifted, "block{l}/attn/K", "block{l}/attn/V")
+    assert [open_cache(numbered).layer(i).name for i in (0, 1)] == ["layer 10", "layer 11"]
+    named, pool = ["--keys", "block{l}/attn/K", "--values", "block{l}/attn/V"], str(tmp_path / "a.npz")
+    verbs = [["inspect", pool], ["study", pool, "--schemes", "fp8"], ["check", pool], ["diff", pool, pool]]
+    for verb in (*verbs, ["convert", pool, str(tmp_path / "b.npz"), "--to", CANONICAL]):
+        shown = CliRunner().invoke(main, [*verb, *named])
+        assert shown.exit_code == 0, (verb, shown.output)
+    assert tools.diff(tmp_path / "b.npz", whole(*sides)).equal
+    assert tools.diff(by_patterns(tmp_path / "whole.npz", "k", "v"), whole(*sides)).equal
+    shown = CliRunner().invoke(main, ["inspect", pool, "--keys", "block{l}/attn/Q", "--values", "v"])
+    assert shown.stderr.startswith(
+        "kvkit: --keys: expected the name of an array, with {l} for the number of "
+    )
+    assert "names like it: block0/attn/V, block0/attn/K, block1" in shown.stderr
+
+
+def test_layers_are_numbered_and_whole(sides):
+    """Hybrid models have keys in some layers; a layer without values is no guess."""
+    arrays = per_layer(HEADS_FIRST[0], heads_first=True)(*sides)
+    hybrid = {name.replace(".1.", ".7."): x for name, x in arrays.items()}
+    assert [open_cache(hybrid).layer(i).name for i in (0, 1)] == ["layer 0", "layer 7"]
+    assert converted(hybrid) == converted(whole(*sides))
+    del hybrid["past_key_values.7.value"]
+    with pytest.raises(KvkitError, match=r"past_key_values\.7\.value: expected an array, beside"):
+        tools.inspect(hybrid)
+    many = {f"w{i}": np.zeros(3) for i in range(60)} | {"my_keys": np.zeros(3)}
+    with pytest.raises(KvkitError, match=r"got my_keys, w0, w1, w2, w3 and 56 more$"):
+        tools.study(many, "fp8")
+
+
+def test_cache_objects(sides):
+    """Of kvkit: every tool takes them, and says of them what it says of their arrays."""
+    cache = kvkit.cache.DynamicCache(L)
+    for i in range(L):
+        cache.layers[i].update(*(side[i].swapaxes(1, 2).copy() for side in sides))
+    assert converted(cache) == converted(whole(*sides)) == converted({"past_key_values": cache})
+    assert tools.inspect(cache).sizes == tools.inspect(whole(*sides)).sizes
+    assert studied(cache) == studied({"past_key_values": cache})
+    assert tools.diff(cache, whole(*sides)).equal
+
+
+@pytest.mark.transformers
+def test_cache_objects_of_transformers(sides):
+    """Static layers without their room; quantized ones, whose .keys are their last tokens, are refused."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    cache = transformers.DynamicCache()
+    config = transformers.LlamaConfig(num_hidden_layers=L, num_key_value_heads=H, num_attention_heads=H)
+    static = transformers.StaticCache(config=config, max_cache_len=4 * N)
+    for i in range(L):
+        states = [torch.tensor(side[i].swapaxes(1, 2).copy()) for side in sides]
+        cache.update(*states, i)
+        static.update(*states, i)
+    for each in cache, static, {"past_key_values": cache}:
+        assert converted(each) == converted(whole(*sides))
+        assert tools.diff(each, whole(*sides)).equal
+        assert tools.inspect(each).sizes == tools.inspect(whole(*sides)).sizes
+        assert studied(each) == studied(per_layer(HEADS_FIRST[0], heads_first=True)(*sides))
+
+    class HQQQuantizedLayer:
+        keys = values = torch.zeros(1, 2, 3, 4)
+
+    cache.layers[1] = HQQQuantizedLayer()
+    with pytest.raises(KvkitError, match="got a HQQQuantizedLayer, which has its last ones there"):
+        tools.study(cache, "fp8")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+"""Find keys and values, an array for each layer, by the names that engines and people give them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvkit.errors import argument_error, brief, nearest
+
+LAYER = "{l}"  # the number of a layer in a pattern
+HEADS_FIRST = (  # patterns of keys and of values whose arrays are [sequences, heads, tokens, content]
+    ("past_key_values.{l}.key", "past_key_values.{l}.value"),
+    ("past_key_values.{l}.decoder.key", "past_key_values.{l}.decoder.value"),
+    ("past_key_values.{l}.0", "past_key_values.{l}.1"),
+    ("present.{l}.key", "present.{l}.value"),
+    ("model.layers.{l}.self_attn.key", "model.layers.{l}.self_attn.value"),
+    ("model.layers.{l}.self_attn.k", "model.layers.{l}.self_attn.v"),
+)
+TOKENS_FIRST = (  # patterns whose arrays are [blocks, rows, heads, content]
+    ("layers.{l}.k_cache", "layers.{l}.v_cache"),
+    ("layers.{l}.key_cache", "layers.{l}.value_cache"),
+    ("key_cache_{l}", "value_cache_{l}"),
+    ("k_cache_{l}", "v_cache_{l}"),
+    ("layer_{l}.key", "layer_{l}.value"),
+    ("layer_{l}_key", "layer_{l}_value"),
+)
+WORDS = "cache", "key", "value", "keys", "values", "kv"
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """Arrays of keys and of values by the numbers of their layers, and how their names are made."""
+
+    patterns: tuple[str, str]
+    sides: tuple[dict[int, Any], dict[int, Any]]
+    heads_first: bool
+
+    @property
+    def numbers(self) -> list[int]:
+        """Return the numbers of the layers, in order."""
+        return sorted(self.sides[0] or self.sides[1])
+
+
+def by_layer(names: Iterable[str], pattern: str) -> dict[int, str]:
+    """Return the names that a pattern with {l} makes, by the number in them."""
+    before, _, after = pattern.partition(LAYER)
+    form = re.compile(f"{re.escape(before)}([0-9]{{1,6}}){re.escape(after)}")
+    return {int(match[1]): name for name in names if (match := form.fullmatch(name))}
+
+
+def find_layers(arrays: Mapping[str, Any]) -> LayerNames | None:
+    """Return keys and values under the first pair of patterns that names have; None if they have none."""
+    for heads_first, pairs in ((True, HEADS_FIRST), (False, TOKENS_FIRST)):
+        for patterns in pairs:
+            key, value = (by_layer(arrays, pattern) for pattern in patterns)
+            if not key and not value:
+                continue
+            if key and value and key.keys() != value.keys():
+                missing = min(key.keys() ^ value.keys())
+                side = missing in key
+                name, other = (patterns[i].replace(LAYER, str(missing)) for i in (side, not side))
+                raise argument_error(name, f"an array, beside {other}", "None")
+            sides = tuple({layer: arrays[each[layer]] for layer in sorted(each)} for each in (key, value))
+            return LayerNames(patterns, (sides[0], sides[1]), heads_first)
+    return None
+
+
+def matching(arrays: Mapping[str, Any], pattern: str, argument: str) -> dict[int, str]:
+    """Return the names of a pattern by layer; of one without {l} the array of this name."""
+    alone = {0: pattern} if pattern in arrays else {}
+    found = by_layer(arrays, pattern) if LAYER in pattern else alone
+    if not found:
+        wanted = f"the name of an array, with {LAYER} for the number of a layer"
+        near = nearest(pattern.replace(LAYER, "0"), arrays) or list(arrays)[:5]
+        raise argument_error(
+            argument, wanted, f"{brief(pattern)}; names like it: {', '.join(near) or 'none'}"
+        )
+    return found
+
+
+def some_names(names: Collection[str], count: int = 5) -> str:
+    """Return those names that are most like names of a cache, and how many more there are."""
+    likely = dict.fromkeys(name for word in WORDS for name in nearest(word, names, count))
+    shown = [*likely, *(name for name in names if name not in likely)][:count]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return ", ".join(map(brief, shown)) + more if shown else "none"
