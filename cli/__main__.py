@@ -1,10 +1,13 @@
 """Start the program. Ctrl-C prints one line, and signals that end a process let it clean up first."""
 
+import os
 import sys
+from types import FrameType
 
 
 def start() -> None:
     """Run `kvkit`."""
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # no process that this one starts runs files of its folder
     try:
         import signal
 
@@ -23,9 +26,13 @@ def start() -> None:
         exec("")  # else Python ends itself by SIGINT if the last text that it ran was interrupted
 
 
-def end_by_signal(number: int, frame: object) -> None:
-    """Unwind as Ctrl-C does, so that no half-written file is left."""
+def end_by_signal(number: int, frame: FrameType | None) -> None:
+    """Unwind as Ctrl-C does, so that no half-written file is left; amid an import end at once."""
     sys.stderr.write(f"kvkit: ended by signal {int(number)}\n")
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os._exit(128 + number)  # modules that are imported may catch an exit, or fail for it
+        frame = frame.f_back
     sys.exit(128 + number)
 
 

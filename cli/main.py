@@ -107,7 +107,7 @@ def correction(name: str) -> str:
 def one_line(message: str) -> str:
     """Return a message in one line of printable characters, whatever it quotes."""
     return "".join(
-        sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in " ".join(message.split())
+        sign if sign.isprintable() else "\ufffd" for sign in " ".join(message.split())
     )
 
 

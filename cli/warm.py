@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import multiprocessing.connection
 import os
-import queue
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -25,6 +24,7 @@ USUAL = "float16,int8,int4"
 GROUP = 8
 COUNT = click.IntRange(1)
 Wave = list[tuple[str, str, Kind]]  # (name, task, cache)
+Process = subprocess.Popen[str]
 
 
 def parse_formats(texts: Sequence[str], data: str, dim: int, queries: int) -> Iterator[tuple[str, Kind]]:
@@ -113,34 +113,60 @@ def task_waves(what: str, kinds: Sequence[tuple[str, Kind]]) -> list[Wave]:
 
 
 def compile_waves(waves: list[Wave], quiet: bool = False) -> None:
-    """Run all tasks, a process for each CPU."""
-    count = min(os.cpu_count() or 1, len(waves[0]))
-    idle = queue.SimpleQueue()
-    command, environment = [sys.executable, "-m", "kvkit_cli.warming"], os.environ | {"KVKIT_QUIET": "1"}
-
-    def run(name: str, task: str, kind: Kind) -> str:
-        """Run one task in the next idle process."""
-        process = idle.get()
-        process.stdin.write(json.dumps([task, dataclasses.asdict(kind)]) + "\n")
-        process.stdin.flush()
-        answer = process.stdout.readline().strip()
-        if not answer:
-            raise RuntimeError(f"compiling {name} failed")
-        idle.put(process)
-        return name + json.loads(answer)
-
+    """Run all tasks, a process for each CPU. All processes end with this call, however it ends."""
     with (
         contextlib.ExitStack() as started,
         show.steps("compiling", sum(map(len, waves)), quiet) as done,
-        concurrent.futures.ThreadPoolExecutor(count) as pool,
     ):
-        for _ in range(count):
-            process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            started.enter_context(process)
-            started.callback(process.kill)
-            idle.put(process)
+        processes = [start_process(started) for _ in range(min(os.cpu_count() or 1, len(waves[0])))]
         for wave in waves:
-            for finished in concurrent.futures.as_completed([pool.submit(run, *task) for task in wave]):
-                done(finished.result())
+            run_wave(wave, processes, done)
+
+
+def start_process(started: contextlib.ExitStack) -> Process:
+    """Start a process that compiles, and that is killed when the stack unwinds."""
+    command, environment = [sys.executable, "-P", "-m", "kvkit_cli.warming"], os.environ | {"KVKIT_QUIET": "1"}
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    started.callback(end_process, process)
+    return process
+
+
+def end_process(process: Process) -> None:
+    """Kill a process, and close its pipes, whatever it has not read."""
+    process.kill()
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    process.stdout.close()
+    process.wait()
+
+
+def run_wave(wave: Wave, processes: Sequence[Process], done: Callable[[str], object]) -> None:
+    """Run the tasks of a wave, each in the next process that is idle."""
+    idle, busy, waiting = list(processes), {}, list(wave)
+    while waiting or busy:
+        while waiting and idle:
+            name, task, kind = waiting.pop(0)
+            process = idle.pop()
+            busy[process.stdout] = process, name
+            with contextlib.suppress(BrokenPipeError):  # a process that has ended gives no answer either
+                process.stdin.write(json.dumps([task, dataclasses.asdict(kind)]) + "\n")
+                process.stdin.flush()
+        for output in multiprocessing.connection.wait(list(busy)):
+            process, name = busy.pop(output)
+            done(name + read_answer(process, name))
+            idle.append(process)
+
+
+def read_answer(process: Process, name: str) -> str:
+    """Return what a process says of its task, or raise an error if it failed or has ended."""
+    line = process.stdout.readline()
+    if not line.endswith("\n"):
+        code = process.wait()
+        why = f"signal {-code}" if code < 0 else f"code {code}"
+        raise ChildProcessError(f"compiling {name}: its process ended with {why}")
+    answer, failure = json.loads(line)
+    if failure:
+        raise ChildProcessError(f"compiling {name}: {failure}")
+    return answer

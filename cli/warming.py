@@ -1,11 +1,13 @@
 """Workers of `kvkit warm`: a process reads a task from each line of stdin and compiles its code.
 
-A task returns a text to print after its name, or None.
+A task returns a text to print after its name, or None. A line of stdout answers each task: that text, and
+what the machine lacked, both "" if there is nothing to say.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import numpy as np
 
 import kvkit
 from kvkit import formats
+from kvkit.errors import KvkitError
 
 CODES = {fmt.name: bits for bits, fmt in formats.QUANTIZED.items()}  # quant_bit
 PROMPT = 40  # tokens, so many that they are not attended to one by one
@@ -92,11 +95,19 @@ TASKS = {task.__name__: task for task in (cache, attention, attention_to_cache, 
 
 
 def main() -> None:
-    """Run the tasks that stdin names, and print a line for each."""
+    """Run the tasks that stdin names, and print a line for each, until nobody reads them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits handles Ctrl-C and ends this one
     for line in sys.stdin:
         task, kind = json.loads(line)
-        print(json.dumps(TASKS[task](Kind(**kind)) or ""), flush=True)
+        text, failure = "", ""
+        try:
+            text = TASKS[task](Kind(**kind)) or ""
+        except (KvkitError, OSError, MemoryError) as error:
+            failure = str(error) or "out of memory"
+        try:
+            print(json.dumps([text, failure]), flush=True)
+        except BrokenPipeError:
+            os._exit(1)  # the process that waits has been killed
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import attention_scenes
 import click
@@ -336,9 +337,14 @@ def test_suggestions(name, known, meant):
 
 
 def test_warm_compiles_what_a_call_needs(tmp_path):
-    """In processes of its own; the next call compiles nothing."""
+    """In processes of its own, which run no file of the current folder; the next call compiles nothing."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "numpy.py").write_text("raise SystemExit('a file of the current folder has run')")
     environment = os.environ | {"KVKIT_CACHE_DIR": str(tmp_path)}
-    done = process("warm", "cache", "--formats", "float16", "--head-dim", 32, env=environment)
+    command = [sys.executable, "-P", "-m", "kvkit_cli", "warm", "cache", "--formats", "float16"]
+    done = subprocess.run(
+        [*command, "--head-dim", "32"], env=environment, cwd=tmp_path / "here", capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     said = sorted(line.split(",")[0] for line in done.stdout.splitlines())
     assert [line[:4] for line in said] == ["1/2 ", "2/2 "]
@@ -351,6 +357,37 @@ def test_warm_compiles_what_a_call_needs(tmp_path):
     )
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     assert sorted(path.name for path in tmp_path.rglob("*.bin")) == kept
+
+
+def children_of(process):
+    """The process numbers of a process's children, as Linux tells them."""
+    return [int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are found in /proc")
+@pytest.mark.parametrize(
+    ("whose", "code", "said"),
+    [
+        ("children", 1, "kvkit: compiling attention: its process ended with signal 9"),
+        ("own", 143, "kvkit: ended by signal 15"),
+    ],
+)
+def test_warm_ends_when_it_or_its_processes_are_killed(tmp_path, whose, code, said):
+    """One line and a code, at once, and no process is left."""
+    command = [sys.executable, "-m", "kvkit_cli", "warm", "attention", "--quiet"]
+    environment = os.environ | {"KVKIT_CACHE_DIR": str(tmp_path)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as started:
+        limit = time.monotonic() + 30
+        while len(children := children_of(started)) < min(os.cpu_count(), 2):
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        for number in children if whose == "children" else ():
+            os.kill(number, signal.SIGKILL)
+        if whose == "own":
+            started.terminate()
+        assert started.wait(20) == code
+        assert started.stderr.read().replace("index tensors of a step", "attention").strip() == said
+    assert not any(os.path.exists(f"/proc/{number}") for number in children)
 
 
 def test_warm_for_a_gpu_without_numba_cuda(monkeypatch):
@@ -573,6 +610,30 @@ def test_a_signal_leaves_nothing_behind(files, writer, name):
     assert said == ("kvkit: interrupted" if name == "SIGINT" else f"kvkit: ended by signal {int(number)}")
     assert [path.name for path in files[0].parent.iterdir()] == ["in.npz"]
     assert files[0].read_bytes() == before
+
+
+IMPORTING = """
+import os, signal, sys
+from kvkit_cli.__main__ import start
+class Finder:
+    def find_spec(name, *more):
+        try:
+            if name == "numba.core.typing":
+                os.kill(os.getpid(), signal.SIGTERM)
+        except BaseException:
+            pass  # as weak references and bare excepts do
+sys.meta_path.insert(0, Finder)
+sys.argv[1:] = {args}
+start()
+"""
+
+
+def test_a_signal_amid_an_import_ends_the_process(files):
+    args = ["run", "key_value_cache", str(files[0]), "-o", str(files[1])]
+    command = [sys.executable, "-c", IMPORTING.format(args=args)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (143, "kvkit: ended by signal 15\n")
+    assert not files[1].exists()
 
 
 CHANGING = """
