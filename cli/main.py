@@ -106,9 +106,7 @@ def correction(name: str) -> str:
 
 def one_line(message: str) -> str:
     """Return a message in one line of printable characters, whatever it quotes."""
-    return "".join(
-        sign if sign.isprintable() else "\ufffd" for sign in " ".join(message.split())
-    )
+    return "".join(sign if sign.isprintable() else "\ufffd" for sign in " ".join(message.split()))
 
 
 def explain(error: Exception) -> tuple[str, int | None]:

@@ -125,7 +125,10 @@ def compile_waves(waves: list[Wave], quiet: bool = False) -> None:
 
 def start_process(started: contextlib.ExitStack) -> Process:
     """Start a process that compiles, and that is killed when the stack unwinds."""
-    command, environment = [sys.executable, "-P", "-m", "kvkit_cli.warming"], os.environ | {"KVKIT_QUIET": "1"}
+    command, environment = (
+        [sys.executable, "-P", "-m", "kvkit_cli.warming"],
+        os.environ | {"KVKIT_QUIET": "1"},
+    )
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

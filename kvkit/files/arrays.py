@@ -20,7 +20,7 @@ def name_arrays(source: Any, name: str = CACHE) -> dict[str, Any]:
 
 
 def nested(arrays: Mapping[str, Any], name: str = CACHE) -> Any:
-    """Return the nested lists of named arrays, or the array if it is one; None if names are no lists'.
+    """Return the nested lists of named arrays, or the array if it is one; None if numbers have gaps.
 
     Examples
     --------
@@ -36,7 +36,8 @@ def nested(arrays: Mapping[str, Any], name: str = CACHE) -> Any:
     heads = {head for head in heads if head.isascii() and head.isdecimal()}
     if heads != {str(i) for i in range(len(heads))} or not heads:
         return None
-    return [nested(arrays, f"{begin}{i}") for i in range(len(heads))]
+    members = [nested(arrays, f"{begin}{i}") for i in range(len(heads))]
+    return None if any(member is None for member in members) else members
 
 
 def find_cache(arrays: Mapping[str, Any]) -> Any:

@@ -48,6 +48,7 @@ BLOCKS = {  # number: (name, bytes for 32 elements)
     39: ("ggml_mxfp4", 17),
 }
 BLOCK = 32
+MOST = 10_000  # streams, and layers of all of them: an empty one is 12 bytes of a file
 CACHES = "cache", "sliding"  # names of the caches in a file
 LINES = {  # (whether streams are several, whether values lie transposed)
     (False, False): "l kv | b n (h c)",
@@ -176,7 +177,7 @@ def read_cache(source: Bytes, fields: tuple[str, ...], with_values: bool) -> Cel
     cells: list[Any] = []
     rows: list[Any] = []
     types: set[int] = set()
-    if not 1 <= streams <= (len(source.data) - source.at) // 4:
+    if not 1 <= streams <= min(MOST, (len(source.data) - source.at) // 4):
         raise Unfit(f"{streams} streams")
     for _ in range(streams):
         count = source.number()
@@ -185,7 +186,7 @@ def read_cache(source: Bytes, fields: tuple[str, ...], with_values: bool) -> Cel
             rows.append(None)
             continue
         flag, layers = source.number(), source.number()
-        if flag > 1 or layers > (len(source.data) - source.at) // 12:
+        if flag > 1 or layers + sum(len(each or ()) for each in rows) > MOST:
             raise Unfit(f"{layers} layers, and values transposed: {flag}")
         transposed = bool(flag)
         keys = [read_rows(source, count, types) for _ in range(layers)]

@@ -20,6 +20,7 @@ from kvkit.typed import Array, FilePath
 
 DEEPEST = 8
 MOST = 100_000  # arrays
+EXPANDED = 64  # times the file's size: a tensor may repeat heads by strides of 0, not fill a disk with them
 
 
 def read(path: FilePath) -> Contents:
@@ -30,7 +31,11 @@ def read(path: FilePath) -> Contents:
     arrays: dict[str, Array] = {}
     metadata: dict[str, Any] = {}
     collect_tensors(path, torch, found, "", 0, arrays, metadata)
-    return Contents(arrays, metadata, os.stat(path), "file of torch.save")
+    status, total = os.stat(path), sum(array.nbytes for array in arrays.values())
+    if total > EXPANDED * status.st_size:
+        what = f"its tensors repeat {status.st_size} bytes by strides of 0 until they are {total}"
+        raise file_error(path, what, "save them without repeated elements")
+    return Contents(arrays, metadata, status, "file of torch.save")
 
 
 def collect_tensors(

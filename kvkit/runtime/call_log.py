@@ -26,6 +26,7 @@ from kvkit.typed import FilePath
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 BITS = {2: np.uint16, 1: np.uint8}  # integers that hold the bits of dtypes unknown to .npy
+PRIVATE = 0o700  # folders of dumps: for their user alone
 UNLOGGED = "self", "out", "stream"
 TOTALS = {"calls": 0, "bytes": 0, "silent": False}
 
@@ -149,7 +150,10 @@ def write_call(name: str, given: Mapping[str, Any]) -> None:
     TOTALS["bytes"] += size
     root = Path(os.environ.get("KVKIT_LOG_FOLDER") or "kvkit_dumps")
     folder = root / f"{os.getpid()}-{TOTALS['calls']:06d}-{name}"
-    folder.mkdir(parents=True)
+    root.mkdir(PRIVATE, parents=True, exist_ok=True)
+    folder.mkdir(PRIVATE)  # keys and values tell what a user wrote
     arguments = {key: write_argument(folder, key, value) for key, value in given.items()}
     case = {"name": folder.name, "operator": name, "arguments": arguments}
     write_manifest(folder, [case | {"outputs": {}, "after": {}}], producer="KVKIT_LOG")
+    for path in folder.iterdir():
+        path.chmod(PRIVATE & 0o666)

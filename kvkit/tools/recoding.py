@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from kvkit import files
 from kvkit.errors import argument_error
 from kvkit.files.arrays import CACHE
-from kvkit.files.paths import check_target
+from kvkit.files.paths import check_target, name_in_errors
 from kvkit.formats import BY_NAME, FLOATS
 from kvkit.formats.schemes import Coded, formats_named
 from kvkit.tools.readers import LINE, CacheReader, LayerReader, SideReader, open_cache
@@ -38,38 +39,36 @@ def recode(
         check_target(target)
     found = open_cache(source, from_format=from_format)
     made: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=None if target is None else Path(target).parent) as folder:
-        place = None if target is None else Path(folder)
-        total = sum(array.nbytes for array in source.arrays.values())
-        for i in range(found.count):
-            layer = found.layer(i)
-            starts = layer.starts[: 1 + source.paged.get("rows", len(layer.starts))]
-            made |= encode_layer(i, layer, starts, forms, place)
-            if progress is not None:
-                progress(total * (i + 1) // found.count, total)
-        description = replace(
-            source.contents.description,
-            layout=LINE,
-            sizes=sizes_of_layer(found, layer, starts, floats),
-            format=format,
-            tables=None,
-        )
-        before, size = (
-            found.format or str(layer.value.read(slice(0)).dtype),
-            sum(x.nbytes for x in made.values()),
-        )
-        if not source.saved:
-            made |= source.other_arrays((CACHE, *source.scales), tables=False)
-        if target is not None:
-            files.write(target, made, description)
-            made = {}
+    folder = None if target is None else Path(target).parent
+    total = sum(array.nbytes for array in source.arrays.values())
+    for i in range(found.count):
+        layer = found.layer(i)
+        starts = layer.starts[: 1 + source.paged.get("rows", len(layer.starts))]
+        with nullcontext() if target is None else name_in_errors(target):
+            made |= encode_layer(i, layer, starts, forms, folder)
+        if progress is not None:
+            progress(total * (i + 1) // found.count, total)
+    description = replace(
+        source.contents.description,
+        layout=LINE,
+        sizes=sizes_of_layer(found, layer, starts, floats),
+        format=format,
+        tables=None,
+    )
+    before = found.format or str(layer.value.read(slice(0)).dtype)
+    size = sum(array.nbytes for array in made.values())
+    if not source.saved:
+        made |= source.other_arrays((CACHE, *source.scales), tables=False)
+    if target is not None:
+        files.write(target, made, description)
+        made = {}
     return made, description, before, size
 
 
 def encode_layer(
     i: int, layer: LayerReader, starts: Sequence[int], forms: Sequence[Form], folder: Path | None
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of a layer's sequences, which must have one length; in files of a folder."""
+    """Return the arrays of a layer's sequences, which must have one length; in files of a folder's disk."""
     made = {}
     lengths = np.diff(starts).tolist()
     if len({*lengths, 0}) != 2:
@@ -79,7 +78,7 @@ def encode_layer(
         for part in sequences[0]:
             name = f"{CACHE if part == 'codes' else part}.{i}.{kv}"
             pieces = [piece for one in sequences for piece in one[part]]
-            made[name] = join_pieces(pieces, len(sequences), folder and folder / name)
+            made[name] = join_pieces(pieces, len(sequences), folder)
     return made
 
 
@@ -114,14 +113,18 @@ def encode_sequence(side: SideReader, start: int, count: int, form: Form) -> dic
     return found
 
 
-def join_pieces(pieces: Sequence[np.ndarray], count: int, path: Path | None) -> np.ndarray:
-    """Join the pieces of `count` sequences; in a file, so that a whole cache need not fit into memory."""
+def join_pieces(pieces: Sequence[np.ndarray], count: int, folder: Path | None) -> np.ndarray:
+    """Join the pieces of `count` sequences; on a folder's disk, as a cache need not fit into memory.
+
+    The file has no name, so that it goes with the process, however that ends.
+    """
     shape = pieces[0].shape
     if len(pieces) > count:
         shape = sum(map(len, pieces)) // count, *shape[1:]
-    if path is None or not pieces[0].size:
+    if folder is None or not pieces[0].size:
         return np.concatenate(pieces, axis=None).reshape(count, *shape)
-    with open(path, "wb") as file:
+    with tempfile.TemporaryFile(dir=folder) as file:
         for piece in pieces:
-            piece.tofile(file)
-    return np.memmap(path, pieces[0].dtype, "r", shape=(count, *shape))
+            file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+        file.flush()
+        return np.memmap(file, pieces[0].dtype, "r", shape=(count, *shape))

@@ -361,7 +361,9 @@ def test_warm_compiles_what_a_call_needs(tmp_path):
 
 def children_of(process):
     """The process numbers of a process's children, as Linux tells them."""
-    return [int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    return [
+        int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="children are found in /proc")

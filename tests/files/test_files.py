@@ -134,6 +134,18 @@ def test_files_of_torch(tmp_path, torch):
     assert list(files.read(path).arrays) == ["cache"]
 
 
+def test_files_of_torch_that_repeat_an_element(tmp_path, torch):
+    """Heads that are repeated are read as they are; a disk full of one element is refused."""
+    path, heads = tmp_path / "cache.pt", torch.ones(1, 2, 1, 50, 8)
+    torch.save({"key": heads.expand(1, 2, 4, 50, 8)}, path)
+    found = files.read(path).arrays["key"]
+    assert (found.shape, found.strides[2]) == ((1, 2, 4, 50, 8), 0)
+    torch.save({"key": torch.zeros(1).expand(2**20, 8, 100)}, path)
+    assert path.stat().st_size < 2000
+    with pytest.raises(FileError, match=r"repeat \d+ bytes by strides of 0 until they are 3355443200: save"):
+        files.read(path)
+
+
 def test_files_of_torch_that_would_run_code_are_refused(tmp_path, torch):
     path = tmp_path / "cache.pt"
     torch.save({"a": Mine()}, path)

@@ -1,6 +1,7 @@
 """Sessions and states of llama.cpp: all that is in them comes out, and what is no such file is refused."""
 
 import itertools
+import tracemalloc
 
 import llama_state
 import numpy as np
@@ -142,3 +143,18 @@ def test_damaged_states_are_read_or_refused(tmp_path, rng, count):
             errors.append(str(error))
     assert count // 4 < len(errors) < count
     assert all(error.startswith(f"{path}: ") and error.isprintable() for error in errors)
+
+
+def test_a_state_of_empty_layers(tmp_path):
+    """It is refused before there is an array for each."""
+    count = 650_000
+    text = llama_state.head(False, 2, [1]) + llama_state.u32(1) + llama_state.u32(1)
+    text += llama_state.i32(0) + llama_state.u32(1) + llama_state.i32(0) + llama_state.u32(0)
+    text += llama_state.u32(count) + (llama_state.i32(F16) + llama_state.u64(0)) * (2 * count)
+    path = tmp_path / "state.bin"
+    path.write_bytes(text)
+    tracemalloc.start()
+    with pytest.raises(FileError, match="damaged or of a memory that is no plain cache"):
+        files.read(path)
+    assert tracemalloc.get_traced_memory()[1] < 3 * len(text)  # the file is copied
+    tracemalloc.stop()

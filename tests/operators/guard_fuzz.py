@@ -15,6 +15,7 @@ import sys
 import warnings
 
 import attention_scenes
+import engine_caches
 import numpy as np
 import plan_scenes
 import random_calls
@@ -23,7 +24,7 @@ from random_calls import append, attend, one, pools, reshape
 from scenes import INT64_MAX, INT64_MIN
 
 import kvkit
-from kvkit import KvkitError
+from kvkit import KvkitError, layouts
 from kvkit.cpu.copy import pieces, transfer
 from kvkit.cpu.positions import alibi, rotary
 from kvkit.reference.ascend import KVHEAD
@@ -34,6 +35,7 @@ PLACES = {
     *("start_pos", "seqstarts", "kvstarts", "cachestarts", "decoding_batches", "cache", "scale", "m", "n"),
     *("slot_mapping", "wins", "offset_index", "seq_lens", "block_tables", "context_lens", "seq_starts"),
     *("src", "dst", "cum_sum", "key_cache", "value_cache", "pad_len", "query_starts", "pairs", "cos", "sin"),
+    *("source", "target", "old", "new", "lengths", "page_sizes"),
 }
 THRESHOLDS = [
     *((module, "SMALL_BYTES") for module in (transfer, alibi, pieces, rotary)),
@@ -84,7 +86,49 @@ def tables(rng):
     return functools.partial(tables_of, kvkit.ascend.compressed_slots), {"seq_lens": lengths, **more}
 
 
+def converted(before, after, source, target, sizes, to_sizes, page_sizes=None, verify=False, **pages):
+    """Move a cache to a layout; rows as two tables have them, where there are page sizes."""
+    tables = None
+    if page_sizes is not None:
+        old, new, lengths = pages["old"], pages["new"], pages["lengths"]
+        tables = tuple(
+            layouts.tables.from_blocks(table, lengths, size)
+            for table, size in zip((old, new), page_sizes, strict=True)
+        )
+    layouts.convert(
+        source, before, after, sizes=sizes, to_sizes=to_sizes, tables=tables, out=target, verify=verify
+    )
+    return []
+
+
+def conversion(rng):
+    before = one(rng, engine_caches.NAMES)
+    after = one(rng, [name for name in engine_caches.NAMES
+                      if engine_caches.kinds_of(name) == engine_caches.kinds_of(before)])  # fmt: skip
+    rows = (16, 32) if "vllm-cpu-amx" in (before, after) else (1, 2, 5, 16)
+    sizes = engine_caches.sizes_for(
+        before, after, L=int(rng.integers(1, 3)), B=int(rng.integers(1, 4)), N=int(one(rng, rows)),
+        H=int(one(rng, (1, 2, 3))), C=int(one(rng, (16, 32))),
+    )  # fmt: skip
+    dtype = one(rng, (np.uint8, np.uint16, np.float32, np.float64))
+    if any("B]" in str(layouts.NAMED[name].layout) for name in (before, after)):
+        dtype = np.uint16  # pieces of so many bytes
+    data = engine_caches.values(sizes, engine_caches.kinds_of(before)).astype(dtype)
+    known = [engine_caches.said(name, sizes) for name in (before, after)]
+    tree = {"source": engine_caches.filled(before, sizes, data), "sizes": known[0], "to_sizes": known[1]}
+    tree["target"] = engine_caches.filled(after, sizes, np.zeros_like(data))
+    tree["verify"] = bool(rng.integers(2))
+    if rng.random() < 0.5:
+        blocks, size = sizes["B"], sizes["N"]
+        lengths = np.array([int(rng.integers(0, blocks * size + 1))], np.int64)
+        tree |= {"old": rng.permutation(blocks)[None], "new": rng.permutation(blocks)[None]}
+        tree |= {"lengths": lengths, "page_sizes": [size, size]}
+    return functools.partial(converted, before, after), tree
+
+
 KINDS = (
+    conversion,
+    conversion,
     *random_calls.GENERATORS,
     append,
     attend,
@@ -208,6 +252,8 @@ def check(rng):
     if broken := rng.random() < 0.5:
         tree = with_a_change(rng, tree)
     places = Places(rng, tree)
+    if kind is conversion:
+        places.seeds[:] = 0  # a layout says the order of axes
     results, bits = run(function, places.put(tree, True))
     expected, same = run(function, places.put(tree, False))
     if isinstance(expected, str):

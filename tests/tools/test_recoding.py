@@ -1,8 +1,11 @@
 """Caches coded again: `convert` writes what `encode` gives, and reads what `decode` does."""
 
+import os
+
 import llama_state
 import numpy as np
 import pytest
+from folder_scenes import full_disk
 
 from kvkit import KvkitError, files, formats
 from kvkit.cache import PagedCache, QuantizedCache, QuantSpec
@@ -45,6 +48,28 @@ def test_there_and_back(cache, name, tmp_path, monkeypatch):
             np.testing.assert_array_equal(back.arrays[f"cache.{i}.{side}"], expected)
             rows = (read.layer(i).key, read.layer(i).value)[side].read(part)
             np.testing.assert_array_equal(rows.astype(np.float32), expected.reshape(-1, HEADS, D)[part])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="an open file has a name there")
+def test_a_killed_conversion_leaves_no_file(cache, tmp_path):
+    """What waits for the target has no name at any time."""
+    seen = []
+
+    def progress(done, total):
+        seen.append([path.name for path in tmp_path.iterdir()])
+
+    convert({"cache": list(cache)}, tmp_path / "new.npz", from_layout="l | kv b n h c", format="int8:g32",
+            progress=progress)  # fmt: skip
+    assert seen == [[], []]
+    assert [path.name for path in tmp_path.iterdir()] == ["new.npz"]
+
+
+def test_a_full_disk_is_told_by_the_target(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(recoding.tempfile, "TemporaryFile", lambda dir: full_disk())
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        convert({"cache": list(cache)}, tmp_path / "new.npz", from_layout="l | kv b n h c", format="int8:g32")
+    assert caught.value.filename == str(tmp_path / "new.npz")
+    assert not list(tmp_path.iterdir())
 
 
 def test_scales_move_with_their_codes(cache):

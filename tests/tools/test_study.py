@@ -3,6 +3,7 @@
 import html
 import html.parser
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from folder_scenes import full_disk
 
 from kvkit import files, formats, tools
 from kvkit.errors import KvkitError
@@ -184,6 +186,20 @@ def test_a_scheme_that_is_none(arrays, schemes, text, tmp_path, monkeypatch):
         tools.study(arrays, schemes)
 
 
+@pytest.mark.parametrize("shape", [(1, 0, 2, 8), (1, 5, 0, 8), (1, 5, 2, 0)])
+def test_caches_without_numbers(shape):
+    nothing = np.zeros(shape, np.float16)
+    with pytest.raises(KvkitError, match="source: expected a cache that holds tokens, got"):
+        tools.study({"key": nothing, "value": nothing}, "fp8")
+
+
+def test_tables_without_tokens():
+    tables = {"block_tables": np.zeros((2, 1), np.int32), "context_lens": np.zeros(2, np.int32)}
+    pool = {"cache": np.ones((4, 2, 16, 2, 8), np.float16)}
+    with pytest.raises(KvkitError, match="source: expected a cache that holds tokens, got 0 tokens of 2"):
+        tools.study(pool | tables, "fp8", layout="| b kv n h c")
+
+
 def test_data_that_is_none(arrays):
     with pytest.raises(KvkitError, match="source: expected an array 'cache' and its layout"):
         tools.study({"a": np.zeros(3)}, "fp8")
@@ -233,6 +249,45 @@ def test_reports(arrays, tmp_path):
     assert f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}" in page
     for name in ("largest error", "cosine", "at an end", "zero", "outlier ratio", "logit"):
         assert f"<button>{name}</button>" in page
+
+
+KILLED = """
+import os, sys
+import numpy as np
+from kvkit import tools
+keys = np.ones((1, 8, 2, 64), np.float16)
+found = tools.study({"key": keys, "value": keys}, sys.argv[3])
+names, replace = [], os.replace
+def counted(source, target):
+    if len(names) == int(sys.argv[2]):
+        os.kill(os.getpid(), 9)
+    names.append(target)
+    replace(source, target)
+os.replace = counted
+found.save(sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there is no SIGKILL")
+def test_a_killed_report_is_not_beside_figures_of_another(arrays, tmp_path):
+    """Old or new, or figures alone."""
+    found = tools.study(arrays, "fp8")
+    found.save(tmp_path)
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path, "2", "int8:g8"], check=False)
+    assert done.returncode == -9
+    assert not [path.name for path in tmp_path.iterdir() if path.stem in ("report", "study")]
+    found.save(tmp_path)
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_report_on_a_full_disk_keeps_the_old_one(arrays, tmp_path, monkeypatch):
+    tools.study(arrays, "fp8").save(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        tools.study(arrays, "int8:g8").save(tmp_path)
+    assert caught.value.filename == str(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_report_without_matplotlib(arrays, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """`kvkit.tools.vectors`: the pack of the repository is replayed; broken packs and answers are named."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -322,6 +323,15 @@ def test_tensors_are_dumped(log, capfd):
     assert "no dump" not in capfd.readouterr().err
     log(0)
     assert [case.status for case in vectors.replay(folder).cases] == ["ran"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are of POSIX")
+def test_dumps_are_for_their_user_alone(log):
+    folder = log(10)
+    call()
+    modes = {path.stat().st_mode & 0o777 for path in folder.rglob("*.*")}
+    assert modes == {0o600}
+    assert [path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())] == [0o700] * 2
 
 
 def test_limits(log, capfd, monkeypatch):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkit.errors import argument_error, brief
+from kvkit.files.paths import name_in_errors
 from kvkit.files.replace import replacing
 from kvkit.tools.studies import plots
 from kvkit.tools.studies.words import Table, deciding_columns, head_in_words, table, table_of_heads
@@ -17,6 +20,7 @@ from kvkit.tools.studies.words import Table, deciding_columns, head_in_words, ta
 if TYPE_CHECKING:
     from kvkit.tools.studies.study import Study
 
+REPORTS = "study.json", "report.md", "report.html"
 CAPTIONS = {
     "errors": "Relative error by layer and head",
     "pareto": "Error of the worst head, of attention's output where there were queries, against size; "
@@ -84,15 +88,22 @@ def write_report(study: Study, folder: Path) -> list[Path]:
     if lacking:
         study = replace(study, notes=(*study.notes, lacking))
     texts = {f"{name}.svg": text for name, text in drawn["light"].items()}
-    texts |= {
-        "study.json": json.dumps(study.to_dict(), indent=1) + "\n",
-        "report.md": markdown(study, list(drawn["light"])),
-        "report.html": page(study, drawn),
-    }
-    for name, text in texts.items():
-        with replacing(folder / name) as file:
-            file.write(text.encode())
+    reports = json.dumps(study.to_dict(), indent=1) + "\n", markdown(study, list(drawn["light"]))
+    texts |= dict(zip(REPORTS, (*reports, page(study, drawn)), strict=True))
+    replace_all(folder, texts)
     return [folder / name for name in texts]
+
+
+def replace_all(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write files that belong together, the last ones being reports: none stands beside parts of another."""
+    with name_in_errors(folder), contextlib.ExitStack() as files:
+        for name, text in reversed(list(texts.items())):  # the stack gives the last one its name first
+            file = files.enter_context(replacing(folder / name))
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        for name in REPORTS:
+            (folder / name).unlink(missing_ok=True)
 
 
 def markdown(study: Study, pictures: list[str]) -> str:

@@ -275,6 +275,7 @@ class StudiedLayer:
 def study_layer(source: Lazy, schemes: Lazy, title: str, i: int) -> StudiedLayer:
     """Study a layer under all schemes, each in a thread."""
     layer, name = source.value.layer(i), source.value.name
+    check_tokens(layer)
     rows: list[Row] = []
     outliers: list[Row] = []
     bits, sums = {}, {}
@@ -303,6 +304,14 @@ def study_layer(source: Lazy, schemes: Lazy, title: str, i: int) -> StudiedLayer
         bits=bits,
         sums=sums,
     )
+
+
+def check_tokens(layer: LayerReader) -> None:
+    """Refuse a layer without numbers."""
+    for side in (layer.key, layer.value):
+        if 0 in (side.tokens, side.heads, side.dim):
+            said = f"{side.tokens} tokens of {side.heads} heads of {side.dim} elements in {layer.name}"
+            raise argument_error("source", "a cache that holds tokens", said)
 
 
 def study_scheme(layer: LayerReader, name: str, *schemes: Any) -> tuple[list[Row], int, np.ndarray]:
