@@ -108,7 +108,7 @@ def locals_calls(sources: Trees) -> int:
 
 
 LIMITS = {
-    "lines of kvkit": 44_500,
+    "lines of kvkit": 45_500,
     "lines of kvkit_cuda": 8_200,
     "lines of cli": 2_700,
     "lines of tests": 40_500,
