@@ -51,8 +51,9 @@ class Edit(tool.ToolVerb):
 def edit(ctx, source, close, rope, output, as_json, **changes):
     """Remove, keep and move tokens of a saved cache, in the order given.
 
-    FILE is a .npz file that Cache.save wrote. Positions count from 0; a range is half-open. Keys are
-    not rotated: attention accounts for moves. Nothing is written unless all changes can be done.
+    FILE is a .npz file that Cache.save wrote, quantized or with sliding windows too. Positions count from 0;
+    a range is half-open. Keys are not rotated: attention accounts for moves. Nothing is written unless all
+    changes can be done.
 
     \b
     Examples:
@@ -71,7 +72,7 @@ def edit(ctx, source, close, rope, output, as_json, **changes):
     for name in ctx.meta["order"]:
         apply_change(cache, name, next(values[name]), close, rotation)
     cache.save(output)
-    layer = cache.layers[0]
+    layer = longest(cache)
     if as_json:
         click.echo(
             json.dumps(
@@ -98,10 +99,15 @@ def open_cache(source):
     return cache
 
 
+def longest(cache):
+    """Return the layer that stores most tokens; windows store the last ones."""
+    return max(cache.layers, key=lambda layer: layer.stored_tokens)
+
+
 def apply_change(cache, name, text, close, rotation):
     """Apply one change to a cache."""
     if name == "retain":
-        positions = cache.layers[0].positions
+        positions = longest(cache).positions
         inside = np.zeros(len(positions), bool)
         for part in text.split(","):
             begin, end, _ = parse_range(name, part, False)

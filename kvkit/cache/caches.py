@@ -154,9 +154,18 @@ class Cache(BaseCache):
         return list(rope)
 
     def _rearrange(self, plans: list[Any]) -> None:
+        """Do what `plan` has checked, in all layers that have a plan; after a crash in all files or none."""
+        pairs = zip(self.layers, plans, strict=True)
+        planned = {id(layer): (layer, plan) for layer, plan in pairs if plan is not None}
+        crops = len(planned) == len(plans) and all(plan.crops for plan in plans)
+        if self.folder is not None and not crops:
+            layers = [layer for layer, _ in planned.values()]
+            self.folder.at_once(layers, lambda layer: layer.rearrange(planned[id(layer)][1], at_once=True))
+            return
         if self.folder is not None:
             self.folder.announce([plan.after.length for plan in plans])
-        super()._rearrange(plans)
+        for layer, plan in planned.values():
+            layer.rearrange(plan)
 
     @one_call_at_a_time
     def compress(
@@ -214,7 +223,7 @@ class Cache(BaseCache):
         (array([0, 5, 6, 7]), 8)
         """
         asked = compression.Compression(scorer, keep, count, budget, queries, weights, renumber, options)
-        return compression.compress(self.layers, asked)
+        return compression.compress(self.layers, self._rearrange, asked)
 
     def _select(self, indices: ArrayLike) -> None:
         for layer in self.layers:
@@ -278,9 +287,9 @@ class Cache(BaseCache):
         for layer in [*self.layers, *([self._make_layer()] if self._make_layer else [])]:
             layer.describe()  # raises for a layer that cannot be in a file
         for layer in self.layers:
-            if layer.was_moved:
-                wanted = "positions 0, 1, 2, ... and no rope shift, to lie in a file"
-                raise argument_error(layer.name, wanted, "tokens that were removed or moved")
+            if layer.was_moved and layer.store is None:
+                wanted = "tokens, or position 0 of the next one, to lie in a file"
+                raise argument_error(layer.name, wanted, f"none, and position {layer.get_seq_length()}")
         folder = offload.Folder(directory, only_non_sliding, keep)
         folder.adopt(self.layers)
         self.folder = folder

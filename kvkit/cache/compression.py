@@ -55,8 +55,8 @@ class Compression:
     options: dict[str, Any]
 
 
-def compress(layers: Sequence[Any], asked: Compression) -> Report:
-    """Compress layers: all are scored and planned before the first one changes."""
+def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], asked: Compression) -> Report:
+    """Compress layers: all are scored and planned before `rearrange` changes them by their plans."""
     skipped = {i: reason for i, layer in enumerate(layers) if (reason := reason_to_skip(layer))}
     if skipped and flag("renumber", asked.renumber):
         wanted = "False beside layers that stay as they are"
@@ -72,8 +72,7 @@ def compress(layers: Sequence[Any], asked: Compression) -> Report:
         positions = layers[i].positions[np.asarray(rows)[0, 0]]
         plans[i] = layers[i].plan("retain", positions, renumber=asked.renumber)
     before = sum(layer.nbytes for layer in layers)
-    for i, plan in plans.items():
-        layers[i].rearrange(plan)
+    rearrange([plans.get(i) for i in range(len(layers))])
     for i in plans:
         layers[i].trim()
     tokens = [layer.stored_tokens for layer in layers]

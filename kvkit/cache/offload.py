@@ -106,12 +106,13 @@ class Folder:
             self.under_way = self.changes + 1
             for layer in moved:
                 change(layer)
-            left = [file for _, file in before]
+            files = [(file, layer.store.file) for (_, file), layer in zip(before, moved, strict=True)]
+            left = [file for file, now in files if file.path != now.path]
             self.count(self.under_way, None)
         except BaseException:
             left = []
             for layer, (state, file) in zip(moved, before, strict=True):
-                if layer.store.file is not file:
+                if layer.store.file.path != file.path:
                     left.append(layer.store.file)
                 layer.restore(state)
                 layer.home.current = file

@@ -68,8 +68,8 @@ def undo_cut_step(layers: Sequence[Layer], folder: Path) -> None:
     Such a layer had as many tokens before the step as another layer has now. A layer without tokens counts as
     unused by the model, unless it comes last and the others have had their first step only.
     """
-    used = [layer for layer in layers if layer.span.length]
-    held = {layer.span.length for layer in used}
+    used = [layer for layer in layers if layer.get_seq_length()]
+    held = {layer.get_seq_length() for layer in used}
     if used and used[-1] is not layers[-1] and not any(layer.span.before for layer in used):
         held.add(0)
         message = (
@@ -77,9 +77,10 @@ def undo_cut_step(layers: Sequence[Layer], folder: Path) -> None:
         )
         warnings.warn(message, stacklevel=5)
     for layer in used:
-        if layer.span.before < layer.span.length and layer.span.before in held:
+        new = layer.span.length - layer.span.before
+        if new > 0 and layer.get_seq_length() - new in held:
             layer.take_back()
-    left = [layer.span.length for layer in used]
+    left = [layer.get_seq_length() for layer in used]
     if len(set(left)) > 1:
         message = f"{folder}: layers hold {left} tokens, which no step explains: crop them to equal lengths"
         warnings.warn(message, stacklevel=5)
@@ -96,7 +97,7 @@ def open_layer(folder: Folder, number: int, due: Any) -> Layer:
         layer = kinds.make_layer(about)
         layer.open(folder.home(number, layer), about)
         if due is not None and about.get("state", about)["changes"] < folder.changes:
-            layer.reset() if due == "reset" else layer.crop(due[number] - layer.span.length)
+            layer.reset() if due == "reset" else layer.crop(due[number] - layer.get_seq_length())
     return layer
 
 

@@ -1,6 +1,7 @@
 """Tokens that are removed and moved: positions by a model of cells, attention by moved keys in float64."""
 
 import copy
+import shutil
 import time
 
 import numpy as np
@@ -434,15 +435,59 @@ def test_what_is_not_there_is_refused_in_a_sentence(tmp_path):
     cache = DynamicCache(1, rope=ROPE)
     filled(cache.layers[0])
     cache.remove(2, 3)
-    with pytest.raises(KvkitError, match="positions 0, 1, 2"):
-        cache.offload(tmp_path / "holes")
     with pytest.raises(KvkitError, match="stores all its tokens"):
         cache.to_legacy_cache()
-    cache = DynamicCache(1, rope=ROPE, offload=tmp_path / "files")
-    filled(cache.layers[0])
-    assert "in a file" in cache.can("remove", 2, 3)
-    cache.remove(5)
-    assert cache.get_seq_length() == 5
+    cache = Cache([DynamicLayer(), SlidingWindowLayer(4)])
+    cache.activate_past_recording()
+    for layer in cache.layers:
+        filled(layer)
+    assert "no past that is recorded" in cache.can("remove", 2, 3)
+    assert cache.can("remove", 5) is None  # a crop
+    empty = DynamicCache(1, rope=ROPE)
+    empty.shift(0, None, 3)
+    with pytest.raises(KvkitError, match="expected tokens"):
+        empty.offload(tmp_path / "none")
+    empty = DynamicCache(1, rope=ROPE, offload=tmp_path / "none")
+    assert "in a file, got shift of none" in empty.can("shift", 0, None, 3)
+    empty.close()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in layers() if kind != "scheme"])
+def test_layers_in_files_do_the_same(tmp_path, kind):
+    """Also when they are opened again, by a process that found the folder open, and when they are saved."""
+    memory, cache = Cache([layers()[kind]], rope=ROPE), Cache([layers()[kind]], rope=ROPE)
+    keys, values = tokens(60, seed=1), tokens(60, seed=2)
+    cache.offload(tmp_path / "0", only_non_sliding=False)
+    steps = (
+        lambda cache: cache.update(keys[:, :, :40], values[:, :, :40], 0),
+        lambda cache: cache.remove(0 if kind == "keys by channel" else 2, 9, close=True),
+        lambda cache: cache.update(keys[:, :, 40:43], values[:, :, 40:43], 0),
+        lambda cache: cache.shift(0, None, 4),
+        lambda cache: cache.crop(0) if "window" in kind else cache.crop(-5),
+        lambda cache: cache.remove(5, 7, close=True) if "window" in kind else cache.remove(9, 29),
+        lambda cache: cache.update(keys[:, :, 43:60], values[:, :, 43:60], 0),
+        lambda cache: cache.reorder([0, 0]),
+    )
+    for number, step in enumerate(steps):
+        for each in memory, cache:
+            step(each)
+            if number:
+                getattr(each.layers[0].store, "see_stored", int)()
+        one, other = memory.layers[0], cache.layers[0]
+        query = tokens(1, heads=4, seed=number).repeat(one.batch_size, 0)
+        for _ in "ab":
+            assert one.positions.tolist() == other.positions.tolist()
+            assert one.rope_shifts.tolist() == other.rope_shifts.tolist()
+            assert one.get_seq_length() == other.get_seq_length()
+            assert one.keys.tobytes() == other.keys.tobytes()
+            if number and (one.window is None or other.home):  # a saved window is that of the next token
+                assert one.attend(query).tobytes() == other.attend(query).tobytes(), (number, other.home)
+            cache.save(tmp_path / "saved.npz")
+            other = load(tmp_path / "saved.npz").layers[0]
+        shutil.copytree(tmp_path / str(number), tmp_path / str(number + 1))
+        cache.close()
+        cache = Cache.open(tmp_path / str(number + 1), keep=False)
+        cache.layers[0].rope = ROPE
     cache.close()
 
 

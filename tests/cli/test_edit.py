@@ -7,7 +7,7 @@ import pytest
 from verbs import kvkit
 
 from kvkit import Rope
-from kvkit.cache import DynamicCache, PagedCache, load
+from kvkit.cache import Cache, DynamicCache, PagedCache, QuantizedLayer, SlidingWindowLayer, load
 
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "rope_theta": 500.0}
 EDITS = {  # the options; the same in Python, with rotation r
@@ -23,6 +23,8 @@ EDITS = {  # the options; the same in Python, with rotation r
     "--shift 0::5 --rope none": lambda cache, r: cache.shift(0, None, 5, "none"),
 }  # fmt: skip
 
+MIXED = ("mixed", "--remove 4:10 --close --rope config.json"), ("mixed", "--shift 0::5 --rope none")
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, rng):
@@ -31,17 +33,21 @@ def folder(tmp_path, monkeypatch, rng):
     for layer in range(2):
         cache.update(*rng.standard_normal((2, 1, 2, 21, 8)).astype(np.float32), layer)
     cache.save("chat.npz")
+    mixed = Cache([SlidingWindowLayer(4), QuantizedLayer(residual_length=8, sink=2)])
+    for layer in range(2):
+        mixed.update(*rng.standard_normal((2, 1, 2, 21, 8)).astype(np.float32), layer)
+    mixed.save("mixed.npz")
     PagedCache(4, 2, 1, 1, 1, np.float32).save("pages.npz")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     np.savez("other.npz", x=np.zeros(3))
     return tmp_path
 
 
-@pytest.mark.parametrize("options", EDITS)
-def test_changes_are_done_in_order(options, folder, rng):
-    code, out, err = kvkit(f"edit chat.npz {options} -o out.npz")
+@pytest.mark.parametrize(("name", "options"), [*(("chat", options) for options in EDITS), *MIXED])
+def test_changes_are_done_in_order(name, options, folder, rng):
+    code, out, err = kvkit(f"edit {name}.npz {options} -o out.npz")
     assert (code, err) == (0, "")
-    edited, wanted = load("out.npz"), load("chat.npz")
+    edited, wanted = load("out.npz"), load(f"{name}.npz")
     EDITS[options](wanted, Rope(8, 500.0))
     for one, other in zip(edited.layers, wanted.layers, strict=True):
         np.testing.assert_array_equal(one.keys, other.keys)
@@ -49,11 +55,11 @@ def test_changes_are_done_in_order(options, folder, rng):
         np.testing.assert_array_equal(one.positions, other.positions)
         np.testing.assert_array_equal(one.rope_shifts, other.rope_shifts)
     assert edited.get_seq_length() == wanted.get_seq_length()
-    assert out.startswith(f"{wanted.layers[0].stored_tokens} tokens at ")
+    assert out.startswith(f"{wanted.layers[-1].stored_tokens} tokens at ")
     assert out.endswith(f"the next at {wanted.get_seq_length()}\n")
-    found = json.loads(kvkit(f"edit chat.npz {options} -o out.npz --json")[1])
+    found = json.loads(kvkit(f"edit {name}.npz {options} -o out.npz --json")[1])
     ranges = [np.arange(begin, end) for begin, end in found["positions"]]
-    np.testing.assert_array_equal(np.concatenate(ranges), wanted.layers[0].positions)
+    np.testing.assert_array_equal(np.concatenate(ranges), wanted.layers[-1].positions)
 
 
 REFUSED = {

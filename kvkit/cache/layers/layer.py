@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.cache.base import MOVABLE, BaseLayer, one_call_at_a_time
+from kvkit.cache.base import BaseLayer, one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.attention import LayerAttention, attend_with_key_weights
 from kvkit.cache.layers.positions import (
@@ -37,7 +37,7 @@ def window_slack(window: int) -> int:
     return 16 + window // 4
 
 
-EMPTY = None, None, Span()  # the `Layer.state` of an empty layer in memory
+EMPTY = None, None, Span(), None  # the `Layer.state` of an empty layer in memory
 
 
 class Layer(BaseLayer):
@@ -183,7 +183,7 @@ class Layer(BaseLayer):
     def _commit(self) -> None:
         """Record the layer's state in its file, if it has one; let a quantized store encode."""
         if self.store is not None:
-            self.store.commit(self.span, self.record_past)
+            self.store.commit(self)
         elif self.home is not None:
             self.home.say_empty(record_past=self.record_past)
 
@@ -326,8 +326,8 @@ class Layer(BaseLayer):
         elif plan.changes(now):
             if self.record_past:
                 raise argument_error(self.name, "no past that is recorded (crop first)", call)
-            if self.home is not None:
-                raise argument_error(self.name, MOVABLE, f"{call} of one in a file")
+            if self.home is not None and self.store is None:
+                raise argument_error(self.name, "tokens, in a file", f"{call} of none")
             self._check_movable(call, plan)
         return plan
 
@@ -340,9 +340,10 @@ class Layer(BaseLayer):
                 wanted = f"no hole in its window of {self.window} (shift all of its tokens, or none)"
                 raise argument_error(self.name, wanted, f"one after {call}")
 
-    def rearrange(self, plan: Rearrangement) -> None:
+    def rearrange(self, plan: Rearrangement, at_once: bool = False) -> None:
+        """Do what `plan` has checked; in a file `at_once` with other layers, as a crop alone is not."""
         now = self._positions_from(self.span.first)
-        if plan.crops and plan.after.length < now.length:
+        if plan.crops and not at_once and plan.after.length < now.length:
             self.crop(plan.after.length - now.length)
         elif plan.changes(now):
             self.move_rows(plan)
@@ -352,12 +353,41 @@ class Layer(BaseLayer):
         """Move rows and positions as planned."""
         begin, end = self.span.rows_from(self.span.first)
         rows = begin + np.flatnonzero(plan.kept)
+        if self.home is not None:
+            self._move_in_file(plan, rows)
+            return
         first = self._first_row(rows)
         if self.store is not None:
             self.store.keep_rows(rows, first, plan.rope, plan.rotated)
             self._free_rows(first + len(rows), end)
         self.span = self._span_of(plan, first)
         self.row_positions, self.rope = self._described(plan.after), plan.rope
+
+    def _move_in_file(self, plan: Rearrangement, rows: Array) -> None:
+        """Copy rows that do not stay to another file, and commit them with their positions.
+
+        If all stay there is only another sidecar. On an error nothing has changed.
+        """
+        before, rope, old = self.state(), self.rope, self.store
+        stay = bool(plan.kept.all()) and plan.rotated is None
+        store = old.again() if stay else self._new_store(old.geometry, self._same_room())
+        try:
+            if not stay:
+                store.fill_rows(old, rows, plan.rope, plan.rotated)
+            span = self._span_of(plan, self.span.first - self.span.origin if stay else 0)
+            self._hold(store, span)
+            self.row_positions, self.rope = self._described(plan.after), plan.rope
+            self._commit()
+        except BaseException:
+            self.restore(before)
+            self.rope = rope
+            if not stay:
+                store.close()
+            raise
+
+    def _same_room(self) -> Any:
+        """Return the capacity of a new store with as much room as this one has."""
+        return self.store.capacity
 
     def _first_row(self, rows: Array) -> int:
         """Return the row that the first of the kept rows moves to. Rows of a window stay where they are."""
@@ -485,13 +515,26 @@ class Layer(BaseLayer):
 
     # In a folder
 
-    def state(self) -> tuple[Any, Any, Span]:
-        """Return what `restore` needs to undo a move or a change of the batch."""
-        return self.home, self.store, self.span
+    def describe_moves(self) -> dict[str, Any]:
+        """Describe for a sidecar the rows that were moved: nothing if none were."""
+        if not self.was_moved:
+            return {}
+        rows = self.row_positions or RowPositions.contiguous(0, 0)
+        rope = self.rope.describe() if isinstance(self.rope, Rope) else self.rope
+        return {"moved": rows.describe() | {"rope": rope}}
 
-    def restore(self, state: tuple[Any, Any, Span]) -> None:
-        self.home, *held = state
-        self._hold(*held)
+    def count_moves(self) -> dict[str, int]:
+        """Return how many of the described rows are left, and the position after them; 0 and 0 if none."""
+        rows = self.row_positions
+        return {"described": 0, "follows": 0} if rows is None else rows.counts()
+
+    def state(self) -> tuple[Any, Any, Span, RowPositions | None]:
+        """Return what `restore` needs to undo a move or a change of the batch."""
+        return self.home, self.store, self.span, self.row_positions
+
+    def restore(self, state: tuple[Any, Any, Span, RowPositions | None]) -> None:
+        self.home, store, span, self.row_positions = state
+        self._hold(store, span)
 
     def move_in(self) -> None:
         """Move the tokens from memory to a file in `home`."""
@@ -506,6 +549,21 @@ class Layer(BaseLayer):
         if "state" in about:
             span, self.record_past = home.opened_state(about)
             self._hold(self._opened_store(about, span), span)
+            if "moved" in about:
+                self._restore_moves(about["moved"], about["state"])
+
+    def _restore_moves(self, said: dict[str, Any], state: dict[str, Any]) -> None:
+        """Restore the positions of rows that were moved, as a sidecar says."""
+        self.store.file.moved = True
+        self.rope = Rope(**said["rope"]) if isinstance(said["rope"], dict) else said["rope"]
+        count, length = state["described"], state["follows"]
+        if (count, length) == (0, 0):
+            return
+        base = 0 if self.window is None else length - count
+        rows = RowPositions.read(said, count, length, base)
+        if base + count > self.span.length or base > self.span.first:
+            raise ValueError(f"positions of {count} rows from {base} on, and {self.span}")
+        self.row_positions = self._described(rows)
 
     def _opened_store(self, about: dict[str, Any], span: Span) -> Any:
         return MappedStore.opened(about, span, self.home)

@@ -8,7 +8,8 @@ changes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, SupportsIndex
 
@@ -57,6 +58,27 @@ class RowPositions:
         if rows and (positions[0] < 0 or (np.diff(positions) < 0).any() or positions[-1] >= length):
             raise argument_error("positions", f"ascending ones below {length}", describe(positions))
         return cls(positions, np.repeat(pieces[:, 2], np.diff(ends)), length)
+
+    def describe(self) -> dict[str, Any]:
+        """Describe the rows for JSON: runs of positions that follow one another, and rope shifts."""
+        borders = [0, *(np.flatnonzero(np.diff(self.positions) != 1) + 1), len(self.positions)]
+        pairs = itertools.pairwise(borders if len(self.positions) else [])
+        runs = [(int(self.positions[begin]), int(end - begin)) for begin, end in pairs]
+        return {"positions": runs, "rope_shifts": self._pieces}
+
+    def counts(self) -> dict[str, int]:
+        """Return the numbers that say which of the described rows are left."""
+        return {"described": len(self.positions), "follows": self.length}
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any], count: int, length: int, base: int) -> Self:
+        """Check the first `count` of the rows that `describe` said, and return them."""
+        runs = [np.arange(first, first + many) for first, many in said["positions"]]
+        positions = np.concatenate([np.arange(0), *runs])
+        whole = cls.restored(positions, np.array(said["rope_shifts"]).reshape(-1, 3), FAR, len(positions))
+        if not 0 <= count <= len(positions) or (count and positions[count - 1] >= length):
+            raise ValueError(f"{count} rows before position {length} of {len(positions)}")
+        return cls(whole.positions[:count], whole.shifts[:count], length, base)
 
     def follow(self, first: int) -> bool:
         """Return whether the rows have the positions from `first` on, and the next token follows."""
@@ -146,9 +168,10 @@ class Rearrangement(NamedTuple):
         if not len(gaps):
             return self
         first, kept = int(gaps[-1]) + 1, self.kept.copy()
+        rotated = None if self.rotated is None else self.rotated[first:]
         kept[np.flatnonzero(kept)[:first]] = False
         after = replace(after, positions=after.positions[first:], shifts=after.shifts[first:])
-        return self._replace(kept=kept, after=after, rotated=None if self.rotated is None else after.shifts)
+        return self._replace(kept=kept, after=after, rotated=rotated)
 
     def changes(self, now: RowPositions) -> bool:
         """Return whether anything is changed at all."""

@@ -34,6 +34,9 @@ class QuantizedLayer(Layer):
     A token is encoded once, from its original, when it leaves the window of recent tokens. What is stored
     depends on the tokens, not on how they were split into updates.
 
+    `remove` moves codes as bytes; no code is decoded or encoded again. Where a group of scales spans several
+    tokens it stays until the last of them is removed. A removed sink is not replaced.
+
     `update` returns a `KVView`, whose array is rounded to the layer's dtype. `attend` multiplies codes with
     scales in float32, without this rounding. So a score s may differ from one computed with the array by
     2^-11 s for float16, and 2^-8 s for bfloat16.
@@ -130,6 +133,9 @@ class QuantizedLayer(Layer):
         plan = plan_file(self.store or self._empty_store(given), given.batch, capacity, view)
         super()._move(given, plan, keep, indices, settled or not view)
 
+    def _same_room(self) -> Any:
+        return plan_file(self.store, self.store.geometry.batch, 0, view=False)
+
     def _new_store(self, given: Geometry, plan: Any) -> MappedCodeStore:
         return MappedCodeStore(given, plan, self.home)
 
@@ -181,6 +187,9 @@ class QuantizedLayer(Layer):
         return sum(side.nbytes for side in self.store.sides) if self.store else 0
 
     # To files, and back
+
+    def count_moves(self) -> dict[str, int]:
+        return super().count_moves() | {"sinks": self.store.sides[0].sink}
 
     @property
     def was_moved(self) -> bool:

@@ -51,10 +51,10 @@ class CodeStore:
         for side, new, room in zip(self.sides, states, self.rooms, strict=True):
             side.append(new, room)
 
-    def commit(self, span: Span, record_past: bool) -> None:
+    def commit(self, layer: Any) -> None:
         """Encode what has left the window, unless past is recorded."""
         self.rooms = []
-        if not record_past:
+        if not layer.record_past:
             self.evict()
 
     def evict(self) -> None:
@@ -83,8 +83,7 @@ class CodeStore:
     @property
     def lost_sinks(self) -> int:
         """Return how many sinks were removed."""
-        side = self.sides[0]
-        return int(side.sinks.shape[2]) - side.sink
+        return int(self.sides[0].sinks.shape[2]) - self.sides[0].sink
 
     def take_back(self, length: int) -> None:
         """Undo the latest update, before which there were `length` tokens."""
@@ -191,6 +190,7 @@ class MappedCodeStore(CodeStore):
             raise ValueError(f"arrays that are not those of {home.about['arguments']}")
         store = cls(given, (source, forms), home, new=False)
         for name, side in zip(SIDES, store.sides, strict=True):
+            side.sink = min(about["state"].get("sinks", side.sink), side.sink)
             restore_side(side, span.length, *(about["state"][f"{name}.{number}"] for number in NUMBERS))
         return store
 
@@ -213,14 +213,26 @@ class MappedCodeStore(CodeStore):
                     target[b, :, :count] = rows[index]
             side.block_of[: side.coded] = source.block_of[: side.coded]
 
-    def commit(self, span: Span, record_past: bool) -> None:
-        super().commit(span, record_past)
+    def again(self) -> MappedCodeStore:
+        """Return a store of the same file, to be committed with another sidecar."""
+        store = MappedCodeStore.__new__(MappedCodeStore)
+        CodeStore.__init__(store, self.geometry, [copy.copy(side) for side in self.sides], self.read_back)
+        store.forms, store.file = self.forms, self.file.again()
+        return store
+
+    def fill_rows(self, store: CodeStore, rows: Array, rope: Any, rotated: Array | None) -> None:
+        """Copy some tokens of another store, as bytes. Keys of codes are not rotated."""
+        for side, source in zip(self.sides, store.sides, strict=True):
+            side.keep_rows(rows, source)
+
+    def commit(self, layer: Any) -> None:
+        super().commit(layer)
         numbers = {
             f"{name}.{number}": getattr(side, number)
             for name, side in zip(SIDES, self.sides, strict=True)
             for number in NUMBERS
         }
-        self.file.commit(self.about, span, record_past, numbers)
+        self.file.commit(self.about, layer, numbers)
 
     def about(self) -> dict[str, Any]:
         """Describe the arrays for a sidecar."""
@@ -287,7 +299,8 @@ def restore_side(side: CodedSide, length: int, coded: int, before: int, start: i
     first, last = sinks + before - start, length - start
     blocks = side.block_of[: max(0, coded)]
     legal = (
-        0 <= before <= coded <= min(side.codes.shape[2], length - sinks)
+        sinks >= 0
+        and 0 <= before <= coded <= min(side.codes.shape[2], length - sinks)
         and (first == last or 0 <= first < last <= side.tail.shape[2])
         and (not coded or 0 <= blocks.min() <= blocks.max() < side.cells.shape[2])
     )

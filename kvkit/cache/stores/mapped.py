@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import copy
 import functools
 import json
 import math
@@ -27,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.cache.stores.memory import Geometry, Store
+from kvkit.cache.stores.memory import Geometry, Store, copy_rows
 from kvkit.cache.stores.span import Span
 from kvkit.formats import BY_NAME
 from kvkit.typed import Array
@@ -48,6 +49,8 @@ class File:
         self, home: Home, forms: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], new: bool = True
     ) -> None:
         self.home, self.path, self.sidecar, self.loading = home, home.path(new), -1, False
+        self.moved = False  # whether the sidecar says how rows were moved
+        self.word = home.word
         self.descriptor = os.open(self.path, os.O_RDWR | (NEW if new else 0), OWNER)
         weakref.finalize(self, os.close, self.descriptor)
         self.starts, end = [], 0
@@ -77,17 +80,20 @@ class File:
     def commit(
         self,
         about: Callable[[], dict[str, Any]],
-        span: Span,
-        record_past: bool,
+        layer: Any,
         more: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Commit the file, which `about` describes, with the state of its rows."""
-        numbers = span._asdict() | {"record_past": record_past, **more}
+        """Commit the file, which `about` describes, with the state of a layer's rows."""
+        moves = {} if self.sidecar >= 0 else layer.describe_moves()
+        self.moved = self.moved or bool(moves)
+        numbers = layer.span._asdict() | {"record_past": layer.record_past, **more}
         numbers["changes"] = self.home.folder.changes
+        if self.moved:
+            numbers |= layer.count_moves()
         text = ", ".join(f'"{name}": {number:{NUMBER}d}' for name, number in numbers.items())
         text = f"{{{text}}}}}\n"
         if self.sidecar < 0:
-            self.home.accept(self, about(), text)
+            self.home.accept(self, about() | moves, text)
         else:
             os.lseek(self.sidecar, self.state_at, os.SEEK_SET)
             os.write(self.sidecar, text.encode())
@@ -96,6 +102,14 @@ class File:
         """Remember the descriptor of the sidecar that counts this file, and where in it the state is."""
         self.sidecar, self.state_at = sidecar, state_at
         weakref.finalize(self, os.close, sidecar)
+
+    def again(self) -> File:
+        """Return the same file, to be committed with another sidecar."""
+        file = copy.copy(self)
+        file.descriptor, file.sidecar = os.dup(self.descriptor), -1
+        file.moved = file.loading = False
+        weakref.finalize(file, os.close, file.descriptor)
+        return file
 
     def close(self) -> None:
         """Delete the file, and record in the sidecar that the layer is empty."""
@@ -147,12 +161,24 @@ class MappedStore(Store):
         """Open the store of tokens, as a sidecar says."""
         batch, heads, capacity, key_dim = about["keys"]
         given = Geometry(batch, heads, key_dim, about["values"][3], BY_NAME[about["dtype"]])
-        if not 0 <= span.origin <= span.oldest <= span.length <= span.origin + capacity:
+        if not span.origin <= span.oldest <= span.length <= span.origin + capacity:
             raise ValueError(f"a state that cannot be: {about['state']}")
         return cls(given, capacity, home, new=False)
 
-    def commit(self, span: Span, record_past: bool) -> None:
-        self.file.commit(self.about, span, record_past)
+    def again(self) -> MappedStore:
+        """Return a store of the same file, to be committed with another sidecar."""
+        store = MappedStore.__new__(MappedStore)
+        store.geometry, store.capacity, store.file = self.geometry, self.capacity, self.file.again()
+        store.keys, store.values = self.keys, self.values
+        return store
+
+    def fill_rows(self, store: MappedStore, rows: Array, rope: Any, rotated: Array | None) -> None:
+        """Copy some rows of another store to the first ones, keys rotated by so many positions."""
+        copy_rows(self.keys, store.keys, rows, 0, rope, rotated)
+        copy_rows(self.values, store.values, rows, 0)
+
+    def commit(self, layer: Any) -> None:
+        self.file.commit(self.about, layer)
 
     def about(self) -> dict[str, Any]:
         """Describe the arrays for a sidecar."""
@@ -230,7 +256,7 @@ class Home:
         )
         file.know_sidecar(sidecar, len(text))
         before, self.current = self.current, file
-        if before is not None and not self.waiting:
+        if before is not None and before.path != file.path and not self.waiting:
             before.path.unlink()
 
     def waits_as(self) -> Path:

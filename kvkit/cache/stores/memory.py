@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvkit import cpu
-from kvkit.cache.stores.span import Span
 from kvkit.checks import attention
 from kvkit.checks.values import checked_format
 from kvkit.errors import argument_error
@@ -116,9 +115,8 @@ class Store:
 
         Little memory is allocated, so that it cannot run out after other layers have changed.
         """
-        rope = rope if rotated is not None and rotated.any() else None
-        for side, turns in ((self.keys, rotated if rope else None), (self.values, None)):
-            copy_rows(side, side, rows, first, rope, turns)
+        copy_rows(self.keys, self.keys, rows, first, rope, rotated)
+        copy_rows(self.values, self.values, rows, first)
 
     def take(self, indices: Array, begin: int, end: int) -> None:
         """Replace row b of the batch by the old row ``indices[b]``, for some rows of tokens."""
@@ -136,7 +134,7 @@ class Store:
             for b, index in enumerate(indices):
                 target[b] = source[index]
 
-    def commit(self, span: Span, record_past: bool) -> None:
+    def commit(self, layer: Any) -> None:
         """Commit the rows that a layer now has; in memory there is nothing to do."""
 
     def close(self) -> None:
