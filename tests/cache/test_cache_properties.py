@@ -191,6 +191,25 @@ class Operations(RuleBasedStateMachine):
         if self.model.window is None and len(self.model):
             self.attend(1)
 
+    @precondition(lambda self: self.kind != "paged" and not self.model.recording)
+    @rule(begin=st.integers(0, 20), count=st.integers(1, 8))
+    def remove(self, begin, count):
+        """Later tokens move up, as keys do that no position has rotated."""
+        end, length = begin + count, len(self.model)
+        if end >= length:
+            return
+        if self.model.window is not None and end > length - self.model.stored:
+            if self.model.window > 2 and length > 1:
+                with pytest.raises(ValueError, match="no hole in its window"):
+                    self.cache.remove(length - 2, length - 1)
+        else:
+            self.cache.remove(begin, end, close=True, rope="none")
+            self.model.remove(begin, end)
+            self.queries = min(self.queries, 1 if self.model.window is None else 0)
+        self.same()
+        if self.queries:
+            self.attend(1)
+
     @precondition(lambda self: self.kind in ("sliding", "paged"))
     @rule(room=st.booleans())
     def record(self, room):

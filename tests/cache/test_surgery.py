@@ -266,6 +266,8 @@ STEPS = st.one_of(
     st.tuples(st.just("decode"), st.integers(1, 4)),
     st.tuples(st.just("remove"), st.integers(0, 20), ENDS),
     st.tuples(st.just("shift"), st.integers(0, 20), ENDS, st.integers(-6, 6)),
+    st.tuples(st.just("retain"), st.integers(0, 3)),
+    st.tuples(st.just("flatten")),
     st.tuples(st.just("divide"), st.integers(0, 20), ENDS, st.integers(2, 3)),
 )
 KINDS = {
@@ -274,6 +276,7 @@ KINDS = {
     "sliding": lambda: Cache([SlidingWindowLayer(6)], rope=ROPE),
     "static sliding": lambda: Cache([StaticSlidingWindowLayer(9, 6)], rope=ROPE),
     "quantized": lambda: Cache([QuantizedLayer(*CODES, 4, 2)], rope=ROPE),
+    "mixed": lambda: Cache([DynamicLayer(), SlidingWindowLayer(12), QuantizedLayer(*CODES, 4, 2)], rope=ROPE),
     "schemed": lambda: Cache([SchemedLayer(SCHEME, SCHEME, 4, 2)], rope=ROPE),
 }
 CODES = QuantSpec(8, group=4), QuantSpec(8, group=8)
@@ -292,20 +295,25 @@ def test_caches_are_as_the_cells_and_can_says_what_calls_do(kind, steps):
         if name == "decode":
             count = arguments[0]
             new = raw[:, :, cells.named : cells.named + count]
-            cache.update(ROPE.rotate(new, np.arange(count) + cells.length), new, 0)
+            for i in range(len(cache)):
+                cache.update(ROPE.rotate(new, np.arange(count) + cells.length), new, i)
             cells.decode(count)
             continue
-        before = cache.get_seq_length(), layer.positions.tolist(), layer.rope_shifts.tolist()
+        if name == "retain":  # all but some of the last ones
+            places = layer.positions
+            arguments = [np.delete(places, slice(len(places) - 4, None, arguments[0] or 5))]
+        before = [(one.get_seq_length(), *map(str, (one.positions, one.rope_shifts))) for one in cache.layers]
         refusal = cache.can(name, *arguments)
         if refusal is not None:
             with pytest.raises((KvkitError, RuntimeError)) as error:
                 getattr(cache, name)(*arguments)
             assert str(error.value) == refusal
-            assert before == (cache.get_seq_length(), layer.positions.tolist(), layer.rope_shifts.tolist())
+            assert before == [
+                (one.get_seq_length(), *map(str, (one.positions, one.rope_shifts))) for one in cache.layers
+            ]
             continue
         getattr(cache, name)(*arguments)
-        begin, end, *more = arguments
-        getattr(cells, name)(begin, 1 << 40 if end is None else end, *more)
+        getattr(cells, name)(*(1 << 40 if argument is None else argument for argument in arguments))
     assert cache.get_seq_length() == cells.length
     stored = layer.stored_tokens
     kept = cells.cells[len(cells.cells) - stored :]

@@ -93,6 +93,12 @@ class Model:
             self.stored = min(self.stored, self.window - 1)
         return None
 
+    def remove(self, begin, end):
+        """Tokens go, and later ones move up; of a window only tokens that are not stored."""
+        del self.seen[begin:end]
+        if self.window is None:
+            self.stored -= end - begin
+
     def take(self, indices):
         self.seen = [tuple(side[list(indices)] for side in token) for token in self.seen]
 

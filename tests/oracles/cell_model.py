@@ -33,6 +33,9 @@ class Cells:
         self.cells = [cell for cell in self.cells if not begin <= cell[0] < end]
         self.length = min(begin, self.length) if end >= self.length else self.length
 
+    def flatten(self):
+        pass
+
     def shift(self, begin, end, delta):
         self.move(begin, end, lambda at: at + delta)
         if begin <= self.length <= end:
