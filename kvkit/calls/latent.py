@@ -57,7 +57,7 @@ def slots_of(pages: PageTable, page_size: int, sequence: int, begin: int, end: i
     first = 0 if pages.starts is None else pages.starts[sequence]
     table = pages.table[sequence] if pages.starts is None else pages.table[first:]
     page, offset = np.divmod(np.arange(begin, end), page_size)
-    slots: Array = table[page] * page_size + offset
+    slots: Array = table[page].astype(np.int64) * page_size + offset
     return slots
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit import checks
-from kvkit.checks.index_tensors import INT64_MAX, index, validate_table, validates
+from kvkit.checks.index_tensors import INT64_MAX, index, index_form, validate_table, validates
 from kvkit.checks.outputs import same_place
 from kvkit.checks.records import Context, Side, StepIndex
 from kvkit.checks.values import FORMATS, checked_format, element_step, is_broadcast
@@ -19,13 +19,17 @@ from kvkit.typed import Array
 PAGE, ROW, HEAD, CONTENT = range(4)  # the axes of a view of a pool
 AXES = ("b", "n", "h", "c")
 NAMES = "key_cache", "value_cache"
+INT32_MAX = np.iinfo(np.int32).max
 
 
 Views = list[Array | None]  # [pages, rows, heads, content] of keys and of values
 
 
 class PageTable(NamedTuple):
-    """The pages of contexts: a table [B, M], or a list that sequences begin at `starts` [B + 1] of."""
+    """The pages of contexts: a table [B, M] of int64, or a list where sequence b begins at ``starts[b]``.
+
+    A list has the dtype that was given, int64 or int32.
+    """
 
     table: Array
     starts: Array | None = None
@@ -207,7 +211,9 @@ def steps_of(key: Array, value: Array, pages: PageTable, lengths: Array, starts:
     kvstarts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=kvstarts[1:])
     keys, values = place_of(key), place_of(value)
-    value_table = None if keys[1:] == values[1:] else table * values.page
+    if max(len(key), 1) * max(abs(keys.page), abs(values.page)) > INT32_MAX:
+        table = table.astype(np.int64, copy=False)
+    value_table = None if keys[1:] == values[1:] else table * table.dtype.type(values.page)
     np.multiply(table, keys.page, out=table)
     return StepIndex(
         seqstarts=starts, kvstarts=kvstarts, start_pos=lengths, load_starts=lengths,
@@ -242,7 +248,7 @@ def listed_pages(block_tables: tuple[Any, ...], lengths: Array, blocks: int, pag
     if len(block_tables) != 2:
         raise argument_error("block_tables", "[B, M], or a tuple (indptr, indices)", describe(block_tables))
     starts = index("block_tables", block_tables[0], length=len(lengths) + 1)
-    pages = index("block_tables", block_tables[1])
+    pages = index_form("block_tables", block_tables[1], 1).copy()  # int32 stays int32: half the memory
     if starts[0] < 0 or (starts[1:] < starts[:-1]).any() or starts[-1] > len(pages):
         wanted = f"indptr that never decreases, within the {len(pages)} of indices"
         raise argument_error("block_tables", wanted, describe(block_tables[0]))
@@ -268,7 +274,8 @@ def listed_pages(block_tables: tuple[Any, ...], lengths: Array, blocks: int, pag
 def expanded_table(pages: Array, starts: Array, need: Array) -> Array:
     """Return listed pages as a table [B, M], with any numbers behind those that are needed."""
     at = starts[:-1, None] + np.arange(need.max(initial=0))
-    return pages.take(at, mode="clip") if len(pages) else np.zeros(at.shape, np.int64)
+    table = pages.take(at, mode="clip") if len(pages) else np.zeros(at.shape, np.int64)
+    return table.astype(np.int64, copy=False)
 
 
 def with_whole_table(steps: StepIndex) -> StepIndex:

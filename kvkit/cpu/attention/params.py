@@ -28,7 +28,7 @@ WORKSPACE = Record(
     "block tiles number row_ids scores alpha m l queries engine_queries o wide_keys wide_values lines"
 )
 ATTENTION_PARAMS = Record(
-    "counters batch seqstarts kvstarts table_row table_starts page_size decoding",
+    "counters batch seqstarts kvstarts table_row table_starts table_entry page_size decoding",
     "query query_sequence query_token query_head query_to_float",
     "out out_sequence out_token out_head float_to_out lse lse_sequence lse_token lse_head",
     "causal alibi left right cap cap_at slopes slopes_sequence sinks sink_sequences",

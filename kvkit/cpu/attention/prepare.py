@@ -359,7 +359,8 @@ def step_fields(steps, decoding):
     return {
         "batch": len(steps.start_pos), "decoding": decoding,
         "seqstarts": steps.seqstarts, "kvstarts": steps.kvstarts,
-        "table_row": steps.table.strides[0], "page_size": steps.page_size,
+        "table_row": steps.table.strides[0], "table_entry": steps.table.itemsize,
+        "page_size": steps.page_size,
         "table_starts": 0 if steps.table_starts is None else address(steps.table_starts),
     }  # fmt: skip
 

@@ -33,7 +33,7 @@ from kvkit.runtime.jit import helper
 LANES, TILE_BYTES = attention.LANES, TILE.dtype.itemsize
 MINUS_INF = numeric.MINUS_INF
 
-get = memory.load(types.int64)
+get, get_int32 = memory.load(types.int64), memory.load(types.int32)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
 
@@ -251,7 +251,8 @@ def find_rows(params, block, side, row_ids):
     """
     position, end, row_id = block.begin, block.begin + block.known, np.int64(0)
     while position < end:
-        page = get(side.table + block.table_row + 8 * page_of(position, params.page_size))
+        entry = side.table + block.table_row + params.table_entry * page_of(position, params.page_size)
+        page = get(entry) if params.table_entry == 8 else np.int64(get_int32(entry))
         row_id = page + row_of(0, position, params.page_size) * side.step
         run = min(rest_of_page(position, params.page_size), end - position)
         attention.write_sequence(row_id, side.step, run, row_ids + 8 * (position - block.begin))

@@ -28,7 +28,7 @@ def set_sequence(params, block, b):
     """Set the block's sequence: its new tokens, its context, and its query rows per key head."""
     block.sequence, block.table_row = b, b * params.table_row
     if params.table_starts:
-        block.table_row = 8 * get(params.table_starts + 8 * b)
+        block.table_row = params.table_entry * get(params.table_starts + 8 * b)
     block.seqlen = get(params.seqstarts + 8 * b + 8) - get(params.seqstarts + 8 * b)
     block.kvlen = get(params.kvstarts + 8 * b + 8) - get(params.kvstarts + 8 * b)
     block.query_rows = block.seqlen * params.group
