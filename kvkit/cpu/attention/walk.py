@@ -250,9 +250,16 @@ def find_rows(params, block, side, row_ids):
     Behind the end the last one is repeated. Neighbours are `step` ids apart; the table has those of pages.
     """
     position, end, row_id = block.begin, block.begin + block.known, np.int64(0)
+    if params.table_entry == 4:
+        while position < end:  # a loop of its own: a branch for each page is slower
+            page = np.int64(get_int32(side.table + block.table_row + 4 * page_of(position, params.page_size)))
+            row_id = page + row_of(0, position, params.page_size) * side.step
+            run = min(rest_of_page(position, params.page_size), end - position)
+            attention.write_sequence(row_id, side.step, run, row_ids + 8 * (position - block.begin))
+            position += run
+            row_id += (run - 1) * side.step
     while position < end:
-        entry = side.table + block.table_row + params.table_entry * page_of(position, params.page_size)
-        page = get(entry) if params.table_entry == 8 else np.int64(get_int32(entry))
+        page = get(side.table + block.table_row + 8 * page_of(position, params.page_size))
         row_id = page + row_of(0, position, params.page_size) * side.step
         run = min(rest_of_page(position, params.page_size), end - position)
         attention.write_sequence(row_id, side.step, run, row_ids + 8 * (position - block.begin))
