@@ -101,7 +101,7 @@ class Cache(BaseCache):
             if self.folder is not None:
                 self.folder.register(layer_idx, layer)
         if self._latest is not None:
-            self._latest.settle()
+            self._latest.release_undo()
         self._latest = layer
         if self.folder is not None:
             self.folder.prefetch_after(layer_idx, self.layers)
@@ -222,7 +222,9 @@ class Cache(BaseCache):
         >>> cache.layers[0].positions, cache.get_seq_length()
         (array([0, 5, 6, 7]), 8)
         """
-        asked = compression.Compression(scorer, keep, count, budget, queries, weights, renumber, options)
+        asked = compression.Compression(
+            scorer, keep, count, budget, queries=queries, weights=weights, renumber=renumber, options=options
+        )
         return compression.compress(self.layers, self._rearrange, asked)
 
     def _select(self, indices: ArrayLike) -> None:

@@ -165,7 +165,7 @@ class QuantizedCache(Cache):
     >>> cache = QuantizedCache(key=QuantSpec(bits=2), value=QuantSpec(bits=2), residual_length=16)
     >>> tokens = np.ones((1, 4, 1024, 64), np.float16)
     >>> keys, values = cache.update(tokens, tokens, layer_idx=0)
-    >>> cache.layers[0].settle()                # as the update of another layer does
+    >>> cache.layers[0].release_undo()                # as the update of another layer does
     >>> round(2 * tokens.nbytes / cache.layers[0].nbytes, 1)
     4.8
     """

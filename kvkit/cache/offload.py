@@ -84,7 +84,7 @@ class Folder:
         if layer.home is None:
             self.home(number, layer).say_empty(in_memory=True)
         else:
-            layer.move_in()
+            layer.rehome()
         if number == self.layers:
             self.layers += 1
             self.say(closed=False)
@@ -101,7 +101,7 @@ class Folder:
         """
         moved = [layer for layer in layers if is_mapped(layer)]
         before, left = [(layer.state(), layer.store.file) for layer in moved], []
-        self.settle(moved)
+        self.resolve_waiting(moved)
         try:
             self.under_way = self.changes + 1
             for layer in moved:
@@ -119,17 +119,17 @@ class Folder:
             raise
         finally:
             self.under_way = 0
-            self.settle(moved)
+            self.resolve_waiting(moved)
             for file in left:
                 file.path.unlink()
         for layer in layers:
             if not is_mapped(layer):
                 change(layer)
 
-    def settle(self, layers: Iterable[Layer]) -> None:
+    def resolve_waiting(self, layers: Iterable[Layer]) -> None:
         """Rename the waiting sidecars of layers if their change was committed; else delete them."""
         for layer in layers:
-            layer.home.settle()
+            layer.home.resolve_waiting()
 
     def announce(self, due: list[int] | str) -> None:
         """Record what all layers are to do next, so that the next open after a crash can complete it.
@@ -163,7 +163,7 @@ class Folder:
             for number, layer in enumerate(layers):
                 if layer.home is None:
                     layer.home = self.home(number, layer)
-                    layer.move_in()
+                    layer.rehome()
             flush_layers(layers)
             self.say(closed=True, digests=[hash_layer(layer) for layer in layers])
         else:

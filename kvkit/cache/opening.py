@@ -79,7 +79,7 @@ def undo_cut_step(layers: Sequence[Layer], folder: Path) -> None:
     for layer in used:
         new = layer.span.length - layer.span.before
         if new > 0 and layer.get_seq_length() - new in held:
-            layer.take_back()
+            layer.undo_update()
     left = [layer.get_seq_length() for layer in used]
     if len(set(left)) > 1:
         message = f"{folder}: layers hold {left} tokens, which no step explains: crop them to equal lengths"

@@ -257,9 +257,9 @@ class Operations(RuleBasedStateMachine):
 
     @precondition(lambda self: self.kind != "paged")
     @rule()
-    def settle(self):
+    def release_undo(self):
         """What an update of another layer does."""
-        self.layer.settle()
+        self.layer.release_undo()
         self.last_query()
 
     def last_query(self):

@@ -225,7 +225,7 @@ def test_queries_whose_window_has_left():
     layer, query = SlidingWindowLayer(4), np.ones((1, 1, 2, 1), np.float32)
     append(layer, *range(300))
     layer.attend(query)
-    layer.settle()
+    layer.release_undo()
     layer.attend(query[:, :, :1])
     assert "query: expected queries of the last tokens, whose windows Sliding" in refused(layer.attend, query)
 

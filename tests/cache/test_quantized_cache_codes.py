@@ -132,7 +132,7 @@ def test_bytes_of_a_token():
     assert (keys.bytes_per_token(64), values.bytes_per_token(64)) == (40, 36)
     layer = QuantizedLayer(**OPTIONS | {"residual_length": 0, "sink": 0})
     layer.update(*states(64))
-    layer.store.settle()
+    layer.store.release_undo()
     assert layer.nbytes == 2 * 2 * 64 * ((16 * 4 // 8 + 16 * 2 * 2 // 4) + (24 * 2 // 8 + 3 * 2 * 2))
 
 

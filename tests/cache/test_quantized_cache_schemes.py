@@ -84,7 +84,7 @@ def test_growth(rng, read_back):
         if new:
             query = rng.standard_normal((2, 4, new, D)).astype(np.float32)
             np.testing.assert_allclose(cache.attend(query, 0), attended(query, *seen), atol=1e-6)
-    layer.settle()
+    layer.release_undo()
     query = query[:, :, -1:]
     np.testing.assert_allclose(cache.attend(query, 0), attended(query, *stored), atol=1e-6)
     rows = coded_of(40) // GROUP

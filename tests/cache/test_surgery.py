@@ -224,7 +224,7 @@ def test_attention_after_a_call_is_that_under_a_mask_and_codes_stay(kind):
         layer.update(keys[:, :, 33:40], values[:, :, 33:40])
         if hasattr(layer.store, "see_stored"):
             layer.store.see_stored()
-        layer.settle()
+        layer.release_undo()
     gone = np.zeros(46, bool)
     if moved.window is None:
         gone[[1, *range(6, 17), 20, 22, 38]] = True

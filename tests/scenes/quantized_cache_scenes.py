@@ -54,7 +54,7 @@ def assert_same(one, other):
     one, other = copy.deepcopy((one, other))
     for layer in (one, other):
         if layer.store:
-            layer.store.settle()
+            layer.store.release_undo()
     assert one.nbytes == other.nbytes
     if not one.nbytes:
         return

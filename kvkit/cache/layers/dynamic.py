@@ -37,7 +37,7 @@ class DynamicLayer(Layer):
         """Move to a store with room for a sixteenth more tokens, if the present one is larger."""
         room = self.stored_tokens + max(self.stored_tokens // 16, 16)
         if self.store is not None and self.store.capacity > room:
-            self._move(self.store.geometry, room, self.span.first, settled=True)
+            self._move(self.store.geometry, room, self.span.first, final=True)
 
 
 class StaticLayer(Layer):

@@ -68,7 +68,7 @@ class Layer(BaseLayer):
         self.name, self._lock, self._attention = type(self).__name__, LayerLock(), LayerAttention()
         self.restore(EMPTY)
 
-    def _hold(self, store: Any, span: Span) -> None:
+    def _set_store(self, store: Any, span: Span) -> None:
         self.store, self.span = store, span
         self._attention.forget()
 
@@ -161,22 +161,22 @@ class Layer(BaseLayer):
         capacity: Any,
         keep: int,
         indices: Iterable[int] | None = None,
-        settled: bool = False,
+        final: bool = False,
     ) -> None:
         """Move the tokens from `keep` on to another store; on an error nothing has changed.
 
-        If `settled`, the last update can no longer be undone.
+        If `final`, the last update can no longer be undone.
         """
         store, before = self._new_store(given, capacity), (self.store, self.span)
-        span = self.span.settled() if settled else self.span
+        span = self.span.without_undo() if final else self.span
         try:
             if self.store is not None:
                 indices = range(given.batch) if indices is None else indices
                 store.fill(self.store, indices, *span.rows_from(keep))
-            self._hold(store, span.moved(keep))
+            self._set_store(store, span.moved(keep))
             self._commit()
         except BaseException:
-            self._hold(*before)
+            self._set_store(*before)
             store.close()
             raise
 
@@ -197,7 +197,7 @@ class Layer(BaseLayer):
             self._make_room(self.store.geometry, end, self.span.first)
 
     @one_call_at_a_time
-    def settle(self) -> None:
+    def release_undo(self) -> None:
         """Free memory that only the last update needed: move to a smaller store if this one is too large.
 
         A layer in a file keeps what its last update returned, because that update may be undone. It moves
@@ -375,7 +375,7 @@ class Layer(BaseLayer):
             if not stay:
                 store.fill_rows(old, rows, plan.rope, plan.rotated)
             span = self._span_of(plan, self.span.first - self.span.origin if stay else 0)
-            self._hold(store, span)
+            self._set_store(store, span)
             self.row_positions, self.rope = self._described(plan.after), plan.rope
             self._commit()
         except BaseException:
@@ -436,7 +436,7 @@ class Layer(BaseLayer):
             self.store.take(indices, *self.span.rows_from(first))
         else:
             given = given._replace(batch=len(indices))
-            self._move(given, self.store.capacity, first, indices, settled=True)
+            self._move(given, self.store.capacity, first, indices, final=True)
 
     @one_call_at_a_time
     def reset(self) -> None:
@@ -447,7 +447,7 @@ class Layer(BaseLayer):
         else:
             self.store.close()
         self.row_positions = None
-        self._hold(None, Span())
+        self._set_store(None, Span())
 
     def stop_past_recording(self) -> None:
         """Drop or encode tokens that leave the window again, from the next change on."""
@@ -488,7 +488,7 @@ class Layer(BaseLayer):
             raise argument_error(self.name, f"all tokens of {length} that the next one attends to", stored)
         store = self._new_store(check_geometry(keys, values, None), self._capacity(stored))
         store.write(0, keys, values)
-        self._hold(store, Span(length, oldest, oldest, oldest, length))
+        self._set_store(store, Span(length, oldest, oldest, oldest, length))
 
     @property
     def was_moved(self) -> bool:
@@ -534,21 +534,21 @@ class Layer(BaseLayer):
 
     def restore(self, state: tuple[Any, Any, Span, RowPositions | None]) -> None:
         self.home, store, span, self.row_positions = state
-        self._hold(store, span)
+        self._set_store(store, span)
 
-    def move_in(self) -> None:
+    def rehome(self) -> None:
         """Move the tokens from memory to a file in `home`."""
         if self.store is None:
             self._commit()
         elif self.store.file is None:
-            self._move(self.store.geometry, self.store.capacity, self.span.first, settled=True)
+            self._move(self.store.geometry, self.store.capacity, self.span.first, final=True)
 
     def open(self, home: Any, about: dict[str, Any]) -> None:
         """Restore the layer from its sidecar and data file."""
         self.home, self.record_past = home, about.get("record_past", False)
         if "state" in about:
             span, self.record_past = home.opened_state(about)
-            self._hold(self._opened_store(about, span), span)
+            self._set_store(self._opened_store(about, span), span)
             if "moved" in about:
                 self._restore_moves(about["moved"], about["state"])
 
@@ -568,7 +568,7 @@ class Layer(BaseLayer):
     def _opened_store(self, about: dict[str, Any], span: Span) -> Any:
         return MappedStore.opened(about, span, self.home)
 
-    def take_back(self) -> None:
+    def undo_update(self) -> None:
         """Undo the latest update."""
         before = self.span.before
         self._shorten(self.span.widened().cropped(before, self._stored_from(before)))
@@ -576,5 +576,5 @@ class Layer(BaseLayer):
     def finish(self) -> None:
         """Commit the state, so that the latest update can no longer be undone."""
         if self.store is not None:
-            self.span = self.span.settled()
+            self.span = self.span.without_undo()
             self._commit()

@@ -126,12 +126,12 @@ class QuantizedLayer(Layer):
         capacity: int,
         keep: int,
         indices: Iterable[int] | None = None,
-        settled: bool = False,
+        final: bool = False,
         view: bool = True,
     ) -> None:
         """Move to another file with room for `capacity` more tokens; `view` keeps the latest view valid."""
         plan = plan_file(self.store or self._empty_store(given), given.batch, capacity, view)
-        super()._move(given, plan, keep, indices, settled or not view)
+        super()._move(given, plan, keep, indices, final or not view)
 
     def _same_room(self) -> Any:
         return plan_file(self.store, self.store.geometry.batch, 0, view=False)
@@ -156,24 +156,24 @@ class QuantizedLayer(Layer):
             self.store.crop(span.length)
         super()._shorten(span)
 
-    def take_back(self) -> None:
-        self.store.take_back(self.span.before)
+    def undo_update(self) -> None:
+        self.store.undo_update(self.span.before)
         super()._shorten(self.span.cropped(self.span.before, 0))
 
     def _take(self, indices: Array) -> None:
         if self.store is None:
             return
         if self.home is None:
-            self._hold(self.store.taken(indices), self.span)
+            self._set_store(self.store.taken(indices), self.span)
         else:
             given = self.store.geometry._replace(batch=len(indices))
             self._move(given, 0, 0, indices, view=False)
 
     @one_call_at_a_time
-    def settle(self) -> None:
+    def release_undo(self) -> None:
         """Free the originals that a long update still holds; attention then reads their codes."""
         if self.store is not None and self.home is None and not self.record_past and self.store.is_large:
-            self.store.settle()
+            self.store.release_undo()
 
     def stored(self) -> tuple[States, States]:
         return self.store.stored()
@@ -209,7 +209,7 @@ class QuantizedLayer(Layer):
         store = self._empty_store(check_geometry(key, value, None))
         for side, held in zip(store.sides, split, strict=True):
             side.fill(held, length)
-        self._hold(store, Span(length, before=length))
+        self._set_store(store, Span(length, before=length))
 
     def _opened_store(self, about: dict[str, Any], span: Span) -> MappedCodeStore:
         return MappedCodeStore.opened(about, span, self.home, self._empty_store)

@@ -97,7 +97,7 @@ class SchemedLayer(Layer):
         given: Geometry,
         seen: Sequence[SchemedSide] | None = None,
     ) -> None:
-        self._hold(SchemedStore(given, sides, seen or sides), span)
+        self._set_store(SchemedStore(given, sides, seen or sides), span)
 
     @one_call_at_a_time
     def attend(  # type: ignore[override]  # the options are `Layer.attend`'s
@@ -114,7 +114,7 @@ class SchemedLayer(Layer):
                 store.keys = store.values = None
 
     @one_call_at_a_time
-    def settle(self) -> None:
+    def release_undo(self) -> None:
         """Free the originals of the tokens that the latest update encoded."""
         if self.store is not None:
             self.store.seen = self.store.sides
@@ -140,7 +140,7 @@ class SchemedLayer(Layer):
     def _take(self, indices: Array) -> None:
         if self.store is not None:
             given = self.store.geometry._replace(batch=len(indices))
-            self._keep([side.taken(indices) for side in self.store.sides], self.span.settled(), given)
+            self._keep([side.taken(indices) for side in self.store.sides], self.span.without_undo(), given)
 
     def activate_past_recording(self) -> None:
         """Encode nothing from now on until the next `crop`."""

@@ -44,7 +44,7 @@ class Rows:
         self.sequences = sequences
         return self.step
 
-    def settle(self) -> None:
+    def abandon_step(self) -> None:
         """Abandon a step that not all layers have written, before the rows change."""
         if self.step is not None and self.step.index.is_open:
             self.step.abandon()
@@ -63,7 +63,7 @@ class Rows:
 
     def crop(self, length: int) -> None:
         length = integer("length", length, -self.sequences[0].length if self.sequences else 0)
-        self.settle()
+        self.abandon_step()
         for seq in self.sequences:
             self._blocks.crop(seq, length)
 
@@ -72,13 +72,13 @@ class Rows:
         if self.sequences:
             if not len(rows) or rows.min() < 0 or rows.max() >= len(self.sequences):
                 raise argument_error("indices", f"rows from 0 to {len(self.sequences) - 1}", rows.tolist())
-            self.settle()
+            self.abandon_step()
             selected = [self._blocks.fork(self.sequences[i]) for i in rows.tolist()]
             self.reset()
             self.sequences = selected
 
     def reset(self) -> None:
-        self.settle()
+        self.abandon_step()
         for seq in self.sequences:
             self._blocks.free(seq)
         self.sequences = []

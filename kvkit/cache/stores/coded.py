@@ -65,7 +65,7 @@ class CodeStore:
 
     def release_originals(self, side: CodedSide) -> None:
         """Make the next view read all codes, and free the originals."""
-        side.settle()
+        side.release_undo()
 
     def crop(self, length: int) -> None:
         for side in self.sides:
@@ -85,19 +85,19 @@ class CodeStore:
         """Return how many sinks were removed."""
         return int(self.sides[0].sinks.shape[2]) - self.sides[0].sink
 
-    def take_back(self, length: int) -> None:
+    def undo_update(self, length: int) -> None:
         """Undo the latest update, before which there were `length` tokens."""
         for side in self.sides:
-            side.take_back(length)
+            side.undo_update(length)
 
     @property
     def is_large(self) -> bool:
         return any(side.is_large for side in self.sides)
 
-    def settle(self) -> None:
+    def release_undo(self) -> None:
         """Release what only the last update needed."""
         for side in self.sides:
-            side.settle()
+            side.release_undo()
 
     def see_stored(self) -> None:
         """Make attention read all codes, not the originals."""

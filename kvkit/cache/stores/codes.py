@@ -219,7 +219,7 @@ class CodedSide:
         self.end_change(len(tokens), len(rows["sinks"]))
         self.start = self.end
 
-    def take_back(self, length: int) -> None:
+    def undo_update(self, length: int) -> None:
         """Keep the first `length` tokens, and return codes of the latest update to the tail."""
         self.coded = self.before
         self.crop(length)
@@ -235,7 +235,7 @@ class CodedSide:
         """Return whether a long update has left much more than a window in the tail."""
         return self.tail.shape[2] > 8 * (self.residual + self.block + TAIL_ROOM)
 
-    def settle(self) -> None:
+    def release_undo(self) -> None:
         """Free the originals of codes; from now on views read the codes."""
         live, _, room = self.tail_counts(0)
         first, (batch, heads, _, dim) = self.end - self.start, self.shape

@@ -245,7 +245,7 @@ class Home:
 
     def accept(self, file: File, about: dict[str, Any], state: str) -> None:
         """Make a file the layer's; delete the one before it, unless the new sidecar has to wait."""
-        self.settle()
+        self.resolve_waiting()
         text = self.text(generation=self.generation, word=file.word, byteorder=sys.byteorder, **about)
         text = text.removesuffix("}") + ', "state": '
         self.waiting = self.folder.under_way
@@ -262,7 +262,7 @@ class Home:
     def waits_as(self) -> Path:
         return self.sidecar.with_suffix(f"{WAITING}{self.waiting}")
 
-    def settle(self) -> None:
+    def resolve_waiting(self) -> None:
         """Rename the waiting sidecar if its change was committed; else delete it."""
         if self.waiting:
             with contextlib.suppress(FileNotFoundError):  # it has, before an interrupt
@@ -274,7 +274,7 @@ class Home:
 
     def say_empty(self, **more: Any) -> None:
         """Write a sidecar without a data file."""
-        self.settle()
+        self.resolve_waiting()
         os.close(write_sidecar(self.sidecar, self.text(changes=self.folder.changes, **more) + "\n"))
         self.current = None
 

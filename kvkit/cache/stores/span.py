@@ -44,6 +44,6 @@ class Span(NamedTuple):
         """Return the span in which all tokens of the last update's result count as stored."""
         return self._replace(oldest=self.first)
 
-    def settled(self) -> Span:
+    def without_undo(self) -> Span:
         """Return the span in which the last update can no longer be undone."""
         return self._replace(before=self.length)
