@@ -33,6 +33,15 @@ class Report:
         The size of all stored keys and values.
     skipped : dict of int to str
         Layers that stayed as they were, and why.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import DynamicCache
+    >>> cache, states = DynamicCache(), np.ones((1, 1, 8, 4), np.float32)
+    >>> keys, values = cache.update(states, states, 0)
+    >>> cache.compress("knorm", keep=0.5)
+    Report(tokens=[4], bytes_before=256, bytes_after=128, skipped={})
     """
 
     tokens: list[int]
