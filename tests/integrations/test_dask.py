@@ -317,6 +317,33 @@ def test_what_a_cache_refuses(client, tmp_path):
             ShardedCache(other, *SIZES)
 
 
+LIES = [
+    {"length": "5"}, {"length": -1}, {"length": 6}, {"batch": 0}, {"batch": 3}, {"cache": []},
+    {"cache": {"shards": 10**9}}, {"cache": {"shards": 1}},
+    {"cache": {"head_dim": 32}}, {"cache": {"num_layers": LAYERS + 1}}, {"cache": {"format": ["x"]}},
+    {"cache": {"dtype": 7}}, {"cache": {"quant_group": "x"}}, {"cache": {"client": 1}},
+    {"cache": {"interleave": -4}}, {"save": 5}, {"save": "0" * 12}, {"shard": b""},
+]  # fmt: skip
+
+
+def test_a_save_that_lies(rng, client, tmp_path):
+    """Each lie is refused in a line, whatever shard notices it."""
+    with ShardedCache(client, *SIZES, format="float32", page_size=4, num_blocks=16, shards=2) as cache:
+        steps(cache, PagedCache(64, 4, *SIZES, np.float32), rng, np.float32, tokens=(5,))
+        cache.save(tmp_path)
+    whole = json.loads((tmp_path / "sharded.json").read_text())
+    for lie in LIES:
+        said = whole | lie
+        if isinstance(lie.get("cache"), dict):
+            said["cache"] = whole["cache"] | lie["cache"]
+        if "shard" in said:
+            next(tmp_path.glob("*/shard-1.npz")).write_bytes(said.pop("shard"))
+        (tmp_path / "sharded.json").write_text(json.dumps(said))
+        with pytest.raises(KvkitError) as caught:
+            ShardedCache.load(client, tmp_path, timeout=20)
+        assert "\n" not in str(caught.value)
+
+
 def test_a_folder_that_is_none(client, tmp_path):
     with pytest.raises(KvkitError, match=r"expected a folder with sharded\.json"):
         ShardedCache.load(client, tmp_path)

@@ -10,12 +10,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvkit.checks.values import integer
 from kvkit.errors import argument_error
 from kvkit.files.replace import replacing
+from kvkit.integrations.dask.checks import checked_sizes
 from kvkit.typed import FilePath
 
 VERSION = 1
 MANIFEST = "sharded.json"
+
+
+def check_manifest(*, save: Any, length: Any, batch: Any, cache: Any, format_version: int) -> None:
+    """Refuse a manifest with values that no save has."""
+    if not re.fullmatch("[0-9a-f]{12}", save):
+        raise ValueError(save)  # another folder, which the next save would remove
+    integer("length", length, 0)
+    integer("batch", batch, 1 if length else 0)
+    checked_sizes(cache)
 
 
 class ShardFolder:
@@ -35,8 +46,11 @@ class ShardFolder:
             version = manifest["format_version"]
             if version == VERSION and not manifest.keys() >= {"save", "length", "batch", "cache"}:
                 raise KeyError(*manifest)
-            if version == VERSION and not re.fullmatch("[0-9a-f]{12}", manifest["save"]):
-                raise ValueError(manifest["save"])  # another folder, which the next save would remove
+            if version == VERSION:
+                check_manifest(**manifest)
+                last = f"shard-{manifest['cache']['shards'] - 1}.npz"
+                if not (self.path / manifest["save"] / last).exists():
+                    raise ValueError(last)
         except FileNotFoundError:
             raise argument_error(str(self.path), f"a folder with {MANIFEST}", "one without") from None
         except (ValueError, KeyError, TypeError) as error:

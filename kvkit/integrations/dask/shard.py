@@ -132,5 +132,10 @@ class Shard:
 
     def load(self, path: str) -> int:
         """Read the shard from a file; return its number of tokens."""
-        self.cache = kvkit.cache.load(path)
+        cache, own = kvkit.cache.load(path), self.cache.describe()
+        loaded = cache.describe() if isinstance(cache, kvkit.cache.PagedCache) else {}
+        for name in own.keys() - {"salt"}:
+            if loaded.get(name) != own[name]:
+                raise argument_error(path, f"a shard whose {name} is {own[name]}", loaded.get(name))
+        self.cache = cache
         return self.about()["tokens"]

@@ -307,6 +307,9 @@ class ShardedCache:
                 counts = self._call([("load", file) for file in files])
                 if counts != expected:
                     raise argument_error(str(folder), f"shards of {expected} tokens", counts)
+                rows = {shard["rows"] for shard in self._call([("about",)] * self._placement.count)}
+                if rows - {0} - {manifest["batch"]}:
+                    raise argument_error(str(folder), f"shards of {manifest['batch']} rows", sorted(rows))
             except KvkitError as error:
                 self._failure = error  # some shards have it, some do not
                 raise
