@@ -58,7 +58,7 @@ def load(path: FilePath) -> Cache | PagedCache:
     if "paged" in about:
         try:
             return restore_paged(about["paged"], arrays)
-        except (KvkitError, AttributeError, KeyError, TypeError, ValueError) as error:
+        except (KvkitError, AttributeError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise load_error(path, "a valid description of a paged cache", error) from None
     if not isinstance(about.get("layers"), list):
         raise load_error(path, "a description of every layer", sorted(about))
@@ -93,7 +93,7 @@ def restore_layer(path: FilePath, number: int, about: dict[str, Any], arrays: Ma
         layer = kinds.make_layer(about)
         layer.load(arrays, about["length"], about.get("rope"))
         layer.record_past = about["record_past"]
-    except (KvkitError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (KvkitError, AttributeError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise load_error(path, f"a valid layer {number}", error) from None
     return layer
 

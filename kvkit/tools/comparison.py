@@ -192,7 +192,7 @@ def diff(
     key: row off by one (row +1) explains 40 of 40 bytes (100.0%)
     """
     tolerances = finite_number("atol", atol), finite_number("rtol", rtol), integer("ulp", ulp, 0)
-    arrays = Lazy(compared_arrays, a, b, layout_a, layout_b, sizes, like)
+    arrays = Lazy(compared_arrays, a, b, layout_a, layout_b, sizes, like, axes)
     one, two, inputs = arrays.value
     common = [name for name in one if name in two]
     if not common:
@@ -223,7 +223,7 @@ def diff(
 
 def compared_arrays(
     a: Any, b: Any, layout_a: str | Layout | None, layout_b: str | Layout | None,
-    sizes: Mapping[str, int] | None, like: Any,
+    sizes: Mapping[str, int] | None, like: Any, axes: str | None,
 ) -> tuple[Arrays, Arrays, Arrays]:  # fmt: skip
     """Return the arrays of both sides by name, and inputs; keys and values where a side has a layout."""
     sources = []
@@ -235,7 +235,7 @@ def compared_arrays(
     inputs = {} if given is None else dict(given.arrays)
     one, two = ({name: x for name, x in each.arrays.items() if x.dtype.kind not in "SUO"} for each in sources)
     named = one.keys() & two.keys() or not all(source.layout for source in sources)
-    if named and not any(source.stated_layout for source in sources):
+    if named and not any(source.stated_layout and not (axes and source.implied) for source in sources):
         return one, two, inputs
     if given is not None:
         with contextlib.suppress(KvkitError):  # other inputs than floats in the places of codes

@@ -74,7 +74,8 @@ class CacheSource:
         self.sizes = dict(self.contents.description.sizes) | dict(sizes or {})
         self.arguments = arguments
         self.stated_layout = layout or self.contents.description.layout or self.text("layout")
-        if self.stated_layout is None and self.layer_names is not None and self.layer_names.heads_first:
+        self.implied = self.stated_layout is None and self.layer_names is not None  # by names alone
+        if self.implied and self.layer_names is not None and self.layer_names.heads_first:
             self.stated_layout = Layout(("l",), *[layouts.parse("hf").axes] * 2)
 
     def text(self, name: str) -> str | None:
@@ -206,6 +207,11 @@ class CacheSource:
         """Return views of arrays of any strides, whose axes are those that their names imply."""
         axes, names = layouts.parse(self.layout or "").axes, self.side_names or SIDES
         at = tuple(slice(None) if axis in axes else None for axis in "lbnhc")
+        pools = list(pools)
+        for name, pool in zip(names, pools, strict=False):
+            odd = [x for x in (pool if isinstance(pool, list) else [pool]) if np.ndim(x) != len(axes)]
+            if odd:
+                raise argument_error(name, f"the axes {' '.join(axes)}", describe(odd[0]))
         views = [tuple(x[at[1:]] for x in pool) if isinstance(pool, list) else pool[at] for pool in pools]
         shapes = [[each.shape[:-1] for each in view] for view in views]
         if shapes[0] != shapes[-1] or not shapes[0]:
@@ -327,7 +333,7 @@ class CacheSource:
             return self.read_tables(page_size)
         except KvkitError:
             raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise argument_error("source", "tables as kvkit or llama.cpp has them", brief(error)) from None
 
     def read_tables(self, page_size: int | None) -> tuple[str, BlockTable] | None:

@@ -106,6 +106,8 @@ CHANGES = [  # of what; the change; whether the file is sealed again; what was e
     (save_layers, said("layers 0 kind", "PagedLayer"), True, LAYER),
     (save_layers, said("layers 1 arguments sliding_window", 9), True, "a valid layer 1, got "),
     (save_layers, said("layers 2 arguments max_cache_len", 3), True, "a valid layer 2, got "),
+    (save_layers, array("layers.0.keys", np.ravel), True, LAYER),
+    (save_codes, array("layers.0.keys.codes", np.ravel), True, LAYER),
     (save_codes, array("layers.0.values.codes", lambda x: x[:, :, :-1].copy()), True, LAYER),
     (save_codes, array("layers.0.keys.ends", lambda x: put(x, 0, x[0] + 1)), True, LAYER),
     (save_codes, array("layers.0.keys.ends", lambda x: put(x, 0, 0)), True, LAYER),

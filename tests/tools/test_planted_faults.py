@@ -44,3 +44,14 @@ def test_inputs_that_fit_nothing_are_refused():
     key, like = np.zeros((3, 4, 1, 16), np.float16), {"tokens": np.zeros((5, 2), np.float16)}
     with pytest.raises(KvkitError, match=r"like: expected floats .* got tokens \(5, 2\)"):
         diff({"key": key}, {"key": key + 1}, like=like)
+
+
+def test_axes_of_arrays_that_are_named_by_layer():
+    """What the caller says of axes counts more than what names imply."""
+    key = np.random.default_rng(0).standard_normal((2, 3, 4, 1, 16)).astype(np.float16)
+    sides = {"present.0.key": key, "present.0.value": key + 1}
+    got = {name: x.copy() for name, x in sides.items()}
+    got["present.0.key"][1, 2, 3] = 0
+    [array] = diff(sides, got, axes="l b n h c").arrays
+    assert array.name == "present.0.key"
+    assert "layer 1" in str(array)

@@ -271,3 +271,9 @@ def test_what_is_no_cache_is_refused_by_its_name(arrays, message):
     for tool in lambda: tools.study(arrays, "fp8"), lambda: tools.convert(arrays, None, to_layout="hf"):
         with pytest.raises(KvkitError, match=message):
             tool()
+
+
+def test_arrays_of_too_few_axes_are_refused():
+    key = np.zeros((2, 3, 4, 5), np.float32)
+    with pytest.raises(KvkitError, match=r"value: expected the axes .*, got an array of float32"):
+        tools.inspect({"key": key, "value": key.reshape(-1)})

@@ -353,3 +353,12 @@ def test_a_folder_that_cannot_be_written_stops_no_call(log, capfd, monkeypatch, 
     monkeypatch.setenv("KVKIT_LOG_FOLDER", str(tmp_path / "file"))
     call()
     assert "no dump of key_value_cache" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("damage", [(b"False, ", b"False, ("), (b"(3,)", b"(3,9)"), (b"\x93NUMPY", b"PK")])
+def test_damaged_arrays_are_refused(tmp_path, damage):
+    path = tmp_path / "x.npy"
+    np.save(path, np.zeros(3, np.float32))
+    path.write_bytes(path.read_bytes().replace(*damage))
+    with pytest.raises(KvkitError, match=r"x\.npy: no array of float32 \[3\] \(.*\): make it again"):
+        packs.array(tmp_path, {"file": "x.npy", "dtype": "float32", "shape": [3]})

@@ -12,6 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from kvkit.errors import KvkitError, brief
+from kvkit.files import npy
+from kvkit.files.arrays import CACHE
 from kvkit.files.errors import FileError
 from kvkit.runtime.call_log import FORMAT_VERSION, MANIFEST
 from kvkit.typed import Array, FilePath
@@ -119,7 +121,7 @@ def array(folder: FilePath, entry: dict[str, Any], path: Path | None = None) -> 
         if path.suffix == ".bin":
             bits = np.frombuffer(path.read_bytes(), np.uint8)
         else:
-            bits = np.load(path, allow_pickle=False)
+            bits = npy.read(path).arrays[CACHE]
         found = bits if bits.dtype == dtype else np.ascontiguousarray(bits).reshape(-1).view(dtype)
         if found.size != math.prod(shape):
             raise ValueError(f"{found.size} elements, not {math.prod(shape)}")
