@@ -295,7 +295,7 @@ def test_a_report(tmp_path):
         ({"x": np.zeros(2)}, {"y": np.zeros(2)}, {}, "b: expected some array of x, got y"),
         ({"x": np.zeros(2)}, {"x": np.zeros(2)}, {"ulp": -1}, "ulp: expected at least 0"),
         ({"x": np.zeros(2)}, {"x": np.zeros(2)}, {"layout_a": "b n h c"}, "layout: expected an array cache"),
-        (3, {"x": np.zeros(2)}, {}, "source: expected a path or a dict of arrays"),
+        (3, {"x": np.zeros(2)}, {}, "source: expected a path, a dict of arrays or a cache"),
     ],
 )
 def test_wrong_use(a, b, keywords, message):
