@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -192,7 +192,8 @@ def diff(
     key: row off by one (row +1) explains 40 of 40 bytes (100.0%)
     """
     tolerances = finite_number("atol", atol), finite_number("rtol", rtol), integer("ulp", ulp, 0)
-    arrays = Lazy(compared_arrays, a, b, layout_a, layout_b, sizes, like, axes)
+    sides = (a, layout_a, "layout_a"), (b, layout_b, "layout_b")
+    arrays = Lazy(compared_arrays, sides, sizes, like, axes)
     one, two, inputs = arrays.value
     common = [name for name in one if name in two]
     if not common:
@@ -222,16 +223,18 @@ def diff(
 
 
 def compared_arrays(
-    a: Any, b: Any, layout_a: str | Layout | None, layout_b: str | Layout | None,
-    sizes: Mapping[str, int] | None, like: Any, axes: str | None,
-) -> tuple[Arrays, Arrays, Arrays]:  # fmt: skip
+    sides: Sequence[tuple[Any, str | Layout | None, str]],
+    sizes: Mapping[str, int] | None,
+    like: Any,
+    axes: str | None,
+) -> tuple[Arrays, Arrays, Arrays]:
     """Return the arrays of both sides by name, and inputs; keys and values where a side has a layout."""
     sources = []
-    for side, layout, name in ((a, layout_a, "layout_a"), (b, layout_b, "layout_b")):
+    for side, layout, name in sides:
         array = as_numpy(side)
         given = {"array": array} if isinstance(array, np.ndarray) else side
         sources.append(CacheSource(given, layout, sizes, (name, "format")))
-    given = None if like is None else CacheSource(like, layout_a, sizes)
+    given = None if like is None else CacheSource(like, sides[0][1], sizes)
     inputs = {} if given is None else dict(given.arrays)
     one, two = ({name: x for name, x in each.arrays.items() if x.dtype.kind not in "SUO"} for each in sources)
     named = one.keys() & two.keys() or not all(source.layout for source in sources)
