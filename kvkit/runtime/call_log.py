@@ -11,6 +11,7 @@ more is written.
 """
 
 import hashlib
+import io
 import json
 import os
 import sys
@@ -38,10 +39,15 @@ def write_array(folder: FilePath, name: str, array: ArrayLike, raw: bool = False
     bits = whole.view(BITS[dtype.itemsize]) if dtype.kind == "V" or dtype.name not in np.sctypeDict else whole
     path = Path(folder, f"{name}.{'bin' if raw else 'npy'}")
     path.parent.mkdir(parents=True, exist_ok=True)
+    data = io.BytesIO()
     if raw:
-        path.write_bytes(np.ascontiguousarray(bits).tobytes())
+        data.write(np.ascontiguousarray(bits).tobytes())
     else:
-        np.save(path, bits)
+        np.save(data, bits)
+    try:
+        path.write_bytes(data.getbuffer())
+    except OSError as error:  # of a full disk, which does not name the file
+        raise type(error)(error.errno, error.strerror, str(path)) from None
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return {
         "file": path.relative_to(folder).as_posix(),

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
+from kvkit.errors import printable
+
 ROW, CHARACTER, MARGIN = 24, 7.2, 12  # pixels
 STYLE = """
 .kvkit text{font:12px ui-monospace,monospace;white-space:pre;fill:#1b1f24}
@@ -54,14 +56,14 @@ def picture(title: str, rows: Iterable[tuple[str, list[Cell]]], sequences: int =
     made = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="kvkit" viewBox="0 0 {width:.0f} {height}" '
         f'width="{width:.0f}" height="{height}" role="img">',
-        f"<title>{escape(title)}</title>",
+        f"<title>{words(title)}</title>",
         f"<style>{STYLE}{hues(sequences)}</style>",
         '<rect class="none" width="100%" height="100%"/>',
     ]
     for i, (label, cells) in enumerate(rows):
         y = MARGIN + i * ROW
         note = "" if cells else ' class="note"'
-        made.append(f'<text{note} x="{MARGIN}" y="{y + 16}">{escape(label)}</text>')
+        made.append(f'<text{note} x="{MARGIN}" y="{y + 16}">{words(label)}</text>')
         x = MARGIN + indent * CHARACTER
         for cell in cells:
             made.append(box(cell, x, y))
@@ -69,11 +71,16 @@ def picture(title: str, rows: Iterable[tuple[str, list[Cell]]], sequences: int =
     return "\n".join([*made, "</svg>", ""])
 
 
+def words(text: str) -> str:
+    """Return a text, perhaps from a file, as SVG may contain it, in one line of printable signs."""
+    return escape(printable(text))
+
+
 def box(cell: Cell, x: float, y: float) -> str:
     """Draw one cell."""
     size = cell.width * CHARACTER
-    text = f'<text x="{x + size / 2:.1f}" y="{y + 16}" text-anchor="middle">{escape(cell.text)}</text>'
-    title = f"<title>{escape(cell.title)}</title>" if cell.title else ""
+    text = f'<text x="{x + size / 2:.1f}" y="{y + 16}" text-anchor="middle">{words(cell.text)}</text>'
+    title = f"<title>{words(cell.title)}</title>" if cell.title else ""
     return (
         f'<g>{title}<rect class="{cell.kind}" x="{x:.1f}" y="{y}" width="{size:.1f}" height="{ROW - 2}"/>'
         f"{text if cell.text else ''}</g>"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvkit.errors import KvkitError
-from kvkit.tools import vectors
+from kvkit.tools import svg, vectors
 
 EVIL = "\x1b]0;title\x07\x1b[31m\x1b[2Jred\u202egnp.\nfine: 9 rules\r\x9b1m"
 VERBS = (
@@ -98,3 +98,10 @@ def test_odd_manifests_are_refused(tmp_path, at, value):
     path.write_text(json.dumps(manifest))
     with pytest.raises(KvkitError):
         vectors.replay(tmp_path / "pack")
+
+
+def test_no_name_reaches_a_picture():
+    cell = svg.Cell(f"<{EVIL}", "key", 3, EVIL)
+    drawn = svg.picture(EVIL, [(EVIL, [cell]), (EVIL, [])])
+    assert all(sign.isprintable() or sign == "\n" for sign in drawn)
+    assert "&lt;\\x1b" in drawn

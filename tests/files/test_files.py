@@ -1,7 +1,9 @@
 """One door for files of any kind: arrays come back bit for bit, with what was said of them."""
 
 import json
+import os
 import struct
+import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -376,3 +378,36 @@ def test_a_file_of_torch_holds_so_many_arrays_and_so_deep():
         call = partial(pt.collect_tensors, "x.pt", torch, 7, "n", depth, dict.fromkeys(range(arrays)), {})
         with pytest.raises(FileError, match="more in it than a cache has") if refused else nullcontext():
             call()
+
+
+FULL_DISK = """
+import resource, sys
+import numpy as np
+from kvkit.cache import DynamicCache
+from kvkit.tools import vectors
+resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))  # no file may be larger, as on a full disk
+states = np.ones((1, 4, 64, 64), np.float32)
+calls = {
+    "pack": lambda: vectors.make("pack", operator="key_value_cache"),
+    "offloaded": lambda: DynamicCache(1, offload="offloaded").update(states, states, 0),
+    "saved": lambda: filled().save("saved.npz"),
+}
+def filled():
+    cache = DynamicCache(1)
+    cache.update(states, states, 0)
+    return cache
+for name, call in calls.items():
+    try:
+        call()
+    except OSError as error:
+        print(name, error.strerror, name in str(error.filename))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of file sizes are Linux's")
+def test_a_full_disk_is_named_with_the_file(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FULL_DISK], cwd=tmp_path, capture_output=True, text=True,
+                          check=True, env=os.environ | {"PYTHONPATH": os.getcwd()})  # fmt: skip
+    assert done.stdout.splitlines() == [
+        f"{name} File too large True" for name in ("pack", "offloaded", "saved")
+    ]

@@ -30,6 +30,7 @@ import numpy as np
 
 from kvkit.cache.stores.memory import Geometry, Store, copy_rows
 from kvkit.cache.stores.span import Span
+from kvkit.files.paths import name_in_errors
 from kvkit.formats import BY_NAME
 from kvkit.typed import Array
 
@@ -61,9 +62,10 @@ class File:
         try:
             if new:
                 self.word = secrets.token_hex(8)
-                allocate_file(self.descriptor, size)
-                os.lseek(self.descriptor, size, os.SEEK_SET)
-                os.write(self.descriptor, end_mark(self.path, self.word))
+                with name_in_errors(self.path):
+                    allocate_file(self.descriptor, size)
+                    os.lseek(self.descriptor, size, os.SEEK_SET)
+                    os.write(self.descriptor, end_mark(self.path, self.word))
             else:
                 check_mark(self.path, self.descriptor, size, home.word)
             memory = self.memory = mmap.mmap(self.descriptor, size)
