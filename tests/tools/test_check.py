@@ -358,7 +358,7 @@ def test_a_report(tmp_path):
         (but(tables, slot_positions=np.zeros(2, int))(), "slot_positions: expected 3 entries"),
         (but(tables, page_size=0)(), "page_size: expected at least 1, got 0"),
         (but(cache, key_cache=np.zeros(3))(), r"key_cache: expected \[blocks, rows, heads, content\]"),
-        (7, "source: expected a path or a dict of arrays"),
+        (7, "source: expected a path, a dict of arrays or a cache"),
     ],
 )
 def test_what_is_no_table(arrays, message):
