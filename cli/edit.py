@@ -90,7 +90,8 @@ def open_cache(source):
     try:
         cache = load(source)
     except KvkitError as error:
-        raise type(error)(f"{error}; kvkit edit takes what Cache.save wrote") from error
+        takes = "kvkit edit takes what Cache.save wrote, and writes no states of llama.cpp"
+        raise type(error)(f"{error}; {takes}") from error
     if isinstance(cache, PagedCache):
         got = "sequences in blocks (in Python: PagedCache.remove(seq, ...))"
         raise KvkitError(f"{source}: expected a cache of one context, got {got}")
