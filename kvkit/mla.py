@@ -149,8 +149,8 @@ def mla_attention(
         found = attend_in_place(joined.astype(np.float32) if later else joined, pool.parts[0], *where,
                                 is_causal, weights)  # fmt: skip
     else:
-        starts = starts_of(query_starts, len(index("context_lens", context_lens)), len(joined))
-        found = attend_to_pieces(joined, pool, block_tables, context_lens, starts, is_causal, weights)
+        where = block_tables, context_lens, query_starts
+        found = attend_to_pieces(joined, pool, *where, is_causal, weights)
     output, lse = apply_sinks(*found, sinks) if later else found
     made: tuple[Array, ...] = (output.astype(fmt.dtype, copy=False), lse)[: len(forms)]
     if outputs is not None:
@@ -183,12 +183,13 @@ def attend_to_pieces(
     pool: LatentPool,
     block_tables: Table,
     context_lens: ArrayLike,
-    starts: Array,
+    query_starts: ArrayLike | None,
     is_causal: bool,
     weights: LatentWeights,
 ) -> Pair:
     """Attend to contexts whose rows have to be joined or decoded, piece by piece; in float32."""
     lengths = index("context_lens", context_lens)
+    starts = starts_of(query_starts, len(lengths), len(query))
     pages = checked_table(block_tables, lengths, pool.parts[0].shape[0], pool.page_size)
     output, lse = nothing_seen(query, weights)
     for pieces in pieces_of_contexts(lengths, np.diff(starts)):

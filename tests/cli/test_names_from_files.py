@@ -17,6 +17,7 @@ VERBS = (
     "inspect evil.npz", "inspect evil.npz --stats", "diff evil.npz other.npz", "diff other.npz evil.npz",
     "diff evil.npz changed.npz", "vectors verify pack", "vectors replay pack", "vectors diff pack pack",
     "check evil.npz", "convert evil.npz out.npz --to hf", "draw evil.npz", "study evil.npz",
+    "run merge_attention_states evil.npz -o out.npz",
 )  # fmt: skip
 
 
