@@ -79,7 +79,7 @@ def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], aske
             raise argument_error("scores", wanted, describe(own))
         rows = select(own.mean((0, 1), dtype=np.float64)[None, None], count=count)
         positions = layers[i].positions[np.asarray(rows)[0, 0]]
-        plans[i] = layers[i].plan("retain", positions, renumber=asked.renumber)
+        plans[i] = layers[i].plan("retain", positions, renumber=asked.renumber)._replace(frees=True)
     before = sum(layer.nbytes for layer in layers)
     rearrange([plans.get(i) for i in range(len(layers))])
     for i in plans:

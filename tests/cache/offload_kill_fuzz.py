@@ -1,4 +1,4 @@
-"""Kills processes that append to and crop caches in files: `python offload_kill_fuzz.py FOLDER COUNT SEED`.
+"""Kills processes that change caches in files: `python offload_kill_fuzz.py FOLDER COUNT SEED`.
 
 What opens after each kill is the cache as the last call that was said to be done has left it, or as the next
 one does, in all three layers, and goes on like that. Prints how many kills came amid a call: layers held
@@ -25,7 +25,9 @@ DRAFT = 9
 
 
 def cache_of(seed):
-    """Three layers; every fourth cache has codes."""
+    """Three layers; every fourth cache has codes, and every fourth can lose tokens amid others."""
+    if seed % 4 == 1:
+        return Cache([DynamicLayer(), QuantizedLayer(**OPTIONS), DynamicLayer()])
     if seed % 4 == 0:
         return Cache([DynamicLayer(), StaticLayer(LONGEST), QuantizedLayer(**OPTIONS)])
     return Cache([DynamicLayer(), SlidingWindowLayer(4), StaticLayer(LONGEST)])
@@ -39,6 +41,8 @@ def calls(seed):
                               p=[0.3, 0.2, 0.2, 0.2, 0.08, 0.02]))  # fmt: skip
         if length + 60 > LONGEST:
             name = "reset"
+        elif name in ("reorder", "draft") and seed % 4 == 1:
+            name = "compress"
         if name == "update":
             count = int(rng.choice([1, 1, 1, 2, 7, 40]))
             length += count
@@ -49,6 +53,9 @@ def calls(seed):
             dropped = int(rng.integers(1, DRAFT + 1))
             length += DRAFT - dropped
             yield "crop", -dropped
+        elif name == "compress":
+            if length:
+                yield "compress", float(rng.uniform(0.2, 1))
         elif name == "reorder":
             if length:
                 yield "reorder", rng.integers(0, 2, 2)
@@ -59,6 +66,9 @@ def calls(seed):
 
 def do(cache, number, name, argument):
     """Make a call; what a step returns, as bytes."""
+    if name == "compress":
+        cache.compress("streaming", keep=argument, sinks=1)
+        return None
     if name != "update":
         getattr(cache, name)(*(() if argument is None else (argument,)))
         return None

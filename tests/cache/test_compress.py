@@ -46,13 +46,15 @@ def test_the_best_tokens_stay_and_attention_reads_them():
     assert cache.layers[0].positions[-1] == 40
 
 
-def test_memory_is_freed():
-    cache = filled(tokens=1000)
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_memory_is_freed(tmp_path, offloaded):
+    cache = filled(tokens=1000, offload=tmp_path if offloaded else None)
     before = cache.layers[0].store.capacity
     cache.compress("knorm", keep=0.1)
     store = cache.layers[0].store
     assert store.capacity <= 116 < before / 8
     assert store.keys.nbytes == 2 * 2 * store.capacity * 8 * 4
+    cache.close()
 
 
 def test_a_function_and_scores_of_ones_own():

@@ -61,6 +61,21 @@ def unfixed():
     return more(Cache([DynamicLayer(), SlidingWindowLayer(4), QuantizedLayer(**OPTIONS)]), 9, 1)
 
 
+def roomy():
+    """Layers whose files become smaller."""
+    return more(Cache([DynamicLayer(), SlidingWindowLayer(4), DynamicLayer()]), 90)
+
+
+def compress(cache):
+    cache.compress("streaming", keep=0.2, sinks=1)
+
+
+def compress_from_zero(cache):
+    for layer in cache.layers:
+        layer.rope = ROPE
+    cache.compress("streaming", count=30, sinks=2, renumber=True)
+
+
 def holes():
     cache = coded()
     cache.retain([0, *range(9, 30), 40])
@@ -78,6 +93,9 @@ CHANGES = {
     "remove sinks": (coded, lambda cache: cache.remove(0, 30)),
     "shift": (unfixed, lambda cache: cache.shift(0, None, 3, ROPE)),
     "remove again": (moved, remove),
+    "compress": (unfixed, lambda cache: cache.compress("knorm", count=4)),
+    "compress what has room": (roomy, compress),
+    "compress and renumber": (coded, compress_from_zero),
     "crop what was moved": (holes, lambda cache: cache.crop(-12)),
     "reorder what was moved": (moved, lambda cache: cache.reorder([1, 0])),
     "reset what was moved": (moved, lambda cache: cache.reset()),
@@ -190,38 +208,42 @@ def test_no_room_on_the_disk_for_a_crop(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("only_non_sliding", [True, False])
+@pytest.mark.parametrize("name", ["allocate_file", "write", "replace"])
 @pytest.mark.parametrize(
-    ("name", "most"), [("allocate_file", 3), ("write", 4), ("replace", 1)], ids=["data", "sidecar", "replace"]
+    ("make", "change"),
+    [(filled_twice, lambda cache: cache.repeat(2)), (filled_twice, remove), (roomy, compress)],
+    ids=["repeat", "remove", "compress"],
 )
 def test_no_room_on_the_disk_leaves_every_layer_as_it_was(
-    tmp_path, monkeypatch, only_non_sliding, name, most
+    tmp_path, monkeypatch, only_non_sliding, name, make, change
 ):
     """Whichever file it is for; and layers that are in memory."""
-    cache, module = filled(6, 1), mapped if name == "allocate_file" else mapped.os
-    real = getattr(module, name)
+    module = mapped if name == "allocate_file" else mapped.os
+    real, cache, expected, left = getattr(module, name), make(), make(), 0
+
+    def full(*arguments):
+        nonlocal left
+        left -= 1
+        return real(*arguments) if left >= 0 else full_disk()
+
     cache.offload(tmp_path, only_non_sliding)
     before, files = contents(cache), names(tmp_path)
-    for number in range(most + (0 if only_non_sliding or name == "replace" else 2)):
-        room = iter(range(number))
-
-        def full(*arguments, room=room):
-            if next(room, None) is None:
-                raise OSError(28, "No space left on device")
-            return real(*arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, full)
-            with pytest.raises(OSError, match="No space"):
-                cache.repeat(2)
-            if name != "allocate_file" or number < 3:  # rows of windows stay in their files
-                room = iter(range(number))
-                patch.setattr(module, name, lambda *arguments, room=room: full(*arguments, room=room))
-                with pytest.raises(OSError, match="No space"):
-                    remove(cache)
-        assert contents(cache) == before
-        assert names(tmp_path) == files
-    cache.repeat(2)
-    assert [layer.batch_size for layer in cache.layers] == [4] * 5
+    monkeypatch.setattr(module, name, full)
+    for number in itertools.count():
+        left = number
+        if name == "replace" and number:  # the change was committed by the first
+            left = 100
+        try:
+            change(cache)
+        except OSError:
+            assert contents(cache) == before
+            assert names(tmp_path) == files
+        else:
+            break
+    assert number >= (1 if name == "replace" else len(cache) // 2)
+    change(expected)
+    left = 100
+    assert contents(cache) == contents(expected)
     next_step(cache)
     cache.close()
     assert names(tmp_path) == []

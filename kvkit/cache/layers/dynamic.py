@@ -34,10 +34,21 @@ class DynamicLayer(Layer):
 
     @one_call_at_a_time
     def trim(self) -> None:
-        """Move to a store with room for a sixteenth more tokens, if the present one is larger."""
-        room = self.stored_tokens + max(self.stored_tokens // 16, 16)
-        if self.store is not None and self.store.capacity > room:
-            self._move(self.store.geometry, room, self.span.first, final=True)
+        """Move to a store with room for a sixteenth more tokens, if the present one is larger.
+
+        A layer in a file has done so already, in the change of all layers that the tokens went by.
+        """
+        if self.store is not None and self.home is None:
+            room = self._room_for(self.stored_tokens)
+            if room < self.store.capacity:
+                self._move(self.store.geometry, room, self.span.first, final=True)
+
+    def _room_after(self, plan: Rearrangement) -> int:
+        return self._room_for(int(plan.kept.sum())) if plan.frees else self.store.capacity
+
+    def _room_for(self, tokens: int) -> int:
+        """Return the rows of a store without more room than so many tokens soon need."""
+        return min(self.store.capacity, tokens + max(tokens // 16, 16))
 
 
 class StaticLayer(Layer):

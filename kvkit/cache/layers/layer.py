@@ -370,7 +370,7 @@ class Layer(BaseLayer):
         """
         before, rope, old = self.state(), self.rope, self.store
         stay = bool(plan.kept.all()) and plan.rotated is None
-        store = old.again() if stay else self._new_store(old.geometry, self._same_room())
+        store = old.again() if stay else self._new_store(old.geometry, self._room_after(plan))
         try:
             if not stay:
                 store.fill_rows(old, rows, plan.rope, plan.rotated)
@@ -385,8 +385,8 @@ class Layer(BaseLayer):
                 store.close()
             raise
 
-    def _same_room(self) -> Any:
-        """Return the capacity of a new store with as much room as this one has."""
+    def _room_after(self, plan: Rearrangement) -> Any:
+        """Return the capacity of the new store that a plan copies rows to: most layers keep their room."""
         return self.store.capacity
 
     def _first_row(self, rows: Array) -> int:
@@ -409,7 +409,7 @@ class Layer(BaseLayer):
         return replace(rows, base=rows.length - len(rows.positions)) if rows.shifts.any() else None
 
     def trim(self) -> None:
-        """Free memory that only tokens needed which have gone; most layers have none."""
+        """Free memory that only tokens needed which have gone; most layers, and those in files, have none."""
 
     def _free_rows(self, begin: int, end: int) -> None:
         """Release rows behind the last token, which new ones overwrite."""

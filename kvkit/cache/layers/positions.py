@@ -152,6 +152,7 @@ class Rearrangement(NamedTuple):
     rope: Rotation  # of shifted keys
     rotated: Array | None = None  # by how many positions each of these keys is to be moved in memory
     crops: bool = False  # whether the last tokens go and nothing else happens
+    frees: bool = False  # whether the layer gives back the room of tokens that go
 
     def in_few_pieces(self) -> Rearrangement:
         """Return the plan, with keys rotated in memory if attention would have too many pieces to read."""

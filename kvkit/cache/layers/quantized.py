@@ -133,7 +133,7 @@ class QuantizedLayer(Layer):
         plan = plan_file(self.store or self._empty_store(given), given.batch, capacity, view)
         super()._move(given, plan, keep, indices, final or not view)
 
-    def _same_room(self) -> Any:
+    def _room_after(self, plan: Rearrangement) -> Any:
         return plan_file(self.store, self.store.geometry.batch, 0, view=False)
 
     def _new_store(self, given: Geometry, plan: Any) -> MappedCodeStore:
