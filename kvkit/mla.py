@@ -65,9 +65,10 @@ def mla_attention(
         float32, float16 or bfloat16: ``mla_absorb(q_nope, w_uk)``, then the rotated part. D = L + R is 576 in
         DeepSeek's models.
     latent : ndarray, shape [blocks, page_size, D]
-        Floats, with any strides; [blocks, page_size, 1, D] is taken too. With `rope_cache`, rows of L
-        elements. With a format, bytes: rows of 656 of ``"ds_mla"``, [blocks, page_size, 656], or blocks of
-        ``"ds_v4"``, [blocks, bytes], 584 a token and perhaps padding at the end of a block.
+        Floats, with any strides; or [blocks, page_size, h, D], where H / h heads of queries share each of h
+        heads. With `rope_cache`, rows of L elements. With a format, bytes: rows of 656 of ``"ds_mla"``,
+        [blocks, page_size, 656], or blocks of ``"ds_v4"``, [blocks, bytes], 584 a token and perhaps padding
+        at the end of a block.
     block_tables, context_lens, query_starts : array_like
         As in `paged_attention`: the pages and the length of each context, and where its queries begin.
     scale : float
@@ -124,7 +125,7 @@ def mla_attention(
     array([[[ 0.7849, -0.2151,  0.4246]]], dtype=float32)
     """
     pool = checked_latent_pool("latent", latent, rope_cache, format)
-    joined = checked_query(query, pool.dim)
+    joined = checked_query(query, pool)
     value_dim = integer("value_dim", value_dim, 1, pool.dim)
     shape, fmt = (*joined.shape[:2], value_dim), checked_format("query", joined, FLOATS, 3)
     forms = {"attn_output": (shape, fmt.dtype)}
@@ -169,10 +170,10 @@ def attend_in_place(
     is_causal: bool,
     weights: LatentWeights,
 ) -> Pair:
-    """Attend to floats [blocks, page_size, dim] where they lie."""
-    values = rows[..., : weights.value_dim]
+    """Attend to floats [blocks, page_size, dim], perhaps with heads before dim, where they lie."""
+    values, layout = rows[..., : weights.value_dim], "b n c" if rows.ndim == 3 else "b n h c"
     output, lse = paged_attention(
-        query, rows, values, block_tables, context_lens, query_starts, layout="b n c", is_causal=is_causal,
+        query, rows, values, block_tables, context_lens, query_starts, layout=layout, is_causal=is_causal,
         softmax_scale=weights.scale, sinks=weights.sinks, return_lse=True,
     )  # fmt: skip
     return output, lse
@@ -263,8 +264,9 @@ def extra_rows(
         raise argument_error("extra", "(latent, indices, index_lens)", describe(extra))
     latent, indices, lengths = extra
     second = checked_latent_pool("extra[0]", latent, None, None if pool.format is None else pool.format.name)
-    if second.dim != pool.dim:
-        raise argument_error("extra[0]", f"rows of {pool.dim} elements, as latent has", second.dim)
+    if (second.heads, second.dim) != (pool.heads, pool.dim):
+        wanted = f"rows of {pool.heads} x {pool.dim} elements, as latent has"
+        raise argument_error("extra[0]", wanted, f"{second.heads} x {second.dim}")
     return second, *checked_indices(("extra[1]", "extra[2]"), indices, lengths, tokens, second.slots)
 
 
@@ -318,6 +320,8 @@ def mla_append(
     array([1., 2., 5.], dtype=float32)
     """
     pool = checked_latent_pool("cache", cache, rope_cache, format)
+    if pool.heads > 1:
+        raise argument_error("cache", "rows of one head", describe(cache))
     fmt = checked_format("latent", latent, FLOATS, 2)
     if checked_format("rope", rope, FLOATS, 2) is not fmt or len(rope) != len(latent):
         raise argument_error("rope", f"{len(latent)} rows of {fmt}, as latent has", describe(rope))

@@ -19,10 +19,10 @@ ROWS = 2**14  # rows that are read at a time, some 20 MB
 
 
 def gather_rows(pool: LatentPool, slots: Array) -> Array:
-    """Return the rows of some slots [slots, dim]; codes become float32."""
+    """Return the rows of some slots [slots, dim], or [slots, heads, dim]; codes become float32."""
     places = np.divmod(slots, pool.page_size)
-    parts = [part[places] for part in pool.parts]  # each [slots, width]
-    rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+    parts = [part[places] for part in pool.parts]  # each [slots, .., width]
+    rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
     return rows if pool.format is None else decoded_rows(rows, pool.format, pool.dim)
 
 

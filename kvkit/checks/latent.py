@@ -26,7 +26,7 @@ class LatentPool:
 
     Attributes
     ----------
-    parts : tuple of ndarray, each [blocks, page_size, width]
+    parts : tuple of ndarray, each [blocks, page_size, width] or [blocks, page_size, heads, width]
         Joined along their last axes they are a row: numbers, or the bytes of a format.
     format : Format or None
         Of bytes; None for floats.
@@ -37,6 +37,11 @@ class LatentPool:
     parts: tuple[Array, ...]
     format: Format | None
     dim: int
+
+    @property
+    def heads(self) -> int:
+        """Return the heads of a row, each of which is a key and a value."""
+        return int(self.parts[0].shape[2]) if self.parts[0].ndim == 4 else 1
 
     @property
     def page_size(self) -> int:
@@ -60,10 +65,10 @@ def checked_latent_pool(name: str, latent: Any, rope_cache: Any, format: str | N
         parts = [float_part(name, latent)]
         if rope_cache is not None:
             parts.append(float_part("rope_cache", rope_cache))
-            if parts[1].shape[:2] != parts[0].shape[:2] or parts[1].dtype != parts[0].dtype:
-                wanted = f"{parts[0].shape[:2]} rows of {parts[0].dtype}, as {name}"
+            if parts[1].shape[:-1] != parts[0].shape[:-1] or parts[1].dtype != parts[0].dtype:
+                wanted = f"{parts[0].shape[:-1]} rows of {parts[0].dtype}, as {name}"
                 raise argument_error("rope_cache", wanted, describe(rope_cache))
-        return LatentPool(tuple(parts), None, sum(part.shape[2] for part in parts))
+        return LatentPool(tuple(parts), None, sum(part.shape[-1] for part in parts))
     known = named(format)
     if known.name.partition(":")[0] not in CODED:
         raise argument_error("format", f"None, {' or '.join(CODED)}", repr(format))
@@ -80,9 +85,10 @@ def checked_latent_pool(name: str, latent: Any, rope_cache: Any, format: str | N
 
 
 def float_part(name: str, array: Any) -> Array:
-    """Return floats [blocks, page_size, width]."""
-    rows = without_head(name, array)
-    checked_format(name, rows, FLOATS, 3)
+    """Return floats [blocks, page_size, width], or with several heads [blocks, page_size, heads, width]."""
+    several = isinstance(array, np.ndarray) and array.ndim == 4 and array.shape[1] and array.shape[2] > 1
+    rows: Array = array if several else without_head(name, array)
+    checked_format(name, rows, FLOATS, rows.ndim)
     return rows
 
 
@@ -107,7 +113,7 @@ def parts_of_584(name: str, blocks: Array) -> tuple[Array, Array]:
     return blocks[:, : ends[0]].reshape(shape), blocks[:, ends[0] : ends[1]].reshape(shape)
 
 
-def checked_query(query: Any, dim: int) -> Array:
+def checked_query(query: Any, pool: LatentPool) -> Array:
     """Return queries [tokens, heads, dim], given as such or as a pair of their latent and rotary parts."""
     if isinstance(query, (tuple, list)):
         if len(query) != 2:
@@ -118,8 +124,10 @@ def checked_query(query: Any, dim: int) -> Array:
             raise argument_error("query[1]", "the tokens, heads and dtype of query[0]", describe(query[1]))
         query = np.concatenate(query, axis=2)
     checked_format("query", query, FLOATS, 3)
-    if query.shape[2] != dim:
-        raise argument_error("query", f"rows of {dim} elements, as latent has", query.shape[2])
+    if query.shape[2] != pool.dim:
+        raise argument_error("query", f"rows of {pool.dim} elements, as latent has", query.shape[2])
+    if query.shape[1] % pool.heads:
+        raise argument_error("query", f"a multiple of {pool.heads} heads, as latent has", query.shape[1])
     joined: Array = query
     return joined
 

@@ -3,13 +3,12 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from latent_scenes import BF16, F16, F32, LATENT, ROPE, pools
 
 import kvkit
 from examples import run_examples
-from kvkit.formats import decode, encode
 
-F32, BF16, F16 = np.float32, ml_dtypes.bfloat16, np.float16
-LATENT, ROPE, PAGE = 512, 64, 16
+PAGE = 16
 SCALE = 192**-0.5
 
 
@@ -33,29 +32,6 @@ def expected(query, contexts, values, causal, sinks=None):
             lses.append(lse)
         begin += count
     return np.array(outputs), np.array(lses)
-
-
-def pools(rows, kind):
-    """(keywords for a pool of some rows, the numbers that it holds) as each kind of cache stores them."""
-    blocks, page, _ = rows.shape
-    flat = rows.reshape(blocks * page, -1)
-    if kind == "one pool":
-        return {"latent": rows}, flat
-    if kind == "with gaps":  # FlashMLA allocates a row more for each block
-        wide = np.full((blocks, page + 1, 1, rows.shape[2]), np.nan, rows.dtype)
-        wide[:, :page, 0] = rows
-        return {"latent": wide[:, :page]}, flat
-    if kind == "two pools":
-        return {"latent": rows[..., :LATENT], "rope_cache": np.ascontiguousarray(rows[..., LATENT:])}, flat
-    if kind == "ds_v4":
-        flat = flat[:, 64:]
-        stored = encode(flat, kind)["codes"].reshape(blocks, page, 584)
-        room = np.zeros((blocks, -(-page * 584 // 576) * 576), np.uint8)
-        room[:, : page * 576] = stored[..., :576].reshape(blocks, -1)
-        room[:, page * 576 : page * 584] = stored[..., 576:].reshape(blocks, -1)
-        return {"latent": room, "format": kind}, decode(stored, kind).reshape(blocks * page, -1)
-    stored = encode(flat, kind)["codes"].reshape(blocks, page, 656)
-    return {"latent": stored, "format": kind}, decode(stored, kind).reshape(blocks * page, -1)
 
 
 KINDS = "one pool", "with gaps", "two pools", "ds_mla", "ds_mla:p2", "ds_v4"
@@ -119,6 +95,18 @@ def test_chosen_rows(kind):
     output, lse = expected(query, both, LATENT, False)
     found = kvkit.mla_attention(query, **pool, **called, extra=(more["latent"], extra, None))
     assert_close(found, output, lse, F32)
+
+
+def test_several_heads_in_a_row(rng):
+    """Each head of chosen rows, in one pool or two, is a cache of its own."""
+    rows = rng.standard_normal((3, PAGE, 2, 576), F32)
+    query = rng.standard_normal((2, 6, 576), F32)
+    more = {"scale": SCALE, "indices": [[5, -1, 40], [7, 7, 1]]}
+    apart = [kvkit.mla_attention(query[:, 3 * i : 3 * i + 3], rows[:, :, i], **more) for i in range(2)]
+    two = {"latent": rows[..., :LATENT], "rope_cache": rows[..., LATENT:]}
+    for pool in ({"latent": rows}, two):
+        found = kvkit.mla_attention(query, **pool, **more)
+        np.testing.assert_allclose(found, np.concatenate(apart, axis=1), atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["one pool", "ds_mla"])
@@ -186,31 +174,6 @@ def test_the_specification_s_layer():
     np.testing.assert_allclose(lse, [[2.287339, 2.579724]], atol=1e-6)
 
 
-@pytest.mark.parametrize("heads", [1, 3, 63, 128])
-@pytest.mark.parametrize("queries", [1, 2, 4])
-@pytest.mark.parametrize("length", [20, 140])
-def test_flash_mla_s_dense_grid(heads, queries, length):
-    """FlashMLA's sizes and tolerances: lengths that differ, NaN behind contexts, far table entries."""
-    rng = np.random.default_rng([heads, queries, length])
-    lengths = np.array([length, max(queries, length - 7), queries])
-    rows = rng.standard_normal((24, PAGE, 576)).astype(BF16)
-    tables = np.full((3, 12), 2147480000, np.int32)
-    for i, count in enumerate(-(-lengths // PAGE)):
-        tables[i, :count] = rng.permutation(24)[:count]
-    slots = [tables[i][np.arange(n) // PAGE] * PAGE + np.arange(n) % PAGE for i, n in enumerate(lengths)]
-    used = np.zeros(24 * PAGE, bool)
-    used[np.concatenate(slots)] = True
-    rows.reshape(-1, 576)[~used] = np.nan
-    query = rng.standard_normal((3 * queries, heads, 576)).astype(BF16)
-    output, lse = expected(query, [(queries, rows.reshape(-1, 576)[s]) for s in slots], LATENT, True)
-    found, found_lse = kvkit.mla_attention(query, rows, tables, lengths, np.arange(4) * queries, scale=SCALE,
-                                           return_lse=True)  # fmt: skip
-    found = found.astype(float)
-    np.testing.assert_allclose(found, output, rtol=2.01 / 128, atol=8e-4)
-    assert 1 - 2 * (found * output).sum() / (found**2 + output**2).sum() < 5e-6
-    np.testing.assert_allclose(found_lse, lse, rtol=8.01 / 65536, atol=1e-6)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_append(kind):
     """New rows are stored as `encode` stores them; -1 stores nothing, all else keeps its bytes."""
@@ -236,6 +199,7 @@ PAGES = {"block_tables": [[0]], "context_lens": [3], "scale": 1.0}
 REFUSED = {  # (query, latent, keywords, message) of attention
     "scale": (ONE, POOL, PAGES | {"scale": 0.0}, "scale: expected a positive"),
     "width": (ONE[..., :64], POOL, PAGES, "query: expected rows of 576 elements"),
+    "heads": (ONE, POOL[:, :, None].repeat(2, 2), PAGES, "query: expected a multiple of 2 heads"),
     "pair": ((ONE,), POOL, PAGES, "query: expected an array, or a pair"),
     "a pair's parts": ((ONE, POOL), POOL, PAGES, r"query\[1\]: expected the tokens"),
     "value": (ONE, POOL, PAGES | {"value_dim": 577}, "value_dim: expected an integer from"),
@@ -265,6 +229,7 @@ ROWS = POOL[0, :, 64:], POOL[0, :, :64]  # four tokens
 REFUSED_APPENDS = {
     "slot": (POOL, [0, 1, 2, 8], "slot_mapping: expected slots below 8"),
     "slot twice": (POOL, [1, 1, 2, 3], "slot_mapping: expected each slot once"),
+    "heads": (POOL[:, :, None].repeat(2, 2), [0, 1, 2, 3], "cache: expected rows of one head"),
     "dtype": (POOL.astype(F16), [0, 1, 2, 3], "cache: expected the dtype"),
     "read-only": (np.broadcast_to(POOL[:1], POOL.shape), [0, 1, 2, 3], "cache: expected a writeable"),
 }
