@@ -218,7 +218,7 @@ class Cache(BaseCache):
         >>> cache, states = DynamicCache(), np.ones((1, 2, 8, 4), np.float32)
         >>> keys, values = cache.update(states, states, 0)
         >>> cache.compress("streaming", keep=0.5, sinks=1)
-        Report(tokens=[4], bytes_before=512, bytes_after=256, skipped={})
+        Report(tokens_before=[8], tokens=[4], bytes_before=512, bytes_after=256, skipped={})
         >>> cache.layers[0].positions, cache.get_seq_length()
         (array([0, 5, 6, 7]), 8)
         """

@@ -10,15 +10,16 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit.checks.values import flag
-from kvkit.errors import argument_error, describe
+from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.eviction.inputs import scores_array
 from kvkit.eviction.scorers import SCORERS, Scorer, scorer_of, scores
 from kvkit.eviction.selection import budgets, kept_count, select
 from kvkit.typed import Array
 
-WINDOW = "a window evicts already"
+WINDOW, EMPTY = "a window evicts already", "no tokens"
 SHARED = "'uniform', 'pyramid' or a count for each layer: heads of a layer share their tokens"
 ScoreFunction = Callable[[int, Array, Array, Any], Array]
+ScoreOf = Callable[[int, int], Array]  # (layer, tokens that stay) -> scores
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class Report:
 
     Attributes
     ----------
-    tokens : list of int
-        The stored tokens of each layer, afterwards.
+    tokens_before, tokens : list of int
+        The stored tokens of each layer, before and afterwards.
     bytes_before, bytes_after : int
-        The size of all stored keys and values.
+        The size of all stored keys and values; of a `PagedCache`, of all blocks that sequences use.
     skipped : dict of int to str
         Layers that stayed as they were, and why.
 
@@ -41,9 +42,10 @@ class Report:
     >>> cache, states = DynamicCache(), np.ones((1, 1, 8, 4), np.float32)
     >>> keys, values = cache.update(states, states, 0)
     >>> cache.compress("knorm", keep=0.5)
-    Report(tokens=[4], bytes_before=256, bytes_after=128, skipped={})
+    Report(tokens_before=[8], tokens=[4], bytes_before=256, bytes_after=128, skipped={})
     """
 
+    tokens_before: list[int]
     tokens: list[int]
     bytes_before: int
     bytes_after: int
@@ -73,26 +75,76 @@ def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], aske
     function = score_function(layers, asked)
     plans = {}
     for i, count in layer_counts(layers, skipped, asked).items():
-        own = scores_array("scores", np.asarray(function(i, count)))
-        if own.shape[2] != layers[i].stored_tokens:
-            wanted = f"[B, Hkv, {layers[i].stored_tokens}] of layer {i}"
-            raise argument_error("scores", wanted, describe(own))
-        rows = select(own.mean((0, 1), dtype=np.float64)[None, None], count=count)
+        rows = select(mean_scores(function, layers[i], i, count), count=count)
         positions = layers[i].positions[np.asarray(rows)[0, 0]]
         plans[i] = layers[i].plan("retain", positions, renumber=asked.renumber)._replace(frees=True)
-    before = sum(layer.nbytes for layer in layers)
+    tokens, before = [layer.stored_tokens for layer in layers], sum(layer.nbytes for layer in layers)
     rearrange([plans.get(i) for i in range(len(layers))])
     for i in plans:
         layers[i].trim()
-    tokens = [layer.stored_tokens for layer in layers]
-    return Report(tokens, before, sum(layer.nbytes for layer in layers), skipped)
+    after = [layer.stored_tokens for layer in layers]
+    return Report(tokens, after, before, sum(layer.nbytes for layer in layers), skipped)
+
+
+def compress_sequence(
+    cache: Any, seq: Any, rearrange: Callable[[list[Any]], None], asked: Compression
+) -> Report:
+    """Compress a sequence of a paged cache. Its tokens are those of the best mean scores of all layers."""
+    cache.plan("remove", seq, 0)  # raises for what is no sequence, or cannot change now
+    if not isinstance(asked.budget, str) or asked.budget != "uniform":
+        wanted = "'uniform', because all layers and heads of a sequence share its tokens"
+        raise argument_error("budget", wanted, describe(asked.budget))
+    layers = [SequenceLayer(cache, seq, i) for i in range(len(cache.layers))]
+    if not seq.length:
+        none = [0] * len(layers)
+        return Report(none, none, cache.nbytes, cache.nbytes, dict.fromkeys(range(len(layers)), EMPTY))
+    function = score_function(layers, asked)
+    count = kept_count(seq.length, asked.keep, asked.count)
+    scored = [mean_scores(function, layer, i, count) for i, layer in enumerate(layers)]
+    rows = select(np.mean(scored, 0), count=count)
+    positions = seq.positions[np.asarray(rows)[0, 0]]
+    plans = cache.plan("retain", seq, positions, renumber=asked.renumber)
+    tokens, before = [seq.length] * len(layers), cache.nbytes
+    rearrange(plans)
+    return Report(tokens, [seq.length] * len(layers), before, cache.nbytes, {})
+
+
+class SequenceLayer:
+    """The tokens of a sequence in one layer of a paged cache, as scorers read them."""
+
+    def __init__(self, cache: Any, seq: Any, layer_idx: int) -> None:
+        self.positions, self.rope_shifts, self.stored_tokens = seq.positions, seq.rope_shifts, seq.length
+        self.rope = (seq.rope or cache.ropes)[layer_idx]
+        self._cache, self._seq, self._layer_idx = cache, seq, layer_idx
+
+    def get_seq_length(self) -> int:
+        """Return the position of the next token."""
+        return int(self._seq.next_position)
+
+    def stored(self) -> tuple[Array, ...]:
+        """Return copies of keys and values, [1, Hkv, tokens, D]; codes are decoded."""
+        with self._cache.begin_step([(self._seq, 0)]) as step:
+            sides = step.gather(self._layer_idx)
+        return tuple(side.swapaxes(0, 1)[None] for side in sides)
+
+
+def mean_scores(function: ScoreOf, layer: Any, number: int, count: int) -> Array:
+    """Return the mean scores of a layer's tokens over heads and rows of the batch, float64 [1, 1, S]."""
+    try:
+        scores = scores_array("scores", np.asarray(function(number, count)))
+    except KvkitError as error:
+        raise type(error)(f"{error}, in layer {number}") from None
+    if scores.shape[2] != layer.stored_tokens:
+        wanted = f"[B, Hkv, {layer.stored_tokens}] of layer {number}"
+        raise argument_error("scores", wanted, describe(scores))
+    return scores.mean((0, 1), dtype=np.float64)[None, None]
 
 
 def reason_to_skip(layer: Any) -> str | None:
     """Return why a layer stays as it is; None if its tokens can go."""
     if layer.window is not None:
         return WINDOW
-    return None if layer.stored_tokens else "no tokens"
+    return None if layer.stored_tokens else EMPTY
 
 
 def layer_counts(layers: Sequence[Any], skipped: dict[int, str], asked: Compression) -> dict[int, int]:
@@ -120,7 +172,7 @@ def layer_counts(layers: Sequence[Any], skipped: dict[int, str], asked: Compress
     return dict(zip(chosen, counts, strict=True))
 
 
-def score_function(layers: Sequence[Any], asked: Compression) -> Callable[[int, int], Array]:
+def score_function(layers: Sequence[Any], asked: Compression) -> ScoreOf:
     """Return a function (layer, tokens that stay) -> scores; a missing input is refused now."""
     for name in ("queries", "weights"):
         given = getattr(asked, name)

@@ -5,7 +5,17 @@ import pytest
 
 import kvkit
 from kvkit import eviction
-from kvkit.cache import Cache, DynamicCache, DynamicLayer, QuantizedLayer, SlidingWindowLayer
+from kvkit.cache import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    PagedCache,
+    QuantizedCache,
+    QuantizedLayer,
+    QuantSpec,
+    SlidingWindowLayer,
+    StaticLayer,
+)
 
 ROPE = kvkit.Rope(8)
 
@@ -123,12 +133,151 @@ def test_every_scorer_compresses(name):
     assert cache.compress(name, keep=0.5, **given, **options).tokens == [20, 20]
 
 
-def test_codes_are_scored_decoded():
-    cache = filled(QuantizedLayer(residual_length=8))
-    before = cache.layers[0].nbytes
-    report = cache.compress("streaming", keep=0.5)
-    assert report.tokens == [20]
-    assert report.bytes_after < before
+def test_codes_are_scored_decoded_and_move_as_bytes():
+    """Arrays of a layer in memory shrink, too; scales that tokens share stay until the last one goes."""
+    for by_token in True, False:
+        spec = QuantSpec(axis="token" if by_token else "channel", group=8)
+        cache = filled(QuantizedLayer(spec, residual_length=8), tokens=1000)
+        layer = cache.layers[0]
+        cache.update(states(1), states(1), 0)
+        layer.store.release_undo()
+        before, keys, held = layer.nbytes, layer.stored()[0], layer.store.sides[0].codes.nbytes
+        scores = -np.linalg.norm(np.asarray(keys), axis=-1)
+        report = cache.compress("knorm", keep=0.25)
+        np.testing.assert_array_equal(layer.positions, kept_of(scores, 250))
+        np.testing.assert_array_equal(layer.keys, keys[:, :, layer.positions])
+        assert (report.tokens_before, report.tokens, report.bytes_before) == ([1001], [250], before)
+        assert report.bytes_after == layer.nbytes
+        assert by_token == (layer.nbytes < 0.3 * before)
+        assert layer.store.sides[0].codes.nbytes < held / 3
+
+
+def test_schemes_lose_whole_groups():
+    spec = QuantSpec(format="mxfp4", group=16)
+    cache = QuantizedCache(1, spec, spec, residual_length=8, sink=0)
+    cache.update(*(np.tile(states(120), (1, 1, 1, 4)) for _ in "kv"), 0)
+    report = cache.compress("streaming", keep=0.25, sinks=1)
+    assert (report.tokens, cache.layers[0].positions.tolist()) == ([30], [0, *range(91, 120)])
+    assert report.bytes_after < report.bytes_before
+
+
+def test_a_static_layer_closes_up_if_tokens_are_renumbered():
+    cache = filled(StaticLayer(50), rope=ROPE)
+    with pytest.raises(kvkit.KvkitError, match=r"layers\[0\]: expected positions 0, 1, 2, \.\.\., .*close"):
+        cache.compress("streaming", keep=0.5)
+    assert cache.compress("streaming", keep=0.5, renumber=True).tokens == [20]
+    cache.update(states(30), states(30), 0)  # there is room again
+    assert cache.get_seq_length() == 50
+
+
+@pytest.mark.parametrize("layer", [DynamicLayer, QuantizedLayer])
+def test_files_shrink(tmp_path, layer):
+    cache, memory = filled(layer(), layer(), tokens=2000), filled(layer(), layer(), tokens=2000)
+    cache.offload(tmp_path / "cache")
+    size = sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.raw"))
+    assert cache.compress("knorm", keep=0.1) == memory.compress("knorm", keep=0.1)
+    assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.raw")) < size / 3
+    for one, two in zip(cache.layers, memory.layers, strict=True):
+        one.update(states(1), states(1))
+        two.update(states(1), states(1))
+        query = states(1, heads=4)
+        assert one.attend(query).tobytes() == two.attend(query).tobytes()
+    cache.close()
+
+
+# Sequences in blocks
+
+
+def paged(tokens=40, num_blocks=16, **options):
+    """Return a cache of two layers, and a sequence in it."""
+    cache = PagedCache(num_blocks, 4, 2, 2, 8, np.float32, rope=ROPE, **options)
+    seq = cache.blocks.add(range(tokens))
+    write(cache, seq, *(states(tokens, batch=1, seed=i) for i in range(2)))
+    return cache, seq
+
+
+def write(cache, seq, *layers):
+    """Append keys of each layer, [1, H, tokens, D], which are values, too."""
+    with cache.begin_step([(seq, layers[0].shape[2])]) as step:
+        for i, keys in enumerate(layers):
+            step.update(*[np.ascontiguousarray(keys[0].swapaxes(0, 1))] * 2, i)
+
+
+def gathered(cache, seq):
+    """Return the keys of each layer, [1, H, tokens, D]."""
+    with cache.begin_step([(seq, 0)]) as step:
+        return [step.gather(i)[0].swapaxes(0, 1)[None] for i in range(2)]
+
+
+def test_a_sequence_releases_the_blocks_of_what_it_loses():
+    """Whoever shares its blocks keeps them, byte for byte, and a published prefix is found as before."""
+    cache, seq = paged()
+    keys, queries = gathered(cache, seq), [states(8, heads=4, batch=1, seed=i) for i in range(2)]
+    scores = [
+        eviction.scores("snapkv", each, queries=own, window=8)
+        for each, own in zip(keys, queries, strict=True)
+    ]
+    wanted = kept_of(np.mean([each.mean((0, 1)) for each in scores], 0)[None, None], 10)
+    other, block_bytes = cache.blocks.fork(seq), cache.store.blocks[0][:, :, 0].nbytes
+    report = cache.compress(seq, "snapkv", keep=0.25, queries=queries, window=8)
+    assert (report.tokens_before, report.tokens) == ([40, 40], [10, 10])
+    assert (seq.positions.tolist(), seq.next_position) == (wanted.tolist(), 40)
+    for i in range(2):
+        np.testing.assert_array_equal(gathered(cache, seq)[i], keys[i][:, :, wanted])
+        np.testing.assert_array_equal(gathered(cache, other)[i], keys[i])
+    assert (report.bytes_before, report.bytes_after) == (10 * block_bytes, cache.nbytes)
+    assert report.bytes_after > report.bytes_before  # the copies, beside the blocks of the fork
+    cache.blocks.free(other)
+    assert cache.nbytes <= 4 * block_bytes
+    assert cache.blocks.available >= 12
+    assert cache.blocks.add(range(40)).length == 36
+    write(cache, seq, *(states(1, batch=1) for _ in "ab"))
+    assert seq.positions[-1] == 40
+    with pytest.raises(kvkit.KvkitError, match=r"weights: expected weights|queries: expected queries"):
+        cache.compress(seq, "tova", keep=0.5)
+
+
+def test_a_sequence_of_codes_is_renumbered_in_few_pieces():
+    cache, seq = paged(quant_bit=8)
+    keys = gathered(cache, seq)
+    with pytest.raises(kvkit.KvkitError, match="at most 8 pieces"):
+        cache.compress(seq, "random", keep=0.5, renumber=True)
+    report = cache.compress(seq, "streaming", count=20, renumber=True)
+    assert (report.tokens, seq.positions.tolist(), seq.next_position) == ([20, 20], list(range(20)), 20)
+    assert seq.rope_shifts.tolist() == [[0, 4, 0], [4, 20, -20]]
+    np.testing.assert_array_equal(gathered(cache, seq)[1], keys[1][:, :, [*range(4), *range(24, 40)]])
+
+
+def begun(cache, seq):
+    cache.begin_step([(seq, 0)])
+    return seq
+
+
+def spoilt(cache, seq):
+    cache.cache.fill(np.nan)
+    return seq
+
+
+WRONG_SEQUENCES = {
+    "no sequence": (lambda cache, seq: 3, {}, "seq: expected a live sequence"),
+    "row": (lambda cache, seq: cache.rows.sequences.append(seq) or seq, {}, "seq: expected a sequence from"),
+    "open step": (begun, {}, "seq: expected a sequence between steps"),
+    "share": (None, {"keep": 2}, "keep: expected a share above 0"),
+    "queries": (None, {"scorer": "tova"}, "queries: expected queries"),
+    "budget": (None, {"budget": "ada"}, "budget: expected 'uniform', because all layers and heads"),
+    "NaN": (spoilt, {}, "keys: expected finite numbers, got nan at (0, 0, 0, 0), in layer 0"),
+    "no room": (lambda cache, seq: cache.blocks.fork(seq), {}, "num_blocks: expected"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SEQUENCES)
+def test_refusals_change_no_sequence(case):
+    choose, given, message = WRONG_SEQUENCES[case]
+    cache, seq = paged(num_blocks=10)
+    with pytest.raises(kvkit.KvkitError) as caught:
+        cache.compress(choose(cache, seq) if choose else seq, **{"scorer": "knorm", "keep": 0.5} | given)
+    assert str(caught.value).startswith(message)
+    assert (seq.length, seq.blocks) == (40, list(range(10)))
 
 
 WRONG = {
@@ -140,7 +289,7 @@ WRONG = {
     "counts": ({"budget": [3]}, "budget: expected 'uniform', 'pyramid' or a count for each layer"),
     "scorer": ({"scorer": 5, "keep": 0.5}, "scorer: expected a name, a function, or scores of 2"),
     "NaN": ({"scorer": lambda i, *given: np.full((2, 2, 40), [np.nan, 1.0][i == 0]), "keep": 0.5},
-            "scores: expected numbers, got nan at (0, 0, 0)"),
+            "scores: expected numbers, got nan at (0, 0, 0), in layer 1"),
     "shape": ({"scorer": [np.ones((2, 2, 9))] * 2, "keep": 0.5}, "scores: expected [B, Hkv, 40] of layer 0"),
     "rope": ({"keep": 0.5, "renumber": True}, "rope: expected how keys were rotated"),
 }  # fmt: skip

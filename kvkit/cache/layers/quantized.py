@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, SupportsIndex
 
+import numpy as np
+
 from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.positions import Rearrangement, check_codes
@@ -133,8 +135,15 @@ class QuantizedLayer(Layer):
         plan = plan_file(self.store or self._empty_store(given), given.batch, capacity, view)
         super()._move(given, plan, keep, indices, final or not view)
 
+    @one_call_at_a_time
+    def trim(self) -> None:
+        """Move codes in memory to arrays without the room of tokens that have gone."""
+        if self.home is None and self.store is not None:
+            self._set_store(self.store.taken(np.arange(self.batch_size)), self.span)
+
     def _room_after(self, plan: Rearrangement) -> Any:
-        return plan_file(self.store, self.store.geometry.batch, 0, view=False)
+        kept = np.flatnonzero(plan.kept) if plan.frees else None
+        return plan_file(self.store, self.store.geometry.batch, 0, view=False, kept=kept)
 
     def _new_store(self, given: Geometry, plan: Any) -> MappedCodeStore:
         return MappedCodeStore(given, plan, self.home)

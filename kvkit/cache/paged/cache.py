@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as List
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from kvkit.cache import saving
+from kvkit.cache import compression, saving
 from kvkit.cache.base import BaseCache, one_call_at_a_time
 from kvkit.cache.blocks.allocator import BlockAllocator
 from kvkit.cache.blocks.sequence import Sequence, check_bytes
@@ -301,7 +302,7 @@ class PagedCache(BaseCache):
         self.blocks.check_movable(seq)
         if seq in self.rows.sequences:
             raise argument_error("seq", "a sequence from `blocks`", "a row of the batch")
-        now, held = seq.all_positions(), seq.rope or self._ropes(self.rope)
+        now, held = seq.all_positions(), seq.rope or self.ropes
         ropes = [
             rotation_of(said, own, self.store.dim, now.shifted)
             for said, own in zip(self._ropes(rope), held, strict=True)
@@ -314,12 +315,89 @@ class PagedCache(BaseCache):
             raise argument_error("seq", wanted, f"{call} of codes")
         return [SequencePlan(seq, plan if rotates else plan._replace(rotated=None), ropes)]
 
+    @one_call_at_a_time
+    def compress(
+        self,
+        seq: Sequence,
+        scorer: str | compression.ScoreFunction | List[Array],
+        *,
+        keep: float | None = None,
+        count: int | None = None,
+        budget: str = "uniform",
+        queries: List[Array] | None = None,
+        weights: List[Array] | None = None,
+        renumber: bool = False,
+        **options: Any,
+    ) -> compression.Report:
+        """Keep the tokens of a sequence that score best, in all layers, and release the blocks of the others.
+
+        Blocks hold tokens of all layers and heads, so these keep the same tokens: those of the best mean
+        scores. Published blocks and other sequences never change. After an error nothing has changed.
+
+        Parameters
+        ----------
+        seq : Sequence
+        scorer : str, callable or list of arrays
+            As in `Cache.compress`; its arrays have one row of a batch.
+        keep, count : float, int, optional
+            The share, or the number, of the sequence's tokens that stay. One of them.
+        budget : str
+            Only ``"uniform"``.
+        queries, weights : list of ndarray, optional
+            Of each layer, what its scorer needs, as `kvkit.eviction.scores` takes it.
+        renumber : bool
+            Whether the tokens that stay get the positions 0, 1, 2, ...; keys need a `rope` for that.
+        **options
+            Of the scorer.
+
+        Returns
+        -------
+        Report
+            Its bytes are those of all blocks that sequences use.
+
+        Raises
+        ------
+        KvkitError
+            If an argument is wrong or missing, or a step is open.
+        OutOfBlocksError
+            If there is no block for tokens that are copied out of shared ones.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from kvkit.cache import PagedCache
+        >>> cache = PagedCache(8, 4, num_layers=1, num_kv_heads=1, head_dim=4, dtype=np.float32)
+        >>> seq, tokens = cache.blocks.add(), np.ones((16, 1, 4), np.float32)
+        >>> with cache.begin_step([(seq, 16)]) as step:
+        ...     step.update(tokens, tokens, layer_idx=0)
+        >>> cache.compress(seq, "streaming", keep=0.5, sinks=4)
+        Report(tokens_before=[16], tokens=[8], bytes_before=512, bytes_after=256, skipped={})
+        >>> seq.positions, seq.next_position
+        (array([ 0,  1,  2,  3, 12, 13, 14, 15]), 16)
+        """
+        asked = compression.Compression(
+            scorer, keep, count, budget, queries=queries, weights=weights, renumber=renumber,
+            options=options,
+        )  # fmt: skip
+        return compression.compress_sequence(self, seq, self._rearrange, asked)
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes of the blocks that sequences use."""
+        block_bytes = sum(array[:, :, 0].nbytes for array in self.store.blocks)
+        return (self.blocks.num_blocks - self.blocks.available) * block_bytes
+
     def _rearrange(self, plans: list[Any]) -> None:
         for seq, plan, ropes in plans:
             self.blocks.rearrange(seq, plan, ropes)
             if plan.rotated is not None:
                 moves = plan.rotated != 0
                 self.store.rotate(seq.rows(self.store.page_size)[moves], plan.rotated[moves], ropes)
+
+    @property
+    def ropes(self) -> list[Any]:
+        """How keys are rotated in each layer; None where nobody has said so."""
+        return self._ropes(self.rope)
 
     def _ropes(self, rope: Any) -> list[Any]:
         """Return how keys of each layer are rotated."""

@@ -249,17 +249,19 @@ class MappedCodeStore(CodeStore):
         self.file.prefetch(rows)
 
 
-def plan_file(store: CodeStore, batch: int, tokens: int, view: bool) -> Plan:
+def plan_file(store: CodeStore, batch: int, tokens: int, view: bool, kept: Array | None = None) -> Plan:
     """Plan a `MappedCodeStore`: return a store, and arrays with room for it and so many more tokens.
 
     Where one is too small all grow, as they would soon be too small too, and every time is a new file.
-    Without the latest view there are no originals of codes.
+    Without the latest view there are no originals of codes. With `kept` the arrays are for these tokens.
     """
     store = copy.copy(store)
     store.sides = [copy.copy(side) for side in store.sides]
     for side in store.sides if not view else ():
         side.before = side.seen = side.coded
-    grows = not store.fits(tokens)
+    for side in store.sides if kept is not None else ():
+        side.count_kept(kept)
+    grows = kept is not None or not store.fits(tokens)
     return store, [array_forms(side, batch, *row_counts(side, tokens, grows)) for side in store.sides]
 
 

@@ -215,8 +215,16 @@ class CodedSide:
         for name, kept in rows.items():
             copy_rows(getattr(self, name), getattr(source, name), kept, 0)
         self.block_of[: len(block_of)] = block_of
-        self.coded, self.blocks = len(block_of), len(rows["cells"])
-        self.end_change(len(tokens), len(rows["sinks"]))
+        self._count(len(tokens), rows)
+
+    def count_kept(self, tokens: Array) -> None:
+        """Count some tokens as the only ones; no array changes."""
+        self._count(len(tokens), self.rows_of(tokens)[0])
+
+    def _count(self, length: int, rows: dict[str, Array]) -> None:
+        """Count `length` tokens, which have so many rows of each array, by name."""
+        self.coded, self.blocks = len(rows["codes"]), len(rows["cells"])
+        self.end_change(length, len(rows["sinks"]))
         self.start = self.end
 
     def undo_update(self, length: int) -> None:
