@@ -259,8 +259,9 @@ def plan_file(store: CodeStore, batch: int, tokens: int, view: bool, kept: Array
     store.sides = [copy.copy(side) for side in store.sides]
     for side in store.sides if not view else ():
         side.before = side.seen = side.coded
-    for side in store.sides if kept is not None else ():
-        side.count_kept(kept)
+    if kept is not None:
+        for side in store.sides:
+            side.count_kept(kept)
     grows = kept is not None or not store.fits(tokens)
     return store, [array_forms(side, batch, *row_counts(side, tokens, grows)) for side in store.sides]
 
