@@ -9,7 +9,9 @@ from kvkit.cache.constructors import DynamicCache, QuantizedCache, StaticCache
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
+from kvkit.cache.layers.shared import SharedLayer
 from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
+from kvkit.cache.layers.state import StateLayer
 from kvkit.cache.loading import load
 from kvkit.cache.paged.cache import PagedCache
 from kvkit.cache.paged.layer import PagedLayer
@@ -33,7 +35,9 @@ __all__ = [
     "QuantizedLayer",
     "Report",
     "Sequence",
+    "SharedLayer",
     "SlidingWindowLayer",
+    "StateLayer",
     "StaticCache",
     "StaticLayer",
     "StaticSlidingWindowLayer",

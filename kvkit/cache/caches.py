@@ -64,6 +64,7 @@ class Cache(BaseCache):
             if any(layer is other for other in self.layers[:i]):
                 raise argument_error(f"layers[{i}]", "a layer of its own", "one that is there before")
             layer.name = f"layers[{i}]"
+            layer.connect(self.layers, i)
         self.rope = rope
         for layer, rotation in zip(self.layers, self._ropes(rope), strict=True):
             layer.rope = layer.rope if rotation is None else rotation
@@ -100,8 +101,9 @@ class Cache(BaseCache):
             self.layers.append(layer)
             if self.folder is not None:
                 self.folder.register(layer_idx, layer)
-        if self._latest is not None:
-            self._latest.release_undo()
+        latest = self._latest
+        if latest is not None and not (latest.is_shared and latest.span.length - latest.span.before > 1):
+            latest.release_undo()  # but for a prompt whose queries come to a shared layer again
         self._latest = layer
         if self.folder is not None:
             self.folder.prefetch_after(layer_idx, self.layers)
@@ -138,8 +140,11 @@ class Cache(BaseCache):
             layer.crop(length)
 
     def plan(self, call: str, *arguments: Any, rope: Any = None, **options: Any) -> list[Any]:
-        plans = zip(self.layers, self._ropes(rope), strict=True)
-        return [layer.plan(call, *arguments, rope=rotation, **options) for layer, rotation in plans]
+        pairs = zip(self.layers, self._ropes(rope), strict=True)
+        return [
+            layer.plan(call, *arguments, rope=rotation, **options) if layer.of is None else None
+            for layer, rotation in pairs
+        ]
 
     def _ropes(self, rope: Any) -> list[Any]:
         """Return how keys of each layer are rotated."""
@@ -155,15 +160,15 @@ class Cache(BaseCache):
 
     def _rearrange(self, plans: list[Any]) -> None:
         """Do what `plan` has checked, in all layers that have a plan; after a crash in all files or none."""
-        pairs = zip(self.layers, plans, strict=True)
-        planned = {id(layer): (layer, plan) for layer, plan in pairs if plan is not None}
-        crops = len(planned) == len(plans) and all(plan.crops for plan in plans)
+        own = [pair for pair in zip(self.layers, plans, strict=True) if pair[0].of is None]
+        planned = {id(layer): (layer, plan) for layer, plan in own if plan is not None}
+        crops = len(planned) == len(own) and all(plan.crops for _, plan in own)
         if self.folder is not None and not crops:
             layers = [layer for layer, _ in planned.values()]
             self.folder.at_once(layers, lambda layer: layer.rearrange(planned[id(layer)][1], at_once=True))
             return
         if self.folder is not None:
-            self.folder.announce([plan.after.length for plan in plans])
+            self.folder.announce([0 if plan is None else plan.after.length for plan in plans])
         for layer, plan in planned.values():
             layer.rearrange(plan)
 

@@ -142,6 +142,8 @@ def mean_scores(function: ScoreOf, layer: Any, number: int, count: int) -> Array
 
 def reason_to_skip(layer: Any) -> str | None:
     """Return why a layer stays as it is; None if its tokens can go."""
+    if layer.why_kept is not None:
+        return layer.why_kept
     if layer.window is not None:
         return WINDOW
     return None if layer.stored_tokens else EMPTY

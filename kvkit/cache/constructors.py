@@ -13,9 +13,12 @@ from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import SPEC, QuantizedLayer
 from kvkit.cache.layers.schemed import SchemedLayer
 from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
+from kvkit.cache.layers.state import StateLayer
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
 from kvkit.typed import FilePath, Pair
+
+STATES = "linear_attention", "conv"  # the layer types of recurrent states
 
 
 def layer_makers(
@@ -36,7 +39,7 @@ def layer_makers(
     if layer_types is None:
         kind = full if sliding_window is None else sliding
         return kind, [kind] * (num_layers or 0)
-    known = {"full_attention": full, "sliding_attention": sliding}
+    known = {"full_attention": full, "sliding_attention": sliding} | dict.fromkeys(STATES, StateLayer)
     for i, name in enumerate(layer_types):
         if name not in known:
             raise argument_error(f"layer_types[{i}]", " or ".join(known), describe(name))
@@ -55,7 +58,7 @@ class DynamicCache(Cache):
     num_layers : int, optional
         The number of layers; if None, each is made when it is first used.
     layer_types : sequence of str, optional
-        "full_attention" or "sliding_attention" for each layer.
+        "full_attention", "sliding_attention", or "linear_attention" or "conv" (a `StateLayer`) for each.
     sliding_window : int, optional
         Window W of the sliding layers; without ``layer_types`` all layers are sliding.
     offload : path, optional
@@ -152,7 +155,7 @@ class QuantizedCache(Cache):
         False: it attends to their originals, so that one step over a whole prompt has error 0, whatever the
         bits.
     layer_types : sequence of str, optional
-        "full_attention" or "sliding_attention" for each layer. Sliding layers are small and not quantized.
+        As in `DynamicCache`. Sliding layers and recurrent states are small and not quantized.
     sliding_window : int, optional
         Window W of the sliding layers; without ``layer_types`` all layers are sliding.
     offload : path, optional

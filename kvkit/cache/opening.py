@@ -68,6 +68,7 @@ def undo_cut_step(layers: Sequence[Layer], folder: Path) -> None:
     Such a layer had as many tokens before the step as another layer has now. A layer without tokens counts as
     unused by the model, unless it comes last and the others have had their first step only.
     """
+    layers = [layer for layer in layers if layer.of is None]
     used = [layer for layer in layers if layer.get_seq_length()]
     held = {layer.get_seq_length() for layer in used}
     if used and used[-1] is not layers[-1] and not any(layer.span.before for layer in used):

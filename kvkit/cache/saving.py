@@ -6,6 +6,8 @@ description and the bytes of all arrays. Next to it is the ``description`` of th
     layers      for a `Cache`: the kind of each layer, and how many tokens it was given. Its arrays are
                 ``layers.I.keys`` and ``layers.I.values``, for a quantized layer ``layers.I.keys.codes`` and
                 so on, see `kvkit.cache.stores.codes.PARTS`. A layer without tokens has no arrays.
+                A recurrent state has ``layers.I.checkpoints``, positions, and ``layers.I.states.NAME``
+                [versions, B, ...]: the state at each checkpoint, then the present one
                 A layer whose rows were removed or moved (version 2) also has ``layers.I.positions`` and
                 ``layers.I.rope_shifts``, and its ``rope`` says how keys were rotated
     paged       for a `PagedCache`: its arguments, the number of rows, and its sequences. Its arrays are

@@ -14,7 +14,9 @@ from kvkit.cache import (
     DynamicCache,
     DynamicLayer,
     QuantizedLayer,
+    SharedLayer,
     SlidingWindowLayer,
+    StateLayer,
     StaticLayer,
     load,
 )
@@ -118,5 +120,6 @@ def test_legacy_form_of_other_layers():
 def test_every_kind_is_saved():
     from kvkit.cache.layers.kinds import KINDS as FILED
 
-    assert len(FILED) == len(KINDS) + 1
-    assert {type(layer) for layer in (*four_layers(), QuantizedLayer())} == set(FILED.values())
+    assert len(FILED) == len(KINDS) + 3  # quantized ones; states and shared ones are in test_hybrid.py
+    saved = {type(layer) for layer in (*four_layers(), QuantizedLayer(), SharedLayer(0), StateLayer())}
+    assert saved == set(FILED.values())

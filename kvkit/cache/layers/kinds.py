@@ -6,11 +6,21 @@ from typing import Any
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
+from kvkit.cache.layers.shared import SharedLayer
 from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
+from kvkit.cache.layers.state import StateLayer
 
 KINDS: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (DynamicLayer, QuantizedLayer, SlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+    for kind in (
+        DynamicLayer,
+        QuantizedLayer,
+        SharedLayer,
+        SlidingWindowLayer,
+        StateLayer,
+        StaticLayer,
+        StaticSlidingWindowLayer,
+    )
 }
 
 

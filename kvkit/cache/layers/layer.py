@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, SupportsIndex
 
@@ -63,6 +63,10 @@ class Layer(BaseLayer):
     store: Any
     home: Any
     rope: Rotation = None
+    of: int | None = None  # the number of the layer whose rows it reads; None if they are its own
+    has_rows = True  # of keys and values, one for each stored token
+    is_shared = False  # whether another layer reads its rows
+    why_kept: str | None = None  # why no scores choose among its tokens
 
     def __init__(self) -> None:
         self.name, self._lock, self._attention = type(self).__name__, LayerLock(), LayerAttention()
@@ -78,6 +82,9 @@ class Layer(BaseLayer):
     def __repr__(self) -> str:
         held = "" if self.store is None else f", {self.store.geometry}"
         return f"<{self.name}: {self.span.length} tokens{held}>"
+
+    def connect(self, layers: Sequence[Layer], number: int) -> None:
+        """Take the place `number` among the layers of a cache; most layers know none of the others."""
 
     # Methods that the kinds of layers override, as they do `_returned`
 

@@ -1,0 +1,137 @@
+"""The layer that has no rows of its own, because its model lets it read those of an earlier layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, SupportsIndex
+
+from numpy.typing import ArrayLike
+
+from kvkit.cache.layers.layer import Layer
+from kvkit.checks.values import integer
+from kvkit.errors import argument_error, describe
+from kvkit.typed import Array, Attended, States
+
+
+class SharedLayer(Layer):
+    """A layer that attends to the rows of another one of its cache, as the last layers of Gemma 3n and 4 do.
+
+    Nothing is ever given to it: tokens come and go in the layer that it reads. Calls of the cache that change
+    all layers leave it out, and it takes no memory.
+
+    Parameters
+    ----------
+    of : int
+        The number of the layer that it reads, an earlier one with rows of its own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import Cache, DynamicLayer, SharedLayer
+    >>> cache, states = Cache([DynamicLayer(), SharedLayer(of=0)]), np.ones((1, 1, 3, 2), np.float32)
+    >>> keys, values = cache.update(states, states, 0)
+    >>> cache.attend(states[:, :, -1:], 1).ravel(), cache.get_seq_length(1), cache.layers[1].nbytes
+    (array([1., 1.], dtype=float32), 3, 0)
+    """
+
+    def __init__(self, of: int) -> None:
+        self.of = integer("of", of, 0)
+        self.source: Any = None  # the layer, once this one is in a cache
+        super().__init__()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {"of": self.of}
+
+    def connect(self, layers: Sequence[Layer], number: int) -> None:
+        wanted = "the number of an earlier layer with rows of its own"
+        if self.of is None or self.of >= number:
+            raise argument_error(f"{self.name}.of", wanted, self.of)
+        if layers[self.of].of is not None or not layers[self.of].has_rows:
+            raise argument_error(f"{self.name}.of", wanted, describe(layers[self.of]))
+        self.source = layers[self.of]
+        self.source.is_shared = True
+        self.window, self.takes_window = self.source.window, self.source.takes_window
+        self.croppable, self.why_kept = self.source.croppable, f"it reads the rows of layer {self.of}"
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise argument_error(self.name, f"{call} of layer {self.of}, whose rows it reads", call)
+
+    def update(
+        self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
+    ) -> tuple[States, States]:
+        self._refuse("update")
+
+    def plan(self, call: str, *arguments: Any, **options: Any) -> Any:
+        self._refuse(call)
+
+    # What is there is what the other layer has
+
+    def attend(  # type: ignore[override]  # the options are those of the layer that it reads
+        self, query: Array, attention_mask: Array | None = None, **options: Any
+    ) -> Attended:
+        if self.source is None:
+            raise argument_error(self.name, f"a cache with layer {self.of}", "a layer that is in none")
+        return self.source.attend(query, attention_mask, **options)
+
+    def get_seq_length(self) -> int:
+        return 0 if self.source is None else self.source.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return -1 if self.source is None else self.source.get_max_length()
+
+    def get_mask_sizes(self, query_length: SupportsIndex) -> tuple[int, int]:
+        return (self if self.source is None else self.source).get_mask_sizes(query_length)
+
+    @property
+    def batch_size(self) -> int:
+        return 0 if self.source is None else self.source.batch_size
+
+    @property
+    def stored_tokens(self) -> int:
+        return 0 if self.source is None else self.source.stored_tokens
+
+    @property
+    def positions(self) -> Array:
+        return super().positions if self.source is None else self.source.positions
+
+    @property
+    def rope_shifts(self) -> Array:
+        return super().rope_shifts if self.source is None else self.source.rope_shifts
+
+    def stored(self) -> tuple[States, States]:
+        return self.source.stored()
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: the rows of layer {self.of}>"
+
+    # Changes of all layers of a cache pass it by
+
+    def load(self, arrays: dict[str, Array], length: int, rope: Any) -> None:
+        """Do nothing: the other layer is loaded."""
+
+    def left_by(self, length: int) -> int:
+        return 0 if self.source is None else self.source.left_by(length)
+
+    def crop(self, length: int) -> None:
+        """Do nothing: a crop of the layer that it reads is a crop of this one."""
+
+    def _take(self, indices: ArrayLike) -> None:
+        """Do nothing, likewise."""
+
+    def reorder(self, indices: ArrayLike) -> None:
+        """Do nothing: the rows are those of the other layer."""
+
+    select = reorder_cache = batch_select_indices = reorder
+
+    def repeat(self, repeats: int) -> None:
+        """Do nothing: the rows are those of the other layer."""
+
+    batch_repeat_interleave = repeat
+
+    def reserve(self, query_length: SupportsIndex) -> None:
+        """Do nothing: the other layer makes room."""

@@ -1,0 +1,357 @@
+"""The layer that holds a recurrent state: arrays that take in every token, and no rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, SupportsIndex
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvkit.cache.base import one_call_at_a_time
+from kvkit.cache.layers import requests
+from kvkit.cache.layers.layer import Layer
+from kvkit.cache.layers.positions import PLANS, Rotation, RowPositions, rotation_of
+from kvkit.cache.stores.span import Span
+from kvkit.cache.stores.states import NONE, StateForms, StateStore
+from kvkit.checks.values import checked_format, integer
+from kvkit.errors import argument_error, describe
+from kvkit.formats import FLOATS
+from kvkit.typed import Array, Attended, States
+
+NO_ROWS = np.zeros(0, np.int64)
+
+
+class StatePlan(NamedTuple):
+    """The result of a call that is checked and not yet done."""
+
+    after: RowPositions  # no rows, and the position of the next token
+    current: int  # the version of the state then
+    checkpoints: dict[int, int]
+    crops: bool
+
+
+class StateLayer(Layer):
+    """A layer whose tokens end in a recurrent state, as those of Mamba, linear attention and convolutions do.
+
+    The state is any number of arrays [B, ...] with names of the model's choice; kvkit stores them and knows
+    nothing of how they are computed. A state cannot lose tokens. It can be put back to a checkpoint: a copy
+    that was kept when an update ended.
+
+    Parameters
+    ----------
+    checkpoint_every : int
+        A state is kept as a checkpoint if the one before it is at least as many tokens older; 0 keeps none.
+    max_checkpoints : int
+        How many are kept; the oldest go first.
+
+    Attributes
+    ----------
+    states : dict of str to ndarray
+    checkpoints : list of int
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import StateLayer
+    >>> layer, total = StateLayer(checkpoint_every=4), np.zeros((1, 2), np.float32)
+    >>> for tokens in (4, 4, 3):
+    ...     total = total + tokens                                    # what a model makes of its tokens
+    ...     states = layer.update({"sum": total}, tokens)
+    >>> layer.get_seq_length(), layer.checkpoints
+    (11, [4, 8])
+    >>> layer.can("remove", 6)
+    'StateLayer: expected 0, 4, 8 or 11 tokens to stay, which it has states of, got 6'
+    >>> layer.crop(8)
+    >>> layer.states["sum"]
+    array([[8., 8.]], dtype=float32)
+    """
+
+    has_rows = False
+    why_kept = "a recurrent state holds all tokens"
+
+    def __init__(self, checkpoint_every: int = 0, max_checkpoints: int = 4) -> None:
+        self.checkpoint_every = integer("checkpoint_every", checkpoint_every, 0)
+        self.max_checkpoints = integer("max_checkpoints", max_checkpoints, 1)
+        super().__init__()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {"checkpoint_every": self.checkpoint_every, "max_checkpoints": self.max_checkpoints}
+
+    # Tokens come
+
+    def update(  # type: ignore[override]  # a state in place of keys and values
+        self, states: Mapping[str, Array], tokens: SupportsIndex, cache_position: ArrayLike | None = None
+    ) -> dict[str, Array]:
+        """Store the state after some more tokens; return it.
+
+        Parameters
+        ----------
+        states : mapping of str to ndarray, shape [B, ...]
+            float32, float16 or bfloat16. The first array of a name fixes its dtype and shape. Arrays that are
+            not given stay as they are.
+        tokens : int
+            How many tokens the state has taken in since the last update; 0 replaces it.
+        cache_position : array_like of int, shape [tokens], optional
+            Consecutive positions of the tokens, after the last one.
+
+        Returns
+        -------
+        dict of str to ndarray
+            The stored arrays, as `states` has them.
+        """
+        with self._lock:
+            new = integer("tokens", tokens, 0)
+            if cache_position is not None:
+                self._start(cache_position, new)
+            forms, before = self._checked(states), self.state()
+            try:
+                if self.store is None or forms != self.store.geometry:
+                    self._exchange(forms)
+                return self._advance(new, states)
+            except BaseException:
+                if before[1] is None and self.store is not None:
+                    self.store.close()
+                    self.restore(before)
+                raise
+
+    def _checked(self, states: Mapping[str, Array]) -> StateForms:
+        """Check a state; return the forms of its arrays and of those that are stored."""
+        if not isinstance(states, Mapping) or not states:
+            raise argument_error("states", "a dict of arrays by name", describe(states))
+        known: dict[str, Any] = {} if self.store is None else dict(self.store.geometry.forms)
+        batch = self.batch_size
+        for name, array in states.items():
+            label = f"states[{name!r}]"
+            if not isinstance(name, str) or not name.replace("_", "").replace(".", "").isalnum():
+                raise argument_error("states", "names of letters, digits, '_' and '.'", repr(name))
+            fmt = checked_format(label, array, FLOATS, np.ndim(array))
+            if not array.ndim or not len(array) or len(array) != (batch or len(array)):
+                raise argument_error(label, f"shape [{batch or 'B'}, ...]", f"shape {array.shape}")
+            batch, form = len(array), (array.shape[1:], fmt.dtype)
+            if known.setdefault(name, form) != form:
+                shape, dtype = known[name]
+                raise argument_error(label, f"{(batch, *shape)} of {dtype}, as before", describe(array))
+        return StateForms(batch, known)
+
+    def advance(self, tokens: SupportsIndex) -> dict[str, Array]:
+        """Count tokens of a state that the caller then changes in place; return its arrays.
+
+        A checkpoint is not changed by that: its state is copied first.
+        """
+        with self._lock:
+            return {} if self.store is None else self._advance(integer("tokens", tokens, 0), {})
+
+    def _advance(self, new: int, states: Mapping[str, Array]) -> dict[str, Array]:
+        """Write a state that is checked, and count its tokens."""
+        store, before = self.store, self.span.length
+        held = store.checkpoints.values()
+        version = store.current
+        if version == NONE or store.file is not None or (new and version in held):
+            version = store.free()
+            if version == NONE:
+                self._exchange(store.geometry)
+                store = self.store
+                version = store.free()
+        for name, array in store.arrays.items():
+            if name in states:
+                array[version] = states[name]
+            elif version != store.current:
+                array[version] = 0 if store.current == NONE else array[store.current]
+        length, marks = before + new, dict(store.checkpoints)
+        every = 1 if self.record_past else self.checkpoint_every
+        if length in marks or (every and length - max(marks, default=0) >= every):
+            marks[length] = version
+        self._settle(Span(length, length, length, length, before), version, self._trimmed(marks))
+        return self.store.of(version)
+
+    def _trimmed(self, checkpoints: dict[int, int]) -> dict[int, int]:
+        """Return the checkpoints that stay: all while past is recorded, else the latest."""
+        if self.record_past or len(checkpoints) <= self.max_checkpoints:
+            return checkpoints
+        return {position: checkpoints[position] for position in sorted(checkpoints)[-self.max_checkpoints :]}
+
+    def _settle(self, span: Span, current: int, checkpoints: dict[int, int]) -> None:
+        """Let a version be the state, and commit it; on an error nothing has changed."""
+        store, before = self.store, self.span
+        left = store.current, store.previous, store.checkpoints
+        try:
+            store.current, store.previous, store.checkpoints = current, store.current, checkpoints
+            self.span = span
+            self._commit()
+        except BaseException:
+            (store.current, store.previous, store.checkpoints), self.span = left, before
+            raise
+
+    def _exchange(self, forms: StateForms, indices: Any = slice(None)) -> None:
+        """Move to a store with other arrays, rows of the batch or room; on an error nothing has changed."""
+        before, span = self.store, self.span
+        held = 0 if before is None else len(before.checkpoints)
+        room = max(held, self.max_checkpoints if self.checkpoint_every else 0) + held * self.record_past
+        store = StateStore(forms, room + (1 if self.home is None else 3), self.home)
+        try:
+            if before is not None:
+                store.fill(before, indices)
+                self._set_store(store, span.without_undo())
+                self._commit()
+            else:
+                self._set_store(store, span)
+        except BaseException:
+            self._set_store(before, span)
+            store.close()
+            raise
+
+    def reserve(self, query_length: SupportsIndex) -> None:
+        """Do nothing: a state has no room to run out of."""
+
+    # What is there
+
+    @property
+    def states(self) -> dict[str, Array]:
+        """The arrays of the state, [B, ...] each; none before the first token. Do not write to them."""
+        return {} if self.store is None else self.store.of(self.store.current)
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """How many tokens can stay in a `crop`, beside all and none."""
+        return [] if self.store is None else sorted(self.store.checkpoints)
+
+    @property
+    def keys(self) -> States:
+        return None
+
+    values = keys
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.store is None else int(self.store.nbytes)
+
+    def stored(self) -> tuple[States, States]:
+        raise argument_error(self.name, "a layer with keys and values", "a recurrent state")
+
+    def attend(  # type: ignore[override]  # there is nothing to attend to
+        self, query: Array, attention_mask: Array | None = None, **options: Any
+    ) -> Attended:
+        return self.stored()
+
+    # Tokens go, and the batch changes
+
+    @one_call_at_a_time
+    def crop(self, length: int) -> None:
+        """Drop the last tokens, back to a checkpoint, to all tokens or to none; as in other layers."""
+        left = self.left_by(length)
+        if self.store is not None:
+            self._go_to(left)
+
+    def left_by(self, length: int) -> int:
+        return self._legal(requests.length_after_crop(length, self.span.length))
+
+    def _legal(self, left: int) -> int:
+        """Return a number of tokens that the layer has a state of; raise for another."""
+        legal = sorted({0, *self.checkpoints, self.span.length})
+        if left not in legal:
+            texts = [str(one) for one in legal]
+            wanted = " or ".join([", ".join(texts[:-1]), texts[-1]])
+            raise argument_error(self.name, f"{wanted} tokens to stay, which it has states of", left)
+        return left
+
+    def _go_to(self, left: int) -> None:
+        """Let the state be that after `left` tokens."""
+        store, now = self.store, self.span.length
+        current = store.current if left == now else store.checkpoints.get(left, NONE)
+        marks = {position: version for position, version in store.checkpoints.items() if position <= left}
+        if self.record_past:
+            marks = dict(sorted(marks.items())[-self.max_checkpoints :]) if self.checkpoint_every else {}
+        self._settle(Span(left, left, left, left, left), current, marks)
+
+    def plan(  # type: ignore[override]  # a plan without rows
+        self, call: str, *arguments: Any, rope: Rotation = None, **options: Any
+    ) -> StatePlan:
+        now, store = self.span.length, self.store
+        if call == "retain":
+            raise argument_error(self.name, "a layer with rows", f"{call} of a recurrent state")
+        rows = RowPositions(NO_ROWS, NO_ROWS, now)
+        plan = PLANS[call](rows, rotation_of(rope, self.rope, None, False), *arguments, **options)
+        begin = 0 if call == "flatten" else integer("begin", arguments[0], 0)
+        current = NONE if store is None else store.current
+        marks = {} if store is None else dict(store.checkpoints)
+        if call == "remove" and begin < now:
+            if not plan.crops and removes(*arguments, **options):
+                wanted = f"the last tokens to go, back to one of {[0, *self.checkpoints]}"
+                raise argument_error(self.name, wanted, f"remove of tokens from {begin} on, in the middle")
+            left = self._legal(plan.after.length)
+            current = current if left == now else marks.get(left, NONE)
+            marks = {position: version for position, version in marks.items() if position <= left}
+        elif plan.after.length != now:
+            if store is None:
+                raise argument_error(self.name, "a state", f"{call} of none")
+            moved = 0 if call == "divide" else plan.after.length - now  # checkpoints in between would meet
+            later = {at + moved: v for at, v in marks.items() if at > begin and moved and at + moved > begin}
+            marks = {at: version for at, version in marks.items() if at <= begin} | later
+        return StatePlan(plan.after, current, marks, plan.crops)
+
+    def rearrange(self, plan: Any, at_once: bool = False) -> None:
+        """Do what `plan` has checked; in a file `at_once` with other layers."""
+        length = plan.after.length
+        if self.store is None or (length == self.span.length and plan.current == self.store.current):
+            return
+        before = self.state()
+        try:
+            if at_once and self.home is not None:
+                self._set_store(self.store.again(), self.span)
+            self._settle(Span(length, length, length, length, length), plan.current, plan.checkpoints)
+        except BaseException:
+            self.restore(before)
+            raise
+
+    def _take(self, indices: Array) -> None:
+        if self.store is not None:
+            self._exchange(self.store.geometry._replace(batch=len(indices)), indices)
+
+    def activate_past_recording(self) -> None:
+        """Keep the state after each update as a checkpoint, until the next `crop`."""
+        self._record_past()
+
+    # To files, and back
+
+    def arrays(self) -> dict[str, Array]:
+        if not self.states:
+            return {}
+        held = [self.store.checkpoints[position] for position in self.checkpoints] + [self.store.current]
+        states = {f"states.{name}": array[held] for name, array in self.store.arrays.items()}
+        return {"checkpoints": np.array(self.checkpoints, np.int64)} | states
+
+    def fill(self, arrays: Mapping[str, Array], length: int) -> None:
+        marks = [int(position) for position in arrays["checkpoints"]]
+        given = {name.removeprefix("states."): x for name, x in arrays.items() if name != "checkpoints"}
+        if sorted(set(marks)) != marks or (marks and not 0 <= marks[0] <= marks[-1] <= length):
+            raise argument_error("checkpoints", f"ascending positions up to {length}", marks)
+        if {len(array) for array in given.values()} != {len(marks) + 1}:
+            raise argument_error("states", f"{len(marks) + 1} versions of each array", describe(given))
+        room = max(len(marks) + 1, self.max_checkpoints * bool(self.checkpoint_every) + 1)
+        store = StateStore(self._checked({name: array[0] for name, array in given.items()}), room, self.home)
+        for name, array in given.items():
+            store.arrays[name][: len(array)] = array
+        store.current = store.previous = len(marks)
+        store.checkpoints = {position: i for i, position in enumerate(marks)}
+        self._set_store(store, Span(length, length, length, length, length))
+
+    def rehome(self) -> None:
+        if self.store is None:
+            self._commit()
+        elif self.store.file is None:
+            self._exchange(self.store.geometry)
+
+    def _opened_store(self, about: dict[str, Any], span: Span) -> Any:
+        return StateStore.opened(about, self.home)
+
+    def undo_update(self) -> None:
+        before, marks = self.span.before, self.store.checkpoints
+        left = {position: version for position, version in marks.items() if position <= before}
+        self._settle(Span(before, before, before, before, before), self.store.previous, left)
+
+
+def removes(begin: int, end: SupportsIndex | None = None, *, close: bool = False) -> bool:
+    """Return whether a call of `remove` names any token."""
+    return end is None or begin < integer("end", end)

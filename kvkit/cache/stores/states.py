@@ -1,0 +1,128 @@
+"""A store of versions of a recurrent state, in memory or in a mapped file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvkit.cache.stores.mapped import File
+from kvkit.formats import BY_NAME
+from kvkit.runtime.arrays import zeros
+from kvkit.typed import Array
+
+NONE = -1  # the version of a state before the first token
+
+
+class StateForms(NamedTuple):
+    """The names, shapes without the batch, and dtypes of a state's arrays, which its first update decides."""
+
+    batch: int
+    forms: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+
+    def __str__(self) -> str:
+        arrays = (f"{name} {(self.batch, *shape)} of {dtype}" for name, (shape, dtype) in self.forms.items())
+        return ", ".join(arrays)
+
+
+class StateStore:
+    """Versions of a recurrent state: of each of its arrays one array [versions, B, ...].
+
+    A version is written whole, into a place that counts no more, and then counts. So a crash leaves the old
+    one or the new one.
+
+    Attributes
+    ----------
+    arrays : dict of str to ndarray, shape [versions, B, ...]
+    current, previous : int
+        The version of the state now, and of that before the last update; -1 before the first token.
+    checkpoints : dict of int to int
+        The versions that stay, by the position of the token that came next.
+    file : File or None
+    """
+
+    in_place = True
+
+    def __init__(self, geometry: StateForms, versions: int, home: Any = None, new: bool = True) -> None:
+        self.geometry, self.versions = geometry, versions
+        self.current = self.previous = NONE
+        self.checkpoints: dict[int, int] = {}
+        forms = [((versions, geometry.batch, *shape), dtype) for shape, dtype in geometry.forms.values()]
+        self.file = None if home is None else File(home, forms, new)
+        arrays = [zeros(*form) for form in forms] if self.file is None else self.file.arrays
+        self.arrays: dict[str, Array] = dict(zip(geometry.forms, arrays, strict=True))
+
+    @classmethod
+    def opened(cls, about: dict[str, Any], home: Any) -> StateStore:
+        """Open the store of a state, as a sidecar says."""
+        said, arrays = about["state"], about["states"]
+        forms = {name: (tuple(shape), BY_NAME[dtype].dtype) for name, dtype, shape in arrays}
+        store = cls(StateForms(about["batch"], forms), about["versions"], home, new=False)
+        legal = range(NONE, store.versions)
+        store.current, store.previous = said["current"], said["previous"]
+        store.checkpoints = {
+            position: i for i in range(store.versions) if (position := said[f"checkpoint{i}"]) >= 0
+        }
+        if (
+            store.current not in legal
+            or store.previous not in legal
+            or max(store.checkpoints, default=0) > (said["length"])
+        ):
+            raise ValueError(f"a state that cannot be: {said}")
+        return store
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy lies in memory
+        left = {"current": self.current, "previous": self.previous, "checkpoints": self.checkpoints}
+        return StateStore, (self.geometry, self.versions), left | {"file": None, "arrays": self.arrays}
+
+    def of(self, version: int) -> dict[str, Array]:
+        """Return views of the arrays of a version, [B, ...] each; none before the first token."""
+        return {} if version == NONE else {name: array[version] for name, array in self.arrays.items()}
+
+    def free(self) -> int:
+        """Return a version that can be written to; NONE if there is none."""
+        held = {self.current, self.previous, *self.checkpoints.values()}
+        return next((i for i in range(self.versions) if i not in held), NONE)
+
+    def fill(self, store: StateStore, indices: Any) -> None:
+        """Copy the versions that count of another store, from the given rows of its batch."""
+        held = sorted({store.current, *store.checkpoints.values()} - {NONE})
+        for name, array in store.arrays.items():
+            for place, version in enumerate(held):
+                self.arrays[name][place] = array[version][indices]
+        self.current = self.previous = NONE if store.current == NONE else held.index(store.current)
+        self.checkpoints = {position: held.index(i) for position, i in store.checkpoints.items()}
+
+    def again(self) -> StateStore:
+        """Return a store of the same file, to be committed with another sidecar."""
+        store = StateStore.__new__(StateStore)
+        store.__dict__.update(self.__dict__ | {"checkpoints": dict(self.checkpoints)})
+        store.file = None if self.file is None else self.file.again()
+        return store
+
+    def commit(self, layer: Any) -> None:
+        """Commit which versions count; in memory there is nothing to do."""
+        if self.file is not None:
+            positions = {version: position for position, version in self.checkpoints.items()}
+            marks = {f"checkpoint{i}": positions.get(i, NONE) for i in range(self.versions)}
+            self.file.commit(self.about, layer, {"current": self.current, "previous": self.previous} | marks)
+
+    def about(self) -> dict[str, Any]:
+        """Describe the arrays for a sidecar."""
+        states = [(name, dtype.name, shape) for name, (shape, dtype) in self.geometry.forms.items()]
+        return {"batch": self.geometry.batch, "versions": self.versions, "states": states}
+
+    def prefetch(self, span: Any) -> None:
+        """Do nothing: a state is small."""
+
+    def close(self) -> None:
+        """Delete the file, if there is one."""
+        if self.file is not None:
+            self.file.close()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the versions that count."""
+        held = {self.current, *self.checkpoints.values()} - {NONE}
+        return sum(array[0].nbytes for array in self.arrays.values()) * len(held)

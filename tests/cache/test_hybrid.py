@@ -1,0 +1,211 @@
+"""Caches of layers with other things than rows of their own: recurrent states, and rows of another layer."""
+
+import copy
+import shutil
+
+import numpy as np
+import pytest
+
+from kvkit import KvkitError
+from kvkit.cache import Cache, DynamicCache, DynamicLayer, SharedLayer, SlidingWindowLayer, StateLayer, load
+
+
+def states(total, batch=2):
+    """A state that says how many tokens it has seen, and in which row of the batch it was."""
+    rows = 100 * np.arange(batch, dtype=np.float32) + total
+    return {
+        "conv": np.broadcast_to(rows[:, None, None], (batch, 3, 4)),
+        "ssm.0": rows[:, None].astype(np.float16),
+    }
+
+
+def hybrid():
+    return Cache(
+        [StateLayer(checkpoint_every=4, max_checkpoints=2), DynamicLayer(), SharedLayer(1), StateLayer()]
+    )
+
+
+def step(cache, tokens, layers=4):
+    total, batch = cache.get_seq_length(1) + tokens, cache.layers[1].batch_size or 2
+    rows = np.random.default_rng(total).standard_normal((batch, 2, tokens, 8), np.float32)
+    calls = [(states(total, batch), tokens), (rows, rows), None, (states(total, batch), tokens)]
+    for i, call in enumerate(calls[:layers]):
+        if call is not None:
+            cache.update(*call, i)
+
+
+@pytest.fixture(params=["memory", "file"])
+def cache(request, tmp_path):
+    made = hybrid()
+    if request.param == "file":
+        made.offload(tmp_path / "cache", only_non_sliding=False, keep=True)
+    for tokens in (5, 1, 1, 1, 1, 1, 1):
+        step(made, tokens)
+    yield made
+    made.close()
+
+
+def seen(layer):
+    """How many tokens each row's state has seen."""
+    numbers = layer.states["conv"][:, 0, 0] % 100
+    assert (layer.states["conv"] % 100 == numbers[:, None, None]).all()
+    assert (layer.states["ssm.0"][:, 0] % 100 == numbers).all()
+    return numbers.tolist()
+
+
+def test_a_state_goes_back_to_checkpoints_and_can_names_them(cache):
+    state = cache.layers[0]
+    assert (state.checkpoints, seen(state)) == ([5, 9], [11, 11])
+    said = "layers[0]: expected 0, 5, 9 or 11 tokens to stay, which it has states of, got 7"
+    assert cache.can("remove", 7) == said
+    for call in (lambda: cache.remove(7), lambda: cache.crop(7), lambda: state.crop(-4)):
+        with pytest.raises(KvkitError, match="5, 9 or 11 tokens to stay"):
+            call()
+    assert cache.can("remove", 9).startswith("layers[3]: expected 0 or 11 tokens to stay")
+    assert "in the middle" in cache.can("remove", 2, 4)
+    assert "rows" in cache.can("retain", [1])
+    assert cache.can("remove", 11) is cache.can("remove", 3, 3) is cache.can("flatten") is None
+    assert (cache.get_seq_length(3), cache.get_seq_length(1)) == (11, 11)
+    state.remove(9)
+    assert (state.get_seq_length(), seen(state), state.checkpoints) == (9, [9, 9], [5, 9])
+    state.update(states(10), 1)
+    state.crop(9)
+    assert seen(state) == [9, 9]
+    state.crop(5)
+    state.update(states(20), 15)
+    assert (state.checkpoints, seen(state)) == ([5, 20], [20, 20])
+    state.crop(-20)
+    assert (state.states, state.checkpoints, state.get_seq_length()) == ({}, [], 0)
+
+
+def test_positions_move_and_states_stay(cache):
+    cache.shift(9, None, 3, "none")
+    assert (cache.layers[0].checkpoints, [layer.get_seq_length() for layer in cache.layers]) == (
+        [5, 9],
+        [14] * 4,
+    )
+    cache.shift(0, None, 2, "none")
+    assert (cache.layers[0].checkpoints, seen(cache.layers[0])) == ([7, 11], [11, 11])
+    cache.layers[0].crop(7)
+    assert seen(cache.layers[0]) == [5, 5]
+
+
+def test_the_batch(cache):
+    cache.reorder([1, 0, 1])
+    cache.repeat(2)
+    rows = [101, 101, 1, 1, 101, 101]
+    state = cache.layers[0]
+    assert state.states["conv"][:, 0, 0].tolist() == [row + 10 for row in rows]
+    assert [layer.batch_size for layer in cache.layers] == [6] * 4
+    state.crop(9)
+    assert state.states["conv"][:, 0, 0].tolist() == [row + 8 for row in rows]
+    cache.layers[3].reorder([2])
+    assert seen(cache.layers[3]) == [11]
+
+
+def same(one, other):
+    assert one.get_seq_length() == other.get_seq_length()
+    assert one.layers[0].checkpoints == other.layers[0].checkpoints
+    for i in (0, 3):
+        for name, array in one.layers[i].states.items():
+            np.testing.assert_array_equal(array, other.layers[i].states[name])
+    query = np.ones((one.layers[1].batch_size, 4, 1, 8), np.float32)
+    np.testing.assert_array_equal(one.attend(query, 2), other.attend(query, 1))
+
+
+def test_copies_and_files(cache, tmp_path):
+    cache.save(tmp_path / "cache.npz")
+    for other in (copy.deepcopy(cache), load(tmp_path / "cache.npz")):
+        same(cache, other)
+        step(other, 1)
+        assert seen(cache.layers[0]) == [11, 11]
+        other.layers[0].crop(9)
+        assert seen(other.layers[0]) == [9, 9]
+        assert [layer.nbytes for layer in other.layers[2:]] == [0, cache.layers[3].nbytes]
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2, 4])
+def test_a_step_that_a_crash_cut_off_is_undone(tmp_path, layers):
+    whole = hybrid()
+    whole.offload(tmp_path / "cache", keep=True)
+    for tokens in (5, 2, 2):
+        step(whole, tokens)
+    before = copy.deepcopy(whole)
+    step(whole, 3, layers)
+    shutil.copytree(tmp_path / "cache", tmp_path / "again")
+    with Cache.open(tmp_path / "again") as opened:
+        same(opened, whole if layers == 4 else before)
+        step(opened, 1)
+        assert seen(opened.layers[0]) == [13 if layers == 4 else 10] * 2
+    with Cache.open(tmp_path / "again") as opened:
+        assert seen(opened.layers[0]) == [13 if layers == 4 else 10] * 2
+    whole.close()
+
+
+def test_recording_keeps_every_state_until_a_crop(cache):
+    cache.activate_past_recording()
+    for tokens in (1, 2, 1, 1, 3):
+        step(cache, tokens)
+    assert cache.layers[3].checkpoints == [12, 14, 15, 16, 19]
+    cache.crop(14)
+    assert [seen(cache.layers[i]) for i in (0, 3)] == [[14, 14]] * 2
+    assert cache.layers[3].checkpoints == []
+    step(cache, 1)
+    assert cache.layers[3].checkpoints == [15]
+
+
+def test_arrays_may_come_later_and_be_changed_in_place():
+    layer = StateLayer(checkpoint_every=2)
+    layer.update({"conv": np.ones((1, 2), np.float32)}, 2)
+    layer.update({"ssm": np.full((1, 3), 5, np.float32)}, 0)
+    assert layer.checkpoints == [2]
+    now = layer.advance(1)
+    now["conv"] += 1
+    assert layer.get_seq_length() == 3
+    assert (layer.states["conv"] == 2).all()
+    assert (layer.states["ssm"] == 5).all()
+    layer.crop(2)
+    assert (layer.states["conv"] == 1).all()
+    assert (layer.states["ssm"] == 5).all()
+
+
+def test_a_shared_layer_reads_the_prompt_of_a_window_after_other_layers():
+    cache = Cache([SlidingWindowLayer(3), DynamicLayer(), SharedLayer(0)])
+    states = np.random.default_rng(0).standard_normal((1, 2, 50, 8), np.float32)
+    for tokens in (50, 1, 1):
+        for i in (0, 1):
+            cache.update(states[:, :, :tokens], states[:, :, :tokens], i)
+            if not i:
+                wanted = cache.attend(states[:, :, :tokens], 0)
+        np.testing.assert_array_equal(cache.attend(states[:, :, :tokens], 2), wanted)
+    assert cache.layers[0].store.capacity < 40  # the prompt's memory is freed
+
+
+def test_what_is_refused():
+    with pytest.raises(KvkitError, match=r"layers\[0\].of: expected the number of an earlier layer"):
+        Cache([SharedLayer(0)])
+    with pytest.raises(KvkitError, match="an earlier layer with rows of its own"):
+        Cache([StateLayer(), SharedLayer(0)])
+    cache = hybrid()
+    rows = np.ones((1, 1, 1, 4), np.float32)
+    for call in (lambda: cache.update(rows, rows, 2), lambda: cache.layers[2].remove(0)):
+        with pytest.raises(KvkitError, match="of layer 1, whose rows it reads"):
+            call()
+    with pytest.raises(KvkitError, match="a cache with layer 0"):
+        SharedLayer(0).attend(rows)
+    with pytest.raises(KvkitError, match="a layer with keys and values, got a recurrent state"):
+        cache.attend(rows, 0)
+    cache.update(states(1), 1, 0)
+    for given, message in (
+        ({}, "a dict of arrays by name"),
+        ({"conv": np.ones((2, 3, 5), np.float32)}, r"\(2, 3, 4\) of float32, as before"),
+        ({"conv": np.ones((1, 3, 4), np.float32)}, r"shape \[2, ...\]"),
+        ({"a/b": np.ones((2, 3), np.float32)}, "names of letters"),
+        ({"x": np.ones((2, 3), np.int32)}, "float32"),
+    ):
+        with pytest.raises(KvkitError, match=message):
+            cache.update(given, 1, 0)
+    assert (cache.get_seq_length(), seen(cache.layers[0])) == (1, [1, 1])
+    assert cache.compress("knorm", keep=0.5).skipped[0] == "a recurrent state holds all tokens"
+    kinds = [type(layer) for layer in DynamicCache(layer_types=["conv", "full_attention"]).layers]
+    assert kinds == [StateLayer, DynamicLayer]
