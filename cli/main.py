@@ -25,7 +25,7 @@ VERBS = {  # verb: (module, the first line of its help)
     "inspect": ("kvkit_cli.inspect", "Say what is in a file: arrays, layout, tables, numbers."),
     "convert": ("kvkit_cli.convert", "Move a cache to another layout, bit for bit, or to another format."),
     "edit": ("kvkit_cli.edit", "Remove, keep and move tokens of a saved cache, in the order given."),
-    "study": ("kvkit_cli.study", "Measure what schemes of quantization cost a cache, head by head."),
+    "study": ("kvkit_cli.study", "Measure what quantization and eviction cost a cache, head by head."),
     "size": (
         "kvkit_cli.size",
         "Say how many bytes the cache of a model takes, by context length, batch and format.",

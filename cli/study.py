@@ -1,4 +1,4 @@
-"""`kvkit study`: measure what schemes of quantization cost a cache."""
+"""`kvkit study`: measure what quantization and eviction cost a cache."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from kvkit.tools.source import by_patterns
 from kvkit.tools.studies import plots, report
 from kvkit.tools.studies.study import check_threshold
 from kvkit_cli import clusters, complete, show, tool
+from kvkit_cli.edit import parse_rope
 
 SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 
@@ -24,12 +25,21 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 @click.option("--tokens", default=512, show_default=True, metavar="N", help="Tokens of the text to read.")
 @click.option(
     "--schemes",
-    default=SCHEMES,
-    show_default=True,
+    show_default=SCHEMES,
     metavar="NAME,...",
-    help="Schemes to compare.",
+    help="Schemes to compare; with --evict, each with each policy.",
     shell_complete=complete.formats,
 )
+@click.option(
+    "--evict",
+    metavar="POLICY,...",
+    help="Policies SCORER@SHARE[+SCHEME] and schemes: snapkv@0.5,int4:g32,snapkv@0.5+int4:g32.",
+)
+@click.option("--budget", default="uniform", show_default=True, metavar="NAME", help="Or ada, pyramid.")
+@click.option(
+    "--judge", type=int, metavar="N", help="How many of the last queries judge.  [default: a quarter]"
+)
+@click.option("--rope", metavar="CONFIG|NAME=N,...", help="How keys were rotated, as for kvkit edit.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Folder for report.html, Markdown, JSON, plots."
 )
@@ -44,19 +54,26 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 @tool.json_option
 @click.pass_context
 def study(
-    ctx, source, model, text, tokens, schemes, output, threshold, layout, keys, values, sizes, dask, as_json
-):
-    """Measure what schemes of quantization cost a cache, head by head.
+    ctx, source, model, text, tokens, schemes, evict, budget, judge, rope, output, threshold, layout, keys,
+    values, sizes, dask, as_json,
+):  # fmt: skip
+    """Measure what quantization and eviction cost a cache, head by head.
 
     A scheme is a format with options (int4:g32, kivi2, mxfp4:ceil), if wanted with a rotation after a plus
     (int4:g32+hadamard), or a class in a Python file that encodes and decodes (mine.py:Scheme). With --model a
     model of transformers reads --text to make keys, values and queries, and again with each scheme, to
     measure perplexity and how often its most likely token stays the same.
 
+    A policy is a scorer of kvkit.eviction, perhaps with options, and the share of tokens that it keeps, coded
+    or not: snapkv(window=32)@0.25+int4:g32. The last queries judge, and no scorer sees them. random and
+    oracle, which does see them, come on top.
+
     \b
     Examples:
       kvkit study cache.safetensors -o report
       kvkit study pool.npy --layout vllm-lbnhc --sizes c=64 --schemes "fp8,int4:g32"
+      kvkit study chat.npz --evict "snapkv@0.5,int4:g32,snapkv@0.5+int4:g32" -o report
+      kvkit study chat.npz --evict "none,keydiff@0.5,knorm@0.5" --schemes "float16,int4:g32" --budget ada
       kvkit study --model HuggingFaceTB/SmolLM2-135M --text book.txt -o report
     """
     if output:
@@ -64,6 +81,8 @@ def study(
         if lacking := plots.missing():
             click.echo(f"kvkit: {lacking}", err=True)
     check_threshold(threshold)
+    schemes = SCHEMES if schemes is None and evict is None else schemes
+    policies = {"evict": evict, "budget": budget, "judge": judge}
     if source is not None:
         source = by_patterns(source, keys, values)
     if (source is None) == (model is None):
@@ -72,14 +91,13 @@ def study(
         with clusters.mapper(dask) as mapper, show.task_bar("layers", quiet=dask is not None) as progress:
             found = tools.study(
                 source, schemes, layout=layout, sizes=sizes, progress=progress, mapper=mapper,
-                threshold=threshold,
+                threshold=threshold, rope=None if rope is None else parse_rope(rope), **policies,
             )  # fmt: skip
     else:
-        if text is None or dask or layout or sizes:
-            raise argument_error(
-                "--model", "--text beside it, and no --layout, --sizes, --dask", "other options"
-            )
-        found = replace(study_model(model, text, tokens, schemes), threshold=threshold)
+        if text is None or dask or layout or sizes or rope:
+            wanted = "--text beside it, and no --layout, --sizes, --dask, --rope"
+            raise argument_error("--model", wanted, "other options")
+        found = replace(study_model(model, text, tokens, schemes, policies), threshold=threshold)
     if as_json:
         show.as_json(found.to_dict())
     else:
@@ -89,7 +107,7 @@ def study(
             click.echo(path, err=True)
 
 
-def study_model(name, text, tokens, schemes):
+def study_model(name, text, tokens, schemes, policies):
     """Study a model that reads a text."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -113,4 +131,4 @@ def study_model(name, text, tokens, schemes):
             "--model", "a model that transformers loads", f"{brief(name)} ({error})"
         ) from None
     with show.task_bar("readings") as progress:
-        return study(model, tokenizer(words).input_ids[:tokens], schemes, progress=progress)
+        return study(model, tokenizer(words).input_ids[:tokens], schemes, progress=progress, **policies)

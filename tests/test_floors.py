@@ -53,7 +53,7 @@ LATE = {
     },  # known to be there by then
     "kvkit.tools.comparison": {"matplotlib.figure"},  # optional
     "kvkit.tools.vectors.exporting": {"onnx"},  # optional
-    "kvkit.tools.studies.plots": {"matplotlib", "matplotlib.figure"},  # optional
+    "kvkit.tools.studies.plots": {"matplotlib", "matplotlib.figure", "matplotlib.ticker"},  # optional
     "cli.__main__": {"kvkit_cli.main", "signal"},  # an early Ctrl-C ends a run in a line
     "cli.clusters": {"kvkit.integrations.dask"},  # optional
     "cli.info": {"kvkit_cuda.device_runtime"},  # the others: a verb loads what it needs, and no more

@@ -217,7 +217,7 @@ def queries_of(source: CacheSource, codes: KV, starts: np.ndarray) -> tuple[Any,
         and query.shape[:2] == (len(codes.keys), len(starts) - 1)
         and query.shape[4] == dim
         and not query.shape[3] % heads
-        and query.shape[2] <= min(np.diff(starts))
+        and 0 < query.shape[2] <= min(np.diff(starts))
     ):
         return [list(layer) for layer in query], ()
     return None, (f"query is not [layers, sequences, last tokens, heads, dim]: {describe(query)}",)

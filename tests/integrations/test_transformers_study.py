@@ -88,6 +88,45 @@ def test_a_scheme_over_a_model(name):
     np.testing.assert_allclose(rows, by_head, rtol=1e-3)
 
 
+def evicted_reading(net, ids, hidden, first):
+    """(perplexity, most likely tokens) from `first` on by transformers' own attention: later queries do not
+    see the tokens `hidden`."""
+    tokens, count = torch.tensor([ids]), len(ids) - 1
+    seen = torch.ones(count, count).tril().bool()
+    seen[first:, hidden] = False
+    mask = torch.zeros(1, 1, count, count).masked_fill(~seen, -torch.inf)
+    with torch.inference_mode():
+        logits = net(input_ids=tokens[:, :-1], attention_mask=mask).logits[0, first:]
+    return float(torch.nn.functional.cross_entropy(logits, tokens[0, first + 1 :]).exp()), logits.argmax(1)
+
+
+def test_eviction_after_the_prompt_is_a_mask_for_later_tokens():
+    net = model("llama")
+    net.set_attn_implementation("eager")
+    found = study(net, IDS, evict="none,streaming(sinks=2)@0.5,keydiff@1", judge=9)
+    first, kept = len(IDS) - 1 - 9, 15
+    for row, hidden in ((0, []), (1, list(range(2, first - (kept - 2)))), (2, [])):
+        perplexity, best = evicted_reading(net, IDS, hidden, first)
+        assert found.summary[row].perplexity == pytest.approx(perplexity, rel=1e-4)
+        if not row:
+            own = best
+        assert found.summary[row].agreement == pytest.approx(float((best == own).float().mean()))
+    assert found.summary[1].perplexity != pytest.approx(found.summary[0].perplexity, rel=1e-4)
+    assert "over 9 tokens" in found.notes[-1]
+    assert found.summary[3].scheme == "random@1"
+
+
+def test_policies_over_a_model():
+    """Heads with counts of their own, statistics of queries before rotation, codes; then windows."""
+    found = study(model("llama"), IDS, "float32,int8:g16", evict="none,expected@0.5,tova@0.5", budget="ada")
+    own = {one.scheme: one for one in found.summary}
+    assert own["float32"].agreement == 1
+    assert own["tova@0.5+int8:g16"].perplexity == pytest.approx(own["tova@0.5+float32"].perplexity, rel=5e-2)
+    assert all(np.isfinite(one.perplexity) for one in found.summary)
+    with pytest.raises(KvkitError, match="model: expected no window, which evicts already, or up to"):
+        study(model("mistral"), IDS, evict="knorm@0.5")
+
+
 def test_what_it_refuses():
     with pytest.raises(KvkitError, match="ids: expected two tokens or more, got 1"):
         study(model("llama"), IDS[:1], "fp8")

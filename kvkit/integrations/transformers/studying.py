@@ -1,4 +1,4 @@
-"""Measure what quantization costs a model: its keys and values, and its predictions for a text."""
+"""Measure what quantization and eviction cost a model: its keys and values, its predictions for a text."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvkit.errors import argument_error
+from kvkit.errors import KvkitError, argument_error
 from kvkit.integrations.transformers.attention import attention_forward
 from kvkit.integrations.transformers.bridge import to_numpy
 from kvkit.integrations.transformers.masks import attention_mask
+from kvkit.integrations.transformers.rotations import rotations_of
 from kvkit.interop import tensor_of
-from kvkit.tools.readers import open_cache
+from kvkit.tools.readers import CacheReader, open_cache
+from kvkit.tools.studies.evicting import contexts_of, judging, kept_rows
 from kvkit.tools.studies.measures import QUERIES
-from kvkit.tools.studies.schemes import list_schemes
+from kvkit.tools.studies.policies import StudyPlan, make_plan
 from kvkit.tools.studies.study import Study, study_layers
 from kvkit.tools.tasks import Lazy
 
@@ -26,12 +28,21 @@ NAME = "kvkit-study"
 
 
 def study(
-    model: Any, ids: Sequence[int], schemes: Any, *, progress: Callable[[int, int], Any] | None = None
+    model: Any,
+    ids: Sequence[int],
+    schemes: Any = None,
+    *,
+    evict: Any = None,
+    budget: str = "uniform",
+    judge: int | None = None,
+    progress: Callable[[int, int], Any] | None = None,
 ) -> Study:
-    """Compare schemes of quantization on a model that reads a text.
+    """Compare schemes of quantization, and policies that evict tokens, on a model that reads a text.
 
     The model reads the text once as it is, to record keys, values and queries. Then it reads it once for each
-    scheme, with all keys and values encoded and decoded before attention sees them, recent tokens too.
+    scheme, with all keys and values encoded and decoded before attention sees them, recent tokens too. With
+    `evict`, the last tokens judge: the model has read the others as they are, then each policy or scheme
+    has its way with their keys and values, and the model reads on.
 
     Parameters
     ----------
@@ -41,6 +52,8 @@ def study(
         The tokens of the text, two or more.
     schemes : str or sequence
         As `kvkit.tools.study` takes them.
+    evict, budget, judge
+        As `kvkit.tools.study` takes them; by default the last quarter of the tokens judges.
     progress : callable, optional
         Called with the number of readings done and the number of all.
 
@@ -65,33 +78,109 @@ def study(
     >>> found.summary[0].agreement
     1.0
     """
-    chosen = list_schemes(schemes)
+    plan = make_plan(schemes, evict, budget, judge, rope_of(model) if evict else None)
     if len(ids) < 2:
         raise argument_error("ids", "two tokens or more", len(ids))
-    total = len(chosen) + 1
+    total, last = len(plan.names) + 1, 0 if plan.policies else -QUERIES
+    first = len(ids) - 1 - judging(len(ids) - 1, judge) if plan.policies else 0
     seen = {}
 
     def record(
         layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        seen[layer] = query[:, :, -QUERIES:], key, value
+        seen[layer] = query[:, :, last:], key, value
         return key, value
 
     def done(count: int) -> None:
         if progress:
             progress(count, total)
 
-    own = read_text(model, ids, record)
+    own = read_text(model, ids, through(record), first=first)
     done(1)
-    comparison = study_layers(Lazy(open_cache, arrays_of(seen)), Lazy(list, chosen))
+    source = Lazy(open_cache, arrays_of(seen))
+    comparison = study_layers(source, Lazy(replace, plan))
+    if plan.policies:
+        check_windows(model, len(ids) - 1)
+        readings = read_on(model, ids, first, source.value, plan)
+    else:
+        readings = ([read_text(model, ids, through(coded_by(*sides)))] for _, *sides in plan.schemes)
     summary = []
-    for number, ((_, *sides), row) in enumerate(zip(chosen, comparison.summary, strict=True), 2):
-        coded = read_text(model, ids, through(*sides))
-        agreement = float((coded.best == own.best).mean())
-        summary.append(replace(row, perplexity=coded.perplexity, agreement=agreement))
+    for number, (row, found) in enumerate(zip(comparison.summary, readings, strict=True), 2):
+        agreement = float(np.mean([(each.best == own.best).mean() for each in found]))
+        perplexity = float(np.mean([each.perplexity for each in found]))
+        summary.append(replace(row, perplexity=perplexity, agreement=agreement))
         done(number)
-    note = f"perplexity of the model as it is: {own.perplexity:.2f}, over {len(ids) - 1} tokens"
+    words = f"over {len(ids) - 1 - first} tokens"
+    note = f"perplexity of the model as it is: {own.perplexity:.2f}, {words}"
     return replace(comparison, source=type(model).__name__, summary=summary, notes=(*comparison.notes, note))
+
+
+def rope_of(model: Any) -> Any:
+    """Return how a model rotates its keys; None if layers differ or that is not known."""
+    try:
+        rotations = rotations_of(model.config)
+    except KvkitError:
+        return None
+    return rotations[0] if all(each == rotations[0] for each in rotations) else None
+
+
+def check_windows(model: Any, tokens: int) -> None:
+    """Refuse a model whose layers have a window of fewer tokens than the text."""
+    config = model.config
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < tokens and "sliding_attention" in kinds:
+        raise argument_error("model", f"no window, which evicts already, or up to {window} tokens", tokens)
+
+
+def read_on(
+    model: Any, ids: Sequence[int], first: int, source: CacheReader, plan: StudyPlan
+) -> Iterator[Any]:
+    """Yield for each scheme or policy, in order, how a model reads on after the token `first`."""
+    kept: dict[str, list[list[Any]]] = {}  # by name, seed and layer: groups of heads and their rows
+    for i in range(source.count):
+        contexts = list(contexts_of(source.layer(i), plan.judge))
+        for group in plan.groups():
+            seeds: dict[str, int] = {}
+            for policy, (groups,) in kept_rows(contexts, group, plan, (i, source.count)):
+                seed = seeds[policy.name] = seeds.get(policy.name, -1) + 1
+                of_seeds = kept.setdefault(policy.name, [])
+                of_seeds += [[]] * (seed == len(of_seeds))
+                of_seeds[seed].append(groups)
+    layer = source.layer(0)
+    whole = [(slice(0, layer.key.heads), np.tile(np.arange(layer.key.tokens), (layer.key.heads, 1)))]
+    sides = {name: both for name, *both in plan.schemes} | {each.name: each.schemes for each in plan.policies}
+    for name in plan.names:
+        of_seeds = kept.get(name, [[whole] * source.count])
+        yield [read_text(model, ids, after(source, groups, sides[name], first), first) for groups in of_seeds]
+
+
+def after(source: CacheReader, groups: Sequence[Any], schemes: Any, first: int) -> Callable[..., Any]:
+    """Return attention to the kept rows before the token `first`, and to new tokens, coded together."""
+
+    def forward(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        layer, results = source.layer(module.layer_idx), []
+        share = query.shape[1] // key.shape[1]
+        sinks = kwargs.pop("s_aux", None)
+        for heads, rows in groups[module.layer_idx]:
+            at, states = rows[:, : rows.shape[1] - key.shape[2]].T, []
+            for scheme, side, new in zip(schemes, (layer.key, layer.value), (key, value), strict=True):
+                past = np.take_along_axis(side.read(slice(0, first))[:, heads], at[..., None], 0)
+                x = np.concatenate((past, to_numpy("states", new)[0, heads].swapaxes(0, 1)))
+                states.append(coded(scheme, x).to(key.dtype))
+            part = slice(heads.start * share, heads.stop * share)
+            own = {} if sinks is None else {"s_aux": sinks[part]}
+            results.append(attention_forward(module, query[:, part], *states, *args, **kwargs, **own)[0])
+        return torch.cat(results, 2), None
+
+    return forward
 
 
 @dataclass
@@ -102,19 +191,40 @@ class TextReading:
     perplexity: float  # of those that came
 
 
-def read_text(model: Any, ids: Sequence[int], between: Callable[..., Any]) -> TextReading:
-    """Read a text. `between(layer, query, key, value)` returns the keys and values that attention sees."""
-    tokens = torch.tensor([list(ids)])
-    with attending(model, between), torch.inference_mode():
-        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[0].double()
-    loss = torch.nn.functional.cross_entropy(logits, tokens[0, 1:])
+def read_text(
+    model: Any, ids: Sequence[int], forward: Callable[..., Any], begin: int = 0, first: int = 0
+) -> TextReading:
+    """Read a text from the token `begin` on, by the attention `forward`; skip the first predictions."""
+    tokens = torch.tensor([list(ids)])[:, begin:]
+    positions = {"position_ids": torch.arange(begin, len(ids) - 1)[None]} if begin else {}
+    with attending(model, forward), torch.inference_mode():
+        logits = model(input_ids=tokens[:, :-1], use_cache=False, **positions).logits[0, first:].double()
+    loss = torch.nn.functional.cross_entropy(logits, tokens[0, first + 1 :])
     return TextReading(logits.argmax(1).numpy(), float(loss.exp()))
 
 
 @contextmanager
-def attending(model: Any, between: Callable[..., Any]) -> Iterator[None]:
-    """Let a model attend with kvkit, to the keys and values that `between` returns."""
+def attending(model: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a model attend by a function of transformers' interface."""
     before, seen = model.config._attn_implementation, []
+
+    def noted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append(module)
+        return forward(module, *args, **kwargs)
+
+    AttentionInterface.register(NAME, noted)
+    AttentionMaskInterface.register(NAME, attention_mask)
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+    if not seen:
+        raise argument_error("model", "one with transformers' attention interface", type(model).__name__)
+
+
+def through(between: Callable[..., Any]) -> Callable[..., Any]:
+    """Return attention to the keys and values that `between(layer, query, key, value)` returns."""
 
     def forward(
         module: torch.nn.Module,
@@ -124,20 +234,10 @@ def attending(model: Any, between: Callable[..., Any]) -> Iterator[None]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        seen.append(module)
-        return attention_forward(
-            module, query, *between(module.layer_idx, query, key, value), *args, **kwargs
-        )
+        states = between(module.layer_idx, query, key, value)
+        return attention_forward(module, query, *states, *args, **kwargs)
 
-    AttentionInterface.register(NAME, forward)
-    AttentionMaskInterface.register(NAME, attention_mask)
-    model.set_attn_implementation(NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-    if not seen:
-        raise argument_error("model", "one with transformers' attention interface", type(model).__name__)
+    return forward
 
 
 def arrays_of(seen: dict[int, Any]) -> dict[str, np.ndarray]:
@@ -149,17 +249,21 @@ def arrays_of(seen: dict[int, Any]) -> dict[str, np.ndarray]:
     return {"query": np.stack(query)[:, None], "key": np.stack(key), "value": np.stack(value)}
 
 
-def through(*schemes: Any) -> Callable[..., Any]:
-    """Return a function that encodes and decodes keys and values, each by its scheme."""
+def coded(scheme: Any, x: np.ndarray) -> torch.Tensor:
+    """Return [1, heads, tokens, dim] of numbers [tokens, heads, dim] as a scheme gives them back."""
+    x = np.ascontiguousarray(x, np.float32)
+    return tensor_of(np.asarray(scheme.decode(scheme.encode(x)), np.float32).swapaxes(0, 1)[None])
 
-    def coded(scheme: Any, states: torch.Tensor) -> torch.Tensor:
-        x = np.ascontiguousarray(to_numpy("states", states)[0].swapaxes(0, 1), np.float32)
-        decoded = np.asarray(scheme.decode(scheme.encode(x)), np.float32)
-        return tensor_of(decoded.swapaxes(0, 1)[None]).to(states.dtype)
+
+def coded_by(*schemes: Any) -> Callable[..., Any]:
+    """Return a function that encodes and decodes keys and values, each by its scheme."""
 
     def between(
         layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        return tuple(coded(*pair) for pair in zip(schemes, (key, value), strict=True))
+        return tuple(
+            coded(scheme, to_numpy("states", states)[0].swapaxes(0, 1)).to(states.dtype)
+            for scheme, states in zip(schemes, (key, value), strict=True)
+        )
 
     return between

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,10 @@ from kvkit.tools.readers import LayerReader, SideReader
 PIECE = 2**17  # elements that are coded at a time
 QUERIES = 64  # of a sequence, the last ones
 ALONE = 2**18  # multiplications of a product for which OpenBLAS starts no threads
+MEANS = {
+    "logit": "logit_error", "kl": "kl", "output": "output_error", "top_changed": "top_changed",
+    "weight": "weight_kept",
+}  # fmt: skip
 ZERO = 2**32  # the mark of a code that stands for 0; at an end of the range it is 1
 
 
@@ -93,8 +97,15 @@ def decode_like(scheme: Any, arrays: Any, like: np.ndarray) -> np.ndarray:
 
 def errors_of(scheme: Any, side: SideReader) -> SideErrors:
     """Return the errors of a side's tokens as a scheme gives them back, and the bits that it stores."""
-    (scheme,), parts = divided(0, side.tokens, (scheme, side))
     errors = SideErrors(side.heads)
+    for _ in code_parts(scheme, side, errors):
+        pass
+    return errors
+
+
+def code_parts(scheme: Any, side: SideReader, errors: SideErrors) -> Iterator[np.ndarray]:
+    """Encode and decode a side part by part; add errors and bits, and give the decoded tokens."""
+    (scheme,), parts = divided(0, side.tokens, (scheme, side))
     for part, x in zip(parts, floats(side, parts), strict=True):
         arrays = scheme.encode(x)
         found = decode_like(scheme, arrays, x)
@@ -109,7 +120,7 @@ def errors_of(scheme: Any, side: SideReader) -> SideErrors:
             errors.bits += scheme.stored(arrays, side.bits, first=not part.start)
         else:
             errors.bits += 8 * sum(np.asarray(array).nbytes for array in arrays.values())
-    return errors
+        yield found
 
 
 def outliers(name: str, side: SideReader) -> tuple[np.ndarray, np.ndarray]:
@@ -222,20 +233,33 @@ def compare_attention(
     }
 
 
-def attention_errors(layer: LayerReader, *schemes: Any) -> Iterator[dict[str, float]]:
-    """Give for each key head what coded keys and values do to attention of the queries that are known."""
-    sums: dict[str, np.ndarray] = {}
-    count = 0
+def attention_errors(layer: LayerReader, *schemes: Any, judge: int = QUERIES) -> Iterator[dict[str, float]]:
+    """Give for each key head what coded keys and values do to attention of the last queries."""
+    sums = AttentionSums()
     for query, begin, end in zip(layer.queries or (), layer.starts, layer.starts[1:], strict=False):
-        query = np.asarray(query[-QUERIES:], np.float32)
-        for name, numbers in compare_attention(layer, query, begin, end, *schemes).items():
-            sums[name] = sums.get(name, np.zeros(1)) + numbers.sum(1, dtype=np.float64)
-        count += query.shape[0] * query.shape[1] // layer.key.heads
-    for h in range(layer.key.heads):
-        norm = sums["norm"][h]
-        yield {
-            "logit_error": float(sums["logit"][h] / count),
-            "kl": float(sums["kl"][h] / count),
-            "output_error": float(np.sqrt(sums["output"][h] / norm)) if norm else 0.0,
-            "top_changed": float(sums["top_changed"][h] / count),
-        }
+        query = np.asarray(query[-min(judge, QUERIES) :], np.float32)
+        sums.add(compare_attention(layer, query, begin, end, *schemes))
+    return sums.by_head()
+
+
+class AttentionSums:
+    """Sums over queries, by key head, of what `compare_attention` measures."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, np.ndarray] = {}
+        self.count = 0
+
+    def add(self, numbers: Mapping[str, np.ndarray]) -> None:
+        """Add numbers [heads, rows] by name."""
+        for name, each in numbers.items():
+            self.sums[name] = self.sums.get(name, np.zeros(1)) + each.sum(1, dtype=np.float64)
+        self.count += numbers["kl"].shape[1]
+
+    def by_head(self) -> Iterator[dict[str, float]]:
+        """Give the means of each head by name."""
+        for h, norm in enumerate(self.sums["norm"]):
+            error = float(np.sqrt(self.sums["output"][h] / norm)) if norm else 0.0
+            means = {name: float(each[h] / self.count) for name, each in self.sums.items()} | {
+                "output": error
+            }
+            yield {MEANS[name]: means[name] for name in MEANS if name in means}

@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvkit.tools.studies.policies import NONE, ORACLE, RANDOM, parts_of
+
 if TYPE_CHECKING:
     from kvkit.tools.studies.study import Study
 
+MEASURES = {
+    "output_error": "error of outputs", "kl": "divergence (nats)", "top_changed": "other top key",
+    "agreement": "agreement",
+}  # fmt: skip
+LOGARITHMIC = "output_error", "kl"
 INK = {"light": "#1d2733", "dark": "#d7dee6"}
 MAPS = 8  # in a row
 NEAR, MOST_RINGS = (
@@ -33,13 +40,19 @@ def missing() -> str | None:
 
 
 def pictures(study: Study, page: str = "light") -> dict[str, str]:
-    """Return pictures as SVG by name: errors by layer and head, error against bytes, channels of keys."""
+    """Return pictures as SVG by name: errors by layer and head, error against bytes, channels of keys.
+
+    Of a study that evicts: errors against bytes, and channels of keys.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     ink = INK[page]
     with matplotlib.rc_context(style(ink)):
-        drawn = {"errors": error_maps(study, Figure), "pareto": pareto(study, Figure, ink)}
+        if study.evicts and study.by_attention:
+            drawn = {"eviction": eviction(study, Figure, ink)}
+        else:
+            drawn = {"errors": error_maps(study, Figure), "pareto": pareto(study, Figure, ink)}
         drawn["channels"] = channels(study, Figure)
         return {name: svg(figure) for name, figure in drawn.items()}
 
@@ -109,6 +122,61 @@ def pareto(study: Study, Figure: Any, ink: str) -> Any:
     ax.set_ylabel(f"relative error of the worst head{', outputs' * study.by_attention}")
     label_points(figure, ax, points, front, ink)
     return figure
+
+
+def eviction(study: Study, Figure: Any, ink: str) -> Any:
+    """Draw errors, divergence and changed top keys against bytes: a line a scorer, codes as points.
+
+    There is a column for each scheme that kept tokens have; the first one has all codes of all tokens. Lines
+    end where all tokens stay.
+    """
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    parts = [(parts_of(one.scheme) or ("", 1.0, one.scheme), one) for one in study.summary]
+    columns = list(dict.fromkeys(scheme for (scorer, _, scheme), _ in parts if scorer))
+    scorers = list(dict.fromkeys(scorer for (scorer, *_), _ in parts if scorer))
+    measures = [name for name in MEASURES if all(vars(one)[name] is not None for _, one in parts)]
+    figure = Figure(figsize=(3.1 * len(columns) + 1, 2.3 * len(measures) + 0.9), layout="constrained")
+    axes = figure.subplots(len(measures), len(columns), sharex=True, sharey="row", squeeze=False)
+    for (row, measure), (column, scheme) in itertools.product(enumerate(measures), enumerate(columns)):
+        ax = axes[row, column]
+        points = [(part, (one.bytes_per_token, vars(one)[measure])) for part, one in parts]
+        whole = [at for (scorer, _, own), at in points if not scorer and own == (scheme or NONE)]
+        for number, scorer in enumerate(scorers):
+            line = sorted([at for (name, _, own), at in points if (name, own) == (scorer, scheme)])
+            if line:
+                ax.plot(*zip(*line, *whole, strict=True), label=scorer, **line_of(scorer, number, ink))
+        for (scorer, _, own), at in points:
+            if not scorer and (not column or own == scheme):
+                ax.plot(*at, "s", color=ink, markersize=4, zorder=3)
+                ax.annotate(own, at, (0, 5), textcoords="offset points", fontsize=7, ha="center")
+        if not row:
+            ax.set_title(f"coded as {scheme}" if scheme else "as the source has them", fontsize=9)
+        if row == len(measures) - 1:
+            ax.set_xlabel("bytes per token of the context")
+    for (measure, label), ax in zip(((name, MEASURES[name]) for name in measures), axes[:, 0], strict=True):
+        numbers = [vars(one)[measure] for (scorer, *_), one in parts if scorer]
+        if measure in LOGARITHMIC and min(numbers) > 0:  # with room for codes that cost less, or nothing
+            ax.set_yscale("symlog", linthresh=min(numbers), linscale=0.5)
+            ax.set_ylim(0, 1.6 * max(numbers))
+        ax.set_ylabel(label)
+    axes[0, 0].set_xscale("log")
+    axes[0, 0].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes[0, 0].xaxis.set_major_formatter(lambda number, _: f"{number:,.0f}")
+    axes[0, 0].xaxis.set_minor_formatter(NullFormatter())
+    axes[0, 0].margins(x=0.12)
+    found = (ax.get_legend_handles_labels() for ax in axes[0])
+    lines = {name: line for pair in found for line, name in zip(*pair, strict=True)}
+    figure.legend(lines.values(), lines, loc="outside upper center", ncols=6, frameon=False, fontsize=8)
+    return figure
+
+
+def line_of(scorer: str, number: int, ink: str) -> dict[str, Any]:
+    """Return how the line of a scorer looks: those to compare with are broken and have no colour."""
+    if scorer in (RANDOM, ORACLE):
+        return {"color": ink, "linestyle": ":" if scorer == RANDOM else "--", "linewidth": 1.2}
+    marker = "o^Dv<>P*X"[number % 9]
+    return {"color": f"C{number % 10}", "marker": marker, "markersize": 4, "linewidth": 1.2}
 
 
 def label_points(

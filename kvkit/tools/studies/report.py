@@ -15,7 +15,7 @@ from kvkit.errors import argument_error, brief
 from kvkit.files.paths import name_in_errors
 from kvkit.files.replace import replacing
 from kvkit.tools.studies import plots
-from kvkit.tools.studies.words import Table, deciding_columns, head_in_words, table, table_of_heads
+from kvkit.tools.studies.words import Table, deciding_columns, table, table_of_heads, worst_heads
 
 if TYPE_CHECKING:
     from kvkit.tools.studies.study import Study
@@ -25,6 +25,8 @@ CAPTIONS = {
     "errors": "Relative error by layer and head",
     "pareto": "Error of the worst head, of attention's output where there were queries, against size; "
     "no scheme is better in both than those that are joined",
+    "eviction": "What attention loses against bytes per token of the context, kept or not: a line a scorer, "
+    "a column a scheme of the tokens that stay, squares for schemes of all tokens",
     "channels": "Channels of keys: outliers are far to the right",
 }
 END = (
@@ -41,6 +43,7 @@ th, td { text-align: right; padding: .3rem .45rem; border-bottom: 1px solid var(
          white-space: nowrap; overflow-wrap: normal; }
 th { white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+@media (min-width: 60rem) { th:first-child, td:first-child { min-width: 7rem; } }
 th button { all: unset; cursor: pointer; }
 th button:focus-visible { outline: 2px solid var(--mark); }
 figure { margin: 2rem 0; }
@@ -114,9 +117,7 @@ def markdown(study: Study, pictures: list[str]) -> str:
     lines += [f"| {' | '.join(heads)} |", f"|---{'|--:' * (len(heads) - 1)}|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     lines += ["", f"{study.budget()[0].upper()}{study.budget()[1:]}.", "", "## The three worst heads", ""]
-    lines += [
-        f"- {one.scheme}: {', '.join(map(head_in_words, study.worst(one.scheme)))}" for one in study.summary
-    ]
+    lines += [f"- {name}: {heads}" for name, heads in worst_heads(study)]
     lines += ["", *(f"![{caption}]({name}.svg)\n" for name, caption in CAPTIONS.items() if name in pictures)]
     lines += [f"Note: {note}.\n" for note in study.notes]
     return "\n".join(lines)
@@ -140,10 +141,7 @@ def sortable(cells: Table) -> str:
 def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
     """Return a page of HTML that needs no other file and no network."""
     said = html.escape
-    worst = "".join(
-        f"<li>{said(one.scheme)}: {said(', '.join(map(head_in_words, study.worst(one.scheme))))}</li>"
-        for one in study.summary
-    )
+    worst = "".join(f"<li>{said(name)}: {said(heads)}</li>" for name, heads in worst_heads(study))
     figures = "".join(
         f"<figure>{''.join(f'<div class={page}>{drawn[page][name]}</div>' for page in drawn)}"
         f"<figcaption>{said(caption)}</figcaption></figure>"

@@ -49,7 +49,7 @@ def key_and_value_schemes(text: Any) -> tuple[Any, Any]:
         return schemes_named(text)
     path, _, name = text.rpartition(":")
     if path.endswith(".py"):
-        made = check_scheme(make_instance(load_class(path, name), text), text)
+        made = check_scheme(make_instance(load_object(path, name, "class"), text), text)
         return made, made
     word = re.split("[:+]", text)[0]
     told = ALIASES.get(word, word)
@@ -59,24 +59,26 @@ def key_and_value_schemes(text: Any) -> tuple[Any, Any]:
     return schemes_named(told + text.removeprefix(word))
 
 
-def load_class(path: str, name: str) -> Any:
-    """Load a class of a Python file."""
+def load_object(path: str, name: str, kind: str) -> Any:
+    """Load a "class" or a "function" of a Python file."""
+    word = {"class": "scheme", "function": "scorer"}[kind]
     if not Path(path).is_file():
-        raise argument_error("scheme", "a Python file and a class in it, FILE.py:NAME", brief(path))
-    spec = importlib.util.spec_from_file_location(f"kvkit_scheme_{Path(path).stem}", path)
+        raise argument_error(word, f"a Python file and a {kind} in it, FILE.py:NAME", brief(path))
+    spec = importlib.util.spec_from_file_location(f"kvkit_{word}_{Path(path).stem}", path)
     if spec is None or spec.loader is None:
-        raise argument_error("scheme", "a Python file", brief(path))
+        raise argument_error(word, "a Python file", brief(path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # whatever a file of one's own does
         raise argument_error(
-            f"scheme {brief(path)}:{brief(name)}", "a Python file that runs", error_in_words(error)
+            f"{word} {brief(path)}:{brief(name)}", "a Python file that runs", error_in_words(error)
         ) from error
-    if not isinstance(getattr(module, name, None), type):
-        raise argument_error(f"scheme {brief(path)}", f"a class {brief(repr(name))}", "none of the name")
-    return getattr(module, name)
+    found = getattr(module, name, None)
+    if not (isinstance(found, type) if kind == "class" else callable(found)):
+        raise argument_error(f"{word} {brief(path)}", f"a {kind} {brief(repr(name))}", "none of the name")
+    return found
 
 
 def make_instance(made: type, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`study`: compare quantization schemes over all layers of a cache."""
+"""`study`: compare quantization schemes, and policies that evict tokens, over all layers of a cache."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from kvkit.errors import KvkitError, argument_error
+from kvkit.rope import Rope
 from kvkit.tools.readers import LayerReader, open_cache
-from kvkit.tools.studies import measures, report
-from kvkit.tools.studies.schemes import list_schemes
-from kvkit.tools.studies.words import WORST, head_in_words, table
+from kvkit.tools.studies import evicting, measures, report
+from kvkit.tools.studies.policies import ORACLE, make_plan, parts_of
+from kvkit.tools.studies.words import WORST, table, worst_heads
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.tools.text import columns
 
@@ -57,6 +58,10 @@ class Summary:
     perplexity, agreement : float or None
         Of a model that reads a text with the coded cache: the text's perplexity, and the share of positions
         where the most likely token is the one without coding. None without a model.
+    tokens_kept, weight_kept : float or None
+        Where tokens are evicted: how many a head keeps on average, and the share of the judging queries'
+        weights that these have. `scheme` is the policy then, "snapkv@0.5+int4:g32"; bits and bytes are per
+        token of the context, kept or not; errors of keys and values are those of tokens that stay.
     """
 
     scheme: str
@@ -76,10 +81,28 @@ class Summary:
     perplexity: float | None = None
     agreement: float | None = None
     worst_output: float | None = None
+    tokens_kept: float | None = None
+    weight_kept: float | None = None
+
+    @property
+    def evicts(self) -> bool:
+        """Return whether tokens are evicted."""
+        return parts_of(self.scheme) is not None
+
+    @property
+    def is_oracle(self) -> bool:
+        """Return whether this is the oracle, which sees the queries that judge: no policy can."""
+        parts = parts_of(self.scheme)
+        return parts is not None and parts[0] == ORACLE
 
     @property
     def advised_error(self) -> float:
-        """Return the error that advice goes by: of outputs where there are queries, else of keys, values."""
+        """Return the error that advice goes by: of outputs where there are queries, else of keys, values.
+
+        It is infinite where only queries could tell what was lost, and for the oracle.
+        """
+        if self.is_oracle or (self.evicts and self.worst_output is None):
+            return float("inf")
         return self.worst_error if self.worst_output is None else self.worst_output
 
 
@@ -116,6 +139,11 @@ class Study:
     channels: list[Row] = field(repr=False)
     notes: tuple[str, ...] = ()
     threshold: float = THRESHOLD
+
+    @property
+    def evicts(self) -> bool:
+        """Return whether policies are among what was compared."""
+        return any(one.evicts for one in self.summary)
 
     @property
     def by_attention(self) -> bool:
@@ -159,8 +187,7 @@ class Study:
     def __str__(self) -> str:
         parts = [f"{self.source}: {len(self.layers)} layers, {self.heads} key heads, {self.tokens:,} tokens"]
         parts.append(columns(*table(self.summary, wide=False), MAX_ROWS))
-        lines = [(one.scheme, ", ".join(map(head_in_words, self.worst(one.scheme)))) for one in self.summary]
-        parts.append(f"the {WORST} worst heads\n" + columns(("scheme", ""), lines, MAX_ROWS))
+        parts.append(f"the {WORST} worst heads\n" + columns(("scheme", ""), worst_heads(self), MAX_ROWS))
         parts.append(self.budget())
         parts.append("\n".join(f"note: {note}" for note in self.notes))
         return "\n\n".join(filter(None, parts))
@@ -168,8 +195,12 @@ class Study:
 
 def study(
     source: Any,
-    schemes: str | Sequence[Any],
+    schemes: str | Sequence[Any] | None = None,
     *,
+    evict: str | Sequence[Any] | None = None,
+    budget: str = "uniform",
+    judge: int | None = None,
+    rope: Rope | str | None = None,
     layout: str | None = None,
     sizes: Mapping[str, int] | None = None,
     progress: Callable[[int, int], object] | None = None,
@@ -188,6 +219,19 @@ def study(
         A comma-separated string or a sequence. A scheme is a name of `kvkit.formats` with its options, as in
         "int4:g32"; a format and a rotation, "int4:g32+hadamard"; "fp8" (e4m3 with a scale of 1); a class of a
         file, "mine.py:Scheme"; what `scheme` has registered; or an object with ``encode`` and ``decode``.
+    evict : str or sequence, optional
+        Policies "SCORER@SHARE" and "SCORER@SHARE+SCHEME", beside schemes: "snapkv@0.5,int4:g32,
+        snapkv(window=32)@0.25+int4:g32". A scorer of `kvkit.eviction`, or a function of a file, "mine.py:f",
+        keeps that share of each head's tokens; the scheme codes these as a new prompt. In a sequence,
+        (function, share) is a policy too. With `schemes` each policy is combined with each of them, and
+        "none" stands for the schemes alone. `random` (the mean of three seeds) and `oracle` come on top.
+    budget : str
+        Whether heads keep as many tokens each ("uniform"), share them ("ada"), or layers do ("pyramid").
+    judge : int, optional
+        How many of the last queries judge, a quarter by default, of which the last 64 are measured. Scorers
+        see none of them, and the tokens from the first judging one on stay.
+    rope : Rope or "none", optional
+        How keys were rotated, for scorers that need to know.
     layout : str, optional
         The layout of the file's cache, if the file does not name one.
     sizes : mapping, optional
@@ -218,10 +262,17 @@ def study(
     >>> found = study({"key": keys, "value": keys}, "fp8,int8:g8,int4:g32")
     >>> [(one.scheme, one.bits) for one in found.summary]
     [('fp8', 8.0), ('int8:g8', 10.0), ('int4:g32', 4.5)]
+    >>> query = np.ones((2, 1, 16, 6, 64), np.float16)
+    >>> found = study({"key": keys, "value": keys, "query": query}, evict="knorm@0.5")
+    >>> [(one.scheme, one.tokens_kept) for one in found.summary]
+    [('knorm@0.5', 66.0), ('random@0.5', 66.0), ('oracle@0.5', 66.0)]
     """
     check_threshold(threshold)
-    opened = Lazy(open_cache, source, layout, sizes)
-    return replace(study_layers(opened, Lazy(list_schemes, schemes), progress, mapper), threshold=threshold)
+    opened, plan = (
+        Lazy(open_cache, source, layout, sizes),
+        Lazy(make_plan, schemes, evict, budget, judge, rope),
+    )
+    return replace(study_layers(opened, plan, progress, mapper), threshold=threshold)
 
 
 def check_threshold(threshold: float) -> None:
@@ -231,23 +282,25 @@ def check_threshold(threshold: float) -> None:
 
 
 def study_layers(
-    source: Lazy, schemes: Lazy, progress: Callable[[int, int], object] | None = None, mapper: Mapper = map
+    source: Lazy, plan: Lazy, progress: Callable[[int, int], object] | None = None, mapper: Mapper = map
 ) -> Study:
-    """Study an opened source under listed schemes."""
+    """Study an opened source under a `StudyPlan`."""
     opened = source.value
     titles = [f"{opened.name}, layer {i}" for i in range(opened.count)]
     layers: list[StudiedLayer] = []
-    for layer in mapper(partial(study_layer, source, schemes), titles, range(opened.count)):
+    for layer in mapper(partial(study_layer, source, plan), titles, range(opened.count)):
         layers.append(layer)
         if progress:
             progress(len(layers), opened.count)
     rows = [row for layer in layers for row in layer.rows]
-    summary = [summary_of(name, rows, layers) for name, *_ in schemes.value]
+    summary = [summary_of(name, rows, layers) for name in layers[0].bits]
     outliers = [row for layer in layers for row in layer.outliers]
     channels = [{"layer": layer.name, "means": layer.channels} for layer in layers]
     named, notes, last = [layer.name for layer in layers], opened.notes, layers[-1]
     if opened.format:
         notes = (f"the source is quantized ({opened.format}): errors are those that come on top", *notes)
+    if plan.value.policies:
+        notes = (*evicting.notes_of(opened.layer(0), plan.value), *notes)
     return Study(
         opened.name, named, last.heads, last.tokens, summary,
         rows=rows, outliers=outliers, channels=channels, notes=notes,
@@ -268,42 +321,49 @@ class StudiedLayer:
     outliers: list[Row]
     channels: np.ndarray
     rows: list[Row]
-    bits: dict[str, int]
+    bits: dict[str, float]
     sums: dict[str, np.ndarray]
 
 
-def study_layer(source: Lazy, schemes: Lazy, title: str, i: int) -> StudiedLayer:
-    """Study a layer under all schemes, each in a thread."""
+def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
+    """Study a layer under all schemes and policies, each in a thread."""
     layer, name = source.value.layer(i), source.value.name
+    chosen = plan.value.fitting(layer.queries)
     check_tokens(layer)
     rows: list[Row] = []
     outliers: list[Row] = []
-    bits, sums = {}, {}
-    with ThreadPoolExecutor(min(len(schemes.value) + 1, os.cpu_count() or 1)) as threads:
+    found: dict[str, evicting.Measured] = {}
+    with ThreadPoolExecutor(min(len(chosen.names) + 1, os.cpu_count() or 1)) as threads:
         where = [f"{name}, {layer.name}, {side}" for side in SIDES]
-        found = list(threads.map(measures.outliers, where, (layer.key, layer.value)))
+        sides = list(threads.map(measures.outliers, where, (layer.key, layer.value)))
         for sequence, query in enumerate(layer.queries or ()):
             measures.check_finite(f"{name}, {layer.name}, queries of sequence {sequence}", query)
-        jobs = {each: threads.submit(study_scheme, layer, each, *pair) for each, *pair in schemes.value}
-        for side, (ratios, _) in zip(SIDES, found, strict=True):
+        judge = evicting.judging(len(layer.queries[0]), chosen.judge) if layer.queries else None
+        of_schemes = {
+            each: threads.submit(study_scheme, layer, each, *pair, judge=judge if chosen.policies else None)
+            for each, *pair in chosen.schemes
+        }
+        contexts = list(evicting.contexts_of(layer, chosen.judge)) if chosen.policies else []
+        place = i, source.value.count
+        of_policies = [
+            threads.submit(evicting.study_policies, layer, contexts, group, chosen, place)
+            for group in chosen.groups()
+        ]
+        for side, (ratios, _) in zip(SIDES, sides, strict=True):
             for h, ratio in enumerate(ratios):
                 outliers.append({"layer": layer.name, "head": h, "side": side, "ratio": float(ratio)})
-        for each, job in jobs.items():
-            its_rows, bits[each], sums[each] = job.result()
-            rows += [{"scheme": each, "layer": layer.name, **row} for row in its_rows]
-    heads, tokens, channels = layer.key.heads, layer.key.tokens, found[0][1]
+        found = {each: job.result() for each, job in of_schemes.items()}
+        for job in of_policies:
+            found |= job.result()
+    for each in chosen.names:
+        rows += [{"scheme": each, "layer": layer.name, **row} for row in found[each][0]]
+    heads, tokens, channels = layer.key.heads, layer.key.tokens, sides[0][1]
     elements = tokens * heads * (layer.key.dim + layer.value.dim)
     return StudiedLayer(
-        layer.name,
-        heads,
-        tokens,
-        elements,
-        outliers=outliers,
-        channels=channels,
-        rows=rows,
-        bits=bits,
-        sums=sums,
-    )
+        layer.name, heads, tokens, elements, outliers=outliers, channels=channels, rows=rows,
+        bits={each: found[each][1] for each in chosen.names},
+        sums={each: found[each][2] for each in chosen.names},
+    )  # fmt: skip
 
 
 def check_tokens(layer: LayerReader) -> None:
@@ -314,9 +374,15 @@ def check_tokens(layer: LayerReader) -> None:
             raise argument_error("source", "a cache that holds tokens", said)
 
 
-def study_scheme(layer: LayerReader, name: str, *schemes: Any) -> tuple[list[Row], int, np.ndarray]:
-    """Return a layer's rows for one scheme, its size in bits, and sums [side, (squared errors, squares)]."""
+def study_scheme(
+    layer: LayerReader, name: str, *schemes: Any, judge: int | None = None
+) -> tuple[list[Row], int, np.ndarray]:
+    """Return a layer's rows for one scheme, its size in bits, and sums [side, (squared errors, squares)].
+
+    With `judge`, beside policies, so many queries judge, and rows say that all tokens stay.
+    """
     found: list[Row] = []
+    kept = {} if judge is None else {"weight_kept": 1.0, "tokens_kept": layer.key.tokens}
     stored, sums = 0, []
     try:
         for side, scheme, data in zip(SIDES, schemes, (layer.key, layer.value), strict=True):
@@ -325,8 +391,8 @@ def study_scheme(layer: LayerReader, name: str, *schemes: Any) -> tuple[list[Row
             stored += errors.bits
             sums.append((errors.errors.sum(), errors.squares.sum()))
         if layer.queries is not None:
-            by_head = measures.attention_errors(layer, *schemes)
-            found += [{"head": h, "side": "attention", **row} for h, row in enumerate(by_head)]
+            by_head = measures.attention_errors(layer, *schemes, judge=judge or measures.QUERIES)
+            found += [{"head": h, "side": "attention", **row, **kept} for h, row in enumerate(by_head)]
     except KvkitError as error:
         raise KvkitError(f"{name}, {layer.name}: {error}") from error
     except Exception as error:
@@ -344,12 +410,13 @@ def summary_of(name: str, rows: list[Row], layers: list[StudiedLayer]) -> Summar
     total = sum(layer.sums[name] for layer in layers)
 
     def mean(of: str, among: list[Row]) -> float | None:
-        numbers = [row[of] for row in among if row[of] is not None]
+        numbers = [row[of] for row in among if row.get(of) is not None]
         return float(np.mean(numbers)) if numbers else None
 
     errors = [float(np.sqrt(wrong / squares)) if squares else 0.0 for wrong, squares in np.asarray(total)]
     means: dict[str, Any] = {of: mean(of, sides) for of in ("cosine", "at_end", "zero")}
     means |= {of: mean(of, attention) for of in ("kl", "top_changed", "output_error", "logit_error")}
+    means |= {"tokens_kept": mean("tokens_kept", own), "weight_kept": mean("weight_kept", own)}
     means["worst_output"] = max((row["output_error"] for row in attention), default=None)
     return Summary(
         name,

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvkit.tools.studies.policies import ORACLE, RANDOM
+
 if TYPE_CHECKING:
     from kvkit.tools.studies.study import Study, Summary
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and rows
 WORST = 3  # heads that are named
+NO_POLICY = " (no policy)"
 COLUMNS = {  # of a summary or a head: its heading, and how its numbers are written; what decides is first
     "bits": ("bits", ".2f"), "bytes_per_token": ("bytes a token", ",.0f"),
+    "tokens_kept": ("tokens kept", ",.0f"), "weight_kept": ("weight kept", "%"),
     "perplexity": ("perplexity", ".2f"), "agreement": ("agreement", "%"),
     "worst_output": ("worst output", ".4f"), "output_error": ("output", ".4f"), "kl": ("KL", ".2e"),
     "top_changed": ("top changed", "%"), "logit_error": ("logit", ".2e"),
@@ -20,7 +24,10 @@ COLUMNS = {  # of a summary or a head: its heading, and how its numbers are writ
     "at_end": ("at an end", "%"), "zero": ("zero", "%"), "ratio": ("outlier ratio", ".2f"),
 }  # fmt: skip
 ON_PAGES = "largest error", "cosine", "logit"  # columns too many for a terminal
+OF_CODES = *ON_PAGES, "at an end", "zero"  # columns too many beside those of policies
 DECIDING = (  # columns that a telephone shows: of the first of these that a table has all of
+    ("scheme", "bytes a token", "agreement", "weight kept"),
+    ("scheme", "bytes a token", "weight kept", "output"),
     ("scheme", "bits", "agreement", "worst output"), ("scheme", "bits", "worst output", "KL"),
     ("scheme", "bits", "worst head", "keys", "values"),
     ("scheme", "layer", "head", "side", "output", "error"), ("scheme", "layer", "head", "side", "error"),
@@ -29,8 +36,10 @@ DECIDING = (  # columns that a telephone shows: of the first of these that a tab
 
 def table(summary: list[Summary], wide: bool = True) -> Table:
     """Return headings and a row for each scheme; `wide` with the columns of pages."""
-    rows = [{"scheme": one.scheme, **cells(vars(one))} for one in summary]
-    return filled_columns([{name: row[name] for name in row if wide or name not in ON_PAGES} for row in rows])
+    rows = [{"scheme": one.scheme + NO_POLICY * one.is_oracle, **cells(vars(one))} for one in summary]
+    evicts = any(one.evicts for one in summary)
+    hidden = OF_CODES if evicts else () if wide else ON_PAGES
+    return filled_columns([{name: row[name] for name in row if name not in hidden} for row in rows])
 
 
 def deciding_columns(headings: tuple[str, ...]) -> tuple[str, ...]:
@@ -39,10 +48,12 @@ def deciding_columns(headings: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def table_of_heads(study: Study) -> Table:
-    """Return headings and a row for each scheme, layer, head and side."""
+    """Return headings and a row for each scheme, layer, head and side; where tokens go, attention alone."""
     ratios = {(one["layer"], one["head"], one["side"]): one["ratio"] for one in study.outliers}
     rows = []
     for row in study.rows:
+        if study.evicts and study.by_attention and row["side"] != "attention":
+            continue
         at = row["layer"], row["head"], row["side"]
         names = dict(zip(("scheme", "layer", "head", "side"), (row["scheme"], *map(str, at)), strict=True))
         rows.append(names | cells(row | {"ratio": ratios.get(at)}))
@@ -63,6 +74,12 @@ def filled_columns(rows: list[dict[str, str]]) -> Table:
     """Return a table without the columns that no row has."""
     names = [name for name in rows[0] if any(row[name] for row in rows)]
     return tuple(names), [tuple(row[name] for name in names) for row in rows]
+
+
+def worst_heads(study: Study) -> list[tuple[str, str]]:
+    """Return each scheme with its worst heads in words; without policies that are there to compare with."""
+    own = [one.scheme for one in study.summary if not one.scheme.startswith((f"{RANDOM}@", f"{ORACLE}@"))]
+    return [(name, ", ".join(map(head_in_words, study.worst(name)))) for name in own]
 
 
 def head_in_words(row: Mapping[str, Any]) -> str:

@@ -1,0 +1,339 @@
+"""Measure what attention loses where a scorer, which has not seen the judging queries, evicts tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvkit.errors import KvkitError, argument_error, brief
+from kvkit.eviction import SCORERS, budgets, scores, select
+from kvkit.eviction.inputs import scores_array
+from kvkit.eviction.selection import Kept, kept_count
+from kvkit.rope import Rope
+from kvkit.tools.readers import LayerReader, SideReader
+from kvkit.tools.studies.measures import ALONE, QUERIES, AttentionSums, SideErrors, code_parts, product
+from kvkit.tools.studies.policies import ORACLE, RANDOM, SEEDS, UNCODED, Policy, StudyPlan
+from kvkit.typed import Array
+
+SIDES = "keys", "values"
+SHORT = 512  # tokens of a context
+NOT_EVICTED = {"relative_rms": 0.0, "largest_error": 0.0, "cosine": 1.0, "at_end": None, "zero": None}
+UNROTATED = "expected", "triattention"  # scorers that read queries before rotation
+Place = tuple[int, int]  # a layer's number, and the number of layers
+Measured = tuple[list[dict[str, Any]], float, Array]  # rows by head, bits, sums of squares [side, 2]
+Group = tuple[slice, Array]  # key heads, and the rows [heads, count] that each of them keeps
+
+
+class JudgedContext(NamedTuple):
+    """A sequence of a layer, and the exact attention of the queries that judge."""
+
+    keys: Array  # float32 [H, n, D]
+    values: Array  # float32 [H, n, Dv]
+    choosable: int  # tokens before the first judging one: the others always stay
+    selecting: Array | None  # queries [1, Hq, W, D] before the judging ones
+    queries: Any = None  # that judge, those of a key head as rows [H, R, D], divided by sqrt(D)
+    last: Any = None  # [R]: the last token that each of them sees
+    weights: Any = None  # [H, n, R]
+    log_sums: Any = None  # [H, R]
+    top: Any = None  # [H, R]: the token of the largest weight
+    output: Any = None  # [H, R, Dv]
+
+
+def judging(count: int, judge: int | None) -> int:
+    """Return how many of a source's queries judge: a quarter, at least one, unless `judge` says it."""
+    if judge is not None and judge > count:
+        raise argument_error("judge", f"at most {count}, the queries of the source", judge)
+    return max(1, count // 4) if judge is None else judge
+
+
+def contexts_of(layer: LayerReader, judge: int | None) -> Iterator[JudgedContext]:
+    """Yield the sequences of a layer."""
+    for s, (begin, end) in enumerate(zip(layer.starts, layer.starts[1:], strict=False)):
+        keys, values = (
+            np.ascontiguousarray(side.read(slice(begin, end)).swapaxes(0, 1), np.float32)
+            for side in (layer.key, layer.value)
+        )
+        if layer.queries is None:
+            yield JudgedContext(keys, values, end - begin, None)
+            continue
+        queries = np.asarray(layer.queries[s], np.float32)
+        count = judging(len(queries), judge)
+        if count >= end - begin:
+            raise argument_error("judge", f"fewer than the {end - begin} tokens of a context", count)
+        selecting = queries[:-count].swapaxes(0, 1)[None] if count < len(queries) else None
+        context = JudgedContext(keys, values, end - begin - count, selecting)
+        yield attended(context, queries[-min(count, QUERIES) :])
+
+
+def attended(context: JudgedContext, query: Array) -> JudgedContext:
+    """Return a context with the exact attention of the last queries [count, Hq, D]."""
+    heads, tokens, dim = context.keys.shape
+    count = len(query)
+    rows = query.reshape(count, heads, -1, dim).transpose(1, 2, 0, 3).reshape(heads, -1, dim)
+    rows = rows / np.float32(np.sqrt(dim))
+    last = np.tile(np.arange(tokens - count, tokens), rows.shape[1] // count)
+    weights = product(context.keys, rows.swapaxes(1, 2))
+    log_sums, top = soften(weights, np.arange(tokens), last)
+    return context._replace(
+        queries=rows, last=last, weights=weights, log_sums=log_sums, top=top,
+        output=weighted(weights, context.values),
+    )  # fmt: skip
+
+
+def soften(logits: Array, tokens: Array, last: Array) -> tuple[Array, Array]:
+    """Turn logits [H, tokens, R] into weights, in place; return log sums and the places of the largest."""
+    first = int(np.searchsorted(tokens, last.min(initial=0) + 1))
+    logits[:, first:][:, tokens[first:, None] > last] = -np.inf
+    top = logits.argmax(1)
+    most = np.take_along_axis(logits, top[:, None], 1)
+    np.exp(np.subtract(logits, most, out=logits), out=logits)
+    sums = logits.sum(1, dtype=np.float64)
+    logits /= sums[:, None].astype(np.float32)
+    return most[:, 0] + np.log(sums), top
+
+
+def weighted(weights: Array, values: Array) -> Array:
+    """Return the sums of values [H, m, Dv] with weights [H, m, R], float32 [H, R, Dv]."""
+    heads, tokens, rows = weights.shape
+    result = np.zeros((heads, rows, values.shape[2]), np.float32)
+    size = max(ALONE // (rows * values.shape[2]), 64)
+    for begin in range(0, tokens, size):
+        part = slice(begin, begin + size)
+        result += product(weights[:, part].swapaxes(1, 2), values[:, part])
+    return result
+
+
+def study_policies(
+    layer: LayerReader,
+    contexts: Sequence[JudgedContext],
+    policies: Sequence[Policy],
+    plan: StudyPlan,
+    place: Place,
+) -> dict[str, Measured]:
+    """Measure policies of equal scores; return by name their rows, bits and sums of squares."""
+    results: dict[str, list[Measured]] = {policy.name: [] for policy in policies}
+    policy = policies[0]
+    try:
+        for policy, groups in kept_rows(contexts, policies, plan, place):
+            results[policy.name].append(measured(layer, contexts, groups, policy))
+    except KvkitError as error:
+        raise KvkitError(f"{policy.name}, {layer.name}: {error}") from error
+    except Exception as error:  # whatever a scheme of one's own does
+        cause = f"{type(error).__name__} ({error})"
+        raise argument_error(f"scheme {policy.name}", f"to code {layer.name}", cause) from error
+    return {name: mean_of(each) for name, each in results.items()}
+
+
+def kept_rows(
+    contexts: Sequence[JudgedContext], policies: Sequence[Policy], plan: StudyPlan, place: Place
+) -> Iterator[tuple[Policy, list[list[Group]]]]:
+    """Yield policies of equal scores, with the rows kept of each context; `random` once for each seed."""
+    first = policies[0]
+    seeds: Any = SEEDS if first.scorer == RANDOM and not first.options else (None,)
+    for seed in seeds:
+        seeded = first if seed is None else replace(first, options={"seed": seed})
+        scored = [scores_of(seeded, context, plan, place) for context in contexts]
+        for policy in policies:
+            pairs = zip(contexts, scored, strict=True)
+            yield policy, [kept_groups(policy, *each, plan, place) for each in pairs]
+
+
+def kept_groups(
+    policy: Policy, context: JudgedContext, scored: Array, plan: StudyPlan, place: Place
+) -> list[Group]:
+    """Return the rows that heads keep: all heads in one group if they keep as many."""
+    heads, tokens, _ = context.keys.shape
+    count = count_of(policy, context, plan, place)
+    kept = select(scored, count=count, budget="ada" if plan.budget == "ada" else "uniform")
+    later = np.arange(context.choosable, tokens)
+    if isinstance(kept, Kept):
+        parts = np.split(kept.rows, kept.starts[1:-1])
+        return [(slice(h, h + 1), np.append(rows, later)[None]) for h, rows in enumerate(parts)]
+    return [(slice(0, heads), np.concatenate((kept[0], np.tile(later, (heads, 1))), 1))]
+
+
+def count_of(policy: Policy, context: JudgedContext, plan: StudyPlan, place: Place) -> int:
+    """Return how many tokens a layer keeps of those that may go."""
+    number, layers = place
+    if plan.budget != "pyramid":
+        return kept_count(context.choosable, policy.keep, None)
+    counts = budgets("pyramid", layers=layers, tokens=context.choosable, keep=policy.keep)
+    return min(int(counts[number]), context.choosable)
+
+
+def scores_of(policy: Policy, context: JudgedContext, plan: StudyPlan, place: Place) -> Array:
+    """Return the scores [1, H, choosable] of a policy; only the oracle sees judging queries."""
+    end, count = context.choosable, count_of(policy, context, plan, place)
+    keys, values = (side[None, :, :end] for side in (context.keys, context.values))
+    if policy.scorer == ORACLE:
+        return np.asarray(context.weights[None, :, :end].sum(-1))
+    if callable(policy.scorer):
+        return scores_by(policy.scorer, place[0], keys, values, context.selecting)
+    known = {"budget": count, "keep": count / end, "blend": 1 - count / end, "now": end,
+             "positions": np.arange(end), "rope": plan.rope}  # fmt: skip
+    options, queries = options_for(policy, context.selecting, known), context.selecting
+    if policy.scorer in UNROTATED and isinstance(plan.rope, Rope) and queries is not None:
+        begin = end - queries.shape[2]
+        queries = plan.rope.shift(queries, -np.arange(begin, end)) / np.float32(plan.rope.attention_factor)
+    return scores(policy.scorer, keys, values, queries=queries, **options)
+
+
+def scores_by(function: Any, layer: int, keys: Array, values: Array, queries: Array | None) -> Array:
+    """Return the scores of a function of one's own."""
+    try:
+        found = np.asarray(function(layer, keys, values, queries))
+    except Exception as error:
+        cause = f"{type(error).__name__} ({brief(error)})"
+        raise argument_error("scorer", "a function that returns scores [B, Hkv, S]", cause) from error
+    if found.shape != keys.shape[:3]:
+        raise argument_error("scores", f"shape {keys.shape[:3]}", found.shape)
+    return scores_array("scores", found)
+
+
+def options_for(policy: Policy, queries: Array | None, known: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a policy's scorer; raise if it lacks one, or queries."""
+    found = SCORERS[policy.scorer]
+    needs = any("queries" in need for need in found.needs)
+    if needs and queries is None:
+        wanted = f"the source to have queries before those that judge, which {policy.scorer} needs"
+        raise argument_error("query", wanted, "none")
+    options = {name: value for name, value in known.items() if name in found.options and value is not None}
+    options |= policy.options
+    if (short := short_window(policy, queries)) is not None:
+        options["window"] = short
+    found.check({"values": True, "queries": queries}, options)
+    return options
+
+
+def short_window(policy: Policy, queries: Array | None) -> int | None:
+    """Return the window of a scorer where fewer queries are there than its default; else None."""
+    if queries is None or policy.scorer not in SCORERS or "window" in policy.options:
+        return None
+    found = SCORERS[policy.scorer]
+    window = found.options.get("window")
+    if window is None or not any("queries" in need for need in found.needs):
+        return None
+    return None if window.default is window.empty or window.default <= queries.shape[2] else queries.shape[2]
+
+
+def measured(
+    layer: LayerReader, contexts: Sequence[JudgedContext], groups: Sequence[Sequence[Group]], policy: Policy
+) -> Measured:
+    """Return rows by head, bits, and sums of squares [side, 2] of what stays, coded as new prompts."""
+    rows: list[dict[str, Any]] = []
+    bits, sums = 0, np.zeros((2, 2))
+    coded, readers = policy.schemes is not UNCODED, (layer.key, layer.value)
+    for g, (heads, _) in enumerate(groups[0]):
+        errors = [SideErrors(heads.stop - heads.start) for _ in SIDES]
+        attention, kept = AttentionSums(), 0
+        for context, own in zip(contexts, groups, strict=True):
+            at = own[g][1]
+            kept += at.shape[1]
+            sides = [
+                np.take_along_axis(side[heads], at[..., None], 1) for side in (context.keys, context.values)
+            ]
+            back = None
+            if coded:
+                back = [code(*each) for each in zip(policy.schemes, sides, readers, errors, strict=True)]
+            else:
+                bits += sum(x.size * side.bits for x, side in zip(sides, readers, strict=True))
+            if context.queries is not None:
+                attention.add(compare_kept(context, heads, at, sides, back))
+        bits += sum(each.bits for each in errors)
+        sums += [(each.errors.sum(), each.squares.sum()) for each in errors]
+        for side, each in zip(SIDES, errors, strict=True):
+            of_heads = each.by_head() if coded else (NOT_EVICTED for _ in each.squares)
+            for h, row in enumerate(of_heads, heads.start):
+                rows.append({"head": h, "side": side, **row, "tokens_kept": kept})
+        if attention.count:
+            for h, row in enumerate(attention.by_head(), heads.start):
+                rows.append({"head": h, "side": "attention", **row, "tokens_kept": kept})
+    return rows, bits, sums
+
+
+def code(scheme: Any, x: Array, side: SideReader, errors: SideErrors) -> Array:
+    """Return rows [H, m, D] as a scheme gives them back, coded as a new prompt."""
+    tokens = x.swapaxes(0, 1)
+    if not len(tokens):
+        return x
+    reader = SideReader(tokens.__getitem__, len(tokens), tokens.shape[1], tokens.shape[2], side.bits)
+    parts = list(code_parts(scheme, reader, errors))
+    return np.ascontiguousarray(np.concatenate(parts).swapaxes(0, 1))
+
+
+def compare_kept(
+    context: JudgedContext, heads: slice, at: Array, sides: Sequence[Array], back: Sequence[Array] | None
+) -> dict[str, Array]:
+    """Return by name, [heads, rows], what attention loses if only the rows `at` are there, or as `back`.
+
+    The divergence is that of the weights over what stays from all weights, -log of the weight kept, and that
+    which codes add among the rows that stay.
+    """
+    exact, last, top = context.output[heads], context.last, context.top[heads]
+    weights = np.take_along_axis(context.weights[heads], at[..., None], 1)  # [H, m, R]
+    kept = weights.sum(1, dtype=np.float64)  # [H, R]
+    lost = -np.log(np.maximum(kept, np.finfo(np.float64).tiny))
+    if back is None:
+        output, logit, divergence = weighted(weights, sides[1]) / kept[..., None], np.zeros_like(kept), lost
+        stays = np.zeros((len(at), context.keys.shape[1]), bool)
+        np.put_along_axis(stays, at, True, 1)
+        changed = ~np.take_along_axis(stays, top, 1)
+    else:
+        rows = context.queries[heads].swapaxes(1, 2)
+        logits, others = product(sides[0], rows), product(back[0], rows)
+        change = others - logits
+        count = int((context.keys.shape[1] - last).max())
+        own = np.full(at.shape[1], -1)
+        own[-count:] = at[0, -count:]  # the last tokens, which all heads keep; earlier ones are seen by all
+        hidden = own[:, None] > last
+        change[:, hidden] = 0
+        logit = np.abs(change).sum(1) / (~hidden).sum(0)
+        log_sums, found = soften(others, own, last)
+        added = -np.einsum("hmr,hmr->hr", weights, change) / kept - context.log_sums[heads] + lost + log_sums
+        divergence = lost + np.maximum(added, 0)
+        output = weighted(others, back[1])
+        changed = np.take_along_axis(at, found, 1) != top
+    return {
+        "logit": logit,
+        "kl": divergence,
+        "output": ((output - exact) ** 2).sum(-1),
+        "norm": (exact**2).sum(-1),
+        "top_changed": changed,
+        "weight": kept,
+    }
+
+
+def notes_of(layer: LayerReader, plan: StudyPlan) -> tuple[str, ...]:
+    """Return notes on the contexts of a layer, and on what scorers see of them."""
+    lengths = sorted({end - begin for begin, end in zip(layer.starts, layer.starts[1:], strict=False)})
+    words = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
+    notes = [f"contexts have {words} tokens" + ": short contexts rank policies badly" * (lengths[0] < SHORT)]
+    if layer.queries is None:
+        return (*notes, "without queries nothing says what eviction costs attention, and there is no oracle")
+    rows = len(layer.queries[0])
+    count = judging(rows, plan.judge)
+    notes.append(
+        f"the last {count} queries judge, and their tokens stay; scorers see the {rows - count} before"
+    )
+    selecting = np.empty((1, 1, rows - count, 1))
+    for policy in {each.scorer: each for each in plan.policies if not callable(each.scorer)}.values():
+        if rows > count and (window := short_window(policy, selecting)) is not None:
+            notes.append(f"{policy.scorer} has a window of {window}, for want of queries")
+    if any(each.scorer == ORACLE for each in plan.policies):
+        notes.append("oracle sees the queries that judge: it is no policy, and shows what one could reach")
+    return tuple(notes)
+
+
+def mean_of(results: Sequence[Any]) -> Any:
+    """Return the mean of equal structures of numbers; what is equal in all stays, texts and None too."""
+    first = results[0]
+    if isinstance(first, dict):
+        return {name: mean_of([each[name] for each in results]) for name in first}
+    if isinstance(first, (list, tuple)):
+        return type(first)(mean_of(each) for each in zip(*results, strict=True))
+    if not isinstance(first, np.ndarray) and all(each == first for each in results):
+        return first
+    return sum(results) / len(results)

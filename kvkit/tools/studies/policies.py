@@ -1,0 +1,238 @@
+"""Find what a study of eviction compares: scorers with the share that they keep, schemes, and both."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvkit.checks.values import integer, text
+from kvkit.errors import argument_error, brief, describe, suggestion
+from kvkit.eviction import SCORERS
+from kvkit.tools.studies.schemes import key_and_value_schemes, list_schemes, load_object
+from kvkit.typed import Array
+
+FORM = "SCORER@SHARE or SCORER@SHARE+SCHEME, as snapkv@0.5+int4:g32, or a scheme"
+PARTS = re.compile(r"(?P<scorer>[^@(]+?)(?:\((?P<options>.*)\))?@(?P<share>[^@+]+)(?:\+(?P<scheme>.+))?")
+COMMAS = re.compile(r",(?![^(]*\))")  # not those between parentheses
+NONE, RANDOM, ORACLE = "none", "random", "oracle"
+SEEDS = range(3)  # of `random`, whose results are averaged
+BY_SHARE = "budget", "keep", "blend"  # options that a scorer has of the share
+BUDGETS = "uniform", "ada", "pyramid"
+Entry = tuple[str, Any, Any]  # a name, the scheme of keys, the scheme of values
+
+
+class Uncoded:
+    """Numbers as the source has them."""
+
+    def encode(self, x: Array) -> dict[str, Array]:
+        """Return the numbers."""
+        return {"x": x}
+
+    def decode(self, arrays: Mapping[str, Array]) -> Array:
+        """Return the numbers."""
+        return arrays["x"]
+
+    def stored(self, arrays: Mapping[str, Array], bits: int, first: bool = True) -> int:
+        """Count the bits of numbers that have `bits` each in the source."""
+        return int(arrays["x"].size) * bits
+
+
+UNCODED = Uncoded(), Uncoded()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A scorer that keeps a share of the tokens, and schemes that code them, if any.
+
+    Attributes
+    ----------
+    name : str
+    scorer : str or callable
+        One of `kvkit.eviction.SCORERS`, "oracle", or a function (layer, keys, values, queries) -> scores.
+    keep : float
+        The share of tokens that stay.
+    options : dict
+        Those of the scorer.
+    schemes : tuple
+        The schemes of keys and values; `UNCODED` for none.
+    """
+
+    name: str
+    scorer: Any
+    keep: float
+    options: Mapping[str, Any]
+    schemes: tuple[Any, Any] = UNCODED
+
+    @property
+    def key(self) -> Any:
+        """Return what policies of equal scores have in common."""
+        name = self.scorer
+        by_share = name in SCORERS and not set(BY_SHARE).isdisjoint(SCORERS[name].options)
+        return name, repr(sorted(self.options.items())), self.keep if by_share else None
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """The schemes and policies that a study compares, by name and in order.
+
+    Attributes
+    ----------
+    schemes : list of (name, scheme of keys, scheme of values)
+    policies : list of Policy
+    names : list of str
+        Those of both, in the order of the table.
+    budget : str
+        How heads or layers share what stays.
+    judge : int, optional
+        How many of the last queries judge; a quarter if None.
+    rope : Rope or "none", optional
+        How keys were rotated, for scorers that ask for it.
+    """
+
+    schemes: list[Entry]
+    policies: list[Policy]
+    names: list[str]
+    budget: str = "uniform"
+    judge: int | None = None
+    rope: Any = None
+
+    def fitting(self, queries: Any) -> StudyPlan:
+        """Return the plan for a layer with these queries: without any there is no oracle."""
+        if queries is not None:
+            return self
+        if self.judge is not None:
+            raise argument_error("judge", "None, as the source has no queries", self.judge)
+        policies = [each for each in self.policies if each.scorer != ORACLE]
+        gone = {each.name for each in self.policies} - {each.name for each in policies}
+        return replace(self, policies=policies, names=[name for name in self.names if name not in gone])
+
+    def groups(self) -> list[list[Policy]]:
+        """Return the policies in groups of equal scores."""
+        found: dict[Any, list[Policy]] = {}
+        for policy in self.policies:
+            found.setdefault(policy.key, []).append(policy)
+        return list(found.values())
+
+
+def make_plan(
+    schemes: Any, evict: Any = None, budget: str = "uniform", judge: Any = None, rope: Any = None
+) -> StudyPlan:
+    """Return what a study compares: schemes, or entries of `evict`, each with each of the schemes if any."""
+    if evict is None:
+        chosen = list_schemes(schemes)
+        return StudyPlan(chosen, [], [name for name, *_ in chosen])
+    text("budget", budget, BUDGETS)
+    judge = None if judge is None else integer("judge", judge, 1)
+    entries: list[Entry | Policy] = [entry_of(each) for each in items_of(evict)]
+    if schemes is not None:
+        chosen = list_schemes(schemes)
+        entries = [each for entry in entries for each in combined(entry, chosen)]
+    policies = [each for each in entries if isinstance(each, Policy)]
+    if not policies:
+        raise argument_error("evict", f"a scorer at least: {FORM}", describe(evict))
+    entries += references(policies)
+    names = [each.name if isinstance(each, Policy) else each[0] for each in entries]
+    if len(set(names)) < len(names):
+        raise argument_error("evict", "each entry once", ", ".join(names))
+    schemes = [each for each in entries if not isinstance(each, Policy)]
+    return StudyPlan(
+        schemes, [each for each in entries if isinstance(each, Policy)], names, budget, judge, rope
+    )
+
+
+def items_of(evict: Any) -> list[Any]:
+    """Return the entries of a list, or of a text that has commas between them."""
+    items = COMMAS.split(evict) if isinstance(evict, str) else list(evict)
+    items = [each.strip() if isinstance(each, str) else each for each in items]
+    return [each for each in items if each]
+
+
+def entry_of(item: Any) -> Entry | Policy:
+    """Return the policy or the scheme of an entry; ("none", ...) keeps all tokens as they are."""
+    if isinstance(item, tuple) and len(item) == 2 and callable(item[0]):
+        function, share = item
+        return Policy(f"{function.__name__}@{share:g}", function, share_of(share, item), {})
+    if not isinstance(item, str):
+        raise argument_error("evict", f"{FORM}; or (function, share)", describe(item))
+    if item == NONE:
+        return (NONE, *UNCODED)
+    found = PARTS.fullmatch(item)
+    if found is None:
+        word = item.partition("(")[0]
+        if word in SCORERS or word in (ORACLE, RANDOM):
+            raise argument_error("evict", f"a share of the tokens to keep, as {word}@0.5", brief(item))
+        return (item, *key_and_value_schemes(item))
+    share, scheme = share_of(found["share"], item), found["scheme"]
+    schemes = UNCODED if scheme is None else key_and_value_schemes(scheme)
+    return Policy(item, scorer_named(found["scorer"]), share, options_of(found["options"], item), schemes)
+
+
+def share_of(share: Any, item: Any) -> float:
+    """Return the share of tokens that stay."""
+    try:
+        number = float(share)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number <= 1:
+        raise argument_error("evict", "a share above 0 and at most 1, as snapkv@0.5", brief(item))
+    return number
+
+
+def scorer_named(name: str) -> Any:
+    """Return the scorer of a name, or the function of a file, FILE.py:NAME."""
+    path, _, function = name.rpartition(":")
+    if path.endswith(".py"):
+        return load_object(path, function, "function")
+    known = [ORACLE, *(each for each, found in SCORERS.items() if found.scored == "tokens")]
+    if name not in known:
+        got = f"{brief(repr(name))}{suggestion(name, known)}"
+        raise argument_error("evict", f"a scorer of tokens: {', '.join(known)}", got)
+    return name
+
+
+def options_of(words: str | None, item: str) -> dict[str, Any]:
+    """Return the options between parentheses, such as window=32,pool=max."""
+    found = {}
+    for part in filter(None, (words or "").split(",")):
+        name, sign, value = (each.strip() for each in part.partition("="))
+        if not sign or not name.isidentifier():
+            raise argument_error("evict", "options as in snapkv(window=32,pool=max)@0.5", brief(item))
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+def combined(entry: Entry | Policy, schemes: Sequence[Entry]) -> list[Entry | Policy]:
+    """Return an entry with each of the schemes; one that has a scheme stays alone."""
+    if isinstance(entry, Policy):
+        if entry.schemes is not UNCODED:
+            return [entry]
+        return [replace(entry, name=f"{entry.name}+{name}", schemes=(*both,)) for name, *both in schemes]
+    return list(schemes) if entry[0] == NONE else [entry]
+
+
+def references(policies: Sequence[Policy]) -> list[Policy]:
+    """Return `random` and `oracle` for each share, coded as its first entry, unless they are there."""
+    first = {each.keep: each for each in reversed(policies)}
+    names, found = {each.name for each in policies}, []
+    for share in sorted(first, reverse=True):
+        scheme = first[share].name.rpartition("@")[2].partition("+")[2]
+        for scorer in (RANDOM, ORACLE):
+            name = f"{scorer}@{share:g}{'+' * bool(scheme)}{scheme}"
+            if name not in names:
+                found.append(Policy(name, scorer, share, {}, first[share].schemes))
+    return found
+
+
+def parts_of(name: str) -> tuple[str, float, str] | None:
+    """Return the scorer with its options, the share and the scheme ("" for none) of a policy's name."""
+    found = PARTS.fullmatch(name)
+    try:
+        return found and (name.rpartition("@")[0], float(found["share"]), found["scheme"] or "")
+    except ValueError:
+        return None
