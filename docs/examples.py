@@ -3,16 +3,24 @@
 import doctest
 import os
 import re
+import shlex
 from pathlib import Path
 
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
+SHELL = re.compile(r"```console\n(.*?)```", re.S)
 FLAGS = doctest.IGNORE_EXCEPTION_DETAIL | doctest.NORMALIZE_WHITESPACE
 
 
 def pages():
     """The pages that have examples."""
     return [path for path in sorted(DOCS.rglob("*.md")) if "\n>>> " in path.read_text()]
+
+
+def commands(path):
+    """The lines of the shell of a page, as words."""
+    lines = "".join(SHELL.findall(path.read_text())).splitlines()
+    return [shlex.split(line[2:], comments=True) for line in lines if line.startswith("$ ")]
 
 
 def failures(path):

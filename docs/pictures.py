@@ -1,9 +1,14 @@
 """The pictures of README and of the pages, as SVG, in light and in dark: python docs/pictures.py
 
 Layouts and rows are drawn by the package's own code, formats from its table; examples/study_smollm2.py makes
-those of a study.
+those of a study. What matplotlib draws for the gallery, its commands draw.
 """
 
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -11,7 +16,18 @@ from kvkit import formats
 from kvkit.layouts import tables
 from kvkit.tools import draw
 
-FOLDER = Path(__file__).parent / "pictures"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "pictures"
+sys.path += [str(ROOT / "docs"), str(ROOT / "examples")]
+
+import gallery  # noqa: E402
+
+import examples  # noqa: E402
+
+BY_COMMANDS = {
+    "gallery-heads.svg": "heads/errors.svg",
+    "gallery-map.svg": "map.svg",
+}  # and what a command wrote
 THEMES = {  # ink, faint lines, and fills: of one sequence, of another, of keys, of values, of nothing
     "light": {
         "ink": "#1f2933", "line": "#9aa5b1", "a": "#a8d1ff", "b": "#ffd08a",
@@ -34,7 +50,7 @@ class Drawing:
     def reach(self, x, y):
         self.width, self.height = max(self.width, x), max(self.height, y)
 
-    def box(self, x, y, width, height, fill, text="", size=11):
+    def box(self, x, y, width, height, fill, text="", size=12):
         self.parts.append(
             f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{{{fill}}}" stroke="{{line}}"/>'
         )
@@ -71,26 +87,28 @@ class Drawing:
 
 
 def cache():
-    """What a KV cache is: one new token, all of those before it."""
+    """What a KV cache is: a new token is appended, its query meets all keys, values add up to the output."""
     drawing = Drawing("A KV cache: a new token is appended, and attends to every token before it")
-    words = ["The", "Nile", "is", "the", "longest"]
-    for i, word in enumerate([*words, "river"]):
-        new = i == len(words)
-        drawing.text(120 + i * 72, 24, word, 13, "middle", bold=new)
-        drawing.box(92 + i * 72, 40, 56, 26, "a" if new else "key", "key")
-        drawing.box(92 + i * 72, 70, 56, 26, "a" if new else "value", "value")
-    drawing.text(12, 57, "KV cache", 13, bold=True)
-    drawing.text(12, 75, "a row for", 11)
-    drawing.text(12, 89, "each token", 11)
-    last = 120 + len(words) * 72
-    drawing.text(last + 36, 57, "1. append what the", 12)
-    drawing.text(last + 36, 73, "new token made", 12)
-    drawing.box(last - 28, 132, 56, 26, "a", "query")
-    for i in range(len(words) + 1):
-        drawing.arrow(last, 132, 120 + i * 72, 98)
-    drawing.text(last + 36, 143, "2. its query meets every key;", 12)
-    drawing.text(last + 36, 159, "their values, weighted, are", 12)
-    drawing.text(last + 36, 175, "the attention's output", 12)
+    words, first, wide = ["The", "Nile", "is", "the", "longest", "river"], 112, 64
+    last = first + wide * (len(words) - 1)
+    drawing.box(last - 28, 30, 56, 26, "a", "query", 12)
+    drawing.box(last - 32, 208, 64, 26, "a", "output", 12)
+    drawing.text(12, 123, "KV cache", 13, bold=True)
+    drawing.text(12, 145, "a row for", 12)
+    drawing.text(12, 160, "each token", 12)
+    for i, word in enumerate(words):
+        x, new = first + i * wide, word == words[-1]
+        drawing.text(x, 20, word, 13, "middle", bold=new)
+        drawing.arrow(last, 56, x, 104)
+        drawing.box(x - 28, 106, 56, 26, "a" if new else "key", "key", 12)
+        drawing.box(x - 28, 136, 56, 26, "a" if new else "value", "value", 12)
+        drawing.arrow(x, 162, last, 206)
+    for i, line in enumerate((
+        "1. The new token's key and value (blue) are appended.",
+        "2. Its query meets every key, which gives each a weight.",
+        "3. The values, times their weights, add up to the output.",
+    )):  # fmt: skip
+        drawing.text(12, 258 + i * 18, line, 13)
     return drawing
 
 
@@ -109,6 +127,13 @@ def pages():
     return of_rows(tables.from_blocks([[2, 1], [0, -1]], [5, 3], page_size=4))
 
 
+def chats():
+    """Three sequences of a model in pages of 16 tokens; two share a prompt."""
+    made = gallery.chats()
+    found = tables.from_blocks(made["block_tables"], made["context_lens"], page_size=gallery.PAGE)
+    return draw.cells(found, gallery.BLOCKS * gallery.PAGE, kind="svg")
+
+
 def pmx():
     return draw.layout("pmx-dynamic-3", sizes={"l": 1, "n": 2}, kind="svg")
 
@@ -119,30 +144,27 @@ def vllm():
 
 def codes():
     """A head of a token in each format, to scale."""
-    drawing = Drawing("Formats: the bytes of a head of 64 elements, to scale")
+    drawing, scale = Drawing("Formats: the bytes of a head of 64 elements, to scale"), 1.7
     for i, (name, group) in enumerate(
         (("float32", 0), ("float16", 0), ("int8", 8), ("int8", 64), ("int4", 32))
     ):
-        y, form = 12 + i * 38, formats.BY_NAME[name]
-        size = form.bits * 64 // 8
-        words = (
-            f"{name}: {size} bytes"
-            if not group
-            else f"{name}, a scale for {group}: {size} + {64 // group * 2}"
-        )
-        drawing.text(12, y + 17, words, 12)
-        drawing.box(214, y, size * 2, 26, "a", "codes" if group else "floats")
-        if group:
-            drawing.box(214 + size * 2, y, 64 // group * 2 * 2, 26, "b")
-    drawing.box(214, 12 + 5 * 38, 12, 12, "b")
-    drawing.text(232, 12 + 5 * 38 + 11, "scales, float16: what a code of 1 stands for in its group", 11)
+        y, form = 24 + i * 52, formats.BY_NAME[name]
+        size, scales = form.bits * 64 // 8, 64 // group * 2 if group else 0
+        words = f"{name}, a scale for {group}: {size} + {scales} bytes" if group else f"{name}: {size} bytes"
+        drawing.text(12, y - 5, words, 13)
+        drawing.box(12, y, size * scale, 24, "a", "codes" if group else "floats", 12)
+        if scales:
+            drawing.box(12 + size * scale, y, scales * scale, 24, "b")
+    drawing.box(12, 276, 14, 14, "b")
+    drawing.text(34, 288, "scales, float16: what a code of 1 stands for in its group", 13)
     return drawing
 
 
 def plans():
     """One step of a model: index tensors once, a call for each layer."""
     drawing = Drawing("A plan: index tensors are checked once, then each layer is a call")
-    drawing.box(12, 20, 168, 96, "none")
+    drawing.text(12, 16, "a step", 13, bold=True)
+    drawing.box(12, 24, 218, 92, "none")
     index = (
         "seqstarts   [0, 1, 2]",
         "kvstarts    [0, 6, 9]",
@@ -150,15 +172,14 @@ def plans():
         "start_pos   [5, 2]",
     )
     for i, line in enumerate(index):
-        drawing.text(20, 42 + i * 20, line, 11)
-    drawing.text(12, 12, "a step", 12, bold=True)
-    drawing.arrow(180, 68, 232, 68)
-    drawing.box(234, 46, 108, 44, "a", "plan(...)", 12)
-    drawing.text(234, 108, "checked once", 11)
+        drawing.text(22, 46 + i * 20, line, 13)
+    drawing.arrow(230, 70, 288, 70)
+    drawing.box(290, 54, 110, 32, "a", "plan(...)", 13)
+    drawing.text(406, 74, "checked once", 12)
     for i in range(3):
-        y = 20 + i * 36
-        drawing.arrow(342, 68, 398, y + 14)
-        drawing.box(400, y, 214, 28, "b", f"layer {i}: multi_head_cache_attention", 11)
+        y = 140 + i * 36
+        drawing.arrow(345, 86, 276, y + 14)
+        drawing.box(12, y, 262, 28, "b", f"layer {i}: multi_head_cache_attention", 12)
     return drawing
 
 
@@ -173,75 +194,72 @@ def removal():
     drawing = Drawing("Tokens 2 to 4 are removed: a hole stays, or later tokens move up")
     kept, later = ["key"] * 2, ["b"] * 3
     rows = (
-        ("8 tokens", "01234567", [*kept, *["none"] * 3, *later], "the next token has position 8"),
-        ("remove(2, 5)", "01567", [*kept, *later], "positions stay, rows close up; the next one has 8"),
+        ("8 tokens", "01234567", [*kept, *["none"] * 3, *later], ("the next token has position 8",)),
         (
-            "remove(2, 5, close=True)",
-            "01234",
-            [*kept, *later],
-            "the next one has 5; these keys lie rotated for 5, 6, 7: rope shift -3",
+            "remove(2, 5)", "01567", [*kept, *later],
+            ("positions stay, rows close up;", "the next one has 8"),
         ),
-    )
+        (
+            "remove(2, 5, close=True)", "01234", [*kept, *later],
+            ("the next one has 5; these keys lie", "rotated for 5, 6, 7: rope shift -3"),
+        ),
+    )  # fmt: skip
     for i, (call, positions, fills, words) in enumerate(rows):
-        y = 14 + i * 54
-        drawing.text(12, y + 17, call, 12, bold=True)
-        tokens(drawing, 190, y, positions, fills)
-        drawing.text(190 + 8 * CELL + 14, y + 17, words, 12)
-    drawing.text(190, 14 + 3 * 54 - 10, "a box is a row of keys and values, with its position", 11)
+        y = 26 + i * 66
+        drawing.text(12, y - 7, call, 13, bold=True)
+        tokens(drawing, 12, y, positions, fills)
+        for line, each in enumerate(words):
+            drawing.text(12 + 8 * CELL + 14, y + 20 - 8 * len(words) + 16 * line + 6, each, 13)
+    drawing.text(12, 26 + 3 * 66 - 8, "a box is a row of keys and values, with its position", 13)
     return drawing
 
 
 def pieces():
     """Pieces of rows after a removal, and the query that is rotated for each."""
     drawing = Drawing("Pieces of rows: the query is rotated for each, and the outputs are merged")
-    drawing.text(12, 92, "the query of", 12)
-    drawing.text(12, 108, "position 5", 12)
+    drawing.text(12, 16, "the query of position 5", 13, bold=True)
     for i, (words, fill, positions, lie) in enumerate((
-        ("rotated for 5", "key", "01", "lie as rotated for 0, 1"),
-        ("rotated for 8 = 5 + 3", "b", "234", "lie as rotated for 5, 6, 7: rope shift -3"),
+        ("rotated for 5", "key", "01", "rotated for 0, 1"),
+        ("rotated for 8 = 5 + 3", "b", "234", "rotated for 5, 6, 7: shift -3"),
         ("rotated for 5", "a", "5", "the new token's own key"),
     )):  # fmt: skip
-        y = 14 + i * 58
-        drawing.arrow(92, 98, 130, y + 13)
-        drawing.box(132, y, 140, 26, "a", words)
-        drawing.arrow(272, y + 13, 308, y + 13)
-        tokens(drawing, 310, y, positions, [fill] * len(positions))
-        drawing.text(310, y + 40, lie, 11)
-        drawing.text(400, y + 17, "output, lse", 11)
-        drawing.arrow(466, y + 13, 568, 98)
-    drawing.box(570, 85, 70, 26, "value", "merge")
+        y = 28 + i * 62
+        drawing.box(12, y, 150, 26, "a", words, 13)
+        drawing.arrow(162, y + 13, 196, y + 13)
+        tokens(drawing, 198, y, positions, [fill] * len(positions))
+        drawing.text(198, y + 42, lie, 12)
+        drawing.text(288, y + 18, "output, lse", 13)
+        drawing.arrow(360, y + 13, 408, 103)
+    drawing.box(410, 90, 62, 26, "value", "merge", 13)
     return drawing
 
 
 def fork():
     """Two sequences that share pages, one of which removes tokens."""
     drawing = Drawing("A fork shares pages; what one sequence removes stays in the other")
-    places = 212, 330, 448, 566
+    places = 12, 128, 244, 360
     for page, first in enumerate((0, 4, 8)):
-        tokens(drawing, places[page], 84, map(str, range(first, first + 4)), ["key"] * 4)
-        drawing.text(places[page] + 2 * CELL, 128, f"page {page}", 11, "middle")
-    tokens(drawing, places[3], 84, ["5", "6", "7", ""], [*["b"] * 3, "none"])
-    drawing.text(places[3] + 2 * CELL, 128, "page 3, of copies", 11, "middle")
-    drawing.text(12, 26, "branch", 13, bold=True)
-    drawing.text(12, 42, "fork(chat)", 12)
-    drawing.text(12, 176, "chat", 13, bold=True)
-    drawing.text(12, 192, "then remove(chat, 2, 5)", 12)
+        tokens(drawing, places[page], 100, map(str, range(first, first + 4)), ["key"] * 4)
+        drawing.text(places[page] + 2 * CELL, 144, f"page {page}", 13, "middle")
+    tokens(drawing, places[3], 100, ["5", "6", "7", ""], [*["b"] * 3, "none"])
+    drawing.text(places[3] + 2 * CELL, 144, "page 3, copies", 13, "middle")
+    drawing.text(12, 18, "branch: fork(chat)", 13, bold=True)
+    drawing.text(12, 226, "chat: then remove(chat, 2, 5)", 13, bold=True)
     for page in (0, 1, 2):
         x = places[page]
-        drawing.box(x, 16, 4 * CELL, 26, "a", "all 4 rows")
-        drawing.arrow(x + 2 * CELL, 42, x + 2 * CELL, 82)
+        drawing.box(x, 28, 4 * CELL, 26, "a", "all 4 rows", 12)
+        drawing.arrow(x + 2 * CELL, 54, x + 2 * CELL, 98)
     for page, words in ((0, "rows 0, 1"), (3, "3 rows"), (2, "all 4 rows")):
         x = places[page]
-        drawing.box(x, 166, 4 * CELL, 26, "a", words)
-        drawing.arrow(x + 2 * CELL, 166, x + 2 * CELL, 134)
-    drawing.text(
-        212, 214, "chat reads page 0, then 3, then 2; a box of a page is a row, with its first position", 11
-    )
+        drawing.box(x, 182, 4 * CELL, 26, "a", words, 12)
+        drawing.arrow(x + 2 * CELL, 182, x + 2 * CELL, 150)
+    drawing.text(12, 252, "chat reads page 0, then 3, then 2", 13)
+    drawing.text(12, 270, "a box of a page is a row, with its first position", 13)
     return drawing
 
 
 BY_HAND = cache, codes, plans, removal, pieces, fork
-BY_THE_PACKAGE = offsets, pages, pmx, vllm
+BY_THE_PACKAGE = offsets, pages, chats, pmx, vllm
 
 
 def of_theme(text, theme):
@@ -258,7 +276,19 @@ def drawn():
     return {FOLDER / f"{name}-{theme}.svg": text for (name, theme), text in made.items()}
 
 
+def by_commands():
+    """Run the commands of the gallery, and keep the pictures that need matplotlib."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "examples").symlink_to(ROOT / "examples")
+        known = os.environ | {"PYTHONPATH": str(ROOT)}
+        for program, *words in examples.commands(ROOT / "docs" / "gallery.md"):
+            start = [sys.executable, *(["-m", "kvkit"] if program == "kvkit" else [])]
+            subprocess.run([*start, *words], cwd=folder, env=known, stdout=subprocess.PIPE)
+        for name, made in BY_COMMANDS.items():
+            shutil.copy(Path(folder) / made, FOLDER / name)
+
+
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
     for path, text in drawn().items():
         path.write_text(text)
+    by_commands()

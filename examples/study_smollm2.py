@@ -1,8 +1,8 @@
-"""What schemes of quantization cost the keys and values of a language model: README's table and its pictures.
+"""What schemes of quantization cost the keys and values of a language model: a table and pictures.
 
 `kvkit.tools.study` of data/smollm2_kv.npz, what SmolLM2-135M-Instruct computed for two texts
-(make_smollm2_kv.py). The table goes into README.md and docs/tools/study.md, the pictures into docs/pictures,
-and a report that stands alone into a folder.
+(make_smollm2_kv.py). The table goes into docs/tools/study.md, the pictures into docs/pictures, and a report
+that stands alone into a folder.
 
     python examples/study_smollm2.py [FOLDER for the report, demo-out/study if not given]
 """
@@ -15,7 +15,7 @@ from kvkit import tools
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "examples" / "data" / "smollm2_kv.npz"
 SCHEMES = "fp8,int8:g8,q8_0,int4:g32,int4:g32+hadamard,q4_0,nvfp4,kivi4,kivi2"
-PAGES = ROOT / "README.md", ROOT / "docs" / "tools" / "study.md"
+PAGE = ROOT / "docs" / "tools" / "study.md"
 BEGIN, END = "<!-- schemes -->\n", "<!-- end of schemes -->\n"
 
 
@@ -35,13 +35,9 @@ def table(study):
 
 
 def updated(study):
-    """Every page with the table, by its path."""
-    made = table(study)
-    return {
-        path: "".join([head, BEGIN, made, END, rest.partition(END)[2]])
-        for path in PAGES
-        for head, _, rest in [path.read_text().partition(BEGIN)]
-    }
+    """The page with the table, by its path."""
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    return {PAGE: "".join([head, BEGIN, table(study), END, rest.partition(END)[2]])}
 
 
 def pictures(study):

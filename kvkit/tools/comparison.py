@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -29,6 +30,7 @@ BY_AXIS = "l", "s", "b", "h", "g", "sequence"  # along which differing elements 
 BLOCK = 2**25  # bytes that are compared at a time
 MOST_TRIED = 2**22  # bytes of an array that causes are tried on
 LEAST_NAMED = 8  # heads, layers or pages that are listed
+MOST_TICKS = 12  # of layers or heads in a map
 
 
 @dataclass(frozen=True)
@@ -393,18 +395,22 @@ def causes_of(
 
 
 def draw_maps(path: FilePath, maps: Mapping[str, Any]) -> None:
-    """Draw a map of tokens by heads for each array that differs."""
+    """Draw a map of tokens by layers and heads for each array that differs."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise KvkitError("plot: needs matplotlib: pip install 'kvkit-kernels[plot]'") from None
-    figure = Figure(figsize=(9, 2.2 * len(maps) + 0.6), layout="constrained")
+    figure = Figure(figsize=(4.8, 2.4 * len(maps) + 0.4), layout="constrained")
     places = figure.subplots(len(maps), squeeze=False)[:, 0]
     for axes, (name, (counts, letters)) in zip(places, maps.items(), strict=True):
-        head = letters[:-1].index("h") if "h" in letters[:-1] else 0
-        heads = counts.shape[head] if "h" in letters[:-1] else 1
-        table = np.moveaxis(counts, head, 0).reshape(heads, -1) if counts.ndim else counts.reshape(1, 1)
+        outer = [letters.index(axis) for axis in "lh" if axis in letters[: counts.ndim]]
+        lengths = [counts.shape[axis] for axis in outer]
+        table = np.moveaxis(counts, outer, range(len(outer))).reshape(math.prod(lengths), -1)
         image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap="viridis")
-        axes.set(title=name, xlabel="token", ylabel="head")
+        rows = len(table) // lengths[0] if lengths else 1  # of a layer, or of a head
+        ticks = range(0, len(table), rows * -(-len(table) // rows // MOST_TICKS))
+        axes.set_yticks(ticks, [str(row // rows) for row in ticks])
+        words = {"l": "layer", "h": "head"}[letters[outer[0]]] if outer else ""
+        axes.set(title=name, xlabel="token", ylabel=words)
         figure.colorbar(image, ax=axes, label="differing elements")
     figure.savefig(path, dpi=120)

@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import itertools
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import kvkit
 from examples import run_examples
 from kvkit.operators import OPERATORS, REQUIRED
 from kvkit.operators.attributes import ATTRIBUTES
+from kvkit_cli.main import main as kvkit_main
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -25,6 +27,31 @@ MLA = "indexer_scores", "mla_absorb", "mla_append", "mla_attention", "mla_expand
 def test_readme_examples():
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
     run_examples("\n".join(blocks), "README.md")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/gallery.md"])
+def test_commands_of_pages(page, tmp_path, monkeypatch):
+    """Each line of the shell runs; what installs or tests the package is looked at only."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    programs = set()
+    for program, *words in script(ROOT / "docs" / "examples.py").commands(ROOT / page):
+        programs.add(program)
+        if program == "kvkit":
+            with pytest.raises(SystemExit) as ended:
+                kvkit_main(words, prog_name="kvkit")
+            assert (ended.value.code or 0) == (words[0] == "diff")
+        elif program == "make":
+            subprocess.run(["make", "-n", "-C", ROOT, *words], check=True, capture_output=True)
+        elif program == "python":
+            monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
+            monkeypatch.setattr(sys, "argv", words)
+            script(ROOT / words[0]).main()
+        else:
+            assert [program, *words] == ["pip", "install", "."]
+    assert programs == {"kvkit", *(("python",) if "gallery" in page else ("make", "pip"))}
+    assert (tmp_path / "report" / "pareto.svg").exists()
 
 
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)
@@ -145,7 +172,7 @@ def test_engine_layouts(tmp_path, capsys, monkeypatch):
 
 
 def test_figures_of_schemes_are_not_typed():
-    """The tables of README and of the page are what the study of the committed data gives."""
+    """The table of the page is what the study of the committed data gives."""
     example = script(ROOT / "examples" / "study_smollm2.py")
     study = example.studied()
     for path, page in example.updated(study).items():

@@ -3,11 +3,14 @@
 import configparser
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ import pytest
 import kvkit
 
 ROOT = Path(__file__).parents[2]
+REPOSITORY = "https://example.org/people/kvkit"
 SEEN = """
 import importlib.util
 for name in ("kvkit", "kvkit_cuda"):
@@ -71,16 +75,26 @@ def test_another_distribution_that_owns_the_files_is_named(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-def test_pypi_takes_the_metadata():
-    """Labels of addresses have 32 characters at most, and what users install pins no version."""
+def test_users_install_no_pinned_version():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    labels = [line.partition(" = ")[0] for line in setup["metadata"]["project_urls"].strip().splitlines()]
-    extras = setup["options.extras_require"]
-    required = [extras[name] for name in ("files", "torch", "transformers", "dask", "plot", "data")]
-    assert labels
-    assert max(map(len, labels)) <= 32
-    assert "==" not in setup["options"]["install_requires"] + "".join(required)
+    assert "==" not in setup["options"]["install_requires"]
+    for name, required in setup["options.extras_require"].items():
+        assert "==" not in required.replace("==13.*", ""), name  # a toolkit of CUDA 13
+
+
+def test_links_and_pictures_of_readme_lead_into_the_repository():
+    setup = runpy.run_path(str(ROOT / "setup.py"), run_name="not main")
+    here, there = (ROOT / "README.md").read_text(), setup["absolute"]
+    found = re.findall(setup["LINK"], here)
+    made = there(here, REPOSITORY, "1.0")
+    assert found
+    assert not re.findall(setup["LINK"], made)
+    for _, link in found:
+        kind = "raw" if link.endswith(".svg") else "blob"
+        assert f"{REPOSITORY}/{kind}/v1.0/{link}" in made
+        assert (ROOT / link.partition("#")[0]).exists(), link
+    assert there("[speed](#speed) [a](https://b)", REPOSITORY, "1.0") == "[speed](#speed) [a](https://b)"
 
 
 @pytest.fixture
@@ -112,13 +126,15 @@ def test_the_source_distribution_is_whole(copy, tmp_path):
 
 @pytest.mark.slow
 def test_the_wheel_works_where_nothing_else_is(copy, tmp_path):
-    """Built as people build it; in a new environment, away from the clone, README's first example runs."""
+    """Built as people build it, PyPI takes it, and in a new environment README's first example runs."""
 
     def run(*command):
         done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    settings = copy / "pyproject.toml"
+    settings.write_text(settings.read_text().replace('repository = ""', f'repository = "{REPOSITORY}"'))
     run(sys.executable, "-m", "build", "--outdir", tmp_path / "dist", copy)
     made = list((tmp_path / "dist").iterdir())
     assert sorted(path.suffix for path in made) == [".gz", ".whl"]
@@ -126,6 +142,7 @@ def test_the_wheel_works_where_nothing_else_is(copy, tmp_path):
     run(sys.executable, "-m", "venv", tmp_path / "environment")
     programs = tmp_path / "environment" / ("Scripts" if sys.platform == "win32" else "bin")
     (wheel,) = (path for path in made if path.suffix == ".whl")
+    pypi_takes(wheel)
     run(programs / "python", "-m", "pip", "install", "--quiet", wheel)
     shown = run(programs / "kvkit", "--help")
     assert "kvkit run" in shown
@@ -138,3 +155,26 @@ def test_the_wheel_works_where_nothing_else_is(copy, tmp_path):
     assert str(tmp_path / "environment") in told
     assert "failed=0" in told
     assert "attempted=0" not in told
+
+
+def pypi_takes(wheel):
+    """PyPI's own reader takes a wheel's metadata, and shows the page with its pictures."""
+    from packaging.metadata import Metadata
+    from readme_renderer import markdown
+
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        found = Metadata.from_email(archive.read(name), validate=True)
+    assert found.name == "kvkit-kernels"
+    assert found.author == "kvkit developers"
+    assert found.license_expression == "Apache-2.0"
+    assert list(found.project_urls) == ["Homepage", "Source", "Documentation", "Issues", "Changelog"]
+    assert all(address.startswith(REPOSITORY) for address in found.project_urls.values())
+    shown = markdown.render(found.description)
+    assert re.search(r'<img [^>]*src="https://', shown)
+    assert not re.search(r'(src|href)="(?!https?:|#)', shown)
+
+
+def test_pyproject_is_valid():
+    api = pytest.importorskip("validate_pyproject.api")
+    api.Validator()(tomllib.loads((ROOT / "pyproject.toml").read_text()))

@@ -22,7 +22,7 @@ MEASURES = {
 }  # fmt: skip
 LOGARITHMIC = "output_error", "kl"
 INK = {"light": "#1d2733", "dark": "#d7dee6"}
-MAPS = 8  # in a row
+MAPS = 4  # in a row
 NEAR, MOST_RINGS = (
     10,
     60,
@@ -104,7 +104,7 @@ def error_maps(study: Study, Figure: Any) -> Any:
 
 def pareto(study: Study, Figure: Any, ink: str) -> Any:
     """Draw error against bytes; the schemes that no other one beats in both are joined."""
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    figure = Figure(figsize=(4.8, 3.4), layout="constrained")
     ax = figure.subplots()
     points = sorted((one.bits, one.advised_error, one.scheme) for one in study.summary)
     front, best = [], np.inf
