@@ -111,7 +111,7 @@ LIMITS = {
     "lines of kvkit": 46_420,
     "lines of kvkit_cuda": 8_200,
     "lines of cli": 2_640,
-    "lines of tests": 40_640,
+    "lines of tests": 40_700,
     "calls of locals()": 0,
     "class names that stand twice": 0,
     "functions of one name": 3,

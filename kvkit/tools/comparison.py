@@ -30,7 +30,6 @@ BY_AXIS = "l", "s", "b", "h", "g", "sequence"  # along which differing elements 
 BLOCK = 2**25  # bytes that are compared at a time
 MOST_TRIED = 2**22  # bytes of an array that causes are tried on
 LEAST_NAMED = 8  # heads, layers or pages that are listed
-MOST_TICKS = 12  # of layers or heads in a map
 
 
 @dataclass(frozen=True)
@@ -404,13 +403,13 @@ def draw_maps(path: FilePath, maps: Mapping[str, Any]) -> None:
     places = figure.subplots(len(maps), squeeze=False)[:, 0]
     for axes, (name, (counts, letters)) in zip(places, maps.items(), strict=True):
         outer = [letters.index(axis) for axis in "lh" if axis in letters[: counts.ndim]]
-        lengths = [counts.shape[axis] for axis in outer]
-        table = np.moveaxis(counts, outer, range(len(outer))).reshape(math.prod(lengths), -1)
-        image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap="viridis")
-        rows = len(table) // lengths[0] if lengths else 1  # of a layer, or of a head
-        ticks = range(0, len(table), rows * -(-len(table) // rows // MOST_TICKS))
+        table = np.moveaxis(counts, outer, range(len(outer))).reshape(
+            math.prod(counts.shape[axis] for axis in outer), -1
+        )
+        rows = counts.shape[outer[1]] if len(outer) == 2 else 1  # of a layer, or of a head
+        ticks = range(0, len(table), rows * -(-len(table) // rows // 12))
         axes.set_yticks(ticks, [str(row // rows) for row in ticks])
-        words = {"l": "layer", "h": "head"}[letters[outer[0]]] if outer else ""
-        axes.set(title=name, xlabel="token", ylabel=words)
+        axes.set(title=name, xlabel="token", ylabel="layer" if "l" in letters else "head")
+        image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap="viridis")
         figure.colorbar(image, ax=axes, label="differing elements")
     figure.savefig(path, dpi=120)

@@ -61,13 +61,7 @@ def test_another_distribution_that_owns_the_files_is_named(tmp_path):
     start = (
         f"import sys; sys.path[:0] = {path}; sys.argv[1:] = ['info']; import kvkit_cli.__main__ as program"
     )
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        "-c",
-        f"{start}; program.start()",
-    ]  # without what a clone puts on the path
+    command = [sys.executable, "-I", "-S", "-c", f"{start}; program.start()"]  # no path of a clone
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("kvkit: No module named 'kvkit.errors'; kvkit-kernels ")
