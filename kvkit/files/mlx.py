@@ -1,24 +1,75 @@
 """Prompt caches of MLX: safetensors files whose metadata has a class for each layer.
 
-Tensors are called LAYER.PART, in the order of each class's state; the metadata's 0 has the numbers of each
-layer, 1 what its owner added, 2 the class of each layer. What is known of a class becomes ``cache.LAYER.KV``.
+Tensors are called LAYER.PART, in the order of each class's state. Before mlx-lm 0.32 the metadata's 0 has the
+numbers of each layer, 1 what its owner added, 2 the class of each layer, and keys end with the last token.
+Since then 0 is the owner's, 1 has the classes, numbers are tensors without axes, which 2 lists, and there are
+rows behind the last token. What is known of a class becomes ``cache.LAYER.KV``, rows in the order of tokens.
 """
 
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from kvkit.errors import brief
+from kvkit.files import tensors
+from kvkit.files.arrays import nested
 from kvkit.files.contents import Contents
-from kvkit.files.description import Description
+from kvkit.files.description import Description, parse_description
 from kvkit.files.errors import file_error
 from kvkit.typed import Array, FilePath
 
 LINE = "l kv | b h n c"
-CLASSES = re.compile(r"2\.(\d{1,6})")
-PLAIN = "KVCache", "ConcatenateKVCache"
-CODED = "QuantizedKVCache"
+LAYOUTS = {"mlx": True, "mlx-0.31": False}  # whether prompt caches that are written in a layout are new ones
+FLOATS, CODED = "KVCache", "QuantizedKVCache"
+FIELDS = {  # numbers in the state of a class, and before 0.32 in the metadata; None if they do not suffice
+    FLOATS: (("offset",), ()),
+    "ConcatenateKVCache": ((), ()),
+    CODED: (("offset", "group", "bits"),) * 2,
+    "RotatingKVCache": (("offset", "keep", "most", "next"), ("keep", "most", "offset", "next")),
+    "ChunkedKVCache": (("offset", "chunk", "start"), None),
+}
 PARTS = "cache", "scales", "minima"  # of a coded layer: words of codes, and what they are turned back with
+OTHERS = {"cache": "cache", "scales": "scale", "minima": "minimum"}  # what `kvkit.formats.encode` calls them
+FORMAT = re.compile(r"mlx([234568]):g(16|32|64|128)")
+
+
+@dataclass(frozen=True)
+class PromptLayer:
+    """A layer: keys and values, each a list of its parts [batch, heads, rows, elements], and its numbers."""
+
+    sides: Sequence[Sequence[Array]]
+    numbers: Mapping[str, int]
+
+    @property
+    def rows(self) -> int:
+        return int(self.sides[0][0].shape[2])
+
+    @property
+    def runs(self) -> list[slice]:
+        """Return the rows that are tokens, in the order of tokens: a ring follows the rows that are kept."""
+        offset, at = self.numbers.get("offset", self.rows), self.numbers.get("next")
+        if at is None:
+            return [slice(0, offset - self.numbers.get("start", 0))]
+        keep = self.numbers["keep"]
+        turned = at < min(offset, self.rows)
+        return [slice(0, keep), slice(at, self.rows), slice(keep, at)] if turned else [slice(0, at)]
+
+    @property
+    def missing(self) -> int:
+        """Return how many tokens, behind those that are kept, are there no longer."""
+        there = sum(run.stop - run.start for run in self.runs)
+        return max(self.numbers.get("offset", 0) - there, 0)
+
+    @property
+    def sound(self) -> bool:
+        """Return whether all parts have as many rows, and no run ends behind them."""
+        rows = {part.shape[2] for side in self.sides for part in side}
+        return len(rows) == 1 and all(0 <= run.start <= run.stop <= self.rows for run in self.runs)
 
 
 def is_cache(contents: Contents) -> bool:
@@ -27,56 +78,103 @@ def is_cache(contents: Contents) -> bool:
 
 
 def read(path: FilePath, contents: Contents) -> Contents:
-    """Return the contents with kvkit's names, if all layers are of known classes."""
+    """Return the contents with kvkit's names, as far as layers are of known classes."""
     texts = contents.metadata
-    by_layer = {int(match[1]): texts[name] for name in texts if (match := CLASSES.fullmatch(name))}
-    if sorted(by_layer) != list(range(len(by_layer))):
+    new = texts["2.0"] == "" and "1.0" in texts
+    kinds = classes_of(path, texts, "1." if new else "2.")
+    owner = {name[2:]: text for name, text in texts.items() if name.startswith("0." if new else "1.")}
+    said = own_description(path, owner.pop(tensors.METADATA, None))
+    found = replace(contents, metadata={"classes": kinds, "metadata": owner}, kind="prompt cache of MLX")
+    known = {}
+    for number, kind in enumerate(kinds):
+        fields = FIELDS.get(kind, (None, None))[0 if new else 1]
+        empty = new and found.arrays.get(f"{number}.0", np.zeros(1)).size == 0
+        if fields is not None and not empty:
+            known[number] = read_layer(path, found.arrays, texts, number, fields, new)
+    others = sorted({brief(kind) for number, kind in enumerate(kinds) if number not in known})
+    notes = [f"layers are of class {', '.join(others)}: what their arrays mean is not known here"]
+    notes = notes if others else []
+    if len({kinds[number] == CODED for number in known}) > 1:
+        raise file_error(path, "it has layers of codes and layers of floats")
+    return with_layers(path, found, known, said, notes) if known else replace(found, notes=tuple(notes))
+
+
+def classes_of(path: FilePath, texts: Mapping[str, str], group: str) -> list[str]:
+    """Return the class of every layer."""
+    found = {name[len(group) :]: text for name, text in texts.items() if name.startswith(group)}
+    if not all(name.isdecimal() and re.fullmatch(r"[A-Za-z_]\w*", text) for name, text in found.items()):
+        raise file_error(path, "a prompt cache of MLX in a format that kvkit does not know", "update kvkit")
+    if found.keys() != {str(layer) for layer in range(len(found))}:
         raise file_error(path, "its metadata does not name the class of every layer")
-    kinds = [by_layer[layer] for layer in range(len(by_layer))]
-    about = {"classes": kinds, "metadata": {k[2:]: text for k, text in texts.items() if k.startswith("1.")}}
-    found = replace(contents, metadata=about, kind="prompt cache of MLX")
-    if set(kinds) <= set(PLAIN):
-        return with_float_layers(path, found, len(kinds))
-    if set(kinds) == {CODED}:
-        return with_coded_layers(path, found, len(kinds), texts)
-    others = ", ".join(brief(kind) for kind in sorted(set(kinds) - {*PLAIN, CODED})) or "several"
-    return replace(found, notes=(f"layers are of class {others}: what their arrays mean is not known here",))
+    return [found[str(layer)] for layer in range(len(found))]
 
 
-def with_float_layers(path: FilePath, found: Contents, layers: int) -> Contents:
-    """Return the contents of layers of floats."""
+def own_description(path: FilePath, text: str | None) -> Description:
+    """Return what kvkit said of a cache that it wrote."""
+    try:
+        return parse_description(path, json.loads(text)["description"] if text else None)
+    except (LookupError, TypeError, ValueError):
+        raise file_error(path, f"its metadata {tensors.METADATA} is damaged") from None
+
+
+def read_layer(
+    path: FilePath,
+    arrays: Mapping[str, Array],
+    texts: Mapping[str, str],
+    number: int,
+    fields: Sequence[str],
+    new: bool,
+) -> PromptLayer:
+    """Return a layer, with its numbers from tensors of a new file, or from the texts of an old one."""
+    numbers = {}
+    for i, field in enumerate(fields):
+        name = f"{number}.{i + 2}" if new else f"0.{number}.{i}"
+        text = str(arrays[name]) if new and name in arrays else texts.get(name, "")
+        if not (text.isascii() and text.isdecimal() and len(text) < 19):
+            raise file_error(path, f"layer {number} has no {field}: {name} is {brief(text) or 'missing'}")
+        numbers[field] = int(text)
+    parts = (".0", ".1", ".2") if "bits" in numbers else ("",)
+    sides = [[find_tensor(path, arrays, f"{number}.{kv}{part}", 4) for part in parts] for kv in range(2)]
+    layer = PromptLayer(sides, numbers)
+    if not layer.sound:
+        raise file_error(path, f"layer {number} has {layer.rows} rows, which contradicts {numbers}")
+    return layer
+
+
+def with_layers(
+    path: FilePath, found: Contents, known: Mapping[int, PromptLayer], said: Description, notes: list[str]
+) -> Contents:
+    """Return the contents with the rows of known layers, one behind the other."""
     arrays = {
-        f"cache.{layer}.{kv}": find_tensor(path, found.arrays, f"{layer}.{kv}", 4)
-        for layer in range(layers)
-        for kv in range(2)
+        f"{name}.{at}.{kv}": runs[0] if len(runs) == 1 else np.concatenate(runs, 2)
+        for at, layer in enumerate(known.values())
+        for kv, side in enumerate(layer.sides)
+        for name, part in zip(PARTS, side, strict=False)
+        for runs in [[part[:, :, run] for run in layer.runs]]
     }
-    return replace(found, arrays=arrays, description=describe_arrays(arrays, layers))
-
-
-def with_coded_layers(path: FilePath, found: Contents, layers: int, texts: Mapping[str, str]) -> Contents:
-    """Return the contents of layers of codes, which have one width and group size."""
-    numbers = {tuple(texts.get(f"0.{layer}.{i}", "") for i in (1, 2)) for layer in range(layers)}
-    if len(numbers) != 1 or not all(text.isascii() and text.isdecimal() for text in min(numbers)):
-        raise file_error(path, "its layers have codes of several kinds, or none is said")
-    group, bits = map(int, min(numbers))
-    if bits not in (2, 3, 4, 5, 6, 8) or group not in (16, 32, 64, 128):
-        raise file_error(path, f"codes of {bits} bits in groups of {group} are none of MLX's")
-    arrays = {
-        f"{name}.{layer}.{kv}": find_tensor(path, found.arrays, f"{layer}.{kv}.{part}", 4)
-        for part, name in enumerate(PARTS)
-        for layer in range(layers)
-        for kv in range(2)
-    }
-    said = describe_arrays(arrays, layers)
-    sizes = {axis: count for axis, count in said.sizes.items() if axis != "c"}  # which are words of codes
-    notes = (f"values are code x scale + minimum, in groups of {group}: words of 32 bits, low codes first",)
+    taken = {f"{number}.{i}" for number, layer in known.items() for i in range(2 + len(layer.numbers))}
+    others = {name: array for name, array in found.arrays.items()
+              if ".".join(name.split(".")[:2]) not in taken}  # fmt: skip
+    if [*known] != list(range(len(known))):
+        others["layers"] = np.array([*known])
+    for number, layer in known.items():
+        if layer.missing:
+            keep = layer.numbers.get("keep", 0)
+            notes.append(f"layer {number} has a window: row {keep} is token {keep + layer.missing}")
+    sizes, metadata, format = sizes_of(arrays, len(known)), found.metadata, str(arrays["cache.0.0"].dtype)
+    coding = {f"mlx{layer.numbers.get('bits')}:g{layer.numbers.get('group')}" for layer in known.values()}
+    if "scales.0.0" in arrays:
+        if len(coding) != 1 or not (match := FORMAT.fullmatch(format := min(coding))):
+            raise file_error(path, f"it has codes of {', '.join(sorted(coding))}, not of one format of MLX's")
+        bits, group = map(int, match.groups())
+        metadata = metadata | {"bits": bits, "group": group, "head_dim": sizes.get("c", 0) * 32 // bits}
+        sizes = {axis: count for axis, count in sizes.items() if axis not in "cv"}  # which are words of codes
+        notes.append(
+            f"values are code x scale + minimum, in groups of {group}: words of 32 bits, low codes first"
+        )
+    described = replace(said, layout=LINE, sizes=sizes, format=format, rope_applied=True)
     return replace(
-        found,
-        arrays=arrays,
-        metadata=found.metadata
-        | {"bits": bits, "group": group, "head_dim": said.sizes.get("c", 0) * 32 // bits},
-        description=replace(said, sizes=sizes, format=f"mlx{bits}:g{group}"),
-        notes=notes,
+        found, arrays=arrays | others, metadata=metadata, description=described, notes=tuple(notes)
     )
 
 
@@ -89,8 +187,8 @@ def find_tensor(path: FilePath, arrays: Mapping[str, Array], name: str, axes: in
     return arrays[name]
 
 
-def describe_arrays(arrays: Mapping[str, Array], layers: int) -> Description:
-    """Return the line and sizes of a cache's arrays, as far as all layers have the same."""
+def sizes_of(arrays: Mapping[str, Array], layers: int) -> dict[str, int]:
+    """Return the sizes of a cache's arrays, as far as all layers have the same."""
     shapes = {(kv, arrays[f"cache.{layer}.{kv}"].shape) for layer in range(layers) for kv in range(2)}
     sizes = {"l": layers}
     if len(shapes) == 2:
@@ -98,4 +196,54 @@ def describe_arrays(arrays: Mapping[str, Array], layers: int) -> Description:
         sizes |= dict(zip("bhnc", keys, strict=True))
         if values[3] != keys[3]:
             sizes["v"] = values[3]
-    return Description(LINE, sizes, arrays["cache.0.0"].dtype.name, rope_applied=True)
+    return sizes
+
+
+def write(
+    path: FilePath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str, Any], description: Description
+) -> None:
+    """Write a cache of layout "mlx" as a prompt cache of mlx-lm 0.32, of "mlx-0.31" as one of older versions.
+
+    mlx-lm loads no file with other arrays, and all of its sequences have the same tokens.
+    """
+    coded = FORMAT.fullmatch(description.format or "")
+    names = [
+        name if nested(arrays, name) is not None else OTHERS[name] for name in PARTS[: 3 if coded else 1]
+    ]
+    found = [nested(arrays, name) for name in names]
+    if any(part is None for part in found) or not is_whole(arrays, found[0]):
+        wanted = "all tokens of each b, in order, and nothing beside them"
+        raise file_error(
+            path, f"a prompt cache of MLX has {wanted}", "convert with --page-size longest, or to .npz"
+        )
+    new, made, texts = LAYOUTS[str(description.layout)], {}, {}
+    for layer, parts in enumerate(zip(*found, strict=True)):
+        for kv in range(2):
+            for i, part in enumerate(parts):
+                array = np.asarray(part[kv])
+                words = array.view(np.uint32) if coded and not i else array
+                made[f"{layer}.{kv}" + f".{i}" * bool(coded)] = words
+        numbers = [made[f"{layer}.0" + ".0" * bool(coded)].shape[2]]
+        numbers += [int(number) for number in coded.groups()[::-1]] if coded else []
+        texts[f"{'1' if new else '2'}.{layer}"] = CODED if coded else FLOATS
+        if new:
+            made |= {f"{layer}.{i}": np.array(number, np.int32) for i, number in enumerate(numbers, 2)}
+        else:
+            texts |= {f"0.{layer}.{i}": str(number) for i, number in enumerate(numbers) if coded}
+            texts |= {} if coded else {f"0.{layer}": ""}
+    if new:
+        scalars = [name for name, array in made.items() if array.ndim == 0]
+        texts["2.0"] = ""
+        for i, name in enumerate(scalars, 1):
+            texts |= {f"2.{i}.0": name, f"2.{i}.1": "scalar"}
+    texts[f"{'0' if new else '1'}.{tensors.METADATA}"] = tensors.text_of(metadata)
+    tensors.write_tensors(path, made, texts)
+
+
+def is_whole(arrays: Mapping[str, ArrayLike], cache: Any) -> bool:
+    """Return whether arrays are a cache alone, of which each b is a sequence that fills it."""
+    blocks, _, rows, _ = np.shape(cache[0][0])
+    pages, lengths = (np.ravel(np.asarray(arrays.get(name, ()))) for name in ("block_tables", "context_lens"))
+    others = {name.partition(".")[0] for name in arrays} - {*PARTS, *OTHERS.values()}
+    whole = {"block_tables", "context_lens", "page_size"} >= others and set(lengths.tolist()) <= {rows}
+    return whole and pages.tolist() in ([], [*range(blocks)])

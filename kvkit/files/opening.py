@@ -93,7 +93,8 @@ def write(
     Parameters
     ----------
     path : path
-        The file, whose name ends in .npz, .npy or .safetensors.
+        The file, whose name ends in .npz, .npy or .safetensors; with the layout "mlx" or "mlx-0.31" the last is
+        a prompt cache of mlx-lm.
     arrays : array, nested lists of arrays, or mapping
         A cache, as its layout has it; or arrays, and lists of them, by name, the cache as ``"cache"``.
     description : Description, optional
@@ -131,6 +132,8 @@ def write(
         npz.write(path, whole, about, advance)
     elif suffix == ".npy":
         npy.write(path, whole, advance)
+    elif suffix == ".safetensors" and description is not None and description.layout in mlx.LAYOUTS:
+        mlx.write(path, whole, about, description)
     elif suffix == ".safetensors":
         tensors.write(path, whole, about)
     else:

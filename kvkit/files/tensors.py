@@ -92,6 +92,16 @@ def read_tensor(path: FilePath, name: str, about: Mapping[str, Any], body: Array
 
 def write(path: FilePath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str, Any] | None = None) -> None:
     """Write tensors, and metadata as one text of JSON, to a locked file that then takes the path's place."""
+    write_tensors(path, arrays, {METADATA: text_of(metadata or {})})
+
+
+def text_of(metadata: Mapping[str, Any]) -> str:
+    """Return metadata as one text of JSON."""
+    return json.dumps({"version": VERSION, "producer": f"kvkit {__version__}", **metadata})
+
+
+def write_tensors(path: FilePath, arrays: Mapping[str, ArrayLike], texts: Mapping[str, str]) -> None:
+    """Write tensors and texts to a locked file that then takes the path's place."""
     check_target(path)
     whole: dict[str, Array] = {}
     for name, given in arrays.items():
@@ -103,9 +113,8 @@ def write(path: FilePath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str
         whole[name] = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
     # Tensors of the largest elements come first, so that each begins at a multiple of its element's size.
     whole = dict(sorted(whole.items(), key=lambda item: (-item[1].itemsize, item[0])))
-    text = json.dumps({"version": VERSION, "producer": f"kvkit {__version__}", **(metadata or {})})
     with name_in_errors(path), replacing(path) as file:
-        file.write(header_of(whole, {METADATA: text}))
+        file.write(header_of(whole, texts))
         for array in whole.values():
             file.write(array.reshape(-1).view(np.uint8).data)
 

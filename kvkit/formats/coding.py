@@ -179,7 +179,7 @@ def check_numbers(x: ArrayLike, format: Format, found: bool) -> tuple[Array, np.
         what = "NaN" if np.isnan(x[place]) else "infinity"
         scaled = " with a scale that is found" if format.find == "given" and found else ""
         raise argument_error("x", f"finite numbers, for {format}{scaled}", f"{what} at {place}")
-    in_byte = 8 // format.code.bits if 8 % format.code.bits == 0 else 1
+    in_byte = packing.codes_together(format)
     by_tokens = format.along == "tokens"
     group = format.group if format.per == "group" else 1
     elements = math.lcm(group or 1, format.block or 1, 1 if by_tokens else in_byte)

@@ -29,7 +29,7 @@ from kvkit.formats.elements import (
 
 FULL_INT8 = replace(INT8, limits=(-128, 127))
 FULL_INT4 = replace(INT4, dtype=BYTE, limits=(-8, 7), numbers=tuple(range(-8, 8)))  # stored as code + 8
-UINT5 = Element("uint5", BYTE, 5, limits=(0, 31))
+UINT3, UINT5, UINT6 = (Element(f"uint{n}", BYTE, n, limits=(0, 2**n - 1)) for n in (3, 5, 6))
 E2M1 = Element(
     "e2m1", BYTE, 4, 2, (-6, 6), numbers=(0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 )
@@ -172,7 +172,7 @@ ALL = (
     *(
         Format(f"mlx{code.bits}", code, "edge", None, "minimum", group=64, takes=("g32", "g64", "g128"),
                source="MLX, affine")
-        for code in (UINT2, UINT4, UINT8)
+        for code in (UINT2, UINT3, UINT4, UINT5, UINT6, UINT8)
     ),
     Format("mlx_mxfp4", E2M1, "power", E8M0, rounding="lower", exponent="ceil", source="MLX"),
     Format("mlx_mxfp8", E4M3, "power", E8M0, exponent="ceil", source="MLX"),

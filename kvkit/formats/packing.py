@@ -1,5 +1,7 @@
 """Codes of a few bits in bytes, and the parts of a block behind one another."""
 
+import math
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -10,15 +12,16 @@ from kvkit.typed import Array
 
 
 def pack_codes(codes: Array, bits: int, halves: bool) -> Array:
-    """Pack codes [..., n] into uint8 [..., n * bits / 8]; of codes of 5 bits the low four bits."""
+    """Pack codes [..., n] into uint8 [..., n * bits / 8], the first ones in the low bits."""
     if bits == 8:
         return codes
-    if bits == 5:
-        return pack_codes(codes & 15, 4, halves)
     if halves:
         low, high = np.split(codes, 2, -1)
         pairs: Array = low | high << 4
         return pairs
+    if 8 % bits:
+        planes = np.unpackbits(codes[..., None], -1, bits, bitorder="little")
+        return np.packbits(planes.reshape(*codes.shape[:-1], -1), -1, bitorder="little")
     in_byte = 8 // bits
     data = codes[..., ::in_byte].copy()
     for i in range(1, in_byte):
@@ -27,18 +30,25 @@ def pack_codes(codes: Array, bits: int, halves: bool) -> Array:
 
 
 def unpack_codes(data: Array, bits: int, halves: bool) -> Array:
-    """Unpack bytes into codes, uint8 [..., n]; of codes of 5 bits the low four bits."""
+    """Unpack bytes into codes, uint8 [..., n]."""
     if bits == 8:
         return data
-    if bits == 5:
-        return unpack_codes(data, 4, halves)
     if halves:
         return np.concatenate((data & 15, data >> 4), -1)
+    count = data.shape[-1] * 8 // bits
+    if 8 % bits:
+        planes = np.unpackbits(data, -1, count * bits, bitorder="little")
+        return np.packbits(planes.reshape(*data.shape[:-1], count, bits), -1, bitorder="little")[..., 0]
     in_byte = 8 // bits
-    codes = np.empty((*data.shape[:-1], data.shape[-1] * in_byte), np.uint8)
+    codes = np.empty((*data.shape[:-1], count), np.uint8)
     for i in range(in_byte):
         codes[..., i::in_byte] = data >> np.uint8(i * bits) & np.uint8((1 << bits) - 1)
     return codes
+
+
+def codes_together(format: Format) -> int:
+    """Return the fewest codes that fill bytes."""
+    return 8 // math.gcd(8, format.code.bits)
 
 
 def high_bits(codes: Array) -> Array:
@@ -106,11 +116,16 @@ def load_scales(stored: Array, format: Format) -> Array:
 # Blocks
 
 
+def byte_bits(format: Format) -> int:
+    """Return the bits of a code in its bytes: all, but for a fifth that lies apart."""
+    return format.code.bits - ("high" in format.order)
+
+
 def part_widths(format: Format, elements: int, scale: Element) -> dict[str, int]:
     """Return the bytes of each part of a block of so many elements, in order."""
-    bits, count = format.code.bits, elements // format.group if format.group else 1
+    bits, count = byte_bits(format), elements // format.group if format.group else 1
     known = {
-        "codes": elements * (bits if 8 % bits == 0 else bits - 1) // 8,
+        "codes": elements * bits // 8,
         "high": elements // 8,
         "scale": scale.bytes(count),
         "minimum": scale.bytes(count),
@@ -129,7 +144,7 @@ def pack_blocks(
     codes = codes.reshape(*outer, dim // elements, elements)
     groups = (*codes.shape[:-1], elements // (format.group or elements))
     parts = {
-        "codes": pack_codes(codes, format.code.bits, format.halves),
+        "codes": pack_codes(codes & np.uint8(2 ** byte_bits(format) - 1), byte_bits(format), format.halves),
         "scale": to_bytes(scales.reshape(groups), scale),
     }
     if "high" in format.order:
@@ -150,7 +165,7 @@ def count_elements(format: Format, width: int) -> int:
         size = sum(part_widths(format, format.block, format.scale_type()).values())
         elements, rest = width // size * format.block, width % size
     else:
-        unit = format.group or 8 // format.code.bits
+        unit = format.group or codes_together(format)
         fixed = sum(part_widths(format, 0, format.scale_type()).values())
         each = sum(part_widths(format, unit, format.scale_type()).values()) - fixed
         elements, rest = (width - fixed) // each * unit, (width - fixed) % each
@@ -167,7 +182,7 @@ def split_blocks(format: Format, rows: Array) -> dict[str, Array]:
     blocks = rows.reshape(*outer, dim // elements if elements else 0, sum(sizes.values()))
     ends = np.cumsum([*sizes.values()])[:-1]
     parts = dict(zip(sizes, np.split(blocks, ends, -1), strict=True))
-    codes = unpack_codes(parts["codes"], format.code.bits, format.halves)
+    codes = unpack_codes(parts["codes"], byte_bits(format), format.halves)
     return parts | {"codes": with_high_bits(codes, parts["high"]) if "high" in parts else codes}
 
 

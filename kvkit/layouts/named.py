@@ -193,8 +193,12 @@ NAMED = MappingProxyType({
         f"{LISTS}, layers[i].keys and .values; n is the longest sequence, or a static cache's room",
     ),
     "mlx": Named(
-        "l kv | b h n c", "MLX", "KVCache", "mlx-lm@d78bf58:mlx_lm/models/cache.py", "S",
-        f"{LISTS}; n grows by 256, and tokens from offset on are not there",
+        "l kv | b h n c", "MLX", "mlx-lm 0.32", "mlx-lm 0.32.2:mlx_lm/models/cache.py", "A",
+        f"{LISTS}; n grows by 256, rows from offset on are no tokens; .safetensors files are prompt caches",
+    ),
+    "mlx-0.31": Named(
+        "l kv | b h n c", "MLX", "before mlx-lm 0.32", "mlx-lm 0.31.3:mlx_lm/models/cache.py", "A",
+        f"{LISTS}; files end with the last token; .safetensors files are prompt caches",
     ),
     "ort-gqa": Named(
         "l kv | b h n c", "ONNX Runtime", "GroupQueryAttention", "operator of 1.31", "A",

@@ -186,66 +186,6 @@ def test_names_that_are_no_list():
         assert files.nested(dict.fromkeys(names, np.zeros(2))) is None
 
 
-# Prompt caches of MLX
-
-
-def mlx_file(path, state, numbers, classes, owner=None):
-    """As `save_prompt_cache` writes it: trees flattened to names with dots between."""
-    texts = {}
-    for i, entry in enumerate(numbers):
-        texts |= (
-            {f"0.{i}": entry} if isinstance(entry, str) else {f"0.{i}.{j}": x for j, x in enumerate(entry)}
-        )
-    texts |= {f"1.{name}": text for name, text in (owner or {}).items()}
-    texts |= {f"2.{i}": name for i, name in enumerate(classes)}
-    safetensors.numpy.save_file(state, path, texts)
-
-
-def test_prompt_caches_of_mlx(tmp_path, rng):
-    path = tmp_path / "prompt.safetensors"
-    state = {f"{i}.{j}": filled(rng, (1, 3, 7, 8), np.dtype("f2")) for i in range(2) for j in range(2)}
-    mlx_file(path, state, ["", ""], ["KVCache"] * 2, {"model": "m"})
-    found = files.read(path)
-    assert found.kind == "prompt cache of MLX"
-    assert found.description == Description(
-        "l kv | b h n c", {"l": 2, "b": 1, "h": 3, "n": 7, "c": 8}, "float16",
-        rope_applied=True,
-    )  # fmt: skip
-    assert found.metadata == {"classes": ["KVCache"] * 2, "metadata": {"model": "m"}}
-    for name, array in state.items():
-        assert_same(found.arrays[f"cache.{name}"], array)
-
-
-def test_coded_prompt_caches_of_mlx(tmp_path, rng):
-    path, state = tmp_path / "prompt.safetensors", {}
-    for name in ("0.0", "0.1", "1.0", "1.1"):
-        state[f"{name}.0"] = filled(rng, (1, 3, 7, 8), np.dtype("u4"))
-        state[f"{name}.1"], state[f"{name}.2"] = (filled(rng, (1, 3, 7, 1), np.dtype("f2")) for _ in range(2))
-    mlx_file(path, state, [("7", "64", "4")] * 2, ["QuantizedKVCache"] * 2)
-    found = files.read(path)
-    assert found.description.sizes == {"l": 2, "b": 1, "h": 3, "n": 7}
-    assert found.description.format == "mlx4:g64"
-    assert [found.metadata[name] for name in ("bits", "group", "head_dim")] == [4, 64, 64]
-    for name, array in state.items():
-        where, part = name[:-2], ("cache", "scales", "minima")[int(name[-1])]
-        assert_same(found.arrays[f"{part}.{where}"], array)
-    del state["1.1.2"]
-    mlx_file(path, state, [("7", "64", "4")] * 2, ["QuantizedKVCache"] * 2)
-    with pytest.raises(FileError, match=r"tensor 1\.1\.2 is missing"):
-        files.read(path)
-    mlx_file(path, state, [("7", "64", "x")] * 2, ["QuantizedKVCache"] * 2)
-    with pytest.raises(FileError, match="codes of several kinds, or none is said"):
-        files.read(path)
-
-
-def test_classes_of_mlx_that_are_not_known_keep_their_names(tmp_path):
-    state = {"0.0": np.zeros((1, 2, 3, 4), np.float32), "0.1": np.zeros((1, 2, 3, 4), np.float32)}
-    mlx_file(tmp_path / "x.safetensors", state, [("4", "8", "3", "3")], ["RotatingKVCache"])
-    found = files.read(tmp_path / "x.safetensors")
-    assert (set(found.arrays), found.description) == (set(state), Description())
-    assert found.notes == ("layers are of class RotatingKVCache: what their arrays mean is not known here",)
-
-
 # Wrong files
 
 

@@ -44,7 +44,7 @@ REFERENCE = {
        for code, word, rounding in (("int8", "trunc", "trunc"), ("int8", "rint", "even"),
                                     ("e4m3", "rint", "even"))},
     **{f"lmdeploy_int{bits}": partial(oracle.lmdeploy, bits=bits) for bits in (8, 4)},
-    **{f"mlx{bits}:g32": partial(oracle.mlx_affine, bits=bits) for bits in (2, 4, 8)},
+    **{f"mlx{bits}:g32": partial(oracle.mlx_affine, bits=bits) for bits in (2, 3, 4, 5, 6, 8)},
     **{f"kivi_{side}{bits}": partial(oracle.kivi, bits=bits) for side in ("key", "value") for bits in (2, 4)},
     **{name: power(name, "e4m3" if "8" in name else "e2m1")
        for name in ("mxfp4", "mxfp4:ceil", "mxfp8", "mxfp8:ceil", "mlx_mxfp4", "mlx_mxfp8")},
@@ -255,7 +255,7 @@ RMS = {
     "mlx_mxfp8": 0.0285,
 }  # fmt: skip
 LATENT = {"ds_mla": 576, "ds_v4": 512}  # elements of their rows
-LESS_THAN = {8: 0.04, 4: 0.13, 2: 0.7}  # int2 has -1, 0 and 1
+LESS_THAN = {8: 0.04, 6: 0.04, 5: 0.07, 4: 0.13, 3: 0.3, 2: 0.7}  # int2 has -1, 0 and 1
 
 
 @pytest.mark.cpu

@@ -32,7 +32,7 @@ def test_gguf_reads_iq4_nl(rng):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_mlx_affine(rng, bits, group, dtype):
     mx = pytest.importorskip("mlx.core")

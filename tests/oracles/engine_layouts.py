@@ -245,7 +245,7 @@ def make(L, B, N, H, C):
         per_layer = H * head
         return (b,), layer * per_layer + h * head + kv * (N * C) + n * token + c
 
-    for name in ("hf", "mlx", "ort-gqa"):
+    for name in ("hf", "mlx", "mlx-0.31", "ort-gqa"):
 
         @layout(name, (L, 2), (B, H, N, C))
         def _(layer, kv, b, n, h, c):
