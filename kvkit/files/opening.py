@@ -93,8 +93,8 @@ def write(
     Parameters
     ----------
     path : path
-        The file, whose name ends in .npz, .npy or .safetensors; with the layout "mlx" or "mlx-0.31" the last is
-        a prompt cache of mlx-lm.
+        The file, whose name ends in .npz, .npy or .safetensors; the last is a prompt cache of mlx-lm with the
+        layout "mlx" or "mlx-0.31".
     arrays : array, nested lists of arrays, or mapping
         A cache, as its layout has it; or arrays, and lists of them, by name, the cache as ``"cache"``.
     description : Description, optional
