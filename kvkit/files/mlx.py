@@ -62,7 +62,7 @@ class PromptLayer:
     @property
     def missing(self) -> int:
         """Return how many tokens, behind those that are kept, are there no longer."""
-        there = sum(run.stop - run.start for run in self.runs)
+        there: int = sum(run.stop - run.start for run in self.runs)
         return max(self.numbers.get("offset", 0) - there, 0)
 
     @property
