@@ -24,8 +24,8 @@ LONGROPE = "long=True or long=False, the list that all keys were made with"
 class Rope:
     """The rotary position embedding of a model's keys.
 
-    Pair i of the first ``rotary_dim`` elements is rotated by ``position * frequencies[i]``. The other
-    elements are left alone.
+    Pair i of ``rotary_dim`` elements is rotated by ``position * frequencies[i]``. The elements before
+    ``begin`` and behind the pairs are left alone.
 
     Parameters
     ----------
@@ -39,6 +39,8 @@ class Rope:
         As ``rope_parameters`` of transformers: ``rope_type`` is ``"default"``, ``"linear"``, ``"llama3"``,
         ``"yarn"`` or ``"longrope"``, beside its numbers. Of longrope ``long`` says which list all keys were
         made with. Of several position axes (``mrope_section``) only text is taken, and ``text_only`` says so.
+    begin : int
+        The element that the rotated ones begin at: 128 in DeepSeek's keys, 512 in latent rows.
 
     Attributes
     ----------
@@ -64,6 +66,7 @@ class Rope:
     theta: float = 1e4
     interleaved: bool = False
     scaling: Mapping[str, Any] | None = None
+    begin: int = 0
     frequencies: Array = field(init=False, repr=False, compare=False)
     attention_factor: float = field(init=False, repr=False, compare=False)
 
@@ -73,6 +76,7 @@ class Rope:
         if positive_number("theta", self.theta) <= 1:
             raise argument_error("theta", "a number above 1", self.theta)
         flag("interleaved", self.interleaved)
+        integer("begin", self.begin, 0)
         if self.scaling is not None and not isinstance(self.scaling, Mapping):
             raise argument_error("scaling", "a mapping, or None", describe(self.scaling))
         numbers = dict(self.scaling or {})
@@ -123,8 +127,8 @@ class Rope:
         return self._rotated(states, delta, 1.0)
 
     def _rotated(self, states: Array, positions: ArrayLike, factor: float) -> Array:
-        if states.shape[-1] < self.rotary_dim:
-            raise argument_error("states", f"heads of {self.rotary_dim} elements or more", states.shape[-1])
+        if states.shape[-1] < self.end:
+            raise argument_error("states", f"heads of {self.end} elements or more", states.shape[-1])
         dtype = np.float64 if states.dtype == np.float64 else np.float32
         turned: Array = np.array(states, dtype)
         self.turn(states.astype(dtype, copy=False), *self.turns(positions, dtype, factor), turned)
@@ -151,16 +155,22 @@ class Rope:
 
     def pairs(self) -> tuple[slice, slice]:
         """Return where the first and the second elements of pairs lie in a head."""
+        begin, half = self.begin, self.begin + self.rotary_dim // 2
         if self.interleaved:
-            return slice(0, self.rotary_dim, 2), slice(1, self.rotary_dim, 2)
-        half = self.rotary_dim // 2
-        return slice(0, half), slice(half, self.rotary_dim)
+            return slice(begin, self.end, 2), slice(begin + 1, self.end, 2)
+        return slice(begin, half), slice(half, self.end)
+
+    @property
+    def end(self) -> int:
+        """The element behind the rotated ones."""
+        return self.begin + self.rotary_dim
 
     def describe(self) -> dict[str, Any]:
         """Return the arguments of the constructor, for a file."""
         scaling = {name: np.asarray(value).tolist() for name, value in (self.scaling or {}).items()}
         arguments = {"rotary_dim": self.rotary_dim, "theta": self.theta, "interleaved": self.interleaved}
-        return arguments | {"scaling": scaling or None}
+        begin = {"begin": self.begin} if self.begin else {}
+        return arguments | {"scaling": scaling or None} | begin
 
     @classmethod
     def from_config(

@@ -7,6 +7,7 @@ from kvkit.cache.caches import Cache
 from kvkit.cache.compression import Report
 from kvkit.cache.constructors import DynamicCache, QuantizedCache, StaticCache
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
+from kvkit.cache.layers.latent import IndexedLayer, LatentLayer
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
 from kvkit.cache.layers.shared import SharedLayer
@@ -25,7 +26,9 @@ __all__ = [
     "CapacityError",
     "DynamicCache",
     "DynamicLayer",
+    "IndexedLayer",
     "KVView",
+    "LatentLayer",
     "OutOfBlocksError",
     "PagedCache",
     "PagedLayer",

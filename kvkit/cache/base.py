@@ -374,7 +374,8 @@ class BaseCache(ABC):
         as another layer is updated.
         """
         with self._lock:
-            return self._layer(layer_idx).attend(query, attention_mask, **options)
+            queries = query if isinstance(query, tuple) else (query,)  # two, to latent rows
+            return self._layer(layer_idx).attend(*queries, attention_mask=attention_mask, **options)
 
     @abstractmethod
     def reserve(self, query_length: SupportsIndex) -> None:

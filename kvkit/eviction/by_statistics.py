@@ -75,7 +75,7 @@ def triattention(
 
 def checked_rope(rope: Any, dim: int) -> Rope:
     """Return how keys were rotated; raise unless that is known."""
-    if not isinstance(rope, Rope) or rope.rotary_dim > dim:
+    if not isinstance(rope, Rope) or rope.end > dim:
         raise argument_error("rope", f"a kvkit.Rope of at most {dim} elements", describe(rope))
     return rope
 

@@ -13,6 +13,8 @@ from kvkit.cache import (
     Cache,
     DynamicCache,
     DynamicLayer,
+    IndexedLayer,
+    LatentLayer,
     QuantizedLayer,
     SharedLayer,
     SlidingWindowLayer,
@@ -120,6 +122,7 @@ def test_legacy_form_of_other_layers():
 def test_every_kind_is_saved():
     from kvkit.cache.layers.kinds import KINDS as FILED
 
-    assert len(FILED) == len(KINDS) + 3  # quantized ones; states and shared ones are in test_hybrid.py
-    saved = {type(layer) for layer in (*four_layers(), QuantizedLayer(), SharedLayer(0), StateLayer())}
-    assert saved == set(FILED.values())
+    assert len(FILED) == len(KINDS) + 5  # quantized ones; test_hybrid.py and test_latent_layers.py have four
+    latent = LatentLayer(), IndexedLayer(LatentLayer())
+    saved = (*four_layers(), QuantizedLayer(), SharedLayer(0), StateLayer(), *latent)
+    assert {type(layer) for layer in saved} == set(FILED.values())

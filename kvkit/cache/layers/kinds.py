@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
+from kvkit.cache.layers.latent import IndexedLayer, LatentLayer
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
 from kvkit.cache.layers.shared import SharedLayer
@@ -14,6 +15,8 @@ KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         DynamicLayer,
+        IndexedLayer,
+        LatentLayer,
         QuantizedLayer,
         SharedLayer,
         SlidingWindowLayer,
@@ -31,7 +34,11 @@ def describe_layer(layer: Any) -> dict[str, Any]:
 
 def make_layer(about: Mapping[str, Any]) -> Any:
     """Make an empty layer from its description in a file."""
-    arguments = about["arguments"].items()
-    return KINDS[about["kind"]](
-        **{name: QuantSpec(**x) if isinstance(x, dict) else x for name, x in arguments}
-    )
+    return KINDS[about["kind"]](**{name: restored(x) for name, x in about["arguments"].items()})
+
+
+def restored(argument: Any) -> Any:
+    """Return an argument of a layer of its description: a layer, a `QuantSpec`, or what it is."""
+    if not isinstance(argument, dict):
+        return argument
+    return make_layer(argument) if "kind" in argument else QuantSpec(**argument)

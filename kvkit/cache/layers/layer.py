@@ -67,6 +67,7 @@ class Layer(BaseLayer):
     has_rows = True  # of keys and values, one for each stored token
     is_shared = False  # whether another layer reads its rows
     why_kept: str | None = None  # why no scores choose among its tokens
+    _joined = 0  # of the `Geometry` of its store
 
     def __init__(self) -> None:
         self.name, self._lock, self._attention = type(self).__name__, LayerLock(), LayerAttention()
@@ -121,8 +122,7 @@ class Layer(BaseLayer):
     def _append(
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None
     ) -> tuple[States, States]:
-        frozen = None if self.store is None else self.store.geometry
-        given, new = check_geometry(key_states, value_states, frozen), key_states.shape[2]
+        given, new = self._given(key_states, value_states), key_states.shape[2]
         start = self.span.length
         if cache_position is not None:
             start = self._start(cache_position, new)
@@ -144,6 +144,11 @@ class Layer(BaseLayer):
         self._commit()
         return self.store.rows(begin - origin, end - origin)
 
+    def _given(self, key_states: Array, value_states: Array) -> Geometry:
+        """Check keys and values, and return their geometry."""
+        frozen = None if self.store is None else self.store.geometry
+        return check_geometry(key_states, value_states, frozen, self._joined)
+
     def _start(self, cache_position: ArrayLike, new: int) -> int:
         """Return the first of the positions of new tokens."""
         length = self.get_seq_length()
@@ -154,7 +159,7 @@ class Layer(BaseLayer):
 
     def _apart(self, states: Array) -> Array:
         """Return new tokens, copied if they share memory with the store that is about to change."""
-        shared = any(np.may_share_memory(states, side) for side in (self.store.keys, self.store.values))
+        shared = any(np.may_share_memory(states, side) for side in self.store.sides)
         return states.copy() if shared else states
 
     def _make_room(self, given: Geometry, end: int, keep: int) -> None:
@@ -493,7 +498,7 @@ class Layer(BaseLayer):
         oldest = length - stored
         if not 0 <= oldest <= self._croppable_to(length):
             raise argument_error(self.name, f"all tokens of {length} that the next one attends to", stored)
-        store = self._new_store(check_geometry(keys, values, None), self._capacity(stored))
+        store = self._new_store(self._given(keys, values), self._capacity(stored))
         store.write(0, keys, values)
         self._set_store(store, Span(length, oldest, oldest, oldest, length))
 

@@ -301,8 +301,8 @@ def rotation_of(given: Any, held: Rotation, dim: int | None, shifted: bool) -> R
         raise argument_error("rope", f"the one of earlier shifts, {held}", given)
     if given is not None:
         check_rotation(given)
-    if isinstance(given, Rope) and dim is not None and given.rotary_dim > dim:
-        raise argument_error("rope", f"at most {dim} rotated elements, a key's", given.rotary_dim)
+    if isinstance(given, Rope) and dim is not None and given.end > dim:
+        raise argument_error("rope", f"at most {dim} rotated elements, a key's", given.end)
     return given
 
 

@@ -104,7 +104,7 @@ class QuantizedLayer(Layer):
     # The steps of `Layer`
 
     def _empty_store(self, given: Geometry) -> CodeStore:
-        batch, heads, *dims, fmt = given
+        batch, heads, *dims, fmt = given[:5]
         self.specs = tuple(map(fit_spec, self.specs, dims, self._by_default))
         sides = [
             CodedSide(name, spec, (batch, heads, 0, dim), fmt.dtype, self.sink, self.residual_length)

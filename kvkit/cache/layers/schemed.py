@@ -69,7 +69,7 @@ class SchemedLayer(Layer):
         )
 
     def _empty_sides(self, given: Geometry) -> Iterator[SchemedSide]:
-        batch, heads, *dims, fmt = given
+        batch, heads, *dims, fmt = given[:5]
         for spec, scheme, dim in zip(self.specs, self._schemes, dims, strict=True):
             empty = np.empty((batch, heads, 0, dim), fmt.dtype)
             yield SchemedSide(

@@ -68,11 +68,11 @@ class SharedLayer(Layer):
     # What is there is what the other layer has
 
     def attend(  # type: ignore[override]  # the options are those of the layer that it reads
-        self, query: Array, attention_mask: Array | None = None, **options: Any
+        self, *query: Array, **options: Any
     ) -> Attended:
         if self.source is None:
             raise argument_error(self.name, f"a cache with layer {self.of}", "a layer that is in none")
-        return self.source.attend(query, attention_mask, **options)
+        return self.source.attend(*query, **options)
 
     def get_seq_length(self) -> int:
         return 0 if self.source is None else self.source.get_seq_length()

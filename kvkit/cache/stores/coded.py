@@ -109,7 +109,7 @@ class CodeStore:
         return KVView(key), KVView(value)
 
     def context(self, data: str, begin: int, end: int) -> tuple[Any, BeginAt]:
-        batch, heads, *dims, _ = self.geometry
+        batch, heads, *dims = self.geometry[:4]
         tables = [side.segments(begin=begin) for side in self.sides]
         forms = [side.format for side in self.sides]
         context = cpu.attention.segmented.context(data, batch, heads, tuple(dims), forms, tables)

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.cache.stores.memory import Geometry, Store, copy_rows
+from kvkit.cache.stores.memory import Geometry, Store
 from kvkit.cache.stores.span import Span
 from kvkit.files.paths import name_in_errors
 from kvkit.formats import BY_NAME
@@ -147,22 +147,22 @@ class MappedStore(Store):
     in_place = False
 
     def __init__(self, geometry: Geometry, capacity: int, home: Home, new: bool = True) -> None:
-        batch, heads, key_dim, value_dim, fmt = geometry
-        dims = key_dim, value_dim
-        self.file = File(home, [((batch, heads, capacity, dim), fmt.dtype) for dim in dims], new)
+        self.file = File(home, geometry.forms(capacity), new)
         super().__init__(geometry, capacity)
 
     def _arrays(self) -> Sequence[Array]:
         return self.file.arrays
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy lies in memory
-        return Store, (self.geometry, self.capacity), (None, {"keys": self.keys, "values": self.values})
+        slots = {"sides": self.sides, "keys": self.keys, "values": self.values}
+        return Store, (self.geometry, self.capacity), (None, slots)
 
     @classmethod
     def opened(cls, about: dict[str, Any], span: Span, home: Home) -> MappedStore:
         """Open the store of tokens, as a sidecar says."""
         batch, heads, capacity, key_dim = about["keys"]
-        given = Geometry(batch, heads, key_dim, about["values"][3], BY_NAME[about["dtype"]])
+        fmt, joined = BY_NAME[about["dtype"]], about.get("joined", 0)
+        given = Geometry(batch, heads, key_dim, about["values"][3], fmt, joined)
         if not span.origin <= span.oldest <= span.length <= span.origin + capacity:
             raise ValueError(f"a state that cannot be: {about['state']}")
         return cls(given, capacity, home, new=False)
@@ -171,13 +171,12 @@ class MappedStore(Store):
         """Return a store of the same file, to be committed with another sidecar."""
         store = MappedStore.__new__(MappedStore)
         store.geometry, store.capacity, store.file = self.geometry, self.capacity, self.file.again()
-        store.keys, store.values = self.keys, self.values
+        store.sides, store.keys, store.values = self.sides, self.keys, self.values
         return store
 
     def fill_rows(self, store: MappedStore, rows: Array, rope: Any, rotated: Array | None) -> None:
         """Copy some rows of another store to the first ones, keys rotated by so many positions."""
-        copy_rows(self.keys, store.keys, rows, 0, rope, rotated)
-        copy_rows(self.values, store.values, rows, 0)
+        self.copy_from(store, rows, 0, rope, rotated)
 
     def commit(self, layer: Any) -> None:
         self.file.commit(self.about, layer)
@@ -185,13 +184,14 @@ class MappedStore(Store):
     def about(self) -> dict[str, Any]:
         """Describe the arrays for a sidecar."""
         arrays = {"keys": list(self.keys.shape), "values": list(self.values.shape)}
-        return {"dtype": self.geometry.fmt.name} | arrays
+        joined = {"joined": self.geometry.joined} if self.geometry.joined else {}
+        return {"dtype": self.geometry.fmt.name} | joined | arrays
 
     def close(self) -> None:
         self.file.close()
 
     def prefetch(self, span: Span) -> None:
-        self.file.prefetch([(0, span.length - span.origin)] * 2)
+        self.file.prefetch([(0, span.length - span.origin)] * len(self.sides))
 
 
 @functools.cache

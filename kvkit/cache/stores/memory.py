@@ -1,4 +1,6 @@
-"""A store of rows in two arrays, keys and values. The layer knows which token has which row."""
+"""A store of rows: two arrays, keys and values, or one. The layer knows which token has which row."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -24,10 +26,16 @@ class Geometry(NamedTuple):
     key_dim: int
     value_dim: int
     fmt: Element
+    joined: int = 0  # elements of the rows of one array that begin with a key, which begins with its value
 
     def __str__(self) -> str:
         sizes = f"[{self.batch}, {self.heads}, q, {self.key_dim} and {self.value_dim}]"
         return f"{sizes} of {self.fmt}"
+
+    def forms(self, capacity: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Return the shapes and dtypes of the arrays of a store."""
+        dims = (self.joined,) if self.joined else (self.key_dim, self.value_dim)
+        return [((self.batch, self.heads, capacity, dim), self.fmt.dtype) for dim in dims]
 
     def fits(self, key_states: Any, value_states: Any) -> bool:
         """Return whether keys and values fit at first sight, as in nearly every call."""
@@ -40,7 +48,9 @@ class Geometry(NamedTuple):
         return shapes == ((*outer, self.key_dim), (*outer, self.value_dim))
 
 
-def check_geometry(key_states: Array, value_states: Array, frozen: Geometry | None) -> Geometry:
+def check_geometry(
+    key_states: Array, value_states: Array, frozen: Geometry | None, joined: int = 0
+) -> Geometry:
     """Check new keys and values; return their geometry, which is the `frozen` one unless that is None."""
     if frozen is not None and frozen.fits(key_states, value_states):
         return frozen
@@ -50,7 +60,7 @@ def check_geometry(key_states: Array, value_states: Array, frozen: Geometry | No
     batch, heads, new, dim = key_states.shape
     if value_states.shape[:3] != (batch, heads, new):
         raise argument_error("value_states", f"shape ({batch}, {heads}, {new}, any)", value_states.shape)
-    given = Geometry(batch, heads, dim, value_states.shape[3], fmt)
+    given = Geometry(batch, heads, dim, value_states.shape[3], fmt, joined)
     if frozen is None:
         if min(given[:4]) < 1:
             raise argument_error("key_states", "at least one row, head and element", f"shapes {given}")
@@ -60,26 +70,29 @@ def check_geometry(key_states: Array, value_states: Array, frozen: Geometry | No
 
 
 class Store:
-    """Keys and values in memory: two arrays [B, Hkv, capacity, D], zeros until they are written."""
+    """Keys and values in memory: two arrays [B, Hkv, capacity, D], or one, zeros until they are written."""
 
-    __slots__ = ("capacity", "geometry", "keys", "values")
+    __slots__ = ("capacity", "geometry", "keys", "sides", "values")
     in_place = True  # rows of earlier tokens may be overwritten
     rows_adjoin = True  # the rows of a head are contiguous
     file: Any = None  # the file that holds the rows; None in memory
 
     def __init__(self, geometry: Geometry, capacity: int) -> None:
         self.geometry, self.capacity = geometry, capacity
-        self.keys, self.values = self._arrays()
+        self.sides: Any = self._arrays()
+        self.keys, self.values = self.sides[0], self.sides[-1]
+        if geometry.joined:
+            self.keys, self.values = (self.keys[..., :dim] for dim in geometry[2:4])
 
     def _arrays(self) -> Sequence[Array]:
-        batch, heads, *dims, fmt = self.geometry
-        return [zeros((batch, heads, self.capacity, dim), fmt.dtype) for dim in dims]
+        return [zeros(shape, dtype) for shape, dtype in self.geometry.forms(self.capacity)]
 
     def write(self, row: int, key_states: Array, value_states: Array) -> None:
         """Write new tokens to the rows from `row` on."""
         end = row + key_states.shape[2]
         self.keys[:, :, row:end] = key_states
-        self.values[:, :, row:end] = value_states
+        if not self.geometry.joined:
+            self.values[:, :, row:end] = value_states
 
     def rows(self, begin: int, end: int) -> tuple[States, States]:
         """Return views of the keys and values in some rows."""
@@ -107,32 +120,36 @@ class Store:
 
     def clear(self, begin: int, end: int) -> None:
         """Make rows zeros again."""
-        for array in self.rows(begin, end):
-            array[...] = 0
+        for side in self.sides:
+            side[:, :, begin:end] = 0
 
     def keep_rows(self, rows: Array, first: int, rope: Any, rotated: Array | None) -> None:
         """Move rows to `first` and the rows after it, and rotate the keys of each by `rotated` positions.
 
         Little memory is allocated, so that it cannot run out after other layers have changed.
         """
-        copy_rows(self.keys, self.keys, rows, first, rope, rotated)
-        copy_rows(self.values, self.values, rows, first)
+        self.copy_from(self, rows, first, rope, rotated)
+
+    def copy_from(self, store: Store, rows: Array, first: int, rope: Any, rotated: Array | None) -> None:
+        """Copy rows of a store to `first` and the rows after it, keys rotated by so many positions."""
+        for side, source in zip(self.sides, store.sides, strict=True):
+            is_key = side is self.sides[0]
+            copy_rows(side, source, rows, first, rope, rotated if is_key else None)
 
     def take(self, indices: Array, begin: int, end: int) -> None:
         """Replace row b of the batch by the old row ``indices[b]``, for some rows of tokens."""
         changed = [b for b, index in enumerate(indices) if index != b]
         if changed:
-            sides = self.rows(begin, end)
+            sides = [side[:, :, begin:end] for side in self.sides]
             taken = [side[indices[changed]] for side in sides]
             for side, rows in zip(sides, taken, strict=True):
                 side[changed] = rows
 
     def fill(self, store: Any, indices: Iterable[int], begin: int, end: int) -> None:
         """Copy rows of another store, from the given rows of its batch, to the first rows."""
-        sides = zip(self.rows(0, end - begin), store.rows(begin, end), strict=True)
-        for target, source in sides:
+        for side, source in zip(self.sides, store.sides, strict=True):
             for b, index in enumerate(indices):
-                target[b] = source[index]
+                side[b, :, : end - begin] = source[index, :, begin:end]
 
     def commit(self, layer: Any) -> None:
         """Commit the rows that a layer now has; in memory there is nothing to do."""

@@ -1,0 +1,501 @@
+"""The layers of latent attention (MLA): one row for each token, which all heads share, is key and value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+import kvkit.mla
+from kvkit.cache.base import one_call_at_a_time
+from kvkit.cache.layers.attention import checked_mask
+from kvkit.cache.layers.dynamic import DynamicLayer
+from kvkit.cache.layers.positions import Rearrangement, Rotation
+from kvkit.cache.stores.memory import Geometry
+from kvkit.cache.stores.view import KVView
+from kvkit.calls.latent import ROWS, gather_rows
+from kvkit.checks.index_tensors import index
+from kvkit.checks.latent import LatentPool
+from kvkit.checks.values import checked_format, integer, one_piece, positive_number
+from kvkit.errors import argument_error, describe
+from kvkit.formats import BY_NAME, FLOATS, decode, encode
+from kvkit.formats.known import named
+from kvkit.indexer import indexer_scores, topk_rows
+from kvkit.merge import merge_attention_states
+from kvkit.rope import Rope
+from kvkit.static import multi_head_attention
+from kvkit.typed import Array, Attended, Pair, States
+
+
+class LatentLayer(DynamicLayer):
+    """A layer of latent rows, as DeepSeek, GLM and Kimi have them: one for each token, for all heads.
+
+    A row is the latent vector c and behind it the rotated key r. Its key is [c, r], its value c, so that
+    one array [B, 1, S, latent_dim + rope_dim] holds both.
+
+    Parameters
+    ----------
+    latent_dim, rope_dim : int
+        The elements of c and of r.
+    format : str, optional
+        ``"ds_mla"``, or a format of `kvkit.formats` whose scales are those of a token: c is stored as codes.
+        Attention decodes rows some thousands at a time.
+    rope_dtype : str
+        How r lies beside codes, unquantized.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import LatentLayer
+    >>> layer, rng = LatentLayer(), np.random.default_rng(0)
+    >>> latent, kpe = rng.standard_normal((1, 1, 7, 512)), rng.standard_normal((1, 1, 7, 64))
+    >>> keys, values = layer.update(latent.astype(np.float16), kpe.astype(np.float16))
+    >>> keys.shape, values.shape, layer.nbytes                   # values are the first elements of keys
+    ((1, 1, 7, 576), (1, 1, 7, 512), 8064)
+    >>> q_latent, q_pe = np.ones((1, 16, 1, 512), np.float16), np.ones((1, 16, 1, 64), np.float16)
+    >>> layer.attend(q_latent, q_pe, scale=192**-0.5).shape      # `mla_expand` makes the heads' values of it
+    (1, 16, 1, 512)
+    """
+
+    index_dim = 0  # elements of a row behind its key
+
+    def __init__(
+        self,
+        latent_dim: int = 512,
+        rope_dim: int = 64,
+        format: str | None = None,
+        rope_dtype: str = "bfloat16",
+    ) -> None:
+        self.latent_dim = integer("latent_dim", latent_dim, 1)
+        self.rope_dim = integer("rope_dim", rope_dim, 1)
+        self.format, self.rope_dtype, self._codes = format, rope_dtype, None
+        self._joined = self.latent_dim + self.rope_dim + self.index_dim
+        if format is not None:
+            self._codes = LatentCodes(self.latent_dim, self.rope_dim, format, rope_dtype)
+            self._joined = self._codes.bytes
+        super().__init__()
+
+    _codes: LatentCodes | None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        sizes = {"latent_dim": self.latent_dim, "rope_dim": self.rope_dim}
+        coded = {"format": self.format, "rope_dtype": self.rope_dtype} if self.format else {}
+        return sizes | coded
+
+    # Tokens come
+
+    def update(  # names what keys and values are here
+        self, latent: Array, kpe: Array, cache_position: ArrayLike | None = None
+    ) -> tuple[States, States]:
+        """Append the rows of new tokens; return keys and values of all.
+
+        Parameters
+        ----------
+        latent : ndarray, shape [B, 1, q, latent_dim]
+            float32, float16 or bfloat16: the normed latent vectors.
+        kpe : ndarray, shape [B, 1, q, rope_dim]
+            The rotated keys, of the same dtype.
+        cache_position : array_like of int, shape [q], optional
+            Consecutive positions of the new tokens, after the last one.
+
+        Returns
+        -------
+        keys : ndarray, shape [B, 1, S, latent_dim + rope_dim]
+        values : ndarray, shape [B, 1, S, latent_dim]
+            Views of the rows. They are valid until the next call that changes the layer.
+        """
+        with self._lock:
+            keys = self._joined_rows(latent, kpe)
+            if self._codes is None:
+                return self._append(keys, keys[..., : self.latent_dim], cache_position)
+            rows = self._codes.encode(keys)
+            self._append(rows, rows, cache_position)
+            dims = self.latent_dim + self.rope_dim, self.latent_dim
+            key, value = (KVView(DecodedRows(self, dim)) for dim in dims)
+            return key, value
+
+    def _given(self, key_states: Array, value_states: Array) -> Geometry:
+        if self._codes is None:
+            return super()._given(key_states, value_states)
+        batch, _, _, width = key_states.shape
+        if batch != (self.batch_size or batch) or key_states.dtype != np.uint8 or width != self._joined:
+            wanted = f"[{self.batch_size or 'B'}, 1, q, {self._joined}] bytes"
+            raise argument_error("latent", wanted, describe(key_states))
+        return Geometry(batch, 1, width, width, BY_NAME["uint8"], width)
+
+    def _joined_rows(self, latent: Array, kpe: Array) -> Array:
+        """Check the two parts of rows, and join them."""
+        fmt = checked_format("latent", latent, FLOATS, 4)
+        if latent.shape[1] != 1 or latent.shape[3] != self.latent_dim:
+            raise argument_error("latent", f"shape [B, 1, q, {self.latent_dim}]", f"shape {latent.shape}")
+        if checked_format("kpe", kpe, FLOATS, 4) is not fmt or kpe.shape != (
+            *latent.shape[:3],
+            self.rope_dim,
+        ):
+            wanted = f"{(*latent.shape[:3], self.rope_dim)} of {fmt}, as latent"
+            raise argument_error("kpe", wanted, describe(kpe))
+        return np.concatenate((latent, kpe), axis=3)
+
+    def attend(  # type: ignore[override]  # a query has two parts, and a scale is required
+        self,
+        q_latent: Array,
+        q_pe: Array | None = None,
+        attention_mask: Array | None = None,
+        *,
+        scale: float,
+        sinks: Array | None = None,
+        return_lse: bool = False,
+    ) -> Attended:
+        """Attend with absorbed queries of the last tokens, causally; every head reads the same rows.
+
+        Parameters
+        ----------
+        q_latent : ndarray, shape [B, H, q, latent_dim]
+            ``q_nope @ w_uk`` of each head, as `kvkit.mla_absorb` makes it. Or, without `q_pe`, both parts.
+        q_pe : ndarray, shape [B, H, q, rope_dim]
+            The rotated part.
+        attention_mask, sinks, return_lse
+            As in other layers.
+        scale : float
+            Factor of the scores: that of the expanded heads, 192 ** -0.5 for DeepSeek's 128 + 64.
+
+        Returns
+        -------
+        attn_output : ndarray, shape [B, H, q, latent_dim]
+            In the dtype of the queries.
+        lse : ndarray of float32, shape [B, H, q]
+            If ``return_lse``.
+        """
+        with self._lock:
+            query, scale = self._joined_query(q_latent, q_pe), positive_number("scale", scale)
+            return self._attend_to_rows(query, attention_mask, scale, sinks, return_lse)
+
+    def _joined_query(self, q_latent: Array, q_pe: Array | None) -> Array:
+        """Return queries [B, H, q, latent_dim + rope_dim] of their parts."""
+        fmt = checked_format("q_latent", q_latent, FLOATS, 4)
+        if q_pe is None:
+            return q_latent
+        if checked_format("q_pe", q_pe, FLOATS, 4) is not fmt or q_pe.shape[:3] != q_latent.shape[:3]:
+            wanted = f"{(*q_latent.shape[:3], self.rope_dim)} of {fmt}, as q_latent"
+            raise argument_error("q_pe", wanted, describe(q_pe))
+        return np.concatenate((q_latent, q_pe), axis=3)
+
+    def _attend_to_rows(
+        self, query: Array, mask: Array | None, scale: float, sinks: Array | None, return_lse: bool
+    ) -> Attended:
+        """Attend with joined queries to all rows."""
+        if self._codes is None:
+            return self._attention(self, query, mask, scale, 0.0, sinks, return_lse)
+        output, lse = attend_to_codes(self, self._codes, query, mask, scale, sinks)
+        return (output, lse) if return_lse else output
+
+    # What is there
+
+    def stored(self) -> tuple[States, States]:
+        keys = super().stored()[0]
+        keys = keys if self._codes is None else self._codes.decode(keys)
+        return keys, keys[..., : self.latent_dim]
+
+    @property
+    def nbytes(self) -> int:
+        if self.store is None:
+            return 0
+        return self.stored_tokens * self.batch_size * self._joined * self.store.sides[0].itemsize
+
+    def arrays(self) -> dict[str, Array]:
+        return {} if self.store is None else {"rows": super().stored()[0]}
+
+    def fill(self, arrays: Mapping[str, Array], length: int) -> None:
+        rows = arrays["rows"]
+        super().fill(
+            {"keys": rows, "values": rows[..., : rows.shape[-1] if self._codes else self.latent_dim]}, length
+        )
+
+    # Rows move; the rotated elements lie behind the latent ones
+
+    def plan(self, call: str, *arguments: Any, rope: Rotation = None, **options: Any) -> Rearrangement:
+        self.rope = self._placed(self.rope)
+        return super().plan(call, *arguments, rope=self._placed(rope), **options)
+
+    def _check_movable(self, call: str, plan: Rearrangement) -> None:
+        super()._check_movable(call, plan)
+        if self._codes is not None and plan.after.shifts.any():
+            wanted = "positions that stay, because codes are not rotated (rope='none' says keys are not)"
+            raise argument_error(self.name, wanted, call)
+
+    def _placed(self, rope: Rotation) -> Rotation:
+        """Return a rotation of the rotated part as one of a whole row."""
+        return replace(rope, begin=self.latent_dim) if isinstance(rope, Rope) and not rope.begin else rope
+
+
+class IndexedLayer(LatentLayer):
+    """A layer of latent rows with index keys, by which sparse attention (DSA) chooses the rows to read.
+
+    Parameters
+    ----------
+    latent : LatentLayer
+        An empty one: the sizes of the rows.
+    index_dim : int
+        The elements of an index key.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import IndexedLayer, LatentLayer
+    >>> layer, rng = IndexedLayer(LatentLayer(8, 4), index_dim=4), np.random.default_rng(0)
+    >>> def states(*shape):
+    ...     return rng.standard_normal(shape, np.float32)
+    >>> keys, values = layer.update(states(1, 1, 9, 8), states(1, 1, 9, 4))
+    >>> layer.update_index(states(1, 9, 4)).shape
+    (1, 9, 4)
+    >>> rows = layer.best_rows(states(1, 1, 2, 4), states(1, 1, 2), k=3)       # of one query with two heads
+    >>> layer.attend(states(1, 6, 1, 8), states(1, 6, 1, 4), scale=0.3, indices=rows).shape
+    (1, 6, 1, 8)
+    """
+
+    def __init__(self, latent: LatentLayer, index_dim: int = 128) -> None:
+        if type(latent) is not LatentLayer or latent.store is not None or latent.format:
+            raise argument_error("latent", "an empty LatentLayer without a format", describe(latent))
+        self.index_dim = integer("index_dim", index_dim, 1)
+        super().__init__(latent.latent_dim, latent.rope_dim)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        latent = {"kind": LatentLayer.__name__, "arguments": super().describe()}
+        return {"latent": latent, "index_dim": self.index_dim}
+
+    @property
+    def index_keys(self) -> Array | None:
+        """The stored index keys, shape [B, S, index_dim]; None before the first update."""
+        return self._index_rows() if self.store is not None else None
+
+    def _index_rows(self) -> Array:
+        begin, end = self.span.rows_from(self.span.oldest)
+        return self.store.sides[0][:, 0, begin:end, self.latent_dim + self.rope_dim :]
+
+    @one_call_at_a_time
+    def update_index(self, index_keys: Array) -> Array:
+        """Store the index keys of the tokens of the last update; return those of all tokens.
+
+        Parameters
+        ----------
+        index_keys : ndarray, shape [B, q, index_dim]
+            Rotated, of the dtype of the rows.
+
+        Returns
+        -------
+        ndarray, shape [B, S, index_dim]
+            A view, valid until the next call that changes the layer.
+        """
+        new = self.span.length - self.span.before if self.store is not None else 0
+        dtype = self.store.geometry.fmt.dtype if new else None
+        shape = self.batch_size, new, self.index_dim
+        if not isinstance(index_keys, np.ndarray) or index_keys.shape != shape or index_keys.dtype != dtype:
+            raise argument_error(
+                "index_keys", f"{shape} of {dtype}, for the last update", describe(index_keys)
+            )
+        stored = self._index_rows()
+        stored[:, stored.shape[1] - new :] = index_keys
+        return stored
+
+    @one_call_at_a_time
+    def best_rows(self, index_query: Array, index_weights: Array, k: int = 2048) -> Array:
+        """Return the numbers of the stored rows that the indexer ranks first, for each query.
+
+        Parameters
+        ----------
+        index_query : ndarray, shape [B, q, heads, index_dim]
+            The rotated queries of the last tokens.
+        index_weights : ndarray, shape [B, q, heads]
+            As in `kvkit.indexer_scores`.
+        k : int
+            How many rows a query reads.
+
+        Returns
+        -------
+        ndarray of int32, shape [B, q, k]
+            Ascending; -1 behind the last.
+        """
+        if self.store is None:
+            raise argument_error(self.name, "stored tokens (call update before best_rows)", "none")
+        fmt = checked_format("index_query", index_query, FLOATS, 4)
+        batch, new = index_query.shape[:2]
+        if checked_format("index_weights", index_weights, FLOATS, 3) is not fmt or batch != self.batch_size:
+            raise argument_error(
+                "index_weights", f"[{self.batch_size}, {new}, heads] of {fmt}", describe(index_weights)
+            )
+        keys = self._index_rows()
+        length = keys.shape[1]
+        tables, lens = np.arange(batch)[:, None], np.full(batch, length)
+        starts = np.arange(batch + 1) * new
+        query, weights = (x.reshape(batch * new, *x.shape[2:]) for x in (index_query, index_weights))
+        scores = indexer_scores(query, keys, weights, tables, lens, starts)
+        slots = topk_rows(scores, integer("k", k, 1), tables, length, starts)
+        return np.where(slots < 0, slots, slots % length).reshape(batch, new, -1)
+
+    def attend(  # type: ignore[override]  # with one argument more
+        self,
+        q_latent: Array,
+        q_pe: Array | None = None,
+        attention_mask: Array | None = None,
+        *,
+        scale: float,
+        indices: ArrayLike | None = None,
+        sinks: Array | None = None,
+        return_lse: bool = False,
+    ) -> Attended:
+        """Attend as a `LatentLayer` does, or with `indices` [B, q, K] to the stored rows of these numbers.
+
+        Numbers below 0 name no row. A mask is not taken with them: leave out what it hides.
+        """
+        if indices is None:
+            return super().attend(
+                q_latent, q_pe, attention_mask, scale=scale, sinks=sinks, return_lse=return_lse
+            )
+        with self._lock:
+            query = self._joined_query(q_latent, q_pe)
+            if self.store is None or attention_mask is not None:
+                found = "none" if self.store is None else "a mask"
+                raise argument_error("indices", "rows of stored tokens, and no mask", found)
+            batch, heads, new, _ = query.shape
+            keys = self.store.rows(*self.span.rows_from(self.span.oldest))[0][:, 0]  # [B, S, dim]
+            chosen, length = index("indices", indices, 3, batch), keys.shape[1]
+            if chosen.shape[1] != new or batch != len(keys) or (chosen >= length).any():
+                wanted = f"[{len(keys)}, {new}, K] numbers below {length}"
+                raise argument_error("indices", wanted, describe(chosen))
+            slots = np.where(chosen < 0, -1, chosen + np.arange(batch)[:, None, None] * length)
+            output, lse = kvkit.mla.mla_attention(
+                query.swapaxes(1, 2).reshape(batch * new, heads, -1), keys, scale=scale, sinks=sinks,
+                indices=slots.reshape(batch * new, -1), value_dim=self.latent_dim, return_lse=True,
+            )  # fmt: skip
+            output, lse = (x.reshape(batch, new, *x.shape[1:]).swapaxes(1, 2) for x in (output, lse))
+            return (output, lse) if return_lse else output
+
+    def _check_movable(self, call: str, plan: Rearrangement) -> None:
+        super()._check_movable(call, plan)
+        if plan.after.shifts.any():
+            wanted = "positions that stay, for index keys are rotated too (rope='none' says they are not)"
+            raise argument_error(self.name, wanted, call)
+
+    def arrays(self) -> dict[str, Array]:
+        stored = super().arrays()
+        return stored | {"index_keys": self._index_rows()} if stored else stored
+
+    def fill(self, arrays: Mapping[str, Array], length: int) -> None:
+        super().fill(arrays, length)
+        self._index_rows()[...] = arrays["index_keys"]
+
+
+class DecodedRows:
+    """The rows of a layer of codes as an update has left them, which a `KVView` reads."""
+
+    def __init__(self, layer: LatentLayer, dim: int) -> None:
+        self._layer, self.dtype = layer, np.dtype(np.float32)
+        self.shape = layer.batch_size, 1, layer.stored_tokens, dim
+
+    @property
+    def changes(self) -> Any:
+        return self._layer.span
+
+    def read(self) -> Array:
+        keys: Array = self._layer.stored()[0][..., : self.shape[3]]
+        return keys
+
+
+class LatentCodes:
+    """How latent rows become bytes: codes, scales and what is beside them, then the rotated part.
+
+    Attributes
+    ----------
+    bytes : int
+        Of a row.
+    """
+
+    def __init__(self, latent_dim: int, rope_dim: int, format: str, rope_dtype: str) -> None:
+        self.format, self.dims = named(format), (latent_dim, rope_dim)
+        names = [fmt.name for fmt in FLOATS]
+        if rope_dtype not in names:
+            raise argument_error("rope_dtype", " or ".join(names), repr(rope_dtype))
+        self._rope = BY_NAME[rope_dtype].dtype
+        if self.format.tail:
+            if (latent_dim, rope_dim) != (512, 64) or self.format.name.partition(":")[0] != "ds_mla":
+                raise argument_error("format", "ds_mla with rows of 512 + 64", f"{format}, {self.dims}")
+            self.bytes = encode(np.zeros((1, 576), np.float32), self.format)["codes"].shape[1]
+            return
+        if self.format.per not in ("group", "token") or self.format.asks:
+            raise argument_error("format", "one whose scales are those of a token", repr(format))
+        coded = encode(np.zeros((1, latent_dim), np.float32), self.format)
+        self._forms = {name: (array.shape[1:], array.dtype) for name, array in coded.items()}
+        self.bytes = sum(array[0].nbytes for array in coded.values()) + rope_dim * self._rope.itemsize
+
+    def encode(self, keys: Array) -> Array:
+        """Return rows [B, 1, q, latent_dim + rope_dim] as bytes [B, 1, q, bytes]."""
+        rows = keys.reshape(-1, sum(self.dims))
+        if self.format.tail:
+            return encode(rows, self.format)["codes"].reshape(*keys.shape[:3], self.bytes)
+        coded = encode(rows[:, : self.dims[0]], self.format)
+        parts = [as_bytes(array) for array in coded.values()]
+        parts.append(as_bytes(rows[:, self.dims[0] :].astype(self._rope)))
+        return np.concatenate(parts, axis=1).reshape(*keys.shape[:3], self.bytes)
+
+    def decode(self, rows: Array) -> Array:
+        """Return bytes [..., bytes] as float32 [..., latent_dim + rope_dim]."""
+        flat = rows.reshape(-1, self.bytes)
+        if self.format.tail:
+            pool = LatentPool((flat[:, None],), self.format, sum(self.dims))
+            return gather_rows(pool, np.arange(len(flat))).reshape(*rows.shape[:-1], -1)
+        arrays, at = {}, 0
+        for name, (shape, dtype) in self._forms.items():
+            end = at + math.prod(shape) * dtype.itemsize
+            arrays[name] = np.ascontiguousarray(flat[:, at:end]).view(dtype).reshape(-1, *shape)
+            at = end
+        keys = np.empty((len(flat), sum(self.dims)), np.float32)
+        keys[:, : self.dims[0]] = decode(arrays, self.format)
+        keys[:, self.dims[0] :] = np.ascontiguousarray(flat[:, at:]).view(self._rope)
+        return keys.reshape(*rows.shape[:-1], -1)
+
+
+def as_bytes(array: Array) -> Array:
+    """Return the bytes of each row."""
+    return np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
+
+
+def attend_to_codes(
+    layer: LatentLayer,
+    codes: LatentCodes,
+    query: Array,
+    mask: Array | None,
+    scale: float,
+    sinks: Array | None,
+) -> Pair:
+    """Attend with queries [B, H, q, dim] to rows of bytes, which are decoded some thousands at a time."""
+    fmt, span = checked_format("query", query, FLOATS, 4), layer.span
+    batch, heads, new, dim = query.shape
+    if layer.store is None or batch != layer.batch_size or dim != sum(codes.dims) or new > span.length:
+        wanted = f"[{layer.batch_size}, heads, at most {span.length}, {sum(codes.dims)}]"
+        raise argument_error("query", wanted, query.shape)
+    columns = None if mask is None else checked_mask(layer, mask, (batch, heads, new))
+    if columns is not None and columns.dtype != np.bool_:
+        columns = columns.astype(np.float32)
+    wide = one_piece(query.swapaxes(1, 2)).astype(np.float32)  # [B, q, H, dim]
+    begin, end = span.rows_from(span.begin)
+    count, step = end - begin, max(1, ROWS // batch)
+    last = max(0, count - max(new, step))  # the last piece has the rows of all queries
+    found: Pair | None = None
+    for first in [*range(0, last, step), last]:
+        stop = count if first == last else min(first + step, last)
+        rows = codes.decode(layer.store.sides[0][:, 0, begin + first : begin + stop])[:, :, None]
+        part = multi_head_attention(
+            wide, rows, rows[..., : layer.latent_dim], None if columns is None else columns[..., first:stop],
+            num_heads=heads, head_dim=dim, num_kv_heads=1, is_causal=stop == count, softmax_scale=scale,
+            sinks=sinks if stop == count else None, return_lse=True,
+        )  # fmt: skip
+        flat = part[0].reshape(batch * new, heads, -1), part[1].reshape(batch * new, heads)
+        found = flat if found is None else merge_attention_states((found[0], flat[0]), (found[1], flat[1]))
+    output, lse = (x.reshape(batch, new, *x.shape[1:]).swapaxes(1, 2) for x in found or ())
+    return output.astype(fmt.dtype, copy=False), lse
