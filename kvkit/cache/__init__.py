@@ -16,6 +16,7 @@ from kvkit.cache.layers.state import StateLayer
 from kvkit.cache.loading import load
 from kvkit.cache.paged.cache import PagedCache
 from kvkit.cache.paged.layer import PagedLayer
+from kvkit.cache.paged.ragged import RaggedLayer
 from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.stores.view import KVView
 from kvkit.errors import CapacityError
@@ -36,6 +37,7 @@ __all__ = [
     "QuantSpec",
     "QuantizedCache",
     "QuantizedLayer",
+    "RaggedLayer",
     "Report",
     "Sequence",
     "SharedLayer",

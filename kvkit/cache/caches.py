@@ -7,11 +7,12 @@ from typing import Any, Self, SupportsIndex
 
 from numpy.typing import ArrayLike
 
-from kvkit.cache import compression, offload, opening, saving
+from kvkit.cache import compression, heads, offload, opening, saving
 from kvkit.cache.base import BaseCache, one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.positions import check_rotation
+from kvkit.cache.paged.ragged import RaggedLayer
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
 from kvkit.typed import Array, FilePath, Pair, States
@@ -180,6 +181,10 @@ class Cache(BaseCache):
         keep: float | None = None,
         count: int | None = None,
         budget: str | ArrayLike = "uniform",
+        per_head: bool = False,
+        threshold: ArrayLike | None = None,
+        first: int = 0,
+        last: int = 0,
         queries: Sequence[Array] | None = None,
         weights: Sequence[Array] | None = None,
         renumber: bool = False,
@@ -187,8 +192,9 @@ class Cache(BaseCache):
     ) -> compression.Report:
         """Keep the tokens of the best scores in every layer, and free the memory of the others.
 
-        All heads and rows of the batch keep the same tokens of a layer: those of the best mean scores. After
-        an error no layer has changed. Layers with a window stay as they are.
+        All heads and rows of the batch keep the same tokens of a layer: those of the best mean scores. With
+        `per_head`, and budgets for heads, each keeps its own best ones: then `DynamicLayer`s become
+        `RaggedLayer`s. After an error no layer has changed. Layers with a window stay as they are.
 
         Parameters
         ----------
@@ -198,7 +204,16 @@ class Cache(BaseCache):
         keep, count : float, int, optional
             The share, or the number, of a layer's stored tokens that stay. One of them.
         budget : str or array_like of int
-            ``"uniform"``, ``"pyramid"``, or a count for each layer in place of `keep`.
+            ``"uniform"``; ``"pyramid"``, counts that fall from layer to layer; ``"ada"`` and ``"global"``, by
+            the scores of the heads of a layer, or of all layers. Or counts in place of `keep`: of each layer
+            [L], or of each head [L, Hkv] or [L, B, Hkv], as `kvkit.eviction.budgets` makes them.
+        per_head : bool
+            Whether each head keeps tokens of its own. ``"ada"``, ``"global"``, counts of heads and
+            `threshold` imply it.
+        threshold : float or array_like, optional
+            Keep what scores as much or more, in place of `keep`: one number, or those of heads, as counts.
+        first, last : int
+            How many tokens stay in each case, of those that are asked for.
         queries, weights : list of ndarray, optional
             Of each layer, what its scorer needs, as `kvkit.eviction.scores` takes it.
         renumber : bool
@@ -228,9 +243,18 @@ class Cache(BaseCache):
         (array([0, 5, 6, 7]), 8)
         """
         asked = compression.Compression(
-            scorer, keep, count, budget, queries=queries, weights=weights, renumber=renumber, options=options
-        )
-        return compression.compress(self.layers, self._rearrange, asked)
+            scorer, keep, count, budget, per_head=per_head, threshold=threshold, first=first, last=last,
+            queries=queries, weights=weights, renumber=renumber, options=options,
+        )  # fmt: skip
+        if not compression.is_by_head(self.layers, asked):
+            return compression.compress(self.layers, self._rearrange, asked)
+        if self.folder is not None:
+            wanted = "'uniform' or 'pyramid' for layers in files, whose heads share their tokens"
+            raise argument_error("budget", wanted, "one by heads")
+        layers, report = heads.compressed(self.layers, asked)
+        self.layers[:] = layers
+        self._latest = None
+        return report
 
     def _select(self, indices: ArrayLike) -> None:
         for layer in self.layers:
@@ -294,6 +318,8 @@ class Cache(BaseCache):
         for layer in [*self.layers, *([self._make_layer()] if self._make_layer else [])]:
             layer.describe()  # raises for a layer that cannot be in a file
         for layer in self.layers:
+            if isinstance(layer, RaggedLayer):
+                raise argument_error(layer.name, "a layer whose heads share their tokens", "a ragged one")
             if layer.was_moved and layer.store is None:
                 wanted = "tokens, or position 0 of the next one, to lie in a file"
                 raise argument_error(layer.name, wanted, f"none, and position {layer.get_seq_length()}")

@@ -17,7 +17,7 @@ from kvkit.eviction.selection import budgets, kept_count, select
 from kvkit.typed import Array
 
 WINDOW, EMPTY = "a window evicts already", "no tokens"
-SHARED = "'uniform', 'pyramid' or a count for each layer: heads of a layer share their tokens"
+BUDGETS = "'uniform', 'pyramid', 'ada', 'global', or counts of layers [L] or of heads [L, Hkv]"
 ScoreFunction = Callable[[int, Array, Array, Any], Array]
 ScoreOf = Callable[[int, int], Array]  # (layer, tokens that stay) -> scores
 
@@ -28,8 +28,8 @@ class Report:
 
     Attributes
     ----------
-    tokens_before, tokens : list of int
-        The stored tokens of each layer, before and afterwards.
+    tokens_before, tokens : list
+        The stored tokens of each layer, before and afterwards: a number, or numbers of heads [B][Hkv].
     bytes_before, bytes_after : int
         The size of all stored keys and values; of a `PagedCache`, of all blocks that sequences use.
     skipped : dict of int to str
@@ -45,8 +45,8 @@ class Report:
     Report(tokens_before=[8], tokens=[4], bytes_before=256, bytes_after=128, skipped={})
     """
 
-    tokens_before: list[int]
-    tokens: list[int]
+    tokens_before: list[Any]
+    tokens: list[Any]
     bytes_before: int
     bytes_after: int
     skipped: dict[int, str]
@@ -64,6 +64,18 @@ class Compression:
     weights: Sequence[Array] | None
     renumber: bool
     options: dict[str, Any]
+    per_head: bool = False
+    threshold: ArrayLike | None = None
+    first: int = 0
+    last: int = 0
+
+
+def is_by_head(layers: Sequence[Any], asked: Compression) -> bool:
+    """Return whether heads keep tokens of their own."""
+    budget = asked.budget
+    named = budget in ("ada", "global") if isinstance(budget, str) else np.ndim(budget) > 1
+    ragged = any(hasattr(layer, "lengths") for layer in layers)
+    return flag("per_head", asked.per_head) or named or ragged or asked.threshold is not None
 
 
 def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], asked: Compression) -> Report:
@@ -73,9 +85,10 @@ def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], aske
         wanted = "False beside layers that stay as they are"
         raise argument_error("renumber", wanted, f"True, and layers {sorted(skipped)}")
     function = score_function(layers, asked)
-    plans = {}
-    for i, count in layer_counts(layers, skipped, asked).items():
-        rows = select(mean_scores(function, layers[i], i, count), count=count)
+    plans, stored = {}, {i: each.stored_tokens for i, each in enumerate(layers) if i not in skipped}
+    for i, count in layer_counts(stored, len(layers), asked).items():
+        mean = mean_scores(function, layers[i], i, count)
+        rows = select(mean, count=count, first=asked.first, last=asked.last)
         positions = layers[i].positions[np.asarray(rows)[0, 0]]
         plans[i] = layers[i].plan("retain", positions, renumber=asked.renumber)._replace(frees=True)
     tokens, before = [layer.stored_tokens for layer in layers], sum(layer.nbytes for layer in layers)
@@ -130,14 +143,19 @@ class SequenceLayer:
 
 def mean_scores(function: ScoreOf, layer: Any, number: int, count: int) -> Array:
     """Return the mean scores of a layer's tokens over heads and rows of the batch, float64 [1, 1, S]."""
+    scores = layer_scores(function, layer.stored_tokens, number, count)
+    return scores.mean((0, 1), dtype=np.float64)[None, None]
+
+
+def layer_scores(function: ScoreOf, tokens: int, number: int, count: int) -> Array:
+    """Return the checked scores of a layer's tokens."""
     try:
-        scores = scores_array("scores", np.asarray(function(number, count)))
+        scores: Array = scores_array("scores", np.asarray(function(number, count)))
     except KvkitError as error:
         raise type(error)(f"{error}, in layer {number}") from None
-    if scores.shape[2] != layer.stored_tokens:
-        wanted = f"[B, Hkv, {layer.stored_tokens}] of layer {number}"
-        raise argument_error("scores", wanted, describe(scores))
-    return scores.mean((0, 1), dtype=np.float64)[None, None]
+    if scores.shape[2] != tokens:
+        raise argument_error("scores", f"[B, Hkv, {tokens}] of layer {number}", describe(scores))
+    return scores
 
 
 def reason_to_skip(layer: Any) -> str | None:
@@ -149,29 +167,28 @@ def reason_to_skip(layer: Any) -> str | None:
     return None if layer.stored_tokens else EMPTY
 
 
-def layer_counts(layers: Sequence[Any], skipped: dict[int, str], asked: Compression) -> dict[int, int]:
-    """Return how many tokens each layer keeps, but for those that stay as they are."""
-    chosen = [i for i in range(len(layers)) if i not in skipped]
-    stored, budget = [layers[i].stored_tokens for i in chosen], asked.budget
+def layer_counts(stored: dict[int, int], layers: int, asked: Compression) -> dict[int, int]:
+    """Return how many of the stored tokens each of some layers keeps; there are `layers` in all."""
+    budget = asked.budget
     if isinstance(budget, str) and budget == "pyramid":
-        tokens = max(stored, default=1)
+        tokens = max(stored.values(), default=1)
         share = kept_count(tokens, asked.keep, asked.count) / tokens
-        given = budgets("pyramid", layers=max(len(chosen), 1), tokens=tokens, keep=asked.keep or share)
-        counts = np.minimum(given[: len(chosen)], stored).tolist()
-    elif isinstance(budget, str):
+        given = budgets("pyramid", layers=max(len(stored), 1), tokens=tokens, keep=asked.keep or share)
+        counts = np.minimum(given[: len(stored)], list(stored.values())).tolist()
+        return dict(zip(stored, counts, strict=True))
+    if isinstance(budget, str):
         if budget != "uniform":
-            raise argument_error("budget", SHARED, repr(budget))
-        counts = [
-            kept_count(tokens, asked.keep, asked.count and min(asked.count, tokens)) for tokens in stored
-        ]
-    else:
-        given = np.asarray(budget)
-        if given.dtype.kind not in "iu" or given.shape != (len(layers),):
-            raise argument_error("budget", SHARED, describe(given))
-        if asked.keep is not None or asked.count is not None:
-            raise argument_error("budget", "a count for each layer, or else keep", "both")
-        counts = [kept_count(tokens, None, given[i]) for i, tokens in zip(chosen, stored, strict=True)]
-    return dict(zip(chosen, counts, strict=True))
+            raise argument_error("budget", BUDGETS, repr(budget))
+        return {
+            i: kept_count(tokens, asked.keep, asked.count and min(asked.count, tokens))
+            for i, tokens in stored.items()
+        }
+    given = np.asarray(budget)
+    if given.dtype.kind not in "iu" or given.shape != (layers,):
+        raise argument_error("budget", BUDGETS, describe(given))
+    if asked.keep is not None or asked.count is not None:
+        raise argument_error("budget", "a count for each layer, or else keep", "both")
+    return {i: kept_count(tokens, None, given[i]) for i, tokens in stored.items()}
 
 
 def score_function(layers: Sequence[Any], asked: Compression) -> ScoreOf:

@@ -9,7 +9,9 @@ description and the bytes of all arrays. Next to it is the ``description`` of th
                 A recurrent state has ``layers.I.checkpoints``, positions, and ``layers.I.states.NAME``
                 [versions, B, ...]: the state at each checkpoint, then the present one
                 A layer whose rows were removed or moved (version 2) also has ``layers.I.positions`` and
-                ``layers.I.rope_shifts``, and its ``rope`` says how keys were rotated
+                ``layers.I.rope_shifts``, and its ``rope`` says how keys were rotated. A layer whose heads
+                keep different tokens (version 2) has ``layers.I.lengths`` [B, Hkv], and the other arrays
+                have the tokens of one head after the other's: keys and values are [tokens, D]
     paged       for a `PagedCache`: its arguments, the number of rows, and its sequences. Its arrays are
                 ``blocks`` (the numbers of the blocks in use, which stay the same), ``cache`` and ``scale``
                 ([layers, key|value, block, row, head, dim], these blocks), ``sequences.I.block_table``

@@ -16,6 +16,7 @@ from kvkit.cache import (
     IndexedLayer,
     LatentLayer,
     QuantizedLayer,
+    RaggedLayer,
     SharedLayer,
     SlidingWindowLayer,
     StateLayer,
@@ -122,7 +123,7 @@ def test_legacy_form_of_other_layers():
 def test_every_kind_is_saved():
     from kvkit.cache.layers.kinds import KINDS as FILED
 
-    assert len(FILED) == len(KINDS) + 5  # quantized ones; test_hybrid.py and test_latent_layers.py have four
-    latent = LatentLayer(), IndexedLayer(LatentLayer())
-    saved = (*four_layers(), QuantizedLayer(), SharedLayer(0), StateLayer(), *latent)
+    assert len(FILED) == len(KINDS) + 6  # quantized ones; the others have tests of their own
+    more = LatentLayer(), IndexedLayer(LatentLayer()), RaggedLayer()
+    saved = (*four_layers(), QuantizedLayer(), SharedLayer(0), StateLayer(), *more)
     assert {type(layer) for layer in saved} == set(FILED.values())

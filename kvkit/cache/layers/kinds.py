@@ -10,6 +10,7 @@ from kvkit.cache.layers.quantized import QuantizedLayer
 from kvkit.cache.layers.shared import SharedLayer
 from kvkit.cache.layers.sliding import SlidingWindowLayer, StaticSlidingWindowLayer
 from kvkit.cache.layers.state import StateLayer
+from kvkit.cache.paged.ragged import RaggedLayer
 
 KINDS: dict[str, Any] = {
     kind.__name__: kind
@@ -18,6 +19,7 @@ KINDS: dict[str, Any] = {
         IndexedLayer,
         LatentLayer,
         QuantizedLayer,
+        RaggedLayer,
         SharedLayer,
         SlidingWindowLayer,
         StateLayer,

@@ -130,6 +130,8 @@ class Pieces:
             return {}
         causal = self.free < len(self.pieces)
         own = np.array([piece.causal if causal else piece.part == 0 for piece in self.pieces])
+        if sinks.ndim == 2:  # of each sequence
+            sinks = sinks[[piece.sequence for piece in self.pieces]]
         apart = np.where(own[:, None], sinks.astype(np.float32), np.float32(-np.inf))
         return {"sinks": apart, "apart": len(apart)}
 

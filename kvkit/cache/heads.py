@@ -1,0 +1,235 @@
+"""Compress layers head by head: each key head keeps tokens of its own, in a `RaggedLayer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvkit.cache.compression import (
+    BUDGETS,
+    Compression,
+    Report,
+    ScoreOf,
+    layer_counts,
+    layer_scores,
+    reason_to_skip,
+    score_function,
+    stored_states,
+)
+from kvkit.cache.layers.dynamic import DynamicLayer
+from kvkit.cache.paged.ragged import HeadStates, RaggedLayer
+from kvkit.checks.values import flag, integer
+from kvkit.errors import argument_error, describe
+from kvkit.eviction.inputs import refuse_first
+from kvkit.eviction.selection import ada_counts, shared_counts
+from kvkit.typed import Array
+
+SHARE = "layers of one batch and as many heads for 'global'"
+
+
+def compressed(layers: Sequence[Any], asked: Compression) -> tuple[list[Any], Report]:
+    """Return layers without the tokens that heads lose, new ones where any go, and the report."""
+    skipped = {i: reason for i, layer in enumerate(layers) if (reason := reason_to_skip(layer))}
+    chosen = [i for i in range(len(layers)) if i not in skipped]
+    if flag("renumber", asked.renumber):
+        raise argument_error("renumber", "False where heads keep tokens of their own", True)
+    for i in chosen:
+        if type(layers[i]) not in (DynamicLayer, RaggedLayer):
+            wanted = "'uniform' or 'pyramid' beside layers other than `DynamicLayer`"
+            raise argument_error("budget", wanted, f"one by heads, and {type(layers[i]).__name__} {i}")
+    tokens = {i: head_lengths(layers[i]) for i in chosen}
+    means = mean_counts(tokens, len(layers), asked)
+    function = score_function(layers, asked)
+    scored = {
+        i: with_protection(scores_of_heads(function, layers[i], i, means[i], asked), tokens[i], asked)
+        for i in chosen
+    }
+    staying = rows_that_stay(scored, tokens, means, len(layers), asked)
+    made = {i: split(layers[i], rows) for i, rows in staying.items()}
+    new = [made.get(i, layer) for i, layer in enumerate(layers)]
+    before, after = (sum(layer.nbytes for layer in each) for each in (layers, new))
+    tokens_before, tokens_after = ([counted(layer) for layer in each] for each in (layers, new))
+    return new, Report(tokens_before, tokens_after, before, after, skipped)
+
+
+def counted(layer: Any) -> Any:
+    """Return the stored tokens of a layer, or those of its heads."""
+    return layer.lengths.tolist() if isinstance(layer, RaggedLayer) else layer.stored_tokens
+
+
+def head_lengths(layer: Any) -> Array:
+    """Return how many tokens each head of a layer stores, int64 [B, Hkv]."""
+    if isinstance(layer, RaggedLayer):
+        return layer.lengths
+    batch, heads, tokens, _ = layer.keys.shape
+    return np.full((batch, heads), tokens)
+
+
+def mean_counts(tokens: dict[int, Array], layers: int, asked: Compression) -> dict[int, int]:
+    """Return how many tokens the heads of each layer keep on average."""
+    if asked.threshold is not None and (asked.keep, asked.count) != (None, None):
+        raise argument_error("keep", "None beside a threshold", "both")
+    stored = {i: max(1, int(each.mean())) for i, each in tokens.items()}
+    if asked.threshold is not None:
+        return stored
+    if not isinstance(asked.budget, str) and np.ndim(asked.budget) > 1:
+        if (asked.keep, asked.count) != (None, None):
+            raise argument_error("budget", "a count for each head, or else keep", "both")
+        given = by_head("budget", asked.budget, tokens, layers, "iu")
+        return {i: max(1, int(each.mean())) for i, each in given.items()}
+    named = isinstance(asked.budget, str) and asked.budget in ("ada", "global")
+    return layer_counts(stored, layers, replace(asked, budget="uniform") if named else asked)
+
+
+def by_head(name: str, numbers: Any, tokens: dict[int, Array], layers: int, kinds: str) -> dict[int, Array]:
+    """Return numbers of each head of each layer: given so, for rows of the batch alike, or for all heads."""
+    given = np.asarray(numbers)
+    if given.dtype.kind not in kinds or given.ndim > 3 or (given.ndim and len(given) != layers):
+        wanted = f"a number, or numbers [{layers}, Hkv] or [{layers}, B, Hkv]"
+        raise argument_error(name, wanted, describe(given))
+    found = {}
+    for i, each in tokens.items():
+        own = given[i] if given.ndim else given
+        if own.shape not in ((), each.shape[1:], each.shape):
+            wanted = f"numbers of shape {each.shape[1:]} or {each.shape} for layer {i}"
+            raise argument_error(name, wanted, f"shape {own.shape}")
+        found[i] = np.broadcast_to(own, each.shape)
+    return found
+
+
+def scores_of_heads(function: ScoreOf, layer: Any, number: int, count: int, asked: Compression) -> Array:
+    """Return the scores of a layer, float [B, Hkv, longest]; -inf after the last token of a head.
+
+    Heads of a ragged layer are scored one by one.
+    """
+    if not isinstance(layer, RaggedLayer):
+        return layer_scores(function, layer.stored_tokens, number, count)
+    batch, heads = layer.lengths.shape
+    scores = np.full((batch, heads, layer.stored_tokens), -np.inf)
+    for own, states in zip(scores.reshape(-1, scores.shape[2]), enumerate(layer.heads_states()), strict=True):
+        i, head = states[0], Head(states[1], layer)
+        if head.stored_tokens:
+            one = score_function([head], for_head(asked, number, divmod(i, heads), heads, head.stored_tokens))
+            own[: head.stored_tokens] = layer_scores(
+                one, head.stored_tokens, 0, min(count, head.stored_tokens)
+            )
+    return scores
+
+
+class Head:
+    """A key head of a row of the batch in a ragged layer, as scorers read it."""
+
+    window = None
+
+    def __init__(self, states: HeadStates, layer: RaggedLayer) -> None:
+        self.positions, self.stored_tokens = states.positions, len(states.positions)
+        self.rope, self.rope_shifts = layer.rope, np.empty((0, 3), np.int64)
+        self._states, self._layer = states, layer
+
+    def get_seq_length(self) -> int:
+        """Return the position of the next token."""
+        return self._layer.get_seq_length()
+
+    def stored(self) -> tuple[Array, Array]:
+        """Return keys and values, [1, 1, tokens, D]."""
+        return self._states.keys[None, None], self._states.values[None, None]
+
+
+def for_head(asked: Compression, number: int, at: tuple[int, int], heads: int, tokens: int) -> Compression:
+    """Return the arguments for one head (row of the batch, key head) of a layer alone."""
+    b, h = at
+
+    def part(given: Any) -> Any:
+        if given is None:
+            return None
+        group = given[number].shape[1] // heads
+        return [given[number][b : b + 1, h * group : (h + 1) * group]]
+
+    scorer: Any = asked.scorer
+    if callable(scorer):
+        function = scorer
+
+        def scorer(_: int, *states: Any) -> Array:
+            return function(number, *states)
+
+    elif not isinstance(scorer, str):
+        scorer = [np.asarray(scorer[number])[b : b + 1, h : h + 1, :tokens]]
+    weights = part(asked.weights)
+    weights = weights and [weights[0][..., :tokens]]
+    return replace(asked, scorer=scorer, queries=part(asked.queries), weights=weights)
+
+
+def with_protection(scores: Array, tokens: Array, asked: Compression) -> Array:
+    """Return scores whose first and last tokens score 1 more than the best of their row of the batch."""
+    first, last = integer("first", asked.first, 0), integer("last", asked.last, 0)
+    scores, top = scores.copy(), scores.max((1, 2)) + 1
+    for b, h in np.ndindex(tokens.shape):
+        count = tokens[b, h]
+        scores[b, h, : min(first, count)] = scores[b, h, max(count - last, 0) : count] = top[b]
+    return scores
+
+
+def rows_that_stay(
+    scored: dict[int, Array], tokens: dict[int, Array], means: dict[int, int], layers: int, asked: Compression
+) -> dict[int, list[Array]]:
+    """Return the ascending rows that each head of each layer keeps."""
+    if asked.threshold is not None:
+        bounds = by_head("threshold", asked.threshold, tokens, layers, "fiu")
+        staying = {i: (scored[i] >= bounds[i][..., None]) & np.isfinite(scored[i]) for i in scored}
+        return {i: [np.flatnonzero(own) for own in by_row(each)] for i, each in staying.items()}
+    counts = counts_of_heads(scored, tokens, means, layers, asked)
+    found = {}
+    for i, scores in scored.items():
+        order = np.argsort(-by_row(scores), axis=-1, kind="stable")
+        found[i] = [np.sort(own[:count]) for own, count in zip(order, counts[i].ravel(), strict=True)]
+    return found
+
+
+def by_row(array: Array) -> Array:
+    """Return an array [B, Hkv, tokens] with one row for each head."""
+    return array.reshape(-1, array.shape[2])
+
+
+def counts_of_heads(
+    scored: dict[int, Array], tokens: dict[int, Array], means: dict[int, int], layers: int, asked: Compression
+) -> dict[int, Array]:
+    """Return how many tokens each head keeps, int64 [B, Hkv] of each layer."""
+    budget = asked.budget
+    if not isinstance(budget, str) and np.ndim(budget) > 1:
+        counts = by_head("budget", budget, tokens, layers, "iu")
+        for i, own in counts.items():
+            refuse_first("budget", own, (own < 0) | (own > tokens[i]), f"counts of 0 to {tokens[i].max()}")
+        return counts
+    if isinstance(budget, str) and budget == "ada":
+        counts = {i: ada_counts(scores, means[i]) for i, scores in scored.items()}
+    elif isinstance(budget, str) and budget == "global":
+        if len({each.shape for each in tokens.values()}) > 1:
+            raise argument_error("budget", SHARE, [each.shape for each in tokens.values()])
+        total = sum(means[i] * each.shape[1] for i, each in tokens.items())
+        shared = shared_counts(list(scored.values()), total, 0) if scored else ()
+        counts = dict(zip(scored, shared, strict=True))
+    elif isinstance(budget, str) and budget not in ("uniform", "pyramid"):
+        raise argument_error("budget", BUDGETS, repr(budget))
+    else:
+        counts = {i: np.full(each.shape, means[i]) for i, each in tokens.items()}
+    return {i: np.minimum(each, tokens[i]) for i, each in counts.items()}
+
+
+def split(layer: Any, rows: list[Array]) -> RaggedLayer:
+    """Return a ragged layer of the rows that each head of a layer keeps."""
+    if isinstance(layer, RaggedLayer):
+        given, states = layer.geometry, layer.heads_states()
+    else:
+        keys, values = stored_states(layer)
+        given, positions = layer.store.geometry, layer.positions
+        keys = keys.astype(values.dtype, copy=False)
+        states = [HeadStates(keys[at], values[at], positions) for at in np.ndindex(keys.shape[:2])]
+    made = RaggedLayer()
+    made.name, made.rope = layer.name, layer.rope
+    kept = [HeadStates(*(side[own] for side in each)) for each, own in zip(states, rows, strict=True)]
+    assert given is not None
+    made.fill_heads(given, kept, layer.get_seq_length())
+    return made

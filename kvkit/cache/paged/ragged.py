@@ -1,0 +1,538 @@
+"""The layer whose heads keep different tokens: each has pages of its own, as a sequence of one head has."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, SupportsIndex
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvkit import cpu
+from kvkit.cache.base import one_call_at_a_time
+from kvkit.cache.blocks.allocator import BlockAllocator, OutOfBlocksError
+from kvkit.cache.blocks.sequence import Moves
+from kvkit.cache.blocks.step import Step
+from kvkit.cache.layers import requests
+from kvkit.cache.layers.layer import Layer
+from kvkit.cache.layers.positions import (
+    MAX_PIECES,
+    PLANS,
+    Rearrangement,
+    Rotation,
+    RowPositions,
+    rotation_of,
+)
+from kvkit.cache.paged.pieces import Pieces
+from kvkit.cache.paged.step import PagedStep
+from kvkit.cache.paged.store import PagedStore
+from kvkit.cache.stores.memory import Geometry, check_geometry
+from kvkit.cache.stores.view import KVView
+from kvkit.checks import attention, index_tensors, masks
+from kvkit.checks.arguments import Scoring
+from kvkit.checks.records import NO_MASK, StepIndex
+from kvkit.checks.values import checked_format, flag, integer, one_piece
+from kvkit.errors import argument_error, describe
+from kvkit.rope import Rope
+from kvkit.typed import Array, Attended, States
+
+PAGE_SIZE = 16
+
+
+class HeadStates(NamedTuple):
+    """The stored tokens of one key head of a row of the batch."""
+
+    keys: Array  # [tokens, D]
+    values: Array  # [tokens, D]
+    positions: Array  # [tokens]
+
+
+class RaggedPlan(NamedTuple):
+    """The plans of a checked call, one for each head."""
+
+    plans: list[Rearrangement]
+    crops: bool = False
+
+
+class RaggedSide:
+    """The keys (`side` 0) or values (1) of a ragged layer, which a `KVView` reads."""
+
+    def __init__(self, layer: RaggedLayer, side: int) -> None:
+        self._layer, self._side = layer, side
+        self.shape, self.dtype = layer.shape, layer.pool.format.dtype
+
+    @property
+    def changes(self) -> int:
+        return self._layer.changes
+
+    def read(self) -> States:
+        return self._layer.stored()[self._side]
+
+
+class RaggedLayer(Layer):
+    """A layer whose key heads keep different tokens. `Cache.compress` makes it, for a budget by heads.
+
+    Every key head of a row of the batch is a sequence in pages of 16 tokens, so a head that keeps fewer
+    tokens takes less memory. New tokens go to all heads. `remove`, `shift`, `divide` and `crop` are by
+    positions, in all heads.
+
+    Attributes
+    ----------
+    lengths : ndarray of int64, shape [B, Hkv]
+        The number of stored tokens of each head.
+    sequences : list of Sequence
+        Those of all heads of row 0 of the batch, then of row 1 and so on.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import DynamicCache
+    >>> cache, keys = DynamicCache(), np.ones((1, 2, 6, 4), np.float32)
+    >>> keys[0, 0, 2:] = 3
+    >>> states = cache.update(keys, keys, 0)
+    >>> cache.compress("knorm", budget=[[2, 3]]).tokens
+    [[[2, 3]]]
+    >>> layer = cache.layers[0]
+    >>> layer.positions, layer.get_seq_length()
+    (array([[[ 0,  1, -1],
+            [ 0,  1,  2]]]), 6)
+    >>> states = cache.update(keys[:, :, :1], keys[:, :, :1], 0)
+    >>> layer.lengths, cache.attend(np.ones((1, 4, 1, 4), np.float32), 0).shape
+    (array([[3, 4]]), (1, 4, 1, 4))
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.geometry: Geometry | None = None
+        self.pool: Any = None
+        self.blocks: Any = None
+        self.sequences: list[Any] = []
+        self._index: Any = None  # the last one, while its index tensors are valid
+        self.changes = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_index": None}  # a copy has other addresses
+
+    def describe(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        return {}
+
+    def fill_heads(self, given: Geometry, states: Sequence[HeadStates], length: int) -> None:
+        """Store tokens of every head; `length` is the position of the next one."""
+        if given.key_dim != given.value_dim:
+            wanted = f"keys and values of one head size, for budgets by heads; 'uniform' for {given}"
+            raise argument_error("budget", wanted, "one by heads")
+        counts = [len(each.positions) for each in states]
+        used = sum(-(-count // PAGE_SIZE) for count in counts)
+        self._make_pool(given, used + max(used // 16, len(counts)))
+        self.sequences = [self.blocks.add() for _ in counts]
+        with self.blocks.begin_step(zip(self.sequences, counts, strict=True)) as index:
+            for side in (0, 1):
+                packed = [states[i][side] for i in index.order]
+                self.pool_side(side)[index.slot_mapping] = np.concatenate(packed)
+        for seq, own in zip(self.sequences, states, strict=True):
+            rows = RowPositions(own.positions, np.zeros_like(own.positions), length)
+            if not rows.is_plain():
+                intact = np.flatnonzero(np.append(own.positions, -1) != np.arange(len(own.positions) + 1))[0]
+                seq.move(Moves(rows, [], int(intact), None))
+
+    def pool_side(self, side: int) -> Array:
+        """Return the keys (0) or the values (1) of all pages, a view [rows, D]."""
+        pages = self.pool.blocks[0][0, side]  # [page, row, head, D]
+        return pages.reshape(-1, pages.shape[-1])
+
+    def _make_pool(self, given: Geometry, pages: int) -> None:
+        self.geometry, pages = given, max(pages, 1)
+        self.pool = PagedStore(
+            pages, PAGE_SIZE, 1, 1, given.key_dim, given.fmt.dtype, quant_bit=0, quant_group=8,
+            scale_dtype=np.float16, cache_layout=3, quant_format=None, scale=None,
+        )  # fmt: skip
+        self.blocks = BlockAllocator(pages, PAGE_SIZE, slot_dtype=np.int64, copy_rows=self.pool.copy_rows)
+        self._index = None
+
+    def _resize(self, pages: int) -> None:
+        """Move the pages in use to a pool of so many."""
+        tables, pool, before = [seq.table for seq in self.sequences], self.pool, self.sequences
+        used = np.unique(np.concatenate([np.array(table, np.int64) for table in tables]))
+        assert self.geometry is not None
+        self._make_pool(self.geometry, max(pages, len(used)))
+        for new, old in zip(self.pool.blocks, pool.blocks, strict=True):
+            new[:, :, : len(used)] = old[:, :, used]
+        saved = [
+            (seq.length, seq.chain[0], np.searchsorted(used, table), (), sequence_moves(seq))
+            for seq, table in zip(before, tables, strict=True)
+        ]
+        self.sequences = self.blocks.restore(saved, (), set(range(len(used))))
+
+    # Tokens come
+
+    def _append(
+        self, key_states: Array, value_states: Array, cache_position: ArrayLike | None
+    ) -> tuple[States, States]:
+        given, new = check_geometry(key_states, value_states, self.geometry), key_states.shape[2]
+        if cache_position is not None:
+            start = requests.check_positions(cache_position, new, self.get_seq_length())
+            if start != self.get_seq_length():
+                wanted = f"positions from {self.get_seq_length()} on, after the last token"
+                raise argument_error("cache_position", wanted, start)
+        if self.geometry is None:
+            nothing = np.empty((0, given.key_dim), given.fmt.dtype)
+            none = HeadStates(nothing, nothing, np.empty(0, np.int64))
+            self.fill_heads(given, [none] * (given.batch * given.heads), 0)
+        packed = [
+            np.ascontiguousarray(side).reshape(-1, given.key_dim) for side in (key_states, value_states)
+        ]
+        with self._begin(new) as index:
+            for side, states in enumerate(packed):
+                self.pool_side(side)[index.slot_mapping] = states
+        self._index, self.changes = index, self.changes + 1
+        return KVView(RaggedSide(self, 0)), KVView(RaggedSide(self, 1))
+
+    def _begin(self, new: int) -> Step:
+        """Begin a step of new tokens of every head; more pages are made where there are too few."""
+        try:
+            index = self.blocks.begin_step([(seq, new) for seq in self.sequences])
+        except OutOfBlocksError as error:
+            pages = self.blocks.num_blocks + error.needed - error.available
+            self._resize(pages + pages // 4)
+            index = self.blocks.begin_step([(seq, new) for seq in self.sequences])
+        self.pool.copy(index.copies)
+        return index
+
+    def _tables(self) -> Step:
+        """Return a step whose page tables are those of all heads."""
+        if self._index is None:
+            with self._begin(0) as self._index:
+                pass
+        return self._index
+
+    @one_call_at_a_time
+    def reserve(self, query_length: SupportsIndex) -> None:
+        new = integer("query_length", query_length, 0)
+        if self.sequences:
+            self._begin(new).abandon()
+            self._index = None
+
+    # What is there
+
+    def get_seq_length(self) -> int:
+        return int(self.sequences[0].next_position) if self.sequences else 0
+
+    def get_mask_sizes(self, query_length: SupportsIndex) -> tuple[int, int]:
+        return self.get_seq_length() + integer("query_length", query_length, 0), 0
+
+    @property
+    def lengths(self) -> Array:
+        """The number of stored tokens of each head, int64 [B, Hkv]."""
+        heads = 1 if self.geometry is None else self.geometry.heads
+        return np.array([seq.length for seq in self.sequences], np.int64).reshape(-1, heads)
+
+    @property
+    def stored_tokens(self) -> int:
+        """The most tokens that a head stores."""
+        return int(self.lengths.max(initial=0))
+
+    @property
+    def positions(self) -> Array:
+        """The positions of every head's tokens, int64 [B, Hkv, longest]; -1 after the last one."""
+        return self._dense([seq.positions for seq in self.sequences], -1)
+
+    @property
+    def rope_shifts(self) -> Array:
+        """The rope shifts of stored keys, int64 [pieces, 5]: row of the batch, head, then as of others."""
+        heads = self.lengths.shape[1]
+        found = [
+            (*divmod(i, heads), *piece)
+            for i, seq in enumerate(self.sequences)
+            for piece in seq.pieces(seq.length)
+        ]
+        return np.array(found, np.int64).reshape(-1, 5)
+
+    def _dense(self, rows: Sequence[Array], padding: int) -> Array:
+        """Return what every head has for its tokens as one array [B, Hkv, longest, ...]."""
+        longest, more = self.stored_tokens, rows[0].shape[1:] if rows else ()
+        dense = np.full((len(rows), longest, *more), padding, rows[0].dtype if rows else np.int64)
+        for own, each in zip(dense, rows, strict=True):
+            own[: len(each)] = each
+        return dense.reshape(*self.lengths.shape, longest, *more)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The shape of keys and values as an array; heads with fewer tokens end with zeros."""
+        given = self.geometry
+        return (
+            (0, 0, 0, 0) if given is None else (given.batch, given.heads, self.stored_tokens, given.key_dim)
+        )
+
+    @property
+    def batch_size(self) -> int:
+        return 0 if self.geometry is None else self.geometry.batch
+
+    def stored(self) -> tuple[States, States]:
+        """Return keys and values [B, Hkv, longest, D], zeros after the last token of each head."""
+        rows = [seq.rows(PAGE_SIZE) for seq in self.sequences]
+        keys, values = (self._dense([self.pool_side(side)[own] for own in rows], 0) for side in (0, 1))
+        return keys, values
+
+    def heads_states(self) -> list[HeadStates]:
+        """Return the tokens of every head, with keys as rotated for their positions."""
+        found = []
+        for seq in self.sequences:
+            rows, now = seq.rows(PAGE_SIZE), seq.all_positions()
+            keys, values = (self.pool_side(side)[rows] for side in (0, 1))
+            if now.shifted and isinstance(self.rope, Rope):
+                keys = self.rope.shift(keys.astype(np.float32), now.shifts).astype(keys.dtype)
+            found.append(HeadStates(keys, values, now.positions))
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.lengths.sum()) * 2 * self.pool_side(0)[:1].nbytes if self.sequences else 0
+
+    def attend(  # type: ignore[override]  # names the options of the base class
+        self,
+        query: Array,
+        attention_mask: Array | None = None,
+        *,
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: Array | None = None,
+        return_lse: bool = False,
+        return_key_weights: bool = False,
+    ) -> Attended:
+        scoring = Scoring(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
+        with self._lock:
+            wanted = flag("return_lse", return_lse), flag("return_key_weights", return_key_weights)
+            return self._attend(query, attention_mask, scoring, *wanted)
+
+    def _attend(
+        self, query: Array, mask: Array | None, scoring: Scoring, wants_lse: bool, wants_sums: bool
+    ) -> Attended:
+        """Attend by sequences of one key head, each with the queries of its group."""
+        batch, heads, new, dim = self._check_query(query)
+        weights = attention.checked_weights(query.swapaxes(1, 2), NO_MASK, scoring)
+        count, group = len(self.sequences), heads // self.lengths.shape[1]
+        if weights.sinks is not None:
+            own = weights.sinks.reshape(-1, group)[None].repeat(batch, 0).reshape(count, group)
+            weights = weights._replace(sinks=own, apart=count)
+        columns = self._columns(mask)  # [B * Hkv, longest]
+        states = one_piece(query.reshape(count, group, new, dim).swapaxes(1, 2))  # [sequences, q, G, D]
+        sums: Array | None = None
+        lse, index = np.empty(states.shape[:3], np.float32), self._tables()
+        if index.in_order:
+            if columns is not None:
+                place = masks.static_mask(
+                    self.pool.format, columns[:, None, None], count, group, new, columns.shape[1]
+                )
+                weights = weights._replace(mask=place)
+            if wants_sums:
+                sums = np.empty((count, group, self.stored_tokens), np.float32)
+            out = np.empty(states.shape, states.dtype)
+            rows = StepIndex(
+                np.arange(count + 1) * new, index.kvstarts, index.first_places, np.zeros(count, np.int64),
+                index.pages, PAGE_SIZE, tokens=count * new, context=int(index.kvstarts[-1]), rows=0,
+            )  # fmt: skip
+            decoding = count if new == 1 else 0
+            cpu.launches.start(
+                cpu.attention.prepare.prepare_attention(
+                    states, out, lse, self.pool.contexts[0], rows, decoding, weights, key_weights=sums
+                )
+            )
+        elif wants_sums:
+            wanted = "False where keys have a rope shift: `flatten` rotates them"
+            raise argument_error("return_key_weights", wanted, True)
+        else:
+            out, lse = self._attend_pieces(index, states, lse, columns, weights)
+        outputs = out.swapaxes(1, 2).reshape(batch, heads, new, dim)
+        more = [lse.swapaxes(1, 2).reshape(batch, heads, new)] * wants_lse + (
+            [] if sums is None else [sums.reshape(batch, heads, -1)]
+        )
+        return (outputs, *more) if more else outputs
+
+    def _attend_pieces(
+        self, index: Step, states: Array, lse: Array, columns: Array | None, weights: attention.Weights
+    ) -> tuple[Array, Array]:
+        """Attend to heads whose keys have several rope shifts."""
+        count, new, group, dim = states.shape
+        lengths = np.diff(index.kvstarts).tolist()
+        pieces = Pieces(index.sequences, [new] * count, lengths, index.pages, PAGE_SIZE)
+        mask = None
+        if columns is not None:
+            hidden = columns[:, None, None]
+
+            def mask(piece: Any) -> Array:
+                return hidden[piece.sequence, :, :, piece.segment.begin : piece.segment.end]
+
+        packed = np.ascontiguousarray(states).reshape(count * new, group, dim)
+        out, own = pieces.attend(PagedStep(self.pool, index), packed, 0, mask, weights)
+        return out.astype(states.dtype).reshape(states.shape), own.reshape(lse.shape)
+
+    def _check_query(self, query: Array) -> tuple[int, int, int, int]:
+        """Check queries [B, Hq, q, D]; return their shape."""
+        if self.geometry is None:
+            raise argument_error(self.name, "stored tokens (call update before attend)", "none")
+        checked_format("query", query, (self.geometry.fmt,), 4)
+        batch, key_heads, dim = self.geometry.batch, self.geometry.heads, self.geometry.key_dim
+        _, heads, new, _ = query.shape
+        if query.shape != (batch, heads, new, dim) or not heads or heads % key_heads:
+            wanted = f"shape [{batch}, a multiple of {key_heads}, q, {dim}] (batch, key heads and head size)"
+            raise argument_error("query", wanted, query.shape)
+        first = self.get_seq_length() - new
+        if new > 1 and any(
+            seq.positions[-new:].tolist() != [*range(first, first + new)] for seq in self.sequences
+        ):
+            raise argument_error(
+                "query", "queries of the last tokens, which every head stores", f"{new} queries"
+            )
+        return batch, heads, new, dim
+
+    def _columns(self, mask: Array | None) -> Array | None:
+        """Return what a padding mask [B, n], by positions, says of the stored tokens: [B * Hkv, longest]."""
+        if mask is None:
+            return None
+        legal, heads = (self.batch_size, self.get_seq_length()), self.lengths.shape[1]
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != legal:
+            wanted = f"bool {list(legal)}, a padding mask by position, because heads have tokens of their own"
+            raise argument_error("attention_mask", wanted, describe(mask))
+        rows = np.repeat(np.arange(len(mask)), heads)[:, None]
+        return mask[rows, self.positions.reshape(len(rows), -1)]
+
+    # Tokens go, and the batch changes
+
+    def left_by(self, length: int) -> int:
+        return requests.length_after_crop(length, self.get_seq_length())
+
+    @one_call_at_a_time
+    def crop(self, length: int) -> None:
+        self.rearrange(self.plan("remove", self.left_by(length)))
+
+    def plan(  # type: ignore[override]  # for every head
+        self, call: str, *arguments: Any, rope: Rotation = None, **options: Any
+    ) -> RaggedPlan:
+        now = [seq.all_positions() for seq in self.sequences]
+        dim = None if self.geometry is None else self.geometry.key_dim
+        rotation = rotation_of(rope, self.rope, dim, any(each.shifted for each in now))
+        given = [arguments] * len(now)
+        if call == "retain":
+            given = [(own,) for own in self._positions_by_head(*arguments)]
+        return RaggedPlan(
+            [
+                PLANS[call](rows, rotation, *own, **options).in_few_pieces()
+                for rows, own in zip(now, given, strict=True)
+            ]
+        )
+
+    def _positions_by_head(self, positions: ArrayLike) -> list[Array]:
+        """Check positions [B, Hkv, m] that are -1 after the last one of a head; return each head's."""
+        wanted: Array = np.asarray(positions)
+        legal = self.lengths.shape
+        if wanted.dtype.kind not in "iu" or wanted.ndim != 3 or wanted.shape[:2] != legal:
+            raise argument_error(
+                "positions", f"integers {[*legal, 'm']}, -1 after the last", describe(wanted)
+            )
+        return [own[own >= 0] for own in wanted.reshape(-1, wanted.shape[2])]
+
+    def rearrange(self, plan: RaggedPlan, at_once: bool = False) -> None:  # type: ignore[override]
+        pairs = list(zip(self.sequences, plan.plans, strict=True))
+        if not any(each.changes(seq.all_positions()) for seq, each in pairs):
+            return
+        needed = sum(-(-len(each.after.positions) // PAGE_SIZE) + MAX_PIECES for _, each in pairs)
+        if needed > self.blocks.available:
+            self._resize(self.blocks.num_blocks + needed)
+        ropes = [plan.plans[0].rope]
+        for seq, each in zip(self.sequences, plan.plans, strict=True):
+            self.blocks.rearrange(seq, each, ropes)
+            if each.rotated is not None:
+                moves = each.rotated != 0
+                self.pool.rotate(seq.rows(PAGE_SIZE)[moves], each.rotated[moves], ropes)
+        self.rope, self._index, self.changes = ropes[0], None, self.changes + 1
+        self.trim()
+
+    @one_call_at_a_time
+    def trim(self) -> None:
+        """Move to a pool with a sixteenth of pages free, if more than a quarter are."""
+        if self.sequences:
+            used = self.blocks.num_blocks - self.blocks.available
+            if self.blocks.available > len(self.sequences) + self.blocks.num_blocks // 4:
+                self._resize(used + max(used // 16, len(self.sequences)))
+
+    def _take(self, indices: Iterable[int]) -> None:
+        if self.geometry is not None:
+            heads, before, rows = self.geometry.heads, self.sequences, list(indices)
+            self.sequences = [self.blocks.fork(before[i * heads + h]) for i in rows for h in range(heads)]
+            for seq in before:
+                self.blocks.free(seq)
+            self.geometry = self.geometry._replace(batch=len(rows))
+            self._index, self.changes = None, self.changes + 1
+
+    @one_call_at_a_time
+    def reset(self) -> None:
+        changes = self.changes
+        self._forget()
+        self.changes = changes + 1
+
+    # To files, and back
+
+    @property
+    def was_moved(self) -> bool:
+        return True
+
+    def moves(self) -> tuple[dict[str, Array], dict[str, Any]]:
+        rope = self.rope.describe() if isinstance(self.rope, Rope) else self.rope
+        return {}, {"rope": rope}
+
+    def arrays(self) -> dict[str, Array]:
+        """Return the layer's arrays by their names in a saved file; tokens of one head after the other."""
+        if not self.sequences:
+            return {}
+        rows = np.concatenate([seq.rows(PAGE_SIZE) for seq in self.sequences])
+        now = [seq.all_positions() for seq in self.sequences]
+        return {
+            "keys": self.pool_side(0)[rows],
+            "values": self.pool_side(1)[rows],
+            "lengths": self.lengths,
+            "positions": np.concatenate([each.positions for each in now]),
+            "rope_shifts": np.concatenate([each.shifts for each in now]),
+        }
+
+    def load(self, arrays: dict[str, Array], length: int, rope: Any) -> None:
+        self.rope = Rope(**rope) if isinstance(rope, dict) else rope
+        rotation_of(self.rope, None, None, False)
+        if not arrays:
+            return
+        lengths = index_tensors.index("lengths", arrays["lengths"], 2)
+        keys, values = (arrays[name] for name in ("keys", "values"))
+        given = check_geometry(keys[None, None], values[None, None], None)
+        given = given._replace(batch=lengths.shape[0], heads=lengths.shape[1])
+        ends = np.cumsum(lengths)
+        if lengths.min(initial=0) < 0 or not len(ends) or ends[-1] != len(keys):
+            raise argument_error(
+                "lengths", f"lengths of heads with {len(keys)} tokens in all", lengths.tolist()
+            )
+        parts = [np.split(arrays[name], ends[:-1]) for name in ("keys", "values", "positions", "rope_shifts")]
+        pieces = [
+            RowPositions.restored(positions, pieces_of_shifts(shifts), length, len(positions))
+            for *_, positions, shifts in zip(*parts, strict=True)
+        ]
+        self.fill_heads(given, [HeadStates(*each) for each in zip(*parts[:3], strict=True)], length)
+        every = [Rearrangement(np.ones(len(rows.positions), bool), rows, self.rope) for rows in pieces]
+        if any(rows.shifted for rows in pieces):
+            self.rearrange(RaggedPlan(every))
+
+
+def sequence_moves(seq: Any) -> Moves | None:
+    """Return the positions and segments of a sequence, None if token i has position i."""
+    if seq.intact is None:
+        return None
+    return Moves(seq.all_positions(), list(seq.borders), seq.intact, seq.rope)
+
+
+def pieces_of_shifts(shifts: Array) -> Array:
+    """Return pieces (first row, row behind the last one, shift) of the shifts of rows."""
+    borders = [0, *(np.flatnonzero(np.diff(shifts)) + 1).tolist(), len(shifts)] if len(shifts) else [0]
+    found = [(begin, end, int(shifts[begin])) for begin, end in itertools.pairwise(borders)]
+    return np.array(found, np.int64).reshape(-1, 3)
