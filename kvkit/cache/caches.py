@@ -253,6 +253,8 @@ class Cache(BaseCache):
             raise argument_error("budget", wanted, "one by heads")
         layers, report = heads.compressed(self.layers, asked)
         self.layers[:] = layers
+        for i, layer in enumerate(self.layers):
+            layer.connect(self.layers, i)
         self._latest = None
         return report
 

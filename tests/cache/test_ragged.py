@@ -7,7 +7,15 @@ import pytest
 
 import kvkit
 from kvkit import KvkitError, Rope, eviction
-from kvkit.cache import Cache, DynamicCache, DynamicLayer, QuantizedLayer, SlidingWindowLayer, load
+from kvkit.cache import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    QuantizedLayer,
+    SharedLayer,
+    SlidingWindowLayer,
+    load,
+)
 
 ROPE, B, HEADS, GROUP, DIM = Rope(8), 2, 3, 2, 16
 
@@ -305,6 +313,15 @@ def test_refusals_change_nothing(case):
         call(cache)
     assert str(caught.value).startswith(message)
     assert before == (layer.positions.tolist(), *(side.tobytes() for side in layer.stored()))
+
+
+def test_a_layer_that_reads_the_rows_of_another_goes_on_with_it():
+    cache = Cache([DynamicLayer(), SharedLayer(0)])
+    cache.update(normal(30), normal(30), 0)
+    report = cache.compress("knorm", keep=0.5, budget="ada")
+    assert report.skipped == {1: "it reads the rows of layer 0"}
+    query = normal(1, HEADS * GROUP)
+    np.testing.assert_array_equal(cache.attend(query, 1), cache.attend(query, 0))
 
 
 def test_layers_that_cannot_have_heads_of_their_own_are_refused(tmp_path):
