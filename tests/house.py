@@ -108,7 +108,7 @@ def locals_calls(sources: Trees) -> int:
 
 
 LIMITS = {
-    "lines of kvkit": 47_970,
+    "lines of kvkit": 47_990,
     "lines of kvkit_cuda": 8_200,
     "lines of cli": 2_640,
     "lines of tests": 41_400,
