@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.calls.latent import ROWS, gather_rows, pieces_of_contexts, scatter_rows, slots_of
-from kvkit.checks.index_tensors import index
-from kvkit.checks.latent import LatentPool, checked_indices, checked_latent_pool, checked_query
-from kvkit.checks.outputs import Results
-from kvkit.checks.paged import starts_of
-from kvkit.checks.pools import checked_table
-from kvkit.checks.values import check_writeable, checked_format, flag, integer, positive_number
-from kvkit.errors import argument_error, describe
-from kvkit.formats import FLOATS
+from kvkit.calls.latent import (
+    ROWS,
+    gather_rows,
+    multiply_heads,
+    pieces_of_contexts,
+    scatter_rows,
+    slots_of,
+)
+from kvkit.calls.prepared import attend
+from kvkit.checks.arguments import LatentAppend, LatentArguments
+from kvkit.checks.latent import (
+    LatentCall,
+    LatentContexts,
+    checked_latent_append,
+    checked_latent_attention,
+    checked_product,
+)
 from kvkit.interop import returns_input_kind
 from kvkit.merge import merge_attention_states
 from kvkit.paged import paged_attention
 from kvkit.typed import Array, Attended, Pair
 
 Table = ArrayLike | tuple[ArrayLike, ArrayLike]
-NO_TABLE = "block_tables and context_lens, or indices"
-
-
-class LatentWeights(NamedTuple):
-    """The arguments that turn scores of latent rows into weights and values."""
-
-    scale: float
-    value_dim: int
-    sinks: Array | None
 
 
 @returns_input_kind
@@ -69,8 +68,10 @@ def mla_attention(
         heads. With `rope_cache`, rows of L elements. With a format, bytes: rows of 656 of ``"ds_mla"``,
         [blocks, page_size, 656], or blocks of ``"ds_v4"``, [blocks, bytes], 584 a token and perhaps padding
         at the end of a block.
-    block_tables, context_lens, query_starts : array_like
-        As in `paged_attention`: the pages and the length of each context, and where its queries begin.
+    block_tables : array_like of int, shape [B, M], or a tuple (indptr [B + 1], indices)
+        The pages of each context, as in `paged_attention`.
+    context_lens, query_starts : array_like of int, shapes [B] and [B + 1]
+        The length of each context, and where its queries begin, as in `paged_attention`.
     scale : float
         Factor of the scores. It is that of the expanded heads: 192 ** -0.5 for DeepSeek's 128 + 64, times
         the square of YaRN's mscale; not D ** -0.5.
@@ -124,114 +125,83 @@ def mla_attention(
     >>> kvkit.mla_attention(query, latent, [[0]], [3], scale=0.5, value_dim=3).round(4)
     array([[[ 0.7849, -0.2151,  0.4246]]], dtype=float32)
     """
-    pool = checked_latent_pool("latent", latent, rope_cache, format)
-    joined = checked_query(query, pool)
-    value_dim = integer("value_dim", value_dim, 1, pool.dim)
-    shape, fmt = (*joined.shape[:2], value_dim), checked_format("query", joined, FLOATS, 3)
-    forms = {"attn_output": (shape, fmt.dtype)}
-    if flag("return_lse", return_lse):
-        forms["lse"] = shape[:2], FLOATS[0].dtype
-    results = Results(forms, [("latent", latent)], alone=not return_lse)
-    outputs = None if out is None else results.checked(out)
-    later = sinks is not None and not flag("lse_of_sinks", lse_of_sinks)  # sinks scale the output at the end
-    weights = LatentWeights(positive_number("scale", scale), value_dim, None if later else sinks)
-    if indices is not None:
-        if block_tables is not None or context_lens is not None or query_starts is not None:
-            raise argument_error("indices", NO_TABLE, "both")
-        chosen = checked_indices(("indices", "index_lens"), indices, index_lens, len(joined), pool.slots)
-        places = (
-            [(pool, *chosen)] if extra is None else [(pool, *chosen), extra_rows(extra, pool, len(joined))]
-        )
-        found = attend_to_rows(joined, places, weights)
-    elif block_tables is None or context_lens is None or extra is not None or index_lens is not None:
-        raise argument_error("indices", NO_TABLE, "None")
-    elif pool.in_place:
-        where = block_tables, context_lens, query_starts
-        found = attend_in_place(joined.astype(np.float32) if later else joined, pool.parts[0], *where,
-                                is_causal, weights)  # fmt: skip
+    given = LatentArguments(
+        query, latent, block_tables, context_lens, query_starts, scale=scale, rope_cache=rope_cache,
+        value_dim=value_dim, indices=indices, index_lens=index_lens, extra=extra, format=format,
+        is_causal=is_causal, sinks=sinks, lse_of_sinks=lse_of_sinks, return_lse=return_lse,
+    )  # fmt: skip
+    call = checked_latent_attention(given)
+    if call.whole is not None and not call.sinks_last:
+        return attend(call.whole, out)
+    results = None if out is None else call.results.checked(out)
+    parts: Any
+    if call.contexts is None:
+        parts = attend_to_rows(call)
+    elif call.whole is None:
+        parts = attend_to_pieces(call, call.contexts)
     else:
-        where = block_tables, context_lens, query_starts
-        found = attend_to_pieces(joined, pool, *where, is_causal, weights)
-    output, lse = apply_sinks(*found, sinks) if later else found
-    made: tuple[Array, ...] = (output.astype(fmt.dtype, copy=False), lse)[: len(forms)]
-    if outputs is not None:
-        for array, result in zip(outputs, made, strict=True):
+        wide = given._replace(query=call.query.astype(np.float32), sinks=None, return_lse=True)
+        parts = attend(checked_latent_attention(wide).whole or call.whole, None)
+    output, lse = apply_sinks(*parts, call.sinks) if call.sinks_last else parts
+    made: tuple[Array, ...] = (output.astype(call.fmt.dtype, copy=False), lse)[: len(call.results.forms)]
+    if results is not None:
+        for array, result in zip(results, made, strict=True):
             array[...] = result
-        made = outputs
-    return (made[0], made[1]) if return_lse else made[0]
+        made = results
+    return made if len(made) > 1 else made[0]
 
 
-def attend_in_place(
-    query: Array,
-    rows: Array,
-    block_tables: Table,
-    context_lens: ArrayLike,
-    query_starts: ArrayLike | None,
-    is_causal: bool,
-    weights: LatentWeights,
+def attend_to_contexts(
+    query: Array, rows: Array, counts: Array, starts: Any, causal: bool, call: LatentCall, sinks: Any
 ) -> Pair:
-    """Attend to floats [blocks, page_size, dim], perhaps with heads before dim, where they lie."""
-    values, layout = rows[..., : weights.value_dim], "b n c" if rows.ndim == 3 else "b n h c"
+    """Attend in float32 to gathered rows, so many of each context, one context behind the other."""
+    pool = rows[:, None]  # pages of one row
     output, lse = paged_attention(
-        query, rows, values, block_tables, context_lens, query_starts, layout=layout, is_causal=is_causal,
-        softmax_scale=weights.scale, sinks=weights.sinks, return_lse=True,
+        query.astype(np.float32), pool, pool[..., : call.value_dim], table_of_rows(counts), counts, starts,
+        layout="b n c" if pool.ndim == 3 else "b n h c", is_causal=causal, softmax_scale=call.scale,
+        sinks=sinks, return_lse=True,
     )  # fmt: skip
     return output, lse
 
 
-def attend_to_pieces(
-    query: Array,
-    pool: LatentPool,
-    block_tables: Table,
-    context_lens: ArrayLike,
-    query_starts: ArrayLike | None,
-    is_causal: bool,
-    weights: LatentWeights,
-) -> Pair:
+def attend_to_pieces(call: LatentCall, contexts: LatentContexts) -> Pair:
     """Attend to contexts whose rows have to be joined or decoded, piece by piece; in float32."""
-    lengths = index("context_lens", context_lens)
-    starts = starts_of(query_starts, len(lengths), len(query))
-    pages = checked_table(block_tables, lengths, pool.parts[0].shape[0], pool.page_size)
-    output, lse = nothing_seen(query, weights)
+    pages, lengths, starts = contexts
+    pool, query, sinks = call.pool, call.query, None if call.sinks_last else call.sinks
+    output, lse = nothing_seen(call)
     for pieces in pieces_of_contexts(lengths, np.diff(starts)):
         slots = np.concatenate([slots_of(pages, pool.page_size, *piece) for piece in pieces])
         tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i, *_ in pieces])
         counts = np.array([end - begin for _, begin, end in pieces])
         own = np.concatenate([[0], np.cumsum([starts[i + 1] - starts[i] for i, *_ in pieces])])
         last = pieces[0][2] == lengths[pieces[0][0]]
-        rows = gather_rows(pool, slots)[:, None]
-        part = attend_in_place(
-            query[tokens].astype(np.float32), rows, table_of_rows(counts), counts, own, is_causal and last,
-            weights if last else weights._replace(sinks=None),
-        )  # fmt: skip
+        part = attend_to_contexts(query[tokens], gather_rows(pool, slots), counts, own, call.causal and last,
+                                  call, sinks if last else None)  # fmt: skip
         add_part(output, lse, tokens, part)
     return output, lse
 
 
-def attend_to_rows(
-    query: Array, places: list[tuple[LatentPool, Array, Array]], weights: LatentWeights
-) -> Pair:
+def attend_to_rows(call: LatentCall) -> Pair:
     """Attend to the chosen rows of each query, in float32; sinks are those of the first pool's part."""
-    output, lse = nothing_seen(query, weights)
-    for pool, slots, indptr in places:
-        most = max(1, int(np.diff(indptr).max(initial=0)))
+    query, sinks = call.query, None if call.sinks_last else call.sinks
+    output, lse = nothing_seen(call)
+    for pool, slots, starts in call.chosen:
+        most = max(1, int(np.diff(starts).max(initial=0)))
         for begin in range(0, len(query), max(1, ROWS // most)):
             tokens = np.arange(begin, min(begin + max(1, ROWS // most), len(query)))
-            rows = slots[indptr[begin] : indptr[tokens[-1] + 1]]
-            counts = np.diff(indptr[begin : tokens[-1] + 2])
-            part = attend_in_place(
-                query[tokens].astype(np.float32), gather_rows(pool, rows)[:, None],
-                table_of_rows(counts), counts, None, False, weights,
-            )  # fmt: skip
-            add_part(output, lse, tokens, part)
-        weights = weights._replace(sinks=None)
+            rows = gather_rows(pool, slots[starts[begin] : starts[tokens[-1] + 1]])
+            counts = np.diff(starts[begin : tokens[-1] + 2])
+            add_part(output, lse, tokens, attend_to_contexts(
+                query[tokens], rows, counts, None, False, call, sinks
+            ))  # fmt: skip
+        sinks = None
     return output, lse
 
 
-def nothing_seen(query: Array, weights: LatentWeights) -> Pair:
+def nothing_seen(call: LatentCall) -> Pair:
     """Return the output and the lse of queries that have not seen a row."""
-    shape = query.shape[:2]
-    return np.zeros((*shape, weights.value_dim), np.float32), np.full(shape, -np.inf, np.float32)
+    shape = call.query.shape[:2]
+    return np.zeros((*shape, call.value_dim), np.float32), np.full(shape, -np.inf, np.float32)
 
 
 def add_part(output: Array, lse: Array, tokens: Array, part: Pair) -> None:
@@ -248,26 +218,9 @@ def table_of_rows(counts: Array) -> tuple[Array, Array]:
 
 def apply_sinks(output: Array, lse: Array, sinks: Any) -> Pair:
     """Scale outputs by the share that sinks leave them; the lse stays that of the rows."""
-    checked_format("sinks", sinks, FLOATS, 1)
-    if len(sinks) != lse.shape[1]:
-        raise argument_error("sinks", f"one for each of {lse.shape[1]} heads", len(sinks))
     with np.errstate(over="ignore"):
         share = 1 / (1 + np.exp(sinks.astype(np.float32) - lse))  # e^lse / (e^lse + e^sink)
     return output * share[..., None], lse
-
-
-def extra_rows(
-    extra: tuple[Array, ArrayLike, ArrayLike | None], pool: LatentPool, tokens: int
-) -> tuple[LatentPool, Array, Array]:
-    """Check the second pool of a call, and return it with its chosen rows."""
-    if not isinstance(extra, (tuple, list)) or len(extra) != 3:
-        raise argument_error("extra", "(latent, indices, index_lens)", describe(extra))
-    latent, indices, lengths = extra
-    second = checked_latent_pool("extra[0]", latent, None, None if pool.format is None else pool.format.name)
-    if (second.heads, second.dim) != (pool.heads, pool.dim):
-        wanted = f"rows of {pool.heads} x {pool.dim} elements, as latent has"
-        raise argument_error("extra[0]", wanted, f"{second.heads} x {second.dim}")
-    return second, *checked_indices(("extra[1]", "extra[2]"), indices, lengths, tokens, second.slots)
 
 
 @returns_input_kind
@@ -319,33 +272,12 @@ def mla_append(
     >>> cache[1, 2]
     array([1., 2., 5.], dtype=float32)
     """
-    pool = checked_latent_pool("cache", cache, rope_cache, format)
-    if pool.heads > 1:
-        raise argument_error("cache", "rows of one head", describe(cache))
-    fmt = checked_format("latent", latent, FLOATS, 2)
-    if checked_format("rope", rope, FLOATS, 2) is not fmt or len(rope) != len(latent):
-        raise argument_error("rope", f"{len(latent)} rows of {fmt}, as latent has", describe(rope))
-    rows = np.concatenate((latent, rope), axis=1)
-    if rows.shape[1] != pool.dim:
-        raise argument_error(
-            "latent", f"{pool.dim} elements with those of rope, as a row of cache", rows.shape[1]
-        )
-    if pool.format is None and pool.parts[0].dtype != fmt.dtype:
-        raise argument_error("cache", f"the dtype of latent, {fmt}", pool.parts[0].dtype)
-    for part in pool.parts:
-        check_writeable("cache", part)
-    slots = index("slot_mapping", slot_mapping, 1, len(rows))
-    stored = slots >= 0
-    if (slots >= pool.slots).any():
-        raise argument_error("slot_mapping", f"slots below {pool.slots}", int(slots.max()))
-    if len(np.unique(slots[stored])) < stored.sum():
-        raise argument_error("slot_mapping", "each slot once", "two tokens in one")
-    scatter_rows(pool, slots[stored], rows[stored])
+    scatter_rows(*checked_latent_append(LatentAppend(latent, rope, cache, slot_mapping, rope_cache, format)))
     return cache
 
 
 @returns_input_kind
-def mla_absorb(query: Array, w_uk: Array) -> Array:
+def mla_absorb(query: Array, w_uk: Array, *, out: Array | None = None) -> Array:
     """Multiply unrotated parts of queries with the up-projection of keys: latent rows are keys for them.
 
     Parameters
@@ -354,11 +286,22 @@ def mla_absorb(query: Array, w_uk: Array) -> Array:
         float32, float16 or bfloat16.
     w_uk : ndarray, shape [H, P, L]
         The first P of the P + V rows of each head in ``kv_b_proj`` [H * (P + V), L]; the dtype of `query`.
+    out : ndarray, optional
+        An array for the result; made if not given.
 
     Returns
     -------
-    ndarray, shape [tokens, H, L]
-        Computed in float32 and rounded once to the dtype of `query`.
+    latent_query : ndarray, shape [tokens, H, L]
+        The dtype is that of `query`.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong.
+
+    Notes
+    -----
+    This is ``einsum("nhp,hpl->nhl", ...)``, computed in float32 and rounded once.
 
     Examples
     --------
@@ -367,11 +310,11 @@ def mla_absorb(query: Array, w_uk: Array) -> Array:
     >>> kvkit.mla_absorb(np.array([[[1, -1]]], np.float32), w_uk)
     array([[[ 1., -1.,  1.]]], dtype=float32)
     """
-    return product_by_head("query", query, "w_uk", w_uk, 1)
+    return multiply_heads(checked_product(("query", "w_uk", "latent_query"), query, w_uk, 1), out)
 
 
 @returns_input_kind
-def mla_expand(latent_output: Array, w_uv: Array) -> Array:
+def mla_expand(latent_output: Array, w_uv: Array, *, out: Array | None = None) -> Array:
     """Multiply attention outputs over latent rows with the up-projection of values.
 
     Parameters
@@ -380,11 +323,22 @@ def mla_expand(latent_output: Array, w_uv: Array) -> Array:
         What `mla_attention` returns.
     w_uv : ndarray, shape [H, V, L]
         The last V of the P + V rows of each head in ``kv_b_proj``; the dtype of `latent_output`.
+    out : ndarray, optional
+        An array for the result; made if not given.
 
     Returns
     -------
-    ndarray, shape [tokens, H, V]
-        Computed in float32 and rounded once to the dtype of `latent_output`.
+    head_output : ndarray, shape [tokens, H, V]
+        The dtype is that of `latent_output`.
+
+    Raises
+    ------
+    KvkitError
+        If an argument is wrong.
+
+    Notes
+    -----
+    This is ``einsum("nhl,hvl->nhv", ...)``, computed in float32 and rounded once.
 
     Examples
     --------
@@ -393,17 +347,5 @@ def mla_expand(latent_output: Array, w_uv: Array) -> Array:
     >>> kvkit.mla_expand(np.array([[[1, 0, 3]]], np.float32), w_uv)
     array([[[1., 3.]]], dtype=float32)
     """
-    return product_by_head("latent_output", latent_output, "w_uv", w_uv, 2)
-
-
-def product_by_head(name: str, rows: Array, weight_name: str, weight: Array, axis: int) -> Array:
-    """Return rows [tokens, H, n] times each head's weights, whose axis `axis` has n elements."""
-    fmt = checked_format(name, rows, FLOATS, 3)
-    if checked_format(weight_name, weight, FLOATS, 3) is not fmt:
-        raise argument_error(weight_name, f"the dtype of {name}, {fmt}", weight.dtype)
-    if (weight.shape[0], weight.shape[axis]) != rows.shape[1:]:
-        raise argument_error(weight_name, "the heads {} and {} elements of {}".format(*rows.shape[1:], name),
-                             f"shape {weight.shape}")  # fmt: skip
-    wide = weight.astype(np.float32)
-    product = rows.astype(np.float32).swapaxes(0, 1) @ (wide if axis == 1 else wide.swapaxes(1, 2))
-    return np.ascontiguousarray(product.swapaxes(0, 1)).astype(fmt.dtype, copy=False)
+    names = "latent_output", "w_uv", "head_output"
+    return multiply_heads(checked_product(names, latent_output, w_uv, 2), out)

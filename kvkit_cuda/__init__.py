@@ -6,7 +6,17 @@ Importing it touches neither Numba nor a driver; the first call does.
 from kvkit.errors import DeviceError, KvkitError
 from kvkit.version import __version__
 from kvkit_cuda import ascend, dynamic_batching
-from kvkit_cuda.mirror import ANGLES, BITS, CODES, NO_KEY_WEIGHTS, SUMS, on_device
+from kvkit_cuda.mirror import (
+    ANGLES,
+    BITS,
+    CODES,
+    ENCODED_ON_HOST,
+    GATHERED,
+    NO_KEY_WEIGHTS,
+    ON_THE_CPU,
+    SUMS,
+    on_device,
+)
 
 __all__ = [
     "DeviceError",
@@ -16,14 +26,20 @@ __all__ = [
     "alibi_slope",
     "ascend",
     "dynamic_batching",
+    "indexer_scores",
     "key_value_cache",
     "merge_attention_states",
+    "mla_absorb",
+    "mla_append",
+    "mla_attention",
+    "mla_expand",
     "multi_head_attention",
     "multi_head_cache_attention",
     "paged_append",
     "paged_attention",
     "rotary_position_embedding",
     "swap_blocks",
+    "topk_rows",
 ]
 
 key_value_cache = on_device("key_value_cache", BITS)
@@ -33,6 +49,12 @@ merge_attention_states = on_device("merge_attention_states")
 paged_attention = on_device("paged_attention", SUMS, NO_KEY_WEIGHTS)
 paged_append = on_device("paged_append")
 swap_blocks = on_device("swap_blocks")
+mla_attention = on_device("mla_attention", SUMS, GATHERED)
+mla_append = on_device("mla_append", BITS, ENCODED_ON_HOST)
+mla_absorb = on_device("mla_absorb", ON_THE_CPU)
+mla_expand = on_device("mla_expand", ON_THE_CPU)
+indexer_scores = on_device("indexer_scores", ON_THE_CPU)
+topk_rows = on_device("topk_rows", ON_THE_CPU)
 rotary_position_embedding = on_device("rotary_position_embedding", ANGLES)
 alibi_slope = on_device("alibi_slope")
 alibi_mask = on_device("alibi_mask")

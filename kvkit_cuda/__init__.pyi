@@ -15,14 +15,20 @@ __all__ = [
     "alibi_slope",
     "ascend",
     "dynamic_batching",
+    "indexer_scores",
     "key_value_cache",
     "merge_attention_states",
+    "mla_absorb",
+    "mla_append",
+    "mla_attention",
+    "mla_expand",
     "multi_head_attention",
     "multi_head_cache_attention",
     "paged_append",
     "paged_attention",
     "rotary_position_embedding",
     "swap_blocks",
+    "topk_rows",
 ]
 Array: TypeAlias = Any  # a numpy array, or a device array of any library
 
@@ -36,6 +42,11 @@ def alibi_mask(
 def alibi_slope(
     *, num_heads: int, out: Array | None = None, stream: object = None
 ) -> Array: ...
+def indexer_scores(
+    query: Array, keys: Array, weights: Array, block_tables: Array | tuple[Array, Array],
+    context_lens: Array, query_starts: Array | None = None, *, key_scale: Array | None = None,
+    scale: float | None = None, out: Array | None = None, stream: object = None
+) -> Array: ...
 def key_value_cache(
     current_key: Array, current_value: Array, start_pos: SupportsIndex, cache: Array,
     scale: Array | None = None, *, num_layer: int = 1, layer_idx: int = 0,
@@ -47,6 +58,25 @@ def merge_attention_states(
     outputs: Sequence[Array] | Array, lses: Sequence[Array] | Array, *,
     out: tuple[Array, Array] | None = None, stream: object = None
 ) -> tuple[Array, Array]: ...
+def mla_absorb(
+    query: Array, w_uk: Array, *, out: Array | None = None, stream: object = None
+) -> Array: ...
+def mla_append(
+    latent: Array, rope: Array, cache: Array, slot_mapping: Array, *, rope_cache: Array | None = None,
+    format: str | None = None, stream: object = None
+) -> Array: ...
+def mla_attention(
+    query: Array | tuple[Array, Array], latent: Array,
+    block_tables: Array | tuple[Array, Array] | None = None, context_lens: Array | None = None,
+    query_starts: Array | None = None, *, scale: float, rope_cache: Array | None = None,
+    value_dim: int = 512, indices: Array | None = None, index_lens: Array | None = None,
+    extra: tuple[Array, Array, Array | None] | None = None, format: str | None = None,
+    is_causal: bool = True, sinks: Array | None = None, lse_of_sinks: bool = True,
+    return_lse: bool = False, out: Array | tuple[Array, Array] | None = None, stream: object = None
+) -> Array | Any: ...
+def mla_expand(
+    latent_output: Array, w_uv: Array, *, out: Array | None = None, stream: object = None
+) -> Array: ...
 def multi_head_attention(
     query: Array, key: Array, value: Array, attn_mask: Array | None = None, *, num_heads: int,
     head_dim: int, is_causal: bool = True, is_alibi: bool = False, num_kv_heads: int = 0,
@@ -87,4 +117,8 @@ def rotary_position_embedding(
 ) -> tuple[Array, Array]: ...
 def swap_blocks(
     source: Array, target: Array, pairs: Array, *, stream: object = None
+) -> Array: ...
+def topk_rows(
+    scores: Array, k: int, block_tables: Array | tuple[Array, Array], page_size: int,
+    query_starts: Array | None = None, *, out: Array | None = None, stream: object = None
 ) -> Array: ...

@@ -26,6 +26,11 @@ CODES = """Tensor cores round code times scale to the type of the data, as a loa
 float32, as the CPU does. Only those other kernels read formats of `quant_format`."""
 SUMS = "Sums are added in another order than on the CPU, so the last bits differ, but not between devices."
 NO_KEY_WEIGHTS = "`return_key_weights` is refused: weights are summed on the CPU only."
+GATHERED = """Contexts in one pool of floats are read where they lie, by kernels without tensor cores. Other
+rows (of two pools, of bytes, chosen ones) are joined and decoded on the host, rounded to the dtype of
+`query`, and copied to the device, also where they are there already."""
+ENCODED_ON_HOST = "Tokens are copied to the host, where rows of bytes are encoded, and back into the pool."
+ON_THE_CPU = "The CPU computes it: arrays of a device are copied to the host, the result is copied back."
 ANGLES = """Products and sums equal those of the CPU bit for bit; cosines and sines too, except rare ties in
 rounding. If an angle reaches 2^24, all angles of the call are computed on the host."""
 STREAM = """stream : optional

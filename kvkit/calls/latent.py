@@ -1,4 +1,4 @@
-"""Read rows of latent caches, and write them."""
+"""Read rows of latent caches and write them; multiply heads with their projections."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvkit import cpu
-from kvkit.checks.latent import LatentPool
+from kvkit.checks.latent import HeadProduct, LatentPool
 from kvkit.checks.pools import PageTable
 from kvkit.formats.coding import encode
 from kvkit.formats.elements import BFLOAT16, FLOAT32
@@ -41,15 +41,27 @@ def decoded_rows(rows: Array, format: Format, dim: int) -> Array:
     return decoded
 
 
-def scatter_rows(pool: LatentPool, slots: Array, rows: Array) -> None:
+def scatter_rows(pool: LatentPool, rows: Array, slots: Array) -> None:
     """Write rows [slots, dim] to some slots, encoded if the pool has a format."""
     places = np.divmod(slots, pool.page_size)
+    for part, stored in zip(pool.parts, stored_parts(pool, rows), strict=True):
+        part[places] = stored
+
+
+def stored_parts(pool: LatentPool, rows: Array) -> list[Array]:
+    """Return rows [slots, dim] as each part of a pool stores them, encoded if the pool has a format."""
     stored = rows if pool.format is None else encode(rows, pool.format)["codes"]
-    begin = 0
-    for part in pool.parts:
-        width = part.shape[2]
-        part[places] = stored[:, begin : begin + width]
-        begin += width
+    ends = np.cumsum([part.shape[2] for part in pool.parts])
+    return np.split(stored, ends[:-1], axis=1)
+
+
+def multiply_heads(call: HeadProduct, out: Array | None) -> Array:
+    """Multiply the rows of each head with its weights, in float32."""
+    (result,) = call.results.arrays(out)
+    wide = call.weight.astype(np.float32)
+    product = call.rows.astype(np.float32).swapaxes(0, 1) @ (wide if call.axis == 1 else wide.swapaxes(1, 2))
+    result[...] = product.swapaxes(0, 1)
+    return result
 
 
 def slots_of(pages: PageTable, page_size: int, sequence: int, begin: int, end: int) -> Array:

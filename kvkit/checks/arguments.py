@@ -4,7 +4,7 @@ from typing import Any, NamedTuple, SupportsIndex
 
 from numpy.typing import ArrayLike
 
-from kvkit.typed import Array
+from kvkit.typed import Array, Pair
 
 
 class StepArguments(NamedTuple):
@@ -191,3 +191,58 @@ class CacheAttention(NamedTuple):
     heads: Heads
     scoring: Scoring
     return_lse: bool
+
+
+class LatentArguments(NamedTuple):
+    """The arguments of `mla_attention`."""
+
+    query: Array | Pair
+    latent: Array
+    block_tables: Any  # as of `PoolAttention`, or None
+    context_lens: ArrayLike | Any
+    query_starts: ArrayLike | Any
+    scale: float
+    rope_cache: Array | None
+    value_dim: int
+    indices: ArrayLike | Any
+    index_lens: ArrayLike | Any
+    extra: tuple[Array, ArrayLike, ArrayLike | Any] | None
+    format: str | None
+    is_causal: bool
+    sinks: Array | None
+    lse_of_sinks: bool
+    return_lse: bool
+
+
+class LatentAppend(NamedTuple):
+    """The arguments of `mla_append`."""
+
+    latent: Array
+    rope: Array
+    cache: Array
+    slot_mapping: ArrayLike
+    rope_cache: Array | None
+    format: str | None
+
+
+class IndexerArguments(NamedTuple):
+    """The arguments of `indexer_scores`."""
+
+    query: Array
+    keys: Array
+    weights: Array
+    block_tables: Any
+    context_lens: ArrayLike
+    query_starts: ArrayLike | Any
+    key_scale: Array | None
+    scale: float | None
+
+
+class ChoiceArguments(NamedTuple):
+    """The arguments of `topk_rows`."""
+
+    scores: Array
+    k: int
+    block_tables: Any
+    page_size: int
+    query_starts: ArrayLike | Any

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvkit.checks.arguments import LatentAppend, LatentArguments, PoolAttention, Scoring
+from kvkit.checks.attention import AttentionCall, attention_results
 from kvkit.checks.index_tensors import index
-from kvkit.checks.values import checked_format
-from kvkit.errors import argument_error, describe
-from kvkit.formats import FLOATS
+from kvkit.checks.outputs import Results
+from kvkit.checks.paged import checked_paged_attention, starts_of
+from kvkit.checks.pools import PageTable, checked_table
+from kvkit.checks.values import (
+    check_apart,
+    check_not_empty,
+    check_writeable,
+    checked_format,
+    flag,
+    integer,
+    named_arrays,
+    positive_number,
+)
+from kvkit.errors import KvkitError, argument_error, describe
+from kvkit.formats import FLOATS, Element
+from kvkit.formats.elements import E4M3
 from kvkit.formats.known import Format, named
 from kvkit.formats.packing import count_elements
 from kvkit.typed import Array
 
+NO_TABLE = "block_tables and context_lens, or indices"
 CODED = "ds_mla", "ds_v4"  # formats of rows of bytes
+BYTES = np.dtype(np.uint8), np.dtype(np.int8), E4M3.dtype  # what bytes may be called
 ROW_584, BODY_584 = 584, 576  # bytes of a token of ds_v4, and those of them that lie before a block's scales
 
 
@@ -59,6 +76,118 @@ class LatentPool:
         return self.format is None and len(self.parts) == 1
 
 
+class LatentRows(NamedTuple):
+    """Chosen rows of a pool: query i attends to slots[starts[i]:starts[i + 1]]."""
+
+    pool: LatentPool
+    slots: Array
+    starts: Array
+
+
+class LatentContexts(NamedTuple):
+    """The pages and lengths of contexts, and where the queries of each sequence begin."""
+
+    pages: PageTable
+    lengths: Array
+    starts: Array
+
+
+class LatentCall(NamedTuple):
+    """A checked call of attention over latent rows: over contexts, or over chosen rows."""
+
+    fmt: Element
+    query: Array  # [tokens, heads, dim]
+    pool: LatentPool
+    contexts: LatentContexts | None
+    chosen: list[LatentRows]
+    value_dim: int
+    scale: float
+    causal: bool
+    sinks: Array | None
+    sinks_last: bool  # whether sinks scale the output at the end, so that the lse is without them
+    whole: AttentionCall | None  # attention over rows where they lie; without sinks if these come last
+    results: Results
+
+
+def checked_latent_attention(call: LatentArguments) -> LatentCall:
+    """Check a call of `mla_attention`."""
+    pool = checked_latent_pool("latent", call.latent, call.rope_cache, call.format)
+    query = checked_query(call.query, pool)
+    value_dim, scale = integer("value_dim", call.value_dim, 1, pool.dim), positive_number("scale", call.scale)
+    causal, heads, sinks = flag("is_causal", call.is_causal), query.shape[1], call.sinks
+    if sinks is not None:
+        checked_format("sinks", sinks, FLOATS, 1)
+        if sinks.shape != (heads,):
+            raise argument_error("sinks", f"shape ({heads},), a number for each query head", sinks.shape)
+    sinks_last = not flag("lse_of_sinks", call.lse_of_sinks) and sinks is not None
+    fmt = checked_format("query", query, FLOATS, 3)
+    given = dict(zip(("query[0]", "query[1]"), call.query, strict=False)) if query is not call.query else {}
+    inputs = named_arrays(**given or {"query": query}, latent=call.latent, rope_cache=call.rope_cache,
+                          sinks=sinks)  # fmt: skip
+    results = attention_results((*query.shape[:2], value_dim), fmt, call.return_lse, inputs)
+    contexts, chosen = None, chosen_rows(call, pool, len(query))
+    if not chosen:
+        contexts = checked_contexts(call, pool, len(query))
+    checked = LatentCall(
+        fmt, query, pool, contexts, chosen, value_dim=value_dim, scale=scale, causal=causal, sinks=sinks,
+        sinks_last=sinks_last, whole=None, results=results,
+    )  # fmt: skip
+    return checked._replace(whole=attention_in_place(call, checked)) if contexts else checked
+
+
+def chosen_rows(call: LatentArguments, pool: LatentPool, tokens: int) -> list[LatentRows]:
+    """Return the chosen rows of one pool or two; none where attention is over contexts."""
+    tables = call.block_tables, call.context_lens, call.query_starts
+    if call.indices is None:
+        if call.block_tables is None or call.context_lens is None:
+            raise argument_error("indices", NO_TABLE, "None")
+        for name, given in (("index_lens", call.index_lens), ("extra", call.extra)):
+            if given is not None:
+                raise argument_error(name, "None, without indices", describe(given))
+        return []
+    if any(table is not None for table in tables):
+        raise argument_error("indices", NO_TABLE, "both")
+    names = "indices", "index_lens"
+    chosen = [LatentRows(pool, *checked_indices(names, call.indices, call.index_lens, tokens, pool.slots))]
+    return chosen if call.extra is None else [*chosen, extra_rows(call.extra, pool, tokens)]
+
+
+def extra_rows(extra: Any, pool: LatentPool, tokens: int) -> LatentRows:
+    """Check the second pool of a call, and return it with its chosen rows."""
+    if not isinstance(extra, (tuple, list)) or len(extra) != 3:
+        raise argument_error("extra", "(latent, indices, index_lens)", describe(extra))
+    latent, indices, lengths = extra
+    second = checked_latent_pool("extra[0]", latent, None, None if pool.format is None else pool.format.name)
+    if (second.heads, second.dim) != (pool.heads, pool.dim):
+        wanted = f"rows of {pool.heads} x {pool.dim} elements, as latent has"
+        raise argument_error("extra[0]", wanted, f"{second.heads} x {second.dim}")
+    chosen = checked_indices(("extra[1]", "extra[2]"), indices, lengths, tokens, second.slots)
+    return LatentRows(second, *chosen)
+
+
+def checked_contexts(call: LatentArguments, pool: LatentPool, tokens: int) -> LatentContexts:
+    """Return the checked contexts of a call."""
+    lengths = index("context_lens", call.context_lens)
+    starts = starts_of(call.query_starts, len(lengths), tokens)
+    blocks = pool.parts[0].shape[0]
+    return LatentContexts(checked_table(call.block_tables, lengths, blocks, pool.page_size), lengths, starts)
+
+
+def attention_in_place(call: LatentArguments, checked: LatentCall) -> AttentionCall | None:
+    """Return attention over floats of one pool where they lie; None for other pools."""
+    if not checked.pool.in_place:
+        return None
+    rows, sinks = checked.pool.parts[0], None if checked.sinks_last else checked.sinks
+    values, layout = rows[..., : checked.value_dim], "b n c" if rows.ndim == 3 else "b n h c"
+    scoring = Scoring(None, checked.causal, False, checked.scale, (-1, -1), 0.0, sinks)
+    tables = call.block_tables, call.context_lens, call.query_starts
+    whole = checked_paged_attention(PoolAttention(
+        checked.query, rows, values, *tables, layout=layout, key_scale=None, value_scale=None,
+        alibi_slopes=None, scoring=scoring, return_lse=True,
+    ))  # fmt: skip
+    return whole if checked.sinks_last else whole._replace(results=checked.results)
+
+
 def checked_latent_pool(name: str, latent: Any, rope_cache: Any, format: str | None) -> LatentPool:
     """Return the pool of a latent cache: floats, floats with rotary parts in `rope_cache`, or bytes."""
     if format is None:
@@ -74,14 +203,18 @@ def checked_latent_pool(name: str, latent: Any, rope_cache: Any, format: str | N
         raise argument_error("format", f"None, {' or '.join(CODED)}", repr(format))
     if rope_cache is not None:
         raise argument_error("rope_cache", f"None, for {known}, whose rows have it", describe(rope_cache))
-    is_bytes = isinstance(latent, np.ndarray) and latent.dtype.itemsize == 1 and latent.ndim > 1
+    is_bytes = isinstance(latent, np.ndarray) and latent.dtype in BYTES and latent.ndim > 1
     if not is_bytes or (latent.size and latent.strides[-1] != 1):
         raise argument_error(name, f"an array of bytes, for {known}", describe(latent))
     rows = latent.view(np.uint8)
     if known.name == "ds_v4":
         return LatentPool(parts_of_584(name, rows), known, 448 + known.tail)
     rows = without_head(name, rows)
-    return LatentPool((rows,), known, count_elements(known, rows.shape[2]) + known.tail)
+    try:
+        coded = count_elements(known, rows.shape[2])
+    except KvkitError:
+        raise argument_error(name, f"rows of 656 bytes, for {known}", f"{rows.shape[2]} bytes") from None
+    return LatentPool((rows,), known, coded + known.tail)
 
 
 def float_part(name: str, array: Any) -> Array:
@@ -128,6 +261,7 @@ def checked_query(query: Any, pool: LatentPool) -> Array:
         raise argument_error("query", f"rows of {pool.dim} elements, as latent has", query.shape[2])
     if query.shape[1] % pool.heads:
         raise argument_error("query", f"a multiple of {pool.heads} heads, as latent has", query.shape[1])
+    check_not_empty("query", query)
     joined: Array = query
     return joined
 
@@ -145,3 +279,62 @@ def checked_indices(
         counts = index(names[1], lengths, 1, tokens)
         valid &= np.arange(chosen.shape[1]) < counts[:, None]
     return chosen[valid], np.concatenate([[0], np.cumsum(valid.sum(axis=1))])
+
+
+class LatentStore(NamedTuple):
+    """A checked call of `mla_append`: rows [tokens, dim] to store, and their slots."""
+
+    pool: LatentPool
+    rows: Array
+    slots: Array
+
+
+def checked_latent_append(call: LatentAppend) -> LatentStore:
+    """Check a call of `mla_append`."""
+    pool = checked_latent_pool("cache", call.cache, call.rope_cache, call.format)
+    if pool.heads > 1:
+        raise argument_error("cache", "rows of one head", describe(call.cache))
+    latent, rope = call.latent, call.rope
+    fmt = checked_format("latent", latent, FLOATS, 2)
+    if checked_format("rope", rope, FLOATS, 2) is not fmt or len(rope) != len(latent):
+        raise argument_error("rope", f"{len(latent)} rows of {fmt}, as latent has", describe(rope))
+    rows = np.concatenate((latent, rope), axis=1)
+    if rows.shape[1] != pool.dim:
+        wanted = f"{pool.dim} elements with those of rope, as a row of cache"
+        raise argument_error("latent", wanted, rows.shape[1])
+    if pool.format is None and pool.parts[0].dtype != fmt.dtype:
+        raise argument_error("cache", f"the dtype of latent, {fmt}", pool.parts[0].dtype)
+    pools = named_arrays(cache=call.cache, rope_cache=call.rope_cache)
+    for name, array in pools:
+        check_writeable(name, array)
+    for i, (name, array) in enumerate(pools):
+        check_apart(name, array, [*pools[i + 1 :], ("latent", latent), ("rope", rope)])
+    slots = index("slot_mapping", call.slot_mapping, 1, len(rows))
+    stored = slots >= 0
+    if (slots >= pool.slots).any():
+        raise argument_error("slot_mapping", f"slots below {pool.slots}", int(slots.max()))
+    if len(np.unique(slots[stored])) < stored.sum():
+        raise argument_error("slot_mapping", "each slot once", "two tokens in one")
+    return LatentStore(pool, rows[stored], slots[stored])
+
+
+class HeadProduct(NamedTuple):
+    """A checked product of rows [tokens, H, n] and each head's weights, whose axis `axis` has n elements."""
+
+    rows: Array
+    weight: Array
+    axis: int
+    results: Results
+
+
+def checked_product(names: tuple[str, str, str], rows: Array, weight: Array, axis: int) -> HeadProduct:
+    """Check a call of `mla_absorb` or `mla_expand`; names are those of rows, weights and the product."""
+    fmt = checked_format(names[0], rows, FLOATS, 3)
+    if checked_format(names[1], weight, FLOATS, 3) is not fmt:
+        raise argument_error(names[1], f"the dtype of {names[0]}, {fmt}", weight.dtype)
+    if (weight.shape[0], weight.shape[axis]) != rows.shape[1:]:
+        wanted = "the heads {} and {} elements of {}".format(*rows.shape[1:], names[0])
+        raise argument_error(names[1], wanted, f"shape {weight.shape}")
+    forms = {names[2]: ((*rows.shape[:2], weight.shape[3 - axis]), fmt.dtype)}
+    inputs = list(zip(names, (rows, weight), strict=False))
+    return HeadProduct(rows, weight, axis, Results(forms, inputs, alone=True))

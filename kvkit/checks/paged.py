@@ -131,13 +131,20 @@ def check_scale_given(name: str, scale: Scale, pool_name: str, pool: Array) -> N
         raise argument_error(name, f"a number or an array, for codes in {pool_name}", "None")
 
 
-def starts_of(query_starts: ArrayLike | None, batch: int, tokens: int) -> Array:
-    """Return where the queries of each sequence begin; without `query_starts` each sequence has one query."""
+def starts_of(
+    query_starts: ArrayLike | None,
+    batch: int,
+    tokens: int,
+    names: tuple[str, str] = ("query", "context_lens"),
+) -> Array:
+    """Return where the queries of each sequence begin; without `query_starts` each sequence has one query.
+
+    `names` are the arguments that the numbers of tokens and of sequences are from.
+    """
     if query_starts is None:
         if tokens != batch:
-            raise argument_error(
-                "query", f"{batch} tokens, one for each of context_lens (or query_starts)", tokens
-            )
+            wanted = f"{batch} tokens, one for each of {names[1]} (or query_starts)"
+            raise argument_error(names[0], wanted, tokens)
         return np.arange(batch + 1)
     starts = index("query_starts", query_starts, length=batch + 1)
     if starts[0] != 0:
@@ -148,7 +155,7 @@ def starts_of(query_starts: ArrayLike | None, batch: int, tokens: int) -> Array:
             "query_starts", f"never to decrease (entry {falls[0] + 1})", starts[falls[0] + 1]
         )
     if starts[-1] != tokens:
-        raise argument_error("query_starts", f"to end with the {tokens} tokens of query", starts[-1])
+        raise argument_error("query_starts", f"to end with the {tokens} tokens of {names[0]}", starts[-1])
     return starts
 
 

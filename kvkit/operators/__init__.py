@@ -26,6 +26,11 @@ LOADED = tuple(
     Output(side, f"that of {side}_cache", f"(tokens, num_head, {dim}); NZ: (tokens, num_head*{dim})", about)
     for side, dim, about in (("key", "Dk", "keys"), ("value", "Dv", "values; with value_cache"))
 )
+LATENT = attention("tokens", "value_dim")
+ABSORBED = Output("latent_query", "that of query", "(tokens, H, L)", "queries whose keys are latent rows")
+EXPANDED = Output("head_output", "that of latent_output", "(tokens, H, V)", "the values of heads")
+SCORES = Output("scores", "float32", "(tokens, longest context)", "-inf where a query may not look")
+ROWS = Output("rows", "int32", "(tokens, k)", "slots by ascending position, then -1")
 TABLE: tuple[tuple[str, str, tuple[Output, ...]], ...] = (  # name, specification, outputs
     ("key_value_cache", "PMX KeyValueCache", key_value("B, start_pos+S")),
     ("multi_head_attention", "PMX MultiHeadAttention", attention("B, S", "Dv", "M")),
@@ -34,6 +39,12 @@ TABLE: tuple[tuple[str, str, tuple[Output, ...]], ...] = (  # name, specificatio
     ("paged_attention", "FlashAttention, FlashInfer and vLLM", attention("tokens", "Dv", "longest context")),
     ("paged_append", "vLLM reshape_and_cache, FlashInfer append_paged_kv_cache", ()),
     ("swap_blocks", "vLLM swap_blocks", ()),
+    ("mla_attention", "FlashMLA, FlashInfer and vLLM: attention over latent caches", LATENT),
+    ("mla_append", "vLLM concat_and_cache_mla, FlashInfer append_paged_mla_kv_cache", ()),
+    ("mla_absorb", "DeepSeek-V2, multi-head latent attention", (ABSORBED,)),
+    ("mla_expand", "DeepSeek-V2, multi-head latent attention", (EXPANDED,)),
+    ("indexer_scores", "DeepSeek-V3.2, lightning indexer", (SCORES,)),
+    ("topk_rows", "DeepSeek-V3.2, selection of rows", (ROWS,)),
     ("rotary_position_embedding", "PMX RotaryPositionEmbedding", rotated("B, S")),
     ("alibi_slope", "PMX ALiBiSlope", (SLOPES,)),
     ("alibi_mask", "PMX ALiBiMask", mask("seqlen_q, seqlen_kv", ALIBI)),

@@ -33,6 +33,7 @@ SOME_AXES = "axes but the last may be 1"
 ADDED = "added to the scores, of the dtype of query or float32, or boolean: True may attend"
 ADDED_TO_BIASES = "added; boolean: True may attend"
 POSITIONS = "(positions, rotary_dim/2)"
+LATENT, LATENT_POOL = (*FLOATS, "int8", "uint8", "float8_e4m3fn"), "(blocks, page_size, {})"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def side_entries(prefix: str, about: str, dtypes: tuple[str, ...], *shapes: str)
     }
 
 
-ARRAYS = {
+ARRAYS: dict[str, ArgumentEntry | None] = {  # None: an attribute
     "query": ArgumentEntry(FLOATS, "queries of the new tokens"),
     "multi_head_attention.query": ArgumentEntry(FLOATS, "queries"),
     "paged_attention.query": ArgumentEntry(FLOATS, "queries of all sequences"),
@@ -189,9 +190,40 @@ ARRAYS = {
     "y": ArgumentEntry(DATA, "what nd_to_nz gives", ("(b, n/n0, m up to a multiple of 16, n0)",)),
     "m": ArgumentEntry(INDEX, "rows of a matrix"),
     "n": ArgumentEntry(INDEX, "columns of a matrix"),
+    "mla_attention.query": ArgumentEntry(
+        FLOATS, "absorbed queries, then their rotated part; in Python also a pair", ("(tokens, H, D)",)
+    ),
+    "mla_attention.latent": ArgumentEntry(
+        LATENT,
+        "latent rows in blocks: floats, or bytes of a format",
+        (LATENT_POOL.format("D"), "(blocks, page_size, h, D)", "(blocks, bytes)"),
+    ),
+    "mla_attention.scale": None,
+    "rope_cache": ArgumentEntry(
+        FLOATS, "the rotated parts of rows, if they have a pool of their own", (LATENT_POOL.format("R"),)
+    ),
+    "indices": ArgumentEntry(INDEX, "the rows of each query, block * page_size + offset; -1: none"),
+    "index_lens": ArgumentEntry(INDEX, "how many of a query's indices count"),
+    "mla_append.latent": ArgumentEntry(FLOATS, "latent vectors of the new tokens", ("(tokens, L)",)),
+    "rope": ArgumentEntry(FLOATS, "rotated keys of the new tokens", ("(tokens, R)",)),
+    "mla_append.cache": ArgumentEntry(
+        LATENT, "latent rows, as latent of mla_attention", (LATENT_POOL.format("D"), "(blocks, bytes)")
+    ),
+    "mla_absorb.query": ArgumentEntry(FLOATS, "unrotated parts of queries"),
+    "w_uk": ArgumentEntry(FLOATS, "the up-projection of keys"),
+    "latent_output": ArgumentEntry(FLOATS, "attention over latent rows"),
+    "w_uv": ArgumentEntry(FLOATS, "the up-projection of values"),
+    "indexer_scores.query": ArgumentEntry(FLOATS, "queries of the indexer"),
+    "keys": ArgumentEntry((*FLOATS, "float8_e4m3fn"), "keys of the indexer, in blocks"),
+    "weights": ArgumentEntry(FLOATS, "weights of the indexer's heads"),
+    "indexer_scores.key_scale": ArgumentEntry(FLOATS[:1], "the scale of each key", ("(blocks, page_size)",)),
+    "indexer_scores.scale": None,
+    "scores": ArgumentEntry(FLOATS[:1], "what indexer_scores returns"),
+    "k": ArgumentEntry(INDEX, "how many rows to choose"),
+    "topk_rows.page_size": ArgumentEntry(INDEX, "tokens of a block of the latent cache"),
 }
 CHANGED = "cache", "scale", "target"
-CHANGED_WITHOUT_OUTPUTS = "key_cache", "value_cache"
+CHANGED_WITHOUT_OUTPUTS = "key_cache", "value_cache", "rope_cache"
 
 
 def find_array(

@@ -10,6 +10,8 @@ from typing import Any, cast
 from kvkit.operators.arrays import Input, find_array, read_shapes
 from kvkit.operators.attributes import ATTRIBUTES, Attribute
 
+IN_PYTHON = "out", "extra"  # arguments that are arrays for results, or several arrays
+
 
 @dataclass(frozen=True)
 class Output:
@@ -26,8 +28,8 @@ class Output:
 class Operator:
     """An operator of kvkit: `name` is its path inside the package, `source` its specification.
 
-    An operator without outputs of its own returns the arrays that it changes. An optional array that is not
-    given is returned as None.
+    An operator without outputs of its own returns the arrays that it changes, but for keyword ones. An
+    optional array that is not given is returned as None.
     """
 
     name: str
@@ -41,9 +43,9 @@ class Operator:
 
     @functools.cached_property
     def parameters(self) -> tuple[inspect.Parameter, ...]:
-        """Return all arguments of the function but `out`."""
+        """Return the arguments of the function that are arrays or plain values."""
         parameters = inspect.signature(self.function()).parameters
-        return tuple(parameters[name] for name in parameters if name != "out")
+        return tuple(parameters[name] for name in parameters if name not in IN_PYTHON)
 
     @functools.cached_property
     def inputs(self) -> tuple[Input, ...]:
@@ -72,7 +74,7 @@ class Operator:
         outputs = [
             array.name for array in self.outputs if not array.only_with or attributes.get(array.only_with)
         ]
-        return outputs or [array.name for array in self.inputs if array.inout]
+        return outputs or [array.name for array in self.inputs if array.inout and not array.keyword]
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of this but the attributes as plain values, for JSON."""

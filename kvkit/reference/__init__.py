@@ -8,7 +8,7 @@ and not rounded. Caches and scales change in place.
 from collections.abc import Callable
 from typing import Any
 
-from kvkit.reference import alibi, ascend, attention, key_value_cache, paged, positions
+from kvkit.reference import alibi, ascend, attention, key_value_cache, latent, paged, positions
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     "key_value_cache": key_value_cache.key_value_cache,
@@ -33,4 +33,10 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "paged_attention": paged.paged_attention,
     "paged_append": paged.paged_append,
     "swap_blocks": paged.swap_blocks,
+    "mla_attention": latent.mla_attention,
+    "mla_append": latent.mla_append,
+    "mla_absorb": latent.mla_absorb,
+    "mla_expand": latent.mla_expand,
+    "indexer_scores": latent.indexer_scores,
+    "topk_rows": latent.topk_rows,
 }

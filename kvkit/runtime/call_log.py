@@ -29,6 +29,7 @@ MANIFEST = "manifest.json"
 BITS = {2: np.uint16, 1: np.uint8}  # integers that hold the bits of dtypes unknown to .npy
 PRIVATE = 0o700  # folders of dumps: for their user alone
 UNLOGGED = "self", "out", "stream"
+ROOMS_OF_ALL = "static", "merge", "paged", "mla", "indexer"  # modules whose operators are names of `kvkit`
 TOTALS = {"calls": 0, "bytes": 0, "silent": False}
 
 
@@ -103,7 +104,7 @@ def operator_path(operator: Callable[..., Any]) -> str:
     """Return the path of an operator inside the package."""
     room = operator.__module__.split(".")[1]
     path = operator.__qualname__
-    return path if room in ("static", operator.__name__, "merge", "paged") else f"{room}.{path}"
+    return path if room in (*ROOMS_OF_ALL, operator.__name__) else f"{room}.{path}"
 
 
 def log_operator(name: str, given: Mapping[str, Any], read: Callable[[str, Any], Any]) -> None:

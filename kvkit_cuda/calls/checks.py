@@ -17,8 +17,12 @@ from kvkit.checks.arguments import (
     CacheArguments,
     CacheAttention,
     CacheTransfer,
+    ChoiceArguments,
     ContextArguments,
     Heads,
+    IndexerArguments,
+    LatentAppend,
+    LatentArguments,
     PackedPositions,
     PoolAttention,
     PoolTransfer,
@@ -33,7 +37,16 @@ from kvkit.checks.ascend.attention import BlockAttentionCall, checked_block_atte
 from kvkit.checks.ascend.reshape import checked_reshape
 from kvkit.checks.attention import AttentionCall, checked_attention, checked_cache_attention
 from kvkit.checks.index_tensors import Packed, Sequences, Static, packed_in_cache, packed_with_keys
+from kvkit.checks.indexer import ChoiceCall, IndexerCall, checked_choice, checked_scores
 from kvkit.checks.key_value_cache import TransferCall, checked_key_value_cache
+from kvkit.checks.latent import (
+    HeadProduct,
+    LatentCall,
+    LatentStore,
+    checked_latent_append,
+    checked_latent_attention,
+    checked_product,
+)
 from kvkit.checks.merge import MergeCall, checked_merge
 from kvkit.checks.outputs import Results
 from kvkit.checks.paged import PoolAppend, checked_append, checked_paged_attention, checked_swap
@@ -143,6 +156,41 @@ def swapped(values: Values, step: Packed | None) -> Moves:
     source, target = values["source"], values["target"]
     blocks_from, blocks_to = checked_swap(source, target, values["pairs"])
     return Moves([source], [target], stacked(blocks_from, blocks_to, 1))
+
+
+def latent_attention(values: Values, step: Packed | None) -> LatentCall:
+    """Check a call of `mla_attention`."""
+    call = checked_latent_attention(fill(LatentArguments, values))
+    if call.whole is None:
+        return call
+    weights = call.whole.weights._replace(sinks=call.sinks)
+    return call._replace(whole=call.whole._replace(weights=weights, steps=with_whole_table(call.whole.steps)))
+
+
+def latent_append(values: Values, step: Packed | None) -> LatentStore:
+    """Check a call of `mla_append`."""
+    return checked_latent_append(fill(LatentAppend, values))
+
+
+def absorbed(values: Values, step: Packed | None) -> HeadProduct:
+    """Check a call of `mla_absorb`."""
+    return checked_product(("query", "w_uk", "latent_query"), values["query"], values["w_uk"], 1)
+
+
+def expanded(values: Values, step: Packed | None) -> HeadProduct:
+    """Check a call of `mla_expand`."""
+    names = "latent_output", "w_uv", "head_output"
+    return checked_product(names, values["latent_output"], values["w_uv"], 2)
+
+
+def scored(values: Values, step: Packed | None) -> IndexerCall:
+    """Check a call of `indexer_scores`."""
+    return checked_scores(fill(IndexerArguments, values))
+
+
+def chosen(values: Values, step: Packed | None) -> ChoiceCall:
+    """Check a call of `topk_rows`."""
+    return checked_choice(fill(ChoiceArguments, values))
 
 
 def static_rotation(values: Values, step: Packed | None) -> RotationCall:
@@ -266,6 +314,12 @@ CHECKED: dict[str, Check] = {
     "paged_attention": pool_attention,
     "paged_append": pool_append,
     "swap_blocks": swapped,
+    "mla_attention": latent_attention,
+    "mla_append": latent_append,
+    "mla_absorb": absorbed,
+    "mla_expand": expanded,
+    "indexer_scores": scored,
+    "topk_rows": chosen,
     "rotary_position_embedding": static_rotation,
     "alibi_slope": slopes,
     "alibi_mask": static_alibi,

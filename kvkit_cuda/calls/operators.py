@@ -12,8 +12,9 @@ import numpy as np
 
 from kvkit.checks.arguments import StepArguments
 from kvkit.operators import OPERATORS
+from kvkit.operators.operator import IN_PYTHON
 from kvkit.runtime import call_log
-from kvkit_cuda.calls import arrays, checks, homes, launches, prepared, results, steps
+from kvkit_cuda.calls import arrays, checks, homes, latent, launches, prepared, results, steps
 from kvkit_cuda.calls.checks import fill
 from kvkit_cuda.device_runtime import host
 from kvkit_cuda.mirror import inputs
@@ -25,26 +26,26 @@ class Kind:
 
     `launches` returns the launches of a checked call whose arrays are on the device. Arrays in `rows` need
     a contiguous last axis there. `idle` returns the arrays that a call does not use, `read` the arrays that
-    stay on the host because their elements are checked. `take` makes operands.
+    stay on the host because their elements are checked or read there. `take` makes operands.
     """
 
     launches: Callable
     rows: tuple[str, ...] = ()
     idle: Callable = lambda call: ()
     take: Callable = arrays.operand
-    read: Callable = lambda here: ()
+    read: Callable = lambda here, values: ()
 
 
 def no_scale(call):
     return () if call.layer and call.layer.cell else ("scale",)
 
 
-def numbers_of_heads(here):
+def numbers_of_heads(here, values):
     """Return the names of per-head numbers, which stay on the host; scales of tokens are on the device."""
-    return "alibi_slopes", *scales_of_heads(here)
+    return "alibi_slopes", *scales_of_heads(here, values)
 
 
-def scales_of_heads(here):
+def scales_of_heads(here, values):
     """Return the names of per-head scales: those whose shape is not a pool's without its last axis."""
     pools = {getattr(here[name].seen, "shape", ())[:-1] for name in ("key_cache", "value_cache")}
     shapes = {name: getattr(here[name].seen, "shape", ()) for name in ("key_scale", "value_scale")}
@@ -55,7 +56,7 @@ def scales_of_heads(here):
     )
 
 
-def given_scale(here):
+def given_scale(here, values):
     """Return the name of per-head scales, if the call has any; scales of tokens have a cache's axes."""
     scale = here["scale"].seen if "scale" in here else None
     return ("scale",) if isinstance(scale, np.ndarray) and scale.ndim < 3 else ()
@@ -73,6 +74,9 @@ ATTEND_TO_PAGES = Kind(launches.attend, ("query",), read=numbers_of_heads)
 APPEND_TO_PAGES = Kind(launches.append_to_pools, ("key", "value"), read=scales_of_heads)
 MOVE, COPY = Kind(launches.move), Kind(launches.copy_blocks)
 ATTEND_TO_BLOCKS = Kind(launches.attend_to_blocks)
+ATTEND_TO_ROWS = Kind(latent.attend, ("query",), take=latent.take, read=latent.on_host)
+APPEND_ROWS = Kind(latent.append, read=lambda here, values: ("latent", "rope"))
+COMPUTE = Kind(latent.compute, read=lambda here, values: tuple(here))
 
 KINDS: dict[checks.Check, Kind] = {  # by the check of an operator
     checks.key_value_cache: APPEND,
@@ -93,6 +97,12 @@ KINDS: dict[checks.Check, Kind] = {  # by the check of an operator
     checks.pool_attention: ATTEND_TO_PAGES,
     checks.pool_append: APPEND_TO_PAGES,
     checks.swapped: COPY,
+    checks.latent_attention: ATTEND_TO_ROWS,
+    checks.latent_append: APPEND_ROWS,
+    checks.absorbed: COMPUTE,
+    checks.expanded: COMPUTE,
+    checks.scored: COMPUTE,
+    checks.chosen: COMPUTE,
     checks.to_nz: MOVE,
     checks.to_nd: MOVE,
 }
@@ -142,20 +152,21 @@ def run(op, step, values, stream, repeated=None):
     kind, out, sequences = KINDS[check], values.get("out"), step and step.sequences
     given = {name: values[name] for name in arrays_of}
     if step is None:
+        index = [*index, *(name for name in IN_PYTHON if name != "out" and name in values)]
         values = values | {name: arrays.on_host(name, values[name], stream) for name in index}
 
     here = {name: kind.take(name, array, stream) for name, array in given.items()}
-    host_only = kind.read(here)
+    source = next(iter(here.values()), arrays.NOTHING)
+    host_only = kind.read(here, values)
     here |= {name: here[name].on_host(stream) for name in host_only}
     whole = here
     here = here | {name: here[name].one_piece(stream) for name in kind.rows if name in here}
     seen = {name: operand.seen for name, operand in here.items()}
     call = check(values | seen, sequences)
-    changed = tuple(given[each.name] for each in op.inputs if each.inout)
+    changed = tuple(given[each.name] for each in op.inputs if each.inout and not each.keyword)
     made, returned = [], changed if len(changed) > 1 else changed[0] if changed else ()
     if op.outputs:
         usual = sum(not each.only_with for each in op.outputs)
-        source = next(iter(here.values()), arrays.NOTHING)
         made, returned = results.outputs(call.results, usual, out, source, stream)
 
     idle = {name for name in here if name in (*kind.idle(call), *host_only) or here[name].seen is None}

@@ -710,9 +710,8 @@ def direct(name, arrays, attrs):
     changed = {array.name: arrays[array.name] for array in op.inputs if array.inout and array.name in arrays}
     if not op.outputs:
         results = results if isinstance(results, tuple) else (results,)
-        assert [id(array) for array in results if array is not None] == [
-            id(array) for array in changed.values()
-        ]
+        returned = [changed[name] for name in op.returned(attrs) if name in changed]
+        assert [id(array) for array in results if array is not None] == [id(array) for array in returned]
         return changed
     names = [array.name for array in op.outputs if not array.only_with or attrs.get(array.only_with)]
     outputs = dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))

@@ -56,7 +56,7 @@ def test_arrays_of_the_device(label, kind):
     expected, given = twin.run(kvkit, **more), {}
     for array in call.operator.inputs:
         value = call.inputs.get(array.name)
-        if isinstance(value, np.ndarray) and value.ndim:
+        if isinstance(value, np.ndarray) and value.ndim and not value.dtype.name.startswith("float8"):
             is_index = "int64" in array.dtypes
             given[array.name] = Array(value) if is_index else KINDS[kind](np.ascontiguousarray(value))
     results = call.but(**given).run(**more)

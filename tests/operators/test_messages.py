@@ -30,7 +30,9 @@ def test_no_contents_in_messages(op, name):
     """Each array argument given as something else."""
     required = {array.name: np.zeros((2, 2, 2, 8), np.float32) for array in op.inputs if not array.keyword}
     needed = {a.name for a in op.attributes if a.default is REQUIRED}
-    attributes = {name: value for name, value in {"num_heads": 2, "head_dim": 8}.items() if name in needed}
+    attributes = {
+        name: value for name, value in {"num_heads": 2, "head_dim": 8, "scale": 1.0}.items() if name in needed
+    }
     for array in op.inputs:
         begin = time.perf_counter()
         with pytest.raises(KvkitError) as caught:

@@ -220,7 +220,7 @@ REFUSED = {  # (query, latent, keywords, message) of attention
         ONE,
         POOL,
         PAGES | {"sinks": ONE[0, 0, :2], "lse_of_sinks": False},
-        "sinks: expected one for",
+        r"sinks: expected shape \(1,\)",
     ),
     "out": (ONE, POOL, PAGES | {"out": ONE}, r"out: expected shape \(1, 1, 512\)"),
     "extra": (ONE, POOL, {"scale": 1.0, "indices": [[0]], "extra": POOL}, r"extra: expected \(latent, "),
@@ -247,7 +247,7 @@ def test_refused_appends_write_nothing(call):
     cache, slots, message = REFUSED_APPENDS[call]
     before = cache.copy()
     with pytest.raises(kvkit.KvkitError, match=rf"^{message}"):
-        kvkit.mla_append(ROWS[0] * 2, ROWS[1], cache, slots)
+        kvkit.mla_append(ROWS[0] * 2, ROWS[1] * 2, cache, slots)
     np.testing.assert_array_equal(cache, before)
 
 

@@ -43,6 +43,8 @@ OUT_OF_RANGE = {
     "empty_window": ["COPY", ""],
     "layout": ["NHD", "b n h", "b n h c c", "b kv"],
     "compress_type": [-1, 4, "KVHEAD"],
+    "value_dim": [0, -1, 577],
+    "format": ["q8_0", "ds_mla:floor"],
 }
 # Numbers that are legal, but not with these arrays.
 ELSEWHERE = {
@@ -130,7 +132,8 @@ def test_tensors(make, array):
             wrong(np.zeros(tensor.shape, dtype))
     if tensor.dtype.itemsize > 1:
         wrong(swapped(tensor))
-    if name not in ("attn_mask", "x", "outputs", "alibi_slopes") and not copies(call):  # of any rank
+    ranks = "attn_mask", "x", "outputs", "alibi_slopes", "latent"  # arrays with other numbers of axes
+    if name not in ranks and not copies(call) and (call.name, name) != ("mla_append", "cache"):
         wrong(tensor[None])
         wrong(tensor[0])
     wrong(np.array(0, tensor.dtype))
@@ -143,7 +146,7 @@ def test_tensors(make, array):
                 same = np.broadcast_to(tensor.take([0], axis), tensor.shape)
                 same.flags.writeable = True
                 wrong(same)
-    if name in PMX_CACHES:
+    if name in PMX_CACHES and call.name != "mla_append":
         wrong(np.repeat(tensor, 2, -1)[..., ::2])
         wrong(tensor[..., ::-1])
 
@@ -165,9 +168,25 @@ FREE = {
     "paged attention per head": {"query": (0,), "value_cache": (3,)},
     "pools": {"value_cache": (3,)},
     "swaps": {"source": (0,), "target": (0,)},
+    **{f"latent rows{kind}": {"latent": (0, 1)} for kind in ("", " of bytes")},
+    "latent rows in blocks of bytes": {"latent": (0, 1)},
+    "chosen latent rows": {"latent": (0, 1), "indices": (1,)},
+    "latent append": {"cache": (0, 1)},
+    "latent append of bytes": {"cache": (0, 1)},
+    "absorb": {"query": (0,), "w_uk": (2,)},
+    "expand": {"latent_output": (0,), "w_uv": (1,)},
+    "indexer": {"keys": (0, 1)},
+    "choice": {"scores": (1,)},
     "matrices": {"x": (0, 1, 2)},
     "matrices back": {"y": (0,)},
 }
+MIXED = (
+    "pools",
+    "latent rows",
+    "chosen latent rows",
+    "latent append of bytes",
+    "indexer",
+)  # calls of arrays of several types
 OF_ANY_FLOAT = ("scale", "sinks", "attn_mask", "alibi_slopes", "outputs", "x")  # by itself
 
 
@@ -185,8 +204,13 @@ def test_arrays_that_do_not_fit_the_others(label):
                 longer = np.concatenate([tensor, tensor.take([0], axis)], axis)
                 for wrong in (np.delete(tensor, -1, axis), longer, np.delete(tensor, np.s_[:], axis)):
                     refused(call.but(**{array.name: np.ascontiguousarray(wrong)}), names)
-        stores_any = array.name == "cache" and call["scale"] is None
-        if not copies(call) and label != "pools" and array.name not in OF_ANY_FLOAT and not stores_any:
+        stores_any = array.name == "cache" and call.inputs.get("scale", 0) is None
+        if (
+            not copies(call)
+            and not label.startswith(MIXED)
+            and array.name not in OF_ANY_FLOAT
+            and not stores_any
+        ):
             for dtype in {"float32", "float16", "bfloat16", "int8", "uint8"} - {tensor.dtype.name}:
                 refused(call.but(**{array.name: np.zeros(tensor.shape, dtype)}), names)
 

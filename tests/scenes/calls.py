@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import attention_scenes
 import backends
+import latent_scenes
+import ml_dtypes
 import numpy as np
 import pytest
 import refusals
@@ -105,6 +107,42 @@ def pools():
     return Call("paged_attention", inputs | more)
 
 
+def latent(kind, chosen=False):
+    """3 queries of 2 sequences, over contexts of 5 and 3 rows in 4 blocks of 4, or over chosen rows."""
+    rng = np.random.default_rng(1)
+    pool, numbers = latent_scenes.pools(rng.random((4, 4, 576), np.float32), kind)
+    inputs = {"query": rng.random((3, 2, numbers.shape[1]), np.float32), **pool, "scale": 0.1}
+    if chosen:
+        inputs |= {
+            "indices": np.array([[5, -1, 3], [0, 15, 99], [7, 7, 2]]),
+            "index_lens": np.array([3, 2, 3]),
+        }
+    else:
+        inputs |= {"block_tables": np.array([[1, 3, -1], [2, -1, -1]]), "context_lens": np.array([5, 3])}
+        inputs |= {"query_starts": np.array([0, 2, 3])}
+    return Call("mla_attention", inputs | {"sinks": np.zeros(2, np.float32)})
+
+
+def latent_append(kind):
+    """4 tokens, one without a slot, for 4 blocks of 4 rows."""
+    pool, numbers = latent_scenes.pools(np.ones((4, 4, 576), np.float32), kind)
+    tokens = np.random.default_rng(1).random((4, numbers.shape[1]), np.float32)
+    inputs = {"latent": tokens[:, :-64].copy(), "rope": tokens[:, -64:].copy(), "cache": pool.pop("latent")}
+    return Call("mla_append", inputs | pool | {"slot_mapping": np.array([15, -1, 0, 6])})
+
+
+def indexer(dtype=np.float32, **more):
+    """The scores of 3 queries of 2 sequences, over the contexts of `latent`."""
+    rng = np.random.default_rng(1)
+    inputs = {
+        "query": rng.random((3, 2, 16), np.float32),
+        "keys": rng.random((4, 4, 16), np.float32).astype(dtype),
+    }
+    inputs |= {"weights": rng.random((3, 2), np.float32), "block_tables": np.array([[1, 3, -1], [2, -1, -1]])}
+    inputs |= {"context_lens": np.array([5, 3]), "query_starts": np.array([0, 2, 3])}
+    return Call("indexer_scores", inputs | more)
+
+
 def of(name, **inputs):
     return lambda: Call(name, copy.deepcopy(inputs))
 
@@ -166,6 +204,26 @@ CALLS = {
         slot_mapping=np.array([3, -1, 19]),
     ),
     "swaps": of("swap_blocks", source=BLOCKS, target=-BLOCKS[:3], pairs=np.array([[3, 0], [1, 2]])),
+    "latent rows": lambda: latent("one pool"),
+    "latent rows of two pools": lambda: latent("two pools"),
+    "latent rows of bytes": lambda: latent("ds_mla"),
+    "latent rows in blocks of bytes": lambda: latent("ds_v4"),
+    "chosen latent rows": lambda: latent("one pool", chosen=True),
+    "latent append": lambda: latent_append("one pool"),
+    "latent append to two pools": lambda: latent_append("two pools"),
+    "latent append of bytes": lambda: latent_append("ds_mla"),
+    "absorb": of("mla_absorb", query=X[:, 0], w_uk=np.ones((2, 8, 12), np.float32)),
+    "expand": of("mla_expand", latent_output=X[:, 0], w_uv=np.ones((2, 5, 8), np.float32)),
+    "indexer": indexer,
+    "indexer of codes": lambda: indexer(ml_dtypes.float8_e4m3fn, key_scale=np.ones((4, 4), np.float32)),
+    "choice": of(
+        "topk_rows",
+        scores=np.arange(18, dtype=np.float32).reshape(3, 6),
+        k=2,
+        block_tables=np.array([[1, 3], [2, 0]]),
+        page_size=4,
+        query_starts=np.array([0, 2, 3]),
+    ),
     "matrices": of("ascend.nd_to_nz", x=np.ones((2, 20, 10), np.float32)),
     "matrices back": of("ascend.nz_to_nd", y=np.ones((2, 2, 32, 8), np.float32), m=20, n=10),
 }

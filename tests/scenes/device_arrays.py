@@ -25,7 +25,7 @@ class Tensor(Array):
         return Tensor(np.empty(shape, dtype))
 
 
-int8, int64, float16, float32 = np.int8, np.int64, np.float16, np.float32
+int8, int32, int64, float16, float32 = np.int8, np.int32, np.int64, np.float16, np.float32
 bfloat16 = ml_dtypes.bfloat16
 
 
@@ -33,7 +33,15 @@ class Capsule:
     """A tensor that only DLPack passes on. Its memory, its capsule and what that points to live as long."""
 
     CUDA = 2
-    CODES: ClassVar = {"i": 0, "float": 2, "bfloat16": 4, "b": 6, "float8_e4m3fn": 10, "float8_e5m2": 12}
+    CODES: ClassVar = {
+        "i": 0,
+        "u": 1,
+        "float": 2,
+        "bfloat16": 4,
+        "b": 6,
+        "float8_e4m3fn": 10,
+        "float8_e5m2": 12,
+    }
 
     def __init__(self, array):
         self.array = array

@@ -28,5 +28,5 @@ def pools(rows, kind):
         room[:, : page * 576] = stored[..., :576].reshape(blocks, -1)
         room[:, page * 576 : page * 584] = stored[..., 576:].reshape(blocks, -1)
         return {"latent": room, "format": kind}, decode(stored, kind).reshape(blocks * page, -1)
-    stored = encode(flat, kind)["codes"].reshape(blocks, page, 656)
+    stored = encode(flat, kind)["codes"].view(np.uint8).reshape(blocks, page, 656)
     return {"latent": stored, "format": kind}, decode(stored, kind).reshape(blocks * page, -1)

@@ -2,6 +2,7 @@
 
 import attention_scenes
 import calls
+import latent_scenes
 import numpy as np
 import pool_calls
 import scenes
@@ -309,7 +310,72 @@ def pools(rng):
     return calls.Call("paged_attention", call)
 
 
-GENERATORS = (merge, rotary, bias, reshape, blocks, matrices, attend_blocks, pools, append, attend)
+def latent(rng):
+    """Operators over latent caches: floats of any width, in one pool or two, and bytes."""
+    kind, dtype = rng.random(), DTYPES[one(rng, FLOATS)]
+    page, batch, heads = int(one(rng, (1, 3, 16))), int(rng.integers(1, 4)), int(one(rng, (1, 2, 9)))
+    dim, rope = int(one(rng, DIMS)), int(one(rng, (1, 8)))
+
+    def numbers(*shape):
+        return rng.standard_normal(shape, np.float32).astype(dtype)
+
+    if kind < 0.1:
+        return calls.Call(
+            "mla_absorb", {"query": numbers(batch, heads, dim), "w_uk": numbers(heads, dim, rope)}
+        )
+    if kind < 0.2:
+        rows = {"latent_output": numbers(batch, heads, dim), "w_uv": numbers(heads, rope, dim)}
+        return calls.Call("mla_expand", rows)
+    lengths = rng.choice([0, 1, 5, 40], batch)
+    queries = np.minimum(rng.choice([0, 1, 3], batch), lengths)
+    pages = -(-lengths // page)
+    table = np.full((batch, int(pages.max()) + 1), -1)
+    for row, count in zip(table, pages, strict=True):
+        row[:count] = rng.permutation(int(pages.sum()) + 2)[:count]
+    blocks, tokens = int(pages.sum()) + 2, int(queries.sum())
+    places = {"block_tables": table, "context_lens": lengths, "query_starts": np.cumsum([0, *queries])}
+    if kind < 0.3:
+        scores = rng.integers(0, 4, (tokens, int(lengths.max()))).astype(np.float32)
+        for row, b in zip(scores, np.repeat(np.arange(batch), queries), strict=True):
+            row[int(lengths[b]) :] = -np.inf
+        del places["context_lens"]
+        return calls.Call(
+            "topk_rows", {"scores": scores, "k": int(one(rng, (1, 3, 50))), "page_size": page} | places
+        )
+    if kind < 0.4:
+        inputs = {"query": numbers(tokens, heads, dim), "keys": numbers(blocks, page, dim)}
+        return calls.Call("indexer_scores", inputs | {"weights": numbers(tokens, heads)} | places)
+    stored = one(rng, ("one pool", "two pools", "floats", "floats", "ds_mla", "ds_mla:p2", "ds_v4"))
+    if stored == "floats":
+        pool, width = {"latent": numbers(blocks, page, dim + rope)}, dim + rope
+    else:
+        pool, rows = latent_scenes.pools(numbers(blocks, page, 576), stored)
+        width = rows.shape[1]
+    if kind < 0.6:
+        slots = np.where(rng.random(tokens) < 0.2, -1, rng.permutation(blocks * page)[:tokens])
+        parts = {
+            "latent": numbers(tokens, width - min(rope, width - 1) if stored == "floats" else width - 64)
+        }
+        parts["rope"] = numbers(tokens, width - parts["latent"].shape[1])
+        pool = {"cache" if name == "latent" else name: array for name, array in pool.items()}
+        return calls.Call("mla_append", parts | {"slot_mapping": slots} | pool)
+    call = {"query": numbers(tokens, heads, width), "scale": width**-0.5, "value_dim": min(width, 512)} | pool
+    if rng.random() < 0.4:
+        chosen = rng.integers(-2, blocks * page + 2, (tokens, 7))
+        call |= {"indices": chosen} | (
+            {"index_lens": rng.integers(0, 8, tokens)} if rng.random() < 0.5 else {}
+        )
+    else:
+        call |= places | {"is_causal": bool(rng.random() < 0.7)}
+    if rng.random() < 0.5:
+        call |= {
+            "sinks": rng.standard_normal(heads).astype(np.float32),
+            "lse_of_sinks": bool(rng.random() < 0.5),
+        }
+    return calls.Call("mla_attention", call | {"return_lse": bool(rng.random() < 0.5)})
+
+
+GENERATORS = (merge, rotary, bias, reshape, blocks, matrices, attend_blocks, latent, pools, append, attend)
 HINTS = ("max_seqlen", "max_kvlen")
 
 
@@ -363,7 +429,8 @@ def moved(rng, call, device=None):
         elif "int64" in array.dtypes:
             changed[array.name] = index_form(rng, value) if not device else one(rng, (value, device(value)))
         else:
-            pmx = array.name in ("cache", "scale")
+            bytes_of_rows = value.dtype == np.uint8 and array.name == "latent"
+            pmx = array.name in ("cache", "scale") or bytes_of_rows
             unit = 64 if device else 1  # a device takes no odd addresses
             there, check = data_form(rng, value, array.inout, pmx, unit)
             changed[array.name] = device(there) if device and rng.random() < 0.7 else there

@@ -1,0 +1,62 @@
+"""Score positions of contexts, and choose the best ones."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvkit.calls.latent import gather_rows, slots_of
+from kvkit.checks.indexer import ChoiceCall, IndexerCall
+from kvkit.typed import Array
+
+KEYS = 512  # that are scored at a time, so that products stay near the core
+
+
+def score_positions(call: IndexerCall, out: Array | None) -> Array:
+    """Score every position of each context, block after block of keys."""
+    (scores,) = call.results.arrays(out)
+    scores[...] = -np.inf
+    pages, lengths, starts = call.contexts
+    (_, heads, dim), pool = call.query.shape, call.pool
+    rows = np.ascontiguousarray(call.query, np.float32) * np.float32(call.scale)  # [tokens, H, D]
+    share = call.weights.astype(np.float32)[:, None]  # [tokens, 1, H]
+    for sequence, length in enumerate(lengths.tolist()):
+        begin, end = starts[sequence], starts[sequence + 1]
+        for first in range(0, length, KEYS):
+            last = min(first + KEYS, length)
+            found = gather_rows(pool, slots_of(pages, pool.page_size, sequence, first, last))
+            key = found[:, :dim].astype(np.float32, copy=False)
+            products = rows[begin:end].reshape(-1, dim) @ key.T  # [queries * H, keys]
+            if call.scaled:
+                products *= found[:, dim]
+            np.maximum(products, 0, out=products)
+            by_head = products.reshape(end - begin, heads, last - first)
+            scores[begin:end, first:last] = (share[begin:end] @ by_head)[:, 0]
+        own = np.arange(length - (end - begin), length)  # positions of the queries
+        hidden = np.arange(scores.shape[1]) > own[:, None]
+        scores[begin:end][hidden] = -np.inf
+    return scores
+
+
+def choose_rows(call: ChoiceCall, out: Array | None) -> Array:
+    """Choose the slots of each query's best positions."""
+    (chosen,) = call.results.arrays(out)
+    chosen[...] = -1
+    pages, lengths, starts = call.contexts
+    for sequence, length in enumerate(lengths.tolist()):
+        slots = slots_of(pages, call.page_size, sequence, 0, length)
+        for token in range(starts[sequence], starts[sequence + 1]):
+            best = best_positions(call.scores[token, :length], call.k)
+            chosen[token, : len(best)] = slots[best]
+    return chosen
+
+
+def best_positions(scores: Array, k: int) -> Array:
+    """Return the ascending positions of the k largest numbers above -inf; of equal ones the first."""
+    count = min(k, len(scores))
+    if not count:
+        return np.zeros(0, np.int64)
+    least = np.partition(scores, len(scores) - count)[len(scores) - count]
+    chosen = scores > least
+    equal = np.flatnonzero(scores == least) if least > -np.inf else np.zeros(0, np.int64)
+    chosen[equal[: count - np.count_nonzero(chosen)]] = True
+    return np.flatnonzero(chosen)

@@ -1,0 +1,107 @@
+"""Check calls of the indexer of sparse attention."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvkit.checks.arguments import ChoiceArguments, IndexerArguments
+from kvkit.checks.index_tensors import index
+from kvkit.checks.latent import LatentContexts, LatentPool, float_part
+from kvkit.checks.outputs import Results
+from kvkit.checks.paged import starts_of
+from kvkit.checks.pools import checked_table
+from kvkit.checks.values import (
+    check_not_empty,
+    checked_format,
+    integer,
+    named_arrays,
+    positive_number,
+)
+from kvkit.errors import argument_error, describe
+from kvkit.formats import FLOATS
+from kvkit.formats.elements import E4M3
+from kvkit.typed import Array
+
+Forms = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
+
+
+class IndexerCall(NamedTuple):
+    """A checked call of `indexer_scores`."""
+
+    query: Array  # [tokens, heads, dim]
+    weights: Array  # [tokens, heads]
+    pool: LatentPool
+    scaled: bool  # whether the last element of a row of the pool is its scale
+    contexts: LatentContexts
+    scale: float
+    results: Results
+
+
+class ChoiceCall(NamedTuple):
+    """A checked call of `topk_rows`."""
+
+    scores: Array  # [tokens, N]
+    k: int
+    page_size: int
+    contexts: LatentContexts  # as long as their last position above -inf
+    results: Results
+
+
+def checked_scores(call: IndexerArguments) -> IndexerCall:
+    """Check a call of `indexer_scores`."""
+    query, weights = call.query, call.weights
+    checked_format("query", query, FLOATS, 3)
+    check_not_empty("query", query)
+    checked_format("weights", weights, FLOATS, 2)
+    tokens, heads, dim = query.shape
+    if weights.shape != (tokens, heads):
+        raise argument_error("weights", f"shape {(tokens, heads)}, as query has", weights.shape)
+    pool = pool_of_keys(call.keys, call.key_scale, dim)
+    lengths = index("context_lens", call.context_lens)
+    starts = starts_of(call.query_starts, len(lengths), tokens)
+    pages = checked_table(call.block_tables, lengths, len(call.keys), pool.page_size)
+    scale = dim**-0.5 if call.scale is None else positive_number("scale", call.scale)
+    forms: Forms = {"scores": ((tokens, int(lengths.max(initial=0))), FLOATS[0].dtype)}
+    inputs = named_arrays(query=query, keys=call.keys, weights=weights, key_scale=call.key_scale)
+    return IndexerCall(
+        query, weights, pool, call.key_scale is not None, LatentContexts(pages, lengths, starts), scale,
+        Results(forms, inputs, alone=True),
+    )  # fmt: skip
+
+
+def pool_of_keys(keys: Any, key_scale: Any, dim: int) -> LatentPool:
+    """Return the checked pool of index keys; with scales, these are a last element of each row."""
+    if key_scale is None:
+        parts: tuple[Array, ...] = (float_part("keys", keys),)
+    else:
+        checked_format("keys", keys, (E4M3,), 3)
+        checked_format("key_scale", key_scale, FLOATS[:1], 2)
+        if key_scale.shape != keys.shape[:2]:
+            raise argument_error("key_scale", f"shape {keys.shape[:2]}, as keys have", key_scale.shape)
+        parts = keys, key_scale[..., None]
+    if parts[0].ndim != 3 or keys.shape[-1] != dim:
+        raise argument_error("keys", f"one head of {dim} elements, as query has", describe(keys))
+    return LatentPool(parts, None, dim)
+
+
+def checked_choice(call: ChoiceArguments) -> ChoiceCall:
+    """Check a call of `topk_rows`."""
+    scores = call.scores
+    checked_format("scores", scores, FLOATS[:1], 2)
+    k, page_size = integer("k", call.k, 1, 2**31), integer("page_size", call.page_size, 1, 2**31)
+    if np.isnan(scores).any():
+        raise argument_error("scores", "numbers", "NaN")
+    ends = np.where(scores > -np.inf, np.arange(1, scores.shape[1] + 1), 0).max(axis=1, initial=0)
+    tables = call.block_tables
+    of_batch = tables[0] if isinstance(tables, tuple) and len(tables) else tables
+    batch = len(index("block_tables", of_batch, 1 if isinstance(tables, tuple) else 2))
+    names = "scores", "block_tables"
+    starts = starts_of(call.query_starts, batch - isinstance(tables, tuple), len(scores), names)
+    lengths = np.array([ends[a:b].max(initial=0) for a, b in itertools.pairwise(starts)])
+    pages = checked_table(tables, lengths.astype(np.int64), 2**31 // page_size, page_size)
+    forms: Forms = {"rows": ((len(scores), k), np.dtype(np.int32))}
+    results = Results(forms, named_arrays(scores=scores), alone=True)
+    return ChoiceCall(scores, k, page_size, LatentContexts(pages, lengths, starts), results)

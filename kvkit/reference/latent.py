@@ -1,0 +1,218 @@
+"""Latent caches (MLA) as loops: rows of floats or bytes, attention over them, the indexer."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kvkit.reference.attention import attend_sequence
+from kvkit.reference.formats import TABLES, bfloat16, bits32, float_code
+
+Array = np.ndarray
+BODY = 576  # bytes of a token of "ds_v4" that lie before the scales of a block
+
+
+def bfloat16_of(low: int, high: int) -> float:
+    """Return the number of two bytes, which are the upper half of a float32."""
+    return float(np.array([0, 0, low, high], np.uint8).view(np.float32)[0])
+
+
+def e4m3_of(code: int) -> float:
+    """Return the number of a code: a sign, 4 bits of exponent and 3 of mantissa, NaN at the end."""
+    sign, exponent, mantissa = -1.0 if code & 128 else 1.0, code >> 3 & 15, code & 7
+    if code & 127 == 127:
+        return float("nan")
+    return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+
+def row_of_bytes(codes: Array, scales: list[float], group: int, tail: Array) -> list[float]:
+    """Return a row: codes times the scale of their group, then numbers of bfloat16."""
+    row = [e4m3_of(int(code)) * scales[i // group] for i, code in enumerate(codes)]
+    return row + [bfloat16_of(int(tail[i]), int(tail[i + 1])) for i in range(0, len(tail), 2)]
+
+
+def row_at(pool: Array, rope: Any, slot: int, format: str | None) -> Array:
+    """Return the row of a slot as float64 [heads, dim]."""
+    if format is None:
+        page = pool.shape[1]
+        parts = [part[slot // page, slot % page] for part in (pool, rope) if part is not None]
+        parts = [part.reshape(-1, part.shape[-1]).astype(np.float64) for part in parts]
+        return np.concatenate(parts, axis=1)
+    if format == "ds_v4":
+        block = pool.view(np.uint8)
+        page = block.shape[1] // 584
+        body = block[slot // page, slot % page * BODY :][:BODY]
+        exponents = block[slot // page, page * BODY + slot % page * 8 :][:7]
+        scales = [2.0 ** (int(exponent) - 127) for exponent in exponents]
+        return np.array([row_of_bytes(body[:448], scales, 64, body[448:])])
+    page = pool.shape[1]
+    row = pool.view(np.uint8)[slot // page, slot % page].reshape(-1)
+    scales = [float(scale) for scale in row[512:528].copy().view(np.float32)]
+    return np.array([row_of_bytes(row[:512], scales, 128, row[528:])])
+
+
+def slots_in(pool: Array, format: str | None) -> int:
+    """Return the number of rows of a pool."""
+    return len(pool) * (pool.shape[1] // 584 if format == "ds_v4" else pool.shape[1])
+
+
+def page_of(pool: Array, format: str | None) -> int:
+    """Return the rows of a block."""
+    return pool.shape[1] // 584 if format == "ds_v4" else pool.shape[1]
+
+
+def mla_attention(
+    query: Any,
+    latent: Array,
+    block_tables: Any = None,
+    context_lens: Any = None,
+    query_starts: Any = None,
+    *,
+    scale: float,
+    rope_cache: Any = None,
+    value_dim: int = 512,
+    indices: Any = None,
+    index_lens: Any = None,
+    extra: Any = None,
+    format: str | None = None,
+    is_causal: bool = True,
+    sinks: Any = None,
+    lse_of_sinks: bool = True,
+) -> tuple[Array, Array]:
+    """Attend to the rows of contexts, or to chosen rows of one pool or two; return (attn_output, lse)."""
+    query = np.concatenate(query, axis=2) if isinstance(query, (tuple, list)) else query
+    kind = None if format is None else format.partition(":")[0]
+    contexts: list[tuple[slice, list[Array]]] = []  # queries, and the rows that they attend to
+    if indices is not None:
+        for token in range(len(query)):
+            rows = []
+            pools = [(latent, indices, index_lens)] + ([] if extra is None else [extra])
+            for pool, chosen, lens in pools:
+                count = len(chosen[token]) if lens is None else lens[token]
+                for slot in chosen[token][: max(int(count), 0)]:
+                    if 0 <= slot < slots_in(pool, kind):
+                        rows.append(row_at(pool, rope_cache, int(slot), kind))
+            contexts.append((slice(token, token + 1), rows))
+    else:
+        starts, page = query_starts, page_of(latent, kind)
+        starts = range(len(context_lens) + 1) if starts is None else starts
+        for b, length in enumerate(context_lens):
+            slots = [int(block_tables[b][j // page]) * page + j % page for j in range(int(length))]
+            rows = [row_at(latent, rope_cache, slot, kind) for slot in slots]
+            contexts.append((slice(int(starts[b]), int(starts[b + 1])), rows))
+    output, lse = np.zeros((*query.shape[:2], value_dim)), np.full(query.shape[:2], -np.inf)
+    causal = is_causal and indices is None
+    for tokens, rows in contexts:
+        heads = rows[0].shape[0] if rows else 1
+        key = np.array(rows).reshape(len(rows), heads, query.shape[2])
+        weighing: dict[str, Any] = {"causal": causal, "softmax_scale": scale}
+        value = key[..., :value_dim]
+        output[tokens], lse[tokens] = attend_sequence(
+            query[tokens], key, value, None, sinks=sinks, slopes=None, **weighing
+        )
+        if sinks is not None and not lse_of_sinks:
+            lse[tokens] = attend_sequence(query[tokens], key, value, None, slopes=None, **weighing)[1]
+    return output, lse
+
+
+def bytes_of(row: Array, format: str) -> tuple[list[int], list[int]]:
+    """Return (the first bytes of a row, those of its scales behind them, or of "ds_v4" behind the block)."""
+    kind, *powers = format.split(":")
+    group, coded = (64, 448) if kind == "ds_v4" else (128, 512)
+    codes: list[int] = []
+    scales: list[int] = []
+    for first in range(0, coded, group):
+        part = [np.float32(x) for x in row[first : first + group]]
+        scale = max(abs(x) for x in part) / np.float32(448)
+        if powers or kind == "ds_v4":
+            scale = np.float32(2.0 ** math.ceil(math.log2(max(float(scale), 1e-4))))
+        else:
+            scale = max(scale, np.float32(2.0**-126))
+        codes += [float_code(x / scale, TABLES["e4m3"]) for x in part]
+        scales += [int(math.log2(scale)) + 127] if kind == "ds_v4" else bits32(scale)
+    tail = [byte for x in row[coded:] for byte in bfloat16(x)]
+    return (codes + tail, [*scales, 0]) if kind == "ds_v4" else (codes + scales + tail, [])
+
+
+def mla_append(
+    latent: Array,
+    rope: Array,
+    cache: Array,
+    slot_mapping: Any,
+    *,
+    rope_cache: Any = None,
+    format: str | None = None,
+) -> Array:
+    """Store rows in their slots, as floats in one pool or two or as bytes; return the first pool."""
+    page = page_of(cache, format)
+    for token, slot in enumerate(slot_mapping):
+        if slot < 0:
+            continue
+        row = np.concatenate([latent[token], rope[token]])
+        if format is not None:
+            body, scales = bytes_of(row, format)
+            block, at = cache.view(np.uint8)[slot // page], int(slot % page)
+            if scales:
+                block[at * BODY : (at + 1) * BODY] = body
+                block[page * BODY + at * 8 : page * BODY + (at + 1) * 8] = scales
+            else:
+                block[at] = np.reshape(body, block[at].shape)
+        elif rope_cache is None:
+            cache[slot // page, slot % page] = row
+        else:
+            cache[slot // page, slot % page] = latent[token]
+            rope_cache[slot // page, slot % page] = rope[token]
+    return cache
+
+
+def mla_absorb(query: Array, w_uk: Array) -> Array:
+    """Return sums over p of query[n, h, p] * w_uk[h, p, l]."""
+    tokens, heads, _ = query.shape
+    query, w_uk = query.astype(np.float64), w_uk.astype(np.float64)
+    return np.array([[query[n, h] @ w_uk[h] for h in range(heads)] for n in range(tokens)])
+
+
+def mla_expand(latent_output: Array, w_uv: Array) -> Array:
+    """Return sums over l of latent_output[n, h, l] * w_uv[h, v, l]."""
+    tokens, heads, _ = latent_output.shape
+    rows, w_uv = latent_output.astype(np.float64), w_uv.astype(np.float64)
+    return np.array([[w_uv[h] @ rows[n, h] for h in range(heads)] for n in range(tokens)])
+
+
+def indexer_scores(
+    query: Array,
+    keys: Array,
+    weights: Array,
+    block_tables: Any,
+    context_lens: Any,
+    query_starts: Any = None,
+    *,
+    key_scale: Any = None,
+    scale: Any = None,
+) -> Array:
+    """Return the weighted sum over heads of max(0, scale * q . k) for each position that a query may see."""
+    starts = range(len(context_lens) + 1) if query_starts is None else query_starts
+    page, factor = keys.shape[1], query.shape[2] ** -0.5 if scale is None else scale
+    scores = np.full((len(query), max(map(int, context_lens), default=0)), -np.inf)
+    for b, length in enumerate(context_lens):
+        for token in range(starts[b], starts[b + 1]):
+            for s in range(int(length) - (starts[b + 1] - token) + 1):
+                at = block_tables[b][s // page], s % page
+                key = keys[at].astype(np.float64) * (1 if key_scale is None else float(key_scale[at]))
+                products = query[token].astype(np.float64) @ key * factor
+                scores[token, s] = weights[token].astype(np.float64) @ np.maximum(products, 0)
+    return scores
+
+
+def topk_rows(scores: Array, k: int, block_tables: Any, page_size: int, query_starts: Any = None) -> Array:
+    """Return the slots of each query's k largest scores, by ascending position; -1 behind the last."""
+    k, page_size = int(k), int(page_size)
+    starts = range(len(block_tables) + 1) if query_starts is None else query_starts
+    rows = np.full((len(scores), k), -1, np.int32)
+    for b in range(len(block_tables)):
+        for token in range(starts[b], starts[b + 1]):
+            order = sorted(range(scores.shape[1]), key=lambda s: (-scores[token, s], s))
+            best = sorted(s for s in order[:k] if scores[token, s] > -np.inf)
+            for i, s in enumerate(best):
+                rows[token, i] = block_tables[b][s // page_size] * page_size + s % page_size
+    return rows
