@@ -142,7 +142,7 @@ def mla_attention(
     else:
         wide = given._replace(query=call.query.astype(np.float32), sinks=None, return_lse=True)
         parts = attend(checked_latent_attention(wide).whole or call.whole, None)
-    output, lse = apply_sinks(*parts, call.sinks) if call.sinks_last else parts
+    output, lse = apply_sinks(parts[0], parts[1], call.sinks) if call.sinks_last else parts
     made: tuple[Array, ...] = (output.astype(call.fmt.dtype, copy=False), lse)[: len(call.results.forms)]
     if results is not None:
         for array, result in zip(results, made, strict=True):
