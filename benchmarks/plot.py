@@ -34,8 +34,8 @@ def drawn(page):
     found = [*points(results)]
     most, each = max(threads for *_, threads, _ in found), min(n for _, b, n, *_ in found if b > 1)
     with matplotlib.rc_context(plots.style(plots.INK[page])):
-        figure = Figure(figsize=(8.4, 3.2), layout="constrained")
-        lengths, sequences = figure.subplots(1, 2, sharey=True)
+        figure = Figure(figsize=(4.8, 6), layout="constrained")
+        lengths, sequences = figure.subplots(2, 1)
         for axes, label, shown in (
             (
                 lengths,
@@ -55,8 +55,8 @@ def drawn(page):
                 axes.plot(*zip(*line, strict=True), mark, linestyle=dashes, color=COLOURS[kind], label=name)
             axes.set_xscale("log", base=2)
             axes.set_xlabel(label)
-        lengths.set_ylim(bottom=0)
-        lengths.set_ylabel("ns for a kilobyte of the cache")
+            axes.set_ylim(bottom=0)
+            axes.set_ylabel("ns for a kilobyte of the cache")
         lengths.legend(frameon=False)
         return plots.svg(figure).replace("</svg>", f"<desc>{digest()}</desc>\n</svg>")
 

@@ -31,7 +31,7 @@ def import_suites() -> list[ModuleType]:
 @click.option("--only", default="", metavar="TEXT", help="Run only cases whose 'SUITE CASE' contains TEXT.")
 @click.option("--rounds", default=11, show_default=True, help="Runs of each case; medians are shown.")
 def bench(folder: Path | None, only: str, rounds: int) -> None:
-    """Measure operators beside plain parallel copies or reads of the same bytes, and other libraries.
+    """Measure operators beside plain copies or reads, and other libraries.
 
     The operator and the copy run in turns. GB/s counts the bytes that the operator must read and write; the
     copy reads and writes as many. Data come from memory, for several sets rotate. An operator that writes

@@ -26,19 +26,31 @@ VERBS = {  # verb: (module, the first line of its help)
     "convert": ("kvkit_cli.convert", "Move a cache to another layout, bit for bit, or to another format."),
     "edit": ("kvkit_cli.edit", "Remove, keep and move tokens of a saved cache, in the order given."),
     "study": ("kvkit_cli.study", "Measure what quantization and eviction cost a cache, head by head."),
-    "size": (
-        "kvkit_cli.size",
-        "Say how many bytes the cache of a model takes, by context length, batch and format.",
-    ),
+    "size": ("kvkit_cli.size", "Say how many bytes the cache of a model takes."),
     "draw": ("kvkit_cli.draw", "Draw a layout, or which sequence each row of a saved cache belongs to."),
     "check": ("kvkit_cli.check", "Find errors in page tables, slots, layouts, scales and data."),
     "diff": ("kvkit_cli.diff", "Say where two caches or outputs differ, and why."),
     "vectors": ("kvkit_cli.vectors", "Make, verify, replay, compare and export packs of golden vectors."),
     "cache": ("kvkit_cli.cache", "Remove compiled code from the disk."),
-    "bench": (
-        "kvkit_cli.bench",
-        "Measure operators beside plain parallel copies or reads of the same bytes, and other libraries.",
-    ),
+    "bench": ("kvkit_cli.bench", "Measure operators beside plain copies or reads, and other libraries."),
+}
+SECTIONS = {
+    "Tools for caches": "check diff study size inspect layouts draw convert edit vectors",
+    "Operators": "run ops describe",
+    "This machine": "info warm cache bench",
+}
+ARGUMENTS = {  # what is missing where an argument is, by its name in the help
+    "OP": "an operator that kvkit ops lists",
+    "FILE": "a file with a cache",
+    "FILE|LAYOUT": "a file with a cache, or a layout that kvkit layouts lists",
+    "IN": "files with caches, in front of OUT",
+    "OUT": "the file to write",
+    "A": "the file with what is expected",
+    "B": "the file that is compared with A",
+    "MODEL": "a config.json, its folder, or a GGUF file",
+    "FOLDER": "the folder of a pack",
+    "RESULTS": "the folder of a device's results",
+    "TARGET": "the folder to write",
 }
 
 
@@ -60,8 +72,9 @@ class Verbs(click.Group):
         return with_quiet(getattr(importlib.import_module(VERBS[name][0]), name))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Verbs"):
-            formatter.write_dl([(verb, line) for verb, (_, line) in VERBS.items()])
+        for section, verbs in SECTIONS.items():
+            with formatter.section(section):
+                formatter.write_dl([(verb, VERBS[verb][1]) for verb in verbs.split()])
 
     def main(self, *args: Any, **extra: Any) -> Any:
         try:
@@ -112,8 +125,11 @@ def one_line(message: str) -> str:
 def explain(error: Exception) -> tuple[str, int | None]:
     """Return the message and the exit code of an error. An error without an exit code is a bug."""
     if isinstance(error, click.UsageError):
-        verb = error.ctx.command_path if error.ctx else "kvkit"
-        return f"{error.format_message()} (see {verb} --help)", 2
+        verb, message = error.ctx.command_path if error.ctx else "kvkit", error.format_message()
+        if isinstance(error, click.MissingParameter) and isinstance(error.param, click.Argument):
+            name = error.param.human_readable_name
+            message = f"missing {name}: {ARGUMENTS[name.rstrip('.')]}"
+        return f"{message} (see {verb} --help)", 2
     if isinstance(error, click.Abort):
         return "interrupted", 130
     if isinstance(error, OSError):
@@ -150,11 +166,11 @@ def print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> N
 @click.option("-V", "--version", is_flag=True, is_eager=True, expose_value=False, callback=print_version)
 @click.pass_context
 def main(ctx: click.Context) -> Any:
-    """Run KV-cache operators on .npz files, and look at caches.
+    """Look into KV caches, move and compare them, and run operators on .npz files.
 
     \b
     Examples:
-      kvkit ops
+      kvkit check step.npz
       kvkit describe key_value_cache
       kvkit run key_value_cache IN.npz -o OUT.npz
       kvkit help run

@@ -18,7 +18,6 @@ from kvkit_cli.show import suggestion
 
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
 IN_CACHE = "dynamic_batching.key_value_cache", "dynamic_batching.multi_head_cache_attention"
-FOREIGN = ".npy", ".safetensors", ".pt", ".pth", ".gguf"
 PATH = click.Path(path_type=Path, readable=False)  # npz.py reports a wrong path
 
 
@@ -178,7 +177,7 @@ def check_targets(
             raise KvkitError(f"{option} -: .npz files are not read from or written to pipes: name a file")
     source_exists = source is not None and source.exists()
     if output is not None:
-        if output.suffix in FOREIGN:
+        if output.suffix not in ("", ".npz"):
             other = output.with_suffix(".npz")
             raise KvkitError(
                 f"-o {output}: results are written as .npz, not as {output.suffix}: give -o {other}"

@@ -44,7 +44,7 @@ def parse_numbers(context, param, text):
 )
 @tool.json_option
 def size(model, as_json, **options):
-    """Say how many bytes the cache of a model takes, by context length, batch and format.
+    """Say how many bytes the cache of a model takes.
 
     MODEL is a config.json of transformers, a folder that has one, or a GGUF file. Its weights are not read.
 

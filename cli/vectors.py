@@ -81,7 +81,7 @@ def make(ctx: click.Context, folder: Path, as_json: bool, shapes: str | None, **
 @AS_JSON
 @click.pass_context
 def verify(ctx: click.Context, folder: Path, dask: str | None, as_json: bool) -> None:
-    """Check hashes and versions; find missing files, unlisted files and packs without cases."""
+    """Check the hashes, versions and list of files of a pack."""
     with clusters.mapper(dask) as mapper:
         found = tools.verify(folder, mapper=mapper)
     print_result(ctx, found, as_json)

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pictures  # noqa: E402
 import examples  # noqa: E402
 from kvkit.version import __version__  # noqa: E402
 
-project, author, release = "kvkit", "the authors of kvkit", __version__
+project, author, release = "kvkit", "kvkit developers", __version__
 copyright = author
 extensions = ["sphinx.ext.autodoc", "numpydoc", "myst_parser"]
 exclude_patterns = ["_build"]
@@ -27,13 +28,24 @@ myst_links_external_new_tab = False
 suppress_warnings = ["myst.header"]  # specifications number their sections as their sources do
 
 html_theme = "pydata_sphinx_theme"
-html_title = "kvkit"
+html_title = f"kvkit {release}"
+html_static_path, html_css_files = ["_static"], ["kvkit.css"]
+html_favicon = "_static/logo.svg"
+myst_html_meta = {
+    "description": "Kernels for the KV caches of language models, on numpy arrays, and tools that check caches"
+}
 html_show_sourcelink = False
 html_context = {"default_mode": "auto"}
 html_show_search_summary = False  # which a browser may not read from a disk
-ALONE = "concepts", "good_to_know", "benchmarks", "comparison", "design", "changelog"
+ALONE = "concepts", "gallery", "good_to_know", "benchmarks", "comparison", "design", "changelog"
 html_sidebars = {page: [] for page in ALONE}  # which have no pages below them
 html_theme_options = {
+    "logo": {
+        "text": html_title,
+        "image_light": "_static/logo.svg",
+        "image_dark": "_static/logo.svg",
+        "alt_text": "kvkit",
+    },
     "show_prev_next": False,
     "navbar_align": "left",
     "navbar_end": ["theme-switcher"],
@@ -76,16 +88,20 @@ def public(room):
 
 def reference(app):
     """A page for each room, with what is public in it, from the docstrings."""
-    for path in (DOCS / "reference").glob("kvkit*.rst"):
+    firsts = []
+    for path in (DOCS / "reference").glob("kvkit*"):
         path.unlink()
     for name in ROOMS:
         try:
             room = importlib.import_module(name)
         except ImportError:
             continue
-        lines = [name, "=" * len(name), "", f".. currentmodule:: {name}", ""]
+        head = [name, "=" * len(name), "", summary(room.__doc__), "", f".. currentmodule:: {name}", ""]
+        listed, lines = [".. list-table::", "   :widths: 2 3", ""], []
         for each in public(room):
             thing = getattr(room, each)
+            if inspect.isclass(thing) or inspect.isroutine(thing):
+                listed += [f"   * - :obj:`{each} <{name}.{each}>`", f"     - {summary(thing.__doc__)}"]
             if inspect.isclass(thing):
                 lines += [
                     f".. autoclass:: {name}.{each}",
@@ -95,8 +111,24 @@ def reference(app):
                 ]
             elif inspect.isroutine(thing):
                 lines += [f".. autofunction:: {name}.{each}", ""]
-        if lines[5:]:
-            (DOCS / "reference" / f"{name}.rst").write_text("\n".join(lines))
+        if lines:
+            (DOCS / "reference" / f"{name}.rst").write_text("\n".join([*head, *listed, "", *lines]))
+            firsts.append((name, summary(room.__doc__)))
+    rows = "".join(f"| [{name}]({name}.rst) | {line} |\n" for name, line in firsts)
+    tree = "".join(f"{name}\n" for name, _ in firsts)
+    table = f"| module | what it has |\n|---|---|\n{rows}\n```{{toctree}}\n:hidden:\n\n{tree}```\n"
+    (DOCS / "reference" / "kvkit-modules.txt").write_text(table)
+
+
+def summary(doc):
+    """The first sentence of a docstring, on a line."""
+    paragraph = " ".join((doc or "").strip().partition("\n\n")[0].split())
+    return re.split(r"(?<=[.]) (?=[A-Z`])", paragraph)[0].replace("*", r"\*")
+
+
+def without_empty_ends(app, name, source):
+    """Examples end with an empty line, which doctest needs and a reader does not."""
+    source[0] = re.sub(r"\n\n+```\n", "\n```\n", source[0])
 
 
 def current(app):
@@ -113,3 +145,4 @@ def current(app):
 def setup(app):
     app.connect("builder-inited", reference)
     app.connect("builder-inited", current)
+    app.connect("source-read", without_empty_ends)

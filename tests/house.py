@@ -110,7 +110,7 @@ def locals_calls(sources: Trees) -> int:
 LIMITS = {
     "lines of kvkit": 48_570,
     "lines of kvkit_cuda": 8_420,
-    "lines of cli": 2_640,
+    "lines of cli": 2_655,
     "lines of tests": 41_520,
     "calls of locals()": 0,
     "class names that stand twice": 0,

@@ -30,7 +30,7 @@ from kvkit.operators import OPERATORS, REQUIRED
 from kvkit.runtime import disk_cache, jit, source_digest
 from kvkit.runtime.jit import fingerprint
 from kvkit_cli import arguments, info, npz, show
-from kvkit_cli.main import VERBS, main
+from kvkit_cli.main import ARGUMENTS, SECTIONS, VERBS, main
 from kvkit_cuda.device_runtime import host, needs
 
 NAMES = {"static": "key_value_cache", "dynamic": "dynamic_batching.key_value_cache"}
@@ -115,6 +115,7 @@ def test_help_is_a_verb(words):
 
 def test_help_lists_every_verb():
     assert run() == run("--help")
+    assert sorted(" ".join(SECTIONS.values()).split()) == sorted(VERBS)
     for verb, (_, line) in VERBS.items():
         assert re.search(rf"  {verb} +{line.split()[0]}", run()[1])
 
@@ -124,7 +125,12 @@ def test_help_of_a_verb_begins_with_its_line(verb):
     code, out, err = run(verb, "--help")
     assert (code, err) == (0, "")
     assert " ".join(out.split("\n\n")[1].split()) == VERBS[verb][1]
-    assert isinstance(main.get_command(click.Context(main), verb), click.Command)
+    command = main.get_command(click.Context(main), verb)
+    group = isinstance(command, click.Group)
+    found = [param for each in (command.commands.values() if group else [command]) for param in each.params]
+    required = [each for each in found if isinstance(each, click.Argument) and each.required]
+    assert {each.human_readable_name.rstrip(".") for each in required} <= ARGUMENTS.keys()
+    assert not group or "..." not in out.partition("Commands:")[2]
     assert f"\n    kvkit {verb}" in out.partition("Example")[2]
 
 
