@@ -32,7 +32,7 @@ html_title = f"kvkit {release}"
 html_static_path, html_css_files = ["_static"], ["kvkit.css"]
 html_favicon = "_static/logo.svg"
 myst_html_meta = {
-    "description": "Kernels for the KV caches of language models, on numpy arrays, and tools that check caches"
+    "description": "Kernels for the KV caches of language models, on numpy arrays, and tools for caches"
 }
 html_show_sourcelink = False
 html_context = {"default_mode": "auto"}
