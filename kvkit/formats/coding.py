@@ -12,6 +12,7 @@ from kvkit.formats import packing
 from kvkit.formats.elements import BFLOAT16, BY_DTYPE, E4M3, FLOAT32, FLOATS, Element
 from kvkit.formats.groups import Shape, join_groups, scale_shapes, scales_fit, split_groups, spread_scales
 from kvkit.formats.known import Format, named
+from kvkit.formats.rotations import rotate
 from kvkit.formats.scales import RULES, calibrate_scale, round_codes
 from kvkit.typed import Array
 
@@ -75,6 +76,7 @@ def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: 
     rows, tail = (rows[..., : -known.tail], rows[..., -known.tail :]) if known.tail else (rows, None)
     per, whole, beside = known.per, np.float32(1), None
     with np.errstate(over="ignore", invalid="ignore"):
+        rows = rotate(rows, "hadamard") if known.turned else rows
         if known.find == "given":
             per, scales = resolve_scales(known, scale, rows)
             check_positive("scale", scales)

@@ -37,6 +37,15 @@ IQ4 = Element(
     "iq4", BYTE, 4, limits=(-127, 113),
     numbers=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
 )  # fmt: skip
+# Levels of the least squared error for normal numbers (Lloyd and Max), of which engines store places.
+LEVELS3, LEVELS4 = (
+    Element(f"levels{bits}", BYTE, bits, limits=(-above[-1], above[-1]),
+            numbers=(*(-level for level in reversed(above)), *above))
+    for bits, above in (
+        (3, (0.2451, 0.7560, 1.3439, 2.1519)),
+        (4, (0.1284, 0.3880, 0.6568, 0.9424, 1.2562, 1.6180, 2.0690, 2.7326)),
+    )
+)  # fmt: skip
 E8M0 = Element("e8m0", BYTE, 8, limits=(0, 254), numbers=(*(2.0 ** (e - 127) for e in range(255)), np.nan))
 
 PER = "tensor", "head", "token", "group", "channel"
@@ -84,6 +93,11 @@ class Format:
         What codes of fewer than 8 bits are packed along: "head" or "tokens".
     tail : int
         Elements behind the coded ones that stay bfloat16.
+    turned : bool
+        Whether rows are turned by a Hadamard matrix before they are coded, and back when they are decoded.
+    unit : str
+        What the numbers of codes are in units of, where the scale of a row is its length: "root", of length /
+        square root of the head; "length", of the length to which decoded rows are brought. Else "".
     whole : float
         The scale of all that scales of blocks are in units of: 1, or 0 where it is found.
     asks : bool
@@ -108,6 +122,8 @@ class Format:
     halves: bool = False
     along: str = "head"
     tail: int = 0
+    turned: bool = False
+    unit: str = ""
     whole: float = 1
     asks: bool = False
     takes: tuple[str, ...] = ()
@@ -163,6 +179,18 @@ ALL = (
             order=("codes", "scale"), takes=takes, source="vLLM",
         )
         for code, takes in ((INT8, ("trunc", "rint")), (E4M3, ("rint",)))
+    ),
+    # TurboQuant: of keys places of levels and a length, of values codes with a scale and a minimum.
+    *(
+        Format(f"turbo_k{code.bits}{end}", code, "length", FLOAT16, per="token", group=0, rounding="upper",
+               order=("codes", "scale"), turned=True, unit=unit, source="vLLM, TurboQuant")
+        for code in (LEVELS3, LEVELS4)
+        for end, unit in (("", "root"), ("_nc", "length"))
+    ),
+    *(
+        Format(f"turbo_v{code.bits}", code, "ranged", FLOAT16, "minimum", per="token", group=0, rounding="up",
+               order=("codes", "scale", "minimum"), source="vLLM, TurboQuant")
+        for code in (UINT2, UINT3, UINT4)
     ),
     *(
         Format(f"lmdeploy_{code.name[1:]}", code, "zero", None, "zero", per="token", group=0, rounding="up",

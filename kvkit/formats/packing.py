@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike
 from kvkit.errors import argument_error
 from kvkit.formats.elements import BFLOAT16, Element
 from kvkit.formats.known import Format
+from kvkit.formats.rotations import OUTPUT, rotate
 from kvkit.typed import Array
 
 
@@ -21,7 +22,7 @@ def pack_codes(codes: Array, bits: int, halves: bool) -> Array:
         return pairs
     if 8 % bits:
         planes = np.unpackbits(codes[..., None], -1, bits, bitorder="little")
-        return np.packbits(planes.reshape(*codes.shape[:-1], -1), -1, bitorder="little")
+        return np.packbits(planes.reshape(*codes.shape[:-1], codes.shape[-1] * bits), -1, bitorder="little")
     in_byte = 8 // bits
     data = codes[..., ::in_byte].copy()
     for i in range(1, in_byte):
@@ -198,11 +199,21 @@ def decode_blocks(format: Format, rows: Array) -> Array:
         for y in (from_bytes(parts[name], format.scale_type()),)
     }
     with np.errstate(over="ignore", invalid="ignore"):
-        values = dequantize(format, format.code.table[codes], scales["scale"], scales.get("minimum"))
+        values = in_units(format, format.code.table[codes])
+        values = dequantize(format, values, scales["scale"], scales.get("minimum"))
     values = values.reshape(*outer, count_elements(format, rows.shape[-1]))
+    if format.turned:
+        values = rotate(values, "hadamard", what=OUTPUT)
     if format.tail:
         values = np.concatenate((values, from_bytes(parts["tail"], BFLOAT16)[..., 0, :]), -1)
     return values
+
+
+def in_units(format: Format, values: Array) -> Array:
+    """Return rows of the numbers of codes in units of their scale."""
+    if format.unit == "root":
+        return values / np.sqrt(np.float32(values.shape[-1]))
+    return values / np.linalg.norm(values, axis=-1, keepdims=True) if format.unit else values
 
 
 def dequantize(format: Format, values: Array, scale: Array, beside: Array | None) -> Array:

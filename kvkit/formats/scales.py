@@ -187,6 +187,19 @@ def kivi(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     return np.divide(x - low, scale, out=np.zeros_like(x), where=scale != 0), scale, low
 
 
+def length(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+    """TurboQuant, keys: the length of a row; codes are of a row whose elements have a mean square of 1."""
+    size = np.sqrt(np.square(x, dtype=np.float64).sum(-1, keepdims=True)).astype(np.float32)
+    return x * inverse(size) * np.sqrt(np.float32(x.shape[-1])), size, None
+
+
+def ranged(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+    """TurboQuant, values: minimum and scale, which is at least 1e-8."""
+    low, high = extremes(x)
+    scale = np.maximum((high - low) / largest_code(format), np.float32(1e-8))
+    return (x - low) / scale, scale, low
+
+
 def calibrate_scale(x: Array, format: Format) -> Array:
     """Return amax / largest code per group, [..., 1], or 1 for groups of zeros."""
     scale = magnitude(x) / largest_code(format)
@@ -196,7 +209,8 @@ def calibrate_scale(x: Array, format: Format) -> Array:
 RULES = {
     rule.__name__: rule
     for rule in (
-        pmx, span, largest, signed, least, searched, power, blocks16, token, normal, zero, edge, kivi,
+        pmx, span, largest, signed, least, searched, power, blocks16, token, normal, zero, edge, kivi, length,
+        ranged,
     )
 }  # fmt: skip
 

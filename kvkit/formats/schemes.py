@@ -16,6 +16,12 @@ from kvkit.formats.known import NAMED, Format, named
 from kvkit.formats.rotations import rotate, rotation_named
 from kvkit.typed import Array
 
+PAIRS = {  # vLLM's names of formats of keys and of values
+    "turboquant_k8v4": ("e4m3", "turbo_v4"),
+    "turboquant_4bit_nc": ("turbo_k4_nc", "turbo_v4"),
+    "turboquant_k3v4_nc": ("turbo_k3_nc", "turbo_v4"),
+    "turboquant_3bit_nc": ("turbo_k3_nc", "turbo_v3"),
+}
 REGISTERED: dict[str, Any] = {}
 
 
@@ -159,7 +165,9 @@ def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
 
 
 def formats_named(text: str) -> tuple[Format, Format]:
-    """Return the formats of keys and of values, which differ for "kivi2" and "kivi4"."""
+    """Return the formats of keys and of values, which differ for "kivi2" and "turboquant_k3v4_nc"."""
+    if text in PAIRS:
+        return named(PAIRS[text][0]), named(PAIRS[text][1])
     if text.startswith("kivi") and text.split(":")[0] not in NAMED:
         key, value = (cache_format(text.replace("kivi", f"kivi_{side}", 1)) for side in ("key", "value"))
         return key, value

@@ -1,5 +1,6 @@
 """Cache formats as plain loops over lists of float32, from numbers to codes, bytes and scales."""
 
+import itertools
 import math
 from fractions import Fraction
 from typing import Any
@@ -192,6 +193,34 @@ def kivi(x: Numbers, bits: int) -> tuple[list[int], Any, Any]:
     low, scale = min(x), (max(x) - min(x)) / F32(2**bits - 1)
     codes = [clamp(round((v - low) / scale), 0, 2**bits - 1) if scale else 0 for v in x]
     return pack_low_first(codes, bits), F16(scale), F16(low)
+
+
+LEVELS = {  # for normal numbers, those above 0
+    3: (0.2451, 0.7560, 1.3439, 2.1519),
+    4: (0.1284, 0.3880, 0.6568, 0.9424, 1.2562, 1.6180, 2.0690, 2.7326),
+}
+
+
+def turbo_key(x: Numbers, bits: int) -> list[int]:
+    """Return TurboQuant's row of a key: places of levels of the turned row, then its length."""
+    levels = [F32(v) for v in (*(-level for level in LEVELS[bits][::-1]), *LEVELS[bits])]
+    dim, root = len(x), F32(math.sqrt(len(x)))
+    turned = [
+        F32(sum((-1) ** (i & j).bit_count() * float(v) for j, v in enumerate(x))) * (F32(1) / root)
+        for i in range(dim)
+    ]
+    length = F32(math.sqrt(sum(float(v) ** 2 for v in turned)))
+    scaled = [v * inverse(length) * root for v in turned]
+    codes = [sum(float(v) >= (a + b) / 2 for a, b in itertools.pairwise(map(float, levels))) for v in scaled]
+    return pack_low_first(codes, bits) + bits16(length)
+
+
+def turbo_value(x: Numbers, bits: int) -> list[int]:
+    """Return TurboQuant's row of a value: codes, their scale and minimum."""
+    low, most = min(x), 2**bits - 1
+    scale = max((max(x) - low) / F32(most), F32(1e-8))
+    codes = [clamp(int((v - low) / scale + F32(0.5)), 0, most) for v in x]
+    return pack_low_first(codes, bits) + bits16(scale) + bits16(low)
 
 
 def exponent_ceil(amax: Any, largest: int) -> int:

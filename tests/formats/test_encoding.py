@@ -45,6 +45,8 @@ REFERENCE = {
                                     ("e4m3", "rint", "even"))},
     **{f"lmdeploy_int{bits}": partial(oracle.lmdeploy, bits=bits) for bits in (8, 4)},
     **{f"mlx{bits}:g32": partial(oracle.mlx_affine, bits=bits) for bits in (2, 3, 4, 5, 6, 8)},
+    **{f"turbo_k{bits}{end}": partial(oracle.turbo_key, bits=bits) for bits in (3, 4) for end in ("", "_nc")},
+    **{f"turbo_v{bits}": partial(oracle.turbo_value, bits=bits) for bits in (2, 3, 4)},
     **{f"kivi_{side}{bits}": partial(oracle.kivi, bits=bits) for side in ("key", "value") for bits in (2, 4)},
     **{name: power(name, "e4m3" if "8" in name else "e2m1")
        for name in ("mxfp4", "mxfp4:ceil", "mxfp8", "mxfp8:ceil", "mlx_mxfp4", "mlx_mxfp8")},
@@ -252,7 +254,7 @@ GIVEN = {"e4m3": 1.0, "e5m2": 1.0, "ort_int8": 0.03, "ort_int4": 0.4, "nvfp4": 0
 RMS = {
     "q8_0": 0.0054, "int8": 0.0040, "e4m3": 0.0264, "e5m2": 0.0529, "q5_1": 0.0379, "q4_1": 0.0782,
     "q4_0": 0.0859, "nvfp4": 0.0952, "int4": 0.0971, "mxfp4": 0.1151, "mlx_mxfp4": 0.1236,
-    "mlx_mxfp8": 0.0285,
+    "mlx_mxfp8": 0.0285, "turbo_k3": 0.186, "turbo_k4": 0.0975,
 }  # fmt: skip
 LATENT = {"ds_mla": 576, "ds_v4": 512}  # elements of their rows
 LESS_THAN = {8: 0.04, 6: 0.04, 5: 0.07, 4: 0.13, 3: 0.3, 2: 0.7}  # int2 has -1, 0 and 1

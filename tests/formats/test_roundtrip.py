@@ -22,6 +22,7 @@ LEAST = {
     "span": 1e-5,
     "token": 1e-6,
     "edge": 1e-7,
+    "ranged": 1e-8,
     "p2": 2**-13 / 448,
 }  # scales that a rule takes at least
 
@@ -56,6 +57,12 @@ def error_bound(fmt, x, dtype, arrays):
         + LEAST.get(fmt.exponent, 0)
         + 2 * float(TINY)
     )
+    if fmt.find == "length":  # an error of the whole row; to bring levels to a length may double it
+        size = np.sqrt((numbers**2).sum(-1, keepdims=True)) + TINY
+        turned = np.abs(rotate(x, "hadamard")) / size * np.sqrt(x.shape[-1])
+        off = np.maximum(turned - top, np.diff(np.sort(fmt.code.table)).max() / 2 + 1e-5)
+        off = np.sqrt((off**2).mean(-1, keepdims=True)) * (2 if fmt.unit == "length" else 1)
+        return size * (off + 2.0**-9) + top * least
     if fmt.asks:
         return float(arrays["scale"]) * 0.5001
     if fmt.find == "given" and not fmt.per:

@@ -92,12 +92,14 @@ def test_attention_is_that_of_plain_loops(arrays):
 def test_bits_have_the_scales_in_them(arrays):
     found = {
         one.scheme: one
-        for one in tools.study(arrays, "fp8,fp16,int8:g8,int4:g32,q8_0,q4_0,kivi2,mxfp4").summary
+        for one in tools.study(
+            arrays, "fp8,fp16,int8:g8,int4:g32,q8_0,q4_0,kivi2,mxfp4,turboquant_k3v4_nc"
+        ).summary
     }
     bits = {name: one.bits for name, one in found.items()}
     assert bits == {
         "fp8": 8, "fp16": 16, "int8:g8": 10, "int4:g32": 4.5, "q8_0": 8.5, "q4_0": 4.5, "kivi2": 3,
-        "mxfp4": 4.25,
+        "mxfp4": 4.25, "turboquant_k3v4_nc": 3.5 + (2 + 4) * 8 / DIM / 2,
     }  # fmt: skip
     assert found["fp16"].bytes_per_token == LAYERS * HEADS * DIM * 2 * 2
     assert found["fp16"].worst_error == 0
