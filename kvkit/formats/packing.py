@@ -211,9 +211,15 @@ def decode_blocks(format: Format, rows: Array) -> Array:
 
 def in_units(format: Format, values: Array) -> Array:
     """Return rows of the numbers of codes in units of their scale."""
-    if format.unit == "root":
-        return values / np.sqrt(np.float32(values.shape[-1]))
-    return values / np.linalg.norm(values, axis=-1, keepdims=True) if format.unit else values
+    if not format.unit:
+        return values
+    sizes = (
+        np.sqrt(np.float32(values.shape[-1]))
+        if format.unit == "root"
+        else np.linalg.norm(values, axis=-1, keepdims=True)
+    )
+    scaled: Array = values / sizes
+    return scaled
 
 
 def dequantize(format: Format, values: Array, scale: Array, beside: Array | None) -> Array:
