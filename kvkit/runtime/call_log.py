@@ -15,7 +15,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,16 @@ def write_argument(folder: FilePath, name: str, value: Any, raw: bool = False) -
     if np.asarray(value).dtype.hasobject:
         raise TypeError(f"{name} is a {type(value).__name__}")
     return write_array(folder, name, value, raw)
+
+
+def members(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield arguments by name; arrays of a tuple that differ in shape come apart, as NAME.0, NAME.1 ..."""
+    for name, value in given.items():
+        several = isinstance(value, tuple) and not is_plain(value)
+        if several and len({np.shape(each) for each in value}) > 1:
+            yield from ((f"{name}.{i}", each) for i, each in enumerate(value))
+        else:
+            yield name, value
 
 
 def is_plain(value: object) -> bool:
@@ -159,7 +169,7 @@ def write_call(name: str, given: Mapping[str, Any]) -> None:
     folder = root / f"{os.getpid()}-{TOTALS['calls']:06d}-{name}"
     root.mkdir(PRIVATE, parents=True, exist_ok=True)
     folder.mkdir(PRIVATE)  # keys and values tell what a user wrote
-    arguments = {key: write_argument(folder, key, value) for key, value in given.items()}
+    arguments = {key: write_argument(folder, key, value) for key, value in members(given)}
     case = {"name": folder.name, "operator": name, "arguments": arguments}
     write_manifest(folder, [case | {"outputs": {}, "after": {}}], producer="KVKIT_LOG")
     for path in folder.iterdir():

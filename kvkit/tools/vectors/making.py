@@ -17,11 +17,22 @@ from kvkit.operators import OPERATORS
 from kvkit.reference import OPERATORS as REFERENCE
 from kvkit.reference.key_value_cache import CACHE_ATTRIBUTES
 from kvkit.runtime import call_log
-from kvkit.tools.vectors import pools, scenes
+from kvkit.tools.vectors import latent, pools, scenes
 from kvkit.tools.vectors.draws import Call, Sizes
 from kvkit.version import __version__
 
-SUITES = {"pmx": scenes.pmx, "ascend": pools.ascend, "paged": pools.paged}
+SUITES = {
+    "pmx": scenes.pmx,
+    "ascend": pools.ascend,
+    "paged": pools.paged,
+    "mla-dense": latent.mla_dense,
+    "mla-ds656": latent.mla_656,
+    "mla-ds584": latent.mla_584,
+    "dsa-indexer": latent.dsa_indexer,
+    "dsa-sparse": latent.dsa_sparse,
+}
+SUMS = "attention", "rotary", "alibi", "absorb", "expand", "indexer"  # in names of operators that round
+IN_FLOAT64 = "mla_attention", "indexer_scores"  # operators whose expected results are not rounded
 EXACT = {"atol": 0.0, "rtol": 0.0, "reason": "bytes are moved, or made by a recipe that says every rounding"}
 OF_DTYPE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 REASON = "float64 reference; sums in float32, one rounding to {}: an error of {} times max(1, |expected|)"
@@ -70,7 +81,8 @@ def make(
     folder : path
         Made; must be new or empty.
     suite : str, optional
-        "pmx", "ascend" or "paged"; if None that of `operator`, or else "pmx".
+        "pmx", "ascend", "paged", "mla-dense", "mla-ds656", "mla-ds584", "dsa-indexer" or "dsa-sparse"; if
+        None that of `operator`, or else "pmx".
     operator : str, optional
         Only the cases of this operator.
     shapes : mapping, optional
@@ -136,7 +148,7 @@ def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
     refused = name.endswith("-refused")
     arguments = {
         key: call_log.write_argument(folder, f"{name}/{key}", value, raw)
-        for key, value in (inputs | attributes).items()
+        for key, value in call_log.members(inputs | attributes)
     }
     inout = [
         array.name
@@ -149,9 +161,10 @@ def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
     names = OPERATORS[operator].outputs if not refused else ()
     for output, result in zip(names, results, strict=False):
         dtype = type_of(output, inputs, attributes)
-        outputs[output.name] = call_log.write_array(
-            folder, f"{name}/expected-{output.name}", result.astype(dtype), raw
-        )
+        stored = result.astype(np.float64 if operator in IN_FLOAT64 else dtype)
+        outputs[output.name] = call_log.write_array(folder, f"{name}/expected-{output.name}", stored, raw)
+        if stored.dtype != dtype:
+            outputs[output.name]["result_dtype"] = dtype.name
         outputs[output.name]["tolerance"] = tolerance(operator, output.name, inputs, dtype, attributes)
     kept = {key: call_log.write_array(folder, f"{name}/after-{key}", after[key], raw) for key in inout}
     return {
@@ -174,14 +187,14 @@ def expected_results(operator: str, inputs: dict[str, Any], attributes: dict[str
 
 def type_of(output: Any, inputs: dict[str, Any], attributes: Mapping[str, Any]) -> np.dtype[Any]:
     """Return the dtype of an output: its own, one that an attribute names, or that of the first array."""
-    if output.dtype in attributes or output.dtype in ("float32", "int64"):
+    if output.dtype in attributes or output.dtype in ("float32", "int64", "int32"):
         return np.dtype(attributes.get(output.dtype, output.dtype))
     return next(iter(inputs.values())).dtype
 
 
 def exact(operator: str) -> bool:
     """Return whether the specification defines every bit of an operator's outputs."""
-    return not any(word in operator for word in ("attention", "rotary", "alibi"))
+    return not any(word in operator for word in SUMS)
 
 
 def tolerance(
@@ -190,12 +203,13 @@ def tolerance(
     """Return how exact an output has to be; a sum over codes as exact as the type of the queries."""
     if exact(operator):
         return EXACT
+    coded = attributes.get("quant_bit") or attributes.get("format")
     if output == "lse":
-        if not attributes.get("quant_bit"):
+        if not coded:
             return LSE
         dtype = inputs["query"].dtype
     size = OF_DTYPE[dtype.name]
     reason = REASON.format(dtype.name, size)
-    if attributes.get("quant_bit"):
+    if coded:
         return {"atol": 2 * size + 2e-3, "rtol": 2 * size, "reason": reason + CODES}
     return {"atol": size, "rtol": size, "reason": reason}

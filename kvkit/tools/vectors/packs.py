@@ -97,6 +97,11 @@ def entries(case: Case) -> Iterator[tuple[str, str, dict[str, Any]]]:
                 yield group, name, entry
 
 
+def result_dtype(entry: dict[str, Any]) -> str:
+    """Return the dtype that a result has; what is expected may be in float64."""
+    return str(entry.get("result_dtype", entry.get("dtype")))
+
+
 def tolerance(case: Case, name: str) -> dict[str, Any]:
     """Return the tolerance of an expected array."""
     found: dict[str, Any] = (case["after"] | case["outputs"])[name].get("tolerance", {})
@@ -135,11 +140,16 @@ def array(folder: FilePath, entry: dict[str, Any], path: Path | None = None) -> 
 
 
 def arguments(folder: FilePath, case: Case) -> dict[str, Any]:
-    """Load the arguments of a case, by name."""
-    return {
-        name: array(folder, entry) if "file" in entry else plain(entry.get("value"))
-        for name, entry in case["arguments"].items()
-    }
+    """Load the arguments of a case, by name; NAME.0, NAME.1 ... are a tuple."""
+    found: dict[str, Any] = {}
+    for name, entry in case["arguments"].items():
+        value = array(folder, entry) if "file" in entry else plain(entry.get("value"))
+        whole, _, number = name.partition(".")
+        if number.isdecimal():
+            found[whole] = (*found.get(whole, ()), value)
+        else:
+            found[name] = value
+    return found
 
 
 def plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 from kvkit.checks.values import text
 from kvkit.errors import KvkitError, argument_error
 from kvkit.operators import OPERATORS
+from kvkit.operators.operator import IN_PYTHON
 from kvkit.tools.axes import axes_of_shape
 from kvkit.tools.causes import usable_inputs
 from kvkit.tools.comparison import Difference
@@ -114,7 +115,7 @@ def replay(
         if case["operator"] not in OPERATORS:
             raise packs.unknown(case["operator"], OPERATORS)
         op, given = OPERATORS[case["operator"]], packs.arguments(folder, case)
-        known = {each.name for each in op.inputs} | {each.name for each in op.attributes}
+        known = {each.name for each in (*op.inputs, *op.attributes)} | {*IN_PYTHON}
         strange = [name for name in given if name not in known]
         if strange:
             raise argument_error(f"case {case['name']}", f"arguments of {op.name}", ", ".join(strange))
@@ -181,7 +182,7 @@ def diff(
                 path = results / case["name"] / f"{name}{Path(entry['file']).suffix}"
                 if not path.is_file():
                     return found, f"{path}: no such file", "refused" if case.get("refused") else ""
-                found[name] = packs.array(folder, entry, path)
+                found[name] = packs.array(folder, entry | {"dtype": packs.result_dtype(entry)}, path)
         return found, "", "refused" if case.get("refused") else ""
 
     return outcomes(folder, read, operator, advance)
@@ -212,8 +213,9 @@ def judged(folder: Path, case: Case, found: dict[str, Any], why: str, refused: s
         expected, tolerance = packs.array(folder, entry), entry.get("tolerance", {})
         if name not in found or found[name] is None:
             why = f"{name} is missing"
-        elif found[name].shape != expected.shape or found[name].dtype != expected.dtype:
-            why = f"{name} is {found[name].dtype} {found[name].shape}, not {expected.dtype} {expected.shape}"
+        elif found[name].shape != expected.shape or found[name].dtype.name != packs.result_dtype(entry):
+            wanted = f"{packs.result_dtype(entry)} {expected.shape}"
+            why = f"{name} is {found[name].dtype} {found[name].shape}, not {wanted}"
         elif not close(expected, found[name], tolerance):
             why = str(compared(folder, case, name, expected, found[name]))
     if why:

@@ -1,0 +1,227 @@
+"""Calls over latent caches: suites `mla-dense`, `mla-ds656`, `mla-ds584`, `dsa-indexer`, `dsa-sparse`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from kvkit.formats import encode
+from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
+from kvkit.typed import Array
+
+LATENT, ROPE, WIDTH_584 = 512, 64, 448  # elements of a row; of the coded part of a row of 584 bytes
+HEADS = ((16, 1), (16, 4), (64, 2), (128, 1), (128, 3))  # query heads, queries of each sequence
+SCALE = 192**-0.5  # of the expanded heads
+BYTES = {"656": "ds_mla", "656-powers": "ds_mla:p2", "584": "ds_v4"}
+CHOSEN = 9  # indices of a query
+
+
+def pool_of(rows: Array, used: Array, format: str | None) -> dict[str, Any]:
+    """Return the pool of rows [blocks, page, dim] as an argument; rows that are not `used` are poison."""
+    blocks, page, dim = rows.shape
+    if format is None:
+        return {"latent": np.where(used[..., None], rows, rows.dtype.type(NAN))}
+    stored = encode(rows.reshape(-1, dim), format)["codes"].view(np.uint8).reshape(blocks, page, -1)
+    stored[~used] = 255  # NaN as codes and as numbers
+    if format == "ds_v4":
+        parts = stored[..., :576].reshape(blocks, -1), stored[..., 576:].reshape(blocks, -1)
+        room = -(-page * 584 // 576) * 576 - page * 584
+        stored = np.concatenate([*parts, np.full((blocks, room), 255, np.uint8)], axis=1)
+    return {"latent": stored, "format": format}
+
+
+def width_of(format: str | None) -> int:
+    """Return the elements of a row."""
+    return WIDTH_584 + ROPE if format == "ds_v4" else LATENT + ROPE
+
+
+def dense(
+    rng: np.random.Generator,
+    sizes: Sizes,
+    heads: int = 16,
+    queries: int = 1,
+    dtype: str = "bf16",
+    format: str | None = None,
+    sinks: bool = False,
+    apart: bool = False,
+    **more: Any,
+) -> Call:
+    """Return attention over contexts that end near borders of pages; one is empty."""
+    page, dim, kind = sizes.page, width_of(format), FLOATS[dtype]
+    lengths = np.array(sizes.each(page + 3, 0, 2 * page + 1, max(page, queries)), np.int32)
+    counts = -(-lengths // page)
+    ids, table = rng.permutation(int(counts.sum()) + 1), np.full((len(lengths), max(counts) + 1), 2147480000)
+    used = np.zeros((len(ids), page), bool)
+    for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
+        table[b, :count], ids = ids[:count], ids[count:]
+        position = np.arange(length)
+        used[table[b, position // page], position % page] = True
+    pool = pool_of(plain(rng, (*used.shape, dim), kind), used, format)
+    if apart:
+        pool["rope_cache"] = pool["latent"][..., LATENT:].copy()
+        pool["latent"] = pool["latent"][..., :LATENT].copy()
+    inputs = {"query": plain(rng, (len(lengths) * queries, heads, dim), kind), "latent": pool.pop("latent")}
+    inputs |= {"block_tables": table.astype(np.int32), "context_lens": lengths}
+    inputs["query_starts"] = np.arange(len(lengths) + 1) * queries
+    inputs |= {"sinks": plain(rng, (heads,), FLOATS["fp32"])} if sinks else {}
+    inputs |= {"rope_cache": pool.pop("rope_cache")} if apart else {}
+    return "mla_attention", inputs, {"scale": SCALE, "return_lse": True} | pool | more, None
+
+
+def sparse(
+    rng: np.random.Generator,
+    sizes: Sizes,
+    heads: int = 16,
+    queries: int = 1,
+    dtype: str = "bf16",
+    format: str | None = None,
+    sinks: bool = False,
+    extra: bool = False,
+    lens: bool = False,
+    **more: Any,
+) -> Call:
+    """Return attention to chosen rows: some indices name none, one row comes twice, one query has no rows."""
+    tokens, dim, kind = sizes.batch * queries, width_of(format), FLOATS[dtype]
+
+    def side(blocks: int) -> tuple[dict[str, Any], Array]:
+        slots = blocks * sizes.page
+        chosen = rng.integers(0, slots, (tokens, CHOSEN)).astype(np.int32)
+        chosen[rng.random(chosen.shape) < 0.2] = -1
+        chosen[0, 1], chosen[0, 2:4], chosen[-1] = slots + 7, chosen[0, 0], -1
+        used = np.zeros(slots, bool)
+        used[chosen[(chosen >= 0) & (chosen < slots)]] = True
+        used = used.reshape(blocks, sizes.page)
+        return pool_of(plain(rng, (*used.shape, dim), kind), used, format), chosen
+
+    pool, chosen = side(5)
+    inputs = {"query": plain(rng, (tokens, heads, dim), kind), "latent": pool.pop("latent")}
+    inputs["indices"] = chosen
+    inputs |= {"index_lens": rng.integers(1, CHOSEN + 1, tokens).astype(np.int32)} if lens else {}
+    inputs |= {"sinks": plain(rng, (heads,), FLOATS["fp32"])} if sinks else {}
+    if extra:
+        second, others = side(3)
+        counts = rng.integers(0, CHOSEN + 1, tokens).astype(np.int32) if lens else None
+        inputs["extra"] = second["latent"], others, counts
+    return "mla_attention", inputs, {"scale": SCALE, "return_lse": True} | pool | more, None
+
+
+def append(
+    rng: np.random.Generator,
+    sizes: Sizes,
+    dtype: str = "bf16",
+    format: str | None = None,
+    apart: bool = False,
+) -> Call:
+    """Return a store of new rows to slots in any order, one of them negative."""
+    kind, dim = FLOATS[dtype], width_of(format)
+    used = np.zeros((3, sizes.page), bool)
+    cache = pool_of(plain(rng, (*used.shape, dim), kind), used, format)["latent"]
+    slots = rng.permutation(used.size)[: max(1, used.size // 2)].astype(np.int32)
+    slots[0] = -1
+    tokens = plain(rng, (len(slots), dim), kind)
+    inputs = {"latent": tokens[:, :-ROPE].copy(), "rope": tokens[:, -ROPE:].copy()}
+    inputs |= {"cache": cache[..., :LATENT].copy() if apart else cache, "slot_mapping": slots}
+    inputs |= {"rope_cache": cache[..., LATENT:].copy()} if apart else {}
+    return "mla_append", inputs, {} if format is None else {"format": format}, None
+
+
+def projections(rng: np.random.Generator, sizes: Sizes, dtype: str) -> Iterator[tuple[str, Call]]:
+    """Yield the products of heads with the up-projections of keys and values."""
+    kind, heads = FLOATS[dtype], sizes.heads
+    inputs = {
+        "query": plain(rng, (sizes.batch, heads, 128), kind),
+        "w_uk": plain(rng, (heads, 128, 32), kind),
+    }
+    yield f"absorb-{dtype}", ("mla_absorb", inputs, {}, None)
+    rows = plain(rng, (sizes.batch, heads, 32), kind)
+    inputs = {"latent_output": rows, "w_uv": plain(rng, (heads, 128, 32), kind)}
+    yield f"expand-{dtype}", ("mla_expand", inputs, {}, None)
+
+
+def mla_dense(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+    """Yield (name, call) of the suite `mla-dense`: floats in one pool or two."""
+    for heads, queries in HEADS:
+        yield f"heads{heads}-queries{queries}", dense(rng, sizes, heads, queries)
+    for dtype in FLOATS:
+        yield f"attention-{dtype}", dense(rng, sizes, 16, 3, dtype)
+        yield f"append-{dtype}", append(rng, sizes, dtype)
+        yield from projections(rng, sizes, dtype)
+    yield "not-causal", dense(rng, sizes, 16, 2, is_causal=False)
+    yield "sinks", dense(rng, sizes, 16, 2, sinks=True)
+    yield "sinks-not-in-lse", dense(rng, sizes, 16, 2, sinks=True, lse_of_sinks=False)
+    yield "two-pools", dense(rng, sizes, 16, 2, apart=True)
+    yield "append-two-pools", append(rng, sizes, apart=True)
+    outside = append(rng, sizes)
+    outside[1]["slot_mapping"][-1] = 2**20
+    yield "slot-outside-refused", outside
+
+
+def coded(rng: np.random.Generator, sizes: Sizes, names: tuple[str, ...]) -> Iterator[tuple[str, Call]]:
+    """Yield (name, call) of suites of bytes."""
+    for name in names:
+        format = BYTES[name]
+        for heads, queries in HEADS:
+            yield f"{name}-heads{heads}-queries{queries}", dense(rng, sizes, heads, queries, format=format)
+        yield f"{name}-fp32", dense(rng, sizes, 16, 2, "fp32", format)
+        yield f"{name}-sinks", dense(rng, sizes, 16, 2, format=format, sinks=True, lse_of_sinks=False)
+        yield f"{name}-chosen", sparse(rng, sizes, 16, 2, format=format, lens=True)
+        yield f"{name}-extra", sparse(rng, sizes, 64, 1, format=format, extra=True, sinks=True)
+        yield f"{name}-append", append(rng, sizes, format=format)
+    twice = append(rng, sizes, format=BYTES[names[0]])
+    twice[1]["slot_mapping"][:] = 1
+    yield "slot-twice-refused", twice
+
+
+def mla_656(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+    """Yield (name, call) of the suite `mla-ds656`."""
+    return coded(rng, sizes, ("656", "656-powers"))
+
+
+def mla_584(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+    """Yield (name, call) of the suite `mla-ds584`."""
+    return coded(rng, sizes, ("584",))
+
+
+def dsa_sparse(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+    """Yield (name, call) of the suite `dsa-sparse`: chosen rows of one pool or two."""
+    for heads, queries in HEADS:
+        yield f"heads{heads}-queries{queries}", sparse(rng, sizes, heads, queries)
+    for dtype in FLOATS:
+        yield f"lens-{dtype}", sparse(rng, sizes, 16, 2, dtype, lens=True)
+        yield f"extra-{dtype}", sparse(rng, sizes, 16, 2, dtype, extra=True, lens=True)
+    for lse_of_sinks in (True, False):
+        name = "sinks" if lse_of_sinks else "sinks-not-in-lse"
+        yield name, sparse(rng, sizes, 16, 1, sinks=True, extra=True, lse_of_sinks=lse_of_sinks)
+
+
+def dsa_indexer(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+    """Yield (name, call) of the suite `dsa-indexer`: scores of 64 heads, and the rows that they choose."""
+    for dtype in (*FLOATS, "e4m3"):
+        for queries in (1, 3):
+            yield f"scores-{dtype}-queries{queries}", scores(rng, sizes, dtype, queries)
+    for k in (1, 5, 64):
+        yield f"top{k}", top(rng, sizes, k)
+
+
+def scores(rng: np.random.Generator, sizes: Sizes, dtype: str, queries: int) -> Call:
+    """Return the scores of contexts, one of them empty; keys behind contexts are NaN."""
+    _, inputs, _, _ = dense(rng, sizes, queries=queries, dtype="fp32" if dtype == "e4m3" else dtype)
+    keys, places = inputs["latent"][..., :128].copy(), ("block_tables", "context_lens", "query_starts")
+    tokens, kind, more = len(inputs["query"]), inputs["query"].dtype, {}
+    if dtype == "e4m3":
+        keys = keys.astype(ml_dtypes.float8_e4m3fn)
+        more["key_scale"] = rng.uniform(0.5, 2, keys.shape[:2]).astype(np.float32)
+    found = {"query": plain(rng, (tokens, 64, 128), kind), "keys": keys}
+    found |= {"weights": (plain(rng, (tokens, 64), kind) / 8).astype(kind)}
+    return "indexer_scores", found | {name: inputs[name] for name in places} | more, {}, None
+
+
+def top(rng: np.random.Generator, sizes: Sizes, k: int) -> Call:
+    """Return a choice among scores with ties; one context is empty."""
+    _, inputs, _, _ = dense(rng, sizes, queries=2, dtype="fp32")
+    lengths, tokens = np.repeat(inputs["context_lens"], 2), len(inputs["query"])
+    found = rng.integers(0, 5, (tokens, int(lengths.max()))).astype(np.float32)
+    found[np.arange(found.shape[1]) >= lengths[:, None]] = -np.inf
+    call = {"scores": found, "k": k, "block_tables": inputs["block_tables"] % 2**20}
+    return "topk_rows", call | {"page_size": sizes.page, "query_starts": inputs["query_starts"]}, {}, None
