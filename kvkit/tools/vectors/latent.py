@@ -89,9 +89,8 @@ def sparse(
         chosen = rng.integers(0, slots, (tokens, CHOSEN)).astype(np.int32)
         chosen[rng.random(chosen.shape) < 0.2] = -1
         chosen[0, 1], chosen[0, 2:4], chosen[-1] = slots + 7, chosen[0, 0], -1
-        used = np.zeros(slots, bool)
-        used[chosen[(chosen >= 0) & (chosen < slots)]] = True
-        used = used.reshape(blocks, sizes.page)
+        used = np.zeros((blocks, sizes.page), bool)
+        used.reshape(-1)[chosen[(chosen >= 0) & (chosen < slots)]] = True
         return pool_of(plain(rng, (*used.shape, dim), kind), used, format), chosen
 
     pool, chosen = side(5)

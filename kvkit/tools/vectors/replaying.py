@@ -115,7 +115,7 @@ def replay(
         if case["operator"] not in OPERATORS:
             raise packs.unknown(case["operator"], OPERATORS)
         op, given = OPERATORS[case["operator"]], packs.arguments(folder, case)
-        known = {each.name for each in (*op.inputs, *op.attributes)} | {*IN_PYTHON}
+        known = {*IN_PYTHON, *(each.name for each in op.inputs), *(each.name for each in op.attributes)}
         strange = [name for name in given if name not in known]
         if strange:
             raise argument_error(f"case {case['name']}", f"arguments of {op.name}", ", ".join(strange))
