@@ -30,6 +30,7 @@ from kvkit.formats.elements import (
 FULL_INT8 = replace(INT8, limits=(-128, 127))
 FULL_INT4 = replace(INT4, dtype=BYTE, limits=(-8, 7), numbers=tuple(range(-8, 8)))  # stored as code + 8
 UINT3, UINT5, UINT6 = (Element(f"uint{n}", BYTE, n, limits=(0, 2**n - 1)) for n in (3, 5, 6))
+INT5 = Element("int5", BYTE, 5, limits=(-16, 15), numbers=tuple(range(-16, 16)))  # stored as code + 16
 E2M1 = Element(
     "e2m1", BYTE, 4, 2, (-6, 6), numbers=(0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 )
@@ -169,6 +170,7 @@ ALL = (
     ggml("q8_0", INT8, "largest", ("scale", "codes"), "away"),
     ggml("q4_0", FULL_INT4, "signed", ("scale", "codes"), "up"),
     ggml("q4_1", UINT4, "least", ("scale", "minimum", "codes"), "up", beside="minimum"),
+    ggml("q5_0", INT5, "signed", ("scale", "high", "codes"), "up"),
     ggml("q5_1", UINT5, "least", ("scale", "minimum", "high", "codes"), "up", beside="minimum"),
     ggml("iq4_nl", IQ4, "searched", ("scale", "codes"), "upper"),
     ggml("ggml_mxfp4", E2M1, "power", ("scale", "codes"), "lower", E8M0, exponent="floor"),

@@ -81,7 +81,7 @@ def largest(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 
 
 def signed(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """ggml q4_0: scale = x / least code, for the element x of largest magnitude."""
+    """ggml q4_0 and q5_0: scale = x / least code, for the element x of largest magnitude."""
     at = np.abs(x).argmax(-1)[..., None]
     scale = np.take_along_axis(x, at, -1) / np.float32(format.code.limits[0])
     return x * inverse(scale), scale, None

@@ -165,9 +165,12 @@ def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
 
 
 def formats_named(text: str) -> tuple[Format, Format]:
-    """Return the formats of keys and of values, which differ for "kivi2" and "turboquant_k3v4_nc"."""
+    """Return the formats of keys and of values, which differ for "kivi2", "turboquant_k3v4_nc", "q8_0/q4_0"."""
     if text in PAIRS:
         return named(PAIRS[text][0]), named(PAIRS[text][1])
+    if "/" in text:
+        key, _, value = text.partition("/")
+        return cache_format(key), cache_format(value)
     if text.startswith("kivi") and text.split(":")[0] not in NAMED:
         key, value = (cache_format(text.replace("kivi", f"kivi_{side}", 1)) for side in ("key", "value"))
         return key, value

@@ -6,7 +6,7 @@ import pytest
 from kvkit.formats import decode, encode
 
 pytestmark = pytest.mark.peers
-GGML = ("q8_0", "q4_0", "q4_1", "q5_1", "ggml_mxfp4")
+GGML = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "ggml_mxfp4")
 
 
 def some(rng, shape=(64, 4, 128)):
