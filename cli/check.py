@@ -7,6 +7,7 @@ import click
 
 from kvkit import tools
 from kvkit.errors import KvkitError
+from kvkit.tools.model_facts import with_model
 from kvkit.tools.source import by_patterns
 from kvkit_cli import clusters, show, tool
 
@@ -19,13 +20,15 @@ COLOURS = {"error": "red", "warning": "yellow"}
     "--after", metavar="FILE", type=tool.PATH, help="The caches after the call whose inputs FILE holds."
 )
 @tool.layout(about="The layout of the cache: a name or a line.")
+@tool.sizes()
+@tool.model
 @tool.names
 @clusters.on_cluster
 @click.option(
     "--json", "as_json", is_flag=True, help="Print JSON; of several files one object, by file name."
 )
 @click.pass_context
-def check(ctx, sources, after, layout, keys, values, dask, as_json):
+def check(ctx, sources, after, keys, values, dask, as_json, **options):
     """Find errors in page tables, slots, layouts, scales and data.
 
     FILE holds arrays under the names of `kvkit.tools.check`: block_tables and context_lens, num_blocks and
@@ -46,7 +49,7 @@ def check(ctx, sources, after, layout, keys, values, dask, as_json):
     several, results = len(sources) > 1, {}
     with clusters.mapper(dask) as mapper:
         for name, found in zip(
-            sources, mapper(partial(check_file, after, layout, keys, values), sources), strict=True
+            sources, mapper(partial(check_file, after, keys, values, options), sources), strict=True
         ):
             results[str(name)] = found
             if as_json:
@@ -63,8 +66,12 @@ def check(ctx, sources, after, layout, keys, values, dask, as_json):
     ctx.exit(1 if any(found.errors for found in results.values()) else 0)
 
 
-def check_file(after, layout, keys, values, source):
+def check_file(after, keys, values, options, source):
     """Check a file; errors name it."""
     with clusters.naming(source):
-        later = None if after is None else by_patterns(after, keys, values)
-        return tools.check(by_patterns(source, keys, values), later, layout=layout)
+        model, layout, sizes = options["model"], options["layout"], options["sizes"]
+        before, later = (
+            None if file is None else with_model(by_patterns(file, keys, values), model)
+            for file in (source, after)
+        )
+        return tools.check(before, later, layout=layout, sizes=sizes)

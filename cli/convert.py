@@ -9,6 +9,7 @@ import click
 from kvkit import files, tools
 from kvkit.errors import KvkitError
 from kvkit.files.paths import check_target
+from kvkit.tools.model_facts import with_model
 from kvkit.tools.source import by_patterns
 from kvkit_cli import clusters, complete, show, tool, watch
 
@@ -36,13 +37,24 @@ from kvkit_cli import clusters, complete, show, tool, watch
 @click.option(
     "--tables", "tables_from", metavar="FILE", type=tool.PATH, help="Page tables, if they are not in IN."
 )
+@tool.model
+@tool.rotation
+@click.option(
+    "--rope-pairs", metavar="halves|neighbours", help="The elements of keys that are to rotate as pairs."
+)
+@click.option(
+    "--from-rope-pairs", metavar="halves|neighbours", help="Those of IN, if the file does not say them."
+)
+@click.option(
+    "--layers", metavar="N,N:N,...", help="The layers to take, as 0,2,4:; others may differ in length."
+)
 @click.option("--verify", is_flag=True, help="Read the result back and compare it with IN.")
 @clusters.on_cluster
 @click.option(
     "--json", "as_json", is_flag=True, help="Print JSON; of several files one object, by file name."
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
-def convert(sources, target, page_size, dask, as_json, quiet, keys, values, **options):
+def convert(sources, target, page_size, dask, as_json, quiet, keys, values, model, **options):
     """Move a cache to another layout, bit for bit, or to another format.
 
     IN is any file that `kvkit inspect` reads. Its cache is the array cache, the arrays cache.0, cache.0.1 and
@@ -59,13 +71,14 @@ def convert(sources, target, page_size, dask, as_json, quiet, keys, values, **op
     Examples:
       kvkit convert prompt.safetensors pool.npz --to vllm-lbnhc --page-size 16
       kvkit convert pool.npz old.npz --from vllm-lbnhc --to vllm-flash-attention --verify
-      kvkit convert slot.bin cache.safetensors --format float16 --sizes h=8
+      kvkit convert slot.bin cache.safetensors --format float16 --rotation llama.cpp --model model.gguf
+      kvkit convert slot.bin cache.npz --to hf --page-size longest --model model.gguf --rope-pairs halves
       kvkit convert dumps/*.npz converted --to hf --dask local
     """
     targets = targets_of(sources, target)
     options["page_size"] = page_size_of(page_size)
     with clusters.mapper(dask) as mapper:
-        names = keys, values
+        names = keys, values, model
         work = partial(convert_file, names=names, options=options, quiet=quiet, alone=dask is None)
         results = {}
         for source, done in zip(sources, mapper(work, sources, targets), strict=True):
@@ -104,7 +117,7 @@ def convert_file(source, target, names, options, quiet, alone):
     with clusters.naming(source), watch.watching(source, contents.mapped if alone and not coding else None):
         with show.progress(f"{'coding' if coding else 'moving'} {source.name}", total, quiet) as advance:
             done = tools.convert(
-                by_patterns(contents, *names),
+                with_model(by_patterns(contents, *names[:2]), names[2]),
                 target if coding else None,
                 **options,
                 progress=in_steps(advance),
@@ -112,7 +125,7 @@ def convert_file(source, target, names, options, quiet, alone):
         if not coding:
             watch.refuse_changed(source, contents.mapped)
             with show.progress(f"writing {target.name}", done.bytes, quiet) as advance:
-                files.write(target, done.arrays, done.description, advance=advance)
+                files.write(target, done.arrays, done.description, metadata=done.metadata, advance=advance)
     return replace(done, arrays={})
 
 

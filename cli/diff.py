@@ -3,6 +3,7 @@
 import click
 
 from kvkit import tools
+from kvkit.tools.model_facts import with_model
 from kvkit.tools.source import by_patterns
 from kvkit_cli import clusters, show, tool
 
@@ -23,11 +24,13 @@ from kvkit_cli import clusters, show, tool
 @click.option("--rtol", type=float, default=0.0, help="Relative tolerance, added to the absolute one.")
 @click.option("--ulp", type=int, default=0, help="Or a tolerance in units in the last place.")
 @click.option("--plot", metavar="FILE", type=tool.PATH, help="Draw a map of differences, tokens by heads.")
+@tool.sizes()
+@tool.model
 @tool.names
 @clusters.on_cluster
 @tool.json_option
 @click.pass_context
-def diff(ctx, a, b, keys, values, as_json, dask, **options):
+def diff(ctx, a, b, keys, values, model, as_json, dask, **options):
     """Say where two caches or outputs differ, and why.
 
     A is the expected file, B the actual one: arrays of equal names, or caches, each in its own layout. Each
@@ -46,7 +49,7 @@ def diff(ctx, a, b, keys, values, as_json, dask, **options):
         clusters.mapper(dask) as mapper,
         show.progress(f"comparing {a.name}", total, quiet=as_json or dask is not None) as advance,
     ):
-        sides = by_patterns(a, keys, values), by_patterns(b, keys, values)
+        sides = [with_model(by_patterns(side, keys, values), model) for side in (a, b)]
         found = tools.diff(*sides, advance=advance, mapper=mapper, **options)
     causes = set(map(str, found.causes))
     tool.show_result(found, as_json, lambda line: "bold" if line in causes else None)

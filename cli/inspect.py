@@ -3,6 +3,7 @@
 import click
 
 from kvkit import tools
+from kvkit.tools.model_facts import with_model
 from kvkit.tools.source import by_patterns
 from kvkit_cli import tool
 
@@ -13,8 +14,9 @@ from kvkit_cli import tool
 @tool.layout()
 @tool.names
 @tool.sizes()
+@tool.model
 @tool.json_option
-def inspect(source, keys, values, as_json, **options):
+def inspect(source, keys, values, model, as_json, **options):
     """Say what is in a file: arrays, layout, tables, numbers.
 
     FILE is a .npz, .npy or .safetensors file, one of torch.save, a prompt cache of MLX, a session or state of
@@ -23,6 +25,7 @@ def inspect(source, keys, values, as_json, **options):
     \b
     Examples:
       kvkit inspect cache.safetensors --stats
+      kvkit inspect slot.bin --model model.gguf
       kvkit inspect pool.npy --layout vllm-lbnhc --sizes c=64
     """
-    tool.show_result(tools.inspect(by_patterns(source, keys, values), **options), as_json)
+    tool.show_result(tools.inspect(with_model(by_patterns(source, keys, values), model), **options), as_json)

@@ -7,6 +7,7 @@ import click
 
 from kvkit import tools
 from kvkit.errors import KvkitError, argument_error, brief
+from kvkit.tools.model_facts import with_model
 from kvkit.tools.source import by_patterns
 from kvkit.tools.studies import plots, report
 from kvkit.tools.studies.study import check_threshold
@@ -19,7 +20,9 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 @click.command(cls=tool.ToolVerb, words=dict.fromkeys(("format", "scheme", "rotation"), "--schemes"))
 @click.argument("source", metavar="[FILE]", type=tool.PATH, required=False)
 @click.option(
-    "--model", metavar="NAME", help="Study a model that reads --text: a folder, GGUF file, or name."
+    "--model",
+    metavar="NAME",
+    help="Study a model that reads --text: a folder, GGUF file, or name. Beside FILE: what knows its heads.",
 )
 @click.option("--text", type=click.Path(path_type=Path), help="A text file for the model to read.")
 @click.option("--tokens", default=512, show_default=True, metavar="N", help="Tokens of the text to read.")
@@ -47,6 +50,7 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
     "--threshold", type=float, default=0.1, show_default=True,
     help="The smallest scheme with a smaller error of every head is advised. The number is arbitrary.",
 )  # fmt: skip
+@tool.rotation
 @tool.layout()
 @tool.names
 @tool.sizes()
@@ -54,8 +58,8 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 @tool.json_option
 @click.pass_context
 def study(
-    ctx, source, model, text, tokens, schemes, evict, budget, judge, rope, output, threshold, layout, keys,
-    values, sizes, dask, as_json,
+    ctx, source, model, text, tokens, schemes, evict, budget, judge, rope, output, threshold, rotation,
+    layout, keys, values, sizes, dask, as_json,
 ):  # fmt: skip
     """Measure what quantization and eviction cost a cache, head by head.
 
@@ -84,18 +88,18 @@ def study(
     schemes = SCHEMES if schemes is None and evict is None else schemes
     policies = {"evict": evict, "budget": budget, "judge": judge}
     if source is not None:
-        source = by_patterns(source, keys, values)
-    if (source is None) == (model is None):
-        raise argument_error("study", "a FILE or --model", "none" if source is None else "both")
-    if model is None:
+        source = with_model(by_patterns(source, keys, values), model)
+    elif model is None:
+        raise argument_error("study", "a FILE or --model", "none")
+    if source is not None:
         with clusters.mapper(dask) as mapper, show.task_bar("layers", quiet=dask is not None) as progress:
             found = tools.study(
-                source, schemes, layout=layout, sizes=sizes, progress=progress, mapper=mapper,
-                threshold=threshold, rope=None if rope is None else parse_rope(rope), **policies,
+                source, schemes, layout=layout, sizes=sizes, rotation=rotation, progress=progress,
+                mapper=mapper, threshold=threshold, rope=None if rope is None else parse_rope(rope), **policies,
             )  # fmt: skip
     else:
-        if text is None or dask or layout or sizes or rope:
-            wanted = "--text beside it, and no --layout, --sizes, --dask, --rope"
+        if text is None or dask or layout or sizes or rope or rotation:
+            wanted = "--text beside it, and no --layout, --sizes, --dask, --rope, --rotation"
             raise argument_error("--model", wanted, "other options")
         found = replace(study_model(model, text, tokens, schemes, policies), threshold=threshold)
     if as_json:

@@ -9,7 +9,12 @@ import click
 from kvkit.errors import KvkitError
 from kvkit_cli import complete, show
 
-IN_HINTS = "layout", "sizes", "threshold"  # arguments that texts name as Python gives them, with a =
+IN_HINTS = (
+    "layout",
+    "sizes",
+    "threshold",
+    "layers",
+)  # arguments that texts name as Python gives them, with a =
 PATH = click.Path(path_type=Path, readable=False)  # files say what is wrong with a path
 
 
@@ -70,6 +75,15 @@ def layout(
     return click.option(flag, name, metavar="NAME", help=about, shell_complete=complete.layouts)
 
 
+model = click.option(
+    "--model",
+    metavar="FILE",
+    type=PATH,
+    help="The model's GGUF file or config.json: it knows heads, windows and rotations.",
+)
+rotation = click.option(
+    "--rotation", metavar="NAME", help="Undo the rotation of codes: llama.cpp, hadamard, hadamard:64, vllm."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 

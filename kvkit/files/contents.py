@@ -27,3 +27,9 @@ class Contents:
     def cache(self) -> Any:
         """Return the cache, as an array or nested lists of its layout; None if there is none."""
         return find_cache(self.arrays)
+
+
+def notes_in(metadata: dict[str, Any]) -> tuple[str, ...]:
+    """Return the notes that a file of kvkit has from the file that it was made of."""
+    notes = metadata.get("notes")
+    return tuple(map(str, notes)) if isinstance(notes, list) else ()

@@ -45,6 +45,8 @@ class Description:
         The sizes of that rotation's blocks for keys and for values.
     lse_base : {"e", "2"}, optional
         The base of log-sum-exps in the file.
+    rope_dim : int, optional
+        How many elements of a head rotate, the first ones; all if not given.
 
     Examples
     --------
@@ -63,6 +65,7 @@ class Description:
     rotation: str | None = None
     rotation_blocks: tuple[int, int] | None = None
     lse_base: str | None = None
+    rope_dim: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return what is known, as JSON has it."""
@@ -99,6 +102,8 @@ def is_legal(name: str, value: Any) -> bool:
         return isinstance(value, dict) and all(axis in AXES and is_size(size) for axis, size in value.items())
     if name == "rotation_blocks":
         return isinstance(value, list) and len(value) == 2 and all(map(is_size, value))
+    if name == "rope_dim":
+        return is_size(value)
     if name == "rope_applied":
         return isinstance(value, bool)
     if name == "rope_base":

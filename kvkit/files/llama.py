@@ -1,9 +1,11 @@
 """Sessions and states of sequences that llama.cpp saves.
 
 A file has a magic number, a version, the token ids; a session also the model's architecture and the outputs
-of the last batch; then the memory, which is one cache, or two where some layers slide. A cache has streams,
-of each the cells in use (a position, the sequences a cell belongs to, for some models the place in an image
-and the token), then a row for each cell, all layers of keys before those of values, which may lie transposed.
+of the last batch; then the memory, which is one cache, or two where some layers slide, and a recurrent memory
+behind them or alone. A cache has streams, of each the cells in use (a position, the sequences a cell belongs
+to, for some models the place in an image and the token), then a row for each cell, all layers of keys before
+those of values, which may lie transposed. A recurrent memory has a cell for each sequence, and of each layer
+that is no attention the last inputs of its convolution, then of each its state.
 All numbers are little-endian, and nothing is aligned. Layouts are those of llama.cpp@3514e9f,
 src/llama-kv-cache.cpp; a version says nothing but that it is another, so that unknown ones are refused.
 
@@ -13,7 +15,8 @@ which a file says nothing, nor does it say whether there are outputs: a reading 
 
 import itertools
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -32,10 +35,10 @@ SESSION, SEQUENCE = 0x6767736E, 0x67677371
 MAGICS = {struct.pack("<I", SESSION): SESSION, struct.pack("<I", SEQUENCE): SEQUENCE}
 NAMES = {SESSION: "session of llama.cpp", SEQUENCE: "state of a sequence of llama.cpp"}
 EXTRAS = {  # (magic, version): fields of 32 bits that cells may have beside position and sequences
-    (SESSION, 9): ("y", "x"),
-    (SEQUENCE, 2): ("y", "x"),
-    (SESSION, 10): ("y", "x", "token"),
-    (SEQUENCE, 3): ("y", "x", "token"),
+    (SESSION, 9): ("x", "y"),
+    (SEQUENCE, 2): ("x", "y"),
+    (SESSION, 10): ("x", "y", "token"),
+    (SEQUENCE, 3): ("x", "y", "token"),
 }
 FLOATS = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(ml_dtypes.bfloat16)}  # by ggml's number
 BLOCKS = {  # number: (name, bytes for 32 elements)
@@ -50,6 +53,8 @@ BLOCKS = {  # number: (name, bytes for 32 elements)
 BLOCK = 32
 MOST = 10_000  # streams, and layers of all of them: an empty one is 12 bytes of a file
 CACHES = "cache", "sliding"  # names of the caches in a file
+RECURRENT = "recurrent"
+CELLS = "positions", "sequences", "sequence_starts"
 LINES = {  # (whether streams are several, whether values lie transposed)
     (False, False): "l kv | b n (h c)",
     (False, True): "l kv | b n (h c) ; b (h c) n",
@@ -61,6 +66,10 @@ ROTATED = (
     "Hadamard-rotated, unless LLAMA_ATTN_ROT_DISABLE is set, and no file says whether it did"
 )
 HEADS = "how many heads a row has is not in the file: say so in sizes, as h"
+STATES = (
+    "recurrent layers have a state and no rows of tokens: recurrent.I.0 is what the convolution of the I-th "
+    "remembers, recurrent.I.1 its state, for each of recurrent_cells"
+)
 
 
 class Unfit(Exception):
@@ -101,15 +110,38 @@ class CellCache:
 
     cells: list[Any]
     rows: list[Any]
-    types: set[int]
+    types: tuple[set[int], set[int]]  # of keys and of values
     transposed: bool
+
+    @property
+    def format(self) -> str | None:
+        """Return the types of keys and of values by one name, as q8_0/q4_0; None if a side has several."""
+        names = [type_name(min(side)) for side in self.types if len(side) == 1]
+        if len(names) != sum(map(bool, self.types)):
+            return None
+        return "/".join(dict.fromkeys(names)) or None
+
+    @property
+    def rotation(self) -> str | None:
+        """Return "none" of floats; None of codes, which may be rotated."""
+        return "none" if set().union(*self.types) <= FLOATS.keys() else None
+
+
+@dataclass(frozen=True)
+class RecurrentMemory:
+    """A cell for each sequence, and (convolutions, states) of the layers, arrays [cells, numbers]."""
+
+    cells: dict[str, Array]
+    rows: list[list[Array]]
+    layers: int  # of the model, attention's among them
 
 
 def read(path: FilePath) -> Contents:
     """Read the arrays of a session or state, and what it says of them.
 
     They are ``cache.LAYER.KV`` (``cache.STREAM.LAYER.KV`` of several streams), ``cache_cells.positions`` and
-    so on, and ``token_ids``; of a second cache ``sliding``. Elements of block formats are bytes.
+    so on, and ``token_ids``; of a second cache ``sliding``; of a recurrent memory ``recurrent.LAYER.PART``.
+    Elements of block formats are bytes.
     """
     with open(path, "rb") as file:
         data, mapped = mapping.map_file(file)
@@ -124,7 +156,7 @@ def read(path: FilePath) -> Contents:
         metadata: dict[str, Any] = {"version": version}
         if magic == SESSION:
             metadata["architecture"] = brief(source.take(source.number()).tobytes().decode(errors="replace"))
-        caches, outputs = read_memory(source, EXTRAS[magic, version], magic == SESSION)
+        caches, recurrent, outputs = read_memory(source, EXTRAS[magic, version], magic == SESSION)
         arrays |= outputs
     except Unfit as error:
         raise file_error(
@@ -133,18 +165,28 @@ def read(path: FilePath) -> Contents:
     for name, cache in zip(CACHES, caches, strict=False):
         arrays |= name_cache_arrays(name, cache)
     notes = [HEADS] if any(cache.rows for cache in caches) else []
-    types = set().union(*(cache.types for cache in caches))
+    types = set().union(*(side for cache in caches for side in cache.types))
     if any(number not in FLOATS for number in types):
         notes.append(ROTATED)
+    if recurrent is not None:
+        arrays |= {f"{RECURRENT}_cells.{what}": array for what, array in recurrent.cells.items()}
+        for layer, parts in enumerate(recurrent.rows):
+            arrays |= arrays_named(parts, f"{RECURRENT}.{layer}")
+        notes.append(STATES)
+        metadata["recurrent_layers"] = recurrent.layers
     said = describe_cache(caches[0]) if caches else Description()
     metadata["types"] = sorted(map(type_name, types))
+    if len(caches) > 1:
+        metadata["sliding"] = describe_cache(caches[1]).to_dict()
+    if any(len(cache.cells) > 1 for cache in caches):
+        metadata["streams"] = len(caches[0].cells)
     return Contents(arrays, metadata, mapped, NAMES[magic], said, tuple(notes))
 
 
 def read_memory(
     source: Bytes, extra: tuple[str, ...], session: bool
-) -> tuple[list[CellCache], dict[str, Array]]:
-    """Return (caches, outputs before them), in the first reading that takes all bytes of a file."""
+) -> tuple[list[CellCache], RecurrentMemory | None, dict[str, Array]]:
+    """Return (caches, recurrent memory, outputs before) in the first reading that takes all of a file."""
     begin, errors = source.at, []
     with_outputs = (True, False) if session else (False,)
     for before, fields, with_values in itertools.product(with_outputs, ((), extra), (True, False)):
@@ -153,10 +195,16 @@ def read_memory(
         try:
             outputs = read_outputs(source) if before else {}
             while not source.ended:
-                if len(found) == len(CACHES):
-                    raise Unfit(f"{len(source.data) - source.at} bytes are left over")
-                found.append(read_cache(source, fields, with_values))
-            return found, outputs
+                at = source.at
+                try:
+                    if len(found) == len(CACHES):
+                        raise Unfit(f"{len(source.data) - source.at} bytes are left over")
+                    found.append(read_cache(source, fields, with_values))
+                except Unfit as error:
+                    errors.append((source.at, error))
+                    source.at = at
+                    return found, read_recurrent(source), outputs
+            return found, None, outputs
         except Unfit as error:
             errors.append((source.at, error))
     raise max(errors, key=lambda pair: pair[0])[1]
@@ -176,7 +224,7 @@ def read_cache(source: Bytes, fields: tuple[str, ...], with_values: bool) -> Cel
     streams, transposed = source.number(), False
     cells: list[Any] = []
     rows: list[Any] = []
-    types: set[int] = set()
+    types: tuple[set[int], set[int]] = set(), set()
     if not 1 <= streams <= min(MOST, (len(source.data) - source.at) // 4):
         raise Unfit(f"{streams} streams")
     for _ in range(streams):
@@ -189,9 +237,9 @@ def read_cache(source: Bytes, fields: tuple[str, ...], with_values: bool) -> Cel
         if flag > 1 or layers + sum(len(each or ()) for each in rows) > MOST:
             raise Unfit(f"{layers} layers, and values transposed: {flag}")
         transposed = bool(flag)
-        keys = [read_rows(source, count, types) for _ in range(layers)]
+        keys = [read_rows(source, count, types[0]) for _ in range(layers)]
         take = read_columns if transposed else read_rows
-        values = [take(source, count, types) for _ in range(layers)] if with_values else []
+        values = [take(source, count, types[1]) for _ in range(layers)] if with_values else []
         rows.append([list(pair) for pair in zip(keys, values, strict=True)] if with_values else keys)
     return CellCache(cells, rows, types, transposed)
 
@@ -220,6 +268,33 @@ def read_cells(source: Bytes, count: int, fields: tuple[str, ...]) -> dict[str, 
         raise Unfit("positions or sequences below 0")
     cells = {"positions": table[:, 0].copy(), "sequences": ids, "sequence_starts": starts}
     return cells | {name: table[:, 2 + i].copy() for i, name in enumerate(fields)}
+
+
+def read_recurrent(source: Bytes) -> RecurrentMemory:
+    """Read a recurrent memory, which is the last thing in a file.
+
+    The number of layers is the model's; those of attention have nothing here, so all numbers of layers that
+    take the rest of the file are tried.
+    """
+    count = source.number()
+    if not 0 < count <= MOST:
+        raise Unfit(f"{count} cells of a recurrent memory")
+    positions, ids, starts = [], [], [0]
+    for _ in range(count):
+        positions.append(source.number("<i4"))
+        ids.append(source.array("<i4", source.number()))
+        starts.append(starts[-1] + len(ids[-1]))
+    flag, layers = source.number(), source.number()
+    if flag or not 0 < layers <= MOST:
+        raise Unfit(f"{layers} layers, and states transposed: {flag}")
+    rows: list[Array] = []
+    while not source.ended:
+        rows.append(read_rows(source, count, set())[0])
+    if len(rows) % 2 or len(rows) > 2 * layers:
+        raise Unfit(f"{len(rows)} arrays of a recurrent memory of {layers} layers")
+    cells = dict(zip(CELLS, (np.array(positions, "<i4"), np.concatenate(ids), np.array(starts)), strict=True))
+    half = len(rows) // 2
+    return RecurrentMemory(cells, [list(pair) for pair in zip(rows[:half], rows[half:], strict=True)], layers)
 
 
 def read_rows(source: Bytes, count: int, types: set[int]) -> Array:
@@ -285,6 +360,55 @@ def describe_cache(cache: CellCache) -> Description:
     line = LINES[several, cache.transposed]
     if not used[0] or not isinstance(used[0][0], list):
         line = LINES[several, False].replace(" kv", "")
-    format = type_name(min(cache.types)) if len(cache.types) == 1 else None
-    rotation = "none" if all(number in FLOATS for number in cache.types) else None
-    return Description(line, sizes, format, "cells", rope_applied=True, rotation=rotation)
+    return Description(line, sizes, cache.format, "cells", rope_applied=True, rotation=cache.rotation)
+
+
+def join_streams(contents: Contents) -> Contents:
+    """Return a session of several streams as one cache whose cells are those of all streams in order."""
+    line = contents.description.layout or ""
+    if contents.kind not in NAMES.values() or not line.startswith("b l"):
+        return contents
+    streams = {name: streams_of(contents.arrays, name) for name in CACHES}
+    gone = tuple(f"{each}." for name, found in streams.items() if found for each in (name, f"{name}_cells"))
+    arrays = {name: array for name, array in contents.arrays.items() if not name.startswith(gone)}
+    for name, numbers in streams.items():
+        arrays |= join_cache(contents.arrays, name, numbers, ";" in line)
+    values = any(name.startswith("cache.0.") for name in arrays)
+    line = LINES[False, ";" in line] if values else LINES[False, False].replace(" kv", "")
+    metadata = dict(contents.metadata)
+    if "sliding" in metadata:
+        metadata["sliding"] = metadata["sliding"] | {"layout": line, "sizes": {}}
+    sizes = {"l": contents.description.sizes["l"], "b": 1, "n": len(arrays["cache_cells.positions"])}
+    said = replace(contents.description, layout=line, sizes=sizes)
+    return replace(contents, arrays=arrays, metadata=metadata, description=said)
+
+
+def streams_of(arrays: Mapping[str, Array], name: str) -> list[int]:
+    """Return the numbers of the streams that have cells."""
+    begin, end = f"{name}_cells.", ".positions"
+    found = [each[len(begin) : -len(end)] for each in arrays if each.startswith(begin) and each.endswith(end)]
+    return sorted(map(int, found))
+
+
+def join_cache(
+    arrays: Mapping[str, Array], name: str, numbers: list[int], transposed: bool
+) -> dict[str, Array]:
+    """Return the rows and cells of all streams of a cache, one behind the other; of one without a copy."""
+    found: dict[str, Array] = {}
+    for place in (each for each in arrays if numbers and each.startswith(f"{name}.{numbers[0]}.")):
+        rest = place.removeprefix(f"{name}.{numbers[0]}.")
+        parts = [arrays[f"{name}.{stream}.{rest}"] for stream in numbers]
+        axis = 1 if transposed and rest.endswith(".1") else 0
+        found[f"{name}.{rest}"] = (parts[0] if len(parts) == 1 else np.concatenate(parts, axis))[None]
+    begin = f"{name}_cells.{numbers[0]}." if numbers else "-"
+    for place in (each for each in arrays if each.startswith(begin)):
+        what = place.removeprefix(begin)
+        parts = [arrays[f"{name}_cells.{stream}.{what}"] for stream in numbers]
+        if what == "sequence_starts":
+            ends = np.cumsum([0, *(part[-1] for part in parts)])
+            parts = [part[i > 0 :] + end for i, (part, end) in enumerate(zip(parts, ends, strict=False))]
+        found[f"{name}_cells.{what}"] = np.concatenate(parts)
+    counts = [len(arrays[f"{name}_cells.{stream}.positions"]) for stream in numbers]
+    if numbers:
+        found[f"{name}_cells.stream"] = np.repeat(np.array(numbers, np.int32), counts)
+    return found

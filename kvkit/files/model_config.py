@@ -22,6 +22,22 @@ FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "gpt_oss
 GGUF_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
                 12: "<d"}  # fmt: skip
 GGUF_TEXT, GGUF_ARRAY = 8, 9
+# Architectures of GGUF files whose heads rotate pairs of neighbours, or of halves (llama.cpp's rope types).
+NEIGHBOURS = frozenset(
+    """
+    llama llama4 mllama deci baichuan starcoder internlm2 minicpm xverse command-r cohere2 olmo arctic
+    deepseek deepseek2 deepseek32 plm chatglm granite granitemoe granitehybrid chameleon bailingmoe neo-
+    bert smollm3 arcee ernie4_5 ernie4_5-moe mistral3 mistral4 maincoder glm-dsa
+    """.split()  # noqa: SIM905
+)
+HALVES = frozenset(
+    """
+    falcon falcon-h1 grok dbrx stablelm bitnet qwen qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3next
+    qwen3vl qwen3vlmoe qwen35 qwen35moe olmo2 olmoe phi2 phi3 phimoe gemma gemma2 gemma3 gemma3n gemma4
+    starcoder2 openelm gptneox codeshell nemotron exaone exaone4 minicpm3 gpt-oss lfm2 lfm2moe
+    smallthinker seed_oss hunyuan-dense hunyuan-moe dots1 bailingmoe2 apertus minimax-m2 glm4moe
+    """.split()  # noqa: SIM905
+)
 MOST = 2**20  # entries or characters of a header: beyond it is no model's
 
 
@@ -52,11 +68,20 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The layers of a model, and the longest context that it was trained for, 0 if unknown."""
+    """The layers of a model, and the longest context that it was trained for, 0 if unknown.
+
+    `numbers` are the model's numbers of layers: some models have layers that store nothing. `rope_pairs` are
+    "halves" or "interleaved", `rope_dim` how many elements of a head rotate.
+    """
 
     name: str
     layers: tuple[LayerShape, ...]
     longest: int
+    numbers: tuple[int, ...] = ()
+    rope_base: float | None = None
+    rope_pairs: str | None = None
+    rope_dim: int | None = None
+    sliding_rope_base: float | None = None
 
 
 def read_model(model: Any) -> ModelShape:
@@ -119,9 +144,13 @@ def of_gguf(fields: Mapping[str, Any]) -> ModelShape:
     inner, groups = whole(found, "ssm.inner_size", default=0), whole(found, "ssm.group_count", default=0)
     depth = whole(found, "ssm.state_size", default=0)
     state = conv_state(found.get("ssm.conv_kernel", 1), inner + 2 * groups * depth) + inner * depth
+    if "shortconv.l_cache" in found:  # LFM2
+        state = conv_state(whole(found, "shortconv.l_cache"), whole(found, "embedding_length"))
     shared = whole(found, "attention.shared_kv_layers", default=0)
-    layers = []
+    layers: list[LayerShape] = []
+    numbers: list[int] = []
     for i in range(count):
+        numbers += [i - 1] * (len(layers) - len(numbers))
         if i >= count - shared:
             layers.append(LayerShape("shared"))
         elif not kv_heads[i] or (every and (i + 1) % every):
@@ -136,9 +165,16 @@ def of_gguf(fields: Mapping[str, Any]) -> ModelShape:
             )
         else:
             layers.append(LayerShape("full", kv_heads[i], dim, values))
+    numbers += [count - 1] * (len(layers) - len(numbers))
+    pairs = [
+        pairs for pairs, names in (("interleaved", NEIGHBOURS), ("halves", HALVES)) if architecture in names
+    ]
     return ModelShape(
-        str(fields.get("general.name", architecture)), tuple(layers), int(found.get("context_length", 0))
-    )
+        str(fields.get("general.name", architecture)), tuple(layers), int(found.get("context_length", 0)),
+        tuple(numbers), found.get("rope.freq_base"), pairs[0] if pairs else None,
+        found.get("rope.dimension_count"),
+        found.get("rope.freq_base_swa", 10000.0 if "gemma3" in architecture else found.get("rope.freq_base")),
+    )  # fmt: skip
 
 
 def swa(found: Mapping[str, Any], side: str, default: int) -> int:
@@ -187,7 +223,9 @@ def of_config(config: Mapping[str, Any]) -> ModelShape:
     kinds = kinds_of(found, count)
     shared = whole(found, "num_kv_shared_layers", default=0)
     layers: list[LayerShape] = []
+    numbers: list[int] = []
     for i, kind in enumerate(kinds):
+        numbers += [i - 1] * (len(layers) - len(numbers))
         if i >= count - shared:
             layers.append(LayerShape("shared"))
         elif kind == "recurrent":
@@ -200,7 +238,21 @@ def of_config(config: Mapping[str, Any]) -> ModelShape:
         elif kind:
             layers.append(attention_of(found, kind, i, count))
     longest = whole(found, "max_position_embeddings", "n_positions", default=0)
-    return ModelShape(name, tuple(layers), longest)
+    numbers += [len(kinds) - 1] * (len(layers) - len(numbers))
+    rope = found.get("rope_parameters")
+    base = (rope if isinstance(rope, dict) else found).get("rope_theta")
+    part = found.get("partial_rotary_factor")
+    dims = {layer.key_dim for layer in layers if layer.kind in ("full", "sliding")}
+    dim = int(min(dims) * part) if part and len(dims) == 1 else None
+    return ModelShape(
+        name,
+        tuple(layers),
+        longest,
+        tuple(numbers),
+        base if isinstance(base, (int, float)) else None,
+        None,
+        dim,
+    )
 
 
 def kinds_of(found: Mapping[str, Any], count: int) -> list[str]:

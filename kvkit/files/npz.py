@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.errors import brief
 from kvkit.files import description, file_kinds, members
-from kvkit.files.contents import Contents
+from kvkit.files.contents import Contents, notes_in
 from kvkit.files.errors import FileError, file_error, quoted, reading_errors
 from kvkit.files.mapping import MAX_COPIED
 from kvkit.files.members import ArrayHeader
@@ -84,9 +84,8 @@ def read(
             for name, form in forms.items():
                 with reading_errors(path, f"member {quoted(name + '.npy')} is damaged"):
                     arrays[name] = members.read(archive, found[f"{name}.npy"], mapped and file, form)
-    return Contents(
-        arrays, metadata, mapped, ".npz", description.parse_description(path, metadata.get("description"))
-    )
+    described = description.parse_description(path, metadata.get("description"))
+    return Contents(arrays, metadata, mapped, ".npz", described, notes_in(metadata))
 
 
 def check_kind(path: FilePath, other: tuple[str, str] | None) -> None:

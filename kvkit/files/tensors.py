@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.errors import brief
 from kvkit.files import description, mapping
-from kvkit.files.contents import Contents
+from kvkit.files.contents import Contents, notes_in
 from kvkit.files.errors import file_error, quoted, reading_errors
 from kvkit.files.packages import import_package
 from kvkit.files.paths import check_target, name_in_errors
@@ -74,7 +74,7 @@ def read(path: FilePath) -> Contents:
         found = brief(repr(about["version"]))
         raise file_error(path, f"its metadata {METADATA} has version {found}, not {VERSION}", "update kvkit")
     said = description.parse_description(path, about.get("description"))
-    return Contents(arrays, texts | about, mapped, ".safetensors", said)
+    return Contents(arrays, texts | about, mapped, ".safetensors", said, notes_in(about))
 
 
 def read_tensor(path: FilePath, name: str, about: Mapping[str, Any], body: Array) -> Array:

@@ -169,8 +169,8 @@ def formats_named(text: str) -> tuple[Format, Format]:
     if text in PAIRS:
         return named(PAIRS[text][0]), named(PAIRS[text][1])
     if "/" in text:
-        key, _, value = text.partition("/")
-        return cache_format(key), cache_format(value)
+        sides = text.split("/", 1)
+        return cache_format(sides[0]), cache_format(sides[1])
     if text.startswith("kivi") and text.split(":")[0] not in NAMED:
         key, value = (cache_format(text.replace("kivi", f"kivi_{side}", 1)) for side in ("key", "value"))
         return key, value

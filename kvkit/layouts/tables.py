@@ -301,7 +301,12 @@ def slot_mapping(pages: BlockTable, new: ArrayLike) -> Index:
 
 
 def from_tokens(
-    slots: ArrayLike, sequences: ArrayLike, positions: ArrayLike, batch: int | None = None
+    slots: ArrayLike,
+    sequences: ArrayLike,
+    positions: ArrayLike,
+    batch: int | None = None,
+    *,
+    gaps: bool = False,
 ) -> BlockTable:
     """Convert the slot mappings of all steps so far: slot, sequence, position of each token, in any order.
 
@@ -310,10 +315,13 @@ def from_tokens(
     slots : ndarray of int, shape [tokens]
         The row of each token; below 0 for padding, which is skipped.
     sequences, positions : ndarray of int, shape [tokens]
-        Its sequence and its position there. Positions of a sequence have no gaps. If
-        a sliding window begins after 0, its first token is the first in the table.
+        Its sequence and its position there. If a sliding window begins after 0, its first token is the first
+        in the table.
     batch : int, optional
         How many sequences there are, if the last ones may have no tokens.
+    gaps : bool
+        Whether positions may have gaps, where tokens were removed, and repeat, as those of an image do;
+        tokens of one position keep their order.
 
     Returns
     -------
@@ -346,7 +354,7 @@ def from_tokens(
     order = np.lexsort((at, owners))
     rows, owners, at = rows[order], owners[order], at[order]
     follows = (np.diff(at) == 1) | (np.diff(owners) != 0)
-    if not follows.all():
+    if not gaps and not follows.all():
         t = int(follows.argmin())
         raise argument_error(
             "positions", f"{at[t] + 1} after {at[t]} in sequence {owners[t]}", int(at[t + 1])
@@ -370,7 +378,7 @@ def to_tokens(pages: BlockTable) -> tuple[Index, Index, Index]:
 
 
 def from_cells(positions: ArrayLike, sequences: Any, batch: int | None = None) -> BlockTable:
-    """Convert llama.cpp's cells, which have positions and sequence ids.
+    """Convert llama.cpp's cells, which have positions and sequence ids. Positions may have gaps and repeat.
 
     Parameters
     ----------
@@ -403,7 +411,7 @@ def from_cells(positions: ArrayLike, sequences: Any, batch: int | None = None) -
     cells = np.repeat(np.arange(len(at)), counts)
     there = at[cells] >= 0
     cells, whose = cells[there], whose[there]
-    return from_tokens(cells, whose, at[cells], batch)
+    return from_tokens(cells, whose, at[cells], batch, gaps=True)
 
 
 def to_cells(pages: BlockTable, cells: int | None = None) -> tuple[Index, list[set[int]]]:

@@ -129,14 +129,16 @@ def q4_1(x: Numbers) -> list[int]:
 
 
 def q5_0(x: Numbers) -> list[int]:
-    """Return ggml's block q5_0: a scale with the sign of the largest number, fifth bits, then the low four."""
+    """Return ggml's block q5_0: a scale with the sign of the largest number, fifth bits, the low four."""
     top = x[0]
     for v in x:
         if abs(v) > abs(top):
             top = v
     d = top / F32(-16)
     codes = [min(31, int(v * inverse(d) + F32(16.5))) for v in x]
-    return bits16(d) + pack_low_first([code // 16 for code in codes], 1) + pack_halves([c % 16 for c in codes])
+    return (
+        bits16(d) + pack_low_first([code // 16 for code in codes], 1) + pack_halves([c % 16 for c in codes])
+    )
 
 
 def q5_1(x: Numbers) -> list[int]:

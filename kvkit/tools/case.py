@@ -47,6 +47,8 @@ class CheckedSide:
 def stack_view(view: Any) -> np.ndarray:
     """Return one array [layers, blocks, rows, heads, content] of a view, whose layers may be arrays."""
     if isinstance(view, tuple):
+        if len({np.shape(one) for each in view for one in (each if isinstance(each, tuple) else [each])}) > 1:
+            raise argument_error("cache", "layers and sequences of one length", "others")
         return np.stack([np.stack(each) if isinstance(each, tuple) else each for each in view])
     return np.asarray(view)
 
@@ -54,8 +56,13 @@ def stack_view(view: Any) -> np.ndarray:
 class Case:
     """The tables, slots and caches that rules look at."""
 
-    def __init__(self, source: Source, layout: str | Layout | None = None) -> None:
-        self.source = CacheSource(source, layout)
+    def __init__(
+        self,
+        source: Source | CacheSource,
+        layout: str | Layout | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
+        self.source = source if isinstance(source, CacheSource) else CacheSource(source, layout, sizes)
         given = source if isinstance(source, Mapping) else self.source.arrays
         unknown = [name for name in given if name.partition(".")[0] not in KNOWN]
         if len(unknown) == len(given):
@@ -233,6 +240,8 @@ class Case:
         except KvkitError as error:
             if self.layout is None:
                 raise
+            with contextlib.suppress(KvkitError):  # heads of a row as one, where nobody says how many
+                return self.source.view(**{"h": 1} | self.source.sizes | self.sizes), ""
             return None, str(error)
 
     @cached_property

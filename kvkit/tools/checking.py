@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,17 @@ from kvkit.errors import KvkitError
 from kvkit.tools.case import Case
 from kvkit.tools.findings import Findings, examine
 from kvkit.tools.rules import RULES, layouts
-from kvkit.tools.source import Source
+from kvkit.tools.source import SLIDING, Source
 
 
-def check(source: Source, after: Source | None = None, slots: Any = None, *, layout: Any = None) -> Findings:
+def check(
+    source: Source,
+    after: Source | None = None,
+    slots: Any = None,
+    *,
+    layout: Any = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Findings:
     """Look for what cannot be right in the page tables, slots, scales and data of a cache.
 
     Only entries in use are looked at: -1, 0 and stale ids behind the end of a sequence are legal. What is
@@ -41,6 +49,8 @@ def check(source: Source, after: Source | None = None, slots: Any = None, *, lay
         The slots of that call; ``slot_mapping`` of `after` or `source` if not given.
     layout : str or Layout, optional
         The layout of the caches.
+    sizes : mapping, optional
+        Lengths of the axes l, b, n, h, c that shapes do not show.
 
     Returns
     -------
@@ -64,10 +74,13 @@ def check(source: Source, after: Source | None = None, slots: Any = None, *, lay
     error P1 block_tables[1, 1]: page 9 is none of the pool's, 0 to 7
         A kernel reads or writes outside the cache there. Check num_blocks and what filled the table.
     """
-    case = Case(source, layout)
+    case = Case(source, layout, sizes)
     if after is None:
-        return examine(case, RULES)
-    later = Case(after, layout)
+        found = examine(case, RULES)
+        if case.source.sliding is None:
+            return found
+        return found.with_second(examine(Case(case.source.sliding), RULES), f"{SLIDING} ")
+    later = Case(after, layout, sizes)
     if slots is None:
         slots = later.given.get("slot_mapping", case.given.get("slot_mapping"))
     if slots is None:

@@ -21,7 +21,7 @@ from kvkit.tools.case import stack_view
 from kvkit.tools.causes import Cause, Trial, index_causes, try_causes, usable_inputs
 from kvkit.tools.causes.evidence import Tolerances
 from kvkit.tools.names import some_names
-from kvkit.tools.source import SIDES, CacheSource
+from kvkit.tools.source import SIDES, SLIDING, CacheSource
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.typed import FilePath
 
@@ -252,13 +252,15 @@ def keys_and_values(source: CacheSource) -> Arrays:
     if source.cache is None and not source.separate:
         expected = "an array cache, key_cache or value_cache to lie in it"
         raise argument_error("layout", expected, some_names(source.arrays))
-    parts = {"": source.require_view(both=False)}
+    parts = {"": source.require_view_of_rows()}
     with contextlib.suppress(KvkitError):  # scales that have other axes are not compared
         parts |= {f"_{part}": view for part, view in source.scale_views.items()}
     sides = [side for side in SIDES if not source.separate or side in source.separate]
-    return {
+    found = {
         f"{one}s{part}": stack_view(getattr(kv, f"{one}s")) for part, kv in parts.items() for one in sides
     }
+    second = {} if source.sliding is None else keys_and_values(source.sliding)
+    return found | {f"{SLIDING}_{name}": array for name, array in second.items()}
 
 
 def compare_array(

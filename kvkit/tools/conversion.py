@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from kvkit import files, layouts
-from kvkit.errors import argument_error, brief
+from kvkit.errors import argument_error, brief, printable
 from kvkit.files import Description
 from kvkit.files.arrays import CACHE
+from kvkit.formats import BY_DTYPE, FLOATS
 from kvkit.layouts import tables
 from kvkit.layouts.tables import BlockTable
+from kvkit.layouts.views import KV
 from kvkit.tools import recoding
+from kvkit.tools.layer_choice import choose_layers
 from kvkit.tools.readers import LINE
-from kvkit.tools.source import CacheSource, Source, axis_sizes_of, leaves, parse_layout, view_of
+from kvkit.tools.rope_pairs import PairOrder, change_of_pairs
+from kvkit.tools.source import SLIDING, CacheSource, Source, axis_sizes_of, leaves, parse_layout, view_of
 from kvkit.tools.text import size
 
 
@@ -40,6 +44,8 @@ class Conversion:
         Whether it was read back and compared.
     format : str, optional
         The format that it had, if its numbers were coded again.
+    metadata : dict
+        What else its file says: ``notes`` for its users, and the description of a second cache, ``sliding``.
     """
 
     arrays: dict[str, Any]
@@ -48,6 +54,7 @@ class Conversion:
     bytes: int
     verified: bool
     format: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON has it, without the arrays."""
@@ -61,7 +68,10 @@ class Conversion:
         changed = self.before, self.description.layout
         if self.format:
             changed = self.format, self.description.format
-        return f"{changed[0]} -> {changed[1]} ({said}): {size(self.bytes)}{compared}"
+        if second := self.metadata.get(SLIDING):
+            said += "; with a window: " + ", ".join(f"{axis} {n}" for axis, n in second["sizes"].items())
+        text = f"{changed[0]} -> {changed[1]} ({said}): {size(self.bytes)}{compared}"
+        return "\n".join([text, *(f"note: {printable(note)}" for note in self.metadata.get("notes", ()))])
 
 
 def convert(
@@ -75,6 +85,10 @@ def convert(
     sizes: Mapping[str, int] | None = None,
     page_size: int | str | None = None,
     tables_from: Source | None = None,
+    rotation: str | None = None,
+    rope_pairs: str | None = None,
+    from_rope_pairs: str | None = None,
+    layers: str | None = None,
     verify: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> Conversion:
@@ -93,9 +107,9 @@ def convert(
     format : str, optional
         In the place of a layout: how the numbers are to be held, ``"float16"``, ``"float32"``, ``"bfloat16"``
         or a format, as `kvkit.formats.encode` takes it (``"kivi2"`` names both sides; kvkit's own codes have
-        scales of 16 bits). The cache then lies as ``"l kv | b n h c"``, a b for each sequence, all of one
-        length; each b is encoded for itself, and what `encode` returns beside codes is ``scale.LAYER.KV`` and
-        so on, which `study` reads. Of tables the sequences' rows are converted, of what `PagedCache.save`
+        scales of 16 bits; ``"q8_0/q4_0"`` too). The cache then lies as ``"l kv | b n h c"``, a b for each
+        sequence, or as ``"b l kv | n h c"`` where sequences differ in length; each b is encoded for itself,
+        and what `encode` returns beside codes is ``scale.LAYER.KV`` and so on, which `study` reads. Of tables the sequences' rows are converted, of what `PagedCache.save`
         wrote those of its rows.
     from_format : str, optional
         The format of codes in the source, if its file does not name it.
@@ -107,6 +121,17 @@ def convert(
         are.
     tables_from : path or mapping of arrays, optional
         The tables, if they are not in `source`.
+    rotation : str, optional
+        The rotation that codes are stored with, to be undone (needs `format`): "llama.cpp", whose codes have
+        it since April 2026, or what else `kvkit.formats.rotate` takes.
+    rope_pairs : {"halves", "neighbours"}, optional
+        Which two elements of a head are to rotate as a pair: i and i + D/2, as in models of transformers, or
+        2 i and 2 i + 1, as in llama.cpp's files of Llama. The elements of keys change places.
+    from_rope_pairs : {"halves", "neighbours"}, optional
+        Which pairs keys have, if the file does not state them.
+    layers : str, optional
+        The layers to take, as in "0,2,4:": others may have another length, as in models with windows. Numbers
+        are those that names have, or count from 0.
     verify : bool
         Whether to read the result again and compare it with the source.
     progress : callable, optional
@@ -135,34 +160,83 @@ def convert(
     if (to_layout is None) == (format is None):
         got = "neither" if to_layout is None else f"both, {to_layout} and {format}"
         raise argument_error("to_layout", "a layout, or a format in its place", got)
-    found = CacheSource(source, from_layout, sizes, ("from_layout", "from_format"))
+    named = from_layout, sizes, ("from_layout", "from_format")
+    found = CacheSource(source, *named)
+    if layers is not None:
+        found = CacheSource(choose_layers(found, layers), *named)
+    pairs = change_of_pairs(rope_pairs, from_rope_pairs, found.contents.description)
     if to_layout is None:
         for name, extra in {"page_size": page_size, "tables_from": tables_from, "verify": verify}.items():
             if extra:
                 raise argument_error(name, "none with a format, as rows stay where they are", brief(extra))
-        recoded = recoding.recode(found, target, format or "", from_format, progress)
-        return Conversion(*recoded[:2], str(found.layout or LINE), recoded[3], False, recoded[2])
+        made = recoding.recode(found, target, format or "", from_format, rotation, pairs, progress)
+        before = str(found.layout or LINE)
+        return Conversion(
+            made.arrays, made.description, before, made.bytes, False, made.before, metadata=made.metadata
+        )
+    if rotation is not None:
+        raise argument_error("rotation", "a format beside it, as codes are decoded to undo it", "to_layout")
     parse_layout(to_layout, "to_layout")
     said = found.contents.description.layout
     given = None if from_layout is None else parse_layout(from_layout, "from_layout")
     if given is not None and said is not None and given != layouts.parse(said):
         raise argument_error("from_layout", f"{said}, as the file says", from_layout)
-    found.require_cache()
-    pages, block_tables = new_pages(found, page_size, tables_from)
-    made = move_cache(found, to_layout, pages, verify, progress)
-    kv = view_of(made[CACHE], to_layout, {axis: n for axis, n in found.sizes.items() if axis in "hcvs"})
-    description = replace(
-        found.contents.description,
-        layout=to_layout,
-        sizes={} if kv is None else axis_sizes_of(kv, to_layout),
-        tables="blocks" if block_tables else found.contents.description.tables,
+    arrays, descriptions, total = move_caches(
+        found, to_layout, page_size, tables_from, pairs, verify=verify, progress=progress
     )
-    total = sum(array.nbytes for name in made for array in leaves(found.own_arrays[name]))
-    arrays = found.other_arrays(made, tables=not block_tables) | made | block_tables
-    result = Conversion(arrays, description, str(found.layout), total, verify)
+    metadata = recoding.carried_metadata(found, descriptions.get(SLIDING))
+    result = Conversion(arrays, descriptions[CACHE], str(found.layout), total, verify, metadata=metadata)
     if target is not None:
-        files.write(target, result.arrays, description)
+        files.write(target, result.arrays, result.description, metadata=metadata)
     return result
+
+
+def move_caches(
+    source: CacheSource,
+    to_layout: str,
+    page_size: int | str | None,
+    tables_from: Source | None,
+    pairs: PairOrder | None,
+    *,
+    verify: bool,
+    progress: Callable[[int, int], object] | None,
+) -> tuple[dict[str, Any], dict[str, Description], int]:
+    """Return (arrays of all caches of a file and what is beside them, descriptions of the caches, bytes)."""
+    arrays: dict[str, Any] = {}
+    described: dict[str, Description] = {}
+    total = 0
+    for name, each in source.caches.items():
+        each.require_cache()
+        pages, block_tables = new_pages(each, page_size, tables_from, name)
+        made = move_cache(each, to_layout, pages, verify, progress)
+        kv = view_of(made[CACHE], to_layout, {axis: n for axis, n in each.sizes.items() if axis in "hcvs"})
+        if pairs is not None:
+            reorder_pairs(kv, pairs)
+        described[name] = replace(
+            each.contents.description,
+            layout=to_layout,
+            sizes={} if kv is None else axis_sizes_of(kv, to_layout),
+            tables="blocks" if block_tables else each.contents.description.tables,
+            **recoding.changed_facts(None, pairs),
+        )
+        total += sum(array.nbytes for part in made for array in leaves(each.own_arrays[part]))
+        others = each.other_arrays(made, tables=not block_tables)
+        arrays |= recoding.in_file(name, others | made | each.numbers_to_write | block_tables)
+    return arrays, described, total
+
+
+def reorder_pairs(kv: KV | None, pairs: PairOrder) -> None:
+    """Exchange elements of keys in a new cache, so that they rotate in the wanted pairs."""
+    if kv is None:
+        raise argument_error("rope_pairs", "a layout whose content is not split", "another")
+    for layer in kv.keys:
+        for keys in layer if isinstance(layer, tuple) else [layer]:
+            if BY_DTYPE.get(keys.dtype) not in FLOATS:
+                raise argument_error(
+                    "rope_pairs", "floats, or a format in place of the layout", str(keys.dtype)
+                )
+            if pairs.target != pairs.before:
+                keys[...] = keys[..., pairs.places(keys.shape[-1])]
 
 
 def move_cache(
@@ -199,19 +273,19 @@ def move_cache(
 
 
 def new_pages(
-    source: CacheSource, page_size: int | str | None, tables_from: Source | None
+    source: CacheSource, page_size: int | str | None, tables_from: Source | None, cache: str = CACHE
 ) -> tuple[tuple[BlockTable, BlockTable] | None, dict[str, np.ndarray]]:
     """Return (pages of source and target, None where rows stay; the new block tables by name)."""
     if page_size is None and tables_from is None:
         return None, {}
-    other = source if tables_from is None else CacheSource(tables_from)
+    other = source if tables_from is None else CacheSource(tables_from).caches.get(cache, source)
     found = other.block_tables(other.page_size() or source.page_size())
     if page_size is None:
-        return None, block_tables(found[1]) if found else {}
+        return None, block_tables(found[1], other.places_of_tokens) if found else {}
     old = found[1] if found else whole_sequences(source)
     count = max(int(old.lengths.max(initial=1)), 1) if isinstance(page_size, str) else page_size
     new = tables.packed(old.lengths, count)
-    return (old, new), block_tables(new)
+    return (old, new), block_tables(new, other.places_of_tokens if found else {})
 
 
 def whole_sequences(source: CacheSource) -> BlockTable:
@@ -223,11 +297,12 @@ def whole_sequences(source: CacheSource) -> BlockTable:
     return tables.from_batch([sizes["n"]] * sizes.get("b", 1), sizes["n"])
 
 
-def block_tables(pages: BlockTable) -> dict[str, np.ndarray]:
-    """Return block tables as engines have them, by name."""
+def block_tables(pages: BlockTable, places: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return block tables as engines have them, by name, and positions that do not count from 0."""
     numbers, lengths = tables.to_blocks(pages)
-    return {
+    found = {
         "block_tables": numbers.astype(np.int32),
         "context_lens": lengths.astype(np.int32),
         "page_size": np.array(pages.page_size),
     }
+    return found | dict(places)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 Severity = Literal["error", "warning"]
@@ -70,6 +70,15 @@ class Findings:
     def errors(self) -> list[Finding]:
         """Return the findings that are no warnings."""
         return [finding for finding in self.found if finding.severity == "error"]
+
+    def with_second(self, other: Findings, begin: str) -> Findings:
+        """Return these findings and those of a second cache, whose places begin with a word."""
+        found = [*self.found, *(replace(each, where=begin + each.where) for each in other.found)]
+        counts = {name: self.counts.get(name, 0) + other.counts.get(name, 0)
+                  for name in (*self.counts, *other.counts)}  # fmt: skip
+        checked = list(dict.fromkeys((*self.checked, *other.checked)))
+        unchecked = {name: lack for name, lack in self.unchecked.items() if name not in checked}
+        return Findings(found, counts, checked, unchecked)
 
     @property
     def rules(self) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,13 @@ from kvkit import layouts
 from kvkit.errors import KvkitError, brief, printable
 from kvkit.files import Contents, Description
 from kvkit.files.members import is_extension_dtype
+from kvkit.layouts.tables import BlockTable
 from kvkit.layouts.views import KV
 from kvkit.tools.source import SIDES, CacheSource, Source
 from kvkit.tools.text import columns, size
 
 SHOWN = 40  # arrays or layers in a text; all are in to_dict()
-SHOWN_ELSEWHERE = "description", "dtypes", "cache"  # of metadata
+SHOWN_ELSEWHERE = "description", "dtypes", "cache", "notes", "sliding"  # of metadata
 PIECE = 2**22  # elements that are counted at a time
 
 
@@ -51,20 +53,25 @@ class Numbers:
 
 @dataclass(frozen=True)
 class TableUse:
-    """The block tables beside a cache: sequences, their tokens, blocks in use and shared blocks."""
+    """The block tables beside a cache: sequences, their tokens, blocks in use and shared blocks.
+
+    `positions` are runs such as "0:4, 12:20" for each sequence, where they do not count from 0.
+    """
 
     convention: str
     lengths: list[int]
     page_size: int
     blocks: int
     shared: int
+    positions: list[str] | None = None
 
     def __str__(self) -> str:
         lengths = ", ".join(map(str, self.lengths[:12])) + (", ..." if len(self.lengths) > 12 else "")
         shared = f", {self.shared} of them shared" if self.shared else ""
         pages = f"blocks of {self.page_size} rows" if self.page_size > 1 else "rows"
         sequences = f"{len(self.lengths)} sequences ({self.convention}), tokens {lengths or 'none'}"
-        return f"{sequences}; {self.blocks} {pages} in use{shared}"
+        at = "; ".join(self.positions[:12]) if self.positions else ""
+        return f"{sequences}; {self.blocks} {pages} in use{shared}" + (f"\npositions {at}" if at else "")
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,8 @@ class Inspection:
         How its block tables use the cache.
     numbers : list of Numbers
         Counts over keys and values by layer, or over each array if no layout is known; if asked for.
+    sliding : Inspection, optional
+        Description, sizes, tables and counts of a second cache, that of layers with a window.
     """
 
     kind: str
@@ -102,20 +111,28 @@ class Inspection:
     sizes: dict[str, int] = field(default_factory=dict)
     use: TableUse | None = None
     numbers: list[Numbers] = field(default_factory=list)
+    sliding: Inspection | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON has it."""
-        return asdict(self) | {"description": self.description.to_dict()}
+        found = asdict(self) | {"description": self.description.to_dict()}
+        return found | {"sliding": self.sliding.to_dict() if self.sliding else None}
 
     def __str__(self) -> str:
         total = sum(entry.bytes for entry in self.arrays)
+        parts = self.facts()
+        if self.sliding is not None:
+            parts += [f"{self.sliding.kind}:", *self.sliding.facts()]
+        parts.append("\n".join(f"note: {printable(note)}" for note in self.notes))
         rows = [(entry.name, entry.dtype, str(entry.shape), size(entry.bytes)) for entry in self.arrays]
+        head = [f"{self.kind}: {len(self.arrays)} arrays, {size(total)}"]
+        head.append(columns(("array", "dtype", "shape", "size"), rows, SHOWN))
+        return "\n\n".join(filter(None, [*head, *parts]))
+
+    def facts(self) -> list[str]:
+        """Return what is known of the cache, in paragraphs."""
         said = self.description.to_dict()
-        parts = [
-            f"{self.kind}: {len(self.arrays)} arrays, {size(total)}",
-            columns(("array", "dtype", "shape", "size"), rows, SHOWN),
-            "\n".join(f"{name}: {in_brief(value)}" for name, value in said.items()),
-        ]
+        parts = ["\n".join(f"{name}: {in_brief(value)}" for name, value in said.items())]
         if self.sizes and not said.get("sizes"):
             parts.append(f"sizes: {in_brief(self.sizes)}")
         if self.fits:
@@ -128,8 +145,7 @@ class Inspection:
         if self.numbers:
             heads = "of", "min", "max", "NaN", "inf", "rows of zeros"
             parts.append(columns(heads, [each.cells() for each in self.numbers], SHOWN))
-        parts.append("\n".join(f"note: {printable(note)}" for note in self.notes))
-        return "\n\n".join(filter(None, parts))
+        return parts
 
 
 def in_brief(value: Any) -> str:
@@ -189,7 +205,17 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
         sizes=lengths,
         use=use_of(found),
         numbers=statistics(found.arrays, kv, found.separate) if stats else [],
+        sliding=None if found.sliding is None else inspect_second(found.sliding, stats),
     )
+
+
+def inspect_second(source: CacheSource, stats: bool) -> Inspection:
+    """Say what the second cache of a file is; its arrays are listed with all others."""
+    kv, lengths = source.one_head_view()
+    return Inspection(
+        "layers with a window", [], source.contents.description, sizes=lengths, use=use_of(source),
+        numbers=statistics(source.arrays, kv, source.separate) if stats else [],
+    )  # fmt: skip
 
 
 def kind_of(contents: Contents) -> str:
@@ -257,4 +283,24 @@ def use_of(source: CacheSource) -> TableUse | None:
         return None
     convention, found = pages
     used, count = np.unique(found.table[found.table >= 0], return_counts=True)
-    return TableUse(convention, found.lengths.tolist(), found.page_size, len(used), int((count > 1).sum()))
+    shared = int((count > 1).sum())
+    return TableUse(
+        convention,
+        found.lengths.tolist(),
+        found.page_size,
+        len(used),
+        shared,
+        runs_of(found, source.positions),
+    )
+
+
+def runs_of(pages: BlockTable, positions: np.ndarray | None) -> list[str] | None:
+    """Return the runs of positions of each sequence, as 0:4, 12:20; None where they count from 0."""
+    if positions is None or len(positions) != pages.lengths.sum():
+        return None
+    found = []
+    for begin, end in pairwise(pages.starts()):
+        own = positions[begin:end]
+        runs = np.split(own, np.flatnonzero(~np.isin(np.diff(own), (0, 1))) + 1)
+        found.append(", ".join(f"{run[0]}:{run[-1] + 1}" for run in runs if len(run)))
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,16 @@ from kvkit.cache import loading
 from kvkit.errors import argument_error, describe
 from kvkit.files import llama
 from kvkit.files.arrays import BESIDE
-from kvkit.formats import BY_DTYPE, FLOATS, decode
+from kvkit.formats import BY_DTYPE, FLOATS, decode, rotate
 from kvkit.formats.known import Format
+from kvkit.formats.rotations import Rotation, rotation_named
 from kvkit.formats.schemes import Coded, formats_named
 from kvkit.layouts.views import KV
 from kvkit.tools.source import PACKED, TABLES, CacheSource, format_of_paged, leaves
 
 LINE = "l kv | b n h c"  # of codes, and of what `encode` returns beside them, as `convert` writes them
+LISTS = "b l kv | n h c"  # the same of sequences that differ in length
+ROTATION = "llama.cpp"  # which rotates codes, and heads of a multiple of 64 elements
 ORDER = "the file has no tables: all blocks are taken for sequences"
 
 
@@ -57,6 +60,7 @@ class CacheReader:
     layer: Callable[[int], LayerReader]
     format: str | None = None
     notes: tuple[str, ...] = ()
+    numbered: bool = False  # whether names have the numbers that layers have in their model
 
 
 def open_cache(
@@ -64,8 +68,11 @@ def open_cache(
     layout: str | None = None,
     sizes: Mapping[str, int] | None = None,
     from_format: str | None = None,
+    rotation: str | None = None,
 ) -> CacheReader:
     """Open the layers of a file, of arrays by name, or of a cache object. Nothing is decoded yet.
+
+    Layers of a second cache, those with a window, come after all others.
 
     Parameters
     ----------
@@ -74,6 +81,8 @@ def open_cache(
         As `CacheSource` takes them.
     from_format : str, optional
         The format of codes, if their file does not name it.
+    rotation : str, optional
+        The rotation that keys and values are stored with, which is undone.
 
     Raises
     ------
@@ -95,9 +104,30 @@ def open_cache(
     if not isinstance(source, (CacheSource, files.Contents, Mapping)) and is_own(source):
         return open_cache_object(source)
     found = source if isinstance(source, CacheSource) else CacheSource(source, layout, sizes)
-    if found.cache is None and isinstance(about := found.saved.get("layers"), list):
-        return open_saved(found, about)
-    return open_arrays(found, from_format)
+    first, *others = [open_one(each, from_format, rotation) for each in found.caches.values()]
+    return first if not others else join_readers(first, others[0])
+
+
+def open_one(source: CacheSource, from_format: str | None = None, rotation: str | None = None) -> CacheReader:
+    """Open the layers of one cache of a file."""
+    if source.cache is None and isinstance(about := source.saved.get("layers"), list):
+        return open_saved(source, about)
+    return open_arrays(source, from_format, rotation)
+
+
+def join_readers(first: CacheReader, second: CacheReader) -> CacheReader:
+    """Return the layers of a cache and of a second one behind them."""
+
+    def layer(i: int) -> LayerReader:
+        if i < first.count:
+            return first.layer(i)
+        found = second.layer(i - first.count)
+        return found if second.numbered else replace(found, name=f"sliding {found.name}")
+
+    names = [format for format in (first.format, second.format) if format]
+    format = " and ".join(dict.fromkeys(names)) or None
+    notes = dict.fromkeys((*first.notes, *second.notes))
+    return CacheReader(first.name, first.count + second.count, layer, format, tuple(notes), first.numbered)
 
 
 def is_own(source: Any) -> bool:
@@ -154,19 +184,26 @@ def open_states(i: int, layer: Any) -> LayerReader:
     return LayerReader(f"layer {i}", key, value, starts)
 
 
-def open_arrays(source: CacheSource, from_format: str | None) -> CacheReader:
+def open_arrays(
+    source: CacheSource, from_format: str | None = None, rotation: str | None = None
+) -> CacheReader:
     """Open the cache of a source, as its layout says; of block tables the rows that sequences have."""
     cache = source.require_cache()
     coded = {each.dtype for each in leaves(cache)} - {one.dtype for one in FLOATS}
     told = source.format_of(coded, from_format) if coded else None
-    formats = formats_named(told) if told else None
-    if formats and str(source.layout) == LINE and not any(name.startswith(TABLES) for name in source.arrays):
+    formats = formats_of_sides(told) if told else None
+    turned = rotation_to_undo(source, rotation)
+    if (
+        formats
+        and str(source.layout) in (LINE, LISTS)
+        and not any(name.startswith(TABLES) for name in source.arrays)
+    ):
         beside = {BESIDE[name]: arrays for name, arrays in source.scales.items()}
-        parts, pages = encoded_parts({"codes": cache} | beside), None
+        parts, pages = encoded_parts({"codes": cache} | beside, str(source.layout)), None
     else:
         parts, pages = view_parts(source, told, formats)
     codes, numbers = parts["codes"], source.layer_numbers
-    if numbers is None or len(numbers) != len(codes.keys):
+    if not (numbered := numbers is not None and len(numbers) == len(codes.keys)):
         numbers = list(range(len(codes.keys)))
     rows = None if pages is None else pages.rows()
     if pages is not None:
@@ -180,7 +217,9 @@ def open_arrays(source: CacheSource, from_format: str | None) -> CacheReader:
         format = formats[which == "values"] if formats else None
         if leaves(arrays["codes"])[0].dtype not in coded:
             arrays, format = {"codes": arrays["codes"]}, None
-        return open_side(which, arrays, rows, format)
+        found = open_side(which, arrays, rows, format)
+        stored = turned and (format is not None or source.contents.kind not in llama.NAMES.values())
+        return undo_rotation(found, turned, which == "values") if turned and stored else found
 
     def layer(i: int) -> LayerReader:
         key, value = side("keys", i), side("values", i)
@@ -189,17 +228,42 @@ def open_arrays(source: CacheSource, from_format: str | None) -> CacheReader:
         own = starts * (key.tokens // max(starts[-1], 1))  # a row of codes may have several tokens
         return LayerReader(f"layer {numbers[i]}", key, value, own.tolist(), queries and queries[i])
 
-    notes += tuple(note for note in source.contents.notes if note != llama.HEADS)
+    gone = {llama.HEADS} | ({llama.ROTATED} if turned else set())
+    notes += tuple(note for note in source.contents.notes if note not in gone)
     if pages is None and len(codes.keys[0]) > 1 and not source.saved:
         notes = (*notes, ORDER)
-    format = " and ".join(dict.fromkeys(map(str, formats or ()))) or None
-    return CacheReader(source.name, len(codes.keys), layer, format, notes)
+    format = " and ".join(dict.fromkeys(map(str, filter(None, formats or ())))) or None
+    return CacheReader(source.name, len(codes.keys), layer, format, notes, numbered)
+
+
+def formats_of_sides(told: str) -> tuple[Format | None, Format | None]:
+    """Return the formats of keys and of values, None of floats, by one name such as float16/q8_0."""
+    names = told.split("/") if "/" in told else [told, told]
+    key, value = (
+        None if name in map(str, FLOATS) else formats_named(name)[i] for i, name in enumerate(names)
+    )
+    return key, value
+
+
+def rotation_to_undo(source: CacheSource, name: str | None) -> Rotation | None:
+    """Return the rotation of a name; refuse one where the file says that there is none."""
+    if name is not None and source.contents.description.rotation == "none":
+        raise argument_error("rotation", "none, as the file says", name)
+    return rotation_named(name)
+
+
+def undo_rotation(side: SideReader, rotation: Rotation, value: bool) -> SideReader:
+    """Return a side whose heads are rotated back; llama.cpp rotates heads of a multiple of 64 only."""
+    if rotation.name == ROTATION and side.dim % 64:
+        return side
+    rotation.size(side.dim, value)
+    return replace(side, read=lambda part: rotate(side.read(part), rotation, what="output", value=value))
 
 
 def view_parts(source: CacheSource, told: str | None, formats: Any) -> tuple[dict[str, KV], Any]:
     """Return views of codes and of what is beside them, and the pages of their block tables."""
     kv = source.require_view()
-    for one in formats or ():
+    for one in filter(None, formats or ()):
         if one.along == "tokens" or (one.find != "given" and one.per in ("tensor", "head", "channel")):
             raise argument_error(source.arguments[1], "one whose tokens are decoded each for itself", told)
     convention, pages = source.block_tables() or ("", None)
@@ -223,20 +287,27 @@ def queries_of(source: CacheSource, codes: KV, starts: np.ndarray) -> tuple[Any,
     return None, (f"query is not [layers, sequences, last tokens, heads, dim]: {describe(query)}",)
 
 
-def encoded_parts(parts: Mapping[str, Any]) -> dict[str, KV]:
-    """Return codes and what is beside them as LINE has them, without views: other axes are the format's."""
+def encoded_parts(parts: Mapping[str, Any], line: str) -> dict[str, KV]:
+    """Return codes and what is beside them as LINE or LISTS has them; other axes are the format's."""
     found, shapes = {}, set()
     try:
         for part, cache in parts.items():
+            if line == LISTS:
+                layers = zip(*cache, strict=True)
+                sides = [[tuple(np.asarray(pair[kv]) for pair in layer) for kv in (0, 1)] for layer in layers]
+                found[part] = KV(*(tuple(side) for side in zip(*sides, strict=True)))
+                shapes |= {(len(sides), len(cache))}
+                continue
             keys, values = zip(*(map(np.asarray, pair) for pair in cache), strict=True)
             found[part] = KV(*(tuple(map(tuple, side)) for side in (keys, values)))
             shapes |= {(len(keys), len(array)) for array in keys + values}
-        fits = len(shapes) == 1 and {array.ndim for array in leaves(parts["codes"])} == {4}
+        axes = {array.ndim for array in leaves(parts["codes"])}
+        fits = len(shapes) == 1 and axes == {3 if line == LISTS else 4}
     except (TypeError, ValueError):
         fits = False
     if not fits:
         raise argument_error(
-            "cache", f"arrays as '{LINE}' has them, and as many b of {', '.join(parts)}", "others"
+            "cache", f"arrays as '{line}' has them, and as many b of {', '.join(parts)}", "others"
         )
     return found
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,82 +14,148 @@ import numpy as np
 
 from kvkit import files
 from kvkit.errors import argument_error
+from kvkit.files import llama
 from kvkit.files.arrays import CACHE
 from kvkit.files.paths import check_target, name_in_errors
 from kvkit.formats import BY_NAME, FLOATS
 from kvkit.formats.schemes import Coded, formats_named
-from kvkit.tools.readers import LINE, CacheReader, LayerReader, SideReader, open_cache
-from kvkit.tools.source import CacheSource
+from kvkit.tools.readers import LINE, LISTS, LayerReader, SideReader, open_one
+from kvkit.tools.rope_pairs import PairOrder
+from kvkit.tools.source import SLIDING, CacheSource, name_of_second
 
 SOME = 2048  # tokens that are encoded at a time
 Form = Any  # a `Coded` format, or a float type
+
+
+@dataclass(frozen=True)
+class Recoded:
+    """The caches of a file in another format: arrays, unless they are written, and what they are."""
+
+    arrays: dict[str, Any]
+    description: files.Description
+    metadata: dict[str, Any]
+    before: str
+    bytes: int
 
 
 def recode(
     source: CacheSource,
     target: str | os.PathLike[str] | None,
     format: str,
-    from_format: str | None,
-    progress: Callable[[int, int], object] | None,
-) -> tuple[dict[str, Any], files.Description, str, int]:
-    """Return (arrays, none if they are written; their description; the format before; bytes)."""
+    from_format: str | None = None,
+    rotation: str | None = None,
+    pairs: PairOrder | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Recoded:
+    """Code the numbers of all caches of a file again; undo a rotation, and change what pairs keys have."""
     floats = format in map(str, FLOATS)
     forms = [BY_NAME[format]] * 2 if floats else [Coded(one.name, one) for one in formats_named(format)]
     if target is not None:
         check_target(target)
-    found = open_cache(source, from_format=from_format)
-    made: dict[str, Any] = {}
     folder = None if target is None else Path(target).parent
-    total = sum(array.nbytes for array in source.arrays.values())
-    for i in range(found.count):
-        layer = found.layer(i)
-        starts = layer.starts[: 1 + source.paged.get("rows", len(layer.starts))]
-        with nullcontext() if target is None else name_in_errors(target):
-            made |= encode_layer(i, layer, starts, forms, folder)
-        if progress is not None:
-            progress(total * (i + 1) // found.count, total)
-    description = replace(
-        source.contents.description,
-        layout=LINE,
-        sizes=sizes_of_layer(found, layer, starts, floats),
-        format=format,
-        tables=None,
+    opened = {name: open_one(each, from_format, rotation) for name, each in source.caches.items()}
+    total, count = (
+        sum(array.nbytes for array in source.arrays.values()),
+        sum(x.count for x in opened.values()),
     )
-    before = found.format or str(layer.value.read(slice(0)).dtype)
+    made: dict[str, Any] = {}
+    described: dict[str, files.Description] = {}
+    for name, found in opened.items():
+        layers = []
+        for i in range(found.count):
+            layer = layer_to_code(found.layer(i), source.caches[name], pairs)
+            with nullcontext() if target is None else name_in_errors(target):
+                arrays = encode_layer(i, layer, forms, folder)
+            made |= in_file(name, arrays)
+            layers.append(layer)
+            if progress is not None:
+                progress(total * (i + 1 + (opened[CACHE].count if name != CACHE else 0)) // count, total)
+        described[name] = replace(
+            source.caches[name].contents.description,
+            layout=LISTS if len(lengths_of(layers[-1])) > 1 else LINE,
+            sizes=sizes_of_layers(layers, floats), format=format, tables=None,
+            **changed_facts(rotation, pairs),
+        )  # fmt: skip
+        made |= in_file(name, source.caches[name].places_of_tokens | source.caches[name].numbers_to_write)
+    before = opened[CACHE].format or str(layer.value.read(slice(0)).dtype)
     size = sum(array.nbytes for array in made.values())
     if not source.saved:
-        made |= source.other_arrays((CACHE, *source.scales), tables=False)
+        for name, each in source.caches.items():
+            made |= in_file(name, each.other_arrays((CACHE, *each.scales), tables=False))
+    metadata = carried_metadata(source, described.get(SLIDING), rotation)
     if target is not None:
-        files.write(target, made, description)
+        files.write(target, made, described[CACHE], metadata=metadata)
         made = {}
-    return made, description, before, size
+    return Recoded(made, described[CACHE], metadata, before, size)
+
+
+def in_file(cache: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arrays of a cache by the names that a file has for them."""
+    return dict(arrays) if cache == CACHE else {name_of_second(name): each for name, each in arrays.items()}
+
+
+def changed_facts(rotation: str | None, pairs: PairOrder | None) -> dict[str, Any]:
+    """Return the fields of a description that change with its numbers."""
+    facts: dict[str, Any] = {} if rotation is None else {"rotation": "none", "rotation_blocks": None}
+    return facts | ({} if pairs is None else {"rope_pairs": pairs.target})
+
+
+def carried_metadata(
+    source: CacheSource, second: files.Description | None, rotation: str | None = None
+) -> dict[str, Any]:
+    """Return what a converted file says beside its description: facts for the user, and its second cache."""
+    gone = {llama.HEADS} | ({llama.ROTATED} if rotation is not None else set())
+    notes = [note for note in source.contents.notes if note not in gone]
+    found: dict[str, Any] = {"notes": notes} if notes else {}
+    return found | ({} if second is None else {SLIDING: second.to_dict()})
+
+
+def layer_to_code(layer: LayerReader, source: CacheSource, pairs: PairOrder | None) -> LayerReader:
+    """Return a layer whose sequences all have tokens, with the wanted pairs of keys."""
+    layer = replace(layer, starts=layer.starts[: 1 + source.paged.get("rows", len(layer.starts))])
+    lengths = np.diff(layer.starts).tolist()
+    if not lengths or 0 in lengths:
+        raise argument_error(
+            "source", "sequences that all have tokens", ", ".join(map(str, lengths)) or "none"
+        )
+    return layer if pairs is None else replace(layer, key=pairs.reordered(layer.key))
+
+
+def lengths_of(layer: LayerReader) -> set[int]:
+    """Return the lengths that sequences have."""
+    return set(np.diff(layer.starts).tolist())
 
 
 def encode_layer(
-    i: int, layer: LayerReader, starts: Sequence[int], forms: Sequence[Form], folder: Path | None
+    i: int, layer: LayerReader, forms: Sequence[Form], folder: Path | None
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of a layer's sequences, which must have one length; in files of a folder's disk."""
+    """Return the arrays of a layer, as LINE or LISTS has them; in files of a folder's disk."""
     made = {}
-    lengths = np.diff(starts).tolist()
-    if len({*lengths, 0}) != 2:
-        raise argument_error("source", "sequences of one length", ", ".join(map(str, lengths)) or "none")
+    lengths = np.diff(layer.starts).tolist()
     for kv, side in enumerate((layer.key, layer.value)):
-        sequences = [encode_sequence(side, start, lengths[0], forms[kv]) for start in starts[:-1]]
+        sequences = [
+            encode_sequence(side, start, length, forms[kv])
+            for start, length in zip(layer.starts, lengths, strict=False)
+        ]
         for part in sequences[0]:
-            name = f"{CACHE if part == 'codes' else part}.{i}.{kv}"
+            name = CACHE if part == "codes" else part
+            if len(set(lengths)) > 1:
+                for b, one in enumerate(sequences):
+                    made[f"{name}.{b}.{i}.{kv}"] = join_pieces(one[part], 1, folder)[0]
+                continue
             pieces = [piece for one in sequences for piece in one[part]]
-            made[name] = join_pieces(pieces, len(sequences), folder)
+            made[f"{name}.{i}.{kv}"] = join_pieces(pieces, len(sequences), folder)
     return made
 
 
-def sizes_of_layer(
-    found: CacheReader, layer: LayerReader, starts: Sequence[int], floats: bool
-) -> dict[str, int]:
-    """Return the sizes of a recoded cache; the content's only of floats."""
-    key, value = layer.key, layer.value
-    sizes = {"l": found.count, "b": len(starts) - 1, "n": starts[1] - starts[0], "h": value.heads}
+def sizes_of_layers(layers: Sequence[LayerReader], floats: bool) -> dict[str, int]:
+    """Return the sizes that all layers of a recoded cache have; the content's only of floats."""
+    last = layers[-1]
+    lengths = set().union(*map(lengths_of, layers))
+    sizes = {"l": len(layers), "b": len(last.starts) - 1}
+    sizes |= ({"n": min(lengths)} if len(lengths) == 1 else {}) | {"h": last.value.heads}
     if floats:
-        sizes |= {"c": key.dim} | ({} if value.dim == key.dim else {"v": value.dim})
+        sizes |= {"c": last.key.dim} | ({} if last.value.dim == last.key.dim else {"v": last.value.dim})
     return sizes
 
 

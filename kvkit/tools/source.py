@@ -13,8 +13,9 @@ import numpy as np
 
 from kvkit import files, layouts
 from kvkit.errors import KvkitError, argument_error, brief, describe
-from kvkit.files import Contents
+from kvkit.files import Contents, llama
 from kvkit.files.arrays import BESIDE, CACHE, nested
+from kvkit.files.description import parse_description
 from kvkit.formats import FLOATS, NAMED
 from kvkit.formats.elements import FLOATS8
 from kvkit.interop import as_numpy
@@ -34,6 +35,7 @@ NAMES = (  # of keys and values that are arrays of their own: in pages, then pac
 PAGED_NAMES = NAMES[0]
 AXES = {True: {3: "n h c", 4: "b n h c", 5: "l b n h c"}, False: {3: "n h c", 4: "l n h c", 5: "l b n h c"}}
 SIDES = "key", "value"
+SLIDING = "sliding"  # the name of a second cache, of layers with a window, and what its tables begin with
 PACKED = "packed sequences"  # a convention of tables: `seqstarts`
 TABLES = (  # how names of tables begin
     "sequences.", "published.", "blocks", "block_tables", "context_lens", "page_size", "kv_", "slots",
@@ -71,7 +73,8 @@ class CacheSource:
         self.arrays = self.contents.arrays
         named = isinstance(source, (str, os.PathLike))
         self.name = str(source) if named else self.contents.kind
-        self.sizes = dict(self.contents.description.sizes) | dict(sizes or {})
+        self.given_layout, self.given_sizes = layout, dict(sizes or {})
+        self.sizes = dict(self.contents.description.sizes) | self.given_sizes
         self.arguments = arguments
         self.stated_layout = layout or self.contents.description.layout or self.text("layout")
         self.implied = self.stated_layout is None and self.layer_names is not None  # by names alone
@@ -105,6 +108,44 @@ class CacheSource:
         return found if isinstance(found, dict) else {}
 
     @cached_property
+    def sliding(self) -> CacheSource | None:
+        """Return the second cache of a file, that of layers with a window; None without one."""
+        if nested(self.arrays, SLIDING) is None:
+            return None
+        arrays = {name: array for old, array in self.arrays.items() if (name := name_in_second(old))}
+        about = self.contents.metadata.get(SLIDING)
+        said = parse_description(self.name, about) if about is not None else replace(
+            self.contents.description, sizes={axis: self.sizes[axis] for axis in "hcv" if axis in self.sizes}
+        )  # fmt: skip
+        contents = Contents(arrays, {}, kind=self.contents.kind, description=said)
+        sizes = {axis: count for axis, count in self.given_sizes.items() if axis in "hcv"}
+        return CacheSource(contents, self.given_layout, sizes, self.arguments)
+
+    @property
+    def caches(self) -> dict[str, CacheSource]:
+        """Return the cache and the second one, where there is one, by the names of their arrays."""
+        return {CACHE: self} | ({} if self.sliding is None else {SLIDING: self.sliding})
+
+    @cached_property
+    def places_of_tokens(self) -> dict[str, np.ndarray]:
+        """Return the packed positions of all tokens, and those in images; {} if they count from 0."""
+        if {"cache_cells.positions", "cache_cells.sequences"} <= self.arrays.keys():
+            cells, owners = order_cells(self.arrays)
+            names = {"": "cache_cells.positions", "_x": "cache_cells.x", "_y": "cache_cells.y"}
+            found = {f"positions{end}": self.arrays[name][cells] for end, name in names.items()
+                     if name in self.arrays}  # fmt: skip
+            begins = np.flatnonzero(np.diff(owners, prepend=-1))
+            counted = np.arange(len(cells)) - np.repeat(begins, np.diff([*begins, len(cells)]))
+            return {} if all(np.array_equal(each, counted) for each in found.values()) else found
+        found = {name: array for name, array in self.arrays.items() if name.partition("_")[0] == "positions"}
+        return {name: array for name, array in found.items() if array.ndim == 1 and array.dtype.kind in "iu"}
+
+    @property
+    def positions(self) -> np.ndarray | None:
+        """Return the positions of the sequences' tokens, packed; None where they count from 0."""
+        return self.places_of_tokens.get("positions")
+
+    @cached_property
     def side_names(self) -> tuple[str, str] | None:
         """Return the first of `NAMES` whose arrays are there, both or else one; None beside ``cache``."""
         if self.contents.cache is not None:
@@ -129,6 +170,13 @@ class CacheSource:
             return self.layer_names.numbers
         numbers = self.arrays.get("layers")
         return numbers.tolist() if numbers is not None and numbers.ndim == 1 else None
+
+    @property
+    def numbers_to_write(self) -> dict[str, np.ndarray]:
+        """Return the numbers of layers as an array for a file; {} where they count from 0."""
+        numbers = self.layer_numbers
+        known = numbers is not None and numbers != list(range(len(numbers)))
+        return {"layers": np.array(numbers)} if known else {}
 
     @cached_property
     def separate(self) -> dict[str, Any]:
@@ -230,6 +278,8 @@ class CacheSource:
             text = str(error)
             for i, name in enumerate(self.side_names or ()):
                 text = text.replace(f"arrays[{i}]", name).replace(f"source[{i}]", name)
+            if " in each layer, got " in text:
+                text += " (layers=0,2: takes those of one length)"
             raise KvkitError(text) from error
 
     def require_view(self, both: bool = True) -> KV:
@@ -240,6 +290,15 @@ class CacheSource:
             wanted = "one whose content is not split (kvkit convert makes one)"
             raise argument_error(self.arguments[0], wanted, self.layout)
         return self.kv
+
+    def require_view_of_rows(self) -> KV:
+        """Return keys and values, with the heads of a row as one where nobody says how many there are."""
+        try:
+            return self.require_view(both=False)
+        except KvkitError:
+            if (kv := self.one_head_view()[0]) is None:
+                raise
+            return kv
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
@@ -279,7 +338,9 @@ class CacheSource:
         return {
             name: array
             for name, array in self.arrays.items()
-            if id(array) not in gone and (tables or not name.startswith(TABLES))
+            if id(array) not in gone
+            and (tables or not name.startswith((*TABLES, "positions")))
+            and (self.sliding is None or not name_in_second(name))
         }
 
     def side_scale(self, side: str, part: str) -> Any:
@@ -387,11 +448,11 @@ class CacheSource:
 
 
 def contents_of(source: Any) -> Contents:
-    """Return what is in a file; arrays by name as if they were."""
+    """Return what is in a file, streams of llama.cpp as one; arrays by name as if they were."""
     if isinstance(source, Contents):
-        return source
+        return llama.join_streams(source)
     if isinstance(source, (str, os.PathLike)):
-        return files.read(source)
+        return llama.join_streams(files.read(source))
     if not isinstance(source, Mapping):
         if not hasattr(source, "layers"):
             raise argument_error("source", "a path, a dict of arrays or a cache", describe(source))
@@ -475,6 +536,24 @@ def parse_layout(layout: str | Layout, argument: str) -> Layout:
         raise KvkitError(str(error).replace("layout:", f"{argument}:", 1)) from None
 
 
+def name_in_second(name: str) -> str:
+    """Return the name that an array of the second cache has in it; "" for any other array."""
+    begin, _, rest = name.partition(".")
+    if begin == SLIDING:
+        return f"{CACHE}.{rest}" if rest else CACHE
+    if not name.startswith(f"{SLIDING}_"):
+        return ""
+    rest = name.removeprefix(f"{SLIDING}_")
+    return f"{CACHE}_{rest}" if rest.startswith("cells.") else rest
+
+
+def name_of_second(name: str) -> str:
+    """Return the name under which a file has an array of the second cache: the inverse of the above."""
+    if name == CACHE or name.startswith((f"{CACHE}.", f"{CACHE}_cells.")):
+        return SLIDING + name.removeprefix(CACHE)
+    return f"{SLIDING}_{name}"
+
+
 def holds_arrays(value: Any) -> bool:
     """Return whether a value is a list of arrays, or of such lists."""
     several = isinstance(value, (list, tuple)) and len(value) > 0
@@ -500,12 +579,15 @@ def view_of(cache: Any, layout: str | Layout, sizes: Mapping[str, int]) -> KV | 
 
 
 def axis_sizes_of(kv: KV, layout: str | Layout) -> dict[str, int]:
-    """Return the lengths of a layout's axes, as views have them."""
-    several = isinstance(kv.keys[0], tuple)
-    first = kv.keys[0][0] if several else kv.keys[0]
-    found = dict(zip("bnhc"[-first.ndim :], first.shape, strict=True)) | {"l": len(kv.keys)}
-    found |= {"b": len(kv.keys[0])} if several else {}
-    return {axis: found[axis] for axis in "lbnhc" if axis in layouts.parse(layout).names}
+    """Return the lengths of a layout's axes, as views have them; of lists those that all members have."""
+    arrays = [one for each in kv.keys for one in (each if isinstance(each, tuple) else [each])]
+    found = {"l": len(kv.keys)} | ({"b": len(kv.keys[0])} if isinstance(kv.keys[0], tuple) else {})
+    for i, axis in enumerate("bnhc"[-arrays[0].ndim :]):
+        lengths = {array.shape[i] for array in arrays}
+        found |= {axis: min(lengths)} if len(lengths) == 1 else {}
+    found = {axis: n for axis, n in found.items() if axis in layouts.parse(layout).names}
+    values = kv.values[0][0] if isinstance(kv.values[0], tuple) else kv.values[0]
+    return found | ({"v": values.shape[-1]} if values.shape[-1] != found.get("c", values.shape[-1]) else {})
 
 
 def format_of_paged(about: Mapping[str, Any]) -> str | None:
@@ -542,9 +624,17 @@ def tokens_of_saved(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) 
     return tables.from_tokens(np.concatenate(places), owners, positions, len(lengths))
 
 
+def order_cells(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (cells, sequences) of llama.cpp's tokens by position; those of an image by rows and columns."""
+    cells = np.repeat(np.arange(len(arrays["cache_cells.positions"])),
+                      np.diff(arrays["cache_cells.sequence_starts"]))  # fmt: skip
+    _, numbers = np.unique(arrays["cache_cells.sequences"], return_inverse=True)
+    places = [arrays[name][cells] for name in ("cache_cells.x", "cache_cells.y") if name in arrays]
+    order = np.lexsort((*places, arrays["cache_cells.positions"][cells], numbers))
+    return cells[order], numbers[order]
+
+
 def pages_of_cells(arrays: Mapping[str, np.ndarray]) -> BlockTable:
     """Return the pages of llama.cpp's cells; sequences keep their order, not their numbers."""
-    at, whose = arrays["cache_cells.positions"], arrays["cache_cells.sequences"]
-    _, numbers = np.unique(whose, return_inverse=True)
-    cells = np.repeat(np.arange(len(at)), np.diff(arrays["cache_cells.sequence_starts"]))
-    return tables.from_tokens(cells, numbers, at[cells])
+    cells, numbers = order_cells(arrays)
+    return tables.from_tokens(cells, numbers, arrays["cache_cells.positions"][cells], gaps=True)

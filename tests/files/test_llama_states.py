@@ -62,8 +62,8 @@ def test_all_comes_out(tmp_path, rng, session, v_trans, kinds, streams):
     old, new = VERSIONS[session]
     for version, fields, several in (
         (old, (), True),
-        (old, ("y", "x"), False),
-        (new, ("y", "x", "token"), True),
+        (old, ("x", "y"), False),
+        (new, ("x", "y", "token"), True),
     ):
         made = random_memory(rng, streams, *kinds, extra=len(fields), several=several)
         data = llama_state.head(session, version, [1, 5, 9])

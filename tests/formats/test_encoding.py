@@ -35,7 +35,8 @@ def power(name, code):
 
 # By name: the bytes of numbers that share a scale, and what lies beside these bytes.
 REFERENCE = {
-    **{name: getattr(oracle, name) for name in ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "ggml_mxfp4", "ds_mla")},
+    **{name: getattr(oracle, name)
+       for name in ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "ggml_mxfp4", "ds_mla")},
     **{name: partial(lambda x, table: [oracle.float_code(v, table) for v in x], table=oracle.TABLES[name])
        for name in ("e4m3", "e5m2")},
     **{f"int{bits}": partial(own_code, bits=bits, symmetric=True) for bits in (8, 4, 2)},
@@ -252,8 +253,8 @@ TOKENS, HEADS = 32, 2
 GIVEN = {"e4m3": 1.0, "e5m2": 1.0, "ort_int8": 0.03, "ort_int4": 0.4, "nvfp4": 0.002}
 # Relative rms on normal numbers, docs/specifications/formats.md 5; of others by the bits of a code.
 RMS = {
-    "q8_0": 0.0054, "int8": 0.0040, "e4m3": 0.0264, "e5m2": 0.0529, "q5_1": 0.0379, "q5_0": 0.0427, "q4_1": 0.0782,
-    "q4_0": 0.0859, "nvfp4": 0.0952, "int4": 0.0971, "mxfp4": 0.1151, "mlx_mxfp4": 0.1236,
+    "q8_0": 0.0054, "int8": 0.0040, "e4m3": 0.0264, "e5m2": 0.0529, "q5_1": 0.0379, "q5_0": 0.0427,
+    "q4_1": 0.0782, "q4_0": 0.0859, "nvfp4": 0.0952, "int4": 0.0971, "mxfp4": 0.1151, "mlx_mxfp4": 0.1236,
     "mlx_mxfp8": 0.0285, "turbo_k3": 0.186, "turbo_k4": 0.0975,
 }  # fmt: skip
 LATENT = {"ds_mla": 576, "ds_v4": 512}  # elements of their rows

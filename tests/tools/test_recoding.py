@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from folder_scenes import full_disk
 
-from kvkit import KvkitError, files, formats
+from kvkit import KvkitError, files, formats, tools
 from kvkit.cache import PagedCache, QuantizedCache, QuantSpec
 from kvkit.formats.schemes import cache_format
 from kvkit.tools import convert, recoding
@@ -82,7 +82,8 @@ def test_scales_move_with_their_codes(cache):
         np.testing.assert_array_equal(one, other)
 
 
-def test_sequences_of_tables(cache):
+def test_sequences_of_tables(cache, tmp_path):
+    """Of one length in one array, of several lengths in lists."""
     pool = cache.reshape(LAYERS, 2, 8, 8, HEADS, D)  # pages of 8 tokens
     tables = {"block_tables": np.array([[7, 2], [0, 2]]), "context_lens": np.array([11, 11])}
     done = convert({"cache": pool} | tables, None, from_layout="| l kv b n h c", format="float16")
@@ -90,7 +91,20 @@ def test_sequences_of_tables(cache):
     rows = np.concatenate([pool[1, 0, 0], pool[1, 0, 2, :3]])
     np.testing.assert_array_equal(done.arrays["cache.1.0"][1], rows.astype(np.float16))
     tables["context_lens"] = np.array([11, 10])
-    with pytest.raises(KvkitError, match="source: expected sequences of one length, got 11, 10"):
+    for format, tolerance in (("float16", 1e-3), ("q8_0", 0.01), ("int8:head", 0.02), ("q8_0/q4_0", 0.2)):
+        path = tmp_path / f"{format.replace('/', '')}.npz"
+        done = convert({"cache": pool} | tables, path, from_layout="| l kv b n h c", format=format)
+        assert done.description.layout == "b l kv | n h c"
+        assert "n" not in done.description.sizes
+        found, layer = open_cache(path), open_cache({"cache": pool} | tables, "| l kv b n h c").layer(1)
+        assert found.layer(1).starts == layer.starts == [0, 11, 21]
+        for one, other in ((found.layer(1).key, layer.key), (found.layer(1).value, layer.value)):
+            expected = other.read(slice(5, 17))
+            assert (one.read(slice(5, 17)) - expected).std() < tolerance
+        assert tools.study(path, "fp8").tokens == 21
+        assert tools.inspect(path).sizes["b"] == 2
+    tables["context_lens"] = np.array([11, 0])
+    with pytest.raises(KvkitError, match="source: expected sequences that all have tokens, got 11, 0"):
         convert({"cache": pool} | tables, None, from_layout="| l kv b n h c", format="float16")
 
 

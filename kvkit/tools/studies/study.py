@@ -203,6 +203,7 @@ def study(
     rope: Rope | str | None = None,
     layout: str | None = None,
     sizes: Mapping[str, int] | None = None,
+    rotation: str | None = None,
     progress: Callable[[int, int], object] | None = None,
     mapper: Mapper = map,
     threshold: float = THRESHOLD,
@@ -236,6 +237,9 @@ def study(
         The layout of the file's cache, if the file does not name one.
     sizes : mapping, optional
         Sizes of axes (l, b, n, h, c) that cannot be derived from the shapes.
+    rotation : str, optional
+        The rotation that keys and values are stored with, which is undone: "llama.cpp", or what else
+        `kvkit.formats.rotate` takes.
     progress : callable, optional
         Called with (finished layers, all layers).
     mapper : callable
@@ -269,7 +273,7 @@ def study(
     """
     check_threshold(threshold)
     opened, plan = (
-        Lazy(open_cache, source, layout, sizes),
+        Lazy(open_cache, source, layout, sizes, None, rotation),
         Lazy(make_plan, schemes, evict, budget, judge, rope),
     )
     return replace(study_layers(opened, plan, progress, mapper), threshold=threshold)

@@ -1,0 +1,152 @@
+"""Write sequence states and sessions of llama.cpp, from arrays under the names that its reader gives them.
+
+llama.cpp reads a state whose version, numbers of layers and streams, types and rows are those of its context.
+"""
+
+import struct
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from kvkit.files.contents import Contents
+from kvkit.files.errors import file_error
+from kvkit.files.llama import (
+    BLOCKS,
+    CACHES,
+    EXTRAS,
+    FLOATS,
+    NAMES,
+    RECURRENT,
+    SEQUENCE,
+    SESSION,
+    join_streams,
+)
+from kvkit.files.paths import check_target, name_in_errors
+from kvkit.files.replace import replacing
+from kvkit.typed import Array, FilePath
+
+SUFFIX = ".bin"
+VERSION = 3  # of a sequence's state that no file had before
+OUTPUTS = (("outputs", "<I"), ("logits", "<Q"), ("embeddings", "<Q"))
+
+
+def write(path: FilePath, contents: Contents) -> None:
+    """Write contents as `kvkit.files.read` gives them, of a session or else of a sequence; replace a file."""
+    check_target(path)
+    try:
+        pieces = list(pieces_of(join_streams(contents)))
+    except (KeyError, ValueError, IndexError) as error:
+        raise file_error(path, f"no state of llama.cpp can be made of these arrays ({error})") from None
+    with name_in_errors(path), replacing(path) as file:
+        for piece in pieces:
+            file.write(piece)
+
+
+def pieces_of(contents: Contents) -> Iterator[bytes]:
+    """Yield the bytes of a file, a piece at a time."""
+    arrays, metadata = contents.arrays, contents.metadata
+    session = contents.kind == NAMES[SESSION]
+    magic, version = (
+        (SESSION, metadata["version"]) if session else (SEQUENCE, metadata.get("version", VERSION))
+    )
+    tokens = np.asarray(arrays.get("token_ids", ()), "<i4")
+    yield struct.pack("<III", magic, version, len(tokens)) + tokens.tobytes()
+    if session:
+        text = metadata["architecture"].encode()
+        yield struct.pack("<I", len(text)) + text
+    for name, code in OUTPUTS:
+        if name in arrays:
+            yield struct.pack(code, len(arrays[name])) + arrays[name].tobytes()
+    line = contents.description.layout or ""
+    for name in CACHES:
+        if f"{name}_cells.positions" in arrays:
+            said = metadata["sliding"].get("format") if name != CACHES[0] else contents.description.format
+            yield from pieces_of_cache(
+                arrays, name, EXTRAS[magic, version], metadata.get("streams", 1), ";" in line, said or ""
+            )
+    if f"{RECURRENT}_cells.positions" in arrays:
+        yield from pieces_of_recurrent(arrays, metadata["recurrent_layers"])
+
+
+def pieces_of_cache(
+    arrays: Mapping[str, Array],
+    name: str,
+    extra: tuple[str, ...],
+    streams: int,
+    transposed: bool,
+    format: str,
+) -> Iterator[bytes]:
+    """Yield the bytes of one cache of the memory."""
+    cells = {what.split(".", 1)[1]: x for what, x in arrays.items() if what.startswith(f"{name}_cells.")}
+    stream = cells.get("stream", np.zeros(len(cells["positions"]), np.int32))
+    fields = tuple(field for field in extra if field in cells)
+    if fields and fields != extra:
+        raise ValueError(f"cells have {', '.join(fields)} and not {', '.join(extra)}")
+    layers = rows_by_layer(arrays, name)
+    yield struct.pack("<I", streams)
+    for number in range(streams):
+        own = np.flatnonzero(stream == number)
+        yield struct.pack("<I", len(own)) + bytes_of_cells(cells, own, fields)
+        if not len(own):
+            continue
+        yield struct.pack("<II", transposed, len(layers))
+        sides = format.split("/") if "/" in format else [format, format]
+        for kv, side in enumerate(sides):
+            for layer in layers:
+                if kv < len(layer):
+                    yield bytes_of_rows(layer[kv][0], own, side, bool(kv) and transposed)
+
+
+def rows_by_layer(arrays: Mapping[str, Array], name: str) -> list[list[Array]]:
+    """Return the rows of each layer, of keys and of values where there are values."""
+    layers: list[list[Array]] = []
+    while f"{name}.{len(layers)}.0" in arrays or f"{name}.{len(layers)}" in arrays:
+        place = f"{name}.{len(layers)}"
+        layers.append([arrays[place]] if place in arrays else [arrays[f"{place}.{kv}"] for kv in (0, 1)])
+    return layers
+
+
+def bytes_of_cells(cells: Mapping[str, Array], own: Array, fields: tuple[str, ...]) -> bytes:
+    """Return the bytes of some cells."""
+    starts, found = cells["sequence_starts"], []
+    for cell in own:
+        ids = cells["sequences"][starts[cell] : starts[cell + 1]]
+        numbers = [cells["positions"][cell], len(ids), *(cells[field][cell] for field in fields), *ids]
+        found.append(np.array(numbers, "<i4").tobytes())
+    return b"".join(found)
+
+
+def bytes_of_rows(rows: Array, own: Array, format: str, transposed: bool) -> bytes:
+    """Return the bytes of some rows of a layer, [cells, elements], or of columns [elements, cells]."""
+    kind, size = type_of(rows.dtype, format)
+    if transposed:
+        head = struct.pack("<iII", kind, rows.dtype.itemsize, len(rows))
+        return head + np.ascontiguousarray(rows[:, own]).tobytes()
+    if size and rows.shape[1] % size:
+        raise ValueError(f"rows of {rows.shape[1]} bytes of {format}")
+    return struct.pack("<iQ", kind, rows.shape[1] * rows.dtype.itemsize) + rows[own].tobytes()
+
+
+def type_of(dtype: np.dtype, format: str) -> tuple[int, int]:  # type: ignore[type-arg]
+    """Return (number of a ggml type, bytes of its blocks, 0 of floats)."""
+    for number, known in FLOATS.items():
+        if dtype == known:
+            return number, 0
+    for number, (name, size) in BLOCKS.items():
+        if name == format and dtype == np.uint8:
+            return number, size
+    raise ValueError(f"{dtype} of format {format or 'unknown'}")
+
+
+def pieces_of_recurrent(arrays: Mapping[str, Array], count: int) -> Iterator[bytes]:
+    """Yield the bytes of a recurrent memory of a model with so many layers."""
+    cells = {
+        what: arrays[f"{RECURRENT}_cells.{what}"] for what in ("positions", "sequences", "sequence_starts")
+    }
+    own = np.arange(len(cells["positions"]))
+    yield struct.pack("<I", len(own)) + bytes_of_cells(cells, own, ())
+    yield struct.pack("<II", 0, count)
+    layers = rows_by_layer(arrays, RECURRENT)
+    for part in (0, 1):
+        for layer in layers:
+            yield bytes_of_rows(layer[part], own, "float32", False)

@@ -1,0 +1,136 @@
+"""Take some layers of a cache: those of models with windows or without attention differ in length."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvkit import layouts
+from kvkit.errors import argument_error, brief
+from kvkit.files import Contents
+from kvkit.files.arrays import BESIDE, CACHE, name_arrays, nested
+from kvkit.layouts import Layout
+from kvkit.tools.names import LAYER
+from kvkit.tools.source import SIDES, SLIDING, CacheSource, leaves, name_in_second, name_of_second
+
+PART = re.compile(r"(\d{1,6})?(:)?(\d{1,6})?(?::(\d{1,6}))?")
+
+
+def parse_layers(text: str, known: Sequence[int]) -> list[int]:
+    """Return the numbers of layers that a text chooses, such as 0,2,4: or 1::2, in order."""
+    chosen: set[int] = set()
+    for part in text.split(","):
+        found = PART.fullmatch(part.strip())
+        if found is None or (found[2] is None and found[1] is None) or found[4] == "0":
+            raise argument_error("layers", "numbers and ranges, as 0,2,4: or 1::2", brief(text))
+        begin, step = int(found[1] or 0), int(found[4] or 1)
+        if found[2] is None:
+            if begin not in known:
+                raise argument_error("layers", f"numbers among {brief(list(known))}", begin)
+            chosen.add(begin)
+            continue
+        end = int(found[3]) if found[3] else max(known, default=-1) + 1
+        chosen |= set(range(begin, end, step)) & set(known)
+    if not chosen:
+        raise argument_error("layers", f"some of {brief(list(known))}", brief(text))
+    return sorted(chosen)
+
+
+def choose_layers(source: CacheSource, text: str) -> Contents:
+    """Return the contents of a source with some of its layers, which keep their numbers."""
+    if source.saved and source.contents.cache is None:
+        raise argument_error(
+            "layers", "a cache whose layers are floats", "what a cache of codes or pages saved"
+        )
+    numbers = {name: layer_numbers(each) for name, each in source.caches.items()}
+    if len(numbers) > 1 and source.layer_numbers is None:  # in a file of two caches, the second's come behind
+        numbers[SLIDING] = [number + len(numbers[CACHE]) for number in numbers[SLIDING]]
+    chosen = parse_layers(text, sorted(set().union(*numbers.values())))
+    parts = [
+        with_layers(each, [i for i in numbers[name] if i in chosen], numbers[name])
+        for name, each in source.caches.items()
+        if set(numbers[name]) & set(chosen)
+    ]
+    first, *others = parts
+    for other in others:
+        arrays = first.arrays | {name_of_second(name): array for name, array in other.arrays.items()}
+        first = replace(
+            first, arrays=arrays, metadata=first.metadata | {SLIDING: other.description.to_dict()}
+        )
+    return first
+
+
+def layer_numbers(source: CacheSource) -> list[int]:
+    """Return the numbers of a cache's layers."""
+    source.require_cache()
+    if source.layer_numbers is not None:
+        return source.layer_numbers
+    line, cache = layouts.parse(source.layout or ""), source.cache
+    if "l" in line.lists:
+        members = cache if line.lists[0] == "l" else cache[0]
+        return list(range(len(members)))
+    at = axis_of_layers(line)
+    return [0] if at is None else list(range(leaves(cache)[0].shape[at]))
+
+
+def axis_of_layers(line: Layout) -> int | None:
+    """Return which axis of an array has the layers; None if none has."""
+    names = [[axis.name for axis in group] for group in line.groups]
+    return names.index(["l"]) if ["l"] in names else None
+
+
+def with_layers(source: CacheSource, chosen: list[int], numbers: list[int]) -> Contents:
+    """Return the contents of one cache with some of its layers."""
+    second = source.sliding is not None
+    arrays = {name: x for name, x in source.arrays.items() if not (second and name_in_second(name))}
+    if source.layer_names is not None:
+        gone = [pattern.replace(LAYER, str(i)) for pattern in source.layer_names.patterns
+                for i in set(numbers) - set(chosen)]  # fmt: skip
+        arrays = {name: array for name, array in arrays.items() if name not in gone}
+    else:
+        places = [numbers.index(number) for number in chosen]
+        line = layouts.parse(source.layout or "")
+        for root, part in parts_of(source).items():
+            arrays = {
+                name: x for name, x in arrays.items() if name != root and not name.startswith(f"{root}.")
+            }
+            arrays |= name_arrays(take_layers(part, line, places, root != CACHE), root)
+        arrays = {name: array for name, array in arrays.items() if not name.startswith("layers.")}
+        arrays["layers"] = np.array(chosen)
+    said = source.contents.description
+    sizes = {axis: count for axis, count in said.sizes.items() if axis not in "ln"}
+    metadata = {
+        name: value for name, value in source.contents.metadata.items() if name not in (SLIDING, "cache")
+    }
+    return replace(source.contents, arrays=arrays, metadata=metadata, description=replace(said, sizes=sizes))
+
+
+def parts_of(source: CacheSource) -> dict[str, Any]:
+    """Return the arrays of a cache that have layers, by the roots of their names."""
+    names = [*BESIDE]
+    for side in source.side_names or ():
+        names += [side, *(f"{side}_{part}" for part in BESIDE)]
+    names += [f"{side}_{part}" for side in SIDES for part in BESIDE]
+    found = {name: part for name in names if (part := nested(source.arrays, name)) is not None}
+    return found | ({} if source.contents.cache is None else {CACHE: source.contents.cache})
+
+
+def take_layers(part: Any, line: Layout, places: list[int], alone: bool) -> Any:
+    """Return some layers of an array or of nested lists; `alone` of a side, which has no list of both."""
+    lists = [axis for axis in line.lists if axis != "kv" or not alone]
+    if isinstance(part, list):
+        if "l" not in lists:
+            raise argument_error(
+                "layers", "layers that are arrays of their own, or an axis of them", str(line)
+            )
+        if lists[0] == "l":
+            return [part[i] for i in places]
+        return [[one[i] for i in places] for one in part]
+    at = axis_of_layers(line)
+    if at is None or at >= part.ndim:
+        return part
+    return np.take(part, places, at)
