@@ -95,7 +95,8 @@ def study(
         with clusters.mapper(dask) as mapper, show.task_bar("layers", quiet=dask is not None) as progress:
             found = tools.study(
                 source, schemes, layout=layout, sizes=sizes, rotation=rotation, progress=progress,
-                mapper=mapper, threshold=threshold, rope=None if rope is None else parse_rope(rope), **policies,
+                mapper=mapper, threshold=threshold,
+                rope=None if rope is None else parse_rope(rope), **policies,
             )  # fmt: skip
     else:
         if text is None or dask or layout or sizes or rope or rotation:

@@ -127,7 +127,7 @@ def bytes_of_rows(rows: Array, own: Array, format: str, transposed: bool) -> byt
     return struct.pack("<iQ", kind, rows.shape[1] * rows.dtype.itemsize) + rows[own].tobytes()
 
 
-def type_of(dtype: np.dtype, format: str) -> tuple[int, int]:  # type: ignore[type-arg]
+def type_of(dtype: np.dtype, format: str) -> tuple[int, int]:
     """Return (number of a ggml type, bytes of its blocks, 0 of floats)."""
     for number, known in FLOATS.items():
         if dtype == known:

@@ -171,9 +171,9 @@ def of_gguf(fields: Mapping[str, Any]) -> ModelShape:
     ]
     return ModelShape(
         str(fields.get("general.name", architecture)), tuple(layers), int(found.get("context_length", 0)),
-        tuple(numbers), found.get("rope.freq_base"), pairs[0] if pairs else None,
-        found.get("rope.dimension_count"),
-        found.get("rope.freq_base_swa", 10000.0 if "gemma3" in architecture else found.get("rope.freq_base")),
+        tuple(numbers), rope_base=found.get("rope.freq_base"), rope_pairs=pairs[0] if pairs else None,
+        rope_dim=found.get("rope.dimension_count"),
+        sliding_rope_base=found.get("rope.freq_base_swa", 10000.0 if "gemma3" in architecture else None),
     )  # fmt: skip
 
 

@@ -109,8 +109,8 @@ def convert(
         or a format, as `kvkit.formats.encode` takes it (``"kivi2"`` names both sides; kvkit's own codes have
         scales of 16 bits; ``"q8_0/q4_0"`` too). The cache then lies as ``"l kv | b n h c"``, a b for each
         sequence, or as ``"b l kv | n h c"`` where sequences differ in length; each b is encoded for itself,
-        and what `encode` returns beside codes is ``scale.LAYER.KV`` and so on, which `study` reads. Of tables the sequences' rows are converted, of what `PagedCache.save`
-        wrote those of its rows.
+        and what `encode` returns beside codes is ``scale.LAYER.KV`` and so on, which `study` reads. Of tables
+        the sequences' rows are converted, of what `PagedCache.save` wrote those of its rows.
     from_format : str, optional
         The format of codes in the source, if its file does not name it.
     sizes : mapping, optional

@@ -71,7 +71,7 @@ def with_shape(said: Description, layers: list[LayerShape], shape: ModelShape, s
     sizes = dict(said.sizes) | {"h": heads}
     if said.format in [str(one) for one in FLOATS]:
         sizes |= {"c": dim} | ({} if values == dim else {"v": values})
-    base = shape.sliding_rope_base if sliding else shape.rope_base
+    base = (shape.sliding_rope_base if sliding else None) or shape.rope_base
     return replace(
         said, sizes=sizes, rope_base=said.rope_base or base, rope_pairs=said.rope_pairs or shape.rope_pairs,
         rope_dim=said.rope_dim or (None if shape.rope_dim in (None, dim) else shape.rope_dim),

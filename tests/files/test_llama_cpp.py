@@ -1,8 +1,8 @@
 """Files that llama.cpp wrote: version 0.5.0 (November 2026), and b8390 (March 2026) those called old.
 
 Its models are tiny and random. The zip has states of a context that removed positions 4 to 11 (`holes`) and
-went on (`filled`), of a model with a window of 4, of an image of 2 rows and 3 columns, of sequences in streams
-of their own and in one, of coded keys and values, of recurrent models; and the first bytes of the models.
+went on (`filled`), of a model with a window of 4, of an image of 2 rows and 3 columns, of sequences in
+streams of their own and in one, of coded keys and values, of recurrent models; and the models' first bytes.
 """
 
 import shutil
