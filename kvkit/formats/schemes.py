@@ -165,7 +165,7 @@ def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
 
 
 def formats_named(text: str) -> tuple[Format, Format]:
-    """Return the formats of keys and of values, which differ for "kivi2", "turboquant_k3v4_nc", "q8_0/q4_0"."""
+    """Return the formats of keys and values: they differ for "kivi2", "turboquant_k3v4_nc", "q8_0/q4_0"."""
     if text in PAIRS:
         return named(PAIRS[text][0]), named(PAIRS[text][1])
     if "/" in text:
