@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from cell_model import Cells, exact
 
-from kvkit import KvkitError, Rope
+from kvkit import KvkitError, Rope, cpu
 from kvkit.cache import BlockAllocator, OutOfBlocksError, PagedCache, load
 
 ROPE, LAYERS, HEADS, DIM, P = Rope(8), 2, 2, 8, 4
@@ -373,6 +373,40 @@ def test_removed_tokens_are_as_hidden_ones(options, mask, causal):
             results.append(step.attend(query, 1, columns, is_causal=causal, return_lse=True, **options))
     for one, other in zip(*results, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+@pytest.mark.parametrize(("mask", "bits"), [(None, 0), (None, 8), ("bool", 0), ("bias", 8)])
+def test_sequences_get_the_same_bits_whoever_is_moved_beside_them(mask, bits, monkeypatch):
+    """Attention to moved sequences alone takes another launch, of float32 queries."""
+    cache, launches = PagedCache(64, P, LAYERS, HEADS, DIM, np.float16, rope=ROPE, quant_bit=bits), []
+    one, moved, two = (cache.blocks.add() for _ in range(3))
+    query, states = (normal(*shape, dtype=np.float16) for shape in ((7, 4, DIM), (2, 99, HEADS, DIM)))
+    with cache.begin_step([(one, 70), (moved, 20), (two, 9)]) as step:
+        for layer in range(LAYERS):
+            step.update(*states, layer)
+    cache.remove(moved, 2, 9, close=True)
+    prepare = cpu.attention.prepare.prepare_attention
+    monkeypatch.setattr(
+        cpu.attention.prepare,
+        "prepare_attention",
+        lambda query, *more: launches.append((query.dtype.name, len(query))) or prepare(query, *more),
+    )
+    columns = {None: None, "bool": normal(7, 99) < 1, "bias": normal(7, 99)}[mask]
+
+    def attended(pairs, tokens, keys):
+        own = None if mask is None else columns[tokens][:, keys]
+        with cache.begin_step([(cache.blocks.fork(seq), count) for seq, count in pairs]) as step:
+            for layer in range(LAYERS):
+                step.update(*states[:, tokens], layer)
+            return [step.attend(query[tokens], layer, own, return_lse=True) for layer in range(LAYERS)]
+
+    others = np.array([0, 3, 4, 5, 6])
+    whole = attended([(one, 1), (moved, 2), (two, 4)], np.arange(7), np.arange(99))
+    alone = attended([(one, 1), (two, 4)], others, np.r_[:71, 86:99])
+    for result, wanted in zip(whole, alone, strict=True):
+        for side, want in zip(result, wanted, strict=True):
+            np.testing.assert_array_equal(side[others], want)
+    assert set(launches) == {("float16", 5), ("float32", 8)}  # two queries, each of four pieces
 
 
 def test_windows_count_positions():

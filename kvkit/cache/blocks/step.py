@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -58,12 +58,17 @@ class Step:
     start_pos: Array
     pages: Array
     first_places: Array  # where new tokens begin, counted in rows of the sequence's pages
-    in_order: bool  # whether page tables say where tokens lie: one behind the other, with no key shifted
+    moved: Array  # bool, which sequences have tokens that a page table cannot find
     decoding_batches: int
     max_seqlen: int
     max_kvlen: int
     copies: Array
     allocator: Any  # the BlockAllocator that made the step
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether page tables say where all tokens lie: one behind the other, with no key shifted."""
+        return not self.moved.any()
 
     @property
     def cachestarts(self) -> Array:
@@ -95,6 +100,21 @@ class Step:
         """The number of tokens of every sequence, new ones included: int32, shape [B]."""
         return np.diff(self.kvstarts).astype(np.int32)
 
+    def part(self, chosen: Array) -> Step:
+        """Return the step of some of the sequences alone, to attend to them."""
+        counts, lengths = np.diff(self.seqstarts)[chosen], np.diff(self.kvstarts)[chosen]
+        of_sequences = "order", "start_pos", "pages", "first_places", "moved"
+        return replace(
+            self,
+            sequences=tuple(self.sequences[i] for i in chosen),
+            seqstarts=starts(counts),
+            kvstarts=starts(lengths),
+            decoding_batches=int((counts == 1).sum()),
+            max_seqlen=int(counts.max()),
+            max_kvlen=int(lengths.max()),
+            **{name: getattr(self, name)[chosen] for name in of_sequences},
+        )
+
     @property
     def is_open(self) -> bool:
         """Return whether the step has been neither committed nor abandoned."""
@@ -120,30 +140,31 @@ def tensors(sequences: list[Any], counts: list[int], page_size: int) -> dict[str
     start_pos = np.array([seq.length for seq in sequences], np.int64)
     seqlens = np.array(counts, np.int64)
     kvlens = start_pos + seqlens
-    seqstarts, kvstarts = np.zeros((2, len(counts) + 1), np.int64)
-    np.cumsum(seqlens, out=seqstarts[1:])
-    np.cumsum(kvlens, out=kvstarts[1:])
     width = max((len(seq.table) for seq in sequences), default=0)
     padding = array("q", [-1]) * width
     tables = b"".join([(seq.table + padding)[:width] for seq in sequences])
     blocks = np.frombuffer(tables, np.int64).reshape(len(sequences), width)
-    first_places, in_order = start_pos, True
+    first_places, moved = start_pos, np.zeros(len(sequences), bool)
     if any(seq.borders or seq.row_positions is not None for seq in sequences):
-        gaps = [[-length % page_size for length in seq.segment_lengths()] for seq in sequences]
-        first_places = start_pos + [sum(each) for each in gaps]
-        shifted = any(seq.row_positions is not None and seq.row_positions.shifted for seq in sequences)
-        in_order = not shifted and not any(map(any, gaps))
+        gaps = np.array([sum(-length % page_size for length in seq.segment_lengths()) for seq in sequences])
+        shifted = [seq.row_positions is not None and seq.row_positions.shifted for seq in sequences]
+        first_places, moved = start_pos + gaps, (gaps > 0) | shifted
     return {
-        "seqstarts": seqstarts,
-        "kvstarts": kvstarts,
+        "seqstarts": starts(seqlens),
+        "kvstarts": starts(kvlens),
         "start_pos": start_pos,
         "pages": np.maximum(blocks * page_size, -1),
         "first_places": first_places,
-        "in_order": in_order,
+        "moved": moved,
         "decoding_batches": counts.count(1),
         "max_seqlen": max(counts, default=0),
         "max_kvlen": int(kvlens.max(initial=0)),
     }
+
+
+def starts(lengths: Array) -> Array:
+    """Return where each of so many tokens begins if all are packed, and where the last one ends."""
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
 
 
 def slot_type(dtype: DTypeLike, slots: int) -> np.dtype[Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -48,13 +48,14 @@ class PagedStep:
     ((4, 2, 16), array([0, 1, 4]))
     """
 
-    __slots__ = ("_pieces", "_steps", "_store", "calls", "index", "written")
+    __slots__ = ("_parts", "_pieces", "_steps", "_store", "calls", "index", "written")
 
     def __init__(self, store: Any, index: Step) -> None:
         self._store, self.index = store, index
         self.written: set[int] = set()
         self.calls: PreparedCalls[PreparedCall] = PreparedCalls()
         self._pieces: dict[bool, Pieces] = {}
+        self._parts: list[Part] = []
         if not index.in_order:
             context, tokens = int(index.kvstarts[-1]), int(index.seqstarts[-1])
             zeros = np.zeros_like(index.start_pos)
@@ -110,7 +111,7 @@ class PagedStep:
         lse : ndarray of float32, shape [seqstarts[B], num_heads]
             If ``return_lse``.
         """
-        return self._attend(query, self.to_read(layer_idx), attn_mask, options, {})
+        return self.run(query, self.to_read(layer_idx), attn_mask, options, {})
 
     def multi_head_cache_attention(
         self,
@@ -125,9 +126,9 @@ class PagedStep:
         layer_idx = self.to_write(layer_idx)
         key, value = self._tokens(current_key, current_value, layer_idx)
         tokens = {"current_key": key, "current_value": value}
-        return self._attend(query, layer_idx, attn_mask, options, tokens)
+        return self.run(query, layer_idx, attn_mask, options, tokens)
 
-    def _attend(
+    def run(
         self,
         query: Array,
         layer_idx: int,
@@ -135,47 +136,52 @@ class PagedStep:
         options: dict[str, Any],
         tokens: Mapping[str, Array],
     ) -> Attended:
-        """Append checked tokens, if there are any, and attend."""
-        if not self.index.in_order:
-            return self._attend_segments(query, layer_idx, attn_mask, options, tokens)
-        form = form_of((query,), (attn_mask, tuple(options), *options.values()))
+        """Append checked tokens, if there are any, and attend to a layer whose number is checked."""
+        form = launch = None
+        if self.index.in_order:
+            form = form_of((query,), (attn_mask, tuple(options), *options.values()))
         prepared = self.calls.find(form)
         if prepared:
             query = one_piece(query)
         else:
             query, out, lse, weights = self._queries(query, attn_mask, tokens, **options)
-            context, decoding = self._store.contexts[layer_idx], self.index.decoding_batches
-            launch = cpu.attention.prepare.prepare_attention(
-                query, out, lse, context, self._steps, decoding, weights
-            )
+            if self.index.in_order:
+                context, decoding = self._store.contexts[layer_idx], self.index.decoding_batches
+                launch = cpu.attention.prepare.prepare_attention(
+                    query, out, lse, context, self._steps, decoding, weights
+                )
         if tokens:
             self.append(tokens["current_key"], tokens["current_value"], layer_idx)
         if prepared:
             return self.attend_again(prepared, query, layer_idx)
-        return self.start(form, launch, query, out, lse, layer_idx)
+        if launch is not None:
+            return self.start(form, launch, query, out, lse, layer_idx)
+        if self.index.moved.all():
+            results = self._attend_moved(query, layer_idx, attn_mask, weights)
+            return fill_results(out, lse, slice(None), results)
+        for part in self.parts():
+            fill_results(out, lse, part.queries, part.attend(query, layer_idx, attn_mask, options))
+        return out if lse is None else (out, lse)
 
-    def _attend_segments(
-        self,
-        query: Array,
-        layer_idx: int,
-        attn_mask: Array | None,
-        options: dict[str, Any],
-        tokens: Mapping[str, Array],
-    ) -> Attended:
-        """Append checked tokens, if there are any, and attend to sequences in segments."""
-        query, out, lse, weights = self._queries(query, attn_mask, tokens, **options)
-        if tokens:
-            self.append(tokens["current_key"], tokens["current_value"], layer_idx)
+    def _attend_moved(
+        self, query: Array, layer_idx: int, attn_mask: Array | None, weights: attention.Weights
+    ) -> Pair:
+        """Attend to sequences that were all moved; return float32 outputs and lse."""
         mask = None
         if attn_mask is not None and attn_mask.size:
             columns = attn_mask if attn_mask.ndim == 3 else attn_mask[None]
             mask = functools.partial(mask_of_piece, columns, self._steps.seqstarts, self._steps.kvstarts)
-        own, own_lse = self.pieces(weights.causal).attend(self, query, layer_idx, mask, weights)
-        out[...] = own
-        if lse is None:
-            return out
-        lse[...] = own_lse
-        return out, lse
+        return self.pieces(weights.causal).attend(self, query, layer_idx, mask, weights)
+
+    def parts(self) -> list[Part]:
+        """Return the sequences that were not moved, and those that were, each as a step of their own."""
+        if not self._parts:
+            index, every = self.index, np.arange(len(self.index.sequences))
+            of_query, of_key = (np.repeat(every, np.diff(ends)) for ends in (index.seqstarts, index.kvstarts))
+            for moved in (index.moved, ~index.moved):
+                step = PagedStep(self._store, index.part(np.flatnonzero(moved)))
+                self._parts.append(Part(step, np.flatnonzero(moved[of_query]), np.flatnonzero(moved[of_key])))
+        return self._parts
 
     def pieces(self, is_causal: bool) -> Pieces:
         """Return what the queries of the new tokens attend to."""
@@ -352,3 +358,30 @@ class PagedStep:
         return self._steps._replace(
             seqstarts=count * tokens, kvstarts=count * length, tokens=batch * tokens, context=batch * length
         )
+
+
+class Part(NamedTuple):
+    """Some sequences of a step, to which attention is a launch of its own."""
+
+    step: PagedStep
+    queries: Array  # where their queries are among those of the step
+    keys: Array  # and their contexts among all contexts
+
+    def attend(
+        self, query: Array, layer_idx: int, attn_mask: Array | None, options: dict[str, Any]
+    ) -> tuple[Array, ...]:
+        """Attend with the checked arguments of the whole step; return outputs, and lse if it is wanted."""
+        if attn_mask is not None and attn_mask.size:
+            attn_mask = attn_mask[..., self.queries, :]
+            attn_mask = attn_mask if attn_mask.shape[-1] == 1 else attn_mask[..., self.keys]
+        results = self.step.run(query[self.queries], layer_idx, attn_mask, options | {"out": None}, {})
+        return results if isinstance(results, tuple) else (results,)
+
+
+def fill_results(out: Array, lse: Array | None, queries: Any, results: Sequence[Array]) -> Attended:
+    """Write outputs, and lse where it is wanted, to the places of some queries; return all."""
+    out[queries] = results[0]
+    if lse is None:
+        return out
+    lse[queries] = results[1]
+    return out, lse
