@@ -17,7 +17,7 @@ from kvkit.runtime.locks import CallLock, LayerLock
 from kvkit.typed import Array, Attended, Pair, States
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-MOVABLE = "a layer whose rows can move: dynamic, or static without holes, in memory"
+Rotations = Rotation | list[Rotation] | tuple[Rotation, ...]  # of all layers, or of each
 
 
 def one_call_at_a_time(method: Method) -> Method:
@@ -31,7 +31,148 @@ def one_call_at_a_time(method: Method) -> Method:
     return cast(Method, waiting)
 
 
-class BaseLayer(ABC):
+class MovableTokens(ABC):
+    """Tokens that can be removed and moved: those of a layer, or of all layers of a cache at once.
+
+    After an error nothing has changed. A call of a cache changes all of its layers.
+    """
+
+    _lock: LayerLock
+
+    @one_call_at_a_time
+    def remove(
+        self,
+        begin: SupportsIndex,
+        end: SupportsIndex | None = None,
+        *,
+        close: bool = False,
+        rope: Rotations = None,
+    ) -> None:
+        """Remove the tokens with positions in [begin, end).
+
+        Parameters
+        ----------
+        begin : int
+        end : int, optional
+            If it is None, or the position of the next token or more, the next token gets position ``begin``.
+        close : bool
+            Whether later tokens are shifted back, so that no hole is left.
+        rope : Rope, "none" or list of them, optional
+            As in `shift`, for ``close``.
+
+        Raises
+        ------
+        KvkitError
+            If an argument is wrong, or if a layer cannot do it; `can` says so beforehand.
+
+        Examples
+        --------
+        >>> import numpy as np, kvkit
+        >>> from kvkit.cache import DynamicLayer
+        >>> layer, tokens = DynamicLayer(), np.ones((1, 1, 8, 4), np.float32)
+        >>> keys, values = layer.update(tokens, tokens)
+        >>> layer.remove(2, 5)
+        >>> layer.positions, layer.get_seq_length()
+        (array([0, 1, 5, 6, 7]), 8)
+        >>> layer.shift(5, None, -3, kvkit.Rope(4))
+        >>> layer.positions, layer.rope_shifts.tolist(), layer.get_seq_length()
+        (array([0, 1, 2, 3, 4]), [[0, 2, 0], [2, 5, -3]], 5)
+        """
+        self.rearrange(self.plan("remove", begin, end, close=close, rope=rope))
+
+    @one_call_at_a_time
+    def retain(self, positions: ArrayLike) -> None:
+        """Remove all tokens but those with some positions; the next token's position stays.
+
+        Parameters
+        ----------
+        positions : array_like of int
+            Ascending positions of stored tokens.
+        """
+        self.rearrange(self.plan("retain", positions))
+
+    @one_call_at_a_time
+    def shift(
+        self, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex, rope: Rotations = None
+    ) -> None:
+        """Move the tokens with positions in [begin, end) by some positions. No key is written.
+
+        Parameters
+        ----------
+        begin : int
+        end : int, optional
+            If it is None, or the position of the next token or more, that one moves too.
+        delta : int
+            How many positions later. Tokens that would get a position below 0 are removed.
+        rope : Rope, "none" or list of them, optional
+            How keys were rotated, in all layers of a cache or in each; ``"none"`` if they were not. Later
+            calls need not say it again.
+
+        Raises
+        ------
+        KvkitError
+            If positions would not stay ascending, or two would meet.
+        """
+        self.rearrange(self.plan("shift", begin, end, delta, rope=rope))
+
+    @one_call_at_a_time
+    def divide(
+        self, begin: SupportsIndex, end: SupportsIndex | None, d: SupportsIndex, rope: Rotations = None
+    ) -> None:
+        """Divide the positions in [begin, end) by `d`, rounding down; several tokens may then share one.
+
+        Parameters
+        ----------
+        begin : int
+        end : int, optional
+            As in `shift`.
+        d : int
+            2 or more.
+        rope : Rope, "none" or list of them, optional
+            As in `shift`.
+        """
+        self.rearrange(self.plan("divide", begin, end, d, rope=rope))
+
+    @one_call_at_a_time
+    def flatten(self, rope: Rotations = None) -> None:
+        """Rotate shifted keys in memory, in float32 and once, so that no rope shift is left.
+
+        Parameters
+        ----------
+        rope : Rope, "none" or list of them, optional
+            As in `shift`.
+        """
+        self.rearrange(self.plan("flatten", rope=rope))
+
+    @one_call_at_a_time
+    def can(self, call: str, *arguments: Any, **options: Any) -> str | None:
+        """Return the sentence of the error that a call would have; None if it can be done. Nothing changes.
+
+        Parameters
+        ----------
+        call : str
+            ``"remove"``, ``"retain"``, ``"shift"``, ``"divide"`` or ``"flatten"``.
+        *arguments, **options
+            Of the call.
+
+        Examples
+        --------
+        >>> from kvkit.cache import DynamicLayer
+        >>> DynamicLayer().can("retain", [3])
+        'positions: expected positions that are stored, got 3'
+        """
+        return refusal(self.plan, call, *arguments, **options)
+
+    @abstractmethod
+    def plan(self, call: str, *arguments: Any, **options: Any) -> Any:
+        """Check a call that removes or moves tokens, and return what `rearrange` does."""
+
+    @abstractmethod
+    def rearrange(self, plan: Any) -> None:
+        """Do what `plan` has checked."""
+
+
+class BaseLayer(MovableTokens):
     """Keys and values of one attention layer. Threads that call it wait for each other.
 
     Attributes
@@ -211,141 +352,11 @@ class BaseLayer(ABC):
         """
         return np.array([(0, self.stored_tokens, 0)] if self.stored_tokens else [], np.int64).reshape(-1, 3)
 
-    @one_call_at_a_time
-    def remove(
-        self,
-        begin: SupportsIndex,
-        end: SupportsIndex | None = None,
-        *,
-        close: bool = False,
-        rope: Rotation = None,
-    ) -> None:
-        """Remove the tokens with positions in [begin, end).
-
-        Parameters
-        ----------
-        begin : int
-        end : int, optional
-            If it is None, or the position of the next token or more, the next token gets position ``begin``.
-        close : bool
-            Whether later tokens are shifted back, so that no hole is left.
-        rope : Rope or "none", optional
-            As in `shift`, for ``close``.
-
-        Raises
-        ------
-        KvkitError
-            If an argument is wrong, or if the layer cannot do it; `can` says so beforehand.
-
-        Examples
-        --------
-        >>> import numpy as np, kvkit
-        >>> from kvkit.cache import DynamicLayer
-        >>> layer, tokens = DynamicLayer(), np.ones((1, 1, 8, 4), np.float32)
-        >>> keys, values = layer.update(tokens, tokens)
-        >>> layer.remove(2, 5)
-        >>> layer.positions, layer.get_seq_length()
-        (array([0, 1, 5, 6, 7]), 8)
-        >>> layer.shift(5, None, -3, kvkit.Rope(4))
-        >>> layer.positions, layer.rope_shifts.tolist(), layer.get_seq_length()
-        (array([0, 1, 2, 3, 4]), [[0, 2, 0], [2, 5, -3]], 5)
-        """
-        self.rearrange(self.plan("remove", begin, end, close=close, rope=rope))
-
-    @one_call_at_a_time
-    def retain(self, positions: ArrayLike) -> None:
-        """Remove all tokens but those with some positions; the next token's position stays.
-
-        Parameters
-        ----------
-        positions : array_like of int
-            Ascending positions of stored tokens.
-        """
-        self.rearrange(self.plan("retain", positions))
-
-    @one_call_at_a_time
-    def shift(
-        self, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex, rope: Rotation = None
-    ) -> None:
-        """Move the tokens with positions in [begin, end) by some positions. No key is written.
-
-        Parameters
-        ----------
-        begin : int
-        end : int, optional
-            If it is None, or the position of the next token or more, that one moves too.
-        delta : int
-            How many positions later. Tokens that would get a position below 0 are removed.
-        rope : Rope or "none", optional
-            How keys were rotated, once for a layer; ``"none"`` if they were not.
-
-        Raises
-        ------
-        KvkitError
-            If positions would not stay ascending, or two would meet.
-        """
-        self.rearrange(self.plan("shift", begin, end, delta, rope=rope))
-
-    @one_call_at_a_time
-    def divide(
-        self, begin: SupportsIndex, end: SupportsIndex | None, d: SupportsIndex, rope: Rotation = None
-    ) -> None:
-        """Divide the positions in [begin, end) by `d`, rounding down; several tokens may then share one.
-
-        Parameters
-        ----------
-        begin : int
-        end : int, optional
-            As in `shift`.
-        d : int
-            2 or more.
-        rope : Rope or "none", optional
-            As in `shift`.
-        """
-        self.rearrange(self.plan("divide", begin, end, d, rope=rope))
-
-    @one_call_at_a_time
-    def flatten(self, rope: Rotation = None) -> None:
-        """Rotate shifted keys in memory, in float32 and once, so that no rope shift is left.
-
-        Parameters
-        ----------
-        rope : Rope or "none", optional
-            As in `shift`.
-        """
-        self.rearrange(self.plan("flatten", rope=rope))
-
-    @one_call_at_a_time
-    def can(self, call: str, *arguments: Any, **options: Any) -> str | None:
-        """Return the sentence of the error that a call would have; None if it can be done. Nothing changes.
-
-        Parameters
-        ----------
-        call : str
-            ``"remove"``, ``"retain"``, ``"shift"``, ``"divide"`` or ``"flatten"``.
-        *arguments, **options
-            Of the call.
-
-        Examples
-        --------
-        >>> from kvkit.cache import DynamicLayer
-        >>> DynamicLayer().can("retain", [3])
-        'positions: expected positions that are stored, got 3'
-        """
-        return refusal(self.plan, call, *arguments, **options)
-
-    def plan(self, call: str, *arguments: Any, rope: Rotation = None, **options: Any) -> Any:
-        """Check a call that moves rows or positions, and return what `rearrange` does."""
-        raise argument_error(type(self).__name__, MOVABLE, f"{call} of a layer in blocks")
-
-    def rearrange(self, plan: Any) -> None:  # noqa: B027  a layer whose plans are all refused has none
-        """Do what `plan` has checked."""
-
-    def activate_past_recording(self) -> None:  # noqa: B027  most layers have nothing to do
+    def activate_past_recording(self) -> None:
         """Keep tokens that would be dropped or encoded, until the next crop. Most layers keep all anyway."""
 
 
-class BaseCache(ABC):
+class BaseCache(MovableTokens):
     """The keys and values of a model, in layers. Threads that call it wait for each other."""
 
     layers: list[Any]
@@ -442,53 +453,13 @@ class BaseCache(ABC):
 
     # Tokens go, move and meet: in all layers, or after an error in none
 
-    @one_call_at_a_time
-    def remove(
-        self, begin: SupportsIndex, end: SupportsIndex | None = None, *, close: bool = False, rope: Any = None
-    ) -> None:
-        """Remove the tokens with positions in [begin, end) from every layer, see the ``remove`` of layers."""
-        self._rearrange(self.plan("remove", begin, end, close=close, rope=rope))
-
-    @one_call_at_a_time
-    def retain(self, positions: ArrayLike) -> None:
-        """Remove all tokens but those with some positions from every layer."""
-        self._rearrange(self.plan("retain", positions))
-
-    @one_call_at_a_time
-    def shift(
-        self, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex, rope: Any = None
-    ) -> None:
-        """Move the tokens with positions in [begin, end) by `delta`, see the ``shift`` of layers.
-
-        ``rope`` says how keys were rotated: in all layers, or as a list one for each.
-        """
-        self._rearrange(self.plan("shift", begin, end, delta, rope=rope))
-
-    @one_call_at_a_time
-    def divide(
-        self, begin: SupportsIndex, end: SupportsIndex | None, d: SupportsIndex, rope: Any = None
-    ) -> None:
-        """Divide the positions in [begin, end) by `d` in every layer, see the ``divide`` of layers."""
-        self._rearrange(self.plan("divide", begin, end, d, rope=rope))
-
-    @one_call_at_a_time
-    def flatten(self, rope: Any = None) -> None:
-        """Rotate shifted keys in memory, in every layer."""
-        self._rearrange(self.plan("flatten", rope=rope))
-
-    def can(self, call: str, *arguments: Any, **options: Any) -> str | None:
-        """Return the sentence of the error that a call would have, None if every layer can do it."""
-        with self._lock:
-            return refusal(self.plan, call, *arguments, **options)
-
     def plan(self, call: str, *arguments: Any, **options: Any) -> list[Any]:
         """Check a call that moves rows or positions in every layer, and return what is then done to each."""
         return [layer.plan(call, *arguments, **options) for layer in self.layers]
 
-    def _rearrange(self, plans: list[Any]) -> None:
-        """Do what `plan` has checked."""
-        for layer, plan in zip(self.layers, plans, strict=True):
-            layer.rearrange(plan)
+    def rearrange(self, plan: list[Any]) -> None:
+        for layer, own in zip(self.layers, plan, strict=True):
+            layer.rearrange(own)
 
     @one_call_at_a_time
     def activate_past_recording(self) -> None:

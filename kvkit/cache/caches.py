@@ -159,19 +159,19 @@ class Cache(BaseCache):
             check_rotation(rotation)
         return list(rope)
 
-    def _rearrange(self, plans: list[Any]) -> None:
+    def rearrange(self, plan: list[Any]) -> None:
         """Do what `plan` has checked, in all layers that have a plan; after a crash in all files or none."""
-        own = [pair for pair in zip(self.layers, plans, strict=True) if pair[0].of is None]
-        planned = {id(layer): (layer, plan) for layer, plan in own if plan is not None}
-        crops = len(planned) == len(own) and all(plan.crops for _, plan in own)
+        pairs = [pair for pair in zip(self.layers, plan, strict=True) if pair[0].of is None]
+        planned = {id(layer): (layer, own) for layer, own in pairs if own is not None}
+        crops = len(planned) == len(pairs) and all(own.crops for _, own in pairs)
         if self.folder is not None and not crops:
             layers = [layer for layer, _ in planned.values()]
             self.folder.at_once(layers, lambda layer: layer.rearrange(planned[id(layer)][1], at_once=True))
             return
         if self.folder is not None:
-            self.folder.announce([0 if plan is None else plan.after.length for plan in plans])
-        for layer, plan in planned.values():
-            layer.rearrange(plan)
+            self.folder.announce([0 if own is None else own.after.length for own in plan])
+        for layer, own in planned.values():
+            layer.rearrange(own)
 
     @one_call_at_a_time
     def compress(
@@ -247,7 +247,7 @@ class Cache(BaseCache):
             queries=queries, weights=weights, renumber=renumber, options=options,
         )  # fmt: skip
         if not compression.is_by_head(self.layers, asked):
-            return compression.compress(self.layers, self._rearrange, asked)
+            return compression.compress(self.layers, self.rearrange, asked)
         if self.folder is not None:
             wanted = "'uniform' or 'pyramid' for layers in files, whose heads share their tokens"
             raise argument_error("budget", wanted, "one by heads")

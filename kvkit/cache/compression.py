@@ -99,9 +99,7 @@ def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], aske
     return Report(tokens, after, before, sum(layer.nbytes for layer in layers), skipped)
 
 
-def compress_sequence(
-    cache: Any, seq: Any, rearrange: Callable[[list[Any]], None], asked: Compression
-) -> Report:
+def compress_sequence(cache: Any, seq: Any, asked: Compression) -> Report:
     """Compress a sequence of a paged cache. Its tokens are those of the best mean scores of all layers."""
     cache.plan("remove", seq, 0)  # raises for what is no sequence, or cannot change now
     if not isinstance(asked.budget, str) or asked.budget != "uniform":
@@ -116,9 +114,9 @@ def compress_sequence(
     scored = [mean_scores(function, layer, i, count) for i, layer in enumerate(layers)]
     rows = select(np.mean(scored, 0), count=count)
     positions = seq.positions[np.asarray(rows)[0, 0]]
-    plans = cache.plan("retain", seq, positions, renumber=asked.renumber)
+    plan = cache.plan("retain", seq, positions, renumber=asked.renumber)
     tokens, before = [seq.length] * len(layers), cache.nbytes
-    rearrange(plans)
+    cache.rearrange(plan)
     return Report(tokens, [seq.length] * len(layers), before, cache.nbytes, {})
 
 

@@ -133,8 +133,9 @@ def restore_paged(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> Page
     ]
     sequences = cache.blocks.restore(saved, published, set(blocks.tolist()))
     count = about["rows"]
-    if len({seq.length for seq in sequences[:count]}) > 1:
-        raise argument_error("rows", "sequences of one length", [seq.length for seq in sequences[:count]])
+    if len({(seq.positions.tobytes(), seq.rope_shifts.tobytes()) for seq in sequences[:count]}) > 1:
+        wanted = "sequences of one length, and the same positions"
+        raise argument_error("rows", wanted, [seq.length for seq in sequences[:count]])
     cache.rows.sequences, cache.sequences = sequences[:count], sequences[count:]
     return cache
 

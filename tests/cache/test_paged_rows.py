@@ -5,11 +5,11 @@ import pickle
 
 import numpy as np
 import pytest
-from paged_scenes import KINDS, LAYERS, P, contents, holding, numbered, paged, refused
+from paged_scenes import KINDS, LAYERS, P, contents, holding, numbered, paged, random_call, refused
 from scenes import assert_same
 
-from kvkit import formats
-from kvkit.cache import KVView, PagedCache, load
+from kvkit import Rope, formats
+from kvkit.cache import Cache, DynamicLayer, KVView, OutOfBlocksError, PagedCache, load
 from kvkit.reference import key_value_cache as reference
 
 
@@ -181,3 +181,85 @@ def test_a_copy_goes_on_by_itself(copied, kind):
         assert_same(got, expected)
     assert_same(cache.cache, again.cache)
     assert again.cache is again.store.cache
+
+
+ROPE = Rope(16)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_rows_lose_and_move_tokens_as_those_of_a_dynamic_cache(page_size, rng, tmp_path):
+    """In all layers, or after an error in none; `can` has the sentence of the error."""
+    paged_cache = PagedCache(400, page_size, LAYERS, 2, 16, np.float32, rope=ROPE)
+    cache, done = Cache([DynamicLayer() for _ in range(LAYERS)], rope=ROPE), {"called": 0, "refused": 0}
+    for each in (paged_cache, cache):
+        for i in range(LAYERS):
+            each.update(*np.random.default_rng(i).standard_normal((2, 2, 2, 5, 16), np.float32), i)
+    for turn in range(120):
+        rows, layer = paged_cache.rows, paged_cache.layers[-1]
+        name, arguments, options = random_call(rng, rows.sequences[0])
+        refusal = rows.can(name, *arguments, **options)
+        assert (refusal is None) == (cache.can(name, *arguments, **options) is None)
+        if refusal is None:
+            for each in (rows, cache):
+                getattr(each, name)(*arguments, **options)
+        else:
+            assert refused(getattr(rows, name), *arguments, **options) == refusal
+        done["called" if refusal is None else "refused"] += 1
+        if turn % 10 == 9:
+            indices = rng.integers(0, layer.batch_size, 2)
+            left = int(rng.integers(-1, 1)) if cache.get_seq_length() else 0
+            for each in (paged_cache, cache):
+                each.reorder(indices)
+                each.crop(left)
+        if turn % 40 == 39:
+            paged_cache.save(tmp_path / "rows.npz")
+            paged_cache = load(tmp_path / "rows.npz")
+            paged_cache.rope = ROPE
+        new = int(rng.integers(1, 7))
+        for i in range(LAYERS):
+            states = [normal(rng, 2, 2, new, 16) for _ in range(2)]
+            assert paged_cache.get_mask_sizes(new, i) == cache.get_mask_sizes(new, i)
+            query, layers = normal(rng, 2, 4, new, 16), (paged_cache.layers[i], cache.layers[i])
+            for view, side in zip(paged_cache.update(*states, i), cache.update(*states, i), strict=True):
+                np.testing.assert_allclose(np.asarray(view), side, atol=1e-5)
+            ours, theirs = (
+                (x.positions.tolist(), x.rope_shifts.tolist(), x.get_seq_length()) for x in layers
+            )
+            assert ours == theirs
+            mask = [None, rng.random((2, ours[2])) < 0.8, normal(rng, 2, 1, new, len(ours[0]))][turn % 3]
+            results = (x.attend(query, mask, softcap=2.0, return_lse=True) for x in layers)
+            for ours, theirs in zip(*results, strict=True):
+                np.testing.assert_allclose(ours, theirs, atol=2e-5)
+    assert min(done.values()) > 10, done
+    used = {block for seq in paged_cache.rows.sequences for block in seq.blocks}
+    assert paged_cache.blocks.available == 400 - len(used)
+
+
+def test_rows_of_codes_move_as_bytes_and_windows_count_positions(rng):
+    cache = paged("int8")
+    for i in range(LAYERS):
+        cache.update(*(normal(rng, 2, 2, 12, 16) for _ in range(2)), i)
+    keys, query = cache.layers[0].keys, normal(rng, 2, 4, 1, 16)
+    cache.rows.remove(3, 6)
+    np.testing.assert_array_equal(cache.layers[0].keys, keys[:, :, [0, 1, 2, *range(6, 12)]])
+    assert "one without holes" in refused(cache.attend, query, 0, window=(6, -1))
+    assert cache.attend(query, 0, window=(4, -1)).shape == query.shape
+    assert "a layer that stores all" in refused(cache.to_legacy_cache)
+    assert "rows.shift for all rows" in cache.can("shift", cache.rows.sequences[0], 0, None, 1)
+
+
+def test_all_rows_have_room_or_none_changes(rng):
+    cache = PagedCache(6, P, 1, 1, 4, np.float32)
+    cache.update(*(normal(rng, 3, 1, 2 * P, 4) for _ in range(2)), 0)
+    cache.reorder([0, 0, 1])  # two rows share blocks, so that each needs a block for tokens 2 and 3
+    other, before = cache.blocks.add(), cache.layers[0].keys
+    with cache.begin_step([(other, P)]) as step:
+        step.update(*normal(rng, 2, P, 1, 4), 0)
+    assert cache.rows.can("remove", 1, 2) is None
+    with pytest.raises(OutOfBlocksError, match=r"2 .*1"):
+        cache.rows.remove(1, 2)
+    np.testing.assert_array_equal(cache.layers[0].keys, before)
+    assert cache.blocks.available == 1
+    cache.blocks.free(other)
+    cache.rows.remove(1, 2)
+    np.testing.assert_array_equal(cache.layers[0].keys, before[:, :, [0, *range(2, 8)]])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from cell_model import Cells, exact
+from paged_scenes import random_call
 
 from kvkit import KvkitError, Rope, cpu
 from kvkit.cache import BlockAllocator, OutOfBlocksError, PagedCache, load
@@ -170,21 +171,6 @@ def test_the_vectors_of_attention_over_pieces(page_size):
         np.testing.assert_allclose(output[0, 0], wanted, atol=1e-5)
         if seq is closed:
             assert lse[0, 0] == pytest.approx(np.logaddexp(2.931935, 2.750091), abs=1e-5)
-
-
-def random_call(rng, seq):
-    """Return a call of a sequence: its name, arguments and options. Not all are legal."""
-    name = str(rng.choice(["remove", "remove", "retain", "shift", "shift", "divide", "flatten"]))
-    begin, end = sorted(rng.integers(0, 2 + seq.next_position, 2).tolist())
-    end = None if rng.random() < 0.4 else end
-    if name == "remove":
-        return name, (begin, end), {"close": bool(end and rng.random() < 0.5)}
-    if name == "retain":
-        places = np.unique(seq.positions if rng.random() < 0.9 else rng.integers(0, 9, 3))
-        return name, (places[rng.random(len(places)) < 0.9],), {}
-    if name == "flatten":
-        return name, (), {}
-    return name, (begin, end, int(rng.integers(1, 4) if name == "divide" else rng.integers(-4, 6))), {}
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 5])

@@ -439,7 +439,9 @@ def test_illegal_calls_are_refused_and_change_nothing(call, arguments, sentence)
 
 def test_what_is_not_there_is_refused_in_a_sentence(tmp_path):
     paged = PagedCache(8, 4, 1, 2, 8, np.float32)
-    assert "in all layers: PagedCache.shift(seq, ...)" in paged.layers[0].can("shift", 0, None, 1)
+    assert "in all layers: PagedCache.rows.shift, or PagedCache.shift(seq, ...)" in paged.layers[0].can(
+        "shift", 0, None, 1
+    )
     cache = DynamicCache(1, rope=ROPE)
     filled(cache.layers[0])
     cache.remove(2, 3)

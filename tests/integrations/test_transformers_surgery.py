@@ -151,12 +151,24 @@ def test_the_config_says_how_keys_are_rotated_and_what_it_does_not_say_is_refuse
     assert "dynamic NTK" in cache.can("shift", 0, None, 1)
 
 
-def test_the_batch_of_a_paged_cache_stays(model):
-    cache = KvkitCache(model.config, "paged", num_blocks=4, page_size=4)
-    told = "kind: expected one whose batch can move, such as 'dynamic', got 'paged'"
-    assert cache.can("remove", 0, 1) == cache.can("retain", [0]) == told
-    with pytest.raises(KvkitError, match="kind"):
-        cache.shift(0, None, 1)
+def test_the_batch_of_a_paged_cache_moves_as_that_of_a_dynamic_one(model):
+    paged, dynamic = KvkitCache(model.config, "paged", num_blocks=40, page_size=4), KvkitCache(model.config)
+    told = "cache: expected tokens, because this one is paged, got none yet"
+    assert paged.can("remove", 0, 1) == paged.can("retain", [0]) == told
+    with pytest.raises(KvkitError, match="none yet"):
+        paged.shift(0, None, 1)
+    ids, results = torch.arange(40).reshape(2, 20) % 60, []
+    for cache in (paged, dynamic):
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            cache.remove(3, 9, close=True)
+            cache.retain([0, 1, *range(4, 14)])
+            places = torch.arange(14, 18)[None]
+            results.append(model(ids[:, :4], past_key_values=cache, position_ids=places).logits)
+    assert paged.positions.tolist() == dynamic.positions.tolist()
+    assert paged.rope_shifts.tolist() == dynamic.rope_shifts.tolist() == [[0, 2, 0], [2, 12, -6], [12, 16, 0]]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert paged.can("remove", -1) == dynamic.can("remove", -1) is not None
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -31,6 +31,21 @@ def refused(action, *arguments, **more):
     return str(error.value)
 
 
+def random_call(rng, seq):
+    """Return a call of a sequence: its name, arguments and options. Not all are legal."""
+    name = str(rng.choice(["remove", "remove", "retain", "shift", "shift", "divide", "flatten"]))
+    begin, end = sorted(rng.integers(0, 2 + seq.next_position, 2).tolist())
+    end = None if rng.random() < 0.4 else end
+    if name == "remove":
+        return name, (begin, end), {"close": bool(end and rng.random() < 0.5)}
+    if name == "retain":
+        places = np.unique(seq.positions if rng.random() < 0.9 else rng.integers(0, 9, 3))
+        return name, (places[rng.random(len(places)) < 0.9],), {}
+    if name == "flatten":
+        return name, (), {}
+    return name, (begin, end, int(rng.integers(1, 4) if name == "divide" else rng.integers(-4, 6))), {}
+
+
 def numbered(*tokens, rows=1):
     """Keys of one head and one element: row b has ``10 * b`` added."""
     grid = np.array(tokens) + 10 * np.arange(rows)[:, None]

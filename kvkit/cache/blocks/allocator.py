@@ -6,6 +6,7 @@ It only keeps books: it knows neither keys and values nor kernels.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, SupportsIndex
 
@@ -167,10 +168,10 @@ class BlockAllocator:
         after = RowPositions(now.positions[kept], now.shifts[kept], min(end, now.length))
         plan = Rearrangement(kept, after, seq.rope)
         layout = self._layout(seq, plan, lambda block: False)
-        self._check_room(layout, 0)
+        self._check_room([layout], 0)
         other = seq.copy()
         self._pool.share(block for block in layout.pages if block >= 0)
-        self._settle(other, plan, layout)
+        self._settle([(other, layout)], plan)
         return other
 
     def crop(self, seq: Sequence, length: int) -> None:
@@ -187,7 +188,7 @@ class BlockAllocator:
         self.check(seq, at_rest=True)
         if seq.intact is not None:
             length = requests.length_after_crop(length, seq.next_position)
-            self._rearrange(seq, PLANS["remove"](seq.all_positions(), seq.rope, length))
+            self._rearrange([seq], PLANS["remove"](seq.all_positions(), seq.rope, length))
             return
         length = integer("length", length, -seq.length)
         kept = min(length, seq.length) if length > 0 else seq.length + length
@@ -196,24 +197,29 @@ class BlockAllocator:
             self._keep_pages(seq)
             del seq.ids[ID_BYTES * kept :], seq.chain[1 + kept // self.page_size :]
 
-    def rearrange(self, seq: Sequence, plan: Rearrangement, rope: Any) -> None:
-        """Remove and move tokens as `plan` says; `rope` says how the keys of moved ones were rotated.
+    def rearrange(self, sequences: Collection[Sequence], plan: Rearrangement, rope: Any) -> None:
+        """Remove and move the tokens of sequences of equal positions: of all, or after an error of none.
 
-        No other sequence changes. Where `plan` has keys to be rotated in memory, they lie in blocks of the
-        sequence's own then, and are still to be rotated.
+        No other sequence changes. `rope` says how the keys of moved tokens were rotated. Where `plan` has
+        keys to be rotated in memory, they lie in blocks of their sequence's own then, and are still to be
+        rotated.
         """
-        self.check_movable(seq)
-        self._rearrange(seq, plan)
-        seq.rope = rope
+        for seq in sequences:
+            self.check_movable(seq)
+        self._rearrange(sequences, plan)
+        for seq in sequences:
+            seq.rope = rope
 
-    def _rearrange(self, seq: Sequence, plan: Rearrangement) -> None:
-        layout = self._layout(seq, plan, self._is_own)
-        stays = set(layout.pages)
-        dropped = [block for block in seq.table if block not in stays]
-        freed = sum(self._pool.references[block] == 1 for block in dropped)
-        self._check_room(layout, freed)
+    def _rearrange(self, sequences: Collection[Sequence], plan: Rearrangement) -> None:
+        layouts = [(seq, self._layout(seq, plan, self._is_own)) for seq in sequences]
+        dropped: list[int] = []
+        for seq, layout in layouts:
+            stays = set(layout.pages)
+            dropped += [block for block in seq.table if block not in stays]
+        freed = sum(self._pool.references[block] == uses for block, uses in Counter(dropped).items())
+        self._check_room([layout for _, layout in layouts], freed)
         self._pool.release(dropped)
-        self._settle(seq, plan, layout)
+        self._settle(layouts, plan)
 
     def _layout(self, seq: Sequence, plan: Rearrangement, is_own: Callable[[int], bool]) -> Arrangement:
         """Return where the tokens of a plan come to lie."""
@@ -225,32 +231,41 @@ class BlockAllocator:
         """Return whether one sequence alone uses a block, and no other can find it."""
         return self._pool.references[block] == 1 and not self._pool.is_published(block)
 
-    def _check_room(self, layout: Arrangement, freed: int) -> None:
-        """Raise unless there are blocks for a layout, `freed` ones among them, and rows can be copied."""
-        if layout.new > self.available + freed:
-            raise OutOfBlocksError(layout.new, self.available + freed)
-        if len(layout.sources) and self._copy_rows is None:
+    def _check_room(self, layouts: list[Arrangement], freed: int) -> None:
+        """Raise unless there are blocks for layouts, `freed` ones among them, and rows can be copied."""
+        new = sum(layout.new for layout in layouts)
+        if new > self.available + freed:
+            raise OutOfBlocksError(new, self.available + freed)
+        if self._copy_rows is None and any(len(layout.sources) for layout in layouts):
             wanted = "a function, because tokens from the middle of a block are to be copied"
             raise argument_error("copy_rows", wanted, "None")
 
-    def _settle(self, seq: Sequence, plan: Rearrangement, layout: Arrangement) -> None:
-        """Let a sequence have the tokens and the layout of a plan; the blocks that it keeps are counted."""
-        size, now, after = self.page_size, seq.all_positions(), plan.after
-        table = [block if block >= 0 else self._pool.take() for block in layout.pages]
-        if len(layout.sources):
-            targets = np.array(table)[layout.targets // size] * size + layout.targets % size
-            self._copy_rows(layout.sources, targets)  # type: ignore[misc]  # checked
+    def _settle(self, layouts: list[tuple[Sequence, Arrangement]], plan: Rearrangement) -> None:
+        """Let sequences have the tokens of a plan in these layouts; the blocks that they keep are counted."""
+        size, sources, targets = self.page_size, [], []
+        for seq, layout in layouts:
+            table = [block if block >= 0 else self._pool.take() for block in layout.pages]
+            if len(layout.sources):
+                sources.append(layout.sources)
+                targets.append(np.array(table)[layout.targets // size] * size + layout.targets % size)
+            self._place(seq, plan, table, layout.borders)
+        if sources:  # at once, because a block that one sequence gives back may be taken for another
+            self._copy_rows(np.concatenate(sources), np.concatenate(targets))  # type: ignore[misc]  # checked
+
+    def _place(self, seq: Sequence, plan: Rearrangement, table: list[int], borders: list[int]) -> None:
+        """Let a sequence have the tokens of a plan, in the blocks of `table` and in segments."""
+        now, after = seq.all_positions(), plan.after
         stays = plan.kept.copy()
         stays[plan.kept] = after.positions == now.positions[plan.kept]
         intact = min(
             int(np.flatnonzero([*~stays, True])[0]), len(stays) if seq.intact is None else seq.intact
         )
         seq.keep_ids(plan.kept, after.length < now.length and not plan.kept[-1:].all())
-        seq.length, seq.borders = len(after.positions), layout.borders
+        seq.length, seq.borders = len(after.positions), borders
         seq.table = array("q", table)
         seq.row_positions = None if after.is_plain() else after
         seq.intact = None if seq.row_positions is None and seq.length <= intact else intact
-        del seq.chain[1 + min(intact, seq.length) // size :]
+        del seq.chain[1 + min(intact, seq.length) // self.page_size :]
 
     def free(self, seq: Sequence) -> None:
         """End a sequence. New sequences can share its published blocks until these are evicted."""

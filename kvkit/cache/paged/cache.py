@@ -13,7 +13,7 @@ from kvkit.cache import compression, saving
 from kvkit.cache.base import BaseCache, one_call_at_a_time
 from kvkit.cache.blocks.allocator import BlockAllocator
 from kvkit.cache.blocks.sequence import Sequence, check_bytes
-from kvkit.cache.layers.positions import PLANS, Rearrangement, check_rotation, rotation_of
+from kvkit.cache.layers.positions import PLANS, Rearrangement, RowPositions, check_rotation, rotation_of
 from kvkit.cache.paged.layer import PagedLayer, Rows
 from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore
@@ -24,9 +24,9 @@ from kvkit.typed import Array, FilePath, Pair, States
 
 
 class SequencePlan(NamedTuple):
-    """The change that a checked call makes to a sequence."""
+    """The change that a checked call makes to sequences of equal positions."""
 
-    seq: Sequence
+    sequences: List[Sequence]
     rearrangement: Rearrangement
     ropes: list[Any]  # how keys were rotated in each layer
 
@@ -71,7 +71,8 @@ class PagedCache(BaseCache):
         not of `blocks`: it copies shared blocks that the step writes into.
     layers : list of PagedLayer
     rows : Rows
-        The sequences of `update` and `attend`, one per row of the batch, and the step that appends to them.
+        The sequences of `update` and `attend`, one per row of the batch. Its `remove`, `retain`, `shift`,
+        `divide`, `flatten` and `can` are those of other caches: they change all rows.
     store : PagedStore
         The arrays, and the place of each layer in them.
     sequences : list of Sequence
@@ -145,7 +146,7 @@ class PagedCache(BaseCache):
         self.salt = check_bytes("salt", salt)
         identity = self.store.identity + b"\0" + salt
         self.blocks = BlockAllocator(*blocks, identity=identity, copy_rows=self.store.copy_rows)
-        self.rows = Rows(self.blocks, self.begin_step)
+        self.rows = Rows(self, self._lock)
         self.sequences: list[Sequence] = []
         layers = range(self.store.num_layers)
         self.layers = [PagedLayer(self.store, self.rows, i, self._lock) for i in layers]
@@ -201,13 +202,8 @@ class PagedCache(BaseCache):
         Parameters
         ----------
         seq : Sequence
-        begin : int
-        end : int, optional
-            If it is None, or the position of the next token or more, the next token gets position ``begin``.
-        close : bool
-            Whether later tokens are shifted back, so that no hole is left.
-        rope : Rope, "none" or list of them, optional
-            As in `shift`, for ``close``.
+        begin, end, close, rope
+            As in `Cache.remove`.
 
         Raises
         ------
@@ -234,19 +230,12 @@ class PagedCache(BaseCache):
         >>> first.blocks, second.blocks, second.positions
         ([0, 2], [0, 1], array([0, 1, 2, 3, 4, 5, 6, 7]))
         """
-        self._rearrange(self.plan("remove", seq, begin, end, close=close, rope=rope))
+        self.rearrange(self.plan("remove", seq, begin, end, close=close, rope=rope))
 
     @one_call_at_a_time
     def retain(self, seq: Sequence, positions: ArrayLike) -> None:  # type: ignore[override]
-        """Remove all tokens of a sequence but those with some positions; the next token's position stays.
-
-        Parameters
-        ----------
-        seq : Sequence
-        positions : array_like of int
-            Ascending positions of stored tokens.
-        """
-        self._rearrange(self.plan("retain", seq, positions))
+        """Remove all tokens of a sequence but those with some positions, see `Cache.retain`."""
+        self.rearrange(self.plan("retain", seq, positions))
 
     @one_call_at_a_time
     def shift(  # type: ignore[override]
@@ -259,26 +248,10 @@ class PagedCache(BaseCache):
     ) -> None:
         """Move the tokens of a sequence with positions in [begin, end) by `delta`. No key is rotated.
 
-        Sequences that share its blocks do not move. Where the range begins or ends within a block, the tokens
-        from there on are copied.
-
-        Parameters
-        ----------
-        seq : Sequence
-        begin : int
-        end : int, optional
-            If it is None, or the position of the next token or more, that one moves too.
-        delta : int
-            How many positions later. Tokens that would get a position below 0 are removed.
-        rope : Rope, "none" or list of them, optional
-            How keys were rotated, in all layers or in each; else as the cache was told.
-
-        Raises
-        ------
-        KvkitError
-            If positions would not stay ascending, or two would meet.
+        Arguments are those of `Cache.shift`. Sequences that share its blocks do not move. Where the range
+        begins or ends within a block, the tokens from there on are copied.
         """
-        self._rearrange(self.plan("shift", seq, begin, end, delta, rope=rope))
+        self.rearrange(self.plan("shift", seq, begin, end, delta, rope=rope))
 
     @one_call_at_a_time
     def divide(  # type: ignore[override]
@@ -289,31 +262,44 @@ class PagedCache(BaseCache):
         d: SupportsIndex,
         rope: Any = None,
     ) -> None:
-        """Divide the positions of a sequence in [begin, end) by `d`, rounding down; see `shift`."""
-        self._rearrange(self.plan("divide", seq, begin, end, d, rope=rope))
+        """Divide the positions of a sequence in [begin, end) by `d`, rounding down, see `Cache.divide`."""
+        self.rearrange(self.plan("divide", seq, begin, end, d, rope=rope))
 
     @one_call_at_a_time
     def flatten(self, seq: Sequence, rope: Any = None) -> None:  # type: ignore[override]
         """Rotate the shifted keys of a sequence in memory, once, in blocks of its own. Refused for codes."""
-        self._rearrange(self.plan("flatten", seq, rope=rope))
+        self.rearrange(self.plan("flatten", seq, rope=rope))
 
-    def plan(self, call: str, *arguments: Any, rope: Any = None, **options: Any) -> list[Any]:
+    def plan(self, call: str, *arguments: Any, **options: Any) -> SequencePlan:  # type: ignore[override]
         seq, *given = arguments or (None,)
-        self.blocks.check_movable(seq)
+        self.blocks.check(seq)
         if seq in self.rows.sequences:
-            raise argument_error("seq", "a sequence from `blocks`", "a row of the batch")
-        now, held = seq.all_positions(), seq.rope or self.ropes
+            wanted = f"a sequence from `blocks`, or rows.{call} for all rows"
+            raise argument_error("seq", wanted, "a row of the batch")
+        return self.plan_for([seq], call, *given, **options)
+
+    def plan_for(
+        self, sequences: List[Sequence], call: str, *arguments: Any, rope: Any = None, **options: Any
+    ) -> SequencePlan:
+        """Check a call that removes or moves tokens of sequences of equal positions."""
+        for seq in sequences:
+            self.blocks.check_movable(seq)
+        now, held = RowPositions.contiguous(0, 0), self.ropes
+        if sequences:
+            now, held = sequences[0].all_positions(), sequences[0].rope or held
         ropes = [
             rotation_of(said, own, self.store.dim, now.shifted)
             for said, own in zip(self._ropes(rope), held, strict=True)
         ]
         rotations = [rope for rope in ropes if isinstance(rope, Rope)]
-        plan = PLANS[call](now, (rotations or ropes)[0], *given, **options).in_few_pieces()
+        plan = PLANS[call](now, (rotations or ropes)[0], *arguments, **options).in_few_pieces()
         rotates = plan.rotated is not None and plan.rotated.any()
         if rotates and self.store.format.dtype != self.store.cache.dtype:
             wanted = "at most 8 pieces of one rope shift, because codes are not rotated in memory"
             raise argument_error("seq", wanted, f"{call} of codes")
-        return [SequencePlan(seq, plan if rotates else plan._replace(rotated=None), ropes)]
+        if not sequences and plan.changes(now):
+            raise argument_error("rows", "tokens", f"{call} of none")
+        return SequencePlan(sequences, plan if rotates else plan._replace(rotated=None), ropes)
 
     @one_call_at_a_time
     def compress(
@@ -379,7 +365,7 @@ class PagedCache(BaseCache):
             scorer, keep, count, budget, queries=queries, weights=weights, renumber=renumber,
             options=options,
         )  # fmt: skip
-        return compression.compress_sequence(self, seq, self._rearrange, asked)
+        return compression.compress_sequence(self, seq, asked)
 
     @property
     def nbytes(self) -> int:
@@ -387,12 +373,14 @@ class PagedCache(BaseCache):
         block_bytes = sum(array[:, :, 0].nbytes for array in self.store.blocks)
         return (self.blocks.num_blocks - self.blocks.available) * block_bytes
 
-    def _rearrange(self, plans: list[Any]) -> None:
-        for seq, plan, ropes in plans:
-            self.blocks.rearrange(seq, plan, ropes)
-            if plan.rotated is not None:
-                moves = plan.rotated != 0
-                self.store.rotate(seq.rows(self.store.page_size)[moves], plan.rotated[moves], ropes)
+    def rearrange(self, plan: SequencePlan) -> None:  # type: ignore[override]
+        sequences, moves, ropes = plan
+        self.blocks.rearrange(sequences, moves, ropes)
+        if moves.rotated is not None:
+            rotated = moves.rotated != 0
+            for seq in sequences:
+                rows = seq.rows(self.store.page_size)[rotated]
+                self.store.rotate(rows, moves.rotated[rotated], ropes)
 
     @property
     def ropes(self) -> list[Any]:
@@ -442,6 +430,8 @@ class PagedCache(BaseCache):
     @one_call_at_a_time
     def to_legacy_cache(self) -> tuple[Pair, ...]:
         """Return a tuple over layers of (keys, values), copies."""
+        if self.layers[0].row_positions is not None:
+            raise argument_error("cache", "a layer that stores all its tokens", "one that lost or moved some")
         return tuple((layer.keys, layer.values) for layer in self.layers)
 
     # To files

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.cache.base import BaseLayer, one_call_at_a_time
+from kvkit.cache.base import BaseLayer, MovableTokens, one_call_at_a_time
+from kvkit.cache.layers.attention import stored_columns
+from kvkit.cache.layers.positions import RowPositions
+from kvkit.cache.paged.pieces import check_moved
+from kvkit.cache.paged.step import fill_results
 from kvkit.cache.stores.memory import Geometry, check_geometry
 from kvkit.cache.stores.view import KVView
 from kvkit.calls.prepared import form_of
@@ -16,15 +19,18 @@ from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.values import checked_format, integer, one_piece
 from kvkit.errors import argument_error, describe
-from kvkit.runtime.locks import CallLock
+from kvkit.runtime.locks import LayerLock
 from kvkit.typed import Array, Attended, States
 
 
-class Rows:
-    """The rows of a batch, one sequence each, and the step that appends to them in all layers."""
+class Rows(MovableTokens):
+    """The rows of a batch, one sequence each, and the step that appends to them in all layers.
 
-    def __init__(self, blocks: Any, begin_step: Callable[..., Any]) -> None:
-        self._blocks, self._begin_step = blocks, begin_step
+    All rows have the same positions: tokens are removed and moved in all rows and layers at once.
+    """
+
+    def __init__(self, cache: Any, lock: LayerLock) -> None:
+        self._cache, self._lock = cache, lock
         self.sequences: list[Any] = []
         self.step: Any = None  # the last one, while its index tensors are valid
         self.changes = 0
@@ -39,8 +45,8 @@ class Rows:
                 )
             step.to_write(layer_idx)
             return step
-        sequences = self.sequences or [self._blocks.add() for _ in range(batch)]
-        self.step = self._begin_step([(seq, tokens) for seq in sequences])
+        sequences = self.sequences or [self._cache.blocks.add() for _ in range(batch)]
+        self.step = self._cache.begin_step([(seq, tokens) for seq in sequences])
         self.sequences = sequences
         return self.step
 
@@ -53,19 +59,19 @@ class Rows:
     def tables(self) -> Any:
         """Return a step whose page tables are those of the rows."""
         if self.step is None:
-            with self._begin_step([(seq, 0) for seq in self.sequences]) as self.step:
+            with self._cache.begin_step([(seq, 0) for seq in self.sequences]) as self.step:
                 pass
         return self.step
 
     def reserve(self, tokens: SupportsIndex) -> None:
-        self._begin_step([(seq, tokens) for seq in self.sequences]).abandon()
+        self._cache.begin_step([(seq, tokens) for seq in self.sequences]).abandon()
         self.step = None
 
     def crop(self, length: int) -> None:
-        length = integer("length", length, -self.sequences[0].length if self.sequences else 0)
+        length = integer("length", length, -self.sequences[0].next_position if self.sequences else 0)
         self.abandon_step()
         for seq in self.sequences:
-            self._blocks.crop(seq, length)
+            self._cache.blocks.crop(seq, length)
 
     def select(self, indices: ArrayLike) -> None:
         rows: Array = index_tensors.index("indices", indices, 1)
@@ -73,15 +79,22 @@ class Rows:
             if not len(rows) or rows.min() < 0 or rows.max() >= len(self.sequences):
                 raise argument_error("indices", f"rows from 0 to {len(self.sequences) - 1}", rows.tolist())
             self.abandon_step()
-            selected = [self._blocks.fork(self.sequences[i]) for i in rows.tolist()]
+            selected = [self._cache.blocks.fork(self.sequences[i]) for i in rows.tolist()]
             self.reset()
             self.sequences = selected
 
     def reset(self) -> None:
         self.abandon_step()
         for seq in self.sequences:
-            self._blocks.free(seq)
+            self._cache.blocks.free(seq)
         self.sequences = []
+
+    def plan(self, call: str, *arguments: Any, **options: Any) -> Any:
+        return self._cache.plan_for(self.sequences, call, *arguments, **options)
+
+    def rearrange(self, plan: Any) -> None:
+        self._cache.rearrange(plan)
+        self.step, self.changes = None, self.changes + 1
 
 
 class PagedSide:
@@ -129,7 +142,7 @@ class PagedLayer(BaseLayer):
 
     takes_window = True  # a window hides tokens, but they stay stored
 
-    def __init__(self, store: Any, rows: Any, layer_idx: int, lock: CallLock) -> None:
+    def __init__(self, store: Any, rows: Any, layer_idx: int, lock: LayerLock) -> None:
         self.store, self.rows, self._layer_idx, self._lock = store, rows, layer_idx, lock
         self.key_cache, self.value_cache = store.blocks[0][layer_idx]
         self._updates = 0
@@ -191,6 +204,7 @@ class PagedLayer(BaseLayer):
             raise argument_error("query", f"at most {length} tokens, those in the layer", tokens)
         mask = attention_mask
         if isinstance(mask, np.ndarray) and mask.ndim == 2 and mask.dtype == np.bool_:
+            mask = mask if self.row_positions is None else stored_columns(self, mask, batch)
             mask = mask[:, None, None]
         elif mask is not None and np.ndim(mask) != 4:
             raise argument_error("attention_mask", f"bool [{batch}, {length}], or 4 axes", describe(mask))
@@ -199,19 +213,53 @@ class PagedLayer(BaseLayer):
         scoring = Scoring(None, is_causal, False, softmax_scale, window, softcap, sinks)
         weights = attention.checked_weights(query, place, scoring)
         made = attention.attention_results(query.shape, store.format, return_lse, []).arrays(None)
-        decoding = batch if tokens == 1 else 0
+        out, lse, *_ = (*made, None)
         step = self.rows.tables()
+        first = self.rows.sequences[0]
+        check_moved([first], [tokens + first.pending - self._ahead], (weights.left, weights.right), False)
+        if not step.index.in_order:
+            results = step.attend_rows(query, self._layer_idx, mask, weights, length)
+            return heads_first(fill_results(out, lse, slice(None), results))
+        decoding = batch if tokens == 1 else 0
         rows = step.equal(tokens, length)
         return heads_first(
-            step.attend_first(form, query, *(*made, None)[:2], self._layer_idx, rows, decoding, weights)
+            step.attend_first(
+                form, query, out, lse, self._layer_idx, rows, decoding=decoding, weights=weights
+            )
         )
 
+    @property
+    def _ahead(self) -> int:
+        """How many tokens of an open step the layer has."""
+        step = self.rows.step
+        written = step is not None and self._layer_idx in step.written
+        return self.rows.sequences[0].pending if written else 0
+
     def get_seq_length(self) -> int:
-        if not self.rows.sequences:
-            return 0
-        seq, step = self.rows.sequences[0], self.rows.step
-        ahead = step is not None and self._layer_idx in step.written
-        return seq.length + seq.pending if ahead else seq.length
+        return self.rows.sequences[0].next_position + self._ahead if self.rows.sequences else 0
+
+    def get_mask_sizes(self, query_length: SupportsIndex) -> tuple[int, int]:
+        new, stored = integer("query_length", query_length, 0), self.stored_tokens
+        return stored + new, self.get_seq_length() - stored
+
+    @property
+    def row_positions(self) -> RowPositions | None:  # type: ignore[override]  # those of the sequences
+        """The positions of tokens that were removed or moved, and None before."""
+        return self.rows.sequences[0].row_positions if self.rows.sequences else None
+
+    @property
+    def stored_tokens(self) -> int:
+        return self.rows.sequences[0].length + self._ahead if self.rows.sequences else 0
+
+    @property
+    def positions(self) -> Array:
+        rows = self.row_positions or RowPositions.contiguous(0, 0)
+        return rows.between(0, self.stored_tokens).positions
+
+    @property
+    def rope_shifts(self) -> Array:
+        pieces = self.rows.sequences[0].pieces(self.stored_tokens) if self.rows.sequences else []
+        return np.array(pieces, np.int64).reshape(-1, 3)
 
     @property
     def batch_size(self) -> int:
@@ -220,26 +268,29 @@ class PagedLayer(BaseLayer):
     @property
     def nbytes(self) -> int:
         """Return the bytes of the stored tokens, each shared block counted once."""
-        length, size = self.get_seq_length(), self.store.page_size
+        length, size = self.stored_tokens, self.store.page_size
         held = {
-            block: min(length - i * size, size)
+            block: min(end - begin - i * size, size)
             for seq in self.rows.sequences
-            for i, block in enumerate(seq.table)
-            if i * size < length
+            for begin, end, page, _ in seq.segments(size, length)
+            for i, block in enumerate(seq.table[page : page + -(-(end - begin) // size)])
         }
         block_bytes = sum(array[self._layer_idx, :, 0].nbytes for array in self.store.blocks)
         return sum(held.values()) * block_bytes // size
 
     def plan(self, call: str, *arguments: Any, **options: Any) -> Any:
-        wanted = f"{call} of a sequence, in all layers: PagedCache.{call}(seq, ...)"
+        wanted = f"{call} in all layers: PagedCache.rows.{call}, or PagedCache.{call}(seq, ...)"
         raise argument_error(type(self).__name__, wanted, f"{call} of a layer in blocks")
+
+    def rearrange(self, plan: Any) -> None:
+        """Do nothing: no plan is made for a layer alone."""
 
     # For views
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Return the shape of keys and values."""
-        return len(self.rows.sequences), self.store.heads, self.get_seq_length(), self.store.dim
+        return len(self.rows.sequences), self.store.heads, self.stored_tokens, self.store.dim
 
     @property
     def changes(self) -> int:
@@ -248,8 +299,5 @@ class PagedLayer(BaseLayer):
 
     @one_call_at_a_time
     def stored(self) -> tuple[States, States]:
-        key, value = (np.empty(self.shape, self.store.format.dtype) for _ in range(2))
         step = self.rows.tables()
-        rows = step.equal(0, self.shape[2])
-        step.load(key.swapaxes(1, 2), value.swapaxes(1, 2), self._layer_idx, rows)
-        return key, value
+        return step.gather_rows(self._layer_idx, self.shape[2])

@@ -98,7 +98,7 @@ class Pieces:
         out, lse = np.empty(moved.shape, np.float32), np.empty(moved.shape[:2], np.float32)
         form = None
         if columns is None and weights.sinks is None:
-            form = form_of((moved,), ("pieces", self.free, weights.scale, weights.softcap))
+            form = form_of((moved,), (id(self), weights.scale, weights.softcap))
         arrays = {"query": moved, "out": out, "lse": lse}
         prepared = step.calls.find(form)
         if prepared:
@@ -172,6 +172,13 @@ def mask_of_piece(mask: Array, seqstarts: Array, kvstarts: Array, piece: Piece) 
         return rows
     first = kvstarts[piece.sequence]
     return rows[..., first + piece.segment.begin : first + piece.segment.end]
+
+
+def mask_of_row(mask: Array, piece: Piece) -> Array:
+    """Return what a mask [B or 1, Hq or 1, q or 1, keys or 1] says of a piece."""
+    own = mask[piece.sequence if len(mask) > 1 else 0]
+    own = own if own.shape[1] == 1 else own[:, slice(*piece.queries)]
+    return own if own.shape[2] == 1 else own[..., piece.segment.begin : piece.segment.end]
 
 
 def pieces_of(

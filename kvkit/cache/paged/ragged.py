@@ -445,7 +445,7 @@ class RaggedLayer(Layer):
             self._resize(self.blocks.num_blocks + needed)
         ropes = [plan.plans[0].rope]
         for seq, each in zip(self.sequences, plan.plans, strict=True):
-            self.blocks.rearrange(seq, each, ropes)
+            self.blocks.rearrange([seq], each, ropes)
             if each.rotated is not None:
                 moves = each.rotated != 0
                 self.pool.rotate(seq.rows(PAGE_SIZE)[moves], each.rotated[moves], ropes)

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvkit import cpu
 from kvkit.cache.blocks.step import Step
-from kvkit.cache.paged.pieces import Pieces, check_moved, mask_of_piece
+from kvkit.cache.paged.pieces import Pieces, check_moved, mask_of_piece, mask_of_row
 from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of
 from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Heads, Scoring, StepArguments
@@ -54,7 +54,7 @@ class PagedStep:
         self._store, self.index = store, index
         self.written: set[int] = set()
         self.calls: PreparedCalls[PreparedCall] = PreparedCalls()
-        self._pieces: dict[bool, Pieces] = {}
+        self._pieces: dict[tuple[bool, int, int], Pieces] = {}
         self._parts: list[Part] = []
         if not index.in_order:
             context, tokens = int(index.kvstarts[-1]), int(index.seqstarts[-1])
@@ -183,13 +183,17 @@ class PagedStep:
                 self._parts.append(Part(step, np.flatnonzero(moved[of_query]), np.flatnonzero(moved[of_key])))
         return self._parts
 
-    def pieces(self, is_causal: bool) -> Pieces:
-        """Return what the queries of the new tokens attend to."""
-        if is_causal not in self._pieces:
-            index, size = self.index, self._store.page_size
-            counts, lengths = np.diff(index.seqstarts).tolist(), np.diff(index.kvstarts).tolist()
-            self._pieces[is_causal] = Pieces(index.sequences, counts, lengths, index.pages, size, is_causal)
-        return self._pieces[is_causal]
+    def pieces(self, is_causal: bool, tokens: int = -1, length: int = -1) -> Pieces:
+        """Return what the queries of the new tokens, or of the last `tokens` before `length`, attend to."""
+        found = self._pieces.get((is_causal, tokens, length))
+        if found is None:
+            index, batch = self.index, len(self.index.sequences)
+            counts, lengths = [tokens] * batch, [length] * batch
+            if tokens < 0:
+                counts, lengths = np.diff(index.seqstarts).tolist(), np.diff(index.kvstarts).tolist()
+            found = Pieces(index.sequences, counts, lengths, index.pages, self._store.page_size, is_causal)
+            self._pieces[is_causal, tokens, length] = found
+        return found
 
     def float32_context(self, layer_idx: int) -> Any:
         """Return a layer's keys and values as attention with float32 queries reads them."""
@@ -350,6 +354,31 @@ class PagedStep:
         """Copy contexts into arrays whose axes are [.., heads, dim]."""
         place = self._store.places[layer_idx]
         cpu.launches.start(cpu.copy.transfer.load(key, value, place, contexts, 1))
+
+    def attend_rows(
+        self, query: Array, layer_idx: int, mask: Array | None, weights: attention.Weights, length: int
+    ) -> list[Array]:
+        """Attend with queries [B, q, Hq, D] of the last tokens of rows that were moved; float32 results."""
+        batch, tokens, *_ = query.shape
+        own = None if mask is None or not mask.size else functools.partial(mask_of_row, mask)
+        pieces = self.pieces(weights.causal, tokens, length)
+        packed = query.reshape(batch * tokens, *query.shape[2:])
+        results = pieces.attend(self, packed, layer_idx, own, weights)
+        return [side.reshape(batch, tokens, *side.shape[1:]) for side in results]
+
+    def gather_rows(self, layer_idx: int, length: int) -> Pair:
+        """Return copies of the first keys and values of sequences of one length, [B, heads, length, dim]."""
+        batch, store = len(self.index.sequences), self._store
+        shape = batch, store.heads, length, store.dim
+        key, value = (np.empty(shape, store.format.dtype) for _ in range(2))
+        if self.index.in_order:
+            self.load(key.swapaxes(1, 2), value.swapaxes(1, 2), layer_idx, self.equal(0, length))
+        else:
+            packed = keys, values = store.empty(batch * length)
+            self.load(keys, values, layer_idx, self.pieces(True, 0, length).contexts)
+            for side, tokens in zip((key, value), packed, strict=True):
+                side[...] = tokens.reshape(batch, length, *tokens.shape[1:]).swapaxes(1, 2)
+        return key, value
 
     def equal(self, tokens: int, length: int) -> Any:
         """Return index tensors for sequences of one length, whose last `tokens` are the new ones."""

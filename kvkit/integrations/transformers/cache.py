@@ -7,15 +7,15 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from transformers import Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, StaticCache
+from kvkit.cache.base import MovableTokens
 from kvkit.cache.layers.positions import refusal
 from kvkit.errors import argument_error, describe
 from kvkit.integrations.transformers import pending
@@ -34,11 +34,29 @@ LAYER_TYPES = {
 }
 
 
+P = ParamSpec("P")
+
+
+def passed_on(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[KvkitCache, P], None]:
+    """Return the method of `KvkitCache` that calls this one of the cache that it holds."""
+
+    @functools.wraps(method)
+    def call(self: KvkitCache, *arguments: P.args, **options: P.kwargs) -> None:
+        named = self.named_arguments(method.__name__, *arguments, **options)
+        getattr(self.movable(), method.__name__)(**named)
+
+    return call
+
+
 class KvkitCache(Cache):
     """Hold a cache of kvkit's for a model of transformers.
 
     Under ``attn_implementation="kvkit"`` attention reads the cache in place. Under others each update returns
     tensors of the context. They are views of the cache unless it is quantized or paged.
+
+    `remove`, `shift` and the like read from the model's config and code how its keys are rotated. After
+    ``remove(..., close=True)`` the model must be told the positions of its next tokens, because `generate`
+    goes on counting by itself.
 
     Parameters
     ----------
@@ -238,101 +256,35 @@ class KvkitCache(Cache):
         """Repeat every row of the batch: rows A, B become A, A, B, B."""
         self.cache.repeat(repeats)
 
-    def remove(
-        self, begin: SupportsIndex, end: SupportsIndex | None = None, *, close: bool = False, rope: Any = None
-    ) -> None:
-        """Remove the tokens with positions in [begin, end) from every layer, see `kvkit.cache.Cache.remove`.
+    remove = passed_on(MovableTokens.remove)
+    retain = passed_on(MovableTokens.retain)
+    shift = passed_on(MovableTokens.shift)
+    divide = passed_on(MovableTokens.divide)
+    flatten = passed_on(MovableTokens.flatten)
 
-        Parameters
-        ----------
-        begin : int
-        end : int, optional
-            If it is None, or the position of the next token or more, the next token gets position ``begin``.
-        close : bool
-            Whether later tokens are shifted back, so that no hole is left. The model must then be told the
-            positions of its next tokens, which `generate` goes on counting by itself.
-        rope : Rope, "none" or list of them, optional
-            As in `shift`, for ``close``.
-
-        Raises
-        ------
-        KvkitError
-            If an argument is wrong, or if a layer cannot do it; `can` says so beforehand.
-
-        Examples
-        --------
-        >>> import torch
-        >>> from transformers import LlamaConfig
-        >>> from kvkit.integrations.transformers import KvkitCache
-        >>> config = LlamaConfig(
-        ...     num_hidden_layers=1, hidden_size=8, num_attention_heads=1, attn_implementation="sdpa")
-        >>> cache, states = KvkitCache(config), torch.ones(1, 1, 8, 8)
-        >>> keys, values = cache.update(states, states, 0)
-        >>> cache.remove(2, 5, close=True)
-        >>> cache.positions, cache.rope_shifts.tolist()
-        (array([0, 1, 2, 3, 4]), [[0, 2, 0], [2, 5, -3]])
-        """
-        self._movable().remove(begin, end, close=close, rope=self._rope(rope, close))
-
-    def retain(self, positions: ArrayLike) -> None:
-        """Remove all tokens but those with some positions from every layer."""
-        self._movable().retain(positions)
-
-    def shift(
-        self, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex, rope: Any = None
-    ) -> None:
-        """Move the tokens with positions in [begin, end) by `delta`, see `kvkit.cache.Cache.shift`.
-
-        ``rope`` says how keys were rotated. It is read from the model's config and code unless it is given.
-        """
-        self._movable().shift(begin, end, delta, self._rope(rope))
-
-    def divide(
-        self, begin: SupportsIndex, end: SupportsIndex | None, d: SupportsIndex, rope: Any = None
-    ) -> None:
-        """Divide the positions in [begin, end) by `d` in every layer, rounding down."""
-        self._movable().divide(begin, end, d, self._rope(rope))
-
-    def flatten(self, rope: Any = None) -> None:
-        """Rotate shifted keys in memory, in every layer."""
-        self._movable().flatten(self._rope(rope))
-
+    @functools.wraps(MovableTokens.can)
     def can(self, call: str, *arguments: Any, **options: Any) -> str | None:
-        """Return the sentence of the error that a call would have, None if every layer can do it.
+        def plan(call: str, *arguments: Any, **options: Any) -> Any:
+            return self.movable().plan(call, **self.named_arguments(call, *arguments, **options))
 
-        Parameters
-        ----------
-        call : str
-            ``"remove"``, ``"retain"``, ``"shift"``, ``"divide"`` or ``"flatten"``.
-        *arguments, **options
-            Of the call.
+        return refusal(plan, call, *arguments, **options)
 
-        Examples
-        --------
-        >>> from kvkit.integrations.transformers import KvkitCache
-        >>> KvkitCache(kind="static", max_cache_len=8, num_layers=1).can("retain", [3])
-        'positions: expected positions that are stored, got 3'
-        """
-        return refusal(self._plan, call, *arguments, **options)
+    def movable(self) -> Any:
+        """Return what removes and moves the tokens of the whole batch."""
+        if self._make is not None:
+            raise argument_error("cache", "tokens, because this one is paged", "none yet")
+        return self.cache.rows if isinstance(self.cache, PagedCache) else self.cache
 
-    def _plan(self, call: str, *arguments: Any, **options: Any) -> Any:
-        if call != "retain":
-            needed = call != "remove" or bool(options.get("close"))
-            options["rope"] = self._rope(options.get("rope"), needed)
-        return self._movable().plan(call, *arguments, **options)
-
-    def _movable(self) -> Any:
-        """Return the cache; raise KvkitError if its tokens go sequence by sequence."""
-        if self._make is not None or isinstance(self.cache, PagedCache):
-            raise argument_error("kind", "one whose batch can move, such as 'dynamic'", "'paged'")
-        return self.cache
-
-    def _rope(self, rope: Any, needed: bool = True) -> Any:
-        """Return how keys were rotated: as a call or the cache says, else as the model's config does."""
-        known = all(layer.rope is not None for layer in self.cache.layers) if self.cache.layers else True
-        if rope is not None or known or not needed or self.config is None:
-            return rope
-        return rotations_of(self.config)
+    def named_arguments(self, call: str, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Return a call's arguments by name; the model's config says how keys were rotated if need be."""
+        method = inspect.signature(getattr(MovableTokens, call))
+        named = method.bind(self, *arguments, **options).arguments
+        del named["self"]
+        held = self.cache.ropes if isinstance(self.cache, PagedCache) else [x.rope for x in self.cache.layers]
+        unknown = named.get("rope") is None and None in held
+        if unknown and named.get("close", "rope" in method.parameters and call != "remove"):
+            named["rope"] = None if self.config is None else rotations_of(self.config)
+        return named
 
     def reset(self) -> None:
         """Forget every token."""
