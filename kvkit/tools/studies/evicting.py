@@ -76,23 +76,22 @@ def attended(context: JudgedContext, query: Array) -> JudgedContext:
     rows = rows / np.float32(np.sqrt(dim))
     last = np.tile(np.arange(tokens - count, tokens), rows.shape[1] // count)
     weights = product(context.keys, rows.swapaxes(1, 2))
-    log_sums, top = soften(weights, np.arange(tokens), last)
+    log_sums, _ = soften(weights, np.arange(tokens), last)
     return context._replace(
-        queries=rows, last=last, weights=weights, log_sums=log_sums, top=top,
+        queries=rows, last=last, weights=weights, log_sums=log_sums, top=weights.argmax(1),
         output=weighted(weights, context.values),
     )  # fmt: skip
 
 
 def soften(logits: Array, tokens: Array, last: Array) -> tuple[Array, Array]:
-    """Turn logits [H, tokens, R] into weights, in place; return log sums and the places of the largest."""
+    """Turn logits [H, tokens, R] into weights, in place; return log sums and the largest ones."""
     first = int(np.searchsorted(tokens, last.min(initial=0) + 1))
     logits[:, first:][:, tokens[first:, None] > last] = -np.inf
-    top = logits.argmax(1)
-    most = np.take_along_axis(logits, top[:, None], 1)
+    most = logits.max(1, keepdims=True)
     np.exp(np.subtract(logits, most, out=logits), out=logits)
     sums = logits.sum(1, dtype=np.float64)
     logits /= sums[:, None].astype(np.float32)
-    return most[:, 0] + np.log(sums), top
+    return most[:, 0] + np.log(sums), most[:, 0]
 
 
 def weighted(weights: Array, values: Array) -> Array:
@@ -232,16 +231,14 @@ def measured(
         for context, own in zip(contexts, groups, strict=True):
             at = own[g][1]
             kept += at.shape[1]
-            sides = [
-                np.take_along_axis(side[heads], at[..., None], 1) for side in (context.keys, context.values)
-            ]
-            back = None
             if coded:
+                sides = [take_rows(side[heads], at) for side in (context.keys, context.values)]
                 back = [code(*each) for each in zip(policy.schemes, sides, readers, errors, strict=True)]
             else:
-                bits += sum(x.size * side.bits for x, side in zip(sides, readers, strict=True))
+                bits += at.size * sum(side.dim * side.bits for side in readers)
             if context.queries is not None:
-                attention.add(compare_kept(context, heads, at, sides, back))
+                pair = (sides[0], back[0], back[1]) if coded else None
+                attention.add(compare_kept(context, heads, at, pair))
         bits += sum(each.bits for each in errors)
         sums += [(each.errors.sum(), each.squares.sum()) for each in errors]
         for side, each in zip(SIDES, errors, strict=True):
@@ -252,6 +249,14 @@ def measured(
             for h, row in enumerate(attention.by_head(), heads.start):
                 rows.append({"head": h, "side": "attention", **row, "tokens_kept": kept})
     return rows, bits, sums
+
+
+def take_rows(states: Array, at: Array) -> Array:
+    """Return the rows `at` [H, m] of each head of states [H, n, D]."""
+    result = np.empty((*at.shape, states.shape[2]), states.dtype)
+    for h, rows in enumerate(at):
+        np.take(states[h], rows, axis=0, out=result[h], mode="clip")  # which checks nothing, and so is fast
+    return result
 
 
 def code(scheme: Any, x: Array, side: SideReader, errors: SideErrors) -> Array:
@@ -265,45 +270,57 @@ def code(scheme: Any, x: Array, side: SideReader, errors: SideErrors) -> Array:
 
 
 def compare_kept(
-    context: JudgedContext, heads: slice, at: Array, sides: Sequence[Array], back: Sequence[Array] | None
+    context: JudgedContext, heads: slice, at: Array, coded: tuple[Array, Array, Array] | None
 ) -> dict[str, Array]:
-    """Return by name, [heads, rows], what attention loses if only the rows `at` are there, or as `back`.
+    """Return by name, [heads, rows], what attention loses if only the rows `at` are there.
+
+    `coded` has their keys, and their keys and values as a scheme gives them back.
+    """
+    found = []
+    for h, rows in enumerate(at):  # one head at a time stays in the processor's caches
+        own = None if coded is None else (coded[0][h : h + 1], coded[1][h : h + 1], coded[2][h : h + 1])
+        found.append(compare_head(context, slice(heads.start + h, heads.start + h + 1), rows, own))
+    return {name: np.concatenate([each[name] for each in found]) for name in found[0]}
+
+
+def compare_head(
+    context: JudgedContext, head: slice, at: Array, coded: tuple[Array, Array, Array] | None
+) -> dict[str, Array]:
+    """Return what `compare_kept` returns, of one head.
 
     The divergence is that of the weights over what stays from all weights, -log of the weight kept, and that
     which codes add among the rows that stay.
     """
-    exact, last, top = context.output[heads], context.last, context.top[heads]
-    weights = np.take_along_axis(context.weights[heads], at[..., None], 1)  # [H, m, R]
-    kept = weights.sum(1, dtype=np.float64)  # [H, R]
+    exact, last, top = context.output[head], context.last, context.top[head]
+    weights = take_rows(context.weights[head], at[None])  # [1, m, R]
+    kept = weights.sum(1, dtype=np.float64)  # [1, R]
     lost = -np.log(np.maximum(kept, np.finfo(np.float64).tiny))
-    if back is None:
-        output, logit, divergence = weighted(weights, sides[1]) / kept[..., None], np.zeros_like(kept), lost
-        stays = np.zeros((len(at), context.keys.shape[1]), bool)
-        np.put_along_axis(stays, at, True, 1)
-        changed = ~np.take_along_axis(stays, top, 1)
+    place = np.minimum(np.searchsorted(at, top), len(at) - 1)  # of the key of the largest weight
+    changed = at[place] != top
+    if coded is None:
+        output = weighted(weights, take_rows(context.values[head], at[None])) / kept[..., None]
+        logit, divergence = np.zeros_like(kept), lost
     else:
-        rows = context.queries[heads].swapaxes(1, 2)
-        logits, others = product(sides[0], rows), product(back[0], rows)
-        change = others - logits
+        rows = context.queries[head].swapaxes(1, 2)
+        keys, coded_keys, coded_values = coded
+        logits, others = product(keys, rows), product(coded_keys, rows)
         count = int((context.keys.shape[1] - last).max())
-        own = np.full(at.shape[1], -1)
-        own[-count:] = at[0, -count:]  # the last tokens, which all heads keep; earlier ones are seen by all
-        hidden = own[:, None] > last
-        change[:, hidden] = 0
-        logit = np.abs(change).sum(1) / (~hidden).sum(0)
-        log_sums, found = soften(others, own, last)
-        added = -np.einsum("hmr,hmr->hr", weights, change) / kept - context.log_sums[heads] + lost + log_sums
-        divergence = lost + np.maximum(added, 0)
-        output = weighted(others, back[1])
-        changed = np.take_along_axis(at, found, 1) != top
+        own = np.full(len(at), -1)
+        own[-count:] = at[-count:]  # the last tokens, which all heads keep; earlier ones are seen by all
+        hidden = own[-count:, None] > last
+        changes = np.subtract(others, logits, out=logits)
+        changes[:, -count:][:, hidden] = 0
+        added = -np.einsum("hmr,hmr->hr", weights, changes) / kept - context.log_sums[head] + lost
+        logit = np.abs(changes, out=changes).sum(1) / (len(at) - hidden.sum(0))
+        at_top = np.take_along_axis(others, place[:, None], 1)[:, 0]
+        log_sums, most = soften(others, own, last)
+        divergence = lost + np.maximum(added + log_sums, 0)
+        output = weighted(others, coded_values)
+        changed |= at_top < most
     return {
-        "logit": logit,
-        "kl": divergence,
-        "output": ((output - exact) ** 2).sum(-1),
-        "norm": (exact**2).sum(-1),
-        "top_changed": changed,
-        "weight": kept,
-    }
+        "logit": logit, "kl": divergence, "output": ((output - exact) ** 2).sum(-1),
+        "norm": (exact**2).sum(-1), "top_changed": changed, "weight": kept,
+    }  # fmt: skip
 
 
 def notes_of(layer: LayerReader, plan: StudyPlan) -> tuple[str, ...]:
