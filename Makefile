@@ -86,9 +86,18 @@ docs: $(VENV)/kvkit.docs
 test-docs: docs $(VENV)/kvkit.test
 	$(BIN)/python -m pytest tests/docs
 
-# Formats against the packages that define them: gguf, MLX, onnxruntime, torch.
-test-peers: $(VENV)/kvkit.test $(VENV)/kvkit.peers
+# kvpress asks for an older transformers than kvkit's tests: it has an environment of its own.
+KVPRESS := $(VENV)/kvpress
+
+$(KVPRESS)/kvkit: $(VENV)/kvkit
+	$(PYTHON) -m venv $(KVPRESS)
+	$(KVPRESS)/bin/python -m pip install --quiet --disable-pip-version-check 'kvpress==0.5.*' --editable '.[test]'
+	@touch $@
+
+# Formats against the packages that define them (gguf, MLX, onnxruntime, torch), scorers against kvpress.
+test-peers: $(VENV)/kvkit.test $(VENV)/kvkit.peers $(KVPRESS)/kvkit
 	$(BIN)/python -m pytest -m peers
+	$(KVPRESS)/bin/python -m pytest -m peers tests/eviction
 
 test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VENV)/kvkit.peers $(VENV)/smollm2
 	$(PYTEST) --backend machine -m "not perf"

@@ -241,13 +241,11 @@ def measured(
                 attention.add(compare_kept(context, heads, at, pair))
         bits += sum(each.bits for each in errors)
         sums += [(each.errors.sum(), each.squares.sum()) for each in errors]
-        for side, each in zip(SIDES, errors, strict=True):
-            of_heads = each.by_head() if coded else (NOT_EVICTED for _ in each.squares)
+        found = [each.by_head() if coded else (NOT_EVICTED for _ in each.squares) for each in errors]
+        found += [attention.by_head()] * bool(attention.count)
+        for side, of_heads in zip((*SIDES, "attention"), found, strict=False):
             for h, row in enumerate(of_heads, heads.start):
                 rows.append({"head": h, "side": side, **row, "tokens_kept": kept})
-        if attention.count:
-            for h, row in enumerate(attention.by_head(), heads.start):
-                rows.append({"head": h, "side": "attention", **row, "tokens_kept": kept})
     return rows, bits, sums
 
 

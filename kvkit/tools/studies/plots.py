@@ -124,7 +124,7 @@ def pareto(study: Study, Figure: Any, ink: str) -> Any:
     return figure
 
 
-def eviction(study: Study, Figure: Any, ink: str) -> Any:
+def eviction(study: Study, Figure: Any, ink: str, wanted: Sequence[str] = tuple(MEASURES)) -> Any:
     """Draw errors, divergence and changed top keys against bytes: a line a scorer, codes as points.
 
     There is a column for each scheme that kept tokens have; the first one has all codes of all tokens. Lines
@@ -135,7 +135,7 @@ def eviction(study: Study, Figure: Any, ink: str) -> Any:
     parts = [(parts_of(one.scheme) or ("", 1.0, one.scheme), one) for one in study.summary]
     columns = list(dict.fromkeys(scheme for (scorer, _, scheme), _ in parts if scorer))
     scorers = list(dict.fromkeys(scorer for (scorer, *_), _ in parts if scorer))
-    measures = [name for name in MEASURES if all(vars(one)[name] is not None for _, one in parts)]
+    measures = [name for name in wanted if all(vars(one)[name] is not None for _, one in parts)]
     figure = Figure(figsize=(3.1 * len(columns) + 1, 2.3 * len(measures) + 0.9), layout="constrained")
     axes = figure.subplots(len(measures), len(columns), sharex=True, sharey="row", squeeze=False)
     for (row, measure), (column, scheme) in itertools.product(enumerate(measures), enumerate(columns)):

@@ -76,28 +76,14 @@ class Policy:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """The schemes and policies that a study compares, by name and in order.
-
-    Attributes
-    ----------
-    schemes : list of (name, scheme of keys, scheme of values)
-    policies : list of Policy
-    names : list of str
-        Those of both, in the order of the table.
-    budget : str
-        How heads or layers share what stays.
-    judge : int, optional
-        How many of the last queries judge; a quarter if None.
-    rope : Rope or "none", optional
-        How keys were rotated, for scorers that ask for it.
-    """
+    """The schemes and policies that a study compares, and `names`, those of both in order."""
 
     schemes: list[Entry]
     policies: list[Policy]
     names: list[str]
-    budget: str = "uniform"
-    judge: int | None = None
-    rope: Any = None
+    budget: str = "uniform"  # how heads or layers share what stays
+    judge: int | None = None  # how many of the last queries judge; a quarter if None
+    rope: Any = None  # how keys were rotated, for scorers that ask for it
 
     def fitting(self, queries: Any) -> StudyPlan:
         """Return the plan for a layer with these queries: without any there is no oracle."""

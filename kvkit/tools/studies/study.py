@@ -272,10 +272,8 @@ def study(
     [('knorm@0.5', 66.0), ('random@0.5', 66.0), ('oracle@0.5', 66.0)]
     """
     check_threshold(threshold)
-    opened, plan = (
-        Lazy(open_cache, source, layout, sizes, None, rotation),
-        Lazy(make_plan, schemes, evict, budget, judge, rope),
-    )
+    opened = Lazy(open_cache, source, layout, sizes, None, rotation)
+    plan = Lazy(make_plan, schemes, evict, budget, judge, rope)
     return replace(study_layers(opened, plan, progress, mapper), threshold=threshold)
 
 
