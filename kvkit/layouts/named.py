@@ -119,6 +119,15 @@ NAMED = MappingProxyType({
         "l | b n c", "vLLM", "MLA", "vllm@bc8282e:vllm/v1/kv_cache_interface.py MLAAttentionSpec", "S",
         "one latent row, which is the key; its first elements (512 of 576) are the value", ("NL_X_NB_BS_HS",),
     ),
+    "vllm-ds-mla": Named(
+        "l | b n c", "vLLM, FlashMLA", "fp8_ds_mla", "flashmla@9241ae3:tests/quant.py", "S",
+        "bytes of the format ds_mla: c is 656, 512 codes, 4 scales, 64 bfloat16; blocks may have any stride",
+    ),
+    "flashmla-ds-v4": Named(
+        "l | b (n c + n s)", "FlashMLA", "DeepSeek V4", "flashmla@9241ae3:tests/quant.py", "S",
+        "bytes of the format ds_v4: 576 of each token (codes, bfloat16), then 8 of each (exponents); blocks "
+        "end at a multiple of 576",
+    ),
     "vllm-dsa-indexer": Named(
         "l | b (n c + n s)", "vLLM", "DSA indexer", LMCACHE[2], "S",
         "a block has the codes of all tokens, 128 bytes each, then their scales, 4 bytes each",
@@ -162,6 +171,10 @@ NAMED = MappingProxyType({
     "flashinfer-hnd": Named("| b kv h n c", "FlashInfer", "5 axes", FLASHINFER, "A", HALVES),
     "flashinfer-nhd-pair": Named("kv | b n h c", "FlashInfer", "a tuple", FLASHINFER, "A", LISTS),
     "flashinfer-hnd-pair": Named("kv | b h n c", "FlashInfer", "a tuple", FLASHINFER, "A", LISTS),
+    "flashinfer-mla": Named(
+        "kv | b n c", "FlashInfer", "MLA", "flashinfer@fb28d72:flashinfer/mla.py", "A",
+        "ckv_cache (512, the value) and kpe_cache (64): two planes of the key, arrays or slices of one",
+    ),
     "flash-attn": Named(
         "kv | b n h c", "flash-attn", "2 and 3", "flash-attention@0251105:csrc/flash_attn/flash_api.cpp", "S",
         f"{LISTS}; without a block table b is the batch and n its longest sequence",

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from kvkit import files
+from kvkit import files, layouts
 from kvkit.cache import loading
+from kvkit.checks.values import positive_number
 from kvkit.errors import argument_error, describe
 from kvkit.files import llama
-from kvkit.files.arrays import BESIDE
+from kvkit.files.arrays import BESIDE, nested
 from kvkit.formats import BY_DTYPE, FLOATS, decode, rotate
 from kvkit.formats.known import Format
 from kvkit.formats.rotations import Rotation, rotation_named
@@ -20,9 +21,11 @@ from kvkit.formats.schemes import Coded, formats_named
 from kvkit.layouts.views import KV
 from kvkit.tools.source import PACKED, TABLES, CacheSource, format_of_paged, leaves
 
+LATENT_LINE = "l | b n c"  # of latent rows
 LINE = "l kv | b n h c"  # of codes, and of what `encode` returns beside them, as `convert` writes them
 LISTS = "b l kv | n h c"  # the same of sequences that differ in length
 ROTATION = "llama.cpp"  # which rotates codes, and heads of a multiple of 64 elements
+LATENT = 512  # elements of a latent row that are its value, where nobody says how many
 ORDER = "the file has no tables: all blocks are taken for sequences"
 
 
@@ -49,6 +52,13 @@ class LayerReader:
     value: SideReader
     starts: list[int]  # where sequences begin among the tokens, and their number
     queries: list[np.ndarray] | None = None
+    value_dim: int | None = None  # of latent rows, which are key and value: how many elements are the value
+    scale: float | None = None  # of scores; None: dim ** -0.5
+
+    @property
+    def sides(self) -> dict[str, SideReader]:
+        """Return what is stored, by its name: keys and values, or latent rows."""
+        return {"latent": self.key} if self.value_dim else {"keys": self.key, "values": self.value}
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,10 @@ def open_cache(
     if not isinstance(source, (CacheSource, files.Contents, Mapping)) and is_own(source):
         return open_cache_object(source)
     found = source if isinstance(source, CacheSource) else CacheSource(source, layout, sizes)
+    if found.cache is None and (latent := nested(found.arrays, "latent")) is not None:
+        name, arrays = found.name, latent_cache(found.arrays, latent)
+        found = CacheSource(arrays, layout or LATENT_LINE, sizes)
+        found.name = name
     first, *others = [open_one(each, from_format, rotation) for each in found.caches.values()]
     return first if not others else join_readers(first, others[0])
 
@@ -128,6 +142,16 @@ def join_readers(first: CacheReader, second: CacheReader) -> CacheReader:
     format = " and ".join(dict.fromkeys(names)) or None
     notes = dict.fromkeys((*first.notes, *second.notes))
     return CacheReader(first.name, first.count + second.count, layer, format, tuple(notes), first.numbered)
+
+
+def latent_cache(arrays: Mapping[str, Any], layers: Any) -> dict[str, Any]:
+    """Return arrays with latent rows, [layers, tokens, dim] or a list of layers, as a cache of a sequence."""
+    rows = [layer[:, 0] if layer.ndim == 3 and layer.shape[1] == 1 else layer for layer in layers]
+    for row in rows:
+        if row.ndim != 2:
+            raise argument_error("latent", "[layers, tokens, dim], or a list of [tokens, dim]", describe(row))
+    others = {name: array for name, array in arrays.items() if name.partition(".")[0] != "latent"}
+    return others | {"cache": [row[None] for row in rows]}
 
 
 def is_own(source: Any) -> bool:
@@ -210,7 +234,9 @@ def open_arrays(
         starts = pages.starts()
     else:
         starts = np.array(source.sequence_starts or np.cumsum([0, *map(len, codes.keys[0])]))
+    latent = source.layout is not None and "kv" not in layouts.parse(source.layout).names
     queries, notes = queries_of(source, codes, starts)
+    scale = scale_of_scores(source, queries is not None) if latent else None
 
     def side(which: str, i: int) -> SideReader:
         arrays = {part: getattr(found, which)[i] for part, found in parts.items()}
@@ -222,11 +248,15 @@ def open_arrays(
         return undo_rotation(found, turned, which == "values") if turned and stored else found
 
     def layer(i: int) -> LayerReader:
-        key, value = side("keys", i), side("values", i)
+        key = side("keys", i)
+        value = key if latent else side("values", i)
+        value_dim = source.sizes.get("v", min(key.dim, LATENT)) if latent else None
         if key.tokens != value.tokens:
             raise argument_error("values", f"{key.tokens} tokens, as keys have", value.tokens)
         own = starts * (key.tokens // max(starts[-1], 1))  # a row of codes may have several tokens
-        return LayerReader(f"layer {numbers[i]}", key, value, own.tolist(), queries and queries[i])
+        return LayerReader(
+            f"layer {numbers[i]}", key, value, own.tolist(), queries and queries[i], value_dim, scale
+        )
 
     gone = {llama.HEADS} | ({llama.ROTATED} if turned else set())
     notes += tuple(note for note in source.contents.notes if note not in gone)
@@ -273,9 +303,10 @@ def view_parts(source: CacheSource, told: str | None, formats: Any) -> tuple[dic
 def queries_of(source: CacheSource, codes: KV, starts: np.ndarray) -> tuple[Any, tuple[str, ...]]:
     """Return the queries of the last tokens by layer and sequence, or None; notes on others."""
     query = source.arrays.get("query")
-    if query is None or not source.separate:
+    line = layouts.parse(source.layout or LINE)
+    if query is None or (not source.separate and "kv" in line.names):
         return None, ()
-    _, _, heads, dim = codes.keys[0].shape
+    heads, dim = (1, *codes.keys[0].shape)[-2:] if codes.keys[0].ndim == 4 else (1, codes.keys[0].shape[-1])
     if (
         query.ndim == 5
         and query.shape[:2] == (len(codes.keys), len(starts) - 1)
@@ -285,6 +316,15 @@ def queries_of(source: CacheSource, codes: KV, starts: np.ndarray) -> tuple[Any,
     ):
         return [list(layer) for layer in query], ()
     return None, (f"query is not [layers, sequences, last tokens, heads, dim]: {describe(query)}",)
+
+
+def scale_of_scores(source: CacheSource, needed: bool) -> float | None:
+    """Return the factor of the scores of latent rows, which no shape tells."""
+    given = source.arrays.get("softmax_scale")
+    if given is None and needed:
+        wanted = "a number beside query, for latent rows (192 ** -0.5 for DeepSeek)"
+        raise argument_error("softmax_scale", wanted, "None")
+    return None if given is None else positive_number("softmax_scale", given.item())
 
 
 def encoded_parts(parts: Mapping[str, Any], line: str) -> dict[str, KV]:

@@ -143,6 +143,10 @@ def make(L, B, N, H, C):
     def _(layer, kv, b, n, h, c):
         return (layer,), b * N * C + n * C + c
 
+    @layout("vllm-ds-mla", (L,), (B, N, C))
+    def _(layer, kv, b, n, h, c):
+        return (layer,), (b * N + n) * C + c
+
     # cpu_attn_vec: keys of a head [C, N], values [N, C].
     @layout("vllm-cpu-vec", (L,), (2, B, H, N * C))
     def _(layer, kv, b, n, h, c):
@@ -204,6 +208,11 @@ def make(L, B, N, H, C):
     def _(layer, kv, b, n, h, c):
         page, entry, head = paged_kv(True)
         return (), b * page + kv * (N * H * C) + h * head + n * entry + c
+
+    # append_paged_mla_kv_cache: ckv and kpe by stride_page and stride_n.
+    @layout("flashinfer-mla", (2,), (B, N, C))
+    def _(layer, kv, b, n, h, c):
+        return (kv,), b * (N * C) + n * C + c
 
     @layout("flashinfer-nhd-pair", (2,), (B, N, H, C))
     def _(layer, kv, b, n, h, c):

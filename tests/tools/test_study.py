@@ -423,3 +423,47 @@ def test_parts_have_the_scales_of_the_whole(rng, monkeypatch):
                 other[name] if isinstance(number, str) else pytest.approx(other[name], rel=1e-3)
             )
     assert [one.bits for one in found.summary] == [one.bits for one in expected.summary]
+
+
+def test_latent_rows(rng):
+    """A row is coded once, as key and value: errors of the row, of scores and outputs by float64."""
+    rows = rng.standard_normal((2, 40, 576), np.float32)
+    query, scale = rng.standard_normal((2, 1, 5, 3, 576), np.float32), 192**-0.5
+    decoded = formats.decode(formats.encode(rows, "ds_mla"), "ds_mla")
+    arrays = {"latent": rows, "query": query, "softmax_scale": np.array(scale)}
+    found = tools.study(arrays, "ds_mla")
+    [one] = found.summary
+    error = np.linalg.norm(decoded - rows) / np.linalg.norm(rows)
+    np.testing.assert_allclose((one.key_error, one.value_error), error, rtol=1e-5)
+    assert (one.bytes_per_token, {row["side"] for row in found.rows}) == (2 * 656, {"latent", "attention"})
+
+    def outputs(rows, layer):
+        for i in range(5):
+            seen = rows[layer, : 36 + i].astype(float)
+            scores = query[layer, 0, i] @ seen.T * scale
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            yield weights / weights.sum(-1, keepdims=True) @ seen[:, :512]
+
+    expected = []
+    for layer in range(2):
+        exact, coded = (np.array(list(outputs(each, layer))) for each in (rows, decoded))
+        expected.append(np.linalg.norm(coded - exact) / np.linalg.norm(exact))
+    np.testing.assert_allclose(one.output_error, np.mean(expected), rtol=1e-4)
+    del arrays["softmax_scale"]
+    with pytest.raises(KvkitError, match=r"^softmax_scale: expected a number beside query"):
+        tools.study(arrays, "ds_mla")
+    with pytest.raises(KvkitError, match=r"^evict: expected no policies, for latent rows"):
+        tools.study({"latent": rows}, evict="knorm@0.5")
+    with pytest.raises(KvkitError, match=r"^latent: expected \[layers, tokens, dim\]"):
+        tools.study({"latent": rows[0]}, "ds_mla")
+
+
+def test_latent_pools_of_bytes(rng):
+    """Pages of 656 bytes a token, cut out of longer blocks, are decoded; no axis kv means latent rows."""
+    stored = formats.encode(rng.standard_normal((10, 8, 576), np.float32), "ds_mla:p2")["codes"]
+    pool = np.zeros((10, 9, 656), np.uint8)
+    pool[:, :8] = stored.view(np.uint8)
+    arrays = {"cache": [pool[:, :8]], "format": np.array("ds_mla:p2")}
+    found = tools.study(arrays, "ds_mla:p2,int8:g8", layout="vllm-ds-mla")
+    assert found.summary[0].key_error == 0
+    assert found.tokens == 80

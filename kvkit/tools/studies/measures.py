@@ -206,14 +206,16 @@ def compare_attention(
     sides = layer.key, layer.value
     heads, (count, _, dim), tokens = layer.key.heads, query.shape, end - begin
     rows = query.reshape(count, heads, -1, dim).transpose(1, 2, 0, 3).reshape(heads, -1, dim)
-    rows = rows / np.float32(np.sqrt(dim))
+    rows = rows / np.float32(np.sqrt(dim)) if layer.scale is None else rows * np.float32(layer.scale)
     last = np.tile(np.arange(tokens - count, tokens), rows.shape[1] // count)  # that each row sees
-    exact, found = (RunningAttention(heads, rows.shape[1], layer.value.dim) for _ in range(2))
+    width = layer.value_dim or layer.value.dim
+    exact, found = (RunningAttention(heads, rows.shape[1], width) for _ in range(2))
     logit, divergence = np.zeros((2, *exact.total.shape))
     own, parts = divided(begin, end, *zip(schemes, sides, strict=True))
     for part, *numbers in zip(parts, *(floats(side, parts) for side in sides), strict=True):
         coded = [decode_like(scheme, scheme.encode(x), x) for scheme, x in zip(own, numbers, strict=True)]
         key, value, other_key, other_value = (x.swapaxes(0, 1) for x in (*numbers, *coded))
+        value, other_value = value[..., :width], other_value[..., :width]
         logits, others = (product(rows, side.swapaxes(1, 2)) for side in (key, other_key))
         change = others - logits
         hidden = np.arange(part.start, part.stop) - begin > last[:, None]

@@ -214,8 +214,10 @@ def study(
     ----------
     source : path, mapping of arrays, or cache
         A file that `kvkit.tools.inspect` knows; arrays ``key`` and ``value``, [layers, tokens, heads, dim],
-        perhaps with ``query`` [layers, sequences, last tokens, query heads, dim] and ``seqstarts``; or a
-        cache of `kvkit.cache`. A quantized cache is decoded if its format is known.
+        perhaps with ``query`` [layers, sequences, last tokens, query heads, dim] and ``seqstarts``; an array
+        ``latent``, [layers, tokens, dim], whose rows are keys and, their first 512 elements, values (with
+        ``query`` also ``softmax_scale``), or such rows in a layout without ``kv``; or a cache of
+        `kvkit.cache`. A quantized cache is decoded if its format is known.
     schemes : str or sequence
         A comma-separated string or a sequence. A scheme is a name of `kvkit.formats` with its options, as in
         "int4:g32"; a format and a rotation, "int4:g32+hadamard"; "fp8" (e4m3 with a scale of 1); a class of a
@@ -332,12 +334,14 @@ def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
     layer, name = source.value.layer(i), source.value.name
     chosen = plan.value.fitting(layer.queries)
     check_tokens(layer)
+    if layer.value_dim and chosen.policies:
+        raise argument_error("evict", "no policies, for latent rows", "policies")
     rows: list[Row] = []
     outliers: list[Row] = []
     found: dict[str, evicting.Measured] = {}
     with ThreadPoolExecutor(min(len(chosen.names) + 1, os.cpu_count() or 1)) as threads:
-        where = [f"{name}, {layer.name}, {side}" for side in SIDES]
-        sides = list(threads.map(measures.outliers, where, (layer.key, layer.value)))
+        where = [f"{name}, {layer.name}, {side}" for side in layer.sides]
+        sides = list(threads.map(measures.outliers, where, layer.sides.values()))
         for sequence, query in enumerate(layer.queries or ()):
             measures.check_finite(f"{name}, {layer.name}, queries of sequence {sequence}", query)
         judge = evicting.judging(len(layer.queries[0]), chosen.judge) if layer.queries else None
@@ -351,7 +355,7 @@ def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
             threads.submit(evicting.study_policies, layer, contexts, group, chosen, place)
             for group in chosen.groups()
         ]
-        for side, (ratios, _) in zip(SIDES, sides, strict=True):
+        for side, (ratios, _) in zip(layer.sides, sides, strict=True):
             for h, ratio in enumerate(ratios):
                 outliers.append({"layer": layer.name, "head": h, "side": side, "ratio": float(ratio)})
         found = {each: job.result() for each, job in of_schemes.items()}
@@ -360,7 +364,7 @@ def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
     for each in chosen.names:
         rows += [{"scheme": each, "layer": layer.name, **row} for row in found[each][0]]
     heads, tokens, channels = layer.key.heads, layer.key.tokens, sides[0][1]
-    elements = tokens * heads * (layer.key.dim + layer.value.dim)
+    elements = tokens * heads * sum(side.dim for side in layer.sides.values())
     return StudiedLayer(
         layer.name, heads, tokens, elements, outliers=outliers, channels=channels, rows=rows,
         bits={each: found[each][1] for each in chosen.names},
@@ -387,11 +391,13 @@ def study_scheme(
     kept = {} if judge is None else {"weight_kept": 1.0, "tokens_kept": layer.key.tokens}
     stored, sums = 0, []
     try:
-        for side, scheme, data in zip(SIDES, schemes, (layer.key, layer.value), strict=True):
+        for (side, data), scheme in zip(layer.sides.items(), schemes, strict=False):
             errors = measures.errors_of(scheme, data)
             found += [{"head": h, "side": side, **row} for h, row in enumerate(errors.by_head())]
             stored += errors.bits
             sums.append((errors.errors.sum(), errors.squares.sum()))
+        if layer.value_dim:  # a row is key and value, in the scheme of keys
+            sums, schemes = sums * 2, schemes[:1] * 2
         if layer.queries is not None:
             by_head = measures.attention_errors(layer, *schemes, judge=judge or measures.QUERIES)
             found += [{"head": h, "side": "attention", **row, **kept} for h, row in enumerate(by_head)]
