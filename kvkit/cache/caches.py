@@ -193,8 +193,8 @@ class Cache(BaseCache):
         """Keep the tokens of the best scores in every layer, and free the memory of the others.
 
         All heads and rows of the batch keep the same tokens of a layer: those of the best mean scores. With
-        `per_head`, and budgets for heads, each keeps its own best ones: then `DynamicLayer`s become
-        `RaggedLayer`s. After an error no layer has changed. Layers with a window stay as they are.
+        `per_head`, and budgets for heads, each keeps its own best ones: then a `DynamicLayer` becomes a
+        `RaggedLayer`. After an error no layer has changed. Layers with a window stay as they are.
 
         Parameters
         ----------

@@ -14,10 +14,28 @@ from kvkit.files.errors import file_error
 from kvkit.files.paths import check_source
 from kvkit.typed import FilePath
 
+PACKAGE = Path(__file__).parents[1]
 WRITTEN = ".npz", ".npy", ".safetensors"
 READ = (
     f"give {', '.join(WRITTEN)}, a file of torch.save, a prompt cache of MLX, a session or state of llama.cpp"
 )
+
+
+def example() -> Path:
+    """Return the path of a small file: keys, values and queries of SmolLM2-135M, for two texts.
+
+    Returns
+    -------
+    Path
+
+    Examples
+    --------
+    >>> from kvkit import files
+    >>> files.read(files.example()).arrays["current_key"].shape     # [layers, tokens, heads, dim]
+    (4, 145, 3, 64)
+    """
+    installed, clone = (PACKAGE / "data", PACKAGE.parent / "examples" / "data")
+    return (installed if installed.is_dir() else clone) / "smollm2_kv.npz"
 
 
 def read(path: FilePath) -> Contents:

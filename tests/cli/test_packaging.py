@@ -142,13 +142,18 @@ def test_the_wheel_works_where_nothing_else_is(copy, tmp_path):
     assert "kvkit run" in shown
     refused = subprocess.run([programs / "kvkit", "bench"], cwd=tmp_path, capture_output=True, text=True)
     assert refused.stderr.startswith("kvkit: kvkit bench: its suites are not installed")
-    first = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
-    (tmp_path / "first.txt").write_text(first)
-    told = run(programs / "python", "-I", "-c", "import kvkit, doctest; print(kvkit.__file__); "
-               "print(doctest.testfile('first.txt', module_relative=False))")  # fmt: skip
+    pages, texts = [*sorted((ROOT / "docs" / "tutorials").glob("*.md")), ROOT / "README.md"], []
+    for page in pages:
+        texts.append(tmp_path / page.with_suffix(".txt").name)
+        texts[-1].write_text("\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.S)))
+    code = "import sys, doctest, kvkit; print(kvkit.__file__, *("
+    code += (
+        "doctest.testfile(page, False, optionflags=doctest.NORMALIZE_WHITESPACE) for page in sys.argv[1:]))"
+    )
+    told = run(programs / "python", "-I", "-c", code, *texts)
     assert str(tmp_path / "environment") in told
-    assert "failed=0" in told
-    assert "attempted=0" not in told
+    assert told.count("failed=0") == len(pages), told
+    assert told.count("attempted=0") == 1  # the index of the tutorials
 
 
 def pypi_takes(wheel):

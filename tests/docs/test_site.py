@@ -9,11 +9,14 @@ SITE = Path(__file__).parents[2] / "docs" / "_build"
 PAGES = sorted(
     path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html") if "_static" not in path.parts
 )
-WIDTHS = 400, 1400
+WIDTHS = 390, 1400
 # What a picture is on the screen: whether it has loaded, is shown, and stays inside the page.
 SEEN = """() => [...document.querySelectorAll("main img")].map(image => ({
     name: image.src, shown: image.offsetParent !== null, loaded: image.complete && image.naturalWidth > 0,
     right: image.getBoundingClientRect().right }))"""
+# Boxes of code whose lines go on beyond their edge.
+CUT = """() => [...document.querySelectorAll("main pre")].filter(box => box.scrollWidth > box.clientWidth + 1)
+    .map(box => box.textContent.slice(0, 60))"""
 
 pytestmark = pytest.mark.site
 
@@ -62,6 +65,7 @@ def test_every_page_loads(page):
         page.goto((SITE / name).as_uri())
         assert page.locator("main").count() == 1, name
         assert page.said == [], name
+        assert page.evaluate(CUT) == [], name
         for picture in page.evaluate(SEEN):
             if picture["shown"]:
                 assert picture["loaded"], (name, picture)
