@@ -8,7 +8,9 @@ import click
 
 from kvkit import files, tools
 from kvkit.errors import KvkitError
+from kvkit.files.llama_writing import SUFFIX
 from kvkit.files.paths import check_target
+from kvkit.tools.conversion import write_conversion
 from kvkit.tools.model_facts import with_model
 from kvkit.tools.source import by_patterns
 from kvkit_cli import clusters, complete, show, tool, watch
@@ -57,12 +59,13 @@ from kvkit_cli import clusters, complete, show, tool, watch
 def convert(sources, target, page_size, dask, as_json, quiet, keys, values, model, **options):
     """Move a cache to another layout, bit for bit, or to another format.
 
-    IN is any file that `kvkit inspect` reads. Its cache is the array cache, the arrays cache.0, cache.0.1 and
-    so on if the layout has lists, or key_cache and value_cache, key and value and so on. OUT is a .npz, .npy
-    or .safetensors file; on an error it does not change. With several IN it is a folder that exists. Rows
-    stay where they are. --page-size copies each sequence of the page tables (block_tables and context_lens;
-    kv_indptr, kv_indices and kv_last_page_len; cells of llama.cpp), or each b without tables, into new pages;
-    --page-size longest makes one page of each sequence.
+    IN is any file that `kvkit inspect` reads. Its cache is the array cache, the arrays cache.0, cache.0.1
+    and so on if the layout has lists, or key_cache and value_cache, key and value and so on. OUT is a
+    .npz, .npy or .safetensors file, or a .bin file, the state of a sequence of llama.cpp; on an error it
+    does not change. With several IN it is a folder that exists. Rows stay where they are. --page-size
+    copies each sequence of the page tables (block_tables and context_lens; kv_indptr, kv_indices and
+    kv_last_page_len; cells of llama.cpp), or each b without tables, into new pages; --page-size longest
+    makes one page of each sequence.
 
     --format converts the numbers and writes them in the layout "l kv | b n h c". The numbers of IN are
     floats, or codes whose format the file (a state of llama.cpp, a saved cache) or --from-format names.
@@ -99,7 +102,7 @@ def targets_of(sources, target):
         targets = [target / name for name in names]
     for source, one in zip(sources, targets, strict=True):
         check_target(one)
-        if one.suffix not in files.WRITTEN:
+        if one.suffix not in (*files.WRITTEN, SUFFIX):
             raise KvkitError(f"{one}: a cache is written as {', '.join(files.WRITTEN)}: give such a name")
         if source.exists() and one.exists() and one.samefile(source):
             raise KvkitError(f"{one}: OUT is IN: give another name")
@@ -125,7 +128,7 @@ def convert_file(source, target, names, options, quiet, alone):
         if not coding:
             watch.refuse_changed(source, contents.mapped)
             with show.progress(f"writing {target.name}", done.bytes, quiet) as advance:
-                files.write(target, done.arrays, done.description, metadata=done.metadata, advance=advance)
+                write_conversion(target, done, advance)
     return replace(done, arrays={})
 
 

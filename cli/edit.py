@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import click
 import numpy as np
 
-from kvkit import Rope
+from kvkit import Rope, files
 from kvkit.cache import PagedCache, load
 from kvkit.errors import KvkitError
-from kvkit.files.paths import check_target
+from kvkit.files import llama, llama_writing
+from kvkit.files.paths import check_source, check_target
+from kvkit.tools import states
 from kvkit_cli import tool
 
 CHANGES = {  # change: (what its option takes, its help)
@@ -45,25 +47,29 @@ class Edit(tool.ToolVerb):
     metavar="CONFIG|NAME=N,...",
     help="How keys were rotated: a config.json, or rotary_dim=64,theta=10000, or none. Moves need it.",
 )
-@click.option("-o", "--output", metavar="OUT", type=tool.PATH, help="The .npz file to write.")
+@click.option("-o", "--output", metavar="OUT", type=tool.PATH, help="The file to write, of the kind of FILE.")
 @tool.json_option
 @click.pass_context
 def edit(ctx, source, close, rope, output, as_json, **changes):
     """Remove, keep and move tokens of a saved cache, in the order given.
 
-    FILE is a .npz file that Cache.save wrote, quantized or with sliding windows too. Positions count from 0;
-    a range is half-open. Keys are not rotated: attention accounts for moves. Nothing is written unless all
-    changes can be done.
+    FILE is a .npz file that Cache.save wrote, quantized or with sliding windows too; or a session or
+    state of llama.cpp, which takes --remove and --retain. Positions count from 0; a range is half-open.
+    Keys are not rotated: attention accounts for moves. Nothing is written unless all changes can be done.
 
     \b
     Examples:
       kvkit edit chat.npz --remove 10:20 -o shorter.npz
+      kvkit edit slot.bin --remove 4:100 -o shorter.bin
       kvkit edit chat.npz --remove 4:100 --close --rope config.json -o window.npz
       kvkit edit chat.npz --retain 0:4,100: --shift 100::-96 --rope rotary_dim=64 -o window.npz
     """
     if not ctx.meta["order"] or output is None:
         raise KvkitError("edit: expected a change (--remove, ...), and -o OUT")
     check_target(output)
+    if is_llama(source):
+        edit_state(ctx, source, output, changes, close, as_json)
+        return
     if output.suffix != ".npz":
         raise KvkitError(f"{output}: a cache is saved as .npz: give such a name")
     cache = open_cache(source)
@@ -85,12 +91,50 @@ def edit(ctx, source, close, rope, output, as_json, **changes):
         click.echo(f"{layer.stored_tokens} tokens at {shown or 'none'}, the next at {cache.get_seq_length()}")
 
 
+def is_llama(source):
+    """Return whether a file is a session or state of llama.cpp."""
+    check_source(source)
+    with open(source, "rb") as file:
+        return file.read(4) in llama.MAGICS
+
+
+def edit_state(ctx, source, output, changes, close, as_json):
+    """Remove tokens of a session or state of llama.cpp."""
+    if close or any(name in ("shift", "divide") for name in ctx.meta["order"]):
+        what = "moves, as a state has keys rotated by their positions"
+        raise KvkitError(f"{source}: expected --remove or --retain, got {what}")
+    values = {name: iter(given) for name, given in changes.items()}
+    wanted = [(name, next(values[name]).split(",")) for name in ctx.meta["order"]]
+    parsed = [
+        (name == "retain", [parse_range(name, part, False) for part in parts]) for name, parts in wanted
+    ]
+
+    def keep(positions):
+        stays = np.ones(len(positions), bool)
+        for inside, ranges in parsed:
+            chosen = [(positions >= a) & (positions < (np.inf if b is None else b)) for a, b, _ in ranges]
+            stays &= np.any(chosen, axis=0) == inside
+        return stays
+
+    contents = states.retain_tokens(files.read(source), keep)
+    found = states.positions_of(contents)
+    if not len(found):
+        raise KvkitError(f"{source}: expected tokens that stay, got none")
+    llama_writing.write(output, contents)
+    runs, end = position_runs(found), int(found[-1]) + 1
+    if as_json:
+        click.echo(json.dumps({"tokens": len(found), "next_position": end, "positions": runs}))
+    else:
+        shown = ",".join(f"{begin}:{end}" for begin, end in runs)
+        click.echo(f"{len(found)} tokens at {shown}, the next at {end}")
+
+
 def open_cache(source):
     """Return the cache of a file that kvkit saved."""
     try:
         cache = load(source)
     except KvkitError as error:
-        takes = "kvkit edit takes what Cache.save wrote, and writes no states of llama.cpp"
+        takes = "kvkit edit takes what Cache.save wrote, and states of llama.cpp"
         raise type(error)(f"{error}; {takes}") from error
     if isinstance(cache, PagedCache):
         got = "sequences in blocks (in Python: PagedCache.remove(seq, ...))"

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvkit import files, layouts
 from kvkit.errors import argument_error, brief, printable
-from kvkit.files import Description
+from kvkit.files import Description, llama_writing
 from kvkit.files.arrays import CACHE
 from kvkit.formats import BY_DTYPE, FLOATS
 from kvkit.layouts import tables
 from kvkit.layouts.tables import BlockTable
 from kvkit.layouts.views import KV
-from kvkit.tools import recoding
+from kvkit.tools import recoding, states
 from kvkit.tools.layer_choice import choose_layers
 from kvkit.tools.readers import LINE
 from kvkit.tools.rope_pairs import PairOrder, change_of_pairs
@@ -99,7 +100,8 @@ def convert(
     source : path, mapping of arrays, or Contents
         A file that `kvkit.files.read` takes, or its contents.
     target : path, optional
-        A .npz, .npy or .safetensors file to write. On an error it does not change.
+        A .npz, .npy or .safetensors file to write; or a .bin file, the state of a sequence of llama.cpp,
+        which has one sequence and floats, or the codes that a state had. On an error it does not change.
     from_layout : str, optional
         The layout of the cache, if its file does not name it.
     to_layout : str, optional
@@ -169,11 +171,19 @@ def convert(
         for name, extra in {"page_size": page_size, "tables_from": tables_from, "verify": verify}.items():
             if extra:
                 raise argument_error(name, "none with a format, as rows stay where they are", brief(extra))
-        made = recoding.recode(found, target, format or "", from_format, rotation, pairs, progress)
+        to_state = target is not None and is_state_name(target)
+        if to_state and format not in [str(one) for one in FLOATS]:
+            raise argument_error("format", "floats, for a state of llama.cpp, which rotates codes", format)
+        made = recoding.recode(
+            found, None if to_state else target, format or "", from_format, rotation, pairs, progress
+        )
         before = str(found.layout or LINE)
-        return Conversion(
+        result = Conversion(
             made.arrays, made.description, before, made.bytes, False, made.before, metadata=made.metadata
         )
+        if target is not None and to_state:
+            write_conversion(target, result)
+        return result
     if rotation is not None:
         raise argument_error("rotation", "a format beside it, as codes are decoded to undo it", "to_layout")
     parse_layout(to_layout, "to_layout")
@@ -187,8 +197,24 @@ def convert(
     metadata = recoding.carried_metadata(found, descriptions.get(SLIDING))
     result = Conversion(arrays, descriptions[CACHE], str(found.layout), total, verify, metadata=metadata)
     if target is not None:
-        files.write(target, result.arrays, result.description, metadata=metadata)
+        write_conversion(target, result)
     return result
+
+
+def is_state_name(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file of this name is written as the state of a sequence of llama.cpp."""
+    return Path(path).suffix == llama_writing.SUFFIX
+
+
+def write_conversion(
+    path: str | os.PathLike[str], result: Conversion, advance: Callable[[int], object] | None = None
+) -> None:
+    """Write a converted cache, as the name of its file says."""
+    if is_state_name(path):
+        state = states.make_state(result.arrays, result.description, result.metadata)
+        llama_writing.write(path, state)
+    else:
+        files.write(path, result.arrays, result.description, metadata=result.metadata, advance=advance)
 
 
 def move_caches(

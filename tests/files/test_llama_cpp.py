@@ -5,6 +5,7 @@ went on (`filled`), of a model with a window of 4, of an image of 2 rows and 3 c
 streams of their own and in one, of coded keys and values, of recurrent models; and the models' first bytes.
 """
 
+import json
 import shutil
 import zipfile
 from pathlib import Path
@@ -205,6 +206,67 @@ def test_pairs_of_keys(folder, tmp_path):
         KvkitError, match="rope_pairs: expected floats, or a format in place of the layout, got uint8"
     ):
         tools.convert(folder / "q5_0.seq", None, to_layout="llama-cpp", **given)
+
+
+def test_tokens_are_removed_as_llama_does(folder, tmp_path):
+    """From whole it makes the memory of holes, byte for byte; both are cut where layers have a window."""
+    out = tmp_path / "out.bin"
+    ways = ["--remove", "4:12"], ["--retain", "0:4,12:"], ["--remove", "4:10", "--remove", "9:12"]
+    for options in ways:
+        shown = CliRunner().invoke(main, ["edit", str(folder / "whole.seq"), *options, "-o", str(out)])
+        assert shown.output == "12 tokens at 0:4,12:20, the next at 20\n"
+        ends = [path.read_bytes()[12 + 4 * n :] for path, n in ((out, 12), (folder / "holes.seq", 20))]
+        assert ends[0] == ends[1]
+        assert files.read(out).arrays["token_ids"].tolist() == [1, 2, 3, 4, *range(13, 21)]
+    for name, kept, window in (("sliding.ses", 8, 8), ("streams-trans.ses", 5, None), ("q5_0.seq", 4, None)):
+        shown = CliRunner().invoke(
+            main, ["edit", str(folder / name), "--remove", "2:6", "-o", str(out), "--json"]
+        )
+        assert json.loads(shown.output)["tokens"] == kept - (name == "streams-trans.ses")
+        found = tools.inspect(out)
+        assert sum(found.use.lengths) == (kept if name != "streams-trans.ses" else 6)
+        assert window is None or found.sliding.use.lengths == [window]
+    for name, options, message in (
+        ("whole.seq", ["--shift", "4::-2"], "expected --remove or --retain, got moves"),
+        ("whole.seq", ["--remove", "4:5", "--close"], "expected --remove or --retain, got moves"),
+        ("whole.seq", ["--remove", ":"], "expected tokens that stay, got none"),
+        ("hybrid.seq", ["--remove", "1:2"], "got recurrent ones, whose state has all tokens in it"),
+    ):
+        shown = CliRunner().invoke(
+            main, ["edit", str(folder / name), *options, "-o", str(tmp_path / "no.bin")]
+        )
+        assert (shown.exit_code, (tmp_path / "no.bin").exists()) == (2, False)
+        assert message in shown.stderr
+
+
+@pytest.mark.parametrize("name", ["holes.seq", "sliding.seq", "image.seq", "q8_0-q4_0.seq"])
+def test_a_cache_is_written_as_a_state(folder, tmp_path, name):
+    """From another layout, and from floats; llama.cpp 0.5.0 read these files."""
+    source, other, state = (
+        with_model(folder / name, model_of(folder, name)),
+        tmp_path / "a.npz",
+        tmp_path / "b.bin",
+    )
+    tools.convert(source, other, to_layout="llama-cpp", page_size="longest")
+    targets = [{"to_layout": "llama-cpp"}] + [{"format": "float32"}] * ("q8" not in name)
+    for target in targets:
+        tools.convert(other, state, **target)
+        found, was = (open_cache(each) for each in (with_model(state, model_of(folder, name)), other))
+        for i in range(was.count):
+            for side in ("key", "value"):
+                one, two = (getattr(each.layer(i), side).read(slice(None)) for each in (found, was))
+                assert np.array_equal(one, two)
+        assert CacheSource(state).positions is None or CacheSource(state).positions.tolist() == list(
+            CacheSource(other).positions
+        )
+    with pytest.raises(
+        KvkitError, match=r"source: expected one sequence, as a state of llama\.cpp has, got 2"
+    ):
+        tools.convert(folder / "shared.ses", state, format="float16", sizes=HEADS)
+    with pytest.raises(
+        KvkitError, match=r"format: expected floats, for a state of llama\.cpp, which rotates codes"
+    ):
+        tools.convert(folder / "whole.seq", state, format="q8_0", sizes=HEADS)
 
 
 def test_a_model_of_other_layers_is_refused(folder):

@@ -1,0 +1,96 @@
+"""Change and make states of llama.cpp: remove tokens, or write the cache of one sequence as a state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvkit.errors import argument_error
+from kvkit.files import Contents, Description, llama
+from kvkit.files.arrays import CACHE, flat
+from kvkit.tools.source import SLIDING, CacheSource, axis_sizes_of, leaves, name_of_second
+
+LINE = "l kv | b n (h c)"
+
+
+def is_state(contents: Contents) -> bool:
+    """Return whether contents are those of a session or state of llama.cpp."""
+    return contents.kind in llama.NAMES.values()
+
+
+def retain_tokens(contents: Contents, keep: Callable[[np.ndarray], np.ndarray]) -> Contents:
+    """Return a state without the cells whose positions `keep` does not choose, in all of its caches.
+
+    Other cells keep their positions, and keys their rotation: llama.cpp goes on behind the last position.
+    """
+    if any(name.startswith(f"{llama.RECURRENT}.") for name in contents.arrays):
+        wanted = "layers that have rows of tokens"
+        raise argument_error("source", wanted, "recurrent ones, whose state has all tokens in it")
+    joined = llama.join_streams(contents)
+    arrays, line = dict(joined.arrays), joined.description.layout or ""
+    for name in llama.CACHES:
+        begin = f"{name}_cells."
+        if f"{begin}positions" not in arrays:
+            continue
+        inside = keep(arrays[f"{begin}positions"])
+        counts = np.diff(arrays[f"{begin}sequence_starts"])
+        arrays[f"{begin}sequences"] = arrays[f"{begin}sequences"][np.repeat(inside, counts)]
+        arrays[f"{begin}sequence_starts"] = np.concatenate([[0], np.cumsum(counts[inside])])
+        for what in [each for each in arrays if each.startswith(begin)]:
+            if not what.endswith(("sequences", "sequence_starts")):
+                arrays[what] = arrays[what][inside]
+        for place in [each for each in arrays if each.startswith(f"{name}.")]:
+            transposed = ";" in line and place.endswith(".1")
+            arrays[place] = arrays[place][:, :, inside] if transposed else arrays[place][:, inside]
+    tokens = arrays.get("token_ids", np.zeros(0, np.int32))
+    arrays["token_ids"] = tokens[keep(np.arange(len(tokens)))]
+    return replace(joined, arrays=arrays)
+
+
+def positions_of(contents: Contents) -> np.ndarray:
+    """Return the positions that a state has, ascending, each once."""
+    found = [array for name, array in contents.arrays.items() if name.endswith("cells.positions")]
+    return np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)
+
+
+def make_state(arrays: Mapping[str, Any], description: Description, metadata: Mapping[str, Any]) -> Contents:
+    """Return the state of a sequence that has a cache's rows in order of positions, without stale ones."""
+    source = CacheSource(Contents(flat(arrays), dict(metadata), description=description))
+    found: dict[str, np.ndarray] = {"token_ids": np.asarray(source.arrays.get("token_ids", ()), np.int32)}
+    about: dict[str, Any] = {}
+    said = description
+    for name, each in source.caches.items():
+        own = rows_of_state(each)
+        line = replace(each.contents.description, layout=LINE, sizes={}, tables="cells")
+        if name == SLIDING:
+            about[SLIDING] = line.to_dict()
+        else:
+            said = line
+        found |= {n if name == CACHE else name_of_second(n): array for n, array in own.items()}
+    return Contents(found, about, kind=llama.NAMES[llama.SEQUENCE], description=said)
+
+
+def rows_of_state(source: CacheSource) -> dict[str, np.ndarray]:
+    """Return the rows of one cache, and their cells."""
+    kv = source.require_view()
+    pages = source.block_tables()
+    sizes = axis_sizes_of(kv, source.layout or "")
+    count = len(pages[1].lengths) if pages else sizes.get("b", 1)
+    if count != 1:
+        raise argument_error("source", "one sequence, as a state of llama.cpp has", count)
+    rows = pages[1].rows() if pages else np.arange(leaves(kv.keys[0])[0].shape[-3])
+    places = source.places_of_tokens
+    found: dict[str, np.ndarray] = {}
+    for layer, pair in enumerate(zip(kv.keys, kv.values, strict=True)):
+        for side, array in enumerate(pair):
+            whole = np.concatenate(array) if isinstance(array, tuple) else array.reshape(-1, *array.shape[2:])
+            found[f"{CACHE}.{layer}.{side}"] = whole[rows].reshape(1, len(rows), -1)
+    at = places.get("positions", np.arange(len(rows)))
+    cells = {"positions": at, "sequences": np.zeros(len(rows)), "sequence_starts": np.arange(len(rows) + 1)}
+    cells |= {axis: places[f"positions_{axis}"] for axis in "xy" if f"positions_{axis}" in places}
+    if "x" in cells:
+        cells["token"] = np.full(len(rows), -1)
+    return found | {f"{CACHE}_cells.{name}": array.astype(np.int32) for name, array in cells.items()}
