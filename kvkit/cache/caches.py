@@ -183,8 +183,8 @@ class Cache(BaseCache):
         budget: str | ArrayLike = "uniform",
         per_head: bool = False,
         threshold: ArrayLike | None = None,
-        first: int = 0,
-        last: int = 0,
+        first: int | None = None,
+        last: int | None = None,
         queries: Sequence[Array] | None = None,
         weights: Sequence[Array] | None = None,
         renumber: bool = False,
@@ -219,7 +219,7 @@ class Cache(BaseCache):
         renumber : bool
             Whether the tokens that stay get the positions 0, 1, 2, ...; keys need a `rope` for that.
         **options
-            Of the scorer.
+            Of the scorer; `first`, `last` and `threshold` too, of a scorer that has such options.
 
         Returns
         -------
@@ -243,8 +243,8 @@ class Cache(BaseCache):
         (array([0, 5, 6, 7]), 8)
         """
         asked = compression.Compression(
-            scorer, keep, count, budget, per_head=per_head, threshold=threshold, first=first, last=last,
-            queries=queries, weights=weights, renumber=renumber, options=options,
+            scorer, keep, count, budget, queries, weights, per_head=per_head, renumber=renumber,
+            **compression.of_the_scorer(scorer, options, first=first, last=last, threshold=threshold),
         )  # fmt: skip
         if not compression.is_by_head(self.layers, asked):
             return compression.compress(self.layers, self.rearrange, asked)

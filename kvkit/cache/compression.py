@@ -70,6 +70,14 @@ class Compression:
     last: int = 0
 
 
+def of_the_scorer(scorer: Any, options: dict[str, Any], **given: Any) -> dict[str, Any]:
+    """Return arguments by name, those among `options` that the scorer has options of."""
+    own = SCORERS[scorer].options if isinstance(scorer, str) and scorer in SCORERS else ()
+    given = {name: each for name, each in given.items() if each is not None}
+    more = {name: each for name, each in given.items() if name in own}
+    return {name: each for name, each in given.items() if name not in own} | {"options": options | more}
+
+
 def is_by_head(layers: Sequence[Any], asked: Compression) -> bool:
     """Return whether heads keep tokens of their own."""
     budget = asked.budget

@@ -82,6 +82,15 @@ def test_a_function_and_scores_of_ones_own():
         assert one.positions[-4:].tolist() == [36, 37, 38, 39]
 
 
+def test_options_that_a_scorer_has_too_are_the_scorers():
+    queries = [states(8, heads=4, seed=i) for i in range(2)]
+    cache, whole = filled(), filled()
+    cache.compress("rkv", keep=0.5, queries=queries, threshold=0.9, window=4)
+    for i, layer in enumerate(cache.layers):
+        scores = eviction.scores("rkv", whole.layers[i].keys, queries=queries[i], threshold=0.9, window=4)
+        assert layer.positions.tolist() == kept_of(scores, 20).tolist()
+
+
 def test_budgets_of_layers():
     cache = filled()
     cache.compress("knorm", budget=[3, 30])

@@ -113,6 +113,7 @@ class RaggedLayer(Layer):
         self.sequences: list[Any] = []
         self._index: Any = None  # the last one, while its index tensors are valid
         self.changes = 0
+        self.row_positions = RowPositions.contiguous(0, 0)  # not None, for heads have positions of their own
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_index": None}  # a copy has other addresses

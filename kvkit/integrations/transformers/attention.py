@@ -129,9 +129,17 @@ def attend_states(
         if causal or query.shape[2] == 1:  # the last token sees all, whatever the mask says of causality
             more = window_options(stored.layer, sliding_window, window)
             if more is not None:
-                attn_output = stored.layer.attend(queries, mask, **options, **more)
+                if stored.wants_weights:
+                    more["return_key_weights"] = True
+                attended = stored.layer.attend(queries, mask, **options, **more)
+                attn_output, weights = attended if stored.wants_weights else (attended, None)
                 stored.read()
+                if stored.seen is not None:
+                    stored.seen(queries, weights)
                 return tensor_of(attn_output.swapaxes(1, 2))
+        if stored.seen is not None:
+            wanted = "attention that is causal, and masks of padding alone, for a cache that evicts tokens"
+            raise argument_error("attention_mask", wanted, "a mask or a window of its own")
         keys, values = stored.arrays()
         if mask is not None and stored.layer.window is not None and mask.shape[3] != keys.shape[2]:
             expected = f"{keys.shape[2]} columns, for the keys that the window needs"

@@ -21,6 +21,7 @@ from kvkit.errors import argument_error, describe
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.attention import NAME
 from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gradient
+from kvkit.integrations.transformers.evicting import Eviction
 from kvkit.integrations.transformers.layer import KvkitLayer
 from kvkit.integrations.transformers.rotations import rotations_of
 from kvkit.interop import tensor_of
@@ -65,6 +66,12 @@ class KvkitCache(Cache):
         layers are made when they are first used, all of them full.
     kind : str
         ``"dynamic"``, ``"static"``, ``"quantized"`` or ``"paged"``.
+    evict : str, dict or Decoding, optional
+        What leaves the cache. ``"snapkv@0.5"``, ``"snapkv(window=32)@0.5"``, or arguments of
+        `kvkit.cache.Cache.compress` such as ``{"scorer": "snapkv", "keep": 0.5, "budget": "ada"}``: once,
+        after a prompt that comes in one piece. `kvkit.eviction.decoding` (...): while tokens are generated.
+        Queries and weights come from attention, which must be ``"kvkit"``: others cannot know which
+        positions are stored.
     **options
         What the cache of this kind takes beside the model's geometry: ``offload`` (a folder) for all but
         paged ones; ``max_cache_len`` for `kvkit.cache.StaticCache`; ``key``, ``value``, ``residual_length``,
@@ -76,6 +83,8 @@ class KvkitCache(Cache):
     cache : kvkit.cache.Cache or kvkit.cache.PagedCache
         Holds the tokens: save it, reserve room in it, close it. It is an empty dynamic cache until the first
         tokens tell a paged cache its geometry.
+    report : kvkit.cache.Report
+        That of the latest eviction; None before.
 
     Examples
     --------
@@ -92,13 +101,24 @@ class KvkitCache(Cache):
     >>> ids = model.generate(torch.arange(12)[None], past_key_values=cache, max_new_tokens=4, do_sample=False)
     >>> ids.shape, cache.get_seq_length()
     (torch.Size([1, 16]), 15)
+    >>> cache = KvkitCache(config, evict="knorm@0.5")
+    >>> ids = model.generate(torch.arange(12)[None], past_key_values=cache, max_new_tokens=4, do_sample=False)
+    >>> cache.report.tokens, cache.get_seq_length(), cache.layers[0].stored_tokens
+    ([6, 6], 15, 9)
     """
 
+    eviction: Eviction | None
     _make: functools.partial | None  # makes the paged cache, from the geometry of its first tokens
 
-    def __init__(self, config: Any = None, kind: str = "dynamic", **options: Any) -> None:
+    def __init__(
+        self, config: Any = None, kind: str = "dynamic", *, evict: Any = None, **options: Any
+    ) -> None:
         if kind not in KINDS:
             raise argument_error("kind", " or ".join(map(repr, KINDS)), describe(kind))
+        eviction = None if evict is None else Eviction(evict)
+        if eviction is not None and kind in ("static", "paged"):
+            wanted = "'dynamic' or 'quantized' with evict, whose layers lose tokens one by one"
+            raise argument_error("kind", wanted, repr(kind))
         if config is not None:
             options = geometry(config, kind) | options
         make = functools.partial(KINDS[kind], **options)
@@ -111,6 +131,7 @@ class KvkitCache(Cache):
             self._make, self._wanted = make, unknown
         else:
             self._hold(make(), config)
+        self.eviction = eviction
 
     @classmethod
     def of(cls, cache: Any, config: Any = None) -> KvkitCache:
@@ -126,12 +147,16 @@ class KvkitCache(Cache):
                 "config", "layers with keys of their own", "num_kv_shared_layers of more than 0"
             )
         self._make = None
+        self.eviction = None
+        self.report: Any = None
         self._reads: bool | None = None  # whether attention is ours, and reads what is stored
         self._stored: dict[int, pending.Stored] = {}  # by layer, of its last update
         super().__init__(layers=[KvkitLayer(self, i) for i in range(len(cache))])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KvkitCache:
-        return type(self).of(copy.deepcopy(self.cache, memo), self.config)
+        held = type(self).of(copy.deepcopy(self.cache, memo), self.config)
+        held.eviction, held.report = copy.deepcopy((self.eviction, self.report), memo)
+        return held
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cache!r})"
@@ -167,6 +192,14 @@ class KvkitCache(Cache):
             wanted = f"{NAME!r} in the model that uses this cache, as its config says"
             found = f"one that has not read the cache in layer {layer_idx}; {pending.OTHERS}"
             raise argument_error("attn_implementation", wanted, found)
+        if layer_idx == 0 or self._reads is None:  # once a step, for a config takes its time to answer
+            self._reads = self.config is not None and self.config._attn_implementation == NAME
+            if self.eviction is not None and not self._reads:
+                wanted = (
+                    f"{NAME!r} in the config of a cache that evicts tokens: others count rows as positions"
+                )
+                found = "none" if self.config is None else repr(self.config._attn_implementation)
+                raise argument_error("attn_implementation", wanted, found)
         if self._make is not None:
             self._take_geometry(self._make, key_states, value_states)
         begin = 0 if layer_idx >= len(self.layers) else self.get_seq_length(layer_idx)
@@ -184,14 +217,23 @@ class KvkitCache(Cache):
         stored = pending.Stored(
             layer, keys, values, begin, weakref.ref(key_states), weakref.ref(value_states)
         )
-        if layer_idx == 0 or self._reads is None:  # once a step, for a config takes its time to answer
-            self._reads = self.config is not None and self.config._attn_implementation == NAME
         if self._reads:
+            if self.eviction is not None and not self.eviction.done and layer.window is None:
+                stored.seen = functools.partial(self._see, layer_idx)
+                stored.wants_weights = self.eviction.wants_weights
             self._stored[layer_idx] = stored
             pending.remember(layer_idx, stored)
             return key_states, value_states
         keys, values = map(tensor_of, stored.arrays())
         return without_gradient(keys, key_states), without_gradient(values, value_states)
+
+    def _see(self, layer_idx: int, queries: np.ndarray, weights: np.ndarray | None) -> None:
+        """Keep what attention has shown, and evict tokens after the last layer that can lose some."""
+        eviction = self.eviction
+        if eviction is not None:
+            eviction.see(layer_idx, queries, weights)
+            if layer_idx == last_to_evict(self.cache.layers):
+                self.report = eviction.run(self.cache) or self.report
 
     def _take_geometry(
         self, make: Callable[..., Any], key_states: torch.Tensor, value_states: torch.Tensor
@@ -242,19 +284,30 @@ class KvkitCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop as many last tokens if the number is negative. If it is positive, keep as many tokens."""
+        before = self.get_seq_length()
         self.cache.crop(int(tokens_to_remove))
+        if self.eviction is not None:
+            self.eviction.drop(before - self.get_seq_length())
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row b of the batch become what row ``beam_idx[b]`` was."""
-        self.cache.reorder(np.asarray(beam_idx))
+        self._change_batch(np.asarray(beam_idx))
+
+    def _change_batch(self, rows: np.ndarray) -> None:
+        self.cache.reorder(rows)
+        if self.eviction is not None:
+            self.eviction.change_batch(rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep some rows of the batch."""
-        self.cache.select(np.asarray(indices))
+        self._change_batch(np.asarray(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row of the batch: rows A, B become A, A, B, B."""
+        rows = self.cache.layers[0].batch_size if self.cache.layers else 0
         self.cache.repeat(repeats)
+        if self.eviction is not None:
+            self.eviction.change_batch(np.repeat(np.arange(rows), repeats))
 
     remove = passed_on(MovableTokens.remove)
     retain = passed_on(MovableTokens.retain)
@@ -293,6 +346,11 @@ class KvkitCache(Cache):
     def activate_past_recording(self) -> None:
         """Let layers keep tokens that they would drop or encode, until the next `crop`."""
         self.cache.activate_past_recording()
+
+
+def last_to_evict(layers: Any) -> int:
+    """Return the number of the last layer that can lose tokens, whose attention ends a step for them."""
+    return max(i for i, each in enumerate(layers) if each.window is None and each.why_kept is None)
 
 
 def geometry(config: Any, kind: str) -> dict[str, Any]:

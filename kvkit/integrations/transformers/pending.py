@@ -25,6 +25,8 @@ class Stored:
     begin: int  # tokens before the new ones
     key: weakref.ref  # the tensors that the model hands on
     value: weakref.ref
+    seen: Any = None  # called with the queries, and the weights of keys if `wants_weights`, after attention
+    wants_weights: bool = False
     taken: bool = False  # whether attention has read it
 
     def arrays(self) -> tuple[np.ndarray, ...]:

@@ -1,0 +1,196 @@
+"""A cache of transformers that loses tokens after the prompt or while it generates."""
+
+import copy
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.transformers
+torch.set_num_threads(1)  # for models so small more of them only wait for each other
+
+from kvkit import KvkitError, eviction  # noqa: E402
+from kvkit.cache import RaggedLayer  # noqa: E402
+from kvkit.integrations.transformers import KvkitCache  # noqa: E402
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
+    "bos_token_id": None, "eos_token_id": None, "attn_implementation": "kvkit",
+}  # fmt: skip
+IDS = torch.randint(1, 64, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+
+
+def generated(model, cache, count=8, **options):
+    """Return new tokens and their logits."""
+    options |= {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    made = model.generate(IDS, past_key_values=cache, max_new_tokens=count, **options)
+    return made.sequences[:, IDS.shape[1] :], torch.stack(made.logits)
+
+
+class Hidden(KvkitCache):
+    """A cache that keeps all tokens; heads see some positions of the prompt alone."""
+
+    def hide(self, positions):
+        self.kept = positions
+        for i, layer in enumerate(self.cache.layers):
+            layer.attend = self.masked(layer.attend, i)
+
+    def masked(self, attend, number):
+        def call(query, mask=None, **options):
+            stored = self.cache.layers[number].get_seq_length()
+            shown = np.zeros((*query.shape[:2], 1, stored), bool)
+            shown[..., 40:] = True
+            for b, head in np.ndindex(shown.shape[:2]):
+                own = self.kept[number][b, head // 2]
+                shown[b, head, 0, own[own >= 0]] = True
+            return attend(query, shown, **options)
+
+        return call
+
+
+EVICT = {
+    "snapkv(window=8)@0.5": None,
+    "tova@0.25": None,
+    "observed@0.5": None,
+    "non_causal@0.5": None,
+    "keydiff by heads": {"scorer": "keydiff", "keep": 0.5, "budget": "ada"},
+    "snapkv by heads": {"scorer": "snapkv", "window": 8, "keep": 0.4, "per_head": True},
+    "a function": None,
+}
+
+
+@pytest.mark.parametrize("name", EVICT)
+def test_tokens_are_those_under_a_mask_of_the_same_positions(model, name):
+    """Queries of the prompt choose, in attention as it runs; the memory of the others is freed."""
+    evict, seen = EVICT[name] or name, []
+
+    def function(layer_idx, keys, values, queries):
+        seen.append(queries.shape)
+        return keys[..., 0]
+
+    if name == "a function":
+        evict = {"scorer": function, "keep": 0.5}
+    cache = KvkitCache(model.config, evict=evict)
+    tokens, logits = generated(model, cache)
+    assert seen == ([(2, 4, 40, 16)] * 2 if name == "a function" else [])
+    report = cache.report
+    assert report.bytes_after <= 0.5 * report.bytes_before
+    whole = Hidden(model.config)
+    with torch.inference_mode():
+        first = model(IDS, past_key_values=whole).logits[:, -1]
+    positions = [layer.positions for layer in cache.cache.layers]
+    if positions[0].ndim == 1:
+        positions = [np.broadcast_to(own, (2, 2, len(own))) for own in positions]
+    whole.hide([np.where(own < 40, own, -1) for own in positions])
+    torch.testing.assert_close(logits[0], first, atol=1e-4, rtol=0)
+    for i in range(7):
+        with torch.inference_mode():
+            after = model(tokens[:, i : i + 1], past_key_values=whole).logits[:, -1]
+        torch.testing.assert_close(logits[i + 1], after, atol=1e-4, rtol=0)
+    assert cache.get_seq_length() == 47
+
+
+def test_queries_that_attention_has_seen_are_those_of_a_study(model):
+    """The positions that stay are those that scores of recorded queries choose."""
+    import kvkit.integrations.transformers.attention as room
+
+    recorded, real = [], room.attend_states
+
+    def attend_states(stored, states, *rest):
+        recorded.append(states[0].numpy().copy())
+        return real(stored, states, *rest)
+
+    room.attend_states = attend_states
+    try:
+        cache = KvkitCache(model.config, evict="snapkv(window=8,kernel=3)@0.5")
+        with torch.inference_mode():
+            model(IDS, past_key_values=cache)
+    finally:
+        room.attend_states = real
+    whole = KvkitCache(model.config)
+    with torch.inference_mode():
+        model(IDS, past_key_values=whole)
+    whole.cache.compress("snapkv", keep=0.5, queries=recorded, window=8, kernel=3)
+    for one, two in zip(cache.cache.layers, whole.cache.layers, strict=True):
+        assert one.positions.tolist() == two.positions.tolist()
+        assert one.store.capacity == 36  # of 50, with room for 16 more
+
+
+def test_generation_stays_within_its_target(model):
+    evict = eviction.decoding("snapkv", interval=4, target=24, window=4)
+    cache = KvkitCache(model.config, evict=evict)
+    _, logits = generated(model, cache, 40)
+    assert torch.isfinite(logits).all()
+    assert cache.get_seq_length() == 79
+    assert max(layer.stored_tokens for layer in cache.layers) <= 24 + 4
+    heads = KvkitCache(model.config, evict=eviction.decoding("keydiff", interval=4, target=24, budget="ada"))
+    generated(model, heads, 20)
+    assert isinstance(heads.cache.layers[0], RaggedLayer)
+    assert heads.cache.layers[0].lengths.mean() <= 24 + 4
+
+
+def test_beams_copies_and_padding(model):
+    """Rows move with their queries; a copy goes on by itself; padding is by position."""
+    evict = {"scorer": "keydiff", "keep": 0.5, "budget": "ada"}
+    cache = KvkitCache(model.config, evict=eviction.decoding("tova", interval=3, target=20))
+    made = model.generate(IDS, past_key_values=cache, max_new_tokens=6, num_beams=2, do_sample=False)
+    assert made.shape == (2, 46)
+    padding = torch.ones(2, 40, dtype=torch.long)
+    padding[1, :7] = 0
+    cache = KvkitCache(model.config, evict=evict)
+    tokens, _ = generated(model, cache, 4, attention_mask=padding)
+    again = copy.deepcopy(cache)
+    with torch.inference_mode():
+        one, two = (model(tokens[:, -1:], past_key_values=each).logits for each in (cache, again))
+    torch.testing.assert_close(one, two, atol=0, rtol=0)
+    assert (again.report, again.get_seq_length()) == (cache.report, 44)
+
+
+def test_windows_stay_as_they_are():
+    sizes = SIZES | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+    config = transformers.Qwen2Config(**sizes | {"use_sliding_window": True})
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    cache = KvkitCache(model.config, evict="snapkv(window=8)@0.5")
+    generated(model, cache, 4)
+    assert cache.report.skipped == {0: "a window evicts already"}
+    assert cache.report.tokens[1] == 20
+
+
+WRONG = {
+    "no share": ("snapkv", "evict: expected 'SCORER@SHARE'"),
+    "a share": ("snapkv@2", "evict: expected a share above 0 and at most 1"),
+    "a scheme": ("snapkv@0.5+int4:g32", "evict: expected 'SCORER@SHARE'"),
+    "no scorer": ("snap@0.5", "evict: expected a scorer of tokens"),
+    "not seen": ("expected@0.5", "evict: expected a scorer that reads keys, values, or the queries"),
+    "an option": ("finch@0.5", "window: expected a value, which finch needs"),
+    "oracle": ("oracle@0.5", "evict: expected 'SCORER@SHARE'"),
+    "a number": (3, "evict: expected 'SCORER@SHARE'"),
+    "weights": (eviction.decoding("h2o"), "evict: expected a scorer of keys or of the last queries"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_evicted_by_is_refused(case):
+    evict, message = WRONG[case]
+    with pytest.raises(KvkitError) as caught:
+        KvkitCache(transformers.LlamaConfig(**SIZES), evict=evict)
+    assert str(caught.value).startswith(message)
+
+
+def test_other_attention_and_other_kinds_are_refused():
+    cache = KvkitCache(transformers.LlamaConfig(**SIZES | {"attn_implementation": "sdpa"}), evict="knorm@0.5")
+    states = torch.ones(1, 2, 5, 16)
+    with pytest.raises(KvkitError, match="attn_implementation: expected 'kvkit' in the config of a cache"):
+        cache.update(states, states, 0)
+    assert cache.get_seq_length() == 0
+    with pytest.raises(KvkitError, match="kind: expected 'dynamic' or 'quantized' with evict"):
+        KvkitCache(transformers.LlamaConfig(**SIZES), "static", max_cache_len=50, evict="knorm@0.5")
