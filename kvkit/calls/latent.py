@@ -13,6 +13,7 @@ from kvkit.formats.coding import encode
 from kvkit.formats.elements import BFLOAT16, FLOAT32
 from kvkit.formats.known import Format
 from kvkit.formats.packing import from_bytes, split_blocks
+from kvkit.runtime.arrays import empty_result
 from kvkit.typed import Array
 
 ROWS = 2**14  # rows that are read at a time, some 20 MB
@@ -29,7 +30,7 @@ def gather_rows(pool: LatentPool, slots: Array) -> Array:
 def decoded_rows(rows: Array, format: Format, dim: int) -> Array:
     """Return rows of bytes [tokens, bytes] as float32 [tokens, dim], as `formats.decode` does."""
     parts, coded = split_blocks(format, rows), dim - format.tail
-    decoded = np.empty((len(rows), dim), np.float32)
+    decoded = empty_result((len(rows), dim), FLOAT32.dtype)
     decoded[:, coded:] = from_bytes(parts["tail"], BFLOAT16)[:, 0]
     scales = from_bytes(parts["scale"], format.scale_type())[:, 0]  # [tokens, groups]
     kind = cpu.copy.rows.READ, FLOAT32.name, format.code.name, FLOAT32.name, format.group

@@ -2,6 +2,7 @@
 
 import itertools
 
+import latent_scenes
 import numpy as np
 import pool_scenes
 import pytest
@@ -141,3 +142,25 @@ def test_blocks_from_cache_to_cache(shape, rng):
     assert memory.tobytes() == expected.tobytes()
     assert kvkit_cuda.swap_blocks(source, source, [[0, 5]]) is source
     assert source[5].tobytes() == source[0].tobytes()
+
+
+@pytest.mark.parametrize("kind", ["one pool", "ds_mla"])
+def test_latent_rows_of_two_pools_for_pairs_of_queries(rng, kind):
+    """`extra` and pairs, which no table of calls has, on the device and on the host; sinks by both rules."""
+    rows = rng.standard_normal((3, 4, 576), np.float32)
+    pool, _ = latent_scenes.pools(rows, kind)
+    query = rng.standard_normal((3, 4, 576), np.float32)
+    more = {"scale": 0.05, "indices": np.array([[1, -1, 9], [3, 3, 0], [-1, -1, -1]]), "return_lse": True}
+    more |= {"format": pool.get("format"), "sinks": np.arange(4, dtype=np.float32)}
+    second = np.array([[2], [50], [-1]]), np.array([1, 1, 1])
+    for lse_of_sinks in (True, False):
+        expected = kvkit.mla_attention(
+            query, pool["latent"], **more, lse_of_sinks=lse_of_sinks, extra=(pool["latent"][::-1], *second)
+        )
+        there = Array(np.ascontiguousarray(pool["latent"][::-1]))
+        pair = Array(np.ascontiguousarray(query[..., :512])), np.ascontiguousarray(query[..., 512:])
+        found = kvkit_cuda.mla_attention(
+            pair, Array(pool["latent"]), **more, lse_of_sinks=lse_of_sinks, extra=(there, *second)
+        )
+        for got, right in zip(found, expected, strict=True):
+            np.testing.assert_allclose(contents(got), right, atol=2e-5)

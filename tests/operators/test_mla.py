@@ -1,5 +1,8 @@
 """Attention over latent caches, against float64 over the rows that a cache of each kind stands for."""
 
+import subprocess
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -138,6 +141,15 @@ def test_long_contexts_come_in_pieces(monkeypatch):
         found = kvkit.mla_attention(query, **pool, block_tables=table, context_lens=lengths, scale=SCALE,
                                     query_starts=[0, 3, 4, 4], sinks=sinks, return_lse=True)  # fmt: skip
         assert_close(found, output, np.logaddexp(lse, sinks), F32)
+
+
+def test_the_first_call_of_a_process_may_be_one_of_bytes():
+    """What it needs is loaded by nothing else."""
+    call = "kvkit.mla_attention(ones, bytes, [[0]], [3], scale=1.0, format='ds_mla')"
+    arrays = "ones, bytes = numpy.ones((1, 2, 576), 'f'), numpy.zeros((2, 4, 656), 'B')"
+    script = f"import kvkit, numpy; {arrays}; print({call}.any())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("False\n", "")
 
 
 def test_a_pool_without_blocks():
