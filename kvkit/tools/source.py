@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from kvkit import files, layouts
+from kvkit.checks.index_tensors import index
+from kvkit.checks.values import integer
 from kvkit.errors import KvkitError, argument_error, brief, describe
 from kvkit.files import Contents, llama
 from kvkit.files.arrays import BESIDE, CACHE, nested
@@ -598,29 +601,48 @@ def format_of_paged(about: Mapping[str, Any]) -> str | None:
 
 def pages_of_saved(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> BlockTable:
     """Return the pages of what `PagedCache.save` wrote: blocks by their places in the file."""
-    rows = [arrays[f"sequences.{i}.block_table"] for i in range(len(about["sequences"]))]
-    if any("intact" in said for said in about["sequences"]):
-        return tokens_of_saved(arrays, about)
-    numbers = np.full((len(rows), max(map(len, rows), default=0)), -1)
-    for sequence, row in enumerate(rows):
-        numbers[sequence, : len(row)] = np.searchsorted(arrays["blocks"], row)
-    lengths = np.array([said["length"] for said in about["sequences"]], np.int64)
-    return tables.from_blocks(numbers, lengths, about["arguments"]["page_size"])
+    size, moved = about["arguments"]["page_size"], any("intact" in said for said in about["sequences"])
+    saved = [saved_table(arrays, i, said["length"], size) for i, said in enumerate(about["sequences"])]
+    if moved:
+        return tokens_of_saved(saved, size)
+    numbers = np.full((len(saved), max((len(row) for row, _ in saved), default=0)), -1)
+    for places, (row, _) in zip(numbers, saved, strict=True):
+        places[: len(row)] = row
+    return tables.from_blocks(numbers, np.array([ends[-1] for _, ends in saved], np.int64), size)
 
 
-def tokens_of_saved(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> BlockTable:
+def saved_table(
+    arrays: Mapping[str, np.ndarray], i: int, length: int, size: int
+) -> tuple[np.ndarray, list[int]]:
+    """Check what a file says of a sequence; return its blocks by their places, and where segments end."""
+    name = f"sequences.{i}.block_table"
+    blocks, table = index("blocks", arrays["blocks"], 1), index(name, arrays[name], 1)
+    if (np.diff(blocks) <= 0).any():
+        raise argument_error("blocks", "ascending ids of blocks", brief(blocks.tolist()))
+    missing = table[~np.isin(table, blocks)]
+    if len(missing):
+        raise argument_error(name, "ids of blocks that the file has", int(missing[0]))
+    ends = [0, *index("segments", arrays.get(f"sequences.{i}.segments", np.arange(0)), 1).tolist()]
+    ends.append(integer("length", length, 0))
+    if ends != sorted(ends):
+        raise argument_error(f"sequences.{i}.segments", f"ascending ends among {length} tokens", ends[1:-1])
+    pages = sum(-(-(end - begin) // size) for begin, end in itertools.pairwise(ends))
+    if pages != len(table):
+        raise argument_error(name, f"{pages} blocks for {length} tokens", len(table))
+    return np.searchsorted(blocks, table), ends
+
+
+def tokens_of_saved(saved: list[tuple[np.ndarray, list[int]]], size: int) -> BlockTable:
     """Return pages of one token each, for sequences some of which lie in segments."""
-    size, places, lengths = about["arguments"]["page_size"], [], []
-    for i, said in enumerate(about["sequences"]):
-        table = np.searchsorted(arrays["blocks"], arrays[f"sequences.{i}.block_table"])
-        ends, begin, page = arrays.get(f"sequences.{i}.segments", ()), 0, 0
-        for end in (*ends, said["length"]):
+    places, lengths = [np.empty(0, np.int64)], [ends[-1] for _, ends in saved]
+    for table, ends in saved:
+        page = 0
+        for begin, end in itertools.pairwise(ends):
             rows = np.arange(end - begin)
             places.append(table[page + rows // size] * size + rows % size)
-            page, begin = page - (begin - end) // size, end
-        lengths.append(said["length"])
+            page -= (begin - end) // size
     owners = np.repeat(np.arange(len(lengths)), lengths)
-    positions = np.concatenate([np.arange(length) for length in lengths])
+    positions = np.concatenate([np.arange(0), *map(np.arange, lengths)])
     return tables.from_tokens(np.concatenate(places), owners, positions, len(lengths))
 
 

@@ -6,6 +6,7 @@ import llama_state
 import numpy as np
 import pytest
 import verbs
+from folder_scenes import changed, sealed
 from safetensors.numpy import save_file
 from verbs import kvkit as run
 
@@ -89,6 +90,44 @@ def test_pictures(tmp_path):
     assert "prefers-color-scheme:dark" in picture
     assert run("draw", "hf", "-o", tmp_path / "hf.svg")[0] == 0
     assert (tmp_path / "hf.svg").read_text().startswith("<svg ")
+
+
+def put(name, row, value):
+    return lambda arrays, about: arrays[f"sequences.0.{name}"].__setitem__(row, value)
+
+
+def length_of(tokens):
+    return lambda arrays, about: about["paged"]["sequences"][0].update(length=tokens)
+
+
+@pytest.mark.parametrize(
+    ("lie", "said"),
+    [
+        (put("block_table", 0, 99), "block_table: expected ids of blocks that the file has, got 99"),
+        (put("block_table", 1, -1), "block_table: expected ids of blocks that the file has, got -1"),
+        (put("segments", 0, -3), "segments: expected ascending ends among 9 tokens"),
+        (length_of(4000), "block_table: expected 1002 blocks for 4000 tokens, got 4"),
+        (length_of(1 << 50), " tokens, got 4"),
+        (length_of(-2), "length: expected at least 0"),
+        (lambda arrays, about: arrays.update(blocks=arrays["blocks"][::-1]), "blocks: expected ascending"),
+    ],
+)
+def test_tables_of_a_paged_file_that_lie_are_named_in_a_line(tmp_path, lie, said):
+    """Rows of a moved sequence are not looked for in blocks that the file does not have."""
+    paged, states = PagedCache(16, 4, 1, 1, DIM, np.float16), np.ones((14, 1, DIM), np.float16)
+    seq = paged.blocks.add(range(14))
+    with paged.begin_step([(seq, 14)]) as step:
+        step.update(states, states, 0)
+    paged.remove(seq, 2, 7, close=True, rope="none")
+    paged.save(tmp_path / "cache.npz", [seq])
+    assert run("inspect", tmp_path / "cache.npz", "-q")[0] == 0
+    changed(tmp_path / "cache.npz", lambda arrays, about: (lie(arrays, about), sealed(about, arrays))[1])
+    for verb in ("inspect", "check", "draw", "edit"):
+        more = {"draw": ["-o", tmp_path / "x.svg"], "edit": ["-o", tmp_path / "x.npz", "--remove", "1:2"]}
+        code, out, err = run(verb, tmp_path / "cache.npz", *more.get(verb, []))
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert verb == "edit" or said in err, err
+    assert not list(tmp_path.glob("x.*"))
 
 
 def test_packs_of_vectors(tmp_path):

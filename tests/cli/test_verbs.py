@@ -244,7 +244,8 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     ("check fine.npz wrong.npz --after a.npz", "--after a.npz: expected one FILE before it, got 2"),
     ("diff a.npz fine.npz", "B: expected some array of key"),
     ("diff pool.npz a.npz --layout-b 'n h c'", "--layout-a: expected a layout"),
-    *((f"vectors {rest}", "") for rest in ("replay absent", "make .", "export . x")),
+    *((f"vectors {rest}", "")
+      for rest in ("replay absent", "verify absent", "verify .", "make .", "export . x")),
     ("study pool.npz", "--layout: expected a layout, as the file does not say its own"),
     ("study fine.npz", "FILE: expected an array 'cache' and its layout"),
     ("study hf.safetensors --schemes none -o x.npy/in", "output: expected a folder, or a place to make one"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkit.errors import KvkitError, printable
+from kvkit.files.errors import FileError
 from kvkit.runtime.call_log import MANIFEST
 from kvkit.tools.tasks import Mapper
 from kvkit.tools.vectors import packs
@@ -60,6 +61,11 @@ def verify(folder: str | os.PathLike, *, mapper: Mapper = map) -> Verified:
     Verified
         ``ok``, and the problems, a line each.
 
+    Raises
+    ------
+    FileError
+        If there is no manifest, or it cannot be read.
+
     Examples
     --------
     >>> import pathlib, tempfile
@@ -73,11 +79,8 @@ def verify(folder: str | os.PathLike, *, mapper: Mapper = map) -> Verified:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        return Verified(0, 0, [f"{folder}: no such folder"])
-    try:
-        cases = packs.manifest(folder)["cases"]
-    except KvkitError as error:
-        return Verified(0, 0, [str(error)])
+        raise FileError(f"{folder}: no such folder")
+    cases = packs.manifest(folder)["cases"]
     problems, listed = [], {(folder / MANIFEST).resolve()}
     if not cases:
         problems.append(f"{folder / MANIFEST}: no cases: an empty pack proves nothing")
