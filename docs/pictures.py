@@ -258,7 +258,37 @@ def fork():
     return drawing
 
 
-BY_HAND = cache, codes, plans, removal, pieces, fork
+def hybrid():
+    """What each kind of layer of a hybrid model stores for nine tokens."""
+    drawing = Drawing("What lies where: a state, rows of keys and values, shared rows, latent rows")
+    first, wide = 150, 9 * CELL
+    for i, (name, words) in enumerate((
+        ("StateLayer", ("one state of all tokens,", "and copies at checkpoints")),
+        ("DynamicLayer", ("a key and a value", "for each token and head")),
+        ("SharedLayer(of=1)", ("no rows: it reads", "those of layer 1")),
+        ("LatentLayer", ("one row for all heads: key and value", "begin alike, the rotated part is key alone")),
+    )):  # fmt: skip
+        y = 34 + i * 76
+        drawing.text(12, y + 16, f"layer {i}", 13, bold=True)
+        drawing.text(12, y + 34, name, 12)
+        for line, each in enumerate(words):
+            drawing.text(first + wide + 22, y + 14 + 18 * line, each, 13)
+    for token in range(9):
+        drawing.text(first + (token + 0.5) * CELL, 20, str(token), 12, "middle")
+    drawing.box(first + wide - 2 * CELL, 34, 2 * CELL, 2 * CELL, "a", "state")
+    for at in (4, 1):
+        drawing.box(first + at * CELL, 34, 2 * CELL, 2 * CELL, "none", f"at {at + 2}")
+    tokens(drawing, first, 110, ["k"] * 9, ["key"] * 9)
+    tokens(drawing, first, 110 + CELL, ["v"] * 9, ["value"] * 9)
+    drawing.arrow(first + wide / 2, 214, first + wide / 2, 110 + 2 * CELL + 4)
+    drawing.box(first + wide / 2 - 40, 214, 80, CELL, "a", "query")
+    for token in range(9):
+        drawing.box(first + token * CELL, 262, CELL, 1.4 * CELL, "b", "c")
+        drawing.box(first + token * CELL, 262 + 1.4 * CELL, CELL, 0.8 * CELL, "key", "r")
+    return drawing
+
+
+BY_HAND = cache, codes, plans, removal, pieces, fork, hybrid
 BY_THE_PACKAGE = offsets, pages, chats, pmx, vllm
 
 

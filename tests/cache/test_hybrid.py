@@ -182,9 +182,9 @@ def test_a_shared_layer_reads_the_prompt_of_a_window_after_other_layers():
 
 
 def test_what_is_refused():
-    with pytest.raises(KvkitError, match=r"layers\[0\].of: expected the number of an earlier layer"):
+    with pytest.raises(KvkitError, match=r"layers\[0\].of: expected the number of a layer"):
         Cache([SharedLayer(0)])
-    with pytest.raises(KvkitError, match="an earlier layer with rows of its own"):
+    with pytest.raises(KvkitError, match="a layer with rows of its own"):
         Cache([StateLayer(), SharedLayer(0)])
     cache = hybrid()
     rows = np.ones((1, 1, 1, 4), np.float32)

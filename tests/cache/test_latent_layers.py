@@ -90,6 +90,9 @@ def test_rows_are_attended_to_move_and_are_saved(kind, where, tmp_path):
     for other in others:
         assert other.layers[0].positions.tolist() == [0, 1, 5, 6, 7, 8, 9, 10, 11]
         np.testing.assert_array_equal(other.layers[0].keys, left)
+        more = filled(other, (2,))
+        np.testing.assert_allclose(other.layers[0].keys[:, :, 9:], more, atol=error)
+        other.crop(-2)
         wanted = attended(left[[0, 0, 1, 1]], query[[0, 0, 1, 1]], layer.latent_dim)
         other.repeat(2)
         found = other.attend(tuple(part[[0, 0, 1, 1]] for part in parts), 0, scale=SCALE)

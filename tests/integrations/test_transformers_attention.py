@@ -484,11 +484,11 @@ def test_gradients_are_not_silently_missing(implementation):
         net(ids, past_key_values=KvkitCache(net.config))
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "paged"])
+@pytest.mark.parametrize("kind", ["static", "quantized"])
 def test_keys_that_a_model_makes_anew(kind):
-    """JetMoe repeats them; MLA makes them of what it stores."""
+    """JetMoe repeats them; MLA makes them of what it stores, which only some kinds take as latent rows."""
     sizes = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 2}
-    options = {"num_blocks": 8, "page_size": 4} if kind == "paged" else {}
+    options = {"max_cache_len": 40} if kind == "static" else {"residual_length": 64}
     jet = transformers.JetMoeConfig(
         **sizes, kv_channels=16, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2
     )
@@ -506,12 +506,19 @@ def test_keys_that_a_model_makes_anew(kind):
 def test_kinds_and_models():
     with pytest.raises(KvkitError, match="kind: expected 'dynamic' or 'static'"):
         KvkitCache(config(), "fluid")
-    linear = LlamaConfig(**SIZES)
-    linear.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(KvkitError, match=r"config: expected layers of .*, got linear_attention in layer 1"):
-        KvkitCache(linear)
-    shared = LlamaConfig(**SIZES, num_kv_shared_layers=1)
-    with pytest.raises(KvkitError, match="config: expected layers with keys of their own"):
-        KvkitCache.of(DynamicCache(), shared)
+    other = LlamaConfig(**SIZES)
+    for name, kind, message in (
+        ("compressed_sparse_attention", "dynamic", "config: expected layers of .*, got compressed_sparse"),
+        ("indexed_attention", "dynamic", "kind: expected 'dynamic' for a model with indexed attention, over"),
+        (
+            "linear_attention",
+            "paged",
+            "kind: expected 'dynamic', 'static' or 'quantized', got 'paged', and lin",
+        ),
+    ):
+        other.layer_types = ["full_attention", name]
+        options = {"num_blocks": 8, "page_size": 4} if kind == "paged" else {}
+        with pytest.raises(KvkitError, match=message):
+            KvkitCache(other, kind, **options)
     hybrid = KvkitCache(Gemma2Config(**SIZES, sliding_window=4))
     assert [type(layer) is SlidingWindowLayer for layer in hybrid.cache.layers] == [True, False]

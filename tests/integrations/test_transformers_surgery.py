@@ -137,7 +137,8 @@ def test_the_config_says_how_keys_are_rotated_and_what_it_does_not_say_is_refuse
     }.items():
         sizes = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
         cache = KvkitCache(getattr(transformers, f"{name}Config")(**sizes))
-        cache.update(states, states, 0)
+        latent = torch.ones(1, 1, 5, 512), torch.ones(1, 1, 5, 64)
+        cache.update(*(latent if name == "DeepseekV3" else (states, states)), 0)
         sentence = f"rope: expected how keys were rotated, a kvkit.Rope or 'none', got {told}"
         assert cache.can("remove", 1, 3, close=True) == cache.can("flatten") == sentence
         with pytest.raises(KvkitError) as error:

@@ -22,7 +22,7 @@ class SharedLayer(Layer):
     Parameters
     ----------
     of : int
-        The number of the layer that it reads, an earlier one with rows of its own.
+        The number of the layer that it reads, one with rows of its own.
 
     Examples
     --------
@@ -44,8 +44,8 @@ class SharedLayer(Layer):
         return {"of": self.of}
 
     def connect(self, layers: Sequence[Layer], number: int) -> None:
-        wanted = "the number of an earlier layer with rows of its own"
-        if self.of is None or self.of >= number:
+        wanted = "the number of a layer with rows of its own"
+        if self.of is None or self.of == number or self.of >= len(layers):
             raise argument_error(f"{self.name}.of", wanted, self.of)
         if layers[self.of].of is not None or not layers[self.of].has_rows:
             raise argument_error(f"{self.name}.of", wanted, describe(layers[self.of]))

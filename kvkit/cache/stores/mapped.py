@@ -153,10 +153,6 @@ class MappedStore(Store):
     def _arrays(self) -> Sequence[Array]:
         return self.file.arrays
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy lies in memory
-        slots = {"sides": self.sides, "keys": self.keys, "values": self.values}
-        return Store, (self.geometry, self.capacity), (None, slots)
-
     @classmethod
     def opened(cls, about: dict[str, Any], span: Span, home: Home) -> MappedStore:
         """Open the store of tokens, as a sidecar says."""

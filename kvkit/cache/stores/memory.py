@@ -79,10 +79,25 @@ class Store:
 
     def __init__(self, geometry: Geometry, capacity: int) -> None:
         self.geometry, self.capacity = geometry, capacity
-        self.sides: Any = self._arrays()
-        self.keys, self.values = self.sides[0], self.sides[-1]
-        if geometry.joined:
-            self.keys, self.values = (self.keys[..., :dim] for dim in geometry[2:4])
+        self.hold(self._arrays())
+
+    def hold(self, sides: Any) -> None:
+        """Hold arrays, which keys and values are views of."""
+        self.sides = sides
+        self.keys, self.values = sides[0], sides[-1]
+        if self.geometry.joined:
+            self.keys, self.values = (sides[0][..., :dim] for dim in self.geometry[2:4])
+
+    @staticmethod
+    def holding(geometry: Geometry, capacity: int, sides: Sequence[Array]) -> Store:
+        """Return a store in memory of some arrays."""
+        store = Store.__new__(Store)
+        store.geometry, store.capacity = geometry, capacity
+        store.hold(sides)
+        return store
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy lies in memory, and its views are of its own arrays
+        return Store.holding, (self.geometry, self.capacity, self.sides)
 
     def _arrays(self) -> Sequence[Array]:
         return [zeros(shape, dtype) for shape, dtype in self.geometry.forms(self.capacity)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 import kvkit
+from kvkit.cache import LatentLayer
 from kvkit.errors import argument_error
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gradient
@@ -14,6 +16,7 @@ from kvkit.interop import tensor_of
 
 NAME = "kvkit"
 NO_WINDOW = -1, -1
+LEAST = -1e30  # numbers of a mask below it hide
 
 
 @torch.compiler.disable
@@ -98,10 +101,55 @@ def attention_forward(
         "softcap": softcap or 0.0,
         "sinks": None if s_aux is None else to_numpy("s_aux", s_aux),
     }
-    attn_output = attend_states(
-        stored, (query, key, value), attention_mask, sliding_window, is_causal, options
-    )
+    indices = kwargs.get("indices")
+    if stored is not None and isinstance(stored.layer, LatentLayer) and (stored.begin or indices is not None):
+        attn_output = attend_latent(module, stored.layer, query, attention_mask, indices, options)
+    else:
+        new = stored is not None and isinstance(stored.layer, LatentLayer)  # the model has expanded all
+        attn_output = attend_states(
+            None if new else stored, (query, key, value), attention_mask, sliding_window, is_causal, options
+        )
     return without_gradient(attn_output, query, key, value), None
+
+
+def attend_latent(
+    module: Any,
+    layer: LatentLayer,
+    query: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attend with absorbed queries to the latent rows of a layer; return the heads' outputs [B, q, H, Dv].
+
+    The up-projections are those of the module: of each head's rows of ``kv_b_proj`` the first are W_UK.
+    """
+    weight, nope = getattr(module, "kv_b_proj", None), getattr(module, "qk_nope_head_dim", None)
+    if not isinstance(weight, torch.nn.Linear) or nope is None or weight.bias is not None:
+        raise argument_error("module", "attention with kv_b_proj and qk_nope_head_dim", type(module).__name__)
+    if options["softcap"] or options["softmax_scale"] is None:
+        raise argument_error("scaling", "a number, and no softcap", options["softmax_scale"])
+    heads, new = query.shape[1:3]
+    by_head = weight.weight.to(query.dtype).view(heads, -1, layer.latent_dim)  # [H, P + V, L]
+    latent = to_numpy("query", query[..., :nope] @ by_head[:, :nope])
+    rotated = to_numpy("query", query[..., nope:])
+    mask = None if attention_mask is None else to_numpy("attention_mask", attention_mask)
+    if mask is not None and mask.ndim == 4:
+        shows = mask if mask.dtype == np.bool_ else np.asarray(mask, np.float32) > LEAST
+        after = np.triu(np.ones((new, mask.shape[3]), np.bool_), mask.shape[3] - new + 1)
+        if new > 1 and (shows & after).any():
+            raise argument_error("attention_mask", "one that hides later tokens", "one that shows some")
+    elif mask is not None and layer.row_positions is None:
+        mask = mask[:, None, None]
+    shared = {"scale": options["softmax_scale"], "sinks": options["sinks"]}
+    if indices is not None:
+        rows = to_numpy("indices", indices)  # [B, q, K], of all rows
+        if mask is not None:
+            seen = np.broadcast_to(shows if mask.ndim == 4 else mask, (len(rows), 1, new, mask.shape[3]))
+            rows = np.where(np.take_along_axis(seen[:, 0], rows.astype(np.int64), 2), rows, -1)
+        shared, mask = shared | {"indices": rows}, None
+    output = tensor_of(layer.attend(latent, rotated, mask, **shared))
+    return (output @ by_head[:, nope:].transpose(1, 2)).transpose(1, 2)
 
 
 def attend_states(

@@ -14,7 +14,15 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, StaticCache
+from kvkit.cache import (
+    DynamicCache,
+    IndexedLayer,
+    LatentLayer,
+    PagedCache,
+    QuantizedCache,
+    StateLayer,
+    StaticCache,
+)
 from kvkit.cache.base import MovableTokens
 from kvkit.cache.layers.positions import refusal
 from kvkit.errors import argument_error, describe
@@ -23,16 +31,14 @@ from kvkit.integrations.transformers.attention import NAME
 from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gradient
 from kvkit.integrations.transformers.evicting import Eviction
 from kvkit.integrations.transformers.layer import KvkitLayer
+from kvkit.integrations.transformers.models import HYBRID, geometry, make_cache
 from kvkit.integrations.transformers.rotations import rotations_of
+from kvkit.integrations.transformers.states import KvkitHybridLayer, KvkitStateLayer, check_state
 from kvkit.interop import tensor_of
+from kvkit.rope import NO_ROTATION
 
 KINDS = {"dynamic": DynamicCache, "static": StaticCache, "quantized": QuantizedCache, "paged": PagedCache}
 GEOMETRY = "num_kv_heads", "head_dim", "dtype"  # of a paged cache, which its first keys have
-LAYER_TYPES = {
-    "full_attention": "full_attention",
-    "sliding_attention": "sliding_attention",
-    "chunked_attention": "sliding_attention",  # the mask says where chunks begin
-}
 
 
 P = ParamSpec("P")
@@ -130,7 +136,9 @@ class KvkitCache(Cache):
             self._hold(DynamicCache(options["num_layers"]), config)
             self._make, self._wanted = make, unknown
         else:
-            self._hold(make(), config)
+            self._hold(make_cache(KINDS[kind], config, kind, options), config)
+        if eviction is not None and any(isinstance(layer, LatentLayer) for layer in self.cache.layers):
+            raise argument_error("evict", "a model with keys and values of its heads", "latent rows")
         self.eviction = eviction
 
     @classmethod
@@ -142,16 +150,13 @@ class KvkitCache(Cache):
 
     def _hold(self, cache: Any, config: Any) -> None:
         self.cache, self.config = cache, None if config is None else config.get_text_config(decoder=True)
-        if getattr(self.config, "num_kv_shared_layers", 0):  # they would see new keys only, where ours reads
-            raise argument_error(
-                "config", "layers with keys of their own", "num_kv_shared_layers of more than 0"
-            )
         self._make = None
         self.eviction = None
         self.report: Any = None
         self._reads: bool | None = None  # whether attention is ours, and reads what is stored
         self._stored: dict[int, pending.Stored] = {}  # by layer, of its last update
-        super().__init__(layers=[KvkitLayer(self, i) for i in range(len(cache))])
+        self.new_tokens = 1  # of the step that a mask was made for last
+        super().__init__(layers=layers_of(self, cache, self.config))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KvkitCache:
         held = type(self).of(copy.deepcopy(self.cache, memo), self.config)
@@ -214,6 +219,9 @@ class KvkitCache(Cache):
         if layer_idx == len(self.layers):
             self.layers.append(KvkitLayer(self, layer_idx))
         layer = self.cache.layers[layer_idx]
+        if isinstance(layer, LatentLayer):  # a row is the latent part, then the rotated one
+            keys = np.asarray(keys)
+            keys, values = keys[..., : layer.latent_dim], keys[..., layer.latent_dim :]
         stored = pending.Stored(
             layer, keys, values, begin, weakref.ref(key_states), weakref.ref(value_states)
         )
@@ -235,6 +243,24 @@ class KvkitCache(Cache):
             if layer_idx == last_to_evict(self.cache.layers):
                 self.report = eviction.run(self.cache) or self.report
 
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Store the index keys [B, q, D] of the tokens that `update` has stored; return those of all."""
+        layer = self.cache.layers[layer_idx]
+        if not isinstance(layer, IndexedLayer):
+            raise argument_error("layer_idx", "a layer with index keys", layer_idx)
+        return tensor_of(layer.update_index(to_numpy("indexer_key_states", indexer_key_states)))
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return a state of a convolution, which the model may change in place; None before the first."""
+        layer = check_state(self.layers[layer_idx], layer_idx)
+        if state_idx == 0:
+            layer.begin_step()
+        return layer.conv_states[state_idx]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return a recurrent state; None before the first."""
+        return check_state(self.layers[layer_idx], layer_idx).recurrent_states[state_idx]
+
     def _take_geometry(
         self, make: Callable[..., Any], key_states: torch.Tensor, value_states: torch.Tensor
     ) -> None:
@@ -254,8 +280,15 @@ class KvkitCache(Cache):
 
     @torch.compiler.disable
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens that a layer has seen."""
-        return self.cache.get_seq_length(layer_idx)
+        """Return the number of tokens that a layer has seen; the first with attention for those without."""
+        return self.cache.get_seq_length(self._attending(layer_idx))
+
+    def _attending(self, layer_idx: int) -> int:
+        """Return the number of a layer, or of the first one with keys if it only has a state."""
+        layers = self.cache.layers
+        if layer_idx >= len(layers) or not isinstance(layers[layer_idx], StateLayer):
+            return layer_idx
+        return next((i for i, layer in enumerate(layers) if not isinstance(layer, StateLayer)), layer_idx)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return the most tokens that a layer holds, or the largest layer; -1 is no limit."""
@@ -267,6 +300,7 @@ class KvkitCache(Cache):
 
         The empty end of a static layer is left out.
         """
+        layer_idx, self.new_tokens = self._attending(layer_idx), int(query_length)
         kv_length, kv_offset = self.cache.get_mask_sizes(query_length, layer_idx)
         return min(kv_length, self.get_seq_length(layer_idx) + query_length - kv_offset), kv_offset
 
@@ -336,7 +370,10 @@ class KvkitCache(Cache):
         held = self.cache.ropes if isinstance(self.cache, PagedCache) else [x.rope for x in self.cache.layers]
         unknown = named.get("rope") is None and None in held
         if unknown and named.get("close", "rope" in method.parameters and call != "remove"):
-            named["rope"] = None if self.config is None else rotations_of(self.config)
+            ropes = (
+                [] if self.config is None else rotations_of(self.config)
+            )  # states of hybrid ones lie behind
+            named["rope"] = ropes + [NO_ROTATION] * (len(held) - len(ropes)) if ropes else None
         return named
 
     def reset(self) -> None:
@@ -353,24 +390,21 @@ def last_to_evict(layers: Any) -> int:
     return max(i for i, each in enumerate(layers) if each.window is None and each.why_kept is None)
 
 
-def geometry(config: Any, kind: str) -> dict[str, Any]:
-    """Return the arguments of a kind's constructor that a model's config gives."""
-    config = config.get_text_config(decoder=True)
-    names, arguments = get_layer_types_and_kwargs(config)
-    for i, name in enumerate(names):
-        if name not in LAYER_TYPES:
-            raise argument_error("config", f"layers of {', '.join(LAYER_TYPES)}", f"{name} in layer {i}")
-    if kind == "paged":
-        return {"num_layers": len(names)}
-    windows = {
-        layer_arguments["sliding_window"]
-        for layer_arguments in arguments
-        if "sliding_window" in layer_arguments
-    }
-    if len(windows) > 1:
-        raise argument_error("config", "one size of window", f"{sorted(windows)}")
-    return {
-        "num_layers": len(names),
-        "layer_types": [LAYER_TYPES[name] for name in names],
-        "sliding_window": min(windows, default=None),
-    }
+def layers_of(owner: KvkitCache, cache: Any, config: Any) -> list[Any]:
+    """Return the layers of a cache as transformers uses them; states of hybrid ones lie behind the others."""
+    names: list[str] = []
+    arguments: list[dict[str, Any]] = []
+    if config is not None:
+        names, arguments = get_layer_types_and_kwargs(config)
+    behind = len(cache) - sum(name in HYBRID for name in names)
+    layers: list[Any] = []
+    for i, layer in enumerate(cache.layers[: behind if behind == len(names) else None]):
+        counts = arguments[i].get("number_of_states", 1) if i < len(arguments) else 1
+        if isinstance(layer, StateLayer):
+            layers.append(KvkitStateLayer(owner, i, counts))
+        elif behind == len(names) and names[i] in HYBRID:
+            number = behind + sum(name in HYBRID for name in names[:i])
+            layers.append(KvkitHybridLayer(owner, i, number, counts))
+        else:
+            layers.append(KvkitLayer(owner, i))
+    return layers

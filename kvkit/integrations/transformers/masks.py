@@ -61,7 +61,9 @@ def attention_mask(
     """
     aligned = q_offset + q_length == kv_offset + kv_length  # not so if keys of no token follow
     in_chunks = local_size is not None and getattr(config, "attention_chunk_size", None) is not None
-    if not allow_is_causal_skip or not aligned or in_chunks:
+    padded = attention_mask is not None and not bool(attention_mask.all())
+    shares = bool(getattr(config, "num_kv_shared_layers", 0))  # Gemma 4 slices masks by query then
+    if not allow_is_causal_skip or not aligned or in_chunks or (shares and padded and q_length > 1):
         return sdpa_mask(
             batch_size,
             q_length,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvkit.cache import LatentLayer
 from kvkit.errors import argument_error
 
 
@@ -43,7 +44,8 @@ class Stored:
 
     def read(self) -> None:
         """Drop the arrays after attention: a layer may have made them for it alone."""
-        self.keys = self.values = None
+        if not getattr(self.layer, "is_shared", False):
+            self.keys = self.values = None
 
     def is_lost(self) -> bool:
         """Return whether the layer has tokens that no attention has read."""
@@ -64,12 +66,24 @@ def forget(layer_idx: int | None) -> None:
     PENDING.set({i: stored for i, stored in PENDING.get().items() if i != layer_idx})
 
 
+def shared_by(key: Any, value: Any) -> Stored | None:
+    """Return the record of an earlier layer whose keys a layer without keys of its own has got."""
+    for reference in PENDING.get().values():
+        stored = reference()
+        if stored is not None and stored.key() is key and stored.value() is value:
+            return stored
+    return None
+
+
 def claim(layer_idx: int | None, key: Any, value: Any) -> Stored | None:
     """Return the record of an update that returned these keys, or None if they come from no cache of ours."""
     found = PENDING.get().get(layer_idx)
-    stored = None if found is None else found()
+    stored = shared_by(key, value) if found is None else found()
     if stored is None:
         return None
+    if isinstance(stored.layer, LatentLayer) and key.shape[2] == stored.layer.get_seq_length() - stored.begin:
+        stored.taken = True  # the model has expanded the new rows
+        return stored
     recorded = stored.key()
     if recorded is key and stored.value() is value:
         stored.taken = True

@@ -1,0 +1,97 @@
+"""Make the layers that a model of transformers needs, as its config says."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from kvkit.cache import Cache, IndexedLayer, LatentLayer, SharedLayer, StateLayer
+from kvkit.errors import argument_error
+
+LAYER_TYPES = {
+    "full_attention": "full_attention",
+    "sliding_attention": "sliding_attention",
+    "chunked_attention": "sliding_attention",  # the mask says where chunks begin
+    "indexed_attention": "full_attention",
+    "linear_attention": "linear_attention",
+    "conv": "conv",
+    "hybrid": "full_attention",  # and a recurrent state in a layer behind the others
+    "hybrid_sliding": "sliding_attention",
+    "dummy": "full_attention",  # a `SharedLayer` takes its place
+}
+HYBRID = "hybrid", "hybrid_sliding"
+
+
+def geometry(config: Any, kind: str) -> dict[str, Any]:
+    """Return the arguments of a kind's constructor that a model's config gives."""
+    config = config.get_text_config(decoder=True)
+    names, arguments = get_layer_types_and_kwargs(config)
+    for i, name in enumerate(names):
+        if name not in LAYER_TYPES:
+            raise argument_error("config", f"layers of {', '.join(LAYER_TYPES)}", f"{name} in layer {i}")
+        if name == "indexed_attention" and (kind != "dynamic" or not latent_sizes(config)):
+            wanted = "'dynamic' for a model with indexed attention, over latent rows"
+            raise argument_error("kind", wanted, f"{kind!r}, layer {i}")
+        if kind == "paged" and name not in ("full_attention", "sliding_attention", "chunked_attention"):
+            wanted = "'dynamic', 'static' or 'quantized'"
+            raise argument_error("kind", wanted, f"'paged', and {name} in layer {i}")
+    if kind == "paged":
+        return {"num_layers": len(names)}
+    windows = {each["sliding_window"] for each in arguments if "sliding_window" in each}
+    if len(windows) > 1:
+        raise argument_error("config", "one size of window", f"{sorted(windows)}")
+    return {
+        "num_layers": len(names),
+        "layer_types": [LAYER_TYPES[name] for name in names],
+        "sliding_window": min(windows, default=None),
+    }
+
+
+def make_cache(make: Callable[..., Any], config: Any, kind: str, options: dict[str, Any]) -> Any:
+    """Make a cache of a kind, with the layers of states, latent rows and shared rows that a model has."""
+    if config is None or kind == "paged":
+        return make(**options)
+    config = config.get_text_config(decoder=True)
+    names, _ = get_layer_types_and_kwargs(config)
+    latent = latent_sizes(config) if kind == "dynamic" else None
+    if not latent and not {"dummy", *HYBRID}.intersection(names):
+        return make(**options)
+    apart = {name: options.pop(name) for name in ("offload", "rope") if name in options}
+    layers = make(**options).layers
+    for i, name in enumerate(names):
+        if name == "dummy":
+            layers[i] = SharedLayer(source_of(config, names, i))
+        elif latent and LAYER_TYPES[name] == "full_attention":
+            row = LatentLayer(*latent)
+            layers[i] = IndexedLayer(row, config.index_head_dim) if name == "indexed_attention" else row
+    layers += [StateLayer() for name in names if name in HYBRID]
+    return Cache(layers, **apart)
+
+
+def source_of(config: Any, names: list[str], number: int) -> int:
+    """Return the number of the layer whose rows a layer without rows of its own attends to."""
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is not None and modes[number] == "reuse":
+        kinds = config.layer_types
+        return max(i for i, mode in enumerate(modes) if mode == "store" and kinds[i] == kinds[number])
+    rows = [i for i, name in enumerate(names) if name not in ("dummy", "linear_attention", "conv")]
+    if not rows:  # a layer without attention reads nothing, and has the length of one that does
+        raise argument_error("config", "a model with attention", f"none, and layer {number} of no state")
+    return rows[0]
+
+
+def latent_sizes(config: Any) -> tuple[int, int] | None:
+    """Return (latent_dim, rope_dim) of a model that gives its cache latent rows; None for others."""
+    sizes = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
+    if not all(sizes):
+        return None
+    path = type(config).__module__.replace(".configuration_", ".modeling_")
+    try:
+        model = importlib.import_module(path)
+    except ImportError:
+        return None
+    expands = any(hasattr(one, "expand_kv") for one in vars(model).values())  # after the cache, from its rows
+    return sizes if expands else None  # type: ignore[return-value]

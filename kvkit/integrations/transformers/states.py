@@ -1,0 +1,186 @@
+"""The layers of a `KvkitCache` that hold recurrent states, alone or beside keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from kvkit.errors import argument_error
+from kvkit.integrations.transformers.bridge import to_numpy
+from kvkit.integrations.transformers.layer import KvkitLayer
+from kvkit.interop import tensor_of
+
+
+class KvkitStateLayer(LinearAttentionCacheLayerMixin):
+    """Pass transformers' calls on to a `kvkit.cache.StateLayer`, whose memory its tensors share.
+
+    For a single token models change the state of the convolution in place. Its tokens are counted when the
+    model asks for it, and as many as the mask of the step was made for.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, owner: Any, number: int, number_of_states: int = 1) -> None:
+        self._owner, self._number, self.number_of_states = owner, number, number_of_states
+        self._counted = False  # whether the tokens of this step are
+
+    @property
+    def state(self) -> Any:
+        """The layer of kvkit's cache."""
+        return self._owner.cache.layers[self._number]
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the first update decides."""
+
+    # Tokens come
+
+    def begin_step(self) -> None:
+        """Count the token of a step that may change the state in place."""
+        self._counted = False
+        if self._owner.new_tokens == 1 and self.state.states and not self.record_past:
+            self.state.advance(1)
+            self._counted = True
+
+    def _update(self, name: str, tensor: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Store an array of the state; return a tensor of its memory."""
+        array = to_numpy(name, tensor.contiguous())
+        states = self.state.update({name: array}, 0 if self._counted else tokens)
+        self._counted = True
+        return tensor_of(states[name])
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Append inputs [B, channels, q] of a convolution; return past and new ones."""
+        name, tokens, past = f"conv.{state_idx}", conv_states.shape[-1], self.conv_states[state_idx]
+        if past is None:
+            kernel = tokens if conv_kernel_size is None else conv_kernel_size
+            whole = torch.nn.functional.pad(conv_states, (max(0, kernel - tokens), 0))
+        else:
+            kernel, whole = past.shape[-1], torch.cat([past, conv_states], dim=-1)
+        self._update(name, whole[..., -kernel:], tokens)
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Store the state after the tokens of the step."""
+        return self._update(f"recurrent.{state_idx}", recurrent_states, self._owner.new_tokens)
+
+    # What is there
+
+    def _tensors(self, kind: str) -> dict[int, torch.Tensor | None]:
+        states = self.state.states
+        names = {i: f"{kind}.{i}" for i in range(self.number_of_states)}
+        return {i: tensor_of(states[name]) if name in states else None for i, name in names.items()}
+
+    @property
+    def conv_states(self) -> dict[int, torch.Tensor | None]:
+        """The last inputs of each convolution, None before the first update."""
+        return self._tensors("conv")
+
+    @property
+    def recurrent_states(self) -> dict[int, torch.Tensor | None]:
+        """Each recurrent state, None before the first update."""
+        return self._tensors("recurrent")
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:
+        """Whether there is a past, for each state."""
+        states = self.state.states
+        kinds = "conv", "recurrent"
+        return {i: any(f"{kind}.{i}" in states for kind in kinds) for i in range(self.number_of_states)}
+
+    @property
+    def record_past(self) -> bool:
+        """Whether states after each update are kept until the next `crop`."""
+        return bool(self.state.record_past)
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        if value:
+            self.state.activate_past_recording()
+        elif self.state.record_past:
+            self.state.stop_past_recording()
+
+    def activate_past_recording(self) -> None:
+        self.state.activate_past_recording()
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # Tokens go, and the batch changes
+
+    def offload(self) -> None:
+        """Do nothing: kvkit's cache was told where its layers lie."""
+
+    prefetch = offload
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.state.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.state.reorder(np.asarray(beam_idx))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some rows of the batch."""
+        self.state.select(np.asarray(indices))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row of the batch."""
+        self.state.repeat(repeats)
+
+    def reset(self) -> None:
+        self.state.reset()
+
+
+class KvkitHybridLayer(KvkitStateLayer, KvkitLayer):
+    """A layer with keys and values, and a recurrent state that lies in another layer of kvkit's cache."""
+
+    def __init__(self, owner: Any, layer_idx: int, number: int, number_of_states: int = 1) -> None:
+        KvkitLayer.__init__(self, owner, layer_idx)
+        KvkitStateLayer.__init__(self, owner, number, number_of_states)
+
+    def get_max_length(self) -> int:
+        return KvkitLayer.get_max_length(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.state.left_by(tokens_to_remove)
+        KvkitLayer.crop(self, tokens_to_remove)
+        KvkitStateLayer.crop(self, tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        KvkitLayer.reorder_cache(self, beam_idx)
+        KvkitStateLayer.reorder_cache(self, beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        KvkitLayer.batch_select_indices(self, indices)
+        KvkitStateLayer.batch_select_indices(self, indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        KvkitLayer.batch_repeat_interleave(self, repeats)
+        KvkitStateLayer.batch_repeat_interleave(self, repeats)
+
+    def reset(self) -> None:
+        KvkitLayer.reset(self)
+        KvkitStateLayer.reset(self)
+
+    def activate_past_recording(self) -> None:
+        KvkitLayer.activate_past_recording(self)
+        KvkitStateLayer.activate_past_recording(self)
+
+
+def check_state(layer: Any, number: int) -> KvkitStateLayer:
+    """Return a layer that holds a recurrent state; raise for another."""
+    if not isinstance(layer, KvkitStateLayer):
+        raise argument_error("layer_idx", "a layer with a recurrent state", number)
+    return layer
