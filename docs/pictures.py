@@ -266,7 +266,7 @@ def hybrid():
         ("StateLayer", ("one state of all tokens,", "and copies at checkpoints")),
         ("DynamicLayer", ("a key and a value", "for each token and head")),
         ("SharedLayer(of=1)", ("no rows: it reads", "those of layer 1")),
-        ("LatentLayer", ("one row for all heads: key and value", "begin alike, the rotated part is key alone")),
+        ("LatentLayer", ("a row for all heads: key and value", "are c, and the rotated r is key alone")),
     )):  # fmt: skip
         y = 34 + i * 76
         drawing.text(12, y + 16, f"layer {i}", 13, bold=True)
