@@ -90,6 +90,8 @@ class Format:
     halves : bool
         Whether bytes of two codes have the first half of a block in their low nibbles, the second in the high
         ones; else neighbours, the even one in the low nibble.
+    high_first : bool
+        Whether it is in the high nibble.
     along : str
         What codes of fewer than 8 bits are packed along: "head" or "tokens".
     tail : int
@@ -121,6 +123,7 @@ class Format:
     order: tuple[str, ...] = ()
     block: int = 0
     halves: bool = False
+    high_first: bool = False
     along: str = "head"
     tail: int = 0
     turned: bool = False
@@ -193,6 +196,13 @@ ALL = (
         Format(f"turbo_v{code.bits}", code, "ranged", FLOAT16, "minimum", per="token", group=0, rounding="up",
                order=("codes", "scale", "minimum"), source="vLLM, TurboQuant")
         for code in (UINT2, UINT3, UINT4)
+    ),
+    # OpenVINO: of keys a scale and a zero for each channel of a block, of values for each row.
+    *(
+        Format(f"openvino_{side}_u{code.bits}", code, "shifted", FLOAT32, "zero", per, group,
+               high_first=code is UINT4, takes=takes, source="OpenVINO, CPU")
+        for code in (UINT8, UINT4)
+        for side, per, group, takes in (("key", "channel", 32, ("gN",)), ("value", "token", 0, ()))
     ),
     *(
         Format(f"lmdeploy_{code.name[1:]}", code, "zero", None, "zero", per="token", group=0, rounding="up",

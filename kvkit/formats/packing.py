@@ -12,11 +12,11 @@ from kvkit.formats.rotations import OUTPUT, rotate
 from kvkit.typed import Array
 
 
-def pack_codes(codes: Array, bits: int, halves: bool) -> Array:
+def pack_codes(codes: Array, bits: int, format: Format) -> Array:
     """Pack codes [..., n] into uint8 [..., n * bits / 8], the first ones in the low bits."""
     if bits == 8:
         return codes
-    if halves:
+    if format.halves:
         low, high = np.split(codes, 2, -1)
         pairs: Array = low | high << 4
         return pairs
@@ -27,20 +27,21 @@ def pack_codes(codes: Array, bits: int, halves: bool) -> Array:
     data = codes[..., ::in_byte].copy()
     for i in range(1, in_byte):
         data |= codes[..., i::in_byte] << np.uint8(i * bits)
-    return data
+    return data >> 4 | data << 4 if format.high_first else data
 
 
-def unpack_codes(data: Array, bits: int, halves: bool) -> Array:
+def unpack_codes(data: Array, bits: int, format: Format) -> Array:
     """Unpack bytes into codes, uint8 [..., n]."""
     if bits == 8:
         return data
-    if halves:
+    if format.halves:
         return np.concatenate((data & 15, data >> 4), -1)
     count = data.shape[-1] * 8 // bits
     if 8 % bits:
         planes = np.unpackbits(data, -1, count * bits, bitorder="little")
         return np.packbits(planes.reshape(*data.shape[:-1], count, bits), -1, bitorder="little")[..., 0]
     in_byte = 8 // bits
+    data = data >> 4 | data << 4 if format.high_first else data
     codes = np.empty((*data.shape[:-1], count), np.uint8)
     for i in range(in_byte):
         codes[..., i::in_byte] = data >> np.uint8(i * bits) & np.uint8((1 << bits) - 1)
@@ -87,16 +88,16 @@ def round_trip(numbers: Array, element: Element) -> Array:
 def pack_array(format: Format, codes: Array) -> Array:
     """Return codes as an array of their own: int8 where it holds one with a sign an element, else bytes."""
     if format.along == "tokens":
-        data = np.moveaxis(pack_codes(np.moveaxis(codes, 0, -1), format.code.bits, format.halves), -1, 0)
+        data = np.moveaxis(pack_codes(np.moveaxis(codes, 0, -1), format.code.bits, format), -1, 0)
     else:
-        data = pack_codes(codes, format.code.bits, format.halves)
+        data = pack_codes(codes, format.code.bits, format)
     return data.view(format.code.dtype if not format.code.significant else np.uint8)
 
 
 def unpack_array(format: Format, data: Array) -> Array:
     if format.along == "tokens":
-        return np.moveaxis(unpack_codes(np.moveaxis(data, 0, -1), format.code.bits, format.halves), -1, 0)
-    return unpack_codes(data, format.code.bits, format.halves)
+        return np.moveaxis(unpack_codes(np.moveaxis(data, 0, -1), format.code.bits, format), -1, 0)
+    return unpack_codes(data, format.code.bits, format)
 
 
 def store_scales(numbers: ArrayLike, element: Element) -> Array:
@@ -145,7 +146,7 @@ def pack_blocks(
     codes = codes.reshape(*outer, dim // elements, elements)
     groups = (*codes.shape[:-1], elements // (format.group or elements))
     parts = {
-        "codes": pack_codes(codes & np.uint8(2 ** byte_bits(format) - 1), byte_bits(format), format.halves),
+        "codes": pack_codes(codes & np.uint8(2 ** byte_bits(format) - 1), byte_bits(format), format),
         "scale": to_bytes(scales.reshape(groups), scale),
     }
     if "high" in format.order:
@@ -183,7 +184,7 @@ def split_blocks(format: Format, rows: Array) -> dict[str, Array]:
     blocks = rows.reshape(*outer, dim // elements if elements else 0, sum(sizes.values()))
     ends = np.cumsum([*sizes.values()])[:-1]
     parts = dict(zip(sizes, np.split(blocks, ends, -1), strict=True))
-    codes = unpack_codes(parts["codes"], byte_bits(format), format.halves)
+    codes = unpack_codes(parts["codes"], byte_bits(format), format)
     return parts | {"codes": with_high_bits(codes, parts["high"]) if "high" in parts else codes}
 
 

@@ -165,6 +165,16 @@ def zero(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     return x / scale + point, scale, point
 
 
+def shifted(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+    """OpenVINO: a zero point in units of codes, not rounded; the scale of equal numbers is 1e-4."""
+    (low, high), most = extremes(x), largest_code(format)
+    scale = (high - low) * (1 / most) if format.per == "channel" else (high - low) / most
+    scale = np.where(scale == 0, np.float32(1e-4), scale)
+    point = -low / scale
+    code = x * np.float64(inverse(scale)) + point  # rounded once
+    return code.astype(np.float32), scale, point
+
+
 def edge(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """MLX, affine: the extreme of larger magnitude is represented exactly.
 
@@ -209,8 +219,8 @@ def calibrate_scale(x: Array, format: Format) -> Array:
 RULES = {
     rule.__name__: rule
     for rule in (
-        pmx, span, largest, signed, least, searched, power, blocks16, token, normal, zero, edge, kivi, length,
-        ranged,
+        pmx, span, largest, signed, least, searched, power, blocks16, token, normal, zero, shifted, edge,
+        kivi, length, ranged,
     )
 }  # fmt: skip
 

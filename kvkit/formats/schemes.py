@@ -16,7 +16,8 @@ from kvkit.formats.known import NAMED, Format, named
 from kvkit.formats.rotations import rotate, rotation_named
 from kvkit.typed import Array
 
-PAIRS = {  # vLLM's names of formats of keys and of values
+PAIRS = {  # names of engines for formats of keys and of values
+    **{f"openvino_u{bits}": (f"openvino_key_u{bits}", f"openvino_value_u{bits}") for bits in (8, 4)},
     "turboquant_k8v4": ("e4m3", "turbo_v4"),
     "turboquant_4bit_nc": ("turbo_k4_nc", "turbo_v4"),
     "turboquant_k3v4_nc": ("turbo_k3_nc", "turbo_v4"),

@@ -234,9 +234,18 @@ NAMED = MappingProxyType({
         "combined heads: keys are heads 0::2, values heads 1::2; the bytes of vllm-lbnhc",
     ),
     "openvino": Named(
-        "kv l | b h n c", "OpenVINO", "PagedAttention, CPU", "documentation of its cache shapes", "S",
-        f"{LISTS}; blocks of 32 tokens; coded content has its scales inside",
+        "kv l | b h n c", "OpenVINO", "PagedAttention, CPU, floats", "openvino 2026.4.1", "A",
+        f"{LISTS}; blocks of 32 tokens",
     ),
+    **{
+        f"openvino-u{bits}": Named(
+            "kv l | b h (s + n) c ; b h n (s + c)", "OpenVINO",
+            f"PagedAttention, CPU, KV_CACHE_PRECISION u{bits}", "openvino 2026.4.1", "A",
+            f"{LISTS}; {rows} rows with scale and zero of each channel, then 32 tokens; rows of values begin"
+            " with scale and zero",
+        )
+        for bits, rows in ((8, 8), (4, 16))
+    },
     "deepspeed": Named(
         "| l b n kv h c", "DeepSpeed", "FastGen", "docstring of BlockedKVCache", "A",
         "keys are [:, :, :, 0], values [:, :, :, 1]",

@@ -189,6 +189,17 @@ def lmdeploy(x: Numbers, bits: int) -> Any:
     return codes if bits == 8 else pack_halves(codes), scale, zero
 
 
+def openvino(x: Numbers, bits: int, side: str) -> tuple[list[int], Any, Any]:
+    """Return OpenVINO's codes, scale and zero."""
+    span, most = max(x) - min(x), 2**bits - 1
+    scale = (span * (F32(1) / F32(most)) if side == "key" else span / F32(most)) or F32(1e-4)
+    zero = -min(x) / scale
+    codes = [clamp(round(F32(float(v) * float(F32(1) / scale) + float(zero))), 0, most) for v in x]
+    pairs = zip(codes[1::2], codes[::2], strict=True)  # the even one is in the high nibble
+    packed = codes if bits == 8 else [low + 16 * high for low, high in pairs]
+    return packed, scale, zero
+
+
 def mlx_affine(x: Numbers, bits: int) -> tuple[list[int], Any, Any]:
     """Return MLX's codes, scale and bias."""
     most = 2**bits - 1

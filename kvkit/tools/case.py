@@ -68,7 +68,8 @@ class Case:
         if len(unknown) == len(given):
             raise argument_error("arrays", f"some of {', '.join(KNOWN)}", ", ".join(map(str, unknown[:8])))
         self.given = {name: as_numpy(value, name) for name, value in given.items() if value is not None}
-        if self.source.paged and (found := self.source.block_tables()) is not None:
+        named = self.source.paged or "past_lens" in self.given  # tables of kvkit's or of OpenVINO
+        if named and (found := self.source.block_tables()) is not None:
             self.given["block_tables"], self.given["context_lens"] = tables.to_blocks(found[1])
         self.layout = self.source.stated_layout
         known = {"b": self.number("num_blocks"), "n": self.number("page_size")}
@@ -266,6 +267,10 @@ class Case:
 
     def scale_of(self, side: str) -> np.ndarray | None:
         """Return the scales of keys or values, with an axis of layers where codes have none."""
+        if inside := self.source.scales_inside.get("scale"):
+            codes = self.source.require_view().keys[0]
+            found = getattr(inside, f"{side}s")  # a scale of a channel is that of all rows of a block
+            return stack_view(tuple(np.repeat(each, codes.shape[1] // each.shape[1], 1) for each in found))
         scale = self.source.side_scale(side, "scale")
         if scale is None:
             scales = None

@@ -187,6 +187,10 @@ def convert(
     if rotation is not None:
         raise argument_error("rotation", "a format beside it, as codes are decoded to undo it", "to_layout")
     parse_layout(to_layout, "to_layout")
+    if found.scales_inside:
+        raise argument_error(
+            "to_layout", "a format in its place, as channels of a block share scales", to_layout
+        )
     said = found.contents.description.layout
     given = None if from_layout is None else parse_layout(from_layout, "from_layout")
     if given is not None and said is not None and given != layouts.parse(said):

@@ -294,7 +294,8 @@ def view_parts(source: CacheSource, told: str | None, formats: Any) -> tuple[dic
     """Return views of codes and of what is beside them, and the pages of their block tables."""
     kv = source.require_view()
     for one in filter(None, formats or ()):
-        if one.along == "tokens" or (one.find != "given" and one.per in ("tensor", "head", "channel")):
+        apart = one.find == "given" or source.scales_inside or one.per not in ("tensor", "head", "channel")
+        if one.along == "tokens" or not apart:
             raise argument_error(source.arguments[1], "one whose tokens are decoded each for itself", told)
     convention, pages = source.block_tables() or ("", None)
     return {"codes": kv} | (source.scale_views if formats else {}), None if convention == PACKED else pages
@@ -364,8 +365,8 @@ def open_side(
     size = arrays["codes"].shape[1]
 
     def read(part: slice) -> np.ndarray:
-        at = rows[part] // size, rows[part] % size
-        some = {part: x[at] if x.ndim > 1 else x for part, x in arrays.items()}
+        block, row = rows[part] // size, rows[part] % size  # a scale may be that of several rows
+        some = {part: x[block, row * x.shape[1] // size] if x.ndim > 1 else x for part, x in arrays.items()}
         return decode(some, format) if format else some["codes"]
 
     return side_reader(name, read, len(rows), format)

@@ -25,6 +25,7 @@ from kvkit.interop import as_numpy
 from kvkit.layouts import Layout, tables
 from kvkit.layouts.tables import BlockTable
 from kvkit.layouts.views import KV
+from kvkit.tools import openvino
 from kvkit.tools.names import LAYER, LayerNames, find_layers, matching, some_names
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Contents
@@ -43,6 +44,7 @@ PACKED = "packed sequences"  # a convention of tables: `seqstarts`
 TABLES = (  # how names of tables begin
     "sequences.", "published.", "blocks", "block_tables", "context_lens", "page_size", "kv_", "slots",
     "cache_cells.", "cachestarts", "kvstarts", "seqstarts", "num_blocks", "slot_",
+    "block_indices", "past_lens", "subsequence_begins",
 )  # fmt: skip
 
 
@@ -73,6 +75,13 @@ class CacheSource:
         arguments: tuple[str, str] = ("layout", "format"),
     ) -> None:
         self.contents = contents_of(source)
+        self.scales_inside: dict[str, KV] = {}
+        stated = layout or self.contents.description.layout
+        if stated in openvino.FORMATS:
+            self.contents, self.scales_inside = openvino.split_blocks(self.contents, str(stated))
+            layout = stated = openvino.FLOATS
+        if stated == openvino.FLOATS:
+            self.contents = openvino.with_tables(self.contents)
         self.arrays = self.contents.arrays
         named = isinstance(source, (str, os.PathLike))
         self.name = str(source) if named else self.contents.kind
@@ -354,6 +363,8 @@ class CacheSource:
     @cached_property
     def scale_views(self) -> dict[str, KV]:
         """Return the scales, and what else `kvkit.formats.decode` takes, by layer."""
+        if self.scales_inside:
+            return self.scales_inside
         layers = len(self.require_view(both=False).keys)
         sizes = {axis: count for axis, count in self.sizes.items() if axis not in "cv"}
         found = {}

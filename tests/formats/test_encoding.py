@@ -48,6 +48,8 @@ REFERENCE = {
     **{f"mlx{bits}:g32": partial(oracle.mlx_affine, bits=bits) for bits in (2, 3, 4, 5, 6, 8)},
     **{f"turbo_k{bits}{end}": partial(oracle.turbo_key, bits=bits) for bits in (3, 4) for end in ("", "_nc")},
     **{f"turbo_v{bits}": partial(oracle.turbo_value, bits=bits) for bits in (2, 3, 4)},
+    **{f"openvino_{side}_u{bits}": partial(oracle.openvino, bits=bits, side=side)
+       for side, bits in (("key", 8), ("value", 8), ("value", 4))},
     **{f"kivi_{side}{bits}": partial(oracle.kivi, bits=bits) for side in ("key", "value") for bits in (2, 4)},
     **{name: power(name, "e4m3" if "8" in name else "e2m1")
        for name in ("mxfp4", "mxfp4:ceil", "mxfp8", "mxfp8:ceil", "mlx_mxfp4", "mlx_mxfp8")},
@@ -98,7 +100,7 @@ def test_floats_of_8_bits(rng, name):
 
 
 def test_every_format_has_a_reference():
-    own = {"iq4_nl", "ds_v4"}  # which have tests of their own
+    own = {"iq4_nl", "ds_v4", "openvino_key_u4"}  # which have tests of their own
     assert {name.partition(":")[0] for name in REFERENCE} == set(NAMED) - own
 
 

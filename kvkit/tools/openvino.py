@@ -1,0 +1,91 @@
+"""Pools of OpenVINO's paged attention whose blocks have codes, with scales and zeros as arrays of their own.
+
+A block of keys has, for each head, the scales of all channels, their zeros, then the codes of its tokens; a
+row of values has its scale and its zero before its codes. Scales and zeros are float32.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvkit import files
+from kvkit.errors import argument_error, describe
+from kvkit.files import Contents
+from kvkit.files.arrays import CACHE, nested
+from kvkit.layouts.views import KV
+from kvkit.typed import Array
+
+FLOATS = "openvino"  # the layout of pools of floats, and of the codes alone
+FORMATS = {"openvino-u8": ("openvino_u8", 8), "openvino-u4": ("openvino_u4", 4)}  # and bits of a code
+POOLS = "key_cache", "value_cache"
+NUMBERS = "scale", "zero"
+SIZE = 4  # bytes of a scale
+
+
+def split_blocks(contents: Contents, layout: str) -> tuple[Contents, dict[str, KV]]:
+    """Return the contents with codes in the pools' places, and views of their scales and zeros by name."""
+    format, bits = FORMATS[layout]
+    names = POOLS if CACHE not in contents.arrays and contents.cache is None else (f"{CACHE}.0", f"{CACHE}.1")
+    pools = [nested(contents.arrays, name) for name in names]
+    if any(pool is None for pool in pools):
+        raise argument_error("source", f"arrays {' and '.join(POOLS)}, for {layout}", "others")
+    layers = [pool if isinstance(pool, list) or pool.ndim == 5 else [pool] for pool in pools]
+    split = [
+        [parts(bytes_of(name, array)) for array in side]
+        for name, parts, side in zip(names, (lambda x: key_parts(x, bits), value_parts), layers, strict=True)
+    ]
+    views = {
+        part: KV(*(tuple(np.swapaxes(layer[i], 1, 2) for layer in side) for side in split))
+        for i, part in enumerate(NUMBERS)
+    }
+    views = {part: KV(kv.keys, tuple(each[..., 0] for each in kv.values)) for part, kv in views.items()}
+    gone = {name for name in contents.arrays if name.startswith(names)}
+    arrays: dict[str, Any] = {name: array for name, array in contents.arrays.items() if name not in gone}
+    for name, side in zip(POOLS, split, strict=True):
+        arrays[name] = [layer[2] for layer in side]
+        arrays |= {f"{name}_{part}": [layer[i] for layer in side] for i, part in enumerate(NUMBERS)}
+    said = replace(contents.description, layout=FLOATS, format=contents.description.format or format)
+    return replace(contents, arrays=files.flat(arrays), description=said), views
+
+
+def with_tables(contents: Contents) -> Contents:
+    """Return the contents with OpenVINO's tables under the names that all tools know."""
+    arrays, pool = contents.arrays, nested(contents.arrays, POOLS[0])
+    if pool is None or not {"block_indices", "block_indices_begins", "past_lens"} <= arrays.keys():
+        return contents
+    begins, lengths = (arrays[name].astype(np.int64) for name in ("block_indices_begins", "past_lens"))
+    lengths = lengths + np.diff(arrays.get("subsequence_begins", np.zeros_like(begins)))  # tokens of the step
+    last = lengths - (np.diff(begins) - 1) * np.shape(pool[0])[-2]
+    found = {"kv_indptr": begins, "kv_indices": arrays["block_indices"], "kv_last_page_len": last}
+    return replace(contents, arrays=arrays | found)
+
+
+def bytes_of(name: str, array: Array) -> Array:
+    """Return a pool's bytes [blocks, heads, rows, width]."""
+    if array.ndim != 4 or array.dtype.itemsize != 1 or not array.flags.c_contiguous:
+        raise argument_error(
+            name, "bytes [blocks, heads, rows, width] that follow one another", describe(array)
+        )
+    return array.view(np.uint8)
+
+
+def key_parts(pool: Array, bits: int) -> Iterable[Array]:
+    """Return scales and zeros [blocks, heads, 1, channels] and codes [blocks, heads, tokens, bytes]."""
+    blocks, heads, rows, width = pool.shape
+    size = width * 8 // bits * SIZE
+    before = 2 * size // width
+    if rows <= before:
+        raise argument_error("key_cache", f"more than the {before} rows of scales and zeros", rows)
+    flat = pool.reshape(blocks, heads, -1)
+    numbers = [flat[..., i : i + size].view(np.float32)[:, :, None] for i in (0, size)]
+    return *numbers, pool[:, :, before:]
+
+
+def value_parts(pool: Array) -> Iterable[Array]:
+    """Return scales and zeros [blocks, heads, tokens, 1] and codes [blocks, heads, tokens, bytes]."""
+    if pool.shape[-1] <= 2 * SIZE or pool.shape[-1] % SIZE:
+        raise argument_error("value_cache", "rows of a scale, a zero and codes", describe(pool))
+    numbers = [pool[..., i : i + SIZE].view(np.float32) for i in (0, SIZE)]
+    return *numbers, pool[..., 2 * SIZE :]
