@@ -4,7 +4,7 @@ A block of keys has, for each head, the scales of all channels, their zeros, the
 row of values has its scale and its zero before its codes. Scales and zeros are float32.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +71,7 @@ def bytes_of(name: str, array: Array) -> Array:
     return array.view(np.uint8)
 
 
-def key_parts(pool: Array, bits: int) -> Iterable[Array]:
+def key_parts(pool: Array, bits: int) -> Sequence[Array]:
     """Return scales and zeros [blocks, heads, 1, channels] and codes [blocks, heads, tokens, bytes]."""
     blocks, heads, rows, width = pool.shape
     size = width * 8 // bits * SIZE
@@ -83,7 +83,7 @@ def key_parts(pool: Array, bits: int) -> Iterable[Array]:
     return *numbers, pool[:, :, before:]
 
 
-def value_parts(pool: Array) -> Iterable[Array]:
+def value_parts(pool: Array) -> Sequence[Array]:
     """Return scales and zeros [blocks, heads, tokens, 1] and codes [blocks, heads, tokens, bytes]."""
     if pool.shape[-1] <= 2 * SIZE or pool.shape[-1] % SIZE:
         raise argument_error("value_cache", "rows of a scale, a zero and codes", describe(pool))
