@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kvkit
-from kvkit.cache import Cache, DynamicCache, QuantizedLayer
+from kvkit.cache import Cache, DynamicCache, PagedCache, QuantizedLayer
 from kvkit.cpu.attention import key_weights, prepare
 
 
@@ -101,12 +101,25 @@ def test_pages_of_sequences(monkeypatch):
     assert prepare.key_tiles(10**6) == 1
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_a_caches_keys(quantized):
+CACHES = {
+    "dynamic": DynamicCache,
+    "quantized": lambda: Cache([QuantizedLayer(residual_length=16)]),
+    "paged": lambda: PagedCache(20, 8, 1, 2, 64, np.float32),
+    "paged codes": lambda: PagedCache(20, 8, 1, 2, 64, np.float32, quant_bit=8),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_caches_keys(kind):
     query, key, value = (side.swapaxes(1, 2) for side in drawn(2, 50, 50, 4, 2, 64))
-    cache = Cache([QuantizedLayer(residual_length=16)]) if quantized else DynamicCache()
+    cache = CACHES[kind]()
     keys, _ = cache.update(key, value, 0)
+    out, lse, more = cache.attend(query, 0, return_key_weights=True, return_lse=True)
+    plain = cache.attend(query, 0, return_lse=True)
+    np.testing.assert_allclose(out, plain[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse, plain[1], rtol=1e-5, atol=1e-5)
     out, sums = cache.attend(query, 0, return_key_weights=True)
+    np.testing.assert_array_equal(sums, more)
     assert out.shape == (2, 4, 50, 64)
     check(sums, expected(query.swapaxes(1, 2), np.asarray(keys).swapaxes(1, 2)))
 

@@ -7,6 +7,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvkit import cpu
 from kvkit.cache.base import BaseLayer, MovableTokens, one_call_at_a_time
 from kvkit.cache.layers.attention import stored_columns
 from kvkit.cache.layers.positions import RowPositions
@@ -17,7 +18,7 @@ from kvkit.cache.stores.view import KVView
 from kvkit.calls.prepared import form_of
 from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring
-from kvkit.checks.values import checked_format, integer, one_piece
+from kvkit.checks.values import checked_format, flag, integer, one_piece
 from kvkit.errors import argument_error, describe
 from kvkit.runtime.locks import LayerLock
 from kvkit.typed import Array, Attended, States
@@ -184,11 +185,12 @@ class PagedLayer(BaseLayer):
         softcap: float = 0.0,
         sinks: Array | None = None,
         return_lse: bool = False,
+        return_key_weights: bool = False,
     ) -> Attended:
         store, step = self.store, self.rows.step
         if not self.rows.sequences:
             raise argument_error("layer", "stored tokens (call update before attend)", "none")
-        options = is_causal, window, softmax_scale, softcap, sinks, return_lse
+        options = is_causal, window, softmax_scale, softcap, sinks, return_lse, return_key_weights
         form = form_of((query,), (self.get_seq_length(), attention_mask, *options))
         prepared = step and step.calls.find(form)
         if prepared:
@@ -217,6 +219,8 @@ class PagedLayer(BaseLayer):
         step = self.rows.tables()
         first = self.rows.sequences[0]
         check_moved([first], [tokens + first.pending - self._ahead], (weights.left, weights.right), False)
+        if flag("return_key_weights", return_key_weights):
+            return self._attend_with_key_weights(step, query, out, lse, weights)
         if not step.index.in_order:
             results = step.attend_rows(query, self._layer_idx, mask, weights, length)
             return heads_first(fill_results(out, lse, slice(None), results))
@@ -227,6 +231,25 @@ class PagedLayer(BaseLayer):
                 form, query, out, lse, self._layer_idx, rows, decoding=decoding, weights=weights
             )
         )
+
+    def _attend_with_key_weights(
+        self, step: Any, query: Array, out: Array, lse: Array | None, weights: attention.Weights
+    ) -> Attended:
+        """Attend with checked queries [B, q, Hq, D]; return the weights of keys, [B, Hq, S], last."""
+        if not step.index.in_order:
+            wanted = "False where removed or moved tokens have left rows in segments"
+            raise argument_error("return_key_weights", wanted, True)
+        (batch, tokens, heads, _), length = query.shape, self.shape[2]
+        sums, decoding = np.empty((batch, heads, length), np.float32), batch if tokens == 1 else 0
+        context, rows = self.store.contexts[self._layer_idx], step.equal(tokens, length)
+        cpu.launches.start(
+            cpu.attention.prepare.prepare_attention(
+                query, out, lse, context, rows, decoding, weights, key_weights=sums
+            )
+        )
+        if lse is None:
+            return out.swapaxes(1, 2), sums
+        return out.swapaxes(1, 2), lse.swapaxes(1, 2), sums
 
     @property
     def _ahead(self) -> int:
