@@ -100,7 +100,7 @@ def test_random_is_the_mean_of_three_and_oracle_keeps_most(arrays):
     text = str(found)
     assert "oracle@0.25 (no policy)" in text
     assert "note: contexts have 40 to 56 tokens: short contexts rank policies badly" in text
-    assert "the last 4 queries judge, and their tokens stay; scorers see the 12 before" in text
+    assert "queries that judge: the last 4 of 16; scorers see the others, " in text
 
 
 def test_no_scorer_sees_a_judging_query(arrays):

@@ -331,7 +331,7 @@ def notes_of(layer: LayerReader, plan: StudyPlan) -> tuple[str, ...]:
     rows = len(layer.queries[0])
     count = judging(rows, plan.judge)
     notes.append(
-        f"the last {count} queries judge, and their tokens stay; scorers see the {rows - count} before"
+        f"queries that judge: the last {count} of {rows}; scorers see the others, and the judges' tokens stay"
     )
     selecting = np.empty((1, 1, rows - count, 1))
     for policy in {each.scorer: each for each in plan.policies if not callable(each.scorer)}.values():
