@@ -28,7 +28,7 @@ PROMPT, JUDGE = 2048, 64
 SCORERS = "streaming", "knorm", "keydiff", "tova", "snapkv", "observed", "expected", "compactor"
 SHARES = 0.5, 0.25, 0.125
 SCHEMES = "float16", "int8:g32", "int4:g32"
-MEASURES = "output_error", "top_changed"
+MEASURES = "output_error", "top_changed", "agreement"
 
 
 def studied():
@@ -67,7 +67,7 @@ def main():
     PAGE.write_text(page)
     for name, ink in plots.INK.items():
         with matplotlib.rc_context(plots.style(ink)):
-            picture = plots.svg(plots.eviction(found, Figure, ink, MEASURES))
+            picture = plots.svg(plots.eviction(found, Figure, ink, MEASURES[:2]))
         (ROOT / "docs" / "pictures" / f"eviction-{name}.svg").write_text(picture)
     print(found)
     if sys.argv[1:]:
