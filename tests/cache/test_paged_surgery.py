@@ -468,6 +468,29 @@ def test_calls_are_refused_while_a_step_is_open_and_of_sequences_that_are_not_th
     assert blocks.references.tolist()[:2] == [1, 2]
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_crop_within_a_step_takes_nothing_from_the_step(moved):
+    """Neither from sequences that it adds to nor from what it reads of the one that is cropped."""
+    server = Server(num_blocks=10)
+    seq, other = server.add(8), server.add(12)
+    if moved:
+        server.call("remove", other, 1, 3, close=True)
+    with server.cache.begin_step([(seq, 1), (other, 0)]) as step:
+        for layer in range(LAYERS):
+            step.update(*normal(2, 1, HEADS, DIM), layer)
+        before = [side.tobytes() for side in step.gather(1)]
+        server.cache.blocks.crop(other, 2)
+        assert [side.tobytes() for side in step.gather(1)] == before
+        with pytest.raises(KvkitError, match="no open step adds to"):
+            server.cache.blocks.crop(seq, 2)
+    assert (seq.length, other.length) == (9, 2)
+    assert other.positions.tolist() == [0, 1]
+    with server.cache.begin_step([(other, 4 * P)]) as step:
+        for layer in range(LAYERS):
+            step.update(*normal(2, 4 * P, HEADS, DIM), layer)
+    assert not {*seq.blocks} & {*other.blocks}
+
+
 def test_out_of_blocks_leaves_all_as_it_was():
     server = Server(num_blocks=3)
     seq = server.add(12)

@@ -202,13 +202,14 @@ def test_the_default_streams_of_threads_are_streams_of_their_own(model):
     """They share no scratch, and each comes after the tables."""
     plan, places, outs = kvkit_cuda.dynamic_batching.plan(**model.step()), [], []
     model.run(plan, new_stream())
-    both = threading.Barrier(2)
+    both, one = threading.Barrier(2), threading.Lock()
 
     def run():
-        model.run(plan, host.PER_THREAD_DEFAULT)
-        places.append(scratch_of(plan))
+        with one:  # the plan's prepared calls know the scratch of the latest thread
+            model.run(plan, host.PER_THREAD_DEFAULT)
+            places.append(scratch_of(plan))
         outs.append([out.copy_to_host(stream=cuda.per_thread_default_stream()) for out in model.out])
-        both.wait(60)
+        both.wait(600)
 
     threads = [threading.Thread(target=run) for _ in range(2)]
     for thread in threads:

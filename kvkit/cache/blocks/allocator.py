@@ -180,7 +180,8 @@ class BlockAllocator:
         Parameters
         ----------
         seq : Sequence
-            A sequence without new tokens in an open step.
+            A sequence without new tokens in an open step. The step still attends to what it began with,
+            because blocks that are freed now are not used again before it ends.
         length : int
             Tokens to keep; negative: tokens to drop; 0 drops none. After tokens were removed or moved it is
             the position that the next token gets; negative: how many positions before.
