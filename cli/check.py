@@ -15,7 +15,8 @@ COLOURS = {"error": "red", "warning": "yellow"}
 
 
 @click.command(cls=tool.ToolVerb)
-@click.argument("sources", metavar="FILE...", type=tool.PATH, nargs=-1, required=True)
+@click.argument("sources", metavar="FILE...", type=tool.PATH, nargs=-1)
+@click.option("--before", metavar="FILE", type=tool.PATH, help="The same as FILE, beside --after.")
 @click.option(
     "--after", metavar="FILE", type=tool.PATH, help="The caches after the call whose inputs FILE holds."
 )
@@ -28,12 +29,13 @@ COLOURS = {"error": "red", "warning": "yellow"}
     "--json", "as_json", is_flag=True, help="Print JSON; of several files one object, by file name."
 )
 @click.pass_context
-def check(ctx, sources, after, keys, values, dask, as_json, **options):
+def check(ctx, sources, before, after, keys, values, dask, as_json, **options):
     """Find errors in page tables, slots, layouts, scales and data.
 
     FILE holds arrays under the names of `kvkit.tools.check`: block_tables and context_lens, num_blocks and
     page_size; slot_mapping, slot_sequences, slot_positions; cache, or key_cache and value_cache, with their
-    scales. With --after only rows of slot_mapping may differ between the two files.
+    scales. With --after only rows of slot_mapping may differ between the two files; without slots only rows
+    that the tables of the second file have and those of the first have not.
 
     The exit code is 1 if an error is found, 0 if nothing or only warnings are found.
 
@@ -41,9 +43,12 @@ def check(ctx, sources, after, keys, values, dask, as_json, **options):
     Examples:
       kvkit check step.npz
       kvkit check pool.npz --layout vllm-lbnhc
-      kvkit check before.npz --after after.npz --json
+      kvkit check --before before.npz --after after.npz --json
       kvkit check dumps/*.npz --dask local
     """
+    sources = (*sources, *([] if before is None else [before]))
+    if not sources or (before is not None and after is None):
+        raise KvkitError("check: expected FILE, or --before and --after, got neither")
     if after is not None and len(sources) > 1:
         raise KvkitError(f"--after {after}: expected one FILE before it, got {len(sources)}")
     several, results = len(sources) > 1, {}

@@ -5,6 +5,8 @@ Lists, tuples and dicts of tensors become names with dots between: a list of pai
 """
 
 import os
+import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,11 @@ from kvkit.files.packages import import_package
 from kvkit.interop import as_numpy
 from kvkit.typed import Array, FilePath
 
+OBJECT = re.compile(r"Unsupported global: GLOBAL ([\w.]*Cache)\b")
+SAVES_ARRAYS = (
+    "arrays = {f'past_key_values.{i}.{side}': getattr(layer, f'{side}s') "
+    "for i, layer in enumerate(cache.layers) for side in ('key', 'value')}; torch.save(arrays, path)"
+)
 DEEPEST = 8
 MOST = 100_000  # arrays
 EXPANDED = 64  # times the file's size: a tensor may repeat heads by strides of 0, not fill a disk with them
@@ -27,7 +34,13 @@ def read(path: FilePath) -> Contents:
     """Read the tensors of a file, and numbers and texts beside them."""
     torch = import_package(path, "torch", "torch")
     with reading_errors(path, "torch cannot load it without running code of its own"):
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            if (named := OBJECT.search(str(error))) is None:
+                raise
+            what = f"it has a {brief(named[1])}, which torch loads by running its code"
+            raise file_error(path, what, f"save its arrays: {SAVES_ARRAYS}") from error
     arrays: dict[str, Array] = {}
     metadata: dict[str, Any] = {}
     collect_tensors(path, torch, found, "", 0, arrays, metadata)

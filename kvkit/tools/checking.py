@@ -11,7 +11,7 @@ from kvkit.errors import KvkitError
 from kvkit.tools.case import Case
 from kvkit.tools.findings import Findings, examine
 from kvkit.tools.rules import RULES, layouts
-from kvkit.tools.source import SLIDING, Source
+from kvkit.tools.source import SLIDING, CacheSource, Source
 
 
 def check(
@@ -46,7 +46,9 @@ def check(
     after : path or dict of arrays, optional
         The caches after a call: only rows of ``slots`` may have changed.
     slots : array of int, optional
-        The slots of that call; ``slot_mapping`` of `after` or `source` if not given.
+        The slots of that call; ``slot_mapping`` of `after` or `source` if not given, or else the rows that
+        the tables of `after` have and those of `source` have not: what is in use stays as it is, such as the
+        prefix that sequence B shares with A before A goes on.
     layout : str or Layout, optional
         The layout of the caches.
     sizes : mapping, optional
@@ -83,9 +85,15 @@ def check(
     later = Case(after, layout, sizes)
     if slots is None:
         slots = later.given.get("slot_mapping", case.given.get("slot_mapping"))
-    if slots is None:
-        raise KvkitError("slots: expected the slots that were written, got None")
+    if slots is None and (slots := new_rows(case.source, later.source)) is None:
+        raise KvkitError("slots: expected the slots that were written, or tables before and after, got None")
     if [side.array.shape for side in case.sides] != [side.array.shape for side in later.sides]:
         raise KvkitError("after: expected caches of the same shapes, got others")
     slots = np.asarray(slots).reshape(-1).astype(np.int64)
     return examine((case, later, slots), {"W1": layouts.WRITTEN_ELSEWHERE})
+
+
+def new_rows(before: CacheSource, after: CacheSource) -> np.ndarray | None:
+    """Return the rows of tokens that tables have after a call and not before it; None without tables."""
+    old, new = before.block_tables(before.page_size()), after.block_tables(after.page_size())
+    return None if old is None or new is None else np.setdiff1d(new[1].rows(), old[1].rows())

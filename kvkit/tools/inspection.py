@@ -232,9 +232,12 @@ def kind_of(contents: Contents) -> str:
 
 
 def fitting_layouts(cache: Any, contents: bool) -> list[str]:
-    """Return the layouts that fit; those that contents speak for, if contents are read and speak for any."""
+    """Return the layouts that fit; of contents that are read those they speak for, and those they cannot."""
     try:
-        return (layouts.fits(cache, contents=True) if contents else []) or layouts.fits(cache)
+        likely = layouts.fits(cache, contents=True) if contents else []
+        possible = layouts.fits(cache)
+        split = [name for name in possible if layouts.parse(name).split and name not in likely]
+        return [*likely, *split] if likely else possible
     except KvkitError:
         return []
 

@@ -9,6 +9,7 @@ from engine_caches import NAMES
 
 from kvkit import KvkitError, layouts
 from kvkit.layouts import fits, same_bytes, view
+from kvkit.tools import inspect
 
 
 @pytest.mark.parametrize("changes", [{}, {"H": 1}, {"N": 1, "C": 16}], ids=str)
@@ -87,6 +88,14 @@ def test_contents_tell_tokens_from_heads(name, twin, rng):
     proposed = fits(arrays, contents=True)
     assert name in proposed
     assert twin not in proposed
+
+
+def test_layouts_whose_content_is_split_stay_proposed(rng):
+    """Contents cannot speak for NZ; `inspect --stats` names it behind those they speak for."""
+    arrays = layouts.convert([rotated(rng, 16, 16, 16, 32)], "l kv | b n h c", "vllm-ascend-nz")
+    found = inspect({"cache": arrays}, stats=True).fits
+    assert "vllm-ascend-nz" in found
+    assert found.index("vllm-ascend-nz") >= len(fits(arrays, contents=True))
 
 
 def test_fits_takes_axes_as_they_lie_in_memory():

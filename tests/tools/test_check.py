@@ -1,5 +1,6 @@
-"""`kvkit.tools.check`: legal tables are left alone, and every rule finds what breaks it, every time."""
+"""`check`: legal tables are left alone, and every rule finds what breaks it, every time."""
 
+import itertools
 import json
 
 import ml_dtypes
@@ -7,8 +8,9 @@ import numpy as np
 import pytest
 import table_reference
 import table_scenes
+from verbs import kvkit
 
-import kvkit.layouts
+from kvkit import files, layouts
 from kvkit.errors import KvkitError
 from kvkit.files import npz
 from kvkit.tools import check
@@ -291,7 +293,33 @@ def test_rows_outside_the_slots(rng):
     with pytest.raises(KvkitError, match="after: expected caches of the same shapes"):
         check(before, tables(), slots)
     with pytest.raises(KvkitError, match="slots: expected"):
-        check(but(coded, slot_mapping=None)(), but(coded, slot_mapping=None)())
+        check(but(coded, slot_mapping=None, block_tables=None)(), but(coded, slot_mapping=None)())
+
+
+def test_a_shared_prefix_stays_while_sequences_take_turns(rng, tmp_path):
+    """A, then B on A's first two pages, then A again: without slots tables say which rows are new."""
+    pool = rng.standard_normal((2, 8, 4, 2, 16)).astype(np.float16)
+    steps = [([[5, 2, 7]], [10]), ([[5, 2, 7], [5, 2, 1]], [10, 11]), ([[5, 2, 7], [5, 2, 1]], [12, 11])]
+    paths, new = [], ((), (4, 5, 6), (30, 31))  # rows of B behind the prefix, then of A
+    for i, ((tables, lengths), rows) in enumerate(zip(steps, new, strict=True)):
+        pool = pool.copy()
+        pool.reshape(2, 32, 2, 16)[:, list(rows)] = i
+        arrays = {"key_cache": pool[0], "value_cache": pool[1], "page_size": np.array(4)}
+        paths.append(tmp_path / f"{i}.npz")
+        files.write(paths[-1], arrays | {"block_tables": np.array(tables), "context_lens": np.array(lengths)})
+    for before, after in itertools.pairwise(paths):
+        assert check(before, after).checked == ["W1"]
+        assert not check(before, after).found
+        assert kvkit(f"check --before {before} --after {after}")[0] == 0
+    broken = dict(files.read(paths[2]).arrays)
+    broken["value_cache"] = broken["value_cache"].copy()
+    broken["value_cache"][2, 1] += 1  # a row of the prefix
+    files.write(paths[2], broken)
+    [found] = check(paths[1], paths[2]).found
+    assert (found.rule, found.where) == ("W1", "value_cache[2, 1]")
+    code, out, _ = kvkit(f"check --before {paths[1]} --after {paths[2]}")
+    assert (code, "error W1 value_cache[2, 1]" in out) == (1, True)
+    assert "expected FILE, or --before and --after" in kvkit(f"check --before {paths[1]}")[2]
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -302,7 +330,7 @@ def test_caches_of_engines(line):
     assert not check(arrays).found
     assert {"L1", "L3", "D1", "D2"} <= set(check(arrays).checked)
     name = next(name for name in arrays if name.startswith("cache"))
-    views = kvkit.layouts.view([arrays[name]] if "." in name else arrays[name], arrays["layout"])
+    views = layouts.view([arrays[name]] if "." in name else arrays[name], arrays["layout"])
     views.values[0][6, 3, 1, 2] = np.nan
     assert [(each.rule, each.where) for each in check(arrays)] == [("D1", "value_cache[6, 3]")]
 

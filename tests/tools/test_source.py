@@ -77,8 +77,8 @@ def inspected(arrays):
     return found.sizes, found.numbers, found.use
 
 
-def converted(arrays):
-    done = tools.convert(arrays, None, to_layout=CANONICAL)
+def converted(arrays, **options):
+    done = tools.convert(arrays, None, to_layout=CANONICAL, **options)
     return done.arrays["cache"].tobytes(), done.description.sizes
 
 
@@ -201,6 +201,38 @@ def test_names_by_patterns(sides, tmp_path):
     assert "names like it: block0/attn/V, block0/attn/K, block1" in shown.stderr
 
 
+def test_layers_of_other_lengths(sides):
+    """--layers takes those of one length, which keep their numbers; convert says so where it is wanted."""
+    short = per_layer(HEADS_FIRST[0], heads_first=True)(*sides[:, :, :, :3].copy())
+    arrays = per_layer(HEADS_FIRST[0], heads_first=True)(*sides)
+    mixed = {**arrays, **{name.replace(".0.", ".4.").replace(".1.", ".7."): x for name, x in short.items()}}
+    assert converted(mixed, layers="0,1") == converted(whole(*sides))
+    assert converted(mixed, layers="0:2") == converted(whole(*sides))
+    done = tools.convert(mixed, None, to_layout="hf", layers="4:")
+    assert (done.arrays["layers"].tolist(), done.description.sizes["n"]) == ([4, 7], 3)
+    assert "n" not in tools.inspect(mixed).sizes
+    with pytest.raises(KvkitError, match=r"in each layer, got .* \(layers=0,2: takes those of one length\)"):
+        tools.convert(mixed, None, to_layout="hf")
+    for text, got in (("9", "9"), ("x", "x"), ("2:4", "2:4"), ("::0", "::0")):
+        with pytest.raises(KvkitError, match=rf"layers: expected .*, got {got}$"):
+            tools.convert(mixed, None, to_layout="hf", layers=text)
+    for scheme in ("cache", "cache.N", "key_cache.N", "keys/values", "stacked", "a layout said"):
+        whole_one = SCHEMES[scheme](*sides)
+        one = tools.convert(whole_one, None, to_layout="hf", layers="1::2")
+        assert one.arrays["layers"].tolist() == [1]
+        assert np.array_equal(one.arrays["cache"][0][1].swapaxes(1, 2), sides[1, 1])
+
+
+def test_sizes_of_the_source_reach_blocks_and_tokens(sides):
+    """Rows of all blocks in one axis: n tells where blocks begin."""
+    flat = [np.stack(pair).reshape(2, B * N, H, C) for pair in zip(*sides, strict=True)]
+    for sizes in ({"n": N}, {"b": B}, {"b": B, "n": N}):
+        done = tools.convert(
+            {"cache": flat}, None, from_layout="l | kv (b n) h c", to_layout=CANONICAL, sizes=sizes
+        )
+        assert np.array_equal(done.arrays["cache"], whole(*sides)["cache"])
+
+
 def test_layers_are_numbered_and_whole(sides):
     """Hybrid models have keys in some layers; a layer without values is no guess."""
     arrays = per_layer(HEADS_FIRST[0], heads_first=True)(*sides)
@@ -227,7 +259,7 @@ def test_cache_objects(sides):
 
 
 @pytest.mark.transformers
-def test_cache_objects_of_transformers(sides):
+def test_cache_objects_of_transformers(sides, tmp_path):
     """Static layers without their room; quantized ones, whose .keys are their last tokens, are refused."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     cache = transformers.DynamicCache()
@@ -242,6 +274,13 @@ def test_cache_objects_of_transformers(sides):
         assert tools.diff(each, whole(*sides)).equal
         assert tools.inspect(each).sizes == tools.inspect(whole(*sides)).sizes
         assert studied(each) == studied(per_layer(HEADS_FIRST[0], heads_first=True)(*sides))
+
+    torch.save(cache, tmp_path / "cache.pt")
+    with pytest.raises(KvkitError, match=r"it has a transformers\.cache_utils\.DynamicCache, which") as error:
+        tools.inspect(tmp_path / "cache.pt")
+    lines = str(error.value).partition("save its arrays: ")[2]
+    exec(lines, {"cache": cache, "torch": torch, "path": tmp_path / "cache.pt"})
+    assert converted(tmp_path / "cache.pt") == converted(whole(*sides))
 
     class HQQQuantizedLayer:
         keys = values = torch.zeros(1, 2, 3, 4)
