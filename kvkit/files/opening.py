@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 
 from kvkit.errors import brief
 from kvkit.files import arrays as names
-from kvkit.files import file_kinds, llama, mlx, npy, npz, pt, tensors
+from kvkit.files import file_kinds, llama, lmcache, mlx, npy, npz, pt, tensors
 from kvkit.files.contents import Contents
 from kvkit.files.description import Description
 from kvkit.files.errors import file_error
@@ -77,6 +77,8 @@ def read(path: FilePath) -> Contents:
         if begin.startswith(b"PK"):
             return pt.read(path) if is_torch(file) else npz.read(path)
         other = file_kinds.kind_of_file(file)
+    if said := lmcache.about(path):  # raw elements, which begin as any kind of file may
+        return lmcache.read(path, said)
     if begin[:4] in llama.MAGICS:
         return llama.read(path)
     if begin.startswith(npy.MAGIC):

@@ -266,6 +266,7 @@ NAMED = MappingProxyType({
         "l kv | b n 1 c", "vLLM-Ascend", "MLA and DSA",
         "vllm-ascend@182b75e:vllm_ascend/attention/mla_v1.py:88",
         "S", "the two lists are planes of the key: its latent part (which is the value), its rotary part",
+        ("NL_X_NP_X_NB_BS_ONE_HS",),
     ),
     "vllm-ascend-planes": Named(
         "l kv | b n c", "vLLM-Ascend", "MLA and DSA, as LMCache names it", LMCACHE[2], "S",
@@ -276,6 +277,13 @@ NAMED = MappingProxyType({
     ),
     "lmcache-bs-nh-two": Named(
         "l | b n h kv c", *LMCACHE, "S", f"{OLD}lbnhc", ("NL_X_NB_BS_NH_TWO_HS",)
+    ),
+    "lmcache-components": Named(
+        "l | b n h c", "LMCache", "0.5.6, SGLang's components", "lmcache 0.5.6", "S",
+        "each array is keys or values alone, as if it were a layer", ("NL_X_NB_BS_NH_HS",),
+    ),
+    "lmcache-chunk": Named(
+        "| kv l n (h c)", "LMCache", "0.5.6, chunks", "lmcache 0.5.6", "A", HALVES, ("KV_2LTD",)
     ),
     "rbln": Named(
         "l | kv b h 1 n c", "RBLN", "vLLM plugin", LMCACHE[2], "S", HALVES, ("NL_X_TWO_NB_NH_ONE_BS_HS",)

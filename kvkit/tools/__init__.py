@@ -2,6 +2,7 @@
 
     inspect     what is in a file, or in arrays
     convert     a cache from layout to layout, or format to format, into another file
+    join        caches of ranks, each with some of the heads, to a whole one
     draw        layouts and the rows of caches, for a terminal or a page
     check       whether page tables, slots, layouts, scales and data can be right
     diff        where two caches or outputs differ, and why
@@ -19,6 +20,7 @@ from typing import Any
 TOOLS = {  # name: the module that has it, or that it is
     "inspect": "kvkit.tools.inspection",
     "convert": "kvkit.tools.conversion",
+    "join": "kvkit.tools.conversion",
     "draw": "kvkit.tools.draw",
     "check": "kvkit.tools.checking",
     "diff": "kvkit.tools.comparison",

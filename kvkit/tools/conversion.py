@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from kvkit import files, layouts
-from kvkit.errors import argument_error, brief, printable
-from kvkit.files import Description, llama_writing
+from kvkit.errors import argument_error, brief, describe, printable
+from kvkit.files import Contents, Description, llama_writing
 from kvkit.files.arrays import CACHE
 from kvkit.formats import BY_DTYPE, FLOATS
 from kvkit.layouts import tables
@@ -22,7 +22,16 @@ from kvkit.tools import recoding, states
 from kvkit.tools.layer_choice import choose_layers
 from kvkit.tools.readers import LINE
 from kvkit.tools.rope_pairs import PairOrder, change_of_pairs
-from kvkit.tools.source import SLIDING, CacheSource, Source, axis_sizes_of, leaves, parse_layout, view_of
+from kvkit.tools.source import (
+    SLIDING,
+    TABLES,
+    CacheSource,
+    Source,
+    axis_sizes_of,
+    leaves,
+    parse_layout,
+    view_of,
+)
 from kvkit.tools.text import size
 
 
@@ -336,3 +345,77 @@ def block_tables(pages: BlockTable, places: Mapping[str, np.ndarray]) -> dict[st
         "page_size": np.array(pages.page_size),
     }
     return found | dict(places)
+
+
+def join(
+    sources: Iterable[Source],
+    *,
+    axis: str = "h",
+    layout: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Contents:
+    """Join caches that have some heads of the same tokens each, as ranks of tensor parallelism have them.
+
+    Parameters
+    ----------
+    sources : iterable of path, mapping of arrays, or Contents
+        The caches, in the order of their heads.
+    axis : "h"
+        What they have parts of.
+    layout, sizes
+        The layout and sizes of each, as `convert` takes them.
+
+    Returns
+    -------
+    Contents
+        The whole cache, for `convert`; everything else is that of the first source.
+
+    Raises
+    ------
+    KvkitError
+        If the caches differ in anything but their heads, or have scales beside them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.tools import convert, join
+    >>> ranks = [{"cache": [[np.full((1, 2, 5, 8), i, np.float16)] * 2]} for i in range(4)]
+    >>> whole = convert(join(ranks, layout="hf"), None, to_layout="vllm-lbnhc")
+    >>> whole.arrays["cache"][0].shape, whole.arrays["cache"][0][0, 0, ::2, 0].tolist()
+    ((1, 5, 8, 16), [0.0, 1.0, 2.0, 3.0])
+    """
+    if axis != "h":
+        raise argument_error("axis", "'h', the heads", brief(repr(axis)))
+    found = [CacheSource(source, layout, sizes, ("from_layout", "from_format")) for source in sources]
+    if not found:
+        raise argument_error("sources", "a cache or more", "none")
+    kept = [one.other_arrays(one.own_arrays, tables=True) for one in found]
+    for one, others in zip(found, kept, strict=True):
+        one.require_view()
+        if one.scales or one.scales_inside:
+            raise argument_error(
+                "sources", "floats, or codes with scales in their rows", f"scales in {one.name}"
+            )
+        tables_differ = [name for name in kept[0] if name.startswith(TABLES)
+                         and not np.array_equal(kept[0][name], others.get(name, ()))]  # fmt: skip
+        if tables_differ:
+            raise argument_error("sources", f"the same {tables_differ[0]}", f"another one in {one.name}")
+    cache = [
+        [join_heads([one.name for one in found], [getattr(one.require_view(), side)[layer] for one in found])
+         for side in ("keys", "values")]
+        for layer in range(len(found[0].require_view().keys))
+    ]  # fmt: skip
+    described = replace(found[0].contents.description, layout=LINE, sizes={})
+    return replace(found[0].contents, arrays=kept[0] | files.flat({CACHE: cache}), description=described)
+
+
+def join_heads(names: Sequence[str], parts: Sequence[Any]) -> np.ndarray:
+    """Return one array [blocks, tokens, heads, content] of the parts of several ranks."""
+    arrays = [np.stack(part) if isinstance(part, tuple) else part for part in parts]
+    for name, array in zip(names, arrays, strict=True):
+        if (array.shape[:2], array.shape[3:], array.dtype) != (
+            arrays[0].shape[:2], arrays[0].shape[3:], arrays[0].dtype,
+        ):  # fmt: skip
+            expected = f"{describe(arrays[0])} but for its heads, as {names[0]}"
+            raise argument_error("sources", expected, f"{describe(array)} in {name}")
+    return np.concatenate(arrays, 2)

@@ -182,6 +182,14 @@ def make(L, B, N, H, C):
     def _(layer, kv, b, n, h, c):
         return (), ((kv * L + layer) * (B * N) + b * N + n) * (H * C) + h * C + c
 
+    @layout("lmcache-components", (L,), (B, N, H, C))
+    def _(layer, kv, b, n, h, c):
+        return (layer,), ((b * N + n) * H + h) * C + c
+
+    @layout("lmcache-chunk", (), (2, L, B * N, H * C))
+    def _(layer, kv, b, n, h, c):
+        return (), ((kv * L + layer) * (B * N) + b * N + n) * (H * C) + h * C + c
+
     @layout("sglang-hicache-page-first", (), (2, B * N, L, H, C))
     def _(layer, kv, b, n, h, c):
         return (), ((kv * (B * N) + b * N + n) * L + layer) * (H * C) + h * C + c

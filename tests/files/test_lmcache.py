@@ -1,0 +1,73 @@
+"""Chunks of LMCache: files named, and headers written, by lmcache 0.5.6; ranks joined to a whole cache."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvkit import KvkitError, files, layouts
+from kvkit.tools import convert, inspect, join
+
+WRITTEN = Path(__file__).parents[1] / "files" / "written"
+RAW = [WRITTEN / f"org-model@2@{rank}@1234abcd@half.pt" for rank in (0, 1)]
+HEADED = [WRITTEN / f"org-SEP-model@2@{rank}@1234abcd@half.data" for rank in (0, 1)]
+LAYERS, TOKENS, HEADS, DIM = 2, 5, 4, 8
+SIZES = {"l": LAYERS, "h": HEADS // 2, "c": DIM}
+
+
+def rows():
+    """Keys and values of all heads, [kv, layers, tokens, heads, content]."""
+    x = np.random.default_rng(5).standard_normal((2, LAYERS, TOKENS, HEADS, DIM))
+    return x.astype(np.float16)
+
+
+@pytest.mark.parametrize(("paths", "sizes"), [(RAW, SIZES), (HEADED, {"h": HEADS // 2})])
+def test_ranks_make_a_whole_cache(tmp_path, paths, sizes):
+    found = files.read(paths[1])
+    assert (found.kind, found.metadata["rank"], found.metadata["hash"]) == (
+        "chunk of LMCache",
+        "1",
+        "1234abcd",
+    )
+    assert "heads a row has" in found.notes[0] or "say l, h and c in sizes" in found.notes[0]
+    assert inspect(paths[0], sizes=sizes).sizes == {"l": LAYERS, "n": TOKENS, "h": HEADS // 2, "c": DIM}
+    whole = convert(join(paths, sizes=sizes), tmp_path / "x.npz", to_layout="hf", verify=True)
+    for layer, sides in enumerate(whole.arrays["cache"]):
+        for side, x in zip(sides, rows(), strict=True):
+            np.testing.assert_array_equal(side[0].swapaxes(0, 1), x[layer])
+
+
+def test_names_say_what_bytes_do_not(tmp_path):
+    by_layer = tmp_path / "org-model@2@0@1234abcd@half@1.pt"
+    pair = np.stack((rows()[0, 1], rows()[1, 1]), 1)  # a layer apart: tokens, kv, heads
+    by_layer.write_bytes(pair.tobytes())
+    found = convert(by_layer, None, to_layout="l kv | b n h c", sizes={"h": HEADS, "c": DIM})
+    np.testing.assert_array_equal(found.arrays["cache"][0][1][0], rows()[1, 1])
+    other = tmp_path / "org-SEP-model@0x02010201@0@1234abcd.data"  # of LMCache's distributed storage
+    shutil.copy(RAW[0], other)
+    assert "these are its bytes" in files.read(other).notes[0]
+    assert files.read(other).arrays["bytes"].tobytes() == RAW[0].read_bytes()
+    shutil.copy(RAW[0], tmp_path / "chunk.pt")
+    with pytest.raises(KvkitError, match="as no kind of file does that kvkit reads"):
+        files.read(tmp_path / "chunk.pt")
+
+
+def test_names_of_layouts():
+    assert layouts.parse("KV_2LTD") == layouts.parse("| kv l n (h c)")
+    assert layouts.parse("NL_X_NP_X_NB_BS_ONE_HS") == layouts.parse("vllm-ascend-mla")
+    assert layouts.parse("NL_X_NB_BS_NH_HS") == layouts.parse("l | b n h c")
+
+
+def test_caches_that_do_not_join():
+    whole = {"cache": [[np.zeros((1, 2, 5, 8), np.float16)] * 2]}
+    for other, what in (
+        ({"cache": [[np.zeros((1, 2, 6, 8), np.float16)] * 2], "slots": np.arange(4)}, "but for its heads"),
+        (whole | {"slots": np.arange(5)}, "sources: expected the same slots, got another one"),
+    ):
+        with pytest.raises(KvkitError, match=what):
+            join([whole | {"slots": np.arange(4)}, other], layout="hf")
+    with pytest.raises(KvkitError, match="axis: expected 'h', the heads, got 'n'"):
+        join([whole], axis="n", layout="hf")
+    with pytest.raises(KvkitError, match="scales in"):
+        join([whole | {"scale": np.ones(3)}], layout="hf")
