@@ -418,4 +418,4 @@ def join_heads(names: Sequence[str], parts: Sequence[Any]) -> np.ndarray:
         ):  # fmt: skip
             expected = f"{describe(arrays[0])} but for its heads, as {names[0]}"
             raise argument_error("sources", expected, f"{describe(array)} in {name}")
-    return np.concatenate(arrays, 2)
+    return np.ascontiguousarray(np.concatenate(arrays, 2))
