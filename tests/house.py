@@ -111,7 +111,7 @@ LIMITS = {
     "lines of kvkit": 51_215,
     "lines of kvkit_cuda": 8_420,
     "lines of cli": 2_755,
-    "lines of tests": 43_060,
+    "lines of tests": 43_085,
     "calls of locals()": 0,
     "class names that stand twice": 0,
     "functions of one name": 3,

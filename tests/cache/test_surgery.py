@@ -168,6 +168,18 @@ def test_sinks_count_once_and_softcap_sees_moved_scores(softcap):
     np.testing.assert_allclose(output, expected, atol=2e-6)
 
 
+@pytest.mark.parametrize(("new", "begin", "end"), [(1, 0, 128), (1, 128, 256), (1, 172, 300), (4, 128, 256)])
+def test_whole_blocks_removed_leave_the_bits_of_a_mask(new, begin, end):
+    """Later rows keep their places in blocks of 128 tokens, and the order in which they are added."""
+    holed, whole = DynamicLayer(), DynamicLayer()
+    for layer in holed, whole:
+        filled(layer, 300)
+    holed.remove(begin, end)
+    query, mask = tokens(new, seed=4), np.ones((1, 300), bool)
+    mask[:, begin:end] = False
+    np.testing.assert_array_equal(holed.attend(query), whole.attend(query, mask))
+
+
 @pytest.mark.parametrize("new", [1, 3])
 def test_removed_tokens_are_as_hidden_ones(new):
     holed, whole = DynamicLayer(), DynamicLayer()
