@@ -35,7 +35,8 @@ def take(name, given, stream):
     if alike and parts[0].shape[:2] == parts[1].shape[:2] and parts[0].dtype == parts[1].dtype:
         joined = np.concatenate(parts, axis=2)
         return arrays.Operand(joined, False, joined, given[0])
-    return arrays.Operand(tuple(parts), False, given, given)  # type: ignore[arg-type]
+    refused = parts if isinstance(given, list) else tuple(parts)
+    return arrays.Operand(refused, False, given, given)  # type: ignore[arg-type]
 
 
 def on_host(here, values):
