@@ -109,7 +109,7 @@ def locals_calls(sources: Trees) -> int:
 
 LIMITS = {
     "lines of kvkit": 51_215,
-    "lines of kvkit_cuda": 8_420,
+    "lines of kvkit_cuda": 8_425,
     "lines of cli": 2_755,
     "lines of tests": 43_085,
     "calls of locals()": 0,
