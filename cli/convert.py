@@ -51,18 +51,22 @@ from kvkit_cli import clusters, complete, show, tool, watch
     "--layers", metavar="N,N:N,...", help="The layers to take, as 0,2,4:; others may differ in length."
 )
 @click.option("--verify", is_flag=True, help="Read the result back and compare it with IN.")
+@click.option(
+    "--axis", metavar="h", help="Join the heads that several IN have each, in their order, to one OUT."
+)
 @clusters.on_cluster
 @click.option(
     "--json", "as_json", is_flag=True, help="Print JSON; of several files one object, by file name."
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
-def convert(sources, target, page_size, dask, as_json, quiet, keys, values, model, **options):
+def convert(sources, target, page_size, axis, dask, as_json, quiet, keys, values, model, **options):
     """Move a cache to another layout, bit for bit, or to another format.
 
     IN is any file that `kvkit inspect` reads. Its cache is the array cache, the arrays cache.0, cache.0.1
     and so on if the layout has lists, or key_cache and value_cache, key and value and so on. OUT is a
     .npz, .npy or .safetensors file, or a .bin file, the state of a sequence of llama.cpp; on an error it
-    does not change. With several IN it is a folder that exists. Rows stay where they are. --page-size
+    does not change. With several IN it is a folder that exists, or with --axis h one file of all heads, as
+    ranks of tensor parallelism have them in parts. Rows stay where they are. --page-size
     copies each sequence of the page tables (block_tables and context_lens; kv_indptr, kv_indices and
     kv_last_page_len; cells of llama.cpp), or each b without tables, into new pages; --page-size longest
     makes one page of each sequence.
@@ -77,56 +81,64 @@ def convert(sources, target, page_size, dask, as_json, quiet, keys, values, mode
       kvkit convert slot.bin cache.safetensors --format float16 --rotation llama.cpp --model model.gguf
       kvkit convert slot.bin cache.npz --to hf --page-size longest --model model.gguf --rope-pairs halves
       kvkit convert dumps/*.npz converted --to hf --dask local
+      kvkit convert rank0.npz rank1.npz whole.npz --axis h --from vllm-lbnhc --to hf
     """
-    targets = targets_of(sources, target)
+    if axis is not None and (dask is not None or len(set(sources)) < len(sources)):
+        raise KvkitError("--axis: expected IN that differ, and no --dask, as they make one OUT")
+    inputs = [sources] if axis is not None else [(source,) for source in sources]
+    targets = targets_of(inputs, target)
     options["page_size"] = page_size_of(page_size)
     with clusters.mapper(dask) as mapper:
         names = keys, values, model
-        work = partial(convert_file, names=names, options=options, quiet=quiet, alone=dask is None)
+        work = partial(
+            convert_files, axis=axis, names=names, options=options, quiet=quiet, alone=dask is None
+        )
         results = {}
-        for source, done in zip(sources, mapper(work, sources, targets), strict=True):
-            results[str(source)] = done.to_dict()
+        for paths, done in zip(inputs, mapper(work, inputs, targets), strict=True):
+            results[str(paths[0])] = done.to_dict()
             if not quiet and not as_json:
-                show.text(f"{source}: {done}" if len(sources) > 1 else done)
+                show.text(f"{paths[0]}: {done}" if len(inputs) > 1 else done)
     if as_json and not quiet:
-        click.echo(json.dumps(results if len(sources) > 1 else results[str(sources[0])], indent=2))
+        click.echo(json.dumps(results if len(inputs) > 1 else results[str(sources[0])], indent=2))
 
 
-def targets_of(sources, target):
-    """Return the path to write for each file; all are checked before one is written."""
+def targets_of(inputs, target):
+    """Return the path to write for each file or joined files; all are checked before one is written."""
     targets = [target]
-    if len(sources) > 1 or target.is_dir():
+    if len(inputs) > 1 or (target.is_dir() and len(inputs[0]) == 1):
         if not target.is_dir():
             raise KvkitError(f"{target}: no folder: with several IN, OUT is a folder that exists")
-        names = [each.name if each.suffix in files.WRITTEN else f"{each.name}.npz" for each in sources]
+        names = [each.name if each.suffix in files.WRITTEN else f"{each.name}.npz" for [each] in inputs]
         targets = [target / name for name in names]
-    for source, one in zip(sources, targets, strict=True):
+    for paths, one in zip(inputs, targets, strict=True):
         check_target(one)
         if one.suffix not in (*files.WRITTEN, SUFFIX):
             raise KvkitError(f"{one}: a cache is written as {', '.join(files.WRITTEN)}: give such a name")
-        if source.exists() and one.exists() and one.samefile(source):
+        if one.exists() and any(source.exists() and one.samefile(source) for source in paths):
             raise KvkitError(f"{one}: OUT is IN: give another name")
         if targets.count(one) > 1:
             raise KvkitError(f"{one}: two IN have this name: convert them one by one")
     return targets
 
 
-def convert_file(source, target, names, options, quiet, alone):
-    """Convert a file. A task that runs `alone` shows progress and watches the file for changes."""
-    contents = files.read(source)
-    total = sum(array.nbytes for array in contents.arrays.values())
-    quiet = quiet or not alone
-    coding = options["format"] is not None
-    with clusters.naming(source), watch.watching(source, contents.mapped if alone and not coding else None):
-        with show.progress(f"{'coding' if coding else 'moving'} {source.name}", total, quiet) as advance:
-            done = tools.convert(
-                with_model(by_patterns(contents, *names[:2]), names[2]),
-                target if coding else None,
-                **options,
-                progress=in_steps(advance),
-            )
+def convert_files(paths, target, axis, names, options, quiet, alone):
+    """Convert a file, or several joined. A task that runs `alone` shows progress and watches for changes."""
+    parts = {path: files.read(path) for path in paths}
+    mapped = {path: contents.mapped for path, contents in parts.items()}
+    total = sum(array.nbytes for contents in parts.values() for array in contents.arrays.values())
+    first, quiet, coding = paths[0], quiet or not alone, options["format"] is not None
+    with clusters.naming(first), watch.watching(mapped if alone and not coding else {}):
+        sources = {str(path): with_model(by_patterns(parts[path], *names[:2]), names[2]) for path in paths}
+        source = sources[str(first)]
+        if axis is not None:
+            given = {"layout": options["from_layout"], "sizes": options["sizes"]}
+            source = tools.join(sources, axis=axis, **given)
+            options = options | {"from_layout": None, "sizes": None}
+        with show.progress(f"{'coding' if coding else 'moving'} {first.name}", total, quiet) as advance:
+            done = tools.convert(source, target if coding else None, **options, progress=in_steps(advance))
         if not coding:
-            watch.refuse_changed(source, contents.mapped)
+            for path, status in mapped.items():
+                watch.refuse_changed(path, status)
             with show.progress(f"writing {target.name}", done.bytes, quiet) as advance:
                 write_conversion(target, done, advance)
     return replace(done, arrays={})

@@ -88,7 +88,7 @@ def run(
         else:
             if threads is not None:
                 use_threads(threads)
-            block.enter_context(watch.watching(source, contents.mapped))
+            block.enter_context(watch.watching({source: contents.mapped}))
             results, seconds = call_operator(op, op.function(PACKAGES[backend]), inputs, attributes)
         changed = present(
             {array.name: inputs[array.name] for array in op.inputs if array.changes(inputs[array.name])}

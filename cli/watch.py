@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kvkit.errors import KvkitError
@@ -41,15 +41,19 @@ def refuse_changed(path: Path | None, status: os.stat_result | None) -> None:
 
 
 @contextlib.contextmanager
-def watching(path: Path | None, status: os.stat_result | None) -> Iterator[None]:
-    """Print a message if the system ends the process because a mapped file was shortened."""
-    if status is None or os.name != "posix":  # Windows forbids changing a mapped file
+def watching(files: Mapping[Path | None, os.stat_result | None]) -> Iterator[None]:
+    """Print a message if the system ends the process because a mapped file was shortened.
+
+    `files` are the statuses of files when they were mapped, None of those that are not mapped.
+    """
+    mapped = {path: status for path, status in files.items() if status is not None}
+    if not mapped or os.name != "posix":  # Windows forbids changing a mapped file
         yield
         return
 
     def on_sigbus(number: int) -> None:
         # A thread that reads an array holds no lock that Python needs to write this.
-        if is_changed(path, status):
+        for path in [path for path, status in mapped.items() if is_changed(path, status)]:
             os.write(2, f"kvkit: {changed_error(path)}\n".encode())
             os._exit(1)
         libc.signal(number, None)  # another fault: it is raised again, and ends the process

@@ -348,7 +348,7 @@ def block_tables(pages: BlockTable, places: Mapping[str, np.ndarray]) -> dict[st
 
 
 def join(
-    sources: Iterable[Source],
+    sources: Iterable[Source] | Mapping[str, Source],
     *,
     axis: str = "h",
     layout: str | None = None,
@@ -359,7 +359,7 @@ def join(
     Parameters
     ----------
     sources : iterable of path, mapping of arrays, or Contents
-        The caches, in the order of their heads.
+        The caches, in the order of their heads; or a dict of them by the names that errors call them.
     axis : "h"
         What they have parts of.
     layout, sizes
@@ -386,12 +386,19 @@ def join(
     """
     if axis != "h":
         raise argument_error("axis", "'h', the heads", brief(repr(axis)))
-    found = [CacheSource(source, layout, sizes, ("from_layout", "from_format")) for source in sources]
+    named = dict(sources) if isinstance(sources, Mapping) else dict(enumerate(sources))
+    found = [CacheSource(each, layout, sizes, ("from_layout", "from_format")) for each in named.values()]
+    for name, one in zip(named, found, strict=True):
+        one.name = name if isinstance(name, str) else one.name
     if not found:
         raise argument_error("sources", "a cache or more", "none")
     kept = [one.other_arrays(one.own_arrays, tables=True) for one in found]
     for one, others in zip(found, kept, strict=True):
-        one.require_view()
+        if one.sliding is not None:
+            raise argument_error("sources", "files of one cache", f"two caches in {one.name}")
+        if len(one.require_view().keys) != (layers := len(found[0].require_view().keys)):
+            wanted = f"{layers} layers, as {found[0].name}"
+            raise argument_error("sources", wanted, f"{len(one.require_view().keys)} in {one.name}")
         if one.scales or one.scales_inside:
             raise argument_error(
                 "sources", "floats, or codes with scales in their rows", f"scales in {one.name}"
@@ -403,10 +410,11 @@ def join(
     cache = [
         [join_heads([one.name for one in found], [getattr(one.require_view(), side)[layer] for one in found])
          for side in ("keys", "values")]
-        for layer in range(len(found[0].require_view().keys))
+        for layer in range(layers)
     ]  # fmt: skip
+    arrays = kept[0] | found[0].numbers_to_write | files.flat({CACHE: cache})
     described = replace(found[0].contents.description, layout=LINE, sizes={})
-    return replace(found[0].contents, arrays=kept[0] | files.flat({CACHE: cache}), description=described)
+    return replace(found[0].contents, arrays=arrays, description=described)
 
 
 def join_heads(names: Sequence[str], parts: Sequence[Any]) -> np.ndarray:

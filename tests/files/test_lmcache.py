@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from verbs import kvkit as run
 
 from kvkit import KvkitError, files, layouts
 from kvkit.tools import convert, inspect, join
@@ -64,6 +65,7 @@ def test_caches_that_do_not_join():
     for other, what in (
         ({"cache": [[np.zeros((1, 2, 6, 8), np.float16)] * 2], "slots": np.arange(4)}, "but for its heads"),
         (whole | {"slots": np.arange(5)}, "sources: expected the same slots, got another one"),
+        ({"cache": whole["cache"] * 2, "slots": np.arange(4)}, "sources: expected 1 layers, as arrays, got 2"),
     ):
         with pytest.raises(KvkitError, match=what):
             join([whole | {"slots": np.arange(4)}, other], layout="hf")
@@ -71,3 +73,22 @@ def test_caches_that_do_not_join():
         join([whole], axis="n", layout="hf")
     with pytest.raises(KvkitError, match="scales in"):
         join([whole | {"scale": np.ones(3)}], layout="hf")
+
+
+def test_ranks_make_a_whole_file(tmp_path):
+    sizes = ",".join(f"{axis}={size}" for axis, size in SIZES.items())
+    how = "--axis", "h", "--to", "hf"
+    code, out, err = run("convert", *RAW, tmp_path / "x.npz", *how, "--sizes", sizes, "--verify")
+    assert (code, out.partition(":")[0], err) == (0, "l kv | b n h c -> hf (l 2, b 1, n 5, h 4, c 8)", "")
+    for layer, sides in enumerate(files.nested(files.read(tmp_path / "x.npz").arrays)):
+        for side, x in zip(sides, rows(), strict=True):
+            np.testing.assert_array_equal(side[0].swapaxes(0, 1), x[layer])
+    for wrong, what in (
+        ((*RAW, "--axis", "n"), "--axis: expected 'h', the heads, got 'n'"),
+        ((RAW[0], RAW[0], "--axis", "h"), "--axis: expected IN that differ"),
+        ((*RAW, "--axis", "h", "--dask", "local"), "--axis: expected IN that differ, and no --dask"),
+        ((*HEADED, "--axis", "h", "--sizes", "h=3"), f"{HEADED[0]}: "),
+    ):
+        code, _, err = run("convert", *wrong[:2], tmp_path / "y.npz", "--to", "hf", *wrong[2:])
+        assert (code, what in err) == (2, True), err
+    assert not (tmp_path / "y.npz").exists()
