@@ -149,7 +149,7 @@ def boxes(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[Box]:
         if len(sides) > 1 and at.get("kv", side) != side:
             continue  # the other half of the array has other axes
         kind = "s" if "s" in at else SIDES[at.get("kv", side)] if "kv" in layout.names else SIDES
-        axis = last if last in at else "c"
+        axis = next(name for name in (last, "c", "s") if name in at)
         value = at.pop(axis)
         before = found[-1] if found else None
         if before and (before.kind, before.at, before.along, before.last) == (kind, at, axis, value - 1):

@@ -54,12 +54,6 @@ def test_names_say_what_bytes_do_not(tmp_path):
         files.read(tmp_path / "chunk.pt")
 
 
-def test_names_of_layouts():
-    assert layouts.parse("KV_2LTD") == layouts.parse("| kv l n (h c)")
-    assert layouts.parse("NL_X_NP_X_NB_BS_ONE_HS") == layouts.parse("vllm-ascend-mla")
-    assert layouts.parse("NL_X_NB_BS_NH_HS") == layouts.parse("l | b n h c")
-
-
 def test_caches_that_do_not_join():
     whole = {"cache": [[np.zeros((1, 2, 5, 8), np.float16)] * 2]}
     for other, what in (
