@@ -181,6 +181,8 @@ class BaseLayer(MovableTokens):
         How many tokens a query attends to, itself included; None for all.
     takes_window : bool
         Whether `attend` has a ``window`` argument.
+    latent_dim : int
+        The elements of a latent row that are its value; 0 for a layer with keys and values of heads.
     croppable : bool
         Whether tokens can be dropped one after the other, down to the first that is recorded.
     record_past : bool
@@ -190,6 +192,7 @@ class BaseLayer(MovableTokens):
     _lock: LayerLock
     window: int | None = None
     takes_window = False
+    latent_dim = 0
     croppable = True
     record_past = False
     row_positions: RowPositions | None = None  # None while row r has position r and no key is shifted

@@ -38,7 +38,7 @@ from kvkit.typed import Array, FilePath
 VERSION = 1
 MOVED_VERSION = 2  # files after rows were removed or moved: they hold positions and rope shifts, too
 PAGED_ARRAYS = "cache", "scale"
-PLAIN, PAGED = "l kv | b h n c", "| l kv b n h c"  # layouts
+PLAIN, PAGED, LATENT = "l kv | b h n c", "| l kv b n h c", "| l 1 b n 1 c"  # layouts
 
 
 def save(cache: Any, path: FilePath) -> None:
@@ -86,7 +86,8 @@ def save_paged(cache: Any, path: FilePath, sequences: Iterable[Any]) -> None:
     said = [{"length": seq.length, "root": seq.chain[0].hex(), **moves_of(seq)} for seq in kept]
     about = {"arguments": cache.describe(), "rows": len(rows), "sequences": said}
     version = MOVED_VERSION if any(seq.intact is not None for seq in kept) else VERSION
-    write_file(path, {"version": version, "paged": about}, arrays, PAGED)
+    line = LATENT if cache.store.latent_dim else PAGED
+    write_file(path, {"version": version, "paged": about}, arrays, line)
 
 
 def moves_of(seq: Any) -> dict[str, Any]:

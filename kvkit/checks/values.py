@@ -133,15 +133,17 @@ def check_not_empty(name: str, array: Array) -> None:
         raise argument_error(name, "at least one head and one element a head", f"shape {array.shape}")
 
 
-def check_new_tokens(current_key: Array, current_value: Array, ndim: int) -> tuple[Element, Array, Array]:
-    """Check new keys and values: one format, one shape; return both with rows in one piece."""
+def check_new_tokens(
+    current_key: Array, current_value: Array, ndim: int, value_dim: int = 0
+) -> tuple[Element, Array, Array]:
+    """Check new keys and values, of one shape or with values of `value_dim`; return both in one piece."""
     fmt = checked_format("current_key", current_key, DATA, ndim)
     if checked_format("current_value", current_value, DATA, ndim) is not fmt:
         raise argument_error("current_value", f"the dtype of current_key, {fmt}", current_value.dtype)
-    if current_value.shape != current_key.shape:
-        raise argument_error(
-            "current_value", f"the shape of current_key, {current_key.shape}", current_value.shape
-        )
+    wanted = (*current_key.shape[:-1], value_dim or current_key.shape[-1])
+    if current_value.shape != wanted:
+        like = f"shape {wanted}" if value_dim else f"the shape of current_key, {wanted}"
+        raise argument_error("current_value", like, current_value.shape)
     check_not_empty("current_key", current_key)
     return fmt, one_piece(current_key), one_piece(current_value)
 

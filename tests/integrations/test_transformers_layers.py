@@ -12,6 +12,7 @@ from transformers_scenes import SIZES, expected, generated, prompt
 import kvkit.cache
 from kvkit import KvkitError
 from kvkit.cache import IndexedLayer, LatentLayer, SharedLayer, StateLayer
+from kvkit.cache.paged.latent import PagedLatentLayer
 from kvkit.integrations.transformers import KvkitCache, pending
 
 pytestmark = pytest.mark.transformers
@@ -130,6 +131,27 @@ def test_beams_copies_and_files(name, tmp_path):
     cache.cache.save(tmp_path / "cache.npz")
     loaded = KvkitCache.of(kvkit.cache.load(tmp_path / "cache.npz"), net.config)
     for other in (copy.deepcopy(cache), loaded, cache):
+        later = {"input_ids": first, "attention_mask": torch.ones_like(first)}
+        assert torch.equal(generated(net, "kvkit", later, other, max_new_tokens=7), wanted)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3", "Glm4MoeLite"])
+def test_latent_rows_in_pages(name, tmp_path):
+    net, inputs = model(name), prompt(9, 5, 2)
+    beams, guesses = {"num_beams": 3, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 3}
+    for attention in ATTENTIONS:
+        for batch, options in ((inputs, {}), (inputs, beams), (prompt(12), guesses)):
+            cache = KvkitCache(net.config, "paged", num_blocks=64, page_size=4)
+            assert torch.equal(
+                generated(net, attention, batch, cache, **options), expected(net, batch, **options)
+            )
+    assert all(isinstance(layer, PagedLatentLayer) for layer in cache.cache.layers)
+
+    wanted = expected(net, prompt(9), max_new_tokens=12)
+    cache = KvkitCache(net.config, "paged", num_blocks=64, page_size=4)
+    first = generated(net, "kvkit", prompt(9), cache, max_new_tokens=5)
+    cache.cache.save(tmp_path / "cache.npz")
+    for other in (copy.deepcopy(cache), KvkitCache.of(kvkit.cache.load(tmp_path / "cache.npz"), net.config)):
         later = {"input_ids": first, "attention_mask": torch.ones_like(first)}
         assert torch.equal(generated(net, "kvkit", later, other, max_new_tokens=7), wanted)
 

@@ -172,18 +172,8 @@ class LatentLayer(DynamicLayer):
             If ``return_lse``.
         """
         with self._lock:
-            query, scale = self._joined_query(q_latent, q_pe), positive_number("scale", scale)
+            query, scale = joined_query(q_latent, q_pe, self.rope_dim), positive_number("scale", scale)
             return self._attend_to_rows(query, attention_mask, scale, sinks, return_lse)
-
-    def _joined_query(self, q_latent: Array, q_pe: Array | None) -> Array:
-        """Return queries [B, H, q, latent_dim + rope_dim] of their parts."""
-        fmt = checked_format("q_latent", q_latent, FLOATS, 4)
-        if q_pe is None:
-            return q_latent
-        if checked_format("q_pe", q_pe, FLOATS, 4) is not fmt or q_pe.shape[:3] != q_latent.shape[:3]:
-            wanted = f"{(*q_latent.shape[:3], self.rope_dim)} of {fmt}, as q_latent"
-            raise argument_error("q_pe", wanted, describe(q_pe))
-        return np.concatenate((q_latent, q_pe), axis=3)
 
     def _attend_to_rows(
         self, query: Array, mask: Array | None, scale: float, sinks: Array | None, return_lse: bool
@@ -219,8 +209,8 @@ class LatentLayer(DynamicLayer):
     # Rows move; the rotated elements lie behind the latent ones
 
     def plan(self, call: str, *arguments: Any, rope: Rotation = None, **options: Any) -> Rearrangement:
-        self.rope = self._placed(self.rope)
-        return super().plan(call, *arguments, rope=self._placed(rope), **options)
+        self.rope, rope = (placed_rotation(each, self.latent_dim) for each in (self.rope, rope))
+        return super().plan(call, *arguments, rope=rope, **options)
 
     def _check_movable(self, call: str, plan: Rearrangement) -> None:
         super()._check_movable(call, plan)
@@ -228,9 +218,22 @@ class LatentLayer(DynamicLayer):
             wanted = "positions that stay, because codes are not rotated (rope='none' says keys are not)"
             raise argument_error(self.name, wanted, call)
 
-    def _placed(self, rope: Rotation) -> Rotation:
-        """Return a rotation of the rotated part as one of a whole row."""
-        return replace(rope, begin=self.latent_dim) if isinstance(rope, Rope) and not rope.begin else rope
+
+def joined_query(q_latent: Array, q_pe: Array | None, rope_dim: int) -> Array:
+    """Return queries [B, H, q, latent_dim + rope_dim] of their parts."""
+    fmt = checked_format("q_latent", q_latent, FLOATS, 4)
+    if q_pe is None:
+        return q_latent
+    if checked_format("q_pe", q_pe, FLOATS, 4) is not fmt or q_pe.shape[:3] != q_latent.shape[:3]:
+        wanted = f"{(*q_latent.shape[:3], rope_dim)} of {fmt}, as q_latent"
+        raise argument_error("q_pe", wanted, describe(q_pe))
+    return np.concatenate((q_latent, q_pe), axis=3)
+
+
+def placed_rotation(rope: Rotation, latent_dim: int) -> Rotation:
+    """Return a rotation of the rotated part of a latent row as one of the whole row."""
+    whole = latent_dim and isinstance(rope, Rope) and not rope.begin
+    return replace(rope, begin=latent_dim) if whole else rope
 
 
 class IndexedLayer(LatentLayer):
@@ -358,7 +361,7 @@ class IndexedLayer(LatentLayer):
                 q_latent, q_pe, attention_mask, scale=scale, sinks=sinks, return_lse=return_lse
             )
         with self._lock:
-            query = self._joined_query(q_latent, q_pe)
+            query = joined_query(q_latent, q_pe, self.rope_dim)
             if self.store is None or attention_mask is not None:
                 found = "none" if self.store is None else "a mask"
                 raise argument_error("indices", "rows of stored tokens, and no mask", found)

@@ -13,7 +13,9 @@ from kvkit.cache import compression, saving
 from kvkit.cache.base import BaseCache, one_call_at_a_time
 from kvkit.cache.blocks.allocator import BlockAllocator
 from kvkit.cache.blocks.sequence import Sequence, check_bytes
+from kvkit.cache.layers.latent import placed_rotation
 from kvkit.cache.layers.positions import PLANS, Rearrangement, RowPositions, check_rotation, rotation_of
+from kvkit.cache.paged.latent import PagedLatentLayer
 from kvkit.cache.paged.layer import PagedLayer, Rows
 from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore
@@ -61,6 +63,11 @@ class PagedCache(BaseCache):
         Part of every hash of a prefix, so that caches of different models never match each other's.
     rope : Rope, "none" or list of them, optional
         How keys are rotated in all layers, or in each: `shift` asks for it.
+    latent_dim : int
+        For latent rows (MLA), the elements of a row that are its value: its first ones. ``head_dim`` is then
+        that of a whole row, 576 for DeepSeek's 512 and 64. A row is stored once. Calls that take keys and
+        values take the latent part, of `latent_dim` elements, and the rotated part; queries are absorbed
+        ones. 0 for keys and values of heads.
 
     Attributes
     ----------
@@ -69,7 +76,7 @@ class PagedCache(BaseCache):
     blocks : BlockAllocator
         The sequences: `add`, `extend`, `fork`, `crop`, `free`. Begin steps with `begin_step` of the cache,
         not of `blocks`: it copies shared blocks that the step writes into.
-    layers : list of PagedLayer
+    layers : list of PagedLayer, or of PagedLatentLayer
     rows : Rows
         The sequences of `update` and `attend`, one per row of the batch. Its `remove`, `retain`, `shift`,
         `divide`, `flatten` and `can` are those of other caches: they change all rows.
@@ -126,6 +133,7 @@ class PagedCache(BaseCache):
         salt: bytes = b"",
         scale: Any = None,
         rope: Any = None,
+        latent_dim: int = 0,
     ) -> None:
         super().__init__()
         blocks = integer("num_blocks", num_blocks, 1), integer("page_size", page_size, 1)
@@ -141,6 +149,7 @@ class PagedCache(BaseCache):
             cache_layout=cache_layout,
             quant_format=quant_format,
             scale=scale,
+            latent_dim=latent_dim,
         )
         self.cache, self.scale = self.store.cache, self.store.scale
         self.salt = check_bytes("salt", salt)
@@ -148,8 +157,8 @@ class PagedCache(BaseCache):
         self.blocks = BlockAllocator(*blocks, identity=identity, copy_rows=self.store.copy_rows)
         self.rows = Rows(self, self._lock)
         self.sequences: list[Sequence] = []
-        layers = range(self.store.num_layers)
-        self.layers = [PagedLayer(self.store, self.rows, i, self._lock) for i in layers]
+        make = PagedLatentLayer if latent_dim else PagedLayer
+        self.layers = [make(self.store, self.rows, i, self._lock) for i in range(self.store.num_layers)]
         self.rope = rope
         self._ropes(rope)
 
@@ -395,7 +404,7 @@ class PagedCache(BaseCache):
             raise argument_error("rope", f"one, or {len(self.layers)}, one for each layer", len(ropes))
         for rotation in ropes if several or rope is not None else ():
             check_rotation(rotation)
-        return ropes
+        return [placed_rotation(rotation, self.store.latent_dim) for rotation in ropes]
 
     # A batch of sequences of one length
 
@@ -443,6 +452,7 @@ class PagedCache(BaseCache):
         sizes |= {"num_layers": store.num_layers, "num_kv_heads": store.heads, "head_dim": store.dim}
         formats = {"dtype": store.format.name, "scale_dtype": store.cell.name, "salt": self.salt.hex()}
         names = "quant_bit", "quant_group", "quant_format", "cache_layout"
+        formats |= {"latent_dim": store.latent_dim} if store.latent_dim else {}
         if store.arguments.quant_format and store.scale is not None:
             formats["scale"] = "found" if store.found else store.scale.tolist()
         return sizes | formats | {name: getattr(store.arguments, name) for name in names}

@@ -103,7 +103,8 @@ class PagedSide:
 
     def __init__(self, layer: PagedLayer, side: int) -> None:
         self._layer, self._side = layer, side
-        self.shape, self.dtype = layer.shape, layer.store.format.dtype
+        dim = layer.store.value_dim if side else layer.store.dim
+        self.shape, self.dtype = (*layer.shape[:3], dim), layer.store.format.dtype
 
     @property
     def changes(self) -> int:
@@ -145,7 +146,8 @@ class PagedLayer(BaseLayer):
 
     def __init__(self, store: Any, rows: Any, layer_idx: int, lock: LayerLock) -> None:
         self.store, self.rows, self._layer_idx, self._lock = store, rows, layer_idx, lock
-        self.key_cache, self.value_cache = store.blocks[0][layer_idx]
+        sides = store.blocks[0][layer_idx]
+        self.key_cache, self.value_cache = sides[0], sides[-1]
         self._updates = 0
 
     @one_call_at_a_time
@@ -155,7 +157,8 @@ class PagedLayer(BaseLayer):
         store, rows = self.store, self.rows
         given, tokens = check_geometry(key_states, value_states, None), key_states.shape[2]
         batch = len(rows.sequences) or given.batch
-        wanted = Geometry(batch, store.heads, store.dim, store.dim, store.format)
+        dims = store.value_dim, store.rope_dim or store.dim
+        wanted = Geometry(batch, store.heads, *dims, store.format)
         if given != wanted:
             raise argument_error("key_states", f"keys and values as the cache has them, {wanted}", given)
         length = self.get_seq_length()
@@ -165,7 +168,7 @@ class PagedLayer(BaseLayer):
                 expected = f"{tokens} positions from {length} on, after the last token"
                 raise argument_error("cache_position", expected, positions.tolist())
         store.apart(self._layer_idx, {"key_states": key_states, "value_states": value_states})
-        key, value = (one_piece(states).swapaxes(1, 2) for states in (key_states, value_states))
+        key, value = (one_piece(states).swapaxes(1, 2) for states in store.rows_of(key_states, value_states))
         step = rows.append(batch, tokens, self._layer_idx)
         step.append(key, value, self._layer_idx)
         if len(step.written) == store.num_layers:
@@ -214,7 +217,8 @@ class PagedLayer(BaseLayer):
         query = one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
         scoring = Scoring(None, is_causal, False, softmax_scale, window, softcap, sinks)
         weights = attention.checked_weights(query, place, scoring)
-        made = attention.attention_results(query.shape, store.format, return_lse, []).arrays(None)
+        form_of_output = *query.shape[:-1], store.value_dim
+        made = attention.attention_results(form_of_output, store.format, return_lse, []).arrays(None)
         out, lse, *_ = (*made, None)
         step = self.rows.tables()
         first = self.rows.sequences[0]

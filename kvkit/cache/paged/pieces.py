@@ -86,7 +86,7 @@ class Pieces:
         self, step: Any, query: Array, layer_idx: int, mask: Mask | None, weights: attention.Weights
     ) -> Pair:
         """Attend with checked queries [tokens, Hq, D]; return float32 outputs and lse."""
-        tokens, heads, dim = query.shape
+        (tokens, heads, _), dim = query.shape, step.value_dim
         outputs = np.zeros((max(self.parts, 1), tokens, heads, dim), np.float32)
         lses = np.full(outputs.shape[:3], -np.inf, np.float32)
         if not self.pieces:
@@ -95,7 +95,7 @@ class Pieces:
         columns, place = self._mask(mask, weights), NO_MASK
         if columns is not None:
             place = masks.own_mask(FLOAT32, columns, heads, len(moved), columns.shape[-1])
-        out, lse = np.empty(moved.shape, np.float32), np.empty(moved.shape[:2], np.float32)
+        out, lse = np.empty((*moved.shape[:2], dim), np.float32), np.empty(moved.shape[:2], np.float32)
         form = None
         if columns is None and weights.sinks is None:
             form = form_of((moved,), (id(self), weights.scale, weights.softcap))

@@ -173,6 +173,11 @@ class PagedStep:
             mask = functools.partial(mask_of_piece, columns, self._steps.seqstarts, self._steps.kvstarts)
         return self.pieces(weights.causal).attend(self, query, layer_idx, mask, weights)
 
+    @property
+    def value_dim(self) -> int:
+        """The elements of a value."""
+        return int(self._store.value_dim)
+
     def parts(self) -> list[Part]:
         """Return the sequences that were not moved, and those that were, each as a step of their own."""
         if not self._parts:
@@ -217,7 +222,7 @@ class PagedStep:
         key, value = self._store.empty(self._steps.context)
         steps = self._steps if self.index.in_order else self.pieces(True).contexts
         self.load(key, value, layer_idx, steps)
-        return key, value
+        return key, value[..., : self.value_dim]
 
     def commit(self) -> None:
         """End the step, and keep its tokens; every layer must be written."""
@@ -244,14 +249,14 @@ class PagedStep:
     def _tokens(self, current_key: Array, current_value: Array, layer_idx: int) -> Pair:
         """Check new keys and values; return them as numpy arrays."""
         store = self._store
-        fmt, current_key, current_value = check_new_tokens(current_key, current_value, 3)
+        fmt, current_key, current_value = check_new_tokens(current_key, current_value, 3, store.rope_dim)
         if fmt is not store.format:
             raise argument_error("current_key", f"dtype {store.format}, that of the cache", fmt)
-        shape = self._steps.tokens, store.heads, store.dim
+        shape = self._steps.tokens, store.heads, store.value_dim
         if current_key.shape != shape:
             raise argument_error("current_key", f"shape {shape}", current_key.shape)
         store.apart(layer_idx, {"current_key": current_key, "current_value": current_value})
-        return current_key, current_value
+        return store.rows_of(current_key, current_value)
 
     def _queries(
         self,
@@ -266,6 +271,9 @@ class PagedStep:
     ) -> tuple[Array, Array, Array | None, Any]:
         """Check queries; return (queries, outputs, lse, weights). `tokens` must not overlap the outputs."""
         store = self._store
+        if store.latent_dim and options.get("softmax_scale") is None:
+            wanted = "a number, that of the expanded heads, for latent rows"
+            raise argument_error("softmax_scale", wanted, "None")
         checked_format("query", query, (store.format,), 3)
         _, query, _ = attention.check_queries(query, 3, Heads(query.shape[1], store.dim, store.heads))
         count, heads, _ = query.shape
@@ -276,7 +284,8 @@ class PagedStep:
         inputs = named_arrays(**arrays, scale=store.scale, **tokens)
         counts = np.diff(self.index.seqstarts).tolist()
         check_moved(self.index.sequences, counts, (weights.left, weights.right), weights.alibi)
-        made = attention.attention_results(query.shape, store.format, return_lse, inputs).arrays(out)
+        shape = count, heads, store.value_dim
+        made = attention.attention_results(shape, store.format, return_lse, inputs).arrays(out)
         attn_output, lse, *_ = (*made, None)
         return query, attn_output, lse, weights
 
@@ -336,7 +345,7 @@ class PagedStep:
 
     def attend_again(self, prepared: Any, query: Array, layer_idx: int) -> Attended:
         """Attend by a prepared call, with other queries; the results are new arrays."""
-        out, lse = np.empty(query.shape, query.dtype), None
+        out, lse = np.empty((*query.shape[:-1], self.value_dim), query.dtype), None
         if "lse" in prepared.owners:
             lse = np.empty(query.shape[:-1], np.float32)
         prepared.run_at(self.places(layer_idx, {"query": query, "out": out, "lse": lse}))
@@ -370,7 +379,8 @@ class PagedStep:
         """Return copies of the first keys and values of sequences of one length, [B, heads, length, dim]."""
         batch, store = len(self.index.sequences), self._store
         shape = batch, store.heads, length, store.dim
-        key, value = (np.empty(shape, store.format.dtype) for _ in range(2))
+        key = np.empty(shape, store.format.dtype)
+        value = key if store.latent_dim else np.empty_like(key)
         if self.index.in_order:
             self.load(key.swapaxes(1, 2), value.swapaxes(1, 2), layer_idx, self.equal(0, length))
         else:
@@ -378,7 +388,7 @@ class PagedStep:
             self.load(keys, values, layer_idx, self.pieces(True, 0, length).contexts)
             for side, tokens in zip((key, value), packed, strict=True):
                 side[...] = tokens.reshape(batch, length, *tokens.shape[1:]).swapaxes(1, 2)
-        return key, value
+        return key, value[..., : store.value_dim]
 
     def equal(self, tokens: int, length: int) -> Any:
         """Return index tensors for sequences of one length, whose last `tokens` are the new ones."""

@@ -9,6 +9,7 @@ from numpy.typing import DTypeLike
 
 from kvkit.checks import attention, caches
 from kvkit.checks.arguments import CacheArguments
+from kvkit.checks.records import CacheLayer
 from kvkit.checks.values import choice, float_format, integer, text
 from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import QUANTIZED, STORED
@@ -39,10 +40,17 @@ class PagedStore:
         cache_layout: int,
         quant_format: str | None,
         scale: Any,
+        latent_dim: int = 0,
     ) -> None:
         self.page_size, self.num_layers = page_size, integer("num_layers", num_layers, 1)
         self.cell = float_format("scale_dtype", scale_dtype)
         self.heads, self.dim = integer("num_kv_heads", num_kv_heads, 1), integer("head_dim", head_dim, 1)
+        self.latent_dim = integer("latent_dim", latent_dim, 0, self.dim - 1)
+        self.value_dim = self.latent_dim or self.dim
+        self.rope_dim = self.dim - self.latent_dim if self.latent_dim else 0
+        if latent_dim and (quant_bit or quant_format or num_kv_heads != 1):
+            wanted = "0, or one unquantized key head, num_kv_heads 1"
+            raise argument_error("latent_dim", wanted, f"{latent_dim}, {num_kv_heads} heads")
         self.format = float_format("dtype", dtype)
         bits = choice("quant_bit", quant_bit, (0, 4, 8))
         group = integer("quant_group", quant_group, 1)
@@ -51,7 +59,8 @@ class PagedStore:
         if quant_format is not None:
             stored = STORED[text("quant_format", quant_format, STORED)]
 
-        sizes = {"l": self.num_layers, "kv": 2, "n": num_blocks * page_size, "h": self.heads}
+        sides = 1 if latent_dim else 2  # a latent row is key and value
+        sizes = {"l": self.num_layers, "kv": sides, "n": num_blocks * page_size, "h": self.heads}
         shape = [sizes[axis] for axis in DYNAMIC[number].axes[:-1]]
         element = np.dtype(np.uint8) if quant_format else stored.dtype  # .npz files can hold uint8
         self.cache = zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
@@ -74,31 +83,53 @@ class PagedStore:
             "dtype": self.format.name,
             "quantization": [bits, group, self.cell.name] if bits else quant_format,
         }
+        if latent_dim:
+            geometry["latent_dim"] = self.latent_dim
         if scale is not None:
             geometry["scale"] = [group, self.cell.name] if self.found else np.asarray(self.scale).tolist()
         self.identity = json.dumps(geometry).encode()
 
     def _find_places(self) -> None:
         """Compute where each layer's keys, values and scales begin, from the addresses of the arrays."""
-        self.places = [
-            caches.cache_layer(
-                self.format,
-                self.heads,
-                self.dim,
-                self.cache,
-                self.scale_of(layer_idx),
-                DYNAMIC,
-                self.arguments._replace(layer_idx=layer_idx),
-            )
-            for layer_idx in range(self.num_layers)
-        ]
+        find_place = self._latent_place if self.latent_dim else self._place
+        self.places = [find_place(layer_idx) for layer_idx in range(self.num_layers)]
         self.contexts = [attention.cache_context(place) for place in self.places]
+        if self.latent_dim:
+            sizes = {"value_dim": self.value_dim, "value_bytes": self.format.bytes(self.value_dim)}
+            self.contexts = [context._replace(**sizes) for context in self.contexts]
         self.addresses = [
             {"cache": place.sides[0].address, "scale": place.sides[0].scales} for place in self.places
         ]
         arrays: list[Any] = [self.cache, self.scale] if self.found else [self.cache]
         layout = DYNAMIC[self.arguments.cache_layout]
         self.blocks = [view_blocks(array, layout, self.page_size) for array in arrays]
+
+    def _place(self, layer_idx: int) -> CacheLayer:
+        """Return where the keys and values of a layer are."""
+        return caches.cache_layer(
+            self.format,
+            self.heads,
+            self.dim,
+            self.cache,
+            self.scale_of(layer_idx),
+            DYNAMIC,
+            self.arguments._replace(layer_idx=layer_idx),
+        )
+
+    def _latent_place(self, layer_idx: int) -> CacheLayer:
+        """Return where the latent rows of a layer are, which are its keys and its values."""
+        layout = DYNAMIC[self.arguments.cache_layout]
+        rows, _ = caches.layer_sides(self.cache, layout, layer_idx)
+        name, size = self.format.name, self.format.bytes(self.dim)
+        capacity = 1, self.cache.shape[layout.at["n"]]
+        return CacheLayer(name, name, None, 0, 1, self.dim, size, capacity, True, (rows, rows))
+
+    def rows_of(self, key: Array, value: Array) -> Pair:
+        """Return the rows that new tokens have as keys and as values: parts of latent rows are joined."""
+        if not self.latent_dim:
+            return key, value
+        rows = np.concatenate((key, value), axis=-1)
+        return rows, rows
 
     def scale_of(self, layer_idx: int) -> Array | None:
         """Return the scales that operators expect: computed ones of all layers, given ones of this layer."""
@@ -140,9 +171,10 @@ class PagedStore:
         )
 
     def empty(self, *outer: int) -> Pair:
-        """Return new arrays for keys and values."""
+        """Return new arrays for rows of keys and of values; one array for latent rows."""
         shape = *outer, self.heads, self.dim
-        return np.empty(shape, self.format.dtype), np.empty(shape, self.format.dtype)
+        keys = np.empty(shape, self.format.dtype)
+        return keys, keys if self.latent_dim else np.empty_like(keys)
 
 
 def check_scales(scale: Any, layers: int, heads: int) -> Array:

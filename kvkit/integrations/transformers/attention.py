@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 import kvkit
-from kvkit.cache import LatentLayer
 from kvkit.errors import argument_error
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gradient
@@ -102,19 +101,24 @@ def attention_forward(
         "sinks": None if s_aux is None else to_numpy("s_aux", s_aux),
     }
     indices = kwargs.get("indices")
-    if stored is not None and isinstance(stored.layer, LatentLayer) and (stored.begin or indices is not None):
+    latent = stored is not None and stored.layer.latent_dim
+    if stored is not None and latent and (stored.begin or indices is not None):
         attn_output = attend_latent(module, stored.layer, query, attention_mask, indices, options)
     else:
-        new = stored is not None and isinstance(stored.layer, LatentLayer)  # the model has expanded all
-        attn_output = attend_states(
-            None if new else stored, (query, key, value), attention_mask, sliding_window, is_causal, options
+        attn_output = attend_states(  # a model has expanded all latent rows of a prompt
+            None if latent else stored,
+            (query, key, value),
+            attention_mask,
+            sliding_window,
+            is_causal,
+            options,
         )
     return without_gradient(attn_output, query, key, value), None
 
 
 def attend_latent(
     module: Any,
-    layer: LatentLayer,
+    layer: Any,
     query: torch.Tensor,
     attention_mask: torch.Tensor | None,
     indices: torch.Tensor | None,

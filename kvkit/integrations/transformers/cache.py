@@ -17,7 +17,6 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from kvkit.cache import (
     DynamicCache,
     IndexedLayer,
-    LatentLayer,
     PagedCache,
     QuantizedCache,
     StateLayer,
@@ -137,7 +136,7 @@ class KvkitCache(Cache):
             self._make, self._wanted = make, unknown
         else:
             self._hold(make_cache(KINDS[kind], config, kind, options), config)
-        if eviction is not None and any(isinstance(layer, LatentLayer) for layer in self.cache.layers):
+        if eviction is not None and any(layer.latent_dim for layer in self.cache.layers):
             raise argument_error("evict", "a model with keys and values of its heads", "latent rows")
         self.eviction = eviction
 
@@ -219,7 +218,7 @@ class KvkitCache(Cache):
         if layer_idx == len(self.layers):
             self.layers.append(KvkitLayer(self, layer_idx))
         layer = self.cache.layers[layer_idx]
-        if isinstance(layer, LatentLayer):  # a row is the latent part, then the rotated one
+        if layer.latent_dim:  # a row is the latent part, then the rotated one
             keys = np.asarray(keys)
             keys, values = keys[..., : layer.latent_dim], keys[..., layer.latent_dim :]
         stored = pending.Stored(
@@ -265,13 +264,15 @@ class KvkitCache(Cache):
         self, make: Callable[..., Any], key_states: torch.Tensor, value_states: torch.Tensor
     ) -> None:
         """Make a paged cache with the sizes of its first keys, which configs name differently."""
-        if value_states.shape != key_states.shape:
+        latent = make.keywords.get("latent_dim", 0)
+        if value_states.shape != key_states.shape and not latent:
             found = f"{tuple(key_states.shape)} and {tuple(value_states.shape)}; use a dynamic one"
             expected = "keys and values of one shape, for a paged cache"
             raise argument_error(
                 "key_states", expected, f"{found}, with attn_implementation 'sdpa' or 'eager'"
             )
         _, heads, _, dim = key_states.shape
+        dim += value_states.shape[3] if latent else 0
         dtype = to_numpy("key_states", as_cast(key_states)).dtype
         geometry_of_keys = {"num_kv_heads": heads, "head_dim": dim, "dtype": dtype}
         self.cache, self._make = make(**{name: geometry_of_keys[name] for name in self._wanted}), None

@@ -39,7 +39,8 @@ def geometry(config: Any, kind: str) -> dict[str, Any]:
             wanted = "'dynamic', 'static' or 'quantized'"
             raise argument_error("kind", wanted, f"'paged', and {name} in layer {i}")
     if kind == "paged":
-        return {"num_layers": len(names)}
+        latent = latent_sizes(config)
+        return {"num_layers": len(names)} | ({"latent_dim": latent[0]} if latent else {})
     windows = {each["sliding_window"] for each in arguments if "sliding_window" in each}
     if len(windows) > 1:
         raise argument_error("config", "one size of window", f"{sorted(windows)}")

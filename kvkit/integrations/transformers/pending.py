@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.cache import LatentLayer
 from kvkit.errors import argument_error
 
 
@@ -81,7 +80,7 @@ def claim(layer_idx: int | None, key: Any, value: Any) -> Stored | None:
     stored = shared_by(key, value) if found is None else found()
     if stored is None:
         return None
-    if isinstance(stored.layer, LatentLayer) and key.shape[2] == stored.layer.get_seq_length() - stored.begin:
+    if stored.layer.latent_dim and key.shape[2] == stored.layer.get_seq_length() - stored.begin:
         stored.taken = True  # the model has expanded the new rows
         return stored
     recorded = stored.key()

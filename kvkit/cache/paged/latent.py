@@ -1,0 +1,55 @@
+"""The layers of a paged cache of latent rows (MLA)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvkit.cache.layers.latent import joined_query
+from kvkit.cache.paged.layer import PagedLayer
+from kvkit.checks.values import positive_number
+from kvkit.runtime.locks import LayerLock
+from kvkit.typed import Array, Attended
+
+
+class PagedLatentLayer(PagedLayer):
+    """A layer of latent rows in the blocks of a `PagedCache`, for a batch of sequences of one length.
+
+    `update` takes the parts of rows, [B, 1, q, latent_dim] and [B, 1, q, rope_dim], and `attend` absorbed
+    queries, as those of `LatentLayer` do. `key_cache` is a pool that `kvkit.mla_attention` takes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.cache import PagedCache
+    >>> cache = PagedCache(
+    ...     8, 16, num_layers=1, num_kv_heads=1, head_dim=576, dtype=np.float16, latent_dim=512)
+    >>> layer, rng = cache.layers[0], np.random.default_rng(0)
+    >>> latent, kpe = (rng.standard_normal((1, 1, 20, dim)).astype(np.float16) for dim in (512, 64))
+    >>> keys, values = layer.update(latent, kpe)
+    >>> keys.shape, values.shape, layer.nbytes, layer.key_cache.shape
+    ((1, 1, 20, 576), (1, 1, 20, 512), 23040, (8, 16, 1, 576))
+    >>> q_latent, q_pe = np.ones((1, 16, 1, 512), np.float16), np.ones((1, 16, 1, 64), np.float16)
+    >>> layer.attend(q_latent, q_pe, scale=192**-0.5).shape
+    (1, 16, 1, 512)
+    """
+
+    def __init__(self, store: Any, rows: Any, layer_idx: int, lock: LayerLock) -> None:
+        super().__init__(store, rows, layer_idx, lock)
+        self.latent_dim, self.rope_dim = store.latent_dim, store.rope_dim
+        self.value_cache = self.key_cache[..., : self.latent_dim]
+
+    def attend(  # type: ignore[override]  # a query has two parts, and a scale is required
+        self,
+        q_latent: Array,
+        q_pe: Array | None = None,
+        attention_mask: Array | None = None,
+        *,
+        scale: float,
+        sinks: Array | None = None,
+        return_lse: bool = False,
+    ) -> Attended:
+        """Attend with absorbed queries of the last tokens, see `LatentLayer.attend`."""
+        return super().attend(
+            joined_query(q_latent, q_pe, self.rope_dim), attention_mask,
+            softmax_scale=positive_number("scale", scale), sinks=sinks, return_lse=return_lse,
+        )  # fmt: skip

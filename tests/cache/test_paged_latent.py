@@ -1,0 +1,113 @@
+"""Latent rows in blocks: a batch beside `LatentLayer`, packed sequences beside `mla_attention`."""
+
+import copy
+
+import numpy as np
+import pytest
+
+import kvkit
+from kvkit import KvkitError
+from kvkit.cache import Cache, LatentLayer, PagedCache, load
+
+LATENT, ROPE, SCALE, LAYERS = 32, 8, 0.3, 2
+DIM = LATENT + ROPE
+TURN = kvkit.Rope(ROPE, interleaved=True)
+
+
+@pytest.fixture
+def states():
+    return np.random.default_rng(0).standard_normal
+
+
+def paged(dtype=np.float32, **options):
+    return PagedCache(32, 4, LAYERS, 1, DIM, dtype, latent_dim=LATENT, **options)
+
+
+def update(caches, latent, kpe):
+    """Give one step to every layer of every cache."""
+    for i in range(LAYERS):
+        found = [cache.update(latent + i, kpe, i) for cache in caches]
+    return found
+
+
+@pytest.mark.parametrize("layout", [0, 3])
+def test_a_batch_in_blocks_is_one_of_latent_layers(states, layout, tmp_path):
+    cache, rows = (
+        paged(cache_layout=layout, rope=TURN),
+        Cache([LatentLayer(LATENT, ROPE) for _ in range(LAYERS)], rope=TURN),
+    )
+    caches = cache, rows
+
+    def check(caches, batch):
+        query = states((batch, 4, 2, DIM), np.float32)
+        parts = query[..., :LATENT], query[..., LATENT:]
+        (own, lse), (wanted, wanted_lse) = (
+            each.layers[1].attend(*parts, scale=SCALE, sinks=np.ones(4, np.float32), return_lse=True)
+            for each in caches
+        )
+        np.testing.assert_allclose(own, wanted, atol=2e-6)
+        np.testing.assert_allclose(lse, wanted_lse, atol=2e-6)
+        for side in ("keys", "values", "positions"):
+            mine, other = (np.asarray(getattr(each.layers[1], side)) for each in caches)
+            np.testing.assert_array_equal(mine, other)
+
+    for tokens in (9, 1, 3):
+        pairs = update(caches, *(states((2, 1, tokens, dim), np.float32) for dim in (LATENT, ROPE)))
+        for side in range(2):
+            np.testing.assert_array_equal(np.asarray(pairs[0][side]), pairs[1][side])
+    check(caches, 2)
+    assert cache.layers[0].nbytes == rows.layers[0].nbytes
+    for own, batch in zip(caches, (cache.rows, rows), strict=True):
+        batch.remove(2, 5, close=True)
+        own.reorder([1, 0, 1])
+        own.crop(-2)
+    check(caches, 3)
+    cache.save(tmp_path / "cache.npz")
+    for other in (load(tmp_path / "cache.npz"), copy.deepcopy(cache)):
+        own = copy.deepcopy(rows)
+        update((other, own), *(states((3, 1, 2, dim), np.float32) for dim in (LATENT, ROPE)))
+        check((other, own), 3)
+        other.rows.flatten()
+        own.flatten()
+        check((other, own), 3)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_packed_sequences_are_attended_to_as_pages_of_a_pool(states, dtype):
+    cache = paged(dtype)
+    first, second = (cache.blocks.add() for _ in range(2))
+    lengths = np.zeros(2, np.int64)
+    for new in ([7, 5], [1, 2]):
+        lengths += new
+        with cache.begin_step(zip((first, second), new, strict=True)) as step:
+            for i in range(LAYERS):
+                latent, kpe = (states((sum(new), 1, dim)).astype(dtype) for dim in (LATENT, ROPE))
+                query = states((sum(new), 4, DIM)).astype(dtype)
+                step.update(latent, kpe, i)
+                found = step.attend(query, i, softmax_scale=SCALE)
+                wanted = kvkit.mla_attention(
+                    query, cache.layers[i].key_cache, [seq.blocks for seq in (first, second)], lengths,
+                    [0, new[0], sum(new)], scale=SCALE, value_dim=LATENT,
+                )  # fmt: skip
+                np.testing.assert_array_equal(found, wanted)
+                keys, values = step.gather(i)
+                np.testing.assert_array_equal(keys[..., :LATENT], values)
+                np.testing.assert_array_equal(keys[-1, 0], np.concatenate((latent, kpe), 2)[-1, 0])
+    branch = cache.blocks.fork(first)
+    assert branch.blocks[0] == first.blocks[0]
+
+
+def test_what_is_refused(states):
+    with pytest.raises(KvkitError, match="latent_dim: expected 0, or one unquantized key head"):
+        PagedCache(4, 4, 1, 2, DIM, np.float32, latent_dim=LATENT)
+    with pytest.raises(KvkitError, match="latent_dim: expected an integer from 0 to 39"):
+        PagedCache(4, 4, 1, 1, DIM, np.float32, latent_dim=DIM)
+    cache = paged()
+    with cache.begin_step([(cache.blocks.add(), 3)]) as step:
+        latent, kpe = (states((3, 1, dim), np.float32) for dim in (LATENT, ROPE))
+        with pytest.raises(KvkitError, match=r"current_value: expected shape \(3, 1, 8\)"):
+            step.update(latent, latent, 0)
+        for i in range(LAYERS):
+            step.update(latent, kpe, i)
+        with pytest.raises(KvkitError, match="softmax_scale: expected a number, that of the expanded heads"):
+            step.attend(states((3, 4, DIM), np.float32), 0)
