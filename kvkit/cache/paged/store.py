@@ -120,9 +120,12 @@ class PagedStore:
         """Return where the latent rows of a layer are, which are its keys and its values."""
         layout = DYNAMIC[self.arguments.cache_layout]
         rows, _ = caches.layer_sides(self.cache, layout, layer_idx)
-        name, size = self.format.name, self.format.bytes(self.dim)
-        capacity = 1, self.cache.shape[layout.at["n"]]
-        return CacheLayer(name, name, None, 0, 1, self.dim, size, capacity, True, (rows, rows))
+        name = self.format.name
+        return CacheLayer(
+            packed=name, stored=name, cell=None, group=0, heads=1, dim=self.dim,
+            stored_bytes=self.format.bytes(self.dim), capacity=(1, self.cache.shape[layout.at["n"]]),
+            heads_adjoin=True, sides=(rows, rows),
+        )  # fmt: skip
 
     def rows_of(self, key: Array, value: Array) -> Pair:
         """Return the rows that new tokens have as keys and as values: parts of latent rows are joined."""
