@@ -232,8 +232,9 @@ def joined_query(q_latent: Array, q_pe: Array | None, rope_dim: int) -> Array:
 
 def placed_rotation(rope: Rotation, latent_dim: int) -> Rotation:
     """Return a rotation of the rotated part of a latent row as one of the whole row."""
-    whole = latent_dim and isinstance(rope, Rope) and not rope.begin
-    return replace(rope, begin=latent_dim) if whole else rope
+    if latent_dim and isinstance(rope, Rope) and not rope.begin:
+        return replace(rope, begin=latent_dim)
+    return rope
 
 
 class IndexedLayer(LatentLayer):

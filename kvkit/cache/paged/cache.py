@@ -450,9 +450,9 @@ class PagedCache(BaseCache):
         store = self.store
         sizes = {"num_blocks": self.blocks.num_blocks, "page_size": store.page_size}
         sizes |= {"num_layers": store.num_layers, "num_kv_heads": store.heads, "head_dim": store.dim}
+        sizes |= {"latent_dim": store.latent_dim} if store.latent_dim else {}
         formats = {"dtype": store.format.name, "scale_dtype": store.cell.name, "salt": self.salt.hex()}
         names = "quant_bit", "quant_group", "quant_format", "cache_layout"
-        formats |= {"latent_dim": store.latent_dim} if store.latent_dim else {}
         if store.arguments.quant_format and store.scale is not None:
             formats["scale"] = "found" if store.found else store.scale.tolist()
         return sizes | formats | {name: getattr(store.arguments, name) for name in names}

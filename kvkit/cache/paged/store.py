@@ -95,8 +95,8 @@ class PagedStore:
         self.places = [find_place(layer_idx) for layer_idx in range(self.num_layers)]
         self.contexts = [attention.cache_context(place) for place in self.places]
         if self.latent_dim:
-            sizes = {"value_dim": self.value_dim, "value_bytes": self.format.bytes(self.value_dim)}
-            self.contexts = [context._replace(**sizes) for context in self.contexts]
+            dim, size = self.value_dim, self.format.bytes(self.value_dim)
+            self.contexts = [context._replace(value_dim=dim, value_bytes=size) for context in self.contexts]
         self.addresses = [
             {"cache": place.sides[0].address, "scale": place.sides[0].scales} for place in self.places
         ]

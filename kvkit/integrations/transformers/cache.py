@@ -261,7 +261,7 @@ class KvkitCache(Cache):
         return check_state(self.layers[layer_idx], layer_idx).recurrent_states[state_idx]
 
     def _take_geometry(
-        self, make: Callable[..., Any], key_states: torch.Tensor, value_states: torch.Tensor
+        self, make: functools.partial, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> None:
         """Make a paged cache with the sizes of its first keys, which configs name differently."""
         latent = make.keywords.get("latent_dim", 0)
