@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit.calls.pools import append_to_pools, copy_blocks
 from kvkit.calls.prepared import attend
 from kvkit.checks.arguments import PoolAttention, PoolTransfer, Scoring
 from kvkit.checks.paged import checked_append, checked_paged_attention, checked_swap
+from kvkit.formats import elements
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Arrays, Attended
 
@@ -25,6 +27,7 @@ def paged_attention(
     layout: str = "b n h c",
     key_scale: float | Array | None = None,
     value_scale: float | Array | None = None,
+    quant_format: str | None = None,
     is_causal: bool = True,
     alibi_slopes: Array | None = None,
     softmax_scale: float | None = None,
@@ -43,7 +46,8 @@ def paged_attention(
     Parameters
     ----------
     query : ndarray, shape [tokens, num_heads, Dk]
-        float32, float16 or bfloat16; the tokens of all sequences, one after the other.
+        float32, float16 or bfloat16; the tokens of all sequences, one after the other. On the CPU also
+        float8, which is widened to float32; a scale of such queries is a factor of `softmax_scale`.
     key_cache, value_cache : ndarray
         Pools of pages with any strides, whose axes `layout` names: for ``"b n h c"`` [num_blocks, page_size,
         num_kv_heads, Dk] and [.., Dv]. float32, float16 or bfloat16; or codes: int8, or ml_dtypes'
@@ -71,6 +75,9 @@ def paged_attention(
         without c; or one per group, with an axis of groups in place of c (needed if the shape would else be
         one of those above). Such arrays have equal strides for keys and values, whose codes have one type;
         they are not checked for NaN.
+    quant_format : str, optional
+        ``"q8_0"``, ``"q4_0"`` or two of these, as in ``"q8_0/q4_0"``, for keys and values in blocks of ggml,
+        as llama.cpp has them: pools of uint8, whose last axis is the bytes of a head.
     is_causal : bool
         Whether a query ignores keys after its own position.
     alibi_slopes : ndarray, shape [num_heads] or [B, num_heads], optional
@@ -93,7 +100,7 @@ def paged_attention(
     Returns
     -------
     attn_output : ndarray, shape [tokens, num_heads, Dv]
-        The dtype is that of `query`; 0 for a query that attends to no key.
+        The dtype is that of `query`, float32 for float8; 0 for a query that attends to no key.
     lse : ndarray of float32, shape [tokens, num_heads]
         If `return_lse`; -inf for a query that attends to no key.
     key_weights : ndarray of float32, shape [B, num_heads, longest context]
@@ -124,11 +131,13 @@ def paged_attention(
     >>> kvkit.paged_attention(query, pool, pool, [[1, 0]], [3], [0, 3], layout=layout).ravel()
     array([1., 2., 3.], dtype=float32)
     """
+    if isinstance(query, np.ndarray) and query.dtype in [one.dtype for one in elements.FLOATS8]:
+        query = query.astype(np.float32)
     call = PoolAttention(
         query, key_cache, value_cache, block_tables, context_lens, query_starts, layout=layout,
         key_scale=key_scale, value_scale=value_scale, alibi_slopes=alibi_slopes,
         scoring=Scoring(attn_mask, is_causal, False, softmax_scale, window, softcap, sinks),
-        return_lse=return_lse, return_key_weights=return_key_weights,
+        return_lse=return_lse, return_key_weights=return_key_weights, quant_format=quant_format,
     )  # fmt: skip
     return attend(checked_paged_attention(call), out)
 
@@ -212,8 +221,8 @@ def swap_blocks(source: Array, target: Array, pairs: ArrayLike) -> Array:
     Parameters
     ----------
     source, target : ndarray, shape [num_blocks, ...]
-        Two caches of one dtype that share no memory, or one cache passed twice. All axes but the first are
-        equal; strides are free. `target` changes in place.
+        Two caches of one dtype, which may be any, that share no memory, or one cache passed twice. All axes
+        but the first are equal; strides are free. `target` changes in place.
     pairs : ndarray of int32 or int64, shape [N, 2]
         Pairs of blocks (s, d). Each d occurs once; within one cache no block is both read and written.
 

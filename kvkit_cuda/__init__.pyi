@@ -103,9 +103,10 @@ def paged_attention(
     query: Array, key_cache: Array, value_cache: Array | None, block_tables: Array | tuple[Array, Array],
     context_lens: Array, query_starts: Array | None = None, attn_mask: Array | None = None, *,
     layout: str = "b n h c", key_scale: float | Array | None = None,
-    value_scale: float | Array | None = None, is_causal: bool = True, alibi_slopes: Array | None = None,
-    softmax_scale: float | None = None, window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    sinks: Array | None = None, return_lse: bool = False, return_key_weights: bool = False,
+    value_scale: float | Array | None = None, quant_format: str | None = None, is_causal: bool = True,
+    alibi_slopes: Array | None = None, softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Array | None = None,
+    return_lse: bool = False, return_key_weights: bool = False,
     out: Array | Sequence[Array] | None = None, stream: object = None
 ) -> Array | Any: ...
 def rotary_position_embedding(

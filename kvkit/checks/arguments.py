@@ -107,6 +107,7 @@ class PoolAttention(NamedTuple):
     scoring: Scoring
     return_lse: bool
     return_key_weights: bool = False
+    quant_format: str | None = None
 
 
 class PoolTransfer(NamedTuple):

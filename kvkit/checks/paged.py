@@ -12,7 +12,6 @@ from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import same_place
 from kvkit.checks.pools import CONTENT
 from kvkit.checks.values import (
-    DATA,
     FORMATS,
     POOLED,
     check_apart,
@@ -25,10 +24,12 @@ from kvkit.checks.values import (
     one_piece,
 )
 from kvkit.errors import argument_error, describe
-from kvkit.formats import BY_DTYPE, FLOATS, INT8
+from kvkit.formats import BY_DTYPE, FLOATS, INT8, Element
+from kvkit.formats.elements import BLOCKS
 from kvkit.typed import Array
 
 SCALES = "key_scale", "value_scale"
+BLOCK_NAMES = {one.name: one for one in BLOCKS}
 Scale = float | Array | None
 
 
@@ -39,7 +40,8 @@ def checked_paged_attention(call: PoolAttention) -> AttentionCall:
     fmt = checked_format("query", query, FLOATS, 3)
     check_not_empty("query", query)
     tokens, heads, _ = query.shape
-    key, value = pools_of_queries(call)
+    stored = formats_of_blocks(call)
+    key, value = pools_of_queries(call, stored)
     blocks, page_size = key.shape[:2]
     lengths = index("context_lens", call.context_lens)
     pages = pools.checked_table(call.block_tables, lengths, blocks, page_size)
@@ -50,34 +52,60 @@ def checked_paged_attention(call: PoolAttention) -> AttentionCall:
     slopes = call.alibi_slopes
     if slopes is not None:
         slopes = of_sequences("alibi_slopes", slopes, len(lengths), heads, "query heads")
-    cells = scales_of_tokens(call, key, value, len(lengths))
-    scales = None if cells else scales_of_heads(call, key, value, len(lengths), how.scale)
+    cells = None if stored else scales_of_tokens(call, key, value, len(lengths))
+    scales = None if cells or stored else scales_of_heads(call, key, value, len(lengths), how.scale)
     inputs = named_arrays(
         query=query, key_cache=key, value_cache=value, attn_mask=scoring.attn_mask,
         alibi_slopes=call.alibi_slopes, sinks=scoring.sinks, key_scale=call.key_scale,
         value_scale=call.value_scale,
     )  # fmt: skip
-    shape = (tokens, heads, value.shape[CONTENT])
+    context = pools.context_of(fmt, key, value, cells, stored)
+    shape = (tokens, heads, context.value_dim)
     key_weights = None
     if flag("return_key_weights", call.return_key_weights):
         key_weights = len(lengths), heads, int(lengths.max(initial=0))
     return AttentionCall(
-        fmt, shape, query, context=pools.context_of(fmt, key, value, cells),
+        fmt, shape, query, context=context,
         steps=pools.steps_of(key, value, pages, lengths, starts), decoding=0,
         weights=how._replace(slopes=slopes, scales=scales), inputs=inputs,
         results=attention.attention_results(shape, fmt, call.return_lse, inputs, key_weights),
     )  # fmt: skip
 
 
-def pools_of_queries(call: PoolAttention) -> tuple[Array, Array]:
+def formats_of_blocks(call: PoolAttention) -> tuple[Element, Element] | None:
+    """Return the formats of keys and values in pools of bytes, as `quant_format` names them."""
+    name = call.quant_format
+    if name is None:
+        return None
+    names = name.split("/") if isinstance(name, str) else []
+    blocks = [BLOCK_NAMES[each] for each in names if each in BLOCK_NAMES]
+    if not 0 < len(blocks) == len(names) <= 2:
+        legal = f"{' or '.join(BLOCK_NAMES)}, two of these as keys/values, or None"
+        raise argument_error("quant_format", legal, describe(name))
+    for scale_name, scale in zip(SCALES, (call.key_scale, call.value_scale), strict=True):
+        if scale is not None:
+            wanted = f"None, because blocks of {name} contain scales"
+            raise argument_error(scale_name, wanted, describe(scale))
+    return blocks[0], blocks[-1]
+
+
+def pools_of_queries(
+    call: PoolAttention, stored: tuple[Element, Element] | None = None
+) -> tuple[Array, Array]:
     """Return views of the pools of keys and values, checked against the sizes of the queries."""
-    views = pools.pool_views(call.key_cache, call.value_cache, call.layout, POOLED)
+    legal = None if stored else POOLED
+    views = pools.pool_views(call.key_cache, call.value_cache, call.layout, legal)
     key, value = (
         pools.present(name, pool, "a numpy array") for name, pool in zip(pools.NAMES, views, strict=True)
     )
     _, heads, dim = call.query.shape
-    if key.shape[CONTENT] != dim:
-        raise argument_error("key_cache", f"the head size of query, {dim}", key.shape[CONTENT])
+    for name, pool, each in zip(pools.NAMES, (key, value), stored or (), strict=False):
+        if pool.shape[CONTENT] % each.block.bytes or pools.element_step(pool):
+            wanted = f"heads of whole blocks of {each}, {each.block.bytes} bytes one after the other"
+            raise argument_error(name, wanted, f"{pool.shape[CONTENT]} bytes, strides {pool.strides}")
+    size = pools.elements_of(key, stored[0] if stored else FORMATS[key.dtype])
+    if size != dim:
+        raise argument_error("key_cache", f"the head size of query, {dim}", size)
     if heads % key.shape[pools.HEAD]:
         wanted = f"a multiple of the {key.shape[pools.HEAD]} heads of key_cache"
         raise argument_error("query", wanted, f"{heads} heads")
@@ -103,6 +131,10 @@ def scales_of_tokens(call: PoolAttention, key: Array, value: Array, batch: int) 
     if value.dtype != key.dtype:
         wanted = f"the dtype of key_cache, {key.dtype}, with scales for tokens"
         raise argument_error("value_cache", wanted, value.dtype)
+    for i, scale in enumerate(scales):
+        if isinstance(scale, np.ndarray) and not isinstance(scales[1 - i], np.ndarray):
+            alone = [(one, None) if i == 0 else (None, one) for one in (scale, (key, value)[i])]
+            pools.scale_views(alone[0], alone[1], whole, call.layout)
     cells = pools.scale_views(scales, (key, value), whole, call.layout)
     key_cells, value_cells = (
         pools.present(name, each, "an array") for name, each in zip(SCALES, cells, strict=True)
@@ -289,7 +321,10 @@ def with_scale(side: PoolSide, name: str, scale: Scale, pool_name: str, call: Po
 def checked_swap(source: Array, target: Array, pairs: ArrayLike) -> tuple[Array, Array]:
     """Check a copy of blocks; return the block ids of the source and of the target."""
     for name, array in (("source", source), ("target", target)):
-        checked_format(name, array, DATA, max(getattr(array, "ndim", 1), 1))
+        if not isinstance(array, np.ndarray) or not array.ndim or array.dtype.hasobject:
+            raise argument_error(
+                name, "a numpy array of blocks, whose bytes are its elements", describe(array)
+            )
     if target.dtype != source.dtype:
         raise argument_error("target", f"the dtype of source, {source.dtype}", target.dtype)
     if target.shape[1:] != source.shape[1:]:

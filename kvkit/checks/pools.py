@@ -11,7 +11,7 @@ from kvkit import checks
 from kvkit.checks.index_tensors import INT64_MAX, index, index_form, validate_table, validates
 from kvkit.checks.outputs import same_place
 from kvkit.checks.records import Context, Side, StepIndex
-from kvkit.checks.values import FORMATS, checked_format, element_step, is_broadcast
+from kvkit.checks.values import FORMATS, check_bytes, checked_format, element_step, is_broadcast
 from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.formats import BY_DTYPE, FLOATS, Element
 from kvkit.typed import Array
@@ -57,10 +57,12 @@ def pool_views(
     key_cache: Array | None,
     value_cache: Array | None,
     layout: str,
-    legal: Collection[Element],
+    legal: Collection[Element] | None,
     names: tuple[str, str] = NAMES,
 ) -> Views:
     """Return views [pages, rows, heads, content] of keys and values in pools of any strides.
+
+    Elements are of the formats `legal`, or bytes if it is None.
 
     A pool of both, whose layout has an axis `kv`, is given twice, or once with None for the other.
     """
@@ -102,9 +104,12 @@ def split_pool(given: Views, pool: Array, at: int, layout: str, names: Sequence[
     return [pool[(slice(None),) * at + (side,)] for side in (0, 1)]
 
 
-def pool_view(name: str, array: Array, axes: Sequence[str], legal: Collection[Element]) -> Array:
+def pool_view(name: str, array: Array, axes: Sequence[str], legal: Collection[Element] | None) -> Array:
     """Return a view [pages, rows, heads, content] of a pool."""
-    checked_format(name, array, legal, len(axes))
+    if legal is None:
+        check_bytes(name, array, len(axes))
+    else:
+        checked_format(name, array, legal, len(axes))
     if 0 in [size for size, axis in zip(array.shape, axes, strict=True) if axis != "b"]:
         raise argument_error(name, "no axis of size 0 but that of blocks", f"shape {array.shape}")
     array = array.transpose([axes.index(axis) for axis in AXES if axis in axes])
@@ -168,22 +173,39 @@ def scale_views(given: Sequence[Any], views: Sequence[Array | None], whole: bool
 def check_alike(cells: Sequence[Array], views: Sequence[Array]) -> None:
     """Check that scales of keys and values have the same dtype, groups and strides."""
     keys, values = (
-        (cell.dtype, group_of(cell, pool), place_of(cell).unit, cell.strides[HEAD])
-        for cell, pool in zip(cells, views, strict=True)
+        (cell.dtype, group, place_of(cell).unit, cell.strides[HEAD] * (cell.shape[HEAD] > 1))
+        for cell, group in zip(cells, groups_of(cells, views), strict=True)
     )
     if keys != values:
         raise argument_error("value_scale", "the dtype, groups and strides of key_scale", describe(cells[1]))
 
 
-def group_of(cell: Array, pool: Array) -> int:
-    """Return how many elements share a scale; 0 for floats of 8 bits if a whole head shares one."""
-    groups = cell.shape[CONTENT]
-    return 0 if groups == 1 and FORMATS[pool.dtype].minifloat else pool.shape[CONTENT] // groups
+def groups_of(cells: Sequence[Array], views: Sequence[Array]) -> list[int]:
+    """Return how many elements of keys, and of values, share a scale; 0 if each float8 head has one."""
+    counts, dims = ([array.shape[CONTENT] for array in arrays] for arrays in (cells, views))
+    if max(counts) == 1:
+        return [0 if FORMATS[views[0].dtype].minifloat else max(dims)] * 2
+    return [dim // count for dim, count in zip(dims, counts, strict=True)]
 
 
-def context_of(fmt: Element, key: Array, value: Array, cells: Sequence[Array] | None = None) -> Context:
-    """Return the `Context` of pools, with the scales of codes, for queries of a format."""
-    key_format, value_format = (FORMATS[pool.dtype].name for pool in (key, value))
+def elements_of(pool: Array, stored: Element) -> int:
+    """Return how many elements a head has in a view of a pool."""
+    count = pool.shape[CONTENT]
+    return count // stored.block.bytes * stored.block.elements if stored.block else count
+
+
+def context_of(
+    fmt: Element,
+    key: Array,
+    value: Array,
+    cells: Sequence[Array] | None = None,
+    stored: tuple[Element, Element] | None = None,
+) -> Context:
+    """Return the `Context` of pools, with the scales of codes, for queries of a format.
+
+    `stored` are the formats of keys and values, if dtypes do not tell them.
+    """
+    key_format, value_format = stored or (FORMATS[key.dtype], FORMATS[value.dtype])
     key_place, value_place = place_of(key), place_of(value)
     key_side = Side(key.ctypes.data, 0, key_place.unit, key.strides[HEAD])
     value_side = Side(value.ctypes.data, 0, value_place.unit, value.strides[HEAD])
@@ -193,11 +215,12 @@ def context_of(fmt: Element, key: Array, value: Array, cells: Sequence[Array] | 
             for side, cell in zip((key_side, value_side), cells, strict=True)
         )
     return Context(
-        packed=fmt.name, stored=key_format, cell=BY_DTYPE[cells[0].dtype].name if cells else None,
-        group=group_of(cells[0], key) if cells else 0, heads=key.shape[HEAD], dim=key.shape[CONTENT],
-        value_dim=value.shape[CONTENT], sides=(key_side, value_side),
+        packed=fmt.name, stored=key_format.name, cell=BY_DTYPE[cells[0].dtype].name if cells else None,
+        group=groups_of(cells, (key, value))[0] if cells else 0, heads=key.shape[HEAD],
+        dim=elements_of(key, key_format), value_dim=elements_of(value, value_format),
+        sides=(key_side, value_side),
         key_bytes=key.shape[CONTENT] * key.itemsize, value_bytes=value.shape[CONTENT] * value.itemsize,
-        as_loaded=False, value_stored=value_format, steps=(key_place.step, value_place.step),
+        as_loaded=False, value_stored=value_format.name, steps=(key_place.step, value_place.step),
         elements=(element_step(key), element_step(value)),
     )  # fmt: skip
 

@@ -111,6 +111,12 @@ def checked_format(name: str, array: Array, legal: Collection[Element], ndim: in
     return fmt
 
 
+def check_bytes(name: str, array: Array, ndim: int) -> None:
+    """Check that an array has bytes and `ndim` axes."""
+    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != ndim:
+        raise argument_error(name, f"bytes (uint8) of {ndim} axes", describe(array))
+
+
 def float_format(name: str, dtype: DTypeLike) -> Element:
     """Return the format of a float dtype."""
     try:

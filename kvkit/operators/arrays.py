@@ -155,8 +155,8 @@ ARRAYS: dict[str, ArgumentEntry | None] = {  # None: an attribute
         INDEX, "where each sequence begins among the queries; one query each if there is none"
     ),
     "slot_mapping": ArgumentEntry(INDEX, "the slot of each token; below 0: store nothing"),
-    "source": ArgumentEntry(DATA, "blocks to copy"),
-    "target": ArgumentEntry(DATA, "blocks to write"),
+    "source": ArgumentEntry(("any",), "blocks to copy"),
+    "target": ArgumentEntry(("any",), "blocks to write"),
     "pairs": ArgumentEntry(INDEX, "a block of source, and the block of target that becomes like it"),
     **side_entries("ascend.", "keys, in blocks", DATA, ND, NZ),
     **side_entries("ascend.reshape_and_cache.", "keys, in blocks", DATA, ND, NZ, COMPRESSED),

@@ -397,7 +397,7 @@ def join(
         if one.sliding is not None:
             raise argument_error("sources", "files of one cache", f"two caches in {one.name}")
         if len(one.require_view().keys) != (layers := len(found[0].require_view().keys)):
-            wanted = f"{layers} layers, as {found[0].name}"
+            wanted = f"layers as {found[0].name} has, {layers}"
             raise argument_error("sources", wanted, f"{len(one.require_view().keys)} in {one.name}")
         if one.scales or one.scales_inside:
             raise argument_error(

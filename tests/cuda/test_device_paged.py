@@ -13,6 +13,7 @@ from pool_calls import scene as append_scene
 
 import kvkit
 import kvkit_cuda
+from kvkit.formats import encode
 from kvkit.formats.elements import BY_NAME
 
 # Values that have rows of their own; elements apart; what tensor cores would take.
@@ -64,6 +65,26 @@ def test_queries_of_another_type(pair, rng):
     values = scene.pools.given[1].astype(scene.query.dtype)
     scene.pools.given, scene.pools.values = (scene.pools.given[0], values), values
     check(scene)
+
+
+@pytest.mark.parametrize("queries", [(1, 2), pytest.param((1, 12), marks=pytest.mark.slow)])
+def test_blocks_of_ggml_and_one_scale_for_heads_of_two_sizes(queries, rng):
+    x = [rng.standard_normal((6, 2, dim)).astype(np.float32) for dim in (32, 64)]
+    given = {"block_tables": [[3, 1, 2], [0, 4, 5]], "context_lens": [2, 3], "layout": "b h c"}
+    given |= {"query": rng.standard_normal((sum(queries), 4, 32)).astype(np.float32)}
+    given |= {"query_starts": [0, *np.cumsum(queries)], "is_causal": False}
+    blocks = {"key_cache": encode(x[0], "q8_0")["codes"], "value_cache": encode(x[1], "q4_0")["codes"]}
+    codes = {"key_cache": (20 * x[0]).astype(np.int8), "value_cache": (20 * x[1]).astype(np.int8)}
+    scales = rng.uniform(0.01, 0.05, (2, 6, 2)).astype(np.float32)
+    for more in (
+        blocks | {"quant_format": "q8_0/q4_0"},
+        codes | {"key_scale": scales[0], "value_scale": scales[1]},
+    ):
+        assert_near(
+            contents(kvkit_cuda.paged_attention(**given, **more)),
+            kvkit.paged_attention(**given, **more),
+            2e-5,
+        )
 
 
 @pytest.mark.slow
@@ -142,6 +163,9 @@ def test_blocks_from_cache_to_cache(shape, rng):
     assert memory.tobytes() == expected.tobytes()
     assert kvkit_cuda.swap_blocks(source, source, [[0, 5]]) is source
     assert source[5].tobytes() == source[0].tobytes()
+    for dtype in ("u1", "i8", "V3"):
+        one = any_bits(rng, shape, dtype)
+        assert kvkit_cuda.swap_blocks(one, one, [[0, 5]])[5].tobytes() == one[0].tobytes()
 
 
 @pytest.mark.parametrize("kind", ["one pool", "ds_mla"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from verbs import kvkit as run
 
-from kvkit import KvkitError, files
+from kvkit import KvkitError, files, layouts
 from kvkit.tools import convert, inspect, join
 
 WRITTEN = Path(__file__).parents[1] / "files" / "written"
@@ -59,10 +59,7 @@ def test_caches_that_do_not_join():
     for other, what in (
         ({"cache": [[np.zeros((1, 2, 6, 8), np.float16)] * 2], "slots": np.arange(4)}, "but for its heads"),
         (whole | {"slots": np.arange(5)}, "sources: expected the same slots, got another one"),
-        (
-            {"cache": whole["cache"] * 2, "slots": np.arange(4)},
-            "sources: expected 1 layers, as arrays, got 2",
-        ),
+        ({"cache": whole["cache"] * 2, "slots": np.arange(4)}, "layers as arrays has, 1, got 2 in arrays"),
     ):
         with pytest.raises(KvkitError, match=what):
             join([whole | {"slots": np.arange(4)}, other], layout="hf")

@@ -1,5 +1,6 @@
 """`kvkit.paged_append` and `swap_blocks` over every engine's pools: every byte of their memory."""
 
+import ml_dtypes
 import numpy as np
 import pool_scenes
 import pytest
@@ -145,6 +146,15 @@ def test_blocks_from_cache_to_cache(shape, rng):
     assert memory[1::2].tobytes() == between
 
 
+@pytest.mark.parametrize("dtype", ["u1", "?", "i8", "c8", "V3", "float8_e5m2", "float8_e8m0fnu", "f4,u1"])
+def test_blocks_of_any_type(dtype, rng):
+    """Bytes move, whatever they mean: scales, indices, codes of any engine."""
+    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    source, target = (rng.integers(0, 2, (4, 3 * dtype.itemsize), np.uint8).view(dtype) for _ in range(2))
+    kvkit.swap_blocks(source, target, [[2, 0], [3, 1]])
+    assert target[:2].tobytes() == source[2:].tobytes()
+
+
 def test_blocks_within_a_cache(rng):
     cache = any_bits(rng, (6, 3), np.int8)
     expected = cache.copy()
@@ -164,6 +174,8 @@ def test_refused_copies(rng):
         ("target", {"source": target[:3], "pairs": [[0, 3]]}),
         ("target", {"source": source[:, :2]}),
         ("target", {"source": source.astype(np.float32)}),
+        ("source", {"source": source.astype(object)}),
+        ("source", {"source": source[0, 0]}),
     ):
         with pytest.raises(KvkitError) as error:
             kvkit.swap_blocks(**{"source": source, "target": target, "pairs": [[0, 0]]} | change)

@@ -3,6 +3,7 @@
 import functools
 import tracemalloc
 
+import ml_dtypes
 import numpy as np
 import pool_scenes
 import pytest
@@ -16,6 +17,7 @@ from scenes import DTYPES
 import kvkit
 from kvkit import KvkitError
 from kvkit.checks import pools
+from kvkit.formats import decode, encode
 from kvkit.formats.elements import BY_NAME
 from kvkit.reference.formats import TABLES
 
@@ -119,9 +121,65 @@ def test_codes_with_their_scales(form, queries, rng):
         ("key_scale", {"key_scale": np.ones(heads + 1, np.float32)}),
         ("value_scale", {"value_scale": np.full(heads, np.nan, np.float32)}),
         ("value_scale", {"key_scale": 0.5, "value_scale": np.ones((1,) * 7, np.float32)}),
+        ("value_scale", {"key_scale": 0.5, "value_scale": scales[1][..., :1][:-1]}),
     ):
         with pytest.raises(KvkitError, match=f"^{name}: expected "):
             scene.run(**more | {"key_scale": scales[0], "value_scale": scales[1]} | wrong)
+
+
+@pytest.mark.parametrize(("groups", "value_dim"), [(3, 32), (1, 32), (1, 64)])
+def test_latent_codes_with_scales_of_their_rows(groups, value_dim, rng):
+    """The axis of one head, which "b n c" leaves out, has any stride; heads of two sizes share one scale."""
+    scene = Scene(rng, "flash-attn", "fp32", (40, 70), (1, 30), 1, 4, 48, value_dim)
+    shape, length = scene.pools.keys.shape[:2], max(48, value_dim)
+    codes = rng.integers(-127, 128, (*shape, length), np.int8)
+    scales = rng.uniform(0.001, 0.02, (*shape, groups * length // 48)).astype(np.float32)
+    given = [codes[..., :dim] for dim in (48, value_dim)]
+    each = [scales[..., : max(groups * dim // 48, 1)] for dim in (48, value_dim)]
+    scene.pools.keys, scene.pools.values = (
+        (code * np.repeat(scale.astype(np.float64), code.shape[-1] // scale.shape[-1], -1))[:, :, None]
+        for code, scale in zip(given, each, strict=True)
+    )
+    scales_given = dict(zip(("key_scale", "value_scale"), each, strict=True))
+    got = scene.run(key_cache=given[0], value_cache=given[1], layout="b n c", **scales_given)
+    assert_near(got, scene.expected()[0], 2e-5)
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0/q8_0"])
+def test_blocks_of_ggml(name, rng):
+    """llama.cpp's buffers of cells [n, heads, bytes], a page each; and pages of them, with heads apart."""
+    scene = Scene(rng, "flash-attn", "fp16", (50, 70), (1, 40), dim=64, value_dim=96, rows=1)
+    formats = [name.partition("/")[0], name.rpartition("/")[2]]
+    buffers = []
+    for side, format in zip(("keys", "values"), formats, strict=True):
+        rows = np.nan_to_num(getattr(scene.pools, side)[:, 0].astype(np.float32))
+        buffers.append(encode(rows, format)["codes"])
+        setattr(scene.pools, side, decode({"codes": buffers[-1]}, format)[:, None])
+    expected = scene.expected()[0]
+    buffer = {"key_cache": buffers[0], "value_cache": buffers[1], "quant_format": name}
+    got = scene.run(**buffer, layout="b h c")
+    assert_near(got, expected, TOLERANCE["float16"])
+    apart = {side: x[:, :, None] for side, x in buffer.items() if side != "quant_format"}
+    assert scene.run(**buffer | apart, layout="b h n c").tobytes() == got.tobytes()
+    for wrong, more in (
+        ("quant_format", {"quant_format": "q5_0"}),
+        ("quant_format", {"quant_format": "q8_0/"}),
+        ("key_cache", {"key_cache": buffers[0][..., :33]}),
+        ("key_cache", {"key_cache": np.concatenate([buffers[0]] * 2, 2)}),
+        ("value_cache", {"value_cache": buffers[1].view(np.int8)}),
+        ("value_scale", {"value_scale": 0.5}),
+    ):
+        with pytest.raises(KvkitError, match=f"^{wrong}: expected "):
+            scene.run(**buffer | {"layout": "b h c"} | more)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+def test_queries_of_float8(dtype, rng):
+    scene = Scene(rng)
+    query = scene.query.astype(dtype)
+    got = scene.run(query=query)
+    assert got.tobytes() == scene.run(query=query.astype(np.float32)).tobytes()
+    assert got.dtype == np.float32
 
 
 CODES = [
