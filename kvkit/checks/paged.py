@@ -18,6 +18,7 @@ from kvkit.checks.values import (
     check_not_empty,
     check_writeable,
     checked_format,
+    element_step,
     finite_number,
     flag,
     named_arrays,
@@ -100,7 +101,7 @@ def pools_of_queries(
     )
     _, heads, dim = call.query.shape
     for name, pool, each in zip(pools.NAMES, (key, value), stored or (), strict=False):
-        if pool.shape[CONTENT] % each.block.bytes or pools.element_step(pool):
+        if pool.shape[CONTENT] % each.block.bytes or element_step(pool):
             wanted = f"heads of whole blocks of {each}, {each.block.bytes} bytes one after the other"
             raise argument_error(name, wanted, f"{pool.shape[CONTENT]} bytes, strides {pool.strides}")
     size = pools.elements_of(key, stored[0] if stored else FORMATS[key.dtype])

@@ -190,7 +190,7 @@ def groups_of(cells: Sequence[Array], views: Sequence[Array]) -> list[int]:
 
 def elements_of(pool: Array, stored: Element) -> int:
     """Return how many elements a head has in a view of a pool."""
-    count = pool.shape[CONTENT]
+    count: int = pool.shape[CONTENT]
     return count // stored.block.bytes * stored.block.elements if stored.block else count
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from verbs import kvkit as run
 
-from kvkit import KvkitError, files, layouts
+from kvkit import KvkitError, files
 from kvkit.tools import convert, inspect, join
 
 WRITTEN = Path(__file__).parents[1] / "files" / "written"
