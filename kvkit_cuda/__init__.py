@@ -12,7 +12,7 @@ from kvkit_cuda.mirror import (
     CODES,
     ENCODED_ON_HOST,
     GATHERED,
-    NO_KEY_WEIGHTS,
+    KEY_WEIGHTS,
     ON_THE_CPU,
     SUMS,
     on_device,
@@ -43,10 +43,10 @@ __all__ = [
 ]
 
 key_value_cache = on_device("key_value_cache", BITS)
-multi_head_attention = on_device("multi_head_attention", SUMS, NO_KEY_WEIGHTS)
+multi_head_attention = on_device("multi_head_attention", SUMS, KEY_WEIGHTS)
 multi_head_cache_attention = on_device("multi_head_cache_attention", BITS, CODES, SUMS)
 merge_attention_states = on_device("merge_attention_states")
-paged_attention = on_device("paged_attention", SUMS, NO_KEY_WEIGHTS)
+paged_attention = on_device("paged_attention", SUMS, KEY_WEIGHTS)
 paged_append = on_device("paged_append")
 swap_blocks = on_device("swap_blocks")
 mla_attention = on_device("mla_attention", SUMS, GATHERED)

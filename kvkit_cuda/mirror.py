@@ -25,7 +25,7 @@ BITS = "Stored bits equal those of the CPU."
 CODES = """Tensor cores round code times scale to the type of the data, as a load does; other kernels keep
 float32, as the CPU does. Only those other kernels read formats of `quant_format`."""
 SUMS = "Sums are added in another order than on the CPU, so the last bits differ, but not between devices."
-NO_KEY_WEIGHTS = "`return_key_weights` is refused: weights are summed on the CPU only."
+KEY_WEIGHTS = "With `return_key_weights`, kernels without tensor cores compute all scores twice."
 GATHERED = """Contexts in one pool of floats are read where they lie, by kernels without tensor cores. Other
 rows (of two pools, of bytes, chosen ones) are joined and decoded on the host, rounded to the dtype of
 `query`, and copied to the device, also where they are there already."""

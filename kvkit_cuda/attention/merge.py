@@ -14,7 +14,7 @@ from kvkit.formats import BY_NAME
 from kvkit.formulas import numeric
 from kvkit_cuda.attention import scores
 from kvkit_cuda.attention.params import OWNERS, RECORD
-from kvkit_cuda.attention.work_items import Row, StepTables, output_address
+from kvkit_cuda.attention.work_items import Row, StepTables, lse_address, output_address
 from kvkit_cuda.calls.tables import SCRATCH
 from kvkit_cuda.copy import chunks
 from kvkit_cuda.copy.transfer import INDEX1, INDEX2, sequence_of
@@ -53,8 +53,7 @@ def finish_row(params, step, row, m, l, shrink):
         sink = scores.number(params.sink_kind, params.sinks + sink * params.sink_head)
         m, l, less = add_sink(m, l, sink)
     if params.lse:
-        at = params.lse + row.b * params.lse_sequence + row.query * params.lse_head
-        write_float(at + (step.seqstarts[row.b] + row.token) * params.lse_token, log_sum(m, l))
+        write_float(lse_address(params, step, row), log_sum(m, l))
     return numeric.normalizer(less, l, np.float32(1) / shrink)
 
 

@@ -11,6 +11,10 @@ of the cache, so that a key is read and widened once for all rows of the tile; q
 registers. The teams' results are merged in order at the end:
 
     m = max m_t, l = sum l_t e^(m_t - m), o = sum o_t e^(m_t - m)       for teams t
+
+A second kernel computes all scores again and sums the weights that a key gets, if they are wanted:
+
+    w = sum e^(s - lse)         [sequences, query heads, tokens], over query tokens
 """
 
 import functools
@@ -27,16 +31,18 @@ from kvkit_cuda.attention import merge, scores, work_items
 from kvkit_cuda.attention.forms import ELEMENTS, form_of
 from kvkit_cuda.attention.fragments import Softmax
 from kvkit_cuda.attention.params import RECORD
-from kvkit_cuda.attention.work_items import Range, StepTables, within_split
+from kvkit_cuda.attention.work_items import Range, Row, StepTables, WorkItem, within_split
 from kvkit_cuda.copy import blocks, chunks
 from kvkit_cuda.copy.transfer import INDEX1, INDEX2
-from kvkit_cuda.device_runtime import device, memory
+from kvkit_cuda.device_runtime import device, host, memory
 
 SHRINK = np.float32(2**-40)  # factor of weights in a second attempt, if sums overflow
 F32 = types.float32
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
+WEIGHTS_SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, types.int64)
 
 weight, load_word = numeric.weight, memory.load(8, 8)
+read_float, write_float = chunks.read("float32"), chunks.write("float32")
 load_item = work_items.item_loader(tiled=True, narrow=False)
 
 
@@ -99,20 +105,14 @@ def attend(form):
         s = cuda.local.array(several, F32)  # [ahead, rows]
         m, l, alpha = cuda.local.array(rows, F32), cuda.local.array(rows, F32), cuda.local.array(rows, F32)
         scales_at = cuda.local.array(pieces, types.int64)
-        scale, value_scale = numeric.float_of(np.uint32(params.scale)), np.float32(1)
-        if params.key_head_scales:
-            at = item.b * params.head_scale_sequence + item.head * params.head_scale_head
-            scale = number_at(params.key_head_scales + at)
-            value_scale = number_at(params.value_head_scales + at)
+        scale, value_scale = scales_of(params, item)
         load_queries(params, scale, facts, q, scales_at)  # [rows, dim]
         row_ids = cuda.shared.array(threads, types.int64)
         value_row_ids = cuda.shared.array(threads, types.int64) if free else row_ids
+        keys = head_keys(params, item, scales_at, row_ids)
         cells = item.b * params.scale_sequence + item.head * params.scale_head
-        address = params.keys + item.b * params.key_sequence + item.head * params.key_head
-        keys = HeadRows(address, params.key_scales + cells, scales_at, row_ids)
         address = params.values + item.b * params.value_sequence + item.head * params.value_head
         values = HeadRows(address, params.value_scales + cells, scales_at, value_row_ids)
-        needs_bias_or_mask = params.cap != 0 or params.alibi != 0 or params.mask != 0 or params.sloped != 0
         shrink = np.float32(1)
         for _ in range(2):  # the second attempt has smaller weights, if sums of the first are not finite
             for i in range(held):
@@ -126,7 +126,7 @@ def attend(form):
                     params, step, item.b, min(begin + threads + thread, seen.end - 1)
                 )
                 count = min(seen.end - begin, threads) if begin >= seen.begin else 0
-                adjusts = needs_bias_or_mask or begin < common.begin or begin + count > common.end
+                adjusts = needs_bias_or_mask(params) or begin < common.begin or begin + count > common.end
                 for block in range(0, count, teams * ahead):
                     multiply_keys(params, keys, block, count, q, s)  # [tokens, rows]
                     if adjusts:
@@ -162,6 +162,28 @@ def fill_facts(params, step, item, number, facts):
     facts[MASK] = work_items.mask_address(params, step, row)
     facts[QUERY] = work_items.query_address(params, step, row)
     facts[SLOPE] = step.slopes[item.b * params.slopes_sequence + row.query]
+
+
+@shared
+def needs_bias_or_mask(params):
+    return params.cap != 0 or params.alibi != 0 or params.mask != 0 or params.sloped != 0
+
+
+@device.inlined
+def scales_of(params, item):
+    """Return the factors of a work item's scores and of its values."""
+    if not params.key_head_scales:
+        return numeric.float_of(np.uint32(params.scale)), np.float32(1)
+    at = item.b * params.head_scale_sequence + item.head * params.head_scale_head
+    return number_at(params.key_head_scales + at), number_at(params.value_head_scales + at)
+
+
+@device.inlined
+def head_keys(params, item, scales_at, row_ids):
+    """Return the keys of a work item's head."""
+    address = params.keys + item.b * params.key_sequence + item.head * params.key_head
+    cells = item.b * params.scale_sequence + item.head * params.scale_head
+    return HeadRows(address, params.key_scales + cells, scales_at, row_ids)
 
 
 def row_finder(form):
@@ -347,7 +369,7 @@ def finisher(form):
     It merges the teams' results and writes them to a slot, or normalized to the output.
     """
     span, pieces, rows, lanes, teams = form.span, form.pieces, form.rows, form.lanes, form.teams
-    write, write_float = chunks.write(form.packed), chunks.write("float32")
+    write = chunks.write(form.packed)
     packed_bytes, held, threads = BY_NAME[form.packed].bytes(1), rows * pieces * span, lanes * teams
     at_once = max(1, ELEMENTS // (rows * span))  # pieces
     width = min(pieces, at_once) * rows * span
@@ -443,3 +465,96 @@ def prepare(record, context, tables, most_rows, stream):
     form = form_of(record, context, most_rows)
     block = form.lanes, form.teams
     return merge.prepare(compiled(form), record, context.packed, tables, form.rows, block, stream)
+
+
+def sum_weights(form):
+    """Return the kernel that sums the weights of keys; `out` of its record is [B, query heads, tokens].
+
+    A block takes `threads` keys of a query head and all query tokens, in tiles. One thread adds to a sum, in
+    the order of the tokens, so that sums do not depend on the device.
+    """
+    rows, lanes, teams, ahead, pieces = form.rows, form.lanes, form.teams, form.ahead, form.pieces
+    threads, held, several = lanes * teams, pieces * rows * form.span, rows * ahead
+    load_queries, multiply_keys = query_loader(form), key_multiplier(form)
+    apply_bias_and_mask, row_ids_of = bias_applier(form), row_finder(form)
+
+    @device.inlined
+    def add_weights(sums, block, count, s, lse, live):
+        """Add a tile's weights to the sum of each of the team's keys."""
+        t = 0
+        while t < ahead:
+            total, key = np.float32(0), block + t * teams + cuda.threadIdx.y
+            for r in range(rows):
+                if r < live:
+                    total += weight(s[t * rows + r], lse[r])
+            if key < count:
+                sums[key] += np.float64(total)
+            t += 1
+
+    def sum_weights(params, seqstarts, kvstarts, table, slopes, tokens):
+        step = StepTables(seqstarts, kvstarts, table, seqstarts, seqstarts, slopes)
+        blocks, group = (tokens + threads - 1) // threads, params.group
+        unit = cuda.blockIdx.x // blocks
+        b, first = unit // (params.heads * group), (cuda.blockIdx.x - unit * blocks) * threads
+        query = unit - b * params.heads * group
+        item = WorkItem(b, query // group, 0, 0, 0, 1, -1)
+        seqlen, kvlen = work_items.lengths(step, b)
+        count = max(min(kvlen - first, threads), 0)
+        thread = cuda.threadIdx.y * lanes + cuda.threadIdx.x
+
+        q = cuda.local.array(held, F32)  # [pieces, rows, span]
+        s = cuda.local.array(several, F32)  # [ahead, rows]
+        scales_at = cuda.local.array(pieces, types.int64)
+        facts = cuda.shared.array((rows, FACTS), types.int64)
+        lse = cuda.shared.array(rows, F32)
+        sums = cuda.shared.array(threads, types.float64)
+        row_ids = cuda.shared.array(threads, types.int64)
+        sums[thread] = 0.0
+        if count > 0:
+            row_ids[thread], _ = row_ids_of(params, step, b, min(first + thread, kvlen - 1))
+        scale, _ = scales_of(params, item)
+        keys = head_keys(params, item, scales_at, row_ids)
+        token = 0 if count > 0 else seqlen
+        while token < seqlen:
+            live = min(rows, seqlen - token)
+            cuda.syncthreads()  # until the last tile has been read
+            if thread < rows:
+                row = Row(b, token + min(thread, live - 1), query)
+                number = row.token * group + query - item.head * group
+                fill_facts(params, step, item, number, facts[thread])
+                lse[thread] = read_float(work_items.lse_address(params, step, row))
+            cuda.syncthreads()
+            if facts[0, LOW] < first + count and facts[live - 1, HIGH] > first:
+                load_queries(params, scale, facts, q, scales_at)  # [rows, dim]
+                hides = facts[live - 1, LOW] > first or facts[0, HIGH] < first + count
+                for block in range(0, count, teams * ahead):
+                    multiply_keys(params, keys, block, count, q, s)  # [tokens, rows]
+                    if hides or needs_bias_or_mask(params):
+                        apply_bias_and_mask(params, facts, first + block, s)
+                    if cuda.threadIdx.x == 0:
+                        add_weights(sums, block, count, s, lse, live)
+            token += rows
+        cuda.syncthreads()
+        if first + thread < tokens:
+            at = params.out + b * params.out_sequence + query * params.out_head
+            write_float(at + (first + thread) * params.out_token, np.float32(sums[thread]))
+
+    return sum_weights
+
+
+@functools.cache
+def compiled_weights(form):
+    return device.kernel(sum_weights(form), WEIGHTS_SIGNATURE, form)
+
+
+def prepare_weights(record, context, tables, most_tokens, key_weights, stream):
+    """Return the launch that writes `key_weights` [B, query heads, tokens], after the one that writes lse."""
+    form = form_of(record, context, max(most_tokens, 1))
+    _, key = tables.work(record, form.rows)  # registers the table of slopes
+    step = tables.of(("seqstarts", "kvstarts", "table", key.names()[2]), stream)
+    at, (sequence, head, token) = key_weights.ctypes.data, key_weights.strides
+    record = record._replace(out=at, out_sequence=sequence, out_head=head, out_token=token)
+    sequences, heads, tokens = key_weights.shape
+    blocks = sequences * heads * -(-tokens // (form.lanes * form.teams))
+    block = form.lanes, form.teams
+    return host.Launch(compiled_weights(form), (blocks, 1), block, stream, (record, *step, tokens))

@@ -127,6 +127,13 @@ def output_address(params, step, row):
 
 
 @device.inlined
+def lse_address(params, step, row):
+    """Return the address of a row's log-sum-exp."""
+    at = params.lse + row.b * params.lse_sequence + row.query * params.lse_head
+    return at + (step.seqstarts[row.b] + row.token) * params.lse_token
+
+
+@device.inlined
 def mask_address(params, step, row):
     """Return the address of a row's mask, at the first position."""
     at = params.mask + row.b * params.mask_sequence + row.query * params.mask_head

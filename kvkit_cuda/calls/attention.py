@@ -9,8 +9,11 @@ from kvkit_cuda.device_runtime import host
 KERNELS = (decode, prefill, plain)  # the first that suits a call takes it; plain suits any call
 
 
-def prepare(query, out, lse, context, tables, decoding, weights, rows, stream):
+def prepare(query, out, lse, context, tables, decoding, weights, rows, stream, sums=None):
     """Return launches that compute attention into `out` and, unless None, `lse`, all on the device.
+
+    Unless None, `sums` [B, query heads, tokens] receives the weights of keys; then `lse` is not None, and the
+    kernel is the plain one, whose scores a second kernel computes again bit for bit.
 
     The cache has `rows` rows, for later steps may need more of them than this one.
 
@@ -22,10 +25,14 @@ def prepare(query, out, lse, context, tables, decoding, weights, rows, stream):
     record = params.attention_params(query, out, lse, context, steps.page_size, decoding, weights)
     if is_free(context, steps, weights):
         record = record._replace(**freedom(context, tables, weights, stream))
-    most_rows = int(np.diff(steps.seqstarts).max(initial=0)) * record.group
-    reach = params.reach(steps, rows)
-    kernel = next(kernel for kernel in KERNELS if kernel.suits(record, context, reach, most_rows))
-    return kernel.prepare(record, context, tables, most_rows, stream) if most_rows else []
+    most_tokens = int(np.diff(steps.seqstarts).max(initial=0))
+    most_rows, reach = most_tokens * record.group, params.reach(steps, rows)
+    kernels = KERNELS if sums is None else [plain]
+    kernel = next(kernel for kernel in kernels if kernel.suits(record, context, reach, most_rows))
+    launches = kernel.prepare(record, context, tables, most_rows, stream) if most_rows else []
+    if sums is not None:
+        launches.append(plain.prepare_weights(record, context, tables, most_tokens, sums, stream))
+    return launches
 
 
 def is_free(context, steps, weights):

@@ -61,8 +61,7 @@ from kvkit.checks.positions import (
     checked_static_alibi,
     slope_results,
 )
-from kvkit.checks.values import flag, packed_tokens
-from kvkit.errors import argument_error
+from kvkit.checks.values import packed_tokens
 from kvkit.typed import Array
 
 ZEROS = -1  # the source row that stands for zeros
@@ -97,18 +96,12 @@ def fill(record: type[Record], values: Values, **others: object) -> Record:
     return record(**(given | others))
 
 
-def refuse_key_weights(values: Values) -> None:
-    """Raise if the weights of keys are wanted, which no kernel here sums."""
-    if flag("return_key_weights", values.get("return_key_weights", False)):
-        raise argument_error("return_key_weights", "False on a GPU: kvkit sums weights on the CPU", True)
-
-
 def attention_to_keys(sequences: Sequences, values: Values) -> AttentionCall:
     """Check a call of `multi_head_attention`."""
-    refuse_key_weights(values)
     tokens = values["query"], values["key"], values["value"]
     heads, scoring = fill(Heads, values), fill(Scoring, values)
-    return checked_attention(sequences, *tokens, heads, scoring, values["return_lse"])
+    wanted = values["return_lse"], values.get("return_key_weights", False)
+    return checked_attention(sequences, *tokens, heads, scoring, *wanted)
 
 
 def static_attention(values: Values, step: Packed | None) -> AttentionCall:
@@ -141,7 +134,6 @@ def merged(values: Values, step: Packed | None) -> MergeCall:
 
 def pool_attention(values: Values, step: Packed | None) -> AttentionCall:
     """Check a call of `paged_attention`."""
-    refuse_key_weights(values)
     call = checked_paged_attention(fill(PoolAttention, values, scoring=fill(Scoring, values)))
     return call._replace(steps=with_whole_table(call.steps))
 

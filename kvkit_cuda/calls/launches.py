@@ -11,6 +11,7 @@ from kvkit_cuda.calls import arrays, attention, paged
 from kvkit_cuda.calls.steps import PlannedStep
 from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.copy import means, pieces, transfer
+from kvkit_cuda.device_runtime import host
 from kvkit_cuda.positions import alibi, angles, index, rotary
 
 
@@ -53,12 +54,16 @@ def append(placed: DeviceCall):
 def attend(placed: DeviceCall):
     """Return the launches of attention, after an append if the call has a cache."""
     call, tables, stream = placed.call, placed.tables, placed.stream
-    out, lse = (*placed.outputs, None)[:2]
+    named = dict(zip(call.results.forms, placed.outputs, strict=True))
+    out, lse, sums = (named.get(name) for name in ("attn_output", "lse", "key_weights"))
+    if sums is not None and lse is None:
+        placed.owners.append(host.empty(max(int(np.prod(call.shape[:-1])), 1), np.float32, stream))
+        lse = arrays.addressed(host.address(placed.owners[-1]), call.shape[:-1], None, np.dtype(np.float32))
     layer, context, rows = placed.layer, call.context, tables.steps.rows
     if layer:
         context, rows = context._replace(sides=layer.sides), layer.capacity[1]
     given = call.decoding, call.weights, rows, stream
-    launches = attention.prepare(call.query, out, lse, context, tables, *given)
+    launches = attention.prepare(call.query, out, lse, context, tables, *given, sums=sums)
     if layer:
         key, value = call.current
         launches.insert(0, transfer.store(key, value, layer, tables, stream))

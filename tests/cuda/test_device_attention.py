@@ -253,3 +253,32 @@ def test_merge(dtype, rng):
     ):
         for one, other in zip(got, expected, strict=True):
             assert_near(contents(one), other, tolerance)
+
+
+# Weights of keys
+
+HIDDEN = np.where(np.arange(5 * 12).reshape(5, 12) % 3, 0.5, -np.inf).astype(np.float32)
+RULES = {
+    "plain": {"return_lse": True},
+    "window": {"window": (3, -1), "softcap": 1.5},
+    "alibi": {"is_alibi": True, "sinks": SINKS},
+    "mask": {"attn_mask": HIDDEN},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_sums_of_weights(rule, rng, monkeypatch):
+    """They equal the CPU's, of keys in several blocks and queries in several tiles."""
+    monkeypatch.setattr(forms, "ROWS", 4)
+    query, key, value = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((2, 5, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8))
+    )
+    options = {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "return_key_weights": True}
+    got, expected = (
+        package.multi_head_attention(query, key, value, **options, **RULES[rule])
+        for package in (kvkit_cuda, kvkit)
+    )
+    assert len(got) == len(expected) == 2 + (rule == "plain")
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)

@@ -57,6 +57,19 @@ def test_extras_over_arrays_of_the_device(extra, rng):
     check(scene, key_cache=Array(scene.pools.memory[0]), value_cache=None, **given)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_sums_of_weights(dtype, rng):
+    """Each sequence has its own sums, and given arrays receive them whole."""
+    sinks = np.arange(4, dtype=np.float32)
+    scene = Scene(rng, "FlashInfer", dtype, (13, 0, 9), (3, 2, 1), dim=8, sinks=sinks)
+    wanted = kvkit.paged_attention(**scene.arguments, return_key_weights=True)
+    out = np.empty_like(wanted[0]), np.full((3, 4, 16), np.nan, np.float32)[..., :13]
+    got = kvkit_cuda.paged_attention(**scene.arguments, return_key_weights=True, out=out)
+    assert got[1] is out[1]
+    assert_near(got[0], wanted[0], TOLERANCE[str(scene.query.dtype)])
+    np.testing.assert_allclose(got[1], wanted[1], rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", [("fp16", "fp32"), ("fp32", "bf16")], ids="-".join)
 def test_queries_of_another_type(pair, rng):

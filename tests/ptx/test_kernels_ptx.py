@@ -231,6 +231,12 @@ def any_call(form):
     )  # fmt: skip
 
 
+def summing(form):
+    return Kernel(
+        lambda: plain.sum_weights(form), plain.WEIGHTS_SIGNATURE, [SHUFFLE], registers=255, float64=True
+    )
+
+
 MERGES = {
     f"{what} {packed}": Kernel(lambda make=make, packed=packed: make(packed), signature, registers=most,
                                quick=packed == "float16")
@@ -348,6 +354,7 @@ def test_every_device_has_the_shared_memory():
 KERNELS = {f"{name}": kernel for name, kernel in (TABLES | SCANS | MERGES).items()}
 for room, variants, make in (
     ("copy", COPIES, copy), ("position", POSITIONS + QUICK_POSITIONS, position), ("plain", FORMS, any_call),
+    ("weights", QUICK_FORMS, summing),
     ("decode", DECODE, decoding), ("prefill", PREFILL, filling),
 ):  # fmt: skip
     KERNELS |= {f"{room} {variant}": make(variant) for variant in sorted(variants, key=str)}
