@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvkit
-from kvkit import KvkitError, Rope, eviction
+from kvkit import KvkitError, Rope, cpu, eviction
 from kvkit.cache import (
     Cache,
     DynamicCache,
@@ -115,6 +115,20 @@ def test_attention_is_that_under_a_mask_for_each_head_and_goes_on(dtype):
         dense = np.take_along_axis(whole, np.maximum(own, 0)[..., None], 2)
         np.testing.assert_array_equal(np.asarray(side), np.where(own[..., None] >= 0, dense, 0))
     assert scene.cache.get_seq_length() == scene.keys.shape[2]
+
+
+def test_steps_run_the_launch_of_the_first(monkeypatch):
+    """It is prepared again only where pages move or the work is split otherwise."""
+    scene, made, prepare = Scene(keep=0.3, budget="ada"), [], cpu.attention.prepare.prepare_attention
+    monkeypatch.setattr(
+        cpu.attention.prepare,
+        "prepare_attention",
+        lambda *given, **more: made.append(1) or prepare(*given, **more),
+    )
+    for step in range(40):
+        scene.decode(1)
+        scene.check(shown=None if step % 3 else np.arange(91 + step) % 7 > np.array([[1], [3]]))
+    assert 0 < len(made) <= 5
 
 
 def test_sinks_caps_padding_and_weights_of_keys():

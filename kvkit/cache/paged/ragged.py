@@ -15,6 +15,7 @@ from kvkit.cache.blocks.allocator import BlockAllocator, OutOfBlocksError
 from kvkit.cache.blocks.sequence import Moves
 from kvkit.cache.blocks.step import Step
 from kvkit.cache.layers import requests
+from kvkit.cache.layers.attention import place_mask
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.positions import (
     MAX_PIECES,
@@ -29,15 +30,18 @@ from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore
 from kvkit.cache.stores.memory import Geometry, check_geometry
 from kvkit.cache.stores.view import KVView
+from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of
 from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring
-from kvkit.checks.records import NO_MASK, StepIndex
+from kvkit.checks.records import NO_MASK, Context, MaskPlace, StepIndex
 from kvkit.checks.values import checked_format, flag, integer, one_piece
 from kvkit.errors import argument_error, describe
 from kvkit.rope import Rope
+from kvkit.runtime.arrays import places_of
 from kvkit.typed import Array, Attended, States
 
 PAGE_SIZE = 16
+MORE_PAGES = 16  # that a head may get before attention is prepared again
 
 
 class HeadStates(NamedTuple):
@@ -68,6 +72,53 @@ class RaggedSide:
 
     def read(self) -> States:
         return self._layer.stored()[self._side]
+
+
+class PreparedHeads:
+    """Attention over the pages of all heads in one launch, which runs again at later steps."""
+
+    __slots__ = ("_index", "_mask", "_params", "_prepared")
+
+    def __init__(
+        self,
+        context: Context,
+        index: Step,
+        query: Array,
+        results: tuple[Array, Array, Array | None],
+        weights: attention.Weights,
+    ) -> None:
+        (count, new, *_), (out, lse, sums) = query.shape, results
+        pages = np.full((count, index.pages.shape[1] + MORE_PAGES), -1)
+        self._index, self._mask = StepIndex(
+            np.arange(count + 1) * new, index.kvstarts.copy(), index.first_places, np.zeros(count, np.int64),
+            pages, PAGE_SIZE, tokens=count * new, context=int(index.kvstarts[-1]), rows=0,
+        ), weights.mask  # fmt: skip
+        self._copy_pages(index)
+        launch = cpu.attention.prepare.prepare_attention(
+            query, out, lse, context, self._index, count if new == 1 else 0, weights, key_weights=sums
+        )
+        cpu.launches.start(launch)
+        arrays, self._params = {"query": query, "out": out, "lse": lse}, launch.params
+        self._prepared = PreparedCall([launch], arrays, attention=launch.params, version=index)
+
+    def _copy_pages(self, index: Step) -> None:
+        self._index.table[:, : index.pages.shape[1]] = index.pages
+
+    def run(self, index: Step, query: Array, out: Array, lse: Array, mask: MaskPlace) -> bool:
+        """Attend in a step with other queries and mask; return False if it needs a new launch."""
+
+        def refit() -> bool:
+            if index is not self._prepared.version:
+                if index.pages.shape[1] > self._index.table.shape[1]:
+                    return False
+                np.copyto(self._index.kvstarts, index.kvstarts)
+                self._copy_pages(index)
+                if not self._prepared.reschedule(index):
+                    return False
+            self._mask = place_mask(self._params, self._mask, mask)
+            return True
+
+        return self._prepared.run_at(places_of((query, out, lse)), refit)
 
 
 class RaggedLayer(Layer):
@@ -112,6 +163,7 @@ class RaggedLayer(Layer):
         self.blocks: Any = None
         self.sequences: list[Any] = []
         self._index: Any = None  # the last one, while its index tensors are valid
+        self._calls: PreparedCalls[PreparedHeads] = PreparedCalls(1)  # over the present pool
         self.changes = 0
         self.row_positions = RowPositions.contiguous(0, 0)  # not None, for heads have positions of their own
 
@@ -154,6 +206,7 @@ class RaggedLayer(Layer):
         )  # fmt: skip
         self.blocks = BlockAllocator(pages, PAGE_SIZE, slot_dtype=np.int64, copy_rows=self.pool.copy_rows)
         self._index = None
+        self._calls.clear()
 
     def _resize(self, pages: int) -> None:
         """Move the pages in use to a pool of so many."""
@@ -315,39 +368,31 @@ class RaggedLayer(Layer):
     ) -> Attended:
         """Attend by sequences of one key head, each with the queries of its group."""
         batch, heads, new, dim = self._check_query(query)
-        weights = attention.checked_weights(query.swapaxes(1, 2), NO_MASK, scoring)
         count, group = len(self.sequences), heads // self.lengths.shape[1]
-        if weights.sinks is not None:
-            own = weights.sinks.reshape(-1, group)[None].repeat(batch, 0).reshape(count, group)
-            weights = weights._replace(sinks=own, apart=count)
-        columns = self._columns(mask)  # [B * Hkv, longest]
+        columns, place = self._columns(mask), NO_MASK  # [B * Hkv, longest]
+        if columns is not None:
+            hidden = columns[:, None, None]
+            place = masks.static_mask(self.pool.format, hidden, count, group, new, columns.shape[1])
         states = one_piece(query.reshape(count, group, new, dim).swapaxes(1, 2))  # [sequences, q, G, D]
-        sums: Array | None = None
-        lse, index = np.empty(states.shape[:3], np.float32), self._tables()
-        if index.in_order:
-            if columns is not None:
-                place = masks.static_mask(
-                    self.pool.format, columns[:, None, None], count, group, new, columns.shape[1]
-                )
-                weights = weights._replace(mask=place)
-            if wants_sums:
-                sums = np.empty((count, group, self.stored_tokens), np.float32)
-            out = np.empty(states.shape, states.dtype)
-            rows = StepIndex(
-                np.arange(count + 1) * new, index.kvstarts, index.first_places, np.zeros(count, np.int64),
-                index.pages, PAGE_SIZE, tokens=count * new, context=int(index.kvstarts[-1]), rows=0,
-            )  # fmt: skip
-            decoding = count if new == 1 else 0
-            cpu.launches.start(
-                cpu.attention.prepare.prepare_attention(
-                    states, out, lse, self.pool.contexts[0], rows, decoding, weights, key_weights=sums
-                )
-            )
-        elif wants_sums:
-            wanted = "False where keys have a rope shift: `flatten` rotates them"
-            raise argument_error("return_key_weights", wanted, True)
-        else:
-            out, lse = self._attend_pieces(index, states, lse, columns, weights)
+        out, lse = np.empty(states.shape, states.dtype), np.empty(states.shape[:3], np.float32)
+        sums = np.empty((count, group, self.stored_tokens), np.float32) if wants_sums else None
+        index, form = self._tables(), None
+        if index.in_order and scoring.sinks is None and sums is None:
+            form = form_of((states,), (scoring.softmax_scale, scoring.softcap))
+        prepared = self._calls.find(form)
+        if not prepared or not prepared.run(index, states, out, lse, place):
+            weights = attention.checked_weights(query.swapaxes(1, 2), NO_MASK, scoring)
+            if weights.sinks is not None:
+                own = weights.sinks.reshape(-1, group)[None].repeat(batch, 0).reshape(count, group)
+                weights = weights._replace(sinks=own, apart=count)
+            if index.in_order:
+                weights, context = weights._replace(mask=place), self.pool.contexts[0]
+                self._calls.keep(form, PreparedHeads(context, index, states, (out, lse, sums), weights))
+            elif wants_sums:
+                wanted = "False where keys have a rope shift: `flatten` rotates them"
+                raise argument_error("return_key_weights", wanted, True)
+            else:
+                out, lse = self._attend_pieces(index, states, lse, columns, weights)
         outputs = out.swapaxes(1, 2).reshape(batch, heads, new, dim)
         more = [lse.swapaxes(1, 2).reshape(batch, heads, new)] * wants_lse + (
             [] if sums is None else [sums.reshape(batch, heads, -1)]
