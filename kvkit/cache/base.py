@@ -1,4 +1,4 @@
-"""The interface of layers and caches, the same for tokens in memory, in files, as codes and in blocks."""
+"""Define what all layers and caches can do, with tokens in memory, in files, as codes or in blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def one_call_at_a_time(method: Method) -> Method:
 
 
 class MovableTokens(ABC):
-    """Tokens that can be removed and moved: those of a layer, or of all layers of a cache at once.
+    """Removes and moves tokens, in a layer or in all layers of a cache at once.
 
     After an error nothing has changed. A call of a cache changes all of its layers.
     """
@@ -146,14 +146,14 @@ class MovableTokens(ABC):
 
     @one_call_at_a_time
     def can(self, call: str, *arguments: Any, **options: Any) -> str | None:
-        """Return the sentence of the error that a call would have; None if it can be done. Nothing changes.
+        """Return why a call would fail, as its error would say it; None if it would not. Nothing changes.
 
         Parameters
         ----------
         call : str
             ``"remove"``, ``"retain"``, ``"shift"``, ``"divide"`` or ``"flatten"``.
         *arguments, **options
-            Of the call.
+            The arguments of the call.
 
         Examples
         --------
@@ -262,11 +262,11 @@ class BaseLayer(MovableTokens):
         softcap : float
             If not 0, scores become ``softcap * tanh(score / softcap)`` before masks are added.
         sinks : ndarray, shape [Hq], optional
-            One more score for each head, which is part of its softmax and has no value.
+            One more score for each head. It is part of the softmax and has no value.
         return_lse : bool
             Whether to return the logarithms of the softmax denominators too.
         return_key_weights : bool, optional
-            Not for paged layers: whether to return the weight that each key gets from all queries.
+            Whether to return each key's weight, summed over the queries. Not for paged layers.
 
         Returns
         -------
@@ -296,14 +296,14 @@ class BaseLayer(MovableTokens):
 
     @abstractmethod
     def get_seq_length(self) -> int:
-        """Return the number of tokens that the layer has been given."""
+        """Return the number of tokens that the layer has seen."""
 
     def get_max_length(self) -> int:
         """Return the most tokens that the layer holds; -1 for no limit."""
         return -1
 
     def get_mask_sizes(self, query_length: SupportsIndex) -> tuple[int, int]:
-        """Return (kv_length, kv_offset): how many keys the next update returns, and from which position."""
+        """Return (kv_length, kv_offset): how many keys the next update returns, and the first position."""
         begin, end = self._returned(self.get_seq_length(), integer("query_length", query_length, 0))
         return end - begin, begin
 
@@ -314,16 +314,16 @@ class BaseLayer(MovableTokens):
     @property
     @abstractmethod
     def batch_size(self) -> int:
-        """B, the number of rows of the batch; 0 before the first update."""
+        """Return B, the number of rows of the batch; 0 before the first update."""
 
     @property
     def keys(self) -> States:
-        """Stored keys, shape [B, Hkv, stored, Dk]; None before the first update."""
+        """Return the stored keys, shape [B, Hkv, stored, Dk]; None before the first update."""
         return self.stored()[0] if self.batch_size else None
 
     @property
     def values(self) -> States:
-        """Stored values, shape [B, Hkv, stored, Dv]; None before the first update."""
+        """Return the stored values, shape [B, Hkv, stored, Dv]; None before the first update."""
         return self.stored()[1] if self.batch_size else None
 
     @abstractmethod
@@ -332,26 +332,26 @@ class BaseLayer(MovableTokens):
 
     @property
     def nbytes(self) -> int:
-        """Size of the stored keys and values in bytes, without room to grow."""
+        """Return the size of the stored keys and values in bytes, without spare rows."""
         return sum(side.nbytes for side in self.stored()) if self.batch_size else 0
 
-    # Tokens go, move and meet; positions are no longer those of rows
+    # Removing and moving tokens: positions then differ from row numbers
 
     @property
     def stored_tokens(self) -> int:
-        """The number of stored tokens: rows of keys and values."""
+        """Return the number of stored tokens: rows of keys and values."""
         return self.get_seq_length()
 
     @property
     def positions(self) -> Array:
-        """The position of every stored token, int64, ascending; row r of the keys has position r of these."""
+        """Return the positions of the stored tokens, ascending int64, one for each row of the keys."""
         return np.arange(self.get_seq_length())
 
     @property
     def rope_shifts(self) -> Array:
-        """The rope shifts of stored keys, int64 [pieces, 3]: first row, row behind the last one, shift.
+        """Return the rope shifts of stored keys, int64 [pieces, 3]: first row, end row, shift.
 
-        A key of shift d lies in memory as rotated for its position - d. `attend` takes that into account.
+        In memory a key of shift d is rotated for its position - d. `attend` takes that into account.
         """
         return np.array([(0, self.stored_tokens, 0)] if self.stored_tokens else [], np.int64).reshape(-1, 3)
 
@@ -370,7 +370,7 @@ class BaseCache(MovableTokens):
     def __len__(self) -> int:
         return len(self.layers)
 
-    # Tokens come
+    # Adding tokens
 
     @abstractmethod
     def update(
@@ -383,12 +383,12 @@ class BaseCache(MovableTokens):
     ) -> Attended:
         """Attend to layer ``layer_idx``, see the ``attend`` of layers.
 
-        After an update longer than its window, a sliding layer still stores the first of the new tokens, and
-        a quantized layer the originals of new codes, for the queries of that update. They free them as soon
-        as another layer is updated.
+        After an update longer than its window, a sliding layer still stores all new tokens, and a quantized
+        layer the unquantized rows of new codes, for the queries of that update. Updating another layer frees
+        them.
         """
         with self._lock:
-            queries = query if isinstance(query, tuple) else (query,)  # two, to latent rows
+            queries = query if isinstance(query, tuple) else (query,)  # latent rows have two queries
             return self._layer(layer_idx).attend(*queries, attention_mask=attention_mask, **options)
 
     @abstractmethod
@@ -404,15 +404,15 @@ class BaseCache(MovableTokens):
         """Raise for the number of a missing layer, or make that layer."""
         raise argument_error("layer_idx", f"the number of one of {len(self.layers)} layers", number)
 
-    # What is there
+    # Sizes and positions
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens a layer has been given; 0 if there is no such layer."""
+        """Return how many tokens a layer has seen; 0 if there is no such layer."""
         number = integer("layer_idx", layer_idx, 0)
         return self.layers[number].get_seq_length() if number < len(self.layers) else 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the most tokens that a layer, or the largest layer, holds; -1 for no limit."""
+        """Return the most tokens that a layer, or without a number any layer, holds; -1 for no limit."""
         if layer_idx is not None:
             return self._layer(layer_idx).get_max_length()
         lengths = [layer.get_max_length() for layer in self.layers]
@@ -422,7 +422,7 @@ class BaseCache(MovableTokens):
         """Return (kv_length, kv_offset) of an update of ``query_length`` tokens; call this before it."""
         return self._layer(layer_idx).get_mask_sizes(query_length)
 
-    # Tokens go, and the batch changes
+    # Removing tokens and changing the batch
 
     @abstractmethod
     def crop(self, length: int) -> None:
@@ -452,12 +452,12 @@ class BaseCache(MovableTokens):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget every token."""
+        """Remove all tokens."""
 
-    # Tokens go, move and meet: in all layers, or after an error in none
+    # Removing and moving tokens: in all layers, or after an error in none
 
     def plan(self, call: str, *arguments: Any, **options: Any) -> list[Any]:
-        """Check a call that moves rows or positions in every layer, and return what is then done to each."""
+        """Check a call that removes or moves tokens in every layer; return the plan of each layer."""
         return [layer.plan(call, *arguments, **options) for layer in self.layers]
 
     def rearrange(self, plan: list[Any]) -> None:
@@ -470,7 +470,7 @@ class BaseCache(MovableTokens):
         for layer in self.layers:
             layer.activate_past_recording()
 
-    # To other forms
+    # Conversion
 
     @abstractmethod
     def to_legacy_cache(self) -> tuple[Pair, ...]:

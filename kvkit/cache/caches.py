@@ -1,4 +1,4 @@
-"""The cache that is a list of layers."""
+"""A cache that is a list of layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Cache(BaseCache):
     offload : path, optional
         A folder to move the layers to, as `offload` does.
     rope : Rope, "none" or list of them, optional
-        How keys are rotated in all layers, or in each: `shift` asks for it.
+        How keys are rotated, in all layers or in each. `shift` needs it.
 
     Attributes
     ----------
@@ -80,14 +80,14 @@ class Cache(BaseCache):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"folder": None}  # a copy is in memory
 
-    # Tokens come
+    # Adding tokens
 
     def update(
         self, key_states: Array, value_states: Array, layer_idx: int, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
         """Append new tokens to layer ``layer_idx``, see `DynamicLayer.update`.
 
-        If a layer has no room, layers before it have got their tokens already. `reserve` checks all first.
+        If a layer has no room, earlier layers already have their tokens. Call `reserve` first to avoid this.
         """
         with self._lock:
             layer = self._layer(layer_idx)
@@ -104,7 +104,7 @@ class Cache(BaseCache):
                 self.folder.register(layer_idx, layer)
         latest = self._latest
         if latest is not None and not (latest.is_shared and latest.span.length - latest.span.before > 1):
-            latest.release_undo()  # but for a prompt whose queries come to a shared layer again
+            latest.release_undo()  # unless a shared layer still attends with the queries of a prompt
         self._latest = layer
         if self.folder is not None:
             self.folder.prefetch_after(layer_idx, self.layers)
@@ -128,8 +128,8 @@ class Cache(BaseCache):
             self.folder.lead(number, layer)
         return layer
 
-    # Tokens go, and the batch changes. Every layer is checked before the first one changes. After a crash
-    # either all files have changed, or none
+    # Removing tokens and changing the batch. All layers are checked before one changes. After a crash either
+    # all files have changed, or none
 
     @one_call_at_a_time
     def crop(self, length: int) -> None:
@@ -148,7 +148,7 @@ class Cache(BaseCache):
         ]
 
     def _ropes(self, rope: Any) -> list[Any]:
-        """Return how keys of each layer are rotated."""
+        """Return how the keys of each layer are rotated."""
         if not isinstance(rope, (list, tuple)):
             if rope is not None:
                 check_rotation(rope)
@@ -160,7 +160,7 @@ class Cache(BaseCache):
         return list(rope)
 
     def rearrange(self, plan: list[Any]) -> None:
-        """Do what `plan` has checked, in all layers that have a plan; after a crash in all files or none."""
+        """Carry out the plans of all layers; a crash leaves all files changed or none."""
         pairs = [pair for pair in zip(self.layers, plan, strict=True) if pair[0].of is None]
         planned = {id(layer): (layer, own) for layer, own in pairs if own is not None}
         crops = len(planned) == len(pairs) and all(own.crops for _, own in pairs)
@@ -190,36 +190,37 @@ class Cache(BaseCache):
         renumber: bool = False,
         **options: Any,
     ) -> compression.Report:
-        """Keep the tokens of the best scores in every layer, and free the memory of the others.
+        """Keep the tokens of the best scores in every layer, and free the memory of all others.
 
-        All heads and rows of the batch keep the same tokens of a layer: those of the best mean scores. With
-        `per_head`, and budgets for heads, each keeps its own best ones: then a `DynamicLayer` becomes a
-        `RaggedLayer`. After an error no layer has changed. Layers with a window stay as they are.
+        In a layer, all heads and all rows of the batch keep the same tokens: those of the best mean scores.
+        With `per_head`, or a budget for heads, each head keeps its own best tokens; then a `DynamicLayer`
+        becomes a `RaggedLayer`. Layers with a window do not change. After an error no layer has changed.
 
         Parameters
         ----------
         scorer : str, callable or list of arrays
             The name of a scorer of `kvkit.eviction`; a function (layer_idx, keys, values, queries) that
-            returns scores [B, Hkv, S], larger ones for what stays; or such scores of each layer.
+            returns scores [B, Hkv, S], larger for tokens to keep; or a list with the scores of each layer.
         keep, count : float, int, optional
-            The share, or the number, of a layer's stored tokens that stay. One of them.
+            The share, or the number, of a layer's tokens that stay. Give one of the two.
         budget : str or array_like of int
-            ``"uniform"``; ``"pyramid"``, counts that fall from layer to layer; ``"ada"`` and ``"global"``, by
-            the scores of the heads of a layer, or of all layers. Or counts in place of `keep`: of each layer
-            [L], or of each head [L, Hkv] or [L, B, Hkv], as `kvkit.eviction.budgets` makes them.
+            ``"uniform"``: each layer keeps as many. ``"pyramid"``: later layers keep fewer. ``"ada"`` and
+            ``"global"`` share tokens out among the heads of a layer, or of all layers, by their scores. Or
+            the counts themselves, in place of `keep`: [L], [L, Hkv] or [L, B, Hkv], as
+            `kvkit.eviction.budgets` returns them.
         per_head : bool
-            Whether each head keeps tokens of its own. ``"ada"``, ``"global"``, counts of heads and
+            Whether each head chooses its own tokens. ``"ada"``, ``"global"``, counts of heads and
             `threshold` imply it.
         threshold : float or array_like, optional
-            Keep what scores as much or more, in place of `keep`: one number, or those of heads, as counts.
+            Keep every token that scores at least so much, in place of `keep`: a number, or one for each head.
         first, last : int
-            How many tokens stay in each case, of those that are asked for.
+            How many of the first and of the last tokens stay whatever their scores.
         queries, weights : list of ndarray, optional
-            Of each layer, what its scorer needs, as `kvkit.eviction.scores` takes it.
+            What the scorer of each layer needs, as in `kvkit.eviction.scores`.
         renumber : bool
-            Whether the tokens that stay get the positions 0, 1, 2, ...; keys need a `rope` for that.
+            Whether the remaining tokens get the positions 0, 1, 2, ...; rotated keys need a `rope` for that.
         **options
-            Of the scorer; `first`, `last` and `threshold` too, of a scorer that has such options.
+            Options of the scorer, with `first`, `last` and `threshold` if it has them.
 
         Returns
         -------
@@ -267,7 +268,7 @@ class Cache(BaseCache):
         self._change_batch(lambda layer: layer.repeat(repeats))
 
     def _change_batch(self, change: Callable[[Layer], None]) -> None:
-        """Change the batch of every layer; layers in files change all at once."""
+        """Change the batch of every layer; all layers in files change at once."""
         if self.folder is not None:
             self.folder.at_once(self.layers, change)
             return
@@ -276,13 +277,13 @@ class Cache(BaseCache):
 
     @one_call_at_a_time
     def reset(self) -> None:
-        """Forget every token; see the layers for what stays."""
+        """Remove all tokens; the `reset` of each layer says what stays."""
         if self.folder is not None:
             self.folder.announce("reset")
         for layer in self.layers:
             layer.reset()
 
-    # To files and other forms
+    # Files
 
     @one_call_at_a_time
     def to_legacy_cache(self) -> tuple[Pair, ...]:
@@ -295,16 +296,16 @@ class Cache(BaseCache):
     def save(self, path: FilePath) -> None:
         """Write a .npz file that `load` reads. An existing file stays intact until the new one is complete.
 
-        From then on quantized layers attend to their codes, as the loaded cache does.
+        Afterwards quantized layers attend to codes wherever they have them, as the loaded cache will.
         """
         saving.save(self, path)
 
     @one_call_at_a_time
     def offload(self, directory: FilePath, only_non_sliding: bool = True, keep: bool = False) -> None:
-        """Move keys and values to memory-mapped files, which the system loads and evicts as it needs.
+        """Move keys and values to memory-mapped files, which the system pages in and out.
 
         Results stay the same, bit for bit. If the process dies, at any moment, `open` can read the files.
-        After a power cut it can read what was there at the last `flush`.
+        After a power cut it reads the state of the last `flush`.
 
         Parameters
         ----------

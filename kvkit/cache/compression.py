@@ -19,7 +19,7 @@ from kvkit.typed import Array
 WINDOW, EMPTY = "a window evicts already", "no tokens"
 BUDGETS = "'uniform', 'pyramid', 'ada', 'global', or counts of layers [L] or of heads [L, Hkv]"
 ScoreFunction = Callable[[int, Array, Array, Any], Array]
-ScoreOf = Callable[[int, int], Array]  # (layer, tokens that stay) -> scores
+ScoreOf = Callable[[int, int], Array]  # (layer, number of tokens to keep) -> scores
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Report:
     Attributes
     ----------
     tokens_before, tokens : list
-        The stored tokens of each layer, before and afterwards: a number, or numbers of heads [B][Hkv].
+        The stored tokens of each layer before and after: a number, or a number for each head, [B][Hkv].
     bytes_before, bytes_after : int
         The size of all stored keys and values; of a `PagedCache`, of all blocks that sequences use.
     skipped : dict of int to str
-        Layers that stayed as they were, and why.
+        The layers that did not change, and why.
 
     Examples
     --------
@@ -54,7 +54,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Compression:
-    """The arguments of `Cache.compress`."""
+    """Holds the arguments of `Cache.compress`."""
 
     scorer: str | ScoreFunction | Sequence[Array]
     keep: float | None
@@ -71,7 +71,7 @@ class Compression:
 
 
 def of_the_scorer(scorer: Any, options: dict[str, Any], **given: Any) -> dict[str, Any]:
-    """Return arguments by name, those among `options` that the scorer has options of."""
+    """Return those of `options` that the scorer has parameters for."""
     own = SCORERS[scorer].options if isinstance(scorer, str) and scorer in SCORERS else ()
     given = {name: each for name, each in given.items() if each is not None}
     more = {name: each for name, each in given.items() if name in own}
@@ -79,7 +79,7 @@ def of_the_scorer(scorer: Any, options: dict[str, Any], **given: Any) -> dict[st
 
 
 def is_by_head(layers: Sequence[Any], asked: Compression) -> bool:
-    """Return whether heads keep tokens of their own."""
+    """Return whether each head chooses its own tokens."""
     budget = asked.budget
     named = budget in ("ada", "global") if isinstance(budget, str) else np.ndim(budget) > 1
     ragged = any(hasattr(layer, "lengths") for layer in layers)
@@ -87,7 +87,7 @@ def is_by_head(layers: Sequence[Any], asked: Compression) -> bool:
 
 
 def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], asked: Compression) -> Report:
-    """Compress layers: all are scored and planned before `rearrange` changes them by their plans."""
+    """Compress layers. All are scored and planned before `rearrange` changes any."""
     skipped = {i: reason for i, layer in enumerate(layers) if (reason := reason_to_skip(layer))}
     if skipped and flag("renumber", asked.renumber):
         wanted = "False beside layers that stay as they are"
@@ -108,8 +108,8 @@ def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], aske
 
 
 def compress_sequence(cache: Any, seq: Any, asked: Compression) -> Report:
-    """Compress a sequence of a paged cache. Its tokens are those of the best mean scores of all layers."""
-    cache.plan("remove", seq, 0)  # raises for what is no sequence, or cannot change now
+    """Compress a sequence of a paged cache: keep the tokens of the best mean scores over all layers."""
+    cache.plan("remove", seq, 0)  # raises if it is no sequence, or cannot change now
     if not isinstance(asked.budget, str) or asked.budget != "uniform":
         wanted = "'uniform', because all layers and heads of a sequence share its tokens"
         raise argument_error("budget", wanted, describe(asked.budget))
@@ -129,7 +129,7 @@ def compress_sequence(cache: Any, seq: Any, asked: Compression) -> Report:
 
 
 class SequenceLayer:
-    """The tokens of a sequence in one layer of a paged cache, as scorers read them."""
+    """Gives scorers the tokens of a sequence in one layer of a paged cache."""
 
     def __init__(self, cache: Any, seq: Any, layer_idx: int) -> None:
         self.positions, self.rope_shifts, self.stored_tokens = seq.positions, seq.rope_shifts, seq.length
@@ -165,7 +165,7 @@ def layer_scores(function: ScoreOf, tokens: int, number: int, count: int) -> Arr
 
 
 def reason_to_skip(layer: Any) -> str | None:
-    """Return why a layer stays as it is; None if its tokens can go."""
+    """Return why a layer cannot lose tokens; None if it can."""
     if layer.why_kept is not None:
         return layer.why_kept
     if layer.window is not None:
@@ -174,7 +174,7 @@ def reason_to_skip(layer: Any) -> str | None:
 
 
 def layer_counts(stored: dict[int, int], layers: int, asked: Compression) -> dict[int, int]:
-    """Return how many of the stored tokens each of some layers keeps; there are `layers` in all."""
+    """Return how many tokens each of these layers keeps; the model has `layers` layers."""
     budget = asked.budget
     if isinstance(budget, str) and budget == "pyramid":
         tokens = max(stored.values(), default=1)
@@ -198,7 +198,7 @@ def layer_counts(stored: dict[int, int], layers: int, asked: Compression) -> dic
 
 
 def score_function(layers: Sequence[Any], asked: Compression) -> ScoreOf:
-    """Return a function (layer, tokens that stay) -> scores; a missing input is refused now."""
+    """Return a function (layer, number of tokens to keep) -> scores; raise if an input is missing."""
     for name in ("queries", "weights"):
         given = getattr(asked, name)
         if given is not None and len(given) != len(layers):
@@ -222,7 +222,7 @@ def score_function(layers: Sequence[Any], asked: Compression) -> ScoreOf:
     return lambda i, count: scorer[i]
 
 
-CONTEXT: dict[str, Callable[[Any, int], Any]] = {  # options that a layer knows, from it and its count
+CONTEXT: dict[str, Callable[[Any, int], Any]] = {  # {option: its value, from a layer and its count}
     "budget": lambda layer, count: count,
     "keep": lambda layer, count: count / layer.stored_tokens,
     "blend": lambda layer, count: 1 - count / layer.stored_tokens,
@@ -245,7 +245,7 @@ def scores_of_layer(found: Scorer, layer: Any, number: int, count: int, asked: C
 
 
 def stored_states(layer: Any) -> tuple[Array, Array]:
-    """Return a layer's keys, as rotated for their positions, and its values; codes are decoded."""
+    """Return a layer's keys, rotated for their present positions, and its values; codes are decoded."""
     keys, values = (np.asarray(side) for side in layer.stored())
     pieces = layer.rope_shifts
     if pieces[:, 2].any() and layer.rope != "none":

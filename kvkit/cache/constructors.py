@@ -1,4 +1,4 @@
-"""The constructors of the usual caches."""
+"""Constructors of the usual caches."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def layer_makers(
     full: Callable[[], Layer],
     sliding: Callable[[], Layer],
 ) -> tuple[Callable[[], Layer] | None, list[Callable[[], Layer]]]:
-    """Return (a function that makes one more layer, or None, and a list with one such function per layer).
+    """Return (a function that makes any further layer, or None; functions that make the first layers).
 
-    Without `layer_types` all layers are sliding if there is a window, else all are full.
+    Without `layer_types` all layers are sliding if there is a window, otherwise full.
     """
     if sliding_window is not None:
         integer("sliding_window", sliding_window, 1)
@@ -58,13 +58,14 @@ class DynamicCache(Cache):
     num_layers : int, optional
         The number of layers; if None, each is made when it is first used.
     layer_types : sequence of str, optional
-        "full_attention", "sliding_attention", or "linear_attention" or "conv" (a `StateLayer`) for each.
+        The type of each layer: "full_attention", "sliding_attention", or "linear_attention" or "conv" for a
+        `StateLayer`.
     sliding_window : int, optional
         Window W of the sliding layers; without ``layer_types`` all layers are sliding.
     offload : path, optional
         A folder to move the layers to, as `offload` does.
     rope : Rope, "none" or list of them, optional
-        How keys are rotated in all layers, or in each: `shift` asks for it.
+        How keys are rotated, in all layers or in each. `shift` needs it.
 
     Examples
     --------
@@ -92,7 +93,7 @@ class DynamicCache(Cache):
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: Iterable[Pair]) -> Self:
-        """Make a cache from a tuple over layers of (keys, values), which are copied."""
+        """Make a cache from a tuple with the (keys, values) of each layer, which are copied."""
         cache = cls()
         for i, (keys, values) in enumerate(past_key_values):
             cache.update(keys, values, i)
@@ -151,9 +152,8 @@ class QuantizedCache(Cache):
         As in `QuantizedLayer`. Schemes (see `QuantSpec`) must be given for both keys and values; then up to
         `group` tokens more than `residual_length` stay unquantized, and the cache can be in no file.
     read_back : bool
-        True: a step attends to the codes of its own tokens, as needed to measure the error of a format.
-        False: it attends to their originals, so that one step over a whole prompt has error 0, whatever the
-        bits.
+        True: a step attends to the codes of its own tokens, which measures the error of a format. False: it
+        attends to its own tokens unquantized, so that one step over a whole prompt has no error.
     layer_types : sequence of str, optional
         As in `DynamicCache`. Sliding layers and recurrent states are small and not quantized.
     sliding_window : int, optional

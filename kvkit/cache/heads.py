@@ -1,4 +1,4 @@
-"""Compress layers head by head: each key head keeps tokens of its own, in a `RaggedLayer`."""
+"""Compress layers head by head: each key head keeps its own tokens, in a `RaggedLayer`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHARE = "layers of one batch and as many heads for 'global'"
 
 
 def compressed(layers: Sequence[Any], asked: Compression) -> tuple[list[Any], Report]:
-    """Return layers without the tokens that heads lose, new ones where any go, and the report."""
+    """Return (layers, report). A layer that loses tokens is replaced by a new one."""
     skipped = {i: reason for i, layer in enumerate(layers) if (reason := reason_to_skip(layer))}
     chosen = [i for i in range(len(layers)) if i not in skipped]
     if flag("renumber", asked.renumber):
@@ -56,7 +56,7 @@ def compressed(layers: Sequence[Any], asked: Compression) -> tuple[list[Any], Re
 
 
 def counted(layer: Any) -> Any:
-    """Return the stored tokens of a layer, or those of its heads."""
+    """Return how many tokens a layer stores, or each of its heads."""
     return layer.lengths.tolist() if isinstance(layer, RaggedLayer) else layer.stored_tokens
 
 
@@ -85,7 +85,7 @@ def mean_counts(tokens: dict[int, Array], layers: int, asked: Compression) -> di
 
 
 def by_head(name: str, numbers: Any, tokens: dict[int, Array], layers: int, kinds: str) -> dict[int, Array]:
-    """Return numbers of each head of each layer: given so, for rows of the batch alike, or for all heads."""
+    """Return [B, Hkv] numbers for each layer, from one for all, [L, Hkv] or [L, B, Hkv]."""
     given = np.asarray(numbers)
     if given.dtype.kind not in kinds or given.ndim > 3 or (given.ndim and len(given) != layers):
         wanted = f"a number, or numbers [{layers}, Hkv] or [{layers}, B, Hkv]"
@@ -120,7 +120,7 @@ def scores_of_heads(function: ScoreOf, layer: Any, number: int, count: int, aske
 
 
 class Head:
-    """A key head of a row of the batch in a ragged layer, as scorers read it."""
+    """Gives scorers the tokens of one key head of a row of the batch in a ragged layer."""
 
     window = None
 
@@ -139,7 +139,7 @@ class Head:
 
 
 def for_head(asked: Compression, number: int, at: tuple[int, int], heads: int, tokens: int) -> Compression:
-    """Return the arguments for one head (row of the batch, key head) of a layer alone."""
+    """Return the arguments for one head of a layer; `at` is (row of the batch, key head)."""
     b, h = at
 
     def part(given: Any) -> Any:
@@ -163,7 +163,7 @@ def for_head(asked: Compression, number: int, at: tuple[int, int], heads: int, t
 
 
 def with_protection(scores: Array, tokens: Array, asked: Compression) -> Array:
-    """Return scores whose first and last tokens score 1 more than the best of their row of the batch."""
+    """Raise the scores of the first and last tokens to 1 more than the best of their row of the batch."""
     first, last = integer("first", asked.first, 0), integer("last", asked.last, 0)
     scores, top = scores.copy(), scores.max((1, 2)) + 1
     for b, h in np.ndindex(tokens.shape):
@@ -175,7 +175,7 @@ def with_protection(scores: Array, tokens: Array, asked: Compression) -> Array:
 def rows_that_stay(
     scored: dict[int, Array], tokens: dict[int, Array], means: dict[int, int], layers: int, asked: Compression
 ) -> dict[int, list[Array]]:
-    """Return the ascending rows that each head of each layer keeps."""
+    """Return the numbers of the rows that each head of each layer keeps, ascending."""
     if asked.threshold is not None:
         bounds = by_head("threshold", asked.threshold, tokens, layers, "fiu")
         staying = {i: (scored[i] >= bounds[i][..., None]) & np.isfinite(scored[i]) for i in scored}
@@ -196,7 +196,7 @@ def by_row(array: Array) -> Array:
 def counts_of_heads(
     scored: dict[int, Array], tokens: dict[int, Array], means: dict[int, int], layers: int, asked: Compression
 ) -> dict[int, Array]:
-    """Return how many tokens each head keeps, int64 [B, Hkv] of each layer."""
+    """Return how many tokens each head keeps, int64 [B, Hkv] for each layer."""
     budget = asked.budget
     if not isinstance(budget, str) and np.ndim(budget) > 1:
         counts = by_head("budget", budget, tokens, layers, "iu")

@@ -1,4 +1,4 @@
-"""Load a cache from the file that it was saved in; `saving` describes the file."""
+"""Load a saved cache; `saving` describes the file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvkit.files import npz
 from kvkit.rope import Rope
 from kvkit.typed import Array, FilePath
 
-MAX_QUOTE = 160  # characters of file metadata in an error message
+MAX_QUOTE = 160  # characters of a file's metadata in an error message
 
 
 def load(path: FilePath) -> Cache | PagedCache:
@@ -34,7 +34,7 @@ def load(path: FilePath) -> Cache | PagedCache:
     Returns
     -------
     Cache or PagedCache
-        A cache with the same bits. Attention over quantized layers reads the stored codes.
+        A cache with the same stored bits. Quantized layers attend to codes wherever they have them.
 
     Raises
     ------
@@ -141,7 +141,7 @@ def restore_paged(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> Page
 
 
 def restore_moves(i: int, about: Mapping[str, Any], arrays: Mapping[str, Array], cache: PagedCache) -> Moves:
-    """Check what a file says of the moved tokens of a sequence, and return it."""
+    """Check the moved tokens of a sequence in a file; return them."""
     positions, shifts, ends = (
         arrays[f"sequences.{i}.{name}"] for name in ("positions", "rope_shifts", "segments")
     )

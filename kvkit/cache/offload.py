@@ -1,4 +1,4 @@
-"""The folder of a cache whose layers are in files. `kvkit.cache.opening` opens it again."""
+"""Keep the layers of a cache in the files of a folder. `kvkit.cache.opening` opens such a folder."""
 
 import contextlib
 import hashlib
@@ -22,19 +22,19 @@ NAMES = "layer-*.raw", "layer-*.json", f"layer-*{WAITING}*", *UNFINISHED, "cache
 
 
 class Folder:
-    """The folder with the files of a cache, and the record of its changes, `cache.json`."""
+    """Owns the folder with the files of a cache, and `cache.json`, which counts changes of all layers."""
 
     def __init__(self, directory: FilePath, only_non_sliding: bool, keep: bool) -> None:
         self.path, self.only_non_sliding, self.keep = Path(directory), only_non_sliding, keep
-        self.changes = 0  # how many changes have been made to all layers at once
-        self.due: list[int] | str | None = None  # what layers with a state before the latest change must do
+        self.changes = 0  # how many changes of all layers at once were committed
+        self.due: list[int] | str | None = None  # lengths to crop older layers to, or "reset"
         self.under_way = 0  # the number of the change in progress; 0 if none
-        self.layers = 0  # how many layers have a sidecar, or get one
+        self.layers = 0  # how many layers have or get a sidecar
         self.release: Callable[[], Any] = int  # unlocks the folder; before `hold` it does nothing
 
     def hold(self, expected: str) -> None:
         """Lock the folder until `release` or the end of the process."""
-        if os.name == "nt":  # Windows can neither replace a mapped file nor open a folder
+        if os.name == "nt":  # Windows cannot replace a mapped file, nor open a folder
             raise argument_error("offload", "a system that can replace mapped files", "Windows")
         descriptor = os.open(self.path, os.O_RDONLY)
         self.release = weakref.finalize(self, os.close, descriptor)
@@ -67,13 +67,13 @@ class Folder:
             raise
 
     def say(self, closed: bool, **more: Any) -> None:
-        """Write `cache.json`: whether the folder was closed, its layers, its changes, and what is due."""
+        """Write `cache.json`: `closed`, the number of layers, the number of changes, and `due`."""
         about = {"version": VERSION, "closed": closed, "changes": self.changes, "due": self.due}
         about |= {"layers": self.layers, **more}
         os.close(write_sidecar(self.path / "cache.json", json.dumps(about) + "\n"))
 
     def lead(self, number: int, layer: Layer) -> None:
-        """Give a layer its place in the folder, unless it is to stay in memory."""
+        """Move a layer to the folder, unless it stays in memory."""
         if layer.window is None or not self.only_non_sliding:
             layer.home = self.home(number, layer)
 
@@ -82,7 +82,7 @@ class Folder:
         if layer.home is None:
             self.lead(number, layer)
         if layer.home is None:
-            self.home(number, layer).say_empty(in_memory=True)
+            self.home(number, layer).write_empty(in_memory=True)
         else:
             layer.rehome()
         if number == self.layers:
@@ -93,11 +93,11 @@ class Folder:
         return Home(self, number, kinds.describe_layer(layer))
 
     def at_once(self, layers: Sequence[Layer], change: Callable[[Layer], None]) -> None:
-        """Change all layers at once: after a crash either all files are the new ones, or all the old ones.
+        """Change all layers at once: after a crash either all files are new, or all are old.
 
-        New sidecars are written under other names. A higher number of changes in `cache.json` commits them
-        all. They are renamed afterwards: here, before a layer's next sidecar is written, or by the next open.
-        Layers in memory come last, because no full disk can stop them.
+        New sidecars are written under other names. Then a higher number of changes in `cache.json` commits
+        all of them. They are renamed later: here, before a layer's next sidecar, or when the folder is next
+        opened. Layers in memory change last, because a full disk cannot stop them.
         """
         moved = [layer for layer in layers if is_mapped(layer)]
         before, left = [(layer.state(), layer.store.file) for layer in moved], []
@@ -132,14 +132,14 @@ class Folder:
             layer.home.resolve_waiting()
 
     def announce(self, due: list[int] | str) -> None:
-        """Record what all layers are to do next, so that the next open after a crash can complete it.
+        """Record what all layers will do next, so that opening after a crash can complete it.
 
-        `due` is the lengths to crop them to, or "reset". A layer's next commit records that it has done so.
+        `due` is the lengths to crop them to, or "reset". A layer's next commit records that it is done.
         """
         self.count(self.changes + 1, due)
 
     def count(self, changes: int, due: list[int] | str | None) -> None:
-        """Record the number of changes and what is due; on an error both stay as they were."""
+        """Record the number of changes and what is due; on an error neither changes."""
         before = self.changes, self.due
         try:
             self.changes, self.due = changes, due
@@ -158,7 +158,7 @@ class Folder:
                 return
 
     def close(self, layers: Sequence[Layer]) -> None:
-        """Complete the files if they are to be kept, else delete them. The layers become empty."""
+        """Complete the files if the folder is kept, otherwise delete them. The layers become empty."""
         if self.keep:
             for number, layer in enumerate(layers):
                 if layer.home is None:
@@ -173,7 +173,7 @@ class Folder:
         self.release()
 
     def delete(self, layers: Iterable[Layer]) -> None:
-        """Delete all files of the cache; the layers' stores are closed."""
+        """Close the stores of the layers, and delete all files of the cache."""
         for layer in layers:
             if is_mapped(layer):
                 layer.store.close()

@@ -1,4 +1,4 @@
-"""Open a cache in a folder, and repair what a crash has left half-done."""
+"""Open a cache in a folder, and repair what a crash left unfinished."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from kvkit.typed import FilePath
 
 
 def open_folder(directory: FilePath, keep: bool) -> tuple[Folder, list[Layer]]:
-    """Open the folder and the layers of a cache that was closed and kept, or whose process died."""
+    """Open the folder and layers of a cache that was closed and kept, or whose process died."""
     folder = Folder(directory, True, keep)
     with contextlib.suppress(FileNotFoundError):  # `open_layers` reports it
         folder.hold("a cache that is not open")
@@ -53,7 +53,7 @@ def open_layers(folder: Folder) -> list[Layer]:
             path.unlink()
     counted = {layer.store.file.path for layer in layers if layer.store}
     for path in set(folder.path.glob("layer-*.raw")) - counted:
-        path.unlink()  # the process died before it was complete
+        path.unlink()  # the process died while it wrote the file
     if not closed:
         undo_cut_step(layers, folder.path)
     for layer in layers:
@@ -63,10 +63,10 @@ def open_layers(folder: Folder) -> list[Layer]:
 
 
 def undo_cut_step(layers: Sequence[Layer], folder: Path) -> None:
-    """Undo a step that only some layers have had.
+    """Undo a step that only some layers have completed.
 
     Such a layer had as many tokens before the step as another layer has now. A layer without tokens counts as
-    unused by the model, unless it comes last and the others have had their first step only.
+    unused by the model, unless it is the last one and the others have only had their first step.
     """
     layers = [layer for layer in layers if layer.of is None]
     used = [layer for layer in layers if layer.get_seq_length()]

@@ -1,24 +1,24 @@
 """Save a cache in one .npz file that describes itself; see `kvkit.files.npz` for the form of such files.
 
 The metadata's ``cache`` has the version, the dtype and shape of every array, and a sha256 over this
-description and the bytes of all arrays. Next to it is the ``description`` of the layout, if it has one. Then:
+description and the bytes of all arrays. ``description`` beside it has the layout, if there is one. Then:
 
-    layers      for a `Cache`: the kind of each layer, and how many tokens it was given. Its arrays are
+    layers      for a `Cache`: the kind of each layer, and how many tokens its updates had. Its arrays are
                 ``layers.I.keys`` and ``layers.I.values``, for a quantized layer ``layers.I.keys.codes`` and
                 so on, see `kvkit.cache.stores.codes.PARTS`. A layer without tokens has no arrays.
-                A recurrent state has ``layers.I.checkpoints``, positions, and ``layers.I.states.NAME``
-                [versions, B, ...]: the state at each checkpoint, then the present one
-                A layer whose rows were removed or moved (version 2) also has ``layers.I.positions`` and
-                ``layers.I.rope_shifts``, and its ``rope`` says how keys were rotated. A layer whose heads
-                keep different tokens (version 2) has ``layers.I.lengths`` [B, Hkv], and the other arrays
-                have the tokens of one head after the other's: keys and values are [tokens, D]
+                A recurrent state has ``layers.I.checkpoints`` (positions) and ``layers.I.states.NAME``
+                [versions, B, ...]: the state at each checkpoint, then the present one.
+                A layer whose rows were removed or moved (version 2) also has ``layers.I.positions``,
+                ``layers.I.rope_shifts``, and ``rope``, the rotation of its keys. A layer whose heads keep
+                different tokens (version 2) has ``layers.I.lengths`` [B, Hkv]; in its other arrays the
+                tokens of a head follow those of the head before: keys and values are [tokens, D]
     paged       for a `PagedCache`: its arguments, the number of rows, and its sequences. Its arrays are
-                ``blocks`` (the numbers of the blocks in use, which stay the same), ``cache`` and ``scale``
-                ([layers, key|value, block, row, head, dim], these blocks), ``sequences.I.block_table``
-                and ``sequences.I.token_ids``, for a sequence whose tokens were removed or moved (version 2)
-                also ``sequences.I.positions``, ``.rope_shifts`` and ``.segments`` (the ends of all but one),
-                and for the published blocks, in the order of eviction, ``published.blocks``, ``.hashes`` and
-                ``.token_ids``
+                ``blocks`` (the numbers of the blocks in use, which loading keeps), ``cache`` and ``scale``
+                ([layers, key|value, block, row, head, dim] of these blocks), ``sequences.I.block_table``
+                and ``sequences.I.token_ids``. A sequence whose tokens were removed or moved (version 2) also
+                has ``sequences.I.positions``, ``.rope_shifts`` and ``.segments`` (where all but the last
+                segment end). Published blocks have ``published.blocks``, ``.hashes`` and ``.token_ids``, in
+                the order of eviction
 """
 
 import hashlib
@@ -36,21 +36,21 @@ from kvkit.rope import Rope
 from kvkit.typed import Array, FilePath
 
 VERSION = 1
-MOVED_VERSION = 2  # files after rows were removed or moved: they hold positions and rope shifts, too
+MOVED_VERSION = 2  # of a file with removed or moved rows, which also has positions and rope shifts
 PAGED_ARRAYS = "cache", "scale"
 PLAIN, PAGED, LATENT = "l kv | b h n c", "| l kv b n h c", "| l 1 b n 1 c"  # layouts
 
 
 def save(cache: Any, path: FilePath) -> None:
-    """Write a `Cache`."""
+    """Write a `Cache` to a file."""
     layers: list[dict[str, Any]] = []
     arrays: dict[str, Array] = {}
     for i, layer in enumerate(cache.layers):
         state = {"length": layer.get_seq_length(), "record_past": layer.record_past}
         moves, rope = layer.moves()
         layers.append(kinds.describe_layer(layer) | state | rope)
-        held = layer.arrays() | moves
-        arrays |= {f"layers.{i}.{name}": array for name, array in held.items()}
+        own = layer.arrays() | moves
+        arrays |= {f"layers.{i}.{name}": array for name, array in own.items()}
     plain = all(name.endswith((".keys", ".values")) for name in arrays)
     line = PLAIN if plain and len(arrays) == 2 * len(layers) > 0 else None
     version = MOVED_VERSION if any(layer.was_moved for layer in cache.layers) else VERSION
@@ -58,21 +58,21 @@ def save(cache: Any, path: FilePath) -> None:
 
 
 def save_paged(cache: Any, path: FilePath, sequences: Iterable[Any]) -> None:
-    """Write a `PagedCache` with its published blocks, its rows and the given sequences."""
+    """Write a `PagedCache` to a file: its published blocks, its rows and these sequences."""
     allocator, rows = cache.blocks, cache.rows.sequences
     if allocator.open_step is not None:
         raise argument_error("cache", "a cache without an open step", "an open step")
-    kept = [*rows, *sequences]
-    for seq in kept:
+    saved = [*rows, *sequences]
+    for seq in saved:
         allocator.check(seq)
-    if len(set(map(id, kept))) < len(kept):
+    if len(set(map(id, saved))) < len(saved):
         raise argument_error("sequences", "each sequence once", "one twice")
     published = list(allocator.published())
-    blocks = {block for block, *_ in published}.union(*(seq.table for seq in kept))
+    blocks = {block for block, *_ in published}.union(*(seq.table for seq in saved))
     numbers = np.array(sorted(blocks), np.int64)
-    held = zip(PAGED_ARRAYS, cache.store.blocks, strict=False)
-    arrays = {"blocks": numbers} | {name: array[:, :, numbers] for name, array in held}
-    for i, seq in enumerate(kept):
+    pools = zip(PAGED_ARRAYS, cache.store.blocks, strict=False)
+    arrays = {"blocks": numbers} | {name: pool[:, :, numbers] for name, pool in pools}
+    for i, seq in enumerate(saved):
         arrays[f"sequences.{i}.block_table"] = np.array(seq.blocks, np.int64)
         arrays[f"sequences.{i}.token_ids"] = seq.token_ids
         if seq.intact is not None:
@@ -83,15 +83,15 @@ def save_paged(cache: Any, path: FilePath, sequences: Iterable[Any]) -> None:
     arrays["published.blocks"] = np.array([block for block, *_ in published], np.int64)
     arrays["published.hashes"] = np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES)
     arrays["published.token_ids"] = np.frombuffer(ids, "<i8").reshape(-1, allocator.page_size)
-    said = [{"length": seq.length, "root": seq.chain[0].hex(), **moves_of(seq)} for seq in kept]
-    about = {"arguments": cache.describe(), "rows": len(rows), "sequences": said}
-    version = MOVED_VERSION if any(seq.intact is not None for seq in kept) else VERSION
+    described = [{"length": seq.length, "root": seq.chain[0].hex(), **moves_of(seq)} for seq in saved]
+    about = {"arguments": cache.describe(), "rows": len(rows), "sequences": described}
+    version = MOVED_VERSION if any(seq.intact is not None for seq in saved) else VERSION
     line = LATENT if cache.store.latent_dim else PAGED
     write_file(path, {"version": version, "paged": about}, arrays, line)
 
 
 def moves_of(seq: Any) -> dict[str, Any]:
-    """Return what a file says of a sequence whose tokens were removed or moved."""
+    """Describe the removed and moved tokens of a sequence for a file; {} without any."""
     if seq.intact is None:
         return {}
     ropes = [rope.describe() if isinstance(rope, Rope) else rope for rope in seq.rope or ()]
@@ -107,8 +107,8 @@ def write_file(
         **about,
         "arrays": {name: array_form(array) for name, array in arrays.items()},
     }
-    said = {} if line is None else {"description": Description(line).to_dict()}
-    npz.write(path, arrays, said | {"cache": about | {"fingerprint": hash_contents(about, arrays)}})
+    layout = {} if line is None else {"description": Description(line).to_dict()}
+    npz.write(path, arrays, layout | {"cache": about | {"fingerprint": hash_contents(about, arrays)}})
 
 
 def array_form(array: Array) -> list[Any]:
@@ -116,7 +116,7 @@ def array_form(array: Array) -> list[Any]:
 
 
 def hash_contents(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> str:
-    """Return sha256 of the description, and of the bytes of all arrays in the order of their names."""
+    """Return the sha256 of the description and of the bytes of all arrays, in the order of their names."""
     total = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name in sorted(arrays):
         for chunk in members.iterate_bytes(arrays[name]):

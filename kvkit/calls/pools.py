@@ -13,9 +13,11 @@ def append_to_pools(call: PoolAppend) -> None:
     """Store tokens in pools of pages: as copies of their bits, in one launch, or as codes."""
     if not len(call.pieces):
         return
-    moved = [side for side in call.sides if side.packed == side.stored]
+    moved = [side for side in call.sides if side.data_dtype == side.cache_format]
     launches = [
-        cpu.copy.pieces.encode(side, call.pieces) for side in call.sides if side.packed != side.stored
+        cpu.copy.pieces.encode(side, call.pieces)
+        for side in call.sides
+        if side.data_dtype != side.cache_format
     ]
     if moved:
         arrays = [side.tokens for side in moved], [side.pool for side in moved]

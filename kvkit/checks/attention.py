@@ -184,8 +184,8 @@ def context_of(fmt: Element, key: Array, value: Array, sides: Sequence[Sequence[
 
 def cache_context(layer: CacheLayer) -> Context:
     """Return the `Context` of a checked layer of a cache."""
-    group = 0 if layer.group == layer.dim and BY_NAME[layer.stored].minifloat else layer.group
-    formats = layer.packed, layer.stored, layer.cell, group
+    group = 0 if layer.group == layer.dim and BY_NAME[layer.cache_format].minifloat else layer.group
+    formats = layer.data_dtype, layer.cache_format, layer.scale_format, group
     sizes = layer.heads, layer.dim, layer.dim
     return Context(*formats, *sizes, layer.sides, layer.stored_bytes, layer.stored_bytes)
 

@@ -45,7 +45,7 @@ def cache_layer(
     at, (key, value) = layout.at, layer_sides(cache, layout, layer_idx)
     stored_bytes = width * cache.itemsize
     layer = CacheLayer(
-        packed=fmt.name, stored=stored.name, cell=None, group=0, heads=heads, dim=dim,
+        data_dtype=fmt.name, cache_format=stored.name, scale_format=None, group=0, heads=heads, dim=dim,
         stored_bytes=stored_bytes,
         capacity=(cache.shape[at["b"]] if "b" in at else 1, cache.shape[at["n"]]),
         heads_adjoin=key.head == stored_bytes, sides=(key, value),
@@ -62,7 +62,7 @@ def cache_layer(
         raise argument_error("quant_group", "an even number, for quant_bit 4", group)
     if scale is None:
         raise argument_error("scale", f"an array of scales, for quant_bit {quant_bit}", "None")
-    cell = checked_format("scale", scale, FLOATS, cache.ndim)
+    scale_format = checked_format("scale", scale, FLOATS, cache.ndim)
     check_output("scale", scale)
     wanted = (*cache.shape[:-1], dim // group)
     if scale.shape != wanted:
@@ -72,9 +72,9 @@ def cache_layer(
     check_apart("cache", cache, (("scale", scale),))
     key_scales, value_scales = layer_sides(scale, layout, layer_idx)
     return layer._replace(
-        cell=cell.name,
+        scale_format=scale_format.name,
         group=group,
-        heads_adjoin=layer.heads_adjoin and key_scales.head == cell.bytes(dim // group),
+        heads_adjoin=layer.heads_adjoin and key_scales.head == scale_format.bytes(dim // group),
         sides=(key.with_scales(*key_scales[:4]), value.with_scales(*value_scales[:4])),
     )
 
@@ -99,12 +99,13 @@ def has_own_scales(stored: Element, heads: int, scale: Array | None) -> bool:
 
 def with_own_scales(layer: CacheLayer, scale: Array) -> CacheLayer:
     """Return the layer with the caller's scales, one for keys and one for values, or one for each head."""
-    cell = checked_format("scale", scale, FLOATS, scale.ndim)
+    scale_format = checked_format("scale", scale, FLOATS, scale.ndim)
     bad = scale[~(np.isfinite(scale.astype(np.float32)) & (scale > 0))]
     if bad.size:
         raise argument_error("scale", "finite numbers above 0", f"{float(bad[0])}".replace("nan", "NaN"))
     layer = at_scales(layer, scale)
-    return layer._replace(cell=cell.name, heads_adjoin=layer.heads_adjoin and not layer.sides[0].scale_head)
+    heads_adjoin = layer.heads_adjoin and not layer.sides[0].scale_head
+    return layer._replace(scale_format=scale_format.name, heads_adjoin=heads_adjoin)
 
 
 def at_scales(layer: CacheLayer, scale: Array) -> CacheLayer:

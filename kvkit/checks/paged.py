@@ -53,14 +53,16 @@ def checked_paged_attention(call: PoolAttention) -> AttentionCall:
     slopes = call.alibi_slopes
     if slopes is not None:
         slopes = of_sequences("alibi_slopes", slopes, len(lengths), heads, "query heads")
-    cells = None if stored else scales_of_tokens(call, key, value, len(lengths))
-    scales = None if cells or stored else scales_of_heads(call, key, value, len(lengths), how.scale)
+    token_scales = None if stored else scales_of_tokens(call, key, value, len(lengths))
+    head_scales = (
+        None if token_scales or stored else scales_of_heads(call, key, value, len(lengths), how.scale)
+    )
     inputs = named_arrays(
         query=query, key_cache=key, value_cache=value, attn_mask=scoring.attn_mask,
         alibi_slopes=call.alibi_slopes, sinks=scoring.sinks, key_scale=call.key_scale,
         value_scale=call.value_scale,
     )  # fmt: skip
-    context = pools.context_of(fmt, key, value, cells, stored)
+    context = pools.context_of(fmt, key, value, token_scales, stored)
     shape = (tokens, heads, context.value_dim)
     key_weights = None
     if flag("return_key_weights", call.return_key_weights):
@@ -68,7 +70,7 @@ def checked_paged_attention(call: PoolAttention) -> AttentionCall:
     return AttentionCall(
         fmt, shape, query, context=context,
         steps=pools.steps_of(key, value, pages, lengths, starts), decoding=0,
-        weights=how._replace(slopes=slopes, scales=scales), inputs=inputs,
+        weights=how._replace(slopes=slopes, scales=head_scales), inputs=inputs,
         results=attention.attention_results(shape, fmt, call.return_lse, inputs, key_weights),
     )  # fmt: skip
 
@@ -136,12 +138,10 @@ def scales_of_tokens(call: PoolAttention, key: Array, value: Array, batch: int) 
         if isinstance(scale, np.ndarray) and not isinstance(scales[1 - i], np.ndarray):
             alone = [(one, None) if i == 0 else (None, one) for one in (scale, (key, value)[i])]
             pools.scale_views(alone[0], alone[1], whole, call.layout)
-    cells = pools.scale_views(scales, (key, value), whole, call.layout)
-    key_cells, value_cells = (
-        pools.present(name, each, "an array") for name, each in zip(SCALES, cells, strict=True)
-    )
-    pools.check_alike((key_cells, value_cells), (key, value))
-    return [key_cells, value_cells]
+    views = pools.scale_views(scales, (key, value), whole, call.layout)
+    present = [pools.present(name, each, "an array") for name, each in zip(SCALES, views, strict=True)]
+    pools.check_alike(present, (key, value))
+    return present
 
 
 def number_of(scale: Scale) -> Scale:
@@ -221,10 +221,10 @@ def scales_of_heads(call: PoolAttention, key: Array, value: Array, batch: int, f
 def scale_of(name: str, scale: float | Array, batch: int, heads: int) -> Array:
     """Return a checked scale of all heads, or one for each, as float32 [B or 1, heads or 1]."""
     if isinstance(scale, np.ndarray):
-        cells = of_sequences(name, scale, batch, heads, "heads of a cache")
-        if not np.isfinite(cells).all():
-            raise argument_error(name, "finite numbers", "NaN" if np.isnan(cells).any() else "infinity")
-        return cells
+        scales = of_sequences(name, scale, batch, heads, "heads of a cache")
+        if not np.isfinite(scales).all():
+            raise argument_error(name, "finite numbers", "NaN" if np.isnan(scales).any() else "infinity")
+        return scales
     return np.full((1, 1), finite_number(name, scale), np.float32)
 
 
@@ -233,11 +233,11 @@ class PoolSide(NamedTuple):
 
     tokens: Array
     pool: Array  # view [pages, rows, heads, content]
-    packed: str
-    stored: str
-    cell: str | None = None  # the format of scales, if tokens become codes with one
+    data_dtype: str
+    cache_format: str
+    scale_format: str | None = None  # the format of scales, if tokens become codes with one
     group: int = 0  # elements that share a computed scale; 0 where scales are given
-    cells: Array | None = None  # [pages, rows, heads, groups], or given ones [heads or 1]
+    scales: Array | None = None  # [pages, rows, heads, groups], or given ones [heads or 1]
 
 
 class PoolAppend(NamedTuple):
@@ -264,8 +264,8 @@ def checked_append(call: PoolTransfer) -> PoolAppend:
         side = with_scale(side, f"{name}_scale", scales[name], cache_name, call)
         sides.append(side)
         changed.append((cache_name, side.pool))
-        if side.cells is not None and side.group:
-            changed.append((f"{name}_scale", side.cells))
+        if side.scales is not None and side.group:
+            changed.append((f"{name}_scale", side.scales))
     if not sides:
         raise argument_error("key", "an array of tokens, or one as value", "None")
     blocks, rows = sides[0].pool.shape[:2]
@@ -295,9 +295,9 @@ def pool_side(name: str, array: Array, first: Array, cache_name: str, pool: Arra
 def with_scale(side: PoolSide, name: str, scale: Scale, pool_name: str, call: PoolTransfer) -> PoolSide:
     """Return a side with its scales: given ones, or the array for computed ones."""
     pool = side.pool
-    if side.packed == side.stored:
+    if side.data_dtype == side.cache_format:
         if scale is not None:
-            raise argument_error(name, f"None, because {side.packed} is stored unscaled", describe(scale))
+            raise argument_error(name, f"None, because {side.data_dtype} is stored unscaled", describe(scale))
         return side
     check_scale_given(name, scale, pool_name, pool)
     if scale is None:
@@ -308,15 +308,16 @@ def with_scale(side: PoolSide, name: str, scale: Scale, pool_name: str, call: Po
         of_keys = name == SCALES[0]
         given, views = ((scale, None), (pool, None)) if of_keys else ((None, scale), (None, pool))
         whole = is_whole(call.key_cache, call.value_cache, call.layout)
-        key_cells, value_cells = pools.scale_views(given, views, whole, call.layout)
-        cells = pools.present(name, key_cells if of_keys else value_cells, "an array")
-        check_writeable(name, cells)
-        return side._replace(cell=FORMATS[cells.dtype].name, group=dim // cells.shape[CONTENT], cells=cells)
+        key_scales, value_scales = pools.scale_views(given, views, whole, call.layout)
+        scales = pools.present(name, key_scales if of_keys else value_scales, "an array")
+        check_writeable(name, scales)
+        group = dim // scales.shape[CONTENT]
+        return side._replace(scale_format=FORMATS[scales.dtype].name, group=group, scales=scales)
     numbers = scale_of(name, scale, 0, heads)[0]
     bad = numbers[~(np.isfinite(numbers) & (numbers > 0))]
     if bad.size:
         raise argument_error(name, "finite numbers above 0", f"{bad[0]}".replace("nan", "NaN"))
-    return side._replace(cell="float32", cells=numbers)
+    return side._replace(scale_format="float32", scales=numbers)
 
 
 def checked_swap(source: Array, target: Array, pairs: ArrayLike) -> tuple[Array, Array]:

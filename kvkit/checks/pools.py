@@ -150,39 +150,39 @@ def scale_views(given: Sequence[Any], views: Sequence[Array | None], whole: bool
     for i, array in enumerate(arrays):
         if isinstance(array, np.ndarray) and array.ndim == len(axes) - 1:
             arrays[i] = np.expand_dims(array, axes.index("c"))
-    cells = pool_views(arrays[0], arrays[1], " ".join(axes), FLOATS, names)
+    scales = pool_views(arrays[0], arrays[1], " ".join(axes), FLOATS, names)
     for i, (name, pool_name, pool) in enumerate(zip(names, NAMES, views, strict=True)):
         if pool is None:
-            cells[i] = None
+            scales[i] = None
             continue
-        cell = present(name, cells[i], f"an array, for codes in {pool_name}")
-        groups, dim = cell.shape[CONTENT], pool.shape[CONTENT]
-        if cell.shape[:CONTENT] != pool.shape[:CONTENT] or dim % groups:
+        scale = present(name, scales[i], f"an array, for codes in {pool_name}")
+        groups, dim = scale.shape[CONTENT], pool.shape[CONTENT]
+        if scale.shape[:CONTENT] != pool.shape[:CONTENT] or dim % groups:
             wanted = f"scales for {pool.shape[:CONTENT]} (pages, tokens, heads), of groups of the {dim} codes"
-            raise argument_error(name, wanted, cell.shape)
-        if place_of(cell)[1:] != place_of(pool)[1:]:
+            raise argument_error(name, wanted, scale.shape)
+        if place_of(scale)[1:] != place_of(pool)[1:]:
             raise argument_error(
-                name, f"pages and tokens in the order of {pool_name}", f"strides {cell.strides[:2]}"
+                name, f"pages and tokens in the order of {pool_name}", f"strides {scale.strides[:2]}"
             )
-        for each, array in ((pool_name, pool), (name, cell)):
+        for each, array in ((pool_name, pool), (name, scale)):
             if element_step(array):
                 raise argument_error(each, "a contiguous last axis", f"strides {array.strides}")
-    return cells
+    return scales
 
 
-def check_alike(cells: Sequence[Array], views: Sequence[Array]) -> None:
+def check_alike(scales: Sequence[Array], views: Sequence[Array]) -> None:
     """Check that scales of keys and values have the same dtype, groups and strides."""
     keys, values = (
-        (cell.dtype, group, place_of(cell).unit, cell.strides[HEAD] * (cell.shape[HEAD] > 1))
-        for cell, group in zip(cells, groups_of(cells, views), strict=True)
+        (scale.dtype, group, place_of(scale).unit, scale.strides[HEAD] * (scale.shape[HEAD] > 1))
+        for scale, group in zip(scales, groups_of(scales, views), strict=True)
     )
     if keys != values:
-        raise argument_error("value_scale", "the dtype, groups and strides of key_scale", describe(cells[1]))
+        raise argument_error("value_scale", "the dtype, groups and strides of key_scale", describe(scales[1]))
 
 
-def groups_of(cells: Sequence[Array], views: Sequence[Array]) -> list[int]:
+def groups_of(scales: Sequence[Array], views: Sequence[Array]) -> list[int]:
     """Return how many elements of keys, and of values, share a scale; 0 if each float8 head has one."""
-    counts, dims = ([array.shape[CONTENT] for array in arrays] for arrays in (cells, views))
+    counts, dims = ([array.shape[CONTENT] for array in arrays] for arrays in (scales, views))
     if max(counts) == 1:
         return [0 if FORMATS[views[0].dtype].minifloat else max(dims)] * 2
     return [dim // count for dim, count in zip(dims, counts, strict=True)]
@@ -198,7 +198,7 @@ def context_of(
     fmt: Element,
     key: Array,
     value: Array,
-    cells: Sequence[Array] | None = None,
+    scales: Sequence[Array] | None = None,
     stored: tuple[Element, Element] | None = None,
 ) -> Context:
     """Return the `Context` of pools, with the scales of codes, for queries of a format.
@@ -209,18 +209,19 @@ def context_of(
     key_place, value_place = place_of(key), place_of(value)
     key_side = Side(key.ctypes.data, 0, key_place.unit, key.strides[HEAD])
     value_side = Side(value.ctypes.data, 0, value_place.unit, value.strides[HEAD])
-    if cells:
+    if scales:
         key_side, value_side = (
-            side.with_scales(cell.ctypes.data, 0, place_of(cell).unit, cell.strides[HEAD])
-            for side, cell in zip((key_side, value_side), cells, strict=True)
+            side.with_scales(scale.ctypes.data, 0, place_of(scale).unit, scale.strides[HEAD])
+            for side, scale in zip((key_side, value_side), scales, strict=True)
         )
     return Context(
-        packed=fmt.name, stored=key_format.name, cell=BY_DTYPE[cells[0].dtype].name if cells else None,
-        group=groups_of(cells, (key, value))[0] if cells else 0, heads=key.shape[HEAD],
+        data_dtype=fmt.name, cache_format=key_format.name,
+        scale_format=BY_DTYPE[scales[0].dtype].name if scales else None,
+        group=groups_of(scales, (key, value))[0] if scales else 0, heads=key.shape[HEAD],
         dim=elements_of(key, key_format), value_dim=elements_of(value, value_format),
         sides=(key_side, value_side),
         key_bytes=key.shape[CONTENT] * key.itemsize, value_bytes=value.shape[CONTENT] * value.itemsize,
-        as_loaded=False, value_stored=value_format.name, steps=(key_place.step, value_place.step),
+        as_loaded=False, value_format=value_format.name, steps=(key_place.step, value_place.step),
         elements=(element_step(key), element_step(value)),
     )  # fmt: skip
 

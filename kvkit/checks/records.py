@@ -60,9 +60,9 @@ class Side(NamedTuple):
 class CacheLayer(NamedTuple):
     """One layer of a checked cache as kernels read it: format names, and address and strides of each side."""
 
-    packed: str
-    stored: str
-    cell: str | None
+    data_dtype: str
+    cache_format: str
+    scale_format: str | None
     group: int
     heads: int
     dim: int
@@ -80,9 +80,9 @@ class Context(NamedTuple):
     `as_loaded`, attention uses values as a load returns them: rounded to the data's dtype.
     """
 
-    packed: str
-    stored: str
-    cell: str | None
+    data_dtype: str
+    cache_format: str
+    scale_format: str | None
     group: int
     heads: int
     dim: int
@@ -91,7 +91,7 @@ class Context(NamedTuple):
     key_bytes: int
     value_bytes: int
     as_loaded: bool = True
-    reader: object = None  # code that reads rows which formats and strides alone do not describe
-    value_stored: str | None = None  # the format of values, if it is not that of keys
+    decoder: object = None  # code that reads rows which formats and strides alone do not describe
+    value_format: str | None = None  # the format of values, if it is not that of keys
     steps: tuple[int, int] = (1, 1)
     elements: tuple[int, int] = (0, 0)

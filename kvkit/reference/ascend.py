@@ -7,6 +7,8 @@ import numpy as np
 
 from kvkit.reference.attention import attend_sequence
 
+__all__ = ["block_copy", "nd_to_nz", "nz_to_nd", "paged_attention", "paged_cache_load", "reshape_and_cache"]
+
 Array = np.ndarray
 UNDEFINED, KVHEAD, ROPE, OMNI = range(4)
 
@@ -209,3 +211,6 @@ def attend_blocks(
         found = attend_sequence(own, key, value, offset, softmax_scale=scale, sinks=sink, **scoring)
         output[b, a], lse[b, a] = found[0][0, 0], found[1][0, 0]
     return output, lse
+
+
+paged_attention = attend_blocks

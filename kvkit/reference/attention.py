@@ -12,6 +12,14 @@ import numpy as np
 from kvkit.reference.alibi import slope
 from kvkit.reference.key_value_cache import CACHE_ATTRIBUTES, dynamic_key_value_cache, key_value_cache
 
+__all__ = [
+    "dynamic_multi_head_attention",
+    "dynamic_multi_head_cache_attention",
+    "merge_attention_states",
+    "multi_head_attention",
+    "multi_head_cache_attention",
+]
+
 Array = np.ndarray
 Pair = tuple[Array, Array]
 

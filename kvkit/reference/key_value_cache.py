@@ -8,6 +8,8 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 
+__all__ = ["dynamic_key_value_cache", "key_value_cache"]
+
 Array = np.ndarray
 
 # The axes of a cache, by `cache_layout`: batch, layer, keys or values, row, head, content.

@@ -8,6 +8,8 @@ import numpy as np
 from kvkit.reference.attention import attend_sequence
 from kvkit.reference.formats import TABLES, bfloat16, bits32, float_code
 
+__all__ = ["indexer_scores", "mla_absorb", "mla_append", "mla_attention", "mla_expand", "topk_rows"]
+
 Array = np.ndarray
 BODY = 576  # bytes of a token of "ds_v4" that lie before the scales of a block
 

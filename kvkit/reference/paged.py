@@ -6,6 +6,8 @@ import numpy as np
 
 from kvkit.reference.attention import attend_sequence
 
+__all__ = ["paged_append", "paged_attention", "swap_blocks"]
+
 Array = np.ndarray
 
 

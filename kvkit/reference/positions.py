@@ -10,10 +10,14 @@ from typing import Any
 
 import numpy as np
 
+__all__ = ["dynamic_position_index", "dynamic_rotary_position_embedding", "rotary_position_embedding"]
+
 Array = np.ndarray
 
 
-def position_index(sequences: Array, seqstarts: Array, start_pos: Array, max_seqlen: Any = None) -> Array:
+def dynamic_position_index(
+    sequences: Array, seqstarts: Array, start_pos: Array, max_seqlen: Any = None
+) -> Array:
     """Return the position of each packed token."""
     counts = np.diff(seqstarts)
     return np.array([p + i for p, n in zip(start_pos, counts, strict=True) for i in range(n)], np.int64)

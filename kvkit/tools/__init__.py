@@ -1,23 +1,23 @@
-"""Tools for whoever brings up a device or debugs an engine: functions whose results print themselves.
+"""Tools to bring up a device or debug an engine: functions whose results print themselves.
 
-    inspect     what is in a file, or in arrays
-    convert     a cache from layout to layout, or format to format, into another file
-    join        caches of ranks, each with some of the heads, to a whole one
-    draw        layouts and the rows of caches, for a terminal or a page
-    check       whether page tables, slots, layouts, scales and data can be right
-    diff        where two caches or outputs differ, and why
-    study       what schemes of quantization cost a cache, head by head
-    size        how many bytes the cache of a model takes, from its configuration
-    vectors     packs of golden vectors: made, verified, replayed, compared, exported
+    inspect     list what is in a file or in arrays
+    convert     write a cache to another file, in another layout or format
+    join        join the caches of tensor-parallel ranks
+    draw        draw layouts and the rows of caches, for a terminal or a page
+    check       find errors in page tables, slots, layouts, scales and data
+    diff        find where two caches or outputs differ, and why
+    study       measure what quantization and eviction cost a cache, head by head
+    size        compute how many bytes a model's cache takes
+    vectors     make, verify, replay, compare and export packs of golden vectors
 
-A result is what a terminal shows (``str``) and what a program reads (``to_dict()``). Each tool is a verb of
-the command line, too, and is loaded when it is first used.
+``str(result)`` is the text for a terminal, ``result.to_dict()`` the values for a program. Each tool is also a
+verb of the command line, and is loaded on first use.
 """
 
 import importlib
 from typing import Any
 
-TOOLS = {  # name: the module that has it, or that it is
+TOOLS = {  # {name: its module}
     "inspect": "kvkit.tools.inspection",
     "convert": "kvkit.tools.conversion",
     "join": "kvkit.tools.conversion",

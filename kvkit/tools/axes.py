@@ -1,4 +1,4 @@
-"""Say which axes an array has: those of a layout, those that its name implies, or those of its operator."""
+"""Find the axes of an array: from its layout, from its name, or from its operator's docstring."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ WORDS = {
     "l": "layer", "kv": "side", "s": "sequence", "b": "page", "n": "position", "t": "token", "h": "head",
     "g": "column group", "c": "element",
 }  # fmt: skip
-ROLES = {"s": "b", "t": "n", "g": "h", "row": "n", "column": "c"}  # what causes take these axes for
+ROLES = {"s": "b", "t": "n", "g": "h", "row": "n", "column": "c"}  # causes treat these axes as those
 BY_NDIM = {1: "n", 2: "n c", 3: "n h c", 4: "b n h c", 5: "l b n h c"}
 PMX = "n l kv h c", "l n kv h c", "l kv n h c", "l kv h n c", "s l kv n h c", "s l kv h n c"
-INDEX_AXES = {  # of index tensors, by name
+INDEX_AXES = {  # {name of an index tensor: its axes}
     "block_tables": ("sequence", "entry"), "cachestarts": ("sequence", "entry"), "kv_indices": ("entry",),
     "context_lens": ("sequence",), "seq_lens": ("sequence",), "seqstarts": ("sequence",),
     "kvstarts": ("sequence",), "start_pos": ("sequence",), "kv_indptr": ("sequence",),
     "kv_last_page_len": ("sequence",), "query_starts": ("sequence",), "slot_mapping": ("token",),
     "slots": ("token",), "positions": ("token",),
 }  # fmt: skip
-DIMENSIONS = {  # of shapes in docstrings
+DIMENSIONS = {  # {dimension in a docstring's shape: its axis}
     **dict.fromkeys(("B", "MaxB", "b"), "s"),
     **dict.fromkeys(("S", "M", "tokens", "num_tokens", "start_pos+S"), "t"),
     **dict.fromkeys(("page_size", "block_size", "MaxS", "MaxT"), "n"), "num_blocks": "b", "L": "l", "2": "kv",
     **dict.fromkeys(("H", "1"), "h"), **dict.fromkeys(("D", "n0"), "c"), "m": "row", "n": "column",
     "seqlen_q": "query", "seqlen_kv": "key", "parts": "part",
 }  # fmt: skip
-BY_NAME = {  # the last axes of arrays with an axis of heads but none of content, or with two of tokens
+BY_NAME = {  # the last axes of arrays without a content axis, or with two axes of tokens
     "lse": "s t h", "slopes": "h", "alibi_slopes": "s h", "sinks": "h", "key_scale": "s h",
     "value_scale": "s h", "mask": "s h query key", "attn_mask": "s h query key",
 }  # fmt: skip
 
 
 def letters_of(name: str, array: np.ndarray, axes: str | None, has_layout: bool = False) -> tuple[str, ...]:
-    """Return the axes of an array: letters of `WORDS`, or words of their own."""
+    """Return the axes of an array, as letters of `WORDS` or other words."""
     letters = tuple(axes.split()) if axes and not has_layout else usual_axes(name, array)
     if len(letters) != array.ndim:
         letters = usual_axes(name, array)
@@ -46,14 +46,14 @@ def letters_of(name: str, array: np.ndarray, axes: str | None, has_layout: bool 
 
 
 def usual_axes(name: str, array: np.ndarray) -> tuple[str, ...]:
-    """Return the axes that a name and a number of axes imply."""
+    """Return the axes that an array of this name and number of axes usually has."""
     shape = array.shape
     unknown = tuple(f"axis {i}" for i in range(array.ndim))
     if is_index(array):
-        found = INDEX_AXES.get(name, ("sequence", "entry") if array.ndim == 2 else ("entry",))
-        found = ("sequence",) if name == "cachestarts" and array.ndim == 1 else found
-        return found if len(found) == array.ndim else unknown
-    if name in ("cache", "scale"):  # PMX's, with both sides: the longest of its axes has the positions
+        usual = INDEX_AXES.get(name, ("sequence", "entry") if array.ndim == 2 else ("entry",))
+        usual = ("sequence",) if name == "cachestarts" and array.ndim == 1 else usual
+        return usual if len(usual) == array.ndim else unknown
+    if name in ("cache", "scale"):  # PMX's, with keys and values: take the layout of most positions
         lines = [tuple(line.split()) for line in PMX]
         lines = [line for line in lines if len(line) == len(shape) and shape[line.index("kv")] == 2]
         if lines:
@@ -69,7 +69,7 @@ def is_index(array: np.ndarray) -> bool:
 
 
 def axes_of_shape(shape: str, count: int) -> str | None:
-    """Return the axes of a shape as docstrings write it, of an array of so many; None where it is unknown."""
+    """Parse a docstring's shape of an array with `count` axes; return its axes, None if one is unknown."""
     inside = re.search(r"\((.*?)\)", shape.replace("seqstarts[B]", "tokens").replace("kvstarts[B]", "tokens"))
     names = [part.strip() for part in inside[1].split(",")] if inside else []
     if "..." in names:
@@ -81,7 +81,7 @@ def axes_of_shape(shape: str, count: int) -> str | None:
 
 
 def letter_of(dimension: str) -> str:
-    """Return the axis of one dimension; "" for an unknown one."""
+    """Return the axis that a dimension of a docstring's shape stands for; "" if it is unknown."""
     name = dimension.split(" ")[0]
     if name in DIMENSIONS:
         return DIMENSIONS[name]

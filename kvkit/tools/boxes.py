@@ -1,4 +1,4 @@
-"""Cut the memory of a layout into boxes: runs of elements that are one thing."""
+"""Divide the memory of a layout into boxes: runs of elements of one key, value or scale."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvkit.errors import argument_error
 from kvkit.layouts import Layout
 from kvkit.layouts.grammar import Axis
 
-SMALL = {"l": 2, "b": 2, "n": 3, "h": 2, "c": 4, "s": 1}  # sizes to draw
-MOST = 2**15  # elements that are drawn
+SMALL = {"l": 2, "b": 2, "n": 3, "h": 2, "c": 4, "s": 1}  # the sizes of axes in a drawing
+MOST = 2**15  # the most elements in a drawing
 SIDES = "KV"
 Group = tuple[Axis, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Neighbouring elements: those at one place, but for the axis `along` which they lie in order on.
+    """A run of neighbouring elements along one axis.
 
-    `at` has the index on every other axis, `first` to `last` are those on `along`; `whole` says that it is
-    all of that axis. `kind` is K, V, or s for scales.
+    On the axis `along` the elements have the indices `first` to `last`; `whole` says whether that is the
+    whole axis. `at` has the index on every other axis. `kind` is K, V, or s for scales.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class Box:
     whole: bool
 
     def label(self, outer: tuple[str, ...]) -> str:
-        """Return what is in there, ``K n0 h1``, and which part of it; without the axes of `outer`."""
+        """Return the text of a box, such as ``K n0 h1``, without the axes in `outer`."""
         axes = [f"{axis}{self.at[axis]}" for axis in "lbnhc" if axis in self.at and axis not in outer]
         words = [self.kind, *axes]
         span = f"{self.first}-{self.last}" if self.last > self.first else f"{self.first}"
@@ -41,7 +41,7 @@ class Box:
 
 
 def drawn_sizes(layout: Layout, sizes: Mapping[str, int] | None) -> dict[str, int]:
-    """Return small sizes of all axes, or those given; whole multiples of inner parts."""
+    """Return the sizes of all axes, small unless given, as multiples of inner parts."""
     split: dict[str, int] = {}
     for group in (*layout.groups, *layout.value_groups):
         for axis in group:
@@ -61,12 +61,12 @@ def drawn_sizes(layout: Layout, sizes: Mapping[str, int] | None) -> dict[str, in
 
 
 def inner(axis: Axis) -> int:
-    """Return the elements of an inner part; bytes are taken for 16-bit elements."""
+    """Return the number of elements of an inner part; bytes count as 16-bit elements."""
     return axis.inner // 2 if axis.in_bytes else axis.inner
 
 
 def entries(axes: Group, sizes: Mapping[str, int], parts: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Give the indices along one axis of an array that has these of the layout, outermost first."""
+    """Yield the layout's indices along one axis of an array, which joins these axes, outermost first."""
     lengths = [length(axis, sizes, parts) for axis in axes]
     for index in product(*map(range, lengths)):
         found: dict[str, int] = {}
@@ -92,7 +92,7 @@ def array_axes(layout: Layout, side: int) -> list[tuple[str, Group]]:
 
 
 def outer_axes(layout: Layout, side: int) -> tuple[str, ...]:
-    """Return the axes l and b that all rows of a page have in common."""
+    """Return the axes of l and b that enclose all rows of a page."""
     found: list[str] = []
     for _, group in array_axes(layout, side):
         if any(axis.name not in ("l", "b", "kv", "1") for axis in group):
@@ -102,7 +102,7 @@ def outer_axes(layout: Layout, side: int) -> tuple[str, ...]:
 
 
 def strides(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """Return (axis, length, stride in elements); axes that share one of the array have each their own."""
+    """Return (axis, length, stride in elements) for each axis, also for axes that the array joins."""
     found, parts = [], parts_of(layout, side)
     for name, group in array_axes(layout, side):
         if "+" in name:
@@ -120,7 +120,7 @@ def parts_of(layout: Layout, side: int) -> dict[str, int]:
 
 
 def segments(name: str, group: Group) -> list[Group]:
-    """Return the axes that lie one after the other along one axis of an array: ``(n c + n s)`` are two."""
+    """Split one axis of an array into axes that follow each other: ``(n c + n s)`` has two."""
     found, rest = [], list(group)
     for words in name.strip("()").split("+"):
         count = len(words.split())

@@ -1,6 +1,6 @@
 """Normalise the arrays of `check`: tables as pages in use, caches as [layers, blocks, rows, heads, content].
 
-Nothing is computed before a rule asks for it.
+Everything is computed on first use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUMBERS = "num_blocks", "page_size", "placeholder", "reserved_block"
 
 @dataclass(frozen=True)
 class CheckedSide:
-    """Keys or values, codes or floats [layers, blocks, rows, heads, content], and what findings call them."""
+    """Keys or values, codes or floats [layers, blocks, rows, heads, content], and their names in findings."""
 
     name: str
     label: str
@@ -45,7 +45,7 @@ class CheckedSide:
 
 
 def stack_view(view: Any) -> np.ndarray:
-    """Return one array [layers, blocks, rows, heads, content] of a view, whose layers may be arrays."""
+    """Join the layers of a view to one array [layers, blocks, rows, heads, content]."""
     if isinstance(view, tuple):
         if len({np.shape(one) for each in view for one in (each if isinstance(each, tuple) else [each])}) > 1:
             raise argument_error("cache", "layers and sequences of one length", "others")
@@ -82,7 +82,7 @@ class Case:
             self.num_blocks = shape[1] if self.num_blocks is None else self.num_blocks
             self.page_size = shape[2] if self.page_size is None else self.page_size
 
-    num_blocks: Any  # int, or None where nobody says it
+    num_blocks: Any  # int, or None if unknown
     page_size: Any
     placeholder: int | None
     reserved_block: int | None
@@ -92,7 +92,7 @@ class Case:
         return integer(name, self.given[name]) if name in self.given else None
 
     def has(self, need: str) -> bool | None:
-        """Return whether something that a rule needs is given; None for a kind of data, which no name has."""
+        """Return whether an input of a rule is given; None if `need` is a kind of data, not a name."""
         if need in ("block_tables", "num_blocks", "page_size"):
             return (self.table_name if need == "block_tables" else getattr(self, need)) is not None
         if need == "scales":
@@ -114,7 +114,7 @@ class Case:
 
     @cached_property
     def table_name(self) -> str | None:
-        """Return which of the arrays holds pages; None if there is none."""
+        """Return the name of the array with the pages; None without one."""
         name = next((name for name in TABLES if name in self.given), None)
         if name is None:
             return None
@@ -127,7 +127,7 @@ class Case:
 
     @cached_property
     def raw_table(self) -> Any:
-        """Return the pages as they are given: rows [sequences, columns], or (starts, pages in a row)."""
+        """Return the pages as given: an array [sequences, columns], or (starts, pages)."""
         value = self.given[self.table_name or ""]
         if self.table_name == "kv_indices":
             return self.index("kv_indptr", 1), self.index("kv_indices", 1)
@@ -139,7 +139,7 @@ class Case:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each sequence."""
+        """Return the number of tokens of each sequence."""
         lengths: np.ndarray | None = self.index("context_lens", 1)
         if lengths is None and "kvstarts" in self.given:
             lengths = np.diff(self.index("kvstarts", 1))
@@ -154,7 +154,7 @@ class Case:
 
     @cached_property
     def pages(self) -> Any:
-        """Return the table as (starts, pages in use one after the other); None without one."""
+        """Return the table as (where sequences start, all pages in use); None without a table."""
         if self.table_name is None:
             return None
         if isinstance(self.raw_table, tuple):
@@ -179,12 +179,12 @@ class Case:
 
     @cached_property
     def unit(self) -> int:
-        """Return how many entries of the table a page spans: PMX's tables have its first row."""
+        """Return the difference of the entries of neighbouring pages: page_size in PMX's tables, else 1."""
         return self.page_size if self.table_name == "cachestarts" else 1
 
     @cached_property
     def aligned(self) -> bool:
-        """Return whether the table's entries are whole pages: PMX lets pages begin at any row."""
+        """Return whether all entries begin whole pages; PMX lets pages begin at any row."""
         return self.unit == 1 or not (self.pages[1] % self.unit).any()
 
     def entry(self, sequence: int, column: int) -> str:
@@ -196,14 +196,14 @@ class Case:
 
     @cached_property
     def slots(self) -> Any:
-        """Return the slots of a step, as int64; None if there are none, or no pages to hold them against."""
+        """Return the slots of a step as int64; None without slots, or without pages to compare them with."""
         slots = self.index("slot_mapping")
         unknown = slots is None or self.page_size is None or self.num_blocks is None
         return None if unknown else slots.reshape(-1).astype(np.int64)
 
     @cached_property
     def slot_places(self) -> Any:
-        """Return (sequence, position) of each slot; None if nobody says them."""
+        """Return (sequence, position) of each slot; None if they are unknown."""
         sequences, positions = self.index("slot_sequences", 1), self.index("slot_positions", 1)
         if self.slots is None or sequences is None or positions is None:
             return None
@@ -241,13 +241,13 @@ class Case:
         except KvkitError as error:
             if self.layout is None:
                 raise
-            with contextlib.suppress(KvkitError):  # heads of a row as one, where nobody says how many
+            with contextlib.suppress(KvkitError):  # without the number of heads, the heads of a row are one
                 return self.source.view(**{"h": 1} | self.source.sizes | self.sizes), ""
             return None, str(error)
 
     @cached_property
     def sides(self) -> list[CheckedSide]:
-        """Return keys and values, those that there are."""
+        """Return the keys and values that are given."""
         found: list[CheckedSide] = []
         apart, kv = self.source.separate, self.viewed[0]
         if self.source.layout is None and self.source.side_names == PAGED_NAMES:
@@ -266,15 +266,15 @@ class Case:
         return found
 
     def scale_of(self, side: str) -> np.ndarray | None:
-        """Return the scales of keys or values, with an axis of layers where codes have none."""
+        """Return the scales of keys or values, with an axis of layers added if codes lack it."""
         if inside := self.source.scales_inside.get("scale"):
             codes = self.source.require_view().keys[0]
-            found = getattr(inside, f"{side}s")  # a scale of a channel is that of all rows of a block
+            found = getattr(inside, f"{side}s")  # all rows of a block share the scale of a channel
             return stack_view(tuple(np.repeat(each, codes.shape[1] // each.shape[1], 1) for each in found))
         scale = self.source.side_scale(side, "scale")
         if scale is None:
             scales = None
-            with contextlib.suppress(KvkitError):  # scales with other axes are not looked at
+            with contextlib.suppress(KvkitError):  # ignore scales with other axes
                 scales = None if self.source.separate else self.source.scale_views.get("scale")
             return None if scales is None else stack_view(getattr(scales, f"{side}s"))
         scale = np.asarray(scale)

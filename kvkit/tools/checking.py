@@ -1,4 +1,4 @@
-"""`check`: whether page tables, slots, layouts, scales and data can be right."""
+"""`check`: find errors in page tables, slots, layouts, scales and data."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def check(
     layout: Any = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Findings:
-    """Look for what cannot be right in the page tables, slots, scales and data of a cache.
+    """Find errors in the page tables, slots, scales and data of a cache.
 
-    Only entries in use are looked at: -1, 0 and stale ids behind the end of a sequence are legal. What is
-    given decides which rules have something to look at: ``findings.checked`` has them, ``findings.unchecked``
-    the others and what they lack.
+    Only entries in use are checked: -1, 0 and stale ids after the end of a sequence are legal. A rule runs if
+    its inputs are given. ``findings.checked`` lists the rules that ran, ``findings.unchecked`` the others and
+    the inputs that they lack.
 
     Parameters
     ----------
@@ -35,24 +35,24 @@ def check(
 
         - ``block_tables`` int [B, M] with ``context_lens`` int [B]; or ``kv_indptr``, ``kv_indices`` and
           ``kv_last_page_len``; or PMX's ``cachestarts`` [B, M] (first rows) with ``kvstarts``;
-        - ``num_blocks``, ``page_size`` int: taken from the caches where those are given;
+        - ``num_blocks``, ``page_size`` int: needed if no cache shows them;
         - ``placeholder`` int: an id of no page, which may repeat in sequences (evicted pages);
-        - ``slot_mapping`` int [tokens], with ``slot_sequences`` and ``slot_positions`` to hold it against the
-          table; ``reserved_block`` int: the page that engines store padding in;
+        - ``slot_mapping`` int [tokens], with ``slot_sequences`` and ``slot_positions`` to compare it with the
+          table; ``reserved_block`` int: the page in which an engine stores padding;
         - ``key_cache``, ``value_cache`` [blocks, rows, heads, content], or [layers, ...] of that: floats or
-          codes, ``format`` str names those that no dtype does ("e4m3", "mlx"...); ``key_scale``,
-          ``value_scale`` of any shape; ``index_type`` str: what a kernel computes addresses in;
+          codes, with ``format`` str where the dtype does not name it ("e4m3", "mlx"...); ``key_scale``,
+          ``value_scale`` of any shape; ``index_type`` str: the integer type of a kernel's addresses;
         - ``lse`` [B, heads] with ``query`` [B, heads, content] and ``softmax_scale``.
     after : path or dict of arrays, optional
         The caches after a call: only rows of ``slots`` may have changed.
     slots : array of int, optional
-        The slots of that call; ``slot_mapping`` of `after` or `source` if not given, or else the rows that
-        the tables of `after` have and those of `source` have not: what is in use stays as it is, such as the
-        prefix that sequence B shares with A before A goes on.
+        The slots of that call. By default they are ``slot_mapping`` of `after` or `source`; without one, the
+        rows that the tables of `after` have and those of `source` lack. So rows in use must not change, such
+        as a prefix that two sequences share.
     layout : str or Layout, optional
         The layout of the caches.
     sizes : mapping, optional
-        Lengths of the axes l, b, n, h, c that shapes do not show.
+        Lengths of axes l, b, n, h, c that the shapes do not determine.
 
     Returns
     -------
@@ -62,7 +62,7 @@ def check(
     Raises
     ------
     KvkitError
-        If an argument is no table or cache at all.
+        If an argument is neither a table nor a cache.
 
     Examples
     --------
@@ -94,6 +94,6 @@ def check(
 
 
 def new_rows(before: CacheSource, after: CacheSource) -> np.ndarray | None:
-    """Return the rows of tokens that tables have after a call and not before it; None without tables."""
+    """Return the rows that tables have after a call but not before it; None without tables."""
     old, new = before.block_tables(before.page_size()), after.block_tables(after.page_size())
     return None if old is None or new is None else np.setdiff1d(new[1].rows(), old[1].rows())

@@ -1,4 +1,4 @@
-"""`diff`: where two caches or outputs differ, and why."""
+"""`diff`: find where two caches or outputs differ, and why."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.typed import FilePath
 
 Arrays = dict[str, np.ndarray]
-BY_AXIS = "l", "s", "b", "h", "g", "sequence"  # along which differing elements are counted
-BLOCK = 2**25  # bytes that are compared at a time
-MOST_TRIED = 2**22  # bytes of an array that causes are tried on
-LEAST_NAMED = 8  # heads, layers or pages that are listed
+BY_AXIS = "l", "s", "b", "h", "g", "sequence"  # the axes along which differing elements are counted
+BLOCK = 2**25  # bytes compared at a time
+MOST_TRIED = 2**22  # the most bytes of an array on which causes are tried
+LEAST_NAMED = 8  # a list of heads, layers or pages has at least so many
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class ArrayDifference:
     name : str
         The array's name.
     shape : tuple of int
-        Its sizes, by axes of these names.
+        The array's shape.
     axes : tuple of str
         "layer", "page", "position", "head", "element".
     differing, total : int
         Elements.
     first : dict
-        The first place by axis, and what is there: ``expected`` and ``got``.
+        The index of the first difference by axis, and its elements ``expected`` and ``got``.
     counts : dict of str to dict
         Differing elements by layer, page and head.
     histogram : dict of str to int
@@ -101,9 +101,9 @@ class Difference:
     compared : int
         Bytes of each side.
     notes : list of str
-        Arrays for which no cause was found, and causes that were not tried, and why.
+        Arrays without a cause, and causes that were not tried, with the reason.
     maps : dict
-        Differing elements of each row and the letters of axes, of arrays that are to be drawn.
+        For each array to draw: the differing elements of each row, and the letters of its axes.
     """
 
     arrays: list[ArrayDifference] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Difference:
         return not self.arrays and not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON has it."""
+        """Return the result as values that JSON can hold."""
         arrays, causes = [asdict(each) for each in self.arrays], [asdict(cause) for cause in self.causes]
         return {
             "equal": self.equal, "compared": self.compared, "arrays": arrays, "causes": causes,
@@ -149,7 +149,7 @@ def diff(
     advance: Callable[[int], object] | None = None,
     mapper: Mapper = map,
 ) -> Difference:
-    """Compare two caches or outputs, and try to say why they differ.
+    """Compare two caches or outputs, and try to explain the differences.
 
     Parameters
     ----------
@@ -159,21 +159,21 @@ def diff(
     layout_a, layout_b : str or Layout, optional
         The lines of ``cache`` (or ``cache.0``, ...), or of ``key_cache`` and ``value_cache``.
     like : path or dict of arrays, optional
-        Inputs, for causes in the making of codes: under the name of the codes, floats in their place;
-        ``before`` (or ``before_NAME``), what was there; ``positions`` and ``rope_base`` of keys.
+        Inputs that help to explain differences: floats under the name of the codes that were made of them;
+        ``before`` (or ``before_NAME``), the array before the call; ``positions`` and ``rope_base`` of keys.
     sizes : dict, optional
         Lengths of the layouts' axes, as in `kvkit.layouts.view`.
     axes : str, optional
-        The axes of arrays without a layout: of ``l b n h c``; the last of these if not given.
+        The axes of arrays without a layout, letters of ``l b n h c``; the last ones by default.
     atol, rtol, ulp : float, float, int
         Elements are equal within ``atol + rtol * |expected|`` or ``ulp`` ulps. All 0: bits are compared.
     plot : path, optional
         Draw a map of the differing elements, tokens by heads, into this file (needs matplotlib).
     advance : callable, optional
-        Called with the number of bytes of every piece that has been compared.
+        Called with the number of bytes after each piece is compared.
     mapper : callable
-        As `map`: calls a function for each array, perhaps elsewhere (`kvkit.integrations.dask.mapper`), where
-        files are opened again.
+        Calls a function for each array, as `map` does. `kvkit.integrations.dask.mapper` calls it on workers,
+        which open files themselves.
 
     Returns
     -------
@@ -205,7 +205,7 @@ def diff(
         shapes = ", ".join(f"{name} {np.shape(x)}" for name, x in inputs.items())
         wanted = f"floats under the names and in the places of {', '.join(common)}; or before, positions"
         raise argument_error("like", wanted, brief(shapes) or "nothing")
-    here = advance if mapper is map else None  # elsewhere pieces are not heard of, only arrays
+    here = advance if mapper is map else None  # workers report whole arrays, not pieces
     letters = [letters_of(name, one[name], axes, layout_a is not None) for name in common]
     work = partial(compare_array, arrays, tolerances=tolerances, drawn=plot is not None, advance=here)
     found = Difference(problems=problems)
@@ -229,7 +229,7 @@ def compared_arrays(
     like: Any,
     axes: str | None,
 ) -> tuple[Arrays, Arrays, Arrays]:
-    """Return the arrays of both sides by name, and inputs; keys and values where a side has a layout."""
+    """Return the arrays of both sides by name, and inputs; a side with a layout has keys and values."""
     sources = []
     for side, layout, name in sides:
         array = as_numpy(side)
@@ -242,7 +242,7 @@ def compared_arrays(
     if named and not any(source.stated_layout and not (axes and source.implied) for source in sources):
         return one, two, inputs
     if given is not None:
-        with contextlib.suppress(KvkitError):  # other inputs than floats in the places of codes
+        with contextlib.suppress(KvkitError):  # inputs other than floats for codes
             inputs |= keys_and_values(given)
     return keys_and_values(sources[0]), keys_and_values(sources[1]), inputs
 
@@ -253,7 +253,7 @@ def keys_and_values(source: CacheSource) -> Arrays:
         expected = "an array cache, key_cache or value_cache to lie in it"
         raise argument_error("layout", expected, some_names(source.arrays))
     parts = {"": source.require_view_of_rows()}
-    with contextlib.suppress(KvkitError):  # scales that have other axes are not compared
+    with contextlib.suppress(KvkitError):  # scales with other axes are not compared
         parts |= {f"_{part}": view for part, view in source.scale_views.items()}
     sides = [side for side in SIDES if not source.separate or side in source.separate]
     found = {
@@ -321,7 +321,7 @@ def count_rows(
 
 
 def same_bytes(one: np.ndarray, two: np.ndarray) -> bool:
-    """Compare the bytes of arrays, as fast as they can be read."""
+    """Compare the bytes of arrays, at the speed of reading them."""
     if one.dtype != two.dtype:
         return False
     one, two = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, two))
@@ -364,7 +364,7 @@ def describe_difference(
 
 
 def plain_number(value: Any) -> int | float | bool:
-    """Return a number as JSON and people may have it."""
+    """Return a number as an int or float for JSON and texts."""
     found = value.item()
     return found if isinstance(found, (int, float, bool)) else float(value)
 
@@ -373,7 +373,7 @@ def causes_of(
     found: ArrayDifference, letters: tuple[str, ...], one: Arrays, got: np.ndarray, inputs: Arrays,
     notes: list[str], tolerances: Tolerances,
 ) -> list[Cause]:  # fmt: skip
-    """Try causes where the difference begins, on as many bytes as can be tried soon; note which."""
+    """Try causes on the first `MOST_TRIED` bytes from the first difference on; note what was left out."""
     expected = one[found.name]
     if is_index(expected):
         return index_causes(found.name, found.axes, expected, got)
@@ -408,7 +408,7 @@ def draw_maps(path: FilePath, maps: Mapping[str, Any]) -> None:
         table = np.moveaxis(counts, outer, range(len(outer))).reshape(
             math.prod(counts.shape[axis] for axis in outer), -1
         )
-        rows = counts.shape[outer[1]] if len(outer) == 2 else 1  # of a layer, or of a head
+        rows = counts.shape[outer[1]] if len(outer) == 2 else 1  # rows of a layer, or of a head
         ticks = range(0, len(table), rows * -(-len(table) // rows // 12))
         axes.set_yticks(ticks, [str(row // rows) for row in ticks])
         axes.set(title=name, xlabel="token", ylabel="layer" if "l" in letters else "head")

@@ -1,4 +1,4 @@
-"""`convert`: a cache in a file, from layout to layout or format to format, into another file."""
+"""`convert`: write a cache to another file, in another layout or format."""
 
 from __future__ import annotations
 
@@ -42,20 +42,21 @@ class Conversion:
     Attributes
     ----------
     arrays : dict
-        The cache in its new layout, ``"cache"`` as the layout has it; its tables; all else as it was. Empty
-        where numbers were coded again into a file.
+        The cache in its new layout under the names of the layout, its tables, and all other arrays unchanged.
+        Empty if `format` wrote a file.
     description : Description
         The new description of the cache.
     before : str
-        The layout that it had.
+        The old layout.
     bytes : int
-        The bytes of its elements.
+        The size of its elements in bytes.
     verified : bool
-        Whether it was read back and compared.
+        Whether the result was read again and compared.
     format : str, optional
-        The format that it had, if its numbers were coded again.
+        The old format, if it changed.
     metadata : dict
-        What else its file says: ``notes`` for its users, and the description of a second cache, ``sliding``.
+        Other metadata for the file: ``notes`` for readers, and ``sliding``, the description of a second
+        cache.
     """
 
     arrays: dict[str, Any]
@@ -109,40 +110,39 @@ def convert(
     source : path, mapping of arrays, or Contents
         A file that `kvkit.files.read` takes, or its contents.
     target : path, optional
-        A .npz, .npy or .safetensors file to write; or a .bin file, the state of a sequence of llama.cpp,
-        which has one sequence and floats, or the codes that a state had. On an error it does not change.
+        A .npz, .npy or .safetensors file to write; or a .bin file, llama.cpp's state of one sequence, with
+        floats or with the codes of another state. On an error it does not change.
     from_layout : str, optional
         The layout of the cache, if its file does not name it.
     to_layout : str, optional
         A line, or a name that `kvkit.layouts.parse` knows.
     format : str, optional
-        In the place of a layout: how the numbers are to be held, ``"float16"``, ``"float32"``, ``"bfloat16"``
-        or a format, as `kvkit.formats.encode` takes it (``"kivi2"`` names both sides; kvkit's own codes have
-        scales of 16 bits; ``"q8_0/q4_0"`` too). The cache then lies as ``"l kv | b n h c"``, a b for each
-        sequence, or as ``"b l kv | n h c"`` where sequences differ in length; each b is encoded for itself,
-        and what `encode` returns beside codes is ``scale.LAYER.KV`` and so on, which `study` reads. Of tables
-        the sequences' rows are converted, of what `PagedCache.save` wrote those of its rows.
+        The new format, in place of a layout: ``"float16"``, ``"float32"``, ``"bfloat16"`` or a name that
+        `kvkit.formats.encode` takes, also one for each side as in ``"q8_0/q4_0"`` (``"kivi2"`` names both).
+        kvkit's own codes get scales of 16 bits. The new cache has the layout ``"l kv | b n h c"`` with a b
+        for each sequence, or ``"b l kv | n h c"`` if sequences differ in length. Each b is encoded apart. The
+        other results of `encode` become ``scale.LAYER.KV`` and so on, which `study` reads. Only rows of
+        sequences are converted: those of the tables, or of the rows of a saved `PagedCache`.
     from_format : str, optional
         The format of codes in the source, if its file does not name it.
     sizes : mapping, optional
-        Lengths of the axes l, b, n, h, c that shapes do not show.
+        Lengths of axes l, b, n, h, c that the shapes do not determine.
     page_size : int or "longest", optional
-        New pages of so many rows, one after the other, for all sequences of the tables (without tables: for
-        each b as long as n); "longest" makes one page of each sequence. If not given rows stay where they
-        are.
+        Rearrange the sequences of the tables into consecutive pages of so many rows; "longest" gives each
+        sequence one page. Without tables each b is a sequence of length n. By default rows do not move.
     tables_from : path or mapping of arrays, optional
         The tables, if they are not in `source`.
     rotation : str, optional
-        The rotation that codes are stored with, to be undone (needs `format`): "llama.cpp", whose codes have
-        it since April 2026, or what else `kvkit.formats.rotate` takes.
+        The rotation of the stored codes, which is undone (needs `format`): "llama.cpp", which rotates codes
+        since April 2026, or any other name that `kvkit.formats.rotate` takes.
     rope_pairs : {"halves", "neighbours"}, optional
-        Which two elements of a head are to rotate as a pair: i and i + D/2, as in models of transformers, or
-        2 i and 2 i + 1, as in llama.cpp's files of Llama. The elements of keys change places.
+        The order of key elements in the result: elements i and i + D/2 rotate as a pair, as in transformers,
+        or 2 i and 2 i + 1, as in llama.cpp's files of Llama.
     from_rope_pairs : {"halves", "neighbours"}, optional
-        Which pairs keys have, if the file does not state them.
+        The order of key elements in the source, if its file does not state it.
     layers : str, optional
-        The layers to take, as in "0,2,4:": others may have another length, as in models with windows. Numbers
-        are those that names have, or count from 0.
+        The layers to take, such as "0,2,4:", because layers with windows may have another length. Numbers are
+        those of the arrays' names, or count from 0.
     verify : bool
         Whether to read the result again and compare it with the source.
     progress : callable, optional
@@ -215,14 +215,14 @@ def convert(
 
 
 def is_state_name(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file of this name is written as the state of a sequence of llama.cpp."""
+    """Return whether a file of this name gets llama.cpp's state of one sequence."""
     return Path(path).suffix == llama_writing.SUFFIX
 
 
 def write_conversion(
     path: str | os.PathLike[str], result: Conversion, advance: Callable[[int], object] | None = None
 ) -> None:
-    """Write a converted cache, as the name of its file says."""
+    """Write a converted cache to the kind of file that the path names."""
     if is_state_name(path):
         state = states.make_state(result.arrays, result.description, result.metadata)
         llama_writing.write(path, state)
@@ -240,7 +240,7 @@ def move_caches(
     verify: bool,
     progress: Callable[[int, int], object] | None,
 ) -> tuple[dict[str, Any], dict[str, Description], int]:
-    """Return (arrays of all caches of a file and what is beside them, descriptions of the caches, bytes)."""
+    """Convert all caches of a file; return (all arrays, descriptions of the caches, bytes)."""
     arrays: dict[str, Any] = {}
     described: dict[str, Description] = {}
     total = 0
@@ -265,7 +265,7 @@ def move_caches(
 
 
 def reorder_pairs(kv: KV | None, pairs: PairOrder) -> None:
-    """Exchange elements of keys in a new cache, so that they rotate in the wanted pairs."""
+    """Reorder the elements of keys so that the wanted pairs rotate together."""
     if kv is None:
         raise argument_error("rope_pairs", "a layout whose content is not split", "another")
     for layer in kv.keys:
@@ -285,7 +285,7 @@ def move_cache(
     verify: bool,
     progress: Callable[[int, int], object] | None,
 ) -> dict[str, Any]:
-    """Return the cache in its new layout, with what is beside it in arrays with as many axes."""
+    """Return the cache in its new layout, with scales beside it that have as many axes."""
     axes = leaves(source.cache)[0].ndim
     parts = {
         name: part
@@ -314,7 +314,7 @@ def move_cache(
 def new_pages(
     source: CacheSource, page_size: int | str | None, tables_from: Source | None, cache: str = CACHE
 ) -> tuple[tuple[BlockTable, BlockTable] | None, dict[str, np.ndarray]]:
-    """Return (pages of source and target, None where rows stay; the new block tables by name)."""
+    """Return (pages of source and target, or None if rows stay; new block tables by name)."""
     if page_size is None and tables_from is None:
         return None, {}
     other = source if tables_from is None else CacheSource(tables_from).caches.get(cache, source)
@@ -328,7 +328,7 @@ def new_pages(
 
 
 def whole_sequences(source: CacheSource) -> BlockTable:
-    """Return a sequence for each b, as long as n."""
+    """Return pages in which each b is a sequence of length n."""
     sizes = source.axis_sizes
     if "n" not in sizes:
         wanted = f"tables, as '{source.layout}' is no cache of a sequence for each b"
@@ -337,7 +337,7 @@ def whole_sequences(source: CacheSource) -> BlockTable:
 
 
 def block_tables(pages: BlockTable, places: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return block tables as engines have them, by name, and positions that do not count from 0."""
+    """Return block tables by the names of engines, and positions if they do not count from 0."""
     numbers, lengths = tables.to_blocks(pages)
     found = {
         "block_tables": numbers.astype(np.int32),
@@ -354,14 +354,14 @@ def join(
     layout: str | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Contents:
-    """Join caches that have some heads of the same tokens each, as ranks of tensor parallelism have them.
+    """Join the caches of tensor-parallel ranks, which have some heads each of the same tokens.
 
     Parameters
     ----------
     sources : iterable of path, mapping of arrays, or Contents
         The caches, in the order of their heads; or a dict of them by the names that errors call them.
     axis : "h"
-        What they have parts of.
+        The axis that is split.
     layout, sizes
         The layout and sizes of each, as `convert` takes them.
 
@@ -418,7 +418,7 @@ def join(
 
 
 def join_heads(names: Sequence[str], parts: Sequence[Any]) -> np.ndarray:
-    """Return one array [blocks, tokens, heads, content] of the parts of several ranks."""
+    """Join the parts of several ranks to one array [blocks, tokens, heads, content]."""
     arrays = [np.stack(part) if isinstance(part, tuple) else part for part in parts]
     for name, array in zip(names, arrays, strict=True):
         if (array.shape[:2], array.shape[3:], array.dtype) != (

@@ -1,4 +1,4 @@
-"""Count in one pass over two arrays which elements differ, by how many ulps, and how far at most."""
+"""Compare two arrays in one pass: count differing elements, their distances in ulps, the largest error."""
 
 import functools
 from typing import Any
@@ -23,13 +23,13 @@ def form_of(dtype: np.dtype) -> str | None:
 
 
 def numbers_of_bytes(dtype: np.dtype) -> np.ndarray:
-    """Return the numbers that the 256 bytes of a dtype are."""
+    """Return the values of all 256 codes of an 8-bit dtype."""
     return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
 
 
 @helper
 def distance(one: Any, two: Any, sign: Any) -> Any:
-    """Return how many numbers of a float type are between two of its words."""
+    """Return the distance in ulps between two words of a float type."""
     low = -(one - sign) if one >= sign else one
     high = -(two - sign) if two >= sign else two
     return abs(low - high)

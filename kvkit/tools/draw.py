@@ -1,4 +1,4 @@
-"""Draw the memory of a layout, and whose the rows of a cache are, for a terminal or a page."""
+"""Draw the memory of a layout, and which sequence owns each row of a cache."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvkit.tools import svg
 from kvkit.tools.boxes import boxes, drawn_sizes, outer_axes, strides
 
 Kind = Literal["text", "svg"]
-ACROSS = 6  # boxes in a line
-ALONE = 32  # rows in a line, where pages are single rows
-NAMES = 12  # sequences that are named
+ACROSS = 6  # boxes in a line of a drawing
+ALONE = 32  # rows in a line if pages are single rows
+NAMES = 12  # the most sequences in a legend
 MOST_LINES = 24
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 FREE, STALE, SHARED = ".", "~", "#"
@@ -36,7 +36,7 @@ def layout(name: str | Layout, *, sizes: Mapping[str, int] | None = None, kind: 
     sizes : mapping, optional
         Lengths of the axes l, b, n, h, c to draw; small ones if not given.
     kind : {"text", "svg"}
-        For a terminal, or a page, light or dark as its reader's.
+        "text" for a terminal; "svg" for a page, which follows the reader's light or dark mode.
 
     Returns
     -------
@@ -77,7 +77,7 @@ def layout(name: str | Layout, *, sizes: Mapping[str, int] | None = None, kind: 
 
 
 def several(line: Layout, sizes: Mapping[str, int]) -> str:
-    """Return in words how many arrays there are."""
+    """Return a text that says how many arrays a layout has."""
     if not line.lists:
         return "one array"
     counts = " of ".join(f"{2 if axis == 'kv' else sizes[axis]} ({axis})" for axis in line.lists)
@@ -93,7 +93,7 @@ def stride_table(line: Layout, side: int, sizes: Mapping[str, int], heading: str
 
 
 def memory(line: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str, list[svg.Cell]]]:
-    """Return lines of boxes, cut where an axis begins again."""
+    """Return the boxes of one array in lines; a new line begins where an axis starts again."""
     found, common = boxes(line, side, sizes), outer_axes(line, side)
     each = sum(box.last - box.first + 1 for box in found) / len(found)
     rows = strides(line, side, sizes)
@@ -123,31 +123,31 @@ def cells(
     filled: ArrayLike | None = None,
     kind: Kind = "text",
 ) -> str:
-    """Draw whose the rows of a cache are: a letter and a colour for each sequence.
+    """Draw the rows of a cache, with a letter and a colour for the sequence that owns each.
 
     Parameters
     ----------
     pages : BlockTable
-        Where the tokens of sequences lie: what `kvkit.layouts.tables` makes of any engine's tables.
+        Where the tokens of sequences lie; `kvkit.layouts.tables` converts any engine's tables.
     num_rows : int, optional
-        Rows of the cache; up to the last one in use if not given.
+        Rows of the cache; by default up to the last row in use.
     page_size : int, optional
-        Rows in a line; those of a page if not given, or 32 where pages are single rows.
+        Rows in a line; by default a page, or 32 if pages are single rows.
     filled : ndarray of bool, shape [num_rows], optional
-        Rows that hold something; those of no sequence are drawn as stale, not as free.
+        Rows that hold data; those without a sequence are drawn as stale, not as free.
     kind : {"text", "svg"}
-        For a terminal, or a page, light or dark as its reader's.
+        "text" for a terminal; "svg" for a page, which follows the reader's light or dark mode.
 
     Returns
     -------
     str
-        ``.`` is free, ``~`` stale, ``#`` shared by several sequences; sequences are a, b, c and so on, the
+        ``.`` is free, ``~`` stale, ``#`` shared by several sequences. Sequences are a, b, c and so on; the
         27th is a again.
 
     Raises
     ------
     KvkitError
-        If there are fewer rows than tokens lie in, or more than anybody would look at.
+        If `num_rows` is less than the rows in use, or too many to draw.
 
     Examples
     --------
@@ -184,7 +184,7 @@ def cells(
 
 
 def cell_of(owners: list[int], used: bool) -> svg.Cell:
-    """Return the sign of a row."""
+    """Return the character of a row."""
     if len(owners) == 1:
         return svg.Cell(LETTERS[owners[0] % len(LETTERS)], f"s{owners[0]}", 2, f"sequence {owners[0]}")
     mark = SHARED if owners else STALE if used else FREE

@@ -1,4 +1,4 @@
-"""Findings of `check`, and the table of its rules."""
+"""The findings of `check`, and the table of its rules."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any, Literal
 
 Severity = Literal["error", "warning"]
 Seen = tuple[Any, Callable[[Any], tuple[str, str]]] | list[tuple[str, str]] | None  # see `Rule`
-SHOWN = 5  # findings of a rule that are described; all are counted
+SHOWN = 5  # the most findings of a rule that are described; all are counted
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that a rule says is wrong.
+    """One error or doubt that a rule found.
 
     Attributes
     ----------
     rule : str
-        Its name, as in the documentation: "P1".
+        The rule's name in the documentation, such as "P1".
     severity : str
-        "error" for what gives wrong numbers or a crash, "warning" for what may be meant.
+        "error" if it leads to wrong numbers or a crash, "warning" if it may be intended.
     where : str
-        The place, as it would be written in Python: ``block_tables[1, 3]``.
+        The place as a Python expression, such as ``block_tables[1, 3]``.
     message : str
-        What was found there.
+        What was found.
     hint : str
-        What it means, and what to do about it.
+        What it means and how to mend it.
     """
 
     rule: str
@@ -50,9 +50,9 @@ class Findings:
     counts : dict of str to int
         How often each rule was broken.
     checked : list of str
-        The rules that had something to look at.
+        The rules whose inputs were given.
     unchecked : dict of str to str
-        The rules that had nothing to look at, and what they lack.
+        The other rules, and the inputs that they lack.
     """
 
     found: list[Finding] = field(default_factory=list)
@@ -68,11 +68,11 @@ class Findings:
 
     @property
     def errors(self) -> list[Finding]:
-        """Return the findings that are no warnings."""
+        """Return the findings that are errors."""
         return [finding for finding in self.found if finding.severity == "error"]
 
     def with_second(self, other: Findings, begin: str) -> Findings:
-        """Return these findings and those of a second cache, whose places begin with a word."""
+        """Join these findings and those of a second cache; its places get the prefix `begin`."""
         found = [*self.found, *(replace(each, where=begin + each.where) for each in other.found)]
         counts = {name: self.counts.get(name, 0) + other.counts.get(name, 0)
                   for name in (*self.counts, *other.counts)}  # fmt: skip
@@ -82,11 +82,11 @@ class Findings:
 
     @property
     def rules(self) -> set[str]:
-        """Return the names of the rules that are broken."""
+        """Return the names of the broken rules."""
         return set(self.counts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON has it."""
+        """Return the result as values that JSON can hold."""
         return {
             "errors": sum(self.counts[rule] for rule in {finding.rule for finding in self.errors}),
             "findings": [asdict(finding) for finding in self.found],
@@ -129,7 +129,7 @@ class Rule:
     needs: str = ""
 
     def lacking(self, case: Any) -> str:
-        """Return what a case lacks for this rule to look at it."""
+        """Return the inputs of this rule that a case lacks."""
         *needs, kind = self.needs.split(", ")
         missing = [need for need in (*needs, kind) if case.has(need) is False]
         return ", ".join(missing) or kind
@@ -139,7 +139,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(name: str, hint: str, severity: Severity = "error", *, needs: str) -> Callable[[Any], Any]:
-    """Enter a function into the table of rules: a decorator."""
+    """Decorate a function to enter it into the table of rules."""
 
     def enter(look: Callable[[Any], Seen]) -> Callable[[Any], Seen]:
         RULES[name] = Rule(name, severity, hint, look, needs)
@@ -149,7 +149,7 @@ def rule(name: str, hint: str, severity: Severity = "error", *, needs: str) -> C
 
 
 def examine(case: Any, rules: dict[str, Rule]) -> Findings:
-    """Return what the rules find in a case."""
+    """Run the rules over a case; return the findings."""
     result = Findings()
     for each in rules.values():
         seen = each.look(case)

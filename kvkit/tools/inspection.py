@@ -1,4 +1,4 @@
-"""`inspect`: what is in a file, or in arrays."""
+"""`inspect`: list what is in a file, or in arrays."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ from kvkit.layouts.views import KV
 from kvkit.tools.source import SIDES, CacheSource, Source
 from kvkit.tools.text import columns, size
 
-SHOWN = 40  # arrays or layers in a text; all are in to_dict()
-SHOWN_ELSEWHERE = "description", "dtypes", "cache", "notes", "sliding"  # of metadata
-PIECE = 2**22  # elements that are counted at a time
+SHOWN = 40  # the most arrays or layers in a text; to_dict() has all
+SHOWN_ELSEWHERE = (
+    "description",
+    "dtypes",
+    "cache",
+    "notes",
+    "sliding",
+)  # keys of metadata with a line of their own
+PIECE = 2**22  # elements counted at a time
 
 
 @dataclass(frozen=True)
 class InspectedArray:
-    """An array: its name, dtype and shape, its bytes."""
+    """Describes an array: its name, dtype, shape and bytes."""
 
     name: str
     dtype: str
@@ -35,7 +41,7 @@ class InspectedArray:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Counts over the elements of some keys or values; min and max are None where none is a number."""
+    """Counts over the elements of keys or values; min and max are None if no element is a number."""
 
     name: str
     minimum: float | None
@@ -53,9 +59,9 @@ class Numbers:
 
 @dataclass(frozen=True)
 class TableUse:
-    """The block tables beside a cache: sequences, their tokens, blocks in use and shared blocks.
+    """Counts from block tables: sequences, their tokens, blocks in use and shared blocks.
 
-    `positions` are runs such as "0:4, 12:20" for each sequence, where they do not count from 0.
+    `positions` has runs such as "0:4, 12:20" for each sequence whose positions do not count from 0.
     """
 
     convention: str
@@ -114,7 +120,7 @@ class Inspection:
     sliding: Inspection | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON has it."""
+        """Return the result as values that JSON can hold."""
         found = asdict(self) | {"description": self.description.to_dict()}
         return found | {"sliding": self.sliding.to_dict() if self.sliding else None}
 
@@ -130,7 +136,7 @@ class Inspection:
         return "\n\n".join(filter(None, [*head, *parts]))
 
     def facts(self) -> list[str]:
-        """Return what is known of the cache, in paragraphs."""
+        """Return the text about the cache, in paragraphs."""
         said = self.description.to_dict()
         parts = ["\n".join(f"{name}: {in_brief(value)}" for name, value in said.items())]
         if self.sizes and not said.get("sizes"):
@@ -149,26 +155,26 @@ class Inspection:
 
 
 def in_brief(value: Any) -> str:
-    """Return a value of a file as a line may show it."""
+    """Return a value from a file, shortened to fit a line."""
     several = isinstance(value, Mapping)
     return str(brief(", ".join(f"{name} {each}" for name, each in value.items()) if several else value, 200))
 
 
 def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, int] | None = None,
             stats: bool = False) -> Inspection:  # fmt: skip
-    """Say what is in a file, or in arrays: what they are, how they lie, who uses them.
+    """List what is in a file, or in arrays: kinds, layout, and how sequences use them.
 
     Parameters
     ----------
     source : path, or mapping of arrays
-        A file of any kind that `kvkit.files.read` takes; or arrays by name, and lists of them, the cache as
-        ``"cache"``.
+        A file of any kind that `kvkit.files.read` takes; or arrays, and lists of arrays, by name. The cache
+        has the name ``"cache"``.
     layout : str, optional
         The layout of the cache, if the file does not name it.
     sizes : mapping, optional
-        Lengths of the axes l, b, n, h, c that shapes do not show.
+        Lengths of axes l, b, n, h, c that the shapes do not determine.
     stats : bool
-        Look at all elements: least and largest, NaN, rows of zeros, of keys and values by layer.
+        Whether to count over all elements of each layer: minimum, maximum, NaN, rows of zeros.
 
     Returns
     -------
@@ -210,7 +216,7 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
 
 
 def inspect_second(source: CacheSource, stats: bool) -> Inspection:
-    """Say what the second cache of a file is; its arrays are listed with all others."""
+    """Describe the second cache of a file; its arrays are listed with all others."""
     kv, lengths = source.one_head_view()
     return Inspection(
         "layers with a window", [], source.contents.description, sizes=lengths, use=use_of(source),
@@ -219,7 +225,7 @@ def inspect_second(source: CacheSource, stats: bool) -> Inspection:
 
 
 def kind_of(contents: Contents) -> str:
-    """Return the kind of a file, and what kvkit wrote in it."""
+    """Return the kind of a file, and which object of kvkit it holds."""
     about, kind = contents.metadata.get("cache"), contents.kind
     if "operator" in contents.metadata:
         return f"{kind}, results of {brief(contents.metadata['operator'])}"
@@ -232,7 +238,7 @@ def kind_of(contents: Contents) -> str:
 
 
 def fitting_layouts(cache: Any, contents: bool) -> list[str]:
-    """Return the layouts that fit; of contents that are read those they speak for, and those they cannot."""
+    """Return the layouts that fit the shapes and strides of a cache."""
     try:
         likely = layouts.fits(cache, contents=True) if contents else []
         possible = layouts.fits(cache)
@@ -243,7 +249,7 @@ def fitting_layouts(cache: Any, contents: bool) -> list[str]:
 
 
 def statistics(arrays: Mapping[str, np.ndarray], kv: KV | None, apart: Collection[str]) -> list[Numbers]:
-    """Count over keys and values of each layer; over each array if nobody knows which are which."""
+    """Count over the keys and values of each layer; over each array if the layout is unknown."""
     if kv is None:
         return [numbers_of(name, [array]) for name, array in arrays.items() if of_numbers(array.dtype)]
     sides = [(f"{side}s", getattr(kv, f"{side}s")) for side in SIDES if not apart or side in apart]
@@ -266,7 +272,7 @@ def numbers_of(name: str, arrays: Iterable[np.ndarray]) -> Numbers:
         flat = array if array.ndim > 1 else array.reshape(1, -1)
         step = max(PIECE // max(flat[:1].size, 1), 1)
         for begin in range(0, len(flat), step):
-            with np.errstate(invalid="ignore"):  # NaN may be of the signalling kind
+            with np.errstate(invalid="ignore"):  # NaN may be signalling
                 piece = flat[begin : begin + step].astype(np.float32)
             fine = np.isfinite(piece)
             unknown = int(np.isnan(piece).sum())
@@ -280,7 +286,7 @@ def numbers_of(name: str, arrays: Iterable[np.ndarray]) -> Numbers:
 
 
 def use_of(source: CacheSource) -> TableUse | None:
-    """Return what the block tables say, whatever their convention; None without tables."""
+    """Return the counts from block tables of any convention; None without tables."""
     pages = source.block_tables()
     if pages is None:
         return None

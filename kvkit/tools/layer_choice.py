@@ -1,4 +1,4 @@
-"""Take some layers of a cache: those of models with windows or without attention differ in length."""
+"""Choose some layers of a cache, because layers with windows or without attention differ in length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PART = re.compile(r"(\d{1,6})?(:)?(\d{1,6})?(?::(\d{1,6}))?")
 
 
 def parse_layers(text: str, known: Sequence[int]) -> list[int]:
-    """Return the numbers of layers that a text chooses, such as 0,2,4: or 1::2, in order."""
+    """Return the layers that a text such as 0,2,4: or 1::2 chooses, in order."""
     chosen: set[int] = set()
     for part in text.split(","):
         found = PART.fullmatch(part.strip())
@@ -41,13 +41,13 @@ def parse_layers(text: str, known: Sequence[int]) -> list[int]:
 
 
 def choose_layers(source: CacheSource, text: str) -> Contents:
-    """Return the contents of a source with some of its layers, which keep their numbers."""
+    """Return the contents of a source with some of its layers only; layers keep their numbers."""
     if source.saved and source.contents.cache is None:
         raise argument_error(
             "layers", "a cache whose layers are floats", "what a cache of codes or pages saved"
         )
     numbers = {name: layer_numbers(each) for name, each in source.caches.items()}
-    if len(numbers) > 1 and source.layer_numbers is None:  # in a file of two caches, the second's come behind
+    if len(numbers) > 1 and source.layer_numbers is None:  # the layers of a second cache follow
         numbers[SLIDING] = [number + len(numbers[CACHE]) for number in numbers[SLIDING]]
     chosen = parse_layers(text, sorted(set().union(*numbers.values())))
     parts = [
@@ -78,7 +78,7 @@ def layer_numbers(source: CacheSource) -> list[int]:
 
 
 def axis_of_layers(line: Layout) -> int | None:
-    """Return which axis of an array has the layers; None if none has."""
+    """Return the number of the axis of layers; None without one."""
     names = [[axis.name for axis in group] for group in line.groups]
     return names.index(["l"]) if ["l"] in names else None
 
@@ -110,7 +110,7 @@ def with_layers(source: CacheSource, chosen: list[int], numbers: list[int]) -> C
 
 
 def parts_of(source: CacheSource) -> dict[str, Any]:
-    """Return the arrays of a cache that have layers, by the roots of their names."""
+    """Return the arrays of a cache that have layers, by their names without numbers."""
     names = [*BESIDE]
     for side in source.side_names or ():
         names += [side, *(f"{side}_{part}" for part in BESIDE)]
@@ -120,7 +120,7 @@ def parts_of(source: CacheSource) -> dict[str, Any]:
 
 
 def take_layers(part: Any, line: Layout, places: list[int], alone: bool) -> Any:
-    """Return some layers of an array or of nested lists; `alone` of a side, which has no list of both."""
+    """Return some layers of an array or of nested lists; `alone`: of one side, not of a list of both."""
     lists = [axis for axis in line.lists if axis != "kv" or not alone]
     if isinstance(part, list):
         if "l" not in lists:

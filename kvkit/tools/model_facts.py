@@ -1,4 +1,4 @@
-"""Tell a state of llama.cpp what its model's file knows: heads, rotations, and which layers have a window."""
+"""Add facts of a model to a cache file without them: heads, rotations, which layers have a window."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ATTENTION = {"cache": ("full", "latent"), SLIDING: ("sliding",)}  # kinds of lay
 
 
 def with_model(source: Any, model: Any) -> Any:
-    """Return a source that says what a model's configuration knows of its cache.
+    """Return a source with the facts of its model's configuration in its description.
 
     Parameters
     ----------
     source : path, mapping of arrays, or Contents
-        A cache, such as a state of llama.cpp, whose file says nothing of heads.
+        A cache, such as a state of llama.cpp, whose file does not have the number of heads.
     model : path or None
         A GGUF file, a config.json, or a folder with one; None returns the source as it is.
 
@@ -63,7 +63,7 @@ def layers_of(shape: ModelShape, kinds: tuple[str, ...]) -> tuple[list[int], lis
 
 
 def with_shape(said: Description, layers: list[LayerShape], shape: ModelShape, sliding: bool) -> Description:
-    """Return a description with the heads of these layers, which must be alike, and the model's rotations."""
+    """Return a description with the model's heads and rotations; the layers must be alike."""
     shapes = {(layer.heads, layer.key_dim, layer.value_dim or layer.key_dim) for layer in layers}
     if len(shapes) > 1:
         raise argument_error("model", "layers of one kind that have the same heads", sorted(shapes))

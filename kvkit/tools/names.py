@@ -1,4 +1,4 @@
-"""Find keys and values, an array for each layer, by the names that engines and people give them."""
+"""Find the keys and values of each layer by the names that engines use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WORDS = "cache", "key", "value", "keys", "values", "kv"
 
 @dataclass(frozen=True)
 class LayerNames:
-    """Arrays of keys and of values by the numbers of their layers, and how their names are made."""
+    """Arrays of keys and of values by the numbers of their layers, and the pattern of their names."""
 
     patterns: tuple[str, str]
     sides: tuple[dict[int, Any], dict[int, Any]]
@@ -44,14 +44,14 @@ class LayerNames:
 
 
 def by_layer(names: Iterable[str], pattern: str) -> dict[int, str]:
-    """Return the names that a pattern with {l} makes, by the number in them."""
+    """Return {layer number: name} of the names that match a pattern with {l}."""
     before, _, after = pattern.partition(LAYER)
     form = re.compile(f"{re.escape(before)}([0-9]{{1,6}}){re.escape(after)}")
     return {int(match[1]): name for name in names if (match := form.fullmatch(name))}
 
 
 def find_layers(arrays: Mapping[str, Any]) -> LayerNames | None:
-    """Return keys and values under the first pair of patterns that names have; None if they have none."""
+    """Return the keys and values of the first pair of patterns that match; None without any."""
     for heads_first, pairs in ((True, HEADS_FIRST), (False, TOKENS_FIRST)):
         for patterns in pairs:
             key, value = (by_layer(arrays, pattern) for pattern in patterns)
@@ -68,7 +68,7 @@ def find_layers(arrays: Mapping[str, Any]) -> LayerNames | None:
 
 
 def matching(arrays: Mapping[str, Any], pattern: str, argument: str) -> dict[int, str]:
-    """Return the names of a pattern by layer; of one without {l} the array of this name."""
+    """Return {layer number: name} for a pattern; without {l} it is the name of one array."""
     alone = {0: pattern} if pattern in arrays else {}
     found = by_layer(arrays, pattern) if LAYER in pattern else alone
     if not found:
@@ -81,7 +81,7 @@ def matching(arrays: Mapping[str, Any], pattern: str, argument: str) -> dict[int
 
 
 def some_names(names: Collection[str], count: int = 5) -> str:
-    """Return those names that are most like names of a cache, and how many more there are."""
+    """Return the names that look most like those of a cache, and the number of others."""
     likely = dict.fromkeys(name for word in WORDS for name in nearest(word, names, count))
     shown = [*likely, *(name for name in names if name not in likely)][:count]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""

@@ -1,4 +1,4 @@
-"""Pools of OpenVINO's paged attention whose blocks have codes, with scales and zeros as arrays of their own.
+"""Split the pools of OpenVINO's paged attention into codes, scales and zeros.
 
 A block of keys has, for each head, the scales of all channels, their zeros, then the codes of its tokens; a
 row of values has its scale and its zero before its codes. Scales and zeros are float32.
@@ -17,15 +17,15 @@ from kvkit.files.arrays import CACHE, nested
 from kvkit.layouts.views import KV
 from kvkit.typed import Array
 
-FLOATS = "openvino"  # the layout of pools of floats, and of the codes alone
-FORMATS = {"openvino-u8": ("openvino_u8", 8), "openvino-u4": ("openvino_u4", 4)}  # and bits of a code
+FLOATS = "openvino"  # the layout of pools of floats, and of codes without scales
+FORMATS = {"openvino-u8": ("openvino_u8", 8), "openvino-u4": ("openvino_u4", 4)}  # (name, bits of a code)
 POOLS = "key_cache", "value_cache"
 NUMBERS = "scale", "zero"
 SIZE = 4  # bytes of a scale
 
 
 def split_blocks(contents: Contents, layout: str) -> tuple[Contents, dict[str, KV]]:
-    """Return the contents with codes in the pools' places, and views of their scales and zeros by name."""
+    """Return the contents with codes in place of pools, and views of scales and zeros under new names."""
     format, bits = FORMATS[layout]
     names = POOLS if CACHE not in contents.arrays and contents.cache is None else (f"{CACHE}.0", f"{CACHE}.1")
     pools = [nested(contents.arrays, name) for name in names]
@@ -51,7 +51,7 @@ def split_blocks(contents: Contents, layout: str) -> tuple[Contents, dict[str, K
 
 
 def with_tables(contents: Contents) -> Contents:
-    """Return the contents with OpenVINO's tables under the names that all tools know."""
+    """Return the contents with OpenVINO's tables under the names that all tools use."""
     arrays, pool = contents.arrays, nested(contents.arrays, POOLS[0])
     if pool is None or not {"block_indices", "block_indices_begins", "past_lens"} <= arrays.keys():
         return contents

@@ -1,4 +1,4 @@
-"""Read keys and values of any cache as floats, layer by layer: codes are decoded when they are read."""
+"""Read keys and values of any cache as floats, layer by layer. Codes are decoded when they are read."""
 
 from __future__ import annotations
 
@@ -22,55 +22,55 @@ from kvkit.layouts.views import KV
 from kvkit.tools.source import PACKED, TABLES, CacheSource, format_of_paged, leaves
 
 LATENT_LINE = "l | b n c"  # of latent rows
-LINE = "l kv | b n h c"  # of codes, and of what `encode` returns beside them, as `convert` writes them
-LISTS = "b l kv | n h c"  # the same of sequences that differ in length
-ROTATION = "llama.cpp"  # which rotates codes, and heads of a multiple of 64 elements
-LATENT = 512  # elements of a latent row that are its value, where nobody says how many
+LINE = "l kv | b n h c"  # of the results of `encode`, as `convert` writes them
+LISTS = "b l kv | n h c"  # of the same if sequences differ in length
+ROTATION = "llama.cpp"  # it rotates heads of a multiple of 64 elements before they become codes
+LATENT = 512  # elements of a latent row that are its value, by default
 ORDER = "the file has no tables: all blocks are taken for sequences"
 
 
 @dataclass(frozen=True)
 class SideReader:
-    """Keys or values of a layer: `read` gives a slice of its tokens, floats [tokens, heads, dim]."""
+    """Reads keys or values of a layer: ``read(begin, end)`` returns floats [tokens, heads, dim]."""
 
     read: Callable[[slice], np.ndarray]
     tokens: int
     heads: int
     dim: int
-    bits: int  # of an element, as a float
+    bits: int  # of an element, if it is a float
 
 
 @dataclass(frozen=True)
 class LayerReader:
-    """Keys and values of the tokens of all sequences, one behind the other.
+    """Reads keys and values of a layer, with the tokens of one sequence after the other.
 
-    `queries` are those of the last tokens of each sequence, [tokens, query heads, dim], where they are known.
+    `queries` are the known queries of the last tokens of each sequence, [tokens, query heads, dim].
     """
 
     name: str
     key: SideReader
     value: SideReader
-    starts: list[int]  # where sequences begin among the tokens, and their number
+    starts: list[int]  # where each sequence begins among the tokens, then their number
     queries: list[np.ndarray] | None = None
-    value_dim: int | None = None  # of latent rows, which are key and value: how many elements are the value
+    value_dim: int | None = None  # how many elements of a latent row are its value
     scale: float | None = None  # of scores; None: dim ** -0.5
 
     @property
     def sides(self) -> dict[str, SideReader]:
-        """Return what is stored, by its name: keys and values, or latent rows."""
+        """Return the readers by name: of keys and values, or of latent rows."""
         return {"latent": self.key} if self.value_dim else {"keys": self.key, "values": self.value}
 
 
 @dataclass(frozen=True)
 class CacheReader:
-    """The layers of a cache, `layer(i)` of `count`; the format of its codes, None of floats."""
+    """Reads the layers of a cache, `layer(i)` of `count`. `format` is that of codes, None for floats."""
 
     name: str
     count: int
     layer: Callable[[int], LayerReader]
     format: str | None = None
     notes: tuple[str, ...] = ()
-    numbered: bool = False  # whether names have the numbers that layers have in their model
+    numbered: bool = False  # whether layers have the numbers of their model
 
 
 def open_cache(
@@ -80,9 +80,9 @@ def open_cache(
     from_format: str | None = None,
     rotation: str | None = None,
 ) -> CacheReader:
-    """Open the layers of a file, of arrays by name, or of a cache object. Nothing is decoded yet.
+    """Open the layers of a file, of arrays by name, or of a cache object, without decoding them.
 
-    Layers of a second cache, those with a window, come after all others.
+    The layers of a second cache, which have a window, follow those of the first.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def open_cache(
     from_format : str, optional
         The format of codes, if their file does not name it.
     rotation : str, optional
-        The rotation that keys and values are stored with, which is undone.
+        The rotation of the stored keys and values, which is undone.
 
     Raises
     ------
@@ -130,7 +130,7 @@ def open_one(source: CacheSource, from_format: str | None = None, rotation: str 
 
 
 def join_readers(first: CacheReader, second: CacheReader) -> CacheReader:
-    """Return the layers of a cache and of a second one behind them."""
+    """Join the readers of two caches; the layers of the second follow."""
 
     def layer(i: int) -> LayerReader:
         if i < first.count:
@@ -145,7 +145,7 @@ def join_readers(first: CacheReader, second: CacheReader) -> CacheReader:
 
 
 def latent_cache(arrays: Mapping[str, Any], layers: Any) -> dict[str, Any]:
-    """Return arrays with latent rows, [layers, tokens, dim] or a list of layers, as a cache of a sequence."""
+    """Describe latent rows, [layers, tokens, dim] or a list of layers, as a cache of one sequence."""
     rows = [layer[:, 0] if layer.ndim == 3 and layer.shape[1] == 1 else layer for layer in layers]
     for row in rows:
         if row.ndim != 2:
@@ -171,7 +171,7 @@ def open_cache_object(cache: Any) -> CacheReader:
 
 
 def open_saved(source: CacheSource, about: list[Any]) -> CacheReader:
-    """Open a file of `Cache.save`, whose layers are restored one at a time."""
+    """Open a file of `Cache.save`; layers are restored one at a time."""
     if not about:
         raise argument_error("source", "a cache that has tokens", "an empty one")
 
@@ -188,7 +188,7 @@ def open_saved(source: CacheSource, about: list[Any]) -> CacheReader:
 
 
 def format_of_layers(layers: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the formats of layers' keys and values, of the arguments of their constructors."""
+    """Return the formats of keys and values from the layers' constructor arguments."""
     specs = [each[side] for each in layers for side in ("key", "value") if side in each]
     found = [
         spec.get("format") or f"{'u' if spec.get('scheme') == 'asym' else ''}int{spec['bits']}"
@@ -211,7 +211,7 @@ def open_states(i: int, layer: Any) -> LayerReader:
 def open_arrays(
     source: CacheSource, from_format: str | None = None, rotation: str | None = None
 ) -> CacheReader:
-    """Open the cache of a source, as its layout says; of block tables the rows that sequences have."""
+    """Open the cache of a source by its layout; with block tables read only the rows of sequences."""
     cache = source.require_cache()
     coded = {each.dtype for each in leaves(cache)} - {one.dtype for one in FLOATS}
     told = source.format_of(coded, from_format) if coded else None
@@ -267,7 +267,7 @@ def open_arrays(
 
 
 def formats_of_sides(told: str) -> tuple[Format | None, Format | None]:
-    """Return the formats of keys and of values, None of floats, by one name such as float16/q8_0."""
+    """Return the formats of keys and values (None for floats) from a name such as float16/q8_0."""
     names = told.split("/") if "/" in told else [told, told]
     key, value = (
         None if name in map(str, FLOATS) else formats_named(name)[i] for i, name in enumerate(names)
@@ -276,14 +276,14 @@ def formats_of_sides(told: str) -> tuple[Format | None, Format | None]:
 
 
 def rotation_to_undo(source: CacheSource, name: str | None) -> Rotation | None:
-    """Return the rotation of a name; refuse one where the file says that there is none."""
+    """Return the rotation of a name; raise if the file says that there is none."""
     if name is not None and source.contents.description.rotation == "none":
         raise argument_error("rotation", "none, as the file says", name)
     return rotation_named(name)
 
 
 def undo_rotation(side: SideReader, rotation: Rotation, value: bool) -> SideReader:
-    """Return a side whose heads are rotated back; llama.cpp rotates heads of a multiple of 64 only."""
+    """Return a reader that rotates heads back; llama.cpp rotates only heads of a multiple of 64."""
     if rotation.name == ROTATION and side.dim % 64:
         return side
     rotation.size(side.dim, value)
@@ -291,7 +291,7 @@ def undo_rotation(side: SideReader, rotation: Rotation, value: bool) -> SideRead
 
 
 def view_parts(source: CacheSource, told: str | None, formats: Any) -> tuple[dict[str, KV], Any]:
-    """Return views of codes and of what is beside them, and the pages of their block tables."""
+    """Return views of codes and their scales, and the pages of their block tables."""
     kv = source.require_view()
     for one in filter(None, formats or ()):
         apart = one.find == "given" or source.scales_inside or one.per not in ("tensor", "head", "channel")
@@ -320,7 +320,7 @@ def queries_of(source: CacheSource, codes: KV, starts: np.ndarray) -> tuple[Any,
 
 
 def scale_of_scores(source: CacheSource, needed: bool) -> float | None:
-    """Return the factor of the scores of latent rows, which no shape tells."""
+    """Return the factor of scores over latent rows, which shapes do not determine."""
     given = source.arrays.get("softmax_scale")
     if given is None and needed:
         wanted = "a number beside query, for latent rows (192 ** -0.5 for DeepSeek)"
@@ -329,7 +329,7 @@ def scale_of_scores(source: CacheSource, needed: bool) -> float | None:
 
 
 def encoded_parts(parts: Mapping[str, Any], line: str) -> dict[str, KV]:
-    """Return codes and what is beside them as LINE or LISTS has them; other axes are the format's."""
+    """Return codes and scales by the axes of LINE or LISTS; the last axes are the format's."""
     found, shapes = {}, set()
     try:
         for part, cache in parts.items():
@@ -365,7 +365,7 @@ def open_side(
     size = arrays["codes"].shape[1]
 
     def read(part: slice) -> np.ndarray:
-        block, row = rows[part] // size, rows[part] % size  # a scale may be that of several rows
+        block, row = rows[part] // size, rows[part] % size  # rows may share a scale
         some = {part: x[block, row * x.shape[1] // size] if x.ndim > 1 else x for part, x in arrays.items()}
         return decode(some, format) if format else some["codes"]
 
@@ -375,7 +375,7 @@ def open_side(
 def open_sequences(
     name: str, sequences: Sequence[Mapping[str, np.ndarray]], format: Format | None
 ) -> SideReader:
-    """Read sequences of codes and what is beside them, arrays [tokens, heads, ...], one behind the other."""
+    """Read sequences of codes and scales, arrays [tokens, heads, ...], one after the other."""
     if not sequences:
         raise argument_error(name, "a sequence or more", "none")
     each = tokens_in_row(format)
@@ -401,7 +401,7 @@ def tokens_in_row(format: Format | None) -> int:
 def decode_tokens(
     arrays: Mapping[str, np.ndarray], begin: int, end: int, format: Format | None
 ) -> np.ndarray:
-    """Decode some tokens of a sequence; what shares a scale is decoded together."""
+    """Decode some tokens of a sequence; tokens that share a scale are decoded together."""
     if format is None:
         return arrays["codes"][begin:end]
     step = Coded(format.name, format).step
@@ -418,7 +418,7 @@ def decode_tokens(
 def side_reader(
     name: str, read: Callable[[slice], np.ndarray], tokens: int, format: Format | None
 ) -> SideReader:
-    """Return a reader of a side, with its sizes; it must read floats."""
+    """Return a reader of keys or values, with the sizes of what it reads, which must be floats."""
     one = read(slice(0))
     if BY_DTYPE.get(one.dtype) not in FLOATS:
         expected = "float32, float16 or bfloat16, or codes of a format that the file names"

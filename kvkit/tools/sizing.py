@@ -1,4 +1,4 @@
-"""`size`: how many bytes the cache of a model takes, from its configuration alone."""
+"""Compute how many bytes a model's cache takes, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -20,42 +20,44 @@ from kvkit.tools.text import size as in_words
 
 UNITS = {"": 1, "B": 1, **{f"{letter}{'i' * (base == 1024)}B": base**power for base in (1000, 1024)
                            for power, letter in enumerate("KMGT", 1)}}  # fmt: skip
-STATE_BYTES = 4  # states are float32
-LONGEST = 2**40  # tokens
+STATE_BYTES = 4  # of a number of a recurrent state, which is float32
+LONGEST = 2**40  # tokens; a cache of this length that still fits has no limit
 
 
 @dataclass(frozen=True)
 class EngineRounding:
-    """How an engine rounds: the rows of a layer that keeps all tokens, and of one with a window."""
+    """Gives the rows that an engine allocates for a sequence of n tokens."""
 
-    full: Callable[[int], int]
-    sliding: Callable[[int, int, int], int]
-    step: int  # new tokens of a step, as the engine has it if nobody says
+    full: Callable[[int], int]  # f(n), in a layer that keeps all tokens
+    sliding: Callable[[int, int, int], int]  # f(n, window, step), in a layer with a window
+    step: int  # new tokens of a step, by default
 
 
-def up(count: int, unit: int) -> int:
-    """Return a count rounded up to a multiple."""
+def round_up(count: int, unit: int) -> int:
+    """Round a count up to a multiple of `unit`."""
     return -(-count // unit) * unit
 
 
 ENGINES = {
     "exact": EngineRounding(lambda n: n, lambda n, window, step: min(n, window), 0),
-    # DynamicSlidingWindowLayer: the last window - 1 tokens stay for the next one.
+    # A DynamicSlidingWindowLayer keeps the last window - 1 tokens for the next step.
     "transformers": EngineRounding(lambda n: n, lambda n, window, step: min(n, window - 1), 0),
-    # Blocks of 16; a window's sequence may have one block more, and all that one step adds.
+    # Blocks have 16 tokens. With a window a sequence may have one more block, and the tokens of a step.
     "vllm": EngineRounding(
-        lambda n: up(n, 16), lambda n, window, step: up(min(window - 1 + step, n), 16) + 16, 8192
+        lambda n: round_up(n, 16), lambda n, window, step: round_up(min(window - 1 + step, n), 16) + 16, 8192
     ),
-    # Cells are a multiple of 256; a window's cache has a micro-batch beside it.
+    # The cache has a multiple of 256 cells. With a window it has room for a micro-batch, too.
     "llama.cpp": EngineRounding(
-        lambda n: up(n, 256), lambda n, window, step: up(min(up(n, 256), window + step), 256), 512
+        lambda n: round_up(n, 256),
+        lambda n, window, step: round_up(min(round_up(n, 256), window + step), 256),
+        512,
     ),
 }
 
 
 @dataclass(frozen=True)
 class SizedLayers:
-    """Layers that store alike, and how many there are."""
+    """Describes layers of one shape and says how many there are."""
 
     kind: str
     layers: int
@@ -68,7 +70,7 @@ class SizedLayers:
 
 @dataclass(frozen=True)
 class SizedCache:
-    """The bytes of one cache: of keys, of values, of states; or the longest context that fits."""
+    """Says how many bytes one cache takes. With `fit` it is the longest that fits."""
 
     tokens: int
     batch: int
@@ -79,7 +81,7 @@ class SizedCache:
 
     @property
     def bytes(self) -> int:
-        """All of them."""
+        """Return the bytes of keys, values and states together."""
         return self.key_bytes + self.value_bytes + self.state_bytes
 
 
@@ -91,12 +93,12 @@ class CacheSizes:
     ----------
     model : str
     layers : list of SizedLayers
-        What layers of each kind store.
+        The kinds of layers, with the sizes that they store.
     caches : list of SizedCache
-        For each context length, batch and format; or for each batch and format the longest that fits.
+        One for each context length, batch and format; with ``fit`` the longest for each batch and format.
     engine : str
     fit : int, optional
-        The bytes that were asked for.
+        The bytes that a cache may take.
     """
 
     model: str
@@ -106,7 +108,7 @@ class CacheSizes:
     fit: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON has it."""
+        """Return the result as values that JSON can hold."""
         return asdict(self) | {"caches": [asdict(each) | {"bytes": each.bytes} for each in self.caches]}
 
     def __str__(self) -> str:
@@ -149,25 +151,25 @@ def size(
 ) -> CacheSizes:
     """Return how many bytes the cache of a model takes, by context length, batch and format.
 
-    Nothing of the model is loaded. Layers are told apart: full and sliding attention, latent rows (MLA),
-    recurrent states, layers that share another one's cache.
+    The model's weights are not read. Each layer counts by its kind: full or sliding attention, latent rows
+    (MLA), a recurrent state, or a layer that shares another one's cache.
 
     Parameters
     ----------
     model : path, mapping or PreTrainedConfig
         A config.json of transformers, a folder that has one, a GGUF file, or a configuration.
     tokens : int or sequence of int, optional
-        Lengths of a sequence; 4,096, 32,768 and what the model was trained for if None.
+        Lengths of a sequence. None stands for 4,096, 32,768 and the longest the model was trained for.
     batch : int or sequence of int
-        Sequences of that length.
+        How many sequences of that length the cache has.
     formats : str or sequence of str
-        Floats, or formats as `study` takes them, as ``"float16,q8_0,int4:g32"``; scales are counted.
+        Names as `study` takes them, such as ``"float16,q8_0,int4:g32"``. Scales are counted.
     engine : {"exact", "transformers", "vllm", "llama.cpp"}
-        Whose rounding to pages and windows applies: "exact" counts what attention can read.
+        The engine whose rounding to pages and windows applies. "exact" counts the tokens attention can read.
     step : int, optional
-        New tokens of a step at most, for which vLLM (8,192) and llama.cpp (512) keep room in windows.
+        The most new tokens of a step. vLLM (8,192 by default) and llama.cpp (512) keep room for them.
     fit : int or str, optional
-        Return the longest contexts that take at most so many bytes, as ``"24GiB"``, for one of ``tokens``.
+        Bytes, such as ``"24GiB"``. Return the longest contexts that fit into them, in place of ``tokens``.
 
     Returns
     -------
@@ -200,44 +202,41 @@ def size(
         most = bytes_of(fit)
         caches = [longest(partial(sized, number=b, format=f), most) for b in batches for f in known]
     else:
-        told = (4096, 32768, shape.longest) if tokens is None else several(tokens)
-        lengths = sorted({integer("tokens", n, 1) for n in told if n or tokens is not None})
+        wanted = (4096, 32768, shape.longest) if tokens is None else several(tokens)
+        lengths = sorted({integer("tokens", n, 1) for n in wanted if n or tokens is not None})
         caches = [sized(n, b, f) for n in lengths for b in batches for f in known]
         most = None
     return CacheSizes(shape.name, grouped(shape), caches, engine, most)
 
 
 def several(value: Any) -> list[Any]:
-    """Return a list of one thing or several."""
+    """Return a sequence as a list, and any other value as a list of one."""
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def names_of(formats: Sequence[str] | str) -> list[str]:
-    """Return the names of formats, which a text has with commas between them."""
+    """Return the names of formats; a text may have several, with commas between them."""
     return [name.strip() for text in several(formats) for name in text.split(",")]
 
 
 def bytes_of(text: int | str) -> int:
-    """Return the number of bytes that a text such as "24GiB" says."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", str(text))
-    if found is None or found[2] not in UNITS:
+    """Convert a text such as "24GiB" to a number of bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", str(text))
+    if match is None or match[2] not in UNITS:
         raise argument_error("fit", "a number of bytes, such as 24GiB", repr(text))
-    return int(float(found[1]) * UNITS[found[2]])
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 def grouped(shape: ModelShape) -> list[SizedLayers]:
-    """Return layers that store alike, in the order of the first of each."""
-    each = dict.fromkeys(shape.layers)
+    """Group the layers of a model by shape, in the order in which shapes first occur."""
     return [
-        SizedLayers(
-            one.kind, shape.layers.count(one), one.heads, one.key_dim, one.value_dim, one.window, one.state
-        )
-        for one in each
+        SizedLayers(layers=shape.layers.count(layer), **asdict(layer))
+        for layer in dict.fromkeys(shape.layers)
     ]
 
 
 def row_bits(format: str, shape: ModelShape) -> dict[LayerShape, tuple[float, float]]:
-    """Return the bits that keys and values of a token take in each layer, scales included."""
+    """Return the bits that a token's keys and values take in each shape of layer, scales included."""
     element = BY_NAME.get(format)
     schemes = None if element in FLOATS else schemes_named(format)
 
@@ -263,7 +262,7 @@ def count_bytes(
     engine: EngineRounding,
     step: int,
 ) -> SizedCache:
-    """Count the bytes of a cache whose sequences have so many tokens each."""
+    """Count the bytes of a cache of `batch` sequences with `tokens` tokens each."""
     keys = values = states = 0.0
     for layer in shape.layers:
         rows = batch * (
@@ -276,7 +275,7 @@ def count_bytes(
 
 
 def longest(sized: Callable[[int], SizedCache], most: int) -> SizedCache:
-    """Return the longest cache of at most so many bytes, of 0 tokens where not one fits."""
+    """Find the longest cache of at most `most` bytes; it has 0 tokens if one token does not fit."""
     low, high = 0, LONGEST + 1  # low fits, or is 0; high does not
     while high - low > 1:
         middle = (low + high) // 2

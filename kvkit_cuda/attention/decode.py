@@ -237,4 +237,5 @@ def prepare(record, context, tables, most_rows, stream):
     form = form_of(record, context, most_rows)
     record = record._replace(page_size=min(record.page_size, LONGEST))  # so that 32-bit divisions suffice
     block = WARP, form.warps
-    return merge.prepare(compiled(form), record, context.packed, tables, form.rows, block, stream, most=PARTS)
+    element = context.data_dtype
+    return merge.prepare(compiled(form), record, element, tables, form.rows, block, stream, most=PARTS)

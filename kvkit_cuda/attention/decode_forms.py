@@ -63,10 +63,10 @@ class DecodeForm:
         return self.warps * max(self.ring_bytes, self.rows * self.values.dim * 4)
 
 
-def form(element, stored, cell, group, dim, value_dim, rows, weighs, unit=UNITS[0]):
+def form(element, cache_format, scale_format, group, dim, value_dim, rows, weighs, unit=UNITS[0]):
     """Return the form with the most warps, then the most tiles, that fit in shared memory."""
     keys, values = (
-        Tile(element, stored, cell, group, size, panel, unit)
+        Tile(element, cache_format, scale_format, group, size, panel, unit)
         for size, panel in ((dim, KEYS), (value_dim, VALUES))
     )
     most, each = WARPS, keys.bytes + values.bytes
@@ -79,8 +79,8 @@ def form(element, stored, cell, group, dim, value_dim, rows, weighs, unit=UNITS[
 def form_of(record, context, most_rows):
     """Return the form of the kernel for a call."""
     sizes, weighs = (context.dim, context.value_dim), fragments.needs_bias_or_mask(record)
-    kinds = context.packed, context.stored, context.cell, context.group
-    unit = next(unit for unit in UNITS if cells_suit(record, context, sizes, unit))
+    kinds = context.data_dtype, context.cache_format, context.scale_format, context.group
+    unit = next(unit for unit in UNITS if scales_suit(record, context, sizes, unit))
     return form(*kinds, *sizes, most_rows, weighs, unit)
 
 
@@ -88,16 +88,16 @@ def suits(record, context, reach, most_rows):
     """Return whether decode takes a call: few rows of 16-bit data or codes, whole fragments and copies."""
     sizes = context.dim, context.value_dim
     most = ROWS if max(sizes) <= DIM else forms.ROWS
-    whole = not any(BY_NAME[context.stored].bytes(size) % 16 for size in sizes)
+    whole = not any(BY_NAME[context.cache_format].bytes(size) % 16 for size in sizes)
     near = all(0 <= step < 2**32 for step in (record.key_row, record.value_row, record.scale_row))
     near &= reach.rows < LONGEST
     fits = fragments.suits(record, context, reach, most_rows, 16) and most_rows <= most
-    return fits and whole and near and cells_suit(record, context, sizes, UNITS[-1])
+    return fits and whole and near and scales_suit(record, context, sizes, UNITS[-1])
 
 
-def cells_suit(record, context, sizes, unit):
+def scales_suit(record, context, sizes, unit):
     """Return whether scales can be copied in units of `unit` bytes."""
-    if context.cell is None:
+    if context.scale_format is None:
         return True
-    sizes = [BY_NAME[context.cell].bytes(size // context.group) for size in sizes]
+    sizes = [BY_NAME[context.scale_format].bytes(size // context.group) for size in sizes]
     return not any(number % unit for number in (*params.scale_places(record), *sizes))

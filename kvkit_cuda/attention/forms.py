@@ -17,10 +17,10 @@ ELEMENTS, IN_PIECES, MIXED = 64, 48, 32
 class PlainForm:
     """Everything that decides a kernel's machine code."""
 
-    packed: str
-    stored: str
-    cell: str | None
-    cells: int  # scales of a chunk
+    data_dtype: str
+    cache_format: str
+    scale_format: str | None
+    chunk_scales: int  # scales of a chunk
     span: int  # elements of a chunk
     pieces: int  # chunks of a row for each thread of a team
     rows: int  # of a tile
@@ -32,20 +32,20 @@ class PlainForm:
 
     @property
     def blocks(self):
-        return BY_NAME[self.stored].block is not None
+        return BY_NAME[self.cache_format].block is not None
 
     @property
     def rounds(self):
         """Return the format that `chunks.widen` rounds to; the scales' format or float32 rounds nothing."""
-        return self.packed if self.as_loaded else self.cell or "float32"
+        return self.data_dtype if self.as_loaded else self.scale_format or "float32"
 
     @property
     def ahead(self):
         """Return how many tokens a team takes at once, by its registers."""
         held, most = self.rows * self.pieces * self.span, 2 * ELEMENTS
         full = held == ELEMENTS or self.pieces > 1
-        if self.cell or full or not self.packed == self.stored == self.values:
-            most = MIXED // 2 if mixed(self.packed, self.cell) else ELEMENTS
+        if self.scale_format or full or not self.data_dtype == self.cache_format == self.values:
+            most = MIXED // 2 if mixed(self.data_dtype, self.scale_format) else ELEMENTS
         return max(1, min(4, 16 // self.rows, most // held, 32 // self.span))
 
 
@@ -55,14 +55,14 @@ def form_of(record, context, most_rows):
     A chunk has up to 16 bytes, such that rows are whole chunks, chunks are aligned and hold whole groups or
     parts of one group, and the rows of a tile fit into registers.
     """
-    values = context.value_stored or context.stored
-    block = BY_NAME[context.stored].block
-    span = 128 // max(BY_NAME[context.stored].bits, BY_NAME[values].bits)
+    values = context.value_format or context.cache_format
+    block = BY_NAME[context.cache_format].block
+    span = 128 // max(BY_NAME[context.cache_format].bits, BY_NAME[values].bits)
     span = min(span, block.elements // 2) if block else span
-    smallest = chunks.smallest(context.stored)
+    smallest = chunks.smallest(context.cache_format)
     rows, dim = 1 << (min(most_rows, ROWS) - 1).bit_length(), max(context.dim, context.value_dim)
     most = ELEMENTS if dim <= span * WARP else IN_PIECES
-    if mixed(context.packed, context.cell):
+    if mixed(context.data_dtype, context.scale_format):
         span, most = min(span, MIXED // 2), MIXED
     while rows > 1 and rows * -(-dim // WARP) > most:
         rows //= 2
@@ -70,16 +70,21 @@ def form_of(record, context, most_rows):
         span //= 2
     lanes = min(WARP, THREADS, 1 << (-(-dim // span) - 1).bit_length())
     pieces = -(-dim // (span * lanes))
-    cells = max(span // (context.group or context.dim), 1) if context.cell else 0
-    formats = {"packed": context.packed, "stored": context.stored, "cell": context.cell, "values": values}
-    shape = {"cells": cells, "span": span, "pieces": pieces, "rows": rows}
+    chunk_scales = max(span // (context.group or context.dim), 1) if context.scale_format else 0
+    formats = {
+        "data_dtype": context.data_dtype,
+        "cache_format": context.cache_format,
+        "scale_format": context.scale_format,
+        "values": values,
+    }
+    shape = {"chunk_scales": chunk_scales, "span": span, "pieces": pieces, "rows": rows}
     team = {"lanes": lanes, "teams": THREADS // lanes}
     return PlainForm(**formats, **shape, **team, as_loaded=context.as_loaded, free=bool(record.free))
 
 
-def mixed(packed, cell):
+def mixed(data_dtype, scale_format):
     """Return whether scales and data differ in type: widening codes then takes more registers."""
-    return cell not in (None, packed)
+    return scale_format not in (None, data_dtype)
 
 
 def holds(dim, span, rows, most):
@@ -92,13 +97,14 @@ def fits(record, context, span):
     keys = record.keys, record.key_sequence, record.key_row, record.key_head
     values = record.values, record.value_sequence, record.value_row, record.value_head
     whole = context.dim % span == 0 and context.value_dim % span == 0 and not any(context.elements)
-    if BY_NAME[context.stored].block:
+    if BY_NAME[context.cache_format].block:
         return whole
-    for stored, at in ((context.stored, keys), (context.value_stored or context.stored, values)):
-        if not whole or any(number % BY_NAME[stored].bytes(span) for number in at):
+    value_format = context.value_format or context.cache_format
+    for side_format, at in ((context.cache_format, keys), (value_format, values)):
+        if not whole or any(number % BY_NAME[side_format].bytes(span) for number in at):
             return False
-    if context.cell is None or context.group % span == 0:
+    if context.scale_format is None or context.group % span == 0:
         return True
-    size = BY_NAME[context.cell].bytes(span // context.group)
+    size = BY_NAME[context.scale_format].bytes(span // context.group)
     whole = span % context.group == 0 and size <= 16
     return whole and not any(number % size for number in scale_places(record))

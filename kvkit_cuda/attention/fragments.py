@@ -107,9 +107,9 @@ def suits(record, context, reach, most_rows, alignment):
     """Return whether tensor cores can multiply the data: 16 bits or codes, whole fragments, aligned rows."""
     sizes, group = (context.dim, context.value_dim), context.group
     whole = all(size % STRIP == 0 and size <= LARGEST for size in sizes)
-    known = context.packed in ptx.SHORT and (
-        context.stored == context.packed
-        or (context.cell and group % tiles.CHUNK == 0 and not BY_NAME[context.stored].minifloat)
+    known = context.data_dtype in ptx.SHORT and (
+        context.cache_format == context.data_dtype
+        or (context.scale_format and group % tiles.CHUNK == 0 and not BY_NAME[context.cache_format].minifloat)
     )
     short = not record.free and max(reach.context, most_rows) < LONGEST
     cached = (record.keys, record.key_sequence, record.key_row, record.key_head,

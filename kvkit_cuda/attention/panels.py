@@ -77,7 +77,7 @@ def multiply_keys(form):
     tile, blocks, columns = form.keys, form.blocks, form.columns
     multiply = mma(form.element, columns, form.fragment.transposed)
     panels, chunks, piece, panel_chunks = tile.panels, tile.chunks, tile.piece, tile.panel
-    whole, coded, begin = chunks % panel_chunks == 0, tile.cell is not None, start(tile)
+    whole, coded, begin = chunks % panel_chunks == 0, tile.scale_format is not None, start(tile)
     read = reader(tile)
     take, widen = (piece_loader(tile), word_decoder(tile)) if coded else (read, read)
 
@@ -119,7 +119,7 @@ def multiply_values(form):
     tile, blocks, width = form.values, form.blocks, form.width
     multiply = mma(form.element, width, form.fragment.transposed)
     panels, begin, read, piece = tile.panels, start(tile), reader(tile), tile.piece
-    packed, transposed, coded = ptx.packed(form.element), ptx.transposed, tile.cell is not None
+    packed, transposed, coded = ptx.packed(form.element), ptx.transposed, tile.scale_format is not None
     take, decode_pairs = (piece_loader(tile), pair_decoder(tile)) if coded else (read, read)
 
     def fetch_codes(place, panel, words):

@@ -110,9 +110,9 @@ def attend(form):
         row_ids = cuda.shared.array(threads, types.int64)
         value_row_ids = cuda.shared.array(threads, types.int64) if free else row_ids
         keys = head_keys(params, item, scales_at, row_ids)
-        cells = item.b * params.scale_sequence + item.head * params.scale_head
+        scale_offset = item.b * params.scale_sequence + item.head * params.scale_head
         address = params.values + item.b * params.value_sequence + item.head * params.value_head
-        values = HeadRows(address, params.value_scales + cells, scales_at, value_row_ids)
+        values = HeadRows(address, params.value_scales + scale_offset, scales_at, value_row_ids)
         shrink = np.float32(1)
         for _ in range(2):  # the second attempt has smaller weights, if sums of the first are not finite
             for i in range(held):
@@ -182,8 +182,8 @@ def scales_of(params, item):
 def head_keys(params, item, scales_at, row_ids):
     """Return the keys of a work item's head."""
     address = params.keys + item.b * params.key_sequence + item.head * params.key_head
-    cells = item.b * params.scale_sequence + item.head * params.scale_head
-    return HeadRows(address, params.key_scales + cells, scales_at, row_ids)
+    scale_offset = item.b * params.scale_sequence + item.head * params.scale_head
+    return HeadRows(address, params.key_scales + scale_offset, scales_at, row_ids)
 
 
 def row_finder(form):
@@ -211,14 +211,14 @@ def query_loader(form):
     It also writes the offsets of the scales of the thread's chunks in a cache row.
     """
     span, pieces, rows, lanes = form.span, form.pieces, form.rows, form.lanes
-    read, packed_bytes = chunks.read(form.packed), BY_NAME[form.packed].bytes(1)
-    cell_bytes, blocks = BY_NAME[form.cell].bytes(1) if form.cell else 0, form.blocks
+    read, packed_bytes = chunks.read(form.data_dtype), BY_NAME[form.data_dtype].bytes(1)
+    scale_bytes, blocks = BY_NAME[form.scale_format].bytes(1) if form.scale_format else 0, form.blocks
 
     @device.inlined
     def load_queries(params, scale, facts, q, scales_at):
         for p in range(pieces):
             chunk = p * lanes + cuda.threadIdx.x
-            scales_at[p] = chunk * span // params.scale_group * cell_bytes if cell_bytes else 0
+            scales_at[p] = chunk * span // params.scale_group * scale_bytes if scale_bytes else 0
             if blocks:
                 scales_at[p] = chunk * span  # an element of a row
             for r in range(rows):
@@ -232,19 +232,19 @@ def query_loader(form):
     return load_queries
 
 
-def chunk_of(form, stored):
+def chunk_of(form, cache_format):
     """Return (bytes of a chunk, its widening function, which takes an element's index for blocks)."""
     if form.blocks:
-        return 0, blocks.widen(stored, form.span)
-    widen = chunks.widen(form.rounds, stored, form.cell, form.cells, form.span)
-    return BY_NAME[stored].bytes(form.span), widen
+        return 0, blocks.widen(cache_format, form.span)
+    widen = chunks.widen(form.rounds, cache_format, form.scale_format, form.chunk_scales, form.span)
+    return BY_NAME[cache_format].bytes(form.span), widen
 
 
 def key_multiplier(form):
     """Return f(params, keys, block, count, q, s), which computes s = q k^T [ahead, rows]."""
     pieces, rows, lanes, teams, ahead = form.pieces, form.rows, form.lanes, form.teams, form.ahead
     span, free = form.span, form.free
-    stored_bytes, widen = chunk_of(form, form.stored)
+    stored_bytes, widen = chunk_of(form, form.cache_format)
     multiply, add_others = scores.multiply(rows, span), device.add_others(rows * ahead)
     rotate = score_rotator(form)
 
@@ -369,8 +369,8 @@ def finisher(form):
     It merges the teams' results and writes them to a slot, or normalized to the output.
     """
     span, pieces, rows, lanes, teams = form.span, form.pieces, form.rows, form.lanes, form.teams
-    write = chunks.write(form.packed)
-    packed_bytes, held, threads = BY_NAME[form.packed].bytes(1), rows * pieces * span, lanes * teams
+    write = chunks.write(form.data_dtype)
+    packed_bytes, held, threads = BY_NAME[form.data_dtype].bytes(1), rows * pieces * span, lanes * teams
     at_once = max(1, ELEMENTS // (rows * span))  # pieces
     width = min(pieces, at_once) * rows * span
     apart = width + 1  # so that threads use different banks
@@ -464,7 +464,7 @@ def prepare(record, context, tables, most_rows, stream):
     """Return the launches: of the kernel, and of the merge if contexts are split."""
     form = form_of(record, context, most_rows)
     block = form.lanes, form.teams
-    return merge.prepare(compiled(form), record, context.packed, tables, form.rows, block, stream)
+    return merge.prepare(compiled(form), record, context.data_dtype, tables, form.rows, block, stream)
 
 
 def sum_weights(form):

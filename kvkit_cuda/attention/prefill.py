@@ -43,8 +43,8 @@ class PrefillForm:
     """Everything that decides a kernel's machine code."""
 
     element: str
-    stored: str
-    cell: str | None
+    cache_format: str
+    scale_format: str | None
     dim: int
     value_dim: int
     strips: int  # of a warp
@@ -94,19 +94,20 @@ class PrefillForm:
         return 2 * self.stage_bytes + warps * self.query_bytes
 
 
-def form(element, stored, cell, dim, value_dim, weighs):
+def form(element, cache_format, scale_format, dim, value_dim, weighs):
     """Return the form of a kernel with as many rows and tokens as registers and shared memory hold."""
-    longest, most = max(dim, value_dim), 64 if weighs else (96 if cell else 128)
+    longest, most = max(dim, value_dim), 64 if weighs else (96 if scale_format else 128)
     strips = 2 if longest <= most else 1
     sizes = {"dim": dim, "value_dim": value_dim, "strips": strips, "tokens": 32}
-    form = PrefillForm(element, stored, cell, **sizes, weighs=bool(weighs))
+    form = PrefillForm(element, cache_format, scale_format, **sizes, weighs=bool(weighs))
     return form if form.shared_bytes <= device.SHARED_MEMORY else replace(form, tokens=16)
 
 
 def form_of(record, context):
     """Return the form of the kernel for a call."""
     sizes = context.dim, context.value_dim
-    return form(context.packed, context.stored, context.cell, *sizes, fragments.needs_bias_or_mask(record))
+    formats = context.data_dtype, context.cache_format, context.scale_format
+    return form(*formats, *sizes, fragments.needs_bias_or_mask(record))
 
 
 class HeadAddresses(NamedTuple):
@@ -147,8 +148,8 @@ def tile_loader(form):
     """
     tokens, from_lane, key_bytes = form.tokens, device.from_lane, form.key_bytes
     load_keys, load_values = tiles.copy_row(form.dim), tiles.copy_row(form.value_dim)
-    if form.cell:
-        codes = form.element, form.stored, form.cell
+    if form.scale_format:
+        codes = form.element, form.cache_format, form.scale_format
         load_keys, load_values = tiles.widen_row(form.dim, *codes), tiles.widen_row(form.value_dim, *codes)
 
     def load_tile(params, stage, row_id, head, thread):
@@ -301,7 +302,7 @@ def compiled(form):
 
 def suits(record, context, reach, most_rows):
     """Return whether prefill takes a call: 16-bit data, whole fragments, aligned rows, and rows enough."""
-    alignment = 16 if context.cell is None else tiles.code_bytes(context.stored)
+    alignment = 16 if context.scale_format is None else tiles.code_bytes(context.cache_format)
     return most_rows > forms.ROWS and fragments.suits(record, context, reach, most_rows, alignment)
 
 
@@ -314,5 +315,5 @@ def prepare(record, context, tables, most_rows, stream):
     block = WARP, warps
     shared = form.bytes_of(warps)
     return merge.prepare(
-        compiled(form), record, context.packed, tables, rows, block, stream, most=PARTS, shared=shared
+        compiled(form), record, context.data_dtype, tables, rows, block, stream, most=PARTS, shared=shared
     )

@@ -36,8 +36,8 @@ class Tile:
     """
 
     element: str
-    stored: str
-    cell: str | None
+    cache_format: str
+    scale_format: str | None
     group: int
     dim: int
     panel: int  # chunks of a panel
@@ -53,12 +53,12 @@ class Tile:
 
     @property
     def row_bytes(self):
-        return BY_NAME[self.stored].bytes(self.dim)
+        return BY_NAME[self.cache_format].bytes(self.dim)
 
     @property
     def scale_bytes(self):
         """Return the bytes of the scales of a row."""
-        return BY_NAME[self.cell].bytes(self.dim // self.group) if self.cell else 0
+        return BY_NAME[self.scale_format].bytes(self.dim // self.group) if self.scale_format else 0
 
     @property
     def step(self):
@@ -83,24 +83,24 @@ class Tile:
 
     @property
     def chunk_bytes(self):
-        return BY_NAME[self.stored].bytes(CHUNK)
+        return BY_NAME[self.cache_format].bytes(CHUNK)
 
     @property
     def apart(self):
         """Return the distance of the two elements of a word."""
-        return 16 // BY_NAME[self.stored].bits
+        return 16 // BY_NAME[self.cache_format].bits
 
     @property
     def in_runs(self):
         most, group = LINE * KEYS // self.panel, self.group // CHUNK
-        whole = self.cell and self.chunks % self.panel == 0 and self.panels * self.chunk_bytes <= most
+        whole = self.scale_format and self.chunks % self.panel == 0 and self.panels * self.chunk_bytes <= most
         power = self.panels & (self.panels - 1) == 0
         return bool(whole and power and (self.panels % group == 0 or group % self.panels == 0))
 
     @property
     def piece(self):
         """Return the chunks of a piece; 1 for values with float32 scales, since threads hold four pieces."""
-        dear = self.panel == VALUES and self.group == CHUNK and self.cell == "float32"
+        dear = self.panel == VALUES and self.group == CHUNK and self.scale_format == "float32"
         return min(self.panels, 16 // self.chunk_bytes) if self.in_runs and not dear else 1
 
     @property
@@ -111,7 +111,7 @@ class Tile:
     @property
     def regular(self):
         """Return whether scales have the same distance between panels for every chunk."""
-        group = self.group // CHUNK if self.cell else 1
+        group = self.group // CHUNK if self.scale_format else 1
         return self.in_runs or self.panel % group == 0 or group % self.panel == 0
 
     def first(self, thread):
@@ -133,7 +133,7 @@ def fill(keys, values):
     A lane's `row_id` is the cache row of its token; lanes without a token have any valid row. `bases` is the
     shared memory with the addresses of row 0 of keys, values and the scales of both.
     """
-    both, coded, begins = (keys, values), keys.cell is not None, [0, keys.bytes]
+    both, coded, begins = (keys, values), keys.scale_format is not None, [0, keys.bytes]
     counts, steps = [tile.row_bytes // 16 for tile in both], [tile.step for tile in both]
     copy_rows = rows_copier(16, counts, steps, begins)
     counts, steps = [tile.scale_bytes // keys.unit for tile in both], [tile.scale_step for tile in both]

@@ -60,8 +60,8 @@ def start(tile):
 
     Addresses are in fresh registers, so that later panels are at constant offsets.
     """
-    step, chunk_bytes, coded, panel = tile.step, tile.chunk_bytes, tile.cell is not None, tile.panel
-    scale_bytes, scale_step = BY_NAME[tile.cell].bytes(1) if coded else 0, tile.scale_step
+    step, chunk_bytes, coded, panel = tile.step, tile.chunk_bytes, tile.scale_format is not None, tile.panel
+    scale_bytes, scale_step = BY_NAME[tile.scale_format].bytes(1) if coded else 0, tile.scale_step
     group, regular, times = tile.group // CHUNK if coded else 1, tile.regular, tile.first(1)
     last = tile.chunks - 1
 
@@ -80,7 +80,7 @@ def start(tile):
 
 def code_mask(tile):
     """Return the mask of a code's bits in both halves of a word."""
-    return (2 ** BY_NAME[tile.stored].bits - 1) * 0x10001 if tile.cell else 0
+    return (2 ** BY_NAME[tile.cache_format].bits - 1) * 0x10001 if tile.scale_format else 0
 
 
 def within_row(tile):
@@ -100,7 +100,7 @@ def reader(tile):
     Elements get the data's type. Threads beyond a row's last chunk read another chunk.
     """
     step, panel_bytes, within = tile.step, tile.pace * tile.chunk_bytes, within_row(tile)
-    if tile.cell:
+    if tile.scale_format:
         take, widen, piece = piece_loader(tile), word_decoder(tile), tile.piece
 
         def read_codes(begin, tokens, panels, words, i):
@@ -120,7 +120,7 @@ def reader(tile):
 def piece_loader(tile):
     """Return f(begin, tokens, piece, words, i), which loads a piece of codes and its scales, unconverted."""
     step, scale_step, within = tile.step, tile.scale_step, within_row(tile)
-    scale_bytes, group, regular = BY_NAME[tile.cell].bytes(1), tile.group // CHUNK, tile.regular
+    scale_bytes, group, regular = BY_NAME[tile.scale_format].bytes(1), tile.group // CHUNK, tile.regular
     chunk_bytes, scales_size = tile.chunk_bytes, tile.piece_scales * scale_bytes
     size = tile.piece * chunk_bytes
     load = four_of(memory.load(size, size, space=memory.SHARED))
@@ -181,7 +181,7 @@ def code_extractor(tile):
     Two codes at a time, with flipped signs, become the low bits of float16 numbers from 1024 on. Subtracting
     the number of code 0 gives the codes exactly, or 16 times the codes if they were not shifted down.
     """
-    bits = BY_NAME[tile.stored].bits
+    bits = BY_NAME[tile.cache_format].bits
     zero, minus, fused = np.uint32((0x6400 + 2 ** (bits - 1)) * 0x10001), ptx.halves("sub"), ptx.halves("fma")
     if bits == 8:
 
@@ -205,8 +205,8 @@ def scale_decoder(tile):
 
     They are f(words, i, j, chunk) -> scales, and f(two codes as float16, scales) -> word.
     """
-    element, cell, group = tile.element, tile.cell, tile.group // CHUNK
-    halves = BY_NAME[cell].bytes(1) == 2
+    element, scale_format, group = tile.element, tile.scale_format, tile.group // CHUNK
+    halves = BY_NAME[scale_format].bytes(1) == 2
     low, high = ptx.low, ptx.high
 
     def words_of(words, i, j, chunk):
@@ -217,12 +217,12 @@ def scale_decoder(tile):
         return words[i + 4 + member]
 
     words_of = device.inlined(words_of)
-    if element == cell == "float16":
+    if element == scale_format == "float16":
         return words_of, ptx.halves("mul")  # rounded once, like an exact float32 product
 
-    raw, scale_of = chunks.DECODE[cell]
-    packed, both_of, two = ptx.packed(element), both("float16"), both(cell if halves else "float16")
-    rounded = ptx.packed(cell) if halves and cell != element else None
+    raw, scale_of = chunks.DECODE[scale_format]
+    packed, both_of, two = ptx.packed(element), both("float16"), both(scale_format if halves else "float16")
+    rounded = ptx.packed(scale_format) if halves and scale_format != element else None
 
     @shared
     def as_float(bits):

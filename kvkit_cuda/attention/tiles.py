@@ -85,8 +85,8 @@ def advance(dim):
     return device.inlined(advance)
 
 
-def code_bytes(stored):
-    return CODES * BY_NAME[stored].bits // 8
+def code_bytes(cache_format):
+    return CODES * BY_NAME[cache_format].bits // 8
 
 
 @functools.cache
@@ -104,10 +104,10 @@ def copy_row(dim):
 
 
 @functools.cache
-def widen_row(dim, element, stored, cell):
+def widen_row(dim, element, cache_format, scale_format):
     """Return f(tile, row, address, scales, group, thread), which widens a row of codes at once."""
-    at, piece_bytes, scale_bytes = place(dim), code_bytes(stored), BY_NAME[cell].bytes(1)
-    widen, pieces = widen_codes(element, stored, cell), dim // CODES
+    at, piece_bytes, scale_bytes = place(dim), code_bytes(cache_format), BY_NAME[scale_format].bytes(1)
+    widen, pieces = widen_codes(element, cache_format, scale_format), dim // CODES
 
     def widen_row(tile, row, address, scales, group, thread):
         for begin in range(0, pieces, 8):
@@ -122,24 +122,24 @@ def widen_row(dim, element, stored, cell):
 
 
 @functools.cache
-def widen_codes(element, stored, cell):
+def widen_codes(element, cache_format, scale_format):
     """Return f(codes, scale, second scale, target, second target), which widens 16 codes to two chunks."""
-    bits, encode = BY_NAME[stored].bits, chunks.ENCODE[element]
-    (raw, code_of), (raw_cell, cell_of) = chunks.DECODE[stored], chunks.DECODE[cell]
-    size = code_bytes(stored)
-    read, read_cell = memory.load(size, size), memory.load(*chunks.access(cell, 1))
+    bits, encode = BY_NAME[cache_format].bits, chunks.ENCODE[element]
+    (raw, code_of), (raw_scale, scale_of) = chunks.DECODE[cache_format], chunks.DECODE[scale_format]
+    size = code_bytes(cache_format)
+    read, read_scale = memory.load(size, size), memory.load(*chunks.access(scale_format, 1))
     write = memory.store(16, 16, memory.SHARED)
 
     @shared
     def widen(codes, first, second, first_target, second_target):
         low, high = read(codes)
         for chunk in range(2):
-            cell_bits, _ = read_cell(second if chunk else first)
-            step = cell_of(raw_cell(cell_bits))
+            scale_bits, _ = read_scale(second if chunk else first)
+            step = scale_of(raw_scale(scale_bits))
             words = np.uint64(0), np.uint64(0)
             for i in range(CHUNK):
                 code = code_of(raw(chunks.field(low, high, (chunk * CHUNK + i) * bits)))
-                word = np.uint64(encode(numeric.dequantize(element, cell, code, step)))
+                word = np.uint64(encode(numeric.dequantize(element, scale_format, code, step)))
                 word <<= np.uint64(i % 4 * 16)
                 words = (words[0] | word, words[1]) if i < 4 else (words[0], words[1] | word)
             write(second_target if chunk else first_target, words[0], words[1])

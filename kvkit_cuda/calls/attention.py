@@ -37,11 +37,11 @@ def prepare(query, out, lse, context, tables, decoding, weights, rows, stream, s
 
 def is_free(context, steps, weights):
     """Return whether strides or scales are more general than a cache's, as in pools of pages."""
-    rounds = context.cell or coarser(context.packed, context.stored)
+    rounds = context.scale_format or coarser(context.data_dtype, context.cache_format)
     return (
         context.steps != (1, 1)
         or any(context.elements)
-        or context.value_stored not in (None, context.stored)
+        or context.value_format not in (None, context.cache_format)
         or bool(rounds and not context.as_loaded)
         or not (steps.value_table is weights.scales is weights.slopes is None)
     )
@@ -50,7 +50,7 @@ def is_free(context, steps, weights):
 def freedom(context, tables, weights, stream):
     """Return the fields of general strides and scales, and copy their tables to the device."""
     steps, scales, slopes = tables.steps, weights.scales, weights.slopes
-    stored = context.stored, context.value_stored or context.stored
+    stored = context.cache_format, context.value_format or context.cache_format
     key_element, value_element = (
         apart or BY_NAME[name].bytes(1) for apart, name in zip(context.elements, stored, strict=True)
     )

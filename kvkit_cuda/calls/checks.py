@@ -3,6 +3,7 @@
 Checks see arrays of the device as `calls.arrays` shows them.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,10 +18,8 @@ from kvkit.checks.arguments import (
     CacheArguments,
     CacheAttention,
     CacheTransfer,
-    ChoiceArguments,
     ContextArguments,
     Heads,
-    IndexerArguments,
     LatentAppend,
     LatentArguments,
     PackedPositions,
@@ -37,15 +36,12 @@ from kvkit.checks.ascend.attention import BlockAttentionCall, checked_block_atte
 from kvkit.checks.ascend.reshape import checked_reshape
 from kvkit.checks.attention import AttentionCall, checked_attention, checked_cache_attention
 from kvkit.checks.index_tensors import Packed, Sequences, Static, packed_in_cache, packed_with_keys
-from kvkit.checks.indexer import ChoiceCall, IndexerCall, checked_choice, checked_scores
 from kvkit.checks.key_value_cache import TransferCall, checked_key_value_cache
 from kvkit.checks.latent import (
-    HeadProduct,
     LatentCall,
     LatentStore,
     checked_latent_append,
     checked_latent_attention,
-    checked_product,
 )
 from kvkit.checks.merge import MergeCall, checked_merge
 from kvkit.checks.outputs import Results
@@ -62,6 +58,8 @@ from kvkit.checks.positions import (
     slope_results,
 )
 from kvkit.checks.values import packed_tokens
+from kvkit.operators import Operator
+from kvkit.operators.arrays import INDEX
 from kvkit.typed import Array
 
 ZEROS = -1  # the source row that stands for zeros
@@ -87,6 +85,14 @@ class Moves:
     place: Callable[[Array, Array], Array] | None = None  # a result as such an array
     means: Array | None = None  # pieces whose mean goes to the target
     averaged: str | None = None  # format of the rows that are averaged
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The result of an operator that has no kernel here: the CPU has computed it."""
+
+    array: Array
+    results: Results
 
 
 def fill(record: type[Record], values: Values, **others: object) -> Record:
@@ -162,27 +168,6 @@ def latent_attention(values: Values, step: Packed | None) -> LatentCall:
 def latent_append(values: Values, step: Packed | None) -> LatentStore:
     """Check a call of `mla_append`."""
     return checked_latent_append(fill(LatentAppend, values))
-
-
-def absorbed(values: Values, step: Packed | None) -> HeadProduct:
-    """Check a call of `mla_absorb`."""
-    return checked_product(("query", "w_uk", "latent_query"), values["query"], values["w_uk"], 1)
-
-
-def expanded(values: Values, step: Packed | None) -> HeadProduct:
-    """Check a call of `mla_expand`."""
-    names = "latent_output", "w_uv", "head_output"
-    return checked_product(names, values["latent_output"], values["w_uv"], 2)
-
-
-def scored(values: Values, step: Packed | None) -> IndexerCall:
-    """Check a call of `indexer_scores`."""
-    return checked_scores(fill(IndexerArguments, values))
-
-
-def chosen(values: Values, step: Packed | None) -> ChoiceCall:
-    """Check a call of `topk_rows`."""
-    return checked_choice(fill(ChoiceArguments, values))
 
 
 def static_rotation(values: Values, step: Packed | None) -> RotationCall:
@@ -297,8 +282,17 @@ def stacked(source: Any, target: Any, count: Any) -> Array:
     return np.stack(np.broadcast_arrays(source, target, count), axis=1)
 
 
+def computed(op: Operator, values: Values, step: Packed | None) -> Computed:
+    """Call an operator of one result on the CPU, which checks its arguments."""
+    function = inspect.unwrap(op.function())
+    array = function(**{each.name: values[each.name] for each in op.parameters})
+    inputs = [(each.name, values[each.name]) for each in op.inputs if each.dtypes is not INDEX]
+    forms = {op.outputs[0].name: (array.shape, array.dtype)}
+    return Computed(array, Results(forms, [pair for pair in inputs if pair[1] is not None], alone=True))
+
+
 Check = Callable[[Values, Packed | None], Any]  # the step: packed sequences in a cache
-CHECKED: dict[str, Check] = {
+CHECKED: dict[str, Check] = {  # other operators are `computed`
     "key_value_cache": key_value_cache,
     "multi_head_attention": static_attention,
     "multi_head_cache_attention": cache_attention,
@@ -308,10 +302,6 @@ CHECKED: dict[str, Check] = {
     "swap_blocks": swapped,
     "mla_attention": latent_attention,
     "mla_append": latent_append,
-    "mla_absorb": absorbed,
-    "mla_expand": expanded,
-    "indexer_scores": scored,
-    "topk_rows": chosen,
     "rotary_position_embedding": static_rotation,
     "alibi_slope": slopes,
     "alibi_mask": static_alibi,

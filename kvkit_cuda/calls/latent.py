@@ -4,26 +4,15 @@ Kernels attend to floats in one pool where they lie, and store rows. All else is
 joined, chosen or decoded there and copied to the device; products of heads and the indexer are copied back.
 """
 
-from typing import Any
-
 import numpy as np
 
-from kvkit.calls.indexer import choose_rows, score_positions
-from kvkit.calls.latent import gather_rows, multiply_heads, slots_of, stored_parts
+from kvkit.calls.latent import gather_rows, slots_of, stored_parts
 from kvkit.checks.arguments import PoolAttention, Scoring
-from kvkit.checks.indexer import ChoiceCall, IndexerCall
-from kvkit.checks.latent import HeadProduct
 from kvkit.checks.paged import checked_paged_attention
 from kvkit.checks.pools import with_whole_table
 from kvkit_cuda.calls import arrays, attention
 from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.copy import pieces
-
-COMPUTE: dict[type, Any] = {
-    HeadProduct: multiply_heads,
-    IndexerCall: score_positions,
-    ChoiceCall: choose_rows,
-}
 
 
 def take(name, given, stream):
@@ -114,10 +103,9 @@ def append(placed):
     return [pieces.launch_copies(moves, where, placed.stream)] if len(slots) else []
 
 
-def compute(placed):
-    """Return the launch that copies what the host has computed."""
-    (target,) = placed.outputs
-    result = COMPUTE[type(placed.call)](placed.call, None)
+def copy_computed(placed):
+    """Return the launch that copies a result of the CPU to the device."""
+    (target,), result = placed.outputs, placed.call.array
     axes = (1, len(target), *([1] * (3 - target.ndim)), *target.shape[1:])
     pair = uploaded(placed, result).reshape(axes), target.reshape(axes)
     return [pieces.prepare([pair], np.array([[0, 0, len(target)]]), placed.stream)] if target.size else []

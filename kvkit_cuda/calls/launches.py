@@ -124,15 +124,15 @@ def append_to_pools(placed: DeviceCall):
     """Return the launch that stores tokens in pools: as they are, or as codes with scales."""
     found, moves = placed.call.pieces, []
     for side in placed.call.sides:
-        source, scales = side.tokens[None], side.cells
-        if side.packed == side.stored:
+        source, scales = side.tokens[None], side.scales
+        if side.data_dtype == side.cache_format:
             moves.append(pieces.byte_copy(source, side.pool))
             continue
         if scales is not None and not side.group:
             given = arrays.Operand(scales, False, None).moved(placed.stream)
             placed.owners.append(given)
             scales = np.broadcast_to(given.seen[:, None], (*side.pool.shape[:3], 1))
-        formats = side.packed, side.stored, side.cell
+        formats = side.data_dtype, side.cache_format, side.scale_format
         moves.append(pieces.code_copy(source, side.pool, *formats, side.group, scales))
     where = np.stack([found[:, column] for column in (slots.TOKEN, slots.SLOT, slots.COUNT)], 1)
     return [pieces.launch_copies(moves, where, placed.stream)]

@@ -5,6 +5,7 @@ and the call is checked again with the addresses of the copies. Then launches ar
 results that belong to the host are copied back.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class Kind:
 
 
 def no_scale(call):
-    return () if call.layer and call.layer.cell else ("scale",)
+    return () if call.layer and call.layer.scale_format else ("scale",)
 
 
 def numbers_of_heads(here, values):
@@ -76,7 +77,7 @@ MOVE, COPY = Kind(launches.move), Kind(launches.copy_blocks)
 ATTEND_TO_BLOCKS = Kind(launches.attend_to_blocks)
 ATTEND_TO_ROWS = Kind(latent.attend, ("query",), take=latent.take, read=latent.on_host)
 APPEND_ROWS = Kind(latent.append, read=lambda here, values: ("latent", "rope"))
-COMPUTE = Kind(latent.compute, read=lambda here, values: tuple(here))
+COMPUTED = Kind(latent.copy_computed, read=lambda here, values: tuple(here))
 
 KINDS: dict[checks.Check, Kind] = {  # by the check of an operator
     checks.key_value_cache: APPEND,
@@ -99,10 +100,6 @@ KINDS: dict[checks.Check, Kind] = {  # by the check of an operator
     checks.swapped: COPY,
     checks.latent_attention: ATTEND_TO_ROWS,
     checks.latent_append: APPEND_ROWS,
-    checks.absorbed: COMPUTE,
-    checks.expanded: COMPUTE,
-    checks.scored: COMPUTE,
-    checks.chosen: COMPUTE,
     checks.to_nz: MOVE,
     checks.to_nd: MOVE,
 }
@@ -148,8 +145,9 @@ def log(path, values):
 
 def run(op, step, values, stream, repeated=None):
     """Run an operator, with a step if it takes one; keep the prepared call if it is `repeated`."""
-    check, (arrays_of, index) = checks.CHECKED[op.name], inputs(op.name)
-    kind, out, sequences = KINDS[check], values.get("out"), step and step.sequences
+    check = checks.CHECKED.get(op.name) or functools.partial(checks.computed, op)
+    arrays_of, index = inputs(op.name)
+    kind, out, sequences = KINDS.get(check, COMPUTED), values.get("out"), step and step.sequences
     given = {name: values[name] for name in arrays_of}
     if step is None:
         index = [*index, *(name for name in IN_PYTHON if name != "out" and name in values)]

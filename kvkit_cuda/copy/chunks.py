@@ -19,14 +19,14 @@ from kvkit_cuda.device_runtime import memory
 MAGNITUDE = 0x7FFFFFFF  # bits of a float32's magnitude, which compare as integers
 
 
-def widest(packed, stored):
+def widest(packed, cache_format):
     """Return the most elements of a chunk: an access has at most 16 bytes."""
-    return 128 // max(BY_NAME[packed].bits, BY_NAME[stored].bits)
+    return 128 // max(BY_NAME[packed].bits, BY_NAME[cache_format].bits)
 
 
-def smallest(stored):
+def smallest(cache_format):
     """Return the fewest elements of a chunk: whole bytes."""
-    return max(8 // BY_NAME[stored].bits, 1)
+    return max(8 // BY_NAME[cache_format].bits, 1)
 
 
 def access(element, span):
@@ -80,10 +80,10 @@ def keep_bits(low, high):
 
 
 @functools.cache
-def store(packed, stored, span):
+def store(packed, cache_format, span):
     """Return f(packed address, cache address), which stores a chunk of new elements."""
-    read, write = memory.load(*access(packed, span)), memory.store(*access(stored, span))
-    to_stored = convert(packed, stored, span)
+    read, write = memory.load(*access(packed, span)), memory.store(*access(cache_format, span))
+    to_stored = convert(packed, cache_format, span)
 
     @shared
     def store(packed, cache):
@@ -95,10 +95,10 @@ def store(packed, stored, span):
 
 
 @functools.cache
-def load(packed, stored, span):
+def load(packed, cache_format, span):
     """Return f(packed address, cache address), which loads a chunk of the cache."""
-    read, write = memory.load(*access(stored, span)), memory.store(*access(packed, span))
-    to_packed = convert(stored, packed, span)
+    read, write = memory.load(*access(cache_format, span)), memory.store(*access(packed, span))
+    to_packed = convert(cache_format, packed, span)
 
     @shared
     def load(packed, cache):
@@ -110,19 +110,19 @@ def load(packed, stored, span):
 
 
 @functools.cache
-def dequantize(packed, stored, cell, span):
+def dequantize(packed, cache_format, scale_format, span):
     """Return f(packed address, cache address, scale address), which loads a chunk of codes."""
-    element, scale_element = packed, "float32" if BY_NAME[stored].minifloat else cell
-    read, write = memory.load(*access(stored, span)), memory.store(*access(packed, span))
-    read_cell, (raw_cell, cell_of) = memory.load(*access(cell, 1)), DECODE[cell]
-    (raw, code_of), encode = DECODE[stored], ENCODE[packed]
-    code_bits, bits = BY_NAME[stored].bits, BY_NAME[packed].bits
+    element, scale_element = packed, "float32" if BY_NAME[cache_format].minifloat else scale_format
+    read, write = memory.load(*access(cache_format, span)), memory.store(*access(packed, span))
+    read_scale, (raw_scale, scale_of) = memory.load(*access(scale_format, 1)), DECODE[scale_format]
+    (raw, code_of), encode = DECODE[cache_format], ENCODE[packed]
+    code_bits, bits = BY_NAME[cache_format].bits, BY_NAME[packed].bits
 
     @shared
     def dequantize(packed, cache, scale):
         low, high = read(cache)
-        cell_bits, _ = read_cell(scale)
-        step = cell_of(raw_cell(cell_bits))
+        scale_bits, _ = read_scale(scale)
+        step = scale_of(raw_scale(scale_bits))
         new_low, new_high = np.uint64(0), np.uint64(0)
         for i in range(span):
             code = code_of(raw(field(low, high, i * code_bits)))
@@ -152,14 +152,14 @@ def largest(packed, span):
 
 
 @functools.cache
-def quantize(packed, stored, cell, span):
+def quantize(packed, cache_format, scale_format, span):
     """Return f(packed, cache, scale address, largest of the group, first), which encodes a chunk.
 
     The chunk that is `first` in its group also stores the scale."""
-    element, (_, qmax) = packed, BY_NAME[stored].limits
-    read, write = memory.load(*access(packed, span)), memory.store(*access(stored, span))
-    write_cell, cell_from = memory.store(*access(cell, 1)), ENCODE[cell]
-    (raw, decode), bits, code_bits = DECODE[packed], BY_NAME[packed].bits, BY_NAME[stored].bits
+    element, (_, qmax) = packed, BY_NAME[cache_format].limits
+    read, write = memory.load(*access(packed, span)), memory.store(*access(cache_format, span))
+    write_scale, scale_from = memory.store(*access(scale_format, 1)), ENCODE[scale_format]
+    (raw, decode), bits, code_bits = DECODE[packed], BY_NAME[packed].bits, BY_NAME[cache_format].bits
     mask = 2**code_bits - 1
 
     @shared
@@ -172,31 +172,31 @@ def quantize(packed, stored, cell, span):
             codes |= (np.uint64(code) & np.uint64(mask)) << np.uint64(i * code_bits)
         write(cache, codes, np.uint64(0))
         if first:
-            write_cell(scale, np.uint64(cell_from(step)), np.uint64(0))
+            write_scale(scale, np.uint64(scale_from(step)), np.uint64(0))
 
     return quantize
 
 
 @functools.cache
-def divide(packed, stored, cell, span, given):
+def divide(packed, cache_format, scale_format, span, given):
     """Return f(packed, cache, scale address, largest, first), which encodes x / scale.
 
     The scale is computed, or read if it is `given`. Quotients are rounded once, unlike those of `quantize`.
     """
-    read, write = memory.load(*access(packed, span)), memory.store(*access(stored, span))
-    (raw, decode), bits, limit = DECODE[packed], BY_NAME[packed].bits, BY_NAME[stored].limits[1]
-    read_cell, (raw_cell, cell_of) = memory.load(*access(cell, 1)), DECODE[cell]
-    scale_element, write_cell, cell_from = cell, memory.store(*access(cell, 1)), ENCODE[cell]
-    encode, code_bits = ENCODE[stored], BY_NAME[stored].bits
+    read, write = memory.load(*access(packed, span)), memory.store(*access(cache_format, span))
+    (raw, decode), bits, limit = DECODE[packed], BY_NAME[packed].bits, BY_NAME[cache_format].limits[1]
+    read_scale, (raw_scale, scale_from_bits) = memory.load(*access(scale_format, 1)), DECODE[scale_format]
+    write_scale, scale_from = memory.store(*access(scale_format, 1)), ENCODE[scale_format]
+    encode, code_bits = ENCODE[cache_format], BY_NAME[cache_format].bits
 
     @shared
     def scale_of(scale, largest, first):
         if given:
-            cell_bits, _ = read_cell(scale)
-            return cell_of(raw_cell(cell_bits))
-        step = numeric.largest_scale(scale_element, numeric.float_of(np.uint32(largest)), limit)
+            scale_bits, _ = read_scale(scale)
+            return scale_from_bits(raw_scale(scale_bits))
+        step = numeric.largest_scale(scale_format, numeric.float_of(np.uint32(largest)), limit)
         if first:
-            write_cell(scale, np.uint64(cell_from(step)), np.uint64(0))
+            write_scale(scale, np.uint64(scale_from(step)), np.uint64(0))
         return step
 
     @shared
@@ -213,34 +213,36 @@ def divide(packed, stored, cell, span, given):
 
 
 @functools.cache
-def widen(packed, stored, cell, cells, span):
+def widen(packed, cache_format, scale_format, scales, span):
     """Return f(cache address, scale address, elements), which loads a chunk as attention reads it.
 
     Floats are rounded to the coarser of the types of data and cache. code * scale is rounded only if the type
     of scales is coarser than that of the data.
     """
-    read, (raw, decode), bits = memory.load(*access(stored, span)), DECODE[stored], BY_NAME[stored].bits
-    if cell is None:
-        return widen_floats(packed, stored, span)
-    product = cell if coarser(cell, packed) and not BY_NAME[stored].minifloat else "float32"
-    (raw_cell, cell_of), cell_bits = DECODE[cell], BY_NAME[cell].bits
-    read_cells, group = memory.load(*access(cell, cells)), span // cells
+    read, (raw, decode) = memory.load(*access(cache_format, span)), DECODE[cache_format]
+    bits, minifloat = BY_NAME[cache_format].bits, BY_NAME[cache_format].minifloat
+    if scale_format is None:
+        return widen_floats(packed, cache_format, span)
+    product = scale_format if coarser(scale_format, packed) and not minifloat else "float32"
+    (raw_scale, scale_of), scale_bits = DECODE[scale_format], BY_NAME[scale_format].bits
+    read_scales, group = memory.load(*access(scale_format, scales)), span // scales
 
     @shared
     def widen(cache, scale, elements):
         low, high = read(cache)
-        low_cells, high_cells = read_cells(scale)
+        low_scales, high_scales = read_scales(scale)
         for i in range(span):
             code = decode(raw(field(low, high, i * bits)))
-            step = cell_of(raw_cell(field(low_cells, high_cells, i // group * cell_bits)))
+            step = scale_of(raw_scale(field(low_scales, high_scales, i // group * scale_bits)))
             elements[i] = numeric.dequantize("float32", product, code, step)
 
     return widen
 
 
-def widen_floats(packed, stored, span):
-    read, (raw, decode), bits = memory.load(*access(stored, span)), DECODE[stored], BY_NAME[stored].bits
-    element = packed if coarser(packed, stored) else "float32"
+def widen_floats(packed, cache_format, span):
+    read, bits = memory.load(*access(cache_format, span)), BY_NAME[cache_format].bits
+    raw, decode = DECODE[cache_format]
+    element = packed if coarser(packed, cache_format) else "float32"
 
     @shared
     def widen(cache, scale, elements):

@@ -76,9 +76,9 @@ def mover(size):
     return move
 
 
-def coder(packed, stored, cell, span, given):
+def coder(packed, cache_format, scale_format, span, given):
     """Return f(run, group), which encodes a chunk of `span` elements in the rows of a run."""
-    on_chunk = on_chunk_of("store", packed, stored, cell, span, given)
+    on_chunk = on_chunk_of("store", packed, cache_format, scale_format, span, given)
 
     def move(run, group):
         source, target, scale = run.source, run.target, run.scale
@@ -202,23 +202,24 @@ def byte_copy(source, target):
     return ((size,), 1, 0), (side(source, size), to, to)
 
 
-def code_copy(source, target, packed, stored, cell, group, cells):
+def code_copy(source, target, packed, cache_format, scale_format, group, scales):
     """Return (kind of a copy, its arrays) for floats that become codes.
 
-    `cells` [blocks, rows, heads, groups] are the scales, None without. With `group` 0 the caller gives one
+    `scales` [blocks, rows, heads, groups] are the scales, None without. With `group` 0 the caller gives one
     scale for each row of a head.
     """
-    dim, span, given = target.shape[3], chunks.widest(packed, stored), cell is not None and not group
+    dim, span = target.shape[3], chunks.widest(packed, cache_format)
+    given = scale_format is not None and not group
     sizes = [span * array.itemsize for array in (source, target)]
     whole = dim % span == 0 and group % span == 0
     if not whole or any(aligned(array) % size for array, size in zip((source, target), sizes, strict=True)):
-        span = chunks.smallest(stored)
+        span = chunks.smallest(cache_format)
         sizes = [span * array.itemsize for array in (source, target)]
-    members = 1 if cell is None else (group or dim) // span
+    members = 1 if scale_format is None else (group or dim) // span
     lanes = lanes_of(members) if group else 0
     ends = [side(array, size) for array, size in zip((source, target), sizes, strict=True)]
-    ends.append(ends[1] if cells is None else side(cells, cells.itemsize))
-    return ((packed, stored, cell, span, given), members, lanes), tuple(ends)
+    ends.append(ends[1] if scales is None else side(scales, scales.itemsize))
+    return ((packed, cache_format, scale_format, span, given), members, lanes), tuple(ends)
 
 
 def aligned(array):

@@ -62,14 +62,14 @@ def sequence_of(starts, token):
     return sequence_among(starts, starts.shape[0] - 1, token)
 
 
-def copy_tokens(direction, packed, stored, cell, span, given=False):
+def copy_tokens(direction, packed, cache_format, scale_format, span, given=False):
     """Return the kernel for a direction ("store" or "load"), formats and a chunk size.
 
-    `cell` is the format of scales, None without codes. With `given`, the caller gives one scale for a row.
+    `scale_format` is None without codes. With `given`, the caller gives one scale for a row.
     """
-    on_chunk = on_chunk_of(direction, packed, stored, cell, span, given)
-    packed_bytes, stored_bytes = BY_NAME[packed].bytes(span), BY_NAME[stored].bytes(span)
-    cell_bytes = BY_NAME[cell].bytes(1) if cell else 0
+    on_chunk = on_chunk_of(direction, packed, cache_format, scale_format, span, given)
+    packed_bytes, stored_bytes = BY_NAME[packed].bytes(span), BY_NAME[cache_format].bytes(span)
+    scale_bytes = BY_NAME[scale_format].bytes(1) if scale_format else 0
 
     def copy_tokens(starts, first, table, page_size, keys, values, heads, repeat, chunks, group, lanes):
         """Copy the packed tokens of every sequence, which take positions from `first` on, to or from rows.
@@ -98,7 +98,7 @@ def copy_tokens(direction, packed, stored, cell, span, given=False):
                 cache = at.cache + sequence * at.cache_sequence + row * at.cache_row
                 cache += head * at.cache_head + chunk * stored_bytes
                 scale = at.scale + sequence * at.scale_sequence + row * at.scale_row
-                scale += head * at.scale_head + chunk // group * cell_bytes
+                scale += head * at.scale_head + chunk // group * scale_bytes
                 for _ in range(run):
                     on_chunk(packed, cache, scale, mine)
                     packed += at.packed_token
@@ -109,9 +109,9 @@ def copy_tokens(direction, packed, stored, cell, span, given=False):
     return copy_tokens
 
 
-def store_floats(packed, stored, cell, span):
-    block = BY_NAME[stored].block
-    store = blocks.store(packed, stored) if block else chunks.store(packed, stored, span)
+def store_floats(packed, cache_format, scale_format, span):
+    block = BY_NAME[cache_format].block
+    store = blocks.store(packed, cache_format) if block else chunks.store(packed, cache_format, span)
 
     def on_chunk(packed, cache, scale, group):
         store(packed, cache)
@@ -119,9 +119,9 @@ def store_floats(packed, stored, cell, span):
     return device.inlined(on_chunk)
 
 
-def load_floats(packed, stored, cell, span):
-    block = BY_NAME[stored].block
-    load = blocks.load(packed, stored) if block else chunks.load(packed, stored, span)
+def load_floats(packed, cache_format, scale_format, span):
+    block = BY_NAME[cache_format].block
+    load = blocks.load(packed, cache_format) if block else chunks.load(packed, cache_format, span)
 
     def on_chunk(packed, cache, scale, group):
         load(packed, cache)
@@ -129,8 +129,8 @@ def load_floats(packed, stored, cell, span):
     return device.inlined(on_chunk)
 
 
-def load_codes(packed, stored, cell, span):
-    dequantize = chunks.dequantize(packed, stored, cell, span)
+def load_codes(packed, cache_format, scale_format, span):
+    dequantize = chunks.dequantize(packed, cache_format, scale_format, span)
 
     def on_chunk(packed, cache, scale, group):
         dequantize(packed, cache, scale)
@@ -138,10 +138,11 @@ def load_codes(packed, stored, cell, span):
     return device.inlined(on_chunk)
 
 
-def store_codes(packed, stored, cell, span):
-    largest, quantize = chunks.largest(packed, span), chunks.quantize(packed, stored, cell, span)
-    if BY_NAME[stored].minifloat:
-        quantize = chunks.divide(packed, stored, cell, span, given=False)
+def store_codes(packed, cache_format, scale_format, span):
+    largest = chunks.largest(packed, span)
+    quantize = chunks.quantize(packed, cache_format, scale_format, span)
+    if BY_NAME[cache_format].minifloat:
+        quantize = chunks.divide(packed, cache_format, scale_format, span, given=False)
     exchange, chunk_bytes = device.exchange, BY_NAME[packed].bytes(span)
 
     def on_chunk(packed, cache, scale, group):
@@ -158,8 +159,8 @@ def store_codes(packed, stored, cell, span):
     return device.inlined(on_chunk)
 
 
-def store_quotients(packed, stored, cell, span):
-    divide = chunks.divide(packed, stored, cell, span, given=True)
+def store_quotients(packed, cache_format, scale_format, span):
+    divide = chunks.divide(packed, cache_format, scale_format, span, given=True)
 
     def on_chunk(packed, cache, scale, group):
         divide(packed, cache, scale, np.int32(0), False)
@@ -187,10 +188,10 @@ def lanes_of(members, team=WARP):
     return members if members <= min(WARP, team) and members & (members - 1) == 0 else 0
 
 
-def on_chunk_of(direction, packed, stored, cell, span, given):
+def on_chunk_of(direction, packed, cache_format, scale_format, span, given):
     """Return f(packed, cache, scale address, group), which copies a chunk."""
-    kind = "given" if given and direction == "store" else cell is not None
-    return ON_CHUNK[direction, kind](packed, stored, cell, span)
+    kind = "given" if given and direction == "store" else scale_format is not None
+    return ON_CHUNK[direction, kind](packed, cache_format, scale_format, span)
 
 
 # The arrays that addresses of keys and of values point into.
@@ -220,8 +221,8 @@ def prepare(direction, pair, cache, tables, names, repeat, stream):
         Places(array.ctypes.data, *packed_strides(array), *place)
         for array, place in zip(pair, cache.sides, strict=True)
     ]
-    span, given = span_of(cache, sides), cache.cell is not None and not cache.group
-    kernel = compiled(direction, cache.packed, cache.stored, cache.cell, span, given)
+    span, given = span_of(cache, sides), cache.scale_format is not None and not cache.group
+    kernel = compiled(direction, cache.data_dtype, cache.cache_format, cache.scale_format, span, given)
     in_head, group = cache.dim // span, max((cache.dim if given else cache.group) // span, 1)
     tokens, heads = int(getattr(steps, names[0])[-1]), cache.heads
     team = min(THREADS, 1 << (heads * repeat * in_head - 1).bit_length())
@@ -241,10 +242,11 @@ def prepare(direction, pair, cache, tables, names, repeat, stream):
 
 def span_of(cache, sides):
     """Return the elements of a chunk: 16 bytes, or the fewest if rows or addresses do not fit."""
-    if BY_NAME[cache.stored].block:
-        return BY_NAME[cache.stored].block.elements
-    span = chunks.widest(cache.packed, cache.stored)
-    packed_bytes, stored_bytes = BY_NAME[cache.packed].bytes(span), BY_NAME[cache.stored].bytes(span)
+    if BY_NAME[cache.cache_format].block:
+        return BY_NAME[cache.cache_format].block.elements
+    span = chunks.widest(cache.data_dtype, cache.cache_format)
+    packed_bytes = BY_NAME[cache.data_dtype].bytes(span)
+    stored_bytes = BY_NAME[cache.cache_format].bytes(span)
     packed_at = cache_at = 0
     for side in sides:
         for number in side[:4]:
@@ -254,4 +256,4 @@ def span_of(cache, sides):
     whole = cache.dim % span == 0 and cache.group % span == 0
     if whole and packed_at % packed_bytes == 0 and cache_at % stored_bytes == 0:
         return span
-    return chunks.smallest(cache.stored)
+    return chunks.smallest(cache.cache_format)

@@ -198,7 +198,7 @@ def form(stored, dim, rows, moved=0, group=8, cell=None, head=0, packed=None):
     places = "values", "value_sequence", "value_row", "value_head", "value_scales"
     names |= dict(zip(places, sides[1], strict=False))
     made = forms.form_of(kvkit_cuda.attention.params.AttentionParams(**names), context, rows)
-    return made.span, made.cells, made.pieces, made.rows, made.lanes
+    return made.span, made.chunk_scales, made.pieces, made.rows, made.lanes
 
 
 @pytest.mark.parametrize(

@@ -202,27 +202,30 @@ def test_sums_that_overflow(kernel, value, options, rng, taken):
     assert np.isfinite(output.astype(np.float32)).all()
 
 
-HALF = {"cell": "float16", "group": 16, "stored": "int8"}
-WHOLE = HALF | {"cell": "float32"}
+HALF = {"scale_format": "float16", "group": 16, "cache_format": "int8"}
+WHOLE = HALF | {"scale_format": "float32"}
 TAKEN = {
     "decode": (
         {}, {"rows": 16}, {"rows": 8, "dim": 256}, {"reach": (LONGEST - 1, LONGEST - 1)},
-        HALF | {"at": {"scale_row": 4}}, HALF | {"stored": "int4"},
+        HALF | {"at": {"scale_row": 4}}, HALF | {"cache_format": "int4"},
     ),
     "prefill": (
-        {}, WHOLE, WHOLE | {"stored": "int4", "group": 8, "at": {"keys": 8}}, {"reach": (2**40, LONGEST - 1)},
+        {}, WHOLE, WHOLE | {"cache_format": "int4", "group": 8, "at": {"keys": 8}},
+        {"reach": (2**40, LONGEST - 1)},
     ),
 }  # fmt: skip
 # Not in the cache's type, no whole fragments, rows that are not aligned.
 REFUSED = (
-    {"dim": 24}, {"dim": 272}, {"packed": "float32", "stored": "float32"}, {"stored": "bfloat16"},
+    {"dim": 24}, {"dim": 272}, {"data_dtype": "float32", "cache_format": "float32"},
+    {"cache_format": "bfloat16"},
     {"value_dim": 8}, {"at": {"query": 2}}, {"at": {"values": 8}}, {"at": {"out_token": 4}},
 )  # fmt: skip
 REFUSED_BY = {
     "decode": (
         {"rows": 17}, {"rows": 9, "value_dim": 144}, {"reach": (LONGEST, 99)}, {"reach": (99, LONGEST)},
         {"at": {"key_row": 8}}, HALF | {"group": 4}, HALF | {"at": {"key_row": 8}},
-        HALF | {"at": {"scale_row": 2}}, HALF | {"stored": "int4", "value_dim": 16}, HALF | {"group": 32},
+        HALF | {"at": {"scale_row": 2}}, HALF | {"cache_format": "int4", "value_dim": 16},
+        HALF | {"group": 32},
     ),
     "prefill": (
         {"rows": 8}, {"reach": (LONGEST, LONGEST)}, WHOLE | {"group": 4}, WHOLE | {"group": 12},
@@ -234,7 +237,14 @@ REFUSED_BY = {
 @kernels
 def test_which_calls_are_taken(kernel):
     """16-bit data in the cache or codes of them, whole fragments, aligned rows; few or more than a few."""
-    usual = {"packed": "float16", "stored": "float16", "cell": None, "group": 0, "dim": 64, "value_dim": 32}
+    usual = {
+        "data_dtype": "float16",
+        "cache_format": "float16",
+        "scale_format": None,
+        "group": 0,
+        "dim": 64,
+        "value_dim": 32,
+    }
 
     def suits(rows={"decode": 4, "prefill": 9}[kernel], reach=(99, 99), at=None, **changes):
         context = SimpleNamespace(**usual | changes)

@@ -212,18 +212,20 @@ FORMS |= {
     form_of("bfloat16", "e5m2", None, 8),
     form_of("float16", "q8_0", None, 4),
     form_of("bfloat16", "q4_0", None, 1),
-    form_of("float32", "bfloat16", None, 8, free=1, as_loaded=False, value_stored="float32"),
+    form_of("float32", "bfloat16", None, 8, free=1, as_loaded=False, value_format="float32"),
     form_of("float16", "float16", None, 8, 72, free=1, as_loaded=False, elements=(32, 32)),
 }
 BITS = {"float32": 32, "int8": 8, "int4": 4, "e4m3": 8, "e5m2": 8}  # others have 16
 
 
 def any_call(form):
-    *sides, cell_bits = (BITS.get(element, 16) for element in (form.stored, form.values, form.cell))
+    *sides, cell_bits = (
+        BITS.get(element, 16) for element in (form.cache_format, form.values, form.scale_format)
+    )
     bits = 0 if form.blocks else max(sides)  # whose bytes lie anywhere
     wide, apart = [r"ld\.global\.nc" + WIDE], [SHUFFLE]
     has, lacks = [r"fma\.rn\.f32"], []
-    (has if 128 in (form.span * bits, form.cells * cell_bits) else lacks).extend(wide)
+    (has if 128 in (form.span * bits, form.chunk_scales * cell_bits) else lacks).extend(wide)
     (has if form.lanes > 1 else lacks).extend(apart)
     return Kernel(
         lambda: plain.attend(form), plain.SIGNATURE, has, lacks, QUICK_FORMS.get(form, 255),
@@ -280,7 +282,7 @@ DECODE = [
 def decoding(form):
     has = [MMA.format(SHORT[form.element]), r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16"]
     has += [ASYNC.format("cg", 16), rf"cp\.async\.wait_group {form.stages - 1};"]
-    if not form.keys.cell:
+    if not form.keys.scale_format:
         has += [r"ld\.shared" + WIDE]
     elif form.keys.unit == 4:  # scales in words
         has += [ASYNC.format("ca", 4)]
@@ -324,8 +326,8 @@ PREFILL = [
 def filling(form):
     loads = [rf"ldmatrix\.sync\.aligned\.m8n8\.x4{how}\.shared\.b16" for how in ("", r"\.trans")]
     has = [MMA.format(SHORT[form.element]), *loads, ASYNC.format("cg", 16), r"st\.global" + WIDE]
-    if form.cell:
-        wide = r"v2\.\w32|\w64" if form.stored == "int4" else r"v2\.\w64|v4\.\w32"
+    if form.scale_format:
+        wide = r"v2\.\w32|\w64" if form.cache_format == "int4" else r"v2\.\w64|v4\.\w32"
         has += [rf"ld\.global\.nc\.({wide})", r"st\.shared" + WIDE]
     most = FILE // prefill.WARPS // GRAIN * GRAIN // 32
     return Kernel(

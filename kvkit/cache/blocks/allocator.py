@@ -1,7 +1,4 @@
-"""The allocator, which gives the blocks of a paged cache to sequences.
-
-It only keeps books: it knows neither keys and values nor kernels.
-"""
+"""Allocate the blocks of a paged cache to sequences. No keys, values or kernels are involved."""
 
 from __future__ import annotations
 
@@ -39,20 +36,20 @@ class BlockAllocator:
     """Gives blocks to sequences, shares blocks between them, and makes the index tensors of a step.
 
     The step that fills a block publishes it: a new sequence that begins with the same tokens shares it.
-    Published blocks are never written. Those that no sequence uses stay until their room is needed; the
-    least recently used is evicted first. A sequence that writes into a shared block gets a copy.
+    Published blocks are never written. If no sequence uses one it stays until room is needed; the least
+    recently used is evicted first. A sequence that writes into a shared block gets a copy.
 
     Parameters
     ----------
     num_blocks, page_size : int
         The number of blocks, and of tokens in each.
     identity : bytes
-        Names what keys and values depend on besides the tokens: geometry, format, model. Part of each hash.
+        What keys and values depend on besides tokens: geometry, format, model. It is part of each hash.
     slot_dtype : dtype
         The dtype of `Step.slot_mapping`: int32 or int64.
     copy_rows : callable, optional
-        Called with (sources, targets), int64 arrays of cache rows: it copies the rows in all layers, all of
-        them read before one is written. `fork` of some tokens needs it where a page is not copied whole.
+        ``copy_rows(sources, targets)`` copies cache rows (int64 arrays) in all layers, and reads all rows
+        before it writes one. `fork` of some of the tokens may need it.
 
     Examples
     --------
@@ -107,7 +104,7 @@ class BlockAllocator:
         token_ids : array-like of int
             Ids of the tokens to compute. Tokens may have no ids; then their blocks cannot be shared.
         salt : bytes
-            Names what else its keys and values depend on, such as an adapter.
+            What else its keys and values depend on, such as an adapter.
 
         Returns
         -------
@@ -144,8 +141,8 @@ class BlockAllocator:
         ----------
         seq : Sequence
         begin, end : int, optional
-            The positions of the tokens that it has, which keep their positions. Where ``begin`` is not the
-            first token of a block, the tokens from there on to the end of the block are copied.
+            The range of positions that the new sequence has, unchanged. If ``begin`` is inside a block, the
+            tokens from there to the end of the block are copied.
 
         Returns
         -------
@@ -171,7 +168,7 @@ class BlockAllocator:
         self._check_room([layout], 0)
         other = seq.copy()
         self._pool.share(block for block in layout.pages if block >= 0)
-        self._settle([(other, layout)], plan)
+        self._apply([(other, layout)], plan)
         return other
 
     def crop(self, seq: Sequence, length: int) -> None:
@@ -180,11 +177,11 @@ class BlockAllocator:
         Parameters
         ----------
         seq : Sequence
-            A sequence without new tokens in an open step. The step still attends to what it began with,
-            because blocks that are freed now are not used again before it ends.
+            A sequence without new tokens in an open step. The step still attends to the dropped tokens,
+            because freed blocks are not used again before it ends.
         length : int
-            Tokens to keep; negative: tokens to drop; 0 drops none. After tokens were removed or moved it is
-            the position that the next token gets; negative: how many positions before.
+            Tokens to keep; negative: tokens to drop; 0 drops none. After tokens were removed or moved these
+            are positions: the next token's, or by how many it goes back.
         """
         self.check(seq, at_rest=True)
         if seq.intact is not None:
@@ -201,9 +198,8 @@ class BlockAllocator:
     def rearrange(self, sequences: Collection[Sequence], plan: Rearrangement, rope: Any) -> None:
         """Remove and move the tokens of sequences of equal positions: of all, or after an error of none.
 
-        No other sequence changes. `rope` says how the keys of moved tokens were rotated. Where `plan` has
-        keys to be rotated in memory, they lie in blocks of their sequence's own then, and are still to be
-        rotated.
+        No other sequence changes. `rope` says how the keys were rotated. Keys that `plan` rotates in memory
+        are then in unshared blocks; the caller rotates them.
         """
         for seq in sequences:
             self.check_movable(seq)
@@ -220,20 +216,20 @@ class BlockAllocator:
         freed = sum(self._pool.references[block] == uses for block, uses in Counter(dropped).items())
         self._check_room([layout for _, layout in layouts], freed)
         self._pool.release(dropped)
-        self._settle(layouts, plan)
+        self._apply(layouts, plan)
 
     def _layout(self, seq: Sequence, plan: Rearrangement, is_own: Callable[[int], bool]) -> Arrangement:
-        """Return where the tokens of a plan come to lie."""
+        """Return where the tokens of a plan will lie."""
         rows, rotated = seq.rows(self.page_size)[plan.kept], plan.rotated
         first = len(rows) if rotated is None else np.flatnonzero([*rotated, 1])[0]
         return lay_out(rows, plan.after.shifts, self.page_size, is_own, int(first))
 
     def _is_own(self, block: int) -> bool:
-        """Return whether one sequence alone uses a block, and no other can find it."""
+        """Return whether only one sequence uses a block, and no other can find it."""
         return self._pool.references[block] == 1 and not self._pool.is_published(block)
 
     def _check_room(self, layouts: list[Arrangement], freed: int) -> None:
-        """Raise unless there are blocks for layouts, `freed` ones among them, and rows can be copied."""
+        """Raise if blocks, with those to be `freed`, do not suffice for layouts, or rows cannot be copied."""
         new = sum(layout.new for layout in layouts)
         if new > self.available + freed:
             raise OutOfBlocksError(new, self.available + freed)
@@ -241,8 +237,8 @@ class BlockAllocator:
             wanted = "a function, because tokens from the middle of a block are to be copied"
             raise argument_error("copy_rows", wanted, "None")
 
-    def _settle(self, layouts: list[tuple[Sequence, Arrangement]], plan: Rearrangement) -> None:
-        """Let sequences have the tokens of a plan in these layouts; the blocks that they keep are counted."""
+    def _apply(self, layouts: list[tuple[Sequence, Arrangement]], plan: Rearrangement) -> None:
+        """Move sequences to new layouts. The caller has already counted the blocks that they keep."""
         size, sources, targets = self.page_size, [], []
         for seq, layout in layouts:
             table = [block if block >= 0 else self._pool.take() for block in layout.pages]
@@ -250,11 +246,11 @@ class BlockAllocator:
                 sources.append(layout.sources)
                 targets.append(np.array(table)[layout.targets // size] * size + layout.targets % size)
             self._place(seq, plan, table, layout.borders)
-        if sources:  # at once, because a block that one sequence gives back may be taken for another
+        if sources:  # in one call: a block that one sequence frees may become another's
             self._copy_rows(np.concatenate(sources), np.concatenate(targets))  # type: ignore[misc]  # checked
 
     def _place(self, seq: Sequence, plan: Rearrangement, table: list[int], borders: list[int]) -> None:
-        """Let a sequence have the tokens of a plan, in the blocks of `table` and in segments."""
+        """Give a sequence the tokens of a plan, the blocks of `table` and its segments."""
         now, after = seq.all_positions(), plan.after
         stays = plan.kept.copy()
         stays[plan.kept] = after.positions == now.positions[plan.kept]
@@ -284,9 +280,9 @@ class BlockAllocator:
         published: Collection[tuple[int, bytes, bytes]],
         blocks: set[int],
     ) -> list[Sequence]:
-        """Restore sequences, (length, root of hashes, block table, token ids, moves), in a new allocator.
+        """Restore sequences (length, first hash, block table, token ids, moves) in a new allocator.
 
-        All their blocks, and the `published` ones, must be among `blocks`.
+        Their blocks and the `published` ones must be among `blocks`.
         """
         sequences = []
         for length, start, table, ids, moves in saved:
@@ -373,7 +369,7 @@ class BlockAllocator:
     # Blocks
 
     def _chain(self, seq: Sequence) -> list[tuple[int, bytes]]:
-        """Hash the full blocks that have no hash yet; return (number, token ids) of each."""
+        """Hash the full blocks that have no hash yet; return the (index, token ids) of each."""
         new = []
         tokens = min(seq.length, seq.known, seq.length if seq.intact is None else seq.intact)
         for i in range(len(seq.chain) - 1, tokens // self.page_size):
@@ -383,16 +379,16 @@ class BlockAllocator:
         return new
 
     def _pages(self, seq: Sequence, new: int = 0) -> int:
-        """Return how many blocks a sequence needs, with so many new tokens."""
+        """Return how many blocks a sequence needs for `new` more tokens."""
         pages = -(-(seq.tail + new) // self.page_size)
         for length in seq.segment_lengths() if seq.borders else ():
             pages += -(-length // self.page_size)
         return pages
 
     def _needed(self, given: list[Sequence], counts: list[int]) -> int:
-        """Return how many blocks a step needs: those it adds, and one for each copy."""
+        """Return how many blocks a step needs: the new ones and one for each copy."""
         added = 0
-        writers: dict[int, int] = {}  # of partial blocks
+        writers: dict[int, int] = {}  # of partial blocks: how many sequences write into each
         for seq, count in zip(given, counts, strict=True):
             added += self._pages(seq, count) - len(seq.table)
             if count and seq.tail % self.page_size:

@@ -1,7 +1,7 @@
-"""The places of a sequence's tokens after some were removed or moved: in their pages, or copied.
+"""Decide where a sequence's tokens lie after some were removed or moved.
 
-Tokens lie in segments, which fill pages from row 0 on and have one rope shift. Tokens at the beginning of a
-page stay there, even if other sequences use it. Others are copied to pages of the sequence's own.
+A segment fills pages from row 0 on and has one rope shift. Tokens at the beginning of a page stay there, even
+if other sequences use the page. Other tokens are copied to new pages.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from kvkit.typed import Array
 
 
 class Arrangement(NamedTuple):
-    """The pages and segments that tokens get, and the copies that bring them there."""
+    """Lists the pages and segments of a sequence, and the rows to copy into them."""
 
-    pages: list[int]  # blocks in the order of the table; -1, -2, ... are new ones
+    pages: list[int]  # block table; -1, -2, ... stand for new blocks
     borders: list[int]  # as `Sequence.borders`
-    sources: Array  # rows to copy, in the cache,
-    targets: Array  # and where to, in rows of these pages
+    sources: Array  # the rows of the cache to copy
+    targets: Array  # their destinations, counted in rows of `pages`
 
     @property
     def new(self) -> int:
-        """The number of new blocks."""
+        """Return the number of new blocks."""
         return sum(block < 0 for block in self.pages)
 
 
 def lay_out(
     rows: Array, shifts: Array, page_size: int, is_own: Callable[[int], bool], rotated_from: int
 ) -> Arrangement:
-    """Find a layout of at most eight segments, the one for new tokens among them.
+    """Find a layout of at most eight segments, which include the one for new tokens.
 
     Parameters
     ----------
     rows, shifts : ndarray of int64, shape [tokens]
-        Where each token lies in the cache, and its rope shift.
+        The cache row and the rope shift of each token.
     page_size : int
     is_own : callable
         Whether the sequence may write to a block.
@@ -61,8 +61,8 @@ def arrange(
     """Lay out tokens; those from `copied_from` on are all copied. See `lay_out`."""
     pages: list[int] = []
     borders: list[int] = []
-    copies: list[tuple[int, int, int]] = []  # first token, token behind the last one, place
-    tail, shift, new = 0, None, 0  # tokens of the last segment, its rope shift; new pages
+    copies: list[tuple[int, int, int]] = []  # first token, end token, place
+    tail, shift, new = 0, None, 0  # tokens and rope shift of the last segment; number of new pages
     for begin, end in runs(rows, shifts, page_size, copied_from):
         block, row = divmod(int(rows[begin]), page_size)
         stays = row == 0 and begin < copied_from
@@ -87,7 +87,7 @@ def arrange(
 
 
 def runs(rows: Array, shifts: Array, page_size: int, copied_from: int) -> list[tuple[int, int]]:
-    """Return the tokens (first, behind the last one) that lie side by side in a page, and go together."""
+    """Return the ranges [first, end) of tokens that are neighbours in a page and stay so."""
     if not len(rows):
         return []
     parts = (np.diff(rows) != 1) | (rows[1:] % page_size == 0) | (np.diff(shifts) != 0)

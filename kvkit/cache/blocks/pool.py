@@ -1,4 +1,4 @@
-"""The pool of blocks: it counts the users of each, and knows which are free, published, and evicted first."""
+"""Count how many sequences use each block; list free and published blocks and the order of eviction."""
 
 import hashlib
 from collections import OrderedDict
@@ -8,16 +8,16 @@ HASH_BYTES = hashlib.sha256().digest_size
 
 
 class Pool:
-    """Reference counts of blocks, and a table of published blocks by the hash of all tokens up to their end.
+    """Counts the users of blocks, and finds published blocks by the hash of all tokens up to their end.
 
     The hash of a chain of blocks is sha256(hash of the chain before, token ids of the last block). The hash
-    of the empty chain covers what else keys and values depend on. Hashes are the same in every process.
+    of the empty chain covers all else that keys and values depend on. Every process computes the same hashes.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.references = [0] * num_blocks
         self._free = list(range(num_blocks))[::-1]
-        self._idle: OrderedDict[int, None] = OrderedDict()  # published, used by no sequence; oldest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published blocks without users, the oldest first
         self._found: dict[bytes, int] = {}  # hash -> block
         self._published: dict[int, tuple[bytes, bytes]] = {}  # block -> hash, token ids
 
@@ -27,7 +27,7 @@ class Pool:
         return len(self._free) + len(self._idle)
 
     def take(self) -> int:
-        """Take a block for one sequence: a free one, else the published one that was used least recently."""
+        """Take a block for one sequence: a free one, or else the least recently used published one."""
         if self._free:
             block = self._free.pop()
         else:
@@ -37,13 +37,13 @@ class Pool:
         return block
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Count one more sequence that uses each block."""
+        """Count one more user of each block."""
         for block in blocks:
             self.references[block] += 1
             self._idle.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Count one sequence less that uses each block."""
+        """Count one user less of each block."""
         # The last block first, so that it is evicted first: a chain is looked up from its beginning.
         for block in reversed(blocks):
             self.references[block] -= 1

@@ -18,7 +18,7 @@ ID_BYTES = 8
 
 
 class PageSegment(NamedTuple):
-    """Tokens of a sequence that fill pages from row 0 on, and whose keys have one rope shift."""
+    """Describes tokens of one rope shift that fill pages from row 0 on."""
 
     begin: int  # the first token's index among those in the cache
     end: int
@@ -27,7 +27,7 @@ class PageSegment(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """The positions of a sequence after tokens were removed or moved; see the attributes of `Sequence`."""
+    """Holds the positions of a sequence after tokens were removed or moved; see `Sequence`."""
 
     rows: RowPositions
     borders: list[int]
@@ -38,8 +38,8 @@ class Moves(NamedTuple):
 class Sequence:
     """A sequence of tokens, and the blocks that store them. `BlockAllocator.add` and `fork` make it.
 
-    Its tokens lie one behind the other in its blocks until some are removed or moved, see
-    `PagedCache.remove`. Then they lie in segments, each of which begins with a page of its own.
+    Its tokens fill its blocks in order until some are removed or moved (`PagedCache.remove`). Then they lie
+    in segments, each of which begins with a new page.
 
     Attributes
     ----------
@@ -71,12 +71,12 @@ class Sequence:
         self.allocator = allocator  # None after `BlockAllocator.free`
         self.length = 0
         self.table = array("q")  # blocks
-        self.ids = ids  # of the first tokens, little-endian int64; perhaps more or fewer than `length`
+        self.ids = ids  # little-endian int64 of the first tokens; more or fewer than `length`
         self.chain = chain  # hashes of the first 0, 1, 2... full blocks
         self.pending = 0  # tokens that the open step adds
-        self.borders: list[int] = []  # where segments end, except the last one, which new tokens go to
+        self.borders: list[int] = []  # the end of each segment but the last, which takes new tokens
         self.row_positions: RowPositions | None = None  # None while token i has position i and no shift
-        self.intact: int | None = None  # the first tokens that saw all tokens before them; None for all
+        self.intact: int | None = None  # how many first tokens saw all tokens before them; None: all
         self.rope: Any = None  # how keys of shifted tokens were rotated in each layer
 
     @property
@@ -102,15 +102,15 @@ class Sequence:
 
     @property
     def rope_shifts(self) -> Array:
-        """Return pieces of constant rope shift, int64 [pieces, 3]: first token, token behind the last, shift.
+        """Return the pieces of one rope shift, int64 [pieces, 3]: first token, token behind the last, shift.
 
-        A key of shift d lies in memory as rotated for its position - d. `PagedStep.attend` takes that into
+        In memory a key of shift d is rotated for its position - d. `PagedStep.attend` takes that into
         account.
         """
         return np.array(self.pieces(self.length), np.int64).reshape(-1, 3)
 
     def pieces(self, tokens: int) -> list[Piece]:
-        """Return the pieces of constant rope shift of so many tokens."""
+        """Return the pieces of one rope shift of the first `tokens` tokens."""
         if self.row_positions is not None:
             return self.row_positions.pieces(0, tokens)
         return [(0, tokens, 0)] if tokens else []
@@ -126,7 +126,7 @@ class Sequence:
         return [end - begin for begin, end in zip([0, *self.borders], self.borders, strict=False)]
 
     def segments(self, page_size: int, tokens: int) -> list[PageSegment]:
-        """Return the segments of the first `tokens` tokens, which may count those of an open step."""
+        """Return the segments of the first `tokens` tokens, which may include those of an open step."""
         found, begin, page = [], 0, 0
         shifts = () if self.row_positions is None else self.row_positions.shifts
         for end in (*self.borders, tokens):
@@ -156,7 +156,7 @@ class Sequence:
         return len(self.ids) // ID_BYTES
 
     def move(self, moves: Moves) -> None:
-        """Take what a file says of moved tokens; a KvkitError if it cannot be."""
+        """Set the positions of moved tokens from a file; raise KvkitError if they are illegal."""
         rows, borders, intact, self.rope = moves
         inner = set(borders[:-1] if borders[-1:] == [self.length] else borders)
         turns = {begin for begin, *_ in rows.pieces(0, self.length)[1:]}
@@ -169,7 +169,7 @@ class Sequence:
         self.row_positions = None if rows.is_plain() else rows
 
     def keep_ids(self, kept: Array, is_crop: bool) -> None:
-        """Drop the ids of tokens that are not kept, and after a crop those of tokens to come."""
+        """Drop the ids of tokens that are not kept, and with `is_crop` those of future tokens."""
         ids = np.frombuffer(bytes(self.ids), "<i8")
         own, later = ids[: self.length], ids[self.length :]
         self.ids = bytearray(own[kept[: len(own)]].tobytes() + (b"" if is_crop else later.tobytes()))

@@ -1,4 +1,4 @@
-"""A step over sequences in blocks: its index tensors, which operators take, and its end."""
+"""A step over sequences in blocks: index tensors for operators, and how the step ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Step:
     Attributes
     ----------
     sequences : tuple of Sequence, length B
-        In the order of the tensors.
+        The sequences in the order of the tensors.
     order : ndarray of int64, shape [B]
         The index of each sequence among the arguments of `begin_step`.
     seqstarts, kvstarts : ndarray of int64, shape [B + 1]
@@ -35,7 +35,7 @@ class Step:
     start_pos : ndarray of int64, shape [B]
         Tokens in the cache before the step.
     pages : ndarray of int64, shape [B, MaxP]
-        The first row of each page, one segment's pages behind the other's; -1 after the last page.
+        The first row of each page, segment by segment; -1 after the last page.
     decoding_batches, max_seqlen, max_kvlen : int
         The number of sequences with one new token, the most new tokens, the longest context.
     copies : ndarray of int64, shape [copies, 2]
@@ -57,8 +57,8 @@ class Step:
     kvstarts: Array
     start_pos: Array
     pages: Array
-    first_places: Array  # where new tokens begin, counted in rows of the sequence's pages
-    moved: Array  # bool, which sequences have tokens that a page table cannot find
+    first_places: Array  # of the first new token: its row, counted in the sequence's pages
+    moved: Array  # bool: sequences whose tokens a page table alone cannot find
     decoding_batches: int
     max_seqlen: int
     max_kvlen: int
@@ -67,15 +67,15 @@ class Step:
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether page tables say where all tokens lie: one behind the other, with no key shifted."""
+        """Return whether tokens fill pages in order and no key is shifted, so that page tables suffice."""
         return not self.moved.any()
 
     @property
     def cachestarts(self) -> Array:
-        """The first row of each page, for ``cache_mode`` 1: int64, shape [B, MaxP]; -1 after the last page.
+        """Return the first row of each page, for ``cache_mode`` 1: int64, shape [B, MaxP]; then -1.
 
-        Operators find token i of a sequence by it in page ``i // page_size``. So it is refused if removed or
-        moved tokens have left a sequence in segments: use `PagedStep.attend` then.
+        Operators expect token i of a sequence in page ``i // page_size``. So this raises if a sequence lies
+        in segments after tokens were removed or moved: use `PagedStep.attend` then.
         """
         if not self.in_order:
             raise argument_error("step", IN_ORDER, "one of several segments (PagedStep.attend reads them)")
@@ -83,7 +83,7 @@ class Step:
 
     @cached_property
     def slot_mapping(self) -> Array:
-        """The cache row of every new token (Ascend's name): int32 or ``slot_dtype``, shape [seqstarts[B]]."""
+        """Return the cache row of every new token: int32 or ``slot_dtype``, shape [seqstarts[B]]."""
         page_size = self.allocator.page_size
         sequence = np.repeat(np.arange(len(self.sequences)), np.diff(self.seqstarts))
         place = np.arange(len(sequence)) + (self.first_places - self.seqstarts[:-1])[sequence]
@@ -92,16 +92,16 @@ class Step:
 
     @cached_property
     def block_tables(self) -> Array:
-        """The blocks of every sequence: int32, shape [B, MaxP]; -1 after the last. See `cachestarts`."""
+        """Return the blocks of every sequence: int32, shape [B, MaxP], then -1. See `cachestarts`."""
         return (self.cachestarts // self.allocator.page_size).astype(np.int32)
 
     @cached_property
     def context_lens(self) -> Array:
-        """The number of tokens of every sequence, new ones included: int32, shape [B]."""
+        """Return the number of tokens of every sequence, new ones included: int32, shape [B]."""
         return np.diff(self.kvstarts).astype(np.int32)
 
     def part(self, chosen: Array) -> Step:
-        """Return the step of some of the sequences alone, to attend to them."""
+        """Return a step of some of the sequences, for attention."""
         counts, lengths = np.diff(self.seqstarts)[chosen], np.diff(self.kvstarts)[chosen]
         of_sequences = "order", "start_pos", "pages", "first_places", "moved"
         return replace(
@@ -121,7 +121,7 @@ class Step:
         return self.allocator.open_step is self
 
     def commit(self) -> None:
-        """Add the new tokens to the sequences, and publish filled blocks. Write every layer before."""
+        """Add the new tokens to the sequences, and publish filled blocks. Write every layer first."""
         self.allocator.commit(self)
 
     def abandon(self) -> None:
@@ -163,12 +163,12 @@ def tensors(sequences: list[Any], counts: list[int], page_size: int) -> dict[str
 
 
 def starts(lengths: Array) -> Array:
-    """Return where each of so many tokens begins if all are packed, and where the last one ends."""
+    """Return the cumulative sums of lengths, from 0 on."""
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
 
 
 def slot_type(dtype: DTypeLike, slots: int) -> np.dtype[Any]:
-    """Check the dtype of slot mappings: it must be able to number every slot."""
+    """Check that a dtype of slot mappings can number every slot."""
     kind = np.dtype(dtype)
     if kind not in (np.int32, np.int64) or slots - 1 > np.iinfo(kind).max:
         raise argument_error("slot_dtype", f"int64, or int32 if it reaches all {slots} slots", kind)

@@ -1,4 +1,4 @@
-"""Attention of a layer over its stored tokens, which are read in place."""
+"""Compute a layer's attention over its stored tokens, which are read in place."""
 
 from __future__ import annotations
 
@@ -21,36 +21,28 @@ from kvkit.typed import Array, Attended, Pair
 
 
 class LayerAttention:
-    """Computes a layer's attention. Keeps the last prepared call, and runs it again where it can."""
+    """Computes a layer's attention. It keeps the last prepared call and runs it again while the form fits."""
 
     def __init__(self) -> None:
         self._calls: PreparedCalls[PreparedAttention] = PreparedCalls(1)
-        self._pieces: list[PreparedCalls[PreparedAttention]] = []  # of several rope shifts, a launch for each
-        self._at_once: PreparedCalls[PreparedPieces] = PreparedCalls(1)  # one launch for all
+        self._by_piece: list[PreparedCalls[PreparedAttention]] = []  # a launch for each rope shift
+        self._all_pieces: PreparedCalls[PreparedPieces] = PreparedCalls(1)  # one launch for all rope shifts
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return LayerAttention, ()  # prepared calls hold addresses, which are others in a copy
+        return LayerAttention, ()  # a copy has other addresses, so it gets no prepared calls
 
     def forget(self) -> None:
-        """Drop the prepared call, because the arrays of the layer have changed."""
+        """Drop all prepared calls, because the layer's arrays have changed."""
         self._calls.clear()
-        self._at_once.clear()
-        self._pieces = []
+        self._all_pieces.clear()
+        self._by_piece = []
 
     def __call__(
-        self,
-        layer: Any,
-        query: Array,
-        attention_mask: Array | None,
-        softmax_scale: float | None,
-        softcap: float,
-        sinks: Array | None,
-        return_lse: bool,
+        self, layer: Any, query: Array, attention_mask: Array | None, scoring: Scoring, return_lse: bool
     ) -> Attended:
         """Attend to a layer; see `Layer.attend`."""
         fmt, query = checked_query(layer, query)
         if layer.row_positions is not None and layer.row_positions.shifted:
-            scoring = Scoring(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
             return self._attend_pieces(layer, query, attention_mask, scoring, return_lse)
         query = layer.store.query(query)
         batch, new, query_heads, _ = query.shape
@@ -62,15 +54,16 @@ class LayerAttention:
             columns = checked_mask(layer, attention_mask, (batch, query_heads, new))
             mask = masks.static_mask(fmt, columns, batch, query_heads, new, columns.shape[3])
         arrays = {"query": query, "out": out, "lse": lse}
-        form = form_of((query,), (wants_lse, softmax_scale, softcap)) if sinks is None else None
+        form = None
+        if scoring.sinks is None:
+            form = form_of((query,), (wants_lse, scoring.softmax_scale, scoring.softcap))
         prepared = self._calls.find(form)
         span = layer.span
         rows = span.begin - span.origin, span.length - span.origin
         if not prepared or not prepared.run(layer.store, rows, arrays, mask):
             self._calls.clear()
             left = -1 if layer.window is None else layer.window - 1
-            scoring = Scoring(softmax_scale=softmax_scale, window=(left, -1), softcap=softcap, sinks=sinks)
-            weights = attention.checked_weights(query, mask, scoring)
+            weights = attention.checked_weights(query, mask, scoring._replace(window=(left, -1)))
             self._calls.keep(form, PreparedAttention(layer.store, rows, fmt, arrays, weights))
         attn_output = layer.store.output(out).swapaxes(1, 2)
         return attn_output if lse is None else (attn_output, lse.swapaxes(1, 2))
@@ -78,10 +71,11 @@ class LayerAttention:
     def _attend_pieces(
         self, layer: Any, query: Array, attention_mask: Array | None, scoring: Scoring, return_lse: bool
     ) -> Attended:
-        """Attend to rows of several rope shifts: to each piece with shifted queries, then merge by lse.
+        """Attend to rows of several rope shifts: to each piece with rotated queries, then merge by lse.
 
-        <R(p) q, R(p') k> depends on p - p' alone; so a query at p - d scores a key that was rotated for
-        p' - d as one at p does the moved key. Queries and outputs are float32 until they are merged.
+        Keys of rope shift d lie rotated for p' - d in place of p'. Rotating the queries back by d too gives
+        the same scores, because <R(p) q, R(p') k> depends on p - p' alone. Queries and outputs stay float32
+        until the merge.
         """
         wants_lse, (batch, new, heads, _) = flag("return_lse", return_lse), query.shape
         columns = None
@@ -94,44 +88,45 @@ class LayerAttention:
         pieces = layer.pieces(layer.span.begin)
         begin, end, _ = pieces[-1]
         if layer.store.rows_adjoin and layer.window is None and end - begin >= new:
-            output, lse = self._attend_at_once(layer, pieces, wide, columns, scoring)
+            output, lse = self._attend_in_one_launch(layer, pieces, wide, columns, scoring)
         else:
-            output, lse = self._attend_one_by_one(layer, pieces, wide, columns, scoring)
+            output, lse = self._attend_by_piece(layer, pieces, wide, columns, scoring)
         attn_output = layer.store.output(output).astype(query.dtype, copy=False).swapaxes(1, 2)
         return (attn_output, lse.swapaxes(1, 2)) if wants_lse else attn_output
 
-    def _attend_at_once(
+    def _attend_in_one_launch(
         self, layer: Any, pieces: list[Piece], query: Array, columns: Array | None, scoring: Scoring
     ) -> Pair:
-        """Attend to all pieces in one launch, in which every piece of a sequence is a sequence."""
+        """Attend to all pieces in one launch. The kernels see each piece as a sequence of its own."""
         (batch, new, heads, _), mask = query.shape, NO_MASK
         if columns is not None:
             columns = columns_of_pieces(columns, pieces, batch)
             mask = masks.static_mask(FLOAT32, columns, len(columns), heads, new, columns.shape[3])
         out = np.empty((batch, new, heads, layer.store.geometry.value_dim), np.float32)
         lse = np.empty((batch, new, heads), np.float32)
-        fixed = id(layer.rope), *pieces[:-1], pieces[-1][0], pieces[-1][2]  # but no end, where tokens come
+        fixed = id(layer.rope), *pieces[:-1], pieces[-1][0], pieces[-1][2]  # only the last end may grow
         form = None
         if scoring.sinks is None and query.nbytes <= MOST_QUERY_BYTES:
             form = form_of((query,), (scoring.softmax_scale, scoring.softcap, fixed))
-        prepared = self._at_once.find(form)
+        prepared = self._all_pieces.find(form)
         if not prepared or not prepared.run(pieces[-1][1], query, out, lse, mask):
-            self._at_once.clear()
+            self._all_pieces.clear()
             weights = attention.checked_weights(query, mask, scoring)
-            self._at_once.keep(form, PreparedPieces(layer, pieces, query, out, lse, weights))
+            self._all_pieces.keep(form, PreparedPieces(layer, pieces, query, out, lse, weights))
         return out, lse
 
-    def _attend_one_by_one(
+    def _attend_by_piece(
         self, layer: Any, pieces: list[Piece], query: Array, columns: Array | None, scoring: Scoring
     ) -> Pair:
-        """Attend to each piece in a launch of its own, and merge."""
+        """Attend to each piece in a launch of its own, then merge the outputs."""
         states = []
-        while len(self._pieces) < len(pieces):
-            self._pieces.append(PreparedCalls(1))
-        for calls, (begin, end, shift) in zip(self._pieces, pieces, strict=False):
-            own = scoring if end == pieces[-1][1] else scoring._replace(sinks=None)
-            moved = layer.store.query(layer.rope.shift(query, -shift) if shift else query)
-            states.append(attend_piece(calls, layer, (begin, end), moved, columns, own))
+        while len(self._by_piece) < len(pieces):
+            self._by_piece.append(PreparedCalls(1))
+        for calls, (begin, end, shift) in zip(self._by_piece, pieces, strict=False):
+            last = end == pieces[-1][1]  # attention sinks enter the softmax once, with the last piece
+            own = scoring if last else scoring._replace(sinks=None)
+            rotated = layer.store.query(layer.rope.shift(query, -shift) if shift else query)
+            states.append(attend_piece(calls, layer, (begin, end), rotated, columns, own))
         outputs, lses = zip(*states, strict=True)
         return merge.merge_checked(FLOAT32, outputs, lses)
 
@@ -139,7 +134,7 @@ class LayerAttention:
 def attend_with_key_weights(
     layer: Any, query: Array, attention_mask: Array | None, scoring: Scoring, return_lse: bool
 ) -> Attended:
-    """Attend to a layer, and return last the weights of its stored keys summed over queries, [B, Hq, S]."""
+    """Attend to a layer; return also each stored key's weight summed over the queries, [B, Hq, S], last."""
     fmt, query = checked_query(layer, query)
     if layer.row_positions is not None and layer.row_positions.shifted:
         wanted = "False where keys have a rope shift: `flatten` rotates them"
@@ -164,7 +159,7 @@ def attend_with_key_weights(
     return (attn_output, lse.swapaxes(1, 2), sums) if flag("return_lse", return_lse) else (attn_output, sums)
 
 
-MOST_QUERY_BYTES = 2**18  # of a prepared call over pieces, which keeps queries and outputs of each
+MOST_QUERY_BYTES = 2**18  # of queries; a prepared call over pieces keeps a copy for each piece
 FLOAT32 = next(fmt for fmt in FLOATS if fmt.name == "float32")
 
 
@@ -176,13 +171,10 @@ def attend_piece(
     columns: Array | None,
     scoring: Scoring,
 ) -> tuple[Array, Array]:
-    """Attend with float32 queries [B, q, Hq, D] to some of the rows that a layer's view has, by number.
-
-    Return (output, lse).
-    """
+    """Attend with float32 queries [B, q, Hq, D] to rows [begin, end) of the view; return (output, lse)."""
     (begin, end), (batch, new, heads, _), span = rows, query.shape, layer.span
     stored, first = span.length - span.begin, span.begin - span.origin
-    causal = end == stored and end - begin >= new  # queries are the last rows of all, and of this piece
+    causal = end == stored and end - begin >= new  # the piece ends with the tokens of the queries
     columns = None if columns is None else columns[..., begin:end]
     left = stored if layer.window is None else layer.window - 1
     if not causal and (end > stored - new + 1 or begin < stored - 1 - left):
@@ -204,7 +196,7 @@ def attend_piece(
 
 
 def columns_of_pieces(columns: Array, pieces: list[Piece], batch: int) -> Array:
-    """Return the mask of a launch over pieces: [pieces * B, .., longest piece], from columns of all rows."""
+    """Split a mask over all rows by pieces; return [pieces * B, .., longest piece] for one launch."""
     longest = max(end - begin for begin, end, _ in pieces)
     shape = len(pieces), batch, *columns.shape[1:3], longest
     mask = np.zeros(shape, columns.dtype)
@@ -214,7 +206,7 @@ def columns_of_pieces(columns: Array, pieces: list[Piece], batch: int) -> Array:
 
 
 def hidden_from(columns: Array | None, visible: Array) -> Array:
-    """Return a mask that hides what is not visible, besides what a mask says; with 4 axes."""
+    """Return a mask of 4 axes that hides what `columns` hide and what is not `visible`."""
     if columns is None:
         return visible[None, None]
     if columns.dtype == np.bool_:
@@ -223,7 +215,7 @@ def hidden_from(columns: Array | None, visible: Array) -> Array:
 
 
 def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
-    """Check queries, and that the tokens they attend to are stored; return (format, [B, q, Hq, D])."""
+    """Check queries and that the tokens they see are stored; return (format, queries [B, q, Hq, D])."""
     span = layer.span
     if layer.store is None:
         raise argument_error(layer.name, "stored tokens (call update before attend)", "none")
@@ -240,13 +232,13 @@ def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
 
 
 def checked_mask(layer: Any, mask: Array, sizes: tuple[int, int, int]) -> Array:
-    """Check a mask; return it with 4 axes, and a column for each row from the first returned one on."""
+    """Check a mask; return it with 4 axes and a column for each row of the layer's view."""
     span, (batch, query_heads, new) = layer.span, sizes
     if not isinstance(mask, np.ndarray):
         raise argument_error("attention_mask", "a numpy array", describe(mask))
     first = span.begin if mask.ndim == 2 else 0  # a padding mask counts positions from 0
     count = span.length - span.begin
-    returned = sum(layer.get_mask_sizes(0))  # length + offset: where the keys of an update end
+    returned = sum(layer.get_mask_sizes(0))  # where the keys that an update returns end
     if mask.ndim == 2 and layer.row_positions is not None and layer.window is None:
         mask = stored_columns(layer, mask, batch)
     if mask.ndim == 2:
@@ -262,7 +254,7 @@ def checked_mask(layer: Any, mask: Array, sizes: tuple[int, int, int]) -> Array:
 
 
 def stored_columns(layer: Any, mask: Array, batch: int) -> Array:
-    """Return the columns of a padding mask, one for each position, that stored tokens have."""
+    """Return the columns of stored tokens from a padding mask with a column for each position."""
     length = layer.get_seq_length()
     if mask.dtype != np.bool_ or mask.shape != (batch, length):
         raise argument_error("attention_mask", f"bool [{batch}, {length}], a padding mask", describe(mask))
@@ -270,10 +262,9 @@ def stored_columns(layer: Any, mask: Array, batch: int) -> Array:
 
 
 class PreparedAttention:
-    """Attention over one store, to be run again while only addresses and lengths change.
+    """Repeats attention over one store while only addresses and lengths change.
 
-    Its launch is for given shapes and a given split of the work. The split changes once in some hundred
-    tokens.
+    The launch holds for its shapes and its split of the work, which changes once in some hundred tokens.
     """
 
     __slots__ = ("_begin_at", "_counts", "_mask", "_params", "_prepared", "_step", "_store")
@@ -325,7 +316,7 @@ def place_mask(params: Array, before: MaskPlace, mask: MaskPlace) -> MaskPlace:
 
 
 class PreparedPieces:
-    """Attention over pieces of rows in one launch, and their merge; run again while the last piece grows."""
+    """Repeats attention over pieces of rows, and their merge, in one launch while the last piece grows."""
 
     __slots__ = ("_begin", "_lengths", "_mask", "_params", "_prepared", "_query", "_rope", "_turns")
 
@@ -351,9 +342,7 @@ class PreparedPieces:
         context, _ = layer.store.context(FLOAT32.name, 0, pieces[-1][1])
         step = pieces_step(context.sides[0], pieces, batch, new)
         context = context._replace(sides=tuple(side._replace(sequence=0) for side in context.sides))
-        earlier = (
-            count - 1
-        ) * batch  # sequences of pieces before all queries: for them there is no causal rule
+        earlier = (count - 1) * batch  # sequences without a causal rule: their rows are before all queries
         if weights.sinks is not None:
             sinks = np.full((earlier + batch, heads), -np.inf, np.float32)
             sinks[earlier:] = weights.sinks
@@ -361,7 +350,7 @@ class PreparedPieces:
         attend = cpu.attention.prepare.prepare_attention(
             queries, flat_outs, flat_lses, context, step, earlier, weights
         )
-        attend.owners.clear()  # it stays at these arrays
+        attend.owners.clear()  # its arrays stay the same in every run
         join = cpu.attention.merge.prepare_merge(FLOAT32.name, list(outs), list(lses), out, lse)
         join.alive = *join.alive, outs, lses
         self._params = attend.params
@@ -391,9 +380,9 @@ class PreparedPieces:
 
 
 def pieces_step(side: Side, pieces: list[Piece], batch: int, new: int) -> StepIndex:
-    """Return the step in which every piece of every sequence is a sequence, pieces outermost.
+    """Return a step that has a sequence for each piece of each sequence, pieces outermost.
 
-    Sequence b of the store begins at row id ``b * side.sequence / side.row``.
+    Row 0 of sequence b in the store has the row id ``b * side.sequence / side.row``.
     """
     begins, ends, _ = np.array(pieces).T
     rows = begins[:, None] + np.arange(batch) * (side.sequence // side.row)  # [pieces, B]

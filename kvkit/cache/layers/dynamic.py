@@ -1,4 +1,4 @@
-"""The layers that keep every token."""
+"""Layers that keep every token."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvkit.errors import CapacityError, argument_error
 
 
 class DynamicLayer(Layer):
-    """A layer that grows: every token is kept, and an append copies nothing but the new tokens.
+    """A layer that grows and keeps every token. An append copies only the new tokens.
 
-    When the store is full it is doubled, so that n appends copy O(n) tokens in all.
+    A full store is doubled, so n appends copy O(n) tokens in all.
 
     Examples
     --------
@@ -36,7 +36,7 @@ class DynamicLayer(Layer):
     def trim(self) -> None:
         """Move to a store with room for a sixteenth more tokens, if the present one is larger.
 
-        A layer in a file has done so already, in the change of all layers that the tokens went by.
+        A layer in a file did so when its tokens were removed.
         """
         if self.store is not None and self.home is None:
             room = self._room_for(self.stored_tokens)
@@ -47,12 +47,12 @@ class DynamicLayer(Layer):
         return self._room_for(int(plan.kept.sum())) if plan.frees else self.store.capacity
 
     def _room_for(self, tokens: int) -> int:
-        """Return the rows of a store without more room than so many tokens soon need."""
+        """Return the rows of a store for `tokens` tokens and a sixteenth more."""
         return min(self.store.capacity, tokens + max(tokens // 16, 16))
 
 
 class StaticLayer(Layer):
-    """A layer of fixed size. An update returns all of its rows, those without tokens as zeros.
+    """A layer of fixed size. An update returns all of its rows; unused rows are zeros.
 
     `attend` reads the filled part only.
 
@@ -116,7 +116,7 @@ class StaticLayer(Layer):
 
     @one_call_at_a_time
     def reset(self) -> None:
-        """Forget every token; the zeroed memory and its geometry stay."""
+        """Remove all tokens; the memory stays, filled with zeros, and so does its geometry."""
         _, rows = self.span.rows_from(0)
         self.span, self.row_positions = Span(), None
         if self.store is not None:

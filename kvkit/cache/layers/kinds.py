@@ -1,4 +1,4 @@
-"""The classes of layers, by their names in files."""
+"""The classes of layers and their names in files."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +30,7 @@ KINDS: dict[str, Any] = {
 
 
 def describe_layer(layer: Any) -> dict[str, Any]:
-    """Describe a layer for a file; from this, `make_layer` makes an empty layer with the same arguments."""
+    """Describe a layer's class and arguments for a file, for `make_layer`."""
     return {"kind": type(layer).__name__, "arguments": layer.describe()}
 
 
@@ -40,7 +40,7 @@ def make_layer(about: Mapping[str, Any]) -> Any:
 
 
 def restored(argument: Any) -> Any:
-    """Return an argument of a layer of its description: a layer, a `QuantSpec`, or what it is."""
+    """Return a layer's argument from a description: a layer, a `QuantSpec`, or the value itself."""
     if not isinstance(argument, dict):
         return argument
     return make_layer(argument) if "kind" in argument else QuantSpec(**argument)

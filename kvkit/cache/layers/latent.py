@@ -1,4 +1,4 @@
-"""The layers of latent attention (MLA): one row for each token, which all heads share, is key and value."""
+"""Layers of latent attention (MLA): one row of a token is the key and the value of all heads."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kvkit.cache.layers.positions import Rearrangement, Rotation
 from kvkit.cache.stores.memory import Geometry
 from kvkit.cache.stores.view import KVView
 from kvkit.calls.latent import ROWS, gather_rows
+from kvkit.checks.arguments import Scoring
 from kvkit.checks.index_tensors import index
 from kvkit.checks.latent import LatentPool
 from kvkit.checks.values import checked_format, integer, one_piece, positive_number
@@ -32,10 +33,10 @@ from kvkit.typed import Array, Attended, Pair, States
 
 
 class LatentLayer(DynamicLayer):
-    """A layer of latent rows, as DeepSeek, GLM and Kimi have them: one for each token, for all heads.
+    """A layer of latent rows, as in DeepSeek, GLM and Kimi: one row for each token, for all heads.
 
-    A row is the latent vector c and behind it the rotated key r. Its key is [c, r], its value c, so that
-    one array [B, 1, S, latent_dim + rope_dim] holds both.
+    A row is the latent vector c, then the rotated key r. Its key is [c, r] and its value c, so that one
+    array [B, 1, S, latent_dim + rope_dim] holds both.
 
     Parameters
     ----------
@@ -45,7 +46,7 @@ class LatentLayer(DynamicLayer):
         ``"ds_mla"``, or a format of `kvkit.formats` whose scales are those of a token: c is stored as codes.
         Attention decodes rows some thousands at a time.
     rope_dtype : str
-        How r lies beside codes, unquantized.
+        The dtype of r beside codes. r is never quantized.
 
     Examples
     --------
@@ -87,12 +88,12 @@ class LatentLayer(DynamicLayer):
         coded = {"format": self.format, "rope_dtype": self.rope_dtype} if self.format else {}
         return sizes | coded
 
-    # Tokens come
+    # Adding tokens
 
-    def update(  # names what keys and values are here
+    def update(  # other names for keys and values
         self, latent: Array, kpe: Array, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
-        """Append the rows of new tokens; return keys and values of all.
+        """Append the rows of new tokens; return the keys and values of all tokens.
 
         Parameters
         ----------
@@ -129,7 +130,7 @@ class LatentLayer(DynamicLayer):
         return Geometry(batch, 1, width, width, BY_NAME["uint8"], width)
 
     def _joined_rows(self, latent: Array, kpe: Array) -> Array:
-        """Check the two parts of rows, and join them."""
+        """Check the two parts of rows, and join them to rows."""
         fmt = checked_format("latent", latent, FLOATS, 4)
         if latent.shape[1] != 1 or latent.shape[3] != self.latent_dim:
             raise argument_error("latent", f"shape [B, 1, q, {self.latent_dim}]", f"shape {latent.shape}")
@@ -156,13 +157,13 @@ class LatentLayer(DynamicLayer):
         Parameters
         ----------
         q_latent : ndarray, shape [B, H, q, latent_dim]
-            ``q_nope @ w_uk`` of each head, as `kvkit.mla_absorb` makes it. Or, without `q_pe`, both parts.
+            ``q_nope @ w_uk`` of each head, as `kvkit.mla_absorb` returns it. Or both parts, without `q_pe`.
         q_pe : ndarray, shape [B, H, q, rope_dim]
             The rotated part.
         attention_mask, sinks, return_lse
             As in other layers.
         scale : float
-            Factor of the scores: that of the expanded heads, 192 ** -0.5 for DeepSeek's 128 + 64.
+            Factor of the scores, 1 / sqrt(size of an expanded head): 192 ** -0.5 for DeepSeek's 128 + 64.
 
         Returns
         -------
@@ -180,11 +181,12 @@ class LatentLayer(DynamicLayer):
     ) -> Attended:
         """Attend with joined queries to all rows."""
         if self._codes is None:
-            return self._attention(self, query, mask, scale, 0.0, sinks, return_lse)
+            scoring = Scoring(softmax_scale=scale, sinks=sinks)
+            return self._attention(self, query, mask, scoring, return_lse)
         output, lse = attend_to_codes(self, self._codes, query, mask, scale, sinks)
         return (output, lse) if return_lse else output
 
-    # What is there
+    # Sizes and positions
 
     def stored(self) -> tuple[States, States]:
         keys = super().stored()[0]
@@ -206,7 +208,7 @@ class LatentLayer(DynamicLayer):
             {"keys": rows, "values": rows[..., : rows.shape[-1] if self._codes else self.latent_dim]}, length
         )
 
-    # Rows move; the rotated elements lie behind the latent ones
+    # Moving rows: only the last elements of a row are rotated
 
     def plan(self, call: str, *arguments: Any, rope: Rotation = None, **options: Any) -> Rearrangement:
         self.rope, rope = (placed_rotation(each, self.latent_dim) for each in (self.rope, rope))
@@ -238,14 +240,14 @@ def placed_rotation(rope: Rotation, latent_dim: int) -> Rotation:
 
 
 class IndexedLayer(LatentLayer):
-    """A layer of latent rows with index keys, by which sparse attention (DSA) chooses the rows to read.
+    """A layer of latent rows with index keys. Sparse attention (DSA) chooses by them which rows to read.
 
     Parameters
     ----------
     latent : LatentLayer
-        An empty one: the sizes of the rows.
+        An empty layer, which says how rows are stored.
     index_dim : int
-        The elements of an index key.
+        The number of elements of an index key.
 
     Examples
     --------
@@ -275,7 +277,7 @@ class IndexedLayer(LatentLayer):
 
     @property
     def index_keys(self) -> Array | None:
-        """The stored index keys, shape [B, S, index_dim]; None before the first update."""
+        """Return the stored index keys, shape [B, S, index_dim]; None before the first update."""
         return self._index_rows() if self.store is not None else None
 
     def _index_rows(self) -> Array:
@@ -284,7 +286,7 @@ class IndexedLayer(LatentLayer):
 
     @one_call_at_a_time
     def update_index(self, index_keys: Array) -> Array:
-        """Store the index keys of the tokens of the last update; return those of all tokens.
+        """Store the index keys of the last update's tokens; return those of all tokens.
 
         Parameters
         ----------
@@ -309,7 +311,7 @@ class IndexedLayer(LatentLayer):
 
     @one_call_at_a_time
     def best_rows(self, index_query: Array, index_weights: Array, k: int = 2048) -> Array:
-        """Return the numbers of the stored rows that the indexer ranks first, for each query.
+        """Return the numbers of the `k` stored rows that score best for each query.
 
         Parameters
         ----------
@@ -323,7 +325,7 @@ class IndexedLayer(LatentLayer):
         Returns
         -------
         ndarray of int32, shape [B, q, k]
-            Ascending; -1 behind the last.
+            Ascending, then -1 where there are fewer.
         """
         if self.store is None:
             raise argument_error(self.name, "stored tokens (call update before best_rows)", "none")
@@ -355,7 +357,7 @@ class IndexedLayer(LatentLayer):
     ) -> Attended:
         """Attend as a `LatentLayer` does, or with `indices` [B, q, K] to the stored rows of these numbers.
 
-        Numbers below 0 name no row. A mask is not taken with them: leave out what it hides.
+        Numbers below 0 are ignored. With `indices` a mask is refused: leave out the rows that it would hide.
         """
         if indices is None:
             return super().attend(
@@ -396,7 +398,7 @@ class IndexedLayer(LatentLayer):
 
 
 class DecodedRows:
-    """The rows of a layer of codes as an update has left them, which a `KVView` reads."""
+    """Gives a `KVView` the rows of a layer of codes, as the last update left them."""
 
     def __init__(self, layer: LatentLayer, dim: int) -> None:
         self._layer, self.dtype = layer, np.dtype(np.float32)
@@ -412,12 +414,12 @@ class DecodedRows:
 
 
 class LatentCodes:
-    """How latent rows become bytes: codes, scales and what is beside them, then the rotated part.
+    """Encodes latent rows as bytes: codes, scales (and minima or zeros), then the rotated part.
 
     Attributes
     ----------
     bytes : int
-        Of a row.
+        The size of a row.
     """
 
     def __init__(self, latent_dim: int, rope_dim: int, format: str, rope_dtype: str) -> None:
@@ -477,7 +479,7 @@ def attend_to_codes(
     scale: float,
     sinks: Array | None,
 ) -> Pair:
-    """Attend with queries [B, H, q, dim] to rows of bytes, which are decoded some thousands at a time."""
+    """Attend with queries [B, H, q, dim] to encoded rows, which are decoded some thousands at a time."""
     fmt, span = checked_format("query", query, FLOATS, 4), layer.span
     batch, heads, new, dim = query.shape
     if layer.store is None or batch != layer.batch_size or dim != sum(codes.dims) or new > span.length:

@@ -55,19 +55,19 @@ class Layer(BaseLayer):
         The place of the layer's files in a folder; None for a layer in memory.
     row_positions : RowPositions
         The positions of its first rows; None while row r has position r and no key is shifted. Rows of a
-        window are consecutive and numbered by their positions, so they are described while keys are shifted.
+        window have consecutive positions, so they need this only while keys are shifted.
     rope : Rope or "none"
-        How keys were rotated; None if nobody has said so.
+        How keys were rotated; None if it is unknown.
     """
 
     store: Any
     home: Any
     rope: Rotation = None
     of: int | None = None  # the number of the layer whose rows it reads; None if they are its own
-    has_rows = True  # of keys and values, one for each stored token
+    has_rows = True  # a row of keys and of values for each stored token
     is_shared = False  # whether another layer reads its rows
-    why_kept: str | None = None  # why no scores choose among its tokens
-    _joined = 0  # of the `Geometry` of its store
+    why_kept: str | None = None  # why `compress` leaves the layer alone
+    _joined = 0  # `Geometry.joined` of its store
 
     def __init__(self) -> None:
         self.name, self._lock, self._attention = type(self).__name__, LayerLock(), LayerAttention()
@@ -85,9 +85,9 @@ class Layer(BaseLayer):
         return f"<{self.name}: {self.span.length} tokens{held}>"
 
     def connect(self, layers: Sequence[Layer], number: int) -> None:
-        """Take the place `number` among the layers of a cache; most layers know none of the others."""
+        """Tell the layer that it is layer `number` of a cache; most layers ignore that."""
 
-    # Methods that the kinds of layers override, as they do `_returned`
+    # Methods that subclasses override, as well as `_returned`
 
     def _stored_from(self, length: int) -> int:
         """Return the oldest position that is stored when `length` tokens have been seen."""
@@ -111,7 +111,7 @@ class Layer(BaseLayer):
     def _new_store(self, given: Geometry, capacity: Any) -> Any:
         return Store(given, capacity) if self.home is None else MappedStore(given, capacity, self.home)
 
-    # Tokens come
+    # Adding tokens
 
     def update(
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
@@ -145,12 +145,12 @@ class Layer(BaseLayer):
         return self.store.rows(begin - origin, end - origin)
 
     def _given(self, key_states: Array, value_states: Array) -> Geometry:
-        """Check keys and values, and return their geometry."""
+        """Check keys and values; return their geometry."""
         frozen = None if self.store is None else self.store.geometry
         return check_geometry(key_states, value_states, frozen, self._joined)
 
     def _start(self, cache_position: ArrayLike, new: int) -> int:
-        """Return the first of the positions of new tokens."""
+        """Return the position of the first new token."""
         length = self.get_seq_length()
         start = requests.check_positions(cache_position, new, length)
         if start != length and not self._may_start(start):
@@ -158,12 +158,12 @@ class Layer(BaseLayer):
         return start + self.span.length - length
 
     def _apart(self, states: Array) -> Array:
-        """Return new tokens, copied if they share memory with the store that is about to change."""
+        """Return new tokens, copied if they share memory with the store, which is about to change."""
         shared = any(np.may_share_memory(states, side) for side in self.store.sides)
         return states.copy() if shared else states
 
     def _make_room(self, given: Geometry, end: int, keep: int) -> None:
-        """Make rows for all positions before `end`, and keep the tokens from `keep` on."""
+        """Make room for all positions before `end`, and keep the tokens from `keep` on."""
         if self.store is None or end - self.span.origin > self.store.capacity:
             self._move(given, self._capacity(end - keep), keep)
 
@@ -197,7 +197,7 @@ class Layer(BaseLayer):
         if self.store is not None:
             self.store.commit(self)
         elif self.home is not None:
-            self.home.say_empty(record_past=self.record_past)
+            self.home.write_empty(record_past=self.record_past)
 
     @one_call_at_a_time
     def reserve(self, query_length: SupportsIndex) -> None:
@@ -212,8 +212,8 @@ class Layer(BaseLayer):
     def release_undo(self) -> None:
         """Free memory that only the last update needed: move to a smaller store if this one is too large.
 
-        A layer in a file keeps what its last update returned, because that update may be undone. It moves
-        after a later update that returned less.
+        A layer in a file keeps the rows that its last update returned, because that update may be undone. It
+        moves after a later, shorter update.
         """
         if self.window is None or self.store is None or self.record_past:
             return
@@ -224,7 +224,7 @@ class Layer(BaseLayer):
             if length - keep <= room:
                 self._move(self.store.geometry, room, keep)
 
-    # What is there
+    # Sizes and positions
 
     def get_seq_length(self) -> int:
         rows = self.row_positions
@@ -281,11 +281,18 @@ class Layer(BaseLayer):
     ) -> Attended:
         scoring = Scoring(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
         with self._lock:
-            if flag("return_key_weights", return_key_weights):
-                return attend_with_key_weights(self, query, attention_mask, scoring, return_lse)
-            return self._attention(self, query, attention_mask, softmax_scale, softcap, sinks, return_lse)
+            wants_weights = flag("return_key_weights", return_key_weights)
+            return self._attend(query, attention_mask, scoring, return_lse, wants_weights)
 
-    # Tokens go, and the batch changes
+    def _attend(
+        self, query: Array, mask: Array | None, scoring: Scoring, return_lse: bool, wants_weights: bool
+    ) -> Attended:
+        """Attend with options that `attend` has packed; the lock is held."""
+        if wants_weights:
+            return attend_with_key_weights(self, query, mask, scoring, return_lse)
+        return self._attention(self, query, mask, scoring, return_lse)
+
+    # Removing tokens and changing the batch
 
     @one_call_at_a_time
     def crop(self, length: int) -> None:
@@ -294,8 +301,8 @@ class Layer(BaseLayer):
         Parameters
         ----------
         length : int
-            Positive: tokens to keep; without effect if the layer has no more. Negative: tokens to drop. 0:
-            drop none. Past tokens that were recorded are dropped in each case.
+            Positive: tokens to keep; no effect if the layer has fewer. Negative: tokens to drop. 0: drop
+            none. Recorded past tokens are dropped in each case.
 
         Raises
         ------
@@ -311,7 +318,7 @@ class Layer(BaseLayer):
         self._shorten(self.span.cropped(length, self._stored_from(length)))
 
     def left_by(self, length: int) -> int:
-        """Return the next token's position after a legal `crop`: without holes, how many tokens it leaves."""
+        """Return the next token's position after a legal `crop`; without holes it is the number of tokens."""
         span = self.span
         left = requests.length_after_crop(length, self.get_seq_length())
         if span.oldest > self._croppable_to(left):
@@ -322,7 +329,7 @@ class Layer(BaseLayer):
         return left
 
     def _shorten(self, span: Span) -> None:
-        """Drop the last tokens; the shorter state is committed before any row is written again."""
+        """Drop the last tokens. The shorter state is committed before a freed row is written."""
         self.span = span
         if self.store is not None:
             self._commit()
@@ -344,7 +351,7 @@ class Layer(BaseLayer):
         return plan
 
     def _check_movable(self, call: str, plan: Rearrangement) -> None:
-        """Raise unless rows can come to have the planned positions."""
+        """Raise if the layer cannot give its rows the planned positions."""
         if self.window is not None:
             after = plan.after
             first = after.length - len(after.positions)
@@ -353,7 +360,7 @@ class Layer(BaseLayer):
                 raise argument_error(self.name, wanted, f"one after {call}")
 
     def rearrange(self, plan: Rearrangement, at_once: bool = False) -> None:
-        """Do what `plan` has checked; in a file `at_once` with other layers, as a crop alone is not."""
+        """Carry out a plan. `at_once`: the other layers' files change with this one, or none does."""
         now = self._positions_from(self.span.first)
         if plan.crops and not at_once and plan.after.length < now.length:
             self.crop(plan.after.length - now.length)
@@ -376,9 +383,9 @@ class Layer(BaseLayer):
         self.row_positions, self.rope = self._described(plan.after), plan.rope
 
     def _move_in_file(self, plan: Rearrangement, rows: Array) -> None:
-        """Copy rows that do not stay to another file, and commit them with their positions.
+        """Copy the remaining rows to a new file, and commit it with their positions.
 
-        If all stay there is only another sidecar. On an error nothing has changed.
+        If all rows stay only the sidecar is replaced. On an error nothing has changed.
         """
         before, rope, old = self.state(), self.rope, self.store
         stay = bool(plan.kept.all()) and plan.rotated is None
@@ -398,15 +405,15 @@ class Layer(BaseLayer):
             raise
 
     def _room_after(self, plan: Rearrangement) -> Any:
-        """Return the capacity of the new store that a plan copies rows to: most layers keep their room."""
+        """Return the capacity of the store that a plan copies rows to; most layers keep theirs."""
         return self.store.capacity
 
     def _first_row(self, rows: Array) -> int:
-        """Return the row that the first of the kept rows moves to. Rows of a window stay where they are."""
+        """Return the row that the first remaining row moves to. Rows of a window do not move."""
         return int(rows[0]) if self.window is not None and len(rows) else 0
 
     def _span_of(self, plan: Rearrangement, first: int) -> Span:
-        """Return the span after a plan whose rows lie from row `first` of the store on."""
+        """Return the span after a plan; its rows begin at row `first` of the store."""
         count, length = len(plan.after.positions), plan.after.length
         if self.window is None:
             return Span(count, before=count)
@@ -415,16 +422,16 @@ class Layer(BaseLayer):
         return Span(length, oldest, begin, begin - first, length)
 
     def _described(self, rows: RowPositions) -> RowPositions | None:
-        """Return the state of rows; None if a row's number is its position and no key is shifted."""
+        """Return the state of rows, or None if row r has position r and no key is shifted."""
         if self.window is None:
             return None if rows.is_plain() else rows
         return replace(rows, base=rows.length - len(rows.positions)) if rows.shifts.any() else None
 
     def trim(self) -> None:
-        """Free memory that only tokens needed which have gone; most layers, and those in files, have none."""
+        """Free the memory of removed tokens; most layers, and layers in files, have none left."""
 
     def _free_rows(self, begin: int, end: int) -> None:
-        """Release rows behind the last token, which new ones overwrite."""
+        """Release the rows after the last token; new tokens will overwrite them."""
 
     @one_call_at_a_time
     def reorder(self, indices: ArrayLike) -> None:
@@ -452,7 +459,7 @@ class Layer(BaseLayer):
 
     @one_call_at_a_time
     def reset(self) -> None:
-        """Drop all tokens. The next update decides on dtype and shape again."""
+        """Remove all tokens. The next update decides dtype and shape again."""
         self.record_past = False
         if self.store is None:
             self._commit()
@@ -462,7 +469,7 @@ class Layer(BaseLayer):
         self._set_store(None, Span())
 
     def stop_past_recording(self) -> None:
-        """Drop or encode tokens that leave the window again, from the next change on."""
+        """Stop recording: from the next change on, tokens that leave the window are dropped or encoded."""
         self._record_past(False)
 
     @one_call_at_a_time
@@ -475,14 +482,14 @@ class Layer(BaseLayer):
             self.record_past = before
             raise
 
-    # To files, and back
+    # Files
 
     def arrays(self) -> dict[str, Array]:
         """Return the layer's arrays by their names in a saved file."""
         return {} if self.store is None else {"keys": self.keys, "values": self.values}
 
     def load(self, arrays: dict[str, Array], length: int, rope: Any) -> None:
-        """Fill the layer with what `arrays` and `moves` say, the next token's position being `length`."""
+        """Fill the layer from the saved results of `arrays` and `moves`; `length` is the next position."""
         moves = {name: arrays.pop(name) for name in ("positions", "rope_shifts") if name in arrays}
         if arrays or (length and not moves):
             rows = moves.get("positions") if self.window is None else None
@@ -504,18 +511,18 @@ class Layer(BaseLayer):
 
     @property
     def was_moved(self) -> bool:
-        """Return whether a file must say which positions rows have."""
+        """Return whether a saved file must have the positions of rows."""
         return self.row_positions is not None
 
     def moves(self) -> tuple[dict[str, Array], dict[str, Any]]:
-        """Return what a file holds of a layer whose rows were moved: arrays by name, and its description."""
+        """Return (arrays by name, description) of moved rows for a file; both are empty without any."""
         if not self.was_moved:
             return {}, {}
         rope = self.rope.describe() if isinstance(self.rope, Rope) else self.rope
         return {"positions": self.positions, "rope_shifts": self.rope_shifts}, {"rope": rope}
 
     def move(self, positions: ArrayLike, rope_shifts: ArrayLike, length: int, rope: Any) -> None:
-        """Give stored rows the positions that `moves` says; a KvkitError if that cannot be."""
+        """Set the positions of stored rows, as `moves` returned them; raise KvkitError if illegal."""
         self.rope = Rope(**rope) if isinstance(rope, dict) else rope
         first, end = self.span.oldest, self.span.length
         after = RowPositions.restored(positions, rope_shifts, length, end - first)
@@ -525,10 +532,10 @@ class Layer(BaseLayer):
         self._check_movable("load", Rearrangement(np.ones(end - first, bool), after, self.rope))
         self.row_positions = self._described(after)
 
-    # In a folder
+    # Offload folders
 
     def describe_moves(self) -> dict[str, Any]:
-        """Describe for a sidecar the rows that were moved: nothing if none were."""
+        """Describe moved rows for a sidecar; {} without any."""
         if not self.was_moved:
             return {}
         rows = self.row_positions or RowPositions.contiguous(0, 0)
@@ -536,7 +543,7 @@ class Layer(BaseLayer):
         return {"moved": rows.describe() | {"rope": rope}}
 
     def count_moves(self) -> dict[str, int]:
-        """Return how many of the described rows are left, and the position after them; 0 and 0 if none."""
+        """Count the described rows that are left, and the position after them; 0 and 0 without any."""
         rows = self.row_positions
         return {"described": 0, "follows": 0} if rows is None else rows.counts()
 
@@ -565,7 +572,7 @@ class Layer(BaseLayer):
                 self._restore_moves(about["moved"], about["state"])
 
     def _restore_moves(self, said: dict[str, Any], state: dict[str, Any]) -> None:
-        """Restore the positions of rows that were moved, as a sidecar says."""
+        """Restore the positions of moved rows from a sidecar."""
         self.store.file.moved = True
         self.rope = Rope(**said["rope"]) if isinstance(said["rope"], dict) else said["rope"]
         count, length = state["described"], state["follows"]

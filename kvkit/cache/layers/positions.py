@@ -1,8 +1,7 @@
-"""The positions of a layer's rows once they are not 0, 1, 2, ..., and the calls that change them.
+"""Positions of a layer's rows once they are no longer 0, 1, 2, ..., and the calls that change them.
 
-A key of rope shift d lies in memory as rotated for its position - d. No call here rotates a key: attention
-rotates queries by -d instead. Every call returns a new state, so that all layers can be checked before one
-changes.
+A key of rope shift d is rotated in memory for its position - d. No call here rotates a key: attention rotates
+queries by -d instead. Every call returns a new state, so that all layers can be checked before one changes.
 """
 
 from __future__ import annotations
@@ -22,34 +21,34 @@ from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.rope import NO_ROTATION, Rope
 from kvkit.typed import Array
 
-MAX_PIECES = 8  # of constant rope shift, each of which attention reads apart
-FAR = 2**40  # no position and no shift is larger
+MAX_PIECES = 8  # pieces of one rope shift in a layer; attention reads each apart
+FAR = 2**40  # the largest position and shift
 HOW = "how keys were rotated, a kvkit.Rope or 'none'"
 
-Rotation = Rope | str | None  # how keys are rotated: a Rope, "none", or not known
-Piece = tuple[int, int, int]  # first row, row behind the last one, rope shift
+Rotation = Rope | str | None  # how keys are rotated: a Rope, "none", or None if unknown
+Piece = tuple[int, int, int]  # first row, end row, rope shift
 
 
 @dataclass(frozen=True, eq=False)
 class RowPositions:
-    """The positions and rope shifts of a layer's first rows, numbered from `base` on.
+    """Holds positions and rope shifts of a layer's first rows, which are numbered from `base` on.
 
-    Later rows follow: they have the positions from `length` on, and no shift.
+    Later rows have the positions from `length` on, and no shift.
     """
 
     positions: Array  # int64, ascending
     shifts: Array  # int64
     length: int  # the position after these rows
-    base: int = 0  # in a window the position of the first row: rows before it are stored no more
+    base: int = 0  # in a window the number of the first row; earlier rows are no longer stored
 
     @classmethod
     def contiguous(cls, begin: int, end: int) -> Self:
-        """Return the positions of rows that nobody has moved."""
+        """Return the state of rows [begin, end) that were never moved."""
         return cls(np.arange(begin, end), np.zeros(end - begin, np.int64), end, begin)
 
     @classmethod
     def restored(cls, positions: ArrayLike, pieces: ArrayLike, length: int, rows: int) -> Self:
-        """Check what a file says of so many rows, and return it."""
+        """Check the positions and pieces of `rows` rows from a file; return the state."""
         positions = index_tensors.index("positions", positions, 1, rows)
         pieces = index_tensors.index("rope_shifts", pieces, 2)
         ends = np.array([0, *pieces[:, 1]]) if pieces.shape[1] == 3 else np.array([-1])
@@ -67,12 +66,12 @@ class RowPositions:
         return {"positions": runs, "rope_shifts": self._pieces}
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers that say which of the described rows are left."""
+        """Return the numbers that say which rows of `describe` are left."""
         return {"described": len(self.positions), "follows": self.length}
 
     @classmethod
     def read(cls, said: Mapping[str, Any], count: int, length: int, base: int) -> Self:
-        """Check the first `count` of the rows that `describe` said, and return them."""
+        """Check the first `count` rows of a description by `describe`; return their state."""
         runs = [np.arange(first, first + many) for first, many in said["positions"]]
         positions = np.concatenate([np.arange(0), *runs])
         whole = cls.restored(positions, np.array(said["rope_shifts"]).reshape(-1, 3), FAR, len(positions))
@@ -81,25 +80,25 @@ class RowPositions:
         return cls(whole.positions[:count], whole.shifts[:count], length, base)
 
     def follow(self, first: int) -> bool:
-        """Return whether the rows have the positions from `first` on, and the next token follows."""
+        """Return whether rows and next token have consecutive positions from `first` on."""
         return np.array_equal(self.positions, np.arange(first, self.length))
 
     def is_plain(self) -> bool:
-        """Return whether row r has position r and lies as rotated for it."""
+        """Return whether row r has position r, and no key is shifted."""
         return self.follow(0) and not self.shifts.any()
 
     def seen(self, rows: int) -> int:
-        """Return the position after the rows before number `rows`."""
+        """Return the position of the token after the first `rows` rows."""
         return self.length + rows - self.base - len(self.positions)
 
     def between(self, begin: int, rows: int) -> Self:
-        """Return the state of exactly the rows [begin, rows), described or later ones."""
+        """Return the state of the rows [begin, rows), which may include later rows."""
         later, first = self.contiguous(self.length, self.seen(rows)), begin - self.base
         positions = np.concatenate((self.positions, later.positions))[first:]
         return type(self)(positions, np.concatenate((self.shifts, later.shifts))[first:], later.length, begin)
 
     def first(self, rows: int) -> Self:
-        """Return the state without the rows from number `rows` on, which new tokens replace."""
+        """Return the state of the rows before `rows`; new tokens replace the others."""
         count = rows - self.base
         if count >= len(self.positions):
             return self
@@ -107,7 +106,7 @@ class RowPositions:
         return replace(self, positions=self.positions[:count], shifts=self.shifts[:count], length=length)
 
     def crop(self, length: int) -> tuple[int, Self]:
-        """Return the number of the row after all tokens before position `length`, and the state of these."""
+        """Return (number of rows, their state) for the tokens before position `length`."""
         if length > self.length:
             return self.base + len(self.positions) + length - self.length, self
         count = int(np.searchsorted(self.positions, length))
@@ -116,12 +115,12 @@ class RowPositions:
 
     @functools.cached_property
     def shifted(self) -> bool:
-        """Whether a key lies as rotated for another position."""
+        """Return whether a key has a rope shift."""
         return bool(self.shifts.any())
 
     @functools.cached_property
     def _pieces(self) -> list[Piece]:
-        """The pieces of constant rope shift of the known rows."""
+        """Return the pieces of one rope shift of the first rows."""
         known = len(self.positions)
         borders = (np.flatnonzero(np.diff(self.shifts)) + 1).tolist()
         begins = [0, *borders] if known else []
@@ -131,7 +130,7 @@ class RowPositions:
         ]
 
     def pieces(self, begin: int, rows: int) -> list[Piece]:
-        """Return the pieces of constant rope shift of the rows [begin, rows), numbered from `begin` on."""
+        """Return the pieces of one rope shift of the rows [begin, rows), numbered from `begin` on."""
         passed, known = begin - self.base, len(self.positions) - (begin - self.base)
         found = [
             (max(0, first - passed), end - passed, shift)
@@ -145,25 +144,25 @@ class RowPositions:
 
 
 class Rearrangement(NamedTuple):
-    """The result of a call that is checked and not yet done."""
+    """Describes a change of rows that is checked and not yet done."""
 
     kept: Array  # bool, which rows stay
     after: RowPositions  # of the rows that stay
     rope: Rotation  # of shifted keys
-    rotated: Array | None = None  # by how many positions each of these keys is to be moved in memory
-    crops: bool = False  # whether the last tokens go and nothing else happens
-    frees: bool = False  # whether the layer gives back the room of tokens that go
+    rotated: Array | None = None  # by how many positions to rotate each remaining key in memory
+    crops: bool = False  # whether it only drops the last tokens
+    frees: bool = False  # whether the layer frees the memory of removed tokens
 
     def in_few_pieces(self) -> Rearrangement:
-        """Return the plan, with keys rotated in memory if attention would have too many pieces to read."""
+        """Return the plan; if it leaves more than `MAX_PIECES` pieces it rotates keys in memory."""
         after, count = self.after, len(self.after.positions)
-        pieces = after.pieces(after.base, after.base + count + 1)  # the next token's among them
+        pieces = after.pieces(after.base, after.base + count + 1)  # the next token has a piece, too
         if len(pieces) <= MAX_PIECES:
             return self
         return flatten(after, self.rope)._replace(kept=self.kept)
 
     def without_gaps(self, older: int) -> Rearrangement:
-        """Return the plan without those of the first `older` rows, needed no more, that lie before a gap."""
+        """Return the plan without those of the `older` first rows that lie before a gap."""
         count, after = int(self.kept[:older].sum()), self.after
         gaps = np.flatnonzero(np.diff(np.append(after.positions, after.length)[: count + 1]) != 1)
         if not len(gaps):
@@ -175,7 +174,7 @@ class Rearrangement(NamedTuple):
         return self._replace(kept=kept, after=after, rotated=rotated)
 
     def changes(self, now: RowPositions) -> bool:
-        """Return whether anything is changed at all."""
+        """Return whether the plan changes anything."""
         after = self.after
         same = bool(self.kept.all()) and np.array_equal(after.positions, now.positions)
         return not (same and np.array_equal(after.shifts, now.shifts) and after.length == now.length)
@@ -204,9 +203,9 @@ def remove(
 def retain(
     now: RowPositions, rope: Rotation, positions: ArrayLike, *, renumber: bool = False
 ) -> Rearrangement:
-    """Plan to keep the tokens with these positions only; the position of the next token stays.
+    """Plan to keep only the tokens with these positions; the next token's position stays.
 
-    What a window has already dropped is not missed. With `renumber` the tokens get positions from 0 on, and
+    Positions that a window has dropped are ignored. With `renumber` the tokens get positions from 0 on, and
     the next token follows them.
     """
     wanted = index_tensors.index("positions", positions, 1)
@@ -226,7 +225,7 @@ def retain(
 def shift(
     now: RowPositions, rope: Rotation, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex
 ) -> Rearrangement:
-    """Plan to move the tokens with positions in [begin, end) by `delta`; those that would lie before 0 go."""
+    """Plan to move the tokens with positions in [begin, end) by `delta`; drop those that get below 0."""
     begin = integer("begin", begin, 0)
     end = FAR if end is None else integer("end", end, begin)
     delta = integer("delta", delta, -FAR, FAR)
@@ -238,7 +237,7 @@ def shift(
 def divide(
     now: RowPositions, rope: Rotation, begin: SupportsIndex, end: SupportsIndex | None, d: SupportsIndex
 ) -> Rearrangement:
-    """Plan to divide the positions in [begin, end) by `d`, rounding down; tokens may share one then."""
+    """Plan to divide the positions in [begin, end) by `d`, rounding down; tokens may then share one."""
     begin = integer("begin", begin, 0)
     end = FAR if end is None else integer("end", end, begin)
     d = integer("d", d, 2)
@@ -265,7 +264,7 @@ PLANS: dict[str, Callable[..., Rearrangement]] = {
 def moved(
     now: RowPositions, rope: Rotation, moves: Array, positions: Array, length: int, meet: bool = False
 ) -> Rearrangement:
-    """Check positions after a move, and return it."""
+    """Check the positions after a move; return the plan."""
     changes = moves & (positions != now.positions)
     if changes.any():
         check_rotation(rope)
@@ -285,15 +284,15 @@ def moved(
 
 
 def check_rotation(rope: Any) -> None:
-    """Raise unless it is known how keys were rotated."""
+    """Raise if it is unknown how keys were rotated."""
     if not isinstance(rope, Rope) and rope != NO_ROTATION:
         raise argument_error("rope", HOW, describe(rope))
 
 
 def rotation_of(given: Any, held: Rotation, dim: int | None, shifted: bool) -> Rotation:
-    """Return how the keys of a layer were rotated: as a call says, else as the layer knows.
+    """Return how a layer's keys were rotated: the rotation `given` to a call, otherwise the one `held`.
 
-    Keys have `dim` elements, None if there are none yet; `shifted` ones were moved by the rotation held.
+    Keys have `dim` elements, None without any. Keys that are `shifted` already have the rotation held.
     """
     if given is None:
         given = held
@@ -307,7 +306,7 @@ def rotation_of(given: Any, held: Rotation, dim: int | None, shifted: bool) -> R
 
 
 def check_codes(name: str, call: str, plan: Rearrangement) -> None:
-    """Raise if keys that are codes would have to be rotated."""
+    """Raise if a plan would rotate coded keys in memory."""
     if plan.rotated is not None and plan.rotated.any():
         wanted = f"at most {MAX_PIECES} pieces of rope shifts, because codes are not rotated"
         raise argument_error(name, wanted, f"{call}, which would rotate keys")
@@ -321,7 +320,7 @@ def moves_alike(one: Any, other: Any) -> bool:
 
 
 def refusal(plan: Callable[..., Any], call: str, *arguments: Any, **options: Any) -> str | None:
-    """Return the sentence of the error that a call would have, None for none."""
+    """Return the message of the error that a call would raise; None if it would raise none."""
     if call not in PLANS:
         raise argument_error("call", f"one of {', '.join(PLANS)}", repr(call))
     try:

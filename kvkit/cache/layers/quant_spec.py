@@ -1,4 +1,4 @@
-"""How a quantized layer encodes keys or values."""
+"""The settings of a quantized layer for keys or for values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AXES, SCHEMES, CELLS = ("token", "channel"), ("sym", "asym"), ("float16", "float
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a quantized layer encodes keys, or values.
+    """Says how a quantized layer encodes keys or values.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class QuantSpec:
         unless its scale is computed from all tokens. A scheme encodes `group` tokens at a time in numpy, and
         each step decodes the whole layer, which is slow.
     scale : float or tuple of float, optional
-        A fixed scale for e4m3 and e5m2, as engines have it: a number, or one for each head. Scales are then
+        A constant scale for e4m3 and e5m2, as engines use it: a number, or one for each head. Scales are then
         neither computed nor stored. The formats ``"ort_int8"``, ``"ort_int4"`` and ``"nvfp4"`` require a
         number here.
     rotation : str, optional
@@ -93,7 +93,7 @@ class QuantSpec:
         element = STORED.get(str(self.format))
         if not scales or not (element.minifloat if element else self.by_scheme):
             raise argument_error("scale", "None, because codes have computed scales", repr(self.scale))
-        if isinstance(self.scale, list):  # as JSON has it
+        if isinstance(self.scale, list):  # from JSON
             object.__setattr__(self, "scale", tuple(self.scale))
 
     def _check_scheme(self) -> None:
@@ -114,7 +114,7 @@ class QuantSpec:
 
     @property
     def by_scheme(self) -> bool:
-        """Return whether encoding and decoding go through numpy."""
+        """Return whether numpy encodes and decodes, not a kernel."""
         return self.format is not None and self.format not in STORED
 
     def schemes(self) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""The quantized layer: it stores old tokens as codes, the first and the recent ones unquantized."""
+"""A layer that stores old tokens as codes, the first and the recent ones unquantized."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPEC = QuantSpec()
 
 
 def fit_spec(spec: QuantSpec, dim: int, by_default: bool) -> QuantSpec:
-    """Return the spec; a default group is reduced until it divides the head size."""
+    """Return the spec, with a default group that divides the head size."""
     fits = not by_default or spec.axis == "channel" or spec.format
     return spec if fits else replace(spec, group=math.gcd(spec.group, dim))
 
@@ -33,11 +33,11 @@ def fit_spec(spec: QuantSpec, dim: int, by_default: bool) -> QuantSpec:
 class QuantizedLayer(Layer):
     """A layer that stores old tokens as codes. The first tokens and the recent ones stay unquantized.
 
-    A token is encoded once, from its original, when it leaves the window of recent tokens. What is stored
-    depends on the tokens, not on how they were split into updates.
+    A token is encoded once, when it leaves the window of recent tokens. The stored bytes depend on the
+    tokens, not on how updates split them.
 
-    `remove` moves codes as bytes; no code is decoded or encoded again. Where a group of scales spans several
-    tokens it stays until the last of them is removed. A removed sink is not replaced.
+    `remove` moves codes as bytes and encodes nothing again. If tokens share scales, these stay until the last
+    of the tokens is removed. A removed sink is not replaced.
 
     `update` returns a `KVView`, whose array is rounded to the layer's dtype. `attend` multiplies codes with
     scales in float32, without this rounding. So a score s may differ from one computed with the array by
@@ -53,8 +53,8 @@ class QuantizedLayer(Layer):
     sink : int
         First tokens that are never quantized.
     read_back : bool
-        True: a step attends to the codes of the tokens that it quantizes. False: it attends to their
-        originals, and to codes only of tokens that earlier steps quantized.
+        True: a step attends to the codes of the tokens that it encodes. False: it still attends to them
+        unquantized, and only to earlier tokens as codes.
 
     Examples
     --------
@@ -137,7 +137,7 @@ class QuantizedLayer(Layer):
 
     @one_call_at_a_time
     def trim(self) -> None:
-        """Move codes in memory to arrays without the room of tokens that have gone."""
+        """Move codes in memory to arrays without room for removed tokens."""
         if self.home is None and self.store is not None:
             self._set_store(self.store.taken(np.arange(self.batch_size)), self.span)
 
@@ -180,7 +180,7 @@ class QuantizedLayer(Layer):
 
     @one_call_at_a_time
     def release_undo(self) -> None:
-        """Free the originals that a long update still holds; attention then reads their codes."""
+        """Free the unquantized rows of a long update; attention then reads their codes."""
         if self.store is not None and self.home is None and not self.record_past and self.store.is_large:
             self.store.release_undo()
 
@@ -195,7 +195,7 @@ class QuantizedLayer(Layer):
     def nbytes(self) -> int:
         return sum(side.nbytes for side in self.store.sides) if self.store else 0
 
-    # To files, and back
+    # Files
 
     def count_moves(self) -> dict[str, int]:
         return super().count_moves() | {"sinks": self.store.sides[0].sink}
@@ -206,7 +206,7 @@ class QuantizedLayer(Layer):
 
     def arrays(self) -> dict[str, Array]:
         if self.store is not None:
-            self.store.see_stored()  # this layer attends to the codes from now on, as a loaded one does
+            self.store.see_stored()  # as a loaded layer does
         sides = zip(SIDES, self.store.sides, strict=True) if self.store else ()
         return {f"{name}.{part}": array for name, side in sides for part, array in side.arrays().items()}
 

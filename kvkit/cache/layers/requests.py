@@ -1,4 +1,4 @@
-"""Checks of positions, crops and rows of a batch."""
+"""Check the positions of new tokens, the length of a crop, and rows of a batch."""
 
 from typing import SupportsIndex
 

@@ -1,4 +1,4 @@
-"""The layer that encodes old tokens in numpy, by schemes: classes with `encode` and `decode`."""
+"""A layer that encodes old tokens in numpy, by schemes: classes with `encode` and `decode`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvkit.typed import Array, Attended, States
 
 
 class SchemedLayer(Layer):
-    """A layer that encodes old tokens by schemes, as many at a time as the `group` of their `QuantSpec`.
+    """A layer that encodes old tokens by schemes, `QuantSpec.group` tokens at a time.
 
     It works as a `QuantizedLayer`, but up to a group more of recent tokens stay unquantized. Each call of
-    `attend` decodes the whole layer: it is for trying a scheme with a model, not for speed. A crop that cuts
-    a group keeps all of the group's codes, and ignores the tokens after the cut. The layer can be neither
+    `attend` decodes the whole layer, so it serves to try a scheme with a model, not for speed. A crop that
+    cuts a group keeps all of the group's codes and ignores the tokens after the cut. The layer can be neither
     saved nor offloaded.
 
     Parameters
@@ -115,7 +115,7 @@ class SchemedLayer(Layer):
 
     @one_call_at_a_time
     def release_undo(self) -> None:
-        """Free the originals of the tokens that the latest update encoded."""
+        """Free the unquantized rows of the tokens that the latest update encoded."""
         if self.store is not None:
             self.store.seen = self.store.sides
 

@@ -1,4 +1,4 @@
-"""The layer that has no rows of its own, because its model lets it read those of an earlier layer."""
+"""A layer without rows of its own: its model reads the rows of an earlier layer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvkit.typed import Array, Attended, States
 
 
 class SharedLayer(Layer):
-    """A layer that attends to the rows of another one of its cache, as the last layers of Gemma 3n and 4 do.
+    """A layer that attends to the rows of another layer, as the last layers of Gemma 3n and 4 do.
 
-    Nothing is ever given to it: tokens come and go in the layer that it reads. Calls of the cache that change
-    all layers leave it out, and it takes no memory.
+    It stores no tokens and takes no memory. Tokens are added and removed in the layer that it reads. Calls of
+    a cache that change all layers skip it.
 
     Parameters
     ----------
     of : int
-        The number of the layer that it reads, one with rows of its own.
+        The number of the layer that it reads, which must have rows of its own.
 
     Examples
     --------
@@ -65,7 +65,7 @@ class SharedLayer(Layer):
     def plan(self, call: str, *arguments: Any, **options: Any) -> Any:
         self._refuse(call)
 
-    # What is there is what the other layer has
+    # Sizes and positions: those of the other layer
 
     def attend(  # type: ignore[override]  # the options are those of the layer that it reads
         self, *query: Array, **options: Any
@@ -109,7 +109,7 @@ class SharedLayer(Layer):
     def __repr__(self) -> str:
         return f"<{self.name}: the rows of layer {self.of}>"
 
-    # Changes of all layers of a cache pass it by
+    # Changes of all layers of a cache: nothing to do here
 
     def load(self, arrays: dict[str, Array], length: int, rope: Any) -> None:
         """Do nothing: the other layer is loaded."""
@@ -118,10 +118,10 @@ class SharedLayer(Layer):
         return 0 if self.source is None else self.source.left_by(length)
 
     def crop(self, length: int) -> None:
-        """Do nothing: a crop of the layer that it reads is a crop of this one."""
+        """Do nothing: the other layer is cropped."""
 
     def _take(self, indices: ArrayLike) -> None:
-        """Do nothing, likewise."""
+        """Do nothing: the rows are those of the other layer."""
 
     def reorder(self, indices: ArrayLike) -> None:
         """Do nothing: the rows are those of the other layer."""

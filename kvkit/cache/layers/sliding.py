@@ -1,4 +1,4 @@
-"""Cache layers that store a sliding window of tokens."""
+"""Layers that store a sliding window of tokens."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SlidingWindowLayer(Layer):
         return self.window
 
     def activate_past_recording(self) -> None:
-        """Keep tokens that leave the window until the next `crop`, so that it can return to fewer tokens."""
+        """Keep tokens that leave the window until the next `crop`, so that it can drop draft tokens."""
         self._record_past()
 
 

@@ -1,4 +1,4 @@
-"""The layer that holds a recurrent state: arrays that take in every token, and no rows."""
+"""A layer with a recurrent state: arrays that every token updates, in place of rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_ROWS = np.zeros(0, np.int64)
 
 
 class StatePlan(NamedTuple):
-    """The result of a call that is checked and not yet done."""
+    """Describes a change of a state that is checked and not yet done."""
 
     after: RowPositions  # no rows, and the position of the next token
     current: int  # the version of the state then
@@ -32,18 +32,17 @@ class StatePlan(NamedTuple):
 
 
 class StateLayer(Layer):
-    """A layer whose tokens end in a recurrent state, as those of Mamba, linear attention and convolutions do.
+    """A layer with a recurrent state, as Mamba, linear attention and convolutions have it.
 
-    The state is any number of arrays [B, ...] with names of the model's choice; kvkit stores them and knows
-    nothing of how they are computed. A state cannot lose tokens. It can be put back to a checkpoint: a copy
-    that was kept when an update ended.
+    The state is any number of arrays [B, ...], which the model names and computes; kvkit only stores them. A
+    state cannot lose tokens. It can return to a checkpoint: a copy from the end of an earlier update.
 
     Parameters
     ----------
     checkpoint_every : int
-        A state is kept as a checkpoint if the one before it is at least as many tokens older; 0 keeps none.
+        The fewest tokens between two checkpoints; 0 keeps none.
     max_checkpoints : int
-        How many are kept; the oldest go first.
+        How many checkpoints are kept; the oldest is dropped first.
 
     Attributes
     ----------
@@ -79,20 +78,20 @@ class StateLayer(Layer):
         """Return the arguments of the constructor."""
         return {"checkpoint_every": self.checkpoint_every, "max_checkpoints": self.max_checkpoints}
 
-    # Tokens come
+    # Adding tokens
 
     def update(  # type: ignore[override]  # a state in place of keys and values
         self, states: Mapping[str, Array], tokens: SupportsIndex, cache_position: ArrayLike | None = None
     ) -> dict[str, Array]:
-        """Store the state after some more tokens; return it.
+        """Store the state after `tokens` more tokens, and return it.
 
         Parameters
         ----------
         states : mapping of str to ndarray, shape [B, ...]
             float32, float16 or bfloat16. The first array of a name fixes its dtype and shape. Arrays that are
-            not given stay as they are.
+            missing here do not change.
         tokens : int
-            How many tokens the state has taken in since the last update; 0 replaces it.
+            How many tokens have updated the state since the last call; 0 replaces the state of that call.
         cache_position : array_like of int, shape [tokens], optional
             Consecutive positions of the tokens, after the last one.
 
@@ -117,7 +116,7 @@ class StateLayer(Layer):
                 raise
 
     def _checked(self, states: Mapping[str, Array]) -> StateForms:
-        """Check a state; return the forms of its arrays and of those that are stored."""
+        """Check a state; return the names, shapes and dtypes of its arrays and of all stored ones."""
         if not isinstance(states, Mapping) or not states:
             raise argument_error("states", "a dict of arrays by name", describe(states))
         known: dict[str, Any] = {} if self.store is None else dict(self.store.geometry.forms)
@@ -136,15 +135,15 @@ class StateLayer(Layer):
         return StateForms(batch, known)
 
     def advance(self, tokens: SupportsIndex) -> dict[str, Array]:
-        """Count tokens of a state that the caller then changes in place; return its arrays.
+        """Count tokens by which the caller updates the state in place; return its arrays.
 
-        A checkpoint is not changed by that: its state is copied first.
+        A state that is a checkpoint is copied first.
         """
         with self._lock:
             return {} if self.store is None else self._advance(integer("tokens", tokens, 0), {})
 
     def _advance(self, new: int, states: Mapping[str, Array]) -> dict[str, Array]:
-        """Write a state that is checked, and count its tokens."""
+        """Write a checked state, and count its tokens."""
         store, before = self.store, self.span.length
         held = store.checkpoints.values()
         version = store.current
@@ -167,13 +166,13 @@ class StateLayer(Layer):
         return self.store.of(version)
 
     def _trimmed(self, checkpoints: dict[int, int]) -> dict[int, int]:
-        """Return the checkpoints that stay: all while past is recorded, else the latest."""
+        """Return the checkpoints that stay: all while past is recorded, otherwise the latest ones."""
         if self.record_past or len(checkpoints) <= self.max_checkpoints:
             return checkpoints
         return {position: checkpoints[position] for position in sorted(checkpoints)[-self.max_checkpoints :]}
 
     def _settle(self, span: Span, current: int, checkpoints: dict[int, int]) -> None:
-        """Let a version be the state, and commit it; on an error nothing has changed."""
+        """Make a version the state, and commit it; on an error nothing has changed."""
         store, before = self.store, self.span
         left = store.current, store.previous, store.checkpoints
         try:
@@ -205,16 +204,16 @@ class StateLayer(Layer):
     def reserve(self, query_length: SupportsIndex) -> None:
         """Do nothing: a state has no room to run out of."""
 
-    # What is there
+    # Sizes and positions
 
     @property
     def states(self) -> dict[str, Array]:
-        """The arrays of the state, [B, ...] each; none before the first token. Do not write to them."""
+        """Return the arrays of the state, [B, ...] each; {} before the first token. Do not write to them."""
         return {} if self.store is None else self.store.of(self.store.current)
 
     @property
     def checkpoints(self) -> list[int]:
-        """How many tokens can stay in a `crop`, beside all and none."""
+        """Return the numbers of tokens that a `crop` can leave, besides all and none."""
         return [] if self.store is None else sorted(self.store.checkpoints)
 
     @property
@@ -235,11 +234,11 @@ class StateLayer(Layer):
     ) -> Attended:
         return self.stored()
 
-    # Tokens go, and the batch changes
+    # Removing tokens and changing the batch
 
     @one_call_at_a_time
     def crop(self, length: int) -> None:
-        """Drop the last tokens, back to a checkpoint, to all tokens or to none; as in other layers."""
+        """Drop the last tokens. A checkpoint, all tokens or none must remain."""
         left = self.left_by(length)
         if self.store is not None:
             self._go_to(left)
@@ -248,7 +247,7 @@ class StateLayer(Layer):
         return self._legal(requests.length_after_crop(length, self.span.length))
 
     def _legal(self, left: int) -> int:
-        """Return a number of tokens that the layer has a state of; raise for another."""
+        """Return a number of tokens if the layer has the state after them; raise otherwise."""
         legal = sorted({0, *self.checkpoints, self.span.length})
         if left not in legal:
             texts = [str(one) for one in legal]
@@ -257,7 +256,7 @@ class StateLayer(Layer):
         return left
 
     def _go_to(self, left: int) -> None:
-        """Let the state be that after `left` tokens."""
+        """Return to the state after `left` tokens."""
         store, now = self.store, self.span.length
         current = store.current if left == now else store.checkpoints.get(left, NONE)
         marks = {position: version for position, version in store.checkpoints.items() if position <= left}
@@ -286,13 +285,15 @@ class StateLayer(Layer):
         elif plan.after.length != now:
             if store is None:
                 raise argument_error(self.name, "a state", f"{call} of none")
-            moved = 0 if call == "divide" else plan.after.length - now  # checkpoints in between would meet
+            moved = (
+                0 if call == "divide" else plan.after.length - now
+            )  # `divide` would give checkpoints one position
             later = {at + moved: v for at, v in marks.items() if at > begin and moved and at + moved > begin}
             marks = {at: version for at, version in marks.items() if at <= begin} | later
         return StatePlan(plan.after, current, marks, plan.crops)
 
     def rearrange(self, plan: Any, at_once: bool = False) -> None:
-        """Do what `plan` has checked; in a file `at_once` with other layers."""
+        """Carry out a plan. `at_once`: the other layers' files change with this one, or none does."""
         length = plan.after.length
         if self.store is None or (length == self.span.length and plan.current == self.store.current):
             return
@@ -313,7 +314,7 @@ class StateLayer(Layer):
         """Keep the state after each update as a checkpoint, until the next `crop`."""
         self._record_past()
 
-    # To files, and back
+    # Files
 
     def arrays(self) -> dict[str, Array]:
         if not self.states:
@@ -353,5 +354,5 @@ class StateLayer(Layer):
 
 
 def removes(begin: int, end: SupportsIndex | None = None, *, close: bool = False) -> bool:
-    """Return whether a call of `remove` names any token."""
+    """Return whether a call of `remove` has a range that is not empty."""
     return end is None or begin < integer("end", end)

@@ -1,4 +1,4 @@
-"""The paged cache: many sequences in blocks, which they share where they begin alike."""
+"""The paged cache: many sequences in blocks. Sequences with the same beginning share its blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvkit.typed import Array, FilePath, Pair, States
 
 
 class SequencePlan(NamedTuple):
-    """The change that a checked call makes to sequences of equal positions."""
+    """Describes a checked change of sequences that have equal positions."""
 
     sequences: List[Sequence]
     rearrangement: Rearrangement
@@ -34,7 +34,7 @@ class SequencePlan(NamedTuple):
 
 
 class PagedCache(BaseCache):
-    """Keys and values of many sequences of any lengths, in blocks that sequences with equal beginnings share.
+    """Keys and values of many sequences of any lengths, in blocks that equal beginnings share.
 
     `blocks` begins, forks, crops and ends sequences; `begin_step` appends their new tokens layer by layer.
     A batch of sequences of one length can also use the methods of other caches: `update`, `attend`, `crop`...
@@ -52,17 +52,17 @@ class PagedCache(BaseCache):
     quant_format : {None, "e4m3", "e5m2", "q8_0", "q4_0"}
         Stores 8-bit floats, or ggml's blocks, which contain their scales.
     scale : None, float, array of floats or "found"
-        What e4m3 and e5m2 codes are multiplied with. None: 1. A number, or an array of shape [2] (keys,
-        values), [2, num_kv_heads] or [num_layers, 2, num_kv_heads]. "found": computed from the data, one
-        scale per ``quant_group`` elements (one per head and token if that is `head_dim`).
+        The scale of e4m3 and e5m2 codes. None: 1. A number, or an array of shape [2] (keys, values),
+        [2, num_kv_heads] or [num_layers, 2, num_kv_heads]. "found": computed from the data, one scale per
+        ``quant_group`` elements (one per head and token if that is `head_dim`).
     scale_dtype : dtype
         The dtype of computed scales.
     cache_layout : int
         Axis order of the storage, as in `kvkit.dynamic_batching.key_value_cache`.
     salt : bytes
-        Part of every hash of a prefix, so that caches of different models never match each other's.
+        Part of every hash of a prefix, so that caches of different models never share prefixes.
     rope : Rope, "none" or list of them, optional
-        How keys are rotated in all layers, or in each: `shift` asks for it.
+        How keys are rotated, in all layers or in each. `shift` needs it.
     latent_dim : int
         For latent rows (MLA), the elements of a row that are its value: its first ones. ``head_dim`` is then
         that of a whole row, 576 for DeepSeek's 512 and 64. A row is stored once. Calls that take keys and
@@ -81,7 +81,7 @@ class PagedCache(BaseCache):
         The sequences of `update` and `attend`, one per row of the batch. Its `remove`, `retain`, `shift`,
         `divide`, `flatten` and `can` are those of other caches: they change all rows.
     store : PagedStore
-        The arrays, and the place of each layer in them.
+        The arrays, and where each layer lies in them.
     sequences : list of Sequence
         In a loaded cache, the sequences that were given to `save`; else empty.
 
@@ -164,7 +164,7 @@ class PagedCache(BaseCache):
 
     @one_call_at_a_time
     def begin_step(self, sequences: Iterable[tuple[Sequence, int]]) -> PagedStep:
-        """Make room for new tokens, and copy the shared blocks that they are written into.
+        """Make room for new tokens, and copy shared blocks that would be written to.
 
         Parameters
         ----------
@@ -189,7 +189,7 @@ class PagedCache(BaseCache):
             index.abandon()
             raise
 
-    # Tokens of a sequence go, move and meet, in all layers; no other sequence changes
+    # Removing and moving tokens of a sequence, in all layers; no other sequence changes
 
     @one_call_at_a_time
     def remove(  # type: ignore[override]  # sequences, not the cache, have tokens here
@@ -203,10 +203,10 @@ class PagedCache(BaseCache):
     ) -> None:
         """Remove the tokens of a sequence with positions in [begin, end), in all layers.
 
-        Blocks that only have such tokens are released. The block where the range begins stays, even if it is
-        shared. The tokens behind the range in the block where it ends are copied, to at most two blocks; a
-        sequence that has come to lie in nine pieces is copied into one from its first hole on. Published
-        blocks and other sequences never change. New blocks that the sequence fills are not published.
+        Blocks with no other tokens are released. The block where the range begins stays, even if it is
+        shared. In the block where the range ends the later tokens are copied, to at most two blocks. Once a
+        sequence lies in nine pieces it is copied into one piece from its first hole on. Published blocks and
+        other sequences never change. Blocks that the sequence fills afterwards are not published.
 
         Parameters
         ----------
@@ -219,7 +219,7 @@ class PagedCache(BaseCache):
         KvkitError
             If an argument is wrong, or a step is open; `can` says so beforehand.
         OutOfBlocksError
-            If there is no block for the copies; then nothing has changed.
+            If there is no free block for a copy; then nothing has changed.
 
         Examples
         --------
@@ -257,8 +257,8 @@ class PagedCache(BaseCache):
     ) -> None:
         """Move the tokens of a sequence with positions in [begin, end) by `delta`. No key is rotated.
 
-        Arguments are those of `Cache.shift`. Sequences that share its blocks do not move. Where the range
-        begins or ends within a block, the tokens from there on are copied.
+        The arguments are those of `Cache.shift`. Other sequences do not change. If the range begins or ends
+        inside a block, the tokens from there to the end of the block are copied.
         """
         self.rearrange(self.plan("shift", seq, begin, end, delta, rope=rope))
 
@@ -276,7 +276,7 @@ class PagedCache(BaseCache):
 
     @one_call_at_a_time
     def flatten(self, seq: Sequence, rope: Any = None) -> None:  # type: ignore[override]
-        """Rotate the shifted keys of a sequence in memory, once, in blocks of its own. Refused for codes."""
+        """Rotate a sequence's shifted keys in memory, in unshared blocks. Codes are refused."""
         self.rearrange(self.plan("flatten", seq, rope=rope))
 
     def plan(self, call: str, *arguments: Any, **options: Any) -> SequencePlan:  # type: ignore[override]
@@ -324,9 +324,9 @@ class PagedCache(BaseCache):
         renumber: bool = False,
         **options: Any,
     ) -> compression.Report:
-        """Keep the tokens of a sequence that score best, in all layers, and release the blocks of the others.
+        """Keep a sequence's tokens of the best scores, in all layers, and release the blocks of the others.
 
-        Blocks hold tokens of all layers and heads, so these keep the same tokens: those of the best mean
+        A block holds its tokens in all layers and heads, so all keep the same tokens: those of the best mean
         scores. Published blocks and other sequences never change. After an error nothing has changed.
 
         Parameters
@@ -335,27 +335,27 @@ class PagedCache(BaseCache):
         scorer : str, callable or list of arrays
             As in `Cache.compress`; its arrays have one row of a batch.
         keep, count : float, int, optional
-            The share, or the number, of the sequence's tokens that stay. One of them.
+            The share, or the number, of the sequence's tokens that stay. Give one of the two.
         budget : str
             Only ``"uniform"``.
         queries, weights : list of ndarray, optional
-            Of each layer, what its scorer needs, as `kvkit.eviction.scores` takes it.
+            What the scorer of each layer needs, as in `kvkit.eviction.scores`.
         renumber : bool
-            Whether the tokens that stay get the positions 0, 1, 2, ...; keys need a `rope` for that.
+            Whether the remaining tokens get the positions 0, 1, 2, ...; rotated keys need a `rope` for that.
         **options
             Of the scorer.
 
         Returns
         -------
         Report
-            Its bytes are those of all blocks that sequences use.
+            It counts the bytes of all blocks that sequences use.
 
         Raises
         ------
         KvkitError
             If an argument is wrong or missing, or a step is open.
         OutOfBlocksError
-            If there is no block for tokens that are copied out of shared ones.
+            If there is no free block for tokens that must be copied out of shared blocks.
 
         Examples
         --------
@@ -378,7 +378,7 @@ class PagedCache(BaseCache):
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of the blocks that sequences use."""
+        """Return the size in bytes of the blocks that sequences use."""
         block_bytes = sum(array[:, :, 0].nbytes for array in self.store.blocks)
         return (self.blocks.num_blocks - self.blocks.available) * block_bytes
 
@@ -393,7 +393,7 @@ class PagedCache(BaseCache):
 
     @property
     def ropes(self) -> list[Any]:
-        """How keys are rotated in each layer; None where nobody has said so."""
+        """Return how keys are rotated in each layer; None where it is unknown."""
         return self._ropes(self.rope)
 
     def _ropes(self, rope: Any) -> list[Any]:
@@ -425,7 +425,7 @@ class PagedCache(BaseCache):
         """Keep the first ``length`` tokens of every row; below 0, drop that many; 0 drops none."""
         self.rows.crop(length)
 
-    def _select(self, indices: ArrayLike) -> None:  # no keys and values move
+    def _select(self, indices: ArrayLike) -> None:  # moves no keys or values
         self.rows.select(indices)
 
     def _repeat(self, repeats: int) -> None:
@@ -433,7 +433,7 @@ class PagedCache(BaseCache):
 
     @one_call_at_a_time
     def reset(self) -> None:
-        """End the sequences of all rows, and free their blocks."""
+        """Free the sequences of all rows."""
         self.rows.reset()
 
     @one_call_at_a_time
@@ -443,7 +443,7 @@ class PagedCache(BaseCache):
             raise argument_error("cache", "a layer that stores all its tokens", "one that lost or moved some")
         return tuple((layer.keys, layer.values) for layer in self.layers)
 
-    # To files
+    # Files
 
     def describe(self) -> dict[str, Any]:
         """Return the arguments of the constructor; ``salt`` in hexadecimal."""

@@ -1,4 +1,4 @@
-"""The layers of a paged cache, for a batch of sequences of one length: [batch, heads, tokens, dim]."""
+"""Layers of a paged cache, for a batch of sequences of one length: [batch, heads, tokens, dim]."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvkit.cache.layers.positions import RowPositions
 from kvkit.cache.paged.pieces import check_moved
 from kvkit.cache.paged.step import fill_results
 from kvkit.cache.stores.memory import Geometry, check_geometry
-from kvkit.cache.stores.view import KVView
+from kvkit.cache.stores.view import views_of
 from kvkit.calls.prepared import form_of
 from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring
@@ -25,7 +25,7 @@ from kvkit.typed import Array, Attended, States
 
 
 class Rows(MovableTokens):
-    """The rows of a batch, one sequence each, and the step that appends to them in all layers.
+    """Holds the rows of a batch, one sequence each, and the open step that appends to all layers.
 
     All rows have the same positions: tokens are removed and moved in all rows and layers at once.
     """
@@ -33,11 +33,11 @@ class Rows(MovableTokens):
     def __init__(self, cache: Any, lock: LayerLock) -> None:
         self._cache, self._lock = cache, lock
         self.sequences: list[Any] = []
-        self.step: Any = None  # the last one, while its index tensors are valid
+        self.step: Any = None  # the last step, while its index tensors are valid
         self.changes = 0
 
     def append(self, batch: int, tokens: int, layer_idx: int) -> Any:
-        """Return the step that appends `tokens` to a layer: the open one of other layers, or a new one."""
+        """Return the step that appends `tokens` to a layer: the open step of earlier layers, or a new one."""
         step = self.step
         if step is not None and step.index.is_open:
             if tokens != step.index.max_seqlen:
@@ -52,13 +52,13 @@ class Rows(MovableTokens):
         return self.step
 
     def abandon_step(self) -> None:
-        """Abandon a step that not all layers have written, before the rows change."""
+        """Abandon a step that some layers have not written; called before the rows change."""
         if self.step is not None and self.step.index.is_open:
             self.step.abandon()
         self.step, self.changes = None, self.changes + 1
 
     def tables(self) -> Any:
-        """Return a step whose page tables are those of the rows."""
+        """Return a step without new tokens, for the page tables of the rows."""
         if self.step is None:
             with self._cache.begin_step([(seq, 0) for seq in self.sequences]) as self.step:
                 pass
@@ -98,24 +98,8 @@ class Rows(MovableTokens):
         self.step, self.changes = None, self.changes + 1
 
 
-class PagedSide:
-    """The keys (`side` 0) or values (1) of a paged layer, which a `KVView` reads."""
-
-    def __init__(self, layer: PagedLayer, side: int) -> None:
-        self._layer, self._side = layer, side
-        dim = layer.store.value_dim if side else layer.store.dim
-        self.shape, self.dtype = (*layer.shape[:3], dim), layer.store.format.dtype
-
-    @property
-    def changes(self) -> int:
-        return self._layer.changes
-
-    def read(self) -> States:
-        return self._layer.stored()[self._side]
-
-
 def heads_first(results: Attended) -> Attended:
-    """Return the outputs of attention, and lse if there is one, with heads before tokens."""
+    """Swap tokens and heads in the outputs of attention, and in lse if there is one."""
     if isinstance(results, tuple):
         return tuple(result.swapaxes(1, 2) for result in results)
     return results.swapaxes(1, 2)
@@ -124,7 +108,7 @@ def heads_first(results: Attended) -> Attended:
 class PagedLayer(BaseLayer):
     """A layer of a `PagedCache`, for a batch of sequences of one length. The cache makes it.
 
-    Every layer must get the new tokens of a step before one gets the next.
+    Every layer must get the new tokens of a step before any layer gets those of the next step.
 
     Attributes
     ----------
@@ -174,7 +158,7 @@ class PagedLayer(BaseLayer):
         if len(step.written) == store.num_layers:
             step.commit()
         self._updates += 1
-        return KVView(PagedSide(self, 0)), KVView(PagedSide(self, 1))
+        return views_of(self, store.format.dtype, (store.dim, store.value_dim))
 
     @one_call_at_a_time
     def attend(  # type: ignore[override]  # names the options of the base class, and two more
@@ -239,7 +223,7 @@ class PagedLayer(BaseLayer):
     def _attend_with_key_weights(
         self, step: Any, query: Array, out: Array, lse: Array | None, weights: attention.Weights
     ) -> Attended:
-        """Attend with checked queries [B, q, Hq, D]; return the weights of keys, [B, Hq, S], last."""
+        """Attend with checked queries [B, q, Hq, D]; return also the weights of keys, [B, Hq, S], last."""
         if not step.index.in_order:
             wanted = "False where removed or moved tokens have left rows in segments"
             raise argument_error("return_key_weights", wanted, True)
@@ -257,7 +241,7 @@ class PagedLayer(BaseLayer):
 
     @property
     def _ahead(self) -> int:
-        """How many tokens of an open step the layer has."""
+        """Return how many tokens of an open step the layer has."""
         step = self.rows.step
         written = step is not None and self._layer_idx in step.written
         return self.rows.sequences[0].pending if written else 0
@@ -271,7 +255,7 @@ class PagedLayer(BaseLayer):
 
     @property
     def row_positions(self) -> RowPositions | None:  # type: ignore[override]  # those of the sequences
-        """The positions of tokens that were removed or moved, and None before."""
+        """Return the positions once tokens were removed or moved; None before."""
         return self.rows.sequences[0].row_positions if self.rows.sequences else None
 
     @property
@@ -310,9 +294,9 @@ class PagedLayer(BaseLayer):
         raise argument_error(type(self).__name__, wanted, f"{call} of a layer in blocks")
 
     def rearrange(self, plan: Any) -> None:
-        """Do nothing: no plan is made for a layer alone."""
+        """Do nothing: plans are made for all layers together."""
 
-    # For views
+    # What a view reads
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

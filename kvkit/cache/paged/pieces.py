@@ -1,7 +1,7 @@
-"""Attention over sequences in segments, each of which is a sequence to the kernels: one launch, and a merge.
+"""Attend to sequences that removals cut into segments: one launch over all segments, then a merge.
 
-<R(p) q, R(p') k> depends on p - p' alone, so a query at p - d scores a key that was rotated for p' - d as one
-at p does the moved key. Queries of a segment of rope shift d are therefore rotated by -d.
+The kernels see a segment as a sequence. Keys of rope shift d lie rotated for p' - d in place of p'. The
+queries of their segment are rotated by -d, too: <R(p) q, R(p') k> depends on p - p' alone.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ FLOAT32 = next(fmt for fmt in FLOATS if fmt.name == "float32")
 
 
 class Piece(NamedTuple):
-    """Some queries of a sequence and a segment that they attend to: a sequence to the kernels."""
+    """Pairs queries of a sequence with a segment that they see. The kernels take it as a sequence."""
 
     sequence: int
     part: int  # the number of the segment
     segment: PageSegment
-    queries: tuple[int, int]  # first, behind the last one, among those of the sequence
-    causal: bool  # whether the queries are the last tokens of the segment; else they see all of it
+    queries: tuple[int, int]  # [begin, end) among the queries of the sequence
+    causal: bool  # the queries are the last tokens of the segment; otherwise they see all of it
 
 
 class Pieces:
-    """The pieces of a step's sequences, and their index tensors.
+    """Holds the pieces of a step's sequences and their index tensors.
 
     Parameters
     ----------
     sequences : sequence of Sequence
     counts, lengths : list of int
-        The number of queries of each sequence, its last tokens; and of its tokens.
+        How many queries (its last tokens) and how many tokens each sequence has.
     pages : ndarray of int64, shape [B, MaxP]
         As `Step.pages`.
     page_size : int
@@ -72,14 +72,14 @@ class Pieces:
         rows = [self._packed(piece) for piece in self.pieces]
         self.queries = np.concatenate([np.empty(0, np.int64), *rows])
         self.part_of = np.repeat([piece.part for piece in self.pieces], [len(each) for each in rows])
-        self.ends = np.cumsum([0, *map(len, rows)])  # of the pieces' queries
+        self.ends = np.cumsum([0, *map(len, rows)])  # piece i has the queries ends[i]..ends[i + 1]
         taken = [(piece.sequence, piece.segment) for piece in self.pieces]
         self.steps = steps_of(taken, self.ends, pages, page_size)
         every = [(i, segment) for i, own in enumerate(segments) for segment in own]
         self.contexts = steps_of(every, np.zeros(len(every) + 1, np.int64), pages, page_size)
 
     def _packed(self, piece: Piece) -> Array:
-        """Return where the queries of a piece are among those of all sequences."""
+        """Return the numbers of a piece's queries among the queries of all sequences."""
         return self.starts[piece.sequence] + np.arange(*piece.queries)
 
     def attend(
@@ -91,15 +91,15 @@ class Pieces:
         lses = np.full(outputs.shape[:3], -np.inf, np.float32)
         if not self.pieces:
             return outputs[0], lses[0]
-        moved = self._rotated(query.astype(np.float32)[self.queries], layer_idx)
+        rotated = self._rotated(query.astype(np.float32)[self.queries], layer_idx)
         columns, place = self._mask(mask, weights), NO_MASK
         if columns is not None:
-            place = masks.own_mask(FLOAT32, columns, heads, len(moved), columns.shape[-1])
-        out, lse = np.empty((*moved.shape[:2], dim), np.float32), np.empty(moved.shape[:2], np.float32)
+            place = masks.own_mask(FLOAT32, columns, heads, len(rotated), columns.shape[-1])
+        out, lse = np.empty((*rotated.shape[:2], dim), np.float32), np.empty(rotated.shape[:2], np.float32)
         form = None
         if columns is None and weights.sinks is None:
-            form = form_of((moved,), (id(self), weights.scale, weights.softcap))
-        arrays = {"query": moved, "out": out, "lse": lse}
+            form = form_of((rotated,), (id(self), weights.scale, weights.softcap))
+        arrays = {"query": rotated, "out": out, "lse": lse}
         prepared = step.calls.find(form)
         if prepared:
             prepared.run_at(step.places(layer_idx, arrays))
@@ -107,7 +107,7 @@ class Pieces:
             own = weights._replace(causal=True, left=-1, right=-1, mask=place, **self._sinks(weights.sinks))
             context = step.float32_context(layer_idx)
             launch = cpu.attention.prepare.prepare_attention(
-                moved, out, lse, context, self.steps, self.free, own
+                rotated, out, lse, context, self.steps, self.free, own
             )
             cpu.launches.start(launch)
             step.keep(form, layer_idx, arrays, launch)
@@ -115,7 +115,7 @@ class Pieces:
         return merge.merge_checked(FLOAT32, list(outputs), list(lses))
 
     def _rotated(self, query: Array, layer_idx: int) -> Array:
-        """Rotate the queries of every piece back by the rope shift of its keys."""
+        """Rotate each piece's queries back by the rope shift of its keys."""
         for piece, begin, end in zip(self.pieces, self.ends, self.ends[1:], strict=False):
             shift = piece.segment.shift
             rope = self.sequences[piece.sequence].rope[layer_idx] if shift else None
@@ -125,7 +125,7 @@ class Pieces:
         return query
 
     def _sinks(self, sinks: Array | None) -> dict[str, Any]:
-        """Let the sinks of a query enter one piece: that of its own segment, without causality the first."""
+        """Return sinks that enter one piece of each query: the causal one, or else the first."""
         if sinks is None:
             return {}
         causal = self.free < len(self.pieces)
@@ -136,7 +136,7 @@ class Pieces:
         return {"sinks": apart, "apart": len(apart)}
 
     def _mask(self, mask: Mask | None, weights: attention.Weights) -> Array | None:
-        """Return a mask [Hq or 1, tokens, longest piece] of window and mask; None for neither."""
+        """Join window and mask to a mask [Hq or 1, tokens, longest piece]; None without both."""
         left, right = weights.left, weights.right
         if mask is None and (left, right) == (-1, -1):
             return None
@@ -154,18 +154,18 @@ class Pieces:
         return columns
 
 
-Mask = Callable[[Piece], Array]  # returns what a mask says of a piece, [Hq or 1, queries or 1, keys or 1]
+Mask = Callable[[Piece], Array]  # returns the mask of a piece, [Hq or 1, queries or 1, keys or 1]
 
 
 def hidden_from(block: Array, visible: Array) -> Array:
-    """Return what a mask says, [.., queries or 1, keys or 1], hidden where a window hides."""
+    """Return a mask [.., queries or 1, keys or 1] with all that is not `visible` hidden, too."""
     if block.dtype == np.bool_:
         return block & visible
     return np.where(visible, block.astype(np.float32), np.float32(-np.inf))
 
 
 def mask_of_piece(mask: Array, seqstarts: Array, kvstarts: Array, piece: Piece) -> Array:
-    """Return what a mask [Hq or 1, tokens, contexts or 1] says of a piece."""
+    """Return the part of a mask [Hq or 1, tokens, contexts or 1] that belongs to a piece."""
     begin, end = seqstarts[piece.sequence] + piece.queries
     rows = mask[:, begin:end]
     if mask.shape[2] == 1:
@@ -175,7 +175,7 @@ def mask_of_piece(mask: Array, seqstarts: Array, kvstarts: Array, piece: Piece) 
 
 
 def mask_of_row(mask: Array, piece: Piece) -> Array:
-    """Return what a mask [B or 1, Hq or 1, q or 1, keys or 1] says of a piece."""
+    """Return the part of a mask [B or 1, Hq or 1, q or 1, keys or 1] that belongs to a piece."""
     own = mask[piece.sequence if len(mask) > 1 else 0]
     own = own if own.shape[1] == 1 else own[:, slice(*piece.queries)]
     return own if own.shape[2] == 1 else own[..., piece.segment.begin : piece.segment.end]
@@ -184,7 +184,7 @@ def mask_of_row(mask: Array, piece: Piece) -> Array:
 def pieces_of(
     sequence: int, part: int, segment: PageSegment, count: int, length: int, is_causal: bool
 ) -> list[Piece]:
-    """Return the pieces of a segment: of the queries in it, and of those behind it."""
+    """Return the pieces of a segment: one for queries inside it, one for queries after it."""
     first = length - count
     if not is_causal:
         return [Piece(sequence, part, segment, (0, count), False)] if count else []
@@ -197,7 +197,7 @@ def pieces_of(
 
 
 def steps_of(parts: list[tuple[int, PageSegment]], ends: Array, pages: Array, page_size: int) -> StepIndex:
-    """Return the step in which every segment, (sequence, segment), is a sequence; queries end at `ends`."""
+    """Return a step that has a sequence for each (sequence, segment); queries of the i-th end at `ends`."""
     lengths = np.array([segment.end - segment.begin for _, segment in parts], np.int64)
     kvstarts = np.concatenate(([0], np.cumsum(lengths)))
     widths = -(-lengths // page_size)
@@ -212,7 +212,7 @@ def steps_of(parts: list[tuple[int, PageSegment]], ends: Array, pages: Array, pa
 
 
 def check_moved(sequences: Any, counts: list[int], window: tuple[int, int], is_alibi: bool) -> None:
-    """Raise if a window or a bias would count tokens of moved sequences where positions are meant."""
+    """Raise if a window or ALiBi reaches over removed tokens, where the kernels would count rows."""
     left, _ = window
     for seq, count in zip(sequences, counts, strict=True):
         if seq.intact is None:
@@ -220,7 +220,7 @@ def check_moved(sequences: Any, counts: list[int], window: tuple[int, int], is_a
         if is_alibi:
             wanted = "False for sequences whose tokens were removed or moved (a mask can have the bias)"
             raise argument_error("is_alibi", wanted, True)
-        reach = max(left, 0) + count - seq.pending  # the tokens before the next one that a window looks at
+        reach = max(left, 0) + count - seq.pending  # stored tokens that the windows of the queries reach
         if window == (-1, -1) or reach <= 0:
             continue
         positions = np.append(seq.positions[max(seq.length - reach, 0) :], seq.next_position)

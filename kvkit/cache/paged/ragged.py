@@ -1,4 +1,4 @@
-"""The layer whose heads keep different tokens: each has pages of its own, as a sequence of one head has."""
+"""A layer whose heads keep different tokens: each head is a sequence of one head, in pages of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvkit.cache.paged.pieces import Pieces
 from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore
 from kvkit.cache.stores.memory import Geometry, check_geometry
-from kvkit.cache.stores.view import KVView
+from kvkit.cache.stores.view import views_of
 from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of
 from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring
@@ -45,7 +45,7 @@ MORE_PAGES = 16  # that a head may get before attention is prepared again
 
 
 class HeadStates(NamedTuple):
-    """The stored tokens of one key head of a row of the batch."""
+    """Holds the stored tokens of one key head of a row of the batch."""
 
     keys: Array  # [tokens, D]
     values: Array  # [tokens, D]
@@ -53,29 +53,14 @@ class HeadStates(NamedTuple):
 
 
 class RaggedPlan(NamedTuple):
-    """The plans of a checked call, one for each head."""
+    """Holds the plans of a checked call, one for each head."""
 
     plans: list[Rearrangement]
     crops: bool = False
 
 
-class RaggedSide:
-    """The keys (`side` 0) or values (1) of a ragged layer, which a `KVView` reads."""
-
-    def __init__(self, layer: RaggedLayer, side: int) -> None:
-        self._layer, self._side = layer, side
-        self.shape, self.dtype = layer.shape, layer.pool.format.dtype
-
-    @property
-    def changes(self) -> int:
-        return self._layer.changes
-
-    def read(self) -> States:
-        return self._layer.stored()[self._side]
-
-
 class PreparedHeads:
-    """Attention over the pages of all heads in one launch, which runs again at later steps."""
+    """Repeats attention over the pages of all heads in one launch, at later steps."""
 
     __slots__ = ("_index", "_mask", "_params", "_prepared")
 
@@ -122,7 +107,7 @@ class PreparedHeads:
 
 
 class RaggedLayer(Layer):
-    """A layer whose key heads keep different tokens. `Cache.compress` makes it, for a budget by heads.
+    """A layer whose key heads keep different tokens. `Cache.compress` with a budget for heads makes it.
 
     Every key head of a row of the batch is a sequence in pages of 16 tokens, so a head that keeps fewer
     tokens takes less memory. New tokens go to all heads. `remove`, `shift`, `divide` and `crop` are by
@@ -133,7 +118,7 @@ class RaggedLayer(Layer):
     lengths : ndarray of int64, shape [B, Hkv]
         The number of stored tokens of each head.
     sequences : list of Sequence
-        Those of all heads of row 0 of the batch, then of row 1 and so on.
+        One for each head, of row 0 of the batch first, then of row 1 and so on.
 
     Examples
     --------
@@ -162,10 +147,10 @@ class RaggedLayer(Layer):
         self.pool: Any = None
         self.blocks: Any = None
         self.sequences: list[Any] = []
-        self._index: Any = None  # the last one, while its index tensors are valid
+        self._index: Any = None  # the last step, while its index tensors are valid
         self._calls: PreparedCalls[PreparedHeads] = PreparedCalls(1)  # over the present pool
         self.changes = 0
-        self.row_positions = RowPositions.contiguous(0, 0)  # not None, for heads have positions of their own
+        self.row_positions = RowPositions.contiguous(0, 0)  # each head has its own
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_index": None}  # a copy has other addresses
@@ -209,7 +194,7 @@ class RaggedLayer(Layer):
         self._calls.clear()
 
     def _resize(self, pages: int) -> None:
-        """Move the pages in use to a pool of so many."""
+        """Move the pages in use to a pool of `pages` pages."""
         tables, pool, before = [seq.table for seq in self.sequences], self.pool, self.sequences
         used = np.unique(np.concatenate([np.array(table, np.int64) for table in tables]))
         assert self.geometry is not None
@@ -222,7 +207,7 @@ class RaggedLayer(Layer):
         ]
         self.sequences = self.blocks.restore(saved, (), set(range(len(used))))
 
-    # Tokens come
+    # Adding tokens
 
     def _append(
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None
@@ -244,10 +229,10 @@ class RaggedLayer(Layer):
             for side, states in enumerate(packed):
                 self.pool_side(side)[index.slot_mapping] = states
         self._index, self.changes = index, self.changes + 1
-        return KVView(RaggedSide(self, 0)), KVView(RaggedSide(self, 1))
+        return views_of(self, self.pool.format.dtype, (self.shape[3], self.shape[3]))
 
     def _begin(self, new: int) -> Step:
-        """Begin a step of new tokens of every head; more pages are made where there are too few."""
+        """Begin a step of `new` tokens of every head; add pages if there are too few."""
         try:
             index = self.blocks.begin_step([(seq, new) for seq in self.sequences])
         except OutOfBlocksError as error:
@@ -258,7 +243,7 @@ class RaggedLayer(Layer):
         return index
 
     def _tables(self) -> Step:
-        """Return a step whose page tables are those of all heads."""
+        """Return a step without new tokens, for the page tables of all heads."""
         if self._index is None:
             with self._begin(0) as self._index:
                 pass
@@ -271,7 +256,7 @@ class RaggedLayer(Layer):
             self._begin(new).abandon()
             self._index = None
 
-    # What is there
+    # Sizes and positions
 
     def get_seq_length(self) -> int:
         return int(self.sequences[0].next_position) if self.sequences else 0
@@ -281,23 +266,23 @@ class RaggedLayer(Layer):
 
     @property
     def lengths(self) -> Array:
-        """The number of stored tokens of each head, int64 [B, Hkv]."""
+        """Return the number of stored tokens of each head, int64 [B, Hkv]."""
         heads = 1 if self.geometry is None else self.geometry.heads
         return np.array([seq.length for seq in self.sequences], np.int64).reshape(-1, heads)
 
     @property
     def stored_tokens(self) -> int:
-        """The most tokens that a head stores."""
+        """Return the most tokens that a head stores."""
         return int(self.lengths.max(initial=0))
 
     @property
     def positions(self) -> Array:
-        """The positions of every head's tokens, int64 [B, Hkv, longest]; -1 after the last one."""
+        """Return the positions of every head's tokens, int64 [B, Hkv, longest]; -1 after the last one."""
         return self._dense([seq.positions for seq in self.sequences], -1)
 
     @property
     def rope_shifts(self) -> Array:
-        """The rope shifts of stored keys, int64 [pieces, 5]: row of the batch, head, then as of others."""
+        """Return the rope shifts of keys, int64 [pieces, 5]: batch row, head, first row, end row, shift."""
         heads = self.lengths.shape[1]
         found = [
             (*divmod(i, heads), *piece)
@@ -307,7 +292,7 @@ class RaggedLayer(Layer):
         return np.array(found, np.int64).reshape(-1, 5)
 
     def _dense(self, rows: Sequence[Array], padding: int) -> Array:
-        """Return what every head has for its tokens as one array [B, Hkv, longest, ...]."""
+        """Join one array for each head to an array [B, Hkv, longest, ...]."""
         longest, more = self.stored_tokens, rows[0].shape[1:] if rows else ()
         dense = np.full((len(rows), longest, *more), padding, rows[0].dtype if rows else np.int64)
         for own, each in zip(dense, rows, strict=True):
@@ -316,7 +301,7 @@ class RaggedLayer(Layer):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The shape of keys and values as an array; heads with fewer tokens end with zeros."""
+        """Return the shape of keys and values as an array; heads with fewer tokens end with zeros."""
         given = self.geometry
         return (
             (0, 0, 0, 0) if given is None else (given.batch, given.heads, self.stored_tokens, given.key_dim)
@@ -333,7 +318,7 @@ class RaggedLayer(Layer):
         return keys, values
 
     def heads_states(self) -> list[HeadStates]:
-        """Return the tokens of every head, with keys as rotated for their positions."""
+        """Return the tokens of every head, with keys rotated for their present positions."""
         found = []
         for seq in self.sequences:
             rows, now = seq.rows(PAGE_SIZE), seq.all_positions()
@@ -347,27 +332,11 @@ class RaggedLayer(Layer):
     def nbytes(self) -> int:
         return int(self.lengths.sum()) * 2 * self.pool_side(0)[:1].nbytes if self.sequences else 0
 
-    def attend(  # type: ignore[override]  # names the options of the base class
-        self,
-        query: Array,
-        attention_mask: Array | None = None,
-        *,
-        softmax_scale: float | None = None,
-        softcap: float = 0.0,
-        sinks: Array | None = None,
-        return_lse: bool = False,
-        return_key_weights: bool = False,
-    ) -> Attended:
-        scoring = Scoring(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
-        with self._lock:
-            wanted = flag("return_lse", return_lse), flag("return_key_weights", return_key_weights)
-            return self._attend(query, attention_mask, scoring, *wanted)
-
     def _attend(
-        self, query: Array, mask: Array | None, scoring: Scoring, wants_lse: bool, wants_sums: bool
+        self, query: Array, mask: Array | None, scoring: Scoring, return_lse: bool, wants_weights: bool
     ) -> Attended:
-        """Attend by sequences of one key head, each with the queries of its group."""
-        batch, heads, new, dim = self._check_query(query)
+        """Attend with each key head as a sequence, for the query heads of its group."""
+        wants_lse, (batch, heads, new, dim) = flag("return_lse", return_lse), self._check_query(query)
         count, group = len(self.sequences), heads // self.lengths.shape[1]
         columns, place = self._columns(mask), NO_MASK  # [B * Hkv, longest]
         if columns is not None:
@@ -375,7 +344,7 @@ class RaggedLayer(Layer):
             place = masks.static_mask(self.pool.format, hidden, count, group, new, columns.shape[1])
         states = one_piece(query.reshape(count, group, new, dim).swapaxes(1, 2))  # [sequences, q, G, D]
         out, lse = np.empty(states.shape, states.dtype), np.empty(states.shape[:3], np.float32)
-        sums = np.empty((count, group, self.stored_tokens), np.float32) if wants_sums else None
+        sums = np.empty((count, group, self.stored_tokens), np.float32) if wants_weights else None
         index, form = self._tables(), None
         if index.in_order and scoring.sinks is None and sums is None:
             form = form_of((states,), (scoring.softmax_scale, scoring.softcap))
@@ -388,7 +357,7 @@ class RaggedLayer(Layer):
             if index.in_order:
                 weights, context = weights._replace(mask=place), self.pool.contexts[0]
                 self._calls.keep(form, PreparedHeads(context, index, states, (out, lse, sums), weights))
-            elif wants_sums:
+            elif wants_weights:
                 wanted = "False where keys have a rope shift: `flatten` rotates them"
                 raise argument_error("return_key_weights", wanted, True)
             else:
@@ -437,7 +406,7 @@ class RaggedLayer(Layer):
         return batch, heads, new, dim
 
     def _columns(self, mask: Array | None) -> Array | None:
-        """Return what a padding mask [B, n], by positions, says of the stored tokens: [B * Hkv, longest]."""
+        """Look up stored tokens in a padding mask [B, n], by position; return [B * Hkv, longest]."""
         if mask is None:
             return None
         legal, heads = (self.batch_size, self.get_seq_length()), self.lengths.shape[1]
@@ -447,7 +416,7 @@ class RaggedLayer(Layer):
         rows = np.repeat(np.arange(len(mask)), heads)[:, None]
         return mask[rows, self.positions.reshape(len(rows), -1)]
 
-    # Tokens go, and the batch changes
+    # Removing tokens and changing the batch
 
     def left_by(self, length: int) -> int:
         return requests.length_after_crop(length, self.get_seq_length())
@@ -473,7 +442,7 @@ class RaggedLayer(Layer):
         )
 
     def _positions_by_head(self, positions: ArrayLike) -> list[Array]:
-        """Check positions [B, Hkv, m] that are -1 after the last one of a head; return each head's."""
+        """Check positions [B, Hkv, m] padded with -1; return those of each head."""
         wanted: Array = np.asarray(positions)
         legal = self.lengths.shape
         if wanted.dtype.kind not in "iu" or wanted.ndim != 3 or wanted.shape[:2] != legal:
@@ -500,7 +469,7 @@ class RaggedLayer(Layer):
 
     @one_call_at_a_time
     def trim(self) -> None:
-        """Move to a pool with a sixteenth of pages free, if more than a quarter are."""
+        """Move to a pool with a sixteenth of its pages free, if more than a quarter are free now."""
         if self.sequences:
             used = self.blocks.num_blocks - self.blocks.available
             if self.blocks.available > len(self.sequences) + self.blocks.num_blocks // 4:
@@ -521,7 +490,7 @@ class RaggedLayer(Layer):
         self._forget()
         self.changes = changes + 1
 
-    # To files, and back
+    # Files
 
     @property
     def was_moved(self) -> bool:
@@ -532,7 +501,7 @@ class RaggedLayer(Layer):
         return {}, {"rope": rope}
 
     def arrays(self) -> dict[str, Array]:
-        """Return the layer's arrays by their names in a saved file; tokens of one head after the other."""
+        """Return the layer's arrays by their names in a saved file, with tokens head after head."""
         if not self.sequences:
             return {}
         rows = np.concatenate([seq.rows(PAGE_SIZE) for seq in self.sequences])
@@ -578,7 +547,7 @@ def sequence_moves(seq: Any) -> Moves | None:
 
 
 def pieces_of_shifts(shifts: Array) -> Array:
-    """Return pieces (first row, row behind the last one, shift) of the shifts of rows."""
+    """Return pieces (first row, end row, shift) of the shifts of rows."""
     borders = [0, *(np.flatnonzero(np.diff(shifts)) + 1).tolist(), len(shifts)] if len(shifts) else [0]
     found = [(begin, end, int(shifts[begin])) for begin, end in itertools.pairwise(borders)]
     return np.array(found, np.int64).reshape(-1, 3)

@@ -1,4 +1,4 @@
-"""A step over a paged cache: append and attend, layer by layer, to packed tokens."""
+"""A step over a paged cache: append packed tokens and attend, layer by layer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PagedStep:
     index : Step
         The index tensors, for calls of operators on the arrays of the cache.
     written : set of int
-        The layers that the step has written. Add a layer to it that an operator of yours has written.
+        The layers that the step has written. Add the layers that you write by an operator yourself.
 
     Examples
     --------
@@ -93,7 +93,7 @@ class PagedStep:
     def attend(
         self, query: Array, layer_idx: int, attn_mask: Array | None = None, **options: Any
     ) -> Attended:
-        """Attend to the contexts of a layer, new tokens included, which are read in place.
+        """Attend to the contexts of a layer, new tokens included. Keys and values are read in place.
 
         Parameters
         ----------
@@ -136,7 +136,7 @@ class PagedStep:
         options: dict[str, Any],
         tokens: Mapping[str, Array],
     ) -> Attended:
-        """Append checked tokens, if there are any, and attend to a layer whose number is checked."""
+        """Append checked tokens, if any, and attend to a layer whose number is checked."""
         form = launch = None
         if self.index.in_order:
             form = form_of((query,), (attn_mask, tuple(options), *options.values()))
@@ -166,7 +166,7 @@ class PagedStep:
     def _attend_moved(
         self, query: Array, layer_idx: int, attn_mask: Array | None, weights: attention.Weights
     ) -> Pair:
-        """Attend to sequences that were all moved; return float32 outputs and lse."""
+        """Attend if all sequences have moved tokens; return float32 outputs and lse."""
         mask = None
         if attn_mask is not None and attn_mask.size:
             columns = attn_mask if attn_mask.ndim == 3 else attn_mask[None]
@@ -179,7 +179,7 @@ class PagedStep:
         return int(self._store.value_dim)
 
     def parts(self) -> list[Part]:
-        """Return the sequences that were not moved, and those that were, each as a step of their own."""
+        """Split the step: sequences without moved tokens, and sequences with moved tokens."""
         if not self._parts:
             index, every = self.index, np.arange(len(self.index.sequences))
             of_query, of_key = (np.repeat(every, np.diff(ends)) for ends in (index.seqstarts, index.kvstarts))
@@ -189,7 +189,7 @@ class PagedStep:
         return self._parts
 
     def pieces(self, is_causal: bool, tokens: int = -1, length: int = -1) -> Pieces:
-        """Return what the queries of the new tokens, or of the last `tokens` before `length`, attend to."""
+        """Return the pieces for queries of the new tokens, or of the last `tokens` before `length`."""
         found = self._pieces.get((is_causal, tokens, length))
         if found is None:
             index, batch = self.index, len(self.index.sequences)
@@ -201,9 +201,10 @@ class PagedStep:
         return found
 
     def float32_context(self, layer_idx: int) -> Any:
-        """Return a layer's keys and values as attention with float32 queries reads them."""
+        """Return a layer's `Context` for float32 queries."""
         context = self._store.contexts[layer_idx]
-        return context._replace(packed="float32", as_loaded=context.as_loaded and context.packed == "float32")
+        as_loaded = context.as_loaded and context.data_dtype == "float32"
+        return context._replace(data_dtype="float32", as_loaded=as_loaded)
 
     def gather(self, layer_idx: int) -> Pair:
         """Return copies of the keys and values of all contexts in a layer, new tokens included.
@@ -225,7 +226,7 @@ class PagedStep:
         return key, value[..., : self.value_dim]
 
     def commit(self) -> None:
-        """End the step, and keep its tokens; every layer must be written."""
+        """End the step and keep its tokens. Every layer must be written."""
         missing = sorted(set(range(self._store.num_layers)) - self.written)
         if missing and self._steps.tokens:
             raise argument_error("step", "every layer to be written", f"layers {missing} that are not")
@@ -269,7 +270,7 @@ class PagedStep:
         out: Any = None,
         **options: Any,
     ) -> tuple[Array, Array, Array | None, Any]:
-        """Check queries; return (queries, outputs, lse, weights). `tokens` must not overlap the outputs."""
+        """Check queries; return (queries, outputs, lse, weights). Outputs may not overlap `tokens`."""
         store = self._store
         if store.latent_dim and options.get("softmax_scale") is None:
             wanted = "a number, that of the expanded heads, for latent rows"
@@ -292,7 +293,7 @@ class PagedStep:
     # For packed tokens and for batches of one length, with checked arguments
 
     def to_write(self, layer_idx: Any) -> int:
-        """Check the number of a layer that is to be written."""
+        """Check the number of a layer to write."""
         layer_idx = integer("layer_idx", layer_idx, 0, self._store.num_layers - 1)
         if not self.index.is_open:
             raise argument_error("step", "one that is open", "one that has ended")
@@ -301,7 +302,7 @@ class PagedStep:
         return layer_idx
 
     def to_read(self, layer_idx: Any) -> int:
-        """Check the number of a layer that must have been written."""
+        """Check the number of a layer to read, which must be written."""
         layer_idx = integer("layer_idx", layer_idx, 0, self._store.num_layers - 1)
         if self._steps.tokens and layer_idx not in self.written:
             raise argument_error("layer_idx", "a layer that the step has written", layer_idx)
@@ -330,7 +331,7 @@ class PagedStep:
         decoding: int,
         weights: Any,
     ) -> Attended:
-        """Attend with checked arguments, and prepare the call for other layers."""
+        """Attend with checked arguments, and keep the prepared call for other layers."""
         context = self._store.contexts[layer_idx]
         launch = cpu.attention.prepare.prepare_attention(query, out, lse, context, rows, decoding, weights)
         return self.start(form, launch, query, out, lse, layer_idx)
@@ -338,13 +339,13 @@ class PagedStep:
     def start(
         self, form: Any, launch: Any, query: Array, out: Array, lse: Array | None, layer_idx: int
     ) -> Attended:
-        """Run the launch of attention, and keep it as a prepared call; return the results."""
+        """Run a launch of attention, keep it as a prepared call, and return the results."""
         cpu.launches.start(launch)
         self.keep(form, layer_idx, {"query": query, "out": out, "lse": lse}, launch)
         return out if lse is None else (out, lse)
 
     def attend_again(self, prepared: Any, query: Array, layer_idx: int) -> Attended:
-        """Attend by a prepared call, with other queries; the results are new arrays."""
+        """Run a prepared call with other queries; return the results in new arrays."""
         out, lse = np.empty((*query.shape[:-1], self.value_dim), query.dtype), None
         if "lse" in prepared.owners:
             lse = np.empty(query.shape[:-1], np.float32)
@@ -352,11 +353,11 @@ class PagedStep:
         return out if lse is None else (out, lse)
 
     def keep(self, form: Any, layer_idx: int, arrays: dict[str, Any], launch: Any) -> None:
-        """Keep the launch of a call for other layers and arrays, unless its form is None."""
+        """Keep a launch for calls with other layers and arrays, unless its form is None."""
         self.calls.keep(form, PreparedCall([launch], self._store.addresses[layer_idx] | arrays))
 
     def places(self, layer_idx: int, arrays: dict[str, Any]) -> list[Any]:
-        """Return the addresses of a layer and of the arrays of a call."""
+        """Return the addresses of a layer and of a call's arrays."""
         return [*self._store.addresses[layer_idx].values(), *places_of(arrays.values())]
 
     def load(self, key: Array, value: Array, layer_idx: int, contexts: Any) -> None:
@@ -367,7 +368,7 @@ class PagedStep:
     def attend_rows(
         self, query: Array, layer_idx: int, mask: Array | None, weights: attention.Weights, length: int
     ) -> list[Array]:
-        """Attend with queries [B, q, Hq, D] of the last tokens of rows that were moved; float32 results."""
+        """Attend with queries [B, q, Hq, D] of the last tokens to rows with moved tokens, in float32."""
         batch, tokens, *_ = query.shape
         own = None if mask is None or not mask.size else functools.partial(mask_of_row, mask)
         pieces = self.pieces(weights.causal, tokens, length)
@@ -400,16 +401,16 @@ class PagedStep:
 
 
 class Part(NamedTuple):
-    """Some sequences of a step, to which attention is a launch of its own."""
+    """Selects sequences of a step for one launch of attention."""
 
     step: PagedStep
-    queries: Array  # where their queries are among those of the step
-    keys: Array  # and their contexts among all contexts
+    queries: Array  # the numbers of their queries among those of the step
+    keys: Array  # the numbers of their contexts' tokens among all contexts
 
     def attend(
         self, query: Array, layer_idx: int, attn_mask: Array | None, options: dict[str, Any]
     ) -> tuple[Array, ...]:
-        """Attend with the checked arguments of the whole step; return outputs, and lse if it is wanted."""
+        """Attend with the step's checked arguments; return outputs, and lse if `options` ask for it."""
         if attn_mask is not None and attn_mask.size:
             attn_mask = attn_mask[..., self.queries, :]
             attn_mask = attn_mask if attn_mask.shape[-1] == 1 else attn_mask[..., self.keys]
@@ -418,7 +419,7 @@ class Part(NamedTuple):
 
 
 def fill_results(out: Array, lse: Array | None, queries: Any, results: Sequence[Array]) -> Attended:
-    """Write outputs, and lse where it is wanted, to the places of some queries; return all."""
+    """Write the results of these queries into the step's outputs, and lse if any; return both."""
     out[queries] = results[0]
     if lse is None:
         return out

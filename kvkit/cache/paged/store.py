@@ -1,4 +1,4 @@
-"""The arrays of a paged cache: one PMX cache for all layers, cut into blocks."""
+"""The arrays of a paged cache: one PMX cache for all layers, divided into blocks."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ BLOCK_AXES = ("l", "kv", "block", "n", "h", "c")
 
 
 class PagedStore:
-    """The arrays of a `PagedCache`, and where each layer begins in them; arguments are as in `PagedCache`."""
+    """Holds the arrays of a `PagedCache` and where each layer begins; arguments as in `PagedCache`."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class PagedStore:
         return rows, rows
 
     def scale_of(self, layer_idx: int) -> Array | None:
-        """Return the scales that operators expect: computed ones of all layers, given ones of this layer."""
+        """Return scales for an operator: computed ones of all layers, or constant ones of this layer."""
         return self.scale if self.scale is None or self.found else self.scale[layer_idx]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,14 +153,14 @@ class PagedStore:
                 array[:, :, destination] = array[:, :, source]
 
     def copy_rows(self, sources: Array, targets: Array) -> None:
-        """Copy the bytes of rows in all layers. In a layer all are read before one is written."""
+        """Copy rows byte by byte in all layers. Each layer reads all rows before it writes one."""
         (block, row), (new_block, new_row) = divmod(sources, self.page_size), divmod(targets, self.page_size)
         for array in self.blocks:
             for side in (side for layer in array for side in layer):  # [block, row, head, dim]
                 side[new_block, new_row] = side[block, row]
 
     def rotate(self, rows: Array, deltas: Array, ropes: list[Any]) -> None:
-        """Rotate the keys in some rows by so many positions more."""
+        """Rotate the keys in some rows by `deltas` more positions."""
         block, row = divmod(rows, self.page_size)
         for side, rope in zip(self.blocks[0][:, 0], ropes, strict=True):
             if rope != NO_ROTATION:
@@ -168,7 +168,7 @@ class PagedStore:
                 side[block, row] = rope.shift(keys, deltas).swapaxes(0, 1)
 
     def apart(self, layer_idx: int, inputs: Mapping[str, Array]) -> None:
-        """Check that an append does not overwrite its inputs, {name: array}."""
+        """Raise if an append would overwrite its inputs {name: array}."""
         caches.check_written_apart(
             self.cache, self.scale_of(layer_idx), self.places[layer_idx], list(inputs.items())
         )
@@ -195,7 +195,7 @@ def check_scales(scale: Any, layers: int, heads: int) -> Array:
 
 
 def view_blocks(array: Array, layout: Layout, page_size: int) -> Array:
-    """Return a view of a cache or scale cut into blocks: [layer, key|value, block, row, head, dim]."""
+    """View a cache or scale as blocks: [layer, key|value, block, row, head, dim]."""
     row = layout.at["n"]
     axes = [*layout.axes[:row], "block", *layout.axes[row:]]
     split = array.reshape(*array.shape[:row], -1, page_size, *array.shape[row + 1 :])

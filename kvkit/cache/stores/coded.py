@@ -1,4 +1,4 @@
-"""The stores of a quantized layer's codes: in memory, and in a mapped file."""
+"""Store a quantized layer's keys and values as codes, in memory or in a mapped file."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from kvkit.typed import Array, States
 
 SIDES = "keys", "values"
 GROWING = "tail", "codes", "cells"
-NUMBERS = "coded", "before", "start"  # of each side, in a state
+COUNTERS = "coded", "before", "start"  # the numbers of each side that a sidecar has
 
-Forms = dict[str, ArrayForm]  # of the arrays of a side, by name
+Forms = dict[str, ArrayForm]  # {name: (shape, dtype)} of the arrays of a side
 Plan = tuple["CodeStore", list[Forms]]  # a store, and the arrays of its sides in a file
 
 
 class CodeStore:
     """Keys and values of a layer as codes; it has the methods of `Store`."""
 
-    capacity = 0  # for how many more tokens another store for the same ones has room
-    file: Any = None  # where it lies, if not in memory
+    capacity = 0  # a copy of the store gets no room for more tokens
+    file: Any = None  # the mapped file; None in memory
     rows_adjoin = False
 
     def __init__(self, geometry: Geometry, sides: list[CodedSide], read_back: bool) -> None:
         self.geometry, self.sides, self.read_back = geometry, sides, read_back
-        self.rooms: list[tuple[Array, Any]] = []  # of the update that is under way
+        self.rooms: list[tuple[Array, Any]] = []  # for each side (tail, first live row) of this update
 
     def fits(self, new: int) -> bool:
         """Return whether there is room for new tokens."""
@@ -52,7 +52,7 @@ class CodeStore:
             side.append(new, room)
 
     def commit(self, layer: Any) -> None:
-        """Encode what has left the window, unless past is recorded."""
+        """Encode the tokens that have left the window, unless the layer records past tokens."""
         self.rooms = []
         if not layer.record_past:
             self.evict()
@@ -64,7 +64,7 @@ class CodeStore:
                 self.release_originals(side)
 
     def release_originals(self, side: CodedSide) -> None:
-        """Make the next view read all codes, and free the originals."""
+        """Free the unquantized copies of coded tokens; the next view reads their codes."""
         side.release_undo()
 
     def crop(self, length: int) -> None:
@@ -76,7 +76,7 @@ class CodeStore:
         self.see_stored()
 
     def keep_rows(self, rows: Array, first: int, rope: Any, rotated: Array | None) -> None:
-        """Move the given tokens to the front, as bytes. Keys of codes are not rotated."""
+        """Keep these tokens only, byte for byte. Coded keys are not rotated."""
         for side in self.sides if len(rows) < self.sides[0].length else ():
             side.keep_rows(rows, side)
 
@@ -95,12 +95,12 @@ class CodeStore:
         return any(side.is_large for side in self.sides)
 
     def release_undo(self) -> None:
-        """Release what only the last update needed."""
+        """Free what undoing the last update would need."""
         for side in self.sides:
             side.release_undo()
 
     def see_stored(self) -> None:
-        """Make attention read all codes, not the originals."""
+        """Make attention read codes wherever there are any, not unquantized copies."""
         for side in self.sides:
             side.read_back()
 
@@ -117,14 +117,14 @@ class CodeStore:
 
     def query(self, query: Array) -> Array:
         """Return queries rotated as the stored keys are."""
-        return self.sides[0].turned(query, QUERY)
+        return self.sides[0].rotated(query, QUERY)
 
     def output(self, out: Array) -> Array:
         """Return outputs of attention to the stored values, rotated back."""
-        return self.sides[1].turned(out, OUTPUT)
+        return self.sides[1].rotated(out, OUTPUT)
 
     def begin_at(self, tables: list[Array], params: Array, row: int) -> None:
-        """Make a prepared call read the same codes as the latest view, from `row` on."""
+        """Point a prepared call at the codes of the latest view, from `row` on."""
         for side, table in zip(self.sides, tables, strict=True):
             side.segments(table, row)
 
@@ -133,7 +133,7 @@ class CodeStore:
         return key.stored(), value.stored()
 
     def taken(self, indices: Array) -> CodeStore:
-        """Return the store of other rows of the batch."""
+        """Return a store of these rows of the batch, copied."""
         store = copy.copy(self)
         store.geometry = self.geometry._replace(batch=len(indices))
         store.sides = [side.taken(indices) for side in self.sides]
@@ -146,28 +146,27 @@ class CodeStore:
 class MappedCodeStore(CodeStore):
     """Codes, their scales, sinks and tail in one mapped file.
 
-    Rows that count are never written again, in the tail too: its tokens stay where they are until they are
-    codes, or move to where none of them lies. So a step writes only behind what counts, and its one write to
-    the sidecar, of a few numbers, says all that has changed. Codes have room for all that may leave the
-    window and some more, so that nothing but new tokens and other rows need another file, and the first ones
-    after a prompt do not; the tail is as long as the prompt until they do. Of what the latest update has
-    coded it keeps the originals, so that opening after a crash between two layers can take it back.
+    A committed row is never overwritten. Tokens of the tail stay in place until they are encoded, or move to
+    free rows. A step therefore writes free rows first; then one write of a few numbers to the sidecar commits
+    it. The arrays of codes have spare rows, so that decoding after a prompt does not need a new file at once.
+    Tokens that the latest update encoded also stay in the tail, unquantized: after a crash between layers,
+    opening the folder can undo that update.
     """
 
     def __init__(
         self,
         geometry: Geometry,
-        plan: tuple[CodeStore, list[dict[str, ArrayForm]]],
+        plan: Plan,
         home: Home,
         new: bool = True,
     ) -> None:
         source, forms = plan
         super().__init__(geometry, source.sides, source.read_back)
         self.forms = forms
-        self.file = File(home, [form for of_side in forms for form in of_side.values()], new)
+        self.file = File(home, [form for side_forms in forms for form in side_forms.values()], new)
         arrays = iter(self.file.arrays)
-        for side, of_side in zip(self.sides, forms, strict=True):
-            for part in of_side:
+        for side, side_forms in zip(self.sides, forms, strict=True):
+            for part in side_forms:
                 setattr(side, part, next(arrays))
             side.block_of = side.block_of[0, 0, :, 0]
 
@@ -178,30 +177,30 @@ class MappedCodeStore(CodeStore):
     def opened(
         cls, about: dict[str, Any], span: Span, home: Home, empty: Callable[[Geometry], CodeStore]
     ) -> MappedCodeStore:
-        """Open the store of tokens, as a sidecar says; `empty` makes one of its geometry in memory."""
+        """Open the store that a sidecar describes; `empty` returns an empty store in memory of a geometry."""
         (_, batch, heads, _, key_dim), value_dim = about["keys"]["tail"], about["values"]["tail"][-1]
-        given = Geometry(batch, heads, key_dim, value_dim, BY_NAME[about["dtype"]])
-        source = empty(given)
+        geometry = Geometry(batch, heads, key_dim, value_dim, BY_NAME[about["dtype"]])
+        source = empty(geometry)
         forms = [
             array_forms(side, batch, *(about[name][part][3] for part in GROWING))
             for name, side in zip(SIDES, source.sides, strict=True)
         ]
-        if any(about[name] != said for name, said in describe_forms(forms).items()):
+        if any(about[name] != expected for name, expected in describe_forms(forms).items()):
             raise ValueError(f"arrays that are not those of {home.about['arguments']}")
-        store = cls(given, (source, forms), home, new=False)
+        store = cls(geometry, (source, forms), home, new=False)
         for name, side in zip(SIDES, store.sides, strict=True):
             side.sink = min(about["state"].get("sinks", side.sink), side.sink)
-            restore_side(side, span.length, *(about["state"][f"{name}.{number}"] for number in NUMBERS))
+            restore_side(side, span.length, *(about["state"][f"{name}.{counter}"] for counter in COUNTERS))
         return store
 
-    def release_originals(self, side: CodedSide) -> None:  # a step that was cut off may have to be taken back
+    def release_originals(self, side: CodedSide) -> None:  # kept, to undo a step that a crash cut off
         side.read_back()
 
     def make_room(self, new: int) -> None:
         self.rooms = [(side.tail, side.tail_at(new)) for side in self.sides]
 
     def fill(self, store: CodeStore, indices: Iterable[int], begin: int, end: int) -> None:
-        """Copy all of another store, from the given rows of its batch."""
+        """Copy these rows of the batch of another store, all tokens."""
         for side, source in zip(self.sides, store.sides, strict=True):
             side.start = min(side.sink, side.length) + side.before
             first, live = side.start - source.start, side.length - side.start
@@ -228,9 +227,9 @@ class MappedCodeStore(CodeStore):
     def commit(self, layer: Any) -> None:
         super().commit(layer)
         numbers = {
-            f"{name}.{number}": getattr(side, number)
+            f"{name}.{counter}": getattr(side, counter)
             for name, side in zip(SIDES, self.sides, strict=True)
-            for number in NUMBERS
+            for counter in COUNTERS
         }
         self.file.commit(self.about, layer, numbers)
 
@@ -242,7 +241,7 @@ class MappedCodeStore(CodeStore):
         self.file.close()
 
     def prefetch(self, span: Span) -> None:
-        rows: list[tuple[int, int]] = []  # in the order of the arrays
+        rows: list[tuple[int, int]] = []  # (first, count) of each array, in the order of the file
         for side in self.sides:
             rows += [(0, side.sink), (side.end - side.start, side.length - side.end)]
             rows += [(0, count) for count in (side.coded, side.blocks, side.coded)]
@@ -250,10 +249,10 @@ class MappedCodeStore(CodeStore):
 
 
 def plan_file(store: CodeStore, batch: int, tokens: int, view: bool, kept: Array | None = None) -> Plan:
-    """Plan a `MappedCodeStore`: return a store, and arrays with room for it and so many more tokens.
+    """Plan a file for a store and `tokens` more; return the store and the forms of its arrays.
 
-    Where one is too small all grow, as they would soon be too small too, and every time is a new file.
-    Without the latest view there are no originals of codes. With `kept` the arrays are for these tokens.
+    If one array is too small all of them grow, because each time costs a new file. With `view` the tail also
+    has the tokens that the latest update encoded. With `kept` the store has these tokens only.
     """
     store = copy.copy(store)
     store.sides = [copy.copy(side) for side in store.sides]
@@ -267,7 +266,7 @@ def plan_file(store: CodeStore, batch: int, tokens: int, view: bool, kept: Array
 
 
 def row_counts(side: CodedSide, tokens: int, grows: bool) -> tuple[int, int, int]:
-    """Return the rows of tail, codes and cells: as they are, or with room for a window and a quarter."""
+    """Return how many rows tail, codes and cells need; with `grows`, a quarter and a window more."""
     codes, cells = side.codes.shape[2], side.cells.shape[2]
     if grows:
         new = side.new_blocks(side.length + tokens)
@@ -291,13 +290,13 @@ def array_forms(side: CodedSide, batch: int, tail: int, codes: int, cells: int) 
 def describe_forms(forms: Iterable[Forms]) -> dict[str, dict[str, list[Any]]]:
     """Describe the arrays of both sides for a sidecar."""
     return {
-        name: {part: [dtype.name, *shape] for part, (shape, dtype) in of_side.items()}
-        for name, of_side in zip(SIDES, forms, strict=True)
+        name: {part: [dtype.name, *shape] for part, (shape, dtype) in side_forms.items()}
+        for name, side_forms in zip(SIDES, forms, strict=True)
     }
 
 
 def restore_side(side: CodedSide, length: int, coded: int, before: int, start: int) -> None:
-    """Restore the state of a side whose arrays are in place, or refuse it."""
+    """Set the counters of a side whose arrays are filled; raise ValueError if they contradict the arrays."""
     sinks = min(side.sink, length)
     first, last = sinks + before - start, length - start
     blocks = side.block_of[: max(0, coded)]

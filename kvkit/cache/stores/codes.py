@@ -1,4 +1,4 @@
-"""Keys or values of a quantized layer: sinks, codes and a tail, each token in one of them."""
+"""Hold the keys or the values of a quantized layer. A token is a sink, a code, or in the tail."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from kvkit.formats.rotations import OUTPUT
 from kvkit.formats.rotations import STORED as STORED_ROWS
 from kvkit.typed import Array
 
-PARTS = "sinks", "codes", "cells", "ends", "tail"  # of a side in a file
-TAIL_ROOM = 16  # tokens of room in a tail, beside what it must hold
+PARTS = "sinks", "codes", "cells", "ends", "tail"  # names of a side's arrays in files; cells are scales
+TAIL_ROOM = 16  # spare tokens of a new tail
 
 
 class CodedSide:
-    """Keys or values of a layer, [B, H, tokens, dim], from `shape` and dtype of its first update.
+    """Keys or values of a layer, [B, H, tokens, dim]. The first update decides the shape and dtype.
 
-    Of `length` tokens the first `sink` are unquantized, the next `coded` are codes, the rest is the tail.
-    The latest view reads the first `seen` codes; for the others it reads the originals, still in the tail.
+    Of `length` tokens the first `sink` stay unquantized, the next `coded` are codes, and the rest, the tail,
+    is unquantized until it leaves the window. The latest view reads the first `seen` codes. Tokens encoded
+    since then also remain in the tail, where the view reads them. `cells` are the scales of the codes, with
+    minima behind them where codes are asymmetric; a block of tokens shares a row of cells.
 
-    Where tokens are removed the others keep their bytes. A block that loses some of its tokens keeps its
-    scales, one that loses all is freed. A sink that is removed leaves `sink` one less, for no later token is
-    moved among the sinks; when no token follows the sinks there may be as many as at first again.
+    Removing tokens leaves the bytes of the others. A block that loses some of its tokens keeps its scales. A
+    block that loses all is freed. Removing a sink lowers `sink`, because no later token becomes a sink. If
+    no token follows the sinks, `sink` returns to its first value.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class CodedSide:
         batch, heads, _, dim = shape
         element, by_token = BY_DTYPE[dtype].name, spec.axis == "token"
         block = STORED[spec.format].block if spec.format else None
-        self.scales: Array | None = None  # that are given
+        self.scales: Array | None = None  # the constant scales of the spec, [1 or heads]
         if spec.scale is not None:
             self.scales = np.array(spec.scale, np.float32).reshape(-1)
             if len(self.scales) not in (1, heads):
@@ -59,21 +61,21 @@ class CodedSide:
         self.format = cpu.copy.codes.Codes(
             element, spec.bits, symmetric, cell, group, self.block, spec.format or ""
         )
-        cpu.copy.codes.encode(self.format), self.widening(rounds=False)  # compiled before anything changes
+        cpu.copy.codes.encode(self.format), self.widening(rounds=False)  # compile before anything changes
         self.length = self.coded = self.seen = self.blocks = 0
-        self.before = 0  # codes when the latest update began: the tail still holds the others' originals
-        self.counter = [0]  # of changes; shared by all sides that follow from one another
+        self.before = 0  # codes when the latest update began; later ones are in the tail as well
+        self.counter = [0]  # number of changes, shared with copies of this side
         self.sinks = np.empty((batch, heads, sink, dim), dtype)
-        self.tail, self.start = np.empty((batch, heads, 0, dim), dtype), 0  # the position of its first token
+        self.tail, self.start = np.empty((batch, heads, 0, dim), dtype), 0  # position of its row 0
         width = STORED[spec.format].bytes(dim) if spec.format else dim * spec.bits // 8
         self.codes = np.empty((batch, heads, 0, width), np.uint8)
         cells = 0 if block or not group else dim // group * (1 if symmetric else 2)
         self.cells = np.empty((batch, heads, 0, cells), BY_NAME[spec.param_dtype].dtype)
-        self.block_of = np.empty(0, np.int64)  # of each code
+        self.block_of = np.empty(0, np.int64)  # the block of each code: its row of `cells`
 
     @property
     def changes(self) -> int:
-        """Return how many changes there were of what a view reads; an older view is invalid."""
+        """Return how often the rows that views read have changed. A view of an older count is invalid."""
         return self.counter[0]
 
     @property
@@ -88,7 +90,7 @@ class CodedSide:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the stored tokens, originals of codes included, without room to grow."""
+        """Return the bytes of the stored tokens, undo copies included, without spare rows."""
         sinks, tail = min(self.sink, self.length), self.length - self.end + self.coded - self.before
         counts = (self.sinks, sinks), (self.tail, tail), (self.codes, self.coded), (self.cells, self.blocks)
         return sum(array[:, :, :1].nbytes * count for array, count in counts if array.shape[2])
@@ -96,9 +98,9 @@ class CodedSide:
     # Room
 
     def room(self, tokens: int) -> tuple[Array, int]:
-        """Return (tail, where it begins to hold live tokens) with room for more; nothing has changed yet.
+        """Return (tail, its first live row) with room for more tokens; the side has not changed yet.
 
-        Codes get their room at once.
+        The arrays of codes grow at once.
         """
         self.grow(self.new_blocks(self.length + tokens))
         live, _, new_tail = self.tail_counts(tokens)
@@ -109,15 +111,15 @@ class CodedSide:
         return np.empty((batch, heads, new_tail, dim), self.dtype), 0
 
     def tail_counts(self, tokens: int) -> tuple[int, int, int]:
-        """Return the tokens in the tail, those in it when more have come, and the room of a new tail."""
+        """Return the number of tokens in the tail now, after `tokens` more, and the size of a new tail."""
         live = self.length - self.end
         need = live + max(0, self.length + tokens - max(self.length, self.sink))
         return live, need, need + live + self.residual + self.block + TAIL_ROOM
 
     def tail_at(self, tokens: int) -> int | None:
-        """Return where the live tokens of the tail are to begin when more come; None without room.
+        """Return the row at which the tail's live tokens begin once more have come; None without room.
 
-        They move only to where none of them lies: in a file they may still be what counts.
+        They move to free rows only, because the rows of a file may be the committed ones.
         """
         live, need, _ = self.tail_counts(tokens)
         first = self.end - self.start if live else 0
@@ -126,19 +128,19 @@ class CodedSide:
         return 0 if need <= first else None
 
     def fits(self, tokens: int) -> bool:
-        """Return whether there is room for more."""
+        """Return whether there is room for more tokens."""
         blocks = self.new_blocks(self.length + tokens)
         codes, cells = self.coded + blocks * self.block, self.blocks + blocks
         rooms = self.codes.shape[2], self.cells.shape[2]
         return self.tail_at(tokens) is not None and codes <= rooms[0] and cells <= rooms[1]
 
     def new_blocks(self, length: int) -> int:
-        """Return how many blocks leave the window where a context grows, or shrinks, to a length."""
+        """Return how many blocks leave the window when the context becomes `length` tokens long."""
         coded = min(self.coded, max(0, length - self.sink))
         return max(0, (length - self.residual - min(self.sink, length) - coded) // self.block)
 
     def grow(self, blocks: int) -> None:
-        """Make room for that many more blocks."""
+        """Make room for more blocks of codes."""
         tokens = self.coded + blocks * self.block
         if tokens > self.codes.shape[2]:
             more = grow_array(self.codes, self.coded, tokens)
@@ -148,11 +150,11 @@ class CodedSide:
         if self.blocks + blocks > self.cells.shape[2]:
             self.cells = grow_array(self.cells, self.blocks, self.blocks + blocks)
 
-    # Changes, which cannot fail
+    # Changes. They cannot fail
 
     def append(self, states: Array, room: tuple[Array, Any]) -> None:
-        """Append new tokens, in the room that was made for them."""
-        states = self.turned(states, STORED_ROWS)
+        """Append new tokens in the room that `room` has returned."""
+        states = self.rotated(states, STORED_ROWS)
         (tail, first), old, new = room, self.length, states.shape[2]
         live, sinks = old - self.end, max(0, min(new, self.sink - old))
         begin = self.end - self.start
@@ -164,15 +166,15 @@ class CodedSide:
         self.start, self.seen, self.before = self.end - first, self.coded, self.coded
         self.counter[0] += 1
 
-    def turned(self, rows: Array, what: str) -> Array:
-        """Return rows [.., .., .., D] turned by the rotation, if there is one."""
+    def rotated(self, rows: Array, what: str) -> Array:
+        """Return rows [.., .., .., D], rotated if the spec has a rotation."""
         if self.rotation is None:
             return rows
-        turned: Array = cpu.copy.rotations.turned(rows, self.rotation, what, self.is_value)
-        return turned
+        rotated: Array = cpu.copy.rotations.turned(rows, self.rotation, what, self.is_value)
+        return rotated
 
     def evict(self) -> None:
-        """Encode the tokens that have left the window; the latest view still reads their originals."""
+        """Encode the tokens that have left the window. The latest view reads them from the tail."""
         blocks = self.new_blocks(self.length)
         if not blocks:
             return
@@ -190,7 +192,7 @@ class CodedSide:
         self.coded, self.blocks = self.coded + tokens, self.blocks + blocks
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens; a block that is cut keeps its scales."""
+        """Keep the first `length` tokens. A block that is cut keeps its scales."""
         self.coded = min(self.coded, max(0, length - self.sink))
         self.blocks = int(self.block_of[self.coded - 1]) + 1 if self.coded else 0
         self.end_change(length, min(length, self.sink))
@@ -202,7 +204,7 @@ class CodedSide:
         self.counter[0] += 1
 
     def rows_of(self, tokens: Array) -> tuple[dict[str, Array], Array]:
-        """Return the rows of each array that some tokens have, by name, and the new block of each code."""
+        """Return {array name: rows} of these tokens, and the new block of each code."""
         sinks = min(self.sink, self.length)
         codes = tokens[(tokens >= sinks) & (tokens < self.end)] - sinks
         blocks, block_of = np.unique(self.block_of[codes], return_inverse=True)
@@ -210,30 +212,30 @@ class CodedSide:
         return {"sinks": tokens[tokens < sinks], "codes": codes, "cells": blocks, "tail": tail}, block_of
 
     def keep_rows(self, tokens: Array, source: CodedSide) -> None:
-        """Take some tokens of a side, given by their numbers, as the only ones. `source` may be this side."""
+        """Replace all tokens by those of `source` with these numbers. `source` may be this side."""
         rows, block_of = source.rows_of(tokens)
-        for name, kept in rows.items():
-            copy_rows(getattr(self, name), getattr(source, name), kept, 0)
+        for name, numbers in rows.items():
+            copy_rows(getattr(self, name), getattr(source, name), numbers, 0)
         self.block_of[: len(block_of)] = block_of
         self._count(len(tokens), rows)
 
     def count_kept(self, tokens: Array) -> None:
-        """Count some tokens as the only ones; no array changes."""
+        """Set the counters as if only these tokens were stored; no array changes."""
         self._count(len(tokens), self.rows_of(tokens)[0])
 
     def _count(self, length: int, rows: dict[str, Array]) -> None:
-        """Count `length` tokens, which have so many rows of each array, by name."""
+        """Set the counters for `length` tokens with these rows of each array."""
         self.coded, self.blocks = len(rows["codes"]), len(rows["cells"])
         self.end_change(length, len(rows["sinks"]))
         self.start = self.end
 
     def undo_update(self, length: int) -> None:
-        """Keep the first `length` tokens, and return codes of the latest update to the tail."""
+        """Keep the first `length` tokens, and move those that the latest update encoded back to the tail."""
         self.coded = self.before
         self.crop(length)
 
     def read_back(self) -> None:
-        """Make the next view read all codes, not the originals."""
+        """Make the next view read every code."""
         if self.seen != self.coded:
             self.seen = self.coded
             self.counter[0] += 1
@@ -244,7 +246,7 @@ class CodedSide:
         return self.tail.shape[2] > 8 * (self.residual + self.block + TAIL_ROOM)
 
     def release_undo(self) -> None:
-        """Free the originals of codes; from now on views read the codes."""
+        """Free the unquantized copies of codes, which undoing the latest update would need."""
         live, _, room = self.tail_counts(0)
         first, (batch, heads, _, dim) = self.end - self.start, self.shape
         if self.is_large:
@@ -255,7 +257,7 @@ class CodedSide:
         self.read_back()
 
     def taken(self, index: Array) -> CodedSide:
-        """Return the side of other rows of the batch."""
+        """Return a side of these rows of the batch, copied."""
         side, first = copy.copy(self), self.end - self.start
         live = self.length - self.end
         side.sinks = self.sinks[index]
@@ -318,17 +320,17 @@ class CodedSide:
     # Reading
 
     def widening(self, rounds: bool) -> int:
-        """Return the address of code that widens codes: rounded as arrays are, or as attention reads them."""
+        """Return the address of code that widens codes: with `rounds` to the dtype, else float32."""
         return int(cpu.copy.codes.widen(self.format, rounds=rounds).address)
 
     def cells_at(self, position: int) -> tuple[int, int, int, int]:
-        """Return address and strides of scales."""
+        """Return the address of position 0 in `cells`, or in constant scales, and three strides."""
         if self.scales is None:
             return address_of(self.cells, position)
         return cpu.launches.address(self.scales), 0, self.scales.strides[0] * (len(self.scales) > 1), 0
 
     def segments(self, table: Array | None = None, begin: int = 0, rounds: bool = False) -> Array:
-        """Fill a table, or a new one, with the segments that the latest view sees from row `begin` on."""
+        """Return a table, filled with the segments that the latest view has from row `begin` on."""
         segmented = cpu.attention.segmented
         batch, heads, length, _ = self.shape
         table = segmented.new_table(heads, batch) if table is None else table
@@ -346,7 +348,7 @@ class CodedSide:
         return table
 
     def read(self) -> Array:
-        """Return all tokens as the latest view reads them, as an array."""
+        """Return all tokens of the latest view as an array; codes are decoded."""
         batch, heads, tokens, dim = self.shape
         wide, planes = np.empty(self.shape, np.float32), batch * heads
         segments = self.segments(rounds=True)
@@ -354,23 +356,23 @@ class CodedSide:
         at = (cpu.launches.address(wide), 4 * tokens * dim, 4 * dim, 0, table, 1, planes, 0, table, 0, 0, 0)
         code = cpu.attention.segmented.widen_code().address
         cpu.launches.start(cpu.copy.codes.prepare_codes(code, planes, tokens, at, 1, dim, wide.size))
-        return self.turned(wide, OUTPUT).astype(self.dtype, copy=False)
+        return self.rotated(wide, OUTPUT).astype(self.dtype, copy=False)
 
     def stored(self) -> Array:
-        """Return what is stored, as an array."""
+        """Return all stored tokens as an array; codes are decoded."""
         side = copy.copy(self)
         side.seen = self.coded
         return side.read()
 
 
 def address_of(array: Array, position: int) -> tuple[int, int, int, int]:
-    """Return the address of position 0 of an array that begins with `position`, and its strides."""
+    """Return (address of position 0, three strides) of [B, H, rows, dim] whose row 0 is `position`."""
     sequence, head, row = array.strides[:3]
     return cpu.launches.address(array) - position * row, sequence, head, row
 
 
 def grow_array(array: Array, used: int, least: int) -> Array:
-    """Copy the first `used` rows to an array with room for `least` and some more, at least twice as large."""
+    """Copy the first `used` rows to an array of at least `least` rows and twice the present size."""
     batch, heads, capacity, dim = array.shape
     more = np.empty((batch, heads, max(least + least // 4, 2 * capacity), dim), array.dtype)
     more[:, :, :used] = array[:, :, :used]

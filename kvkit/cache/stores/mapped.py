@@ -1,11 +1,11 @@
 """A layer in a memory-mapped file, with a JSON sidecar that describes it.
 
-The file holds the layer's arrays, keys and values or the parts of codes, in the order in which the sidecar
-has them, each from a multiple of `PAGE` bytes on, and then a mark: its own name, which says the layer and the
-generation, and a random word that the sidecar has too. The sidecar also says of which kind the layer is, and
-its state: the numbers that say which rows hold which tokens. Rows are written first, then the state, in one
-write; a larger store is a new file, which counts when its sidecar has replaced the old one. So a process may
-end at any moment.
+The data file holds the layer's arrays (keys and values, or the parts of codes) in the order of the sidecar.
+Each array begins at a multiple of `PAGE` bytes. A mark ends the file: its name, with layer and generation,
+and a random word that the sidecar repeats. The sidecar has the kind of the layer and its state, the numbers
+that say which rows hold which tokens. A step writes rows first, then the state in one write. A store that
+grows moves to a new file, which counts once its sidecar has replaced the old one. So a process may end at any
+moment.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from kvkit.formats import BY_NAME
 from kvkit.typed import Array
 
 VERSION = 1
-PAGE = 4096  # every array begins at a multiple of it; no file is smaller
-MARK = 64  # bytes of a mark, which leave the file a multiple of every element's
-NUMBER = 20  # characters of a number in a state, so that a later one fits in its place
-NEW, OWNER = os.O_CREAT | os.O_EXCL, 0o600  # what is there is never written to, a link least of all
-WAITING = ".next-"  # then the number of the change that lets a sidecar of this ending count
+PAGE = 4096  # bytes; every array begins at a multiple of it, and no file is smaller
+MARK = 64  # bytes of a mark: a multiple of the size of every element
+NUMBER = 20  # characters of each number in a state, so that any later number fits in its place
+NEW, OWNER = os.O_CREAT | os.O_EXCL, 0o600  # never open an existing file, or a link, for a new one
+WAITING = ".next-"  # begins the suffix of a sidecar that counts once change NUMBER is committed
 ArrayForm = tuple[tuple[int, ...], np.dtype[Any]]  # shape, dtype
 
 
@@ -50,7 +50,7 @@ class File:
         self, home: Home, forms: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], new: bool = True
     ) -> None:
         self.home, self.path, self.sidecar, self.loading = home, home.path(new), -1, False
-        self.moved = False  # whether the sidecar says how rows were moved
+        self.moved = False  # whether the sidecar describes rows that were removed or shifted
         self.word = home.word
         self.descriptor = os.open(self.path, os.O_RDWR | (NEW if new else 0), OWNER)
         weakref.finalize(self, os.close, self.descriptor)
@@ -77,7 +77,7 @@ class File:
         self.arrays = [np.ndarray(shape, dtype, memory, start) for (shape, dtype), start in places]
         if not new:
             home.current, text = self, home.sidecar.read_text()
-            self.know_sidecar(os.open(home.sidecar, os.O_RDWR), text.rindex("{"))
+            self.set_sidecar(os.open(home.sidecar, os.O_RDWR), text.rindex("{"))
 
     def commit(
         self,
@@ -85,7 +85,7 @@ class File:
         layer: Any,
         more: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Commit the file, which `about` describes, with the state of a layer's rows."""
+        """Write the state of a layer's rows to the sidecar; the first time write `about` too."""
         moves = {} if self.sidecar >= 0 else layer.describe_moves()
         self.moved = self.moved or bool(moves)
         numbers = layer.span._asdict() | {"record_past": layer.record_past, **more}
@@ -100,8 +100,8 @@ class File:
             os.lseek(self.sidecar, self.state_at, os.SEEK_SET)
             os.write(self.sidecar, text.encode())
 
-    def know_sidecar(self, sidecar: int, state_at: int) -> None:
-        """Remember the descriptor of the sidecar that counts this file, and where in it the state is."""
+    def set_sidecar(self, sidecar: int, state_at: int) -> None:
+        """Set the descriptor of the file's sidecar, and the byte at which its state begins."""
         self.sidecar, self.state_at = sidecar, state_at
         weakref.finalize(self, os.close, sidecar)
 
@@ -116,7 +116,7 @@ class File:
     def close(self) -> None:
         """Delete the file, and record in the sidecar that the layer is empty."""
         if self.sidecar >= 0:
-            self.home.say_empty()
+            self.home.write_empty()
         self.path.unlink()
 
     def flush(self) -> None:
@@ -155,13 +155,13 @@ class MappedStore(Store):
 
     @classmethod
     def opened(cls, about: dict[str, Any], span: Span, home: Home) -> MappedStore:
-        """Open the store of tokens, as a sidecar says."""
+        """Open the store that a sidecar describes."""
         batch, heads, capacity, key_dim = about["keys"]
         fmt, joined = BY_NAME[about["dtype"]], about.get("joined", 0)
-        given = Geometry(batch, heads, key_dim, about["values"][3], fmt, joined)
+        geometry = Geometry(batch, heads, key_dim, about["values"][3], fmt, joined)
         if not span.origin <= span.oldest <= span.length <= span.origin + capacity:
             raise ValueError(f"a state that cannot be: {about['state']}")
-        return cls(given, capacity, home, new=False)
+        return cls(geometry, capacity, home, new=False)
 
     def again(self) -> MappedStore:
         """Return a store of the same file, to be committed with another sidecar."""
@@ -171,7 +171,7 @@ class MappedStore(Store):
         return store
 
     def fill_rows(self, store: MappedStore, rows: Array, rope: Any, rotated: Array | None) -> None:
-        """Copy some rows of another store to the first ones, keys rotated by so many positions."""
+        """Copy rows of another store to the first rows; rotate keys by `rotated` positions."""
         self.copy_from(store, rows, 0, rope, rotated)
 
     def commit(self, layer: Any) -> None:
@@ -196,7 +196,7 @@ def prefetch_thread() -> concurrent.futures.ThreadPoolExecutor:
 
 
 def allocate_file(file: int, size: int) -> None:
-    """Allocate the file on the disk now, because a mapping without room ends the process later."""
+    """Allocate the disk space now, because writing to a mapping on a full disk kills the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
         return
@@ -206,12 +206,12 @@ def allocate_file(file: int, size: int) -> None:
 
 
 def end_mark(path: Path, word: str) -> bytes:
-    """Return the end of a file; nothing for one that was written without."""
+    """Return the mark of a file; b"" for a file of an older version, whose sidecar has no word."""
     return f"kvkit {path.stem} {word}\n".rjust(MARK).encode() if word else b""
 
 
 def check_mark(path: Path, file: int, size: int, word: str) -> None:
-    """Raise unless a file has its size, and then its mark."""
+    """Raise ValueError unless a file has at least `size` bytes and then its mark."""
     expected = end_mark(path, word)
     os.lseek(file, size, os.SEEK_SET)
     if os.fstat(file).st_size < size or os.read(file, len(expected)) != expected:
@@ -219,66 +219,66 @@ def check_mark(path: Path, file: int, size: int, word: str) -> None:
 
 
 class Home:
-    """The place of a layer's files in a folder; `about` describes the layer."""
+    """Names and replaces the files of one layer in a folder. `about` describes the layer."""
 
     def __init__(self, folder: Any, number: int, about: dict[str, Any]) -> None:
         self.folder, self.number, self.about = folder, number, about
         self.sidecar = folder.path / f"layer-{number:03}.json"
         self.generation = 0
         self.current: File | None = None
-        self.word = ""  # that the mark of an opened file has
-        self.waiting = 0  # the change whose sidecar may not have taken its place yet
+        self.word = ""  # the random word in the mark of an opened file
+        self.waiting = 0  # the change that a new sidecar waits for; 0 for none
 
     def path(self, new: bool) -> Path:
-        """Return the path of the file that counts, or of a new one."""
+        """Return the path of the current data file, or of a new one."""
         self.generation += new
         return self.folder.path / f"layer-{self.number:03}-{self.generation}.raw"
 
     def opened_state(self, about: dict[str, Any]) -> tuple[Span, bool]:
-        """Return (span, whether past is recorded), as a sidecar says."""
+        """Return (span, whether past tokens are recorded) from a sidecar."""
         if about["byteorder"] != sys.byteorder:
             raise ValueError(f"numbers of a {about['byteorder']}-endian machine")
-        self.generation, self.word, said = about["generation"], about.get("word", ""), about["state"]
-        return Span(*(said[name] for name in Span._fields)), bool(said["record_past"])
+        self.generation, self.word, state = about["generation"], about.get("word", ""), about["state"]
+        return Span(*(state[name] for name in Span._fields)), bool(state["record_past"])
 
     def accept(self, file: File, about: dict[str, Any], state: str) -> None:
-        """Make a file the layer's; delete the one before it, unless the new sidecar has to wait."""
+        """Make a file the layer's data file. Delete the old one, unless the new sidecar has to wait."""
         self.resolve_waiting()
         text = self.text(generation=self.generation, word=file.word, byteorder=sys.byteorder, **about)
         text = text.removesuffix("}") + ', "state": '
         self.waiting = self.folder.under_way
         sidecar = (
-            write_new(self.waits_as(), text + state)
+            write_new(self.waiting_path(), text + state)
             if self.waiting
             else write_sidecar(self.sidecar, text + state)
         )
-        file.know_sidecar(sidecar, len(text))
+        file.set_sidecar(sidecar, len(text))
         before, self.current = self.current, file
         if before is not None and before.path != file.path and not self.waiting:
             before.path.unlink()
 
-    def waits_as(self) -> Path:
+    def waiting_path(self) -> Path:
         return self.sidecar.with_suffix(f"{WAITING}{self.waiting}")
 
     def resolve_waiting(self) -> None:
         """Rename the waiting sidecar if its change was committed; else delete it."""
         if self.waiting:
-            with contextlib.suppress(FileNotFoundError):  # it has, before an interrupt
-                follow_change(self.waits_as(), self.folder.changes)
+            with contextlib.suppress(FileNotFoundError):  # an interrupted call has renamed it already
+                follow_change(self.waiting_path(), self.folder.changes)
             self.waiting = 0
 
     def text(self, **more: Any) -> str:
         return json.dumps({"version": VERSION, **self.about, **more})
 
-    def say_empty(self, **more: Any) -> None:
-        """Write a sidecar without a data file."""
+    def write_empty(self, **more: Any) -> None:
+        """Write the sidecar of a layer without tokens, which has no data file."""
         self.resolve_waiting()
         os.close(write_sidecar(self.sidecar, self.text(changes=self.folder.changes, **more) + "\n"))
         self.current = None
 
 
 def follow_change(path: Path, changes: int) -> None:
-    """Rename a sidecar that waits for a change if that is committed; else delete it."""
+    """Make a waiting sidecar the layer's if its change is committed; else delete it."""
     if int(path.suffix.removeprefix(WAITING)) <= changes:
         os.replace(path, path.with_suffix(".json"))
     else:

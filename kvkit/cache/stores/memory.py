@@ -120,7 +120,7 @@ class Store:
         """
         key, value = (side.swapaxes(1, 2) for side in self.rows(begin, end))  # [B, rows, Hkv, D]
         rows = attention.context_of(self.geometry.fmt, key, value, (key.strides[:2], value.strides[:2]))
-        return rows._replace(packed=data, as_loaded=False), self.begin_at
+        return rows._replace(data_dtype=data, as_loaded=False), self.begin_at
 
     def query(self, query: Array) -> Array:
         """Return queries rotated like the stored keys; keys are not rotated here."""

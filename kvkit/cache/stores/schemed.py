@@ -1,4 +1,4 @@
-"""A store that encodes old tokens by schemes in numpy, and leaves first and recent tokens unquantized."""
+"""A store that encodes old tokens by schemes in numpy; the first and recent tokens stay unquantized."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from kvkit.typed import Array
 
 
 class Chunk(NamedTuple):
-    """Tokens that were encoded together, of which some may have been removed."""
+    """Holds tokens that were encoded together; some may have been removed since."""
 
-    live: Array  # which of them are left, ascending
-    rows: tuple[dict[str, Array], ...]  # for each row of the batch, what its scheme made
+    live: Array  # the numbers of those that are left, ascending
+    rows: tuple[dict[str, Array], ...]  # the result of `encode` for each row of the batch
 
 
 @dataclass(frozen=True)
 class SchemedSide:
-    """The keys or the values of a layer. The object is immutable: changes return a new one."""
+    """Holds the keys or the values of a layer. It is immutable: changes return a new object."""
 
     name: str
     scheme: Any
-    group: int  # tokens that are encoded together
+    group: int  # how many tokens are encoded together
     sink: int
     residual: int
     sinks: Array  # [B, H, tokens, D]
     tail: Array
     chunks: tuple[Chunk, ...] = ()
 
-    changes = 0  # which a view asks for
+    changes = 0  # read by views; an immutable side never changes
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -46,18 +46,18 @@ class SchemedSide:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of what is stored."""
+        """Return the size of the stored tokens in bytes."""
         coded = (array.nbytes for chunk in self.chunks for row in chunk.rows for array in row.values())
         return self.sinks.nbytes + self.tail.nbytes + sum(coded)
 
     def appended(self, states: Array) -> SchemedSide:
-        """Return the side with new tokens; they are sinks only while no token follows the sinks."""
+        """Return the side with new tokens. They become sinks only while no token follows the sinks."""
         first = self.sink - self.sinks.shape[2] if self.shape[2] == self.sinks.shape[2] else 0
         sinks = np.concatenate((self.sinks, states[:, :, :first]), 2)
         return replace(self, sinks=sinks, tail=np.concatenate((self.tail, states[:, :, first:]), 2))
 
     def evicted(self) -> SchemedSide:
-        """Return the side in which the tokens that left the window are encoded, in whole groups."""
+        """Return the side with all whole groups that left the window encoded."""
         count = max(0, self.tail.shape[2] - self.residual) // self.group
         if not count:
             return self
@@ -73,7 +73,7 @@ class SchemedSide:
                 raise argument_error(f"{self.name}.encode", "a dict of arrays", describe(arrays))
             rows.append(
                 {name: array.copy() for name, array in arrays.items()}
-            )  # a view holds more than it is
+            )  # a view would keep the whole array alive
         return Chunk(np.arange(self.group), tuple(rows))
 
     def decoded(self, chunk: Chunk) -> Array:
@@ -91,7 +91,7 @@ class SchemedSide:
         return self.kept(np.arange(min(length, self.shape[2])))
 
     def kept(self, tokens: Array) -> SchemedSide:
-        """Return the side of some tokens, by number; a chunk that loses tokens stays whole, read in part."""
+        """Return the side of the tokens of these numbers; a chunk keeps the codes of removed tokens."""
         begin, chunks = self.sinks.shape[2], []
         sinks = self.sinks[:, :, tokens[tokens < begin]]
         for chunk in self.chunks:
@@ -104,7 +104,7 @@ class SchemedSide:
         return replace(self, sinks=sinks, tail=tail, chunks=tuple(chunks))
 
     def taken(self, indices: Array) -> SchemedSide:
-        """Return the side of other rows of the batch."""
+        """Return the side of these rows of the batch."""
         chunks = [chunk._replace(rows=tuple(chunk.rows[index] for index in indices)) for chunk in self.chunks]
         return replace(self, sinks=self.sinks[indices], tail=self.tail[indices], chunks=tuple(chunks))
 
@@ -114,7 +114,7 @@ class SchemedSide:
 
 
 class SchemedStore(Store):
-    """Keys and values, as stored and as the latest step reads them; decoded only while attention runs."""
+    """Keys and values encoded by schemes; they are decoded only while attention runs."""
 
     rows_adjoin = False
 

@@ -16,7 +16,7 @@ NONE = -1  # the version of a state before the first token
 
 
 class StateForms(NamedTuple):
-    """The names, shapes without the batch, and dtypes of a state's arrays, which its first update decides."""
+    """Lists names, shapes without the batch, and dtypes of a state's arrays, as first updated."""
 
     batch: int
     forms: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
@@ -27,18 +27,18 @@ class StateForms(NamedTuple):
 
 
 class StateStore:
-    """Versions of a recurrent state: of each of its arrays one array [versions, B, ...].
+    """Stores versions of a recurrent state: an array [versions, B, ...] for each array of the state.
 
-    A version is written whole, into a place that counts no more, and then counts. So a crash leaves the old
-    one or the new one.
+    A new version is written whole into an unused place, then committed. So a crash leaves the old version or
+    the new one.
 
     Attributes
     ----------
     arrays : dict of str to ndarray, shape [versions, B, ...]
     current, previous : int
-        The version of the state now, and of that before the last update; -1 before the first token.
+        The versions of the state now and before the last update; -1 before the first token.
     checkpoints : dict of int to int
-        The versions that stay, by the position of the token that came next.
+        The versions that are kept, by the position of the next token.
     file : File or None
     """
 
@@ -55,7 +55,7 @@ class StateStore:
 
     @classmethod
     def opened(cls, about: dict[str, Any], home: Any) -> StateStore:
-        """Open the store of a state, as a sidecar says."""
+        """Open the store that a sidecar describes."""
         said, arrays = about["state"], about["states"]
         forms = {name: (tuple(shape), BY_NAME[dtype].dtype) for name, dtype, shape in arrays}
         store = cls(StateForms(about["batch"], forms), about["versions"], home, new=False)
@@ -77,16 +77,16 @@ class StateStore:
         return StateStore, (self.geometry, self.versions), left | {"file": None, "arrays": self.arrays}
 
     def of(self, version: int) -> dict[str, Array]:
-        """Return views of the arrays of a version, [B, ...] each; none before the first token."""
+        """Return views of a version's arrays, [B, ...] each; {} before the first token."""
         return {} if version == NONE else {name: array[version] for name, array in self.arrays.items()}
 
     def free(self) -> int:
-        """Return a version that can be written to; NONE if there is none."""
+        """Return an unused version to write to; NONE without any."""
         held = {self.current, self.previous, *self.checkpoints.values()}
         return next((i for i in range(self.versions) if i not in held), NONE)
 
     def fill(self, store: StateStore, indices: Any) -> None:
-        """Copy the versions that count of another store, from the given rows of its batch."""
+        """Copy the used versions of another store, these rows of its batch."""
         held = sorted({store.current, *store.checkpoints.values()} - {NONE})
         for name, array in store.arrays.items():
             for place, version in enumerate(held):
@@ -102,7 +102,7 @@ class StateStore:
         return store
 
     def commit(self, layer: Any) -> None:
-        """Commit which versions count; in memory there is nothing to do."""
+        """Commit which versions are used; in memory there is nothing to do."""
         if self.file is not None:
             positions = {version: position for position, version in self.checkpoints.items()}
             marks = {f"checkpoint{i}": positions.get(i, NONE) for i in range(self.versions)}
@@ -123,6 +123,6 @@ class StateStore:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the versions that count."""
+        """Return the size of the used versions in bytes."""
         held = {self.current, *self.checkpoints.values()} - {NONE}
         return sum(array[0].nbytes for array in self.arrays.values()) * len(held)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numpy.typing import DTypeLike
 
 from kvkit.errors import argument_error
-from kvkit.typed import Array
+from kvkit.typed import Array, States
 
 
 class KVView:
@@ -41,3 +42,24 @@ class KVView:
 
     def __repr__(self) -> str:
         return f"<KVView of {self.dtype}, shape {self.shape}>"
+
+
+class LayerSide:
+    """Gives a `KVView` the keys (`side` 0) or values (1) of a layer that decodes all of them at once."""
+
+    def __init__(self, layer: Any, side: int, dtype: np.dtype[Any], dim: int) -> None:
+        self._layer, self._side = layer, side
+        self.shape, self.dtype = (*layer.shape[:3], dim), dtype
+
+    @property
+    def changes(self) -> int:
+        return int(self._layer.changes)
+
+    def read(self) -> States:
+        return self._layer.stored()[self._side]
+
+
+def views_of(layer: Any, dtype: np.dtype[Any], dims: tuple[int, int]) -> tuple[KVView, KVView]:
+    """Return views of a layer's keys and values, whose heads have these sizes."""
+    keys, values = (KVView(LayerSide(layer, side, dtype, dim)) for side, dim in enumerate(dims))
+    return keys, values

@@ -59,7 +59,7 @@ class Form(NamedTuple):
     """Formats, sizes and how rows lie: all that decides the machine code of a call."""
 
     data: str
-    stored: tuple[str, str]  # formats of keys and of values
+    cache_formats: tuple[str, str]  # formats of keys and of values
     scale: str | None
     group: int
     heads: int
@@ -88,7 +88,7 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
     shared = shared_scales(context)
     if shared:  # multiplied into queries and outputs, at no cost per token
         own = np.ones((2, 1, context.heads), np.float32)
-        context, weights = context._replace(cell=None), weights._replace(scales=own)
+        context, weights = context._replace(scale_format=None), weights._replace(scales=own)
     form = form_of(context)
     if key_weights is not None:  # tiles keep float32 weights, and those of one head at a time
         form = form._replace(interleaved=False, integers=False)
@@ -162,11 +162,11 @@ def planned(params):
 def form_of(context):
     """Return the form of a call over a context."""
     return Form(
-        data=context.packed, stored=(context.stored, context.value_stored or context.stored),
-        scale=context.cell, group=context.group,
+        cache_formats=(context.cache_format, context.value_format or context.cache_format),
+        data=context.data_dtype, scale=context.scale_format, group=context.group,
         heads=context.heads, dim=context.dim, value_dim=context.value_dim,
         as_loaded=context.as_loaded, spread=any(context.elements), interleaved=interleaved(context),
-        decoder=context.reader, integers=machine.has_integers(), pairs=machine.has_pairs(),
+        decoder=context.decoder, integers=machine.has_integers(), pairs=machine.has_pairs(),
     )  # fmt: skip
 
 
@@ -174,17 +174,17 @@ def form_of(context):
 def reading(form):
     """Return how the kernels of a form read keys and values."""
     dims, coded, decoder = (form.dim, form.value_dim), form.scale is not None, form.decoder
-    rounds = form.as_loaded and not coded and coarser(form.data, form.stored[0])
-    minifloat = BY_NAME[form.stored[0]].minifloat
+    rounds = form.as_loaded and not coded and coarser(form.data, form.cache_formats[0])
+    minifloat = BY_NAME[form.cache_formats[0]].minifloat
     exact = form.as_loaded and coded and not minifloat and coarser(form.scale, form.data)
     if decoder:
         widens = not decoder.engine
     else:
         widens = rounds or form.spread or not narrow.in_place(form.scale, form.group, dims)
-    pairs = {form.data, *form.stored} == {"bfloat16"} and not (decoder or form.spread)
+    pairs = {form.data, *form.cache_formats} == {"bfloat16"} and not (decoder or form.spread)
     width = None
     if form.integers and form.data != "float32" and not (widens or decoder or exact):  # of 24 bits
-        widths = {integers.width(side, form.scale, form.group, dims) for side in form.stored}
+        widths = {integers.width(side, form.scale, form.group, dims) for side in form.cache_formats}
         width = widths.pop() if len(widths) == 1 else None
     return Reading(rounds, exact, widens, pairs and form.pairs, width)
 
@@ -233,7 +233,7 @@ def code_fields(form):
         form.decoder.to_float
         if form.decoder
         else rows(direction, target, side, form.scale, form.group).address
-        for side in form.stored
+        for side in form.cache_formats
     )
     return {
         "keys.to_float": keys, "values.to_float": values,
@@ -276,7 +276,8 @@ def padded(dim):
 def side_bytes(form):
     """Return the bytes of a head of keys, and of values."""
     return [
-        BY_NAME[side].bytes(dim) for side, dim in zip(form.stored, (form.dim, form.value_dim), strict=True)
+        BY_NAME[side].bytes(dim)
+        for side, dim in zip(form.cache_formats, (form.dim, form.value_dim), strict=True)
     ]
 
 
@@ -298,7 +299,7 @@ def orders_of(form):
     return (
         form.decoder.orders
         if form.decoder
-        else narrow.orders(form.stored[0], form.scale, form.group, form.dim)
+        else narrow.orders(form.cache_formats[0], form.scale, form.group, form.dim)
     )
 
 
@@ -318,7 +319,8 @@ def engines(form, tiles, near, several):
     if tiles & WIDE and read.pairs:
         chosen[SPECIAL_ENGINE] = bfloat16_pairs.engine()
     elif tiles & WIDE and read.width and several:
-        chosen[SPECIAL_ENGINE] = wide_integers.engine(form.stored, (form.scale, form.group, read.width))
+        scales = form.scale, form.group, read.width
+        chosen[SPECIAL_ENGINE] = wide_integers.engine(form.cache_formats, scales)
     for kind, steps in chosen.items():
         table[kind] = ENGINE.filled(dict.fromkeys(ENGINE.names, 0) | steps)
     return table
@@ -332,10 +334,10 @@ def engine(form, tile_rows, near):
     if form.decoder and form.decoder.engine:
         return form.decoder.engine(tile_rows)
     if read.width:
-        return integers.engine(tile_rows, near, form.stored, (*scales, read.width))
+        return integers.engine(tile_rows, near, form.cache_formats, (*scales, read.width))
     if read.widens:
         return narrow.engine(tile_rows, ("float32", "float32"), (None, 0), False, False)
-    return narrow.engine(tile_rows, form.stored, scales, read.exact, near)
+    return narrow.engine(tile_rows, form.cache_formats, scales, read.exact, near)
 
 
 # What the arguments of a call decide
@@ -449,9 +451,9 @@ def shared_scales(context):
     The scales may change or move between two runs of a launch.
     """
     keys = context.sides[0]
-    if not context.cell or context.group or keys.scale_sequence or keys.scale_row:
+    if not context.scale_format or context.group or keys.scale_sequence or keys.scale_row:
         return None
-    dtype, head = BY_NAME[context.cell].dtype, keys.scale_head
+    dtype, head = BY_NAME[context.scale_format].dtype, keys.scale_head
     size = head * (context.heads - 1) + dtype.itemsize
 
     def fill(params, weights):

@@ -139,8 +139,8 @@ def stored_as(codes):
     Attention does not round dequantized row_ids to 16 bits, as reading an array does, because that would slow
     down decoding. Calls with many query rows do the same.
     """
-    if codes.stored:
-        return codes.stored, *scale_format_of(codes), ()
+    if codes.cache_format:
+        return codes.cache_format, *scale_format_of(codes), ()
     exact = codes.symmetric and coarser(codes.scale_format, codes.element)
     stored = CODES[codes.bits, codes.symmetric].name
     return stored, codes.scale_format, codes.group, (codes.scale_format,) if exact else ()
@@ -235,7 +235,7 @@ def sums(count, codes):
 def row_decoder(key, value, dims):
     """Return the decoder of keys and values with these codes: it reads in place if vectors fit the rows."""
     key, value = (replace(side, tokens=min(side.tokens, 2)) for side in (key, value))  # as many or one
-    vectors = all(side.stored or whole_panels(side.group) for side in (key, value))
+    vectors = all(side.cache_format or whole_panels(side.group) for side in (key, value))
     if not vectors or any(dim % simd.LANES for dim in dims):
         return prepare.RowDecoder(widen_code().address, None, None)
 
@@ -253,7 +253,8 @@ def context(packed, batch, heads, dims, forms, tables):
     key, value = (Side(address(table), heads, batch * heads, 1, scales=address(table)) for table in tables)
     dim, value_dim = dims
     return Context(
-        packed=packed, stored="float32", cell=None, group=0, heads=heads, dim=dim, value_dim=value_dim,
+        data_dtype=packed, cache_format="float32", scale_format=None, group=0,
+        heads=heads, dim=dim, value_dim=value_dim,
         sides=(key, value), key_bytes=4 * dim, value_bytes=4 * value_dim, as_loaded=False,
-        reader=row_decoder(*forms, dims),
+        decoder=row_decoder(*forms, dims),
     )  # fmt: skip

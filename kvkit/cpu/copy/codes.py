@@ -36,7 +36,7 @@ class Codes:
     scale_format: str  # of scales and minima
     group: int
     tokens: int  # of a block; group or tokens is 1
-    stored: str = ""  # the name of a format that operators store too; bits and symmetric are then unused
+    cache_format: str = ""  # a format that operators store too; bits and symmetric are then unused
 
 
 @shared
@@ -57,7 +57,7 @@ def asymmetric_number(element, code, scale, minimum):
 
 def scale_format_of(codes):
     """Return (scale format, group) of an operators' format; (None, 0) if blocks contain the scales."""
-    return (None, 0) if BY_NAME[codes.stored].block else (codes.scale_format, codes.group)
+    return (None, 0) if BY_NAME[codes.cache_format].block else (codes.scale_format, codes.group)
 
 
 @functools.cache
@@ -69,8 +69,8 @@ def widen(codes, plain=False, rounds=True):
     (target, target_row, target_head, codes, code_row, code_head, scales, scale_row, scale_head,
     tokens, heads, 1, dim); tokens of one block have a `scale_row` of 0.
     """
-    if codes.stored:
-        return rows(READ, "float32", codes.stored, *scale_format_of(codes))
+    if codes.cache_format:
+        return rows(READ, "float32", codes.cache_format, *scale_format_of(codes))
     element, product = codes.element, codes.scale_format
     if not rounds:
         element, product = "float32", product if coarser(product, element) else "float32"
@@ -115,8 +115,8 @@ def encode(codes, plain=False):
     (source, source_block, source_head, codes, code_block, code_head, scales, scale_block, scale_head,
     blocks, heads, 1, dim)
     """
-    if codes.stored:
-        return rows(STORE, codes.element, codes.stored, *scale_format_of(codes))
+    if codes.cache_format:
+        return rows(STORE, codes.element, codes.cache_format, *scale_format_of(codes))
     element, bits, scale_format, group, tokens = (
         codes.element,
         codes.bits,
@@ -190,7 +190,7 @@ PARAMS = Record("rows_code chunks items workers units at heads dim")
 record = memory.record(PARAMS)
 
 
-def run_row_code(worker, params_at):
+def transfer_units(worker, params_at):
     """Call row code for equal shares of the units (tokens or blocks) of every sequence.
 
     `at` has the address and the byte strides of sequence, unit and head of both sides and of the scales.
@@ -215,8 +215,8 @@ def run_row_code(worker, params_at):
 
 
 @functools.cache
-def run_row_code_code():
-    return callback(run_row_code, WORKER)
+def transfer_units_code():
+    return callback(transfer_units, WORKER)
 
 
 def prepare_codes(code, batch, units, at, heads, dim, elements):
@@ -228,5 +228,5 @@ def prepare_codes(code, batch, units, at, heads, dim, elements):
         "rows_code": code, "chunks": chunks, "items": items, "workers": workers,
         "units": units, "at": numbers, "heads": heads, "dim": dim,
     })  # fmt: skip
-    run = functools.partial(run_workers, run_row_code_code(), workers, address(params))
+    run = functools.partial(run_workers, transfer_units_code(), workers, address(params))
     return Launch(numbers, {}, run, alive=(params,))

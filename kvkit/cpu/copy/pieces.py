@@ -253,14 +253,16 @@ def prepare_copy(places, code, pieces, starts, block_size, moved, arrays, averag
 
 def encode(side, pieces):
     """Prepare storing tokens as codes in a pool, with the caller's scale per head or with computed scales."""
-    tokens, pool, scales = side.tokens, side.pool, side.cells
+    tokens, pool, scales = side.tokens, side.pool, side.scales
     _, block_size, heads, dim = pool.shape
     starts = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(pieces[:, COUNT], out=starts[1:])
     groups = (
-        panels.groups_in_panel(side.group, dim // side.group) if side.group and side.stored == "int8" else 0
+        panels.groups_in_panel(side.group, dim // side.group)
+        if side.group and side.cache_format == "int8"
+        else 0
     )
-    code = rows(STORE, side.packed, side.stored, side.cell, side.group, groups).address
+    code = rows(STORE, side.data_dtype, side.cache_format, side.scale_format, side.group, groups).address
     block = row = head = 0
     if scales is not None:
         block, row, head = scales.strides[:3] if side.group else (0, 0, scales.strides[0] if heads > 1 else 0)

@@ -41,32 +41,34 @@ def call_rows(
 
 
 @functools.cache
-def rows(direction, packed, cache, scale=None, group=0, groups=0, stream=False, plain=False):
-    """Compile the transfer of rows between format names `packed` and `cache`.
+def rows(
+    direction, data_dtype, cache_format, scale_format=None, group=0, groups=0, stream=False, plain=False
+):
+    """Compile the transfer of rows between format names `data_dtype` and `cache_format`.
 
-    With quantization `scale` is the format of scales, `group` is how many elements share one and
+    With quantization `scale_format` is the format of scales, `group` is how many elements share one and
     `groups` how many groups a panel takes (see `panels.groups_in_panel`; it matters to stores only).
     `stream` uses non-temporal stores; `plain` uses scalar code only (tests). `copy_tokens` calls the result's
     `address`. READ, which attention uses, differs from LOAD for codes only: it does not round code * scale to
     the type of the scales. 8-bit floats are multiplied in float32 in both. A group of 0 means one scale for a
     row, which the caller of a store gives, also for int8.
     """
-    stored = BY_NAME[cache]
-    if stored.block:
-        transfer = row_by_row(blocks.row(direction, packed, cache, plain))
-    elif scale is None:
-        transfer = row_by_row(moved_row(direction, packed, cache, stream, plain))
-    elif direction == STORE and (stored.minifloat or not group):
-        transfer = row_by_row(minifloats.scaled_row(packed, cache, scale, group, plain))
+    element, formats = BY_NAME[cache_format], (data_dtype, cache_format, scale_format)
+    if element.block:
+        transfer = row_by_row(blocks.row(direction, data_dtype, cache_format, plain))
+    elif scale_format is None:
+        transfer = row_by_row(moved_row(direction, data_dtype, cache_format, stream, plain))
+    elif direction == STORE and (element.minifloat or not group):
+        transfer = row_by_row(minifloats.scaled_row(*formats, group, plain))
     elif direction != STORE:
-        product = scale if direction == LOAD and not stored.minifloat else "float32"
-        transfer = row_by_row(dequantized_row(packed, cache, scale, group, product, stream, plain))
+        product = scale_format if direction == LOAD and not element.minifloat else "float32"
+        transfer = row_by_row(dequantized_row(*formats, group, product, stream, plain))
     elif plain or not panels.lanes_divide(group):
-        transfer = row_by_row(quantized_row(packed, cache, scale, group))
+        transfer = row_by_row(quantized_row(*formats, group))
     else:
-        transfer = quantized_panels(packed, cache, scale, group, groups)
-    key = (direction, packed, cache, scale, group, groups, stream, plain, machine.has_integers())
-    return callback(transfer, SIGNATURE, key)
+        transfer = quantized_panels(*formats, group, groups)
+    key = direction, *formats, group, groups, stream, plain
+    return callback(transfer, SIGNATURE, (*key, machine.has_integers()))
 
 
 def row_by_row(row):
@@ -90,9 +92,9 @@ def row_by_row(row):
     return transfer
 
 
-def moved_row(direction, packed, cache, stream, plain):
+def moved_row(direction, data_dtype, cache_format, stream, plain):
     """Return a row function that copies elements, in another format or bit by bit."""
-    source, target = (packed, cache) if direction == STORE else (cache, packed)
+    source, target = (data_dtype, cache_format) if direction == STORE else (cache_format, data_dtype)
     if source == target:
         get, put = memory.load(memory.BITS[source]), memory.store(memory.BITS[target])
     else:
@@ -111,20 +113,21 @@ def moved_row(direction, packed, cache, stream, plain):
     return row
 
 
-def dequantized_row(packed, cache, scale, group, product, stream, plain):
-    """Return a row function that writes code * scale, rounded to the format `product`, then to `packed`."""
-    get_scale, put = memory.read(scale), memory.write(packed)
-    code_bits, minifloat = BY_NAME[cache].bits, BY_NAME[cache].minifloat
-    get_code = memory.read(cache) if minifloat else memory.load(types.int8)
-    packed_bytes, scale_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
+def dequantized_row(data_dtype, cache_format, scale_format, group, product, stream, plain):
+    """Return a row function that writes code * scale, rounded to `product`, then to `data_dtype`."""
+    get_scale, put = memory.read(scale_format), memory.write(data_dtype)
+    code_bits, minifloat = BY_NAME[cache_format].bits, BY_NAME[cache_format].minifloat
+    get_code = memory.read(cache_format) if minifloat else memory.load(types.int8)
+    packed_bytes, scale_bytes = BY_NAME[data_dtype].bytes(1), BY_NAME[scale_format].bytes(1)
     vector = panels.lanes_divide(group) and not plain
-    panel: Any = panels.dequantize(cache, scale, group, product, packed, stream) if vector else None
+    formats = cache_format, scale_format, group, product, data_dtype
+    panel: Any = panels.dequantize(*formats, stream) if vector else None
 
-    def one(packed_address, cache, scale_at, i):
+    def one(packed, cache, scale, i):
         byte = get_code(cache + i * code_bits // 8)
         if code_bits == 4:
             byte = numeric.high_nibble(byte) if i % 2 else numeric.low_nibble(byte)
-        put(packed_address + i * packed_bytes, numeric.dequantize(packed, product, byte, scale_at))
+        put(packed + i * packed_bytes, numeric.dequantize(data_dtype, product, byte, scale))
 
     one = helper(one)
 
@@ -142,36 +145,37 @@ def dequantized_row(packed, cache, scale, group, product, stream, plain):
     return row
 
 
-def quantized_row(packed, cache, scale, group):
+def quantized_row(data_dtype, cache_format, scale_format, group):
     """Return a row function that writes one scale for each group, and each element's code."""
-    get, put_scale, put_code = memory.read(packed), memory.write(scale), memory.store(types.int8)
-    code_bits, (_, qmax) = BY_NAME[cache].bits, BY_NAME[cache].limits
-    packed_bytes, scale_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
+    get, put_scale, put_code = memory.read(data_dtype), memory.write(scale_format), memory.store(types.int8)
+    code_bits, (_, qmax) = BY_NAME[cache_format].bits, BY_NAME[cache_format].limits
+    packed_bytes, scale_bytes = BY_NAME[data_dtype].bytes(1), BY_NAME[scale_format].bytes(1)
 
-    def row(packed_address, cache, scale, dim):
+    def row(packed, cache, scale, dim):
         for first in range(0, dim, group):
-            source, target = packed_address + first * packed_bytes, cache + first * code_bits // 8
+            source, target = packed + first * packed_bytes, cache + first * code_bits // 8
             largest = abs(get(source))
             for i in range(1, group):
                 largest = max(largest, abs(get(source + i * packed_bytes)))
-            step = numeric.group_scale(packed, largest, qmax)
+            step = numeric.group_scale(data_dtype, largest, qmax)
             put_scale(scale + first // group * scale_bytes, step)
             if code_bits == 8:
                 for i in range(group):
-                    put_code(target + i, numeric.quantize(packed, get(source + i * packed_bytes), step, qmax))
+                    x = get(source + i * packed_bytes)
+                    put_code(target + i, numeric.quantize(data_dtype, x, step, qmax))
             else:
                 for i in range(0, group, 2):
-                    low = numeric.quantize(packed, get(source + i * packed_bytes), step, qmax)
-                    high = numeric.quantize(packed, get(source + (i + 1) * packed_bytes), step, qmax)
+                    low = numeric.quantize(data_dtype, get(source + i * packed_bytes), step, qmax)
+                    high = numeric.quantize(data_dtype, get(source + (i + 1) * packed_bytes), step, qmax)
                     put_code(target + i // 2, numeric.pack_nibbles(low, high))
 
     return row
 
 
-def panel_maxima(packed, group, groups):
+def panel_maxima(data_dtype, group, groups):
     """Return a helper that finds the largest magnitude of each group of some panels, token by token."""
-    maxima, packed_step = panels.maxima(packed, group, groups), BY_NAME[packed].bytes(groups * group)
-    largest_step = groups * BY_NAME[packed].bytes(1)
+    maxima, packed_step = panels.maxima(data_dtype, group, groups), BY_NAME[data_dtype].bytes(groups * group)
+    largest_step = groups * BY_NAME[data_dtype].bytes(1)
 
     def find_maxima(packed, packed_token, packed_head, tokens, heads, across, largest):
         for token in range(tokens):
@@ -185,11 +189,11 @@ def panel_maxima(packed, group, groups):
     return helper(find_maxima)
 
 
-def panel_codes(packed, cache, scale, group, groups, room):
+def panel_codes(data_dtype, cache_format, scale_format, group, groups, room):
     """Return a helper that writes the codes and scales of some panels, head by head."""
-    quantize, step = panels.quantize(packed, cache, scale, group, groups), groups * group
-    packed_step, code_step = BY_NAME[packed].bytes(step), BY_NAME[cache].bytes(step)
-    scale_step = groups * BY_NAME[scale].bytes(1)
+    quantize, step = panels.quantize(data_dtype, cache_format, scale_format, group, groups), groups * group
+    packed_step, code_step = BY_NAME[data_dtype].bytes(step), BY_NAME[cache_format].bytes(step)
+    scale_step = groups * BY_NAME[scale_format].bytes(1)
 
     def write_codes(
         packed, packed_token, packed_head, cache, cache_token, cache_head,
@@ -212,23 +216,23 @@ def panel_codes(packed, cache, scale, group, groups, room):
     return helper(write_codes)
 
 
-def quantized_panels(packed, cache, scale, group, groups):
+def quantized_panels(data_dtype, cache_format, scale_format, group, groups):
     """Return the transfer of `quantized_row` with vectors: panels of `groups` groups, MANY panels at a time.
 
     It computes the maxima of all groups, then the scales, 16 at a time across panels, then the codes.
     Panels are read token by token, as they are packed, but written head by head, since a head's tokens may
     be neighbours in the cache.
     """
-    scales = panels.scales(packed, cache, scale)
-    rest = helper(quantized_row(packed, cache, scale, group))
+    scales = panels.scales(data_dtype, cache_format, scale_format)
+    rest = helper(quantized_row(data_dtype, cache_format, scale_format, group))
     step = groups * group
-    packed_step, code_step = BY_NAME[packed].bytes(step), BY_NAME[cache].bytes(step)
-    largest_bytes, scale_bytes = BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1)
+    packed_step, code_step = BY_NAME[data_dtype].bytes(step), BY_NAME[cache_format].bytes(step)
+    largest_bytes, scale_bytes = BY_NAME[data_dtype].bytes(1), BY_NAME[scale_format].bytes(1)
     scale_step = groups * scale_bytes
     room = 4 * (MANY * groups + LANES)  # for a number of each group
     scratch = memory.scratch(4 * room)
-    find_maxima = panel_maxima(packed, group, groups)
-    write_codes = panel_codes(packed, cache, scale, group, groups, room)
+    find_maxima = panel_maxima(data_dtype, group, groups)
+    write_codes = panel_codes(data_dtype, cache_format, scale_format, group, groups, room)
 
     def transfer(
         packed, packed_token, packed_head, cache, cache_token, cache_head,

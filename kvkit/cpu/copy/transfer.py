@@ -119,9 +119,10 @@ def prepare_transfer(direction, key, value, cache, starts, first, steps, repeat)
     stream = direction == LOAD and moved >= STREAM_BYTES and aligned(key) and aligned(value)
     if repeat == 1 and cache.heads_adjoin and strides[0][-2] == strides[1][-2] == dim * key.itemsize:
         heads, dim = 1, heads * dim
-    codes = cache.cell and not BY_NAME[cache.stored].minifloat
+    codes = cache.scale_format and not BY_NAME[cache.cache_format].minifloat
     groups = panels.groups_in_panel(cache.group, dim // cache.group) if direction == STORE and codes else 0
-    rows_code = rows(direction, cache.packed, cache.stored, cache.cell, cache.group, groups, stream).address
+    formats = cache.data_dtype, cache.cache_format, cache.scale_format
+    rows_code = rows(direction, *formats, cache.group, groups, stream).address
     sides = np.array([*map(numbers_of_side, (key, value), cache.sides)], np.int64)
     keys, values = cache.sides
     block = 0 if abs(values.address - keys.address) > abs(keys.row) else BLOCKS[direction]
@@ -137,7 +138,7 @@ def prepare_transfer(direction, key, value, cache, starts, first, steps, repeat)
     run = functools.partial(run_workers, transfer_code(), workers, address(params))
     return Launch(
         sides.reshape(-1),
-        owners_of(direction, bool(cache.cell)),
+        owners_of(direction, bool(cache.scale_format)),
         run,
         alive=(params, starts, first, steps.table),
     )

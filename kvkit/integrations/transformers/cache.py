@@ -113,7 +113,7 @@ class KvkitCache(Cache):
     """
 
     eviction: Eviction | None
-    _make: functools.partial | None  # makes the paged cache, from the geometry of its first tokens
+    _make: functools.partial | None  # makes the paged cache once the first tokens show its geometry
 
     def __init__(
         self, config: Any = None, kind: str = "dynamic", *, evict: Any = None, **options: Any
@@ -129,10 +129,8 @@ class KvkitCache(Cache):
         make = functools.partial(KINDS[kind], **options)
         unknown = [name for name in GEOMETRY if name not in options] if kind == "paged" and config else []
         if unknown:
-            inspect.signature(PagedCache).bind(
-                **options | dict.fromkeys(unknown)
-            )  # refuses unknown options at once
-            self._hold(DynamicCache(options["num_layers"]), config)
+            inspect.signature(PagedCache).bind(**options | dict.fromkeys(unknown))  # refuses wrong options
+            self._wrap(DynamicCache(options["num_layers"]), config)
             self._make, self._wanted = make, unknown
         else:
             self._hold(make_cache(KINDS[kind], config, kind, options), config)
@@ -142,30 +140,30 @@ class KvkitCache(Cache):
 
     @classmethod
     def of(cls, cache: Any, config: Any = None) -> KvkitCache:
-        """Return a `KvkitCache` of a cache of kvkit's: loaded, opened, or made in another way."""
-        held = cls.__new__(cls)
-        cls._hold(held, cache, config)
-        return held
+        """Wrap a cache of kvkit's that was loaded, opened, or made in another way."""
+        wrapper = cls.__new__(cls)
+        cls._wrap(wrapper, cache, config)
+        return wrapper
 
-    def _hold(self, cache: Any, config: Any) -> None:
+    def _wrap(self, cache: Any, config: Any) -> None:
         self.cache, self.config = cache, None if config is None else config.get_text_config(decoder=True)
         self._make = None
         self.eviction = None
         self.report: Any = None
-        self._reads: bool | None = None  # whether attention is ours, and reads what is stored
-        self._stored: dict[int, pending.Stored] = {}  # by layer, of its last update
-        self.new_tokens = 1  # of the step that a mask was made for last
+        self._reads: bool | None = None  # whether kvkit's attention reads the stored rows
+        self._stored: dict[int, pending.Stored] = {}  # the last update of each layer
+        self.new_tokens = 1  # tokens of the step that the latest mask is for
         super().__init__(layers=layers_of(self, cache, self.config))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KvkitCache:
-        held = type(self).of(copy.deepcopy(self.cache, memo), self.config)
-        held.eviction, held.report = copy.deepcopy((self.eviction, self.report), memo)
-        return held
+        copied = type(self).of(copy.deepcopy(self.cache, memo), self.config)
+        copied.eviction, copied.report = copy.deepcopy((self.eviction, self.report), memo)
+        return copied
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cache!r})"
 
-    # Tokens come
+    # Adding tokens
 
     @torch.compiler.disable
     def update(
@@ -182,21 +180,21 @@ class KvkitCache(Cache):
         Returns
         -------
         keys, values : Tensor
-            Pass them to attention. Under ``"kvkit"`` they are the given ones and stand for all tokens.
-            Otherwise they are past and new tokens, as many as `get_mask_sizes` says.
+            Pass them to attention. With ``"kvkit"`` they are the arguments, and stand for all tokens.
+            Otherwise they hold the past and new tokens, as many as `get_mask_sizes` says.
 
         Raises
         ------
         KvkitError
-            If an argument is wrong, or if kvkit's attention has not read what the layer's last update stored:
-            then the model uses another attention than `config` says, and has lost the past.
+            If an argument is wrong, or if kvkit's attention did not read the layer's last update: then the
+            model uses another attention than `config` says, and does not see past tokens.
         """
         last = self._stored.get(layer_idx)
         if last is not None and last.is_lost():
             wanted = f"{NAME!r} in the model that uses this cache, as its config says"
             found = f"one that has not read the cache in layer {layer_idx}; {pending.OTHERS}"
             raise argument_error("attn_implementation", wanted, found)
-        if layer_idx == 0 or self._reads is None:  # once a step, for a config takes its time to answer
+        if layer_idx == 0 or self._reads is None:  # once a step, because configs answer slowly
             self._reads = self.config is not None and self.config._attn_implementation == NAME
             if self.eviction is not None and not self._reads:
                 wanted = (
@@ -235,7 +233,7 @@ class KvkitCache(Cache):
         return without_gradient(keys, key_states), without_gradient(values, value_states)
 
     def _see(self, layer_idx: int, queries: np.ndarray, weights: np.ndarray | None) -> None:
-        """Keep what attention has shown, and evict tokens after the last layer that can lose some."""
+        """Pass queries and weights to the eviction; after the last layer that can lose tokens, evict."""
         eviction = self.eviction
         if eviction is not None:
             eviction.see(layer_idx, queries, weights)
@@ -243,21 +241,21 @@ class KvkitCache(Cache):
                 self.report = eviction.run(self.cache) or self.report
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Store the index keys [B, q, D] of the tokens that `update` has stored; return those of all."""
+        """Store the index keys [B, q, D] of the latest tokens; return the index keys of all tokens."""
         layer = self.cache.layers[layer_idx]
         if not isinstance(layer, IndexedLayer):
             raise argument_error("layer_idx", "a layer with index keys", layer_idx)
         return tensor_of(layer.update_index(to_numpy("indexer_key_states", indexer_key_states)))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Return a state of a convolution, which the model may change in place; None before the first."""
+        """Return a convolution's state, which the model may change in place; None before the first token."""
         layer = check_state(self.layers[layer_idx], layer_idx)
         if state_idx == 0:
             layer.begin_step()
         return layer.conv_states[state_idx]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Return a recurrent state; None before the first."""
+        """Return a recurrent state; None before the first token."""
         return check_state(self.layers[layer_idx], layer_idx).recurrent_states[state_idx]
 
     def _take_geometry(
@@ -277,11 +275,11 @@ class KvkitCache(Cache):
         geometry_of_keys = {"num_kv_heads": heads, "head_dim": dim, "dtype": dtype}
         self.cache, self._make = make(**{name: geometry_of_keys[name] for name in self._wanted}), None
 
-    # What is there
+    # Sizes and positions
 
     @torch.compiler.disable
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens that a layer has seen; the first with attention for those without."""
+        """Return the tokens that a layer has seen; for a recurrent layer, those of the first other layer."""
         return self.cache.get_seq_length(self._attending(layer_idx))
 
     def _attending(self, layer_idx: int) -> int:
@@ -292,14 +290,14 @@ class KvkitCache(Cache):
         return next((i for i, layer in enumerate(layers) if not isinstance(layer, StateLayer)), layer_idx)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the most tokens that a layer holds, or the largest layer; -1 is no limit."""
+        """Return the most tokens that a layer, or without a number any layer, holds; -1 without a limit."""
         return self.cache.get_max_length(layer_idx)
 
     @torch.compiler.disable
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return (kv_length, kv_offset): the keys after the next update, and the position of the first.
+        """Return (kv_length, kv_offset): how many keys the next update returns, and the first position.
 
-        The empty end of a static layer is left out.
+        Unused rows of a static layer do not count.
         """
         layer_idx, self.new_tokens = self._attending(layer_idx), int(query_length)
         kv_length, kv_offset = self.cache.get_mask_sizes(query_length, layer_idx)
@@ -307,25 +305,25 @@ class KvkitCache(Cache):
 
     @property
     def positions(self) -> np.ndarray:
-        """The positions of the stored tokens of the first layer, in the order of its keys."""
+        """Return the positions of the first layer's stored tokens, in the order of its keys."""
         return self.cache.layers[0].positions
 
     @property
     def rope_shifts(self) -> np.ndarray:
-        """The rope shifts of the first layer's keys: rows (first row, row behind the last one, shift)."""
+        """Return the rope shifts of the first layer's keys, as rows (first key, end, shift)."""
         return self.cache.layers[0].rope_shifts
 
-    # Tokens go, and the batch changes: all layers, or after an error none
+    # Removing tokens and changing the batch: in all layers, or after an error in none
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop as many last tokens if the number is negative. If it is positive, keep as many tokens."""
+        """Drop the last ``-tokens_to_remove`` tokens if it is negative, else keep the first so many."""
         before = self.get_seq_length()
         self.cache.crop(int(tokens_to_remove))
         if self.eviction is not None:
             self.eviction.drop(before - self.get_seq_length())
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let row b of the batch become what row ``beam_idx[b]`` was."""
+        """Replace row b of the batch by a copy of row ``beam_idx[b]``."""
         self._change_batch(np.asarray(beam_idx))
 
     def _change_batch(self, rows: np.ndarray) -> None:
@@ -334,7 +332,7 @@ class KvkitCache(Cache):
             self.eviction.change_batch(rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep some rows of the batch."""
+        """Keep these rows of the batch only."""
         self._change_batch(np.asarray(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -358,27 +356,27 @@ class KvkitCache(Cache):
         return refusal(plan, call, *arguments, **options)
 
     def movable(self) -> Any:
-        """Return what removes and moves the tokens of the whole batch."""
+        """Return the object whose methods remove and move tokens of the whole batch."""
         if self._make is not None:
             raise argument_error("cache", "tokens, because this one is paged", "none yet")
         return self.cache.rows if isinstance(self.cache, PagedCache) else self.cache
 
     def named_arguments(self, call: str, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """Return a call's arguments by name; the model's config says how keys were rotated if need be."""
+        """Return a call's arguments by name, with the rope of the model's config where the call needs one."""
         method = inspect.signature(getattr(MovableTokens, call))
         named = method.bind(self, *arguments, **options).arguments
         del named["self"]
-        held = self.cache.ropes if isinstance(self.cache, PagedCache) else [x.rope for x in self.cache.layers]
-        unknown = named.get("rope") is None and None in held
+        paged = isinstance(self.cache, PagedCache)
+        known = self.cache.ropes if paged else [layer.rope for layer in self.cache.layers]
+        unknown = named.get("rope") is None and None in known
         if unknown and named.get("close", "rope" in method.parameters and call != "remove"):
-            ropes = (
-                [] if self.config is None else rotations_of(self.config)
-            )  # states of hybrid ones lie behind
-            named["rope"] = ropes + [NO_ROTATION] * (len(held) - len(ropes)) if ropes else None
+            ropes = [] if self.config is None else rotations_of(self.config)
+            rest = [NO_ROTATION] * (len(known) - len(ropes))  # the states of hybrid layers come last
+            named["rope"] = ropes + rest if ropes else None
         return named
 
     def reset(self) -> None:
-        """Forget every token."""
+        """Remove all tokens."""
         self.cache.reset()
 
     def activate_past_recording(self) -> None:
@@ -387,24 +385,24 @@ class KvkitCache(Cache):
 
 
 def last_to_evict(layers: Any) -> int:
-    """Return the number of the last layer that can lose tokens, whose attention ends a step for them."""
+    """Return the number of the last layer that can lose tokens: eviction runs after its attention."""
     return max(i for i, each in enumerate(layers) if each.window is None and each.why_kept is None)
 
 
 def layers_of(owner: KvkitCache, cache: Any, config: Any) -> list[Any]:
-    """Return the layers of a cache as transformers uses them; states of hybrid ones lie behind the others."""
+    """Wrap a cache's layers for transformers. The cache has the states of hybrid layers after all others."""
     names: list[str] = []
     arguments: list[dict[str, Any]] = []
     if config is not None:
         names, arguments = get_layer_types_and_kwargs(config)
-    behind = len(cache) - sum(name in HYBRID for name in names)
+    count = len(cache) - sum(name in HYBRID for name in names)
     layers: list[Any] = []
-    for i, layer in enumerate(cache.layers[: behind if behind == len(names) else None]):
+    for i, layer in enumerate(cache.layers[: count if count == len(names) else None]):
         counts = arguments[i].get("number_of_states", 1) if i < len(arguments) else 1
         if isinstance(layer, StateLayer):
             layers.append(KvkitStateLayer(owner, i, counts))
-        elif behind == len(names) and names[i] in HYBRID:
-            number = behind + sum(name in HYBRID for name in names[:i])
+        elif count == len(names) and names[i] in HYBRID:
+            number = count + sum(name in HYBRID for name in names[:i])
             layers.append(KvkitHybridLayer(owner, i, number, counts))
         else:
             layers.append(KvkitLayer(owner, i))
