@@ -8,7 +8,7 @@ from kvkit.calls.latent import gather_rows, slots_of
 from kvkit.checks.indexer import ChoiceCall, IndexerCall
 from kvkit.typed import Array
 
-KEYS = 512  # that are scored at a time, so that products stay near the core
+KEYS = 512  # keys scored at a time, so that products stay in the nearest cache
 
 
 def score_positions(call: IndexerCall, out: Array | None) -> Array:

@@ -1,4 +1,4 @@
-"""Read rows of latent caches and write them; multiply heads with their projections."""
+"""Read and write rows of latent caches; multiply heads with their projections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvkit.formats.packing import from_bytes, split_blocks
 from kvkit.runtime.arrays import empty_result
 from kvkit.typed import Array
 
-ROWS = 2**14  # rows that are read at a time, some 20 MB
+ROWS = 2**14  # rows read at a time, some 20 MB
 
 
 def gather_rows(pool: LatentPool, slots: Array) -> Array:
@@ -28,7 +28,7 @@ def gather_rows(pool: LatentPool, slots: Array) -> Array:
 
 
 def decoded_rows(rows: Array, format: Format, dim: int) -> Array:
-    """Return rows of bytes [tokens, bytes] as float32 [tokens, dim], as `formats.decode` does."""
+    """Decode rows of bytes [tokens, bytes] to float32 [tokens, dim], as `formats.decode` does."""
     parts, coded = split_blocks(format, rows), dim - format.tail
     decoded = empty_result((len(rows), dim), FLOAT32.dtype)
     decoded[:, coded:] = from_bytes(parts["tail"], BFLOAT16)[:, 0]
@@ -43,14 +43,14 @@ def decoded_rows(rows: Array, format: Format, dim: int) -> Array:
 
 
 def scatter_rows(pool: LatentPool, rows: Array, slots: Array) -> None:
-    """Write rows [slots, dim] to some slots, encoded if the pool has a format."""
+    """Write rows [slots, dim] to slots; encode them if the pool has a format."""
     places = np.divmod(slots, pool.page_size)
     for part, stored in zip(pool.parts, stored_parts(pool, rows), strict=True):
         part[places] = stored
 
 
 def stored_parts(pool: LatentPool, rows: Array) -> list[Array]:
-    """Return rows [slots, dim] as each part of a pool stores them, encoded if the pool has a format."""
+    """Split rows [slots, dim] into the parts of a pool; encode them if it has a format."""
     stored = rows if pool.format is None else encode(rows, pool.format)["codes"]
     ends = np.cumsum([part.shape[2] for part in pool.parts])
     return np.split(stored, ends[:-1], axis=1)
@@ -75,9 +75,9 @@ def slots_of(pages: PageTable, page_size: int, sequence: int, begin: int, end: i
 
 
 def pieces_of_contexts(lengths: Array, queries: Array) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield pieces (sequence, begin, end) of contexts, in lists of some `ROWS` rows.
+    """Yield pieces (sequence, begin, end) of contexts, in lists of about `ROWS` rows.
 
-    A context that is longer comes alone, piece after piece; its last piece has the rows of all its queries.
+    A longer context is split into lists of one piece; the last piece has the rows of all its queries.
     """
     batch: list[tuple[int, int, int]] = []
     held = 0

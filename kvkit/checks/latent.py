@@ -1,4 +1,4 @@
-"""Check latent caches (MLA): pools whose rows are a key, and whose rows' first elements are the value."""
+"""Check calls on latent caches (MLA). A row of a pool is a key, and its first elements are the value."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from kvkit.typed import Array
 
 NO_TABLE = "block_tables and context_lens, or indices"
 CODED = "ds_mla", "ds_v4"  # formats of rows of bytes
-BYTES = np.dtype(np.uint8), np.dtype(np.int8), E4M3.dtype  # what bytes may be called
-ROW_584, BODY_584 = 584, 576  # bytes of a token of ds_v4, and those of them that lie before a block's scales
+BYTES = np.dtype(np.uint8), np.dtype(np.int8), E4M3.dtype  # the dtypes that bytes may have
+ROW_584, BODY_584 = 584, 576  # bytes of a token of ds_v4: with its scales, and without
 
 
 @dataclass(frozen=True)
 class LatentPool:
-    """The rows of a latent cache, whose parts may lie in several arrays.
+    """Holds the rows of a latent cache, which may lie in several arrays.
 
     Attributes
     ----------
     parts : tuple of ndarray, each [blocks, page_size, width] or [blocks, page_size, heads, width]
-        Joined along their last axes they are a row: numbers, or the bytes of a format.
+        Their last axes joined are a row: numbers, or the bytes of a format.
     format : Format or None
-        Of bytes; None for floats.
+        The format of bytes; None for floats.
     dim : int
-        The elements of a row.
+        The number of elements of a row.
     """
 
     parts: tuple[Array, ...]
@@ -57,22 +57,22 @@ class LatentPool:
 
     @property
     def heads(self) -> int:
-        """Return the heads of a row, each of which is a key and a value."""
+        """Return the number of heads of a row; each is a key and a value."""
         return int(self.parts[0].shape[2]) if self.parts[0].ndim == 4 else 1
 
     @property
     def page_size(self) -> int:
-        """Return the tokens of a block."""
+        """Return the number of tokens of a block."""
         return int(self.parts[0].shape[1])
 
     @property
     def slots(self) -> int:
-        """Return the rows of the pool."""
+        """Return the number of rows of the pool."""
         return len(self.parts[0]) * self.page_size
 
     @property
     def in_place(self) -> bool:
-        """Return whether attention can read the rows where they lie."""
+        """Return whether attention can read the rows in place."""
         return self.format is None and len(self.parts) == 1
 
 
@@ -104,8 +104,8 @@ class LatentCall(NamedTuple):
     scale: float
     causal: bool
     sinks: Array | None
-    sinks_last: bool  # whether sinks scale the output at the end, so that the lse is without them
-    whole: AttentionCall | None  # attention over rows where they lie; without sinks if these come last
+    sinks_last: bool  # sinks scale the output at the end, and the lse is without them
+    whole: AttentionCall | None  # attention over rows in place; without sinks if `sinks_last`
     results: Results
 
 
@@ -136,7 +136,7 @@ def checked_latent_attention(call: LatentArguments) -> LatentCall:
 
 
 def chosen_rows(call: LatentArguments, pool: LatentPool, tokens: int) -> list[LatentRows]:
-    """Return the chosen rows of one pool or two; none where attention is over contexts."""
+    """Return the chosen rows of one pool or two; () if attention is over contexts."""
     tables = call.block_tables, call.context_lens, call.query_starts
     if call.indices is None:
         if call.block_tables is None or call.context_lens is None:
@@ -153,7 +153,7 @@ def chosen_rows(call: LatentArguments, pool: LatentPool, tokens: int) -> list[La
 
 
 def extra_rows(extra: Any, pool: LatentPool, tokens: int) -> LatentRows:
-    """Check the second pool of a call, and return it with its chosen rows."""
+    """Check the second pool of a call; return it with its chosen rows."""
     if not isinstance(extra, (tuple, list)) or len(extra) != 3:
         raise argument_error("extra", "(latent, indices, index_lens)", describe(extra))
     latent, indices, lengths = extra
@@ -174,7 +174,7 @@ def checked_contexts(call: LatentArguments, pool: LatentPool, tokens: int) -> La
 
 
 def attention_in_place(call: LatentArguments, checked: LatentCall) -> AttentionCall | None:
-    """Return attention over floats of one pool where they lie; None for other pools."""
+    """Return attention that reads one pool of floats in place; None for other pools."""
     if not checked.pool.in_place:
         return None
     rows, sinks = checked.pool.parts[0], None if checked.sinks_last else checked.sinks
@@ -226,7 +226,7 @@ def float_part(name: str, array: Any) -> Array:
 
 
 def without_head(name: str, array: Any) -> Array:
-    """Return a pool [blocks, page_size, width], given as such or with an axis of one head."""
+    """Return a pool as [blocks, page_size, width]; an axis of one head is removed."""
     if isinstance(array, np.ndarray) and array.ndim == 4 and array.shape[2] == 1:
         array = array[:, :, 0]
     if not isinstance(array, np.ndarray) or array.ndim != 3 or not array.shape[1]:
@@ -237,7 +237,7 @@ def without_head(name: str, array: Any) -> Array:
 
 
 def parts_of_584(name: str, blocks: Array) -> tuple[Array, Array]:
-    """Return views of the codes and of the scales of blocks of bytes, where scales lie behind all codes."""
+    """Return views of codes and scales in blocks of bytes that have all codes, then all scales."""
     page_size = blocks.shape[-1] // ROW_584
     if blocks.ndim != 2 or not page_size:
         raise argument_error(name, f"[blocks, bytes] of {ROW_584} bytes a token or more", describe(blocks))
@@ -247,7 +247,7 @@ def parts_of_584(name: str, blocks: Array) -> tuple[Array, Array]:
 
 
 def checked_query(query: Any, pool: LatentPool) -> Array:
-    """Return queries [tokens, heads, dim], given as such or as a pair of their latent and rotary parts."""
+    """Return queries [tokens, heads, dim]; a pair of latent and rotary parts is joined."""
     if isinstance(query, (tuple, list)):
         if len(query) != 2:
             raise argument_error("query", "an array, or a pair (latent part, rotary part)", describe(query))
@@ -271,7 +271,7 @@ def checked_indices(
 ) -> tuple[Array, Array]:
     """Return the slots of chosen rows, and indptr: query i has slots[indptr[i]:indptr[i + 1]].
 
-    Indices below 0 or behind the pool, and those from `lengths` on, name no row.
+    Indices below 0 or after the last slot are left out, and those from `lengths` on.
     """
     chosen = index(names[0], indices, 2, tokens)
     valid = (chosen >= 0) & (chosen < slots)
@@ -319,7 +319,7 @@ def checked_latent_append(call: LatentAppend) -> LatentStore:
 
 
 class HeadProduct(NamedTuple):
-    """A checked product of rows [tokens, H, n] and each head's weights, whose axis `axis` has n elements."""
+    """A checked product of rows [tokens, H, n] and weights of each head, whose axis `axis` has length n."""
 
     rows: Array
     weight: Array
@@ -328,7 +328,7 @@ class HeadProduct(NamedTuple):
 
 
 def checked_product(names: tuple[str, str, str], rows: Array, weight: Array, axis: int) -> HeadProduct:
-    """Check a call of `mla_absorb` or `mla_expand`; names are those of rows, weights and the product."""
+    """Check a call of `mla_absorb` or `mla_expand`; `names` are those of rows, weights and product."""
     fmt = checked_format(names[0], rows, FLOATS, 3)
     if checked_format(names[1], weight, FLOATS, 3) is not fmt:
         raise argument_error(names[1], f"the dtype of {names[0]}, {fmt}", weight.dtype)

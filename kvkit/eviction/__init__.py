@@ -1,4 +1,4 @@
-"""Which tokens a cache can lose: published scorers, budgets, and what to keep of a layer."""
+"""Choose which tokens a cache can lose: published scorers, budgets, selection."""
 
 from kvkit.eviction import (  # noqa: F401  (they register their scorers)
     by_keys,

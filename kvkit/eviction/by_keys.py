@@ -1,4 +1,4 @@
-"""Scorers that read keys, and some of them values: no query need be there."""
+"""Scorers that need no queries: they read keys, and some of them values."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def lag_weights(states: Array, lag: int) -> Array:
 
 @scorer("values")
 def cur(given: Inputs, *, sinks: int = 4, window: int = 16, leverage: str = "kv_product") -> Array:
-    """score = |k|^2 |v|^2, each as its share in a block of `window` tokens (arXiv 2509.15038).
+    """score = |k|^2 |v|^2, each divided by its sum over a block of `window` tokens (arXiv 2509.15038).
 
     `leverage` is "kv_product", "kv_avg", "key" or "value". Scores are divided by their sum; sinks score 1.
     """

@@ -1,4 +1,4 @@
-"""Compactor: keys that others cannot stand for, and keys that a chunk's queries attend to.
+"""Compactor: keep keys that other keys cannot replace, and keys that a chunk's queries attend to.
 
 arXiv 2507.08143. Both parts are z-scored over all heads of a row of the batch.
 """
@@ -23,8 +23,7 @@ def leverage(
 ) -> Array:
     """score = z-score of max(0, x (X'X + jitter I)^-1 x), x = k - mean, keys before rotation.
 
-    With `rope`, stored keys are rotated back from their positions, by default 0, 1, 2, ...; without it keys
-    are taken as they are.
+    With `rope`, stored keys are first rotated back from their positions, by default 0, 1, 2, ...
     """
     positions = (
         np.arange(given.tokens) if positions is None else index("positions", positions, 1, given.tokens)
@@ -71,7 +70,7 @@ def compactor(
 ) -> Array:  # fmt: skip
     """score = blend * leverage + non_causal; the first 8 and the last 4 tokens stay.
 
-    `blend` is the share of tokens that go.
+    `blend` is the share of evicted tokens.
     """
     outliers = leverage(given, rope=rope, positions=positions)
     blended = finite_number("blend", blend) * outliers + non_causal(given, chunk=chunk)

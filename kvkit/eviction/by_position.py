@@ -1,4 +1,4 @@
-"""Scorers that read no number: where a token lies, and chance."""
+"""Scorers that read no keys or values: by position, and by chance."""
 
 import numpy as np
 

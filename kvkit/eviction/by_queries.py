@@ -1,4 +1,4 @@
-"""Scorers that ask what the last queries attend to."""
+"""Scorers by the attention of the last queries."""
 
 import numpy as np
 
@@ -48,8 +48,8 @@ def rkv(
     """score = mix * attention - (1 - mix) * redundancy; the window stays (arXiv 2505.24133).
 
     attention = pool max of mean over the window of softmax(max over the group of q k / sqrt(D)), over
-    earlier keys only. redundancy = softmax of the mean cosine with all keys; of a key's likes (cosine above
-    `threshold`) the last one is left out.
+    earlier keys only. redundancy = softmax of the mean cosine with all keys, without the last key whose
+    cosine is above `threshold`.
     """
     window, kernel = window_before(given, window), integer("kernel", kernel, 1)
     mix, threshold = finite_number("mix", mix), finite_number("threshold", threshold)
@@ -66,7 +66,7 @@ def rkv(
 
 
 def mean_cosines(keys: Array, threshold: float) -> Array:
-    """Return the mean cosine of each key [S, D] with all keys, as `rkv` counts them, float32 [S]."""
+    """Return the mean cosine of each key [S, D] with all keys, by the rule of `rkv`, float32 [S]."""
     tokens = len(keys)
     units = keys / (norms(keys) + 1e-8)[:, None].astype(np.float32)
     sums, size = np.zeros(tokens), max(1, BLOCK_ELEMENTS // tokens)
@@ -85,7 +85,7 @@ def mean_cosines(keys: Array, threshold: float) -> Array:
 def quest(given: Inputs, *, page: int = 16) -> Array:
     """Bound q k over each page by sum of max(q max, q min), for the last query (arXiv 2406.10774).
 
-    It evicts nothing: the pages of the largest bounds [B, Hq, pages] are read.
+    It evicts nothing: attention reads the pages of the largest bounds [B, Hq, pages].
     """
     page = integer("page", page, 1)
     starts = np.arange(0, given.tokens, page)
@@ -99,7 +99,7 @@ def quest(given: Inputs, *, page: int = 16) -> Array:
 def think(given: Inputs, *, window: int = 32) -> Array:
     """Score channels by mean q^2 of the window * mean k^2, [B, Hkv, D] (arXiv 2407.21018).
 
-    It evicts no token: a format may leave out the channels of the smallest scores.
+    It evicts no tokens: a format may leave out the channels of the smallest scores.
     """
     queries = given.last_queries(integer("window", window, 1))
     return np.square(queries).mean((2, 3), dtype=np.float64) * np.square(given.keys).mean(2, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Scorers that expect what later queries will attend to, from statistics of queries before rotation."""
+"""Scorers that predict the attention of later queries from statistics of queries before rotation."""
 
 from typing import Any
 
@@ -74,7 +74,7 @@ def triattention(
 
 
 def checked_rope(rope: Any, dim: int) -> Rope:
-    """Return how keys were rotated; raise unless that is known."""
+    """Return how keys were rotated; raise if that is unknown."""
     if not isinstance(rope, Rope) or rope.end > dim:
         raise argument_error("rope", f"a kvkit.Rope of at most {dim} elements", describe(rope))
     return rope

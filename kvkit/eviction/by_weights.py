@@ -1,4 +1,4 @@
-"""Scorers that read weights of attention, or their sums, and one that weighs other scores."""
+"""Scorers that read attention weights or their sums, and one that rescales other scores."""
 
 import numpy as np
 
@@ -22,7 +22,7 @@ def sums_of_all(given: Inputs) -> tuple[Array, int]:
 def observed(given: Inputs, *, normalised: bool = True) -> Array:
     """score = sum of weights / number of queries that see the key; without `normalised` the sum.
 
-    Sums without queries are taken as those of a whole prompt, where S - s queries see key s.
+    Sums over queries count as those of a whole prompt, where S - s queries see key s.
     """
     sums, count = sums_of_all(given)
     seen = np.minimum(np.arange(given.tokens, 0, -1), count)
@@ -31,9 +31,9 @@ def observed(given: Inputs, *, normalised: bool = True) -> Array:
 
 @scorer("weights or queries")
 def h2o(given: Inputs, *, recent: int = 512) -> Array:
-    """score = sum of the weights that a key has had; the last `recent` stay (arXiv 2306.14048).
+    """score = sum of the weights of a key so far; the last `recent` stay (arXiv 2306.14048).
 
-    This is what a prompt gives `H2O`, which goes on token by token.
+    `H2O` does the same token by token.
     """
     recent, (sums, _) = integer("recent", recent, 0), sums_of_all(given)
     if given.tokens <= recent:
@@ -43,7 +43,7 @@ def h2o(given: Inputs, *, recent: int = 512) -> Array:
 
 @scorer("weights")
 def kvzip(given: Inputs, *, sinks: int = 4) -> Array:
-    """score = largest weight that a query of a reconstruction pass gives; sinks stay (arXiv 2505.23416)."""
+    """score = largest weight over the queries of a reconstruction pass; sinks stay (arXiv 2505.23416)."""
     sinks = integer("sinks", sinks, 0, given.tokens - 1)
     if given.weights.ndim != 4:
         raise argument_error("weights", "weights [B, Hq, W, S] of each query", describe(given.weights))

@@ -1,4 +1,4 @@
-"""Eviction while tokens are generated: heavy hitters, and compression every so many steps."""
+"""Evict tokens during a generation: heavy hitters, and compression at intervals."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvkit.typed import Array
 
 
 class H2O:
-    """Heavy hitters: keep the tokens that were attended to most, and the recent ones (arXiv 2306.14048).
+    """Heavy hitters: keep the tokens of the largest summed weights, and the recent ones (arXiv 2306.14048).
 
-    Each key head has tokens of its own.
+    Each key head keeps its own tokens.
 
     Parameters
     ----------
     heavy, recent : int
-        How many tokens stay for their weights, and how many as the last ones.
+        How many tokens stay by their weights, and how many of the last tokens stay.
     num_kv_heads : int
         The number of key heads, a divisor of the query heads; 0: as many as query heads.
 
@@ -51,18 +51,18 @@ class H2O:
         self._next = 0  # the next token's position
 
     def add(self, weights: Array) -> Array:
-        """Add the weights of new queries over the stored tokens; return which tokens to drop.
+        """Add the weights of new queries; return which tokens to drop.
 
         Parameters
         ----------
         weights : ndarray, shape [B, Hq, stored] or [B, Hq, q, stored]
-            Of one query, or of several, or their sums over queries. The stored tokens are those that the last
-            call left, in order, and the new ones.
+            The weights of one query or of several, or their sums. The stored tokens are those that the last
+            call kept, in order, then the new ones.
 
         Returns
         -------
         ndarray of int64, shape [B, Hkv, dropped]
-            Their positions, ascending: none while there is room.
+            The positions to drop, ascending; none while there is room.
         """
         weights = finite_floats("weights", weights, 3 if np.ndim(weights) == 3 else 4)
         added = weights if weights.ndim == 3 else weights.sum(2, dtype=np.float64)
@@ -92,7 +92,7 @@ class H2O:
 
 
 class Decoding:
-    """Compress a cache every `interval` steps of a generation."""
+    """Compresses a cache every `interval` steps of a generation."""
 
     def __init__(self, scorer: Any, interval: int = 512, target: int = 2048, **options: Any) -> None:
         self.scorer, self.options = scorer, options
@@ -100,7 +100,7 @@ class Decoding:
         self.steps = 0
 
     def __call__(self, cache: Any, queries: Any = None) -> Any:
-        """Count a step; when it is time, compress the cache to `target` tokens and return the report."""
+        """Count a step; every `interval` steps compress the cache to `target` tokens; return the report."""
         self.steps += 1
         if self.steps % self.interval or max(layer.stored_tokens for layer in cache.layers) <= self.target:
             return None
@@ -115,7 +115,7 @@ def decoding(scorer: Any, interval: int = 512, target: int = 2048, **options: An
     scorer : str or callable
         As in ``cache.compress``.
     interval : int
-        How many steps there are from one compression to the next.
+        The number of steps between compressions.
     target : int
         How many tokens stay.
     **options

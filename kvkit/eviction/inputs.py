@@ -1,4 +1,4 @@
-"""The checked arrays of one layer that scorers read."""
+"""Check the arrays of a layer that scorers read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_ELEMENTS = 2**21  # weights that are computed at once
 
 
 class Inputs(NamedTuple):
-    """Keys, values, queries and weights of a layer, float32. Those that nobody gave are None."""
+    """Keys, values, queries and weights of a layer, float32; None if not given."""
 
     keys: Array  # [B, Hkv, S, D]
     values: Array | Any  # [B, Hkv, S, Dv]
@@ -25,17 +25,17 @@ class Inputs(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Hkv, the number of key heads."""
+        """Return Hkv, the number of key heads."""
         return int(self.keys.shape[1])
 
     @property
     def tokens(self) -> int:
-        """S, the number of stored tokens."""
+        """Return S, the number of stored tokens."""
         return int(self.keys.shape[2])
 
     @property
     def query_heads(self) -> int:
-        """Hq, the number of query heads."""
+        """Return Hq, the number of query heads."""
         given = self.weights if self.queries is None else self.queries
         return int(given.shape[1])
 
@@ -77,7 +77,7 @@ def checked_inputs(
 
 
 def finite_floats(name: str, array: Array, ndim: int) -> Array:
-    """Return an array as float32; raise if a number is NaN or infinite, with its place."""
+    """Return an array as float32; raise with the place of the first NaN or infinity."""
     checked_format(name, array, FLOATS, ndim)
     wide = array.astype(np.float32, copy=False)
     return refuse_first(name, wide, ~np.isfinite(wide), "finite numbers")
@@ -92,14 +92,14 @@ def refuse_first(name: str, array: Array, wrong: Array, wanted: str) -> Array:
 
 
 def scores_array(name: str, array: Array) -> Array:
-    """Return scores [B, Hkv, S] that nobody needs to have computed here; NaN is refused."""
+    """Check scores [B, Hkv, S] from any source; NaN is refused."""
     if not isinstance(array, np.ndarray) or array.ndim != 3 or array.dtype.kind != "f" or not array.size:
         raise argument_error(name, "an array of floats [B, Hkv, S]", describe(array))
     return refuse_first(name, array, np.isnan(array), "numbers")
 
 
 def weight_blocks(given: Inputs, window: int) -> Iterator[tuple[int, int, int, Array]]:
-    """Yield the causal weights of the last `window` queries, some of them at a time.
+    """Yield the causal weights of the last `window` queries, some queries at a time.
 
     Yields (row of the batch, key head, first query of the block, weights [G, queries, S]).
     """
@@ -127,7 +127,7 @@ def weight_blocks(given: Inputs, window: int) -> Iterator[tuple[int, int, int, A
 
 
 def softmax(scores: Array) -> Array:
-    """Turn float32 scores into weights over the last axis, in place."""
+    """Replace float32 scores by their softmax over the last axis, in place."""
     scores -= scores.max(-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(-1, keepdims=True, dtype=np.float64).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The steps that several scorers share: sums over queries, means over heads, pooling, protection."""
+"""Steps that scorers share: sums over queries, means over heads, pooling, protected tokens."""
 
 import numpy as np
 
@@ -29,7 +29,7 @@ def mean_of_groups(states: Array, heads: int) -> Array:
 
 
 def pooled(scores: Array, kernel: int, pool: str) -> Array:
-    """Return the mean or the maximum of `kernel` neighbours: zeros beyond the ends count in a mean."""
+    """Return the mean or maximum of `kernel` neighbours; beyond the ends a mean counts zeros."""
     if kernel % 2 == 0:
         raise argument_error("kernel", "an odd number", kernel)
     half, tokens = kernel // 2, scores.shape[-1]
@@ -42,10 +42,7 @@ def pooled(scores: Array, kernel: int, pool: str) -> Array:
 
 
 def protected(scores: Array, first: int = 0, last: int = 0) -> Array:
-    """Return scores with protected tokens before and behind them, which score 1 more than the best one.
-
-    The best one is that of a row of the batch, so that rows do not depend on each other.
-    """
+    """Add protected tokens before and after the others: they score 1 more than the best of their row."""
     top = scores.max((1, 2), keepdims=True) + 1
     ends = [np.broadcast_to(top, (*scores.shape[:2], count)) for count in (first, last)]
     return np.concatenate((ends[0], scores, ends[1]), -1)

@@ -22,15 +22,15 @@ NEEDED = {
 
 
 class Scorer(NamedTuple):
-    """A way to score tokens.
+    """Describes a published rule that scores tokens.
 
     Attributes
     ----------
     name : str
     score : callable
-        (Inputs, options) -> scores, larger ones for what stays.
+        ``score(inputs, **options)`` returns scores, larger ones for tokens to keep.
     needs : tuple of str
-        What it reads besides keys: names of arguments of `scores`, or several with "or" between them.
+        The arguments of `scores` that it needs besides keys; "or" joins alternatives.
     scored : str
         "tokens" [B, Hkv, S]; "pages" [B, Hq, pages] or "channels" [B, Hkv, D], which do not evict tokens.
     """
@@ -65,7 +65,7 @@ SCORERS: dict[str, Scorer] = {}
 
 
 def scorer(*needs: str, scored: str = "tokens") -> Callable[[Score], Score]:
-    """Register a function as the scorer of its name, with what it needs besides keys."""
+    """Decorate a function to register it as the scorer of its name, with the arguments that it needs."""
 
     def register(function: Score) -> Score:
         SCORERS[function.__name__] = Scorer(function.__name__, function, needs, scored)
@@ -97,17 +97,17 @@ def scores(
     Parameters
     ----------
     name : str
-        One of `SCORERS`; the page "What to keep" says what each computes and needs.
+        One of `SCORERS`. The page "What to keep" says what each computes and needs.
     keys : ndarray, shape [B, Hkv, S, D]
         float32, float16 or bfloat16, as a cache holds them.
     values : ndarray, shape [B, Hkv, S, Dv], optional
     queries : ndarray, shape [B, Hq, W, D], optional
-        Those of the last W tokens, rotated; ``expected`` and ``triattention`` take them before rotation.
+        The rotated queries of the last W tokens; for ``expected`` and ``triattention`` before rotation.
     weights : ndarray, shape [B, Hq, W, S] or [B, Hq, S], optional
         Weights of attention of the last W queries, or their sums over queries, as attention returns with
         ``return_key_weights``.
     **options
-        Those of the scorer, by name.
+        The options of the scorer.
 
     Returns
     -------
@@ -135,7 +135,7 @@ def scores(
 def computed(
     keys: Array, found: Scorer, values: Any, queries: Any, weights: Any, options: Mapping[str, Any]
 ) -> Array:
-    """Return the scores of a scorer, of the kind of the keys."""
+    """Return the scores of a scorer, as an array of the library of the keys."""
     found.check({"values": values, "queries": queries, "weights": weights}, options)
     given = checked_inputs(keys, values, queries, weights)
     result = found.score(given, **options)

@@ -1,4 +1,4 @@
-"""Which tokens stay: the best of each head, under a budget for heads, layers or chunks."""
+"""Select which tokens stay: the best of each head, under a budget for heads, layers or chunks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvkit.typed import Array
 
 
 class Kept(NamedTuple):
-    """Rows that stay where heads keep different counts.
+    """The rows that stay if heads keep different numbers of tokens.
 
     Attributes
     ----------
     rows : ndarray of int64
-        The rows of all heads, ascending for each: row 0 of the batch first, and its heads in order.
+        The rows of all heads, ascending for each head, in the order of the batch and then of heads.
     starts : ndarray of int64, shape [B * Hkv + 1]
         Where the rows of each head begin.
     """
@@ -32,7 +32,7 @@ class Kept(NamedTuple):
 
 
 def kept_count(tokens: int, keep: float | None, count: SupportsIndex | None) -> int:
-    """Return how many of the tokens stay: a count, or a share that is rounded down, at least 1."""
+    """Return how many tokens stay: a count, or a share rounded down, at least 1."""
     if (keep is None) == (count is None):
         raise argument_error("keep", "a share of the tokens, or else a count", "both" if count else "neither")
     if keep is None:
@@ -44,7 +44,7 @@ def kept_count(tokens: int, keep: float | None, count: SupportsIndex | None) -> 
 
 
 def best(scores: Array, count: int) -> Array:
-    """Return the ascending places of the `count` largest scores; of equal ones the earlier places."""
+    """Return the ascending indices of the `count` largest scores; of equal scores the earlier ones."""
     order = np.argsort(-scores, axis=-1, kind="stable")
     return np.sort(order[..., :count], axis=-1)
 
@@ -70,18 +70,18 @@ def select(
     count : int, optional
         How many tokens stay, in place of a share.
     budget : str or array_like of int
-        ``"uniform"``: the same count for every head. ``"ada"``: that count for a head on average, shared out
-        over the heads of a row of the batch by their scores. Or a count for each head, [Hkv] or [B, Hkv], in
-        place of `keep`.
+        ``"uniform"``: the same count for every head. ``"ada"``: the same count on average, shared out among
+        the heads of a row of the batch by their scores. Or a count for each head, [Hkv] or [B, Hkv], in place
+        of `keep`.
     threshold : float or array_like, optional
-        Keep what scores as much or more, in place of a count; a number, [Hkv] or [B, Hkv].
+        Keep every token that scores at least so much, in place of a count; a number, [Hkv] or [B, Hkv].
     first, last : int
-        How many tokens stay in each case.
+        How many of the first and of the last tokens stay whatever their scores.
 
     Returns
     -------
     ndarray of int64, shape [B, Hkv, count], or Kept
-        Ascending rows of each head. `Kept` where heads may keep different counts.
+        Ascending rows of each head; `Kept` if heads may keep different numbers.
 
     Raises
     ------
@@ -119,7 +119,7 @@ def select(
 
 
 def with_protected(scores: Array, first: int, last: int) -> Array:
-    """Return scores whose first and last tokens score 1 more than the best of their row of the batch."""
+    """Raise the scores of the first and last tokens to 1 more than the best of their batch row."""
     if not first and not last:
         return scores
     scores, top = scores.copy(), scores.max((1, 2), keepdims=True) + 1
@@ -129,7 +129,7 @@ def with_protected(scores: Array, first: int, last: int) -> Array:
 
 
 def per_head(name: str, numbers: ArrayLike, shape: tuple[int, ...], kinds: str) -> Array:
-    """Return numbers for each head [B, Hkv], given so, for the heads of every row, or as one for all."""
+    """Return [B, Hkv] numbers, from these, from [Hkv], or from one number for all heads."""
     array = np.asarray(numbers)
     if array.dtype.kind not in kinds or array.shape not in ((), shape[1:], shape):
         raise argument_error(name, f"numbers of shape {shape[1:]} or {shape}", describe(array))
@@ -146,13 +146,13 @@ def take(scores: Array, counts: Array) -> Kept:
 def ada_counts(scores: Array, count: int, safe: float = 0.2) -> Array:
     """Return how many tokens each head keeps of `count` for a head on average, int64 [B, Hkv].
 
-    Each head has int(count * safe) of its own; the others go to the largest scores of all heads.
+    Each head first gets int(count * safe) tokens; the others are those of the largest scores of all heads.
     """
     return shared_counts([scores], count * scores.shape[1], int(count * safe))[0]
 
 
 def shared_counts(layers: Sequence[Array], total: int, safe: int) -> Array:
-    """Return how many tokens each head keeps where all share `total` of a row of the batch, [L, B, Hkv]."""
+    """Return how many tokens each head keeps if all heads of a batch row share `total`, [L, B, Hkv]."""
     batch, heads, _ = layers[0].shape
     counts = np.zeros((len(layers), batch, heads), np.int64)
     owners = np.repeat(np.arange(len(layers) * heads), np.repeat([each.shape[2] for each in layers], heads))
@@ -174,8 +174,8 @@ def uniform_budget(*, layers: int, tokens: int, keep: float) -> Array:
 def pyramid_budget(*, layers: int, tokens: int, keep: float, window: int = 64, beta: float = 20.0) -> Array:
     """Return counts that fall from the first layer to the last, with the same sum (arXiv 2406.02069).
 
-    They go from 2 total - low to low = total / beta for total = tokens * keep; all layers keep `total` where
-    the least would be below `window`.
+    With total = tokens * keep they fall from 2 total - low to low = total / beta. If low is less than
+    `window`, all layers keep `total`.
     """
     layers, window = integer("layers", layers, 1), integer("window", window, 0)
     kept_count(integer("tokens", tokens, 1), keep, None)
@@ -227,7 +227,7 @@ BUDGETS: dict[str, Callable[..., Array]] = {
 
 
 def budgets(kind: str, **options: Any) -> Array:
-    """Return how many tokens layers, or their heads, keep.
+    """Return how many tokens each layer, or each head, keeps.
 
     Parameters
     ----------
@@ -265,14 +265,14 @@ def chunks(scores: Array, length: int = 20, *, keep: float) -> Array | Kept:
     ----------
     scores : ndarray, shape [B, Hkv, S]
     length : int
-        The tokens of a chunk; what is left at the end is one too.
+        The tokens of a chunk; the last chunk may be shorter.
     keep : float
-        The share of chunks that stay, at least one: those whose tokens score most on average.
+        The share of chunks that stay, at least one. Those of the best mean scores stay.
 
     Returns
     -------
     ndarray of int64, shape [B, Hkv, count], or Kept
-        As `select`; `Kept` if a row of the batch keeps the short chunk at the end and another does not.
+        As `select`; `Kept` if some rows of the batch keep a shorter last chunk and others do not.
 
     Examples
     --------

@@ -1,16 +1,16 @@
-"""Sessions and states of sequences that llama.cpp saves.
+"""Read sessions and sequence states that llama.cpp saves.
 
-A file has a magic number, a version, the token ids; a session also the model's architecture and the outputs
-of the last batch; then the memory, which is one cache, or two where some layers slide, and a recurrent memory
-behind them or alone. A cache has streams, of each the cells in use (a position, the sequences a cell belongs
-to, for some models the place in an image and the token), then a row for each cell, all layers of keys before
-those of values, which may lie transposed. A recurrent memory has a cell for each sequence, and of each layer
-that is no attention the last inputs of its convolution, then of each its state.
+A file has a magic number, a version and the token ids; a session also has the model's architecture and the
+outputs of the last batch. Then comes the memory: one cache, or two if some layers have a window, then perhaps
+a recurrent memory, which may also be alone. A cache has streams. Each stream has the cells in use (position,
+sequences of the cell, in some models the place in an image and the token), then a row for each cell: keys of
+all layers, then values, which may be transposed. A recurrent memory has a cell for each sequence; then, for
+each layer without attention, the last inputs of its convolution; then the state of each of these layers.
 All numbers are little-endian, and nothing is aligned. Layouts are those of llama.cpp@3514e9f,
-src/llama-kv-cache.cpp; a version says nothing but that it is another, so that unknown ones are refused.
+src/llama-kv-cache.cpp. Unknown versions are refused.
 
-Whether cells have a place in an image, and whether there are values (MLA has none), depends on the model, of
-which a file says nothing, nor does it say whether there are outputs: a reading counts if it takes every byte.
+A file does not say whether cells have places in an image, whether there are values (MLA has none), or whether
+there are outputs. All combinations are tried; the one that consumes every byte counts.
 """
 
 import itertools
@@ -40,8 +40,8 @@ EXTRAS = {  # (magic, version): fields of 32 bits that cells may have beside pos
     (SESSION, 10): ("x", "y", "token"),
     (SEQUENCE, 3): ("x", "y", "token"),
 }
-FLOATS = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(ml_dtypes.bfloat16)}  # by ggml's number
-BLOCKS = {  # number: (name, bytes for 32 elements)
+FLOATS = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(ml_dtypes.bfloat16)}  # {ggml's number: dtype}
+BLOCKS = {  # {ggml's number: (name, bytes of 32 elements)}
     2: ("q4_0", 18),
     3: ("q4_1", 20),
     6: ("q5_0", 22),
@@ -51,7 +51,7 @@ BLOCKS = {  # number: (name, bytes for 32 elements)
     39: ("ggml_mxfp4", 17),
 }
 BLOCK = 32
-MOST = 10_000  # streams, and layers of all of them: an empty one is 12 bytes of a file
+MOST = 10_000  # the most streams, and layers of all streams
 CACHES = "cache", "sliding"  # names of the caches in a file
 RECURRENT = "recurrent"
 CELLS = "positions", "sequences", "sequence_starts"
@@ -73,11 +73,11 @@ STATES = (
 
 
 class Unfit(Exception):
-    """Bytes that cannot be what this reading takes them for."""
+    """The bytes do not fit the combination that is tried."""
 
 
 class Bytes:
-    """The bytes of a file, taken one after the other; no more than there are."""
+    """Reads the bytes of a file in order; raises `Unfit` at their end."""
 
     def __init__(self, data: Array, at: int = 0) -> None:
         self.data, self.at = data, at
@@ -89,10 +89,10 @@ class Bytes:
         return self.data[self.at - count : self.at]
 
     def array(self, dtype: DTypeLike, *shape: int) -> Array:
-        """Take an array, in the file's own memory."""
+        """Read an array, without a copy."""
         dtype = np.dtype(dtype)
         count = dtype.itemsize
-        for size in shape:  # Python's integers, which do not wrap
+        for size in shape:  # Python's integers do not overflow
             count *= size
         return self.take(count).view(dtype).reshape(shape)
 
@@ -106,7 +106,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class CellCache:
-    """A cache of the memory: cells and rows [layer][kv] of every stream, or None."""
+    """One cache of the memory: cells and rows [layer][kv] of every stream, or None."""
 
     cells: list[Any]
     rows: list[Any]
@@ -115,7 +115,7 @@ class CellCache:
 
     @property
     def format(self) -> str | None:
-        """Return the types of keys and of values by one name, as q8_0/q4_0; None if a side has several."""
+        """Return the types of keys and values as a name such as q8_0/q4_0; None if a side has several."""
         names = [type_name(min(side)) for side in self.types if len(side) == 1]
         if len(names) != sum(map(bool, self.types)):
             return None
@@ -123,7 +123,7 @@ class CellCache:
 
     @property
     def rotation(self) -> str | None:
-        """Return "none" of floats; None of codes, which may be rotated."""
+        """Return "none" for floats, and None for codes, which may be rotated."""
         return "none" if set().union(*self.types) <= FLOATS.keys() else None
 
 
@@ -133,15 +133,15 @@ class RecurrentMemory:
 
     cells: dict[str, Array]
     rows: list[list[Array]]
-    layers: int  # of the model, attention's among them
+    layers: int  # of the model, those with attention included
 
 
 def read(path: FilePath) -> Contents:
-    """Read the arrays of a session or state, and what it says of them.
+    """Read the arrays of a session or state, and their description.
 
-    They are ``cache.LAYER.KV`` (``cache.STREAM.LAYER.KV`` of several streams), ``cache_cells.positions`` and
-    so on, and ``token_ids``; of a second cache ``sliding``; of a recurrent memory ``recurrent.LAYER.PART``.
-    Elements of block formats are bytes.
+    The names are ``cache.LAYER.KV`` (``cache.STREAM.LAYER.KV`` with several streams),
+    ``cache_cells.positions`` and so on, and ``token_ids``. A second cache has ``sliding`` for ``cache``. A
+    recurrent memory has ``recurrent.LAYER.PART``. Elements of block formats are bytes.
     """
     with open(path, "rb") as file:
         data, mapped = mapping.map_file(file)
@@ -186,7 +186,7 @@ def read(path: FilePath) -> Contents:
 def read_memory(
     source: Bytes, extra: tuple[str, ...], session: bool
 ) -> tuple[list[CellCache], RecurrentMemory | None, dict[str, Array]]:
-    """Return (caches, recurrent memory, outputs before) in the first reading that takes all of a file."""
+    """Return (caches, recurrent memory, outputs before) of the first combination that consumes the file."""
     begin, errors = source.at, []
     with_outputs = (True, False) if session else (False,)
     for before, fields, with_values in itertools.product(with_outputs, ((), extra), (True, False)):
@@ -211,7 +211,7 @@ def read_memory(
 
 
 def read_outputs(source: Bytes) -> dict[str, Array]:
-    """Read the outputs of the last batch, which sessions had until some time in 2026."""
+    """Read the outputs of the last batch, which sessions had until 2026."""
     return {
         "outputs": source.array("<i4", source.number()),
         "logits": source.array("<f4", source.number("<u8")),
@@ -245,10 +245,10 @@ def read_cache(source: Bytes, fields: tuple[str, ...], with_values: bool) -> Cel
 
 
 def read_cells(source: Bytes, count: int, fields: tuple[str, ...]) -> dict[str, Array]:
-    """Read the cells: positions, the sequences of all, where those of a cell begin, and further fields."""
+    """Read the cells: positions, all sequences, where the sequences of each cell begin, further fields."""
     names = ["position", "sequences", *fields]
     head, begin = 4 * len(names), source.at
-    try:  # nearly always a cell is of one sequence
+    try:  # nearly always each cell has one sequence
         table = source.array("<i4", count, len(names) + 1)
         if not (table[:, 1] == 1).all():
             raise Unfit("cells of several sequences")
@@ -271,10 +271,10 @@ def read_cells(source: Bytes, count: int, fields: tuple[str, ...]) -> dict[str, 
 
 
 def read_recurrent(source: Bytes) -> RecurrentMemory:
-    """Read a recurrent memory, which is the last thing in a file.
+    """Read a recurrent memory, which ends a file.
 
-    The number of layers is the model's; those of attention have nothing here, so all numbers of layers that
-    take the rest of the file are tried.
+    The number of layers counts those with attention, which have nothing here. So each number of recurrent
+    layers is tried until one consumes the rest of the file.
     """
     count = source.number()
     if not 0 < count <= MOST:
@@ -298,7 +298,7 @@ def read_recurrent(source: Bytes) -> RecurrentMemory:
 
 
 def read_rows(source: Bytes, count: int, types: set[int]) -> Array:
-    """Read a layer's rows [1, cells, elements]; of formats in blocks their bytes."""
+    """Read a layer's rows [1, cells, elements]; elements of block formats are bytes."""
     number, size = source.number("<i4"), source.number("<u8")
     types.add(number)
     check_type(number)
@@ -323,7 +323,7 @@ def read_columns(source: Bytes, count: int, types: set[int]) -> Array:
 
 
 def check_type(number: int) -> None:
-    """Refuse elements of unknown types."""
+    """Raise for an unknown type of elements."""
     if number not in FLOATS and number not in BLOCKS:
         raise Unfit(f"type {number}, which is none of a cache that kvkit knows")
 
@@ -349,7 +349,7 @@ def name_cache_arrays(name: str, cache: CellCache) -> dict[str, Array]:
 
 
 def describe_cache(cache: CellCache) -> Description:
-    """Describe a cache as far as the file does, which says nothing of heads."""
+    """Describe a cache; the file does not have the number of heads."""
     used = [rows for rows in cache.rows if rows is not None]
     several = len(cache.rows) > 1
     if not used:
@@ -364,7 +364,7 @@ def describe_cache(cache: CellCache) -> Description:
 
 
 def join_streams(contents: Contents) -> Contents:
-    """Return a session of several streams as one cache whose cells are those of all streams in order."""
+    """Join the streams of a session to one cache with the cells of all streams in order."""
     line = contents.description.layout or ""
     if contents.kind not in NAMES.values() or not line.startswith("b l"):
         return contents
@@ -393,7 +393,7 @@ def streams_of(arrays: Mapping[str, Array], name: str) -> list[int]:
 def join_cache(
     arrays: Mapping[str, Array], name: str, numbers: list[int], transposed: bool
 ) -> dict[str, Array]:
-    """Return the rows and cells of all streams of a cache, one behind the other; of one without a copy."""
+    """Join the rows and cells of all streams of a cache; a single stream is not copied."""
     found: dict[str, Array] = {}
     for place in (each for each in arrays if numbers and each.startswith(f"{name}.{numbers[0]}.")):
         rest = place.removeprefix(f"{name}.{numbers[0]}.")

@@ -1,6 +1,6 @@
-"""Write sequence states and sessions of llama.cpp, from arrays under the names that its reader gives them.
+"""Write sequence states and sessions of llama.cpp, from arrays under the names of `kvkit.files.llama`.
 
-llama.cpp reads a state whose version, numbers of layers and streams, types and rows are those of its context.
+llama.cpp reads a state if its version, numbers of layers and streams, types and rows match the context.
 """
 
 import struct
@@ -26,12 +26,12 @@ from kvkit.files.replace import replacing
 from kvkit.typed import Array, FilePath
 
 SUFFIX = ".bin"
-VERSION = 3  # of a sequence's state that no file had before
+VERSION = 3  # of the states that kvkit makes anew
 OUTPUTS = (("outputs", "<I"), ("logits", "<Q"), ("embeddings", "<Q"))
 
 
 def write(path: FilePath, contents: Contents) -> None:
-    """Write contents as `kvkit.files.read` gives them, of a session or else of a sequence; replace a file."""
+    """Write contents, as `kvkit.files.read` returns them, as a session or sequence state; replace a file."""
     check_target(path)
     try:
         pieces = list(pieces_of(join_streams(contents)))
@@ -98,7 +98,7 @@ def pieces_of_cache(
 
 
 def rows_by_layer(arrays: Mapping[str, Array], name: str) -> list[list[Array]]:
-    """Return the rows of each layer, of keys and of values where there are values."""
+    """Return the rows of each layer: of keys, and of values if there are any."""
     layers: list[list[Array]] = []
     while f"{name}.{len(layers)}.0" in arrays or f"{name}.{len(layers)}" in arrays:
         place = f"{name}.{len(layers)}"
@@ -139,7 +139,7 @@ def type_of(dtype: np.dtype, format: str) -> tuple[int, int]:
 
 
 def pieces_of_recurrent(arrays: Mapping[str, Array], count: int) -> Iterator[bytes]:
-    """Yield the bytes of a recurrent memory of a model with so many layers."""
+    """Yield the bytes of the recurrent memory of a model with `count` layers."""
     cells = {
         what: arrays[f"{RECURRENT}_cells.{what}"] for what in ("positions", "sequences", "sequence_starts")
     }

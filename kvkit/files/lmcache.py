@@ -1,8 +1,8 @@
-"""Chunks of LMCache on a disk or from a store: raw elements, whose name or header says what they are.
+"""Read chunks of LMCache from a disk or a store: raw elements, described by the file name or a header.
 
-A file is called MODEL@RANKS@RANK@HASH@TYPE.pt (``local_disk``) or .data (``fs``), with @LAYER behind the type
-if layers are apart. The latter, and what Mooncake's store has, may begin with a header of integers: bytes,
-arrangement, type, four lengths. Files of ``fs`` below the distributed storage name no type.
+A file is called MODEL@RANKS@RANK@HASH@TYPE.pt (``local_disk``) or .data (``fs``), with @LAYER after the type
+if each layer has a file. A .data file, or an object of Mooncake's store, may begin with a header of integers:
+bytes, arrangement, type, four lengths. Files of ``fs`` below the distributed storage name no type.
 """
 
 import math
@@ -37,14 +37,14 @@ SAY = "its elements alone are in the file: say l, h and c in sizes, n is what is
 
 
 def about(path: FilePath) -> dict[str, Any] | None:
-    """Return what the name of a chunk says; None of other names."""
+    """Parse the name of a chunk; return None for other names."""
     name = os.path.basename(os.fspath(path))
     match = NAME.fullmatch(name) or PLAIN.fullmatch(name)
     return match and {key: text for key, text in match.groupdict().items() if text is not None}
 
 
 def read(path: FilePath, said: dict[str, Any]) -> Contents:
-    """Read a chunk, of whose name `about` told something."""
+    """Read a chunk; `said` is the result of `about` for its name."""
     with open(path, "rb") as file:
         data, mapped = mapping.map_file(file)
     found = headed(data)
