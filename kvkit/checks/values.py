@@ -21,8 +21,8 @@ REMEDIES = {
     "float64": ": array.astype(np.float32) converts it",
     "uint16": ": array.view(ml_dtypes.bfloat16), if it holds the bits of bfloat16",
 }
-DATA = (*FLOATS, INT8)  # what keys and values may be
-POOLED = (*DATA, *FLOATS8)  # what engines' pools may hold
+DATA = (*FLOATS, INT8)  # the formats of keys and values
+POOLED = (*DATA, *FLOATS8)  # the formats of pools
 FORMATS = BY_DTYPE | {fmt.dtype: fmt for fmt in FLOATS8}
 FP8_REMEDY = (
     ": array.view(ml_dtypes.float8_e4m3fn) of numpy's, torch.as_tensor(array).view(torch.float8_e4m3fn) of "
@@ -79,7 +79,7 @@ def positive_number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return True or False, given as such or as 1 or 0, which ONNX has."""
+    """Return True or False; 1 and 0, as in ONNX, are taken too."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     return bool(choice(name, value, (0, 1)))
@@ -165,7 +165,7 @@ def named_arrays(**arrays: object) -> list[tuple[str, Array]]:
 
 
 def element_step(array: Array) -> int:
-    """Return the bytes from element to element of the last axis; 0 if they lie side by side."""
+    """Return the byte stride of the last axis; 0 if its elements are adjacent."""
     stride = array.strides[-1]
     return 0 if array.shape[-1] == 1 or stride == array.itemsize else stride
 
@@ -178,7 +178,7 @@ def one_piece(array: Array) -> Array:
 def packed_strides(array: Array) -> tuple[int, int, int]:
     """Return the strides (sequence, token, head) of [tokens, heads, dim] or [batch, tokens, heads, dim].
 
-    Tokens are counted through all sequences, so the first is what a batch stride adds to that.
+    Token numbers count through all sequences, so the first stride is the batch stride less tokens * token.
     """
     if array.ndim == 3:
         return 0, array.strides[0], array.strides[1]

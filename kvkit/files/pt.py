@@ -1,4 +1,4 @@
-"""Files of torch.save, read by torch, which runs no code of theirs (weights_only) and maps their tensors.
+"""Read files of torch.save. torch maps their tensors and runs no code of the file (weights_only).
 
 Lists, tuples and dicts of tensors become names with dots between: a list of pairs of keys and values is
 ``cache.LAYER.KV``. Strides are as they were saved.
@@ -26,8 +26,10 @@ SAVES_ARRAYS = (
     "for i, layer in enumerate(cache.layers) for side in ('key', 'value')}; torch.save(arrays, path)"
 )
 DEEPEST = 8
-MOST = 100_000  # arrays
-EXPANDED = 64  # times the file's size: a tensor may repeat heads by strides of 0, not fill a disk with them
+MOST = 100_000  # the most arrays of a file
+EXPANDED = (
+    64  # the most bytes of a tensor per byte of file: strides of 0 may repeat heads, but not fill a disk
+)
 
 
 def read(path: FilePath) -> Contents:
@@ -60,7 +62,7 @@ def collect_tensors(
     arrays: dict[str, Array],
     metadata: dict[str, Any],
 ) -> None:
-    """Put all tensors and plain values of a file under their names."""
+    """Collect all tensors and plain values of a file by their names with dots."""
     if depth > DEEPEST or len(arrays) > MOST:
         raise file_error(path, "more in it than a cache has", "save its keys and values")
     if isinstance(found, torch.Tensor):
@@ -80,12 +82,12 @@ def collect_tensors(
 
 
 def tensor_to_array(path: FilePath, torch: Any, tensor: Any, name: str) -> Array:
-    """Return a tensor's memory as numpy has it."""
+    """Return a tensor's memory as a numpy array."""
     with reading_errors(path, f"tensor {brief(name)} is none that numpy could have"):
         if tensor.layout is not torch.strided:
             raise ValueError(f"it is {tensor.layout}")
         own = members.FLOAT8.get(str(tensor.dtype).removeprefix("torch."))
-        if own is not None:  # torch gives numpy its bytes only
+        if own is not None:  # torch can pass only its bytes to numpy
             array: Array = as_numpy(tensor.detach().view(torch.uint8)).view(own)
             return array
         return np.asarray(as_numpy(tensor.detach(), brief(name)))

@@ -33,7 +33,7 @@ def round_to(x: Array | np.float32, dtype: DTypeLike) -> Array:
 def magnitude(x: Array) -> Array:
     """Return the largest magnitude of each group."""
     x = np.abs(x)
-    while x.shape[-1] in (2, 4, 8, 16):  # in halves, as numpy takes short axes one by one
+    while x.shape[-1] in (2, 4, 8, 16):  # by halves: numpy is slow along short axes
         x = np.maximum(x[..., ::2], x[..., 1::2])
     largest: Array = x.max(-1, keepdims=True, initial=0)
     return largest
@@ -178,7 +178,7 @@ def shifted(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 def edge(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     """MLX, affine: the extreme of larger magnitude is represented exactly.
 
-    The scale is negative if that is the maximum.
+    If the maximum has the larger magnitude the scale is negative.
     """
     low, high = extremes(x)
     below = np.abs(low) > np.abs(high)

@@ -1,4 +1,4 @@
-"""The operators as data: what each takes and returns, in the words of its specification.
+"""Describe each operator as data: its arguments and results, by the names of its specification.
 
 The command line runs and describes them from this table. Names, order, defaults, summaries and most shapes
 are read from the functions; `arrays.py` and `attributes.py` have the rest, by the names of arguments.

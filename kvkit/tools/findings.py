@@ -101,7 +101,7 @@ class Findings:
             shown = sum(finding.rule == rule for finding in self.found)
             if count > shown:
                 lines.append(f"{rule}: {count - shown} more like these")
-        rules = f"{len(self.checked)} rules looked at what was given"
+        rules = f"{len(self.checked)} rules checked"
         clean = "nothing found" if self.unchecked else "fine"
         lines.append(f"{sum(self.counts.values())} findings; {rules}" if lines else f"{clean}: {rules}")
         lacking: dict[str, list[str]] = {}
@@ -109,7 +109,7 @@ class Findings:
             lacking.setdefault(needs.partition(", ")[0], []).append(name)
         if lacking:
             each = "; ".join(f"{need} ({', '.join(names)})" for need, names in lacking.items())
-            lines.append(f"{len(self.unchecked)} rules had nothing to look at, for want of: {each}")
+            lines.append(f"{len(self.unchecked)} rules not checked, because they need: {each}")
         return "\n".join(lines)
 
 

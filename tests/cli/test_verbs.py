@@ -50,7 +50,7 @@ FINE = [  # the code; the command; texts in what it prints
     (0, "draw shared.npz", "0  aa..\n1  ....\n2  ####\n3  ..~.\n",
      "a 6 rows, b 4 rows; . free 9, ~ stale 1, # shared 4\n"),
     (0, "draw roomy.npz", "3  bbbb\n4  ....\n5  ....\na 8 rows, b 4 rows; . free 12\n"),
-    (0, "check fine.npz", "nothing found: 8 rules looked at what was given\n", "slot_mapping (P4, S1"),
+    (0, "check fine.npz", "nothing found: 8 rules checked\n", "slot_mapping (P4, S1"),
     (1, "check wrong.npz", "error P3 block_tables[1, 0]: page"),
     (0, "check before.npz --after after.npz", "fine"),
     (1, "check before.npz --after beside.npz", "error W1 key_cache[1, 2]"),

@@ -237,4 +237,4 @@ def test_a_window_is_no_longer_than_the_queries(arrays):
         tools.study(arrays, evict=[f"snapkv{window}@0.5"], judge=JUDGE) for window in ("", "(window=12)")
     )
     assert replace(found.summary[0], scheme="") == replace(explicit.summary[0], scheme="")
-    assert "note: snapkv has a window of 12, for want of queries" in str(found)
+    assert "note: snapkv has a window of 12: there are no more queries" in str(found)

@@ -1,4 +1,4 @@
-"""The checked call of attention over a cache in blocks, with one query token per sequence."""
+"""Check a call of attention over a cache in blocks, with one query token per sequence."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from kvkit.typed import Array
 
 
 class BlockAttentionCall(NamedTuple):
-    """A checked call of `paged_attention`, but for its outputs. An entry is a sequence, or a head of one."""
+    """A checked call of `paged_attention`, without outputs. An entry is a sequence, or one of its heads."""
 
     fmt: Element
     shape: tuple[int, ...]  # of attn_output
@@ -24,7 +24,7 @@ class BlockAttentionCall(NamedTuple):
     caches: tuple[Array, Array]
     table: Array  # [entries, blocks]
     lengths: Array
-    apart: int  # entries of a sequence
+    apart: int  # the number of entries of a sequence
     weights: attention.Weights
     razor_offset: Array | None
     inputs: NamedArrays
@@ -81,7 +81,7 @@ def with_bias(weights: attention.Weights, bias: Array) -> attention.Weights:
 
 
 def entries_of_a_sequence(entries: int, batch: int, heads: int, kv_heads: int) -> int:
-    """Return the key heads that have contexts of their own: 1 unless the cache is compressed per head."""
+    """Return the number of entries of a sequence: 1 unless the cache is compressed for each head."""
     if entries == batch:
         if heads % kv_heads:
             raise argument_error(
@@ -98,13 +98,13 @@ def entries_of_a_sequence(entries: int, batch: int, heads: int, kv_heads: int) -
 
 
 def folded_shape(call: BlockAttentionCall) -> tuple[int, int]:
-    """Return the entries, and the query heads of each."""
+    """Return (number of entries, query heads of each)."""
     batch, heads, _ = call.shape
     return batch * call.apart, heads // call.apart
 
 
 def entry_steps(call: BlockAttentionCall, caches: tuple[Array, Array] | None = None) -> StepIndex:
-    """Return the entries as sequences of one new token, over the caches of the call or copies of them."""
+    """Return the step over these caches in which each entry is a sequence of one new token."""
     key, value = caches or call.caches
     table, starts = call.table.clip(0, len(key) - 1), np.arange(len(call.lengths) + 1)
     return pools.steps_of(key, value, pools.PageTable(table), call.lengths, starts)

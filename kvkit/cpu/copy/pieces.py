@@ -232,7 +232,7 @@ def prepare_copy(places, code, pieces, starts, block_size, moved, arrays, averag
     """Prepare a launch of `copy_pieces`; `averages` are (address of the code of means or 0, line bytes)."""
     numbers, (mean_code, line_bytes) = np.concatenate(places), averages
     count = threads() if moved >= SMALL_BYTES else 1
-    chunks = count // math.gcd(count, len(places))  # so that items divide evenly
+    chunks = count // math.gcd(count, len(places))  # so that work items are equally large
     items = len(places) * chunks
     workers = items if count > 1 else 1
     params = PARAMS.filled({
@@ -299,7 +299,7 @@ def row_form(packed, cache):
 
 
 def unit_of(size):
-    """Return the element size to copy with: the largest (4, 2, 1) of which 16 divide `size`, if any does."""
+    """Return the largest of 4, 2 and 1 bytes of which 16 divide `size`, otherwise the largest divisor."""
     for unit in (4, 2, 1):
         if size % (16 * unit) == 0:
             return unit

@@ -88,7 +88,7 @@ def owners_of(direction, scaled):
 
 
 def numbers_of_side(array, side):
-    """Return the numbers of a `COPY_SIDE`: a packed array, and keys or values in a cache."""
+    """Return the fields of a `COPY_SIDE` for a packed array and the keys or values of a cache."""
     sequence, token, head = packed_strides(array)
     return COPY_SIDE.in_order({
         "packed": array, "packed_sequence": sequence, "packed_token": token, "packed_head": head,

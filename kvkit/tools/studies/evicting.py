@@ -336,7 +336,7 @@ def notes_of(layer: LayerReader, plan: StudyPlan) -> tuple[str, ...]:
     selecting = np.empty((1, 1, rows - count, 1))
     for policy in {each.scorer: each for each in plan.policies if not callable(each.scorer)}.values():
         if rows > count and (window := short_window(policy, selecting)) is not None:
-            notes.append(f"{policy.scorer} has a window of {window}, for want of queries")
+            notes.append(f"{policy.scorer} has a window of {window}: there are no more queries")
     if any(each.scorer == ORACLE for each in plan.policies):
         notes.append("oracle sees the queries that judge: it is no policy, and shows what one could reach")
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""Find what a study of eviction compares: scorers with the share that they keep, schemes, and both."""
+"""Parse what a study of eviction compares: scorers with a share to keep, schemes, or both together."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PARTS = re.compile(r"(?P<scorer>[^@(]+?)(?:\((?P<options>.*)\))?@(?P<share>[^@+]
 COMMAS = re.compile(r",(?![^(]*\))")  # not those between parentheses
 NONE, RANDOM, ORACLE = "none", "random", "oracle"
 SEEDS = range(3)  # of `random`, whose results are averaged
-BY_SHARE = "budget", "keep", "blend"  # options that a scorer has of the share
+BY_SHARE = "budget", "keep", "blend"  # options of scorers that the share of a policy sets
 BUDGETS = "uniform", "ada", "pyramid"
 Entry = tuple[str, Any, Any]  # a name, the scheme of keys, the scheme of values
 
 
 class Uncoded:
-    """Numbers as the source has them."""
+    """A scheme that leaves numbers as the source has them."""
 
     def encode(self, x: Array) -> dict[str, Array]:
         """Return the numbers."""
@@ -55,7 +55,7 @@ class Policy:
     keep : float
         The share of tokens that stay.
     options : dict
-        Those of the scorer.
+        The options of the scorer.
     schemes : tuple
         The schemes of keys and values; `UNCODED` for none.
     """
@@ -68,7 +68,7 @@ class Policy:
 
     @property
     def key(self) -> Any:
-        """Return what policies of equal scores have in common."""
+        """Return a key that is equal for policies with the same scores."""
         name = self.scorer
         by_share = name in SCORERS and not set(BY_SHARE).isdisjoint(SCORERS[name].options)
         return name, repr(sorted(self.options.items())), self.keep if by_share else None
@@ -76,17 +76,17 @@ class Policy:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """The schemes and policies that a study compares, and `names`, those of both in order."""
+    """Lists the schemes and policies that a study compares; `names` has the names of all, in order."""
 
     schemes: list[Entry]
     policies: list[Policy]
     names: list[str]
-    budget: str = "uniform"  # how heads or layers share what stays
-    judge: int | None = None  # how many of the last queries judge; a quarter if None
-    rope: Any = None  # how keys were rotated, for scorers that ask for it
+    budget: str = "uniform"  # how the kept tokens are shared out among heads or layers
+    judge: int | None = None  # how many of the last queries measure the error; None: a quarter
+    rope: Any = None  # how keys were rotated, for scorers that need it
 
     def fitting(self, queries: Any) -> StudyPlan:
-        """Return the plan for a layer with these queries: without any there is no oracle."""
+        """Return the plan for a layer: without queries it has no oracle."""
         if queries is not None:
             return self
         if self.judge is not None:
@@ -106,7 +106,7 @@ class StudyPlan:
 def make_plan(
     schemes: Any, evict: Any = None, budget: str = "uniform", judge: Any = None, rope: Any = None
 ) -> StudyPlan:
-    """Return what a study compares: schemes, or entries of `evict`, each with each of the schemes if any."""
+    """Return the plan of a study: its schemes, or the entries of `evict`, each with each scheme if any."""
     if evict is None:
         chosen = list_schemes(schemes)
         return StudyPlan(chosen, [], [name for name, *_ in chosen])
@@ -130,14 +130,14 @@ def make_plan(
 
 
 def items_of(evict: Any) -> list[Any]:
-    """Return the entries of a list, or of a text that has commas between them."""
+    """Return the entries of a list, or of a text with commas between entries."""
     items = COMMAS.split(evict) if isinstance(evict, str) else list(evict)
     items = [each.strip() if isinstance(each, str) else each for each in items]
     return [each for each in items if each]
 
 
 def entry_of(item: Any) -> Entry | Policy:
-    """Return the policy or the scheme of an entry; ("none", ...) keeps all tokens as they are."""
+    """Return the policy or scheme of an entry; ("none", ...) keeps all tokens uncoded."""
     if isinstance(item, tuple) and len(item) == 2 and callable(item[0]):
         function, share = item
         return Policy(f"{function.__name__}@{share:g}", function, share_of(share, item), {})
@@ -194,7 +194,7 @@ def options_of(words: str | None, item: str) -> dict[str, Any]:
 
 
 def combined(entry: Entry | Policy, schemes: Sequence[Entry]) -> list[Entry | Policy]:
-    """Return an entry with each of the schemes; one that has a scheme stays alone."""
+    """Combine an entry with each scheme; an entry that has a scheme is returned alone."""
     if isinstance(entry, Policy):
         if entry.schemes is not UNCODED:
             return [entry]
@@ -203,7 +203,7 @@ def combined(entry: Entry | Policy, schemes: Sequence[Entry]) -> list[Entry | Po
 
 
 def references(policies: Sequence[Policy]) -> list[Policy]:
-    """Return `random` and `oracle` for each share, coded as its first entry, unless they are there."""
+    """Return the missing policies `random` and `oracle` for each share, coded as its first entry is."""
     first = {each.keep: each for each in reversed(policies)}
     names, found = {each.name for each in policies}, []
     for share in sorted(first, reverse=True):

@@ -1,4 +1,4 @@
-"""`verify`: whether a pack is what it was."""
+"""`verify`: check that no file of a pack has changed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Verified:
     Attributes
     ----------
     cases, files : int
-        That were looked at.
+        How many cases and files were checked.
     problems : list of str
-        A line each: path, what is wrong.
+        One line for each problem: the path and what is wrong.
     """
 
     cases: int
@@ -33,7 +33,7 @@ class Verified:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no problem."""
+        """Return whether there are no problems."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,12 +54,12 @@ def verify(folder: str | os.PathLike, *, mapper: Mapper = map) -> Verified:
     folder : path
         The folder of the pack.
     mapper : callable
-        As `map`: calls a function for each case, perhaps elsewhere (`kvkit.integrations.dask.mapper`).
+        Calls a function for each case, as `map` does; `kvkit.integrations.dask.mapper` calls it on workers.
 
     Returns
     -------
     Verified
-        ``ok``, and the problems, a line each.
+        ``ok``, and the problems.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def verify(folder: str | os.PathLike, *, mapper: Mapper = map) -> Verified:
     for name in sorted({name for name in names if names.count(name) > 1}):
         problems.append(f"{folder / MANIFEST}: case {name} is there twice")
     titles = [f"{folder}, case {name}" for name in names]
-    for paths, found in mapper(partial(one_case, folder), titles, cases):
+    for paths, found in mapper(partial(check_case, folder), titles, cases):
         listed.update(paths)
         problems += found
     there = {path.resolve() for path in folder.rglob("*") if path.is_file()}
@@ -96,8 +96,8 @@ def verify(folder: str | os.PathLike, *, mapper: Mapper = map) -> Verified:
     return Verified(len(cases), len(listed), problems)
 
 
-def one_case(folder: Path, title: str, case: dict[str, Any]) -> tuple[list[Path], list[str]]:
-    """The files of a case, and its problems."""
+def check_case(folder: Path, title: str, case: dict[str, Any]) -> tuple[list[Path], list[str]]:
+    """Check a case; return (its files, its problems)."""
     paths, problems = [], []
     if not case["outputs"] and not case["after"]:
         problems.append(f"{folder / MANIFEST}: case {case['name']} expects nothing")
