@@ -1,26 +1,28 @@
 """KV-cache operators for numpy arrays, exact to their specifications.
 
-Over sequences of one length, each with its own part of a cache, and beside caches:
+Operators:
 
-    key_value_cache               append keys and values, read the whole context back
-    multi_head_attention          of queries to keys and values; merge_attention_states joins parts
-    multi_head_cache_attention    append, and attend to the context where it lies
-    rotary_position_embedding, alibi_slope, alibi_mask    positions
-    paged_attention, paged_append, swap_blocks    over any engine's pools of pages, in place
-    mla_attention, mla_append, mla_absorb, mla_expand    latent caches
-    indexer_scores, topk_rows    which of their rows to read; Rope, KvkitError, DeviceError
+    key_value_cache               append keys and values; return the whole context
+    multi_head_attention          attend with queries to keys and values
+    multi_head_cache_attention    append, and attend to the context in place
+    merge_attention_states        merge attention over parts of a context
+    rotary_position_embedding, alibi_slope, alibi_mask    encode positions
+    paged_attention, paged_append, swap_blocks            work on any engine's pools of pages
+    mla_attention, mla_append, mla_absorb, mla_expand     work on latent caches (MLA)
+    indexer_scores, topk_rows                             choose the rows that sparse attention reads
 
-Rooms:
+Modules:
 
-    dynamic_batching    the operators over packed sequences that share a cache; a step planned once
-    ascend              caches in blocks, as Ascend's operators have them
-    layouts             where the bytes of any engine's cache lie: lines, views, conversion
-    formats             what the bytes of a cache mean: encode, decode, rotate
-    files               caches in files of many kinds, with what they mean
-    cache, eviction     caches for a generation loop, growing to paged, in files; which tokens they can lose
+    dynamic_batching    the operators for packed sequences that share a cache
+    ascend              Ascend's operators, for caches in blocks
+    layouts             say where the bytes of any engine's cache lie; view and convert them
+    formats             say what the bytes of a cache mean; encode, decode and rotate them
+    files               read and write caches in many kinds of files
+    cache               caches for a generation loop: growing, sliding, quantized, paged, in files
+    eviction            choose which tokens a cache can lose
     integrations        dask, onnx and transformers
-    tools               what is in a file, can it be right, where do two differ, what do schemes cost
-    kvkit_cuda          a package of the same names, on a GPU
+    tools               inspect, convert, check, compare and study caches
+    kvkit_cuda          a package with the same operators on a GPU
 
 In a shell: `kvkit ops`, `kvkit describe OPERATOR`, `kvkit run` on a file; `kvkit --help` has all verbs.
 """

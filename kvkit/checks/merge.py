@@ -1,4 +1,4 @@
-"""The check of a merge of attention over parts."""
+"""Check a merge of attention over parts."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from kvkit.typed import Array, Arrays
 
 
 class MergeCall(NamedTuple):
-    """The checked parts of attention, but for the outputs of their merge."""
+    """The checked parts of attention, without the outputs of the merge."""
 
     fmt: Element
     outputs: list[Array]
@@ -21,7 +21,7 @@ class MergeCall(NamedTuple):
 
 
 def checked_merge(outputs: Arrays, lses: Arrays) -> MergeCall:
-    """Check parts of attention that are to be merged."""
+    """Check the parts of attention to merge."""
     outputs, lses = listed_arrays("outputs", outputs), listed_arrays("lses", lses)
     if len(lses) != len(outputs):
         raise argument_error("lses", f"{len(outputs)} arrays, as many as outputs", len(lses))

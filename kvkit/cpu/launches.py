@@ -1,4 +1,4 @@
-"""Records that kernels read, filled by name, and launches: kernels that run on them as often as wanted."""
+"""Records that kernels read, filled by name, and launches, which run kernels on records repeatedly."""
 
 import ctypes
 import functools

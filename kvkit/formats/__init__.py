@@ -1,12 +1,12 @@
-"""The meaning of a cache's bytes: elements, and formats, which are codes with scales in a place.
+"""Say what the bytes of a cache mean: elements, and formats, which are codes with scales.
 
-elements    one number: float32, int8, e4m3, ..., which kernels are compiled for
-known       every format that kvkit or an engine writes, as data
-scales      how engines find a group's scale
-packing     codes of a few bits in bytes, and the parts of blocks
-coding      encode and decode, with numpy
-rotations   of rows on their way into a cache, of queries and outputs
-schemes     all that by name, and classes of one's own, for `study` and caches
+elements    single numbers, such as float32, int8 and e4m3, for which kernels are compiled
+known       a table of every format that kvkit or an engine writes
+scales      rules that find a group's scale
+packing     pack codes of a few bits into bytes, and the parts of blocks
+coding      encode and decode with numpy
+rotations   rotate rows before they are stored, and queries and outputs to match
+schemes     find formats and your own classes by name, for `study` and caches
 """
 
 import importlib

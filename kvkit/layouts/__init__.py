@@ -1,12 +1,12 @@
-"""Layouts of caches, which say where each element lies: a layout is a line, ``l | b kv n h c``.
+"""Say where each element of a cache lies. A layout is a line such as ``l | b kv n h c``.
 
-parse          a layout from its line, or from its name in vLLM, LMCache, PMX, ...
-NAMED          the layouts of engines: name -> line, versions, source
-view           keys and values of a cache as arrays with axes l b n h c; no byte moves
-fits           the names of layouts that arrays may have
-same_bytes     whether two layouts have the same bytes
-convert        a cache from layout to layout, bit for bit, through page tables
-tables         page tables of every convention, to and from one form
+parse          parse a line, or a name in vLLM, LMCache, PMX, ...
+NAMED          the layouts of engines, {name: (line, versions, source)}
+view           view a cache as keys and values with axes l b n h c, without moving bytes
+fits           list the layouts that arrays may have
+same_bytes     compare two layouts by the bytes that they give
+convert        convert a cache to another layout, bit for bit, through page tables
+tables         convert page tables of every convention to one form and back
 """
 
 import importlib

@@ -26,7 +26,7 @@ def list_shapes(layouts: Iterable[Layout]) -> tuple[str, ...]:
 
 
 def documented(layouts: Iterable[Layout]) -> Callable[[Documented], Documented]:
-    """Return a decorator that puts these layouts in place of the docstring's line ``{layouts}``."""
+    """Decorate a function to replace ``{layouts}`` in its docstring by these layouts."""
 
     def decorate(function: Documented) -> Documented:
         def lines(found: re.Match[str]) -> str:

@@ -1,6 +1,6 @@
-"""Every operator in plain numpy: the specification as code, to read and to compare with.
+"""Define every operator in plain numpy: the specification as code, to read and to compare with.
 
-Loops over tokens, heads and elements that share no code with the rest of the package. Inputs are not checked.
+The loops over tokens, heads and elements share no code with the rest of the package. Inputs are not checked.
 Operators that copy or quantize give the exact bytes; attention and rotary embedding are computed in float64
 and not rounded. Caches and scales change in place.
 """

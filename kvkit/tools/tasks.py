@@ -1,6 +1,6 @@
-"""Do independent parts of a tool's work by `mapper`, a function like `map`, perhaps on a cluster.
+"""Run independent parts of a tool's work with `mapper`, a function such as `map`, perhaps on a cluster.
 
-Its first argument is a function that can be pickled; the first argument of each call is its title.
+The function passed to `mapper` can be pickled. The first argument of each of its calls is a title.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""The form of a decode kernel, and which calls it suits."""
+"""Choose the form of a decode kernel, and the calls that it suits."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ ROWS, DIM = 16, 128  # most rows of a call; heads above this size allow 8 rows o
 
 @dataclass(frozen=True, slots=True)
 class DecodeForm:
-    """Everything that decides a kernel's machine code."""
+    """Holds all that decides the machine code of a decode kernel."""
 
     keys: Tile
     values: Tile

@@ -1,4 +1,4 @@
-"""From a checked call of attention to its launches: fill the record and choose the kernel."""
+"""Prepare the launches of a checked call of attention: fill the record and choose the kernel."""
 
 import numpy as np
 

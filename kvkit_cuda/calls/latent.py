@@ -1,7 +1,7 @@
-"""From checked calls on latent caches to launches.
+"""Prepare the launches of checked calls on latent caches.
 
-Kernels attend to floats in one pool where they lie, and store rows. All else is done on the host: rows are
-joined, chosen or decoded there and copied to the device; products of heads and the indexer are copied back.
+Kernels attend to floats in one pool in place, and store rows. The host does all else: it joins, chooses or
+decodes rows, which are then copied to the device.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from kvkit_cuda.copy import pieces
 
 
 def take(name, given, stream):
-    """Return the operand of an array; a pair of the parts of queries is joined on the host."""
+    """Return the operand of an array; the two parts of queries are joined on the host."""
     if name != "query" or not isinstance(given, (tuple, list)):
         return arrays.operand(name, given, stream)
     parts = [arrays.operand(f"query[{i}]", part, stream).read(stream) for i, part in enumerate(given)]
@@ -29,7 +29,7 @@ def take(name, given, stream):
 
 
 def on_host(here, values):
-    """Return the names of the arrays that the host reads: all, where rows are not attended to in place."""
+    """Return the names of the arrays that the host reads: all, unless attention is in place."""
     return () if values["rope_cache"] is values["format"] is values["indices"] is None else tuple(here)
 
 
@@ -39,7 +39,7 @@ def attend(placed):
     whole = call.whole or gathered(placed)
     out, lse = (*placed.outputs, None)[:2]
     launches = attend_whole(placed, whole, out, None if call.sinks_last else lse)
-    if call.sinks_last and lse is not None:  # of the rows alone
+    if call.sinks_last and lse is not None:  # the lse is over rows alone
         scratch = uploaded(placed, np.zeros(out.shape, out.dtype))
         plain = whole._replace(weights=whole.weights._replace(sinks=None))
         launches += attend_whole(placed, plain, scratch, lse)

@@ -58,7 +58,7 @@ def tile_columns(rows):
 
 
 def chunk_vectors(rows, stored, scale_format, group):
-    """Return how many vectors of a row narrow products widen at a time: several of codes, if groups fit."""
+    """Return how many vectors of a row narrow products widen at a time: more than one if groups fit."""
     element = BY_NAME[stored]
     if element.block:
         return min(4, tile_columns(rows))
@@ -69,7 +69,7 @@ def chunk_vectors(rows, stored, scale_format, group):
 
 
 def fewest_vectors(stored):
-    """Return how many vectors are widened at a time at the end of a row: those of a block, or one."""
+    """Return how many vectors are widened at a time at the end of a row: a block's, or one."""
     block = BY_NAME[stored].block
     return block.elements // LANES if block else 1
 

@@ -1,4 +1,4 @@
-"""Rules of what caches and results hold."""
+"""Rules about the data in caches and results."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ BASE_2 = np.log(2.0)
 
 
 def not_finite(case: Case, side: CheckedSide) -> np.ndarray | None:
-    """Return which elements are NaN or infinity; None of codes, which are neither."""
+    """Return which elements are NaN or infinity; None for codes."""
     kind = format_of_codes(case, side)
     if kind is not None and side.array.dtype.itemsize == 1:
         bad = ~np.isfinite(kind[1].format.code.table)

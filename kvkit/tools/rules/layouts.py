@@ -1,4 +1,4 @@
-"""Rules of layouts, and of what must stay as it is."""
+"""Rules about layouts, and about rows that must not change."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from kvkit.tools.case import Case, CheckedSide
 from kvkit.tools.findings import Rule, Seen, rule
 
 LEAST_TOKENS = 16
-OUTSTANDING = 2.5  # |mean| over standard deviation of a channel that keys have, and values have not
+OUTSTANDING = 2.5  # |mean| / standard deviation of a channel, which keys reach and values do not
 TIMES = 1.8
 
 
@@ -59,8 +59,7 @@ def keys_and_values_swapped(case: Case) -> Seen:
     """LMCache#4463: keys and values that lie in one row were split as if they were apart, and came back
     wrong.
 
-    Keys have a few channels whose mean is far from 0, values have not; said only where the difference is
-    large.
+    Keys have a few channels whose mean is far from 0; values do not. Only a large difference is reported.
     """
     if len(case.sides) < 2 or case.used is None:
         return None
@@ -79,7 +78,7 @@ def keys_and_values_swapped(case: Case) -> Seen:
 
 
 def outstanding_channels(side: CheckedSide, rows: np.ndarray) -> list[float] | None:
-    """Return for each layer the median over heads of the largest |mean| / spread; None of too few tokens."""
+    """Return for each layer the median over heads of the largest |mean| / spread; None for too few tokens."""
     dtype = side.array.dtype
     if rows.sum() < LEAST_TOKENS or (dtype.kind not in "fiV" and dtype.name != "bfloat16"):
         return None

@@ -1,4 +1,4 @@
-"""Rules of page tables."""
+"""Rules about page tables."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,11 +9,11 @@ from kvkit.checks import table_rules
 from kvkit.tools.case import Case
 from kvkit.tools.findings import Seen, rule
 
-TOP_BIT = 2**31 - 1  # what is left of an id without the mark of a second pool
+TOP_BIT = 2**31 - 1  # masks the top bit, which marks ids of a second pool
 
 
 def hits_of_kind(case: Case, kind: int, words: Callable[..., str]) -> Seen:
-    """Return the hits of the pass over tables that are of a kind."""
+    """Return the hits of one kind from the pass over tables."""
     if case.page_tables is None:
         return None
     return case.page_tables.hits(kind).tolist(), lambda hit: (case.entry(*hit[1:3]), words(*hit[2:]))
@@ -99,7 +99,7 @@ def lengths_disagree(case: Case) -> Seen:
 
 
 def disagreements(case: Case) -> Iterator[tuple[str, str]]:
-    """Give (where, what) of all lengths that do not fit."""
+    """Yield (where, what) for all lengths that disagree."""
     lengths, table = case.lengths, case.raw_table
     rows = len(table[0]) - 1 if isinstance(table, tuple) else len(table)
     if len(lengths) != rows:

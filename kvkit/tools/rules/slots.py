@@ -1,4 +1,4 @@
-"""Rules of slots: where the tokens of a step are stored."""
+"""Rules about slots: where the tokens of a step are stored."""
 
 from typing import Any
 

@@ -21,7 +21,7 @@ from kvkit.tools.studies.words import WORST, table, worst_heads
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.tools.text import columns
 
-MAX_ROWS = 60  # of a printed table
+MAX_ROWS = 60  # the most rows of a printed table
 THRESHOLD = 0.1
 SIDES = "keys", "values"
 Row = dict[str, Any]
@@ -59,9 +59,9 @@ class Summary:
         Of a model that reads a text with the coded cache: the text's perplexity, and the share of positions
         where the most likely token is the one without coding. None without a model.
     tokens_kept, weight_kept : float or None
-        Where tokens are evicted: how many a head keeps on average, and the share of the judging queries'
-        weights that these have. `scheme` is the policy then, "snapkv@0.5+int4:g32"; bits and bytes are per
-        token of the context, kept or not; errors of keys and values are those of tokens that stay.
+        With eviction: how many tokens a head keeps on average, and their share of the weights of the judging
+        queries. `scheme` is then the policy, such as "snapkv@0.5+int4:g32". Bits and bytes are divided by all
+        tokens of the context; errors of keys and values are those of kept tokens.
     """
 
     scheme: str
@@ -91,15 +91,15 @@ class Summary:
 
     @property
     def is_oracle(self) -> bool:
-        """Return whether this is the oracle, which sees the queries that judge: no policy can."""
+        """Return whether this is the oracle, which sees the judging queries, as no real policy can."""
         parts = parts_of(self.scheme)
         return parts is not None and parts[0] == ORACLE
 
     @property
     def advised_error(self) -> float:
-        """Return the error that advice goes by: of outputs where there are queries, else of keys, values.
+        """Return the error that the advice uses: of outputs with queries, otherwise of keys and values.
 
-        It is infinite where only queries could tell what was lost, and for the oracle.
+        It is infinite for the oracle, and for eviction without queries.
         """
         if self.is_oracle or (self.evicts and self.worst_output is None):
             return float("inf")
@@ -126,7 +126,7 @@ class Study:
         Per layer: mean magnitudes of keys [heads, dim].
     notes : tuple of str
     threshold : float
-        The largest error of a head that advice accepts. It is arbitrary: what a model bears is its own.
+        The largest error of a head that the advice accepts. It is arbitrary; models differ.
     """
 
     source: str
@@ -142,16 +142,16 @@ class Study:
 
     @property
     def evicts(self) -> bool:
-        """Return whether policies are among what was compared."""
+        """Return whether the study compares policies."""
         return any(one.evicts for one in self.summary)
 
     @property
     def by_attention(self) -> bool:
-        """Return whether there were queries, so that advice goes by the outputs of attention."""
+        """Return whether there were queries, so that the advice uses the outputs of attention."""
         return any(one.worst_output is not None for one in self.summary)
 
     def worst(self, scheme: str, count: int = WORST) -> list[Row]:
-        """Return the heads that a scheme serves worst: by divergence if there were queries, else by error."""
+        """Return the worst heads of a scheme: by divergence if there were queries, otherwise by error."""
         own = [row for row in self.rows if row["scheme"] == scheme]
         by = "kl" if any("kl" in row for row in own) else "relative_rms"
         return sorted((row for row in own if by in row), key=lambda row: -row[by])[:count]
@@ -231,16 +231,16 @@ def study(
     budget : str
         Whether heads keep as many tokens each ("uniform"), share them ("ada"), or layers do ("pyramid").
     judge : int, optional
-        How many of the last queries judge, a quarter by default, of which the last 64 are measured. Scorers
-        see none of them, and the tokens from the first judging one on stay.
+        How many of the last queries measure the error, a quarter by default; the last 64 of them are used.
+        Scorers do not see them, and the tokens from the first of them on always stay.
     rope : Rope or "none", optional
-        How keys were rotated, for scorers that need to know.
+        How keys were rotated, for scorers that need it.
     layout : str, optional
         The layout of the file's cache, if the file does not name one.
     sizes : mapping, optional
         Sizes of axes (l, b, n, h, c) that cannot be derived from the shapes.
     rotation : str, optional
-        The rotation that keys and values are stored with, which is undone: "llama.cpp", or what else
+        The rotation of the stored keys and values, which is undone: "llama.cpp", or any other name that
         `kvkit.formats.rotate` takes.
     progress : callable, optional
         Called with (finished layers, all layers).
@@ -248,8 +248,8 @@ def study(
         A replacement for `map`. It may run layers in other processes (`kvkit.integrations.dask.mapper`),
         which open the files themselves.
     threshold : float
-        The error of a head, here 10 %, within which the smallest scheme is advised: of the outputs of
-        attention where there are queries, of keys and values else. The number is arbitrary.
+        The largest error of a head, 10 % by default, that the advised scheme may have: of the outputs of
+        attention with queries, otherwise of keys and values. The number is arbitrary.
 
     Returns
     -------
@@ -280,7 +280,7 @@ def study(
 
 
 def check_threshold(threshold: float) -> None:
-    """Refuse a threshold that is no error."""
+    """Check the threshold: a finite number above 0."""
     if not 0 < threshold < np.inf:
         raise argument_error("threshold", "a positive number, as 0.1 for 10 %", threshold)
 
@@ -313,7 +313,7 @@ def study_layers(
 
 @dataclass(frozen=True)
 class StudiedLayer:
-    """One layer's results.
+    """The results of one layer.
 
     `bits[scheme]` is the stored size; `sums[scheme]` holds [side, (sum of squared errors, sum of squares)].
     """
@@ -373,7 +373,7 @@ def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
 
 
 def check_tokens(layer: LayerReader) -> None:
-    """Refuse a layer without numbers."""
+    """Raise if a layer has no numbers."""
     for side in (layer.key, layer.value):
         if 0 in (side.tokens, side.heads, side.dim):
             said = f"{side.tokens} tokens of {side.heads} heads of {side.dim} elements in {layer.name}"
@@ -385,7 +385,8 @@ def study_scheme(
 ) -> tuple[list[Row], int, np.ndarray]:
     """Return a layer's rows for one scheme, its size in bits, and sums [side, (squared errors, squares)].
 
-    With `judge`, beside policies, so many queries judge, and rows say that all tokens stay.
+    With `judge`, in a study with policies, so many queries measure the error, and rows count all tokens as
+    kept.
     """
     found: list[Row] = []
     kept = {} if judge is None else {"weight_kept": 1.0, "tokens_kept": layer.key.tokens}
@@ -396,7 +397,7 @@ def study_scheme(
             found += [{"head": h, "side": side, **row} for h, row in enumerate(errors.by_head())]
             stored += errors.bits
             sums.append((errors.errors.sum(), errors.squares.sum()))
-        if layer.value_dim:  # a row is key and value, in the scheme of keys
+        if layer.value_dim:  # a latent row has the scheme of keys
             sums, schemes = sums * 2, schemes[:1] * 2
         if layer.queries is not None:
             by_head = measures.attention_errors(layer, *schemes, judge=judge or measures.QUERIES)

@@ -1,4 +1,4 @@
-"""Parts of the calls of a pack: sizes, random numbers, and caches that nobody has written."""
+"""Draw parts of the calls of a pack: sizes, random numbers, caches of NaN or random codes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -29,7 +29,7 @@ class Sizes:
     dim : int
         Elements of a head, a multiple of 16.
     page : int
-        Tokens of a page; contexts end at its border, one before it and one behind.
+        Tokens of a page. Contexts end at the end of a page, one token before it and one after it.
     batch : int
         Sequences, at least 2.
     """
@@ -41,7 +41,7 @@ class Sizes:
 
     @classmethod
     def of(cls, shapes: Mapping[str, int] | None) -> "Sizes":
-        """Return the requested sizes, and the usual ones where none is requested."""
+        """Return the requested sizes, with defaults for the others."""
         names, shapes = [each.name for each in fields(cls)], dict(shapes or {})
         for name in shapes:
             if name not in names:
@@ -53,7 +53,7 @@ class Sizes:
         return cls(**sizes)
 
     def each(self, *lengths: int) -> tuple[int, ...]:
-        """Return a length for each sequence: these, repeated."""
+        """Return a length for each sequence by repeating these."""
         return tuple(int(each) for each in np.resize(lengths, self.batch))
 
 
@@ -73,12 +73,12 @@ def numbers(
 
 
 def plain(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Return numbers of the size that attention has."""
+    """Return random numbers of a size that is usual in attention."""
     return rng.standard_normal(shape).astype(dtype)
 
 
 def blank(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike, bits: int) -> Array:
-    """Return a cache or scale that nobody has written: NaN, or random bytes."""
+    """Return an unwritten cache or scale: NaN, or random bytes for codes."""
     if bits:
         return rng.integers(-128, 128, shape).astype(np.int8)
     return np.full(shape, NAN, dtype)
