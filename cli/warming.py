@@ -20,7 +20,7 @@ from kvkit import formats
 from kvkit.errors import KvkitError
 
 CODES = {fmt.name: bits for bits, fmt in formats.QUANTIZED.items()}  # quant_bit
-PROMPT = 40  # tokens, so many that they are not attended to one by one
+PROMPT = 40  # tokens: enough for the kernels of prompts
 SIZES = 1, 8192  # tokens for one thread and for all
 SCALE = "float16"
 
@@ -95,7 +95,7 @@ TASKS = {task.__name__: task for task in (cache, attention, attention_to_cache, 
 
 
 def main() -> None:
-    """Run the tasks that stdin names, and print a line for each, until nobody reads them."""
+    """Run the tasks on stdin and print a line for each, until stdin or stdout is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits handles Ctrl-C and ends this one
     for line in sys.stdin:
         task, kind = json.loads(line)

@@ -30,7 +30,7 @@ class StepIndex(NamedTuple):
     kvstarts: Array
     start_pos: Array
     load_starts: Array  # the first position of each sequence that a load returns
-    table: Array  # or any array-like of this shape
+    table: Array  # [sequences, pages], or an array-like with this shape
     page_size: int
     tokens: int
     context: int
@@ -91,7 +91,7 @@ class Context(NamedTuple):
     key_bytes: int
     value_bytes: int
     as_loaded: bool = True
-    decoder: object = None  # code that reads rows which formats and strides alone do not describe
+    decoder: object = None  # code that reads rows if formats and strides do not suffice
     value_format: str | None = None  # the format of values, if it is not that of keys
     steps: tuple[int, int] = (1, 1)
     elements: tuple[int, int] = (0, 0)

@@ -1,4 +1,4 @@
-"""The compiled pass over the index tensors of a step, which returns the first broken rule as numbers."""
+"""Check the index tensors of a step in one compiled pass, which returns the first broken rule as numbers."""
 
 import functools
 
@@ -12,7 +12,7 @@ from kvkit.runtime.arrays import places_of
 from kvkit.runtime.jit import INDEX, Code, Integers, callback, helper
 
 FINE, STARTS, LENGTHS, HINT, PAGES, ROW, STORED_TWICE, STORED_AND_LOADED = range(8)
-FOUND, SPARE = 4, 5  # numbers that a pass finds; that it needs for each stored run
+FOUND, SPARE = 4, 5  # numbers in the answer of a pass; numbers of workspace for each stored run
 
 
 def scan_step(step: StepIndex, rows: int) -> list[int]:
@@ -28,14 +28,14 @@ def scan_step(step: StepIndex, rows: int) -> list[int]:
 
 
 def scan_lengths(step: StepIndex) -> list[int]:
-    """Return what `scan` does, without reading the page table; or (FINE, stored runs, 0, 0)."""
+    """Check lengths as `scan_step` does, without the page table; if legal return (FINE, runs, 0, 0)."""
     found = np.empty(FOUND, np.int64)
     lengths_code().ctypes(*places_of((found,)), *lengths_of(step))
     return found.tolist()
 
 
 def lengths_of(step: StepIndex) -> tuple[int, ...]:
-    """Return the arguments of `lengths`."""
+    """Return the arguments of `check_lengths`."""
     starts = places_of((step.seqstarts, step.kvstarts, step.start_pos))
     return *starts, *step.table.shape, step.page_size, *step.limits
 
@@ -45,7 +45,7 @@ def check_lengths(
     seqstarts: Integers, kvstarts: Integers, start_pos: Integers, batch: int, columns: int, page_size: int,
     max_seqlen: int, max_kvlen: int,
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """Return what `scan_lengths` does, for a page table of so many columns."""
+    """Check lengths for a page table with `columns` columns; return as `scan_lengths` does."""
     stored_runs = 0
     for b in range(batch):
         for which, starts in enumerate((seqstarts, kvstarts)):
@@ -70,7 +70,7 @@ def scan_starts(
     found: Integers, seqstarts: Integers, kvstarts: Integers, start_pos: Integers, batch: int, columns: int,
     page_size: int, max_seqlen: int, max_kvlen: int,
 ) -> None:  # fmt: skip
-    """Write the answer of `lengths` where `found` is."""
+    """Write the answer of the check of lengths to the address `found`."""
     put_found(
         found, check_lengths(seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen)
     )
@@ -81,7 +81,7 @@ def scan_rows(
     page_size: int, max_seqlen: int, max_kvlen: int, table: Integers, rows: int, begins: Integers, ends:
     Integers, owners: Integers, order: Integers, spare: Integers,
 ) -> None:  # fmt: skip
-    """Write the answer of `scan` where `found` is. No sum here can overflow."""
+    """Write the answer of the check of rows to the address `found`. No sum here can overflow."""
     first_rule = check_lengths(
         seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen
     )
@@ -118,7 +118,7 @@ def find_conflict(
     kvstarts: Integers, table: Integers, start_pos: Integers, batch: int, columns: int, page_size: int,
     stored_runs: int, begins: Integers, ends: Integers, owners: Integers, order: Integers, spare: Integers,
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """Find stored rows that hold two tokens: runs of stored rows are sorted, past pages looked up in them."""
+    """Find stored rows that hold two tokens: sort the runs of stored rows, and look up past pages in them."""
     run = 0
     for b in range(batch):
         kvlen = kvstarts[b + 1] - kvstarts[b]

@@ -1,4 +1,4 @@
-"""An operator as data, read from the signature and the docstring of its function."""
+"""Describe an operator as data, from the signature and the docstring of its function."""
 
 import functools
 import importlib
@@ -15,7 +15,7 @@ IN_PYTHON = "out", "extra"  # arguments that are arrays for results, or several 
 
 @dataclass(frozen=True)
 class Output:
-    """An array that the operator returns, always or if the attribute `only_with` is set."""
+    """Describes an array that the operator returns, always or if the attribute `only_with` is set."""
 
     name: str
     dtype: str
@@ -26,10 +26,10 @@ class Output:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator of kvkit: `name` is its path inside the package, `source` its specification.
+    """Describes an operator: `name` is its path inside the package, `source` its specification.
 
-    An operator without outputs of its own returns the arrays that it changes, but for keyword ones. An
-    optional array that is not given is returned as None.
+    An operator without outputs returns the arrays that it changes, except keyword arguments. If an optional
+    array is missing it returns None in its place.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Operator:
         return outputs or [array.name for array in self.inputs if array.inout and not array.keyword]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of this but the attributes as plain values, for JSON."""
+        """Return name, texts, inputs and outputs as values for JSON, without the attributes."""
         inputs, outputs = ([asdict(array) for array in arrays] for arrays in (self.inputs, self.outputs))
         texts = {"name": self.name, "summary": self.summary, "source": self.source}
         return {**texts, "inputs": inputs, "outputs": outputs}
@@ -93,7 +93,7 @@ def key_value(tokens: str) -> tuple[Output, ...]:
 
 
 def attention(tokens: str, dim: str, keys: str | None = None) -> tuple[Output, ...]:
-    """Return the outputs of attention; `keys` are the axes of keys that their weights have."""
+    """Return the outputs of attention; `keys` names the axis of keys in `key_weights`, if there are any."""
     about = "logarithms of the softmax denominators"
     outputs = (
         Output("attn_output", "that of query", f"({tokens}, num_heads, {dim})", "weighted sums of values"),

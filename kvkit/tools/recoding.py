@@ -1,4 +1,4 @@
-"""Code the numbers of a cache again in another format, a layer at a time."""
+"""Convert the numbers of a cache to another format, layer by layer."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kvkit.tools.readers import LINE, LISTS, LayerReader, SideReader, open_one
 from kvkit.tools.rope_pairs import PairOrder
 from kvkit.tools.source import SLIDING, CacheSource, name_of_second
 
-SOME = 2048  # tokens that are encoded at a time
+SOME = 2048  # tokens encoded at a time
 Form = Any  # a `Coded` format, or a float type
 
 
 @dataclass(frozen=True)
 class Recoded:
-    """The caches of a file in another format: arrays, unless they are written, and what they are."""
+    """The result of `recode`: the description, and the arrays unless they were written to a file."""
 
     arrays: dict[str, Any]
     description: files.Description
@@ -47,7 +47,7 @@ def recode(
     pairs: PairOrder | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Recoded:
-    """Code the numbers of all caches of a file again; undo a rotation, and change what pairs keys have."""
+    """Convert all caches of a file to a format; undo a rotation, and reorder key elements."""
     floats = format in map(str, FLOATS)
     forms = [BY_NAME[format]] * 2 if floats else [Coded(one.name, one) for one in formats_named(format)]
     if target is not None:
@@ -90,12 +90,12 @@ def recode(
 
 
 def in_file(cache: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arrays of a cache by the names that a file has for them."""
+    """Return the arrays of a cache under their names in a file."""
     return dict(arrays) if cache == CACHE else {name_of_second(name): each for name, each in arrays.items()}
 
 
 def changed_facts(rotation: str | None, pairs: PairOrder | None) -> dict[str, Any]:
-    """Return the fields of a description that change with its numbers."""
+    """Return the fields of a description that the conversion changes."""
     facts: dict[str, Any] = {} if rotation is None else {"rotation": "none", "rotation_blocks": None}
     return facts | ({} if pairs is None else {"rope_pairs": pairs.target})
 
@@ -103,7 +103,7 @@ def changed_facts(rotation: str | None, pairs: PairOrder | None) -> dict[str, An
 def carried_metadata(
     source: CacheSource, second: files.Description | None, rotation: str | None = None
 ) -> dict[str, Any]:
-    """Return what a converted file says beside its description: facts for the user, and its second cache."""
+    """Return the other metadata of a converted file: notes for the user, and its second cache."""
     gone = {llama.HEADS} | ({llama.ROTATED} if rotation is not None else set())
     notes = [note for note in source.contents.notes if note not in gone]
     found: dict[str, Any] = {"notes": notes} if notes else {}
@@ -111,7 +111,7 @@ def carried_metadata(
 
 
 def layer_to_code(layer: LayerReader, source: CacheSource, pairs: PairOrder | None) -> LayerReader:
-    """Return a layer whose sequences all have tokens, with the wanted pairs of keys."""
+    """Return a layer with the wanted order of key elements; raise if a sequence has no tokens."""
     layer = replace(layer, starts=layer.starts[: 1 + source.paged.get("rows", len(layer.starts))])
     lengths = np.diff(layer.starts).tolist()
     if not lengths or 0 in lengths:
@@ -122,14 +122,14 @@ def layer_to_code(layer: LayerReader, source: CacheSource, pairs: PairOrder | No
 
 
 def lengths_of(layer: LayerReader) -> set[int]:
-    """Return the lengths that sequences have."""
+    """Return the lengths of the sequences."""
     return set(np.diff(layer.starts).tolist())
 
 
 def encode_layer(
     i: int, layer: LayerReader, forms: Sequence[Form], folder: Path | None
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of a layer, as LINE or LISTS has them; in files of a folder's disk."""
+    """Encode a layer to arrays with the axes of LINE or LISTS; they lie in unnamed files in the folder."""
     made = {}
     lengths = np.diff(layer.starts).tolist()
     for kv, side in enumerate((layer.key, layer.value)):
@@ -149,7 +149,7 @@ def encode_layer(
 
 
 def sizes_of_layers(layers: Sequence[LayerReader], floats: bool) -> dict[str, int]:
-    """Return the sizes that all layers of a recoded cache have; the content's only of floats."""
+    """Return the common sizes of all layers; the content has one only for floats."""
     last = layers[-1]
     lengths = set().union(*map(lengths_of, layers))
     sizes = {"l": len(layers), "b": len(last.starts) - 1}
@@ -169,7 +169,7 @@ def encode_sequence(side: SideReader, start: int, count: int, form: Form) -> dic
         raise argument_error("source", f"a multiple of {form.step} tokens, for {form.name}", count)
     form = form.over(side.read(part) for part in parts)
     shared = () if form.ends is None else form.shared
-    found = {} if form.format.whole else {"whole": [np.asarray(np.float32(1))]}  # which `encode` leaves out
+    found = {} if form.format.whole else {"whole": [np.asarray(np.float32(1))]}  # `encode` does not return it
     for part in parts:
         for name, array in form.encode(side.read(part)).items():
             if name in shared:
@@ -180,9 +180,9 @@ def encode_sequence(side: SideReader, start: int, count: int, form: Form) -> dic
 
 
 def join_pieces(pieces: Sequence[np.ndarray], count: int, folder: Path | None) -> np.ndarray:
-    """Join the pieces of `count` sequences; on a folder's disk, as a cache need not fit into memory.
+    """Join the pieces of `count` sequences in a file in the folder, because a cache may exceed memory.
 
-    The file has no name, so that it goes with the process, however that ends.
+    The file has no name, so the system deletes it with the process.
     """
     shape = pieces[0].shape
     if len(pieces) > count:

@@ -1,4 +1,4 @@
-"""Which elements of a head rotate as a pair: halves (i and i + D/2) or neighbours (2 i and 2 i + 1)."""
+"""Say which elements of a head rotate as a pair: halves (i and i + D/2) or neighbours (2 i and 2 i + 1)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kvkit.errors import argument_error, brief
 from kvkit.files import Description
 from kvkit.tools.readers import SideReader
 
-HALVES, NEIGHBOURS = "halves", "interleaved"  # as descriptions have them
+HALVES, NEIGHBOURS = "halves", "interleaved"  # the words of descriptions
 NAMES = {"halves": HALVES, "neighbours": NEIGHBOURS, "interleaved": NEIGHBOURS}
 
 
 @dataclass(frozen=True)
 class PairOrder:
-    """The pairs that keys are to have and those they have, in the first `dim` elements of a head."""
+    """Holds the wanted and the present pairs of keys, for the first `dim` elements of a head."""
 
     target: str
     before: str
     dim: int | None = None
 
     def places(self, size: int) -> np.ndarray:
-        """Return which elements of a head of this size are the new ones, in order."""
+        """Return the old index of each element in the new order, for heads of this size."""
         dim = size if self.dim is None else self.dim
         if dim % 2 or dim > size:
             raise argument_error("rope_pairs", f"an even number of rotated elements, up to {size}", dim)
@@ -32,7 +32,7 @@ class PairOrder:
         return np.concatenate([pairs.T.reshape(-1), np.arange(dim, size)])
 
     def reordered(self, side: SideReader) -> SideReader:
-        """Return keys whose heads have their elements in the new order."""
+        """Return keys with the elements of heads in the new order."""
         if self.target == self.before:
             return side
         places = self.places(side.dim)
@@ -40,7 +40,7 @@ class PairOrder:
 
 
 def change_of_pairs(wanted: str | None, given: str | None, said: Description) -> PairOrder | None:
-    """Return how pairs are to change, from those given or those that a file states; None if nobody asks."""
+    """Return the change of pairs, from the ones given or else stated in a file; None without a wanted one."""
     if wanted is None:
         if given is not None:
             raise argument_error(
@@ -59,12 +59,12 @@ def change_of_pairs(wanted: str | None, given: str | None, said: Description) ->
 
 
 def pairs_named(argument: str, name: Any) -> str:
-    """Return the pairs of a name, as descriptions have them."""
+    """Convert a user's name of pairs to the word of descriptions."""
     if name not in NAMES:
         raise argument_error(argument, "halves or neighbours", brief(name))
     return NAMES[name]
 
 
 def word(pairs: str | None) -> str | None:
-    """Return the word that users have for pairs."""
+    """Convert the word of descriptions to the user's name of pairs."""
     return "neighbours" if pairs == NEIGHBOURS else pairs

@@ -29,7 +29,7 @@ from kvkit.tools import openvino
 from kvkit.tools.names import LAYER, LayerNames, find_layers, matching, some_names
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Contents
-NAMES = (  # of keys and values that are arrays of their own: in pages, then packed tokens
+NAMES = (  # names of separate keys and values: in pages first, then of packed tokens
     ("key_cache", "value_cache"),
     ("key", "value"),
     ("keys", "values"),
@@ -39,9 +39,9 @@ NAMES = (  # of keys and values that are arrays of their own: in pages, then pac
 PAGED_NAMES = NAMES[0]
 AXES = {True: {3: "n h c", 4: "b n h c", 5: "l b n h c"}, False: {3: "n h c", 4: "l n h c", 5: "l b n h c"}}
 SIDES = "key", "value"
-SLIDING = "sliding"  # the name of a second cache, of layers with a window, and what its tables begin with
+SLIDING = "sliding"  # the name of a second cache, of layers with a window; a prefix of its tables
 PACKED = "packed sequences"  # a convention of tables: `seqstarts`
-TABLES = (  # how names of tables begin
+TABLES = (  # prefixes of the names of tables
     "sequences.", "published.", "blocks", "block_tables", "context_lens", "page_size", "kv_", "slots",
     "cache_cells.", "cachestarts", "kvstarts", "seqstarts", "num_blocks", "slot_",
     "block_indices", "past_lens", "subsequence_begins",
@@ -49,20 +49,20 @@ TABLES = (  # how names of tables begin
 
 
 class CacheSource:
-    """The cache in a file, or in arrays by name. All tools read it here; nothing is read before it is used.
+    """Finds the cache in a file, or in arrays by name, for all tools. Everything is read on first use.
 
     The cache is the array ``cache``, arrays ``cache.N`` and so on, a pair of `NAMES`, arrays of each layer by
-    the patterns of `kvkit.tools.names`, or a cache object. Scales are beside
-    it: ``scale`` and what else `kvkit.formats.encode` returns, or ``key_scale`` and ``value_scale``.
+    the patterns of `kvkit.tools.names`, or a cache object. Scales are ``scale`` and the other results of
+    `kvkit.formats.encode`, or ``key_scale`` and ``value_scale``.
 
     Parameters
     ----------
     source : path, mapping of arrays, or Contents
-        A file that `kvkit.files.read` takes, what is in one, or arrays and lists of arrays by name.
+        A file that `kvkit.files.read` takes, its contents, or arrays and lists of arrays by name.
     layout : str or Layout, optional
         The layout of the cache, instead of the one in the source. A pair of names needs none.
     sizes : mapping, optional
-        Lengths of the axes l, b, n, h, c that shapes do not show.
+        Lengths of axes l, b, n, h, c that the shapes do not determine.
     arguments : pair of str
         The names of the arguments for layout and format in error messages.
     """
@@ -89,12 +89,14 @@ class CacheSource:
         self.sizes = dict(self.contents.description.sizes) | self.given_sizes
         self.arguments = arguments
         self.stated_layout = layout or self.contents.description.layout or self.text("layout")
-        self.implied = self.stated_layout is None and self.layer_names is not None  # by names alone
+        self.implied = (
+            self.stated_layout is None and self.layer_names is not None
+        )  # whether names alone decide the layout
         if self.implied and self.layer_names is not None and self.layer_names.heads_first:
             self.stated_layout = Layout(("l",), *[layouts.parse("hf").axes] * 2)
 
     def text(self, name: str) -> str | None:
-        """Return an array that is a text; None without it."""
+        """Return the text in an array; None without that array."""
         array = self.arrays.get(name)
         if array is None:
             return None
@@ -103,25 +105,25 @@ class CacheSource:
         return str(array.item())
 
     def integer(self, name: str) -> int | None:
-        """Return an array that is one integer; None without it."""
+        """Return the integer in an array; None without that array."""
         array = self.arrays.get(name)
         return int(array) if array is not None and array.ndim == 0 and array.dtype.kind in "iu" else None
 
     @property
     def saved(self) -> dict[str, Any]:
-        """Return what a cache of kvkit said when it was saved; {} for other files."""
+        """Return the metadata of a cache that kvkit saved; {} for other files."""
         about = self.contents.metadata.get("cache")
         return about if isinstance(about, dict) else {}
 
     @property
     def paged(self) -> Mapping[str, Any]:
-        """Return what a `PagedCache` said when it was saved; {} for other files."""
+        """Return the metadata of a saved `PagedCache`; {} for other files."""
         found = self.saved.get("paged")
         return found if isinstance(found, dict) else {}
 
     @cached_property
     def sliding(self) -> CacheSource | None:
-        """Return the second cache of a file, that of layers with a window; None without one."""
+        """Return the second cache of a file, which has the layers with a window; None without one."""
         if nested(self.arrays, SLIDING) is None:
             return None
         arrays = {name: array for old, array in self.arrays.items() if (name := name_in_second(old))}
@@ -135,7 +137,7 @@ class CacheSource:
 
     @property
     def caches(self) -> dict[str, CacheSource]:
-        """Return the cache and the second one, where there is one, by the names of their arrays."""
+        """Return the cache, and a second one if any, by the names of their arrays."""
         return {CACHE: self} | ({} if self.sliding is None else {SLIDING: self.sliding})
 
     @cached_property
@@ -154,12 +156,12 @@ class CacheSource:
 
     @property
     def positions(self) -> np.ndarray | None:
-        """Return the positions of the sequences' tokens, packed; None where they count from 0."""
+        """Return the packed positions of the sequences' tokens; None if they count from 0."""
         return self.places_of_tokens.get("positions")
 
     @cached_property
     def side_names(self) -> tuple[str, str] | None:
-        """Return the first of `NAMES` whose arrays are there, both or else one; None beside ``cache``."""
+        """Return the first pair of `NAMES` with both arrays, or else with one; None if ``cache`` exists."""
         if self.contents.cache is not None:
             return None
         here = [tuple(nested(self.arrays, name) is not None for name in pair) for pair in NAMES]
@@ -171,13 +173,13 @@ class CacheSource:
 
     @cached_property
     def layer_names(self) -> LayerNames | None:
-        """Return keys and values whose names have a layer's number; None beside `NAMES` or ``cache``."""
+        """Return keys and values by names with layer numbers; None if `NAMES` or ``cache`` exist."""
         known = any(nested(self.arrays, name) is not None for pair in NAMES for name in pair)
         return None if known or self.contents.cache is not None else find_layers(self.arrays)
 
     @property
     def layer_numbers(self) -> list[int] | None:
-        """Return the numbers that a source gives its layers; None if it counts them from 0."""
+        """Return the numbers of the layers in a source; None if they count from 0."""
         if self.layer_names is not None:
             return self.layer_names.numbers
         numbers = self.arrays.get("layers")
@@ -185,14 +187,14 @@ class CacheSource:
 
     @property
     def numbers_to_write(self) -> dict[str, np.ndarray]:
-        """Return the numbers of layers as an array for a file; {} where they count from 0."""
+        """Return {name: numbers of layers} for a file; {} if they count from 0."""
         numbers = self.layer_numbers
         known = numbers is not None and numbers != list(range(len(numbers)))
         return {"layers": np.array(numbers)} if known else {}
 
     @cached_property
     def separate(self) -> dict[str, Any]:
-        """Return the arrays of keys and of values, where each side has its own; a side may be missing."""
+        """Return the separate arrays of keys and values; one of them may be missing."""
         if self.layer_names is not None and self.side_names == self.layer_names.patterns:
             return {
                 side: list(layers.values())
@@ -204,17 +206,17 @@ class CacheSource:
 
     @cached_property
     def cache(self) -> Any:
-        """Return the arrays of the cache as `layout` has them; None where there are not both sides."""
+        """Return the arrays of the cache, as nested by `layout`; None unless both sides exist."""
         whole = self.contents.cache
         return list(self.separate.values()) if whole is None and len(self.separate) == 2 else whole
 
     @cached_property
     def layout(self) -> str | Layout | None:
-        """Return how the cache lies, with kv as the outer list of a pair of names; None if nobody knows."""
+        """Return the layout of the cache; a pair of names has kv as a list. None if it is unknown."""
         return self.layout_of(next(iter(self.separate.values()), None), self.stated_layout)
 
     def layout_of(self, pool: Any, stated: str | Layout | None = None) -> str | Layout | None:
-        """Return how arrays like `pool` lie, of keys or of values alone: as stated, else as names imply."""
+        """Return the layout of one side, whose arrays are like `pool`: the stated one, or that of names."""
         if not self.separate and (stated or pool is None):
             if stated:
                 parse_layout(stated, self.arguments[0])
@@ -236,7 +238,7 @@ class CacheSource:
         return Layout((*outer, "l") if several else outer, *[tuple(axes.split())] * 2)
 
     def require_cache(self) -> Any:
-        """Return `cache`; refuse a source that has none, or whose layout nobody knows."""
+        """Return `cache`; raise if the source has none, or its layout is unknown."""
         if len(self.separate) == 1:
             [side] = self.separate
             names = self.side_names or SIDES
@@ -250,11 +252,11 @@ class CacheSource:
 
     @cached_property
     def kv(self) -> KV | None:
-        """Return keys and values as views; None without a cache, or of a layout that no view tells."""
+        """Return keys and values as views; None without a cache, or if its layout has no view."""
         return self.view()
 
     def view(self, **sizes: int) -> KV | None:
-        """Return keys and values as views, with more sizes; where one side is missing the other for both."""
+        """Return keys and values as views, with more sizes; a missing side is replaced by the other."""
         if self.layout is None or (self.cache is None and not self.separate):
             return None
         if self.separate and not self.stated_layout:
@@ -264,7 +266,7 @@ class CacheSource:
             return view_of(cache, self.layout, self.sizes | sizes)
 
     def view_by_names(self, pools: Iterable[Any], sizes: dict[str, int]) -> KV:
-        """Return views of arrays of any strides, whose axes are those that their names imply."""
+        """Return views of arrays with the axes that their names imply, of any strides."""
         axes, names = layouts.parse(self.layout or "").axes, self.side_names or SIDES
         at = tuple(slice(None) if axis in axes else None for axis in "lbnhc")
         pools = list(pools)
@@ -283,7 +285,7 @@ class CacheSource:
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Let errors call keys and values that are apart by their names."""
+        """Make errors name separate keys and values by their arrays."""
         try:
             yield
         except KvkitError as error:
@@ -295,7 +297,7 @@ class CacheSource:
             raise KvkitError(text) from error
 
     def require_view(self, both: bool = True) -> KV:
-        """Return `kv`; refuse a source without a cache or layout, or one whose layout no view tells."""
+        """Return `kv`; raise if there is no cache or layout, or the layout has no view."""
         if both or len(self.separate) != 1:
             self.require_cache()
         if self.kv is None:
@@ -304,7 +306,7 @@ class CacheSource:
         return self.kv
 
     def require_view_of_rows(self) -> KV:
-        """Return keys and values, with the heads of a row as one where nobody says how many there are."""
+        """Return keys and values; if the number of heads is unknown, the heads of a row are one."""
         try:
             return self.require_view(both=False)
         except KvkitError:
@@ -314,11 +316,11 @@ class CacheSource:
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
-        """Return the lengths of the layout's axes, as far as views tell them."""
+        """Return the lengths of the layout's axes that views determine."""
         return {} if self.kv is None or self.layout is None else axis_sizes_of(self.kv, self.layout)
 
     def one_head_view(self) -> tuple[KV | None, dict[str, int]]:
-        """Return views and sizes; with the heads of a row as one where nobody says how many there are."""
+        """Return views and sizes; if the number of heads is unknown, the heads of a row are one."""
         try:
             return self.kv, self.axis_sizes
         except KvkitError:
@@ -330,7 +332,7 @@ class CacheSource:
 
     @cached_property
     def scales(self) -> dict[str, Any]:
-        """Return the scales, and what else is beside the codes, by the names of `BESIDE`."""
+        """Return the scales, minima and zeros beside the codes, by the names of `BESIDE`."""
         if len(self.separate) == 1:
             return {}
         found = {name: nested(self.arrays, name) for name in BESIDE}
@@ -345,7 +347,7 @@ class CacheSource:
         return {CACHE: self.cache} | self.scales
 
     def other_arrays(self, parts: Iterable[str], tables: bool) -> dict[str, np.ndarray]:
-        """Return the arrays that are not among these `own_arrays`; `tables` or not."""
+        """Return the arrays that are not among `parts`, with or without `tables`."""
         gone = {id(array) for part in parts for array in leaves(self.own_arrays[part])}
         return {
             name: array
@@ -356,13 +358,13 @@ class CacheSource:
         }
 
     def side_scale(self, side: str, part: str) -> Any:
-        """Return the scales of keys or values alone, or another `part` beside the codes; None without."""
+        """Return the scales, or another `part` beside the codes, of keys or values; None without any."""
         names = f"{side}_{part}", f"{(self.side_names or SIDES)[side == 'value']}_{part}"
         return next((found for name in names if (found := nested(self.arrays, name)) is not None), None)
 
     @cached_property
     def scale_views(self) -> dict[str, KV]:
-        """Return the scales, and what else `kvkit.formats.decode` takes, by layer."""
+        """Return the scales and the other inputs of `kvkit.formats.decode`, by layer."""
         if self.scales_inside:
             return self.scales_inside
         layers = len(self.require_view(both=False).keys)
@@ -382,7 +384,7 @@ class CacheSource:
         return found
 
     def format_of(self, dtypes: Iterable[np.dtype], given: str | None = None) -> str:
-        """Return what codes are: as given, as the source says, or as their type says."""
+        """Return the format of codes: the one given, or stated in the source, or implied by the dtype."""
         coded = sorted(set(dtypes), key=str)
         said = given or format_of_paged(self.paged.get("arguments", {}))
         said = said or self.contents.description.format or self.text("format")
@@ -436,7 +438,7 @@ class CacheSource:
         return None
 
     def page_size(self, given: int | None = None) -> int | None:
-        """Return the rows of a page: as given, as the source says, or as its cache has them."""
+        """Return the rows of a page: as given, or stated in the source, or in the shape of its cache."""
         said = given or self.integer("page_size") or self.sizes.get("n")
         if said or self.layout is None or self.cache is None:
             return said
@@ -454,7 +456,7 @@ class CacheSource:
         if legal:
             found: list[int] = starts.tolist()
             return found
-        if self.side_names is None:  # of other tokens than those of the cache
+        if self.side_names is None:  # they count other tokens than those of the cache
             return None
         wanted = f"integers that ascend from 0 to {tokens}, the tokens"
         integers = starts.ndim == 1 and starts.dtype.kind in "iu"
@@ -462,7 +464,7 @@ class CacheSource:
 
 
 def contents_of(source: Any) -> Contents:
-    """Return what is in a file, streams of llama.cpp as one; arrays by name as if they were."""
+    """Read a file to contents, with llama.cpp's streams joined; wrap arrays by name as contents."""
     if isinstance(source, Contents):
         return llama.join_streams(source)
     if isinstance(source, (str, os.PathLike)):
@@ -484,7 +486,7 @@ def contents_of(source: Any) -> Contents:
 def arrays_of_object(cache: Any) -> dict[str, Any]:
     """Return keys and values of a cache object, of transformers or of `kvkit.cache`, by name.
 
-    Layers without keys, such as recurrent ones, are left out; of a static layer only its tokens are taken.
+    Layers without keys, such as recurrent ones, are left out. A static layer gives only its filled rows.
     """
     found: dict[str, Any] = {}
     for number, layer in enumerate(cache.layers):
@@ -503,7 +505,7 @@ def arrays_of_object(cache: Any) -> dict[str, Any]:
 
 
 def by_patterns(source: Any, keys: str | None, values: str | None) -> Any:
-    """Return a source whose keys and values have other names as if they had the usual ones.
+    """Return a source with its keys and values renamed to the usual names.
 
     Parameters
     ----------
@@ -543,7 +545,7 @@ def by_patterns(source: Any, keys: str | None, values: str | None) -> Any:
 
 
 def parse_layout(layout: str | Layout, argument: str) -> Layout:
-    """Return the layout of a line or name; errors call it by its argument."""
+    """Parse a layout; errors name the argument."""
     try:
         return layouts.parse(layout)
     except KvkitError as error:
@@ -551,7 +553,7 @@ def parse_layout(layout: str | Layout, argument: str) -> Layout:
 
 
 def name_in_second(name: str) -> str:
-    """Return the name that an array of the second cache has in it; "" for any other array."""
+    """Return the name of a second cache's array without its prefix; "" for other arrays."""
     begin, _, rest = name.partition(".")
     if begin == SLIDING:
         return f"{CACHE}.{rest}" if rest else CACHE
@@ -562,7 +564,7 @@ def name_in_second(name: str) -> str:
 
 
 def name_of_second(name: str) -> str:
-    """Return the name under which a file has an array of the second cache: the inverse of the above."""
+    """Return the name in a file of a second cache's array, with its prefix."""
     if name == CACHE or name.startswith((f"{CACHE}.", f"{CACHE}_cells.")):
         return SLIDING + name.removeprefix(CACHE)
     return f"{SLIDING}_{name}"
@@ -575,7 +577,7 @@ def holds_arrays(value: Any) -> bool:
 
 
 def with_axes(found: Any, count: int) -> Any:
-    """Return an array, or a list of arrays, with an axis of length 1 at the end if one is missing."""
+    """Append an axis of length 1 to an array, or each array of a list, that has fewer than `count` axes."""
     if isinstance(found, list):
         return [with_axes(each, count) for each in found]
     return found[..., None] if found.ndim == count - 1 else found
@@ -587,13 +589,13 @@ def leaves(found: Any) -> list[np.ndarray]:
 
 
 def view_of(cache: Any, layout: str | Layout, sizes: Mapping[str, int]) -> KV | None:
-    """Return keys and values as views; None where a layout splits the content, which no view tells."""
+    """Return keys and values as views; None if a layout splits the content, which has no view."""
     line = layouts.parse(layout)
     return None if line.split or line.joined else layouts.view(cache, line, sizes=sizes or None)
 
 
 def axis_sizes_of(kv: KV, layout: str | Layout) -> dict[str, int]:
-    """Return the lengths of a layout's axes, as views have them; of lists those that all members have."""
+    """Return the lengths of a layout's axes in views; in lists only lengths that all members share."""
     arrays = [one for each in kv.keys for one in (each if isinstance(each, tuple) else [each])]
     found = {"l": len(kv.keys)} | ({"b": len(kv.keys[0])} if isinstance(kv.keys[0], tuple) else {})
     for i, axis in enumerate("bnhc"[-arrays[0].ndim :]):
@@ -605,13 +607,13 @@ def axis_sizes_of(kv: KV, layout: str | Layout) -> dict[str, int]:
 
 
 def format_of_paged(about: Mapping[str, Any]) -> str | None:
-    """Return the format of a `PagedCache`, of the arguments of its constructor."""
+    """Return the format of a `PagedCache` from the arguments of its constructor."""
     bits = about.get("quant_bit")
     return about.get("quant_format") or (f"int{bits}:g{about.get('quant_group')}" if bits else None)
 
 
 def pages_of_saved(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> BlockTable:
-    """Return the pages of what `PagedCache.save` wrote: blocks by their places in the file."""
+    """Return the pages of a saved `PagedCache`; blocks are numbered by their places in the file."""
     size, moved = about["arguments"]["page_size"], any("intact" in said for said in about["sequences"])
     saved = [saved_table(arrays, i, said["length"], size) for i, said in enumerate(about["sequences"])]
     if moved:
@@ -625,7 +627,7 @@ def pages_of_saved(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -
 def saved_table(
     arrays: Mapping[str, np.ndarray], i: int, length: int, size: int
 ) -> tuple[np.ndarray, list[int]]:
-    """Check what a file says of a sequence; return its blocks by their places, and where segments end."""
+    """Check a sequence of a file; return the places of its blocks, and where segments end."""
     name = f"sequences.{i}.block_table"
     blocks, table = index("blocks", arrays["blocks"], 1), index(name, arrays[name], 1)
     if (np.diff(blocks) <= 0).any():
@@ -644,7 +646,7 @@ def saved_table(
 
 
 def tokens_of_saved(saved: list[tuple[np.ndarray, list[int]]], size: int) -> BlockTable:
-    """Return pages of one token each, for sequences some of which lie in segments."""
+    """Return pages of one token each, which can describe sequences in segments."""
     places, lengths = [np.empty(0, np.int64)], [ends[-1] for _, ends in saved]
     for table, ends in saved:
         page = 0
@@ -658,7 +660,7 @@ def tokens_of_saved(saved: list[tuple[np.ndarray, list[int]]], size: int) -> Blo
 
 
 def order_cells(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (cells, sequences) of llama.cpp's tokens by position; those of an image by rows and columns."""
+    """Return (cells, sequences) of llama.cpp in the order of positions, and of rows and columns of images."""
     cells = np.repeat(np.arange(len(arrays["cache_cells.positions"])),
                       np.diff(arrays["cache_cells.sequence_starts"]))  # fmt: skip
     _, numbers = np.unique(arrays["cache_cells.sequences"], return_inverse=True)

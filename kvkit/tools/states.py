@@ -1,4 +1,4 @@
-"""Change and make states of llama.cpp: remove tokens, or write the cache of one sequence as a state."""
+"""Remove tokens from states of llama.cpp, or make a state from the cache of one sequence."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def is_state(contents: Contents) -> bool:
 
 
 def retain_tokens(contents: Contents, keep: Callable[[np.ndarray], np.ndarray]) -> Contents:
-    """Return a state without the cells whose positions `keep` does not choose, in all of its caches.
+    """Return a state with only the cells whose positions `keep` chooses, in all of its caches.
 
-    Other cells keep their positions, and keys their rotation: llama.cpp goes on behind the last position.
+    Cells keep their positions, and keys their rotation: llama.cpp continues after the last position.
     """
     if any(name.startswith(f"{llama.RECURRENT}.") for name in contents.arrays):
         wanted = "layers that have rows of tokens"
@@ -51,13 +51,13 @@ def retain_tokens(contents: Contents, keep: Callable[[np.ndarray], np.ndarray]) 
 
 
 def positions_of(contents: Contents) -> np.ndarray:
-    """Return the positions that a state has, ascending, each once."""
+    """Return the distinct positions of a state, ascending."""
     found = [array for name, array in contents.arrays.items() if name.endswith("cells.positions")]
     return np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)
 
 
 def make_state(arrays: Mapping[str, Any], description: Description, metadata: Mapping[str, Any]) -> Contents:
-    """Return the state of a sequence that has a cache's rows in order of positions, without stale ones."""
+    """Make the state of one sequence from a cache's rows in the order of positions, without stale rows."""
     source = CacheSource(Contents(flat(arrays), dict(metadata), description=description))
     found: dict[str, np.ndarray] = {"token_ids": np.asarray(source.arrays.get("token_ids", ()), np.int32)}
     about: dict[str, Any] = {}

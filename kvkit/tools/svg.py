@@ -1,4 +1,4 @@
-"""Small pictures as SVG: boxes with words, in colours that follow the reader's light or dark mode."""
+"""Draw boxes with words as SVG; colours follow the reader's light or dark mode."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Cell:
 
 
 def hues(count: int) -> str:
-    """Return the colours of so many sequences, as far apart as they can be."""
+    """Return hues for `count` sequences, as different as possible."""
     turns = [round(i * 137.508 + 210) % 360 for i in range(count)]
     light, dark = (
         "".join(f".kvkit .s{i}{{fill:hsl({turn} {mode[0]}% {mode[1]}%)}}" for i, turn in enumerate(turns))
@@ -72,7 +72,7 @@ def picture(title: str, rows: Iterable[tuple[str, list[Cell]]], sequences: int =
 
 
 def words(text: str) -> str:
-    """Return a text, perhaps from a file, as SVG may contain it, in one line of printable signs."""
+    """Escape a text for SVG, as one line of printable characters."""
     return escape(printable(text))
 
 

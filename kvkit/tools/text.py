@@ -8,7 +8,7 @@ from kvkit.errors import printable
 
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]], most: int) -> str:
-    """Return rows under heads, in columns; of many rows the first and the last one."""
+    """Return a table of rows under heads; beyond `most` rows it shows the first ones and the last."""
     shown = list(rows) if len(rows) <= most else [*rows[: most - 2], ("...",), rows[-1]]
     shown = [tuple(map(printable, row)) for row in shown]
     wide = [max(len(row[i]) for row in (heads, *shown) if i < len(row)) for i in range(len(heads))]
@@ -19,7 +19,7 @@ def columns(heads: Sequence[str], rows: Sequence[Sequence[str]], most: int) -> s
 
 
 def size(count: int) -> str:
-    """Return a number of bytes for people."""
+    """Return a number of bytes as a text with a unit."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:

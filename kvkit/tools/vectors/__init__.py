@@ -1,14 +1,14 @@
-"""Packs of golden vectors, for people without kvkit on their machine.
+"""Make and use packs of golden vectors, for machines without kvkit.
 
-A pack is a folder: ``manifest.json`` and .npy files, fp8 and bfloat16 as their bits. Each case is a call of
-an operator: its arguments, what it must give and must leave alone, and how exact that has to be, with the
-reason.
+A pack is a folder with ``manifest.json`` and .npy files, which hold fp8 and bfloat16 as bits. Each case is a
+call of an operator: its arguments, the expected results, the arrays that must not change, and the tolerance
+with a reason.
 
-    make      write a pack: a suite, or some operators
-    verify    hashes, versions, no file that is missing or unlisted, and at least one case
+    make      write a pack with the cases of a suite, or of some operators
+    verify    check hashes and versions, that no file is missing or unlisted, and that there is a case
     replay    run kvkit, on the CPU or a GPU, on a pack, or on dumps of KVKIT_LOG=10
-    diff      hold what a device gave against a pack
-    export    test data as onnx's runners take them
+    diff      compare the results of a device with a pack
+    export    write test data for onnx's runners
 """
 
 from kvkit.tools.vectors.exporting import export
