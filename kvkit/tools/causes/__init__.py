@@ -1,4 +1,4 @@
-"""Why bytes may differ: usual causes, each tried by computing what it would have given."""
+"""Usual causes of differing bytes. Each is tried by computing the bytes that it would have produced."""
 
 from kvkit.tools.causes import bits, places, positions, rounding
 from kvkit.tools.causes.indices import index_causes

@@ -6,8 +6,8 @@ from kvkit.formats import BY_DTYPE
 from kvkit.tools.causes.evidence import count_words
 from kvkit.tools.causes.trial import Guess, Guesses, Trial, cause, word_view
 
-LEAST_ALIKE = 0.1  # of the ratios of elements that differ, for a factor
-POWER_BITS, FACTOR_BITS = 4.0, 24.0  # to say a factor that is a power of two, and any other
+LEAST_ALIKE = 0.1  # the least share of equal ratios among differing elements, for a factor
+POWER_BITS, FACTOR_BITS = 4.0, 24.0  # bits of a factor that is a power of two, and of any other
 
 
 @cause("old bytes: not written")
@@ -36,7 +36,7 @@ def nibbles(trial: Trial) -> Guesses:
 
 @cause("halves of a head interleaved")
 def interleaved_halves(trial: Trial) -> Guesses:
-    """Element i of the first half is beside that of the second, or was and is not: LMDeploy packs halves."""
+    """Elements of both halves are interleaved, or should be and are not: LMDeploy packs halves."""
     array, axis = trial.expected, trial.axis("c")
     if axis is None or array.shape[axis] % 2 or array.shape[axis] < 4:
         return
@@ -69,7 +69,7 @@ def flushed(trial: Trial) -> Guesses:
 
 @cause("a factor")
 def factor(trial: Trial) -> Guesses:
-    """Numbers, often scales, are some constant times what they should be."""
+    """Numbers, often scales, are a constant times the expected ones."""
     fmt = BY_DTYPE.get(trial.expected.dtype)
     if fmt is None or not fmt.significant or fmt.bits < 16:
         return

@@ -1,4 +1,4 @@
-"""Measure in bits what a guess explains: rows that it predicts need no description of their own."""
+"""Measure in bits what a guess explains: rows that it predicts need no other description."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-MOSTLY = 0.75  # of a row's elements, that a guess must have right to explain the row
+MOSTLY = 0.75  # the share of a row's elements that a guess must predict to explain the row
 Tolerances = tuple[float, float, int]  # atol, rtol, ulp
 
 
 @dataclass(frozen=True)
 class Extent:
-    """The rows at which a cause is at work, and the bits that it saves there.
+    """Holds the rows that a cause explains, and the bits that it saves.
 
-    `missing` marks the rows that were moved away from: their bytes are gone because they are elsewhere.
+    `missing` marks rows whose bytes were moved elsewhere.
     """
 
     saved: float
@@ -27,10 +27,10 @@ class Extent:
 
 
 class Evidence:
-    """The rows [planes, rows, heads] that differ, and the bits that describe each until a cause explains it.
+    """Holds the differing rows [planes, rows, heads], and the bits that describe each until it is explained.
 
-    A row with k wrong elements of c costs the bits to say which these are, and to say each of them: as if it
-    were drawn from the expected elements of the differing rows, or, as likely, from all words.
+    A row with k wrong elements of c costs the bits that say which they are, and the bits of each one: it
+    counts as drawn from the expected elements of the differing rows or, with equal chance, from all words.
     """
 
     def __init__(self, expected: np.ndarray, got: np.ndarray, equal: Any, before: Any) -> None:
@@ -49,7 +49,7 @@ class Evidence:
         self.background = is_constant(got) if before is None else is_constant(got) | (before == got).all(-1)
 
     def describe(self, wrong: np.ndarray) -> Any:
-        """Return the bits that describe rows [planes, rows, heads] of which these elements are wrong."""
+        """Return the bits that describe rows [planes, rows, heads] with these wrong elements."""
         count = wrong.sum(axis=-1)
         bits = self.places[count] + self.marker + np.where(wrong, self.elements, 0).sum(axis=-1)
         return np.where(count > 0, bits, 0)
@@ -57,13 +57,13 @@ class Evidence:
     def extent(
         self, same: Any, predicted: np.ndarray, guess: Any, near: Any, inexact: float
     ) -> Extent | None:
-        """Return where a guess is at work and what it saves there; None if it saves nothing."""
+        """Return the rows that a guess explains and the bits that it saves; None if it saves none."""
         cost = self.describe(~same)
         if near is not None:
             cost = cost + inexact * near.sum(axis=-1)
         gain = self.cost - cost - guess.row_bits
         gain = np.where(same.mean(axis=-1) >= MOSTLY, gain, np.minimum(gain, 0))
-        if guess.targets is not None:  # a constant row is found everywhere, so it says nothing
+        if guess.targets is not None:  # a constant row could come from anywhere
             gain = np.where(is_constant(predicted), np.minimum(gain, 0), gain)
         if gain.max(initial=0) <= 0:
             return None
@@ -77,7 +77,7 @@ class Evidence:
         return Extent(saved - guess.bits, rows, missing, same, cost)
 
     def settle(self, extent: Extent) -> int:
-        """Take what an extent explains out of the differing elements; return its bytes."""
+        """Remove the elements that an extent explains from the differing ones; return their bytes."""
         explained = self.open & (extent.same & extent.rows[..., None] | extent.missing[..., None])
         found = int(self.bytes[explained].sum())
         self.open = self.open & ~explained
@@ -87,7 +87,7 @@ class Evidence:
 
 
 def word_bits(expected: np.ndarray, got: np.ndarray) -> Any:
-    """Return the bits of each word of `got`, drawn from the expected words or else from all words."""
+    """Return the bits of each word of `got`: drawn from the expected words, or else from all words."""
     words, counts = count_words(expected)
     nowhere, total = 2.0 ** -(8 * got.dtype.itemsize + 1), 2 * max(1, expected.size)
     if len(words) == 2 ** (8 * got.dtype.itemsize):
@@ -97,7 +97,7 @@ def word_bits(expected: np.ndarray, got: np.ndarray) -> Any:
 
 
 def count_words(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return words in ascending order and how often each occurs: all that there are of up to 16 bits."""
+    """Return (ascending words, how often each occurs); of up to 16 bits all possible words."""
     if array.dtype.itemsize > 2:
         return np.unique(array, return_counts=True)
     size = 2 ** (8 * array.dtype.itemsize)
@@ -144,10 +144,10 @@ def subset_bits(members: np.ndarray) -> float:
 
 
 def entropy(share: float) -> float:
-    """Return the bits of a yes or no of which so many are yes."""
+    """Return the entropy in bits of a yes or no, given the share of yes."""
     return sum(-p * float(np.log2(p)) for p in (share, 1 - share) if p > 0)
 
 
 def log2_choices(size: int, count: int) -> float:
-    """Return the bits that choose `count` of `size` things."""
+    """Return log2 of the number of ways to choose `count` of `size`."""
     return (lgamma(size + 1) - lgamma(count + 1) - lgamma(size - count + 1)) / log(2)

@@ -6,12 +6,12 @@ import numpy as np
 
 from kvkit.tools.causes.trial import Cause
 
-MOST_ENTRIES = 3  # that are listed one by one
+MOST_ENTRIES = 3  # the most entries that are listed
 IDS = {"block_tables": "block table", "cachestarts": "block table", "kv_indices": "block table"}
 
 
 def index_causes(name: str, axes: tuple[str, ...], expected: np.ndarray, got: np.ndarray) -> list[Cause]:
-    """Return why an index tensor is wrong: all entries differ by one number, or a few differ, listed."""
+    """Return why an index tensor is wrong: all entries differ by one number, or a list of a few entries."""
     wrong = np.argwhere(expected != got)
     at = tuple(wrong.T)
     steps = np.unique(got[at].astype(object) - expected[at].astype(object))

@@ -1,4 +1,4 @@
-"""Say which inputs of a call can help to explain what it wrote."""
+"""Find the inputs of a call that can help to explain its results."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ WINDOWS = {"slot_mapping", "wins", "seq_lens"}  # of calls that keep some rows o
 
 
 def names_beside(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return the name of scales, and the names of the codes beside them, by the name of either."""
+    """Return (name of scales, names of the codes beside them), from the name of either."""
     base = re.sub(r"_?(cache|scale)$", "", name)
     stem = f"{base}_" if base else ""
     return f"{stem}scale", (base, f"{stem}cache")
 
 
 def quantized_input(trial: Trial) -> tuple[np.ndarray, int, int, bool] | None:
-    """Return (x, group, bits, whether the array holds scales), of codes or scales whose inputs are given."""
+    """Return (x, group, bits, whether these are scales) of codes or scales whose inputs are given."""
     scale_name, names = names_beside(trial.name)
     x = next((trial.like[name] for name in names if name in trial.like), None)
     if not isinstance(x, np.ndarray) or x.dtype not in FLOAT_DTYPES or not x.ndim:

@@ -1,4 +1,4 @@
-"""Causes of differences in which the bytes are right and their place is wrong."""
+"""Causes of differences in which bytes are right but in the wrong place."""
 
 import re
 from collections import Counter
@@ -22,7 +22,7 @@ def partners(name: str) -> Iterator[str]:
 
 @cause("keys and values swapped")
 def swapped_sides(trial: Trial) -> Guesses:
-    """Keys are where values should be, or the other way round."""
+    """Keys are in the place of values, or the other way round."""
     kind, units = (trial.expected.shape, trial.expected.dtype), trial.units(trial.expected).shape[:-1]
     nowhere = np.full(units, -1)
     for name in partners(trial.name):
@@ -60,7 +60,7 @@ def swapped_axes(trial: Trial) -> Guesses:
 def moved_rows(
     trial: Trial, detail: str, origin: np.ndarray, targets: np.ndarray, bits: float, row_bits: float = 0
 ) -> Guess:
-    """Return the guess that row i has the bytes of row origin[i] (-1: its own), and targets[i] has its."""
+    """Return the guess that row i has the bytes of row origin[i] (-1: its own), and targets[i] those of i."""
     rows = trial.rows(trial.expected)
     planes, tokens, heads = rows.shape[:3]
     moved = (origin >= 0) & (origin < tokens)
@@ -80,7 +80,7 @@ def next_row(trial: Trial) -> Guesses:
         tokens, size = np.arange(rows.shape[1]), trial.expected.shape[trial.axis("n")]
         for step in (1, -1):
             yield moved_rows(trial, f"row {step:+d}", tokens - step, tokens + step, bits=1)
-            for whole in {len(tokens), size}:  # around the end of the cache, or of each page
+            for whole in {len(tokens), size}:  # with wrap-around at the end of the cache, or of each page
                 first = tokens // whole * whole
                 origin, targets = (first + (tokens + shift) % whole for shift in (-step, step))
                 yield moved_rows(trial, f"row {step:+d}", origin, targets, bits=3)
@@ -129,7 +129,9 @@ def elsewhere(trial: Trial) -> Guesses:
     if not steps:
         return
     targets[sources[sources >= 0]] = flat[sources >= 0]
-    bits = np.where(sources < 0, 0, 2 * np.log2(flat.size))  # to say each row, and where its bytes are from
+    bits = np.where(
+        sources < 0, 0, 2 * np.log2(flat.size)
+    )  # bits for each row and for the source of its bytes
     predicted = expected.reshape(-1, expected.shape[-1])[np.where(sources < 0, flat, sources)]
     plane = "side or layer" if trial.axis("kv") is not None else "layer"
     (layer, token), _ = steps.most_common(1)[0]

@@ -1,4 +1,4 @@
-"""Causes in the making of codes and scales, recomputed from what was stored: they need the inputs."""
+"""Causes in the encoding of codes and scales, which are recomputed from the inputs."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def quantized(
 
 
 def guess(trial: Trial, bits: float = 0, detail: str = "", **change: Any) -> Guesses:
-    """Give what codes or scales would be, were one step of the recipe another; rows of other inputs stay."""
+    """Yield the codes or scales of the recipe with one step changed; rows without inputs do not change."""
     found = quantized_input(trial)
     if found is None:
         return
@@ -73,7 +73,7 @@ def half_away(trial: Trial) -> Guesses:
 
 
 def narrowed(trial: Trial, how: str) -> Guesses:
-    """Give floats of 16 bits that were made of float32 with another rounding."""
+    """Yield 16-bit floats made from float32 with another rounding."""
     x = trial.like.get(trial.name)
     fmt = BY_DTYPE.get(trial.expected.dtype)
     if not isinstance(x, np.ndarray) or x.dtype != np.float32 or x.shape != trial.expected.shape:
@@ -106,7 +106,7 @@ def quotient(trial: Trial) -> Guesses:
 
 @cause("float32 scale for a 16-bit one")
 def wide_scale(trial: Trial) -> Guesses:
-    """Codes were made with a scale that nobody can read back."""
+    """Codes were made with the scale before it was rounded to its stored type."""
     yield from guess(trial, wide=True)
     yield from guess(trial, 1, "quotient in float32 too", wide=True, exact=True)
 

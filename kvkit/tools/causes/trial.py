@@ -1,4 +1,4 @@
-"""Try causes of a difference: each is worth the bits of description that it saves, less those it takes."""
+"""Try causes of a difference. A cause is worth the bits of description that it saves, less its own bits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvkit.formats import BY_DTYPE
 from kvkit.tools.causes.evidence import Evidence, Extent, Tolerances
 
 ORDER = "l", "kv", "b", "n", "h", "c"
-LEAST_BITS = 12  # that a cause must save: chance saves as many once in 4096 guesses
-LEAST_SHARE = 0.02  # of the differing bytes, for a cause beside the first
-SURE_BITS = 4  # of all: what saves the others is not worth a search
-MOST_CAUSES = 3  # of an array
-INEXACT = 3  # bits of an element that is only near what was predicted
+LEAST_BITS = 12  # the least bits that a cause must save: chance saves as many once in 4096 guesses
+LEAST_SHARE = 0.02  # the least share of the differing bytes for a second cause
+SURE_BITS = 4  # of all rows: saving the rest is not worth a search
+MOST_CAUSES = 3  # the most causes of an array
+INEXACT = 3  # bits of an element that only approximates its prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class Cause:
     Attributes
     ----------
     array : str
-        Where.
+        The array's name.
     name : str
-        What it is called in the documentation.
+        The name in the documentation.
     detail : str
-        Which of its forms.
+        The form of the cause.
     explained, differing : int
         Bytes.
     """
@@ -51,10 +51,10 @@ class Cause:
 
 @dataclass(frozen=True)
 class Guess:
-    """A prediction of an array, were a cause at work.
+    """A prediction of an array by a cause.
 
-    `bits` say the numbers that the prediction needs, `row_bits` [planes, rows, heads] those of each row.
-    `near` marks elements that are predicted up to rounding. `targets` [planes, rows, heads] has the flat
+    `bits` are those of the numbers that the prediction needs, `row_bits` [planes, rows, heads] those of each
+    row. `near` marks elements that are predicted up to rounding. `targets` [planes, rows, heads] has the flat
     index of the row that the bytes of each row went to (-1: none), of a cause that moves rows.
     """
 
@@ -68,9 +68,9 @@ class Guess:
 
 @dataclass(frozen=True)
 class Trial:
-    """An array with named axes: the expected one, and the one that is there instead.
+    """An array with named axes, expected and actual.
 
-    `like` are inputs by name, `others` the arrays that are expected beside this one.
+    `like` are inputs by name, `others` the expected arrays beside this one.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Trial:
 
     @property
     def before(self) -> np.ndarray | None:
-        """Return the array as it was before the call; None where nobody gave it."""
+        """Return the array before the call; None if it was not given."""
         before = self.like.get(f"before_{self.name}", self.like.get("before"))
         if not isinstance(before, np.ndarray) or before.shape != self.expected.shape:
             return None
@@ -131,7 +131,7 @@ CAUSES: dict[str, Callable[[Trial], Guesses]] = {}
 
 
 def cause(name: str) -> Callable[[Callable[[Trial], Guesses]], Callable[[Trial], Guesses]]:
-    """Enter a function into the table of causes: a decorator. The function yields guesses."""
+    """Decorate a function that yields guesses, to enter it into the table of causes."""
 
     def enter(function: Callable[[Trial], Guesses]) -> Callable[[Trial], Guesses]:
         CAUSES[name] = function
@@ -141,9 +141,9 @@ def cause(name: str) -> Callable[[Callable[[Trial], Guesses]], Callable[[Trial],
 
 
 def try_causes(trial: Trial) -> list[Cause]:
-    """Return the causes of a difference, the one that saves most bits first; [] where none saves enough.
+    """Return the causes of a difference, the one that saves most bits first; [] if none saves enough.
 
-    Each further cause has to explain what the ones before it leave.
+    Each further cause must explain differences that the earlier ones leave.
     """
     if trial.expected.dtype.itemsize not in (1, 2, 4, 8) or trial.expected.dtype.kind == "c":
         return []
@@ -165,7 +165,7 @@ def try_causes(trial: Trial) -> list[Cause]:
 
 
 def best_guess(trial: Trial, evidence: Evidence) -> tuple[str, str, Extent] | None:
-    """Return (cause, detail, where it is at work) of the guess that saves most bits; None if none does."""
+    """Return (cause, detail, extent) of the guess that saves most bits; None if none saves any."""
     best: tuple[str, str, Extent] | None = None
     everything = float(evidence.cost.sum()) - SURE_BITS
     for name, function in CAUSES.items():

@@ -1,4 +1,4 @@
-"""Measure what attention loses where a scorer, which has not seen the judging queries, evicts tokens."""
+"""Measure what attention loses when a scorer evicts tokens. The scorer does not see the judging queries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvkit.tools.studies.policies import ORACLE, RANDOM, SEEDS, UNCODED, Policy,
 from kvkit.typed import Array
 
 SIDES = "keys", "values"
-SHORT = 512  # tokens of a context
+SHORT = 512  # tokens; a shorter context is noted
 NOT_EVICTED = {"relative_rms": 0.0, "largest_error": 0.0, "cosine": 1.0, "at_end": None, "zero": None}
 UNROTATED = "expected", "triattention"  # scorers that read queries before rotation
 Place = tuple[int, int]  # a layer's number, and the number of layers
@@ -28,13 +28,13 @@ Group = tuple[slice, Array]  # key heads, and the rows [heads, count] that each 
 
 
 class JudgedContext(NamedTuple):
-    """A sequence of a layer, and the exact attention of the queries that judge."""
+    """Holds a sequence of a layer, and the exact attention of its judging queries."""
 
     keys: Array  # float32 [H, n, D]
     values: Array  # float32 [H, n, Dv]
-    choosable: int  # tokens before the first judging one: the others always stay
+    choosable: int  # tokens before the first judging query; later ones always stay
     selecting: Array | None  # queries [1, Hq, W, D] before the judging ones
-    queries: Any = None  # that judge, those of a key head as rows [H, R, D], divided by sqrt(D)
+    queries: Any = None  # judging queries by key head, [H, R, D], divided by sqrt(D)
     last: Any = None  # [R]: the last token that each of them sees
     weights: Any = None  # [H, n, R]
     log_sums: Any = None  # [H, R]
@@ -43,7 +43,7 @@ class JudgedContext(NamedTuple):
 
 
 def judging(count: int, judge: int | None) -> int:
-    """Return how many of a source's queries judge: a quarter, at least one, unless `judge` says it."""
+    """Return the number of judging queries: `judge`, or else a quarter of all, at least one."""
     if judge is not None and judge > count:
         raise argument_error("judge", f"at most {count}, the queries of the source", judge)
     return max(1, count // 4) if judge is None else judge
@@ -84,7 +84,7 @@ def attended(context: JudgedContext, query: Array) -> JudgedContext:
 
 
 def soften(logits: Array, tokens: Array, last: Array) -> tuple[Array, Array]:
-    """Turn logits [H, tokens, R] into weights, in place; return log sums and the largest ones."""
+    """Replace logits [H, tokens, R] by weights, in place; return (log sums, largest logits)."""
     first = int(np.searchsorted(tokens, last.min(initial=0) + 1))
     logits[:, first:][:, tokens[first:, None] > last] = -np.inf
     most = logits.max(1, keepdims=True)
@@ -120,7 +120,7 @@ def study_policies(
             results[policy.name].append(measured(layer, contexts, groups, policy))
     except KvkitError as error:
         raise KvkitError(f"{policy.name}, {layer.name}: {error}") from error
-    except Exception as error:  # whatever a scheme of one's own does
+    except Exception as error:  # a user's scheme may raise anything
         cause = f"{type(error).__name__} ({error})"
         raise argument_error(f"scheme {policy.name}", f"to code {layer.name}", cause) from error
     return {name: mean_of(each) for name, each in results.items()}
@@ -143,7 +143,7 @@ def kept_rows(
 def kept_groups(
     policy: Policy, context: JudgedContext, scored: Array, plan: StudyPlan, place: Place
 ) -> list[Group]:
-    """Return the rows that heads keep: all heads in one group if they keep as many."""
+    """Return the rows that heads keep; heads are one group if all keep the same number."""
     heads, tokens, _ = context.keys.shape
     count = count_of(policy, context, plan, place)
     kept = select(scored, count=count, budget="ada" if plan.budget == "ada" else "uniform")
@@ -155,7 +155,7 @@ def kept_groups(
 
 
 def count_of(policy: Policy, context: JudgedContext, plan: StudyPlan, place: Place) -> int:
-    """Return how many tokens a layer keeps of those that may go."""
+    """Return how many of the evictable tokens a layer keeps."""
     number, layers = place
     if plan.budget != "pyramid":
         return kept_count(context.choosable, policy.keep, None)
@@ -181,7 +181,7 @@ def scores_of(policy: Policy, context: JudgedContext, plan: StudyPlan, place: Pl
 
 
 def scores_by(function: Any, layer: int, keys: Array, values: Array, queries: Array | None) -> Array:
-    """Return the scores of a function of one's own."""
+    """Return the scores of a user's function."""
     try:
         found = np.asarray(function(layer, keys, values, queries))
     except Exception as error:
@@ -208,7 +208,7 @@ def options_for(policy: Policy, queries: Array | None, known: dict[str, Any]) ->
 
 
 def short_window(policy: Policy, queries: Array | None) -> int | None:
-    """Return the window of a scorer where fewer queries are there than its default; else None."""
+    """Return the window of a scorer if there are fewer queries than its default; otherwise None."""
     if queries is None or policy.scorer not in SCORERS or "window" in policy.options:
         return None
     found = SCORERS[policy.scorer]
@@ -221,7 +221,7 @@ def short_window(policy: Policy, queries: Array | None) -> int | None:
 def measured(
     layer: LayerReader, contexts: Sequence[JudgedContext], groups: Sequence[Sequence[Group]], policy: Policy
 ) -> Measured:
-    """Return rows by head, bits, and sums of squares [side, 2] of what stays, coded as new prompts."""
+    """Return rows by head, bits, and sums of squares [side, 2] of the kept tokens, coded as new prompts."""
     rows: list[dict[str, Any]] = []
     bits, sums = 0, np.zeros((2, 2))
     coded, readers = policy.schemes is not UNCODED, (layer.key, layer.value)
@@ -253,12 +253,12 @@ def take_rows(states: Array, at: Array) -> Array:
     """Return the rows `at` [H, m] of each head of states [H, n, D]."""
     result = np.empty((*at.shape, states.shape[2]), states.dtype)
     for h, rows in enumerate(at):
-        np.take(states[h], rows, axis=0, out=result[h], mode="clip")  # which checks nothing, and so is fast
+        np.take(states[h], rows, axis=0, out=result[h], mode="clip")  # "clip" skips the check of indices
     return result
 
 
 def code(scheme: Any, x: Array, side: SideReader, errors: SideErrors) -> Array:
-    """Return rows [H, m, D] as a scheme gives them back, coded as a new prompt."""
+    """Encode rows [H, m, D] as a new prompt and return them decoded."""
     tokens = x.swapaxes(0, 1)
     if not len(tokens):
         return x
@@ -270,12 +270,12 @@ def code(scheme: Any, x: Array, side: SideReader, errors: SideErrors) -> Array:
 def compare_kept(
     context: JudgedContext, heads: slice, at: Array, coded: tuple[Array, Array, Array] | None
 ) -> dict[str, Array]:
-    """Return by name, [heads, rows], what attention loses if only the rows `at` are there.
+    """Return {measure: [heads, rows]} of what attention loses if only the rows `at` are kept.
 
-    `coded` has their keys, and their keys and values as a scheme gives them back.
+    `coded` has their keys, then their keys and values after coding.
     """
     found = []
-    for h, rows in enumerate(at):  # one head at a time stays in the processor's caches
+    for h, rows in enumerate(at):  # one head at a time fits into the processor's caches
         own = None if coded is None else (coded[0][h : h + 1], coded[1][h : h + 1], coded[2][h : h + 1])
         found.append(compare_head(context, slice(heads.start + h, heads.start + h + 1), rows, own))
     return {name: np.concatenate([each[name] for each in found]) for name in found[0]}
@@ -284,16 +284,18 @@ def compare_kept(
 def compare_head(
     context: JudgedContext, head: slice, at: Array, coded: tuple[Array, Array, Array] | None
 ) -> dict[str, Array]:
-    """Return what `compare_kept` returns, of one head.
+    """Return the measures of `compare_kept` for one head.
 
-    The divergence is that of the weights over what stays from all weights, -log of the weight kept, and that
-    which codes add among the rows that stay.
+    The divergence is the sum of two: -log(kept weight), which is that of the renormalized weights from all
+    weights, and that of coded from exact weights among the kept rows.
     """
     exact, last, top = context.output[head], context.last, context.top[head]
     weights = take_rows(context.weights[head], at[None])  # [1, m, R]
     kept = weights.sum(1, dtype=np.float64)  # [1, R]
     lost = -np.log(np.maximum(kept, np.finfo(np.float64).tiny))
-    place = np.minimum(np.searchsorted(at, top), len(at) - 1)  # of the key of the largest weight
+    place = np.minimum(
+        np.searchsorted(at, top), len(at) - 1
+    )  # the place among kept rows of the key of the largest weight
     changed = at[place] != top
     if coded is None:
         output = weighted(weights, take_rows(context.values[head], at[None])) / kept[..., None]
@@ -304,7 +306,7 @@ def compare_head(
         logits, others = product(keys, rows), product(coded_keys, rows)
         count = int((context.keys.shape[1] - last).max())
         own = np.full(len(at), -1)
-        own[-count:] = at[-count:]  # the last tokens, which all heads keep; earlier ones are seen by all
+        own[-count:] = at[-count:]  # all heads keep the last tokens; all queries see earlier ones
         hidden = own[-count:, None] > last
         changes = np.subtract(others, logits, out=logits)
         changes[:, -count:][:, hidden] = 0
@@ -322,7 +324,7 @@ def compare_head(
 
 
 def notes_of(layer: LayerReader, plan: StudyPlan) -> tuple[str, ...]:
-    """Return notes on the contexts of a layer, and on what scorers see of them."""
+    """Return notes on the contexts of a layer, and on the queries that scorers see."""
     lengths = sorted({end - begin for begin, end in zip(layer.starts, layer.starts[1:], strict=False)})
     words = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
     notes = [f"contexts have {words} tokens" + ": short contexts rank policies badly" * (lengths[0] < SHORT)]
@@ -343,7 +345,7 @@ def notes_of(layer: LayerReader, plan: StudyPlan) -> tuple[str, ...]:
 
 
 def mean_of(results: Sequence[Any]) -> Any:
-    """Return the mean of equal structures of numbers; what is equal in all stays, texts and None too."""
+    """Return the mean of nested numbers of one structure; equal members, also texts and None, stay."""
     first = results[0]
     if isinstance(first, dict):
         return {name: mean_of([each[name] for each in results]) for name in first}

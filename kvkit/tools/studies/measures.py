@@ -1,4 +1,4 @@
-"""Measure what a scheme does to the keys or values of a layer, and through attention to its outputs."""
+"""Measure the errors that a scheme causes in keys and values, and in the outputs of attention."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from kvkit.errors import argument_error
 from kvkit.tools.readers import LayerReader, SideReader
 
-PIECE = 2**17  # elements that are coded at a time
-QUERIES = 64  # of a sequence, the last ones
-ALONE = 2**18  # multiplications of a product for which OpenBLAS starts no threads
+PIECE = 2**17  # elements coded at a time
+QUERIES = 64  # how many of the last queries of a sequence are measured
+ALONE = 2**18  # the most multiplications of a product for which OpenBLAS starts no threads
 MEANS = {
     "logit": "logit_error", "kl": "kl", "output": "output_error", "top_changed": "top_changed",
     "weight": "weight_kept",
@@ -21,7 +21,7 @@ ZERO = 2**32  # the mark of a code that stands for 0; at an end of the range it 
 
 
 class SideErrors:
-    """Sums over the tokens of a side, by head: of squares, of errors, of cosines."""
+    """Sums squares, errors and cosines over the tokens of a side, for each head."""
 
     def __init__(self, heads: int) -> None:
         self.squares, self.errors, self.largest, self.cosines = np.zeros((4, heads))
@@ -30,7 +30,7 @@ class SideErrors:
         self.bits = 0
 
     def add(self, x: np.ndarray, found: np.ndarray, codes: Any = None, marks: Any = None) -> None:
-        """Add tokens [tokens, heads, dim], the same as they come back, and the marks of their codes."""
+        """Add tokens [tokens, heads, dim], the decoded tokens, and the marks of their codes."""
         error = found - x
         squares, back, both = (
             np.einsum("thd,thd->th", one, other) for one, other in ((x, x), (found, found), (x, found))
@@ -61,13 +61,13 @@ class SideErrors:
 
 
 def marks_of(code: Any) -> Any:
-    """Return uint64 for each code: its two marks, which are then counted at once."""
+    """Return a uint64 for each code that holds its two marks, so that one sum counts both."""
     low, high = code.limits
     return ((code.table <= low) | (code.table >= high)) + (code.table == 0) * np.uint64(ZERO)
 
 
 def pieces(begin: int, end: int, elements: int, step: int = 1) -> list[slice]:
-    """Return slices of some tokens each, for tokens of so many elements."""
+    """Split tokens of `elements` elements into slices of about `PIECE` elements."""
     count = max(PIECE // elements // step, 1) * step
     return [slice(first, min(first + count, end)) for first in range(begin, end, count)]
 
@@ -88,7 +88,7 @@ def divided(begin: int, end: int, *pairs: tuple[Any, SideReader]) -> tuple[list[
 
 
 def decode_like(scheme: Any, arrays: Any, like: np.ndarray) -> np.ndarray:
-    """Return float32 of what a scheme gives back, which must have the shape of `like`."""
+    """Decode to float32; the result must have the shape of `like`."""
     found = np.asarray(scheme.decode(arrays), np.float32)
     if found.shape != like.shape:
         raise argument_error("decode", f"shape {like.shape}", found.shape)
@@ -96,7 +96,7 @@ def decode_like(scheme: Any, arrays: Any, like: np.ndarray) -> np.ndarray:
 
 
 def errors_of(scheme: Any, side: SideReader) -> SideErrors:
-    """Return the errors of a side's tokens as a scheme gives them back, and the bits that it stores."""
+    """Return the errors of a side's decoded tokens, and the stored bits."""
     errors = SideErrors(side.heads)
     for _ in code_parts(scheme, side, errors):
         pass
@@ -104,7 +104,7 @@ def errors_of(scheme: Any, side: SideReader) -> SideErrors:
 
 
 def code_parts(scheme: Any, side: SideReader, errors: SideErrors) -> Iterator[np.ndarray]:
-    """Encode and decode a side part by part; add errors and bits, and give the decoded tokens."""
+    """Encode and decode a side part by part; add errors and bits, and yield the decoded tokens."""
     (scheme,), parts = divided(0, side.tokens, (scheme, side))
     for part, x in zip(parts, floats(side, parts), strict=True):
         arrays = scheme.encode(x)
@@ -124,9 +124,9 @@ def code_parts(scheme: Any, side: SideReader, errors: SideErrors) -> Iterator[np
 
 
 def outliers(name: str, side: SideReader) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each head the largest mean magnitude of a channel over the median one; and all of them.
+    """Return, for each head, largest / median of the channels' mean magnitudes, and all these magnitudes.
 
-    This is the first pass over a side. It refuses numbers that are not finite.
+    This is the first pass over a side. It raises if a number is not finite.
     """
     total = np.zeros((side.heads, side.dim))
     for part in pieces(0, side.tokens, side.heads * side.dim):
@@ -154,7 +154,7 @@ def check_finite(name: str, x: np.ndarray, first: int = 0) -> None:
 def product(rows: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Multiply [heads, rows, k] by [heads, k, n], in parts for which BLAS starts no threads.
 
-    Schemes run in threads already, and those of OpenBLAS wait by spinning.
+    Schemes already run in threads, and waiting threads of OpenBLAS spin.
     """
     out = np.empty((*rows.shape[:2], other.shape[2]), np.float32)
     count = max(ALONE // other[0].size, 1)
@@ -165,7 +165,7 @@ def product(rows: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 class RunningAttention:
-    """Softmax of rows [heads, rows] over the tokens so far, and values with its weights."""
+    """Accumulates the softmax of rows [heads, rows] over tokens, and the weighted values."""
 
     def __init__(self, heads: int, rows: int, dim: int) -> None:
         self.most = np.full((heads, rows), -np.inf, np.float32)
@@ -173,7 +173,7 @@ class RunningAttention:
         self.out = np.zeros((heads, rows, dim), np.float32)
 
     def add(self, logits: np.ndarray, value: np.ndarray, first: int) -> Any:
-        """Make weights of logits [heads, rows, tokens], in place; return what weights before shrink by."""
+        """Replace logits [heads, rows, tokens] by weights, in place; return the factor of earlier weights."""
         top = logits.argmax(-1)
         most = np.take_along_axis(logits, top[..., None], -1)[..., 0]
         self.top = np.where(most > self.most, first + top, self.top)
@@ -199,7 +199,7 @@ class RunningAttention:
 def compare_attention(
     layer: LayerReader, query: np.ndarray, begin: int, end: int, *schemes: Any
 ) -> dict[str, np.ndarray]:
-    """Return by name, [heads, rows], what coded keys and values do to causal attention of the last queries.
+    """Return {measure: [heads, rows]} of the errors that coding causes in attention of the last queries.
 
     The query heads of a key head are rows of one product, over some tokens at a time.
     """
@@ -207,7 +207,9 @@ def compare_attention(
     heads, (count, _, dim), tokens = layer.key.heads, query.shape, end - begin
     rows = query.reshape(count, heads, -1, dim).transpose(1, 2, 0, 3).reshape(heads, -1, dim)
     rows = rows / np.float32(np.sqrt(dim)) if layer.scale is None else rows * np.float32(layer.scale)
-    last = np.tile(np.arange(tokens - count, tokens), rows.shape[1] // count)  # that each row sees
+    last = np.tile(
+        np.arange(tokens - count, tokens), rows.shape[1] // count
+    )  # the last token that each row sees
     width = layer.value_dim or layer.value.dim
     exact, found = (RunningAttention(heads, rows.shape[1], width) for _ in range(2))
     logit, divergence = np.zeros((2, *exact.total.shape))
@@ -236,7 +238,7 @@ def compare_attention(
 
 
 def attention_errors(layer: LayerReader, *schemes: Any, judge: int = QUERIES) -> Iterator[dict[str, float]]:
-    """Give for each key head what coded keys and values do to attention of the last queries."""
+    """Return, for each key head, the errors that coding causes in attention of the last queries."""
     sums = AttentionSums()
     for query, begin, end in zip(layer.queries or (), layer.starts, layer.starts[1:], strict=False):
         query = np.asarray(query[-min(judge, QUERIES) :], np.float32)
@@ -245,7 +247,7 @@ def attention_errors(layer: LayerReader, *schemes: Any, judge: int = QUERIES) ->
 
 
 class AttentionSums:
-    """Sums over queries, by key head, of what `compare_attention` measures."""
+    """Sums the results of `compare_attention` over queries, for each key head."""
 
     def __init__(self) -> None:
         self.sums: dict[str, np.ndarray] = {}

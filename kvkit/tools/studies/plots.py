@@ -1,4 +1,4 @@
-"""Pictures of a study, with matplotlib: SVG as text, for a light or a dark page."""
+"""Draw the pictures of a study with matplotlib, as SVG for a light or a dark page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEASURES = {
 }  # fmt: skip
 LOGARITHMIC = "output_error", "kl"
 INK = {"light": "#1d2733", "dark": "#d7dee6"}
-MAPS = 4  # in a row
+MAPS = 4  # maps in a row
 NEAR, MOST_RINGS = (
     10,
     60,
@@ -33,7 +33,7 @@ COLOURED = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "yt
 
 
 def missing() -> str | None:
-    """Return a note where matplotlib is not installed; None where it is."""
+    """Return a note if matplotlib is not installed; otherwise None."""
     loaded = "matplotlib" in sys.modules
     found = sys.modules["matplotlib"] if loaded else importlib.util.find_spec("matplotlib")
     return None if found else "no pictures: they need matplotlib, pip install 'kvkit-kernels[plot]'"
@@ -42,7 +42,7 @@ def missing() -> str | None:
 def pictures(study: Study, page: str = "light") -> dict[str, str]:
     """Return pictures as SVG by name: errors by layer and head, error against bytes, channels of keys.
 
-    Of a study that evicts: errors against bytes, and channels of keys.
+    A study that evicts has errors against bytes, and channels of keys.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -103,7 +103,7 @@ def error_maps(study: Study, Figure: Any) -> Any:
 
 
 def pareto(study: Study, Figure: Any, ink: str) -> Any:
-    """Draw error against bytes; the schemes that no other one beats in both are joined."""
+    """Draw error against bytes; a line joins the schemes that no other scheme beats in both."""
     figure = Figure(figsize=(4.8, 3.4), layout="constrained")
     ax = figure.subplots()
     points = sorted((one.bits, one.advised_error, one.scheme) for one in study.summary)
@@ -125,10 +125,10 @@ def pareto(study: Study, Figure: Any, ink: str) -> Any:
 
 
 def eviction(study: Study, Figure: Any, ink: str, wanted: Sequence[str] = tuple(MEASURES)) -> Any:
-    """Draw errors, divergence and changed top keys against bytes: a line a scorer, codes as points.
+    """Draw errors, divergence and changed top keys against bytes: a line for each scorer, points for codes.
 
-    There is a column for each scheme that kept tokens have; the first one has all codes of all tokens. Lines
-    end where all tokens stay.
+    Each scheme of kept tokens has a column; the first column also has the codes of all tokens. Lines end
+    where all tokens stay.
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -172,7 +172,7 @@ def eviction(study: Study, Figure: Any, ink: str, wanted: Sequence[str] = tuple(
 
 
 def line_of(scorer: str, number: int, ink: str) -> dict[str, Any]:
-    """Return how the line of a scorer looks: those to compare with are broken and have no colour."""
+    """Return the style of a scorer's line: `random` and `oracle` are broken, in the colour of texts."""
     if scorer in (RANDOM, ORACLE):
         return {"color": ink, "linestyle": ":" if scorer == RANDOM else "--", "linewidth": 1.2}
     marker = "o^Dv<>P*X"[number % 9]
@@ -211,7 +211,7 @@ def label_points(
 def free_place(
     x: float, y: float, width: float, height: float, taken: Sequence[Box], frame: Box, scale: float
 ) -> tuple[tuple[float, float], Box]:
-    """Return the offset of a text from its point and its box: the nearest that overlaps none of `taken`."""
+    """Return (offset of a text from its point, its box): the nearest that overlaps none of `taken`."""
     gap, found = 5 * scale, ((0.0, 0.0), frame)
     for ring in range(MOST_RINGS):
         far = gap + ring * height / 2
@@ -229,7 +229,7 @@ def free_place(
 
 
 def overlap(one: Box, other: Box) -> bool:
-    """Return whether two boxes (left, low, right, high) have a place in common."""
+    """Return whether two boxes (left, low, right, high) overlap."""
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 

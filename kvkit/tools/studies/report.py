@@ -1,4 +1,4 @@
-"""A study in a folder: JSON, Markdown, plots, and a page that stands alone."""
+"""Write a study to a folder: JSON, Markdown, plots, and a self-contained page."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def check_folder(folder: Path) -> None:
 
 
 def write_report(study: Study, folder: Path) -> list[Path]:
-    """Write all files of a report and return their paths; without matplotlib a note stands for pictures."""
+    """Write all files of a report; return their paths. Without matplotlib a note replaces the pictures."""
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     lacking = plots.missing()
@@ -98,7 +98,7 @@ def write_report(study: Study, folder: Path) -> list[Path]:
 
 
 def replace_all(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write files that belong together, the last ones being reports: none stands beside parts of another."""
+    """Write files that belong together, reports last, so that no report lies beside another one's parts."""
     with name_in_errors(folder), contextlib.ExitStack() as files:
         for name, text in reversed(list(texts.items())):  # the stack gives the last one its name first
             file = files.enter_context(replacing(folder / name))
@@ -124,7 +124,7 @@ def markdown(study: Study, pictures: list[str]) -> str:
 
 
 def sortable(cells: Table) -> str:
-    """Return an HTML table whose headings sort it."""
+    """Return an HTML table that a click on a heading sorts."""
     heads, rows = cells
     said, shown = html.escape, deciding_columns(heads)
     marks = ["" if name in shown else " class=more" for name in heads]

@@ -1,4 +1,4 @@
-"""Find the schemes of `study`: by name, as classes of a file, as objects."""
+"""Find the schemes of `study`: by name, in a Python file, or as objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXACT = {str(fmt): fmt for fmt in formats.FLOATS}
 
 @dataclass(frozen=True)
 class Cast:
-    """Numbers rounded to a float type."""
+    """A scheme that rounds numbers to a float type."""
 
     name: str
     dtype: np.dtype
@@ -39,7 +39,7 @@ class Cast:
 
 
 def key_and_value_schemes(text: Any) -> tuple[Any, Any]:
-    """Return the schemes of keys and of values, of "int4:g32+hadamard", "mine.py:Scheme", or an object."""
+    """Return (scheme of keys, scheme of values) for "int4:g32+hadamard", "mine.py:Scheme", or an object."""
     if not isinstance(text, str):
         made = check_scheme(
             make_instance(text, text.__name__) if isinstance(text, type) else text, name_of(text)
@@ -71,7 +71,7 @@ def load_object(path: str, name: str, kind: str) -> Any:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever a file of one's own does
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
         raise argument_error(
             f"{word} {brief(path)}:{brief(name)}", "a Python file that runs", error_in_words(error)
         ) from error
@@ -92,12 +92,12 @@ def make_instance(made: type, name: str) -> Any:
 
 
 def error_in_words(error: BaseException) -> str:
-    """Return an error as words."""
+    """Return the text of an error."""
     return f"{type(error).__name__} ({brief(error)})"
 
 
 def name_of(scheme: Any) -> str:
-    """Return the name of a class or an object, which may say one."""
+    """Return the `name` of a class or object, or else that of its class."""
     return str(getattr(scheme, "name", getattr(scheme, "__name__", type(scheme).__name__)))
 
 

@@ -1,4 +1,4 @@
-"""Put schemes and heads of a study into the cells of a table, and into words."""
+"""Describe schemes and heads of a study in tables and sentences."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from kvkit.tools.studies.study import Study, Summary
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and rows
-WORST = 3  # heads that are named
+WORST = 3  # how many of the worst heads are named
 NO_POLICY = " (no policy)"
-COLUMNS = {  # of a summary or a head: its heading, and how its numbers are written; what decides is first
+COLUMNS = {  # {field: (heading, format of its numbers)}, the most important first
     "bits": ("bits", ".2f"), "bytes_per_token": ("bytes a token", ",.0f"),
     "tokens_kept": ("tokens kept", ",.0f"), "weight_kept": ("weight kept", "%"),
     "perplexity": ("perplexity", ".2f"), "agreement": ("agreement", "%"),
@@ -23,7 +23,7 @@ COLUMNS = {  # of a summary or a head: its heading, and how its numbers are writ
     "relative_rms": ("error", ".4f"), "largest_error": ("largest error", ".3g"), "cosine": ("cosine", ".5f"),
     "at_end": ("at an end", "%"), "zero": ("zero", "%"), "ratio": ("outlier ratio", ".2f"),
 }  # fmt: skip
-ON_PAGES = "largest error", "cosine", "logit"  # columns too many for a terminal
+ON_PAGES = "largest error", "cosine", "logit"  # columns that a terminal has no room for
 OF_CODES = *ON_PAGES, "at an end", "zero"  # columns too many beside those of policies
 DECIDING = (  # columns that a telephone shows: of the first of these that a table has all of
     ("scheme", "bytes a token", "agreement", "weight kept"),
@@ -35,7 +35,7 @@ DECIDING = (  # columns that a telephone shows: of the first of these that a tab
 
 
 def table(summary: list[Summary], wide: bool = True) -> Table:
-    """Return headings and a row for each scheme; `wide` with the columns of pages."""
+    """Return headings and a row for each scheme; `wide` adds the columns of pages."""
     rows = [{"scheme": one.scheme + NO_POLICY * one.is_oracle, **cells(vars(one))} for one in summary]
     evicts = any(one.evicts for one in summary)
     hidden = OF_CODES if evicts else () if wide else ON_PAGES
@@ -48,7 +48,7 @@ def deciding_columns(headings: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def table_of_heads(study: Study) -> Table:
-    """Return headings and a row for each scheme, layer, head and side; where tokens go, attention alone."""
+    """Return headings and a row for each scheme, layer, head and side; with eviction only of attention."""
     ratios = {(one["layer"], one["head"], one["side"]): one["ratio"] for one in study.outliers}
     rows = []
     for row in study.rows:
@@ -61,7 +61,7 @@ def table_of_heads(study: Study) -> Table:
 
 
 def cells(numbers: Mapping[str, Any]) -> dict[str, str]:
-    """Return the numbers of a row as texts, by their headings; "" for those that it does not have."""
+    """Return the numbers of a row as texts by heading; "" for missing ones."""
     found = {}
     for name, (heading, form) in COLUMNS.items():
         number = numbers.get(name)
@@ -83,7 +83,7 @@ def worst_heads(study: Study) -> list[tuple[str, str]]:
 
 
 def head_in_words(row: Mapping[str, Any]) -> str:
-    """Return the name of a head, with what it suffers."""
+    """Return the name of a head with its errors."""
     if "kl" in row:
         return f"{row['layer']} head {row['head']} (KL {row['kl']:.2e}, output {row['output_error']:.3f})"
     return f"{row['layer']} head {row['head']} {row['side']} ({row['relative_rms']:.3f})"
