@@ -1,4 +1,4 @@
-"""The checked calls of attention: over keys and values, or over a cache that new ones are appended to."""
+"""Check calls of attention: over keys and values, or over a cache after an append."""
 
 import math
 from collections.abc import Sequence
@@ -214,7 +214,7 @@ def attention_results(
     inputs: NamedArrays,
     key_weights: tuple[int, ...] | None = None,
 ) -> Results:
-    """Return the outputs of attention: attn_output, and lse and key weights if they are wanted."""
+    """Return the outputs of attention: attn_output, and if wanted lse and key weights."""
     forms = {"attn_output": (shape, fmt.dtype)}
     if flag("return_lse", return_lse):
         forms["lse"] = shape[:-1], FLOAT32

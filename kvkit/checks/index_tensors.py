@@ -1,4 +1,4 @@
-"""Checks of the index tensors of a step, which say where tokens are packed and which rows they have."""
+"""Check the index tensors of a step, which say where tokens are packed and which rows they have."""
 
 import os
 from collections.abc import Callable
@@ -25,7 +25,7 @@ NamedLength = tuple[str, int]  # the name of an array, and its length
 
 
 def index(name: str, value: ArrayLike, ndim: int = 1, length: int | None = None) -> Array:
-    """Copy an index tensor as int64, so that kernels read what was checked even if the original changes."""
+    """Copy an index tensor as int64, so that kernels read the checked numbers even if it changes later."""
     array = index_form(name, value, ndim)
     if length is not None and len(array) != length:
         raise argument_error(name, f"{length} entries", len(array))
@@ -240,7 +240,7 @@ def step_error(found: list[int], step: StepIndex, rows: int) -> KvkitError:
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """Sequences of one length, [B, S, ..], each with a part of the cache of its own."""
+    """Sequences of one length, [B, S, ..], each with its own part of the cache."""
 
     start_pos: SupportsIndex = 0  # checked when it is used
     steps: StepIndex | None = None  # the step of the new tokens, if it is known already

@@ -46,7 +46,7 @@ class ChoiceCall(NamedTuple):
     scores: Array  # [tokens, N]
     k: int
     page_size: int
-    contexts: LatentContexts  # as long as their last position above -inf
+    contexts: LatentContexts  # each ends with its last position above -inf
     results: Results
 
 
@@ -73,7 +73,7 @@ def checked_scores(call: IndexerArguments) -> IndexerCall:
 
 
 def pool_of_keys(keys: Any, key_scale: Any, dim: int) -> LatentPool:
-    """Return the checked pool of index keys; with scales, these are a last element of each row."""
+    """Return the checked pool of index keys; scales are an additional last element of each row."""
     if key_scale is None:
         parts: tuple[Array, ...] = (float_part("keys", keys),)
     else:

@@ -1,4 +1,4 @@
-"""The checked call of `key_value_cache`."""
+"""Check a call of `key_value_cache`."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ RESULTS = "key", "value"
 
 
 class TransferCall(NamedTuple):
-    """A checked call of `key_value_cache`, but for its outputs."""
+    """A checked call of `key_value_cache`, without outputs."""
 
     fmt: Element
     shape: tuple[int, ...]  # of key and value

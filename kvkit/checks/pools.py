@@ -1,4 +1,4 @@
-"""Checks of engines' pools of pages, with any strides: layouts, places, tables and slots."""
+"""Check engines' pools of pages, of any strides: layouts, places, tables and slots."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -62,9 +62,8 @@ def pool_views(
 ) -> Views:
     """Return views [pages, rows, heads, content] of keys and values in pools of any strides.
 
-    Elements are of the formats `legal`, or bytes if it is None.
-
-    A pool of both, whose layout has an axis `kv`, is given twice, or once with None for the other.
+    Elements have the formats `legal`, or are bytes if that is None. A pool whose layout has an axis `kv` is
+    passed twice, or once with None for the other side.
     """
     axes = pool_axes(layout)
     given: Views = [key_cache, value_cache]
@@ -87,7 +86,7 @@ def pool_views(
 
 
 def present(name: str, array: Array | None, wanted: str) -> Array:
-    """Return an array that may not be None."""
+    """Return an array; raise if it is None."""
     if array is None:
         raise argument_error(name, wanted, "None")
     return array
@@ -124,7 +123,7 @@ def pool_view(name: str, array: Array, axes: Sequence[str], legal: Collection[El
 
 
 def place_of(pool: Array) -> PoolPlace:
-    """Return the distances of pages and rows in a view [pages, rows, heads, content]."""
+    """Return the distances of pages and of rows in a view [pages, rows, heads, content]."""
     page, row = pool.strides[:2]
     if pool.shape[ROW] == 1:
         row = page or pool.itemsize
@@ -143,7 +142,8 @@ def of_tokens(scale: object, batch: int, heads: int) -> bool:
 def scale_views(given: Sequence[Any], views: Sequence[Array | None], whole: bool, layout: str) -> Views:
     """Return views [pages, rows, heads, groups] of the scales of codes, whose axes are those of their pools.
 
-    The last may be left out; `whole` says whether one pool holds both sides. A side without a pool has none.
+    The last axis may be missing. `whole` says whether one pool holds both sides. A missing pool needs no
+    scales.
     """
     names, arrays = ("key_scale", "value_scale"), list(given)
     axes = [axis for axis in pool_axes(layout) if whole or axis != "kv"]
@@ -296,14 +296,14 @@ def listed_pages(block_tables: tuple[Any, ...], lengths: Array, blocks: int, pag
 
 
 def expanded_table(pages: Array, starts: Array, need: Array) -> Array:
-    """Return listed pages as a table [B, M], with any numbers behind those that are needed."""
+    """Convert listed pages to a table [B, M]; entries after the needed ones are arbitrary."""
     at = starts[:-1, None] + np.arange(need.max(initial=0))
     table = pages.take(at, mode="clip") if len(pages) else np.zeros(at.shape, np.int64)
     return table.astype(np.int64, copy=False)
 
 
 def with_whole_table(steps: StepIndex) -> StepIndex:
-    """Return a step whose tables have a row for each sequence, for kernels that read no others."""
+    """Return a step whose tables have a row for each sequence, for kernels that need such tables."""
     if steps.table_starts is None:
         return steps
     need = pages_needed(np.diff(steps.kvstarts), steps.page_size)

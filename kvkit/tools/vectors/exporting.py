@@ -1,4 +1,4 @@
-"""`export`: cases as test data sets of ONNX, where it has the operator."""
+"""`export`: write cases as ONNX test data, if ONNX has the operator."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Exported:
 
 
 def export(folder: str | os.PathLike, target: str | os.PathLike, *, to: str = "onnx") -> Exported:
-    """Write cases of a pack as ONNX's runners take them: ``CASE/model.onnx``, ``CASE/test_data_set_0/*.pb``.
+    """Write cases of a pack for ONNX's runners: ``CASE/model.onnx``, ``CASE/test_data_set_0/*.pb``.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def export(folder: str | os.PathLike, target: str | os.PathLike, *, to: str = "o
     Raises
     ------
     KvkitError
-        If the package onnx is missing, or no case can be said in ONNX.
+        If the package onnx is missing, or ONNX can express no case.
 
     Examples
     --------
@@ -110,7 +110,7 @@ def export(folder: str | os.PathLike, target: str | os.PathLike, *, to: str = "o
 
 
 def graph(onnx: Any, folder: FilePath, case: Case) -> tuple[Any, dict[str, Array], dict[str, Array]] | None:
-    """Return (model, inputs, outputs) of a case; None where ONNX's Attention means something else."""
+    """Return (model, inputs, outputs) of a case; None if ONNX's Attention is defined otherwise."""
     if case["operator"] != "multi_head_attention" or case.get("refused"):
         return None
     given = packs.arguments(folder, case)
@@ -120,13 +120,13 @@ def graph(onnx: Any, folder: FilePath, case: Case) -> tuple[Any, dict[str, Array
     if set(arrays) - {"query", "key", "value", "attn_mask"} or set(attributes) - PLAIN:
         return None
     if query.dtype.name == "bfloat16":
-        return None  # which onnxruntime does not have on the CPU
+        return None  # onnxruntime lacks this on the CPU
     inputs = {
         name: arrays[given].swapaxes(1, 2) for name, given in (("Q", "query"), ("K", "key"), ("V", "value"))
     }
     mask = whole_mask(query, key, arrays.get("attn_mask"), attributes)
     if np.isneginf(mask).all(axis=-1).any():
-        return None  # of a query that sees nothing, versions of ONNX say different things
+        return None  # versions of ONNX differ about queries that see no key
     inputs["attn_mask"] = mask.astype(query.dtype)
     outputs = {"Y": packs.array(folder, case["outputs"]["attn_output"]).swapaxes(1, 2)}
     words = {"softcap": float(attributes.get("softcap", 0.0))}
@@ -149,7 +149,7 @@ def graph(onnx: Any, folder: FilePath, case: Case) -> tuple[Any, dict[str, Array
 
 
 def whole_mask(query: Array, key: Array, mask: Array | None, attributes: Mapping[str, Any]) -> Array:
-    """Return everything that hides or weighs a key as one mask to add: [batch, heads or 1, queries, keys]."""
+    """Join all masks and biases to one additive mask [batch, heads or 1, queries, keys]."""
     n, m = query.shape[1], key.shape[1]
     at, keys = (m - n + np.arange(n))[:, None], np.arange(m)
     left, right = attributes.get("window", (-1, -1))

@@ -12,9 +12,9 @@ from kvkit.typed import Array
 
 LATENT, ROPE, WIDTH_584 = 512, 64, 448  # elements of a row; of the coded part of a row of 584 bytes
 HEADS = ((16, 1), (16, 4), (64, 2), (128, 1), (128, 3))  # query heads, queries of each sequence
-SCALE = 192**-0.5  # of the expanded heads
+SCALE = 192**-0.5  # 1 / sqrt(size of an expanded head)
 BYTES = {"656": "ds_mla", "656-powers": "ds_mla:p2", "584": "ds_v4"}
-CHOSEN = 9  # indices of a query
+CHOSEN = 9  # indices of each query
 
 
 def pool_of(rows: Array, used: Array, format: str | None) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def pool_of(rows: Array, used: Array, format: str | None) -> dict[str, Any]:
 
 
 def width_of(format: str | None) -> int:
-    """Return the elements of a row."""
+    """Return the number of elements of a row."""
     return WIDTH_584 + ROPE if format == "ds_v4" else LATENT + ROPE
 
 
@@ -47,7 +47,7 @@ def dense(
     apart: bool = False,
     **more: Any,
 ) -> Call:
-    """Return attention over contexts that end near borders of pages; one is empty."""
+    """Return attention over contexts that end near the ends of pages; one context is empty."""
     page, dim, kind = sizes.page, width_of(format), FLOATS[dtype]
     lengths = np.array(sizes.each(page + 3, 0, 2 * page + 1, max(page, queries)), np.int32)
     counts = -(-lengths // page)
@@ -81,7 +81,7 @@ def sparse(
     lens: bool = False,
     **more: Any,
 ) -> Call:
-    """Return attention to chosen rows: some indices name none, one row comes twice, one query has no rows."""
+    """Return attention to chosen rows, with negative indices, a repeated row, and a query without rows."""
     tokens, dim, kind = sizes.batch * queries, width_of(format), FLOATS[dtype]
 
     def side(blocks: int) -> tuple[dict[str, Any], Array]:
@@ -204,7 +204,7 @@ def dsa_indexer(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, C
 
 
 def scores(rng: np.random.Generator, sizes: Sizes, dtype: str, queries: int) -> Call:
-    """Return the scores of contexts, one of them empty; keys behind contexts are NaN."""
+    """Return scores over contexts, one of them empty; keys after the contexts are NaN."""
     _, inputs, _, _ = dense(rng, sizes, queries=queries, dtype="fp32" if dtype == "e4m3" else dtype)
     keys, places = inputs["latent"][..., :128].copy(), ("block_tables", "context_lens", "query_starts")
     tokens, kind, more = len(inputs["query"]), inputs["query"].dtype, {}

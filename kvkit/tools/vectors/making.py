@@ -1,4 +1,4 @@
-"""Make a pack: scenes, what a reference gives for them, and how exact an answer has to be."""
+"""Make a pack: calls, the reference's results, and the tolerance of each result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,14 @@ SUITES = {
     "dsa-indexer": latent.dsa_indexer,
     "dsa-sparse": latent.dsa_sparse,
 }
-SUMS = "attention", "rotary", "alibi", "absorb", "expand", "indexer"  # in names of operators that round
+SUMS = (
+    "attention",
+    "rotary",
+    "alibi",
+    "absorb",
+    "expand",
+    "indexer",
+)  # parts of the names of operators that round
 IN_FLOAT64 = "mla_attention", "indexer_scores"  # operators whose expected results are not rounded
 EXACT = {"atol": 0.0, "rtol": 0.0, "reason": "bytes are moved, or made by a recipe that says every rounding"}
 OF_DTYPE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
@@ -42,7 +49,7 @@ LSE = {"atol": 2e-5, "rtol": 2e-5, "reason": "float64 reference; sums in float32
 
 @dataclass(frozen=True)
 class Pack:
-    """A pack that was written.
+    """The result of `make`.
 
     Attributes
     ----------
@@ -79,15 +86,15 @@ def make(
     Parameters
     ----------
     folder : path
-        Made; must be new or empty.
+        The folder to write; new or empty.
     suite : str, optional
-        "pmx", "ascend", "paged", "mla-dense", "mla-ds656", "mla-ds584", "dsa-indexer" or "dsa-sparse"; if
-        None that of `operator`, or else "pmx".
+        "pmx", "ascend", "paged", "mla-dense", "mla-ds656", "mla-ds584", "dsa-indexer" or "dsa-sparse"; by
+        default the suite of `operator`, or "pmx".
     operator : str, optional
         Only the cases of this operator.
     shapes : mapping, optional
-        Some of "heads" (of keys and values; queries have some times as many; 2), "dim" (of a head, a multiple
-        of 16; 16), "page" (tokens of a page; 4) and "batch" (sequences, at least 2; 4).
+        Sizes, with defaults: "heads" of keys and values (2; queries have a multiple), "dim" of a head (16, a
+        multiple of 16), tokens of a "page" (4), and sequences of a "batch" (4, at least 2).
     seed : int
         The seed of all random numbers; equal seeds give equal bytes.
     raw : bool
@@ -141,7 +148,7 @@ def make(
 def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
     """Write a case and return its entry in the manifest."""
     operator, inputs, attributes, before = call
-    if before is not None:  # the past, stored by the reference
+    if before is not None:  # the reference stores the past
         store = f"{operator.rpartition('.')[0]}.key_value_cache".removeprefix(".")
         cached = {name: value for name, value in attributes.items() if name in CACHE_ATTRIBUTES}
         REFERENCE[store](**before, **cached)
@@ -177,7 +184,7 @@ def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
 
 
 def expected_results(operator: str, inputs: dict[str, Any], attributes: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the reference's outputs; what changes in place changes in `inputs`."""
+    """Return the reference's outputs; arrays that change do so in `inputs`."""
     attributes = {name: value for name, value in attributes.items() if name != "return_lse"}
     if "rotary" in operator:
         attributes["kind"] = np.float64  # of angles
@@ -200,7 +207,7 @@ def exact(operator: str) -> bool:
 def tolerance(
     operator: str, output: str, inputs: dict[str, Any], dtype: np.dtype[Any], attributes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return how exact an output has to be; a sum over codes as exact as the type of the queries."""
+    """Return the tolerance of an output; for sums over codes that of the queries' type."""
     if exact(operator):
         return EXACT
     coded = attributes.get("quant_bit") or attributes.get("format")

@@ -18,13 +18,13 @@ from kvkit.files.errors import FileError
 from kvkit.runtime.call_log import FORMAT_VERSION, MANIFEST
 from kvkit.typed import Array, FilePath
 
-Case = dict[str, Any]  # a case as a manifest has it
+Case = dict[str, Any]  # a case of a manifest
 GROUPS = "arguments", "outputs", "after"
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")  # names become files
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")  # names become file names
 
 
 def manifests(folder: FilePath) -> list[Path]:
-    """Return the folders of packs: this one, or those in it, as KVKIT_LOG=10 makes them."""
+    """Return the folders of packs: this one, or its subfolders, as KVKIT_LOG=10 writes them."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileError(f"{folder}: no such folder: give one with a {MANIFEST}")
@@ -61,7 +61,7 @@ def manifest(folder: FilePath) -> dict[str, Any]:
 
 
 def wrong_in_case(case: Any) -> str:
-    """Return what of a case has another form than `make` gives it; "" if nothing has."""
+    """Return which part of a case has a wrong form; "" if none has."""
     parts: list[Any] = [case.get(key) for key in GROUPS] if isinstance(case, dict) else [None]
     if not all(isinstance(part, dict) and all(isinstance(v, dict) for v in part.values()) for part in parts):
         return "a case without arguments, outputs or after"
@@ -98,7 +98,7 @@ def entries(case: Case) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def result_dtype(entry: dict[str, Any]) -> str:
-    """Return the dtype that a result has; what is expected may be in float64."""
+    """Return the dtype of a result; the expected array may be float64."""
     return str(entry.get("result_dtype", entry.get("dtype")))
 
 
@@ -109,7 +109,7 @@ def tolerance(case: Case, name: str) -> dict[str, Any]:
 
 
 def inside(folder: FilePath, name: str) -> Path:
-    """Return the path of a file that a manifest names; refuse one outside its folder."""
+    """Return the path of a file in a manifest; raise if it is outside the folder."""
     folder = Path(folder).resolve()
     path = (folder / str(name)).resolve()
     if not path.is_relative_to(folder):

@@ -61,9 +61,9 @@ def store_nz(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Cal
 
 
 def store_compressed(rng: np.random.Generator, sizes: Sizes, mode: int, dtype: str = "fp16") -> Call:
-    """Return a store of single heads. Tokens left out by a mode are NaN; a head left alone has slot -1."""
+    """Return a store of compressed heads. Dropped tokens are NaN; a skipped head has slot -1."""
     lengths, heads, kind = sizes.each(6, 9, 5), sizes.heads, FLOATS[dtype]
-    dim = -(-sizes.dim // 32) * 32  # as these modes ask for
+    dim = -(-sizes.dim // 32) * 32  # these modes need a multiple of 32
     runs, starts = len(lengths) * heads, np.cumsum([0, *lengths])
     wins, offsets = rng.integers(1, 4, runs), rng.integers(0, 3, runs)
     wins[0], offsets[1] = 0, -1
@@ -100,7 +100,7 @@ def block_copy(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> C
 
 
 def matrices(rng: np.random.Generator, dtype: str = "fp16") -> Call:
-    """Return a conversion of matrices whose sides are multiples of nothing."""
+    """Return a conversion of matrices of odd sizes."""
     return "ascend.nd_to_nz", {"x": plain(rng, (2, 19, 37), FLOATS[dtype])}, {}, None
 
 
@@ -142,7 +142,7 @@ def ascend(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]
 
 
 def in_layout(inputs: dict[str, Any], layout: str) -> dict[str, Any]:
-    """Return inputs with heads before tokens, if a layout has them so."""
+    """Return inputs in a layout, which may have heads before tokens."""
     if layout == "b n h c":
         return inputs
     pools = ("key_cache", "value_cache")
@@ -168,7 +168,7 @@ def pool_attention(
         inputs["query"] = plain(rng, (sum(news), *inputs["query"].shape[1:]), kind)
     inputs = in_layout(inputs, layout)
     inputs["query_starts"] = None if news is None else np.cumsum([0, *news])
-    if mask:  # of a query for each sequence
+    if mask:  # for one query of each sequence
         tokens, heads, _ = inputs["query"].shape
         shape = tokens, max(lengths) + 2
         inputs["attn_mask"] = (

@@ -1,4 +1,4 @@
-"""Calls of the operators of positions."""
+"""Make calls of the operators for positions."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -56,7 +56,7 @@ def dynamic_turn(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp32", **
 def static_mask(
     rng: np.random.Generator, heads: int, dtype: str = "float32", mask: str | None = None
 ) -> Call:
-    """Return a call for three queries of seven keys; behind these the added mask has NaN."""
+    """Return a call for three queries and seven keys; after the keys the added mask has NaN."""
     inputs: dict[str, Any] = {"seqlen_q": 3, "seqlen_kv": 7}
     if mask == "float":
         inputs["attn_mask"] = plain(rng, (2, 1, 3, 9), np.dtype(np.float32))

@@ -1,4 +1,4 @@
-"""`replay` and `diff`: kvkit's answers, or a device's, held against a pack."""
+"""`replay` and `diff`: compare the results of kvkit, or of a device, with a pack."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """One case: its name, "passed", "failed" or "ran" (of a call without expectations), and why."""
+    """The outcome of a case: "passed", "failed" or "ran" (a call without expectations), with the reason."""
 
     case: str
     operator: str
@@ -52,7 +52,7 @@ class Outcomes:
 
     @property
     def ok(self) -> bool:
-        """Whether there are cases, and none failed."""
+        """Return whether there are cases and none failed."""
         return bool(self.cases) and all(case.status != "failed" for case in self.cases)
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def replay(
     operator: str | None = None,
     advance: Any = None,
 ) -> Outcomes:
-    """Run the cases of a pack, or of dumps of KVKIT_LOG=10, and hold the results against it.
+    """Run the cases of a pack, or dumps of KVKIT_LOG=10, and compare the results.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def replay(
     Returns
     -------
     Outcomes
-        ``ok`` is False if a case failed, or if there is none.
+        ``ok`` is False if a case failed, or if there are no cases.
 
     Raises
     ------
@@ -145,7 +145,7 @@ def replay(
 def diff(
     folder: str | os.PathLike, results: str | os.PathLike, *, operator: str | None = None, advance: Any = None
 ) -> Outcomes:
-    """Hold what a device gave against a pack, with the usual causes of what differs.
+    """Compare the results of a device with a pack, and list usual causes of differences.
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ def diff(
         The folder of the pack.
     results : path
         A folder with a file ``CASE/NAME.npy`` (or .bin) for every output and every array that changes, of
-        the dtypes of the pack; bfloat16 and fp8 as their bits. Of cases that must be refused, what they left.
+        the dtypes of the pack; bfloat16 and fp8 as bits. For refused calls: the arrays after the call.
     operator, advance : optional
         As in `replay`.
 
@@ -189,7 +189,7 @@ def diff(
 
 
 def outcomes(folder: FilePath, run: Callable, operator: str | None, advance: Any) -> Outcomes:
-    """Return the outcome of every case. `run` gives (results, a fault it saw, why it was refused)."""
+    """Return the outcome of every case. ``run(pack, case)`` returns (results, fault, refusal)."""
     result = Outcomes()
     for pack in packs.manifests(folder):
         for case in packs.manifest(pack)["cases"]:
@@ -206,7 +206,7 @@ def judged(folder: Path, case: Case, found: dict[str, Any], why: str, refused: s
         why = "was done, and must be refused"
     if not why and refused and not case.get("refused"):
         why = f"was refused: {refused}"
-    # What was stored comes before what was read back from it: there causes show.
+    # Stored arrays come before those read from them: causes show there.
     for group, name, entry in sorted(packs.entries(case), key=lambda each: each[0] != "after"):
         if why or group == "arguments":
             continue
@@ -225,7 +225,7 @@ def judged(folder: Path, case: Case, found: dict[str, Any], why: str, refused: s
 
 
 def compared(folder: Path, case: Case, name: str, expected: Array, got: Array) -> Difference:
-    """Compare a result with the inputs of its call at hand, and the results that should be beside it."""
+    """Compare a result; its causes are searched with the call's inputs and other expected results."""
     inputs = {key: x for key, x in packs.arguments(folder, case).items() if isinstance(x, np.ndarray)}
     like = inputs | stored_floats(case, inputs)
     like |= {"before": inputs[name]} if name in inputs else {}
@@ -241,7 +241,7 @@ def compared(folder: Path, case: Case, name: str, expected: Array, got: Array) -
 
 
 def stored_floats(case: Case, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return under "cache" the floats that a call of PMX's quantized, in their places; {} of other calls."""
+    """Return {"cache": the floats that a PMX call quantized, in their places}; {} for other calls."""
     attributes = {key: packs.plain(entry.get("value")) for key, entry in case["arguments"].items()}
     if not attributes.get("quant_bit") or not {"cache", "current_key"} <= set(inputs):
         return {}
@@ -252,13 +252,13 @@ def stored_floats(case: Case, inputs: dict[str, Any]) -> dict[str, Any]:
     args = [given.pop(name, None) for name in positional]
     try:
         op.function("kvkit")(*args, **given)
-    except KvkitError:  # a call that is to be refused
+    except KvkitError:  # a call that must be refused
         return {}
     return {"cache": floats}
 
 
 def axes_of(case: Case, name: str, array: Array) -> str | None:
-    """Return the axes of an array as its operator documents them; None where it does not."""
+    """Return the documented axes of an operator's array; None if they are not documented."""
     op = OPERATORS.get(case["operator"])
     if op is None:
         return None
@@ -274,7 +274,7 @@ def axes_of(case: Case, name: str, array: Array) -> str | None:
 
 
 def close(expected: Array, got: Array, tolerance: dict[str, Any]) -> bool:
-    """Return whether a result is as exact as the manifest asks; equal bytes always are."""
+    """Return whether a result is within the tolerance of the manifest, or has equal bytes."""
     if expected.tobytes() == got.tobytes():
         return True
     atol, rtol = tolerance.get("atol", 0.0), tolerance.get("rtol", 0.0)

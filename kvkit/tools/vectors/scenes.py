@@ -1,6 +1,6 @@
-"""The calls of a pack: random ones, and those at the edges of what an operator may be asked.
+"""Make the calls of a pack: random ones, and edge cases.
 
-Whatever must not be read is NaN in floats and arbitrary in codes; other layers are guard bands.
+Elements that must not be read are NaN, or arbitrary codes; other layers are guard bands.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ def static_cache(
     new: int = 2,
     repeat: int = 1,
 ) -> Call:
-    """Return a call of `key_value_cache` after `past` tokens, which were stored by the same recipe."""
+    """Return a call of `key_value_cache` after `past` tokens, which the reference stores."""
     kind, batch, heads, dim = FLOATS[dtype], sizes.batch, sizes.heads, sizes.dim
     axes = {"b": batch + 1, "l": 2, "kv": 2, "n": past + new + 2, "h": heads, "c": dim}
     cache, scale = cache_of(rng, STATIC_LAYOUTS[layout], axes, kind, bits, 8)
@@ -219,7 +219,7 @@ def cache_attention(rng: np.random.Generator, made: Call, groups: int = 2, **mor
 
 
 def merge(rng: np.random.Generator, dtype: str = "fp32") -> Call:
-    """Return a merge of splits of a context: one is empty for some rows, some rows have none."""
+    """Return a merge of splits of a context; some rows have an empty split, some have only empty ones."""
     inputs = {
         "outputs": plain(rng, (3, 4, 2, 8), FLOATS[dtype]),
         "lses": plain(rng, (3, 4, 2), np.dtype(np.float32)),
