@@ -31,7 +31,7 @@ def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: 
     format : str or Format
         A name of `NAMED` with its options, as `named` takes it.
     scale : None, float, ndarray or str
-        For e4m3, e5m2, ort_int8 and ort_int4, what codes are multiplied with; 1 if None (ort_* require it).
+        For e4m3, e5m2, ort_int8 and ort_int4 the factor of codes; 1 if None (ort_* require it).
         A number, or an array [heads], [tokens, heads] or [tokens, heads, groups], and [heads, D] for ort_*.
         Or one of "tensor", "head", "token", "group" and "channel" (also as an option in the name): each of
         these gets a computed scale, largest magnitude / largest code. For nvfp4, the tensor-wide scale; the
@@ -42,9 +42,8 @@ def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: 
     Returns
     -------
     dict of str to ndarray
-        "codes", uint8 (int8 where the format has codes of 8 bits with a sign); and "scale", "minimum" or
-        "zero" and "whole" where the format keeps them apart. Formats with scales inside have "codes" alone,
-        rows of bytes.
+        "codes", uint8 (int8 for signed codes of 8 bits), and if the format stores them apart "scale",
+        "minimum" or "zero", and "whole". Formats with scales inside have only "codes", rows of bytes.
 
     Raises
     ------
@@ -169,7 +168,7 @@ def fewest_axes(format: Format) -> int:
 
 
 def check_numbers(x: ArrayLike, format: Format, found: bool) -> tuple[Array, np.dtype[Any]]:
-    """Return data as float32, and their dtype; finite where scales are found from them."""
+    """Return (data as float32, their dtype); if scales are computed, raise unless data are finite."""
     x = np.asarray(x)
     if x.dtype not in [one.dtype for one in FLOATS]:
         raise argument_error("x", f"dtype {', '.join(map(str, FLOATS))}", str(x.dtype))
@@ -197,7 +196,7 @@ def check_numbers(x: ArrayLike, format: Format, found: bool) -> tuple[Array, np.
 
 
 def no_room(format: Format, x: Array, name: str, element: Element) -> KvkitError:
-    """Return the error of numbers whose scale, or what is beside it, is too large for its type."""
+    """Return the error for a scale, minimum or zero that is too large for its type."""
     expected = f"numbers whose {name} {element} holds, for {format}"
     return argument_error("x", expected, f"up to {np.abs(x).max():g}")
 
@@ -205,18 +204,18 @@ def no_room(format: Format, x: Array, name: str, element: Element) -> KvkitError
 def check_stored(
     format: Format, x: Array, parts: tuple[Array, Array | None, Array | None], scale_type: Element, whole: Any
 ) -> None:
-    """Raise if a scale, what is beside it or the tail is too large for its type, or if codes decode to inf.
+    """Raise if a scale, minimum, zero or tail is too large for its type, or if codes decode to inf.
 
     Parameters
     ----------
     x : ndarray of float32
         The numbers.
     parts : tuple of ndarray
-        Scales, what is beside them, the tail.
+        Scales, minima or zeros, and the tail.
     scale_type : Element
-        How scales, and what is beside them, are stored.
+        The element of stored scales, minima and zeros.
     whole : float32
-        What scales are in units of.
+        The unit of the scales.
     """
     names, types = ("scale", format.beside, "tail"), (scale_type, scale_type, BFLOAT16)
     stored = [
@@ -233,7 +232,7 @@ def check_stored(
 
 
 def resolve_scales(format: Format, scale: Any, x: Array) -> tuple[str, Any]:
-    """Return (what shares a scale, scales) as a caller gives them, or asks for them."""
+    """Return (what shares a scale, scales) from the caller's `scale`, which may name what shares one."""
     if scale is None and format.per:
         scale = format.per
     if scale is None and not format.asks:
@@ -260,7 +259,7 @@ def resolve_scales(format: Format, scale: Any, x: Array) -> tuple[str, Any]:
 
 
 def whole_scale(format: Format, scale: Any, x: Array) -> np.float32:
-    """Return the scale of all numbers in nvfp4, which its block scales are in units of."""
+    """Return the tensor-wide scale of nvfp4, the unit of its block scales."""
     if scale is not None:
         return check_positive("scale", single_scale("scale", scale, format))
     if format.whole == 1:
@@ -285,7 +284,7 @@ def check_positive(name: str, scales: Scales) -> Scales:
 
 
 def finite_scales(name: str, numbers: Any) -> Array:
-    """Return the scales that a caller gives as float32, all finite."""
+    """Check that a caller's scales are finite; return them as float32."""
     try:
         scales: Array = np.asarray(numbers).astype(np.float32)
     except (TypeError, ValueError):
@@ -302,7 +301,7 @@ def required_array(arrays: Mapping[str, Any], name: str, format: Format) -> Arra
 
 
 def load_scales(arrays: Mapping[str, Any], name: str, format: Format, shape: Shape) -> Array:
-    """Return scales, or what is beside them, of numbers of a shape, as float32."""
+    """Load scales, minima or zeros for numbers of a shape, as float32."""
     scales = finite_scales(name, packing.load_scales(required_array(arrays, name, format), format))
     if not scales_fit(scales, shape, format.per):
         wanted = scale_shapes(shape, format.group, [format.per])[format.per]

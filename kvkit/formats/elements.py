@@ -1,6 +1,6 @@
-"""Every element as data: what one number of a cache, a scale or a tensor looks like in memory.
+"""Describe elements, the single numbers of caches, scales and tensors, as they lie in memory.
 
-Kernels never see a dtype: they are compiled for names, and whatever decides their code stands here.
+Kernels never see a dtype: they are compiled for the names of elements, whose fields decide their code.
 """
 
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Block:
-    """Codes with their scale before them: so many elements in so many bytes."""
+    """A block of ggml: a scale, then the codes of `elements` elements, in `bytes` bytes."""
 
     elements: int
     bytes: int
     codes_at: int
-    cell: str  # of the scale, which comes first
+    cell: str  # the element of the scale, which comes first
     halves: bool = False  # low nibbles hold the first half of the elements, high ones the second
-    less: int = 0  # what stored codes are more than those they stand for: half of their range, or nothing
+    less: int = 0  # this offset is added to codes before they are stored: half of their range, or 0
 
 
 @dataclass(frozen=True)
 class Element:
-    """An element: `bits` each, in arrays of `dtype`.
+    """A kind of number that takes `bits` bits, in arrays of `dtype`.
 
     `widen` and `narrow` name the formulas of `numeric.py` from an element's word to a number and back.
     """
@@ -35,26 +35,26 @@ class Element:
     dtype: np.dtype[Any]
     bits: int
     significant: int = 0  # bits of a float's significand
-    limits: tuple[float, float] = (0, 0)  # the least and the largest code, or number
+    limits: tuple[float, float] = (0, 0)  # the least and the largest code or number
     widen: str = ""
     narrow: str = ""
-    numbers: tuple[float, ...] = ()  # of the codes in order, where no rule says them
-    block: Any = None  # a Block, where codes have their scale beside them
+    numbers: tuple[float, ...] = ()  # the number of each code, if no rule computes it
+    block: Any = None  # a `Block`, if codes lie beside their scale
 
     def bytes(self, count: int) -> int:
-        """Return the size of `count` neighbouring elements, which are whole blocks where there are such."""
+        """Return the bytes of `count` neighbouring elements; of blocks they must be whole blocks."""
         if self.block:
             return int(count // self.block.elements * self.block.bytes)
         return count * self.bits // 8
 
     @property
     def minifloat(self) -> bool:
-        """Return whether it is a float that widens to 16 bits, and never has a scale of its own."""
+        """Return whether it is a float of 8 bits."""
         return self.bits == 8 and self.significant > 0
 
     @property
     def symmetric(self) -> bool:
-        """Return whether codes have a scale alone; unsigned ones have a minimum beside it."""
+        """Return whether codes have only a scale; unsigned codes have a minimum, too."""
         return self.limits[0] < 0
 
     @cached_property
@@ -64,7 +64,7 @@ class Element:
 
     @cached_property
     def table(self) -> NDArray[np.float32]:
-        """float32 [2^bits]: the number that each code of up to 8 bits stands for."""
+        """Return the number of each code of up to 8 bits, float32 [2^bits]."""
         codes = np.arange(1 << self.bits)
         if self.numbers:
             return np.array(self.numbers, np.float32)
@@ -115,8 +115,12 @@ BY_NAME = {one.name: one for one in (*FLOATS, INT8, INT4, INT2, UINT8, UINT4, UI
 BY_DTYPE = {one.dtype: one for one in (*FLOATS, INT8)}
 CODES = {(one.bits, one.symmetric): one for one in (INT8, INT4, INT2, UINT8, UINT4, UINT2)}
 QUANTIZED = {8: INT8, 4: INT4}  # the codes that operators store, by quant_bit
-STORED = {one.name: one for one in (*FLOATS8, *BLOCKS)}  # what else they store, by quant_format
-MASKS = {name: number for number, name in enumerate((*map(str, FLOATS), "bool"), 1)}  # as kernels know them
+STORED = {
+    one.name: one for one in (*FLOATS8, *BLOCKS)
+}  # the other elements that operators store, by quant_format
+MASKS = {
+    name: number for number, name in enumerate((*map(str, FLOATS), "bool"), 1)
+}  # the numbers of mask types in kernels
 
 
 def coarser(one: str, other: str) -> bool:

@@ -1,4 +1,4 @@
-"""Groups of numbers that share a scale: [tokens, heads, head size] by groups, and scales over them again.
+"""Split numbers [tokens, heads, head size] into groups that share a scale, and spread scales over them.
 
     per         scales                        of
     tensor      ()                            all
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 def scale_shapes(shape: Shape, group: int, pers: Iterable[str]) -> dict[str, Shape]:
-    """Return {per: shape of the scales} of numbers of a shape, as far as it has the axes."""
+    """Return {per: shape of the scales} for numbers of a shape, if it has the axes."""
     known = {
         "tensor": (),
         "head": shape[-2:-1],
@@ -32,7 +32,7 @@ def scale_shapes(shape: Shape, group: int, pers: Iterable[str]) -> dict[str, Sha
 
 
 def scales_fit(scales: Array, shape: Shape, per: str) -> bool:
-    """Return whether scales fit numbers of a shape, whatever the size of groups."""
+    """Return whether scales fit numbers of a shape, with groups of any size."""
     cut = {"group": len(shape) - 1, "channel": 0}.get(per)
     if cut is None or scales.ndim < len(shape):
         return scales.shape == scale_shapes(shape, 0, [per]).get(per)
@@ -42,7 +42,7 @@ def scales_fit(scales: Array, shape: Shape, per: str) -> bool:
 
 
 def split_groups(x: Array, per: str, group: int) -> Array:
-    """Return the numbers by groups: [*scales, members]."""
+    """Split numbers into groups, [*scales, members]."""
     if per == "tensor":
         return x.reshape(-1)
     if per == "head":
@@ -55,14 +55,14 @@ def split_groups(x: Array, per: str, group: int) -> Array:
 
 
 def join_groups(groups: Array, shape: Shape, per: str) -> Array:
-    """Return what `grouped` parted, in its shape."""
+    """Join the groups of `split_groups` to the former shape."""
     if per == "head":
         return np.moveaxis(groups.reshape(shape[-2], *shape[:-2], shape[-1]), 0, -2)
     return (np.moveaxis(groups, -1, 1) if per == "channel" else groups).reshape(shape)
 
 
 def spread_scales(scales: Array, shape: Shape, per: str) -> Array:
-    """Return scales, or what is beside them, broadcast to numbers of a shape."""
+    """Broadcast scales, minima or zeros to numbers of a shape."""
     if per in ("head", "token"):
         return scales[..., None]
     if per == "group":

@@ -1,7 +1,7 @@
-"""Every format that kvkit or an engine writes: a code table, a scale, its granularity, and its placement.
+"""List every format that kvkit or an engine writes: a code table, a scale, its granularity, its placement.
 
-A number is `code * scale`, and beside it `+ minimum` or `(code - zero) * scale`. Whatever tells two formats
-apart is a field here.
+A number is `code * scale`, `code * scale + minimum` or `(code - zero) * scale`. Formats differ only in the
+fields of `Format`.
 """
 
 from dataclasses import dataclass, replace
@@ -58,57 +58,57 @@ ROUNDINGS = {"trunc": "trunc", "rint": "even"}
 
 @dataclass(frozen=True)
 class Format:
-    """A format of [..., tokens, heads, head size], as `encode` writes it and `decode` reads it.
+    """A format of numbers [..., tokens, heads, head size], for `encode` and `decode`.
 
     Attributes
     ----------
     name : str
     code : Element
-        The table of its codes, their bits and limits.
+        The codes: their table, bits and limits.
     find : str
-        How the scale of a group comes from its numbers: a function of `scales.py`; "given" is the caller's,
-        or 1.
+        The function of `scales.py` that finds the scale of a group; "given" is the caller's scale, or 1.
     cell : Element or None
-        How scales are stored, and what is beside them; None as the data are.
+        The element of scales, minima and zeros; None for that of the data.
     beside : str
-        What a group has beside its scale: "minimum", which is added, or "zero", which codes are less.
+        What a group has besides its scale: "minimum", which is added, or "zero", which is subtracted from
+        codes.
     per : str
         What shares a scale: "tensor", "head", "token" (a token's head), "group" (`group` neighbouring
         elements of a head), "channel" (an element of the head in `group` tokens; in all where that is 0).
     group : int
     rounding : str
-        Of a quotient to its code: "even" (half to even), "away" (half away from zero), "trunc" (toward zero),
-        "up" (half is added and what is left is cut), "lower" and "upper" (the nearest of the table, half way
-        the code before or after).
+        How a quotient becomes a code: "even" (half to even), "away" (half away from zero), "trunc" (toward
+        zero), "up" (add a half and truncate), "lower" and "upper" (the nearest in the table; a tie takes the
+        code before or after).
     exponent : str
-        Of scales that are powers of two: "floor", which clips the largest numbers, "ceil", or "p2", which is
-        at least 2**-13.
+        The rule for scales that are powers of two: "floor", which clips the largest numbers, "ceil", or "p2",
+        which is at least 2**-13.
     order : tuple of str
-        The parts of a block, one behind the other; none where codes and scales are arrays of their own.
+        The parts of a block in order; () if codes and scales are separate arrays.
     block : int
-        Elements of a block; 0 is a head of a token, and where the parts are arrays all of them.
+        The elements of a block. 0: a head of a token; with separate arrays, all elements.
     halves : bool
-        Whether bytes of two codes have the first half of a block in their low nibbles, the second in the high
-        ones; else neighbours, the even one in the low nibble.
+        Whether low nibbles have the first half of a block, and high nibbles the second. If not, a byte has
+        two neighbours, the even one in the low nibble.
     high_first : bool
-        Whether it is in the high nibble.
+        Whether the even neighbour is in the high nibble instead.
     along : str
-        What codes of fewer than 8 bits are packed along: "head" or "tokens".
+        The axis along which codes of fewer than 8 bits are packed: "head" or "tokens".
     tail : int
-        Elements behind the coded ones that stay bfloat16.
+        How many last elements stay bfloat16.
     turned : bool
-        Whether rows are turned by a Hadamard matrix before they are coded, and back when they are decoded.
+        Whether rows are rotated by a Hadamard matrix before encoding, and back after decoding.
     unit : str
-        What the numbers of codes are in units of, where the scale of a row is its length: "root", of length /
-        square root of the head; "length", of the length to which decoded rows are brought. Else "".
+        The unit of codes if the scale of a row is its length: "root", length / sqrt(head size); "length", the
+        length to which decoded rows are normalized. Otherwise "".
     whole : float
-        The scale of all that scales of blocks are in units of: 1, or 0 where it is found.
+        The tensor-wide scale, the unit of block scales: 1, or 0 if it is computed.
     asks : bool
-        Whether a caller has to give the scale.
+        Whether the caller must pass the scale.
     takes : tuple of str
-        The options that may stand behind its name, as `named` has them; "gN" is any size of groups.
+        The options that may follow its name, see `named`; "gN" is any group size.
     source : str
-        Whose format it is.
+        The project that defined the format.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Format:
         return self.name
 
     def scale_type(self, dtype: np.dtype[Any] = FLOAT32.dtype) -> Element:
-        """Return how scales are stored beside data of a dtype."""
+        """Return the element of scales for data of a dtype."""
         return self.cell or BY_DTYPE[dtype]
 
 
@@ -177,7 +177,7 @@ ALL = (
     ggml("q5_1", UINT5, "least", ("scale", "minimum", "high", "codes"), "up", beside="minimum"),
     ggml("iq4_nl", IQ4, "searched", ("scale", "codes"), "upper"),
     ggml("ggml_mxfp4", E2M1, "power", ("scale", "codes"), "lower", E8M0, exponent="floor"),
-    # vLLM: a scale for each head of a token, behind its codes.
+    # vLLM: a scale for each head of a token, after its codes.
     *(
         Format(
             f"{code}_token_head", code, "token", per="token", group=0, rounding=ROUNDINGS[takes[0]],
@@ -247,22 +247,22 @@ WORDS = {rounding: word for word, rounding in ROUNDINGS.items()}
 
 
 def named(format: str | Format, **options: Any) -> Format:
-    """Return the format of a name, which may have options behind it: "int4:g32:channel", "mxfp4:ceil".
+    """Return the format of a name, which options may follow: "int4:g32:channel", "mxfp4:ceil".
 
     Parameters
     ----------
     format : str or Format
-        A name of `NAMED`, then, each behind a colon, what its `takes` lists: `g` and the size of groups;
-        "tensor", "head", "token", "group", "channel", what shares a scale; "floor", "ceil" or "p2", the rule
-        of exponents; "trunc" or "rint", how codes are rounded; "float32", "float16" or "bfloat16", how scales
-        are stored.
+        A name of `NAMED`, then options that its `takes` lists, each after a colon: `g` and the group size;
+        "tensor", "head", "token", "group" or "channel", what shares a scale; "floor", "ceil" or "p2", the
+        rule of exponents; "trunc" or "rint", how codes are rounded; "float32", "float16" or "bfloat16", the
+        type of scales.
     **options
-        The same by keyword, as fields of `Format`: cell, exponent, group, per, rounding.
+        The same options by keyword: the fields cell, exponent, group, per, rounding of `Format`.
 
     Raises
     ------
     KvkitError
-        The name is none, or an option is none of the format's.
+        If there is no such name, or the format does not take an option.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Codes of a few bits in bytes, and the parts of a block behind one another."""
+"""Pack codes of a few bits into bytes, and join the parts of blocks."""
 
 import math
 
@@ -49,7 +49,7 @@ def unpack_codes(data: Array, bits: int, format: Format) -> Array:
 
 
 def codes_together(format: Format) -> int:
-    """Return the fewest codes that fill bytes."""
+    """Return the fewest codes that fill whole bytes."""
     return 8 // math.gcd(8, format.code.bits)
 
 
@@ -64,21 +64,21 @@ def with_high_bits(codes: Array, high: Array) -> Array:
 
 
 def to_bytes(numbers: Array, element: Element) -> Array:
-    """Return float32 [..., n] as an element stores them, uint8 [..., n * size]."""
+    """Convert float32 [..., n] to the bytes of an element, uint8 [..., n * size]."""
     if element.name == "e8m0":
         return (np.frexp(numbers)[1] + 126).astype(np.uint8)
     return np.ascontiguousarray(numbers.astype(element.dtype)).view(np.uint8)
 
 
 def from_bytes(data: Array, element: Element) -> Array:
-    """Return the numbers that bytes of an element are, float32 [..., n]."""
+    """Convert the bytes of an element to numbers, float32 [..., n]."""
     if element.name == "e8m0":
         return element.table[data]
     return np.ascontiguousarray(data).view(element.dtype).astype(np.float32)
 
 
 def round_trip(numbers: Array, element: Element) -> Array:
-    """Return float32 numbers as they come back from an element; inf or NaN where it has no room for one."""
+    """Round float32 numbers to an element; numbers that are too large become inf or NaN."""
     return numbers if element.bits == 8 else numbers.astype(element.dtype).astype(np.float32)
 
 
@@ -86,7 +86,7 @@ def round_trip(numbers: Array, element: Element) -> Array:
 
 
 def pack_array(format: Format, codes: Array) -> Array:
-    """Return codes as an array of their own: int8 where it holds one with a sign an element, else bytes."""
+    """Return codes as an array: int8 for signed codes of 8 bits, otherwise packed bytes."""
     if format.along == "tokens":
         data = np.moveaxis(pack_codes(np.moveaxis(codes, 0, -1), format.code.bits, format), -1, 0)
     else:
@@ -101,7 +101,7 @@ def unpack_array(format: Format, data: Array) -> Array:
 
 
 def store_scales(numbers: ArrayLike, element: Element) -> Array:
-    """Return scales as an array of an element; e4m3 and e8m0 as bytes."""
+    """Return scales as an array of an element; e4m3 and e8m0 are bytes."""
     numbers = np.asarray(numbers)
     if element.bits == 8:
         return to_bytes(numbers[..., None], element)[..., 0]
@@ -119,7 +119,7 @@ def load_scales(stored: Array, format: Format) -> Array:
 
 
 def byte_bits(format: Format) -> int:
-    """Return the bits of a code in its bytes: all, but for a fifth that lies apart."""
+    """Return the bits of a code in its byte: all, except a fifth bit that is stored apart."""
     return format.code.bits - ("high" in format.order)
 
 
@@ -211,7 +211,7 @@ def decode_blocks(format: Format, rows: Array) -> Array:
 
 
 def in_units(format: Format, values: Array) -> Array:
-    """Return rows of the numbers of codes in units of their scale."""
+    """Normalize rows of decoded numbers to the unit of the format."""
     if not format.unit:
         return values
     sizes = (
@@ -224,7 +224,7 @@ def in_units(format: Format, values: Array) -> Array:
 
 
 def dequantize(format: Format, values: Array, scale: Array, beside: Array | None) -> Array:
-    """Return the numbers that codes stand for, from those of their table."""
+    """Scale the numbers of a table by scale, minimum and zero."""
     if format.beside == "zero":
         return (values - beside) * scale
     return values * scale + beside if format.beside else values * scale

@@ -1,4 +1,4 @@
-"""Rotations of a cache: rows are stored rotated, queries are rotated before attention, outputs after it.
+"""Rotate the rows of a cache before they are stored, queries before attention, and outputs after it.
 
 A Hadamard matrix in blocks of 2^k, perhaps after fixed signs, rotates each row, which spreads outliers over
 all channels. Codes and attention kernels do not change.
@@ -85,12 +85,12 @@ ROTATIONS = {
 
 
 def rotation_named(name: str | Rotation | None) -> Rotation | None:
-    """Return a rotation by its name: "hadamard", in blocks "hadamard:64", "llama.cpp", "vllm"; None is none.
+    """Return a rotation by its name: "hadamard", in blocks "hadamard:64", "llama.cpp", "vllm"; None for None.
 
     Raises
     ------
     KvkitError
-        There is none of the name.
+        If there is no such name.
     """
     if name is None or isinstance(name, Rotation):
         return name
@@ -147,7 +147,7 @@ def rotate(
     y, step = (
         np.ascontiguousarray((x * before).reshape(x.size // block, block).T),
         1,
-    )  # rows that are added lie together
+    )  # rows to add are contiguous
     other, rows = np.empty_like(y), y.shape[1]
     while step < block:
         pairs, sums = (each.reshape(block // (2 * step), 2, step, rows) for each in (y, other))

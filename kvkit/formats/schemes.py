@@ -1,4 +1,4 @@
-"""Schemes by name: registered classes, and formats, rotated or not, with numpy."""
+"""Find schemes by name: registered classes, and formats with or without a rotation, in numpy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REGISTERED: dict[str, Any] = {}
 def scheme(name: str) -> Callable[[type], type]:
     """Register a class as a scheme.
 
-    A scheme turns keys or values, float32 [tokens, heads, dim], into what is stored and back:
+    A scheme encodes keys or values, float32 [tokens, heads, dim], and decodes them:
     ``encode(x) -> dict of arrays`` and ``decode(arrays) -> float32 [tokens, heads, dim]``. It sees some
     tokens at a time, unless it has ``whole = True``. `kvkit.tools.study` takes it by its name, and so does
     `kvkit.cache.QuantizedCache`, as ``QuantSpec(format=name)``.
@@ -65,7 +65,7 @@ def check_scheme(made: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Coded:
-    """A format as a scheme, rotated or not; tokens that fill no group of a channel stay as they are."""
+    """Uses a format as a scheme, with or without a rotation. Tokens that fill no group stay uncoded."""
 
     name: str
     format: Format
@@ -76,7 +76,7 @@ class Coded:
 
     @property
     def whole(self) -> bool:
-        """Return whether a scale spans all tokens, and nobody has seen them yet."""
+        """Return whether a scale spans all tokens, and `over` has not seen them yet."""
         of_whole = self.format.find == "blocks16" and not self.format.whole and self.scale is None
         return self.ends is None and (
             of_whole
@@ -85,7 +85,7 @@ class Coded:
         )
 
     def over(self, parts: Iterable[Array]) -> Coded:
-        """Return a scheme for parts of these tokens [tokens, heads, dim], with the scales of all of them."""
+        """Return a scheme that codes parts of these tokens [tokens, heads, dim] with the scales of all."""
         if not self.whole:
             return self
         low: Any = np.inf
@@ -100,14 +100,14 @@ class Coded:
 
     @property
     def step(self) -> int:
-        """Tokens that are coded together."""
+        """Return how many tokens are coded together."""
         by_tokens = 8 // self.format.code.bits if self.format.along == "tokens" else 1
         return max(self.format.group if self.format.per == "channel" else 1, by_tokens)
 
     def encode(self, x: Array) -> dict[str, Array]:
         x = self.turned(x)
         if self.ends is not None:
-            # Scales come of extremes alone, so these two tokens give any part those of the whole.
+            # Scales depend only on extremes, so these two tokens give every part the scales of the whole.
             arrays = encode(np.concatenate((self.ends, x)), self.format, scale=self.scale)
             return {
                 name: array if name in self.shared else array[len(self.ends) :]
@@ -131,13 +131,13 @@ class Coded:
         return x
 
     def stored(self, arrays: Mapping[str, Array], bits: int, first: bool = True) -> int:
-        """Count the bits of arrays; uncoded tokens have `bits` an element, what parts share counts once."""
+        """Count the bits of arrays. Uncoded elements have `bits` bits; arrays that parts share count once."""
         rest = arrays["rest"].size * bits
         skipped = {"rest"} if first or self.ends is None else {"rest", *self.shared}
         return rest + 8 * sum(array.nbytes for name, array in arrays.items() if name not in skipped)
 
     def codes(self, arrays: Mapping[str, Array]) -> Array | None:
-        """Return places in the format's table, uint8 [coded tokens, heads, elements]; None without codes."""
+        """Return indices into the table, uint8 [coded tokens, heads, elements]; None without codes."""
         if "codes" not in arrays:
             return None
         stored = np.ascontiguousarray(arrays["codes"]).view(np.uint8)
@@ -179,7 +179,7 @@ def formats_named(text: str) -> tuple[Format, Format]:
 
 
 def cache_format(text: str) -> Format:
-    """Return a format by its name; kvkit's own codes have scales of 16 bits, as its caches have them."""
+    """Return a format by its name; kvkit's own codes get scales of 16 bits, as in its caches."""
     made = named(text)
     own = made.source == "kvkit" and made.find in ("pmx", "span")
     return named(made, cell=FLOAT16) if own and "float" not in text else made

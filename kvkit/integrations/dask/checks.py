@@ -1,4 +1,4 @@
-"""Checks of a sharded cache's arguments: its sizes, new tokens, queries and masks."""
+"""Check the arguments of a sharded cache: sizes, new tokens, queries and masks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AttendCall(NamedTuple):
 
 
 def checked_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Check the arguments of a cache that its folder keeps; return them complete."""
+    """Check the arguments that a cache saves in its folder; return them with defaults."""
     text("format", arguments["format"], FORMATS)
     text("split", arguments["split"], ("tokens", "heads"))
     names = "num_layers", "page_size", "num_kv_heads", "head_dim", "num_blocks", "shards"
@@ -54,7 +54,7 @@ def shard_sizes(cache: dict[str, Any], heads: slice) -> dict[str, Any]:
 
 
 def shard_count(client: Any, count: Any, transport: Any) -> int:
-    """Check where the shards are to be; return how many there are."""
+    """Check where the shards will be; return how many there are."""
     if transport != "actors":
         raise argument_error(
             "transport", "'actors', the only one now that there are no pipes", describe(transport)

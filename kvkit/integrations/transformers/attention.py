@@ -15,7 +15,7 @@ from kvkit.interop import tensor_of
 
 NAME = "kvkit"
 NO_WINDOW = -1, -1
-LEAST = -1e30  # numbers of a mask below it hide
+LEAST = -1e30  # a mask with a smaller number hides the key
 
 
 @torch.compiler.disable
@@ -43,12 +43,12 @@ def attention_forward(
         The attention layer: its ``layer_idx``, and ``is_causal`` unless that is given.
     query : Tensor, shape [B, Hq, q, Dk]
     key : Tensor, shape [B, Hkv, S, Dk]
-        The tensor that `KvkitCache.update` returned stands for all stored keys; another one for itself.
+        The tensor from `KvkitCache.update` stands for all stored keys; any other tensor is used itself.
     value : Tensor, shape [B, Hkv, S, Dv]
-        Of the same origin as `key`.
+        From the same call as `key`.
     attention_mask : Tensor, optional
-        bool [B, S], the padding of the keys; [B, n], of all positions, for a cache that tokens were removed
-        from. Or the whole mask with 4 axes, bool or added to the scores, with causality and the window.
+        bool [B, S], the padding of the keys; if tokens were removed [B, n], of all positions. Or a mask with
+        4 axes, bool or added to the scores, which includes causality and the window.
     dropout : float
         Only 0 is taken.
     scaling : float, optional
@@ -58,13 +58,13 @@ def attention_forward(
     softcap : float, optional
         Scores become ``softcap * tanh(score / softcap)``.
     s_aux : Tensor, shape [Hq], optional
-        Sinks: a score for each head that has no value.
+        Sinks: an additional score for each head, without a value.
     is_causal : bool, optional
         Whether a query sees no later token; queries are the last tokens.
     position_bias : None
         Only None is taken.
     position_ids : Tensor, optional
-        The positions of the queries. Where the cache's tokens were moved they must be those after its past.
+        The positions of the queries. If tokens were moved they must follow the cache's past.
 
     Returns
     -------
@@ -126,7 +126,7 @@ def attend_latent(
 ) -> torch.Tensor:
     """Attend with absorbed queries to the latent rows of a layer; return the heads' outputs [B, q, H, Dv].
 
-    The up-projections are those of the module: of each head's rows of ``kv_b_proj`` the first are W_UK.
+    The module's ``kv_b_proj`` has the up-projections: for each head the rows of W_UK, then those of W_UV.
     """
     weight, nope = getattr(module, "kv_b_proj", None), getattr(module, "qk_nope_head_dim", None)
     if not isinstance(weight, torch.nn.Linear) or nope is None or weight.bias is not None:
@@ -178,7 +178,7 @@ def attend_states(
     if stored is None:
         keys, values = to_numpy("key", key), to_numpy("value", value)
     else:
-        if causal or query.shape[2] == 1:  # the last token sees all, whatever the mask says of causality
+        if causal or query.shape[2] == 1:  # the last token sees all keys in any case
             more = window_options(stored.layer, sliding_window, window)
             if more is not None:
                 if stored.wants_weights:

@@ -1,4 +1,4 @@
-"""The cache that models of transformers and `generate` take."""
+"""A cache for models of transformers and `generate`."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from kvkit.interop import tensor_of
 from kvkit.rope import NO_ROTATION
 
 KINDS = {"dynamic": DynamicCache, "static": StaticCache, "quantized": QuantizedCache, "paged": PagedCache}
-GEOMETRY = "num_kv_heads", "head_dim", "dtype"  # of a paged cache, which its first keys have
+GEOMETRY = "num_kv_heads", "head_dim", "dtype"  # options of a paged cache that its first keys determine
 
 
 P = ParamSpec("P")
 
 
 def passed_on(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[KvkitCache, P], None]:
-    """Return the method of `KvkitCache` that calls this one of the cache that it holds."""
+    """Return a method of `KvkitCache` that calls this method of the wrapped cache."""
 
     @functools.wraps(method)
     def call(self: KvkitCache, *arguments: P.args, **options: P.kwargs) -> None:
@@ -55,41 +55,40 @@ def passed_on(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatena
 
 
 class KvkitCache(Cache):
-    """Hold a cache of kvkit's for a model of transformers.
+    """Wraps a cache of kvkit's for a model of transformers.
 
     Under ``attn_implementation="kvkit"`` attention reads the cache in place. Under others each update returns
     tensors of the context. They are views of the cache unless it is quantized or paged.
 
-    `remove`, `shift` and the like read from the model's config and code how its keys are rotated. After
-    ``remove(..., close=True)`` the model must be told the positions of its next tokens, because `generate`
-    goes on counting by itself.
+    `remove`, `shift` and so on find in the model's config and code how its keys are rotated. After
+    ``remove(..., close=True)`` pass the positions of the next tokens to the model, because `generate` counts
+    on by itself.
 
     Parameters
     ----------
     config : PreTrainedConfig, optional
-        The model's config: the number of layers, which of them slide, and the attention in use. Without it
-        layers are made when they are first used, all of them full.
+        The model's config, for the number and kinds of layers and the attention in use. Without it layers are
+        made on first use, all of them full.
     kind : str
         ``"dynamic"``, ``"static"``, ``"quantized"`` or ``"paged"``.
     evict : str, dict or Decoding, optional
-        What leaves the cache. ``"snapkv@0.5"``, ``"snapkv(window=32)@0.5"``, or arguments of
+        How to evict tokens. ``"snapkv@0.5"``, ``"snapkv(window=32)@0.5"``, or arguments of
         `kvkit.cache.Cache.compress` such as ``{"scorer": "snapkv", "keep": 0.5, "budget": "ada"}``: once,
-        after a prompt that comes in one piece. `kvkit.eviction.decoding` (...): while tokens are generated.
-        Queries and weights come from attention, which must be ``"kvkit"``: others cannot know which
-        positions are stored.
+        after a prompt in one piece. `kvkit.eviction.decoding` (...): during generation. Queries and weights
+        come from attention, which must be ``"kvkit"``, because others do not know the stored positions.
     **options
-        What the cache of this kind takes beside the model's geometry: ``offload`` (a folder) for all but
-        paged ones; ``max_cache_len`` for `kvkit.cache.StaticCache`; ``key``, ``value``, ``residual_length``,
-        ``sink`` and ``read_back`` for `QuantizedCache`; ``num_blocks``, ``page_size``, ``quant_bit`` and so
-        on for `PagedCache`, which takes its geometry and dtype from the first tokens unless they are given.
+        Other arguments of the kind of cache: ``offload`` (a folder) for all but paged ones; ``max_cache_len``
+        for `kvkit.cache.StaticCache`; ``key``, ``value``, ``residual_length``, ``sink`` and ``read_back`` for
+        `QuantizedCache`; ``num_blocks``, ``page_size``, ``quant_bit`` and so on for `PagedCache`, which takes
+        its geometry and dtype from the first tokens unless they are given.
 
     Attributes
     ----------
     cache : kvkit.cache.Cache or kvkit.cache.PagedCache
-        Holds the tokens: save it, reserve room in it, close it. It is an empty dynamic cache until the first
-        tokens tell a paged cache its geometry.
+        The wrapped cache, with `save`, `reserve` and `close`. With kind "paged" it is an empty dynamic cache
+        until the first tokens show the geometry.
     report : kvkit.cache.Report
-        That of the latest eviction; None before.
+        The report of the latest eviction; None before.
 
     Examples
     --------

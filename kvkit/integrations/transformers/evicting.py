@@ -1,4 +1,4 @@
-"""Evict tokens from the cache of a model that generates: once after the prompt, or every so many steps."""
+"""Evict tokens from the cache of a generating model: once after the prompt, or at intervals."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from kvkit.tools.studies.policies import Policy, entry_of
 from kvkit.typed import Array
 
 FORM = "'SCORER@SHARE' as 'snapkv@0.5', arguments of `compress` by name, or `kvkit.eviction.decoding(...)`"
-NOT_SEEN = {  # scorers of what attention does not show
+NOT_SEEN = {  # {scorer: the input that attention does not provide}
     "kvzip": "weights of a pass that repeats the context",
     "expected": "queries before rotation",
     "triattention": "queries before rotation",
 }
-OF_WEIGHTS = "observed", "h2o"  # scorers of the weights of all queries
+OF_WEIGHTS = "observed", "h2o"  # scorers that need the weights of all queries
 ARGUMENTS = {*inspect.signature(Cache.compress).parameters}
-WINDOW = 64  # queries that are kept for a function, which may want any
+WINDOW = 64  # queries kept for a user's function
 
 
 class Eviction:
-    """The rule by which tokens leave a cache, and what its scorer has seen of attention.
+    """Holds the rule that evicts tokens, and the queries or weights that its scorer needs.
 
     Parameters
     ----------
     evict : str, mapping or Decoding
         A scorer with the share that it keeps, ``"snapkv@0.5"`` or ``"snapkv(window=32)@0.5"``; or arguments
-        of `kvkit.cache.Cache.compress` by name: once, after the prompt. What `kvkit.eviction.decoding`
-        returns: whenever it says so.
+        of `kvkit.cache.Cache.compress` by name: once, after the prompt. Or a result of
+        `kvkit.eviction.decoding`: at its intervals.
     """
 
     def __init__(self, evict: Any) -> None:
@@ -74,7 +74,7 @@ class Eviction:
         self.done = False
 
     def see(self, layer_idx: int, queries: Array, weights: Array | None) -> None:
-        """Keep what attention of a layer has shown."""
+        """Keep the queries or weights of a layer's attention."""
         if weights is not None:
             self._inputs[layer_idx] = weights
         elif self.window != 0:
@@ -94,16 +94,16 @@ class Eviction:
         return cache.compress(**given | self.arguments)
 
     def _input(self, layer_idx: int, layer: Any) -> Any:
-        """Return what the scorer of a layer reads, of tokens that it stores; None for layers without rows."""
+        """Return the scorer's input for the stored tokens of a layer; None for layers without rows."""
         held = self._inputs.get(layer_idx)
         return held if held is None or self.wants_weights else held[:, :, -layer.stored_tokens :]
 
     def change_batch(self, rows: Array) -> None:
-        """Let row b of the batch become what row ``rows[b]`` was."""
+        """Replace row b of the batch by a copy of row ``rows[b]``."""
         self._inputs = {i: held[rows] for i, held in self._inputs.items()}
 
     def drop(self, tokens: int) -> None:
-        """Forget the last queries, whose tokens have gone."""
+        """Drop the last queries, whose tokens were removed."""
         if tokens and not self.wants_weights:
             cut = {i: held[:, :, : max(held.shape[2] - tokens, 0)] for i, held in self._inputs.items()}
             self._inputs = {i: held for i, held in cut.items() if held.shape[2]}

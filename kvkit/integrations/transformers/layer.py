@@ -1,4 +1,4 @@
-"""The layers of a `KvkitCache`, as transformers uses them."""
+"""Layers of a `KvkitCache` with the interface of transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvkit.interop import tensor_of
 
 
 class KvkitLayer(CacheLayerMixin):
-    """Pass transformers' calls on to a layer of a kvkit cache, by its number."""
+    """Passes transformers' calls on to a layer of a kvkit cache, by its number."""
 
     is_compileable = False
     supports_early_init = False
@@ -22,10 +22,10 @@ class KvkitLayer(CacheLayerMixin):
 
     @property
     def layer(self) -> Any:
-        """The layer of kvkit's cache."""
+        """Return the layer of kvkit's cache."""
         return self._owner.cache.layers[self._layer_idx]
 
-    # Tokens come
+    # Adding tokens
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: the first update decides."""
@@ -37,31 +37,31 @@ class KvkitLayer(CacheLayerMixin):
         return self._owner.update(key_states, value_states, self._layer_idx, *args, **kwargs)
 
     def offload(self) -> None:
-        """Do nothing: kvkit's cache was told where its layers lie."""
+        """Do nothing: the kvkit cache places its layers itself."""
 
     def prefetch(self) -> None:
-        """Do nothing: kvkit's cache fetches the next layer itself."""
+        """Do nothing: the kvkit cache prefetches the next layer itself."""
 
-    # What is there
+    # Sizes and positions
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there has been an update."""
+        """Return whether there was an update."""
         return self.get_seq_length() > 0
 
     @property
     def is_sliding(self) -> bool:
-        """Whether old tokens leave the layer."""
+        """Return whether old tokens leave the layer."""
         return self.layer.window is not None
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` can go back, by any number of recorded tokens."""
+        """Return whether `crop` can drop recorded tokens one by one."""
         return self.layer.croppable
 
     @property
     def record_past(self) -> bool:
-        """Whether what would be dropped is kept until the next `crop`."""
+        """Return whether past tokens are kept until the next `crop`."""
         return self.layer.record_past
 
     @record_past.setter
@@ -73,34 +73,34 @@ class KvkitLayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """The number of rows of the batch. There is no such attribute before the first update."""
+        """Return the number of rows of the batch; before the first update raise AttributeError."""
         if not self.layer.batch_size:
             raise AttributeError("batch_size: there are no keys yet")
         return self.layer.batch_size
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """Stored keys [B, Hkv, stored, D], None before the first update."""
+        """Return the stored keys [B, Hkv, stored, D], None before the first update."""
         return None if self.layer.keys is None else tensor_of(self.layer.keys)
 
     @property
     def values(self) -> torch.Tensor | None:
-        """Stored values [B, Hkv, stored, D], None before the first update."""
+        """Return the stored values [B, Hkv, stored, D], None before the first update."""
         return None if self.layer.values is None else tensor_of(self.layer.values)
 
     @property
     def positions(self) -> np.ndarray:
-        """The positions of stored tokens, in the order of the keys."""
+        """Return the positions of stored tokens, in the order of the keys."""
         return self.layer.positions
 
     @property
     def rope_shifts(self) -> np.ndarray:
-        """The rope shifts of stored keys: rows (first row, row behind the last one, shift)."""
+        """Return the rope shifts of stored keys, as rows (first row, end row, shift)."""
         return self.layer.rope_shifts
 
     @property
     def stored_tokens(self) -> int:
-        """The number of stored tokens."""
+        """Return the number of stored tokens."""
         return self.layer.stored_tokens
 
     def get_seq_length(self) -> int:
@@ -112,7 +112,7 @@ class KvkitLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._owner.get_mask_sizes(query_length, self._layer_idx)
 
-    # Tokens go, and the batch changes
+    # Removing tokens and changing the batch
 
     def crop(self, tokens_to_remove: int) -> None:
         self.layer.crop(tokens_to_remove)

@@ -37,7 +37,7 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the first update decides."""
 
-    # Tokens come
+    # Adding tokens
 
     def begin_step(self) -> None:
         """Count the token of a step that may change the state in place."""
@@ -76,7 +76,7 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
         """Store the state after the tokens of the step."""
         return self._update(f"recurrent.{state_idx}", recurrent_states, self._owner.new_tokens)
 
-    # What is there
+    # Sizes and positions
 
     def _tensors(self, kind: str) -> dict[int, torch.Tensor | None]:
         states = self.state.states
@@ -118,7 +118,7 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    # Tokens go, and the batch changes
+    # Removing tokens and changing the batch
 
     def offload(self) -> None:
         """Do nothing: kvkit's cache was told where its layers lie."""
