@@ -8,6 +8,7 @@ results that belong to the host are copied back.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -160,7 +161,7 @@ def run(op, step, values, stream, repeated=None):
     whole = here
     here = here | {name: here[name].one_piece(stream) for name in kind.rows if name in here}
     seen = {name: operand.seen for name, operand in here.items()}
-    call = check(values | seen, sequences)
+    call: Any = check(values | seen, sequences)
     changed = tuple(given[each.name] for each in op.inputs if each.inout and not each.keyword)
     made, returned = [], changed if len(changed) > 1 else changed[0] if changed else ()
     if op.outputs:

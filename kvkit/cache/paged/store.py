@@ -122,7 +122,7 @@ class PagedStore:
         rows, _ = caches.layer_sides(self.cache, layout, layer_idx)
         name = self.format.name
         return CacheLayer(
-            packed=name, stored=name, cell=None, group=0, heads=1, dim=self.dim,
+            data_dtype=name, cache_format=name, scale_format=None, group=0, heads=1, dim=self.dim,
             stored_bytes=self.format.bytes(self.dim), capacity=(1, self.cache.shape[layout.at["n"]]),
             heads_adjoin=True, sides=(rows, rows),
         )  # fmt: skip

@@ -132,7 +132,7 @@ class KvkitCache(Cache):
             self._wrap(DynamicCache(options["num_layers"]), config)
             self._make, self._wanted = make, unknown
         else:
-            self._hold(make_cache(KINDS[kind], config, kind, options), config)
+            self._wrap(make_cache(KINDS[kind], config, kind, options), config)
         if eviction is not None and any(layer.latent_dim for layer in self.cache.layers):
             raise argument_error("evict", "a model with keys and values of its heads", "latent rows")
         self.eviction = eviction
