@@ -21,6 +21,7 @@ from kvkit.files.arrays import BESIDE
 from kvkit.interop import as_numpy
 from kvkit.layouts import Layout, parse, tables
 from kvkit.layouts.views import KV
+from kvkit.tools.names import some_names
 from kvkit.tools.source import NAMES, PAGED_NAMES, SIDES, CacheSource, Source
 
 TABLES = "block_tables", "cachestarts", "kv_indices"
@@ -65,8 +66,9 @@ class Case:
         self.source = source if isinstance(source, CacheSource) else CacheSource(source, layout, sizes)
         given = source if isinstance(source, Mapping) else self.source.arrays
         unknown = [name for name in given if name.partition(".")[0] not in KNOWN]
-        if len(unknown) == len(given):
-            raise argument_error("arrays", f"some of {', '.join(KNOWN)}", ", ".join(map(str, unknown[:8])))
+        if len(unknown) == len(given) and self.source.cache is None and not self.source.separate:
+            wanted = "tables, slots or a cache by name (block_tables, slot_mapping, key_cache...)"
+            raise argument_error("arrays", wanted, some_names(unknown))
         self.given = {name: as_numpy(value, name) for name, value in given.items() if value is not None}
         named = self.source.paged or "past_lens" in self.given  # tables of kvkit's or of OpenVINO
         if named and (found := self.source.block_tables()) is not None:

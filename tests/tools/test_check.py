@@ -379,7 +379,7 @@ def test_a_report(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"colour": np.zeros(3)}, "arrays: expected some of block_tables"),
+        ({"colour": np.zeros(3)}, "arrays: expected tables, slots or a cache by name .*, got colour"),
         ({"block_tables": np.zeros((2, 2), int), "num_blocks": 3}, "page_size: expected a number"),
         (but(tables, context_lens=None)(), "context_lens: expected the tokens of each sequence, got None"),
         (but(tables, block_tables=np.zeros(3))(), "block_tables: expected integers with 2 axes"),

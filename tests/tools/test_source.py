@@ -122,6 +122,34 @@ def test_every_tool_takes_every_name(sides, name, tmp_path):
     assert studied(arrays) == studied(expected)
 
 
+@pytest.mark.parametrize("name", [HEADS_FIRST[0][0], TOKENS_FIRST[2][0], "key_cache.N", "keys/values"])
+def test_a_layout_is_used_or_refused(sides, name, tmp_path):
+    """By every verb, beside names that imply one; files without tables are taken, too."""
+    path, odd, out = (str(tmp_path / each) for each in ("a.npz", "odd.npz", "out.npz"))
+    files.write(path, SCHEMES[name](*sides))
+    sides[0, 1, 2, 3, 1, 5] = np.nan  # which `check` names a row of
+    files.write(odd, SCHEMES[name](*sides))
+    other = "l | b n h c" if name == HEADS_FIRST[0][0] else "l | b h n c"
+    results = []
+    for layout in None, other, "| l kv b n h c":
+        to, one, both = (
+            [word for option in options for word in (option, layout)] if layout else []
+            for options in (["--from"], ["--layout"], ["--layout-a", "--layout-b"])
+        )
+        verbs = (
+            ["inspect", path, *one], ["check", odd, *one], ["study", path, "--schemes", "fp8", *one],
+            ["convert", path, out, "--to", "hf", *to], ["convert", path, out, "--format", "float32", *to],
+            ["diff", path, path, *both],
+        )  # fmt: skip
+        results.append([CliRunner().invoke(main, verb) for verb in verbs])
+        if layout == other:
+            assert files.read(out).description.sizes == {"l": L, "b": B, "n": H, "h": N, "c": C}
+    assert [[one.exit_code for one in each] for each in results] == [[0, 1, 0, 0, 0, 0]] * 2 + [[2] * 6]
+    implied, used, refused = ([one.output for one in each] for each in results)
+    assert all(one != another for one, another in zip(implied[:-1], used[:-1], strict=True))
+    assert all("a layout without an axis kv" in text for text in refused)
+
+
 @pytest.mark.parametrize("names", NAMES[1:], ids="/".join)
 def test_packed_tokens_are_sequences(sides, names):
     """[layers, tokens, heads, content], or one layer; in pages they are where `seqstarts` cuts them."""
