@@ -60,7 +60,8 @@ def draw_file(path, sizes, kind):
         blocks, page_size = source.integer("num_blocks"), source.page_size(sizes.get("n"))
         if rows is None and blocks and page_size:
             rows = blocks * page_size
-        return drawing.cells(found[1], rows, filled=filled, kind=kind)
+        across = source.paged.get("arguments", {}).get("page_size")  # where a page of the table is a row
+        return drawing.cells(found[1], rows, page_size=across, filled=filled, kind=kind)
     if source.layout is None:
         raise KvkitError(
             f"{path}: it has no tables and names no layout: give one, as in kvkit draw vllm-lbnhc"

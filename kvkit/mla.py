@@ -16,7 +16,7 @@ from kvkit.calls.latent import (
     slots_of,
 )
 from kvkit.calls.prepared import attend
-from kvkit.checks.arguments import LatentAppend, LatentArguments
+from kvkit.checks.arguments import LatentAppend, LatentArguments, PoolAttention, Scoring
 from kvkit.checks.latent import (
     LatentCall,
     LatentContexts,
@@ -24,9 +24,10 @@ from kvkit.checks.latent import (
     checked_latent_attention,
     checked_product,
 )
+from kvkit.checks.paged import checked_paged_attention
+from kvkit.formats import FLOAT32
 from kvkit.interop import returns_input_kind
-from kvkit.merge import merge_attention_states
-from kvkit.paged import paged_attention
+from kvkit.merge import merge_checked
 from kvkit.typed import Array, Attended, Pair
 
 Table = ArrayLike | tuple[ArrayLike, ArrayLike]
@@ -156,11 +157,12 @@ def attend_to_contexts(
 ) -> Pair:
     """Attend in float32 to gathered rows, so many of each context, one context behind the other."""
     pool = rows[:, None]  # pages of one row
-    output, lse = paged_attention(
+    attention = PoolAttention(
         query.astype(np.float32), pool, pool[..., : call.value_dim], table_of_rows(counts), counts, starts,
-        layout="b n c" if pool.ndim == 3 else "b n h c", is_causal=causal, softmax_scale=call.scale,
-        sinks=sinks, return_lse=True,
+        layout="b n c" if pool.ndim == 3 else "b n h c", key_scale=None, value_scale=None, alibi_slopes=None,
+        scoring=Scoring(is_causal=causal, softmax_scale=call.scale, sinks=sinks), return_lse=True,
     )  # fmt: skip
+    output, lse = attend(checked_paged_attention(attention), None)
     return output, lse
 
 
@@ -207,7 +209,7 @@ def nothing_seen(call: LatentCall) -> Pair:
 def add_part(output: Array, lse: Array, tokens: Array, part: Pair) -> None:
     """Add attention over one more part of the contexts of some queries."""
     if (lse[tokens] > -np.inf).any():
-        part = merge_attention_states((output[tokens], part[0]), (lse[tokens], part[1]))
+        part = merge_checked(FLOAT32, (output[tokens], part[0]), (lse[tokens], part[1]))
     output[tokens], lse[tokens] = part
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import struct
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvkit.errors import KvkitError, argument_error, brief
+from kvkit.files.file_kinds import kind_of_file
 
 KINDS = "full", "sliding", "latent", "index", "recurrent", "shared"
 OF_TYPES = {  # a layer type of transformers: the kind of layer
@@ -99,10 +101,21 @@ def read_model(model: Any) -> ModelShape:
             file.seek(0)
             found = json.load(file)
     except (ValueError, struct.error) as error:
-        raise KvkitError(f"{path}: neither a config.json nor a GGUF file: {brief(error)}") from None
+        other = other_kind(path)
+        why = f": it is {other}, whose sizes kvkit inspect says" if other else f": {brief(error)}"
+        raise KvkitError(f"{path}: neither a config.json nor a GGUF file{why}") from None
     if not isinstance(found, dict):
         raise KvkitError(f"{path}: expected a config.json, got {type(found).__name__}")
     return of_config(found)
+
+
+def other_kind(path: Path) -> str | None:
+    """Return which kind of file with arrays or a cache this is; None for others."""
+    with path.open("rb") as file:
+        kind = kind_of_file(file)
+        if kind is None and zipfile.is_zipfile(file):
+            return "a .npz file or one of torch.save"
+    return None if kind is None or kind[0].startswith("a GGUF") else kind[0]
 
 
 def read_gguf(file: BinaryIO) -> dict[str, Any]:

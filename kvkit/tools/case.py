@@ -70,9 +70,12 @@ class Case:
             wanted = "tables, slots or a cache by name (block_tables, slot_mapping, key_cache...)"
             raise argument_error("arrays", wanted, some_names(unknown))
         self.given = {name: as_numpy(value, name) for name, value in given.items() if value is not None}
+        self.rows_of_block = 1  # pages in a block, where the table has a page for each token
         named = self.source.paged or "past_lens" in self.given  # tables of kvkit's or of OpenVINO
         if named and (found := self.source.block_tables()) is not None:
             self.given["block_tables"], self.given["context_lens"] = tables.to_blocks(found[1])
+            if self.source.paged and found[1].page_size == 1:
+                self.rows_of_block = self.source.paged["arguments"]["page_size"]
         self.layout = self.source.stated_layout
         known = {"b": self.number("num_blocks"), "n": self.number("page_size")}
         self.sizes = {axis: size for axis, size in known.items() if size is not None}
@@ -264,8 +267,15 @@ class Case:
         for name, label, view in zip(SIDES, labels, (kv.keys, kv.values), strict=True):
             if apart and name not in apart:
                 continue
-            found.append(CheckedSide(name, label, stack_view(view), self.scale_of(name)))
+            scale = self.scale_of(name)
+            found.append(CheckedSide(name, label, self.in_rows(stack_view(view)), self.in_rows(scale)))
         return found
+
+    def in_rows(self, array: Any) -> Any:
+        """Return an array [layers, blocks, rows, ...] with the pages of the table, if those are rows."""
+        if self.rows_of_block == 1 or array is None or array.ndim < 3:
+            return array
+        return array.reshape(array.shape[0], -1, 1, *array.shape[3:])
 
     def scale_of(self, side: str) -> np.ndarray | None:
         """Return the scales of keys or values, with an axis of layers added if codes lack it."""
@@ -303,5 +313,7 @@ class Case:
 
     def row_name(self, side: CheckedSide, layer: int, block: int, row: int) -> str:
         """Return the name of a row, as Python would write it."""
+        if self.rows_of_block > 1:
+            block, row = divmod(block, self.rows_of_block)
         at = (layer, block, row) if len(side.array) > 1 else (block, row)
         return f"{side.label}[{', '.join(map(str, at))}]"

@@ -103,7 +103,8 @@ class Findings:
                 lines.append(f"{rule}: {count - shown} more like these")
         rules = f"{len(self.checked)} rules checked"
         clean = "nothing found" if self.unchecked else "fine"
-        lines.append(f"{sum(self.counts.values())} findings; {rules}" if lines else f"{clean}: {rules}")
+        count = sum(self.counts.values())
+        lines.append(f"{count} finding{'s' * (count != 1)}; {rules}" if lines else f"{clean}: {rules}")
         lacking: dict[str, list[str]] = {}
         for name, needs in self.unchecked.items():
             lacking.setdefault(needs.partition(", ")[0], []).append(name)

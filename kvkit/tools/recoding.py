@@ -112,7 +112,7 @@ def carried_metadata(
 
 def layer_to_code(layer: LayerReader, source: CacheSource, pairs: PairOrder | None) -> LayerReader:
     """Return a layer with the wanted order of key elements; raise if a sequence has no tokens."""
-    layer = replace(layer, starts=layer.starts[: 1 + source.paged.get("rows", len(layer.starts))])
+    layer = replace(layer, starts=layer.starts[: 1 + (source.paged.get("rows") or len(layer.starts))])
     lengths = np.diff(layer.starts).tolist()
     if not lengths or 0 in lengths:
         raise argument_error(

@@ -443,7 +443,7 @@ def test_illegal_calls_are_refused_and_change_nothing(call, arguments, sentence)
     options = {"rope": arguments[3]} if len(arguments) > 3 else {}
     with pytest.raises(KvkitError, match=sentence) as error:
         getattr(layer, call)(*arguments[:3], **options)
-    assert layer.can(call, *arguments[:3], **options) == str(error.value)
+    assert layer.can(call, *arguments[:3], **options) == str(error.value) == layer.can(call, *arguments)
     assert layer.row_positions is state
     with pytest.raises(KvkitError, match="one of remove, retain"):
         layer.can("update")

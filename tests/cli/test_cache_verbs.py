@@ -13,6 +13,7 @@ from verbs import kvkit as run
 from kvkit import files
 from kvkit.cache import DynamicCache, PagedCache
 from kvkit.layouts import tables
+from kvkit.tools.source import CacheSource
 
 LAYERS, HEADS, TOKENS, DIM = 2, 3, 21, 8
 
@@ -218,3 +219,28 @@ def test_caches_that_kvkit_saved(tmp_path, cache, rng):
     )
     for one, other in zip(files.read(tmp_path / "y.npz").cache, cache, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_saved_paged_cache_whose_tokens_moved(tmp_path, rng):
+    """Its tables have a page for each token; findings and pictures name blocks and rows."""
+    paged, tokens, path = PagedCache(9, 4, LAYERS, HEADS, DIM, np.float16), 11, tmp_path / "paged.npz"
+    seq = paged.blocks.add(range(tokens))
+    with paged.begin_step([(seq, tokens)]) as step:
+        for layer in range(LAYERS):
+            step.update(*rng.standard_normal((2, tokens, HEADS, DIM)).astype(np.float16), layer)
+    paged.remove(seq, 2, 5)
+    paged.save(path, [seq])
+    code, out, err = run("check", path)
+    assert (code, out.partition(":")[0], err) == (0, "nothing found", "")
+    assert "aa~~" in run("draw", path)[1]
+    assert run("diff", path, path)[:2] == (0, f"equal: {files.read(path).arrays['cache'].nbytes} bytes\n")
+    assert run("study", path, "--schemes", "fp8")[0] == 0
+    assert run("convert", path, tmp_path / "x.npz", "--format", "float32")[0] == 0
+    assert files.read(tmp_path / "x.npz").description.sizes["n"] == tokens - 3
+    found = files.read(path)
+    arrays = {name: np.array(array) for name, array in found.arrays.items()}
+    block, row = divmod(int(CacheSource(path).block_tables()[1].rows()[3]), 4)
+    arrays["cache"][1, 0, block, row, 1, 5] = np.nan
+    files.write(tmp_path / "odd.npz", arrays, found.description, metadata=found.metadata)
+    code, out, _ = run("check", tmp_path / "odd.npz")
+    assert (code, f"key_cache[1, {block}, {row}]" in out, "\n1 finding; " in out) == (1, True, True), out

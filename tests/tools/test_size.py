@@ -2,6 +2,7 @@
 
 import struct
 
+import numpy as np
 import pytest
 
 from kvkit import KvkitError
@@ -171,6 +172,9 @@ def test_files_that_are_no_model(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(KvkitError, match=name):
             size(tmp_path / name)
+    np.savez(tmp_path / "cache.npz", cache=np.zeros(3))
+    with pytest.raises(KvkitError, match=r"cache\.npz: neither .* it is a \.npz file .* kvkit inspect"):
+        size(tmp_path / "cache.npz")
     with pytest.raises(KvkitError, match="fit: expected a number of bytes"):
         size(GPT_OSS, fit="much")
 

@@ -7,6 +7,7 @@ queries by -d instead. Every call returns a new state, so that all layers can be
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -319,12 +320,16 @@ def moves_alike(one: Any, other: Any) -> bool:
     return one.interleaved == other.interleaved and np.array_equal(one.frequencies, other.frequencies)
 
 
-def refusal(plan: Callable[..., Any], call: str, *arguments: Any, **options: Any) -> str | None:
+def refusal(cache: Any, call: str, *arguments: Any, **options: Any) -> str | None:
     """Return the message of the error that a call would raise; None if it would raise none."""
     if call not in PLANS:
         raise argument_error("call", f"one of {', '.join(PLANS)}", repr(call))
+    names = list(inspect.signature(getattr(cache, call)).parameters)
+    if "rope" in names[: len(arguments)]:  # plans take it by name
+        options = {"rope": arguments[names.index("rope")]} | options
+        arguments = arguments[: names.index("rope")] + arguments[names.index("rope") + 1 :]
     try:
-        plan(call, *arguments, **options)
+        cache.plan(call, *arguments, **options)
     except (KvkitError, RuntimeError, TypeError) as error:
         return str(error)
     return None
