@@ -41,7 +41,7 @@ def files_and_layouts(ctx: click.Context, param: click.Parameter, begun: str) ->
 
 
 def formats(ctx: click.Context, param: click.Parameter, begun: str) -> list[str]:
-    """Return names of formats for the last of a list with commas; as schemes with rotations."""
+    """Return names of formats that complete the last entry of a list with commas, also after a "+"."""
     before, comma, last = begun.rpartition(",")
     base, plus, _ = last.partition("+")
     known = (

@@ -229,7 +229,7 @@ def context_of(
 def steps_of(key: Array, value: Array, pages: PageTable, lengths: Array, starts: Array) -> StepIndex:
     """Return sequences of new tokens that begin at `starts`, over contexts in the pages of a table.
 
-    Its memory is taken over.
+    The table of `pages` is overwritten with row ids, and becomes that of the step.
     """
     table, table_starts = pages
     kvstarts = np.zeros(len(lengths) + 1, np.int64)

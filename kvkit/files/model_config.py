@@ -19,7 +19,7 @@ OF_TYPES = {  # a layer type of transformers: the kind of layer
     "chunked_attention": "sliding", "linear_attention": "recurrent", "mamba": "recurrent",
     "mamba2": "recurrent", "conv": "recurrent", "moe": "", "mlp": "",
 }  # fmt: skip
-# Every so many layers one is full and the others slide: models whose configurations may not say it.
+# Models in which every n-th layer is full and the others slide, though configurations may not say so.
 FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2, "gpt-oss": 2}
 GGUF_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
                 12: "<d"}  # fmt: skip
@@ -40,12 +40,12 @@ HALVES = frozenset(
     smallthinker seed_oss hunyuan-dense hunyuan-moe dots1 bailingmoe2 apertus minimax-m2 glm4moe
     """.split()  # noqa: SIM905
 )
-MOST = 2**20  # entries or characters of a header: beyond it is no model's
+MOST = 2**20  # the most entries or characters of a model's header
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The cache sizes of one layer: heads of keys and of values per token, and a state per sequence.
+    """The sizes of one layer's cache: rows of keys and values for a token, a state for a sequence.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class LayerShape:
     window : int or None
         How many of the last tokens a sliding layer attends to.
     state : int
-        Numbers of the state of a sequence.
+        How many numbers the state of a sequence has.
     """
 
     kind: str
@@ -196,14 +196,14 @@ def swa(found: Mapping[str, Any], side: str, default: int) -> int:
 
 
 def slides(pattern: Any, layer: int) -> bool:
-    """Return whether a layer has a window: by a list, or all but the last of every so many."""
+    """Return whether a layer has a window, by a list, or by n: then every n-th layer has none."""
     if isinstance(pattern, Sequence):
         return bool(pattern[layer])
     return bool((layer + 1) % pattern) if pattern else True
 
 
 def conv_state(kernel: int, channels: int) -> int:
-    """Return how many numbers a short convolution remembers: the last inputs of every channel."""
+    """Return the size of a short convolution's state: the last inputs of every channel."""
     return (kernel - 1) * channels
 
 
@@ -269,7 +269,7 @@ def of_config(config: Mapping[str, Any]) -> ModelShape:
 
 
 def kinds_of(found: Mapping[str, Any], count: int) -> list[str]:
-    """Return the kind of each layer, "" of one that stores nothing."""
+    """Return the kind of each layer; "" if it stores nothing."""
     if "hybrid_override_pattern" in found:
         return [
             {"M": "recurrent", "*": "full"}.get(letter, "") for letter in found["hybrid_override_pattern"]

@@ -1,6 +1,6 @@
-"""The check of `kvkit` for each operator, from its arguments by name.
+"""Check the calls of each operator by the checks of `kvkit`, with arguments by name.
 
-Checks see arrays of the device as `calls.arrays` shows them.
+The checks see device arrays as `calls.arrays` presents them.
 """
 
 import inspect
@@ -62,7 +62,7 @@ from kvkit.operators import Operator
 from kvkit.operators.arrays import INDEX
 from kvkit.typed import Array
 
-ZEROS = -1  # the source row that stands for zeros
+ZEROS = -1  # a source row that stands for zeros
 Values = Mapping[str, Any]  # of an operator's arguments, by name
 Record = TypeVar("Record", bound=tuple[Any, ...])
 
@@ -78,11 +78,11 @@ class Slopes:
 class Moves:
     """A checked call that moves rows between arrays in blocks; see `copy.pieces`."""
 
-    sources: list[Array]  # [blocks, rows, heads or groups, dim]
-    targets: list[Array]  # arrays of the same kind; empty if results are the targets
+    sources: list[Array]  # [blocks, rows, heads or groups, dim] each
+    targets: list[Array]  # arrays with these axes; empty if the results are the targets
     pieces: Array  # [.., 3]: source row, target row, count
     results: Results | None = None
-    place: Callable[[Array, Array], Array] | None = None  # a result as such an array
+    place: Callable[[Array, Array], Array] | None = None  # views a result like `targets`
     means: Array | None = None  # pieces whose mean goes to the target
     averaged: str | None = None  # format of the rows that are averaged
 

@@ -1,4 +1,4 @@
-"""The mask that transformers makes once for all layers of one kind."""
+"""Make the mask that transformers passes to all layers of one kind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def attention_mask(
     batch_size, q_length, kv_length, q_offset, kv_offset : int
         How many queries and keys there are in a row, and the positions of the first ones.
     mask_function : callable
-        Which key a query sees; causal, perhaps with a window, if `allow_is_causal_skip`.
+        Says which keys a query sees; causal, perhaps with a window, if `allow_is_causal_skip`.
     attention_mask : Tensor, optional
         bool [B, n]: False where padding is.
     local_size : int, optional
@@ -38,16 +38,16 @@ def attention_mask(
     allow_is_causal_skip : bool
         Whether the mask is causal apart from padding.
     config : PreTrainedConfig, optional
-        Its ``attention_chunk_size`` says that local means chunks.
+        If it has ``attention_chunk_size``, `local_size` is the size of chunks.
     **kwargs
         For transformers' own masks.
 
     Returns
     -------
     Tensor or None
-        None if nothing is padding. bool [B, kv_length], the padding of the keys, if that is all; the given
-        mask, a column for each position, where tokens were removed from the cache. Otherwise the whole mask,
-        bool [B, 1, q_length, kv_length].
+        None if nothing is padding. bool [B, kv_length], the padding of the keys, if nothing else is hidden.
+        The padding mask itself, with a column for each position, if tokens were removed. Otherwise the whole
+        mask, bool [B, 1, q_length, kv_length].
 
     Examples
     --------
@@ -59,7 +59,7 @@ def attention_mask(
     >>> attention_mask(2, 3, 3, attention_mask=padded[1:]) is None
     True
     """
-    aligned = q_offset + q_length == kv_offset + kv_length  # not so if keys of no token follow
+    aligned = q_offset + q_length == kv_offset + kv_length  # False if unused keys follow
     in_chunks = local_size is not None and getattr(config, "attention_chunk_size", None) is not None
     padded = attention_mask is not None and not bool(attention_mask.all())
     shares = bool(getattr(config, "num_kv_shared_layers", 0))  # Gemma 4 slices masks by query then
