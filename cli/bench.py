@@ -34,10 +34,10 @@ def bench(folder: Path | None, only: str, rounds: int) -> None:
     """Measure operators beside plain copies or reads, and other libraries.
 
     The operator and the copy run in turns. GB/s counts the bytes that the operator must read and write; the
-    copy reads and writes as many. Data come from memory, for several sets rotate. An operator that writes
-    into a given array is compared with a copy into existing memory, others with a copy into new memory.
-    Attention is compared with a read of its cache, and with torch and onnxruntime where they are installed.
-    With --only, figures of other cases stay in their file if this machine measured them.
+    copy reads and writes as many. Several sets of data rotate, so that data come from memory. An operator
+    that writes into a given array is compared with a copy into existing memory, others with a copy into new
+    memory. Attention is compared with a read of its cache, and with torch and onnxruntime where they are
+    installed. With --only, figures of other cases stay in their file if this machine measured them.
 
     \b
     Examples:

@@ -70,9 +70,9 @@ def paged_attention(
         pool has keys (0) and values (1): pass it as both arguments, or as one with None for the other; or
         pass views of its halves and leave kv out.
     key_scale, value_scale : float or ndarray, optional
-        Factors of keys and of values, required for int8: a finite number, or an array [num_kv_heads] or
-        [B, num_kv_heads]. For codes also one scale per token and head: an array with the axes of the pool
-        without c; or one per group, with an axis of groups in place of c (needed if the shape would else be
+        Factors of keys and of values, required for int8: a finite number, or an array [num_kv_heads] or [B,
+        num_kv_heads]. For codes also one scale per token and head: an array with the axes of the pool without
+        c; or one per group, with an axis of groups in place of c (which is needed if the shape is otherwise
         one of those above). Such arrays have equal strides for keys and values, whose codes have one type;
         they are not checked for NaN.
     quant_format : str, optional
@@ -172,10 +172,10 @@ def paged_append(
     layout : str
         As in `paged_attention`: pass a pool of keys and values as both arguments, or views of its halves.
     key_scale, value_scale : float or ndarray, optional
-        What floats are divided by to make codes: a number above 0, or an array [num_kv_heads]; 1 if None, but
+        Divisors of floats that become codes: a number above 0, or an array [num_kv_heads]; 1 if None, but
         int8 requires it. Or an output array with one scale per token and head (or group), as in
-        `paged_attention`: then scales are computed, as `formats.encode` does those of ``"int8"`` in groups
-        and of ``"e4m3"`` by "group", and written there.
+        `paged_attention`: then scales are computed and written there, by the rules of `formats.encode` for
+        ``"int8"`` in groups and ``"e4m3"`` by "group".
 
     Returns
     -------

@@ -6,7 +6,7 @@ from kvkit.formats import BY_NAME, QUANTIZED
 from kvkit_cuda import dynamic_batching
 from kvkit_cuda.device_runtime import compiled
 
-PROMPT, PAST, PAGE = 40, 600, 128  # tokens: more than decode takes; more than one split; of a page
+PROMPT, PAST, PAGE = 40, 600, 128  # tokens: a prompt too long for decode; a past of several splits; a page
 CODES = {fmt.name: bits for bits, fmt in QUANTIZED.items()}
 
 

@@ -1,4 +1,4 @@
-"""Caches that a generation loop can hold: layers that grow, stay fixed, slide, are coded, or share blocks."""
+"""Caches for a generation loop: growing, of fixed size, sliding, quantized, and in shared blocks."""
 
 from kvkit.cache.blocks.allocator import BlockAllocator, OutOfBlocksError
 from kvkit.cache.blocks.sequence import Sequence

@@ -16,11 +16,6 @@ from kvkit.tools.source import SLIDING, CacheSource, axis_sizes_of, leaves, name
 LINE = "l kv | b n (h c)"
 
 
-def is_state(contents: Contents) -> bool:
-    """Return whether contents are those of a session or state of llama.cpp."""
-    return contents.kind in llama.NAMES.values()
-
-
 def retain_tokens(contents: Contents, keep: Callable[[np.ndarray], np.ndarray]) -> Contents:
     """Return a state with only the cells whose positions `keep` chooses, in all of its caches.
 

@@ -1,4 +1,4 @@
-"""Everything that kernels take from numba-cuda: jit options, and exchange between threads.
+"""Provide all that kernels use of numba-cuda: jit options, and exchange between threads.
 
 Only `host`, `compiled` and `needs` use numba-cuda too, for the host's side. With `NUMBA_ENABLE_CUDASIM=1` the
 simulator replaces the device: its memory is the host's, and its threads are Python's.

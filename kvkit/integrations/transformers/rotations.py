@@ -1,4 +1,4 @@
-"""How a model of transformers rotates its keys: numbers are in its config, the order of pairs in its code."""
+"""Find how a model of transformers rotates keys: numbers from its config, the order of pairs from its code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from kvkit.cache.layers.positions import HOW
 from kvkit.errors import KvkitError, argument_error
 from kvkit.rope import Rope
 
-PAIRS = {(-2, -3, 0, 1): False, (-1, 0, -3, 2): True}  # of `rotate_half` of 0, 1, 2, 3: whether pairs adjoin
+PAIRS = {
+    (-2, -3, 0, 1): False,
+    (-1, 0, -3, 2): True,
+}  # {the model's rotate_half([0, 1, 2, 3]): whether pairs are neighbours}
 
 
 def rotations_of(config: Any) -> list[Any]:
@@ -20,7 +23,7 @@ def rotations_of(config: Any) -> list[Any]:
     Raises
     ------
     KvkitError
-        If the config and the model's code do not say it, or if keys that are rotated so cannot be moved.
+        If config and code do not show it, or if keys with this rotation cannot be moved.
     """
     name = type(config).__name__
     if getattr(config, "qk_rope_head_dim", None):
@@ -32,7 +35,7 @@ def rotations_of(config: Any) -> list[Any]:
         return Rope.from_config(config, interleaved=interleaved)
     except KvkitError:
         raise
-    except Exception as error:  # a config may lack any number, or have one for each layer
+    except Exception as error:  # configs may lack numbers, or have one for each layer
         raise argument_error("rope", HOW, f"{name}, which cannot be read ({error})") from error
 
 

@@ -193,7 +193,7 @@ def scores_by(function: Any, layer: int, keys: Array, values: Array, queries: Ar
 
 
 def options_for(policy: Policy, queries: Array | None, known: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a policy's scorer; raise if it lacks one, or queries."""
+    """Return the options of a policy's scorer; raise if a required option or queries are missing."""
     found = SCORERS[policy.scorer]
     needs = any("queries" in need for need in found.needs)
     if needs and queries is None:
@@ -286,8 +286,8 @@ def compare_head(
 ) -> dict[str, Array]:
     """Return the measures of `compare_kept` for one head.
 
-    The divergence is the sum of two: -log(kept weight), which is that of the renormalized weights from all
-    weights, and that of coded from exact weights among the kept rows.
+    The divergence has two terms: -log(kept weight) for the eviction, and the divergence of coded from exact
+    weights of the kept rows.
     """
     exact, last, top = context.output[head], context.last, context.top[head]
     weights = take_rows(context.weights[head], at[None])  # [1, m, R]

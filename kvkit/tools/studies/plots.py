@@ -26,8 +26,25 @@ MAPS = 4  # maps in a row
 NEAR, MOST_RINGS = (
     10,
     60,
-)  # of a name and its point: points without a line between them; distances that are tried
-EIGHTHS = 1, -1, 0, 7, -7, 8, 2, -2, 6, -6, 3, -3, 5, -5, 4, -4  # of half a turn: where a name is tried first
+)  # from a point to its name, in points: below the first no line joins them; tried in this order
+EIGHTHS = (
+    1,
+    -1,
+    0,
+    7,
+    -7,
+    8,
+    2,
+    -2,
+    6,
+    -6,
+    3,
+    -3,
+    5,
+    -5,
+    4,
+    -4,
+)  # directions in which a name is tried, in eighths of half a turn
 Box = tuple[float, float, float, float]
 COLOURED = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
 
@@ -156,7 +173,7 @@ def eviction(study: Study, Figure: Any, ink: str, wanted: Sequence[str] = tuple(
             ax.set_xlabel("bytes per token of the context")
     for (measure, label), ax in zip(((name, MEASURES[name]) for name in measures), axes[:, 0], strict=True):
         numbers = [vars(one)[measure] for (scorer, *_), one in parts if scorer]
-        if measure in LOGARITHMIC and min(numbers) > 0:  # with room for codes that cost less, or nothing
+        if measure in LOGARITHMIC and min(numbers) > 0:  # leave room for codes of smaller or no cost
             ax.set_yscale("symlog", linthresh=min(numbers), linscale=0.5)
             ax.set_ylim(0, 1.6 * max(numbers))
         ax.set_ylabel(label)
@@ -234,7 +251,7 @@ def overlap(one: Box, other: Box) -> bool:
 
 
 def channels(study: Study, Figure: Any) -> Any:
-    """Draw histograms of keys by channel: mean magnitudes over the median one, a line a layer."""
+    """Draw histograms of key channels: mean magnitude / median of all, a line for each layer."""
     figure = Figure(figsize=(6, 3), layout="constrained")
     ax = figure.subplots()
     for row in study.channels:
