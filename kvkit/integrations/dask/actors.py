@@ -1,4 +1,4 @@
-"""Shards as Dask actors, on the workers of a cluster in turn."""
+"""Run shards as Dask actors, distributed over the workers of a cluster."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvkit.integrations.dask.shard import ShardActor
 
 
 class ShardError(KvkitError):
-    """A shard did not answer. `ShardedCache.load` brings back what was saved last."""
+    """A shard did not answer. `ShardedCache.load` loads the last save."""
 
 
 class ShardActors:
-    """Call methods of all shards at the same time, and name the shards that are lost.
+    """Calls methods of all shards at the same time, and names the shards that are lost.
 
     A call and its result travel as pickled bytes: Dask takes 1 to 2 ms more to send arrays one by one.
     ``traffic`` counts the bytes, both ways.
@@ -36,7 +36,7 @@ class ShardActors:
         self._client, self.timeout, self.traffic = client, timeout, 0
         places = [workers[i % len(workers)] for i in range(len(arguments))]
         self.names = [f"shard {i} on {worker}" for i, worker in enumerate(places)]
-        self._futures = [  # an actor lives as long as its future
+        self._futures = [  # a future keeps its actor alive
             client.submit(ShardActor, *shard_arguments, actor=True, pure=False, workers=[worker])
             for shard_arguments, worker in zip(arguments, places, strict=True)
         ]
@@ -63,7 +63,7 @@ class ShardActors:
         return results
 
     def close(self) -> None:
-        """Let the actors go."""
+        """Release the actors."""
         self._actors = self._futures = []
 
     def _wait_for_actors(self) -> list[Any]:
@@ -106,9 +106,9 @@ class ShardActors:
 
 
 def answering_workers(client: distributed.Client, timeout: float) -> list[str]:
-    """Return the addresses of workers that answer: the scheduler may not have missed a dead one yet."""
+    """Return the addresses of workers that answer; the scheduler may not know yet that one is dead."""
     try:
         answers = client.sync(client._run, os.getpid, on_error="return", callback_timeout=timeout)
     except TimeoutError:
-        return sorted(client.nthreads())  # a worker hangs: the call that needs it names it
+        return sorted(client.nthreads())  # a worker hangs; the call that needs it will name it
     return sorted(worker for worker, answer in answers.items() if not isinstance(answer, Exception))

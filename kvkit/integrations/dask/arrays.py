@@ -1,4 +1,4 @@
-"""Attention over dask arrays whose keys and values are chunked along batch, tokens and heads."""
+"""Attend over dask arrays whose keys and values are chunked along batch, tokens and heads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvkit.formats.elements import BY_NAME
 from kvkit.integrations.dask import partial_attention
 from kvkit.typed import Array
 
-MERGED_BYTES = 2**20  # of partial results that one task merges; two are merged whatever their size
+MERGED_BYTES = 2**20  # the most bytes of partial results that one task merges, unless they are only two
 
 
 def attend(
@@ -106,7 +106,7 @@ def attend(
 
 
 class _Chunks:
-    """Build the lazy attention of each chunk of queries."""
+    """Builds the lazy attention of each chunk of queries."""
 
     def __init__(
         self, query: Any, key: Any, value: Any, mask: Array | None, how: Weights, slopes: Array | None
@@ -124,7 +124,7 @@ class _Chunks:
         self._batches, self._tokens = (_ranges(key.chunks[axis]) for axis in (0, 1))
         self._past = key.shape[1] - query.shape[1]
         right = 0 if how.causal or how.alibi else how.right
-        self._window = how.left, right  # tokens before and after a query that it sees; -1: no bound
+        self._window = how.left, right  # how many tokens before and after it a query sees; -1: no limit
         self._options = {"is_causal": how.causal, "window": (how.left, how.right)}
         self._options |= {"softmax_scale": how.scale, "softcap": how.softcap}
 
@@ -215,7 +215,7 @@ def _checked_mask(mask: Any, query: Any, key: Any) -> Array | None:
 
 
 def _ranges(sizes: tuple[int, ...]) -> list[slice]:
-    """Return the range of each of neighbouring chunks."""
+    """Return the range [begin, end) of each chunk."""
     starts = np.cumsum((0, *sizes)).tolist()
     return [slice(begin, end) for begin, end in itertools.pairwise(starts)]
 

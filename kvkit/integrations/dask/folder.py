@@ -1,4 +1,4 @@
-"""The folder of a saved cache: a file for each shard, and a manifest that names the last save."""
+"""Read and write the folder of a saved cache: files of shards, and a manifest that names the last save."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MANIFEST = "sharded.json"
 
 
 def check_manifest(*, save: Any, length: Any, batch: Any, cache: Any, format_version: int) -> None:
-    """Refuse a manifest with values that no save has."""
+    """Raise if a manifest has values that no save has."""
     if not re.fullmatch("[0-9a-f]{12}", save):
-        raise ValueError(save)  # another folder, which the next save would remove
+        raise ValueError(save)  # it names another folder, which the next save would remove
     integer("length", length, 0)
     integer("batch", batch, 1 if length else 0)
     checked_sizes(cache)
 
 
 class ShardFolder:
-    """Read and write the saves of a cache in a folder that all workers see."""
+    """Reads and writes the saves of a cache in a folder that all workers see."""
 
     def __init__(self, path: FilePath) -> None:
         self.path = Path(path).absolute()

@@ -9,7 +9,7 @@ from kvkit.typed import Array
 
 
 class OpenStep:
-    """Count tokens: all layers have ``length``, some layers ``step`` more, for ``batch`` sequences.
+    """Counts tokens: all layers have ``length``, some layers ``step`` more, for ``batch`` sequences.
 
     ``pending`` has the new keys and values of layers until the next call sends them to the shards.
     """

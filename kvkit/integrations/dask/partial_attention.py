@@ -1,4 +1,4 @@
-"""Attention over a part of a context, with the positions of the whole context."""
+"""Attend to a part of a context, with positions of the whole context."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvkit.formats.elements import Element
 from kvkit.merge import merge_checked
 from kvkit.typed import Array
 
-MASK_BYTES = 2**25  # of masks that exist at a time
+MASK_BYTES = 2**25  # the most bytes of masks at a time
 
 
 @contextlib.contextmanager
@@ -42,9 +42,9 @@ def worker_threads() -> int:
 def position_mask(
     queries: Array, keys: Array, is_causal: bool, window: tuple[int, int], slopes: Array | None
 ) -> Array | None:
-    """Return what hides or weighs keys, from the positions of queries and keys.
+    """Return the mask of causality, window and ALiBi for queries and keys at these positions.
 
-    It is None, bool [q, k], or float32 [heads, q, k], to be added.
+    It is None, bool [q, k], or float32 [heads, q, k] to add to the scores.
     """
     left, right = window
     distance = keys[None] - queries[:, None]  # [q, k]
@@ -61,12 +61,12 @@ def position_mask(
 
 
 def queries_per_mask(keys: int, heads: int) -> int:
-    """Return how many queries get a mask at a time, over so many keys of so many heads."""
+    """Return for how many queries a mask over `keys` keys and `heads` heads is made at a time."""
     return max(1, MASK_BYTES // max(1, 8 * keys * heads))
 
 
 def combine_masks(one: Array | None, other: Array | None) -> Array | None:
-    """Return one mask for two. Each is None, boolean or added; axes are aligned at the right."""
+    """Combine two masks, each None, boolean or additive; axes are right-aligned."""
     if one is None or other is None:
         return other if one is None else one
     if one.dtype == other.dtype == np.bool_:
@@ -101,8 +101,8 @@ def attend_part(
 ) -> tuple[Array, Array]:
     """Attend to neighbouring keys of a context; return outputs [B, S, Hq, Dv] and lse [B, S, Hq].
 
-    `query_start` and `key_start` are the positions of the first query and key; `attn_mask` covers the queries
-    and keys that are given.
+    `query_start` and `key_start` are the positions of the first query and key; `attn_mask` covers only these
+    queries and keys.
     """
     batch, tokens, heads, dim = query.shape
     count = key.shape[1]
@@ -124,11 +124,11 @@ def attend_part(
                 **options,
             )
 
-    offset = key_start - query_start  # of the first key, from the first query
+    offset = key_start - query_start  # position of the first key minus that of the first query
     causal = is_causal or slopes is not None
-    first = min(max(offset, 0), tokens) if causal else 0  # queries before it see nothing
+    first = min(max(offset, 0), tokens) if causal else 0  # earlier queries see no key
     if slopes is None and tuple(window) == (-1, -1):
-        whole = min(max(offset + count - 1, first), tokens) if causal else 0  # from here on all is seen
+        whole = min(max(offset + count - 1, first), tokens) if causal else 0  # later queries see all keys
         attend_rows(slice(first, whole), slice(0, whole - offset), None, True)
         attend_rows(slice(whole, tokens), slice(0, count), None, False)
         return out, lse

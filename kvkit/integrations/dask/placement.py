@@ -34,7 +34,7 @@ class Placement:
         ]
 
     def token_indices(self, start: int, stop: int) -> list[Any]:
-        """Return an index of each shard's tokens within [start, stop), None if it has none."""
+        """Return, for each shard, the index of its tokens within [start, stop); None without any."""
         if not self.interleave:
             return [slice(None)] * self.count
         if start // self.interleave == (stop - 1) // self.interleave:

@@ -1,4 +1,4 @@
-"""One shard of a sharded cache: a `PagedCache` on a worker, and the positions of its tokens."""
+"""Keep a shard of a cache on a worker: a `PagedCache`, and the positions of its tokens."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvkit.typed import Array
 
 
 class ShardActor:
-    """Call methods of a `Shard` that the first call makes. Calls and results are pickled bytes."""
+    """Calls methods of a `Shard`, which the first call makes. Calls and results are pickled bytes."""
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
         self._shard: Shard | None = None
 
     def answer(self, message: bytes) -> bytes:
-        """Return what the method returns, or a `KvkitError` that stands for what it raised."""
+        """Return the method's result, or a `KvkitError` in place of the error that it raised."""
         method, *arguments = pickle.loads(message)
         result: Any
         try:
@@ -48,7 +48,7 @@ class ShardActor:
 
 
 class Shard:
-    """Keep one of ``shards`` parts of a cache. With ``interleave`` 0 it has all tokens, of some key heads."""
+    """Holds one of ``shards`` parts of a cache. With ``interleave`` 0 it has all tokens of some key heads."""
 
     def __init__(self, index: int, shards: int, interleave: int, sizes: dict[str, Any]) -> None:
         self.index, self.shards, self.interleave = index, shards, interleave
@@ -58,7 +58,7 @@ class Shard:
         self._positions: Array = np.arange(0)
 
     def about(self) -> dict[str, Any]:
-        """Return the numbers of tokens and rows, the process, and the seconds that attention has taken."""
+        """Return the numbers of tokens and rows, the process, and the seconds spent in attention."""
         layer = self.cache.layers[0]
         sizes = {"tokens": layer.get_seq_length(), "rows": layer.batch_size}
         return sizes | {"process": os.getpid(), "seconds": self.seconds}
@@ -79,7 +79,7 @@ class Shard:
             return states
 
     def _attend(self, layer: Any, length: int, call: AttendCall) -> tuple[Array, Array]:
-        """Return outputs and lse of attention to the tokens that are here."""
+        """Return outputs and lse of attention to the tokens of this shard."""
         query, mask = call.query, call.mask
         options = {"softmax_scale": call.softmax_scale, "softcap": call.softcap, "sinks": call.sinks}
         options |= {"return_lse": True}
@@ -113,7 +113,7 @@ class Shard:
         return self._positions[: np.searchsorted(self._positions, length)]
 
     def crop(self, length: int) -> None:
-        """Forget a step that some layers have not taken, and all tokens from ``length`` on."""
+        """Drop an incomplete step, and all tokens from ``length`` on."""
         self.cache.crop(0)
         surplus = self.about()["tokens"] - length
         if not length:
@@ -122,7 +122,7 @@ class Shard:
             self.cache.crop(-surplus)
 
     def fork(self, indices: Array) -> None:
-        """Go on with these rows."""
+        """Continue with these rows of the batch."""
         self.cache.select(indices)
 
     def save(self, path: str) -> None:

@@ -1,4 +1,4 @@
-"""A cache whose tokens, or heads, lie on many workers."""
+"""A cache whose tokens, or heads, are distributed over workers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from kvkit.typed import Array, FilePath
 
 
 class ShardedCache:
-    """Keep keys and values of rows of one length on many workers, each of which attends to its own.
+    """Distributes the keys and values of sequences of one length over workers, which attend to their own.
 
-    Tokens stay where they were appended. With ``split="tokens"`` the token at a position is on worker
+    Tokens do not move between workers. With ``split="tokens"`` the token at a position is on worker
     ``position // interleave % workers``, vLLM's rule for decode context parallelism; partial results are
     merged in the order of the shards. With ``split="heads"`` each worker has all tokens of some key heads. A
-    layer takes one round trip to all workers. New tokens, queries and partial results travel.
+    layer takes one round trip to all workers. New tokens, queries and partial results are sent.
 
     Parameters
     ----------
@@ -57,18 +57,18 @@ class ShardedCache:
     quant_group : int
         Elements that share a scale, if there are codes.
     shards : int, optional
-        One for each worker if not given. More shards than workers are placed on the workers in turn.
+        By default one for each worker. More shards than workers are distributed over the workers.
     transport : {"actors"}
-        Only Dask's actors are left: 1 to 2 ms a round trip.
+        Only Dask's actors are supported; a round trip takes 1 to 2 ms.
     timeout : float
-        Seconds within which every shard has to answer.
+        The seconds within which every shard must answer.
 
     Raises
     ------
     KvkitError
         If an argument is wrong or a worker has no room; then the cache is as before the step.
     ShardError
-        A `KvkitError` that names the worker that is lost; `load` brings back what was saved last.
+        A `KvkitError` that names the lost worker; `load` loads the last save.
 
     Examples
     --------
@@ -133,9 +133,9 @@ class ShardedCache:
         self._actors = ShardActors(client, arguments, timeout)
 
     def append(self, key_states: Array, value_states: Array, layer_idx: int) -> None:
-        """Give a layer the keys and values of new tokens. They travel with the layer's next `attend`.
+        """Append keys and values of new tokens to a layer. The layer's next `attend` sends them.
 
-        All layers take as many tokens before one takes more.
+        All layers must get the tokens of a step before any layer gets more.
 
         Parameters
         ----------
@@ -171,7 +171,7 @@ class ShardedCache:
         query : ndarray, shape [B, Hq, q, D]
             The dtype is that of the cache.
         layer_idx : int
-            A layer that has taken the tokens of the step.
+            A layer that has the tokens of the step.
         attention_mask : ndarray, optional
             bool [B, n]: False for positions that no query attends to. Or 4 axes, right-aligned to
             [B, Hq, q, n], the first three may be 1: bool, or float32 to add. It is sent whole.
@@ -212,7 +212,7 @@ class ShardedCache:
         return self._tokens.total
 
     def crop(self, length: SupportsIndex) -> None:
-        """Keep the first ``length`` tokens; a step that some layers have not taken is forgotten."""
+        """Keep the first ``length`` tokens; an incomplete step is dropped."""
         with self._exclusive():
             kept = integer("length", length, 0, self.get_seq_length())
             if kept > self._tokens.length:
@@ -274,7 +274,7 @@ class ShardedCache:
         transport : {"actors"}
             As in `ShardedCache`.
         timeout : float
-            Seconds within which every shard has to answer.
+            The seconds within which every shard must answer.
         """
         options: dict[str, Any] = {"transport": transport, "timeout": timeout}
         try:
@@ -311,7 +311,7 @@ class ShardedCache:
                 if rows - {0} - {manifest["batch"]}:
                     raise argument_error(str(folder), f"shards of {manifest['batch']} rows", sorted(rows))
             except KvkitError as error:
-                self._failure = error  # some shards have it, some do not
+                self._failure = error  # some shards have completed the call, others have not
                 raise
             self._tokens.begin(manifest["length"], manifest["batch"])
 
@@ -327,7 +327,7 @@ class ShardedCache:
         return self._actors.traffic
 
     def close(self) -> None:
-        """Let the shards go."""
+        """Release the shards."""
         self._actors.close()
         self._failure = argument_error("cache", "one that is open", "one that was closed")
 
@@ -344,7 +344,7 @@ class ShardedCache:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Let other threads wait; refuse all calls of a cache that lost a shard."""
+        """Make other threads wait; refuse all calls of a cache that lost a shard."""
         with self._lock:
             if self._failure is not None:
                 why = str(self._failure) or type(self._failure).__name__
@@ -353,12 +353,12 @@ class ShardedCache:
                 yield
             except Exception:
                 raise
-            except BaseException as error:  # Ctrl-C, anywhere in a call: shards may have done it or not
+            except BaseException as error:  # such as Ctrl-C: shards may or may not have completed the call
                 self._failure = error
                 raise
 
     def _commit(self, caller: str) -> None:
-        """Send what is pending of a step that all layers have taken, and end the step."""
+        """Send the pending tokens of a complete step, and end the step."""
         if self._tokens.complete:
             self._send_pending()
         self._tokens.commit(caller)

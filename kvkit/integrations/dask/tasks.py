@@ -1,4 +1,4 @@
-"""Work of tools on a cluster: a function like `map`, whose calls are tasks."""
+"""Run the work of tools on a cluster: a function like `map` whose calls are tasks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def mapper(client: distributed.Client) -> Callable[..., Iterator[Any]]:
     Parameters
     ----------
     client : distributed.Client
-        Its workers have kvkit, and see the files that are named.
+        Its workers have kvkit and see the same files.
 
     Returns
     -------
     callable
-        As `map`. What a function raises comes from here, too; for a task that is lost a `KvkitError` names
-        the first argument of its call. Tasks are cancelled where a caller stops asking for results.
+        As `map`. It raises what a function raises. For a lost task it raises a `KvkitError` with the first
+        argument of the call. When the caller stops iterating, other tasks are cancelled.
 
     Examples
     --------
@@ -89,8 +89,8 @@ def task_result(name: str, future: Any) -> Any:
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Let Ctrl-C wait. Processes that start meanwhile, which a terminal interrupts too, ignore it."""
-    multiprocessing.resource_tracker.ensure_running()  # lets interrupts through when it starts
+    """Delay Ctrl-C. Processes that start meanwhile ignore it, although a terminal interrupts them, too."""
+    multiprocessing.resource_tracker.ensure_running()  # its start would let interrupts through
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -100,10 +100,10 @@ def interrupts_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def local_client(count: int) -> Iterator[distributed.Client]:
-    """Start ``count`` worker processes that nobody but this process may use, and end them.
+    """Start ``count`` worker processes that only this process can use, and end them.
 
-    Their sockets listen on the loopback interface and ask for a key that is made here: to reach a worker is
-    to run code as its user. There is no dashboard, and no page beside it.
+    Whoever reaches a worker can run code as its user. So their sockets listen on the loopback interface and
+    require a key that is made here. There is no dashboard and no other page.
     """
     try:
         security = distributed.Security.temporary()
@@ -124,7 +124,7 @@ def local_client(count: int) -> Iterator[distributed.Client]:
 
 @contextlib.contextmanager
 def started(address: str) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Connect `mapper` to the cluster at an address, or to new processes here, "local" or "local:4"."""
+    """Connect `mapper` to the cluster at an address, or to new local processes for "local" or "local:4"."""
     kind, _, number = address.partition(":")
     if kind == LOCAL:
         count = number or str(os.cpu_count() or 1)

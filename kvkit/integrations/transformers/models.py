@@ -14,11 +14,11 @@ from kvkit.errors import argument_error
 LAYER_TYPES = {
     "full_attention": "full_attention",
     "sliding_attention": "sliding_attention",
-    "chunked_attention": "sliding_attention",  # the mask says where chunks begin
+    "chunked_attention": "sliding_attention",  # the mask hides other chunks
     "indexed_attention": "full_attention",
     "linear_attention": "linear_attention",
     "conv": "conv",
-    "hybrid": "full_attention",  # and a recurrent state in a layer behind the others
+    "hybrid": "full_attention",  # its recurrent state is in another layer, after all others
     "hybrid_sliding": "sliding_attention",
     "dummy": "full_attention",  # a `SharedLayer` takes its place
 }
@@ -26,7 +26,7 @@ HYBRID = "hybrid", "hybrid_sliding"
 
 
 def geometry(config: Any, kind: str) -> dict[str, Any]:
-    """Return the arguments of a kind's constructor that a model's config gives."""
+    """Return the constructor arguments of a kind of cache that a model's config determines."""
     config = config.get_text_config(decoder=True)
     names, arguments = get_layer_types_and_kwargs(config)
     for i, name in enumerate(names):
@@ -52,7 +52,7 @@ def geometry(config: Any, kind: str) -> dict[str, Any]:
 
 
 def make_cache(make: Callable[..., Any], config: Any, kind: str, options: dict[str, Any]) -> Any:
-    """Make a cache of a kind, with the layers of states, latent rows and shared rows that a model has."""
+    """Make a cache of a kind, with the model's layers of states, latent rows and shared rows."""
     if config is None or kind == "paged":
         return make(**options)
     config = config.get_text_config(decoder=True)
@@ -73,19 +73,19 @@ def make_cache(make: Callable[..., Any], config: Any, kind: str, options: dict[s
 
 
 def source_of(config: Any, names: list[str], number: int) -> int:
-    """Return the number of the layer whose rows a layer without rows of its own attends to."""
+    """Return the number of the layer that a layer without rows reads."""
     modes = getattr(config, "kv_sharing_modes", None)
     if modes is not None and modes[number] == "reuse":
         kinds = config.layer_types
         return max(i for i, mode in enumerate(modes) if mode == "store" and kinds[i] == kinds[number])
     rows = [i for i, name in enumerate(names) if name not in ("dummy", "linear_attention", "conv")]
-    if not rows:  # a layer without attention reads nothing, and has the length of one that does
+    if not rows:  # a layer without attention gets the length of one with attention
         raise argument_error("config", "a model with attention", f"none, and layer {number} of no state")
     return rows[0]
 
 
 def latent_sizes(config: Any) -> tuple[int, int] | None:
-    """Return (latent_dim, rope_dim) of a model that gives its cache latent rows; None for others."""
+    """Return (latent_dim, rope_dim) of a model that stores latent rows; None for others."""
     sizes = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
     if not all(sizes):
         return None
@@ -94,5 +94,5 @@ def latent_sizes(config: Any) -> tuple[int, int] | None:
         model = importlib.import_module(path)
     except ImportError:
         return None
-    expands = any(hasattr(one, "expand_kv") for one in vars(model).values())  # after the cache, from its rows
+    expands = any(hasattr(one, "expand_kv") for one in vars(model).values())  # it expands returned rows
     return sizes if expands else None  # type: ignore[return-value]

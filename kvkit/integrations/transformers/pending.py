@@ -1,4 +1,4 @@
-"""Find the cache in attention: a model passes the tensors of an update on, but not their cache."""
+"""Find the cache of keys in attention: models pass on the tensors of an update, but not the cache."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from kvkit.errors import argument_error
 
 @dataclass(slots=True, weakref_slot=True)
 class Stored:
-    """Record what an update has stored. The model gets the new keys and values alone.
+    """Records what an update has stored. The model gets only the new keys and values.
 
     The cache keeps the record until the layer's next update, to know whether attention has read it.
     """
 
     layer: Any  # of kvkit's cache
-    keys: Any  # as the layer returns them: past and new ones, arrays or views of codes; None once read
+    keys: Any  # past and new keys, arrays or views of codes; None once read
     values: Any
-    begin: int  # tokens before the new ones
-    key: weakref.ref  # the tensors that the model hands on
+    begin: int  # number of past tokens
+    key: weakref.ref  # the tensors that the model passes on
     value: weakref.ref
     seen: Any = None  # called with the queries, and the weights of keys if `wants_weights`, after attention
     wants_weights: bool = False
     taken: bool = False  # whether attention has read it
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """Return keys and values of the tokens that attention may need, without a static layer's end."""
+        """Return keys and values of tokens that attention may need, without a static layer's unused rows."""
         if self.keys is None:
             raise argument_error(
                 "key", "keys that attention reads in place, or once", "those that it has read"
@@ -42,12 +42,12 @@ class Stored:
         return tuple(np.asarray(side)[:, :, :length] for side in (self.keys, self.values))
 
     def read(self) -> None:
-        """Drop the arrays after attention: a layer may have made them for it alone."""
+        """Drop the arrays after attention, for which a layer may have made them."""
         if not getattr(self.layer, "is_shared", False):
             self.keys = self.values = None
 
     def is_lost(self) -> bool:
-        """Return whether the layer has tokens that no attention has read."""
+        """Return whether the layer has tokens that attention never read."""
         return not self.taken and self.layer.get_seq_length() > self.begin
 
 
@@ -56,7 +56,7 @@ PENDING: ContextVar[dict[int | None, weakref.ref[Stored]]] = ContextVar("kvkit_p
 
 
 def remember(layer_idx: int | None, stored: Stored) -> None:
-    """Record what the attention of a layer is to read."""
+    """Record what the attention of a layer will read."""
     PENDING.set({**PENDING.get(), layer_idx: weakref.ref(stored)})
 
 
@@ -66,7 +66,7 @@ def forget(layer_idx: int | None) -> None:
 
 
 def shared_by(key: Any, value: Any) -> Stored | None:
-    """Return the record of an earlier layer whose keys a layer without keys of its own has got."""
+    """Return the record of the earlier layer whose keys are passed to a layer without keys."""
     for reference in PENDING.get().values():
         stored = reference()
         if stored is not None and stored.key() is key and stored.value() is value:
@@ -75,7 +75,7 @@ def shared_by(key: Any, value: Any) -> Stored | None:
 
 
 def claim(layer_idx: int | None, key: Any, value: Any) -> Stored | None:
-    """Return the record of an update that returned these keys, or None if they come from no cache of ours."""
+    """Return the record of the update that returned these keys; None if they are not from a kvkit cache."""
     found = PENDING.get().get(layer_idx)
     stored = shared_by(key, value) if found is None else found()
     if stored is None:

@@ -1,4 +1,4 @@
-"""Find how a model of transformers rotates keys: numbers from its config, the order of pairs from its code."""
+"""Find how a model of transformers rotates keys: its config has numbers, its code the order of pairs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from kvkit.cache.layers.positions import HOW
 from kvkit.errors import KvkitError, argument_error
 from kvkit.rope import Rope
 
-PAIRS = {
-    (-2, -3, 0, 1): False,
-    (-1, 0, -3, 2): True,
-}  # {the model's rotate_half([0, 1, 2, 3]): whether pairs are neighbours}
+PAIRS = {(-2, -3, 0, 1): False, (-1, 0, -3, 2): True}  # {rotate_half([0, 1, 2, 3]): are pairs neighbours}
 
 
 def rotations_of(config: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The layers of a `KvkitCache` that hold recurrent states, alone or beside keys and values."""
+"""Layers of a `KvkitCache` with recurrent states, alone or beside keys and values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvkit.interop import tensor_of
 
 
 class KvkitStateLayer(LinearAttentionCacheLayerMixin):
-    """Pass transformers' calls on to a `kvkit.cache.StateLayer`, whose memory its tensors share.
+    """Passes transformers' calls on to a `kvkit.cache.StateLayer`; its tensors share the layer's memory.
 
-    For a single token models change the state of the convolution in place. Its tokens are counted when the
-    model asks for it, and as many as the mask of the step was made for.
+    For a single token models change the state of a convolution in place. So its tokens are counted when the
+    model reads the state: as many as the step's mask is for.
     """
 
     is_compileable = False
@@ -27,11 +27,11 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
 
     def __init__(self, owner: Any, number: int, number_of_states: int = 1) -> None:
         self._owner, self._number, self.number_of_states = owner, number, number_of_states
-        self._counted = False  # whether the tokens of this step are
+        self._counted = False  # whether the tokens of this step are counted
 
     @property
     def state(self) -> Any:
-        """The layer of kvkit's cache."""
+        """Return the layer of kvkit's cache."""
         return self._owner.cache.layers[self._number]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -85,24 +85,24 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
 
     @property
     def conv_states(self) -> dict[int, torch.Tensor | None]:
-        """The last inputs of each convolution, None before the first update."""
+        """Return the last inputs of each convolution; None before the first update."""
         return self._tensors("conv")
 
     @property
     def recurrent_states(self) -> dict[int, torch.Tensor | None]:
-        """Each recurrent state, None before the first update."""
+        """Return each recurrent state; None before the first update."""
         return self._tensors("recurrent")
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
-        """Whether there is a past, for each state."""
+        """Return, for each state, whether there are past tokens."""
         states = self.state.states
         kinds = "conv", "recurrent"
         return {i: any(f"{kind}.{i}" in states for kind in kinds) for i in range(self.number_of_states)}
 
     @property
     def record_past(self) -> bool:
-        """Whether states after each update are kept until the next `crop`."""
+        """Return whether the state after each update is kept until the next `crop`."""
         return bool(self.state.record_past)
 
     @record_past.setter
@@ -121,7 +121,7 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
     # Removing tokens and changing the batch
 
     def offload(self) -> None:
-        """Do nothing: kvkit's cache was told where its layers lie."""
+        """Do nothing: the kvkit cache places its layers itself."""
 
     prefetch = offload
 
@@ -132,7 +132,7 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
         self.state.reorder(np.asarray(beam_idx))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep some rows of the batch."""
+        """Keep these rows of the batch only."""
         self.state.select(np.asarray(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -144,7 +144,7 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
 
 
 class KvkitHybridLayer(KvkitStateLayer, KvkitLayer):
-    """A layer with keys and values, and a recurrent state that lies in another layer of kvkit's cache."""
+    """A layer with keys and values, whose recurrent state is in another layer of kvkit's cache."""
 
     def __init__(self, owner: Any, layer_idx: int, number: int, number_of_states: int = 1) -> None:
         KvkitLayer.__init__(self, owner, layer_idx)

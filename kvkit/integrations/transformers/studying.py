@@ -39,10 +39,10 @@ def study(
 ) -> Study:
     """Compare schemes of quantization, and policies that evict tokens, on a model that reads a text.
 
-    The model reads the text once as it is, to record keys, values and queries. Then it reads it once for each
-    scheme, with all keys and values encoded and decoded before attention sees them, recent tokens too. With
-    `evict`, the last tokens judge: the model has read the others as they are, then each policy or scheme
-    has its way with their keys and values, and the model reads on.
+    The model first reads the text uncoded, to record keys, values and queries. Then it reads the text once
+    for each scheme, with all keys and values, recent ones too, encoded and decoded before attention. With
+    `evict` the last tokens measure the error: the model reads the others uncoded, each policy or scheme
+    changes their keys and values, and the model continues.
 
     Parameters
     ----------
@@ -53,14 +53,14 @@ def study(
     schemes : str or sequence
         As `kvkit.tools.study` takes them.
     evict, budget, judge
-        As `kvkit.tools.study` takes them; by default the last quarter of the tokens judges.
+        As `kvkit.tools.study` takes them; by default the last quarter of the tokens measures the error.
     progress : callable, optional
-        Called with the number of readings done and the number of all.
+        Called with (readings done, all readings).
 
     Returns
     -------
     Study
-        Its summary has perplexity and agreement besides.
+        Its summary also has perplexity and agreement.
 
     Raises
     ------
@@ -116,7 +116,7 @@ def study(
 
 
 def rope_of(model: Any) -> Any:
-    """Return how a model rotates its keys; None if layers differ or that is not known."""
+    """Return how a model rotates its keys; None if layers differ or it is unknown."""
     try:
         rotations = rotations_of(model.config)
     except KvkitError:
@@ -125,7 +125,7 @@ def rope_of(model: Any) -> Any:
 
 
 def check_windows(model: Any, tokens: int) -> None:
-    """Refuse a model whose layers have a window of fewer tokens than the text."""
+    """Raise if a layer's window has fewer tokens than the text."""
     config = model.config
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     window = getattr(config, "sliding_window", None)
@@ -136,7 +136,7 @@ def check_windows(model: Any, tokens: int) -> None:
 def read_on(
     model: Any, ids: Sequence[int], first: int, source: CacheReader, plan: StudyPlan
 ) -> Iterator[Any]:
-    """Yield for each scheme or policy, in order, how a model reads on after the token `first`."""
+    """Yield, for each scheme or policy, the model's predictions after the token `first`."""
     kept: dict[str, list[list[Any]]] = {}  # by name, seed and layer: groups of heads and their rows
     for i in range(source.count):
         contexts = list(contexts_of(source.layer(i), plan.judge))

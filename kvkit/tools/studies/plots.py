@@ -23,28 +23,8 @@ MEASURES = {
 LOGARITHMIC = "output_error", "kl"
 INK = {"light": "#1d2733", "dark": "#d7dee6"}
 MAPS = 4  # maps in a row
-NEAR, MOST_RINGS = (
-    10,
-    60,
-)  # from a point to its name, in points: below the first no line joins them; tried in this order
-EIGHTHS = (
-    1,
-    -1,
-    0,
-    7,
-    -7,
-    8,
-    2,
-    -2,
-    6,
-    -6,
-    3,
-    -3,
-    5,
-    -5,
-    4,
-    -4,
-)  # directions in which a name is tried, in eighths of half a turn
+NEAR, MOST_RINGS = 10, 60  # points from a point to a name without a line between them; distances to try
+EIGHTHS = 1, -1, 0, 7, -7, 8, 2, -2, 6, -6, 3, -3, 5, -5, 4, -4  # directions to try, eighths of a half turn
 Box = tuple[float, float, float, float]
 COLOURED = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
 
