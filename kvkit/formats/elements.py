@@ -115,12 +115,8 @@ BY_NAME = {one.name: one for one in (*FLOATS, INT8, INT4, INT2, UINT8, UINT4, UI
 BY_DTYPE = {one.dtype: one for one in (*FLOATS, INT8)}
 CODES = {(one.bits, one.symmetric): one for one in (INT8, INT4, INT2, UINT8, UINT4, UINT2)}
 QUANTIZED = {8: INT8, 4: INT4}  # the codes that operators store, by quant_bit
-STORED = {
-    one.name: one for one in (*FLOATS8, *BLOCKS)
-}  # the other elements that operators store, by quant_format
-MASKS = {
-    name: number for number, name in enumerate((*map(str, FLOATS), "bool"), 1)
-}  # the numbers of mask types in kernels
+STORED = {one.name: one for one in (*FLOATS8, *BLOCKS)}  # other stored elements, by quant_format
+MASKS = {name: number for number, name in enumerate((*map(str, FLOATS), "bool"), 1)}  # as kernels number them
 
 
 def coarser(one: str, other: str) -> bool:

@@ -19,13 +19,7 @@ from kvkit.tools.source import SIDES, CacheSource, Source
 from kvkit.tools.text import columns, size
 
 SHOWN = 40  # the most arrays or layers in a text; to_dict() has all
-SHOWN_ELSEWHERE = (
-    "description",
-    "dtypes",
-    "cache",
-    "notes",
-    "sliding",
-)  # keys of metadata with a line of their own
+SHOWN_ELSEWHERE = "description", "dtypes", "cache", "notes", "sliding"  # metadata with lines of their own
 PIECE = 2**22  # elements counted at a time
 
 

@@ -89,9 +89,8 @@ class CacheSource:
         self.sizes = dict(self.contents.description.sizes) | self.given_sizes
         self.arguments = arguments
         self.stated_layout = layout or self.contents.description.layout or self.text("layout")
-        self.implied = (
-            self.stated_layout is None and self.layer_names is not None
-        )  # whether names alone decide the layout
+        # Whether names alone decide the layout.
+        self.implied = self.stated_layout is None and self.layer_names is not None
         if self.implied and self.layer_names is not None and self.layer_names.heads_first:
             self.stated_layout = Layout(("l",), *[layouts.parse("hf").axes] * 2)
 

@@ -129,9 +129,7 @@ def elsewhere(trial: Trial) -> Guesses:
     if not steps:
         return
     targets[sources[sources >= 0]] = flat[sources >= 0]
-    bits = np.where(
-        sources < 0, 0, 2 * np.log2(flat.size)
-    )  # bits for each row and for the source of its bytes
+    bits = np.where(sources < 0, 0, 2 * np.log2(flat.size))  # that name each row and its source
     predicted = expected.reshape(-1, expected.shape[-1])[np.where(sources < 0, flat, sources)]
     plane = "side or layer" if trial.axis("kv") is not None else "layer"
     (layer, token), _ = steps.most_common(1)[0]

@@ -293,9 +293,7 @@ def compare_head(
     weights = take_rows(context.weights[head], at[None])  # [1, m, R]
     kept = weights.sum(1, dtype=np.float64)  # [1, R]
     lost = -np.log(np.maximum(kept, np.finfo(np.float64).tiny))
-    place = np.minimum(
-        np.searchsorted(at, top), len(at) - 1
-    )  # the place among kept rows of the key of the largest weight
+    place = np.minimum(np.searchsorted(at, top), len(at) - 1)  # of the top key among the kept rows
     changed = at[place] != top
     if coded is None:
         output = weighted(weights, take_rows(context.values[head], at[None])) / kept[..., None]

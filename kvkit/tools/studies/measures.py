@@ -207,9 +207,7 @@ def compare_attention(
     heads, (count, _, dim), tokens = layer.key.heads, query.shape, end - begin
     rows = query.reshape(count, heads, -1, dim).transpose(1, 2, 0, 3).reshape(heads, -1, dim)
     rows = rows / np.float32(np.sqrt(dim)) if layer.scale is None else rows * np.float32(layer.scale)
-    last = np.tile(
-        np.arange(tokens - count, tokens), rows.shape[1] // count
-    )  # the last token that each row sees
+    last = np.tile(np.arange(tokens - count, tokens), rows.shape[1] // count)  # that each row sees
     width = layer.value_dim or layer.value.dim
     exact, found = (RunningAttention(heads, rows.shape[1], width) for _ in range(2))
     logit, divergence = np.zeros((2, *exact.total.shape))
