@@ -1,17 +1,17 @@
-"""Lists of arrays, as layouts with several arrays have them, and the names of their members in a file."""
+"""Name nested lists of arrays in a file, and find them again: layouts may have several arrays."""
 
 from collections.abc import Mapping
 from typing import Any
 
 CACHE = "cache"
-BESIDE = {  # names of arrays beside codes in a file: what `kvkit.formats.encode` calls them
+BESIDE = {  # {name of an array beside codes in a file: its name in `kvkit.formats.encode`}
     "scale": "scale", "minimum": "minimum", "zero": "zero", "whole": "whole",
     "scales": "scale", "minima": "minimum",
 }  # fmt: skip
 
 
 def name_arrays(source: Any, name: str = CACHE) -> dict[str, Any]:
-    """Return {name: array} of nested lists: ``cache``, or ``cache.I``, or ``cache.I.J`` and so on."""
+    """Return {name: array} for nested lists: ``cache``, or ``cache.I``, or ``cache.I.J`` and so on."""
     if isinstance(source, (list, tuple)):
         return {
             key: each for i, one in enumerate(source) for key, each in name_arrays(one, f"{name}.{i}").items()
@@ -41,7 +41,7 @@ def nested(arrays: Mapping[str, Any], name: str = CACHE) -> Any:
 
 
 def find_cache(arrays: Mapping[str, Any]) -> Any:
-    """Return the cache in a file: arrays called so, or ``layers.I.keys`` and ``.values`` of `Cache.save`."""
+    """Return the cache in a file: arrays named ``cache``, or ``layers.I.keys`` and ``.values`` of `Cache.save`."""
     found, names = nested(arrays), [name for name in arrays if name.startswith("layers.")]
     pairs = [[f"layers.{i}.{side}" for side in ("keys", "values")] for i in range(len(names) // 2)]
     if found is None and names and {name for pair in pairs for name in pair} == set(names):

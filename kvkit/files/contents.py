@@ -18,7 +18,7 @@ class Contents:
 
     arrays: dict[str, Array]
     metadata: dict[str, Any]
-    mapped: os.stat_result | None = None  # status of the file, if arrays may be
+    mapped: os.stat_result | None = None  # status of the file, if arrays may be mapped
     kind: str = ".npz"
     description: Description = field(default_factory=Description)
     notes: tuple[str, ...] = ()  # facts for the user
@@ -30,6 +30,6 @@ class Contents:
 
 
 def notes_in(metadata: dict[str, Any]) -> tuple[str, ...]:
-    """Return the notes that a file of kvkit has from the file that it was made of."""
+    """Return the notes that a file of kvkit took over from its source file."""
     notes = metadata.get("notes")
     return tuple(map(str, notes)) if isinstance(notes, list) else ()

@@ -1,8 +1,7 @@
-"""The description of a cache in a file: how its bytes are laid out, and what was done to its keys.
+"""Describe a cache in a file: the layout of its bytes, and the rotation of its keys.
 
-Bytes show neither which of two layouts of equal shapes they have, nor whether keys are rotated. So every file
-that kvkit writes contains this description, as JSON under the name ``description``. Unknown fields are left
-out.
+Bytes do not show which of two layouts of equal shapes they have, or whether keys are rotated. So every file
+that kvkit writes contains this description, as JSON under the name ``description``, without unknown fields.
 """
 
 import math
@@ -16,7 +15,7 @@ from kvkit.typed import FilePath
 
 AXES = "l", "b", "n", "h", "c", "v", "s"
 CHOICES = {"rope_pairs": ("halves", "interleaved"), "rotation": ("none", "hadamard"), "lse_base": ("e", "2")}
-LONGEST = 2000  # characters of a line or a name
+LONGEST = 2000  # the most characters of a line or a name
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Description:
     lse_base : {"e", "2"}, optional
         The base of log-sum-exps in the file.
     rope_dim : int, optional
-        How many elements of a head rotate, the first ones; all if not given.
+        How many first elements of a head rotate; by default all.
 
     Examples
     --------
@@ -68,7 +67,7 @@ class Description:
     rope_dim: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what is known, as JSON has it."""
+        """Return the known fields as values that JSON can hold."""
         found = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         found["sizes"] = dict(self.sizes) or None
         if self.rotation_blocks is not None:
@@ -77,7 +76,7 @@ class Description:
 
 
 def parse_description(path: FilePath, found: Any) -> Description:
-    """Return the description in a file, where it has one; refuse what makes no sense."""
+    """Return the description in a file, if any; raise if it is illegal."""
     if found is None:
         return Description()
     if not isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""The words of errors about files: one form for all of them."""
+"""Word errors about files in one form."""
 
 import contextlib
 import errno
@@ -12,29 +12,29 @@ AGAIN = "save or copy the file again"
 
 
 class FileError(KvkitError):
-    """A file is not what it should be: path, what is wrong, what to do."""
+    """A file is wrong. The message has the path, what is wrong, and what to do."""
 
 
 def file_error(path: FilePath, what: str, cure: str = AGAIN) -> FileError:
-    """Return an error about a file, in the one form of all."""
+    """Return an error about a file, in the common form."""
     return FileError(f"{path}: {what}: {cure}")
 
 
 def quoted(name: str) -> str:
-    """Return a name in a file as a message may hold it."""
+    """Quote a name from a file for a message."""
     return f"'{brief(name)}'"
 
 
 @contextlib.contextmanager
 def reading_errors(path: FilePath, what: str) -> Iterator[None]:
-    """Raise `FileError` for the dozen exceptions by which zipfile, numpy and json refuse bytes."""
+    """Raise `FileError` in place of the many exceptions of zipfile, numpy and json for bad bytes."""
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     except (MemoryError, FileError):
         raise
     except Exception as error:
-        # A seek to an absurd place is the file's fault; any other OSError is the machine's.
+        # A seek beyond all limits means a bad file; any other OSError comes from the machine.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         raise file_error(path, f"{what} ({brief(str(error) or type(error).__name__)})") from error

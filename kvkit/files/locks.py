@@ -1,4 +1,4 @@
-"""Locks on open files, which the system gives back when a process ends, however it ends."""
+"""Lock open files. The system releases a lock when its process ends, however it ends."""
 
 import contextlib
 import os
@@ -9,13 +9,13 @@ from kvkit.typed import FilePath
 
 try:
     import fcntl
-except ImportError:  # Windows: nothing is locked, and nothing is taken for locked
+except ImportError:  # Windows: no file is locked, and none counts as locked
     fcntl = None  # type: ignore[assignment]
 AVAILABLE = fcntl is not None
 
 
 def lock(file: IO[bytes], wait: bool = False) -> bool | None:
-    """Try to lock an open file; return whether this process has it, None where files cannot be locked."""
+    """Try to lock an open file; return whether this process has the lock, None without locks."""
     if fcntl is None:
         return None
     try:
@@ -34,6 +34,6 @@ def hold_file(path: FilePath) -> Iterator[bool]:
         with open(path, "r+b") as file:
             held = lock(file) is not False
             if held and not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                continue  # whoever had it has replaced it
+                continue  # the former owner has replaced the file
             yield held
             return

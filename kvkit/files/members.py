@@ -1,4 +1,4 @@
-"""Arrays as members of a zip archive: mapped, unpacked or written. Errors here are ValueErrors."""
+"""Map, unpack or write arrays as members of a zip archive. Errors here are ValueErrors."""
 
 import math
 import struct
@@ -15,14 +15,14 @@ from numpy.lib import format as npy
 from kvkit.typed import Array
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-VOID16 = np.dtype("V2")  # what numpy writes for bfloat16
-FLOAT8: dict[str, np.dtype[Any]] = {  # and as "V1"; only the file can say which it is
+VOID16 = np.dtype("V2")  # numpy writes bfloat16 so
+FLOAT8: dict[str, np.dtype[Any]] = {  # numpy writes these as "V1"; only the file's metadata names the dtype
     dtype.name: dtype
     for dtype in map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu))
 }
 ALIGNMENT = 64
 CHUNK = 2**24
-DEFLATE_LIMIT = 1032  # a deflated byte unpacks to no more than this
+DEFLATE_LIMIT = 1032  # the most bytes that a deflated byte unpacks to
 HEADER_LIMIT = 2048  # characters; 64 axes of 2**63 elements need 1,400
 TEXT_LIMIT = 2**24
 ENCRYPTED = 1  # a bit of a member's flags
@@ -33,7 +33,7 @@ PADDING = struct.Struct("<HHH")  # extra field 0xD935 as Android's zipalign has 
 
 @dataclass(frozen=True)
 class ArrayHeader:
-    """A header of an array: its shape, dtype and order, and where the array begins behind it."""
+    """The header of an array: shape, dtype, order, and where the array begins after the header."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -42,9 +42,9 @@ class ArrayHeader:
 
 
 def read_form(archive: zipfile.ZipFile, member: zipfile.ZipInfo, said: object = None) -> ArrayHeader:
-    """Return the form of a member's array; the sizes in its headers are held against each other.
+    """Return the form of a member's array; the sizes in its headers must agree.
 
-    `said` is the name of its dtype, where the file has one.
+    `said` is the name of its dtype in the metadata, if there is one.
     """
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError("it is neither stored nor deflated")
@@ -60,7 +60,7 @@ def read_form(archive: zipfile.ZipFile, member: zipfile.ZipInfo, said: object = 
 
 
 def read_header(data: IO[bytes], length: int, said: object = None) -> tuple[ArrayHeader, int]:
-    """Return (form, bytes) of an array with its header, which have to be `length` bytes."""
+    """Return (form, bytes) of an array and its header, which must have `length` bytes."""
     try:
         shape, fortran, dtype = READERS[npy.read_magic(data)](data, max_header_size=HEADER_LIMIT)
     except (MemoryError, RecursionError):  # Python's parser
@@ -82,7 +82,7 @@ def read(
             data.read(form.begin)
             return unpack_into(data, np.empty(shape, dtype, order))
     if 0 in shape:
-        return np.empty(shape, dtype, order)  # there is no such thing as an empty mapping
+        return np.empty(shape, dtype, order)  # an empty mapping is impossible
     mapped = np.memmap(file, dtype, "c", data_offset(member, file) + form.begin, shape, order)
     return mapped.view(np.ndarray)
 
@@ -93,12 +93,12 @@ def read_text(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
         raise ValueError(f"it has {member.file_size} bytes, more than {TEXT_LIMIT}")
     with archive.open(member) as data:
         found = data.read(member.file_size)
-        data.read(1)  # where zipfile compares the checksum
+        data.read(1)  # zipfile compares the checksum here
     return found
 
 
 def read_text_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> str | bytes:
-    """Read the text that a 0-d array of bytes or characters is."""
+    """Read a 0-d array of bytes or characters as a text."""
     found = read_form(archive, member)
     if found.shape or found.dtype.kind not in "SU":
         raise ValueError(f"it is an array of {found.dtype} and shape {found.shape}, not a text")
@@ -107,7 +107,7 @@ def read_text_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> str | 
 
 
 def resolve_dtype(dtype: np.dtype[Any], said: object = None) -> np.dtype[Any]:
-    """Return the dtype that a header means; plain ones only."""
+    """Return the dtype of a header; raise unless it is a plain one."""
     if dtype == VOID16:
         return BFLOAT16
     if dtype == np.dtype("V1") and isinstance(said, str) and said in FLOAT8:
@@ -120,24 +120,24 @@ def resolve_dtype(dtype: np.dtype[Any], said: object = None) -> np.dtype[Any]:
 
 
 def is_storable(dtype: np.dtype[Any]) -> bool:
-    """Return whether a file can say what this dtype is: a plain one of numpy's, bfloat16 or float8."""
+    """Return whether a file can name this dtype: a plain one of numpy's, bfloat16 or float8."""
     return is_extension_dtype(dtype) or (dtype.kind in "biufcmMSU" and dtype.isbuiltin != 2)
 
 
 def is_extension_dtype(dtype: np.dtype[Any]) -> bool:
-    """Return whether a dtype is bfloat16 or float8, of which numpy itself knows nothing."""
+    """Return whether a dtype is bfloat16 or float8, which numpy does not have."""
     return dtype == BFLOAT16 or dtype in FLOAT8.values()
 
 
 def data_offset(member: zipfile.ZipInfo, file: IO[bytes]) -> int:
-    """Return where a stored member's bytes begin; its local header has name and extra lengths of its own."""
+    """Return where a stored member's bytes begin, by the lengths in its local header."""
     file.seek(member.header_offset)
     name, extra = struct.unpack_from("<HH", file.read(LOCAL_HEADER), 26)
     return int(member.header_offset + LOCAL_HEADER + name + extra)
 
 
 def unpack_into(data: IO[bytes], array: Array) -> Array:
-    """Fill an array from the rest of a member and read to its end, where zipfile compares the checksum."""
+    """Fill an array from the rest of a member; at its end zipfile compares the checksum."""
     rest = memoryview(as_bytes(array))  # type: ignore[arg-type]
     while rest:
         count = data.readinto(rest[:CHUNK])  # type: ignore[attr-defined]
@@ -149,16 +149,16 @@ def unpack_into(data: IO[bytes], array: Array) -> Array:
 
 
 def member_info(name: str) -> zipfile.ZipInfo:
-    """Return a member's entry that says nothing of the day or the system."""
+    """Return a member's entry without the date or the system."""
     member = zipfile.ZipInfo(name)
     member.create_system = 3
     return member
 
 
 def make_header(array: Array) -> bytes:
-    """Return the header of an array in version 1.0; of dtypes that are not numpy's it says void."""
+    """Return the header of an array in version 1.0; dtypes that numpy lacks are void."""
     made, said = BytesIO(), npy.header_data_from_array_1_0(array)
-    if array.dtype in FLOAT8.values():  # some of which call themselves floats of numpy's
+    if array.dtype in FLOAT8.values():  # some of them pass for floats of numpy's
         said["descr"] = "|V1"
     npy.write_array_header_1_0(made, said)
     return made.getvalue()
@@ -171,7 +171,7 @@ def write(
     position: int,
     advance: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Write an array at the archive's `position`, its data aligned; `advance` hears of every chunk's size."""
+    """Write an array at `position` in the archive, its data aligned; `advance` gets each chunk's size."""
     head = make_header(array)
     member = member_info(name)
     begin = position + LOCAL_HEADER + len(name.encode()) + PADDING.size + ZIP64_EXTRA + len(head)
