@@ -41,7 +41,7 @@ def nested(arrays: Mapping[str, Any], name: str = CACHE) -> Any:
 
 
 def find_cache(arrays: Mapping[str, Any]) -> Any:
-    """Return the cache in a file: arrays named ``cache``, or ``layers.I.keys`` and ``.values`` of `Cache.save`."""
+    """Return the cache in a file: arrays named ``cache``, or the layers that `Cache.save` wrote."""
     found, names = nested(arrays), [name for name in arrays if name.startswith("layers.")]
     pairs = [[f"layers.{i}.{side}" for side in ("keys", "values")] for i in range(len(names) // 2)]
     if found is None and names and {name for pair in pairs for name in pair} == set(names):
