@@ -112,19 +112,19 @@ def headlines(report):
         prefill = result["case"].startswith("prefill")
         pace = f"{speed(result, 'operations')} GFLOP/s" if prefill else f"{speed(result, 'bytes')} GB/s"
         bound = f"{times(result, 'matmul')} of a product" if prefill else f"{times(result, 'read')} of a read"
-        cells = result["case"], f"{result['seconds'] * 1e3:.1f} ms", pace, bound.replace("*", "")
-        rows.append((*cells, best(result)))
-    yield from markdown(("", "time", "speed", "share of its limit", "the best peer"), rows)
+        case = result["case"].replace(", layout 3", "").replace(", offsets", "")
+        rows.append((case, pace, bound.replace("*", ""), best(result)))
+    yield from markdown(("", "speed", "share of its limit", "the best peer takes"), rows)
 
 
 def best(result):
-    """Return the fastest peer of a case, its form, and its time beside kvkit's."""
+    """Return the time of the fastest peer of a case beside kvkit's, its name and its form."""
     there = [name for name in PEERS if result["beside"].get(name)]
     if not there:
         return ""
     name = min(there, key=lambda name: speed_ratio(result, name))
     form = result["forms"][name].removesuffix(", folded")
-    return f"{name} ({form}): {speed_ratio(result, name):.1f}x as long"
+    return f"{speed_ratio(result, name):.1f}x, {name.removesuffix(' folded')} {form}"
 
 
 PAGES = [

@@ -25,6 +25,7 @@ import gallery  # noqa: E402
 import examples  # noqa: E402
 
 BY_COMMANDS = {
+    "gallery-eviction.svg": "evict/eviction.svg",
     "gallery-heads.svg": "heads/errors.svg",
     "gallery-map.svg": "map.svg",
 }  # and what a command wrote

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvkit.cache.layers import kinds
 from kvkit.cache.layers.layer import EMPTY, Layer
-from kvkit.cache.stores.mapped import VERSION, WAITING, Home, write_sidecar
+from kvkit.cache.stores.mapped import VERSION, WAITING, File, Home, write_sidecar
 from kvkit.errors import argument_error
 from kvkit.files.replace import sync_folder
 from kvkit.typed import FilePath
@@ -100,18 +100,18 @@ class Folder:
         opened. Layers in memory change last, because a full disk cannot stop them.
         """
         moved = [layer for layer in layers if is_mapped(layer)]
-        before, left = [(layer.state(), layer.store.file) for layer in moved], []
+        before, files = [layer.state() for layer in moved], [layer.store.file for layer in moved]
+        left: list[File] = []
         self.resolve_waiting(moved)
         try:
             self.under_way = self.changes + 1
             for layer in moved:
                 change(layer)
-            files = [(file, layer.store.file) for (_, file), layer in zip(before, moved, strict=True)]
-            left = [file for file, now in files if file.path != now.path]
+            left = replaced_files(files, moved)
             self.count(self.under_way, None)
         except BaseException:
             left = []
-            for layer, (state, file) in zip(moved, before, strict=True):
+            for layer, state, file in zip(moved, before, files, strict=True):
                 if layer.store.file.path != file.path:
                     left.append(layer.store.file)
                 layer.restore(state)
@@ -180,6 +180,14 @@ class Folder:
         for pattern in NAMES:
             for path in self.path.glob(pattern):
                 path.unlink()
+
+
+def replaced_files(files: Sequence[File], layers: Sequence[Layer]) -> list[File]:
+    """Return the files that layers no longer use.
+
+    A comprehension in `at_once` would not do: from Python 3.12 on an interrupt in it skips the handlers.
+    """
+    return [file for file, layer in zip(files, layers, strict=True) if file.path != layer.store.file.path]
 
 
 def hash_layer(layer: Layer) -> str:

@@ -23,7 +23,7 @@ import numba
 import numpy as np
 from numba.core import ccallback, compiler
 from numba.core.registry import cpu_target
-from numba.core.runtime import rtsys
+from numba.core.runtime import _nrt_python
 from numba.core.typing.ctypes_utils import to_ctypes
 
 from kvkit.runtime import disk_cache, lazy_imports, locks, notices, numba_068, source_digest
@@ -144,14 +144,23 @@ def load_code(file: Path | None, signature: Any) -> Code | None:
     try:
         name, symbols, library = pickle.loads(payload)
         target = cpu_target.target_context
-        if not all(map(llvm.address_of_symbol, symbols)):
-            rtsys.initialize(target)
-            if not all(map(llvm.address_of_symbol, symbols)):
-                return None
+        if not are_known(symbols):
+            return None
         code = Code(name, target.codegen().unserialize_library(library), signature)
     except Exception:
         return None
     return code if code.address else None
+
+
+def are_known(symbols: list[str]) -> bool:
+    """Return whether LLVM finds every symbol, after telling it the addresses of Numba's runtime.
+
+    Numba's own initialization compiles functions besides, which kernels do not call.
+    """
+    for name, address_of_helper in _nrt_python.c_helpers.items():
+        if f"NRT_{name}" in symbols:
+            llvm.add_symbol(f"NRT_{name}", address_of_helper)
+    return all(map(llvm.address_of_symbol, symbols))
 
 
 def save_code(file: Path | None, module: str, code: Code) -> None:

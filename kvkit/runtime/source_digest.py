@@ -6,6 +6,7 @@ file code of the old sources under the digest of the new ones.
 
 import functools
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -19,9 +20,12 @@ def read_sources() -> dict[str, bytes]:
     found = {}
     try:
         for root in (PACKAGE, CUDA_PACKAGE):
-            for path in root.rglob("[!.]*.py"):
-                parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-                found[".".join(parts).removesuffix(".__init__")] = path.read_bytes()
+            for folder, _, files in os.walk(root):
+                package = os.path.relpath(folder, root.parent).replace(os.sep, ".")
+                for name in files:
+                    if name.endswith(".py") and not name.startswith("."):
+                        with open(f"{folder}/{name}", "rb", buffering=0) as stream:
+                            found[f"{package}.{name[:-3]}".removesuffix(".__init__")] = stream.read()
     except OSError:
         return {}
     return found

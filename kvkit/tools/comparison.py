@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,8 @@ def diff(
     key: row off by one (row +1) explains 40 of 40 bytes (100.0%)
     """
     tolerances = finite_number("atol", atol), finite_number("rtol", rtol), integer("ulp", ulp, 0)
+    if plot is not None:
+        check_plot(plot)
     sides = (a, layout_a, "layout_a"), (b, layout_b, "layout_b")
     arrays = Lazy(compared_arrays, sides, sizes, like, axes)
     one, two, inputs = arrays.value
@@ -395,12 +398,21 @@ def causes_of(
     return try_causes(Trial(found.name, roles, expected, got, like, others, tolerances))
 
 
-def draw_maps(path: FilePath, maps: Mapping[str, Any]) -> None:
-    """Draw a map of tokens by layers and heads for each array that differs."""
+def check_plot(path: FilePath) -> None:
+    """Raise unless matplotlib can write a picture of this name."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise KvkitError("plot: needs matplotlib: pip install 'kvkit-kernels[plot]'") from None
+    kinds = Figure().canvas.get_supported_filetypes()
+    if Path(path).suffix.lower().removeprefix(".") not in kinds:
+        raise argument_error("plot", f"a name that ends in .{', .'.join(kinds)}", path)
+
+
+def draw_maps(path: FilePath, maps: Mapping[str, Any]) -> None:
+    """Draw a map of tokens by layers and heads for each array that differs."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4.8, 2.4 * len(maps) + 0.4), layout="constrained")
     places = figure.subplots(len(maps), squeeze=False)[:, 0]
     for axes, (name, (counts, letters)) in zip(places, maps.items(), strict=True):

@@ -11,7 +11,7 @@ from quantized_cache_scenes import OPTIONS
 
 from kvkit import Rope
 from kvkit.cache import Cache, DynamicLayer, QuantizedLayer, SlidingWindowLayer
-from kvkit.cache.offload import Folder
+from kvkit.cache.offload import Folder, replaced_files
 from kvkit.cache.stores import mapped
 
 
@@ -252,6 +252,7 @@ def test_no_room_on_the_disk_leaves_every_layer_as_it_was(
 LINES = {
     *(each.__code__ for each in (Folder.at_once, Folder.count, Folder.say, Folder.resolve_waiting)),
     *(each.__code__ for each in (mapped.Home.resolve_waiting, mapped.follow_change, mapped.write_sidecar)),
+    replaced_files.__code__,
 }
 
 

@@ -119,8 +119,9 @@ def test_the_source_distribution_is_whole(copy, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_wheel_works_where_nothing_else_is(copy, tmp_path):
+def test_the_wheel_works_where_nothing_else_is(copy, tmp_path, monkeypatch):
     """Built as people build it, PyPI takes it, and in a new environment README's first example runs."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
 
     def run(*command):
         done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -296,6 +296,12 @@ def test_a_report(tmp_path):
         ({"x": np.zeros(2)}, {"x": np.zeros(2)}, {"ulp": -1}, "ulp: expected at least 0"),
         ({"x": np.zeros(2)}, {"x": np.zeros(2)}, {"layout_a": "b n h c"}, "layout: expected an array cache"),
         (3, {"x": np.zeros(2)}, {}, "source: expected a path, a dict of arrays or a cache"),
+        (
+            {"x": np.zeros(2)},
+            {"x": np.ones(2)},
+            {"plot": "o.txt"},
+            "plot: (expected a name .*svg|needs matplotlib)",
+        ),
     ],
 )
 def test_wrong_use(a, b, keywords, message):
