@@ -192,6 +192,7 @@ class BaseLayer(MovableTokens):
     _lock: LayerLock
     window: int | None = None
     takes_window = False
+    why_kept: str | None = None  # why `compress` leaves the layer alone
     latent_dim = 0
     croppable = True
     record_past = False

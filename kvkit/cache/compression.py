@@ -107,44 +107,54 @@ def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], aske
     return Report(tokens, after, before, sum(layer.nbytes for layer in layers), skipped)
 
 
-def compress_sequence(cache: Any, seq: Any, asked: Compression) -> Report:
-    """Compress a sequence of a paged cache: keep the tokens of the best mean scores over all layers."""
-    cache.plan("remove", seq, 0)  # raises if it is no sequence, or cannot change now
+def compress_sequences(
+    cache: Any,
+    sequences: Sequence[Any],
+    plan: Callable[..., Any],
+    rearrange: Callable[[Any], None],
+    asked: Compression,
+) -> Report:
+    """Compress sequences of equal positions of a paged cache, by the mean scores of all layers."""
+    plan("remove", 0)  # raises if it is no sequence, or cannot change now
     if not isinstance(asked.budget, str) or asked.budget != "uniform":
         wanted = "'uniform', because all layers and heads of a sequence share its tokens"
         raise argument_error("budget", wanted, describe(asked.budget))
-    layers = [SequenceLayer(cache, seq, i) for i in range(len(cache.layers))]
-    if not seq.length:
+    layers = [SequencesLayer(cache, sequences, i) for i in range(len(cache.layers))]
+    stored = layers[0].stored_tokens
+    if not stored:
         none = [0] * len(layers)
         return Report(none, none, cache.nbytes, cache.nbytes, dict.fromkeys(range(len(layers)), EMPTY))
-    function = score_function(layers, asked)
-    count = kept_count(seq.length, asked.keep, asked.count)
+    function, count = score_function(layers, asked), kept_count(stored, asked.keep, asked.count)
     scored = [mean_scores(function, layer, i, count) for i, layer in enumerate(layers)]
     rows = select(np.mean(scored, 0), count=count)
-    positions = seq.positions[np.asarray(rows)[0, 0]]
-    plan = cache.plan("retain", seq, positions, renumber=asked.renumber)
-    tokens, before = [seq.length] * len(layers), cache.nbytes
-    cache.rearrange(plan)
-    return Report(tokens, [seq.length] * len(layers), before, cache.nbytes, {})
+    positions = layers[0].positions[np.asarray(rows)[0, 0]]
+    before = cache.nbytes
+    rearrange(plan("retain", positions, renumber=asked.renumber))
+    after = sequences[0].length
+    return Report([stored] * len(layers), [after] * len(layers), before, cache.nbytes, {})
 
 
-class SequenceLayer:
-    """Gives scorers the tokens of a sequence in one layer of a paged cache."""
+class SequencesLayer:
+    """Gives scorers the tokens of sequences of equal positions in one layer of a paged cache."""
 
-    def __init__(self, cache: Any, seq: Any, layer_idx: int) -> None:
-        self.positions, self.rope_shifts, self.stored_tokens = seq.positions, seq.rope_shifts, seq.length
-        self.rope = (seq.rope or cache.ropes)[layer_idx]
-        self._cache, self._seq, self._layer_idx = cache, seq, layer_idx
+    def __init__(self, cache: Any, sequences: Sequence[Any], layer_idx: int) -> None:
+        self._cache, self._sequences, self._layer_idx = cache, sequences, layer_idx
+        self.stored_tokens = sequences[0].length if sequences else 0
+        if self.stored_tokens:
+            first = sequences[0]
+            self.positions, self.rope_shifts = first.positions, first.rope_shifts
+            self.rope = (first.rope or cache.ropes)[layer_idx]
 
     def get_seq_length(self) -> int:
         """Return the position of the next token."""
-        return int(self._seq.next_position)
+        return int(self._sequences[0].next_position)
 
     def stored(self) -> tuple[Array, ...]:
-        """Return copies of keys and values, [1, Hkv, tokens, D]; codes are decoded."""
-        with self._cache.begin_step([(self._seq, 0)]) as step:
+        """Return copies of keys and values, [sequences, Hkv, tokens, D]; codes are decoded."""
+        with self._cache.begin_step([(seq, 0) for seq in self._sequences]) as step:
             sides = step.gather(self._layer_idx)
-        return tuple(side.swapaxes(0, 1)[None] for side in sides)
+        shape = len(self._sequences), self.stored_tokens
+        return tuple(side.reshape(*shape, *side.shape[1:]).swapaxes(1, 2) for side in sides)
 
 
 def mean_scores(function: ScoreOf, layer: Any, number: int, count: int) -> Array:

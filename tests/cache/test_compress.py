@@ -246,6 +246,33 @@ def test_a_sequence_releases_the_blocks_of_what_it_loses():
         cache.compress(seq, "tova", keep=0.5)
 
 
+@pytest.mark.parametrize("bits", [0, 8])
+def test_rows_of_a_batch_lose_the_same_tokens(bits):
+    """Those of the best mean scores of all rows, heads and layers; attention reads what is left."""
+    sizes = {"num_kv_heads": 2, "head_dim": 8, "dtype": np.float32, "quant_bit": bits}
+    cache, whole = (PagedCache(64, 4, 2, **sizes) for _ in range(2))
+    for i, each in ((i, each) for each in (cache, whole) for i in range(2)):
+        each.update(states(seed=i), states(seed=i + 9), i)
+    means = [eviction.scores("keydiff", layer.keys).mean((0, 1)) for layer in whole.layers]
+    wanted = kept_of(np.mean(means, 0)[None, None], 10)
+    report = cache.rows.compress("keydiff", keep=0.25)
+    assert (report.tokens_before, report.tokens) == ([40, 40], [10, 10])
+    assert report.bytes_after < report.bytes_before
+    for new in (0, 1):
+        for i, each in ((i, each) for each in (cache, whole) for i in range(2 * new)):
+            each.update(states(1, seed=i), states(1), i)
+        shown = np.isin(np.arange(40 + new), [*wanted, 40])[None].repeat(2, 0)
+        query = states(1, heads=4, seed=5)
+        for i in range(2):
+            found, expected = cache.attend(query, i), whole.attend(query, i, shown)
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert cache.rows.sequences[1].positions.tolist() == [*wanted, 40]
+    evict = eviction.decoding("knorm", interval=1, target=8)
+    assert evict(cache.rows).tokens == [8, 8]
+    empty = PagedCache(4, 4, 2, **sizes).rows.compress("knorm", keep=0.5)
+    assert (empty.tokens, empty.skipped) == ([0, 0], {0: "no tokens", 1: "no tokens"})
+
+
 def test_a_sequence_of_codes_is_renumbered_in_few_pieces():
     cache, seq = paged(quant_bit=8)
     keys = gathered(cache, seq)

@@ -245,7 +245,7 @@ def test_rows_of_codes_move_as_bytes_and_windows_count_positions(rng):
     assert "one without holes" in refused(cache.attend, query, 0, window=(6, -1))
     assert cache.attend(query, 0, window=(4, -1)).shape == query.shape
     assert "a layer that stores all" in refused(cache.to_legacy_cache)
-    assert "rows.shift for all rows" in cache.can("shift", cache.rows.sequences[0], 0, None, 1)
+    assert "calls of `rows` change all rows" in cache.can("shift", cache.rows.sequences[0], 0, None, 1)
 
 
 def test_all_rows_have_room_or_none_changes(rng):

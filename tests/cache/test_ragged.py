@@ -14,6 +14,7 @@ from kvkit.cache import (
     QuantizedLayer,
     SharedLayer,
     SlidingWindowLayer,
+    StaticLayer,
     load,
 )
 
@@ -339,7 +340,7 @@ def test_a_layer_that_reads_the_rows_of_another_goes_on_with_it():
 
 
 def test_layers_that_cannot_have_heads_of_their_own_are_refused(tmp_path):
-    for layer, dim in ((QuantizedLayer(), DIM), (DynamicLayer(), 8)):
+    for layer, dim in ((QuantizedLayer(), DIM), (StaticLayer(40), DIM), (DynamicLayer(), 8)):
         cache = Cache([layer])
         cache.update(normal(30), normal(30)[..., :dim], 0)
         with pytest.raises(

@@ -124,6 +124,61 @@ def test_queries_that_attention_has_seen_are_those_of_a_study(model):
         assert one.store.capacity == 36  # of 50, with room for 16 more
 
 
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 8, "v_head_dim": 12,
+    "qk_rope_head_dim": 8, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1, "topk_group": 1,
+}  # fmt: skip
+PAGES = {"num_blocks": 64, "page_size": 4}
+
+
+@pytest.mark.parametrize("kind", ["paged", "latent", "latent paged"])
+@pytest.mark.parametrize("scorer", ["snapkv(window=8)", "keydiff"])
+def test_pages_and_latent_rows(kind, scorer, model):
+    """Logits are those of a cache of another kind that loses the same tokens; pages share those of layers."""
+    if "latent" in kind:
+        torch.manual_seed(0)
+        model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**SIZES | LATENT)).eval()
+    options = ("paged", PAGES) if "paged" in kind else ("dynamic", {})
+    cache = KvkitCache(model.config, options[0], evict=f"{scorer}@0.5", **options[1])
+    tokens, logits = generated(model, cache)
+    assert (cache.report.tokens_before, cache.report.tokens) == ([40, 40], [20, 20])
+    whole = KvkitCache(model.config)
+    with torch.inference_mode():
+        model(IDS, past_key_values=whole)
+        for own, layer in zip(whole.cache.layers, cache.cache.layers, strict=True):
+            own.retain(layer.row_positions.positions[:20])
+        for i in range(7):
+            after = model(tokens[:, i : i + 1], past_key_values=whole).logits[:, -1]
+            torch.testing.assert_close(logits[i + 1], after, atol=1e-4, rtol=0)
+
+
+def test_absorbed_queries_give_the_weights_of_the_heads():
+    """A scorer of latent rows divides by the root of their size; its weights are the model's."""
+    config = transformers.DeepseekV3Config(**SIZES | LATENT)
+    torch.manual_seed(0)
+    model, seen = transformers.DeepseekV3ForCausalLM(config).eval(), []
+
+    def function(layer_idx, keys, values, queries):
+        scores = queries[:, :, -1:] @ keys.swapaxes(2, 3) * keys.shape[3] ** -0.5
+        seen.append(np.exp(scores) / np.exp(scores).sum(-1, keepdims=True))
+        return keys[..., 0]
+
+    with torch.inference_mode():
+        model(IDS, past_key_values=KvkitCache(config, evict={"scorer": function, "keep": 0.5}))
+        model.set_attn_implementation("eager")
+        expected = model(IDS, output_attentions=True).attentions
+    for weights, wanted in zip(seen, expected, strict=True):
+        np.testing.assert_allclose(weights[:, :, 0], wanted[:, :, -1], rtol=1e-4, atol=1e-6)
+
+
+def test_pages_while_tokens_are_generated(model):
+    often = eviction.decoding("keydiff", interval=4, target=24)
+    cache = KvkitCache(model.config, "paged", evict=often, **PAGES)
+    generated(model, cache, 20)
+    assert cache.cache.layers[0].stored_tokens <= 24 + 4
+
+
 def test_generation_stays_within_its_target(model):
     evict = eviction.decoding("snapkv", interval=4, target=24, window=4)
     cache = KvkitCache(model.config, evict=evict)
@@ -159,6 +214,8 @@ def test_windows_stay_as_they_are():
     config = transformers.Qwen2Config(**sizes | {"use_sliding_window": True})
     torch.manual_seed(0)
     model = transformers.Qwen2ForCausalLM(config).eval()
+    with pytest.raises(KvkitError, match="evict: expected full attention in all layers of a paged cache"):
+        KvkitCache(model.config, "paged", num_blocks=9, page_size=4, evict="knorm@0.5")
     cache = KvkitCache(model.config, evict="snapkv(window=8)@0.5")
     generated(model, cache, 4)
     assert cache.report.skipped == {0: "a window evicts already"}
@@ -192,5 +249,15 @@ def test_other_attention_and_other_kinds_are_refused():
     with pytest.raises(KvkitError, match="attn_implementation: expected 'kvkit' in the config of a cache"):
         cache.update(states, states, 0)
     assert cache.get_seq_length() == 0
-    with pytest.raises(KvkitError, match="kind: expected 'dynamic' or 'quantized' with evict"):
+    latent = transformers.DeepseekV3Config(**SIZES | LATENT)
+    with pytest.raises(
+        KvkitError, match="evict: expected a scorer of keys or of the last queries, for a model"
+    ):
+        KvkitCache(latent, evict="observed@0.5")
+    indexed = transformers.DeepseekV32Config(
+        **SIZES | LATENT, index_n_heads=2, index_head_dim=16, index_topk=6
+    )
+    with pytest.raises(KvkitError, match="evict: expected a model without an indexer"):
+        KvkitCache(indexed, evict="knorm@0.5")
+    with pytest.raises(KvkitError, match="kind: expected another kind with evict, because rows of a static"):
         KvkitCache(transformers.LlamaConfig(**SIZES), "static", max_cache_len=50, evict="knorm@0.5")

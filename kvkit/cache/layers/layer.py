@@ -66,7 +66,6 @@ class Layer(BaseLayer):
     of: int | None = None  # the number of the layer whose rows it reads; None if they are its own
     has_rows = True  # a row of keys and of values for each stored token
     is_shared = False  # whether another layer reads its rows
-    why_kept: str | None = None  # why `compress` leaves the layer alone
     _joined = 0  # `Geometry.joined` of its store
 
     def __init__(self) -> None:

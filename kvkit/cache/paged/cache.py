@@ -79,7 +79,7 @@ class PagedCache(BaseCache):
     layers : list of PagedLayer, or of PagedLatentLayer
     rows : Rows
         The sequences of `update` and `attend`, one per row of the batch. Its `remove`, `retain`, `shift`,
-        `divide`, `flatten` and `can` are those of other caches: they change all rows.
+        `divide`, `flatten`, `can` and `compress` are those of other caches: they change all rows.
     store : PagedStore
         The arrays, and where each layer lies in them.
     sequences : list of Sequence
@@ -283,7 +283,7 @@ class PagedCache(BaseCache):
         seq, *given = arguments or (None,)
         self.blocks.check(seq)
         if seq in self.rows.sequences:
-            wanted = f"a sequence from `blocks`, or rows.{call} for all rows"
+            wanted = "a sequence from `blocks`; calls of `rows` change all rows"
             raise argument_error("seq", wanted, "a row of the batch")
         return self.plan_for([seq], call, *given, **options)
 
@@ -313,7 +313,7 @@ class PagedCache(BaseCache):
     @one_call_at_a_time
     def compress(
         self,
-        seq: Sequence,
+        seq: Sequence | Rows,
         scorer: str | compression.ScoreFunction | List[Array],
         *,
         keep: float | None = None,
@@ -331,9 +331,10 @@ class PagedCache(BaseCache):
 
         Parameters
         ----------
-        seq : Sequence
+        seq : Sequence, or `rows`
+            All rows keep the same tokens; ``cache.rows.compress(...)`` is the same.
         scorer : str, callable or list of arrays
-            As in `Cache.compress`; its arrays have one row of a batch.
+            As in `Cache.compress`; its arrays have one row of a batch for a sequence.
         keep, count : float, int, optional
             The share, or the number, of the sequence's tokens that stay. Give one of the two.
         budget : str
@@ -374,7 +375,14 @@ class PagedCache(BaseCache):
             scorer, keep, count, budget, queries=queries, weights=weights, renumber=renumber,
             options=options,
         )  # fmt: skip
-        return compression.compress_sequence(self, seq, asked)
+        if isinstance(seq, Rows):
+            rows = self.rows
+            return compression.compress_sequences(self, rows.sequences, rows.plan, rows.rearrange, asked)
+
+        def plan(call: str, *arguments: Any, **options: Any) -> SequencePlan:
+            return self.plan(call, seq, *arguments, **options)
+
+        return compression.compress_sequences(self, [seq], plan, self.rearrange, asked)
 
     @property
     def nbytes(self) -> int:

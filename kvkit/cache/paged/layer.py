@@ -97,6 +97,15 @@ class Rows(MovableTokens):
         self._cache.rearrange(plan)
         self.step, self.changes = None, self.changes + 1
 
+    @property
+    def layers(self) -> Any:
+        """The layers of the cache."""
+        return self._cache.layers
+
+    def compress(self, scorer: Any, **options: Any) -> Any:
+        """Keep the tokens of the best scores in all rows and layers, see `PagedCache.compress`."""
+        return self._cache.compress(self, scorer, **options)
+
 
 def heads_first(results: Attended) -> Attended:
     """Swap tokens and heads in the outputs of attention, and in lse if there is one."""

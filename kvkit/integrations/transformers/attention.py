@@ -113,7 +113,24 @@ def attention_forward(
             is_causal,
             options,
         )
+    if stored is not None and latent and stored.seen is not None:
+        parts = absorbed(module, stored.layer, query)[:2]
+        scaled = np.concatenate(parts, 3) * np.float32(scaling * (latent + parts[1].shape[3]) ** 0.5)
+        stored.seen(scaled.astype(parts[0].dtype), None)  # for scorers, which divide by that root
     return without_gradient(attn_output, query, key, value), None
+
+
+def absorbed(module: Any, layer: Any, query: torch.Tensor) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+    """Return queries of latent rows, their rotated parts, and the projections of outputs [H, V, L].
+
+    The module's ``kv_b_proj`` has the up-projections: for each head the rows of W_UK, then those of W_UV.
+    """
+    weight, nope = getattr(module, "kv_b_proj", None), getattr(module, "qk_nope_head_dim", None)
+    if not isinstance(weight, torch.nn.Linear) or nope is None or weight.bias is not None:
+        raise argument_error("module", "attention with kv_b_proj and qk_nope_head_dim", type(module).__name__)
+    by_head = weight.weight.to(query.dtype).view(query.shape[1], -1, layer.latent_dim)
+    latent = to_numpy("query", query[..., :nope] @ by_head[:, :nope])
+    return latent, to_numpy("query", query[..., nope:]), by_head[:, nope:]
 
 
 def attend_latent(
@@ -124,19 +141,11 @@ def attend_latent(
     indices: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attend with absorbed queries to the latent rows of a layer; return the heads' outputs [B, q, H, Dv].
-
-    The module's ``kv_b_proj`` has the up-projections: for each head the rows of W_UK, then those of W_UV.
-    """
-    weight, nope = getattr(module, "kv_b_proj", None), getattr(module, "qk_nope_head_dim", None)
-    if not isinstance(weight, torch.nn.Linear) or nope is None or weight.bias is not None:
-        raise argument_error("module", "attention with kv_b_proj and qk_nope_head_dim", type(module).__name__)
+    """Attend with absorbed queries to the latent rows of a layer; return the heads' outputs [B, q, H, Dv]."""
+    latent, rotated, by_head = absorbed(module, layer, query)
     if options["softcap"] or options["softmax_scale"] is None:
         raise argument_error("scaling", "a number, and no softcap", options["softmax_scale"])
-    heads, new = query.shape[1:3]
-    by_head = weight.weight.to(query.dtype).view(heads, -1, layer.latent_dim)  # [H, P + V, L]
-    latent = to_numpy("query", query[..., :nope] @ by_head[:, :nope])
-    rotated = to_numpy("query", query[..., nope:])
+    new = query.shape[2]
     mask = None if attention_mask is None else to_numpy("attention_mask", attention_mask)
     if mask is not None and mask.ndim == 4:
         shows = mask if mask.dtype == np.bool_ else np.asarray(mask, np.float32) > LEAST
@@ -153,7 +162,7 @@ def attend_latent(
             rows = np.where(np.take_along_axis(seen[:, 0], rows.astype(np.int64), 2), rows, -1)
         shared, mask = shared | {"indices": rows}, None
     output = tensor_of(layer.attend(latent, rotated, mask, **shared))
-    return (output @ by_head[:, nope:].transpose(1, 2)).transpose(1, 2)
+    return (output @ by_head.transpose(1, 2)).transpose(1, 2)
 
 
 def attend_states(

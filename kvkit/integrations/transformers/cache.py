@@ -120,9 +120,6 @@ class KvkitCache(Cache):
         if kind not in KINDS:
             raise argument_error("kind", " or ".join(map(repr, KINDS)), describe(kind))
         eviction = None if evict is None else Eviction(evict)
-        if eviction is not None and kind in ("static", "paged"):
-            wanted = "'dynamic' or 'quantized' with evict, whose layers lose tokens one by one"
-            raise argument_error("kind", wanted, repr(kind))
         if config is not None:
             options = geometry(config, kind) | options
         make = functools.partial(KINDS[kind], **options)
@@ -133,8 +130,8 @@ class KvkitCache(Cache):
             self._make, self._wanted = make, unknown
         else:
             self._wrap(make_cache(KINDS[kind], config, kind, options), config)
-        if eviction is not None and any(layer.latent_dim for layer in self.cache.layers):
-            raise argument_error("evict", "a model with keys and values of its heads", "latent rows")
+        if eviction is not None:
+            check_evictable(self.cache, config, kind, options, eviction.wants_weights)
         self.eviction = eviction
 
     @classmethod
@@ -237,7 +234,7 @@ class KvkitCache(Cache):
         if eviction is not None:
             eviction.see(layer_idx, queries, weights)
             if layer_idx == last_to_evict(self.cache.layers):
-                self.report = eviction.run(self.cache) or self.report
+                self.report = eviction.run(self.movable()) or self.report
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Store the index keys [B, q, D] of the latest tokens; return the index keys of all tokens."""
@@ -381,6 +378,26 @@ class KvkitCache(Cache):
     def activate_past_recording(self) -> None:
         """Let layers keep tokens that they would drop or encode, until the next `crop`."""
         self.cache.activate_past_recording()
+
+
+def check_evictable(cache: Any, config: Any, kind: str, options: dict[str, Any], weighs: bool) -> None:
+    """Refuse eviction from a cache that cannot lose tokens while `generate` counts positions.
+
+    `weighs` says whether the scorer reads weights of attention.
+    """
+    if kind == "static":
+        wanted = "another kind with evict, because rows of a static one close up, and positions with them"
+        raise argument_error("kind", wanted, repr(kind))
+    if any(isinstance(layer, IndexedLayer) for layer in cache.layers):
+        raise argument_error("evict", "a model without an indexer, which numbers rows", "index keys")
+    if weighs and (options.get("latent_dim") or any(layer.latent_dim for layer in cache.layers)):
+        wanted = "a scorer of keys or of the last queries, for a model with latent rows"
+        raise argument_error("evict", wanted, "weights of all queries")
+    if kind == "paged" and config is not None:
+        _, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        if any("sliding_window" in each for each in arguments):
+            wanted = "full attention in all layers of a paged cache, which lose the same tokens"
+            raise argument_error("evict", wanted, "a window")
 
 
 def last_to_evict(layers: Any) -> int:
