@@ -7,8 +7,8 @@ import click
 
 from kvkit import tools
 from kvkit.errors import KvkitError
+from kvkit.tools.contents import by_patterns
 from kvkit.tools.model_facts import with_model
-from kvkit.tools.source import by_patterns
 from kvkit_cli import clusters, show, tool
 
 COLOURS = {"error": "red", "warning": "yellow"}

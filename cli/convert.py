@@ -10,9 +10,9 @@ from kvkit import files, tools
 from kvkit.errors import KvkitError
 from kvkit.files.llama_writing import SUFFIX
 from kvkit.files.paths import check_target
+from kvkit.tools.contents import by_patterns
 from kvkit.tools.conversion import write_conversion
 from kvkit.tools.model_facts import with_model
-from kvkit.tools.source import by_patterns
 from kvkit_cli import clusters, complete, show, tool, watch
 
 

@@ -3,8 +3,8 @@
 import click
 
 from kvkit import tools
+from kvkit.tools.contents import by_patterns
 from kvkit.tools.model_facts import with_model
-from kvkit.tools.source import by_patterns
 from kvkit_cli import tool
 
 

@@ -7,8 +7,8 @@ import click
 
 from kvkit import tools
 from kvkit.errors import KvkitError, argument_error, brief
+from kvkit.tools.contents import by_patterns
 from kvkit.tools.model_facts import with_model
-from kvkit.tools.source import by_patterns
 from kvkit.tools.studies import plots, report
 from kvkit.tools.studies.study import check_threshold
 from kvkit_cli import clusters, complete, show, tool

@@ -21,8 +21,9 @@ from kvkit.files.arrays import BESIDE
 from kvkit.interop import as_numpy
 from kvkit.layouts import Layout, parse, tables
 from kvkit.layouts.views import KV
-from kvkit.tools.names import some_names
-from kvkit.tools.source import NAMES, PAGED_NAMES, SIDES, CacheSource, Source
+from kvkit.tools.contents import Source
+from kvkit.tools.names import NAMES, PAGED_NAMES, SIDES, some_names
+from kvkit.tools.source import CacheSource
 
 TABLES = "block_tables", "cachestarts", "kv_indices"
 KNOWN = (

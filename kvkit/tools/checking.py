@@ -9,9 +9,10 @@ import numpy as np
 
 from kvkit.errors import KvkitError
 from kvkit.tools.case import Case
+from kvkit.tools.contents import Source
 from kvkit.tools.findings import Findings, examine
 from kvkit.tools.rules import RULES, layouts
-from kvkit.tools.source import SLIDING, CacheSource, Source
+from kvkit.tools.source import SLIDING, CacheSource
 
 
 def check(

@@ -21,8 +21,8 @@ from kvkit.tools.axes import ROLES, WORDS, is_index, letters_of
 from kvkit.tools.case import stack_view
 from kvkit.tools.causes import Cause, Trial, index_causes, try_causes, usable_inputs
 from kvkit.tools.causes.evidence import Tolerances
-from kvkit.tools.names import some_names
-from kvkit.tools.source import SIDES, SLIDING, CacheSource
+from kvkit.tools.names import SIDES, some_names
+from kvkit.tools.source import SLIDING, CacheSource
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.typed import FilePath
 

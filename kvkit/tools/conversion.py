@@ -19,19 +19,11 @@ from kvkit.layouts import tables
 from kvkit.layouts.tables import BlockTable
 from kvkit.layouts.views import KV
 from kvkit.tools import recoding, states
+from kvkit.tools.contents import Source
 from kvkit.tools.layer_choice import choose_layers
 from kvkit.tools.readers import LINE
 from kvkit.tools.rope_pairs import PairOrder, change_of_pairs
-from kvkit.tools.source import (
-    SLIDING,
-    TABLES,
-    CacheSource,
-    Source,
-    axis_sizes_of,
-    leaves,
-    parse_layout,
-    view_of,
-)
+from kvkit.tools.source import SLIDING, TABLES, CacheSource, axis_sizes_of, leaves, parse_layout, view_of
 from kvkit.tools.text import size
 
 

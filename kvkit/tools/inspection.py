@@ -15,7 +15,9 @@ from kvkit.files import Contents, Description
 from kvkit.files.members import is_extension_dtype
 from kvkit.layouts.tables import BlockTable
 from kvkit.layouts.views import KV
-from kvkit.tools.source import SIDES, CacheSource, Source
+from kvkit.tools.contents import Source
+from kvkit.tools.names import SIDES
+from kvkit.tools.source import CacheSource
 from kvkit.tools.text import columns, size
 
 SHOWN = 40  # the most arrays or layers in a text; to_dict() has all

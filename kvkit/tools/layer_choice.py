@@ -14,8 +14,8 @@ from kvkit.errors import argument_error, brief
 from kvkit.files import Contents
 from kvkit.files.arrays import BESIDE, CACHE, name_arrays, nested
 from kvkit.layouts import Layout
-from kvkit.tools.names import LAYER
-from kvkit.tools.source import SIDES, SLIDING, CacheSource, leaves, name_in_second, name_of_second
+from kvkit.tools.names import LAYER, SIDES
+from kvkit.tools.source import SLIDING, CacheSource, leaves, name_in_second, name_of_second
 
 PART = re.compile(r"(\d{1,6})?(:)?(\d{1,6})?(?::(\d{1,6}))?")
 

@@ -12,7 +12,8 @@ from kvkit.files import Description
 from kvkit.files.llama import HEADS
 from kvkit.files.model_config import LayerShape, ModelShape, read_model
 from kvkit.formats import FLOATS
-from kvkit.tools.source import SLIDING, contents_of
+from kvkit.tools.contents import contents_of
+from kvkit.tools.source import SLIDING
 
 ATTENTION = {"cache": ("full", "latent"), SLIDING: ("sliding",)}  # kinds of layers in each cache
 

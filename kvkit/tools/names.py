@@ -9,6 +9,15 @@ from typing import Any
 
 from kvkit.errors import argument_error, brief, nearest
 
+NAMES = (  # names of separate keys and values: in pages first, then of packed tokens
+    ("key_cache", "value_cache"),
+    ("key", "value"),
+    ("keys", "values"),
+    ("current_key", "current_value"),
+    ("key_states", "value_states"),
+)
+PAGED_NAMES = NAMES[0]
+SIDES = "key", "value"
 LAYER = "{l}"  # the number of a layer in a pattern
 HEADS_FIRST = (  # patterns of keys and of values whose arrays are [sequences, heads, tokens, content]
     ("past_key_values.{l}.key", "past_key_values.{l}.value"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -13,32 +12,21 @@ from typing import Any
 import numpy as np
 
 from kvkit import files, layouts
-from kvkit.checks.index_tensors import index
-from kvkit.checks.values import integer
 from kvkit.errors import KvkitError, argument_error, brief, describe
-from kvkit.files import Contents, llama
+from kvkit.files import Contents
 from kvkit.files.arrays import BESIDE, CACHE, nested
 from kvkit.files.description import parse_description
 from kvkit.formats import FLOATS, NAMED
 from kvkit.formats.elements import FLOATS8
-from kvkit.interop import as_numpy
 from kvkit.layouts import Layout, tables
 from kvkit.layouts.tables import BlockTable
 from kvkit.layouts.views import KV
 from kvkit.tools import openvino
-from kvkit.tools.names import LAYER, LayerNames, find_layers, matching, some_names
+from kvkit.tools.contents import Source, contents_of
+from kvkit.tools.names import NAMES, PAGED_NAMES, SIDES, LayerNames, find_layers, some_names
+from kvkit.tools.saved_pages import order_cells, pages_of_cells, pages_of_saved
 
-Source = str | os.PathLike[str] | Mapping[str, Any] | Contents
-NAMES = (  # names of separate keys and values: in pages first, then of packed tokens
-    ("key_cache", "value_cache"),
-    ("key", "value"),
-    ("keys", "values"),
-    ("current_key", "current_value"),
-    ("key_states", "value_states"),
-)
-PAGED_NAMES = NAMES[0]
 AXES = {True: {3: "n h c", 4: "b n h c", 5: "l b n h c"}, False: {3: "n h c", 4: "l n h c", 5: "l b n h c"}}
-SIDES = "key", "value"
 SLIDING = "sliding"  # the name of a second cache, of layers with a window; a prefix of its tables
 PACKED = "packed sequences"  # a convention of tables: `seqstarts`
 TABLES = (  # prefixes of the names of tables
@@ -462,87 +450,6 @@ class CacheSource:
         raise argument_error("seqstarts", wanted, brief(starts.tolist()) if integers else describe(starts))
 
 
-def contents_of(source: Any) -> Contents:
-    """Read a file to contents, with llama.cpp's streams joined; wrap arrays by name as contents."""
-    if isinstance(source, Contents):
-        return llama.join_streams(source)
-    if isinstance(source, (str, os.PathLike)):
-        return llama.join_streams(files.read(source))
-    if not isinstance(source, Mapping):
-        if not hasattr(source, "layers"):
-            raise argument_error("source", "a path, a dict of arrays or a cache", describe(source))
-        return Contents(arrays_of_object(source), {}, kind=type(source).__name__)
-    given: dict[str, Any] = {}
-    for name, value in source.items():
-        if value is not None:
-            given |= arrays_of_object(value) if hasattr(value, "layers") else {name: value}
-    lists = {name: value for name, value in given.items() if holds_arrays(value)}
-    arrays = {name: np.asarray(as_numpy(value, name)) for name, value in (given | files.flat(lists)).items()
-              if name not in lists}  # fmt: skip
-    return Contents(arrays, {}, kind="arrays")
-
-
-def arrays_of_object(cache: Any) -> dict[str, Any]:
-    """Return keys and values of a cache object, of transformers or of `kvkit.cache`, by name.
-
-    Layers without keys, such as recurrent ones, are left out. A static layer gives only its filled rows.
-    """
-    found: dict[str, Any] = {}
-    for number, layer in enumerate(cache.layers):
-        if "quantized" in type(layer).__name__.lower() and not hasattr(layer, "stored"):
-            wanted = "a layer whose .keys are all of its keys"
-            raise argument_error("source", wanted, f"a {type(layer).__name__}, which has its last ones there")
-        pair = layer.stored() if hasattr(layer, "stored") else (layer.keys, layer.values) if (
-            getattr(layer, "keys", None) is not None) else ()  # fmt: skip
-        static = type(layer).__name__.startswith("Static") and not hasattr(layer, "stored")
-        tokens = slice(int(layer.get_seq_length()) if static else None)
-        for side, array in zip(SIDES, pair, strict=False):
-            found[f"past_key_values.{number}.{side}"] = np.asarray(as_numpy(array, side))[:, :, tokens]
-    if not found:
-        raise argument_error("source", "a cache that has tokens", "an empty one")
-    return found
-
-
-def by_patterns(source: Any, keys: str | None, values: str | None) -> Any:
-    """Return a source with its keys and values renamed to the usual names.
-
-    Parameters
-    ----------
-    source : path, mapping of arrays, or Contents
-    keys, values : str or None
-        Names of arrays of keys and of values, with {l} for the number of a layer. If both are None the source
-        is returned as it is.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from kvkit.tools.source import CacheSource, by_patterns
-    >>> arrays = {f"attn{i}_{side}": np.ones((3, 8, 2, 16)) for i in (0, 1) for side in "kv"}
-    >>> CacheSource(by_patterns(arrays, "attn{l}_k", "attn{l}_v")).axis_sizes
-    {'l': 2, 'b': 3, 'n': 8, 'h': 2, 'c': 16}
-    """
-    if keys is None and values is None:
-        return source
-    contents, found = contents_of(source), []
-    for argument, pattern in (("keys", keys), ("values", values)):
-        if pattern is None:
-            raise argument_error(argument, "a pattern, beside that of the other side", "None")
-        found.append(matching(contents.arrays, pattern, argument))
-    if found[0].keys() != found[1].keys():
-        missing = min(found[0].keys() ^ found[1].keys())
-        raise argument_error(
-            "values", f"the layers of keys, {sorted(found[0])}", f"no layer {missing} in both"
-        )
-    gone = {name for side in found for name in side.values()}
-    arrays = {name: array for name, array in contents.arrays.items() if name not in gone}
-    for name, pattern, side in zip(PAGED_NAMES, (keys, values), found, strict=True):
-        for at, layer in enumerate(sorted(side)):
-            arrays[f"{name}.{at}" if LAYER in str(pattern) else name] = contents.arrays[side[layer]]
-    if (numbers := sorted(found[0])) != list(range(len(numbers))):
-        arrays["layers"] = np.array(numbers)
-    return replace(contents, arrays=arrays)
-
-
 def parse_layout(layout: str | Layout, argument: str) -> Layout:
     """Parse a layout; errors name the argument."""
     try:
@@ -567,12 +474,6 @@ def name_of_second(name: str) -> str:
     if name == CACHE or name.startswith((f"{CACHE}.", f"{CACHE}_cells.")):
         return SLIDING + name.removeprefix(CACHE)
     return f"{SLIDING}_{name}"
-
-
-def holds_arrays(value: Any) -> bool:
-    """Return whether a value is a list of arrays, or of such lists."""
-    several = isinstance(value, (list, tuple)) and len(value) > 0
-    return several and any(hasattr(each, "shape") or holds_arrays(each) for each in value)
 
 
 def with_axes(found: Any, count: int) -> Any:
@@ -609,66 +510,3 @@ def format_of_paged(about: Mapping[str, Any]) -> str | None:
     """Return the format of a `PagedCache` from the arguments of its constructor."""
     bits = about.get("quant_bit")
     return about.get("quant_format") or (f"int{bits}:g{about.get('quant_group')}" if bits else None)
-
-
-def pages_of_saved(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> BlockTable:
-    """Return the pages of a saved `PagedCache`; blocks are numbered by their places in the file."""
-    size, moved = about["arguments"]["page_size"], any("intact" in said for said in about["sequences"])
-    saved = [saved_table(arrays, i, said["length"], size) for i, said in enumerate(about["sequences"])]
-    if moved:
-        return tokens_of_saved(saved, size)
-    numbers = np.full((len(saved), max((len(row) for row, _ in saved), default=0)), -1)
-    for places, (row, _) in zip(numbers, saved, strict=True):
-        places[: len(row)] = row
-    return tables.from_blocks(numbers, np.array([ends[-1] for _, ends in saved], np.int64), size)
-
-
-def saved_table(
-    arrays: Mapping[str, np.ndarray], i: int, length: int, size: int
-) -> tuple[np.ndarray, list[int]]:
-    """Check a sequence of a file; return the places of its blocks, and where segments end."""
-    name = f"sequences.{i}.block_table"
-    blocks, table = index("blocks", arrays["blocks"], 1), index(name, arrays[name], 1)
-    if (np.diff(blocks) <= 0).any():
-        raise argument_error("blocks", "ascending ids of blocks", brief(blocks.tolist()))
-    missing = table[~np.isin(table, blocks)]
-    if len(missing):
-        raise argument_error(name, "ids of blocks that the file has", int(missing[0]))
-    ends = [0, *index("segments", arrays.get(f"sequences.{i}.segments", np.arange(0)), 1).tolist()]
-    ends.append(integer("length", length, 0))
-    if ends != sorted(ends):
-        raise argument_error(f"sequences.{i}.segments", f"ascending ends among {length} tokens", ends[1:-1])
-    pages = sum(-(-(end - begin) // size) for begin, end in itertools.pairwise(ends))
-    if pages != len(table):
-        raise argument_error(name, f"{pages} blocks for {length} tokens", len(table))
-    return np.searchsorted(blocks, table), ends
-
-
-def tokens_of_saved(saved: list[tuple[np.ndarray, list[int]]], size: int) -> BlockTable:
-    """Return pages of one token each, which can describe sequences in segments."""
-    places, lengths = [np.empty(0, np.int64)], [ends[-1] for _, ends in saved]
-    for table, ends in saved:
-        page = 0
-        for begin, end in itertools.pairwise(ends):
-            rows = np.arange(end - begin)
-            places.append(table[page + rows // size] * size + rows % size)
-            page -= (begin - end) // size
-    owners = np.repeat(np.arange(len(lengths)), lengths)
-    positions = np.concatenate([np.arange(0), *map(np.arange, lengths)])
-    return tables.from_tokens(np.concatenate(places), owners, positions, len(lengths))
-
-
-def order_cells(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (cells, sequences) of llama.cpp in the order of positions, and of rows and columns of images."""
-    cells = np.repeat(np.arange(len(arrays["cache_cells.positions"])),
-                      np.diff(arrays["cache_cells.sequence_starts"]))  # fmt: skip
-    _, numbers = np.unique(arrays["cache_cells.sequences"], return_inverse=True)
-    places = [arrays[name][cells] for name in ("cache_cells.x", "cache_cells.y") if name in arrays]
-    order = np.lexsort((*places, arrays["cache_cells.positions"][cells], numbers))
-    return cells[order], numbers[order]
-
-
-def pages_of_cells(arrays: Mapping[str, np.ndarray]) -> BlockTable:
-    """Return the pages of llama.cpp's cells; sequences keep their order, not their numbers."""
-    cells, numbers = order_cells(arrays)
-    return tables.from_tokens(cells, numbers, arrays["cache_cells.positions"][cells], gaps=True)

@@ -7,9 +7,9 @@ from click.testing import CliRunner
 import kvkit
 from kvkit import files, formats, tools
 from kvkit.errors import KvkitError
-from kvkit.tools.names import HEADS_FIRST, TOKENS_FIRST
+from kvkit.tools.contents import by_patterns
+from kvkit.tools.names import HEADS_FIRST, NAMES, TOKENS_FIRST
 from kvkit.tools.readers import open_cache
-from kvkit.tools.source import NAMES, by_patterns
 from kvkit_cli.main import main
 
 pytestmark = pytest.mark.cpu

@@ -1,0 +1,106 @@
+"""Take a path, arrays by name or a cache object as the contents of a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvkit import files
+from kvkit.errors import argument_error, describe
+from kvkit.files import Contents, llama
+from kvkit.interop import as_numpy
+from kvkit.tools.names import LAYER, PAGED_NAMES, SIDES, matching
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | Contents
+
+
+def contents_of(source: Any) -> Contents:
+    """Read a file to contents, with llama.cpp's streams joined; wrap arrays by name as contents."""
+    if isinstance(source, Contents):
+        return llama.join_streams(source)
+    if isinstance(source, (str, os.PathLike)):
+        return llama.join_streams(files.read(source))
+    if not isinstance(source, Mapping):
+        if not hasattr(source, "layers"):
+            raise argument_error("source", "a path, a dict of arrays or a cache", describe(source))
+        return Contents(arrays_of_object(source), {}, kind=type(source).__name__)
+    given: dict[str, Any] = {}
+    for name, value in source.items():
+        if value is not None:
+            given |= arrays_of_object(value) if hasattr(value, "layers") else {name: value}
+    lists = {name: value for name, value in given.items() if holds_arrays(value)}
+    arrays = {name: np.asarray(as_numpy(value, name)) for name, value in (given | files.flat(lists)).items()
+              if name not in lists}  # fmt: skip
+    return Contents(arrays, {}, kind="arrays")
+
+
+def arrays_of_object(cache: Any) -> dict[str, Any]:
+    """Return keys and values of a cache object, of transformers or of `kvkit.cache`, by name.
+
+    Layers without keys, such as recurrent ones, are left out. A static layer gives only its filled rows.
+    """
+    found: dict[str, Any] = {}
+    for number, layer in enumerate(cache.layers):
+        if "quantized" in type(layer).__name__.lower() and not hasattr(layer, "stored"):
+            wanted = "a layer whose .keys are all of its keys"
+            raise argument_error("source", wanted, f"a {type(layer).__name__}, which has its last ones there")
+        pair = layer.stored() if hasattr(layer, "stored") else (layer.keys, layer.values) if (
+            getattr(layer, "keys", None) is not None) else ()  # fmt: skip
+        static = type(layer).__name__.startswith("Static") and not hasattr(layer, "stored")
+        tokens = slice(int(layer.get_seq_length()) if static else None)
+        for side, array in zip(SIDES, pair, strict=False):
+            found[f"past_key_values.{number}.{side}"] = np.asarray(as_numpy(array, side))[:, :, tokens]
+    if not found:
+        raise argument_error("source", "a cache that has tokens", "an empty one")
+    return found
+
+
+def by_patterns(source: Any, keys: str | None, values: str | None) -> Any:
+    """Return a source with its keys and values renamed to the usual names.
+
+    Parameters
+    ----------
+    source : path, mapping of arrays, or Contents
+    keys, values : str or None
+        Names of arrays of keys and of values, with {l} for the number of a layer. If both are None the source
+        is returned as it is.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.tools.contents import by_patterns
+    >>> from kvkit.tools.source import CacheSource
+    >>> arrays = {f"attn{i}_{side}": np.ones((3, 8, 2, 16)) for i in (0, 1) for side in "kv"}
+    >>> CacheSource(by_patterns(arrays, "attn{l}_k", "attn{l}_v")).axis_sizes
+    {'l': 2, 'b': 3, 'n': 8, 'h': 2, 'c': 16}
+    """
+    if keys is None and values is None:
+        return source
+    contents, found = contents_of(source), []
+    for argument, pattern in (("keys", keys), ("values", values)):
+        if pattern is None:
+            raise argument_error(argument, "a pattern, beside that of the other side", "None")
+        found.append(matching(contents.arrays, pattern, argument))
+    if found[0].keys() != found[1].keys():
+        missing = min(found[0].keys() ^ found[1].keys())
+        raise argument_error(
+            "values", f"the layers of keys, {sorted(found[0])}", f"no layer {missing} in both"
+        )
+    gone = {name for side in found for name in side.values()}
+    arrays = {name: array for name, array in contents.arrays.items() if name not in gone}
+    for name, pattern, side in zip(PAGED_NAMES, (keys, values), found, strict=True):
+        for at, layer in enumerate(sorted(side)):
+            arrays[f"{name}.{at}" if LAYER in str(pattern) else name] = contents.arrays[side[layer]]
+    if (numbers := sorted(found[0])) != list(range(len(numbers))):
+        arrays["layers"] = np.array(numbers)
+    return replace(contents, arrays=arrays)
+
+
+def holds_arrays(value: Any) -> bool:
+    """Return whether a value is a list of arrays, or of such lists."""
+    several = isinstance(value, (list, tuple)) and len(value) > 0
+    return several and any(hasattr(each, "shape") or holds_arrays(each) for each in value)
