@@ -1,4 +1,4 @@
-"""The rules P1 to P4 of `kvkit check`, which page tables of any operator must obey, found in one pass.
+"""Check rules P1 to P4 of `kvkit check`, which all page tables must obey, in one pass.
 
 Operators refuse tables that they cannot read. A table that can be read may still be wrong: if two sequences
 use one page as their own, each reads what the other one wrote. With KVKIT_VALIDATE=1 in the environment
@@ -22,16 +22,16 @@ FIELDS = RULE, SEQUENCE, COLUMN, PAGE, OTHER, THERE = range(6)  # OTHER is a seq
 NOTHING = np.zeros(0, np.int64)
 UNKNOWN = -1  # the page before this one is a placeholder
 FIRST = -2  # there is no page before this one
-POOL = 2**22  # pages that a pass always has memory for
+POOL = 2**22  # pages of a pool for which a pass always allocates memory
 HIT = len(FIELDS)
-SPARE = 5  # numbers that a pass needs for each page
+SPARE = 5  # numbers of workspace for each page
 
 
 def scan_tables(
     starts: Integers, batch: int, ids: Integers, num_blocks: int, placeholder: int, owners: Integers, hits:
     Integers, owner: Integers, column: Integers, before: Integers, last: Integers, there: Integers,
 ) -> int:  # fmt: skip
-    """Write the hits of tables that lie one after the other, and return how many there are.
+    """Find the hits in tables that follow each other; write them to `hits` and return their number.
 
     `owners` counts the sequences of each page.
 
@@ -125,7 +125,7 @@ class Tables:
         ids, pool, known = self.ids, self.num_blocks, None
         none = np.iinfo(np.int64).min
         placeholder = none if self.placeholder is None else self.placeholder
-        if pool > POOL + 8 * len(ids):  # by their ranks, rather than with memory for all pages
+        if pool > POOL + 8 * len(ids):  # number pages by rank, to need no memory for the whole pool
             legal = (ids >= 0) & (ids < pool) & (ids != placeholder)
             known, ranks = np.unique(ids[legal], return_inverse=True)
             ids, pool = np.where(ids == placeholder, none, -1), len(known)
@@ -146,7 +146,7 @@ class Tables:
         return chosen
 
     def shared(self, pages: Array) -> Array:
-        """Return which of some pages, each once, more than one sequence has."""
+        """Return those of the pages, without repeats, that several sequences have."""
         owners = self.scanned[1]
         pages = np.unique(pages[(pages >= 0) & (pages < self.num_blocks)])
         known = isinstance(owners, dict)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 FORM = 2  # version of the format of the files
 DAY = 24 * 3600
-UNUSED = 30 * DAY  # after which code of older sources, versions and machines is removed
+UNUSED = 30 * DAY  # seconds without use after which a file is removed
 FOLDERS, FILES = re.compile("[0-9a-f]{20}"), re.compile(r"[\w-]+\.bin|tmp\w+")
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 POSIX = os.name == "posix"  # Windows has no descriptors of folders, and profiles are private
@@ -49,7 +49,7 @@ def check_owner(handle: int, path: Path) -> None:
 
 @contextlib.contextmanager
 def open_folder(folder: Path, make: bool = False) -> Iterator[tuple[Callable[[str], str | Path], int | None]]:
-    """Open a folder, and yield how `os` reaches its files by name: a function to a path, and a `dir_fd`."""
+    """Open a folder; yield (function from a file's name to its path, `dir_fd`), the arguments of `os` calls."""
     if make:
         with contextlib.suppress(FileExistsError):
             folder.parent.mkdir(parents=True, exist_ok=True)

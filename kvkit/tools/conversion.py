@@ -351,7 +351,7 @@ def join(
     Parameters
     ----------
     sources : iterable of path, mapping of arrays, or Contents
-        The caches, in the order of their heads; or a dict of them by the names that errors call them.
+        The caches, in the order of their heads; or a dict of them, whose keys name them in errors.
     axis : "h"
         The axis that is split.
     layout, sizes

@@ -42,8 +42,8 @@ def attend(
 
     Each chunk is attended to by the worker that has it, and `kvkit.merge_attention_states` merges the results
     as a tree, in groups of up to 1 MiB, at least two. The tree depends on chunks only, so results have the
-    same bits for any workers. A worker needs memory for its chunks and, for each chunk of queries, a partial
-    result and those that are merged with it.
+    same bits for any workers. A worker needs memory for its chunks and, for each chunk of queries, for
+    the partial results of one merge.
 
     Parameters
     ----------

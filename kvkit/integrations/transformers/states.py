@@ -17,8 +17,8 @@ from kvkit.interop import tensor_of
 class KvkitStateLayer(LinearAttentionCacheLayerMixin):
     """Passes transformers' calls on to a `kvkit.cache.StateLayer`; its tensors share the layer's memory.
 
-    For a single token models change the state of a convolution in place. So its tokens are counted when the
-    model reads the state: as many as the step's mask is for.
+    For a single token models change the state of a convolution in place, without an update. So reading that
+    state counts the tokens of the step, whose number the step's mask has shown.
     """
 
     is_compileable = False
