@@ -14,14 +14,14 @@ IN_HINTS = (
     "sizes",
     "threshold",
     "layers",
-)  # arguments that texts name as Python gives them, with a =
+)  # arguments that texts write as in Python, with a =
 PATH = click.Path(path_type=Path, readable=False)  # files say what is wrong with a path
 
 
 class ToolVerb(click.Command):
     """A verb whose errors name options of the shell, not arguments of Python.
 
-    `words` are options by other words that errors begin with.
+    `words` maps other first words of errors to options.
     """
 
     def __init__(self, *args, words=None, **extra):

@@ -1,4 +1,4 @@
-"""The compiled passes over slots, which return the pieces to move, or the first broken rule as numbers.
+"""Check slots in compiled passes, which return the pieces to move, or the first broken rule as numbers.
 
 A piece is `count` tokens of a packed tensor, from `token` and `head` on, that lie in as many slots from
 `slot` on; or it is one slot that gets the mean of them.
@@ -20,7 +20,7 @@ Verdict = tuple[int, int, int, int]  # a rule, and three numbers for its message
 FINE, CAPACITY, TWICE, WINDOW, OFFSET, RANGE = range(6)
 PLAIN, KVHEAD, ROPE, OMNI = range(4)
 FIELDS = TOKEN, HEAD, SLOT, COUNT, MEAN = range(5)
-PIECE, FOUND = len(FIELDS), 4  # numbers of a piece; that a pass finds
+PIECE, FOUND = len(FIELDS), 4  # numbers of a piece; numbers in the answer of a pass
 
 
 def plain_slots(slots: Array, capacity: int) -> tuple[Verdict, Array]:

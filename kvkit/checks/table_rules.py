@@ -88,7 +88,7 @@ def alike(
     ids: Integers, one: int, two: int, columns: int, before: int, previous: int, placeholder: int,
     num_blocks: int,
 ) -> bool:  # fmt: skip
-    """Return whether tables that begin at `one` and `two` may be equal in their first columns."""
+    """Return whether two tables have equal first columns; placeholders may stand for any page."""
     if before != UNKNOWN and previous != UNKNOWN:
         return before == previous
     for c in range(columns):

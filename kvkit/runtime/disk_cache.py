@@ -49,7 +49,7 @@ def check_owner(handle: int, path: Path) -> None:
 
 @contextlib.contextmanager
 def open_folder(folder: Path, make: bool = False) -> Iterator[tuple[Callable[[str], str | Path], int | None]]:
-    """Open a folder; yield (function from a file's name to its path, `dir_fd`), the arguments of `os` calls."""
+    """Open a folder; yield (function from a file's name to its path, `dir_fd`) for calls of `os`."""
     if make:
         with contextlib.suppress(FileExistsError):
             folder.parent.mkdir(parents=True, exist_ok=True)
