@@ -63,13 +63,12 @@ def convert(sources, target, page_size, axis, dask, as_json, quiet, keys, values
     """Move a cache to another layout, bit for bit, or to another format.
 
     IN is any file that `kvkit inspect` reads. Its cache is the array cache, the arrays cache.0, cache.0.1
-    and so on if the layout has lists, or key_cache and value_cache, key and value and so on. OUT is a
-    .npz, .npy or .safetensors file, or a .bin file, the state of a sequence of llama.cpp; on an error it
-    does not change. With several IN it is an existing folder; or, with --axis h, one file with the heads of all
-    tensor-parallel ranks. Rows do not move. --page-size
-    copies each sequence of the page tables (block_tables and context_lens; kv_indptr, kv_indices and
-    kv_last_page_len; cells of llama.cpp), or each b without tables, into new pages; --page-size longest
-    makes one page of each sequence.
+    and so on if the layout has lists, or key_cache and value_cache, key and value and so on. OUT is a .npz,
+    .npy or .safetensors file, or a .bin file, the state of a sequence of llama.cpp; on an error it does not
+    change. With several IN it is an existing folder; or, with --axis h, one file with the heads of all
+    tensor-parallel ranks. Rows do not move. --page-size copies each sequence of the page tables
+    (block_tables and context_lens; kv_indptr, kv_indices and kv_last_page_len; cells of llama.cpp), or each
+    b without tables, into new pages; --page-size longest makes one page of each sequence.
 
     --format converts the numbers and writes them in the layout "l kv | b n h c". The numbers of IN are
     floats, or codes whose format the file (a state of llama.cpp, a saved cache) or --from-format names.
