@@ -15,6 +15,8 @@ from kvkit.errors import argument_error
 # Newest last; each kind includes the features of those before it.
 KINDS = {"avx512": (), "avx512vnni": ("avx512bw", "avx512vl", "avx512vnni"), "avx512bf16": ("avx512bf16",)}
 
+NEVER = 2**62
+
 
 class Ahead(NamedTuple):
     """The distance at which attention prefetches rows, where the rows of a head follow each other."""
@@ -22,6 +24,7 @@ class Ahead(NamedTuple):
     bytes: int
     tokens: int  # most tokens ahead
     near: bool  # prefetch into L1, else into L2
+    unaided: int  # bytes of a run that one query row reads faster without prefetches
 
 
 @functools.cache
@@ -30,8 +33,13 @@ def ahead():
 
 
 def ahead_of(name):
-    """Return the fastest distance for decoding on a processor, by its name."""
-    return Ahead(16 * 1024, 64, False) if name.startswith("znver") else Ahead(5 * 1024, 40, True)
+    """Return the fastest distance for decoding on a processor, by its name.
+
+    Measured: Zen 4, Cascade Lake. Zen 5 has the distance of Zen 4, all others have that of Cascade Lake.
+    """
+    if name.startswith("znver"):
+        return Ahead(16 * 1024, 64, False, 2**17 if name == "znver4" else NEVER)
+    return Ahead(5 * 1024, 40, True, NEVER)
 
 
 @functools.cache

@@ -133,9 +133,12 @@ def test_what_is_wanted(monkeypatch):
         ask("avx512vnni")
 
 
-@pytest.mark.parametrize("formats", [scenes.FP16, scenes.INT8], ids=str)
-def test_how_soon_memory_is_asked_for_changes_no_bit(formats, rng, monkeypatch):
-    call = scenes.dynamic_cache(rng, formats, [(700, 1), (40, 2)], heads=8, kv_heads=4, dim=64, layout=3)
+@pytest.mark.parametrize(
+    ("formats", "heads"), [(scenes.FP16, 2), (scenes.FP16, 4), (scenes.INT8, 4)], ids=str
+)
+def test_how_soon_memory_is_asked_for_changes_no_bit(formats, heads, rng, monkeypatch):
+    """Runs of 512 tokens of float16 are not asked for at all on a Zen 4, if a key head has one query row."""
+    call = scenes.dynamic_cache(rng, formats, [(700, 1), (40, 2)], heads=heads, kv_heads=2, dim=128, layout=3)
     found = []
     for name in "znver4", "cascadelake":
         monkeypatch.setattr(machine, "ahead", functools.partial(machine.ahead_of, name))

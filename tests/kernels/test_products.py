@@ -207,18 +207,20 @@ def same(array):
 
 
 def narrow_scores(rng, rows, kept, queries, cache, place=same, **form):
-    """([token, row], the values of the tokens): scores of whole tiles, written between guards."""
+    """([token, row], the values of the tokens): scores of whole tiles and vectors, written between guards."""
     numbers, tokens = place(padded_numbers(cache, rows)), len(cache.values)
     if not form.get("plain"):  # [dim / 16, row, 16]
         queries = np.ascontiguousarray(queries.reshape(rows, -1, 16).swapaxes(0, 1))
     ahead, queries = place(anywhere(rng, len(numbers))), place(queries)
-    scores, untouched = guarded((len(numbers), rows))
+    scores, untouched = guarded((-(-len(numbers) // 16) * 16 if rows == 1 else len(numbers), rows))
     params, block, tile = cache.spot("key")
     block |= {"key_ids": numbers, "prefetch_in_scores": ahead}
     tile |= {"queries": queries, "scores": scores}
     run_step(products.scores(rows, *kept, **form), params, block, tile)
     untouched()
-    return scores, np.concatenate([cache.values, cache.values[-1:].repeat(len(numbers) - tokens, 0)])
+    return scores[: len(numbers)], np.concatenate(
+        [cache.values, cache.values[-1:].repeat(len(numbers) - tokens, 0)]
+    )
 
 
 def narrow_sums(rng, rows, kept, weights, cache, sums, factors, place=same, **form):
@@ -249,14 +251,15 @@ def forms_of(rows, kept):
 
 
 def check_narrow_scores(rng, rows, kept, tokens, dim, gap=0, place=same):
-    for integers, plain in itertools.product((True, False), forms_of(rows, kept)):
+    orders = (False, True) if rows == 1 and kept.stored in FLOATS else (False,)  # of reading
+    for integers, plain, in_order in itertools.product((True, False), forms_of(rows, kept), orders):
         queries = numbers_of(rng, (rows, dim), integers)
         cache = cached(rng, kept, tokens, dim, integers, gap).moved(place)
         order = None if plain else products.orders(*kept[:3], dim)
         given = queries if order is None else queries.take(order[rows], 1)
-        got, values = narrow_scores(rng, rows, kept, given, cache, place, plain=plain)
+        got, values = narrow_scores(rng, rows, kept, given, cache, place, plain=plain, in_order=in_order)
         expected, size = values @ queries.T.astype(np.float64), np.abs(values) @ np.abs(queries.T)
-        label = f"{tokens} tokens of {dim}, plain={plain}"
+        label = f"{tokens} tokens of {dim}, plain={plain}, in_order={in_order}"
         if integers:
             assert_array_equal(got, expected, label)
         else:

@@ -36,7 +36,7 @@ ATTENTION_PARAMS = Record(
     "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
     "heads group scale_bytes orders copy_row rounds integers most_value pairs",
     "heads_interleaved widens values_have_own_table",
-    "block wide_block lead counting least_split most_splits",
+    "block wide_block lead unaided_run counting least_split most_splits",
     "engines group_tiles split_tokens tile_groups work_items splits tiles products",
     "partials split_bytes workspace_at workspace_bytes engine_query_bytes",
     "key_sums key_sums_sequence key_sums_head weights_at weights_bytes",
@@ -65,7 +65,7 @@ WIDE_ENGINE, SPECIAL_ENGINE = 4, 5
 BLOCK = Record(
     "workspace number sequence table_row seqlen kvlen query_rows",
     "rows tiles row head wide widens nan_safe together",
-    "first begin end size count known lead uneven",
+    "first begin end size count known lead unaided uneven",
     "key_row_ids value_row_ids key_addresses value_addresses",
     "prefetch_in_scores prefetch_in_sums prefetch_shift",
     "key_ids value_ids key_row value_row wide_keys wide_values weights",

@@ -37,6 +37,7 @@ BLOCK_TOKENS = 64
 # Tokens of a block where heads are interleaved, and its bytes: with the next one, which is prefetched
 # meanwhile, they take half of a second cache of 1 MB.
 INTERLEAVED_TOKENS, INTERLEAVED_BYTES = 32, 2**18
+UNAIDED_ROW = 256  # bytes: the processor itself does not prefetch longer rows any faster
 LEAST_LEAD = 8  # tokens: the least distance between a prefetch and the product
 SPLITS, LEAST_SPLIT = 64, 512  # the most splits of a call, and the least tokens of one
 # Largest magnitude of values: with larger ones, integer sums exceed the tolerance of the type.
@@ -106,6 +107,7 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
         **mask_fields(weights.mask),
         **key_sum_fields(key_weights, steps),
         "values_have_own_table": steps.value_table is not None or not alike(context),
+        "unaided_run": unaided_run(context),
     })  # fmt: skip
     if key_weights is not None:
         keep_items_whole(params, steps)
@@ -197,6 +199,16 @@ def interleaved(context):
         and context.key_bytes <= keys.head <= abs(keys.row * key_step) // heads
         and context.value_bytes <= values.head <= abs(values.row * value_step) // heads
     )
+
+
+def unaided_run(context):
+    """Return the least bytes of a run that is read without prefetches: short, adjacent rows of floats."""
+    sizes, floats = (context.key_bytes, context.value_bytes), BY_NAME[context.cache_format].bits >= 16
+    adjacent = all(
+        size == side.row * step for side, step, size in zip(context.sides, context.steps, sizes, strict=True)
+    )
+    fits = floats and adjacent and max(sizes) <= UNAIDED_ROW
+    return machine.ahead().unaided if fits else machine.NEVER
 
 
 def alike(context):
@@ -336,8 +348,8 @@ def engine(form, tile_rows, near):
     if read.width:
         return integers.engine(tile_rows, near, form.cache_formats, (*scales, read.width))
     if read.widens:
-        return narrow.engine(tile_rows, ("float32", "float32"), (None, 0), False, False)
-    return narrow.engine(tile_rows, form.cache_formats, scales, read.exact, near)
+        return narrow.engine(tile_rows, ("float32", "float32"), (None, 0), False, False, True)
+    return narrow.engine(tile_rows, form.cache_formats, scales, read.exact, near, not form.interleaved)
 
 
 # What the arguments of a call decide

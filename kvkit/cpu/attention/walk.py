@@ -98,6 +98,8 @@ def set_up_block(params, block):
     block.together = 1 if block.widens else block.tiles  # heads that are read in place wait for one another
     block.size = params.wide_block if block.wide else params.block
     block.lead = 0 if block.widens else params.lead
+    run = min(block.end - block.first, params.page_size) * keys.bytes
+    block.unaided = block.rows == 1 and run >= params.unaided_run
     block.wide_keys, block.wide_values = at + offsets.wide_keys, at + offsets.wide_values
     if block.widens and (keys.dim < keys.padded_dim or values.dim < values.padded_dim):
         attention.clear(block.wide_keys, block.size * keys.padded_dim)
@@ -238,7 +240,7 @@ def find_block(params, block):
             find_addresses(block, values, block.value_row_ids, block.value_addresses)
         elif params.values_have_own_table:
             find_addresses(block, values, block.value_row_ids + lead, block.value_addresses)
-        if block.begin == block.first and block.tiles == 1:
+        if block.begin == block.first and block.tiles == 1 and not block.unaided:
             prefetch_rows(block, keys, block.key_row_ids)
             prefetch_rows(block, values, block.value_row_ids)
 
@@ -274,6 +276,9 @@ def find_rows(params, block, side, row_ids):
 def find_addresses(block, side, row_ids, addresses):
     """Write where the block's rows begin, all heads of a token in order; and up to 7 addresses more."""
     base, _ = rows_of_head(side, block, block.head)
+    if block.unaided:  # a line that is there already
+        attention.write_sequence(base, 0, block.count, addresses)
+        return
     if block.tiles == 1:
         attention.addresses(base, side.row, row_ids, block.count, addresses)
         return

@@ -44,6 +44,7 @@ LOWEST = -3.4028234663852886e38
 # Tokens, or elements, whose accumulators fit the registers.
 TILE = 8 if binding.get_host_cpu_features().get("avx512f") else 2
 LINE = 64
+TURN = 16  # tokens whose sums over lanes are made together, of one query row
 FEW = 16  # tokens whose values are unfolded, then multiplied: two short loops overlap in the CPU
 
 
@@ -230,15 +231,19 @@ def row_id_at(b, address, i):
 
 
 @functools.cache
-def narrow_scores(rows, stored, scale_format, group, rounds=(), like=None, near=False):
+def narrow_scores(rows, stored, scale_format, group, rounds=(), like=None, near=False, in_order=False):
     """Return f(queries, keys, key_row, scale_base, scale_row, row_ids, ahead, shift, count, dim, scores).
 
     It computes S = K Q^T [token, row]. Queries are [dim / LANES, row, LANES] in `query_order`. `row_ids` has
     the row id of each token, a multiple of `tile_tokens`. `ahead` lists addresses of keys that, after adding
     `shift`, are prefetched into L2, or into L1 if `near`. Prefetches are spread between products: 32 lines at
     once would fill the buffers that the products' own loads need. With `like` (see `chunk_reader`), rows are
-    neighbours, and those `shift` bytes further on are prefetched.
+    neighbours, and those `shift` bytes further on are prefetched. With `in_order`, memory has the rows of a
+    head one after the other, and one query row reads floats so (see `scores_of_one_row`).
     """
+    element = BY_NAME[stored]
+    if in_order and rows == 1 and not (like or scale_format or element.minifloat or element.block):
+        return scores_of_one_row(stored, near)
     chunk = chunk_reader(stored, scale_format, group, rounds, like)
     rows_like = like or (stored, scale_format, group)
     most, fewest = chunk_vectors(rows, *rows_like), fewest_vectors(rows_like[0])
@@ -275,13 +280,55 @@ def narrow_scores(rows, stored, scale_format, group, rounds=(), like=None, near=
                         for r in range(rows):
                             sums[t * rows + r] = vector.fma(query[r], sums[t * rows + r])
 
-            for_chunks(b, dim, most, add, fewest)
+            for_chunks(b, dim, (most, fewest), add)
             total = sums_of([sums[i] for i in range(tokens * rows)])
             if own:
                 scales = lanes.concatenate([read(b, at, RAW[own], 1) for at in scale_at])
                 total = total * widen(scales, own).pick(i // rows for i in range(tokens * rows))
             total = total * constant
             write(b, b.add(scores, b.mul(first, I64(4 * rows))), total)
+
+    return narrow_scores
+
+
+def scores_of_one_row(stored, near):
+    """Return `narrow_scores` of one query row over floats; up to 8 more scores are written.
+
+    It reads keys in the order of memory, each by the same load instructions, so that the processor prefetches
+    them by itself. Partial sums of `TURN` tokens wait in memory for one tree of sums over lanes.
+    """
+
+    @micro_kernel(11)
+    def narrow_scores(
+        b, queries, keys, key_row, scale_base, scale_row, row_ids, ahead, shift, count, dim, scores
+    ):
+        place, seen = lanes.stack_buffer(b, 4 * LANES * TURN)
+
+        def add(first, live, i, vectors):
+            here, query_at = bytes_of(b, stored, i), b.add(queries, b.mul(i, I64(4)))
+            query = [read(b, b.add(query_at, I64(4 * LANES * m)), F32, LANES) for m in range(vectors)]
+            base, soon = b.add(keys, here), b.add(shift, here)
+            with loop(b, live) as t:
+                token = b.add(first, t)
+                row = b.add(base, b.mul(row_id_at(b, row_ids, token), key_row))
+                later = b.add(soon, row_id_at(b, ahead, token))
+                for line in range(0, BY_NAME[stored].bytes(vectors * LANES), LINE):
+                    prefetch(b, b.add(later, I64(line)), near)
+                sums_at = b.add(place, b.mul(t, I64(4 * LANES)))
+                total = read(b, sums_at, F32, LANES)
+                for m in range(vectors):
+                    at = b.add(row, I64(BY_NAME[stored].bytes(m * LANES)))
+                    total = widen(read(b, at, RAW[stored], LANES), stored).fma(query[m], total)
+                write(b, sums_at, total)
+
+        with loop(b, count, TURN) as first:
+            left = b.sub(count, first)
+            live = b.select(b.icmp_signed("<", left, I64(TURN)), left, I64(TURN))
+            for t in range(TURN):
+                write(b, b.add(place, I64(4 * LANES * t)), zeros(b, LANES)[0])
+            for_chunks(b, dim, (8, 4, 2, 1), lambda i, vectors: add(first, live, i, vectors))
+            sums = [read(b, b.add(seen, I64(4 * LANES * t)), F32, LANES) for t in range(TURN)]
+            write(b, b.add(scores, b.mul(first, I64(4))), sums_of(sums))
 
     return narrow_scores
 
@@ -370,7 +417,7 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
                 whole = concatenate([totals[i * size + m] * constant for m in range(size)])
                 write(b, address, whole.pick(elements))
 
-        for_chunks(b, dim, widest, columns, fewest)
+        for_chunks(b, dim, (widest, fewest), columns)
 
     return narrow_sums
 
@@ -383,15 +430,15 @@ def bytes_of(b, stored, count):
     return b.lshr(b.mul(count, I64(element.bits)), I64(3))
 
 
-def for_chunks(b, dim, most, body, fewest=1):
-    """Emit body(first element, vectors) for a row: `most` vectors at a time, then `fewest`."""
-    size = I64(most * LANES)
-    whole = b.mul(b.udiv(dim, size), size)
-    with loop(b, whole, most * LANES) as i:
-        body(i, most)
-    if most > fewest:
-        with loop(b, b.sub(dim, whole), fewest * LANES) as i:
-            body(b.add(whole, i), fewest)
+def for_chunks(b, dim, sizes, body):
+    """Emit body(first element, vectors) for a row: as many vectors at a time as `sizes` say, in turn."""
+    done = I64(0)
+    for vectors in dict.fromkeys(sizes):
+        size = I64(vectors * LANES)
+        begin, whole = done, b.mul(b.udiv(b.sub(dim, done), size), size)
+        with loop(b, whole, vectors * LANES) as i:
+            body(b.add(begin, i), vectors)
+        done = b.add(begin, whole)
 
 
 def wide_products(b, scalars, tile_step, step, vectors, count, start, nan_safe=False):

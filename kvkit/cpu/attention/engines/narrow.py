@@ -43,16 +43,18 @@ def orders(stored, scale_format, group, dim):
 
 
 @functools.cache
-def scores(rows, stored="float32", scale_format=None, group=0, exact=False, near=False, plain=False):
+def scores(
+    rows, stored="float32", scale_format=None, group=0, exact=False, near=False, in_order=False, plain=False
+):
     """Compile S = K Q^T for 1, 2, 4 or 8 rows of queries [dim / LANES, row, LANES], ordered (see `orders`).
 
-    Token t is at keys + key_ids[t] * key_row. `near` is a hint (see `narrow_scores`). The plain form takes
-    queries [row, dim] in natural order.
+    Token t is at keys + key_ids[t] * key_row. `near` and `in_order` are hints (see `narrow_scores`). The
+    plain form takes queries [row, dim] in natural order.
     """
     if plain:
         return plain_forms.scores(rows, stored, scale_format, group, exact)
     multiply = attention.narrow_scores(
-        rows, stored, scale_format, group, (scale_format,) if exact else (), near=near
+        rows, stored, scale_format, group, (scale_format,) if exact else (), near=near, in_order=in_order
     )
 
     def scores(params_address, block_address, tile_address):
@@ -64,7 +66,7 @@ def scores(rows, stored="float32", scale_format=None, group=0, exact=False, near
             count=whole_tiles(tile.count), dim=params.keys.padded_dim, scores=tile.scores,
         )  # fmt: skip
 
-    return step_code(scores, ("scores", rows, stored, scale_format, group, exact, near))
+    return step_code(scores, ("scores", rows, stored, scale_format, group, exact, near, in_order))
 
 
 @functools.cache
@@ -88,10 +90,10 @@ def sums(rows, stored="float32", scale_format=None, group=0, exact=False, near=F
     return step_code(sums, ("sums", rows, stored, scale_format, group, exact, near))
 
 
-def engine(rows, stored, scales, exact, near):
+def engine(rows, stored, scales, exact, near, in_order):
     """Return the engine over keys and values `stored` as two formats, with scales of a (format, group)."""
     key, value = stored
     return {
-        "scores": scores(rows, key, *scales, exact, near).address,
+        "scores": scores(rows, key, *scales, exact, near, in_order).address,
         "sums": sums(rows, value, *scales, exact, near).address,
     }
