@@ -63,7 +63,7 @@ def check_headers(
             continue
         form, axes = forms[array.name], {axis_count(shape) for shape in array.shapes if "(" in shape}
         index = "int64" in array.dtypes and form.dtype.kind in "iu"  # any width: the operator checks it
-        if not index and form.dtype.name not in array.dtypes:
+        if not index and not {form.dtype.name, "any"} & {*array.dtypes}:
             wanted = " or ".join(array.dtypes)
             raise KvkitError(f"{path}: {array.name}: expected dtype {wanted}, got {dtype_hint(form.dtype)}")
         if None not in axes and len(form.shape) not in axes:

@@ -1,12 +1,10 @@
 """KV-cache operators for numpy arrays, exact to their specifications.
 
-Operators:
-
     key_value_cache               append keys and values; return the whole context
     multi_head_attention          attend with queries to keys and values
     multi_head_cache_attention    append, and attend to the context in place
     merge_attention_states        merge attention over parts of a context
-    rotary_position_embedding, alibi_slope, alibi_mask    encode positions
+    Rope, rotary_position_embedding, alibi_slope, alibi_mask    encode positions
     paged_attention, paged_append, swap_blocks            work on any engine's pools of pages
     mla_attention, mla_append, mla_absorb, mla_expand     work on latent caches (MLA)
     indexer_scores, topk_rows                             choose the rows that sparse attention reads
@@ -24,7 +22,7 @@ Modules:
     tools               inspect, convert, check, compare and study caches
     kvkit_cuda          a package with the same operators on a GPU
 
-In a shell: `kvkit ops`, `kvkit describe OPERATOR`, `kvkit run` on a file; `kvkit --help` has all verbs.
+Errors are KvkitError and DeviceError. In a shell: `kvkit ops`, `kvkit describe OPERATOR`, `kvkit --help`.
 """
 
 import importlib
