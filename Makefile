@@ -94,9 +94,17 @@ $(KVPRESS)/kvkit: $(VENV)/kvkit
 	$(KVPRESS)/bin/python -m pip install --quiet --disable-pip-version-check 'kvpress==0.5.*' --editable '.[test]'
 	@touch $@
 
-# Formats against the packages that define them (gguf, MLX, onnxruntime, torch), scorers against kvpress.
-test-peers: $(VENV)/kvkit.test $(VENV)/kvkit.peers $(KVPRESS)/kvkit
-	$(BIN)/python -m pytest -m peers
+# llama.cpp's libraries, from a package of npm; without npm its tests are skipped.
+LLAMA_CPP := $(VENV)/llama.cpp
+
+$(LLAMA_CPP)/package:
+	@mkdir -p $(LLAMA_CPP)
+	-cd $(LLAMA_CPP) && npm pack --silent @node-llama-cpp/linux-x64@3.22.1 && tar xzf *.tgz
+
+# Formats against the packages that define them (gguf, MLX, onnxruntime, torch), states against llama.cpp,
+# scorers against kvpress.
+test-peers: $(VENV)/kvkit.test $(VENV)/kvkit.peers $(KVPRESS)/kvkit $(LLAMA_CPP)/package
+	KVKIT_LLAMA_CPP=$$(ls -d $(abspath $(LLAMA_CPP))/package/bins/linux-x64) $(BIN)/python -m pytest -m peers
 	$(KVPRESS)/bin/python -m pytest -m peers tests/eviction
 
 test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VENV)/kvkit.peers $(VENV)/smollm2
