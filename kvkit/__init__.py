@@ -6,6 +6,7 @@
     merge_attention_states        merge attention over parts of a context
     Rope, rotary_position_embedding, alibi_slope, alibi_mask    encode positions
     paged_attention, paged_append, swap_blocks            work on any engine's pools of pages
+    paged_plan                                            checks pages once for all layers
     mla_attention, mla_append, mla_absorb, mla_expand     work on latent caches (MLA)
     indexer_scores, topk_rows                             choose the rows that sparse attention reads
 
@@ -32,6 +33,7 @@ from kvkit import ascend, dynamic_batching
 from kvkit.errors import DeviceError, KvkitError
 from kvkit.merge import merge_attention_states
 from kvkit.paged import paged_append, paged_attention, swap_blocks
+from kvkit.planned_pages import PagedPlan, paged_plan
 from kvkit.runtime import source_digest  # noqa: F401  (sources: at import, see there)
 from kvkit.static import (
     alibi_mask,
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DeviceError",
     "KvkitError",
+    "PagedPlan",
     "Rope",
     "__version__",
     "alibi_mask",
@@ -79,6 +82,7 @@ __all__ = [
     "multi_head_cache_attention",
     "paged_append",
     "paged_attention",
+    "paged_plan",
     "rotary_position_embedding",
     "swap_blocks",
     "topk_rows",

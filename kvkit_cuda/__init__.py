@@ -12,8 +12,11 @@ from kvkit_cuda.mirror import (
     CODES,
     ENCODED_ON_HOST,
     GATHERED,
+    INTO,
     KEY_WEIGHTS,
+    ON_HOST,
     ON_THE_CPU,
+    ONCE,
     SUMS,
     on_device,
 )
@@ -21,6 +24,7 @@ from kvkit_cuda.mirror import (
 __all__ = [
     "DeviceError",
     "KvkitError",
+    "PagedPlan",
     "__version__",
     "alibi_mask",
     "alibi_slope",
@@ -37,6 +41,7 @@ __all__ = [
     "multi_head_cache_attention",
     "paged_append",
     "paged_attention",
+    "paged_plan",
     "rotary_position_embedding",
     "swap_blocks",
     "topk_rows",
@@ -58,6 +63,26 @@ topk_rows = on_device("topk_rows", ON_THE_CPU)
 rotary_position_embedding = on_device("rotary_position_embedding", ANGLES)
 alibi_slope = on_device("alibi_slope")
 alibi_mask = on_device("alibi_mask")
+
+
+SAME_PAGES = "with the same `query_starts` and `page_size`, whose block tables have at least as many columns."
+
+
+class PagedPlan:
+    """Runs operators for checked contexts in pages, over any pools on the device. `paged_plan` makes it."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, step):
+        self.step = step  # the `PlannedPages` of calls/steps.py
+
+    paged_append = on_device("PagedPlan.paged_append", BITS)
+    paged_attention = on_device("PagedPlan.paged_attention", SUMS, KEY_WEIGHTS)
+
+
+paged_plan = on_device(
+    "paged_plan", ON_HOST, ONCE, own={"into": (None, INTO.format(same=SAME_PAGES))}, then=PagedPlan
+)
 
 
 def __dir__():

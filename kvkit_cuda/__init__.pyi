@@ -10,6 +10,7 @@ from kvkit_cuda import ascend, dynamic_batching
 __all__ = [
     "DeviceError",
     "KvkitError",
+    "PagedPlan",
     "__version__",
     "alibi_mask",
     "alibi_slope",
@@ -26,11 +27,28 @@ __all__ = [
     "multi_head_cache_attention",
     "paged_append",
     "paged_attention",
+    "paged_plan",
     "rotary_position_embedding",
     "swap_blocks",
     "topk_rows",
 ]
 Array: TypeAlias = Any  # a numpy array, or a device array of any library
+
+class PagedPlan:
+    def paged_append(
+        self, key: Array | None, value: Array | None, key_cache: Array | None, value_cache: Array | None, *,
+        layout: str = "b n h c", key_scale: float | Array | None = None,
+        value_scale: float | Array | None = None, stream: object = None
+    ) -> tuple[Array | None, Array | None]: ...
+    def paged_attention(
+        self, query: Array, key_cache: Array, value_cache: Array | None, attn_mask: Array | None = None, *,
+        layout: str = "b n h c", key_scale: float | Array | None = None,
+        value_scale: float | Array | None = None, quant_format: str | None = None, is_causal: bool = True,
+        alibi_slopes: Array | None = None, softmax_scale: float | None = None,
+        window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sinks: Array | None = None,
+        return_lse: bool = False, return_key_weights: bool = False,
+        out: Array | Sequence[Array] | None = None, stream: object = None
+    ) -> Array | Any: ...
 
 __version__: str
 
@@ -109,6 +127,10 @@ def paged_attention(
     return_lse: bool = False, return_key_weights: bool = False,
     out: Array | Sequence[Array] | None = None, stream: object = None
 ) -> Array | Any: ...
+def paged_plan(
+    block_tables: Array | tuple[Array, Array], context_lens: Array, query_starts: Array | None = None, *,
+    page_size: SupportsIndex, into: object = None, stream: object = None
+) -> PagedPlan: ...
 def rotary_position_embedding(
     query: Array, key: Array, start_pos: SupportsIndex, pad_len: Array | None = None, *,
     rotary_dim: int = 0, interleaved: bool = True, cos: Array | None = None, sin: Array | None = None,

@@ -1,6 +1,6 @@
 """The operators over dynamic caches on the device, and the plan of a step."""
 
-from kvkit_cuda.mirror import ANGLES, BITS, CODES, SUMS, on_device
+from kvkit_cuda.mirror import ANGLES, BITS, CODES, INTO, ONCE, SUMS, on_device
 
 __all__ = [
     "Plan",
@@ -14,16 +14,8 @@ __all__ = [
 ]
 
 TABLE = "A page table on the device is checked on the device."
-ONCE = """After the first call of a form, calls of the plan's methods copy nothing to the device and allocate
-nothing there, if their arrays are on the device and results are given as `out`."""
-INTO = """into : Plan
-    An earlier plan with the same `seqstarts`, `page_size`, `cache_mode` and `decoding_batches`, whose page
-    table has at least as many columns. It becomes the plan of this step: its tables are overwritten, and
-    nothing is allocated if index tensors are on the host. A CUDA graph that captured calls of the plan's
-    methods then computes this step when it is replayed, if caches have enough rows; `stream` is the stream
-    that replays it. Before a call is captured, one of the same form must have run, and graphs that were
-    captured on one stream must be replayed on one stream.
-"""
+SAME_STEP = """with the same `seqstarts`, `page_size`, `cache_mode` and `decoding_batches`, whose page
+    table has at least as many columns."""
 CHECK = """check : bool
     False skips the check of entries, for index tensors that an earlier plan over the same caches has checked.
     Only totals are checked then; wrong entries make kernels read and write arbitrary memory.
@@ -43,7 +35,11 @@ class Plan:
 
 
 plan = on_device(
-    "dynamic_batching.plan", TABLE, ONCE, own={"check": (True, CHECK), "into": (None, INTO)}, then=Plan
+    "dynamic_batching.plan",
+    TABLE,
+    ONCE,
+    own={"check": (True, CHECK), "into": (None, INTO.format(same=SAME_STEP))},
+    then=Plan,
 )
 key_value_cache = on_device("dynamic_batching.key_value_cache", BITS, TABLE)
 multi_head_attention = on_device("dynamic_batching.multi_head_attention", SUMS)

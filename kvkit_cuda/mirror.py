@@ -33,6 +33,15 @@ ENCODED_ON_HOST = "Tokens are copied to the host, where rows of bytes are encode
 ON_THE_CPU = "The CPU computes it: arrays of a device are copied to the host, the result is copied back."
 ANGLES = """Products and sums equal those of the CPU bit for bit; cosines and sines too, except rare ties in
 rounding. If an angle reaches 2^24, all angles of the call are computed on the host."""
+ONCE = """After the first call of a form, calls of the plan's methods copy nothing to the device and allocate
+nothing there, if their arrays are on the device and results are given as `out`."""
+INTO = """into : optional
+    An earlier plan {same} It becomes the plan of this step: its tables are overwritten, and
+    nothing is allocated if index tensors are on the host. A CUDA graph that captured calls of the plan's
+    methods then computes this step when it is replayed, if caches are large enough; `stream` is the stream
+    that replays it. Before a call is captured, one of the same form must have run, and graphs that were
+    captured on one stream must be replayed on one stream.
+"""
 STREAM = """stream : optional
     The stream to work on, of numba, torch, CuPy or cuda.core, or its address. By default it is the current
     stream of the first array's library (torch or CuPy), else the default stream. It waits for the streams
@@ -93,7 +102,8 @@ def on_device(path, *notes, own=None, then=None):
         result = kernels().call(path, values)
         return then(result) if then else result
 
-    room, _, name = path.partition(".") if "." in path else ("", "", path)
+    room = path.partition(".")[0] if "." in path and path[0].islower() else ""
+    name = path.removeprefix(f"{room}.")
     operator.__module__ = f"kvkit_cuda.{room}" if room else "kvkit_cuda"
     operator.__qualname__, operator.__name__ = name, function.__name__
     operator.__signature__ = arguments.signature  # type: ignore[attr-defined]

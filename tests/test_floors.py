@@ -22,7 +22,7 @@ FLOORS = (
     "checks",  # 3
     "cpu",  # 4
     "calls",  # 5
-    "ascend static dynamic_batching paged merge rope",
+    "ascend static dynamic_batching paged planned_pages merge rope",
     "mla indexer",
     "__init__",
     "files eviction",  # 6

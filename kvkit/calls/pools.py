@@ -1,18 +1,47 @@
-"""Append tokens to pools of pages, and copy their blocks."""
+"""Append tokens to pools of pages, attend to them, and copy their blocks."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from kvkit import cpu
-from kvkit.checks.paged import PoolAppend
-from kvkit.typed import Array
+from kvkit.calls.prepared import (
+    PreparedCall,
+    PreparedCalls,
+    attention_launches,
+    form_of,
+    is_pair,
+    is_unaligned,
+    one_or_all,
+    tuple_members,
+)
+from kvkit.checks.arguments import PoolAttention, PoolTransfer
+from kvkit.checks.paged import PagedContexts, PoolAppend, checked_append, checked_paged_attention
+from kvkit.runtime.arrays import empty_result, places_of
+from kvkit.typed import Array, Arrays, Attended
 
 COPIED_BYTES = 2**20
+POOLS = "key_cache", "value_cache"
+SCALES = "key_scale", "value_scale"
+RESULTS = "out", "lse"
+Forms = list[tuple[tuple[int, ...], np.dtype[Any]]]  # of results
+OWNERS = {  # the array that an address of attention to pools points into
+    "query": "query", "out": "out", "lse": "lse", "keys.address": POOLS[0], "values.address": POOLS[1],
+    "keys.scales": SCALES[0], "values.scales": SCALES[1],
+}  # fmt: skip
 
 
 def append_to_pools(call: PoolAppend) -> None:
-    """Store tokens in pools of pages: as copies of their bits, in one launch, or as codes."""
+    """Store tokens in pools of pages."""
+    cpu.launches.start(*append_launches(call))
+
+
+def append_launches(call: PoolAppend) -> list[Any]:
+    """Return launches that store tokens in pools: as copies of their bits, in one launch, or as codes."""
     if not len(call.pieces):
-        return
+        return []
     moved = [side for side in call.sides if side.data_dtype == side.cache_format]
     launches = [
         cpu.copy.pieces.encode(side, call.pieces)
@@ -21,8 +50,101 @@ def append_to_pools(call: PoolAppend) -> None:
     ]
     if moved:
         arrays = [side.tokens for side in moved], [side.pool for side in moved]
-        launches.append(cpu.copy.pieces.prepare_pieces("store", *arrays, call.pieces, moved[0].pool.shape[1]))
-    cpu.launches.start(*launches)
+        size, names = moved[0].pool.shape[1], [side.name for side in moved]
+        launches.append(cpu.copy.pieces.prepare_pieces("store", *arrays, call.pieces, size, names=names))
+    return launches
+
+
+class PlannedPages:
+    """Checked contexts in pages. Calls that differ only in the addresses of their arrays are checked once."""
+
+    __slots__ = ("_appended", "_attended", "sequences")
+
+    def __init__(self, sequences: PagedContexts) -> None:
+        self.sequences = sequences
+        self._attended: PreparedCalls[tuple[PreparedCall, Forms]] = PreparedCalls()
+        self._appended: PreparedCalls[PreparedCall] = PreparedCalls()
+
+    def attend(self, call: PoolAttention, out: Array | Arrays | None) -> Attended:
+        """Run `paged_attention`. A call with a mask, slopes, sinks or scales of heads is checked."""
+        scoring, scales = call.scoring, (call.key_scale, call.value_scale)
+        results: Any = tuple(out) if is_pair(out) else (out,)  # type: ignore[arg-type]
+        pools = call.key_cache, call.value_cache, *map(array_of, scales)
+        form = None
+        if not (has_more(call) or any(map(is_of_heads, scales))):
+            attributes = *scoring, *tuple_members(scoring.window), *map(number_or_none, scales)
+            form = form_of(
+                (call.query, *pools, *results),
+                (*attributes, call.layout, call.quant_format, call.return_lse, in_one(*pools)),
+            )
+        found = self._attended.find(form)
+        arrays = call.query, *in_both(*pools[:2]), *in_both(*pools[2:])
+        if found:
+            prepared, forms = found
+            made = results if out is not None else tuple([empty_result(*each) for each in forms])
+            if prepared.run((*arrays, *made)):
+                return one_or_all(made)
+        checked = checked_paged_attention(call, self.sequences)
+        made = checked.results.arrays(out)
+        launches = attention_launches(checked, made)
+        cpu.launches.start(*launches)
+        if checked.query is call.query:
+            fields = cpu.attention.params.FIELD
+            launches[0].owners = {fields[name]: owner for name, owner in OWNERS.items()}
+            named = dict(zip(("query", *POOLS, *SCALES, *RESULTS), (*arrays, *made), strict=False))
+            forms = list(checked.results.forms.values())
+            self._attended.keep(form, (PreparedCall(launches, named, len(made)), forms))
+        return one_or_all(made)
+
+    def append(self, call: PoolTransfer) -> None:
+        """Run `paged_append` for the last tokens of the contexts."""
+        scales, pools = (call.key_scale, call.value_scale), (call.key_cache, call.value_cache)
+        form = None
+        if not any(map(is_of_heads, scales)):
+            unaligned = is_unaligned(pool for pool in pools if isinstance(pool, np.ndarray))
+            attributes = call.layout, unaligned, in_one(*pools), *map(number_or_none, scales)
+            form = form_of((call.key, call.value, *map(array_of, scales), *pools), attributes)
+        arrays = call.key, call.value, *in_both(*map(array_of, scales)), *in_both(*pools)
+        prepared = self._appended.find(form)
+        if prepared and prepared.run(arrays):
+            return
+        checked = checked_append(call, self.sequences)
+        launches = append_launches(checked)
+        cpu.launches.start(*launches)
+        if all(side.tokens is call.key or side.tokens is call.value for side in checked.sides):
+            named = dict(zip(("key", "value", *SCALES, *POOLS), arrays, strict=True))
+            self._appended.keep(form, PreparedCall(launches, named, len(SCALES + POOLS)))
+
+
+def has_more(call: PoolAttention) -> bool:
+    """Return whether a call has arrays whose elements are read when it is prepared, or sums of weights."""
+    others = call.scoring.attn_mask, call.scoring.sinks, call.alibi_slopes
+    return any(each is not None for each in others) or call.return_key_weights is not False
+
+
+def is_of_heads(scale: object) -> bool:
+    """Return whether a scale is an array that is read when a call is prepared; scales of tokens are not."""
+    return isinstance(scale, np.ndarray) and scale.ndim < len(("pages", "tokens", "heads"))
+
+
+def array_of(scale: Any) -> Array | None:
+    """Return a scale that is an array, None for a number."""
+    return scale if isinstance(scale, np.ndarray) else None
+
+
+def number_or_none(scale: Any) -> Any:
+    """Return a scale that is a number, None for an array."""
+    return None if isinstance(scale, np.ndarray) else scale
+
+
+def in_one(key_cache: Any, value_cache: Any, *_: Any) -> bool:
+    """Return whether one pool is given for keys and for values."""
+    return len({*places_of([each for each in (key_cache, value_cache) if isinstance(each, np.ndarray)])}) < 2
+
+
+def in_both(one: Array | None, other: Array | None) -> tuple[Array | None, Array | None]:
+    """Return an array for keys and one for values: a pool of both may be given once."""
+    return (other if one is None else one), (one if other is None else other)
 
 
 def copy_blocks(source: Array, target: Array, src: Array, dst: Array) -> None:

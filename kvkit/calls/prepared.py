@@ -15,7 +15,7 @@ import numpy as np
 from kvkit import cpu
 from kvkit.checks.attention import AttentionCall
 from kvkit.checks.key_value_cache import TransferCall
-from kvkit.runtime.arrays import numbers_of, places_of
+from kvkit.runtime.arrays import byte_span, numbers_of, places_of
 from kvkit.typed import Array, Arrays, Attended
 
 MOST = 4096  # prepared calls in a collection
@@ -127,8 +127,9 @@ class PreparedCall:
     """A checked call whose launches can run again with arrays at other addresses.
 
     `arrays` has arrays, or their addresses, by their names in launches; `run` takes arrays in the same order.
-    `run` checks that the last `written` arrays are writeable and overlap no others, unless the first call
-    used one array twice. If this is not certain, it returns False and the call needs the full checks. A cache
+    `run` checks that the last `written` arrays are writeable and overlap no others, unless their distance is
+    that of the first call, as for views of one pool. If this is not certain, it returns False and the call
+    needs the full checks. A cache
     has `room` rows. `attention` is the record of a launch whose work is split again for another `version` of
     the step.
     """
@@ -175,8 +176,8 @@ class PreparedCall:
         for i in self._written:
             if not arrays[i].flags.writeable:  # type: ignore[union-attr]
                 return False
-        for one, other, least, most in self._near:
-            if least < places[other] - places[one] < most:
+        for one, other, least, most, checked in self._near:
+            if least < places[other] - places[one] < most and places[other] - places[one] != checked:
                 return False
         return self.run_at(places, None if version == self.version else lambda: self.reschedule(version))
 
@@ -207,27 +208,20 @@ class PreparedCall:
 
 def overlap_distances(
     arrays: Mapping[str, Any], places: Mapping[str, int], written: int
-) -> tuple[list[int], list[tuple[int, int, int, int]]]:
+) -> tuple[list[int], list[tuple[int, int, int, int, int]]]:
     """Return the indices of the last `written` arrays, and the distances at which they overlap other arrays.
 
-    An entry (one, other, least, most) means that both arrays overlap if the distance from one to the other is
-    between the two numbers. Arrays with equal addresses are one array and may overlap.
+    An entry (one, other, least, most, checked) means that both arrays may overlap if the distance from one to
+    the other is between the two numbers, unless it is `checked`, that of these arrays. Arrays with equal
+    addresses are one array.
     """
     if not written:
         return [], []
     there = [(i, places[name], *byte_span(arrays[name])) for i, name in enumerate(arrays) if name in places]
     last = [i for i, *_ in there if i >= len(arrays) - written]
     return last, [
-        (one, other, low - other_high, high - other_low)
+        (one, other, low - other_high, high - other_low, other_place - place)
         for one, place, low, high in there
         for other, other_place, other_low, other_high in there
         if other < one in last and place != other_place
     ]
-
-
-def byte_span(array: Array) -> tuple[int, int]:
-    """Return the range of byte offsets of an array's elements, relative to its address."""
-    if not array.size:
-        return 0, 0
-    reach = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]
-    return sum(min(0, far) for far in reach), sum(max(0, far) for far in reach) + array.itemsize

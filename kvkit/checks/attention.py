@@ -62,6 +62,7 @@ class AttentionCall(NamedTuple):
     current: tuple[Array, ...] = ()  # new keys and values, which are appended first
     layer: CacheLayer | None = None  # the layer of a cache that they are appended to
     written: NamedArrays = ()  # the arrays that the append writes
+    blocks: int = 0  # pages of its pools
 
 
 def checked_attention(

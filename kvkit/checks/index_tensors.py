@@ -283,14 +283,16 @@ class Packed:
     axes: ClassVar[int] = 3
     layouts: ClassVar[tuple[Layout, ...]] = pmx.DYNAMIC
 
-    def index(self) -> dict[str, object]:
-        """Return the index tensors of the step, by name."""
+    def tensors(self, operator: str) -> dict[str, object]:
+        """Return the index tensors of the step that an operator takes, by name."""
         steps, paged = self.steps, self.steps.page_size != ENDLESS
         table = np.asarray(steps.table)
         tensors: dict[str, object] = {
             name: getattr(steps, name) for name in ("seqstarts", "kvstarts", "start_pos")
         }
         tensors["cachestarts"] = table if paged else table[:, 0]
+        if "attention" in operator:
+            tensors["decoding_batches"] = self.decoding
         return tensors | ({"cache_mode": 1, "page_size": steps.page_size} if paged else {})
 
     def over_keys(self, query: Array, key: Array) -> StepIndex:

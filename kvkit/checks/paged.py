@@ -1,6 +1,6 @@
 """The checked calls of attention over pools of pages, of appends to them, and of copies of blocks."""
 
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -10,7 +10,7 @@ from kvkit.checks.arguments import PoolAttention, PoolTransfer
 from kvkit.checks.attention import AttentionCall
 from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import same_place
-from kvkit.checks.pools import CONTENT
+from kvkit.checks.pools import CONTENT, INT32_MAX, PageTable
 from kvkit.checks.values import (
     FORMATS,
     POOLED,
@@ -21,6 +21,7 @@ from kvkit.checks.values import (
     element_step,
     finite_number,
     flag,
+    integer,
     named_arrays,
     one_piece,
 )
@@ -34,8 +35,65 @@ BLOCK_NAMES = {one.name: one for one in BLOCKS}
 Scale = float | Array | None
 
 
-def checked_paged_attention(call: PoolAttention) -> AttentionCall:
-    """Check a call of `kvkit.paged_attention`."""
+class PagedContexts(NamedTuple):
+    """Checked contexts in pages, each with the queries of its last tokens."""
+
+    pages: PageTable
+    lengths: Array  # [B]
+    starts: Array  # [B + 1]: where the queries of each sequence begin
+    page_size: int
+    blocks: int  # pools have at least as many pages
+
+    def tensors(self, operator: str) -> dict[str, object]:
+        """Return the index tensors that an operator takes, by name."""
+        if operator == "paged_append":
+            return {"slot_mapping": new_slots(self)}
+        table, starts = self.pages
+        tables = table if starts is None else (starts, table)
+        return {"block_tables": tables, "context_lens": self.lengths, "query_starts": self.starts}
+
+
+def checked_plan(
+    block_tables: ArrayLike | tuple[ArrayLike, ArrayLike],
+    context_lens: ArrayLike,
+    query_starts: ArrayLike | None,
+    page_size: SupportsIndex,
+) -> PagedContexts:
+    """Check the contexts of a plan, before its pools are known."""
+    size = integer("page_size", page_size, 1)
+    lengths = index("context_lens", context_lens)
+    pages = pools.checked_table(block_tables, lengths, INT32_MAX, size)
+    starts = starts_of(query_starts, len(lengths), None)
+    used = pools.used_pages(pages, lengths, size)
+    return PagedContexts(pages, lengths, starts, size, int(used.max(initial=-1)) + 1)
+
+
+def contexts_of(call: PoolAttention, key: Array, planned: PagedContexts | None) -> PagedContexts:
+    """Return the checked contexts of a call over pools, or those of its plan, which must fit the pools."""
+    (blocks, page_size), tokens = key.shape[:2], len(call.query)
+    if planned is None:
+        lengths = index("context_lens", call.context_lens)
+        pages = pools.checked_table(call.block_tables, lengths, blocks, page_size)
+        return PagedContexts(
+            pages, lengths, starts_of(call.query_starts, len(lengths), tokens), page_size, blocks
+        )
+    check_planned(planned, "query", tokens, "key_cache", key)
+    return planned._replace(pages=planned.pages._replace(table=planned.pages.table.copy()))
+
+
+def check_planned(planned: PagedContexts, name: str, tokens: int, pool_name: str, pool: Array) -> None:
+    """Check that tokens and a pool are as many and as large as a plan says."""
+    blocks, page_size = pool.shape[:2]
+    if tokens != planned.starts[-1]:
+        raise argument_error(name, f"the {planned.starts[-1]} tokens of the plan", tokens)
+    if page_size != planned.page_size:
+        raise argument_error(pool_name, f"pages of {planned.page_size} tokens, as the plan", page_size)
+    if blocks < planned.blocks:
+        raise argument_error(pool_name, f"at least the {planned.blocks} pages that the plan names", blocks)
+
+
+def checked_paged_attention(call: PoolAttention, planned: PagedContexts | None = None) -> AttentionCall:
+    """Check a call of `kvkit.paged_attention`, or one of a plan, which has `planned` contexts."""
     call = call._replace(key_scale=number_of(call.key_scale), value_scale=number_of(call.value_scale))
     query, scoring = call.query, call.scoring
     fmt = checked_format("query", query, FLOATS, 3)
@@ -43,10 +101,7 @@ def checked_paged_attention(call: PoolAttention) -> AttentionCall:
     tokens, heads, _ = query.shape
     stored = formats_of_blocks(call)
     key, value = pools_of_queries(call, stored)
-    blocks, page_size = key.shape[:2]
-    lengths = index("context_lens", call.context_lens)
-    pages = pools.checked_table(call.block_tables, lengths, blocks, page_size)
-    starts = starts_of(call.query_starts, len(lengths), tokens)
+    pages, lengths, starts, *_ = contexts_of(call, key, planned)
     query = one_piece(query)
     mask = masks.own_mask(fmt, scoring.attn_mask, heads, tokens, int(lengths.max(initial=0)))
     how = attention.checked_weights(query, mask, scoring)
@@ -72,6 +127,7 @@ def checked_paged_attention(call: PoolAttention) -> AttentionCall:
         steps=pools.steps_of(key, value, pages, lengths, starts), decoding=0,
         weights=how._replace(slopes=slopes, scales=head_scales), inputs=inputs,
         results=attention.attention_results(shape, fmt, call.return_lse, inputs, key_weights),
+        blocks=len(key),
     )  # fmt: skip
 
 
@@ -167,15 +223,15 @@ def check_scale_given(name: str, scale: Scale, pool_name: str, pool: Array) -> N
 def starts_of(
     query_starts: ArrayLike | None,
     batch: int,
-    tokens: int,
+    tokens: int | None,
     names: tuple[str, str] = ("query", "context_lens"),
 ) -> Array:
     """Return where the queries of each sequence begin; without `query_starts` each sequence has one query.
 
-    `names` are the arguments that the numbers of tokens and of sequences are from.
+    `names` are the arguments that the numbers of tokens and of sequences are from; a plan knows no `tokens`.
     """
     if query_starts is None:
-        if tokens != batch:
+        if tokens not in (batch, None):
             wanted = f"{batch} tokens, one for each of {names[1]} (or query_starts)"
             raise argument_error(names[0], wanted, tokens)
         return np.arange(batch + 1)
@@ -187,7 +243,7 @@ def starts_of(
         raise argument_error(
             "query_starts", f"never to decrease (entry {falls[0] + 1})", starts[falls[0] + 1]
         )
-    if starts[-1] != tokens:
+    if tokens not in (starts[-1], None):
         raise argument_error("query_starts", f"to end with the {tokens} tokens of {names[0]}", starts[-1])
     return starts
 
@@ -231,6 +287,7 @@ def scale_of(name: str, scale: float | Array, batch: int, heads: int) -> Array:
 class PoolSide(NamedTuple):
     """Keys or values to append to a pool."""
 
+    name: str  # "key" or "value"
     tokens: Array
     pool: Array  # view [pages, rows, heads, content]
     data_dtype: str
@@ -246,9 +303,31 @@ class PoolAppend(NamedTuple):
     sides: list[PoolSide]
     pieces: Array  # see `checks.slots`
 
+    @property
+    def blocks(self) -> int:
+        """Return the number of pages of the pools."""
+        return len(self.sides[0].pool)
 
-def checked_append(call: PoolTransfer) -> PoolAppend:
-    """Check a call of `paged_append`."""
+
+def new_slots(planned: PagedContexts) -> Array:
+    """Return the slots of a plan's new tokens, the last of each context; -1 for one before position 0."""
+    (table, table_starts), lengths, starts, page_size, _ = planned
+    counts = np.diff(starts)
+    sequence = np.repeat(np.arange(len(lengths)), counts)
+    position = np.arange(starts[-1]) - np.repeat(starts[1:] - lengths, counts)
+    page = np.maximum(position, 0) // page_size
+    stored = position >= 0
+    if table_starts is None:
+        pages = table[sequence[stored], page[stored]]
+    else:
+        pages = table[table_starts[sequence[stored]] + page[stored]]
+    slots = np.full(len(position), -1)
+    slots[stored] = pages.astype(np.int64) * page_size + position[stored] % page_size
+    return slots
+
+
+def checked_append(call: PoolTransfer, planned: PagedContexts | None = None) -> PoolAppend:
+    """Check a call of `paged_append`, or one of a plan, whose contexts end with the tokens."""
     call = call._replace(key_scale=number_of(call.key_scale), value_scale=number_of(call.value_scale))
     views = pools.pool_views(call.key_cache, call.value_cache, call.layout, POOLED)
     arrays = named_arrays(key=call.key, value=call.value)
@@ -268,8 +347,12 @@ def checked_append(call: PoolTransfer) -> PoolAppend:
             changed.append((f"{name}_scale", side.scales))
     if not sides:
         raise argument_error("key", "an array of tokens, or one as value", "None")
-    blocks, rows = sides[0].pool.shape[:2]
-    pieces = pools.plain_pieces(len(sides[0].tokens), blocks * rows, call.slot_mapping)
+    tokens, (blocks, rows) = len(sides[0].tokens), sides[0].pool.shape[:2]
+    slots = call.slot_mapping
+    if planned is not None:
+        check_planned(planned, sides[0].name, tokens, f"{sides[0].name}_cache", sides[0].pool)
+        slots = new_slots(planned)
+    pieces = pools.plain_pieces(tokens, blocks * rows, slots)
     for i, (name, array) in enumerate(changed):
         check_apart(name, array, [*changed[i + 1 :], *arrays])
     return PoolAppend(sides, pieces)
@@ -289,7 +372,7 @@ def pool_side(name: str, array: Array, first: Array, cache_name: str, pool: Arra
         sizes = "{} heads of {} elements".format(*array.shape[1:])
         raise argument_error(cache_name, sizes, "{} of {}".format(*pool.shape[2:]))
     check_writeable(cache_name, pool)
-    return PoolSide(array, pool, fmt.name, stored.name)
+    return PoolSide(name, array, pool, fmt.name, stored.name)
 
 
 def with_scale(side: PoolSide, name: str, scale: Scale, pool_name: str, call: PoolTransfer) -> PoolSide:

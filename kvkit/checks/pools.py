@@ -222,6 +222,7 @@ def context_of(
         sides=(key_side, value_side),
         key_bytes=key.shape[CONTENT] * key.itemsize, value_bytes=value.shape[CONTENT] * value.itemsize,
         as_loaded=False, value_format=value_format.name, steps=(key_place.step, value_place.step),
+        pages=(key_place.page, value_place.page),
         elements=(element_step(key), element_step(value)),
     )  # fmt: skip
 
@@ -232,18 +233,36 @@ def steps_of(key: Array, value: Array, pages: PageTable, lengths: Array, starts:
     The table of `pages` is overwritten with row ids, and becomes that of the step.
     """
     table, table_starts = pages
-    kvstarts = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=kvstarts[1:])
     keys, values = place_of(key), place_of(value)
     if max(len(key), 1) * max(abs(keys.page), abs(values.page)) > INT32_MAX:
         table = table.astype(np.int64, copy=False)
-    value_table = None if keys[1:] == values[1:] else table * table.dtype.type(values.page)
-    np.multiply(table, keys.page, out=table)
+    apart = None if keys[1:] == values[1:] else values.page
+    pages = PageTable(table, table_starts)
+    return steps_over(pages, lengths, starts, key.shape[ROW], keys.page, apart, pool_end(key, keys))
+
+
+def steps_over(
+    pages: PageTable,
+    lengths: Array,
+    starts: Array,
+    page_size: int,
+    page: int,
+    value_page: int | None,
+    rows: int,
+) -> StepIndex:
+    """Return such sequences in a cache of `rows` rows, whose pages are `page` row ids apart.
+
+    Those of values are `value_page` apart, unless it is None.
+    """
+    table, table_starts = pages
+    kvstarts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=kvstarts[1:])
+    value_table = None if value_page is None else table * table.dtype.type(value_page)
+    np.multiply(table, page, out=table)
     return StepIndex(
         seqstarts=starts, kvstarts=kvstarts, start_pos=lengths, load_starts=lengths,
         table=table, table_starts=table_starts, value_table=value_table,
-        page_size=key.shape[ROW], tokens=int(starts[-1]), context=int(kvstarts[-1]),
-        rows=pool_end(key, keys),
+        page_size=page_size, tokens=int(starts[-1]), context=int(kvstarts[-1]), rows=rows,
     )  # fmt: skip
 
 
@@ -300,6 +319,13 @@ def expanded_table(pages: Array, starts: Array, need: Array) -> Array:
     at = starts[:-1, None] + np.arange(need.max(initial=0))
     table = pages.take(at, mode="clip") if len(pages) else np.zeros(at.shape, np.int64)
     return table.astype(np.int64, copy=False)
+
+
+def used_pages(pages: PageTable, lengths: Array, page_size: int) -> Array:
+    """Return the pages that contexts use, sequence after sequence."""
+    need = pages_needed(lengths, page_size)
+    table = pages.table if pages.starts is None else expanded_table(pages.table, pages.starts, need)
+    return table[in_use(table, need)]
 
 
 def with_whole_table(steps: StepIndex) -> StepIndex:

@@ -94,4 +94,5 @@ class Context(NamedTuple):
     decoder: object = None  # code that reads rows if formats and strides do not suffice
     value_format: str | None = None  # the format of values, if it is not that of keys
     steps: tuple[int, int] = (1, 1)
+    pages: tuple[int, int] = (0, 0)  # distances of pages in row ids, in pools
     elements: tuple[int, int] = (0, 0)

@@ -46,6 +46,14 @@ def numbers_of(values: Iterable[Any]) -> list[int]:
     ]
 
 
+def byte_span(array: ndarray) -> tuple[int, int]:
+    """Return the range of byte offsets of an array's elements, relative to its address."""
+    if not array.size:
+        return 0, 0
+    reach = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]
+    return sum(min(0, far) for far in reach), sum(max(0, far) for far in reach) + array.itemsize
+
+
 class ResultPool:
     """Keeps at most `most` bytes of freed result arrays, and knows the arrays in use.
 

@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,14 @@ MANIFEST = "manifest.json"
 BITS = {2: np.uint16, 1: np.uint8}  # integers that hold the bits of dtypes unknown to .npy
 PRIVATE = 0o700  # folders of dumps: for their user alone
 UNLOGGED = "self", "out", "stream"
-ROOMS_OF_ALL = "static", "merge", "paged", "mla", "indexer"  # modules whose operators are names of `kvkit`
+ROOMS_OF_ALL = (
+    "static",
+    "merge",
+    "paged",
+    "planned_pages",
+    "mla",
+    "indexer",
+)  # modules whose operators are names of `kvkit`
 TOTALS = {"calls": 0, "bytes": 0, "silent": False}
 
 
@@ -131,11 +139,9 @@ def log_operator(name: str, given: Mapping[str, Any], read: Callable[[str, Any],
         if level >= 3:
             lines = [f"  {key}: {describe_value(value, level >= 5)}" for key, value in given.items()]
             print("\n".join(lines), file=sys.stderr)
-        if level >= 10 and not name.endswith(".plan"):
-            whole, index = name.replace("Plan.", ""), plan.step.sequences.index() if plan else {}
-            if plan and "attention" in name:
-                index["decoding_batches"] = plan.step.sequences.decoding
-            write_call(whole, index | given)
+        if level >= 10 and not name.endswith("plan"):
+            whole = re.sub(r"\w*Plan\.", "", name)
+            write_call(whole, (plan.step.sequences.tensors(whole) if plan else {}) | given)
     except Exception as error:
         print(f"kvkit: no dump of {name}: {error}", file=sys.stderr)
 

@@ -20,7 +20,7 @@ GROUPS = {
     "scales": "key_scales value_scales scale_sequence scale_row scale_head scale_group",
     "rows": "query query_sequence query_token query_head out out_sequence out_token out_head "
     "lse lse_sequence lse_token lse_head",
-    "scoring": "decoding causal alibi left right scale cap sinks sink_kind sink_head apart",
+    "scoring": "decoding causal alibi left right scale value_scale cap sinks sink_kind sink_head apart",
     "masks": "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
     "sizes": "page_size heads group dim value_dim",
     "results of splits": "partials",
@@ -35,7 +35,12 @@ OWNED = {
     "keys": "cache", "values": "cache", "key_scales": "scale", "value_scales": "scale", "query": "query",
     "out": "result 0", "lse": "result 1", "partials": "scratch",
 }  # fmt: skip
-OWNERS = {(0, FIELDS.index(field)): name for field, name in OWNED.items()}
+OF_POOLS = OWNED | {
+    "keys": "key_cache", "values": "value_cache", "key_scales": "key_scale", "value_scales": "value_scale"
+}  # fmt: skip
+OWNERS, POOL_OWNERS = (
+    {(0, FIELDS.index(field)): name for field, name in owned.items()} for owned in (OWNED, OF_POOLS)
+)
 
 
 class Reach(NamedTuple):
@@ -104,13 +109,22 @@ def row_fields(name: str, rows: np.ndarray) -> dict[str, int]:
 
 
 def scoring_fields(weights: Any) -> dict[str, int]:
-    """Return the fields of scoring: causal rule, window, sinks; scale and cap as float32 bits."""
+    """Return the fields of scoring: causal rule, window, sinks; scales and cap as float32 bits."""
     fields = {"causal": weights.causal, "alibi": weights.alibi, "left": weights.left, "right": weights.right}
-    fields |= {"scale": bits(weights.scale), "cap": bits(weights.softcap), "apart": weights.apart}
+    scale, value_scale = weights.scale, 1.0
+    if is_shared(weights.scales):
+        scale, value_scale = weights.scales.ravel().tolist()
+    fields |= {"scale": bits(scale), "value_scale": bits(value_scale)}
+    fields |= {"cap": bits(weights.softcap), "apart": weights.apart}
     if weights.sinks is not None:
         sinks = weights.sinks
         fields |= {"sinks": sinks.ctypes.data, "sink_kind": kind(sinks), "sink_head": sinks.strides[0]}
     return fields
+
+
+def is_shared(scales: np.ndarray | None) -> bool:
+    """Return whether all heads share the scales of keys and values [2, sequences, heads]."""
+    return scales is not None and scales.size == len(("keys", "values"))
 
 
 def bits(number: float) -> int:

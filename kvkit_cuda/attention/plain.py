@@ -173,7 +173,7 @@ def needs_bias_or_mask(params):
 def scales_of(params, item):
     """Return the factors of a work item's scores and of its values."""
     if not params.key_head_scales:
-        return numeric.float_of(np.uint32(params.scale)), np.float32(1)
+        return numeric.float_of(np.uint32(params.scale)), numeric.float_of(np.uint32(params.value_scale))
     at = item.b * params.head_scale_sequence + item.head * params.head_scale_head
     return number_at(params.key_head_scales + at), number_at(params.value_head_scales + at)
 

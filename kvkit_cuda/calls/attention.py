@@ -43,7 +43,8 @@ def is_free(context, steps, weights):
         or any(context.elements)
         or context.value_format not in (None, context.cache_format)
         or bool(rounds and not context.as_loaded)
-        or not (steps.value_table is weights.scales is weights.slopes is None)
+        or not (steps.value_table is weights.slopes is None)
+        or not (weights.scales is None or params.is_shared(weights.scales))
     )
 
 
@@ -56,19 +57,20 @@ def freedom(context, tables, weights, stream):
     )
     fields = {"free": 1, "key_element": key_element, "value_element": value_element}
     fields |= {"key_step": context.steps[0], "value_step": context.steps[1]}
-    own: dict = {"value_table": steps.value_table, "scales": scales}
-    if scales is not None:
+    own: dict = {}
+    if scales is not None and not params.is_shared(scales):
+        own["scales"] = scales
         _, sequences, heads = scales.shape
         fields |= {"head_scale_sequence": 8 * heads * (sequences > 1), "head_scale_head": 8 * (heads > 1)}
     if slopes is not None:
         sequences, heads = slopes.shape
         own["slopes", heads] = slopes.reshape(-1)
         fields |= {"sloped": 1, "slopes_sequence": heads * (sequences > 1)}
-    own = {name: bits(numbers) for name, numbers in own.items() if numbers is not None}
+    own = {name: bits(numbers) for name, numbers in own.items()}
     tables.there |= dict(zip(own, host.tables(list(own.values()), stream) if own else (), strict=True))
     if steps.value_table is not None:
-        fields["value_table"] = host.address(tables.there["value_table"])
-    if scales is not None:
+        fields["value_table"] = host.address(*tables.of(("value_table",), stream))
+    if "scales" in own:
         at = host.address(tables.there["scales"])
         fields |= {"key_head_scales": at, "value_head_scales": at + 4 * scales.size}
     return fields

@@ -45,7 +45,13 @@ from kvkit.checks.latent import (
 )
 from kvkit.checks.merge import MergeCall, checked_merge
 from kvkit.checks.outputs import Results
-from kvkit.checks.paged import PoolAppend, checked_append, checked_paged_attention, checked_swap
+from kvkit.checks.paged import (
+    PagedContexts,
+    PoolAppend,
+    checked_append,
+    checked_paged_attention,
+    checked_swap,
+)
 from kvkit.checks.pools import with_whole_table
 from kvkit.checks.positions import (
     AlibiCall,
@@ -63,6 +69,7 @@ from kvkit.operators.arrays import INDEX
 from kvkit.typed import Array
 
 ZEROS = -1  # a source row that stands for zeros
+UNPLANNED = dict.fromkeys(("block_tables", "context_lens", "query_starts", "slot_mapping"))  # what plans have
 Values = Mapping[str, Any]  # of an operator's arguments, by name
 Record = TypeVar("Record", bound=tuple[Any, ...])
 
@@ -138,15 +145,16 @@ def merged(values: Values, step: Packed | None) -> MergeCall:
     return checked_merge(values["outputs"], values["lses"])
 
 
-def pool_attention(values: Values, step: Packed | None) -> AttentionCall:
+def pool_attention(values: Values, step: PagedContexts | None) -> AttentionCall:
     """Check a call of `paged_attention`."""
-    call = checked_paged_attention(fill(PoolAttention, values, scoring=fill(Scoring, values)))
+    given = UNPLANNED | dict(values) | {"scoring": fill(Scoring, values)}
+    call = checked_paged_attention(fill(PoolAttention, given), step)
     return call._replace(steps=with_whole_table(call.steps))
 
 
-def pool_append(values: Values, step: Packed | None) -> PoolAppend:
+def pool_append(values: Values, step: PagedContexts | None) -> PoolAppend:
     """Check a call of `paged_append`."""
-    return checked_append(fill(PoolTransfer, values))
+    return checked_append(fill(PoolTransfer, UNPLANNED | dict(values)), step)
 
 
 def swapped(values: Values, step: Packed | None) -> Moves:
@@ -291,7 +299,7 @@ def computed(op: Operator, values: Values, step: Packed | None) -> Computed:
     return Computed(array, Results(forms, [pair for pair in inputs if pair[1] is not None], alone=True))
 
 
-Check = Callable[[Values, Packed | None], Any]  # the step: packed sequences in a cache
+Check = Callable[[Values, Any], Any]  # the step: packed sequences in a cache, or contexts in pages
 CHECKED: dict[str, Check] = {  # other operators are `computed`
     "key_value_cache": key_value_cache,
     "multi_head_attention": static_attention,

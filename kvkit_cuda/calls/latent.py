@@ -100,7 +100,7 @@ def append(placed):
         for part, stored in zip(pool.parts, stored_parts(pool, rows), strict=True)
     ]
     where = np.stack([np.arange(len(slots)), slots, np.ones_like(slots)], axis=1)
-    return [pieces.launch_copies(moves, where, placed.stream)] if len(slots) else []
+    return pieces.launch_copies(moves, where, placed.stream) if len(slots) else []
 
 
 def copy_computed(placed):
@@ -108,4 +108,4 @@ def copy_computed(placed):
     (target,), result = placed.outputs, placed.call.array
     axes = (1, len(target), *([1] * (3 - target.ndim)), *target.shape[1:])
     pair = uploaded(placed, result).reshape(axes), target.reshape(axes)
-    return [pieces.prepare([pair], np.array([[0, 0, len(target)]]), placed.stream)] if target.size else []
+    return pieces.prepare([pair], np.array([[0, 0, len(target)]]), placed.stream) if target.size else []

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from kvkit.checks import caches, slots
-from kvkit_cuda.attention import merge
+from kvkit_cuda.attention import merge, params
 from kvkit_cuda.calls import arrays, attention, paged
-from kvkit_cuda.calls.steps import PlannedStep
+from kvkit_cuda.calls.steps import PlannedPages, PlannedStep
 from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.copy import means, pieces, transfer
 from kvkit_cuda.device_runtime import host
@@ -21,7 +21,7 @@ class DeviceCall:
 
     call: Any
     outputs: list[np.ndarray]
-    step: PlannedStep | None  # the plan, for calls on packed sequences with a cache
+    step: PlannedStep | PlannedPages | None  # the plan, for calls of one and on packed sequences with a cache
     stream: object
     scale: arrays.Operand | None = None  # per-head scales, copied from the host
     owners: list = field(default_factory=list)
@@ -37,7 +37,7 @@ class DeviceCall:
     @property
     def tables(self):
         if self.step:
-            return self.step.tables
+            return self.step.of(self.call).tables
         self.owners.append(Tables(self.call.steps, lasting=False))
         return self.owners[-1]
 
@@ -59,7 +59,7 @@ def attend(placed: DeviceCall):
     if sums is not None and lse is None:
         placed.owners.append(host.empty(max(int(np.prod(call.shape[:-1])), 1), np.float32, stream))
         lse = arrays.addressed(host.address(placed.owners[-1]), call.shape[:-1], None, np.dtype(np.float32))
-    layer, context, rows = placed.layer, call.context, tables.steps.rows
+    layer, context, rows = placed.layer, call.context, call.steps.rows
     if layer:
         context, rows = context._replace(sides=layer.sides), layer.capacity[1]
     given = call.decoding, call.weights, rows, stream
@@ -67,6 +67,9 @@ def attend(placed: DeviceCall):
     if layer:
         key, value = call.current
         launches.insert(0, transfer.store(key, value, layer, tables, stream))
+    if call.blocks:
+        for launch in launches:
+            launch.owners = params.POOL_OWNERS
     return launches
 
 
@@ -101,7 +104,7 @@ def slope(placed: DeviceCall):
     slopes = arrays.Operand(alibi.slopes(target.size), False, None).moved(placed.stream)
     placed.owners.append(slopes)
     pair = slopes.seen.reshape(1, 1, 1, -1), target.reshape(1, 1, 1, -1)
-    return [pieces.prepare([pair], np.array([[0, 0, 1]]), placed.stream)]
+    return pieces.prepare([pair], np.array([[0, 0, 1]]), placed.stream)
 
 
 def position_index(placed: DeviceCall):
@@ -114,28 +117,34 @@ def move(placed: DeviceCall):
     call, stream = placed.call, placed.stream
     results = [call.place(*pair) for pair in zip(placed.outputs, call.sources, strict=False)]
     pairs = list(zip(call.sources, call.targets or results, strict=True))
-    launches = [pieces.prepare(pairs, call.pieces, stream)]
+    launches = pieces.prepare(pairs, call.pieces, stream)
     if call.means is not None:
-        launches.append(means.prepare(pairs, call.means, call.averaged, stream))
+        launches += means.prepare(pairs, call.means, call.averaged, stream)
     return launches
 
 
 def append_to_pools(placed: DeviceCall):
-    """Return the launch that stores tokens in pools: as they are, or as codes with scales."""
+    """Return the launches that store tokens in pools: as they are, or as codes with scales."""
     found, moves = placed.call.pieces, []
     for side in placed.call.sides:
-        source, scales = side.tokens[None], side.scales
+        source, scales, cache = side.tokens[None], side.scales, f"{side.name}_cache"
         if side.data_dtype == side.cache_format:
-            moves.append(pieces.byte_copy(source, side.pool))
+            moves.append((*pieces.byte_copy(source, side.pool), (side.name, cache, cache)))
             continue
+        owners = side.name, cache, f"{side.name}_scale" if scales is not None else cache
         if scales is not None and not side.group:
             given = arrays.Operand(scales, False, None).moved(placed.stream)
             placed.owners.append(given)
             scales = np.broadcast_to(given.seen[:, None], (*side.pool.shape[:3], 1))
         formats = side.data_dtype, side.cache_format, side.scale_format
-        moves.append(pieces.code_copy(source, side.pool, *formats, side.group, scales))
+        moves.append((*pieces.code_copy(source, side.pool, *formats, side.group, scales), owners))
+    if placed.step:
+        tables = placed.tables
+        return pieces.copy_launches(
+            moves, tables.new_tokens(placed.stream), tables.steps.tokens, placed.stream
+        )
     where = np.stack([found[:, column] for column in (slots.TOKEN, slots.SLOT, slots.COUNT)], 1)
-    return [pieces.launch_copies(moves, where, placed.stream)]
+    return pieces.launch_copies(moves, where, placed.stream)
 
 
 def copy_blocks(placed: DeviceCall):
@@ -149,7 +158,8 @@ def copy_blocks(placed: DeviceCall):
     for rows in sorted({source.shape[1] for source, _ in views}):
         pairs = [pair for pair in views if pair[0].shape[1] == rows]
         moves = placed.call.pieces * rows  # block ids and counts, in units of rows
-        launches += [pieces.prepare(pairs[i : i + 2], moves, placed.stream) for i in range(0, len(pairs), 2)]
+        for i in range(0, len(pairs), 2):
+            launches += pieces.prepare(pairs[i : i + 2], moves, placed.stream)
     return launches
 
 

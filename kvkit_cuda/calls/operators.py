@@ -6,6 +6,7 @@ results that belong to the host are copied back.
 """
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -114,12 +115,13 @@ def call(path, values):
     if call_log.level:
         log(path, values)
     stream, step, repeated = values["stream"], None, None
-    if path in prepared.ATTRIBUTES:
+    if path in prepared.METHODS:
         step = values["self"].step
         repeated = prepared.repeatable(path, values) if host.NATIVE else None
         known = step.calls.get(repeated.form) if repeated else None
-        made = known and known.run(repeated, step, stream)
-        if made:
+        made = known and known.run(repeated, step.needed, stream)
+        if made is not None:
+            made = made or [values[each.name] for each in OPERATORS[operator_of(path)].inputs if each.inout]
             return tuple(made) if len(made) > 1 else made[0]
     home = homes.of_call({name: value for name, value in values.items() if name not in ("self", "stream")})
     with host.using(home.device):
@@ -129,11 +131,19 @@ def call(path, values):
         if path == "dynamic_batching.plan":
             own = {name: values[name] for name in ("check", "into")}
             return steps.planned(fill(StepArguments, values), stream, named=named is not None, **own)
-        name = path.replace("Plan.", "")
+        if path == "paged_plan":
+            return steps.planned_pages(**values | {"stream": stream}, named=named is not None)
+        name = operator_of(path)
         if step is None and name in TOKENS:
             tokens = TOKENS[name], values[TOKENS[name]]
             step = steps.planned(fill(StepArguments, values), stream, tokens=tokens)
-        return run(OPERATORS[name], step, values, stream, repeated)
+        return run(OPERATORS[name], step, values, stream, repeated, path)
+
+
+@functools.cache
+def operator_of(path):
+    """Return the name of the operator that a method of a plan runs."""
+    return re.sub(r"\w*Plan\.", "", path)
 
 
 def log(path, values):
@@ -144,7 +154,7 @@ def log(path, values):
         call_log.log_operator(path, values, lambda name, value: arrays.on_host(name, value, stream))
 
 
-def run(op, step, values, stream, repeated=None):
+def run(op, step, values, stream, repeated=None, path=""):
     """Run an operator, with a step if it takes one; keep the prepared call if it is `repeated`."""
     check = checks.CHECKED.get(op.name) or functools.partial(checks.computed, op)
     arrays_of, index = inputs(op.name)
@@ -183,11 +193,12 @@ def run(op, step, values, stream, repeated=None):
     operands = there | {prepared.result(i): copy for i, copy in enumerate(copies)}
     pairs = *((there[name], whole[name]) for name in there), *zip(copies, made, strict=True)
     stays = all(operand is given for operand, given in pairs)
-    if repeated and not host_only and stays and operands.keys() >= repeated.arrays.keys():
-        operands = {name: each for name, each in operands.items() if each.seen is not None}
-        forms = list(call.results.forms.values())
-        room = call.layer.capacity[1]
-        step.calls.keep(repeated.form, prepared.PreparedCall(made_launches, operands, forms, room))
+    operands = {name: each for name, each in operands.items() if isinstance(each.seen, np.ndarray)}
+    if repeated and stays and not repeated.arrays.keys() & {*host_only}:
+        forms = list(call.results.forms.values()) if made else []
+        places = step.room(call), step.of(call).tables, ready.owners
+        again = prepared.PreparedCall(path, made_launches, operands, forms, *places)
+        step.calls.keep(repeated.form, again)
     for each in op.inputs:
         if each.name in moved and each.changes(here[each.name].seen):
             here[each.name].take(there[each.name], stream)

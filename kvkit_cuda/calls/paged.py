@@ -27,7 +27,7 @@ def prepare(call, outputs, owners, stream):
 
     def move(source, target, launches):
         rows = np.array([[0, 0, source.shape[0] * source.shape[1]]])
-        launches.append(pieces.prepare([(source, target)], rows, stream))
+        launches += pieces.prepare([(source, target)], rows, stream)
 
     query, caches, entries = call.query, call.caches, twin.folded_shape(call)
     if not folds(query, call):

@@ -4,23 +4,52 @@ Calls of one form differ only in the addresses of their arrays: the calls for th
 step, and, if a plan is filled with later steps, the calls of a layer in one step after the other.
 """
 
+import operator
 from typing import Any, NamedTuple
 
 from kvkit.checks.arguments import CacheArguments, Heads, Scoring
 from kvkit.runtime import locks
+from kvkit.runtime.arrays import byte_span
 from kvkit_cuda.calls import homes
 from kvkit_cuda.calls.tables import SCRATCH
 from kvkit_cuda.device_runtime import host
 
 MOST = 4096  # prepared calls of a step
-INPUTS = "query", "current_key", "current_value", "cache", "scale"
-ATTRIBUTES = {  # names of attributes, for operators whose calls can repeat
-    "dynamic_batching.Plan.key_value_cache": (*CacheArguments._fields, "num_repeat"),
-    "dynamic_batching.Plan.multi_head_cache_attention": (
-        *CacheArguments._fields, *Heads._fields, *Scoring._fields, "return_lse"
-    ),
+CACHE = "cache", "scale"
+POOLS = "key_cache", "value_cache", "key_scale", "value_scale"
+SCORING = *Scoring._fields, "return_lse"
+# Arrays that are read when a call is prepared, and what needs more launches.
+READ = "attn_mask", "sinks", "alibi_slopes", "return_key_weights"
+
+
+class Repeatable(NamedTuple):
+    """A method of a plan whose calls can repeat: names of its arguments."""
+
+    arrays: tuple[str, ...]
+    attributes: tuple[str, ...]
+    written: tuple[str, ...] = CACHE  # arrays, besides results
+
+
+NEW = "current_key", "current_value"
+ONE_POOL = {  # the name by which a pool of both sides is given, if it is given once
+    "key_cache": "value_cache", "value_cache": "key_cache",
+    "key_scale": "value_scale", "value_scale": "key_scale",
 }  # fmt: skip
-WRITTEN = "cache", "scale"
+METHODS = {
+    "dynamic_batching.Plan.key_value_cache": Repeatable(
+        (*NEW, *CACHE), (*CacheArguments._fields, "num_repeat")
+    ),
+    "dynamic_batching.Plan.multi_head_cache_attention": Repeatable(
+        ("query", *NEW, *CACHE), (*CacheArguments._fields, *Heads._fields, *SCORING)
+    ),
+    "PagedPlan.paged_attention": Repeatable(
+        ("query", *POOLS),
+        ("layout", "quant_format", *(name for name in SCORING if name != "is_alibi")),
+        (),
+    ),
+    "PagedPlan.paged_append": Repeatable(("key", "value", *POOLS), ("layout",), POOLS),
+}
+attributes_of = {path: operator.itemgetter("stream", *each.attributes) for path, each in METHODS.items()}
 RUNNING = locks.OneCallLock()  # one call launches at a time, because calls share scratch memory
 
 
@@ -66,33 +95,39 @@ FORM_READERS: dict[type, Any] = {}
 
 def repeatable(path, values):
     """Return the `RepeatableCall` of arguments by name; None if it cannot repeat."""
-    if values.get("attn_mask") is not None or values.get("sinks") is not None:
-        return None
-    named, out = {name: values.get(name) for name in INPUTS}, values["out"]
-    several = out if isinstance(out, (tuple, list)) else (out,)
-    named |= {result(i): each for i, each in enumerate(several)}
-    given = {name: array for name, array in named.items() if array is not None}
-    attributes: list[object] = [path]
-    for name in ATTRIBUTES[path]:
-        attributes += [values[name], type(values[name])]
-    places, producers, library = {}, set(), None
+    for name in READ:
+        if values.get(name) is not None and values[name] is not False:
+            return None
+    given = {name: values[name] for name in METHODS[path].arrays}
+    out = values.get("out")
+    if out is not None:
+        several = out if isinstance(out, (tuple, list)) else (out,)
+        given |= {result(i): each for i, each in enumerate(several)}
+    _, *attributes = attributes_of[path](values)
+    form = [path, *attributes, *map(type, attributes)]
+    arrays, places, producers, library = {}, {}, set(), None
     for name, array in given.items():
+        if array is None or isinstance(array, (int, float)):  # a scale that is a number
+            form.append(array)
+            continue
         known_by = FORM_READERS.get(type(array)) or form_reader(array)
         if known_by is None:
             return None
-        form, places[name] = known_by(array)
-        attributes += [name, form]
+        arrays[name] = array
+        described, places[name] = known_by(array)
+        form += name, described
         if known_by is not of_numba:
             library = library or array
         elif array.stream:
             producers.add(int(array.stream.handle))
-    call = tuple(attributes)
+    form.append(places.get("key_cache") == places.get("value_cache"))  # one pool, given twice
+    call = tuple(form)
     try:
         hash(call)
     except TypeError:
         return None
     stream = None if library is None else homes.stream_of(library)
-    return RepeatableCall(call, given, places, stream, producers)
+    return RepeatableCall(call, arrays, places, stream, producers)
 
 
 def result(i):
@@ -111,37 +146,43 @@ class PreparedCalls(dict):
 
 
 class PreparedCall:
-    """A checked call whose launches can run again at other addresses, if what it writes overlaps nothing."""
+    """A checked call whose launches can run again at other addresses, if what it writes overlaps nothing.
 
-    def __init__(self, launches, operands, forms, capacity):
+    `room` is how much of its cache the call needs, `tables` are those of its step, `alive` other memory.
+    """
+
+    def __init__(self, path, launches, operands, forms, room, tables, alive):
         """Prepare a call of operands by name, results among them, whose `forms` are (shape, dtype)."""
         self.launches = [launch.prepared() for launch in launches if all(launch.blocks[1:])]
-        self.forms, self.capacity = forms, capacity
+        self.forms, self.room, self.tables, self.alive = forms, room, tables, alive
         self.device, self.context = host.current(), host.context()
         self.results = [result(i) for i in range(len(forms))]
         self.like = next(iter(operands.values())).like
-        self.spans = {name: span(operand.seen) for name, operand in operands.items()}
-        self.written = [name for name in operands if name in WRITTEN or name not in INPUTS]
+        self.near = overlap_distances(operands, {*METHODS[path].written, *self.results})
         self.size = max([launch.scratch for launch in launches], default=0)
         self.moved, self.shared = [], []  # places in launches: addresses of operands, of scratch
         self.places = {}  # the addresses that launches have now
         for launch in self.launches:
             for at, name in launch.owners.items():
+                name = name if name in operands else ONE_POOL.get(name, name)
                 if name == host.SCRATCH:
                     self.shared.append((launch.argument_words, at))
                 elif name in operands:
                     offset = int(launch.argument_words[at]) - operands[name].seen.ctypes.data
                     self.moved.append((launch.argument_words, at, name, offset))
 
-    def run(self, call, step, stream):
-        """Run another call of the form; return its results, or None if it needs the full checks."""
-        if host.context() != self.context or step.sequences.steps.rows > self.capacity:
+    def run(self, call, needed, stream):
+        """Run another call of the form, whose step has `needed` rows or pages.
+
+        Return its results, or None if it needs the full checks.
+        """
+        if host.context() != self.context or needed > self.room:
             return None
         number = call.stream or host.LEGACY_DEFAULT
         if stream is not None:
             number = stream if type(stream) is int and stream else host.number(host.stream(stream))
         places, arrays = call.places, call.arrays
-        if self.results[0] not in arrays:
+        if self.results and self.results[0] not in arrays:
             forms = zip(self.results, self.forms, strict=True)
             new = {name: self.like(*form, host.stream(number)) for name, form in forms}
             arrays, places = (
@@ -156,9 +197,9 @@ class PreparedCall:
                 self.move(places)
             captured = host.is_captured(handle)
             if captured:
-                step.on[self.device].captured = True
+                self.tables.captured = True
             else:
-                self.order(call, step, number, stream)
+                self.order(call, number, stream)
             if self.shared:
                 scratch = SCRATCH.of(self.size, self.device, number, captured)
                 for words, at in self.shared:
@@ -175,28 +216,31 @@ class PreparedCall:
 
     def overlaps(self, places):
         """Return whether an array that is written may overlap another array."""
-        ends = [(name, places[name] + low, places[name] + high) for name, (low, high) in self.spans.items()]
-        for name in self.written:
-            low, high = self.spans[name]
-            begin, end = places[name] + low, places[name] + high
-            for other, first, last in ends:
-                if first < end and begin < last and other != name:
-                    return True
+        for one, other, least, most, checked in self.near:
+            distance = places[other] - places[one]
+            if least < distance < most and distance != checked:
+                return True
         return False
 
-    def order(self, call, step, number, stream):
+    def order(self, call, number, stream):
         """Let a stream wait for the streams that wrote what the call reads."""
-        tables = step.on[self.device]
-        if host.key(number) not in tables.ready:
-            tables.follow(host.stream(number if stream is None else stream))
+        if host.key(number) not in self.tables.ready:
+            self.tables.follow(host.stream(number if stream is None else stream))
         for producer in (*call.producers, call.stream or number):
             if producer != number:
                 host.wait_for(producer, host.stream(number))
 
 
-def span(array):
-    """Return the range of byte offsets of an array's elements, relative to its address."""
-    if not array.size:
-        return 0, 0
-    reach = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]
-    return sum(min(0, far) for far in reach), sum(max(0, far) for far in reach) + array.itemsize
+def overlap_distances(operands, written):
+    """Return entries (one, other, least, most, checked): the distances at which arrays overlap.
+
+    They are names of operands, the first one among the `written`. `checked` is the distance of these ones,
+    which do not overlap: their spans may, as those of the halves of a pool do.
+    """
+    spans = {name: byte_span(operand.seen) for name, operand in operands.items()}
+    return [
+        (one, other, low - other_high, high - other_low,
+         operands[other].seen.ctypes.data - operands[one].seen.ctypes.data)
+        for one, (low, high) in spans.items() if one in written
+        for other, (other_low, other_high) in spans.items() if other != one
+    ]  # fmt: skip

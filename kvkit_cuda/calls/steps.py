@@ -6,6 +6,9 @@ import numpy as np
 
 from kvkit.checks import index_tensors
 from kvkit.checks.arguments import StepArguments
+from kvkit.checks.index_tensors import INT64_MAX, Packed
+from kvkit.checks.paged import PagedContexts, checked_plan, new_slots
+from kvkit.checks.pools import PageTable, plain_pieces, steps_over, with_whole_table
 from kvkit.checks.values import flag, packed_tokens
 from kvkit.errors import argument_error
 from kvkit_cuda.calls import arrays, scan
@@ -27,12 +30,35 @@ class PlannedStep:
         """Return the tables of the current device."""
         device = host.current()
         if device not in self.on:
-            steps, lasting = self.sequences.steps, next(iter(self.on.values())).lasting
+            steps, lasting = self.sequences.steps, all(tables.lasting for tables in self.on.values())
             self.on[device] = Tables(steps._replace(table=np.asarray(steps.table)), lasting)
         return self.on[device]
 
+    def of(self, call):
+        """Return the step that a call takes its tables from."""
+        return self
+
+    def room(self, call):
+        """Return how much of its cache a call needs: rows."""
+        return call.layer.capacity[1]
+
+    @property
+    def needed(self):
+        """Return the rows that the step needs."""
+        return self.sequences.steps.rows
+
     def follow(self, other, stream, named):
         """Become another step of the same form, in the same memory. `named` tells that a stream was given."""
+        self.check_same(other, named)
+        here = host.current()
+        for device, tables in self.on.items():
+            with host.using(device):
+                tables.fill(other.sequences.steps, stream if device == here else host.stream(None))
+        self.sequences = other.sequences
+        return self
+
+    def check_same(self, other, named):
+        """Raise unless another step has the form of this one."""
         for name, same in differences(self.sequences, other.sequences):
             if not same:
                 raise argument_error("into", f"a plan of the same {name}", "another")
@@ -47,9 +73,52 @@ class PlannedStep:
                 )
             if tables.captured and not named:
                 raise argument_error("stream", "the one that replays the plan's graph", None)
-        for device, tables in self.on.items():
-            with host.using(device):
-                tables.fill(other.sequences.steps, stream if device == here else host.stream(None))
+
+
+class PlannedPages:
+    """Checked contexts in pages. Tables have row ids, which pools of the same distances share."""
+
+    def __init__(self, contexts: PagedContexts):
+        self.sequences, self.calls = contexts, PreparedCalls()
+        self.steps: dict[object, PlannedStep] = {}  # by the distances of pages; None: slots of new tokens
+
+    def of(self, call):
+        """Return the step whose tables a call reads."""
+        context = getattr(call, "context", None)
+        distances = None if context is None else (context.pages, context.steps)
+        if distances not in self.steps:
+            self.steps[distances] = self.step_over(distances)
+        return self.steps[distances]
+
+    def step_over(self, distances):
+        """Return the step over pools whose pages and rows have these distances."""
+        pages, lengths, starts, size, _ = self.sequences
+        (page, value_page), (step, value_step) = distances or ((1, 1), (1, 1))
+        apart = None if (page, step) == (value_page, value_step) else value_page
+        pages = PageTable(pages.table.astype(np.int64), pages.starts)
+        steps = steps_over(pages, lengths, starts, size, page, apart, 0)
+        return PlannedStep(Packed(with_whole_table(steps), 0), {})
+
+    def room(self, call):
+        """Return how much of its pools a call needs: pages."""
+        return call.blocks
+
+    @property
+    def needed(self):
+        """Return the pages that pools need."""
+        return self.sequences.blocks
+
+    def follow(self, other, stream, named):
+        """Become another step of the same form, in the same memory. `named` tells that a stream was given."""
+        if not np.array_equal(self.sequences.starts, other.sequences.starts):
+            raise argument_error("into", "a plan of the same query_starts", "another")
+        if None in self.steps:
+            plain_pieces(int(other.sequences.starts[-1]), INT64_MAX, new_slots(other.sequences))
+        others = {distances: other.step_over(distances) for distances in self.steps}
+        for distances, step in self.steps.items():
+            step.check_same(others[distances], named)
+        for distances, step in self.steps.items():
+            step.follow(others[distances], stream, named)
         self.sequences = other.sequences
         return self
 
@@ -62,15 +131,31 @@ def differences(one, other):
     yield "decoding_batches", one.decoding == other.decoding
 
 
+def earlier_of(into, kind):
+    """Return the step of an earlier plan, None without one."""
+    earlier = getattr(into, "step", None)
+    if into is not None and not isinstance(earlier, kind):
+        expected = "a plan of kvkit_cuda, or None"
+        raise argument_error("into", expected, type(into).__name__)
+    return earlier
+
+
+def planned_pages(block_tables, context_lens, query_starts, page_size, into, stream, *, named=False):
+    """Return the `PlannedPages` of a plan, which take the place of those of the plan `into`."""
+    earlier = earlier_of(into, PlannedPages)
+    given = {"block_tables": block_tables, "context_lens": context_lens, "query_starts": query_starts}
+    read = {name: arrays.on_host(name, tensor, stream) for name, tensor in given.items()}
+    made = PlannedPages(checked_plan(**read, page_size=page_size))
+    return made if earlier is None else earlier.follow(made, stream, named)
+
+
 def planned(arguments: StepArguments, stream, *, named=False, check=True, into=None, tokens=None):
     """Return a `PlannedStep` for a plan, or, with `tokens` (name, array), for one call.
 
     With `into`, an earlier plan, the step takes the place of the earlier one.
     """
     wanted, lasting = flag("check", check), tokens is None
-    earlier = getattr(into, "step", None)
-    if into is not None and not isinstance(earlier, PlannedStep):
-        raise argument_error("into", "a plan of kvkit_cuda, or None", type(into).__name__)
+    earlier = earlier_of(into, PlannedStep)
     table = arrays.operand("cachestarts", arguments.cachestarts, stream)
     stays = table.on_device and table.seen.ndim == 2 and table.seen.size > 0 and into is None
     arguments = arguments._replace(

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvkit.checks.paged import PagedContexts, new_slots
+from kvkit.checks.pools import PageTable
 from kvkit.errors import argument_error
 from kvkit.formulas.index import visible_range
 from kvkit.runtime import locks
@@ -24,10 +26,11 @@ class Tables:
     def __init__(self, steps, lasting, **there: object):
         self.steps, self.lasting = steps, lasting
         self.given = frozenset(there)  # tables that the caller has on the device
-        self.waiting: list = [name for name in STEP if name not in there]
+        names = STEP if steps.value_table is None else (*STEP, "value_table")
+        self.waiting: list = [name for name in names if name not in there]
         self.there: dict[object, object] = {name: there[name] for name in there}
         self.copies: list[tuple[object, list]] = []  # (memory, names of the tables in it)
-        self.works: dict[object, Work] = {}
+        self.works: dict[object, Any] = {}
         self.written: Any = None  # the stream that wrote the tables, by key
         self.ready: set[int] = set()  # streams that have waited for it, by key
         self.users: dict[int, object] = {}  # streams that may read the present tables
@@ -38,7 +41,7 @@ class Tables:
         """Return a table on the host."""
         if isinstance(name, str):
             table = getattr(self.steps, name)
-            return self.widened(table) if name == "table" else table
+            return self.widened(table) if name in ("table", "value_table") else table
         kind, key = name
         return slope_bits(key) if kind == "slopes" else getattr(self.works[key], kind)
 
@@ -107,6 +110,32 @@ class Tables:
             if slopes not in self.there and slopes not in self.waiting:
                 self.waiting.append(slopes)
             return self.works[key], key
+
+    def new_tokens(self, stream):
+        """Return the pieces of the new tokens of contexts in pages, one a token, and their starts."""
+        with self.lock:
+            if NEW_TOKENS not in self.works:
+                self.works[NEW_TOKENS] = NewTokens(self.steps)
+                self.waiting += [("starts", NEW_TOKENS), ("pieces", NEW_TOKENS)]
+        return self.of((("starts", NEW_TOKENS), ("pieces", NEW_TOKENS)), stream)
+
+
+NEW_TOKENS = "new tokens"
+
+
+class NewTokens:
+    """The pieces (token, slot, count) that store the new tokens of contexts; `starts` counts those before."""
+
+    def __init__(self, steps):
+        self.split_work(steps, NEW_TOKENS)
+
+    def split_work(self, steps, key):
+        """Find the slots of the new tokens. `steps` has page ids as its table."""
+        lengths = np.diff(steps.kvstarts)
+        slots = new_slots(PagedContexts(PageTable(steps.table), lengths, steps.seqstarts, steps.page_size, 0))
+        counts = (slots >= 0).astype(np.int64)
+        self.starts = np.r_[0, np.cumsum(counts)]
+        self.pieces = np.stack([np.arange(len(slots)), slots, counts], 1)
 
 
 class Key(NamedTuple):

@@ -13,7 +13,7 @@ from numba import cuda, types
 
 from kvkit.runtime.jit import shared
 from kvkit_cuda.copy import chunks
-from kvkit_cuda.copy.pieces import COUNT, INDEX2, SIDE, SOURCE, TARGET, nothing, row_at, side
+from kvkit_cuda.copy.pieces import COUNT, INDEX2, SIDE, SOURCE, TARGET, row_at, side
 from kvkit_cuda.device_runtime import device, host
 
 THREADS = 128  # per CUDA block
@@ -67,13 +67,13 @@ def compiled(element):
 
 
 def prepare(pairs, pieces, element, stream):
-    """Return a launch that writes the means of pieces, for one or two pairs of arrays (source, target)."""
+    """Return launches that write the means of pieces, for one or two pairs of arrays (source, target)."""
     if not len(pieces):
-        return nothing
+        return []
     dim, size = pairs[0][0].shape[3], pairs[0][0].itemsize
     alike = [side(array, size) for pair in pairs for array in pair]
     (table,) = host.tables((pieces,), stream)
     blocks = min(-(-len(pieces) * dim // THREADS), host.most_blocks())
     arguments = (table, dim, *alike, *alike)[:6]  # one pair is passed for keys and for values
     grid = blocks, len(pairs)
-    return host.Launch(compiled(element), grid, (THREADS, 1), stream, arguments)
+    return [host.Launch(compiled(element), grid, (THREADS, 1), stream, arguments)]

@@ -9,6 +9,7 @@ A negative source row stands for zeros. Rows are copied in chunks of bytes, or o
 """
 
 import functools
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -159,40 +160,40 @@ def compiled(variant):
 
 
 def prepare(pairs, pieces, stream):
-    """Return a launch that copies the pieces of one pair of arrays (source, target), or of two at once."""
+    """Return launches that copy the pieces of one pair of arrays (source, target), or of two at once."""
     return launch_copies(
         [byte_copy(source, target) for source, target in pairs if target.size], pieces, stream
     )
 
 
 def launch_copies(copies, pieces, stream):
-    """Return a launch of copies, two of the same kind at once."""
+    """Return launches of copies, two of the same kind at once."""
     pieces = pieces[pieces[:, COUNT] > 0]
     if not len(pieces) or not copies:
-        return nothing
+        return []
     starts = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(pieces[:, COUNT], out=starts[1:])
-    tables = host.tables((starts, pieces), stream)
+    return copy_launches(copies, host.tables((starts, pieces), stream), int(starts[-1]), stream)
+
+
+def copy_launches(copies, tables, rows, stream):
+    """Return launches of copies of `rows` rows; `tables` are the starts of pieces and the pieces.
+
+    A copy may name the arrays of its source, target and scales.
+    """
     launches = []
-    for kind in {kind for kind, _ in copies}:
+    for kind in dict.fromkeys(kind for kind, *_ in copies):
         variant, group, lanes = kind
-        alike = [array for other, arrays in copies if other == kind for array in arrays]
+        alike = [array for other, arrays, *_ in copies if other == kind for array in arrays]
+        names = [name for other, _, *owners in copies if other == kind for name in chain(*owners)]
         chunks = max(target.chunks for target in alike[1::3])
         team = min(THREADS, 1 << (chunks - 1).bit_length())
         teams = THREADS // team
-        blocks = min(-(-int(starts[-1]) // teams), host.most_blocks())
+        blocks = min(-(-rows // teams), host.most_blocks())
         grid, arguments = (blocks, len(alike) // 3), (*tables, *(*alike, *alike)[:6], group, lanes)
-        launches.append(host.Launch(compiled(variant), grid, (team, teams), stream, arguments))
-
-    def start():
-        for launch in launches:
-            launch()
-
-    return start
-
-
-def nothing():
-    """Launch no pieces."""
+        owners = {(len(tables) + i, 0): name for i, name in enumerate((*names, *names)[:6])}
+        launches.append(host.Launch(compiled(variant), grid, (team, teams), stream, arguments, owners))
+    return launches
 
 
 def byte_copy(source, target):

@@ -13,8 +13,9 @@ import kvkit_cuda
 from kvkit.operators import OPERATORS
 from kvkit_cuda import mirror, print_stubs
 
-PLAN = "dynamic_batching.plan"
+PLANS = "dynamic_batching.plan", "paged_plan"
 METHODS = [f"dynamic_batching.Plan.{name}" for name in ("key_value_cache", "multi_head_cache_attention")]
+METHODS += [f"PagedPlan.{name}" for name in ("paged_append", "paged_attention")]
 
 
 def found(package, path):
@@ -23,7 +24,7 @@ def found(package, path):
     return package
 
 
-@pytest.fixture(params=[*OPERATORS, PLAN, *METHODS])
+@pytest.fixture(params=[*OPERATORS, *PLANS, *METHODS])
 def pair(request):
     """(function, its twin)."""
     return found(kvkit, request.param), found(kvkit_cuda, request.param)

@@ -12,7 +12,7 @@ import kvkit
 
 DEVICE = (
     "arrays", "ascend", "ascend_attention", "attention", "cache", "decode", "outputs", "paged",
-    "positions", "prefill", "random", "scan", "tensor_cores",
+    "plan", "positions", "prefill", "random", "scan", "tensor_cores",
 )  # fmt: skip
 # The CPU's suites that kvkit_cuda passes too, and those of them that take long in the simulator.
 SHARED = ("refusals", "wrong_calls", "key_value_cache_errors", "ascend_vectors", "stored_formats")
@@ -34,7 +34,11 @@ MACHINE = {
     "test_device_twin": [],
     "test_stored_formats": [],
 }
-STAND_IN = {"test_device_driver": [""], "test_device_twin": [r"test_results_stay_on_the_device"]}
+STAND_IN = {
+    "test_device_driver": [""],
+    "test_device_paged_driver": [""],
+    "test_device_twin": [r"test_results_stay_on_the_device"],
+}
 QUICK = {  # by backend and file, what is not slow there
     "simulator": {f"test_device_{name}": [""] for name in DEVICE}
     | {f"test_{name}": [r"^(?!.*v15_attention)"] for name in SHARED}

@@ -340,10 +340,14 @@ def test_calls_of_a_plan_are_dumped_whole(log, capfd):
         cache = np.zeros((16, 1, 2, 2, 8), np.float32)
         step.key_value_cache(new, new, cache)
         step.multi_head_cache_attention(new, new, new, cache, num_heads=2, head_dim=8)
+    pages = kvkit.paged_plan([[1, 0], [2, 2]], [3, 1], [0, 3, 4], page_size=2)
+    keys, values = (np.zeros((3, 2, 2, 8), np.float32) for _ in range(2))
+    pages.paged_append(new, new, keys, values)
+    pages.paged_attention(new, keys, values)
     log(0)
     found = vectors.replay(folder)
     dynamic = ["dynamic_batching.key_value_cache", "dynamic_batching.multi_head_cache_attention"]
-    assert [case.operator for case in found.cases] == dynamic * 2
+    assert [case.operator for case in found.cases] == [*dynamic * 2, "paged_append", "paged_attention"]
     assert {case.status for case in found.cases} == {"ran"}
     manifests = [packs.manifest(each) for each in packs.manifests(folder)]
     [case] = manifests[3]["cases"]

@@ -197,11 +197,12 @@ def mean(element):
 lines = Workspace()
 
 
-def prepare_pieces(direction, packed, caches, pieces, block_size, element=None):
+def prepare_pieces(direction, packed, caches, pieces, block_size, element=None, names=()):
     """Prepare the copy of pieces between one or two packed arrays and as many caches.
 
     packed: [tokens, heads, dim]. Caches: [blocks, rows, heads, dim], of any strides; with one head where
-    pieces name the heads. `element` is the dtype of the rows that are averaged, None without means.
+    pieces name the heads. `element` is the dtype of the rows that are averaged, None without means. The
+    owners of addresses are called after `names`, "key" or "value".
     """
     forms = [row_form(array, cache) for array, cache in zip(packed, caches, strict=True)]
     starts = np.zeros(len(pieces) + 1, np.int64)
@@ -225,10 +226,12 @@ def prepare_pieces(direction, packed, caches, pieces, block_size, element=None):
     code = rows(direction, MOVES[unit], MOVES[unit], stream=stream).address
     averages = (mean(element).address, line_bytes) if element else (0, 0)
     arrays = *packed, *caches
-    return prepare_copy(places, code, pieces, starts, block_size, moved, arrays=arrays, averages=averages)
+    return prepare_copy(
+        places, code, pieces, starts, block_size, moved, arrays, names=names, averages=averages
+    )
 
 
-def prepare_copy(places, code, pieces, starts, block_size, moved, arrays, averages=(0, 0)):
+def prepare_copy(places, code, pieces, starts, block_size, moved, arrays, names=(), averages=(0, 0)):
     """Prepare a launch of `copy_pieces`; `averages` are (address of the code of means or 0, line bytes)."""
     numbers, (mean_code, line_bytes) = np.concatenate(places), averages
     count = threads() if moved >= SMALL_BYTES else 1
@@ -248,7 +251,12 @@ def prepare_copy(places, code, pieces, starts, block_size, moved, arrays, averag
             params[PARAMS.at["lines"]] = lines.at_least(items * line_bytes)
         run_workers(kernel, workers, address(params))
 
-    return Launch(numbers, {}, run, alive=(*arrays, pieces, starts))
+    owners = {
+        i * len(POOL_SIDE.names) + POOL_SIDE.at[field]: name + suffix
+        for i, name in enumerate(names)
+        for field, suffix in (("packed", ""), ("cache", "_cache"), ("scales", "_scale"))
+    }
+    return Launch(numbers, owners, run, alive=(*arrays, pieces, starts))
 
 
 def encode(side, pieces):
@@ -281,7 +289,9 @@ def encode(side, pieces):
         "stores": 1, "scales": scales, "scale_block": block, "scale_row": row,
         **ends,
     })  # fmt: skip
-    return prepare_copy([numbers], code, pieces, starts, block_size, tokens.nbytes, (tokens, pool, scales))
+    arrays = tokens, pool, scales
+    moved, names = tokens.nbytes, [side.name]
+    return prepare_copy([numbers], code, pieces, starts, block_size, moved, arrays=arrays, names=names)
 
 
 def row_form(packed, cache):

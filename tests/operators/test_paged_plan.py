@@ -1,0 +1,149 @@
+"""A plan for pages: the bits of `paged_append` and `paged_attention`, checked once for calls of one form."""
+
+import numpy as np
+import pool_scenes
+import pytest
+
+import kvkit
+from kvkit.checks import paged
+from kvkit.formats.elements import BY_NAME
+
+PAGE, LENGTHS, STARTS = 4, [6, 0, 9, 1], [0, 2, 2, 5, 7]
+PAGES = [[5, 0], [], [3, 2, 4], [1]]
+
+
+def pools_of(rng, engine, name):
+    """Pools with random contents."""
+    pools = pool_scenes.made(engine, 6, PAGE, 2, 16, 16, BY_NAME[name].dtype)
+    for side in (pools.keys, pools.values):
+        side[...] = (rng.standard_normal(side.shape) * (30 if name == "int8" else 1)).astype(side.dtype)
+    return pools
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """The names of the calls that were checked in full."""
+    names = []
+    for name in ("checked_paged_attention", "checked_append"):
+        checked = getattr(paged, name)
+        monkeypatch.setattr(
+            f"kvkit.calls.pools.{name}",
+            lambda *call, name=name, checked=checked: names.append(name) or checked(*call),
+        )
+    return names
+
+
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize(
+    ("engine", "name", "scale"),
+    [("FlashInfer", "float16", None), ("vLLM LBHNC", "e4m3", 0.5), ("shared pages", "int8", 0.02),
+     ("content apart", "bfloat16", None)],
+)  # fmt: skip
+def test_layers_have_the_bits_of_plain_calls(engine, name, scale, lists, rng, checks):
+    """The second layer is not checked again, with results of its own or given ones."""
+    table = pool_scenes.as_lists(PAGES) if lists else pool_scenes.as_table(rng, PAGES, 6)
+    plan = kvkit.paged_plan(table, LENGTHS, STARTS, page_size=PAGE)
+    slots = [0 * PAGE, 0 * PAGE + 1, 2 * PAGE + 2, 2 * PAGE + 3, 4 * PAGE, -1, 1 * PAGE]
+    dtype = BY_NAME[name].dtype if scale is None else np.float16
+    for layer in range(3):
+        pools, other = (pools_of(np.random.default_rng(layer), engine, name) for _ in range(2))
+        how = {"layout": pools.layout, "key_scale": scale, "value_scale": scale}
+        new = [rng.standard_normal((7, 2, 16)).astype(dtype) for _ in range(2)]
+        query = rng.standard_normal((7, 4, 16)).astype(dtype)
+        kvkit.paged_append(*new, *other.given, slots, **how)
+        expected = kvkit.paged_attention(query, *other.given, table, LENGTHS, STARTS, **how, return_lse=True)
+        assert plan.paged_append(*new, *pools.given, **how) == pools.given
+        assert [memory.tobytes() for memory in pools.memory] == [memory.tobytes() for memory in other.memory]
+        out = [np.empty_like(array) for array in expected] if layer == 2 else None
+        found = plan.paged_attention(query, *pools.given, **how, return_lse=True, out=out)
+        assert out is None or all(one is other for one, other in zip(found, out, strict=True))
+        for got, right in zip(found, expected, strict=True):
+            assert got.tobytes() == right.tobytes()
+    assert checks == ["checked_append", "checked_paged_attention", "checked_paged_attention"]
+
+
+def test_scales_of_tokens_and_of_heads(rng):
+    """Those of tokens move with their pools, those of heads are read again."""
+    plan = kvkit.paged_plan(pool_scenes.as_table(rng, PAGES, 6), LENGTHS, STARTS, page_size=PAGE)
+    table = pool_scenes.as_lists(PAGES)
+    query, *new = (rng.standard_normal((7, heads, 16)).astype(np.float16) for heads in (4, 2, 2))
+    for layer in range(2):
+        codes = [np.zeros((6, PAGE, 2, 16), np.int8) for _ in range(2)]
+        of_tokens = [np.zeros((6, PAGE, 2), np.float32) for _ in range(2)]
+        plan.paged_append(*new, *codes, key_scale=of_tokens[0], value_scale=of_tokens[1])
+        assert all(scales.any() for scales in of_tokens)
+        of_heads = [np.float32([0.5, layer + 1]) for _ in range(2)]
+        for key_scale, value_scale in (of_tokens, of_heads):
+            how = {"key_scale": key_scale, "value_scale": value_scale}
+            expected = kvkit.paged_attention(query, *codes, table, LENGTHS, STARTS, **how)
+            assert plan.paged_attention(query, *codes, **how).tobytes() == expected.tobytes()
+
+
+def test_calls_that_overlap_or_do_not_fit_are_refused_after_others_were_prepared(rng):
+    plan, pools = (
+        kvkit.paged_plan(PAGES_TABLE, LENGTHS, STARTS, page_size=PAGE),
+        pools_of(rng, "flash-attn", "float16"),
+    )
+    query, new = rng.standard_normal((7, 4, 16)).astype(np.float16), np.ones((7, 2, 16), np.float16)
+    read_only = pools.keys.copy()
+    read_only.flags.writeable = False
+    tokens = pools.keys.reshape(-1, 2, 16)[:7]
+    plan.paged_append(new, new, *pools.given)
+    plan.paged_attention(query, *pools.given)
+    for call, text in (
+        (
+            lambda: plan.paged_append(new, new, read_only, pools.values),
+            "key_cache: expected a writeable array",
+        ),
+        (lambda: plan.paged_append(tokens, new, *pools.given), "key_cache: expected memory apart from key"),
+        (
+            lambda: plan.paged_append(new[:6], new[:6], *pools.given),
+            "key: expected the 7 tokens of the plan, got 6",
+        ),
+        (
+            lambda: plan.paged_attention(query[:6], *pools.given),
+            "query: expected the 7 tokens of the plan, got 6",
+        ),
+        (
+            lambda: plan.paged_attention(query, pools.keys[:5], pools.values[:5]),
+            "at least the 6 pages that the plan",
+        ),
+        (
+            lambda: plan.paged_append(new, new, pools.keys[:, :2], pools.values[:, :2]),
+            "pages of 4 tokens, as the plan",
+        ),
+        (
+            lambda: plan.paged_attention(query, *pools.given, out=query.astype(np.float32)),
+            "out: expected dtype",
+        ),
+    ):
+        with pytest.raises(kvkit.KvkitError, match=text):
+            call()
+
+
+PAGES_TABLE = np.array([[5, 0, -1], [9, 9, 9], [3, 2, 4], [1, -1, -1]])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [
+        (([[0]], [5]), "block_tables: expected 2 blocks"),
+        (([[-1]], [1]), r"block_tables\[0, 0\]: expected a block"),
+        (([[0]], [1], [0, 1, 1]), "query_starts: expected 2 entries"),
+        (([[0]], [1], [1, 1]), "query_starts: expected to begin with 0"),
+        (([[0]], [-1]), "context_lens: expected no length below 0"),
+    ],
+)
+def test_wrong_index_tensors(tensors, text):
+    with pytest.raises(kvkit.KvkitError, match=text):
+        kvkit.paged_plan(*tensors, page_size=PAGE)
+    with pytest.raises(kvkit.KvkitError, match="page_size: expected at least 1"):
+        kvkit.paged_plan([[0]], [1], page_size=0)
+
+
+def test_new_tokens_in_one_slot_are_refused_by_appends_alone(rng):
+    pools, new = pools_of(rng, "flash-attn", "float16"), np.ones((2, 2, 16), np.float16)
+    plan = kvkit.paged_plan([[1], [1]], [2, 2], page_size=PAGE)
+    plan.paged_attention(new, *pools.given)
+    with pytest.raises(kvkit.KvkitError, match="a slot for one row only"):
+        plan.paged_append(new, new, *pools.given)
