@@ -70,14 +70,16 @@ def attend(form):
         since, until = int32(common.begin), int32(min(common.end, seen.end))
 
         words, q = cuda.local.array(WORDS, U32), cuda.local.array(held_queries, U32)
-        load_queries(params, step, item, lane, words, q)  # [rows, dim]
+        less = load_queries(params, step, item, lane, words, q)  # [rows, dim]
         board = int32(place_of_tiles())
         ring = fresh_register(int32(board + warp * ring_bytes))
         # z is 0; a constant would be loaded into a register before each use
         mask = fresh_register(int32(code_mask | cuda.threadIdx.z))
         s, o = cuda.local.array(held_scores, F32), cuda.local.array(held_sums, F32)
         m, l, m_new = cuda.local.array(rows, F32), cuda.local.array(rows, F32), cuda.local.array(rows, F32)
-        state, scale = Softmax(o, m, l, m_new), numeric.float_of(np.uint32(params.scale))
+        state = Softmax(o, m, l, m_new)
+        scale, _ = work_items.head_scales(params, item.b, item.head)
+        scale *= less
         by = tiles.reciprocal(params.page_size)
         for attempt in range(2):  # the second one is NaN-safe, if sums of the first one are not finite
             fragments.clear(state)
@@ -95,7 +97,7 @@ def attend(form):
                     sync_warp()
                     multiply_keys(q, place, lane, mask, words, s)  # [rows, tokens]
                     if has_bias:
-                        apply_bias_and_mask(params, step, item, lane, begin, s)
+                        apply_bias_and_mask(params, step, item, lane, begin, s, scale)
                     if begin < since or begin + TOKENS > until:
                         hide(params, step, item, lane, begin, high, s)
                     update_softmax(s, state, LOG2E if has_bias else scale * LOG2E)
@@ -127,17 +129,17 @@ def finisher(form):
     rows, width, warps, tile, apart = form.thread_rows, form.width, form.warps, form.values, form.values.apart
     all_rows, row_bytes, threads = form.rows, 4 * form.values.dim, form.warps * WARP
     row_of, first_row, distances = form.fragment.row, form.fragment.first_row, form.fragment.distances
-    exchange, power, larger, packed = device.exchange, ptx.power, ptx.larger, ptx.packed(form.element)
+    exchange, power, larger, packed = device.exchange, ptx.power, ptx.larger, ptx.packed(form.data_dtype)
     pairs, chunks_of_row, times, pace = tile.dim // 2, tile.chunks, tile.first(1), tile.pace
 
     @device.inlined
-    def put_sums(board, item, lane, warp, state, m_warps):
-        """Put a thread's o 2^(m_w - m) on the board [warps, rows, value dim]."""
+    def put_sums(board, item, lane, warp, state, m_warps, value_scale):
+        """Put a thread's o 2^(m_w - m), times the scale of values, on the board [warps, rows, value dim]."""
         for r in range(rows):
             m, row = numeric.MINUS_INF, first_row(lane) + row_of(r)
             for w in range(warps):
                 m = larger(m, m_warps[w, row])
-            alpha = power(state.m[r] - larger(m, LOWEST))
+            alpha = power(state.m[r] - larger(m, LOWEST)) * value_scale
             for i in range(width):
                 chunk, k, half = (lane >> 2) * times + i // VALUES * pace, i % VALUES // 2, i % 2
                 e = chunk * CHUNK + k // apart * 2 * apart + k % apart + half * apart
@@ -173,7 +175,8 @@ def finisher(form):
             if lane < 4:
                 m_warps[warp, row], l_warps[warp, row] = state.m[r], l
         cuda.syncthreads()
-        put_sums(board, item, lane, warp, state, m_warps)
+        _, value_scale = work_items.head_scales(params, item.b, item.head)
+        put_sums(board, item, lane, warp, state, m_warps, value_scale)
         if thread <= item.last:
             factors[thread] = finish_row(params, step, item, thread, m_warps, l_warps, shrink)
         cuda.syncthreads()

@@ -17,6 +17,7 @@ ROWS, DIM = 16, 128  # most rows of a call; heads above this size allow 8 rows o
 class DecodeForm:
     """Holds all that decides the machine code of a decode kernel."""
 
+    data_dtype: str  # of queries and outputs
     keys: Tile
     values: Tile
     blocks: int  # of 8 rows
@@ -26,7 +27,13 @@ class DecodeForm:
 
     @property
     def element(self):
+        """Return the type of the factors of products."""
         return self.keys.element
+
+    @property
+    def lift(self):
+        """Return the power of 2 that weights are multiplied by: float16 then holds those down to 2^-38."""
+        return 0 if self.element == self.data_dtype else 14
 
     @property
     def rows(self):
@@ -63,8 +70,12 @@ class DecodeForm:
         return self.warps * max(self.ring_bytes, self.rows * self.values.dim * 4)
 
 
-def form(element, cache_format, scale_format, group, dim, value_dim, rows, weighs, unit=UNITS[0]):
-    """Return the form with the most warps, then the most tiles, that fit in shared memory."""
+def form(data_dtype, cache_format, scale_format, group, dim, value_dim, rows, weighs, unit=UNITS[0]):
+    """Return the form with the most warps, then the most tiles, that fit in shared memory.
+
+    Codes without scales of their own are exact in float16, so `panels.query_loader` brings queries there.
+    """
+    element = data_dtype if scale_format or cache_format == data_dtype else "float16"
     keys, values = (
         Tile(element, cache_format, scale_format, group, size, panel, unit)
         for size, panel in ((dim, KEYS), (value_dim, VALUES))
@@ -73,7 +84,7 @@ def form(element, cache_format, scale_format, group, dim, value_dim, rows, weigh
     while most * each > SHARED_MEMORY:
         most //= 2
     stages = min(STAGES, SHARED_MEMORY // (most * each))
-    return DecodeForm(keys, values, -(-rows // 8), most, stages, bool(weighs))
+    return DecodeForm(data_dtype, keys, values, -(-rows // 8), most, stages, bool(weighs))
 
 
 def form_of(record, context, most_rows):

@@ -107,9 +107,12 @@ def suits(record, context, reach, most_rows, alignment):
     """Return whether tensor cores can multiply the data: 16 bits or codes, whole fragments, aligned rows."""
     sizes, group = (context.dim, context.value_dim), context.group
     whole = all(size % STRIP == 0 and size <= LARGEST for size in sizes)
+    minifloat = BY_NAME[context.cache_format].minifloat
+    widened = ptx.has_minifloats() if minifloat else BY_NAME[context.cache_format].bits == 8
     known = context.data_dtype in ptx.SHORT and (
         context.cache_format == context.data_dtype
-        or (context.scale_format and group % tiles.CHUNK == 0 and not BY_NAME[context.cache_format].minifloat)
+        or (context.scale_format and group % tiles.CHUNK == 0 and not minifloat)
+        or (context.scale_format is None and widened)
     )
     short = not record.free and max(reach.context, most_rows) < LONGEST
     cached = (record.keys, record.key_sequence, record.key_row, record.key_head,
@@ -246,10 +249,11 @@ def multiply_nan_safe(form):
 def update_softmax(form):
     """Return f(s, state, scale), which updates m, l and o, and replaces s by p = 2^(scale s - m).
 
-    `scale` is positive. A thread adds its own weights to l; sums of other threads are added in the end.
+    `scale` is positive. m is less than the maximum by the form's `lift`: weights, l and o have 2^lift more.
+    A thread adds its own weights to l; sums of other threads are added in the end.
     """
     rows, columns, width, distances = form.thread_rows, form.columns, form.width, form.fragment.distances
-    exchange, power, larger = device.exchange, ptx.power, ptx.larger
+    exchange, power, larger, lift = device.exchange, ptx.power, ptx.larger, np.float32(form.lift)
 
     def update_softmax(s, state, scale):
         o, m, l, m_new = state
@@ -260,7 +264,7 @@ def update_softmax(form):
                 peak = larger(peak, s[i])
             for distance in distances:
                 peak = larger(peak, exchange(EVERYONE, peak, distance))
-            m_new[row] = larger(m[row], peak * scale)
+            m_new[row] = larger(m[row], peak * scale - lift)
             grown |= m_new[row] != m[row]
         if grown:
             for row in range(rows):
@@ -295,7 +299,7 @@ def score_rotator(form):
 
 
 def apply_bias_and_mask(form):
-    """Return f(params, step, item, thread, begin, s), which applies scale, cap, ALiBi and mask.
+    """Return f(params, step, item, thread, begin, s, scale), which applies scale, cap, ALiBi and mask.
 
     `begin` is the first position of the tile.
     """
@@ -303,8 +307,8 @@ def apply_bias_and_mask(form):
     row_of, token_of, held = fragment.row, fragment.token, rows * columns
     first_row, first_token = fragment.first_row, fragment.first_token
 
-    def apply_bias_and_mask(params, step, item, thread, begin, s):
-        scale, cap = numeric.float_of(np.uint32(params.scale)), numeric.float_of(np.uint32(params.cap))
+    def apply_bias_and_mask(params, step, item, thread, begin, s, scale):
+        cap = numeric.float_of(np.uint32(params.cap))
         for i in range(held):
             s[i] *= scale
         thread, item = fresh_register(thread), work_items.refreshed(item)

@@ -19,6 +19,7 @@ words (see `stored_tiles`).
 
 import numpy as np
 
+from kvkit.formulas import numeric
 from kvkit_cuda.attention.fragments import EVERYONE, SMALLER, mma, score_rotator
 from kvkit_cuda.attention.stored_tiles import VALUES
 from kvkit_cuda.attention.tile_words import (
@@ -45,10 +46,12 @@ def query_loader(form):
     """Return f(params, step, item, lane, words, q), which loads q [blocks of 8 rows, panels, words].
 
     q is arranged like chunks of keys. A lane has row lane // 4 of each block; rows after the last are zeros.
+    It returns a factor of all scores: 1, but where q is brought to float16.
     """
     tile, blocks = form.keys, form.blocks
     apart, panels, whole = tile.apart, tile.panels, tile.chunks % tile.panel == 0
     chunks_of_row, first, pace = tile.chunks, tile.first(1), tile.pace
+    into_range = range_finder(form)
 
     def load_queries(params, step, item, lane, words, q):
         for block in range(blocks):
@@ -68,8 +71,37 @@ def query_loader(form):
                         one, other = words[e // 2], words[(e + apart) // 2]
                         word = high(one, other) if e % 2 else low(one, other)
                     q[(block * panels + panel) * 4 + k] = word
+        return into_range(q)
 
     return device.force_inlined(load_queries)
+
+
+def range_finder(form):
+    """Return f(q) -> the factor of scores; it brings q to the type of products.
+
+    The largest magnitude of all rows, x, is brought to 2^15 <= x < 2^16 by a power of 2. Then float16 holds
+    each element as exactly as bfloat16, down to 2^-29 of the largest one, and its error is 2^-40 of that.
+    """
+    if form.data_dtype == form.element:
+        return device.inlined(lambda q: np.float32(1))
+    held, two, packed = form.blocks * form.keys.panels * 4, both(form.data_dtype), ptx.packed(form.element)
+    exchange, larger = device.exchange, ptx.larger
+
+    def into_range(q):
+        peak = ZERO
+        for i in range(held):
+            x, y = two(q[i])
+            peak = larger(peak, larger(abs(x), abs(y)))
+        for distance in (1, 2, 4, 8, 16):
+            peak = larger(peak, exchange(EVERYONE, peak, distance))
+        exponent = min(max(numeric.bits_of(peak) >> np.uint32(23), np.uint32(16)), np.uint32(254))
+        more = numeric.float_of(np.uint32((np.uint32(269) - exponent) << np.uint32(23)))
+        for i in range(held):
+            x, y = two(q[i])
+            q[i] = packed(x * more, y * more)
+        return numeric.float_of(np.uint32((exponent - np.uint32(15)) << np.uint32(23)))
+
+    return device.force_inlined(into_range)
 
 
 def multiply_keys(form):
@@ -77,7 +109,7 @@ def multiply_keys(form):
     tile, blocks, columns = form.keys, form.blocks, form.columns
     multiply = mma(form.element, columns, form.fragment.transposed)
     panels, chunks, piece, panel_chunks = tile.panels, tile.chunks, tile.piece, tile.panel
-    whole, coded, begin = chunks % panel_chunks == 0, tile.scale_format is not None, start(tile)
+    whole, coded, begin = chunks % panel_chunks == 0, tile.coded, start(tile)
     read = reader(tile)
     take, widen = (piece_loader(tile), word_decoder(tile)) if coded else (read, read)
 
@@ -119,7 +151,7 @@ def multiply_values(form):
     tile, blocks, width = form.values, form.blocks, form.width
     multiply = mma(form.element, width, form.fragment.transposed)
     panels, begin, read, piece = tile.panels, start(tile), reader(tile), tile.piece
-    packed, transposed, coded = ptx.packed(form.element), ptx.transposed, tile.scale_format is not None
+    packed, transposed, coded = ptx.packed(form.element), ptx.transposed, tile.coded
     take, decode_pairs = (piece_loader(tile), pair_decoder(tile)) if coded else (read, read)
 
     def fetch_codes(place, panel, words):

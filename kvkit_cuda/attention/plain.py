@@ -34,14 +34,14 @@ from kvkit_cuda.attention.params import RECORD
 from kvkit_cuda.attention.work_items import Range, Row, StepTables, WorkItem, within_split
 from kvkit_cuda.copy import blocks, chunks
 from kvkit_cuda.copy.transfer import INDEX1, INDEX2
-from kvkit_cuda.device_runtime import device, host, memory
+from kvkit_cuda.device_runtime import device, host
 
 SHRINK = np.float32(2**-40)  # factor of weights in a second attempt, if sums overflow
 F32 = types.float32
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
 WEIGHTS_SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, types.int64)
 
-weight, load_word = numeric.weight, memory.load(8, 8)
+weight, load_word = numeric.weight, work_items.load_word
 read_float, write_float = chunks.read("float32"), chunks.write("float32")
 load_item = work_items.item_loader(tiled=True, narrow=False)
 
@@ -63,13 +63,6 @@ class HeadRows(NamedTuple):
 def word_at(address):
     low, _ = load_word(address)
     return np.int64(low)
-
-
-@shared
-def number_at(address):
-    """Return the float32 whose bits are at an address."""
-    low, _ = load_word(address)
-    return numeric.float_of(np.uint32(low))
 
 
 def attend(form):
@@ -105,7 +98,7 @@ def attend(form):
         s = cuda.local.array(several, F32)  # [ahead, rows]
         m, l, alpha = cuda.local.array(rows, F32), cuda.local.array(rows, F32), cuda.local.array(rows, F32)
         scales_at = cuda.local.array(pieces, types.int64)
-        scale, value_scale = scales_of(params, item)
+        scale, value_scale = work_items.head_scales(params, item.b, item.head)
         load_queries(params, scale, facts, q, scales_at)  # [rows, dim]
         row_ids = cuda.shared.array(threads, types.int64)
         value_row_ids = cuda.shared.array(threads, types.int64) if free else row_ids
@@ -167,15 +160,6 @@ def fill_facts(params, step, item, number, facts):
 @shared
 def needs_bias_or_mask(params):
     return params.cap != 0 or params.alibi != 0 or params.mask != 0 or params.sloped != 0
-
-
-@device.inlined
-def scales_of(params, item):
-    """Return the factors of a work item's scores and of its values."""
-    if not params.key_head_scales:
-        return numeric.float_of(np.uint32(params.scale)), numeric.float_of(np.uint32(params.value_scale))
-    at = item.b * params.head_scale_sequence + item.head * params.head_scale_head
-    return number_at(params.key_head_scales + at), number_at(params.value_head_scales + at)
 
 
 @device.inlined
@@ -512,7 +496,7 @@ def sum_weights(form):
         sums[thread] = 0.0
         if count > 0:
             row_ids[thread], _ = row_ids_of(params, step, b, min(first + thread, kvlen - 1))
-        scale, _ = scales_of(params, item)
+        scale, _ = work_items.head_scales(params, b, item.head)
         keys = head_keys(params, item, scales_at, row_ids)
         token = 0 if count > 0 else seqlen
         while token < seqlen:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, types
 
-from kvkit.formulas import numeric
 from kvkit_cuda.attention import forms, fragments, merge, tiles, work_items
 from kvkit_cuda.attention.fragments import EVERYONE, LONGEST, STRIP, Softmax
 from kvkit_cuda.attention.params import RECORD
@@ -60,6 +59,11 @@ class PrefillForm:
         return self.strips * STRIP
 
     @property
+    def lift(self):
+        """Return the power of 2 that weights are multiplied by."""
+        return 0
+
+    @property
     def columns(self):
         return self.tokens // 4
 
@@ -96,7 +100,7 @@ class PrefillForm:
 
 def form(element, cache_format, scale_format, dim, value_dim, weighs):
     """Return the form of a kernel with as many rows and tokens as registers and shared memory hold."""
-    longest, most = max(dim, value_dim), 64 if weighs else (96 if scale_format else 128)
+    longest, most = max(dim, value_dim), 64 if weighs else (96 if cache_format != element else 128)
     strips = 2 if longest <= most else 1
     sizes = {"dim": dim, "value_dim": value_dim, "strips": strips, "tokens": 32}
     form = PrefillForm(element, cache_format, scale_format, **sizes, weighs=bool(weighs))
@@ -148,7 +152,7 @@ def tile_loader(form):
     """
     tokens, from_lane, key_bytes = form.tokens, device.from_lane, form.key_bytes
     load_keys, load_values = tiles.copy_row(form.dim), tiles.copy_row(form.value_dim)
-    if form.scale_format:
+    if form.cache_format != form.element:
         codes = form.element, form.cache_format, form.scale_format
         load_keys, load_values = tiles.widen_row(form.dim, *codes), tiles.widen_row(form.value_dim, *codes)
 
@@ -202,7 +206,8 @@ def attend(form):
         a, s = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
         o, m = cuda.local.array(held_sums, F32), cuda.local.array(held_rows, F32)
         l, m_new = cuda.local.array(held_rows, F32), cuda.local.array(held_rows, F32)
-        state, scale = Softmax(o, m, l, m_new), numeric.float_of(np.uint32(params.scale))
+        state = Softmax(o, m, l, m_new)
+        scale, _ = work_items.head_scales(params, item.b, item.head)
         head = head_addresses(params, item)
         first_key = key_place((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1)
         first_value = int32(key_bytes + value_place(lane & 15, lane >> 4))
@@ -226,7 +231,7 @@ def attend(form):
                 if begin < some.end and coming > some.begin:
                     multiply_keys(first_query, int32(here + first_key), a, s)  # [rows, tokens]
                     if has_bias:
-                        apply_bias_and_mask(params, step, item, thread, begin, s)
+                        apply_bias_and_mask(params, step, item, thread, begin, s, scale)
                     if begin < common.begin or coming > common.end:
                         hide(params, step, item, thread, begin, high, s)
                     update_softmax(s, state, LOG2E if has_bias else scale * LOG2E)
@@ -263,15 +268,16 @@ def finisher(form):
         for r in range(held_rows):
             whole = l[r] + exchange(EVERYONE, l[r], 1)
             l[r] = whole + exchange(EVERYONE, whole, 2)
+        _, value_scale = work_items.head_scales(params, item.b, item.head)
         for r in range(held_rows):  # rotated, because a loop this long is not unrolled
             here = int32(row + row_of(r))
-            factor, m[0] = np.float32(0), m[0] * LN2
+            factor, m[0] = value_scale, m[0] * LN2
             if here <= item.last and item.slot >= 0:
                 at = merge.slot_address(params, item.slot, rows, here - item.first)
                 merge.put_state(params, at, m[0], l[0], shrink)
             elif here <= item.last:
                 query = work_items.near_row_of(params, item, here)
-                factor = merge.finish_row(params, step, query, m[0], l[0], shrink)
+                factor *= merge.finish_row(params, step, query, m[0], l[0], shrink)
             for i in range(held_rows - 1):
                 m[i], l[i] = m[i + 1], l[i + 1]
             l[held_rows - 1] = factor
@@ -283,8 +289,8 @@ def finisher(form):
                     put(board, here - item.first, i >> 1, lane & 3, packed(low * l[r], high * l[r]))
                 elif here <= item.last:
                     at = merge.slot_address(params, item.slot, rows, here - item.first)
-                    put_float(at + (i * 4 + (lane & 3) * 2) * 4, low)
-                    put_float(at + (i * 4 + (lane & 3) * 2) * 4 + 4, high)
+                    put_float(at + (i * 4 + (lane & 3) * 2) * 4, low * l[r])
+                    put_float(at + (i * 4 + (lane & 3) * 2) * 4 + 4, high * l[r])
         cuda.syncthreads()
         if item.slot < 0:
             for r in range(thread >> 3, rows, cuda.blockDim.y * (WARP // 8)):
@@ -302,7 +308,7 @@ def compiled(form):
 
 def suits(record, context, reach, most_rows):
     """Return whether prefill takes a call: 16-bit data, whole fragments, aligned rows, and rows enough."""
-    alignment = 16 if context.scale_format is None else tiles.code_bytes(context.cache_format)
+    alignment = 16 if context.cache_format == context.data_dtype else tiles.code_bytes(context.cache_format)
     return most_rows > forms.ROWS and fragments.suits(record, context, reach, most_rows, alignment)
 
 

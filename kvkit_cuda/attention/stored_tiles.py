@@ -44,6 +44,15 @@ class Tile:
     unit: int  # bytes of one copy of scales
 
     @property
+    def coded(self):
+        """Return whether elements are widened on their way to a product."""
+        return self.cache_format != self.element
+
+    @property
+    def minifloat(self):
+        return BY_NAME[self.cache_format].minifloat
+
+    @property
     def chunks(self):
         return self.dim // CHUNK
 
@@ -86,14 +95,19 @@ class Tile:
         return BY_NAME[self.cache_format].bytes(CHUNK)
 
     @property
-    def apart(self):
-        """Return the distance of the two elements of a word."""
+    def held(self):
+        """Return how many codes 16 bits hold."""
         return 16 // BY_NAME[self.cache_format].bits
 
     @property
+    def apart(self):
+        """Return the distance of the two elements of a word."""
+        return 1 if self.minifloat else self.held
+
+    @property
     def in_runs(self):
-        most, group = LINE * KEYS // self.panel, self.group // CHUNK
-        whole = self.scale_format and self.chunks % self.panel == 0 and self.panels * self.chunk_bytes <= most
+        most, group = LINE * KEYS // self.panel, (self.group if self.scale_format else self.dim) // CHUNK
+        whole = self.coded and self.chunks % self.panel == 0 and self.panels * self.chunk_bytes <= most
         power = self.panels & (self.panels - 1) == 0
         return bool(whole and power and (self.panels % group == 0 or group % self.panels == 0))
 

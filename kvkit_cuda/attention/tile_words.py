@@ -80,7 +80,7 @@ def start(tile):
 
 def code_mask(tile):
     """Return the mask of a code's bits in both halves of a word."""
-    return (2 ** BY_NAME[tile.cache_format].bits - 1) * 0x10001 if tile.scale_format else 0
+    return (2 ** BY_NAME[tile.cache_format].bits - 1) * 0x10001 if tile.coded else 0
 
 
 def within_row(tile):
@@ -100,7 +100,7 @@ def reader(tile):
     Elements get the data's type. Threads beyond a row's last chunk read another chunk.
     """
     step, panel_bytes, within = tile.step, tile.pace * tile.chunk_bytes, within_row(tile)
-    if tile.scale_format:
+    if tile.coded:
         take, widen, piece = piece_loader(tile), word_decoder(tile), tile.piece
 
         def read_codes(begin, tokens, panels, words, i):
@@ -119,39 +119,51 @@ def reader(tile):
 
 def piece_loader(tile):
     """Return f(begin, tokens, piece, words, i), which loads a piece of codes and its scales, unconverted."""
-    step, scale_step, within = tile.step, tile.scale_step, within_row(tile)
-    scale_bytes, group, regular = BY_NAME[tile.scale_format].bytes(1), tile.group // CHUNK, tile.regular
-    chunk_bytes, scales_size = tile.chunk_bytes, tile.piece_scales * scale_bytes
+    step, within, chunk_bytes = tile.step, within_row(tile), tile.chunk_bytes
     size = tile.piece * chunk_bytes
-    load = four_of(memory.load(size, size, space=memory.SHARED))
-    load_scales = four_of(memory.load(scales_size, scales_size, space=memory.SHARED))
-    pace, words_of, words_of_scales = tile.piece * tile.pace, -(-size // 4), -(-scales_size // 4)
+    load, load_scales = four_of(memory.load(size, size, space=memory.SHARED)), scale_loader(tile)
+    pace, words_of = tile.piece * tile.pace, -(-size // 4)
 
     def take(begin, tokens, piece, words, i):
-        rows, scales, chunk, _ = begin
-        piece = within(piece, chunk)
-        if regular:
-            scales = scales + (tokens * scale_step + piece * pace // group * scale_bytes)
-        else:
-            scales = scales + (tokens * scale_step + quotient(piece * pace + chunk, group) * scale_bytes)
-        codes = load(rows + (tokens * step + piece * pace * chunk_bytes))
+        piece = within(piece, begin.chunk)
+        codes = load(begin.rows + (tokens * step + piece * pace * chunk_bytes))
         for j in range(words_of):
             words[i + j] = codes[j]
-        scales = load_scales(scales)
-        for j in range(words_of_scales):
-            words[i + 4 + j] = scales[j]
+        load_scales(begin, tokens, piece, words, i + 4)
 
     return device.inlined(take)
 
 
+def scale_loader(tile):
+    """Return f(begin, tokens, piece, words, i), which loads the scales of a piece, if codes have any."""
+    if not tile.scale_format:
+        return device.inlined(lambda begin, tokens, piece, words, i: None)
+    scale_step, pace, regular = tile.scale_step, tile.piece * tile.pace, tile.regular
+    scale_bytes, group = BY_NAME[tile.scale_format].bytes(1), tile.group // CHUNK
+    size = tile.piece_scales * scale_bytes
+    load, words_of = four_of(memory.load(size, size, space=memory.SHARED)), -(-size // 4)
+
+    def load_scales(begin, tokens, piece, words, i):
+        at = begin.scales + tokens * scale_step
+        if regular:
+            at += piece * pace // group * scale_bytes
+        else:
+            at += quotient(piece * pace + begin.chunk, group) * scale_bytes
+        scales = load(at)
+        for j in range(words_of):
+            words[i + j] = scales[j]
+
+    return device.inlined(load_scales)
+
+
 def word_decoder(tile):
     """Return f(begin, words, i, chunk, k) -> word k of a chunk of a piece, in the data's type."""
-    extract, (scales, times), apart = code_extractor(tile), scale_decoder(tile), tile.apart
+    extract, (scales, times), held = code_extractor(tile), scale_decoder(tile), tile.held
     chunk_words = tile.chunk_bytes // 4
 
     def widen(begin, words, i, chunk, k):
-        codes = words[i + chunk * chunk_words + k // apart]
-        return times(extract(codes, k % apart, begin), scales(words, i, i, chunk))
+        codes = words[i + chunk * chunk_words + k // held]
+        return times(extract(codes, k % held, begin), scales(words, i, i, chunk))
 
     return device.inlined(widen)
 
@@ -161,27 +173,37 @@ def pair_decoder(tile):
 
     Codes of both pieces are paired before they are widened, with a pair of scales.
     """
-    extract, (scales, times), apart = code_extractor(tile), scale_decoder(tile), tile.apart
+    extract, (scales, times), held = code_extractor(tile), scale_decoder(tile), tile.held
     chunk_words, low, high = tile.chunk_bytes // 4, ptx.low, ptx.high
+    front, back = ptx.bytes_of(0x5140), ptx.bytes_of(0x7362)
 
     def decode_pairs(begin, words, i, j, chunk, k):
-        at = chunk * chunk_words + k // apart
+        at = chunk * chunk_words + k // held
         one, other, pair = words[i + at], words[j + at], scales(words, i, j, chunk)
         return (
-            times(extract(low(one, other), k % apart, begin), pair),
-            times(extract(high(one, other), k % apart, begin), pair),
+            times(extract(low(one, other), k % held, begin), pair),
+            times(extract(high(one, other), k % held, begin), pair),
         )
 
-    return device.inlined(decode_pairs)
+    def decode_floats(begin, words, i, j, chunk, k):
+        at = chunk * chunk_words + k // held
+        one, other, pair = words[i + at], words[j + at], scales(words, i, j, chunk)
+        both = front(one, other) if k % held == 0 else back(one, other)  # two elements of each piece
+        return times(extract(both, 0, begin), pair), times(extract(both, 1, begin), pair)
+
+    return device.inlined(decode_floats if tile.minifloat else decode_pairs)
 
 
 def code_extractor(tile):
-    """Return f(word, k, begin) -> code k of each half of a word, as float16.
+    """Return f(word, k, begin) -> code k of each half of a word, or floats of 8 bits of half k, as float16.
 
     Two codes at a time, with flipped signs, become the low bits of float16 numbers from 1024 on. Subtracting
     the number of code 0 gives the codes exactly, or 16 times the codes if they were not shifted down.
     """
     bits = BY_NAME[tile.cache_format].bits
+    if tile.minifloat:
+        widened = ptx.widened(tile.cache_format)
+        return device.inlined(lambda word, k, begin: widened(word >> np.uint32(16 * k)))
     zero, minus, fused = np.uint32((0x6400 + 2 ** (bits - 1)) * 0x10001), ptx.halves("sub"), ptx.halves("fma")
     if bits == 8:
 
@@ -206,6 +228,8 @@ def scale_decoder(tile):
     They are f(words, i, j, chunk) -> scales, and f(two codes as float16, scales) -> word.
     """
     element, scale_format, group = tile.element, tile.scale_format, tile.group // CHUNK
+    if not scale_format:
+        return device.inlined(lambda words, i, j, chunk: 0), unscaled(element)
     halves = BY_NAME[scale_format].bytes(1) == 2
     low, high = ptx.low, ptx.high
 
@@ -241,6 +265,20 @@ def scale_decoder(tile):
         return packed(x, y)
 
     return device.inlined(scales), device.inlined(times)
+
+
+@functools.cache
+def unscaled(element):
+    """Return f(two codes as float16, scales) -> their word, in the data's type."""
+    if element == "float16":
+        return device.inlined(lambda codes, scales: codes)
+    packed, both_of = ptx.packed(element), both("float16")
+
+    def convert(codes, scales):
+        x, y = both_of(codes)
+        return packed(x, y)
+
+    return device.inlined(convert)
 
 
 @functools.cache

@@ -106,8 +106,17 @@ def copy_row(dim):
 @functools.cache
 def widen_row(dim, element, cache_format, scale_format):
     """Return f(tile, row, address, scales, group, thread), which widens a row of codes at once."""
-    at, piece_bytes, scale_bytes = place(dim), code_bytes(cache_format), BY_NAME[scale_format].bytes(1)
-    widen, pieces = widen_codes(element, cache_format, scale_format), dim // CODES
+    at, piece_bytes, scale_bytes = (
+        place(dim),
+        code_bytes(cache_format),
+        BY_NAME[scale_format].bytes(1) if scale_format else 0,
+    )
+    widen, pieces = (
+        widen_codes(element, cache_format, scale_format)
+        if scale_format
+        else widen_unscaled(element, cache_format),
+        dim // CODES,
+    )
 
     def widen_row(tile, row, address, scales, group, thread):
         for begin in range(0, pieces, 8):
@@ -145,6 +154,63 @@ def widen_codes(element, cache_format, scale_format):
             write(second_target if chunk else first_target, words[0], words[1])
 
     return widen
+
+
+@functools.cache
+def widen_unscaled(element, cache_format):
+    """Return such a function for 8-bit codes without scales of their own."""
+    read, write, pair = (
+        memory.load(CODES, CODES),
+        memory.store(16, 16, memory.SHARED),
+        pair_widener(element, cache_format),
+    )
+
+    @shared
+    def load(address):
+        low, high = read(address)
+        return low, high
+
+    @shared
+    def put_words(address, a, b, c, d):
+        write(
+            address,
+            np.uint64(a) | np.uint64(b) << np.uint64(32),
+            np.uint64(c) | np.uint64(d) << np.uint64(32),
+        )
+
+    def word(codes, k):
+        return pair(np.uint32(codes >> np.uint64(16 * k) & np.uint64(0xFFFF)))
+
+    word = device.inlined(word)
+
+    def widen(codes, first, second, first_target, second_target):
+        low, high = load(codes)
+        low, high = np.uint64(low), np.uint64(high)
+        put_words(first_target, word(low, 0), word(low, 1), word(low, 2), word(low, 3))
+        put_words(second_target, word(high, 0), word(high, 1), word(high, 2), word(high, 3))
+
+    return device.inlined(widen)
+
+
+@functools.cache
+def pair_widener(element, cache_format):
+    """Return f(pair) -> the word of two 8-bit codes, of which the first is in the low byte."""
+    minifloat, packed = BY_NAME[cache_format].minifloat, ptx.packed(element)
+    (raw, decode), mask, bits = chunks.DECODE["float16" if minifloat else cache_format], 0xFFFF, 16
+    if not minifloat:
+        mask, bits = 0xFF, 8
+    widened = ptx.widened(cache_format) if minifloat else device.inlined(lambda pair: pair)
+
+    @shared
+    def floats(word):
+        x, y = word & np.uint32(mask), word >> np.uint32(bits)
+        return np.float32(decode(raw(x))), np.float32(decode(raw(y)))
+
+    def narrow(pair):
+        x, y = floats(widened(pair))
+        return packed(x, y)
+
+    return widened if minifloat and element == "float16" else device.inlined(narrow)
 
 
 @functools.cache

@@ -7,12 +7,16 @@ item is a tile over one split of the context that its rows see; blocks take work
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from kvkit.formulas import numeric
 from kvkit.formulas.index import visible_range
+from kvkit.runtime.jit import shared
 from kvkit_cuda.attention.tiles import quotient
 from kvkit_cuda.copy.transfer import sequence_of
-from kvkit_cuda.device_runtime import device, ptx
+from kvkit_cuda.device_runtime import device, memory, ptx
 
-int32, fresh_register = device.int32, ptx.fresh_register
+int32, fresh_register, load_word = device.int32, ptx.fresh_register, memory.load(8, 8)
 
 
 class StepTables(NamedTuple):
@@ -143,6 +147,22 @@ def mask_address(params, step, row):
     if params.mask_packed == 1:  # 2: columns are a sequence's own
         at += step.kvstarts[row.b] * params.mask_column
     return at
+
+
+@device.inlined
+def head_scales(params, b, head):
+    """Return the factor of the scores of a head of keys, and that of its sums of values."""
+    if params.key_head_scales:
+        at = b * params.head_scale_sequence + head * params.head_scale_head
+        return float_at(params.key_head_scales + at), float_at(params.value_head_scales + at)
+    return numeric.float_of(np.uint32(params.scale)), numeric.float_of(np.uint32(params.value_scale))
+
+
+@shared
+def float_at(address):
+    """Return the float32 whose bits are in the word at an address."""
+    low, _ = load_word(address)
+    return numeric.float_of(np.uint32(low))
 
 
 @device.inlined

@@ -23,6 +23,7 @@ def prepare(query, out, lse, context, tables, decoding, weights, rows, stream, s
     """
     steps = tables.steps
     record = params.attention_params(query, out, lse, context, steps.page_size, decoding, weights)
+    record = record._replace(**head_scale_fields(tables, weights.scales, stream))
     if is_free(context, steps, weights):
         record = record._replace(**freedom(context, tables, weights, stream))
     most_tokens = int(np.diff(steps.seqstarts).max(initial=0))
@@ -36,7 +37,7 @@ def prepare(query, out, lse, context, tables, decoding, weights, rows, stream, s
 
 
 def is_free(context, steps, weights):
-    """Return whether strides or scales are more general than a cache's, as in pools of pages."""
+    """Return whether strides, tables or slopes are those of pools, or scales are not positive."""
     rounds = context.scale_format or coarser(context.data_dtype, context.cache_format)
     return (
         context.steps != (1, 1)
@@ -44,37 +45,39 @@ def is_free(context, steps, weights):
         or context.value_format not in (None, context.cache_format)
         or bool(rounds and not context.as_loaded)
         or not (steps.value_table is weights.slopes is None)
-        or not (weights.scales is None or params.is_shared(weights.scales))
+        or not (weights.scales is None or (weights.scales[0] > 0).all())
     )
+
+
+def head_scale_fields(tables, scales, stream):
+    """Return the fields of scales [2, sequences, heads]; unless heads share them, copy them to the device."""
+    if scales is None or params.is_shared(scales):
+        return {}
+    _, sequences, heads = scales.shape
+    (tables.there["scales"],) = host.tables([bits(scales)], stream)
+    at = host.address(tables.there["scales"])
+    strides = {"head_scale_sequence": 8 * heads * (sequences > 1), "head_scale_head": 8 * (heads > 1)}
+    return strides | {"key_head_scales": at, "value_head_scales": at + 4 * scales.size}
 
 
 def freedom(context, tables, weights, stream):
-    """Return the fields of general strides and scales, and copy their tables to the device."""
-    steps, scales, slopes = tables.steps, weights.scales, weights.slopes
-    stored = context.cache_format, context.value_format or context.cache_format
+    """Return the fields of general strides and slopes, and copy their tables to the device."""
+    steps, slopes = tables.steps, weights.slopes
+    formats = context.cache_format, context.value_format or context.cache_format
     key_element, value_element = (
-        apart or BY_NAME[name].bytes(1) for apart, name in zip(context.elements, stored, strict=True)
+        apart or BY_NAME[name].bytes(1) for apart, name in zip(context.elements, formats, strict=True)
     )
     fields = {"free": 1, "key_element": key_element, "value_element": value_element}
     fields |= {"key_step": context.steps[0], "value_step": context.steps[1]}
-    own: dict = {}
-    if scales is not None and not params.is_shared(scales):
-        own["scales"] = scales
-        _, sequences, heads = scales.shape
-        fields |= {"head_scale_sequence": 8 * heads * (sequences > 1), "head_scale_head": 8 * (heads > 1)}
     if slopes is not None:
         sequences, heads = slopes.shape
-        own["slopes", heads] = slopes.reshape(-1)
+        (tables.there["slopes", heads],) = host.tables([bits(slopes.reshape(-1))], stream)
         fields |= {"sloped": 1, "slopes_sequence": heads * (sequences > 1)}
-    own = {name: bits(numbers) for name, numbers in own.items()}
-    tables.there |= dict(zip(own, host.tables(list(own.values()), stream) if own else (), strict=True))
     if steps.value_table is not None:
         fields["value_table"] = host.address(*tables.of(("value_table",), stream))
-    if "scales" in own:
-        at = host.address(tables.there["scales"])
-        fields |= {"key_head_scales": at, "value_head_scales": at + 4 * scales.size}
     return fields
 
 
 def bits(numbers):
-    return numbers.view(np.uint32).astype(np.int64) if numbers.dtype == np.float32 else numbers
+    """Return the bits of float32 numbers as int64."""
+    return numbers.view(np.uint32).astype(np.int64)

@@ -25,9 +25,11 @@ from kvkit.formulas import numeric
 from kvkit.runtime.jit import shared
 from kvkit_cuda.device_runtime import device, memory
 
-WORD, NUMBER, ADDRESS, OFFSET = types.uint32, types.float32, types.int64, types.int32
+WORD, NUMBER, ADDRESS, OFFSET, HALF = types.uint32, types.float32, types.int64, types.int32, types.uint16
 LLVM = {WORD: ir.IntType(32), OFFSET: ir.IntType(32), ADDRESS: ir.IntType(64), NUMBER: ir.FloatType()}
-LETTER = {WORD: "r", OFFSET: "r", ADDRESS: "l", NUMBER: "f"}
+LLVM[HALF] = ir.IntType(16)
+LETTER = {WORD: "r", OFFSET: "r", ADDRESS: "l", NUMBER: "f", HALF: "h"}
+MINIFLOATS = 8, 9  # the first compute capability that converts floats of 8 bits
 SHORT = {"float16": "f16", "bfloat16": "bf16"}
 
 
@@ -144,20 +146,43 @@ def _transposed_simulated(word):
 transposed = either(_transposed_simulated, lambda word: _transposed(word))
 
 
-def _halves_of(choice, shift):
-    """Return f(x, y) -> the word of the low, or the high, elements of two words."""
-    emit = instruction(f"prmt.b32 $0, $1, $2, {choice};", [WORD], [WORD] * 2)
+def bytes_of(choice):
+    """Return f(x, y) -> a word of bytes of two words: bytes 0 to 3 are of x, 4 to 7 of y."""
+    emit = instruction(f"prmt.b32 $0, $1, $2, {choice:#06x};", [WORD], [WORD] * 2)
 
     def emulation(x, y):
-        return np.uint32(int(x) >> shift & 0xFFFF | (int(y) >> shift & 0xFFFF) << 16)
+        both = int(x) | int(y) << 32
+        return np.uint32(sum((both >> 8 * (choice >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4)))
 
-    def halves_of(x, y):
+    def bytes_of(x, y):
         return emit(x, y)
 
-    return either(emulation, halves_of)
+    return either(emulation, bytes_of)
 
 
-low, high = _halves_of("0x5410", 0), _halves_of("0x7632", 16)
+# (x, y) -> the word of the low elements of two words, of the high ones.
+low, high = bytes_of(0x5410), bytes_of(0x7632)
+
+
+@functools.cache
+def widened(stored):
+    """Return f(pair) -> the word of two floats of 8 bits, as float16; the first is in the low byte."""
+    emit = instruction(f"cvt.rn.f16x2.{stored}x2 $0, $1;", [WORD], [HALF])
+    widen, narrow = numeric.widening(stored), numeric.narrowing("float16")
+
+    def emulation(pair):
+        one, other = (int(narrow(widen(np.uint8(int(pair) >> shift & 0xFF)))) for shift in (0, 8))
+        return np.uint32(one | other << 16)
+
+    def widened(pair):
+        return emit(np.uint16(pair))
+
+    return either(emulation, widened)
+
+
+def has_minifloats():
+    """Return whether the current device converts floats of 8 bits."""
+    return device.SIMULATED or device.capability() >= MINIFLOATS
 
 
 @functools.cache

@@ -14,6 +14,9 @@ from attention_scenes import BF16, FP16, normal
 from scenes import Formats
 from tensor_cores import DTYPES, check, forms_taken, slow
 
+import kvkit
+import kvkit_cuda
+from kvkit.formats.elements import BY_NAME
 from kvkit_cuda.attention import decode, decode_forms, prefill
 from kvkit_cuda.attention.fragments import LONGEST
 from kvkit_cuda.attention.params import AttentionParams, Reach
@@ -23,6 +26,29 @@ from kvkit_cuda.calls import tables
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 KERNELS = {"decode": decode, "prefill": prefill}
 USUAL = {"decode": {"past": 70, "seqlen": 1}, "prefill": {"past": 20, "seqlen": 10}}
+
+
+PAGE = 4
+
+
+def pool_call(kernel, rng, stored, dtype, scales, **more):
+    """A call over pages of codes with scales for all heads or for each, and what the CPU twin makes of it."""
+    lengths, counts = {"decode": ([70, 9], [1, 2]), "prefill": ([30, 12], [10, 12])}[kernel]
+    pages = [-(-length // PAGE) for length in lengths]
+    pools = [
+        normal(rng, (sum(pages), PAGE, 2, 32), np.float32) * (40 if stored == "int8" else 1) for _ in "kv"
+    ]
+    pools = [pool.astype(BY_NAME[stored].dtype) for pool in pools]
+    order, starts = rng.permutation(sum(pages)), np.cumsum([0, *counts])
+    shared = {"int8": (0.02, 0.03), "e4m3": (0.5, 2.0), "e5m2": (None, None)}[stored]
+    given = shared if scales == "shared" else [np.float32([[0.03, 0.02], [0.5, 0.1]]), np.float32([0.1, 2])]
+    call = {
+        "query": normal(rng, (starts[-1], 4, 32), np.float32).astype(DTYPES[dtype]),
+        "key_cache": pools[0], "value_cache": pools[1], "key_scale": given[0], "value_scale": given[1],
+        "block_tables": (np.cumsum([0, *pages]), order), "context_lens": lengths, "query_starts": starts,
+        "return_lse": True, **more,
+    }  # fmt: skip
+    return call, kvkit.paged_attention(**call)
 
 
 def later(*case):
@@ -86,6 +112,32 @@ def test_contexts(kernel, past, formats, rng, taken):
 )
 def test_options(kernel, options, rng, taken):
     check(static(kernel, rng, **options), taken)
+
+
+@cases(
+    "stored, dtype, scales",
+    ("decode", "e4m3", "float16", "shared"),
+    ("decode", "e4m3", "bfloat16", "heads"),
+    ("decode", "e5m2", "float16", "shared"),
+    ("decode", "int8", "float16", "heads"),
+    later("decode", "int8", "bfloat16", "shared"),
+    ("prefill", "e4m3", "float16", "heads"),
+    ("prefill", "int8", "bfloat16", "shared"),
+    later("prefill", "e5m2", "bfloat16", "shared"),
+)
+def test_pools_of_codes(kernel, stored, dtype, scales, rng, taken):
+    """Scales of heads are factors of scores and of sums, which may be those of splits."""
+    call, expected = pool_call(kernel, rng, stored, dtype, scales)
+    if stored == "e4m3":
+        call |= {"softcap": 5.0}
+        expected = kvkit.paged_attention(**call)
+    found = kvkit_cuda.paged_attention(**call)
+    tolerance = attention_scenes.TOLERANCE[dtype]
+    for got, right, most in zip(found, expected, (tolerance, 5e-4), strict=True):
+        attention_scenes.assert_near(
+            got, right.astype(np.float64), most * max(1, abs(right[right > -1e9]).max())
+        )
+    assert taken
 
 
 @cases(

@@ -110,7 +110,7 @@ def fresh_memory():
 
 
 def pytest_configure():
-    device.kernel = Kernel
+    device.kernel, device.capability = Kernel, lambda: CAPABILITY
     host.launch = launch
     host.require = lambda: None
     cuda.stream = cuda.default_stream = cuda.legacy_default_stream = Stream

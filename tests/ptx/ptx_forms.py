@@ -65,6 +65,7 @@ cvt.(rn.(f16.f32|f16.f64|f32.f64|bf16.f32)|rz.f32.f64) _,_
 cvt(.sat)?.f32.f32 _,_
 cvt.r[nzmp]i.(f16.f16|f32.f32|f64.f64) _,_
 cvt.rn.(f16x2|bf16x2).f32 _,_,_
+cvt.rn.f16x2.(e4m3x2|e5m2x2) _,_
 """
 NAME, NUMBER = r"[A-Za-z_$][\w$]*", r"\d\w*"
 PARTS = {

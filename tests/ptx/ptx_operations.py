@@ -204,7 +204,17 @@ def towards_zero(x, dtype):
     return np.where(larger, np.nextafter(near, dtype.type(0)), near)
 
 
+MINIFLOATS = {"e4m3x2": ml_dtypes.float8_e4m3fn, "e5m2x2": ml_dtypes.float8_e5m2}
+
+
 def converted(opcode, sources, value):
+    if opcode[-1] in MINIFLOATS:  # the first of two is the low byte
+        pair = value(sources[0], Type("u16"))
+        low, high = (
+            (pair >> shift).astype(np.uint8).view(MINIFLOATS[opcode[-1]]).astype(np.float16).view(np.uint16)
+            for shift in (0, 8)
+        )
+        return low | high.astype(np.uint32) << 16
     target, source = Type(opcode[-2].removesuffix("x2")), Type(opcode[-1])
     values = [value(name, source) for name in sources]
     if opcode[-2].endswith("x2"):  # the first operand becomes the upper half

@@ -31,7 +31,7 @@ from kvkit.formats.elements import BLOCKS, FLOATS8
 from kvkit_cuda.attention import bias, decode, decode_forms, forms, merge, params, plain, prefill
 from kvkit_cuda.calls import scan
 from kvkit_cuda.copy import chunks, means, pieces, transfer
-from kvkit_cuda.device_runtime import device, memory
+from kvkit_cuda.device_runtime import device, memory, ptx
 from kvkit_cuda.positions import alibi, angles, index, rotary
 
 WIDE = r"\.v(?:2\.\w64|4\.\w32)"  # 16 bytes in one instruction
@@ -55,8 +55,10 @@ class Kernel:
     registers: int = 255
     float64: bool = False
     quick: bool = False
+    first: tuple = (8, 0)  # compute capability that it runs on
 
     def check(self, folder, capabilities):
+        capabilities = [each for each in capabilities if each >= self.first]
         texts = texts_for(self.make(), self.signature, capabilities)
         for text, capability in zip(texts, capabilities, strict=True):
             assert ".target sm_{}{}\n".format(*capability) in text
@@ -276,12 +278,20 @@ DECODE = [
     decode_form("bfloat16", "float16", "int4", 32, unit=4),
     *(decode_form("float16", "float16", "int8", group, 240) for group in (24, 48, 80)),
     *(decode_form(dim=dim, value_dim=value_dim) for dim, value_dim in OTHER_VALUES),
+    *(
+        decode_form(element, stored=stored, group=0, rows=rows, weighs=weighs)
+        for element in ("float16", "bfloat16")
+        for stored in ("e4m3", "e5m2", "int8")
+        for rows, weighs in ((4, 0), (16, 1))
+    ),
 ]  # fmt: skip
 
 
 def decoding(form):
     has = [MMA.format(SHORT[form.element]), r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16"]
     has += [ASYNC.format("cg", 16), rf"cp\.async\.wait_group {form.stages - 1};"]
+    if form.keys.minifloat:
+        has += [rf"cvt\.rn\.f16x2\.{form.keys.cache_format}x2"]
     if not form.keys.scale_format:
         has += [r"ld\.shared" + WIDE]
     elif form.keys.unit == 4:  # scales in words
@@ -289,8 +299,9 @@ def decoding(form):
     usual = max(form.keys.dim, form.values.dim) <= decode_forms.DIM
     most = {8: 168, 16: 255}[form.rows] if usual else 255
     return Kernel(
-        lambda: decode.attend(form), decode.SIGNATURE, has, registers=most, quick=form == QUICK_DECODE
-    )
+        lambda: decode.attend(form), decode.SIGNATURE, has, registers=most, quick=form == QUICK_DECODE,
+        first=ptx.MINIFLOATS if form.keys.minifloat else (8, 0),
+    )  # fmt: skip
 
 
 def test_every_size_of_decode_fits():
@@ -320,13 +331,18 @@ PREFILL = [
     *(prefill_form(dim=dim, weighs=weighs) for dim in SIZES for weighs in (0, 1)),
     *(prefill_form("bfloat16", "bfloat16", "int8", dim) for dim in SIZES),
     *(prefill_form(dim=dim, value_dim=value_dim) for dim, value_dim in OTHER_VALUES),
+    *(
+        prefill_form(element, stored=stored)
+        for element in ("float16", "bfloat16")
+        for stored in ("e4m3", "e5m2", "int8")
+    ),
 ]
 
 
 def filling(form):
     loads = [rf"ldmatrix\.sync\.aligned\.m8n8\.x4{how}\.shared\.b16" for how in ("", r"\.trans")]
     has = [MMA.format(SHORT[form.element]), *loads, ASYNC.format("cg", 16), r"st\.global" + WIDE]
-    if form.scale_format:
+    if form.cache_format != form.element:
         wide = r"v2\.\w32|\w64" if form.cache_format == "int4" else r"v2\.\w64|v4\.\w32"
         has += [rf"ld\.global\.nc\.({wide})", r"st\.shared" + WIDE]
     most = FILE // prefill.WARPS // GRAIN * GRAIN // 32
@@ -405,6 +421,9 @@ LOOPS = {
     "decode float16": (decode, decode_form(), 16, 300),
     "decode int8": (decode, decode_form(cell="float16", stored="int8"), 16, 600),
     "decode int4": (decode, decode_form(cell="float16", stored="int4"), 16, 445),
+    "decode e4m3": (decode, decode_form(stored="e4m3", group=0), 16, 360),
+    "decode e4m3, bfloat16": (decode, decode_form("bfloat16", stored="e4m3", group=0), 16, 360),
+    "decode int8 of heads": (decode, decode_form(stored="int8", group=0), 16, 400),
     "prefill": (prefill, prefill_form(), 128, 500),
 }
 

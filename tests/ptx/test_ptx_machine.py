@@ -384,6 +384,11 @@ def test_floats():
     words = computed("cvt.rn.f16x2.f32", *halves)  # the first one is the upper half
     assert (words >> 16).tolist() == [0x3C00, 0x7C00, 0x8000]
     assert (words & 0xFFFF).tolist() == [0x4000, 0x8000, 0x7C00]
+    small = np.array([0x7E01, 0xFF80], np.uint16)  # 448 and 2^-9, NaN and -0
+    pair = computed("cvt.rn.f16x2.e4m3x2", small).view(np.float16).reshape(2, 2)
+    assert pair[0].tolist() == [2.0**-9, 448]
+    assert np.signbit(pair[1, 0])
+    assert np.isnan(pair[1, 1])
     nan, one = np.array([np.nan, 2], np.float32), np.array([1, 1], np.float32)
     assert computed("max.f32", nan, one).tolist() == [1, 2]
     zeros = np.array([0, -0.0, 0, -0.0], np.float32), np.array([-0.0, 0, 0, -0.0], np.float32)
