@@ -25,6 +25,7 @@ class Ahead(NamedTuple):
     tokens: int  # most tokens ahead
     near: bool  # prefetch into L1, else into L2
     unaided: int  # bytes of a run that one query row reads faster without prefetches
+    scales: bool  # prefetch the scales of codes, too
 
 
 @functools.cache
@@ -38,8 +39,9 @@ def ahead_of(name):
     Measured: Zen 4, Cascade Lake. Zen 5 has the distance of Zen 4, all others have that of Cascade Lake.
     """
     if name.startswith("znver"):
-        return Ahead(16 * 1024, 64, False, 2**17 if name == "znver4" else NEVER)
-    return Ahead(5 * 1024, 40, True, NEVER)
+        measured = name == "znver4"
+        return Ahead(16 * 1024, 64, False, 2**17 if measured else NEVER, measured)
+    return Ahead(5 * 1024, 40, True, NEVER, False)
 
 
 @functools.cache

@@ -224,7 +224,8 @@ def fixed_fields(form):
     block = interleaved_tokens(form) if form.interleaved else BLOCK_TOKENS
     lead = min(max(ahead.bytes // max(*side_bytes(form), 1), LEAST_LEAD), ahead.tokens)
     return dict.fromkeys(LATE_FIELDS, 0) | workspace_fields(form, block) | code_fields(form) | {
-        "heads": form.heads, "heads_interleaved": form.interleaved, "scale_bytes": scale_bytes(form),
+        "heads": form.heads, "heads_interleaved": form.interleaved,
+        "scale_bytes": scale_bytes(form) if form.interleaved or ahead.scales else 0,
         "widens": read.widens, "rounds": read.rounds, "pairs": read.pairs, "integers": read.width is not None,
         "most_value": MOST_VALUE.get(form.data, 0),
         "keys.dim": form.dim, "keys.padded_dim": padded(form.dim),

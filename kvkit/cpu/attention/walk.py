@@ -241,8 +241,8 @@ def find_block(params, block):
         elif params.values_have_own_table:
             find_addresses(block, values, block.value_row_ids + lead, block.value_addresses)
         if block.begin == block.first and block.tiles == 1 and not block.unaided:
-            prefetch_rows(block, keys, block.key_row_ids)
-            prefetch_rows(block, values, block.value_row_ids)
+            prefetch_rows(params, block, keys, block.key_row_ids)
+            prefetch_rows(params, block, values, block.value_row_ids)
 
 
 @helper
@@ -288,11 +288,13 @@ def find_addresses(block, side, row_ids, addresses):
 
 
 @helper
-def prefetch_rows(block, side, row_ids):
-    """Prefetch the first rows, which no earlier block did."""
-    base, _ = rows_of_head(side, block, block.head)
+def prefetch_rows(params, block, side, row_ids):
+    """Prefetch the first rows and their scales, which no earlier block did."""
+    base, scales = rows_of_head(side, block, block.head)
     for i in range(min(block.lead, block.count)):
-        attention.prefetch_bytes(base + get(row_ids + 8 * i) * side.row, side.bytes)
+        row_id = get(row_ids + 8 * i)
+        attention.prefetch_bytes(base + row_id * side.row, side.bytes)
+        attention.prefetch_bytes(scales + row_id * side.scale_row, params.scale_bytes)
 
 
 @helper
@@ -301,11 +303,12 @@ def prefetch_scales(params, block, tile):
     keys, values, rest = params.keys, params.values, block.known - block.count
     _, key_scales = rows_of_head(keys, block, block.head)
     _, value_scales = rows_of_head(values, block, block.head)
-    ids, size = block.key_row_ids + 8 * block.count, block.tiles * params.scale_bytes
+    next_ids, size = 8 * block.count, block.tiles * params.scale_bytes
     for i in range(tile.index * rest // block.tiles, (tile.index + 1) * rest // block.tiles):
-        row_id = get(ids + 8 * i)
-        attention.prefetch_bytes(key_scales + row_id * keys.scale_row, size)
-        attention.prefetch_bytes(value_scales + row_id * keys.scale_row, size)
+        key_id = get(block.key_row_ids + next_ids + 8 * i)
+        value_id = get(block.value_row_ids + next_ids + 8 * i)
+        attention.prefetch_bytes(key_scales + key_id * keys.scale_row, size)
+        attention.prefetch_bytes(value_scales + value_id * values.scale_row, size)
 
 
 # The steps of a block
@@ -330,7 +333,7 @@ def load_block(params, block, tile, engine):
 @helper
 def score_tile(params, block, tile, engine):
     """S = scale K Q^T."""
-    if params.scale_bytes and params.heads_interleaved and not block.widens:
+    if params.scale_bytes and not block.widens:
         prefetch_scales(params, block, tile)
     if block.nan_safe and params.integers and not block.wide:
         nan_safe_scores(params, block, tile)
