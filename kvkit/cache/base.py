@@ -161,7 +161,7 @@ class MovableTokens(ABC):
         >>> DynamicLayer().can("retain", [3])
         'positions: expected positions that are stored, got 3'
         """
-        return refusal(self, call, *arguments, **options)
+        return refusal(self, self.plan, call, *arguments, **options)
 
     @abstractmethod
     def plan(self, call: str, *arguments: Any, **options: Any) -> Any:

@@ -349,7 +349,7 @@ class KvkitCache(Cache):
         def plan(call: str, *arguments: Any, **options: Any) -> Any:
             return self.movable().plan(call, **self.named_arguments(call, *arguments, **options))
 
-        return refusal(plan, call, *arguments, **options)
+        return refusal(self, plan, call, *arguments, **options)
 
     def movable(self) -> Any:
         """Return the object whose methods remove and move tokens of the whole batch."""
