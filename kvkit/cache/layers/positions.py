@@ -320,10 +320,8 @@ def moves_alike(one: Any, other: Any) -> bool:
     return one.interleaved == other.interleaved and np.array_equal(one.frequencies, other.frequencies)
 
 
-def refusal(
-    cache: Any, plan: Callable[..., Any], call: str, *arguments: Any, **options: Any
-) -> str | None:
-    """Return the message of the error that a call of a cache would raise; None if it would raise none."""
+def refusal(cache: Any, plan: Callable[..., Any], call: str, *arguments: Any, **options: Any) -> str | None:
+    """Return the message of the error that a call would raise; None if it would raise none."""
     if call not in PLANS:
         raise argument_error("call", f"one of {', '.join(PLANS)}", repr(call))
     names = list(inspect.signature(getattr(cache, call)).parameters)
