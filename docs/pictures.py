@@ -289,7 +289,38 @@ def hybrid():
     return drawing
 
 
-BY_HAND = cache, codes, plans, removal, pieces, fork, hybrid
+def latent():
+    """A latent row in each form, to scale; and where the scales of a block of 584-byte rows lie."""
+    drawing, scale = Drawing("A latent row: its bytes in each form, and what is key and value"), 0.42
+    forms = (
+        ("bfloat16, 1,152 bytes: one array", [(1024, "b", "c, 512 numbers"), (128, "key", "r")], 0),
+        ("two arrays, 1,024 and 128 bytes", [(1024, "b", "c"), (128, "key", "r")], 26),
+        ("ds_mla, 656 bytes", [(512, "b", "codes of c"), (16, "value", ""), (128, "key", "r")], 0),
+    )
+    for i, (words, parts, gap) in enumerate(forms):
+        x, y = 12.0, 28 + i * 56
+        drawing.text(12, y - 6, words, 13)
+        for size, fill, name in parts:
+            drawing.box(round(x, 1), y, round(size * scale, 1), 26, fill, name)
+            x += size * scale + gap
+    drawing.text(12, 194, "ds_v4, 584 bytes: a block of 3 tokens, with its end padded", 13)
+    x = 12.0
+    pieces = [(448, "b", "codes"), (128, "key", "r")] * 3 + [(8, "value", "")] * 3 + [(552, "none", "")]
+    for size, fill, name in pieces:
+        width = round(size * 0.24, 1)
+        drawing.box(round(x, 1), 200, width, 26, fill, name)
+        x += width
+    for i, (fill, words) in enumerate((
+        ("b", "c, the latent part: the value, and the first elements of the key"),
+        ("key", "r, the rotated part: the last elements of the key (in ds_v4 of the value too)"),
+        ("value", "scales: four float32 in a row of ds_mla, eight bytes a token in ds_v4"),
+    )):  # fmt: skip
+        drawing.box(12, 244 + i * 22, 14, 14, fill)
+        drawing.text(34, 256 + i * 22, words, 13)
+    return drawing
+
+
+BY_HAND = cache, codes, plans, removal, pieces, fork, hybrid, latent
 BY_THE_PACKAGE = offsets, pages, chats, pmx, vllm
 
 

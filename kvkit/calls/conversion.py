@@ -26,6 +26,7 @@ from kvkit.typed import Array
 
 TILE = 64  # tokens of a run that are transposed together: their cache lines stay near a core
 PART_BYTES = 64 * 2**20  # between two reports of progress
+ROTARY = 64  # last elements of a latent row, where nobody says how many are rotated
 SCRATCH_BYTES = 2**18  # of each cache, for a comparison
 Tables = tuple[BlockTable, BlockTable] | None
 Moved = tuple[Index, Index] | None  # the row of every token, and the row that it goes to
@@ -81,7 +82,7 @@ def convert(
         Lines, or names of `NAMED`; split ones too.
     sizes : dict, optional
         Lengths of the source's axes ``l b n h c`` that its shapes do not show. ``v`` is the content of values
-        if it is not that of keys.
+        if it is not that of keys; from whole latent rows to two planes, that of the rotated part (64).
     to_sizes : dict, optional
         Blocks (``b``) and tokens of a block (``n``) of the target, where they are not the source's; with
         `out`, what its shapes do not tell.
@@ -122,14 +123,23 @@ def convert(
     before, after = parse(from_layout), parse(to_layout)
     check_one_kind(before)
     check_one_kind(after)
-    if ("kv" in before.names) != ("kv" in after.names):
+    known = check_sizes("sizes", sizes)
+    latent = ("kv" in before.names) != ("kv" in after.names)  # planes of a latent row, and whole rows
+    if latent and {"h", "s"} & {*before.names, *after.names}:
         one = "an" if "kv" in before.names else "no"
         raise argument_error("to_layout", f"{one} axis kv, as in '{before}'", f"'{after}'")
-    read = cache_rows(source, before, check_sizes("sizes", sizes), "source")
+    rotary = known.pop("v", ROTARY) if latent and "kv" in after.names else 0
+    read = cache_rows(source, before, known, "source")
+    if rotary:
+        read = split_rows(read, rotary)
     rows = moved_rows(tables, read)
     wanted = target_sizes(read, rows, after, check_sizes("to_sizes", to_sizes), tables, out is None)
+    if latent and not rotary:
+        wanted["c"] += wanted.pop("v", wanted["c"])
     target = new_arrays(after, wanted, [part.dtype for part in read.layers[0]]) if out is None else out
     written = cache_rows(target, after, wanted, "out")
+    if latent and not rotary:
+        written = split_rows(written, read.layers[0][1].content.shape[1])
     check_compatible(read, written)
     runs = runs_between(rows, read, written)
     moves = [move for layer in zip(read.layers, written.layers, strict=True) for move in moves_of(*layer)]
@@ -165,6 +175,18 @@ def cache_rows(arrays: Any, line: Layout, known: Mapping[str, int], name: str) -
         )
     even = min(part.even for layer in joined for part in layer)
     return CacheRows(name, joined, found, *sizes.pop(), even)
+
+
+def split_rows(cache: CacheRows, rotary: int) -> CacheRows:
+    """Return the latent rows of a cache in two parts: the latent one and, the last elements, the rotated one."""
+    layers: list[tuple[LayerRows, ...]] = []
+    for (whole,) in cache.layers:
+        latent = whole.content.shape[1] - rotary
+        if latent < 1:
+            raise argument_error(cache.name, f"rows of more than {rotary} elements", latent + rotary)
+        parts = whole.content[:, :latent], whole.content[:, latent:]
+        layers.append(tuple(replace(whole, content=part) for part in parts))
+    return replace(cache, layers=layers)
 
 
 def layers_of(leaf: Leaf) -> Iterator[LayerRows]:

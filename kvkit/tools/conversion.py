@@ -240,7 +240,9 @@ def move_caches(
         each.require_cache()
         pages, block_tables = new_pages(each, page_size, tables_from, name)
         made = move_cache(each, to_layout, pages, verify, progress)
-        kv = view_of(made[CACHE], to_layout, {axis: n for axis, n in each.sizes.items() if axis in "hcvs"})
+        before, after = (layouts.parse(line or "").names for line in (each.layout, to_layout))
+        inner = "hcvs" if ("kv" in before) == ("kv" in after) else "h"  # latent rows, whole or as two planes
+        kv = view_of(made[CACHE], to_layout, {axis: n for axis, n in each.sizes.items() if axis in inner})
         if pairs is not None:
             reorder_pairs(kv, pairs)
         described[name] = replace(

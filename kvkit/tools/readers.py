@@ -10,10 +10,11 @@ import numpy as np
 
 from kvkit import files, layouts
 from kvkit.cache import loading
+from kvkit.checks.latent import parts_of_584
 from kvkit.checks.values import positive_number
 from kvkit.errors import argument_error, describe
 from kvkit.files import llama
-from kvkit.files.arrays import BESIDE, nested
+from kvkit.files.arrays import BESIDE, CACHE, nested
 from kvkit.formats import BY_DTYPE, FLOATS, decode, rotate
 from kvkit.formats.known import Format
 from kvkit.formats.rotations import Rotation, rotation_named
@@ -22,6 +23,7 @@ from kvkit.layouts.views import KV
 from kvkit.tools.source import PACKED, TABLES, CacheSource, format_of_paged, leaves
 
 LATENT_LINE = "l | b n c"  # of latent rows
+BLOCKS_584 = "flashmla-ds-v4"  # its codes and scales are apart
 LINE = "l kv | b n h c"  # of the results of `encode`, as `convert` writes them
 LISTS = "b l kv | n h c"  # of the same if sequences differ in length
 ROTATION = "llama.cpp"  # it rotates heads of a multiple of 64 elements before they become codes
@@ -126,7 +128,23 @@ def open_one(source: CacheSource, from_format: str | None = None, rotation: str 
     """Open the layers of one cache of a file."""
     if source.cache is None and isinstance(about := source.saved.get("layers"), list):
         return open_saved(source, about)
+    if source.layout and layouts.parse(source.layout) == layouts.parse(BLOCKS_584):
+        told = from_format or source.contents.description.format
+        if told == "ds_v4" or str(source.layout) == BLOCKS_584:
+            return open_arrays(rows_of_584(source), "ds_v4", rotation)
     return open_arrays(source, from_format, rotation)
+
+
+def rows_of_584(source: CacheSource) -> CacheSource:
+    """Return a source of blocks of 584 bytes a token with the scales of each token behind its codes."""
+    blocks = [each for leaf in leaves(source.cache) for each in (leaf if leaf.ndim == 3 else [leaf])]
+    parts = [parts_of_584("cache", each.view(np.uint8)) for each in blocks]
+    others = {name: array for name, array in source.arrays.items() if name.partition(".")[0] != CACHE}
+    arrays = others | {f"{CACHE}.{i}": np.concatenate(part, axis=2) for i, part in enumerate(parts)}
+    described = replace(source.contents.description, layout=LATENT_LINE, sizes={}, format="ds_v4")
+    found = CacheSource(replace(source.contents, arrays=arrays, description=described))
+    found.name = source.name
+    return found
 
 
 def join_readers(first: CacheReader, second: CacheReader) -> CacheReader:

@@ -153,6 +153,23 @@ def test_values_of_their_own_size(rng):
         layouts.convert((keys, values), "flash-attn", "flashinfer-nhd")
 
 
+@pytest.mark.parametrize("planes", ["vllm-ascend-planes", "vllm-ascend-mla", "l kv | n b c"])
+@pytest.mark.parametrize("whole", ["vllm-mla", "sglang-mla", "| l n b c"])
+def test_two_planes_of_a_latent_row_are_joined_and_split(planes, whole, rng):
+    """Through new pages, too: the latent part is first, then the rotated one."""
+    source = [rng.integers(0, 9999, (3, 4, 14)).astype(np.uint16) for _ in range(2)]
+    lying = layouts.convert(source, "vllm-mla", whole)
+    pair = layouts.convert(lying, whole, planes, sizes={"b": 3, "n": 4, "v": 4}, verify=True)
+    for layer, parts in zip(source, layouts.convert(pair, planes, "l kv | b n c"), strict=True):
+        np.testing.assert_array_equal(np.concatenate(parts, axis=2), layer)
+    pages = tables.from_blocks([[2, 0]], [7], 4), tables.from_blocks([[1, 0, 2, 3]], [7], 2)
+    found = layouts.convert(pair, planes, whole, tables=pages, verify=True)
+    moved = layouts.convert(found, whole, "l | b n c", sizes={"n": 2, "b": 4})
+    for layer, old in zip(moved, source, strict=True):
+        tokens = np.concatenate((old[2], old[0]))[:7]
+        np.testing.assert_array_equal(np.concatenate(layer[[1, 0, 2, 3]])[:7], tokens)
+
+
 def test_keys_and_values_of_their_own_types(rng):
     """As Ascend's NZ may have: codes of 8 bits in groups of 32, values of 16 bits in groups of 16."""
     keys = rng.integers(-128, 128, (3, 4, 2, 32)).astype(np.int8)

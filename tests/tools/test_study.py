@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from folder_scenes import full_disk
 
+import kvkit
 from kvkit import files, formats, tools
 from kvkit.errors import KvkitError
 from kvkit.tools.studies import measures
@@ -467,3 +468,15 @@ def test_latent_pools_of_bytes(rng):
     found = tools.study(arrays, "ds_mla:p2,int8:g8", layout="vllm-ds-mla")
     assert found.summary[0].key_error == 0
     assert found.tokens == 80
+
+
+def test_latent_blocks_whose_scales_are_apart(rng):
+    """Blocks of 584 bytes a token, padded, are studied and converted as their rows."""
+    rows = rng.standard_normal((24, 512), np.float32)
+    pool = np.zeros((4, 7 * 576), np.uint8)
+    kvkit.mla_append(rows[:, :448], rows[:, 448:], pool, np.arange(24), format="ds_v4")
+    found = tools.study({"cache": pool[None]}, "ds_v4", layout="flashmla-ds-v4")
+    assert (found.summary[0].key_error, found.summary[0].bytes_per_token, found.tokens) == (0, 584, 24)
+    made = tools.convert({"cache": [pool]}, None, from_layout="flashmla-ds-v4", format="float32")
+    decoded = formats.decode(formats.encode(rows, "ds_v4"), "ds_v4")
+    np.testing.assert_array_equal(made.arrays["cache.0.0"].reshape(24, 512), decoded)
