@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.calls.latent import (
     ROWS,
+    attention_over_bytes,
     gather_rows,
     multiply_heads,
     pieces_of_contexts,
@@ -88,8 +89,9 @@ def mla_attention(
     extra : tuple (latent, indices, index_lens), optional
         Rows of a second pool of the same format that the queries with `indices` attend to as well.
     format : str, optional
-        ``"ds_mla"`` or ``"ds_v4"`` of `kvkit.formats`, for pools of bytes. Codes are decoded to float32;
-        FlashMLA rounds them to bfloat16.
+        ``"ds_mla"`` or ``"ds_v4"`` of `kvkit.formats`, for pools of bytes. Codes are decoded to float32. Rows
+        of ``"ds_mla"`` in pages are rounded to bfloat16, as FlashMLA does, where queries are bfloat16 and
+        the processor multiplies pairs of it.
     is_causal : bool
         Whether a query ignores rows after its own position; not used with `indices`.
     sinks : ndarray of float32, shape [H], optional
@@ -115,8 +117,8 @@ def mla_attention(
 
     Notes
     -----
-    Floats in one pool are read in place. Other rows are gathered some 16,384 at a time, each once; what is
-    computed in several parts is merged in float32 and rounded once.
+    Floats in one pool, and rows of 656 bytes in pages, are read in place. Other rows are gathered some
+    16,384 at a time, each once; what is computed in several parts is merged in float32 and rounded once.
 
     Examples
     --------
@@ -132,8 +134,9 @@ def mla_attention(
         is_causal=is_causal, sinks=sinks, lse_of_sinks=lse_of_sinks, return_lse=return_lse,
     )  # fmt: skip
     call = checked_latent_attention(given)
-    if call.whole is not None and not call.sinks_last:
-        return attend(call.whole, out)
+    whole = None if call.sinks_last else call.whole or attention_over_bytes(call)
+    if whole is not None:
+        return attend(whole, out)
     results = None if out is None else call.results.checked(out)
     parts: Any
     if call.contexts is None:

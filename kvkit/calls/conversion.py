@@ -178,7 +178,7 @@ def cache_rows(arrays: Any, line: Layout, known: Mapping[str, int], name: str) -
 
 
 def split_rows(cache: CacheRows, rotary: int) -> CacheRows:
-    """Return the latent rows of a cache in two parts: the latent one and, the last elements, the rotated one."""
+    """Return the latent rows of a cache in two parts: the latent one, and the rotated one at the end."""
     layers: list[tuple[LayerRows, ...]] = []
     for (whole,) in cache.layers:
         latent = whole.content.shape[1] - rotary

@@ -7,16 +7,38 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvkit import cpu
-from kvkit.checks.latent import HeadProduct, LatentPool
-from kvkit.checks.pools import PageTable
+from kvkit.checks.arguments import Scoring
+from kvkit.checks.attention import AttentionCall, checked_weights
+from kvkit.checks.latent import HeadProduct, LatentCall, LatentPool
+from kvkit.checks.pools import PageTable, context_of, steps_of
+from kvkit.checks.records import NO_MASK
+from kvkit.checks.values import one_piece
 from kvkit.formats.coding import encode
-from kvkit.formats.elements import BFLOAT16, FLOAT32
+from kvkit.formats.elements import BFLOAT16, E4M3, FLOAT32
 from kvkit.formats.known import Format
 from kvkit.formats.packing import from_bytes, split_blocks
 from kvkit.runtime.arrays import empty_result
 from kvkit.typed import Array
 
 ROWS = 2**14  # rows read at a time, some 20 MB
+
+
+def attention_over_bytes(call: LatentCall) -> AttentionCall | None:
+    """Return attention over rows of 656 bytes where they lie; None for other pools."""
+    pool, fmt = call.pool, call.fmt
+    if call.contexts is None or pool.format is None or len(pool.parts) > 1:
+        return None
+    pages, lengths, starts = call.contexts
+    rows, query = pool.parts[0].view(E4M3.dtype)[:, :, None], one_piece(call.query)
+    context = context_of(fmt, rows, rows)._replace(
+        dim=pool.dim, value_dim=call.value_dim, reader=cpu.attention.latent.row_decoder()
+    )
+    scoring = Scoring(is_causal=call.causal, softmax_scale=call.scale, sinks=call.sinks)
+    return AttentionCall(
+        fmt, (*query.shape[:2], call.value_dim), query, context,
+        steps=steps_of(rows, rows, pages, lengths, starts), decoding=0,
+        weights=checked_weights(query, NO_MASK, scoring), inputs=[], results=call.results,
+    )  # fmt: skip
 
 
 def gather_rows(pool: LatentPool, slots: Array) -> Array:

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from kvkit.runtime.lazy_imports import lazy_modules
 
 if TYPE_CHECKING:  # so that editors and type checkers follow a call
+    from kvkit.cpu.attention import latent as latent
     from kvkit.cpu.attention import merge as merge
     from kvkit.cpu.attention import prepare as prepare
     from kvkit.cpu.attention import segmented as segmented
 
-__getattr__ = lazy_modules(__name__, "merge", "prepare", "segmented")
+__getattr__ = lazy_modules(__name__, "latent", "merge", "prepare", "segmented")

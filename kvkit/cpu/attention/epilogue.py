@@ -13,7 +13,7 @@ from kvkit.cpu import memory
 from kvkit.cpu.attention.engines.nan_safe import SHRINK
 from kvkit.cpu.attention.online_softmax import fold
 from kvkit.cpu.attention.walk import tile_of, transpose
-from kvkit.cpu.attention.work_items import WIDE
+from kvkit.cpu.attention.work_items import WIDE, split_bytes
 from kvkit.cpu.copy.rows import call_rows
 from kvkit.cpu.simd import attention
 from kvkit.formulas import numeric
@@ -30,6 +30,7 @@ def finish(params, block, split, slots):
     """Write a work item's outputs or its split's state; return False on NaN or inf, unless `nan_safe`."""
     grow = np.float32(1) / SHRINK if block.nan_safe else np.float32(1)
     dim, number, lines = params.values.padded_dim, block.number, block.workspace + params.workspace.lines
+    state_bytes = split_bytes(params)
     for t in range(block.tiles):
         tile = tile_of(params, block, t)
         o = tile.o
@@ -44,7 +45,7 @@ def finish(params, block, split, slots):
                 if get_float(number) + l * np.float32(0) != np.float32(0):
                     return False
             if slots:
-                target = slots + split * params.split_bytes + (t * block.rows + r) * 4 * (dim + 3)
+                target = slots + split * state_bytes + (t * block.rows + r) * 4 * (dim + 3)
                 put_float(number, np.float32(1))
                 attention.scale_by(line, target, dim, number)
                 put_float(target + 4 * dim, m)
@@ -59,19 +60,20 @@ def finish(params, block, split, slots):
 def merge_splits(params, block, splits, slots):
     """Write the query rows of a work item from its splits, in order."""
     dim, line, number = params.values.padded_dim, block.workspace + params.workspace.lines, block.number
+    state_bytes = split_bytes(params)
     for t in range(block.tiles):
         tile = tile_of(params, block, t)
         for r in range(tile.live):
             state = slots + (t * block.rows + r) * 4 * (dim + 3) + 4 * dim
             m, l = MINUS_INF, np.float32(0)
             for split in range(splits):
-                m = max(m, get_float(state + split * params.split_bytes))
+                m = max(m, get_float(state + split * state_bytes))
             for split in range(splits):
-                at = state + split * params.split_bytes
+                at = state + split * state_bytes
                 l = numeric.add_split_sum(l, m, get_float(at + 4), get_float(at))
             attention.clear(line, dim)
             for split in range(splits):
-                at = state + split * params.split_bytes
+                at = state + split * state_bytes
                 weight = numeric.weight(get_float(at), m)
                 if weight != np.float32(0):
                     put_float(number, numeric.normalizer(weight, l, get_float(at + 8)))

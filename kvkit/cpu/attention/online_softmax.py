@@ -32,10 +32,13 @@ def visible(params, block, token):
 
 
 @helper
-def softmax(scores, rows, count, m, l, alpha):
-    """Turn scores [tokens, rows] into weights P, in place; update m and l, and set alpha."""
+def softmax(scores, rows, computed, count, m, l, alpha):
+    """Turn scores [tokens, rows] into weights P, in place; update m and l, and set alpha.
+
+    Of a wide tile only the first `computed` rows, 16 or 32.
+    """
     if rows == WIDE:
-        for half in range(0, 4 * WIDE, 4 * LANES):
+        for half in range(0, 4 * computed, 4 * LANES):
             online_softmax(scores + half, count, 4 * WIDE, WIDE, m + half, l + half, alpha + half)
         return
     vectors = fill_vector(scores, count * rows)

@@ -37,15 +37,16 @@ ATTENTION_PARAMS = Record(
     "heads group scale_bytes orders copy_row rounds integers most_value pairs",
     "heads_interleaved widens values_have_own_table",
     "block wide_block lead unaided_run counting least_split most_splits",
-    "engines group_tiles split_tokens tile_groups work_items splits tiles products",
-    "partials split_bytes workspace_at workspace_bytes engine_query_bytes",
+    "engines group_tiles groups_are_split split_tokens tile_groups work_items splits tiles products",
+    "partials tile_state_bytes workspace_at workspace_bytes engine_query_bytes",
     "key_sums key_sums_sequence key_sums_head weights_at weights_bytes",
     keys=SIDE, values=SIDE, workspace=WORKSPACE,
 )  # fmt: skip
 FIELD = ATTENTION_PARAMS.at
 # Fields that `schedule` sets, then `engines`, which `fill_engines` sets, then those that `launch` sets.
 LATE_FIELDS = (
-    "group_tiles", "split_tokens", "tile_groups", "work_items", "splits", "tiles", "products",
+    "group_tiles", "groups_are_split", "split_tokens", "tile_groups", "work_items", "splits", "tiles",
+    "products",
     "engines", "counters", "partials", "workspace_at", "weights_at",
 )  # fmt: skip
 ADDRESS_OWNER = {
@@ -65,7 +66,7 @@ WIDE_ENGINE, SPECIAL_ENGINE = 4, 5
 BLOCK = Record(
     "workspace number sequence table_row seqlen kvlen query_rows",
     "rows tiles row head wide widens nan_safe together",
-    "first begin end size count known lead unaided uneven",
+    "first begin end size count known lead unaided uneven values_in_keys",
     "key_row_ids value_row_ids key_addresses value_addresses",
     "prefetch_in_scores prefetch_in_sums prefetch_shift",
     "key_ids value_ids key_row value_row wide_keys wide_values weights",
@@ -89,6 +90,12 @@ def call_engine(code, params, block, tile):
 def whole_tiles(count):
     """Round a number of tokens up to a multiple of 8; scores are computed for all of them."""
     return -(-count // 8) * 8
+
+
+@helper
+def rows_computed(params, block, tile):
+    """Return how many rows of a tile are computed: the first 16 of a wide one where no more are live."""
+    return LANES if block.wide and tile.live <= LANES and not params.key_sums else block.rows
 
 
 @helper

@@ -54,6 +54,7 @@ class RowDecoder:
     to_float: int  # address of the code that makes float32 of rows
     engine: Callable | None  # rows -> the narrow engine over such rows, if there is one
     orders: np.ndarray | None  # as `narrow.orders`
+    to_bfloat16: int = 0  # address of the code that makes bfloat16 of rows, which pairs are made of; 0: none
 
 
 class Form(NamedTuple):
@@ -121,7 +122,7 @@ def launch(params, alive, shared, key_weights=None):
     (groups, items, splits, _), small = planned(params)
     counters = np.zeros(groups + 1, np.int64)
     params[FIELD["counters"]] = address(counters)
-    split_bytes = splits * int(params[FIELD["split_bytes"]])
+    split_bytes = splits * int(params[FIELD["tile_state_bytes"]] * params[FIELD["group_tiles"]])
     workspace_bytes, at = int(params[FIELD["workspace_bytes"]]), address(params)
     code, most = scheduler.scheduler_code("work"), 1 if small else items
 
@@ -184,6 +185,7 @@ def reading(form):
     else:
         widens = rounds or form.spread or not narrow.in_place(form.scale, form.group, dims)
     pairs = {form.data, *form.cache_formats} == {"bfloat16"} and not (decoder or form.spread)
+    pairs = pairs or (form.data == "bfloat16" and decoder is not None and decoder.to_bfloat16 != 0)
     width = None
     if form.integers and form.data != "float32" and not (widens or decoder or exact):  # of 24 bits
         widths = {integers.width(side, form.scale, form.group, dims) for side in form.cache_formats}
@@ -252,8 +254,13 @@ def code_fields(form):
         "keys.to_float": keys, "values.to_float": values,
         "query_to_float": rows(LOAD, "float32", form.data).address,
         "float_to_out": rows(LOAD, form.data, "float32").address,
-        "copy_row": rows(LOAD, form.data, form.data).address if read.pairs else 0,
+        "copy_row": row_to_pairs(form) if read.pairs else 0,
     }  # fmt: skip
+
+
+def row_to_pairs(form):
+    """Return the address of the code that copies a row as bfloat16."""
+    return form.decoder.to_bfloat16 if form.decoder else rows(LOAD, form.data, form.data).address
 
 
 def workspace_fields(form, block):
@@ -277,7 +284,7 @@ def workspace_fields(form, block):
         offsets[f"workspace.{name}"], end = end, end + -(-size // 64) * 64
     return offsets | {
         "workspace_bytes": end, "engine_query_bytes": query_bytes,
-        "split_bytes": max(narrow_rows, WIDE) * 4 * (value_dim + 3),
+        "tile_state_bytes": max(narrow_rows, WIDE) * 4 * (value_dim + 3),
     }  # fmt: skip
 
 

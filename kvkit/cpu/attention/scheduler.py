@@ -24,11 +24,13 @@ from kvkit.cpu.attention.work_items import (
     narrow_rows,
     set_sequence,
     set_tile_group,
+    split_bytes,
     visible_to_all,
 )
 from kvkit.cpu.launches import WORKER
 from kvkit.runtime.jit import callback, helper
 
+ENOUGH = 32  # work items
 count_up, block_memory = memory.count_up, memory.scratch(BLOCK.dtype.itemsize)
 
 
@@ -36,21 +38,28 @@ def schedule(worker, params_address):
     """Write the kinds of tiles, the length of splits and the number of work items into the params."""
     params, block = params_at(params_address), block_at(block_memory())
     tokens = np.int64(0)
-    wide = np.int64(0)
+    wide = most = items = np.int64(0)
     params.tiles = params.products = 0
     for b in range(params.batch):
         set_sequence(params, block, b)
         params.products += block.query_rows * block.kvlen * params.heads
         if block.query_rows > NARROW:
+            first, end = visible_to_all(params, block)
+            tiles = -(-block.query_rows // WIDE)
             params.tiles |= WIDE
-            wide += params.heads * (-(-block.query_rows // WIDE))
+            wide += params.heads * tiles
+            items += params.heads * tiles * (-(-(end - first) // params.least_split))
+            most = max(most, tiles)
         elif block.query_rows:
             params.tiles |= narrow_rows(block.query_rows)
-    params.group_tiles = min(max(wide // params.most_splits, 1), TILES)
+    params.group_tiles = min(wide // params.most_splits, TILES)
+    params.groups_are_split = params.group_tiles < 2
+    if params.groups_are_split:  # tiles that read the same rows, as long as there are items for many threads
+        params.group_tiles = max(1, min(min(most, TILES), 0 if params.key_sums else items // ENOUGH))
     params.split_tokens = 2**62
     for b in range(params.batch):
         set_sequence(params, block, b)
-        if block.query_rows and (block.query_rows <= NARROW or params.group_tiles == 1):
+        if block.query_rows and (block.query_rows <= NARROW or params.groups_are_split):
             first, end = visible_to_all(params, block)
             tokens += (end - first) * groups_and_splits(params, block)[0]
     even = -(-tokens // params.most_splits)
@@ -82,7 +91,7 @@ def work(worker, params_address):
             set_sequence(params, block, block.sequence + 1)
             groups, splits = groups_and_splits(params, block)
         group, split = (item - first_item) // splits, (item - first_item) % splits
-        slots = params.partials + (first_split + group * splits) * params.split_bytes if splits > 1 else 0
+        slots = params.partials + (first_split + group * splits) * split_bytes(params) if splits > 1 else 0
         set_tile_group(params, block, group)
         attend(params, block, split, splits, slots)
         if splits > 1 and count_up(params.counters + 8 * (1 + first_group + group)) == splits - 1:

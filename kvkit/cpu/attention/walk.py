@@ -21,6 +21,7 @@ from kvkit.cpu.attention.params import (
     WIDE_ENGINE,
     call_engine,
     engine_of_kind,
+    rows_computed,
     tile_at,
 )
 from kvkit.cpu.attention.work_items import WIDE
@@ -61,7 +62,8 @@ def attend_blocks(params, block, engine):
             for t in range(begin, begin + together):
                 tile = tile_of(params, block, t)
                 if block.nan_safe or not engine.softmax:
-                    softmax(tile.scores, block.rows, count, tile.m, tile.l, tile.alpha)  # m, l, alpha, P
+                    rows = rows_computed(params, block, tile)
+                    softmax(tile.scores, block.rows, rows, count, tile.m, tile.l, tile.alpha)
                 if params.key_sums:
                     keep_weights(params, block, tile)
             for t in range(begin, begin + together):
@@ -101,6 +103,11 @@ def set_up_block(params, block):
     run = min(block.end - block.first, params.page_size) * keys.bytes
     block.unaided = block.rows == 1 and run >= params.unaided_run
     block.wide_keys, block.wide_values = at + offsets.wide_keys, at + offsets.wide_values
+    block.values_in_keys = (
+        keys.address == values.address
+        and keys.sequence == values.sequence
+        and not params.values_have_own_table
+    )
     if block.widens and (keys.dim < keys.padded_dim or values.dim < values.padded_dim):
         attention.clear(block.wide_keys, block.size * keys.padded_dim)
         attention.clear(block.wide_values, block.size * values.padded_dim)
@@ -351,7 +358,7 @@ def add_values(params, block, tile, engine):
     call_engine(engine.sums, params, block, tile)
     if block.uneven:  # scales that integers cannot hold: by floats
         widen_rows(params, params.values, block, tile.head, block.value_row_ids, block.wide_values)
-        softmax(tile.scores, block.rows, tile.count, tile.m, tile.l, tile.alpha)
+        softmax(tile.scores, block.rows, block.rows, tile.count, tile.m, tile.l, tile.alpha)
         if block.wide:
             call_engine(engine_of_kind(params, WIDE_ENGINE).sums, params, block, tile)
         else:

@@ -41,14 +41,20 @@ def visible_to_all(params, block):
 
 
 @helper
+def split_bytes(params):
+    """Return the bytes of a split's state, that of all tiles of a group."""
+    return params.tile_state_bytes * params.group_tiles
+
+
+@helper
 def groups_and_splits(params, block):
-    """Return (tile groups, splits of each) of a sequence; groups of several wide tiles are not split."""
+    """Return (tile groups, splits of each) of a sequence."""
     if block.query_rows == 0:
         return 0, 1
     groups = 1 if params.heads_interleaved and block.query_rows <= NARROW else params.heads
     if block.query_rows > NARROW:
         groups *= -(-block.query_rows // (WIDE * params.group_tiles))
-        if params.group_tiles > 1:
+        if not params.groups_are_split:
             return groups, 1
     first, end = visible_to_all(params, block)
     return groups, max(1, -(-(end - first) // params.split_tokens))

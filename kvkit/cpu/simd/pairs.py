@@ -107,40 +107,62 @@ def pair_values(b, source, row, tokens, dim, target, panel):
 
 def products(b, scalars, tile_step, step, vectors, count, start):
     """Do as `wide_products` of simd/attention.py does, over pairs."""
-    sums = StackSlots(b, start)
+    sums, halves = StackSlots(b, start), len(start) // TILE
     with loop(b, count) as k:
         at = b.add(vectors, b.mul(k, I64(PAIRED)))
-        row = [read(b, b.add(at, I64(64 * half)), I32, LANES) for half in range(HALVES)]
+        row = [read(b, b.add(at, I64(64 * half)), I32, LANES) for half in range(halves)]
         base = b.add(scalars, b.mul(k, step))
         for t in range(TILE):
             scalar = pair_at(b, b.add(base, b.mul(tile_step, I64(t))))
-            for half in range(HALVES):
-                sums[t * HALVES + half] = add_products(sums[t * HALVES + half], row[half], scalar)
-    return [sums[i] for i in range(TILE * HALVES)]
+            for half in range(halves):
+                sums[t * halves + half] = add_products(sums[t * halves + half], row[half], scalar)
+    return [sums[i] for i in range(TILE * halves)]
 
 
-@micro_kernel(7)
-def scores(b, queries, keys, key_row, count, dim, target, scale):
-    """Compute S = scale K Q^T [token, WIDE] for a multiple of 8 tokens; `scale` is an address."""
+def for_rows(b, rows, build):
+    """Build a loop over both halves of the query rows, and one over the first for at most 16 rows."""
+    with b.if_else(b.icmp_signed("<=", rows, I64(LANES))) as (few, many):
+        for case, halves in ((few, 1), (many, HALVES)):
+            with case:
+                build(halves, [PAIRED * t + 64 * half for t in range(TILE) for half in range(halves)])
+
+
+@micro_kernel(8)
+def scores(b, queries, keys, key_row, count, dim, target, scale, rows):
+    """Compute S = scale K Q^T [token, WIDE] for a multiple of 8 tokens; `scale` is an address.
+
+    Of `rows` query rows; if these are at most 16, the others' scores are not written.
+    """
     factor = broadcast(b, scale, LANES)
-    with loop(b, count, TILE) as first:
-        start = zeros(b, LANES, TILE * HALVES)
-        pairs, first_key = b.lshr(dim, I64(1)), b.add(keys, b.mul(first, key_row))
-        total = products(b, first_key, key_row, I64(4), queries, pairs, start)
-        to = b.add(target, b.mul(first, I64(PAIRED)))
-        for i, vector in enumerate(total):
-            write(b, b.add(to, I64(64 * i)), vector * factor)
+
+    def build(halves, offsets):
+        with loop(b, count, TILE) as first:
+            start = zeros(b, LANES, TILE * halves)
+            pairs, first_key = b.lshr(dim, I64(1)), b.add(keys, b.mul(first, key_row))
+            total = products(b, first_key, key_row, I64(4), queries, pairs, start)
+            to = b.add(target, b.mul(first, I64(PAIRED)))
+            for offset, vector in zip(offsets, total, strict=True):
+                write(b, b.add(to, I64(offset)), vector * factor)
+
+    for_rows(b, rows, build)
 
 
-@micro_kernel(7)
-def sums(b, weights, values, panel, pairs, dim, target, factors):
-    """Compute O = O alpha + P V [dim, WIDE]: weights are P, factors alpha; 8 divides dim."""
+@micro_kernel(8)
+def sums(b, weights, values, panel, pairs, dim, target, factors, rows):
+    """Compute O = O alpha + P V [dim, WIDE]: weights are P, factors alpha; 8 divides dim.
+
+    `rows` are those of `scores`.
+    """
     factor = [read(b, b.add(factors, I64(64 * half)), F32, LANES) for half in range(HALVES)]
-    with loop(b, dim, TILE) as first:
-        to = b.add(target, b.mul(first, I64(PAIRED)))
-        rows = [b.add(to, I64(64 * i)) for i in range(TILE * HALVES)]
-        start = [read(b, address, F32, LANES) * factor[i % HALVES] for i, address in enumerate(rows)]
-        first_value = b.add(values, b.mul(b.lshr(first, I64(3)), panel))
-        total = products(b, first_value, I64(4), I64(4 * TILE), weights, pairs, start)
-        for address, vector in zip(rows, total, strict=True):
-            write(b, address, vector)
+
+    def build(halves, offsets):
+        with loop(b, dim, TILE) as first:
+            to = b.add(target, b.mul(first, I64(PAIRED)))
+            places = [b.add(to, I64(offset)) for offset in offsets]
+            start = [read(b, address, F32, LANES) * factor[i % halves] for i, address in enumerate(places)]
+            first_value = b.add(values, b.mul(b.lshr(first, I64(3)), panel))
+            total = products(b, first_value, I64(4), I64(4 * TILE), weights, pairs, start)
+            for address, vector in zip(places, total, strict=True):
+                write(b, address, vector)
+
+    for_rows(b, rows, build)

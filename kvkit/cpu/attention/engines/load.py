@@ -1,12 +1,14 @@
 """Load rows of a block into the workspace as [tokens, dim], unconverted or as float32."""
 
+import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.copy.rows import call_rows
+from kvkit.formulas.index import page_of, row_of
 from kvkit.runtime.jit import helper
 
-get = memory.load(types.int64)
+get, get_int32 = memory.load(types.int64), memory.load(types.int32)
 
 
 @helper
@@ -14,6 +16,14 @@ def rows_of_head(side, block, head):
     """Return the addresses of a key head's rows and of their scales."""
     rows = side.address + block.sequence * side.sequence + head * side.head
     return rows, side.scales + block.sequence * side.scale_sequence + head * side.scale_head
+
+
+@helper
+def row_at(params, block, side, position):
+    """Return the row id of a position."""
+    place = side.table + block.table_row + params.table_entry * page_of(position, params.page_size)
+    page = np.int64(get_int32(place)) if params.table_entry == 4 else get(place)
+    return page + row_of(0, position, params.page_size) * side.step
 
 
 @helper
