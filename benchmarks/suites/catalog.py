@@ -1,11 +1,12 @@
 """All suites of `kvkit bench`."""
 
-from benchmarks.suites import ascend, attention, cache_operators, caches, first_calls, growth, pools
+from benchmarks.suites import ascend, attention, cache_operators, caches, first_calls, growth, latent, pools
 
 SUITES = {  # by the file of their figures
     "cpu": [*cache_operators.CASES, *ascend.CASES],
     "attention": [*attention.CASES, *pools.CASES],
     "caches": caches.CASES,
+    "latent": latent.CASES,
     "growth": growth.CASES,
     "first": first_calls.CASES,
 }

@@ -17,7 +17,10 @@ from kvkit.version import __version__
 PEERS = "libggml-python", "onnxruntime", "torch"
 PAUSE = 0.1  # seconds; threads of peers spin for tens of milliseconds after a call
 # Names of limits: a case's speed is shown as a share of these.
-BOUNDS = "copy", "read", "contiguous", "matmul", "float16", "at 0", "the fewest", "the largest", "4 fourths"
+BOUNDS = (
+    "copy", "read", "contiguous", "matmul", "float16", "at 0", "the fewest", "the largest", "4 fourths",
+    "prefill", "bfloat16", "at once", "products",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

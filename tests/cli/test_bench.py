@@ -15,6 +15,7 @@ from benchmarks.suites import (
     first_calls,
     ggml,
     growth,
+    latent,
     measuring,
     memory,
     other_libraries,
@@ -66,6 +67,19 @@ def test_every_cache_takes_steps(kind, monkeypatch):
         work.beside["read"](i)
     whole = 2 * 200 * caches.HEADS * caches.DIM * 2
     assert work.moved < whole if "int" in kind else work.moved == whole
+
+
+def test_latent_cases_check_their_outputs(monkeypatch):
+    small = {"CONTEXT": 128, "PREFILL": 16, "PROMPT": 40, "CHUNK": 16, "HEADS": 2, "POSITIONS": 256, "TOP": 9}
+    for name, number in small.items():
+        monkeypatch.setattr(latent, name, number)
+    latent.prefill.cache_clear()
+    for case in latent.CASES:
+        work = case.prepare()
+        assert set(case.goals) == set(work.beside)
+        for run in (work.run, *work.beside.values()):
+            assert run(0) is None or len(run(1))
+    latent.prefill.cache_clear()
 
 
 def test_concatenation_is_that_of_the_peer():

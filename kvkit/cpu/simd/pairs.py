@@ -85,24 +85,30 @@ def pair_rows(b, source, rows, target):
 
 @micro_kernel(6)
 def pair_values(b, source, row, tokens, dim, target, panel):
-    """Arrange bfloat16 rows in panels of `panel` bytes; an odd last token pairs with 0. 16 divides `dim`."""
+    """Arrange bfloat16 rows in panels of `panel` bytes; an odd last token pairs with 0. 16 divides `dim`.
+
+    Panel by panel, because lines of several panels would push one another out of the nearest cache.
+    """
     pairs = b.lshr(tokens, I64(1))
+    odd = b.icmp_signed("!=", b.and_(tokens, I64(1)), I64(0))
 
-    def pair(t, alone):
-        at, to = b.add(source, b.mul(t, b.mul(row, I64(2)))), b.add(target, b.mul(t, I64(4 * TILE)))
-        with loop(b, dim, LANES) as i:
-            low = read(b, b.add(at, b.mul(i, I64(2))), I16, LANES).cast("zext", I32)
-            if not alone:
-                high = read(b, b.add(b.add(at, row), b.mul(i, I64(2))), I16, LANES).cast("zext", I32)
-                low = low | (high << 16)
-            first = b.add(to, b.mul(b.lshr(i, I64(3)), panel))
-            write(b, first, low.pick(range(TILE)))
-            write(b, b.add(first, panel), low.pick(range(TILE, 2 * TILE)))
+    def pair(at, to, alone):
+        low = read(b, at, I16, LANES).cast("zext", I32)
+        if not alone:
+            low = low | (read(b, b.add(at, row), I16, LANES).cast("zext", I32) << 16)
+        write(b, to, low.pick(range(TILE)))
+        write(b, b.add(to, panel), low.pick(range(TILE, 2 * TILE)))
 
-    with loop(b, pairs) as t:
-        pair(t, False)
-    with b.if_then(b.icmp_signed("!=", b.and_(tokens, I64(1)), I64(0))):
-        pair(pairs, True)
+    with loop(b, dim, LANES) as i:
+        begin, first = b.add(source, b.mul(i, I64(2))), b.add(target, b.mul(b.lshr(i, I64(3)), panel))
+
+        def places(t, begin=begin, first=first):
+            return b.add(begin, b.mul(t, b.mul(row, I64(2)))), b.add(first, b.mul(t, I64(4 * TILE)))
+
+        with loop(b, pairs) as t:
+            pair(*places(t), False)
+        with b.if_then(odd):
+            pair(*places(pairs), True)
 
 
 def products(b, scalars, tile_step, step, vectors, count, start):
