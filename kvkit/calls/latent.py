@@ -31,7 +31,7 @@ def attention_over_bytes(call: LatentCall) -> AttentionCall | None:
     pages, lengths, starts = call.contexts
     rows, query = pool.parts[0].view(E4M3.dtype)[:, :, None], one_piece(call.query)
     context = context_of(fmt, rows, rows)._replace(
-        dim=pool.dim, value_dim=call.value_dim, reader=cpu.attention.latent.row_decoder()
+        dim=pool.dim, value_dim=call.value_dim, decoder=cpu.attention.latent.row_decoder()
     )
     scoring = Scoring(is_causal=call.causal, softmax_scale=call.scale, sinks=call.sinks)
     return AttentionCall(

@@ -92,7 +92,8 @@ def pair_values(b, source, row, tokens, dim, target, panel):
     pairs = b.lshr(tokens, I64(1))
     odd = b.icmp_signed("!=", b.and_(tokens, I64(1)), I64(0))
 
-    def pair(at, to, alone):
+    def pair(begin, first, t, alone):
+        at, to = b.add(begin, b.mul(t, b.mul(row, I64(2)))), b.add(first, b.mul(t, I64(4 * TILE)))
         low = read(b, at, I16, LANES).cast("zext", I32)
         if not alone:
             low = low | (read(b, b.add(at, row), I16, LANES).cast("zext", I32) << 16)
@@ -102,13 +103,10 @@ def pair_values(b, source, row, tokens, dim, target, panel):
     with loop(b, dim, LANES) as i:
         begin, first = b.add(source, b.mul(i, I64(2))), b.add(target, b.mul(b.lshr(i, I64(3)), panel))
 
-        def places(t, begin=begin, first=first):
-            return b.add(begin, b.mul(t, b.mul(row, I64(2)))), b.add(first, b.mul(t, I64(4 * TILE)))
-
         with loop(b, pairs) as t:
-            pair(*places(t), False)
+            pair(begin, first, t, False)
         with b.if_then(odd):
-            pair(*places(pairs), True)
+            pair(begin, first, pairs, True)
 
 
 def products(b, scalars, tile_step, step, vectors, count, start):
