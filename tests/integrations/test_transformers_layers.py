@@ -178,7 +178,49 @@ def test_a_prompt_in_chunks_and_half_precision():
     torch.testing.assert_close(*logits, atol=0.15, rtol=0.05)
 
 
-# What transformers' own tests ask of a cache with states (facts of `tests/utils/test_cache_utils.py`)
+# What transformers' own tests ask of a cache (facts of `tests/utils/test_cache_utils.py`, of which its
+# distributions have none)
+
+
+CACHES = {
+    "latent": ("DeepseekV3", {}),
+    "latent pages": ("DeepseekV3", {"kind": "paged", "num_blocks": 64, "page_size": 4}),
+    "indexed": ("DeepseekV32", {}),
+    "shared": ("Gemma4Text", {}),
+    "states": ("Qwen3Next", {}),
+    "states beside": ("FalconH1", {}),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_padding_beams_and_crop(kind):
+    """More padding changes nothing, beams are reordered, and a cropped or repeated cache goes on."""
+    name, options = CACHES[kind]
+    net, inputs = model(name), prompt(7)
+    wanted = expected(net, inputs)
+    wider = {side: torch.nn.functional.pad(tensor, (5, 0)) for side, tensor in inputs.items()}
+    found = generated(net, "kvkit", wider, KvkitCache(net.config, **options))
+    assert torch.equal(found[:, 5:], wanted)
+
+    beams = {"num_beams": 2, "num_return_sequences": 2, "return_dict_in_generate": True}
+    found = generated(net, "kvkit", inputs, KvkitCache(net.config, **options), **beams)
+    assert any(len({b for b in row if b >= 0}) > 1 for row in found.beam_indices.tolist())
+    assert torch.equal(found.sequences, expected(net, inputs, **beams).sequences)
+
+    cache = KvkitCache(net.config, **options)
+    if kind == "shared":
+        cache.activate_past_recording()  # so that windows can go back
+    generated(net, "kvkit", inputs, cache)
+    if cache.is_croppable:
+        cache.crop(-6)
+        assert cache.get_seq_length() == 14
+        some = {"input_ids": wanted[:, :15], "attention_mask": torch.ones(1, 15, dtype=torch.long)}
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([1, 0, 1]))
+        some = {side: tensor.repeat(3, 1) for side, tensor in some.items()}
+        assert torch.equal(generated(net, "kvkit", some, cache, max_new_tokens=6), wanted.repeat(3, 1))
+    cache.reset()
+    assert torch.equal(generated(net, "kvkit", inputs, cache), wanted)
 
 
 @pytest.mark.parametrize("name", ["Qwen3Next", "FalconH1"])
