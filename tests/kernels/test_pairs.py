@@ -45,11 +45,11 @@ def pair_values(source, row, tokens, dim, target, panel):
 
 
 def pair_scores(queries, keys, key_row, count, dim, target, scale):
-    pairs.scores(queries, keys, key_row, count, dim, target, scale, WIDE)
+    pairs.scores(queries, keys, key_row, count, dim, target, scale, rows=WIDE)
 
 
 def pair_sums(weights, values, panel, count, dim, target, factors):
-    pairs.sums(weights, values, panel, count, dim, target, factors, WIDE)
+    pairs.sums(weights, values, panel, count, dim, target, factors, rows=WIDE)
 
 
 @functools.cache

@@ -52,7 +52,16 @@ def multiply_keys(params_address, block_address, tile_address):
             some = pairs.TILE
             prefetch_next(params, block, first, some)
         keys, scores = block.wide_keys + first * 2 * dim, tile.scores + first * pairs.PAIRED
-        pairs.scores(tile.engine_queries, keys, 2 * dim, some, dim, scores, tile.factor, rows)
+        pairs.scores(
+            tile.engine_queries,
+            keys,
+            2 * dim,
+            count=some,
+            dim=dim,
+            target=scores,
+            scale=tile.factor,
+            rows=rows,
+        )
         first += some
 
 
@@ -71,7 +80,7 @@ def add_values(params_address, block_address, tile_address):
     (values, panel), dim = panels_of(params, block), params.values.padded_dim
     pairs.pair_rows(tile.scores, tile.count, tile.scores)
     count, rows = (tile.count + 1) // 2, rows_computed(params, block, tile)
-    pairs.sums(tile.scores, values, panel, count, dim, tile.o, tile.alpha, rows)
+    pairs.sums(tile.scores, values, panel, count, dim, target=tile.o, factors=tile.alpha, rows=rows)
 
 
 STEPS = {"queries": pair_queries, "load": load, "scores": multiply_keys, "sums": add_values}
