@@ -2,7 +2,7 @@
 
 Two paragraphs are in data/smollm2_kv.npz with the keys, values and queries that SmolLM2-135M-Instruct
 computed for them (make_smollm2_kv.py). Through the command line both prompts are appended to a paged cache in
-layout 3, once in float16, once as int8 and twice as int4 codes; then a token of each is appended and attends
+layout 3, in float16, as int8 and as int4 codes; then a token of each is appended and attends
 to its context. Two tables say what that costs and what it does to the data, and how fast and how exact
 attention to it is; a sentence under each says what it shows.
 
@@ -33,7 +33,6 @@ CALLS = 50
 KINDS = {  # format/elements that share a scale: (quant_bit, quant_group)
     "float16": (0, 8),
     "int8/8": (8, 8),
-    "int4/8": (4, 8),
     "int4/32": (4, 32),
 }
 
