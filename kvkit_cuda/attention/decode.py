@@ -33,7 +33,7 @@ from kvkit_cuda.copy.transfer import WARP
 from kvkit_cuda.device_runtime import device, memory, ptx
 
 __all__ = ["prepare", "suits"]
-PARTS = 4096  # most splits of a call, each of at least `tables.LEAST_PART` tokens
+PARTS = merge.MOST  # most splits of a call, each of at least `tables.LEAST_PART` tokens
 F32, U32 = types.float32, types.uint32
 
 int32, fresh_register = device.int32, ptx.fresh_register

@@ -1,8 +1,10 @@
-"""Merge the results of a context's splits, in order.
+"""Merge the results of a context's splits. A block takes a row.
 
 m = max m_i
 l = sum e^(m_i - m) l_i
-o = sum e^(m_i - m) o_i / l     [value dim]     for splits i, in order
+o = sum e^(m_i - m) / l o_i     [value dim]     for splits i, in order
+
+Threads share the splits to find m, l and the factors of all splits, then the elements of the row to sum them.
 """
 
 import functools
@@ -17,15 +19,19 @@ from kvkit_cuda.attention.params import OWNERS, RECORD
 from kvkit_cuda.attention.work_items import Row, StepTables, lse_address, output_address
 from kvkit_cuda.calls.tables import SCRATCH
 from kvkit_cuda.copy import chunks
-from kvkit_cuda.copy.transfer import INDEX1, INDEX2, sequence_of
+from kvkit_cuda.copy.transfer import INDEX1, INDEX2, WARP, sequence_of
 from kvkit_cuda.device_runtime import device, host
 
-THREADS = 128  # of a block; a block takes a row
+THREADS = 128  # of a block
+WARPS = THREADS // WARP
+MOST = 1024  # splits of a row
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX1, types.int64)
 STATE = 3  # floats after the sums of a row: m, l, and the factor of its weights
 
 
 read_float, write_float = chunks.read("float32"), chunks.write("float32")
+DISTANCES, EVERYONE = (1, 2, 4, 8, 16), 0xFFFFFFFF  # lanes of a warp that exchange; the mask of all
+exchange = device.exchange
 add_sink, log_sum, weight = numeric.add_sink, numeric.log_sum, numeric.weight
 
 
@@ -76,20 +82,44 @@ def merge_splits(packed):
         sums = slot_address(params, slot, rows, number % rows)  # [splits, value dim]
         stride = slot_address(params, slot + 1, rows, number % rows) - sums
         state = sums + 4 * params.value_dim  # [splits, STATE]
+        thread, threads = cuda.threadIdx.x, cuda.blockDim.x
+        warps = (threads + WARP - 1) // WARP
+        factors = cuda.shared.array(MOST, types.float32)  # [splits]
+        maxima = cuda.shared.array(WARPS, types.float32)
+        totals = cuda.shared.array(WARPS, types.float32)
         m, l = numeric.MINUS_INF, np.float32(0)
-        for split in range(splits):
+        for split in range(thread, splits, threads):
             m = max(m, read_float(state + split * stride))
-        for split in range(splits):
+        for distance in DISTANCES:
+            if distance < threads:
+                m = max(m, exchange(EVERYONE, m, distance))
+        if thread % WARP == 0:
+            maxima[thread // WARP] = m
+        cuda.syncthreads()
+        for warp in range(warps):
+            m = max(m, maxima[warp])
+        for split in range(thread, splits, threads):
             at = state + split * stride
             l = numeric.add_split_sum(l, m, read_float(at + 4), read_float(at))
+        for distance in DISTANCES:
+            if distance < threads:
+                l += exchange(EVERYONE, l, distance)
+        if thread % WARP == 0:
+            totals[thread // WARP] = l
+        cuda.syncthreads()
+        l = np.float32(0)
+        for warp in range(warps):
+            l += totals[warp]
         factor = finish_row(params, step, row, m, l, np.float32(1))
+        for split in range(thread, splits, threads):
+            at = state + split * stride
+            factors[split] = scores.split_factor(weight(read_float(at), m), factor, read_float(at + 8))
+        cuda.syncthreads()
         out = output_address(params, step, row)
-        for e in range(cuda.threadIdx.x, params.value_dim, cuda.blockDim.x):
+        for e in range(thread, params.value_dim, threads):
             o = np.float32(0)
             for split in range(splits):
-                at = state + split * stride
-                share = scores.split_factor(weight(read_float(at), m), factor, read_float(at + 8))
-                o = scores.add_split(o, read_float(sums + split * stride + 4 * e), share)
+                o = scores.add_split(o, read_float(sums + split * stride + 4 * e), factors[split])
             write(out + e * packed_bytes, o)
 
     return merge_splits

@@ -13,7 +13,7 @@ from kvkit_cuda.device_runtime import host
 from kvkit_cuda.positions.alibi import slope_bits
 
 STEP = ("seqstarts", "kvstarts", "start_pos", "load_starts", "table")
-PARTS, LEAST_PART = 2048, 256  # most splits of a call, fewest tokens of a split
+PARTS, LEAST_PART = 1024, 256  # most splits of a call, fewest tokens of a split
 
 
 class Tables:

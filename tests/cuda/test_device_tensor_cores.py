@@ -17,7 +17,7 @@ from tensor_cores import DTYPES, check, forms_taken, slow
 import kvkit
 import kvkit_cuda
 from kvkit.formats.elements import BY_NAME
-from kvkit_cuda.attention import decode, decode_forms, prefill
+from kvkit_cuda.attention import decode, decode_forms, merge, prefill
 from kvkit_cuda.attention.fragments import LONGEST
 from kvkit_cuda.attention.params import AttentionParams, Reach
 from kvkit_cuda.calls import tables
@@ -226,6 +226,15 @@ def test_split_contexts(kernel, options, rng, taken, monkeypatch):
     output = check(call, taken)
     assert np.isposinf(output[0, 2:, :, 3]).all()
     assert np.isfinite(output[0, :2]).all()
+
+
+def test_more_splits_than_threads_of_a_merge(rng, monkeypatch):
+    """Each thread finds the factors of several splits."""
+    monkeypatch.setattr(tables, "LEAST_PART", 2)
+    monkeypatch.setattr(merge, "THREADS", 32)
+    monkeypatch.setattr(decode_forms, "WARPS", 1)
+    taken = forms_taken(decode, monkeypatch)
+    check(static("decode", rng, past=70, sinks=normal(rng, 2, np.float32)), taken)
 
 
 @cases("past, seqlen, nan, infinite", ("decode", 20, 4, 1, 3), ("prefill", 3, 10, 3, 5))
