@@ -5,7 +5,7 @@
     multi_head_cache_attention    append, and attend to the context in place
     merge_attention_states        merge attention over parts of a context
     Rope, rotary_position_embedding, alibi_slope, alibi_mask    encode positions
-    paged_attention, paged_append, swap_blocks, paged_plan    work on any engine's pools of pages
+    paged_attention, paged_append, swap_blocks, paged_plan    work on engines' pools; plans are PagedPlan
     mla_attention, mla_append, mla_absorb, mla_expand     work on latent caches (MLA)
     indexer_scores, topk_rows                             choose the rows that sparse attention reads
 
