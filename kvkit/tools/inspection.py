@@ -127,7 +127,8 @@ class Inspection:
             parts += [f"{self.sliding.kind}:", *self.sliding.facts()]
         parts.append("\n".join(f"note: {printable(note)}" for note in self.notes))
         rows = [(entry.name, entry.dtype, str(entry.shape), size(entry.bytes)) for entry in self.arrays]
-        head = [f"{self.kind}: {len(self.arrays)} arrays, {size(total)}"]
+        count = f"{len(rows)} array{'s' * (len(rows) != 1)}"
+        head = [f"{self.kind}: {count}, {size(total)}"]
         head.append(columns(("array", "dtype", "shape", "size"), rows, SHOWN))
         return "\n\n".join(filter(None, [*head, *parts]))
 
