@@ -90,8 +90,8 @@ def mla_attention(
         Rows of a second pool of the same format that the queries with `indices` attend to as well.
     format : str, optional
         ``"ds_mla"`` or ``"ds_v4"`` of `kvkit.formats`, for pools of bytes. Codes are decoded to float32. Rows
-        of ``"ds_mla"`` in pages are rounded to bfloat16, as FlashMLA does, where queries are bfloat16 and
-        the processor multiplies pairs of it.
+        of ``"ds_mla"`` in pages are rounded to bfloat16, as FlashMLA does, where queries are bfloat16, a
+        sequence has more than 8 rows of them, and the processor multiplies pairs of bfloat16.
     is_causal : bool
         Whether a query ignores rows after its own position; not used with `indices`.
     sinks : ndarray of float32, shape [H], optional

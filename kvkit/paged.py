@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.calls.pools import append_to_pools, copy_blocks
+from kvkit.calls.pools import append_to_pools, as_floats, copy_blocks
 from kvkit.calls.prepared import attend
 from kvkit.checks.arguments import PoolAttention, PoolTransfer, Scoring
 from kvkit.checks.paged import checked_append, checked_paged_attention, checked_swap
-from kvkit.formats import elements
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Arrays, Attended
 
@@ -131,10 +129,8 @@ def paged_attention(
     >>> kvkit.paged_attention(query, pool, pool, [[1, 0]], [3], [0, 3], layout=layout).ravel()
     array([1., 2., 3.], dtype=float32)
     """
-    if isinstance(query, np.ndarray) and query.dtype in [one.dtype for one in elements.FLOATS8]:
-        query = query.astype(np.float32)
     call = PoolAttention(
-        query, key_cache, value_cache, block_tables, context_lens, query_starts, layout=layout,
+        as_floats(query), key_cache, value_cache, block_tables, context_lens, query_starts, layout=layout,
         key_scale=key_scale, value_scale=value_scale, alibi_slopes=alibi_slopes,
         scoring=Scoring(attn_mask, is_causal, False, softmax_scale, window, softcap, sinks),
         return_lse=return_lse, return_key_weights=return_key_weights, quant_format=quant_format,

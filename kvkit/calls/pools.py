@@ -19,6 +19,7 @@ from kvkit.calls.prepared import (
 )
 from kvkit.checks.arguments import PoolAttention, PoolTransfer
 from kvkit.checks.paged import PagedContexts, PoolAppend, checked_append, checked_paged_attention
+from kvkit.formats import elements
 from kvkit.runtime.arrays import empty_result, places_of
 from kvkit.typed import Array, Arrays, Attended
 
@@ -31,6 +32,13 @@ OWNERS = {  # the array that an address of attention to pools points into
     "query": "query", "out": "out", "lse": "lse", "keys.address": POOLS[0], "values.address": POOLS[1],
     "keys.scales": SCALES[0], "values.scales": SCALES[1],
 }  # fmt: skip
+
+
+def as_floats(query: Array) -> Array:
+    """Widen queries of 8 bits to float32; others are returned as they are."""
+    if isinstance(query, np.ndarray) and query.dtype in [one.dtype for one in elements.FLOATS8]:
+        return query.astype(np.float32)
+    return query
 
 
 def append_to_pools(call: PoolAppend) -> None:

@@ -397,8 +397,11 @@ def join(
             raise argument_error(
                 "sources", "floats, or codes with scales in their rows", f"scales in {one.name}"
             )
-        tables_differ = [name for name in kept[0] if name.startswith(TABLES)
-                         and not np.array_equal(kept[0][name], others.get(name, ()))]  # fmt: skip
+        if not one.separate and not {"kv", "h"} & parse_layout(one.layout or LINE, "layout").names:
+            wanted = "caches with heads, which latent rows do not have: each rank has all of them"
+            raise argument_error("sources", wanted, one.name)
+        tables_differ = [name for name in kept[0].keys() | others.keys() if name.startswith(TABLES)
+                         and not np.array_equal(kept[0].get(name, ()), others.get(name, ()))]  # fmt: skip
         if tables_differ:
             raise argument_error("sources", f"the same {tables_differ[0]}", f"another one in {one.name}")
     cache = [

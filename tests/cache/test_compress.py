@@ -269,6 +269,8 @@ def test_rows_of_a_batch_lose_the_same_tokens(bits):
     assert cache.rows.sequences[1].positions.tolist() == [*wanted, 40]
     evict = eviction.decoding("knorm", interval=1, target=8)
     assert evict(cache.rows).tokens == [8, 8]
+    with pytest.raises(kvkit.KvkitError, match="`blocks`, or `rows`, got another"):
+        PagedCache(4, 4, 2, **sizes).compress(cache.rows, "knorm", keep=0.5)
     empty = PagedCache(4, 4, 2, **sizes).rows.compress("knorm", keep=0.5)
     assert (empty.tokens, empty.skipped) == ([0, 0], {0: "no tokens", 1: "no tokens"})
 

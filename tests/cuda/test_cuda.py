@@ -27,8 +27,8 @@ TWINS = [
 @pytest.mark.parametrize("twins", TWINS, ids=lambda twins: f"{twins[0].__module__}.{twins[0].__name__}")
 def test_the_twins_take_and_explain_the_same(twins):
     cpu, cuda = (dict(inspect.signature(function).parameters) for function in twins)
-    planned = twins[0] is kvkit.dynamic_batching.plan
-    own = {"stream": None} | ({"check": True, "into": None} if planned else {})
+    of_plans = {kvkit.dynamic_batching.plan: {"check": True, "into": None}, kvkit.paged_plan: {"into": None}}
+    own = {"stream": None} | of_plans.get(twins[0], {})
     for name, default in own.items():
         parameter = cuda.pop(name)
         assert (parameter.kind, parameter.default) == (inspect.Parameter.KEYWORD_ONLY, default)
@@ -48,7 +48,7 @@ def test_only_what_makes_index_tensors_is_the_cpus():
     for name in kvkit.ascend.__all__:
         same = getattr(kvkit_cuda.ascend, name) is getattr(kvkit.ascend, name)
         assert same is (name not in operators)
-    assert len(TWINS) == len(OPERATORS) + 1  # and the plan of a step
+    assert len(TWINS) == len(OPERATORS) + 2  # and the plans of a step and of pages
 
 
 SCRIPT = """

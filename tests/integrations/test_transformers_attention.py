@@ -21,7 +21,7 @@ from transformers.masking_utils import causal_mask_function, chunked_causal_mask
 from transformers_scenes import SIZES, generated, logits, model, prompt
 
 from kvkit import KvkitError
-from kvkit.cache import CapacityError, DynamicCache, SlidingWindowLayer
+from kvkit.cache import CapacityError, DynamicCache, PagedCache, SlidingWindowLayer
 from kvkit.integrations.transformers import KvkitCache, pending
 from kvkit.integrations.transformers.attention import attention_forward as attention
 from kvkit.integrations.transformers.masks import attention_mask
@@ -460,10 +460,12 @@ def test_geometry_is_that_of_the_first_tokens(name, dtype, kind):
         net.set_attn_implementation(attention_name)
         cache = KvkitCache(net.config, kind, **options)
         assert (cache.get_seq_length(), cache.get_mask_sizes(9, 0)) == (0, (9, 0))
+        cache = copy.deepcopy(cache)  # stays of its kind, though nothing is stored yet
         with torch.no_grad(), torch.autocast("cpu", BFLOAT16, enabled=dtype == "autocast"):
             parts = [net(part, past_key_values=cache).logits for part in (ids[:, :8], ids[:, 8:])]
         found[attention_name] = torch.cat(parts, 1).float()
     assert cache.get_seq_length() == 9
+    assert isinstance(cache.cache, PagedCache) == (kind == "paged")
     error = (found["kvkit"] - found["eager"]).abs().max() / found["eager"].abs().max()
     assert error < (1e-4 if dtype is torch.float32 else 0.05)
 

@@ -193,7 +193,7 @@ def softmax_code():
     softmax, fold, put = online_softmax.softmax, online_softmax.fold, memory.store(types.float32)
 
     def over(scores, tile, count, top, total, factor, folded):
-        softmax(scores, tile, count, top, total, factor)
+        softmax(scores, tile, tile, count, top, total, factor)
         for row in range(tile):
             one, whole = fold(top, total, row, tile)
             put(folded + 8 * row, one)

@@ -35,14 +35,26 @@ def test_a_query_a_sequence(engine, rng):
     assert scene.check().tobytes() == scene.run(query_starts=None).tobytes()
 
 
-def test_a_latent_row(rng):
-    """MLA: 128 query heads on one key head, whose first elements are the value."""
+@pytest.mark.parametrize(("dim", "value_dim"), [(72, 64), (64, 72), (40, 200)])
+def test_a_latent_row(dim, value_dim, rng):
+    """MLA: 128 query heads on one key head, whose first elements are the value; or the other way round."""
     lengths, rows = (40, 3), 8
-    scene = Scene(rng, "flash-attn", "bf16", lengths, (1, 2), 1, 128, 72, rows=rows)
-    pool = scene.pools.keys
-    scene.pools.values = pool[..., :64]
-    scene.pools.given, scene.pools.layout = (pool[:, :, 0], pool[:, :, 0, :64]), "b n c"
+    scene = Scene(rng, "flash-attn", "bf16", lengths, (1, 2), 1, 128, dim, value_dim, rows=rows)
+    pool = scene.pools.keys if dim > value_dim else scene.pools.values
+    scene.pools.keys, scene.pools.values = pool[..., :dim], pool[..., :value_dim]
+    scene.pools.given, scene.pools.layout = (pool[:, :, 0, :dim], pool[:, :, 0, :value_dim]), "b n c"
     scene.check()
+
+
+def test_values_at_the_address_of_keys_with_other_strides(rng):
+    """Heads 0 and 1 are the keys, 0 and 2 the values."""
+    pool, query = (
+        rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((4, 8, 3, 64), (2, 32, 64))
+    )
+    keys, values = pool[:, :, :2], pool[:, :, ::2]
+    how = [[0, 1], [3, 2]], [16, 9]
+    expected = kvkit.paged_attention(query, keys.copy(), values.copy(), *how)
+    np.testing.assert_array_equal(kvkit.paged_attention(query, keys, values, *how), expected)
 
 
 def test_pages_of_one_token(rng):
@@ -180,6 +192,11 @@ def test_queries_of_float8(dtype, rng):
     got = scene.run(query=query)
     assert got.tobytes() == scene.run(query=query.astype(np.float32)).tobytes()
     assert got.dtype == np.float32
+    plan = kvkit.paged_plan([[1, 0]], [20], page_size=16)
+    planned = plan.paged_attention(
+        *(np.ones(shape, dtype) for shape in ((1, 2, 8), (2, 16, 1, 8), (2, 16, 1, 8)))
+    )
+    np.testing.assert_array_equal(planned, np.ones((1, 2, 8), np.float32))
 
 
 CODES = [

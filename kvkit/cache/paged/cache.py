@@ -377,6 +377,8 @@ class PagedCache(BaseCache):
         )  # fmt: skip
         if isinstance(seq, Rows):
             rows = self.rows
+            if seq is not rows:
+                raise argument_error("seq", "a sequence from `blocks`, or `rows`", "another cache's rows")
             return compression.compress_sequences(self, rows.sequences, rows.plan, rows.rearrange, asked)
 
         def plan(call: str, *arguments: Any, **options: Any) -> SequencePlan:

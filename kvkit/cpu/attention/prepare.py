@@ -119,10 +119,10 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
 
 def launch(params, alive, shared, key_weights=None):
     """Return a launch of scheduled attention; each run reads `shared` scales again."""
-    (groups, items, splits, _), small = planned(params)
+    (groups, items, splits, _, group_tiles), small = planned(params)
     counters = np.zeros(groups + 1, np.int64)
     params[FIELD["counters"]] = address(counters)
-    split_bytes = splits * int(params[FIELD["tile_state_bytes"]] * params[FIELD["group_tiles"]])
+    split_bytes = splits * group_tiles * int(params[FIELD["tile_state_bytes"]])
     workspace_bytes, at = int(params[FIELD["workspace_bytes"]]), address(params)
     code, most = scheduler.scheduler_code("work"), 1 if small else items
 
@@ -154,9 +154,12 @@ def schedule(params):
 
 
 def planned(params):
-    """Return the plan [tile groups, work items, splits, tiles], and whether one thread is enough for it."""
+    """Return the plan [tile groups, work items, splits, tiles, tiles of a group], and whether it is small.
+
+    A small one runs in one thread.
+    """
     *counts, products = params[FIELD["tile_groups"] : FIELD["products"] + 1].tolist()
-    return counts, products < SMALL
+    return [*counts, int(params[FIELD["group_tiles"]])], products < SMALL
 
 
 # What formats and sizes decide

@@ -106,6 +106,9 @@ def set_up_block(params, block):
     block.values_in_keys = (
         keys.address == values.address
         and keys.sequence == values.sequence
+        and keys.row == values.row
+        and keys.head == values.head
+        and keys.dim >= values.dim
         and not params.values_have_own_table
     )
     if block.widens and (keys.dim < keys.padded_dim or values.dim < values.padded_dim):

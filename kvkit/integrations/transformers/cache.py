@@ -154,6 +154,9 @@ class KvkitCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> KvkitCache:
         copied = type(self).of(copy.deepcopy(self.cache, memo), self.config)
         copied.eviction, copied.report = copy.deepcopy((self.eviction, self.report), memo)
+        copied._make = self._make
+        if self._make is not None:
+            copied._wanted = self._wanted
         return copied
 
     def __repr__(self) -> str:
