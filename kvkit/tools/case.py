@@ -22,7 +22,8 @@ from kvkit.interop import as_numpy
 from kvkit.layouts import Layout, parse, tables
 from kvkit.layouts.views import KV
 from kvkit.tools.contents import Source
-from kvkit.tools.names import NAMES, PAGED_NAMES, SIDES, some_names
+from kvkit.tools.inspection import fitting_layouts
+from kvkit.tools.names import NAMES, PAGED_NAMES, SIDES, rename_tables, some_names
 from kvkit.tools.source import CacheSource
 
 TABLES = "block_tables", "cachestarts", "kv_indices"
@@ -65,7 +66,7 @@ class Case:
         sizes: Mapping[str, int] | None = None,
     ) -> None:
         self.source = source if isinstance(source, CacheSource) else CacheSource(source, layout, sizes)
-        given = source if isinstance(source, Mapping) else self.source.arrays
+        given = rename_tables(source) if isinstance(source, Mapping) else self.source.arrays
         unknown = [name for name in given if name.partition(".")[0] not in KNOWN]
         if len(unknown) == len(given) and self.source.cache is None and not self.source.separate:
             wanted = "tables, slots or a cache by name (block_tables, slot_mapping, key_cache...)"
@@ -126,6 +127,10 @@ class Case:
             return None
         for needed in ("num_blocks", "page_size"):
             if getattr(self, needed) is None:
+                if self.source.cache is not None and self.source.layout is None:
+                    fits = ", ".join(fitting_layouts(self.source.cache, contents=False)) or "no named one"
+                    wanted = f"the layout of cache (fits: {fits}), or num_blocks and page_size beside {name}"
+                    raise argument_error("layout", wanted, "None")
                 raise KvkitError(f"{needed}: expected a number, as {name} is given, got None")
         if self.page_size < 1 or self.num_blocks < 0:
             raise argument_error("page_size", "at least 1", self.page_size)

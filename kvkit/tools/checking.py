@@ -35,7 +35,8 @@ def check(
         A file of any kind that kvkit reads, or arrays by name:
 
         - ``block_tables`` int [B, M] with ``context_lens`` int [B]; or ``kv_indptr``, ``kv_indices`` and
-          ``kv_last_page_len``; or PMX's ``cachestarts`` [B, M] (first rows) with ``kvstarts``;
+          ``kv_last_page_len``; or PMX's ``cachestarts`` [B, M] (first rows) with ``kvstarts``; the names that
+          vLLM, FlashAttention and FlashInfer use (``block_table``, ``seq_lens``...) are taken too;
         - ``num_blocks``, ``page_size`` int: needed if no cache shows them;
         - ``placeholder`` int: an id of no page, which may repeat in sequences (evicted pages);
         - ``slot_mapping`` int [tokens], with ``slot_sequences`` and ``slot_positions`` to compare it with the

@@ -252,7 +252,7 @@ def move_caches(
             tables="blocks" if block_tables else each.contents.description.tables,
             **recoding.changed_facts(None, pairs),
         )
-        total += sum(array.nbytes for part in made for array in leaves(each.own_arrays[part]))
+        total += sum(array.nbytes for part in made.values() for array in leaves(part))
         others = each.other_arrays(made, tables=not block_tables)
         arrays |= recoding.in_file(name, others | made | each.numbers_to_write | block_tables)
     return arrays, described, total

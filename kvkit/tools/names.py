@@ -35,6 +35,14 @@ TOKENS_FIRST = (  # patterns whose arrays are [blocks, rows, heads, content]
     ("layer_{l}.key", "layer_{l}.value"),
     ("layer_{l}_key", "layer_{l}_value"),
 )
+OF_ENGINES = {  # {name: what vLLM, FlashAttention and FlashInfer call such tables}
+    "block_tables": ("block_table", "page_table"),
+    "context_lens": ("seq_lens", "cache_seqlens"),
+    "page_size": ("block_size",),
+    "kv_indptr": ("paged_kv_indptr",),
+    "kv_indices": ("paged_kv_indices",),
+    "kv_last_page_len": ("paged_kv_last_page_len",),
+}
 WORDS = "cache", "key", "value", "keys", "values", "kv"
 
 
@@ -50,6 +58,16 @@ class LayerNames:
     def numbers(self) -> list[int]:
         """Return the numbers of the layers, in order."""
         return sorted(self.sides[0] or self.sides[1])
+
+
+def rename_tables(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return arrays with tables of engines under the names that all tools know."""
+    found = dict(arrays)
+    for name, others in OF_ENGINES.items():
+        other = next((other for other in others if other in found), None)
+        if other is not None and name not in found:
+            found[name] = found.pop(other)
+    return arrays if found.keys() == arrays.keys() else found
 
 
 def by_layer(names: Iterable[str], pattern: str) -> dict[int, str]:

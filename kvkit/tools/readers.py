@@ -56,6 +56,7 @@ class LayerReader:
     queries: list[np.ndarray] | None = None
     value_dim: int | None = None  # how many elements of a latent row are its value
     scale: float | None = None  # of scores; None: dim ** -0.5
+    no_queries: str = "none"  # what the source has in place of queries
 
     @property
     def sides(self) -> dict[str, SideReader]:
@@ -254,6 +255,7 @@ def open_arrays(
         starts = np.array(source.sequence_starts or np.cumsum([0, *map(len, codes.keys[0])]))
     latent = source.layout is not None and "kv" not in layouts.parse(source.layout).names
     queries, notes = queries_of(source, codes, starts)
+    lacking = "none" if queries or not notes else notes[0]
     scale = scale_of_scores(source, queries is not None) if latent else None
 
     def side(which: str, i: int) -> SideReader:
@@ -273,11 +275,12 @@ def open_arrays(
             raise argument_error("values", f"{key.tokens} tokens, as keys have", value.tokens)
         own = starts * (key.tokens // max(starts[-1], 1))  # a row of codes may have several tokens
         return LayerReader(
-            f"layer {numbers[i]}", key, value, own.tolist(), queries and queries[i], value_dim, scale
-        )
+            f"layer {numbers[i]}", key, value, own.tolist(), queries and queries[i], value_dim, scale,
+            no_queries=lacking,
+        )  # fmt: skip
 
     gone = {llama.HEADS} | ({llama.ROTATED} if turned else set())
-    notes += tuple(note for note in source.contents.notes if note not in gone)
+    notes = (*notes, *(note for note in source.contents.notes if note not in gone))
     if pages is None and len(codes.keys[0]) > 1 and not source.saved:
         notes = (*notes, ORDER)
     format = " and ".join(dict.fromkeys(map(str, filter(None, formats or ())))) or None
@@ -320,7 +323,7 @@ def view_parts(source: CacheSource, told: str | None, formats: Any) -> tuple[dic
 
 
 def queries_of(source: CacheSource, codes: KV, starts: np.ndarray) -> tuple[Any, tuple[str, ...]]:
-    """Return the queries of the last tokens by layer and sequence, or None; notes on others."""
+    """Return the queries of the last tokens by layer and sequence, or None; a note on what was understood."""
     query = source.arrays.get("query")
     line = layouts.parse(source.layout or LINE)
     if query is None or (not source.separate and "kv" in line.names):
@@ -333,7 +336,11 @@ def queries_of(source: CacheSource, codes: KV, starts: np.ndarray) -> tuple[Any,
         and not query.shape[3] % heads
         and 0 < query.shape[2] <= min(np.diff(starts))
     ):
-        return [list(layer) for layer in query], ()
+        tokens, count = query.shape[2:4]
+        note = f"queries: the last {tokens:,} tokens, {count:,} heads"
+        if tokens < count <= min(np.diff(starts)) and not tokens % heads:
+            note += f"; if they are {count:,} tokens and {tokens:,} heads, exchange axes 2 and 3 of query"
+        return [list(layer) for layer in query], (note,)
     return None, (f"query is not [layers, sequences, last tokens, heads, dim]: {describe(query)}",)
 
 

@@ -23,7 +23,7 @@ from kvkit.layouts.tables import BlockTable
 from kvkit.layouts.views import KV
 from kvkit.tools import openvino
 from kvkit.tools.contents import Source, contents_of
-from kvkit.tools.names import NAMES, PAGED_NAMES, SIDES, LayerNames, find_layers, some_names
+from kvkit.tools.names import NAMES, PAGED_NAMES, SIDES, LayerNames, find_layers, rename_tables, some_names
 from kvkit.tools.saved_pages import order_cells, pages_of_cells, pages_of_saved
 
 AXES = {True: {3: "n h c", 4: "b n h c", 5: "l b n h c"}, False: {3: "n h c", 4: "l n h c", 5: "l b n h c"}}
@@ -70,6 +70,8 @@ class CacheSource:
             layout = stated = openvino.FLOATS
         if stated == openvino.FLOATS:
             self.contents = openvino.with_tables(self.contents)
+        if (renamed := rename_tables(self.contents.arrays)) is not self.contents.arrays:
+            self.contents = replace(self.contents, arrays=dict(renamed))
         self.arrays = self.contents.arrays
         named = isinstance(source, (str, os.PathLike))
         self.name = str(source) if named else self.contents.kind

@@ -83,6 +83,18 @@ def test_convert_keeps_rows_and_other_arrays_where_they_are(tmp_path, rng):
     assert all(np.array_equal(found[name], array) for name, array in arrays.items())
 
 
+def test_convert_says_how_many_bytes_it_writes(tmp_path):
+    arrays = {
+        "block_table": np.array([[4, 1]]),
+        "seq_lens": np.array([6]),
+        "cache": np.zeros((5, 2, 4, 1, 8)),
+    }
+    np.savez(tmp_path / "x.npz", **arrays)
+    how = "--from", "flashinfer-nhd", "--to", "flashinfer-nhd", "--page-size", 2
+    assert run("convert", tmp_path / "x.npz", tmp_path / "y.npz", *how)[1].endswith(": 768 B\n")
+    assert files.read(tmp_path / "y.npz").arrays["cache"].nbytes == 3 * 2 * 2 * 8 * 8
+
+
 def test_pictures(tmp_path):
     verbs.fill(tmp_path)
     assert run("draw", tmp_path / "shared.npz", "-o", tmp_path / "x.svg")[:2] == (0, "")

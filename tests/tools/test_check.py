@@ -376,9 +376,24 @@ def test_a_report(tmp_path):
     assert set(found.checked) | set(found.unchecked) == set(RULES)
 
 
+def test_tables_have_the_names_of_engines(tmp_path):
+    pages, lengths = np.array([[0, 9]]), np.array([20])
+    for names in (("block_table", "seq_lens"), ("page_table", "cache_seqlens")):
+        found = check(dict(zip(names, (pages, lengths), strict=True)) | {"num_blocks": 4, "block_size": 16})
+        assert [each.where for each in found] == ["block_tables[0, 1]"]
+    flat = {"indptr": np.array([0, 2]), "indices": pages[0], "last_page_len": np.array([4])}
+    arrays = {f"paged_kv_{name}": array for name, array in flat.items()}
+    npz.write(tmp_path / "step.npz", arrays | {"num_blocks": np.array(4), "page_size": np.array(16)})
+    assert check(tmp_path / "step.npz").found[0].where == "kv_indices[1] (sequence 0, page 1)"
+
+
+POOL = {"cache": np.zeros((2, 2, 4, 16, 1, 8), np.float16), "block_tables": np.array([[0]])}
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
+        (POOL, "layout: expected the layout of cache .fits: .*, or num_blocks and page_size beside block_t"),
         ({"colour": np.zeros(3)}, "arrays: expected tables, slots or a cache by name .*, got colour"),
         ({"block_tables": np.zeros((2, 2), int), "num_blocks": 3}, "page_size: expected a number"),
         (but(tables, context_lens=None)(), "context_lens: expected the tokens of each sequence, got None"),

@@ -12,6 +12,8 @@ from kvkit import Rope, eviction, formats, tools
 from kvkit.errors import KvkitError
 from kvkit.tools.readers import open_cache
 from kvkit.tools.studies import evicting, policies
+from kvkit.tools.studies.report import markdown
+from kvkit.tools.studies.words import worst_heads
 from kvkit_cli.main import main
 
 pytestmark = pytest.mark.cpu
@@ -169,7 +171,11 @@ def test_without_queries(arrays):
     assert {one.output_error for one in found.summary} == {None}
     assert found.summary[0].tokens_kept == 48
     assert ": q8_0, 8.50 bits" in found.budget()
-    assert "note: without queries nothing says what eviction costs" in str(found)
+    assert str(found).split("\n\n")[1].startswith("note: without queries nothing says what eviction costs")
+    assert [name for name, _ in worst_heads(found)] == ["q8_0"]
+    alone = tools.study({"key": arrays["key"], "value": arrays["value"]}, evict="knorm@0.5")
+    assert alone.budget() == "without queries no policy can be advised"
+    assert "worst heads" not in str(alone) + markdown(alone, [])
 
 
 WRONG = [  # what to evict, more arguments, the message
@@ -199,6 +205,21 @@ WRONG = [  # what to evict, more arguments, the message
 def test_what_is_no_policy(arrays, evict, options, message):
     with pytest.raises(KvkitError, match=message):
         tools.study(arrays, evict=evict, **options)
+
+
+def test_what_was_understood_of_queries(arrays):
+    assert "queries: the last 16 tokens, 6 heads" in tools.study(arrays, "fp8").notes
+    wide = arrays | {"query": arrays["query"][:, :, :6].repeat(3, axis=3)}
+    assert (
+        tools.study(wide, "fp8")
+        .notes[0]
+        .endswith(
+            "the last 6 tokens, 18 heads; if they are 18 tokens and 6 heads, exchange axes 2 and 3 of query"
+        )
+    )
+    exchanged = arrays | {"query": arrays["query"].swapaxes(2, 3)}  # 16 heads, no multiple of 3
+    with pytest.raises(KvkitError, match=r"got query is not \[layers, sequences, last tokens, .* shape"):
+        tools.study(exchanged, evict="tova@0.5")
 
 
 def test_queries_that_a_scorer_lacks(arrays):

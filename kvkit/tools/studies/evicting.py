@@ -40,6 +40,7 @@ class JudgedContext(NamedTuple):
     log_sums: Any = None  # [H, R]
     top: Any = None  # [H, R]: the token of the largest weight
     output: Any = None  # [H, R, Dv]
+    no_queries: str = "none"  # what the source has in place of queries
 
 
 def judging(count: int, judge: int | None) -> int:
@@ -57,7 +58,7 @@ def contexts_of(layer: LayerReader, judge: int | None) -> Iterator[JudgedContext
             for side in (layer.key, layer.value)
         )
         if layer.queries is None:
-            yield JudgedContext(keys, values, end - begin, None)
+            yield JudgedContext(keys, values, end - begin, None, no_queries=layer.no_queries)
             continue
         queries = np.asarray(layer.queries[s], np.float32)
         count = judging(len(queries), judge)
@@ -173,7 +174,7 @@ def scores_of(policy: Policy, context: JudgedContext, plan: StudyPlan, place: Pl
         return scores_by(policy.scorer, place[0], keys, values, context.selecting)
     known = {"budget": count, "keep": count / end, "blend": 1 - count / end, "now": end,
              "positions": np.arange(end), "rope": plan.rope}  # fmt: skip
-    options, queries = options_for(policy, context.selecting, known), context.selecting
+    options, queries = options_for(policy, context, known), context.selecting
     if policy.scorer in UNROTATED and isinstance(plan.rope, Rope) and queries is not None:
         begin = end - queries.shape[2]
         queries = plan.rope.shift(queries, -np.arange(begin, end)) / np.float32(plan.rope.attention_factor)
@@ -192,13 +193,13 @@ def scores_by(function: Any, layer: int, keys: Array, values: Array, queries: Ar
     return scores_array("scores", found)
 
 
-def options_for(policy: Policy, queries: Array | None, known: dict[str, Any]) -> dict[str, Any]:
+def options_for(policy: Policy, context: JudgedContext, known: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a policy's scorer; raise if a required option or queries are missing."""
-    found = SCORERS[policy.scorer]
+    found, queries = SCORERS[policy.scorer], context.selecting
     needs = any("queries" in need for need in found.needs)
     if needs and queries is None:
         wanted = f"the source to have queries before those that judge, which {policy.scorer} needs"
-        raise argument_error("query", wanted, "none")
+        raise argument_error("query", wanted, context.no_queries)
     options = {name: value for name, value in known.items() if name in found.options and value is not None}
     options |= policy.options
     if (short := short_window(policy, queries)) is not None:
@@ -327,7 +328,7 @@ def notes_of(layer: LayerReader, plan: StudyPlan) -> tuple[str, ...]:
     words = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
     notes = [f"contexts have {words} tokens" + ": short contexts rank policies badly" * (lengths[0] < SHORT)]
     if layer.queries is None:
-        return (*notes, "without queries nothing says what eviction costs attention, and there is no oracle")
+        return ("without queries nothing says what eviction costs attention, and there is no oracle", *notes)
     rows = len(layer.queries[0])
     count = judging(rows, plan.judge)
     notes.append(

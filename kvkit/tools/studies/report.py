@@ -116,8 +116,9 @@ def markdown(study: Study, pictures: list[str]) -> str:
     lines = [f"# {study.source}", "", about, ""]
     lines += [f"| {' | '.join(heads)} |", f"|---{'|--:' * (len(heads) - 1)}|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
-    lines += ["", f"{study.budget()[0].upper()}{study.budget()[1:]}.", "", "## The three worst heads", ""]
-    lines += [f"- {name}: {heads}" for name, heads in worst_heads(study)]
+    lines += ["", f"{study.budget()[0].upper()}{study.budget()[1:]}.", ""]
+    worst = [f"- {name}: {heads}" for name, heads in worst_heads(study)]
+    lines += ["## The three worst heads", "", *worst] if worst else []
     lines += ["", *(f"![{caption}]({name}.svg)\n" for name, caption in CAPTIONS.items() if name in pictures)]
     lines += [f"Note: {note}.\n" for note in study.notes]
     return "\n".join(lines)
@@ -142,6 +143,7 @@ def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
     """Return a page of HTML that needs no other file and no network."""
     said = html.escape
     worst = "".join(f"<li>{said(name)}: {said(heads)}</li>" for name, heads in worst_heads(study))
+    worst = f"<h2>The three worst heads</h2>\n<ul>{worst}</ul>" if worst else ""
     figures = "".join(
         f"<figure>{''.join(f'<div class={page}>{drawn[page][name]}</div>' for page in drawn)}"
         f"<figcaption>{said(caption)}</figcaption></figure>"
@@ -163,8 +165,7 @@ def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
 <p>{about} {said(study.budget()[0].upper() + study.budget()[1:])}.</p>
 {sortable(table(study.summary))}
 <p class=narrow>A wider window shows more columns.</p>
-<h2>The three worst heads</h2>
-<ul>{worst}</ul>
+{worst}
 {figures}
 <h2>By layer, head and side</h2>
 {sortable(table_of_heads(study))}

@@ -150,6 +150,11 @@ class Study:
         """Return whether there were queries, so that the advice uses the outputs of attention."""
         return any(one.worst_output is not None for one in self.summary)
 
+    @property
+    def unjudged(self) -> bool:
+        """Return whether there are policies, and no queries to say what they cost."""
+        return self.evicts and not self.by_attention
+
     def worst(self, scheme: str, count: int = WORST) -> list[Row]:
         """Return the worst heads of a scheme: by divergence if there were queries, otherwise by error."""
         own = [row for row in self.rows if row["scheme"] == scheme]
@@ -164,6 +169,8 @@ class Study:
         within = f"{what} within an error of {100 * self.threshold:g} %"
         arbitrary = f"(an arbitrary limit: threshold={self.threshold:g})"
         fine = [one for one in self.summary if one.advised_error <= self.threshold]
+        if self.unjudged and not fine and all(one.evicts for one in self.summary):
+            return "without queries no policy can be advised"
         if not fine:
             return f"no scheme keeps {within} {arbitrary}"
         best = min(fine, key=lambda one: one.bits)
@@ -186,10 +193,12 @@ class Study:
 
     def __str__(self) -> str:
         parts = [f"{self.source}: {len(self.layers)} layers, {self.heads} key heads, {self.tokens:,} tokens"]
+        notes = "\n".join(f"note: {note}" for note in self.notes)
+        parts += [notes] * self.unjudged
         parts.append(columns(*table(self.summary, wide=False), MAX_ROWS))
-        parts.append(f"the {WORST} worst heads\n" + columns(("scheme", ""), worst_heads(self), MAX_ROWS))
-        parts.append(self.budget())
-        parts.append("\n".join(f"note: {note}" for note in self.notes))
+        if heads := worst_heads(self):
+            parts.append(f"the {WORST} worst heads\n" + columns(("scheme", ""), heads, MAX_ROWS))
+        parts += [self.budget()] + [notes] * (not self.unjudged)
         return "\n\n".join(filter(None, parts))
 
 

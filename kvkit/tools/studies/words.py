@@ -77,8 +77,10 @@ def filled_columns(rows: list[dict[str, str]]) -> Table:
 
 
 def worst_heads(study: Study) -> list[tuple[str, str]]:
-    """Return each scheme with its worst heads in words; without policies that are there to compare with."""
-    own = [one.scheme for one in study.summary if not one.scheme.startswith((f"{RANDOM}@", f"{ORACLE}@"))]
+    """Return each scheme with its worst heads in words; without policies to compare with, or not judged."""
+    hidden = f"{RANDOM}@", f"{ORACLE}@"
+    shown = (one for one in study.summary if not (study.unjudged and one.evicts))
+    own = [one.scheme for one in shown if not one.scheme.startswith(hidden)]
     return [(name, ", ".join(map(head_in_words, study.worst(name)))) for name in own]
 
 
