@@ -127,7 +127,7 @@ class KvkitCache(Cache):
         if unknown:
             inspect.signature(PagedCache).bind(**options | dict.fromkeys(unknown))  # refuses wrong options
             self._wrap(DynamicCache(options["num_layers"]), config)
-            self._make, self._wanted = make, unknown
+            self._make = make
         else:
             self._wrap(make_cache(KINDS[kind], config, kind, options), config)
         if eviction is not None:
@@ -155,8 +155,6 @@ class KvkitCache(Cache):
         copied = type(self).of(copy.deepcopy(self.cache, memo), self.config)
         copied.eviction, copied.report = copy.deepcopy((self.eviction, self.report), memo)
         copied._make = self._make
-        if self._make is not None:
-            copied._wanted = self._wanted
         return copied
 
     def __repr__(self) -> str:
@@ -271,8 +269,8 @@ class KvkitCache(Cache):
         _, heads, _, dim = key_states.shape
         dim += value_states.shape[3] if latent else 0
         dtype = to_numpy("key_states", as_cast(key_states)).dtype
-        geometry_of_keys = {"num_kv_heads": heads, "head_dim": dim, "dtype": dtype}
-        self.cache, self._make = make(**{name: geometry_of_keys[name] for name in self._wanted}), None
+        of_keys = dict(zip(GEOMETRY, (heads, dim, dtype), strict=True))
+        self.cache, self._make = make(**of_keys | make.keywords), None
 
     # Sizes and positions
 
