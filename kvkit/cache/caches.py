@@ -77,6 +77,11 @@ class Cache(BaseCache):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self)} layers: {self.get_seq_length()} tokens>"
 
+    @property
+    def nbytes(self) -> int:
+        """Return the size of all stored keys and values in bytes, without spare rows."""
+        return sum(layer.nbytes for layer in self.layers)
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"folder": None}  # a copy is in memory
 

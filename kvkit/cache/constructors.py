@@ -169,7 +169,7 @@ class QuantizedCache(Cache):
     >>> tokens = np.ones((1, 4, 1024, 64), np.float16)
     >>> keys, values = cache.update(tokens, tokens, layer_idx=0)
     >>> cache.layers[0].release_undo()                # as the update of another layer does
-    >>> round(2 * tokens.nbytes / cache.layers[0].nbytes, 1)
+    >>> round(2 * tokens.nbytes / cache.nbytes, 1)
     4.8
     """
 

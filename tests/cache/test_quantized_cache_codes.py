@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from quantized_cache_scenes import OPTIONS, PMX, coded, states
 from scenes import first_quick
 
+from kvkit.cache import QuantizedCache
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
 from kvkit.cache.stores.codes import CodedSide
@@ -130,6 +131,12 @@ def test_vector_zero_group(dtype, param):
 def test_bytes_of_a_token():
     keys, values = QuantSpec(4, group=32, axis="channel"), QuantSpec(4, group=64, axis="token")
     assert (keys.bytes_per_token(64), values.bytes_per_token(64)) == (40, 36)
+    assert QuantSpec().bytes_per_token(16) == ((8 + 2) + (8 + 4)) / 2  # a group of a token has 16 elements
+    cache, tokens = QuantizedCache(residual_length=0, sink=0), np.ones((1, 1, 64, 16), np.float16)
+    for i in range(2):
+        cache.update(tokens, tokens, i)
+        cache.layers[i].store.release_undo()
+    assert cache.nbytes == 2 * 64 * 2 * QuantSpec().bytes_per_token(16)
     layer = QuantizedLayer(**OPTIONS | {"residual_length": 0, "sink": 0})
     layer.update(*states(64))
     layer.store.release_undo()

@@ -170,6 +170,23 @@ def test_engine_layouts(tmp_path, capsys, monkeypatch):
     assert errors == pytest.approx([0.022, 0.022, 0.9], abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "package", "extras"),
+    [
+        ("smollm2", "gguf", "data"),
+        ("what_to_keep", "matplotlib", "transformers,data,plot"),
+        ("quantized_agreement", "torch", "transformers"),
+    ],
+)
+def test_examples_name_the_extra_that_is_missing(name, package, extras, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.delitem(sys.modules, "smollm2_model", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as ended:
+        script(ROOT / "examples" / f"{name}.py")
+    assert ended.value.code == f"{package} is not installed: pip install '.[{extras}]'"
+
+
 def test_figures_of_schemes_are_not_typed():
     """The table of the page is what the study of the committed data gives."""
     example = script(ROOT / "examples" / "study_smollm2.py")

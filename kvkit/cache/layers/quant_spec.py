@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -122,7 +123,10 @@ class QuantSpec:
         return schemes_named(str(self.format), self.scale)
 
     def bytes_per_token(self, head_dim: int) -> float:
-        """Return bytes per encoded token and head with scales; for a scheme, the mean of keys and values."""
+        """Return bytes per encoded token and head with scales.
+
+        For a scheme, and without an axis, they are the mean of keys and values.
+        """
         if self.by_scheme:
             x = np.linspace(-1, 1, self.group * head_dim, dtype=np.float32).reshape(self.group, 1, head_dim)
             coded = [array for scheme in self.schemes() for array in scheme.encode(x).values()]
@@ -132,5 +136,11 @@ class QuantSpec:
             element = STORED[self.format]
             apart = not element.block and self.scale is None
             return float(element.bytes(head_dim) + apart * head_dim * scale / self.group)
-        scales = (1 if self.scheme == "sym" else 2) * scale
-        return head_dim * self.bits / 8 + head_dim * scales / self.group
+        cell = (1 if self.scheme == "sym" else 2) * scale
+        groups = {"channel": self.group, "token": self.token_group(head_dim)}
+        per_element = [cell / groups[axis] for axis in ([self.axis] if self.axis else groups)]
+        return head_dim * (self.bits / 8 + sum(per_element) / len(per_element))
+
+    def token_group(self, head_dim: int) -> int:
+        """Return the largest number of a token's elements that divides `group` and the head size."""
+        return math.gcd(self.group, head_dim)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, SupportsIndex
@@ -27,7 +26,7 @@ SPEC = QuantSpec()
 def fit_spec(spec: QuantSpec, dim: int, by_default: bool) -> QuantSpec:
     """Return the spec, with a default group that divides the head size."""
     fits = not by_default or spec.axis == "channel" or spec.format
-    return spec if fits else replace(spec, group=math.gcd(spec.group, dim))
+    return spec if fits else replace(spec, group=spec.token_group(dim))
 
 
 class QuantizedLayer(Layer):
