@@ -4,28 +4,35 @@ from pathlib import Path
 
 import click
 
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, argument_error
 from kvkit.files.paths import check_target, name_in_errors
 from kvkit.files.replace import replacing
 from kvkit.layouts import NAMED
 from kvkit.layouts.named import ALIASES
 from kvkit.tools import draw as drawing
-from kvkit.tools.source import CacheSource
+from kvkit.tools.source import CacheSource, check_pages_in_pool
 from kvkit_cli import complete, show, tool
 from kvkit_cli.layouts import known_layout
 
 SVG = ".svg"
+PARTS = {  # {array of a page table: those that it needs}
+    "block_tables": ("context_lens",),
+    "kv_indices": ("kv_indptr", "kv_last_page_len"),
+    "cachestarts": ("kvstarts",),
+    "context_lens": ("block_tables",),
+}
 
 
 @click.command(cls=tool.ToolVerb)
 @click.argument("what", metavar="FILE|LAYOUT", shell_complete=complete.files_and_layouts)
 @click.option("-o", "--output", metavar="OUT.svg", type=click.Path(path_type=Path), help="Write a picture.")
+@tool.layout(about="The layout of FILE's cache, if it does not name one.")
 @tool.sizes("Lengths of a layout's axes. For a file, n is the rows of a page.")
-def draw(what, output, sizes):
+def draw(what, output, layout, sizes):
     """Draw a layout, or which sequence each row of a saved cache belongs to.
 
     If the file has page tables (block_tables and context_lens, kv_indptr and so on, cells of llama.cpp), each
-    row is drawn as one sequence's, shared, free or stale. Otherwise the layout is drawn.
+    row is drawn as one sequence's, shared, free or stale. Otherwise the layout is drawn, in small sizes.
 
     \b
     Examples:
@@ -38,35 +45,56 @@ def draw(what, output, sizes):
         check_target(output)
     kind = "svg" if output else "text"
     if Path(what).exists():
-        picture = draw_file(what, sizes, kind)
+        picture, note = draw_file(what, layout, sizes, kind)
+    elif layout is not None:
+        raise KvkitError(f"{what}: no such file: --layout names the layout of a file's cache")
     elif name := known_layout(what):
-        picture = drawing.layout(name, sizes=sizes, kind=kind)
+        picture, note = drawing.layout(name, sizes=sizes, kind=kind), ""
     else:
         hint = show.suggestion(what, [*NAMED, *ALIASES])
         raise KvkitError(f"{what}: no such file, and no layout{hint}: see kvkit layouts")
     if output is None:
         show.text(picture)
-        return
-    with name_in_errors(output), replacing(output) as file:
-        file.write(picture.encode())
+    else:
+        with name_in_errors(output), replacing(output) as file:
+            file.write(picture.encode())
+    if note:
+        show.text(f"note: {note}")
 
 
-def draw_file(path, sizes, kind):
-    """Draw the rows of a file's cache by its page tables, or its layout if it has none."""
-    source = CacheSource(path)
-    found = source.block_tables(sizes.get("n"))
-    if found is not None:
-        rows, filled = filled_rows(source, found[1])
-        blocks, page_size = source.integer("num_blocks"), source.page_size(sizes.get("n"))
-        if rows is None and blocks and page_size:
-            rows = blocks * page_size
-        across = source.paged.get("arguments", {}).get("page_size")  # where a page of the table is a row
-        return drawing.cells(found[1], rows, page_size=across, filled=filled, kind=kind)
-    if source.layout is None:
-        raise KvkitError(
-            f"{path}: it has no tables and names no layout: give one, as in kvkit draw vllm-lbnhc"
+def draw_file(path, layout, sizes, kind):
+    """Return a drawing of the rows of a file's cache by its page tables, or of its layout, and a note."""
+    source = CacheSource(path, layout)
+    convention, pages = source.block_tables(sizes.get("n")) or ("", None)
+    if pages is None:
+        check_parts(source)
+        if source.layout is None:
+            raise argument_error("layout", f"a layout, as {path} has no tables and names none", "None")
+        note = (
+            "no page tables in the file (block_tables and context_lens): this is its layout, in small sizes"
         )
-    return drawing.layout(source.layout, sizes=sizes, kind=kind)
+        return drawing.layout(source.layout, sizes=sizes, kind=kind), note
+    rows, filled = filled_rows(source, pages)
+    blocks, page_size = source.integer("num_blocks"), source.page_size(sizes.get("n"))
+    if rows is None and blocks and page_size:
+        rows = blocks * page_size
+    note = ""
+    if rows is None:
+        note = "drawn up to the last row in use, as no layout and no num_blocks say how many there are"
+    else:
+        check_pages_in_pool(convention, pages, rows)
+    across = source.paged.get("arguments", {}).get("page_size")  # where a page of the table is a row
+    return drawing.cells(pages, rows, page_size=across, filled=filled, kind=kind), note
+
+
+def check_parts(source):
+    """Refuse a part of a page table, or one with pages of unknown size."""
+    for name in (name for name in PARTS if name in source.arrays):
+        for other in PARTS[name]:
+            if other not in source.arrays:
+                raise argument_error(other, f"an array, beside {name}", "None")
+        wanted = f"the layout of the cache, or --sizes n=N, the rows of a page, as {name} is given"
+        raise argument_error("layout", wanted, "None")
 
 
 def filled_rows(source, pages):

@@ -20,7 +20,7 @@ from kvkit.formats.known import Format
 from kvkit.formats.rotations import Rotation, rotation_named
 from kvkit.formats.schemes import Coded, formats_named
 from kvkit.layouts.views import KV
-from kvkit.tools.source import PACKED, TABLES, CacheSource, format_of_paged, leaves
+from kvkit.tools.source import PACKED, TABLES, CacheSource, check_pages_in_pool, format_of_paged, leaves
 
 LATENT_LINE = "l | b n c"  # of latent rows
 BLOCKS_584 = "flashmla-ds-v4"  # its codes and scales are apart
@@ -319,6 +319,8 @@ def view_parts(source: CacheSource, told: str | None, formats: Any) -> tuple[dic
         if one.along == "tokens" or not apart:
             raise argument_error(source.arguments[1], "one whose tokens are decoded each for itself", told)
     convention, pages = source.block_tables() or ("", None)
+    if pages is not None and not isinstance(kv.keys[0], tuple):
+        check_pages_in_pool(convention, pages, kv.keys[0].shape[0] * kv.keys[0].shape[1])
     return {"codes": kv} | (source.scale_views if formats else {}), None if convention == PACKED else pages
 
 

@@ -28,6 +28,7 @@ from kvkit.tools.saved_pages import order_cells, pages_of_cells, pages_of_saved
 
 AXES = {True: {3: "n h c", 4: "b n h c", 5: "l b n h c"}, False: {3: "n h c", 4: "l n h c", 5: "l b n h c"}}
 SLIDING = "sliding"  # the name of a second cache, of layers with a window; a prefix of its tables
+BLOCKS = "block tables"
 PACKED = "packed sequences"  # a convention of tables: `seqstarts`
 TABLES = (  # prefixes of the names of tables
     "sequences.", "published.", "blocks", "block_tables", "context_lens", "page_size", "kv_", "slots",
@@ -406,7 +407,7 @@ class CacheSource:
         """Return the block tables of the first convention whose arrays are all there."""
         arrays, names = self.arrays, self.arrays.keys()
         if {"block_tables", "context_lens"} <= names and (size := self.page_size(page_size)):
-            return "block tables", tables.from_blocks(arrays["block_tables"], arrays["context_lens"], size)
+            return BLOCKS, tables.from_blocks(arrays["block_tables"], arrays["context_lens"], size)
         if {"kv_indptr", "kv_indices", "kv_last_page_len"} <= names and (size := self.page_size(page_size)):
             parts = arrays["kv_indptr"], arrays["kv_indices"], arrays["kv_last_page_len"]
             return "compressed rows", tables.from_csr(*parts, size)
@@ -483,6 +484,18 @@ def with_axes(found: Any, count: int) -> Any:
     if isinstance(found, list):
         return [with_axes(each, count) for each in found]
     return found[..., None] if found.ndim == count - 1 else found
+
+
+def check_pages_in_pool(convention: str, pages: BlockTable, rows: int) -> None:
+    """Check that a pool of so many rows has every page of a table."""
+    outside = np.argwhere(pages.table >= rows)
+    if len(outside):
+        sequence, column = outside[0].tolist()
+        here = f"block_tables[{sequence}, {column}]"
+        here = here if convention == BLOCKS else f"{convention}, page {column} of sequence {sequence}"
+        wanted = f"a page of the pool's, 0 to {rows // pages.page_size - 1} (see kvkit check)"
+        page = int(pages.table[sequence, column]) // pages.page_size
+        raise argument_error(here, wanted, page)
 
 
 def leaves(found: Any) -> list[np.ndarray]:

@@ -95,6 +95,27 @@ def test_convert_says_how_many_bytes_it_writes(tmp_path):
     assert files.read(tmp_path / "y.npz").arrays["cache"].nbytes == 3 * 2 * 2 * 8 * 8
 
 
+def test_what_a_drawing_lacks_is_said(tmp_path):
+    pool = {"cache": np.ones((2, 2, 4, 2, 1, 8), np.float16), "block_tables": np.array([[0, 1]])}
+    lengths = {"context_lens": np.array([3])}
+    np.savez(tmp_path / "x.npz", **pool, **lengths)
+    assert "--layout: expected the layout of the cache" in run("draw", tmp_path / "x.npz")[2]
+    drawn = run("draw", tmp_path / "x.npz", "--layout", "| l kv b n h c")
+    assert drawn == (0, "0  aa\n1  a~\n2  ~~\n3  ~~\na 3 rows; ~ stale 5\n", "")
+    code, out, _ = run("draw", tmp_path / "x.npz", "--sizes", "n=2")
+    assert (code, out.splitlines()[:2]) == (0, ["0  aa", "1  a"])
+    assert out.splitlines()[-1].startswith("note: drawn up to the last row in use")
+    np.savez(tmp_path / "half.npz", **pool)
+    assert "context_lens: expected an array, beside block_tables" in run("draw", tmp_path / "half.npz")[2]
+    np.savez(tmp_path / "none.npz", cache=pool["cache"], layout="| l kv b n h c")
+    assert "note: no page tables in" in run("draw", tmp_path / "none.npz")[1]
+    pool["block_tables"][0, 1] = 9
+    np.savez(tmp_path / "wrong.npz", **pool, **lengths, layout="| l kv b n h c")
+    wanted = "block_tables[0, 1]: expected a page of the pool's, 0 to 3 (see kvkit check), got 9"
+    for command in (["draw"], ["study", "--schemes", "fp8"]):
+        assert wanted in run(*command, tmp_path / "wrong.npz")[2]
+
+
 def test_pictures(tmp_path):
     verbs.fill(tmp_path)
     assert run("draw", tmp_path / "shared.npz", "-o", tmp_path / "x.svg")[:2] == (0, "")
