@@ -158,7 +158,7 @@ def convert(
     >>> done.arrays["cache"][0].shape, done.arrays["block_tables"].tolist()
     ((2, 4, 3, 16), [[0, 1]])
     >>> print(done)
-    hf -> vllm-lbnhc (l 2, b 2, n 4, h 3, c 8): 960 B
+    hf -> vllm-lbnhc (l 2, b 2, n 4, h 3, c 8): 1.5 KiB
     """
     if (to_layout is None) == (format is None):
         got = "neither" if to_layout is None else f"both, {to_layout} and {format}"

@@ -65,7 +65,8 @@ def rename_tables(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
     found = dict(arrays)
     for name, others in OF_ENGINES.items():
         other = next((other for other in others if other in found), None)
-        if other is not None and name not in found:
+        of_table = name != "context_lens" or "block_tables" in found  # Ascend's windows have seq_lens too
+        if other is not None and name not in found and of_table:
             found[name] = found.pop(other)
     return arrays if found.keys() == arrays.keys() else found
 
