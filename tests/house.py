@@ -108,10 +108,10 @@ def locals_calls(sources: Trees) -> int:
 
 
 LIMITS = {
-    "lines of kvkit": 52_270,
+    "lines of kvkit": 52_360,
     "lines of kvkit_cuda": 9_035,
-    "lines of cli": 2_770,
-    "lines of tests": 44_310,
+    "lines of cli": 2_795,
+    "lines of tests": 44_430,
     "calls of locals()": 0,
     "class names that stand twice": 0,
     "functions of one name": 3,
