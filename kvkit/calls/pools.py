@@ -24,6 +24,7 @@ from kvkit.runtime.arrays import empty_result, places_of
 from kvkit.typed import Array, Arrays, Attended
 
 COPIED_BYTES = 2**20
+FLOATS8 = frozenset(one.dtype for one in elements.FLOATS8)
 POOLS = "key_cache", "value_cache"
 SCALES = "key_scale", "value_scale"
 RESULTS = "out", "lse"
@@ -36,7 +37,7 @@ OWNERS = {  # the array that an address of attention to pools points into
 
 def as_floats(query: Array) -> Array:
     """Widen queries of 8 bits to float32; others are returned as they are."""
-    if isinstance(query, np.ndarray) and query.dtype in [one.dtype for one in elements.FLOATS8]:
+    if isinstance(query, np.ndarray) and query.dtype in FLOATS8:
         return query.astype(np.float32)
     return query
 

@@ -129,9 +129,8 @@ class PreparedCall:
     `arrays` has arrays, or their addresses, by their names in launches; `run` takes arrays in the same order.
     `run` checks that the last `written` arrays are writeable and overlap no others, unless their distance is
     that of the first call, as for views of one pool. If this is not certain, it returns False and the call
-    needs the full checks. A cache
-    has `room` rows. `attention` is the record of a launch whose work is split again for another `version` of
-    the step.
+    needs the full checks. A cache has `room` rows. `attention` is the record of a launch whose work is split
+    again for another `version` of the step.
     """
 
     __slots__ = (
