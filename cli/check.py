@@ -47,7 +47,9 @@ def check(ctx, sources, before, after, keys, values, dask, as_json, **options):
       kvkit check dumps/*.npz --dask local
     """
     sources = (*sources, *([] if before is None else [before]))
-    if not sources or (before is not None and after is None):
+    if before is not None and after is None:
+        raise KvkitError(f"--before {before}: expected --after beside it, got none")
+    if not sources:
         raise KvkitError("check: expected FILE, or --before and --after, got neither")
     if after is not None and len(sources) > 1:
         raise KvkitError(f"--after {after}: expected one FILE before it, got {len(sources)}")

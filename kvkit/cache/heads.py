@@ -162,14 +162,19 @@ def for_head(asked: Compression, number: int, at: tuple[int, int], heads: int, t
     return replace(asked, scorer=scorer, queries=part(asked.queries), weights=weights)
 
 
+def protected(tokens: Array, longest: int, asked: Compression) -> Array:
+    """Return which tokens of each head are its first or last ones, bool [B, Hkv, longest]."""
+    first, last = integer("first", asked.first, 0), integer("last", asked.last, 0)
+    rows, ends = np.arange(longest), tokens[..., None]
+    return (rows < ends) & ((rows < first) | (rows >= ends - last))
+
+
 def with_protection(scores: Array, tokens: Array, asked: Compression) -> Array:
     """Raise the scores of the first and last tokens to 1 more than the best of their row of the batch."""
-    first, last = integer("first", asked.first, 0), integer("last", asked.last, 0)
-    scores, top = scores.copy(), scores.max((1, 2)) + 1
-    for b, h in np.ndindex(tokens.shape):
-        count = tokens[b, h]
-        scores[b, h, : min(first, count)] = scores[b, h, max(count - last, 0) : count] = top[b]
-    return scores
+    scores = scores.astype(np.float64)
+    top = scores.max((1, 2), keepdims=True)
+    top = np.maximum(top + 1, np.nextafter(top, np.inf))  # 1 more is the same where scores are large
+    return np.where(protected(tokens, scores.shape[2], asked), top, scores)
 
 
 def rows_that_stay(
@@ -177,9 +182,12 @@ def rows_that_stay(
 ) -> dict[int, list[Array]]:
     """Return the numbers of the rows that each head of each layer keeps, ascending."""
     if asked.threshold is not None:
-        bounds = by_head("threshold", asked.threshold, tokens, layers, "fiu")
-        staying = {i: (scored[i] >= bounds[i][..., None]) & np.isfinite(scored[i]) for i in scored}
-        return {i: [np.flatnonzero(own) for own in by_row(each)] for i, each in staying.items()}
+        bounds, kept = by_head("threshold", asked.threshold, tokens, layers, "fiu"), {}
+        for i, scores in scored.items():
+            longest = scores.shape[2]
+            reached = (scores >= bounds[i][..., None]) & (np.arange(longest) < tokens[i][..., None])
+            kept[i] = reached | protected(tokens[i], longest, asked)
+        return {i: [np.flatnonzero(own) for own in by_row(each)] for i, each in kept.items()}
     counts = counts_of_heads(scored, tokens, means, layers, asked)
     found = {}
     for i, scores in scored.items():

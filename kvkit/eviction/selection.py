@@ -122,7 +122,9 @@ def with_protected(scores: Array, first: int, last: int) -> Array:
     """Raise the scores of the first and last tokens to 1 more than the best of their batch row."""
     if not first and not last:
         return scores
-    scores, top = scores.copy(), scores.max((1, 2), keepdims=True) + 1
+    scores = scores.astype(np.float64)
+    top = scores.max((1, 2), keepdims=True)
+    top = np.maximum(top + 1, np.nextafter(top, np.inf))  # 1 more is the same where scores are large
     for part in (slice(0, first), slice(scores.shape[2] - last, None)):
         scores[..., part] = top
     return scores

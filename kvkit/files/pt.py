@@ -27,9 +27,8 @@ SAVES_ARRAYS = (
 )
 DEEPEST = 8
 MOST = 100_000  # the most arrays of a file
-EXPANDED = (
-    64  # the most bytes of a tensor per byte of file: strides of 0 may repeat heads, but not fill a disk
-)
+# The most bytes of a tensor per byte of file: strides of 0 may repeat heads, but not fill a disk.
+EXPANDED = 64
 
 
 def read(path: FilePath) -> Contents:
@@ -72,6 +71,8 @@ def collect_tensors(
             name, found = name or CACHE, dict(enumerate(found))
         for key, each in found.items():
             inner = f"{name}.{key}" if name else str(key)
+            if inner in arrays or inner in metadata:
+                raise file_error(path, f"two entries are called {brief(inner)}", "give each its own name")
             collect_tensors(path, torch, each, inner, depth + 1, arrays, metadata)
     elif isinstance(found, (int, float, str, bool, type(None))):
         metadata[brief(name)] = found
@@ -83,7 +84,7 @@ def collect_tensors(
 
 def tensor_to_array(path: FilePath, torch: Any, tensor: Any, name: str) -> Array:
     """Return a tensor's memory as a numpy array."""
-    with reading_errors(path, f"tensor {brief(name)} is none that numpy could have"):
+    with reading_errors(path, f"tensor {brief(name)} cannot be an array of numpy"):
         if tensor.layout is not torch.strided:
             raise ValueError(f"it is {tensor.layout}")
         own = members.FLOAT8.get(str(tensor.dtype).removeprefix("torch."))

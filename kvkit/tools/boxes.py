@@ -22,7 +22,8 @@ class Box:
     """A run of neighbouring elements along one axis.
 
     On the axis `along` the elements have the indices `first` to `last`; `whole` says whether that is the
-    whole axis. `at` has the index on every other axis. `kind` is K, V, or s for scales.
+    whole axis. `at` has the index on every other axis. `kind` is K or V, KV where both share
+    the element, or s for scales.
     """
 
     kind: str

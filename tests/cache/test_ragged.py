@@ -164,6 +164,8 @@ BUDGETS = {
     "counts": ({"budget": [[1, 2, 3], [4, 5, 0]]}, None),
     "threshold": ({"threshold": [[-3.5, -4, -5]] * 2, "last": 2},
                   lambda scores: eviction.select(scores, threshold=np.array([-3.5, -4, -5]), last=2)),
+    "threshold of nobody": ({"threshold": 1e9, "first": 2, "last": 1},
+                            lambda scores: eviction.select(scores, threshold=1e9, first=2, last=1)),
     "first": ({"count": 9, "per_head": True, "first": 3, "last": 2},
               lambda scores: eviction.select(scores, count=9, first=3, last=2)),
 }  # fmt: skip
@@ -186,6 +188,17 @@ def test_budgets_of_heads(name):
         rows = wanted.ravel() if isinstance(wanted, np.ndarray) else wanted.rows
         np.testing.assert_array_equal(own[own >= 0], rows)
         assert report.tokens[i] == cache.layers[i].lengths.tolist()
+
+
+@pytest.mark.parametrize("bound", [{"threshold": 1.0}, {"count": 3, "per_head": True}])
+def test_infinite_and_large_scores_do_not_push_out_the_protected(bound):
+    cache = Cache([DynamicLayer()])
+    cache.update(normal(9), normal(9), 0)
+    scores = np.zeros((B, HEADS, 9), np.float32)
+    scores[..., 4:6] = [2e30, np.inf] if "threshold" in bound else 2e30
+    cache.compress([scores], **bound, first=1, last=1)
+    rows = [4, 5] if "threshold" in bound else [4]
+    assert (cache.layers[0].positions == [0, *rows, 8]).all()
 
 
 def test_a_budget_over_all_layers_and_a_table_of_retrieval_heads():

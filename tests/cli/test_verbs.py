@@ -243,6 +243,7 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     *((f"diff a.npz {rest}", "") for rest in ("absent.npz", "broken.npz")),
     ("diff a.npz b.npz --layout-a colour", "--layout-a: expected a line"),
     ("diff a.npz b.npz --ulp -1", "--ulp: expected at least 0"),
+    ("check fine.npz --before a.npz", "--before a.npz: expected --after beside it, got none"),
     ("check fine.npz wrong.npz --after a.npz", "--after a.npz: expected one FILE before it, got 2"),
     ("diff a.npz fine.npz", "B: expected some array of key"),
     ("diff pool.npz a.npz --layout-b 'n h c'", "--layout-a: expected a layout"),

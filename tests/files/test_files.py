@@ -154,7 +154,10 @@ def test_files_of_torch_that_would_run_code_are_refused(tmp_path, torch):
     with pytest.raises(FileError, match="without running code of its own"):
         files.read(path)
     torch.save({"a": torch.zeros(3).to_sparse()}, path)
-    with pytest.raises(FileError, match="none that numpy could have"):
+    with pytest.raises(FileError, match="cannot be an array of numpy"):
+        files.read(path)
+    torch.save({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, path)
+    with pytest.raises(FileError, match=r"two entries are called a\.b: give each its own name"):
         files.read(path)
     torch.save(torch.zeros(1000), path)
     path.write_bytes(path.read_bytes()[:-900])

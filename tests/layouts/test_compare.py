@@ -98,6 +98,13 @@ def test_layouts_whose_content_is_split_stay_proposed(rng):
     assert found.index("vllm-ascend-nz") >= len(fits(arrays, contents=True))
 
 
+def test_float64_is_counted_as_it_is():
+    keys = np.zeros((1, 1, 2, 4, 8))
+    keys[0, 0, 0, 0, :2] = -1e300, np.inf
+    found = inspect({"key_cache": keys, "value_cache": keys[..., ::-1]}, stats=True).numbers[0]
+    assert (found.minimum, found.maximum, found.infinite) == (-1e300, 0, 1)
+
+
 def test_fits_takes_axes_as_they_lie_in_memory():
     """vLLM's code sees [blocks, heads, tokens, 2 D] of any order in memory."""
     pool = np.zeros((10, 16, 3, 32), np.float16)
