@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 import typing
@@ -74,8 +75,10 @@ except AttributeError as error:
 """
 
 
-def loaded():
-    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
+def loaded(**variables: str) -> tuple[list[str], list[str], str, float]:
+    """Run LOADED in a process of its own, with these environment variables."""
+    command = [sys.executable, "-c", LOADED]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
@@ -86,8 +89,10 @@ def test_rooms_load_when_they_are_used():
 
 
 @pytest.mark.perf
-def test_an_import_takes_less_than_that_of_numpy():
-    assert min(loaded()[-1] for _ in range(5)) < 1
+def test_an_import_takes_less_than_that_of_numpy(tmp_path):
+    """Both have bytecode, as after an installation: without it kvkit would be compiled at each import."""
+    bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    assert min(loaded(**bytecode)[-1] for _ in range(5)) < 1
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__qualname__)
