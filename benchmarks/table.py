@@ -13,6 +13,7 @@ HEADLINES = [
     "prefill float32, 2,048 tokens, 32 kv heads",
 ]
 PEERS = "torch", "torch folded", "onnxruntime", "ggml"
+LIMITS = ("read", "read", "bytes", "GB/s"), ("matmul", "product", "operations", "GFLOP/s")  # prefill has the other
 
 
 def about(report):
@@ -109,12 +110,13 @@ def headlines(report):
     results = {result["case"]: result for result in report["results"]}
     rows = []
     for result in (results[case] for case in HEADLINES if case in results):
-        prefill = result["case"].startswith("prefill")
-        pace = f"{speed(result, 'operations')} GFLOP/s" if prefill else f"{speed(result, 'bytes')} GB/s"
-        bound = f"{times(result, 'matmul')} of a product" if prefill else f"{times(result, 'read')} of a read"
+        limit, noun, key, unit = LIMITS[result["case"].startswith("prefill")]
+        pace, bound = speed(result, key), f"{result[key] / result['beside'][limit] / 1e9:.1f}"
+        share = f"{times(result, limit).strip('*')} of a {noun} ({bound})"
         case = result["case"].replace(", layout 3", "").replace(", offsets", "")
-        rows.append((case, pace, bound.replace("*", ""), best(result)))
-    yield from markdown(("", "speed", "share of its limit", "the best peer takes"), rows)
+        time = f"{result['seconds'] * 1e3:.3g} ms"
+        rows.append((case, time, f"{pace} {unit}", share, best(result)))
+    yield from markdown(("", "time", "speed", "share of its limit", "the fastest other takes"), rows)
 
 
 def best(result):
