@@ -13,7 +13,7 @@ HEADLINES = [
     "prefill float32, 2,048 tokens, 32 kv heads",
 ]
 PEERS = "torch", "torch folded", "onnxruntime", "ggml"
-LIMITS = ("read", "read", "bytes", "GB/s"), ("matmul", "product", "operations", "GFLOP/s")  # prefill has the other
+LIMITS = ("read", "read", "bytes", "GB/s"), ("matmul", "product", "operations", "GFLOP/s")  # or of prefill
 
 
 def about(report):
