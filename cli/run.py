@@ -17,7 +17,6 @@ from kvkit_cli.arguments import SHOWN, argument_names, bind, check_headers, find
 from kvkit_cli.show import suggestion
 
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
-IN_CACHE = "dynamic_batching.key_value_cache", "dynamic_batching.multi_head_cache_attention"
 PATH = click.Path(path_type=Path, readable=False)  # npz.py reports a wrong path
 
 
@@ -83,7 +82,9 @@ def run(
         arrays = {name: array for name, array in named_arrays.items() if name not in ignored}
         inputs, attributes = bind(op, source, arrays, settings)
         if only_check:
-            check_call(op, inputs, attributes)
+            from kvkit_cuda.calls.checks import check
+
+            check(op, inputs | attributes)
             results, seconds = (), None
         else:
             if threads is not None:
@@ -145,15 +146,6 @@ def mapped_arrays(path: Path | None, arrays: dict[str, Any], names: dict[str, st
         if name in arrays and name not in names:
             raise KvkitError(f"--map {array}={name}: {path} has an array {name} too")
     return {names.get(name, name): array for name, array in arrays.items()}
-
-
-def check_call(op: Operator, inputs: dict[str, Any], attributes: dict[str, Any]) -> None:
-    """Check a call as the operator does, without compiling a kernel."""
-    from kvkit_cuda.calls.checks import CHECKED, packed_step
-
-    values = inputs | attributes
-    step = packed_step(values, op.inputs[0].name) if op.name in IN_CACHE else None
-    CHECKED[op.name](values, step)
 
 
 def present(arrays: dict[str, Any]) -> dict[str, Any]:

@@ -34,14 +34,9 @@ from kvkit.merge import merge_attention_states
 from kvkit.paged import paged_append, paged_attention, swap_blocks
 from kvkit.planned_pages import PagedPlan, paged_plan
 from kvkit.runtime import source_digest  # noqa: F401  (sources: at import, see there)
-from kvkit.static import (
-    alibi_mask,
-    alibi_slope,
-    key_value_cache,
-    multi_head_attention,
-    multi_head_cache_attention,
-    rotary_position_embedding,
-)
+from kvkit.static.attention import multi_head_attention, multi_head_cache_attention
+from kvkit.static.cache import key_value_cache
+from kvkit.static.positions import alibi_mask, alibi_slope, rotary_position_embedding
 from kvkit.version import __version__
 
 if TYPE_CHECKING:

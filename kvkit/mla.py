@@ -21,9 +21,10 @@ from kvkit.checks.arguments import LatentAppend, LatentArguments, PoolAttention,
 from kvkit.checks.latent import (
     LatentCall,
     LatentContexts,
+    checked_absorb,
+    checked_expand,
     checked_latent_append,
     checked_latent_attention,
-    checked_product,
 )
 from kvkit.checks.paged import checked_paged_attention
 from kvkit.formats import FLOAT32
@@ -315,7 +316,7 @@ def mla_absorb(query: Array, w_uk: Array, *, out: Array | None = None) -> Array:
     >>> kvkit.mla_absorb(np.array([[[1, -1]]], np.float32), w_uk)
     array([[[ 1., -1.,  1.]]], dtype=float32)
     """
-    return multiply_heads(checked_product(("query", "w_uk", "latent_query"), query, w_uk, 1), out)
+    return multiply_heads(checked_absorb(query, w_uk), out)
 
 
 @returns_input_kind
@@ -352,5 +353,4 @@ def mla_expand(latent_output: Array, w_uv: Array, *, out: Array | None = None) -
     >>> kvkit.mla_expand(np.array([[[1, 0, 3]]], np.float32), w_uv)
     array([[[1., 3.]]], dtype=float32)
     """
-    names = "latent_output", "w_uv", "head_output"
-    return multiply_heads(checked_product(names, latent_output, w_uv, 2), out)
+    return multiply_heads(checked_expand(latent_output, w_uv), out)

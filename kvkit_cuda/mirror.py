@@ -86,6 +86,11 @@ def parameter(name, default):
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
+def origin(path):
+    """Return the function of `kvkit` at a path, an operator or a method."""
+    return functools.reduce(getattr, path.split("."), kvkit)
+
+
 def on_device(path, *notes, own=None, then=None):
     """Return the device's form of the operator of `kvkit` with this path.
 
@@ -93,7 +98,7 @@ def on_device(path, *notes, own=None, then=None):
     and `stream` besides. Its result is passed to `then`.
     """
     own = own or {}
-    function = functools.reduce(getattr, path.split("."), kvkit)
+    function = origin(path)
     arguments = Arguments(function, {name: default for name, (default, _) in own.items()} | {"stream": None})
     bind = arguments.bind
 

@@ -11,11 +11,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvkit.operators import OPERATORS
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = "kvkit", "kvkit_cuda", "cli"
 TYPED = "errors", "interop", "checks", "calls", "files", "formats", "layouts", "operators", "tools"
 # Functions that every reader of files, every verb, every lazy package or every engine of attention has.
 PROTOCOL = {"read", "write", "main", "__getattr__", "__dir__", "engine", "load", "scores", "sums"}
+# Files of the operators without a namespace, some of which have namesakes in one.
+PLAIN = "kvkit/__init__.py", "kvkit/paged.py", "kvkit/planned_pages.py", "kvkit_cuda/__init__.py"
+SPACE = re.compile(r"\b(?:static|dynamic_batching|ascend)\b")
 NO_SUBJECT = re.compile(r"(What|The same|Likewise|That of|Those|Of|As)\b")
 LONGEST, LONGEST_OF_KERNELS, WIDEST = 60, 90, 8
 
@@ -107,6 +112,31 @@ def locals_calls(sources: Trees) -> int:
     return sum(ast.unparse(call.func) == "locals" for call in nodes(sources, ast.Call))
 
 
+def names_of(path: str, tree: ast.Module) -> set[str]:
+    """Return the names that a file defines or writes as text, and those that an `__init__` passes on."""
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    names.update(*(text.split(".") for text in texts if isinstance(text, str) and " " not in text))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and "__init__" in path]
+    return names.union(alias.name for node in imports for alias in node.names)
+
+
+def most_files_of_an_operator(sources: Trees) -> int:
+    """Return in how many files the operator stands that stands in most.
+
+    A file that calls an operator does not count, nor one whose namespace has another of the same name.
+    """
+    users = re.compile("kvkit/(cache|integrations|cpu|formulas)/")
+    names = {path: names_of(path, tree) for path, tree in sources.items() if not users.match(path)}
+    spaces = {path: next(iter(SPACE.findall(path)), "static" if path in PLAIN else "") for path in names}
+    files = collections.Counter()
+    for operator in OPERATORS:
+        space, _, name = operator.rpartition(".")
+        legal = "", space or "static"
+        files[operator] = sum(name in found and spaces[path] in legal for path, found in names.items())
+    return max(files.values())
+
+
 LIMITS = {
     "lines of kvkit": 52_360,
     "lines of kvkit_cuda": 9_035,
@@ -115,6 +145,7 @@ LIMITS = {
     "calls of locals()": 0,
     "class names that stand twice": 0,
     "functions of one name": 3,
+    "files that name one operator": 8,
     "functions too long to see at once": 0,
     "docstrings without a subject": 0,
     "calls with eight or more positional arguments": 13,
@@ -134,6 +165,7 @@ def counts() -> dict[str, int]:
         "calls of locals()": locals_calls(everything),
         "class names that stand twice": len(repeated_classes(host)),
         "functions of one name": most_namesakes(host),
+        "files that name one operator": most_files_of_an_operator(everything),
         "functions too long to see at once": len(long_functions(everything)),
         "docstrings without a subject": headless_docstrings(everything),
         "calls with eight or more positional arguments": wide_calls(everything),

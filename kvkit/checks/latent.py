@@ -328,7 +328,7 @@ class HeadProduct(NamedTuple):
 
 
 def checked_product(names: tuple[str, str, str], rows: Array, weight: Array, axis: int) -> HeadProduct:
-    """Check a call of `mla_absorb` or `mla_expand`; `names` are those of rows, weights and product."""
+    """Check a product of the heads of rows and weights; `names` are those of rows, weights and product."""
     fmt = checked_format(names[0], rows, FLOATS, 3)
     if checked_format(names[1], weight, FLOATS, 3) is not fmt:
         raise argument_error(names[1], f"the dtype of {names[0]}, {fmt}", weight.dtype)
@@ -338,3 +338,13 @@ def checked_product(names: tuple[str, str, str], rows: Array, weight: Array, axi
     forms = {names[2]: ((*rows.shape[:2], weight.shape[3 - axis]), fmt.dtype)}
     inputs = list(zip(names, (rows, weight), strict=False))
     return HeadProduct(rows, weight, axis, Results(forms, inputs, alone=True))
+
+
+def checked_absorb(query: Array, w_uk: Array) -> HeadProduct:
+    """Check a call of `mla_absorb`."""
+    return checked_product(("query", "w_uk", "latent_query"), query, w_uk, 1)
+
+
+def checked_expand(latent_output: Array, w_uv: Array) -> HeadProduct:
+    """Check a call of `mla_expand`."""
+    return checked_product(("latent_output", "w_uv", "head_output"), latent_output, w_uv, 2)

@@ -46,7 +46,7 @@ class PagedContexts(NamedTuple):
 
     def tensors(self, operator: str) -> dict[str, object]:
         """Return the index tensors that an operator takes, by name."""
-        if operator == "paged_append":
+        if "attention" not in operator:
             return {"slot_mapping": new_slots(self)}
         table, starts = self.pages
         tables = table if starts is None else (starts, table)

@@ -1,6 +1,6 @@
 """A table of operators' array arguments: dtypes, shapes and meaning.
 
-An entry `OPERATOR.ARGUMENT` or `NAMESPACE.ARGUMENT` takes precedence over `ARGUMENT`. Where an entry
+An operator's own entry takes precedence over `NAMESPACE.ARGUMENT`, that over `ARGUMENT`. Where an entry
 lists no shapes, the docstring of the function has them.
 """
 
@@ -33,7 +33,7 @@ SOME_AXES = "axes but the last may be 1"
 ADDED = "added to the scores, of the dtype of query or float32, or boolean: True may attend"
 ADDED_TO_BIASES = "added; boolean: True may attend"
 POSITIONS = "(positions, rotary_dim/2)"
-LATENT, LATENT_POOL = (*FLOATS, "int8", "uint8", "float8_e4m3fn"), "(blocks, page_size, {})"
+LATENT_DTYPES, LATENT_POOL = (*FLOATS, "int8", "uint8", "float8_e4m3fn"), "(blocks, page_size, {})"
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ def scales_of(caches: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(shape.replace("Dh)", "Dh/quant_group)") for shape in caches)
 
 
-def side_entries(prefix: str, about: str, dtypes: tuple[str, ...], *shapes: str) -> dict[str, ArgumentEntry]:
+def side_entries(
+    about: str, dtypes: tuple[str, ...], *shapes: str, prefix: str = ""
+) -> dict[str, ArgumentEntry]:
     """Return the entries of a cache of keys and of the one of values."""
     key, value = (tuple(shape.format(dim) for shape in shapes) for dim in ("Dk", "Dv"))
     return {
@@ -80,31 +82,12 @@ def side_entries(prefix: str, about: str, dtypes: tuple[str, ...], *shapes: str)
     }
 
 
-ARRAYS: dict[str, ArgumentEntry | None] = {  # None: an attribute
+ARRAYS = {
     "query": ArgumentEntry(FLOATS, "queries of the new tokens"),
-    "multi_head_attention.query": ArgumentEntry(FLOATS, "queries"),
-    "paged_attention.query": ArgumentEntry(FLOATS, "queries of all sequences"),
-    "ascend.paged_attention.query": ArgumentEntry(
-        FLOATS, "a query of each sequence", ("(B, num_heads, Dk)",)
-    ),
     "key": ArgumentEntry(DATA, "keys of the new tokens"),
-    "multi_head_attention.key": ArgumentEntry(FLOATS, "keys"),
-    "rotary_position_embedding.key": ArgumentEntry(FLOATS, "keys of the new tokens; may have other heads"),
-    "paged_append.key": ArgumentEntry(
-        DATA, "keys of the new tokens; None leaves key_cache", ("(tokens, H, Dk)",)
-    ),
     "value": ArgumentEntry(DATA, "values; with value_cache"),
-    "multi_head_attention.value": ArgumentEntry(FLOATS, "values"),
-    "paged_append.value": ArgumentEntry(DATA, "values of the new tokens, likewise", ("(tokens, H, Dv)",)),
     "current_key": ArgumentEntry(DATA, "keys of the new tokens"),
     "current_value": ArgumentEntry(DATA, "values of the new tokens"),
-    **{
-        f"{room}multi_head_cache_attention.current_{side}": ArgumentEntry(
-            FLOATS, f"{side}s of the new tokens", (shape,)
-        )
-        for room, shape in (("", "(B, S, H, Dh)"), ("dynamic_batching.", "(seqstarts[B], H, Dh)"))
-        for side in ("key", "value")
-    },
     "cache": ArgumentEntry(CACHE, "by cache_layout; a last axis of Dh/2 for int4", STATIC),
     "dynamic_batching.cache": ArgumentEntry(CACHE, "by cache_layout; a last axis of Dh/2 for int4", DYNAMIC),
     "scale": ArgumentEntry(FLOATS, "for quant_bit 8 and 4", scales_of(STATIC)),
@@ -122,15 +105,6 @@ ARRAYS: dict[str, ArgumentEntry | None] = {  # None: an attribute
     "sequences": ArgumentEntry(INDEX, "the new tokens; only their number matters"),
     "attn_mask": ArgumentEntry(MASK, ADDED, (*STATIC_MASKS, SOME_AXES)),
     "dynamic_batching.attn_mask": ArgumentEntry(MASK, ADDED, tuple(PACKED_MASKS)),
-    "paged_attention.attn_mask": ArgumentEntry(
-        MASK, ADDED, tuple(f"({heads}tokens, longest context or more)" for heads in ("", "num_heads or 1, "))
-    ),
-    "alibi_mask.attn_mask": ArgumentEntry(
-        MASK,
-        ADDED_TO_BIASES,
-        (*(shape.replace("S, M", "seqlen_q, seqlen_kv") for shape in STATIC_MASKS), SOME_AXES),
-    ),
-    "dynamic_batching.alibi_mask.attn_mask": ArgumentEntry(MASK, ADDED_TO_BIASES, tuple(PACKED_MASKS)),
     "sinks": ArgumentEntry(FLOATS, "a score for each head without a value", ("(num_heads)",)),
     "alibi_slopes": ArgumentEntry(FLOATS, "what a score loses for each step from query to key"),
     "seqlen_q": ArgumentEntry(INDEX, "queries"),
@@ -140,13 +114,9 @@ ARRAYS: dict[str, ArgumentEntry | None] = {  # None: an attribute
     "sin": ArgumentEntry(FLOATS, "sines, if not those of theta", (POSITIONS,)),
     "outputs": ArgumentEntry(FLOATS, "attn_output of each part", ("(parts, ..., num_heads, Dv)",)),
     "lses": ArgumentEntry(FLOATS[:1], "lse of each part", ("(parts, ..., num_heads)",)),
-    **side_entries("", "keys, in pages", DATA, POOL, POOL_OF_BOTH),
+    **side_entries("keys, in pages", DATA, POOL, POOL_OF_BOTH),
     "key_scale": ArgumentEntry(FLOATS, "what keys are multiplied by; in Python also a number", POOL_SCALES),
     "value_scale": ArgumentEntry(FLOATS, "what values are multiplied by, likewise", POOL_SCALES),
-    "paged_append.key_scale": ArgumentEntry(
-        FLOATS, "what keys are divided by, where they become codes", FOUND_SCALES
-    ),
-    "paged_append.value_scale": ArgumentEntry(FLOATS, "what values are divided by, likewise", FOUND_SCALES),
     "block_tables": ArgumentEntry(
         INDEX, "pages of each context; in Python also (indptr, indices)", ("(B, M)",)
     ),
@@ -158,28 +128,11 @@ ARRAYS: dict[str, ArgumentEntry | None] = {  # None: an attribute
     "source": ArgumentEntry(("any",), "blocks to copy"),
     "target": ArgumentEntry(("any",), "blocks to write"),
     "pairs": ArgumentEntry(INDEX, "a block of source, and the block of target that becomes like it"),
-    **side_entries("ascend.", "keys, in blocks", DATA, ND, NZ),
-    **side_entries("ascend.reshape_and_cache.", "keys, in blocks", DATA, ND, NZ, COMPRESSED),
-    **side_entries("ascend.paged_attention.", "keys, in blocks", FLOATS, ND, COMPRESSED),
-    "ascend.reshape_and_cache.slot_mapping": ArgumentEntry(
-        INDEX,
-        "the slot of each token, or of each head's first row; below 0: store nothing",
-        ("(num_tokens)", "compressed: (B*num_head)"),
-    ),
+    **side_entries("keys, in blocks", DATA, ND, NZ, prefix="ascend."),
     "wins": ArgumentEntry(INDEX, "tokens to keep (KVHEAD), to average (KVHEAD_ROPE) or to leave out (OMNI)"),
     "offset_index": ArgumentEntry(INDEX, "the first token to average or to leave out; -1: none"),
     "seq_lens": ArgumentEntry(INDEX, "tokens of each sequence"),
-    "paged_cache_load.seq_lens": ArgumentEntry(INDEX, "tokens of each sequence, or their sums from 0 on"),
     "seq_starts": ArgumentEntry(INDEX, "first token of each sequence, at a block's begin"),
-    "paged_cache_load.block_tables": ArgumentEntry(
-        INDEX, "blocks of each sequence; one that is not there is zeros"
-    ),
-    "ascend.paged_attention.block_tables": ArgumentEntry(
-        INDEX, "blocks of each context", ("(B, M)", "compressed: (B*num_head, M)")
-    ),
-    "ascend.paged_attention.context_lens": ArgumentEntry(
-        INDEX, "rows of each context", ("(B)", "compressed: (B*num_head)")
-    ),
     "razor_offset": ArgumentEntry(
         FLOATS[:1], "added to the products with keys; ln(N)/softmax_scale for a mean of N tokens"
     ),
@@ -190,49 +143,114 @@ ARRAYS: dict[str, ArgumentEntry | None] = {  # None: an attribute
     "y": ArgumentEntry(DATA, "what nd_to_nz gives", ("(b, n/n0, m up to a multiple of 16, n0)",)),
     "m": ArgumentEntry(INDEX, "rows of a matrix"),
     "n": ArgumentEntry(INDEX, "columns of a matrix"),
-    "mla_attention.query": ArgumentEntry(
-        FLOATS, "absorbed queries, then their rotated part; in Python also a pair", ("(tokens, H, D)",)
-    ),
-    "mla_attention.latent": ArgumentEntry(
-        LATENT,
-        "latent rows in blocks: floats, or bytes of a format",
-        (LATENT_POOL.format("D"), "(blocks, page_size, h, D)", "(blocks, bytes)"),
-    ),
-    "mla_attention.scale": None,
     "rope_cache": ArgumentEntry(
         FLOATS, "the rotated parts of rows, if they have a pool of their own", (LATENT_POOL.format("R"),)
     ),
     "indices": ArgumentEntry(INDEX, "the rows of each query, block * page_size + offset; -1: none"),
     "index_lens": ArgumentEntry(INDEX, "how many of a query's indices count"),
-    "mla_append.latent": ArgumentEntry(FLOATS, "latent vectors of the new tokens", ("(tokens, L)",)),
     "rope": ArgumentEntry(FLOATS, "rotated keys of the new tokens", ("(tokens, R)",)),
-    "mla_append.cache": ArgumentEntry(
-        LATENT, "latent rows, as latent of mla_attention", (LATENT_POOL.format("D"), "(blocks, bytes)")
-    ),
-    "mla_absorb.query": ArgumentEntry(FLOATS, "unrotated parts of queries"),
     "w_uk": ArgumentEntry(FLOATS, "the up-projection of keys"),
     "latent_output": ArgumentEntry(FLOATS, "attention over latent rows"),
     "w_uv": ArgumentEntry(FLOATS, "the up-projection of values"),
-    "indexer_scores.query": ArgumentEntry(FLOATS, "queries of the indexer"),
     "keys": ArgumentEntry((*FLOATS, "float8_e4m3fn"), "keys of the indexer, in blocks"),
     "weights": ArgumentEntry(FLOATS, "weights of the indexer's heads"),
-    "indexer_scores.key_scale": ArgumentEntry(FLOATS[:1], "the scale of each key", ("(blocks, page_size)",)),
-    "indexer_scores.scale": None,
-    "scores": ArgumentEntry(FLOATS[:1], "what indexer_scores returns"),
+    "scores": ArgumentEntry(FLOATS[:1], "scores of the indexer"),
     "k": ArgumentEntry(INDEX, "how many rows to choose"),
-    "topk_rows.page_size": ArgumentEntry(INDEX, "tokens of a block of the latent cache"),
 }
+# What arrays of one operator, or of a few, mean there; None: an attribute.
+Own = dict[str, ArgumentEntry | None]
+TO_KEYS: Own = {
+    "query": ArgumentEntry(FLOATS, "queries"),
+    "key": ArgumentEntry(FLOATS, "keys"),
+    "value": ArgumentEntry(FLOATS, "values"),
+}
+TO_STATIC_CACHE, TO_CACHE = (
+    {
+        f"current_{side}": ArgumentEntry(FLOATS, f"{side}s of the new tokens", (f"({tokens}, H, Dh)",))
+        for side in ("key", "value")
+    }
+    for tokens in ("B, S", "seqstarts[B]")
+)
+TO_PAGES: Own = {
+    "query": ArgumentEntry(FLOATS, "queries of all sequences"),
+    "attn_mask": ArgumentEntry(
+        MASK, ADDED, tuple(f"({heads}tokens, longest context or more)" for heads in ("", "num_heads or 1, "))
+    ),
+}
+INTO_PAGES: Own = {
+    "key": ArgumentEntry(DATA, "keys of the new tokens; None leaves key_cache", ("(tokens, H, Dk)",)),
+    "value": ArgumentEntry(DATA, "values of the new tokens, likewise", ("(tokens, H, Dv)",)),
+    "key_scale": ArgumentEntry(FLOATS, "what keys are divided by, where they become codes", FOUND_SCALES),
+    "value_scale": ArgumentEntry(FLOATS, "what values are divided by, likewise", FOUND_SCALES),
+}
+TO_LATENT: Own = {
+    "query": ArgumentEntry(
+        FLOATS, "absorbed queries, then their rotated part; in Python also a pair", ("(tokens, H, D)",)
+    ),
+    "latent": ArgumentEntry(
+        LATENT_DTYPES,
+        "latent rows in blocks: floats, or bytes of a format",
+        (LATENT_POOL.format("D"), "(blocks, page_size, h, D)", "(blocks, bytes)"),
+    ),
+    "scale": None,
+}
+INTO_LATENT: Own = {
+    "latent": ArgumentEntry(FLOATS, "latent vectors of the new tokens", ("(tokens, L)",)),
+    "cache": ArgumentEntry(
+        LATENT_DTYPES, "latent rows, as latent of mla_attention", (LATENT_POOL.format("D"), "(blocks, bytes)")
+    ),
+}
+OF_INDEXER: Own = {
+    "query": ArgumentEntry(FLOATS, "queries of the indexer"),
+    "key_scale": ArgumentEntry(FLOATS[:1], "the scale of each key", ("(blocks, page_size)",)),
+    "scale": None,
+}
+ROTATED: Own = {"key": ArgumentEntry(FLOATS, "keys of the new tokens; may have other heads")}
+BIASED_MASKS: Own = {
+    "attn_mask": ArgumentEntry(
+        MASK,
+        ADDED_TO_BIASES,
+        (*(shape.replace("S, M", "seqlen_q, seqlen_kv") for shape in STATIC_MASKS), SOME_AXES),
+    )
+}
+PACKED_BIASED_MASKS: Own = {"attn_mask": ArgumentEntry(MASK, ADDED_TO_BIASES, tuple(PACKED_MASKS))}
+INTO_BLOCKS: Own = {
+    **side_entries("keys, in blocks", DATA, ND, NZ, COMPRESSED),
+    "slot_mapping": ArgumentEntry(
+        INDEX,
+        "the slot of each token, or of each head's first row; below 0: store nothing",
+        ("(num_tokens)", "compressed: (B*num_head)"),
+    ),
+}
+FROM_BLOCKS: Own = {
+    "seq_lens": ArgumentEntry(INDEX, "tokens of each sequence, or their sums from 0 on"),
+    "block_tables": ArgumentEntry(INDEX, "blocks of each sequence; one that is not there is zeros"),
+}
+TO_BLOCKS: Own = {
+    "query": ArgumentEntry(FLOATS, "a query of each sequence", ("(B, num_heads, Dk)",)),
+    **side_entries("keys, in blocks", FLOATS, ND, COMPRESSED),
+    "block_tables": ArgumentEntry(INDEX, "blocks of each context", ("(B, M)", "compressed: (B*num_head, M)")),
+    "context_lens": ArgumentEntry(INDEX, "rows of each context", ("(B)", "compressed: (B*num_head)")),
+}
+ABSORBED: Own = {"query": ArgumentEntry(FLOATS, "unrotated parts of queries")}
+CHOSEN: Own = {"page_size": ArgumentEntry(INDEX, "tokens of a block of the latent cache")}
 CHANGED = "cache", "scale", "target"
 CHANGED_WITHOUT_OUTPUTS = "key_cache", "value_cache", "rope_cache"
 
 
 def find_array(
-    operator: str, parameter: inspect.Parameter, has_outputs: bool, shapes: Mapping[str, tuple[str, ...]]
+    operator: str,
+    parameter: inspect.Parameter,
+    own: Mapping[str, ArgumentEntry | None],
+    has_outputs: bool,
+    shapes: Mapping[str, tuple[str, ...]],
 ) -> Input | None:
-    """Return the description of an array parameter, or None for attributes (other parameters)."""
-    name, (room, _, last) = parameter.name, operator.rpartition(".")
-    keys = f"{operator}.{name}", f"{last}.{name}", f"{room}.{name}", name
-    entry = next((ARRAYS[key] for key in keys if key in ARRAYS), None)
+    """Return the description of an array parameter, or None for attributes (other parameters).
+
+    `own` has the operator's own entries; None there is an attribute.
+    """
+    name, room = parameter.name, operator.rpartition(".")[0]
+    entry = own[name] if name in own else ARRAYS.get(f"{room}.{name}", ARRAYS.get(name))
     if entry is None:
         return None
     return Input(

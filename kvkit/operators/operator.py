@@ -4,10 +4,10 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
-from kvkit.operators.arrays import Input, find_array, read_shapes
+from kvkit.operators.arrays import ArgumentEntry, Input, find_array, read_shapes
 from kvkit.operators.attributes import ATTRIBUTES, Attribute
 
 IN_PYTHON = "out", "extra"  # arguments that are arrays for results, or several arrays
@@ -28,6 +28,7 @@ class Output:
 class Operator:
     """Describes an operator: `name` is its path inside the package, `source` its specification.
 
+    `own` describes array arguments that mean something else than those of other operators of the same name.
     An operator without outputs returns the arrays that it changes, except keyword arguments. If an optional
     array is missing it returns None in its place.
     """
@@ -35,6 +36,7 @@ class Operator:
     name: str
     source: str
     outputs: tuple[Output, ...] = ()
+    own: Mapping[str, ArgumentEntry | None] = field(default_factory=dict, compare=False)
 
     @property
     def summary(self) -> str:
@@ -51,7 +53,8 @@ class Operator:
     def inputs(self) -> tuple[Input, ...]:
         """Return the arguments that are arrays, or numbers that may be arrays of shape ()."""
         shapes = read_shapes(inspect.getdoc(self.function()) or "")
-        inputs = (find_array(self.name, each, bool(self.outputs), shapes) for each in self.parameters)
+        how = self.own, bool(self.outputs), shapes
+        inputs = (find_array(self.name, each, *how) for each in self.parameters)
         return tuple(array for array in inputs if array is not None)
 
     @functools.cached_property

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvkit.reference import alibi, ascend, attention, key_value_cache, latent, paged, positions
+from kvkit.reference import alibi, ascend, attention, cache, latent, paged, positions
 
-MODULES = alibi, ascend, attention, key_value_cache, latent, paged, positions
+MODULES = alibi, ascend, attention, cache, latent, paged, positions
 
 
 def path_of(module: ModuleType, name: str) -> str:

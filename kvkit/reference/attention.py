@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.reference.alibi import slope
-from kvkit.reference.key_value_cache import CACHE_ATTRIBUTES, dynamic_key_value_cache, key_value_cache
+from kvkit.reference.cache import CACHE_ATTRIBUTES, dynamic_key_value_cache, key_value_cache
 
 __all__ = [
     "dynamic_multi_head_attention",

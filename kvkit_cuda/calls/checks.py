@@ -18,8 +18,10 @@ from kvkit.checks.arguments import (
     CacheArguments,
     CacheAttention,
     CacheTransfer,
+    ChoiceArguments,
     ContextArguments,
     Heads,
+    IndexerArguments,
     LatentAppend,
     LatentArguments,
     PackedPositions,
@@ -36,10 +38,13 @@ from kvkit.checks.ascend.attention import BlockAttentionCall, checked_block_atte
 from kvkit.checks.ascend.reshape import checked_reshape
 from kvkit.checks.attention import AttentionCall, checked_attention, checked_cache_attention
 from kvkit.checks.index_tensors import Packed, Sequences, Static, packed_in_cache, packed_with_keys
+from kvkit.checks.indexer import checked_choice, checked_scores
 from kvkit.checks.key_value_cache import TransferCall, checked_key_value_cache
 from kvkit.checks.latent import (
     LatentCall,
     LatentStore,
+    checked_absorb,
+    checked_expand,
     checked_latent_append,
     checked_latent_attention,
 )
@@ -66,6 +71,7 @@ from kvkit.checks.positions import (
 from kvkit.checks.values import packed_tokens
 from kvkit.operators import Operator
 from kvkit.operators.arrays import INDEX
+from kvkit.operators.operator import IN_PYTHON
 from kvkit.typed import Array
 
 ZEROS = -1  # a source row that stands for zeros
@@ -280,8 +286,16 @@ def to_nd(values: Values, step: Packed | None) -> Moves:
     return Moves([tensors.in_rows(y, "NZ")], [], pieces, call.results, place)
 
 
-def packed_step(values: Values, name: str) -> Packed:
-    """Check the index tensors of packed sequences in a cache; the array `name` has the tokens."""
+def new_tokens(values: Values) -> str | None:
+    """Return the name of the array with a step's tokens; None without packed sequences in a cache."""
+    return ("query" if "query" in values else "current_key") if "cachestarts" in values else None
+
+
+def packed_step(values: Values) -> Packed | None:
+    """Check the index tensors of packed sequences in a cache; return None if there are none."""
+    name = new_tokens(values)
+    if name is None:
+        return None
     return packed_in_cache(packed_tokens(name, values[name]), fill(StepArguments, values))
 
 
@@ -326,3 +340,18 @@ CHECKED: dict[str, Check] = {  # other operators are `computed`
     "ascend.nd_to_nz": to_nz,
     "ascend.nz_to_nd": to_nd,
 }
+CHECKED_BY_THE_CPU: dict[str, Callable[[Values], object]] = {  # without the computation
+    "mla_absorb": lambda values: checked_absorb(values["query"], values["w_uk"]),
+    "mla_expand": lambda values: checked_expand(values["latent_output"], values["w_uv"]),
+    "indexer_scores": lambda values: checked_scores(fill(IndexerArguments, values)),
+    "topk_rows": lambda values: checked_choice(fill(ChoiceArguments, values)),
+}
+
+
+def check(op: Operator, values: Values) -> None:
+    """Check a call of an operator, and compute nothing."""
+    checked, values = CHECKED.get(op.name), dict.fromkeys(IN_PYTHON) | dict(values)
+    if checked:
+        checked(values, packed_step(values))
+    else:
+        CHECKED_BY_THE_CPU[op.name](values)

@@ -6,7 +6,6 @@ results that belong to the host are copied back.
 """
 
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -105,8 +104,6 @@ KINDS: dict[checks.Check, Kind] = {  # by the check of an operator
     checks.to_nz: MOVE,
     checks.to_nd: MOVE,
 }
-# The array with the tokens of the step, for operators that take a step.
-TOKENS = {"dynamic_batching.key_value_cache": NEW[0], "dynamic_batching.multi_head_cache_attention": "query"}
 
 
 def call(path, values):
@@ -115,13 +112,16 @@ def call(path, values):
     if call_log.level:
         log(path, values)
     stream, step, repeated = values["stream"], None, None
-    if path in prepared.METHODS:
+    method = prepared.plan_method(path)
+    if method is not None:
         step = values["self"].step
-        repeated = prepared.repeatable(path, values) if host.NATIVE else None
+        repeated = prepared.repeatable(path, method, values) if host.NATIVE else None
         known = step.calls.get(repeated.form) if repeated else None
         made = known and known.run(repeated, step.needed, stream)
         if made is not None:
-            made = made or [values[each.name] for each in OPERATORS[operator_of(path)].inputs if each.inout]
+            made = made or [
+                values[each.name] for each in OPERATORS[prepared.operator_of(path)].inputs if each.inout
+            ]
             return tuple(made) if len(made) > 1 else made[0]
     home = homes.of_call({name: value for name, value in values.items() if name not in ("self", "stream")})
     with host.using(home.device):
@@ -133,17 +133,10 @@ def call(path, values):
             return steps.planned(fill(StepArguments, values), stream, named=named is not None, **own)
         if path == "paged_plan":
             return steps.planned_pages(**values | {"stream": stream}, named=named is not None)
-        name = operator_of(path)
-        if step is None and name in TOKENS:
-            tokens = TOKENS[name], values[TOKENS[name]]
-            step = steps.planned(fill(StepArguments, values), stream, tokens=tokens)
-        return run(OPERATORS[name], step, values, stream, repeated, path)
-
-
-@functools.cache
-def operator_of(path):
-    """Return the name of the operator that a method of a plan runs."""
-    return re.sub(r"\w*Plan\.", "", path)
+        tokens = checks.new_tokens(values)
+        if tokens is not None:
+            step = steps.planned(fill(StepArguments, values), stream, tokens=(tokens, values[tokens]))
+        return run(OPERATORS[prepared.operator_of(path)], step, values, stream, repeated)
 
 
 def log(path, values):
@@ -154,7 +147,7 @@ def log(path, values):
         call_log.log_operator(path, values, lambda name, value: arrays.on_host(name, value, stream))
 
 
-def run(op, step, values, stream, repeated=None, path=""):
+def run(op, step, values, stream, repeated=None):
     """Run an operator, with a step if it takes one; keep the prepared call if it is `repeated`."""
     check = checks.CHECKED.get(op.name) or functools.partial(checks.computed, op)
     arrays_of, index = inputs(op.name)
@@ -197,7 +190,7 @@ def run(op, step, values, stream, repeated=None, path=""):
     if repeated and stays and not repeated.arrays.keys() & {*host_only}:
         forms = list(call.results.forms.values()) if made else []
         places = step.room(call), step.of(call).tables, ready.owners
-        again = prepared.PreparedCall(path, made_launches, operands, forms, *places)
+        again = prepared.PreparedCall(repeated.written, made_launches, operands, forms, *places)
         step.calls.keep(repeated.form, again)
     for each in op.inputs:
         if each.name in moved and each.changes(here[each.name].seen):

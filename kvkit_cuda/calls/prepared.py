@@ -4,53 +4,59 @@ Calls of one form differ only in the addresses of their arrays: the calls for th
 step, and, if a plan is filled with later steps, the calls of a layer in one step after the other.
 """
 
+import functools
+import inspect
 import operator
+import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvkit.checks.arguments import CacheArguments, Heads, Scoring
+from kvkit.operators import OPERATORS
 from kvkit.runtime import locks
 from kvkit.runtime.arrays import byte_span
 from kvkit_cuda.calls import homes
 from kvkit_cuda.calls.tables import SCRATCH
 from kvkit_cuda.device_runtime import host
+from kvkit_cuda.mirror import origin
 
 MOST = 4096  # prepared calls of a step
-CACHE = "cache", "scale"
-POOLS = "key_cache", "value_cache", "key_scale", "value_scale"
-SCORING = *Scoring._fields, "return_lse"
 # Arrays that are read when a call is prepared, and what needs more launches.
 READ = "attn_mask", "sinks", "alibi_slopes", "return_key_weights"
 
 
 class Repeatable(NamedTuple):
-    """A method of a plan whose calls can repeat: names of its arguments."""
+    """A method of a plan whose calls can repeat, by the names of its arguments."""
 
     arrays: tuple[str, ...]
-    attributes: tuple[str, ...]
-    written: tuple[str, ...] = CACHE  # arrays, besides results
+    attributes: Callable[[dict], tuple]  # values by name -> the stream and the attributes
+    written: frozenset[str]  # arrays, besides results
 
 
-NEW = "current_key", "current_value"
 ONE_POOL = {  # the name by which a pool of both sides is given, if it is given once
     "key_cache": "value_cache", "value_cache": "key_cache",
     "key_scale": "value_scale", "value_scale": "key_scale",
 }  # fmt: skip
-METHODS = {
-    "dynamic_batching.Plan.key_value_cache": Repeatable(
-        (*NEW, *CACHE), (*CacheArguments._fields, "num_repeat")
-    ),
-    "dynamic_batching.Plan.multi_head_cache_attention": Repeatable(
-        ("query", *NEW, *CACHE), (*CacheArguments._fields, *Heads._fields, *SCORING)
-    ),
-    "PagedPlan.paged_attention": Repeatable(
-        ("query", *POOLS),
-        ("layout", "quant_format", *(name for name in SCORING if name != "is_alibi")),
-        (),
-    ),
-    "PagedPlan.paged_append": Repeatable(("key", "value", *POOLS), ("layout",), POOLS),
-}
-attributes_of = {path: operator.itemgetter("stream", *each.attributes) for path, each in METHODS.items()}
 RUNNING = locks.OneCallLock()  # one call launches at a time, because calls share scratch memory
+
+
+@functools.cache
+def operator_of(path: str) -> str:
+    """Return the name of the operator that a method of a plan runs."""
+    return re.sub(r"\w*Plan\.", "", path)
+
+
+@functools.cache
+def plan_method(path: str) -> Repeatable | None:
+    """Return the arguments of a plan's method; None for another operator."""
+    if path == operator_of(path):
+        return None
+    names = [
+        name for name in inspect.signature(origin(path)).parameters if name not in ("self", "out", *READ)
+    ]
+    inputs = OPERATORS[operator_of(path)].inputs
+    arrays = tuple(each.name for each in inputs if each.name in names)
+    attributes = operator.itemgetter("stream", *(name for name in names if name not in arrays))
+    return Repeatable(arrays, attributes, frozenset(each.name for each in inputs if each.inout or each.found))
 
 
 class RepeatableCall(NamedTuple):
@@ -59,6 +65,7 @@ class RepeatableCall(NamedTuple):
     form: tuple
     arrays: dict[str, Any]
     places: dict[str, int]
+    written: frozenset[str]
     stream: int | None  # the current one of their library
     producers: set[int]  # streams that numba's arrays wait for
 
@@ -93,17 +100,17 @@ def form_reader(array):
 FORM_READERS: dict[type, Any] = {}
 
 
-def repeatable(path, values):
-    """Return the `RepeatableCall` of arguments by name; None if it cannot repeat."""
+def repeatable(path, method, values):
+    """Return the `RepeatableCall` of a method's arguments by name; None if it cannot repeat."""
     for name in READ:
         if values.get(name) is not None and values[name] is not False:
             return None
-    given = {name: values[name] for name in METHODS[path].arrays}
+    given = {name: values[name] for name in method.arrays}
     out = values.get("out")
     if out is not None:
         several = out if isinstance(out, (tuple, list)) else (out,)
         given |= {result(i): each for i, each in enumerate(several)}
-    _, *attributes = attributes_of[path](values)
+    _, *attributes = method.attributes(values)
     form = [path, *attributes, *map(type, attributes)]
     arrays, places, producers, library = {}, {}, set(), None
     for name, array in given.items():
@@ -127,7 +134,7 @@ def repeatable(path, values):
     except TypeError:
         return None
     stream = None if library is None else homes.stream_of(library)
-    return RepeatableCall(call, arrays, places, stream, producers)
+    return RepeatableCall(call, arrays, places, method.written, stream, producers)
 
 
 def result(i):
@@ -151,14 +158,14 @@ class PreparedCall:
     `room` is how much of its cache the call needs, `tables` are those of its step, `alive` other memory.
     """
 
-    def __init__(self, path, launches, operands, forms, room, tables, alive):
+    def __init__(self, written, launches, operands, forms, room, tables, alive):
         """Prepare a call of operands by name, results among them, whose `forms` are (shape, dtype)."""
         self.launches = [launch.prepared() for launch in launches if all(launch.blocks[1:])]
         self.forms, self.room, self.tables, self.alive = forms, room, tables, alive
         self.device, self.context = host.current(), host.context()
         self.results = [result(i) for i in range(len(forms))]
         self.like = next(iter(operands.values())).like
-        self.near = overlap_distances(operands, {*METHODS[path].written, *self.results})
+        self.near = overlap_distances(operands, {*written, *self.results})
         self.size = max([launch.scratch for launch in launches], default=0)
         self.moved, self.shared = [], []  # places in launches: addresses of operands, of scratch
         self.places = {}  # the addresses that launches have now

@@ -10,7 +10,7 @@ from scenes import assert_same
 
 from kvkit import Rope, formats
 from kvkit.cache import Cache, DynamicLayer, KVView, OutOfBlocksError, PagedCache, load
-from kvkit.reference import key_value_cache as reference
+from kvkit.reference import cache as reference
 
 
 def normal(rng, *shape, dtype=np.float32):

@@ -17,7 +17,7 @@ from paged_model import Model, numbers
 
 from kvkit import KvkitError, Rope
 from kvkit.cache import OutOfBlocksError, PagedCache
-from kvkit.reference import key_value_cache as reference
+from kvkit.reference import cache as reference
 
 LAYERS, HEADS, DIM = 2, 2, 8
 NUM_BLOCKS, PAGE_SIZE = 11, 2

@@ -749,6 +749,7 @@ def every_call():
 def test_run_is_the_direct_call(tmp_path, name, arrays, attrs):
     source, output = tmp_path / "in.npz", tmp_path / "out.npz"
     npz.write(source, arrays)
+    assert "the call is legal" in run("run", name, source, "--check", *settings(attrs))[1]
     code, out, err = run("run", name, source, "-o", output, *settings(attrs))
     assert (code, err) == (0, "")
     expected = direct(name, arrays, attrs)

@@ -12,7 +12,7 @@ from surroundings import carve
 from kvkit.cpu import machine
 from kvkit.cpu.copy.rows import MANY, rows
 from kvkit.cpu.simd.panels import groups_in_panel
-from kvkit.reference import key_value_cache as reference
+from kvkit.reference import cache as reference
 
 REST_OF_GRID = [
     formats

@@ -12,7 +12,7 @@ from attention_scenes import TOLERANCE, assert_near
 from scenes import ODD_GROUPS, QUANTIZED, Formats
 
 from kvkit.reference import attention as oracle
-from kvkit.reference import key_value_cache as reference
+from kvkit.reference import cache as reference
 
 SAME_TYPES = [
     Formats(t1, "int8", t1, bit, group) for t1 in ("fp16", "bf16") for bit, group in ((8, 32), (4, 16))

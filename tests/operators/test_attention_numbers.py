@@ -19,7 +19,7 @@ from attention_scenes import (
 )
 
 import kvkit
-from kvkit.reference.key_value_cache import CACHE_ATTRIBUTES
+from kvkit.reference.cache import CACHE_ATTRIBUTES
 
 CACHED = ("static_cache", "dynamic_cache")
 kinds = pytest.mark.parametrize("kind", KINDS)

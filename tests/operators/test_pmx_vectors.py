@@ -8,7 +8,7 @@ import pytest
 from page_tables import REFUSED, paged
 
 import kvkit
-from kvkit.reference import key_value_cache as reference
+from kvkit.reference import cache as reference
 
 FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 FLOATS = (FP32, FP16, BF16)

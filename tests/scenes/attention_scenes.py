@@ -13,8 +13,8 @@ from scenes import DTYPES, DYNAMIC_AXES, LAYER, LAYERS, STATIC_AXES, Formats, as
 
 import kvkit
 from kvkit.reference import attention as oracle
-from kvkit.reference import key_value_cache as reference
-from kvkit.reference.key_value_cache import CACHE_ATTRIBUTES
+from kvkit.reference import cache as reference
+from kvkit.reference.cache import CACHE_ATTRIBUTES
 
 KINDS = ("static", "dynamic", "static_cache", "dynamic_cache")
 OPERATORS = {

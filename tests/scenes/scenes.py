@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kvkit.reference import key_value_cache as reference
+from kvkit.reference import cache as reference
 
 DTYPES = {
     "fp32": np.dtype(np.float32),

@@ -9,7 +9,7 @@ from planted_faults import FAULTS
 
 import kvkit.layouts
 from kvkit.errors import KvkitError
-from kvkit.reference import key_value_cache as reference
+from kvkit.reference import cache as reference
 from kvkit.tools import diff
 from kvkit.tools.causes import CAUSES
 

@@ -28,7 +28,7 @@ from kvkit.formats.known import named
 from kvkit.indexer import indexer_scores, topk_rows
 from kvkit.merge import merge_attention_states
 from kvkit.rope import Rope
-from kvkit.static import multi_head_attention
+from kvkit.static.attention import multi_head_attention
 from kvkit.typed import Array, Attended, Pair, States
 
 

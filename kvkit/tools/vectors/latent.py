@@ -14,6 +14,7 @@ LATENT, ROPE, WIDTH_584 = 512, 64, 448  # elements of a row; of the coded part o
 HEADS = ((16, 1), (16, 4), (64, 2), (128, 1), (128, 3))  # query heads, queries of each sequence
 SCALE = 192**-0.5  # 1 / sqrt(size of an expanded head)
 BYTES = {"656": "ds_mla", "656-powers": "ds_mla:p2", "584": "ds_v4"}
+IN_FLOAT64 = "mla_attention", "indexer_scores"  # operators whose expected results are not rounded
 CHOSEN = 9  # indices of each query
 
 

@@ -15,7 +15,6 @@ from kvkit.checks.values import text
 from kvkit.errors import KvkitError
 from kvkit.operators import OPERATORS
 from kvkit.reference import OPERATORS as REFERENCE
-from kvkit.reference.key_value_cache import CACHE_ATTRIBUTES
 from kvkit.runtime import call_log
 from kvkit.tools.vectors import latent, pools, scenes
 from kvkit.tools.vectors.draws import Call, Sizes
@@ -32,7 +31,6 @@ SUITES = {
     "dsa-sparse": latent.dsa_sparse,
 }
 SUMS = "attention", "rotary", "alibi", "absorb", "expand", "indexer"  # in the names of operators that round
-IN_FLOAT64 = "mla_attention", "indexer_scores"  # operators whose expected results are not rounded
 EXACT = {"atol": 0.0, "rtol": 0.0, "reason": "bytes are moved, or made by a recipe that says every rounding"}
 OF_DTYPE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 REASON = "float64 reference; sums in float32, one rounding to {}: an error of {} times max(1, |expected|)"
@@ -141,10 +139,8 @@ def make(
 def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
     """Write a case and return its entry in the manifest."""
     operator, inputs, attributes, before = call
-    if before is not None:  # the reference stores the past
-        store = f"{operator.rpartition('.')[0]}.key_value_cache".removeprefix(".")
-        cached = {name: value for name, value in attributes.items() if name in CACHE_ATTRIBUTES}
-        REFERENCE[store](**before, **cached)
+    if before is not None:
+        scenes.store_past(operator, before, attributes)
     refused = name.endswith("-refused")
     arguments = {
         key: call_log.write_argument(folder, f"{name}/{key}", value, raw)
@@ -161,7 +157,7 @@ def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
     names = OPERATORS[operator].outputs if not refused else ()
     for output, result in zip(names, results, strict=False):
         dtype = type_of(output, inputs, attributes)
-        stored = result.astype(np.float64 if operator in IN_FLOAT64 else dtype)
+        stored = result.astype(np.float64 if operator in latent.IN_FLOAT64 else dtype)
         outputs[output.name] = call_log.write_array(folder, f"{name}/expected-{output.name}", stored, raw)
         if stored.dtype != dtype:
             outputs[output.name]["result_dtype"] = dtype.name

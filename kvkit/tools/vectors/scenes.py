@@ -8,7 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.reference.key_value_cache import DYNAMIC_LAYOUTS, STATIC_LAYOUTS
+from kvkit.reference.cache import (
+    CACHE_ATTRIBUTES,
+    DYNAMIC_LAYOUTS,
+    STATIC_LAYOUTS,
+    dynamic_key_value_cache,
+    key_value_cache,
+)
 from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, cache_of, numbers, plain
 from kvkit.tools.vectors.positions import positions
 from kvkit.typed import Array
@@ -27,6 +33,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi": {"is_alibi": True, "groups": 3},
     "more-queries-than-keys": {"new": 5, "context": 3},
 }
+
+
+def store_past(operator: str, before: dict[str, Any], attributes: dict[str, Any]) -> None:
+    """Store the tokens before a call in its cache, by the reference."""
+    store = dynamic_key_value_cache if operator.startswith("dynamic") else key_value_cache
+    store(**before, **{name: value for name, value in attributes.items() if name in CACHE_ATTRIBUTES})
 
 
 def static_cache(
