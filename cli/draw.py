@@ -10,17 +10,13 @@ from kvkit.files.replace import replacing
 from kvkit.layouts import NAMED
 from kvkit.layouts.named import ALIASES
 from kvkit.tools import draw as drawing
+from kvkit.tools.names import BESIDE_TABLE
+from kvkit.tools.saved_pages import published_rows
 from kvkit.tools.source import CacheSource, check_pages_in_pool
 from kvkit_cli import complete, show, tool
 from kvkit_cli.layouts import known_layout
 
 SVG = ".svg"
-PARTS = {  # {array of a page table: those that it needs}
-    "block_tables": ("context_lens",),
-    "kv_indices": ("kv_indptr", "kv_last_page_len"),
-    "cachestarts": ("kvstarts",),
-    "context_lens": ("block_tables",),
-}
 
 
 @click.command(cls=tool.ToolVerb)
@@ -32,7 +28,8 @@ def draw(what, output, layout, sizes):
     """Draw a layout, or which sequence each row of a saved cache belongs to.
 
     If the file has page tables (block_tables and context_lens, kv_indptr and so on, cells of llama.cpp), each
-    row is drawn as one sequence's, shared, free or stale. Otherwise the layout is drawn, in small sizes.
+    row is drawn as one sequence's, shared, free, stale, or published: kept by a PagedCache for a sequence that
+    begins alike. Otherwise the layout is drawn, in small sizes.
 
     \b
     Examples:
@@ -84,13 +81,14 @@ def draw_file(path, layout, sizes, kind):
     else:
         check_pages_in_pool(convention, pages, rows)
     across = source.paged.get("arguments", {}).get("page_size")  # where a page of the table is a row
-    return drawing.cells(pages, rows, page_size=across, filled=filled, kind=kind), note
+    published = published_rows(source.arrays, source.paged) if source.paged else None
+    return drawing.cells(pages, rows, page_size=across, filled=filled, published=published, kind=kind), note
 
 
 def check_parts(source):
     """Refuse a part of a page table, or one with pages of unknown size."""
-    for name in (name for name in PARTS if name in source.arrays):
-        for other in PARTS[name]:
+    for name in (name for name in BESIDE_TABLE if name in source.arrays):
+        for other in BESIDE_TABLE[name]:
             if other not in source.arrays:
                 raise argument_error(other, f"an array, beside {name}", "None")
         wanted = f"the layout of the cache, or --sizes n=N, the rows of a page, as {name} is given"

@@ -23,7 +23,16 @@ from kvkit.tools.contents import Source
 from kvkit.tools.layer_choice import choose_layers
 from kvkit.tools.readers import LINE
 from kvkit.tools.rope_pairs import PairOrder, change_of_pairs
-from kvkit.tools.source import SLIDING, TABLES, CacheSource, axis_sizes_of, leaves, parse_layout, view_of
+from kvkit.tools.source import (
+    SLIDING,
+    TABLES,
+    CacheSource,
+    axis_sizes_of,
+    check_pages_in_pool,
+    leaves,
+    parse_layout,
+    view_of,
+)
 from kvkit.tools.text import size
 
 
@@ -315,6 +324,8 @@ def new_pages(
     found = other.block_tables(other.page_size() or source.page_size())
     if page_size is None:
         return None, block_tables(found[1], other.places_of_tokens) if found else {}
+    if found and (kv := source.one_head_view()[0]) is not None and not isinstance(kv.keys[0], tuple):
+        check_pages_in_pool(*found, kv.keys[0].shape[0] * kv.keys[0].shape[1])
     old = found[1] if found else whole_sequences(source)
     count = max(int(old.lengths.max(initial=1)), 1) if isinstance(page_size, str) else page_size
     new = tables.packed(old.lengths, count)

@@ -20,9 +20,9 @@ ALONE = 32  # rows in a line if pages are single rows
 NAMES = 12  # the most sequences in a legend
 MOST_LINES = 24
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-FREE, STALE, SHARED = ".", "~", "#"
+FREE, STALE, SHARED, PUBLISHED = ".", "~", "#", "="
 CLASSES = {"K": "key", "V": "value", "KV": "both", "s": "scale"}
-WHOSE = {FREE: "free", STALE: "stale", SHARED: "shared"}
+WHOSE = {FREE: "free", STALE: "stale", SHARED: "shared", PUBLISHED: "published"}
 MOST_ROWS = 1_000_000
 
 
@@ -121,6 +121,7 @@ def cells(
     *,
     page_size: int | None = None,
     filled: ArrayLike | None = None,
+    published: ArrayLike | None = None,
     kind: Kind = "text",
 ) -> str:
     """Draw the rows of a cache, with a letter and a colour for the sequence that owns each.
@@ -135,14 +136,17 @@ def cells(
         Rows in a line; by default a page, or 32 if pages are single rows.
     filled : ndarray of bool, shape [num_rows], optional
         Rows that hold data; those without a sequence are drawn as stale, not as free.
+    published : ndarray of bool, shape [num_rows], optional
+        Rows in blocks that a new sequence may find by a hash of its tokens; those without a sequence are
+        drawn as published, not as stale.
     kind : {"text", "svg"}
         "text" for a terminal; "svg" for a page, which follows the reader's light or dark mode.
 
     Returns
     -------
     str
-        ``.`` is free, ``~`` stale, ``#`` shared by several sequences. Sequences are a, b, c and so on; the
-        27th is a again.
+        ``.`` is free, ``~`` stale, ``#`` shared by several sequences, ``=`` published. Sequences are a, b, c
+        and so on; the 27th is a again.
 
     Raises
     ------
@@ -165,13 +169,16 @@ def cells(
     count = least if num_rows is None else num_rows
     if not least <= count <= MOST_ROWS:
         raise argument_error("num_rows", f"{least} to {MOST_ROWS}", str(count))
-    held = np.zeros(count, bool) if filled is None else np.asarray(filled, bool)
-    if held.shape != (count,):
-        raise argument_error("filled", f"a boolean for each of {count} rows", describe(held))
+    unowned = np.full(count, FREE)  # the sign of each row that no sequence has
+    for name, sign, rows in ("filled", STALE, filled), ("published", PUBLISHED, published):
+        held = np.zeros(count, bool) if rows is None else np.asarray(rows, bool)
+        if held.shape != (count,):
+            raise argument_error(name, f"a boolean for each of {count} rows", describe(held))
+        unowned[held] = sign
     whose: list[list[int]] = [[] for _ in range(count)]
     for slot, sequence in zip(slots.tolist(), sequences.tolist(), strict=True):
         whose[slot].append(sequence)
-    drawn_cells = [cell_of(owners, used) for owners, used in zip(whose, held.tolist(), strict=True)]
+    drawn_cells = [cell_of(owners, sign) for owners, sign in zip(whose, unowned.tolist(), strict=True)]
     across = page_size or (pages.page_size if pages.page_size > 1 else ALONE)
     lines = [(str(at // across), drawn_cells[at : at + across]) for at in range(0, count, across)]
     words = legend(pages.lengths.tolist(), [cell.text for cell in drawn_cells])
@@ -183,11 +190,11 @@ def cells(
     )
 
 
-def cell_of(owners: list[int], used: bool) -> svg.Cell:
-    """Return the character of a row."""
+def cell_of(owners: list[int], unowned: str) -> svg.Cell:
+    """Return the box of a row with these owners; without any it has the sign `unowned`."""
     if len(owners) == 1:
         return svg.Cell(LETTERS[owners[0] % len(LETTERS)], f"s{owners[0]}", 2, f"sequence {owners[0]}")
-    mark = SHARED if owners else STALE if used else FREE
+    mark = SHARED if owners else unowned
     of = f" by sequences {', '.join(map(str, owners))}" if owners else ""
     return svg.Cell(mark, WHOSE[mark], 2, WHOSE[mark] + of)
 

@@ -43,6 +43,12 @@ OF_ENGINES = {  # {name: what vLLM, FlashAttention and FlashInfer call such tabl
     "kv_indices": ("paged_kv_indices",),
     "kv_last_page_len": ("paged_kv_last_page_len",),
 }
+BESIDE_TABLE = {  # {array of a page table: those that it needs}
+    "block_tables": ("context_lens",),
+    "kv_indices": ("kv_indptr", "kv_last_page_len"),
+    "cachestarts": ("kvstarts",),
+    "context_lens": ("block_tables",),
+}
 WORDS = "cache", "key", "value", "keys", "values", "kv"
 
 

@@ -62,6 +62,12 @@ def tokens_of_saved(saved: list[tuple[np.ndarray, list[int]]], size: int) -> Blo
     return tables.from_tokens(np.concatenate(places), owners, positions, len(lengths))
 
 
+def published_rows(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> np.ndarray:
+    """Return which rows of a saved `PagedCache` are in blocks that a new sequence may share."""
+    blocks, published = (arrays.get(name, ()) for name in ("blocks", "published.blocks"))
+    return np.repeat(np.isin(blocks, published), about["arguments"]["page_size"])
+
+
 def order_cells(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return (cells, sequences) of llama.cpp in the order of positions, and of rows and columns of images."""
     cells = np.repeat(np.arange(len(arrays["cache_cells.positions"])),

@@ -14,12 +14,12 @@ STYLE = """
 .kvkit .note{fill:#57606a}
 .kvkit rect{stroke:#8b949e;stroke-width:.75}
 .kvkit .none{fill:#ffffff;stroke:none}.kvkit .free{fill:#f6f8fa}.kvkit .stale{fill:#d0d7de}
-.kvkit .shared{fill:#f2cc60}.kvkit .scale{fill:#eac54f}
+.kvkit .shared{fill:#f2cc60}.kvkit .published{fill:#aceebb}.kvkit .scale{fill:#eac54f}
 .kvkit .key{fill:#b6d7ff}.kvkit .value{fill:#bfe8c5}.kvkit .both{fill:#d9c8ff}
 @media (prefers-color-scheme:dark){
 .kvkit text{fill:#e6edf3}.kvkit .note{fill:#9198a1}.kvkit rect{stroke:#545d68}
 .kvkit .none{fill:#0d1117;stroke:none}.kvkit .free{fill:#161b22}.kvkit .stale{fill:#3d444d}
-.kvkit .shared{fill:#7d5a00}.kvkit .scale{fill:#845306}
+.kvkit .shared{fill:#7d5a00}.kvkit .published{fill:#2f6f3e}.kvkit .scale{fill:#845306}
 .kvkit .key{fill:#0f3d73}.kvkit .value{fill:#13532a}.kvkit .both{fill:#4b2e83}
 }
 """

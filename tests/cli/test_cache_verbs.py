@@ -114,6 +114,8 @@ def test_what_a_drawing_lacks_is_said(tmp_path):
     wanted = "block_tables[0, 1]: expected a page of the pool's, 0 to 3 (see kvkit check), got 9"
     for command in (["draw"], ["study", "--schemes", "fp8"]):
         assert wanted in run(*command, tmp_path / "wrong.npz")[2]
+    how = "--to", "hf", "--page-size", "longest"
+    assert wanted in run("convert", tmp_path / "wrong.npz", tmp_path / "y.npz", *how)[2]
 
 
 def test_pictures(tmp_path):
@@ -265,7 +267,9 @@ def test_a_saved_paged_cache_whose_tokens_moved(tmp_path, rng):
     paged.save(path, [seq])
     code, out, err = run("check", path)
     assert (code, out.partition(":")[0], err) == (0, "nothing found", "")
-    assert "aa~~" in run("draw", path)[1]
+    assert "aa==" in run("draw", path)[1]  # rows of a published block stay as they are
+    paged.save(tmp_path / "none.npz", [])
+    assert run("draw", tmp_path / "none.npz")[1] == "0  ====\n1  ====\n= published 8\n"
     assert run("diff", path, path)[:2] == (0, f"equal: {files.read(path).arrays['cache'].nbytes} bytes\n")
     assert run("study", path, "--schemes", "fp8")[0] == 0
     assert run("convert", path, tmp_path / "x.npz", "--format", "float32")[0] == 0

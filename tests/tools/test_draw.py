@@ -59,6 +59,9 @@ def test_rows_of_every_sequence():
     filled[[7, 13]] = True
     text = draw.cells(pages, 16, filled=filled)
     assert text.splitlines()[:4] == ["0  aa..", "1  bbb~", "2  ####", "3  .~.."]
+    published = np.arange(16) // 4 >= 2  # the rows of page 2 have sequences
+    text = draw.cells(pages, 16, filled=filled, published=published)
+    assert text.splitlines()[2:4] == ["2  ####", "3  ===="]
     picture = ElementTree.fromstring(draw.cells(pages, 16, filled=filled, kind="svg"))
     classes = [rect.get("class") for rect in picture.iter("{http://www.w3.org/2000/svg}rect")]
     assert {name: classes.count(name) for name in ("s0", "s1", "shared", "stale", "free")} == {
