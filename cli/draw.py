@@ -28,8 +28,8 @@ def draw(what, output, layout, sizes):
     """Draw a layout, or which sequence each row of a saved cache belongs to.
 
     If the file has page tables (block_tables and context_lens, kv_indptr and so on, cells of llama.cpp), each
-    row is drawn as one sequence's, shared, free, stale, or published: kept by a PagedCache for a sequence that
-    begins alike. Otherwise the layout is drawn, in small sizes.
+    row is drawn as one sequence's, shared, free, stale, or published (kept by a PagedCache for a sequence
+    that begins alike). Otherwise the layout is drawn, in small sizes.
 
     \b
     Examples:
