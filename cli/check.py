@@ -16,7 +16,7 @@ COLOURS = {"error": "red", "warning": "yellow"}
 
 @click.command(cls=tool.ToolVerb)
 @click.argument("sources", metavar="FILE...", type=tool.PATH, nargs=-1)
-@click.option("--before", metavar="FILE", type=tool.PATH, help="The same as FILE, beside --after.")
+@click.option("--before", metavar="FILE", type=tool.PATH, help="FILE by another name, for use with --after.")
 @click.option(
     "--after", metavar="FILE", type=tool.PATH, help="The caches after the call whose inputs FILE holds."
 )
@@ -34,8 +34,8 @@ def check(ctx, sources, before, after, keys, values, dask, as_json, **options):
 
     FILE holds arrays under the names of `kvkit.tools.check`: block_tables and context_lens, num_blocks and
     page_size; slot_mapping, slot_sequences, slot_positions; cache, or key_cache and value_cache, with their
-    scales. With --after only rows of slot_mapping may differ between the two files; without slots only rows
-    that the tables of the second file have and those of the first have not.
+    scales. With --after, rows that changed must be in slot_mapping; without slot_mapping, they must be new in
+    the tables of the second file.
 
     The exit code is 1 if an error is found, 0 if nothing or only warnings are found.
 

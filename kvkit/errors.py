@@ -33,8 +33,7 @@ def printable(text: object) -> str:
 
 def brief(text: object, most: int = 80) -> str:
     """Return a foreign text so that it fits in a message: printable, in one line, at most `most` long."""
-    text = str(text)  # of which no more is looked at than can be shown
-    shown = printable(text[: most + 1])
+    shown = printable(str(text)[: most + 1])  # the rest is not looked at
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
 

@@ -15,20 +15,20 @@ from kvkit.operators import OPERATORS
 from kvkit.operators.arrays import INDEX
 from kvkit_cuda.device_runtime import needs
 
-SHOWN = ("sequences",)  # index tensors whose elements are not read
-WHERE = """`kvkit.{path}` on a CUDA device: that of its arrays (with the CUDA array interface or DLPack; used
-without a copy), or the current one for numpy arrays (copied there, and back if they change)."""
+NOT_READ = ("sequences",)  # index tensors that count as arrays, because only their shape is used
+WHERE = """`kvkit.{path}` on a CUDA device. Arrays of a device (with the CUDA array interface or DLPack) are
+used in place. Numpy arrays are copied to the current device, and back if they change."""
 RESULTS = """Without `out`, results are new arrays of the library and device of `{first}`."""
 ON_HOST = """Index tensors should be on the host, where they are checked: the call waits for index tensors on
 the device."""
 BITS = "Stored bits equal those of the CPU."
-CODES = """Tensor cores round code times scale to the type of the data, as a load does; other kernels keep
-float32, as the CPU does. Only those other kernels read formats of `quant_format`."""
+CODES = """Kernels with tensor cores round code times scale to the type of the data, as `key_value_cache`
+returns it; other kernels keep float32, as the CPU does, and only they read formats of `quant_format`."""
 SUMS = "Sums are added in another order than on the CPU, so the last bits differ, but not between devices."
 KEY_WEIGHTS = "With `return_key_weights`, kernels without tensor cores compute all scores twice."
 GATHERED = """Contexts in one pool of floats are read where they lie, by kernels without tensor cores. Other
 rows (of two pools, of bytes, chosen ones) are joined and decoded on the host, rounded to the dtype of
-`query`, and copied to the device, also where they are there already."""
+`query`, and copied to the device, even if the pool is on the device."""
 ENCODED_ON_HOST = "Tokens are copied to the host, where rows of bytes are encoded, and back into the pool."
 ON_THE_CPU = "The CPU computes it: arrays of a device are copied to the host, the result is copied back."
 ANGLES = """Products and sums equal those of the CPU bit for bit; cosines and sines too, except rare ties in
@@ -70,7 +70,7 @@ class Arguments:
         self.others = [self.names.difference(self.positional[:i]) for i in range(len(self.positional) + 1)]
 
     def bind(self, args, kwargs):
-        """Return the values of all arguments of a call, by name."""
+        """Return the values of all arguments of a call, by name; faster than `signature.bind`."""
         values, count = self.defaults | kwargs, len(args)
         values.update(zip(self.positional, args, strict=False))
         known = count < len(self.others) and kwargs.keys() <= self.others[count]
@@ -94,8 +94,8 @@ def origin(path):
 def on_device(path, *notes, own=None, then=None):
     """Return the device's form of the operator of `kvkit` with this path.
 
-    Its docstring is that of `kvkit` with `notes` on the differences. It has `own` arguments (default, text)
-    and `stream` besides. Its result is passed to `then`.
+    Its docstring is that of `kvkit` with `notes` on the differences. `own` maps additional arguments to
+    (default, text); all operators take `stream`. The result is passed to `then`.
     """
     own = own or {}
     function = origin(path)
@@ -107,12 +107,12 @@ def on_device(path, *notes, own=None, then=None):
         result = kernels().call(path, values)
         return then(result) if then else result
 
-    room = path.partition(".")[0] if "." in path and path[0].islower() else ""
+    room = path.partition(".")[0] if "." in path and path[0].islower() else ""  # not for PagedPlan.method
     name = path.removeprefix(f"{room}.")
     operator.__module__ = f"kvkit_cuda.{room}" if room else "kvkit_cuda"
     operator.__qualname__, operator.__name__ = name, function.__name__
     operator.__signature__ = arguments.signature  # type: ignore[attr-defined]
-    operator.__doc__ = words(path, function, notes, [text for _, text in own.values()])
+    operator.__doc__ = docstring(path, function, notes, [text for _, text in own.values()])
     return operator
 
 
@@ -128,11 +128,11 @@ def kernels():
 def inputs(path):
     """Return the names of an operator's arrays and of its index tensors."""
     names = OPERATORS[path].inputs
-    arrays = [each.name for each in names if each.dtypes is not INDEX or each.name in SHOWN]
+    arrays = [each.name for each in names if each.dtypes is not INDEX or each.name in NOT_READ]
     return arrays, [each.name for each in names if each.name not in arrays]
 
 
-def words(path, function, notes, more):
+def docstring(path, function, notes, more):
     """Return the documentation of a function, with the arguments in `more` and the `notes`."""
     summary, _, rest = str(inspect.getdoc(function)).partition("\n\n")
     arrays, index = inputs(path) if path in OPERATORS else ([], [])

@@ -27,7 +27,7 @@ from kvkit.eviction.inputs import refuse_first
 from kvkit.eviction.selection import ada_counts, shared_counts
 from kvkit.typed import Array
 
-SHARE = "layers of one batch and as many heads for 'global'"
+SAME_SHAPES = "layers with the same batch and number of heads, for 'global'"
 
 
 def compressed(layers: Sequence[Any], asked: Compression) -> tuple[list[Any], Report]:
@@ -38,8 +38,8 @@ def compressed(layers: Sequence[Any], asked: Compression) -> tuple[list[Any], Re
         raise argument_error("renumber", "False where heads keep tokens of their own", True)
     for i in chosen:
         if type(layers[i]) not in (DynamicLayer, RaggedLayer):
-            wanted = "'uniform' or 'pyramid' beside layers other than `DynamicLayer`"
-            raise argument_error("budget", wanted, f"one by heads, and {type(layers[i]).__name__} {i}")
+            wanted = "a DynamicLayer or RaggedLayer, to keep tokens head by head"
+            raise argument_error("budget", wanted, f"layer {i}, a {type(layers[i]).__name__}")
     tokens = {i: head_lengths(layers[i]) for i in chosen}
     means = mean_counts(tokens, len(layers), asked)
     function = score_function(layers, asked)
@@ -69,7 +69,7 @@ def head_lengths(layer: Any) -> Array:
 
 
 def mean_counts(tokens: dict[int, Array], layers: int, asked: Compression) -> dict[int, int]:
-    """Return how many tokens the heads of each layer keep on average."""
+    """Return how many tokens the heads of each layer keep on average; with a threshold, all."""
     if asked.threshold is not None and (asked.keep, asked.count) != (None, None):
         raise argument_error("keep", "None beside a threshold", "both")
     stored = {i: max(1, int(each.mean())) for i, each in tokens.items()}
@@ -109,8 +109,10 @@ def scores_of_heads(function: ScoreOf, layer: Any, number: int, count: int, aske
         return layer_scores(function, layer.stored_tokens, number, count)
     batch, heads = layer.lengths.shape
     scores = np.full((batch, heads, layer.stored_tokens), -np.inf)
-    for own, states in zip(scores.reshape(-1, scores.shape[2]), enumerate(layer.heads_states()), strict=True):
-        i, head = states[0], Head(states[1], layer)
+    for i, (own, states) in enumerate(
+        zip(scores.reshape(-1, scores.shape[2]), layer.heads_states(), strict=True)
+    ):
+        head = Head(states, layer)
         if head.stored_tokens:
             one = score_function([head], for_head(asked, number, divmod(i, heads), heads, head.stored_tokens))
             own[: head.stored_tokens] = layer_scores(
@@ -215,7 +217,7 @@ def counts_of_heads(
         counts = {i: ada_counts(scores, means[i]) for i, scores in scored.items()}
     elif isinstance(budget, str) and budget == "global":
         if len({each.shape for each in tokens.values()}) > 1:
-            raise argument_error("budget", SHARE, [each.shape for each in tokens.values()])
+            raise argument_error("budget", SAME_SHAPES, [each.shape for each in tokens.values()])
         total = sum(means[i] * each.shape[1] for i, each in tokens.items())
         shared = shared_counts(list(scored.values()), total, 0) if scored else ()
         counts = dict(zip(scored, shared, strict=True))
@@ -229,15 +231,15 @@ def counts_of_heads(
 def split(layer: Any, rows: list[Array]) -> RaggedLayer:
     """Return a ragged layer of the rows that each head of a layer keeps."""
     if isinstance(layer, RaggedLayer):
-        given, states = layer.geometry, layer.heads_states()
+        geometry, states = layer.geometry, layer.heads_states()
     else:
         keys, values = stored_states(layer)
-        given, positions = layer.store.geometry, layer.positions
+        geometry, positions = layer.store.geometry, layer.positions
         keys = keys.astype(values.dtype, copy=False)
         states = [HeadStates(keys[at], values[at], positions) for at in np.ndindex(keys.shape[:2])]
     made = RaggedLayer()
     made.name, made.rope = layer.name, layer.rope
-    kept = [HeadStates(*(side[own] for side in each)) for each, own in zip(states, rows, strict=True)]
-    assert given is not None
-    made.fill_heads(given, kept, layer.get_seq_length())
+    kept = [HeadStates(*(part[own] for part in each)) for each, own in zip(states, rows, strict=True)]
+    assert geometry is not None
+    made.fill_heads(geometry, kept, layer.get_seq_length())
     return made

@@ -37,7 +37,8 @@ def rotate(
         form = form_of((*arrays, *(out or ())), arguments)
     if form and out:
         places = zip(places_of(arrays), places_of(out), strict=True)
-        form += is_unaligned(out), *(here == there for here, there in places)
+        in_place = [here == there for here, there in places]
+        form += (is_unaligned(out), *in_place)  # these calls have other launches
     prepared = rotations.take(form)
     if prepared:
         call, *own = prepared

@@ -46,7 +46,7 @@ class ChoiceCall(NamedTuple):
     scores: Array  # [tokens, N]
     k: int
     page_size: int
-    contexts: LatentContexts  # each ends with its last position above -inf
+    contexts: LatentContexts  # a context ends after its last score above -inf
     results: Results
 
 
@@ -95,7 +95,7 @@ def checked_choice(call: ChoiceArguments) -> ChoiceCall:
     if np.isnan(scores).any():
         raise argument_error("scores", "numbers", "NaN")
     ends = np.where(scores > -np.inf, np.arange(1, scores.shape[1] + 1), 0).max(axis=1, initial=0)
-    tables = call.block_tables
+    tables = call.block_tables  # [B, M]; or (indptr [B + 1], indices)
     of_batch = tables[0] if isinstance(tables, tuple) and len(tables) else tables
     batch = len(index("block_tables", of_batch, 1 if isinstance(tables, tuple) else 2))
     names = "scores", "block_tables"

@@ -44,7 +44,7 @@ def name_in_errors(path: FilePath) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_for_changes(path: FilePath) -> Iterator[None]:
-    """Keep a file for changes of this process until the block ends; refuse one that another process has."""
+    """Lock a file for changes in place until the block ends; refuse one that another process has locked."""
     check_source(path)
     with locks.hold_file(path) as held:
         if not held:

@@ -63,7 +63,9 @@ def collect_tensors(
 ) -> None:
     """Collect all tensors and plain values of a file by their names with dots."""
     if depth > DEEPEST or len(arrays) > MOST:
-        raise file_error(path, "more in it than a cache has", "save its keys and values")
+        raise file_error(
+            path, f"more than {MOST} arrays, or {DEEPEST} levels", "save a cache's keys and values"
+        )
     if isinstance(found, torch.Tensor):
         arrays[name or CACHE] = tensor_to_array(path, torch, found, name or CACHE)
     elif isinstance(found, (list, tuple, dict)):

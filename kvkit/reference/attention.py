@@ -1,7 +1,8 @@
 """Attention, alone and over a cache: loops over sequences, queries and heads, in float64.
 
 Operators return (attn_output, lse). `kind` is the type of the arithmetic: float64 for exact results, a
-narrower type to see how plain code in it rounds. `scoring` has softmax_scale, window, softcap and sinks.
+narrower type to see how a plain implementation in that type rounds. `scoring` has softmax_scale, window,
+softcap and sinks.
 """
 
 import math
@@ -25,7 +26,10 @@ Pair = tuple[Array, Array]
 
 
 def visible_keys(n: int, m: int, i: int, causal: bool, window: tuple[int, int]) -> Array:
-    """Return which of m keys the causal rule and the window let query i of n see, at position m - n + i."""
+    """Return which of m keys the causal rule and the window let query i of n see.
+
+    The query is at position m - n + i.
+    """
     keys, position = np.arange(m), m - n + i
     left, right = window
     seen = np.ones(m, bool)

@@ -67,7 +67,7 @@ def inner(axis: Axis) -> int:
 
 
 def entries(axes: Group, sizes: Mapping[str, int], parts: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield the layout's indices along one axis of an array, which joins these axes, outermost first."""
+    """Yield, for each index of an array's axis that joins `axes`, the index on each of them."""
     lengths = [length(axis, sizes, parts) for axis in axes]
     for index in product(*map(range, lengths)):
         found: dict[str, int] = {}
@@ -78,7 +78,7 @@ def entries(axes: Group, sizes: Mapping[str, int], parts: Mapping[str, int]) -> 
 
 
 def length(axis: Axis, sizes: Mapping[str, int], parts: Mapping[str, int]) -> int:
-    """Return the length of one axis."""
+    """Return the length of an axis; of a split one, its outer ("1") or its inner part ("0")."""
     if axis.name in ("1", "kv"):
         return 2 if axis.name == "kv" else 1
     if axis.part:
@@ -87,13 +87,13 @@ def length(axis: Axis, sizes: Mapping[str, int], parts: Mapping[str, int]) -> in
 
 
 def array_axes(layout: Layout, side: int) -> list[tuple[str, Group]]:
-    """Return (its text, the axes of the layout in it) of each axis of an array of keys (0) or values (1)."""
+    """Return (text, layout axes that it joins) for each axis of the array of keys (0) or values (1)."""
     groups, names = (layout.value_groups, layout.value_axes) if side else (layout.groups, layout.axes)
     return list(zip(names, groups, strict=True))
 
 
 def outer_axes(layout: Layout, side: int) -> tuple[str, ...]:
-    """Return the axes of l and b that enclose all rows of a page."""
+    """Return those of the axes l and b that come before all others."""
     found: list[str] = []
     for _, group in array_axes(layout, side):
         if any(axis.name not in ("l", "b", "kv", "1") for axis in group):
@@ -148,8 +148,9 @@ def boxes(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[Box]:
         for entry in indices:
             at.update({axis: at.get(axis, 0) + i for axis, i in entry.items()})
         if len(sides) > 1 and at.get("kv", side) != side:
-            continue  # the other half of the array has other axes
-        kind = "s" if "s" in at else SIDES[at.get("kv", side)] if "kv" in layout.names else SIDES
+            continue  # keys and values share the array with axes of their own, and these are the others
+        kind = SIDES[at.get("kv", side)] if "kv" in layout.names else SIDES
+        kind = "s" if "s" in at else kind
         axis = next(name for name in (last, "c", "s") if name in at)
         value = at.pop(axis)
         before = found[-1] if found else None

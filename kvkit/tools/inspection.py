@@ -37,7 +37,7 @@ class InspectedArray:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Counts over the elements of keys or values; min and max are None if no element is a number."""
+    """Counts over the elements of keys or values; min and max are None if no element is finite."""
 
     name: str
     minimum: float | None
@@ -139,7 +139,7 @@ class Inspection:
         if self.sizes and not said.get("sizes"):
             parts.append(f"sizes: {in_brief(self.sizes)}")
         if self.fits:
-            parts.append(f"may lie as {', '.join(self.fits)}: name one with layout, nothing is guessed")
+            parts.append(f"layouts that fit: {', '.join(self.fits)}; give one as layout, kvkit chooses none")
         parts.append(
             "\n".join(f"{printable(name)}: {in_brief(value)}" for name, value in self.metadata.items())
         )
@@ -196,7 +196,7 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
     """
     found = CacheSource(source, layout, sizes)
     contents, cache = found.contents, found.contents.cache
-    kv, lengths = found.one_head_view()
+    kv, axis_sizes = found.one_head_view()
     arrays = found.arrays.items()
     return Inspection(
         kind_of(contents),
@@ -205,7 +205,7 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
         {name: value for name, value in contents.metadata.items() if name not in SHOWN_ELSEWHERE},
         contents.notes,
         fits=[] if found.layout or cache is None else fitting_layouts(cache, stats),
-        sizes=lengths,
+        sizes=axis_sizes,
         use=use_of(found),
         numbers=statistics(found.arrays, kv, found.separate) if stats else [],
         sliding=None if found.sliding is None else inspect_second(found.sliding, stats),
@@ -214,9 +214,9 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
 
 def inspect_second(source: CacheSource, stats: bool) -> Inspection:
     """Describe the second cache of a file; its arrays are listed with all others."""
-    kv, lengths = source.one_head_view()
+    kv, axis_sizes = source.one_head_view()
     return Inspection(
-        "layers with a window", [], source.contents.description, sizes=lengths, use=use_of(source),
+        "layers with a window", [], source.contents.description, sizes=axis_sizes, use=use_of(source),
         numbers=statistics(source.arrays, kv, source.separate) if stats else [],
     )  # fmt: skip
 
@@ -235,7 +235,11 @@ def kind_of(contents: Contents) -> str:
 
 
 def fitting_layouts(cache: Any, contents: bool) -> list[str]:
-    """Return the layouts that fit the shapes and strides of a cache."""
+    """Return the layouts that fit the shapes and strides of a cache.
+
+    With `contents`, those come first that its elements make likely, then layouts with split axes, which
+    elements cannot confirm.
+    """
     try:
         likely = layouts.fits(cache, contents=True) if contents else []
         possible = layouts.fits(cache)
@@ -288,26 +292,29 @@ def use_of(source: CacheSource) -> TableUse | None:
     pages = source.block_tables()
     if pages is None:
         return None
-    convention, found = pages
-    used, count = np.unique(found.table[found.table >= 0], return_counts=True)
+    convention, tables = pages
+    used, count = np.unique(tables.table[tables.table >= 0], return_counts=True)
     shared = int((count > 1).sum())
     return TableUse(
         convention,
-        found.lengths.tolist(),
-        found.page_size,
+        tables.lengths.tolist(),
+        tables.page_size,
         len(used),
         shared,
-        runs_of(found, source.positions),
+        runs_of(tables, source.positions),
     )
 
 
 def runs_of(pages: BlockTable, positions: np.ndarray | None) -> list[str] | None:
-    """Return the runs of positions of each sequence, as 0:4, 12:20; None where they count from 0."""
+    """Return the runs of positions of each sequence, as 0:4, 12:20.
+
+    None without positions (they count from 0), or if there are not as many as the tables have tokens.
+    """
     if positions is None or len(positions) != pages.lengths.sum():
         return None
-    found = []
+    texts = []
     for begin, end in pairwise(pages.starts()):
         own = positions[begin:end]
         runs = np.split(own, np.flatnonzero(~np.isin(np.diff(own), (0, 1))) + 1)
-        found.append(", ".join(f"{run[0]}:{run[-1] + 1}" for run in runs if len(run)))
-    return found
+        texts.append(", ".join(f"{run[0]}:{run[-1] + 1}" for run in runs if len(run)))
+    return texts

@@ -357,7 +357,7 @@ def test_layers_that_cannot_have_heads_of_their_own_are_refused(tmp_path):
         cache = Cache([layer])
         cache.update(normal(30), normal(30)[..., :dim], 0)
         with pytest.raises(
-            KvkitError, match=r"budget: expected ('uniform' or 'pyramid' beside|keys and values)"
+            KvkitError, match=r"budget: expected (a DynamicLayer or RaggedLayer|keys and values)"
         ):
             cache.compress("knorm", keep=0.5, budget="ada")
         assert cache.layers == [layer]

@@ -142,7 +142,7 @@ class QuantizedLayer(Layer):
 
     def _room_after(self, plan: Rearrangement) -> Any:
         kept = np.flatnonzero(plan.kept) if plan.frees else None
-        return plan_file(self.store, self.store.geometry.batch, 0, view=False, kept=kept)
+        return plan_file(self.store, self.store.geometry.batch, 0, keep_encoded=False, kept=kept)
 
     def _new_store(self, given: Geometry, plan: Any) -> MappedCodeStore:
         return MappedCodeStore(given, plan, self.home)

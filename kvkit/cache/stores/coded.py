@@ -21,7 +21,8 @@ from kvkit.typed import Array, States
 
 SIDES = "keys", "values"
 GROWING = "tail", "codes", "cells"
-COUNTERS = "coded", "before", "start"  # the numbers of each side that a sidecar has
+# The numbers of a side in a sidecar: codes, codes before the latest update, the position of the tail's row 0.
+COUNTERS = "coded", "before", "start"
 
 Forms = dict[str, ArrayForm]  # {name: (shape, dtype)} of the arrays of a side
 Plan = tuple["CodeStore", list[Forms]]  # a store, and the arrays of its sides in a file
@@ -30,7 +31,7 @@ Plan = tuple["CodeStore", list[Forms]]  # a store, and the arrays of its sides i
 class CodeStore:
     """Keys and values of a layer as codes; it has the methods of `Store`."""
 
-    capacity = 0  # a copy of the store gets no room for more tokens
+    capacity = 0  # layers reserve no rows: sides grow by themselves
     file: Any = None  # the mapped file; None in memory
     rows_adjoin = False
 
@@ -55,30 +56,32 @@ class CodeStore:
         """Encode the tokens that have left the window, unless the layer records past tokens."""
         self.rooms = []
         if not layer.record_past:
-            self.evict()
+            self.encode_old()
 
-    def evict(self) -> None:
+    def encode_old(self) -> None:
+        """Encode the tokens that have left the window; attention reads their codes if `read_back`."""
         for side in self.sides:
-            side.evict()
+            side.encode_old()
             if self.read_back:
-                self.release_originals(side)
+                self.show_codes(side)
 
-    def release_originals(self, side: CodedSide) -> None:
-        """Free the unquantized copies of coded tokens; the next view reads their codes."""
+    def show_codes(self, side: CodedSide) -> None:
+        """Make the next view read all codes, and free the tokens in the tail that they were made of."""
         side.release_undo()
 
     def crop(self, length: int) -> None:
-        for side in self.sides:
+        for side in self.sides:  # a shorter context may have more codes, if past tokens were recorded
             side.grow(side.new_blocks(length))
         for side in self.sides:
             side.crop(length)
-            side.evict()
+            side.encode_old()
         self.see_stored()
 
     def keep_rows(self, rows: Array, first: int, rope: Any, rotated: Array | None) -> None:
         """Keep these tokens only, byte for byte. Coded keys are not rotated."""
-        for side in self.sides if len(rows) < self.sides[0].length else ():
-            side.keep_rows(rows, side)
+        if len(rows) < self.sides[0].length:
+            for side in self.sides:
+                side.keep_rows(rows, side)
 
     @property
     def lost_sinks(self) -> int:
@@ -102,7 +105,7 @@ class CodeStore:
     def see_stored(self) -> None:
         """Make attention read codes wherever there are any, not unquantized copies."""
         for side in self.sides:
-            side.read_back()
+            side.show_codes()
 
     def rows(self, begin: int, end: int) -> tuple[States, States]:
         key, value = self.sides
@@ -186,28 +189,29 @@ class MappedCodeStore(CodeStore):
             for name, side in zip(SIDES, source.sides, strict=True)
         ]
         if any(about[name] != expected for name, expected in describe_forms(forms).items()):
-            raise ValueError(f"arrays that are not those of {home.about['arguments']}")
+            raise ValueError(f"arrays that do not fit the arguments {home.about['arguments']}")
         store = cls(geometry, (source, forms), home, new=False)
         for name, side in zip(SIDES, store.sides, strict=True):
             side.sink = min(about["state"].get("sinks", side.sink), side.sink)
             restore_side(side, span.length, *(about["state"][f"{name}.{counter}"] for counter in COUNTERS))
         return store
 
-    def release_originals(self, side: CodedSide) -> None:  # kept, to undo a step that a crash cut off
-        side.read_back()
+    def show_codes(self, side: CodedSide) -> None:  # the tail keeps the tokens, to undo an unfinished step
+        side.show_codes()
 
     def make_room(self, new: int) -> None:
         self.rooms = [(side.tail, side.tail_at(new)) for side in self.sides]
 
     def fill(self, store: CodeStore, indices: Iterable[int], begin: int, end: int) -> None:
-        """Copy these rows of the batch of another store, all tokens."""
+        """Copy these rows of the batch of another store; `begin` and `end` are those of all its tokens."""
         for side, source in zip(self.sides, store.sides, strict=True):
+            # Positions: sinks, codes of earlier updates, then the tail, with the tokens of the latest update.
             side.start = min(side.sink, side.length) + side.before
             first, live = side.start - source.start, side.length - side.start
             used = {"sinks": min(side.sink, side.length), "codes": side.coded, "cells": side.blocks}
             pieces = [(name, 0, count) for name, count in used.items()]
-            for name, begin, count in (*pieces, ("tail", first, live)):
-                target, rows = getattr(side, name), getattr(source, name)[:, :, begin : begin + count]
+            for name, row, count in (*pieces, ("tail", first, live)):
+                target, rows = getattr(side, name), getattr(source, name)[:, :, row : row + count]
                 for b, index in enumerate(indices):
                     target[b, :, :count] = rows[index]
             side.block_of[: side.coded] = source.block_of[: side.coded]
@@ -241,23 +245,28 @@ class MappedCodeStore(CodeStore):
         self.file.close()
 
     def prefetch(self, span: Span) -> None:
-        rows: list[tuple[int, int]] = []  # (first, count) of each array, in the order of the file
+        rows: list[
+            tuple[int, int]
+        ] = []  # (first, count) of sinks, tail, codes, cells, block_of: as in the file
         for side in self.sides:
             rows += [(0, side.sink), (side.end - side.start, side.length - side.end)]
             rows += [(0, count) for count in (side.coded, side.blocks, side.coded)]
         self.file.prefetch(rows)
 
 
-def plan_file(store: CodeStore, batch: int, tokens: int, view: bool, kept: Array | None = None) -> Plan:
+def plan_file(
+    store: CodeStore, batch: int, tokens: int, keep_encoded: bool, kept: Array | None = None
+) -> Plan:
     """Plan a file for a store and `tokens` more; return the store and the forms of its arrays.
 
-    If one array is too small all of them grow, because each time costs a new file. With `view` the tail also
-    has the tokens that the latest update encoded. With `kept` the store has these tokens only.
+    If one array is too small all of them grow, because each time costs a new file. With `keep_encoded` the
+    tail also has the tokens that the latest update encoded. With `kept` the store has these tokens only.
     """
     store = copy.copy(store)
     store.sides = [copy.copy(side) for side in store.sides]
-    for side in store.sides if not view else ():
-        side.before = side.seen = side.coded
+    if not keep_encoded:
+        for side in store.sides:
+            side.before = side.seen = side.coded
     if kept is not None:
         for side in store.sides:
             side.count_kept(kept)
@@ -266,7 +275,11 @@ def plan_file(store: CodeStore, batch: int, tokens: int, view: bool, kept: Array
 
 
 def row_counts(side: CodedSide, tokens: int, grows: bool) -> tuple[int, int, int]:
-    """Return how many rows tail, codes and cells need; with `grows`, a quarter and a window more."""
+    """Return how many rows tail, codes and cells need.
+
+    With `grows`, there is room for the new blocks and a quarter of all, at least for as many as there are
+    now, and besides for a window and the spare tokens of a tail.
+    """
     codes, cells = side.codes.shape[2], side.cells.shape[2]
     if grows:
         new = side.new_blocks(side.length + tokens)

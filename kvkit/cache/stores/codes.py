@@ -173,7 +173,7 @@ class CodedSide:
         rotated: Array = cpu.copy.rotations.turned(rows, self.rotation, what, self.is_value)
         return rotated
 
-    def evict(self) -> None:
+    def encode_old(self) -> None:
         """Encode the tokens that have left the window. The latest view reads them from the tail."""
         blocks = self.new_blocks(self.length)
         if not blocks:
@@ -234,7 +234,7 @@ class CodedSide:
         self.coded = self.before
         self.crop(length)
 
-    def read_back(self) -> None:
+    def show_codes(self) -> None:
         """Make the next view read every code."""
         if self.seen != self.coded:
             self.seen = self.coded
@@ -254,7 +254,7 @@ class CodedSide:
             tail[:, :, :live] = self.tail[:, :, first : first + live]
             self.tail, first = tail, 0
         self.start, self.before = self.end - first, self.coded
-        self.read_back()
+        self.show_codes()
 
     def taken(self, index: Array) -> CodedSide:
         """Return a side of these rows of the batch, copied."""

@@ -1,16 +1,17 @@
-"""Narrow products over codes by integers (AVX-512 VNNI), with the scores and sums of simd/attention.py.
+"""Products for up to 8 query rows that multiply codes as integers (AVX-512 VNNI); see simd/attention.py.
 
     S = K Q^T                    Queries are fixed point of 16 bits, relative to the largest of their row. A
                                  lane multiplies four neighbouring codes, once with the high bytes of a query
                                  and once with the low bytes, and adds them up as integers while they share a
-                                 scale. The lanes of a quarter of a vector hold up to four rows.
+                                 scale. The four lanes of a quarter of a vector are four words of one query
+                                 row, two words of two rows, or a word of each of four rows.
     O = O alpha + P V            Weights are fixed point of 16 bits, relative to the largest of the block, and
                                  so are scales. Their products are multiplied with codes, two tokens a lane,
                                  and added up as integers over the block.
 
-A block is left to float32 if one scale is far above the mean, as the others would have few bits, or if
-values are far above 1, as 16 bits are then too few for the tolerance of an output near 0. NaN and infinity in
-queries or scales give NaN scores and sums that are not finite.
+A block is left to float32 in two cases: one scale is far above the mean, so that the others would have few
+bits; or values are far above 1, so that 16 bits are too few for the tolerance of an output near 0. NaN and
+infinity in queries or scales give NaN scores and sums that are not finite.
 """
 
 import functools
@@ -65,7 +66,7 @@ def dot(sums, codes, bytes_):
 def dot_pairs(sums, x, y):
     """Return sums + x * y of 16-bit integers, two products in each lane.
 
-    The instruction saturates, though sums never overflow here: LLVM splits the one that does not in two.
+    Sums never overflow, so vpdpwssd would do, but LLVM splits that into two instructions. This one saturates.
     """
     return call_intrinsic("llvm.x86.avx512.vpdpwssds.512", WORDS, sums, x.as_bits(), y.as_bits())
 
@@ -125,7 +126,7 @@ class CodeVectors:
         )
 
     def numbers(self, b, at):
-        """Return vectors of bytes: codes plus `bias`, which makes them unsigned. `elements` tells which."""
+        """Return vectors of codes plus `bias`, unsigned bytes, in the order of `elements`."""
         if self.bits == 8:
             return [self.bytes(b, at, v, BYTES).apply("xor", 0x80) for v in range(0, self.width, BYTES)]
         codes = self.bytes(b, at, 0, BYTES)
@@ -147,7 +148,11 @@ class CodeVectors:
         return 2 * byte + nibble
 
     def parts(self):
-        """Return the elements of the vectors of 16 pairs that `pairs` reads, part by part."""
+        """Return which elements `pairs` reads: [part][vector][lane].
+
+        A part of a chunk is what one load widens: 32 codes of 8 bits, in two vectors of 16 elements each for
+        two tokens, or half of the 4-bit codes.
+        """
         if self.bits == 8:
             return [
                 [[first + 8 * (lane // 4) + lane % 4 + half for lane in range(LANES)] for half in (0, 4)]
@@ -184,7 +189,7 @@ class CodeVectors:
         words = {half: side_by_side([row.as_bits(16) for row in rows], half) for half in (0, 4)}
         for part in chosen:
             for half, n in self.nibbles()[part]:
-                codes = words[half] << 12 - 4 * n if n < 3 else words[half]
+                codes = words[half] if n == 3 else words[half] << (12 - 4 * n)
                 found.append(codes.signed_rshift(12))
         return found
 
@@ -201,7 +206,7 @@ class CodeVectors:
 
 
 def weight_of(x):
-    """Return e to the power of lanes up to 0, within 3e-6 relative; e^-55 for anything lower."""
+    """Return e^x for x <= 0, within 3e-6 relative; e^-55 for x below -55."""
     power = x * math.log2(math.e)
     power = Lanes(
         x.builder,
@@ -223,9 +228,10 @@ def side_by_side(rows, half):
 
 
 class Queries:
-    """The form of a tile's queries in memory: factors of the rows, then chunks of runs that share scales.
+    """Lays out a tile's queries in memory: a factor for each row, then chunks.
 
-    A run has the initial sums, then high and low bytes for each of its steps.
+    In a chunk, words of the queries whose codes share scales are together: first the initial sums, then, for
+    each such vector of codes, a vector of high bytes and one of low bytes.
     """
 
     def __init__(self, rows, codes):
@@ -258,14 +264,15 @@ class Queries:
 
 @functools.cache
 def fixed_queries(rows, stored, scale_format, group, width):
-    """Return f(queries [row, dim], dim, target, scratch); scratch is 2 * rows * width bytes."""
+    """Return f(queries [row, dim], dim, target, scratch), which writes queries as 16-bit fixed point.
+
+    `Queries` describes the target; scratch is 2 * rows * width bytes.
+    """
     codes = CodeVectors(stored, scale_format, group, width)
     form = Queries(rows, codes)
     places, chunk = form.places()
-    elements, line = (
-        codes.elements(),
-        2 * width,
-    )  # bytes of a row: high bytes, then low bytes, in the codes' order
+    elements = codes.elements()
+    line = 2 * width  # bytes of a row: high bytes, then low bytes, in the order of the codes
 
     @micro_kernel(4)
     def fixed_queries(b, queries, dim, target, scratch):
@@ -314,7 +321,7 @@ def fixed_queries(rows, stored, scale_format, group, width):
                             )
                             write(b, b.add(to, I64(offset + BYTES * (2 * h + k))), chosen)
                             total[2 * h + k] = dot(total[2 * h + k], one, chosen)
-                for h in range(form.vectors):
+                for h in range(form.vectors):  # take back the bias that makes codes unsigned
                     start = (total[2 * h] << 8).plus(total[2 * h + 1]).apply("mul", -codes.bias % 2**32)
                     write(b, b.add(to, I64(starts + BYTES * h)), start)
 
@@ -346,8 +353,8 @@ def scores(rows, near, stored, scale_format, group, width):
                 at = [codes.begin(b, row, i) for row in key_at]
                 code = [codes.numbers(b, row) for row in at]
                 scale = [
-                    widen(codes.raw_scales(b, *places, i), codes.scale_format)
-                    for places in zip(at, scale_at, strict=True)
+                    widen(codes.raw_scales(b, *token, i), codes.scale_format)
+                    for token in zip(at, scale_at, strict=True)
                 ]
                 for groups, starts, steps in places:
                     begin = [
@@ -401,7 +408,7 @@ def softmax(rows):
         before = read(b, m_at, F32, LANES)
         new, here = before.max(here), here.max(LOWEST)
         base = new.max(LOWEST)
-        alpha, grow = exp(before - base), exp(here - base)
+        alpha, factor = exp(before - base), exp(here - base)
         sums = StackSlots(b, zeros(b, LANES))
         with loop(b, vectors) as i:
             weight = weight_of(read(b, b.add(scores, b.mul(i, I64(BYTES))), F32, LANES) - here)
@@ -410,15 +417,20 @@ def softmax(rows):
             pairs = rounded.as_bits(16).pick(2 * lane for lane in order)
             write(b, b.add(scores, b.mul(i, I64(BYTES // 2))), pairs)
         write(b, m_at, new)
-        write(b, l_at, read(b, l_at, F32, LANES).fma(alpha, sums[0] * grow * (1 / LARGEST_WEIGHT)))
+        write(b, l_at, read(b, l_at, F32, LANES).fma(alpha, sums[0] * factor * (1 / LARGEST_WEIGHT)))
         write(b, factors, alpha)
-        write(b, b.add(factors, I64(BYTES)), grow * ((LARGEST_WEIGHT + 1) / LARGEST_WEIGHT**2))
+        # `times` divides by 2^15; weights and scales are multiples of 1 / LARGEST_WEIGHT.
+        write(b, b.add(factors, I64(BYTES)), factor * ((LARGEST_WEIGHT + 1) / LARGEST_WEIGHT**2))
 
     return softmax
 
 
 class Scales:
-    """The layout of what `fixed_scales` writes: 40 * dim + 64 bytes."""
+    """Lays out what `fixed_scales` writes: a flag, the largest scales of each chunk, its scales as integers.
+
+    The flag has 64 bytes. A chunk, of at least 64 elements, has 64 bytes for its largest scales and 256 for
+    each group of at least 8 elements, so 40 * dim + 64 bytes suffice.
+    """
 
     def __init__(self, codes, dim):
         self.codes, self.dim = codes, dim

@@ -41,9 +41,9 @@ def attend(
     """Attend with every query to keys and values that are chunked along tokens, heads and batch.
 
     Each chunk is attended to by the worker that has it, and `kvkit.merge_attention_states` merges the results
-    as a tree, in groups of up to 1 MiB, at least two. The tree depends on chunks only, so results have the
-    same bits for any workers. A worker needs memory for its chunks and, for each chunk of queries, for
-    the partial results of one merge.
+    as a tree, in groups of two, or of more that fit into 1 MiB. The tree depends on chunks only, so results
+    have the same bits for any workers. A worker needs memory for its chunks and, for each chunk of queries,
+    for the partial results of one merge.
 
     Parameters
     ----------
@@ -55,8 +55,8 @@ def attend(
     value : dask array, shape [B, M, Hkv, Dv]
         The dtype is that of ``query``. It is rechunked like ``key``.
     attn_mask : ndarray, optional
-        Boolean (True may attend), or added to the scores: [S or 1, M], with up to two axes before, which
-        are 1 or B and Hq.
+        Boolean (True may attend), or added to the scores: [S, M], [Hq, S, M] or [B, Hq, S, M]; any axis
+        but M may be 1.
     is_causal, is_alibi, softmax_scale, window, softcap, sinks
         As in `kvkit.multi_head_attention`. ALiBi and windows count positions in the whole context.
     return_lse : bool
@@ -143,18 +143,18 @@ class _Chunks:
                 self._past + rows.start,
                 tokens.start,
                 self._mask_of(self._batches[b], heads, rows, tokens),
-                sinks=None if self._sinks is None or m else self._sinks[heads],
+                sinks=self._sinks[heads] if self._sinks is not None and m == 0 else None,
                 **options,
             )
             for m, tokens in enumerate(self._tokens)
-            if not m or self._is_visible(rows, tokens)
+            if m == 0 or self._is_visible(rows, tokens)  # the first chunk counts the sinks, so it always runs
         ]
         sizes = tuple(chunks[i] for chunks, i in zip(self._query.chunks, (b, s, h), strict=False))
         result_bytes = math.prod(sizes) * (self._value.shape[3] * self._query.dtype.itemsize + 4)
         most = max(2, MERGED_BYTES // max(1, result_bytes))
         while len(parts) > 1:
             parts = [merge_chunks(*parts[i : i + most]) for i in range(0, len(parts), most)]
-        return (
+        return (  # the output in a list, so that `da.block` sees its fourth axis
             [da.from_delayed(parts[0][0], (*sizes, self._value.shape[3]), self._query.dtype)],
             da.from_delayed(parts[0][1], sizes, np.float32),
         )

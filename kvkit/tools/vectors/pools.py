@@ -40,7 +40,7 @@ def pages(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> tuple[
 
 
 def reshape_and_cache(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
-    """Return a store to slots in any order, two of them negative."""
+    """Make a call that stores to slots in any order, two of them negative."""
     key_cache, value_cache, *_ = pages(rng, sizes, dtype)
     slots = rng.permutation(key_cache.shape[0] * sizes.page)[:7].astype(np.int32)
     slots[[1, 4]] = -1
@@ -51,7 +51,7 @@ def reshape_and_cache(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16
 
 
 def store_nz(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
-    """Return the store of `reshape_and_cache` into caches whose blocks are in NZ."""
+    """Make the call of `reshape_and_cache` for caches whose blocks are in NZ."""
     name, inputs, _, _ = reshape_and_cache(rng, sizes, dtype)
     n0 = 32 // FLOATS[dtype].itemsize
     for cache in ("key_cache", "value_cache"):
@@ -61,7 +61,7 @@ def store_nz(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Cal
 
 
 def store_compressed(rng: np.random.Generator, sizes: Sizes, mode: int, dtype: str = "fp16") -> Call:
-    """Return a store of compressed heads. Dropped tokens are NaN; a skipped head has slot -1."""
+    """Make a call that stores compressed heads. Dropped tokens are NaN; a skipped head has slot -1."""
     lengths, heads, kind = sizes.each(6, 9, 5), sizes.heads, FLOATS[dtype]
     dim = -(-sizes.dim // 32) * 32  # these modes need a multiple of 32
     runs, starts = len(lengths) * heads, np.cumsum([0, *lengths])
@@ -85,14 +85,14 @@ def store_compressed(rng: np.random.Generator, sizes: Sizes, mode: int, dtype: s
 
 
 def paged_load(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
-    """Return a gather of contexts."""
+    """Make a call that gathers contexts."""
     key_cache, value_cache, table, lengths = pages(rng, sizes, dtype)
     inputs = {"key_cache": key_cache, "value_cache": value_cache, "block_tables": table, "seq_lens": lengths}
     return "ascend.paged_cache_load", inputs, {}, None
 
 
 def block_copy(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
-    """Return a copy of one block to two and of one to one; NaN is moved as it is."""
+    """Make a call that copies one block to two and one to one; NaN is moved as it is."""
     key_cache, value_cache, *_ = pages(rng, sizes, dtype)
     ids = rng.permutation(len(key_cache)).astype(np.int32)
     inputs = {"key_cache": key_cache, "value_cache": value_cache, "src": ids[:2], "dst": ids[2:5]}
@@ -100,7 +100,7 @@ def block_copy(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> C
 
 
 def matrices(rng: np.random.Generator, dtype: str = "fp16") -> Call:
-    """Return a conversion of matrices of odd sizes."""
+    """Make a call that converts matrices of odd sizes."""
     return "ascend.nd_to_nz", {"x": plain(rng, (2, 19, 37), FLOATS[dtype])}, {}, None
 
 
@@ -112,7 +112,7 @@ def paged_attention(
     sinks: bool = False,
     **more: Any,
 ) -> Call:
-    """Return attention of one decoded token for each sequence."""
+    """Make a call of attention with one decoded token for each sequence."""
     key_cache, value_cache, table, lengths = pages(rng, sizes, dtype)
     heads = groups * sizes.heads
     inputs = {"query": plain(rng, (len(lengths), heads, sizes.dim), FLOATS[dtype]), "key_cache": key_cache}
@@ -154,20 +154,20 @@ def pool_attention(
     sizes: Sizes,
     dtype: str = "fp16",
     layout: str = "b n h c",
-    news: Sequence[int] | None = None,
+    new_tokens: Sequence[int] | None = None,
     mask: str | None = None,
     alibi: bool = False,
     codes: bool = False,
     **more: Any,
 ) -> Call:
-    """Return attention over pools of pages, with one query for each sequence or several."""
+    """Make a call of attention over pools of pages, with one query for each sequence or `new_tokens`."""
     _, inputs, attributes, _ = paged_attention(rng, sizes, dtype, **more)
     sinks, lengths, kind = inputs.pop("sinks", None), inputs["context_lens"], FLOATS[dtype]
-    if news is not None:
-        news = sizes.each(*news)
-        inputs["query"] = plain(rng, (sum(news), *inputs["query"].shape[1:]), kind)
+    if new_tokens is not None:
+        new_tokens = sizes.each(*new_tokens)
+        inputs["query"] = plain(rng, (sum(new_tokens), *inputs["query"].shape[1:]), kind)
     inputs = in_layout(inputs, layout)
-    inputs["query_starts"] = None if news is None else np.cumsum([0, *news])
+    inputs["query_starts"] = None if new_tokens is None else np.cumsum([0, *new_tokens])
     if mask:  # for one query of each sequence
         tokens, heads, _ = inputs["query"].shape
         shape = tokens, max(lengths) + 2
@@ -187,13 +187,13 @@ def pool_attention(
 
 
 def pool_append(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16", layout: str = "b n h c") -> Call:
-    """Return an append to slots in any order, in a pool of another layout."""
+    """Make a call that appends to slots in any order, in a pool of `layout`."""
     _, inputs, _, _ = reshape_and_cache(rng, sizes, dtype)
     return "paged_append", in_layout(inputs, layout), {"layout": layout}, None
 
 
 def swap_blocks(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
-    """Return a copy of blocks to another cache, one of them twice."""
+    """Make a call that copies blocks to another cache, one of them twice."""
     source, target, *_ = pages(rng, sizes, dtype)
     ids = rng.permutation(len(source))[:3]
     return (
