@@ -15,7 +15,7 @@ import numpy as np
 from kvkit import cpu
 from kvkit.checks.attention import AttentionCall
 from kvkit.checks.key_value_cache import TransferCall
-from kvkit.runtime.arrays import byte_span, numbers_of, places_of
+from kvkit.runtime.arrays import byte_span, places_of
 from kvkit.typed import Array, Arrays, Attended
 
 MOST = 4096  # prepared calls in a collection
@@ -158,7 +158,7 @@ class PreparedCall:
         self._launches, self._attention = launches, attention
         self.room, self.version = room, version
         self._planned = None if attention is None else cpu.attention.prepare.planned(attention)
-        names, lie = list(arrays), numbers_of(arrays.values())
+        names, lie = list(arrays), cpu.launches.numbers_of(arrays.values())
         places = {name: place for name, place in zip(names, lie, strict=True) if arrays[name] is not None}
         self._moved = [
             (memoryview(launch.params), at, names.index(owner), int(launch.params[at]) - places[owner])

@@ -20,9 +20,9 @@ def scan_step(step: StepIndex, rows: int) -> list[int]:
     table = np.asarray(step.table)
     runs = min(table.size, max(step.tokens, 0))
     found = np.empty(FOUND + SPARE * runs, np.int64)
-    at, table_at = places_of((found, table))
+    at, table_at, *starts = places_of((found, table, step.seqstarts, step.kvstarts, step.start_pos))
     spare = range(at + 8 * FOUND, at + 8 * (FOUND + SPARE * runs), 8 * runs) if runs else [at] * SPARE
-    scan_code().ctypes(at, *lengths_of(step), table_at, rows, *spare)
+    scan_code().ctypes(at, *starts, *sizes_of(step), table_at, rows, *spare)
     verdict: list[int] = found[:FOUND].tolist()
     return verdict
 
@@ -30,14 +30,14 @@ def scan_step(step: StepIndex, rows: int) -> list[int]:
 def scan_lengths(step: StepIndex) -> list[int]:
     """Check lengths as `scan_step` does, without the page table; if legal return (FINE, runs, 0, 0)."""
     found = np.empty(FOUND, np.int64)
-    lengths_code().ctypes(*places_of((found,)), *lengths_of(step))
+    arrays = found, step.seqstarts, step.kvstarts, step.start_pos
+    lengths_code().ctypes(*places_of(arrays), *sizes_of(step))
     return found.tolist()
 
 
-def lengths_of(step: StepIndex) -> tuple[int, ...]:
-    """Return the arguments of `check_lengths`."""
-    starts = places_of((step.seqstarts, step.kvstarts, step.start_pos))
-    return *starts, *step.table.shape, step.page_size, *step.limits
+def sizes_of(step: StepIndex) -> tuple[int, ...]:
+    """Return the arguments of `check_lengths` after the arrays."""
+    return *step.table.shape, step.page_size, *step.limits
 
 
 @helper

@@ -4,7 +4,7 @@ import ctypes
 import functools
 import importlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ import numpy as np
 from numba import prange, types
 
 from kvkit.cpu import memory
+from kvkit.runtime.arrays import DATA, pointer_at
 from kvkit.runtime.arrays import address as address
-from kvkit.runtime.arrays import numbers_of
 from kvkit.runtime.jit import callback
 from kvkit.runtime.locks import OneCallLock
 from kvkit.typed import Array
@@ -42,6 +42,28 @@ def forbid_nested_threads():
         forbid = getattr(ctypes.CDLL(pool.__file__), "omp_set_max_active_levels", None)
         if forbid:  # OpenMP 2.0 has no such levels
             forbid(1)
+
+
+def numbers_of(values: Iterable[Any]) -> list[int]:
+    """Return numbers as they are, the addresses of arrays, and 0 for None."""
+    return [
+        value
+        if type(value) is int
+        else pointer_at(id(value) + DATA).value
+        if isinstance(value, np.ndarray)
+        else value or 0
+        for value in values
+    ]
+
+
+def packed_strides(array: Array) -> tuple[int, int, int]:
+    """Return the strides (sequence, token, head) of [tokens, heads, dim] or [batch, tokens, heads, dim].
+
+    Token numbers count through all sequences, so the first stride is the batch stride less tokens * token.
+    """
+    if array.ndim == 3:
+        return 0, array.strides[0], array.strides[1]
+    return array.strides[0] - array.shape[1] * array.strides[1], array.strides[1], array.strides[2]
 
 
 class Record:

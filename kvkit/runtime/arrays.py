@@ -34,18 +34,6 @@ def places_of(arrays: Iterable[Any]) -> list[int]:
     return [0 if array is None else pointer_at(id(array) + DATA).value for array in arrays]
 
 
-def numbers_of(values: Iterable[Any]) -> list[int]:
-    """Return numbers as they are, the addresses of arrays, and 0 for None."""
-    return [
-        value
-        if type(value) is int
-        else pointer_at(id(value) + DATA).value
-        if isinstance(value, ndarray)
-        else value or 0
-        for value in values
-    ]
-
-
 def byte_span(array: ndarray) -> tuple[int, int]:
     """Return the range of byte offsets of an array's elements, relative to its address."""
     if not array.size:
