@@ -210,13 +210,7 @@ def array_rows(
     rows = [("in-out" if name in changed else "in", name, array) for name, array in inputs.items()]
     rows += [("out", *pair) for pair in outputs.items()]
     return [
-        {
-            "array": name,
-            "role": role,
-            "dtype": array.dtype.name,
-            "shape": array.shape,
-            "bytes": array.nbytes,
-        }
+        {"array": name, "role": role, "dtype": array.dtype.name, "shape": array.shape, "bytes": array.nbytes}
         for role, name, array in rows
         if array is not None
     ]

@@ -114,10 +114,7 @@ def task_waves(what: str, kinds: Sequence[tuple[str, Kind]]) -> list[Wave]:
 
 def compile_waves(waves: list[Wave], quiet: bool = False) -> None:
     """Run all tasks, a process for each CPU. All processes end with this call, however it ends."""
-    with (
-        contextlib.ExitStack() as started,
-        show.steps("compiling", sum(map(len, waves)), quiet) as done,
-    ):
+    with contextlib.ExitStack() as started, show.steps("compiling", sum(map(len, waves)), quiet) as done:
         processes = [start_process(started) for _ in range(min(os.cpu_count() or 1, len(waves[0])))]
         for wave in waves:
             run_wave(wave, processes, done)

@@ -7,13 +7,7 @@ import ml_dtypes
 import numpy as np
 
 import kvkit
-from kvkit.cache import (
-    DynamicCache,
-    PagedCache,
-    QuantizedCache,
-    QuantSpec,
-    StaticCache,
-)
+from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, QuantSpec, StaticCache
 
 WINDOW, PAGE_SIZE, RECENT, SINK = 64, 16, 32, 4
 

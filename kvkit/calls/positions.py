@@ -43,10 +43,7 @@ def rotate(
     if prepared:
         call, *own = prepared
         positions = positions_of(query, where)
-        results = out or (
-            empty_result(query.shape, query.dtype),
-            empty_result(key.shape, key.dtype),
-        )
+        results = out or (empty_result(query.shape, query.dtype), empty_result(key.shape, key.dtype))
         if len(own[0]) == len(positions[0]):
             for ours, theirs in zip(own, positions, strict=True):
                 np.copyto(ours, theirs)

@@ -13,13 +13,7 @@ from kvkit.checks.latent import LatentContexts, LatentPool, float_part
 from kvkit.checks.outputs import Results
 from kvkit.checks.paged import starts_of
 from kvkit.checks.pools import checked_table
-from kvkit.checks.values import (
-    check_not_empty,
-    checked_format,
-    integer,
-    named_arrays,
-    positive_number,
-)
+from kvkit.checks.values import check_not_empty, checked_format, integer, named_arrays, positive_number
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS
 from kvkit.formats.elements import E4M3

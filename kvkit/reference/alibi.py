@@ -42,12 +42,7 @@ def alibi_bias(h: int, num_heads: int, i: int, j: int, n: int, m: int) -> np.flo
 
 
 def alibi_mask(
-    seqlen_q: int,
-    seqlen_kv: int,
-    attn_mask: Any = None,
-    *,
-    num_heads: int,
-    data_type: Any = "float32",
+    seqlen_q: int, seqlen_kv: int, attn_mask: Any = None, *, num_heads: int, data_type: Any = "float32"
 ) -> Array:
     """Return [num_heads, n, m padded to 16], or [batch, num_heads, n, m padded] if the mask has a batch."""
     n, m = seqlen_q, seqlen_kv
@@ -64,12 +59,7 @@ def alibi_mask(
 
 
 def dynamic_alibi_mask(
-    seqstarts: Array,
-    kvstarts: Array,
-    attn_mask: Any = None,
-    *,
-    num_heads: int,
-    data_type: Any = "float32",
+    seqstarts: Array, kvstarts: Array, attn_mask: Any = None, *, num_heads: int, data_type: Any = "float32"
 ) -> Array:
     """Return the mask of packed sequences: biases in blocks on the diagonal, zeros elsewhere."""
     tokens, keys = seqstarts[-1], kvstarts[-1]

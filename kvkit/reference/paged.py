@@ -101,13 +101,7 @@ def store_in_pages(tokens: Array, pool: Array, slots: Any) -> None:
 
 
 def paged_append(
-    key: Any,
-    value: Any,
-    key_cache: Any,
-    value_cache: Any,
-    slot_mapping: Any,
-    *,
-    layout: str = "b n h c",
+    key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, *, layout: str = "b n h c"
 ) -> tuple[Any, Any]:
     """Write tokens into their slots, except tokens with a negative slot; return the caches."""
     for tokens, pool in ((key, key_cache), (value, value_cache)):

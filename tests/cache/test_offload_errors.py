@@ -108,11 +108,7 @@ def test_changed_files_of_a_closed_folder_are_refused(tmp_path):
     damaged = bytes([contents[0][0] ^ 1]) + contents[0][1:]
     for one, other, message in (
         (*contents[::-1], "layer-000-1.raw is cut short, or of another layer or generation"),
-        (
-            damaged,
-            contents[1],
-            "when it was closed, got .* with changed files of layer-000$",
-        ),
+        (damaged, contents[1], "when it was closed, got .* with changed files of layer-000$"),
     ):
         first.write_bytes(one)
         second.write_bytes(other)

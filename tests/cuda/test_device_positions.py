@@ -62,10 +62,7 @@ def test_far_positions(start, rng):
     arrays, starts, first = turn_call(rng, "fp32")
     first[1:] = start - 5, start - 3
     twin = kvkit.dynamic_batching.rotary_position_embedding
-    same(
-        packed.rotary_position_embedding(*arrays, starts, first, None),
-        twin(*arrays, starts, first, None),
-    )
+    same(packed.rotary_position_embedding(*arrays, starts, first, None), twin(*arrays, starts, first, None))
 
 
 @pytest.mark.parametrize("bypass", [False, True])

@@ -156,12 +156,7 @@ def steps(cache, other, rng, dtype, tokens=(1, 1, 7, 1, 20, 1), options=({},), a
     assert cache.get_seq_length() == other.layers[0].get_seq_length()
 
 
-FORMATS = {
-    "float32": {},
-    "float16": {},
-    "int8": {"quant_bit": 8},
-    "e4m3": {"quant_format": "e4m3"},
-}
+FORMATS = {"float32": {}, "float16": {}, "int8": {"quant_bit": 8}, "e4m3": {"quant_format": "e4m3"}}
 
 
 @pytest.mark.parametrize("stored", FORMATS)
@@ -470,8 +465,7 @@ def test_a_slow_worker_is_waited_for(rng, tmp_path, cluster):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets of a lost worker
 @pytest.mark.parametrize(
-    "called",
-    ["step", *(pytest.param(name, marks=pytest.mark.slow) for name in CALLED if name != "step")],
+    "called", ["step", *(pytest.param(name, marks=pytest.mark.slow) for name in CALLED if name != "step")]
 )
 def test_a_worker_that_dies(called, tmp_path, cluster):
     other = PagedCache(64, 4, *SIZES, np.float32)

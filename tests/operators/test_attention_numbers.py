@@ -301,10 +301,7 @@ def test_a_nan_score_counts_wherever_the_largest_is(top):
     assert all(np.isnan(array).all() for array in results)
 
 
-COARSE = [
-    scenes.Formats("fp16", "fp32"),
-    scenes.Formats("bf16", "fp16"),
-]
+COARSE = [scenes.Formats("fp16", "fp32"), scenes.Formats("bf16", "fp16")]
 
 
 @cached

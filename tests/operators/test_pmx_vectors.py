@@ -17,10 +17,7 @@ SHORT = {FP32: "fp32", FP16: "fp16", BF16: "bf16"}
 ONE = {FP32: 0x3F800000, FP16: 0x3C00, BF16: 0x3F80}
 EPS = {FP32: 0x3727C5AC, FP16: 0x00A8, BF16: 0x3728}
 
-ORACLE = SimpleNamespace(
-    static=reference.key_value_cache,
-    dynamic=reference.dynamic_key_value_cache,
-)
+ORACLE = SimpleNamespace(static=reference.key_value_cache, dynamic=reference.dynamic_key_value_cache)
 PACKAGE = SimpleNamespace(
     static=lambda *args, **attrs: kvkit.key_value_cache(*args, **attrs),
     dynamic=lambda *args, **attrs: kvkit.dynamic_batching.key_value_cache(*args, **attrs),

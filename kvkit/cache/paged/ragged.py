@@ -17,14 +17,7 @@ from kvkit.cache.blocks.step import Step
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.attention import place_mask
 from kvkit.cache.layers.layer import Layer
-from kvkit.cache.layers.positions import (
-    MAX_PIECES,
-    PLANS,
-    Rearrangement,
-    Rotation,
-    RowPositions,
-    rotation_of,
-)
+from kvkit.cache.layers.positions import MAX_PIECES, PLANS, Rearrangement, Rotation, RowPositions, rotation_of
 from kvkit.cache.paged.pieces import Pieces
 from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore

@@ -156,13 +156,7 @@ class MappedCodeStore(CodeStore):
     opening the folder can undo that update.
     """
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        plan: Plan,
-        home: Home,
-        new: bool = True,
-    ) -> None:
+    def __init__(self, geometry: Geometry, plan: Plan, home: Home, new: bool = True) -> None:
         source, forms = plan
         super().__init__(geometry, source.sides, source.read_back)
         self.forms = forms

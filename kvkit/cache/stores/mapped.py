@@ -80,10 +80,7 @@ class File:
             self.set_sidecar(os.open(home.sidecar, os.O_RDWR), text.rindex("{"))
 
     def commit(
-        self,
-        about: Callable[[], dict[str, Any]],
-        layer: Any,
-        more: Mapping[str, int] = MappingProxyType({}),
+        self, about: Callable[[], dict[str, Any]], layer: Any, more: Mapping[str, int] = MappingProxyType({})
     ) -> None:
         """Write the state of a layer's rows to the sidecar; the first time write `about` too."""
         moves = {} if self.sidecar >= 0 else layer.describe_moves()

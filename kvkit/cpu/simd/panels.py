@@ -6,19 +6,7 @@ Each is compiled for its formats. The plain forms in `cpu/copy/rows.py` give the
 import functools
 
 from kvkit.cpu.simd import lanes
-from kvkit.cpu.simd.lanes import (
-    F32,
-    I8,
-    I16,
-    I32,
-    RAW,
-    micro_kernel,
-    narrow,
-    pairs,
-    read,
-    widen,
-    write,
-)
+from kvkit.cpu.simd.lanes import F32, I8, I16, I32, RAW, micro_kernel, narrow, pairs, read, widen, write
 from kvkit.formats.elements import BY_NAME
 
 LANES = 16

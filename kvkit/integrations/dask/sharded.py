@@ -256,12 +256,7 @@ class ShardedCache:
 
     @classmethod
     def load(
-        cls,
-        client: Any,
-        folder: FilePath,
-        *,
-        transport: Literal["actors"] = "actors",
-        timeout: float = 60.0,
+        cls, client: Any, folder: FilePath, *, transport: Literal["actors"] = "actors", timeout: float = 60.0
     ) -> Self:
         """Return the cache that was saved in a folder, on the workers that there are now.
 

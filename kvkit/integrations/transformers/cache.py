@@ -14,14 +14,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from kvkit.cache import (
-    DynamicCache,
-    IndexedLayer,
-    PagedCache,
-    QuantizedCache,
-    StateLayer,
-    StaticCache,
-)
+from kvkit.cache import DynamicCache, IndexedLayer, PagedCache, QuantizedCache, StateLayer, StaticCache
 from kvkit.cache.base import MovableTokens
 from kvkit.cache.layers.positions import refusal
 from kvkit.errors import argument_error, describe
