@@ -162,7 +162,7 @@ class Rope:
 
     @property
     def end(self) -> int:
-        """The element behind the rotated ones."""
+        """Return the number of the element after the rotated ones."""
         return self.begin + self.rotary_dim
 
     def describe(self) -> dict[str, Any]:

@@ -26,10 +26,10 @@ from kvkit.typed import Array
 
 TILE = 64  # tokens of a run that are transposed together: their cache lines stay near a core
 PART_BYTES = 64 * 2**20  # between two reports of progress
-ROTARY = 64  # last elements of a latent row, where nobody says how many are rotated
+ROTARY = 64  # rotated elements at the end of a latent row, unless the caller says how many
 SCRATCH_BYTES = 2**18  # of each cache, for a comparison
 Tables = tuple[BlockTable, BlockTable] | None
-Moved = tuple[Index, Index] | None  # the row of every token, and the row that it goes to
+Moved = tuple[Index, Index] | None  # source row and target row of every token
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Check slots in compiled passes, which return the pieces to move, or the first broken rule as numbers.
 
-A piece is `count` tokens of a packed tensor, from `token` and `head` on, that lie in as many slots from
-`slot` on; or it is one slot that gets the mean of them.
+A piece is `count` tokens of a packed tensor, from `token` on, with the `count` slots, from `slot` on, that
+they go to, for all heads or one `head`; or it is one slot that gets the mean of the tokens.
 """
 
 import functools

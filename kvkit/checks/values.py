@@ -175,6 +175,16 @@ def one_piece(array: Array) -> Array:
     return array if array.strides[-1] == array.itemsize else np.ascontiguousarray(array)
 
 
+def packed_strides(array: Array) -> tuple[int, int, int]:
+    """Return the strides (sequence, token, head) of [tokens, heads, dim] or [batch, tokens, heads, dim].
+
+    Token numbers count through all sequences, so the first stride is the batch stride less tokens * token.
+    """
+    if array.ndim == 3:
+        return 0, array.strides[0], array.strides[1]
+    return array.strides[0] - array.shape[1] * array.strides[1], array.strides[1], array.strides[2]
+
+
 def is_broadcast(array: Array) -> bool:
     """Return whether the last axis is broadcast (stride 0), which no kernel reads."""
     return array.shape[-1] > 1 and array.strides[-1] == 0

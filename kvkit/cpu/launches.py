@@ -56,16 +56,6 @@ def numbers_of(values: Iterable[Any]) -> list[int]:
     ]
 
 
-def packed_strides(array: Array) -> tuple[int, int, int]:
-    """Return the strides (sequence, token, head) of [tokens, heads, dim] or [batch, tokens, heads, dim].
-
-    Token numbers count through all sequences, so the first stride is the batch stride less tokens * token.
-    """
-    if array.ndim == 3:
-        return 0, array.strides[0], array.strides[1]
-    return array.strides[0] - array.shape[1] * array.strides[1], array.strides[1], array.strides[2]
-
-
 class Record:
     """A record of int64 fields, named in lines of text, and of member records, with fields `member.field`."""
 

@@ -42,7 +42,7 @@ class Scorer(NamedTuple):
 
     @property
     def options(self) -> Mapping[str, inspect.Parameter]:
-        """The scorer's options."""
+        """Return the scorer's options by name."""
         parameters = dict(inspect.signature(self.score).parameters)
         return {name: each for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
 

@@ -1,7 +1,7 @@
 """Safetensors files, checked by the package of that name when they are read, their tensors mapped.
 
-The package copies each tensor that it reads, so it only checks a file; arrays are made here, in the file's
-memory. It would also rename a file of its own over the locked one, so files are written here, too. kvkit's
+The package checks a file, but does not read or write it: it would copy each tensor, and it would rename a
+new file over the locked one. Arrays are made here, in the file's memory, and files are written here. kvkit's
 description is a text of JSON in the metadata.
 """
 

@@ -150,7 +150,7 @@ class Coded:
 def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
     """Return the schemes of keys and of values: a registered one, or a format as in "int4:g32+hadamard".
 
-    Formats that take a scale may have one that is a number.
+    `scale` is a number for formats that take one.
     """
     if text in REGISTERED:
         made = REGISTERED[text]()

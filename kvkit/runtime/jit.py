@@ -108,7 +108,7 @@ class Code:
 
     @functools.cached_property
     def ctypes(self) -> Any:
-        """The code as a function that Python calls through ctypes, without the GIL."""
+        """Return the code as a function that Python calls through ctypes, without the GIL."""
         arguments, result = self.signature
         return ctypes.CFUNCTYPE(*map(ctypes_type, (result, *arguments)))(self.address)
 

@@ -99,7 +99,7 @@ class Rows(MovableTokens):
 
     @property
     def layers(self) -> Any:
-        """The layers of the cache."""
+        """Return the layers of the cache."""
         return self._cache.layers
 
     def compress(self, scorer: Any, **options: Any) -> Any:

@@ -175,7 +175,7 @@ class PagedStep:
 
     @property
     def value_dim(self) -> int:
-        """The elements of a value."""
+        """Return the number of elements of a value."""
         return int(self._store.value_dim)
 
     def parts(self) -> list[Part]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvkit.checks.records import Side
+from kvkit.checks.values import packed_strides
 from kvkit.cpu import machine
 from kvkit.cpu.attention import scheduler
 from kvkit.cpu.attention.engines import bfloat16_pairs, integers, narrow, wide, wide_integers
@@ -28,7 +29,7 @@ from kvkit.cpu.attention.params import (
 )
 from kvkit.cpu.attention.work_items import NARROW, TILES
 from kvkit.cpu.copy.rows import LOAD, READ, rows
-from kvkit.cpu.launches import Launch, Workspace, address, packed_strides, run_workers, threads
+from kvkit.cpu.launches import Launch, Workspace, address, run_workers, threads
 from kvkit.cpu.simd.attention import LANES, WIDE
 from kvkit.formats.elements import BY_NAME, coarser
 

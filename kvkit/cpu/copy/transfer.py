@@ -9,9 +9,10 @@ import functools
 import numpy as np
 from numba import types
 
+from kvkit.checks.values import packed_strides
 from kvkit.cpu import memory
 from kvkit.cpu.copy.rows import COPY_SIDE, LOAD, STORE, call_rows, copy_side_at, rows
-from kvkit.cpu.launches import WORKER, Launch, Record, address, packed_strides, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.cpu.simd import panels
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share

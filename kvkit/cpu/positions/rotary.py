@@ -14,18 +14,10 @@ import math
 import numpy as np
 from numba import types
 
+from kvkit.checks.values import packed_strides
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES, STREAM_BYTES, aligned
-from kvkit.cpu.launches import (
-    WORKER,
-    Launch,
-    Record,
-    Workspace,
-    address,
-    packed_strides,
-    run_workers,
-    threads,
-)
+from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_workers, threads
 from kvkit.cpu.simd import panels
 from kvkit.cpu.simd.lanes import RAW, micro_kernel, narrow, read, widen, write
 from kvkit.formats.elements import BY_NAME

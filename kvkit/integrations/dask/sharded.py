@@ -220,7 +220,7 @@ class ShardedCache:
             self._crop_shards(kept)
 
     def fork(self, indices: ArrayLike) -> None:
-        """Go on with these rows, each as often as it is named. No keys and values move.
+        """Continue with these rows of the batch; a row may be named several times. No keys and values move.
 
         Parameters
         ----------
@@ -265,7 +265,7 @@ class ShardedCache:
         client : distributed.Client
             Each of its workers holds a shard.
         folder : path
-            That of `save`.
+            One that `save` wrote.
         transport : {"actors"}
             As in `ShardedCache`.
         timeout : float
@@ -284,12 +284,12 @@ class ShardedCache:
         return cache
 
     def restore(self, folder: FilePath) -> None:
-        """Go back to what a cache of the same arguments saved in a folder.
+        """Replace all tokens by those that a cache with the same arguments saved in a folder.
 
         Parameters
         ----------
         folder : path
-            That of `save`.
+            One that `save` wrote.
         """
         with self._exclusive():
             saved = ShardFolder(folder)

@@ -188,7 +188,7 @@ class TextReading:
     """The predictions of a model for a text."""
 
     best: np.ndarray  # the token that it found most likely, after each one but the last
-    perplexity: float  # of those that came
+    perplexity: float  # of the tokens of the text
 
 
 def read_text(

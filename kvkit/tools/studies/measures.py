@@ -17,7 +17,7 @@ MEANS = {
     "logit": "logit_error", "kl": "kl", "output": "output_error", "top_changed": "top_changed",
     "weight": "weight_kept",
 }  # fmt: skip
-ZERO = 2**32  # the mark of a code that stands for 0; at an end of the range it is 1
+ZERO = 2**32  # added for a code that stands for 0; 1 is added at an end of the range
 
 
 class SideErrors:
@@ -48,7 +48,7 @@ class SideErrors:
             self.coded += codes[:, 0].size
 
     def by_head(self) -> Iterator[dict[str, Any]]:
-        """Give the numbers of each head by name."""
+        """Return the numbers of each head by name."""
         for h in range(len(self.squares)):
             norm = self.squares[h]
             yield {
@@ -61,7 +61,7 @@ class SideErrors:
 
 
 def marks_of(code: Any) -> Any:
-    """Return a uint64 for each code that holds its two marks, so that one sum counts both."""
+    """Return a uint64 for each code, whose sums count codes of 0 (`ZERO`) and codes at an end (1) at once."""
     low, high = code.limits
     return ((code.table <= low) | (code.table >= high)) + (code.table == 0) * np.uint64(ZERO)
 
@@ -73,12 +73,12 @@ def pieces(begin: int, end: int, elements: int, step: int = 1) -> list[slice]:
 
 
 def floats(side: SideReader, parts: Sequence[slice]) -> Iterator[np.ndarray]:
-    """Give float32 [tokens, heads, dim] of each slice."""
+    """Yield float32 [tokens, heads, dim] of each slice."""
     return (np.ascontiguousarray(side.read(part), np.float32) for part in parts)
 
 
 def divided(begin: int, end: int, *pairs: tuple[Any, SideReader]) -> tuple[list[Any], list[slice]]:
-    """Return schemes that may code parts of the tokens of their sides, and these parts, the same for all."""
+    """Return (schemes, slices): the schemes code each slice of the tokens of their sides by itself."""
     steps = [getattr(scheme, "step", 1) for scheme, _ in pairs]
     elements = max(side.heads * side.dim for _, side in pairs)
     parts = pieces(begin, end, elements, int(np.lcm.reduce(steps)))
@@ -260,7 +260,7 @@ class AttentionSums:
         self.count += numbers["kl"].shape[1]
 
     def by_head(self) -> Iterator[dict[str, float]]:
-        """Give the means of each head by name."""
+        """Return the means of each head by name."""
         for h, norm in enumerate(self.sums["norm"]):
             error = float(np.sqrt(self.sums["output"][h] / norm)) if norm else 0.0
             means = {name: float(each[h] / self.count) for name, each in self.sums.items()} | {
