@@ -246,6 +246,17 @@ def parts_of_584(name: str, blocks: Array) -> tuple[Array, Array]:
     return blocks[:, : ends[0]].reshape(shape), blocks[:, ends[0] : ends[1]].reshape(shape)
 
 
+def blocks_of_584(name: str, rows: Array) -> Array:
+    """Return blocks [blocks, bytes] of rows [blocks, tokens, 584]; a block ends at a multiple of 576."""
+    if rows.ndim != 3 or rows.shape[2] != ROW_584 or rows.dtype not in BYTES:
+        raise argument_error(name, f"rows of {ROW_584} bytes (format ds_v4)", describe(rows))
+    size = -(-rows.shape[1] * ROW_584 // BODY_584) * BODY_584
+    blocks = np.zeros((len(rows), size), np.uint8)
+    bodies, scales = parts_of_584(name, blocks)
+    bodies[...], scales[...] = np.split(rows.view(np.uint8), [BODY_584], axis=2)
+    return blocks
+
+
 def checked_query(query: Any, pool: LatentPool) -> Array:
     """Return queries [tokens, heads, dim]; a pair of latent and rotary parts is joined."""
     if isinstance(query, (tuple, list)):

@@ -22,7 +22,7 @@ from kvkit.formats.schemes import Coded, formats_named
 from kvkit.layouts.views import KV
 from kvkit.tools.source import PACKED, TABLES, CacheSource, check_pages_in_pool, format_of_paged, leaves
 
-LATENT_LINE = "l | b n c"  # of latent rows
+LATENT_LINE, LATENT_LISTS = "l | b n c", "b l | n c"  # of latent rows, and if sequences differ in length
 BLOCKS_584 = "flashmla-ds-v4"  # its codes and scales are apart
 LINE = "l kv | b n h c"  # of the results of `encode`, as `convert` writes them
 LISTS = "b l kv | n h c"  # of the same if sequences differ in length
@@ -129,15 +129,15 @@ def open_one(source: CacheSource, from_format: str | None = None, rotation: str 
     """Open the layers of one cache of a file."""
     if source.cache is None and isinstance(about := source.saved.get("layers"), list):
         return open_saved(source, about)
-    if source.layout and layouts.parse(source.layout) == layouts.parse(BLOCKS_584):
-        told = from_format or source.contents.description.format
-        if told == "ds_v4" or str(source.layout) == BLOCKS_584:
-            return open_arrays(rows_of_584(source), "ds_v4", rotation)
-    return open_arrays(source, from_format, rotation)
+    return open_arrays(with_rows_of_584(source, from_format), from_format, rotation)
 
 
-def rows_of_584(source: CacheSource) -> CacheSource:
-    """Return a source of blocks of 584 bytes a token with the scales of each token behind its codes."""
+def with_rows_of_584(source: CacheSource, from_format: str | None = None) -> CacheSource:
+    """Return blocks of 584 bytes a token as rows with scales behind codes; other caches as they are."""
+    told = from_format or source.contents.description.format
+    line = source.layout and layouts.parse(source.layout)
+    if line != layouts.parse(BLOCKS_584) or (told != "ds_v4" and str(source.layout) != BLOCKS_584):
+        return source
     blocks = [each for leaf in leaves(source.cache) for each in (leaf if leaf.ndim == 3 else [leaf])]
     parts = [parts_of_584("cache", each.view(np.uint8)) for each in blocks]
     others = {name: array for name, array in source.arrays.items() if name.partition(".")[0] != CACHE}

@@ -19,7 +19,7 @@ from kvkit.files.arrays import CACHE
 from kvkit.files.paths import check_target, name_in_errors
 from kvkit.formats import BY_NAME, FLOATS
 from kvkit.formats.schemes import Coded, formats_named
-from kvkit.tools.readers import LINE, LISTS, LayerReader, SideReader, open_one
+from kvkit.tools.readers import LATENT_LINE, LATENT_LISTS, LINE, LISTS, LayerReader, SideReader, open_one
 from kvkit.tools.rope_pairs import PairOrder
 from kvkit.tools.source import SLIDING, CacheSource, name_of_second
 
@@ -49,7 +49,9 @@ def recode(
 ) -> Recoded:
     """Convert all caches of a file to a format; undo a rotation, and reorder key elements."""
     floats = format in map(str, FLOATS)
-    forms = [BY_NAME[format]] * 2 if floats else [Coded(one.name, one) for one in formats_named(format)]
+    forms: list[Form] = (
+        [BY_NAME[format]] * 2 if floats else [Coded(one.name, one) for one in formats_named(format)]
+    )
     if target is not None:
         check_target(target)
     folder = None if target is None else Path(target).parent
@@ -64,16 +66,18 @@ def recode(
         layers = []
         for i in range(found.count):
             layer = layer_to_code(found.layer(i), source.caches[name], pairs)
+            latent = layer.value_dim is not None and (floats or forms[0].format.tail > 0)
             with nullcontext() if target is None else name_in_errors(target):
-                arrays = encode_layer(i, layer, forms, folder)
+                arrays = encode_layer(i, layer, forms, folder, latent)
             made |= in_file(name, arrays)
             layers.append(layer)
             if progress is not None:
                 progress(total * (i + 1 + (opened[CACHE].count if name != CACHE else 0)) // count, total)
+        one_length = len(lengths_of(layers[-1])) == 1
+        lines = (LATENT_LISTS, LATENT_LINE) if latent else (LISTS, LINE)
         described[name] = replace(
-            source.caches[name].contents.description,
-            layout=LISTS if len(lengths_of(layers[-1])) > 1 else LINE,
-            sizes=sizes_of_layers(layers, floats), format=format, tables=None,
+            source.caches[name].contents.description, layout=lines[one_length],
+            sizes=sizes_of_layers(layers, floats, latent), format=format, tables=None,
             **changed_facts(rotation, pairs),
         )  # fmt: skip
         made |= in_file(name, source.caches[name].places_of_tokens | source.caches[name].numbers_to_write)
@@ -127,12 +131,16 @@ def lengths_of(layer: LayerReader) -> set[int]:
 
 
 def encode_layer(
-    i: int, layer: LayerReader, forms: Sequence[Form], folder: Path | None
+    i: int, layer: LayerReader, forms: Sequence[Form], folder: Path | None, latent: bool
 ) -> dict[str, np.ndarray]:
-    """Encode a layer to arrays with the axes of LINE or LISTS; they lie in unnamed files in the folder."""
+    """Encode a layer to arrays with the axes of LINE or LISTS; they lie in unnamed files in the folder.
+
+    Latent rows are written once, with the axes of LATENT_LINE or LATENT_LISTS.
+    """
     made = {}
     lengths = np.diff(layer.starts).tolist()
-    for kv, side in enumerate((layer.key, layer.value)):
+    for kv, side in enumerate([layer.key] if latent else [layer.key, layer.value]):
+        number = f"{i}" if latent else f"{i}.{kv}"
         sequences = [
             encode_sequence(side, start, length, forms[kv])
             for start, length in zip(layer.starts, lengths, strict=False)
@@ -141,19 +149,19 @@ def encode_layer(
             name = CACHE if part == "codes" else part
             if len(set(lengths)) > 1:
                 for b, one in enumerate(sequences):
-                    made[f"{name}.{b}.{i}.{kv}"] = join_pieces(one[part], 1, folder)[0]
+                    made[f"{name}.{b}.{number}"] = join_pieces(one[part], 1, folder)[0]
                 continue
             pieces = [piece for one in sequences for piece in one[part]]
-            made[f"{name}.{i}.{kv}"] = join_pieces(pieces, len(sequences), folder)
-    return made
+            made[f"{name}.{number}"] = join_pieces(pieces, len(sequences), folder)
+    return {name: array[..., 0, :] for name, array in made.items()} if latent else made
 
 
-def sizes_of_layers(layers: Sequence[LayerReader], floats: bool) -> dict[str, int]:
+def sizes_of_layers(layers: Sequence[LayerReader], floats: bool, latent: bool) -> dict[str, int]:
     """Return the common sizes of all layers; the content has one only for floats."""
     last = layers[-1]
     lengths = set().union(*map(lengths_of, layers))
     sizes = {"l": len(layers), "b": len(last.starts) - 1}
-    sizes |= ({"n": min(lengths)} if len(lengths) == 1 else {}) | {"h": last.value.heads}
+    sizes |= ({"n": min(lengths)} if len(lengths) == 1 else {}) | ({} if latent else {"h": last.value.heads})
     if floats:
         sizes |= {"c": last.key.dim} | ({} if last.value.dim == last.key.dim else {"v": last.value.dim})
     return sizes

@@ -103,10 +103,10 @@ BY_TOKENS = Fragment(
 )
 
 
-def suits(record, context, reach, most_rows, alignment):
+def suits(record, context, reach, most_rows, alignment, largest=LARGEST):
     """Return whether tensor cores can multiply the data: 16 bits or codes, whole fragments, aligned rows."""
     sizes, group = (context.dim, context.value_dim), context.group
-    whole = all(size % STRIP == 0 and size <= LARGEST for size in sizes)
+    whole = all(size % STRIP == 0 and size <= largest for size in sizes)
     minifloat = BY_NAME[context.cache_format].minifloat
     widened = ptx.has_minifloats() if minifloat else BY_NAME[context.cache_format].bits == 8
     known = context.data_dtype in ptx.SHORT and (

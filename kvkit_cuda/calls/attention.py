@@ -3,10 +3,10 @@
 import numpy as np
 
 from kvkit.formats import BY_NAME, coarser
-from kvkit_cuda.attention import decode, params, plain, prefill
+from kvkit_cuda.attention import decode, latent, params, plain, prefill
 from kvkit_cuda.device_runtime import host
 
-KERNELS = (decode, prefill, plain)  # the first that suits a call takes it; plain suits any call
+KERNELS = (decode, latent, prefill, plain)  # the first that suits a call takes it; plain suits any call
 
 
 def prepare(query, out, lse, context, tables, decoding, weights, rows, stream, sums=None):

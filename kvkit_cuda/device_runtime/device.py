@@ -23,6 +23,8 @@ CROWDED = OPTIONS | {"shared_memory_carveout": "MaxShared"}  # so that the most 
 WARP = 32
 TIMEOUT = 120  # seconds that a simulated thread waits for others, which may have failed
 SHARED_MEMORY = 99 * 1024  # bytes that a block may have on every supported device
+# Those that a block may have by compute capability, where it is more.
+MORE_SHARED_MEMORY = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
 
 
 # Functions
@@ -44,6 +46,13 @@ def kernel(function, signature, key=None, options=OPTIONS):
 def capability():
     """Return the compute capability of the current device."""
     return tuple(cuda.get_current_device().compute_capability)
+
+
+def shared_memory():
+    """Return the bytes of shared memory that a block may have on the current device."""
+    return (
+        max(MORE_SHARED_MEMORY.values()) if SIMULATED else MORE_SHARED_MEMORY.get(capability(), SHARED_MEMORY)
+    )
 
 
 # A cast that saves registers. The simulator keeps Python's int, because it adds addresses to such numbers.

@@ -12,7 +12,7 @@ from numba import cuda
 
 from kvkit.errors import DeviceError, argument_error, describe
 from kvkit_cuda.device_runtime import needs
-from kvkit_cuda.device_runtime.device import SHARED_MEMORY, SIMULATED
+from kvkit_cuda.device_runtime.device import SIMULATED, shared_memory
 
 LEGACY_DEFAULT = 1  # address of the default stream in protocols, where numba has 0
 PER_THREAD_DEFAULT = 2  # address of each thread's own default stream
@@ -248,13 +248,13 @@ def loaded(kernel, which):
 
 @functools.cache
 def allow_shared(function, which):
-    """Allow a kernel to use more than 48 KiB of shared memory."""
+    """Allow a kernel without static shared memory to use all that a block may have."""
     binding = driver().binding
     most = binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     kernel = binding.CUkernel(
         int(function)
     )  # numba has a CUkernel, which a driver need not accept as a CUfunction
-    check(binding.cuKernelSetAttribute(most, SHARED_MEMORY, kernel, which))
+    check(binding.cuKernelSetAttribute(most, shared_memory(), kernel, which))
 
 
 def bits(word):

@@ -62,8 +62,8 @@ CACHES = [(None, "{}"), *itertools.product(("float16", "bfloat16", "float32"), (
 SIZES = [*range(16, 257, 16)]
 
 
-def counted(kernel, signature, folder, capability=(9, 0)):
-    """(products, instructions) of a kernel's main loop, for a warp."""
+def way_round(kernel, signature, folder, capability=(9, 0)):
+    """The instructions of a way round a kernel's main loop, for a warp."""
     (text,) = device.ptx(kernel, signature, [capability])
     assemble(text, capability, folder)
     return main_loop(folder / "kernel.cubin")

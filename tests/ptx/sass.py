@@ -30,7 +30,7 @@ def instructions(cubin):
 
 
 def main_loop(cubin):
-    """(products of matrices, instructions) of a way round the smallest loop with most of them.
+    """The instructions of a way round the smallest loop with most products of matrices.
 
     Of the ways round that do all the work the shortest one counts: it leaves out masks, sums that shrink and
     what is done once more with care. Loops inside are gone through once.
@@ -43,20 +43,20 @@ def main_loop(cubin):
             jumps[place] = labels[target[1]]
     loops = [(target, place) for place, target in jumps.items() if target <= place]
     begin, end = min(loops, key=lambda loop: (-products(code[loop[0] : loop[1] + 1]), loop[1] - loop[0]))
-    best = {begin: (0, 0, 0)}  # by place: less work, products, instructions
+    best = {begin: (0, ())}  # by place: less work, the instructions before it
     for place in range(begin, end + 1):
         if place not in best:
             continue
-        text, (work, matrices, count) = code[place], best[place]
-        here = work - any(word in text for word in WORK), matrices + ("HMMA" in text), count + 1
+        text, (work, before) = code[place], best[place]
+        here = work - any(word in text for word in WORK), (*before, text)
         if place == end:
-            return here[1:]
+            return here[1]
         conditional = text.startswith("@") or re.match(r"BRA !?U?P\d", text)
         following = [jumps[place]] if begin < jumps.get(place, -1) <= end and jumps[place] > place else []
         if (place not in jumps and not text.startswith(("EXIT", "RET"))) or conditional:
             following.append(place + 1)
         for each in following:
-            best[each] = min(best.get(each, here), here, key=lambda found: (found[0], found[2]))
+            best[each] = min(best.get(each, here), here, key=lambda found: (found[0], len(found[1])))
     raise AssertionError("no way round")
 
 

@@ -94,7 +94,7 @@ def test_memory_that_a_launch_gives():
         ".shared .align 16 .b8 s[16];\nmov.b32 %r1, 7;\nst.shared.u32 [d+60], %r1;\nret;\n}"
     )
     Machine().launch(program, (1,), (32,), [0], 64)
-    for given, message in ((60, "out of bounds"), (99 * 1024, "shared memory")):
+    for given, message in ((60, "out of bounds"), (227 * 1024, "shared memory")):
         with pytest.raises(Fault, match=message):
             Machine().launch(program, (1,), (32,), [0], given)
 

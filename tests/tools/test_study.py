@@ -477,6 +477,28 @@ def test_latent_blocks_whose_scales_are_apart(rng):
     kvkit.mla_append(rows[:, :448], rows[:, 448:], pool, np.arange(24), format="ds_v4")
     found = tools.study({"cache": pool[None]}, "ds_v4", layout="flashmla-ds-v4")
     assert (found.summary[0].key_error, found.summary[0].bytes_per_token, found.tokens) == (0, 584, 24)
+    inspected = tools.inspect({"cache": pool[None]}, layout="flashmla-ds-v4")
+    assert inspected.sizes == {"l": 1, "b": 4, "n": 6, "c": 584}
     made = tools.convert({"cache": [pool]}, None, from_layout="flashmla-ds-v4", format="float32")
     decoded = formats.decode(formats.encode(rows, "ds_v4"), "ds_v4")
-    np.testing.assert_array_equal(made.arrays["cache.0.0"].reshape(24, 512), decoded)
+    np.testing.assert_array_equal(made.arrays["cache.0"].reshape(24, 512), decoded)
+    assert list(made.arrays) == ["cache.0"]  # a row is key and value
+
+
+def test_latent_blocks_are_made_of_rows_and_rows_of_blocks(rng):
+    """By `convert --to`, bit for bit, into pages of another size; floats have to be encoded first."""
+    rows = {"cache": [rng.standard_normal((3, 10, 512), np.float32)]}
+    coded = tools.convert(rows, None, from_layout="vllm-mla", format="ds_v4")
+    source = files.Contents(coded.arrays, {}, description=coded.description)
+    blocks = tools.convert(source, None, to_layout="flashmla-ds-v4", page_size=4, verify=True)
+    assert [each.shape for each in blocks.arrays["cache"]] == [(9, 5 * 576)]
+    assert (blocks.description.format, blocks.description.sizes) == ("ds_v4", {"l": 1, "b": 9, "n": 4})
+    arrays = blocks.arrays | {"cache.0": blocks.arrays["cache"][0]}
+    del arrays["cache"]
+    back = tools.convert(
+        files.Contents(arrays, {}, description=blocks.description), None, to_layout="vllm-ds-mla",
+        page_size="longest", verify=True,
+    )  # fmt: skip
+    np.testing.assert_array_equal(back.arrays["cache"][0], coded.arrays["cache.0"])
+    with pytest.raises(KvkitError, match=r"cache: expected rows of 584 bytes \(format ds_v4\)"):
+        tools.convert(rows, None, from_layout="vllm-mla", to_layout="flashmla-ds-v4")

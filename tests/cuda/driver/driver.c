@@ -127,7 +127,7 @@ int cuKernelGetName(const char **name, Kernel *kernel) { *name = kernel->name; r
 int cuKernelSetAttribute(int which, int value, Kernel *kernel, int device) {
     if (kernel->self.kind != KERNEL) return NO_HANDLE;
     if (device < 0 || device >= DEVICES) return NO_SUCH_DEVICE;
-    if (which == MAX_DYNAMIC_SHARED && (value < 0 || value > 99 << 10)) return INVALID;
+    if (which == MAX_DYNAMIC_SHARED && (value < 0 || value > 232448)) return INVALID;
     if (which == MAX_DYNAMIC_SHARED) kernel->shared[device] = value;
     return OK;
 }
