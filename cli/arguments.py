@@ -21,6 +21,7 @@ KINDS = {  # type of a value: (in words, as --set takes it)
     bool: ("True or False", "True or False"),
     tuple: ("two integers", "NUMBER,NUMBER"),
     str: ("a text", "TEXT"),
+    dict: ("a mapping", "{'NAME': VALUE}"),
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from numpy.typing import ArrayLike
 
 from kvkit.calls.pools import append_to_pools, as_floats, copy_blocks
@@ -9,6 +12,7 @@ from kvkit.calls.prepared import attend
 from kvkit.checks.arguments import PoolAttention, PoolTransfer, Scoring
 from kvkit.checks.paged import checked_append, checked_paged_attention, checked_swap
 from kvkit.interop import returns_input_kind
+from kvkit.rope import Rope, as_rope
 from kvkit.typed import Array, Arrays, Attended
 
 
@@ -149,10 +153,13 @@ def paged_append(
     layout: str = "b n h c",
     key_scale: float | Array | None = None,
     value_scale: float | Array | None = None,
+    positions: ArrayLike | None = None,
+    rope: Rope | Mapping[str, Any] | str | None = None,
 ) -> tuple[Array | None, Array | None]:
     """Store packed keys and values in the slots of pools of pages.
 
-    Slot s is token ``s % page_size`` of page ``s // page_size``. A negative slot stores nothing.
+    Slot s is token ``s % page_size`` of page ``s // page_size``. A negative slot stores nothing. With `rope`
+    keys are rotated on their way.
 
     Parameters
     ----------
@@ -172,6 +179,11 @@ def paged_append(
         int8 requires it. Or an output array with one scale per token and head (or group), as in
         `paged_attention`: then scales are computed and written there, by the rules of `formats.encode` for
         ``"int8"`` in groups and ``"e4m3"`` by "group".
+    positions : ndarray of int32 or int64, shape [tokens], optional
+        The position of each token; required with `rope`, else not read.
+    rope : Rope or mapping, optional
+        How keys are rotated before they are stored: a `kvkit.Rope`, or its arguments by name; ``"none"`` (a
+        layer without rotation) is as None. `key` itself does not change, and queries are rotated apart.
 
     Returns
     -------
@@ -187,8 +199,9 @@ def paged_append(
     Notes
     -----
     This does what vLLM's ``reshape_and_cache`` and FlashInfer's ``append_paged_kv_cache`` do. If dtypes are
-    equal, bits are copied. Codes are rounded once, half to even, and saturate, as those of ``"ort_int8"``,
-    ``"e4m3"`` and ``"e5m2"`` in `kvkit.formats.encode`.
+    equal, bits are copied. Rotated keys are rounded to their own dtype, as `Rope.rotate` does, and then
+    stored: the bytes are those of two calls, in one launch. Codes are rounded once, half to even, and
+    saturate, as those of ``"ort_int8"``, ``"e4m3"`` and ``"e5m2"`` in `kvkit.formats.encode`.
 
     Examples
     --------
@@ -199,10 +212,17 @@ def paged_append(
     >>> keys[:, 0, :, 0]
     array([[3., 0., 0.],
            [0., 1., 0.]], dtype=float16)
+
+    A key of position 2 is rotated by 2 radians, its value is not:
+
+    >>> keys, values, key = *np.zeros((2, 1, 1, 1, 2), np.float32), np.ones((1, 1, 2), np.float32)
+    >>> _ = kvkit.paged_append(key, key, keys, values, [0], positions=[2], rope=kvkit.Rope(2))
+    >>> keys.ravel().round(2), values.ravel()
+    (array([-1.33,  0.49], dtype=float32), array([1., 1.], dtype=float32))
     """
     call = PoolTransfer(
         key, value, key_cache, value_cache, slot_mapping, layout=layout, key_scale=key_scale,
-        value_scale=value_scale,
+        value_scale=value_scale, positions=positions, rope=as_rope(rope),
     )  # fmt: skip
     append_to_pools(checked_append(call))
     return key_cache, value_cache

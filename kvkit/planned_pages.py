@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import SupportsIndex
+from collections.abc import Mapping
+from typing import Any, SupportsIndex
 
 from numpy.typing import ArrayLike
 
@@ -10,6 +11,7 @@ from kvkit.calls.pools import PlannedPages, as_floats
 from kvkit.checks.arguments import PoolAttention, PoolTransfer, Scoring
 from kvkit.checks.paged import checked_plan
 from kvkit.interop import returns_input_kind
+from kvkit.rope import Rope, as_rope
 from kvkit.typed import Array, Arrays, Attended
 
 
@@ -80,11 +82,12 @@ class PagedPlan:
         layout: str = "b n h c",
         key_scale: float | Array | None = None,
         value_scale: float | Array | None = None,
+        rope: Rope | Mapping[str, Any] | str | None = None,
     ) -> tuple[Array | None, Array | None]:
-        """Run `paged_append` for the last tokens of the contexts, as many as there are queries."""
+        """Run `paged_append` for the last tokens of the contexts, whose positions are those of the plan."""
         call = PoolTransfer(
             key, value, key_cache, value_cache, (), layout=layout, key_scale=key_scale,
-            value_scale=value_scale,
+            value_scale=value_scale, rope=as_rope(rope),
         )  # fmt: skip
         self.step.append(call)
         return key_cache, value_cache

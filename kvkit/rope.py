@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from kvkit.checks.values import finite_number, flag, integer, positive_number
-from kvkit.errors import argument_error, describe
+from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.typed import Array
 
 NO_ROTATION = "none"  # NoPE layers and ALiBi: positions move, keys need nothing
@@ -94,6 +94,9 @@ class Rope:
         object.__setattr__(self, "frequencies", frequencies)
         object.__setattr__(self, "attention_factor", factor)
 
+    def __hash__(self) -> int:
+        return hash((self.rotary_dim, self.theta, self.interleaved, self.begin))
+
     def rotate(self, states: Array, positions: ArrayLike) -> Array:
         """Rotate queries or keys [..., tokens, dim] for their positions, and multiply them with the factor.
 
@@ -138,6 +141,19 @@ class Rope:
         """Return the cosines and the sines [..., pairs] of a rotation by some positions, for `turn`."""
         angles = np.asarray(positions, np.float64)[..., None] * self.frequencies  # [tokens, pairs]
         return (np.cos(angles) * factor).astype(dtype), (np.sin(angles) * factor).astype(dtype)
+
+    def angles(self, positions: ArrayLike) -> Array:
+        """Return the cosine and the sine of every angle at some positions, times the factor, in float32.
+
+        Parameters
+        ----------
+        positions : array_like of int
+
+        Returns
+        -------
+        ndarray of float32, shape [..., rotary_dim / 2, 2]
+        """
+        return np.stack(self.turns(positions, np.float32, self.attention_factor), -1)
 
     def turn(self, states: Array, cosines: Array, sines: Array, out: Array) -> None:
         """Write states that are rotated to `out`, of a dtype; the elements behind the pairs lie there."""
@@ -214,6 +230,20 @@ class Rope:
             return cls(int(dim * (1.0 if share is None else share)), float(theta), interleaved, own)
 
         return [of_layer(number) for number in range(count)]
+
+
+def as_rope(rope: object) -> Rope | str | None:
+    """Return the rotation that an argument gives: a `Rope`, the arguments of one by name, "none" or None."""
+    if isinstance(rope, Mapping):
+        try:
+            return Rope(**rope)
+        except (TypeError, KvkitError) as error:
+            raise argument_error("rope", "arguments of kvkit.Rope", f"{describe(rope)} ({error})") from None
+    if rope is None or isinstance(rope, Rope):
+        return rope
+    if isinstance(rope, str) and rope == NO_ROTATION:
+        return rope
+    raise argument_error("rope", "a kvkit.Rope, its arguments by name, 'none' or None", describe(rope))
 
 
 Scaled = tuple[Array, float]  # frequencies, factor of keys

@@ -1,10 +1,11 @@
 """Printed by `python -m kvkit_cuda.print_stubs`."""
 # fmt: off
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
 from kvkit.errors import DeviceError, KvkitError
+from kvkit.rope import Rope
 from kvkit_cuda import ascend, dynamic_batching
 
 __all__ = [
@@ -38,7 +39,8 @@ class PagedPlan:
     def paged_append(
         self, key: Array | None, value: Array | None, key_cache: Array | None, value_cache: Array | None, *,
         layout: str = "b n h c", key_scale: float | Array | None = None,
-        value_scale: float | Array | None = None, stream: object = None
+        value_scale: float | Array | None = None, rope: Rope | Mapping[str, Any] | str | None = None,
+        stream: object = None
     ) -> tuple[Array | None, Array | None]: ...
     def paged_attention(
         self, query: Array, key_cache: Array, value_cache: Array | None, attn_mask: Array | None = None, *,
@@ -115,7 +117,8 @@ def multi_head_cache_attention(
 def paged_append(
     key: Array | None, value: Array | None, key_cache: Array | None, value_cache: Array | None,
     slot_mapping: Array, *, layout: str = "b n h c", key_scale: float | Array | None = None,
-    value_scale: float | Array | None = None, stream: object = None
+    value_scale: float | Array | None = None, positions: Array | None = None,
+    rope: Rope | Mapping[str, Any] | str | None = None, stream: object = None
 ) -> tuple[Array | None, Array | None]: ...
 def paged_attention(
     query: Array, key_cache: Array, value_cache: Array | None, block_tables: Array | tuple[Array, Array],

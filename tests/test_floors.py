@@ -21,8 +21,8 @@ FLOORS = (
     "formulas",  # 2
     "checks",  # 3
     "cpu",  # 4
-    "calls",  # 5
-    "ascend static dynamic_batching paged planned_pages merge rope",
+    "calls rope",  # 5
+    "ascend static dynamic_batching paged planned_pages merge",
     "mla indexer",
     "__init__",
     "files eviction",  # 6
@@ -34,9 +34,10 @@ FLOORS = (
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms.split()}
 # What the twin on CUDA has from floors above 3: functions that make index tensors; names, arguments, words;
-# frequencies and far angles, which have the CPU's bits because they are the CPU's; latent rows.
+# frequencies and angles, which have the CPU's bits because they are the CPU's; latent rows.
 OF_THE_HOST = {
     ("kvkit_cuda.ascend", "kvkit.ascend"),
+    ("kvkit_cuda.calls.checks", "kvkit.rope"),
     ("kvkit_cuda.mirror", "kvkit"),
     ("kvkit_cuda.positions.angles", "kvkit.cpu"),
     ("kvkit_cuda.calls.latent", "kvkit.calls.indexer"),

@@ -47,32 +47,41 @@ def append_to_pools(call: PoolAppend) -> None:
     cpu.launches.start(*append_launches(call))
 
 
-def append_launches(call: PoolAppend) -> list[Any]:
-    """Return launches that store tokens in pools: as copies of their bits, in one launch, or as codes."""
+def append_launches(call: PoolAppend, angles: Array | None = None) -> list[Any]:
+    """Return launches that store tokens in pools: as copies of their bits, or as codes.
+
+    Sides that need the same machine code share a launch. `angles` are those of the call's positions, which
+    are computed if they are not given.
+    """
     if not len(call.pieces):
         return []
     moved = [side for side in call.sides if side.data_dtype == side.cache_format]
-    launches = [
-        cpu.copy.pieces.encode(side, call.pieces)
-        for side in call.sides
-        if side.data_dtype != side.cache_format
-    ]
+    coded = [side for side in call.sides if side.data_dtype != side.cache_format]
+    rotation = None
+    if call.rope is not None:
+        angles = call.rope.angles(call.positions) if angles is None else angles
+        rotation = cpu.copy.pieces.KeyRotation(angles, call.rope.begin, not call.rope.interleaved)
+    launches: list[Any] = cpu.copy.pieces.encode(coded, call.pieces, rotation)
     if moved:
         arrays = [side.tokens for side in moved], [side.pool for side in moved]
         size, names = moved[0].pool.shape[1], [side.name for side in moved]
-        launches.append(cpu.copy.pieces.prepare_pieces("store", *arrays, call.pieces, size, names=names))
+        turned = rotation if names[0] == "key" else None
+        launches.append(
+            cpu.copy.pieces.prepare_pieces("store", *arrays, call.pieces, size, names=names, rotation=turned)
+        )
     return launches
 
 
 class PlannedPages:
     """Checked contexts in pages. Calls that differ only in the addresses of their arrays are checked once."""
 
-    __slots__ = ("_appended", "_attended", "sequences")
+    __slots__ = ("_angles", "_appended", "_attended", "sequences")
 
     def __init__(self, sequences: PagedContexts) -> None:
         self.sequences = sequences
         self._attended: PreparedCalls[tuple[PreparedCall, Forms]] = PreparedCalls()
         self._appended: PreparedCalls[PreparedCall] = PreparedCalls()
+        self._angles: tuple[object, Array | None] = None, None  # of the latest rope
 
     def attend(self, call: PoolAttention, out: Array | Arrays | None) -> Attended:
         """Run `paged_attention`. A call with a mask, slopes, sinks or scales of heads is checked."""
@@ -111,18 +120,28 @@ class PlannedPages:
         form = None
         if not any(map(is_of_heads, scales)):
             unaligned = is_unaligned(pool for pool in pools if isinstance(pool, np.ndarray))
-            attributes = call.layout, unaligned, in_one(*pools), *map(number_or_none, scales)
+            attributes = call.layout, unaligned, call.rope, in_one(*pools), *map(number_or_none, scales)
             form = form_of((call.key, call.value, *map(array_of, scales), *pools), attributes)
         arrays = call.key, call.value, *in_both(*map(array_of, scales)), *in_both(*pools)
         prepared = self._appended.find(form)
         if prepared and prepared.run(arrays):
             return
         checked = checked_append(call, self.sequences)
-        launches = append_launches(checked)
+        launches = append_launches(checked, self._angles_of(checked))
         cpu.launches.start(*launches)
         if all(side.tokens is call.key or side.tokens is call.value for side in checked.sides):
             named = dict(zip(("key", "value", *SCALES, *POOLS), arrays, strict=True))
             self._appended.keep(form, PreparedCall(launches, named, len(SCALES + POOLS)))
+
+    def _angles_of(self, call: PoolAppend) -> Array | None:
+        """Return the angles of the new tokens' keys, which calls with the same rope share."""
+        if call.rope is None:
+            return None
+        rope, angles = self._angles
+        if rope is not call.rope:
+            angles = call.rope.angles(call.positions)
+            self._angles = call.rope, angles
+        return angles
 
 
 def has_more(call: PoolAttention) -> bool:

@@ -121,6 +121,8 @@ class PoolTransfer(NamedTuple):
     layout: str
     key_scale: float | Array | None
     value_scale: float | Array | None
+    positions: ArrayLike | None = None
+    rope: Any = None  # a `Rope`, or "none"
 
 
 class BlockAttention(NamedTuple):

@@ -1,6 +1,6 @@
 """The checked calls of attention over pools of pages, of appends to them, and of copies of blocks."""
 
-from typing import NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -26,7 +26,7 @@ from kvkit.checks.values import (
     one_piece,
 )
 from kvkit.errors import argument_error, describe
-from kvkit.formats import BY_DTYPE, FLOATS, INT8, Element
+from kvkit.formats import BY_DTYPE, BY_NAME, FLOATS, INT8, Element
 from kvkit.formats.elements import BLOCKS
 from kvkit.typed import Array
 
@@ -47,7 +47,7 @@ class PagedContexts(NamedTuple):
     def tensors(self, operator: str) -> dict[str, object]:
         """Return the index tensors that an operator takes, by name."""
         if "attention" not in operator:
-            return {"slot_mapping": new_slots(self)}
+            return {"slot_mapping": new_slots(self), "positions": new_positions(self)}
         table, starts = self.pages
         tables = table if starts is None else (starts, table)
         return {"block_tables": tables, "context_lens": self.lengths, "query_starts": self.starts}
@@ -302,6 +302,8 @@ class PoolAppend(NamedTuple):
 
     sides: list[PoolSide]
     pieces: Array  # see `checks.slots`
+    rope: Any = None  # the `Rope` that rotates keys before they are stored, None without
+    positions: Array | None = None  # of the tokens, if keys are rotated
 
     @property
     def blocks(self) -> int:
@@ -309,12 +311,18 @@ class PoolAppend(NamedTuple):
         return len(self.sides[0].pool)
 
 
+def new_positions(planned: PagedContexts) -> Array:
+    """Return the positions of a plan's new tokens, the last of each context."""
+    lengths, starts = planned.lengths, planned.starts
+    positions: Array = np.arange(starts[-1]) - np.repeat(starts[1:] - lengths, np.diff(starts))
+    return positions
+
+
 def new_slots(planned: PagedContexts) -> Array:
-    """Return the slots of a plan's new tokens, the last of each context; -1 for one before position 0."""
+    """Return the slots of a plan's new tokens; -1 for one before position 0."""
     (table, table_starts), lengths, starts, page_size, _ = planned
-    counts = np.diff(starts)
-    sequence = np.repeat(np.arange(len(lengths)), counts)
-    position = np.arange(starts[-1]) - np.repeat(starts[1:] - lengths, counts)
+    sequence = np.repeat(np.arange(len(lengths)), np.diff(starts))
+    position = new_positions(planned)
     page = np.maximum(position, 0) // page_size
     stored = position >= 0
     if table_starts is None:
@@ -347,6 +355,9 @@ def checked_append(call: PoolTransfer, planned: PagedContexts | None = None) -> 
             changed.append((f"{name}_scale", side.scales))
     if not sides:
         raise argument_error("key", "an array of tokens, or one as value", "None")
+    positions = positions_of_keys(call, sides[0], planned)
+    if positions is not None:
+        sides[0] = sides[0]._replace(tokens=one_piece(sides[0].tokens))
     tokens, (blocks, rows) = len(sides[0].tokens), sides[0].pool.shape[:2]
     slots = call.slot_mapping
     if planned is not None:
@@ -355,7 +366,24 @@ def checked_append(call: PoolTransfer, planned: PagedContexts | None = None) -> 
     pieces = pools.plain_pieces(tokens, blocks * rows, slots)
     for i, (name, array) in enumerate(changed):
         check_apart(name, array, [*changed[i + 1 :], *arrays])
-    return PoolAppend(sides, pieces)
+    return PoolAppend(sides, pieces, None if positions is None else call.rope, positions)
+
+
+def positions_of_keys(call: PoolTransfer, side: PoolSide, planned: PagedContexts | None) -> Array | None:
+    """Check the rotation of keys, which are the first side; return their positions, None without rotation."""
+    rope = call.rope
+    if rope is None or isinstance(rope, str):
+        return None
+    if call.key is None or BY_NAME[side.data_dtype] not in FLOATS:
+        got = "None" if call.key is None else side.data_dtype
+        raise argument_error("key", "floats, which rope rotates", got)
+    if rope.end > side.tokens.shape[2]:
+        raise argument_error("rope", f"at most {side.tokens.shape[2]} rotated elements, a key's", rope.end)
+    if planned is not None:
+        return new_positions(planned)
+    if call.positions is None:
+        raise argument_error("positions", "the position of each token, for rope", "None")
+    return index("positions", call.positions, length=len(side.tokens))
 
 
 def pool_side(name: str, array: Array, first: Array, cache_name: str, pool: Array | None) -> PoolSide:

@@ -182,6 +182,8 @@ INTO_PAGES: Own = {
     "value": ArgumentEntry(DATA, "values of the new tokens, likewise", ("(tokens, H, Dv)",)),
     "key_scale": ArgumentEntry(FLOATS, "what keys are divided by, where they become codes", FOUND_SCALES),
     "value_scale": ArgumentEntry(FLOATS, "what values are divided by, likewise", FOUND_SCALES),
+    "positions": ArgumentEntry(INDEX, "the position of each token, for rope", ("(tokens)",)),
+    "rope": None,
 }
 TO_LATENT: Own = {
     "query": ArgumentEntry(

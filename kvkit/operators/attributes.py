@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from kvkit.operators.compression import MEANING, NEEDED, CompressType
 
 REQUIRED = inspect.Parameter.empty  # the default of a required argument
-KINDS: tuple[type, ...] = bool, int, float, tuple, str
+KINDS: tuple[type, ...] = bool, int, float, tuple, str, dict
 NEEDS = {mode: f"; needs {', '.join(names)}" if names else "" for mode, names in NEEDED.items()}
 
 
@@ -65,6 +65,7 @@ ATTRIBUTES = {
         Attribute("bypass_key", "copy keys as they are"),
         Attribute("max_position_embeddings", "end of a sequence beyond which 'dynamic' scales"),
         Attribute("scaling_type", "'linear' (slower positions), 'dynamic' (larger theta) or ''"),
+        Attribute("rope", "how keys are rotated first: the arguments of kvkit.Rope by name", dict),
         Attribute("scaling_factor", "how much 'linear' or 'dynamic' scales"),
         Attribute(
             "compress_type",

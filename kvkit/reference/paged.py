@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.reference.attention import attend_sequence
+from kvkit.reference.positions import rotate_token
 
 __all__ = ["paged_append", "paged_attention", "swap_blocks"]
 
@@ -101,9 +102,25 @@ def store_in_pages(tokens: Array, pool: Array, slots: Any) -> None:
 
 
 def paged_append(
-    key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, *, layout: str = "b n h c"
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slot_mapping: Any,
+    *,
+    layout: str = "b n h c",
+    positions: Any = None,
+    rope: Any = None,
 ) -> tuple[Any, Any]:
-    """Write tokens into their slots, except tokens with a negative slot; return the caches."""
+    """Write tokens into their slots, except tokens with a negative slot; return the caches.
+
+    `rope` is a mapping: keys are rotated by `rotate_token`, whose arguments it has, from element `begin` on.
+    """
+    if rope is not None:
+        how, key = {"interleaved": False, **rope}, key.astype(np.float64)
+        begin = how.pop("begin", 0)
+        for token, position in enumerate(positions):
+            key[token, :, begin:] = rotate_token(key[token, :, begin:], position, position, **how)
     for tokens, pool in ((key, key_cache), (value, value_cache)):
         if tokens is not None:
             store_in_pages(tokens, tokens_before_heads(pool, layout), slot_mapping)

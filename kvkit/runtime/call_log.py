@@ -70,6 +70,8 @@ def write_argument(folder: FilePath, name: str, value: Any, raw: bool = False) -
     """Return an argument's entry in a manifest: a plain value, or an array in a file (several as one)."""
     if isinstance(value, np.generic):
         value = value.item()
+    if hasattr(value, "describe"):  # a rotation, by its arguments
+        value = value.describe()
     if is_plain(value):
         return {"value": value}
     if isinstance(value, (list, tuple)):
@@ -91,8 +93,8 @@ def members(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def is_plain(value: object) -> bool:
     """Return whether JSON can write a value; tuples become lists."""
-    if isinstance(value, (list, tuple)):
-        return all(map(is_plain, value))
+    if isinstance(value, (list, tuple, dict)):
+        return all(map(is_plain, value.values() if isinstance(value, dict) else value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 

@@ -72,10 +72,13 @@ from kvkit.checks.values import packed_tokens
 from kvkit.operators import Operator
 from kvkit.operators.arrays import INDEX
 from kvkit.operators.operator import IN_PYTHON
+from kvkit.rope import as_rope
 from kvkit.typed import Array
 
 ZEROS = -1  # a source row that stands for zeros
-UNPLANNED = dict.fromkeys(("block_tables", "context_lens", "query_starts", "slot_mapping"))  # what plans have
+UNPLANNED = dict.fromkeys(  # what plans have
+    ("block_tables", "context_lens", "query_starts", "slot_mapping", "positions")
+)
 Values = Mapping[str, Any]  # of an operator's arguments, by name
 Record = TypeVar("Record", bound=tuple[Any, ...])
 
@@ -160,7 +163,8 @@ def pool_attention(values: Values, step: PagedContexts | None) -> AttentionCall:
 
 def pool_append(values: Values, step: PagedContexts | None) -> PoolAppend:
     """Check a call of `paged_append`."""
-    return checked_append(fill(PoolTransfer, UNPLANNED | dict(values)), step)
+    given = UNPLANNED | dict(values) | {"rope": as_rope(values.get("rope"))}
+    return checked_append(fill(PoolTransfer, given), step)
 
 
 def swapped(values: Values, step: Packed | None) -> Moves:

@@ -9,7 +9,7 @@ from kvkit.checks import caches, slots
 from kvkit_cuda.attention import merge, params
 from kvkit_cuda.calls import arrays, attention, paged
 from kvkit_cuda.calls.steps import PlannedPages, PlannedStep
-from kvkit_cuda.calls.tables import Tables
+from kvkit_cuda.calls.tables import Tables, angle_bits
 from kvkit_cuda.copy import means, pieces, transfer
 from kvkit_cuda.device_runtime import host
 from kvkit_cuda.positions import alibi, angles, index, rotary
@@ -124,27 +124,37 @@ def move(placed: DeviceCall):
 
 
 def append_to_pools(placed: DeviceCall):
-    """Return the launches that store tokens in pools: as they are, or as codes with scales."""
-    found, moves = placed.call.pieces, []
-    for side in placed.call.sides:
+    """Return the launches that store tokens in pools, as they are or as codes; `rope` rotates keys before."""
+    call, stream, moves = placed.call, placed.stream, []
+    for side in call.sides:
         source, scales, cache = side.tokens[None], side.scales, f"{side.name}_cache"
-        if side.data_dtype == side.cache_format:
+        if side.data_dtype == side.cache_format and call.rope is None:
             moves.append((*pieces.byte_copy(source, side.pool), (side.name, cache, cache)))
             continue
         owners = side.name, cache, f"{side.name}_scale" if scales is not None else cache
         if scales is not None and not side.group:
-            given = arrays.Operand(scales, False, None).moved(placed.stream)
+            given = arrays.Operand(scales, False, None).moved(stream)
             placed.owners.append(given)
             scales = np.broadcast_to(given.seen[:, None], (*side.pool.shape[:3], 1))
         formats = side.data_dtype, side.cache_format, side.scale_format
-        moves.append((*pieces.code_copy(source, side.pool, *formats, side.group, scales), owners))
+        moves.append((*pieces.code_copy(source, side.pool, *formats, side.group, scales, call.rope), owners))
     if placed.step:
         tables = placed.tables
-        return pieces.copy_launches(
-            moves, tables.new_tokens(placed.stream), tables.steps.tokens, placed.stream
-        )
-    where = np.stack([found[:, column] for column in (slots.TOKEN, slots.SLOT, slots.COUNT)], 1)
-    return pieces.launch_copies(moves, where, placed.stream)
+        *where, angles = tables.new_tokens(call.rope, stream)
+        return pieces.copy_launches(moves, where, tables.steps.tokens, stream, rotation(call, angles))
+    where = np.stack([call.pieces[:, column] for column in (slots.TOKEN, slots.SLOT, slots.COUNT)], 1)
+    angles = None
+    if call.rope is not None:
+        (angles,) = host.tables([angle_bits(call.rope, call.positions)], stream)
+        placed.owners.append(angles)
+    return pieces.launch_copies(moves, where, stream, rotation(call, angles))
+
+
+def rotation(call, angles):
+    """Return how keys rotate (see `copy_launches`), with a table of angles; None without rope."""
+    if call.rope is None:
+        return None
+    return call.rope, host.address(angles), call.sides[0].pool.shape[3]
 
 
 def copy_blocks(placed: DeviceCall):

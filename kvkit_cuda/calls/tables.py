@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvkit.checks.paged import PagedContexts, new_slots
+from kvkit.checks.paged import PagedContexts, new_positions, new_slots
 from kvkit.checks.pools import PageTable
 from kvkit.errors import argument_error
 from kvkit.formulas.index import visible_range
@@ -111,13 +111,23 @@ class Tables:
                 self.waiting.append(slopes)
             return self.works[key], key
 
-    def new_tokens(self, stream):
-        """Return the pieces of the new tokens of contexts in pages, one a token, and their starts."""
+    def new_tokens(self, rope, stream):
+        """Return the starts of the new tokens' pieces, the pieces, one a token, and the angles of their keys.
+
+        Without `rope` there are no angles, and None is in their place.
+        """
+        names = [("starts", NEW_TOKENS), ("pieces", NEW_TOKENS)]
         with self.lock:
             if NEW_TOKENS not in self.works:
                 self.works[NEW_TOKENS] = NewTokens(self.steps)
-                self.waiting += [("starts", NEW_TOKENS), ("pieces", NEW_TOKENS)]
-        return self.of((("starts", NEW_TOKENS), ("pieces", NEW_TOKENS)), stream)
+                self.waiting += names
+            if rope is not None:
+                names.append(("angles", rope))
+                if rope not in self.works:
+                    self.works[rope] = NewAngles(self.steps, rope)
+                    self.waiting.append(names[-1])
+        found = self.of(names, stream)
+        return found if rope is not None else [*found, None]
 
 
 NEW_TOKENS = "new tokens"
@@ -131,11 +141,32 @@ class NewTokens:
 
     def split_work(self, steps, key):
         """Find the slots of the new tokens. `steps` has page ids as its table."""
-        lengths = np.diff(steps.kvstarts)
-        slots = new_slots(PagedContexts(PageTable(steps.table), lengths, steps.seqstarts, steps.page_size, 0))
+        slots = new_slots(contexts_of(steps))
         counts = (slots >= 0).astype(np.int64)
         self.starts = np.r_[0, np.cumsum(counts)]
         self.pieces = np.stack([np.arange(len(slots)), slots, counts], 1)
+
+
+class NewAngles:
+    """The angles [tokens, pairs] by which a rope rotates the keys of the new tokens of contexts."""
+
+    def __init__(self, steps, rope):
+        self.split_work(steps, rope)
+
+    def split_work(self, steps, rope):
+        """Compute the angles of the new tokens' positions."""
+        self.angles = angle_bits(rope, new_positions(contexts_of(steps)))
+
+
+def contexts_of(steps):
+    """Return the contexts of steps that have page ids as their table."""
+    lengths = np.diff(steps.kvstarts)
+    return PagedContexts(PageTable(steps.table), lengths, steps.seqstarts, steps.page_size, 0)
+
+
+def angle_bits(rope, positions):
+    """Return the angles [tokens, pairs] of positions: bits of a cosine, then of a sine, in an int64."""
+    return np.ascontiguousarray(rope.angles(positions)).view(np.int64)[..., 0]
 
 
 class Key(NamedTuple):

@@ -80,10 +80,9 @@ def keep_bits(low, high):
 
 
 @functools.cache
-def store(packed, cache_format, span):
-    """Return f(packed address, cache address), which stores a chunk of new elements."""
-    read, write = memory.load(*access(packed, span)), memory.store(*access(cache_format, span))
-    to_stored = convert(packed, cache_format, span)
+def store(packed, cache_format, span, read):
+    """Return f(packed, cache address), which stores a chunk of new elements that `read` reads."""
+    write, to_stored = memory.store(*access(cache_format, span)), convert(packed, cache_format, span)
 
     @shared
     def store(packed, cache):
@@ -134,10 +133,9 @@ def dequantize(packed, cache_format, scale_format, span):
 
 
 @functools.cache
-def largest(packed, span):
-    """Return f(packed address) -> the largest magnitude of a chunk, as the bits of a float32."""
-    read, bits = memory.load(*access(packed, span)), BY_NAME[packed].bits
-    raw, decode = DECODE[packed]
+def largest(packed, span, read):
+    """Return f(packed) -> the largest magnitude of a chunk, as the bits of a float32."""
+    bits, (raw, decode) = BY_NAME[packed].bits, DECODE[packed]
 
     @shared
     def largest(packed):
@@ -152,12 +150,12 @@ def largest(packed, span):
 
 
 @functools.cache
-def quantize(packed, cache_format, scale_format, span):
+def quantize(packed, cache_format, scale_format, span, read):
     """Return f(packed, cache, scale address, largest of the group, first), which encodes a chunk.
 
     The chunk that is `first` in its group also stores the scale."""
     element, (_, qmax) = packed, BY_NAME[cache_format].limits
-    read, write = memory.load(*access(packed, span)), memory.store(*access(cache_format, span))
+    write = memory.store(*access(cache_format, span))
     write_scale, scale_from = memory.store(*access(scale_format, 1)), ENCODE[scale_format]
     (raw, decode), bits, code_bits = DECODE[packed], BY_NAME[packed].bits, BY_NAME[cache_format].bits
     mask = 2**code_bits - 1
@@ -178,12 +176,12 @@ def quantize(packed, cache_format, scale_format, span):
 
 
 @functools.cache
-def divide(packed, cache_format, scale_format, span, given):
+def divide(packed, cache_format, scale_format, span, given, read):
     """Return f(packed, cache, scale address, largest, first), which encodes x / scale.
 
     The scale is computed, or read if it is `given`. Quotients are rounded once, unlike those of `quantize`.
     """
-    read, write = memory.load(*access(packed, span)), memory.store(*access(cache_format, span))
+    write = memory.store(*access(cache_format, span))
     (raw, decode), bits, limit = DECODE[packed], BY_NAME[packed].bits, BY_NAME[cache_format].limits[1]
     read_scale, (raw_scale, scale_from_bits) = memory.load(*access(scale_format, 1)), DECODE[scale_format]
     write_scale, scale_from = memory.store(*access(scale_format, 1)), ENCODE[scale_format]

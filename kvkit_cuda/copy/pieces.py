@@ -20,6 +20,7 @@ from kvkit.runtime.jit import shared
 from kvkit_cuda.copy import chunks
 from kvkit_cuda.copy.transfer import Group, lanes_of, mates_of, on_chunk_of, sequence_of
 from kvkit_cuda.device_runtime import device, host, memory
+from kvkit_cuda.positions import angles, rotary
 
 THREADS = 256  # of a block
 WIDEST = 16  # bytes of a chunk
@@ -53,18 +54,31 @@ class Run(NamedTuple):
     scale_row: Any
     rows: Any
     there: Any  # whether there is a source; otherwise the target becomes zeros
+    element: Any  # the first one of the chunk in its head
+    angles: Any  # the address of the first row's angles; 0: nothing is rotated
+    angles_row: Any
+
+
+class Rotation(NamedTuple):
+    """The rotation of the first side's rows: angles [rows, pairs, 2], the first element that is rotated."""
+
+    angles: Any = 0  # address; 0: nothing is rotated
+    begin: Any = 0
+    pairs: Any = 0
+    chunks: Any = 1  # of a head
 
 
 SIDE = types.NamedUniTuple(INT, len(Blocks._fields), Blocks)
-SIGNATURE = types.void(INDEX1, INDEX2, *[SIDE] * 6, INT, INT)
+ROTATION = types.NamedUniTuple(INT, len(Rotation._fields), Rotation)
+SIGNATURE = types.void(INDEX1, INDEX2, *[SIDE] * 6, INT, INT, ROTATION)
 
 
 def mover(size):
-    """Return f(run, group), which copies a chunk of `size` bytes in the rows of a run."""
+    """Return f(run, group, rotation), which copies a chunk of `size` bytes in the rows of a run."""
     read, write = memory.load(size, size), memory.store(size, size)
 
     @shared
-    def move(run, group):
+    def move(run, group, rotation):
         source, target = run.source, run.target
         low, high = np.uint64(0), np.uint64(0)
         for _ in range(run.rows):
@@ -78,16 +92,34 @@ def mover(size):
 
 
 def coder(packed, cache_format, scale_format, span, given):
-    """Return f(run, group), which encodes a chunk of `span` elements in the rows of a run."""
+    """Return f(run, group, rotation), which encodes a chunk of `span` elements in the rows of a run."""
     on_chunk = on_chunk_of("store", packed, cache_format, scale_format, span, given)
 
-    def move(run, group):
+    def move(run, group, rotation):
         source, target, scale = run.source, run.target, run.scale
         for _ in range(run.rows):
             on_chunk(source, target, scale, group)
             source += run.source_row
             target += run.target_row
             scale += run.scale_row
+
+    return device.inlined(move)
+
+
+def rotating_coder(packed, cache_format, scale_format, span, given, halves):
+    """Return f(run, group, rotation), which rotates chunks before it encodes them."""
+    reader = rotary.rotating_reader(packed, span, halves)
+    on_chunk = on_chunk_of("store", packed, cache_format, scale_format, span, given, reader)
+
+    def move(run, group, rotation):
+        source, target, scale, turn = run.source, run.target, run.scale, run.angles
+        for _ in range(run.rows):
+            chunk = rotary.Chunk(source, run.element, turn, rotation.begin, rotation.pairs)
+            on_chunk(chunk, target, scale, group)
+            source += run.source_row
+            target += run.target_row
+            scale += run.scale_row
+            turn += run.angles_row
 
     return device.inlined(move)
 
@@ -106,10 +138,14 @@ def chunk_at(side, chunk):
 
 
 def copy_pieces(variant):
-    """Return the kernel that copies chunks of bytes, or encodes chunks of floats."""
-    move = mover(*variant) if len(variant) == 1 else coder(*variant)
+    """Return the kernel that copies chunks of bytes, encodes chunks of floats, or rotates them first."""
+    makers: dict[int, Any] = {1: mover, 5: coder, 6: rotating_coder}
+    move = makers[len(variant)](*variant)
+    span = variant[3] if len(variant) > 1 else 0
 
-    def copy_pieces(starts, pieces, keys, to_keys, key_scales, values, to_values, value_scales, group, lanes):
+    def copy_pieces(
+        starts, pieces, keys, to_keys, key_scales, values, to_values, value_scales, group, lanes, rotation
+    ):
         """Copy every piece; `starts` [pieces + 1] are the rows before each.
 
         Teams of threads share the rows; a thread takes one chunk of all rows of its team. `group` chunks
@@ -118,6 +154,8 @@ def copy_pieces(variant):
         source = keys if cuda.blockIdx.y == 0 else values
         target = to_keys if cuda.blockIdx.y == 0 else to_values
         scales = key_scales if cuda.blockIdx.y == 0 else value_scales
+        turn = rotation.angles if cuda.blockIdx.y == 0 else 0
+        turn_row = rotation.pairs * angles.PAIR if turn != 0 else 0
         team = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
         teams = cuda.gridDim.x * cuda.blockDim.y
         total = starts[starts.shape[0] - 1]
@@ -133,9 +171,10 @@ def copy_pieces(variant):
                     piece += 1
                 row, to_row = pieces[piece, SOURCE], pieces[piece, TARGET] + done - starts[piece]
                 rows = min(min(end, starts[piece + 1]) - done, rest_of_page(to_row, target.rows))
-                there, place = row >= 0, source.address
+                there, place, angle = row >= 0, source.address, turn
                 if there:
                     row += done - starts[piece]
+                    angle += row * turn_row
                     rows = min(rows, rest_of_page(row, source.rows))
                     place = row_at(source, row) + in_source
                 run = Run(
@@ -147,8 +186,11 @@ def copy_pieces(variant):
                     scale_row=scales.row,
                     rows=rows,
                     there=there and chunk < source.chunks,
+                    element=chunk % rotation.chunks * span,
+                    angles=angle,
+                    angles_row=turn_row,
                 )
-                move(run, mine)
+                move(run, mine, rotation)
                 done += rows
 
     return copy_pieces
@@ -166,20 +208,21 @@ def prepare(pairs, pieces, stream):
     )
 
 
-def launch_copies(copies, pieces, stream):
+def launch_copies(copies, pieces, stream, rotated=None):
     """Return launches of copies, two of the same kind at once."""
     pieces = pieces[pieces[:, COUNT] > 0]
     if not len(pieces) or not copies:
         return []
     starts = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(pieces[:, COUNT], out=starts[1:])
-    return copy_launches(copies, host.tables((starts, pieces), stream), int(starts[-1]), stream)
+    return copy_launches(copies, host.tables((starts, pieces), stream), int(starts[-1]), stream, rotated)
 
 
-def copy_launches(copies, tables, rows, stream):
+def copy_launches(copies, tables, rows, stream, rotated=None):
     """Return launches of copies of `rows` rows; `tables` are the starts of pieces and the pieces.
 
-    A copy may name the arrays of its source, target and scales.
+    A copy may name the arrays of its source, target and scales. The first copy is `rotated`: (its rope, the
+    address of angles of all rows, elements of a head).
     """
     launches = []
     for kind in dict.fromkeys(kind for kind, *_ in copies):
@@ -190,7 +233,11 @@ def copy_launches(copies, tables, rows, stream):
         team = min(THREADS, 1 << (chunks - 1).bit_length())
         teams = THREADS // team
         blocks = min(-(-rows // teams), host.most_blocks())
-        grid, arguments = (blocks, len(alike) // 3), (*tables, *(*alike, *alike)[:6], group, lanes)
+        turn = Rotation()
+        if rotated and kind == copies[0][0]:
+            rope, place, dim = rotated
+            turn = Rotation(place, rope.begin, rope.rotary_dim // 2, dim // variant[3])
+        grid, arguments = (blocks, len(alike) // 3), (*tables, *(*alike, *alike)[:6], group, lanes, turn)
         owners = {(len(tables) + i, 0): name for i, name in enumerate((*names, *names)[:6])}
         launches.append(host.Launch(compiled(variant), grid, (team, teams), stream, arguments, owners))
     return launches
@@ -203,8 +250,8 @@ def byte_copy(source, target):
     return ((size,), 1, 0), (side(source, size), to, to)
 
 
-def code_copy(source, target, packed, cache_format, scale_format, group, scales):
-    """Return (kind of a copy, its arrays) for floats that become codes.
+def code_copy(source, target, packed, cache_format, scale_format, group, scales, rope=None):
+    """Return (kind of a copy, its arrays) for floats that become codes, or that `rope` rotates.
 
     `scales` [blocks, rows, heads, groups] are the scales, None without. With `group` 0 the caller gives one
     scale for each row of a head.
@@ -213,6 +260,9 @@ def code_copy(source, target, packed, cache_format, scale_format, group, scales)
     given = scale_format is not None and not group
     sizes = [span * array.itemsize for array in (source, target)]
     whole = dim % span == 0 and group % span == 0
+    if rope is not None:
+        together = rope.rotary_dim if rope.interleaved else rope.rotary_dim // 2
+        whole = whole and together % span == rope.begin % span == 0
     if not whole or any(aligned(array) % size for array, size in zip((source, target), sizes, strict=True)):
         span = chunks.smallest(cache_format)
         sizes = [span * array.itemsize for array in (source, target)]
@@ -220,7 +270,8 @@ def code_copy(source, target, packed, cache_format, scale_format, group, scales)
     lanes = lanes_of(members) if group else 0
     ends = [side(array, size) for array, size in zip((source, target), sizes, strict=True)]
     ends.append(ends[1] if scales is None else side(scales, scales.itemsize))
-    return ((packed, cache_format, scale_format, span, given), members, lanes), tuple(ends)
+    halves = () if rope is None else (not rope.interleaved,)
+    return ((packed, cache_format, scale_format, span, given, *halves), members, lanes), tuple(ends)
 
 
 def aligned(array):

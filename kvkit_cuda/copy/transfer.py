@@ -17,7 +17,7 @@ from kvkit.checks.values import packed_strides
 from kvkit.formats import BY_NAME
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
 from kvkit_cuda.copy import blocks, chunks
-from kvkit_cuda.device_runtime import device, host
+from kvkit_cuda.device_runtime import device, host, memory
 
 THREADS = 256  # of a block
 WARP = 32
@@ -109,9 +109,29 @@ def copy_tokens(direction, packed, cache_format, scale_format, span, given=False
     return copy_tokens
 
 
-def store_floats(packed, cache_format, scale_format, span):
+class Reader(NamedTuple):
+    """How a store reads new elements: f(source) -> a chunk's words, f(source, other) -> another chunk."""
+
+    read: Any
+    beside: Any
+
+
+@functools.cache
+def plain_reader(packed, span):
+    """Return the reader of elements at an address."""
+    chunk_bytes = BY_NAME[packed].bytes(span)
+
+    def beside(packed, other):
+        return packed + other * chunk_bytes
+
+    return Reader(memory.load(*chunks.access(packed, span)), device.inlined(beside))
+
+
+def store_floats(packed, cache_format, scale_format, span, reader):
     block = BY_NAME[cache_format].block
-    store = blocks.store(packed, cache_format) if block else chunks.store(packed, cache_format, span)
+    store = (
+        blocks.store(packed, cache_format) if block else chunks.store(packed, cache_format, span, reader.read)
+    )
 
     def on_chunk(packed, cache, scale, group):
         store(packed, cache)
@@ -119,7 +139,7 @@ def store_floats(packed, cache_format, scale_format, span):
     return device.inlined(on_chunk)
 
 
-def load_floats(packed, cache_format, scale_format, span):
+def load_floats(packed, cache_format, scale_format, span, reader):
     block = BY_NAME[cache_format].block
     load = blocks.load(packed, cache_format) if block else chunks.load(packed, cache_format, span)
 
@@ -129,7 +149,7 @@ def load_floats(packed, cache_format, scale_format, span):
     return device.inlined(on_chunk)
 
 
-def load_codes(packed, cache_format, scale_format, span):
+def load_codes(packed, cache_format, scale_format, span, reader):
     dequantize = chunks.dequantize(packed, cache_format, scale_format, span)
 
     def on_chunk(packed, cache, scale, group):
@@ -138,18 +158,20 @@ def load_codes(packed, cache_format, scale_format, span):
     return device.inlined(on_chunk)
 
 
-def store_codes(packed, cache_format, scale_format, span):
-    largest = chunks.largest(packed, span)
-    quantize = chunks.quantize(packed, cache_format, scale_format, span)
+def store_codes(packed, cache_format, scale_format, span, reader):
+    read, beside = reader
+    largest = chunks.largest(packed, span, read)
     if BY_NAME[cache_format].minifloat:
-        quantize = chunks.divide(packed, cache_format, scale_format, span, given=False)
-    exchange, chunk_bytes = device.exchange, BY_NAME[packed].bytes(span)
+        quantize = chunks.divide(packed, cache_format, scale_format, span, given=False, read=read)
+    else:
+        quantize = chunks.quantize(packed, cache_format, scale_format, span, read)
+    exchange = device.exchange
 
     def on_chunk(packed, cache, scale, group):
         found = np.int32(0)
         before = 0 if group.lanes else group.member
         for other in range(-before, 1 if group.lanes else group.members - before):
-            found = max(found, np.int32(largest(packed + other * chunk_bytes)))
+            found = max(found, np.int32(largest(beside(packed, other))))
         distance = 1
         while distance < group.lanes:
             found = max(found, np.int32(exchange(group.mates, found, distance)))
@@ -159,8 +181,8 @@ def store_codes(packed, cache_format, scale_format, span):
     return device.inlined(on_chunk)
 
 
-def store_quotients(packed, cache_format, scale_format, span):
-    divide = chunks.divide(packed, cache_format, scale_format, span, given=True)
+def store_quotients(packed, cache_format, scale_format, span, reader):
+    divide = chunks.divide(packed, cache_format, scale_format, span, given=True, read=reader.read)
 
     def on_chunk(packed, cache, scale, group):
         divide(packed, cache, scale, np.int32(0), False)
@@ -188,10 +210,11 @@ def lanes_of(members, team=WARP):
     return members if members <= min(WARP, team) and members & (members - 1) == 0 else 0
 
 
-def on_chunk_of(direction, packed, cache_format, scale_format, span, given):
-    """Return f(packed, cache, scale address, group), which copies a chunk."""
+def on_chunk_of(direction, packed, cache_format, scale_format, span, given, reader=None):
+    """Return f(packed, cache, scale address, group), which copies a chunk; a `reader` takes other sources."""
     kind = "given" if given and direction == "store" else scale_format is not None
-    return ON_CHUNK[direction, kind](packed, cache_format, scale_format, span)
+    reader = reader or plain_reader(packed, span)
+    return ON_CHUNK[direction, kind](packed, cache_format, scale_format, span, reader)
 
 
 # The arrays that addresses of keys and of values point into.

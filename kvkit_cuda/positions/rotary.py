@@ -18,7 +18,7 @@ from kvkit.formulas import numeric
 from kvkit.formulas.index import share
 from kvkit.runtime.jit import shared
 from kvkit_cuda.copy import chunks
-from kvkit_cuda.copy.transfer import sequence_of
+from kvkit_cuda.copy.transfer import Reader, sequence_of
 from kvkit_cuda.device_runtime import device, host, memory
 from kvkit_cuda.positions import angles
 
@@ -113,6 +113,75 @@ def rotate_halves(element, span):
         write(target + behind, other_low, other_high)
 
     return rotate
+
+
+class Chunk(NamedTuple):
+    """A chunk of a head to rotate on its way: its address and first element, the angles of its token."""
+
+    address: Any
+    element: Any
+    angles: Any  # the address of [pairs, cosine and sine]; 0 leaves the chunk as it is
+    begin: Any  # the first element that is rotated
+    pairs: Any
+
+
+@functools.cache
+def rotating_reader(element, span, halves):
+    """Return the `Reader` of chunks that are rotated; pairs span both `halves`, or are neighbours."""
+    read, angle = memory.load(*chunks.access(element, span)), memory.load(angles.PAIR, angles.PAIR)
+    (raw, decode), encode, bits = chunks.DECODE[element], chunks.ENCODE[element], BY_NAME[element].bits
+    rotate_pair, size = numeric.rotation(device.product), BY_NAME[element].bytes(1)
+
+    @shared
+    def rotated(x, y, pair, second):
+        word, _ = angle(pair)
+        cosine, sine = numeric.float_of(np.uint32(word)), numeric.float_of(np.uint32(word >> np.uint64(32)))
+        x, y = rotate_pair(x, y, cosine, sine)
+        return np.uint64(encode(y if second else x))
+
+    @shared
+    def read_apart(at):
+        """Rotate a chunk with the chunk of its partners, which lie before it or behind it."""
+        low, high = read(at.address)
+        i = at.element - at.begin
+        if at.angles == 0 or i < 0 or i >= 2 * at.pairs:
+            return low, high
+        second = i >= at.pairs if halves else i % 2 == 1
+        away = at.pairs * size if halves else size
+        pair = (i - at.pairs if second else i) if halves else i // 2
+        other_low, other_high = read(at.address - away if second else at.address + away)
+        new_low, new_high = np.uint64(0), np.uint64(0)
+        for j in range(span):
+            own = decode(raw(chunks.field(low, high, j * bits)))
+            other = decode(raw(chunks.field(other_low, other_high, j * bits)))
+            x, y = (other, own) if second else (own, other)
+            word = rotated(x, y, at.angles + (pair + j) * angles.PAIR, second)
+            new_low, new_high = chunks.insert_bits(new_low, new_high, word, j * bits)
+        return new_low, new_high
+
+    @shared
+    def read_together(at):
+        """Rotate the pairs of neighbours in a chunk."""
+        low, high = read(at.address)
+        i = at.element - at.begin
+        if at.angles == 0 or i < 0 or i >= 2 * at.pairs:
+            return low, high
+        new_low, new_high = np.uint64(0), np.uint64(0)
+        for j in range(0, span, 2):
+            x = decode(raw(chunks.field(low, high, j * bits)))
+            y = decode(raw(chunks.field(low, high, (j + 1) * bits)))
+            pair = at.angles + (i + j) // 2 * angles.PAIR
+            new_low, new_high = chunks.insert_bits(new_low, new_high, rotated(x, y, pair, False), j * bits)
+            word = rotated(x, y, pair, True)
+            new_low, new_high = chunks.insert_bits(new_low, new_high, word, (j + 1) * bits)
+        return new_low, new_high
+
+    def beside(at, other):
+        address, first = at.address + other * (span * size), at.element + other * span
+        return Chunk(address, first, at.angles, at.begin, at.pairs)
+
+    read_chunk = read_apart if halves or span == 1 else read_together
+    return Reader(read_chunk, device.inlined(beside))
 
 
 @functools.cache

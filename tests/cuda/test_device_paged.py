@@ -166,6 +166,47 @@ def test_appends_codes(engine, name, kind, dtype, rng):
     assert_near(contents(kvkit_cuda.paged_attention(*seen, **how)), attended, 2e-2 * abs(attended).max())
 
 
+# Pairs a chunk holds whole, or apart; elements one by one, in halves and as neighbours; angles of some pairs.
+ROPES = {
+    "halves": kvkit.Rope(32), "neighbours": kvkit.Rope(16, interleaved=True, begin=16),
+    "one by one": kvkit.Rope(20, begin=2), "neighbours one by one": kvkit.Rope(6, interleaved=True, begin=5),
+}  # fmt: skip
+
+
+ROTATED = [
+    ("halves", "FlashInfer", None, "none", "bf16"), ("neighbours", "flash-attn", "int8", "found", "fp16"),
+    ("one by one", "flash-attn", "int8", "found", "fp16"),
+    ("neighbours one by one", "content apart", "e4m3", "head", "fp32"),
+]  # fmt: skip
+MORE_ROTATED = [(rope, *case[1:]) for rope in ROPES for case in ROTATED if (rope, *case[1:]) not in ROTATED]
+
+
+@pytest.mark.parametrize(
+    ("rope", "engine", "name", "kind", "dtype"),
+    [*ROTATED, *(pytest.param(*case, marks=pytest.mark.slow) for case in dict.fromkeys(MORE_ROTATED))],
+)
+def test_keys_are_rotated_on_their_way(rope, engine, name, kind, dtype, rng):
+    """The bytes that the CPU writes, by a call alone and by a plan."""
+    plans = [kvkit_cuda.paged_plan([[4, 2], [0, 1], [3, 3]], [6, 8, 0], [0, 2, 5, 6], page_size=4), None]
+    slots, positions = np.array([8, 9, 5, 6, 7, -1]), np.array([4, 5, 5, 6, 7, -1])
+    _, new, _ = append_scene(rng, engine, dtype, 6, dim=32)
+    new = [rng.standard_normal(x.shape).astype(x.dtype) for x in new]
+    codes = BY_NAME[name].dtype if name else new[0].dtype
+    written = []
+    for package, plan in ((kvkit, None), *((kvkit_cuda, plan) for plan in plans)):
+        pools = pool_scenes.made(engine, 5, 4, 2, 32, 32, codes)
+        beside = pool_scenes.made(engine, 5, 4, 2, 4, 4, np.float32)
+        scales = {"none": [None, None], "head": [np.float32([0.125, 3]), 0.5], "found": beside.given}[kind]
+        how = {"layout": pools.layout, "key_scale": scales[0], "value_scale": scales[1], "rope": ROPES[rope]}
+        if plan:
+            plan.paged_append(*new, *pools.given, **how)
+        else:
+            package.paged_append(*new, *pools.given, slots, **how, positions=positions)
+        written.append(bytes_of(pools) + bytes_of(beside))
+    assert written[1] == written[0]
+    assert written[2] == written[0]
+
+
 @pytest.mark.parametrize("shape", [(6, 3), (6,), (6, 2, 3, 2, 4)])
 def test_blocks_from_cache_to_cache(shape, rng):
     """From the host to the device, into memory with gaps."""

@@ -12,6 +12,7 @@ import kvkit_cuda
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
 HOW = {"layout": "b kv n h c", "key_scale": 0.02, "value_scale": 0.01}
+ROPE = kvkit.Rope(32, scaling={"rope_type": "linear", "factor": 2})
 LENGTHS = 261, 4, 1  # with the new tokens; the first one is split
 
 
@@ -39,7 +40,7 @@ class Model:
     def run(self, plan, stream=None):
         """Append and attend on the device; the pool is given once and twice."""
         query, key, value = self.new
-        plan.paged_append(key, value, self.there, None, **HOW, stream=stream)
+        plan.paged_append(key, value, self.there, None, **HOW, rope=ROPE, stream=stream)
         for both in (self.there, None):
             plan.paged_attention(query, self.there, both, **HOW, out=self.out, stream=stream)
 
@@ -47,7 +48,7 @@ class Model:
         """What the device has now is what the CPU computes of the same; then comes the next token."""
         query, key, value = (array.copy_to_host() for array in self.new)
         plan = kvkit.paged_plan(self.table, self.lengths, page_size=PAGE)
-        plan.paged_append(key, value, self.pool, None, **HOW)
+        plan.paged_append(key, value, self.pool, None, **HOW, rope=ROPE)
         expected = plan.paged_attention(query, self.pool, None, **HOW).astype(np.float32)
         assert np.abs(self.out.copy_to_host().astype(np.float32) - expected).max() < 2e-3
         assert (self.there.copy_to_host() == self.pool).all()

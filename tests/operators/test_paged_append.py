@@ -96,6 +96,53 @@ def test_attention_reads_what_was_appended(rng):
     assert (got == 2.5).all()
 
 
+ROPES = [kvkit.Rope(16), kvkit.Rope(12, interleaved=True, begin=4)]
+ROPES += [kvkit.Rope(8, 1e6, scaling={"rope_type": "yarn", "factor": 4, "max_position_embeddings": 64})]
+
+
+def rotated(key, rope, positions):
+    return np.ascontiguousarray(rope.rotate(key.swapaxes(0, 1), positions).swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=["halves", "neighbours", "scaled"])
+@pytest.mark.parametrize("kind", ["copies", "e4m3", "int8"])
+@pytest.mark.parametrize(
+    ("engine", "dtype"), [("FlashInfer HND", "fp16"), ("content apart", "bf16"), ("flash-attn", "fp32")]
+)
+def test_keys_are_rotated_on_their_way(engine, dtype, kind, rope, rng):
+    """The bytes of two calls; tokens without a slot, several runs, scales that are found."""
+    found = kind == "int8" and engine != "content apart"
+    positions = rng.integers(0, 5000, 40)
+    written = []
+    for turn in (True, False):
+        draw = np.random.default_rng(1)
+        pools, _, slots = scene(draw, engine, dtype, tokens=40, blocks=12)
+        key, value = (draw.standard_normal((40, 2, 16)).astype(pools.keys.dtype) for _ in range(2))
+        how, beside = {"layout": pools.layout}, pool_scenes.made(engine, 12, 4, 2, 1, 1, np.float32)
+        if kind != "copies":
+            pools = pool_scenes.made(engine, 12, 4, 2, 16, 16, BY_NAME[kind].dtype)
+            scales = beside.given if "kv" in pools.layout else [x[..., 0] for x in beside.given]
+            how |= dict(zip(("key_scale", "value_scale"), scales if found else [0.02, 0.5], strict=True))
+        if turn:
+            kvkit.paged_append(key, value, *pools.given, slots, **how, positions=positions, rope=rope)
+        else:
+            kvkit.paged_append(rotated(key, rope, positions), value, *pools.given, slots, **how)
+        written.append(bytes_of(pools) + bytes_of(beside))
+    assert written[0] == written[1]
+
+
+def test_rotated_keys_of_the_reference(rng):
+    key, positions = rng.standard_normal((3, 2, 8), np.float32), [7, 0, 3000]
+    how = {"rotary_dim": 4, "theta": 100.0, "begin": 2}
+    pools = [np.zeros((2, 1, 4, 2, 8), np.float32) for _ in range(2)]
+    oracle.paged_append(key, key, *pools[0], [2, 0, 3], positions=positions, rope=how)
+    kvkit.paged_append(key, key, *pools[1], [2, 0, 3], positions=positions, rope=how)
+    np.testing.assert_allclose(*pools, atol=2e-4)
+    assert not np.array_equal(pools[0][0], pools[0][1])
+    keys, _ = kvkit.paged_append(key, key, *pools[1], [2, 0, 3], rope="none")
+    assert keys[0, 2].tolist() == key[0].tolist()
+
+
 def test_refusals(rng):
     """Nothing is written where a call is refused."""
     pools, (key, value), slots = scene(rng, "flash-attn")
@@ -125,6 +172,10 @@ def test_refusals(rng):
         ("key_scale", {"key_cache": np.zeros(keys.shape, E4M3), "key_scale": np.float32([1, np.nan])}),
         ("key_scale", {"key_cache": np.zeros(keys.shape, E4M3), "key_scale": np.ones(3, np.float32)}),
         ("key_cache", {"key_cache": np.zeros(keys.shape, np.uint8)}),
+        ("rope", {"rope": kvkit.Rope(18), "positions": slots}),
+        ("positions", {"rope": kvkit.Rope(16)}),
+        ("positions", {"rope": kvkit.Rope(16), "positions": slots[1:]}),
+        ("key", {"rope": kvkit.Rope(16), "positions": slots, "key": None}),
         ("key_cache", {"key_cache": np.zeros(keys.shape, E4M3), "key": np.zeros(key.shape, np.int8)}),
     ):
         with pytest.raises(KvkitError) as error:

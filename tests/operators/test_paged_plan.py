@@ -62,6 +62,23 @@ def test_layers_have_the_bits_of_plain_calls(engine, name, scale, lists, rng, ch
     assert checks == ["checked_append", "checked_paged_attention", "checked_paged_attention"]
 
 
+@pytest.mark.parametrize("name", ["float16", "int8"])
+def test_keys_take_the_positions_of_the_plan(name, rng, checks):
+    """A layer of its own rope, and one that rotates nothing; the second of each is not checked again."""
+    plan = kvkit.paged_plan(PAGES_TABLE, LENGTHS, STARTS, page_size=PAGE)
+    slots, positions = [0, 1, 10, 11, 16, -1, 4], [4, 5, 6, 7, 8, -1, 0]
+    scaling = {"rope_type": "linear", "factor": 2}
+    ropes = [kvkit.Rope(16), kvkit.Rope(8, interleaved=True, scaling=scaling), "none"]
+    for rope in [*ropes, *ropes]:
+        pools, other = (pools_of(np.random.default_rng(0), "flash-attn", name) for _ in range(2))
+        new = [rng.standard_normal((7, 2, 16)).astype(np.float16) for _ in range(2)]
+        how = {} if name == "float16" else {"key_scale": 0.02, "value_scale": 0.02}
+        kvkit.paged_append(*new, *other.given, slots, **how, positions=positions, rope=rope)
+        plan.paged_append(*new, *pools.given, **how, rope=rope)
+        assert [memory.tobytes() for memory in pools.memory] == [memory.tobytes() for memory in other.memory]
+    assert checks == ["checked_append"] * 3
+
+
 def test_scales_of_tokens_and_of_heads(rng):
     """Those of tokens move with their pools, those of heads are read again."""
     plan = kvkit.paged_plan(pool_scenes.as_table(rng, PAGES, 6), LENGTHS, STARTS, page_size=PAGE)

@@ -17,6 +17,7 @@ OF_KIND = {
     float: [np.nan, np.inf, -np.inf, "1", True, [1.0], 1j, np.ones(2)],
     bool: [None, "yes", 2, -1, 1.0, [True], np.array([True, False])],
     str: [0, True, b"ND", "nd", "none", "fp16", ["ND"], np.float32],
+    dict: [0, "half", [("rotary_dim", 8)], {"rotary_dim": 3}, {"rotary_dim": 34}, {"dims": 8}],
     tuple: [None, 3, "ab", (3,), (1, 2, 3), (1.0, 2), (None, 1), ("1", "2"), (-2, 0), (0, -5), np.ones(2)],
 }
 OUT_OF_RANGE = {

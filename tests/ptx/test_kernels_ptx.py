@@ -125,11 +125,15 @@ def copy(variant):
 def moves():
     variants = [(size,) for size in (16, 8, 4, 2, 1)]
     variants += [("float16", "e4m3", "float32", 8, True), ("bfloat16", "int8", "float16", 8, False)]
+    rotated = [("float16", "float16", None, 8, False, True), ("bfloat16", "e4m3", "float32", 8, True, False)]
+    rotated += [("float16", "int8", "float32", 8, False, True), ("float32", "float32", None, 1, False, False)]
+    variants += rotated
     for variant in variants:
         has = [r"ld\.global\.nc" + WIDE, r"st\.global" + WIDE] if variant == (16,) else []
+        has += [r"mul\.rn\.f32"] * (variant in rotated)
         make = lambda variant=variant: pieces.copy_pieces(variant)  # noqa: E731
         yield variant, Kernel(make, pieces.SIGNATURE, has, [INEXACT], REGISTERS, quick=variant in (
-            (16,), ("bfloat16", "int8", "float16", 8, False)))  # fmt: skip
+            (16,), ("bfloat16", "int8", "float16", 8, False), *rotated[:2]))  # fmt: skip
     yield "bias", Kernel(lambda: bias.copy_bias, bias.SIGNATURE, [r"mul\.rn\.f32"], [INEXACT], REGISTERS,
                          quick=True)  # fmt: skip
     ahead = rf"(?s)(ld\.global\.nc.*){{{means.AHEAD + 1}}}"  # of one element before the next

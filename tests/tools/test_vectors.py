@@ -342,7 +342,7 @@ def test_calls_of_a_plan_are_dumped_whole(log, capfd):
         step.multi_head_cache_attention(new, new, new, cache, num_heads=2, head_dim=8)
     pages = kvkit.paged_plan([[1, 0], [2, 2]], [3, 1], [0, 3, 4], page_size=2)
     keys, values = (np.zeros((3, 2, 2, 8), np.float32) for _ in range(2))
-    pages.paged_append(new, new, keys, values)
+    pages.paged_append(new, new, keys, values, rope=kvkit.Rope(8))
     pages.paged_attention(new, keys, values)
     log(0)
     found = vectors.replay(folder)

@@ -6,6 +6,7 @@ are computed in float32.
 
 import functools
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numba import types
@@ -16,9 +17,11 @@ from kvkit.cpu import memory
 from kvkit.cpu.copy.rows import STORE, call_rows, rows
 from kvkit.cpu.copy.transfer import SMALL_BYTES, aligned
 from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_workers, threads
+from kvkit.cpu.positions.rotary import call_heads, halves_of, heads_of, put_pair
 from kvkit.cpu.simd import means, panels
 from kvkit.cpu.simd.fractals import fractals, prefetch_bytes, scattered_fractals
 from kvkit.cpu.simd.panels import LANES
+from kvkit.formats import BY_DTYPE
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
 from kvkit.runtime.jit import callback, helper
 
@@ -31,14 +34,27 @@ POOL_SIDE = Record(
     "outer packed_outer cache_outer inner packed_inner cache_inner dim",
     "by_head by_fractal elements line_bytes stores",
     "scales scale_block scale_row scale_outer scale_inner",
+    "unrotated unrotated_token unrotated_head heads angles pairs begin halves rotate_code",
 )
+TURNS = "unrotated", "unrotated_token", "unrotated_head", "heads", "angles", "pairs", "begin", "halves"
+UNROTATED = dict.fromkeys((*TURNS, "rotate_code"), 0)
 NO_SCALES = dict.fromkeys(("scales", "scale_block", "scale_row", "scale_outer", "scale_inner"), 0)
 LOOPS = "outer", "packed_outer", "cache_outer", "inner", "packed_inner", "cache_inner"
 PARAMS = Record(
-    "rows_code mean_code chunks items workers sides side_bytes pieces starts count block_size lines"
+    "rows_code mean_code chunks items workers sides side_bytes pieces starts count block_size",
+    "lines item_bytes",
 )
 
-get = memory.load(types.int64)
+
+class KeyRotation(NamedTuple):
+    """The rotation of keys on their way: angles [tokens, pairs, 2], cosines and sines."""
+
+    angles: np.ndarray
+    begin: int  # the first element that is rotated
+    halves: bool  # whether pairs are elements i and i + pairs, not neighbours
+
+
+get, get_float = memory.load(types.int64), memory.load(types.float32)
 put, addresses = memory.store(types.int64), memory.scratch(8 * FRACTAL_ROWS)
 record, side, integers = memory.record(PARAMS), memory.record(POOL_SIDE), memory.integers
 
@@ -52,7 +68,7 @@ def copy_pieces(worker, params_at):
     """Move the pieces to or from their slots. Each worker takes an equal share of the tokens of each array.
 
     `starts` [pieces + 1] are the tokens before each piece; `sides` locate each packed array and its cache. A
-    mean is accumulated in a buffer (`lines`, one per work item) and then stored.
+    mean is accumulated, and keys are rotated, in a buffer (`lines`, one per work item) and then stored.
     """
     params = record(params_at)
     starts, item = integers(params.starts), worker
@@ -67,14 +83,17 @@ def copy_pieces(worker, params_at):
             named = params.pieces + 8 * piece * PIECE
             done, slot = token - starts[piece], get(named + 8 * SLOT)
             source = address_of(params, at, token, piece)
-            if at.by_fractal and at.stores and not params.mean_code:
+            if at.by_fractal and at.stores and not params.mean_code and not at.angles:
                 token += store_fractals(params, at, token, end, piece)
             elif get(named + 8 * MEAN):
                 store_mean(params, at, item, named, done, min(end, starts[piece + 1]) - token)
                 token = min(end, starts[piece + 1])
             else:
                 run = min(min(end, starts[piece + 1]) - token, rest_of_page(slot + done, params.block_size))
-                run = min(run, TILE) if at.by_head else run
+                run = min(run, TILE) if at.by_head or at.angles else run
+                if at.angles:
+                    first = get(named + 8 * TOKEN) + done
+                    source = rotate_keys(at, first, run, params.lines + item * params.item_bytes)
                 move_run(params.rows_code, at, source, slot + done, run, params.block_size)
                 token += run
         item += params.workers
@@ -87,7 +106,7 @@ def store_mean(params, at, item, named, done, tokens):
     Workers split the mean by elements, in proportion to their tokens, so that one worker sums an element in
     order. If rows are not contiguous, the worker that has the first token computes the whole mean.
     """
-    count, line = get(named + 8 * COUNT), params.lines + item * at.line_bytes
+    count, line = get(named + 8 * COUNT), params.lines + item * params.item_bytes
     source = at.packed + get(named + 8 * TOKEN) * at.token + get(named + 8 * HEAD) * at.head
     slot = get(named + 8 * SLOT)
     if at.outer == 1 and at.inner == 1 and not at.by_fractal:
@@ -104,6 +123,31 @@ def store_mean(params, at, item, named, done, tokens):
     elif done == 0:
         call_mean(params.mean_code, source, at.token, count, line, at.elements)
         move_run(params.rows_code, at, line, slot, 1, params.block_size)
+
+
+@helper
+def rotate_keys(at, first, tokens, line):
+    """Rotate the keys of some tokens, from token `first` on, into a line [tokens, heads, dim]; return it."""
+    cosines = line + TILE * at.token
+    sines = cosines + 8 * at.pairs
+    front = at.begin * at.line_bytes // at.elements
+    for token in range(first, first + tokens):
+        for pair in range(at.pairs):
+            angle = at.angles + 8 * (token * at.pairs + pair)
+            put_pair(pair, at.pairs, at.halves, get_float(angle), get_float(angle + 4), cosines, sines)
+        source, target = at.unrotated + token * at.unrotated_token, line + (token - first) * at.token
+        if at.begin:
+            call_heads(
+                at.rotate_code, source=source, source_head=at.unrotated_head, target=target,
+                target_head=at.line_bytes, heads=at.heads, dim=at.begin, rotary_dim=0,
+                cosines=cosines, sines=sines,
+            )  # fmt: skip
+        call_heads(
+            at.rotate_code, source=source + front, source_head=at.unrotated_head, target=target + front,
+            target_head=at.line_bytes, heads=at.heads, dim=at.elements - at.begin, rotary_dim=2 * at.pairs,
+            cosines=cosines, sines=sines,
+        )  # fmt: skip
+    return line
 
 
 @helper
@@ -197,20 +241,24 @@ def mean(element):
 lines = Workspace()
 
 
-def prepare_pieces(direction, packed, caches, pieces, block_size, element=None, names=()):
+def prepare_pieces(direction, packed, caches, pieces, block_size, element=None, names=(), rotation=None):
     """Prepare the copy of pieces between one or two packed arrays and as many caches.
 
     packed: [tokens, heads, dim]. Caches: [blocks, rows, heads, dim], of any strides; with one head where
     pieces name the heads. `element` is the dtype of the rows that are averaged, None without means. The
-    owners of addresses are called after `names`, "key" or "value".
+    owners of addresses are called after `names`, "key" or "value". A `rotation` is of the first array, keys.
     """
+    arrays, fields, turned_bytes = (*packed, *caches), [UNROTATED] * len(packed), 0
+    if rotation is not None:
+        line, fields[0], turned_bytes = rotated_line(packed[0], rotation)
+        packed = [line, *packed[1:]]
     forms = [row_form(array, cache) for array, cache in zip(packed, caches, strict=True)]
     starts = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(pieces[:, COUNT], out=starts[1:])
     tokens = int(starts[-1])
     unit = min(unit_of(form[6]) for form in forms)
     places, moved, line_bytes = [], 0, 0
-    for array, cache, form in zip(packed, caches, forms, strict=True):
+    for array, cache, form, turned in zip(packed, caches, forms, fields, strict=True):
         (_, _, heads, dim), size = cache.shape, cache.itemsize
         line_bytes = max(line_bytes, dim * size)
         moved += tokens * heads * dim * size
@@ -220,20 +268,35 @@ def prepare_pieces(direction, packed, caches, pieces, block_size, element=None, 
             "cache": cache, "block": cache.strides[0], "row": cache.strides[1],
             **dict(zip(LOOPS, strides, strict=True)), "dim": row_bytes // unit,
             "by_head": abs(form[5]) > abs(cache.strides[1]), "by_fractal": row_bytes == FRACTAL_BYTES,
-            "elements": dim, "line_bytes": dim * size, "stores": direction == STORE, **NO_SCALES,
+            "elements": dim, "line_bytes": dim * size, "stores": direction == STORE, **NO_SCALES, **turned,
         }))  # fmt: skip
     stream = moved >= STREAM_BYTES and all(map(aligned, caches if direction == STORE else packed))
     code = rows(direction, MOVES[unit], MOVES[unit], stream=stream).address
-    averages = (mean(element).address, line_bytes) if element else (0, 0)
-    arrays = *packed, *caches
+    mean_code, item_bytes = (mean(element).address, line_bytes) if element else (0, turned_bytes)
+    alive = *arrays, rotation
     return prepare_copy(
-        places, code, pieces, starts, block_size, moved, arrays, names=names, averages=averages
-    )
+        places, code, pieces, starts, block_size, moved, alive=alive, names=names,
+        mean_code=mean_code, item_bytes=item_bytes,
+    )  # fmt: skip
 
 
-def prepare_copy(places, code, pieces, starts, block_size, moved, arrays, names=(), averages=(0, 0)):
-    """Prepare a launch of `copy_pieces`; `averages` are (address of the code of means or 0, line bytes)."""
-    numbers, (mean_code, line_bytes) = np.concatenate(places), averages
+def rotated_line(tokens, rotation):
+    """Return (a form of the keys that are rotated in a line, the fields of their side, the line's bytes)."""
+    _, heads, dim = tokens.shape
+    line, pairs = np.empty((TILE, heads, dim), tokens.dtype), rotation.angles.shape[1]
+    rotate = halves_of if rotation.halves else heads_of
+    token, head, _ = tokens.strides
+    fields = {
+        "unrotated": tokens, "unrotated_token": token, "unrotated_head": head, "heads": heads,
+        "angles": rotation.angles, "pairs": pairs, "begin": rotation.begin, "halves": rotation.halves,
+        "rotate_code": rotate(BY_DTYPE[tokens.dtype].name).address,
+    }  # fmt: skip
+    return line, fields, -(-(line.nbytes + 16 * pairs) // 64) * 64
+
+
+def prepare_copy(places, code, pieces, starts, block_size, moved, alive, names=(), mean_code=0, item_bytes=0):
+    """Prepare a launch of `copy_pieces`, whose work items have a line of `item_bytes` each."""
+    numbers = np.concatenate(places)
     count = threads() if moved >= SMALL_BYTES else 1
     chunks = count // math.gcd(count, len(places))  # so that work items are equally large
     items = len(places) * chunks
@@ -242,29 +305,54 @@ def prepare_copy(places, code, pieces, starts, block_size, moved, arrays, names=
         "rows_code": code, "mean_code": mean_code, "chunks": chunks, "items": items, "workers": workers,
         "sides": numbers, "side_bytes": POOL_SIDE.dtype.itemsize,
         "pieces": pieces, "starts": starts, "count": len(pieces),
-        "block_size": block_size, "lines": 0,
+        "block_size": block_size, "lines": 0, "item_bytes": item_bytes,
     })  # fmt: skip
     kernel = pieces_code()
 
     def run():
-        if mean_code:
-            params[PARAMS.at["lines"]] = lines.at_least(items * line_bytes)
+        if item_bytes:
+            params[PARAMS.at["lines"]] = lines.at_least(items * item_bytes)
         run_workers(kernel, workers, address(params))
 
     owners = {
         i * len(POOL_SIDE.names) + POOL_SIDE.at[field]: name + suffix
         for i, name in enumerate(names)
-        for field, suffix in (("packed", ""), ("cache", "_cache"), ("scales", "_scale"))
+        for field, suffix in (("packed", ""), ("unrotated", ""), ("cache", "_cache"), ("scales", "_scale"))
     }
-    return Launch(numbers, owners, run, alive=(*arrays, pieces, starts))
+    return Launch(numbers, owners, run, alive=(*alive, pieces, starts))
 
 
-def encode(side, pieces):
-    """Prepare storing tokens as codes in a pool, with the caller's scale per head or with computed scales."""
-    tokens, pool, scales = side.tokens, side.pool, side.scales
-    _, block_size, heads, dim = pool.shape
+def encode(sides, pieces, rotation=None):
+    """Prepare storing tokens as codes in pools, with the caller's scale per head or with computed scales.
+
+    Sides that need the same machine code share a launch. A `rotation` is of the keys.
+    """
     starts = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(pieces[:, COUNT], out=starts[1:])
+    by_code: dict[int, list] = {}
+    item_bytes = 0
+    for side in sides:
+        fields = UNROTATED
+        if rotation is not None and side.name == "key":
+            line, fields, item_bytes = rotated_line(side.tokens, rotation)
+        else:
+            line = side.tokens
+        code, numbers = coded_side(side, line, fields)
+        by_code.setdefault(code, []).append((side, numbers))
+    return [
+        prepare_copy(
+            [numbers for _, numbers in alike], code, pieces, starts, alike[0][0].pool.shape[1],
+            sum(side.tokens.nbytes for side, _ in alike), alive=(sides, rotation),
+            names=[side.name for side, _ in alike], item_bytes=item_bytes,
+        )
+        for code, alike in by_code.items()
+    ]  # fmt: skip
+
+
+def coded_side(side, tokens, rotated):
+    """Return (the machine code that stores a side as codes, its record), for tokens of the form `tokens`."""
+    pool, scales = side.pool, side.scales
+    _, _, heads, dim = pool.shape
     groups = (
         panels.groups_in_panel(side.group, dim // side.group)
         if side.group and side.cache_format == "int8"
@@ -285,13 +373,12 @@ def encode(side, pieces):
         "packed": tokens, "token": token, "head": packed_head,
         "cache": pool, "block": pool.strides[0], "row": pool.strides[1],
         **dict(zip(LOOPS, form, strict=True)), "dim": dim,
-        "by_head": abs(form[5]) > abs(pool.strides[1]), "by_fractal": 0, "elements": dim, "line_bytes": 0,
+        "by_head": abs(form[5]) > abs(pool.strides[1]), "by_fractal": 0,
+        "elements": pool.shape[3], "line_bytes": tokens.itemsize * pool.shape[3],
         "stores": 1, "scales": scales, "scale_block": block, "scale_row": row,
-        **ends,
+        **ends, **rotated,
     })  # fmt: skip
-    arrays = tokens, pool, scales
-    moved, names = tokens.nbytes, [side.name]
-    return prepare_copy([numbers], code, pieces, starts, block_size, moved, arrays=arrays, names=names)
+    return code, numbers
 
 
 def row_form(packed, cache):
