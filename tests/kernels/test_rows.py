@@ -190,7 +190,8 @@ def test_move(formats, direction, rng):
 
 def every_finite(dtype):
     x = np.arange(2**16, dtype=np.uint16).view(dtype)
-    return x[np.isfinite(x.astype(np.float32))]
+    with np.errstate(invalid="ignore"):  # numpy on ARM warns of NaN that signal
+        return x[np.isfinite(x.astype(np.float32))]
 
 
 @pytest.mark.parametrize("t1", ["fp16", "bf16"])
