@@ -212,7 +212,7 @@ def nothing_seen(call: LatentCall) -> Pair:
 
 def add_part(output: Array, lse: Array, tokens: Array, part: Pair) -> None:
     """Add attention over one more part of the contexts of some queries."""
-    if (lse[tokens] > -np.inf).any():
+    if (lse[tokens] != -np.inf).any():
         part = merge_checked(FLOAT32, (output[tokens], part[0]), (lse[tokens], part[1]))
     output[tokens], lse[tokens] = part
 
@@ -224,8 +224,9 @@ def table_of_rows(counts: Array) -> tuple[Array, Array]:
 
 def apply_sinks(output: Array, lse: Array, sinks: Any) -> Pair:
     """Scale outputs by the share that sinks leave them; the lse stays that of the rows."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         share = 1 / (1 + np.exp(sinks.astype(np.float32) - lse))  # e^lse / (e^lse + e^sink)
+    share = np.where(lse == -np.inf, 0, share)  # without rows a sink of -inf has no share either
     return output * share[..., None], lse
 
 

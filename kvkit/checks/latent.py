@@ -266,6 +266,9 @@ def checked_query(query: Any, pool: LatentPool) -> Array:
             checked_format(f"query[{i}]", part, FLOATS, 3)
         if query[0].shape[:2] != query[1].shape[:2] or query[0].dtype != query[1].dtype:
             raise argument_error("query[1]", "the tokens, heads and dtype of query[0]", describe(query[1]))
+        found, wanted = ([part.shape[-1] for part in parts] for parts in (query, pool.parts))
+        if pool.format is None and len(pool.parts) == 2 and found != wanted:
+            raise argument_error("query", f"parts of {wanted} elements, as latent and rope_cache", found)
         query = np.concatenate(query, axis=2)
     checked_format("query", query, FLOATS, 3)
     if query.shape[2] != pool.dim:

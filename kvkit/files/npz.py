@@ -106,6 +106,13 @@ def check_names(path: FilePath, names: Iterable[str]) -> None:
         known.add(name.removesuffix(".npy"))
 
 
+def check_new_name(path: FilePath, name: str) -> None:
+    """Refuse a name that a zip archive cannot hold."""
+    size = len(name.encode(errors="replace"))
+    if not name or "\0" in name or size > 65_000 or name.encode(errors="ignore").decode() != name:
+        raise file_error(path, f"no array in it can be called {brief(repr(name))}", "give it another name")
+
+
 def check_metadata(path: FilePath, metadata: Any) -> None:
     """Refuse metadata of another form or version."""
     dtypes = metadata.get("dtypes", {}) if isinstance(metadata, dict) else None
@@ -142,6 +149,7 @@ def write(
             path, f"{METADATA} is the name of what kvkit says of a file", "give that array another"
         )
     for name, array in whole.items():
+        check_new_name(path, name)
         if not members.is_storable(array.dtype) or not array.dtype.itemsize:
             raise file_error(
                 path, f"{name} has dtype {array.dtype}, which no .npz file can say", "convert it"

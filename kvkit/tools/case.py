@@ -110,9 +110,11 @@ class Case:
 
     def index(self, name: str, ndim: int | None = None) -> Any:
         """Return an index tensor of any integers; None if it is not given."""
-        if name not in self.given:
-            return None
-        array = np.asarray(self.given[name])
+        return self.integers(name, self.given[name], ndim) if name in self.given else None
+
+    def integers(self, name: str, value: Any, ndim: int | None) -> np.ndarray:
+        """Return integers as an array."""
+        array = np.asarray(value)
         if array.size == 0:
             array = array.astype(np.int64)
         if array.dtype.kind not in "iu" or (ndim is not None and array.ndim != ndim):
@@ -132,8 +134,10 @@ class Case:
                     wanted = f"the layout of cache (fits: {fits}), or num_blocks and page_size beside {name}"
                     raise argument_error("layout", wanted, "None")
                 raise KvkitError(f"{needed}: expected a number, as {name} is given, got None")
-        if self.page_size < 1 or self.num_blocks < 0:
+        if self.page_size < 1:
             raise argument_error("page_size", "at least 1", self.page_size)
+        if self.num_blocks < 0:
+            raise argument_error("num_blocks", "at least 0", self.num_blocks)
         return name
 
     @cached_property
@@ -141,10 +145,14 @@ class Case:
         """Return the pages as given: an array [sequences, columns], or (starts, pages)."""
         value = self.given[self.table_name or ""]
         if self.table_name == "kv_indices":
+            if "kv_indptr" not in self.given:
+                raise argument_error("kv_indptr", "where each sequence begins in kv_indices", "none")
             return self.index("kv_indptr", 1), self.index("kv_indices", 1)
         if isinstance(value, (tuple, list)) and len(value) == 2 and np.ndim(value[0]) == 1:
-            starts, pages = map(np.asarray, value)
-            if len(starts) != len(pages) or starts.dtype.kind in "iu":
+            starts, pages = (
+                self.integers(f"{self.table_name}[{i}]", each, 1) for i, each in enumerate(value)
+            )
+            if isinstance(value, tuple) or len(starts) != len(pages):
                 return starts, pages
         return self.index(self.table_name or "", 2)
 
@@ -234,7 +242,8 @@ class Case:
         columns = positions // self.page_size
         if isinstance(self.raw_table, tuple):
             starts, ids = self.pages
-            known = (sequences >= 0) & (sequences < len(starts) - 1) & (positions >= 0)
+            starts = np.append(starts, starts[-1])  # so that a table without sequences can be looked into
+            known = (sequences >= 0) & (sequences < len(starts) - 2) & (positions >= 0)
             first = starts[np.where(known, sequences, 0)]
             known &= first + columns < starts[np.where(known, sequences, 0) + 1]
             pages = ids[np.where(known, first + columns, 0)] if len(ids) else np.full(len(columns), -1)

@@ -155,6 +155,10 @@ def test_what_is_refused():
         (lambda: layer.update(latent[..., 1:], kpe), r"latent: expected shape \[B, 1, q, 32\]"),
         (lambda: layer.update(latent, kpe[:, :, 1:]), r"kpe: expected \(1, 1, 2, 8\) of float32"),
         (lambda: layer.attend(latent, kpe, scale=0), "scale"),
+        (
+            lambda: layer.attend(latent[..., 1:], states(1, 1, 2, ROPE + 1), scale=1),
+            r"q_pe: expected .* 2, 8\)",
+        ),
         (lambda: layer.attend(latent, kpe, scale=1), "stored tokens"),
         (lambda: LatentLayer(format="kivi_key4"), "scales are those of a token"),
         (lambda: LatentLayer(format="ds_v4"), "ds_mla with rows of 512"),
@@ -167,7 +171,13 @@ def test_what_is_refused():
     indexed = Cache([IndexedLayer(LatentLayer(LATENT, ROPE), INDEX)])
     with pytest.raises(KvkitError, match="stored tokens"):
         indexed.layers[0].best_rows(states(1, 1, 2, INDEX), states(1, 1, 2))
+    with pytest.raises(KvkitError, match="stored tokens"):
+        indexed.layers[0].update_index(states(1, 1, INDEX))
     filled(indexed, (4,))
+    with pytest.raises(KvkitError, match=r"index_weights: expected \(2, 2, 2\)"):
+        indexed.layers[0].best_rows(states(2, 2, 2, INDEX), states(2, 3, 2))
+    with pytest.raises(KvkitError, match="the last queries of 2 sequences"):
+        indexed.layers[0].best_rows(states(2, 0, 2, INDEX), states(2, 0, 2))
     with pytest.raises(KvkitError, match="for the last update"):
         indexed.layers[0].update_index(states(2, 3, INDEX))
     with pytest.raises(KvkitError, match="numbers below 4"):
@@ -177,3 +187,13 @@ def test_what_is_refused():
     coded = Cache([LatentLayer(LATENT, ROPE, "int8:g32")])
     filled(coded, (4,))
     assert "codes are not rotated" in coded.can("shift", 0, None, 3, rope=kvkit.Rope(ROPE))
+
+
+@pytest.mark.parametrize("format", ["int8:g32", "ds_mla"])
+def test_coded_rows_may_be_none(format):
+    layer = LatentLayer(512, 64, format)
+    layer.update(states(1, 1, 3, 512), states(1, 1, 3, 64))
+    layer.update(states(1, 1, 0, 512), states(1, 1, 0, 64))
+    assert layer.get_seq_length() == 3
+    layer.crop(-3)
+    assert layer.stored()[0].shape == (1, 1, 0, 576)

@@ -96,6 +96,10 @@ def test_what_a_file_cannot_hold_is_refused(tmp_path):
         ("x.npy", [float8, float8], "one array, not 2"),
         ("x.safetensors", np.zeros(3, "U4"), "no safetensors file can say: convert it"),
         ("x.npz", np.array([None]), "no .npz file can say"),
+        *(
+            ("x.npz", {name: float8}, "no array in it can be called")
+            for name in ("", "a\0", "\ud800", "a" * 70_000)
+        ),
         ("x.pt", float8, "kvkit writes no .pt: give a name in .npz, .npy, .safetensors"),
         ("x", float8, "no files without a suffix"),
     ):

@@ -237,6 +237,12 @@ REFUSED = {  # (query, latent, keywords, message) of attention
     "heads": (ONE, POOL[:, :, None].repeat(2, 2), PAGES, "query: expected a multiple of 2 heads"),
     "pair": ((ONE,), POOL, PAGES, "query: expected an array, or a pair"),
     "a pair's parts": ((ONE, POOL), POOL, PAGES, r"query\[1\]: expected the tokens"),
+    "parts of other sizes": (
+        (ONE[..., :70], ONE[..., 70:]),
+        POOL[..., :512],
+        PAGES | {"rope_cache": POOL[..., 512:]},
+        "query: expected parts of .512, 64. el",
+    ),
     "value": (ONE, POOL, PAGES | {"value_dim": 577}, "value_dim: expected an integer from"),
     "no places": (ONE, POOL, {"scale": 1.0}, "indices: expected block_tables and"),
     "two places": (ONE, POOL, PAGES | {"indices": [[0]]}, "indices: expected block_tables and"),
@@ -268,6 +274,19 @@ REFUSED_APPENDS = {
     "dtype": (POOL.astype(F16), [0, 1, 2, 3], "cache: expected the dtype"),
     "read-only": (np.broadcast_to(POOL[:1], POOL.shape), [0, 1, 2, 3], "cache: expected a writeable"),
 }
+
+
+def test_nan_and_queries_without_rows_are_kept_apart(rng):
+    """NaN in one part of the rows is not replaced by the next part; no rows give zeros beside any sink."""
+    rows, extra = rng.standard_normal((2, 1, 3, 5)).astype(F32)
+    rows[0, 1] = np.nan
+    query = rng.standard_normal((1, 2, 5)).astype(F32)
+    size = {"scale": 0.5, "value_dim": 3}
+    both = kvkit.mla_attention(query, rows, indices=[[0, 1]], extra=(extra, [[0, 1]], None), **size)
+    assert np.isnan(both).all()
+    sinks = np.full(2, -np.inf, F32)
+    none = kvkit.mla_attention(query, extra, indices=[[-1]], sinks=sinks, lse_of_sinks=False, **size)
+    np.testing.assert_array_equal(none, np.zeros_like(none))
 
 
 @pytest.mark.parametrize("call", REFUSED)

@@ -319,7 +319,7 @@ def test_a_shared_prefix_stays_while_sequences_take_turns(rng, tmp_path):
     assert (found.rule, found.where) == ("W1", "value_cache[2, 1]")
     code, out, _ = kvkit(f"check --before {paths[1]} --after {paths[2]}")
     assert (code, "error W1 value_cache[2, 1]" in out) == (1, True)
-    assert "expected FILE, or --before and --after" in kvkit(f"check --before {paths[1]}")[2]
+    assert "expected --after beside it, got none" in kvkit(f"check --before {paths[1]}")[2]
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -390,6 +390,17 @@ def test_tables_have_the_names_of_engines(tmp_path):
 POOL = {"cache": np.zeros((2, 2, 4, 16, 1, 8), np.float16), "block_tables": np.array([[0]])}
 
 
+def test_tables_of_lists_and_without_sequences():
+    """Two lists of one length are two sequences; a faulty kv_indptr is named, also beside slots."""
+    sizes = {"num_blocks": 4, "page_size": 2}
+    assert not check({"block_tables": [[0, 1], [2, 3]], "context_lens": [4, 4], **sizes}).found
+    slots = {f"slot_{name}": [0] for name in ("mapping", "sequences", "positions")}
+    for starts in ([0], [0, 5], [0, 2, 1]):
+        lens = [2] * (len(starts) - 1)
+        found = check(slots | {"kv_indptr": starts, "kv_indices": [0, 1], "context_lens": lens, **sizes})
+        assert ("P5" in str(found)) == (len(starts) > 1)
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
@@ -400,6 +411,12 @@ POOL = {"cache": np.zeros((2, 2, 4, 16, 1, 8), np.float16), "block_tables": np.a
         (but(tables, block_tables=np.zeros(3))(), "block_tables: expected integers with 2 axes"),
         (but(tables, slot_positions=np.zeros(2, int))(), "slot_positions: expected 3 entries"),
         (but(tables, page_size=0)(), "page_size: expected at least 1, got 0"),
+        (but(tables, num_blocks=-1)(), "num_blocks: expected at least 0, got -1"),
+        (
+            but(tables, block_tables=([0, 2], [0.5, 1.7]))(),
+            r"block_tables\[1\]: expected integers with 1 axes",
+        ),
+        (but(tables, block_tables=None, kv_indices=[0])(), "kv_indptr: expected where each sequence begins"),
         (but(cache, key_cache=np.zeros(3))(), r"key_cache: expected \[blocks, rows, heads, content\]"),
         (7, "source: expected a path, a dict of arrays or a cache"),
     ],

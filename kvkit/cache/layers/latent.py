@@ -226,7 +226,7 @@ def joined_query(q_latent: Array, q_pe: Array | None, rope_dim: int) -> Array:
     fmt = checked_format("q_latent", q_latent, FLOATS, 4)
     if q_pe is None:
         return q_latent
-    if checked_format("q_pe", q_pe, FLOATS, 4) is not fmt or q_pe.shape[:3] != q_latent.shape[:3]:
+    if checked_format("q_pe", q_pe, FLOATS, 4) is not fmt or q_pe.shape != (*q_latent.shape[:3], rope_dim):
         wanted = f"{(*q_latent.shape[:3], rope_dim)} of {fmt}, as q_latent"
         raise argument_error("q_pe", wanted, describe(q_pe))
     return np.concatenate((q_latent, q_pe), axis=3)
@@ -298,8 +298,9 @@ class IndexedLayer(LatentLayer):
         ndarray, shape [B, S, index_dim]
             A view, valid until the next call that changes the layer.
         """
-        new = self.span.length - self.span.before if self.store is not None else 0
-        dtype = self.store.geometry.fmt.dtype if new else None
+        if self.store is None:
+            raise argument_error(self.name, "stored tokens (call update before update_index)", "none")
+        new, dtype = self.span.length - self.span.before, self.store.geometry.fmt.dtype
         shape = self.batch_size, new, self.index_dim
         if not isinstance(index_keys, np.ndarray) or index_keys.shape != shape or index_keys.dtype != dtype:
             raise argument_error(
@@ -331,10 +332,15 @@ class IndexedLayer(LatentLayer):
             raise argument_error(self.name, "stored tokens (call update before best_rows)", "none")
         fmt = checked_format("index_query", index_query, FLOATS, 4)
         batch, new = index_query.shape[:2]
-        if checked_format("index_weights", index_weights, FLOATS, 3) is not fmt or batch != self.batch_size:
-            raise argument_error(
-                "index_weights", f"[{self.batch_size}, {new}, heads] of {fmt}", describe(index_weights)
-            )
+        if batch != self.batch_size or not new:
+            wanted = f"the last queries of {self.batch_size} sequences"
+            raise argument_error("index_query", wanted, describe(index_query))
+        shape = index_query.shape[:3]
+        if (
+            checked_format("index_weights", index_weights, FLOATS, 3) is not fmt
+            or index_weights.shape != shape
+        ):
+            raise argument_error("index_weights", f"{shape} of {fmt}", describe(index_weights))
         keys = self._index_rows()
         length = keys.shape[1]
         tables, lens = np.arange(batch)[:, None], np.full(batch, length)
@@ -454,21 +460,22 @@ class LatentCodes:
         flat = rows.reshape(-1, self.bytes)
         if self.format.tail:
             pool = LatentPool((flat[:, None],), self.format, sum(self.dims))
-            return gather_rows(pool, np.arange(len(flat))).reshape(*rows.shape[:-1], -1)
+            return gather_rows(pool, np.arange(len(flat))).reshape(*rows.shape[:-1], sum(self.dims))
         arrays, at = {}, 0
         for name, (shape, dtype) in self._forms.items():
             end = at + math.prod(shape) * dtype.itemsize
-            arrays[name] = np.ascontiguousarray(flat[:, at:end]).view(dtype).reshape(-1, *shape)
+            arrays[name] = np.ascontiguousarray(flat[:, at:end]).view(dtype).reshape(len(flat), *shape)
             at = end
         keys = np.empty((len(flat), sum(self.dims)), np.float32)
         keys[:, : self.dims[0]] = decode(arrays, self.format)
         keys[:, self.dims[0] :] = np.ascontiguousarray(flat[:, at:]).view(self._rope)
-        return keys.reshape(*rows.shape[:-1], -1)
+        return keys.reshape(*rows.shape[:-1], sum(self.dims))
 
 
 def as_bytes(array: Array) -> Array:
     """Return the bytes of each row."""
-    return np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
+    flat = np.ascontiguousarray(array).reshape(len(array), math.prod(array.shape[1:]))
+    return flat.view(np.uint8)
 
 
 def attend_to_codes(

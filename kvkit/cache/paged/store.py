@@ -49,8 +49,8 @@ class PagedStore:
         self.value_dim = self.latent_dim or self.dim
         self.rope_dim = self.dim - self.latent_dim if self.latent_dim else 0
         if latent_dim and (quant_bit or quant_format or num_kv_heads != 1):
-            wanted = "0, or one unquantized key head, num_kv_heads 1"
-            raise argument_error("latent_dim", wanted, f"{latent_dim}, {num_kv_heads} heads")
+            wanted = "0 beside quant_bit, quant_format, or num_kv_heads other than 1"
+            raise argument_error("latent_dim", wanted, latent_dim)
         self.format = float_format("dtype", dtype)
         bits = choice("quant_bit", quant_bit, (0, 4, 8))
         group = integer("quant_group", quant_group, 1)
@@ -183,7 +183,9 @@ class PagedStore:
 def check_scales(scale: Any, layers: int, heads: int) -> Array:
     """Check scales of shape (), [2], [2, heads] or [layers, 2, heads]; return them as [layers, 2, heads]."""
     try:
-        numbers = np.array(scale, np.float32)
+        numbers = np.array(None if isinstance(scale, str) else scale, np.float32)
+        if numbers.shape not in ((), (2,), (2, heads), (layers, 2, heads)):
+            raise ValueError
         numbers = numbers[:, None] if numbers.shape == (2,) else numbers
         scales = np.ascontiguousarray(np.broadcast_to(numbers, (layers, 2, heads)))
     except (TypeError, ValueError):
