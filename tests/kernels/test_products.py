@@ -17,8 +17,10 @@ from kernel_steps import run_step
 from llvmlite import binding
 from numpy.testing import assert_array_equal
 
+from kvkit.cpu import machine
 from kvkit.cpu.attention.engines import narrow as products
 from kvkit.cpu.attention.engines import wide
+from kvkit.cpu.simd import quarters
 from kvkit.cpu.simd.attention import WIDE, tile_tokens
 from kvkit.formats import BY_NAME, coarser
 
@@ -58,6 +60,7 @@ QUICK = [
     (2, Kept("bfloat16")),
     (4, Kept("float32")),
     (8, Kept("float16")),
+    (8, Kept("bfloat16")),
     (1, Kept("int8", "float16", 8)),
     (2, Kept("int8", "float32", 16)),
     (4, Kept("int8", "bfloat16", 2, True)),
@@ -211,11 +214,20 @@ def narrow_scores(rng, rows, kept, queries, cache, place=same, **form):
     numbers, tokens = place(padded_numbers(cache, rows)), len(cache.values)
     if not form.get("plain"):  # [dim / 16, row, 16]
         queries = np.ascontiguousarray(queries.reshape(rows, -1, 16).swapaxes(0, 1))
-    ahead, queries = place(anywhere(rng, len(numbers))), place(queries)
+    ahead, queries = place(anywhere(rng, len(numbers))), place(queries.copy())
+    paired = form.get("paired", False)
+    if quarters.fits(rows, kept.stored, paired) and not form.get("plain"):
+        tile = {"queries": queries}
+        run_step(
+            products.queries(rows, paired),
+            {"keys.padded_dim": queries.size // rows},
+            {},
+            tile,
+        )
     scores, untouched = guarded((-(-len(numbers) // 16) * 16 if rows == 1 else len(numbers), rows))
     params, block, tile = cache.spot("key")
     block |= {"key_ids": numbers, "prefetch_in_scores": ahead}
-    tile |= {"queries": queries, "scores": scores}
+    tile |= {"queries": queries, "scores": scores, "factor": np.ones(1, np.float32)}
     run_step(products.scores(rows, *kept, **form), params, block, tile)
     untouched()
     return scores[: len(numbers)], np.concatenate(
@@ -251,19 +263,25 @@ def forms_of(rows, kept):
 
 
 def check_narrow_scores(rng, rows, kept, tokens, dim, gap=0, place=same):
-    orders = (False, True) if rows == 1 and kept.stored in FLOATS else (False,)  # of reading
-    for integers, plain, in_order in itertools.product((True, False), forms_of(rows, kept), orders):
-        queries = numbers_of(rng, (rows, dim), integers)
+    pairs = machine.has_pairs() and kept == Kept("bfloat16")
+    forms = [{"plain": plain} for plain in forms_of(rows, kept)]
+    forms += [{"in_order": True}] if rows == 1 and kept.stored in FLOATS else []
+    forms += [{"paired": True}] if rows >= 4 and pairs else []
+    for integers, form in itertools.product((True, False), forms):
+        queries, plain = numbers_of(rng, (rows, dim), integers), form.get("plain", False)
+        if "paired" in form:
+            queries = queries.astype(ml_dtypes.bfloat16).astype(np.float32)
         cache = cached(rng, kept, tokens, dim, integers, gap).moved(place)
         order = None if plain else products.orders(*kept[:3], dim)
         given = queries if order is None else queries.take(order[rows], 1)
-        got, values = narrow_scores(rng, rows, kept, given, cache, place, plain=plain, in_order=in_order)
+        got, values = narrow_scores(rng, rows, kept, given, cache, place, **form)
         expected, size = values @ queries.T.astype(np.float64), np.abs(values) @ np.abs(queries.T)
-        label = f"{tokens} tokens of {dim}, plain={plain}, in_order={in_order}"
+        label = f"{tokens} tokens of {dim}, {form}"
         if integers:
             assert_array_equal(got, expected, label)
         else:
-            assert_close(got, expected, size, dim if plain else dim // 16 + 5, label)
+            steps = dim if plain else dim // 4 + 2 if rows >= 4 else dim // 16 + 5
+            assert_close(got, expected, size, steps, label)
 
 
 def check_narrow_sums(rng, rows, kept, tokens, dim, gap=0, place=same):

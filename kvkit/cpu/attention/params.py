@@ -19,9 +19,10 @@ SIDE = Record(
     "table step element bytes dim padded_dim to_float",
 )
 # The machine code (params, block, tile) of each step for one kind of tile, or 0. `queries` converts queries
-# to the engine's form, `load` the block's keys and values; `scores` computes S = K Q^T; `sums` computes
-# O = O alpha + P V, after the softmax if `softmax` is set.
-ENGINE = Record("queries load scores sums softmax")
+# to the engine's form, `load` the block's keys and values; `scores` computes S = K Q^T, times the scale if
+# `scales_scores` is set, else queries have it; `sums` computes O = O alpha + P V, after the softmax if
+# `softmax` is set.
+ENGINE = Record("queries load scores sums softmax scales_scores")
 ENGINE_BYTES = ENGINE.dtype.itemsize
 # Byte offsets of a worker's buffers in its workspace.
 WORKSPACE = Record(

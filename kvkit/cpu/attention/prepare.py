@@ -360,7 +360,10 @@ def engine(form, tile_rows, near):
         return integers.engine(tile_rows, near, form.cache_formats, (*scales, read.width))
     if read.widens:
         return narrow.engine(tile_rows, ("float32", "float32"), (None, 0), False, False, True)
-    return narrow.engine(tile_rows, form.cache_formats, scales, read.exact, near, not form.interleaved)
+    paired = read.pairs and form.decoder is None
+    return narrow.engine(
+        tile_rows, form.cache_formats, scales, read.exact, near, not form.interleaved, paired
+    )
 
 
 # What the arguments of a call decide

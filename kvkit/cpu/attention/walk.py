@@ -187,7 +187,7 @@ def load_queries(params, block, engine):
                 params.query_to_float, packed=line, packed_token=4 * dim, cache=source,
                 cache_token=params.query_head, tokens=count, dim=params.keys.dim,
             )  # fmt: skip
-            if not (wide and params.pairs):
+            if not engine.scales_scores:
                 attention.scale_by(line, line, count * dim, tile.factor)
             r += count
         if wide:

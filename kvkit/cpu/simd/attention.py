@@ -201,6 +201,12 @@ def chunk_reader(stored, scale_format, group, rounds, like=None):
     return minifloats if element.minifloat else quantized if scale_format else plain
 
 
+def even_and_odd(b, row, scale_base, i, vectors, dim):
+    """Read two vectors of bfloat16 as a chunk: even elements, then odd ones, so that no lane moves."""
+    words = read(b, b.add(row, b.mul(i, I64(2))), I32, LANES)
+    return lambda m: (words & 0xFFFF0000 if m else words << 16).cast("bitcast", F32)
+
+
 def unfold(b, stored, address, vectors, place):
     """Write vectors of 8-bit floats to memory as halves, in `chunk_order`; see `lanes.pair_halves`.
 
@@ -346,6 +352,7 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
     )
     widest, fewest = tile_columns(rows), fewest_vectors(stored)
     own, constant = row_scale(stored, scale_format, group)
+    by_words = stored == "bfloat16" and scale_format is None
 
     @micro_kernel(12)
     def narrow_sums(
@@ -353,7 +360,9 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
     ):
         def columns(first, vectors):
             size = min(most, vectors)
-            lanes_of = chunk_order(stored, scale_format, size)
+            lanes_of, read_chunk = chunk_order(stored, scale_format, size), chunk
+            if by_words and size == 2:
+                lanes_of, read_chunk = [*range(0, 2 * LANES, 2), *range(1, 2 * LANES, 2)], even_and_odd
             elements = sorted(range(len(lanes_of)), key=lanes_of.__getitem__)
             targets = [
                 b.add(sums, b.mul(b.add(b.add(first, I64(c * LANES)), b.mul(dim, I64(r))), I64(4)))
@@ -410,7 +419,7 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
                     row, scale_at = locate(token)
                     value = []
                     for c in range(0, vectors, size):
-                        part = chunk(b, row, scale_at, b.add(first, I64(c * LANES)), size, dim)
+                        part = read_chunk(b, row, scale_at, b.add(first, I64(c * LANES)), size, dim)
                         value += [part(m) for m in range(size)]
                     add(token, value, scale_at)
             for i, address in enumerate(targets):

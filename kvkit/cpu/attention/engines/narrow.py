@@ -14,7 +14,7 @@ import numpy as np
 from kvkit.cpu.attention.engines import plain as plain_forms
 from kvkit.cpu.attention.engines.code import step_code
 from kvkit.cpu.attention.params import block_at, params_at, prefetched, tile_at, whole_tiles
-from kvkit.cpu.simd import attention, panels
+from kvkit.cpu.simd import attention, panels, quarters
 from kvkit.formats.elements import BY_NAME
 
 NARROW = attention.NARROW
@@ -43,16 +43,47 @@ def orders(stored, scale_format, group, dim):
 
 
 @functools.cache
+def queries(rows, paired=False):
+    """Compile the arrangement of queries that `scores_by_quarters` needs."""
+    arrange = quarters.arrange_queries(rows, paired)
+
+    def queries(params_address, block_address, tile_address):
+        params, tile = params_at(params_address), tile_at(tile_address)
+        arrange(tile.queries, params.keys.padded_dim)
+
+    return step_code(queries, ("queries", rows, paired))
+
+
+@functools.cache
+def scores_by_quarters(rows, near, paired):
+    """Compile S = K Q^T for 4 or 8 rows over float32, or if `paired` over bfloat16, and scale the scores."""
+    multiply = quarters.scores(rows, near, paired)
+
+    def scores(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        multiply(
+            queries=tile.queries, keys=tile.keys, key_row=block.key_row, row_ids=block.key_ids,
+            ahead=prefetched(block.prefetch_in_scores, block, tile), count=whole_tiles(tile.count),
+            dim=params.keys.padded_dim, factor=tile.factor, scores=tile.scores,
+        )  # fmt: skip
+
+    return step_code(scores, ("scores by quarters", rows, near, paired))
+
+
+@functools.cache
 def scores(
-    rows, stored="float32", scale_format=None, group=0, exact=False, near=False, in_order=False, plain=False
-):
+    rows, stored="float32", scale_format=None, group=0, exact=False, near=False, in_order=False, plain=False,
+    paired=False,
+):  # fmt: skip
     """Compile S = K Q^T for 1, 2, 4 or 8 rows of queries [dim / LANES, row, LANES], ordered (see `orders`).
 
     Token t is at keys + key_ids[t] * key_row. `near` and `in_order` are hints (see `narrow_scores`). The
-    plain form takes queries [row, dim] in natural order.
+    plain form takes queries [row, dim] in natural order, and what `quarters.fits` those of `queries`.
     """
     if plain:
         return plain_forms.scores(rows, stored, scale_format, group, exact)
+    if quarters.fits(rows, stored, paired):
+        return scores_by_quarters(rows, near, paired)
     multiply = attention.narrow_scores(
         rows, stored, scale_format, group, (scale_format,) if exact else (), near=near, in_order=in_order
     )
@@ -90,10 +121,15 @@ def sums(rows, stored="float32", scale_format=None, group=0, exact=False, near=F
     return step_code(sums, ("sums", rows, stored, scale_format, group, exact, near))
 
 
-def engine(rows, stored, scales, exact, near, in_order):
-    """Return the engine over keys and values `stored` as two formats, with scales of a (format, group)."""
-    key, value = stored
+def engine(rows, stored, scales, exact, near, in_order, paired=False):
+    """Return the engine over keys and values `stored` as two formats, with scales of a (format, group).
+
+    `paired` says that queries, too, are bfloat16, and that the processor multiplies pairs.
+    """
+    (key, value), by_quarters = stored, quarters.fits(rows, stored[0], paired)
     return {
-        "scores": scores(rows, key, *scales, exact, near, in_order).address,
+        "queries": queries(rows, paired).address if by_quarters else 0,
+        "scores": scores(rows, key, *scales, exact, near, in_order, paired=paired).address,
         "sums": sums(rows, value, *scales, exact, near).address,
+        "scales_scores": by_quarters and paired,
     }

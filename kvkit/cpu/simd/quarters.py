@@ -1,0 +1,122 @@
+"""Scores of 4 or 8 query rows over float32 or bfloat16: each of 4 query rows has a quarter of a vector.
+
+    S = K Q^T                    [token, row]
+
+The same 16 bytes of a key are read into all quarters, so that a score is the sum of 4 lanes, not of 16. If
+`paired`, keys and queries are bfloat16, of which a lane multiplies two (AVX-512 BF16); subnormals count as 0.
+"""
+
+import functools
+
+from kvkit.cpu.simd.attention import LANES, bytes_of, for_chunks, row_id_at
+from kvkit.cpu.simd.lanes import (
+    F32,
+    I32,
+    I64,
+    StackSlots,
+    add_lanes,
+    broadcast,
+    concatenate,
+    loop,
+    micro_kernel,
+    narrow,
+    prefetch,
+    read,
+    write,
+    zeros,
+)
+from kvkit.cpu.simd.pairs import add_products
+
+TOKENS = 8  # that are multiplied together
+QUARTERS = 4
+
+
+def fits(rows: int, stored: str, paired: bool) -> bool:
+    """Return whether these kernels take the scores of so many query rows over keys of a format."""
+    return rows >= QUARTERS and (paired or stored == "float32")
+
+
+@functools.cache
+def arrange_queries(rows: int, paired: bool):
+    """Return f(queries, dim), which arranges queries [dim / 16, row, 16] in place.
+
+    They become [dim / 4, row / 4, 4 rows, 4 elements] of float32, or [dim / 8, row / 4, 4 rows, 8 elements]
+    of bfloat16 if `paired`.
+    """
+
+    @micro_kernel(2)
+    def arrange_queries(b, queries, dim):
+        parts = 2 if paired else 4
+        with loop(b, dim, LANES) as i:
+            source = b.add(queries, b.mul(i, I64(4 * rows)))
+            target = b.add(queries, b.mul(i, I64((2 if paired else 4) * rows)))
+            panel = [read(b, b.add(source, I64(4 * LANES * r)), F32, LANES) for r in range(rows)]
+            if paired:
+                panel = [narrow(row, "bfloat16").as_bits() for row in panel]
+            for part in range(parts):
+                quarter = [row.pick(range(4 * part, 4 * part + 4)) for row in panel]
+                for group in range(rows // QUARTERS):
+                    vector = concatenate(quarter[QUARTERS * group : QUARTERS * (group + 1)])
+                    write(b, b.add(target, I64(64 * (part * rows // QUARTERS + group))), vector)
+
+    return arrange_queries
+
+
+@functools.cache
+def scores(rows: int, near: bool, paired: bool):
+    """Return f(queries, keys, key_row, row_ids, ahead, count, dim, factor, scores).
+
+    Queries are those of `arrange_queries`, the rest is as in `attention.narrow_scores`; `count` is a multiple
+    of 8. If `paired`, scores are multiplied with the float32 at the address `factor`.
+    """
+    groups, word = rows // QUARTERS, I32 if paired else F32
+    stored, step = ("bfloat16", 8) if paired else ("float32", 4)  # elements of a quarter
+    sizes = (2, 1) if paired else (1,)  # vectors of a key that are a line, or what is left of a key
+
+    @micro_kernel(9)
+    def scores(b, queries, keys, key_row, row_ids, ahead, count, dim, factor, scores):
+        with loop(b, count, TOKENS) as first:
+            tokens = [b.add(first, I64(t)) for t in range(TOKENS)]
+            sums = StackSlots(b, zeros(b, LANES, TOKENS * groups))
+            at = [b.add(keys, b.mul(row_id_at(b, row_ids, token), key_row)) for token in tokens]
+            soon = [row_id_at(b, ahead, token) for token in tokens]
+
+            def add(i, vectors):
+                base = b.add(queries, b.mul(i, I64((2 if paired else 4) * rows)))
+                here = bytes_of(b, stored, i)
+                key_at = [b.add(address, here) for address in at]
+                later = [b.add(address, here) for address in soon]
+                count = vectors * LANES // step
+                for quarter in range(count):
+                    for t in range(quarter * TOKENS // count, (quarter + 1) * TOKENS // count):
+                        prefetch(b, later[t], near)
+                    places = [b.add(base, I64(64 * (quarter * groups + g))) for g in range(groups)]
+                    query = [read(b, place, word, LANES) for place in places]
+                    for t in range(TOKENS):
+                        key = read(b, b.add(key_at[t], I64(16 * quarter)), word, 4)
+                        key = key.pick([0, 1, 2, 3] * QUARTERS)
+                        for g in range(groups):
+                            total = sums[t * groups + g]
+                            total = add_products(total, key, query[g]) if paired else key.fma(query[g], total)
+                            sums[t * groups + g] = total
+
+            for_chunks(b, dim, sizes, add)
+            scale = broadcast(b, factor, LANES) if paired else None
+            target = b.add(scores, b.mul(first, I64(4 * rows)))
+            # Lane i of quarter r is row r of vector i, which has token i // groups and row group i % groups.
+            order = [
+                row % QUARTERS * 4 + token * groups + row // QUARTERS
+                for token in range(4 // groups)
+                for row in range(rows)
+            ]
+            for n in range(TOKENS * groups // 4):
+                total = sums_of_quarters([sums[4 * n + i] for i in range(4)]).pick(order)
+                write(b, b.add(target, I64(4 * LANES * n)), total * scale if paired else total)
+
+    return scores
+
+
+def sums_of_quarters(vectors):
+    """Return a vector whose lane i of a quarter is the sum of that quarter of vectors[i], of four."""
+    low, high = (add_lanes(x, y, (0, 16, 1, 17), (2, 18, 3, 19)) for x, y in (vectors[:2], vectors[2:]))
+    return add_lanes(low, high, (0, 1, 16, 17), (2, 3, 18, 19))
