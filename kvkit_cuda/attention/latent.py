@@ -138,9 +138,8 @@ class LatentForm:
 
 
 class Places(NamedTuple):
-    """Addresses of a block's arrays in shared memory, and of the cache's row 0 of its head."""
+    """Holds the addresses of a block's arrays in shared memory."""
 
-    head: Any  # in global memory
     queries: Any  # [rows, dim]; in the end, outputs [rows, value dim]
     weights: Any  # p, rounded [rows, tokens]
     maxima: Any  # float32 [groups of 16 tokens, rows]: largest scores; in the end, parts of l
@@ -241,8 +240,10 @@ def update_softmax(form):
         group, grown = (thread >> 5) // row_warps, int32(0)
         for r in range(rows):
             row, m_new = first_row(thread) + row_of(r), m[r]
-            for other in range(groups):
+            other = int32(0)
+            while other < groups:  # NVVM unrolls no loop over a range here
                 m_new = larger(m_new, number_at(places.maxima + 4 * (other * all_rows + row)))
+                other = int32(other + 1)
             if m_new != m[r]:
                 grown = int32(1)
             base = larger(m_new, LOWEST)
@@ -251,12 +252,10 @@ def update_softmax(form):
                 put_number(places.factors + 4 * row, alpha)
             added, m[r] = base - base, m_new  # NaN for a maximum that is infinite
             for i in range(0, columns, 2):
-                one, other = (
-                    power(s[r * columns + i] * scale - base),
-                    power(s[r * columns + i + 1] * scale - base),
-                )
-                added += one + other
-                put(places.weights, row, group * 2 + i // 2, thread & 3, packed(one, other))
+                low = power(s[r * columns + i] * scale - base)
+                high = power(s[r * columns + i + 1] * scale - base)
+                added += low + high
+                put(places.weights, row, group * 2 + i // 2, thread & 3, packed(low, high))
             l[r] = l[r] * alpha + added
         return grown
 
@@ -290,9 +289,8 @@ def multiply_values(form):
             i = 4 * strip
             a[i], a[i + 1], a[i + 2], a[i + 3] = load(on_weights(p, k), strip * STRIP * weight_row)
         for block in range(0, blocks, 2):
-            b0, b1, b2, b3 = load_transposed(
-                on_values(v, block // 2), 16 * k * row
-            )  # [16 tokens, 16 elements]
+            at = on_values(v, block // 2)
+            b0, b1, b2, b3 = load_transposed(at, 16 * k * row)  # [16 tokens, 16 elements]
             multiply(a, b0, b1, o, block)
             multiply(a, b2, b3, o, block + 1)
 
@@ -368,7 +366,7 @@ def attend(form):
         weights = int32(queries + query_bytes)
         maxima = int32(weights + weight_bytes)
         head = params.keys + item.b * params.key_sequence + item.head * params.key_head
-        places = Places(head, queries, weights, maxima, int32(maxima + maximum_bytes))
+        places = Places(queries, weights, maxima, int32(maxima + maximum_bytes))
         load_queries(params, step, item, queries, thread)
         a, s = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
         o, m = cuda.local.array(held_sums, F32), cuda.local.array(held_rows, F32)
