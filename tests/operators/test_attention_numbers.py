@@ -3,6 +3,7 @@
 import math
 
 import attention_scenes as scenes
+import ml_dtypes
 import numpy as np
 import pytest
 from attention_scenes import (
@@ -17,6 +18,7 @@ from attention_scenes import (
     one,
     whole_context,
 )
+from numpy.testing import assert_array_equal
 
 import kvkit
 from kvkit.reference.cache import CACHE_ATTRIBUTES
@@ -394,3 +396,24 @@ def test_elements_in_one_place():
     np.testing.assert_allclose(output, 149.5, rtol=1e-6)
     with pytest.raises(kvkit.KvkitError, match=r"^key_cache: expected elements at different addr"):
         kvkit.paged_attention(query[0], keys, values, [[0]], [300])
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("like_data", [False, True], ids=["float32 mask", "mask of the data"])
+def test_adjacent_masks_give_the_bits_of_strided_ones(kind, like_data, rng):
+    """Adjacent numbers are added 16 rows at a time where tiles have 32, in blocks of 128 tokens."""
+    dtype = np.dtype(ml_dtypes.bfloat16 if kind == "bfloat16" else kind)
+    query, key, value = (rng.standard_normal((300, heads, 32)).astype(dtype) for heads in (6, 2, 2))
+    strided = np.zeros((6, 300, 600), dtype if like_data else np.float32)[..., ::2]
+    strided[:] = np.where(rng.random(strided.shape) < 0.2, -np.inf, rng.standard_normal(strided.shape))
+    strided[4, 7, 3], key[290] = np.nan, np.nan  # a key that half of the rows hide
+    strided[:, ::2, 290] = -np.inf
+    sequences, heads = ([0, 37, 300], [0, 37, 300]), {"num_heads": 6, "head_dim": 32, "num_kv_heads": 2}
+    outputs = [
+        kvkit.dynamic_batching.multi_head_attention(
+            query, key, value, *sequences, 0, None, None, mask, **heads
+        )
+        for mask in (strided, np.ascontiguousarray(strided))
+    ]
+    assert_array_equal(*(output.view(np.uint8) for output in outputs))
+    assert np.isfinite(outputs[0][290:292:2].astype(np.float32)).all()

@@ -10,6 +10,7 @@ import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
+from kvkit.cpu.attention.params import WIDE_BLOCK, rows_computed
 from kvkit.cpu.simd import attention
 from kvkit.formulas import numeric
 from kvkit.formulas.index import visible_range
@@ -22,6 +23,7 @@ get, get_bool = memory.load(types.int64), memory.load(types.int8)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 get_half, get_bfloat16 = memory.read("float16"), memory.read("bfloat16")
 online_softmax, cap = attention.online_softmax, attention.apply_softcap
+widen_floats, widen_halves, widen_bfloat16 = map(attention.widen_numbers, ("float32", "float16", "bfloat16"))
 
 
 @helper
@@ -80,7 +82,12 @@ def needs_bias_or_mask(params, block, tile):
 @helper
 def apply_bias_and_mask(params, block, tile):
     """Cap the scores, then apply the causal rule, window, ALiBi and mask: a hidden key scores -inf."""
-    step = 4 * block.rows
+    step, line = 4 * block.rows, 4 * WIDE_BLOCK
+    lines = block.workspace + params.workspace.lines  # numbers of a wide tile's mask         [rows, tokens]
+    size = 4 if params.mask_kind == 1 else 2 if params.mask_kind in (2, 3) else 0
+    in_lines = block.wide and size and params.mask_column == size
+    if in_lines:
+        attention.clear(lines, WIDE * WIDE_BLOCK)
     if params.cap:
         cap(tile.scores, -(-tile.count * block.rows // LANES), params.cap_at)
     for r in range(tile.live):
@@ -105,14 +112,38 @@ def apply_bias_and_mask(params, block, tile):
                 bias = numeric.alibi_bias(slope, min(distance, -distance))
                 put_float(at + t * step, get_float(at + t * step) + bias)
         if params.mask:
-            row, column = token, block.begin
-            if params.mask_packed:
-                row += get(params.seqstarts + 8 * block.sequence)
-            if params.mask_packed == 1:  # if 2, columns count within each sequence
-                column += get(params.kvstarts + 8 * block.sequence)
-            mask = params.mask + block.sequence * params.mask_sequence + head * params.mask_head
-            mask += row * params.mask_row + column * params.mask_column
-            add_mask(params, at, step, mask, low, high)
+            mask = mask_of_block(params, block, head, token)
+            if in_lines:
+                attention.prefetch_bytes(mask + block.size * size, block.size * size)  # of the next block
+                widen_mask(params, mask + low * params.mask_column, lines + r * line + 4 * low, high - low)
+            else:
+                add_mask(params, at, step, mask, low, high)
+    if in_lines:
+        whole = -(-tile.count // LANES) * LANES
+        attention.add_biases(lines, line, rows_computed(params, block, tile), whole, tile.scores)
+
+
+@helper
+def mask_of_block(params, block, head, token):
+    """Return where a query row's mask of the block begins."""
+    row, column = token, block.begin
+    if params.mask_packed:
+        row += get(params.seqstarts + 8 * block.sequence)
+    if params.mask_packed == 1:  # if 2, columns count within each sequence
+        column += get(params.kvstarts + 8 * block.sequence)
+    mask = params.mask + block.sequence * params.mask_sequence + head * params.mask_head
+    return mask + row * params.mask_row + column * params.mask_column
+
+
+@helper
+def widen_mask(params, source, target, count):
+    """Widen numbers of a mask, which are adjacent, to float32."""
+    if params.mask_kind == 1:
+        widen_floats(source, target, count)
+    elif params.mask_kind == 2:
+        widen_halves(source, target, count)
+    else:
+        widen_bfloat16(source, target, count)
 
 
 @helper

@@ -280,7 +280,7 @@ def workspace_fields(form, block):
         "alpha": 8 * rows + 8 * WIDE, "m": 8 * rows, "l": 8 * rows,  # narrow tiles have at least 16 lanes
         "queries": 4 * rows * dim, "engine_queries": rows * query_bytes, "o": 4 * rows * value_dim,
         "wide_keys": 4 * WIDE_BLOCK * dim, "wide_values": 4 * WIDE_BLOCK * value_dim,
-        "lines": 4 * WIDE * max(dim, value_dim),
+        "lines": 4 * WIDE * max(dim, value_dim, WIDE_BLOCK),
     }  # fmt: skip
     offsets, end = {}, 0
     for name, size in sizes.items():

@@ -12,6 +12,7 @@ wide    32 rows: lanes along the rows, over keys and values that were widened in
 """
 
 import functools
+import math
 
 from llvmlite import binding
 
@@ -573,6 +574,12 @@ def tanh(x):
 @micro_kernel(4)
 def transpose(b, source, source_row, target, target_row):
     """Transpose 16 rows of 16 float32; strides are bytes."""
+    for r, row in enumerate(transposed(b, source, source_row)):
+        write(b, b.add(target, b.mul(target_row, I64(r))), row)
+
+
+def transposed(b, source, source_row):
+    """Read 16 rows of 16 float32 and return their columns."""
     rows = [read(b, b.add(source, b.mul(source_row, I64(r))), F32, LANES) for r in range(LANES)]
     for step in (1, 2, 4, 8):
         upper = [(lane if not lane & step else lane - step + LANES) for lane in range(LANES)]
@@ -583,8 +590,41 @@ def transpose(b, source, source_row, target, target_row):
                 mixed[r] = rows[r].pick(upper, rows[r | step])
                 mixed[r | step] = rows[r].pick(lower, rows[r | step])
         rows = mixed
-    for r, row in enumerate(rows):
-        write(b, b.add(target, b.mul(target_row, I64(r))), row)
+    return rows
+
+
+@micro_kernel(5)
+def add_biases(b, biases, line, rows, count, scores):
+    """Add biases [row, token] to scores [token, WIDE] of 16 `rows` or of all; 16 divides `count`.
+
+    `line` is the byte stride of the biases' rows. As in `numeric.add_bias`, -inf hides a key of any score.
+    """
+    with loop(b, count, LANES) as first, loop(b, rows, LANES) as row:
+        at = b.add(biases, b.add(b.mul(row, line), b.mul(first, I64(4))))
+        to = b.add(scores, b.add(b.mul(first, I64(4 * WIDE)), b.mul(row, I64(4))))
+        for t, bias in enumerate(transposed(b, at, line)):
+            place = b.add(to, I64(4 * WIDE * t))
+            total = read(b, place, F32, LANES) + bias
+            hidden = b.fcmp_ordered("==", bias.value, bias.of(-math.inf))
+            write(b, place, lanes.Lanes(b, b.select(hidden, bias.value, total.value)))
+
+
+@functools.cache
+def widen_numbers(stored):
+    """Return f(source, target, count), which widens numbers to float32."""
+
+    @micro_kernel(3)
+    def widen_numbers(b, source, target, count):
+        size, done = BY_NAME[stored].bytes(1), I64(0)
+        for some in (LANES, 1):
+            begin, whole = done, b.mul(b.udiv(b.sub(count, done), I64(some)), I64(some))
+            with loop(b, whole, some) as i:
+                at = b.add(begin, i)
+                numbers = widen(read(b, b.add(source, b.mul(at, I64(size))), RAW[stored], some), stored)
+                write(b, b.add(target, b.mul(at, I64(4))), numbers)
+            done = b.add(begin, whole)
+
+    return widen_numbers
 
 
 @micro_kernel(4)
