@@ -58,9 +58,19 @@ def parse_formats(texts: Sequence[str], data: str, dim: int, queries: int) -> It
     "--backend", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
     help="What runs the code: this CPU, or the first GPU of this machine.",
 )  # fmt: skip
+@click.option(
+    "--capability", metavar="X.Y", help="With --backend cuda: compile for a GPU that need not be there."
+)
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
 def warm(
-    what: str, texts: Sequence[str], data: str, dim: int, queries: int, backend: str, quiet: bool
+    what: str,
+    texts: Sequence[str],
+    data: str,
+    dim: int,
+    queries: int,
+    backend: str,
+    capability: str | None,
+    quiet: bool,
 ) -> None:
     """Compile code ahead of the calls that need it.
 
@@ -74,30 +84,41 @@ def warm(
       kvkit warm attention --formats bfloat16 --head-dim 64
       kvkit warm cache --formats int8/64,int4/32 --data float32
       kvkit warm --backend cuda --formats bfloat16,int8 --data bfloat16
+      kvkit warm --backend cuda --capability 9.0
     """
     chosen = list(parse_formats(texts, data, dim, queries))
     if backend == "cpu":
+        if capability:
+            raise KvkitError(f"--capability {capability}: it is of a GPU: add --backend cuda")
         compile_waves(task_waves(what, chosen), quiet)
         return
     if what != "all":
         raise KvkitError(f"{what}: --backend cuda compiles attention and cache together: leave {what} out")
-    name, folder = find_device()
+    name, folder, number = find_device(capability)
+    chosen = [(text, dataclasses.replace(kind, capability=number)) for text, kind in chosen]
     compile_waves([[(f"kernels for a cache of {text}", "kernels", kind) for text, kind in chosen]], quiet)
     if not quiet:
         click.echo(f"for {name}; compile cache {show.code_folder_text(folder)}")
 
 
-def find_device() -> tuple[str, Path | None]:
-    """Return the name of the GPU that kernels are compiled for, and the folder of their code."""
+def find_device(capability: str | None) -> tuple[str, Path | None, tuple[int, int] | None]:
+    """Return the name of the GPU that kernels are for, the folder of their code, and the `capability`."""
     from kvkit_cuda.device_runtime import needs
 
     needs.packages()
 
     from kvkit_cuda.device_runtime import compiled, host
 
+    if capability:
+        major, _, minor = capability.partition(".")
+        if not (major.isdecimal() and minor.isdecimal()):
+            raise KvkitError(f"--capability {capability}: expected X.Y, as 9.0")
+        number = int(major), int(minor)
+        needs.device("a GPU", number)
+        return f"compute capability {capability}", compiled.folder(), number
     host.require()
     host.require_device(host.current())
-    return host.name(), compiled.folder()
+    return host.name(), compiled.folder(), None
 
 
 def task_waves(what: str, kinds: Sequence[tuple[str, Kind]]) -> list[Wave]:

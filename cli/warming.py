@@ -34,6 +34,7 @@ class Kind:
     data: str
     dim: int
     queries: int  # for each key head
+    capability: tuple[int, int] | None = None  # of a GPU that need not be there
 
 
 def arrays(kind: Kind, tokens: int, heads: int = 1) -> np.ndarray:
@@ -86,6 +87,8 @@ def kernels(kind: Kind) -> str:
     """Compile the kernels of a GPU."""
     from kvkit_cuda import warm
 
+    if kind.capability:
+        warm.compile_for(tuple(kind.capability))
     before = dict(warm.compiled.counts)
     counts = warm.warm(kind.cache, kind.group, kind.data, kind.dim, kind.queries, SCALE)
     return ": " + ", ".join(f"{count - before[what]} {what}" for what, count in counts.items())

@@ -10,6 +10,13 @@ PROMPT, PAST, PAGE = 40, 600, 128  # tokens: a prompt too long for decode; a pas
 CODES = {fmt.name: bits for bits, fmt in QUANTIZED.items()}
 
 
+def compile_for(capability):
+    """Compile for a compute capability from now on, without a driver; nothing runs in this process then."""
+    from kvkit_cuda.device_runtime import absent
+
+    absent.compile_for(capability)
+
+
 def warm(cache="float16", group=8, data="float16", dim=128, queries=4, scale=None):
     """Compile the kernels for a cache format and a data format, and keep them on disk.
 

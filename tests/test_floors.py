@@ -46,6 +46,7 @@ OF_THE_HOST = {
 # Imports in functions, by file, and why they are not at its top.
 LATE = {
     "kvkit_cuda.device_runtime.device": {"numba.cuda"},  # the simulator has none of these
+    "kvkit_cuda.warm": {"kvkit_cuda.device_runtime"},  # nor these
     "kvkit_cuda.device_runtime.host": {"numba.cuda.cudadrv", "cuda.core.utils"},
     "kvkit_cuda.device_runtime.compiled": {"cuda.bindings", "cuda.pathfinder", "numba_cuda"},
     "kvkit_cuda.device_runtime.needs": {

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import pickle
 import re
-from pathlib import Path
 
 import numba
 import numpy as np
@@ -16,6 +15,8 @@ import numpy as np
 from kvkit.runtime import disk_cache, source_digest
 
 LIBRARIES = "nvvm", "nvJitLink"  # compiler and linker
+HEAD = 2**16  # bytes of an ELF file that have its notes
+BUILD_ID = b"\x04\0\0\0\x14\0\0\0\x03\0\0\0GNU\0"  # name of 4 bytes, 20 bytes follow, NT_GNU_BUILD_ID
 counts = {"loaded": 0, "compiled": 0}  # kernels of this process
 
 
@@ -74,9 +75,15 @@ def fingerprint():
 
 
 def library(name):
-    """Return the path, size and modification time of a library."""
+    """Return the build ID of a library, which is the same wherever and whenever it is installed."""
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
-    path = Path(load_nvidia_dynamic_lib(name).abs_path)
-    status = path.stat()
-    return str(path), status.st_size, status.st_mtime_ns
+    return build_id(load_nvidia_dynamic_lib(name).abs_path)
+
+
+def build_id(path):
+    """Return the build ID that a linker wrote near the begin of a library, else a digest of its contents."""
+    with open(path, "rb") as file:
+        _, note, after = file.read(HEAD).partition(BUILD_ID)
+        file.seek(0)
+        return after[:20].hex() if note else hashlib.file_digest(file, "sha256").hexdigest()

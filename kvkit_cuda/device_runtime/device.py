@@ -4,6 +4,7 @@ Only `host`, `compiled` and `needs` use numba-cuda too, for the host's side. Wit
 simulator replaces the device: its memory is the host's, and its threads are Python's.
 """
 
+import contextlib
 import threading
 from types import SimpleNamespace
 
@@ -71,20 +72,29 @@ def force_inlined(function):
 
 def ptx(function, signature, capabilities):
     """Return the PTX of a kernel for each of some compute capabilities; needs no device."""
-    from numba.cuda import compiler, dispatcher
+    from numba.cuda import compiler
 
     options = {"fastmath": OPTIONS["fastmath"], "opt": OPTIONS["opt"], "abi": "numba", "abi_info": None}
-    get_current_device = (
-        dispatcher.get_current_device
-    )  # the kernel's device functions ask for the current device
-    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capabilities[0])
-    try:
+    with current_as(capabilities[0]):
         code, _ = compiler._compile_pyfunc_with_fixup(
             function, signature, cc=capabilities[0], device=False, **options
         )
-    finally:
-        dispatcher.get_current_device = get_current_device
     return [code.get_asm_str(cc=capability) for capability in capabilities]
+
+
+@contextlib.contextmanager
+def current_as(capability):
+    """Let numba-cuda, which asks for the current device as it compiles, find one that may not be there."""
+    from numba.cuda import codegen, dispatcher
+
+    known = dispatcher.get_current_device, codegen.devices
+    found = SimpleNamespace(compute_capability=capability)
+    dispatcher.get_current_device = lambda: found
+    codegen.devices = SimpleNamespace(get_context=lambda: SimpleNamespace(device=found))
+    try:
+        yield
+    finally:
+        dispatcher.get_current_device, codegen.devices = known
 
 
 class WarpBarrier(threading.Barrier):

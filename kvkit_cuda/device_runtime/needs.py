@@ -6,8 +6,11 @@ numba-cuda is not imported unless it is installed.
 import functools
 import importlib.util
 import os
+import site
+import sys
 from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 
 from kvkit.errors import DeviceError, argument_error
 
@@ -42,10 +45,30 @@ def missing(expected, got, remedy):
 
 
 def packages():
-    """Raise unless numba-cuda is installed."""
+    """Raise unless numba-cuda is installed, and can be `numba.cuda`."""
     if importlib.util.find_spec("numba_cuda") is None:
         remedy = INSTALL.format(extra="cuda") + " (kvkit itself needs none)"
         raise missing("the package numba-cuda", "none", remedy)
+    early = sys.modules.get("numba.cuda")
+    if early is not None and getattr(early, "implementation", "NVIDIA") != "NVIDIA":
+        remedy = "import _numba_cuda_redirector before it, as its .pth file does in a site folder"
+        raise missing("numba-cuda as numba.cuda", "that of Numba, which was imported before", remedy)
+    find_in_any_folder()
+
+
+def find_in_any_folder():
+    """Let numba-cuda and NVIDIA's libraries be found where .pth files are not read, as with `pip --target`.
+
+    numba-cuda is `numba.cuda` once its redirector is imported. cuda.pathfinder looks for packages in site
+    folders only, and asks `site` which they are.
+    """
+    with suppress(ImportError):
+        importlib.import_module("_numba_cuda_redirector")
+    nvidia, known = importlib.util.find_spec("nvidia"), site.getsitepackages
+    folders = [str(Path(place).parent) for place in (nvidia and nvidia.submodule_search_locations) or ()]
+    others = [folder for folder in folders if folder not in (*known(), site.getusersitepackages())]
+    if others:
+        site.getsitepackages = lambda prefixes=None: [*known(prefixes), *others]
 
 
 def driver():

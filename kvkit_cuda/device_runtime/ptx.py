@@ -36,7 +36,8 @@ SHORT = {"float16": "f16", "bfloat16": "bf16"}
 def instruction(text, results, arguments, ordered=False):
     """Return a device function that is one PTX instruction; operands are results, then arguments.
 
-    An `ordered` instruction is not moved across reads and writes of memory.
+    An `ordered` instruction is not moved across reads and writes of memory. One that all threads of a warp
+    run together is convergent: a compiler must not move it into a branch that some of them take.
     """
     returned = types.void if not results else (results[0] if len(results) == 1 else types.Tuple(results))
     parts = [LLVM[kind] for kind in results]
@@ -48,7 +49,7 @@ def instruction(text, results, arguments, ordered=False):
         def codegen(context, builder, signature, values):
             function = ir.FunctionType(form, [LLVM[kind] for kind in arguments])
             code = ir.InlineAsm(function, text, ",".join(constraints), side_effect=ordered)
-            found = builder.call(code, values)
+            found = builder.call(code, values, attrs=("convergent",) if ".sync." in text else ())
             if len(parts) > 1:
                 found = [builder.extract_value(found, i) for i in range(len(parts))]
                 return context.make_tuple(builder, signature.return_type, found)

@@ -1,17 +1,22 @@
 """What kvkit_cuda asks of numba-cuda itself, as far as that goes without a driver; warnings are errors."""
 
+import hashlib
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed; `make test` installs it")
+from llvmlite import ir
 from numba import cuda
 from numba.cuda.cudadrv import driver
 
 from kvkit.errors import DeviceError
-from kvkit_cuda.device_runtime import host, needs
+from kvkit_cuda.device_runtime import compiled, host, needs, ptx
 
 DEVICES = {(7, 5): "expected compute capability 8.0 or later, got Tesla T4, of 7.5", (8, 0): None}
 DEFAULT, LEGACY, PER_THREAD, OTHER = 0, 1, 2, 4096
@@ -96,6 +101,60 @@ def test_numba_cuda_that_is_missing(monkeypatch):
     with pytest.raises(DeviceError, match=r"numba-cuda, got none: pip install 'kvkit-kernels\[cuda\]'"):
         needs.packages()
     assert len(needs.messages()) == 1
+
+
+SCRIPT = """
+import {first}
+import kvkit_cuda
+from kvkit_cuda.device_runtime import needs
+try:
+    kvkit_cuda.alibi_slope(num_heads=4)
+except kvkit_cuda.DeviceError as error:
+    print(error)
+    if "driver" in str(error):
+        from numba import cuda
+        needs.libraries(needs.OLDEST)
+        print(cuda.implementation)
+"""
+OTHERS = "numba-cuda as numba.cuda, got that of Numba, which was imported before: import _numba_cuda"
+
+
+@pytest.mark.parametrize(("first", "words"), [("numba", "(libcuda)"), ("numba.cuda", OTHERS)])
+def test_a_folder_whose_pth_files_are_not_read(first, words, tmp_path):
+    """As `pip install --target` fills one: numba-cuda and NVIDIA's libraries are found there, or refused."""
+    (packages,) = {Path(importlib.util.find_spec(name).origin).parents[1] for name in ("numba", "numba_cuda")}
+    for path in packages.iterdir():
+        if path.suffix != ".pth":
+            (tmp_path / path.name).symlink_to(path)
+    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, "-S", "-W", "ignore", "-c", SCRIPT.format(first=first)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert words in lines[0]
+    assert lines[1:] == ["NVIDIA"] * (first == "numba")
+
+
+def test_libraries_are_known_by_their_build_ids(tmp_path):
+    """Not by a place or a time; one that has no build ID by its contents."""
+    head, note, end = bytes(100), compiled.BUILD_ID, bytes(range(30))
+    for name, contents in (("one", head + note + end), ("two", note + end + head), ("other", head + end)):
+        (tmp_path / name).write_bytes(contents)
+    one, two, other = (compiled.build_id(tmp_path / name) for name in ("one", "two", "other"))
+    assert one == two == bytes(range(20)).hex()
+    assert other == hashlib.sha256(head + end).hexdigest()
+    assert len(compiled.library("nvJitLink")) == 40
+
+
+def test_what_a_warp_runs_together_is_convergent():
+    function = ir.Function(ir.Module(), ir.FunctionType(ir.IntType(32), [ir.IntType(32)]), "warp")
+    builder = ir.IRBuilder(function.append_basic_block())
+    for instruction in (ptx._transposed, ptx.instruction("mov.b32 $0, $1;", [ptx.WORD], [ptx.WORD])):
+        signature, emit = instruction._defn(None, ptx.WORD)
+        emit(None, builder, signature, function.args)
+    together, alone = str(function).split("movmatrix")[1].split("mov.b32")
+    assert "convergent" in together
+    assert "convergent" not in alone
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tools/cuda.md"])

@@ -43,6 +43,23 @@ def test_the_host_reads_no_memory_of_the_device_and_kernels_no_other():
     assert rights == "---p"
 
 
+@pytest.mark.slow
+def test_kernels_that_were_compiled_without_a_driver_are_loaded(tmp_path, monkeypatch):
+    """By `kvkit warm` for the compute capability that the driver's devices have; sizes that no other has."""
+    monkeypatch.setenv("KVKIT_CACHE_DIR", str(tmp_path))
+    how = ["--formats", "bfloat16", "--data", "bfloat16", "--head-dim", "48", "--queries", "3"]
+    command = [sys.executable, "-P", "-m", "kvkit_cli", "warm", "--backend", "cuda", "--capability", "9.0"]
+    done = subprocess.run([*command, *how], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 loaded, 5 compiled" in done.stdout
+    assert "for compute capability 9.0" in done.stdout
+    before = dict(compiled.counts)
+    with stand_in.idle():
+        warm.warm("bfloat16", data="bfloat16", dim=48, queries=3)
+    assert compiled.counts["compiled"] == before["compiled"]
+    assert compiled.counts["loaded"] > before["loaded"]
+
+
 def test_numpy_arrays_are_copied_there_and_back(rng):
     scene = scenes.static(rng, HALF)
     expected = scene.oracle()
