@@ -66,6 +66,13 @@ def rotated(package, rng):
     return package.rotary_position_embedding(normal(rng, 1, 7, 8, DIM), normal(rng, 1, 7, 2, DIM), 5)
 
 
+def latent(package, rng, heads):
+    """Attend to latent rows in pages, by a sequence of two queries and one that ends within a page."""
+    rows, query = (normal(rng, *shape, dtype=ml_dtypes.bfloat16) for shape in ((4, 64, 576), (3, heads, 576)))
+    tables, lengths = np.array([[3, 0, 2], [1, 1, 1]]), [180, 37]
+    return package.mla_attention(query, rows, tables, lengths, [0, 2, 3], scale=192**-0.5, return_lse=True)
+
+
 SCALES = {"key_scale": 0.5, "value_scale": 2.0}
 CASES = {
     "slopes": lambda package, rng: package.alibi_slope(num_heads=12),
@@ -80,6 +87,8 @@ CASES = {
     "pages float16": lambda package, rng: paged(package, rng, np.float16),
     "pages e4m3": lambda package, rng: paged(package, rng, ml_dtypes.float8_e4m3fn, **SCALES),
     "pages e4m3, prefill": lambda package, rng: paged(package, rng, ml_dtypes.float8_e4m3fn, 12, **SCALES),
+    "latent bfloat16 rows, 128 heads": lambda package, rng: latent(package, rng, 128),
+    "latent bfloat16 rows, 16 heads": lambda package, rng: latent(package, rng, 16),
 }
 
 
