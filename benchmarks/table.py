@@ -8,12 +8,14 @@ from benchmarks.suites.measuring import ratio_text, speed_ratio
 
 HERE = Path(__file__).resolve().parent
 HEADLINES = [
-    *(f"decode {kind}, 8 kv heads, layout 3, offsets" for kind in ("float32", "float16", "int8", "int4")),
-    "pages of 16, float16, layout 3",
-    "prefill float32, 2,048 tokens, 32 kv heads",
+    "decode float32, 8 kv heads, layout 3",
+    "decode float16, 8 kv heads, layout 3",
+    "decode float16, 8 kv heads, pages of 16",
+    "decode int8 in groups of 32, 8 kv heads, layout 3",
+    "decode int4 in groups of 32, 8 kv heads, layout 3",
 ]
-PEERS = "torch", "torch folded", "onnxruntime", "ggml"
-LIMITS = ("read", "read", "bytes", "GB/s"), ("matmul", "product", "operations", "GFLOP/s")  # or of prefill
+PLACES = "layout 3", "layout 0", "pages of 16"
+PEERS = "torch", "onnxruntime", "ggml"
 
 
 def about(report):
@@ -70,6 +72,27 @@ def attention(report, spread=False):
         yield "\n"
 
 
+def decoding(report):
+    """Return decoding's shares of a read, a row for three places; a peer is beside the worst of them."""
+    rows = {}
+    for result in report["results"]:
+        name, place = result["case"].removeprefix("decode ").rsplit(", ", 1)
+        rows.setdefault(name, {})[place] = result
+    lines, whole = [], {name: places for name, places in rows.items() if len(places) == len(PLACES)}
+    for name, places in whole.items():
+        cells = [name]
+        for place in PLACES:
+            one = places[place]
+            cells += [f"{times(one, 'read')} ({goal(one, 'read')})", speed(one, "bytes")]
+        for peer in PEERS:
+            beside = [result for result in places.values() if result["beside"].get(peer)]
+            cells.append(times(min(beside, key=lambda one: speed_ratio(one, peer)), peer) if beside else "")
+        lines.append(cells)
+    yield from about(report)
+    columns = itertools.chain.from_iterable((place, "GB/s") for place in PLACES)
+    yield from markdown(("of a read (goal)", *columns, *PEERS), lines)
+
+
 def paired(report):
     """Return the table of a suite with the quartiles of each ratio."""
     return attention(report, spread=True)
@@ -106,16 +129,14 @@ def beside(word, results, spread):
 
 
 def headlines(report):
-    """Return a few results, for the first page."""
+    """Return a few results of decoding, for the first page."""
     results = {result["case"]: result for result in report["results"]}
     rows = []
     for result in (results[case] for case in HEADLINES if case in results):
-        limit, noun, key, unit = LIMITS[result["case"].startswith("prefill")]
-        pace, bound = speed(result, key), f"{result[key] / result['beside'][limit] / 1e9:.1f}"
-        share = f"{times(result, limit).strip('*')} of a {noun} ({bound})"
-        case = result["case"].replace(", layout 3", "").replace(", offsets", "")
-        time = f"{result['seconds'] * 1e3:.3g} ms"
-        rows.append((case, time, f"{pace} {unit}", share, best(result)))
+        time, case = f"{result['seconds'] * 1e3:.3g} ms", result["case"].replace(", layout 3", "")
+        read = f"{result['bytes'] / result['beside']['read'] / 1e9:.1f}"
+        share = f"{times(result, 'read').strip('*')} of a read ({read})"
+        rows.append((case, time, f"{speed(result, 'bytes')} GB/s", share, best(result)))
     yield from markdown(("", "time", "speed", "share of its limit", "the fastest other takes"), rows)
 
 
@@ -125,17 +146,17 @@ def best(result):
     if not there:
         return ""
     name = min(there, key=lambda name: speed_ratio(result, name))
-    form = result["forms"][name].removesuffix(", folded")
-    return f"{speed_ratio(result, name):.1f}x, {name.removesuffix(' folded')} {form}"
+    return f"{speed_ratio(result, name):.1f}x, {name} {result['forms'][name]}"
 
 
 PAGES = [
     (HERE / "README.md", "figures", "cpu", cache),
     (HERE / "README.md", "attention figures", "attention", attention),
+    (HERE / "README.md", "decoding figures", "decoding", decoding),
     (HERE / "README.md", "caches figures", "caches", paired),
     (HERE / "README.md", "growth figures", "growth", paired),
     (HERE / "README.md", "first figures", "first", first),
-    (HERE.parent / "README.md", "speeds", "attention", headlines),
+    (HERE.parent / "README.md", "speeds", "decoding", headlines),
 ]
 
 

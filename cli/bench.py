@@ -41,7 +41,7 @@ def bench(folder: Path | None, only: str, rounds: int) -> None:
 
     \b
     Examples:
-      kvkit bench --only "attention decode int8"
+      kvkit bench --only "decode int8"
       kvkit bench --json benchmarks/results
     """
     catalog, measuring = import_suites()

@@ -1,7 +1,7 @@
 """Cases of attention: 32 query heads, Dh=128.
 
-Decoding appends a token to each of B=8 sequences of 8,192 past ones and attends to all. Outputs of kvkit and
-its peers are compared with float64 numpy before they are measured.
+Decoding appends a token to each of B=8 sequences of 8,192 past ones, 2,048 if there are 32 key heads, and
+attends to all. Outputs of kvkit and its peers are compared with float64 numpy before they are measured.
 """
 
 import ml_dtypes
@@ -11,26 +11,32 @@ import kvkit
 from benchmarks.suites import ggml, other_libraries
 from benchmarks.suites.cache_operators import DTYPES, index_tensors
 from benchmarks.suites.measuring import Case, Work
-from benchmarks.suites.memory import plain_read, read_of_pieces, sets
+from benchmarks.suites.memory import FAR, plain_read, read_of_pieces, sets
 from benchmarks.suites.problem import DIM, problem
+from kvkit.formats.elements import BY_NAME, STORED
 from kvkit.layouts import pmx
 from kvkit.runtime.arrays import zeros
 
 B, PAST, PREFILL, CHUNK, PAGE = 8, 8192, 2048, 512, 128
-BITS = {"int8": 8, "int4": 4}
+BITS = {"int8": 8, "int4": 4}  # codes whose scales are an array
+BLOCKS = {"q8_0": "int8", "q4_0": "int4"}  # blocks of ggml, and the same codes
 MINIFLOAT, HEAD_SCALE = "e4m3", 0.5
 
 
-def decode(kind, place, number, kv_heads=8, group=0):
-    """Prepare a step of decoding, as users call it, beside the peers."""
+def decode(kind, group, kv_heads, place, number, page=PAGE):
+    """Prepare a step of decoding, as users call it, beside a read and the peers."""
 
     def prepare():
-        task = problem(B, 1, PAST, kv_heads, BITS.get(kind, 0), 32, group)
-        run, beside = from_cache(task, kind, place, number)
-        peers = {} if task.quant else torch_peers(task, kind)
-        if kind != "bfloat16":
-            peers["onnxruntime"] = task.peer(other_libraries.onnxruntime_peer, kind)
-        peers["ggml"] = task.peer(ggml.ggml_peer, kind)
+        codes, past = BLOCKS.get(kind, kind), PAST * 8 // max(8, kv_heads)
+        task = problem(B, 1, past, kv_heads, BITS.get(codes, 0), 32, kind == MINIFLOAT, group, kind == "q4_0")
+        run, beside = from_cache(task, kind, place, number, page)
+        peers = {} if kind == MINIFLOAT else {"ggml": task.peer(ggml.ggml_peer, codes)}
+        if kind not in ("bfloat16", MINIFLOAT):
+            peers["onnxruntime"] = task.peer(other_libraries.onnxruntime_peer, codes)
+        if not (task.quant or kind == MINIFLOAT):
+            forms = ("enable_gqa", "expanded heads", "folded")
+            peers["torch"] = task.peer(other_libraries.torch_peer, other_libraries.TYPES, forms)
+        beside.pop("pieces", None)
         return work(task, run, kind, beside, peers)
 
     return prepare
@@ -44,18 +50,6 @@ def paged(kind, number, page):
         contiguous, _ = from_cache(task, kind, "offsets", number)
         run, beside = from_cache(task, kind, "pages", number, page)
         return work(task, run, kind, beside | {"contiguous": contiguous}, {})
-
-    return prepare
-
-
-def minifloats(kv_heads):
-    """Prepare a step of decoding from floats of 8 bits with a scale for each head, beside float16."""
-
-    def prepare():
-        task = problem(B, 1, PAST, kv_heads, 0, 32, True)
-        wider, _ = from_cache(task, "float16", "offsets", 3)
-        run, beside = from_cache(task, MINIFLOAT, "offsets", 3)
-        return work(task, run, MINIFLOAT, beside | {"float16": wider}, {})
 
     return prepare
 
@@ -90,7 +84,10 @@ def prefill(kind):
 
         run(0)
         task.check("kvkit", out, kind)
-        peers = torch_peers(task, kind)
+        peers = {
+            "torch": task.peer(other_libraries.torch_peer),
+            "torch same type": task.peer(other_libraries.torch_peer, (kind,)),
+        }
         peers["onnxruntime"] = task.peer(other_libraries.onnxruntime_peer, kind)
         peers["ggml"] = task.peer(ggml.ggml_peer, kind)
         return work(task, run, "", {"matmul": matmul(task.operations)}, peers)
@@ -103,17 +100,6 @@ def work(task, run, kind, beside, peers):
     beside = beside | {name: peer and peer.run for name, peer in peers.items()}
     forms = {name: peer.form for name, peer in peers.items() if peer}
     return Work(run, moved, task.operations, beside, forms)
-
-
-def torch_peers(task, kind):
-    """Return torch's peers: its fastest form, the same type, and folded query heads."""
-    peers = {
-        "torch": task.peer(other_libraries.torch_peer),
-        "torch same type": task.peer(other_libraries.torch_peer, (kind,)),
-    }
-    if task.new == 1 and task.group > 1:
-        peers["torch folded"] = task.peer(other_libraries.torch_peer, other_libraries.TYPES, ("folded",))
-    return peers
 
 
 def matmul(operations):
@@ -133,14 +119,14 @@ def from_cache(task, kind, place, number, page=PAGE, data=None):
     turns = [(cache, scale)]
     turns += [(copied(cache), scale if scale is None else scale.copy()) for _ in range(1, sets(size))]
 
-    data = DTYPES[data or ("float16" if task.quant or kind == MINIFLOAT else kind)]
+    data = DTYPES[data or ("float16" if kind in BITS or kind in STORED else kind)]
     attributes = {"num_heads": task.heads, "num_kv_heads": task.kv_heads, "head_dim": DIM}
     attributes |= {
         "cache_layout": number,
-        "quant_bit": task.quant,
+        "quant_bit": BITS.get(kind, 0),
         "quant_group": task.coded if task.quant else 8,
+        "quant_format": kind if kind in STORED else None,
     }
-    attributes |= {"quant_format": kind} if kind == MINIFLOAT else {}
     arrays = [array.astype(data) for array in (task.query, *map(tokens_first, task.context(task.past)))]
     if place == "static":
         call, where = kvkit.multi_head_cache_attention, {"start_pos": task.past}
@@ -170,26 +156,27 @@ def filled(task, kind, order, starts, page):
     rows = -(-task.length // page) * page
     sizes = {"b": task.batch, "l": 1, "kv": 2, "n": rows * (1 if static else task.batch), "h": task.kv_heads}
     shape = tuple(sizes[axis] for axis in order.axes[:-1])
-    coded = kind == MINIFLOAT
-    element = np.int8 if task.quant or coded else DTYPES[kind]
-    cache = zeros((*shape, task.stored.shape[-1]), element)
-    scale = np.full((*shape, DIM // task.coded), task.step, np.float16) if task.quant else None
+    stored = task.stored
+    if kind in BLOCKS:
+        halves = [ggml.stored(task, half, kind) for half in range(2)]
+        stored = np.stack([half.reshape(*half.shape[:-2], -1) for half in halves])
+    elif kind == MINIFLOAT:
+        stored = (stored / np.float16(HEAD_SCALE)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    element = BY_NAME[kind].dtype if kind not in STORED else np.dtype(np.uint8)
+    cache = zeros((*shape, stored.shape[-1]), element)
+    scale = np.full((*shape, DIM // task.coded), task.step, np.float16) if kind in BITS else None
     axes = "l", *(["b"] if static else []), "kv", "n", "h", "c"
     view = cache.transpose([order.at[axis] for axis in axes])[0]
     position = np.arange(task.past)
     for b in range(task.batch):
-        past = tokens_first(task.stored[:, b, :, : task.past])
-        if coded:
-            past = (past / HEAD_SCALE).astype(ml_dtypes.float8_e4m3fn).view(np.int8)
+        past = tokens_first(stored[:, b, :, : task.past])
         if static:
             view[b][:, position] = past
         elif starts.ndim == 1:
             view[:, starts[b] + position] = past
         else:
             view[:, starts[b, position // page] + position % page] = past
-    if coded:
-        return cache.view(np.uint8), np.full((2, task.kv_heads), HEAD_SCALE, np.float32)
-    return cache, scale
+    return cache, np.full((2, task.kv_heads), HEAD_SCALE, np.float32) if kind == MINIFLOAT else scale
 
 
 def copied(cache):
@@ -205,45 +192,38 @@ def tokens_first(array):
 
 def token_bytes(task, kind):
     """Return the bytes of the keys and values of one token in a cache, with their scales."""
-    if task.quant:
-        return 2 * task.kv_heads * (DIM * task.quant // 8 + DIM // task.coded * 2)
-    return 2 * task.kv_heads * DIM * (1 if kind == MINIFLOAT else np.dtype(DTYPES[kind]).itemsize)
+    scales = DIM // task.coded * 2 if kind in BITS else 0
+    return 2 * task.kv_heads * (BY_NAME[kind].bytes(DIM) + scales)
 
 
-PLACES = [("static", 0), ("static", 1), *(("offsets", number) for number in range(4))]
+def calls(kind, group, kv_heads):
+    """Return how many steps of a case read as much as does not fit the caches of a CPU."""
+    bits = BY_NAME[kind].bits + (16 / group if group else 0)
+    return max(1, round(FAR / (B * PAST * 2 * min(kv_heads, 8) * DIM * bits / 8)))
+
+
+FORMATS = {  # (kind, group): the least shares of a read: in layout 3, and elsewhere
+    **{(kind, 0): (0.9, 0.85) for kind in ("float16", "bfloat16", "float32")},
+    **{("int8", group): (0.75, 0.75) for group in (8, 32)},
+    ("e4m3", 0): (0.75, 0.75),
+    ("q8_0", 32): (0.75, 0.75),
+    **{(kind, 32): (0.6, 0.6) for kind in ("int4", "q4_0")},
+}
+PLACES = {"layout 3": ("offsets", 3), "layout 0": ("offsets", 0), "pages of 16": ("pages", 3, 16)}
+PEERS = {"torch": 1, "onnxruntime": 1, "ggml": 1}  # kvkit is to be at least as fast
 DECODE = [
-    *((kind, *place, 8, {"read": 0.75, "torch": 3}) for kind in ("float16", "bfloat16") for place in PLACES),
-    *(("float32", *place, 8, {"read": 0.8, "onnxruntime": 3}) for place in (PLACES[2], PLACES[5])),
-    *(("int8", *place, 8, {"onnxruntime": 2.2}) for place in (PLACES[2], PLACES[5])),
-    *(("int4", *place, 8, {"onnxruntime": 3}) for place in (PLACES[2], PLACES[5])),
-    *(("float16", *place, 32, {"read": 0.75}) for place in (PLACES[2], PLACES[5])),
-    *(("float16", *place, 4, {"read": 0.45}) for place in (PLACES[2], PLACES[5])),
-]
-
-CODES = [  # (kind, group, key heads, goals)
-    *(("int8", group, 8, {"read": 0.6}) for group in (8, 32, 128)),
-    ("int4", 32, 8, {}),
-    *(("int8", group, heads, {}) for heads in (4, 1) for group in (8, 32)),
-    *(("int4", 32, heads, {}) for heads in (4, 1)),
+    Case(
+        f"decode {kind}{f' in groups of {group}' if kind in BITS else ''}, {heads} kv heads, {name}",
+        decode(kind, group, heads, *place),
+        {"read": least[name != "layout 3"]} | PEERS,
+        calls(kind, group, heads),
+    )
+    for heads in (32, 8, 4)
+    for (kind, group), least in FORMATS.items()
+    for name, place in PLACES.items()
 ]
 
 CASES = [
-    *(
-        Case(
-            f"decode {kind} in groups of {group}, {heads} kv heads, layout 3, offsets",
-            decode(kind, "offsets", 3, heads, group),
-            goals,
-        )
-        for kind, group, heads, goals in CODES
-    ),
-    *(
-        Case(
-            f"decode {kind}, {heads} kv heads, layout {number}, {place}",
-            decode(kind, place, number, heads),
-            goals,
-        )
-        for kind, place, number, heads, goals in DECODE
-    ),
     *(
         Case(
             f"pages of {page}, float16, layout {number}",
@@ -251,14 +231,6 @@ CASES = [
             {"contiguous": 0.9},
         )
         for number, page in ((0, 16), (0, 128), (1, 16), (2, 16), (3, 16), (3, 64), (3, 128))
-    ),
-    *(
-        Case(
-            f"decode {MINIFLOAT}, a scale for each of {heads} kv heads, layout 3, offsets",
-            minifloats(heads),
-            {"read": 0.55, "float16": 1},
-        )
-        for heads in (8, 32)
     ),
     *(
         Case(f"prefill {kind}, 2,048 tokens, 32 kv heads", prefill(kind), {"torch same type": 1.3})

@@ -5,6 +5,7 @@ from benchmarks.suites import ascend, attention, cache_operators, caches, first_
 SUITES = {  # by the file of their figures
     "cpu": [*cache_operators.CASES, *ascend.CASES],
     "attention": [*attention.CASES, *pools.CASES],
+    "decoding": attention.DECODE,
     "caches": caches.CASES,
     "latent": latent.CASES,
     "growth": growth.CASES,

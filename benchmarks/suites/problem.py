@@ -18,8 +18,8 @@ class Problem:
     """Queries of `new` tokens for each sequence, over a context of `past` tokens and the new ones.
 
     All types can represent its numbers (bfloat16 rounds them), with `minifloats` also 8-bit floats. Groups
-    of codes contain the largest code, so that all groups get one scale: caches with a scale per group and
-    per tensor then hold the same numbers.
+    of codes contain the largest code, or -8 of q4_0, so that all groups get one scale: caches with a scale
+    per group and per tensor then hold the same numbers.
     """
 
     batch: int
@@ -30,6 +30,7 @@ class Problem:
     heads: int = 32
     minifloats: bool = False
     quant_group: int = 0  # 0: the usual group size
+    lowest: bool = False  # groups contain the code of the largest magnitude, -8 or -128
 
     @property
     def length(self):
@@ -74,7 +75,7 @@ class Problem:
             return stored
         largest = 2 ** (self.quant - 1) - 1
         codes = rng.integers(-largest, largest + 1, shape, np.int8)
-        codes[..., :: self.coded] = largest
+        codes[..., :: self.coded] = -largest - 1 if self.lowest else largest
         return codes if self.quant == 8 else codes[..., ::2] & 15 | codes[..., 1::2] << 4
 
     def context(self, begin=0):

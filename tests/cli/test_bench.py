@@ -39,13 +39,13 @@ def task(shape, quant=0):
     return Problem(*shape, quant, heads=8)
 
 
-@pytest.mark.parametrize("quant", [0, 8, 4])
-def test_every_place_holds_the_same_problem(quant):
+@pytest.mark.parametrize("kind", ["float16", "int8", "int4", "e4m3", "q8_0", "q4_0"])
+def test_every_place_holds_the_same_problem(kind):
     """From each cache comes what float64 numpy makes of the problem: `from_cache` compares."""
-    kind = {0: "float16", 8: "int8", 4: "int4"}[quant]
+    quant = attention.BITS.get(attention.BLOCKS.get(kind, kind), 0)
     places = [*itertools.product(["static"], range(2)), *itertools.product(["offsets", "pages"], range(4))]
     for place, number in places:
-        made = task(SHAPES[0], quant)
+        made = Problem(*SHAPES[0], quant, 8, kind == "e4m3", 32 if quant else 0, kind == "q4_0")
         run, beside = attention.from_cache(made, kind, place, number, page=16)
         run(1)
         beside["read"](1)
