@@ -238,7 +238,11 @@ class KvkitCache(Cache):
         return tensor_of(layer.update_index(to_numpy("indexer_key_states", indexer_key_states)))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Return a convolution's state, which the model may change in place; None before the first token."""
+        """Return a convolution's state, which the model may change in place; None before the first token.
+
+        This is the model's own call, once a step: it counts the step's token. `layers[i].conv_states` looks
+        at the state without counting.
+        """
         layer = check_state(self.layers[layer_idx], layer_idx)
         if state_idx == 0:
             layer.begin_step()
