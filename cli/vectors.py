@@ -65,7 +65,9 @@ def with_progress(what: str, quiet: bool, function: Callable[..., Any], **argume
 @click.option(
     "--shapes", metavar="NAME=N,...", help="Sizes by name (heads, dim, page, batch): heads=8,dim=64."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds give equal bytes.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Equal seeds give equal bytes."
+)
 @click.option("--raw", is_flag=True, help="Write .bin files of the bytes alone.")
 @AS_JSON
 @click.pass_context

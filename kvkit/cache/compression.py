@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.checks.values import flag
+from kvkit.checks.values import flag, integer
 from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.eviction.inputs import scores_array
 from kvkit.eviction.scorers import SCORERS, Scorer, scorer_of, scores
@@ -81,7 +81,10 @@ def of_the_scorer(scorer: Any, options: dict[str, Any], **given: Any) -> dict[st
 def is_by_head(layers: Sequence[Any], asked: Compression) -> bool:
     """Return whether each head chooses its own tokens."""
     budget = asked.budget
-    named = budget in ("ada", "global") if isinstance(budget, str) else np.ndim(budget) > 1
+    try:
+        named = budget in ("ada", "global") if isinstance(budget, str) else np.ndim(budget) > 1
+    except ValueError:  # lists of unequal length
+        raise argument_error("budget", BUDGETS, describe(budget)) from None
     ragged = any(hasattr(layer, "lengths") for layer in layers)
     return flag("per_head", asked.per_head) or named or ragged or asked.threshold is not None
 
@@ -89,7 +92,7 @@ def is_by_head(layers: Sequence[Any], asked: Compression) -> bool:
 def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], asked: Compression) -> Report:
     """Compress layers. All are scored and planned before `rearrange` changes any."""
     skipped = {i: reason for i, layer in enumerate(layers) if (reason := reason_to_skip(layer))}
-    if skipped and flag("renumber", asked.renumber):
+    if flag("renumber", asked.renumber) and skipped:
         wanted = "False beside layers that stay as they are"
         raise argument_error("renumber", wanted, f"True, and layers {sorted(skipped)}")
     function = score_function(layers, asked)
@@ -195,9 +198,9 @@ def layer_counts(stored: dict[int, int], layers: int, asked: Compression) -> dic
     if isinstance(budget, str):
         if budget != "uniform":
             raise argument_error("budget", BUDGETS, repr(budget))
+        count = None if asked.count is None else integer("count", asked.count, 1)
         return {
-            i: kept_count(tokens, asked.keep, asked.count and min(asked.count, tokens))
-            for i, tokens in stored.items()
+            i: kept_count(tokens, asked.keep, count and min(count, tokens)) for i, tokens in stored.items()
         }
     given = np.asarray(budget)
     if given.dtype.kind not in "iu" or given.shape != (layers,):
@@ -211,8 +214,10 @@ def score_function(layers: Sequence[Any], asked: Compression) -> ScoreOf:
     """Return a function (layer, number of tokens to keep) -> scores; raise if an input is missing."""
     for name in ("queries", "weights"):
         given = getattr(asked, name)
-        if given is not None and len(given) != len(layers):
-            raise argument_error(name, f"a list of {len(layers)}, one for each layer", f"{len(given)}")
+        if given is not None and (
+            not isinstance(given, (list, tuple, np.ndarray)) or len(given) != len(layers)
+        ):
+            raise argument_error(name, f"a list of {len(layers)}, one for each layer", describe(given))
     scorer = asked.scorer
     if isinstance(scorer, str):
         found = scorer_of(scorer)
@@ -225,7 +230,9 @@ def score_function(layers: Sequence[Any], asked: Compression) -> ScoreOf:
         )
         return lambda i, count: scores_of_layer(found, layers[i], i, count, asked)
     if callable(scorer):
-        return lambda i, count: scorer(i, *stored_states(layers[i]), asked.queries and asked.queries[i])
+        return lambda i, count: scorer(
+            i, *stored_states(layers[i]), None if asked.queries is None else asked.queries[i]
+        )
     if not isinstance(scorer, (list, tuple)) or len(scorer) != len(layers):
         wanted = f"a name, a function, or scores of {len(layers)} layers"
         raise argument_error("scorer", wanted, describe(scorer))

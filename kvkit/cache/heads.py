@@ -86,7 +86,12 @@ def mean_counts(tokens: dict[int, Array], layers: int, asked: Compression) -> di
 
 def by_head(name: str, numbers: Any, tokens: dict[int, Array], layers: int, kinds: str) -> dict[int, Array]:
     """Return [B, Hkv] numbers for each layer, from one for all, [L, Hkv] or [L, B, Hkv]."""
-    given = np.asarray(numbers)
+    try:
+        given = np.asarray(numbers)
+    except ValueError:  # lists of unequal length
+        given = np.array(None)
+    if given.dtype.kind == "f":
+        refuse_first(name, given, np.isnan(given), "numbers")
     if given.dtype.kind not in kinds or given.ndim > 3 or (given.ndim and len(given) != layers):
         wanted = f"a number, or numbers [{layers}, Hkv] or [{layers}, B, Hkv]"
         raise argument_error(name, wanted, describe(given))

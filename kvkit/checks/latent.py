@@ -136,8 +136,7 @@ def checked_latent_attention(call: LatentArguments) -> LatentCall:
 
 
 def chosen_rows(call: LatentArguments, pool: LatentPool, tokens: int) -> list[LatentRows]:
-    """Return the chosen rows of one pool or two; () if attention is over contexts."""
-    tables = call.block_tables, call.context_lens, call.query_starts
+    """Return the chosen rows of one pool or two; none if attention is over contexts."""
     if call.indices is None:
         if call.block_tables is None or call.context_lens is None:
             raise argument_error("indices", NO_TABLE, "None")
@@ -145,8 +144,9 @@ def chosen_rows(call: LatentArguments, pool: LatentPool, tokens: int) -> list[La
             if given is not None:
                 raise argument_error(name, "None, without indices", describe(given))
         return []
-    if any(table is not None for table in tables):
-        raise argument_error("indices", NO_TABLE, "both")
+    for name in ("block_tables", "context_lens", "query_starts"):
+        if getattr(call, name) is not None:
+            raise argument_error(name, "None beside indices", describe(getattr(call, name)))
     names = "indices", "index_lens"
     chosen = [LatentRows(pool, *checked_indices(names, call.indices, call.index_lens, tokens, pool.slots))]
     return chosen if call.extra is None else [*chosen, extra_rows(call.extra, pool, tokens)]
@@ -242,8 +242,9 @@ def parts_of_584(name: str, blocks: Array) -> tuple[Array, Array]:
     if blocks.ndim != 2 or not page_size:
         raise argument_error(name, f"[blocks, bytes] of {ROW_584} bytes a token or more", describe(blocks))
     ends = BODY_584 * page_size, ROW_584 * page_size
-    shape = len(blocks), page_size, -1
-    return blocks[:, : ends[0]].reshape(shape), blocks[:, ends[0] : ends[1]].reshape(shape)
+    shape = len(blocks), page_size
+    codes, scales = blocks[:, : ends[0]], blocks[:, ends[0] : ends[1]]
+    return codes.reshape(*shape, BODY_584), scales.reshape(*shape, ROW_584 - BODY_584)
 
 
 def blocks_of_584(name: str, rows: Array) -> Array:

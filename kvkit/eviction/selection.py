@@ -135,6 +135,8 @@ def per_head(name: str, numbers: ArrayLike, shape: tuple[int, ...], kinds: str) 
     array = np.asarray(numbers)
     if array.dtype.kind not in kinds or array.shape not in ((), shape[1:], shape):
         raise argument_error(name, f"numbers of shape {shape[1:]} or {shape}", describe(array))
+    if array.dtype.kind == "f":
+        refuse_first(name, array, np.isnan(array), "numbers")
     return np.broadcast_to(array, shape)
 
 

@@ -145,9 +145,10 @@ def read(path: FilePath) -> Contents:
     """
     with open(path, "rb") as file:
         data, mapped = mapping.map_file(file)
-    source = Bytes(data)
+    source, magic = Bytes(data), SESSION
     try:
-        magic, version = source.number(), source.number()
+        magic = source.number()
+        version = source.number()
         if (magic, version) not in EXTRAS:
             known = " and ".join(str(number) for kind, number in EXTRAS if kind == magic)
             what = f"a {NAMES[magic]} of version {version}, of which kvkit knows {known}"

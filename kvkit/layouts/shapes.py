@@ -96,7 +96,7 @@ def groupings(groups: Groups, ndim: int, known: Mapping[str, int]) -> Iterator[G
     """Yield the usual groupings, then the groupings that known sizes determine."""
     yield from (ways := usual_groupings(groups, ndim))
     flat = tuple(axis for group in groups for axis in group)
-    if ndim == len(groups):
+    if ndim in (0, len(groups)):
         return
     for cuts in combinations(range(1, len(flat)), ndim - 1):
         way = tuple(flat[start:end] for start, end in pairwise((0, *cuts, len(flat))))

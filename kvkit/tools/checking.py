@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.tools.case import Case
 from kvkit.tools.contents import Source
 from kvkit.tools.findings import Findings, examine
@@ -91,7 +91,10 @@ def check(
         raise KvkitError("slots: expected the slots that were written, or tables before and after, got None")
     if [side.array.shape for side in case.sides] != [side.array.shape for side in later.sides]:
         raise KvkitError("after: expected caches of the same shapes, got others")
-    slots = np.asarray(slots).reshape(-1).astype(np.int64)
+    slots = np.asarray(slots).reshape(-1)
+    if slots.size and slots.dtype.kind not in "iu":
+        raise argument_error("slots", "integers", describe(slots))
+    slots = slots.astype(np.int64)
     return examine((case, later, slots), {"W1": layouts.WRITTEN_ELSEWHERE})
 
 

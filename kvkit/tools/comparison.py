@@ -20,7 +20,7 @@ from kvkit.tools import counting
 from kvkit.tools.axes import ROLES, WORDS, is_index, letters_of
 from kvkit.tools.case import stack_view
 from kvkit.tools.causes import Cause, Trial, index_causes, try_causes, usable_inputs
-from kvkit.tools.causes.evidence import Tolerances
+from kvkit.tools.counting import Tolerances
 from kvkit.tools.names import SIDES, some_names
 from kvkit.tools.source import SLIDING, CacheSource
 from kvkit.tools.tasks import Lazy, Mapper
@@ -194,6 +194,9 @@ def diff(
     key: row off by one (row +1) explains 40 of 40 bytes (100.0%)
     """
     tolerances = finite_number("atol", atol), finite_number("rtol", rtol), integer("ulp", ulp, 0)
+    for name, number in zip(("atol", "rtol"), tolerances, strict=False):
+        if number < 0:
+            raise argument_error(name, "a number of at least 0", number)
     if plot is not None:
         check_plot(plot)
     sides = (a, layout_a, "layout_a"), (b, layout_b, "layout_b")

@@ -11,15 +11,21 @@ from kvkit.formulas import numeric
 from kvkit.runtime.jit import INDEX, address, callback, helper
 
 BUCKETS = 34  # distances of 0, of 1, of 2 and 3, of 4 to 7, ...
+Tolerances = tuple[float, float, int]  # atol, rtol, ulp
 WORDS = {8: types.uint8, 16: types.uint16, 32: types.uint32}
 
 
 def form_of(dtype: np.dtype) -> str | None:
-    """Return the name of the compiled pass over a dtype: a float format, or "byte"; None without one."""
+    """Return the name of the compiled pass over a dtype; None without one.
+
+    That is a float format, or for elements of a byte "integer" or "byte" (a sign and a magnitude).
+    """
     fmt = BY_DTYPE.get(dtype)
     if fmt is not None and fmt.significant and fmt.bits > 8:
         return fmt.name
-    return "byte" if dtype.itemsize == 1 else None
+    if dtype.itemsize != 1:
+        return None
+    return "integer" if dtype.kind in "iub" else "byte"
 
 
 def numbers_of_bytes(dtype: np.dtype) -> np.ndarray:
@@ -38,9 +44,9 @@ def distance(one: Any, two: Any, sign: Any) -> Any:
 @functools.cache
 def compiled(form: str) -> Any:
     """Return the pass over words [rows, elements]."""
-    bits = 8 if form == "byte" else BY_DTYPE_BITS[form]
-    sign = np.int64(1 << (bits - 1))
-    if form == "byte":
+    bits = BY_DTYPE_BITS.get(form, 8)
+    sign, integers = np.int64(1 << (bits - 1)), form == "integer"
+    if form not in BY_DTYPE_BITS:
 
         def number(word: Any, table: Any) -> Any:
             return table[word]
@@ -65,9 +71,13 @@ def compiled(form: str) -> Any:
                     continue
                 a, b = number(x, table), number(y, table)
                 error = abs(a - b)
-                apart = distance(np.int64(x), np.int64(y), sign)
-                if tolerant and (apart <= ulp or (a != a and b != b) or error <= atol + rtol * abs(a)):
-                    continue
+                apart = np.int64(error) if integers else distance(np.int64(x), np.int64(y), sign)
+                if tolerant:
+                    if a != a or b != b:
+                        if a != a and b != b:
+                            continue
+                    elif apart <= ulp or (abs(a) < np.inf and error <= atol + rtol * abs(a)):
+                        continue
                 differing += 1
                 if error > largest:
                     largest = error
@@ -100,19 +110,48 @@ def count(
     form = form_of(one.dtype) if one.dtype == two.dtype else None
     if form is not None:
         words = [np.ascontiguousarray(array) for array in (one, two)]
-        table = numbers_of_bytes(one.dtype) if form == "byte" else np.zeros(1, np.float32)
+        table = np.zeros(1, np.float32) if form in BY_DTYPE_BITS else numbers_of_bytes(one.dtype)
         results = map(address, (counts, errors, histogram))
         compiled(form)(*map(address, words), *one.shape, address(table), atol, rtol, ulp, *results)
         return counts, errors, histogram
-    with np.errstate(all="ignore"):
-        wide = [array.astype(np.float64) for array in (one, two)]
-        error = np.abs(wide[0] - wide[1])
-        close = (
-            (wide[0] == wide[1])
-            | (np.isnan(wide[0]) & np.isnan(wide[1]))
-            | (error <= atol + rtol * np.abs(wide[0]))
-        )
+    close = equal_elements(one, two, (atol, rtol, ulp))
     counts[:] = (~close).sum(axis=1)
     if one.size:
-        errors[:] = np.where(close, 0, np.nan_to_num(error, nan=np.inf)).max(axis=1)
+        with np.errstate(all="ignore"):
+            error = np.abs(one.astype(np.float64) - two.astype(np.float64))
+            errors[:] = np.where(close, 0, np.nan_to_num(error, nan=np.inf)).max(axis=1)
     return counts, errors, histogram
+
+
+def equal_elements(one: np.ndarray, two: np.ndarray, tolerances: Tolerances) -> Any:
+    """Return which elements have equal bits, or are within tolerances."""
+    atol, rtol, ulp = tolerances
+    alike = one.dtype == two.dtype and one.dtype.itemsize in (1, 2, 4, 8) and one.dtype.kind != "c"
+    same = word_view(one) == word_view(two) if alike else one == two
+    if not (atol or rtol or ulp):
+        return same
+    with np.errstate(all="ignore"):
+        a, b = one.astype(np.float64), two.astype(np.float64)
+        far = ulps_between(one, two) if alike else np.abs(a - b)
+        error = far.astype(np.float64) if alike and one.dtype.kind in "iu" else np.abs(a - b)
+        close = np.isfinite(a) & (error <= atol + rtol * np.abs(a))
+        if ulp and alike:
+            close |= (far <= ulp) & ~np.isnan(a) & ~np.isnan(b)
+    return same | close | (np.isnan(a) & np.isnan(b))
+
+
+def ulps_between(one: np.ndarray, two: np.ndarray) -> Any:
+    """Return the distances of integers, or of floats in ulps, uint64."""
+    if one.dtype.kind in "iu":
+        words = one.astype(np.uint64), two.astype(np.uint64)
+        return np.where(one > two, words[0] - words[1], words[1] - words[0])
+    words = word_view(one).astype(np.uint64), word_view(two).astype(np.uint64)
+    sign = np.uint64(1 << (8 * one.dtype.itemsize - 1))
+    low, high = (word & ~sign for word in words)
+    apart = np.where(low > high, low - high, high - low)
+    return np.where((words[0] ^ words[1]) & sign != 0, low + high, apart)
+
+
+def word_view(array: np.ndarray) -> np.ndarray:
+    """Return elements as unsigned words."""
+    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").reshape(array.shape)

@@ -276,7 +276,8 @@ def numbers_of(name: str, arrays: Iterable[np.ndarray]) -> Numbers:
         for begin in range(0, len(flat), step):
             with np.errstate(invalid="ignore"):  # NaN may be signalling
                 piece = flat[begin : begin + step]
-                piece = piece.astype(np.float64 if piece.dtype.itemsize > 4 else np.float32, copy=False)
+                exact = piece.dtype.itemsize < 4 or piece.dtype == np.float32
+                piece = piece.astype(np.float32 if exact else np.float64, copy=False)
             fine = np.isfinite(piece)
             unknown = int(np.isnan(piece).sum())
             nan, infinite = nan + unknown, infinite + int(piece.size - fine.sum()) - unknown

@@ -245,7 +245,7 @@ REFUSED = {  # (query, latent, keywords, message) of attention
     ),
     "value": (ONE, POOL, PAGES | {"value_dim": 577}, "value_dim: expected an integer from"),
     "no places": (ONE, POOL, {"scale": 1.0}, "indices: expected block_tables and"),
-    "two places": (ONE, POOL, PAGES | {"indices": [[0]]}, "indices: expected block_tables and"),
+    "two places": (ONE, POOL, PAGES | {"indices": [[0]]}, "block_tables: expected None beside indices"),
     "page": (ONE, POOL, PAGES | {"block_tables": [[2]]}, "block_tables"),
     "page of bytes": (ONE, BYTES, PAGES | {"block_tables": [[2]], "format": "ds_mla"}, "block_tables"),
     "format": (ONE, BYTES, PAGES | {"format": "q8_0"}, "format: expected None, ds_mla"),
@@ -285,6 +285,8 @@ def test_nan_and_queries_without_rows_are_kept_apart(rng):
     both = kvkit.mla_attention(query, rows, indices=[[0, 1]], extra=(extra, [[0, 1]], None), **size)
     assert np.isnan(both).all()
     sinks = np.full(2, -np.inf, F32)
+    no_blocks, wide = np.zeros((0, 64 * 585), np.uint8), np.ones((1, 1, 512), F32)
+    assert not kvkit.mla_attention(wide, no_blocks, [[]], [0], scale=1.0, format="ds_v4").any()
     none = kvkit.mla_attention(query, extra, indices=[[-1]], sinks=sinks, lse_of_sinks=False, **size)
     np.testing.assert_array_equal(none, np.zeros_like(none))
 

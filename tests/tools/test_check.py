@@ -390,6 +390,21 @@ def test_tables_have_the_names_of_engines(tmp_path):
 POOL = {"cache": np.zeros((2, 2, 4, 16, 1, 8), np.float16), "block_tables": np.array([[0]])}
 
 
+def test_scales_of_blocks_and_constant_values():
+    """A scale may be one of a block; constant values say nothing; other dtypes after a call are named."""
+    keys = np.random.default_rng(0).standard_normal((3, 16, 2, 8)).astype(np.float32)
+    pages = {"block_tables": np.array([[0, 1]]), "context_lens": np.array([30])}
+    assert not check(pages | {"key_cache": keys, "value_cache": np.ones_like(keys)}).found
+    before = {"key_cache": keys, "key_scale": np.ones((3, 1, 2), np.float32)}
+    after = {"key_cache": keys, "key_scale": before["key_scale"] + np.float32([[[0]], [[0]], [[1]]])}
+    assert not check(before, after, slots=[35]).found
+    assert "block 2 has changed" in str(check(before, after, slots=[3]))
+    with pytest.raises(KvkitError, match="key_cache after the call: expected float32, as before"):
+        check(before, before | {"key_cache": keys.astype(np.float16)}, slots=[35])
+    with pytest.raises(KvkitError, match="slots: expected integers"):
+        check(before, after, slots=[1.5])
+
+
 def test_tables_of_lists_and_without_sequences():
     """Two lists of one length are two sequences; a faulty kv_indptr is named, also beside slots."""
     sizes = {"num_blocks": 4, "page_size": 2}

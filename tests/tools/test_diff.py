@@ -237,6 +237,36 @@ def test_counts_are_those_of_loops(rng, dtype):
         assert sum(found.histogram.values()) == found.differing
 
 
+WORD, OTHER = np.array([[0x7FC00001], [0x7FE00001]], np.uint32).view(np.float32)  # NaN
+CLOSE = [  # expected, got, tolerances, whether they are equal
+    (np.array([2**53 + 1]), np.array([2**53]), {}, False),
+    (np.array([2**64 - 1], np.uint64), np.array([2**64 - 2], np.uint64), {"ulp": 1}, True),
+    (np.array([0.0]), np.array([-0.0]), {}, False),
+    (np.array([0.0]), np.array([-0.0]), {"ulp": 1}, True),
+    (np.array([1.0]), np.nextafter([1.0], 2), {"ulp": 1}, True),
+    (np.array([1.0]), np.nextafter([1.0], 2) + 2**-51, {"ulp": 2}, False),
+    *((np.array([np.inf], dtype), np.array([5], dtype), {"rtol": 1e-3}, False) for dtype in "efd"),
+    (np.array([-128], np.int8), np.array([0], np.int8), {"atol": 1}, False),
+    (np.array([127], np.uint8), np.array([128], np.uint8), {"ulp": 1}, True),
+    (WORD, np.array([np.inf], np.float32), {"ulp": 1}, False),
+    (WORD, OTHER, {"ulp": 1}, True),
+    (np.float32(1), np.float32(2), {}, False),
+]
+
+
+@pytest.mark.parametrize("case", CLOSE)
+def test_what_is_close(case):
+    """Of all dtypes, by the compiled pass and by numpy."""
+    expected, got, tolerances, equal = case
+    pairs = [(expected, got)]
+    if expected.ndim:
+        pairs.append((np.stack([expected] * 3), np.stack([got] * 3)))
+    for one, two in pairs:
+        found = diff({"x": one}, {"x": two}, **tolerances)
+        assert found.equal == equal
+        assert equal or found.arrays[0].differing == one.size
+
+
 def test_ulps_and_tolerances():
     expected = np.array([[1.0, -1.0, 0.0, 65504.0, np.nan]], np.float16)
     words = expected.view(np.uint16).astype(np.int64)

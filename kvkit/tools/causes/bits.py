@@ -4,7 +4,8 @@ import numpy as np
 
 from kvkit.formats import BY_DTYPE
 from kvkit.tools.causes.evidence import count_words
-from kvkit.tools.causes.trial import Guess, Guesses, Trial, cause, word_view
+from kvkit.tools.causes.trial import Guess, Guesses, Trial, cause
+from kvkit.tools.counting import word_view
 
 LEAST_ALIKE = 0.1  # the least share of equal ratios among differing elements, for a factor
 POWER_BITS, FACTOR_BITS = 4.0, 24.0  # bits of a factor that is a power of two, and of any other

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 MOSTLY = 0.75  # the share of a row's elements that a guess must predict to explain the row
-Tolerances = tuple[float, float, int]  # atol, rtol, ulp
 
 
 @dataclass(frozen=True)

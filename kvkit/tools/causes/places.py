@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvkit.tools.causes.trial import Guess, Guesses, Trial, cause, word_view
+from kvkit.tools.causes.trial import Guess, Guesses, Trial, cause
+from kvkit.tools.counting import word_view
 
 SIDE = re.compile(r"key|value|(?<![a-z])[kv](?![a-z])", re.IGNORECASE)
 OTHER = {"key": "value", "value": "key", "k": "v", "v": "k"}

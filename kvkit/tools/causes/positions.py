@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from kvkit.tools.causes.trial import Guess, Guesses, Trial, cause, word_view
+from kvkit.tools.causes.trial import Guess, Guesses, Trial, cause
+from kvkit.tools.counting import word_view
 
 ULPS = {"float32": 2**-20, "float16": 2**-9, "bfloat16": 2**-6}  # of the largest element of a row
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from kvkit.errors import printable
 from kvkit.formats import BY_DTYPE
-from kvkit.tools.causes.evidence import Evidence, Extent, Tolerances
+from kvkit.tools.causes.evidence import Evidence, Extent
+from kvkit.tools.counting import Tolerances, equal_elements, word_view
 
 ORDER = "l", "kv", "b", "n", "h", "c"
 LEAST_BITS = 12  # the least bits that a cause must save: chance saves as many once in 4096 guesses
@@ -185,24 +186,3 @@ def best_guess(trial: Trial, evidence: Evidence) -> tuple[str, str, Extent] | No
                 if extent is not None and extent.saved > least:
                     best = name, guess.detail, extent
     return best
-
-
-def word_view(array: np.ndarray) -> np.ndarray:
-    """Return elements as unsigned words."""
-    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
-
-
-def equal_elements(one: np.ndarray, two: np.ndarray, tolerances: Tolerances) -> Any:
-    """Return which elements have equal bits, or are within tolerances."""
-    x, y = word_view(one), word_view(two)
-    same = x == y
-    atol, rtol, ulp = tolerances
-    if not (atol or rtol or ulp):
-        return same
-    if ulp:
-        sign = np.int64(1) << (8 * x.dtype.itemsize - 1)
-        far = [np.where(w >= sign, sign - w, w) for w in (x.astype(np.int64), y.astype(np.int64))]
-        same |= np.abs(far[0] - far[1]) <= ulp
-    with np.errstate(all="ignore"):
-        a, b = one.astype(np.float64), two.astype(np.float64)
-        return same | (np.abs(a - b) <= atol + rtol * np.abs(a)) | (np.isnan(a) & np.isnan(b))

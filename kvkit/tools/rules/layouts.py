@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from kvkit.errors import KvkitError
+from kvkit.errors import KvkitError, argument_error
+from kvkit.files.members import is_extension_dtype
 from kvkit.layouts import NAMED, view
 from kvkit.tools.case import Case, CheckedSide
 from kvkit.tools.findings import Rule, Seen, rule
@@ -80,7 +81,7 @@ def keys_and_values_swapped(case: Case) -> Seen:
 def outstanding_channels(side: CheckedSide, rows: np.ndarray) -> list[float] | None:
     """Return for each layer the median over heads of the largest |mean| / spread; None for too few tokens."""
     dtype = side.array.dtype
-    if rows.sum() < LEAST_TOKENS or (dtype.kind not in "fiV" and dtype.name != "bfloat16"):
+    if rows.sum() < LEAST_TOKENS or (dtype.kind not in "fi" and not is_extension_dtype(dtype)):
         return None
     found = []
     for layer in range(len(side.array)):
@@ -91,7 +92,8 @@ def outstanding_channels(side: CheckedSide, rows: np.ndarray) -> list[float] | N
             numbers = numbers * scale[layer][rows].astype(np.float32).repeat(group, axis=2)
         if not np.isfinite(numbers).all():
             return None
-        ratio = np.abs(numbers.mean(axis=0)) / (numbers.std(axis=0) + 1e-9)
+        spread = numbers.std(axis=0)  # [heads, content]; a constant channel says nothing
+        ratio = np.divide(np.abs(numbers.mean(axis=0)), spread, where=spread > 0, out=np.zeros_like(spread))
         found.append(float(np.median(ratio.max(axis=-1))))
     return found
 
@@ -107,17 +109,22 @@ def written_elsewhere(pair: tuple[Case, Case, np.ndarray]) -> Seen:
         ):
             if one is None or two is None or one.ndim < 3 or one.shape != two.shape:
                 continue
+            if one.dtype != two.dtype:
+                raise argument_error(f"{name} after the call", f"{one.dtype}, as before", two.dtype)
             changed = bits(one) != bits(two)
             rows = changed.reshape(*changed.shape[:3], -1).any(axis=-1)  # [layers, blocks, rows]
             stored = np.zeros(rows.shape[1] * rows.shape[2], bool)
-            stored[slots[(slots >= 0) & (slots < len(stored))]] = True
+            places = slots * rows.shape[2] // old.array.shape[2]  # a scale may be one of a whole block
+            stored[places[(places >= 0) & (places < len(stored))]] = True
             rows &= ~stored.reshape(rows.shape[1:])
-            hits += [(name, len(rows), *place) for place in np.argwhere(rows).tolist()]
+            hits += [(name, rows.shape, *place) for place in np.argwhere(rows).tolist()]
 
-    def words(hit: tuple[str, int, int, int, int]) -> tuple[str, str]:
-        name, layers, layer, block, row = hit
+    def words(hit: tuple[str, tuple[int, ...], int, int, int]) -> tuple[str, str]:
+        name, (layers, _, of_block), layer, block, row = hit
         at = f"{layer}, {block}, {row}" if layers > 1 else f"{block}, {row}"
         slot = block * pair[0].sides[0].array.shape[2] + row
+        if of_block == 1 < pair[0].sides[0].array.shape[2]:
+            return f"{name}[{at}]", f"block {block} has changed, and none of the {len(slots)} slots is in it"
         return f"{name}[{at}]", f"slot {slot} has changed, and none of the {len(slots)} slots is there"
 
     return hits, words
