@@ -15,7 +15,7 @@ import numpy as np
 from kvkit import cpu
 from kvkit.checks.attention import AttentionCall
 from kvkit.checks.key_value_cache import TransferCall
-from kvkit.runtime.arrays import byte_span, places_of
+from kvkit.runtime.arrays import overlap_distances, places_of
 from kvkit.typed import Array, Arrays, Attended
 
 MOST = 4096  # prepared calls in a collection
@@ -167,7 +167,11 @@ class PreparedCall:
             if owner in places
         ]
         self.owners = {names[i] for _, _, i, _ in self._moved}
-        self._written, self._near = overlap_distances(arrays, places, written)
+        there: dict[int, Any] = (
+            {i: arrays[name] for i, name in enumerate(names) if name in places} if written else {}
+        )
+        self._written = [i for i in there if i >= len(arrays) - written]
+        self._near = overlap_distances(there, self._written)
 
     def run(self, arrays: Sequence[Array | None], version: object = None) -> bool:
         """Run the call for other arrays of its form; return False if it needs the full checks."""
@@ -203,24 +207,3 @@ class PreparedCall:
             return False
         self.version = version
         return True
-
-
-def overlap_distances(
-    arrays: Mapping[str, Any], places: Mapping[str, int], written: int
-) -> tuple[list[int], list[tuple[int, int, int, int, int]]]:
-    """Return the indices of the last `written` arrays, and the distances at which they overlap other arrays.
-
-    An entry (one, other, least, most, checked) means that both arrays may overlap if the distance from one to
-    the other is between the two numbers, unless it is `checked`, that of these arrays. Arrays with equal
-    addresses are one array.
-    """
-    if not written:
-        return [], []
-    there = [(i, places[name], *byte_span(arrays[name])) for i, name in enumerate(arrays) if name in places]
-    last = [i for i, *_ in there if i >= len(arrays) - written]
-    return last, [
-        (one, other, low - other_high, high - other_low, other_place - place)
-        for one, place, low, high in there
-        for other, other_place, other_low, other_high in there
-        if other < one in last and place != other_place
-    ]

@@ -10,13 +10,14 @@ import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy import ndarray
 from numpy.typing import DTypeLike
 
+Name = TypeVar("Name")
 DATA = object.__basicsize__  # numpy's PyArrayObject is a Python object's header, then the data pointer
 pointer_at: Any = ctypes.c_void_p.from_address
 SMALLEST = 2**20  # bytes of a pooled result; the allocator reuses smaller ones itself
@@ -40,6 +41,23 @@ def byte_span(array: ndarray) -> tuple[int, int]:
         return 0, 0
     reach = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]
     return sum(min(0, far) for far in reach), sum(max(0, far) for far in reach) + array.itemsize
+
+
+def overlap_distances(
+    arrays: Mapping[Name, ndarray], written: Collection[Name]
+) -> list[tuple[Name, Name, int, int, int]]:
+    """Return (one, other, least, most, checked) for each pair with an array that is `written`.
+
+    Arrays of these forms may overlap if the distance from one to the other is between `least` and `most`,
+    unless it is `checked`, that of these arrays, which do not: spans of the halves of a pool overlap.
+    """
+    spans = {name: (address(array), *byte_span(array)) for name, array in arrays.items()}
+    return [
+        (one, other, low - other_high, high - other_low, other_place - place)
+        for i, (one, (place, low, high)) in enumerate(spans.items()) if one in written
+        for j, (other, (other_place, other_low, other_high)) in enumerate(spans.items())
+        if i > j or (i < j and other not in written)
+    ]  # fmt: skip
 
 
 class ResultPool:

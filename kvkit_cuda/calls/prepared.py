@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvkit.operators import OPERATORS
 from kvkit.runtime import locks
-from kvkit.runtime.arrays import byte_span
+from kvkit.runtime.arrays import overlap_distances
 from kvkit_cuda.calls import homes
 from kvkit_cuda.calls.tables import SCRATCH
 from kvkit_cuda.device_runtime import host
@@ -165,7 +165,8 @@ class PreparedCall:
         self.device, self.context = host.current(), host.context()
         self.results = [result(i) for i in range(len(forms))]
         self.like = next(iter(operands.values())).like
-        self.near = overlap_distances(operands, {*written, *self.results})
+        seen = {name: operand.seen for name, operand in operands.items()}
+        self.near = overlap_distances(seen, {*written, *self.results})
         self.size = max([launch.scratch for launch in launches], default=0)
         self.moved, self.shared = [], []  # places in launches: addresses of operands, of scratch
         self.places = {}  # the addresses that launches have now
@@ -236,18 +237,3 @@ class PreparedCall:
         for producer in (*call.producers, call.stream or number):
             if producer != number:
                 host.wait_for(producer, host.stream(number))
-
-
-def overlap_distances(operands, written):
-    """Return entries (one, other, least, most, checked): the distances at which arrays overlap.
-
-    They are names of operands, the first one among the `written`. `checked` is the distance of these ones,
-    which do not overlap: their spans may, as those of the halves of a pool do.
-    """
-    spans = {name: byte_span(operand.seen) for name, operand in operands.items()}
-    return [
-        (one, other, low - other_high, high - other_low,
-         operands[other].seen.ctypes.data - operands[one].seen.ctypes.data)
-        for one, (low, high) in spans.items() if one in written
-        for other, (other_low, other_high) in spans.items() if other != one
-    ]  # fmt: skip
