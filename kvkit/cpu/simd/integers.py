@@ -263,7 +263,7 @@ class Queries:
 
 
 @functools.cache
-def fixed_queries(rows, stored, scale_format, group, width):
+def compile_fixed_queries(rows, stored, scale_format, group, width):
     """Return f(queries [row, dim], dim, target, scratch), which writes queries as 16-bit fixed point.
 
     `Queries` describes the target; scratch is 2 * rows * width bytes.
@@ -329,7 +329,7 @@ def fixed_queries(rows, stored, scale_format, group, width):
 
 
 @functools.cache
-def scores(rows, near, stored, scale_format, group, width):
+def compile_scores(rows, near, stored, scale_format, group, width):
     """Return `attention.narrow_scores` for fixed-point queries; `width` divides `dim`."""
     codes = CodeVectors(stored, scale_format, group, width)
     form = Queries(rows, codes)
@@ -383,7 +383,7 @@ def scores(rows, near, stored, scale_format, group, width):
 
 
 @functools.cache
-def softmax(rows):
+def compile_softmax(rows):
     """Return f(scores, vectors, m_at, l_at, factors), which replaces S [token, row] by P.
 
     P is [token / 2, row, 2], 16-bit integers relative to the largest weight of the block. m and l are updated
@@ -451,7 +451,7 @@ def pair_words(even, odd):
 
 
 @functools.cache
-def fixed_scales(stored, scale_format, group, width):
+def compile_fixed_scales(stored, scale_format, group, width):
     """Return f(values, value_row, scale_base, scale_row, row_ids, count, dim, most, target).
 
     It writes a block's scales as 16-bit integers, relative to the largest of their group; see `Scales`. The
@@ -531,7 +531,7 @@ def fixed_scales(stored, scale_format, group, width):
 
 
 @functools.cache
-def sums(rows, near, stored, scale_format, group, width):
+def compile_sums(rows, near, stored, scale_format, group, width):
     """Return `attention.narrow_sums` for weights and factors of `softmax` and scales of `fixed_scales`.
 
     Tokens that pad the last vector of weights have weight 0 and valid row ids.

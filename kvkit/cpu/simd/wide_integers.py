@@ -108,7 +108,7 @@ def halves(b, address, element=F32):
 
 
 @functools.cache
-def fixed_queries(stored, scale_format, group, width):
+def compile_fixed_queries(stored, scale_format, group, width):
     """Return f(queries [dim, WIDE], dim, target), which writes factors of the rows, then integers."""
     eights = Eights(CodeVectors(stored, scale_format, group, width))
 
@@ -167,7 +167,7 @@ def unfolded_keys(stored, scale_format, group, width):
 
 
 @functools.cache
-def scores(stored, scale_format, group, width):
+def compile_scores(stored, scale_format, group, width):
     """Return f(queries, keys, count, dim, scores), which computes S [token, WIDE] of 8, 16, ... tokens."""
     codes = CodeVectors(stored, scale_format, group, width)
     eights, group = Eights(codes), codes.group
@@ -243,7 +243,7 @@ def unfolded_values(stored, scale_format, group, width):
 
 @micro_kernel(5)
 def softmax(b, scores, count, m_at, l_at, factors):
-    """Do as `integers.softmax` for S [token, WIDE]; P is [token / 2, row, 2], padded with 0."""
+    """Replace S [token, WIDE] as `integers.compile_softmax` does; P is [token / 2, row, 2], padded with 0."""
     for half in range(HALVES):
         offset = I64(BYTES * half)
         half_softmax(b, count, *(b.add(at, offset) for at in (scores, m_at, l_at, factors)))
@@ -281,7 +281,7 @@ def half_softmax(b, count, scores, m_at, l_at, factors):
 
 
 @functools.cache
-def sums(stored, scale_format, group, width):
+def compile_sums(stored, scale_format, group, width):
     """Return f(weights, values, scales, count, dim, sums, factors), which computes O [dim, WIDE]."""
     codes = CodeVectors(stored, scale_format, group, width)
     eights, run = Eights(codes), min(codes.group, width)

@@ -199,12 +199,12 @@ def dsa_indexer(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, C
     """Yield (name, call) of the suite `dsa-indexer`: scores of 64 heads, and the rows that they choose."""
     for dtype in (*FLOATS, "e4m3"):
         for queries in (1, 3):
-            yield f"scores-{dtype}-queries{queries}", scores(rng, sizes, dtype, queries)
+            yield f"scores-{dtype}-queries{queries}", index_scores(rng, sizes, dtype, queries)
     for k in (1, 5, 64):
         yield f"top{k}", top(rng, sizes, k)
 
 
-def scores(rng: np.random.Generator, sizes: Sizes, dtype: str, queries: int) -> Call:
+def index_scores(rng: np.random.Generator, sizes: Sizes, dtype: str, queries: int) -> Call:
     """Return scores over contexts, one of them empty; keys after the contexts are NaN."""
     _, inputs, _, _ = dense(rng, sizes, queries=queries, dtype="fp32" if dtype == "e4m3" else dtype)
     keys, places = inputs["latent"][..., :128].copy(), ("block_tables", "context_lens", "query_starts")

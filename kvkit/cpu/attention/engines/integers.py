@@ -42,7 +42,7 @@ def queries(rows, *form):
 
     `form` describes the codes: (stored, scale_format, group, width).
     """
-    fixed, scratch = integers.fixed_queries(rows, *form), memory.scratch(2 * rows * form[-1])
+    fixed, scratch = integers.compile_fixed_queries(rows, *form), memory.scratch(2 * rows * form[-1])
 
     def queries(params_address, block_address, tile_address):
         params, tile = params_at(params_address), tile_at(tile_address)
@@ -54,7 +54,7 @@ def queries(rows, *form):
 @functools.cache
 def scores(rows, near, *form):
     """Compile S = K Q^T over fixed-point queries."""
-    multiply = integers.scores(rows, near, *form)
+    multiply = integers.compile_scores(rows, near, *form)
 
     def scores(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -75,8 +75,8 @@ def sums(rows, near, *form):
     Where scales are too uneven, or values too large, it leaves all as it is and sets `block.uneven`. It works
     in 256 * dim bytes of the room for widened values, at least 32768.
     """
-    fixed_scales, softmax = integers.fixed_scales(*form), integers.softmax(rows)
-    multiply = integers.sums(rows, near, *form)
+    fixed_scales, softmax = integers.compile_fixed_scales(*form), integers.compile_softmax(rows)
+    multiply = integers.compile_sums(rows, near, *form)
 
     def sums(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)

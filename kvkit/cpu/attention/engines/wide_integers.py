@@ -27,7 +27,7 @@ def scales_of(values, dim):
 @functools.cache
 def queries(*form):
     """Compile the conversion of queries [dim, WIDE] to fixed point, of 64 * dim + 128 bytes."""
-    fixed = wide_integers.fixed_queries(*form)
+    fixed = wide_integers.compile_fixed_queries(*form)
 
     def queries(params_address, block_address, tile_address):
         params, tile = params_at(params_address), tile_at(tile_address)
@@ -41,7 +41,7 @@ def load(key, value, *form):
     """Compile the unfolding of keys, 4 * dim bytes per token, and, unless uneven, of values, 512 * dim."""
     unfolded_keys = wide_integers.unfolded_keys(key, *form)
     fixed_scales, unfolded_values = (
-        integers.fixed_scales(value, *form),
+        integers.compile_fixed_scales(value, *form),
         wide_integers.unfolded_values(value, *form),
     )
 
@@ -70,7 +70,7 @@ def load(key, value, *form):
 @functools.cache
 def scores(*form):
     """Compile S = K Q^T."""
-    multiply = wide_integers.scores(*form)
+    multiply = wide_integers.compile_scores(*form)
 
     def scores(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -83,7 +83,7 @@ def scores(*form):
 @functools.cache
 def sums(*form):
     """Compile the softmax and O = O alpha + P V; scores are overwritten."""
-    multiply = wide_integers.sums(*form)
+    multiply = wide_integers.compile_sums(*form)
 
     def sums(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
