@@ -9,7 +9,7 @@ import click
 from kvkit.errors import KvkitError
 from kvkit_cli import complete, show
 
-IN_HINTS = ("layout", "sizes", "threshold", "layers")  # arguments that texts write as in Python, with a =
+IN_HINTS = ("layout", "sizes", "threshold", "layers")  # arguments that messages mention as layout=
 PATH = click.Path(path_type=Path, readable=False)  # files say what is wrong with a path
 
 

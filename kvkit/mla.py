@@ -135,6 +135,7 @@ def mla_attention(
         is_causal=is_causal, sinks=sinks, lse_of_sinks=lse_of_sinks, return_lse=return_lse,
     )  # fmt: skip
     call = checked_latent_attention(given)
+    # With `sinks_last` the lse is without sinks: attend in float32 without them, then scale the output.
     whole = None if call.sinks_last else call.whole or attention_over_bytes(call)
     if whole is not None:
         return attend(whole, out)
@@ -159,7 +160,7 @@ def mla_attention(
 def attend_to_contexts(
     query: Array, rows: Array, counts: Array, starts: Any, causal: bool, call: LatentCall, sinks: Any
 ) -> Pair:
-    """Attend in float32 to gathered rows, so many of each context, one context behind the other."""
+    """Attend in float32 to gathered rows: `counts[i]` rows of each context i, contexts in order."""
     pool = rows[:, None]  # pages of one row
     attention = PoolAttention(
         query.astype(np.float32), pool, pool[..., : call.value_dim], table_of_rows(counts), counts, starts,

@@ -1,4 +1,7 @@
-"""The operators over dynamic caches on the device, and the plan of a step."""
+"""The operators over dynamic caches on the device, and the plan of a step.
+
+Names in capitals are sentences that are added to the docstrings of kvkit.
+"""
 
 from kvkit_cuda.mirror import ANGLES, BITS, CODES, INTO, ONCE, SUMS, on_device
 

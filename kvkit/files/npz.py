@@ -1,7 +1,7 @@
 """The file contract: named arrays in a .npz file, as numpy writes them, and what numpy leaves out.
 
 A file is a zip archive of members NAME.npy. When kvkit wrote it the array ``kvkit.json`` is a text in JSON
-(which numpy copies with the others; files of kvkit 0.1 have a member of this name that is no array):
+(which numpy copies with the others; the oldest files have a plain text of that name instead):
 
     version     1, the version of this contract
     producer    "kvkit 0.1.0"

@@ -41,8 +41,8 @@ NUMBERS = "num_blocks", "page_size", "placeholder", "reserved_block"
 class CheckedSide:
     """Keys or values, codes or floats [layers, blocks, rows, heads, content], and their names in findings."""
 
-    name: str
-    label: str
+    name: str  # "key" or "value"
+    label: str  # the name that the user gave, as key_cache
     array: np.ndarray
     scale: np.ndarray | None
 
@@ -72,7 +72,7 @@ class Case:
             wanted = "tables, slots or a cache by name (block_tables, slot_mapping, key_cache...)"
             raise argument_error("arrays", wanted, some_names(unknown))
         self.given = {name: as_numpy(value, name) for name, value in given.items() if value is not None}
-        self.rows_of_block = 1  # pages in a block, where the table has a page for each token
+        self.rows_of_block = 1  # rows of a block that the table calls pages: all with page size 1, else 1
         named = self.source.paged or "past_lens" in self.given  # tables of kvkit's or of OpenVINO
         if named and (found := self.source.block_tables()) is not None:
             self.given["block_tables"], self.given["context_lens"] = tables.to_blocks(found[1])
@@ -99,7 +99,7 @@ class Case:
         return integer(name, self.given[name]) if name in self.given else None
 
     def has(self, need: str) -> bool | None:
-        """Return whether an input of a rule is given; None if `need` is a kind of data, not a name."""
+        """Return whether an input of a rule is given; None if `need` is not known here."""
         if need in ("block_tables", "num_blocks", "page_size"):
             return (self.table_name if need == "block_tables" else getattr(self, need)) is not None
         if need == "scales":
@@ -287,7 +287,7 @@ class Case:
         return found
 
     def in_rows(self, array: Any) -> Any:
-        """Return an array [layers, blocks, rows, ...] with the pages of the table, if those are rows."""
+        """Return an array [layers, blocks, rows, ...]; each row is a block if the table has a page a token."""
         if self.rows_of_block == 1 or array is None or array.ndim < 3:
             return array
         return array.reshape(array.shape[0], -1, 1, *array.shape[3:])

@@ -1,6 +1,8 @@
-"""Gather the bias of cache rows into rows of contexts, and multiply it with the scale.
+"""Gather Ascend's razor offset, a number for each row of the cache that is added to its scores.
 
-target[entry, p] = scale source[table[entry, p // block_size] / step, p % block_size]
+    target[entry, p] = scale bias[table[entry, p // block_size] / step, p % block_size]
+
+An entry is a sequence, or one of its key heads. `step` is the distance of row ids from block to block.
 """
 
 import functools
@@ -27,8 +29,8 @@ def put(target, source, scale):
     write(target, device.product(read(source), numeric.float_of(np.uint32(scale))))
 
 
-def copy_bias(table, step, blocks, block_size, source, scale, target):
-    """Write the scaled bias [entries, rows]; `source` is address and byte strides (block, row).
+def copy_bias(table, step, blocks, block_size, bias, scale, target):
+    """Write the scaled bias [entries, rows]; `bias` is address and byte strides (block, row).
 
     `table` [entries, blocks] has the first row of each block, a multiple of `step`.
     """
@@ -37,11 +39,10 @@ def copy_bias(table, step, blocks, block_size, source, scale, target):
         entry = item // width
         position = item - entry * width
         page = page_of(position, block_size)
-        block = min(
-            table[entry, page] // step if step else 0, blocks - 1
-        )  # entries after a context are arbitrary
+        block = table[entry, page] // step if step else 0
+        block = min(block, blocks - 1)  # the table is arbitrary after a context
         row = position - page * block_size
-        put(target + item * 4, source[0] + block * source[1] + row * source[2], scale)
+        put(target + item * 4, bias[0] + block * bias[1] + row * bias[2], scale)
 
 
 @functools.cache
@@ -49,10 +50,10 @@ def compiled():
     return device.kernel(copy_bias, SIGNATURE)
 
 
-def prepare(table, step, offset, scale, target, stream):
-    """Return a launch that writes `target` from `offset` [blocks, rows of a block], both on the device."""
-    blocks, block_size = offset.shape
-    source = offset.ctypes.data, *offset.strides
+def prepare(table, step, bias, scale, target, stream):
+    """Return a launch that writes `target` from `bias` [blocks, rows of a block], both on the device."""
+    blocks, block_size = bias.shape
+    source = bias.ctypes.data, *bias.strides
     bits = int(np.float32(scale).view(np.uint32))
     arguments = table, step, blocks, block_size, source, bits, target.ctypes.data
     grid = min(-(-target.size // THREADS), host.most_blocks()), 1

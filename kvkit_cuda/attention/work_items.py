@@ -26,7 +26,7 @@ class StepTables(NamedTuple):
     kvstarts: Any  # [B + 1]: context tokens before each sequence
     table: Any  # [B, pages]: the row of the cache where a page begins
     items: Any  # [B + 1]: work items before each sequence
-    slots: Any  # [B + 2]: slots of splits before each sequence; last, the tokens of a split
+    slots: Any  # [B + 1]: slots of splits before each sequence; then one more number, the tokens of a split
     slopes: Any  # [heads]: ALiBi slopes as bits of float32
 
 
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
     b: Any
     token: Any
-    query: Any  # head
+    query: Any  # the number of the query head
 
 
 class Range(NamedTuple):
@@ -144,7 +144,7 @@ def mask_address(params, step, row):
     at += row.token * params.mask_row
     if params.mask_packed:
         at += step.seqstarts[row.b] * params.mask_row
-    if params.mask_packed == 1:  # 2: columns are a sequence's own
+    if params.mask_packed == 1:  # packed rows and columns; 2: packed rows only
         at += step.kvstarts[row.b] * params.mask_column
     return at
 

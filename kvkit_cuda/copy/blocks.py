@@ -36,12 +36,12 @@ def put_scale(address, scale):
 def code_of(stored):
     """Return f(address of a block, i) -> code i of the block."""
     block = BY_NAME[stored].block
-    at, less, half = block.codes_at, block.less, block.elements // 2
+    at, bias, half = block.codes_at, block.less, block.elements // 2
 
     @shared
     def nibble(address, i):
         byte = byte_at(address + at + i % half)
-        return np.int32(byte >> np.uint32(4) if i >= half else byte & np.uint32(15)) - np.int32(less)
+        return np.int32(byte >> np.uint32(4) if i >= half else byte & np.uint32(15)) - np.int32(bias)
 
     @shared
     def byte(address, i):
@@ -86,8 +86,8 @@ def store(packed, stored):
     """Return f(packed address, cache address), which stores numbers as a block."""
     block, (low, high) = BY_NAME[stored].block, BY_NAME[stored].limits
     read, step, elements = chunks.read(packed), BY_NAME[packed].bytes(1), block.elements
-    at, less, half, halves = block.codes_at, block.less, elements // 2, block.halves
-    most, product = np.float32(low if less else high), device.product
+    at, bias, half, halves = block.codes_at, block.less, elements // 2, block.halves
+    most, product = np.float32(low if bias else high), device.product
 
     @shared
     def top_of(packed):
@@ -95,7 +95,7 @@ def store(packed, stored):
         for i in range(1, elements):
             x = read(packed + i * step)
             top = x if abs(x) > abs(top) else top
-        return top if less else abs(top)
+        return top if bias else abs(top)
 
     @shared
     def store(packed, cache):
@@ -106,7 +106,7 @@ def store(packed, stored):
             x = product(read(packed + i * step), factor)
             if halves:
                 y = product(read(packed + (i + half) * step), factor)
-                code = numeric.unsigned_code(x, less) | numeric.unsigned_code(y, less) << 4
+                code = numeric.unsigned_code(x, bias) | numeric.unsigned_code(y, bias) << 4
             else:
                 code = numeric.round_half_away(x) & 255
             store_byte(cache + at + i, np.uint64(code), np.uint64(0))

@@ -160,7 +160,7 @@ def test_what_is_refused():
             r"q_pe: expected .* 2, 8\)",
         ),
         (lambda: layer.attend(latent, kpe, scale=1), "stored tokens"),
-        (lambda: LatentLayer(format="kivi_key4"), "scales are those of a token"),
+        (lambda: LatentLayer(format="kivi_key4"), "scales belong to one token"),
         (lambda: LatentLayer(format="ds_v4"), "ds_mla with rows of 512"),
         (lambda: LatentLayer(32, 8, "int8:g32", "int8"), "rope_dtype"),
         (lambda: IndexedLayer(LatentLayer(32, 8, "int8:g32")), "without a format"),

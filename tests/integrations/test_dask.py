@@ -252,7 +252,7 @@ def test_a_save_that_fails_leaves_the_last_one(rng, client, tmp_path, monkeypatc
         saved = sorted(tmp_path.rglob("*"))
         with monkeypatch.context() as patch:
             patch.setattr(PagedCache, "save", lambda cache, path: path + 1)
-            with pytest.raises(KvkitError, match=r"^shard 0: expected to save, got TypeError"):
+            with pytest.raises(KvkitError, match=r"^shard 0: expected save to succeed, got TypeError"):
                 cache.save(tmp_path)
         assert sorted(tmp_path.rglob("*")) == saved
         steps(cache, copy.deepcopy(other), rng, np.float32, tokens=(8,))

@@ -43,7 +43,7 @@ class LatentLayer(DynamicLayer):
     latent_dim, rope_dim : int
         The elements of c and of r.
     format : str, optional
-        ``"ds_mla"``, or a format of `kvkit.formats` whose scales are those of a token: c is stored as codes.
+        ``"ds_mla"``, or a format whose scales belong to one token, as ``"int8:g64"``: c is stored as codes.
         Attention decodes rows some thousands at a time.
     rope_dtype : str
         The dtype of r beside codes. r is never quantized.
@@ -217,7 +217,9 @@ class LatentLayer(DynamicLayer):
     def _check_movable(self, call: str, plan: Rearrangement) -> None:
         super()._check_movable(call, plan)
         if self._codes is not None and plan.after.shifts.any():
-            wanted = "positions that stay, because codes are not rotated (rope='none' says keys are not)"
+            wanted = (
+                "a call that keeps positions: codes cannot be rotated (keys without a rotation: rope='none')"
+            )
             raise argument_error(self.name, wanted, call)
 
 
@@ -391,7 +393,7 @@ class IndexedLayer(LatentLayer):
     def _check_movable(self, call: str, plan: Rearrangement) -> None:
         super()._check_movable(call, plan)
         if plan.after.shifts.any():
-            wanted = "positions that stay, for index keys are rotated too (rope='none' says they are not)"
+            wanted = "a call that keeps positions: index keys are rotated (if they are not: rope='none')"
             raise argument_error(self.name, wanted, call)
 
     def arrays(self) -> dict[str, Array]:
@@ -440,7 +442,7 @@ class LatentCodes:
             self.bytes = encode(np.zeros((1, 576), np.float32), self.format)["codes"].shape[1]
             return
         if self.format.per not in ("group", "token") or self.format.asks:
-            raise argument_error("format", "one whose scales are those of a token", repr(format))
+            raise argument_error("format", "one whose scales belong to one token, as int8:g64", repr(format))
         coded = encode(np.zeros((1, latent_dim), np.float32), self.format)
         self._forms = {name: (array.shape[1:], array.dtype) for name, array in coded.items()}
         self.bytes = sum(array[0].nbytes for array in coded.values()) + rope_dim * self._rope.itemsize

@@ -464,7 +464,7 @@ class PagedCache(BaseCache):
         formats = {"dtype": store.format.name, "scale_dtype": store.cell.name, "salt": self.salt.hex()}
         names = "quant_bit", "quant_group", "quant_format", "cache_layout"
         if store.arguments.quant_format and store.scale is not None:
-            formats["scale"] = "found" if store.found else store.scale.tolist()
+            formats["scale"] = "found" if store.computes_scales else store.scale.tolist()
         return sizes | formats | {name: getattr(store.arguments, name) for name in names}
 
     @one_call_at_a_time

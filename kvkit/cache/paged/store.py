@@ -65,11 +65,11 @@ class PagedStore:
         element = np.dtype(np.uint8) if quant_format else stored.dtype  # .npz files can hold uint8
         self.cache = zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
         # Whether appends compute a scale for each group. Scales then have the axes of the cache.
-        self.found = bool(bits) or (isinstance(scale, str) and scale == "found")
+        self.computes_scales = bool(bits) or (isinstance(scale, str) and scale == "found")
         if scale is not None and not stored.minifloat:
             raise argument_error("scale", "None unless quant_format is 'e4m3' or 'e5m2'", describe(scale))
         self.scale: Array | None = None
-        if self.found:
+        if self.computes_scales:
             self.scale = np.zeros((*shape, self.dim // group), self.cell.dtype)
         elif scale is not None:
             self.scale = check_scales(scale, self.num_layers, self.heads)
@@ -86,7 +86,9 @@ class PagedStore:
         if latent_dim:
             geometry["latent_dim"] = self.latent_dim
         if scale is not None:
-            geometry["scale"] = [group, self.cell.name] if self.found else np.asarray(self.scale).tolist()
+            geometry["scale"] = (
+                [group, self.cell.name] if self.computes_scales else np.asarray(self.scale).tolist()
+            )
         self.identity = json.dumps(geometry).encode()
 
     def _find_places(self) -> None:
@@ -100,7 +102,7 @@ class PagedStore:
         self.addresses = [
             {"cache": place.sides[0].address, "scale": place.sides[0].scales} for place in self.places
         ]
-        arrays: list[Any] = [self.cache, self.scale] if self.found else [self.cache]
+        arrays: list[Any] = [self.cache, self.scale] if self.computes_scales else [self.cache]
         layout = DYNAMIC[self.arguments.cache_layout]
         self.blocks = [view_blocks(array, layout, self.page_size) for array in arrays]
 
@@ -136,7 +138,7 @@ class PagedStore:
 
     def scale_of(self, layer_idx: int) -> Array | None:
         """Return scales for an operator: computed ones of all layers, or constant ones of this layer."""
-        return self.scale if self.scale is None or self.found else self.scale[layer_idx]
+        return self.scale if self.scale is None or self.computes_scales else self.scale[layer_idx]
 
     def __getstate__(self) -> dict[str, Any]:
         found = "places", "contexts", "addresses", "blocks"

@@ -43,7 +43,7 @@ class ShardActor:
             result = error
         except Exception as error:
             reason = f"{type(error).__name__} ({error})"
-            result = argument_error(f"shard {self._arguments[0]}", f"to {method}", reason)
+            result = argument_error(f"shard {self._arguments[0]}", f"{method} to succeed", reason)
         return pickle.dumps(result, 5)
 
 
@@ -58,7 +58,7 @@ class Shard:
         self._positions: Array = np.arange(0)
 
     def about(self) -> dict[str, Any]:
-        """Return the numbers of tokens and rows, the process, and the seconds spent in attention."""
+        """Return the numbers of tokens and sequences, the process, and the seconds spent in attention."""
         layer = self.cache.layers[0]
         sizes = {"tokens": layer.get_seq_length(), "rows": layer.batch_size}
         return sizes | {"process": os.getpid(), "seconds": self.seconds}
@@ -117,12 +117,12 @@ class Shard:
         self.cache.crop(0)
         surplus = self.about()["tokens"] - length
         if not length:
-            self.cache.reset()  # the next tokens may have another number of rows
+            self.cache.reset()  # the next tokens may be of another number of sequences
         elif surplus:
             self.cache.crop(-surplus)
 
     def fork(self, indices: Array) -> None:
-        """Continue with these rows of the batch."""
+        """Continue with these sequences of the batch."""
         self.cache.select(indices)
 
     def save(self, path: str) -> None:

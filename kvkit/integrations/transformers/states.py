@@ -17,8 +17,9 @@ from kvkit.interop import tensor_of
 class KvkitStateLayer(LinearAttentionCacheLayerMixin):
     """Passes transformers' calls on to a `kvkit.cache.StateLayer`; its tensors share the layer's memory.
 
-    For a single token models change the state of a convolution in place, without an update. So reading that
-    state counts the tokens of the step, whose number the step's mask has shown.
+    For a single token models read the state of a convolution and change it in place, without an update. So
+    `KvkitCache.get_conv_state` calls `begin_step`, which counts the token. `get_mask_sizes`, called before,
+    has set the number of new tokens.
     """
 
     is_compileable = False
@@ -154,7 +155,7 @@ class KvkitHybridLayer(KvkitStateLayer, KvkitLayer):
         return KvkitLayer.get_max_length(self)
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.state.left_by(tokens_to_remove)
+        self.state.left_by(tokens_to_remove)  # raises before keys and values are cropped
         KvkitLayer.crop(self, tokens_to_remove)
         KvkitStateLayer.crop(self, tokens_to_remove)
 

@@ -8,7 +8,7 @@ import numpy as np
 from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
 from kvkit.typed import Array
 
-TURNS: dict[str, dict[str, Any]] = {
+ROTATIONS: dict[str, dict[str, Any]] = {
     "neighbours": {},
     "halves": {"interleaved": False},
     "part-of-a-head": {"rotary_dim": 8},
@@ -25,7 +25,7 @@ def tables(rng: np.random.Generator, rows: int, columns: int) -> dict[str, Array
     return {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
 
 
-def static_turn(
+def static_rotation(
     rng: np.random.Generator,
     sizes: Sizes,
     dtype: str = "fp32",
@@ -44,7 +44,7 @@ def static_turn(
     return "rotary_position_embedding", inputs, attributes, None
 
 
-def dynamic_turn(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp32", **attributes: Any) -> Call:
+def dynamic_rotation(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp32", **attributes: Any) -> Call:
     """Return a call over packed queries and keys, one sequence of them empty."""
     lengths = sizes.each(1, 3, 0, 9)
     name, heads = "dynamic_batching.rotary_position_embedding", {"query": 2 * sizes.heads, "key": sizes.heads}
@@ -56,7 +56,7 @@ def dynamic_turn(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp32", **
 def static_mask(
     rng: np.random.Generator, heads: int, dtype: str = "float32", mask: str | None = None
 ) -> Call:
-    """Return a call for three queries and seven keys; after the keys the added mask has NaN."""
+    """Return a call for three queries and seven keys; an added mask has two more columns, of NaN."""
     inputs: dict[str, Any] = {"seqlen_q": 3, "seqlen_kv": 7}
     if mask == "float":
         inputs["attn_mask"] = plain(rng, (2, 1, 3, 9), np.dtype(np.float32))
@@ -67,7 +67,7 @@ def static_mask(
 
 
 def dynamic_mask(rng: np.random.Generator, sizes: Sizes, heads: int, dtype: str = "float32") -> Call:
-    """Return a call for the blocks of packed sequences."""
+    """Return a call for the mask of packed sequences, with a block on its diagonal for each."""
     starts, kvstarts = (np.cumsum([0, *sizes.each(*each)]) for each in ((1, 3, 0, 2), (7, 3, 4, 2)))
     inputs = {"seqstarts": starts, "kvstarts": kvstarts}
     return "dynamic_batching.alibi_mask", inputs, {"num_heads": heads, "data_type": dtype}, None
@@ -84,13 +84,13 @@ def index_call(sizes: Sizes) -> Call:
 def positions(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) for the operators of positions in the suite `pmx`."""
     for dtype in FLOATS:
-        yield f"turn-{dtype}", static_turn(rng, sizes, dtype)
-        yield f"turn-dynamic-{dtype}", dynamic_turn(rng, sizes, dtype)
-    for name, attributes in TURNS.items():
-        yield f"turn-{name}", static_turn(rng, sizes, **attributes)
-        yield f"turn-dynamic-{name}", dynamic_turn(rng, sizes, **attributes)
-    yield "turn-behind-padding", static_turn(rng, sizes, pads=True)
-    yield "turn-by-tables", static_turn(rng, sizes, given=True, interleaved=False)
+        yield f"turn-{dtype}", static_rotation(rng, sizes, dtype)
+        yield f"turn-dynamic-{dtype}", dynamic_rotation(rng, sizes, dtype)
+    for name, attributes in ROTATIONS.items():
+        yield f"turn-{name}", static_rotation(rng, sizes, **attributes)
+        yield f"turn-dynamic-{name}", dynamic_rotation(rng, sizes, **attributes)
+    yield "turn-behind-padding", static_rotation(rng, sizes, pads=True)
+    yield "turn-by-tables", static_rotation(rng, sizes, given=True, interleaved=False)
     for heads in (1, 8, 6):
         yield f"alibi-slope-{heads}", ("alibi_slope", {}, {"num_heads": heads}, None)
     for dtype in ("float32", "float16", "bfloat16"):
