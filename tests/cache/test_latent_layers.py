@@ -186,7 +186,7 @@ def test_what_is_refused():
     assert indexed.can("shift", 0, None, 3, rope="none") is None
     coded = Cache([LatentLayer(LATENT, ROPE, "int8:g32")])
     filled(coded, (4,))
-    assert "codes are not rotated" in coded.can("shift", 0, None, 3, rope=kvkit.Rope(ROPE))
+    assert "codes cannot be rotated" in coded.can("shift", 0, None, 3, rope=kvkit.Rope(ROPE))
 
 
 @pytest.mark.parametrize("format", ["int8:g32", "ds_mla"])
