@@ -287,7 +287,7 @@ class Case:
         return found
 
     def in_rows(self, array: Any) -> Any:
-        """Return an array [layers, blocks, rows, ...]; rows become blocks where tables have a page a token."""
+        """Return an array [layers, blocks, rows, ...]; rows become blocks if tables have a page a token."""
         if self.rows_of_block == 1 or array is None or array.ndim < 3:
             return array
         return array.reshape(array.shape[0], -1, 1, *array.shape[3:])
