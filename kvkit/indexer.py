@@ -52,7 +52,7 @@ def indexer_scores(
     Returns
     -------
     scores : ndarray of float32, shape [tokens, longest context]
-        -inf for positions after the query's own, and behind its context.
+        -inf for positions after the query's own, and after its context.
 
     Raises
     ------
@@ -61,8 +61,8 @@ def indexer_scores(
 
     Notes
     -----
-    DeepSeek turns queries and keys by a Hadamard matrix before both become codes; exact products do not
-    change. Products and sums are float32.
+    DeepSeek turns queries and keys by a Hadamard matrix before both become codes, which does not change
+    their products. Products and sums are float32.
 
     Examples
     --------
@@ -109,7 +109,7 @@ def topk_rows(
     Returns
     -------
     rows : ndarray of int32, shape [tokens, k]
-        ``block * page_size + offset``, by ascending position; -1 behind the last.
+        ``block * page_size + offset``, by ascending position; -1 after the last.
 
     Raises
     ------

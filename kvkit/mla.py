@@ -83,7 +83,7 @@ def mla_attention(
     value_dim : int
         How many elements of a row are its value.
     indices : array_like of int, shape [tokens, K], optional
-        The rows of each query: ``block * page_size + offset`` in the pool. Negative ones and those behind the
+        The rows of each query: ``block * page_size + offset`` in the pool. Negative ones and those after the
         pool name no row; a row that is named twice counts twice.
     index_lens : array_like of int, shape [tokens], optional
         How many of a query's indices count, the first ones.
@@ -91,8 +91,8 @@ def mla_attention(
         Rows of a second pool of the same format that the queries with `indices` attend to as well.
     format : str, optional
         ``"ds_mla"`` or ``"ds_v4"`` of `kvkit.formats`, for pools of bytes. Codes are decoded to float32. Rows
-        of ``"ds_mla"`` in pages are rounded to bfloat16, as FlashMLA does, where queries are bfloat16, a
-        sequence has more than 8 rows of them, and the processor multiplies pairs of bfloat16.
+        of ``"ds_mla"`` in pages are rounded to bfloat16, as FlashMLA does, if queries are bfloat16, a sequence
+        has more than 8 query rows, and the processor multiplies pairs of bfloat16.
     is_causal : bool
         Whether a query ignores rows after its own position; not used with `indices`.
     sinks : ndarray of float32, shape [H], optional
@@ -189,7 +189,7 @@ def attend_to_pieces(call: LatentCall, contexts: LatentContexts) -> Pair:
 
 
 def attend_to_rows(call: LatentCall) -> Pair:
-    """Attend to the chosen rows of each query, in float32; sinks are those of the first pool's part."""
+    """Attend to the chosen rows of each query, in float32; sinks enter once, with the first pool."""
     query, sinks = call.query, None if call.sinks_last else call.sinks
     output, lse = nothing_seen(call)
     for pool, slots, starts in call.chosen:
@@ -219,7 +219,7 @@ def add_part(output: Array, lse: Array, tokens: Array, part: Pair) -> None:
 
 
 def table_of_rows(counts: Array) -> tuple[Array, Array]:
-    """Return block tables (indptr, indices) of contexts one behind the other, in pages of one row."""
+    """Return block tables (indptr, indices) of contexts one after the other, in pages of one row."""
     return np.concatenate([[0], np.cumsum(counts)]), np.arange(counts.sum())
 
 
@@ -265,7 +265,7 @@ def mla_append(
     Raises
     ------
     KvkitError
-        If an argument is wrong, a slot is behind the pool, or two tokens have one slot. Then nothing has been
+        If an argument is wrong, a slot is not in the pool, or two tokens have one slot. Then nothing has been
         written.
 
     Notes

@@ -225,7 +225,7 @@ class Cache(BaseCache):
         renumber : bool
             Whether the remaining tokens get the positions 0, 1, 2, ...; rotated keys need a `rope` for that.
         **options
-            Options of the scorer, with `first`, `last` and `threshold` if it has them.
+            Options of the scorer. `first`, `last` and `threshold` go to it too, if it has them.
 
         Returns
         -------
@@ -329,7 +329,7 @@ class Cache(BaseCache):
             if isinstance(layer, RaggedLayer):
                 raise argument_error(layer.name, "a layer whose heads share their tokens", "a ragged one")
             if layer.was_moved and layer.store is None:
-                wanted = "tokens, or position 0 of the next one, to lie in a file"
+                wanted = "a layer with tokens, or one that begins at position 0, to lie in a file"
                 raise argument_error(layer.name, wanted, f"none, and position {layer.get_seq_length()}")
         folder = offload.Folder(directory, only_non_sliding, keep)
         folder.adopt(self.layers)
@@ -343,7 +343,7 @@ class Cache(BaseCache):
         others, it is undone. Other differences of length stay, with a warning. Layers without tokens count as
         unused; but if the first step did not reach the last layer it is undone, with a warning.
 
-        Files that are cut short, or from another layer, cache or time, are refused. In a folder that was
+        Files that are cut short, or of another layer, another cache or an older copy, are refused. In a folder that was
         closed, so are files that have changed.
         """
         folder, layers = opening.open_folder(directory, keep)

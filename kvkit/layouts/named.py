@@ -51,7 +51,9 @@ class Named:
 
 EITHER = "a line, such as 'l | kv b n h c', or a name of kvkit.layouts.NAMED"
 HALVES = "keys are index 0 of kv, values index 1"
-SIDE = "the content of a head is its key, then its value; code sees (b, h, n, 2 D) of any of these lines"
+SIDE = (
+    "the content of a head is its key, then its value; the engine views each of these lines as (b, h, n, 2 D)"
+)
 LISTS = "keys and values are arrays of their own"
 RESHAPE = "ReshapeAndCache", "text of ReshapeAndCache", "A"
 PMX = "OpenPPL's text of KeyValueCache", "A"
@@ -77,7 +79,7 @@ NAMED = MappingProxyType({
     "ascend-nhsd": Named("kv | b h n c", "Ascend operators", *RESHAPE, LISTS, ("NHSD",)),
     "ascend-nz": Named(
         "kv | b (h c1) n c0[32B]", "Ascend operators", *RESHAPE,
-        "groups of 32 bytes; where one straddles heads, take all heads as one", ("NZ",),
+        "groups of 32 bytes; if one spans two heads, pass all heads as one", ("NZ",),
     ),
     "vllm-flash-attention": Named(
         "l | kv b n h c", "vLLM", "v1, until June 2026", f"{FA} get_kv_cache_shape", "A", HALVES,

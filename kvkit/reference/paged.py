@@ -114,7 +114,7 @@ def paged_append(
 ) -> tuple[Any, Any]:
     """Write tokens into their slots, except tokens with a negative slot; return the caches.
 
-    `rope` is a mapping: keys are rotated by `rotate_token`, whose arguments it has, from element `begin` on.
+    `rope` has keywords of `rotate_token`, and perhaps `begin`, the first element of a key that is rotated.
     """
     if rope is not None:
         how, key = {"interleaved": False, **rope}, key.astype(np.float64)

@@ -2,7 +2,7 @@
 
     x = code scale          for each code of a group with its scale, rounded to the type of the data
 
-A chunk, 8 neighbouring elements, is read as 4 words of two elements. The two are `apart`: floats are
+A chunk, 8 neighbouring elements, is read as 4 words of two elements. `tile.apart` is their distance: floats are
 neighbours, and codes are as many places apart as codes fit in 16 bits, so that both halves of a word are
 widened at once:
 
@@ -195,7 +195,9 @@ def pair_decoder(tile):
 
 
 def code_extractor(tile):
-    """Return f(word, k, begin) -> code k of each half of a word, or floats of 8 bits of half k, as float16.
+    """Return f(word, k, begin) -> code k of each half of a word, as float16.
+
+    For floats of 8 bits it is both floats of half k instead.
 
     Two codes at a time, with flipped signs, become the low bits of float16 numbers from 1024 on. Subtracting
     the number of code 0 gives the codes exactly, or 16 times the codes if they were not shifted down.

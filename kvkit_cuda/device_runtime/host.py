@@ -17,7 +17,7 @@ from kvkit_cuda.device_runtime.device import SIMULATED, shared_memory
 LEGACY_DEFAULT = 1  # address of the default stream in protocols, where numba has 0
 PER_THREAD_DEFAULT = 2  # address of each thread's own default stream
 BLOCKS = 16  # for each multiprocessor: twice as many as it can hold, so that no one idles at the end
-SCRATCH = "scratch"  # the owner of addresses of scratch memory
+SCRATCH = "scratch"  # stands in `Launch.owners` for addresses of scratch memory
 NATIVE = not SIMULATED  # whether prepared calls may use the driver directly
 
 
@@ -165,7 +165,7 @@ class Launch:
     """A kernel, its grid and its arguments; a call launches it.
 
     `owners` maps (argument, member of a tuple) to the name of the array that it points into. `grow(captured)`
-    returns the number of blocks for the present step, or, for a captured launch, for any later step.
+    returns the number of blocks for the present step; if captured, enough for every later step.
     `scratch` is the bytes of scratch memory, `shared` the bytes of a block's dynamic shared memory.
     """
 
@@ -251,9 +251,8 @@ def allow_shared(function, which):
     """Allow a kernel without static shared memory to use all that a block may have."""
     binding = driver().binding
     most = binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    kernel = binding.CUkernel(
-        int(function)
-    )  # numba has a CUkernel, which a driver need not accept as a CUfunction
+    # What numba calls a function is a CUkernel, which a driver need not accept as a CUfunction.
+    kernel = binding.CUkernel(int(function))
     check(binding.cuKernelSetAttribute(most, shared_memory(), kernel, which))
 
 

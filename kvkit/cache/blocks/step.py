@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 from kvkit.errors import argument_error
 from kvkit.typed import Array
 
-IN_ORDER = "sequences whose tokens lie one behind the other in their pages, for a page table"
+IN_ORDER = "sequences without removed or moved tokens, for a page table"
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Step:
     kvstarts: Array
     start_pos: Array
     pages: Array
-    first_places: Array  # of the first new token: its row, counted in the sequence's pages
+    first_places: Array  # the row of the first new token, counted in the sequence's pages
     moved: Array  # bool: sequences whose tokens a page table alone cannot find
     decoding_batches: int
     max_seqlen: int

@@ -106,7 +106,7 @@ class StudyPlan:
 def make_plan(
     schemes: Any, evict: Any = None, budget: str = "uniform", judge: Any = None, rope: Any = None
 ) -> StudyPlan:
-    """Return the plan of a study: its schemes, or the entries of `evict`, each with each scheme if any."""
+    """Return the plan of a study: its schemes; with `evict`, each of its entries with every scheme."""
     if evict is None:
         chosen = list_schemes(schemes)
         return StudyPlan(chosen, [], [name for name, *_ in chosen])
@@ -203,7 +203,7 @@ def combined(entry: Entry | Policy, schemes: Sequence[Entry]) -> list[Entry | Po
 
 
 def references(policies: Sequence[Policy]) -> list[Policy]:
-    """Return the missing policies `random` and `oracle` for each share, coded as its first entry is."""
+    """Return the missing policies `random` and `oracle` for each share, with the scheme of its first policy."""
     first = {each.keep: each for each in reversed(policies)}
     names, found = {each.name for each in policies}, []
     for share in sorted(first, reverse=True):
