@@ -83,16 +83,16 @@ def mla_attention(
     value_dim : int
         How many elements of a row are its value.
     indices : array_like of int, shape [tokens, K], optional
-        The rows of each query: ``block * page_size + offset`` in the pool. Negative ones and those after the
-        pool name no row; a row that is named twice counts twice.
+        The rows of each query: ``block * page_size + offset`` in the pool. Negative ones and those past the
+        end of the pool name no row; a row that is named twice counts twice.
     index_lens : array_like of int, shape [tokens], optional
         How many of a query's indices count, the first ones.
     extra : tuple (latent, indices, index_lens), optional
         Rows of a second pool of the same format that the queries with `indices` attend to as well.
     format : str, optional
         ``"ds_mla"`` or ``"ds_v4"`` of `kvkit.formats`, for pools of bytes. Codes are decoded to float32. Rows
-        of ``"ds_mla"`` in pages are rounded to bfloat16, as FlashMLA does, if queries are bfloat16, a sequence
-        has more than 8 query rows, and the processor multiplies pairs of bfloat16.
+        of ``"ds_mla"`` in pages are rounded to bfloat16, as FlashMLA does, if queries are bfloat16, a
+        sequence has more than 8 query rows, and the processor multiplies pairs of bfloat16.
     is_causal : bool
         Whether a query ignores rows after its own position; not used with `indices`.
     sinks : ndarray of float32, shape [H], optional

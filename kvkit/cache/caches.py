@@ -343,8 +343,8 @@ class Cache(BaseCache):
         others, it is undone. Other differences of length stay, with a warning. Layers without tokens count as
         unused; but if the first step did not reach the last layer it is undone, with a warning.
 
-        Files that are cut short, or of another layer, another cache or an older copy, are refused. In a folder that was
-        closed, so are files that have changed.
+        Files that are cut short, or of another layer or cache, or older copies, are refused. In a folder that
+        was closed, so are files that have changed.
         """
         folder, layers = opening.open_folder(directory, keep)
         cache = Cache(layers)

@@ -2,9 +2,9 @@
 
     x = code scale          for each code of a group with its scale, rounded to the type of the data
 
-A chunk, 8 neighbouring elements, is read as 4 words of two elements. `tile.apart` is their distance: floats are
-neighbours, and codes are as many places apart as codes fit in 16 bits, so that both halves of a word are
-widened at once:
+A chunk, 8 neighbouring elements, is read as 4 words of two elements. `tile.apart` is their distance:
+floats are neighbours, and codes are as many places apart as codes fit in 16 bits, so that both halves of a
+word are widened at once:
 
     a word of int8, from its low bits on    0 1 2 3                  widened to 0 2, 1 3
     a word of int4                          0 1 2 3 4 5 6 7          widened to 0 4, 1 5, 2 6, 3 7

@@ -203,7 +203,7 @@ def combined(entry: Entry | Policy, schemes: Sequence[Entry]) -> list[Entry | Po
 
 
 def references(policies: Sequence[Policy]) -> list[Policy]:
-    """Return the missing policies `random` and `oracle` for each share, with the scheme of its first policy."""
+    """Return the missing `random` and `oracle` of each share, with the scheme of its first policy."""
     first = {each.keep: each for each in reversed(policies)}
     names, found = {each.name for each in policies}, []
     for share in sorted(first, reverse=True):

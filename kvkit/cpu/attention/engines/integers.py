@@ -40,7 +40,8 @@ def width(stored, scale_format, group, dims):
 def queries(rows, *form):
     """Compile the conversion of queries [rows, dim] to fixed point.
 
-    The result has at most (4 * dim + 64) * rows bytes. `form` describes the codes: (stored, scale_format, group, width).
+    The result has at most (4 * dim + 64) * rows bytes. `form` describes the codes: (stored, scale_format,
+    group, width).
     """
     fixed, scratch = integers.compile_fixed_queries(rows, *form), memory.scratch(2 * rows * form[-1])
 
