@@ -8,7 +8,7 @@ from kvkit.calls.latent import gather_rows, slots_of
 from kvkit.checks.indexer import ChoiceCall, IndexerCall
 from kvkit.typed import Array
 
-KEYS = 4096  # keys scored at a time: enough for threads to share, and products stay in a cache
+KEYS, PRODUCTS = 512, 2**21  # fewest keys scored at a time, and products where more keys allow as many
 
 
 def score_positions(call: IndexerCall, out: Array | None) -> Array:
@@ -18,13 +18,14 @@ def score_positions(call: IndexerCall, out: Array | None) -> Array:
     pages, lengths, starts = call.contexts
     (_, heads, dim), pool = call.query.shape, call.pool
     rows = np.ascontiguousarray(call.query, np.float32) * np.float32(call.scale)  # [tokens, H, D]
-    share = call.weights.astype(np.float32)[:, None]  # [tokens, 1, H]
+    share = call.weights.astype(np.float32)  # [tokens, H]
     most = int(np.diff(starts).max(initial=0)) * heads
-    room = np.empty(most * min(KEYS, int(lengths.max(initial=0))), np.float32)  # written again and again
+    step = max(KEYS, PRODUCTS // max(most, 1))  # few keys would not occupy all threads
+    room = np.empty(most * min(step, int(lengths.max(initial=0))), np.float32)
     for sequence, length in enumerate(lengths.tolist()):
         begin, end = starts[sequence], starts[sequence + 1]
-        for first in range(0, length, KEYS):
-            last = min(first + KEYS, length)
+        for first in range(0, length, step):
+            last = min(first + step, length)
             found = gather_rows(pool, slots_of(pages, pool.page_size, sequence, first, last))
             key = found[:, :dim].astype(np.float32, copy=False)
             query = rows[begin:end].reshape(-1, dim)
@@ -32,9 +33,9 @@ def score_positions(call: IndexerCall, out: Array | None) -> Array:
             np.matmul(query, key.T, out=products)
             if call.scaled:
                 products *= found[:, dim]
-            np.maximum(products, 0, out=products)
-            by_head = products.reshape(end - begin, heads, last - first)
-            scores[begin:end, first:last] = (share[begin:end] @ by_head)[:, 0]
+            for token, by_head in enumerate(products.reshape(end - begin, heads, -1), begin):
+                np.maximum(by_head, 0, out=by_head)  # [H, keys], which stays in the nearest cache
+                scores[token, first:last] = share[token] @ by_head
         own = np.arange(length - (end - begin), length)  # positions of the queries
         hidden = np.arange(scores.shape[1]) > own[:, None]
         scores[begin:end][hidden] = -np.inf
