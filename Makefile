@@ -130,7 +130,7 @@ lint: $(VENV)/kvkit.lint
 bench: $(VENV)/kvkit.bench $(VENV)/kvkit.plot
 	$(BIN)/kvkit bench --json benchmarks/results
 	$(BIN)/python -m benchmarks.table
-	$(BIN)/python benchmarks/plot.py
+	$(BIN)/python -m benchmarks.plot
 
 bench-gpu: $(VENV)/kvkit.bench $(VENV)/kvkit.cuda
 	$(BIN)/python -m benchmarks.gpu --json benchmarks/results/gpu.json

@@ -1,72 +1,126 @@
-"""Draw how cost grows, from results/growth.json: python benchmarks/plot.py (needs matplotlib)"""
+"""Draw how cost grows: python -m benchmarks.plot (needs matplotlib)
+
+`growth` shows results/growth.json and shapes.json, `threads` the model of many_cores.py.
+"""
 
 import hashlib
+import itertools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from benchmarks import many_cores
 
 HERE = Path(__file__).resolve().parent
-FIGURES = HERE / "results" / "growth.json"
+GROWTH, SHAPES = (HERE / "results" / f"{name}.json" for name in ("growth", "shapes"))
 FOLDER = HERE.parent / "docs" / "pictures"
-CASE = re.compile(r"decode (\w+), ([\d,]+) x ([\d,]+) tokens, (\d+) threads")
+STEP = re.compile(
+    r"decode (?P<kind>\w+), (?P<batch>\d+) x (?P<tokens>[\d,]+) tokens, (?P<threads>\d+) threads"
+)
+HEADS = re.compile(r"decode (?P<kind>\w+), (?P<heads>\d+) kv heads")
+PAGES = re.compile(r"pages of (?P<page>\d+), (?P<kind>\w+)")
 COLOURS = {"float16": "#2f7fd1", "int8": "#d1722f"}
-MARKS = {True: ("o", "-"), False: ("s", "--")}  # for all threads, for one thread
+FLOOR = "a plain read"  # of the same bytes, dotted
+
+Lines = dict[str, list[tuple[int, float, float]]]  # (x, cost, floor) of each point, by line
+NANOSECONDS, MILLISECONDS = "ns for a kilobyte", "ms of a step"
 
 
-def points(results):
-    """Yield (kind, sequences, tokens of each, threads, nanoseconds per kilobyte) of each step."""
-    for result in results:
-        found = CASE.fullmatch(result["case"])
-        if found:
-            kind, *numbers = found.groups()
-            pace = result["seconds"] / result["bytes"] * 1e12
-            yield kind, *(int(number.replace(",", "")) for number in numbers), pace
+def results() -> list[dict[str, Any]]:
+    """Return the committed results."""
+    return [result for path in (GROWTH, SHAPES) for result in json.loads(path.read_text())["results"]]
 
 
-def drawn(page):
-    """Return the picture as SVG, for a light or a dark page, with a digest of its figures."""
+def lines(pattern: re.Pattern[str], x: str, unit: str = NANOSECONDS, **wanted: int) -> Lines:
+    """Return what the cases that match cost, and what a plain read of their bytes costs."""
+    found: Lines = {}
+    for result in results():
+        if match := pattern.fullmatch(result["case"]):
+            said = {name: text.replace(",", "") for name, text in match.groupdict().items()}
+            if all(int(said[name]) == number for name, number in wanted.items()):
+                threads = said.get("threads")
+                name = said["kind"] + (f", {threads} thread{'s' * (threads != '1')}" if threads else "")
+                scale = 1e3 if unit == MILLISECONDS else 1e12 / result["bytes"]
+                costs = (each * scale for each in (result["seconds"], result["beside"]["read"]))
+                found.setdefault(name, []).append((int(said[x]), *costs))
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def panels() -> Iterator[tuple[str, str, Lines]]:
+    """Yield the labels of both axes and the lines of each panel of `growth`."""
+    steps = [match for result in results() if (match := STEP.fullmatch(result["case"]))]
+    each = next(match["tokens"] for match in steps if int(match["batch"]) > 1).replace(",", "")
+    most = max(int(match["threads"]) for match in steps)
+    contexts = {
+        name: [point for point in points if point[0] != int(each)]
+        for name, points in lines(STEP, "tokens", batch=1).items()
+    }
+    batches = lines(STEP, "batch", tokens=int(each), threads=most)
+    yield "tokens of one sequence", NANOSECONDS, contexts
+    yield f"sequences of {int(each):,} tokens", NANOSECONDS, batches
+    yield "key heads, for 32 query heads, 1 thread", MILLISECONDS, lines(HEADS, "heads", MILLISECONDS)
+    yield "tokens of a page, 1 thread", NANOSECONDS, lines(PAGES, "page")
+
+
+def draw_growth(figure: Any) -> None:
+    """Draw a panel for each thing that grows, with the floor of each line."""
+    for axes, (label, unit, shown) in zip(figure.subplots(4, 1), panels(), strict=True):
+        for name, points in shown.items():
+            x, cost, floor = zip(*points, strict=True)
+            look = {"color": COLOURS[name.split(",")[0]], "linestyle": "--" if ", 1 thread" in name else "-"}
+            axes.plot(x, cost, "o", markersize=4, **look, label=name)
+            axes.plot(x, floor, ":", color=look["color"], linewidth=1)
+        axes.plot([], [], ":", color="gray", linewidth=1, label=FLOOR)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel(label)
+        axes.set_ylim(0, 1.4 * max(cost for points in shown.values() for _, cost, _ in points))
+        axes.set_ylabel(unit)
+        axes.legend(frameon=False, fontsize=8, ncols=2)
+
+
+def draw_threads(figure: Any) -> None:
+    """Draw the modelled speed by threads, with the most that memory gives, and the time by splits."""
+    machine = many_cores.measured(GROWTH)
+    by_threads, by_splits = figure.subplots(2, 1)
+    for name, speeds in many_cores.speeds(machine).items():
+        by_threads.plot(many_cores.THREADS, [speed / 1e9 for speed in speeds], "o-", markersize=3, label=name)
+    bound = [min(count * machine.core, machine.memory) / 1e9 for count in many_cores.THREADS]
+    by_threads.plot(many_cores.THREADS, bound, ":", color="gray", label="cores' reads, then memory")
+    by_threads.set(xlabel="threads", ylabel="GB/s of the cache", ylim=(0, None))
+    by_threads.legend(frameon=False, fontsize=8)
+    for name, times in many_cores.split_times(machine).items():
+        least = [each / min(times) for each in times]
+        by_splits.plot(many_cores.MOST_SPLITS, least, "o-", markersize=3, label=name)
+    by_splits.set(xlabel="most splits of a call, 64 threads", ylabel="time, of the best", ylim=(0.9, 3))
+    by_splits.set_xscale("log", base=2)
+
+
+PICTURES = {"growth": (draw_growth, 9.5), "threads": (draw_threads, 6)}  # and their heights in inches
+
+
+def drawn(name: str, page: str) -> str:
+    """Return a picture as SVG, for a light or a dark page, with a digest of the figures it came from."""
     import matplotlib
     from matplotlib.figure import Figure
 
     from kvkit.tools.studies import plots
 
-    results = json.loads(FIGURES.read_text())["results"]
-    found = [*points(results)]
-    most, each = max(threads for *_, threads, _ in found), min(n for _, b, n, *_ in found if b > 1)
+    draw, height = PICTURES[name]
     with matplotlib.rc_context(plots.style(plots.INK[page])):
-        figure = Figure(figsize=(4.8, 6), layout="constrained")
-        lengths, sequences = figure.subplots(2, 1)
-        for axes, label, shown in (
-            (
-                lengths,
-                "tokens of one sequence",
-                [(k, t, n, y) for k, b, n, t, y in found if b == 1 and n != each],
-            ),
-            (
-                sequences,
-                f"sequences of {each:,} tokens",
-                [(k, t, b, y) for k, b, n, t, y in found if n == each],
-            ),
-        ):
-            for kind, threads in dict.fromkeys((kind, threads) for kind, threads, *_ in shown):
-                line = [(x, y) for *of, x, y in shown if of == [kind, threads]]
-                mark, dashes = MARKS[threads == most]
-                name = f"{kind}, {threads} thread{'s' * (threads > 1)}"
-                axes.plot(*zip(*line, strict=True), mark, linestyle=dashes, color=COLOURS[kind], label=name)
-            axes.set_xscale("log", base=2)
-            axes.set_xlabel(label)
-            axes.set_ylim(bottom=0)
-            axes.set_ylabel("ns for a kilobyte of the cache")
-        lengths.legend(frameon=False)
+        figure = Figure(figsize=(4.8, height), layout="constrained")
+        draw(figure)
         return plots.svg(figure).replace("</svg>", f"<desc>{digest()}</desc>\n</svg>")
 
 
-def digest():
+def digest() -> str:
     """Return a digest of the figures that are shown."""
-    return hashlib.sha256(FIGURES.read_bytes()).hexdigest()
+    sources = GROWTH, SHAPES, HERE / "many_cores.py"
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 if __name__ == "__main__":
-    if FIGURES.exists():  # it was measured
-        for page in ("light", "dark"):
-            (FOLDER / f"growth-{page}.svg").write_text(drawn(page))
+    if GROWTH.exists() and SHAPES.exists():  # they were measured
+        for name, page in itertools.product(PICTURES, ("light", "dark")):
+            (FOLDER / f"{name}-{page}.svg").write_text(drawn(name, page))

@@ -155,6 +155,7 @@ PAGES = [
     (HERE / "README.md", "decoding figures", "decoding", decoding),
     (HERE / "README.md", "caches figures", "caches", paired),
     (HERE / "README.md", "growth figures", "growth", paired),
+    (HERE / "README.md", "shapes figures", "shapes", paired),
     (HERE / "README.md", "first figures", "first", first),
     (HERE.parent / "README.md", "speeds", "decoding", headlines),
 ]

@@ -1,6 +1,16 @@
 """All suites of `kvkit bench`."""
 
-from benchmarks.suites import ascend, attention, cache_operators, caches, first_calls, growth, latent, pools
+from benchmarks.suites import (
+    ascend,
+    attention,
+    cache_operators,
+    caches,
+    first_calls,
+    growth,
+    latent,
+    pools,
+    shapes,
+)
 
 SUITES = {  # by the file of their figures
     "cpu": [*cache_operators.CASES, *ascend.CASES],
@@ -9,5 +19,6 @@ SUITES = {  # by the file of their figures
     "caches": caches.CASES,
     "latent": latent.CASES,
     "growth": growth.CASES,
+    "shapes": shapes.CASES,
     "first": first_calls.CASES,
 }

@@ -1,4 +1,4 @@
-"""Cases of growing contexts, in one memory: 8 key heads, 32 query heads, Dh=128.
+"""Cases of growing contexts, in one memory: 32 query heads of 128 elements, 8 key heads if a case names none.
 
 All elements of the memory and of new tokens are equal, so outputs equal that element whatever the weights.
 """
@@ -38,21 +38,22 @@ def memory(kind, tokens):
     return np.full((tokens, 2 * HEADS * DIM), NUMBER, kind), None
 
 
-def windows(kind, tokens, size):
+def windows(kind, tokens, size, heads=HEADS):
     """Yield caches of this many tokens and bytes, with scales, enough to rotate through."""
-    whole = memory(kind, max(MOST, tokens))
-    for i in range(min(sets(size), len(whole[0]) // tokens)):
+    part = tokens * heads // HEADS
+    whole = memory(kind, max(MOST, part))
+    for i in range(min(sets(size), len(whole[0]) // part)):
         yield [
-            None if one is None else one[i * tokens : (i + 1) * tokens].reshape(1, 2, HEADS, tokens, -1)
+            None if one is None else one[i * part : (i + 1) * part].reshape(1, 2, heads, tokens, -1)
             for one in whole
         ]
 
 
-def decode(kind, batch, tokens, most, workers):
+def decode(kind, batch, tokens, most, workers, heads=HEADS, page=0):
     """Prepare a step over `batch` sequences of `tokens` tokens, beside a read and the largest step."""
 
     def prepare():
-        run, size, read = step(kind, batch, tokens)
+        run, size, read = step(kind, batch, tokens, heads, page)
         steps = max(1, MANY // (batch * tokens))
         run, read = repeated(steps, run), repeated(steps, read)
         beside, shares = {"read": read}, {"": 1 / steps, "read": 1 / steps}
@@ -89,17 +90,18 @@ def with_threads(count, function):
     return run
 
 
-def step(kind, batch, tokens):
+def step(kind, batch, tokens, heads=HEADS, page=0):
     """Return (a checked function of the round, the bytes that it reads, a plain read of as many bytes)."""
-    task = Problem(batch, 1, tokens - 1, HEADS, 8 if kind == "int8" else 0, QUERY_HEADS)
+    task = Problem(batch, 1, tokens - 1, heads, 8 if kind == "int8" else 0, QUERY_HEADS)
     size = batch * tokens * token_bytes(task, kind)
-    turns = [*windows(kind, batch * tokens, size)]
-    query, new = (np.full((batch, heads, DIM), NUMBER, np.float16) for heads in (QUERY_HEADS, HEADS))
+    turns = [*windows(kind, batch * tokens, size, heads)]
+    query, new = (np.full((batch, count, DIM), NUMBER, np.float16) for count in (QUERY_HEADS, heads))
     attributes = {
-        "num_heads": QUERY_HEADS, "num_kv_heads": HEADS, "head_dim": DIM, "cache_layout": 3,
+        "num_heads": QUERY_HEADS, "num_kv_heads": heads, "head_dim": DIM, "cache_layout": 3,
         "quant_bit": task.quant, "quant_group": GROUP, "decoding_batches": batch,
+        "cache_mode": int(page > 0), "page_size": page or 1,
     }  # fmt: skip
-    where, out = index_tensors(0, tokens - 1, 1, batch), np.empty_like(query)
+    where, out = index_tensors(int(page > 0), tokens - 1, 1, batch, page), np.empty_like(query)
 
     def run(i):
         cache, scale = turns[i % len(turns)]

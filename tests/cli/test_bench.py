@@ -19,6 +19,7 @@ from benchmarks.suites import (
     measuring,
     memory,
     other_libraries,
+    shapes,
 )
 from benchmarks.suites.measuring import Case, Work
 from benchmarks.suites.problem import Problem
@@ -151,6 +152,19 @@ def test_growth_reads_one_memory(kind, monkeypatch):
     starts = [cache.ctypes.data for cache, _ in growth.windows(kind, 32, work.moved)]
     assert len(starts) == 4
     assert set(np.diff(starts)) == {32 * 2 * 8 * 128 * (2 if kind == "float16" else 1)}
+
+
+def test_shapes_take_cpu_seconds_of_heads_and_of_pages(monkeypatch):
+    """`step` raises if an output is wrong."""
+    monkeypatch.setattr(growth, "MOST", 128)
+    monkeypatch.setattr(growth, "MANY", 128)
+    monkeypatch.setattr(shapes, "TOKENS", 64)
+    for work, size in (
+        (shapes.step("float16", 4)(), 2 * 4 * 128 * 2),
+        (shapes.step("int8", page=16)(), 2 * 8 * 160),
+    ):
+        assert (work.timed, work.moved) == (True, 64 * size)
+        assert min(work.run(0), work.beside["read"](0) + 1) > 0
 
 
 def test_growth_of_appends_and_plans(monkeypatch):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvkit
+from benchmarks import many_cores, plot
 from examples import run_examples
 from kvkit.operators import OPERATORS, REQUIRED
 from kvkit.operators.attributes import ATTRIBUTES
@@ -201,12 +202,23 @@ def test_figures_of_schemes_are_not_typed():
 
 
 @pytest.mark.parametrize("page", ["light", "dark"])
-def test_the_plot_shows_the_committed_figures(page):
+@pytest.mark.parametrize("name", plot.PICTURES)
+def test_the_plot_shows_the_committed_figures(name, page):
     """`benchmarks/plot.py` drew it of those; another matplotlib draws it otherwise."""
-    plot = script(ROOT / "benchmarks" / "plot.py")
-    assert plot.digest() in (plot.FOLDER / f"growth-{page}.svg").read_text()
+    assert plot.digest() in (plot.FOLDER / f"{name}-{page}.svg").read_text()
     pytest.importorskip("matplotlib")
-    assert plot.digest() in plot.drawn(page)
+    assert plot.digest() in plot.drawn(name, page)
+
+
+def test_the_model_of_many_cores_reads_all_bytes_at_its_bounds():
+    """One item a thread, and one thread: what the formulas give; never faster than cores or memory."""
+    machine = many_cores.Machine(core=2e9, memory=8e9, call=1, wake=0, item=0, merge=1e3)
+    items = [(0, 2, 4 * 10**9), (0, 2, 4 * 10**9)]
+    merged = 2 * many_cores.SPLIT_STATE / machine.merge
+    assert many_cores.seconds(machine, 1, items) == pytest.approx(1 + 4 + merged)
+    assert many_cores.seconds(machine, 2, items) == pytest.approx(1 + 2 + merged)
+    assert many_cores.seconds(machine, 64, 64 * [(0, 1, 10**9)]) == pytest.approx(1 + 64 / 8)
+    assert [len(many_cores.work_items((length,))) for length in (512, 2**10, 2**16)] == [8, 16, 64]
 
 
 def test_benchmark_figures_are_not_typed():
