@@ -20,19 +20,28 @@ from numba import cuda, types
 
 from kvkit.formulas import numeric
 from kvkit.runtime.jit import shared
-from kvkit_cuda.attention import fragments, merge, panels, stored_tiles, tile_words, tiles, work_items
+from kvkit_cuda.attention import (
+    fragments,
+    merge,
+    panels,
+    slices,
+    stored_tiles,
+    tile_words,
+    tiles,
+    work_items,
+)
 from kvkit_cuda.attention.decode_forms import form_of, suits
-from kvkit_cuda.attention.fragments import EVERYONE, LONGEST, LOWEST, Softmax
-from kvkit_cuda.attention.panels import WORDS
+from kvkit_cuda.attention.fragments import EVERYONE, LONGEST, LOWEST, Held, Softmax
 from kvkit_cuda.attention.prefill import LN2, LOG2E, SIGNATURE
-from kvkit_cuda.attention.stored_tiles import TOKENS, VALUES
-from kvkit_cuda.attention.tiles import CHUNK, put_word
+from kvkit_cuda.attention.stored_tiles import TOKENS
+from kvkit_cuda.attention.tiles import put_word
 from kvkit_cuda.attention.work_items import StepTables
 from kvkit_cuda.copy import chunks
 from kvkit_cuda.copy.transfer import WARP
 from kvkit_cuda.device_runtime import device, memory, ptx
 
 __all__ = ["prepare", "suits"]
+PLACES = 4  # offsets in a tile: of keys, of their scales, of values, of theirs
 PARTS = merge.MOST  # most splits of a call, each of at least `tables.LEAST_PART` tokens
 F32, U32 = types.float32, types.uint32
 
@@ -46,14 +55,17 @@ _write_addresses = memory.store(16, 16, memory.SHARED)
 def attend(form):
     """Return the kernel of a form."""
     rows, stages, step_tokens = form.thread_rows, form.stages, form.warps * TOKENS
-    held_queries, held_scores = form.blocks * form.keys.panels * 4, rows * form.columns
-    held_sums, has_bias = rows * form.width, form.weighs
+    held_queries, held_scores = form.held_queries, rows * form.columns
+    held_sums, held_words, held_zeros = rows * form.width, form.held_words, form.held_zeros
+    has_bias, held_scales = form.weighs, 2 * max(form.keys.groups, form.values.groups)
+    engine, lift = slices if form.sliced else panels, np.float32(form.lift)
     key_bytes, stage_bytes, ring_bytes = form.keys.bytes, form.stage_bytes, form.ring_bytes
     last_stage, bases = (stages - 1) * stage_bytes, stages * stage_bytes
-    place_of_tiles, load_queries = memory.shared(form.shared_bytes), panels.query_loader(form)
+    place_of_tiles, load_queries = memory.shared(form.shared_bytes), engine.query_loader(form)
     fill_tile, code_mask = stored_tiles.fill(form.keys, form.values), tile_words.code_mask(form.keys)
-    multiply_keys, multiply_values = panels.multiply_keys(form), panels.multiply_values(form)
-    multiply_nan_safe, update_softmax = panels.multiply_nan_safe(form), fragments.update_softmax(form)
+    multiply_keys, multiply_values = engine.multiply_keys(form), engine.multiply_values(form)
+    multiply_nan_safe = engine.multiply_nan_safe(form)
+    update_softmax = fragments.update_softmax(form, slices.lift_finder(form) if form.scaled else None)
     apply_bias_and_mask, hide = fragments.apply_bias_and_mask(form), fragments.hide(form)
     finish, sync_warp = finisher(form), device.sync_warp
     end_group, arrived = ptx.end_group, ptx.all_but(stages - 1)
@@ -69,20 +81,23 @@ def attend(form):
         low, high = int32(seen.begin), int32(seen.end)
         since, until = int32(common.begin), int32(min(common.end, seen.end))
 
-        words, q = cuda.local.array(WORDS, U32), cuda.local.array(held_queries, U32)
-        less = load_queries(params, step, item, lane, words, q)  # [rows, dim]
+        q, zeros = cuda.local.array(held_queries, U32), cuda.local.array(held_zeros, F32)
+        words, sums = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
+        scales, places = cuda.local.array(held_scales, F32), cuda.local.array(PLACES, types.int32)
+        held = Held(q, zeros, words, sums, scales, places)
+        less = load_queries(params, step, item, lane, held)  # [rows, dim]
         board = int32(place_of_tiles())
         ring = fresh_register(int32(board + warp * ring_bytes))
         # z is 0; a constant would be loaded into a register before each use
         mask = fresh_register(int32(code_mask | cuda.threadIdx.z))
         s, o = cuda.local.array(held_scores, F32), cuda.local.array(held_sums, F32)
-        m, l, m_new = cuda.local.array(rows, F32), cuda.local.array(rows, F32), cuda.local.array(rows, F32)
-        state = Softmax(o, m, l, m_new)
+        m, l = cuda.local.array(rows, F32), cuda.local.array(rows, F32)
+        state = Softmax(o, m, l, cuda.local.array(rows, F32), cuda.local.array(rows, F32))
         scale, _ = work_items.head_scales(params, item.b, item.head)
         scale *= less
         by = tiles.reciprocal(params.page_size)
         for attempt in range(2):  # the second one is NaN-safe, if sums of the first one are not finite
-            fragments.clear(state)
+            fragments.clear(state, lift)
             if lane == 0:  # registers are scarce
                 put_head_addresses(params, item, int32(ring + bases))
             sync_warp()
@@ -95,17 +110,17 @@ def attend(form):
                 if begin >= low:
                     arrived()
                     sync_warp()
-                    multiply_keys(q, place, lane, mask, words, s)  # [rows, tokens]
+                    multiply_keys(held, place, lane, mask, s)  # [rows, tokens]
                     if has_bias:
                         apply_bias_and_mask(params, step, item, lane, begin, s, scale)
-                    if begin < since or begin + TOKENS > until:
+                    if begin < since or int32(begin + TOKENS) > until:
                         hide(params, step, item, lane, begin, high, s)
-                    update_softmax(s, state, LOG2E if has_bias else scale * LOG2E)
                     at = int32(place + key_bytes)
+                    update_softmax(s, state, LOG2E if has_bias else scale * LOG2E, (held, at))
                     if attempt == 0:
-                        multiply_values(s, at, lane, mask, words, o)  # [rows, value dim]
+                        multiply_values(held, s, at, lane, mask, o)  # [rows, value dim]
                     else:
-                        multiply_nan_safe(s, at, lane, mask, words, o)
+                        multiply_nan_safe(held, s, at, lane, mask, o)
                     sync_warp()
                 if coming < high:
                     fill_tile(place, row_id, int32(ring + bases), params, lane)  # [tokens, dim]
@@ -126,11 +141,12 @@ def finisher(form):
 
     It merges the results of the warps and writes them to a slot, or normalized to the output.
     """
-    rows, width, warps, tile, apart = form.thread_rows, form.width, form.warps, form.values, form.values.apart
+    rows, width, warps, tile = form.thread_rows, form.width, form.warps, form.values
+    engine = slices if form.sliced else panels
     all_rows, row_bytes, threads = form.rows, 4 * form.values.dim, form.warps * WARP
     row_of, first_row, distances = form.fragment.row, form.fragment.first_row, form.fragment.distances
     exchange, power, larger, packed = device.exchange, ptx.power, ptx.larger, ptx.packed(form.data_dtype)
-    pairs, chunks_of_row, times, pace = tile.dim // 2, tile.chunks, tile.first(1), tile.pace
+    pairs, dim, element_of, unit_of = tile.dim // 2, tile.dim, engine.element_of(tile), engine.unit_of(tile)
 
     @device.inlined
     def put_sums(board, item, lane, warp, state, m_warps, value_scale):
@@ -141,11 +157,10 @@ def finisher(form):
                 m = larger(m, m_warps[w, row])
             alpha = power(state.m[r] - larger(m, LOWEST)) * value_scale
             for i in range(width):
-                chunk, k, half = (lane >> 2) * times + i // VALUES * pace, i % VALUES // 2, i % 2
-                e = chunk * CHUNK + k // apart * 2 * apart + k % apart + half * apart
-                if row <= item.last and chunk < chunks_of_row:
+                e = element_of(lane >> 2 & 7, i)
+                if row <= item.last and e < dim:
                     at = board + (warp * all_rows + row) * row_bytes + 4 * e
-                    put_word(at, numeric.bits_of(state.o[r * width + i] * alpha))
+                    put_word(at, numeric.bits_of(state.o[r * width + i] * (alpha * unit_of(i))))
 
     @device.inlined
     def finish_row(params, step, item, thread, m_warps, l_warps, shrink):

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from kvkit.formats import BY_NAME
 from kvkit_cuda.attention import forms, fragments, params
-from kvkit_cuda.attention.fragments import LONGEST
-from kvkit_cuda.attention.stored_tiles import KEYS, TOKENS, UNITS, VALUES, Tile
+from kvkit_cuda.attention.fragments import LONGEST, are_widened, has_whole_bytes
+from kvkit_cuda.attention.panels import WORDS
+from kvkit_cuda.attention.stored_tiles import KEYS, TOKENS, UNITS, VALUES, Tile, in_slices
 
 WARPS = 4  # most warps of a block
 SHARED_MEMORY = 47 * 1024  # of a block's 48 KiB, for tiles
@@ -26,6 +27,16 @@ class DecodeForm:
     weighs: bool  # whether scores have a cap, bias or mask
 
     @property
+    def sliced(self):
+        """Return whether products are those of `slices`, not of `panels`."""
+        return self.keys.sliced
+
+    @property
+    def scaled(self):
+        """Return whether weights are multiplied by scales of values; rows then find their own `lift`."""
+        return self.sliced and self.keys.scale_format is not None
+
+    @property
     def element(self):
         """Return the type of the factors of products."""
         return self.keys.element
@@ -33,7 +44,7 @@ class DecodeForm:
     @property
     def lift(self):
         """Return the power of 2 that weights are multiplied by: float16 then holds those down to 2^-38."""
-        return 0 if self.element == self.data_dtype else 14
+        return 0 if self.element == self.data_dtype or self.scaled else 14
 
     @property
     def rows(self):
@@ -49,7 +60,22 @@ class DecodeForm:
 
     @property
     def width(self):
-        return VALUES * self.values.panels
+        return self.values.dim // 8 if self.sliced else VALUES * self.values.panels
+
+    @property
+    def held_queries(self):
+        """Return the words of queries of a thread."""
+        return self.blocks * (self.keys.dim // 8 if self.sliced else 4 * self.keys.panels)
+
+    @property
+    def held_words(self):
+        """Return the words of a thread on their way to a product."""
+        return 6 + 2 * self.blocks if self.sliced else WORDS
+
+    @property
+    def held_zeros(self):
+        """Return how many scores of a thread begin at numbers of their own."""
+        return self.keys.groups * self.thread_rows * self.columns
 
     @property
     def fragment(self):
@@ -73,9 +99,10 @@ class DecodeForm:
 def form(data_dtype, cache_format, scale_format, group, dim, value_dim, rows, weighs, unit=UNITS[0]):
     """Return the form with the most warps, then the most tiles, that fit in shared memory.
 
-    Codes without scales of their own are exact in float16, so `panels.query_loader` brings queries there.
+    Codes are exact in float16, so queries are brought there, unless codes of small groups are widened.
     """
-    element = data_dtype if scale_format or cache_format == data_dtype else "float16"
+    small = scale_format and group and not in_slices(cache_format, group)
+    element = data_dtype if small or cache_format == data_dtype else "float16"
     keys, values = (
         Tile(element, cache_format, scale_format, group, size, panel, unit)
         for size, panel in ((dim, KEYS), (value_dim, VALUES))
@@ -102,13 +129,21 @@ def suits(record, context, reach, most_rows):
     whole = not any(BY_NAME[context.cache_format].bytes(size) % 16 for size in sizes)
     near = all(0 <= step < 2**32 for step in (record.key_row, record.value_row, record.scale_row))
     near &= reach.rows < LONGEST
-    fits = fragments.suits(record, context, reach, most_rows, 16) and most_rows <= most
+    fits = fragments.suits(record, context, reach, most_rows, 16) and most_rows <= most and known(context)
     return fits and whole and near and scales_suit(record, context, sizes, UNITS[-1])
+
+
+def known(context):
+    """Return whether there are products for the formats: 16-bit floats as they are, codes with any scales."""
+    cache_format, group = context.cache_format, context.group
+    if context.scale_format and (not group or in_slices(cache_format, group)):
+        return has_whole_bytes(cache_format) or cache_format == "int4"
+    return are_widened(context) or (context.data_dtype, cache_format) == ("bfloat16", "float16")
 
 
 def scales_suit(record, context, sizes, unit):
     """Return whether scales can be copied in units of `unit` bytes."""
     if context.scale_format is None:
         return True
-    sizes = [BY_NAME[context.scale_format].bytes(size // context.group) for size in sizes]
+    sizes = [BY_NAME[context.scale_format].bytes(size // (context.group or size)) for size in sizes]
     return not any(number % unit for number in (*params.scale_places(record), *sizes))

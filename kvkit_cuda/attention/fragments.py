@@ -54,16 +54,28 @@ class Softmax(NamedTuple):
     o: Any  # sums of values [rows, width]
     m: Any  # running maxima of scores, as powers of 2 [rows]
     l: Any  # running sums of weights [rows]
-    work: Any  # new maxima, or alpha, of a tile [rows]
+    peak: Any  # largest scores of a tile, as powers of 2 [rows]
+    lift: Any  # how much m is less than the maximum; the form's, or found by its first weights [rows]
+
+
+class Held(NamedTuple):
+    """Registers of a thread for products."""
+
+    q: Any  # words of queries
+    zeros: Any  # where scores begin
+    words: Any  # words on their way to a product
+    sums: Any  # scores of a group
+    scales: Any  # of two tokens [tokens, groups]
+    places: Any  # offsets in a tile
 
 
 @device.inlined
-def clear(state):
+def clear(state, lift):
     """Begin the online softmax: m = -inf, l = 0, o = 0."""
     for i in range(state.o.shape[0]):
         state.o[i] = np.float32(0)
     for r in range(state.m.shape[0]):
-        state.m[r], state.l[r] = numeric.MINUS_INF, np.float32(0)
+        state.m[r], state.l[r], state.lift[r] = numeric.MINUS_INF, np.float32(0), lift
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +115,25 @@ BY_TOKENS = Fragment(
 )
 
 
+def are_widened(context):
+    """Return whether floats of the data's type, or codes, are widened to it; codes of groups are rounded."""
+    cache_format = context.cache_format
+    if context.scale_format:
+        whole = context.group % tiles.CHUNK == 0 and not BY_NAME[cache_format].minifloat
+        return whole and context.as_loaded
+    return cache_format == context.data_dtype or has_whole_bytes(cache_format)
+
+
+def has_whole_bytes(cache_format):
+    """Return whether products take codes or floats of 8 bits of this format, without scales."""
+    return ptx.has_minifloats() if BY_NAME[cache_format].minifloat else BY_NAME[cache_format].bits == 8
+
+
 def suits(record, context, reach, most_rows, alignment, largest=LARGEST):
-    """Return whether tensor cores can multiply the data: 16 bits or codes, whole fragments, aligned rows."""
-    sizes, group = (context.dim, context.value_dim), context.group
+    """Return whether tensor cores can multiply the data: 16 bits, whole fragments, aligned rows."""
+    sizes = context.dim, context.value_dim
     whole = all(size % STRIP == 0 and size <= largest for size in sizes)
-    minifloat = BY_NAME[context.cache_format].minifloat
-    widened = ptx.has_minifloats() if minifloat else BY_NAME[context.cache_format].bits == 8
-    known = context.data_dtype in ptx.SHORT and (
-        context.cache_format == context.data_dtype
-        or (context.scale_format and group % tiles.CHUNK == 0 and not minifloat)
-        or (context.scale_format is None and widened)
-    )
+    known = context.data_dtype in ptx.SHORT
     short = not record.free and max(reach.context, most_rows) < LONGEST
     cached = (record.keys, record.key_sequence, record.key_row, record.key_head,
               record.values, record.value_sequence, record.value_row, record.value_head)  # fmt: skip
@@ -126,7 +146,7 @@ def suits(record, context, reach, most_rows, alignment, largest=LARGEST):
 def needs_bias_or_mask(record):
     """Return whether scores need a cap, a bias or a mask, or have a scale that is not positive."""
     positive = 0 < record.scale < INFINITY
-    return bool(record.cap or record.alibi or record.mask or not positive)
+    return bool(record.cap or record.alibi or record.sloped or record.mask or not positive)
 
 
 @functools.cache
@@ -246,17 +266,20 @@ def multiply_nan_safe(form):
     return device.force_inlined(multiply_nan_safe)
 
 
-def update_softmax(form):
-    """Return f(s, state, scale), which updates m, l and o, and replaces s by p = 2^(scale s - m).
+def update_softmax(form, find_lift=None):
+    """Return f(s, state, scale, tile), which updates m, l and o, and replaces s by p = 2^(scale s - m).
 
-    `scale` is positive. m is less than the maximum by the form's `lift`: weights, l and o have 2^lift more.
-    A thread adds its own weights to l; sums of other threads are added in the end.
+    `scale` is positive. m is less than the maximum by `lift`: weights, l and o have 2^lift more. All threads
+    of a warp call `find_lift`(s, state, tile), which sets it, before the first weights of a row. A thread
+    adds its own weights to l; sums of other threads are added in the end.
     """
     rows, columns, width, distances = form.thread_rows, form.columns, form.width, form.fragment.distances
-    exchange, power, larger, lift = device.exchange, ptx.power, ptx.larger, np.float32(form.lift)
+    exchange, power, larger = device.exchange, ptx.power, ptx.larger
+    any_of_warp = device.any_of_warp if find_lift else device.inlined(lambda grown: grown)
+    find_lift = find_lift or device.inlined(lambda s, state, tile: None)
 
-    def update_softmax(s, state, scale):
-        o, m, l, m_new = state
+    def update_softmax(s, state, scale, tile):
+        o, m, l, peaks, lift = state
         grown = False
         for row in range(rows):
             peak = s[row * columns]
@@ -264,12 +287,14 @@ def update_softmax(form):
                 peak = larger(peak, s[i])
             for distance in distances:
                 peak = larger(peak, exchange(EVERYONE, peak, distance))
-            m_new[row] = larger(m[row], peak * scale - lift)
-            grown |= m_new[row] != m[row]
-        if grown:
+            peaks[row] = peak * scale
+            grown |= peaks[row] - lift[row] > m[row]
+        if any_of_warp(grown):
+            find_lift(s, state, tile)
             for row in range(rows):
-                alpha = power(m[row] - larger(m_new[row], LOWEST))
-                m[row] = m_new[row]
+                m_new = larger(m[row], peaks[row] - lift[row])
+                alpha = power(m[row] - larger(m_new, LOWEST))
+                m[row] = m_new
                 l[row] *= alpha
                 for i in range(row * width, (row + 1) * width):
                     o[i] *= alpha
@@ -324,8 +349,9 @@ def apply_bias_and_mask(form):
                 key = int32(token_of(i) + first_token(thread))
                 if low <= key < high:
                     score = apply_softcap(s[i], cap)
-                    if params.alibi:
-                        score = add_alibi(score, step.slopes[row.query], key - position)
+                    if params.alibi or params.sloped:
+                        slope = step.slopes[item.b * params.slopes_sequence + row.query]
+                        score = add_alibi(score, slope, min(key - position, position - key))
                     if params.mask:
                         score = add_mask(score, params.mask_kind, mask + key * params.mask_column)
                     s[i] = score

@@ -137,7 +137,7 @@ def attend(form):
                     value_row_ids[thread] = value_row_id
                 cuda.syncthreads()
                 begin += threads
-            if finish(params, step, item, Softmax(o, m, l, alpha), live, shrink, value_scale):
+            if finish(params, step, item, Softmax(o, m, l, None, None), live, shrink, value_scale):
                 break
             shrink = SHRINK
 

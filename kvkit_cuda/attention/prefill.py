@@ -59,11 +59,6 @@ class PrefillForm:
         return self.strips * STRIP
 
     @property
-    def lift(self):
-        """Return the power of 2 that weights are multiplied by."""
-        return 0
-
-    @property
     def columns(self):
         return self.tokens // 4
 
@@ -205,8 +200,8 @@ def attend(form):
         load_queries(params, step, item, queries, thread)
         a, s = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
         o, m = cuda.local.array(held_sums, F32), cuda.local.array(held_rows, F32)
-        l, m_new = cuda.local.array(held_rows, F32), cuda.local.array(held_rows, F32)
-        state = Softmax(o, m, l, m_new)
+        l, peaks = cuda.local.array(held_rows, F32), cuda.local.array(held_rows, F32)
+        state = Softmax(o, m, l, peaks, cuda.local.array(held_rows, F32))
         scale, _ = work_items.head_scales(params, item.b, item.head)
         head = head_addresses(params, item)
         first_key = key_place((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1)
@@ -215,7 +210,7 @@ def attend(form):
         by, final = tiles.reciprocal(params.page_size), int32(high - 1)
         shrink = np.float32(1)
         for attempt in range(2):  # the second one is NaN-safe, if sums of the first one are not finite
-            fragments.clear(state)
+            fragments.clear(state, np.float32(0))
             row_id, begin = np.int64(0), low
             if low < high:
                 row_id = row_id_of(params, by, table, item.b, min(int32(low + lane), final))
@@ -234,7 +229,7 @@ def attend(form):
                         apply_bias_and_mask(params, step, item, thread, begin, s, scale)
                     if begin < common.begin or coming > common.end:
                         hide(params, step, item, thread, begin, high, s)
-                    update_softmax(s, state, LOG2E if has_bias else scale * LOG2E)
+                    update_softmax(s, state, LOG2E if has_bias else scale * LOG2E, None)
                     if attempt == 0:
                         multiply_values(s, int32(here + first_value), a, o)  # [rows, value dim]
                     else:
@@ -263,7 +258,7 @@ def finisher(form):
     put, store_row = tiles.put(form.value_dim), tiles.store_row(form.value_dim)
 
     def finish(params, step, item, board, state, shrink, thread):
-        item, (o, m, l, _) = work_items.refreshed(item), state
+        item, (o, m, l, _, _) = work_items.refreshed(item), state
         rows, row, lane = cuda.blockDim.y * warp_rows, item.first + first_row(thread), thread & 31
         for r in range(held_rows):
             whole = l[r] + exchange(EVERYONE, l[r], 1)
@@ -309,7 +304,8 @@ def compiled(form):
 def suits(record, context, reach, most_rows):
     """Return whether prefill takes a call: 16-bit data, whole fragments, aligned rows, and rows enough."""
     alignment = 16 if context.cache_format == context.data_dtype else tiles.code_bytes(context.cache_format)
-    return most_rows > forms.ROWS and fragments.suits(record, context, reach, most_rows, alignment)
+    many = most_rows > forms.ROWS and fragments.are_widened(context)
+    return many and fragments.suits(record, context, reach, most_rows, alignment)
 
 
 def prepare(record, context, tables, most_rows, stream):

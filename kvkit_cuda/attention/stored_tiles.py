@@ -14,6 +14,7 @@ TOKENS = 16  # in a tile
 KEYS, VALUES = 4, 8  # chunks in a panel
 LINE = 32  # most bytes of a run of keys; a run of values has half as many
 UNITS = 16, 4  # bytes of one copy of scales
+SLICE, LARGE = 16, 32  # bytes of a row that are loaded together; codes of a group that are multiplied first
 int32, fresh_register = device.int32, ptx.fresh_register
 _read_addresses = memory.load(16, 16, space=memory.SHARED)
 
@@ -44,6 +45,28 @@ class Tile:
     unit: int  # bytes of one copy of scales
 
     @property
+    def sliced(self):
+        """Return whether `slices` multiplies the tile: floats, or codes of which many share a scale."""
+        return self.group == 0 or not self.scale_format or in_slices(self.cache_format, self.group)
+
+    @property
+    def slices(self):
+        return self.row_bytes // SLICE
+
+    @property
+    def groups(self):
+        """Return how many scales a row has; 1 for a row without scales."""
+        return self.dim // self.group if self.scale_format and self.group else 1
+
+    @property
+    def group_slices(self):
+        return self.slices // self.groups
+
+    @property
+    def integer(self):
+        return self.coded and not self.minifloat
+
+    @property
     def coded(self):
         """Return whether elements are widened on their way to a product."""
         return self.cache_format != self.element
@@ -67,13 +90,13 @@ class Tile:
     @property
     def scale_bytes(self):
         """Return the bytes of the scales of a row."""
-        return BY_NAME[self.scale_format].bytes(self.dim // self.group) if self.scale_format else 0
+        return BY_NAME[self.scale_format].bytes(self.groups) if self.scale_format else 0
 
     @property
     def step(self):
         """Return the bytes from row to row, so that 8, 16 or 32 threads read without bank conflicts."""
         size = self.row_bytes
-        if self.panel == VALUES:
+        if self.panel == VALUES or self.sliced:
             return size + (16 - size) % 32
         if not self.in_runs:
             size += (KEYS * self.chunk_bytes - size) % (2 * KEYS * self.chunk_bytes)
@@ -84,7 +107,7 @@ class Tile:
     def scale_step(self):
         """Return the bytes between the scales of neighbouring rows, also without bank conflicts."""
         size = self.scale_bytes + -self.scale_bytes % 16
-        return size + (16 - size) % 32 if size and self.panel == VALUES else size
+        return size + (16 - size) % 32 if size and self.panel == VALUES and not self.sliced else size
 
     @property
     def bytes(self):
@@ -139,6 +162,11 @@ class Tile:
     def pace(self):
         """Return the distance between a thread's chunks, in chunks."""
         return 1 if self.in_runs else self.panel
+
+
+def in_slices(cache_format, group):
+    """Return whether groups of codes are large, and whole slices."""
+    return group >= LARGE and group * BY_NAME[cache_format].bits % (8 * SLICE) == 0
 
 
 def fill(keys, values):

@@ -52,27 +52,22 @@ def four_of(load):
     return four
 
 
-four = four_of(memory.load(16, 16, space=memory.SHARED))
-
-
 def start(tile):
     """Return f(at, token, thread, mask) -> the `Start` of a thread in the row of a token.
 
     Addresses are in fresh registers, so that later panels are at constant offsets.
     """
-    step, chunk_bytes, coded, panel = tile.step, tile.chunk_bytes, tile.scale_format is not None, tile.panel
-    scale_bytes, scale_step = BY_NAME[tile.scale_format].bytes(1) if coded else 0, tile.scale_step
-    group, regular, times = tile.group // CHUNK if coded else 1, tile.regular, tile.first(1)
+    step, chunk_bytes, panel, scale_step = tile.step, tile.chunk_bytes, tile.panel, tile.scale_step
+    scale_bytes, group = BY_NAME[tile.scale_format].bytes(1), tile.group // CHUNK
+    regular, times = tile.regular, tile.first(1)
     last = tile.chunks - 1
 
     def start(at, token, thread, mask):
         chunk = min(thread, last) if last < panel - 1 else thread * times
-        rows, scales = np.int64(fresh_register(int32(at + token * step + chunk * chunk_bytes))), np.int64(0)
-        if coded:
-            member = quotient(chunk, group) if regular else 0
-            scales = np.int64(
-                fresh_register(int32(at + TOKENS * step + token * scale_step + member * scale_bytes))
-            )
+        rows = np.int64(fresh_register(int32(at + token * step + chunk * chunk_bytes)))
+        member = quotient(chunk, group) if regular else 0
+        scales = at + TOKENS * step + token * scale_step + member * scale_bytes
+        scales = np.int64(fresh_register(int32(scales)))
         return Start(rows, scales, chunk, np.uint32(mask))
 
     return device.inlined(start)
@@ -99,20 +94,12 @@ def reader(tile):
 
     Elements get the data's type. Threads beyond a row's last chunk read another chunk.
     """
-    step, panel_bytes, within = tile.step, tile.pace * tile.chunk_bytes, within_row(tile)
-    if tile.coded:
-        take, widen, piece = piece_loader(tile), word_decoder(tile), tile.piece
-
-        def read_codes(begin, tokens, panels, words, i):
-            take(begin, tokens, panels // piece, words, i + 4)
-            for k in range(4):
-                words[i + k] = widen(begin, words, i + 4, panels % piece, k)
-
-        return device.inlined(read_codes)
+    take, widen, piece = piece_loader(tile), word_decoder(tile), tile.piece
 
     def read(begin, tokens, panels, words, i):
-        at = begin.rows + (tokens * step + within(panels, begin.chunk) * panel_bytes)
-        words[i], words[i + 1], words[i + 2], words[i + 3] = four(at)
+        take(begin, tokens, panels // piece, words, i + 4)
+        for k in range(4):
+            words[i + k] = widen(begin, words, i + 4, panels % piece, k)
 
     return device.inlined(read)
 
@@ -135,9 +122,7 @@ def piece_loader(tile):
 
 
 def scale_loader(tile):
-    """Return f(begin, tokens, piece, words, i), which loads the scales of a piece, if codes have any."""
-    if not tile.scale_format:
-        return device.inlined(lambda begin, tokens, piece, words, i: None)
+    """Return f(begin, tokens, piece, words, i), which loads the scales of a piece."""
     scale_step, pace, regular = tile.scale_step, tile.piece * tile.pace, tile.regular
     scale_bytes, group = BY_NAME[tile.scale_format].bytes(1), tile.group // CHUNK
     size = tile.piece_scales * scale_bytes
@@ -175,7 +160,6 @@ def pair_decoder(tile):
     """
     extract, (scales, times), held = code_extractor(tile), scale_decoder(tile), tile.held
     chunk_words, low, high = tile.chunk_bytes // 4, ptx.low, ptx.high
-    front, back = ptx.bytes_of(0x5140), ptx.bytes_of(0x7362)
 
     def decode_pairs(begin, words, i, j, chunk, k):
         at = chunk * chunk_words + k // held
@@ -185,27 +169,16 @@ def pair_decoder(tile):
             times(extract(high(one, other), k % held, begin), pair),
         )
 
-    def decode_floats(begin, words, i, j, chunk, k):
-        at = chunk * chunk_words + k // held
-        one, other, pair = words[i + at], words[j + at], scales(words, i, j, chunk)
-        both = front(one, other) if k % held == 0 else back(one, other)  # two elements of each piece
-        return times(extract(both, 0, begin), pair), times(extract(both, 1, begin), pair)
-
-    return device.inlined(decode_floats if tile.minifloat else decode_pairs)
+    return device.inlined(decode_pairs)
 
 
 def code_extractor(tile):
     """Return f(word, k, begin) -> code k of each half of a word, as float16.
 
-    For floats of 8 bits it is both floats of half k instead.
-
     Two codes at a time, with flipped signs, become the low bits of float16 numbers from 1024 on. Subtracting
     the number of code 0 gives the codes exactly, or 16 times the codes if they were not shifted down.
     """
     bits = BY_NAME[tile.cache_format].bits
-    if tile.minifloat:
-        widened = ptx.widened(tile.cache_format)
-        return device.inlined(lambda word, k, begin: widened(word >> np.uint32(16 * k)))
     zero, minus, fused = np.uint32((0x6400 + 2 ** (bits - 1)) * 0x10001), ptx.halves("sub"), ptx.halves("fma")
     if bits == 8:
 
@@ -230,8 +203,6 @@ def scale_decoder(tile):
     They are f(words, i, j, chunk) -> scales, and f(two codes as float16, scales) -> word.
     """
     element, scale_format, group = tile.element, tile.scale_format, tile.group // CHUNK
-    if not scale_format:
-        return device.inlined(lambda words, i, j, chunk: 0), unscaled(element)
     halves = BY_NAME[scale_format].bytes(1) == 2
     low, high = ptx.low, ptx.high
 
@@ -270,17 +241,36 @@ def scale_decoder(tile):
 
 
 @functools.cache
-def unscaled(element):
-    """Return f(two codes as float16, scales) -> their word, in the data's type."""
-    if element == "float16":
-        return device.inlined(lambda codes, scales: codes)
-    packed, both_of = ptx.packed(element), both("float16")
+def words_loader(size):
+    """Return f(address) -> two words of 64 bits, from a load of up to 16 bytes."""
+    load = memory.load(size, size)
 
-    def convert(codes, scales):
-        x, y = both_of(codes)
-        return packed(x, y)
+    @shared
+    def load_words(address):
+        low, high = load(address)
+        return np.uint64(low), np.uint64(high)
 
-    return device.inlined(convert)
+    return load_words
+
+
+def arranged(count, apart):
+    """Return f(q, at, two words of 64 bits), which puts `count` words of elements that are `apart`."""
+
+    def put(q, at, words):
+        for k in range(count):
+            e = k // apart * 2 * apart + k % apart  # the first element of the word
+            if apart == 1:
+                q[at + k] = half_of(words, k)
+            else:
+                one, other = half_of(words, e // 2), half_of(words, (e + apart) // 2)
+                q[at + k] = ptx.high(one, other) if e % 2 else ptx.low(one, other)
+
+    return device.inlined(put)
+
+
+@device.inlined
+def half_of(words, i):
+    return np.uint32(words[i // 2] >> np.uint64(i % 2 * 32))
 
 
 @functools.cache

@@ -27,7 +27,7 @@ class StepTables(NamedTuple):
     table: Any  # [B, pages]: the row of the cache where a page begins
     items: Any  # [B + 1]: work items before each sequence
     slots: Any  # [B + 1]: slots of splits before each sequence; then one more number, the tokens of a split
-    slopes: Any  # [heads]: ALiBi slopes as bits of float32
+    slopes: Any  # [heads], or [sequences, heads] if given: ALiBi slopes as bits of float32
 
 
 class WorkItem(NamedTuple):

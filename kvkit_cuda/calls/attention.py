@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkit.formats import BY_NAME, coarser
+from kvkit.formats import BY_NAME
 from kvkit_cuda.attention import decode, latent, params, plain, prefill
 from kvkit_cuda.device_runtime import host
 
@@ -24,8 +24,9 @@ def prepare(query, out, lse, context, tables, decoding, weights, rows, stream, s
     steps = tables.steps
     record = params.attention_params(query, out, lse, context, steps.page_size, decoding, weights)
     record = record._replace(**head_scale_fields(tables, weights.scales, stream))
+    record = record._replace(**slope_fields(tables, weights.slopes, stream))
     if is_free(context, steps, weights):
-        record = record._replace(**freedom(context, tables, weights, stream))
+        record = record._replace(**freedom(context, tables, stream))
     most_tokens = int(np.diff(steps.seqstarts).max(initial=0))
     most_rows, reach = most_tokens * record.group, params.reach(steps, rows)
     kernels = KERNELS if sums is None else [plain]
@@ -37,14 +38,12 @@ def prepare(query, out, lse, context, tables, decoding, weights, rows, stream, s
 
 
 def is_free(context, steps, weights):
-    """Return whether strides, tables or slopes are those of pools, or scales are not positive."""
-    rounds = context.scale_format or coarser(context.data_dtype, context.cache_format)
+    """Return whether strides or tables are those of pools, or scales are not positive."""
     return (
         context.steps != (1, 1)
         or any(context.elements)
         or context.value_format not in (None, context.cache_format)
-        or bool(rounds and not context.as_loaded)
-        or not (steps.value_table is weights.slopes is None)
+        or steps.value_table is not None
         or not (weights.scales is None or (weights.scales[0] > 0).all())
     )
 
@@ -60,19 +59,24 @@ def head_scale_fields(tables, scales, stream):
     return strides | {"key_head_scales": at, "value_head_scales": at + 4 * scales.size}
 
 
-def freedom(context, tables, weights, stream):
-    """Return the fields of general strides and slopes, and copy their tables to the device."""
-    steps, slopes = tables.steps, weights.slopes
+def slope_fields(tables, slopes, stream):
+    """Return the fields of slopes [sequences or 1, heads] of a call, and copy them to the device."""
+    if slopes is None:
+        return {}
+    sequences, heads = slopes.shape
+    (tables.there["slopes", heads],) = host.tables([bits(slopes.reshape(-1))], stream)
+    return {"sloped": 1, "slopes_sequence": heads * (sequences > 1)}
+
+
+def freedom(context, tables, stream):
+    """Return the fields of general strides, and copy a table of values to the device."""
+    steps = tables.steps
     formats = context.cache_format, context.value_format or context.cache_format
     key_element, value_element = (
         apart or BY_NAME[name].bytes(1) for apart, name in zip(context.elements, formats, strict=True)
     )
     fields = {"free": 1, "key_element": key_element, "value_element": value_element}
     fields |= {"key_step": context.steps[0], "value_step": context.steps[1]}
-    if slopes is not None:
-        sequences, heads = slopes.shape
-        (tables.there["slopes", heads],) = host.tables([bits(slopes.reshape(-1))], stream)
-        fields |= {"sloped": 1, "slopes_sequence": heads * (sequences > 1)}
     if steps.value_table is not None:
         fields["value_table"] = host.address(*tables.of(("value_table",), stream))
     return fields

@@ -194,11 +194,22 @@ def _from_lane(value, lane):
     return cuda.shfl_sync(0xFFFFFFFF, value, lane)
 
 
+def _any_of_warp_simulated(flag):
+    _, flags = share_with_warp(flag)
+    return any(flags)
+
+
+def _any_of_warp(flag):
+    return cuda.any_sync(0xFFFFFFFF, flag)
+
+
 def _sync_warp():
     cuda.syncwarp()
 
 
 # (): a barrier of a warp; all of its threads then see what they wrote to shared memory.
 sync_warp = inlined(_sync_warp_simulated if SIMULATED else _sync_warp)
+# (flag) -> whether any thread of the warp has it; all its threads call it.
+any_of_warp = inlined(_any_of_warp_simulated if SIMULATED else _any_of_warp)
 # (value, lane) -> the value of a lane of the warp; all its threads call it.
 from_lane = inlined(_from_lane_simulated if SIMULATED else _from_lane)

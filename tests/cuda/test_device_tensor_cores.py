@@ -31,19 +31,23 @@ USUAL = {"decode": {"past": 70, "seqlen": 1}, "prefill": {"past": 20, "seqlen": 
 PAGE = 4
 
 
-def pool_call(kernel, rng, stored, dtype, scales, **more):
-    """A call over pages of codes with scales for all heads or for each, and what the CPU twin makes of it."""
+def pool_call(kernel, rng, stored, dtype, scales, dim=32, **more):
+    """A call over pages with scales of all, of heads, tokens or 32 codes, and what its CPU twin makes."""
     lengths, counts = {"decode": ([70, 9], [1, 2]), "prefill": ([30, 12], [10, 12])}[kernel]
     pages = [-(-length // PAGE) for length in lengths]
     pools = [
-        normal(rng, (sum(pages), PAGE, 2, 32), np.float32) * (40 if stored == "int8" else 1) for _ in "kv"
+        normal(rng, (sum(pages), PAGE, 2, dim), np.float32) * (40 if stored == "int8" else 1) for _ in "kv"
     ]
     pools = [pool.astype(BY_NAME[stored].dtype) for pool in pools]
     order, starts = rng.permutation(sum(pages)), np.cumsum([0, *counts])
-    shared = {"int8": (0.02, 0.03), "e4m3": (0.5, 2.0), "e5m2": (None, None)}[stored]
-    given = shared if scales == "shared" else [np.float32([[0.03, 0.02], [0.5, 0.1]]), np.float32([0.1, 2])]
+    given = {"int8": (0.02, 0.03), "e4m3": (0.5, 2.0)}.get(stored, (None, None))
+    if scales == "heads":
+        given = [np.float32([[0.03, 0.02], [0.5, 0.1]]), np.float32([0.1, 2])]
+    if scales in ("tokens", "groups"):
+        shape = sum(pages), PAGE, 2, {"tokens": 1, "groups": dim // 32}[scales]
+        given = [rng.uniform(0.01, 0.05, shape).astype(np.float32) for _ in "kv"]
     call = {
-        "query": normal(rng, (starts[-1], 4, 32), np.float32).astype(DTYPES[dtype]),
+        "query": normal(rng, (starts[-1], 4, dim), np.float32).astype(DTYPES[dtype]),
         "key_cache": pools[0], "value_cache": pools[1], "key_scale": given[0], "value_scale": given[1],
         "block_tables": (np.cumsum([0, *pages]), order), "context_lens": lengths, "query_starts": starts,
         "return_lse": True, **more,
@@ -121,6 +125,10 @@ def test_options(kernel, options, rng, taken):
     ("decode", "e5m2", "float16", "shared"),
     ("decode", "int8", "float16", "heads"),
     later("decode", "int8", "bfloat16", "shared"),
+    ("decode", "int8", "bfloat16", "tokens"),
+    ("decode", "e4m3", "float16", "tokens"),
+    later("decode", "e5m2", "bfloat16", "tokens"),
+    ("decode", "float16", "bfloat16", None),
     ("prefill", "e4m3", "float16", "heads"),
     ("prefill", "int8", "bfloat16", "shared"),
     later("prefill", "e5m2", "bfloat16", "shared"),
@@ -131,6 +139,10 @@ def test_pools_of_codes(kernel, stored, dtype, scales, rng, taken):
     if stored == "e4m3":
         call |= {"softcap": 5.0}
         expected = kvkit.paged_attention(**call)
+    check_pool_call(call, expected, dtype, taken)
+
+
+def check_pool_call(call, expected, dtype, taken):
     found = kvkit_cuda.paged_attention(**call)
     tolerance = attention_scenes.TOLERANCE[dtype]
     for got, right, most in zip(found, expected, (tolerance, 5e-4), strict=True):
@@ -138,6 +150,34 @@ def test_pools_of_codes(kernel, stored, dtype, scales, rng, taken):
             got, right.astype(np.float64), most * max(1, abs(right[right > -1e9]).max())
         )
     assert taken
+
+
+@slow
+@cases("slopes", ("decode", 1), ("decode", 2), ("prefill", 2))
+def test_slopes_of_a_call(kernel, slopes, rng, taken):
+    """ALiBi slopes of heads, or of sequences and heads; rows may see keys on both sides of them."""
+    call, _ = pool_call(kernel, rng, "e4m3", "float16", "shared")
+    call |= {"alibi_slopes": rng.uniform(0.01, 0.5, (2, 4)[2 - slopes :]).astype(np.float32)}
+    call |= {"is_causal": False}
+    check_pool_call(call, kvkit.paged_attention(**call), "float16", taken)
+
+
+@cases(
+    "dtype, sizes",
+    ("decode", "bfloat16", (1e-12, 1e-12)),
+    later("decode", "bfloat16", (1e9, 1e9)),
+    ("decode", "float16", (1e-4, 10)),
+    later("decode", "bfloat16", (1e5, 1e-5)),
+)
+def test_scales_of_any_size(kernel, dtype, sizes, rng, taken):
+    """Values of two groups: of one size, or of another one after the first tile; some are hidden."""
+    call, _ = pool_call(kernel, rng, "int8", dtype, "groups", dim=64, window=(35, -1))
+    starts, pages = call["block_tables"]
+    scales, first = call["value_scale"], pages[: starts[1]]
+    scales[:] *= np.float32(sizes[1])
+    scales[first[9:14]] *= np.float32(sizes[0] / sizes[1])  # the first ones that the window shows
+    scales[first[:8]] = np.inf
+    check_pool_call(call, kvkit.paged_attention(**call), dtype, taken)
 
 
 @cases(
@@ -184,6 +224,10 @@ def test_sinks(kernel, dtype, rng, taken):
     later("decode", Formats("fp16", "int8", "bf16", 4, 16), 3, 128),
     later("decode", Formats("bf16", "uint8", "fp16", 4, 8), 6, 128),
     later("decode", Formats("bf16", "uint8", "fp32", 4, 8), 6, 128),
+    ("decode", Formats("bf16", "uint8", "fp16", 4, 32), 6, 64),
+    ("decode", Formats("bf16", "int8", "fp32", 8, 48), 0, 48),
+    later("decode", Formats("fp16", "int8", "bf16", 8, 64), 3, 128),
+    later("decode", Formats("fp16", "uint8", "fp16", 4, 64), 0, 128),
     ("prefill", FP16, 5, 32),
     later("prefill", BF16, 0, 32),
     ("prefill", Formats("fp16", "int8", "fp16", 8, 8), 1, 32),
@@ -269,6 +313,8 @@ TAKEN = {
     "decode": (
         {}, {"rows": 16}, {"rows": 8, "dim": 256}, {"reach": (LONGEST - 1, LONGEST - 1)},
         HALF | {"at": {"scale_row": 4}}, HALF | {"cache_format": "int4"},
+        WHOLE | {"cache_format": "e4m3", "group": 0, "as_loaded": False},
+        WHOLE | {"cache_format": "int4", "group": 32, "as_loaded": False}, {"data_dtype": "bfloat16"},
     ),
     "prefill": (
         {}, WHOLE, WHOLE | {"cache_format": "int4", "group": 8, "at": {"keys": 8}},
@@ -286,10 +332,11 @@ REFUSED_BY = {
         {"rows": 17}, {"rows": 9, "value_dim": 144}, {"reach": (LONGEST, 99)}, {"reach": (99, LONGEST)},
         {"at": {"key_row": 8}}, HALF | {"group": 4}, HALF | {"at": {"key_row": 8}},
         HALF | {"at": {"scale_row": 2}}, HALF | {"cache_format": "int4", "value_dim": 16},
-        HALF | {"group": 32},
+        HALF | {"group": 32}, WHOLE | {"as_loaded": False},
     ),
     "prefill": (
-        {"rows": 8}, {"reach": (LONGEST, LONGEST)}, WHOLE | {"group": 4}, WHOLE | {"group": 12},
+        {"rows": 8}, {"reach": (LONGEST, LONGEST)}, {"data_dtype": "bfloat16"},
+        WHOLE | {"as_loaded": False}, WHOLE | {"group": 4}, WHOLE | {"group": 12},
         WHOLE | {"at": {"key_row": 8}},
     ),
 }  # fmt: skip
@@ -305,6 +352,7 @@ def test_which_calls_are_taken(kernel):
         "group": 0,
         "dim": 64,
         "value_dim": 32,
+        "as_loaded": True,
     }
 
     def suits(rows={"decode": 4, "prefill": 9}[kernel], reach=(99, 99), at=None, **changes):

@@ -11,6 +11,7 @@ bar.sync 0
 bar.red.(and|or).pred _,0,_
 bar.warp.sync _
 shfl.sync.(bfly|idx).b32 _(\|_)?,_,_,_,_
+vote.sync.any.pred _,_,_
 
 ld.param.ANY _,PARAMETER
 ld.(shared|global(.nc)?).(ANY _|v2.ANY {_,_}|v4.ANY {_,_,_,_}),PLACE

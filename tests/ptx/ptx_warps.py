@@ -34,6 +34,17 @@ def shfl(block, at, threads):
         block.assign(flag, np.ones(block.lanes, bool), threads)
 
 
+def vote(block, at, threads):
+    """vote.sync.any.pred"""
+    target, flag, members = at.operands
+    found = np.zeros(block.lanes, bool)
+    flags = block.value(flag, Type("pred")) & threads
+    for warp in together(block, threads, block.value(members, Type("b32")), at.text):
+        lanes = slice(warp * WARP, (warp + 1) * WARP)
+        found[lanes] = flags[lanes].any()
+    block.assign(target, found, threads)
+
+
 def bar(block, at, threads):
     """bar.warp.sync"""
     block.shared.forget_warps(together(block, threads, block.value(at.operands[0], Type("b32")), at.text))
@@ -160,4 +171,6 @@ def arrive(block, threads, apart, text):
     block.copies = rest
 
 
-INSTRUCTIONS = {"movmatrix": movmatrix, "shfl": shfl, "bar": bar, "ldmatrix": ldmatrix, "mma": mma, "cp": cp}
+INSTRUCTIONS = {
+    "movmatrix": movmatrix, "shfl": shfl, "vote": vote, "bar": bar, "ldmatrix": ldmatrix, "mma": mma, "cp": cp
+}  # fmt: skip

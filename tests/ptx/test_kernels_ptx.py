@@ -280,7 +280,13 @@ DECODE = [
     *(decode_form(dim=dim, rows=rows)
       for dim in SIZES for rows in (8, 16) if rows == 8 or dim <= decode_forms.DIM),
     *(decode_form("bfloat16", "bfloat16", "int8", 16, dim) for dim in SIZES if dim % 32 == 0),
-    decode_form("bfloat16", "float16", "int4", 32, unit=4),
+    *(decode_form(*cache, 32, rows=rows, weighs=weighs, unit=4)
+      for cache in (("bfloat16", "float16", "int4"), ("float16", "bfloat16", "int8"))
+      for rows, weighs in ((4, 0), (16, 1))),
+    decode_form("bfloat16", stored="float16"),
+    decode_form("bfloat16", stored="float16", rows=16, weighs=True),
+    *(decode_form(element, "float32", stored, 0, unit=4)
+      for element in ("float16", "bfloat16") for stored in ("e4m3", "e5m2")),
     *(decode_form("float16", "float16", "int8", group, 240) for group in (24, 48, 80)),
     *(decode_form(dim=dim, value_dim=value_dim) for dim, value_dim in OTHER_VALUES),
     *(
@@ -297,9 +303,9 @@ def decoding(form):
     has += [ASYNC.format("cg", 16), rf"cp\.async\.wait_group {form.stages - 1};"]
     if form.keys.minifloat:
         has += [rf"cvt\.rn\.f16x2\.{form.keys.cache_format}x2"]
-    if not form.keys.scale_format:
-        has += [r"ld\.shared" + WIDE]
-    elif form.keys.unit == 4:  # scales in words
+    if form.sliced:
+        has += [rf"ldmatrix\.sync\.aligned\.m8n8\.x4{how}\.shared\.b16" for how in ("", r"\.trans")]
+    if form.keys.scale_format and form.keys.unit == 4:  # scales in words
         has += [ASYNC.format("ca", 4)]
     usual = max(form.keys.dim, form.values.dim) <= decode_forms.DIM
     most = {8: 168, 16: 255}[form.rows] if usual else 255
@@ -449,12 +455,16 @@ def test_all_copies_are_known():
 # Instructions of a GPU in the main loop, for a warp: heads of 128, 16 tokens with scales of 8 codes each in
 # decode, 32 rows and 32 tokens in prefill.
 LOOPS = {
-    "decode float16": (decode, decode_form(), 16, 300),
+    "decode float16": (decode, decode_form(), 16, 260),
     "decode int8": (decode, decode_form(cell="float16", stored="int8"), 16, 600),
     "decode int4": (decode, decode_form(cell="float16", stored="int4"), 16, 445),
     "decode e4m3": (decode, decode_form(stored="e4m3", group=0), 16, 360),
     "decode e4m3, bfloat16": (decode, decode_form("bfloat16", stored="e4m3", group=0), 16, 360),
-    "decode int8 of heads": (decode, decode_form(stored="int8", group=0), 16, 400),
+    "decode int8 of heads": (decode, decode_form(stored="int8", group=0), 24, 320),
+    "decode e4m3 of tokens": (decode, decode_form("bfloat16", "float32", "e4m3", 0, unit=4), 16, 360),
+    "decode int8 of tokens": (decode, decode_form(cell="float32", stored="int8", group=128, unit=4), 24, 360),
+    "decode int8 in 64, bfloat16": (decode, decode_form("bfloat16", "bfloat16", "int8", 64, unit=4), 24, 360),
+    "decode int4 in 32, bfloat16": (decode, decode_form("bfloat16", "bfloat16", "int4", 32, unit=4), 24, 360),
     "prefill": (prefill, prefill_form(), 128, 500),
     "latent": (latent, latent_form(), 272, 800),
 }
