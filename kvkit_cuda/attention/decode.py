@@ -31,7 +31,8 @@ from kvkit_cuda.attention import (
     work_items,
 )
 from kvkit_cuda.attention.decode_forms import form_of, suits
-from kvkit_cuda.attention.fragments import EVERYONE, LONGEST, LOWEST, Held, Softmax
+from kvkit_cuda.attention.fragments import EVERYONE, LOWEST, Held, Softmax
+from kvkit_cuda.attention.params import with_short_divisors
 from kvkit_cuda.attention.prefill import LN2, LOG2E, SIGNATURE
 from kvkit_cuda.attention.stored_tiles import TOKENS
 from kvkit_cuda.attention.tiles import put_word
@@ -47,7 +48,6 @@ F32, U32 = types.float32, types.uint32
 
 int32, fresh_register = device.int32, ptx.fresh_register
 row_id_of, put_float = tiles.row_id_of, chunks.write("float32")
-load_item = work_items.item_loader(tiled=False)
 _read_sums, _write_pair = memory.load(8, 8, space=memory.SHARED), memory.store(4, 4)
 _write_addresses = memory.store(16, 16, memory.SHARED)
 
@@ -71,21 +71,18 @@ def attend(form):
     end_group, arrived = ptx.end_group, ptx.all_but(stages - 1)
 
     def attend(params, seqstarts, kvstarts, table, items, slots, slopes):
-        if cuda.blockIdx.x >= items[items.shape[0] - 1]:
+        item, reach = work_items.load_placed(items, cuda.blockIdx.x)
+        if item.b < 0:
             return  # a captured launch has as many blocks as a step may need
         step = StepTables(seqstarts, kvstarts, table, items, slots, slopes)
         lane, warp = int32(cuda.threadIdx.x), int32(cuda.threadIdx.y)
-        item = load_item(params, step, cuda.blockIdx.x, 1)
-        seen, common = work_items.seen_by(params, step, item.b, 0, item.last)
-        seen = work_items.within_split(step, item, seen)
-        low, high = int32(seen.begin), int32(seen.end)
-        since, until = int32(common.begin), int32(min(common.end, seen.end))
+        low, high = reach.begin, reach.end
 
         q, zeros = cuda.local.array(held_queries, U32), cuda.local.array(held_zeros, F32)
         words, sums = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
         scales, places = cuda.local.array(held_scales, F32), cuda.local.array(PLACES, types.int32)
         held = Held(q, zeros, words, sums, scales, places)
-        less = load_queries(params, step, item, lane, held)  # [rows, dim]
+        less = load_queries(params, item, lane, held)  # [rows, dim]
         board = int32(place_of_tiles())
         ring = fresh_register(int32(board + warp * ring_bytes))
         # z is 0; a constant would be loaded into a register before each use
@@ -95,8 +92,8 @@ def attend(form):
         state = Softmax(o, m, l, cuda.local.array(rows, F32), cuda.local.array(rows, F32))
         scale, _ = work_items.head_scales(params, item.b, item.head)
         scale *= less
-        by = tiles.reciprocal(params.page_size)
-        for attempt in range(2):  # the second one is NaN-safe, if sums of the first one are not finite
+        attempt = int32(0)
+        while attempt < 2:  # the second one is NaN-safe, if sums of the first one are not finite
             fragments.clear(state, lift)
             if lane == 0:  # registers are scarce
                 put_head_addresses(params, item, int32(ring + bases))
@@ -104,7 +101,7 @@ def attend(form):
             row_id, place, begin = int32(0), ring, int32(low + warp * TOKENS - stages * step_tokens)
             if begin + stages * step_tokens < high:
                 position = min(int32(begin + stages * step_tokens + (lane & 15)), int32(high - 1))
-                row_id = int32(row_id_of(params, by, table, item.b, position))
+                row_id = int32(row_id_of(params, table, item.b, position))
             while begin < high:  # first, copies of the first tiles are begun
                 coming = int32(begin + stages * step_tokens)
                 if begin >= low:
@@ -113,7 +110,7 @@ def attend(form):
                     multiply_keys(held, place, lane, mask, s)  # [rows, tokens]
                     if has_bias:
                         apply_bias_and_mask(params, step, item, lane, begin, s, scale)
-                    if begin < since or int32(begin + TOKENS) > until:
+                    if begin < reach.since or int32(begin + TOKENS) > reach.until:
                         hide(params, step, item, lane, begin, high, s)
                     at = int32(place + key_bytes)
                     update_softmax(s, state, LOG2E if has_bias else scale * LOG2E, (held, at))
@@ -125,13 +122,14 @@ def attend(form):
                 if coming < high:
                     fill_tile(place, row_id, int32(ring + bases), params, lane)  # [tokens, dim]
                     ahead = int32(coming + step_tokens + (fresh_register(lane) & 15))
-                    row_id = int32(row_id_of(params, by, table, item.b, min(ahead, int32(high - 1))))
+                    row_id = int32(row_id_of(params, table, item.b, min(ahead, int32(high - 1))))
                 end_group()
                 begin = int32(begin + step_tokens)
                 place = int32(ring if place == int32(ring + last_stage) else place + stage_bytes)
             shrink = fragments.SMALLER if attempt else np.float32(1)
             if finish(params, step, item, board, state, shrink):
                 break
+            attempt = int32(attempt + 1)
 
     return attend
 
@@ -253,7 +251,8 @@ def compiled(form):
 def prepare(record, context, tables, most_rows, stream):
     """Return the launches: of the kernel, and of the merge if contexts are split."""
     form = form_of(record, context, most_rows)
-    record = record._replace(page_size=min(record.page_size, LONGEST))  # so that 32-bit divisions suffice
+    record = with_short_divisors(record)
     block = WARP, form.warps
     element = context.data_dtype
-    return merge.prepare(compiled(form), record, element, tables, form.rows, block, stream, most=PARTS)
+    kernel, most = compiled(form), {"most": PARTS, "placed": True}
+    return merge.prepare(kernel, record, element, tables, form.rows, block, stream, **most)

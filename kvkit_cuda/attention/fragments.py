@@ -34,13 +34,13 @@ from kvkit.formats import BY_NAME
 from kvkit.formulas import numeric
 from kvkit_cuda.attention import tiles, work_items
 from kvkit_cuda.attention.scores import add_alibi, add_mask, apply_softcap
-from kvkit_cuda.attention.tiles import quotient
+from kvkit_cuda.attention.tiles import LONGEST, quotient_by
 from kvkit_cuda.attention.work_items import lengths, visible
 from kvkit_cuda.device_runtime import device, ptx
 
 STRIP = 16  # rows that a warp multiplies at once
 EVERYONE = 0xFFFFFFFF  # the mask of a warp's threads
-LARGEST, LONGEST = 256, 2**31 - 2**10  # head and context
+LARGEST = 256  # head
 LOWEST = np.float32(numeric.LOWEST)
 INFINITY = 0x7F800000  # in bits
 SHRINK = 40  # NaN-safe weights are 2^40 times smaller
@@ -373,7 +373,7 @@ def hide(form):
         first = begin + first_token(thread)
         for r in range(rows):
             number = min(item.first + first_row(thread) + row_of(r), item.last)
-            seen = visible(params, step, item.b, quotient(number, params.group))
+            seen = visible(params, step, item.b, quotient_by(number, params.by_group))
             low, high = int32(seen.begin - first), int32(min(seen.end, end) - first)
             for i in range(columns):
                 if token_of(i) < low or token_of(i) >= high:

@@ -130,13 +130,14 @@ def compiled(packed):
     return device.kernel(merge_splits(packed), SIGNATURE, packed)
 
 
-def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=0):
+def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=0, placed=False):
     """Return the launches of a kernel over tiles of `rows` rows, and of the merge if contexts are split.
 
     A call has at most `most` splits (0: the default of `tables`). There is room for more splits if the step
-    lasts, because later steps may take its place. `shared` is the dynamic shared memory of a block.
+    lasts, because later steps may take its place. `shared` is the dynamic shared memory of a block. With
+    `placed`, the kernel reads its work items as `Work.placed` has them.
     """
-    work, key = tables.work(record, rows, most)
+    work, key = tables.work(record, rows, most, placed)
     slots = work.most_slots if tables.lasting else work.split
     scratch = slots * rows * (record.value_dim + STATE) * 4
     where = host.current(), host.number(stream), host.capturing(stream)
@@ -153,7 +154,8 @@ def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=
     def outputs(captured):
         return tokens * record.heads * record.group if captured or work.split else 0
 
-    tokens, read = tables.steps.tokens, ("seqstarts", "kvstarts", "table", *names)
+    tokens, taken = tables.steps.tokens, [("placed", key) if placed else names[0], *names[1:]]
+    read = "seqstarts", "kvstarts", "table", *taken
     first = launch(kernel, (work.count, 1), block, arguments=arguments(*read), grow=items, shared=shared)
     launches = [first]
     if slots:

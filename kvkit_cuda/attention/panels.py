@@ -43,23 +43,22 @@ load_chunk = words_loader(16)
 
 
 def query_loader(form):
-    """Return f(params, step, item, lane, held), which loads q [blocks of 8 rows, panels, words].
+    """Return f(params, item, lane, held), which loads q [blocks of 8 rows, panels, words].
 
-    q is arranged like chunks of keys. A lane has row lane // 4 of each block; rows after the last are zeros.
-    It returns a factor of all scores, 1.
+    q is arranged like chunks of keys; a lane has row lane // 4 of each block, or the last one. It returns a
+    factor of all scores, 1.
     """
     tile, blocks = form.keys, form.blocks
     panels, whole = tile.panels, tile.chunks % tile.panel == 0
     chunks_of_row, first, pace, put = tile.chunks, tile.first(1), tile.pace, arranged(4, tile.held)
 
-    def load_queries(params, step, item, lane, held):
+    def load_queries(params, item, lane, held):
         for block in range(blocks):
-            number = 8 * block + (lane >> 2)
-            row = near_row_of(params, item, min(number, item.last))
-            address = query_address(params, step, row)
+            row = near_row_of(params, item, min(8 * block + (lane >> 2), item.last))
+            address = query_address(params, item, row)
             for panel in range(panels):
                 chunk, words = (lane & 3) * first + panel * pace, (np.uint64(0), np.uint64(0))
-                if number <= item.last and (whole or chunk < chunks_of_row):
+                if whole or chunk < chunks_of_row:
                     words = load_chunk(address + 16 * chunk)
                 put(held.q, (block * panels + panel) * 4, words)
         return np.float32(1)

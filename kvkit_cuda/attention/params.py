@@ -12,6 +12,7 @@ from numba import types
 from kvkit.checks.records import Context, Side
 from kvkit.checks.values import packed_strides
 from kvkit.formats import BY_DTYPE, MASKS
+from kvkit_cuda.attention.tiles import LONGEST, reciprocal
 
 # Addresses, byte strides between sequences, rows, tokens or heads, and numbers, grouped by the functions
 # below that fill them. Other fields are 0.
@@ -22,7 +23,7 @@ GROUPS = {
     "lse lse_sequence lse_token lse_head",
     "scoring": "decoding causal alibi left right scale value_scale cap sinks sink_kind sink_head apart",
     "masks": "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
-    "sizes": "page_size heads group dim value_dim",
+    "sizes": "page_size heads group dim value_dim by_page by_group",
     "results of splits": "partials",
     "pools": "free key_step value_step key_element value_element value_table "
     "key_head_scales value_head_scales head_scale_sequence head_scale_head sloped slopes_sequence",
@@ -74,6 +75,12 @@ def attention_params(
     }
     fields |= {"heads": context.heads, "group": query.shape[-2] // context.heads}
     return AttentionParams(**{name: int(number) for name, number in fields.items()})
+
+
+def with_short_divisors(record: Any) -> Any:
+    """Return the record of kernels that divide numbers below 2^31 only, by the reciprocals in it."""
+    record = record._replace(page_size=min(record.page_size, LONGEST))
+    return record._replace(by_page=reciprocal(record.page_size), by_group=reciprocal(record.group))
 
 
 def place_fields(name: str, side: Side) -> dict[str, int]:

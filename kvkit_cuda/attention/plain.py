@@ -43,7 +43,7 @@ WEIGHTS_SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, types.int
 
 weight, load_word = numeric.weight, work_items.load_word
 read_float, write_float = chunks.read("float32"), chunks.write("float32")
-load_item = work_items.item_loader(tiled=True, narrow=False)
+load_item = work_items.item_loader(narrow=False)
 
 
 # The facts of a row: the keys it sees, its position, addresses of mask and query, bits of its slope.
@@ -153,7 +153,7 @@ def fill_facts(params, step, item, number, facts):
     facts[LOW], facts[HIGH] = seen.begin, seen.end
     facts[POSITION] = kvlen - seqlen + row.token
     facts[MASK] = work_items.mask_address(params, step, row)
-    facts[QUERY] = work_items.query_address(params, step, row)
+    facts[QUERY] = work_items.query_address(params, item, row)
     facts[SLOPE] = step.slopes[item.b * params.slopes_sequence + row.query]
 
 
@@ -481,7 +481,7 @@ def sum_weights(form):
         unit = cuda.blockIdx.x // blocks
         b, first = unit // (params.heads * group), (cuda.blockIdx.x - unit * blocks) * threads
         query = unit - b * params.heads * group
-        item = WorkItem(b, query // group, 0, 0, 0, 1, -1)
+        item = WorkItem(b, query // group, 0, 0, 0, 1, slot=-1, start=seqstarts[b])
         seqlen, kvlen = work_items.lengths(step, b)
         count = max(min(kvlen - first, threads), 0)
         thread = cuda.threadIdx.y * lanes + cuda.threadIdx.x

@@ -20,8 +20,8 @@ import numpy as np
 from numba import cuda, types
 
 from kvkit_cuda.attention import forms, fragments, merge, tiles, work_items
-from kvkit_cuda.attention.fragments import EVERYONE, LONGEST, STRIP, Softmax
-from kvkit_cuda.attention.params import RECORD
+from kvkit_cuda.attention.fragments import EVERYONE, STRIP, Softmax
+from kvkit_cuda.attention.params import RECORD, with_short_divisors
 from kvkit_cuda.attention.work_items import Range, StepTables, seen_by, within_split
 from kvkit_cuda.copy import chunks
 from kvkit_cuda.copy.transfer import INDEX1, INDEX2, WARP
@@ -34,7 +34,7 @@ LOG2E, LN2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
 
 int32, row_id_of, put_float = device.int32, tiles.row_id_of, chunks.write("float32")
-load_item = work_items.item_loader(tiled=True)
+load_item = work_items.item_loader()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +127,14 @@ def head_addresses(params, item):
 
 
 def query_loader(form):
-    """Return f(params, step, item, target, thread), which begins to copy a tile's queries, [rows, dim]."""
+    """Return f(params, item, target, thread), which begins to copy a tile's queries, [rows, dim]."""
     copy_row, warp_rows = tiles.copy_row(form.dim), form.warp_rows
 
-    def load_queries(params, step, item, target, thread):
+    def load_queries(params, item, target, thread):
         r = int32(thread >> 3)
         while r < cuda.blockDim.y * warp_rows:
             row = work_items.near_row_of(params, item, min(item.first + r, item.last))
-            copy_row(target, r, work_items.query_address(params, step, row), 0, 1, thread & 7)
+            copy_row(target, r, work_items.query_address(params, item, row), 0, 1, thread & 7)
             r = int32(r + cuda.blockDim.y * (WARP // 8))
 
     return device.force_inlined(load_queries)
@@ -197,7 +197,7 @@ def attend(form):
 
         stage = int32(block())
         both, queries = int32(2 * stage + stage_bytes), int32(stage + 2 * stage_bytes)
-        load_queries(params, step, item, queries, thread)
+        load_queries(params, item, queries, thread)
         a, s = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
         o, m = cuda.local.array(held_sums, F32), cuda.local.array(held_rows, F32)
         l, peaks = cuda.local.array(held_rows, F32), cuda.local.array(held_rows, F32)
@@ -207,22 +207,22 @@ def attend(form):
         first_key = key_place((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1)
         first_value = int32(key_bytes + value_place(lane & 15, lane >> 4))
         first_query = int32(queries + key_place((thread >> 5) * warp_rows + (lane & 15), lane >> 4))
-        by, final = tiles.reciprocal(params.page_size), int32(high - 1)
+        final = int32(high - 1)
         shrink = np.float32(1)
         for attempt in range(2):  # the second one is NaN-safe, if sums of the first one are not finite
             fragments.clear(state, np.float32(0))
             row_id, begin = np.int64(0), low
             if low < high:
-                row_id = row_id_of(params, by, table, item.b, min(int32(low + lane), final))
+                row_id = row_id_of(params, table, item.b, min(int32(low + lane), final))
                 load_tile(params, stage, row_id, head, thread)
-                row_id = row_id_of(params, by, table, item.b, min(int32(low + tokens + lane), final))
+                row_id = row_id_of(params, table, item.b, min(int32(low + tokens + lane), final))
             while begin < high:
                 arrived()
                 cuda.syncthreads()
                 here, coming, stage = stage, int32(begin + tokens), int32(both - stage)
                 if coming < high:
                     load_tile(params, stage, row_id, head, thread)  # [tokens, dim]
-                    row_id = row_id_of(params, by, table, item.b, min(int32(coming + tokens + lane), final))
+                    row_id = row_id_of(params, table, item.b, min(int32(coming + tokens + lane), final))
                 if begin < some.end and coming > some.begin:
                     multiply_keys(first_query, int32(here + first_key), a, s)  # [rows, tokens]
                     if has_bias:
@@ -313,7 +313,7 @@ def prepare(record, context, tables, most_rows, stream):
     form = form_of(record, context)
     warps = min(WARPS, 1 << (-(-most_rows // form.warp_rows) - 1).bit_length())
     rows = warps * form.warp_rows
-    record = record._replace(page_size=min(record.page_size, LONGEST))  # so that 32-bit divisions suffice
+    record = with_short_divisors(record)
     block = WARP, warps
     shared = form.bytes_of(warps)
     return merge.prepare(

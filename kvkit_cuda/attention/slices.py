@@ -62,10 +62,10 @@ def place_finder(tile):
 
 
 def query_loader(form):
-    """Return f(params, step, item, lane, held), which loads q [blocks of 8 rows, slices, words].
+    """Return f(params, item, lane, held), which loads q [blocks of 8 rows, slices, words].
 
-    q is arranged like keys; a lane has row lane // 4 of each block, and rows after the last are zeros. It
-    returns the factor of all scores.
+    q is arranged like keys; a lane has row lane // 4 of each block, or the last one. It returns the factor of
+    all scores.
     """
     tile, blocks = form.keys, form.blocks
     apart, count, slices, size = tile.apart, tile.held, tile.slices, 4 * tile.held
@@ -74,16 +74,12 @@ def query_loader(form):
     key_place, value_place = place_finder(tile), place_finder(form.values)
     zeros = zero_words(tile) if tile.integer else (0, 0)
 
-    def load_queries(params, step, item, lane, held):
+    def load_queries(params, item, lane, held):
         for block in range(blocks):
-            number = 8 * block + (lane >> 2)
-            row = near_row_of(params, item, min(number, item.last))
-            address = query_address(params, step, row) + size * (lane & 3)
+            row = near_row_of(params, item, min(8 * block + (lane >> 2), item.last))
+            address = query_address(params, item, row) + size * (lane & 3)
             for i in range(slices):
-                words = load(address + 4 * size * i)
-                if number > item.last:
-                    words = np.uint64(0), np.uint64(0)
-                put(held.q, (block * slices + i) * count, words)
+                put(held.q, (block * slices + i) * count, load(address + 4 * size * i))
         less = into_range(held.q)
         find_zeros(held)
         held.places[0], held.places[1] = key_place(lane)

@@ -15,6 +15,7 @@ from kvkit_cuda.copy import chunks
 from kvkit_cuda.device_runtime import device, memory, ptx
 
 CHUNK, CODES = 8, 16  # elements of a chunk; codes that a thread widens at once, two chunks
+LONGEST = 2**31 - 2**10  # context whose positions have 32 bits
 BANKS = 64  # elements that all banks hold once
 
 int32 = device.int32
@@ -28,27 +29,23 @@ def quotient(x, y):
     return int32(np.uint32(x) // np.uint32(y))
 
 
-@device.inlined
-def reciprocal(divisor):
-    """Return a factor and a shift with which `quotient_by` divides by a number below 2^31."""
-    shift = int32(0)
-    while (np.int64(1) << shift) < divisor:
-        shift = int32(shift + 1)
-    factor = (np.uint64(1) << np.uint64(31 + shift)) // np.uint64(divisor) + np.uint64(1)
-    return ptx.fresh_register(int32(np.uint32(factor))), shift
+def reciprocal(divisor: int) -> int:
+    """Return the word of a factor and, above it, a shift by which `quotient_by` divides."""
+    shift = (divisor - 1).bit_length()
+    return ((1 << (31 + shift)) // divisor + 1) % 2**32 | shift << 32
 
 
 @device.inlined
 def quotient_by(x, by):
-    """Return the quotient of a number below 2^31 (Granlund and Montgomery, 1994)."""
-    product = np.uint64(np.uint32(x + x)) * np.uint64(np.uint32(by[0]))
-    return int32(np.uint32(product >> np.uint64(32)) >> np.uint32(by[1]))
+    """Return x // d for x and d below 2^31 and `by` of d (Granlund and Montgomery, 1994)."""
+    product = np.uint64(np.uint32(x + x)) * np.uint64(by & 0xFFFFFFFF)
+    return int32(np.uint32(product >> np.uint64(32)) >> np.uint32(by >> 32))
 
 
 @device.inlined
-def row_id_of(params, by, table, b, position):
-    """Return the row of the cache that holds a position; `by` is the reciprocal of the page size."""
-    page = quotient_by(position, by)
+def row_id_of(params, table, b, position):
+    """Return the row of the cache that holds a position below 2^31."""
+    page = quotient_by(position, params.by_page)
     return table[np.uint32(b), np.uint32(page)] + int32(position - page * int32(params.page_size))
 
 

@@ -2,7 +2,7 @@
 
 A row is one query head of one query token. A tile is some rows of a sequence that share a key head. A work
 item is a tile over one split of the context that its rows see; blocks take work items in the order
-[sequences, key heads, tiles, splits].
+[sequences, key heads, tiles, splits]. Decode has one tile a sequence: the host places its work items.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,8 @@ import numpy as np
 from kvkit.formulas import numeric
 from kvkit.formulas.index import visible_range
 from kvkit.runtime.jit import shared
-from kvkit_cuda.attention.tiles import quotient
+from kvkit_cuda.attention.tiles import quotient_by
+from kvkit_cuda.calls.tables import ITEM
 from kvkit_cuda.copy.transfer import sequence_of
 from kvkit_cuda.device_runtime import device, memory, ptx
 
@@ -40,6 +41,7 @@ class WorkItem(NamedTuple):
     split: Any
     splits: Any  # of the context
     slot: Any  # the slot of the result until splits are merged; -1 for a single split
+    start: Any  # packed query tokens before the sequence
 
 
 class Row(NamedTuple):
@@ -57,17 +59,17 @@ class Range(NamedTuple):
     end: Any
 
 
-def item_loader(tiled, narrow=True):
+def item_loader(narrow=True):
     """Return f(params, step, block, rows) -> the work item of a block; tiles have `rows` rows.
 
-    A sequence has one tile unless `tiled`. With `narrow`, fields have 32 bits.
+    With `narrow`, fields have 32 bits.
     """
     number = int32 if narrow else int
 
     def load_item(params, step, block, rows):
         b = number(sequence_of(step.items, block))
         count = (step.seqstarts[b + 1] - step.seqstarts[b]) * params.group  # rows of a key head
-        tiles = (count + rows - 1) // rows if tiled else 1
+        tiles = (count + rows - 1) // rows
         splits = (step.items[b + 1] - step.items[b]) // (tiles * params.heads)
         item = block - step.items[b]  # [heads, tiles, splits]
         unit = item // splits
@@ -83,9 +85,46 @@ def item_loader(tiled, narrow=True):
             split=split,
             splits=splits,
             slot=number(slot),
+            start=step.seqstarts[b],
         )
 
     return device.inlined(load_item)
+
+
+class Reach(NamedTuple):
+    """Positions below 2^31 that a work item attends to, and those that all of its rows see."""
+
+    begin: Any
+    end: Any
+    since: Any
+    until: Any
+
+
+@device.inlined
+def two_of(word):
+    """Return the two numbers of 32 bits in a word of 64."""
+    return int32(word << 32 >> 32), int32(word >> 32)
+
+
+@device.inlined
+def load_placed(items, block):
+    """Return the work item of a block with its `Reach`, as `Work.placed` has them; b is -1 for no item."""
+    at = block * ITEM
+    b, head = two_of(items[at])
+    last, start = two_of(items[at + 1])
+    begin, end = two_of(items[at + 2])
+    since, until = two_of(items[at + 3])
+    item = WorkItem(
+        b=b,
+        head=int32(head & 0xFFFF),
+        first=int32(0),
+        last=last,
+        split=0,
+        splits=1,
+        slot=int32((head >> 16) - 1),
+        start=start,
+    )
+    return item, Reach(begin, end, since, until)
 
 
 @device.inlined
@@ -99,6 +138,7 @@ def refreshed(item):
         split=item.split,
         splits=item.splits,
         slot=fresh_register(item.slot),
+        start=item.start,
     )
 
 
@@ -112,15 +152,15 @@ def row_of(params, item, number):
 @device.inlined
 def near_row_of(params, item, number):
     """Return a row of a work item by its number, below 2^31, in the sequence."""
-    token = quotient(number, params.group)
+    token = quotient_by(number, params.by_group)
     return Row(item.b, token, item.head * params.group + number - token * params.group)
 
 
 @device.inlined
-def query_address(params, step, row):
+def query_address(params, item, row):
     """Return the address of a row's query."""
     at = params.query + row.b * params.query_sequence + row.query * params.query_head
-    return at + (step.seqstarts[row.b] + row.token) * params.query_token
+    return at + (item.start + row.token) * params.query_token
 
 
 @device.inlined
@@ -183,8 +223,8 @@ def visible(params, step, b, token):
 @device.inlined
 def seen_by(params, step, b, first, last):
     """Return the positions that some of the rows first .. last see, and those that all of them see."""
-    one = visible(params, step, b, quotient(first, params.group))
-    other = visible(params, step, b, quotient(last, params.group))
+    one = visible(params, step, b, quotient_by(first, params.by_group))
+    other = visible(params, step, b, quotient_by(last, params.by_group))
     return Range(one.begin, other.end), Range(other.begin, one.end)
 
 

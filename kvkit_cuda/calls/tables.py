@@ -13,6 +13,7 @@ from kvkit_cuda.device_runtime import host
 from kvkit_cuda.positions.alibi import slope_bits
 
 STEP = ("seqstarts", "kvstarts", "start_pos", "load_starts", "table")
+ITEM = 4  # words of a work item in `Work.placed`
 PARTS, LEAST_PART = 1024, 256  # most splits of a call, fewest tokens of a split
 
 
@@ -98,17 +99,18 @@ class Tables:
             self.users = {}
             self.write(stream)
 
-    def work(self, task, rows, most=0):
-        """Return (the split of a call of attention into tiles of `rows` rows, its key)."""
+    def work(self, task, rows, most=0, placed=False):
+        """Return (the split of a call of attention into tiles of `rows` rows, its key).
+
+        With `placed` the kernel takes one tile a sequence and reads `Work.placed`.
+        """
         reach = task.heads, task.group, task.decoding, task.causal, task.alibi, task.left, task.right
         key = Key(rows, most or PARTS, *reach)
         with self.lock:
             if key not in self.works:
                 self.works[key] = Work(self.steps, key)
-                self.waiting += [("items", key), ("slots", key)]
-            slopes = "slopes", task.heads * task.group
-            if slopes not in self.there and slopes not in self.waiting:
-                self.waiting.append(slopes)
+            names = key.names() if not placed else (*key.names(), ("placed", key))
+            self.waiting += [name for name in names if name not in self.there and name not in self.waiting]
             return self.works[key], key
 
     def new_tokens(self, rope, stream):
@@ -193,6 +195,10 @@ class Work:
     into splits of its context, which are work items. A slot holds the result of a split, if a unit has
     several. `items` [B + 1] and `slots` count both before each sequence; the last of `slots` is the tokens of
     a split.
+
+    `placed` has four words for each item, with two numbers in a word, the first one in the low half:
+    sequence, and key head + 2^16 (slot + 1); last row, and query tokens before the sequence; positions begin,
+    end of the item; positions since, until that all of its rows see. Words after the last item are -1.
     """
 
     def __init__(self, steps, key):
@@ -207,13 +213,31 @@ class Work:
         seqlens, kvlens = np.diff(steps.seqstarts), np.diff(steps.kvstarts)
         units = units_of(steps, key)
         lengths = enumerate(zip(seqlens.tolist(), kvlens.tolist(), strict=True))
-        seen = np.array([span(key, b, *both) for b, both in lengths], np.int64)
+        self.seen = np.array([seen_by(key, b, *both) for b, both in lengths], np.int64).reshape(-1, 4)
+        seen = np.maximum(self.seen[:, 1] - self.seen[:, 0], 0)
         part_tokens = max(LEAST_PART, -(-int(np.dot(units, seen)) // key.most))
         parts = np.maximum(1, -(-seen // part_tokens))
         items, slots = units * parts, np.where(parts > 1, units * parts, 0)
         self.items, slots = (np.r_[0, np.cumsum(counts)] for counts in (items, slots))
         self.slots = np.r_[slots, part_tokens]
         self.count, self.split = int(self.items[-1]), int(slots[-1])
+        self.parts, self.last, self.before = parts, seqlens * key.group - 1, steps.seqstarts[:-1]
+
+    @property
+    def placed(self):
+        """Return the words of all items, in the order of blocks: [sequences, key heads, splits]."""
+        b = np.repeat(np.arange(len(self.parts)), np.diff(self.items))
+        item, parts, tokens = np.arange(self.count) - self.items[b], self.parts[b], self.slots[-1]
+        head, split = np.divmod(item, parts)
+        begin, end, since, until = self.seen[b].T
+        begin = np.minimum(begin + split * tokens, end)
+        end = np.minimum(begin + tokens, end)
+        slot = np.where(parts > 1, self.slots[b] + item, -1)
+        low = np.stack([b, self.last[b], begin, since], 1)
+        high = np.stack([head | slot + 1 << 16, self.before[b], end, np.minimum(until, end)], 1)
+        words = np.full((self.most_items, ITEM), -1, np.int64)
+        words[: self.count] = low | high << 32
+        return words.reshape(-1)
 
 
 def units_of(steps, key):
@@ -221,14 +245,14 @@ def units_of(steps, key):
     return -(-np.diff(steps.seqstarts) * key.group // key.rows) * key.heads
 
 
-def span(key, b, seqlen, kvlen):
-    """Return how many tokens the queries of a sequence see in all."""
+def seen_by(key, b, seqlen, kvlen):
+    """Return positions: begin, end that some queries of a sequence see; since, until that all of them see."""
     if not seqlen:
-        return 0
-    reach = key.left, key.right, key.alibi or (key.causal and b >= key.decoding)
-    low, _ = visible_range.py_func(seqlen, kvlen, 0, *reach)
-    _, high = visible_range.py_func(seqlen, kvlen, seqlen - 1, *reach)
-    return max(high - low, 0)
+        return 0, 0, 0, 0
+    rule = key.left, key.right, key.alibi or (key.causal and b >= key.decoding)
+    begin, until = visible_range.py_func(seqlen, kvlen, 0, *rule)
+    since, end = visible_range.py_func(seqlen, kvlen, seqlen - 1, *rule)
+    return begin, end, since, until
 
 
 # Scratch
