@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from kvkit.formats import BY_NAME
 from kvkit_cuda.attention import forms, fragments, params
-from kvkit_cuda.attention.fragments import LONGEST, are_widened, has_whole_bytes
+from kvkit_cuda.attention.fragments import LONGEST, are_widened
 from kvkit_cuda.attention.panels import WORDS
 from kvkit_cuda.attention.stored_tiles import KEYS, TOKENS, UNITS, VALUES, Tile, in_slices
+from kvkit_cuda.device_runtime import ptx
 
 WARPS = 4  # most warps of a block
 SHARED_MEMORY = 47 * 1024  # of a block's 48 KiB, for tiles
@@ -96,7 +97,9 @@ class DecodeForm:
         return self.warps * max(self.ring_bytes, self.rows * self.values.dim * 4)
 
 
-def form(data_dtype, cache_format, scale_format, group, dim, value_dim, rows, weighs, unit=UNITS[0]):
+def form(
+    data_dtype, cache_format, scale_format, group, dim, value_dim, rows, weighs, unit=UNITS[0], native=True
+):
     """Return the form with the most warps, then the most tiles, that fit in shared memory.
 
     Codes are exact in float16, so queries are brought there, unless codes of small groups are widened.
@@ -104,7 +107,7 @@ def form(data_dtype, cache_format, scale_format, group, dim, value_dim, rows, we
     small = scale_format and group and not in_slices(cache_format, group)
     element = data_dtype if small or cache_format == data_dtype else "float16"
     keys, values = (
-        Tile(element, cache_format, scale_format, group, size, panel, unit)
+        Tile(element, cache_format, scale_format, group, size, panel, unit, native=native)
         for size, panel in ((dim, KEYS), (value_dim, VALUES))
     )
     most, each = WARPS, keys.bytes + values.bytes
@@ -119,7 +122,7 @@ def form_of(record, context, most_rows):
     sizes, weighs = (context.dim, context.value_dim), fragments.needs_bias_or_mask(record)
     kinds = context.data_dtype, context.cache_format, context.scale_format, context.group
     unit = next(unit for unit in UNITS if scales_suit(record, context, sizes, unit))
-    return form(*kinds, *sizes, most_rows, weighs, unit)
+    return form(*kinds, *sizes, most_rows, weighs, unit, ptx.has_minifloats())
 
 
 def suits(record, context, reach, most_rows):
@@ -137,7 +140,7 @@ def known(context):
     """Return whether there are products for the formats: 16-bit floats as they are, codes with any scales."""
     cache_format, group = context.cache_format, context.group
     if context.scale_format and (not group or in_slices(cache_format, group)):
-        return has_whole_bytes(cache_format) or cache_format == "int4"
+        return BY_NAME[cache_format].bits <= 8
     return are_widened(context) or (context.data_dtype, cache_format) == ("bfloat16", "float16")
 
 

@@ -121,12 +121,7 @@ def are_widened(context):
     if context.scale_format:
         whole = context.group % tiles.CHUNK == 0 and not BY_NAME[cache_format].minifloat
         return whole and context.as_loaded
-    return cache_format == context.data_dtype or has_whole_bytes(cache_format)
-
-
-def has_whole_bytes(cache_format):
-    """Return whether products take codes or floats of 8 bits of this format, without scales."""
-    return ptx.has_minifloats() if BY_NAME[cache_format].minifloat else BY_NAME[cache_format].bits == 8
+    return cache_format == context.data_dtype or BY_NAME[cache_format].bits == 8
 
 
 def suits(record, context, reach, most_rows, alignment, largest=LARGEST):

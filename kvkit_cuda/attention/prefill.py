@@ -49,6 +49,7 @@ class PrefillForm:
     strips: int  # of a warp
     tokens: int  # of a tile
     weighs: bool  # whether scores are capped, biased or masked
+    native: bool  # whether the device converts floats of 8 bits
 
     @property
     def thread_rows(self):
@@ -93,12 +94,12 @@ class PrefillForm:
         return 2 * self.stage_bytes + warps * self.query_bytes
 
 
-def form(element, cache_format, scale_format, dim, value_dim, weighs):
+def form(element, cache_format, scale_format, dim, value_dim, weighs, native=True):
     """Return the form of a kernel with as many rows and tokens as registers and shared memory hold."""
     longest, most = max(dim, value_dim), 64 if weighs else (96 if cache_format != element else 128)
     strips = 2 if longest <= most else 1
     sizes = {"dim": dim, "value_dim": value_dim, "strips": strips, "tokens": 32}
-    form = PrefillForm(element, cache_format, scale_format, **sizes, weighs=bool(weighs))
+    form = PrefillForm(element, cache_format, scale_format, **sizes, weighs=bool(weighs), native=native)
     return form if form.shared_bytes <= device.SHARED_MEMORY else replace(form, tokens=16)
 
 
@@ -106,7 +107,7 @@ def form_of(record, context):
     """Return the form of the kernel for a call."""
     sizes = context.dim, context.value_dim
     formats = context.data_dtype, context.cache_format, context.scale_format
-    return form(*formats, *sizes, fragments.needs_bias_or_mask(record))
+    return form(*formats, *sizes, fragments.needs_bias_or_mask(record), ptx.has_minifloats())
 
 
 class HeadAddresses(NamedTuple):
@@ -148,7 +149,7 @@ def tile_loader(form):
     tokens, from_lane, key_bytes = form.tokens, device.from_lane, form.key_bytes
     load_keys, load_values = tiles.copy_row(form.dim), tiles.copy_row(form.value_dim)
     if form.cache_format != form.element:
-        codes = form.element, form.cache_format, form.scale_format
+        codes = form.element, form.cache_format, form.scale_format, form.native
         load_keys, load_values = tiles.widen_row(form.dim, *codes), tiles.widen_row(form.value_dim, *codes)
 
     def load_tile(params, stage, row_id, head, thread):

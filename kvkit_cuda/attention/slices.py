@@ -158,7 +158,7 @@ def zero_finder(form):
 def code_widener(tile):
     """Return f(word, k, mask) -> word k of the pairs of elements in a word of codes, as float16."""
     if tile.minifloat:
-        widened = ptx.widened(tile.cache_format)
+        widened = ptx.widened(tile.cache_format, tile.native)
         return device.inlined(lambda word, k, mask: widened(word >> np.uint32(16 * k)))
     short, zero = tile.held == 4, 2 ** (BY_NAME[tile.cache_format].bits - 1) * 0x10001
 

@@ -43,6 +43,7 @@ class Tile:
     dim: int
     panel: int  # chunks of a panel
     unit: int  # bytes of one copy of scales
+    native: bool = True  # whether the device converts floats of 8 bits
 
     @property
     def sliced(self):

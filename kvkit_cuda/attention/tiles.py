@@ -101,7 +101,7 @@ def copy_row(dim):
 
 
 @functools.cache
-def widen_row(dim, element, cache_format, scale_format):
+def widen_row(dim, element, cache_format, scale_format, native=True):
     """Return f(tile, row, address, scales, group, thread), which widens a row of codes at once."""
     at, piece_bytes, scale_bytes = (
         place(dim),
@@ -111,7 +111,7 @@ def widen_row(dim, element, cache_format, scale_format):
     widen, pieces = (
         widen_codes(element, cache_format, scale_format)
         if scale_format
-        else widen_unscaled(element, cache_format),
+        else widen_unscaled(element, cache_format, native),
         dim // CODES,
     )
 
@@ -154,12 +154,12 @@ def widen_codes(element, cache_format, scale_format):
 
 
 @functools.cache
-def widen_unscaled(element, cache_format):
-    """Return such a function for 8-bit codes without scales of their own."""
+def widen_unscaled(element, cache_format, native):
+    """Return such a function for 8-bit codes without scales of their own; for `native` see `ptx.widened`."""
     read, write, pair = (
         memory.load(CODES, CODES),
         memory.store(16, 16, memory.SHARED),
-        pair_widener(element, cache_format),
+        pair_widener(element, cache_format, native),
     )
 
     @shared
@@ -190,13 +190,13 @@ def widen_unscaled(element, cache_format):
 
 
 @functools.cache
-def pair_widener(element, cache_format):
+def pair_widener(element, cache_format, native):
     """Return f(pair) -> the word of two 8-bit codes, of which the first is in the low byte."""
     minifloat, packed = BY_NAME[cache_format].minifloat, ptx.packed(element)
     (raw, decode), mask, bits = chunks.DECODE["float16" if minifloat else cache_format], 0xFFFF, 16
     if not minifloat:
         mask, bits = 0xFF, 8
-    widened = ptx.widened(cache_format) if minifloat else device.inlined(lambda pair: pair)
+    widened = ptx.widened(cache_format, native) if minifloat else device.inlined(lambda pair: pair)
 
     @shared
     def floats(word):

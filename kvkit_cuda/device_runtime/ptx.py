@@ -166,8 +166,13 @@ low, high = bytes_of(0x5410), bytes_of(0x7632)
 
 
 @functools.cache
-def widened(stored):
-    """Return f(pair) -> the word of two floats of 8 bits, as float16; the first is in the low byte."""
+def widened(stored, native=True):
+    """Return f(word) -> the word of the floats of 8 bits in its two low bytes, as float16.
+
+    `native` is for devices that have an instruction for it, from `MINIFLOATS` on.
+    """
+    if not native:
+        return shifted(stored)
     emit = instruction(f"cvt.rn.f16x2.{stored}x2 $0, $1;", [WORD], [HALF])
     widen, narrow = numeric.widening(stored), numeric.narrowing("float16")
 
@@ -181,8 +186,30 @@ def widened(stored):
     return either(emulation, widened)
 
 
+@functools.cache
+def shifted(stored):
+    """Return `widened` for any device: bytes become the high halves of float16, e5m2 as they are.
+
+    e4m3 has a bit less of exponent, so that its other bits move by one; that is 2^-8 of the number, and NaN,
+    of which all those bits are 1, would be a number.
+    """
+    apart, times = bytes_of(0x1404), halves("mul")
+    if stored == "e5m2":
+        return device.inlined(lambda word: apart(np.uint32(word), np.uint32(0)))
+    sign, rest, nan, less, more = map(np.uint32, (0x80008000, 0x3F803F80, 0x40804080, 5, 0x5C005C00))
+
+    def shifted(word):
+        word = apart(np.uint32(word), np.uint32(0))
+        magnitude = np.uint32(word >> np.uint32(1)) & rest
+        found = np.uint32(magnitude + nan) & sign  # the sign bits of halves that are NaN
+        found = np.uint32(found - np.uint32(found >> less))  # all bits of their exponents
+        return times(magnitude | (word & sign) | found, more)
+
+    return device.inlined(shifted)
+
+
 def has_minifloats():
-    """Return whether the current device converts floats of 8 bits."""
+    """Return whether the current device has an instruction for floats of 8 bits."""
     return device.SIMULATED or device.capability() >= MINIFLOATS
 
 

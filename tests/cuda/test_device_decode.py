@@ -55,6 +55,22 @@ def test_operations_of_two_halves(operation, rng):
     assert_same(got[:, 0].copy().view(np.float16), exact.astype(np.float16).reshape(-1))
 
 
+@pytest.mark.parametrize("stored", ["e4m3", "e5m2"])
+def test_floats_of_8_bits_by_shifts(stored):
+    """All of them, NaN and infinity too, as an instruction of later devices has them."""
+    codes = np.arange(256, dtype=np.uint8)
+    words = codes.view(np.uint16).astype(np.uint32).reshape(4, 32).T.copy()
+    widened = ptx.widened(stored, native=False)
+
+    def kernel(words):
+        for i in range(4):
+            words[cuda.threadIdx.x, i] = widened(words[cuda.threadIdx.x, i])
+
+    (got,) = run(kernel, U32, arrays=(words,))
+    numbers = np.ascontiguousarray(got.T).reshape(-1).view(np.float16).astype(np.float32)
+    np.testing.assert_array_equal(numbers, BY_NAME[stored].table)
+
+
 def test_groups_of_copies():
     """A thread has what it has waited for, by 16 bytes or 4; the simulator spoils the rest."""
     given = np.arange(1, 32 * 16 + 1, dtype=np.uint32).reshape(32, 16)

@@ -259,10 +259,11 @@ MERGES = {
 
 
 def decode_form(
-    element="float16", cell=None, stored="{}", group=8, dim=128, value_dim=None, rows=4, weighs=False, unit=16
-):
+    element="float16", cell=None, stored="{}", group=8, dim=128, value_dim=None, rows=4, weighs=False,
+    unit=16, native=True,
+):  # fmt: skip
     stored = stored.format(element)
-    return decode_forms.form(element, stored, cell, group, dim, value_dim or dim, rows, weighs, unit)
+    return decode_forms.form(element, stored, cell, group, dim, value_dim or dim, rows, weighs, unit, native)
 
 
 OTHER_VALUES = ((192, 128), (64, 256), (256, 16))
@@ -283,6 +284,7 @@ DECODE = [
     *(decode_form(*cache, 32, rows=rows, weighs=weighs, unit=4)
       for cache in (("bfloat16", "float16", "int4"), ("float16", "bfloat16", "int8"))
       for rows, weighs in ((4, 0), (16, 1))),
+    *(decode_form(stored=stored, group=0, native=False) for stored in ("e4m3", "e5m2")),
     decode_form("bfloat16", stored="float16"),
     decode_form("bfloat16", stored="float16", rows=16, weighs=True),
     *(decode_form(element, "float32", stored, 0, unit=4)
@@ -298,10 +300,15 @@ DECODE = [
 ]  # fmt: skip
 
 
+def first_of(cache_format, native):
+    """The first compute capability of a form: the one that converts floats of 8 bits, if it does so."""
+    return ptx.MINIFLOATS if native and BY_NAME[cache_format].minifloat else (8, 0)
+
+
 def decoding(form):
     has = [MMA.format(SHORT[form.element]), r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16"]
     has += [ASYNC.format("cg", 16), rf"cp\.async\.wait_group {form.stages - 1};"]
-    if form.keys.minifloat:
+    if form.keys.minifloat and form.keys.native:
         has += [rf"cvt\.rn\.f16x2\.{form.keys.cache_format}x2"]
     if form.sliced:
         has += [rf"ldmatrix\.sync\.aligned\.m8n8\.x4{how}\.shared\.b16" for how in ("", r"\.trans")]
@@ -311,7 +318,7 @@ def decoding(form):
     most = {8: 168, 16: 255}[form.rows] if usual else 255
     return Kernel(
         lambda: decode.attend(form), decode.SIGNATURE, has, registers=most, quick=form == QUICK_DECODE,
-        first=ptx.MINIFLOATS if form.keys.minifloat else (8, 0),
+        first=first_of(form.keys.cache_format, form.keys.native),
     )  # fmt: skip
 
 
@@ -325,8 +332,10 @@ def test_every_size_of_decode_fits():
 # Prefill: each tile of rows and tokens, each element, and each kind of cache
 
 
-def prefill_form(element="float16", cell=None, stored="{}", dim=128, value_dim=None, weighs=False):
-    return prefill.form(element, stored.format(element), cell, dim, value_dim or dim, weighs)
+def prefill_form(
+    element="float16", cell=None, stored="{}", dim=128, value_dim=None, weighs=False, native=True
+):
+    return prefill.form(element, stored.format(element), cell, dim, value_dim or dim, weighs, native)
 
 
 QUICK_PREFILL = prefill_form(cell="float16", stored="int4", weighs=True)
@@ -347,6 +356,7 @@ PREFILL = [
         for element in ("float16", "bfloat16")
         for stored in ("e4m3", "e5m2", "int8")
     ),
+    *(prefill_form("bfloat16", stored=stored, native=False) for stored in ("e4m3", "e5m2")),
 ]
 
 
@@ -358,8 +368,9 @@ def filling(form):
         has += [rf"ld\.global\.nc\.({wide})", r"st\.shared" + WIDE]
     most = FILE // prefill.WARPS // GRAIN * GRAIN // 32
     return Kernel(
-        lambda: prefill.attend(form), prefill.SIGNATURE, has, registers=most, quick=form == QUICK_PREFILL
-    )
+        lambda: prefill.attend(form), prefill.SIGNATURE, has, registers=most, quick=form == QUICK_PREFILL,
+        first=first_of(form.cache_format, form.native),
+    )  # fmt: skip
 
 
 def test_every_size_of_prefill_fits():
