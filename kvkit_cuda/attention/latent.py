@@ -27,8 +27,8 @@ from kvkit.checks import records
 from kvkit.formulas import numeric
 from kvkit.runtime.jit import shared
 from kvkit_cuda.attention import forms, fragments, merge, tiles, work_items
-from kvkit_cuda.attention.fragments import EVERYONE, LONGEST, LOWEST, STRIP, Softmax
-from kvkit_cuda.attention.params import Reach
+from kvkit_cuda.attention.fragments import EVERYONE, LOWEST, STRIP, Softmax
+from kvkit_cuda.attention.params import Reach, with_short_divisors
 from kvkit_cuda.attention.prefill import LN2, LOG2E, PARTS, SIGNATURE
 from kvkit_cuda.attention.work_items import StepTables, within_split
 from kvkit_cuda.calls.tables import Tables
@@ -42,7 +42,7 @@ LARGEST = 576  # elements of a row: 512 latent and 64 rotary ones
 F32, U32 = types.float32, types.uint32
 
 int32, fresh_register, put_float = device.int32, ptx.fresh_register, chunks.write("float32")
-load_item = work_items.item_loader(tiled=True)
+load_item = work_items.item_loader()
 read_word = memory.load(4, 4, space=memory.SHARED)
 
 
@@ -151,7 +151,6 @@ class Positions(NamedTuple):
 
     table: Any
     b: Any  # sequence
-    by: Any  # the reciprocal of the page size
     final: Any  # the last position; later ones have its row
 
 
@@ -186,19 +185,19 @@ def row_finder(form):
     def find_rows(params, positions, begin, thread, row_ids):
         for i in range(count):
             position = min(int32(begin + (thread >> 3) + i * (THREADS // 8)), positions.final)
-            row_ids[i] = int32(row_id_of(params, positions.by, positions.table, positions.b, position))
+            row_ids[i] = int32(row_id_of(params, positions.table, positions.b, position))
 
     return device.force_inlined(find_rows)
 
 
 def query_loader(form):
-    """Return f(params, step, item, target, thread), which begins to copy a tile's queries, [rows, dim]."""
+    """Return f(params, item, target, thread), which begins to copy a tile's queries, [rows, dim]."""
     copy_row, rows = tiles.copy_row(form.dim), form.rows
 
-    def load_queries(params, step, item, target, thread):
+    def load_queries(params, item, target, thread):
         for r in range(thread >> 3, rows, THREADS // 8):
             row = work_items.near_row_of(params, item, min(item.first + r, item.last))
-            copy_row(target, r, work_items.query_address(params, step, row), 0, 1, thread & 7)
+            copy_row(target, r, work_items.query_address(params, item, row), 0, 1, thread & 7)
 
     return device.force_inlined(load_queries)
 
@@ -235,7 +234,7 @@ def update_softmax(form):
     larger, power, packed, all_rows = ptx.larger, ptx.power, ptx.packed(form.element), form.rows
 
     def update_softmax(s, state, scale, places, thread):
-        _, m, l, _ = state
+        _, m, l, _, _ = state
         thread = fresh_register(thread)
         group, grown = (thread >> 5) // row_warps, int32(0)
         for r in range(rows):
@@ -367,21 +366,21 @@ def attend(form):
         maxima = int32(weights + weight_bytes)
         head = params.keys + item.b * params.key_sequence + item.head * params.key_head
         places = Places(queries, weights, maxima, int32(maxima + maximum_bytes))
-        load_queries(params, step, item, queries, thread)
+        load_queries(params, item, queries, thread)
         a, s = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
         o, m = cuda.local.array(held_sums, F32), cuda.local.array(held_rows, F32)
         l, row_ids = cuda.local.array(held_rows, F32), cuda.local.array(count, types.int32)
-        state = Softmax(o, m, l, m)
+        state = Softmax(o, m, l, m, l)  # the last two are not used
         scale, _ = work_items.head_scales(params, item.b, item.head)
         scale *= LOG2E
         first_query = int32(queries + place(warp % row_warps * warp_rows + (lane & 15), lane >> 4))
         first_key = place(warp // row_warps * warp_tokens + (lane >> 4) * 8 + (lane & 7), lane >> 3 & 1)
         first_weight = int32(weights + weight_place(lane & 15, lane >> 4))
         first_value = place(lane & 15, (lane >> 4) + warp * (elements // 8))
-        positions = Positions(table, item.b, tiles.reciprocal(params.page_size), int32(high - 1))
+        positions = Positions(table, item.b, int32(high - 1))
         attempt = int32(0)
         while True:  # the second attempt is NaN-safe, if sums of the first one are not finite
-            fragments.clear(state)
+            fragments.clear(state, np.float32(0))
             begin = fresh_register(low)
             if low < high:
                 find_rows(params, positions, begin, thread, row_ids)
@@ -511,7 +510,7 @@ def suits(record: Any, context: records.Context, reach: Reach, most_rows: int) -
         and whole
         and keys == values
         and plain
-        and reach.rows < LONGEST
+        and reach.rows < tiles.LONGEST
         and fragments.suits(record, context, reach, most_rows, 16, LARGEST)
         and form(context.data_dtype, *sizes, most_rows, device.shared_memory()) is not None
     )
@@ -521,7 +520,7 @@ def prepare(record: Any, context: records.Context, tables: Tables, most_rows: in
     """Return the launches: of the kernel, and of the merge if contexts are split."""
     kind = form(context.data_dtype, context.dim, context.value_dim, most_rows, device.shared_memory())
     assert kind is not None
-    record = record._replace(page_size=min(record.page_size, LONGEST))  # so that 32-bit divisions suffice
+    record = with_short_divisors(record)
     return merge.prepare(
         compiled(kind), record, context.data_dtype, tables, kind.rows, (WARP, WARPS), stream, most=PARTS,
         shared=kind.shared_bytes,
