@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -79,7 +80,9 @@ class Rope:
         integer("begin", self.begin, 0)
         if self.scaling is not None and not isinstance(self.scaling, Mapping):
             raise argument_error("scaling", "a mapping, or None", describe(self.scaling))
-        numbers = dict(self.scaling or {})
+        numbers = copy.deepcopy(dict(self.scaling or {}))
+        if self.scaling is not None:
+            object.__setattr__(self, "scaling", numbers)  # a copy: the caller may change what was given
         kind = numbers.get("rope_type", numbers.get("type", "default"))
         if "mrope_section" in numbers and numbers.get("text_only") is not True:
             raise argument_error("scaling", AXES, f"mrope_section {numbers['mrope_section']}")
@@ -94,8 +97,18 @@ class Rope:
         object.__setattr__(self, "frequencies", frequencies)
         object.__setattr__(self, "attention_factor", factor)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rope):
+            return NotImplemented
+        return self._turns() == other._turns()
+
     def __hash__(self) -> int:
-        return hash((self.rotary_dim, self.theta, self.interleaved, self.begin))
+        return hash(self._turns())
+
+    def _turns(self) -> tuple[Any, ...]:
+        """Return all that decides how keys are rotated."""
+        own = self.rotary_dim, self.theta, self.interleaved, self.begin
+        return *own, self.attention_factor, self.frequencies.tobytes()
 
     def rotate(self, states: Array, positions: ArrayLike) -> Array:
         """Rotate queries or keys [..., tokens, dim] for their positions, and multiply them with the factor.

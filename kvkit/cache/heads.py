@@ -24,7 +24,7 @@ from kvkit.cache.paged.ragged import HeadStates, RaggedLayer
 from kvkit.checks.values import flag, integer
 from kvkit.errors import argument_error, describe
 from kvkit.eviction.inputs import refuse_first
-from kvkit.eviction.selection import ada_counts, shared_counts
+from kvkit.eviction.selection import LARGEST, ada_counts, shared_counts
 from kvkit.typed import Array
 
 SAME_SHAPES = "layers with the same batch and number of heads, for 'global'"
@@ -86,15 +86,15 @@ def mean_counts(tokens: dict[int, Array], layers: int, asked: Compression) -> di
 
 def by_head(name: str, numbers: Any, tokens: dict[int, Array], layers: int, kinds: str) -> dict[int, Array]:
     """Return [B, Hkv] numbers for each layer, from one for all, [L, Hkv] or [L, B, Hkv]."""
+    wanted = f"a number, or numbers [{layers}, Hkv] or [{layers}, B, Hkv]"
     try:
         given = np.asarray(numbers)
-    except ValueError:  # lists of unequal length
-        given = np.array(None)
+    except ValueError:
+        raise argument_error(name, wanted, "lists of unequal length") from None
+    if given.dtype.kind not in kinds or given.ndim > 3 or (given.ndim and len(given) != layers):
+        raise argument_error(name, wanted, describe(given))
     if given.dtype.kind == "f":
         refuse_first(name, given, np.isnan(given), "numbers")
-    if given.dtype.kind not in kinds or given.ndim > 3 or (given.ndim and len(given) != layers):
-        wanted = f"a number, or numbers [{layers}, Hkv] or [{layers}, B, Hkv]"
-        raise argument_error(name, wanted, describe(given))
     found = {}
     for i, each in tokens.items():
         own = given[i] if given.ndim else given
@@ -177,11 +177,9 @@ def protected(tokens: Array, longest: int, asked: Compression) -> Array:
 
 
 def with_protection(scores: Array, tokens: Array, asked: Compression) -> Array:
-    """Raise the scores of the first and last tokens to 1 more than the best of their row of the batch."""
-    scores = scores.astype(np.float64)
-    top = scores.max((1, 2), keepdims=True)
-    top = np.maximum(top + 1, np.nextafter(top, np.inf))  # 1 more is the same where scores are large
-    return np.where(protected(tokens, scores.shape[2], asked), top, scores)
+    """Rank the first and last tokens above all others: they score inf, and no other token does."""
+    own = protected(tokens, scores.shape[2], asked)
+    return np.where(own, np.inf, np.minimum(scores.astype(np.float64), LARGEST))
 
 
 def rows_that_stay(
@@ -192,7 +190,9 @@ def rows_that_stay(
         bounds, kept = by_head("threshold", asked.threshold, tokens, layers, "fiu"), {}
         for i, scores in scored.items():
             longest = scores.shape[2]
-            reached = (scores >= bounds[i][..., None]) & (np.arange(longest) < tokens[i][..., None])
+            reached = (scores >= np.minimum(bounds[i], LARGEST)[..., None]) & (
+                np.arange(longest) < tokens[i][..., None]
+            )
             kept[i] = reached | protected(tokens[i], longest, asked)
         return {i: [np.flatnonzero(own) for own in by_row(each)] for i, each in kept.items()}
     counts = counts_of_heads(scored, tokens, means, layers, asked)

@@ -15,6 +15,8 @@ from kvkit.eviction.inputs import refuse_first, scores_array
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array
 
+LARGEST = np.finfo(np.float64).max  # of the scores beside protected tokens
+
 
 class Kept(NamedTuple):
     """The rows that stay if heads keep different numbers of tokens.
@@ -100,7 +102,7 @@ def select(
     scores = with_protected(scores, min(first, tokens), min(last, tokens))
     if threshold is not None:
         bound = per_head("threshold", threshold, scores.shape[:2], "fiu")
-        staying = scores >= bound[..., None]
+        staying = scores >= np.minimum(bound, LARGEST)[..., None]
         staying[..., :first], staying[..., max(tokens - last, 0) :] = True, True
         starts = np.append(0, np.cumsum(staying.sum(-1)))
         return Kept(np.nonzero(staying)[2], starts)
@@ -119,14 +121,12 @@ def select(
 
 
 def with_protected(scores: Array, first: int, last: int) -> Array:
-    """Raise the scores of the first and last tokens to 1 more than the best of their batch row."""
+    """Rank the first and last tokens above all others: they score inf, and no other token does."""
     if not first and not last:
         return scores
-    scores = scores.astype(np.float64)
-    top = scores.max((1, 2), keepdims=True)
-    top = np.maximum(top + 1, np.nextafter(top, np.inf))  # 1 more is the same where scores are large
+    scores = np.minimum(scores.astype(np.float64), LARGEST)
     for part in (slice(0, first), slice(scores.shape[2] - last, None)):
-        scores[..., part] = top
+        scores[..., part] = np.inf
     return scores
 
 

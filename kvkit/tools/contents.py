@@ -33,9 +33,17 @@ def contents_of(source: Any) -> Contents:
         if value is not None:
             given |= arrays_of_object(value) if hasattr(value, "layers") else {name: value}
     lists = {name: value for name, value in given.items() if holds_arrays(value)}
-    arrays = {name: np.asarray(as_numpy(value, name)) for name, value in (given | files.flat(lists)).items()
+    arrays = {name: array_of(name, value) for name, value in (given | files.flat(lists)).items()
               if name not in lists}  # fmt: skip
     return Contents(arrays, {}, kind="arrays")
+
+
+def array_of(name: str, value: Any) -> np.ndarray:
+    """Return an array, or lists as one."""
+    try:
+        return np.asarray(as_numpy(value, name))
+    except ValueError:
+        raise argument_error(name, "an array, or lists of equal length", describe(value)) from None
 
 
 def arrays_of_object(cache: Any) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def test_infinite_and_large_scores_do_not_push_out_the_protected(bound):
     cache = Cache([DynamicLayer()])
     cache.update(normal(9), normal(9), 0)
     scores = np.zeros((B, HEADS, 9), np.float32)
-    scores[..., 4:6] = [2e30, np.inf] if "threshold" in bound else 2e30
+    scores[..., 4:6] = np.inf
     cache.compress([scores], **bound, first=1, last=1)
     rows = [4, 5] if "threshold" in bound else [4]
     assert (cache.layers[0].positions == [0, *rows, 8]).all()

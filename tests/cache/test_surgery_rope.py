@@ -58,6 +58,19 @@ def test_vectors(rope, at_three, at_one):
     np.testing.assert_allclose(rope.shift(rotated, -2)[0], at_one, atol=5e-7)
 
 
+def test_ropes_are_equal_if_they_rotate_alike():
+    """A mapping may change after the call, and hold arrays."""
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    one = Rope(8, scaling=scaling)
+    scaling["factor"] = 8.0
+    other = Rope(8, scaling=scaling)
+    assert one != other
+    assert one.scaling == {"rope_type": "linear", "factor": 2.0}
+    long = {"rope_type": "longrope", "long_factor": np.array([1.0, 4.0]), "short_factor": np.ones(2),
+            "factor": 2.0, "original_max_position_embeddings": 64, "long": True}  # fmt: skip
+    assert len({Rope(4, scaling=long), Rope(4, scaling=dict(long)), Rope(4)}) == 2
+
+
 def test_the_scalings_are_those_of_the_formulas():
     inverse = 5e5 ** (-np.arange(0, 128, 2) / 128)
     llama3 = Rope(128, 5e5, scaling=SCALINGS["llama3"]).frequencies

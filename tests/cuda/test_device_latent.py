@@ -108,7 +108,7 @@ def test_numbers_that_are_not_finite(odd, rng, taken):
 
 
 def test_what_the_general_kernel_takes(rng, taken, monkeypatch):
-    """Few rows, values that are not all of a warp's elements, no room, and float32."""
+    """Few rows, values that are not all of a warp's elements, and no room."""
 
     def refused(**changes):
         given = {"heads": 20, "dim": 128, "value_dim": 128} | changes

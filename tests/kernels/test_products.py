@@ -280,7 +280,8 @@ def check_narrow_scores(rng, rows, kept, tokens, dim, gap=0, place=same):
         if integers:
             assert_array_equal(got, expected, label)
         else:
-            steps = dim if plain else dim // 4 + 2 if rows >= 4 else dim // 16 + 5
+            lanes = 4 if quarters.fits(rows, kept.stored, form.get("paired", False)) else 16
+            steps = dim if plain else dim // lanes + (2 if lanes == 4 else 5)
             assert_close(got, expected, size, steps, label)
 
 

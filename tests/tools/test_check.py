@@ -431,6 +431,10 @@ def test_tables_of_lists_and_without_sequences():
             but(tables, block_tables=([0, 2], [0.5, 1.7]))(),
             r"block_tables\[1\]: expected integers with 1 axes",
         ),
+        (
+            but(tables, block_tables=[[0, 1], [2]])(),
+            "block_tables: expected an array, or lists of equal length",
+        ),
         (but(tables, block_tables=None, kv_indices=[0])(), "kv_indptr: expected where each sequence begins"),
         (but(cache, key_cache=np.zeros(3))(), r"key_cache: expected \[blocks, rows, heads, content\]"),
         (7, "source: expected a path, a dict of arrays or a cache"),

@@ -186,7 +186,7 @@ def check_scales(scale: Any, layers: int, heads: int) -> Array:
     """Check scales of shape (), [2], [2, heads] or [layers, 2, heads]; return them as [layers, 2, heads]."""
     try:
         numbers = np.array(None if isinstance(scale, str) else scale, np.float32)
-        if numbers.shape not in ((), (2,), (2, heads), (layers, 2, heads)):
+        if numbers.ndim in (1, 2) and len(numbers) != 2:  # which would be taken for heads
             raise ValueError
         numbers = numbers[:, None] if numbers.shape == (2,) else numbers
         scales = np.ascontiguousarray(np.broadcast_to(numbers, (layers, 2, heads)))
