@@ -100,15 +100,10 @@ class Rope:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Rope):
             return NotImplemented
-        return self._turns() == other._turns()
+        return parts_that_rotate(self) == parts_that_rotate(other)
 
     def __hash__(self) -> int:
-        return hash(self._turns())
-
-    def _turns(self) -> tuple[Any, ...]:
-        """Return all that decides how keys are rotated."""
-        own = self.rotary_dim, self.theta, self.interleaved, self.begin
-        return *own, self.attention_factor, self.frequencies.tobytes()
+        return hash(parts_that_rotate(self))
 
     def rotate(self, states: Array, positions: ArrayLike) -> Array:
         """Rotate queries or keys [..., tokens, dim] for their positions, and multiply them with the factor.
@@ -243,6 +238,12 @@ class Rope:
             return cls(int(dim * (1.0 if share is None else share)), float(theta), interleaved, own)
 
         return [of_layer(number) for number in range(count)]
+
+
+def parts_that_rotate(rope: Rope) -> tuple[Any, ...]:
+    """Return all that decides how a rope rotates keys."""
+    own = rope.rotary_dim, rope.theta, rope.interleaved, rope.begin
+    return *own, rope.attention_factor, rope.frequencies.tobytes()
 
 
 def as_rope(rope: object) -> Rope | str | None:
