@@ -1,13 +1,15 @@
 """Measure kvkit_cuda on one GPU: python -m benchmarks.gpu --json benchmarks/results/gpu.json
 
-All functions alternate in one process and are timed by CUDA events. `copy` reads and writes as many bytes as
-the operator must; `matmul` is torch's product with as many operations. `torch` is the fastest backend of
-scaled_dot_product_attention; `gather + torch` copies the rows of the cache first, and widens codes.
+All functions alternate in one process. CUDA events time 20 calls in a row, so that the device does not wait
+for the host, whose time is apart. `copy` reads and writes as many bytes as the operator must; `matmul` is
+torch's product with as many operations. `torch` is the fastest backend of scaled_dot_product_attention;
+`gather + torch` copies the rows of the cache first, and widens codes.
 """
 
 import json
 import statistics
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -20,6 +22,7 @@ from kvkit_cuda.device_runtime import device, host
 
 B, HEADS, KV_HEADS, DIM, PAST, PAGE = 64, 32, 8, 128, 8191, 128
 PREFILL, APPEND, GROUP = 4096, 512, 8
+IN_A_ROW = 20  # calls between two events
 SIZES = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2}
 WHERE = "cuda"
@@ -108,7 +111,7 @@ def quickest(query, key, value, causal):
         for folded in (False, True) if query.shape[2] == 1 else (False,):
             run = attention(getattr(SDPBackend, name), folded)
             try:
-                seconds = statistics.median(timed(lambda i, run=run: run(key, value), i) for i in range(4))
+                seconds, _ = timed(lambda i, run=run: run(key, value))
             except RuntimeError:  # the backend does not take these arrays, or lacks memory
                 continue
             found.append((seconds, name.lower() + " folded" * folded, run))
@@ -116,16 +119,19 @@ def quickest(query, key, value, causal):
     return name, run
 
 
-def timed(function, i):
-    """Return the seconds that a call takes on the device."""
+def timed(function):
+    """Return the seconds that a call takes on the device and on the host, of calls in a row."""
     import torch
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    function(i)
+    started = time.perf_counter()
+    for i in range(IN_A_ROW):
+        function(i)
+    host_seconds = (time.perf_counter() - started) / IN_A_ROW
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return begin.elapsed_time(end) / IN_A_ROW / 1e3, host_seconds
 
 
 def agree(kind, got, expected):
@@ -193,16 +199,18 @@ def prefill(kind):
     def prepare():
         import torch
 
-        query, key, value = (array[None] for array in new_tokens(kind, PREFILL))
-        out = query.clone()
+        query, key, value = new_tokens(kind, PREFILL)
+        pools = [array.reshape(-1, PAGE, KV_HEADS, DIM) for array in (key, value)]  # pages in order
+        table = np.arange(PREFILL // PAGE)[None]
+        plan, out = kvkit_cuda.paged_plan(table, [PREFILL], [0, PREFILL], page_size=PAGE), query.clone()
 
         def run(i):
-            kvkit_cuda.multi_head_attention(query, key, value, **SIZES, out=out, stream=stream())
+            plan.paged_attention(query, *pools, out=out, stream=stream())
 
         run(0)
-        heads_first = [array.transpose(1, 2).contiguous() for array in (query, key, value)]
+        heads_first = [array[None].transpose(1, 2).contiguous() for array in (query, key, value)]
         name, torch_run = quickest(*heads_first, True)
-        agree(kind, out.transpose(1, 2), torch_run(*heads_first[1:]))
+        agree(kind, out[None].transpose(1, 2), torch_run(*heads_first[1:]))
         operations = 2 * DIM * HEADS * PREFILL * (PREFILL + 1)  # two products over half of the scores
         left = torch.randn(PREFILL, PREFILL, device=WHERE, dtype=query.dtype)
         right = torch.randn(PREFILL, operations // (2 * left.numel()), device=WHERE, dtype=query.dtype)
@@ -233,15 +241,24 @@ CASES = [
 
 
 def measure(case, rounds):
-    """Return median seconds of a case and of the functions beside it, which alternate, after two warm-ups."""
+    """Return median seconds of a case and of the functions beside it, which alternate, after two warm-ups.
+
+    `seconds` are of the device; `host_seconds` are those that the host takes for a call of the case.
+    """
     work = case.prepare()
     turns = {"": work.run} | work.beside
-    times = {name: [] for name in turns}
-    for i in range(rounds + 2):
+    times, host_times = {name: [] for name in turns}, []
+    for _ in range(rounds + 2):
         for name, function in turns.items():
-            times[name].append(timed(function, i))
+            seconds, host_seconds = timed(function)
+            times[name].append(seconds)
+            host_times += [host_seconds] * (name == "")
     medians = {name: statistics.median(each[2:]) for name, each in times.items()}
-    result = {"case": case.name, "seconds": medians.pop("")}
+    result = {
+        "case": case.name,
+        "seconds": medians.pop(""),
+        "host_seconds": statistics.median(host_times[2:]),
+    }
     result |= {"bytes": work.moved} if work.moved else {"operations": work.operations}
     return result | {"beside": medians, "forms": work.forms, "goals": case.goals}
 
@@ -267,13 +284,14 @@ def main(path, only, rounds):
     versions = {"cuda": torch.version.cuda, "torch": torch.__version__}
     found = machine() | {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count} | versions
     table = show.table(
-        f"{gpu.name}; medians of {rounds}", "case", "µs", "GB/s", "Gop/s", "as fast as", "goals missed"
+        f"{gpu.name}; medians of {rounds}",
+        *("case", "µs", "GB/s", "Gop/s", "as fast as", "goals missed", "host µs"),
     )
     results = []
     for case in CASES:
         if only in case.name:
             results.append(measure(case, rounds))
-            table.add_row(*table_row(results[-1]))
+            table.add_row(*table_row(results[-1]), f"{results[-1]['host_seconds'] * 1e6:,.0f}")
             torch.cuda.empty_cache()
     show.console(width=None if sys.stdout.isatty() else 130).print(table)
     if path:

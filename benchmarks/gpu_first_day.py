@@ -6,6 +6,7 @@ python -m benchmarks.gpu_first_day bench          20 calls in a row between even
 """
 
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -16,10 +17,16 @@ import numpy as np
 
 import kvkit
 import kvkit_cuda
+from benchmarks.gpu import timed
+from kvkit_cuda.calls import tables
 
 BATCH, HEADS, KV_HEADS, DIM, PAGE = 3, 8, 2, 128, 16
 LIMITS = {"bfloat16": 3e-2, "float16": 4e-3}
 DECODE = (1, 32_768), (1, 131_072), (8, 8192), (64, 8192)  # sequences, tokens of each
+IN_PAGES = "float16", "bfloat16", "float8_e4m3fn", "int8"  # with a scale for all codes
+IN_CACHES = "int8/64", "int4/32"  # codes / codes that share a scale
+PREFILL = 4096, 16_384
+ROPE = kvkit.Rope(DIM)
 
 
 def normal(rng, *shape, dtype=np.float16):
@@ -48,12 +55,12 @@ def cached(package, rng, tokens, past, bits=0, dtype=np.float16):
 
 
 def paged(package, rng, stored, tokens=1, **scales):
-    """Append to pools and attend, by a plan; return the outputs and the pools."""
+    """Append rotated keys to pools and attend, by a plan; return the outputs and the pools."""
     pools = [normal(rng, 12, PAGE, KV_HEADS, DIM).astype(stored) for _ in range(2)]
     plan = package.paged_plan(np.arange(12).reshape(BATCH, 4), [50, 17, 64], np.arange(BATCH + 1) * tokens,
                               page_size=PAGE)  # fmt: skip
     query, *new = (normal(rng, BATCH * tokens, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    plan.paged_append(*new, *pools, **scales)
+    plan.paged_append(*new, *pools, **scales, rope=ROPE)
     return plan.paged_attention(query, *pools, **scales), *(pool.astype(np.float32) for pool in pools)
 
 
@@ -99,46 +106,92 @@ def leaves(result):
     return [np.asarray(result).astype(np.float64)]
 
 
-def timed(function, calls=20):
-    """Return the median seconds of a call on the device, and those of the host, of calls in a row."""
+def random(*shape, dtype="float16"):
+    """Return numbers of the device: normal ones, or codes."""
     import torch
 
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        host = time.perf_counter()
-        for _ in range(calls):
-            function()
-        host = (time.perf_counter() - host) / calls
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / calls * 1e-3)
-    return sorted(times)[2], host
+    if dtype == "int8":
+        return torch.randint(-127, 128, shape, device="cuda", dtype=torch.int8)
+    numbers = torch.empty(shape, device="cuda", dtype=torch.float16).normal_()
+    return numbers.to(getattr(torch, dtype))
 
 
-def decode_cases():
-    """Yield (name, function, bytes) of decoding from pages of floats and of e4m3, by plans."""
-    import torch
+def page_cases(batch, tokens):
+    """Yield (name, function, bytes) of decoding from pages, by plans; of one sequence in fewer splits too."""
+    blocks = batch * tokens // PAGE
+    table = np.arange(blocks).reshape(batch, -1)
+    for kind in IN_PAGES:
+        pools = [random(blocks, PAGE, 8, DIM, dtype=kind) for _ in range(2)]
+        query = random(batch, 32, DIM, dtype="bfloat16" if kind == "bfloat16" else "float16")
+        scales, usual = SCALES if kind in IN_PAGES[2:] else {}, tables.PARTS
+        for splits in (usual, 256) if kind == "float16" and batch == 1 else (usual,):
+            tables.PARTS = splits  # of a plan's calls, when they first run
+            plan = kvkit_cuda.paged_plan(table, [tokens] * batch, page_size=PAGE)
 
-    for batch, tokens in DECODE:
-        blocks = batch * tokens // PAGE
-        plan = kvkit_cuda.paged_plan(np.arange(blocks).reshape(batch, -1), [tokens] * batch, page_size=PAGE)
-        for kind in ("float16", "bfloat16", "float8_e4m3fn"):
-            dtype = torch.bfloat16 if kind == "bfloat16" else torch.float16
-            pools = [
-                torch.randn(blocks, PAGE, 8, DIM, device="cuda").to(getattr(torch, kind)) for _ in range(2)
-            ]
-            query = torch.randn(batch, 32, DIM, device="cuda", dtype=dtype)
-            out, scales = torch.empty_like(query), SCALES if kind == "float8_e4m3fn" else {}
+            out = query.clone()
 
-            def run(plan=plan, query=query, pools=pools, out=out, scales=scales):
+            def run(i, plan=plan, query=query, pools=pools, out=out, scales=scales):
                 plan.paged_attention(query, *pools, **scales, out=out)
 
-            yield f"decode B={batch} T={tokens} {kind}", run, 2 * pools[0].nbytes
-            del pools
+            note = f", {splits} splits" * (splits != usual)
+            yield f"decode B={batch} T={tokens} {kind}{note}", run, {"bytes": 2 * pools[0].nbytes}
+        tables.PARTS = usual
+
+
+def cache_cases(batch, tokens):
+    """Yield (name, function, bytes) of an append and decoding from codes in groups, by a plan."""
+    index, rows = index_of(1, tokens - 1, batch, 128)
+    plan = kvkit_cuda.dynamic_batching.plan(*index, batch, cache_mode=1, page_size=128)
+    for kind in IN_CACHES:
+        bits, group = (int(number) for number in kind.removeprefix("int").split("/"))
+        cache = random(1, 2, 8, rows, DIM * bits // 8, dtype="int8")
+        scale = random(1, 2, 8, rows, DIM // group).abs_().mul_(0.02)
+        new = [random(batch, heads, DIM) for heads in (32, 8, 8)]
+        how = {"num_heads": 32, "num_kv_heads": 8, "head_dim": DIM, "cache_layout": 3}
+
+        how |= {"quant_bit": bits, "quant_group": group, "out": new[0].clone()}
+
+        def run(i, new=new, cache=cache, scale=scale, how=how):
+            plan.multi_head_cache_attention(*new, cache, scale, **how)
+
+        yield f"decode B={batch} T={tokens} {kind}", run, {"bytes": cache.nbytes + scale.nbytes}
+
+
+def prefill_cases(tokens):
+    """Yield (name, function, operations) of a prompt in pages by a plan, and of torch's attention."""
+    import torch
+
+    plan = kvkit_cuda.paged_plan(np.arange(tokens // PAGE)[None], [tokens], [0, tokens], page_size=PAGE)
+    work = {"operations": 2 * DIM * 32 * tokens * (tokens + 1)}  # two products over half of the scores
+    for kind in ("float16", "bfloat16"):
+        query, *pools = (random(tokens, heads, DIM, dtype=kind) for heads in (32, 8, 8))
+        pools = [pool.reshape(-1, PAGE, 8, DIM) for pool in pools]
+
+        out = query.clone()
+
+        def run(i, query=query, pools=pools, out=out):
+            plan.paged_attention(query, *pools, out=out)
+
+        yield f"prefill {tokens} {kind}", run, work
+        states = [array.reshape(1, tokens, -1, DIM).transpose(1, 2) for array in (query, *pools)]
+
+        def attend(i, states=states):
+            torch.nn.functional.scaled_dot_product_attention(*states, is_causal=True, enable_gqa=True)
+
+        yield f"torch prefill {tokens} {kind}", attend, work
+
+
+def bench_cases():
+    """Yield (name, function, work) of all that is timed: limits of the device first."""
+    arrays = [random(2**30) for _ in range(2)]
+    yield "copy", lambda i: arrays[0].copy_(arrays[1]), {"bytes": 2 * arrays[0].nbytes}
+    arrays[:] = [random(8192, 8192)] * 2
+    yield "matmul 8192", lambda i: arrays[0] @ arrays[1], {"operations": 2 * 8192**3}
+    for sizes in DECODE:
+        yield from page_cases(*sizes)
+        yield from cache_cases(*sizes)
+    for tokens in PREFILL:
+        yield from prefill_cases(tokens)
 
 
 @click.group()
@@ -173,21 +226,19 @@ def smoke(name):
     "--json", "path", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures there."
 )
 def bench(path):
-    """Time decoding beside a copy."""
-    import torch
-
-    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
-    target, results = torch.empty_like(source), []
-    for name, function, moved in (("copy", lambda: target.copy_(source), 2 << 31), *decode_cases()):
+    """Time decoding and prompts beside a copy and a product: medians of 5 times 20 calls in a row."""
+    results = []
+    for name, function, work in bench_cases():
         try:
-            seconds, host = timed(function)
+            runs = [timed(function) for _ in range(6)][1:]
         except Exception as error:  # the others still tell something
             print(f"FAIL {name}: {type(error).__name__} {str(error)[:150]}")
             continue
-        results.append({"case": name, "seconds": seconds, "host_seconds": host, "bytes": moved})
-        print(
-            f"{name:36s} {seconds * 1e6:9.1f} us {moved / seconds / 1e9:7.0f} GB/s  host {host * 1e6:7.1f} us"
-        )
+        seconds, host = (statistics.median(each) for each in zip(*runs, strict=True))
+        results.append({"case": name, "seconds": seconds, "host_seconds": host} | work)
+        rates = {"bytes": (1e9, "GB/s"), "operations": (1e12, "TFLOP/s")}
+        rate = "".join(f"{work[key] / seconds / rates[key][0]:7.0f} {rates[key][1]:7s}" for key in work)
+        print(f"{name:44s} {seconds * 1e6:9.1f} us {rate} host {host * 1e6:7.1f} us")
     if path:
         path.write_text(json.dumps(results, indent=1) + "\n")
 
