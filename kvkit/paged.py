@@ -216,7 +216,7 @@ def paged_append(
     A key of position 2 is rotated by 2 radians, its value is not:
 
     >>> keys, values, key = *np.zeros((2, 1, 1, 1, 2), np.float32), np.ones((1, 1, 2), np.float32)
-    >>> _ = kvkit.paged_append(key, key, keys, values, [0], positions=[2], rope=kvkit.Rope(2))
+    >>> _ = kvkit.paged_append(key, key, keys, values, [0], positions=[2], rope={"rotary_dim": 2})
     >>> keys.ravel().round(2), values.ravel()
     (array([-1.33,  0.49], dtype=float32), array([1., 1.], dtype=float32))
     """
