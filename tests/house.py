@@ -138,10 +138,10 @@ def most_files_of_an_operator(sources: Trees) -> int:
 
 
 LIMITS = {
-    "lines of kvkit": 52_360,
-    "lines of kvkit_cuda": 9_035,
-    "lines of cli": 2_795,
-    "lines of tests": 44_430,
+    "lines of kvkit": 53_050,
+    "lines of kvkit_cuda": 10_450,
+    "lines of cli": 2_800,
+    "lines of tests": 45_210,
     "calls of locals()": 0,
     "class names that stand twice": 0,
     "functions of one name": 3,
