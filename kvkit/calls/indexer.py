@@ -33,7 +33,7 @@ def score_positions(call: IndexerCall, out: Array | None) -> Array:
             np.matmul(query, key.T, out=products)
             if call.scaled:
                 products *= found[:, dim]
-            for token, by_head in enumerate(products.reshape(end - begin, heads, -1), begin):
+            for token, by_head in enumerate(products.reshape(end - begin, heads, last - first), begin):
                 np.maximum(by_head, 0, out=by_head)  # [H, keys], which stays in the nearest cache
                 scores[token, first:last] = share[token] @ by_head
         own = np.arange(length - (end - begin), length)  # positions of the queries

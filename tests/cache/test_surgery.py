@@ -467,7 +467,7 @@ def test_what_is_not_there_is_refused_in_a_sentence(tmp_path):
     assert cache.can("remove", 5) is None  # a crop
     empty = DynamicCache(1, rope=ROPE)
     empty.shift(0, None, 3)
-    with pytest.raises(KvkitError, match="expected tokens"):
+    with pytest.raises(KvkitError, match="expected a layer with tokens"):
         empty.offload(tmp_path / "none")
     empty = DynamicCache(1, rope=ROPE, offload=tmp_path / "none")
     assert "in a file, got shift of none" in empty.can("shift", 0, None, 3)

@@ -268,7 +268,7 @@ UNKNOWN = """
     bar.red.or.pred %p1, 0, 32, %p2
     barrier.sync 0
     membar.gl
-    vote.sync.any.pred %p1, %p2, -1
+    vote.sync.uni.pred %p1, %p2, -1
     shfl.sync.up.b32 %r2, %r1, 1, 0, -1
     shfl.sync.bfly.foo.b32 %r2, %r1, 1, 31, -1
     shfl.bfly.b32 %r2, %r1, 1, 31
