@@ -13,7 +13,7 @@ WIDTHS = 390, 1400
 # What a picture is on the screen: whether it has loaded, is shown, and stays inside the page.
 SEEN = """() => [...document.querySelectorAll("main img")].map(image => ({
     name: image.src, shown: image.offsetParent !== null, loaded: image.complete && image.naturalWidth > 0,
-    right: image.getBoundingClientRect().right }))"""
+    right: (image.closest('figure.wide') ?? image).getBoundingClientRect().right }))"""
 # Boxes of code whose lines go on beyond their edge.
 CUT = """() => [...document.querySelectorAll("main pre")].filter(box => box.scrollWidth > box.clientWidth + 1)
     .map(box => box.textContent.slice(0, 60))"""
