@@ -24,7 +24,7 @@ from kvkit.cache.paged.ragged import HeadStates, RaggedLayer
 from kvkit.checks.values import flag, integer
 from kvkit.errors import argument_error, describe
 from kvkit.eviction.inputs import refuse_first
-from kvkit.eviction.selection import LARGEST, ada_counts, shared_counts
+from kvkit.eviction.selection import LARGEST, ada_counts, shared_counts, with_protected
 from kvkit.typed import Array
 
 SAME_SHAPES = "layers with the same batch and number of heads, for 'global'"
@@ -43,8 +43,9 @@ def compressed(layers: Sequence[Any], asked: Compression) -> tuple[list[Any], Re
     tokens = {i: head_lengths(layers[i]) for i in chosen}
     means = mean_counts(tokens, len(layers), asked)
     function = score_function(layers, asked)
+    first, last = integer("first", asked.first, 0), integer("last", asked.last, 0)
     scored = {
-        i: with_protection(scores_of_heads(function, layers[i], i, means[i], asked), tokens[i], asked)
+        i: with_protected(scores_of_heads(function, layers[i], i, means[i], asked), tokens[i], first, last)
         for i in chosen
     }
     staying = rows_that_stay(scored, tokens, means, len(layers), asked)
@@ -169,19 +170,6 @@ def for_head(asked: Compression, number: int, at: tuple[int, int], heads: int, t
     return replace(asked, scorer=scorer, queries=part(asked.queries), weights=weights)
 
 
-def protected(tokens: Array, longest: int, asked: Compression) -> Array:
-    """Return which tokens of each head are its first or last ones, bool [B, Hkv, longest]."""
-    first, last = integer("first", asked.first, 0), integer("last", asked.last, 0)
-    rows, ends = np.arange(longest), tokens[..., None]
-    return (rows < ends) & ((rows < first) | (rows >= ends - last))
-
-
-def with_protection(scores: Array, tokens: Array, asked: Compression) -> Array:
-    """Rank the first and last tokens above all others: they score inf, and no other token does."""
-    own = protected(tokens, scores.shape[2], asked)
-    return np.where(own, np.inf, np.minimum(scores.astype(np.float64), LARGEST))
-
-
 def rows_that_stay(
     scored: dict[int, Array], tokens: dict[int, Array], means: dict[int, int], layers: int, asked: Compression
 ) -> dict[int, list[Array]]:
@@ -189,11 +177,8 @@ def rows_that_stay(
     if asked.threshold is not None:
         bounds, kept = by_head("threshold", asked.threshold, tokens, layers, "fiu"), {}
         for i, scores in scored.items():
-            longest = scores.shape[2]
-            reached = (scores >= np.minimum(bounds[i], LARGEST)[..., None]) & (
-                np.arange(longest) < tokens[i][..., None]
-            )
-            kept[i] = reached | protected(tokens[i], longest, asked)
+            stored = np.arange(scores.shape[2]) < tokens[i][..., None]
+            kept[i] = stored & (scores >= np.minimum(bounds[i], LARGEST)[..., None])
         return {i: [np.flatnonzero(own) for own in by_row(each)] for i, each in kept.items()}
     counts = counts_of_heads(scored, tokens, means, layers, asked)
     found = {}

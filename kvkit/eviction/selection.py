@@ -99,11 +99,10 @@ def select(
     """
     scores = scores_array("scores", scores)
     first, last, tokens = integer("first", first, 0), integer("last", last, 0), scores.shape[2]
-    scores = with_protected(scores, min(first, tokens), min(last, tokens))
+    scores = with_protected(scores, tokens, first, last)
     if threshold is not None:
         bound = per_head("threshold", threshold, scores.shape[:2], "fiu")
         staying = scores >= np.minimum(bound, LARGEST)[..., None]
-        staying[..., :first], staying[..., max(tokens - last, 0) :] = True, True
         starts = np.append(0, np.cumsum(staying.sum(-1)))
         return Kept(np.nonzero(staying)[2], starts)
     if isinstance(budget, str):
@@ -120,14 +119,16 @@ def select(
     return take(scores, counts)
 
 
-def with_protected(scores: Array, first: int, last: int) -> Array:
-    """Rank the first and last tokens above all others: they score inf, and no other token does."""
+def with_protected(scores: Array, ends: ArrayLike, first: int, last: int) -> Array:
+    """Rank the first tokens, and the last ones before `ends`, above all others: only they score inf.
+
+    `ends` is the number of tokens of each head, or one for all; scores after it stay as they are.
+    """
     if not first and not last:
         return scores
-    scores = np.minimum(scores.astype(np.float64), LARGEST)
-    for part in (slice(0, first), slice(scores.shape[2] - last, None)):
-        scores[..., part] = np.inf
-    return scores
+    rows, ends = np.arange(scores.shape[2]), np.asarray(ends)[..., None]
+    own = (rows < ends) & ((rows < first) | (rows >= ends - last))
+    return np.where(own, np.inf, np.minimum(scores.astype(np.float64), LARGEST))
 
 
 def per_head(name: str, numbers: ArrayLike, shape: tuple[int, ...], kinds: str) -> Array:
