@@ -66,10 +66,11 @@ class Rope:
     rotary_dim: int
     theta: float = 1e4
     interleaved: bool = False
-    scaling: Mapping[str, Any] | None = None
+    scaling: Mapping[str, Any] | None = field(default=None, compare=False)
     begin: int = 0
     frequencies: Array = field(init=False, repr=False, compare=False)
-    attention_factor: float = field(init=False, repr=False, compare=False)
+    attention_factor: float = field(init=False, repr=False)
+    _frequency_bytes: bytes = field(init=False, repr=False)  # which can be compared and hashed
 
     def __post_init__(self) -> None:
         if integer("rotary_dim", self.rotary_dim, 2) % 2:
@@ -96,14 +97,7 @@ class Rope:
         frequencies.flags.writeable = False
         object.__setattr__(self, "frequencies", frequencies)
         object.__setattr__(self, "attention_factor", factor)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Rope):
-            return NotImplemented
-        return parts_that_rotate(self) == parts_that_rotate(other)
-
-    def __hash__(self) -> int:
-        return hash(parts_that_rotate(self))
+        object.__setattr__(self, "_frequency_bytes", frequencies.tobytes())
 
     def rotate(self, states: Array, positions: ArrayLike) -> Array:
         """Rotate queries or keys [..., tokens, dim] for their positions, and multiply them with the factor.
@@ -238,12 +232,6 @@ class Rope:
             return cls(int(dim * (1.0 if share is None else share)), float(theta), interleaved, own)
 
         return [of_layer(number) for number in range(count)]
-
-
-def parts_that_rotate(rope: Rope) -> tuple[Any, ...]:
-    """Return all that decides how a rope rotates keys."""
-    own = rope.rotary_dim, rope.theta, rope.interleaved, rope.begin
-    return *own, rope.attention_factor, rope.frequencies.tobytes()
 
 
 def as_rope(rope: object) -> Rope | str | None:
