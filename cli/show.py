@@ -67,7 +67,7 @@ def text(found: Any, style: Callable[[str], str | None] | None = None, stderr: b
 
 
 def as_list(table: Table) -> Group:
-    """Return the rows of a table as a list, each cell behind the name of its column."""
+    """Return the rows of a table as a list, each cell after the name of its column."""
     columns = [(str(column.header), *map(str, column.cells)) for column in table.columns]
     lines = [Text(str(table.title or ""), style="bold")]
     for name, *cells in list(zip(*columns, strict=True))[1:]:

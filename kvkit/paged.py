@@ -106,7 +106,7 @@ def paged_attention(
     lse : ndarray of float32, shape [tokens, num_heads]
         If `return_lse`; -inf for a query that attends to no key.
     key_weights : ndarray of float32, shape [B, num_heads, longest context]
-        If `return_key_weights`: the sums of the softmax weights over queries; 0 behind a context.
+        If `return_key_weights`: the sums of the softmax weights over queries; 0 after a context.
 
     Raises
     ------

@@ -26,7 +26,7 @@ class Rope:
     """The rotary position embedding of a model's keys.
 
     Pair i of ``rotary_dim`` elements is rotated by ``position * frequencies[i]``. The elements before
-    ``begin`` and behind the pairs are left alone.
+    ``begin`` and after the pairs are left alone.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ class Rope:
         return np.stack(self.turns(positions, np.float32, self.attention_factor), -1)
 
     def turn(self, states: Array, cosines: Array, sines: Array, out: Array) -> None:
-        """Write states that are rotated to `out`, of a dtype; the elements behind the pairs lie there."""
+        """Write states that are rotated to `out`, of a dtype; the elements after the pairs lie there."""
         first, second = self.pairs()
         x, y, rotated_x, rotated_y = (
             states[..., first],

@@ -217,7 +217,7 @@ class Cache(BaseCache):
             Whether each head chooses its own tokens. ``"ada"``, ``"global"``, counts of heads and
             `threshold` imply it.
         threshold : float or array_like, optional
-            Keep every token that scores at least so much, in place of `keep`: a number, or one for each head.
+            Keep every token whose score is at least this, in place of `keep`: a number, or one for each head.
         first, last : int
             How many of the first and of the last tokens stay whatever their scores.
         queries, weights : list of ndarray, optional
@@ -250,7 +250,7 @@ class Cache(BaseCache):
         """
         asked = compression.Compression(
             scorer, keep, count, budget, queries, weights, per_head=per_head, renumber=renumber,
-            **compression.of_the_scorer(scorer, options, first=first, last=last, threshold=threshold),
+            **compression.split_options(scorer, options, first=first, last=last, threshold=threshold),
         )  # fmt: skip
         if not compression.is_by_head(self.layers, asked):
             return compression.compress(self.layers, self.rearrange, asked)

@@ -70,8 +70,8 @@ class Compression:
     last: int = 0
 
 
-def of_the_scorer(scorer: Any, options: dict[str, Any], **given: Any) -> dict[str, Any]:
-    """Return those of `options` that the scorer has parameters for."""
+def split_options(scorer: Any, options: dict[str, Any], **given: Any) -> dict[str, Any]:
+    """Return keywords of `Compression`: what is given and the scorer takes itself goes into its `options`."""
     own = SCORERS[scorer].options if isinstance(scorer, str) and scorer in SCORERS else ()
     given = {name: each for name, each in given.items() if each is not None}
     more = {name: each for name, each in given.items() if name in own}

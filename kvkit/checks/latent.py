@@ -31,10 +31,10 @@ from kvkit.formats.known import Format, named
 from kvkit.formats.packing import count_elements
 from kvkit.typed import Array
 
-NO_TABLE = "block_tables and context_lens, or indices"
+ROWS = "block_tables and context_lens, or indices"
 CODED = "ds_mla", "ds_v4"  # formats of rows of bytes
 BYTES = np.dtype(np.uint8), np.dtype(np.int8), E4M3.dtype  # the dtypes that bytes may have
-ROW_584, BODY_584 = 584, 576  # bytes of a token of ds_v4: with its scales, and without
+DS_V4_ROW, DS_V4_BODY = 584, 576  # bytes of a token of ds_v4: with its scales, and without
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def chosen_rows(call: LatentArguments, pool: LatentPool, tokens: int) -> list[La
     """Return the chosen rows of one pool or two; none if attention is over contexts."""
     if call.indices is None:
         if call.block_tables is None or call.context_lens is None:
-            raise argument_error("indices", NO_TABLE, "None")
+            raise argument_error("indices", ROWS, "None")
         for name, given in (("index_lens", call.index_lens), ("extra", call.extra)):
             if given is not None:
                 raise argument_error(name, "None, without indices", describe(given))
@@ -208,7 +208,7 @@ def checked_latent_pool(name: str, latent: Any, rope_cache: Any, format: str | N
         raise argument_error(name, f"an array of bytes, for {known}", describe(latent))
     rows = latent.view(np.uint8)
     if known.name == "ds_v4":
-        return LatentPool(parts_of_584(name, rows), known, 448 + known.tail)
+        return LatentPool(ds_v4_parts(name, rows), known, 448 + known.tail)
     rows = without_head(name, rows)
     try:
         coded = count_elements(known, rows.shape[2])
@@ -236,25 +236,25 @@ def without_head(name: str, array: Any) -> Array:
     return pool
 
 
-def parts_of_584(name: str, blocks: Array) -> tuple[Array, Array]:
+def ds_v4_parts(name: str, blocks: Array) -> tuple[Array, Array]:
     """Return views of codes and scales in blocks of bytes that have all codes, then all scales."""
-    page_size = blocks.shape[-1] // ROW_584
+    page_size = blocks.shape[-1] // DS_V4_ROW
     if blocks.ndim != 2 or not page_size:
-        raise argument_error(name, f"[blocks, bytes] of {ROW_584} bytes a token or more", describe(blocks))
-    ends = BODY_584 * page_size, ROW_584 * page_size
+        raise argument_error(name, f"[blocks, bytes] of {DS_V4_ROW} bytes a token or more", describe(blocks))
+    ends = DS_V4_BODY * page_size, DS_V4_ROW * page_size
     shape = len(blocks), page_size
     codes, scales = blocks[:, : ends[0]], blocks[:, ends[0] : ends[1]]
-    return codes.reshape(*shape, BODY_584), scales.reshape(*shape, ROW_584 - BODY_584)
+    return codes.reshape(*shape, DS_V4_BODY), scales.reshape(*shape, DS_V4_ROW - DS_V4_BODY)
 
 
-def blocks_of_584(name: str, rows: Array) -> Array:
+def ds_v4_blocks(name: str, rows: Array) -> Array:
     """Return blocks [blocks, bytes] of rows [blocks, tokens, 584]; a block ends at a multiple of 576."""
-    if rows.ndim != 3 or rows.shape[2] != ROW_584 or rows.dtype not in BYTES:
-        raise argument_error(name, f"rows of {ROW_584} bytes (format ds_v4)", describe(rows))
-    size = -(-rows.shape[1] * ROW_584 // BODY_584) * BODY_584
+    if rows.ndim != 3 or rows.shape[2] != DS_V4_ROW or rows.dtype not in BYTES:
+        raise argument_error(name, f"rows of {DS_V4_ROW} bytes (format ds_v4)", describe(rows))
+    size = -(-rows.shape[1] * DS_V4_ROW // DS_V4_BODY) * DS_V4_BODY
     blocks = np.zeros((len(rows), size), np.uint8)
-    bodies, scales = parts_of_584(name, blocks)
-    bodies[...], scales[...] = np.split(rows.view(np.uint8), [BODY_584], axis=2)
+    bodies, scales = ds_v4_parts(name, blocks)
+    bodies[...], scales[...] = np.split(rows.view(np.uint8), [DS_V4_BODY], axis=2)
     return blocks
 
 

@@ -128,7 +128,7 @@ def find_conflict(
                 first = table[b * columns + page]
                 begins[run], ends[run], owners[run] = first + past, first + used, b
                 run += 1
-    ascending(begins, 0, 1, stored_runs, order, 0, stored_runs)  # `spare` lies behind `order`
+    ascending(begins, 0, 1, stored_runs, order, 0, stored_runs)  # `spare` follows `order`
     for run in range(stored_runs):
         spare[run] = begins[order[run]]
     for run in range(stored_runs):

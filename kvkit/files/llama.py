@@ -62,8 +62,8 @@ LINES = {  # (whether streams are several, whether values lie transposed)
     (True, True): "b l kv | n (h c) ; (h c) n",
 }
 ROTATED = (
-    "since April 2026 llama.cpp stores coded keys and values of heads of a multiple of 64 elements "
-    "Hadamard-rotated, unless LLAMA_ATTN_ROT_DISABLE is set, and no file says whether it did"
+    "since April 2026 llama.cpp rotates keys and values (Hadamard) before it codes them, if heads have a "
+    "multiple of 64 elements and LLAMA_ATTN_ROT_DISABLE is not set; no file says whether it did"
 )
 HEADS = "how many heads a row has is not in the file: say so in sizes, as h"
 STATES = (
@@ -161,7 +161,7 @@ def read(path: FilePath) -> Contents:
         arrays |= outputs
     except Unfit as error:
         raise file_error(
-            path, f"a {NAMES[magic]}, but damaged or of a memory that is no plain cache ({error})"
+            path, f"a {NAMES[magic]}, but damaged, or with a kind of memory that kvkit cannot read ({error})"
         ) from None
     for name, cache in zip(CACHES, caches, strict=False):
         arrays |= name_cache_arrays(name, cache)
@@ -187,14 +187,14 @@ def read(path: FilePath) -> Contents:
 def read_memory(
     source: Bytes, extra: tuple[str, ...], session: bool
 ) -> tuple[list[CellCache], RecurrentMemory | None, dict[str, Array]]:
-    """Return (caches, recurrent memory, outputs before) of the first combination that consumes the file."""
+    """Return (caches, recurrent memory, outputs) of the first combination that consumes the file."""
     begin, errors = source.at, []
     with_outputs = (True, False) if session else (False,)
-    for before, fields, with_values in itertools.product(with_outputs, ((), extra), (True, False)):
+    for has_outputs, fields, with_values in itertools.product(with_outputs, ((), extra), (True, False)):
         source.at = begin
         found: list[CellCache] = []
         try:
-            outputs = read_outputs(source) if before else {}
+            outputs = read_outputs(source) if has_outputs else {}
             while not source.ended:
                 at = source.at
                 try:

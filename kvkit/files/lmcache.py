@@ -66,7 +66,7 @@ def read(path: FilePath, said: dict[str, Any]) -> Contents:
 
 
 def headed(data: Array) -> tuple[Array, str] | None:
-    """Return the elements behind a header and their line; None if there is no header."""
+    """Return the elements after a header and their line; None if there is no header."""
     if len(data) < 4 * HEADER:
         return None
     size, kind, dtype, *lengths = data[: 4 * HEADER].view("<i4").tolist()

@@ -3,7 +3,7 @@
 Tensors are called LAYER.PART, in the order of each class's state. Before mlx-lm 0.32 the metadata's 0 has the
 numbers of each layer, 1 what its owner added, 2 the class of each layer, and keys end with the last token.
 Since then 0 is the owner's, 1 has the classes, numbers are tensors without axes, which 2 lists, and there are
-rows behind the last token. What is known of a class becomes ``cache.LAYER.KV``, rows in the order of tokens.
+rows after the last token. What is known of a class becomes ``cache.LAYER.KV``, rows in the order of tokens.
 """
 
 import json
@@ -61,13 +61,13 @@ class PromptLayer:
 
     @property
     def missing(self) -> int:
-        """Return how many tokens, behind those that are kept, are there no longer."""
+        """Return how many tokens after those that are kept are there no longer."""
         there: int = sum(run.stop - run.start for run in self.runs)
         return max(self.numbers.get("offset", 0) - there, 0)
 
     @property
     def sound(self) -> bool:
-        """Return whether all parts have as many rows, and no run ends behind them."""
+        """Return whether all parts have as many rows, and no run ends after them."""
         rows = {part.shape[2] for side in self.sides for part in side}
         return len(rows) == 1 and all(0 <= run.start <= run.stop <= self.rows for run in self.runs)
 
@@ -144,7 +144,7 @@ def read_layer(
 def with_layers(
     path: FilePath, found: Contents, known: Mapping[int, PromptLayer], said: Description, notes: list[str]
 ) -> Contents:
-    """Return the contents with the rows of known layers, one behind the other."""
+    """Return the contents with the rows of known layers, one after the other."""
     arrays = {
         f"{name}.{at}.{kv}": runs[0] if len(runs) == 1 else np.concatenate(runs, 2)
         for at, layer in enumerate(known.values())

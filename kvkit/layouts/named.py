@@ -65,7 +65,7 @@ LLAMA = "llama.cpp@3514e9f:src/llama-kv-cache.cpp"
 LMDEPLOY = "lmdeploy@1263d5c:"
 ASCEND = "vllm-ascend@182b75e:vllm_ascend/attention/attention_v1.py"
 LMCACHE = "LMCache", "registry of 2026", "lmcache:csrc/engine_kv_format.h"
-OLD = "deprecated there; the bytes of vllm-"
+OLD = "deprecated by LMCache; the bytes are those of vllm-"
 POOL = "all layers in one pool; the content of a head is its key, then its value"
 
 NAMED = MappingProxyType({

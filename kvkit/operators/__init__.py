@@ -100,7 +100,7 @@ TABLE = (
     Operator(
         "ascend.nd_to_nz",
         "Ascend ATB TransData",
-        (Output("y", "that of x", NZ_MATRICES, "n/n0 rounded up; zeros behind x"),),
+        (Output("y", "that of x", NZ_MATRICES, "n/n0 rounded up; zeros after x"),),
     ),
     Operator("ascend.nz_to_nd", "Ascend ATB TransData", (Output("x", "that of y", "(b, m, n)", "matrices"),)),
 )

@@ -118,7 +118,7 @@ def mla_attention(
 
 
 def bytes_of(row: Array, format: str) -> tuple[list[int], list[int]]:
-    """Return (the first bytes of a row, those of its scales behind them, or of "ds_v4" behind the block)."""
+    """Return (the first bytes of a row, those of its scales after them, or for "ds_v4" after the block)."""
     kind, *powers = format.split(":")
     group, coded = (64, 448) if kind == "ds_v4" else (128, 512)
     codes: list[int] = []
@@ -207,7 +207,7 @@ def indexer_scores(
 
 
 def topk_rows(scores: Array, k: int, block_tables: Any, page_size: int, query_starts: Any = None) -> Array:
-    """Return the slots of each query's k largest scores, by ascending position; -1 behind the last."""
+    """Return the slots of each query's k largest scores, by ascending position; -1 after the last."""
     k, page_size = int(k), int(page_size)
     starts = range(len(block_tables) + 1) if query_starts is None else query_starts
     rows = np.full((len(scores), k), -1, np.int32)

@@ -120,7 +120,7 @@ def paged_append(
         how, key = {"interleaved": False, **rope}, key.astype(np.float64)
         begin = how.pop("begin", 0)
         for token, position in enumerate(positions):
-            key[token, :, begin:] = rotate_token(key[token, :, begin:], position, position, **how)
+            key[token, :, begin:] = rotate_token(key[token, :, begin:], position, end=position, **how)
     for tokens, pool in ((key, key_cache), (value, value_cache)):
         if tokens is not None:
             store_in_pages(tokens, tokens_before_heads(pool, layout), slot_mapping)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvkit import files, layouts
-from kvkit.checks.latent import blocks_of_584, parts_of_584
+from kvkit.checks.latent import ds_v4_blocks, ds_v4_parts
 from kvkit.errors import argument_error, brief, describe, printable
 from kvkit.files import Contents, Description, llama_writing
 from kvkit.files.arrays import CACHE
@@ -22,7 +22,7 @@ from kvkit.layouts.views import KV
 from kvkit.tools import recoding, states
 from kvkit.tools.contents import Source
 from kvkit.tools.layer_choice import choose_layers
-from kvkit.tools.readers import BLOCKS_584, LATENT_LINE, LINE, with_rows_of_584
+from kvkit.tools.readers import DS_V4_LAYOUT, LATENT_LINE, LINE, ds_v4_as_rows
 from kvkit.tools.rope_pairs import PairOrder, change_of_pairs
 from kvkit.tools.source import (
     SLIDING,
@@ -206,16 +206,16 @@ def convert(
     given = None if from_layout is None else parse_layout(from_layout, "from_layout")
     if given is not None and said is not None and given != layouts.parse(said):
         raise argument_error("from_layout", f"{said}, as the file says", from_layout)
-    rows, to_blocks = with_rows_of_584(found, from_format), to_layout == BLOCKS_584
+    rows, to_blocks = ds_v4_as_rows(found, from_format), to_layout == DS_V4_LAYOUT
     arrays, descriptions, total = move_caches(
         rows, LATENT_LINE if to_blocks else to_layout, page_size, tables_from, pairs, verify=verify,
         progress=progress,
     )  # fmt: skip
     if to_blocks:
-        arrays[CACHE] = [in_blocks_of_584(each, verify) for each in arrays[CACHE]]
+        arrays[CACHE] = [rows_as_ds_v4(each, verify) for each in arrays[CACHE]]
         sizes_of_rows = {axis: n for axis, n in descriptions[CACHE].sizes.items() if axis != "c"}
         descriptions[CACHE] = replace(
-            descriptions[CACHE], layout=BLOCKS_584, sizes=sizes_of_rows, format="ds_v4"
+            descriptions[CACHE], layout=DS_V4_LAYOUT, sizes=sizes_of_rows, format="ds_v4"
         )
     metadata = recoding.carried_metadata(found, descriptions.get(SLIDING))
     result = Conversion(arrays, descriptions[CACHE], str(found.layout), total, verify, metadata=metadata)
@@ -224,10 +224,10 @@ def convert(
     return result
 
 
-def in_blocks_of_584(rows: np.ndarray, verify: bool) -> np.ndarray:
+def rows_as_ds_v4(rows: np.ndarray, verify: bool) -> np.ndarray:
     """Return rows of 584 bytes as blocks that have all codes, then all scales; perhaps read them back."""
-    blocks = blocks_of_584(CACHE, rows)
-    if verify and not np.array_equal(np.concatenate(parts_of_584(CACHE, blocks), 2), rows.view(np.uint8)):
+    blocks = ds_v4_blocks(CACHE, rows)
+    if verify and not np.array_equal(np.concatenate(ds_v4_parts(CACHE, blocks), 2), rows.view(np.uint8)):
         raise argument_error("verify", "the bytes of the rows", "others")
     return blocks
 

@@ -17,7 +17,7 @@ from kvkit.layouts.tables import BlockTable
 from kvkit.layouts.views import KV
 from kvkit.tools.contents import Source
 from kvkit.tools.names import SIDES
-from kvkit.tools.readers import with_rows_of_584
+from kvkit.tools.readers import ds_v4_as_rows
 from kvkit.tools.source import CacheSource
 from kvkit.tools.text import columns, size
 
@@ -197,7 +197,7 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
     """
     found = CacheSource(source, layout, sizes)
     contents, cache = found.contents, found.contents.cache
-    kv, axis_sizes = with_rows_of_584(found).one_head_view()
+    kv, axis_sizes = ds_v4_as_rows(found).one_head_view()
     arrays = found.arrays.items()
     return Inspection(
         kind_of(contents),

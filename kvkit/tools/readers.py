@@ -10,7 +10,7 @@ import numpy as np
 
 from kvkit import files, layouts
 from kvkit.cache import loading
-from kvkit.checks.latent import parts_of_584
+from kvkit.checks.latent import ds_v4_parts
 from kvkit.checks.values import positive_number
 from kvkit.errors import argument_error, describe
 from kvkit.files import llama
@@ -23,7 +23,7 @@ from kvkit.layouts.views import KV
 from kvkit.tools.source import PACKED, TABLES, CacheSource, check_pages_in_pool, format_of_paged, leaves
 
 LATENT_LINE, LATENT_LISTS = "l | b n c", "b l | n c"  # of latent rows, and if sequences differ in length
-BLOCKS_584 = "flashmla-ds-v4"  # its codes and scales are apart
+DS_V4_LAYOUT = "flashmla-ds-v4"  # its codes and scales are apart
 LINE = "l kv | b n h c"  # of the results of `encode`, as `convert` writes them
 LISTS = "b l kv | n h c"  # of the same if sequences differ in length
 ROTATION = "llama.cpp"  # it rotates heads of a multiple of 64 elements before they become codes
@@ -129,17 +129,17 @@ def open_one(source: CacheSource, from_format: str | None = None, rotation: str 
     """Open the layers of one cache of a file."""
     if source.cache is None and isinstance(about := source.saved.get("layers"), list):
         return open_saved(source, about)
-    return open_arrays(with_rows_of_584(source, from_format), from_format, rotation)
+    return open_arrays(ds_v4_as_rows(source, from_format), from_format, rotation)
 
 
-def with_rows_of_584(source: CacheSource, from_format: str | None = None) -> CacheSource:
-    """Return blocks of 584 bytes a token as rows with scales behind codes; other caches as they are."""
+def ds_v4_as_rows(source: CacheSource, from_format: str | None = None) -> CacheSource:
+    """Return blocks of 584 bytes a token as rows with scales after codes; other caches as they are."""
     told = from_format or source.contents.description.format
     line = source.layout and layouts.parse(source.layout)
-    if line != layouts.parse(BLOCKS_584) or (told != "ds_v4" and str(source.layout) != BLOCKS_584):
+    if line != layouts.parse(DS_V4_LAYOUT) or (told != "ds_v4" and str(source.layout) != DS_V4_LAYOUT):
         return source
     blocks = [each for leaf in leaves(source.cache) for each in (leaf if leaf.ndim == 3 else [leaf])]
-    parts = [parts_of_584("cache", each.view(np.uint8)) for each in blocks]
+    parts = [ds_v4_parts("cache", each.view(np.uint8)) for each in blocks]
     others = {name: array for name, array in source.arrays.items() if name.partition(".")[0] != CACHE}
     arrays = others | {f"{CACHE}.{i}": np.concatenate(part, axis=2) for i, part in enumerate(parts)}
     described = replace(source.contents.description, layout=LATENT_LINE, sizes={}, format="ds_v4")

@@ -8,6 +8,8 @@ word are widened at once:
 
     a word of int8, from its low bits on    0 1 2 3                  widened to 0 2, 1 3
     a word of int4                          0 1 2 3 4 5 6 7          widened to 0 4, 1 5, 2 6, 3 7
+
+`stored_tiles.py` draws panels, runs and pieces of a tile.
 """
 
 import functools
@@ -90,7 +92,7 @@ def within_row(tile):
 
 
 def reader(tile):
-    """Return f(begin, tokens, panels, words, i), which reads a chunk so far from a thread's start.
+    """Return f(begin, tokens, panels, words, i), which reads a chunk `tokens` and `panels` after a start.
 
     Elements get the data's type. Threads beyond a row's last chunk read another chunk.
     """
@@ -186,12 +188,13 @@ def code_extractor(tile):
             return minus((word >> np.uint32(8 * k)) & begin.mask ^ zero, zero)
 
         return device.inlined(extract)
+    # as float16: 1024 + 128 (code 0, 4 bits up), 1 / 16, and -(1024 + 128) / 16.
     high_zero, sixteenth, high_shift = (np.uint32(n * 0x10001) for n in (0x6480, 0x2C00, 0xD480))
 
     def extract_short(word, k, begin):
         word >>= np.uint32(8 * (k // 2))
         if k % 2:
-            return fused(word & (begin.mask << np.uint32(4)) ^ high_zero, sixteenth, high_shift)  # / 16 - 72
+            return fused(word & (begin.mask << np.uint32(4)) ^ high_zero, sixteenth, high_shift)
         return minus(word & begin.mask ^ zero, zero)
 
     return device.inlined(extract_short)

@@ -130,6 +130,7 @@ def wait_for(producer, stream):
     """Let a stream wait for the work so far of another one, given by its address or key.
 
     The host does not wait. For another thread's default stream the legacy one is used, which waits for it.
+    Such keys are negative, so that `max` chooses the legacy one.
     """
     if not SIMULATED and (producer or LEGACY_DEFAULT) not in (number(stream), key(number(stream))):
         event = cuda.event(timing=False)

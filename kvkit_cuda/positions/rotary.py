@@ -141,7 +141,7 @@ def rotating_reader(element, span, halves):
 
     @shared
     def read_apart(at):
-        """Rotate a chunk with the chunk of its partners, which lie before it or behind it."""
+        """Rotate a chunk with the chunk of its partners, which lie before it or after it."""
         low, high = read(at.address)
         i = at.element - at.begin
         if at.angles == 0 or i < 0 or i >= 2 * at.pairs:

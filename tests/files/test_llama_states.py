@@ -154,7 +154,7 @@ def test_a_state_of_empty_layers(tmp_path):
     path = tmp_path / "state.bin"
     path.write_bytes(text)
     tracemalloc.start()
-    with pytest.raises(FileError, match="damaged or of a memory that is no plain cache"):
+    with pytest.raises(FileError, match="damaged, or with a kind of memory that kvkit cannot read"):
         files.read(path)
     assert tracemalloc.get_traced_memory()[1] < 3 * len(text)  # the file is copied
     tracemalloc.stop()

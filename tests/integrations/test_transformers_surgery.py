@@ -133,7 +133,7 @@ def test_the_config_says_how_keys_are_rotated_and_what_it_does_not_say_is_refuse
     states = torch.ones(1, 2, 5, 16)
     for name, told in {
         "GptOss": "GptOssConfig, whose model does not say which elements are pairs",
-        "DeepseekV3": "DeepseekV3Config, whose keys are rotated behind their first elements",
+        "DeepseekV3": "DeepseekV3Config, whose keys are rotated after their first elements",
     }.items():
         sizes = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
         cache = KvkitCache(getattr(transformers, f"{name}Config")(**sizes))

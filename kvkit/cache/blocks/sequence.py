@@ -102,7 +102,7 @@ class Sequence:
 
     @property
     def rope_shifts(self) -> Array:
-        """Return the pieces of one rope shift, int64 [pieces, 3]: first token, token behind the last, shift.
+        """Return the pieces of one rope shift, int64 [pieces, 3]: first token, end, shift.
 
         In memory a key of shift d is rotated for its position - d. `PagedStep.attend` takes that into
         account.

@@ -62,7 +62,7 @@ class LatentLayer(DynamicLayer):
     (1, 16, 1, 512)
     """
 
-    index_dim = 0  # elements of a row behind its key
+    index_dim = 0  # elements of a row after its key
 
     def __init__(
         self,

@@ -223,7 +223,7 @@ class PagedCache(BaseCache):
 
         Examples
         --------
-        Two sequences share two blocks. The first one loses tokens 2 to 4: token 5 and those behind it in its
+        Two sequences share two blocks. The first one loses tokens 2 to 4: token 5 and those after it in its
         block are copied, to block 2.
 
         >>> import numpy as np, kvkit

@@ -27,7 +27,7 @@ class CodedSide:
     Of `length` tokens the first `sink` stay unquantized, the next `coded` are codes, and the rest, the tail,
     is unquantized until it leaves the window. The latest view reads the first `seen` codes. Tokens encoded
     since then also remain in the tail, where the view reads them. `cells` are the scales of the codes, with
-    minima behind them where codes are asymmetric; a block of tokens shares a row of cells.
+    minima after them where codes are asymmetric; a block of tokens shares a row of cells.
 
     Removing tokens leaves the bytes of the others. A block that loses some of its tokens keeps its scales. A
     block that loses all is freed. Removing a sink lowers `sink`, because no later token becomes a sink. If

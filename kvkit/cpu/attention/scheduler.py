@@ -35,7 +35,10 @@ count_up, block_memory = memory.count_up, memory.scratch(BLOCK.dtype.itemsize)
 
 
 def schedule(worker, params_address):
-    """Write the kinds of tiles, the length of splits and the number of work items into the params."""
+    """Write the kinds of tiles, the length of splits and the number of work items into the params.
+
+    `params.tiles` has a bit for each kind: 1, 2, 4, 8 rows or `WIDE`. Sums by key need groups of one tile.
+    """
     params, block = params_at(params_address), block_at(block_memory())
     tokens = np.int64(0)
     wide = most = items = np.int64(0)
@@ -54,7 +57,7 @@ def schedule(worker, params_address):
             params.tiles |= narrow_rows(block.query_rows)
     params.group_tiles = min(wide // params.most_splits, TILES)
     params.groups_are_split = params.group_tiles < 2
-    if params.groups_are_split:  # tiles that read the same rows, as long as there are items for many threads
+    if params.groups_are_split:  # larger groups read fewer rows; smaller ones give every thread an item
         params.group_tiles = max(1, min(min(most, TILES), 0 if params.key_sums else items // ENOUGH))
     params.split_tokens = 2**62
     for b in range(params.batch):

@@ -239,7 +239,7 @@ def quantized_panels(data_dtype, cache_format, scale_format, group, groups):
         scale, scale_token, scale_head, tokens, heads, repeat, dim,
     ):  # fmt: skip
         in_row, largest = dim // step, scratch()
-        divisors = largest + room  # scales; behind them reciprocals, and scales as they are stored
+        divisors = largest + room  # scales; after them reciprocals, and scales as they are stored
         wide = max(1, min(in_row, MANY))
         high = max(1, min(heads, MANY // wide))
         long = MANY // (wide * high)

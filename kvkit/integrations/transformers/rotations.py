@@ -24,7 +24,7 @@ def rotations_of(config: Any) -> list[Any]:
     """
     name = type(config).__name__
     if getattr(config, "qk_rope_head_dim", None):
-        raise argument_error("rope", HOW, f"{name}, whose keys are rotated behind their first elements")
+        raise argument_error("rope", HOW, f"{name}, whose keys are rotated after their first elements")
     interleaved = pairs_adjoin(config)
     if interleaved is None:
         raise argument_error("rope", HOW, f"{name}, whose model does not say which elements are pairs")

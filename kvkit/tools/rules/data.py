@@ -44,7 +44,7 @@ def rows_not_finite(case: Case, which: np.ndarray) -> Seen:
     needs="keys and values, floats",
 )
 def nan_in_use(case: Case) -> Seen:
-    """vllm#39444: NaN of dummy runs lay in block 0 and came out of attention for all who read that block."""
+    """Report NaN and infinities in use. vllm#39444: dummy runs left NaN in block 0, which others read."""
     if not case.sides:
         return None
     return rows_not_finite(case, np.ones((1, 1), bool) if case.used is None else case.used[0])
@@ -57,10 +57,8 @@ def nan_in_use(case: Case) -> Seen:
     "warning",
     needs="keys and values, block_tables, floats",
 )
-def nan_behind_the_end(case: Case) -> Seen:
-    """vllm#43990: blocks of an fp8 cache came back with NaN bytes and had to be cleared; flash-attention#1974
-    is alike.
-    """
+def nan_after_the_end(case: Case) -> Seen:
+    """Report NaN and infinities after the end of a sequence. vllm#43990: stale fp8 blocks had NaN."""
     if not case.sides or case.used is None:
         return None
     rows, blocks = case.used
@@ -73,7 +71,7 @@ def nan_behind_the_end(case: Case) -> Seen:
     needs="lse, block_tables",
 )
 def other_base(case: Case) -> Seen:
-    """flash-attention#2573: the log-sum-exp of an empty context is +inf there, and -inf elsewhere."""
+    """Report log-sum-exps of base 2, or not -inf if empty. flash-attention#2573: +inf for an empty one."""
     lse = case.given.get("lse")
     if lse is None or case.table_name is None:
         return None

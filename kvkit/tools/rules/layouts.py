@@ -10,16 +10,19 @@ from kvkit.tools.findings import Rule, Seen, rule
 
 LEAST_TOKENS = 16
 OUTSTANDING = 2.5  # |mean| / standard deviation of a channel, which keys reach and values do not
-TIMES = 1.8
+TIMES = 1.8  # by how much values must stand out more than keys
 
 
 @rule(
     "L1",
-    "Every address is another one than is meant. Name the line that made the cache, or transpose it.",
+    "Kernels would read other addresses than you mean. Name the line that made the cache, or transpose it.",
     needs="layout",
 )
 def line_and_array_disagree(case: Case) -> Seen:
-    """vllm#46204: a connector forced one order of heads and tokens on a cache that had the other."""
+    """Report an array that its line does not fit.
+
+    vllm#46204: a connector forced one order of heads and tokens on a cache that had the other.
+    """
     if case.layout is None:
         return None
     views, why = case.viewed
@@ -33,8 +36,9 @@ def line_and_array_disagree(case: Case) -> Seen:
     needs="a cache in one array without a layout",
 )
 def several_lines_fit(case: Case) -> Seen:
-    """LMCache#4467: with 2 heads, keys and values side by side and heads side by side have equal shapes and
-    strides.
+    """Report a cache whose shape several lines fit.
+
+    LMCache#4467: with 2 heads, keys beside values and heads beside heads have equal shapes and strides.
     """
     if case.layout is not None or case.source.contents.cache is None:
         return None
@@ -57,10 +61,9 @@ def several_lines_fit(case: Case) -> Seen:
     needs="keys and values, block_tables",
 )
 def keys_and_values_swapped(case: Case) -> Seen:
-    """LMCache#4463: keys and values that lie in one row were split as if they were apart, and came back
-    wrong.
+    """Report values that look like keys: a few channels of keys have a mean far from 0, those of values not.
 
-    Keys have a few channels whose mean is far from 0; values do not. Only a large difference is reported.
+    LMCache#4463: keys and values that lie in one row were split as if they were apart.
     """
     if len(case.sides) < 2 or case.used is None:
         return None
@@ -74,7 +77,7 @@ def keys_and_values_swapped(case: Case) -> Seen:
             layers = f"[{layer}]" if len(outstanding[0]) > 1 else ""
             where = ", ".join(f"{side.label}{layers}" for side in case.sides)
             spread = f"values have channels with |mean| {value:.1f} times their spread, keys have {key:.1f}"
-            found.append((where, f"{spread}: it is keys that do"))
+            found.append((where, f"{spread}: usually keys have such channels"))
     return found
 
 
@@ -99,7 +102,7 @@ def outstanding_channels(side: CheckedSide, rows: np.ndarray) -> list[float] | N
 
 
 def written_elsewhere(pair: tuple[Case, Case, np.ndarray]) -> Seen:
-    """vllm#56734: idle ranks stored draft tokens through stale rows of tables, in pages of a prefix cache."""
+    """Report rows that changed but have no slot. vllm#56734: draft tokens went through stale tables."""
     before, after, slots = pair
     hits = []
     for old, new in zip(before.sides, after.sides, strict=True):

@@ -25,7 +25,7 @@ def hits_of_kind(case: Case, kind: int, words: Callable[..., str]) -> Seen:
     needs="block_tables",
 )
 def outside_the_pool(case: Case) -> Seen:
-    """onnxruntime#32391: reads of a paged cache held ids against 0 only, so larger ones went past its end."""
+    """Report pages that the pool lacks. onnxruntime#32391: ids were checked against 0 only."""
     last = case.num_blocks - 1 if case.num_blocks else None
     return hits_of_kind(
         case, table_rules.OUTSIDE, lambda c, page, *_: f"page {page} is none of the pool's, 0 to {last}"
@@ -38,7 +38,7 @@ def outside_the_pool(case: Case) -> Seen:
     needs="block_tables",
 )
 def twice_in_a_sequence(case: Case) -> Seen:
-    """vllm-rbln#41: after a preemption blocks were in a sequence's table twice."""
+    """Report pages that a sequence has twice. vllm-rbln#41: tables after a preemption."""
     return hits_of_kind(
         case,
         table_rules.TWICE,
@@ -53,9 +53,7 @@ def twice_in_a_sequence(case: Case) -> Seen:
     needs="block_tables",
 )
 def in_two_sequences(case: Case) -> Seen:
-    """sparkinfer#289: block tables were looked up by row of the batch, not by sequence, after slots had been
-    reused.
-    """
+    """Report pages of two sequences. sparkinfer#289: tables were looked up by row, not by sequence."""
     return hits_of_kind(
         case,
         table_rules.FOREIGN,
@@ -71,7 +69,7 @@ def in_two_sequences(case: Case) -> Seen:
     needs="block_tables, slot_mapping",
 )
 def shared_and_written(case: Case) -> Seen:
-    """atlas#1193: a prefix cache shared a partly filled last page with no copy on write."""
+    """Report shared pages that a step writes. atlas#1193: a shared last page was not copied first."""
     if case.page_tables is None or case.slots is None or not case.aligned:
         return None
     stored = case.slots[case.slots >= 0]
@@ -88,11 +86,11 @@ def shared_and_written(case: Case) -> Seen:
 
 @rule(
     "P5",
-    "Something reads behind the table or leaves tokens out. Make lengths, sums and tables of one step.",
+    "Something reads past the table or leaves tokens out. Make lengths, sums and tables of one step.",
     needs="block_tables",
 )
 def lengths_disagree(case: Case) -> Seen:
-    """flash-attention#2711: lengths beyond the columns of block_table were read out of its bounds."""
+    """Report lengths that do not fit tables or sums. flash-attention#2711: more than the columns."""
     if case.table_name is None:
         return None
     return list(disagreements(case))
@@ -146,15 +144,15 @@ def disagreements(case: Case) -> Iterator[tuple[str, str]]:
     "warning",
     needs="block_tables, rows of it",
 )
-def live_behind_the_end(case: Case) -> Seen:
-    """vllm#42494: a kernel of paged attention may read stale entries behind the end of a sequence."""
+def live_after_the_end(case: Case) -> Seen:
+    """Report pages after the end of a sequence. vllm#42494: a kernel may read such entries."""
     if case.table_name is None or isinstance(case.raw_table, tuple):
         return None
     rows = min(len(case.raw_table), len(case.lengths))
     table = case.raw_table[:rows]
     needed = table_rules.pages_of(case.lengths[:rows], case.page_size)
-    behind = np.arange(table.shape[1]) >= needed[:, None]
-    live = behind & (table > 0) & (table < case.num_blocks * case.unit)
+    after = np.arange(table.shape[1]) >= needed[:, None]
+    live = after & (table > 0) & (table < case.num_blocks * case.unit)
     for padding in (case.placeholder, case.reserved_block):
         if padding is not None:
             live &= table != padding * case.unit
@@ -162,7 +160,7 @@ def live_behind_the_end(case: Case) -> Seen:
 
     def words(hit: Any) -> tuple[str, str]:
         b, c = hit.tolist()
-        return case.entry(b, c), f"page {table[b, c]} behind the {needed[b]} pages of sequence {b}"
+        return case.entry(b, c), f"page {table[b, c]} after the {needed[b]} pages of sequence {b}"
 
     return hits, words
 
@@ -173,7 +171,7 @@ def live_behind_the_end(case: Case) -> Seen:
     needs="block_tables",
 )
 def of_another_pool(case: Case) -> Seen:
-    """vllm-ascend#14534: replicated and rank-local mappings of one step were taken for each other."""
+    """Report tables of another pool. vllm-ascend#14534: replicated and rank-local ones were mixed."""
     if case.page_tables is None:
         return None
     ids = case.page_tables.ids

@@ -95,7 +95,7 @@ def scales_found(
     needs="scales",
 )
 def not_finite(case: Case) -> Seen:
-    """sglang#40243: infinite scales of a checkpoint were loaded silently; NaN raised an empty error."""
+    """Report NaN and infinite scales. sglang#40243: those of a checkpoint were loaded silently."""
     return scales_found(case, "are not finite", lambda side, scale, used: used & ~np.isfinite(scale))
 
 
@@ -106,7 +106,7 @@ def not_finite(case: Case) -> Seen:
     needs="scales, fp8 codes",
 )
 def all_ones(case: Case) -> Seen:
-    """vllm#54705: fp8 with scales of 1 was 4.2 points worse on MATH-500 than with calibrated ones."""
+    """Report scales that are all 1. vllm#54705: fp8 with them lost 4.2 points on MATH-500."""
     found, looked = [], False
     for side, scale, used in scales_in_use(case):
         kind = format_of_codes(case, side)
@@ -126,9 +126,7 @@ def all_ones(case: Case) -> Seen:
     needs="codes of 8 bits with limits",
 )
 def saturated(case: Case) -> Seen:
-    """transformers#48677: an fp8 cache keeps the scale of its first update, and later outliers saturate in
-    silence.
-    """
+    """Report codes at their limits. transformers#48677: the scale of a first update was kept for all."""
     found, looked = [], False
     for side in case.sides:
         kind = format_of_codes(case, side)
@@ -158,9 +156,7 @@ def saturated(case: Case) -> Seen:
     needs="scales",
 )
 def zero(case: Case) -> Seen:
-    """onnxruntime#32515: the meaning of zero, negative and subnormal scales was undefined, and passes
-    handled them differently.
-    """
+    """Report scales that are 0 or below. onnxruntime#32515: passes handled such scales differently."""
 
     def find(side: CheckedSide, scale: np.ndarray, used: np.ndarray) -> Any:
         kind = format_of_codes(case, side)
@@ -180,7 +176,7 @@ def zero(case: Case) -> Seen:
     needs="scales, pages with neighbours",
 )
 def unlike_the_neighbours(case: Case) -> Seen:
-    """imp#1189: a saved prefix left its scales behind, and its pages met those of whoever had them before."""
+    """Report pages with scales unlike their neighbours'. imp#1189: a prefix was saved without its own."""
     found, looked = [], False
     for side, scale, used in scales_in_use(case):
         if scale.ndim not in (4, 5) or scale.shape[1:3] != side.array.shape[1:3]:

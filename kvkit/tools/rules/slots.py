@@ -16,7 +16,7 @@ BITS = {"int32": 31, "uint32": 32, "int64": 63}
     needs="block_tables, slot_mapping, slot_sequences, slot_positions",
 )
 def not_where_the_table_says(case: Case) -> Seen:
-    """LMCache#4921: a partial slot mapping was cut by whole positions, and tokens went to others' slots."""
+    """Report tokens in slots of other positions. LMCache#4921: slots were cut by whole positions."""
     if case.page_of_slots is None:
         return None
     _, positions = case.slot_places
@@ -39,7 +39,7 @@ def not_where_the_table_says(case: Case) -> Seen:
     needs="slot_mapping, num_blocks, page_size",
 )
 def twice_in_a_step(case: Case) -> Seen:
-    """pypto-lib#459: with slots modulo a window, positions 0 and its size were stored in one slot."""
+    """Report slots that two tokens have. pypto-lib#459: slots modulo a window wrapped around."""
     if case.slots is None:
         return None
     order = np.argsort(case.slots, kind="stable")
@@ -57,7 +57,7 @@ def twice_in_a_step(case: Case) -> Seen:
     needs="slot_mapping, num_blocks, page_size",
 )
 def outside_the_cache(case: Case) -> Seen:
-    """kvcached#469: a manager gave out blocks of a pool larger than the one that had been reserved."""
+    """Report slots outside the cache. kvcached#469: blocks of a pool larger than the reserved one."""
     if case.slots is None:
         return None
     capacity = case.num_blocks * case.page_size
@@ -72,7 +72,7 @@ def outside_the_cache(case: Case) -> Seen:
     needs="slot_mapping, reserved_block",
 )
 def in_the_reserved_page(case: Case) -> Seen:
-    """vllm#39444: dummy runs stored NaN in slot 0, in the block that all unused entries of tables name."""
+    """Report slots in the page that unused entries name. vllm#39444: dummy runs stored NaN there."""
     if case.slots is None or case.reserved_block is None:
         return None
     hits = np.flatnonzero((case.slots >= 0) & (case.slots // case.page_size == case.reserved_block))
@@ -88,7 +88,7 @@ def in_the_reserved_page(case: Case) -> Seen:
     needs="block_tables or slot_mapping",
 )
 def read_with_another_size(case: Case) -> Seen:
-    """vllm-ascend#16775: a kernel took an int64 buffer of slots for int32."""
+    """Report indices that look like another integer type. vllm-ascend#16775: int64 read as int32."""
     looked: list[tuple[Any, ...]] = []
     if case.slots is not None:
         columns = np.arange(len(case.slots))
@@ -129,7 +129,7 @@ def misread_words(
     needs="slot_mapping or keys and values",
 )
 def beyond_the_index_type(case: Case) -> Seen:
-    """vllm#1486: offsets of slots in a cache of 64,000 blocks did not fit in int32."""
+    """Report caches that an index type is too small for. vllm#1486: int32 for 64,000 blocks."""
     given = case.index("slot_mapping")
     if case.num_blocks is None or case.page_size is None or (given is None and not case.sides):
         return None
@@ -152,7 +152,7 @@ def beyond_the_index_type(case: Case) -> Seen:
     needs="block_tables, pages of several rows",
 )
 def rows_and_pages_mixed(case: Case) -> Seen:
-    """LMCache#4253: a block size of 1 or 64 was taken for one of 1600, and blocks for tokens."""
+    """Report rows in place of pages, and the reverse. LMCache#4253: a page of 1600 was read as 64."""
     if (case.pages is None or case.page_size == 1) and case.page_of_slots is None:
         return None
     found = []

@@ -10,7 +10,7 @@ from kvkit.formats import encode
 from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
 from kvkit.typed import Array
 
-LATENT, ROPE, WIDTH_584 = 512, 64, 448  # elements of a row; of the coded part of a row of 584 bytes
+LATENT, ROPE, DS_V4_CODES = 512, 64, 448  # elements of a row; of the coded part of a row of 584 bytes
 HEADS = ((16, 1), (16, 4), (64, 2), (128, 1), (128, 3))  # query heads, queries of each sequence
 SCALE = 192**-0.5  # 1 / sqrt(size of an expanded head)
 BYTES = {"656": "ds_mla", "656-powers": "ds_mla:p2", "584": "ds_v4"}
@@ -34,7 +34,7 @@ def pool_of(rows: Array, used: Array, format: str | None) -> dict[str, Any]:
 
 def width_of(format: str | None) -> int:
     """Return the number of elements of a row."""
-    return WIDTH_584 + ROPE if format == "ds_v4" else LATENT + ROPE
+    return DS_V4_CODES + ROPE if format == "ds_v4" else LATENT + ROPE
 
 
 def dense(

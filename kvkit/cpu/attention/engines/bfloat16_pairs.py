@@ -15,7 +15,7 @@ from kvkit.runtime.jit import helper
 
 @helper
 def panels_of(params, block):
-    """Return the address of the value panels, which follow the values, and the bytes of one panel."""
+    """Return the address of the value panels, after the values, and the bytes of a panel (8 elements)."""
     return block.wide_values + block.size * 2 * params.values.padded_dim, block.size * 16
 
 
@@ -48,7 +48,7 @@ def multiply_keys(params_address, block_address, tile_address):
     tokens, dim = whole_tiles(tile.count), params.keys.padded_dim
     rows, first, some = rows_computed(params, block, tile), 0, tokens
     while first < tokens:
-        if block.values_in_keys and not tile.index:  # rows so long that their copy would wait for memory
+        if block.values_in_keys and not tile.index:  # latent rows are long: prefetch those of the next block
             some = pairs.TILE
             prefetch_next(params, block, first, some)
         keys, scores = block.wide_keys + first * 2 * dim, tile.scores + first * pairs.PAIRED

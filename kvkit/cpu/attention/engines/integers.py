@@ -54,7 +54,7 @@ def queries(rows, *form):
 
 @functools.cache
 def scores(rows, near, *form):
-    """Compile S = K Q^T over fixed-point queries."""
+    """Compile S = K Q^T over fixed-point queries; `near` prefetches into the first cache."""
     multiply = integers.compile_scores(rows, near, *form)
 
     def scores(params_address, block_address, tile_address):
@@ -74,7 +74,7 @@ def sums(rows, near, *form):
     """Compile the softmax and O = O alpha + P V; scores are overwritten, up to whole vectors.
 
     Where scales are too uneven, or values too large, it leaves all as it is and sets `block.uneven`. It works
-    in 256 * dim bytes of the room for widened values, at least 32768.
+    in the room for widened values, the larger of 256 * dim and 32768 bytes.
     """
     fixed_scales, softmax = integers.compile_fixed_scales(*form), integers.compile_softmax(rows)
     multiply = integers.compile_sums(rows, near, *form)
