@@ -25,7 +25,6 @@ Modules:
 Errors are KvkitError and DeviceError. In a shell: `kvkit ops`, `kvkit describe OPERATOR`, `kvkit --help`.
 """
 
-import importlib
 from typing import TYPE_CHECKING
 
 from kvkit import ascend, dynamic_batching
@@ -34,6 +33,7 @@ from kvkit.merge import merge_attention_states
 from kvkit.paged import paged_append, paged_attention, swap_blocks
 from kvkit.planned_pages import PagedPlan, paged_plan
 from kvkit.runtime import source_digest  # noqa: F401  (imported for its effect: it reads all sources now)
+from kvkit.runtime.lazy_imports import lazy_names
 from kvkit.static.attention import multi_head_attention, multi_head_cache_attention
 from kvkit.static.cache import key_value_cache
 from kvkit.static.positions import alibi_mask, alibi_slope, rotary_position_embedding
@@ -47,13 +47,9 @@ if TYPE_CHECKING:
     from kvkit import integrations as integrations
     from kvkit import layouts as layouts
     from kvkit import tools as tools
-    from kvkit.indexer import indexer_scores as indexer_scores
-    from kvkit.indexer import topk_rows as topk_rows
-    from kvkit.mla import mla_absorb as mla_absorb
-    from kvkit.mla import mla_append as mla_append
-    from kvkit.mla import mla_attention as mla_attention
-    from kvkit.mla import mla_expand as mla_expand
-    from kvkit.rope import Rope as Rope
+    from kvkit.indexer import indexer_scores, topk_rows
+    from kvkit.mla import mla_absorb, mla_append, mla_attention, mla_expand
+    from kvkit.rope import Rope
 
 __all__ = [
     "DeviceError",
@@ -81,19 +77,8 @@ __all__ = [
     "swap_blocks",
     "topk_rows",
 ]
-LATER = {"Rope": "kvkit.rope", "indexer_scores": "kvkit.indexer", "topk_rows": "kvkit.indexer"}
-LATER |= {name: "kvkit.mla" for name in __all__ if name.startswith("mla_")}
-# Loaded when they are first used.
-ROOMS = ("cache", "eviction", "files", "formats", "integrations", "layouts", "tools")
-
-
-def __getattr__(name):
-    if name in ROOMS:
-        return importlib.import_module(f"kvkit.{name}")
-    if name in LATER:
-        return getattr(importlib.import_module(LATER[name]), name)
-    raise AttributeError(f"module 'kvkit' has no attribute {name!r}")
-
-
-def __dir__():
-    return [*__all__, *ROOMS]
+ROOMS = "cache", "eviction", "files", "formats", "integrations", "layouts", "tools"
+MODULES = {"Rope": "kvkit.rope", "indexer_scores": "kvkit.indexer", "topk_rows": "kvkit.indexer"}
+MODULES |= {name: "kvkit.mla" for name in __all__ if name.startswith("mla_")}
+MODULES |= {name: f"kvkit.{name}" for name in ROOMS}
+__getattr__, __dir__ = lazy_names(__name__, MODULES, __all__)  # imported on first use

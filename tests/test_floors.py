@@ -14,7 +14,8 @@ HOUSE = Path(kvkit.__file__).parents[1]
 # From the ground up: a file imports what lies in lines above its own, or in its own room.
 FLOORS = (
     "errors typed version reference",  # 0
-    "formats runtime",  # 1
+    "runtime",  # 1
+    "formats",
     "interop",
     "layouts",
     "operators",

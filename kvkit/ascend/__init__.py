@@ -20,7 +20,4 @@ __all__ = [
     "reshape_and_cache",
     "slots",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy  # modules are not listed

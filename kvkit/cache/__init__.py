@@ -49,7 +49,4 @@ __all__ = [
     "Step",
     "load",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy  # modules are not listed

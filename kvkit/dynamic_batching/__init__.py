@@ -15,7 +15,4 @@ __all__ = [
     "position_index",
     "rotary_position_embedding",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy  # modules are not listed

@@ -8,8 +8,7 @@ WRITTEN         the suffixes of files that can be written
 FileError       what is raised
 """
 
-from kvkit.files.arrays import flat, nested
-from kvkit.files.contents import Contents
+from kvkit.files.contents import Contents, flat, nested
 from kvkit.files.description import Description
 from kvkit.files.errors import FileError
 from kvkit.files.opening import WRITTEN, example, read, write

@@ -1,19 +1,26 @@
-"""The contents of a file of any kind."""
+"""The contents of a file of any kind, and the names of nested lists of arrays: layouts may have several."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkit.files.arrays import find_cache
 from kvkit.files.description import Description
 from kvkit.typed import Array
+
+CACHE = "cache"
+BESIDE = {  # {name of an array beside codes in a file: its name in `kvkit.formats.encode`}
+    "scale": "scale", "minimum": "minimum", "zero": "zero", "whole": "whole",
+    "scales": "scale", "minima": "minimum",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Contents:
     """The arrays of a file by name, with its metadata and description.
 
-    A cache is the array ``cache``, or ``cache.I`` and ``cache.I.J`` if its layout has lists of arrays.
+    A cache is the array ``cache``, or ``cache.I`` and ``cache.I.J`` if its layout has lists of arrays, or the
+    layers that `Cache.save` wrote.
     """
 
     arrays: dict[str, Array]
@@ -26,10 +33,57 @@ class Contents:
     @property
     def cache(self) -> Any:
         """Return the cache, as an array or nested lists of its layout; None if there is none."""
-        return find_cache(self.arrays)
+        found, names = nested(self.arrays), [name for name in self.arrays if name.startswith("layers.")]
+        pairs = [[f"layers.{i}.{side}" for side in ("keys", "values")] for i in range(len(names) // 2)]
+        if found is None and names and {name for pair in pairs for name in pair} == set(names):
+            return [[self.arrays[name] for name in pair] for pair in pairs]
+        return found
 
 
 def notes_in(metadata: dict[str, Any]) -> tuple[str, ...]:
     """Return the notes that a file of kvkit took over from its source file."""
     notes = metadata.get("notes")
     return tuple(map(str, notes)) if isinstance(notes, list) else ()
+
+
+def name_arrays(source: Any, name: str = CACHE) -> dict[str, Any]:
+    """Return {name: array} for nested lists: ``cache``, or ``cache.I``, or ``cache.I.J`` and so on."""
+    if isinstance(source, (list, tuple)):
+        return {
+            key: each for i, one in enumerate(source) for key, each in name_arrays(one, f"{name}.{i}").items()
+        }
+    return {name: source}
+
+
+def nested(arrays: Mapping[str, Any], name: str = CACHE) -> Any:
+    """Return the nested lists of named arrays, or the array if it is one; None if numbers have gaps.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.files import nested
+    >>> nested({"cache.0": np.ones(2), "cache.1": np.ones(3)})
+    [array([1., 1.]), array([1., 1., 1.])]
+    """
+    if name in arrays:
+        return arrays[name]
+    begin = f"{name}."
+    heads = {key[len(begin) :].partition(".")[0] for key in arrays if key.startswith(begin)}
+    heads = {head for head in heads if head.isascii() and head.isdecimal()}
+    if heads != {str(i) for i in range(len(heads))} or not heads:
+        return None
+    members = [nested(arrays, f"{begin}{i}") for i in range(len(heads))]
+    return None if any(member is None for member in members) else members
+
+
+def flat(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arrays by name, where some are nested lists of arrays.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.files import flat
+    >>> sorted(flat({"cache": [np.ones(2), np.ones(3)], "tokens": np.arange(5)}))
+    ['cache.0', 'cache.1', 'tokens']
+    """
+    return {key: each for name, source in arrays.items() for key, each in name_arrays(source, name).items()}

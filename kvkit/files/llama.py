@@ -25,8 +25,7 @@ from numpy.typing import DTypeLike
 
 from kvkit.errors import brief
 from kvkit.files import mapping
-from kvkit.files.arrays import name_arrays as arrays_named
-from kvkit.files.contents import Contents
+from kvkit.files.contents import Contents, name_arrays
 from kvkit.files.description import Description
 from kvkit.files.errors import file_error
 from kvkit.typed import Array, FilePath
@@ -172,7 +171,7 @@ def read(path: FilePath) -> Contents:
     if recurrent is not None:
         arrays |= {f"{RECURRENT}_cells.{what}": array for what, array in recurrent.cells.items()}
         for layer, parts in enumerate(recurrent.rows):
-            arrays |= arrays_named(parts, f"{RECURRENT}.{layer}")
+            arrays |= name_arrays(parts, f"{RECURRENT}.{layer}")
         notes.append(STATES)
         metadata["recurrent_layers"] = recurrent.layers
     said = describe_cache(caches[0]) if caches else Description()
@@ -342,7 +341,7 @@ def name_cache_arrays(name: str, cache: CellCache) -> dict[str, Array]:
     for stream in used:
         begin = f"{name}.{stream}" if several else name
         for layer, kinds in enumerate(cache.rows[stream]):
-            for place, array in arrays_named(kinds, f"{begin}.{layer}").items():
+            for place, array in name_arrays(kinds, f"{begin}.{layer}").items():
                 arrays[place] = array[0] if several else array
         beside = f"{name}_cells.{stream}" if several else f"{name}_cells"
         arrays |= {f"{beside}.{what}": array for what, array in cache.cells[stream].items()}

@@ -17,8 +17,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.errors import brief
 from kvkit.files import tensors
-from kvkit.files.arrays import nested
-from kvkit.files.contents import Contents
+from kvkit.files.contents import Contents, nested
 from kvkit.files.description import Description, parse_description
 from kvkit.files.errors import file_error
 from kvkit.typed import Array, FilePath

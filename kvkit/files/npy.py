@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit.files import mapping, members
-from kvkit.files.arrays import CACHE
-from kvkit.files.contents import Contents
+from kvkit.files.contents import CACHE, Contents
 from kvkit.files.errors import file_error, reading_errors
 from kvkit.files.paths import check_target, name_in_errors
 from kvkit.files.replace import replacing

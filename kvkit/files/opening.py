@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvkit.errors import brief
-from kvkit.files import arrays as names
 from kvkit.files import file_kinds, llama, lmcache, mlx, npy, npz, pt, tensors
-from kvkit.files.contents import Contents
+from kvkit.files.contents import CACHE, Contents, flat
 from kvkit.files.description import Description
 from kvkit.files.errors import file_error
 from kvkit.files.paths import check_source
@@ -141,8 +140,8 @@ def write(
     ['cache.0.0', 'cache.0.1', 'cache.1.0', 'cache.1.1']
     """
     if not hasattr(arrays, "items"):
-        arrays = {names.CACHE: arrays}
-    whole = names.flat(arrays)
+        arrays = {CACHE: arrays}
+    whole = flat(arrays)
     about = dict(metadata or {})
     if description is not None and description.to_dict():
         about["description"] = description.to_dict()

@@ -13,8 +13,7 @@ import numpy as np
 
 from kvkit.errors import brief
 from kvkit.files import members
-from kvkit.files.arrays import CACHE
-from kvkit.files.contents import Contents
+from kvkit.files.contents import CACHE, Contents
 from kvkit.files.errors import file_error, reading_errors
 from kvkit.files.packages import import_package
 from kvkit.interop import as_numpy

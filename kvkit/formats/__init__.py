@@ -9,8 +9,7 @@ rotations   rotate rows before they are stored, and queries and outputs to match
 schemes     find formats and your own classes by name, for `study` and caches
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvkit.formats.elements import (
     BFLOAT16,
@@ -28,19 +27,14 @@ from kvkit.formats.elements import (
     coarser,
     mask_bytes,
 )
+from kvkit.runtime.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from kvkit.formats import packing as packing
-    from kvkit.formats.coding import decode as decode
-    from kvkit.formats.coding import encode as encode
-    from kvkit.formats.known import NAMED as NAMED
-    from kvkit.formats.known import Format as Format
-    from kvkit.formats.known import named as named
-    from kvkit.formats.rotations import ROTATIONS as ROTATIONS
-    from kvkit.formats.rotations import Rotation as Rotation
-    from kvkit.formats.rotations import rotate as rotate
-    from kvkit.formats.rotations import rotation_named as rotation_named
-    from kvkit.formats.schemes import scheme as scheme
+    from kvkit.formats.coding import decode, encode
+    from kvkit.formats.known import NAMED, Format, named
+    from kvkit.formats.rotations import ROTATIONS, Rotation, rotate, rotation_named
+    from kvkit.formats.schemes import scheme
 
 __all__ = [
     "BFLOAT16",
@@ -68,22 +62,12 @@ __all__ = [
     "rotation_named",
     "scheme",
 ]
-# What operators do not need is loaded when it is first used.
-ROOMS = {
-    **dict.fromkeys(("decode", "encode"), "coding"),
-    **dict.fromkeys(("NAMED", "Format", "named"), "known"),
-    **dict.fromkeys(("ROTATIONS", "Rotation", "rotate", "rotation_named"), "rotations"),
-    "scheme": "schemes",
+# What operators do not need is imported on first use.
+MODULES = {
+    **dict.fromkeys(("decode", "encode"), "kvkit.formats.coding"),
+    **dict.fromkeys(("NAMED", "Format", "named"), "kvkit.formats.known"),
+    **dict.fromkeys(("ROTATIONS", "Rotation", "rotate", "rotation_named"), "kvkit.formats.rotations"),
+    "scheme": "kvkit.formats.schemes",
+    "packing": "kvkit.formats.packing",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name == "packing":
-        return importlib.import_module("kvkit.formats.packing")
-    if name in ROOMS:
-        return getattr(importlib.import_module(f"kvkit.formats.{ROOMS[name]}"), name)
-    raise AttributeError(f"module 'kvkit.formats' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, MODULES, __all__)

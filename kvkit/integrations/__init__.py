@@ -3,8 +3,9 @@
 Each module imports its framework when it is first used.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvkit.runtime.lazy_imports import lazy_modules
 
 if TYPE_CHECKING:
     from kvkit.integrations import dask as dask
@@ -12,9 +13,4 @@ if TYPE_CHECKING:
     from kvkit.integrations import transformers as transformers
 
 __all__: list[str] = []  # help() of this module needs no framework
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("dask", "onnx", "transformers"):
-        return importlib.import_module(f"kvkit.integrations.{name}")
-    raise AttributeError(f"module 'kvkit.integrations' has no attribute {name!r}")
+__getattr__ = lazy_modules(__name__, "dask", "onnx", "transformers")

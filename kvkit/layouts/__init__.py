@@ -9,41 +9,24 @@ convert        convert a cache to another layout, bit for bit, through page tabl
 tables         convert page tables of every convention to one form and back
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvkit.layouts.grammar import Layout
 from kvkit.layouts.named import NAMED, Named, parse
+from kvkit.runtime.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from kvkit.calls.conversion import convert as convert
-    from kvkit.layouts import tables as tables
-    from kvkit.layouts.compare import fits as fits
-    from kvkit.layouts.compare import same_bytes as same_bytes
-    from kvkit.layouts.views import KV as KV
-    from kvkit.layouts.views import view as view
+    from kvkit.calls.conversion import convert
+    from kvkit.layouts import tables
+    from kvkit.layouts.compare import fits, same_bytes
+    from kvkit.layouts.views import KV, view
 
 __all__ = ["KV", "NAMED", "Layout", "Named", "convert", "fits", "parse", "same_bytes", "tables", "view"]
 # Names that checks of operators do not need are imported on first use.
 MODULES = {
-    "KV": "kvkit.layouts.views",
-    "view": "kvkit.layouts.views",
-    "fits": "kvkit.layouts.compare",
-    "same_bytes": "kvkit.layouts.compare",
+    **dict.fromkeys(("KV", "view"), "kvkit.layouts.views"),
+    **dict.fromkeys(("fits", "same_bytes"), "kvkit.layouts.compare"),
     "convert": "kvkit.calls.conversion",
+    "tables": "kvkit.layouts.tables",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name == "tables":
-        return importlib.import_module("kvkit.layouts.tables")
-    if name in MODULES:
-        globals()[name] = found = getattr(
-            importlib.import_module(MODULES[name]), name
-        )  # found directly next time
-        return found
-    raise AttributeError(f"module 'kvkit.layouts' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, MODULES, __all__)

@@ -114,7 +114,6 @@ def find_sizes(
     name: str, array: Array, line: Layout, groups: Groups, known: Mapping[str, int]
 ) -> tuple[dict[str, int], Groups]:
     """Return (sizes of all axes, grouping of the axes); raise unless one grouping fits."""
-    shape = describe(array)
     found: list[tuple[dict[str, int], Groups]] = []
     missing: list[str] = []
     reasons: list[str] = []
@@ -129,13 +128,14 @@ def find_sizes(
         return found[0]
     if not found and not missing:
         why = reasons[0] if len(reasons) == 1 else f"{len(groups)} axes, or some of them as one"
-        raise argument_error(name, f"the shape of '{line}': {why}", shape)
+        raise argument_error(name, f"the shape of '{line}': {why}", describe(array))
     if len(found) > 1:
         differing = [axis for axis in found[0][0] if len({sizes.get(axis) for sizes, _ in found}) > 1]
         need = " or ".join(differing)
     else:
         need = missing[0][2:]
-    raise argument_error(f"sizes of {name}", f"{need} too, as '{line}' can be read in several ways", shape)
+    wanted = f"{need} too, as '{line}' can be read in several ways"
+    raise argument_error(f"sizes of {name}", wanted, describe(array))
 
 
 def strided_view(

@@ -14,8 +14,7 @@
 verb of the command line, and is loaded on first use.
 """
 
-import importlib
-from typing import Any
+from kvkit.runtime.lazy_imports import lazy_names
 
 TOOLS = {  # {name: its module}
     "inspect": "kvkit.tools.inspection",
@@ -29,14 +28,4 @@ TOOLS = {  # {name: its module}
     "size": "kvkit.tools.sizing",
     "vectors": "kvkit.tools.vectors",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in TOOLS:
-        raise AttributeError(f"module 'kvkit.tools' has no attribute {name!r}")
-    module = importlib.import_module(TOOLS[name])
-    return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
-
-
-def __dir__() -> list[str]:
-    return sorted(TOOLS)
+__getattr__, __dir__ = lazy_names(__name__, TOOLS)

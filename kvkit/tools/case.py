@@ -17,7 +17,7 @@ import numpy as np
 from kvkit.checks import table_rules
 from kvkit.checks.values import integer
 from kvkit.errors import KvkitError, argument_error, describe
-from kvkit.files.arrays import BESIDE
+from kvkit.files.contents import BESIDE
 from kvkit.interop import as_numpy
 from kvkit.layouts import Layout, parse, tables
 from kvkit.layouts.views import KV

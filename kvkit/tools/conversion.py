@@ -14,7 +14,7 @@ from kvkit import files, layouts
 from kvkit.checks.latent import ds_v4_blocks, ds_v4_parts
 from kvkit.errors import argument_error, brief, describe, printable
 from kvkit.files import Contents, Description, llama_writing
-from kvkit.files.arrays import CACHE
+from kvkit.files.contents import CACHE
 from kvkit.formats import BY_DTYPE, FLOATS
 from kvkit.layouts import tables
 from kvkit.layouts.tables import BlockTable
@@ -22,14 +22,18 @@ from kvkit.layouts.views import KV
 from kvkit.tools import recoding, states
 from kvkit.tools.contents import Source
 from kvkit.tools.layer_choice import choose_layers
-from kvkit.tools.readers import DS_V4_LAYOUT, LATENT_LINE, LINE, ds_v4_as_rows
 from kvkit.tools.rope_pairs import PairOrder, change_of_pairs
 from kvkit.tools.source import (
+    DS_V4_LAYOUT,
+    LATENT_LINE,
+    LINE,
     SLIDING,
     TABLES,
     CacheSource,
     axis_sizes_of,
     check_pages_in_pool,
+    ds_v4_as_rows,
+    in_file,
     leaves,
     parse_layout,
     view_of,
@@ -177,7 +181,9 @@ def convert(
     found = CacheSource(source, *named)
     if layers is not None:
         found = CacheSource(choose_layers(found, layers), *named)
-    pairs = change_of_pairs(rope_pairs, from_rope_pairs, found.contents.description)
+    pairs = None
+    if rope_pairs is not None or from_rope_pairs is not None:
+        pairs = change_of_pairs(rope_pairs, from_rope_pairs, found.contents.description)
     if to_layout is None:
         for name, extra in {"page_size": page_size, "tables_from": tables_from, "verify": verify}.items():
             if extra:
@@ -217,7 +223,7 @@ def convert(
         descriptions[CACHE] = replace(
             descriptions[CACHE], layout=DS_V4_LAYOUT, sizes=sizes_of_rows, format="ds_v4"
         )
-    metadata = recoding.carried_metadata(found, descriptions.get(SLIDING))
+    metadata = found.carried_metadata(descriptions.get(SLIDING))
     result = Conversion(arrays, descriptions[CACHE], str(found.layout), total, verify, metadata=metadata)
     if target is not None:
         write_conversion(target, result)
@@ -271,16 +277,17 @@ def move_caches(
         kv = view_of(made[CACHE], to_layout, {axis: n for axis, n in each.sizes.items() if axis in inner})
         if pairs is not None:
             reorder_pairs(kv, pairs)
+        said = each.contents.description
         described[name] = replace(
-            each.contents.description,
+            said,
             layout=to_layout,
             sizes={} if kv is None else axis_sizes_of(kv, to_layout),
-            tables="blocks" if block_tables else each.contents.description.tables,
-            **recoding.changed_facts(None, pairs),
+            tables="blocks" if block_tables else said.tables,
+            rope_pairs=said.rope_pairs if pairs is None else pairs.target,
         )
         total += sum(array.nbytes for part in made.values() for array in leaves(part))
         others = each.other_arrays(made, tables=not block_tables)
-        arrays |= recoding.in_file(name, others | made | each.numbers_to_write | block_tables)
+        arrays |= in_file(name, others | made | each.numbers_to_write | block_tables)
     return arrays, described, total
 
 

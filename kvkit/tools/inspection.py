@@ -17,8 +17,7 @@ from kvkit.layouts.tables import BlockTable
 from kvkit.layouts.views import KV
 from kvkit.tools.contents import Source
 from kvkit.tools.names import SIDES
-from kvkit.tools.readers import ds_v4_as_rows
-from kvkit.tools.source import CacheSource
+from kvkit.tools.source import CacheSource, ds_v4_as_rows
 from kvkit.tools.text import columns, size
 
 SHOWN = 40  # the most arrays or layers in a text; to_dict() has all

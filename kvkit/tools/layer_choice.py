@@ -12,10 +12,10 @@ import numpy as np
 from kvkit import layouts
 from kvkit.errors import argument_error, brief
 from kvkit.files import Contents
-from kvkit.files.arrays import BESIDE, CACHE, name_arrays, nested
+from kvkit.files.contents import BESIDE, CACHE, name_arrays, nested
 from kvkit.layouts import Layout
 from kvkit.tools.names import LAYER, SIDES
-from kvkit.tools.source import SLIDING, CacheSource, leaves, name_in_second, name_of_second
+from kvkit.tools.source import SLIDING, CacheSource, in_file, leaves, name_in_second
 
 PART = re.compile(r"(\d{1,6})?(:)?(\d{1,6})?(?::(\d{1,6}))?")
 
@@ -57,7 +57,7 @@ def choose_layers(source: CacheSource, text: str) -> Contents:
     ]
     first, *others = parts
     for other in others:
-        arrays = first.arrays | {name_of_second(name): array for name, array in other.arrays.items()}
+        arrays = first.arrays | in_file(SLIDING, other.arrays)
         first = replace(
             first, arrays=arrays, metadata=first.metadata | {SLIDING: other.description.to_dict()}
         )

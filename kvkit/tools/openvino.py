@@ -13,7 +13,7 @@ import numpy as np
 from kvkit import files
 from kvkit.errors import argument_error, describe
 from kvkit.files import Contents
-from kvkit.files.arrays import CACHE, nested
+from kvkit.files.contents import CACHE, nested
 from kvkit.layouts.views import KV
 from kvkit.typed import Array
 

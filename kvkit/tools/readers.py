@@ -10,22 +10,28 @@ import numpy as np
 
 from kvkit import files, layouts
 from kvkit.cache import loading
-from kvkit.checks.latent import ds_v4_parts
 from kvkit.checks.values import positive_number
 from kvkit.errors import argument_error, describe
 from kvkit.files import llama
-from kvkit.files.arrays import BESIDE, CACHE, nested
+from kvkit.files.contents import BESIDE, nested
 from kvkit.formats import BY_DTYPE, FLOATS, decode, rotate
 from kvkit.formats.known import Format
 from kvkit.formats.rotations import Rotation, rotation_named
 from kvkit.formats.schemes import Coded, formats_named
 from kvkit.layouts.views import KV
-from kvkit.tools.source import PACKED, TABLES, CacheSource, check_pages_in_pool, format_of_paged, leaves
+from kvkit.tools.source import (
+    LATENT_LINE,
+    LINE,
+    PACKED,
+    TABLES,
+    CacheSource,
+    check_pages_in_pool,
+    ds_v4_as_rows,
+    format_of_paged,
+    leaves,
+)
 
-LATENT_LINE, LATENT_LISTS = "l | b n c", "b l | n c"  # of latent rows, and if sequences differ in length
-DS_V4_LAYOUT = "flashmla-ds-v4"  # its codes and scales are apart
-LINE = "l kv | b n h c"  # of the results of `encode`, as `convert` writes them
-LISTS = "b l kv | n h c"  # of the same if sequences differ in length
+LISTS, LATENT_LISTS = "b l kv | n h c", "b l | n c"  # LINE and LATENT_LINE, if sequences differ in length
 ROTATION = "llama.cpp"  # it rotates heads of a multiple of 64 elements before they become codes
 LATENT = 512  # elements of a latent row that are its value, by default
 ORDER = "the file has no tables: all blocks are taken for sequences"
@@ -130,22 +136,6 @@ def open_one(source: CacheSource, from_format: str | None = None, rotation: str 
     if source.cache is None and isinstance(about := source.saved.get("layers"), list):
         return open_saved(source, about)
     return open_arrays(ds_v4_as_rows(source, from_format), from_format, rotation)
-
-
-def ds_v4_as_rows(source: CacheSource, from_format: str | None = None) -> CacheSource:
-    """Return blocks of 584 bytes a token as rows with scales after codes; other caches as they are."""
-    told = from_format or source.contents.description.format
-    line = source.layout and layouts.parse(source.layout)
-    if line != layouts.parse(DS_V4_LAYOUT) or (told != "ds_v4" and str(source.layout) != DS_V4_LAYOUT):
-        return source
-    blocks = [each for leaf in leaves(source.cache) for each in (leaf if leaf.ndim == 3 else [leaf])]
-    parts = [ds_v4_parts("cache", each.view(np.uint8)) for each in blocks]
-    others = {name: array for name, array in source.arrays.items() if name.partition(".")[0] != CACHE}
-    arrays = others | {f"{CACHE}.{i}": np.concatenate(part, axis=2) for i, part in enumerate(parts)}
-    described = replace(source.contents.description, layout=LATENT_LINE, sizes={}, format="ds_v4")
-    found = CacheSource(replace(source.contents, arrays=arrays, description=described))
-    found.name = source.name
-    return found
 
 
 def join_readers(first: CacheReader, second: CacheReader) -> CacheReader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,14 +14,13 @@ import numpy as np
 
 from kvkit import files
 from kvkit.errors import argument_error
-from kvkit.files import llama
-from kvkit.files.arrays import CACHE
+from kvkit.files.contents import CACHE
 from kvkit.files.paths import check_target, name_in_errors
 from kvkit.formats import BY_NAME, FLOATS
 from kvkit.formats.schemes import Coded, formats_named
-from kvkit.tools.readers import LATENT_LINE, LATENT_LISTS, LINE, LISTS, LayerReader, SideReader, open_one
+from kvkit.tools.readers import LATENT_LISTS, LISTS, LayerReader, SideReader, open_one
 from kvkit.tools.rope_pairs import PairOrder
-from kvkit.tools.source import SLIDING, CacheSource, name_of_second
+from kvkit.tools.source import LATENT_LINE, LINE, SLIDING, CacheSource, in_file
 
 SOME = 2048  # tokens encoded at a time
 Form = Any  # a `Coded` format, or a float type
@@ -62,6 +61,8 @@ def recode(
     )
     made: dict[str, Any] = {}
     described: dict[str, files.Description] = {}
+    facts: dict[str, Any] = {} if rotation is None else {"rotation": "none", "rotation_blocks": None}
+    facts |= {} if pairs is None else {"rope_pairs": pairs.target}
     for name, found in opened.items():
         layers = []
         for i in range(found.count):
@@ -78,7 +79,7 @@ def recode(
         described[name] = replace(
             source.caches[name].contents.description, layout=lines[one_length],
             sizes=sizes_of_layers(layers, floats, latent), format=format, tables=None,
-            **changed_facts(rotation, pairs),
+            **facts,
         )  # fmt: skip
         made |= in_file(name, source.caches[name].places_of_tokens | source.caches[name].numbers_to_write)
     before = opened[CACHE].format or str(layer.value.read(slice(0)).dtype)
@@ -86,32 +87,11 @@ def recode(
     if not source.saved:
         for name, each in source.caches.items():
             made |= in_file(name, each.other_arrays((CACHE, *each.scales), tables=False))
-    metadata = carried_metadata(source, described.get(SLIDING), rotation)
+    metadata = source.carried_metadata(described.get(SLIDING), rotation)
     if target is not None:
         files.write(target, made, described[CACHE], metadata=metadata)
         made = {}
     return Recoded(made, described[CACHE], metadata, before, size)
-
-
-def in_file(cache: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays of a cache under their names in a file."""
-    return dict(arrays) if cache == CACHE else {name_of_second(name): each for name, each in arrays.items()}
-
-
-def changed_facts(rotation: str | None, pairs: PairOrder | None) -> dict[str, Any]:
-    """Return the fields of a description that the conversion changes."""
-    facts: dict[str, Any] = {} if rotation is None else {"rotation": "none", "rotation_blocks": None}
-    return facts | ({} if pairs is None else {"rope_pairs": pairs.target})
-
-
-def carried_metadata(
-    source: CacheSource, second: files.Description | None, rotation: str | None = None
-) -> dict[str, Any]:
-    """Return the other metadata of a converted file: notes for the user, and its second cache."""
-    gone = {llama.HEADS} | ({llama.ROTATED} if rotation is not None else set())
-    notes = [note for note in source.contents.notes if note not in gone]
-    found: dict[str, Any] = {"notes": notes} if notes else {}
-    return found | ({} if second is None else {SLIDING: second.to_dict()})
 
 
 def layer_to_code(layer: LayerReader, source: CacheSource, pairs: PairOrder | None) -> LayerReader:

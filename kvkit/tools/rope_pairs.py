@@ -39,14 +39,10 @@ class PairOrder:
         return replace(side, read=lambda part: side.read(part)[..., places])
 
 
-def change_of_pairs(wanted: str | None, given: str | None, said: Description) -> PairOrder | None:
-    """Return the change of pairs, from the ones given or else stated in a file; None without a wanted one."""
+def change_of_pairs(wanted: str | None, given: str | None, said: Description) -> PairOrder:
+    """Return the change of pairs to the wanted ones, from the ones given or else stated in a file."""
     if wanted is None:
-        if given is not None:
-            raise argument_error(
-                "rope_pairs", "the pairs that keys are to have, beside from_rope_pairs", "None"
-            )
-        return None
+        raise argument_error("rope_pairs", "the pairs that keys are to have, beside from_rope_pairs", "None")
     target, before = pairs_named("rope_pairs", wanted), said.rope_pairs
     if given is not None:
         before = pairs_named("from_rope_pairs", given)

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from kvkit import files, layouts
+from kvkit.checks.latent import ds_v4_parts
 from kvkit.errors import KvkitError, argument_error, brief, describe
-from kvkit.files import Contents
-from kvkit.files.arrays import BESIDE, CACHE, nested
+from kvkit.files import Contents, Description, llama
+from kvkit.files.contents import BESIDE, CACHE, nested
 from kvkit.files.description import parse_description
 from kvkit.formats import FLOATS, NAMED
 from kvkit.formats.elements import FLOATS8
@@ -27,6 +28,8 @@ from kvkit.tools.names import NAMES, PAGED_NAMES, SIDES, LayerNames, find_layers
 from kvkit.tools.saved_pages import order_cells, pages_of_cells, pages_of_saved
 
 AXES = {True: {3: "n h c", 4: "b n h c", 5: "l b n h c"}, False: {3: "n h c", 4: "l n h c", 5: "l b n h c"}}
+LINE, LATENT_LINE = "l kv | b n h c", "l | b n c"  # of rows, and of latent rows, as `convert` writes them
+DS_V4_LAYOUT = "flashmla-ds-v4"  # its codes and scales are apart
 SLIDING = "sliding"  # the name of a second cache, of layers with a window; a prefix of its tables
 BLOCKS = "block tables"
 PACKED = "packed sequences"  # a convention of tables: `seqstarts`
@@ -129,6 +132,13 @@ class CacheSource:
     def caches(self) -> dict[str, CacheSource]:
         """Return the cache, and a second one if any, by the names of their arrays."""
         return {CACHE: self} | ({} if self.sliding is None else {SLIDING: self.sliding})
+
+    def carried_metadata(self, second: Description | None, rotation: str | None = None) -> dict[str, Any]:
+        """Return the other metadata of a converted file: notes for the user, and its second cache."""
+        gone = {llama.HEADS} | ({llama.ROTATED} if rotation is not None else set())
+        notes = [note for note in self.contents.notes if note not in gone]
+        found: dict[str, Any] = {"notes": notes} if notes else {}
+        return found | ({} if second is None else {SLIDING: second.to_dict()})
 
     @cached_property
     def places_of_tokens(self) -> dict[str, np.ndarray]:
@@ -472,11 +482,31 @@ def name_in_second(name: str) -> str:
     return f"{CACHE}_{rest}" if rest.startswith("cells.") else rest
 
 
-def name_of_second(name: str) -> str:
-    """Return the name in a file of a second cache's array, with its prefix."""
-    if name == CACHE or name.startswith((f"{CACHE}.", f"{CACHE}_cells.")):
-        return SLIDING + name.removeprefix(CACHE)
-    return f"{SLIDING}_{name}"
+def in_file(cache: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays of a cache under their names in a file; those of a second cache have a prefix."""
+    if cache == CACHE:
+        return dict(arrays)
+    begins = f"{CACHE}.", f"{CACHE}_cells."
+    return {
+        SLIDING + (name.removeprefix(CACHE) if f"{name}.".startswith(begins) else f"_{name}"): array
+        for name, array in arrays.items()
+    }
+
+
+def ds_v4_as_rows(source: CacheSource, from_format: str | None = None) -> CacheSource:
+    """Return blocks of 584 bytes a token as rows with scales after codes; other caches as they are."""
+    told = from_format or source.contents.description.format
+    line = source.layout and layouts.parse(source.layout)
+    if line != layouts.parse(DS_V4_LAYOUT) or (told != "ds_v4" and str(source.layout) != DS_V4_LAYOUT):
+        return source
+    blocks = [each for leaf in leaves(source.cache) for each in (leaf if leaf.ndim == 3 else [leaf])]
+    parts = [ds_v4_parts("cache", each.view(np.uint8)) for each in blocks]
+    others = {name: array for name, array in source.arrays.items() if name.partition(".")[0] != CACHE}
+    arrays = others | {f"{CACHE}.{i}": np.concatenate(part, axis=2) for i, part in enumerate(parts)}
+    described = replace(source.contents.description, layout=LATENT_LINE, sizes={}, format="ds_v4")
+    found = CacheSource(replace(source.contents, arrays=arrays, description=described))
+    found.name = source.name
+    return found
 
 
 def with_axes(found: Any, count: int) -> Any:

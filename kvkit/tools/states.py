@@ -10,8 +10,8 @@ import numpy as np
 
 from kvkit.errors import argument_error
 from kvkit.files import Contents, Description, llama
-from kvkit.files.arrays import CACHE, flat
-from kvkit.tools.source import SLIDING, CacheSource, axis_sizes_of, leaves, name_of_second
+from kvkit.files.contents import CACHE, flat
+from kvkit.tools.source import SLIDING, CacheSource, axis_sizes_of, in_file, leaves
 
 LINE = "l kv | b n (h c)"
 
@@ -64,7 +64,7 @@ def make_state(arrays: Mapping[str, Any], description: Description, metadata: Ma
             about[SLIDING] = line.to_dict()
         else:
             said = line
-        found |= {n if name == CACHE else name_of_second(n): array for n, array in own.items()}
+        found |= in_file(name, own)
     return Contents(found, about, kind=llama.NAMES[llama.SEQUENCE], description=said)
 
 

@@ -11,7 +11,4 @@ from kvkit.integrations.dask.sharded import ShardedCache
 from kvkit.integrations.dask.tasks import mapper
 
 __all__ = ["ShardError", "ShardedCache", "attend", "mapper"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy  # modules are not listed

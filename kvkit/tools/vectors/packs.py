@@ -13,7 +13,7 @@ import numpy as np
 
 from kvkit.errors import KvkitError, brief
 from kvkit.files import npy
-from kvkit.files.arrays import CACHE
+from kvkit.files.contents import CACHE
 from kvkit.files.errors import FileError
 from kvkit.runtime.call_log import FORMAT_VERSION, MANIFEST
 from kvkit.typed import Array, FilePath
