@@ -52,31 +52,11 @@ if TYPE_CHECKING:
     from kvkit.rope import Rope
 
 __all__ = [
-    "DeviceError",
-    "KvkitError",
-    "PagedPlan",
-    "Rope",
-    "__version__",
-    "alibi_mask",
-    "alibi_slope",
-    "ascend",
-    "dynamic_batching",
-    "indexer_scores",
-    "key_value_cache",
-    "merge_attention_states",
-    "mla_absorb",
-    "mla_append",
-    "mla_attention",
-    "mla_expand",
-    "multi_head_attention",
-    "multi_head_cache_attention",
-    "paged_append",
-    "paged_attention",
-    "paged_plan",
-    "rotary_position_embedding",
-    "swap_blocks",
-    "topk_rows",
-]
+    "DeviceError", "KvkitError", "PagedPlan", "Rope", "__version__", "alibi_mask", "alibi_slope", "ascend",
+    "dynamic_batching", "indexer_scores", "key_value_cache", "merge_attention_states", "mla_absorb",
+    "mla_append", "mla_attention", "mla_expand", "multi_head_attention", "multi_head_cache_attention",
+    "paged_append", "paged_attention", "paged_plan", "rotary_position_embedding", "swap_blocks", "topk_rows",
+]  # fmt: skip
 ROOMS = "cache", "eviction", "files", "formats", "integrations", "layouts", "tools"
 MODULES = {"Rope": "kvkit.rope", "indexer_scores": "kvkit.indexer", "topk_rows": "kvkit.indexer"}
 MODULES |= {name: "kvkit.mla" for name in __all__ if name.startswith("mla_")}

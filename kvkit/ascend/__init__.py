@@ -8,16 +8,7 @@ from kvkit.ascend.tables import Slots, compressed_slots, razor_windows, slots
 from kvkit.operators.compression import CompressType
 
 __all__ = [
-    "CompressType",
-    "Slots",
-    "block_copy",
-    "compressed_slots",
-    "nd_to_nz",
-    "nz_to_nd",
-    "paged_attention",
-    "paged_cache_load",
-    "razor_windows",
-    "reshape_and_cache",
-    "slots",
-]
+    "CompressType", "Slots", "block_copy", "compressed_slots", "nd_to_nz", "nz_to_nd", "paged_attention",
+    "paged_cache_load", "razor_windows", "reshape_and_cache", "slots",
+]  # fmt: skip
 __dir__ = __all__.copy  # modules are not listed

@@ -22,31 +22,9 @@ from kvkit.cache.stores.view import KVView
 from kvkit.errors import CapacityError
 
 __all__ = [
-    "BlockAllocator",
-    "Cache",
-    "CapacityError",
-    "DynamicCache",
-    "DynamicLayer",
-    "IndexedLayer",
-    "KVView",
-    "LatentLayer",
-    "OutOfBlocksError",
-    "PagedCache",
-    "PagedLayer",
-    "PagedStep",
-    "QuantSpec",
-    "QuantizedCache",
-    "QuantizedLayer",
-    "RaggedLayer",
-    "Report",
-    "Sequence",
-    "SharedLayer",
-    "SlidingWindowLayer",
-    "StateLayer",
-    "StaticCache",
-    "StaticLayer",
-    "StaticSlidingWindowLayer",
-    "Step",
-    "load",
-]
+    "BlockAllocator", "Cache", "CapacityError", "DynamicCache", "DynamicLayer", "IndexedLayer", "KVView",
+    "LatentLayer", "OutOfBlocksError", "PagedCache", "PagedLayer", "PagedStep", "QuantSpec", "QuantizedCache",
+    "QuantizedLayer", "RaggedLayer", "Report", "Sequence", "SharedLayer", "SlidingWindowLayer", "StateLayer",
+    "StaticCache", "StaticLayer", "StaticSlidingWindowLayer", "Step", "load",
+]  # fmt: skip
 __dir__ = __all__.copy  # modules are not listed

@@ -6,13 +6,7 @@ from kvkit.dynamic_batching.planned import Plan, plan
 from kvkit.dynamic_batching.positions import alibi_mask, position_index, rotary_position_embedding
 
 __all__ = [
-    "Plan",
-    "alibi_mask",
-    "key_value_cache",
-    "multi_head_attention",
-    "multi_head_cache_attention",
-    "plan",
-    "position_index",
-    "rotary_position_embedding",
-]
+    "Plan", "alibi_mask", "key_value_cache", "multi_head_attention", "multi_head_cache_attention", "plan",
+    "position_index", "rotary_position_embedding",
+]  # fmt: skip
 __dir__ = __all__.copy  # modules are not listed

@@ -258,14 +258,9 @@ def of_config(config: Mapping[str, Any]) -> ModelShape:
     dims = {layer.key_dim for layer in layers if layer.kind in ("full", "sliding")}
     dim = int(min(dims) * part) if part and len(dims) == 1 else None
     return ModelShape(
-        name,
-        tuple(layers),
-        longest,
-        tuple(numbers),
-        base if isinstance(base, (int, float)) else None,
-        None,
+        name, tuple(layers), longest, tuple(numbers), base if isinstance(base, (int, float)) else None, None,
         dim,
-    )
+    )  # fmt: skip
 
 
 def kinds_of(found: Mapping[str, Any], count: int) -> list[str]:

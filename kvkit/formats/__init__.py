@@ -37,31 +37,10 @@ if TYPE_CHECKING:
     from kvkit.formats.schemes import scheme
 
 __all__ = [
-    "BFLOAT16",
-    "BY_DTYPE",
-    "BY_NAME",
-    "CODES",
-    "FLOAT16",
-    "FLOAT32",
-    "FLOATS",
-    "INT4",
-    "INT8",
-    "MASKS",
-    "NAMED",
-    "QUANTIZED",
-    "ROTATIONS",
-    "Element",
-    "Format",
-    "Rotation",
-    "coarser",
-    "decode",
-    "encode",
-    "mask_bytes",
-    "named",
-    "rotate",
-    "rotation_named",
-    "scheme",
-]
+    "BFLOAT16", "BY_DTYPE", "BY_NAME", "CODES", "FLOAT16", "FLOAT32", "FLOATS", "INT4", "INT8", "MASKS",
+    "NAMED", "QUANTIZED", "ROTATIONS", "Element", "Format", "Rotation", "coarser", "decode", "encode",
+    "mask_bytes", "named", "rotate", "rotation_named", "scheme",
+]  # fmt: skip
 # What operators do not need is imported on first use.
 MODULES = {
     **dict.fromkeys(("decode", "encode"), "kvkit.formats.coding"),

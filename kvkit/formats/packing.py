@@ -127,13 +127,9 @@ def part_widths(format: Format, elements: int, scale: Element) -> dict[str, int]
     """Return the bytes of each part of a block of so many elements, in order."""
     bits, count = byte_bits(format), elements // format.group if format.group else 1
     known = {
-        "codes": elements * bits // 8,
-        "high": elements // 8,
-        "scale": scale.bytes(count),
-        "minimum": scale.bytes(count),
-        "tail": BFLOAT16.bytes(format.tail),
-        "padding": 1,
-    }
+        "codes": elements * bits // 8, "high": elements // 8, "scale": scale.bytes(count),
+        "minimum": scale.bytes(count), "tail": BFLOAT16.bytes(format.tail), "padding": 1,
+    }  # fmt: skip
     return {part: known[part] for part in format.order}
 
 

@@ -9,14 +9,10 @@ from functools import cached_property
 from kvkit.errors import argument_error
 
 MEANING = {
-    "l": "layer",
-    "kv": "keys 0, values 1",
-    "b": "block, or sequence where caches are contiguous",
-    "n": "token in the block",
-    "h": "key head",
-    "c": "content, the elements of a head",
+    "l": "layer", "kv": "keys 0, values 1", "b": "block, or sequence where caches are contiguous",
+    "n": "token in the block", "h": "key head", "c": "content, the elements of a head",
     "s": "scale groups of a head",
-}
+}  # fmt: skip
 AXES = "axes among l, kv, b, n, h, c, s, their parts such as c1 c0[8], or 1"
 AXIS = re.compile(r"(kv|[lbnhcs])(?:([01])(?:\[([1-9]\d*)(B?)\])?)?|1")
 LEXEME = re.compile(r"[()|;+]|[^\s()|;+]+")

@@ -256,15 +256,11 @@ def find_array(
     if entry is None:
         return None
     return Input(
-        name,
-        entry.dtypes,
-        entry.shapes or shapes.get(name, ()),
-        entry.about,
+        name, entry.dtypes, entry.shapes or shapes.get(name, ()), entry.about,
         optional=any(word in str(parameter.annotation) for word in ("None", "Values")),
         inout=name in CHANGED or (name in CHANGED_WITHOUT_OUTPUTS and not has_outputs),
-        keyword=parameter.kind is parameter.KEYWORD_ONLY,
-        found=entry.shapes == FOUND_SCALES,
-    )
+        keyword=parameter.kind is parameter.KEYWORD_ONLY, found=entry.shapes == FOUND_SCALES,
+    )  # fmt: skip
 
 
 def read_shapes(docstring: str) -> dict[str, tuple[str, ...]]:

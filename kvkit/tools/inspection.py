@@ -297,13 +297,9 @@ def use_of(source: CacheSource) -> TableUse | None:
     used, count = np.unique(tables.table[tables.table >= 0], return_counts=True)
     shared = int((count > 1).sum())
     return TableUse(
-        convention,
-        tables.lengths.tolist(),
-        tables.page_size,
-        len(used),
-        shared,
+        convention, tables.lengths.tolist(), tables.page_size, len(used), shared,
         runs_of(tables, source.positions),
-    )
+    )  # fmt: skip
 
 
 def runs_of(pages: BlockTable, positions: np.ndarray | None) -> list[str] | None:

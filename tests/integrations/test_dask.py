@@ -303,7 +303,7 @@ def test_what_a_cache_refuses(client, tmp_path):
         assert cache.attend(new, 0).shape == new.shape  # the step is still open
         with pytest.raises(KvkitError, match=r"^save: expected all layers .* got layers \[1\]"):
             cache.save(tmp_path)
-    wrong = {"format": "float8", "split": "pages", "transport": "pipes", "shards": 0, "dtype": "float64"}
+    wrong = {"format": "float8", "split": "pages", "shards": 0, "dtype": "float64"}
     for name, value in (wrong | {"timeout": -1}).items():
         with pytest.raises(KvkitError, match=f"^{name}: expected"):
             ShardedCache(client, *SIZES, **{name: value})

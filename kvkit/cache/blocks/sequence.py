@@ -55,17 +55,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "allocator",
-        "borders",
-        "chain",
-        "ids",
-        "intact",
-        "length",
-        "pending",
-        "rope",
-        "row_positions",
+        "allocator", "borders", "chain", "ids", "intact", "length", "pending", "rope", "row_positions",
         "table",
-    )
+    )  # fmt: skip
 
     def __init__(self, allocator: Any, ids: bytearray, chain: list[bytes]) -> None:
         self.allocator = allocator  # None after `BlockAllocator.free`

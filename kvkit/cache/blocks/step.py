@@ -105,15 +105,10 @@ class Step:
         counts, lengths = np.diff(self.seqstarts)[chosen], np.diff(self.kvstarts)[chosen]
         of_sequences = "order", "start_pos", "pages", "first_places", "moved"
         return replace(
-            self,
-            sequences=tuple(self.sequences[i] for i in chosen),
-            seqstarts=starts(counts),
-            kvstarts=starts(lengths),
-            decoding_batches=int((counts == 1).sum()),
-            max_seqlen=int(counts.max()),
-            max_kvlen=int(lengths.max()),
-            **{name: getattr(self, name)[chosen] for name in of_sequences},
-        )
+            self, sequences=tuple(self.sequences[i] for i in chosen), seqstarts=starts(counts),
+            kvstarts=starts(lengths), decoding_batches=int((counts == 1).sum()), max_seqlen=int(counts.max()),
+            max_kvlen=int(lengths.max()), **{name: getattr(self, name)[chosen] for name in of_sequences},
+        )  # fmt: skip
 
     @property
     def is_open(self) -> bool:
@@ -150,16 +145,11 @@ def tensors(sequences: list[Any], counts: list[int], page_size: int) -> dict[str
         shifted = [seq.row_positions is not None and seq.row_positions.shifted for seq in sequences]
         first_places, moved = start_pos + gaps, (gaps > 0) | shifted
     return {
-        "seqstarts": starts(seqlens),
-        "kvstarts": starts(kvlens),
-        "start_pos": start_pos,
-        "pages": np.maximum(blocks * page_size, -1),
-        "first_places": first_places,
-        "moved": moved,
-        "decoding_batches": counts.count(1),
-        "max_seqlen": max(counts, default=0),
+        "seqstarts": starts(seqlens), "kvstarts": starts(kvlens), "start_pos": start_pos,
+        "pages": np.maximum(blocks * page_size, -1), "first_places": first_places, "moved": moved,
+        "decoding_batches": counts.count(1), "max_seqlen": max(counts, default=0),
         "max_kvlen": int(kvlens.max(initial=0)),
-    }
+    }  # fmt: skip
 
 
 def starts(lengths: Array) -> Array:

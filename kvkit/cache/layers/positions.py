@@ -254,12 +254,8 @@ def flatten(now: RowPositions, rope: Rotation) -> Rearrangement:
 
 
 PLANS: dict[str, Callable[..., Rearrangement]] = {
-    "remove": remove,
-    "retain": retain,
-    "shift": shift,
-    "divide": divide,
-    "flatten": flatten,
-}
+    "remove": remove, "retain": retain, "shift": shift, "divide": divide, "flatten": flatten,
+}  # fmt: skip
 
 
 def moved(

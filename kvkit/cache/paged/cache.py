@@ -138,19 +138,10 @@ class PagedCache(BaseCache):
         super().__init__()
         blocks = integer("num_blocks", num_blocks, 1), integer("page_size", page_size, 1)
         self.store = PagedStore(
-            *blocks,
-            num_layers,
-            num_kv_heads,
-            head_dim,
-            dtype,
-            quant_bit=quant_bit,
-            quant_group=quant_group,
-            scale_dtype=scale_dtype,
-            cache_layout=cache_layout,
-            quant_format=quant_format,
-            scale=scale,
+            *blocks, num_layers, num_kv_heads, head_dim, dtype, quant_bit=quant_bit, quant_group=quant_group,
+            scale_dtype=scale_dtype, cache_layout=cache_layout, quant_format=quant_format, scale=scale,
             latent_dim=latent_dim,
-        )
+        )  # fmt: skip
         self.cache, self.scale = self.store.cache, self.store.scale
         self.salt = check_bytes("salt", salt)
         identity = self.store.identity + b"\0" + salt

@@ -65,15 +65,9 @@ class PagedStep:
             )  # fmt: skip
             return
         arguments = StepArguments(
-            index.seqstarts,
-            index.kvstarts,
-            index.cachestarts,
-            index.start_pos,
-            max_seqlen=index.max_seqlen,
-            max_kvlen=index.max_kvlen,
-            cache_mode=1,
-            page_size=store.page_size,
-        )
+            index.seqstarts, index.kvstarts, index.cachestarts, index.start_pos, max_seqlen=index.max_seqlen,
+            max_kvlen=index.max_kvlen, cache_mode=1, page_size=store.page_size,
+        )  # fmt: skip
         self._steps = index_tensors.checked_step(None, arguments)
 
     def update(self, current_key: Array, current_value: Array, layer_idx: int) -> None:

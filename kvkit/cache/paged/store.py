@@ -109,14 +109,9 @@ class PagedStore:
     def _place(self, layer_idx: int) -> CacheLayer:
         """Return where the keys and values of a layer are."""
         return caches.cache_layer(
-            self.format,
-            self.heads,
-            self.dim,
-            self.cache,
-            self.scale_of(layer_idx),
-            DYNAMIC,
+            self.format, self.heads, self.dim, self.cache, self.scale_of(layer_idx), DYNAMIC,
             self.arguments._replace(layer_idx=layer_idx),
-        )
+        )  # fmt: skip
 
     def _latent_place(self, layer_idx: int) -> CacheLayer:
         """Return where the latent rows of a layer are, which are its keys and its values."""

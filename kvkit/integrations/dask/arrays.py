@@ -112,12 +112,8 @@ class _Chunks:
         self, query: Any, key: Any, value: Any, mask: Array | None, how: Weights, slopes: Array | None
     ) -> None:
         self._query, self._value, self._mask, self._sinks, self._slopes = (
-            query,
-            value,
-            mask,
-            how.sinks,
-            slopes,
-        )
+            query, value, mask, how.sinks, slopes,
+        )  # fmt: skip
         self._queries, self._keys, self._values = (
             array.to_delayed()[..., 0] for array in (query, key, value)
         )

@@ -53,12 +53,8 @@ def shard_sizes(cache: dict[str, Any], heads: slice) -> dict[str, Any]:
     return {name: cache[name] for name in names} | formats
 
 
-def shard_count(client: Any, count: Any, transport: Any) -> int:
+def shard_count(client: Any, count: Any) -> int:
     """Check where the shards will be; return how many there are."""
-    if transport != "actors":
-        raise argument_error(
-            "transport", "'actors', the only one now that there are no pipes", describe(transport)
-        )
     if not isinstance(client, distributed.Client):
         raise argument_error("client", "a distributed.Client", describe(client))
     return integer("shards", (len(client.nthreads()) or 1) if count is None else count, 1)

@@ -115,14 +115,10 @@ def attend_part(
     def attend_rows(rows: slice, keys: slice, mask: Array | None, is_causal: bool) -> None:
         if rows.start < rows.stop and keys.start < keys.stop:
             out[:, rows], lse[:, rows] = kvkit.multi_head_attention(
-                query[:, rows],
-                key[:, keys],
-                value[:, keys],
-                combine_masks(slice_mask(attn_mask, rows, keys), mask),
-                is_causal=is_causal,
-                return_lse=True,
+                query[:, rows], key[:, keys], value[:, keys],
+                combine_masks(slice_mask(attn_mask, rows, keys), mask), is_causal=is_causal, return_lse=True,
                 **options,
-            )
+            )  # fmt: skip
 
     offset = key_start - query_start  # position of the first key minus that of the first query
     causal = is_causal or slopes is not None

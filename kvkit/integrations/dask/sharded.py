@@ -41,7 +41,7 @@ class ShardedCache:
     Parameters
     ----------
     client : distributed.Client
-        Each of its workers holds a shard, a Dask actor.
+        Each of its workers holds a shard, a Dask actor; a round trip takes 1 to 2 ms.
     num_layers, num_kv_heads, head_dim : int
         Geometry of the model.
     format : str
@@ -58,8 +58,6 @@ class ShardedCache:
         Elements that share a scale, if there are codes.
     shards : int, optional
         By default one for each worker. More shards than workers are distributed over the workers.
-    transport : {"actors"}
-        Only Dask's actors are supported; a round trip takes 1 to 2 ms.
     timeout : float
         The seconds within which every shard must answer.
 
@@ -99,7 +97,6 @@ class ShardedCache:
         page_size: int = 64,
         quant_group: int = 8,
         shards: int | None = None,
-        transport: Literal["actors"] = "actors",
         timeout: float = 60.0,
     ) -> None:
         self._arguments = checked_sizes(
@@ -114,7 +111,7 @@ class ShardedCache:
                 "num_blocks": num_blocks,
                 "page_size": page_size,
                 "quant_group": quant_group,
-                "shards": shard_count(client, shards, transport),
+                "shards": shard_count(client, shards),
             }
         )
         timeout = positive_number("timeout", timeout)
@@ -189,17 +186,9 @@ class ShardedCache:
             layer_idx = integer("layer_idx", layer_idx, 0, self.num_layers - 1)
             length = self._tokens.visible_tokens(layer_idx)
             call = checked_attention(
-                self._arguments,
-                self._tokens.batch,
-                length,
-                query,
-                attention_mask,
-                is_alibi=is_alibi,
-                window=window,
-                softmax_scale=softmax_scale,
-                softcap=softcap,
-                sinks=sinks,
-            )
+                self._arguments, self._tokens.batch, length, query, attention_mask, is_alibi=is_alibi,
+                window=window, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
             parts = self._step(layer_idx, length, call)
             if self._placement.interleave:
                 output, lse = merge_parts(parts, self._format)
@@ -255,9 +244,7 @@ class ShardedCache:
             )
 
     @classmethod
-    def load(
-        cls, client: Any, folder: FilePath, *, transport: Literal["actors"] = "actors", timeout: float = 60.0
-    ) -> Self:
+    def load(cls, client: Any, folder: FilePath, *, timeout: float = 60.0) -> Self:
         """Return the cache that was saved in a folder, on the workers that there are now.
 
         Parameters
@@ -266,14 +253,11 @@ class ShardedCache:
             Each of its workers holds a shard.
         folder : path
             One that `save` wrote.
-        transport : {"actors"}
-            As in `ShardedCache`.
         timeout : float
             The seconds within which every shard must answer.
         """
-        options: dict[str, Any] = {"transport": transport, "timeout": timeout}
         try:
-            cache = cls(client, **ShardFolder(folder).read_manifest()["cache"], **options)
+            cache = cls(client, **ShardFolder(folder).read_manifest()["cache"], timeout=timeout)
         except TypeError as error:
             raise argument_error(str(folder), "a cache that kvkit saved", f"another ({error})") from error
         try:

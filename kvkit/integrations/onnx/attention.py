@@ -125,19 +125,11 @@ def attend_visible(
         n, m, window = visible_part(rows, keys, offset, visibility.left, visibility.right)
         if n and m:
             kvkit.multi_head_attention(
-                query[at, :n],
-                key[at, :m],
-                value[at, :m],
+                query[at, :n], key[at, :m], value[at, :m],
                 None if mask is None else mask[at if len(mask) > 1 else slice(None), :, :n, :m],
-                num_heads=query.shape[2],
-                head_dim=query.shape[3],
-                is_causal=False,
-                num_kv_heads=key.shape[2],
-                softmax_scale=scale,
-                window=window,
-                softcap=softcap,
-                out=out[at, :n],
-            )
+                num_heads=query.shape[2], head_dim=query.shape[3], is_causal=False, num_kv_heads=key.shape[2],
+                softmax_scale=scale, window=window, softcap=softcap, out=out[at, :n],
+            )  # fmt: skip
 
 
 def tokens_first(name: str, array: Array, heads: int | None) -> Array:

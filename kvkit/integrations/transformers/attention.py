@@ -207,17 +207,9 @@ def attend_states(
             raise argument_error("attention_mask", expected, mask.shape[3])
     queries, keys, values = (states.swapaxes(1, 2) for states in (queries, keys, values))
     attn_output = kvkit.multi_head_attention(
-        queries,
-        keys,
-        values,
-        mask,
-        num_heads=queries.shape[2],
-        head_dim=queries.shape[3],
-        num_kv_heads=keys.shape[2],
-        is_causal=causal,
-        window=window,
-        **options,
-    )
+        queries, keys, values, mask, num_heads=queries.shape[2], head_dim=queries.shape[3],
+        num_kv_heads=keys.shape[2], is_causal=causal, window=window, **options,
+    )  # fmt: skip
     return tensor_of(attn_output)
 
 

@@ -65,17 +65,9 @@ def attention_mask(
     shares = bool(getattr(config, "num_kv_shared_layers", 0))  # Gemma 4 slices masks by query then
     if not allow_is_causal_skip or not aligned or in_chunks or (shares and padded and q_length > 1):
         return sdpa_mask(
-            batch_size,
-            q_length,
-            kv_length,
-            q_offset,
-            kv_offset,
-            mask_function,
-            attention_mask,
-            local_size,
-            allow_is_causal_skip=False,
-            **kwargs,
-        )
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
+            allow_is_causal_skip=False, **kwargs,
+        )  # fmt: skip
     if attention_mask is None:
         return None
     if kv_offset and local_size is None:  # a cache with holes: fewer keys than positions, yet no window

@@ -437,12 +437,7 @@ def summary_of(name: str, rows: list[Row], layers: list[StudiedLayer]) -> Summar
     means |= {"tokens_kept": mean("tokens_kept", own), "weight_kept": mean("weight_kept", own)}
     means["worst_output"] = max((row["output_error"] for row in attention), default=None)
     return Summary(
-        name,
-        bits / sum(layer.elements for layer in layers),
-        bits / 8 / layers[-1].tokens,
-        key_error=errors[0],
-        value_error=errors[1],
-        worst_error=max(row["relative_rms"] for row in sides),
-        largest_error=max(row["largest_error"] for row in sides),
-        **means,
-    )
+        name, bits / sum(layer.elements for layer in layers), bits / 8 / layers[-1].tokens,
+        key_error=errors[0], value_error=errors[1], worst_error=max(row["relative_rms"] for row in sides),
+        largest_error=max(row["largest_error"] for row in sides), **means,
+    )  # fmt: skip

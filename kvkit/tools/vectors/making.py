@@ -21,15 +21,10 @@ from kvkit.tools.vectors.draws import Call, Sizes
 from kvkit.version import __version__
 
 SUITES = {
-    "pmx": scenes.pmx,
-    "ascend": pools.ascend,
-    "paged": pools.paged,
-    "mla-dense": latent.mla_dense,
-    "mla-ds656": latent.mla_656,
-    "mla-ds584": latent.mla_584,
-    "dsa-indexer": latent.dsa_indexer,
+    "pmx": scenes.pmx, "ascend": pools.ascend, "paged": pools.paged, "mla-dense": latent.mla_dense,
+    "mla-ds656": latent.mla_656, "mla-ds584": latent.mla_584, "dsa-indexer": latent.dsa_indexer,
     "dsa-sparse": latent.dsa_sparse,
-}
+}  # fmt: skip
 SUMS = "attention", "rotary", "alibi", "absorb", "expand", "indexer"  # in the names of operators that round
 EXACT = {"atol": 0.0, "rtol": 0.0, "reason": "bytes are moved, or made by a recipe that says every rounding"}
 OF_DTYPE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}

@@ -9,16 +9,10 @@ from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
 from kvkit.typed import Array
 
 OVER_PAGES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "softcap": {"softcap": 2.0},
-    "sinks": {"sinks": True},
-    "window": {"window": (3, -1)},
-    "one-query-head": {"groups": 1},
-    "mask": {"mask": "float"},
-    "mask-of-bits": {"mask": "bool"},
-    "alibi": {"alibi": True},
-    "codes": {"codes": True},
-}
+    "plain": {}, "softcap": {"softcap": 2.0}, "sinks": {"sinks": True}, "window": {"window": (3, -1)},
+    "one-query-head": {"groups": 1}, "mask": {"mask": "float"}, "mask-of-bits": {"mask": "bool"},
+    "alibi": {"alibi": True}, "codes": {"codes": True},
+}  # fmt: skip
 COMPRESSED = {"kvhead": 1, "kvhead-rope": 2, "omni": 3}
 
 

@@ -33,6 +33,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi": {"is_alibi": True, "groups": 3},
     "more-queries-than-keys": {"new": 5, "context": 3},
 }
+LAST = "max_seqlen", "max_kvlen", "cache", "scale"  # inputs of dynamic operators after the index tensors
 
 
 def store_past(operator: str, before: dict[str, Any], attributes: dict[str, Any]) -> None:
@@ -108,14 +109,8 @@ def dynamic_cache(
     index, rows = steps(rng, lengths, pasts, mode, page)
     axes = {"l": 2, "kv": 2, "n": rows, "h": heads, "c": dim}
     cache, scale = cache_of(rng, DYNAMIC_LAYOUTS[layout], axes, kind, bits, 8)
-    attributes = {
-        "num_layer": 2,
-        "layer_idx": 0,
-        "quant_bit": bits,
-        "cache_layout": layout,
-        "cache_mode": mode,
-    }
-    attributes |= {"page_size": page} if mode else {}
+    attributes = {"num_layer": 2, "layer_idx": 0, "quant_bit": bits, "cache_layout": layout}
+    attributes |= {"cache_mode": mode} | ({"page_size": page} if mode else {})
     most = 7 if bits == 4 else 127
 
     def call(count: Sequence[int], past: Sequence[int]) -> dict[str, Any]:
@@ -126,19 +121,11 @@ def dynamic_cache(
         at = np.array(past)
         starts = {"seqstarts": np.concatenate([[0], np.cumsum(count)])}
         ends = {"kvstarts": np.concatenate([[0], np.cumsum(np.array(count) + at)]), "start_pos": at}
-        return (
-            new
-            | index
-            | starts
-            | ends
-            | {"max_seqlen": None, "max_kvlen": None, "cache": cache, "scale": scale}
-        )
+        rest = dict(zip(LAST, (None, None, cache, scale), strict=True))
+        return new | index | starts | ends | rest
 
     before = call(pasts, [0] * len(pasts)) if any(pasts) else None
-    order = (
-        "current_key", "current_value", "seqstarts", "kvstarts", "cachestarts", "start_pos", "max_seqlen",
-        "max_kvlen", "cache", "scale",
-    )  # fmt: skip
+    order = "current_key", "current_value", "seqstarts", "kvstarts", "cachestarts", "start_pos", *LAST
     inputs = call(lengths, pasts)
     inputs = {name: inputs[name] for name in order}
     return "dynamic_batching.key_value_cache", inputs, attributes | {"num_repeat": repeat}, before
@@ -181,7 +168,6 @@ def dynamic_attention(
     sizes: Sizes,
     dtype: str = "fp32",
     groups: int = 2,
-    decoding: int = 1,
     **more: Any,
 ) -> Call:
     """Return a call of the dynamic `multi_head_attention`."""
@@ -192,7 +178,7 @@ def dynamic_attention(
         "key": plain(rng, (sum(contexts), kv_heads, dim), kind),
         "value": plain(rng, (sum(contexts), kv_heads, dim), kind),
         "seqstarts": np.cumsum([0, *lengths]), "kvstarts": np.cumsum([0, *contexts]),
-        "decoding_batches": decoding, "max_seqlen": None, "max_kvlen": None,
+        "decoding_batches": 1, "max_seqlen": None, "max_kvlen": None,
     }  # fmt: skip
     attributes = {"num_heads": heads, "head_dim": dim, "num_kv_heads": kv_heads, "return_lse": True} | more
     return "dynamic_batching.multi_head_attention", inputs, attributes, None
@@ -213,21 +199,10 @@ def cache_attention(rng: np.random.Generator, made: Call, groups: int = 2, **mor
         "num_heads": heads, "head_dim": dim, "num_kv_heads": kv_heads, "return_lse": True,
     }  # fmt: skip
     if name.startswith("dynamic"):
-        inputs = {**{key: value for key, value in inputs.items() if key not in ("max_seqlen", "max_kvlen")}}
-        cache, scale = inputs.pop("cache"), inputs.pop("scale")
-        inputs |= {
-            "decoding_batches": 1,
-            "max_seqlen": None,
-            "max_kvlen": None,
-            "cache": cache,
-            "scale": scale,
-        }
-    return (
-        name.replace("key_value_cache", "multi_head_cache_attention"),
-        query | inputs,
-        attributes | more,
-        before,
-    )
+        last = {"decoding_batches": 1} | {key: inputs[key] for key in LAST}
+        inputs = {key: value for key, value in inputs.items() if key not in LAST} | last
+    name = name.replace("key_value_cache", "multi_head_cache_attention")
+    return name, query | inputs, attributes | more, before
 
 
 def merge(rng: np.random.Generator, dtype: str = "fp32") -> Call:
