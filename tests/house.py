@@ -27,10 +27,22 @@ LONGEST, LONGEST_OF_KERNELS, WIDEST = 60, 90, 8
 Trees = dict[str, ast.Module]
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def walked(tree: ast.AST) -> list[ast.AST]:
+    """Return the node and all that are below it."""
+    return list(ast.walk(tree))
+
+
 def trees(*packages: str) -> Trees:
     """Return the syntax tree of every file of some packages, by its path."""
     paths = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
-    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in paths}
+    return {path.relative_to(ROOT).as_posix(): tree(path) for path in paths}
 
 
 def lines(package: str) -> int:
@@ -41,7 +53,7 @@ def lines(package: str) -> int:
 
 def nodes(sources: Trees, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
     """Yield the nodes of these kinds in all trees."""
-    return (node for tree in sources.values() for node in ast.walk(tree) if isinstance(node, kinds))
+    return (node for tree in sources.values() for node in walked(tree) if isinstance(node, kinds))
 
 
 def body_lines(function: ast.FunctionDef) -> int:
@@ -56,7 +68,7 @@ def long_functions(sources: Trees) -> list[str]:
     found = []
     for path, tree in sources.items():
         limit = LONGEST_OF_KERNELS if path.startswith("kvkit_cuda/att") else LONGEST
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        functions = [node for node in walked(tree) if isinstance(node, ast.FunctionDef)]
         if "/simd/" not in path:
             found += [f"{path}:{each.name}" for each in functions if body_lines(each) > limit]
     return found
@@ -114,8 +126,8 @@ def locals_calls(sources: Trees) -> int:
 
 def names_of(path: str, tree: ast.Module) -> set[str]:
     """Return the names that a file defines or writes as text, and those that an `__init__` passes on."""
-    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    names = {node.name for node in walked(tree) if isinstance(node, ast.FunctionDef)}
+    texts = [node.value for node in walked(tree) if isinstance(node, ast.Constant)]
     names.update(*(text.split(".") for text in texts if isinstance(text, str) and " " not in text))
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and "__init__" in path]
     return names.union(alias.name for node in imports for alias in node.names)

@@ -11,7 +11,7 @@ import pytest
 import kvkit
 
 ROOT = Path(kvkit.__file__).parent
-SOURCES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+SOURCES = {path.relative_to(ROOT).as_posix(): house.tree(path) for path in ROOT.rglob("*.py")}
 
 RECORDS = {"_asdict", "_fields", "_make", "_replace"}  # named tuples' public names
 FOREIGN = {  # what has no public name where it comes from

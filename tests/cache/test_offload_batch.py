@@ -109,6 +109,8 @@ CHANGES = {
     "reset": (recorded, lambda cache: cache.reset()),
     "reset of nothing": (recording, lambda cache: cache.reset()),
 }
+# Their files change as those of another one do.
+OTHERS = "remove sinks", "remove again", "reorder what was moved", "select", "crop to", "crop all"
 
 
 def contents(cache):
@@ -141,9 +143,10 @@ def opened(folder, files):
     return found
 
 
-@pytest.mark.parametrize(("make", "change"), CHANGES.values(), ids=CHANGES)
-def test_a_process_may_end_at_any_line(tmp_path, make, change):
-    cache, states = make(), []
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in OTHERS)) for n in CHANGES])
+def test_a_process_may_end_at_any_line(tmp_path, name):
+    (make, change), states = CHANGES[name], []
+    cache = make()
     for changes in (0, 1):
         expected = make()
         for _ in range(changes):

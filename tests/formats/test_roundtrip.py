@@ -97,7 +97,7 @@ def options(fmt):
 
 
 @pytest.mark.parametrize("name", NAMED)
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.data())
 def test_every_number_comes_back_or_is_refused(name, data):
     words = data.draw(st.lists(st.sampled_from(options(NAMED[name])), max_size=2, unique=True))

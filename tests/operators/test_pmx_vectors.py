@@ -118,14 +118,19 @@ def q_vectors():
 
 
 def q_cases():
-    """Every vector with T3 = T1, int4 in int8 and in uint8 bytes; and with every T3 it gives values for."""
+    """Every vector with T3 = T1, int4 in int8 and in uint8 bytes; and with every T3 it gives values for.
+
+    What is compiled for T3 other than T1 is slow: random calls have some.
+    """
     for v in q_vectors():
         for t3 in FLOATS:
             if t3 != v.t1 and t3 not in v.y_t3:
                 continue
             for t2 in (np.int8, np.uint8) if v.bit == 4 and t3 == v.t1 else (np.int8,):
                 case_id = f"{v.name}-{SHORT[v.t1]}-bit{v.bit}-{np.dtype(t2).name}-scale_{SHORT[t3]}"
-                yield pytest.param(v, t2, t3, id=case_id)
+                yield pytest.param(ORACLE, v, t2, t3, id=f"oracle-{case_id}")
+                compiled = pytest.mark.slow if t3 != v.t1 else ()
+                yield pytest.param(PACKAGE, v, t2, t3, id=f"package-{case_id}", marks=compiled)
 
 
 def codes_of(stored, bit):
@@ -141,7 +146,7 @@ def assert_values(actual, expected):
         assert float(actual[d]) == value, f"element {d}"
 
 
-@pytest.mark.parametrize(("v", "t2", "t3"), list(q_cases()))
+@pytest.mark.parametrize(("ops", "v", "t2", "t3"), list(q_cases()))
 def test_quantization(ops, v, t2, t3):
     head_dim = len(v.x)
     x = np.array(v.x, np.float64).astype(v.t1).reshape(1, 1, head_dim)

@@ -1,6 +1,7 @@
 """Caches of all kinds of layers in files and folders: made, filled, compared, cut off, changed on disk."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -69,7 +70,12 @@ def names(folder):
 
 
 def files_of(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """The bytes of its files by name, without pathlib: this is called at every line of a change."""
+    found = {}
+    for name in os.listdir(folder):
+        with open(f"{folder}/{name}", "rb", 0) as file:
+            found[name] = file.read()
+    return found
 
 
 def as_folder(folder, files):

@@ -1,6 +1,7 @@
 """Scenes: random legal calls of the operators, the oracle's answer, and comparison by bits."""
 
 import copy
+import itertools
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import ClassVar
@@ -51,6 +52,8 @@ QUANTIZED = [
     for i, t1 in enumerate(FLOATS)
     for k, group in enumerate(GROUPS)
 ]
+# A narrow, a usual and a wide group; what is compiled for others is slow.
+QUICK_QUANTIZED = [formats for formats in QUANTIZED if formats.group in (2, 8, 64)]
 ODD_GROUPS = [
     Formats("fp32", "int8", "fp32", 8, 1, (6, 17)),
     Formats("fp16", "int8", "fp16", 8, 3, (6, 24)),
@@ -127,6 +130,21 @@ def first_quick(cases, count=1):
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[pytest.mark.slow] * (i >= count))
         for i, case in enumerate(cases)
     ]
+
+
+def every_two(*axes):
+    """Parameters of a grid, of which some are quick: every value with every value of each other axis."""
+
+    def pairs(case):
+        return set(itertools.combinations(enumerate(case), 2))
+
+    rest, quick = list(itertools.product(*axes)), []
+    left = set().union(*map(pairs, rest))
+    while left:
+        quick.append(max(rest, key=lambda case: len(pairs(case) & left)))
+        rest.remove(quick[-1])
+        left -= pairs(quick[-1])
+    return first_quick(quick + rest, len(quick))
 
 
 # Comparison, by bits
