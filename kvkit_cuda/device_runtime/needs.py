@@ -12,6 +12,8 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
+
 from kvkit.errors import DeviceError, argument_error
 
 OLDEST = 8, 0  # compute capability of a device whose tensor cores take bfloat16
@@ -54,6 +56,7 @@ def packages():
         remedy = "import _numba_cuda_redirector before it, as its .pth file does in a site folder"
         raise missing("numba-cuda as numba.cuda", "that of Numba, which was imported before", remedy)
     find_in_any_folder()
+    import_with_row_stack()
 
 
 def find_in_any_folder():
@@ -69,6 +72,17 @@ def find_in_any_folder():
     others = [folder for folder in folders if folder not in (*known(), site.getusersitepackages())]
     if others:
         site.getsitepackages = lambda prefixes=None: [*known(prefixes), *others]
+
+
+def import_with_row_stack():
+    """Let numba-cuda import its form of `row_stack`, which numpy 2.5 removed."""
+    name = "row_stack"
+    if not hasattr(np, name):
+        setattr(np, name, np.vstack)
+        try:
+            importlib.import_module("numba.cuda.np.arrayobj")
+        finally:
+            delattr(np, name)
 
 
 def driver():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed; `make test` installs it")
@@ -101,6 +102,18 @@ def test_numba_cuda_that_is_missing(monkeypatch):
     with pytest.raises(DeviceError, match=r"numba-cuda, got none: pip install 'kvkit-kernels\[cuda\]'"):
         needs.packages()
     assert len(needs.messages()) == 1
+
+
+def test_a_numpy_without_row_stack(monkeypatch):
+    """numpy 2.5 removed it; numba-cuda has it while it imports what it knows of numpy, and no longer."""
+    seen = []
+    monkeypatch.delattr(np, "row_stack", raising=False)
+    monkeypatch.setattr(
+        importlib, "import_module", lambda name: seen.append((name, hasattr(np, "row_stack")))
+    )
+    needs.import_with_row_stack()
+    assert seen == [("numba.cuda.np.arrayobj", True)]
+    assert not hasattr(np, "row_stack")
 
 
 SCRIPT = """
