@@ -681,6 +681,35 @@ def test_more_shared_memory_than_48_kib_is_asked_for(monkeypatch):
                 out.copy_to_device(np.zeros(1, np.int64))
 
 
+SHARED = """
+import ctypes
+ctypes.CDLL({!r}, mode=ctypes.RTLD_GLOBAL)
+import numpy as np
+from numba import cuda, types
+from kvkit_cuda.device_runtime import device, host
+kernel = device.kernel(lambda out: None, types.void(types.int64[::1]))
+assert cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN == device.shared_memory()
+out, most = cuda.to_device(np.zeros(1, np.int64)), device.shared_memory()
+host.Launch(kernel, (1, 1), 1, host.stream(None), (out,), shared=most)()
+try:
+    host.Launch(kernel, (1, 1), 1, host.stream(None), (out,), shared=most + 1)()
+except host.DeviceError:
+    print(most)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "most"), [("80", 163), ("86", 99), ("90", 227), ("100", 227), ("120", 99)]
+)
+def test_a_block_has_the_shared_memory_of_its_device(capability, most):
+    """Kernels are chosen for what a driver allows on each device, and no more is taken."""
+    environment = os.environ | {"STAND_IN_CAPABILITY": capability}
+    script = SHARED.format(stand_in.driver._name)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == [str(most * 1024)], done.stderr
+
+
 # What is missing
 
 

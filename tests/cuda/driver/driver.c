@@ -41,12 +41,16 @@ int cuDeviceGetUuid_v2(char *bytes, int device) { memset(bytes, device + 1, 16);
 int cuDeviceGetUuid(char *bytes, int device) { return cuDeviceGetUuid_v2(bytes, device); }
 int cuDeviceTotalMem_v2(size_t *size, int device) { *size = 141ull << 30; return OK; }
 
+static int most_shared(void) { /* bytes of a block, if a kernel asks (CUDA C++ Programming Guide) */
+    return (capability == 80 || capability == 87 ? 163 : capability / 10 == 8 || capability >= 120 ? 99 : 227) << 10;
+}
+
 int cuDeviceGetAttribute(int *value, int which, int device) {
     static const int known[][2] = {
         {1, 1024}, {2, 1024}, {3, 1024}, {4, 64}, {5, 2147483647}, {6, 65535}, {7, 65535}, /* block, grid */
-        {8, 49152}, {10, 32}, {41, 1}, {97, 232448}, {115, 1},
+        {8, 49152}, {10, 32}, {41, 1}, {115, 1},
     };
-    *value = which == 75 ? capability / 10 : which == 76 ? capability % 10 : which == 16 ? processors : 0;
+    *value = which == 75 ? capability / 10 : which == 76 ? capability % 10 : which == 16 ? processors : which == 97 ? most_shared() : 0;
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) if (known[i][0] == which) *value = known[i][1];
     return OK;
 }
@@ -127,7 +131,7 @@ int cuKernelGetName(const char **name, Kernel *kernel) { *name = kernel->name; r
 int cuKernelSetAttribute(int which, int value, Kernel *kernel, int device) {
     if (kernel->self.kind != KERNEL) return NO_HANDLE;
     if (device < 0 || device >= DEVICES) return NO_SUCH_DEVICE;
-    if (which == MAX_DYNAMIC_SHARED && (value < 0 || value > 232448)) return INVALID;
+    if (which == MAX_DYNAMIC_SHARED && (value < 0 || value > most_shared())) return INVALID;
     if (which == MAX_DYNAMIC_SHARED) kernel->shared[device] = value;
     return OK;
 }
