@@ -14,11 +14,14 @@ from pathlib import Path
 import click
 import ml_dtypes
 import numpy as np
+from numba import cuda, types
 
 import kvkit
 import kvkit_cuda
 from benchmarks.gpu import timed
 from kvkit_cuda.calls import tables
+from kvkit_cuda.copy import chunks
+from kvkit_cuda.device_runtime import device, host, ptx
 
 BATCH, HEADS, KV_HEADS, DIM, PAGE = 3, 8, 2, 128, 16
 LIMITS = {"bfloat16": 3e-2, "float16": 4e-3}
@@ -80,8 +83,42 @@ def latent(package, rng, heads):
     return package.mla_attention(query, rows, tables, lengths, [0, 2, 3], scale=192**-0.5, return_lse=True)
 
 
+def subnormals(package, rng):
+    """Multiply codes c, as the subnormal float16 numbers c 2^-24, in tensor cores; on the CPU in float64."""
+    codes = rng.integers(0, 256, (16, 16)).astype(np.uint16).view(np.float16)  # [rows, inner]
+    factors = (rng.integers(-64, 65, (16, 8)) * 256).astype(np.float16)  # [inner, columns]; sums are exact
+    if package is kvkit:
+        return codes.astype(np.float64) @ factors.astype(np.float64)
+    lane = np.arange(32)
+    g, k = lane // 4, lane % 4 * 2 + np.arange(2)[:, None]  # [two elements of a word, lanes]
+    a = [codes[g + row, k + column] for column in (0, 8) for row in (0, 8)]
+    b = [factors[k + row, g] for row in (0, 8)]
+    words = np.stack([pair.T.copy().view(np.uint32)[:, 0] for pair in (*a, *b)], 1)  # [lanes, words]
+    stream = host.stream(None)
+    (there,) = host.tables([words.astype(np.int64)], stream)
+    sums = host.empty(4 * 32, np.float32, stream)
+    kernel = device.kernel(multiply, types.void(types.Array(types.int64, 2, "C"), types.int64))
+    host.launch(kernel, (1,), 32, stream, (there, host.address(sums)))
+    c = host.read(host.address(sums), 4 * 4 * 32, stream).view(np.float32).reshape(8, 4, 2, 2)
+    return c.transpose(2, 0, 1, 3).reshape(16, 8)  # [two rows, g, columns of a lane, two columns]
+
+
+mma, write = ptx.mma("float16"), chunks.write("float32")
+
+
+def multiply(words, out):
+    """Write a lane's four sums of a product of matrices, whose fragments are words [lanes, 6]."""
+    lane, zero = int(cuda.threadIdx.x), np.float32(0)
+    a = (np.uint32(words[lane, 0]), np.uint32(words[lane, 1]),
+         np.uint32(words[lane, 2]), np.uint32(words[lane, 3]))  # fmt: skip
+    c = mma(a, (np.uint32(words[lane, 4]), np.uint32(words[lane, 5])), (zero, zero, zero, zero))
+    for i in range(4):
+        write(out + (4 * lane + i) * 4, c[i])
+
+
 SCALES = {"key_scale": 0.5, "value_scale": 2.0}
 CASES = {
+    "float16 subnormals": subnormals,
     "slopes": lambda package, rng: package.alibi_slope(num_heads=12),
     "mask": lambda package, rng: package.alibi_mask(5, 3, num_heads=12),
     "rotary": rotated,
