@@ -65,7 +65,8 @@ alibi_slope = on_device("alibi_slope")
 alibi_mask = on_device("alibi_mask")
 
 
-SAME_PAGES = "with the same `query_starts` and `page_size`, whose block tables have at least as many columns."
+SAME_PAGES = """with the same `query_starts` and `page_size`, whose block tables have at least as many
+    columns, or whose first lists had at least half as many pages."""
 
 
 class PagedPlan:

@@ -324,19 +324,10 @@ def expanded_table(pages: Array, starts: Array, need: Array) -> Array:
 def used_pages(pages: PageTable, lengths: Array, page_size: int) -> Array:
     """Return the pages that contexts use, sequence after sequence."""
     need = pages_needed(lengths, page_size)
-    table = pages.table if pages.starts is None else expanded_table(pages.table, pages.starts, need)
-    return table[in_use(table, need)]
-
-
-def with_whole_table(steps: StepIndex) -> StepIndex:
-    """Return a step whose tables have a row for each sequence, for kernels that need such tables."""
-    if steps.table_starts is None:
-        return steps
-    need = pages_needed(np.diff(steps.kvstarts), steps.page_size)
-    table, values = expanded_table(steps.table, steps.table_starts, need), steps.value_table
-    if values is not None:
-        values = expanded_table(values, steps.table_starts, need)
-    return steps._replace(table=table, value_table=values, table_starts=None)
+    if pages.starts is None:
+        return pages.table[in_use(pages.table, need)]
+    before = np.cumsum(need) - need
+    return pages.table.take(np.repeat(pages.starts[:-1] - before, need) + np.arange(need.sum()))
 
 
 def check_table(table: Array, lengths: Array, blocks: int, page_size: int) -> None:

@@ -1,6 +1,7 @@
 """Gather Ascend's razor offset, a number for each row of the cache that is added to its scores.
 
-    target[entry, p] = scale bias[table[entry, p // block_size] / step, p % block_size]
+    target[entry, p] = scale bias[block[entry, p // block_size], p % block_size]
+    block[entry, page] = table[entries + entry columns + page] / step
 
 An entry is a sequence, or one of its key heads. `step` is the distance of row ids from block to block.
 """
@@ -18,7 +19,7 @@ from kvkit_cuda.device_runtime import device, host
 
 THREADS = 256  # of a block
 INT = types.int64
-SIGNATURE = types.void(types.Array(INT, 2, "C"), INT, INT, INT, types.UniTuple(INT, 3), INT, INT)
+SIGNATURE = types.void(types.Array(INT, 1, "C"), *[INT] * 4, types.UniTuple(INT, 3), INT, INT)
 
 read, write = chunks.read("float32"), chunks.write("float32")
 
@@ -29,17 +30,18 @@ def put(target, source, scale):
     write(target, device.product(read(source), numeric.float_of(np.uint32(scale))))
 
 
-def copy_bias(table, step, blocks, block_size, bias, scale, target):
+def copy_bias(table, entries, step, blocks, block_size, bias, scale, target):
     """Write the scaled bias [entries, rows]; `bias` is address and byte strides (block, row).
 
-    `table` [entries, blocks] has the first row of each block, a multiple of `step`.
+    `table` has the first row of each block, a multiple of `step`, after the entries' first indices.
     """
-    width = table.shape[1] * block_size
-    for item in range(cuda.grid(1), table.shape[0] * width, cuda.gridsize(1)):
+    columns = table.shape[0] // entries - 1
+    width = columns * block_size
+    for item in range(cuda.grid(1), entries * width, cuda.gridsize(1)):
         entry = item // width
         position = item - entry * width
         page = page_of(position, block_size)
-        block = table[entry, page] // step if step else 0
+        block = table[entries + entry * columns + page] // step if step else 0
         block = min(block, blocks - 1)  # the table is arbitrary after a context
         row = position - page * block_size
         put(target + item * 4, bias[0] + block * bias[1] + row * bias[2], scale)
@@ -55,6 +57,6 @@ def prepare(table, step, bias, scale, target, stream):
     blocks, block_size = bias.shape
     source = bias.ctypes.data, *bias.strides
     bits = int(np.float32(scale).view(np.uint32))
-    arguments = table, step, blocks, block_size, source, bits, target.ctypes.data
+    arguments = table, len(target), step, blocks, block_size, source, bits, target.ctypes.data
     grid = min(-(-target.size // THREADS), host.most_blocks()), 1
     return host.Launch(compiled(), grid, (THREADS, 1), stream, arguments)

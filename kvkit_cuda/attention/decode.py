@@ -36,7 +36,7 @@ from kvkit_cuda.attention.params import with_short_divisors
 from kvkit_cuda.attention.prefill import LN2, LOG2E, SIGNATURE
 from kvkit_cuda.attention.stored_tiles import TOKENS
 from kvkit_cuda.attention.tiles import put_word
-from kvkit_cuda.attention.work_items import StepTables
+from kvkit_cuda.attention.work_items import StepTables, far
 from kvkit_cuda.copy import chunks
 from kvkit_cuda.copy.transfer import WARP
 from kvkit_cuda.device_runtime import device, memory, ptx
@@ -67,15 +67,20 @@ def attend(form):
     multiply_nan_safe = engine.multiply_nan_safe(form)
     update_softmax = fragments.update_softmax(form, slices.lift_finder(form) if form.scaled else None)
     apply_bias_and_mask, hide = fragments.apply_bias_and_mask(form), fragments.hide(form)
-    finish, sync_warp = finisher(form), device.sync_warp
+    finish, put_addresses = finisher(form), address_writer(form)
+    sync_warp, from_lane = device.sync_warp, device.from_lane
     end_group, arrived = ptx.end_group, ptx.all_but(stages - 1)
 
     def attend(params, seqstarts, kvstarts, table, items, slots, slopes):
-        item, reach = work_items.load_placed(items, cuda.blockIdx.x)
-        if item.b < 0:
+        item, reach, exists = work_items.load_placed(items, cuda.blockIdx.x)
+        if not exists:
             return  # a captured launch has as many blocks as a step may need
         step = StepTables(seqstarts, kvstarts, table, items, slots, slopes)
         lane, warp = int32(cuda.threadIdx.x), int32(cuda.threadIdx.y)
+        lane, warp = (
+            from_lane(lane, lane),
+            from_lane(warp, lane),
+        )  # else the loop finds them again for each tile
         low, high = reach.begin, reach.end
 
         q, zeros = cuda.local.array(held_queries, U32), cuda.local.array(held_zeros, F32)
@@ -96,12 +101,12 @@ def attend(form):
         while attempt < 2:  # the second one is NaN-safe, if sums of the first one are not finite
             fragments.clear(state, lift)
             if lane == 0:  # registers are scarce
-                put_head_addresses(params, item, int32(ring + bases))
+                put_addresses(params, item, int32(ring + bases))
             sync_warp()
             row_id, place, begin = int32(0), ring, int32(low + warp * TOKENS - stages * step_tokens)
-            if begin + stages * step_tokens < high:
+            if int32(begin + stages * step_tokens) < high:
                 position = min(int32(begin + stages * step_tokens + (lane & 15)), int32(high - 1))
-                row_id = int32(row_id_of(params, table, item.b, position))
+                row_id = int32(row_id_of(params, table, item.pages, position))
             while begin < high:  # first, copies of the first tiles are begun
                 coming = int32(begin + stages * step_tokens)
                 if begin >= low:
@@ -122,7 +127,7 @@ def attend(form):
                 if coming < high:
                     fill_tile(place, row_id, int32(ring + bases), params, lane)  # [tokens, dim]
                     ahead = int32(coming + step_tokens + (fresh_register(lane) & 15))
-                    row_id = int32(row_id_of(params, table, item.b, min(ahead, int32(high - 1))))
+                    row_id = int32(row_id_of(params, table, item.pages, min(ahead, int32(high - 1))))
                 end_group()
                 begin = int32(begin + step_tokens)
                 place = int32(ring if place == int32(ring + last_stage) else place + stage_bytes)
@@ -215,16 +220,19 @@ def finisher(form):
     return device.force_inlined(finish)
 
 
-@device.inlined
-def put_head_addresses(params, item, at):
-    """Put the addresses of a head's row 0 of keys, values and scales into shared memory."""
-    scales = item.b * params.scale_sequence + item.head * params.scale_head
-    put_addresses(
-        at,
-        params.keys + item.b * params.key_sequence + item.head * params.key_head,
-        params.values + item.b * params.value_sequence + item.head * params.value_head,
-    )
-    put_addresses(int32(at + 16), params.key_scales + scales, params.value_scales + scales)
+def address_writer(form):
+    """Return f(params, item, at), which puts the addresses of a head's keys, values and scales at `at`."""
+    has_scales = form.keys.scale_format is not None
+
+    def put_addresses(params, item, at):
+        keys = params.keys + far(item.b, params.key_sequence) + far(item.head, params.key_head)
+        values = params.values + far(item.b, params.value_sequence) + far(item.head, params.value_head)
+        put_two_addresses(at, keys, values)
+        if has_scales:
+            scales = far(item.b, params.scale_sequence) + far(item.head, params.scale_head)
+            put_two_addresses(int32(at + 16), params.key_scales + scales, params.value_scales + scales)
+
+    return device.inlined(put_addresses)
 
 
 @shared
@@ -234,7 +242,7 @@ def two_sums(address):
 
 
 @shared
-def put_addresses(at, one, other):
+def put_two_addresses(at, one, other):
     _write_addresses(at, np.uint64(one), np.uint64(other))
 
 

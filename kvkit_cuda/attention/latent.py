@@ -150,7 +150,7 @@ class Positions(NamedTuple):
     """Holds what finds the row of a position in the cache."""
 
     table: Any
-    b: Any  # sequence
+    pages: Any  # index of the sequence's first page in the table
     final: Any  # the last position; later ones have its row
 
 
@@ -185,7 +185,7 @@ def row_finder(form):
     def find_rows(params, positions, begin, thread, row_ids):
         for i in range(count):
             position = min(int32(begin + (thread >> 3) + i * (THREADS // 8)), positions.final)
-            row_ids[i] = int32(row_id_of(params, positions.table, positions.b, position))
+            row_ids[i] = int32(row_id_of(params, positions.table, positions.pages, position))
 
     return device.force_inlined(find_rows)
 
@@ -377,7 +377,7 @@ def attend(form):
         first_key = place(warp // row_warps * warp_tokens + (lane >> 4) * 8 + (lane & 7), lane >> 3 & 1)
         first_weight = int32(weights + weight_place(lane & 15, lane >> 4))
         first_value = place(lane & 15, (lane >> 4) + warp * (elements // 8))
-        positions = Positions(table, item.b, int32(high - 1))
+        positions = Positions(table, item.pages, int32(high - 1))
         attempt = int32(0)
         while True:  # the second attempt is NaN-safe, if sums of the first one are not finite
             fragments.clear(state, np.float32(0))

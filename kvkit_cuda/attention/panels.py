@@ -36,7 +36,7 @@ from kvkit_cuda.attention.tiles import CHUNK
 from kvkit_cuda.attention.work_items import near_row_of, query_address
 from kvkit_cuda.device_runtime import device, ptx
 
-fresh_register = ptx.fresh_register
+int32, fresh_register = device.int32, ptx.fresh_register
 B = 4 * PIECE  # index of the words of weights, after those of values
 WORDS, ZERO = B + 4, np.float32(0)  # words that a thread holds on their way to a product
 load_chunk = words_loader(16)
@@ -54,7 +54,7 @@ def query_loader(form):
 
     def load_queries(params, item, lane, held):
         for block in range(blocks):
-            row = near_row_of(params, item, min(8 * block + (lane >> 2), item.last))
+            row = near_row_of(params, item, min(int32(8 * block + (lane >> 2)), item.last))
             address = query_address(params, item, row)
             for panel in range(panels):
                 chunk, words = (lane & 3) * first + panel * pace, (np.uint64(0), np.uint64(0))

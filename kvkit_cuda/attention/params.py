@@ -51,9 +51,9 @@ class Reach(NamedTuple):
     context: int  # tokens of the longest context
 
 
-def reach(steps: Any, rows: int) -> Reach:
-    """Return the bounds of a step over a cache of `rows` rows; no page has more rows than the cache."""
-    return Reach(rows, steps.table.shape[1] * min(steps.page_size, rows))
+def reach(tables: Any, rows: int) -> Reach:
+    """Return the bounds of `Tables` over a cache of `rows` rows; no page has more rows than the cache."""
+    return Reach(rows, tables.most_pages * min(tables.steps.page_size, rows))
 
 
 def attention_params(

@@ -33,13 +33,13 @@ from kvkit_cuda.attention.fragments import Softmax
 from kvkit_cuda.attention.params import RECORD
 from kvkit_cuda.attention.work_items import Range, Row, StepTables, WorkItem, within_split
 from kvkit_cuda.copy import blocks, chunks
-from kvkit_cuda.copy.transfer import INDEX1, INDEX2
+from kvkit_cuda.copy.transfer import INDEX1
 from kvkit_cuda.device_runtime import device, host
 
 SHRINK = np.float32(2**-40)  # factor of weights in a second attempt, if sums overflow
 F32 = types.float32
-SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
-WEIGHTS_SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, types.int64)
+SIGNATURE = types.void(RECORD, *[INDEX1] * 6)
+WEIGHTS_SIGNATURE = types.void(RECORD, *[INDEX1] * 4, types.int64)
 
 weight, load_word = numeric.weight, work_items.load_word
 read_float, write_float = chunks.read("float32"), chunks.write("float32")
@@ -177,11 +177,12 @@ def row_finder(form):
     @device.inlined
     def row_ids_of(params, step, b, position):
         page = page_of(position, params.page_size)
-        key = value = step.table[b, page]
+        at = step.table[b] + page
+        key = value = step.table[at]
         rest = row_of(0, position, params.page_size)
         if free:
             if params.value_table:
-                value = word_at(params.value_table + (b * step.table.shape[1] + page) * 8)
+                value = word_at(params.value_table + at * 8)
             value += rest * params.value_step
             rest *= params.key_step
         return key + rest, value
@@ -481,7 +482,7 @@ def sum_weights(form):
         unit = cuda.blockIdx.x // blocks
         b, first = unit // (params.heads * group), (cuda.blockIdx.x - unit * blocks) * threads
         query = unit - b * params.heads * group
-        item = WorkItem(b, query // group, 0, 0, 0, 1, slot=-1, start=seqstarts[b])
+        item = WorkItem(b, table[b], query // group, 0, 0, 0, 1, slot=-1, start=seqstarts[b])
         seqlen, kvlen = work_items.lengths(step, b)
         count = max(min(kvlen - first, threads), 0)
         thread = cuda.threadIdx.y * lanes + cuda.threadIdx.x

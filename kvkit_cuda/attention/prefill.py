@@ -24,14 +24,14 @@ from kvkit_cuda.attention.fragments import EVERYONE, STRIP, Softmax
 from kvkit_cuda.attention.params import RECORD, with_short_divisors
 from kvkit_cuda.attention.work_items import Range, StepTables, seen_by, within_split
 from kvkit_cuda.copy import chunks
-from kvkit_cuda.copy.transfer import INDEX1, INDEX2, WARP
+from kvkit_cuda.copy.transfer import INDEX1, WARP
 from kvkit_cuda.device_runtime import device, memory, ptx
 
 WARPS = 8  # of a block
 PARTS = 512  # most splits of a call, each of at least `tables.LEAST_PART` tokens
 F32, U32 = types.float32, types.uint32
 LOG2E, LN2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
-SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX2, INDEX1, INDEX1, INDEX1)
+SIGNATURE = types.void(RECORD, *[INDEX1] * 6)
 
 int32, row_id_of, put_float = device.int32, tiles.row_id_of, chunks.write("float32")
 load_item = work_items.item_loader()
@@ -214,16 +214,16 @@ def attend(form):
             fragments.clear(state, np.float32(0))
             row_id, begin = np.int64(0), low
             if low < high:
-                row_id = row_id_of(params, table, item.b, min(int32(low + lane), final))
+                row_id = row_id_of(params, table, item.pages, min(int32(low + lane), final))
                 load_tile(params, stage, row_id, head, thread)
-                row_id = row_id_of(params, table, item.b, min(int32(low + tokens + lane), final))
+                row_id = row_id_of(params, table, item.pages, min(int32(low + tokens + lane), final))
             while begin < high:
                 arrived()
                 cuda.syncthreads()
                 here, coming, stage = stage, int32(begin + tokens), int32(both - stage)
                 if coming < high:
                     load_tile(params, stage, row_id, head, thread)  # [tokens, dim]
-                    row_id = row_id_of(params, table, item.b, min(int32(coming + tokens + lane), final))
+                    row_id = row_id_of(params, table, item.pages, min(int32(coming + tokens + lane), final))
                 if begin < some.end and coming > some.begin:
                     multiply_keys(first_query, int32(here + first_key), a, s)  # [rows, tokens]
                     if has_bias:

@@ -76,7 +76,7 @@ def query_loader(form):
 
     def load_queries(params, item, lane, held):
         for block in range(blocks):
-            row = near_row_of(params, item, min(8 * block + (lane >> 2), item.last))
+            row = near_row_of(params, item, min(int32(8 * block + (lane >> 2)), item.last))
             address = query_address(params, item, row) + size * (lane & 3)
             for i in range(slices):
                 put(held.q, (block * slices + i) * count, load(address + 4 * size * i))
@@ -337,7 +337,9 @@ def multiply_nan_safe(form):
                     if weight != ZERO:
                         for i in range(slices):
                             unit = load_unit(np.int64(at + token * step + 16 * i + (lane >> 2 & 7) * 2))
-                            share = weight * scales[column * groups + i // each] if scaled else weight
+                            share, group = weight, i // each
+                            if scaled:  # registers have constant indices
+                                share *= scales[groups + group] if column else scales[group]
                             for k in range(count):
                                 o[r * width + i * count + k] += share * number(unit, k, mask)
             rotate(p, 1)

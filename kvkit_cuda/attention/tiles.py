@@ -43,10 +43,10 @@ def quotient_by(x, by):
 
 
 @device.inlined
-def row_id_of(params, table, b, position):
-    """Return the row of the cache that holds a position below 2^31."""
+def row_id_of(params, table, pages, position):
+    """Return the cache row of a position below 2^31; `pages` is the index of the sequence's first page."""
     page = quotient_by(position, params.by_page)
-    return table[np.uint32(b), np.uint32(page)] + int32(position - page * int32(params.page_size))
+    return table[np.uint32(int32(pages + page))] + int32(position - page * int32(params.page_size))
 
 
 def row_bytes(dim):

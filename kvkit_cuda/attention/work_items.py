@@ -13,7 +13,7 @@ from kvkit.formulas import numeric
 from kvkit.formulas.index import visible_range
 from kvkit.runtime.jit import shared
 from kvkit_cuda.attention.tiles import quotient_by
-from kvkit_cuda.calls.tables import ITEM
+from kvkit_cuda.calls.tables import ITEM, SEQUENCE_BITS
 from kvkit_cuda.copy.transfer import sequence_of
 from kvkit_cuda.device_runtime import device, memory, ptx
 
@@ -25,7 +25,7 @@ class StepTables(NamedTuple):
 
     seqstarts: Any  # [B + 1]: packed query tokens before each sequence
     kvstarts: Any  # [B + 1]: context tokens before each sequence
-    table: Any  # [B, pages]: the row of the cache where a page begins
+    table: Any  # [B + pages]: index of each sequence's first page in it, then rows where pages begin
     items: Any  # [B + 1]: work items before each sequence
     slots: Any  # [B + 1]: slots of splits before each sequence; then one more number, the tokens of a split
     slopes: Any  # [heads], or [sequences, heads] if given: ALiBi slopes as bits of float32
@@ -35,6 +35,7 @@ class WorkItem(NamedTuple):
     """A tile of rows that share a key head, over one split of the context."""
 
     b: Any  # sequence
+    pages: Any  # index of its first page in the table
     head: Any  # of keys
     first: Any  # first row of the tile
     last: Any  # last row of the sequence
@@ -79,6 +80,7 @@ def item_loader(narrow=True):
         slot = step.slots[b] + (head * tiles + tile) * splits + split if splits > 1 else -1
         return WorkItem(
             b=b,
+            pages=number(step.table[b]),
             head=number(head),
             first=number(first),
             last=number(count - 1),
@@ -108,23 +110,27 @@ def two_of(word):
 
 @device.inlined
 def load_placed(items, block):
-    """Return the work item of a block with its `Reach`, as `Work.placed` has them; b is -1 for no item."""
-    at = block * ITEM
+    """Return the work item of a block, its `Reach`, and whether there is one, from `Work.placed`.
+
+    All words of no item are -1. All are asked, so that they are loaded at once.
+    """
+    at = np.uint32(block * ITEM)
     b, head = two_of(items[at])
-    last, start = two_of(items[at + 1])
-    begin, end = two_of(items[at + 2])
-    since, until = two_of(items[at + 3])
+    pages, start = two_of(items[at + np.uint32(1)])
+    begin, end = two_of(items[at + np.uint32(2)])
+    since, until = two_of(items[at + np.uint32(3)])
     item = WorkItem(
-        b=b,
+        b=int32(b & (1 << SEQUENCE_BITS) - 1),
+        pages=fresh_register(pages),
         head=int32(head & 0xFFFF),
         first=int32(0),
-        last=last,
+        last=int32(b >> SEQUENCE_BITS),
         split=0,
         splits=1,
         slot=int32((head >> 16) - 1),
         start=start,
     )
-    return item, Reach(begin, end, since, until)
+    return item, Reach(begin, end, since, until), b & pages & end & until >= 0
 
 
 @device.inlined
@@ -132,6 +138,7 @@ def refreshed(item):
     """Return a work item in fresh registers: the compiler then hoists nothing derived from it."""
     return WorkItem(
         b=fresh_register(item.b),
+        pages=item.pages,
         head=fresh_register(item.head),
         first=item.first,
         last=fresh_register(item.last),
@@ -152,15 +159,21 @@ def row_of(params, item, number):
 @device.inlined
 def near_row_of(params, item, number):
     """Return a row of a work item by its number, below 2^31, in the sequence."""
-    token = quotient_by(number, params.by_group)
-    return Row(item.b, token, item.head * params.group + number - token * params.group)
+    token, group = quotient_by(number, params.by_group), int32(params.group)
+    return Row(item.b, token, int32(item.head * group + number - token * group))
+
+
+@device.inlined
+def far(number, stride):
+    """Return number * stride for a number below 2^32, without the product of its sign."""
+    return np.int64(np.uint64(np.uint32(number)) * np.uint64(stride))
 
 
 @device.inlined
 def query_address(params, item, row):
     """Return the address of a row's query."""
-    at = params.query + row.b * params.query_sequence + row.query * params.query_head
-    return at + (item.start + row.token) * params.query_token
+    at = params.query + far(row.b, params.query_sequence) + far(row.query, params.query_head)
+    return at + far(item.start + row.token, params.query_token)
 
 
 @device.inlined
@@ -193,7 +206,7 @@ def mask_address(params, step, row):
 def head_scales(params, b, head):
     """Return the factor of the scores of a head of keys, and that of its sums of values."""
     if params.key_head_scales:
-        at = b * params.head_scale_sequence + head * params.head_scale_head
+        at = far(b, params.head_scale_sequence) + far(head, params.head_scale_head)
         return float_at(params.key_head_scales + at), float_at(params.value_head_scales + at)
     return numeric.float_of(np.uint32(params.scale)), numeric.float_of(np.uint32(params.value_scale))
 

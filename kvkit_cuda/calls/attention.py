@@ -28,7 +28,7 @@ def prepare(query, out, lse, context, tables, decoding, weights, rows, stream, s
     if is_free(context, steps, weights):
         record = record._replace(**freedom(context, tables, stream))
     most_tokens = int(np.diff(steps.seqstarts).max(initial=0))
-    most_rows, reach = most_tokens * record.group, params.reach(steps, rows)
+    most_rows, reach = most_tokens * record.group, params.reach(tables, rows)
     kernels = KERNELS if sums is None else [plain]
     kernel = next(kernel for kernel in kernels if kernel.suits(record, context, reach, most_rows))
     launches = kernel.prepare(record, context, tables, most_rows, stream) if most_rows else []

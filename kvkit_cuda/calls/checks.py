@@ -57,7 +57,6 @@ from kvkit.checks.paged import (
     checked_paged_attention,
     checked_swap,
 )
-from kvkit.checks.pools import with_whole_table
 from kvkit.checks.positions import (
     AlibiCall,
     PositionCall,
@@ -157,8 +156,7 @@ def merged(values: Values, step: Packed | None) -> MergeCall:
 def pool_attention(values: Values, step: PagedContexts | None) -> AttentionCall:
     """Check a call of `paged_attention`."""
     given = UNPLANNED | dict(values) | {"scoring": fill(Scoring, values)}
-    call = checked_paged_attention(fill(PoolAttention, given), step)
-    return call._replace(steps=with_whole_table(call.steps))
+    return checked_paged_attention(fill(PoolAttention, given), step)
 
 
 def pool_append(values: Values, step: PagedContexts | None) -> PoolAppend:
@@ -180,7 +178,7 @@ def latent_attention(values: Values, step: Packed | None) -> LatentCall:
     if call.whole is None:
         return call
     weights = call.whole.weights._replace(sinks=call.sinks)
-    return call._replace(whole=call.whole._replace(weights=weights, steps=with_whole_table(call.whole.steps)))
+    return call._replace(whole=call.whole._replace(weights=weights))
 
 
 def latent_append(values: Values, step: Packed | None) -> LatentStore:

@@ -9,7 +9,6 @@ import numpy as np
 from kvkit.calls.latent import gather_rows, slots_of, stored_parts
 from kvkit.checks.arguments import PoolAttention, Scoring
 from kvkit.checks.paged import checked_paged_attention
-from kvkit.checks.pools import with_whole_table
 from kvkit_cuda.calls import arrays, attention
 from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.copy import pieces
@@ -75,14 +74,13 @@ def gathered(placed):
     sinks = None if call.sinks is None else uploaded(placed, call.sinks)
     causal = call.causal and not call.chosen
     tables = np.concatenate([[0], np.cumsum(counts)]), np.arange(len(pool))
-    whole = checked_paged_attention(
+    return checked_paged_attention(
         PoolAttention(
             uploaded(placed, call.query), pool, pool[..., : call.value_dim], tables, counts, query_starts,
             layout="b n h c", key_scale=None, value_scale=None, alibi_slopes=None, return_lse=True,
             scoring=Scoring(None, causal, False, call.scale, (-1, -1), 0.0, sinks),
         )
     )  # fmt: skip
-    return whole._replace(steps=with_whole_table(whole.steps))
 
 
 def uploaded(placed, array):

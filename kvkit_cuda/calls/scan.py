@@ -20,9 +20,9 @@ COPY_THREADS, SCAN_THREADS = 256, 1024  # of a block; the scan has one block
 VERDICT = BROKEN, ROWS, RUNS = range(3)
 FROM: dict[int, Any] = {4: np.int32, 8: np.int64}  # types of entries by their size
 
-INT, INDEX1, INDEX2 = types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C")
-COPY = types.void(INT, INT, INT, INDEX2)
-SCAN = types.void(INDEX1, INDEX1, INDEX2, INT, INDEX1, INDEX1, INDEX1)
+INT, INDEX1 = types.int64, types.Array(types.int64, 1, "C")
+COPY = types.void(INT, INT, INT, INT, INDEX1)
+SCAN = types.void(INDEX1, INDEX1, INDEX1, INT, INDEX1, INDEX1, INDEX1)
 
 overlapping_run = device.inlined(overlapping_run.py_func)
 
@@ -36,13 +36,15 @@ def copy(size):
         low, _ = read(place)
         return np.int64(integer(low))
 
-    def copy(place, row_step, column_step, table):
-        """Copy the entries at `place`, with byte strides, to `table`."""
-        columns = table.shape[1]
-        for i in range(cuda.grid(1), table.shape[0] * columns, cuda.gridsize(1)):
+    def copy(place, row_step, column_step, rows, table):
+        """Copy the `rows` rows of entries at `place`, with byte strides, to a table of `Tables`."""
+        columns = table.shape[0] // rows - 1
+        for i in range(cuda.grid(1), rows * columns, cuda.gridsize(1)):
             b = i // columns
             page = i - b * columns
-            table[b, page] = entry(place + b * row_step + page * column_step)
+            table[rows + i] = entry(place + b * row_step + page * column_step)
+            if page == 0:
+                table[b] = rows + i
 
     return copy
 
@@ -54,8 +56,8 @@ def scan(kvstarts, start_pos, table, page_size, begins, ends, verdict):
     tokens are searched in them.
     """
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-    columns, last = table.shape[1], 0
-    entries = table.shape[0] * columns
+    rows, last = kvstarts.shape[0] - 1, 0
+    columns, entries = table.shape[0] // rows - 1, table.shape[0] - rows
     for i in range(thread, begins.shape[0], threads):
         begins[i] = INT64_MAX
     for i in range(thread, verdict.shape[0], threads):
@@ -65,7 +67,7 @@ def scan(kvstarts, start_pos, table, page_size, begins, ends, verdict):
         b = i // columns
         page, kvlen = i - b * columns, kvstarts[b + 1] - kvstarts[b]
         if page <= page_of(kvlen - 1, page_size):
-            first, used = table[b, page], filled_rows(kvlen, page, page_size)
+            first, used = table[rows + i], filled_rows(kvlen, page, page_size)
             past = filled_rows(start_pos[b], page, page_size)
             if not rows_inside(first, used, INT64_MAX):
                 verdict[BROKEN] = 1
@@ -88,7 +90,7 @@ def scan(kvstarts, start_pos, table, page_size, begins, ends, verdict):
         b = i // columns
         page = i - b * columns
         if page <= page_of(start_pos[b] - 1, page_size):
-            first = table[b, page]
+            first = table[rows + i]
             if (
                 overlapping_run(begins, ends, runs, first, first + filled_rows(start_pos[b], page, page_size))
                 >= 0
@@ -124,27 +126,27 @@ def compiled():
 
 
 class Table:
-    """A page table on the device, which numpy reads only to raise an error."""
+    """A page table [B, M] in memory of a device, which numpy reads only to raise an error."""
 
-    __slots__ = ("shape", "there")
+    __slots__ = ("shape", "size", "there")
 
-    def __init__(self, there):
-        self.there, self.shape = there, there.shape
+    def __init__(self, there, shape):
+        self.there, self.shape, self.size = there, shape, int(np.prod(shape))
 
     def __array__(self, dtype=None, copy=None):
         size = 8 * self.there.size
         contents = host.read(host.address(self.there), size, host.stream(None))
-        return contents.view(np.int64).reshape(self.shape)
+        return contents.view(np.int64)[self.shape[0] :].reshape(self.shape)
 
 
 def device_tables(step, wanted, stream, lasting):
     """Return the tables of a step whose page table is on the device; check them if `wanted`."""
     given, runs = step.table, index_tensors.stored_runs(step) if wanted else 0
-    there = host.empty(given.shape, np.int64, stream)
+    there = host.empty(len(given) + given.size, np.int64, stream)
     blocks = min(-(-given.size // COPY_THREADS), host.most_blocks())
-    arguments = given.ctypes.data, *given.strides, there
+    arguments = given.ctypes.data, *given.strides, len(given), there
     host.launch(compiled_copy(given.itemsize), (blocks,), COPY_THREADS, stream, arguments)
-    tables = Tables(step._replace(table=Table(there)), lasting, table=there)
+    tables = Tables(step._replace(table=Table(there, given.shape)), lasting, table=there)
     if wanted:
         tables.steps = tables.steps._replace(rows=rows_in_use(tables, runs, stream))
     tables.write(stream)
@@ -158,7 +160,7 @@ def rows_in_use(tables, runs, stream):
     most = 1 << max(runs - 1, 0).bit_length()
     begins, ends = (host.empty(most, np.int64, stream) for _ in range(2))
     verdict = host.empty(len(VERDICT), np.int64, stream)
-    threads = min(SCAN_THREADS, -(-table.size // device.WARP) * device.WARP)
+    threads = min(SCAN_THREADS, -(-step.table.size // device.WARP) * device.WARP)
     arguments = kvstarts, start_pos, table, step.page_size, begins, ends, verdict
     host.launch(compiled(), (1,), threads, stream, arguments)
     found = host.read(host.address(verdict), 8 * len(VERDICT), stream).view(np.int64)

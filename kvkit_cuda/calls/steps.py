@@ -8,12 +8,12 @@ from kvkit.checks import index_tensors
 from kvkit.checks.arguments import StepArguments
 from kvkit.checks.index_tensors import INT64_MAX, Packed
 from kvkit.checks.paged import PagedContexts, checked_plan, new_slots
-from kvkit.checks.pools import PageTable, plain_pieces, steps_over, with_whole_table
+from kvkit.checks.pools import PageTable, plain_pieces, steps_over
 from kvkit.checks.values import flag, packed_tokens
 from kvkit.errors import argument_error
 from kvkit_cuda.calls import arrays, scan
 from kvkit_cuda.calls.prepared import PreparedCalls
-from kvkit_cuda.calls.tables import Tables
+from kvkit_cuda.calls.tables import Tables, page_counts
 from kvkit_cuda.device_runtime import host
 
 
@@ -62,9 +62,13 @@ class PlannedStep:
         for name, same in differences(self.sequences, other.sequences):
             if not same:
                 raise argument_error("into", f"a plan of the same {name}", "another")
-        room, wanted = (step.sequences.steps.table.shape for step in (self, other))
-        if room[1] < wanted[1]:
-            raise argument_error("into", f"a plan with room for {wanted[1]} pages a sequence", room[1])
+        pages, most = page_counts(other.sequences.steps)
+        for tables in self.on.values():
+            if tables.most_pages < most:
+                expected = f"a plan with room for {most} pages a sequence"
+                raise argument_error("into", expected, tables.most_pages)
+            if tables.room < pages:
+                raise argument_error("into", f"a plan with room for {pages} pages", tables.room)
         here = host.current()
         for device, tables in self.on.items():
             if tables.captured and device != here:
@@ -97,7 +101,7 @@ class PlannedPages:
         apart = None if (page, step) == (value_page, value_step) else value_page
         pages = PageTable(pages.table.astype(np.int64), pages.starts)
         steps = steps_over(pages, lengths, starts, size, page, apart, 0)
-        return PlannedStep(Packed(with_whole_table(steps), 0), {})
+        return PlannedStep(Packed(steps, 0), {})
 
     def room(self, call):
         """Return how much of its pools a call needs: pages."""

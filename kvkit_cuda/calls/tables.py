@@ -6,6 +6,7 @@ import numpy as np
 
 from kvkit.checks.paged import PagedContexts, new_positions, new_slots
 from kvkit.checks.pools import PageTable
+from kvkit.checks.records import StepIndex
 from kvkit.errors import argument_error
 from kvkit.formulas.index import visible_range
 from kvkit.runtime import locks
@@ -14,6 +15,7 @@ from kvkit_cuda.positions.alibi import slope_bits
 
 STEP = ("seqstarts", "kvstarts", "start_pos", "load_starts", "table")
 ITEM = 4  # words of a work item in `Work.placed`
+SEQUENCE_BITS = 27  # of half a word, for a sequence; the bits above are of its last row
 PARTS, LEAST_PART = 1024, 256  # most splits of a call, fewest tokens of a split
 
 
@@ -32,6 +34,9 @@ class Tables:
         self.there: dict[object, object] = {name: there[name] for name in there}
         self.copies: list[tuple[object, list]] = []  # (memory, names of the tables in it)
         self.works: dict[object, Any] = {}
+        self.room, self.most_pages = page_counts(steps)
+        if lasting and steps.table_starts is not None:
+            self.room = self.most_pages = 2 * self.room + len(steps.kvstarts)  # later steps have longer lists
         self.written: Any = None  # the stream that wrote the tables, by key
         self.ready: set[int] = set()  # streams that have waited for it, by key
         self.users: dict[int, object] = {}  # streams that may read the present tables
@@ -42,15 +47,12 @@ class Tables:
         """Return a table on the host."""
         if isinstance(name, str):
             table = getattr(self.steps, name)
-            return self.widened(table) if name in ("table", "value_table") else table
+            if name not in ("table", "value_table"):
+                return table
+            begins, (count, _) = page_begins(self.steps), page_counts(self.steps)
+            return np.concatenate([begins, table.reshape(-1)[:count], np.zeros(self.room - count, np.int64)])
         kind, key = name
         return slope_bits(key) if kind == "slopes" else getattr(self.works[key], kind)
-
-    def widened(self, table):
-        """Pad a page table to the columns of the table that it overwrites."""
-        there: Any = self.there.get("table")
-        more = there.shape[1] - table.shape[1] if there is not None else 0
-        return np.pad(table, ((0, 0), (0, more))) if more else table
 
     def of(self, names, stream):
         """Return tables on the device; tables that are not there yet are copied together."""
@@ -108,7 +110,7 @@ class Tables:
         key = Key(rows, most or PARTS, *reach)
         with self.lock:
             if key not in self.works:
-                self.works[key] = Work(self.steps, key)
+                self.works[key] = Work(self.steps, key, self.most_pages)
             names = key.names() if not placed else (*key.names(), ("placed", key))
             self.waiting += [name for name in names if name not in self.there and name not in self.waiting]
             return self.works[key], key
@@ -130,6 +132,21 @@ class Tables:
                     self.waiting.append(names[-1])
         found = self.of(names, stream)
         return found if rope is not None else [*found, None]
+
+
+def page_begins(steps: StepIndex) -> np.ndarray:
+    """Return the indices of sequences' first pages in a table on a device, which begins with them."""
+    sequences = len(steps.kvstarts) - 1
+    starts = steps.table_starts
+    return sequences + (np.arange(sequences) * steps.table.shape[1] if starts is None else starts[:-1])
+
+
+def page_counts(steps: StepIndex) -> tuple[int, int]:
+    """Return how many pages a step's table has in all, and at most for a sequence."""
+    starts = steps.table_starts
+    if starts is None:
+        return int(np.prod(steps.table.shape)), steps.table.shape[1]
+    return int(starts[-1]), int(np.diff(starts).max(initial=0))
 
 
 NEW_TOKENS = "new tokens"
@@ -163,7 +180,8 @@ class NewAngles:
 def contexts_of(steps):
     """Return the contexts of steps that have page ids as their table."""
     lengths = np.diff(steps.kvstarts)
-    return PagedContexts(PageTable(steps.table), lengths, steps.seqstarts, steps.page_size, 0)
+    pages = PageTable(steps.table, steps.table_starts)
+    return PagedContexts(pages, lengths, steps.seqstarts, steps.page_size, 0)
 
 
 def angle_bits(rope, positions):
@@ -197,14 +215,15 @@ class Work:
     a split.
 
     `placed` has four words for each item, with two numbers in a word, the first one in the low half:
-    sequence, and key head + 2^16 (slot + 1); last row, and query tokens before the sequence; positions begin,
-    end of the item; positions since, until that all of its rows see. Words after the last item are -1.
+    sequence + 2^SEQUENCE_BITS last row, and key head + 2^16 (slot + 1); index of the sequence's first page in
+    the table, and query tokens before the sequence; positions begin, end of the item; positions since, until
+    that all of its rows see. Words after the last item are -1.
     """
 
-    def __init__(self, steps, key):
+    def __init__(self, steps, key, most_pages):
         self.split_work(steps, key)
         units = int(units_of(steps, key).sum())
-        longest = steps.table.shape[1] * steps.page_size  # tokens that the table has room for
+        longest = most_pages * steps.page_size  # tokens that the table has room for
         self.most_items = min(units + key.most, units * -(-longest // LEAST_PART))
         self.most_slots = min(self.most_items, 2 * key.most)
 
@@ -222,6 +241,7 @@ class Work:
         self.slots = np.r_[slots, part_tokens]
         self.count, self.split = int(self.items[-1]), int(slots[-1])
         self.parts, self.last, self.before = parts, seqlens * key.group - 1, steps.seqstarts[:-1]
+        self.pages = page_begins(steps)
 
     @property
     def placed(self):
@@ -233,7 +253,7 @@ class Work:
         begin = np.minimum(begin + split * tokens, end)
         end = np.minimum(begin + tokens, end)
         slot = np.where(parts > 1, self.slots[b] + item, -1)
-        low = np.stack([b, self.last[b], begin, since], 1)
+        low = np.stack([b | self.last[b] << SEQUENCE_BITS, self.pages[b], begin, since], 1)
         high = np.stack([head | slot + 1 << 16, self.before[b], end, np.minimum(until, end)], 1)
         words = np.full((self.most_items, ITEM), -1, np.int64)
         words[: self.count] = low | high << 32

@@ -1,7 +1,7 @@
 """Append and gather: copy rows between packed tokens and a cache, for every layout, mode and format.
 
     cache[b, row(p), head] = packed[starts[b] + p - first[b], head]      or in the other direction
-    row(p) = table[b, p // page_size] + p % page_size
+    row(p) = table[table[b] + p // page_size] + p % page_size
 
 Teams of threads share the tokens. A team goes through its tokens as a thread of the CPU does; its threads
 take a chunk of a row each.
@@ -52,7 +52,7 @@ class Group(NamedTuple):
 
 
 PLACES = types.NamedUniTuple(INT, len(Places._fields), Places)
-SIGNATURE = types.void(INDEX1, INDEX1, INDEX2, INT, PLACES, PLACES, *[INT] * 5)
+SIGNATURE = types.void(INDEX1, INDEX1, INDEX1, INT, PLACES, PLACES, *[INT] * 5)
 
 sequence_among = device.inlined(sequence_among.py_func)
 
@@ -87,7 +87,7 @@ def copy_tokens(direction, packed, cache_format, scale_format, span, given=False
             while token >= starts[sequence + 1]:
                 sequence += 1
             position = first[sequence] + token - starts[sequence]
-            row = row_of(table[sequence, page_of(position, page_size)], position, page_size)
+            row = row_of(table[table[sequence] + page_of(position, page_size)], position, page_size)
             run = min(min(end, starts[sequence + 1]) - token, rest_of_page(position, page_size))
             for column in range(cuda.threadIdx.x, heads * repeat * chunks, cuda.blockDim.x):
                 packed_head = column // chunks

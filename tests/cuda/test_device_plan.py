@@ -8,11 +8,14 @@ from pool_scenes import made
 
 import kvkit
 import kvkit_cuda
+from kvkit.checks.pools import PageTable, steps_over
 from kvkit.formats.elements import BY_NAME
+from kvkit_cuda.calls.tables import Tables
 
 PAGE, STARTS = 4, [0, 2, 2, 5]
 TABLE = np.array([[5, 0, -1], [1, -7, -1], [3, 2, 4]])
 LISTS = np.array([0, 2, 3, 6]), np.array([5, 0, 1, 3, 2, 4])
+LONGER = np.array([0, 4, 5, 8]), np.array([5, 0, 9, 9, 1, 3, 2, 4])
 
 
 def pools_of(rng, engine, name):
@@ -25,14 +28,18 @@ def pools_of(rng, engine, name):
 
 
 @pytest.mark.parametrize(
-    ("engine", "name", "table"),
-    [("flash-attn", "float16", TABLE), ("vLLM LBHNC", "e4m3", LISTS), ("shared pages", "int8", TABLE)],
+    ("engine", "name", "tables"),
+    [
+        ("flash-attn", "float16", (TABLE, TABLE)),
+        ("vLLM LBHNC", "e4m3", (LISTS, LONGER)),
+        ("shared pages", "int8", (TABLE, TABLE)),
+    ],
 )
-def test_steps_of_two_layers(engine, name, table, rng):
+def test_steps_of_two_layers(engine, name, tables, rng):
     """An earlier plan is filled with later steps; each layer has a scale of its own."""
     scales = {"float16": [None, None], "e4m3": [0.5, 2.0], "int8": [0.02, 0.1]}[name]
     layers, plan = [pools_of(rng, engine, name) for _ in range(2)], None
-    for lengths in ([6, 0, 9], [7, 1, 10]):
+    for lengths, table in zip(([6, 0, 9], [7, 1, 10]), tables, strict=True):
         plan = kvkit_cuda.paged_plan(table, lengths, STARTS, page_size=PAGE, into=plan)
         expected_plan = kvkit.paged_plan(table, lengths, STARTS, page_size=PAGE)
         for pools, scale in zip(layers, scales, strict=True):
@@ -51,9 +58,23 @@ def test_steps_of_two_layers(engine, name, table, rng):
             assert_near(contents(found), expected, 2e-3 * max(1, abs(expected).max()))
 
 
+def test_lists_of_pages_stay_lists_on_the_device():
+    """A long context beside short ones takes the memory of its own pages; a plan has room for later steps."""
+    starts = np.array([0, 1, 1001, 1002])
+    pages = PageTable(np.arange(1002), starts)
+    steps = steps_over(pages, np.array([1, 4000, 1]), np.arange(4), 4, 2, None, 0)
+    words = Tables(steps, lasting=False).contents("table")
+    np.testing.assert_array_equal(words, np.r_[3, 4, 1004, 2 * np.arange(1002)])
+    lasting = Tables(steps, lasting=True)
+    np.testing.assert_array_equal(lasting.contents("table")[:1005], words)
+    assert len(lasting.contents("table")) == 3 + lasting.room
+    assert 2 * 1002 <= lasting.room < 2 * 1002 + 8
+
+
 def test_plans_that_do_not_fit(rng):
     pools, query = pools_of(rng, "flash-attn", "float16"), np.zeros((5, 4, 16), np.float16)
     plan = kvkit_cuda.paged_plan(TABLE, [6, 0, 9], STARTS, page_size=PAGE)
+    plan.paged_attention(query, *pools.given)  # its tables have room for 3 pages a sequence
     for call, text in (
         (
             lambda: plan.paged_attention(query[1:], *pools.given),
@@ -68,6 +89,10 @@ def test_plans_that_do_not_fit(rng):
             "pages of 4 tokens, as the plan",
         ),
         (lambda: kvkit_cuda.paged_plan(TABLE, [6, 0, 9], page_size=PAGE, into=plan), "the same query_starts"),
+        (
+            lambda: kvkit_cuda.paged_plan(LONGER, [6, 0, 9], STARTS, page_size=PAGE, into=plan),
+            "into: expected a plan with room for 4 pages a sequence, got 3",
+        ),
         (
             lambda: kvkit_cuda.paged_plan([[0]], [1], page_size=PAGE, into=kvkit),
             "into: expected a plan of kvkit",

@@ -36,13 +36,7 @@ def main_loop(cubin):
     what is done once more with care. Loops inside are gone through once.
     """
     code, labels = instructions(cubin)
-    jumps = {}
-    for place, text in enumerate(code):
-        target = re.search(r"\bBRA\b(?!\.DIV).*`\((\.L_\w+)\)", text)
-        if target:
-            jumps[place] = labels[target[1]]
-    loops = [(target, place) for place, target in jumps.items() if target <= place]
-    begin, end = min(loops, key=lambda loop: (-products(code[loop[0] : loop[1] + 1]), loop[1] - loop[0]))
+    jumps, begin, end = loop_of(code, labels)
     best = {begin: (0, ())}  # by place: less work, the instructions before it
     for place in range(begin, end + 1):
         if place not in best:
@@ -58,6 +52,23 @@ def main_loop(cubin):
         for each in following:
             best[each] = min(best.get(each, here), here, key=lambda found: (found[0], len(found[1])))
     raise AssertionError("no way round")
+
+
+def loop_of(code, labels):
+    """The jumps of a kernel, and the first and last place of the smallest loop with most products."""
+    jumps = {}
+    for place, text in enumerate(code):
+        target = re.search(r"\bBRA\b(?!\.DIV).*`\((\.L_\w+)\)", text)
+        if target:
+            jumps[place] = labels[target[1]]
+    loops = [(target, place) for place, target in jumps.items() if target <= place]
+    begin, end = min(loops, key=lambda loop: (-products(code[loop[0] : loop[1] + 1]), loop[1] - loop[0]))
+    return jumps, begin, end
+
+
+def prologue(cubin):
+    """How many instructions lie before the main loop."""
+    return loop_of(*instructions(cubin))[1]
 
 
 def products(code):

@@ -24,6 +24,7 @@ from ptx_texts import (
     texts_for,
     way_round,
 )
+from sass import prologue
 
 from kvkit.checks.records import Context
 from kvkit.formats import BY_NAME
@@ -489,6 +490,14 @@ def test_instructions(name, tmp_path):
     code = way_round(module.attend(form), module.SIGNATURE, tmp_path)
     assert sum("HMMA" in text for text in code) == expected
     assert len(code) <= most
+
+
+@pytest.mark.slow
+@pytest.mark.perf
+@pytest.mark.parametrize(("form", "most"), [(decode_form(), 180), (decode_form(stored="int8", group=0), 220)])
+def test_a_block_of_decode_comes_soon_to_its_loop(form, most, tmp_path):
+    way_round(decode.attend(form), decode.SIGNATURE, tmp_path)
+    assert prologue(tmp_path / "kernel.cubin") <= most
 
 
 # An H100 or H800: multiprocessors, clock, products of two bfloat16 numbers in a cycle. mma.sync reaches
