@@ -132,8 +132,7 @@ def study_model(name, text, tokens, schemes, policies):
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
         model = AutoModelForCausalLM.from_pretrained(where, **options).eval()
     except (OSError, ValueError) as error:
-        raise argument_error(
-            "--model", "a model that transformers loads", f"{brief(name)} ({error})"
-        ) from None
+        wanted = "a model that transformers loads"
+        raise argument_error("--model", wanted, f"{brief(name)} ({error})") from None
     with show.task_bar("readings") as progress:
         return study(model, tokenizer(words).input_ids[:tokens], schemes, progress=progress, **policies)

@@ -63,9 +63,8 @@ def as_numpy(array: Any, name: str = "array") -> Any:
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         if hasattr(array, "__array__"):  # as for bfloat16, of which DLPack in numpy knows nothing
             return np.asarray(array)
-        raise argument_error(
-            name, "an array that numpy can share", f"{type(array).__name__} ({error})"
-        ) from None
+        wanted = "an array that numpy can share"
+        raise argument_error(name, wanted, f"{type(array).__name__} ({error})") from None
 
 
 def device_of(array: Any) -> str:

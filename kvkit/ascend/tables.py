@@ -256,9 +256,8 @@ def slots_at(block_tables: Array, positions: Array, block_size: int) -> Array:
     block = padded[np.arange(len(positions)), column].astype(np.int64)
     if len(block) and block.min() < 0:
         i = int(block.argmin())
-        raise argument_error(
-            "step", f"a position in the blocks of entry {i} (see headroom)", f"position {positions[i]}"
-        )
+        wanted = f"a position in the blocks of entry {i} (see headroom)"
+        raise argument_error("step", wanted, f"position {positions[i]}")
     return as_int32(block * block_size + positions % block_size)
 
 
@@ -282,9 +281,8 @@ def check_windows(mode: CompressType, lengths: Array, wins: Array, offsets: Arra
     wrong_offsets = (offsets < -1) | (used & (offsets > lengths - wins))
     if wrong_offsets.any():
         i = int(wrong_offsets.argmax())
-        raise argument_error(
-            f"offset_index[{i}]", f"-1, or an offset with offset + {wins[i]} <= {lengths[i]}", offsets[i]
-        )
+        wanted = f"-1, or an offset with offset + {wins[i]} <= {lengths[i]}"
+        raise argument_error(f"offset_index[{i}]", wanted, offsets[i])
 
 
 def own_tables(

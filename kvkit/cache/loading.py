@@ -104,9 +104,8 @@ def restore_paged(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> Page
     cache = PagedCache(**arguments | {"salt": bytes.fromhex(arguments["salt"])})
     blocks = arrays["blocks"]
     if not np.array_equal(blocks, np.intersect1d(blocks, np.arange(cache.blocks.num_blocks))):
-        raise argument_error(
-            "blocks", f"distinct block ids below {cache.blocks.num_blocks}, ascending", describe(blocks)
-        )
+        wanted = f"distinct block ids below {cache.blocks.num_blocks}, ascending"
+        raise argument_error("blocks", wanted, describe(blocks))
     for name, array in zip(PAGED_ARRAYS, cache.store.blocks, strict=False):
         target, loaded = array[:, :, blocks], arrays[name]
         if (loaded.dtype, loaded.shape) != (target.dtype, target.shape):

@@ -37,9 +37,8 @@ def open_layers(folder: Folder) -> list[Layer]:
     paths = sorted(folder.path.glob("layer-*.json"))
     folder.layers = about.get("layers", len(paths))
     if len(paths) < folder.layers:
-        raise argument_error(
-            "directory", f"{folder.layers} layers", f"{len(paths)}: the process died during offload"
-        )
+        wanted = f"{folder.layers} layers"
+        raise argument_error("directory", wanted, f"{len(paths)}: the process died during offload")
     layers = [open_layer(folder, number, None if closed else due) for number in range(len(paths))]
     if "digests" in about:
         found, said = {layer.home.sidecar.stem: hash_layer(layer) for layer in layers}, about["digests"]
@@ -91,9 +90,8 @@ def open_layer(folder: Folder, number: int, due: Any) -> Layer:
     path = folder.path / f"layer-{number:03}.json"
     about = read_json(path)
     if about.get("in_memory"):
-        raise argument_error(
-            "directory", f"layer {number} in a file", "a process that died while the layer was in memory"
-        )
+        wanted = f"layer {number} in a file"
+        raise argument_error("directory", wanted, "a process that died while the layer was in memory")
     with opening_errors(path):
         layer = kinds.make_layer(about)
         layer.open(folder.home(number, layer), about)

@@ -271,9 +271,8 @@ def kinds_of(found: Mapping[str, Any], count: int) -> list[str]:
         ]
     if types := found.get("layer_types") or found.get("layers_block_type"):
         if unknown := sorted(set(types) - set(OF_TYPES)):
-            raise argument_error(
-                "layer_types", f"types of {', '.join(OF_TYPES)}", ", ".join(map(str, unknown))
-            )
+            wanted = f"types of {', '.join(OF_TYPES)}"
+            raise argument_error("layer_types", wanted, ", ".join(map(str, unknown)))
         kinds = [OF_TYPES[kind] for kind in types]
     elif period := found.get("attn_layer_period"):
         at = found.get("attn_layer_offset", 0)

@@ -186,9 +186,8 @@ def check_numbers(x: ArrayLike, format: Format, found: bool) -> tuple[Array, np.
     elements = math.lcm(group or 1, format.block or 1, 1 if by_tokens else in_byte)
     if (x.shape[-1] - format.tail) % elements or x.shape[-1] <= format.tail:
         more = f" and {format.tail} more" if format.tail else ""
-        raise argument_error(
-            "x", f"a head of a multiple of {elements} elements{more}, for {format}", x.shape[-1]
-        )
+        wanted = f"a head of a multiple of {elements} elements{more}, for {format}"
+        raise argument_error("x", wanted, x.shape[-1])
     tokens = math.lcm((format.per == "channel" and format.group) or 1, in_byte if by_tokens else 1)
     if x.shape[0] % tokens:
         raise argument_error("x", f"a multiple of {tokens} tokens, for {format}", x.shape[0])
@@ -244,9 +243,8 @@ def resolve_scales(format: Format, scale: Any, x: Array) -> tuple[str, Any]:
         if scale not in legal:
             raise argument_error("scale", f"one of {', '.join(legal)}, for {format}", brief(repr(scale)))
         if scale == "group" and x.shape[-1] % format.group:
-            raise argument_error(
-                "x", f"a head of a multiple of {format.group} elements, for {format}", x.shape[-1]
-            )
+            wanted = f"a head of a multiple of {format.group} elements, for {format}"
+            raise argument_error("x", wanted, x.shape[-1])
         return scale, calibrate_scale(split_groups(x, scale, format.group), format)[..., 0]
     scales = finite_scales("scale", scale)
     if scales.size == 1:

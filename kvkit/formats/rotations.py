@@ -104,9 +104,8 @@ def rotation_named(name: str | Rotation | None) -> Rotation | None:
     ):
         return Rotation(str(name), (int(block), int(block)))
     if name not in ROTATIONS:
-        raise argument_error(
-            "rotation", f"{', '.join(ROTATIONS)}, or hadamard:N with a power of two", brief(repr(name))
-        )
+        wanted = f"{', '.join(ROTATIONS)}, or hadamard:N with a power of two"
+        raise argument_error("rotation", wanted, brief(repr(name)))
     return ROTATIONS[name]
 
 

@@ -113,9 +113,8 @@ def parse_axis(word: str) -> Axis:
         return Axis("1")
     name, part, inner, in_bytes = found.groups()
     if (part == "0") != bool(inner):
-        raise argument_error(
-            "layout", f"{name}1 for an outer part, {name}0[SIZE] for an inner one", repr(word)
-        )
+        wanted = f"{name}1 for an outer part, {name}0[SIZE] for an inner one"
+        raise argument_error("layout", wanted, repr(word))
     return Axis(name, part or "", int(inner or 0), bool(in_bytes))
 
 
@@ -139,9 +138,8 @@ def parse_line(text: str) -> Layout:
         if {axis.name for group in layout.value_groups for axis in group} | set(levels) != layout.names:
             raise argument_error("layout", "the same axes for keys and values", repr(text))
         if "kv" not in layout.names:
-            raise argument_error(
-                "layout", "an axis kv, as keys and values have axes of their own", repr(text)
-            )
+            wanted = "an axis kv, as keys and values have axes of their own"
+            raise argument_error("layout", wanted, repr(text))
     return layout
 
 
@@ -160,9 +158,8 @@ def split_axes(text: str) -> tuple[str, ...]:
         elif lexeme not in "()+|;":
             (found if group is None else group).append(lexeme)
         else:
-            raise argument_error(
-                "layout", "axes, those that share an array's axis in parentheses", repr(text.strip())
-            )
+            wanted = "axes, those that share an array's axis in parentheses"
+            raise argument_error("layout", wanted, repr(text.strip()))
     if group is not None:
         raise argument_error("layout", "a parenthesis that closes", repr(text.strip()))
     return tuple(found)
@@ -182,9 +179,8 @@ def check_axes(layout: Layout, groups: tuple[tuple[Axis, ...], ...], text: str) 
             raise argument_error("layout", f"the axis {level} in lists or in the array", repr(text))
     for name, found in parts.items():
         if sorted(found) not in ([""], ["0", "1"]) and not layout.joined:
-            raise argument_error(
-                "layout", f"the axis {name} once, whole or as {name}1 and {name}0[SIZE]", repr(text)
-            )
+            wanted = f"the axis {name} once, whole or as {name}1 and {name}0[SIZE]"
+            raise argument_error("layout", wanted, repr(text))
         if name in ("l", "kv") and found != [""]:
             raise argument_error("layout", f"a whole axis {name}", repr(text))
     if not parts.keys() & {"c", "s"}:

@@ -152,10 +152,8 @@ def strided_view(
     steps = [stride for stride, size in zip(strides, shape, strict=True) if size > 1]
     if any(step <= 0 for step in steps) or steps != sorted(steps, reverse=True):
         order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
-        raise argument_error(
-            name, f"axes of '{line}', outermost first",
-            f"strides {array.strides}; in memory its axes lie in the order {tuple(order)}",
-        )  # fmt: skip
+        found = f"strides {array.strides}; in memory its axes lie in the order {tuple(order)}"
+        raise argument_error(name, f"axes of '{line}', outermost first", found)
     # As bytes: numpy looks a dtype up by its letter here, and float8_e5m2 shares one with another dtype.
     raw = array.view(f"V{array.dtype.itemsize}")
     return as_strided(raw, shape, strides, writeable=array.flags.writeable).view(array.dtype), sizes

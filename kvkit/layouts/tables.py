@@ -119,9 +119,8 @@ def from_entries(name: str, entries: Index, lengths: Index, page_size: int, unit
     used = -(-lengths // page_size)
     if used.size and used.max() > entries.shape[1]:
         b = int(used.argmax())
-        raise argument_error(
-            name, f"{used[b]} entries for the {lengths[b]} tokens of sequence {b}", entries.shape[1]
-        )
+        wanted = f"{used[b]} entries for the {lengths[b]} tokens of sequence {b}"
+        raise argument_error(name, wanted, entries.shape[1])
     active = np.arange(entries.shape[1]) < used[:, None]
     if (bad := active & ((entries < 0) | (entries > MOST // unit))).any():
         b, page = (int(at[0]) for at in bad.nonzero())
@@ -172,10 +171,8 @@ def to_blocks(pages: BlockTable, padding: int = -1) -> tuple[Index, Index]:
     off = active & (pages.table % pages.page_size != 0)
     if off.any():
         b, page = (int(at[0]) for at in off.nonzero())
-        raise argument_error(
-            "pages", f"pages that begin at multiples of {pages.page_size} rows, as blocks do",
-            f"row {pages.table[b, page]} for page {page} of sequence {b}",
-        )  # fmt: skip
+        wanted = f"pages that begin at multiples of {pages.page_size} rows, as blocks do"
+        raise argument_error("pages", wanted, f"row {pages.table[b, page]} for page {page} of sequence {b}")
     return np.where(active, pages.table // pages.page_size, padding), pages.lengths.copy()
 
 
@@ -204,9 +201,8 @@ def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, pa
     indptr, indices = index_array("indptr", indptr, low=0), index_array("indices", indices)
     last = index_array("last_page_len", last_page_len)
     if not len(indptr) or indptr[0] != 0:
-        raise argument_error(
-            "indptr", "to begin with 0", describe(indptr) if not len(indptr) else int(indptr[0])
-        )
+        wanted = "to begin with 0"
+        raise argument_error("indptr", wanted, describe(indptr) if not len(indptr) else int(indptr[0]))
     used = np.diff(indptr)
     if (used < 0).any():
         raise argument_error("indptr", "never to decrease", int(indptr[used.argmin() + 1]))
@@ -292,9 +288,8 @@ def slot_mapping(pages: BlockTable, new: ArrayLike) -> Index:
     check_batch("new", count, len(pages.lengths))
     if (over := count > pages.lengths).any():
         b = int(over.argmax())
-        raise argument_error(
-            f"new[{b}]", f"at most the {pages.lengths[b]} tokens of the sequence", int(count[b])
-        )
+        wanted = f"at most the {pages.lengths[b]} tokens of the sequence"
+        raise argument_error(f"new[{b}]", wanted, int(count[b]))
     sequence, position = tokens_of(count)
     position += (pages.lengths - count)[sequence]
     return pages.table[sequence, position // pages.page_size] + position % pages.page_size
@@ -346,19 +341,15 @@ def from_tokens(
     least = owners.max(initial=-1) + 1
     count = int(least) if batch is None else positive_size("batch", batch)
     if owners.size and (owners.min() < 0 or least > count):
-        raise argument_error(
-            "sequences",
-            f"numbers from 0 to {count - 1}",
-            int(owners.min() if owners.min() < 0 else least - 1),
-        )
+        wanted = f"numbers from 0 to {count - 1}"
+        raise argument_error("sequences", wanted, int(owners.min() if owners.min() < 0 else least - 1))
     order = np.lexsort((at, owners))
     rows, owners, at = rows[order], owners[order], at[order]
     follows = (np.diff(at) == 1) | (np.diff(owners) != 0)
     if not gaps and not follows.all():
         t = int(follows.argmin())
-        raise argument_error(
-            "positions", f"{at[t] + 1} after {at[t]} in sequence {owners[t]}", int(at[t + 1])
-        )
+        wanted = f"{at[t] + 1} after {at[t]} in sequence {owners[t]}"
+        raise argument_error("positions", wanted, int(at[t + 1]))
     lengths = np.bincount(owners, minlength=count).astype(np.int64)
     table = np.full((count, max(lengths.max(initial=0), 1)), -1, np.int64)
     table[tokens_of(lengths)] = rows
@@ -486,11 +477,8 @@ def from_batch(
     over = active & (lengths > capacity - pad)
     if over.any():
         b = int(over.argmax())
-        raise argument_error(
-            f"lengths[{b}]",
-            f"at most {capacity - pad[b]}, in {capacity} rows after {pad[b]}",
-            int(lengths[b]),
-        )
+        wanted = f"at most {capacity - pad[b]}, in {capacity} rows after {pad[b]}"
+        raise argument_error(f"lengths[{b}]", wanted, int(lengths[b]))
     return BlockTable(np.where(active, part * capacity + pad, -1)[:, None], lengths, capacity)
 
 
@@ -511,9 +499,8 @@ def to_batch(pages: BlockTable, capacity: int) -> tuple[Index, Index, Index]:
     off = (rows != first[sequence] + position) | (rows // capacity != first[sequence] // capacity)
     if off.any():
         b = int(sequence[off.argmax()])
-        raise argument_error(
-            "pages", f"sequences in neighbouring rows of one part of {capacity}", f"others for sequence {b}"
-        )
+        wanted = f"sequences in neighbouring rows of one part of {capacity}"
+        raise argument_error("pages", wanted, f"others for sequence {b}")
     return pages.lengths.copy(), first // capacity, first % capacity
 
 

@@ -101,10 +101,8 @@ def check_viewable(line: Layout) -> None:
     check_one_kind(line)
     if line.split:
         name = line.split
-        raise argument_error(
-            "layout", "whole axes, for a view",
-            f"'{line}', whose axis {name} is split into {name}1 and {name}0; kvkit.layouts.convert moves it",
-        )  # fmt: skip
+        got = f"'{line}', whose axis {name} is split into {name}1 and {name}0; kvkit.layouts.convert moves it"
+        raise argument_error("layout", "whole axes, for a view", got)
 
 
 def check_one_kind(line: Layout) -> None:
@@ -159,9 +157,8 @@ def iterate_leaves(
     found: dict[Any, Any] = dict(iterate_arrays(name, arrays, line.lists, {}))
     for axis in line.lists:
         if axis != "kv" and known.get(axis, list_length(found, axis)) != list_length(found, axis):
-            raise argument_error(
-                name, f"{known[axis]} arrays along {axis} of '{line}'", list_length(found, axis)
-            )
+            wanted = f"{known[axis]} arrays along {axis} of '{line}'"
+            raise argument_error(name, wanted, list_length(found, axis))
     outer = [axis for axis in ("l", "b") if axis in line.lists]
     wheres = sorted({tuple(dict(where)[axis] for axis in outer) for where in found})
     for where in wheres:
@@ -247,9 +244,8 @@ def both_leaves(named: tuple[str, Array], line: Layout, known: Mapping[str, int]
             raise argument_error("sizes['v']", f"at most the {keys.array.shape[-1]} elements of a row", size)
         return keys, Leaf(name, keys.array[..., :size], keys.axes, {**keys.sizes, keys.axes[-1].name: size})
     if known.get("v", known.get("c")) != known.get("c") and "c" in known:
-        raise argument_error(
-            "sizes['v']", f"the size {known['c']} of keys, beside values in one array", known["v"]
-        )
+        wanted = f"the size {known['c']} of keys, beside values in one array"
+        raise argument_error("sizes['v']", wanted, known["v"])
     if "v" in known:
         known = {**known, "c": known["v"]}
     sides = []

@@ -95,9 +95,8 @@ def by_patterns(source: Any, keys: str | None, values: str | None) -> Any:
         found.append(matching(contents.arrays, pattern, argument))
     if found[0].keys() != found[1].keys():
         missing = min(found[0].keys() ^ found[1].keys())
-        raise argument_error(
-            "values", f"the layers of keys, {sorted(found[0])}", f"no layer {missing} in both"
-        )
+        wanted = f"the layers of keys, {sorted(found[0])}"
+        raise argument_error("values", wanted, f"no layer {missing} in both")
     gone = {name for side in found for name in side.values()}
     arrays = {name: array for name, array in contents.arrays.items() if name not in gone}
     for name, pattern, side in zip(PAGED_NAMES, (keys, values), found, strict=True):

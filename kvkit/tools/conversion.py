@@ -205,9 +205,8 @@ def convert(
         raise argument_error("rotation", "a format beside it, as codes are decoded to undo it", "to_layout")
     parse_layout(to_layout, "to_layout")
     if found.scales_inside:
-        raise argument_error(
-            "to_layout", "a format in its place, as channels of a block share scales", to_layout
-        )
+        wanted = "a format in its place, as channels of a block share scales"
+        raise argument_error("to_layout", wanted, to_layout)
     said = found.contents.description.layout
     given = None if from_layout is None else parse_layout(from_layout, "from_layout")
     if given is not None and said is not None and given != layouts.parse(said):
@@ -298,9 +297,8 @@ def reorder_pairs(kv: KV | None, pairs: PairOrder) -> None:
     for layer in kv.keys:
         for keys in layer if isinstance(layer, tuple) else [layer]:
             if BY_DTYPE.get(keys.dtype) not in FLOATS:
-                raise argument_error(
-                    "rope_pairs", "floats, or a format in place of the layout", str(keys.dtype)
-                )
+                wanted = "floats, or a format in place of the layout"
+                raise argument_error("rope_pairs", wanted, str(keys.dtype))
             if pairs.target != pairs.before:
                 keys[...] = keys[..., pairs.places(keys.shape[-1])]
 
@@ -429,9 +427,8 @@ def join(
             wanted = f"layers as {found[0].name} has, {layers}"
             raise argument_error("sources", wanted, f"{len(one.require_view().keys)} in {one.name}")
         if one.scales or one.scales_inside:
-            raise argument_error(
-                "sources", "floats, or codes with scales in their rows", f"scales in {one.name}"
-            )
+            wanted = "floats, or codes with scales in their rows"
+            raise argument_error("sources", wanted, f"scales in {one.name}")
         if not one.separate and not {"kv", "h"} & parse_layout(one.layout or LINE, "layout").names:
             wanted = "caches with heads, which latent rows do not have: each rank has all of them"
             raise argument_error("sources", wanted, one.name)

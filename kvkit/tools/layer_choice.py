@@ -43,9 +43,8 @@ def parse_layers(text: str, known: Sequence[int]) -> list[int]:
 def choose_layers(source: CacheSource, text: str) -> Contents:
     """Return the contents of a source with some of its layers only; layers keep their numbers."""
     if source.saved and source.contents.cache is None:
-        raise argument_error(
-            "layers", "a cache whose layers are floats", "what a cache of codes or pages saved"
-        )
+        wanted = "a cache whose layers are floats"
+        raise argument_error("layers", wanted, "what a cache of codes or pages saved")
     numbers = {name: layer_numbers(each) for name, each in source.caches.items()}
     if len(numbers) > 1 and source.layer_numbers is None:  # the layers of a second cache follow
         numbers[SLIDING] = [number + len(numbers[CACHE]) for number in numbers[SLIDING]]
@@ -124,9 +123,8 @@ def take_layers(part: Any, line: Layout, places: list[int], alone: bool) -> Any:
     lists = [axis for axis in line.lists if axis != "kv" or not alone]
     if isinstance(part, list):
         if "l" not in lists:
-            raise argument_error(
-                "layers", "layers that are arrays of their own, or an axis of them", str(line)
-            )
+            wanted = "layers that are arrays of their own, or an axis of them"
+            raise argument_error("layers", wanted, str(line))
         if lists[0] == "l":
             return [part[i] for i in places]
         return [[one[i] for i in places] for one in part]

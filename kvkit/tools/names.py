@@ -108,9 +108,8 @@ def matching(arrays: Mapping[str, Any], pattern: str, argument: str) -> dict[int
     if not found:
         wanted = f"the name of an array, with {LAYER} for the number of a layer"
         near = nearest(pattern.replace(LAYER, "0"), arrays) or list(arrays)[:5]
-        raise argument_error(
-            argument, wanted, f"{brief(pattern)}; names like it: {', '.join(near) or 'none'}"
-        )
+        got = f"{brief(pattern)}; names like it: {', '.join(near) or 'none'}"
+        raise argument_error(argument, wanted, got)
     return found
 
 

@@ -65,9 +65,8 @@ def with_tables(contents: Contents) -> Contents:
 def bytes_of(name: str, array: Array) -> Array:
     """Return a pool's bytes [blocks, heads, rows, width]."""
     if array.ndim != 4 or array.dtype.itemsize != 1 or not array.flags.c_contiguous:
-        raise argument_error(
-            name, "bytes [blocks, heads, rows, width] that follow one another", describe(array)
-        )
+        wanted = "bytes [blocks, heads, rows, width] that follow one another"
+        raise argument_error(name, wanted, describe(array))
     return array.view(np.uint8)
 
 

@@ -190,9 +190,8 @@ def open_saved(source: CacheSource, about: list[Any]) -> CacheReader:
     try:
         format = format_of_layers([said["arguments"] for said in about])
     except (AttributeError, KeyError, TypeError) as error:
-        raise argument_error(
-            source.name, "a description of every layer", f"{type(error).__name__} ({error})"
-        ) from None
+        wanted = "a description of every layer"
+        raise argument_error(source.name, wanted, f"{type(error).__name__} ({error})") from None
     return CacheReader(source.name, len(about), layer, format, source.contents.notes)
 
 
@@ -364,9 +363,8 @@ def encoded_parts(parts: Mapping[str, Any], line: str) -> dict[str, KV]:
     except (TypeError, ValueError):
         fits = False
     if not fits:
-        raise argument_error(
-            "cache", f"arrays as '{line}' has them, and as many b of {', '.join(parts)}", "others"
-        )
+        wanted = f"arrays as '{line}' has them, and as many b of {', '.join(parts)}"
+        raise argument_error("cache", wanted, "others")
     return found
 
 

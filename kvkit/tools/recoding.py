@@ -99,9 +99,8 @@ def layer_to_code(layer: LayerReader, source: CacheSource, pairs: PairOrder | No
     layer = replace(layer, starts=layer.starts[: 1 + (source.paged.get("rows") or len(layer.starts))])
     lengths = np.diff(layer.starts).tolist()
     if not lengths or 0 in lengths:
-        raise argument_error(
-            "source", "sequences that all have tokens", ", ".join(map(str, lengths)) or "none"
-        )
+        wanted = "sequences that all have tokens"
+        raise argument_error("source", wanted, ", ".join(map(str, lengths)) or "none")
     return layer if pairs is None else replace(layer, key=pairs.reordered(layer.key))
 
 

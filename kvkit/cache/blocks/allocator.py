@@ -129,9 +129,8 @@ class BlockAllocator:
         self.check(seq)
         ids, tokens = encode_ids(token_ids), seq.length + seq.pending
         if seq.known < tokens:
-            raise argument_error(
-                "seq", f"a sequence with ids for all its {tokens} tokens", f"{seq.known} ids"
-            )
+            wanted = f"a sequence with ids for all its {tokens} tokens"
+            raise argument_error("seq", wanted, f"{seq.known} ids")
         seq.ids += ids
 
     def fork(self, seq: Sequence, begin: SupportsIndex = 0, end: SupportsIndex | None = None) -> Sequence:

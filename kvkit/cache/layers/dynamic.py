@@ -100,9 +100,8 @@ class StaticLayer(Layer):
         if self.window is not None:
             super()._check_movable(call, plan)
         elif not plan.after.follow(0):
-            raise argument_error(
-                self.name, "positions 0, 1, 2, ..., as close=True leaves them", f"a hole after {call}"
-            )
+            wanted = "positions 0, 1, 2, ..., as close=True leaves them"
+            raise argument_error(self.name, wanted, f"a hole after {call}")
 
     def _free_rows(self, begin: int, end: int) -> None:
         self.store.clear(begin, end)

@@ -75,9 +75,8 @@ class QuantSpec:
             if getattr(self, name) not in words:
                 raise argument_error(name, " or ".join(map(repr, words)), repr(getattr(self, name)))
         if self.format is not None and not isinstance(self.format, str):
-            raise argument_error(
-                "format", f"one of {', '.join(STORED)}, the name of a scheme, or None", self.format
-            )
+            wanted = f"one of {', '.join(STORED)}, the name of a scheme, or None"
+            raise argument_error("format", wanted, self.format)
         if self.format and self.axis == "channel":
             raise argument_error("axis", f"'token', for format '{self.format}'", "'channel'")
         rotation_named(self.rotation)
@@ -109,9 +108,8 @@ class QuantSpec:
                 wanted = f"a multiple of {step}, the tokens that {self.format!r} encodes together"
                 raise argument_error("group", wanted, self.group)
         if self.rotation is not None:
-            raise argument_error(
-                "rotation", f"None, for {self.format!r}, which may name its own", repr(self.rotation)
-            )
+            wanted = f"None, for {self.format!r}, which may name its own"
+            raise argument_error("rotation", wanted, repr(self.rotation))
 
     @property
     def by_scheme(self) -> bool:

@@ -64,9 +64,8 @@ class SchemedLayer(Layer):
 
     def describe(self) -> dict[str, Any]:
         formats = " and ".join(repr(spec.format) for spec in self.specs)
-        raise argument_error(
-            self.name, "a layer that can be saved", f"one with schemes {formats}, which cannot"
-        )
+        wanted = "a layer that can be saved"
+        raise argument_error(self.name, wanted, f"one with schemes {formats}, which cannot")
 
     def _empty_sides(self, given: Geometry) -> Iterator[SchemedSide]:
         batch, heads, *dims, fmt = given[:5]

@@ -41,9 +41,8 @@ class Rows(MovableTokens):
         step = self.step
         if step is not None and step.index.is_open:
             if tokens != step.index.max_seqlen:
-                raise argument_error(
-                    "key_states", f"{step.index.max_seqlen} tokens, as in other layers", tokens
-                )
+                wanted = f"{step.index.max_seqlen} tokens, as in other layers"
+                raise argument_error("key_states", wanted, tokens)
             step.to_write(layer_idx)
             return step
         sequences = self.sequences or [self._cache.blocks.add() for _ in range(batch)]

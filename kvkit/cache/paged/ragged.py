@@ -393,9 +393,8 @@ class RaggedLayer(Layer):
         if new > 1 and any(
             seq.positions[-new:].tolist() != [*range(first, first + new)] for seq in self.sequences
         ):
-            raise argument_error(
-                "query", "queries of the last tokens, which every head stores", f"{new} queries"
-            )
+            wanted = "queries of the last tokens, which every head stores"
+            raise argument_error("query", wanted, f"{new} queries")
         return batch, heads, new, dim
 
     def _columns(self, mask: Array | None) -> Array | None:
@@ -518,9 +517,8 @@ class RaggedLayer(Layer):
         given = given._replace(batch=lengths.shape[0], heads=lengths.shape[1])
         ends = np.cumsum(lengths)
         if lengths.min(initial=0) < 0 or not len(ends) or ends[-1] != len(keys):
-            raise argument_error(
-                "lengths", f"lengths of heads with {len(keys)} tokens in all", lengths.tolist()
-            )
+            wanted = f"lengths of heads with {len(keys)} tokens in all"
+            raise argument_error("lengths", wanted, lengths.tolist())
         parts = [np.split(arrays[name], ends[:-1]) for name in ("keys", "values", "positions", "rope_shifts")]
         pieces = [
             RowPositions.restored(positions, pieces_of_shifts(shifts), length, len(positions))

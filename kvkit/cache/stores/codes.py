@@ -305,9 +305,8 @@ class CodedSide:
         )
         if not legal:
             shapes = {name: array.shape for name, array in arrays.items()}
-            raise argument_error(
-                "length", "sinks, codes and a tail of so many tokens", f"{length}, and {shapes}"
-            )
+            wanted = "sinks, codes and a tail of so many tokens"
+            raise argument_error("length", wanted, f"{length}, and {shapes}")
         self.sinks[:, :, : sinks.shape[2]] = sinks
         self.grow(blocks)
         self.codes[:, :, :coded], self.cells[:, :, :blocks] = codes, cells

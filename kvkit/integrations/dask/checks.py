@@ -69,9 +69,8 @@ def check_new_tokens(cache: dict[str, Any], batch: int, key_states: Any, value_s
         if not fits or shape[0] != (batch or shape[0]) or array.dtype.name != dtype:
             raise argument_error(name, f"{dtype} [{batch or 'B'}, {heads}, q, {dim}]", describe(array))
     if key_states.shape != value_states.shape:
-        raise argument_error(
-            "value_states", f"shape {key_states.shape}, that of the keys", value_states.shape
-        )
+        wanted = f"shape {key_states.shape}, that of the keys"
+        raise argument_error("value_states", wanted, value_states.shape)
 
 
 def checked_attention(

@@ -55,7 +55,6 @@ class OpenStep:
         """End the step; refuse if only some layers have taken it."""
         if self._taken and not self.complete:
             missing = sorted(set(range(self._layers)) - self._taken)
-            raise argument_error(
-                caller, "all layers to have taken the step's tokens", f"layers {missing} that have not"
-            )
+            wanted = "all layers to have taken the step's tokens"
+            raise argument_error(caller, wanted, f"layers {missing} that have not")
         self.begin(self.total, self.batch)

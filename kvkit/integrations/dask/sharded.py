@@ -317,9 +317,8 @@ class ShardedCache:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise argument_error(
-            "ShardedCache", "to stay with its client (save it, and load it elsewhere)", "a copy of it"
-        )
+        wanted = "to stay with its client (save it, and load it elsewhere)"
+        raise argument_error("ShardedCache", wanted, "a copy of it")
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:

@@ -80,9 +80,8 @@ def task_result(name: str, future: Any) -> Any:
             raise result
         return result
     if isinstance(error, (distributed.KilledWorker, distributed.client.FutureCancelledError, OSError)):
-        raise argument_error(
-            str(name), "the result of its task", f"{type(error).__name__} ({error})"
-        ) from error
+        wanted = "the result of its task"
+        raise argument_error(str(name), wanted, f"{type(error).__name__} ({error})") from error
     error.add_note(f"in the task of {name}")
     raise error
 

@@ -44,9 +44,8 @@ class Attention(OpRun):
         right_window_size: int = -1,
     ) -> tuple[Array, ...]:
         if softmax_precision not in (None, *FLOAT_TYPES):
-            raise argument_error(
-                "softmax_precision", f"a float type, one of {FLOAT_TYPES}", softmax_precision
-            )
+            wanted = f"a float type, one of {FLOAT_TYPES}"
+            raise argument_error("softmax_precision", wanted, softmax_precision)
         if left_window_size < -1 or right_window_size < -1:
             raise argument_error(
                 "left_window_size, right_window_size", "-1 or more", (left_window_size, right_window_size)
@@ -63,9 +62,8 @@ class Attention(OpRun):
         batch, rows, heads, dim = query.shape
         context = key.shape[1]
         if key.shape[0] != batch or value.shape[:3] != key.shape[:3]:
-            raise argument_error(
-                "K, V", f"keys and values of {batch} sequences, alike", (key.shape, value.shape)
-            )
+            wanted = f"keys and values of {batch} sequences, alike"
+            raise argument_error("K, V", wanted, (key.shape, value.shape))
         valid, offset = np.array([context]), np.array([past])
         if nonpad_kv_seqlen is not None:
             if past_key is not None:
@@ -137,9 +135,8 @@ def tokens_first(name: str, array: Array, heads: int | None) -> Array:
     if array.ndim == 4:
         return array.transpose(0, 2, 1, 3)
     if array.ndim != 3 or not heads or array.shape[2] % heads:
-        raise argument_error(
-            name, "4 axes, or 3 and heads that divide the last", f"shape {array.shape}, {heads} heads"
-        )
+        wanted = "4 axes, or 3 and heads that divide the last"
+        raise argument_error(name, wanted, f"shape {array.shape}, {heads} heads")
     return array.reshape(*array.shape[:2], heads, array.shape[2] // heads)
 
 

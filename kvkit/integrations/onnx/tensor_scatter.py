@@ -32,9 +32,8 @@ class TensorScatter(OpRun):
         axis %= ndim
         room, new = past_cache.shape[axis], update.shape[axis] if update.ndim == ndim else 0
         if update.shape != (*past_cache.shape[:axis], new, *past_cache.shape[axis + 1 :]) or new > room:
-            raise argument_error(
-                "update", f"the shape of past_cache, {past_cache.shape}, or less on axis {axis}", update.shape
-            )
+            wanted = f"the shape of past_cache, {past_cache.shape}, or less on axis {axis}"
+            raise argument_error("update", wanted, update.shape)
         if update.dtype != past_cache.dtype:
             raise argument_error("update", f"the dtype of past_cache, {past_cache.dtype}", update.dtype)
         first = np.zeros(batch, np.int64) if write_indices is None else write_indices

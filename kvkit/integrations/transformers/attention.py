@@ -87,9 +87,8 @@ def attention_forward(
     if position_bias is not None:
         raise argument_error("position_bias", "None", "a bias")
     if module.training and query.requires_grad and torch.is_grad_enabled():
-        raise argument_error(
-            "module", "one that is not trained: this attention has no gradient", "training mode"
-        )
+        wanted = "one that is not trained: this attention has no gradient"
+        raise argument_error("module", wanted, "training mode")
     if stored is not None and stored.layer.row_positions is not None:
         check_moved(stored.layer, attention_mask, position_ids)
     query, key, value = map(as_cast, (query, key, value))

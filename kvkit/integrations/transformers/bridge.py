@@ -32,9 +32,8 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
-        raise argument_error(
-            "backward", "tensors that have gradients", "what kvkit made, for inference alone"
-        )
+        wanted = "tensors that have gradients"
+        raise argument_error("backward", wanted, "what kvkit made, for inference alone")
 
 
 def without_gradient(tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:

@@ -260,9 +260,8 @@ class KvkitCache(Cache):
         if value_states.shape != key_states.shape and not latent:
             found = f"{tuple(key_states.shape)} and {tuple(value_states.shape)}; use a dynamic one"
             expected = "keys and values of one shape, for a paged cache"
-            raise argument_error(
-                "key_states", expected, f"{found}, with attn_implementation 'sdpa' or 'eager'"
-            )
+            got = f"{found}, with attn_implementation 'sdpa' or 'eager'"
+            raise argument_error("key_states", expected, got)
         _, heads, _, dim = key_states.shape
         dim += value_states.shape[3] if latent else 0
         dtype = to_numpy("key_states", as_cast(key_states)).dtype

@@ -32,9 +32,8 @@ class Stored:
     def arrays(self) -> tuple[np.ndarray, ...]:
         """Return keys and values of tokens that attention may need, without a static layer's unused rows."""
         if self.keys is None:
-            raise argument_error(
-                "key", "keys that attention reads in place, or once", "those that it has read"
-            )
+            wanted = "keys that attention reads in place, or once"
+            raise argument_error("key", wanted, "those that it has read")
         if self.layer.row_positions is not None:
             wanted = "'kvkit', and neither a window nor a mask of its own, where rows are not positions"
             raise argument_error("attn_implementation", wanted, "attention that cannot know positions")
@@ -95,7 +94,6 @@ def claim(layer_idx: int | None, key: Any, value: Any) -> Stored | None:
     past, new = stored.begin > 0, stored.layer.get_seq_length() - stored.begin
     if recorded is not None or (past and new == key.shape[2]):
         name = "value" if recorded is key else "key"
-        raise argument_error(
-            name, f"the tensor that update of layer {layer_idx} returned", f"another one; {OTHERS}"
-        )
+        wanted = f"the tensor that update of layer {layer_idx} returned"
+        raise argument_error(name, wanted, f"another one; {OTHERS}")
     return None

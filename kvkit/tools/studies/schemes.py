@@ -72,9 +72,8 @@ def load_object(path: str, name: str, kind: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a user's file may raise anything
-        raise argument_error(
-            f"{word} {brief(path)}:{brief(name)}", "a Python file that runs", error_in_words(error)
-        ) from error
+        wanted = "a Python file that runs"
+        raise argument_error(f"{word} {brief(path)}:{brief(name)}", wanted, error_in_words(error)) from error
     found = getattr(module, name, None)
     if not (isinstance(found, type) if kind == "class" else callable(found)):
         raise argument_error(f"{word} {brief(path)}", f"a {kind} {brief(repr(name))}", "none of the name")
@@ -86,9 +85,8 @@ def make_instance(made: type, name: str) -> Any:
     try:
         return made()
     except Exception as error:
-        raise argument_error(
-            f"scheme {brief(name)}", "a class without arguments", error_in_words(error)
-        ) from error
+        wanted = "a class without arguments"
+        raise argument_error(f"scheme {brief(name)}", wanted, error_in_words(error)) from error
 
 
 def error_in_words(error: BaseException) -> str:
@@ -108,9 +106,8 @@ def list_schemes(schemes: str | Sequence[Any]) -> list[tuple[str, Any, Any]]:
     named = [(item if isinstance(item, str) else name_of(item), item) for item in items if item]
     found = [(name, *key_and_value_schemes(item)) for name, item in named]
     if not found:
-        raise argument_error(
-            "schemes", "one or more, as in 'fp8,int8:g8,int4:g32+hadamard'", describe(schemes)
-        )
+        wanted = "one or more, as in 'fp8,int8:g8,int4:g32+hadamard'"
+        raise argument_error("schemes", wanted, describe(schemes))
     if len({name for name, *_ in found}) < len(found):
         raise argument_error("schemes", "each once", ", ".join(name for name, *_ in found))
     return found
