@@ -40,16 +40,16 @@ def pair_rows(source, rows, target):
     pairs.pair_rows(source, rows, target)
 
 
-def pair_values(source, row, tokens, dim, target, panel):
-    pairs.pair_values(source, row, tokens, dim, target, panel)
+def pair_scores(queries, addresses, ahead, count, dim, target, scale, rows):
+    pairs.scores(queries, addresses, ahead, count, dim, target, scale, rows)
 
 
-def pair_scores(queries, keys, key_row, count, dim, target, scale):
-    pairs.scores(queries, keys, key_row, count, dim, target, scale, rows=WIDE)
+def pair_sums(weights, addresses, pairs_of_tokens, dim, target, factors, rows):
+    pairs.sums(weights, addresses, pairs_of_tokens, dim, target, factors, rows)
 
 
-def pair_sums(weights, values, panel, count, dim, target, factors):
-    pairs.sums(weights, values, panel, count, dim, target, factors, rows=WIDE)
+def in_order(source, target, rows, dim):
+    pairs.in_order(source, target, rows, dim)
 
 
 @functools.cache
@@ -161,20 +161,29 @@ if machine.has_pairs():
         call(pair_rows, source, rows, source)
         assert_array_equal(source.view(BF16).reshape(-1, WIDE, 2)[: len(target)], target)
 
+    @pytest.mark.parametrize("rows", [16, WIDE])
     @pytest.mark.parametrize("tokens", [1, 8, 13])
-    def test_products(tokens, rng):
-        dim, row = 48, 2 * 64
-        values = random(rng, tokens, 64).astype(BF16)
-        panel = 32 * (-(-tokens // 2) + 1)
-        panels, weights = np.zeros(panel * dim // 8, np.uint8), random(rng, tokens, WIDE)
-        call(pair_values, values, row, tokens, dim, panels, panel)
-        sums, factors, packed = random(rng, dim, WIDE), random(rng, WIDE), as_pairs(weights).copy()
-        expected = sums * factors + values[:, :dim].astype(np.float64).T @ weights.astype(BF16).astype(float)
-        call(pair_sums, packed, panels, panel, -(-tokens // 2), dim, sums, factors)
-        np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-5)
+    def test_products(tokens, rows, rng):
+        """Of rows that lie in any order; an odd last token has a partner of weight 0."""
+        dim, chosen = 48, rng.permutation(24)[:16]
+        pool, weights = random(rng, 24, 64).astype(BF16), random(rng, tokens, WIDE)
+        addresses = pool.ctypes.data + chosen * pool.strides[0]
+        rows_of_pool = pool[chosen, :dim].astype(np.float64)
+        start, factors = random(rng, rows, dim), random(rng, WIDE)
+        (sums, untouched), ordered = guarded((rows, dim)), np.empty((rows, dim), np.float32)
+        sums[...], packed = 0, as_pairs(weights).copy()
+        call(pair_sums, packed, addresses, -(-tokens // 2), dim, sums, factors, rows)
+        untouched()
+        call(in_order, sums, ordered, rows, dim)
+        expected = weights.astype(BF16).astype(float).T[:rows] @ rows_of_pool[:tokens]
+        np.testing.assert_allclose(ordered, expected, rtol=1e-5, atol=1e-5)
+        sums[...] = start
+        call(pair_sums, packed, addresses, 0, dim, sums, factors, rows)
+        assert_array_equal(sums, start * factors[:rows, None])
         queries, (scores, untouched) = random(rng, dim, WIDE), guarded((16, WIDE))
-        keys, scale = random(rng, 16, 64).astype(BF16), np.float32([0.3])
-        call(pair_scores, as_pairs(queries).copy(), keys, row, 16, dim, scores, scale)
-        exact = keys[:, :dim].astype(np.float64) @ queries.astype(BF16).astype(np.float64) * 0.3
-        np.testing.assert_allclose(scores, exact, rtol=1e-5, atol=1e-5)
+        scale, arranged = np.float32([0.3]), as_pairs(queries).copy()
+        exact = rows_of_pool @ queries.astype(BF16).astype(np.float64) * 0.3
+        for ahead in (0, addresses):
+            call(pair_scores, arranged, addresses, ahead, 16, dim, scores, scale, rows)
+            np.testing.assert_allclose(scores[:, :rows], exact[:, :rows], rtol=1e-5, atol=1e-5)
         untouched()

@@ -15,7 +15,7 @@ from kvkit.cpu.attention.online_softmax import fold
 from kvkit.cpu.attention.walk import tile_of, transpose
 from kvkit.cpu.attention.work_items import WIDE, split_bytes
 from kvkit.cpu.copy.rows import call_rows
-from kvkit.cpu.simd import attention
+from kvkit.cpu.simd import attention, pairs
 from kvkit.formulas import numeric
 from kvkit.runtime.jit import helper
 
@@ -35,7 +35,10 @@ def finish(params, block, split, slots):
         tile = tile_of(params, block, t)
         o = tile.o
         if block.wide:
-            transpose(o, 4 * WIDE, dim, WIDE, lines, 4 * dim)
+            if params.pairs and not block.nan_safe:
+                pairs.in_order(o, lines, tile.live, dim)
+            else:
+                transpose(o, 4 * WIDE, dim, WIDE, lines, 4 * dim)
             o = lines
         for r in range(tile.live):
             line = o + 4 * r * dim

@@ -107,7 +107,7 @@ def set_up_block(params, block):
         keys.address == values.address
         and keys.sequence == values.sequence
         and keys.row == values.row
-        and keys.head == values.head
+        and (params.heads == 1 or keys.head == values.head)
         and keys.dim >= values.dim
         and not params.values_have_own_table
     )

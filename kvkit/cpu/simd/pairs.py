@@ -1,13 +1,15 @@
 """Wide products of bfloat16 in pairs: two multiplications a lane, added in float32 (AVX-512 BF16).
 
-A lane holds two numbers of one query row. Queries are [dim / 2, row, 2], keys are not rearranged; weights
-are [token / 2, row, 2], values panels [dim / 8, token / 2, 8, 2]. The instructions flush subnormals to 0.
+A lane adds two products: in scores of two neighbouring elements of a query row, in sums of the weights and
+values of two neighbouring tokens. Queries are [dim / 2, row, 2] and weights [token / 2, row, 2]. Keys and
+values are not rearranged in memory: sums interleave two rows in registers. The instructions flush subnormals
+to 0.
 """
 
 from llvmlite import ir
 from numba.core import cgutils
 
-from kvkit.cpu.simd.attention import LANES, WIDE
+from kvkit.cpu.simd.attention import LANES, WIDE, for_chunks, row_id_at
 from kvkit.cpu.simd.lanes import (
     F32,
     I16,
@@ -18,6 +20,7 @@ from kvkit.cpu.simd.lanes import (
     broadcast,
     loop,
     micro_kernel,
+    prefetch,
     read,
     write,
     zeros,
@@ -83,90 +86,99 @@ def pair_rows(b, source, rows, target):
         pair(pairs, True)
 
 
-@micro_kernel(6)
-def pair_values(b, source, row, tokens, dim, target, panel):
-    """Arrange bfloat16 rows in panels of `panel` bytes; an odd last token pairs with 0. 16 divides `dim`.
+def interleave(x, y):
+    """Return the words of two vectors in turn, as one vector of pairs for each 16 words.
 
-    Panel by panel, because lines of several panels would push one another out of the nearest cache.
+    Of 32 words the first vector has the first four of each eight, because words move within 128 bits only.
     """
-    pairs = b.lshr(tokens, I64(1))
-    odd = b.icmp_signed("!=", b.and_(tokens, I64(1)), I64(0))
-
-    def pair(begin, first, t, alone):
-        at, to = b.add(begin, b.mul(t, b.mul(row, I64(2)))), b.add(first, b.mul(t, I64(4 * TILE)))
-        low = read(b, at, I16, LANES).cast("zext", I32)
-        if not alone:
-            low = low | (read(b, b.add(at, row), I16, LANES).cast("zext", I32) << 16)
-        write(b, to, low.pick(range(TILE)))
-        write(b, b.add(to, panel), low.pick(range(TILE, 2 * TILE)))
-
-    with loop(b, dim, LANES) as i:
-        begin, first = b.add(source, b.mul(i, I64(2))), b.add(target, b.mul(b.lshr(i, I64(3)), panel))
-
-        with loop(b, pairs) as t:
-            pair(begin, first, t, False)
-        with b.if_then(odd):
-            pair(begin, first, pairs, True)
-
-
-def products(b, scalars, tile_step, step, vectors, count, start):
-    """Do as `wide_products` of simd/attention.py does, over pairs."""
-    sums, halves = StackSlots(b, start), len(start) // TILE
-    with loop(b, count) as k:
-        at = b.add(vectors, b.mul(k, I64(PAIRED)))
-        row = [read(b, b.add(at, I64(64 * half)), I32, LANES) for half in range(halves)]
-        base = b.add(scalars, b.mul(k, step))
-        for t in range(TILE):
-            scalar = pair_at(b, b.add(base, b.mul(tile_step, I64(t))))
-            for half in range(halves):
-                sums[t * halves + half] = add_products(sums[t * halves + half], row[half], scalar)
-    return [sums[i] for i in range(TILE * halves)]
-
-
-def for_rows(b, rows, build):
-    """Build a loop over both halves of the query rows, and one over the first for at most 16 rows."""
-    with b.if_else(b.icmp_signed("<=", rows, I64(LANES))) as (few, many):
-        for case, halves in ((few, 1), (many, HALVES)):
-            with case:
-                build(halves, [PAIRED * t + 64 * half for t in range(TILE) for half in range(halves)])
+    if x.count == LANES:
+        return [x.pick([word // 2 + word % 2 * LANES for word in range(2 * LANES)], y).as_bits()]
+    parts = [[8 * (word // 8) + word % 8 // 2 + word % 2 * x.count for word in range(x.count)]]
+    parts.append([word + 4 for word in parts[0]])
+    return [x.pick(part, y).as_bits() for part in parts]
 
 
 @micro_kernel(8)
-def scores(b, queries, keys, key_row, count, dim, target, scale, rows):
-    """Compute S = scale K Q^T [token, WIDE] for a multiple of 8 tokens; `scale` is an address.
+def scores(b, queries, addresses, ahead, count, dim, target, scale, rows):
+    """Compute S = scale K Q^T [token, WIDE] of keys at `addresses`, whose number 8 divides.
 
-    Of `rows` query rows; if these are at most 16, the others' scores are not written.
+    `scale` is an address. If there are at most 16 query `rows`, scores of the others are not written. Rows at
+    the addresses `ahead`, unless it is 0, are prefetched, a line at a time between products.
     """
     factor = broadcast(b, scale, LANES)
 
-    def build(halves, offsets):
+    def multiply(halves):
         with loop(b, count, TILE) as first:
-            start = zeros(b, LANES, TILE * halves)
-            pairs, first_key = b.lshr(dim, I64(1)), b.add(keys, b.mul(first, key_row))
-            total = products(b, first_key, key_row, I64(4), queries, pairs, start)
-            to = b.add(target, b.mul(first, I64(PAIRED)))
-            for offset, vector in zip(offsets, total, strict=True):
-                write(b, b.add(to, I64(offset)), vector * factor)
+            keys = [row_id_at(b, addresses, b.add(first, I64(t))) for t in range(TILE)]
+            total = StackSlots(b, zeros(b, LANES, TILE * halves))
+            with loop(b, b.lshr(dim, I64(1))) as k:
+                at = b.add(queries, b.mul(k, I64(PAIRED)))
+                query = [read(b, b.add(at, I64(64 * half)), I32, LANES) for half in range(halves)]
+                with b.if_then(b.icmp_signed("!=", ahead, I64(0))):
+                    token = b.add(first, b.and_(b.lshr(k, I64(1)), I64(TILE - 1)))
+                    line = b.shl(b.lshr(k, I64(4)), I64(6))
+                    prefetch(b, b.add(row_id_at(b, ahead, token), line))
+                for t, key in enumerate(keys):
+                    pair = pair_at(b, b.add(key, b.mul(k, I64(4))))
+                    for half in range(halves):
+                        i = t * halves + half
+                        total[i] = add_products(total[i], query[half], pair)
+            for i in range(TILE * halves):
+                to = b.add(target, b.mul(b.add(first, I64(i // halves)), I64(PAIRED)))
+                write(b, b.add(to, I64(64 * (i % halves))), total[i] * factor)
 
-    for_rows(b, rows, build)
+    with b.if_else(b.icmp_signed("<=", rows, I64(LANES))) as (few, many):
+        with few:
+            multiply(1)
+        with many:
+            multiply(HALVES)
 
 
-@micro_kernel(8)
-def sums(b, weights, values, panel, pairs, dim, target, factors, rows):
-    """Compute O = O alpha + P V [dim, WIDE]: weights are P, factors alpha; 8 divides dim.
+@micro_kernel(7)
+def sums(b, weights, addresses, pairs, dim, target, factors, rows):
+    """Compute O = O alpha + P V of [rows, dim] from `pairs` of values at `addresses`.
 
-    `rows` are those of `scores`.
+    `factors` are alpha; 8 divides `rows`, and 16 `dim`. `in_order` returns the elements of O to their order.
     """
-    factor = [read(b, b.add(factors, I64(64 * half)), F32, LANES) for half in range(HALVES)]
 
-    def build(halves, offsets):
-        with loop(b, dim, TILE) as first:
-            to = b.add(target, b.mul(first, I64(PAIRED)))
-            places = [b.add(to, I64(offset)) for offset in offsets]
-            start = [read(b, address, F32, LANES) * factor[i % halves] for i, address in enumerate(places)]
-            first_value = b.add(values, b.mul(b.lshr(first, I64(3)), panel))
-            total = products(b, first_value, I64(4), I64(4 * TILE), weights, pairs, start)
-            for address, vector in zip(places, total, strict=True):
-                write(b, address, vector)
+    def add(first, vectors):
+        with loop(b, rows, TILE) as row:
+            places, factor = [], []
+            for r in range(TILE):
+                member = b.add(row, I64(r))
+                factor.append(broadcast(b, b.add(factors, b.mul(member, I64(4))), LANES))
+                at = b.add(target, b.mul(b.add(b.mul(member, dim), first), I64(4)))
+                places += [b.add(at, I64(64 * i)) for i in range(vectors)]
+            start = [read(b, at, F32, LANES) * factor[i // vectors] for i, at in enumerate(places)]
+            total, offset = StackSlots(b, start), b.mul(first, I64(2))
+            with loop(b, pairs) as k:
+                tokens = [b.add(b.mul(k, I64(2)), I64(t)) for t in range(2)]
+                values = [
+                    read(b, b.add(row_id_at(b, addresses, token), offset), I16, vectors * LANES)
+                    for token in tokens
+                ]
+                parts = interleave(*values)
+                at = b.add(b.add(weights, b.mul(k, I64(PAIRED))), b.mul(row, I64(4)))
+                for r in range(TILE):
+                    weight = pair_at(b, b.add(at, I64(4 * r)))
+                    for i, part in enumerate(parts):
+                        total[r * vectors + i] = add_products(total[r * vectors + i], part, weight)
+            for i, at in enumerate(places):
+                write(b, at, total[i])
 
-    for_rows(b, rows, build)
+    for_chunks(b, dim, (2, 1), add)
+
+
+@micro_kernel(4)
+def in_order(b, source, target, rows, dim):
+    """Copy O [rows, dim] of `sums` with its elements in their order."""
+    order = [element // 8 * 4 + element % 4 + element % 8 // 4 * LANES for element in range(2 * LANES)]
+    with loop(b, rows) as row:
+        line = b.mul(b.mul(row, dim), I64(4))
+
+        def copy(first, vectors):
+            at = b.add(line, b.mul(first, I64(4)))
+            part = read(b, b.add(source, at), F32, vectors * LANES)
+            write(b, b.add(target, at), part.pick(order) if vectors == 2 else part)
+
+        for_chunks(b, dim, (2, 1), copy)

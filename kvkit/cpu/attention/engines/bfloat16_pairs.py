@@ -1,22 +1,23 @@
 """The wide engine of bfloat16: pairs of numbers are multiplied, and added in float32 (AVX-512 BF16).
 
-S = scale K Q^T              [tokens, rows], queries [dim / 2, rows, 2], keys as they are
-O = O alpha + P V            [dim, rows], weights [tokens / 2, rows, 2], values in panels
+S = scale K Q^T              [tokens, rows], queries [dim / 2, rows, 2]
+O = O alpha + P V            [rows, dim], weights [tokens / 2, rows, 2]
+
+Keys and values have an address for each row. Rows that are keys and values at once are read where they lie.
 """
 
 import functools
 
+from numba import types
+
+from kvkit.cpu import memory
 from kvkit.cpu.attention.engines.code import step_code
 from kvkit.cpu.attention.engines.load import copy_rows, row_at, rows_of_head
 from kvkit.cpu.attention.params import block_at, params_at, rows_computed, tile_at, whole_tiles
 from kvkit.cpu.simd import attention, pairs
 from kvkit.runtime.jit import helper
 
-
-@helper
-def panels_of(params, block):
-    """Return the address of the value panels, after the values, and the bytes of a panel (8 elements)."""
-    return block.wide_values + block.size * 2 * params.values.padded_dim, block.size * 16
+put = memory.store(types.int64)
 
 
 def pair_queries(params_address, block_address, tile_address):
@@ -26,61 +27,63 @@ def pair_queries(params_address, block_address, tile_address):
 
 
 def load(params_address, block_address, tile_address):
-    """Copy the keys and values of a block, and arrange the values in pairs of tokens."""
+    """Write the addresses of the block's rows, which are copied first unless they can be read in place."""
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
-    keys, values, value_row = params.keys, params.values, 2 * params.values.padded_dim
-    copy_rows(
-        params.copy_row, keys, block, tile.head, block.key_row_ids, block.wide_keys, 2 * keys.padded_dim
-    )
-    rows = block.wide_keys
+    keys, values = params.keys, params.values
     if block.values_in_keys:
-        value_row = 2 * keys.padded_dim
-    else:
-        rows = block.wide_values
-        copy_rows(params.copy_row, values, block, tile.head, block.value_row_ids, rows, value_row)
-    target, panel = panels_of(params, block)
-    pairs.pair_values(rows, value_row, block.count, values.padded_dim, target, panel)
+        find_next_rows(params, block, tile.head)
+    if block.values_in_keys and keys.bytes == 2 * keys.padded_dim and values.dim == values.padded_dim:
+        rows, _ = rows_of_head(keys, block, tile.head)
+        attention.addresses(rows, keys.row, block.key_row_ids, block.count + 1, block.key_addresses)
+        return
+    copy_side(params, block, tile, keys, block.key_row_ids, block.wide_keys, block.key_addresses)
+    if not block.values_in_keys:
+        copy_side(params, block, tile, values, block.value_row_ids, block.wide_values, block.value_addresses)
+
+
+@helper
+def copy_side(params, block, tile, side, row_ids, rows, addresses):
+    """Copy the keys or the values of a block; write the addresses of the copies, the last one twice."""
+    row = 2 * side.padded_dim
+    copy_rows(params.copy_row, side, block, tile.head, row_ids, rows, row)
+    attention.write_sequence(rows, row, block.count, addresses)
+    put(addresses + 8 * block.count, rows + (block.count - 1) * row)
 
 
 def multiply_keys(params_address, block_address, tile_address):
     """S = scale K Q^T."""
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
-    tokens, dim = whole_tiles(tile.count), params.keys.padded_dim
-    rows, first, some = rows_computed(params, block, tile), 0, tokens
-    while first < tokens:
-        if block.values_in_keys and not tile.index:  # latent rows are long: prefetch those of the next block
-            some = pairs.TILE
-            prefetch_next(params, block, first, some)
-        keys, scores = block.wide_keys + first * 2 * dim, tile.scores + first * pairs.PAIRED
-        pairs.scores(
-            tile.engine_queries,
-            keys,
-            2 * dim,
-            count=some,
-            dim=dim,
-            target=scores,
-            scale=tile.factor,
-            rows=rows,
-        )
-        first += some
+    ahead = block.value_addresses if block.values_in_keys and not tile.index else 0
+    pairs.scores(
+        tile.engine_queries, block.key_addresses, ahead,
+        count=whole_tiles(tile.count), dim=params.keys.padded_dim, target=tile.scores, scale=tile.factor,
+        rows=rows_computed(params, block, tile),
+    )  # fmt: skip
 
 
 @helper
-def prefetch_next(params, block, first, count):
-    """Prefetch the keys of some tokens of the next block, from its token `first` on."""
-    side, position = params.keys, block.begin + block.size + first
-    for token in range(position, min(position + count, block.end)):
-        row = row_at(params, block, side, token) * side.row
-        attention.prefetch_bytes(rows_of_head(side, block, block.head)[0] + row, side.bytes)
+def find_next_rows(params, block, head):
+    """Write where the rows of the next block are; latent rows are long, and are prefetched."""
+    rows, _ = rows_of_head(params.keys, block, head)
+    for i in range(block.size):
+        position = min(block.begin + block.size + i, block.end - 1)
+        row = row_at(params, block, params.keys, position) * params.keys.row
+        put(block.value_addresses + 8 * i, rows + row)
 
 
 def add_values(params_address, block_address, tile_address):
     """O = O alpha + P V."""
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
-    (values, panel), dim = panels_of(params, block), params.values.padded_dim
     pairs.pair_rows(tile.scores, tile.count, tile.scores)
-    count, rows = (tile.count + 1) // 2, rows_computed(params, block, tile)
-    pairs.sums(tile.scores, values, panel, count, dim, target=tile.o, factors=tile.alpha, rows=rows)
+    pairs.sums(
+        tile.scores,
+        block.key_addresses if block.values_in_keys else block.value_addresses,
+        pairs=(tile.count + 1) // 2,
+        dim=params.values.padded_dim,
+        target=tile.o,
+        factors=tile.alpha,
+        rows=-(-tile.live // pairs.TILE) * pairs.TILE,
+    )
 
 
 STEPS = {"queries": pair_queries, "load": load, "scores": multiply_keys, "sums": add_values}
