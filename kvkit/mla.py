@@ -135,20 +135,21 @@ def mla_attention(
         is_causal=is_causal, sinks=sinks, lse_of_sinks=lse_of_sinks, return_lse=return_lse,
     )  # fmt: skip
     call = checked_latent_attention(given)
-    # With `sinks_last` the lse is without sinks: attend in float32 without them, then scale the output.
+    # Attention in parts, or with an lse that is without sinks, is in float32 and without them: they scale the
+    # output at the end.
     whole = None if call.sinks_last else call.whole or attention_over_bytes(call)
     if whole is not None:
         return attend(whole, out)
     results = None if out is None else call.results.checked(out)
-    parts: Any
     if call.contexts is None:
-        parts = attend_to_rows(call)
+        output, lse = attend_to_rows(call)
     elif call.whole is None:
-        parts = attend_to_pieces(call, call.contexts)
+        output, lse = attend_to_pieces(call, call.contexts)
     else:
         wide = given._replace(query=call.query.astype(np.float32), sinks=None, return_lse=True)
-        parts = attend(checked_latent_attention(wide).whole or call.whole, None)
-    output, lse = apply_sinks(parts[0], parts[1], call.sinks) if call.sinks_last else parts
+        output, lse = attend(checked_latent_attention(wide).whole or call.whole, None)
+    if call.sinks is not None:
+        output, lse = apply_sinks(output, lse, call)
     made: tuple[Array, ...] = (output.astype(call.fmt.dtype, copy=False), lse)[: len(call.results.forms)]
     if results is not None:
         for array, result in zip(results, made, strict=True):
@@ -158,14 +159,14 @@ def mla_attention(
 
 
 def attend_to_contexts(
-    query: Array, rows: Array, counts: Array, starts: Any, causal: bool, call: LatentCall, sinks: Any
+    query: Array, rows: Array, counts: Array, starts: Any, causal: bool, call: LatentCall
 ) -> Pair:
     """Attend in float32 to gathered rows: `counts[i]` rows of each context i, contexts in order."""
     pool = rows[:, None]  # pages of one row
     attention = PoolAttention(
         query.astype(np.float32), pool, pool[..., : call.value_dim], table_of_rows(counts), counts, starts,
         layout="b n c" if pool.ndim == 3 else "b n h c", key_scale=None, value_scale=None, alibi_slopes=None,
-        scoring=Scoring(is_causal=causal, softmax_scale=call.scale, sinks=sinks), return_lse=True,
+        scoring=Scoring(is_causal=causal, softmax_scale=call.scale), return_lse=True,
     )  # fmt: skip
     output, lse = attend(checked_paged_attention(attention), None)
     return output, lse
@@ -174,7 +175,7 @@ def attend_to_contexts(
 def attend_to_pieces(call: LatentCall, contexts: LatentContexts) -> Pair:
     """Attend to contexts whose rows have to be joined or decoded, piece by piece; in float32."""
     pages, lengths, starts = contexts
-    pool, query, sinks = call.pool, call.query, None if call.sinks_last else call.sinks
+    pool, query = call.pool, call.query
     output, lse = nothing_seen(call)
     for pieces in pieces_of_contexts(lengths, np.diff(starts)):
         slots = np.concatenate([slots_of(pages, pool.page_size, *piece) for piece in pieces])
@@ -182,15 +183,16 @@ def attend_to_pieces(call: LatentCall, contexts: LatentContexts) -> Pair:
         counts = np.array([end - begin for _, begin, end in pieces])
         own = np.concatenate([[0], np.cumsum([starts[i + 1] - starts[i] for i, *_ in pieces])])
         last = pieces[0][2] == lengths[pieces[0][0]]
-        part = attend_to_contexts(query[tokens], gather_rows(pool, slots), counts, own, call.causal and last,
-                                  call, sinks if last else None)  # fmt: skip
+        part = attend_to_contexts(
+            query[tokens], gather_rows(pool, slots), counts, own, call.causal and last, call
+        )
         add_part(output, lse, tokens, part)
     return output, lse
 
 
 def attend_to_rows(call: LatentCall) -> Pair:
-    """Attend to the chosen rows of each query, in float32; sinks enter once, with the first pool."""
-    query, sinks = call.query, None if call.sinks_last else call.sinks
+    """Attend to the chosen rows of each query, in float32."""
+    query = call.query
     output, lse = nothing_seen(call)
     for pool, slots, starts in call.chosen:
         most = max(1, int(np.diff(starts).max(initial=0)))
@@ -198,10 +200,7 @@ def attend_to_rows(call: LatentCall) -> Pair:
             tokens = np.arange(begin, min(begin + max(1, ROWS // most), len(query)))
             rows = gather_rows(pool, slots[starts[begin] : starts[tokens[-1] + 1]])
             counts = np.diff(starts[begin : tokens[-1] + 2])
-            add_part(output, lse, tokens, attend_to_contexts(
-                query[tokens], rows, counts, None, False, call, sinks
-            ))  # fmt: skip
-        sinks = None
+            add_part(output, lse, tokens, attend_to_contexts(query[tokens], rows, counts, None, False, call))
     return output, lse
 
 
@@ -223,12 +222,13 @@ def table_of_rows(counts: Array) -> tuple[Array, Array]:
     return np.concatenate([[0], np.cumsum(counts)]), np.arange(counts.sum())
 
 
-def apply_sinks(output: Array, lse: Array, sinks: Any) -> Pair:
-    """Scale outputs by the share that sinks leave them; the lse stays that of the rows."""
+def apply_sinks(output: Array, lse: Array, call: LatentCall) -> Pair:
+    """Scale outputs by the share that sinks leave them; return the lse with them, or that of the rows."""
+    sinks = np.asarray(call.sinks, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        share = 1 / (1 + np.exp(sinks.astype(np.float32) - lse))  # e^lse / (e^lse + e^sink)
+        share = 1 / (1 + np.exp(sinks - lse))  # e^lse / (e^lse + e^sink)
     share = np.where(lse == -np.inf, 0, share)  # without rows a sink of -inf has no share either
-    return output * share[..., None], lse
+    return output * share[..., None], lse if call.sinks_last else np.logaddexp(lse, sinks)
 
 
 @returns_input_kind

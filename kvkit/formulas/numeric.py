@@ -20,7 +20,7 @@ ROUNDER = 1.5 * 2.0**23  # float32 numbers of this size are integers: adding it 
 ROUNDER64 = 1.5 * 2.0**52  # the same for float64
 PI_HIGH, PI_MIDDLE, PI_LOW = 3.141592651605606, 1.9841871548575973e-09, 4.503483548312435e-18  # their sum
 TURNS = 2.0**24  # angles below it are less than 2^23 times pi
-MINUS_INF, LOWEST = np.float32(-np.inf), np.finfo(np.float32).min
+INF, MINUS_INF, LOWEST = np.float32(np.inf), np.float32(-np.inf), np.finfo(np.float32).min
 EPS32, EPS16, EPSBF = (np.float32(fmt.smallest_scale) for fmt in FLOATS)
 
 
@@ -228,6 +228,8 @@ def weight(score, m):
 @shared
 def add_sink(m, l, sink):
     """Return (m, l, alpha) of a softmax with the sink as one more score; alpha rescales its sums."""
+    if sink == INF:  # it takes all weight
+        return sink, np.float32(1), np.float32(0)
     new = max(m, sink)
     alpha = weight(m, new)
     return new, l * alpha + weight(sink, new), alpha

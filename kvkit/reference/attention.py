@@ -48,6 +48,8 @@ def softmax(scores: Array, sink: Any) -> tuple[Array, float]:
     m = max(everything, default=-math.inf)
     if m == -math.inf:
         return np.zeros_like(scores), -math.inf
+    if sink == math.inf:  # it takes all weight
+        return np.zeros_like(scores), math.inf
     total = np.exp(scores - m).sum() + (0 if sink is None else math.exp(float(sink) - float(m)))
     return np.exp(scores - m) / total, float(m) + math.log(total)
 
