@@ -22,7 +22,7 @@ from kvkit.tools.case import stack_view
 from kvkit.tools.causes import Cause, Trial, index_causes, try_causes, usable_inputs
 from kvkit.tools.counting import Tolerances
 from kvkit.tools.names import SIDES, some_names
-from kvkit.tools.source import SLIDING, CacheSource
+from kvkit.tools.source import SLIDING, CacheSource, ds_v4_as_rows
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.typed import FilePath
 
@@ -240,7 +240,7 @@ def compared_arrays(
     for side, layout, name in sides:
         array = as_numpy(side)
         given = {"array": array} if isinstance(array, np.ndarray) else side
-        sources.append(CacheSource(given, layout, sizes, (name, "format")))
+        sources.append(ds_v4_as_rows(CacheSource(given, layout, sizes, (name, "format"))))
     given = None if like is None else CacheSource(like, sides[0][1], sizes)
     inputs = {} if given is None else dict(given.arrays)
     one, two = ({name: x for name, x in each.arrays.items() if x.dtype.kind not in "SUO"} for each in sources)

@@ -135,6 +135,8 @@ class Inspection:
     def facts(self) -> list[str]:
         """Return the text about the cache, in paragraphs."""
         said = self.description.to_dict()
+        if said.get("sizes"):
+            said["sizes"] = self.sizes or said["sizes"]
         parts = ["\n".join(f"{name}: {in_brief(value)}" for name, value in said.items())]
         if self.sizes and not said.get("sizes"):
             parts.append(f"sizes: {in_brief(self.sizes)}")

@@ -495,6 +495,13 @@ def test_latent_blocks_are_made_of_rows_and_rows_of_blocks(rng):
     assert (blocks.description.format, blocks.description.sizes) == ("ds_v4", {"l": 1, "b": 9, "n": 4})
     arrays = blocks.arrays | {"cache.0": blocks.arrays["cache"][0]}
     del arrays["cache"]
+    others = arrays | {"cache.0": arrays["cache.0"].copy()}
+    others["cache.0"][8, 3 * 576 + 5] ^= 1
+    one, two = (files.Contents(each, {}, description=blocks.description) for each in (arrays, others))
+    assert "c 584" in str(tools.inspect(one))
+    assert tools.diff(one, one).equal
+    first = tools.diff(one, two).arrays[0].first
+    assert [first[axis] for axis in ("page", "position", "element")] == [8, 3, 5]
     back = tools.convert(
         files.Contents(arrays, {}, description=blocks.description), None, to_layout="vllm-ds-mla",
         page_size="longest", verify=True,
