@@ -19,7 +19,11 @@ FOREIGN = {  # what has no public name where it comes from
     "integrations/transformers/cache.py": {"config._attn_implementation"},
     "integrations/transformers/studying.py": {"config._attn_implementation"},
     "runtime/jit.py": {"_nrt_python", "kernel._library"},
-    "runtime/numba_068.py": {"_codegen._data_layout", "_codegen._module_pass_manager"},
+    "runtime/numba_068.py": {
+        "_codegen._data_layout",
+        "_codegen._module_pass_manager",
+        "implementation._context",
+    },
 }
 
 

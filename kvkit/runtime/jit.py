@@ -70,10 +70,13 @@ def copy_under_own_name(function: Function) -> Function:
     return named
 
 
-def callback(function: Any, signature: Any, key: Any = (), parallel: bool = False) -> "Code":
+def callback(
+    function: Any, signature: Any, key: Any = (), *, parallel: bool = False, control: bool = False
+) -> "Code":
     """Compile a function, or load it, as machine code that kernels call by its address.
 
     `key` names the variables that the function closes over. With the signature it tells its variants apart.
+    Code that is mostly `control` flow is optimised less, because that takes a first call's time.
     """
     locks.refuse_after_fork()
     options = OPTIONS | {"parallel": True} if parallel else OPTIONS
@@ -84,15 +87,19 @@ def callback(function: Any, signature: Any, key: Any = (), parallel: bool = Fals
     code = load_code(file, signature)
     if code is None:
         notices.compiling(full_name(function), llvm.get_host_cpu_name())
-        code = compile_code(copy_under_own_name(function), signature, options)
+        code = compile_code(copy_under_own_name(function), signature, options, control)
         save_code(file, function.__module__, code)
     LIVE_CODE.append(code)
     return code
 
 
-def compile_code(function: Function, signature: Any, options: dict[str, Any]) -> "Code":
+def compile_code(
+    function: Function, signature: Any, options: dict[str, Any], control: bool = False
+) -> "Code":
     """Compile a function now."""
-    pipeline = numba_068.KernelCompiler if numba_068.is_known() else compiler.Compiler
+    pipeline: Any = compiler.Compiler
+    if numba_068.is_known():
+        pipeline = numba_068.ControlCompiler if control else numba_068.KernelCompiler
     kernel = ccallback.CFunc(function, signature, {}, dict(options), pipeline)
     with lazy_imports.gc_paused():
         kernel.compile()

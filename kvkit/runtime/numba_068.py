@@ -12,6 +12,8 @@ import llvmlite.binding as llvm
 import numba
 from numba.core import compiler, typed_passes, untyped_passes
 from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler_machinery import PassManager, register_pass
+from numba.core.lowering import Lower
 from numba.core.registry import CPUDispatcher
 from numba.core.typing.context import Context
 
@@ -73,6 +75,8 @@ class HelperLibrary(JITCodeLibrary):
 class KernelLibrary(HelperLibrary):
     """Links helpers into their kernel as internal functions, so that LLVM can drop their error paths."""
 
+    passes: ClassVar[dict[str, Any]] = {}  # options of LLVM's optimisation; those of Numba by default
+
     def finalize(self) -> None:
         """Link all helpers that the kernel reaches, and assemble."""
         left, found = [*self._linking_libraries], {}  # type: ignore[has-type]
@@ -88,7 +92,7 @@ class KernelLibrary(HelperLibrary):
         for function in self._final_module.functions:
             if function.linkage == llvm.Linkage.linkonce_odr:
                 function.linkage = llvm.Linkage.internal
-        passes, builder = self._codegen._module_pass_manager()
+        passes, builder = self._codegen._module_pass_manager(**self.passes)
         passes.run(self._final_module, builder)
 
 
@@ -115,6 +119,53 @@ def is_number(kind: Any) -> bool:
     return isinstance(kind, (numba.types.Number, numba.types.Boolean))
 
 
+class NumberLower(Lower):
+    """Emits LLVM instructions, and finds the implementation of an operator on numbers only once."""
+
+    implementations: ClassVar[dict] = {}
+
+    def lower_binop(self, resty: Any, expr: Any, op: Any) -> Any:
+        """Emit a binary operator. Numba looks for three special forms of it, which plain numbers lack."""
+        signature = self.fndesc.calltypes[expr]
+        if op not in OPERATORS or not all(map(is_number, signature.args)):
+            return super().lower_binop(resty, expr, op)
+        context, builder, key = self.context, self.builder, (op, signature.args)
+        if key not in self.implementations:
+            function = context.typing_context.resolve_value_type(op)
+            own = function.get_call_type(context.typing_context, signature.args, {})
+            self.implementations[key] = context.get_function(function, own), own
+        implementation, own = self.implementations[key]
+        operands = [
+            context.cast(builder, self.loadvar(side.name), self.typeof(side.name), kind)
+            for side, kind in zip((expr.lhs, expr.rhs), signature.args, strict=True)
+        ]
+        implementation._context = context
+        result = implementation(builder, operands)
+        return context.cast(builder, result, signature.return_type, resty)
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class NumberLowering(typed_passes.NativeLowering):
+    """Numba's pass that emits LLVM instructions, by `NumberLower`."""
+
+    _name = "number_lowering"
+
+    @property
+    def lowering_class(self) -> type[Lower]:
+        """Return the class that emits instructions."""
+        return NumberLower
+
+
+class QuietPasses(PassManager):
+    """Runs passes without the notes on each that Numba makes for listeners, which print all types."""
+
+    def _runPass(self, index: int, each: Any, state: Any) -> None:
+        each.analysis = self._analysis
+        each.run_initialization(state)
+        each.run_pass(state)
+        each.run_finalizer(state)
+
+
 class HelperCompiler(compiler.Compiler):
     """Compiles a helper into a `HelperLibrary`, without passes that kernels have no use for."""
 
@@ -138,14 +189,34 @@ class HelperCompiler(compiler.Compiler):
     def define_pipelines(self) -> Any:
         """Return Numba's passes without `UNUSED_PASSES`."""
         managers = super().define_pipelines()
-        if not self.state.flags.auto_parallel.enabled:
-            for manager in managers:
-                manager.passes = [(each, why) for each, why in manager.passes if each not in UNUSED_PASSES]
-                manager.finalize()
-        return managers
+        if self.state.flags.auto_parallel.enabled:
+            return managers
+        quiet = []
+        for manager in managers:
+            passes = QuietPasses(manager.pipeline_name)
+            passes.passes = [
+                (NumberLowering if each is typed_passes.NativeLowering else each, why)
+                for each, why in manager.passes
+                if each not in UNUSED_PASSES
+            ]
+            passes.finalize()
+            quiet.append(passes)
+        return quiet
 
 
 class KernelCompiler(HelperCompiler):
     """Compiles a kernel together with the helpers it reaches."""
 
     library_class = KernelLibrary
+
+
+class ControlLibrary(KernelLibrary):
+    """Machine code of a kernel that decides and calls, whose loops are vector forms already or short."""
+
+    passes: ClassVar[dict[str, Any]] = {"opt": 1, "loop_vectorize": False, "slp_vectorize": False}
+
+
+class ControlCompiler(KernelCompiler):
+    """Compiles such a kernel in two thirds of LLVM's time, into less code."""
+
+    library_class = ControlLibrary

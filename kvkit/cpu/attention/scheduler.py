@@ -128,4 +128,4 @@ def attend(params, block, split, splits, slots):
 @functools.cache
 def scheduler_code(function):
     """Return `schedule` or `work` as machine code."""
-    return callback({"schedule": schedule, "work": work}[function], WORKER, function)
+    return callback({"schedule": schedule, "work": work}[function], WORKER, function, control=True)
