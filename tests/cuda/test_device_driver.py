@@ -19,7 +19,7 @@ import scenes
 import stand_in
 from device_arrays import Array, Capsule
 from numba import cuda, types
-from scenes import Formats, assert_all_same
+from scenes import Formats, assert_all_same, first_quick
 
 import kvkit
 import kvkit_cuda
@@ -533,18 +533,11 @@ def back(array):
     return getattr(array, "array", array).copy_to_host()
 
 
-# Each library with one format, with the other one in the slow suite.
-eights_of_libraries = pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        pytest.param(kind, name, marks=[pytest.mark.slow] * ((kind is Tensor) != (name == "e4m3")))
-        for kind in (Tensor, Given)
-        for name in ("e4m3", "e5m2")
-    ],
-)
+# Each library with one format, or one of them, with others in the slow suite.
+EIGHTS = [(Tensor, "e4m3"), (Given, "e5m2"), (Tensor, "e5m2"), (Given, "e4m3")]
 
 
-@eights_of_libraries
+@pytest.mark.parametrize(("kind", "name"), first_quick(EIGHTS))
 def test_pools_of_floats_of_8_bits(kind, name, torch, rng):
     new = [rng.standard_normal((5, 1, 32)).astype(np.float16) for _ in range(2)]
     pools = [np.zeros((3, 4, 1, 32), BY_NAME[name].dtype) for _ in range(2)]
@@ -560,7 +553,7 @@ def test_pools_of_floats_of_8_bits(kind, name, torch, rng):
     assert np.abs(back(got).astype(np.float32) - expected.astype(np.float32)).max() < 2e-3
 
 
-@eights_of_libraries
+@pytest.mark.parametrize(("kind", "name"), first_quick(EIGHTS, 2))
 def test_caches_of_floats_of_8_bits(kind, name, torch, rng):
     new = [rng.standard_normal((1, 2, 1, 16)).astype(np.float16) for _ in range(2)]
     cache = np.zeros((1, 1, 2, 4, 1, 16), BY_NAME[name].dtype)

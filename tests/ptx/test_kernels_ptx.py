@@ -74,14 +74,12 @@ class Kernel:
             assert registers <= self.registers
 
 
-# Copies: each function of each format once, in each chunk size, is quick
+# Copies: a move, and codes of each width both ways, are quick
 
 QUICK_COPIES = [
-    ("store", "float32", "float16", None, 4), ("load", "bfloat16", "float32", None, 1),
     ("load", "int8", "int8", None, 16), ("store", "float16", "int8", "float32", 8),
     ("store", "bfloat16", "int4", "float16", 2), ("load", "float16", "int4", "bfloat16", 8),
-    ("load", "float32", "int8", "float16", 1), ("store", "float16", "e4m3", "float32", 8, True),
-    ("store", "float16", "q4_0", None, 32, False),
+    ("store", "float16", "e4m3", "float32", 8, True), ("store", "float16", "q4_0", None, 32, False),
 ]  # fmt: skip
 COPIES = [
     (direction, *formats, span)
@@ -154,9 +152,8 @@ SCANS = {
 
 MASKS = (None, "bool", *FLOATS)
 QUICK_POSITIONS = [
-    ("rotary", "float32", 4), ("rotary", "float16", 8), ("rotary", "float16", 8, True),
-    ("rotary", "bfloat16", 2), ("alibi", "float32", None, 4), ("alibi", "bfloat16", "float16", 8),
-    ("alibi", "float16", "bool", 1),
+    ("rotary", "float16", 8), ("rotary", "bfloat16", 2), ("alibi", "float32", None, 4),
+    ("alibi", "bfloat16", "float16", 8),
 ]  # fmt: skip
 POSITIONS = [("rotary", element, span) for element in FLOATS for span in (rotary.widest(element), 2)]
 POSITIONS += [("rotary", element, span, True) for element in FLOATS for span in (rotary.widest(element), 1)]

@@ -33,7 +33,6 @@ MACHINE = {
     "test_device_mutants": [r"test_scan"],
     "test_device_tensor_cores": [
         r"test_contexts.*(decode-100|prefill-40)-fp16",
-        r"test_pools_of_codes.*decode-e4m3-bfloat16",
     ],
     "test_device_twin": [],
     "test_stored_formats": [],
