@@ -10,13 +10,9 @@ from hypothesis import HealthCheck, settings
 
 # The same examples in every run, and no deadline, for the first call compiles.
 settings.register_profile(
-    "kvkit",
-    derandomize=True,
-    deadline=None,
-    max_examples=30,
-    database=None,
+    "kvkit", derandomize=True, deadline=None, max_examples=30, database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+)  # fmt: skip
 settings.load_profile("kvkit")
 
 # Their imports need the extra `transformers`, which `make test-transformers` installs.

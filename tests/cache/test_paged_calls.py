@@ -11,12 +11,9 @@ from kvkit.cache import PagedCache
 
 LAYERS, ROWS, HEADS_OF_QUERY = 4, 3, 2 * HEADS
 OPTIONS = [
-    {},
-    {"window": (3, 0)},
-    {"softmax_scale": 0.3, "softcap": 2.0},
-    {"return_lse": True},
+    {}, {"window": (3, 0)}, {"softmax_scale": 0.3, "softcap": 2.0}, {"return_lse": True},
     {"return_lse": True, "sinks": np.arange(HEADS_OF_QUERY, dtype=np.float32)},
-]
+]  # fmt: skip
 
 
 @pytest.fixture

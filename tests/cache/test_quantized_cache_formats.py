@@ -86,12 +86,9 @@ def test_attention_does_not_see_a_rotation(rng, rotation):
 def test_files_and_folders(rng, name, tmp_path):
     states, query = tokens(rng), rng.standard_normal((1, 4, 1, D)).astype(np.float32)
     how = {
-        "key": SPECS[name],
-        "value": SPECS[name],
-        "residual_length": RESIDUAL,
-        "sink": SINK,
+        "key": SPECS[name], "value": SPECS[name], "residual_length": RESIDUAL, "sink": SINK,
         "read_back": True,
-    }
+    }  # fmt: skip
     cache, folder = QuantizedCache(**how), QuantizedCache(**how)
     folder.offload(tmp_path / "folder")
     for each in (cache, folder):

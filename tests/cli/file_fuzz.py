@@ -22,17 +22,8 @@ MOST_MEMORY = 8 * 2**30  # a file of kilobytes that asks for more has found some
 FIELDS = {b"PK\x01\x02": (8, 10, 16, 20, 24, 28, 30, 42), b"PK\x03\x04": (6, 8, 14, 18, 22, 26, 28),
           b"PK\x05\x06": (8, 10, 12, 16)}  # fmt: skip
 TEXTS = (
-    b"NUMPY",
-    b"descr",
-    b"<f4",
-    b"|V2",
-    b"shape",
-    b"fortran_order",
-    b"False",
-    b"(2,",
-    b"version",
-    b"dtypes",
-)
+    b"NUMPY", b"descr", b"<f4", b"|V2", b"shape", b"fortran_order", b"False", b"(2,", b"version", b"dtypes",
+)  # fmt: skip
 
 
 def seeds(folder):

@@ -42,12 +42,9 @@ def test_convert_to_pages_and_back(file, tmp_path, cache, suffix):
     assert out.endswith("read back and equal bit for bit\n")
     found = files.read(pool)
     assert found.description == files.Description(
-        "vllm-lbnhc",
-        {"l": 2, "b": 6, "n": 4, "h": 3, "c": 8},
-        tables="blocks",
-        rope_applied=True,
+        "vllm-lbnhc", {"l": 2, "b": 6, "n": 4, "h": 3, "c": 8}, tables="blocks", rope_applied=True,
         rope_base=1e5,
-    )
+    )  # fmt: skip
     assert (found.arrays["block_tables"].tolist(), found.arrays["context_lens"].tolist()) == (
         [[*range(6)]],
         [21],

@@ -429,12 +429,9 @@ def test_warm_for_a_compute_capability_that_is_wrong(options, code, words):
 # Runs
 
 FORMATS = [
-    scenes.Formats("fp32", "fp32"),
-    scenes.Formats("bf16", "bf16"),
-    scenes.Formats("int8", "int8"),
-    scenes.Formats("bf16", "int8", "bf16", 8, 8, (24,)),
-    scenes.Formats("fp16", "int8", "fp32", 4, 8, (24,)),
-]
+    scenes.Formats("fp32", "fp32"), scenes.Formats("bf16", "bf16"), scenes.Formats("int8", "int8"),
+    scenes.Formats("bf16", "int8", "bf16", 8, 8, (24,)), scenes.Formats("fp16", "int8", "fp32", 4, 8, (24,)),
+]  # fmt: skip
 WRITERS = {
     "kvkit": npz.write,
     "savez": lambda path, arrays: np.savez(path, **arrays),

@@ -23,22 +23,8 @@ from kvkit_cli.npz import FileError, keep_for_changes, read, write
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [
-    "?",
-    "i1",
-    "u1",
-    "<i2",
-    "<u4",
-    "<i8",
-    ">i8",
-    "<f2",
-    "<f4",
-    ">f4",
-    "<f8",
-    "<c8",
-    "<U5",
-    "S3",
-    "<M8[s]",
-]
+    "?", "i1", "u1", "<i2", "<u4", "<i8", ">i8", "<f2", "<f4", ">f4", "<f8", "<c8", "<U5", "S3", "<M8[s]",
+]  # fmt: skip
 SHAPES = ((), (1,), (7,), (0,), (3, 0, 2), (2, 3, 5))
 
 
@@ -146,12 +132,9 @@ def test_chunks_are_joined(path, monkeypatch):
 def test_metadata(path):
     write(path, {"a": filled((2,), BF16)}, {"operator": "x", "attributes": {"quant_bit": 8}})
     assert read(path).metadata == {
-        "version": 1,
-        "producer": f"kvkit {kvkit.__version__}",
-        "operator": "x",
-        "attributes": {"quant_bit": 8},
-        "dtypes": {"a": "bfloat16"},
-    }
+        "version": 1, "producer": f"kvkit {kvkit.__version__}", "operator": "x",
+        "attributes": {"quant_bit": 8}, "dtypes": {"a": "bfloat16"},
+    }  # fmt: skip
 
 
 def test_metadata_of_a_numpy_file_is_empty(path):

@@ -89,13 +89,9 @@ def test_quiet(folder, code, command):
 
 FOUND = {"minimum": 0, "maximum": 1, "nan": 16 * 2 * 64, "infinite": 1, "zero_rows": 2, "rows": 128}
 USED = {
-    "convention": "block tables",
-    "lengths": [20, 9],
-    "page_size": 16,
-    "blocks": 2,
-    "shared": 1,
+    "convention": "block tables", "lengths": [20, 9], "page_size": 16, "blocks": 2, "shared": 1,
     "positions": None,
-}
+}  # fmt: skip
 DEFAULTS = [list(each.default) if each.kind is tuple else each.default
             for each in OPERATORS["multi_head_attention"].attributes]  # fmt: skip
 JSON = [  # the code; the command without --json; what is looked at; its value

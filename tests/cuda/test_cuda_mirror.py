@@ -73,12 +73,9 @@ def test_wrong_arguments_are_refused_in_the_words_of_python(pair, monkeypatch):
     everything = {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}
     too_many, named = [0] * (len(positional) + 1), {each.name: 0 for each in positional}
     wrongs = [
-        ((), {"shape": 1}),
-        ((), {}),
-        (too_many, {}),
-        (too_many, everything),
+        ((), {"shape": 1}), ((), {}), (too_many, {}), (too_many, everything),
         ((), named | everything | {"shape": 1}),
-    ]
+    ]  # fmt: skip
     if positional:
         wrongs.append(((0,), named | everything))
         wrongs.append(((), everything))

@@ -21,13 +21,10 @@ LENGTHS = ((9, 2), (0, 0), (17, 1), (-1, 2), (0, 2))  # (past, seqlen): one form
 PAST = ((9, 2), (0, 0), (17, 1), (4, 0), (0, 2))
 SINKS = np.array([3, -3, 0, 9], np.float32)
 OPTIONS = {
-    "plain": {},
-    "full": {"is_causal": False},
-    "alibi": {"is_alibi": True},
-    "window": {"window": (3, 1), "is_causal": False},
-    "softcap": {"softcap": 1.5, "sinks": SINKS},
+    "plain": {}, "full": {"is_causal": False}, "alibi": {"is_alibi": True},
+    "window": {"window": (3, 1), "is_causal": False}, "softcap": {"softcap": 1.5, "sinks": SINKS},
     "scale": {"softmax_scale": 0.7, "window": (4, -1), "decoding": 3},
-}
+}  # fmt: skip
 SHORT = {"PARTS": 64, "LEAST_PART": 5}  # parts of 5 tokens
 
 
@@ -185,15 +182,9 @@ def form(stored, dim, rows, moved=0, group=8, cell=None, head=0, packed=None):
     context = Context(packed, stored, cell, group, 2, dim, dim, sides, size, size)
     names = dict.fromkeys(kvkit_cuda.attention.params.AttentionParams._fields, 0)
     places = (
-        "keys",
-        "key_sequence",
-        "key_row",
-        "key_head",
-        "key_scales",
-        "scale_sequence",
-        "scale_row",
+        "keys", "key_sequence", "key_row", "key_head", "key_scales", "scale_sequence", "scale_row",
         "scale_head",
-    )
+    )  # fmt: skip
     names |= dict(zip(places, sides[0], strict=True))
     places = "values", "value_sequence", "value_row", "value_head", "value_scales"
     names |= dict(zip(places, sides[1], strict=False))

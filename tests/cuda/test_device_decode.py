@@ -76,11 +76,8 @@ def test_groups_of_copies():
     given = np.arange(1, 32 * 16 + 1, dtype=np.uint32).reshape(32, 16)
     block, copy, copy_word = memory.shared(32 * 64), ptx.copy, ptx.copy_word
     together, all_but_one, arrived, load = (
-        ptx.end_group,
-        ptx.all_but(1),
-        ptx.arrived,
-        memory.load(4, 4, space=3),
-    )
+        ptx.end_group, ptx.all_but(1), ptx.arrived, memory.load(4, 4, space=3),
+    )  # fmt: skip
 
     early = device.SIMULATED  # a device would not say what is there
 

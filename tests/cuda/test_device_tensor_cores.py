@@ -79,60 +79,39 @@ def static(kernel, rng, formats=FP16, **options):
 
 @pytest.mark.parametrize("formats", [FP16, BF16], ids=str)
 @cases(
-    "past",
-    ("decode", 0),
-    later("decode", 15),
-    ("decode", 100),
-    ("prefill", 0),
-    later("prefill", 5),
+    "past", ("decode", 0), later("decode", 15), ("decode", 100), ("prefill", 0), later("prefill", 5),
     ("prefill", 40),
-)
+)  # fmt: skip
 def test_contexts(kernel, past, formats, rng, taken):
     check(static(kernel, rng, formats, past=past), taken)
 
 
 @cases(
-    "options",
-    ("decode", {"is_causal": False, "seqlen": 2}),
-    ("decode", {"window": (37, -1)}),
-    ("decode", {"window": (3, 2), "is_causal": False, "seqlen": 3}),
-    ("decode", {"softcap": 5.0}),
-    ("decode", {"is_alibi": True, "seqlen": 2}),
-    ("decode", {"softmax_scale": -0.3}),
+    "options", ("decode", {"is_causal": False, "seqlen": 2}), ("decode", {"window": (37, -1)}),
+    ("decode", {"window": (3, 2), "is_causal": False, "seqlen": 3}), ("decode", {"softcap": 5.0}),
+    ("decode", {"is_alibi": True, "seqlen": 2}), ("decode", {"softmax_scale": -0.3}),
     ("decode", {"past": -2, "seqlen": 4}),
-    later("decode", {"heads": 3, "kv_heads": 3, "seqlen": 2, "batch": 2}),
-    ("prefill", {"is_causal": False}),
-    ("prefill", {"window": (9, -1)}),
-    ("prefill", {"window": (3, 2), "is_causal": False}),
-    later("prefill", {"window": (-1, 1), "is_causal": False}),
-    ("prefill", {"softcap": 5.0}),
-    ("prefill", {"is_alibi": True}),
-    later("prefill", {"softmax_scale": -0.3}),
-    ("prefill", {"past": -4}),
-    ("prefill", {"dim": 48, "value_dim": 16}),
-    later("prefill", {"dim": 64, "value_dim": 80}),
+    later("decode", {"heads": 3, "kv_heads": 3, "seqlen": 2, "batch": 2}), ("prefill", {"is_causal": False}),
+    ("prefill", {"window": (9, -1)}), ("prefill", {"window": (3, 2), "is_causal": False}),
+    later("prefill", {"window": (-1, 1), "is_causal": False}), ("prefill", {"softcap": 5.0}),
+    ("prefill", {"is_alibi": True}), later("prefill", {"softmax_scale": -0.3}), ("prefill", {"past": -4}),
+    ("prefill", {"dim": 48, "value_dim": 16}), later("prefill", {"dim": 64, "value_dim": 80}),
     later("prefill", {"heads": 6, "seqlen": 3}),
     ("prefill", {"heads": 3, "kv_heads": 3, "seqlen": 17, "batch": 2}),
-)
+)  # fmt: skip
 def test_options(kernel, options, rng, taken):
     check(static(kernel, rng, **options), taken)
 
 
 @cases(
-    "stored, dtype, scales",
-    ("decode", "e4m3", "float16", "shared"),
-    ("decode", "e4m3", "bfloat16", "heads"),
-    ("decode", "e5m2", "float16", "shared"),
-    ("decode", "int8", "float16", "heads"),
-    later("decode", "int8", "bfloat16", "shared"),
-    ("decode", "int8", "bfloat16", "tokens"),
-    ("decode", "e4m3", "float16", "tokens"),
-    later("decode", "e5m2", "bfloat16", "tokens"),
-    ("decode", "float16", "bfloat16", None),
-    ("prefill", "e4m3", "float16", "heads"),
-    ("prefill", "int8", "bfloat16", "shared"),
+    "stored, dtype, scales", ("decode", "e4m3", "float16", "shared"),
+    ("decode", "e4m3", "bfloat16", "heads"), ("decode", "e5m2", "float16", "shared"),
+    ("decode", "int8", "float16", "heads"), later("decode", "int8", "bfloat16", "shared"),
+    ("decode", "int8", "bfloat16", "tokens"), ("decode", "e4m3", "float16", "tokens"),
+    later("decode", "e5m2", "bfloat16", "tokens"), ("decode", "float16", "bfloat16", None),
+    ("prefill", "e4m3", "float16", "heads"), ("prefill", "int8", "bfloat16", "shared"),
     later("prefill", "e5m2", "bfloat16", "shared"),
-)
+)  # fmt: skip
 def test_pools_of_codes(kernel, stored, dtype, scales, rng, taken):
     """Scales of heads are factors of scores and of sums, which may be those of splits."""
     call, expected = pool_call(kernel, rng, stored, dtype, scales)
@@ -163,12 +142,9 @@ def test_slopes_of_a_call(kernel, slopes, rng, taken):
 
 
 @cases(
-    "dtype, sizes",
-    ("decode", "bfloat16", (1e-12, 1e-12)),
-    later("decode", "bfloat16", (1e9, 1e9)),
-    ("decode", "float16", (1e-4, 10)),
-    later("decode", "bfloat16", (1e5, 1e-5)),
-)
+    "dtype, sizes", ("decode", "bfloat16", (1e-12, 1e-12)), later("decode", "bfloat16", (1e9, 1e9)),
+    ("decode", "float16", (1e-4, 10)), later("decode", "bfloat16", (1e5, 1e-5)),
+)  # fmt: skip
 def test_scales_of_any_size(kernel, dtype, sizes, rng, taken):
     """Values of two groups: of one size, or of another one after the first tile; some are hidden."""
     call, _ = pool_call(kernel, rng, "int8", dtype, "groups", dim=64, window=(35, -1))
@@ -181,14 +157,9 @@ def test_scales_of_any_size(kernel, dtype, sizes, rng, taken):
 
 
 @cases(
-    "dtype",
-    later("decode", np.float16),
-    ("decode", np.float32),
-    ("decode", bool),
-    ("prefill", np.float16),
-    later("prefill", np.float32),
-    ("prefill", bool),
-)
+    "dtype", later("decode", np.float16), ("decode", np.float32), ("decode", bool), ("prefill", np.float16),
+    later("prefill", np.float32), ("prefill", bool),
+)  # fmt: skip
 def test_masks(kernel, dtype, rng, taken):
     past, seqlen = {"decode": (38, 2), "prefill": (20, 10)}[kernel]
     call = static(kernel, rng, past=past, seqlen=seqlen)
@@ -214,9 +185,7 @@ def test_sinks(kernel, dtype, rng, taken):
 
 
 @cases(
-    "formats, page_size, dim",
-    ("decode", FP16, 5, 32),
-    later("decode", BF16, 0, 32),
+    "formats, page_size, dim", ("decode", FP16, 5, 32), later("decode", BF16, 0, 32),
     ("decode", Formats("fp16", "int8", "fp16", 8, 8), 7, 128),
     later("decode", Formats("fp16", "int8", "fp32", 8, 8), 0, 128),
     later("decode", Formats("fp16", "int8", "fp32", 8, 32), 0, 32),
@@ -227,14 +196,12 @@ def test_sinks(kernel, dtype, rng, taken):
     ("decode", Formats("bf16", "uint8", "fp16", 4, 32), 6, 64),
     ("decode", Formats("bf16", "int8", "fp32", 8, 48), 0, 48),
     later("decode", Formats("fp16", "int8", "bf16", 8, 64), 3, 128),
-    later("decode", Formats("fp16", "uint8", "fp16", 4, 64), 0, 128),
-    ("prefill", FP16, 5, 32),
-    later("prefill", BF16, 0, 32),
-    ("prefill", Formats("fp16", "int8", "fp16", 8, 8), 1, 32),
+    later("decode", Formats("fp16", "uint8", "fp16", 4, 64), 0, 128), ("prefill", FP16, 5, 32),
+    later("prefill", BF16, 0, 32), ("prefill", Formats("fp16", "int8", "fp16", 8, 8), 1, 32),
     later("prefill", Formats("bf16", "int8", "fp32", 8, 32), 3, 32),
     later("prefill", Formats("fp16", "int8", "bf16", 4, 16), 0, 32),
     ("prefill", Formats("bf16", "uint8", "bf16", 4, 8), 6, 32),
-)
+)  # fmt: skip
 def test_caches(kernel, formats, page_size, dim, rng, taken):
     """Heads of 128 have runs of keys and of values, pieces of several chunks, and of one."""
     lengths = {
@@ -346,14 +313,9 @@ REFUSED_BY = {
 def test_which_calls_are_taken(kernel):
     """16-bit data in the cache or codes of them, whole fragments, aligned rows; few or more than a few."""
     usual = {
-        "data_dtype": "float16",
-        "cache_format": "float16",
-        "scale_format": None,
-        "group": 0,
-        "dim": 64,
-        "value_dim": 32,
-        "as_loaded": True,
-    }
+        "data_dtype": "float16", "cache_format": "float16", "scale_format": None, "group": 0, "dim": 64,
+        "value_dim": 32, "as_loaded": True,
+    }  # fmt: skip
 
     def suits(rows={"decode": 4, "prefill": 9}[kernel], reach=(99, 99), at=None, **changes):
         context = SimpleNamespace(**usual | changes)

@@ -22,17 +22,9 @@ DTYPES += [
     np.dtype(kind) for kind in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu)
 ]
 SAID = Description(
-    "l kv | b h n c",
-    {"l": 2, "h": 3, "c": 8},
-    "float16",
-    "csr",
-    True,
-    1e5,
-    "halves",
-    "hadamard",
-    (64, 32),
+    "l kv | b h n c", {"l": 2, "h": 3, "c": 8}, "float16", "csr", True, 1e5, "halves", "hadamard", (64, 32),
     "2",
-)
+)  # fmt: skip
 
 
 def filled(rng, shape, dtype):

@@ -27,12 +27,8 @@ ZIP = Path(__file__).with_name("llama.cpp.zip")
 STATES = sorted(name for name in zipfile.ZipFile(ZIP).namelist() if not name.endswith(".gguf"))
 HEADS = {"h": 2}
 MODELS = {
-    "sliding": "gemma2",
-    "hybrid": "lfm2",
-    "recurrent": "mamba",
-    "image": "qwen2vl",
-    "image-old": "qwen2vl",
-}
+    "sliding": "gemma2", "hybrid": "lfm2", "recurrent": "mamba", "image": "qwen2vl", "image-old": "qwen2vl",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -55,14 +55,11 @@ def states(rng, *shape, dtype=np.float32):
 
 
 CALLS = {
-    "causal": {},
-    "all": {"is_causal": False},
-    "window": {"window": (5, 0)},
-    "both sides": {"is_causal": False, "window": (3, 2)},
-    "alibi": {"is_alibi": True},
+    "causal": {}, "all": {"is_causal": False}, "window": {"window": (5, 0)},
+    "both sides": {"is_causal": False, "window": (3, 2)}, "alibi": {"is_alibi": True},
     "alibi in a window": {"is_alibi": True, "window": (6, -1)},
     "softcap and scale": {"softcap": 2.0, "softmax_scale": 0.7},
-}
+}  # fmt: skip
 CHUNKS = {
     "tokens": (2, (10, 0, 1, 30), 3, 16),
     "all": (1, 7, 1, 16),

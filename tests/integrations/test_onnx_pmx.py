@@ -35,14 +35,11 @@ PMX_INPUTS = {
     (DYNAMIC, "RotaryPositionEmbedding"): "query key seqstarts start_pos max_seqlen",
 }
 FUNCTIONS = {
-    "KeyValueCache": "key_value_cache",
-    "MultiHeadAttention": "multi_head_attention",
-    "MultiHeadCacheAttention": "multi_head_cache_attention",
-    "PositionIndex": "position_index",
-    "ALiBiSlope": "alibi_slope",
-    "ALiBiMask": "alibi_mask",
+    "KeyValueCache": "key_value_cache", "MultiHeadAttention": "multi_head_attention",
+    "MultiHeadCacheAttention": "multi_head_cache_attention", "PositionIndex": "position_index",
+    "ALiBiSlope": "alibi_slope", "ALiBiMask": "alibi_mask",
     "RotaryPositionEmbedding": "rotary_position_embedding",
-}
+}  # fmt: skip
 OUTPUTS = {"KeyValueCache": ("key", "value"), "RotaryPositionEmbedding": ("query", "key")}
 HEADS, KV_HEADS, DIM = 4, 2, 8
 SEQLENS, STARTS = (1, 4), (5, 2)

@@ -28,11 +28,8 @@ pytestmark = pytest.mark.transformers
 
 UNCODED = {"residual_length": 64, "value": QuantSpec(group=16)}  # a window that holds all
 CODED = {
-    "key": QuantSpec(bits=8, group=4),
-    "value": QuantSpec(bits=8, group=8),
-    "residual_length": 2,
-    "sink": 1,
-}
+    "key": QuantSpec(bits=8, group=4), "value": QuantSpec(bits=8, group=8), "residual_length": 2, "sink": 1,
+}  # fmt: skip
 KINDS = {
     "dynamic": ("dynamic", {}),
     "static": ("static", {"max_cache_len": 40}),

@@ -115,16 +115,10 @@ def test_what_models_ask_for(options, padded):
     output, _ = attention(Module(), query, key, value, mask if padded else None, **options)
     sinks = options.get("s_aux")
     theirs = wanted(
-        query,
-        key,
-        value,
-        mask[:, None, None] if padded else None,
-        options.get("sliding_window"),
-        options.get("is_causal", True),
-        softcap=options.get("softcap", 0.0),
-        sinks=None if sinks is None else sinks.float().numpy(),
-        softmax_scale=options.get("scaling"),
-    )
+        query, key, value, mask[:, None, None] if padded else None, options.get("sliding_window"),
+        options.get("is_causal", True), softcap=options.get("softcap", 0.0),
+        sinks=None if sinks is None else sinks.float().numpy(), softmax_scale=options.get("scaling"),
+    )  # fmt: skip
     close(output, theirs)
 
 

@@ -57,14 +57,10 @@ class Hidden(KvkitCache):
 
 
 EVICT = {
-    "snapkv(window=8)@0.5": None,
-    "tova@0.25": None,
-    "observed@0.5": None,
-    "non_causal@0.5": None,
+    "snapkv(window=8)@0.5": None, "tova@0.25": None, "observed@0.5": None, "non_causal@0.5": None,
     "keydiff by heads": {"scorer": "keydiff", "keep": 0.5, "budget": "ada"},
-    "snapkv by heads": {"scorer": "snapkv", "window": 8, "keep": 0.4, "per_head": True},
-    "a function": None,
-}
+    "snapkv by heads": {"scorer": "snapkv", "window": 8, "keep": 0.4, "per_head": True}, "a function": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EVICT)

@@ -112,11 +112,8 @@ def test_generate_slides_without_end(model):
 
     cache = KvkitCache(model.config)
     options = {
-        "do_sample": False,
-        "max_new_tokens": 40,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-    }
+        "do_sample": False, "max_new_tokens": 40, "return_dict_in_generate": True, "output_logits": True,
+    }  # fmt: skip
     made = model.generate(
         torch.arange(10)[None], past_key_values=cache, stopping_criteria=[Slide()], **options
     )

@@ -38,15 +38,9 @@ def sequences_of(starts, tokens):
 
 
 PLACES = [
-    (0, 0, 1),
-    (5, 1, 4),
-    (FAR, FAR + 5, 128),
-    (7 * FAR, 3 * FAR + 127, 128),
-    (2**40, 2**41 + 1, 3),
-    (2**61, 2**61 - 1, 2**62),
-    (0, 2**61 - 1, ENDLESS),
-    (3, FAR + 9, 2 * FAR),
-]
+    (0, 0, 1), (5, 1, 4), (FAR, FAR + 5, 128), (7 * FAR, 3 * FAR + 127, 128), (2**40, 2**41 + 1, 3),
+    (2**61, 2**61 - 1, 2**62), (0, 2**61 - 1, ENDLESS), (3, FAR + 9, 2 * FAR),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("start", "position", "page_size"), PLACES)

@@ -27,15 +27,10 @@ pytestmark = [
 ]
 QUERY, WEIGHT = 1 / 32639, 1 / 32767  # of the largest: what fixed point is whole multiples of
 FORMS = [
-    ("int8", "float16", 8, 128),
-    ("int8", "bfloat16", 32, 64),
-    ("int8", "float32", 128, 128),
-    ("int8", "float16", 256, 128),
-    ("int4", "float16", 32, 128),
-    ("int4", "float32", 8, 128),
-    ("q8_0", None, 0, 64),
-    ("q4_0", None, 0, 128),
-]
+    ("int8", "float16", 8, 128), ("int8", "bfloat16", 32, 64), ("int8", "float32", 128, 128),
+    ("int8", "float16", 256, 128), ("int4", "float16", 32, 128), ("int4", "float32", 8, 128),
+    ("q8_0", None, 0, 64), ("q4_0", None, 0, 128),
+]  # fmt: skip
 forms = pytest.mark.parametrize(
     ("rows", "form"),
     [(1 << i % 4, form) for i, form in enumerate(FORMS)],

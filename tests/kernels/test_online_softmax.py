@@ -320,13 +320,8 @@ def weight_code():
 
 def test_weight(rng):
     special = [
-        (-INF, -INF, 0),
-        (-INF, 3, 0),
-        (-INF, LOWEST, 0),
-        (LOWEST, LOWEST, 1),
-        (5, 5, 1),
-        (-1e30, 0, 0),
-    ]
+        (-INF, -INF, 0), (-INF, 3, 0), (-INF, LOWEST, 0), (LOWEST, LOWEST, 1), (5, 5, 1), (-1e30, 0, 0),
+    ]  # fmt: skip
     tops = (rng.standard_normal(1000) * 20).astype(np.float32)
     scores = tops - (rng.random(1000) * 60).astype(np.float32)
     expected = np.exp(scores - tops, dtype=np.float64)

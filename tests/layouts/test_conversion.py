@@ -85,13 +85,9 @@ def test_through_tables(after, pages, rng):
     data = engine_caches.values(sizes) + np.uint16(1)
     source = engine_caches.filled("hf", sizes, data)
     there = layouts.convert(
-        source,
-        "hf",
-        after,
-        tables=(old, to),
-        to_sizes={"b": 40, "n": pages[1]} if after != "pmx-dynamic-3" else {"n": 40 * pages[1]},
-        verify=True,
-    )
+        source, "hf", after, tables=(old, to),
+        to_sizes={"b": 40, "n": pages[1]} if after != "pmx-dynamic-3" else {"n": 40 * pages[1]}, verify=True,
+    )  # fmt: skip
     expected = np.zeros((sizes["L"], 2, 40, pages[1], sizes["H"], sizes["C"]), np.uint16)
     for b, length in enumerate(lengths):
         for t in range(length):

@@ -7,34 +7,20 @@ from kvkit.layouts import NAMED, parse
 
 # Every line of the table of engines, by names of vLLM and LMCache, in the words of its registry.
 REGISTRY = {
-    "NB_NL_TWO_BS_NH_HS": "| b l kv n h c",
-    "NL_X_TWO_NB_BS_NH_HS": "l | kv b n h c",
-    "NL_X_NB_TWO_BS_NH_HS": "l | b kv n h c",
-    "NL_X_NB_BS_HS": "l | b n c",
-    "TWO_X_NL_X_NBBS_NH_HS": "kv l | (b n) h c",
-    "NL_X_NBBS_ONE_HS": "l | (b n) 1 c",
-    "NL_X_TWO_NB_NH_BS_HS": "l | kv b h n c",
-    "NL_X_NB_TWO_NH_BS_HS": "l | b kv h n c",
-    "NB_NL_TWO_NH_BS_HS": "| b l kv h n c",
-    "TWO_X_NL_X_NB_BS_NH_HS": "kv l | b n h c",
-    "NL_X_NB_NH_BS_TWO_HS": "l | b h n kv c",
-    "NL_X_NB_BS_NH_TWO_HS": "l | b n h kv c",
-    "NL_X_NB_NH_BS_CS": "l | b h n (kv c)",
-    "NL_X_NB_BS_NH_CS": "l | b n h (kv c)",
-    "NL_X_NB_BS_NH_HS": "l | b n h c",
-    "NL_X_NP_X_NB_BS_ONE_HS": NAMED["vllm-ascend-mla"].line,
-    "KV_2LTD": "| kv l n (h c)",
-    "NL_X_NB_BSV_BSS": "l | b (n c + n s)",
-    "NL_X_TWO_NB_NH_ONE_BS_HS": "l | kv b h 1 n c",
-    "NL_X_TWO_X_NB_BS_NH_HS": "l kv | b n h c",
-    "NL_X_TWO_X_NB_BS_HS": "l kv | b n c",
-    "LBNHC": "l | b n h (kv c)",
-    "LBHNC": "l | b h n (kv c)",
-    "LHBNC": "| l h b n (kv c)",
-    "BLHNC": "| b l h n (kv c)",
-    "BLNHC": "| b l n h (kv c)",
+    "NB_NL_TWO_BS_NH_HS": "| b l kv n h c", "NL_X_TWO_NB_BS_NH_HS": "l | kv b n h c",
+    "NL_X_NB_TWO_BS_NH_HS": "l | b kv n h c", "NL_X_NB_BS_HS": "l | b n c",
+    "TWO_X_NL_X_NBBS_NH_HS": "kv l | (b n) h c", "NL_X_NBBS_ONE_HS": "l | (b n) 1 c",
+    "NL_X_TWO_NB_NH_BS_HS": "l | kv b h n c", "NL_X_NB_TWO_NH_BS_HS": "l | b kv h n c",
+    "NB_NL_TWO_NH_BS_HS": "| b l kv h n c", "TWO_X_NL_X_NB_BS_NH_HS": "kv l | b n h c",
+    "NL_X_NB_NH_BS_TWO_HS": "l | b h n kv c", "NL_X_NB_BS_NH_TWO_HS": "l | b n h kv c",
+    "NL_X_NB_NH_BS_CS": "l | b h n (kv c)", "NL_X_NB_BS_NH_CS": "l | b n h (kv c)",
+    "NL_X_NB_BS_NH_HS": "l | b n h c", "NL_X_NP_X_NB_BS_ONE_HS": NAMED["vllm-ascend-mla"].line,
+    "KV_2LTD": "| kv l n (h c)", "NL_X_NB_BSV_BSS": "l | b (n c + n s)",
+    "NL_X_TWO_NB_NH_ONE_BS_HS": "l | kv b h 1 n c", "NL_X_TWO_X_NB_BS_NH_HS": "l kv | b n h c",
+    "NL_X_TWO_X_NB_BS_HS": "l kv | b n c", "LBNHC": "l | b n h (kv c)", "LBHNC": "l | b h n (kv c)",
+    "LHBNC": "| l h b n (kv c)", "BLHNC": "| b l h n (kv c)", "BLNHC": "| b l n h (kv c)",
     "BHLNC": "| b h l n (kv c)",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -127,19 +127,9 @@ def conversion(rng):
 
 
 KINDS = (
-    conversion,
-    conversion,
-    *random_calls.GENERATORS,
-    append,
-    attend,
-    attend,
-    random_calls.rotary,
-    reshape,
-    pools,
-    pools,
-    plan,
-    tables,
-)
+    conversion, conversion, *random_calls.GENERATORS, append, attend, attend, random_calls.rotary, reshape,
+    pools, pools, plan, tables,
+)  # fmt: skip
 WITHOUT_OUT = (
     *(by_plan, kvkit.ascend.reshape_and_cache, kvkit.ascend.block_copy),
     *(kvkit.paged_append, kvkit.swap_blocks),

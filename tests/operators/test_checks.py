@@ -60,14 +60,9 @@ def test_a_tracer_changes_no_argument():
         output = kvkit.multi_head_cache_attention(tokens, tokens, tokens, 2, cache, num_heads=1, head_dim=4)
         step = kvkit.dynamic_batching.plan([0, 2], [0, 2], [0], [0])
         planned = step.multi_head_cache_attention(
-            tokens[0],
-            tokens[0],
-            tokens[0],
-            cache[:, 0].reshape(1, 2, 8, 1, 4),
-            num_heads=1,
-            head_dim=4,
+            tokens[0], tokens[0], tokens[0], cache[:, 0].reshape(1, 2, 8, 1, 4), num_heads=1, head_dim=4,
             cache_layout=2,
-        )
+        )  # fmt: skip
     finally:
         sys.settrace(before)
     assert (key == 1).all()

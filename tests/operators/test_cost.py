@@ -21,15 +21,10 @@ def step(request):
     """A decode step: 64 sequences, one new token each, an int8 cache in layout 3."""
     table = np.arange(BATCH) * PAGE
     return {
-        "seqstarts": np.arange(BATCH + 1),
-        "kvstarts": np.arange(BATCH + 1) * (PAST + 1),
-        "cachestarts": table[:, None] if request.param else table,
-        "start_pos": np.full(BATCH, PAST),
-        "max_seqlen": 1,
-        "max_kvlen": PAST + 1,
-        "cache_mode": request.param,
-        "page_size": PAGE,
-    }
+        "seqstarts": np.arange(BATCH + 1), "kvstarts": np.arange(BATCH + 1) * (PAST + 1),
+        "cachestarts": table[:, None] if request.param else table, "start_pos": np.full(BATCH, PAST),
+        "max_seqlen": 1, "max_kvlen": PAST + 1, "cache_mode": request.param, "page_size": PAGE,
+    }  # fmt: skip
 
 
 @pytest.mark.perf

@@ -12,16 +12,11 @@ from kvkit.operators import OPERATORS, REQUIRED
 
 LONG = np.zeros((2, 3, 4000)).tolist()
 ODD = {
-    "list": LONG,
-    "array in a list": [np.zeros(1000)],
-    "dict": dict.fromkeys(range(100_000), 1.5),
-    "text": "\x1b[31m" * 100_000,
-    "bytes": bytes(1_000_000),
-    "number": 10**6000,
-    "numbers": [1.5] * 9,
+    "list": LONG, "array in a list": [np.zeros(1000)], "dict": dict.fromkeys(range(100_000), 1.5),
+    "text": "\x1b[31m" * 100_000, "bytes": bytes(1_000_000), "number": 10**6000, "numbers": [1.5] * 9,
     "something else": type("Odd", (), {"__repr__": lambda self: "\n" * 1000})(),
     "a tensor": type("Tensor", (), {"dtype": "float8", "shape": (7, 9)})(),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["a tensor", *ODD])
@@ -45,13 +40,10 @@ def test_no_contents_in_messages(op, name):
 
 def test_what_is_said_of_things():
     expected = {
-        "list": "got list of 2 elements",
-        "array in a list": "got list of 1 elements",
-        "dict": "got dict of 100000 elements",
-        "number": "got a number of 19932 bits",
-        "numbers": "got list of 9 elements",
-        "a tensor": "got Tensor of float8 and shape (7, 9)",
-    }
+        "list": "got list of 2 elements", "array in a list": "got list of 1 elements",
+        "dict": "got dict of 100000 elements", "number": "got a number of 19932 bits",
+        "numbers": "got list of 9 elements", "a tensor": "got Tensor of float8 and shape (7, 9)",
+    }  # fmt: skip
     for name, text in expected.items():
         with pytest.raises(KvkitError, match=r"^current_key: expected a numpy array, got") as caught:
             kvkit.key_value_cache(ODD[name], np.zeros(1), 0, np.zeros(1))

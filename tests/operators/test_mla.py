@@ -140,12 +140,8 @@ def test_sinks_and_their_lse(kind):
     pool, numbers, tables, lengths, query, slots = scene(kind, F32, 4, [1, 1, 1])
     sinks = np.array([0.5, -1, np.inf, -30], F32)
     called = {
-        "block_tables": tables,
-        "context_lens": lengths,
-        "scale": SCALE,
-        "sinks": sinks,
-        "return_lse": True,
-    }
+        "block_tables": tables, "context_lens": lengths, "scale": SCALE, "sinks": sinks, "return_lse": True,
+    }  # fmt: skip
     output, lse = expected(query, [(1, numbers[chosen]) for chosen in slots], LATENT, True, sinks)
     assert_close(kvkit.mla_attention(query, **pool, **called, lse_of_sinks=False), output, lse, F32)
     assert_close(kvkit.mla_attention(query, **pool, **called), output, np.logaddexp(lse, sinks), F32)

@@ -123,21 +123,15 @@ def entries(name, *changes):
 
 # legal("dynamic_cache"): (2, 3), (0, 0), (4, 1) in pages of three.
 WRONG = {
-    "seqstarts_begins_at_1": entries("seqstarts", (0, 1)),
-    "seqstarts_falls": entries("seqstarts", (2, 1)),
-    "kvstarts_begins_at_1": entries("kvstarts", (0, 1)),
-    "kvstarts_falls": entries("kvstarts", (2, 4)),
-    "kvstarts_ends_late": entries("kvstarts", (-1, 11)),
-    "start_pos_negative": entries("start_pos", (0, -1)),
-    "start_pos_too_large": entries("start_pos", (0, 3)),
-    "max_seqlen": lambda call: {"max_seqlen": 2},
-    "max_kvlen": lambda call: {"max_kvlen": 4},
-    "max_seqlen_no_integer": lambda call: {"max_seqlen": 1.0},
+    "seqstarts_begins_at_1": entries("seqstarts", (0, 1)), "seqstarts_falls": entries("seqstarts", (2, 1)),
+    "kvstarts_begins_at_1": entries("kvstarts", (0, 1)), "kvstarts_falls": entries("kvstarts", (2, 4)),
+    "kvstarts_ends_late": entries("kvstarts", (-1, 11)), "start_pos_negative": entries("start_pos", (0, -1)),
+    "start_pos_too_large": entries("start_pos", (0, 3)), "max_seqlen": lambda call: {"max_seqlen": 2},
+    "max_kvlen": lambda call: {"max_kvlen": 4}, "max_seqlen_no_integer": lambda call: {"max_seqlen": 1.0},
     "decoding_batches_4": lambda call: {"decoding_batches": 4},
     "decoding_batches_negative": lambda call: {"decoding_batches": -1},
     "decoding_batches_no_integer": lambda call: {"decoding_batches": True},
-    "cache_mode": lambda call: {"cache_mode": 2},
-    "page_size": lambda call: {"page_size": 0},
+    "cache_mode": lambda call: {"cache_mode": 2}, "page_size": lambda call: {"page_size": 0},
     "too_few_pages": lambda call: {"cachestarts": call["cachestarts"][:, :1].copy()},
     "stored_twice": lambda call: {"cachestarts": call["cachestarts"][[0, 0, 0]]},
     "another_mode": lambda call: {"cachestarts": call["cachestarts"][:, 0].copy()},
@@ -145,7 +139,7 @@ WRONG = {
     "fewer_start_pos": lambda call: {"start_pos": call["start_pos"][:-1]},
     "no_starts": lambda call: {"seqstarts": np.zeros(0, np.int64)},
     "ragged": lambda call: {"cachestarts": [[1], [2, 3], [4]]},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -330,21 +324,14 @@ def test_many_threads_may_share_a_plan(rng):
 
 
 WRONG_NOW = {
-    "num_heads_float": {"num_heads": 4.0},
-    "head_dim_float": {"head_dim": 8.0},
-    "num_layer_float": {"num_layer": 3.0},
-    "layer_idx_bool": {"layer_idx": True},
-    "layer_idx_float": {"layer_idx": 1.0},
-    "quant_bit_bool": {"quant_bit": False},
-    "cache_layout_bool": {"cache_layout": False},
-    "cache_layout_float": {"cache_layout": 0.0},
-    "is_causal_float": {"is_causal": 1.0},
-    "is_alibi_float": {"is_alibi": 0.0},
-    "softcap_bool": {"softcap": False},
-    "window_floats": {"window": (-1.0, -1)},
-    "num_heads_other": {"num_heads": 2},
-    "layer_idx_other": {"layer_idx": 5},
-}
+    "num_heads_float": {"num_heads": 4.0}, "head_dim_float": {"head_dim": 8.0},
+    "num_layer_float": {"num_layer": 3.0}, "layer_idx_bool": {"layer_idx": True},
+    "layer_idx_float": {"layer_idx": 1.0}, "quant_bit_bool": {"quant_bit": False},
+    "cache_layout_bool": {"cache_layout": False}, "cache_layout_float": {"cache_layout": 0.0},
+    "is_causal_float": {"is_causal": 1.0}, "is_alibi_float": {"is_alibi": 0.0},
+    "softcap_bool": {"softcap": False}, "window_floats": {"window": (-1.0, -1)},
+    "num_heads_other": {"num_heads": 2}, "layer_idx_other": {"layer_idx": 5},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG_NOW)
@@ -401,12 +388,9 @@ def test_wrong_outputs_after_right_ones():
     key, value = function(call.copy())
     short = np.zeros_like(key[:1])
     pairs = [
-        (key, short),
-        (short, value),
-        (key, key),
-        (key, value.astype(np.float16)),
+        (key, short), (short, value), (key, key), (key, value.astype(np.float16)),
         (key, call["current_key"]),
-    ]
+    ]  # fmt: skip
     pairs += [(key,), (key, value, value), (key[..., ::2], value)]
     for pair in pairs:
         for out in (pair, list(pair)):

@@ -93,28 +93,16 @@ def q_vectors():
 
     q13 = [7, -7, 0.5, 1.5, 14, -1, 3, -14]
     yield vec(
-        "Q13",
-        FP32,
-        4,
-        q13,
-        [0x3F800000, 0x40000000],
-        [7, -7, 0, 2, 7, 0, 2, -7],
-        group=4,
+        "Q13", FP32, 4, q13, [0x3F800000, 0x40000000], [7, -7, 0, 2, 7, 0, 2, -7], group=4,
         packed="97 20 07 92",
-    )
+    )  # fmt: skip
 
     inf = float("inf")
     q14 = [65504, -65504, 32752, 0, 1, 2, 3, 4]
     yield vec(
-        "Q14",
-        FP16,
-        8,
-        q14,
-        [0x6008],
-        [127, -127, 63, 0, 0, 0, 0, 0],
-        y=[inf, -inf, 32512, 0, 0, 0, 0, 0],
+        "Q14", FP16, 8, q14, [0x6008], [127, -127, 63, 0, 0, 0, 0, 0], y=[inf, -inf, 32512, 0, 0, 0, 0, 0],
         y_t3=(FP16, FP32),
-    )
+    )  # fmt: skip
 
 
 def q_cases():
@@ -153,16 +141,9 @@ def test_quantization(ops, v, t2, t3):
     cache = np.zeros((1, 1, 2, 1, head_dim if v.bit == 8 else head_dim // 2), t2)
     scale = np.zeros((1, 1, 2, 1, head_dim // v.group), t3)
     outputs = ops.dynamic(
-        x,
-        x.copy(),
-        *map(i64, ([0, 1], [0, 1], [0], [0])),
-        1,
-        1,
-        cache,
-        scale,
-        quant_bit=v.bit,
+        x, x.copy(), *map(i64, ([0, 1], [0, 1], [0], [0])), 1, 1, cache, scale, quant_bit=v.bit,
         quant_group=v.group,
-    )
+    )  # fmt: skip
     # Exact where T3 holds T1; Q3 alone narrows the scale, to the very value its fp16 row gives.
     cells = [int(from_bits(s, v.t1).astype(t3).view(BITS[t3])) for s in v.s]
     for kv, out in enumerate(outputs):
@@ -230,19 +211,9 @@ def run_dynamic_offset(ops, layout, quant_bit, cache, scale):
     spot = current.copy()
     spot[0, 1, 5] = 7
     key, value = ops.dynamic(
-        current,
-        spot,
-        *map(i64, ([0, 1], [0, 3], [1], [2])),
-        1,
-        3,
-        cache,
-        scale,
-        num_layer=2,
-        layer_idx=1,
-        quant_bit=quant_bit,
-        quant_group=4,
-        cache_layout=layout,
-    )
+        current, spot, *map(i64, ([0, 1], [0, 3], [1], [2])), 1, 3, cache, scale, num_layer=2, layer_idx=1,
+        quant_bit=quant_bit, quant_group=4, cache_layout=layout,
+    )  # fmt: skip
     assert not key.any()
     assert np.argwhere(value).tolist() == [[2, 1, 5]]
 
@@ -252,17 +223,9 @@ def run_static_offset(ops, layout, quant_bit, cache, scale):
     spot = current.copy()
     spot[2, 0, 1, 5] = 7
     key, value = ops.static(
-        current,
-        spot,
-        i64([3]),
-        cache,
-        scale,
-        num_layer=2,
-        layer_idx=1,
-        quant_bit=quant_bit,
-        quant_group=4,
+        current, spot, i64([3]), cache, scale, num_layer=2, layer_idx=1, quant_bit=quant_bit, quant_group=4,
         cache_layout=layout,
-    )
+    )  # fmt: skip
     assert not key.any()
     assert np.argwhere(value).tolist() == [[2, 3, 1, 5]]
 
@@ -356,21 +319,11 @@ def expected_key(loads, stores):
 def call_dynamic(operator, case, cache, scale, *, quant_bit, layout):
     key, value = tagged_tokens(int(case["seqstarts"][-1]))
     return operator(
-        key,
-        value,
-        *map(i64, (case["seqstarts"], case["kvstarts"], case["cachestarts"], case["start_pos"])),
-        case.get("max_seqlen"),
-        case.get("max_kvlen"),
-        cache,
-        scale,
-        num_layer=LAYERS,
-        layer_idx=LAYER,
-        quant_bit=quant_bit,
-        quant_group=GROUP,
-        cache_layout=layout,
-        cache_mode=case.get("cache_mode", 0),
+        key, value, *map(i64, (case["seqstarts"], case["kvstarts"], case["cachestarts"], case["start_pos"])),
+        case.get("max_seqlen"), case.get("max_kvlen"), cache, scale, num_layer=LAYERS, layer_idx=LAYER,
+        quant_bit=quant_bit, quant_group=GROUP, cache_layout=layout, cache_mode=case.get("cache_mode", 0),
         page_size=case.get("page_size", 128),
-    )
+    )  # fmt: skip
 
 
 def check_rows(ops, case, *, max_t, loads, stores, quant_bit=0, layout=0):
@@ -401,40 +354,27 @@ layouts = pytest.mark.parametrize("layout", [0, 1, 2, 3], ids="layout{}".format)
 @quant_bits
 def test_page_table(ops, quant_bit, layout):
     check_rows(
-        ops,
-        paged(),
-        max_t=24,
-        quant_bit=quant_bit,
-        layout=layout,
-        loads=[8, 9, 10, 11, 2, 3, 20, 21, 22, 23, 16, 17, 8, 9, 10],
-        stores=[3, 20, 21, 22, 23, 16, 17],
-    )
+        ops, paged(), max_t=24, quant_bit=quant_bit, layout=layout,
+        loads=[8, 9, 10, 11, 2, 3, 20, 21, 22, 23, 16, 17, 8, 9, 10], stores=[3, 20, 21, 22, 23, 16, 17],
+    )  # fmt: skip
 
 
 @layouts
 @quant_bits
 def test_page_table_overhang(ops, quant_bit, layout):
     check_rows(
-        ops,
-        paged(rows=[(1, [12, 22])]),
-        max_t=24,
-        quant_bit=quant_bit,
-        layout=layout,
-        loads=[8, 9, 10, 11, 2, 3, 12, 13, 14, 15, 22, 23, 8, 9, 10],
-        stores=[3, 12, 13, 14, 15, 22, 23],
-    )
+        ops, paged(rows=[(1, [12, 22])]), max_t=24, quant_bit=quant_bit, layout=layout,
+        loads=[8, 9, 10, 11, 2, 3, 12, 13, 14, 15, 22, 23, 8, 9, 10], stores=[3, 12, 13, 14, 15, 22, 23],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("hint", ["max_seqlen", "max_kvlen"])
 @pytest.mark.parametrize("given", [6, 7, 100], ids="hint{}".format)
 def test_page_table_hint_large_enough(ops, hint, given):
     check_rows(
-        ops,
-        paged(**{hint: given}),
-        max_t=24,
-        loads=[8, 9, 10, 11, 2, 3, 20, 21, 22, 23, 16, 17, 8, 9, 10],
+        ops, paged(**{hint: given}), max_t=24, loads=[8, 9, 10, 11, 2, 3, 20, 21, 22, 23, 16, 17, 8, 9, 10],
         stores=[3, 20, 21, 22, 23, 16, 17],
-    )
+    )  # fmt: skip
 
 
 @layouts
@@ -451,14 +391,9 @@ OFFSET = {"seqstarts": [0, 1, 4], "kvstarts": [0, 4, 7], "start_pos": [3, 0], "c
 @quant_bits
 def test_offset_mode(ops, quant_bit, layout):
     check_rows(
-        ops,
-        OFFSET,
-        max_t=14,
-        quant_bit=quant_bit,
-        layout=layout,
-        loads=[10, 11, 12, 13, 0, 1, 2],
+        ops, OFFSET, max_t=14, quant_bit=quant_bit, layout=layout, loads=[10, 11, 12, 13, 0, 1, 2],
         stores=[13, 0, 1, 2],
-    )
+    )  # fmt: skip
 
 
 @layouts
@@ -470,13 +405,9 @@ def test_offset_mode_refused(quant_bit, layout):
 @layouts
 def test_specification_table(ops, layout):
     case = {
-        "cache_mode": 1,
-        "page_size": 256,
-        "seqstarts": [0, 1, 2],
-        "kvstarts": [0, 301, 602],
-        "start_pos": [300, 300],
-        "cachestarts": [[0, 256, -1], [1024, 2048, -1]],
-    }
+        "cache_mode": 1, "page_size": 256, "seqstarts": [0, 1, 2], "kvstarts": [0, 301, 602],
+        "start_pos": [300, 300], "cachestarts": [[0, 256, -1], [1024, 2048, -1]],
+    }  # fmt: skip
     first = list(range(301))
     second = list(range(1024, 1280)) + list(range(2048, 2093))
     assert [first[t] for t in (0, 255, 256, 300)] == [0, 255, 256, 300]
@@ -492,18 +423,9 @@ def test_num_repeat_dynamic(ops, quant_bit):
     key, value = tagged_tokens(1)
     cache, scale = tagged_cache(4, 0, quant_bit)
     out_key, out_value = ops.dynamic(
-        key,
-        value,
-        *map(i64, ([0, 1], [0, 2], [1], [1])),
-        1,
-        2,
-        cache,
-        scale,
-        num_layer=LAYERS,
-        layer_idx=LAYER,
-        quant_bit=quant_bit,
-        num_repeat=3,
-    )
+        key, value, *map(i64, ([0, 1], [0, 2], [1], [1])), 1, 2, cache, scale, num_layer=LAYERS,
+        layer_idx=LAYER, quant_bit=quant_bit, num_repeat=3,
+    )  # fmt: skip
     sources = [0, 0, 0, 1, 1, 1]
     expected = np.array([[row_tag(1, h) for h in sources], [token_tag(0, h) for h in sources]])[:, :, None]
     assert out_key.shape == out_value.shape == (2, 6, HEAD_DIM)

@@ -307,12 +307,9 @@ def test_cosines_and_sines(rng):
     limit = numeric.TURNS
     quarters = np.arange(1, 10**6) * (math.pi / 2)
     angles = [
-        rng.uniform(-limit, limit, 200_000),
-        10.0 ** rng.uniform(-30, 7, 200_000),
-        quarters,
-        -quarters * 10,
+        rng.uniform(-limit, limit, 200_000), 10.0 ** rng.uniform(-30, 7, 200_000), quarters, -quarters * 10,
         [0.0, -0.0, limit - 1],
-    ]
+    ]  # fmt: skip
     angles = np.concatenate(angles).astype(np.float32)
     got = np.empty_like(angles), np.empty_like(angles)
     loop(angles, *got)

@@ -113,13 +113,8 @@ class Model:
         window = (-1, -1) if self.window is None else (self.window - 1, -1)
         for b in range(query.shape[0]):
             one, two = attention_reference.attend_sequence(
-                query[b].swapaxes(0, 1),
-                keys[b].swapaxes(0, 1),
-                values[b].swapaxes(0, 1),
-                None if mask is None else mask[b],
-                causal=True,
-                window=window,
-                **options,
-            )
+                query[b].swapaxes(0, 1), keys[b].swapaxes(0, 1), values[b].swapaxes(0, 1),
+                None if mask is None else mask[b], causal=True, window=window, **options,
+            )  # fmt: skip
             output[b], lse[b] = one.swapaxes(0, 1), two.swapaxes(0, 1)
         return output, lse

@@ -26,13 +26,8 @@ NEVER = 2**62
 
 # The most that a launch may have: threads of a block, along each axis; blocks; bytes of shared memory, if no
 # launch asks for more, and on a device of compute capability 9.0.
-THREADS, AXES, BLOCKS, SHARED, ALL_SHARED = (
-    1024,
-    (1024, 1024, 64),
-    (2**31 - 1, 2**16 - 1, 2**16 - 1),
-    48 << 10,
-    227 << 10,
-)
+THREADS, AXES = 1024, (1024, 1024, 64)
+BLOCKS, SHARED, ALL_SHARED = (2**31 - 1, 2**16 - 1, 2**16 - 1), 48 << 10, 227 << 10
 
 
 # Programs

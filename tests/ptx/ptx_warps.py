@@ -120,14 +120,9 @@ def cp(block, at, threads):
     if word in ("cg", "ca"):
         target, source, size, *taken = at.operands  # the last one, if it is there, is how much is not zeros
         begin(
-            block,
-            block.place(target),
-            block.place(source),
-            int(size),
-            block.value(*(taken or [size]), Type("u32")),
-            threads,
-            at,
-        )
+            block, block.place(target), block.place(source), int(size),
+            block.value(*(taken or [size]), Type("u32")), threads, at,
+        )  # fmt: skip
     elif word == "commit_group":
         block.groups[threads] += 1
     else:

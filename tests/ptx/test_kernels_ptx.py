@@ -211,15 +211,12 @@ FORMS |= {
     for group in (4, 128)
 }
 FORMS |= {
-    *QUICK_FORMS,
-    form_of("float16", "int8", "float32", 4, free=1, as_loaded=False),
-    form_of("float16", "e4m3", "float32", 4, group=0),
-    form_of("bfloat16", "e5m2", None, 8),
-    form_of("float16", "q8_0", None, 4),
-    form_of("bfloat16", "q4_0", None, 1),
+    *QUICK_FORMS, form_of("float16", "int8", "float32", 4, free=1, as_loaded=False),
+    form_of("float16", "e4m3", "float32", 4, group=0), form_of("bfloat16", "e5m2", None, 8),
+    form_of("float16", "q8_0", None, 4), form_of("bfloat16", "q4_0", None, 1),
     form_of("float32", "bfloat16", None, 8, free=1, as_loaded=False, value_format="float32"),
     form_of("float16", "float16", None, 8, 72, free=1, as_loaded=False, elements=(32, 32)),
-}
+}  # fmt: skip
 BITS = {"float32": 32, "int8": 8, "int4": 4, "e4m3": 8, "e5m2": 8}  # others have 16
 
 

@@ -44,12 +44,9 @@ def call_of(
         cache[used] = normal(rng, (int(used.sum()), heads, size), FLOATS[dtype])
         caches.append(cache.reshape(blocks, rows, heads, size))
     call = {
-        "query": normal(rng, (batch, kv_heads * group, dim), FLOATS[dtype]),
-        "key_cache": caches[0],
-        "value_cache": caches[1],
-        "block_tables": table,
-        "context_lens": lengths,
-    }
+        "query": normal(rng, (batch, kv_heads * group, dim), FLOATS[dtype]), "key_cache": caches[0],
+        "value_cache": caches[1], "block_tables": table, "context_lens": lengths,
+    }  # fmt: skip
     if more.pop("razor", False):
         offset = poison(rng, (blocks * rows,), np.float32)
         offset[used] = rng.uniform(-3, 8, int(used.sum()))
@@ -69,13 +66,9 @@ def run(call, function=paged_attention, **more):
 
 
 EXTRAS = {
-    "razor": {"razor": True},
-    "scale": {"softmax_scale": 0.7},
-    "razor_scale": {"razor": True, "softmax_scale": -0.3},
-    "window": {"window": (5, -1)},
-    "right": {"window": (-1, 0)},
-    "last": {"window": (0, 3), "razor": True},
-    "softcap": {"softcap": 1.5},
+    "razor": {"razor": True}, "scale": {"softmax_scale": 0.7},
+    "razor_scale": {"razor": True, "softmax_scale": -0.3}, "window": {"window": (5, -1)},
+    "right": {"window": (-1, 0)}, "last": {"window": (0, 3), "razor": True}, "softcap": {"softcap": 1.5},
     "sinks": {"sinks": True},
     "all": {"razor": True, "window": (7, 0), "softcap": 2.0, "sinks": True, "softmax_scale": 0.5},
-}
+}  # fmt: skip

@@ -34,14 +34,8 @@ class Capsule:
 
     CUDA = 2
     CODES: ClassVar = {
-        "i": 0,
-        "u": 1,
-        "float": 2,
-        "bfloat16": 4,
-        "b": 6,
-        "float8_e4m3fn": 10,
-        "float8_e5m2": 12,
-    }
+        "i": 0, "u": 1, "float": 2, "bfloat16": 4, "b": 6, "float8_e4m3fn": 10, "float8_e5m2": 12,
+    }  # fmt: skip
 
     def __init__(self, array):
         self.array = array

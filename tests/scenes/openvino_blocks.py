@@ -71,11 +71,8 @@ def written_by(openvino, kind):
     for begin, end in ((0, 33), (33, TOKENS)):
         key, value = (np.ascontiguousarray(side[begin:end].reshape(end - begin, -1)) for side in x)
         table = [
-            np.array([begin], i4),
-            np.array([0, end - begin], i4),
-            np.array(TABLE, i4),
-            np.array([0, 2], i4),
-        ]
+            np.array([begin], i4), np.array([0, end - begin], i4), np.array(TABLE, i4), np.array([0, 2], i4),
+        ]  # fmt: skip
         given = {"query": key, "key": key, "value": value, "max_context_len": np.array(end, i4)}
         for name, array in (given | dict(zip(names, table, strict=True))).items():
             request.set_tensor(name, openvino.Tensor(array))

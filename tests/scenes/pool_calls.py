@@ -64,15 +64,10 @@ class Scene:
     @property
     def arguments(self):
         return {
-            "query": self.query,
-            "key_cache": self.pools.given[0],
-            "value_cache": self.pools.given[1],
-            "block_tables": self.table,
-            "context_lens": self.lengths,
-            "query_starts": self.starts,
-            "layout": self.pools.layout,
-            **self.more,
-        }
+            "query": self.query, "key_cache": self.pools.given[0], "value_cache": self.pools.given[1],
+            "block_tables": self.table, "context_lens": self.lengths, "query_starts": self.starts,
+            "layout": self.pools.layout, **self.more,
+        }  # fmt: skip
 
     def run(self, **more):
         return kvkit.paged_attention(**self.arguments | more)

@@ -7,19 +7,13 @@ import numpy as np
 AXES = ("b", "n", "h", "c")
 # (axes of the memory; what keys and values are of it: "pools", "pool", "views" or "halves" of the content)
 ENGINES = {
-    "flash-attn": ("b n h c", "pools"),
-    "separate HND": ("b h n c", "pools"),
-    "FlashInfer": ("b kv n h c", "pool"),
-    "FlashInfer HND": ("b kv h n c", "pool"),
-    "vLLM 0.25": ("kv b n h c", "pool"),
-    "vLLM LBNHC": ("b n h kv c", "pool"),
-    "vLLM LBHNC": ("b h n c", "halves"),
-    "vLLM LBNHC halves": ("b n h c", "halves"),
-    "DeepSpeed": ("b n kv h c", "views"),
-    "TensorRT-LLM": ("b l kv h n c", "views"),
-    "content apart": ("b h c n", "pools"),
-    "shared pages": ("b n h c", "one after the other"),
-}
+    "flash-attn": ("b n h c", "pools"), "separate HND": ("b h n c", "pools"),
+    "FlashInfer": ("b kv n h c", "pool"), "FlashInfer HND": ("b kv h n c", "pool"),
+    "vLLM 0.25": ("kv b n h c", "pool"), "vLLM LBNHC": ("b n h kv c", "pool"),
+    "vLLM LBHNC": ("b h n c", "halves"), "vLLM LBNHC halves": ("b n h c", "halves"),
+    "DeepSpeed": ("b n kv h c", "views"), "TensorRT-LLM": ("b l kv h n c", "views"),
+    "content apart": ("b h c n", "pools"), "shared pages": ("b n h c", "one after the other"),
+}  # fmt: skip
 
 
 @dataclass

@@ -83,12 +83,9 @@ def swapped(array):
 
 
 NO_ARRAYS = {
-    "list": lambda array: array.tolist(),
-    "none": lambda array: None,
-    "number": lambda array: 1,
-    "other_library": Tensor,
-    "bytes": lambda array: array.tobytes(),
-}
+    "list": lambda array: array.tolist(), "none": lambda array: None, "number": lambda array: 1,
+    "other_library": Tensor, "bytes": lambda array: array.tobytes(),
+}  # fmt: skip
 
 
 def changed(name, *entries):
@@ -101,59 +98,39 @@ def changed(name, *entries):
 
 
 STARTS = {
-    "seqstarts_begins_at_1": ("seqstarts", (0, 1)),
-    "kvstarts_begins_at_1": ("kvstarts", (0, 1)),
-    "seqstarts_begins_below_0": ("seqstarts", (0, -1)),
-    "seqstarts_ends_early": ("seqstarts", (-1, 4)),
+    "seqstarts_begins_at_1": ("seqstarts", (0, 1)), "kvstarts_begins_at_1": ("kvstarts", (0, 1)),
+    "seqstarts_begins_below_0": ("seqstarts", (0, -1)), "seqstarts_ends_early": ("seqstarts", (-1, 4)),
     "seqstarts_ends_late": ("seqstarts", (-1, 6)),
-    "seqstarts_ends_at_int64_max": ("seqstarts", (-1, INT64_MAX)),
-    "seqstarts_falls": ("seqstarts", (2, 1)),
-    "seqstarts_falls_below_0": ("seqstarts", (1, INT64_MIN)),
-    "kvstarts_falls": ("kvstarts", (2, 4)),
-    "kvstarts_falls_below_0": ("kvstarts", (1, INT64_MIN)),
-    "kvstarts_ends_early": ("kvstarts", (-1, 11)),
+    "seqstarts_ends_at_int64_max": ("seqstarts", (-1, INT64_MAX)), "seqstarts_falls": ("seqstarts", (2, 1)),
+    "seqstarts_falls_below_0": ("seqstarts", (1, INT64_MIN)), "kvstarts_falls": ("kvstarts", (2, 4)),
+    "kvstarts_falls_below_0": ("kvstarts", (1, INT64_MIN)), "kvstarts_ends_early": ("kvstarts", (-1, 11)),
     "kvstarts_ends_late": ("kvstarts", (-1, 13)),
     "kvstarts_ends_at_int64_max": ("kvstarts", (-1, INT64_MAX)),
-    "kvlen_of_the_first_two": ("kvstarts", (1, 4)),
-    "start_pos_negative": ("start_pos", (0, -1)),
+    "kvlen_of_the_first_two": ("kvstarts", (1, 4)), "start_pos_negative": ("start_pos", (0, -1)),
     "start_pos_int64_min": ("start_pos", (0, INT64_MIN)),
     "start_pos_too_large": ("kvstarts", "start_pos", (0, 4)),
     "start_pos_too_small": ("kvstarts", "start_pos", (2, 3)),
     "start_pos_int64_max": ("kvstarts", "start_pos", (3, INT64_MAX)),
-}
+}  # fmt: skip
 
 
 # The legal table: 0 stores rows 3 4 and has 30 31 32 behind; 2 loads 30 31 32 12; 3 stores 20 21 22.
 ROWS = {
-    "past_page_negative": ((0, 0), -1),
-    "past_page_int64_min": ((0, 0), INT64_MIN),
-    "past_page_outside": ((0, 0), 34),
-    "past_page_ends_outside": ((0, 0), 32),
-    "past_page_int64_max": ((0, 0), INT64_MAX),
-    "store_page_negative": ((3, 0), -1),
-    "store_page_minus_2": ((3, 0), -2),
-    "store_page_ends_outside": ((3, 0), 32),
-    "store_page_int64_max": ((3, 0), INT64_MAX),
-    "last_page_outside": ((0, 1), 33),
-    "read_page_outside": ((2, 1), 34),
-    "read_page_int64_max": ((2, 1), INT64_MAX),
-    "stored_twice_by_two_all": ((3, 0), 3),
-    "stored_twice_by_two_one_row": ((3, 0), 4),
-    "stored_twice_by_two_from_below": ((3, 0), 1),
-    "stores_what_it_has_behind": ((0, 1), 31),
-    "stores_what_it_and_another_read": ((3, 0), 30),
-    "stores_what_another_reads": ((3, 0), 10),
-    "reads_what_another_stores_first_row": ((2, 1), 20),
-    "reads_what_another_stores_last_row": ((2, 1), 22),
+    "past_page_negative": ((0, 0), -1), "past_page_int64_min": ((0, 0), INT64_MIN),
+    "past_page_outside": ((0, 0), 34), "past_page_ends_outside": ((0, 0), 32),
+    "past_page_int64_max": ((0, 0), INT64_MAX), "store_page_negative": ((3, 0), -1),
+    "store_page_minus_2": ((3, 0), -2), "store_page_ends_outside": ((3, 0), 32),
+    "store_page_int64_max": ((3, 0), INT64_MAX), "last_page_outside": ((0, 1), 33),
+    "read_page_outside": ((2, 1), 34), "read_page_int64_max": ((2, 1), INT64_MAX),
+    "stored_twice_by_two_all": ((3, 0), 3), "stored_twice_by_two_one_row": ((3, 0), 4),
+    "stored_twice_by_two_from_below": ((3, 0), 1), "stores_what_it_has_behind": ((0, 1), 31),
+    "stores_what_it_and_another_read": ((3, 0), 30), "stores_what_another_reads": ((3, 0), 10),
+    "reads_what_another_stores_first_row": ((2, 1), 20), "reads_what_another_stores_last_row": ((2, 1), 22),
     "reads_what_another_stores_in_a_page": ((2, 0), 2),
-}
+}  # fmt: skip
 LEGAL_ROWS = {
-    "first_rows": ((3, 0), 0),
-    "last_rows": ((0, 0), 31),
-    "just_below_a_stored_run": ((2, 1), 19),
-    "just_above_a_stored_run": ((2, 1), 23),
-    "next_to_another_stored_run_below": ((3, 0), 5),
-    "next_to_another_stored_run_above": ((0, 1), 18),
-    "overhanging_last_page": ((0, 1), 28),
+    "first_rows": ((3, 0), 0), "last_rows": ((0, 0), 31), "just_below_a_stored_run": ((2, 1), 19),
+    "just_above_a_stored_run": ((2, 1), 23), "next_to_another_stored_run_below": ((3, 0), 5),
+    "next_to_another_stored_run_above": ((0, 1), 18), "overhanging_last_page": ((0, 1), 28),
     "same_page_read_twice": ((2, 1), 32),
-}
+}  # fmt: skip

@@ -14,12 +14,9 @@ import pytest
 from kvkit.reference import cache as reference
 
 DTYPES = {
-    "fp32": np.dtype(np.float32),
-    "fp16": np.dtype(np.float16),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "int8": np.dtype(np.int8),
-    "uint8": np.dtype(np.uint8),
-}
+    "fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16),
+    "int8": np.dtype(np.int8), "uint8": np.dtype(np.uint8),
+}  # fmt: skip
 FLOATS = ("fp32", "fp16", "bf16")
 GROUPS = (2, 4, 8, 16, 32, 64)
 INT64_MAX, INT64_MIN = np.iinfo(np.int64).max, np.iinfo(np.int64).min
@@ -55,21 +52,15 @@ QUANTIZED = [
 # A narrow, a usual and a wide group; what is compiled for others is slow.
 QUICK_QUANTIZED = [formats for formats in QUANTIZED if formats.group in (2, 8, 64)]
 ODD_GROUPS = [
-    Formats("fp32", "int8", "fp32", 8, 1, (6, 17)),
-    Formats("fp16", "int8", "fp16", 8, 3, (6, 24)),
-    Formats("bf16", "int8", "fp16", 8, 5, (40, 5)),
-    Formats("fp32", "int8", "bf16", 8, 24, (24, 48)),
-    Formats("fp32", "int8", "fp16", 4, 6, (6, 24)),
-    Formats("fp16", "int8", "fp32", 4, 10, (40,)),
+    Formats("fp32", "int8", "fp32", 8, 1, (6, 17)), Formats("fp16", "int8", "fp16", 8, 3, (6, 24)),
+    Formats("bf16", "int8", "fp16", 8, 5, (40, 5)), Formats("fp32", "int8", "bf16", 8, 24, (24, 48)),
+    Formats("fp32", "int8", "fp16", 4, 6, (6, 24)), Formats("fp16", "int8", "fp32", 4, 10, (40,)),
     Formats("bf16", "uint8", "bf16", 4, 40, (40,)),
-]
+]  # fmt: skip
 ALL_FORMATS = MOVED + QUANTIZED + ODD_GROUPS
 DYNAMIC_AXES = (
-    "row layer kv head dim",
-    "layer row kv head dim",
-    "layer kv row head dim",
-    "layer kv head row dim",
-)
+    "row layer kv head dim", "layer row kv head dim", "layer kv row head dim", "layer kv head row dim",
+)  # fmt: skip
 STATIC_AXES = ("sequence layer kv row head dim", "layer sequence kv head row dim")
 OPERATORS = {
     "static": ("key_value_cache", reference.key_value_cache),

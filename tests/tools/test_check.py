@@ -67,23 +67,17 @@ def tables():
     """Two sequences that share a prefix of two pages, and one of its own; a step of the last tokens."""
     return {
         "block_tables": np.array([[7, 3, 9, -1], [7, 3, 5, 8], [2, 6, -1, -1]], np.int32),
-        "context_lens": np.array([10, 14, 8], np.int32),
-        "num_blocks": 12,
-        "page_size": 4,
-        "slot_mapping": np.array([37, 33, 27], np.int64),
-        "slot_sequences": np.array([0, 1, 2]),
+        "context_lens": np.array([10, 14, 8], np.int32), "num_blocks": 12, "page_size": 4,
+        "slot_mapping": np.array([37, 33, 27], np.int64), "slot_sequences": np.array([0, 1, 2]),
         "slot_positions": np.array([9, 13, 7]),
-    }
+    }  # fmt: skip
 
 
 def packed():
     return {
-        "kv_indptr": np.array([0, 2, 3], np.int32),
-        "kv_indices": np.array([4, 2, 1], np.int32),
-        "kv_last_page_len": np.array([1, 4], np.int32),
-        "num_blocks": 8,
-        "page_size": 4,
-    }
+        "kv_indptr": np.array([0, 2, 3], np.int32), "kv_indices": np.array([4, 2, 1], np.int32),
+        "kv_last_page_len": np.array([1, 4], np.int32), "num_blocks": 8, "page_size": 4,
+    }  # fmt: skip
 
 
 def rows():

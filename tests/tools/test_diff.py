@@ -291,11 +291,8 @@ def test_layouts():
     kvkit.layouts.view(other["cache"], "| l b h kv n c").values[0, 2, 3, 1, 5] = 9
     [found] = diff(engine, other, layout_a="l | b kv n h c", layout_b="| l b h kv n c").arrays
     assert (found.name, found.first["page"], found.first["position"], found.first["head"]) == (
-        "values",
-        2,
-        3,
-        1,
-    )
+        "values", 2, 3, 1,
+    )  # fmt: skip
 
 
 def test_large_arrays_are_tried_in_part(monkeypatch):
