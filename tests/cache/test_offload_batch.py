@@ -91,20 +91,24 @@ CHANGES = {
     "remove": (filled_twice, remove),
     "remove codes": (coded, lambda cache: cache.retain([*range(9), 20, *range(40, 50)])),
     "remove sinks": (coded, lambda cache: cache.remove(0, 30)),
-    "shift": (unfixed, lambda cache: cache.shift(0, None, 3, ROPE)), "remove again": (moved, remove),
+    "shift": (unfixed, lambda cache: cache.shift(0, None, 3, ROPE)),
+    "remove again": (moved, remove),
     "compress": (unfixed, lambda cache: cache.compress("knorm", count=4)),
-    "compress what has room": (roomy, compress), "compress and renumber": (coded, compress_from_zero),
+    "compress what has room": (roomy, compress),
+    "compress and renumber": (coded, compress_from_zero),
     "crop what was moved": (holes, lambda cache: cache.crop(-12)),
     "reorder what was moved": (moved, lambda cache: cache.reorder([1, 0])),
     "reset what was moved": (moved, lambda cache: cache.reset()),
     "reorder": (filled_twice, lambda cache: cache.reorder([1, 0])),
     "select": (filled_twice, lambda cache: cache.select([1])),
-    "repeat": (filled_twice, lambda cache: cache.repeat(2)), "crop": (coded, lambda cache: cache.crop(-3)),
-    "crop to": (recorded, lambda cache: cache.crop(14)), "crop all": (coded, lambda cache: cache.crop(-50)),
+    "repeat": (filled_twice, lambda cache: cache.repeat(2)),
+    "crop": (coded, lambda cache: cache.crop(-3)),
+    "crop to": (recorded, lambda cache: cache.crop(14)),
+    "crop all": (coded, lambda cache: cache.crop(-50)),
     "crop what is recorded": (recorded, lambda cache: cache.crop(0)),
     "reset": (recorded, lambda cache: cache.reset()),
     "reset of nothing": (recording, lambda cache: cache.reset()),
-}  # fmt: skip
+}
 # Their files change as those of another one do.
 OTHERS = "remove sinks", "remove again", "reorder what was moved", "select", "crop to", "crop all"
 

@@ -33,10 +33,13 @@ def offset_scene(starts):
 
 
 OFFSETS = {
-    "negative": lambda rows: -1, "int64_min": lambda rows: INT64_MIN, "one_too_far": lambda rows: rows - 4,
-    "past_the_end": lambda rows: rows, "wraps_at_int64_max": lambda rows: INT64_MAX,
+    "negative": lambda rows: -1,
+    "int64_min": lambda rows: INT64_MIN,
+    "one_too_far": lambda rows: rows - 4,
+    "past_the_end": lambda rows: rows,
+    "wraps_at_int64_max": lambda rows: INT64_MAX,
     "wraps_in_position": lambda rows: INT64_MAX - 3,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", OFFSETS)

@@ -173,9 +173,12 @@ def changed(which, index, form):
 
 
 WRONG = {
-    "no_parts": ("outputs", lambda o, s: ([], [])), "no_sequence": ("outputs", lambda o, s: (None, s)),
-    "lses_no_sequence": ("lses", lambda o, s: (o, None)), "number": ("outputs", lambda o, s: (1.0, s)),
-    "fewer_lses": ("lses", lambda o, s: (o, s[:1])), "more_lses": ("lses", lambda o, s: (o, [*s, s[0]])),
+    "no_parts": ("outputs", lambda o, s: ([], [])),
+    "no_sequence": ("outputs", lambda o, s: (None, s)),
+    "lses_no_sequence": ("lses", lambda o, s: (o, None)),
+    "number": ("outputs", lambda o, s: (1.0, s)),
+    "fewer_lses": ("lses", lambda o, s: (o, s[:1])),
+    "more_lses": ("lses", lambda o, s: (o, [*s, s[0]])),
     "lists": ("outputs", lambda o, s: ([a.tolist() for a in o], s)),
     "lse_lists": ("lses", lambda o, s: (o, [a.tolist() for a in s])),
     "another_shape": ("outputs", changed(0, 1, lambda a: a[:1])),
@@ -189,7 +192,7 @@ WRONG = {
     "lse_shape": ("lses", changed(1, 1, lambda a: a[:, :1])),
     "lse_of_outputs_shape": ("lses", changed(1, 0, lambda a: a[..., None])),
     "no_heads": ("outputs", lambda o, s: ([np.float32(1)], [np.float32(1)])),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -17,10 +17,13 @@ from kvkit.cache import (
 from kvkit.runtime.arrays import ALIGNED
 
 LAYERS = {
-    "dynamic": DynamicLayer, "sliding": lambda: SlidingWindowLayer(4), "static": lambda: StaticLayer(12),
+    "dynamic": DynamicLayer,
+    "sliding": lambda: SlidingWindowLayer(4),
+    "static": lambda: StaticLayer(12),
     "static sliding": lambda: StaticSlidingWindowLayer(12, 4),
-    "quantized": lambda: QuantizedLayer(**OPTIONS), "paged": lambda: PagedCache(16, 4, 1, 3, 8, np.float16),
-}  # fmt: skip
+    "quantized": lambda: QuantizedLayer(**OPTIONS),
+    "paged": lambda: PagedCache(16, 4, 1, 3, 8, np.float16),
+}
 any_kind = pytest.mark.parametrize("kind", KINDS)
 
 

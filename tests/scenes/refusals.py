@@ -83,9 +83,12 @@ def swapped(array):
 
 
 NO_ARRAYS = {
-    "list": lambda array: array.tolist(), "none": lambda array: None, "number": lambda array: 1,
-    "other_library": Tensor, "bytes": lambda array: array.tobytes(),
-}  # fmt: skip
+    "list": lambda array: array.tolist(),
+    "none": lambda array: None,
+    "number": lambda array: 1,
+    "other_library": Tensor,
+    "bytes": lambda array: array.tobytes(),
+}
 
 
 def changed(name, *entries):
