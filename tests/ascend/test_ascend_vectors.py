@@ -66,32 +66,23 @@ COMPRESSED = {
     "V1 omni": (OMNI, V1, {"wins": [5], "offset_index": [3]}, [[0, 1, 2, 3], [9, 10, 0, 0]]),
     "V2 kvhead": (KVHEAD, V1, {"wins": [5]}, [[0, 6, 7, 8], [9, 10, 0, 0]]),
     "V3 kvhead": (
-        KVHEAD,
-        V3,
-        {"wins": [2, 4, 1, 3]},
+        KVHEAD, V3, {"wins": [2, 4, 1, 3]},
         [[20, 30, -1, -1], [1, 11, 21, 31], [60, -1, -1, -1], [41, 51, 61, -1], EMPTY, EMPTY],
     ),
     "V3 rope": (
-        ROPE,
-        V3,
-        {"wins": [2, 3, 2, 0], "offset_index": [1, -1, 0, 2]},
+        ROPE, V3, {"wins": [2, 3, 2, 0], "offset_index": [1, -1, 0, 2]},
         [[0, 15, 30, -1], [1, 11, 21, 31], [45, 60, -1, -1], [41, 51, 61, -1], EMPTY, EMPTY],
     ),
     "V3 omni": (
-        OMNI,
-        V3,
-        {"wins": [2, 3, 2, 0], "offset_index": [1, -1, 0, 2]},
+        OMNI, V3, {"wins": [2, 3, 2, 0], "offset_index": [1, -1, 0, 2]},
         [[0, 30, -1, -1], [1, 11, 21, 31], [60, -1, -1, -1], [41, 51, 61, -1], EMPTY, EMPTY],
     ),
     "V9 kvhead": (
-        KVHEAD,
-        V9 | {"slots": [0, 1, 2, 4, 6, 8], "cache": [[-1, -1]] * 5},
-        {"wins": [1, 1, 2, 2, 2, 2]},
+        KVHEAD, V9 | {"slots": [0, 1, 2, 4, 6, 8], "cache": [[-1, -1]] * 5}, {"wins": [1, 1, 2, 2, 2, 2]},
         [[20, 21], [40, 50], [41, 51], [80, 90], [81, 91]],
     ),
     "V9 rope": (
-        ROPE,
-        V9 | {"slots": [0, 2, 4, 6, 9, 11], "cache": [EMPTY] * 3},
+        ROPE, V9 | {"slots": [0, 2, 4, 6, 9, 11], "cache": [EMPTY] * 3},
         {"wins": [1, 0, 2, 9, 3, 4], "offset_index": [1, 0, 1, -1, 0, 0]},
         [[10, 20, 11, 21], [30, 45, 31, 41], [51, 70, 90, 76]],
     ),
@@ -100,12 +91,10 @@ COMPRESSED = {
     "V10 skip": (KVHEAD, V10, {"wins": [0], "empty_window": "skip"}, [[0] * 4] * 2),
     "V11 kvhead": (KVHEAD, V11 | {"slots": [3, -1]}, {"wins": [2, 2]}, [[0, 0, 0, 10], [20, 0, 0, 0]]),
     "V11 rope": (
-        ROPE,
-        V11 | {"slots": [-7, 2]},
-        {"wins": [2, 2], "offset_index": [0, 0]},
+        ROPE, V11 | {"slots": [-7, 2]}, {"wins": [2, 2], "offset_index": [0, 0]},
         [[0, 0, 6, 21], [0, 0, 0, 0]],
     ),
-}
+}  # fmt: skip
 
 
 def given(mode, data, channel, integer=np.int64, **more):

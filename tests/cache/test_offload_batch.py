@@ -1,12 +1,11 @@
 """What changes all layers of a folder changes all or none, whatever ends the change."""
 
 import itertools
-import sys
 from hashlib import sha256
 
 import numpy as np
 import pytest
-from folder_scenes import DIMS, as_folder, files_of, five_layers, full_disk, names, random, watched
+from folder_scenes import DIMS, as_folder, files_of, five_layers, full_disk, names, random, traced, watched
 from quantized_cache_scenes import OPTIONS
 
 from kvkit import Rope
@@ -272,14 +271,10 @@ def interrupted(call, number):
             raise KeyboardInterrupt
         return trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
     try:
-        call()
+        traced(trace, call)
     except KeyboardInterrupt:
         return True
-    finally:
-        sys.settrace(before)
     return False
 
 

@@ -419,20 +419,16 @@ def test_all_layers_change_or_none():
 @pytest.mark.parametrize(
     ("call", "arguments", "sentence"),
     [
-        ("remove", (3, 2), "end"),
-        ("remove", (-1,), "begin"),
-        ("retain", ([3, 9],), "positions that are stored, got 9"),
-        ("retain", ([3, 3],), "each once"),
+        ("remove", (3, 2), "end"), ("remove", (-1,), "begin"),
+        ("retain", ([3, 9],), "positions that are stored, got 9"), ("retain", ([3, 3],), "each once"),
         ("shift", (0, 4, 1), "ascending positions|stay ascending"),
-        ("shift", (4, None, -1), "stay ascending"),
-        ("shift", (0, 4, "a"), "delta"),
-        ("divide", (0, 4, 1), "d: expected"),
-        ("divide", (4, None, 2), "stay ascending"),
+        ("shift", (4, None, -1), "stay ascending"), ("shift", (0, 4, "a"), "delta"),
+        ("divide", (0, 4, 1), "d: expected"), ("divide", (4, None, 2), "stay ascending"),
         ("shift", (0, None, 1, "half"), "how keys were rotated"),
         ("shift", (0, None, 1, Rope(16)), "at most 8 rotated elements"),
         ("shift", (4, 8, 8, Rope(8, 5e5)), "the one of earlier shifts"),
     ],
-)
+)  # fmt: skip
 def test_illegal_calls_are_refused_and_change_nothing(call, arguments, sentence):
     layer = DynamicLayer()
     filled(layer)

@@ -195,18 +195,12 @@ def form(stored, dim, rows, moved=0, group=8, cell=None, head=0, packed=None):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (("float16", 128, 4), (8, 0, 1, 4, 16)),
-        (("float16", 128, 5), (8, 0, 1, 8, 16)),
-        (("float16", 128, 99), (8, 0, 1, 8, 16)),
-        (("float16", 128, 4, 2), (1, 0, 4, 4, 32)),
-        (("float16", 128, 4, 8), (4, 0, 1, 4, 32)),
-        (("float16", 20, 1), (4, 0, 1, 1, 8)),
-        (("float16", 24, 1, 0, 8, None, 4), (2, 0, 1, 1, 16)),
-        (("float32", 128, 1), (4, 0, 1, 1, 32)),
-        (("float32", 256, 8), (4, 0, 2, 4, 32)),
-        (("float32", 512, 8), (4, 0, 4, 2, 32)),
-        (("float32", 17, 1), (1, 0, 1, 1, 32)),
-        (("int8", 128, 4, 0, 8, "float16"), (16, 2, 1, 4, 8)),
+        (("float16", 128, 4), (8, 0, 1, 4, 16)), (("float16", 128, 5), (8, 0, 1, 8, 16)),
+        (("float16", 128, 99), (8, 0, 1, 8, 16)), (("float16", 128, 4, 2), (1, 0, 4, 4, 32)),
+        (("float16", 128, 4, 8), (4, 0, 1, 4, 32)), (("float16", 20, 1), (4, 0, 1, 1, 8)),
+        (("float16", 24, 1, 0, 8, None, 4), (2, 0, 1, 1, 16)), (("float32", 128, 1), (4, 0, 1, 1, 32)),
+        (("float32", 256, 8), (4, 0, 2, 4, 32)), (("float32", 512, 8), (4, 0, 4, 2, 32)),
+        (("float32", 17, 1), (1, 0, 1, 1, 32)), (("int8", 128, 4, 0, 8, "float16"), (16, 2, 1, 4, 8)),
         (("int8", 128, 8, 0, 8, "float16"), (8, 1, 1, 8, 16)),
         (("int8", 128, 4, 0, 64, "float16"), (16, 1, 1, 4, 8)),
         (("int8", 24, 1, 0, 3, "float16"), (1, 1, 1, 1, 32)),
@@ -217,7 +211,7 @@ def form(stored, dim, rows, moved=0, group=8, cell=None, head=0, packed=None):
         (("int4", 128, 1, 0, 8, "float16", 0, "float32"), (16, 2, 1, 1, 8)),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_form(given, expected, monkeypatch):
     """16 bytes at once, where rows are whole chunks, aligned, of whole groups or parts of one, and few."""
     monkeypatch.setattr(forms, "THREADS", 128)

@@ -139,17 +139,11 @@ def test_strided_arrays_of_the_device(rng, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "place", "span"),
     [
-        ("current_key", {}, 4),
-        ("current_key", {"elements": 1}, 1),
-        ("current_value", {"elements": 3}, 1),
-        ("current_value", {"elements": 4}, 4),
-        ("current_key", {"dim": 2}, 1),
-        ("cache", {"elements": 4}, 4),
-        ("cache", {"elements": 2}, 1),
-        ("cache", {"dim": 1}, 1),
-        ("cache", {"dim": 4}, 4),
+        ("current_key", {}, 4), ("current_key", {"elements": 1}, 1), ("current_value", {"elements": 3}, 1),
+        ("current_value", {"elements": 4}, 4), ("current_key", {"dim": 2}, 1), ("cache", {"elements": 4}, 4),
+        ("cache", {"elements": 2}, 1), ("cache", {"dim": 1}, 1), ("cache", {"dim": 4}, 4),
     ],
-)
+)  # fmt: skip
 def test_accesses_are_aligned(name, place, span, rng, monkeypatch):
     """A device refuses 16 bytes that do not begin at a multiple of 16; 4 elements of the cache are 8 here."""
     spans, compiled = {}, transfer.compiled

@@ -67,14 +67,10 @@ def test_pages_of_64_heads(element, rng, taken):
 @pytest.mark.parametrize(
     ("heads", "room", "rows", "tile"),
     [
-        (128, "9.0", 64, 64),
-        (128, "8.0", 64, 32),
-        (128, "12.0", 16, 32),
-        (32, "9.0", 32, 64),
-        (16, "9.0", 16, 64),
-        (9, "8.0", 16, 32),
+        (128, "9.0", 64, 64), (128, "8.0", 64, 32), (128, "12.0", 16, 32), (32, "9.0", 32, 64),
+        (16, "9.0", 16, 64), (9, "8.0", 16, 32),
     ],
-)
+)  # fmt: skip
 def test_devices(heads, room, rows, tile, rng, monkeypatch):
     """Each form of DeepSeek's rows, by what a device has of shared memory, over smaller rows."""
     form = latent.form("bfloat16", 576, 512, heads, ROOMS[room])

@@ -180,17 +180,13 @@ def block(suffix, weights):
     nodes += [
         helper.make_node("RotaryPositionEmbedding", ["query", "key", *step], turned, domain=domain),
         helper.make_node(
-            "MultiHeadCacheAttention",
-            [names.get(name, name) for name in call],
-            ["heads"],
-            domain=domain,
-            is_causal=1,
-            **attributes,
+            "MultiHeadCacheAttention", [names.get(name, name) for name in call], ["heads"], domain=domain,
+            is_causal=1, **attributes,
         ),
         helper.make_node("Reshape", ["heads", "flat"], ["joined"]),
         helper.make_node("MatMul", ["joined", "w_out"], ["projected"]),
         helper.make_node("Add", ["x", "projected"], ["y"]),
-    ]
+    ]  # fmt: skip
     constants = weights | {name: np.array(shape) for name, shape in shapes.items()}
     constants = [numpy_helper.from_array(array, name) for name, array in constants.items()]
     return graph(nodes, ["x", *dict.fromkeys([*step, *call[3:]])], ["y"], constants)

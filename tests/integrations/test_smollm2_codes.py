@@ -95,7 +95,6 @@ def test_keys_per_token_lose_it(exact, bits, agreement, worse):
     assert perplexity > worse * exact[1]
 
 
-KEPT = 16  # bits of a number that no scheme codes
 KINDS = "fp32", "fp16", "bf16", "int8", "int4", "int2", "paged", "static", "sliding", "offloaded"
 
 

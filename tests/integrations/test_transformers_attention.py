@@ -98,15 +98,12 @@ def test_any_strides():
 @pytest.mark.parametrize(
     "options",
     [
-        {"sliding_window": 3},
-        {"softcap": 0.5},
-        {"s_aux": states(4, seed=7)},
-        {"s_aux": states(4, seed=7, dtype=BFLOAT16)},
-        {"is_causal": False},
+        {"sliding_window": 3}, {"softcap": 0.5}, {"s_aux": states(4, seed=7)},
+        {"s_aux": states(4, seed=7, dtype=BFLOAT16)}, {"is_causal": False},
         {"sliding_window": 4, "softcap": 0.7, "s_aux": states(4, seed=8), "scaling": 0.2},
     ],
     ids=lambda options: "-".join(options),
-)
+)  # fmt: skip
 @pytest.mark.parametrize("padded", [False, True])
 def test_what_models_ask_for(options, padded):
     query, key, value = states(2, 4, 5, 16), states(2, 2, 9, 16, seed=1), states(2, 2, 9, 16, seed=2)

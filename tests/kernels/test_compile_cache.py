@@ -337,13 +337,10 @@ def test_swapped_files_are_not_run(shelf):
 @pytest.mark.parametrize(
     "payload",
     [
-        b"",
-        b"nonsense",
-        pickle.dumps(None),
-        pickle.dumps((1, 2)),
+        b"", b"nonsense", pickle.dumps(None), pickle.dumps((1, 2)),
         pickle.dumps(("share", ["no_such_name"], 3)),
     ],
-)
+)  # fmt: skip
 def test_an_odd_payload_is_a_miss(shelf, payload):
     from kvkit.runtime import disk_cache
 

@@ -440,19 +440,12 @@ def test_nothing_leaks_between_rows_and_tokens_of_wide_products(plain, rng):
 @pytest.mark.parametrize(
     ("cell", "group", "dims", "answer"),
     [
-        (None, 0, (64, 128), True),
-        (None, 0, (16, 16), True),
-        (None, 0, (64, 40), False),
-        (None, 0, (8, 64), False),
-        ("float16", 8, (64, 64), True),
-        ("float16", 48, (48, 48), True),
-        ("float16", 2, (16, 16), True),
-        ("float16", 1, (64, 64), False),
-        ("float16", 5, (80, 80), False),
-        ("float16", 24, (48, 48), False),
-        ("float16", 8, (40, 40), False),
+        (None, 0, (64, 128), True), (None, 0, (16, 16), True), (None, 0, (64, 40), False),
+        (None, 0, (8, 64), False), ("float16", 8, (64, 64), True), ("float16", 48, (48, 48), True),
+        ("float16", 2, (16, 16), True), ("float16", 1, (64, 64), False), ("float16", 5, (80, 80), False),
+        ("float16", 24, (48, 48), False), ("float16", 8, (40, 40), False),
     ],
-)
+)  # fmt: skip
 def test_what_is_read_in_place(cell, group, dims, answer):
     assert products.in_place(cell, group, dims) is answer
 

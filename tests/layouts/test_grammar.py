@@ -48,13 +48,10 @@ def test_aliases_name_one_layout():
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("b n h c", "| b n h c"),
-        ("  l|kv b  n h c ", "l | kv b n h c"),
-        ("| b (h) n c", "| b h n c"),
-        ("kv | b n (h s)", "kv | b n (h s)"),
-        ("n c", "| n c"),
+        ("b n h c", "| b n h c"), ("  l|kv b  n h c ", "l | kv b n h c"), ("| b (h) n c", "| b h n c"),
+        ("kv | b n (h s)", "kv | b n (h s)"), ("n c", "| n c"),
     ],
-)
+)  # fmt: skip
 def test_one_form_of_writing(text, line):
     assert str(parse(text)) == line
     assert parse(parse(text)) is not None
@@ -64,34 +61,20 @@ def test_one_form_of_writing(text, line):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "an axis of content"),
-        ("nhd", "a line, such as"),
-        (None, "a line, such as"),
-        (7, "a line, such as"),
-        ("l | b n h", "an axis of content"),
-        ("l | b n d c", "axes among"),
-        ("l | b n n c", "the axis n once"),
-        ("l | l b n c", "in lists or in the array"),
-        ("l l | b n c", "each axis once"),
-        ("l | b | n c", "one bar"),
-        ("l | b n c1", "the axis c once"),
-        ("l | b c0[8] n", "the axis c once"),
-        ("l | b n c1 c0", "for an inner one"),
-        ("l | b n c1[2] c0[8]", "for an outer part"),
-        ("l | b n c1 c0[0]", "axes among"),
-        ("l | b n c s", "not both"),
-        ("l | kv1 b n c kv0[2]", "axes among|a whole axis kv"),
-        ("l | (b n c", "a parenthesis that closes"),
-        ("l | b n) c", "in parentheses"),
-        ("l | b () n c", "in parentheses"),
-        ("l | b n + c", "in parentheses"),
-        ("l | b (n c +)", "in parentheses"),
-        ("l kv | b n c ; b n c", "other axes"),
-        ("l kv | b n c ; b h n c", "the same axes"),
-        ("l | b n c ; b c n", "an axis kv"),
+        ("", "an axis of content"), ("nhd", "a line, such as"), (None, "a line, such as"),
+        (7, "a line, such as"), ("l | b n h", "an axis of content"), ("l | b n d c", "axes among"),
+        ("l | b n n c", "the axis n once"), ("l | l b n c", "in lists or in the array"),
+        ("l l | b n c", "each axis once"), ("l | b | n c", "one bar"), ("l | b n c1", "the axis c once"),
+        ("l | b c0[8] n", "the axis c once"), ("l | b n c1 c0", "for an inner one"),
+        ("l | b n c1[2] c0[8]", "for an outer part"), ("l | b n c1 c0[0]", "axes among"),
+        ("l | b n c s", "not both"), ("l | kv1 b n c kv0[2]", "axes among|a whole axis kv"),
+        ("l | (b n c", "a parenthesis that closes"), ("l | b n) c", "in parentheses"),
+        ("l | b () n c", "in parentheses"), ("l | b n + c", "in parentheses"),
+        ("l | b (n c +)", "in parentheses"), ("l kv | b n c ; b n c", "other axes"),
+        ("l kv | b n c ; b h n c", "the same axes"), ("l | b n c ; b c n", "an axis kv"),
         ("l1 | b n c", "whole axes left of the bar"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_line(text, expected):
     with pytest.raises(KvkitError, match=f"layout: expected .*({expected})"):
         parse(text)

@@ -204,18 +204,11 @@ def test_other_numbers_of_tokens():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("num_heads", 8),
-        ("layer_idx", 3),
-        ("quant_bit", 1),
-        ("softcap", -1.0),
-        ("window", 3),
-        ("cache_layout", 7),
-        ("sinks", np.zeros(3, np.float32)),
-        ("is_causal", None),
-        ("out", 3),
+        ("num_heads", 8), ("layer_idx", 3), ("quant_bit", 1), ("softcap", -1.0), ("window", 3),
+        ("cache_layout", 7), ("sinks", np.zeros(3, np.float32)), ("is_causal", None), ("out", 3),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_errors_of_a_layer(name, value):
     """In the words of the function, and nothing written."""
     call = legal("dynamic_cache")

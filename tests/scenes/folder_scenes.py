@@ -120,6 +120,16 @@ def assert_alike_from_now_on(one, other, dtype, dims=(4, 6)):
 # Ends of processes
 
 
+def traced(trace, call):
+    """Do what `call` does under a function that Python tells of every line."""
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+
+
 def watched(folder, seen, call):
     """Do what `call` does; each time that a line of it has changed the folder, `seen` gets a copy of it."""
     latest = None
@@ -137,12 +147,7 @@ def watched(folder, seen, call):
         look()
         return trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
+    traced(trace, call)
     look()
 
 

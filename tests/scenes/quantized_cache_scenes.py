@@ -27,12 +27,6 @@ def feed(layer, given, *ends):
     return result
 
 
-def coded_set(layer, side):
-    side = layer.store.sides[side]
-    first = min(side.sink, side.length)
-    return list(range(first, first + side.coded))
-
-
 def coded(layer, side=0):
     """(bytes of codes, cells) of a layer's keys or values."""
     side = layer.store.sides[side]

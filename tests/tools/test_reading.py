@@ -26,17 +26,12 @@ def paged(**options):
 @pytest.mark.parametrize(
     ("cache", "format"),
     [
-        (DynamicCache(), None),
-        (quantized(bits=8), "uint8"),
-        (quantized(format="q8_0"), "q8_0"),
-        (paged(), None),
-        (paged(quant_bit=8), "int8:g8"),
-        (paged(quant_bit=4, quant_group=32), "int4:g32"),
-        (paged(quant_format="e4m3", scale=[0.01, 0.02]), "e4m3"),
-        (paged(quant_format="q8_0"), "q8_0"),
+        (DynamicCache(), None), (quantized(bits=8), "uint8"), (quantized(format="q8_0"), "q8_0"),
+        (paged(), None), (paged(quant_bit=8), "int8:g8"), (paged(quant_bit=4, quant_group=32), "int4:g32"),
+        (paged(quant_format="e4m3", scale=[0.01, 0.02]), "e4m3"), (paged(quant_format="q8_0"), "q8_0"),
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
-)
+)  # fmt: skip
 def test_a_saved_cache_is_what_it_was(rng, tmp_path, cache, format):
     for i in range(LAYERS):
         cache.update(*rng.standard_normal((2, BATCH, HEADS, TOKENS, DIM)).astype(np.float16), i)

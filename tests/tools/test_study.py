@@ -162,12 +162,9 @@ def test_a_scheme_of_ones_own(arrays, tmp_path):
 @pytest.mark.parametrize(
     ("schemes", "text"),
     [
-        ("", "schemes: expected one or more"),
-        ("int5", "format: expected one of"),
-        ("int4,int4", "schemes: expected each once"),
-        ("int4+spin", "rotation: expected"),
-        ("int4:g48", "a multiple of 48"),
-        ("nowhere.py:Mine", "scheme: expected a Python file"),
+        ("", "schemes: expected one or more"), ("int5", "format: expected one of"),
+        ("int4,int4", "schemes: expected each once"), ("int4+spin", "rotation: expected"),
+        ("int4:g48", "a multiple of 48"), ("nowhere.py:Mine", "scheme: expected a Python file"),
         ([object()], "scheme: expected methods encode and decode"),
         ("syntax.py:A", r"syntax.py:A: expected a Python file that runs, got SyntaxError \(.*line 1"),
         ("missing.py:A", r"missing.py:A: expected a Python file that runs, got ModuleNotFoundError"),
@@ -175,7 +172,7 @@ def test_a_scheme_of_ones_own(arrays, tmp_path):
         ("takes.py:A", r"takes.py:A: expected a class without arguments, got TypeError \(.*'x'"),
         ("takes.py:B", "takes.py: expected a class 'B'"),
     ],
-)
+)  # fmt: skip
 def test_a_scheme_that_is_none(arrays, schemes, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, source in {

@@ -9,18 +9,13 @@ from kvkit.errors import KvkitError
 WRONG = {
     "P2": ([[0, 0, 4]], [12], [11], r"cachestarts\[0, 1\]: expected a page once in a sequence \(rule P2\)"),
     "P3": (
-        [[0, 4], [4, 8]],
-        [8, 8],
-        [8, 7],
+        [[0, 4], [4, 8]], [8, 8], [8, 7],
         r"cachestarts\[1, 0\]: expected pages shared only by .* \(rule P3\)",
     ),
     "P4": (
-        [[0, 4], [0, 4]],
-        [6, 5],
-        [5, 5],
-        r"cachestarts: expected new tokens in pages of one .* \(rule P4\)",
+        [[0, 4], [0, 4]], [6, 5], [5, 5], r"cachestarts: expected new tokens in pages of one .* \(rule P4\)",
     ),
-}
+}  # fmt: skip
 
 
 def append(table, kvlens, start_pos):
