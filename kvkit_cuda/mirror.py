@@ -27,9 +27,9 @@ of the data, as `key_value_cache` returns it; scales of more codes multiply scor
 keep float32, as the CPU does, and only they read formats of `quant_format`."""
 SUMS = "Sums are added in another order than on the CPU, so the last bits differ, but not between devices."
 KEY_WEIGHTS = "With `return_key_weights`, kernels without tensor cores compute all scores twice."
-GATHERED = """Contexts in one pool of floats are read where they lie, by kernels without tensor cores. Other
-rows (of two pools, of bytes, chosen ones) are joined and decoded on the host, rounded to the dtype of
-`query`, and copied to the device, even if the pool is on the device."""
+GATHERED = """Contexts in one pool of floats are read where they lie. Rows of 656 bytes, also chosen ones, are
+first decoded into a pool of the dtype of `query` on the device. Other rows (of two pools, of 584 bytes,
+chosen floats) are joined and decoded on the host, rounded to that dtype, and copied to the device."""
 ENCODED_ON_HOST = "Tokens are copied to the host, where rows of bytes are encoded, and back into the pool."
 ON_THE_CPU = "The CPU computes it: arrays of a device are copied to the host, the result is copied back."
 ANGLES = """Products and sums equal those of the CPU bit for bit; cosines and sines too, except rare ties in

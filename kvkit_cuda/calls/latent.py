@@ -1,7 +1,7 @@
 """Prepare the launches of checked calls on latent caches.
 
-Kernels attend to floats in one pool in place, and store rows. The host does all else: it joins, chooses or
-decodes rows, which are then copied to the device.
+Kernels attend to floats in one pool in place, store rows, and decode rows of 656 bytes into a pool of floats.
+The host does all else: it joins, chooses or decodes rows, which are then copied to the device.
 """
 
 import numpy as np
@@ -9,9 +9,14 @@ import numpy as np
 from kvkit.calls.latent import gather_rows, slots_of, stored_parts
 from kvkit.checks.arguments import PoolAttention, Scoring
 from kvkit.checks.paged import checked_paged_attention
+from kvkit.checks.records import CacheLayer, Side, StepIndex
+from kvkit.formats import BY_NAME
 from kvkit_cuda.calls import arrays, attention
 from kvkit_cuda.calls.tables import Tables
-from kvkit_cuda.copy import pieces
+from kvkit_cuda.copy import pieces, transfer
+from kvkit_cuda.device_runtime import host
+
+GROUP, SCALE_BYTES = 128, 4  # of rows of 656 bytes
 
 
 def take(name, given, stream):
@@ -28,16 +33,26 @@ def take(name, given, stream):
 
 
 def on_host(here, values):
-    """Return the names of the arrays that the host reads: all, unless attention is in place."""
-    return () if values["rope_cache"] is values["format"] is values["indices"] is None else tuple(here)
+    """Return the names of the arrays that the host reads: all, unless kernels read the rows."""
+    floats = values["rope_cache"] is values["format"] is values["indices"] is None
+    coded = values["extra"] is None and are_decoded(here["latent"].seen, values["format"])
+    return () if floats or coded else tuple(here)
+
+
+def are_decoded(rows, format):
+    """Return whether kernels decode rows: of 656 bytes, aligned, in blocks that are whole rows apart."""
+    if not isinstance(rows, np.ndarray) or rows.ndim < 3 or str(format).partition(":")[0] != "ds_mla":
+        return False
+    block, row = rows.strides[:2]
+    return row > 0 and block % row == 0 and (rows.ctypes.data | row) % SCALE_BYTES == 0
 
 
 def attend(placed):
     """Return the launches of `mla_attention`."""
     call = placed.call
-    whole = call.whole or gathered(placed)
+    whole, launches = (call.whole, []) if call.whole else gathered(placed)
     out, lse = (*placed.outputs, None)[:2]
-    launches = attend_whole(placed, whole, out, None if call.sinks_last else lse)
+    launches = [*launches, *attend_whole(placed, whole, out, None if call.sinks_last else lse)]
     if call.sinks_last and lse is not None:  # the lse is over rows alone
         scratch = uploaded(placed, np.zeros(out.shape, out.dtype))
         plain = whole._replace(weights=whole.weights._replace(sinks=None))
@@ -54,7 +69,7 @@ def attend_whole(placed, whole, out, lse):
 
 
 def gathered(placed):
-    """Return attention to rows that are copied to the device, in the dtype of the queries."""
+    """Return attention to rows that are gathered in the dtype of the queries, and the launches that do so."""
     call = placed.call
     if call.chosen:
         tokens = range(len(call.query))
@@ -67,20 +82,62 @@ def gathered(placed):
         pages, counts, query_starts = call.contexts
         ends = enumerate(counts.tolist())
         rows = [(call.pool, slots_of(pages, call.pool.page_size, i, 0, end)) for i, end in ends]
-    heads, dim = call.pool.heads, call.pool.dim
-    found = [gather_rows(*each).reshape(-1, 1, heads, dim).astype(call.fmt.dtype) for each in rows]
-    empty = np.zeros((0, 1, heads, dim), call.fmt.dtype)
-    pool = uploaded(placed, np.concatenate([empty, *found]))
-    sinks = None if call.sinks is None else uploaded(placed, call.sinks)
+    heads, dim, dtype, launches = call.pool.heads, call.pool.dim, call.fmt.dtype, []
+    if len(call.chosen) < 2 and are_decoded(call.pool.parts[0], call.pool.format):
+        query, sinks = call.query, call.sinks
+        slots = np.concatenate([np.zeros(0, np.int64), *(slots for _, slots in rows)])
+        placed.owners.append(
+            host.empty(max(len(slots) * dim, 1), np.dtype(f"u{dtype.itemsize}"), placed.stream)
+        )
+        pool = arrays.addressed(host.address(placed.owners[-1]), (len(slots), 1, 1, dim), None, dtype)
+        launches = decoded(placed, call.pool, slots, pool[:, 0])
+    else:
+        query = uploaded(placed, call.query)
+        sinks = None if call.sinks is None else uploaded(placed, call.sinks)
+        found = [gather_rows(*each).reshape(-1, 1, heads, dim).astype(dtype) for each in rows]
+        pool = uploaded(placed, np.concatenate([np.zeros((0, 1, heads, dim), dtype), *found]))
     causal = call.causal and not call.chosen
     tables = np.concatenate([[0], np.cumsum(counts)]), np.arange(len(pool))
-    return checked_paged_attention(
+    whole = checked_paged_attention(
         PoolAttention(
-            uploaded(placed, call.query), pool, pool[..., : call.value_dim], tables, counts, query_starts,
+            query, pool, pool[..., : call.value_dim], tables, counts, query_starts,
             layout="b n h c", key_scale=None, value_scale=None, alibi_slopes=None, return_lse=True,
-            scoring=Scoring(None, causal, False, call.scale, (-1, -1), 0.0, sinks),
+            scoring=Scoring(None, causal, False, call.scale),
         )
     )  # fmt: skip
+    return whole._replace(weights=whole.weights._replace(sinks=sinks)), launches
+
+
+def decoded(placed, pool, slots, target):
+    """Return the launches that decode rows of 656 bytes into `target` [slots, 1, 576].
+
+    One loads codes with their scales, one the numbers after them; each loads both halves of its part.
+    """
+    (rows,), count, begin = pool.parts, len(slots), np.zeros(1, np.int64)
+    (block, row, _), ends, launches, done = rows.strides, np.array([0, count]), [], 0
+    ids = slots // pool.page_size * (block // row) + slots % pool.page_size
+    tables = Tables(StepIndex(ends, ends, begin, begin, ids[None], 1, count, count, 0), lasting=False)
+    placed.owners.append(tables)
+    coded, tail = pool.dim - pool.format.tail, pool.format.tail
+    scales = rows.ctypes.data + coded
+    numbers = scales + coded // GROUP * SCALE_BYTES
+    for at, format, scale, size in (
+        (rows.ctypes.data, "e4m3", "float32", coded), (numbers, "bfloat16", None, tail)
+    ):  # fmt: skip
+        half = size // 2
+        width = BY_NAME[format].bytes(half)
+        sides = tuple(
+            Side(at + i * width, 0, row, 0, scales + i * half // GROUP * SCALE_BYTES, 0, row)
+            for i in range(2)
+        )
+        layer = CacheLayer(
+            data_dtype=placed.call.fmt.name, cache_format=format, scale_format=scale, heads=1, dim=half,
+            group=GROUP if scale else 0, stored_bytes=width, capacity=(1, 0), heads_adjoin=True, sides=sides,
+        )  # fmt: skip
+        halves = (target[..., done + i * half : done + (i + 1) * half] for i in range(2))
+        launches.append(transfer.load(*halves, layer, tables, 1, placed.stream))
+        done += size
+    return launches if count else []
 
 
 def uploaded(placed, array):

@@ -3,6 +3,7 @@
 import itertools
 
 import latent_scenes
+import ml_dtypes
 import numpy as np
 import pool_scenes
 import pytest
@@ -242,3 +243,24 @@ def test_latent_rows_of_two_pools_for_pairs_of_queries(rng, kind):
         )
         for got, right in zip(found, expected, strict=True):
             np.testing.assert_allclose(contents(got), right, atol=2e-5)
+
+
+@pytest.mark.parametrize("chosen", [False, True], ids=["contexts", "chosen rows"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
+def test_rows_of_656_bytes_are_decoded_on_the_device(dtype, chosen, rng, monkeypatch):
+    """Of blocks with a gap between them, without the host; a sequence has no rows."""
+    rows = rng.standard_normal((3, 4, 576), np.float32)
+    codes = latent_scenes.pools(rows, "ds_mla")[0]["latent"]
+    pool = np.full((3, 5, 656), 255, np.uint8)[:, :4]
+    pool[...] = codes
+    query = rng.standard_normal((3, 2, 576), np.float32).astype(dtype)
+    where = {"block_tables": [[2, 0], [1, -1], [-1, -1]], "context_lens": [7, 3, 0]}
+    if chosen:
+        where = {"indices": np.array([[11, -1, 0], [3, 3, 5], [-1, -1, -1]]), "index_lens": [3, 2, 3]}
+    call = where | {"scale": 0.05, "format": "ds_mla", "sinks": np.ones(2, np.float32), "return_lse": True}
+    expected = kvkit.mla_attention(query, pool, **call)
+    monkeypatch.setattr("kvkit_cuda.calls.latent.gather_rows", None)
+    found = kvkit_cuda.mla_attention(Array(query), Array(pool), **call)
+    for got, right in zip(map(contents, found), expected, strict=True):
+        tolerance = 2e-5 if dtype == np.float32 else 2**-6
+        np.testing.assert_allclose(got.astype(np.float32), right.astype(np.float32), atol=tolerance)
