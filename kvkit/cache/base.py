@@ -193,6 +193,9 @@ class BaseLayer(MovableTokens):
     window: int | None = None
     takes_window = False
     why_kept: str | None = None  # why `compress` leaves the layer alone
+    of: int | None = None  # the number of the layer whose rows it reads; None if they are its own
+    has_rows = True  # a row of keys and of values for each stored token
+    is_shared = False  # whether another layer reads its rows
     latent_dim = 0
     croppable = True
     record_past = False

@@ -122,7 +122,7 @@ def compress_sequences(
     if not isinstance(asked.budget, str) or asked.budget != "uniform":
         wanted = "'uniform', because all layers and heads of a sequence share its tokens"
         raise argument_error("budget", wanted, describe(asked.budget))
-    layers = [SequencesLayer(cache, sequences, i) for i in range(len(cache.layers))]
+    layers = [SequencesLayer(cache, sequences, i) for i in range(cache.store.num_layers)]
     stored = layers[0].stored_tokens
     if not stored:
         none = [0] * len(layers)

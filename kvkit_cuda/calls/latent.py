@@ -116,7 +116,11 @@ def decoded(placed, pool, slots, target):
     (rows,), count, begin = pool.parts, len(slots), np.zeros(1, np.int64)
     (block, row, _), ends, launches, done = rows.strides, np.array([0, count]), [], 0
     ids = slots // pool.page_size * (block // row) + slots % pool.page_size
-    tables = Tables(StepIndex(ends, ends, begin, begin, ids[None], 1, count, count, 0), lasting=False)
+    steps = StepIndex(
+        seqstarts=ends, kvstarts=ends, start_pos=begin, load_starts=begin, table=ids[None], page_size=1,
+        tokens=count, context=count, rows=0,
+    )  # fmt: skip
+    tables = Tables(steps, lasting=False)
     placed.owners.append(tables)
     coded, tail = pool.dim - pool.format.tail, pool.format.tail
     scales = rows.ctypes.data + coded
@@ -126,16 +130,17 @@ def decoded(placed, pool, slots, target):
     ):  # fmt: skip
         half = size // 2
         width = BY_NAME[format].bytes(half)
-        sides = tuple(
+        first, second = (
             Side(at + i * width, 0, row, 0, scales + i * half // GROUP * SCALE_BYTES, 0, row)
             for i in range(2)
         )
         layer = CacheLayer(
             data_dtype=placed.call.fmt.name, cache_format=format, scale_format=scale, heads=1, dim=half,
-            group=GROUP if scale else 0, stored_bytes=width, capacity=(1, 0), heads_adjoin=True, sides=sides,
+            group=GROUP if scale else 0, stored_bytes=width, capacity=(1, 0), heads_adjoin=True,
+            sides=(first, second),
         )  # fmt: skip
-        halves = (target[..., done + i * half : done + (i + 1) * half] for i in range(2))
-        launches.append(transfer.load(*halves, layer, tables, 1, placed.stream))
+        key, value = (target[..., done + i * half : done + (i + 1) * half] for i in range(2))
+        launches.append(transfer.load(key, value, layer, tables, 1, placed.stream))
         done += size
     return launches if count else []
 

@@ -1,13 +1,23 @@
 """Caches of layers with other things than rows of their own: recurrent states, and rows of another layer."""
 
 import copy
+import functools
 import shutil
 
 import numpy as np
 import pytest
 
 from kvkit import KvkitError
-from kvkit.cache import Cache, DynamicCache, DynamicLayer, SharedLayer, SlidingWindowLayer, StateLayer, load
+from kvkit.cache import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    PagedCache,
+    SharedLayer,
+    SlidingWindowLayer,
+    StateLayer,
+    load,
+)
 
 
 def states(total, batch=2):
@@ -179,6 +189,59 @@ def test_a_shared_layer_reads_the_prompt_of_a_window_after_other_layers():
                 wanted = cache.attend(states[:, :, :tokens], 0)
         np.testing.assert_array_equal(cache.attend(states[:, :, :tokens], 2), wanted)
     assert cache.layers[0].store.capacity < 40  # the prompt's memory is freed
+
+
+def paged(others, num_layers=4):
+    return PagedCache(
+        32, 4, num_layers=num_layers, num_kv_heads=2, head_dim=8, dtype=np.float32, others=others
+    )
+
+
+def test_blocks_beside_states_and_shared_rows(tmp_path):
+    """The batch does what it does with rows that are in no blocks, or after an error nothing."""
+    state = functools.partial(StateLayer, checkpoint_every=4, max_checkpoints=2)
+    both = (
+        paged({0: state(), 2: SharedLayer(1), 3: state()}),
+        Cache([state(), DynamicLayer(), SharedLayer(1), state()]),
+    )
+    query = np.ones((2, 4, 1, 8), np.float32)
+
+    def outputs():
+        caches = *both, copy.deepcopy(both[0])
+        found = [(seen(each.layers[0]), seen(each.layers[3]), each.attend(query, 2)) for each in caches]
+        for one in found[:2]:
+            assert one[:2] == found[2][:2]
+            np.testing.assert_allclose(one[2], found[2][2], atol=1e-6)
+        assert len({tuple(layer.get_seq_length() for layer in each.layers) for each in caches}) == 1
+
+    for cache in both:
+        for tokens in (5, 1, 1, 1, 1, 1, 1):
+            step(cache, tokens)
+    outputs()
+    assert both[0].nbytes - sum(both[0].layers[i].nbytes for i in (0, 3)) == 6 * 4 * 2 * 2 * 8 * 4
+    for cache in both:
+        with pytest.raises(KvkitError, match=r"layers\[0\]: expected 0, 5, 9 or 11 tokens to stay"):
+            cache.crop(7)
+    outputs()
+    for cache in both:
+        cache.crop(9)
+        cache.repeat(2)
+        cache.select([3, 0])
+        step(cache, 2)
+    outputs()
+    assert both[0].rows.can("remove", 2, 3) == (
+        "rows: expected crop, in a cache with recurrent states, got remove"
+    )
+    with pytest.raises(KvkitError, match="cache: expected one whose layers all have blocks, or a cache"):
+        both[0].save(tmp_path / "cache.npz")
+    both[0].reset()
+    assert {layer.get_seq_length() for layer in both[0].layers} == {0}
+    assert both[0].nbytes == 0
+    for others in ({4: StateLayer()}, {0: DynamicLayer()}):
+        with pytest.raises(KvkitError, match="others: expected a StateLayer or SharedLayer by a number belo"):
+            paged(others)
+    with pytest.raises(KvkitError, match="others: expected fewer layers than num_layers, got 1"):
+        paged({0: StateLayer()}, 1)
 
 
 def test_what_is_refused():

@@ -503,15 +503,14 @@ def test_kinds_and_models():
     for name, kind, message in (
         ("compressed_sparse_attention", "dynamic", "config: expected layers of .*, got compressed_sparse"),
         ("indexed_attention", "dynamic", "kind: expected 'dynamic' for a model with indexed attention, over"),
-        (
-            "linear_attention",
-            "paged",
-            "kind: expected 'dynamic', 'static' or 'quantized', got 'paged', and lin",
-        ),
+        ("indexed_attention", "paged", "kind: expected 'dynamic' for a model with indexed attention, over"),
     ):
         other.layer_types = ["full_attention", name]
         options = {"num_blocks": 8, "page_size": 4} if kind == "paged" else {}
         with pytest.raises(KvkitError, match=message):
             KvkitCache(other, kind, **options)
+    other.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(KvkitError, match="kind: expected 'dynamic' with evict, for a model with states or"):
+        KvkitCache(other, "paged", num_blocks=8, page_size=4, evict="knorm@0.5")
     hybrid = KvkitCache(Gemma2Config(**SIZES, sliding_window=4))
     assert [type(layer) is SlidingWindowLayer for layer in hybrid.cache.layers] == [True, False]

@@ -189,6 +189,9 @@ CACHES = {
     "shared": ("Gemma4Text", {}),
     "states": ("Qwen3Next", {}),
     "states beside": ("FalconH1", {}),
+    "pages and states": ("Qwen3Next", {"kind": "paged", "num_blocks": 64, "page_size": 4}),
+    "pages, states beside": ("FalconH1", {"kind": "paged", "num_blocks": 64, "page_size": 4}),
+    "shared pages": ("Gemma3nText", {"kind": "paged", "num_blocks": 64, "page_size": 4}),
 }
 
 

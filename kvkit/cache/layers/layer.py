@@ -63,9 +63,6 @@ class Layer(BaseLayer):
     store: Any
     home: Any
     rope: Rotation = None
-    of: int | None = None  # the number of the layer whose rows it reads; None if they are its own
-    has_rows = True  # a row of keys and of values for each stored token
-    is_shared = False  # whether another layer reads its rows
     _joined = 0  # `Geometry.joined` of its store
 
     def __init__(self) -> None:

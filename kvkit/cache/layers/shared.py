@@ -7,6 +7,7 @@ from typing import Any, NoReturn, SupportsIndex
 
 from numpy.typing import ArrayLike
 
+from kvkit.cache.base import BaseLayer
 from kvkit.cache.layers.layer import Layer
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
@@ -43,7 +44,7 @@ class SharedLayer(Layer):
         """Return the arguments of the constructor."""
         return {"of": self.of}
 
-    def connect(self, layers: Sequence[Layer], number: int) -> None:
+    def connect(self, layers: Sequence[BaseLayer], number: int) -> None:
         wanted = "the number of a layer with rows of its own"
         if self.of is None or self.of == number or self.of >= len(layers):
             raise argument_error(f"{self.name}.of", wanted, self.of)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
@@ -15,12 +15,14 @@ from kvkit.cache.blocks.allocator import BlockAllocator
 from kvkit.cache.blocks.sequence import Sequence, check_bytes
 from kvkit.cache.layers.latent import placed_rotation
 from kvkit.cache.layers.positions import PLANS, Rearrangement, RowPositions, check_rotation, rotation_of
+from kvkit.cache.layers.shared import SharedLayer
+from kvkit.cache.layers.state import StateLayer
 from kvkit.cache.paged.latent import PagedLatentLayer
 from kvkit.cache.paged.layer import PagedLayer, Rows
 from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore
 from kvkit.checks.values import integer
-from kvkit.errors import argument_error
+from kvkit.errors import argument_error, describe
 from kvkit.rope import Rope
 from kvkit.typed import Array, FilePath, Pair, States
 
@@ -68,6 +70,10 @@ class PagedCache(BaseCache):
         that of a whole row, 576 for DeepSeek's 512 and 64. A row is stored once. Calls that take keys and
         values take the latent part, of `latent_dim` elements, and the rotated part; queries are absorbed
         ones. 0 for keys and values of heads.
+    others : mapping of int to StateLayer or SharedLayer, optional
+        The layers, by number, that have no blocks; `num_layers` counts them. They belong to the batch of
+        `update` and `attend`, which can then only lose its last tokens, and steps do not count them. Such a
+        cache is not saved.
 
     Attributes
     ----------
@@ -134,13 +140,15 @@ class PagedCache(BaseCache):
         scale: Any = None,
         rope: Any = None,
         latent_dim: int = 0,
+        others: Mapping[int, StateLayer | SharedLayer] | None = None,
     ) -> None:
         super().__init__()
         blocks = integer("num_blocks", num_blocks, 1), integer("page_size", page_size, 1)
+        self.others = checked_others(others or {}, integer("num_layers", num_layers, 1))
         self.store = PagedStore(
-            *blocks, num_layers, num_kv_heads, head_dim, dtype, quant_bit=quant_bit, quant_group=quant_group,
-            scale_dtype=scale_dtype, cache_layout=cache_layout, quant_format=quant_format, scale=scale,
-            latent_dim=latent_dim,
+            *blocks, num_layers - len(self.others), num_kv_heads, head_dim, dtype, quant_bit=quant_bit,
+            quant_group=quant_group, scale_dtype=scale_dtype, cache_layout=cache_layout,
+            quant_format=quant_format, scale=scale, latent_dim=latent_dim,
         )  # fmt: skip
         self.cache, self.scale = self.store.cache, self.store.scale
         self.salt = check_bytes("salt", salt)
@@ -149,7 +157,11 @@ class PagedCache(BaseCache):
         self.rows = Rows(self, self._lock)
         self.sequences: list[Sequence] = []
         make = PagedLatentLayer if latent_dim else PagedLayer
-        self.layers = [make(self.store, self.rows, i, self._lock) for i in range(self.store.num_layers)]
+        paged = (make(self.store, self.rows, i, self._lock) for i in range(self.store.num_layers))
+        self.layers = [self.others[i] if i in self.others else next(paged) for i in range(num_layers)]
+        for i, layer in self.others.items():
+            layer.name = f"layers[{i}]"
+            layer.connect(self.layers, i)
         self.rope = rope
         self._ropes(rope)
 
@@ -278,10 +290,17 @@ class PagedCache(BaseCache):
             raise argument_error("seq", wanted, "a row of the batch")
         return self.plan_for([seq], call, *given, **options)
 
+    @property
+    def states(self) -> list[Any]:
+        """Return the layers with recurrent states, which the rows of the batch have."""
+        return [layer for layer in self.others.values() if not layer.has_rows]
+
     def plan_for(
         self, sequences: List[Sequence], call: str, *arguments: Any, rope: Any = None, **options: Any
     ) -> SequencePlan:
         """Check a call that removes or moves tokens of sequences of equal positions."""
+        if self.states and sequences is self.rows.sequences:
+            raise argument_error("rows", "crop, in a cache with recurrent states", call)
         for seq in sequences:
             self.blocks.check_movable(seq)
         now, held = RowPositions.contiguous(0, 0), self.ropes
@@ -381,7 +400,8 @@ class PagedCache(BaseCache):
     def nbytes(self) -> int:
         """Return the size in bytes of the blocks that sequences use."""
         block_bytes = sum(array[:, :, 0].nbytes for array in self.store.blocks)
-        return (self.blocks.num_blocks - self.blocks.available) * block_bytes
+        others = sum(layer.nbytes for layer in self.others.values())
+        return (self.blocks.num_blocks - self.blocks.available) * block_bytes + others
 
     def rearrange(self, plan: SequencePlan) -> None:  # type: ignore[override]
         sequences, moves, ropes = plan
@@ -405,6 +425,7 @@ class PagedCache(BaseCache):
             raise argument_error("rope", f"one, or {len(self.layers)}, one for each layer", len(ropes))
         for rotation in ropes if several or rope is not None else ():
             check_rotation(rotation)
+        ropes = [rope for i, rope in enumerate(ropes) if i not in self.others]
         return [placed_rotation(rotation, self.store.latent_dim) for rotation in ropes]
 
     # A batch of sequences of one length
@@ -424,23 +445,31 @@ class PagedCache(BaseCache):
     @one_call_at_a_time
     def crop(self, length: int) -> None:
         """Keep the first ``length`` tokens of every row; below 0, drop that many; 0 drops none."""
+        for layer in self.states:
+            layer.left_by(length)  # raises before anything has changed
         self.rows.crop(length)
+        for layer in self.states:
+            layer.crop(length)
 
     def _select(self, indices: ArrayLike) -> None:  # moves no keys or values
         self.rows.select(indices)
+        for layer in self.states:
+            layer.select(indices)
 
     def _repeat(self, repeats: int) -> None:
-        self.rows.select(np.repeat(np.arange(len(self.rows.sequences)), repeats))
+        self._select(np.repeat(np.arange(len(self.rows.sequences)), repeats))
 
     @one_call_at_a_time
     def reset(self) -> None:
         """Free the sequences of all rows."""
         self.rows.reset()
+        for layer in self.states:
+            layer.reset()
 
     @one_call_at_a_time
     def to_legacy_cache(self) -> tuple[Pair, ...]:
         """Return a tuple over layers of (keys, values), copies."""
-        if self.layers[0].row_positions is not None:
+        if self.states or self.layers[0].row_positions is not None:
             raise argument_error("cache", "a layer that stores all its tokens", "one that lost or moved some")
         return tuple((layer.keys, layer.values) for layer in self.layers)
 
@@ -471,4 +500,20 @@ class PagedCache(BaseCache):
         sequences : iterable of Sequence
             Sequences that are in no open step.
         """
+        if self.others:
+            wanted = "one whose layers all have blocks, or a cache of another kind"
+            raise argument_error("cache", wanted, describe(next(iter(self.others.values()))))
         saving.save_paged(self, path, sequences)
+
+
+def checked_others(
+    others: Mapping[int, StateLayer | SharedLayer], count: int
+) -> dict[int, StateLayer | SharedLayer]:
+    """Check the layers without blocks of a cache of `count` layers; return them by number."""
+    for number, layer in others.items():
+        if number not in range(count) or not isinstance(layer, (StateLayer, SharedLayer)):
+            wanted = f"a StateLayer or SharedLayer by a number below {count}"
+            raise argument_error("others", wanted, f"{describe(layer)}, {number}")
+    if len(others) == count:
+        raise argument_error("others", "fewer layers than num_layers", count)
+    return dict(others)

@@ -119,7 +119,10 @@ class KvkitCache(Cache):
         unknown = [name for name in GEOMETRY if name not in options] if kind == "paged" and config else []
         if unknown:
             inspect.signature(PagedCache).bind(**options | dict.fromkeys(unknown))  # refuses wrong options
-            self._wrap(DynamicCache(options["num_layers"]), config)
+            first = DynamicCache(options["num_layers"])
+            for i, layer in options.get("others", {}).items():
+                first.layers[i] = layer
+            self._wrap(first, config)
             self._make = make
         else:
             self._wrap(make_cache(KINDS[kind], config, kind, options), config)
@@ -265,8 +268,9 @@ class KvkitCache(Cache):
         _, heads, _, dim = key_states.shape
         dim += value_states.shape[3] if latent else 0
         dtype = to_numpy("key_states", as_cast(key_states)).dtype
-        of_keys = dict(zip(GEOMETRY, (heads, dim, dtype), strict=True))
-        self.cache, self._make = make(**of_keys | make.keywords), None
+        of_keys: dict[str, Any] = dict(zip(GEOMETRY, (heads, dim, dtype), strict=True))
+        others = {i: self.cache.layers[i] for i in make.keywords.get("others", ())}  # with their states
+        self.cache, self._make = make(**of_keys | make.keywords | {"others": others}), None
 
     # Sizes and positions
 
@@ -390,6 +394,9 @@ def check_evictable(cache: Any, config: Any, kind: str, options: dict[str, Any],
     if weighs and (options.get("latent_dim") or any(layer.latent_dim for layer in cache.layers)):
         wanted = "a scorer of keys or of the last queries, for a model with latent rows"
         raise argument_error("evict", wanted, "weights of all queries")
+    if kind == "paged" and options.get("others"):
+        wanted = "'dynamic' with evict, for a model with states or shared layers"
+        raise argument_error("kind", wanted, repr(kind))
     if kind == "paged" and config is not None:
         _, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         if any("sliding_window" in each for each in arguments):

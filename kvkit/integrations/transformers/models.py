@@ -35,12 +35,11 @@ def geometry(config: Any, kind: str) -> dict[str, Any]:
         if name == "indexed_attention" and (kind != "dynamic" or not latent_sizes(config)):
             wanted = "'dynamic' for a model with indexed attention, over latent rows"
             raise argument_error("kind", wanted, f"{kind!r}, layer {i}")
-        if kind == "paged" and name not in ("full_attention", "sliding_attention", "chunked_attention"):
-            wanted = "'dynamic', 'static' or 'quantized'"
-            raise argument_error("kind", wanted, f"'paged', and {name} in layer {i}")
     if kind == "paged":
-        latent = latent_sizes(config)
-        return {"num_layers": len(names)} | ({"latent_dim": latent[0]} if latent else {})
+        latent, others = latent_sizes(config), layers_without_rows(config, names)
+        count = len(names) + sum(name in HYBRID for name in names)
+        found = {"num_layers": count, "latent_dim": latent[0] if latent else 0, "others": others}
+        return {name: number for name, number in found.items() if number}
     windows = {each["sliding_window"] for each in arguments if "sliding_window" in each}
     if len(windows) > 1:
         raise argument_error("config", "one size of window", f"{sorted(windows)}")
@@ -49,6 +48,18 @@ def geometry(config: Any, kind: str) -> dict[str, Any]:
         "layer_types": [LAYER_TYPES[name] for name in names],
         "sliding_window": min(windows, default=None),
     }
+
+
+def layers_without_rows(config: Any, names: list[str]) -> dict[int, StateLayer | SharedLayer]:
+    """Return the layers of a model that have a state, or read the rows of another layer, by number."""
+    found: dict[int, StateLayer | SharedLayer] = {}
+    for i, name in enumerate(names):
+        if LAYER_TYPES[name] in ("linear_attention", "conv"):
+            found[i] = StateLayer()
+        elif name == "dummy":
+            found[i] = SharedLayer(source_of(config, names, i))
+    hybrid = sum(name in HYBRID for name in names)
+    return found | {len(names) + i: StateLayer() for i in range(hybrid)}
 
 
 def make_cache(make: Callable[..., Any], config: Any, kind: str, options: dict[str, Any]) -> Any:
