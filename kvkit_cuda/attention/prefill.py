@@ -6,9 +6,9 @@
     o = alpha o + p v       [rows, value dim] = [rows, tokens] [tokens, value dim]
 
 A row is one query head of one query token; rows that share a key head share its keys. A block takes a tile of
-rows, 16 or 32 for each warp, and loops over the context in tiles of tokens: while one tile is multiplied, the
-next one is copied to shared memory. Queries are in shared memory, scores and sums in registers (see
-`fragments`).
+rows, 16 or 32 for each warp, and loops over the context in tiles of tokens. Shared memory has two stages of
+1 or 2 tiles: while the tiles of one stage are multiplied, those of the next one are copied. Warps wait for
+each other where a stage begins. Queries are in shared memory, scores and sums in registers (see `fragments`).
 """
 
 import functools
@@ -48,6 +48,7 @@ class PrefillForm:
     value_dim: int
     strips: int  # of a warp
     tokens: int  # of a tile
+    tiles: int  # of a stage
     weighs: bool  # whether scores are capped, biased or masked
     native: bool  # whether the device converts floats of 8 bits
 
@@ -81,7 +82,7 @@ class PrefillForm:
         return self.tokens * tiles.row_bytes(self.dim)
 
     @property
-    def stage_bytes(self):
+    def tile_bytes(self):
         """Return the bytes of a tile of keys and one of values."""
         return self.key_bytes + self.tokens * tiles.row_bytes(self.value_dim)
 
@@ -91,23 +92,27 @@ class PrefillForm:
         return self.bytes_of(WARPS)
 
     def bytes_of(self, warps):
-        return 2 * self.stage_bytes + warps * self.query_bytes
+        return 2 * self.tiles * self.tile_bytes + warps * self.query_bytes
 
 
-def form(element, cache_format, scale_format, dim, value_dim, weighs, native=True):
-    """Return the form of a kernel with as many rows and tokens as registers and shared memory hold."""
+def form(element, cache_format, scale_format, dim, value_dim, weighs, native=True, room=device.SHARED_MEMORY):
+    """Return the form of a kernel with as many rows and tokens as registers and `room` shared bytes hold."""
     longest, most = max(dim, value_dim), 64 if weighs else (96 if cache_format != element else 128)
     strips = 2 if longest <= most else 1
-    sizes = {"dim": dim, "value_dim": value_dim, "strips": strips, "tokens": 32}
+    sizes = {"dim": dim, "value_dim": value_dim, "strips": strips, "tokens": 32, "tiles": 1}
     form = PrefillForm(element, cache_format, scale_format, **sizes, weighs=bool(weighs), native=native)
-    return form if form.shared_bytes <= device.SHARED_MEMORY else replace(form, tokens=16)
+    if form.shared_bytes > room:
+        form = replace(form, tokens=16)
+    longer = replace(form, tiles=2)  # with more, a block waits longer for its first tiles
+    return longer if longer.shared_bytes <= room else form
 
 
 def form_of(record, context):
     """Return the form of the kernel for a call."""
     sizes = context.dim, context.value_dim
     formats = context.data_dtype, context.cache_format, context.scale_format
-    return form(*formats, *sizes, fragments.needs_bias_or_mask(record), ptx.has_minifloats())
+    weighs, native = fragments.needs_bias_or_mask(record), ptx.has_minifloats()
+    return form(*formats, *sizes, weighs, native, device.shared_memory())
 
 
 class HeadAddresses(NamedTuple):
@@ -142,7 +147,7 @@ def query_loader(form):
 
 
 def tile_loader(form):
-    """Return f(params, stage, row_id, head, thread), which begins to load keys and values, [tokens, dim].
+    """Return f(params, place, row_id, head, thread), which begins to load keys and values, [tokens, dim].
 
     A lane's `row_id` is the cache row of its token in the tile; lanes without a token have any valid row.
     """
@@ -152,14 +157,14 @@ def tile_loader(form):
         codes = form.element, form.cache_format, form.scale_format, form.native
         load_keys, load_values = tiles.widen_row(form.dim, *codes), tiles.widen_row(form.value_dim, *codes)
 
-    def load_tile(params, stage, row_id, head, thread):
+    def load_tile(params, place, row_id, head, thread):
         r = int32(thread >> 3)
         while r < tokens:
-            row, place = from_lane(row_id, r), thread & 7
+            row, mine = from_lane(row_id, r), thread & 7
             scales, at = head.scales + row * params.scale_row, head.keys + row * params.key_row
-            load_keys(stage, r, at, params.key_scales + scales, params.scale_group, place)
+            load_keys(place, r, at, params.key_scales + scales, params.scale_group, mine)
             at = head.values + row * params.value_row
-            load_values(stage + key_bytes, r, at, params.value_scales + scales, params.scale_group, place)
+            load_values(place + key_bytes, r, at, params.value_scales + scales, params.scale_group, mine)
             r = int32(r + cuda.blockDim.y * (WARP // 8))
 
     return device.force_inlined(load_tile)
@@ -170,7 +175,8 @@ def attend(form):
     tokens, warp_rows, has_bias = form.tokens, form.warp_rows, form.weighs
     held_words, held_rows = 4 * form.strips, form.thread_rows
     held_scores, held_sums = held_rows * form.columns, held_rows * form.width
-    key_bytes, stage_bytes, block = form.key_bytes, form.stage_bytes, memory.dynamic(form.shared_bytes)
+    key_bytes, tile_bytes, block = form.key_bytes, form.tile_bytes, memory.dynamic(form.shared_bytes)
+    stage_tokens, stage_bytes, one_tile = form.tiles * tokens, form.tiles * tile_bytes, form.tiles == 1
     load_queries, load_tile, arrived = query_loader(form), tile_loader(form), ptx.arrived
     key_place, value_place = tiles.place(form.dim), tiles.place(form.value_dim)
     multiply_keys, multiply_values = fragments.multiply_keys(form), fragments.multiply_values(form)
@@ -196,8 +202,8 @@ def attend(form):
         some = Range(int32(some.begin), int32(min(some.end, high) if own <= item.last else 0))
         common = Range(int32(common.begin), int32(min(common.end, high)))
 
-        stage = int32(block())
-        both, queries = int32(2 * stage + stage_bytes), int32(stage + 2 * stage_bytes)
+        first = int32(block())
+        queries = int32(first + 2 * stage_bytes)
         load_queries(params, item, queries, thread)
         a, s = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
         o, m = cuda.local.array(held_sums, F32), cuda.local.array(held_rows, F32)
@@ -212,30 +218,32 @@ def attend(form):
         shrink = np.float32(1)
         for attempt in range(2):  # the second one is NaN-safe, if sums of the first one are not finite
             fragments.clear(state, np.float32(0))
-            row_id, begin = np.int64(0), low
+            row_id, place, begin = np.int64(0), int32(0), int32(low - stage_tokens)
             if low < high:
                 row_id = row_id_of(params, table, item.pages, min(int32(low + lane), final))
-                load_tile(params, stage, row_id, head, thread)
-                row_id = row_id_of(params, table, item.pages, min(int32(low + tokens + lane), final))
-            while begin < high:
-                arrived()
-                cuda.syncthreads()
-                here, coming, stage = stage, int32(begin + tokens), int32(both - stage)
+            while begin < high:  # first, copies of the first stage are begun
+                if begin >= low and (one_tile or place in (0, stage_bytes)):
+                    arrived()
+                    cuda.syncthreads()
+                coming, end = int32(begin + stage_tokens), int32(begin + tokens)
                 if coming < high:
-                    load_tile(params, stage, row_id, head, thread)  # [tokens, dim]
+                    other = first + (place + stage_bytes if place < stage_bytes else place - stage_bytes)
+                    load_tile(params, int32(other), row_id, head, thread)  # [tokens, dim]
                     row_id = row_id_of(params, table, item.pages, min(int32(coming + tokens + lane), final))
-                if begin < some.end and coming > some.begin:
+                here = int32(first + place)
+                if begin >= low and begin < some.end and end > some.begin:
                     multiply_keys(first_query, int32(here + first_key), a, s)  # [rows, tokens]
                     if has_bias:
                         apply_bias_and_mask(params, step, item, thread, begin, s, scale)
-                    if begin < common.begin or coming > common.end:
+                    if begin < common.begin or end > common.end:
                         hide(params, step, item, thread, begin, high, s)
                     update_softmax(s, state, LOG2E if has_bias else scale * LOG2E, None)
                     if attempt == 0:
                         multiply_values(s, int32(here + first_value), a, o)  # [rows, value dim]
                     else:
                         multiply_nan_safe(s, int32(here + key_bytes), lane, o)
-                begin = coming
+                begin, place = end, int32(place + tile_bytes)
+                place = int32(0 if place == 2 * stage_bytes else place)
             odd = np.float32(0)
             for i in range(held_sums):
                 odd += o[i] * np.float32(0)

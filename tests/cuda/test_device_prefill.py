@@ -132,11 +132,15 @@ def taken(monkeypatch):
     return forms_taken(prefill, monkeypatch)
 
 
-@pytest.mark.parametrize(("strips", "tokens"), [(1, 16), pytest.param(1, 32, marks=slow), (2, 16)])
-def test_any_tile(strips, tokens, rng, taken, monkeypatch):
-    made = prefill.form_of
-    monkeypatch.setattr(prefill, "form_of", lambda *call: replace(made(*call), strips=strips, tokens=tokens))
-    check(static(rng, heads=4), taken)
+@pytest.mark.parametrize(
+    ("strips", "tokens", "stage"),
+    [(1, 16, 1), pytest.param(1, 32, 2, marks=slow), (2, 16, 2)],
+)
+def test_any_tile(strips, tokens, stage, rng, taken, monkeypatch):
+    """A stage has any tiles; the last one is not full."""
+    made, sizes = prefill.form_of, {"strips": strips, "tokens": tokens, "tiles": stage}
+    monkeypatch.setattr(prefill, "form_of", lambda *call: replace(made(*call), **sizes))
+    check(static(rng, heads=4, past=61), taken)
 
 
 @pytest.mark.parametrize("warps", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])

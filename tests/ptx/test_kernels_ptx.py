@@ -328,9 +328,16 @@ def test_every_size_of_decode_fits():
 
 
 def prefill_form(
-    element="float16", cell=None, stored="{}", dim=128, value_dim=None, weighs=False, native=True
+    element="float16",
+    cell=None,
+    stored="{}",
+    dim=128,
+    value_dim=None,
+    weighs=False,
+    native=True,
+    room=device.SHARED_MEMORY,
 ):
-    return prefill.form(element, stored.format(element), cell, dim, value_dim or dim, weighs, native)
+    return prefill.form(element, stored.format(element), cell, dim, value_dim or dim, weighs, native, room)
 
 
 QUICK_PREFILL = prefill_form(cell="float16", stored="int4", weighs=True)
@@ -352,7 +359,9 @@ PREFILL = [
         for stored in ("e4m3", "e5m2", "int8")
     ),
     *(prefill_form("bfloat16", stored=stored, native=False) for stored in ("e4m3", "e5m2")),
-]
+    *(prefill_form(stored=stored, cell=cell, room=163 * 1024)
+      for stored, cell in (("{}", None), ("int4", "float16"))),
+]  # fmt: skip
 
 
 def filling(form):
@@ -365,6 +374,7 @@ def filling(form):
     return Kernel(
         lambda: prefill.attend(form), prefill.SIGNATURE, has, registers=most, quick=form == QUICK_PREFILL,
         first=first_of(form.cache_format, form.native),
+        targets=[each for each in TARGETS if form.shared_bytes <= room_of(each)],
     )  # fmt: skip
 
 
@@ -374,7 +384,7 @@ def test_every_size_of_prefill_fits():
             stored = "int4" if cell else "float16"
             form = prefill_form(cell=cell, stored=stored, dim=dim, value_dim=value_dim, weighs=weighs)
             assert form.shared_bytes <= device.SHARED_MEMORY
-            assert not form.stage_bytes % memory.LINE
+            assert not form.tile_bytes % memory.LINE
 
 
 def test_every_device_has_the_shared_memory():
