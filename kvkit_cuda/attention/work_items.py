@@ -163,10 +163,11 @@ def near_row_of(params, item, number):
     return Row(item.b, token, int32(item.head * group + number - token * group))
 
 
-@device.inlined
-def far(number, stride):
-    """Return number * stride for a number below 2^32, without the product of its sign."""
-    return np.int64(np.uint64(np.uint32(number)) * np.uint64(stride))
+# (number, stride) -> number * stride for a number below 2^32, without the product of its sign.
+far = ptx.either(
+    lambda number, stride: number * stride,
+    lambda number, stride: np.int64(np.uint64(np.uint32(number)) * np.uint64(stride)),
+)
 
 
 @device.inlined

@@ -58,6 +58,15 @@ def test_extras_over_arrays_of_the_device(extra, rng):
     check(scene, key_cache=Array(scene.pools.memory[0]), value_cache=None, **given)
 
 
+def test_heads_in_descending_order(rng):
+    """Tensor cores take strides below 0 between heads of arrays on the device."""
+    pools = [rng.standard_normal((3, 4, 2, 16)).astype(np.float16)[:, :, ::-1] for _ in range(2)]
+    query, tables = rng.standard_normal((2, 4, 16)).astype(np.float16)[:, ::-1], np.array([[2, 0], [1, 0]])
+    expected = kvkit.paged_attention(query, *pools, tables, [7, 3])
+    found = kvkit_cuda.paged_attention(*map(Array, (query, *pools)), tables, [7, 3])
+    assert_near(contents(found), expected, TOLERANCE["float16"])
+
+
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_sums_of_weights(dtype, rng):
     """Each sequence has its own sums, and given arrays receive them whole."""
