@@ -143,6 +143,15 @@ def test_any_tile(strips, tokens, stage, rng, taken, monkeypatch):
     check(static(rng, heads=4, past=61), taken)
 
 
+@pytest.fixture
+def fresh_kernels(forget=prefill.compiled.cache_clear):
+    """Kernels of other blocks have other shared memory in the simulator."""
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.usefixtures("fresh_kernels")
 @pytest.mark.parametrize("warps", [pytest.param(1, marks=slow), 2, pytest.param(4, marks=slow)])
 def test_warps(warps, rng, taken, monkeypatch):
     """A block has as many warps as there are strips of rows, and no more than it may."""
