@@ -11,7 +11,7 @@ import pytest
 import kvkit
 
 ROOT = Path(kvkit.__file__).parent
-SOURCES = {path.relative_to(ROOT).as_posix(): house.tree(path) for path in ROOT.rglob("*.py")}
+SOURCES = {path.relative_to(ROOT).as_posix(): path for path in ROOT.rglob("*.py")}
 
 RECORDS = {"_asdict", "_fields", "_make", "_replace"}  # named tuples' public names
 FOREIGN = {  # what has no public name where it comes from
@@ -38,8 +38,8 @@ def is_private(name):
 
 def test_no_object_touches_anothers_private_names():
     found = {name: set() for name in SOURCES}
-    for name, tree in SOURCES.items():
-        for node in ast.walk(tree):
+    for name, path in SOURCES.items():
+        for node in house.walked(house.tree(path)):
             if isinstance(node, ast.Attribute) and is_private(node.attr):
                 if ast.unparse(node.value) not in ("self", "cls", "super()"):
                     found[name].add(f"{owner(node.value)}.{node.attr}")

@@ -14,6 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from paged_model import Model, numbers
+from scenes import first_quick
 
 from kvkit import KvkitError, Rope
 from kvkit.cache import OutOfBlocksError, PagedCache
@@ -231,9 +232,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [*KINDS][:3] + [pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS][3:]]
-)
+@pytest.mark.parametrize("kind", first_quick(KINDS, 2))
 def test_every_sequence_keeps_its_tokens(kind):
     class Machine(Paged):
         options = KINDS[kind]
