@@ -61,7 +61,7 @@ def append_launches(call: PoolAppend, angles: Array | None = None) -> list[Any]:
     if call.rope is not None:
         angles = call.rope.angles(call.positions) if angles is None else angles
         rotation = cpu.copy.pieces.KeyRotation(angles, call.rope.begin, not call.rope.interleaved)
-    launches: list[Any] = cpu.copy.pieces.encode(coded, call.pieces, rotation)
+    launches: list[Any] = cpu.copy.pieces.prepare_encoding(coded, call.pieces, rotation)
     if moved:
         arrays = [side.tokens for side in moved], [side.pool for side in moved]
         size, names = moved[0].pool.shape[1], [side.name for side in moved]

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvkit.checks.values import flag, integer, text
 from kvkit.errors import argument_error
-from kvkit.eviction.inputs import Inputs, finite_floats, softmax
+from kvkit.eviction.inputs import Inputs, finite_floats, softmax_in_place
 from kvkit.eviction.parts import norms
 from kvkit.eviction.scorers import scorer
 from kvkit.typed import Array
@@ -67,7 +67,7 @@ def lag_weights(states: Array, lag: int) -> Array:
     low, high = later.min(3, keepdims=True), later.max(3, keepdims=True)
     z = np.divide(own - low, high - low, out=np.zeros_like(own), where=high > low)
     deviations = z.std(-1, ddof=1, dtype=np.float64) if z.shape[-1] > 1 else np.zeros(z.shape[:-1])
-    return softmax(deviations.astype(np.float32))
+    return softmax_in_place(deviations.astype(np.float32))
 
 
 @scorer("values")

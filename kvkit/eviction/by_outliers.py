@@ -10,7 +10,7 @@ import numpy as np
 from kvkit.checks.index_tensors import index
 from kvkit.checks.values import finite_number, integer
 from kvkit.eviction.by_statistics import checked_rope
-from kvkit.eviction.inputs import Inputs, softmax
+from kvkit.eviction.inputs import Inputs, softmax_in_place
 from kvkit.eviction.parts import mean_of_groups, norms, pooled, protected, z_scored
 from kvkit.eviction.scorers import scorer
 from kvkit.rope import NO_ROTATION, Rope
@@ -57,7 +57,7 @@ def non_causal(given: Inputs, *, chunk: int = 256) -> Array:
     for head in np.ndindex(queries.shape[:3]):
         for begin in range(0, tokens, chunk):
             part = slice(begin, begin + chunk)
-            weights = softmax(queries[head][part] @ given.keys[head[:2]][part].T)
+            weights = softmax_in_place(queries[head][part] @ given.keys[head[:2]][part].T)
             sums[head][part] = weights.sum(0, dtype=np.float64)
     means = mean_of_groups(sums.reshape(len(sums), -1, tokens), given.heads)
     return z_scored(pooled(means * norms(given.values), 3, "avg"))

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvkit.checks.values import finite_number, integer, text
-from kvkit.eviction.inputs import BLOCK_ELEMENTS, Inputs, softmax
+from kvkit.eviction.inputs import BLOCK_ELEMENTS, Inputs, softmax_in_place
 from kvkit.eviction.parts import mean_of_groups, norms, pooled, protected, window_before, window_sums
 from kvkit.eviction.scorers import scorer
 from kvkit.typed import Array
@@ -59,8 +59,8 @@ def rkv(
         products = np.full((window, earlier), -np.inf, np.float32)
         for query in queries[b, h]:
             np.maximum(products, query @ given.keys[b, h, :earlier].T, out=products)
-        weights = softmax(products * np.float32(queries.shape[-1] ** -0.5)).mean(0, dtype=np.float64)
-        redundancy = softmax(mean_cosines(given.keys[b, h], threshold))[:earlier]
+        weights = softmax_in_place(products * np.float32(queries.shape[-1] ** -0.5)).mean(0, dtype=np.float64)
+        redundancy = softmax_in_place(mean_cosines(given.keys[b, h], threshold))[:earlier]
         result[b, h] = mix * pooled(weights, kernel, "max") - (1 - mix) * redundancy
     return protected(result, last=window)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvkit.checks.values import finite_number, flag, integer, text
 from kvkit.errors import argument_error, describe
-from kvkit.eviction.inputs import Inputs, softmax
+from kvkit.eviction.inputs import Inputs, softmax_in_place
 from kvkit.eviction.parts import mean_of_groups, norms, protected
 from kvkit.eviction.scorers import scorer
 from kvkit.rope import Rope
@@ -40,7 +40,7 @@ def expected(
             centred = queries[b, a] - mean
             spread = rotation @ (centred.T @ centred / len(centred)) @ rotation.T
             z += np.einsum("sd,sd->s", own @ spread.astype(np.float32), own) / np.float32(2 * dim)
-        weights[b, a] = softmax(z)
+        weights[b, a] = softmax_in_place(z)
     result = mean_of_groups(weights, given.heads)
     if flag("vnorm", vnorm):
         result = (result + eps) * norms(given.values[:, :, sinks:])

@@ -123,10 +123,10 @@ def weight_blocks(given: Inputs, window: int) -> Iterator[tuple[int, int, int, A
             from_key = int(last[0]) + 1
             hidden = np.arange(from_key, tokens)[None] > last[:, None]
             block[..., from_key:][:, hidden] = -np.inf
-            yield b, h, first, softmax(block)
+            yield b, h, first, softmax_in_place(block)
 
 
-def softmax(scores: Array) -> Array:
+def softmax_in_place(scores: Array) -> Array:
     """Replace float32 scores by their softmax over the last axis, in place."""
     scores -= scores.max(-1, keepdims=True)
     np.exp(scores, out=scores)

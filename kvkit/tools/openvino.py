@@ -33,7 +33,7 @@ def split_blocks(contents: Contents, layout: str) -> tuple[Contents, dict[str, K
         raise argument_error("source", f"arrays {' and '.join(POOLS)}, for {layout}", "others")
     layers = [pool if isinstance(pool, list) or pool.ndim == 5 else [pool] for pool in pools]
     split = [
-        [parts(bytes_of(name, array)) for array in side]
+        [parts(bytes_of_pool(name, array)) for array in side]
         for name, parts, side in zip(names, (lambda x: key_parts(x, bits), value_parts), layers, strict=True)
     ]
     views = {
@@ -62,7 +62,7 @@ def with_tables(contents: Contents) -> Contents:
     return replace(contents, arrays=arrays | found)
 
 
-def bytes_of(name: str, array: Array) -> Array:
+def bytes_of_pool(name: str, array: Array) -> Array:
     """Return a pool's bytes [blocks, heads, rows, width]."""
     if array.ndim != 4 or array.dtype.itemsize != 1 or not array.flags.c_contiguous:
         wanted = "bytes [blocks, heads, rows, width] that follow one another"

@@ -199,7 +199,7 @@ def size(
         return count_bytes(shape, count, number, format, known[format], rounding, step)
 
     if fit is not None:
-        most = bytes_of(fit)
+        most = parse_bytes(fit)
         caches = [longest(partial(sized, number=b, format=f), most) for b in batches for f in known]
     else:
         wanted = (4096, 32768, shape.longest) if tokens is None else several(tokens)
@@ -219,7 +219,7 @@ def names_of(formats: Sequence[str] | str) -> list[str]:
     return [name.strip() for text in several(formats) for name in text.split(",")]
 
 
-def bytes_of(text: int | str) -> int:
+def parse_bytes(text: int | str) -> int:
     """Convert a text such as "24GiB" to a number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", str(text))
     if match is None or match[2] not in UNITS:

@@ -87,7 +87,7 @@ def test_vectors_are_their_plain_siblings(case):
         row = dim * x.itemsize
         at = (address(x), 0, size * row, 0, address(found), 0, size * found.strides[0], 0)
         at = (*at, address(cells), 0, cells.strides[0], 0)
-        start(codes.prepare_codes(codes.encode(form, plain).address, 1, 4, at, 1, dim, 0))
+        start(codes.prepare_codes(codes.encoder(form, plain).address, 1, 4, at, 1, dim, 0))
         wide = np.full((4 * size, dim), np.nan, np.float32)
         for block in range(4):
             rows = slice(block * size, (block + 1) * size)

@@ -61,7 +61,7 @@ class CodedSide:
         self.format = cpu.copy.codes.Codes(
             element, spec.bits, symmetric, cell, group, self.block, spec.format or ""
         )
-        cpu.copy.codes.encode(self.format), self.widening(rounds=False)  # compile before anything changes
+        cpu.copy.codes.encoder(self.format), self.widening(rounds=False)  # compile before anything changes
         self.length = self.coded = self.seen = self.blocks = 0
         self.before = 0  # codes when the latest update began; later ones are in the tail as well
         self.counter = [0]  # number of changes, shared with copies of this side
@@ -186,7 +186,7 @@ class CodedSide:
         places = address_of(source, 0), address_of(target, 0), self.cells_at(-self.blocks)
         for (address, sequence, head, row), rows in zip(places, (self.block, self.block, 1), strict=True):
             at += address, sequence, rows * row, head
-        code, elements = cpu.copy.codes.encode(self.format).address, batch * heads * tokens * dim
+        code, elements = cpu.copy.codes.encoder(self.format).address, batch * heads * tokens * dim
         cpu.launches.start(cpu.copy.codes.prepare_codes(code, batch, blocks, at, heads, dim, elements))
         self.block_of[self.coded : self.coded + tokens] = self.blocks + np.arange(tokens) // self.block
         self.coded, self.blocks = self.coded + tokens, self.blocks + blocks

@@ -109,7 +109,7 @@ def widen_row(codes, product, plain):
 
 
 @functools.cache
-def encode(codes, plain=False):
+def encoder(codes, plain=False):
     """Compile the encoding of blocks of tokens; each block is contiguous.
 
     (source, source_block, source_head, codes, code_block, code_head, scales, scale_block, scale_head,

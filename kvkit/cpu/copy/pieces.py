@@ -1,7 +1,7 @@
 """Copy rows between packed tensors and block caches, by slot (see `slots`). `transfer` does so by page table.
 
-Copies call code that is chosen by element size, because nothing is converted. `encode` quantizes, and means
-are computed in float32.
+Copies call code that is chosen by element size, because nothing is converted. `prepare_encoding` quantizes,
+and means are computed in float32.
 """
 
 import functools
@@ -322,7 +322,7 @@ def prepare_copy(places, code, pieces, starts, block_size, moved, alive, names=(
     return Launch(numbers, owners, run, alive=(*alive, pieces, starts))
 
 
-def encode(sides, pieces, rotation=None):
+def prepare_encoding(sides, pieces, rotation=None):
     """Prepare storing tokens as codes in pools, with the caller's scale per head or with computed scales.
 
     Sides that need the same machine code share a launch. A `rotation` is of the keys.

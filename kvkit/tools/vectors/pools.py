@@ -98,7 +98,7 @@ def matrices(rng: np.random.Generator, dtype: str = "fp16") -> Call:
     return "ascend.nd_to_nz", {"x": plain(rng, (2, 19, 37), FLOATS[dtype])}, {}, None
 
 
-def paged_attention(
+def ascend_attention(
     rng: np.random.Generator,
     sizes: Sizes,
     dtype: str = "fp16",
@@ -126,7 +126,7 @@ def ascend(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]
         yield f"load-{dtype}", paged_load(rng, sizes, dtype)
         yield f"copy-{dtype}", block_copy(rng, sizes, dtype)
         yield f"nz-{dtype}", matrices(rng, dtype)
-        yield f"attention-{dtype}", paged_attention(rng, sizes, dtype)
+        yield f"attention-{dtype}", ascend_attention(rng, sizes, dtype)
     outside = reshape_and_cache(rng, sizes)
     outside[1]["slot_mapping"][0] = 2**20 * sizes.page
     yield "slot-outside-refused", outside
@@ -155,7 +155,7 @@ def pool_attention(
     **more: Any,
 ) -> Call:
     """Make a call of attention over pools of pages, with one query for each sequence or `new_tokens`."""
-    _, inputs, attributes, _ = paged_attention(rng, sizes, dtype, **more)
+    _, inputs, attributes, _ = ascend_attention(rng, sizes, dtype, **more)
     sinks, lengths, kind = inputs.pop("sinks", None), inputs["context_lens"], FLOATS[dtype]
     if new_tokens is not None:
         new_tokens = sizes.each(*new_tokens)
