@@ -36,7 +36,7 @@ def naming(path: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def mapper(address: str | None) -> Iterator[Callable[..., Any]]:
-    """Yield `map`, or a function like it that runs on a cluster and shows a bar."""
+    """Yield `map`, or a function like it that runs named tasks on a cluster and shows a bar."""
     if address is None:
         yield map
         return

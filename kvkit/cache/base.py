@@ -184,7 +184,7 @@ class BaseLayer(MovableTokens):
     latent_dim : int
         The elements of a latent row that are its value; 0 for a layer with keys and values of heads.
     croppable : bool
-        Whether tokens can be dropped one after the other, down to the first that is recorded.
+        Whether transformers may `crop` the layer; a static layer with a window reports False.
     record_past : bool
         Whether tokens that would be dropped or encoded are kept as they are until the next crop.
     """
@@ -387,9 +387,9 @@ class BaseCache(MovableTokens):
     ) -> Attended:
         """Attend to layer ``layer_idx``, see the ``attend`` of layers.
 
-        After an update longer than its window, a sliding layer still stores all new tokens, and a quantized
-        layer the unquantized rows of new codes, for the queries of that update. Updating another layer frees
-        them.
+        After an update longer than its window, a sliding layer still stores all new tokens for the queries of
+        that update, and a quantized layer still has new codes as unquantized rows, too. Updating another
+        layer frees them if they take much more memory than a window.
         """
         with self._lock:
             queries = query if isinstance(query, tuple) else (query,)  # latent rows have two queries

@@ -58,7 +58,7 @@ def same_bytes(one: str | Layout, other: str | Layout, /, *, itemsize: int = 2, 
     """
     lines = parse(one), parse(other)
     known = check_sizes("sizes", sizes)
-    if any(line.joined for line in lines):
+    if any(line.has_scales for line in lines):
         return lines[0] == lines[1]
     inner = [inner_sizes((*line.groups, *line.value_groups), itemsize) for line in lines]
     names = lines[0].names | lines[1].names
@@ -132,7 +132,7 @@ def in_memory_order(arrays: Any) -> Any:
 
 def possible_sizes(arrays: Any, line: Layout) -> list[dict[str, int]]:
     """Return the possible sizes of all arrays in a layout; {} stands for sizes that shapes do not show."""
-    if line.joined:
+    if line.has_scales:
         return []
     level = [(arrays, 0)]
     for axis in line.lists:

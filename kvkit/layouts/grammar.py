@@ -94,8 +94,8 @@ class Layout:
         return parts[0] if parts else ""
 
     @property
-    def joined(self) -> bool:
-        """Return whether a block has codes, then scales: ``(n c + n s)``."""
+    def has_scales(self) -> bool:
+        """Return whether blocks have codes, then scales: ``(n c + n s)``."""
         return any("+" in axis for axis in self.axes)
 
 
@@ -123,15 +123,15 @@ def parse_line(text: str) -> Layout:
     if text.count("|") > 1:
         raise argument_error("layout", "one bar between lists and axes", repr(text))
     lists, _, rest = text.rpartition("|")
-    keys, several, values = rest.partition(";")
+    keys, semicolon, values = rest.partition(";")
     levels = tuple(lists.split())
     for level in levels:
         if parse_axis(level).part or level == "1":
             raise argument_error("layout", "whole axes left of the bar", repr(level))
     axes = split_axes(keys)
-    layout = Layout(levels, axes, split_axes(values) if several else axes)
+    layout = Layout(levels, axes, split_axes(values) if semicolon else axes)
     check_axes(layout, layout.groups, text)
-    if several:
+    if semicolon:
         check_axes(layout, layout.value_groups, text)
         if layout.value_axes == layout.axes:
             raise argument_error("layout", "other axes of values after ';'", repr(text))
@@ -166,7 +166,7 @@ def split_axes(text: str) -> tuple[str, ...]:
 
 
 def check_axes(layout: Layout, groups: tuple[tuple[Axis, ...], ...], text: str) -> None:
-    """Check that each axis is named once, whole or in both parts."""
+    """Check that each axis is named once, whole or in both parts; codes and scales of a block share axes."""
     parts: dict[str, list[str]] = {level: [] for level in layout.lists}
     if len(parts) < len(layout.lists):
         raise argument_error("layout", "each axis once", repr(text))
@@ -178,12 +178,12 @@ def check_axes(layout: Layout, groups: tuple[tuple[Axis, ...], ...], text: str) 
         if parts.pop(level):
             raise argument_error("layout", f"the axis {level} in lists or in the array", repr(text))
     for name, found in parts.items():
-        if sorted(found) not in ([""], ["0", "1"]) and not layout.joined:
+        if sorted(found) not in ([""], ["0", "1"]) and not layout.has_scales:
             wanted = f"the axis {name} once, whole or as {name}1 and {name}0[SIZE]"
             raise argument_error("layout", wanted, repr(text))
         if name in ("l", "kv") and found != [""]:
             raise argument_error("layout", f"a whole axis {name}", repr(text))
     if not parts.keys() & {"c", "s"}:
         raise argument_error("layout", "an axis of content, c (or of scale groups, s)", repr(text))
-    if {"c", "s"} <= parts.keys() and not layout.joined:
+    if {"c", "s"} <= parts.keys() and not layout.has_scales:
         raise argument_error("layout", "content (c) or scale groups (s), not both", repr(text))

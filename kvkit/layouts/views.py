@@ -107,7 +107,7 @@ def check_viewable(line: Layout) -> None:
 
 def check_one_kind(line: Layout) -> None:
     """Check that a layout has no codes and scales in one block."""
-    if line.joined:
+    if line.has_scales:
         raise argument_error("layout", "elements of one kind", f"'{line}', where two kinds share a block")
 
 

@@ -536,7 +536,7 @@ def leaves(found: Any) -> list[np.ndarray]:
 def view_of(cache: Any, layout: str | Layout, sizes: Mapping[str, int]) -> KV | None:
     """Return keys and values as views; None if a layout splits the content, which has no view."""
     line = layouts.parse(layout)
-    return None if line.split or line.joined else layouts.view(cache, line, sizes=sizes or None)
+    return None if line.split or line.has_scales else layouts.view(cache, line, sizes=sizes or None)
 
 
 def axis_sizes_of(kv: KV, layout: str | Layout) -> dict[str, int]:

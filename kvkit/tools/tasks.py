@@ -1,6 +1,7 @@
 """Run independent parts of a tool's work with `mapper`, a function such as `map`, perhaps on a cluster.
 
-The function passed to `mapper` can be pickled. The first argument of each of its calls is a title.
+`mapper(function, names, *arguments)` calls the function, which must be picklable, as `map` does. The first
+argument of each call names the task in errors of a cluster.
 """
 
 from collections.abc import Callable, Iterable

@@ -11,7 +11,7 @@ from kvkit.layouts import NAMED, convert, parse, tables
 from kvkit.tools import draw
 from kvkit.tools.boxes import boxes, drawn_sizes, strides
 
-MOVED = [name for name, named in NAMED.items() if not named.layout.joined and "kv" in named.layout.names]
+MOVED = [name for name, named in NAMED.items() if not named.layout.has_scales and "kv" in named.layout.names]
 
 
 @pytest.mark.parametrize("name", NAMED)

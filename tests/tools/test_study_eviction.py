@@ -190,6 +190,8 @@ WRONG = [  # what to evict, more arguments, the message
     ("knorm@0.5,knorm@0.5", {}, "^evict: expected each entry once"),
     ("nowhere.py:f@0.5", {}, "^scorer: expected a Python file and a function in it"),
     ([object()], {}, "^evict: expected SCORER@SHARE"),
+    (5, {}, "^evict: expected a text or a sequence, .* got int 5$"),
+    ([(np.mean, "half")], {}, "^evict: expected a share above 0"),
     ("knorm@0.5", {"budget": "duo"}, "^budget: expected .*pyramid"),
     ("knorm@0.5", {"judge": 17}, "^judge: expected at most 16, the queries of the source, got 17$"),
     ("tova@0.5", {"judge": 16}, "^tova@0.5, layer 0: query: expected .* queries before .* tova"),
@@ -205,6 +207,15 @@ WRONG = [  # what to evict, more arguments, the message
 def test_what_is_no_policy(arrays, evict, options, message):
     with pytest.raises(KvkitError, match=message):
         tools.study(arrays, evict=evict, **options)
+
+
+def test_shares_have_all_their_digits():
+    """Two shares that agree in six digits are two, and a share has one `random`, however it is written."""
+    plan = policies.make_plan(None, [(np.mean, "0.5"), (np.mean, 1 / 3), "knorm@0.333333", "random@.5"])
+    assert plan.names == [
+        "mean@0.5", f"mean@{1 / 3}", "knorm@0.333333", "random@.5", "oracle@0.5", f"random@{1 / 3}",
+        f"oracle@{1 / 3}", "random@0.333333", "oracle@0.333333",
+    ]  # fmt: skip
 
 
 def test_what_was_understood_of_queries(arrays):

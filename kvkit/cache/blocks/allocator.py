@@ -49,7 +49,8 @@ class BlockAllocator:
         The dtype of `Step.slot_mapping`: int32 or int64.
     copy_rows : callable, optional
         ``copy_rows(sources, targets)`` copies cache rows (int64 arrays) in all layers, and reads all rows
-        before it writes one. `fork` of some of the tokens may need it.
+        before it writes one. Changes in the middle of a block need it: `fork` of some of the tokens, and
+        removing or moving tokens.
 
     Examples
     --------
@@ -97,7 +98,7 @@ class BlockAllocator:
     # Sequences
 
     def add(self, token_ids: ArrayLike = (), *, salt: bytes = b"") -> Sequence:
-        """Begin a sequence. It shares the published blocks of its first tokens, but never of its last one.
+        """Begin a sequence. It shares published blocks of its first tokens; its last one is computed.
 
         Parameters
         ----------
@@ -140,8 +141,8 @@ class BlockAllocator:
         ----------
         seq : Sequence
         begin, end : int, optional
-            The range of positions that the new sequence has, unchanged. If ``begin`` is inside a block, the
-            tokens from there to the end of the block are copied.
+            The range of positions whose tokens the new sequence has, at the same positions. If ``begin`` is
+            inside a block, the tokens from there to the end of the block are copied.
 
         Returns
         -------
@@ -179,8 +180,8 @@ class BlockAllocator:
             A sequence without new tokens in an open step. The step still attends to the dropped tokens,
             because freed blocks are not used again before it ends.
         length : int
-            Tokens to keep; negative: tokens to drop; 0 drops none. After tokens were removed or moved these
-            are positions: the next token's, or by how many it goes back.
+            Tokens to keep; negative: tokens to drop; 0 drops none. After tokens were removed or moved, the
+            position of the next token; negative: by how many positions it goes back.
         """
         self.check(seq, at_rest=True)
         if seq.intact is not None:
@@ -195,7 +196,7 @@ class BlockAllocator:
             del seq.ids[ID_BYTES * kept :], seq.chain[1 + kept // self.page_size :]
 
     def rearrange(self, sequences: Collection[Sequence], plan: Rearrangement, rope: Any) -> None:
-        """Remove and move the tokens of sequences of equal positions: of all, or after an error of none.
+        """Remove and move the tokens of sequences of equal positions. After an error none has changed.
 
         No other sequence changes. `rope` says how the keys were rotated. Keys that `plan` rotates in memory
         are then in unshared blocks; the caller rotates them.
@@ -220,8 +221,8 @@ class BlockAllocator:
     def _layout(self, seq: Sequence, plan: Rearrangement, is_own: Callable[[int], bool]) -> Arrangement:
         """Return where the tokens of a plan will lie."""
         rows, rotated = seq.rows(self.page_size)[plan.kept], plan.rotated
-        first = len(rows) if rotated is None else np.flatnonzero([*rotated, 1])[0]
-        return lay_out(rows, plan.after.shifts, self.page_size, is_own, int(first))
+        rotated_from = len(rows) if rotated is None else np.flatnonzero([*rotated, 1])[0]
+        return lay_out(rows, plan.after.shifts, self.page_size, is_own, int(rotated_from))
 
     def _is_own(self, block: int) -> bool:
         """Return whether only one sequence uses a block, and no other can find it."""
@@ -256,7 +257,8 @@ class BlockAllocator:
         intact = min(
             int(np.flatnonzero([*~stays, True])[0]), len(stays) if seq.intact is None else seq.intact
         )
-        seq.keep_ids(plan.kept, after.length < now.length and not plan.kept[-1:].all())
+        loses_last = after.length < now.length and not plan.kept[-1:].all()  # other tokens may follow then
+        seq.keep_ids(plan.kept, is_crop=loses_last)
         seq.length, seq.borders = len(after.positions), borders
         seq.table = array("q", table)
         seq.row_positions = None if after.is_plain() else after
@@ -322,7 +324,7 @@ class BlockAllocator:
         if self.open_step is not None:
             raise argument_error("sequences", "the step before to be committed or abandoned", "an open step")
         given, counts = self._checked(sequences)
-        order = sorted(range(len(given)), key=lambda i: counts[i] != 1)
+        order = sorted(range(len(given)), key=lambda i: counts[i] != 1)  # decoding batches come first
         given, counts = [given[i] for i in order], [counts[i] for i in order]
         needed = self._needed(given, counts)
         if needed > self.available:

@@ -346,11 +346,11 @@ class PreparedPieces:
         if weights.sinks is not None:
             sinks = np.full((earlier + batch, heads), -np.inf, np.float32)
             sinks[earlier:] = weights.sinks
-            weights = weights._replace(sinks=sinks, apart=len(sinks))
+            weights = weights._replace(sinks=sinks, apart=len(sinks))  # a row of sinks for each sequence
         attend = cpu.attention.prepare.prepare_attention(
             queries, flat_outs, flat_lses, context, step, earlier, weights
         )
-        attend.owners.clear()  # its arrays stay the same in every run
+        attend.owners.clear()  # no address changes from run to run; `join` keeps the arrays alive
         join = cpu.attention.merge.prepare_merge(FLOAT32.name, list(outs), list(lses), out, lse)
         join.alive = *join.alive, outs, lses
         self._params = attend.params

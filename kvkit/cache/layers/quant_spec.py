@@ -38,10 +38,10 @@ class QuantSpec:
     format : str, optional
         Replaces `bits` and `scheme`. ``"e4m3"`` or ``"e5m2"``: 8-bit floats times a scale, which is the
         largest magnitude of `group` neighbouring elements divided by the largest code. ``"q8_0"`` or
-        ``"q4_0"``: ggml's blocks of 32 elements. Or a scheme: the name of your own class (see
-        `kvkit.formats.scheme`), or another format such as ``"mxfp4"`` or ``"int4:g32:channel+hadamard"``,
-        unless its scale is computed from all tokens. A scheme encodes `group` tokens at a time in numpy, and
-        each step decodes the whole layer, which is slow.
+        ``"q4_0"``: ggml's blocks of 32 elements. Or what `kvkit.formats.scheme` finds: the name of your own
+        class, or of another format such as ``"mxfp4"`` or ``"int4:g32:channel+hadamard"``, unless its scale
+        is computed from all tokens. Numpy then encodes `group` tokens at a time, and each step decodes the
+        whole layer, which is slow.
     scale : float or tuple of float, optional
         A constant scale for e4m3 and e5m2, as engines use it: a number, or one for each head. Scales are then
         neither computed nor stored. The formats ``"ort_int8"``, ``"ort_int4"`` and ``"nvfp4"`` require a
@@ -99,7 +99,7 @@ class QuantSpec:
     def _check_scheme(self) -> None:
         for scheme in self.schemes():
             step, format = getattr(scheme, "step", 1), getattr(scheme, "format", None)
-            if self.scale is None and getattr(format, "asks", False):
+            if self.scale is None and getattr(format, "asks", False):  # as `formats.known.Format.asks`
                 raise argument_error("scale", f"a number, for {self.format!r}", "None")
             if getattr(scheme, "whole", False):
                 found = f"{self.format!r}, which encodes all tokens at once"
@@ -121,9 +121,9 @@ class QuantSpec:
         return schemes_named(str(self.format), self.scale)
 
     def bytes_per_token(self, head_dim: int) -> float:
-        """Return bytes per encoded token and head with scales.
+        """Return the bytes of an encoded token of a head, with scales.
 
-        For a scheme, and without an axis, they are the mean of keys and values.
+        If keys and values differ, without an axis or with a class of your own, it is their mean.
         """
         if self.by_scheme:
             x = np.linspace(-1, 1, self.group * head_dim, dtype=np.float32).reshape(self.group, 1, head_dim)

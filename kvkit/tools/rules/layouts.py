@@ -31,7 +31,7 @@ def line_and_array_disagree(case: Case) -> Seen:
 
 @rule(
     "L2",
-    "No shape tells them apart. Say which it is: layout=NAME, or in the file.",
+    "The shape does not say which line it is. Name it: layout=NAME, or in the file.",
     "warning",
     needs="a cache in one array without a layout",
 )

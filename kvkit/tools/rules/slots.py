@@ -12,7 +12,7 @@ BITS = {"int32": 31, "uint32": 32, "int64": 63}
 
 @rule(
     "S1",
-    "The token is stored where nobody looks for it, over another one. Make slots from the same table.",
+    "The token overwrites another, and nobody looks for it there. Make slots from the same table.",
     needs="block_tables, slot_mapping, slot_sequences, slot_positions",
 )
 def not_where_the_table_says(case: Case) -> Seen:
@@ -67,7 +67,7 @@ def outside_the_cache(case: Case) -> Seen:
 
 @rule(
     "S4",
-    "Padding is stored there, and unused entries of tables read it. If this is padding, -1 stores nothing.",
+    "Unused entries of tables read what is stored there. For padding use slot -1, which stores nothing.",
     "warning",
     needs="slot_mapping, reserved_block",
 )
@@ -84,7 +84,7 @@ def in_the_reserved_page(case: Case) -> Seen:
 
 @rule(
     "S5",
-    "Half of the numbers are halves of others. Convert the tensor, do not reinterpret it.",
+    "Every other number is the upper or lower half of a number. Convert the tensor, do not reinterpret it.",
     needs="block_tables or slot_mapping",
 )
 def read_with_another_size(case: Case) -> Seen:
@@ -108,7 +108,10 @@ def read_with_another_size(case: Case) -> Seen:
 def misread_words(
     most: int, name: str, dtype: np.dtype, numbers: np.ndarray, columns: np.ndarray, zero_counts: bool
 ) -> tuple[str, str] | None:
-    """Return (where, what) if index numbers, in their columns, look like those of another size."""
+    """Return (where, what) if index numbers, in their columns, look like those of another size.
+
+    Every other number of int64 read as int32 is 0, which is evidence if `zero_counts`: no filler is 0 or -1.
+    """
     if dtype.itemsize == 4 and len(numbers) >= 4 and zero_counts:
         odd = np.flatnonzero(columns % 2)
         low, high = numbers[odd - 1], numbers[odd]
@@ -159,8 +162,8 @@ def rows_and_pages_mixed(case: Case) -> Seen:
     if case.pages is not None and case.page_size > 1 and len(case.pages[1]):
         ids, size = case.pages[1], case.page_size
         least, most = ids.min(), ids.max()
-        numbers = (case.unit > 1) and not case.aligned and least >= 0 and most < case.num_blocks
-        if numbers and (np.diff(np.unique(ids)) < size).any():  # so that pages would overlap
+        are_numbers = (case.unit > 1) and not case.aligned and least >= 0 and most < case.num_blocks
+        if are_numbers and (np.diff(np.unique(ids)) < size).any():  # so that pages would overlap
             found.append((case.entry(0, 0), f"{ids[0]} and all others are page numbers, not first rows"))
         firsts = case.unit == 1 and least >= 0 and most >= case.num_blocks > most // size
         if firsts and not (ids % size).any():

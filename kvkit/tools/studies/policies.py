@@ -131,6 +131,8 @@ def make_plan(
 
 def items_of(evict: Any) -> list[Any]:
     """Return the entries of a list, or of a text with commas between entries."""
+    if not isinstance(evict, (str, Sequence)):
+        raise argument_error("evict", f"a text or a sequence, of {FORM}", describe(evict))
     items = COMMAS.split(evict) if isinstance(evict, str) else list(evict)
     items = [each.strip() if isinstance(each, str) else each for each in items]
     return [each for each in items if each]
@@ -139,8 +141,9 @@ def items_of(evict: Any) -> list[Any]:
 def entry_of(item: Any) -> Entry | Policy:
     """Return the policy or scheme of an entry; ("none", ...) keeps all tokens uncoded."""
     if isinstance(item, tuple) and len(item) == 2 and callable(item[0]):
-        function, share = item
-        return Policy(f"{function.__name__}@{share:g}", function, share_of(share, item), {})
+        function, share = item[0], share_of(item[1], item)
+        name = getattr(function, "__name__", type(function).__name__)
+        return Policy(f"{name}@{share_text(share)}", function, share, {})
     if not isinstance(item, str):
         raise argument_error("evict", f"{FORM}; or (function, share)", describe(item))
     if item == NONE:
@@ -165,6 +168,11 @@ def share_of(share: Any, item: Any) -> float:
     if not 0 < number <= 1:
         raise argument_error("evict", "a share above 0 and at most 1, as snapkv@0.5", brief(item))
     return number
+
+
+def share_text(share: float) -> str:
+    """Return a share in few digits, or in all if few would be another number."""
+    return f"{share:g}" if float(f"{share:g}") == share else repr(share)
 
 
 def scorer_named(name: str) -> Any:
@@ -205,14 +213,19 @@ def combined(entry: Entry | Policy, schemes: Sequence[Entry]) -> list[Entry | Po
 def references(policies: Sequence[Policy]) -> list[Policy]:
     """Return the missing `random` and `oracle` of each share, with the scheme of its first policy."""
     first = {each.keep: each for each in reversed(policies)}
-    names, found = {each.name for each in policies}, []
+    known, found = {(each.scorer, each.keep, scheme_of(each)) for each in policies}, []
     for share in sorted(first, reverse=True):
-        scheme = first[share].name.rpartition("@")[2].partition("+")[2]
+        scheme = scheme_of(first[share])
         for scorer in (RANDOM, ORACLE):
-            name = f"{scorer}@{share:g}{'+' * bool(scheme)}{scheme}"
-            if name not in names:
+            if (scorer, share, scheme) not in known:
+                name = f"{scorer}@{share_text(share)}{'+' * bool(scheme)}{scheme}"
                 found.append(Policy(name, scorer, share, {}, first[share].schemes))
     return found
+
+
+def scheme_of(policy: Policy) -> str:
+    """Return the name of a policy's scheme; "" for none."""
+    return policy.name.rpartition("@")[2].partition("+")[2]
 
 
 def parts_of(name: str) -> tuple[str, float, str] | None:
