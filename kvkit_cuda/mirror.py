@@ -15,7 +15,7 @@ from kvkit.operators import OPERATORS
 from kvkit.operators.arrays import INDEX
 from kvkit_cuda.device_runtime import needs
 
-NOT_READ = ("sequences",)  # index tensors that count as arrays, because only their shape is used
+NOT_READ = ("sequences",)  # index tensors that may lie on a device like arrays: only their shape is used
 WHERE = """`kvkit.{path}` on a CUDA device. Arrays of a device (with the CUDA array interface or DLPack) are
 used in place. Numpy arrays are copied to the current device, and back if they change."""
 RESULTS = """Without `out`, results are new arrays of the library and device of `{first}`."""

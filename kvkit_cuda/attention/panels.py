@@ -45,8 +45,8 @@ load_chunk = words_loader(16)
 def query_loader(form):
     """Return f(params, item, lane, held), which loads q [blocks of 8 rows, panels, words].
 
-    q is arranged like chunks of keys; a lane has row lane // 4 of each block, or the last one. It returns a
-    factor of all scores, 1.
+    q is arranged like chunks of keys; a lane has row lane // 4 of each block, or the last one. f returns a
+    factor of all scores: 1 here, other forms fold scales into it.
     """
     tile, blocks = form.keys, form.blocks
     panels, whole = tile.panels, tile.chunks % tile.panel == 0
@@ -172,7 +172,7 @@ def multiply_nan_safe(form):
 
 
 def element_of(tile):
-    """Return f(g, i) -> the element of values whose sum is number i of a thread; a row may lack it."""
+    """Return f(g, i) -> which element of values sum i of a thread is (g: see above); a row may be shorter."""
     times, pace, apart = tile.first(1), tile.pace, tile.held
 
     def element_of(g, i):

@@ -91,7 +91,7 @@ def attend(form):
             fill_facts(params, step, item, item.first + min(thread, live - 1), facts[thread])
         cuda.syncthreads()
         common = Range(facts[live - 1, LOW], facts[0, HIGH])
-        # rows that see less may have nothing to do
+        # what any row sees: rows that see less skip the other keys
         seen = within_split(step, item, Range(facts[0, LOW], facts[live - 1, HIGH]))
 
         q, o = cuda.local.array(held, F32), cuda.local.array(held, F32)  # [pieces, rows, span]
@@ -112,7 +112,9 @@ def attend(form):
                 o[i] = np.float32(0)
             for r in range(rows):
                 m[r], l[r] = numeric.MINUS_INF, np.float32(0)
-            begin = seen.begin - threads if seen.begin < seen.end else seen.end
+            begin = (
+                seen.begin - threads if seen.begin < seen.end else seen.end
+            )  # round one only loads row ids
             while begin < seen.end:
                 # of the next block, loaded ahead
                 row_id, value_row_id = row_ids_of(
@@ -259,7 +261,7 @@ def key_multiplier(form):
 
 
 def score_rotator(form):
-    """Return f(s), which rotates a team's scores by a token, so that loops need no unrolling."""
+    """Return f(s), which moves a team's scores on by a token, so that loops read constant registers."""
     rows, last = form.rows, form.ahead - 1
 
     @device.inlined
@@ -392,9 +394,8 @@ def finisher(form):
     def finish(params, step, item, state, live, shrink, value_scale):
         lane, team = cuda.threadIdx.x, cuda.threadIdx.y
         thread = team * lanes + lane
-        m_teams = cuda.shared.array(
-            (teams, rows), F32
-        )  # one per line: the simulator tells arrays apart by their line
+        # One array in a line, because the simulator tells arrays apart by their line.
+        m_teams = cuda.shared.array((teams, rows), F32)
         l_teams = cuda.shared.array((teams, rows), F32)
         factors = cuda.shared.array(rows, F32)
         together = cuda.shared.array((threads, apart), F32)
@@ -442,6 +443,7 @@ def compiled(form):
 
 
 def suits(record, context, reach, most_rows):
+    """Return True: this kernel takes every call."""
     return True
 
 
@@ -477,6 +479,7 @@ def sum_weights(form):
             t += 1
 
     def sum_weights(params, seqstarts, kvstarts, table, slopes, tokens):
+        # It needs no work items and no slots: seqstarts are in their place.
         step = StepTables(seqstarts, kvstarts, table, seqstarts, seqstarts, slopes)
         blocks, group = (tokens + threads - 1) // threads, params.group
         unit = cuda.blockIdx.x // blocks
@@ -533,7 +536,7 @@ def compiled_weights(form):
 
 
 def prepare_weights(record, context, tables, most_tokens, key_weights, stream):
-    """Return the launch that writes `key_weights` [B, query heads, tokens], after the one that writes lse."""
+    """Return the launch that writes `key_weights` [B, query heads, tokens]; it must follow that of lse."""
     form = form_of(record, context, max(most_tokens, 1))
     _, key = tables.work(record, form.rows)  # registers the table of slopes
     step = tables.of(("seqstarts", "kvstarts", "table", key.names()[2]), stream)

@@ -42,7 +42,8 @@ def messages():
     return found
 
 
-def missing(expected, got, remedy):
+def missing_error(expected, got, remedy):
+    """Return the error for a part of CUDA that is missing or unfit."""
     return argument_error("kvkit_cuda", expected, f"{got}: {remedy}", DeviceError)
 
 
@@ -50,11 +51,11 @@ def packages():
     """Raise unless numba-cuda is installed, and can be `numba.cuda`."""
     if importlib.util.find_spec("numba_cuda") is None:
         remedy = INSTALL.format(extra="cuda") + " (kvkit itself needs none)"
-        raise missing("the package numba-cuda", "none", remedy)
+        raise missing_error("the package numba-cuda", "none", remedy)
     early = sys.modules.get("numba.cuda")
     if early is not None and getattr(early, "implementation", "NVIDIA") != "NVIDIA":
         remedy = "import _numba_cuda_redirector before it, as its .pth file does in a site folder"
-        raise missing("numba-cuda as numba.cuda", "that of Numba, which was imported before", remedy)
+        raise missing_error("numba-cuda as numba.cuda", "that of Numba, which was imported before", remedy)
     find_in_any_folder()
     import_with_row_stack()
 
@@ -94,18 +95,18 @@ def driver():
     wanted = DRIVERS.get(toolkit, f"of CUDA {toolkit}")
     if "lib" not in vars(api):  # set if libcuda was found
         remedy = f"install NVIDIA's driver {wanted} or later, for a GPU of this machine"
-        raise missing("an NVIDIA GPU and its driver", "no driver (libcuda)", remedy)
+        raise missing_error("an NVIDIA GPU and its driver", "no driver (libcuda)", remedy)
     error, version = numbas.binding.cuDriverGetVersion()
     if not int(error) and version // 1000 < toolkit:
         got = f"one for CUDA {version // 1000}.{version % 1000 // 10}"
         remedy = f"update it to {wanted} or later"
         if version // 1000 in DRIVERS:
             remedy += f", or {INSTALL.format(extra=f'cuda{version // 1000}')} in a fresh environment"
-        raise missing(f"a driver for CUDA {toolkit}", got, remedy)
+        raise missing_error(f"a driver for CUDA {toolkit}", got, remedy)
     if not cuda.is_available():
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         remedy = "see what nvidia-smi says" if hidden is None else f"CUDA_VISIBLE_DEVICES is {hidden!r}"
-        raise missing("an NVIDIA GPU", "a driver that shows none", remedy)
+        raise missing_error("an NVIDIA GPU", "a driver that shows none", remedy)
 
 
 def toolkit_version():
@@ -153,7 +154,7 @@ def libraries(found):
         code = small_ptx(found)
     except Exception as error:
         got = f"none that works ({first_line(error)})"
-        raise missing(f"NVIDIA's compiler (NVVM) {release}", got, remedy) from None
+        raise missing_error(f"NVIDIA's compiler (NVVM) {release}", got, remedy) from None
     try:
         options = LinkerOptions(arch=f"sm_{found[0]}{found[1]}")
         Linker(ObjectCode.from_ptx(code.encode()), options=options).link("cubin")
@@ -161,7 +162,7 @@ def libraries(found):
         (version,) = [line for line in code.splitlines() if line.startswith(".version")]
         got = f"one that fails ({first_line(error)})"
         expected = f"a linker (nvJitLink) {release} and the PTX of NVVM, {version[1:]}"
-        raise missing(expected, got, remedy) from None
+        raise missing_error(expected, got, remedy) from None
 
 
 def small_ptx(found):
