@@ -209,7 +209,8 @@ class Cache(BaseCache):
         keep, count : float, int, optional
             The share, or the number, of a layer's tokens that stay. Give one of the two.
         budget : str or array_like of int
-            ``"uniform"``: each layer keeps as many. ``"pyramid"``: later layers keep fewer. ``"ada"`` and
+            ``"uniform"``: each layer keeps as many. ``"pyramid"``: later layers keep fewer, if the last one
+            then has at least 64 tokens, else as many (`kvkit.eviction.budgets`). ``"ada"`` and
             ``"global"`` share tokens out among the heads of a layer, or of all layers, by their scores. Or
             the counts themselves, in place of `keep`: [L], [L, Hkv] or [L, B, Hkv], as
             `kvkit.eviction.budgets` returns them.
