@@ -180,6 +180,5 @@ def small_ptx(found):
 def first_line(error):
     """Return the first line of an error; a linker's is in its notes."""
     lines = [*str(error).splitlines(), *getattr(error, "__notes__", ())]
-    with suppress(ImportError):
-        lines = [line for line in lines if "version" in line] or lines
+    lines = [line for line in lines if "version" in line] or lines
     return lines[0].strip() if lines else type(error).__name__
