@@ -11,13 +11,12 @@ from kvkit.cache.blocks.pool import HASH_BYTES
 from kvkit.cache.blocks.sequence import Moves
 from kvkit.cache.caches import Cache
 from kvkit.cache.layers import kinds
-from kvkit.cache.layers.positions import RowPositions, check_rotation
+from kvkit.cache.layers.positions import RowPositions, check_rotation, restored_rotation
 from kvkit.cache.paged.cache import PagedCache
 from kvkit.cache.saving import MOVED_VERSION, PAGED_ARRAYS, VERSION, array_form, hash_contents
 from kvkit.checks import index_tensors
 from kvkit.errors import KvkitError, argument_error, brief, describe
 from kvkit.files import npz
-from kvkit.rope import Rope
 from kvkit.typed import Array, FilePath
 
 MAX_QUOTE = 160  # characters of a file's metadata in an error message
@@ -91,7 +90,7 @@ def restore_layer(path: FilePath, number: int, about: dict[str, Any], arrays: Ma
     arrays = {name.removeprefix(begin): array for name, array in arrays.items() if name.startswith(begin)}
     try:
         layer = kinds.make_layer(about)
-        layer.load(arrays, about["length"], about.get("rope"))
+        layer.load(arrays, about["length"])
         layer.record_past = about["record_past"]
     except (KvkitError, AttributeError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise load_error(path, f"a valid layer {number}", error) from None
@@ -101,7 +100,8 @@ def restore_layer(path: FilePath, number: int, about: dict[str, Any], arrays: Ma
 def restore_paged(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> PagedCache:
     """Build a paged cache; KvkitError, KeyError, TypeError or ValueError if the file's data are invalid."""
     arguments = dict(about["arguments"])
-    cache = PagedCache(**arguments | {"salt": bytes.fromhex(arguments["salt"])})
+    ropes = [restored_rotation(rope) for rope in arguments.get("rope") or ()]
+    cache = PagedCache(**arguments | {"salt": bytes.fromhex(arguments["salt"]), "rope": ropes or None})
     blocks = arrays["blocks"]
     if not np.array_equal(blocks, np.intersect1d(blocks, np.arange(cache.blocks.num_blocks))):
         wanted = f"distinct block ids below {cache.blocks.num_blocks}, ascending"
@@ -145,7 +145,7 @@ def restore_moves(i: int, about: Mapping[str, Any], arrays: Mapping[str, Array],
         arrays[f"sequences.{i}.{name}"] for name in ("positions", "rope_shifts", "segments")
     )
     rows = RowPositions.restored(positions, shifts, about["next_position"], about["length"])
-    ropes = [Rope(**rope) if isinstance(rope, dict) else rope for rope in about["rope"]]
+    ropes = [restored_rotation(rope) for rope in about["rope"]]
     if ropes and len(ropes) != len(cache.layers):
         raise argument_error("rope", f"one for each of {len(cache.layers)} layers", len(ropes))
     for rope in ropes if rows.shifted else ():

@@ -3,22 +3,23 @@
 The metadata's ``cache`` has the version, the dtype and shape of every array, and a sha256 over this
 description and the bytes of all arrays. ``description`` beside it has the layout, if there is one. Then:
 
-    layers      for a `Cache`: the kind of each layer, and how many tokens its updates had. Its arrays are
-                ``layers.I.keys`` and ``layers.I.values``, for a quantized layer ``layers.I.keys.codes`` and
-                so on, see `kvkit.cache.stores.codes.PARTS`. A layer without tokens has no arrays.
+    layers      for a `Cache`: the kind of each layer, how many tokens its updates had and, if it is known,
+                ``rope``, the rotation of its keys. Its arrays are ``layers.I.keys`` and
+                ``layers.I.values``, for a quantized layer ``layers.I.keys.codes`` and so on, see
+                `kvkit.cache.stores.codes.PARTS`. A layer without tokens has no arrays.
                 A recurrent state has ``layers.I.checkpoints`` (positions) and ``layers.I.states.NAME``
                 [versions, B, ...]: the state at each checkpoint, then the present one.
-                A layer whose rows were removed or moved (version 2) also has ``layers.I.positions``,
-                ``layers.I.rope_shifts``, and ``rope``, the rotation of its keys. A layer whose heads keep
-                different tokens (version 2) has ``layers.I.lengths`` [B, Hkv]; in its other arrays the
-                tokens of a head follow those of the head before: keys and values are [tokens, D]
-    paged       for a `PagedCache`: its arguments, the number of rows, and its sequences. Its arrays are
-                ``blocks`` (the numbers of the blocks in use, which loading keeps), ``cache`` and ``scale``
-                ([layers, key|value, block, row, head, dim] of these blocks), ``sequences.I.block_table``
-                and ``sequences.I.token_ids``. A sequence whose tokens were removed or moved (version 2) also
-                has ``sequences.I.positions``, ``.rope_shifts`` and ``.segments`` (where all but the last
-                segment end). Published blocks have ``published.blocks``, ``.hashes`` and ``.token_ids``, in
-                the order of eviction
+                A layer whose rows were removed or moved (version 2) also has ``layers.I.positions`` and
+                ``layers.I.rope_shifts``. A layer whose heads keep different tokens (version 2) has
+                ``layers.I.lengths`` [B, Hkv]; in its other arrays the tokens of a head follow those of the
+                head before: keys and values are [tokens, D]
+    paged       for a `PagedCache`: its arguments (a rope for each layer), the number of rows, and its
+                sequences. Its arrays are ``blocks`` (the numbers of the blocks in use, which loading keeps),
+                ``cache`` and ``scale`` ([layers, key|value, block, row, head, dim] of these blocks),
+                ``sequences.I.block_table`` and ``sequences.I.token_ids``. A sequence whose tokens were
+                removed or moved (version 2) also has ``sequences.I.positions``, ``.rope_shifts`` and
+                ``.segments`` (where all but the last segment end). Published blocks have
+                ``published.blocks``, ``.hashes`` and ``.token_ids``, in the order of eviction
 """
 
 import hashlib
@@ -30,9 +31,9 @@ import numpy as np
 
 from kvkit.cache.blocks.pool import HASH_BYTES
 from kvkit.cache.layers import kinds
+from kvkit.cache.layers.positions import describe_rotation
 from kvkit.errors import argument_error
 from kvkit.files import Description, members, npz
-from kvkit.rope import Rope
 from kvkit.typed import Array, FilePath
 
 VERSION = 1
@@ -47,9 +48,8 @@ def save(cache: Any, path: FilePath) -> None:
     arrays: dict[str, Array] = {}
     for i, layer in enumerate(cache.layers):
         state = {"length": layer.get_seq_length(), "record_past": layer.record_past}
-        moves, rope = layer.moves()
-        layers.append(kinds.describe_layer(layer) | state | rope)
-        own = layer.arrays() | moves
+        layers.append(kinds.describe_layer(layer) | state)
+        own = layer.arrays() | layer.moves()
         arrays |= {f"layers.{i}.{name}": array for name, array in own.items()}
     plain = all(name.endswith((".keys", ".values")) for name in arrays)
     line = PLAIN if plain and len(arrays) == 2 * len(layers) > 0 else None
@@ -94,7 +94,7 @@ def moves_of(seq: Any) -> dict[str, Any]:
     """Describe the removed and moved tokens of a sequence for a file; {} without any."""
     if seq.intact is None:
         return {}
-    ropes = [rope.describe() if isinstance(rope, Rope) else rope for rope in seq.rope or ()]
+    ropes = [describe_rotation(rope) for rope in seq.rope or ()]
     return {"next_position": seq.next_position, "intact": seq.intact, "rope": ropes}
 
 

@@ -9,6 +9,7 @@ import pytest
 from attention_scenes import normal
 from paged_scenes import DIM, HEADS, IDS, KINDS, LAYERS, P, paged, refused, run
 
+from kvkit import Rope
 from kvkit.cache import PagedCache, load
 
 
@@ -49,6 +50,14 @@ def test_round_trip(path, kind, layout):
         for (some, live), new in zip(both, found, strict=True)
     ]
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("rope", [Rope(DIM), "none", [Rope(DIM), "none"]])
+def test_a_file_says_how_keys_are_rotated(path, rope):
+    ropes = rope if isinstance(rope, list) else [rope] * 2
+    cache = PagedCache(4, P, len(ropes), HEADS, DIM, np.float32, rope=rope)
+    cache.save(path)
+    assert load(path).ropes == cache.ropes == ropes
 
 
 def test_rows_go_on(path):

@@ -133,8 +133,7 @@ class Paged(RuleBasedStateMachine):
         self.compute([(*pair, count) for pair, count in zip(pairs, counts, strict=False)], layers)
 
     def compute(self, given, layers):
-        ordered = [g for g in given if g[2] == 1] + [g for g in given if g[2] != 1]
-        step = [(row, count) for _, row, count in ordered]
+        step = [(row, count) for _, row, count in given]
         needed, available = self.model.needed(step), len(self.model.free) + len(self.model.idle)
         asked = [(seq, count) for seq, _, count in given]
         if needed > available:
@@ -145,14 +144,12 @@ class Paged(RuleBasedStateMachine):
             assert self.cache.cache.tobytes() == before
             return
         begun = self.cache.begin_step(asked)
-        assert begun.index.sequences == tuple(seq for seq, *_ in ordered)
-        copies = self.model.begin(step, [seq.blocks for seq, *_ in ordered])
+        assert begun.index.sequences == tuple(seq for seq, *_ in given)
+        copies = self.model.begin(step, [seq.blocks for seq, *_ in given])
         assert begun.index.copies.tolist() == copies
         for row, count in step:  # tokens without ids are some tokens, too
             row.tokens += [2] * (row.length + count - len(row.tokens))
         self.check_index(begun.index, step)
-        order = [i for wanted in (True, False) for i, g in enumerate(given) if (g[2] == 1) == wanted]
-        assert begun.index.order.tolist() == order
         for layer in range(layers):
             begun.update(*self.expected(step, layer, past=False), layer)
             self.check_contents(begun, step, layer)
@@ -174,10 +171,11 @@ class Paged(RuleBasedStateMachine):
         assert index.seqstarts.tolist() == np.cumsum([0, *counts]).tolist()
         assert index.kvstarts.tolist() == np.cumsum([0, *lengths]).tolist()
         assert (index.start_pos.tolist(), index.context_lens.tolist()) == (past, lengths)
-        most = counts.count(1), max(counts, default=0), max(lengths, default=0)
+        front = next((i for i, count in enumerate(counts) if count != 1), len(counts))
+        most = front, max(counts, default=0), max(lengths, default=0)
         assert (index.decoding_batches, index.max_seqlen, index.max_kvlen) == most
         assert index.block_tables.dtype == index.slot_mapping.dtype == index.context_lens.dtype == np.int32
-        assert index.cachestarts.dtype == index.kvstarts.dtype == index.order.dtype == np.int64
+        assert index.cachestarts.dtype == index.kvstarts.dtype == np.int64
         assert len(set(slots)) == len(slots)
         for slot in slots:
             assert self.model.holders(slot // PAGE_SIZE) == 1

@@ -1,6 +1,8 @@
 """Tokens that are removed and moved: positions by a model of cells, attention by moved keys in float64."""
 
 import copy
+import functools
+import re
 import shutil
 import time
 
@@ -505,7 +507,6 @@ def test_layers_in_files_do_the_same(tmp_path, kind):
         shutil.copytree(tmp_path / str(number), tmp_path / str(number + 1))
         cache.close()
         cache = Cache.open(tmp_path / str(number + 1), keep=False)
-        cache.layers[0].rope = ROPE
     cache.close()
 
 
@@ -527,4 +528,23 @@ def test_files_say_positions_and_shifts(tmp_path, rope):
         assert one.rope_shifts.tolist() == other.rope_shifts.tolist()
         assert cache.attend(query, i).tobytes() == again.attend(query, i).tobytes()
         other.shift(0, None, 1)
-    assert load(tmp_path / "plain.npz").layers[0].row_positions is None
+    plain = load(tmp_path / "plain.npz")
+    assert plain.layers[0].row_positions is None
+    assert [layer.rope for layer in plain.layers] == [rope, rope]
+
+
+def test_a_folder_says_how_keys_were_rotated(tmp_path):
+    """Before tokens move, after they moved, in the older form of sidecars, and without shifts again."""
+    cache = DynamicCache(1, rope=ROPE, offload=tmp_path / "cache")
+    filled(cache.layers[0])
+    older = functools.partial(re.sub, '"rope": {[^}]*}, ', "", count=1)
+    steps = (lambda: None, str), (lambda: cache.remove(2, 5, close=True), str), (lambda: None, older)
+    for number, (step, form) in enumerate([*steps, (cache.flatten, str), (cache.reset, str)]):
+        step()
+        shutil.copytree(tmp_path / "cache", tmp_path / str(number))
+        sidecar = tmp_path / str(number) / "layer-000.json"
+        sidecar.write_text(form(sidecar.read_text()))
+        assert sidecar.read_text().count('"rope": {') == (2 if number == 1 else 1)
+        with Cache.open(tmp_path / str(number), keep=False) as other:
+            assert other.layers[0].rope == ROPE
+    cache.close()

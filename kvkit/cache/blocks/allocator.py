@@ -311,7 +311,7 @@ class BlockAllocator:
         Parameters
         ----------
         sequences : iterable of (Sequence, int)
-            Each sequence once, with its number of new tokens.
+            Each sequence once, with its number of new tokens, in the order that they are packed in.
 
         Returns
         -------
@@ -326,8 +326,6 @@ class BlockAllocator:
         if self.open_step is not None:
             raise argument_error("sequences", "the step before to be committed or abandoned", "an open step")
         given, counts = self._checked(sequences)
-        order = sorted(range(len(given)), key=lambda i: counts[i] != 1)  # decoding batches come first
-        given, counts = [given[i] for i in order], [counts[i] for i in order]
         needed = self._needed(given, counts)
         if needed > self.available:
             raise OutOfBlocksError(needed, self.available)
@@ -341,7 +339,6 @@ class BlockAllocator:
                 seq.pending = count
         self.open_step = Step(
             sequences=tuple(given),
-            order=np.array(order, np.int64),
             copies=np.array(copies, np.int64).reshape(-1, 2),
             allocator=self,
             **tensors(given, counts, self.page_size),

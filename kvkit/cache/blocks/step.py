@@ -20,16 +20,14 @@ IN_ORDER = "sequences without removed or moved tokens, for a page table"
 class Step:
     """The tokens to compute next, as index tensors; `BlockAllocator.begin_step` makes it.
 
-    Sequences with one new token come first, then the others, each group in the order given. New tokens are
-    packed in this order. `commit` ends the step: it adds the new tokens to the sequences, and lets others
-    share filled blocks. Or `abandon` ends it. A ``with`` statement commits, and abandons on an exception.
+    Sequences are in the order that `begin_step` got, and their new tokens are packed in it. `commit` ends
+    the step: it adds the new tokens to the sequences, and lets others share filled blocks. Or `abandon` ends
+    it. A ``with`` statement commits, and abandons on an exception.
 
     Attributes
     ----------
     sequences : tuple of Sequence, length B
-        The sequences in the order of the tensors.
-    order : ndarray of int64, shape [B]
-        The index of each sequence among the arguments of `begin_step`.
+        In the order of the tensors.
     seqstarts, kvstarts : ndarray of int64, shape [B + 1]
         Where each sequence begins among the new tokens, and among all contexts.
     start_pos : ndarray of int64, shape [B]
@@ -37,7 +35,7 @@ class Step:
     pages : ndarray of int64, shape [B, MaxP]
         The first row of each page, segment by segment; -1 after the last page.
     decoding_batches, max_seqlen, max_kvlen : int
-        The number of sequences with one new token, the most new tokens, the longest context.
+        How many sequences at the front have one new token, the most new tokens, the longest context.
     copies : ndarray of int64, shape [copies, 2]
         Blocks to copy, (source, destination), in all layers before any write. They must be copied even if
         the step is abandoned later.
@@ -48,11 +46,10 @@ class Step:
     >>> blocks = BlockAllocator(num_blocks=4, page_size=2)
     >>> with blocks.begin_step([(blocks.add(), 3), (blocks.add(), 1)]) as step:
     ...     step.cachestarts.tolist(), step.slot_mapping.tolist()
-    ([[0, -1], [2, 4]], [0, 2, 3, 4])
+    ([[0, 2], [4, -1]], [0, 1, 2, 4])
     """
 
     sequences: tuple[Any, ...]
-    order: Array
     seqstarts: Array
     kvstarts: Array
     start_pos: Array
@@ -103,10 +100,10 @@ class Step:
     def part(self, chosen: Array) -> Step:
         """Return a step of some of the sequences, for attention."""
         counts, lengths = np.diff(self.seqstarts)[chosen], np.diff(self.kvstarts)[chosen]
-        of_sequences = "order", "start_pos", "pages", "first_places", "moved"
+        of_sequences = "start_pos", "pages", "first_places", "moved"
         return replace(
             self, sequences=tuple(self.sequences[i] for i in chosen), seqstarts=starts(counts),
-            kvstarts=starts(lengths), decoding_batches=int((counts == 1).sum()), max_seqlen=int(counts.max()),
+            kvstarts=starts(lengths), decoding_batches=decoding_front(counts), max_seqlen=int(counts.max()),
             max_kvlen=int(lengths.max()), **{name: getattr(self, name)[chosen] for name in of_sequences},
         )  # fmt: skip
 
@@ -147,9 +144,14 @@ def tensors(sequences: list[Any], counts: list[int], page_size: int) -> dict[str
     return {
         "seqstarts": starts(seqlens), "kvstarts": starts(kvlens), "start_pos": start_pos,
         "pages": np.maximum(blocks * page_size, -1), "first_places": first_places, "moved": moved,
-        "decoding_batches": counts.count(1), "max_seqlen": max(counts, default=0),
+        "decoding_batches": decoding_front(seqlens), "max_seqlen": max(counts, default=0),
         "max_kvlen": int(kvlens.max(initial=0)),
     }  # fmt: skip
+
+
+def decoding_front(counts: Array) -> int:
+    """Return how many sequences at the front have one new token."""
+    return int(np.logical_and.accumulate(counts == 1).sum())
 
 
 def starts(lengths: Array) -> Array:

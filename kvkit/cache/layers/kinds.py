@@ -5,6 +5,7 @@ from typing import Any
 
 from kvkit.cache.layers.dynamic import DynamicLayer, StaticLayer
 from kvkit.cache.layers.latent import IndexedLayer, LatentLayer
+from kvkit.cache.layers.positions import describe_rotation, restored_rotation
 from kvkit.cache.layers.quant_spec import QuantSpec
 from kvkit.cache.layers.quantized import QuantizedLayer
 from kvkit.cache.layers.shared import SharedLayer
@@ -30,13 +31,16 @@ KINDS: dict[str, Any] = {
 
 
 def describe_layer(layer: Any) -> dict[str, Any]:
-    """Describe a layer's class and arguments for a file, for `make_layer`."""
-    return {"kind": type(layer).__name__, "arguments": layer.describe()}
+    """Describe a layer's class, arguments and rotation for a file, for `make_layer`."""
+    rope = {} if layer.rope is None else {"rope": describe_rotation(layer.rope)}
+    return {"kind": type(layer).__name__, "arguments": layer.describe(), **rope}
 
 
 def make_layer(about: Mapping[str, Any]) -> Any:
     """Make an empty layer from its description in a file."""
-    return KINDS[about["kind"]](**{name: restored(x) for name, x in about["arguments"].items()})
+    layer = KINDS[about["kind"]](**{name: restored(x) for name, x in about["arguments"].items()})
+    layer.rope = restored_rotation(about.get("rope"))
+    return layer
 
 
 def restored(argument: Any) -> Any:

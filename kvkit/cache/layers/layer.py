@@ -19,6 +19,8 @@ from kvkit.cache.layers.positions import (
     Rotation,
     RowPositions,
     check_rotation,
+    describe_rotation,
+    restored_rotation,
     rotation_of,
 )
 from kvkit.cache.stores.mapped import MappedStore
@@ -27,7 +29,6 @@ from kvkit.cache.stores.span import Span
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.values import flag, integer
 from kvkit.errors import argument_error
-from kvkit.rope import Rope
 from kvkit.runtime.locks import LayerLock
 from kvkit.typed import Array, Attended, States
 
@@ -484,14 +485,14 @@ class Layer(BaseLayer):
         """Return the layer's arrays by their names in a saved file."""
         return {} if self.store is None else {"keys": self.keys, "values": self.values}
 
-    def load(self, arrays: dict[str, Array], length: int, rope: Any) -> None:
+    def load(self, arrays: dict[str, Array], length: int) -> None:
         """Fill the layer from the saved results of `arrays` and `moves`; `length` is the next position."""
         moves = {name: arrays.pop(name) for name in ("positions", "rope_shifts") if name in arrays}
         if arrays or (length and not moves):
             rows = moves.get("positions") if self.window is None else None
             self.fill(arrays, length if rows is None else len(rows))
         if len(moves) == 2:
-            self.move(moves["positions"], moves["rope_shifts"], length, rope)
+            self.move(moves["positions"], moves["rope_shifts"], length)
 
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:
         """Fill the layer with saved `arrays` of `length` tokens; raise KvkitError if they do not fit."""
@@ -510,19 +511,14 @@ class Layer(BaseLayer):
         """Return whether a saved file must have the positions of rows."""
         return self.row_positions is not None
 
-    def moves(self) -> tuple[dict[str, Array], dict[str, Any]]:
-        """Return (arrays by name, description) of moved rows for a file; both are empty without any."""
-        if not self.was_moved:
-            return {}, {}
-        rope = self.rope.describe() if isinstance(self.rope, Rope) else self.rope
-        return {"positions": self.positions, "rope_shifts": self.rope_shifts}, {"rope": rope}
+    def moves(self) -> dict[str, Array]:
+        """Return the arrays of moved rows by their names in a saved file; {} without any."""
+        return {"positions": self.positions, "rope_shifts": self.rope_shifts} if self.was_moved else {}
 
-    def move(self, positions: ArrayLike, rope_shifts: ArrayLike, length: int, rope: Any) -> None:
+    def move(self, positions: ArrayLike, rope_shifts: ArrayLike, length: int) -> None:
         """Set the positions of stored rows, as `moves` returned them; raise KvkitError if illegal."""
-        self.rope = Rope(**rope) if isinstance(rope, dict) else rope
         first, end = self.span.oldest, self.span.length
         after = RowPositions.restored(positions, rope_shifts, length, end - first)
-        rotation_of(self.rope, None, None, False)
         if after.shifts.any():
             check_rotation(self.rope)
         self._check_movable("load", Rearrangement(np.ones(end - first, bool), after, self.rope))
@@ -531,12 +527,12 @@ class Layer(BaseLayer):
     # Offload folders
 
     def describe_moves(self) -> dict[str, Any]:
-        """Describe moved rows for a sidecar; {} without any."""
+        """Describe moved rows, and how keys were rotated if it is known, for a sidecar."""
+        rope = {"rope": describe_rotation(self.rope)}
         if not self.was_moved:
-            return {}
+            return {} if self.rope is None else rope
         rows = self.row_positions or RowPositions.contiguous(0, 0)
-        rope = self.rope.describe() if isinstance(self.rope, Rope) else self.rope
-        return {"moved": rows.describe() | {"rope": rope}}
+        return rope | {"moved": rows.describe() | rope}
 
     def count_moves(self) -> dict[str, int]:
         """Count the described rows that are left, and the position after them; 0 and 0 without any."""
@@ -570,7 +566,7 @@ class Layer(BaseLayer):
     def _restore_moves(self, said: dict[str, Any], state: dict[str, Any]) -> None:
         """Restore the positions of moved rows from a sidecar."""
         self.store.file.moved = True
-        self.rope = Rope(**said["rope"]) if isinstance(said["rope"], dict) else said["rope"]
+        self.rope = restored_rotation(said["rope"])
         count, length = state["described"], state["follows"]
         if (count, length) == (0, 0):
             return

@@ -286,6 +286,19 @@ def check_rotation(rope: Any) -> None:
         raise argument_error("rope", HOW, describe(rope))
 
 
+def describe_rotation(rope: Rotation) -> Any:
+    """Describe how keys were rotated, for a file."""
+    return rope.describe() if isinstance(rope, Rope) else rope
+
+
+def restored_rotation(description: Any) -> Rotation:
+    """Return a rotation from its description in a file."""
+    rope: Rotation = Rope(**description) if isinstance(description, dict) else description
+    if rope is not None:
+        check_rotation(rope)
+    return rope
+
+
 def rotation_of(given: Any, held: Rotation, dim: int | None, shifted: bool) -> Rotation:
     """Return how a layer's keys were rotated: the rotation `given` to a call, otherwise the one `held`.
 

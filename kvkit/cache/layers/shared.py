@@ -112,7 +112,7 @@ class SharedLayer(Layer):
 
     # Changes of all layers of a cache: nothing to do here
 
-    def load(self, arrays: dict[str, Array], length: int, rope: Any) -> None:
+    def load(self, arrays: dict[str, Array], length: int) -> None:
         """Do nothing: the other layer is loaded."""
 
     def left_by(self, length: int) -> int:

@@ -14,7 +14,14 @@ from kvkit.cache.base import BaseCache, one_call_at_a_time
 from kvkit.cache.blocks.allocator import BlockAllocator
 from kvkit.cache.blocks.sequence import Sequence, check_bytes
 from kvkit.cache.layers.latent import placed_rotation
-from kvkit.cache.layers.positions import PLANS, Rearrangement, RowPositions, check_rotation, rotation_of
+from kvkit.cache.layers.positions import (
+    PLANS,
+    Rearrangement,
+    RowPositions,
+    check_rotation,
+    describe_rotation,
+    rotation_of,
+)
 from kvkit.cache.layers.shared import SharedLayer
 from kvkit.cache.layers.state import StateLayer
 from kvkit.cache.paged.latent import PagedLatentLayer
@@ -174,7 +181,7 @@ class PagedCache(BaseCache):
         Parameters
         ----------
         sequences : iterable of (Sequence, int)
-            Each sequence once, with its number of new tokens.
+            Each sequence once, with its number of new tokens. Tokens are packed in this order.
 
         Returns
         -------
@@ -478,7 +485,7 @@ class PagedCache(BaseCache):
     # Files
 
     def describe(self) -> dict[str, Any]:
-        """Return the arguments of the constructor; ``salt`` in hexadecimal."""
+        """Return the arguments of the constructor for a file: ``salt`` in hexadecimal, `rope` by layers."""
         store = self.store
         sizes = {"num_blocks": self.blocks.num_blocks, "page_size": store.page_size}
         sizes |= {"num_layers": store.num_layers, "num_kv_heads": store.heads, "head_dim": store.dim}
@@ -487,7 +494,9 @@ class PagedCache(BaseCache):
         names = "quant_bit", "quant_group", "quant_format", "cache_layout"
         if store.arguments.quant_format and store.scale is not None:
             formats["scale"] = "found" if store.computes_scales else store.scale.tolist()
-        return sizes | formats | {name: getattr(store.arguments, name) for name in names}
+        known = self.rope is not None
+        ropes = {"rope": [describe_rotation(rope) for rope in self.ropes]} if known else {}
+        return sizes | formats | ropes | {name: getattr(store.arguments, name) for name in names}
 
     @one_call_at_a_time
     def save(self, path: FilePath, sequences: Iterable[Sequence] = ()) -> None:

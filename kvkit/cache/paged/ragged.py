@@ -163,8 +163,7 @@ class RaggedLayer(Layer):
         self.sequences = [self.blocks.add() for _ in counts]
         with self.blocks.begin_step(zip(self.sequences, counts, strict=True)) as index:
             for side in (0, 1):
-                packed = [states[i][side] for i in index.order]
-                self.pool_side(side)[index.slot_mapping] = np.concatenate(packed)
+                self.pool_side(side)[index.slot_mapping] = np.concatenate([each[side] for each in states])
         for seq, own in zip(self.sequences, states, strict=True):
             rows = RowPositions(own.positions, np.zeros_like(own.positions), length)
             if not rows.is_plain():
@@ -488,9 +487,8 @@ class RaggedLayer(Layer):
     def was_moved(self) -> bool:
         return True
 
-    def moves(self) -> tuple[dict[str, Array], dict[str, Any]]:
-        rope = self.rope.describe() if isinstance(self.rope, Rope) else self.rope
-        return {}, {"rope": rope}
+    def moves(self) -> dict[str, Array]:
+        return {}
 
     def arrays(self) -> dict[str, Array]:
         """Return the layer's arrays by their names in a saved file, with tokens head after head."""
@@ -506,9 +504,7 @@ class RaggedLayer(Layer):
             "rope_shifts": np.concatenate([each.shifts for each in now]),
         }
 
-    def load(self, arrays: dict[str, Array], length: int, rope: Any) -> None:
-        self.rope = Rope(**rope) if isinstance(rope, dict) else rope
-        rotation_of(self.rope, None, None, False)
+    def load(self, arrays: dict[str, Array], length: int) -> None:
         if not arrays:
             return
         lengths = index_tensors.index("lengths", arrays["lengths"], 2)

@@ -24,7 +24,7 @@ from kvkit.typed import Array, Attended, Pair
 class PagedStep:
     """Appends new tokens to each layer of a `PagedCache`, and attends. `PagedCache.begin_step` makes it.
 
-    Tokens are packed in the order of ``index.sequences``. Each layer is written once, then attended to. When
+    Tokens are packed in the order of the sequences. Each layer is written once, then attended to. When
     all are written, `commit` ends the step. A ``with`` statement commits, and abandons the step on an
     exception.
 
@@ -45,7 +45,7 @@ class PagedStep:
     >>> with cache.begin_step(sequences) as step:
     ...     step.update(tokens, tokens, layer_idx=0)
     ...     step.attend(tokens, layer_idx=0).shape, step.index.seqstarts
-    ((4, 2, 16), array([0, 1, 4]))
+    ((4, 2, 16), array([0, 3, 4]))
     """
 
     __slots__ = ("_parts", "_pieces", "_steps", "_store", "calls", "index", "written")

@@ -84,7 +84,7 @@ class File:
     ) -> None:
         """Write the state of a layer's rows to the sidecar; the first time write `about` too."""
         moves = {} if self.sidecar >= 0 else layer.describe_moves()
-        self.moved = self.moved or bool(moves)
+        self.moved = self.moved or "moved" in moves
         numbers = layer.span._asdict() | {"record_past": layer.record_past, **more}
         numbers["changes"] = self.home.folder.changes
         if self.moved:
