@@ -29,7 +29,13 @@ def import_suites() -> list[ModuleType]:
     help="Write figures and machine to FOLDER, a file for each suite.",
 )  # fmt: skip
 @click.option("--only", default="", metavar="TEXT", help="Run only cases whose 'SUITE CASE' contains TEXT.")
-@click.option("--rounds", default=11, show_default=True, help="Runs of each case; medians are shown.")
+@click.option(
+    "--rounds",
+    default=11,
+    type=click.IntRange(1),
+    show_default=True,
+    help="Runs of each case; medians are shown.",
+)
 def bench(folder: Path | None, only: str, rounds: int) -> None:
     """Measure operators beside plain copies or reads, and other libraries.
 

@@ -65,13 +65,13 @@ def own_mask(fmt: Element, mask: Array | None, num_heads: int, tokens: int, long
     return dynamic_mask(fmt, mask, num_heads, tokens, longest)._replace(packed=2)
 
 
-def is_empty(fmt: Element, mask: Array) -> bool:
+def is_empty(fmt: Element, mask: Array, name: str = "attn_mask") -> bool:
     """Check the type of a mask, and return whether it has no elements."""
     if not isinstance(mask, np.ndarray):
-        raise argument_error("attn_mask", "a numpy array", describe(mask))
+        raise argument_error(name, "a numpy array", describe(mask))
     if mask.dtype != np.bool_ and mask.dtype != fmt.dtype and mask.dtype != np.float32:
         legal = " or ".join(dict.fromkeys((fmt.name, "float32", "bool")))
-        raise argument_error("attn_mask", f"dtype {legal}", mask.dtype)
+        raise argument_error(name, f"dtype {legal}", mask.dtype)
     return mask.size == 0
 
 

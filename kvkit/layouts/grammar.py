@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -130,9 +131,9 @@ def parse_line(text: str) -> Layout:
             raise argument_error("layout", "whole axes left of the bar", repr(level))
     axes = split_axes(keys)
     layout = Layout(levels, axes, split_axes(values) if semicolon else axes)
-    check_axes(layout, layout.groups, text)
+    check_axes(layout, layout.axes, text)
     if semicolon:
-        check_axes(layout, layout.value_groups, text)
+        check_axes(layout, layout.value_axes, text)
         if layout.value_axes == layout.axes:
             raise argument_error("layout", "other axes of values after ';'", repr(text))
         if {axis.name for group in layout.value_groups for axis in group} | set(levels) != layout.names:
@@ -165,25 +166,33 @@ def split_axes(text: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def check_axes(layout: Layout, groups: tuple[tuple[Axis, ...], ...], text: str) -> None:
-    """Check that each axis is named once, whole or in both parts; codes and scales of a block share axes."""
-    parts: dict[str, list[str]] = {level: [] for level in layout.lists}
-    if len(parts) < len(layout.lists):
+def check_axes(layout: Layout, axes: tuple[str, ...], text: str) -> None:
+    """Check that an array has content or scales, and names each axis once, in each term of a sum."""
+    names = layout.names - set(layout.lists)
+    if not names & {"c", "s"}:
+        raise argument_error("layout", "an axis of content, c (or of scale groups, s)", repr(text))
+    if layout.has_scales and not {"c", "s"} <= names:
+        raise argument_error("layout", "content (c) and scale groups (s) in parts joined by +", repr(text))
+    if {"c", "s"} <= names and not layout.has_scales:
+        raise argument_error("layout", "content (c) or scale groups (s), not both", repr(text))
+    for terms in itertools.product(*(axis.strip("()").split("+") for axis in axes)):
+        check_once(layout.lists, [axis for term in terms for axis in parse_group(term)], text)
+
+
+def check_once(lists: tuple[str, ...], axes: list[Axis], text: str) -> None:
+    """Check that each axis is named once, whole or in both parts."""
+    parts: dict[str, list[str]] = {level: [] for level in lists}
+    if len(parts) < len(lists):
         raise argument_error("layout", "each axis once", repr(text))
-    for group in groups:
-        for axis in group:
-            if axis.name != "1":
-                parts.setdefault(axis.name, []).append(axis.part)
-    for level in layout.lists:
+    for axis in axes:
+        if axis.name != "1":
+            parts.setdefault(axis.name, []).append(axis.part)
+    for level in lists:
         if parts.pop(level):
             raise argument_error("layout", f"the axis {level} in lists or in the array", repr(text))
     for name, found in parts.items():
-        if sorted(found) not in ([""], ["0", "1"]) and not layout.has_scales:
+        if sorted(found) not in ([""], ["0", "1"]):
             wanted = f"the axis {name} once, whole or as {name}1 and {name}0[SIZE]"
             raise argument_error("layout", wanted, repr(text))
         if name in ("l", "kv") and found != [""]:
             raise argument_error("layout", f"a whole axis {name}", repr(text))
-    if not parts.keys() & {"c", "s"}:
-        raise argument_error("layout", "an axis of content, c (or of scale groups, s)", repr(text))
-    if {"c", "s"} <= parts.keys() and not layout.has_scales:
-        raise argument_error("layout", "content (c) or scale groups (s), not both", repr(text))

@@ -34,7 +34,7 @@ KNOWN = (
     "cache", "layers", *chain(*NAMES), *BESIDE, "key_scale", "value_scale", "format", "layout",
     "query", "lse", "softmax_scale",
 )  # fmt: skip
-NUMBERS = "num_blocks", "page_size", "placeholder", "reserved_block"
+NUMBERS = {"num_blocks": 0, "page_size": 1, "placeholder": None, "reserved_block": None}  # the least of each
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Case:
 
     def number(self, name: str) -> int | None:
         """Return an integer; None without it."""
-        return integer(name, self.given[name]) if name in self.given else None
+        return integer(name, self.given[name], NUMBERS[name]) if name in self.given else None
 
     def has(self, need: str) -> bool | None:
         """Return whether an input of a rule is given; None if `need` is not known here."""
@@ -136,8 +136,6 @@ class Case:
                 raise KvkitError(f"{needed}: expected a number, as {name} is given, got None")
         if self.page_size < 1:
             raise argument_error("page_size", "at least 1", self.page_size)
-        if self.num_blocks < 0:
-            raise argument_error("num_blocks", "at least 0", self.num_blocks)
         return name
 
     @cached_property

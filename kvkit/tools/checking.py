@@ -43,7 +43,8 @@ def check(
           table; ``reserved_block`` int: the page in which an engine stores padding;
         - ``key_cache``, ``value_cache`` [blocks, rows, heads, content], or [layers, ...] of that: floats or
           codes, with ``format`` str where the dtype does not name it ("e4m3", "mlx"...); ``key_scale``,
-          ``value_scale`` of any shape; ``index_type`` str: the integer type of a kernel's addresses;
+          ``value_scale`` of any shape; ``index_type`` str: the type of a kernel's addresses, int32, uint32 or
+          int64;
         - ``lse`` [B, heads] with ``query`` [B, heads, content] and ``softmax_scale``.
     after : path or dict of arrays, optional
         The caches after a call: only rows of ``slots`` may have changed.

@@ -109,6 +109,23 @@ def test_one_step_at_a_time():
         assert refused(blocks, action, sequences=[seq]).startswith("step: ")
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["shared", "ended"])
+def test_an_abandoned_step_gives_its_copies_back(ends):
+    """The branch has its shared block again, even if the other sequence has ended since: nobody copied it."""
+    blocks = BlockAllocator(3, 4)
+    seq = blocks.add(range(6))
+    run(blocks, (seq, 6))
+    branch = blocks.fork(seq)
+    step = blocks.begin_step([(branch, 1)])
+    assert step.copies.tolist() == [[1, 2]]
+    if ends:
+        blocks.free(seq)
+    step.abandon()
+    assert (branch.blocks, blocks.available) == ([0, 1], 1)
+    assert blocks.references.tolist() == ([1, 1, 0] if ends else [2, 2, 0])
+    assert len(run(blocks, (branch, 1)).copies) == (not ends)
+
+
 def test_an_exception_abandons_the_step():
     blocks = BlockAllocator(4, P)
     seq = filled(blocks, range(5))

@@ -146,7 +146,7 @@ def of_attention(size):
     masks = [[True] * 5] * 2, np.ones((2, 5)), np.ones((2, 4), bool), np.ones((3, 5), bool)
     for mask in (*masks, np.ones((2, 2, 5), bool), np.ones((2, 6, 3, 5), bool), 1):
         yield "mask: expected", (query, 0, mask), {}
-    yield "attn_mask: expected dtype", (query, 0, np.ones((2, 6, 2, 5), np.float64)), {}
+    yield "attention_mask: expected dtype", (query, 0, np.ones((2, 6, 2, 5), np.float64)), {}
     for scale in (np.nan, True, np.ones(2), "1"):
         yield "softmax_scale: expected a finite number", (query, 0), {"softmax_scale": scale}
     yield "softcap: expected 0", (query, 0), {"softcap": -1.0}

@@ -158,7 +158,7 @@ class Paged(RuleBasedStateMachine):
             self.model.commit(step)
         else:
             begun.abandon()
-            self.model.abandon(step)
+            self.model.abandon(step, copies)
 
     def check_index(self, index, step):
         """A slot is written once, in a block that one sequence holds and nobody can find."""

@@ -384,6 +384,21 @@ def test_a_static_layer_closes_up_and_has_its_room_again():
     assert layer.positions.tolist() == []
 
 
+@pytest.mark.parametrize(
+    "cache", [DynamicCache(1), PagedCache(8, 4, 1, 2, 8, np.float32)], ids=["dynamic", "paged"]
+)
+def test_columns_of_a_mask_are_rows_where_positions_have_holes(cache):
+    layer = cache.layers[0]
+    filled(layer)
+    getattr(cache, "rows", cache).remove(3, 5)
+    visible = np.array([[True] * 5 + [False] * 2 + [True]])  # by position
+    by_row = layer.attend(tokens(1), visible[:, None, None, [0, 1, 2, 5, 6, 7]])
+    assert layer.attend(tokens(1), visible).tobytes() == by_row.tobytes()
+    for count in 7, 8:
+        with pytest.raises(KvkitError, match=r"attention_mask: expected bool \[1, 8\], or .*, 6\], got"):
+            layer.attend(tokens(1), visible[:, None, None, :count])
+
+
 def test_crop_update_and_masks_count_positions():
     cache = DynamicCache(2, rope=["none", ROPE])
     for layer in cache.layers:

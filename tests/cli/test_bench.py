@@ -6,6 +6,7 @@ import json
 import click
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import kvkit
 from benchmarks.suites import (
@@ -245,6 +246,11 @@ def test_shares_and_times():
 def test_text_that_no_case_has():
     with pytest.raises(KvkitError, match="--only: expected text of a case of the suites cpu, attention"):
         bench.bench.callback(None, "no such case", 1)
+
+
+def test_rounds_that_give_no_median():
+    result = CliRunner().invoke(bench.bench, ["--rounds", "0"])
+    assert (result.exit_code, "0 is not in the range x>=1" in result.output) == (2, True)
 
 
 def test_suites_that_are_not_installed(monkeypatch, tmp_path):

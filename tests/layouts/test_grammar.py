@@ -67,6 +67,8 @@ def test_one_form_of_writing(text, line):
         ("l l | b n c", "each axis once"), ("l | b | n c", "one bar"), ("l | b n c1", "the axis c once"),
         ("l | b c0[8] n", "the axis c once"), ("l | b n c1 c0", "for an inner one"),
         ("l | b n c1[2] c0[8]", "for an outer part"), ("l | b n c1 c0[0]", "axes among"),
+        ("l | b b (n c + n s)", "the axis b once"), ("l | b (n c + n s s)", "the axis s once"),
+        ("l | b (n c + n s) (h c)", "the axis c once"), ("l | b (n c + n c)", "and scale groups"),
         ("l | b n c s", "not both"), ("l | kv1 b n c kv0[2]", "axes among|a whole axis kv"),
         ("l | (b n c", "a parenthesis that closes"), ("l | b n) c", "in parentheses"),
         ("l | b () n c", "in parentheses"), ("l | b n + c", "in parentheses"),

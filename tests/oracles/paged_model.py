@@ -135,10 +135,14 @@ class Model:
                 block, row.offered = row.blocks[row.offered], row.offered + 1
                 self.published.setdefault(row.prefix(row.offered * self.page_size), block)
 
-    def abandon(self, step):
+    def abandon(self, step, copies):
+        originals = {copy: block for block, copy in copies}
         for row, _ in step:
             del row.tokens[max(row.length, row.known) :]
             self.release(row)
+            if row.blocks and row.blocks[-1] in originals:
+                self.free.add(row.blocks[-1])
+                row.blocks[-1] = originals[row.blocks[-1]]
 
 
 @functools.cache

@@ -264,6 +264,12 @@ def test_every_mutation_is_found(make):
     assert finding.severity == ("warning" if rule in ("P6", "S4", "Q2", "Q5", "D2", "L2") else "error")
 
 
+def test_padding_beside_the_first_slot_is_no_high_word():
+    assert not check(
+        {"num_blocks": 8, "page_size": 16, "slot_mapping": np.array([16, 0, -1, -1], np.int32)}
+    ).found
+
+
 def test_every_rule_has_a_mutation_and_names_an_incident():
     assert set(MUTATIONS) == set(RULES)
     for rule in RULES.values():
@@ -421,6 +427,8 @@ def test_tables_of_lists_and_without_sequences():
         (but(tables, slot_positions=np.zeros(2, int))(), "slot_positions: expected 3 entries"),
         (but(tables, page_size=0)(), "page_size: expected at least 1, got 0"),
         (but(tables, num_blocks=-1)(), "num_blocks: expected at least 0, got -1"),
+        ({"slot_mapping": [0], "num_blocks": 1, "page_size": 0}, "page_size: expected at least 1, got 0"),
+        (but(cache, index_type="int16")(), "index_type: expected 'int32' or 'uint32' or 'int64', got"),
         (
             but(tables, block_tables=([0, 2], [0.5, 1.7]))(),
             r"block_tables\[1\]: expected integers with 1 axes",

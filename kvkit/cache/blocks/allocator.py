@@ -357,9 +357,14 @@ class BlockAllocator:
     def abandon(self, step: Step) -> None:
         """End a step: see `Step.abandon`."""
         self._close(step)
+        originals = {copy: block for block, copy in step.copies.tolist()}
         for seq in step.sequences:
             seq.pending = 0
             self._keep_pages(seq)
+            if seq.table and (copy := seq.table[-1]) in originals:
+                seq.table[-1] = originals[copy]
+                self._pool.take_back(originals[copy])
+                self._pool.release([copy])
 
     def _close(self, step: Step) -> None:
         if step is not self.open_step:

@@ -42,6 +42,12 @@ class Pool:
             self.references[block] += 1
             self._idle.pop(block, None)
 
+    def take_back(self, block: int) -> None:
+        """Count one more user of a block that was released and not taken since."""
+        if not self.references[block] and block not in self._idle:
+            self._free.remove(block)
+        self.share([block])
+
     def release(self, blocks: Sequence[int]) -> None:
         """Count one user less of each block."""
         # The last block first, so that it is evicted first: a chain is looked up from its beginning.

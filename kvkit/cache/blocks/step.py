@@ -37,8 +37,7 @@ class Step:
     decoding_batches, max_seqlen, max_kvlen : int
         How many sequences at the front have one new token, the most new tokens, the longest context.
     copies : ndarray of int64, shape [copies, 2]
-        Blocks to copy, (source, destination), in all layers before any write. They must be copied even if
-        the step is abandoned later.
+        Blocks to copy, (source, destination), in all layers before any write.
 
     Examples
     --------
@@ -117,7 +116,10 @@ class Step:
         self.allocator.commit(self)
 
     def abandon(self) -> None:
-        """Free the blocks of the new tokens, as if the step had not begun."""
+        """Free the blocks of the new tokens and of copies. Sequences are as if the step had not begun.
+
+        Published blocks that were evicted, or whose free rows were to be written, stay unpublished.
+        """
         self.allocator.abandon(self)
 
     def __enter__(self) -> Self:

@@ -51,7 +51,7 @@ class LayerAttention:
         lse = np.empty((batch, new, query_heads), np.float32) if wants_lse else None
         mask = NO_MASK
         if attention_mask is not None:
-            columns = checked_mask(layer, attention_mask, (batch, query_heads, new))
+            columns = checked_mask(layer, fmt, attention_mask, (batch, query_heads, new))
             mask = masks.static_mask(fmt, columns, batch, query_heads, new, columns.shape[3])
         arrays = {"query": query, "out": out, "lse": lse}
         form = None
@@ -80,9 +80,8 @@ class LayerAttention:
         wants_lse, (batch, new, heads, _) = flag("return_lse", return_lse), query.shape
         columns = None
         if attention_mask is not None:
-            columns = checked_mask(layer, attention_mask, (batch, heads, new))
             fmt = checked_format("query", query, FLOATS, 4)
-            masks.static_mask(fmt, columns, batch, heads, new, columns.shape[3])
+            columns = checked_mask(layer, fmt, attention_mask, (batch, heads, new))
             columns = columns if columns.dtype == np.bool_ else columns.astype(np.float32)
         wide = query.astype(np.float32, copy=False)  # [B, q, Hq, D]
         pieces = layer.pieces(layer.span.begin)
@@ -142,7 +141,7 @@ def attend_with_key_weights(
     query, mask = layer.store.query(query), NO_MASK
     batch, new, heads, _ = query.shape
     if attention_mask is not None:
-        columns = checked_mask(layer, attention_mask, (batch, heads, new))
+        columns = checked_mask(layer, fmt, attention_mask, (batch, heads, new))
         mask = masks.static_mask(fmt, columns, batch, heads, new, columns.shape[3])
     span, left = layer.span, -1 if layer.window is None else layer.window - 1
     first, end = span.begin - span.origin, span.length - span.origin
@@ -231,26 +230,30 @@ def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
     return fmt, one_piece(query.swapaxes(1, 2))
 
 
-def checked_mask(layer: Any, mask: Array, sizes: tuple[int, int, int]) -> Array:
-    """Check a mask; return it with 4 axes and a column for each row of the layer's view."""
-    span, (batch, query_heads, new) = layer.span, sizes
-    if not isinstance(mask, np.ndarray):
-        raise argument_error("attention_mask", "a numpy array", describe(mask))
-    first = span.begin if mask.ndim == 2 else 0  # a padding mask counts positions from 0
+def checked_mask(layer: Any, fmt: Element, mask: Array, sizes: tuple[int, int, int]) -> Array:
+    """Check a mask for queries of `fmt`; return it with 4 axes and a column for each row of the view."""
+    masks.is_empty(fmt, mask, "attention_mask")
+    span, length, (batch, _, _) = layer.span, layer.get_seq_length(), sizes
     count = span.length - span.begin
-    returned = sum(layer.get_mask_sizes(0))  # where the keys that an update returns end
-    if mask.ndim == 2 and layer.row_positions is not None and layer.window is None:
+    end = sum(layer.get_mask_sizes(0)) - length + span.length  # the row where returned keys end
+    if mask.ndim != 2:
+        check_columns(mask, sizes, length, (count, max(end - span.begin, count)))
+        return mask[..., :count]
+    if layer.row_positions is not None and layer.window is None:
         mask = stored_columns(layer, mask, batch)
-    if mask.ndim == 2:
-        legal = {(batch, span.length), (batch, max(returned, span.length))}
-        if mask.dtype != np.bool_ or mask.shape not in legal:
-            wanted = f"bool [{batch}, {span.length}], a padding mask, or 4 axes"
-            raise argument_error("attention_mask", wanted, describe(mask))
-        mask = mask[:, None, None]
-    elif mask.ndim != 4 or mask.shape[3] not in (count, max(returned - span.begin, count)):
-        wanted = f"bool [{batch}, {span.length}], or [{batch} or 1, {query_heads} or 1, {new} or 1, {count}]"
+    if mask.dtype != np.bool_ or mask.shape not in {(batch, span.length), (batch, max(end, span.length))}:
+        wanted = f"bool [{batch}, {length}], a padding mask, or 4 axes"
+        raise argument_error("attention_mask", wanted, describe(mask))
+    return mask[:, None, None, span.begin : span.begin + count]  # a padding mask counts positions from 0
+
+
+def check_columns(mask: Array, sizes: tuple[int, int, int], length: int, counts: tuple[int, ...]) -> None:
+    """Raise unless a mask has 4 axes: those of `sizes` or 1, and one of some counts of columns."""
+    fits = mask.ndim == 4 and mask.shape[3] in counts
+    if not fits or any(have not in (1, size) for have, size in zip(mask.shape, sizes, strict=False)):
+        axes = ", ".join("1" if size == 1 else f"{size} or 1" for size in sizes)
+        wanted = f"bool [{sizes[0]}, {length}], or [{axes}, {counts[0]}]"
         raise argument_error("attention_mask", wanted, f"shape {mask.shape}")
-    return mask[..., first : first + count]
 
 
 def stored_columns(layer: Any, mask: Array, batch: int) -> Array:

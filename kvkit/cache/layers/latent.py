@@ -494,7 +494,7 @@ def attend_to_codes(
     if layer.store is None or batch != layer.batch_size or dim != sum(codes.dims) or new > span.length:
         wanted = f"[{layer.batch_size}, heads, at most {span.length}, {sum(codes.dims)}]"
         raise argument_error("query", wanted, query.shape)
-    columns = None if mask is None else checked_mask(layer, mask, (batch, heads, new))
+    columns = None if mask is None else checked_mask(layer, fmt, mask, (batch, heads, new))
     if columns is not None and columns.dtype != np.bool_:
         columns = columns.astype(np.float32)
     wide = one_piece(query.swapaxes(1, 2)).astype(np.float32)  # [B, q, H, dim]

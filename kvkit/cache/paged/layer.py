@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from kvkit import cpu
 from kvkit.cache.base import BaseLayer, MovableTokens, one_call_at_a_time
-from kvkit.cache.layers.attention import stored_columns
+from kvkit.cache.layers.attention import check_columns, stored_columns
 from kvkit.cache.layers.positions import RowPositions
 from kvkit.cache.paged.pieces import check_moved
 from kvkit.cache.paged.step import fill_results
@@ -19,7 +19,7 @@ from kvkit.calls.prepared import form_of
 from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.values import checked_format, flag, integer, one_piece
-from kvkit.errors import argument_error, describe
+from kvkit.errors import argument_error
 from kvkit.runtime.locks import LayerLock
 from kvkit.typed import Array, Attended, States
 
@@ -200,11 +200,12 @@ class PagedLayer(BaseLayer):
         if is_causal and tokens > length:
             raise argument_error("query", f"at most {length} tokens, those in the layer", tokens)
         mask = attention_mask
-        if isinstance(mask, np.ndarray) and mask.ndim == 2 and mask.dtype == np.bool_:
-            mask = mask if self.row_positions is None else stored_columns(self, mask, batch)
-            mask = mask[:, None, None]
-        elif mask is not None and np.ndim(mask) != 4:
-            raise argument_error("attention_mask", f"bool [{batch}, {length}], or 4 axes", describe(mask))
+        if mask is not None:
+            masks.is_empty(store.format, mask, "attention_mask")
+            if mask.ndim == 2 and mask.dtype == np.bool_:
+                mask = mask if self.row_positions is None else stored_columns(self, mask, batch)
+                mask = mask[:, None, None]
+            check_columns(mask, (batch, heads, tokens), self.get_seq_length(), (length,))
         place = masks.static_mask(store.format, mask, batch, heads, tokens, length)
         query = one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
         scoring = Scoring(None, is_causal, False, softmax_scale, window, softcap, sinks)

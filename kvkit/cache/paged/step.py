@@ -227,7 +227,7 @@ class PagedStep:
         self.index.commit()
 
     def abandon(self) -> None:
-        """End the step as if it had not begun."""
+        """End the step; sequences are as if it had not begun. See `Step.abandon`."""
         self.index.abandon()
 
     def __enter__(self) -> Self:

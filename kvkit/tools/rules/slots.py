@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from kvkit.checks.values import text
 from kvkit.tools.case import Case
 from kvkit.tools.findings import Seen, rule
 
@@ -115,7 +116,8 @@ def misread_words(
     if dtype.itemsize == 4 and len(numbers) >= 4 and zero_counts:
         odd = np.flatnonzero(columns % 2)
         low, high = numbers[odd - 1], numbers[odd]
-        if (high == np.where(low < 0, -1, 0)).all() and len(np.unique(low)) > 1:
+        stored = low[low >= 0]  # -1 beside -1 may be padding, and one 0 the first slot
+        if (high == np.where(low < 0, -1, 0)).all() and len(np.unique(stored)) > 1:
             seen = numbers[:4].tolist()
             what = f"every other of its int32 numbers is 0 or -1 ({seen}...): int64 read as int32"
             return name, what
@@ -133,18 +135,18 @@ def misread_words(
 )
 def beyond_the_index_type(case: Case) -> Seen:
     """Report caches that an index type is too small for. vllm#1486: int32 for 64,000 blocks."""
-    given = case.index("slot_mapping")
+    given, kind = case.index("slot_mapping"), case.source.text("index_type")
+    bits = None if kind is None else BITS[text("index_type", kind, BITS)]
     if case.num_blocks is None or case.page_size is None or (given is None and not case.sides):
         return None
     capacity, found = case.num_blocks * case.page_size, []
     if given is not None and capacity - 1 > np.iinfo(given.dtype).max:
         found.append(("slot_mapping", f"{given.dtype} for the {capacity} slots of the cache"))
-    kind = case.source.text("index_type")
-    for side in case.sides if kind is not None and kind in BITS else ():
+    for side in case.sides if bits is not None else ():
         sizes = zip(side.array.shape, side.array.strides, strict=True)
         reach = sum((size - 1) * abs(step) for size, step in sizes)
         last = max(reach // side.array.itemsize, side.array.size - 1)
-        if last >> BITS[kind or ""]:
+        if last >> bits:
             found.append((side.label, f"its last element is at {last}, which {kind} cannot say"))
     return found
 
