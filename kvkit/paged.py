@@ -59,8 +59,9 @@ def paged_attention(
         The pages of each sequence: a row of a table, or ``indices[indptr[b]:indptr[b + 1]]``. Entries after
         the last page of a context are ignored.
     context_lens : ndarray of int32 or int64, shape [B]
-        The number of keys of each sequence. If an engine has the length n of the last page instead, this is
-        ``(pages - 1) * page_size + n``.
+        The number of keys of each sequence, with those of the new tokens: the last query has the position of
+        the last key, and queries before position 0 attend to no key. If an engine has the length n of the
+        last page instead, this is ``(pages - 1) * page_size + n``.
     query_starts : ndarray of int32 or int64, shape [B + 1], optional
         Where the queries of each sequence begin in `query`. None: each sequence has one query.
     attn_mask : ndarray, shape [tokens, N] or [num_heads or 1, tokens, N], optional

@@ -84,7 +84,7 @@ class PagedPlan:
         value_scale: float | Array | None = None,
         rope: Rope | Mapping[str, Any] | str | None = None,
     ) -> tuple[Array | None, Array | None]:
-        """Run `paged_append` for the last tokens of the contexts, whose positions are those of the plan."""
+        """Run `paged_append` for the last tokens of the contexts, whose lengths must include them."""
         call = PoolTransfer(
             key, value, key_cache, value_cache, (), layout=layout, key_scale=key_scale,
             value_scale=value_scale, rope=as_rope(rope),

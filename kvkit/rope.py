@@ -13,8 +13,11 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from kvkit.checks.values import finite_number, flag, integer, positive_number
 from kvkit.errors import KvkitError, argument_error, describe
+from kvkit.formats.elements import FLOATS
+from kvkit.interop import returns_input_kind
 from kvkit.typed import Array
 
+FLOAT_DTYPES = {np.dtype(np.float64), *(each.dtype for each in FLOATS)}
 NO_ROTATION = "none"  # NoPE layers and ALiBi: positions move, keys need nothing
 DYNAMIC = "a base that is fixed: dynamic NTK scaling makes it of the length of each call"
 AXES = "one position for each token, or text_only=True where all axes are equal"
@@ -99,22 +102,25 @@ class Rope:
         object.__setattr__(self, "attention_factor", factor)
         object.__setattr__(self, "_frequency_bytes", frequencies.tobytes())
 
+    @returns_input_kind
     def rotate(self, states: Array, positions: ArrayLike) -> Array:
         """Rotate queries or keys [..., tokens, dim] for their positions, and multiply them with the factor.
 
         Parameters
         ----------
         states : ndarray, shape [..., tokens, dim]
+            float64, float32, float16 or bfloat16; or a torch tensor of these.
         positions : array_like of int
-            One for each token, or one for all.
+            One for each token, or one for all; any shape that broadcasts to that of ``states`` without dim.
 
         Returns
         -------
         ndarray
             Of the shape and dtype of ``states``; float64 is computed as such, other dtypes in float32.
         """
-        return self._rotated(states, positions, self.attention_factor)
+        return self._rotated(states, "positions", positions, self.attention_factor)
 
+    @returns_input_kind
     def shift(self, states: Array, delta: ArrayLike) -> Array:
         """Move rotated queries or keys [..., tokens, dim] by some positions, as if they were rotated there.
 
@@ -129,11 +135,21 @@ class Rope:
         ndarray
             Of the shape and dtype of ``states``.
         """
-        return self._rotated(states, delta, 1.0)
+        return self._rotated(states, "delta", delta, 1.0)
 
-    def _rotated(self, states: Array, positions: ArrayLike, factor: float) -> Array:
-        if states.shape[-1] < self.end:
-            raise argument_error("states", f"heads of {self.end} elements or more", states.shape[-1])
+    def _rotated(self, states: Array, name: str, positions: ArrayLike, factor: float) -> Array:
+        if not isinstance(states, np.ndarray) or states.dtype not in FLOAT_DTYPES:
+            raise argument_error("states", "an array of floats", describe(states))
+        shape = states.shape[:-1]
+        if states.ndim == 0 or states.shape[-1] < self.end:
+            raise argument_error("states", f"heads of {self.end} elements or more", f"shape {states.shape}")
+        given = np.shape(positions)
+        if len(given) > len(shape) or any(
+            n not in (1, m) for n, m in zip(given[::-1], shape[::-1], strict=False)
+        ):
+            raise argument_error(
+                name, f"one for each token of states, {shape}, or one for all", f"shape {given}"
+            )
         dtype = np.float64 if states.dtype == np.float64 else np.float32
         turned: Array = np.array(states, dtype)
         self.turn(states.astype(dtype, copy=False), *self.turns(positions, dtype, factor), turned)

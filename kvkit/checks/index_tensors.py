@@ -39,7 +39,8 @@ def index_form(name: str, value: ArrayLike, ndim: int) -> Array:
     except ValueError:
         raise argument_error(name, f"{ndim} {AXES[ndim]}", "rows of different lengths") from None
     if array.size == 0 and not isinstance(value, np.ndarray):
-        array = array.astype(np.int64)  # numpy takes [] for floats
+        array = array.astype(np.int64)  # numpy takes [] for floats of one axis
+        array = array.reshape((0,) * ndim) if array.ndim == 1 else array
     if array.dtype != np.int64 and array.dtype != np.int32:
         raise argument_error(name, "integers of dtype int64 or int32", array.dtype)
     if array.ndim != ndim:

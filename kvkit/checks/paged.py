@@ -281,6 +281,8 @@ def scale_of(name: str, scale: float | Array, batch: int, heads: int) -> Array:
         if not np.isfinite(scales).all():
             raise argument_error(name, "finite numbers", "NaN" if np.isnan(scales).any() else "infinity")
         return scales
+    if isinstance(scale, list | tuple):
+        raise argument_error(name, "a number, or a numpy array", describe(scale))
     return np.full((1, 1), finite_number(name, scale), np.float32)
 
 
@@ -319,18 +321,19 @@ def new_positions(planned: PagedContexts) -> Array:
 
 
 def new_slots(planned: PagedContexts) -> Array:
-    """Return the slots of a plan's new tokens; -1 for one before position 0."""
+    """Return the slots of a plan's new tokens, which its contexts must have room for."""
     (table, table_starts), lengths, starts, page_size, _ = planned
-    sequence = np.repeat(np.arange(len(lengths)), np.diff(starts))
+    counts = np.diff(starts)
+    short = np.flatnonzero(lengths < counts)
+    if short.size:
+        seq = short[0]
+        wanted = f"at least {counts[seq]}, as lengths include the new tokens"
+        raise argument_error(f"context_lens[{seq}]", wanted, lengths[seq])
+    sequence = np.repeat(np.arange(len(lengths)), counts)
     position = new_positions(planned)
-    page = np.maximum(position, 0) // page_size
-    stored = position >= 0
-    if table_starts is None:
-        pages = table[sequence[stored], page[stored]]
-    else:
-        pages = table[table_starts[sequence[stored]] + page[stored]]
-    slots = np.full(len(position), -1)
-    slots[stored] = pages.astype(np.int64) * page_size + position[stored] % page_size
+    page = position // page_size
+    pages = table[sequence, page] if table_starts is None else table[table_starts[sequence] + page]
+    slots: Array = pages.astype(np.int64) * page_size + position % page_size
     return slots
 
 
@@ -441,9 +444,11 @@ def checked_swap(source: Array, target: Array, pairs: ArrayLike) -> tuple[Array,
     if target.dtype != source.dtype:
         raise argument_error("target", f"the dtype of source, {source.dtype}", target.dtype)
     if target.shape[1:] != source.shape[1:]:
-        raise argument_error("target", f"shape [num_blocks, {str(source.shape[1:])[1:]}", target.shape)
+        sizes = ", ".join(map(str, ("num_blocks", *source.shape[1:])))
+        raise argument_error("target", f"shape [{sizes}]", target.shape)
     check_writeable("target", target)
     pairs = index("pairs", pairs, 2)
+    pairs = pairs if len(pairs) else pairs.reshape(0, 2)
     if pairs.shape[1] != 2:
         raise argument_error("pairs", "shape [N, 2]", pairs.shape)
     src, dst = np.ascontiguousarray(pairs.T)

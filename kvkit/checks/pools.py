@@ -281,7 +281,9 @@ def checked_table(
     """Return the checked pages of contexts, of a table [B, M] or of (indptr, indices)."""
     if isinstance(block_tables, tuple):
         return listed_pages(block_tables, lengths, blocks, page_size)
-    table = index("block_tables", block_tables, 2, len(lengths))
+    table = index("block_tables", block_tables, 2)
+    if len(table) != len(lengths):
+        raise argument_error("block_tables", f"{len(lengths)} rows, one for each length", len(table))
     check_table(table, lengths, blocks, page_size)
     return PageTable(table)
 
@@ -300,15 +302,16 @@ def listed_pages(block_tables: tuple[Any, ...], lengths: Array, blocks: int, pag
     if len(short):
         i = short[0]
         held = f"{starts[i + 1] - starts[i]} of indices"
-        raise argument_error("block_tables", f"{need[i]} blocks for the {lengths[i]} rows of entry {i}", held)
+        raise argument_error(
+            "block_tables", f"{need[i]} blocks for the {lengths[i]} tokens of sequence {i}", held
+        )
     if len(pages) and (pages.min() < 0 or pages.max() >= blocks):
         for start, count in zip(starts.tolist(), need.tolist(), strict=False):
             used = pages[start : start + count]
             if count and (used.min() < 0 or used.max() >= blocks):
                 i = int(((used < 0) | (used >= blocks)).argmax())
-                raise argument_error(
-                    f"block_tables[1][{start + i}]", f"a block from 0 to {blocks - 1}", used[i]
-                )
+                wanted = f"a block from 0 to {blocks - 1}, one of {count} for a sequence"
+                raise argument_error(f"block_tables[1][{start + i}]", wanted, used[i])
     if validates():
         validate_table(expanded_table(pages, starts, need), lengths, blocks, page_size)
     return PageTable(pages, starts)
@@ -336,12 +339,13 @@ def check_table(table: Array, lengths: Array, blocks: int, page_size: int) -> No
     if len(need) and need.max() > table.shape[1]:
         i = int(need.argmax())
         raise argument_error(
-            "block_tables", f"{need[i]} blocks for the {lengths[i]} rows of entry {i}", table.shape[1]
+            "block_tables", f"{need[i]} blocks for the {lengths[i]} tokens of sequence {i}", table.shape[1]
         )
     outside = in_use(table, need) & ((table < 0) | (table >= blocks))
     if outside.any():
         i, j = np.argwhere(outside)[0]
-        raise argument_error(f"block_tables[{i}, {j}]", f"a block from 0 to {blocks - 1}", table[i, j])
+        wanted = f"a block from 0 to {blocks - 1}, one of {need[i]} for {lengths[i]} tokens of sequence {i}"
+        raise argument_error(f"block_tables[{i}, {j}]", wanted, table[i, j])
     validate_table(table, lengths, blocks, page_size)
 
 

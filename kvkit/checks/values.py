@@ -18,7 +18,7 @@ NamedArrays = Sequence[tuple[str, Array]]
 FLOAT_NAMES = ", ".join(fmt.name for fmt in FLOATS)
 MOST_BYTES = np.iinfo(np.int64).max
 REMEDIES = {
-    "float64": ": array.astype(np.float32) converts it",
+    "float64": ": array.astype(np.float32) converts it (tensor.float() of torch)",
     "uint16": ": array.view(ml_dtypes.bfloat16), if it holds the bits of bfloat16",
 }
 DATA = (*FLOATS, INT8)  # the formats of keys and values

@@ -98,11 +98,12 @@ class Difference:
     causes : list of Cause
         Explanations that are shorter than a list of the differing elements, the best first.
     problems : list of str
-        Arrays that only one side has, or that have other shapes.
+        Arrays that only one side has, or that have other shapes, or other dtypes though bits were compared.
     compared : int
         Bytes of each side.
     notes : list of str
-        Arrays without a cause, and causes that were not tried, with the reason.
+        Arrays without a cause, causes that were not tried, with the reason, and other dtypes where these are
+        no difference: with tolerances, and of index tensors.
     maps : dict
         For each array to draw: the differing elements of each row, and the letters of its axes.
     """
@@ -128,9 +129,9 @@ class Difference:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        if self.equal:
-            return f"equal: {self.compared} bytes"
         problems, notes = map(printable, self.problems), map(printable, self.notes)
+        if self.equal:
+            return "\n".join([f"equal: {self.compared} bytes", *notes])
         return "\n".join([*problems, *map(str, self.arrays), *map(str, self.causes), *notes])
 
 
@@ -167,7 +168,8 @@ def diff(
     axes : str, optional
         The axes of arrays without a layout, letters of ``l b n h c``; the last ones by default.
     atol, rtol, ulp : float, float, int
-        Elements are equal within ``atol + rtol * |expected|`` or ``ulp`` ulps. All 0: bits are compared.
+        Elements are equal within ``atol + rtol * |expected|`` or ``ulp`` ulps. All 0: bits and dtypes are
+        compared.
     plot : path, optional
         Draw a map of the differing elements, tokens by heads, into this file (needs matplotlib).
     advance : callable, optional
@@ -282,20 +284,22 @@ def compare_array(
     expected, got = one[name], two[name]
     if expected.shape != got.shape:
         return Difference(problems=[str(argument_error(name, f"shape {expected.shape}", got.shape))])
+    problems: list[str] = []
+    notes: list[str] = []
+    if expected.dtype != got.dtype:
+        said = problems if not any(tolerances) and not (is_index(expected) and is_index(got)) else notes
+        said.append(str(argument_error(name, f"dtype {expected.dtype}", got.dtype)))
     found = count_rows(expected, got, tolerances, advance)
     if not found[0].any():
-        return Difference(compared=expected.nbytes)
+        return Difference(problems=problems, compared=expected.nbytes, notes=notes)
     array = describe_difference(name, letters, expected, got, found, tolerances)
-    notes: list[str] = []
     causes: list[Cause] = []
-    if expected.dtype != got.dtype:
-        notes.append(f"{name}: {expected.dtype} against {got.dtype}: no cause was tried")
-    else:
+    if expected.dtype == got.dtype:
         causes = causes_of(array, letters, one, got, inputs, notes, tolerances)
         if not causes:
             notes.append(f"{name}: no cause found")
     maps = {name: (found[0].reshape(expected.shape[:-1]), letters)} if drawn else {}
-    return Difference([array], causes, [], expected.nbytes, notes, maps)
+    return Difference([array], causes, problems, expected.nbytes, notes, maps)
 
 
 Counts = tuple[np.ndarray, np.ndarray, np.ndarray]

@@ -153,7 +153,7 @@ NEW_TOKENS = "new tokens"
 
 
 class NewTokens:
-    """The pieces (token, slot, count) that store the new tokens of contexts; `starts` counts those before."""
+    """The pieces (token, slot, 1) that store the new tokens of contexts; `starts` counts those before."""
 
     def __init__(self, steps):
         self.split_work(steps, NEW_TOKENS)
@@ -161,9 +161,8 @@ class NewTokens:
     def split_work(self, steps, key):
         """Find the slots of the new tokens. `steps` has page ids as its table."""
         slots = new_slots(contexts_of(steps))
-        counts = (slots >= 0).astype(np.int64)
-        self.starts = np.r_[0, np.cumsum(counts)]
-        self.pieces = np.stack([np.arange(len(slots)), slots, counts], 1)
+        self.starts = np.arange(len(slots) + 1)
+        self.pieces = np.stack([self.starts[:-1], slots, np.ones_like(slots)], 1)
 
 
 class NewAngles:

@@ -110,6 +110,23 @@ def test_what_cannot_be_shifted_is_refused(scaling, sentence):
         Rope(128, scaling=scaling)
 
 
+@pytest.mark.parametrize(
+    ("states", "positions", "text"),
+    [
+        (np.full((1, 8), 10), [1], "states: expected an array of floats, got"),
+        (
+            np.ones((3, 8)),
+            [1, 2],
+            r"positions: expected one for each token of states, \(3,\), or one for all",
+        ),
+        (np.ones((3, 4)), [1, 2, 3], "states: expected heads of 8 elements or more"),
+    ],
+)
+def test_states_that_cannot_be_rotated_are_refused(states, positions, text):
+    with pytest.raises(KvkitError, match=text):
+        Rope(8).rotate(states, positions)
+
+
 @pytest.mark.parametrize("options", [{"rotary_dim": 3}, {"rotary_dim": 4, "theta": 1.0}, {"rotary_dim": 0}])
 def test_illegal_parameters_are_refused(options):
     with pytest.raises(KvkitError, match="expected"):

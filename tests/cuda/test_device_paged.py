@@ -197,8 +197,8 @@ MORE_ROTATED = [(rope, *case[1:]) for rope in ROPES for case in ROTATED if (rope
 )
 def test_keys_are_rotated_on_their_way(rope, engine, name, kind, dtype, rng):
     """The bytes that the CPU writes, by a call alone and by a plan."""
-    plans = [kvkit_cuda.paged_plan([[4, 2], [0, 1], [3, 3]], [6, 8, 0], [0, 2, 5, 6], page_size=4), None]
-    slots, positions = np.array([8, 9, 5, 6, 7, -1]), np.array([4, 5, 5, 6, 7, -1])
+    plans = [kvkit_cuda.paged_plan([[4, 2], [0, 1], [3, 3]], [6, 8, 1], [0, 2, 5, 6], page_size=4), None]
+    slots, positions = np.array([8, 9, 5, 6, 7, 12]), np.array([4, 5, 5, 6, 7, 0])
     _, new, _ = append_scene(rng, engine, dtype, 6, dim=32)
     new = [rng.standard_normal(x.shape).astype(x.dtype) for x in new]
     codes = BY_NAME[name].dtype if name else new[0].dtype

@@ -51,6 +51,7 @@ def test_what_is_said_of_things():
 
 
 QUERY, KEY = np.ones((1, 4, 8, 16), np.float32), np.ones((1, 4, 2, 16), np.float32)
+POOL, TOKEN = np.zeros((4, 4, 2, 16), np.float32), np.zeros((1, 4, 16), np.float32)
 CACHE, NEW = np.zeros((1, 1, 2, 64, 2, 16), np.float32), np.ones((7, 2, 16), np.float32)
 HEADS = {"num_heads": 8, "head_dim": 16}
 PAGES = {"cache_mode": 1, "page_size": 4}
@@ -93,6 +94,18 @@ MISTAKES = {
         lambda: packed([[60, 32], [0, -1]], cache_mode=1, page_size=16),
         "position 4 is in row 64 (a page begins at its number * page_size, which is 16)",
     ),
+    "table without a page": (
+        lambda: kvkit.paged_attention(TOKEN, POOL, POOL, [[1, -1]], [7]),
+        "block_tables[0, 1]: expected a block from 0 to 3, one of 2 for 7 tokens of sequence 0, got -1",
+    ),
+    "two rows for one length": (
+        lambda: kvkit.paged_attention(TOKEN, POOL, POOL, [[1], [2]], [3]),
+        "block_tables: expected 1 rows, one for each length, got 2",
+    ),
+    "list of scales": (
+        lambda: kvkit.paged_attention(TOKEN, POOL, POOL, [[1]], [3], key_scale=[1.0, 2.0]),
+        "key_scale: expected a number, or a numpy array, got list [1.0, 2.0]",
+    ),
     "compress_type by name": (
         lambda: kvkit.ascend.reshape_and_cache(NEW, None, NEW, None, [0], compress_type="KVHEAD"),
         "compress_type: expected ascend.CompressType.UNDEFINED or ascend.CompressType.KVHEAD or "
@@ -100,7 +113,7 @@ MISTAKES = {
     ),
     "float64": (
         lambda: kvkit.key_value_cache(KEY.astype(float), KEY.astype(float), 0, CACHE),
-        "got float64: array.astype(np.float32) converts it",
+        "got float64: array.astype(np.float32) converts it (tensor.float() of torch)",
     ),
     "uint16": (
         lambda: kvkit.key_value_cache(KEY.astype(np.uint16), KEY.astype(np.uint16), 0, CACHE),

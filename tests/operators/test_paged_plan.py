@@ -8,7 +8,7 @@ import kvkit
 from kvkit.checks import paged
 from kvkit.formats.elements import BY_NAME
 
-PAGE, LENGTHS, STARTS = 4, [6, 0, 9, 1], [0, 2, 2, 5, 7]
+PAGE, LENGTHS, STARTS = 4, [6, 0, 9, 2], [0, 2, 2, 5, 7]
 PAGES = [[5, 0], [], [3, 2, 4], [1]]
 
 
@@ -43,7 +43,7 @@ def test_layers_have_the_bits_of_plain_calls(engine, name, scale, lists, rng, ch
     """The second layer is not checked again, with results of its own or given ones."""
     table = pool_scenes.as_lists(PAGES) if lists else pool_scenes.as_table(rng, PAGES, 6)
     plan = kvkit.paged_plan(table, LENGTHS, STARTS, page_size=PAGE)
-    slots = [0 * PAGE, 0 * PAGE + 1, 2 * PAGE + 2, 2 * PAGE + 3, 4 * PAGE, -1, 1 * PAGE]
+    slots = [0 * PAGE, 0 * PAGE + 1, 2 * PAGE + 2, 2 * PAGE + 3, 4 * PAGE, 1 * PAGE, 1 * PAGE + 1]
     dtype = BY_NAME[name].dtype if scale is None else np.float16
     for layer in range(3):
         pools, other = (pools_of(np.random.default_rng(layer), engine, name) for _ in range(2))
@@ -66,7 +66,7 @@ def test_layers_have_the_bits_of_plain_calls(engine, name, scale, lists, rng, ch
 def test_keys_take_the_positions_of_the_plan(name, rng, checks):
     """A layer of its own rope, and one that rotates nothing; the second of each is not checked again."""
     plan = kvkit.paged_plan(PAGES_TABLE, LENGTHS, STARTS, page_size=PAGE)
-    slots, positions = [0, 1, 10, 11, 16, -1, 4], [4, 5, 6, 7, 8, -1, 0]
+    slots, positions = [0, 1, 10, 11, 16, 4, 5], [4, 5, 6, 7, 8, 0, 1]
     scaling = {"rope_type": "linear", "factor": 2}
     ropes = [kvkit.Rope(16), kvkit.Rope(8, interleaved=True, scaling=scaling), "none"]
     for rope in [*ropes, *ropes]:
@@ -107,10 +107,15 @@ def test_calls_that_overlap_or_do_not_fit_are_refused_after_others_were_prepared
     tokens = pools.keys.reshape(-1, 2, 16)[:7]
     plan.paged_append(new, new, *pools.given)
     plan.paged_attention(query, *pools.given)
+    past = kvkit.paged_plan([[5], [1]], [1, 1], [0, 1, 3], page_size=PAGE)  # lengths without the new tokens
     for call, text in (
         (
             lambda: plan.paged_append(new, new, read_only, pools.values),
             "key_cache: expected a writeable array",
+        ),
+        (
+            lambda: past.paged_append(new[:3], new[:3], *pools.given),
+            r"context_lens\[1\]: expected at least 2, as lengths include the new tokens, got 1",
         ),
         (lambda: plan.paged_append(tokens, new, *pools.given), "key_cache: expected memory apart from key"),
         (

@@ -340,3 +340,15 @@ def test_what_cannot_be_compared_is_said():
     found = diff({"x": np.zeros(2), "z": np.ones(2)}, {"x": np.zeros(3), "y": np.ones(2), "z": np.ones(2)})
     assert found.problems == ["x: expected shape (2,), got (3,)", "y: only in b"] or len(found.problems) == 2
     assert not found.equal
+
+
+def test_another_dtype_is_a_difference_of_bits():
+    """Not so with a tolerance, nor of index tensors, where it is told beside."""
+    half = {"key": np.ones((2, 3, 4), np.float16)}
+    found = diff(half, {"key": np.ones((2, 3, 4), np.float32)})
+    assert not found.equal
+    assert str(found) == "key: expected dtype float16, got float32"
+    found = diff(half, {"key": np.ones((2, 3, 4), np.float32)}, atol=1e-3)
+    assert found.equal
+    assert str(found).splitlines()[1] == "key: expected dtype float16, got float32"
+    assert diff({"slots": np.int32([1])}, {"slots": np.int64([1])}).equal

@@ -34,7 +34,9 @@ class QuantSpec:
     group : int
         Elements that share a scale.
     param_dtype : str
-        ``"float16"`` or ``"float32"``: the dtype of scales and minima.
+        ``"float16"`` or ``"float32"``: the dtype of scales and minima. A scale is at least 1e-5, as in PMX:
+        numbers much smaller than that are lost. A number whose scale is beyond float16 makes its group
+        undefined.
     format : str, optional
         Replaces `bits` and `scheme`. ``"e4m3"`` or ``"e5m2"``: 8-bit floats times a scale, which is the
         largest magnitude of `group` neighbouring elements divided by the largest code. ``"q8_0"`` or

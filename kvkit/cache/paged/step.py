@@ -269,6 +269,9 @@ class PagedStep:
         if store.latent_dim and options.get("softmax_scale") is None:
             wanted = "a number, that of the expanded heads, for latent rows"
             raise argument_error("softmax_scale", wanted, "None")
+        for name in options.keys() - set(Scoring._fields):
+            wanted = f"an option among {', '.join((*Scoring._fields, 'return_lse', 'out'))}"
+            raise argument_error("attend", wanted, name)
         checked_format("query", query, (store.format,), 3)
         _, query, _ = attention.check_queries(query, 3, Heads(query.shape[1], store.dim, store.heads))
         count, heads, _ = query.shape
