@@ -24,7 +24,7 @@ class Ahead(NamedTuple):
     bytes: int
     tokens: int  # most tokens ahead
     near: bool  # prefetch into L1, else into L2
-    unaided: int  # bytes of a run that one query row reads faster without prefetches
+    long_run: int  # bytes of a run that one query row reads faster with few prefetches or none
     scales: bool  # prefetch the scales of codes, too
 
 

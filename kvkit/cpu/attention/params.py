@@ -13,10 +13,11 @@ from kvkit.runtime.jit import helper
 WIDE_BLOCK = 128  # most tokens of a block
 
 # The first eight fields are those of `checks.records.Side`. In a page, consecutive tokens are `step` row ids
-# apart. `element` is the byte stride of elements, 0 if they are adjacent; `to_float` widens rows.
+# apart, and `scale_tokens` of them share half a line of scales. `element` is the byte stride of elements,
+# 0 if they are adjacent; `to_float` widens rows.
 SIDE = Record(
     "address sequence row head scales scale_sequence scale_row scale_head",
-    "table step element bytes dim padded_dim to_float",
+    "table step element bytes scale_tokens dim padded_dim to_float",
 )
 # The machine code (params, block, tile) of each step for one kind of tile, or 0. `queries` converts queries
 # to the engine's form, `load` the block's keys and values; `scores` computes S = K Q^T, times the scale if
@@ -37,7 +38,7 @@ ATTENTION_PARAMS = Record(
     "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
     "heads group scale_bytes orders copy_row rounds integers most_value pairs",
     "heads_interleaved widens values_have_own_table",
-    "block wide_block lead unaided_run counting least_split most_splits",
+    "block wide_block lead long_run long_run_lead counting least_split most_splits",
     "engines group_tiles groups_are_split split_tokens tile_groups work_items splits tiles products",
     "partials tile_state_bytes workspace_at workspace_bytes engine_query_bytes",
     "key_sums key_sums_sequence key_sums_head weights_at weights_bytes",
@@ -67,7 +68,7 @@ WIDE_ENGINE, SPECIAL_ENGINE = 4, 5
 BLOCK = Record(
     "workspace number sequence table_row seqlen kvlen query_rows",
     "rows tiles row head wide widens nan_safe together",
-    "first begin end size count known lead unaided uneven values_in_keys",
+    "first begin end size count known lead uneven values_in_keys",
     "key_row_ids value_row_ids key_addresses value_addresses",
     "prefetch_in_scores prefetch_in_sums prefetch_shift",
     "key_ids value_ids key_row value_row wide_keys wide_values weights",

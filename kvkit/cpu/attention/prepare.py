@@ -30,14 +30,15 @@ from kvkit.cpu.attention.params import (
 from kvkit.cpu.attention.work_items import NARROW, TILES
 from kvkit.cpu.copy.rows import LOAD, READ, rows
 from kvkit.cpu.launches import Launch, Workspace, address, run_workers, threads
-from kvkit.cpu.simd.attention import LANES, WIDE
+from kvkit.cpu.simd.attention import LANES, LINE, WIDE
 from kvkit.formats.elements import BY_NAME, coarser
 
 BLOCK_TOKENS = 64
 # Tokens of a block where heads are interleaved, and its bytes: with the next one, which is prefetched
 # meanwhile, they take half of a second cache of 1 MB.
 INTERLEAVED_TOKENS, INTERLEAVED_BYTES = 32, 2**18
-UNAIDED_ROW = 256  # bytes: the processor itself does not prefetch longer rows any faster
+# Bytes of a row in a long run: longer ones are prefetched `LONG_RUN_AHEAD` bytes ahead, or as in short runs.
+UNAIDED_ROW, LONGEST_ROW, LONG_RUN_AHEAD = 256, 512, 5 * 1024
 LEAST_LEAD = 8  # tokens: the least distance between a prefetch and the product
 SPLITS, LEAST_SPLIT = 64, 512  # the most splits of a call, and the least tokens of one
 # Largest magnitude of values: with larger ones, integer sums exceed the tolerance of the type.
@@ -108,7 +109,7 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
         **mask_fields(weights.mask),
         **key_sum_fields(key_weights, steps),
         "values_have_own_table": steps.value_table is not None or not alike(context),
-        "unaided_run": unaided_run(context),
+        **long_run_fields(context),
     })  # fmt: skip
     if key_weights is not None:
         keep_items_whole(params, steps)
@@ -206,14 +207,20 @@ def interleaved(context):
     )
 
 
-def unaided_run(context):
-    """Return the least bytes of a run that is read without prefetches: short, adjacent rows of floats."""
+def long_run_fields(context):
+    """Return the least bytes of a long run of adjacent rows of floats, and how far ahead one query row looks.
+
+    The processor prefetches such runs by itself; only where its rows are long, it is slower alone.
+    """
     sizes, floats = (context.key_bytes, context.value_bytes), BY_NAME[context.cache_format].bits >= 16
     adjacent = all(
         size == side.row * step for side, step, size in zip(context.sides, context.steps, sizes, strict=True)
     )
-    fits = floats and adjacent and max(sizes) <= UNAIDED_ROW
-    return machine.ahead().unaided if fits else machine.NEVER
+    fits, longest = floats and adjacent and max(sizes) <= LONGEST_ROW, max(*sizes, 1)
+    return {
+        "long_run": machine.ahead().long_run if fits else machine.NEVER,
+        "long_run_lead": 0 if longest <= UNAIDED_ROW else LONG_RUN_AHEAD // longest,
+    }
 
 
 def alike(context):
@@ -370,15 +377,18 @@ def engine(form, tile_rows, near):
 
 
 SIDE_FIELDS = {
-    name: [f"{name}.{field}" for field in (*Side._fields, "table", "step", "element", "bytes")]
+    name: [
+        f"{name}.{field}" for field in (*Side._fields, "table", "step", "element", "bytes", "scale_tokens")
+    ]
     for name in ("keys", "values")
 }
 
 
 def side_fields(name, context, i, table):
     """Return the fields of keys or values: addresses and strides, the page table, steps and sizes."""
-    size = (context.key_bytes, context.value_bytes)[i]
-    numbers = *context.sides[i], table, context.steps[i], context.elements[i], size
+    size, side, step = (context.key_bytes, context.value_bytes)[i], context.sides[i], context.steps[i]
+    scale_tokens = LINE // 2 // max(1, abs(side.scale_row * step))
+    numbers = *side, table, step, context.elements[i], size, max(1, scale_tokens)
     return dict(zip(SIDE_FIELDS[name], numbers, strict=True))
 
 

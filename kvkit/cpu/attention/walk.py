@@ -99,9 +99,9 @@ def set_up_block(params, block):
     block.widens = block.wide or params.widens
     block.together = 1 if block.widens else block.tiles  # heads that are read in place wait for one another
     block.size = params.wide_block if block.wide else params.block
-    block.lead = 0 if block.widens else params.lead
     run = min(block.end - block.first, params.page_size) * keys.bytes
-    block.unaided = block.rows == 1 and run >= params.unaided_run
+    long = block.rows == 1 and run >= params.long_run
+    block.lead = 0 if block.widens else params.long_run_lead if long else params.lead
     block.wide_keys, block.wide_values = at + offsets.wide_keys, at + offsets.wide_values
     block.values_in_keys = (
         keys.address == values.address
@@ -134,7 +134,9 @@ def set_up_block(params, block):
         block.prefetch_in_scores, block.prefetch_shift = block.value_addresses, 0
     elif params.values_have_own_table:
         block.prefetch_in_sums, block.prefetch_shift = block.value_addresses, 0
-    if not (block.lead or block.wide):  # floats of this block, which are there
+    if block.rows == 1 and not block.lead:
+        block.prefetch_in_scores = block.prefetch_in_sums = 0
+    elif not (block.lead or block.wide):  # rows that were widened: nothing is prefetched
         attention.write_sequence(keys.address, 0, block.tiles * block.size, block.key_addresses)
         attention.write_sequence(values.address, 0, block.tiles * block.size, block.value_addresses)
 
@@ -250,7 +252,7 @@ def find_block(params, block):
             find_addresses(block, values, block.value_row_ids, block.value_addresses)
         elif params.values_have_own_table:
             find_addresses(block, values, block.value_row_ids + lead, block.value_addresses)
-        if block.begin == block.first and block.tiles == 1 and not block.unaided:
+        if block.begin == block.first and block.tiles == 1:
             prefetch_rows(params, block, keys, block.key_row_ids)
             prefetch_rows(params, block, values, block.value_row_ids)
 
@@ -286,9 +288,6 @@ def find_rows(params, block, side, row_ids):
 def find_addresses(block, side, row_ids, addresses):
     """Write where the block's rows begin, all heads of a token in order; and up to 7 addresses more."""
     base, _ = rows_of_head(side, block, block.head)
-    if block.unaided:  # a line that is there already
-        attention.write_sequence(base, 0, block.count, addresses)
-        return
     if block.tiles == 1:
         attention.addresses(base, side.row, row_ids, block.count, addresses)
         return
@@ -308,17 +307,15 @@ def prefetch_rows(params, block, side, row_ids):
 
 
 @helper
-def prefetch_scales(params, block, tile):
+def prefetch_scales(params, block, tile, side, row_ids):
     """Prefetch a tile's share of the scales of the next tokens: some at a time keep the memory busy."""
-    keys, values, rest = params.keys, params.values, block.known - block.count
-    _, key_scales = rows_of_head(keys, block, block.head)
-    _, value_scales = rows_of_head(values, block, block.head)
-    next_ids, size = 8 * block.count, block.tiles * params.scale_bytes
-    for i in range(tile.index * rest // block.tiles, (tile.index + 1) * rest // block.tiles):
-        key_id = get(block.key_row_ids + next_ids + 8 * i)
-        value_id = get(block.value_row_ids + next_ids + 8 * i)
-        attention.prefetch_bytes(key_scales + key_id * keys.scale_row, size)
-        attention.prefetch_bytes(value_scales + value_id * values.scale_row, size)
+    _, scales = rows_of_head(side, block, block.head)
+    rest, size = block.known - block.count, block.tiles * params.scale_bytes
+    i, end = tile.index * rest // block.tiles, (tile.index + 1) * rest // block.tiles
+    while i < end:
+        row_id = get(row_ids + 8 * (block.count + i))
+        attention.prefetch_bytes(scales + row_id * side.scale_row, size)
+        i += side.scale_tokens
 
 
 # The steps of a block
@@ -344,7 +341,8 @@ def load_block(params, block, tile, engine):
 def score_tile(params, block, tile, engine):
     """S = scale K Q^T."""
     if params.scale_bytes and not block.widens:
-        prefetch_scales(params, block, tile)
+        prefetch_scales(params, block, tile, params.keys, block.key_row_ids)
+        prefetch_scales(params, block, tile, params.values, block.value_row_ids)
     if block.nan_safe and params.integers and not block.wide:
         nan_safe_scores(params, block, tile)
     else:

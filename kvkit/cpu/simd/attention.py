@@ -15,6 +15,7 @@ import functools
 import math
 
 from llvmlite import binding
+from numba.core import cgutils
 
 from kvkit.cpu.simd import lanes
 from kvkit.cpu.simd.lanes import (
@@ -45,6 +46,7 @@ LOWEST = -3.4028234663852886e38
 # Tokens, or elements, whose accumulators fit the registers.
 TILE = 8 if binding.get_host_cpu_features().get("avx512f") else 2
 LINE = 64
+EARLY = 4  # rows whose addresses are known before they are read
 TURN = 16  # tokens whose sums over lanes are made together, of one query row
 FEW = 16  # tokens whose values are unfolded, then multiplied: two short loops overlap in the CPU
 
@@ -114,9 +116,7 @@ def chunk_reader(stored, scale_format, group, rounds, like=None):
     bits, symmetric, block = element.bits, element.symmetric, element.block
 
     def at(b, row, i):
-        if block:
-            return b.add(row, b.mul(b.udiv(i, I64(block.elements)), I64(block.bytes)))
-        return b.add(row, b.lshr(b.mul(i, I64(bits)), I64(3)))
+        return b.add(row, bytes_of(b, stored, i))
 
     def minifloats(b, row, scale_base, i, vectors, dim):
         """Read 8-bit floats; factors of `row_scale` are left out."""
@@ -168,7 +168,8 @@ def chunk_reader(stored, scale_format, group, rounds, like=None):
             whole = widen(read(b, at(b, row, i), RAW[stored], LANES * vectors), stored)
             turned = chunk_order(like[0], like[1], vectors)
             return lambda m: whole.pick(turned[m * LANES : (m + 1) * LANES])
-        return lambda m: widen(read(b, at(b, row, b.add(i, I64(m * LANES))), RAW[stored], LANES), stored)
+        first, size = at(b, row, i), element.bytes(LANES)
+        return lambda m: widen(read(b, b.add(first, I64(m * size)), RAW[stored], LANES), stored)
 
     def quantized(b, row, scale_base, i, vectors, dim):
         size, order = LANES * vectors, chunk_order(stored, scale_format, vectors)
@@ -235,6 +236,45 @@ def query_order(rows, stored, scale_format, group, dim):
 def row_id_at(b, address, i):
     """Read entry i of an array of int64."""
     return b.load(b.inttoptr(b.add(address, b.mul(i, I64(8))), I64.as_pointer()))
+
+
+class EarlyAddresses:
+    """Addresses of rows, which are made `EARLY` rows before they are read.
+
+    A load whose address waits for another load starts late, because that one waits behind loads from memory.
+    """
+
+    def __init__(self, b, rows, stride, row_ids, count):
+        self.b, self.rows, self.stride, self.row_ids = b, rows, stride, row_ids
+        self.last = b.sub(count, I64(1))
+        self.places = [cgutils.alloca_once(b, I64) for _ in range(EARLY)]
+
+    def address(self, token):
+        """Return the address of a token's row, or of the last one behind it."""
+        b = self.b
+        token = b.select(b.icmp_signed("<", token, self.last), token, self.last)
+        return b.add(self.rows, b.mul(row_id_at(b, self.row_ids, token), self.stride))
+
+    def begin(self, token):
+        """Make the addresses from a token on."""
+        for k, place in enumerate(self.places):
+            self.b.store(self.address(self.b.add(token, I64(k))), place)
+
+    def take(self, token):
+        """Return a token's address, the one after that of the last call, and make a later one."""
+        made = [self.b.load(place) for place in self.places]
+        made.append(self.address(self.b.add(token, I64(EARLY))))
+        for place, address in zip(self.places, made[1:], strict=True):
+            self.b.store(address, place)
+        return made[0]
+
+
+def if_aided(b, ahead, build):
+    """Emit build(True) for a list of addresses to prefetch, and build(False) for none."""
+    with b.if_else(b.icmp_signed("!=", ahead, I64(0))) as (some, none):
+        for case, aided in ((some, True), (none, False)):
+            with case:
+                build(aided)
 
 
 @functools.cache
@@ -314,20 +354,30 @@ def scores_of_one_row(stored, near):
         def add(first, live, i, vectors):
             here, query_at = bytes_of(b, stored, i), b.add(queries, b.mul(i, I64(4)))
             query = [read(b, b.add(query_at, I64(4 * LANES * m)), F32, LANES) for m in range(vectors)]
-            base, soon = b.add(keys, here), b.add(shift, here)
-            with loop(b, live) as t:
-                token = b.add(first, t)
-                row = b.add(base, b.mul(row_id_at(b, row_ids, token), key_row))
-                later = b.add(soon, row_id_at(b, ahead, token))
-                for line in range(0, BY_NAME[stored].bytes(vectors * LANES), LINE):
-                    prefetch(b, b.add(later, I64(line)), near)
-                sums_at = b.add(place, b.mul(t, I64(4 * LANES)))
-                total = read(b, sums_at, F32, LANES)
-                for m in range(vectors):
-                    at = b.add(row, I64(BY_NAME[stored].bytes(m * LANES)))
-                    total = widen(read(b, at, RAW[stored], LANES), stored).fma(query[m], total)
-                write(b, sums_at, total)
+            soon = b.add(shift, here)
+            with b.if_then(b.icmp_signed("!=", dim, I64(vectors * LANES))):  # rows are read in several parts
+                rows.begin(first)
 
+            def read_rows(aided):
+                with loop(b, live) as t:
+                    lanes.never_unroll(b)
+                    token = b.add(first, t)
+                    row = b.add(rows.take(token), here)
+                    if aided:
+                        later = b.add(soon, row_id_at(b, ahead, token))
+                        for line in range(0, BY_NAME[stored].bytes(vectors * LANES), LINE):
+                            prefetch(b, b.add(later, I64(line)), near)
+                    sums_at = b.add(place, b.mul(t, I64(4 * LANES)))
+                    total = read(b, sums_at, F32, LANES)
+                    for m in range(vectors):
+                        at = b.add(row, I64(BY_NAME[stored].bytes(m * LANES)))
+                        total = widen(read(b, at, RAW[stored], LANES), stored).fma(query[m], total)
+                    write(b, sums_at, total)
+
+            if_aided(b, ahead, read_rows)
+
+        rows = EarlyAddresses(b, keys, key_row, row_ids, count)
+        rows.begin(I64(0))
         with loop(b, count, TURN) as first:
             left = b.sub(count, first)
             live = b.select(b.icmp_signed("<", left, I64(TURN)), left, I64(TURN))
@@ -354,6 +404,7 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
     widest, fewest = tile_columns(rows), fewest_vectors(stored)
     own, constant = row_scale(stored, scale_format, group)
     by_words = stored == "bfloat16" and scale_format is None
+    coded = bool(scale_format or BY_NAME[stored].minifloat or BY_NAME[stored].block)
 
     @micro_kernel(12)
     def narrow_sums(
@@ -376,17 +427,17 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
                 row = read(b, address, F32, LANES * size)
                 scaled += [row.pick(lanes_of[m * LANES : (m + 1) * LANES]) * factor for m in range(size)]
             totals = StackSlots(b, scaled)
+            value_rows = EarlyAddresses(b, values, value_row, row_ids, count)
+            value_rows.begin(I64(0))
 
-            def locate(token):
-                number = row_id_at(b, row_ids, token)
-                row, scale_at = (
-                    b.add(base, b.mul(number, stride))
-                    for base, stride in ((values, value_row), (scale_base, scale_row))
-                )
-                soon = row if neighbours else row_id_at(b, ahead, token)
-                soon = b.add(b.add(soon, shift), bytes_of(b, stored, first))
-                for offset in range(0, BY_NAME[stored].bytes(vectors * LANES), LINE):
-                    prefetch(b, b.add(soon, I64(offset)), near)
+            def locate(token, aided=True):
+                row = value_rows.take(token)
+                scale_at = b.add(scale_base, b.mul(row_id_at(b, row_ids, token), scale_row))
+                if aided:
+                    soon = row if neighbours else row_id_at(b, ahead, token)
+                    soon = b.add(b.add(soon, shift), bytes_of(b, stored, first))
+                    for offset in range(0, BY_NAME[stored].bytes(vectors * LANES), LINE):
+                        prefetch(b, b.add(soon, I64(offset)), near)
                 return row, scale_at
 
             def add(token, value, scale_at):
@@ -416,13 +467,24 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
                         scale_at = b.add(scale_base, b.mul(row_id_at(b, row_ids, token), scale_row))
                         add(token, [half(b, halves, m) for m in range(vectors)], scale_at)
             else:
-                with loop(b, count) as token:
-                    row, scale_at = locate(token)
-                    value = []
-                    for c in range(0, vectors, size):
-                        part = read_chunk(b, row, scale_at, b.add(first, I64(c * LANES)), size, dim)
-                        value += [part(m) for m in range(size)]
-                    add(token, value, scale_at)
+
+                def add_rows(aided):
+                    with loop(b, count) as token:
+                        if rows == 1:
+                            lanes.never_unroll(b)
+                        row, scale_at = locate(token, aided)
+                        value = []
+                        begin = row if coded else b.add(row, bytes_of(b, stored, first))
+                        for c in range(0, vectors, size):
+                            i = b.add(first, I64(c * LANES)) if coded else I64(c * LANES)
+                            part = read_chunk(b, begin, scale_at, i, size, dim)
+                            value += [part(m) for m in range(size)]
+                        add(token, value, scale_at)
+
+                if rows == 1 and not (neighbours or coded):
+                    if_aided(b, ahead, add_rows)
+                else:
+                    add_rows(True)
             for i, address in enumerate(targets):
                 whole = concatenate([totals[i * size + m] * constant for m in range(size)])
                 write(b, address, whole.pick(elements))
@@ -437,6 +499,8 @@ def bytes_of(b, stored, count):
     element = BY_NAME[stored]
     if element.block:
         return b.mul(b.udiv(count, I64(element.block.elements)), I64(element.block.bytes))
+    if element.bits % 8 == 0:  # so that LLVM sees how far apart two of them are
+        return b.mul(count, I64(element.bits // 8))
     return b.lshr(b.mul(count, I64(element.bits)), I64(3))
 
 

@@ -227,6 +227,12 @@ class _Loop:
         return self.range.__exit__(*error)
 
 
+def never_unroll(builder):
+    """Keep LLVM from unrolling the loop that is being emitted."""
+    nothing = builder.asm(ir.FunctionType(ir.VoidType(), []), "", "", [], True)
+    nothing.attributes.add("convergent")
+
+
 def prefetch(builder, address, near=False):
     """Prefetch the cache line at an address into the L2 cache, or into L1 if `near`."""
     pointer = builder.inttoptr(address, I8.as_pointer())
