@@ -134,7 +134,7 @@ def set_up_block(params, block):
         block.prefetch_in_scores, block.prefetch_shift = block.value_addresses, 0
     elif params.values_have_own_table:
         block.prefetch_in_sums, block.prefetch_shift = block.value_addresses, 0
-    if block.rows == 1 and not block.lead:
+    if long and not block.lead:
         block.prefetch_in_scores = block.prefetch_in_sums = 0
     elif not (block.lead or block.wide):  # rows that were widened: nothing is prefetched
         attention.write_sequence(keys.address, 0, block.tiles * block.size, block.key_addresses)
