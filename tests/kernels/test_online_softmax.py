@@ -139,7 +139,7 @@ def test_tanh_of_special_numbers(rng):
 
 @functools.cache
 def cap_code():
-    cap = online_softmax.cap
+    cap = attention.apply_softcap
 
     def over(scores, vectors, number):
         cap(scores, vectors, number)

@@ -313,8 +313,7 @@ class PreparedAttention:
 def place_mask(params: Array, before: MaskPlace, mask: MaskPlace) -> MaskPlace:
     """Write a mask into the params of a launch, unless it is the one from before; return it."""
     if mask != before:
-        at = cpu.attention.prepare.FIELD["mask"]
-        params[at : at + len(mask)] = mask
+        cpu.attention.prepare.set_mask(params, mask)
     return mask
 
 

@@ -6,18 +6,21 @@
 A split's state is, per query row, O, m, l and `grow`, which undoes the shrinking of weights: dim + 3 floats.
 """
 
+import functools
+
 import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.attention.engines.nan_safe import SHRINK
 from kvkit.cpu.attention.online_softmax import fold
+from kvkit.cpu.attention.params import block_at, params_at
 from kvkit.cpu.attention.walk import tile_of, transpose
 from kvkit.cpu.attention.work_items import WIDE, split_bytes
 from kvkit.cpu.copy.rows import call_rows
 from kvkit.cpu.simd import attention, pairs
 from kvkit.formulas import numeric
-from kvkit.runtime.jit import helper
+from kvkit.runtime.jit import callback, helper
 
 MINUS_INF = numeric.MINUS_INF
 
@@ -59,9 +62,9 @@ def finish(params, block, split, slots):
     return True
 
 
-@helper
-def merge_splits(params, block, splits, slots):
+def merge_splits(params_address, block_address, splits, slots):
     """Write the query rows of a work item from its splits, in order."""
+    params, block = params_at(params_address), block_at(block_address)
     dim, line, number = params.values.padded_dim, block.workspace + params.workspace.lines, block.number
     state_bytes = split_bytes(params)
     for t in range(block.tiles):
@@ -82,6 +85,12 @@ def merge_splits(params, block, splits, slots):
                     put_float(number, numeric.normalizer(weight, l, get_float(at + 8)))
                     attention.add_scaled(at - 4 * dim, line, dim, number)
             write_row(params, block, tile, r, line, m=m, l=l, grow=l)
+
+
+@functools.cache
+def merge_code():
+    """Compile `merge_splits`."""
+    return callback(merge_splits, types.void(*[types.int64] * 4), control=True)
 
 
 @helper

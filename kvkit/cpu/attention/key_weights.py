@@ -7,12 +7,15 @@ block, with the maximum m' of that moment, and at the end sums P exp(m' - m) / l
 items meet as fixed point, whose order does not matter.
 """
 
+import functools
+
 import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
+from kvkit.cpu.attention.engines.code import step_code
 from kvkit.cpu.attention.online_softmax import fold, visible
-from kvkit.cpu.attention.params import TILE, WIDE_BLOCK, tile_at, whole_tiles
+from kvkit.cpu.attention.params import TILE, WIDE_BLOCK, block_at, params_at, tile_at, whole_tiles
 from kvkit.cpu.attention.work_items import TILES
 from kvkit.cpu.simd import attention
 from kvkit.formulas import numeric
@@ -46,18 +49,18 @@ def record_at(params, block, tile):
     return block.weights + 2 * SUMS + MATRIX + number * bytes
 
 
-@helper
-def keep_weights(params, block, tile):
+def keep_weights(params_address, block_address, tile_address):
     """Keep P and m' of a tile, after the softmax of a block."""
+    params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
     at, one = record_at(params, block, tile), block.number
     put_float(one, np.float32(1))
     attention.scale_by(tile.scores, at, -(-tile.count * block.rows // LANES) * LANES, one)
     attention.scale_by(tile.m, at + 4 * block.rows * block.size, max(block.rows, LANES), one)
 
 
-@helper
-def add_key_weights(params, block):
+def add_key_weights(params_address, block_address, _):
     """Add the weights of a work item's query rows to the sums of their keys."""
+    params, block = params_at(params_address), block_at(block_address)
     sums = block.weights
     shared = params.group <= WIDE  # a member of the group has one column in all tiles
     block.begin = block.first
@@ -121,6 +124,13 @@ def add_sums(params, block, tile, count, shared):
             weight = get_float(block.weights + 4 * (t * WIDE + c))
             if weight > np.float32(0):
                 memory.add_at(at + 8 * (block.begin + t), np.int64(np.float64(weight) / UNIT + 0.5))
+
+
+@functools.cache
+def weights_code():
+    """Compile the two steps, by the names of their fields."""
+    steps = keep_weights, add_key_weights
+    return {step.__name__: step_code(step, (), control=True).address for step in steps}
 
 
 def key_tiles(tokens):

@@ -42,14 +42,16 @@ ATTENTION_PARAMS = Record(
     "engines group_tiles groups_are_split split_tokens tile_groups work_items splits tiles products",
     "partials tile_state_bytes workspace_at workspace_bytes engine_query_bytes",
     "key_sums key_sums_sequence key_sums_head weights_at weights_bytes",
+    "add_biases keep_weights add_key_weights merge_splits",
     keys=SIDE, values=SIDE, workspace=WORKSPACE,
 )  # fmt: skip
 FIELD = ATTENTION_PARAMS.at
+# The last line of the params has machine code that few calls need, 0 where a call does not need it.
 # Fields that `schedule` sets, then `engines`, which `fill_engines` sets, then those that `launch` sets.
 LATE_FIELDS = (
     "group_tiles", "groups_are_split", "split_tokens", "tile_groups", "work_items", "splits", "tiles",
     "products",
-    "engines", "counters", "partials", "workspace_at", "weights_at",
+    "engines", "counters", "partials", "merge_splits", "workspace_at", "weights_at",
 )  # fmt: skip
 ADDRESS_OWNER = {
     FIELD[field]: owner
@@ -86,6 +88,11 @@ block_at, tile_at = memory.record(BLOCK), memory.record(TILE)
 @memory.machine_code
 def call_engine(code, params, block, tile):
     """Call a step of an engine."""
+
+
+@memory.machine_code
+def call_merge(code, params, block, splits, slots):
+    """Call `epilogue.merge_splits`."""
 
 
 @helper

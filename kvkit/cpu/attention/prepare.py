@@ -12,8 +12,10 @@ from kvkit.checks.records import Side
 from kvkit.checks.values import packed_strides
 from kvkit.cpu import machine
 from kvkit.cpu.attention import scheduler
+from kvkit.cpu.attention.biases import biases_code
 from kvkit.cpu.attention.engines import bfloat16_pairs, integers, narrow, wide, wide_integers
-from kvkit.cpu.attention.key_weights import UNIT, key_tiles, weights_bytes
+from kvkit.cpu.attention.epilogue import merge_code
+from kvkit.cpu.attention.key_weights import UNIT, key_tiles, weights_bytes, weights_code
 from kvkit.cpu.attention.params import (
     ADDRESS_OWNER,
     ATTENTION_PARAMS,
@@ -107,6 +109,7 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
         **scoring_fields(weights, constants, sinks),
         **factor_fields(weights.scales, constants),
         **mask_fields(weights.mask),
+        "add_biases": biases_code().address if has_biases(weights) else 0,
         **key_sum_fields(key_weights, steps),
         "values_have_own_table": steps.value_table is not None or not alike(context),
         **long_run_fields(context),
@@ -123,6 +126,7 @@ def launch(params, alive, shared, key_weights=None):
     (groups, items, splits, _, group_tiles), small = planned(params)
     counters = np.zeros(groups + 1, np.int64)
     params[FIELD["counters"]] = address(counters)
+    params[FIELD["merge_splits"]] = merge_code().address if splits else 0
     split_bytes = splits * group_tiles * int(params[FIELD["tile_state_bytes"]])
     workspace_bytes, at = int(params[FIELD["workspace_bytes"]]), address(params)
     code, most = scheduler.scheduler_code("work"), 1 if small else items
@@ -448,6 +452,18 @@ def factor_fields(scales, constants):
     return {"key_factors": keys, "value_factors": values, "factor_sequence": sequence, "factor_head": head}
 
 
+def has_biases(weights):
+    """Return whether a call adds anything to scores, or caps them."""
+    return bool(weights.softcap or weights.alibi or weights.slopes is not None or weights.mask.address)
+
+
+def set_mask(params, mask):
+    """Write another mask into the params."""
+    params[FIELD["mask"] : FIELD["mask"] + len(mask)] = mask
+    if mask.address:
+        params[FIELD["add_biases"]] = biases_code().address
+
+
 def mask_fields(mask):
     """Return the fields of a mask."""
     place, kind, sequence, head, row, column, packed = mask
@@ -460,12 +476,13 @@ def mask_fields(mask):
 def key_sum_fields(key_weights, steps):
     """Return the fields of the weights that keys get, [B, query heads, tokens] of int64; 0 without them."""
     if key_weights is None:
-        return dict.fromkeys(("key_sums", "key_sums_sequence", "key_sums_head", "weights_bytes"), 0)
+        fields = "key_sums", "key_sums_sequence", "key_sums_head", "weights_bytes"
+        return dict.fromkeys((*fields, "keep_weights", "add_key_weights"), 0)
     _, heads, tokens = key_weights.shape
     most = int(np.diff(steps.kvstarts).max(initial=0))
     sizes = (key_tiles(most), WIDE, WIDE_BLOCK), (1, NARROW, BLOCK_TOKENS)
     size = max(weights_bytes(tiles, rows, most, block) for tiles, rows, block in sizes)
-    return {
+    return weights_code() | {
         "key_sums": 1, "key_sums_sequence": 8 * heads * tokens, "key_sums_head": 8 * tokens,
         "weights_bytes": -(-size // 64) * 64,
     }  # fmt: skip

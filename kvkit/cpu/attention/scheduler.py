@@ -11,10 +11,9 @@ import functools
 import numpy as np
 
 from kvkit.cpu import memory
-from kvkit.cpu.attention.epilogue import finish, merge_splits
-from kvkit.cpu.attention.key_weights import add_key_weights
+from kvkit.cpu.attention.epilogue import finish
 from kvkit.cpu.attention.online_softmax import visible
-from kvkit.cpu.attention.params import BLOCK, block_at, params_at
+from kvkit.cpu.attention.params import BLOCK, block_at, call_engine, call_merge, params_at
 from kvkit.cpu.attention.walk import attend_blocks, engine_of, load_queries, set_up_block, set_up_tiles
 from kvkit.cpu.attention.work_items import (
     NARROW,
@@ -98,7 +97,7 @@ def work(worker, params_address):
         set_tile_group(params, block, group)
         attend(params, block, split, splits, slots)
         if splits > 1 and count_up(params.counters + 8 * (1 + first_group + group)) == splits - 1:
-            merge_splits(params, block, splits, slots)
+            call_merge(params.merge_splits, params, block, splits, slots)
         item = count_up(params.counters)
 
 
@@ -122,7 +121,7 @@ def attend(params, block, split, splits, slots):
         attend_blocks(params, block, engine_of(params, block))
         finish(params, block, split, slots)
     if params.key_sums:
-        add_key_weights(params, block)
+        call_engine(params.add_key_weights, params, block, block)
 
 
 @functools.cache

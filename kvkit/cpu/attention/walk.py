@@ -13,8 +13,7 @@ from numba import types
 from kvkit.cpu import memory
 from kvkit.cpu.attention.engines.load import rows_of_head, widen_rows
 from kvkit.cpu.attention.engines.nan_safe import nan_safe_scores, nan_safe_sums, shrink_weights
-from kvkit.cpu.attention.key_weights import keep_weights
-from kvkit.cpu.attention.online_softmax import apply_bias_and_mask, needs_bias_or_mask, softmax, visible
+from kvkit.cpu.attention.online_softmax import hide, hides, softmax, visible
 from kvkit.cpu.attention.params import (
     SPECIAL_ENGINE,
     TILE,
@@ -57,15 +56,17 @@ def attend_blocks(params, block, engine):
                 tile = tile_of(params, block, t)
                 tile.count = count
                 score_tile(params, block, tile, engine)  # S = scale K Q^T           [tokens, rows]
-                if needs_bias_or_mask(params, block, tile):
-                    apply_bias_and_mask(params, block, tile)
+                if params.add_biases:
+                    call_engine(params.add_biases, params, block, tile)
+                if hides(params, block, tile):
+                    hide(params, block, tile)
             for t in range(begin, begin + together):
                 tile = tile_of(params, block, t)
                 if block.nan_safe or not engine.softmax:
                     rows = rows_computed(params, block, tile)
                     softmax(tile.scores, block.rows, rows, count, tile.m, tile.l, tile.alpha)
                 if params.key_sums:
-                    keep_weights(params, block, tile)
+                    call_engine(params.keep_weights, params, block, tile)
             for t in range(begin, begin + together):
                 tile = tile_of(params, block, t)
                 add_values(params, block, tile, engine)  # O = O alpha + P V         [rows, dim]
