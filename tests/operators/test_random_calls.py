@@ -13,17 +13,7 @@ import random_calls
 from attention_scenes import TOLERANCE, assert_near
 from calls import Call, arrays_of, like
 from random_calls import ATTENDED, GENERATORS
-from scenes import (
-    FLOATS,
-    MOVED,
-    ODD_GROUPS,
-    OPERATORS,
-    QUANTIZED,
-    QUICK_QUANTIZED,
-    Formats,
-    assert_same,
-    first_quick,
-)
+from scenes import ALL_FORMATS, FLOATS, OPERATORS, QUICK_FORMATS, Formats, assert_same, first_quick
 from surroundings import carve
 
 from kvkit import cpu
@@ -31,8 +21,6 @@ from kvkit.calls import positions
 from kvkit.reference import OPERATORS as REFERENCE
 
 PRODUCTS = "mla_absorb", "mla_expand", "indexer_scores"  # sums in float32
-QUICK_FORMATS = MOVED + QUICK_QUANTIZED + ODD_GROUPS
-FORMATS = QUICK_FORMATS + [formats for formats in QUANTIZED if formats not in QUICK_QUANTIZED]
 EPS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
@@ -163,7 +151,7 @@ def test_attention_over_every_format(kind, t1):
             check_attention(rng, random_calls.attention(rng, kind, formats))
 
 
-@pytest.mark.parametrize("formats", first_quick(FORMATS, len(QUICK_FORMATS)), ids=str)
+@pytest.mark.parametrize("formats", first_quick(ALL_FORMATS, len(QUICK_FORMATS)), ids=str)
 def test_key_value_cache(formats):
     for seed in range(24):
         rng = np.random.default_rng(seed)

@@ -57,7 +57,8 @@ ODD_GROUPS = [
     Formats("fp32", "int8", "fp16", 4, 6, (6, 24)), Formats("fp16", "int8", "fp32", 4, 10, (40,)),
     Formats("bf16", "uint8", "bf16", 4, 40, (40,)),
 ]  # fmt: skip
-ALL_FORMATS = MOVED + QUANTIZED + ODD_GROUPS
+QUICK_FORMATS = MOVED + QUICK_QUANTIZED + ODD_GROUPS
+ALL_FORMATS = QUICK_FORMATS + [formats for formats in QUANTIZED if formats not in QUICK_QUANTIZED]
 DYNAMIC_AXES = (
     "row layer kv head dim", "layer row kv head dim", "layer kv row head dim", "layer kv head row dim",
 )  # fmt: skip
