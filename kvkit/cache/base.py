@@ -54,7 +54,8 @@ class MovableTokens(ABC):
         ----------
         begin : int
         end : int, optional
-            If it is None, or the position of the next token or more, the next token gets position ``begin``.
+            If it is None, or the position of the next token or more, the next token gets position ``begin``,
+            unless its position is lower.
         close : bool
             Whether later tokens are shifted back, so that no hole is left.
         rope : Rope, "none" or list of them, optional
@@ -246,8 +247,8 @@ class BaseLayer(MovableTokens):
     ) -> Attended:
         """Attend with the queries of the last tokens, causally and within the layer's window.
 
-        Keys and values are read in place; no copy of the context is made. After n tokens, query i of q is
-        the token at position n - q + i. So q may be smaller than the number of tokens of the last update.
+        Keys and values are read in place; no copy of the context is made. The q queries are those of the
+        last q tokens, which may be fewer than those of the last update.
         Query head h uses key head ``h // (Hq // Hkv)``.
 
         Parameters
@@ -255,10 +256,11 @@ class BaseLayer(MovableTokens):
         query : ndarray, shape [B, Hq, q, Dk]
             float32, float16 or bfloat16, any strides.
         attention_mask : ndarray, optional
-            bool [B, n]: False for positions that no query attends to, such as padding. Or an array of shape
-            [B, Hq, q, kv_length], where the first three may be 1: bool, or numbers that are added to the
-            scores, float32 or of the dtype of ``query``. kv_length is what `get_mask_sizes` returned before
-            the update; a static layer's columns without tokens may be left out.
+            bool [B, n], n as `get_seq_length` returns it: False for positions that no query attends to, such
+            as padding. Or an array of shape [B, Hq, q, kv_length], where the first three may be 1: bool, or
+            numbers that are added to the scores, float32 or of the dtype of ``query``. kv_length is what
+            `get_mask_sizes` returned before the update; a static layer's columns without tokens may be left
+            out.
         is_causal, window : bool and (int, int), optional
             For paged layers only, as in `kvkit.multi_head_attention`. Others are causal within `window`.
         softmax_scale : float, optional
@@ -270,7 +272,8 @@ class BaseLayer(MovableTokens):
         return_lse : bool
             Whether to return the logarithms of the softmax denominators too.
         return_key_weights : bool, optional
-            Whether to return each key's weight, summed over the queries. Not for paged layers.
+            Whether to return each key's weight, summed over the queries. Not for latent layers, where keys
+            have a rope shift, or where pages of a sequence have holes.
 
         Returns
         -------
@@ -307,7 +310,11 @@ class BaseLayer(MovableTokens):
         return -1
 
     def get_mask_sizes(self, query_length: SupportsIndex) -> tuple[int, int]:
-        """Return (kv_length, kv_offset): how many keys the next update returns, and the first position."""
+        """Return (kv_length, kv_offset): how many keys the next update returns, and the first position.
+
+        After `remove` has left holes, kv_offset counts the removed positions too: the positions of the keys
+        after the last hole are kv_offset plus their index.
+        """
         begin, end = self._returned(self.get_seq_length(), integer("query_length", query_length, 0))
         return end - begin, begin
 

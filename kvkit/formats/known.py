@@ -235,6 +235,7 @@ ALL = (
     Format("ds_v4", E4M3, "normal", E8M0, group=64, exponent=POWERS,
            order=("codes", "tail", "scale", "padding"), tail=64, source="DeepSeek V4"),
 )  # fmt: skip
+ALIASES = {"fp8": "e4m3", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 NAMED = {format.name: format for format in ALL}
 OPTIONS = "cell", "exponent", "group", "per", "rounding"
 FIELDS = {

@@ -176,11 +176,13 @@ def test_no_files(rng, tmp_path):
         ({"format": "kivi4", "group": 16}, "group: expected a multiple of 32, .* got 16"),
         ({"format": "thirds", "rotation": "hadamard"}, "rotation: expected None, for 'thirds'"),
         ({"format": "nowhere.py:Mine"}, "format: expected"),
-        ({"format": "nvfp4"}, "format: expected a scheme that encodes some tokens at a time, got 'nvfp4'"),
+        ({"format": "nvfp4"}, "scale: expected a number, for 'nvfp4', got None"),
+        ({"format": "nvfp4", "scale": (0.5, 0.25)}, "scale: expected a number, for 'nvfp4', got .0.5, 0.25"),
         ({"format": "ort_int8"}, "scale: expected a number, for 'ort_int8', got None"),
         ({"format": "int4", "scale": 1.0}, "scale: expected None, for int4, got float 1.0"),
         ({"format": "q8_0", "scale": 1.0}, "scale: expected None, because codes have computed scales"),
-        ({"format": "e4m3", "scale": (1.0, 0.0)}, "scale: expected numbers above 0, got 0.0"),
+        ({"format": "e4m3", "scale": (1.0, 0.0)}, "scale: expected numbers above 0, got .1.0, 0.0."),
+        ({"format": "e4m3", "scale": ()}, "scale: expected numbers above 0, got .."),
     ],
 )
 def test_refused(how, message):

@@ -12,6 +12,7 @@ from kvkit.checks.values import choice, finite_number, integer
 from kvkit.errors import argument_error
 from kvkit.formats import rotation_named
 from kvkit.formats.elements import BY_NAME, STORED
+from kvkit.formats.known import ALIASES
 from kvkit.formats.schemes import schemes_named
 
 AXES, SCHEMES, CELLS = ("token", "channel"), ("sym", "asym"), ("float16", "float32")
@@ -38,12 +39,12 @@ class QuantSpec:
         numbers much smaller than that are lost. A number whose scale is beyond float16 makes its group
         undefined.
     format : str, optional
-        Replaces `bits` and `scheme`. ``"e4m3"`` or ``"e5m2"``: 8-bit floats times a scale, which is the
-        largest magnitude of `group` neighbouring elements divided by the largest code. ``"q8_0"`` or
-        ``"q4_0"``: ggml's blocks of 32 elements. Or what `kvkit.formats.scheme` finds: the name of your own
-        class, or of another format such as ``"mxfp4"`` or ``"int4:g32:channel+hadamard"``, unless its scale
-        is computed from all tokens. Numpy then encodes `group` tokens at a time, and each step decodes the
-        whole layer, which is slow.
+        Replaces `bits` and `scheme`. ``"e4m3"`` (alias ``"fp8"``) or ``"e5m2"``: 8-bit floats times a scale,
+        which is the largest magnitude of `group` neighbouring elements divided by the largest code.
+        ``"q8_0"`` or ``"q4_0"``: ggml's blocks of 32 elements. Or what `kvkit.formats.scheme` finds: the
+        name of your own class, or of another format such as ``"mxfp4"`` or ``"int4:g32:channel+hadamard"``,
+        unless its scale is computed from all tokens. Numpy then encodes `group` tokens at a time, and each
+        step decodes the whole layer, which is slow.
     scale : float or tuple of float, optional
         A constant scale for e4m3 and e5m2, as engines use it: a number, or one for each head. Scales are then
         neither computed nor stored. The formats ``"ort_int8"``, ``"ort_int4"`` and ``"nvfp4"`` require a
@@ -79,6 +80,8 @@ class QuantSpec:
         if self.format is not None and not isinstance(self.format, str):
             wanted = f"one of {', '.join(STORED)}, the name of a scheme, or None"
             raise argument_error("format", wanted, self.format)
+        if self.format:  # frozen
+            object.__setattr__(self, "format", ALIASES.get(self.format, self.format))
         if self.format and self.axis == "channel":
             raise argument_error("axis", f"'token', for format '{self.format}'", "'channel'")
         rotation_named(self.rotation)
@@ -89,11 +92,11 @@ class QuantSpec:
 
     def _check_scale(self) -> None:
         scales = self.scale if isinstance(self.scale, (tuple, list)) else (self.scale,)
-        for scale in scales:
+        for scale in scales or (0,):
             if not finite_number("scale", scale) > 0:
-                raise argument_error("scale", "numbers above 0", scale)
+                raise argument_error("scale", "numbers above 0", repr(self.scale))
         element = STORED.get(str(self.format))
-        if not scales or not (element.minifloat if element else self.by_scheme):
+        if not (element.minifloat if element else self.by_scheme):
             raise argument_error("scale", "None, because codes have computed scales", repr(self.scale))
         if isinstance(self.scale, list):  # from JSON
             object.__setattr__(self, "scale", tuple(self.scale))
@@ -101,8 +104,10 @@ class QuantSpec:
     def _check_scheme(self) -> None:
         for scheme in self.schemes():
             step, format = getattr(scheme, "step", 1), getattr(scheme, "format", None)
-            if self.scale is None and getattr(format, "asks", False):  # as `formats.known.Format.asks`
-                raise argument_error("scale", f"a number, for {self.format!r}", "None")
+            blocks = getattr(format, "find", "") == "blocks16" and not getattr(format, "whole", 1)  # nvfp4
+            requires = blocks or getattr(format, "asks", False)  # as `formats.known.Format.asks`
+            if requires and (self.scale is None or isinstance(self.scale, tuple)):
+                raise argument_error("scale", f"a number, for {self.format!r}", repr(self.scale))
             if getattr(scheme, "whole", False):
                 found = f"{self.format!r}, which encodes all tokens at once"
                 raise argument_error("format", "a scheme that encodes some tokens at a time", found)
@@ -127,6 +132,7 @@ class QuantSpec:
 
         If keys and values differ, without an axis or with a class of your own, it is their mean.
         """
+        head_dim = integer("head_dim", head_dim, 1)
         if self.by_scheme:
             x = np.linspace(-1, 1, self.group * head_dim, dtype=np.float32).reshape(self.group, 1, head_dim)
             coded = [array for scheme in self.schemes() for array in scheme.encode(x).values()]
@@ -135,11 +141,17 @@ class QuantSpec:
         if self.format:
             element = STORED[self.format]
             apart = not element.block and self.scale is None
+            self._check_group(head_dim, apart)
             return float(element.bytes(head_dim) + apart * head_dim * scale / self.group)
+        self._check_group(head_dim, self.axis != "channel" and self != QuantSpec())  # groups of a default fit
         cell = (1 if self.scheme == "sym" else 2) * scale
         groups = {"channel": self.group, "token": self.token_group(head_dim)}
         per_element = [cell / groups[axis] for axis in ([self.axis] if self.axis else groups)]
         return head_dim * (self.bits / 8 + sum(per_element) / len(per_element))
+
+    def _check_group(self, head_dim: int, by_token: bool) -> None:
+        if by_token and head_dim % self.group:
+            raise argument_error("head_dim", f"a multiple of {self.group}, the group of a scale", head_dim)
 
     def token_group(self, head_dim: int) -> int:
         """Return the largest number of a token's elements that divides `group` and the head size."""

@@ -14,9 +14,9 @@ import numpy as np
 
 from kvkit import formats
 from kvkit.errors import argument_error, brief, describe
+from kvkit.formats.known import ALIASES
 from kvkit.formats.schemes import REGISTERED, check_scheme, schemes_named
 
-ALIASES = {"fp8": "e4m3", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 EXACT = {str(fmt): fmt for fmt in formats.FLOATS}
 
 
