@@ -19,6 +19,10 @@ class CapacityError(KvkitError):
     """A cache of fixed size has no room for the new tokens."""
 
 
+class TooFewTokensError(KvkitError):
+    """A scorer keeps more tokens, whatever their scores, than there are or may stay."""
+
+
 def argument_error(
     name: str, expected: object, got: object, kind: type[KvkitError] = KvkitError
 ) -> KvkitError:

@@ -193,6 +193,7 @@ class Cache(BaseCache):
         queries: Sequence[Array] | None = None,
         weights: Sequence[Array] | None = None,
         renumber: bool = False,
+        rope: Any = None,
         **options: Any,
     ) -> compression.Report:
         """Keep the tokens of the best scores in every layer, and free the memory of all others.
@@ -225,6 +226,8 @@ class Cache(BaseCache):
             What the scorer of each layer needs, as in `kvkit.eviction.scores`.
         renumber : bool
             Whether the remaining tokens get the positions 0, 1, 2, ...; rotated keys need a `rope` for that.
+        rope : Rope, "none" or list of them, optional
+            As in `shift`.
         **options
             Options of the scorer. `first`, `last` and `threshold` go to it too, if it has them.
 
@@ -250,7 +253,7 @@ class Cache(BaseCache):
         (array([0, 5, 6, 7]), 8)
         """
         asked = compression.Compression(
-            scorer, keep, count, budget, queries, weights, per_head=per_head, renumber=renumber,
+            scorer, keep, count, budget, queries, weights, renumber, self._ropes(rope), per_head=per_head,
             **compression.split_options(scorer, options, first=first, last=last, threshold=threshold),
         )  # fmt: skip
         if not compression.is_by_head(self.layers, asked):

@@ -63,6 +63,7 @@ class Compression:
     queries: Sequence[Array] | None
     weights: Sequence[Array] | None
     renumber: bool
+    rope: Any  # how keys were rotated in each layer, or None where the cache knows it
     options: dict[str, Any]
     per_head: bool = False
     threshold: ArrayLike | None = None
@@ -101,7 +102,8 @@ def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], aske
         mean = mean_scores(function, layers[i], i, count)
         rows = select(mean, count=count, first=asked.first, last=asked.last)
         positions = layers[i].positions[np.asarray(rows)[0, 0]]
-        plans[i] = layers[i].plan("retain", positions, renumber=asked.renumber)._replace(frees=True)
+        plan = layers[i].plan("retain", positions, renumber=asked.renumber, rope=asked.rope[i])
+        plans[i] = plan._replace(frees=True)
     tokens, before = [layer.stored_tokens for layer in layers], sum(layer.nbytes for layer in layers)
     rearrange([plans.get(i) for i in range(len(layers))])
     for i in plans:
@@ -252,6 +254,8 @@ CONTEXT: dict[str, Callable[[Any, int], Any]] = {  # {option: its value, from a 
 def scores_of_layer(found: Scorer, layer: Any, number: int, count: int, asked: Compression) -> Array:
     """Return the scores of a layer by a published scorer."""
     known = {name: CONTEXT[name](layer, count) for name in found.options if name in CONTEXT}
+    if "rope" in known and asked.rope[number] is not None:
+        known["rope"] = asked.rope[number]
     arrays = {
         name: given[number]
         for name, given in (("queries", asked.queries), ("weights", asked.weights))

@@ -108,7 +108,7 @@ class StaticCache(Cache):
     max_cache_len : int
         The most tokens it can hold.
     num_layers : int
-    layer_types, sliding_window, offload
+    layer_types, sliding_window, offload, rope
         As in `DynamicCache`.
 
     Examples
@@ -160,6 +160,8 @@ class QuantizedCache(Cache):
         Window W of the sliding layers; without ``layer_types`` all layers are sliding.
     offload : path, optional
         A folder to move the layers to, as `offload` does.
+    rope : Rope, "none" or list of them, optional
+        As in `DynamicCache`.
 
     Examples
     --------
@@ -185,6 +187,7 @@ class QuantizedCache(Cache):
         *,
         read_back: bool = False,
         offload: FilePath | None = None,
+        rope: Any = None,
     ) -> None:
         schemed = all(isinstance(spec, QuantSpec) and spec.by_scheme for spec in (key, value))
         layer = SchemedLayer if schemed else QuantizedLayer
@@ -193,4 +196,4 @@ class QuantizedCache(Cache):
         kind, layers = layer_makers(num_layers, layer_types, sliding_window, full, sliding)
         full()  # raises now if an argument is wrong
         self._make_layer = kind if num_layers is None else None
-        super().__init__((make() for make in layers), offload=offload)
+        super().__init__((make() for make in layers), offload=offload, rope=rope)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvkit.checks.values import integer
-from kvkit.errors import argument_error
+from kvkit.errors import TooFewTokensError, argument_error
 from kvkit.eviction.inputs import Inputs
 from kvkit.eviction.scorers import scorer
 from kvkit.typed import Array
@@ -14,7 +14,7 @@ def streaming(given: Inputs, *, budget: int, sinks: int = 4) -> Array:
     """score = 1 for the first `sinks` tokens and the last budget - sinks, else 0 (arXiv 2309.17453)."""
     budget, sinks = integer("budget", budget, 1), integer("sinks", sinks, 0)
     if budget < sinks:
-        raise argument_error("budget", f"at least sinks, {sinks}", budget)
+        raise argument_error("budget", f"at least sinks, {sinks}", budget, TooFewTokensError)
     result = np.zeros(given.keys.shape[:3])
     result[..., :sinks] = 1
     result[..., max(0, given.tokens - (budget - sinks)) :] = 1

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvkit.checks.values import finite_number, flag, integer
-from kvkit.errors import argument_error, describe
+from kvkit.errors import TooFewTokensError, argument_error, describe
 from kvkit.eviction.inputs import Inputs, finite_floats, scores_array
 from kvkit.eviction.parts import mean_of_groups, protected, window_sums
 from kvkit.eviction.scorers import scorer
@@ -37,7 +37,8 @@ def h2o(given: Inputs, *, recent: int = 512) -> Array:
     """
     recent, (sums, _) = integer("recent", recent, 0), sums_of_all(given)
     if given.tokens <= recent:
-        raise argument_error("recent", f"fewer than the {given.tokens} tokens", recent)
+        wanted = f"fewer than the {given.tokens} tokens"
+        raise argument_error("recent", wanted, recent, TooFewTokensError)
     return protected(sums[..., : given.tokens - recent], last=recent)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvkit.checks.values import integer
-from kvkit.errors import argument_error
+from kvkit.errors import TooFewTokensError, argument_error
 from kvkit.eviction.inputs import Inputs, weight_blocks
 from kvkit.typed import Array
 
@@ -63,5 +63,6 @@ def window_before(given: Inputs, window: int) -> int:
     """Check the length of a window that is protected; return it."""
     window = integer("window", window, 1)
     if given.tokens <= window:
-        raise argument_error("window", f"fewer than the {given.tokens} tokens", window)
+        wanted = f"fewer than the {given.tokens} tokens"
+        raise argument_error("window", wanted, window, TooFewTokensError)
     return window

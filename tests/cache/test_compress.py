@@ -170,6 +170,17 @@ def test_schemes_lose_whole_groups():
     assert report.bytes_after < report.bytes_before
 
 
+def test_a_call_or_the_cache_says_how_keys_were_rotated():
+    paged = PagedCache(20, 4, 1, 2, 8, np.float32)
+    caches = QuantizedCache(1, rope=ROPE), QuantizedCache(1), DynamicCache(1), paged
+    for cache, rope in zip(caches, (None, ROPE, [ROPE], [ROPE]), strict=True):
+        cache.update(states(), states(), 0)
+        target = cache.rows if cache is paged else cache
+        report = target.compress("streaming", keep=0.5, renumber=True, rope=rope)
+        assert report.tokens == [20]
+        assert cache.layers[0].rope_shifts.tolist() == [[0, 4, 0], [4, 20, -20]]
+
+
 def test_a_static_layer_closes_up_if_tokens_are_renumbered():
     cache = filled(StaticLayer(50), rope=ROPE)
     with pytest.raises(kvkit.KvkitError, match=r"layers\[0\]: expected positions 0, 1, 2, \.\.\., .*close"):

@@ -58,15 +58,15 @@ def test_a_prompt_that_was_just_updated(path, case):
 def test_groups_by_default(path, dim, group):
     """Of any usual head size; those that are given have to divide it."""
     x = states(200, dims=(dim, dim))
-    cache = QuantizedCache(1)
-    cache.update(*x, 0)
-    cache.save(path)
-    again = load(path).layers[0]
-    assert_same(again, cache.layers[0])
-    assert [spec.group for spec in again.specs] == [32, group]
-    if dim % 32:
-        with pytest.raises(KvkitError, match=r"^value: expected a head size that groups of 32 divide"):
-            QuantizedLayer(value=QuantSpec(group=32)).update(*x)
+    for cache in QuantizedCache(1), QuantizedCache(1, QuantSpec(bits=4), QuantSpec(bits=4)):
+        cache.update(*x, 0)
+        cache.save(path)
+        again = load(path).layers[0]
+        assert_same(again, cache.layers[0])
+        assert [spec.group for spec in again.specs] == [32, group]
+    if dim % 64:
+        with pytest.raises(KvkitError, match=r"^value: expected a head size that groups of 64 divide"):
+            QuantizedLayer(value=QuantSpec(group=64)).update(*x)
 
 
 def test_recorded_past(path):

@@ -94,6 +94,23 @@ def test_tokens_are_those_under_a_mask_of_the_same_positions(model, name):
     assert cache.get_seq_length() == 47
 
 
+OFTEN = eviction.decoding("streaming", interval=1, target=3)
+
+
+@pytest.mark.parametrize(
+    ("evict", "tokens"), [("snapkv@0.5", 40), ("h2o(recent=40)@0.5", 40), ("streaming@0.5", 7), (OFTEN, 7)]
+)
+def test_a_prompt_too_short_for_a_scorer_stays_whole(model, evict, tokens):
+    cache, plain = KvkitCache(model.config, evict=evict), KvkitCache(model.config)
+    made = [
+        model.generate(IDS[:, :tokens], past_key_values=each, max_new_tokens=4, do_sample=False)
+        for each in (cache, plain)
+    ]
+    assert torch.equal(*made)
+    assert cache.report is None
+    assert cache.layers[0].stored_tokens == tokens + 3
+
+
 def test_queries_that_attention_has_seen_are_those_of_a_study(model):
     """The positions that stay are those that scores of recorded queries choose."""
     import kvkit.integrations.transformers.attention as room

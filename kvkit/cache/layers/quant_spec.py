@@ -29,7 +29,8 @@ class QuantSpec:
     scheme : str
         ``"sym"``: codes times a scale, as in PMX. ``"asym"``: codes from 0 times a scale, plus a minimum.
     axis : str, optional
-        ``"token"``: a group is `group` neighbouring elements of a token; `group` must divide the head size.
+        ``"token"``: a group is `group` neighbouring elements of a token; `group` must divide the head size,
+        except that 32, the default, stands for the greatest common divisor of 32 and the head size.
         ``"channel"``: a group is one element of each of `group` consecutive tokens (KIVI). By default channel
         for keys, whose outliers are in few channels, and token for values.
     group : int

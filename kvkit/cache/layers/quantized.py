@@ -23,9 +23,9 @@ from kvkit.typed import Array, States
 SPEC = QuantSpec()
 
 
-def fit_spec(spec: QuantSpec, dim: int, by_default: bool) -> QuantSpec:
+def fit_spec(spec: QuantSpec, dim: int) -> QuantSpec:
     """Return the spec, with a default group that divides the head size."""
-    fits = not by_default or spec.axis == "channel" or spec.format
+    fits = spec.group != SPEC.group or spec.axis == "channel" or spec.format
     return spec if fits else replace(spec, group=spec.token_group(dim))
 
 
@@ -45,8 +45,7 @@ class QuantizedLayer(Layer):
     Parameters
     ----------
     key, value : QuantSpec
-        How keys and values are encoded. The default group along a token is the greatest common divisor of
-        32 and the head size.
+        How keys and values are encoded.
     residual_length : int
         Recent tokens that stay unquantized; less than `group` more where a group spans several tokens.
     sink : int
@@ -88,7 +87,7 @@ class QuantizedLayer(Layer):
                 raise argument_error(name, wanted, f"scheme {spec.format!r}")
             axis = "token" if spec.format else axis
             specs.append(replace(spec, axis=spec.axis or axis))  # type: ignore[arg-type]  # a str
-        self.specs, self._by_default = tuple(specs), (key is SPEC, value is SPEC)
+        self.specs = tuple(specs)
         self.residual_length = integer("residual_length", residual_length, 0)
         self.sink = integer("sink", sink, 0)
         self.read_back = flag("read_back", read_back)
@@ -104,7 +103,7 @@ class QuantizedLayer(Layer):
 
     def _empty_store(self, given: Geometry) -> CodeStore:
         batch, heads, *dims, fmt = given[:5]
-        self.specs = tuple(map(fit_spec, self.specs, dims, self._by_default))
+        self.specs = tuple(map(fit_spec, self.specs, dims))
         sides = [
             CodedSide(name, spec, (batch, heads, 0, dim), fmt.dtype, self.sink, self.residual_length)
             for name, spec, dim in zip(("key", "value"), self.specs, dims, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
 from typing import Any, Literal, NamedTuple, SupportsIndex
@@ -341,6 +342,7 @@ class PagedCache(BaseCache):
         queries: List[Array] | None = None,
         weights: List[Array] | None = None,
         renumber: bool = False,
+        rope: Any = None,
         **options: Any,
     ) -> compression.Report:
         """Keep a sequence's tokens of the best scores, in all layers, and release the blocks of the others.
@@ -362,6 +364,8 @@ class PagedCache(BaseCache):
             What the scorer of each layer needs, as in `kvkit.eviction.scores`.
         renumber : bool
             Whether the remaining tokens get the positions 0, 1, 2, ...; rotated keys need a `rope` for that.
+        rope : Rope, "none" or list of them, optional
+            As in `shift`.
         **options
             Of the scorer.
 
@@ -391,19 +395,19 @@ class PagedCache(BaseCache):
         (array([ 0,  1,  2,  3, 12, 13, 14, 15]), 16)
         """
         asked = compression.Compression(
-            scorer, keep, count, budget, queries=queries, weights=weights, renumber=renumber,
-            options=options,
-        )  # fmt: skip
+            scorer, keep, count, budget, queries, weights, renumber, self._ropes(rope), options
+        )
         if isinstance(seq, Rows):
             rows = self.rows
             if seq is not rows:
                 raise argument_error("seq", "a sequence from `blocks`, or `rows`", "another cache's rows")
-            return compression.compress_sequences(self, rows.sequences, rows.plan, rows.rearrange, asked)
+            plan = functools.partial(rows.plan, rope=rope)
+            return compression.compress_sequences(self, rows.sequences, plan, rows.rearrange, asked)
 
-        def plan(call: str, *arguments: Any, **options: Any) -> SequencePlan:
-            return self.plan(call, seq, *arguments, **options)
+        def plan_seq(call: str, *arguments: Any, **options: Any) -> SequencePlan:
+            return self.plan(call, seq, *arguments, rope=rope, **options)
 
-        return compression.compress_sequences(self, [seq], plan, self.rearrange, asked)
+        return compression.compress_sequences(self, [seq], plan_seq, self.rearrange, asked)
 
     @property
     def nbytes(self) -> int:

@@ -67,7 +67,8 @@ class KvkitCache(Cache):
     evict : str, dict or Decoding, optional
         How to evict tokens. ``"snapkv@0.5"``, ``"snapkv(window=32)@0.5"``, or arguments of
         `kvkit.cache.Cache.compress` such as ``{"scorer": "snapkv", "keep": 0.5, "budget": "ada"}``: once,
-        after a prompt in one piece. `kvkit.eviction.decoding` (...): during generation. Queries and weights
+        after a prompt in one piece. A prompt stays whole if the scorer always keeps as many tokens: its
+        window, or sinks. `kvkit.eviction.decoding` (...): during generation. Queries and weights
         come from attention, which must be ``"kvkit"``, because others do not know the stored positions.
     **options
         Other arguments of the kind of cache: ``offload`` (a folder) for all but paged ones; ``max_cache_len``
@@ -81,7 +82,7 @@ class KvkitCache(Cache):
         The wrapped cache, with `save`, `reserve` and `close`. With kind "paged" it is an empty dynamic cache
         until the first tokens show the geometry.
     report : kvkit.cache.Report
-        The report of the latest eviction; None before.
+        The report of the latest eviction; None before, also after a prompt too short for the scorer.
 
     Examples
     --------

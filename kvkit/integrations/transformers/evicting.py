@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from kvkit.cache import Cache
 from kvkit.cache.compression import CONTEXT
-from kvkit.errors import argument_error, brief, describe
+from kvkit.errors import TooFewTokensError, argument_error, brief, describe
 from kvkit.eviction.generation import Decoding
 from kvkit.eviction.scorers import SCORERS
 from kvkit.tools.studies.policies import Policy, entry_of
@@ -83,15 +84,20 @@ class Eviction:
             self._inputs[layer_idx] = known[:, :, -(self.window or known.shape[2]) :].copy()
 
     def run(self, cache: Any) -> Any:
-        """Compress a cache if it is time; return the report, or None."""
+        """Compress a cache if it is time; return the report.
+
+        None if it is not, or if the scorer keeps more tokens than there are or may stay: then all stay.
+        """
         inputs: list[Array] | None = None
         if self._inputs:
             inputs = [self._input(i, layer) for i, layer in enumerate(cache.layers)]
-        if self.decoding is not None:
-            return self.decoding(cache, inputs)
-        self.done, self._inputs = True, {}
-        given = {"weights" if self.wants_weights else "queries": inputs} if inputs else {}
-        return cache.compress(**given | self.arguments)
+        with contextlib.suppress(TooFewTokensError):
+            if self.decoding is not None:
+                return self.decoding(cache, inputs)
+            self.done, self._inputs = True, {}
+            given = {"weights" if self.wants_weights else "queries": inputs} if inputs else {}
+            return cache.compress(**given | self.arguments)
+        return None
 
     def _input(self, layer_idx: int, layer: Any) -> Any:
         """Return the scorer's input for the stored tokens of a layer; None for layers without rows."""
