@@ -253,7 +253,8 @@ class Cache(BaseCache):
         (array([0, 5, 6, 7]), 8)
         """
         asked = compression.Compression(
-            scorer, keep, count, budget, queries, weights, renumber, self._ropes(rope), per_head=per_head,
+            scorer, keep, count, budget, queries, weights, per_head=per_head, renumber=renumber,
+            rope=self._ropes(rope),
             **compression.split_options(scorer, options, first=first, last=last, threshold=threshold),
         )  # fmt: skip
         if not compression.is_by_head(self.layers, asked):

@@ -244,6 +244,9 @@ def budgets(kind: str, **options: Any) -> Array:
         [B, Hkv, S], keep, safe (0.2). ``global``: scores, one array for each layer, keep. ``duo``: table,
         bool [L, Hkv], tokens, first (128), last (256).
 
+        The last layer of a pyramid keeps `window` tokens or more. Where it cannot, all layers keep as many,
+        as in kvpress: by default, for every `keep` below one half with ``tokens * keep`` below 1,280.
+
     Returns
     -------
     ndarray of int64

@@ -462,8 +462,12 @@ def test_geometry_is_that_of_the_first_tokens(name, dtype, kind):
 
 
 def test_wrong_options_of_a_paged_cache_are_said_at_once():
-    with pytest.raises(TypeError, match="num_pages"):
+    with pytest.raises(KvkitError, match="for kind 'paged', got an unexpected keyword argument 'num_pages'"):
         KvkitCache(config(), "paged", num_blocks=3, page_size=4, num_pages=3)
+    with pytest.raises(
+        KvkitError, match=r"of StaticCache .* got missing a required argument: 'max_cache_len'"
+    ):
+        KvkitCache(config(), "static")
 
 
 @pytest.mark.parametrize("implementation", ["kvkit", "sdpa"])

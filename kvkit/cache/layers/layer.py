@@ -320,8 +320,8 @@ class Layer(BaseLayer):
         left = requests.length_after_crop(length, self.get_seq_length())
         if span.oldest > self._croppable_to(left):
             raise RuntimeError(
-                f"crop of {self.name}: the window of {left} tokens needs tokens that are not stored; "
-                "call activate_past_recording() before they are dropped"
+                f"crop of {self.name} to {left} tokens: its window of {self.window} needs some that are not "
+                "stored; call activate_past_recording() before they are dropped"
             )
         return left
 

@@ -395,8 +395,9 @@ class PagedCache(BaseCache):
         (array([ 0,  1,  2,  3, 12, 13, 14, 15]), 16)
         """
         asked = compression.Compression(
-            scorer, keep, count, budget, queries, weights, renumber, self._ropes(rope), options
-        )
+            scorer, keep, count, budget, queries, weights, renumber=renumber, rope=self._ropes(rope),
+            options=options,
+        )  # fmt: skip
         if isinstance(seq, Rows):
             rows = self.rows
             if seq is not rows:

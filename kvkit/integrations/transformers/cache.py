@@ -15,7 +15,7 @@ from transformers import Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvkit.cache import DynamicCache, IndexedLayer, PagedCache, QuantizedCache, StateLayer, StaticCache
-from kvkit.cache.base import MovableTokens
+from kvkit.cache.base import BaseCache, MovableTokens
 from kvkit.cache.layers.positions import refusal
 from kvkit.errors import argument_error, describe
 from kvkit.integrations.transformers import pending
@@ -118,8 +118,12 @@ class KvkitCache(Cache):
             options = geometry(config, kind) | options
         make = functools.partial(KINDS[kind], **options)
         unknown = [name for name in GEOMETRY if name not in options] if kind == "paged" and config else []
+        try:
+            inspect.signature(KINDS[kind]).bind(**options | dict.fromkeys(unknown))
+        except TypeError as error:
+            wanted = f"the arguments of {KINDS[kind].__name__} for kind {kind!r}"
+            raise argument_error("KvkitCache", wanted, str(error).removeprefix("got ")) from None
         if unknown:
-            inspect.signature(PagedCache).bind(**options | dict.fromkeys(unknown))  # refuses wrong options
             first = DynamicCache(options["num_layers"])
             for i, layer in options.get("others", {}).items():
                 first.layers[i] = layer
@@ -134,6 +138,8 @@ class KvkitCache(Cache):
     @classmethod
     def of(cls, cache: Any, config: Any = None) -> KvkitCache:
         """Wrap a cache of kvkit's that was loaded, opened, or made in another way."""
+        if not isinstance(cache, BaseCache):
+            raise argument_error("cache", "a cache of kvkit.cache", describe(cache))
         wrapper = cls.__new__(cls)
         cls._wrap(wrapper, cache, config)
         return wrapper
@@ -153,6 +159,10 @@ class KvkitCache(Cache):
         copied.eviction, copied.report = copy.deepcopy((self.eviction, self.report), memo)
         copied._make = self._make
         return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:  # for `pickle`; layers are made again
+        state = {"eviction": self.eviction, "report": self.report, "_make": self._make}
+        return type(self).of, (self.cache, self.config), state
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cache!r})"
