@@ -359,9 +359,8 @@ PREFILL = [
         for stored in ("e4m3", "e5m2", "int8")
     ),
     *(prefill_form("bfloat16", stored=stored, native=False) for stored in ("e4m3", "e5m2")),
-    *(prefill_form(stored=stored, cell=cell, room=163 * 1024)
-      for stored, cell in (("{}", None), ("int4", "float16"))),
-]  # fmt: skip
+    prefill_form(room=163 * 1024),
+]
 
 
 def filling(form):
