@@ -31,7 +31,9 @@ def naming(path: Any) -> Iterator[None]:
     except KvkitError as error:
         if str(path) in str(error):
             raise
-        raise type(error)(f"{path}: {error}") from error
+        kind = type(error)
+        kind = kind if kind.__init__ is KvkitError.__init__ else KvkitError  # whose argument is its message
+        raise kind(f"{path}: {error}") from error
 
 
 @contextlib.contextmanager

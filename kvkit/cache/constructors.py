@@ -39,6 +39,9 @@ def layer_makers(
     if layer_types is None:
         kind = full if sliding_window is None else sliding
         return kind, [kind] * (num_layers or 0)
+    if not isinstance(layer_types, Iterable):
+        raise argument_error("layer_types", "the type of each layer", describe(layer_types))
+    layer_types = tuple(layer_types)
     known = {"full_attention": full, "sliding_attention": sliding} | dict.fromkeys(STATES, StateLayer)
     for i, name in enumerate(layer_types):
         if name not in known:
@@ -95,8 +98,12 @@ class DynamicCache(Cache):
     def from_legacy_cache(cls, past_key_values: Iterable[Pair]) -> Self:
         """Make a cache from a tuple with the (keys, values) of each layer, which are copied."""
         cache = cls()
-        for i, (keys, values) in enumerate(past_key_values):
-            cache.update(keys, values, i)
+        if not isinstance(past_key_values, Iterable):
+            raise argument_error("past_key_values", "(keys, values) of each layer", describe(past_key_values))
+        for i, pair in enumerate(past_key_values):
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise argument_error(f"past_key_values[{i}]", "(keys, values)", describe(pair))
+            cache.update(*pair, i)
         return cache
 
 

@@ -111,7 +111,11 @@ def driver():
 
 def toolkit_version():
     """Return the major version of CUDA of numba-cuda's libraries."""
-    return int(metadata.version("cuda-bindings").partition(".")[0])
+    try:
+        return int(metadata.version("cuda-bindings").partition(".")[0])
+    except metadata.PackageNotFoundError:
+        remedy = INSTALL.format(extra="cuda")
+        raise missing_error("the package cuda-bindings", "none", remedy) from None
 
 
 def devices():
@@ -179,6 +183,6 @@ def small_ptx(found):
 
 def first_line(error):
     """Return the first line of an error; a linker's is in its notes."""
-    lines = [*str(error).splitlines(), *getattr(error, "__notes__", ())]
+    lines = [*str(error).strip().splitlines(), *getattr(error, "__notes__", ())]
     lines = [line for line in lines if "version" in line] or lines
     return lines[0].strip() if lines else type(error).__name__

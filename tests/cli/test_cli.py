@@ -25,11 +25,12 @@ from verbs import arrays_of, split, static_call, whole
 from verbs import kvkit as run
 
 import kvkit
-from kvkit import cpu
+from kvkit import KvkitError, cpu
+from kvkit.cache import OutOfBlocksError
 from kvkit.operators import OPERATORS, REQUIRED
 from kvkit.runtime import disk_cache, jit, source_digest
 from kvkit.runtime.jit import fingerprint
-from kvkit_cli import arguments, info, npz, show
+from kvkit_cli import arguments, clusters, info, npz, show
 from kvkit_cli.main import ARGUMENTS, SECTIONS, VERBS, main
 from kvkit_cuda.device_runtime import host, needs
 
@@ -935,3 +936,8 @@ def test_a_reader_that_leaves_early():
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert done.stdout.startswith("key_value_cache: ")
     assert "Traceback" not in done.stderr
+
+
+def test_an_error_of_two_arguments_gets_the_name_of_its_file():
+    with pytest.raises(KvkitError, match=r"^a\.npz: num_blocks: expected 3"), clusters.naming("a.npz"):
+        raise OutOfBlocksError(3, 2)

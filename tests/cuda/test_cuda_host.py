@@ -183,3 +183,12 @@ def test_all_that_is_missing_is_told():
     """Here a driver is, and nothing else."""
     (message,) = needs.messages()
     assert message.startswith("kvkit_cuda: expected an NVIDIA GPU and its driver, got no driver")
+
+
+def test_libraries_without_metadata(monkeypatch):
+    monkeypatch.setattr(
+        needs.metadata, "version", lambda name: needs.metadata.distribution("none-such").version
+    )
+    with pytest.raises(DeviceError, match=r"the package cuda-bindings, got none: pip install"):
+        needs.toolkit_version()
+    assert needs.first_line(RuntimeError("\nno NVVM")) == "no NVVM"

@@ -163,7 +163,11 @@ def starts(lengths: Array) -> Array:
 
 def slot_type(dtype: DTypeLike, slots: int) -> np.dtype[Any]:
     """Check that a dtype of slot mappings can number every slot."""
-    kind = np.dtype(dtype)
+    wanted = f"int64, or int32 if it reaches all {slots} slots"
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        raise argument_error("slot_dtype", wanted, repr(dtype)) from None
     if kind not in (np.int32, np.int64) or slots - 1 > np.iinfo(kind).max:
-        raise argument_error("slot_dtype", f"int64, or int32 if it reaches all {slots} slots", kind)
+        raise argument_error("slot_dtype", wanted, kind)
     return kind

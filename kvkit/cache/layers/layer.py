@@ -13,13 +13,13 @@ from kvkit.cache.base import BaseLayer, one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.attention import LayerAttention, attend_with_key_weights
 from kvkit.cache.layers.positions import (
-    PLANS,
     Piece,
     Rearrangement,
     Rotation,
     RowPositions,
     check_rotation,
     describe_rotation,
+    planner,
     restored_rotation,
     rotation_of,
 )
@@ -335,7 +335,7 @@ class Layer(BaseLayer):
         span, now = self.span, self._positions_from(self.span.first)
         dim = None if self.store is None else self.store.geometry.key_dim
         rotation = rotation_of(rope, self.rope, dim, now.shifted)
-        plan = PLANS[call](now, rotation, *arguments, **options)
+        plan = planner(call)(now, rotation, *arguments, **options)
         plan = plan.without_gaps(span.oldest - span.first).in_few_pieces()
         if plan.crops:
             self.left_by(plan.after.length - now.length)

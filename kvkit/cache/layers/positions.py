@@ -329,10 +329,16 @@ def moves_alike(one: Any, other: Any) -> bool:
     return one.interleaved == other.interleaved and np.array_equal(one.frequencies, other.frequencies)
 
 
-def refusal(cache: Any, plan: Callable[..., Any], call: str, *arguments: Any, **options: Any) -> str | None:
-    """Return the message of the error that a call would raise; None if it would raise none."""
+def planner(call: str) -> Callable[..., Rearrangement]:
+    """Return the function that plans a call."""
     if call not in PLANS:
         raise argument_error("call", f"one of {', '.join(PLANS)}", repr(call))
+    return PLANS[call]
+
+
+def refusal(cache: Any, plan: Callable[..., Any], call: str, *arguments: Any, **options: Any) -> str | None:
+    """Return the message of the error that a call would raise; None if it would raise none."""
+    planner(call)
     names = list(inspect.signature(getattr(cache, call)).parameters)
     if "rope" in names[: len(arguments)]:  # plans take it by name
         options = {"rope": arguments[names.index("rope")]} | options

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.layer import Layer
-from kvkit.cache.layers.positions import PLANS, Rotation, RowPositions, rotation_of
+from kvkit.cache.layers.positions import Rotation, RowPositions, planner, rotation_of
 from kvkit.cache.stores.span import Span
 from kvkit.cache.stores.states import NONE, StateForms, StateStore
 from kvkit.checks.values import checked_format, integer
@@ -271,7 +271,7 @@ class StateLayer(Layer):
         if call == "retain":
             raise argument_error(self.name, "a layer with rows", f"{call} of a recurrent state")
         rows = RowPositions(NO_ROWS, NO_ROWS, now)
-        plan = PLANS[call](rows, rotation_of(rope, self.rope, None, False), *arguments, **options)
+        plan = planner(call)(rows, rotation_of(rope, self.rope, None, False), *arguments, **options)
         begin = 0 if call == "flatten" else integer("begin", arguments[0], 0)
         current = NONE if store is None else store.current
         marks = {} if store is None else dict(store.checkpoints)

@@ -16,11 +16,11 @@ from kvkit.cache.blocks.allocator import BlockAllocator
 from kvkit.cache.blocks.sequence import Sequence, check_bytes
 from kvkit.cache.layers.latent import placed_rotation
 from kvkit.cache.layers.positions import (
-    PLANS,
     Rearrangement,
     RowPositions,
     check_rotation,
     describe_rotation,
+    planner,
     rotation_of,
 )
 from kvkit.cache.layers.shared import SharedLayer
@@ -321,7 +321,7 @@ class PagedCache(BaseCache):
             for said, own in zip(self._ropes(rope), held, strict=True)
         ]
         rotations = [rope for rope in ropes if isinstance(rope, Rope)]
-        plan = PLANS[call](now, (rotations or ropes)[0], *arguments, **options).in_few_pieces()
+        plan = planner(call)(now, (rotations or ropes)[0], *arguments, **options).in_few_pieces()
         rotates = plan.rotated is not None and plan.rotated.any()
         if rotates and self.store.format.dtype != self.store.cache.dtype:
             wanted = "at most 8 pieces of one rope shift, because codes are not rotated in memory"

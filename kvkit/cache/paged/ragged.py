@@ -17,7 +17,14 @@ from kvkit.cache.blocks.step import Step
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.attention import place_mask
 from kvkit.cache.layers.layer import Layer
-from kvkit.cache.layers.positions import MAX_PIECES, PLANS, Rearrangement, Rotation, RowPositions, rotation_of
+from kvkit.cache.layers.positions import (
+    MAX_PIECES,
+    Rearrangement,
+    Rotation,
+    RowPositions,
+    planner,
+    rotation_of,
+)
 from kvkit.cache.paged.pieces import Pieces
 from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore
@@ -427,7 +434,7 @@ class RaggedLayer(Layer):
             given = [(own,) for own in self._positions_by_head(*arguments)]
         return RaggedPlan(
             [
-                PLANS[call](rows, rotation, *own, **options).in_few_pieces()
+                planner(call)(rows, rotation, *own, **options).in_few_pieces()
                 for rows, own in zip(now, given, strict=True)
             ]
         )
