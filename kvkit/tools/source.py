@@ -244,6 +244,11 @@ class CacheSource:
             names = self.side_names or SIDES
             raise argument_error(names[side == "key"], f"an array, beside {names[side != 'key']}", "None")
         if self.cache is None:
+            if any(name.endswith(".rope_shifts") for name in self.arrays):
+                wanted = "a cache whose row r has position r, as in a layout"
+                raise argument_error(
+                    "source", wanted, "removed or moved tokens (kvkit.cache.load reads them)"
+                )
             wanted = "an array 'cache' and its layout, or keys and values by name (key/value, keys/values)"
             raise argument_error("source", wanted, some_names(self.arrays))
         if self.layout is None:

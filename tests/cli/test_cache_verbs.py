@@ -278,3 +278,13 @@ def test_a_saved_paged_cache_whose_tokens_moved(tmp_path, rng):
     files.write(tmp_path / "odd.npz", arrays, found.description, metadata=found.metadata)
     code, out, _ = run("check", tmp_path / "odd.npz")
     assert (code, f"key_cache[1, {block}, {row}]" in out, "\n1 finding; " in out) == (1, True, True), out
+
+
+def test_a_saved_cache_with_holes_is_converted_to_no_layout(tmp_path):
+    cache, states = DynamicCache(1), np.ones((1, HEADS, TOKENS, DIM), np.float16)
+    cache.update(states, states, 0)
+    cache.remove(3, 5)
+    cache.save(tmp_path / "holes.npz")
+    code, out, err = run("convert", tmp_path / "holes.npz", tmp_path / "out.npz", "--to", "vllm-lbnhc")
+    assert (code, out) == (2, "")
+    assert "got removed or moved tokens (kvkit.cache.load reads them)" in err
