@@ -98,6 +98,24 @@ def paired(report):
     return attention(report, spread=True)
 
 
+def small(report):
+    """Return the microseconds of small calls, those of Python and of machine code apart."""
+    yield from about(report)
+    rows = []
+    for result in report["results"]:
+        whole, code, limit = (
+            1e6 * seconds
+            for seconds in (result["seconds"], result["beside"]["machine code"], result.get("limit", 0))
+        )
+        text = f"{whole:.1f}"
+        missed = limit and whole > limit
+        rows.append((
+            result["case"], f"**{text}**" if missed else text, f"{whole - code:.1f}", f"{code:.1f}",
+            f"{limit:.0f}" if limit else "",
+        ))  # fmt: skip
+    yield from markdown(("call", "µs", "Python", "machine code", "goal"), rows)
+
+
 def first(report):
     """Return the CPU seconds of processes that make one call."""
     yield from about(report)
@@ -156,6 +174,7 @@ PAGES = [
     (HERE / "README.md", "caches figures", "caches", paired),
     (HERE / "README.md", "growth figures", "growth", paired),
     (HERE / "README.md", "shapes figures", "shapes", paired),
+    (HERE / "README.md", "small figures", "small", small),
     (HERE / "README.md", "first figures", "first", first),
     (HERE.parent / "README.md", "speeds", "decoding", headlines),
 ]

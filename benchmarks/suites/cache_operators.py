@@ -153,40 +153,6 @@ def checks_only(kind, batch):
     return prepare
 
 
-def small(name):
-    """Prepare a step of 4 sequences of 3 past tokens, which is mostly Python: 32 query heads."""
-
-    def prepare():
-        kind, batch, past = Kind("float16", "float16"), 4, 3
-        cache, _ = kind.arrays(pmx.DYNAMIC[3], batch * (past + 1))
-        own, _ = kind.arrays(pmx.STATIC[0], past + 1)
-        x, query, where = tokens(kind, batch), tokens(kind, batch, 4), index_tensors(0, past, 1, batch)
-        query, sizes = (
-            query.reshape(batch, 4 * H, DIM),
-            {"num_heads": 4 * H, "num_kv_heads": H, "head_dim": DIM},
-        )
-        dynamic, sizes["cache_layout"] = kvkit.dynamic_batching, 3
-        plan = dynamic.plan(**where)
-        turned, start = (np.empty_like(query), np.empty_like(x)), (where["seqstarts"], where["start_pos"])
-        calls = {
-            "key_value_cache": lambda i: dynamic.key_value_cache(x, x, **where, cache=cache, cache_layout=3),
-            "key_value_cache, static": lambda i: kvkit.key_value_cache(x[:, None], x[:, None], past, own),
-            "decode": lambda i: dynamic.multi_head_cache_attention(
-                query, x, x, **where, decoding_batches=0, cache=cache, **sizes
-            ),
-            "decode, planned": lambda i: plan.multi_head_cache_attention(query, x, x, cache, **sizes),
-            "rotary embedding": lambda i: dynamic.rotary_position_embedding(
-                query, x, *start, None, out=turned
-            ),
-        }
-        return Work(calls[name])
-
-    return prepare
-
-
-SMALL = "key_value_cache", "key_value_cache, static", "decode", "decode, planned", "rotary embedding"
-
-
 def loads(kind, goal):
     places = [("static", number, None) for number in range(2)]
     places += [(name, number, mode) for number in range(4) for mode, name in enumerate(("offsets", "pages"))]
@@ -232,6 +198,5 @@ CASES = [
         )
         for past in (0, 32768)
     ),
-    *(Case(f"small call, 4 sequences: {name}", small(name), calls=200) for name in SMALL),
     Case("checks of a decode step, 64 sequences", checks_only(QUANTIZED[0], 64), calls=50),
 ]

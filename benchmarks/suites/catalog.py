@@ -10,6 +10,7 @@ from benchmarks.suites import (
     latent,
     pools,
     shapes,
+    small_calls,
 )
 
 SUITES = {  # by the file of their figures
@@ -20,5 +21,6 @@ SUITES = {  # by the file of their figures
     "latent": latent.CASES,
     "growth": growth.CASES,
     "shapes": shapes.CASES,
+    "small": small_calls.CASES,
     "first": first_calls.CASES,
 }
