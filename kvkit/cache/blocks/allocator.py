@@ -306,8 +306,6 @@ class BlockAllocator:
     def begin_step(self, sequences: Iterable[tuple[Sequence, int]]) -> Step:
         """Reserve blocks for new tokens.
 
-        The step packs sequences with one new token first, then the others: ``step.sequences``.
-
         Parameters
         ----------
         sequences : iterable of (Sequence, int)

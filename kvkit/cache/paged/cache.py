@@ -177,8 +177,6 @@ class PagedCache(BaseCache):
     def begin_step(self, sequences: Iterable[tuple[Sequence, int]]) -> PagedStep:
         """Make room for new tokens, and copy shared blocks that would be written to.
 
-        The step packs sequences with one new token first, then the others: ``step.index.sequences``.
-
         Parameters
         ----------
         sequences : iterable of (Sequence, int)
