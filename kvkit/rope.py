@@ -143,7 +143,10 @@ class Rope:
         shape = states.shape[:-1]
         if states.ndim == 0 or states.shape[-1] < self.end:
             raise argument_error("states", f"heads of {self.end} elements or more", f"shape {states.shape}")
-        given = np.shape(positions)
+        try:
+            given = np.shape(positions)
+        except ValueError:
+            raise argument_error(name, "numbers", "rows of different lengths") from None
         if len(given) > len(shape) or any(
             n not in (1, m) for n, m in zip(given[::-1], shape[::-1], strict=False)
         ):

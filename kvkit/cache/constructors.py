@@ -101,7 +101,7 @@ class DynamicCache(Cache):
         if not isinstance(past_key_values, Iterable):
             raise argument_error("past_key_values", "(keys, values) of each layer", describe(past_key_values))
         for i, pair in enumerate(past_key_values):
-            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            if not hasattr(pair, "__len__") or len(pair) != 2:
                 raise argument_error(f"past_key_values[{i}]", "(keys, values)", describe(pair))
             cache.update(*pair, i)
         return cache

@@ -49,7 +49,7 @@ def compressed(layers: Sequence[Any], asked: Compression) -> tuple[list[Any], Re
         for i in chosen
     }
     staying = rows_that_stay(scored, tokens, means, len(layers), asked)
-    made = {i: split(layers[i], rows) for i, rows in staying.items()}
+    made = {i: split(layers[i], rows, asked.rope[i]) for i, rows in staying.items()}
     new = [made.get(i, layer) for i, layer in enumerate(layers)]
     before, after = (sum(layer.nbytes for layer in each) for each in (layers, new))
     tokens_before, tokens_after = ([counted(layer) for layer in each] for each in (layers, new))
@@ -218,7 +218,7 @@ def counts_of_heads(
     return {i: np.minimum(each, tokens[i]) for i, each in counts.items()}
 
 
-def split(layer: Any, rows: list[Array]) -> RaggedLayer:
+def split(layer: Any, rows: list[Array], rope: Any) -> RaggedLayer:
     """Return a ragged layer of the rows that each head of a layer keeps."""
     if isinstance(layer, RaggedLayer):
         geometry, states = layer.geometry, layer.heads_states()
@@ -228,7 +228,7 @@ def split(layer: Any, rows: list[Array]) -> RaggedLayer:
         keys = keys.astype(values.dtype, copy=False)
         states = [HeadStates(keys[at], values[at], positions) for at in np.ndindex(keys.shape[:2])]
     made = RaggedLayer()
-    made.name, made.rope = layer.name, layer.rope
+    made.name, made.rope = layer.name, layer.rope if rope is None else rope
     kept = [HeadStates(*(part[own] for part in each)) for each, own in zip(states, rows, strict=True)]
     assert geometry is not None
     made.fill_heads(geometry, kept, layer.get_seq_length())

@@ -99,6 +99,9 @@ def test_legacy_round_trip(dtype):
             assert got.shape == expected.shape
             assert got.tobytes() == expected.tobytes()
             assert got.flags.owndata
+    keys = np.array([keys for keys, _ in legacy])
+    stacked = DynamicCache.from_legacy_cache(np.stack([keys, keys], axis=1))  # [layers, 2, ...]
+    assert stacked.layers[2].values.tobytes() == legacy[2][0].tobytes()
     again[0][0][...] = 0
     assert cache.layers[0].keys.tobytes() == legacy[0][0].tobytes()
     legacy[0][0][...] = 0

@@ -197,6 +197,19 @@ def paged(others, num_layers=4):
     )
 
 
+def test_lists_for_layers_count_those_without_blocks(rng):
+    cache, states = paged({1: SharedLayer(0)}, 3), rng.standard_normal((1, 2, 16, 8)).astype(np.float32)
+    for i in (0, 2):
+        cache.update(states, states, i)
+    found = cache.rows.compress("snapkv", keep=0.5, queries=[states, None, states], window=4)
+    assert found.tokens == [8, 8]
+    with pytest.raises(KvkitError, match="queries: expected a list of 3, one for each layer"):
+        cache.rows.compress("snapkv", keep=0.5, queries=[states, states], window=4)
+    for others in ([SharedLayer(0)], {True: SharedLayer(0)}):
+        with pytest.raises(KvkitError, match=r"^others: "):
+            paged(others)
+
+
 def test_blocks_beside_states_and_shared_rows(tmp_path):
     """The batch does what it does with rows that are in no blocks, or after an error nothing."""
     state = functools.partial(StateLayer, checkpoint_every=4, max_checkpoints=2)

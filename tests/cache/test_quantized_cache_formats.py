@@ -101,6 +101,7 @@ def test_files_and_folders(rng, name, tmp_path):
 
 
 def test_bytes_per_token():
+    assert QuantSpec(bits=8, axis="token").bytes_per_token(80) == 80 + 80 / 16 * 4  # as `fit_spec` has groups
     assert E4M3.bytes_per_token(D) == D + 4
     assert QuantSpec(format="fp8") == QuantSpec(format="e4m3")
     assert SPECS["q8_0"].bytes_per_token(D) == 68

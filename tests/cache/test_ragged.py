@@ -223,9 +223,9 @@ def test_a_budget_over_all_layers_and_a_table_of_retrieval_heads():
 
 def test_tokens_of_all_heads_are_removed_and_shifted():
     """Attention is that over keys that were rotated for the positions that they have now."""
-    cache, raw, values = Cache([DynamicLayer()], rope=ROPE), normal(60), normal(60, seed=1)
+    cache, raw, values = Cache([DynamicLayer()]), normal(60), normal(60, seed=1)
     cache.update(ROPE.rotate(raw, np.arange(60)), values, 0)
-    cache.compress("knorm", budget=[[10, 50, 30]])
+    cache.compress("knorm", budget=[[10, 50, 30]], rope=ROPE)
     held = cache.layers[0].positions
     cache.remove(5, 20, close=True)
     cache.shift(0, 5, -2)

@@ -55,7 +55,7 @@ FINE = [  # the code; the command; texts in what it prints
     (1, "check wrong.npz", "error P3 block_tables[1, 0]: page"),
     (0, "check before.npz --after after.npz", "fine"),
     (1, "check before.npz --after beside.npz", "error W1 key_cache[1, 2]"),
-    (0, "check pool.npz", "Say which it is: --layout NAME"),
+    (0, "check pool.npz", "Name it: --layout NAME"),
     (0, "diff a.npz a.npz", "equal: 128 bytes\n"),
     (0, "diff a.npz b.npz --atol 100", "equal"),
     (1, "diff a.npz b.npz", "first: position 0, head 0, element 0: expected 1.0, got 49.0",
@@ -108,7 +108,7 @@ JSON = [  # the code; the command without --json; what is looked at; its value
     (0, "inspect pool-of-nan.npz --layout vllm-lbnhc --stats",
      lambda x: (x["numbers"][0], x["use"]), ({"name": "layer 0 keys"} | FOUND, USED)),
     (1, "check wrong.npz", lambda x: x["counts"], {"P3": 1}),
-    (0, "check pool.npz", lambda x: "Say which it is: --layout NAME" in x["findings"][0]["hint"], True),
+    (0, "check pool.npz", lambda x: "Name it: --layout NAME" in x["findings"][0]["hint"], True),
     (1, "diff a.npz b.npz", lambda x: x["causes"][0]["name"], "row off by one"),
     (0, "study hf.safetensors --schemes fp8", lambda x: x["summary"][0]["bits"], 8),
 ]  # fmt: skip

@@ -33,7 +33,13 @@ FORMS = [
 ]  # fmt: skip
 forms = pytest.mark.parametrize(
     ("rows", "form"),
-    [(1 << i % 4, form) for i, form in enumerate(FORMS)],
+    [
+        *((1 << i % 4, form) for i, form in enumerate(FORMS)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((4, FORMS[0]), (8, FORMS[4]), (4, FORMS[7]))
+        ),
+    ],
     ids=str,
 )
 

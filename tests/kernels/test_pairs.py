@@ -161,7 +161,7 @@ if machine.has_pairs():
         call(pair_rows, source, rows, source)
         assert_array_equal(source.view(BF16).reshape(-1, WIDE, 2)[: len(target)], target)
 
-    @pytest.mark.parametrize("rows", [16, WIDE])
+    @pytest.mark.parametrize("rows", [8, 16, 24, WIDE])
     @pytest.mark.parametrize("tokens", [1, 8, 13])
     def test_products(tokens, rows, rng):
         """Of rows that lie in any order; an odd last token has a partner of weight 0."""
@@ -171,11 +171,13 @@ if machine.has_pairs():
         rows_of_pool = pool[chosen, :dim].astype(np.float64)
         start, factors = random(rng, rows, dim), random(rng, WIDE)
         (sums, untouched), ordered = guarded((rows, dim)), np.empty((rows, dim), np.float32)
-        sums[...], packed = 0, as_pairs(weights).copy()
+        sums[...], packed = start, as_pairs(weights).copy()
         call(pair_sums, packed, addresses, -(-tokens // 2), dim, sums, factors, rows)
         untouched()
         call(in_order, sums, ordered, rows, dim)
-        expected = weights.astype(BF16).astype(float).T[:rows] @ rows_of_pool[:tokens]
+        expected, before = np.empty((rows, dim), np.float32), start * factors[:rows, None]
+        call(in_order, before, expected, rows, dim)
+        expected = expected + weights.astype(BF16).astype(float).T[:rows] @ rows_of_pool[:tokens]
         np.testing.assert_allclose(ordered, expected, rtol=1e-5, atol=1e-5)
         sums[...] = start
         call(pair_sums, packed, addresses, 0, dim, sums, factors, rows)

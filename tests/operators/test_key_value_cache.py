@@ -77,9 +77,15 @@ def test_a_broadcast_key(kind, rng):
     check(plain.but(current_key=np.broadcast_to(np.arange(24, dtype=np.float32), shape)))
 
 
-@given(st.integers(0, 2**32 - 1).map(np.random.default_rng), st.sampled_from(QUICK_QUANTIZED + ODD_GROUPS))
-def test_quantization_error(rng, formats):
+@pytest.mark.parametrize(
+    "known",
+    [QUICK_QUANTIZED + ODD_GROUPS, pytest.param(QUANTIZED, marks=pytest.mark.slow)],
+    ids=["quick", "all"],
+)
+@given(st.integers(0, 2**32 - 1).map(np.random.default_rng), st.data())
+def test_quantization_error(known, rng, data):
     """At most half a step, and the roundings of quotient, stored scale, product and result."""
+    formats = data.draw(st.sampled_from(known))
     scene = scenes.static(rng, formats, start=0, seqlen=5)
     small = np.clip(scene["current_key"].astype(np.float64), -3e4, 3e4).astype(DTYPES[formats.t1])
     key, _ = scene.but(current_key=small).run()

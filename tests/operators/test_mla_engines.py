@@ -89,11 +89,12 @@ def check_dense(rng, s_q, lengths, key_heads, all_heads=HEADS):
             assert_within(found_lse, lse, 1e-6, 8.01 / 65536)
 
 
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("batch", "s_q", "length"), GRID)
-def test_flash_mla_s_dense_grid(rng, batch, s_q, length):
+def test_flash_mla_s_dense_grid(rng, batch, s_q, length, turn):
     """Each head count over each number of key heads that divides it, lengths equal or, in turns, not."""
     for i, key_heads in enumerate(KEY_HEADS):
-        drawn = rng.normal(length, length / 2, batch) if (i + batch + s_q) % 2 else [length] * batch
+        drawn = rng.normal(length, length / 2, batch) if (i + batch + s_q + turn) % 2 else [length] * batch
         lengths = np.maximum(drawn, s_q).astype(np.int32)
         check_dense(rng, s_q, lengths, key_heads, [heads for heads in HEADS if heads % key_heads == 0])
 

@@ -270,6 +270,11 @@ def test_padding_beside_the_first_slot_is_no_high_word():
     ).found
 
 
+def test_lines_of_a_stack_of_layers_are_named():
+    (found,) = check({"cache": np.zeros((4, 5, 16, 576), np.float16)}).found
+    assert "'l | b n c' (vllm-mla)" in found.message
+
+
 def test_every_rule_has_a_mutation_and_names_an_incident():
     assert set(MUTATIONS) == set(RULES)
     for rule in RULES.values():

@@ -144,7 +144,7 @@ class QuantSpec:
             apart = not element.block and self.scale is None
             self._check_group(head_dim, apart)
             return float(element.bytes(head_dim) + apart * head_dim * scale / self.group)
-        self._check_group(head_dim, self.axis != "channel" and self != QuantSpec())  # groups of a default fit
+        self._check_group(head_dim, self.axis != "channel" and self.group != QuantSpec.group)  # `fit_spec`
         cell = (1 if self.scheme == "sym" else 2) * scale
         groups = {"channel": self.group, "token": self.token_group(head_dim)}
         per_element = [cell / groups[axis] for axis in ([self.axis] if self.axis else groups)]

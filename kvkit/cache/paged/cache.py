@@ -80,8 +80,8 @@ class PagedCache(BaseCache):
         ones. 0 for keys and values of heads.
     others : mapping of int to StateLayer or SharedLayer, optional
         The layers, by number, that have no blocks; `num_layers` counts them. They belong to the batch of
-        `update` and `attend`, which can then only lose its last tokens, and steps do not count them. Such a
-        cache is not saved.
+        `update` and `attend`, which can then only lose its last tokens; steps and reports do not count them.
+        Such a cache is not saved.
 
     Attributes
     ----------
@@ -392,6 +392,9 @@ class PagedCache(BaseCache):
         >>> seq.positions, seq.next_position
         (array([ 0,  1,  2,  3, 12, 13, 14, 15]), 16)
         """
+        queries, weights = self._with_blocks("queries", queries), self._with_blocks("weights", weights)
+        if not isinstance(scorer, str) and not callable(scorer):
+            scorer = self._with_blocks("scorer", scorer)
         asked = compression.Compression(
             scorer, keep, count, budget, queries, weights, renumber=renumber, rope=self._ropes(rope),
             options=options,
@@ -437,8 +440,18 @@ class PagedCache(BaseCache):
             raise argument_error("rope", f"one, or {len(self.layers)}, one for each layer", len(ropes))
         for rotation in ropes if several or rope is not None else ():
             check_rotation(rotation)
-        ropes = [rope for i, rope in enumerate(ropes) if i not in self.others]
-        return [placed_rotation(rotation, self.store.latent_dim) for rotation in ropes]
+        return [
+            placed_rotation(rotation, self.store.latent_dim) for rotation in self._with_blocks("rope", ropes)
+        ]
+
+    def _with_blocks(self, name: str, given: Any) -> Any:
+        """Return what is given for the layers that have blocks, of a list for all layers."""
+        if given is None or not self.others:
+            return given
+        if not isinstance(given, (list, tuple)) or len(given) != len(self.layers):
+            wanted = f"a list of {len(self.layers)}, one for each layer"
+            raise argument_error(name, wanted, describe(given))
+        return [each for i, each in enumerate(given) if i not in self.others]
 
     # A batch of sequences of one length
 
@@ -524,8 +537,14 @@ def checked_others(
     others: Mapping[int, StateLayer | SharedLayer], count: int
 ) -> dict[int, StateLayer | SharedLayer]:
     """Check the layers without blocks of a cache of `count` layers; return them by number."""
+    if not isinstance(others, Mapping):
+        raise argument_error("others", "layers by number, a dict", describe(others))
     for number, layer in others.items():
-        if number not in range(count) or not isinstance(layer, (StateLayer, SharedLayer)):
+        if (
+            isinstance(number, bool)
+            or number not in range(count)
+            or not isinstance(layer, (StateLayer, SharedLayer))
+        ):
             wanted = f"a StateLayer or SharedLayer by a number below {count}"
             raise argument_error("others", wanted, f"{describe(layer)}, {number}")
     if len(others) == count:

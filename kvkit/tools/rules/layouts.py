@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from kvkit.errors import argument_error
+from kvkit.errors import KvkitError, argument_error
 from kvkit.files.members import is_extension_dtype
-from kvkit.layouts import NAMED, fits
+from kvkit.layouts import NAMED, view
 from kvkit.tools.case import Case, CheckedSide
 from kvkit.tools.findings import Rule, Seen, rule
 
@@ -43,8 +43,12 @@ def several_lines_fit(case: Case) -> Seen:
     if case.layout is not None or case.source.contents.cache is None:
         return None
     lines: dict[str, str] = {}
-    for name in fits(case.source.cache):
-        lines.setdefault(str(NAMED[name].layout), name)
+    for name, named in NAMED.items():
+        try:
+            view(case.source.cache, named.layout, sizes=case.sizes)
+        except KvkitError:
+            continue
+        lines.setdefault(str(named.layout), name)
     if len(lines) == 1:
         return []
     said = ", ".join(f"'{line}' ({name})" for line, name in lines.items()) or "none that kvkit knows"
