@@ -7,10 +7,9 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from kvkit.calls.pools import append_to_pools, as_floats, copy_blocks
-from kvkit.calls.prepared import attend
+from kvkit.calls.pools import append_to_pools, as_floats, attend_to_pages, copy_blocks
 from kvkit.checks.arguments import PoolAttention, PoolTransfer, Scoring
-from kvkit.checks.paged import checked_append, checked_paged_attention, checked_swap
+from kvkit.checks.paged import checked_append, checked_swap
 from kvkit.interop import returns_input_kind
 from kvkit.rope import Rope, as_rope
 from kvkit.typed import Array, Arrays, Attended
@@ -140,7 +139,7 @@ def paged_attention(
         scoring=Scoring(attn_mask, is_causal, False, softmax_scale, window, softcap, sinks),
         return_lse=return_lse, return_key_weights=return_key_weights, quant_format=quant_format,
     )  # fmt: skip
-    return attend(checked_paged_attention(call), out)
+    return attend_to_pages(call, out)
 
 
 @returns_input_kind

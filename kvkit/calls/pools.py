@@ -10,6 +10,7 @@ from kvkit import cpu
 from kvkit.calls.prepared import (
     PreparedCall,
     PreparedCalls,
+    attend,
     attention_launches,
     form_of,
     is_pair,
@@ -18,12 +19,14 @@ from kvkit.calls.prepared import (
     tuple_members,
 )
 from kvkit.checks.arguments import PoolAttention, PoolTransfer
+from kvkit.checks.index_tensors import validates
 from kvkit.checks.paged import PagedContexts, PoolAppend, checked_append, checked_paged_attention
 from kvkit.formats import elements
 from kvkit.runtime.arrays import empty_result, places_of
 from kvkit.typed import Array, Arrays, Attended
 
 COPIED_BYTES = 2**20
+FEW, SMALL_BYTES = 4, 2**20  # calls whose index tensors are remembered, and the bytes of these
 FLOATS8 = frozenset(one.dtype for one in elements.FLOATS8)
 POOLS = "key_cache", "value_cache"
 SCALES = "key_scale", "value_scale"
@@ -73,11 +76,14 @@ def append_launches(call: PoolAppend, angles: Array | None = None) -> list[Any]:
 
 
 class PlannedPages:
-    """Checked contexts in pages. Calls that differ only in the addresses of their arrays are checked once."""
+    """Contexts in pages. Calls that differ only in the addresses of their arrays are checked once.
+
+    `sequences` are those of a plan; without them each call brings its own, which must be the same.
+    """
 
     __slots__ = ("_angles", "_appended", "_attended", "sequences")
 
-    def __init__(self, sequences: PagedContexts) -> None:
+    def __init__(self, sequences: PagedContexts | None = None) -> None:
         self.sequences = sequences
         self._attended: PreparedCalls[tuple[PreparedCall, Forms]] = PreparedCalls()
         self._appended: PreparedCalls[PreparedCall] = PreparedCalls()
@@ -142,6 +148,24 @@ class PlannedPages:
             angles = call.rope.angles(call.positions)
             self._angles = call.rope, angles
         return angles
+
+
+latest: PreparedCalls[tuple[list[Any], PlannedPages]] = PreparedCalls(FEW)
+
+
+def attend_to_pages(call: PoolAttention, out: Array | Arrays | None) -> Attended:
+    """Run `paged_attention`; calls with equal index tensors, as of the layers of a step, are checked once."""
+    tables = call.block_tables if isinstance(call.block_tables, tuple) else (call.block_tables,)
+    tensors: list[Any] = [*tables, call.context_lens, call.query_starts]
+    form = None if validates() else form_of(tensors, ())
+    if form is None or sum(each.nbytes for each in tensors if each is not None) > SMALL_BYTES:
+        return attend(checked_paged_attention(call), out)
+    known, pages = latest.take(form) or ([], None)
+    if pages is None or not all(a is b or np.array_equal(a, b) for a, b in zip(known, tensors, strict=True)):
+        known, pages = [None if each is None else each.copy() for each in tensors], PlannedPages()
+    results = pages.attend(call, out)
+    latest.keep(form, (known, pages))  # a call takes it away as long as it lasts
+    return results
 
 
 def has_more(call: PoolAttention) -> bool:

@@ -242,7 +242,9 @@ def test_queries_whose_window_has_left():
 def test_a_crop_without_recording_says_what_to_do():
     layer = SlidingWindowLayer(4)
     append(layer, 1, 2, 3, 4, 5, 6)
-    with pytest.raises(RuntimeError, match=r"crop of SlidingWindowLayer to 5 tokens: .* activate_past_recording\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"crop of SlidingWindowLayer to 5 tokens: .* activate_past_recording\(\)"
+    ):
         layer.crop(-1)
     assert append(layer, 7) == [4, 5, 6, 7]
 

@@ -22,14 +22,16 @@ def pools_of(rng, engine, name):
 
 @pytest.fixture
 def checks(monkeypatch):
-    """The names of the calls that were checked in full."""
+    """The names of the calls that were checked in full; "alone" if they belong to no plan."""
     names = []
     for name in ("checked_paged_attention", "checked_append"):
         checked = getattr(paged, name)
-        monkeypatch.setattr(
-            f"kvkit.calls.pools.{name}",
-            lambda *call, name=name, checked=checked: names.append(name) or checked(*call),
-        )
+
+        def check(call, planned=None, name=name, checked=checked):
+            names.append(name if planned else "alone")
+            return checked(call, planned)
+
+        monkeypatch.setattr(f"kvkit.calls.pools.{name}", check)
     return names
 
 
@@ -59,6 +61,7 @@ def test_layers_have_the_bits_of_plain_calls(engine, name, scale, lists, rng, ch
         assert out is None or all(one is other for one, other in zip(found, out, strict=True))
         for got, right in zip(found, expected, strict=True):
             assert got.tobytes() == right.tobytes()
+    checks = [name for name in checks if name != "alone"]
     assert checks == ["checked_append", "checked_paged_attention", "checked_paged_attention"]
 
 
@@ -94,6 +97,42 @@ def test_scales_of_tokens_and_of_heads(rng):
             how = {"key_scale": key_scale, "value_scale": value_scale}
             expected = kvkit.paged_attention(query, *codes, table, LENGTHS, STARTS, **how)
             assert plan.paged_attention(query, *codes, **how).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_calls_without_a_plan_are_checked_once_for_equal_index_tensors(lists, rng, checks, monkeypatch):
+    """Tensors are compared by their contents: they may change in place, or be others with the same."""
+    table = pool_scenes.as_lists(PAGES) if lists else pool_scenes.as_table(rng, PAGES, 6)
+    lengths, starts = np.array(LENGTHS), np.array(STARTS)
+    query = rng.standard_normal((7, 4, 16)).astype(np.float16)
+
+    def call(count):
+        """One with arrays, and the same with lists, which is always checked."""
+        tables, pools = (table if lists else (table,)), pools_of(rng, "FlashInfer", "float16")
+        copies = [np.array(each) for each in tables]
+        how = {"layout": pools.layout, "return_lse": True}
+        checks.clear()
+        found = kvkit.paged_attention(query, *pools.given, tuple(copies) if lists else copies[0], lengths,
+                                      starts, **how)  # fmt: skip
+        assert checks == ["alone"] * count
+        again = kvkit.paged_attention(query, *pools.given, table, lengths.tolist(), starts, **how)
+        for got, right in zip(found, again, strict=True):
+            assert got.tobytes() == right.tobytes()
+
+    for count in (1, 0, 0):
+        call(count)
+    lengths[2] -= 1
+    call(1)
+    pages = table[1] if lists else table
+    pages[pages == 5] = 1
+    call(1)
+    call(0)
+    monkeypatch.setenv("KVKIT_VALIDATE", "1")
+    call(1)
+    monkeypatch.undo()
+    pages[pages == 1] = 77
+    with pytest.raises(kvkit.KvkitError, match="a block from 0 to 5"):
+        call(1)
 
 
 def test_calls_that_overlap_or_do_not_fit_are_refused_after_others_were_prepared(rng):
