@@ -141,16 +141,17 @@ def zero_finder(form):
 
     def find_zeros(held):
         sums = held.sums
-        for group in range(slices // each):
-            for i in range(rows * columns):
-                sums[i] = ZERO
-            for i in range(group * each, (group + 1) * each):
-                for block in range(blocks):
-                    for k in range(0, count, 2):
-                        j = (block * slices + i) * count + k
-                        multiply((even, even, odd, odd), (held.q[j], held.q[j + 1]), sums, 2 * block, 0)
-            for i in range(rows * columns):
-                held.zeros[group * rows * columns + i] = sums[i]
+        for i in range(slices):  # bounds that depend on a group would keep q in local memory
+            if i % each == 0:
+                for j in range(rows * columns):
+                    sums[j] = ZERO
+            for block in range(blocks):
+                for k in range(0, count, 2):
+                    j = (block * slices + i) * count + k
+                    multiply((even, even, odd, odd), (held.q[j], held.q[j + 1]), sums, 2 * block, 0)
+            if (i + 1) % each == 0:
+                for j in range(rows * columns):
+                    held.zeros[i // each * rows * columns + j] = sums[j]
 
     return device.force_inlined(find_zeros)
 
