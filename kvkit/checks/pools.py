@@ -302,9 +302,8 @@ def listed_pages(block_tables: tuple[Any, ...], lengths: Array, blocks: int, pag
     if len(short):
         i = short[0]
         held = f"{starts[i + 1] - starts[i]} of indices"
-        raise argument_error(
-            "block_tables", f"{need[i]} blocks for the {lengths[i]} tokens of sequence {i}", held
-        )
+        wanted = f"{need[i]} blocks for the {lengths[i]} tokens of sequence {i}"
+        raise argument_error("block_tables", wanted, held)
     if len(pages) and (pages.min() < 0 or pages.max() >= blocks):
         for start, count in zip(starts.tolist(), need.tolist(), strict=False):
             used = pages[start : start + count]
@@ -338,9 +337,8 @@ def check_table(table: Array, lengths: Array, blocks: int, page_size: int) -> No
     need = pages_needed(lengths, page_size)
     if len(need) and need.max() > table.shape[1]:
         i = int(need.argmax())
-        raise argument_error(
-            "block_tables", f"{need[i]} blocks for the {lengths[i]} tokens of sequence {i}", table.shape[1]
-        )
+        wanted = f"{need[i]} blocks for the {lengths[i]} tokens of sequence {i}"
+        raise argument_error("block_tables", wanted, table.shape[1])
     outside = in_use(table, need) & ((table < 0) | (table >= blocks))
     if outside.any():
         i, j = np.argwhere(outside)[0]

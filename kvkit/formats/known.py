@@ -136,6 +136,11 @@ class Format:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def finds_whole(self) -> bool:
+        """Return whether its tensor-wide scale is computed from all data where none is given."""
+        return self.find == "blocks16" and not self.whole
+
     def scale_type(self, dtype: np.dtype[Any] = FLOAT32.dtype) -> Element:
         """Return the element of scales for data of a dtype."""
         return self.cell or BY_DTYPE[dtype]

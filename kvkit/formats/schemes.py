@@ -77,7 +77,7 @@ class Coded:
     @property
     def whole(self) -> bool:
         """Return whether a scale spans all tokens, and `over` has not seen them yet."""
-        of_whole = self.format.find == "blocks16" and not self.format.whole and self.scale is None
+        of_whole = self.format.finds_whole and self.scale is None
         return self.ends is None and (
             of_whole
             or self.format.per in ("tensor", "head")

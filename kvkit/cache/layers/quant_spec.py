@@ -12,7 +12,7 @@ from kvkit.checks.values import choice, finite_number, integer
 from kvkit.errors import argument_error
 from kvkit.formats import rotation_named
 from kvkit.formats.elements import BY_NAME, STORED
-from kvkit.formats.known import ALIASES
+from kvkit.formats.known import ALIASES, Format
 from kvkit.formats.schemes import schemes_named
 
 AXES, SCHEMES, CELLS = ("token", "channel"), ("sym", "asym"), ("float16", "float32")
@@ -105,8 +105,7 @@ class QuantSpec:
     def _check_scheme(self) -> None:
         for scheme in self.schemes():
             step, format = getattr(scheme, "step", 1), getattr(scheme, "format", None)
-            blocks = getattr(format, "find", "") == "blocks16" and not getattr(format, "whole", 1)  # nvfp4
-            requires = blocks or getattr(format, "asks", False)  # as `formats.known.Format.asks`
+            requires = isinstance(format, Format) and (format.finds_whole or format.asks)
             if requires and (self.scale is None or isinstance(self.scale, tuple)):
                 raise argument_error("scale", f"a number, for {self.format!r}", repr(self.scale))
             if getattr(scheme, "whole", False):
@@ -123,6 +122,11 @@ class QuantSpec:
     def by_scheme(self) -> bool:
         """Return whether numpy encodes and decodes, not a kernel."""
         return self.format is not None and self.format not in STORED
+
+    @property
+    def group_fits(self) -> bool:
+        """Return whether the group along a token is the default, which fits itself to the head size."""
+        return not self.format and self.axis != "channel" and self.group == QuantSpec.group
 
     def schemes(self) -> tuple[Any, Any]:
         """Return the schemes of keys and of values."""
@@ -144,7 +148,7 @@ class QuantSpec:
             apart = not element.block and self.scale is None
             self._check_group(head_dim, apart)
             return float(element.bytes(head_dim) + apart * head_dim * scale / self.group)
-        self._check_group(head_dim, self.axis != "channel" and self.group != QuantSpec.group)  # `fit_spec`
+        self._check_group(head_dim, self.axis != "channel" and not self.group_fits)
         cell = (1 if self.scheme == "sym" else 2) * scale
         groups = {"channel": self.group, "token": self.token_group(head_dim)}
         per_element = [cell / groups[axis] for axis in ([self.axis] if self.axis else groups)]

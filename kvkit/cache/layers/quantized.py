@@ -25,8 +25,7 @@ SPEC = QuantSpec()
 
 def fit_spec(spec: QuantSpec, dim: int) -> QuantSpec:
     """Return the spec, with a default group that divides the head size."""
-    fits = spec.group != SPEC.group or spec.axis == "channel" or spec.format
-    return spec if fits else replace(spec, group=spec.token_group(dim))
+    return replace(spec, group=spec.token_group(dim)) if spec.group_fits else spec
 
 
 class QuantizedLayer(Layer):

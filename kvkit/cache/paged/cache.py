@@ -440,9 +440,8 @@ class PagedCache(BaseCache):
             raise argument_error("rope", f"one, or {len(self.layers)}, one for each layer", len(ropes))
         for rotation in ropes if several or rope is not None else ():
             check_rotation(rotation)
-        return [
-            placed_rotation(rotation, self.store.latent_dim) for rotation in self._with_blocks("rope", ropes)
-        ]
+        ropes = self._with_blocks("rope", ropes)
+        return [placed_rotation(rotation, self.store.latent_dim) for rotation in ropes]
 
     def _with_blocks(self, name: str, given: Any) -> Any:
         """Return what is given for the layers that have blocks, of a list for all layers."""
@@ -540,11 +539,8 @@ def checked_others(
     if not isinstance(others, Mapping):
         raise argument_error("others", "layers by number, a dict", describe(others))
     for number, layer in others.items():
-        if (
-            isinstance(number, bool)
-            or number not in range(count)
-            or not isinstance(layer, (StateLayer, SharedLayer))
-        ):
+        numbered = not isinstance(number, bool) and number in range(count)
+        if not numbered or not isinstance(layer, (StateLayer, SharedLayer)):
             wanted = f"a StateLayer or SharedLayer by a number below {count}"
             raise argument_error("others", wanted, f"{describe(layer)}, {number}")
     if len(others) == count:
