@@ -4,7 +4,7 @@ import itertools
 import json
 from pathlib import Path
 
-from benchmarks.suites.measuring import ratio_text, speed_ratio
+from benchmarks.suites.measuring import bound_share, ratio_text, speed_ratio
 
 HERE = Path(__file__).resolve().parent
 HEADLINES = [
@@ -47,6 +47,13 @@ def times(result, name):
     return f"**{text}**" if ratio and ratio < goal else text
 
 
+def bound(result):
+    """Return the share of a case's bound with a letter for it; bold where it misses the goal of a read."""
+    share, name = bound_share(result)
+    text = f"{share:.0%} {name[:1]}"
+    return "" if not name else f", **{text}**" if share < result["goals"]["read"] else f", {text}"
+
+
 def goal(result, name):
     goals = result.get("goals", {})
     return ratio_text(name, goals[name]) if name in goals else ""
@@ -73,7 +80,10 @@ def attention(report, spread=False):
 
 
 def decoding(report):
-    """Return decoding's shares of a read, a row for three places; a peer is beside the worst of them."""
+    """Return decoding's shares of a read and of its bound, a row for three places.
+
+    A peer is beside the worst of them.
+    """
     rows = {}
     for result in report["results"]:
         name, place = result["case"].removeprefix("decode ").rsplit(", ", 1)
@@ -83,13 +93,13 @@ def decoding(report):
         cells = [name]
         for place in PLACES:
             one = places[place]
-            cells += [f"{times(one, 'read')} ({goal(one, 'read')})", speed(one, "bytes")]
+            cells += [f"{times(one, 'read')} ({goal(one, 'read')})", speed(one, "bytes") + bound(one)]
         for peer in PEERS:
             beside = [result for result in places.values() if result["beside"].get(peer)]
             cells.append(times(min(beside, key=lambda one: speed_ratio(one, peer)), peer) if beside else "")
         lines.append(cells)
     yield from about(report)
-    columns = itertools.chain.from_iterable((place, "GB/s") for place in PLACES)
+    columns = itertools.chain.from_iterable((place, "GB/s, of the bound") for place in PLACES)
     yield from markdown(("of a read (goal)", *columns, *PEERS), lines)
 
 

@@ -42,8 +42,9 @@ def bench(folder: Path | None, only: str, rounds: int) -> None:
     The operator and the copy run in turns. GB/s counts the bytes that the operator must read and write; the
     copy reads and writes as many. Several sets of data rotate, so that data come from memory. An operator
     that writes into a given array is compared with a copy into existing memory, others with a copy into new
-    memory. Attention is compared with a read of its cache, and with torch and onnxruntime where they are
-    installed. With --only, figures of other cases stay in their file if this machine measured them.
+    memory. Attention is compared with a read of its cache, decoding also with its multiplications alone, and
+    with torch, onnxruntime and ggml where they are installed. With --only, figures of other cases stay in
+    their file if this machine measured them.
 
     \b
     Examples:

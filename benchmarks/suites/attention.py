@@ -1,7 +1,8 @@
 """Cases of attention: 32 query heads, Dh=128.
 
 Decoding appends a token to each of B=8 sequences of 8,192 past ones, 2,048 if there are 32 key heads, and
-attends to all. Outputs of kvkit and its peers are compared with float64 numpy before they are measured.
+attends to all. Its bounds are beside it: a plain read, and its multiplications alone. Outputs of kvkit and
+its peers are compared with float64 numpy before they are measured.
 """
 
 import ml_dtypes
@@ -13,6 +14,7 @@ from benchmarks.suites.cache_operators import DTYPES, index_tensors
 from benchmarks.suites.measuring import Case, Work
 from benchmarks.suites.memory import FAR, plain_read, read_of_pieces, sets
 from benchmarks.suites.problem import DIM, problem
+from benchmarks.suites.products import instructions, plain_products
 from kvkit.formats.elements import BY_NAME, STORED
 from kvkit.layouts import pmx
 from kvkit.runtime.arrays import zeros
@@ -24,7 +26,7 @@ MINIFLOAT, HEAD_SCALE = "e4m3", 0.5
 
 
 def decode(kind, group, kv_heads, place, number, page=PAGE):
-    """Prepare a step of decoding, as users call it, beside a read and the peers."""
+    """Prepare a step of decoding, as users call it, beside a read, its multiplications and the peers."""
 
     def prepare():
         codes, past = BLOCKS.get(kind, kind), PAST * 8 // max(8, kv_heads)
@@ -37,6 +39,8 @@ def decode(kind, group, kv_heads, place, number, page=PAGE):
             forms = ("enable_gqa", "expanded heads", "folded")
             peers["torch"] = task.peer(other_libraries.torch_peer, other_libraries.TYPES, forms)
         beside.pop("pieces", None)
+        keys = task.batch * task.length * task.kv_heads * DIM
+        beside["products"] = plain_products(instructions(kind, task.group, keys))
         return work(task, run, kind, beside, peers)
 
     return prepare

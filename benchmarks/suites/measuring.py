@@ -112,6 +112,8 @@ def table_row(result):
         beside.append(f"{name} {ratio_text(name, ratio)}")
         if ratio and ratio < goals.get(name, 0):
             missed.append(f"{name} {ratio_text(name, goals[name])}")
+            if name == "read" and bound_share(result)[0] >= goals[name]:
+                missed[-1] += " (products bind)"
     return result["case"], f"{seconds * 1e6:,.0f}", *speeds, ", ".join(beside), ", ".join(missed)
 
 
@@ -159,6 +161,14 @@ def speed_ratio(result, name):
         return result["pairs"][name][1]
     other = result["beside"][name]
     return other and other / result["seconds"]
+
+
+def bound_share(result: dict) -> tuple[float, str]:
+    """Return a case's share of the slower of a read and of its products, and which; (0, "") without both."""
+    names = "read", "products"
+    if not all(result.get("beside", {}).get(name) for name in names):
+        return 0, ""
+    return max((speed_ratio(result, name), name) for name in names)
 
 
 def ratio_text(name, ratio):

@@ -20,10 +20,12 @@ from benchmarks.suites import (
     measuring,
     memory,
     other_libraries,
+    products,
     shapes,
 )
 from benchmarks.suites.measuring import Case, Work
 from benchmarks.suites.problem import Problem
+from kvkit.cpu import machine
 from kvkit.errors import KvkitError
 from kvkit_cli import bench
 
@@ -241,6 +243,20 @@ def test_shares_and_times():
     assert measuring.ratio_text("read", 0.756) == "76%"
     assert measuring.ratio_text("torch", 2.95) == "3.0x"
     assert measuring.ratio_text("torch", None) == "not installed"
+    result = {"case": "", "seconds": 2, "beside": {"read": 1, "products": 1.8}, "goals": {"read": 0.9}}
+    assert measuring.bound_share(result) == (0.9, "products")
+    assert measuring.table_row(result)[-1] == "read 90% (products bind)"
+    assert measuring.bound_share(result | {"beside": {"read": 1}}) == (0, "")
+
+
+def test_multiplications_alone_are_as_many_as_said():
+    """12 sums of 16 lanes, each of an equal share of the ones."""
+    ones = np.ones((2, 12, 16), np.float32)
+    products.multiplier("floats")(ones.ctypes.data, 120, 1)
+    assert (ones[1] == 10).all()
+    assert products.instructions("float16", 4, 128) == {"floats": 64}
+    if machine.has_integers():
+        assert products.instructions("int8", 4, 128) == {"bytes": 16, "words": 16}
 
 
 def test_text_that_no_case_has():
