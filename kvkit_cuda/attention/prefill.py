@@ -191,7 +191,7 @@ def attend(form):
         lane = int32(cuda.threadIdx.x)
         thread = int32(cuda.threadIdx.y * WARP + lane)
         rows = cuda.blockDim.y * warp_rows
-        item = load_item(params, step, cuda.blockIdx.x, rows)
+        item = work_items.refreshed(load_item(params, step, cuda.blockIdx.x, rows))
         seen, _ = seen_by(params, step, item.b, item.first, min(item.first + rows - 1, item.last))
         seen = within_split(step, item, seen)
         low, high = int32(seen.begin), int32(seen.end)
