@@ -1,12 +1,12 @@
-"""Say what the bytes of a cache mean: elements, and formats, which are codes with scales.
+"""Define what the bytes of a cache mean: elements, and formats, which are codes with scales.
 
 elements    single numbers, such as float32, int8 and e4m3, for which kernels are compiled
 known       a table of every format that kvkit or an engine writes
 scales      rules that find a group's scale
-packing     pack codes of a few bits into bytes, and the parts of blocks
+packing     pack codes of a few bits into bytes, and parts into blocks
 coding      encode and decode with numpy
 rotations   rotate rows before they are stored, and queries and outputs to match
-schemes     find formats and your own classes by name, for `study` and caches
+schemes     resolve names of formats and of registered classes, for `study` and caches
 """
 
 from typing import TYPE_CHECKING
@@ -41,7 +41,7 @@ __all__ = [
     "NAMED", "QUANTIZED", "ROTATIONS", "Element", "Format", "Rotation", "coarser", "decode", "encode",
     "mask_bytes", "named", "rotate", "rotation_named", "scheme",
 ]  # fmt: skip
-# What operators do not need is imported on first use.
+# Names that operators do not need are imported on first use.
 MODULES = {
     **dict.fromkeys(("decode", "encode"), "kvkit.formats.coding"),
     **dict.fromkeys(("NAMED", "Format", "named"), "kvkit.formats.known"),

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.errors import KvkitError, argument_error, brief
 from kvkit.formats import packing
-from kvkit.formats.elements import BFLOAT16, BY_DTYPE, E4M3, FLOAT32, FLOATS, Element
+from kvkit.formats.elements import BFLOAT16, E4M3, FLOAT32, FLOATS, Element
 from kvkit.formats.groups import Shape, join_groups, scale_shapes, scales_fit, split_groups, spread_scales
 from kvkit.formats.known import Format, named
 from kvkit.formats.rotations import rotate
@@ -29,32 +29,33 @@ def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: 
     x : ndarray of float32, float16 or bfloat16, shape [..., D]
         D is the size of a head; formats with a scale by head or channel want [tokens, heads, D].
     format : str or Format
-        A name of `NAMED` with its options, as `named` takes it.
+        A name of `NAMED`, perhaps with options: see `named`.
     scale : None, float, ndarray or str
-        For e4m3, e5m2, ort_int8 and ort_int4 the factor of codes; 1 if None (ort_* require it).
-        A number, or an array [heads], [tokens, heads] or [tokens, heads, groups], and [heads, D] for ort_*.
-        Or one of "tensor", "head", "token", "group" and "channel" (also as an option in the name): each of
-        these gets a computed scale, largest magnitude / largest code. For nvfp4, the tensor-wide scale; the
-        largest magnitude / 448 if None. For mlx_nvfp4 it is 1.
+        For e4m3, e5m2, ort_int8 and ort_int4, the factor of codes: a number, or an array [heads],
+        [tokens, heads] or [tokens, heads, groups] ([heads, D] for ort_*). None is 1; ort_* refuse None.
+        One of "tensor", "head", "token", "group" and "channel" computes scales, amax / largest code, for each
+        of these; the name of the format may say it as an option. For nvfp4, the tensor-wide scale; None is
+        amax / 448. The tensor-wide scale of mlx_nvfp4 is always 1.
     **options
-        Options of the format, as `named` takes them.
+        Options of the format: see `named`.
 
     Returns
     -------
     dict of str to ndarray
-        "codes", uint8 (int8 for signed codes of 8 bits), and if the format stores them apart "scale",
-        "minimum" or "zero", and "whole". Formats with scales inside have only "codes", rows of bytes.
+        "codes", uint8 (int8 for signed codes of 8 bits). If the format stores scales apart, also "scale",
+        "minimum" or "zero", and "whole", the tensor-wide scale unless it is 1. If scales lie among the codes,
+        "codes" has rows of bytes.
 
     Raises
     ------
     KvkitError
-        If the format or an option is unknown; if a scale is missing, not above 0, not finite or of another
-        shape; if data have another dtype, or a head size is no multiple of a group; if numbers are not finite
-        and the codes have no such values or scales are computed; if scales overflow their dtype.
+        If the format or an option is unknown; if a scale is missing, not above 0, not finite or of a wrong
+        shape; if data have another dtype, or the head size is no multiple of the group; if a number is not
+        finite and either codes cannot store it or scales are computed; if a scale overflows its dtype.
 
     Notes
     -----
-    8-bit floats with a given scale, or 1, saturate, infinities included; NaN stays NaN.
+    With a scale that the caller gives, 8-bit floats saturate (infinities, too), and NaN stays NaN.
 
     Examples
     --------
@@ -70,50 +71,50 @@ def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: 
     True
     """
     known = named(format, **options)
-    found = known.find != "given" or isinstance(scale, str) or (scale is None and known.per != "")
-    rows, dtype = check_numbers(x, known, found)
+    computed = known.rule != "given" or isinstance(scale, str) or (scale is None and known.per != "")
+    rows, dtype = check_numbers(x, known, computed)
     rows, tail = (rows[..., : -known.tail], rows[..., -known.tail :]) if known.tail else (rows, None)
-    per, whole, beside = known.per, np.float32(1), None
+    per, whole, offset = known.per, np.float32(1), None
     with np.errstate(over="ignore", invalid="ignore"):
-        rows = rotate(rows, "hadamard") if known.turned else rows
-        if known.find == "given":
+        rows = rotate(rows, "hadamard") if known.hadamard else rows
+        if known.rule == "given":
             per, scales = resolve_scales(known, scale, rows)
             check_positive("scale", scales)
             ratio = rows / spread_scales(scales, rows.shape, per)
         else:
-            if known.find == "blocks16":
+            if known.rule == "blocks16":
                 whole = whole_scale(known, scale, rows)
             elif scale is not None:
                 raise argument_error("scale", f"None, for {known}", brief(repr(scale)))
-            ratio, scales, beside = RULES[known.find](
+            ratio, scales, offset = RULES[known.rule](
                 split_groups(rows, per, known.group), known, dtype, whole
             )
             ratio, scales = join_groups(ratio, rows.shape, per), scales[..., 0]
-            beside = None if beside is None else beside[..., 0]
+            offset = None if offset is None else offset[..., 0]
         codes = round_codes(ratio, known)
-        scale_type = known.cell or BY_DTYPE[dtype]
-        if found:
-            check_stored(known, rows, (scales, beside, tail), scale_type, whole)
+        scale_type = known.scale_type(dtype)
+        if computed:
+            check_stored(known, rows, (scales, offset, tail), scale_type, whole)
         if known.order:
-            return {"codes": packing.pack_blocks(known, codes, scales, beside, tail, scale_type)}
+            return {"codes": packing.pack_blocks(known, codes, scales, offset, tail, scale_type)}
         arrays = {"codes": packing.pack_array(known, codes)}
-        if found or scale is not None:
+        if computed or scale is not None:
             arrays["scale"] = packing.store_scales(scales, scale_type)
-        if beside is not None:
-            arrays[known.beside] = packing.store_scales(beside, scale_type)
-    if known.find == "blocks16" and whole != 1:
+        if offset is not None:
+            arrays[known.offset] = packing.store_scales(offset, scale_type)
+    if known.rule == "blocks16" and whole != 1:
         arrays["whole"] = np.asarray(whole)
     return arrays
 
 
 def decode(arrays: Mapping[str, ArrayLike] | ArrayLike, format: str | Format, **options: Any) -> Array:
-    """Decode the bytes of a format to the numbers that they stand for.
+    """Decode the bytes of a format to float32.
 
     Parameters
     ----------
     arrays : dict of str to ndarray, or ndarray
-        What `encode` returns, or an engine's arrays of the same shapes. Codes may be viewed as wider words. A
-        single array is taken as the codes.
+        The result of `encode`, or an engine's arrays of the same shapes. Codes may be viewed as wider words.
+        A single array holds the codes.
     format : str or Format
     **options
         As in `encode`.
@@ -126,7 +127,7 @@ def decode(arrays: Mapping[str, ArrayLike] | ArrayLike, format: str | Format, **
     Raises
     ------
     KvkitError
-        If the format is unknown, an array is missing or has another shape, or a scale is NaN.
+        If the format is unknown, an array is missing or has a wrong shape, or a scale is not finite.
 
     Notes
     -----
@@ -150,35 +151,35 @@ def decode(arrays: Mapping[str, ArrayLike] | ArrayLike, format: str | Format, **
     if known.order:
         return packing.decode_blocks(known, codes)
     values, per = known.code.table[packing.unpack_array(known, codes)], known.per
-    if known.find == "given":
+    if known.rule == "given":
         per, scales = resolve_scales(
             known, required_array(parts, "scale", known) if per else parts.get("scale"), values
         )
     else:
         whole = single_scale("whole", parts.get("whole", 1), known)
         scales = load_scales(parts, "scale", known, values.shape) * whole
-    beside = load_scales(parts, known.beside, known, values.shape) if known.beside else None
-    beside = None if beside is None else spread_scales(beside, values.shape, per)
-    return packing.dequantize(known, values, spread_scales(scales, values.shape, per), beside)
+    offset = load_scales(parts, known.offset, known, values.shape) if known.offset else None
+    offset = None if offset is None else spread_scales(offset, values.shape, per)
+    return packing.dequantize(known, values, spread_scales(scales, values.shape, per), offset)
 
 
 def fewest_axes(format: Format) -> int:
-    """Return the fewest axes of numbers."""
+    """Return how many axes an array of numbers has at least."""
     return 2 if format.per in ("head", "channel") else 1
 
 
-def check_numbers(x: ArrayLike, format: Format, found: bool) -> tuple[Array, np.dtype[Any]]:
-    """Return (data as float32, their dtype); if scales are computed, raise unless data are finite."""
+def check_numbers(x: ArrayLike, format: Format, computed: bool) -> tuple[Array, np.dtype[Any]]:
+    """Return (data as float32, their dtype); raise if they do not fit the format or computed scales."""
     x = np.asarray(x)
     if x.dtype not in [one.dtype for one in FLOATS]:
         raise argument_error("x", f"dtype {', '.join(map(str, FLOATS))}", str(x.dtype))
     if x.ndim < fewest_axes(format):
         raise argument_error("x", f"{fewest_axes(format)} axes or more, for {format}", x.ndim)
     dtype, x = x.dtype, np.ascontiguousarray(x, np.float32)
-    if (found or not format.code.significant) and not np.isfinite(x).all():
+    if (computed or not format.code.significant) and not np.isfinite(x).all():
         place = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
         what = "NaN" if np.isnan(x[place]) else "infinity"
-        scaled = " with a scale that is found" if format.find == "given" and found else ""
+        scaled = " with a computed scale" if format.rule == "given" and computed else ""
         raise argument_error("x", f"finite numbers, for {format}{scaled}", f"{what} at {place}")
     in_byte = packing.codes_together(format)
     by_tokens = format.along == "tokens"
@@ -205,18 +206,10 @@ def check_stored(
 ) -> None:
     """Raise if a scale, minimum, zero or tail is too large for its type, or if codes decode to inf.
 
-    Parameters
-    ----------
-    x : ndarray of float32
-        The numbers.
-    parts : tuple of ndarray
-        Scales, minima or zeros, and the tail.
-    scale_type : Element
-        The element of stored scales, minima and zeros.
-    whole : float32
-        The unit of the scales.
+    `parts` are the scales, the minima or zeros, and the tail of the numbers `x`. The type of the first two is
+    `scale_type`; `whole` is the tensor-wide scale.
     """
-    names, types = ("scale", format.beside, "tail"), (scale_type, scale_type, BFLOAT16)
+    names, types = ("scale", format.offset, "tail"), (scale_type, scale_type, BFLOAT16)
     stored = [
         None if part is None else packing.round_trip(part, element)
         for part, element in zip(parts, types, strict=True)
@@ -231,14 +224,14 @@ def check_stored(
 
 
 def resolve_scales(format: Format, scale: Any, x: Array) -> tuple[str, Any]:
-    """Return (what shares a scale, scales) from the caller's `scale`, which may name what shares one."""
+    """Return (granularity, scales) for the caller's `scale`: an array, or the name of a granularity."""
     if scale is None and format.per:
         scale = format.per
-    if scale is None and not format.asks:
+    if scale is None and not format.needs_scale:
         return "tensor", np.float32(1)
     if scale is None:
         raise argument_error("scale", f"a number or an array, for {format}", "None")
-    legal = scale_shapes(x.shape, format.group, SHARED[format.asks])
+    legal = scale_shapes(x.shape, format.group, SHARED[format.needs_scale])
     if isinstance(scale, str):
         if scale not in legal:
             raise argument_error("scale", f"one of {', '.join(legal)}, for {format}", brief(repr(scale)))
@@ -257,7 +250,7 @@ def resolve_scales(format: Format, scale: Any, x: Array) -> tuple[str, Any]:
 
 
 def whole_scale(format: Format, scale: Any, x: Array) -> np.float32:
-    """Return the tensor-wide scale of nvfp4, the unit of its block scales."""
+    """Return the tensor-wide scale of nvfp4, which multiplies the scales of blocks."""
     if scale is not None:
         return check_positive("scale", single_scale("scale", scale, format))
     if format.whole == 1:
@@ -299,7 +292,7 @@ def required_array(arrays: Mapping[str, Any], name: str, format: Format) -> Arra
 
 
 def load_scales(arrays: Mapping[str, Any], name: str, format: Format, shape: Shape) -> Array:
-    """Load scales, minima or zeros for numbers of a shape, as float32."""
+    """Return stored scales, minima or zeros as float32; raise unless they fit numbers of this shape."""
     scales = finite_scales(name, packing.load_scales(required_array(arrays, name, format), format))
     if not scales_fit(scales, shape, format.per):
         wanted = scale_shapes(shape, format.group, [format.per])[format.per]

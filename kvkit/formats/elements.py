@@ -1,6 +1,6 @@
-"""Describe elements, the single numbers of caches, scales and tensors, as they lie in memory.
+"""Describe elements: the number types of caches, scales and tensors, as they lie in memory.
 
-Kernels never see a dtype: they are compiled for the names of elements, whose fields decide their code.
+Kernels never see a dtype: they are compiled for names of elements.
 """
 
 from dataclasses import dataclass
@@ -14,52 +14,52 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Block:
-    """A block of ggml: a scale, then the codes of `elements` elements, in `bytes` bytes."""
+    """Describes a block of ggml: a scale, then codes."""
 
-    elements: int
-    bytes: int
-    codes_at: int
-    cell: str  # the element of the scale, which comes first
-    halves: bool = False  # low nibbles hold the first half of the elements, high ones the second
-    less: int = 0  # this offset is added to codes before they are stored: half of their range, or 0
+    elements: int  # how many numbers a block holds
+    bytes: int  # the size of the block
+    codes_at: int  # the byte offset of the codes
+    cell: str  # the element of the scale
+    halves: bool = False  # whether low nibbles hold the first half of the numbers, high nibbles the second
+    less: int = 0  # stored code - code: half of the codes' range, or 0
 
 
 @dataclass(frozen=True)
 class Element:
-    """A kind of number that takes `bits` bits, in arrays of `dtype`.
+    """Describes a number type, which takes `bits` bits in arrays of `dtype`.
 
-    `widen` and `narrow` name the formulas of `numeric.py` from an element's word to a number and back.
+    `widen` and `narrow` name the formulas in `formulas/numeric.py` that convert bits to float32 and back.
     """
 
     name: str
     dtype: np.dtype[Any]
     bits: int
-    significant: int = 0  # bits of a float's significand
+    significant: int = 0  # bits of a float's significand, with the implicit one; 0 for codes
     limits: tuple[float, float] = (0, 0)  # the least and the largest code or number
     widen: str = ""
     narrow: str = ""
-    numbers: tuple[float, ...] = ()  # the number of each code, if no rule computes it
-    block: Any = None  # a `Block`, if codes lie beside their scale
+    numbers: tuple[float, ...] = ()  # the number of each code, if it is neither a float nor an integer
+    block: Any = None  # a `Block`, for codes that lie in blocks, each with its scale
 
     def bytes(self, count: int) -> int:
-        """Return the bytes of `count` neighbouring elements; of blocks they must be whole blocks."""
+        """Return the bytes of `count` neighbouring elements, which fill whole blocks if there are blocks."""
         if self.block:
             return int(count // self.block.elements * self.block.bytes)
         return count * self.bits // 8
 
     @property
     def minifloat(self) -> bool:
-        """Return whether it is a float of 8 bits."""
+        """Return whether the element is a float of 8 bits."""
         return self.bits == 8 and self.significant > 0
 
     @property
     def symmetric(self) -> bool:
-        """Return whether codes have only a scale; unsigned codes have a minimum, too."""
+        """Return whether codes are signed and have only a scale. Unsigned codes also have a minimum."""
         return self.limits[0] < 0
 
     @cached_property
     def word(self) -> np.dtype[Any]:
-        """Return the dtype of an element's bits, or of the byte that a code is in."""
+        """Return the dtype of a float's bits, or of the byte that holds a code."""
         return np.dtype(f"u{self.dtype.itemsize}") if self.significant else self.dtype
 
     @cached_property
@@ -88,16 +88,16 @@ BFLOAT16 = Element(
     "bfloat16", np.dtype(ml_dtypes.bfloat16), 16, 8, widen="bfloat16_to_float", narrow="float_to_bfloat16"
 )
 INT8 = Element("int8", np.dtype(np.int8), 8, limits=(-127, 127), widen="int8_to_float")
-# Two's complement nibbles, the even element in the low one.
+# Two's complement nibbles; the low nibble of a byte holds the element of even index.
 INT4 = Element("int4", np.dtype(np.int8), 4, limits=(-7, 7), widen="low_nibble")
 
-# What only kvkit's own caches store: codes of 2 bits, and unsigned ones.
+# Codes that only kvkit's caches with state store.
 INT2 = Element("int2", np.dtype(np.uint8), 2, limits=(-1, 1))
 UINT8 = Element("uint8", np.dtype(np.uint8), 8, limits=(0, 255))
 UINT4 = Element("uint4", np.dtype(np.uint8), 4, limits=(0, 15))
 UINT2 = Element("uint2", np.dtype(np.uint8), 2, limits=(0, 3))
 
-# Floats of 8 bits. No number of e4m3 is infinite; what is too large saturates in both, NaN stays NaN.
+# Floats of 8 bits. e4m3 has no infinity. Numbers that are too large saturate in both; NaN stays NaN.
 E4M3 = Element("e4m3", np.dtype(ml_dtypes.float8_e4m3fn), 8, 4, (-448, 448), "e4m3_to_float", "float_to_e4m3")
 E5M2 = Element(
     "e5m2", np.dtype(ml_dtypes.float8_e5m2), 8, 3, (-57344, 57344), "e5m2_to_float", "float_to_e5m2"
@@ -116,14 +116,16 @@ BY_DTYPE = {one.dtype: one for one in (*FLOATS, INT8)}
 CODES = {(one.bits, one.symmetric): one for one in (INT8, INT4, INT2, UINT8, UINT4, UINT2)}
 QUANTIZED = {8: INT8, 4: INT4}  # the codes that operators store, by quant_bit
 STORED = {one.name: one for one in (*FLOATS8, *BLOCKS)}  # other stored elements, by quant_format
-MASKS = {name: number for number, name in enumerate((*map(str, FLOATS), "bool"), 1)}  # as kernels number them
+MASKS = {
+    name: number for number, name in enumerate((*map(str, FLOATS), "bool"), 1)
+}  # kernels read the number
 
 
 def coarser(one: str, other: str) -> bool:
-    """Return whether rounding to a float format, by name, loses bits that another one keeps."""
+    """Return whether one float format, by its name, has fewer significant bits than another."""
     return BY_NAME[one].significant < BY_NAME[other].significant
 
 
 def mask_bytes(mask: str | None) -> int:
-    """Return the bytes of an element of a mask, by the name of its format or "bool"; 0 without a mask."""
+    """Return the bytes of one element of a mask of this format (or "bool"); 0 for None."""
     return 0 if mask is None else 1 if mask == "bool" else BY_NAME[mask].bytes(1)

@@ -1,13 +1,14 @@
 """Split numbers [tokens, heads, head size] into groups that share a scale, and spread scales over them.
 
-    per         scales                        of
-    tensor      ()                            all
-    head        [heads]                       a head of all tokens
-    token       [tokens, heads]               a head of a token
-    group       [tokens, heads, groups]       `group` neighbouring elements of it
-    channel     [tokens / group, heads, D]    an element of the head, of `group` tokens; [heads, D] of all
+    per         shape of scales               a scale is shared by
+    tensor      ()                            all numbers
+    head        [heads]                       a head, over all tokens
+    token       [tokens, heads]               a head of one token
+    group       [tokens, heads, groups]       `group` neighbouring elements of a head of one token
+    channel     [tokens / group, heads, D]    an element of a head, over `group` tokens
+                [heads, D] if group is 0      an element of a head, over all tokens
 
-All but "head" and "channel" do with any axes before the last.
+"head" and "channel" need these three axes; the others take any axes before the last.
 """
 
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 def scale_shapes(shape: Shape, group: int, pers: Iterable[str]) -> dict[str, Shape]:
-    """Return {per: shape of the scales} for numbers of a shape, if it has the axes."""
+    """Return {per: shape of the scales} for numbers of a shape, without those whose axes it lacks."""
     known = {
         "tensor": (),
         "head": shape[-2:-1],
@@ -33,12 +34,12 @@ def scale_shapes(shape: Shape, group: int, pers: Iterable[str]) -> dict[str, Sha
 
 def scales_fit(scales: Array, shape: Shape, per: str) -> bool:
     """Return whether scales fit numbers of a shape, with groups of any size."""
-    cut = {"group": len(shape) - 1, "channel": 0}.get(per)
-    if cut is None or scales.ndim < len(shape):
+    axis = {"group": len(shape) - 1, "channel": 0}.get(per)  # the axis that is divided into groups
+    if axis is None or scales.ndim != len(shape):
         return scales.shape == scale_shapes(shape, 0, [per]).get(per)
-    parts, whole = scales.shape[cut : cut + 1], shape[cut]
-    others = scales.shape[:cut] + scales.shape[cut + 1 :] == shape[:cut] + shape[cut + 1 :]
-    return others and (parts == (whole,) or (parts > (0,) and whole % parts[0] == 0))
+    groups, size = scales.shape[axis], shape[axis]
+    others = scales.shape[:axis] + scales.shape[axis + 1 :] == shape[:axis] + shape[axis + 1 :]
+    return others and (groups == size or (groups > 0 and size % groups == 0))
 
 
 def split_groups(x: Array, per: str, group: int) -> Array:
@@ -55,14 +56,14 @@ def split_groups(x: Array, per: str, group: int) -> Array:
 
 
 def join_groups(groups: Array, shape: Shape, per: str) -> Array:
-    """Join the groups of `split_groups` to the former shape."""
+    """Undo `split_groups`: return numbers of this shape."""
     if per == "head":
         return np.moveaxis(groups.reshape(shape[-2], *shape[:-2], shape[-1]), 0, -2)
     return (np.moveaxis(groups, -1, 1) if per == "channel" else groups).reshape(shape)
 
 
 def spread_scales(scales: Array, shape: Shape, per: str) -> Array:
-    """Broadcast scales, minima or zeros to numbers of a shape."""
+    """Return scales, minima or zeros so that they broadcast over numbers of a shape."""
     if per in ("head", "token"):
         return scales[..., None]
     if per == "group":

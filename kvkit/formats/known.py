@@ -1,7 +1,7 @@
 """List every format that kvkit or an engine writes: a code table, a scale, its granularity, its placement.
 
-A number is `code * scale`, `code * scale + minimum` or `(code - zero) * scale`. Formats differ only in the
-fields of `Format`.
+A number is `code * scale`, `code * scale + minimum` or `(code - zero) * scale`. A format is data: the fields
+of `Format`.
 """
 
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ IQ4 = Element(
     "iq4", BYTE, 4, limits=(-127, 113),
     numbers=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
 )  # fmt: skip
-# Levels of the least squared error for normal numbers (Lloyd and Max), of which engines store places.
+# Lloyd-Max levels: of the least squared error for normal numbers. Engines store the index of a level.
 LEVELS3, LEVELS4 = (
     Element(f"levels{bits}", BYTE, bits, limits=(-above[-1], above[-1]),
             numbers=(*(-level for level in reversed(above)), *above))
@@ -58,64 +58,64 @@ ROUNDINGS = {"trunc": "trunc", "rint": "even"}
 
 @dataclass(frozen=True)
 class Format:
-    """A format of numbers [..., tokens, heads, head size], for `encode` and `decode`.
+    """Describes a format of numbers [..., tokens, heads, head size], for `encode` and `decode`.
 
     Attributes
     ----------
     name : str
     code : Element
         The codes: their table, bits and limits.
-    find : str
-        The function of `scales.py` that finds the scale of a group; "given" is the caller's scale, or 1.
+    rule : str
+        The function of `scales.py` that computes the scale of a group. "given": the caller's scale, or 1.
     cell : Element or None
-        The element of scales, minima and zeros; None for that of the data.
-    beside : str
-        What a group has besides its scale: "minimum", which is added, or "zero", which is subtracted from
-        codes.
+        The element of scales, minima and zeros; None for the element of the data.
+    offset : str
+        The second number of a group: "minimum", which is added to `code * scale`, "zero", which is subtracted
+        from codes, or "".
     per : str
-        What shares a scale: "tensor", "head", "token" (a token's head), "group" (`group` neighbouring
-        elements of a head), "channel" (an element of the head in `group` tokens; in all where that is 0).
+        The granularity, as in `groups.py`: "tensor", "head", "token", "group" or "channel"; "" for no scale.
     group : int
+        Elements that share a scale; tokens, if `per` is "channel". 0: all.
     rounding : str
         How a quotient becomes a code: "even" (half to even), "away" (half away from zero), "trunc" (toward
         zero), "up" (add a half and truncate), "lower" and "upper" (the nearest in the table; a tie takes the
-        code before or after).
+        lower or the higher code).
     exponent : str
-        The rule for scales that are powers of two: "floor", which clips the largest numbers, "ceil", or "p2",
-        which is at least 2**-13.
+        The rule for scales that are powers of two: "floor", which clips the largest numbers, "ceil", or "p2"
+        (as "ceil", at least 2**-13).
     order : tuple of str
         The parts of a block in order; () if codes and scales are separate arrays.
     block : int
-        The elements of a block. 0: a head of a token; with separate arrays, all elements.
+        The elements of a block; 0 for all elements of a head.
     halves : bool
-        Whether low nibbles have the first half of a block, and high nibbles the second. If not, a byte has
-        two neighbours, the even one in the low nibble.
+        Whether low nibbles hold the first half of a block, and high nibbles the second. If not, a byte holds
+        neighbours, the first one in its low bits.
     high_first : bool
-        Whether the even neighbour is in the high nibble instead.
+        Whether the first neighbour is in the high nibble instead.
     along : str
         The axis along which codes of fewer than 8 bits are packed: "head" or "tokens".
     tail : int
-        How many last elements stay bfloat16.
-    turned : bool
+        How many elements at the end of a row stay bfloat16.
+    hadamard : bool
         Whether rows are rotated by a Hadamard matrix before encoding, and back after decoding.
     unit : str
-        The unit of codes if the scale of a row is its length: "root", length / sqrt(head size); "length", the
-        length to which decoded rows are normalized. Otherwise "".
+        How decoded levels are divided if the scale of a row is its length: "root", by sqrt(head size);
+        "length", by the length of the row of levels. Otherwise "".
     whole : float
-        The tensor-wide scale, the unit of block scales: 1, or 0 if it is computed.
-    asks : bool
+        The tensor-wide scale, which multiplies the scales of blocks: 1, or 0 if it is computed.
+    needs_scale : bool
         Whether the caller must pass the scale.
-    takes : tuple of str
-        The options that may follow its name, see `named`; "gN" is any group size.
+    options : tuple of str
+        The options that may follow the name: see `named`. "gN" is any group size.
     source : str
         The project that defined the format.
     """
 
     name: str
     code: Element
-    find: str
+    rule: str
     cell: Element | None = FLOAT32
-    beside: str = ""
+    offset: str = ""
     per: str = "group"
     group: int = 32
     rounding: str = "even"
@@ -126,20 +126,20 @@ class Format:
     high_first: bool = False
     along: str = "head"
     tail: int = 0
-    turned: bool = False
+    hadamard: bool = False
     unit: str = ""
     whole: float = 1
-    asks: bool = False
-    takes: tuple[str, ...] = ()
+    needs_scale: bool = False
+    options: tuple[str, ...] = ()
     source: str = "kvkit"
 
     def __str__(self) -> str:
         return self.name
 
     @property
-    def finds_whole(self) -> bool:
-        """Return whether its tensor-wide scale is computed from all data where none is given."""
-        return self.find == "blocks16" and not self.whole
+    def computes_whole(self) -> bool:
+        """Return whether a tensor-wide scale that the caller leaves out is computed from all data."""
+        return self.rule == "blocks16" and not self.whole
 
     def scale_type(self, dtype: np.dtype[Any] = FLOAT32.dtype) -> Element:
         """Return the element of scales for data of a dtype."""
@@ -149,7 +149,7 @@ class Format:
 def ggml(
     name: str,
     code: Element,
-    find: str,
+    rule: str,
     order: tuple[str, ...],
     rounding: str,
     cell: Element = FLOAT16,
@@ -157,43 +157,43 @@ def ggml(
 ) -> Format:
     """Return a format of ggml: blocks of 32 numbers, two halves in the nibbles of 16 bytes."""
     form: dict[str, Any] = {"rounding": rounding, "block": 32, "halves": True, "source": "ggml"}
-    return Format(name, code, find, cell, order=order, **form | fields)
+    return Format(name, code, rule, cell, order=order, **form | fields)
 
 
 ALL = (
-    # Floats of 8 bits, with the scale that a caller gives or asks for: every engine's default.
+    # Floats of 8 bits, with the caller's scale or 1: every engine's default.
     *(
-        Format(code.name, code, "given", per="", takes=("gN", "tensor", "head", "token", "group"))
+        Format(code.name, code, "given", per="", options=("gN", "tensor", "head", "token", "group"))
         for code in (E4M3, E5M2)
     ),
     # kvkit's own codes, as the PMX operators (int8, int4) and quantized caches store them.
     *(
-        Format(code.name, code, "pmx", group=8 if code is INT8 else 32, takes=("gN", *PER, *CELLS))
+        Format(code.name, code, "pmx", group=8 if code is INT8 else 32, options=("gN", *PER, *CELLS))
         for code in (INT8, INT4, INT2)
     ),
     *(
-        Format(code.name, code, "span", beside="minimum", takes=("gN", *PER, *CELLS))
+        Format(code.name, code, "span", offset="minimum", options=("gN", *PER, *CELLS))
         for code in (UINT8, UINT4, UINT2)
     ),
     ggml("q8_0", INT8, "largest", ("scale", "codes"), "away"),
     ggml("q4_0", FULL_INT4, "signed", ("scale", "codes"), "up"),
-    ggml("q4_1", UINT4, "least", ("scale", "minimum", "codes"), "up", beside="minimum"),
+    ggml("q4_1", UINT4, "least", ("scale", "minimum", "codes"), "up", offset="minimum"),
     ggml("q5_0", INT5, "signed", ("scale", "high", "codes"), "up"),
-    ggml("q5_1", UINT5, "least", ("scale", "minimum", "high", "codes"), "up", beside="minimum"),
+    ggml("q5_1", UINT5, "least", ("scale", "minimum", "high", "codes"), "up", offset="minimum"),
     ggml("iq4_nl", IQ4, "searched", ("scale", "codes"), "upper"),
     ggml("ggml_mxfp4", E2M1, "power", ("scale", "codes"), "lower", E8M0, exponent="floor"),
     # vLLM: a scale for each head of a token, after its codes.
     *(
         Format(
             f"{code}_token_head", code, "token", per="token", group=0, rounding=ROUNDINGS[takes[0]],
-            order=("codes", "scale"), takes=takes, source="vLLM",
+            order=("codes", "scale"), options=takes, source="vLLM",
         )
         for code, takes in ((INT8, ("trunc", "rint")), (E4M3, ("rint",)))
     ),
-    # TurboQuant: of keys places of levels and a length, of values codes with a scale and a minimum.
+    # TurboQuant: keys are indices of levels with a length, values are codes with a scale and a minimum.
     *(
         Format(f"turbo_k{code.bits}{end}", code, "length", FLOAT16, per="token", group=0, rounding="upper",
-               order=("codes", "scale"), turned=True, unit=unit, source="vLLM, TurboQuant")
+               order=("codes", "scale"), hadamard=True, unit=unit, source="vLLM, TurboQuant")
         for code in (LEVELS3, LEVELS4)
         for end, unit in (("", "root"), ("_nc", "length"))
     ),
@@ -202,10 +202,10 @@ ALL = (
                order=("codes", "scale", "minimum"), source="vLLM, TurboQuant")
         for code in (UINT2, UINT3, UINT4)
     ),
-    # OpenVINO: of keys a scale and a zero for each channel of a block, of values for each row.
+    # OpenVINO: keys have a scale and a zero for each channel of a block, values for each row.
     *(
         Format(f"openvino_{side}_u{code.bits}", code, "shifted", FLOAT32, "zero", per, group,
-               high_first=code is UINT4, takes=takes, source="OpenVINO, CPU")
+               high_first=code is UINT4, options=takes, source="OpenVINO, CPU")
         for code in (UINT8, UINT4)
         for side, per, group, takes in (("key", "channel", 32, ("gN",)), ("value", "token", 0, ()))
     ),
@@ -215,7 +215,7 @@ ALL = (
         for code in (UINT8, UINT4)
     ),
     *(
-        Format(f"mlx{code.bits}", code, "edge", None, "minimum", group=64, takes=("g32", "g64", "g128"),
+        Format(f"mlx{code.bits}", code, "edge", None, "minimum", group=64, options=("g32", "g64", "g128"),
                source="MLX, affine")
         for code in (UINT2, UINT3, UINT4, UINT5, UINT6, UINT8)
     ),
@@ -223,20 +223,21 @@ ALL = (
     Format("mlx_mxfp8", E4M3, "power", E8M0, exponent="ceil", source="MLX"),
     Format("mlx_nvfp4", E2M1, "blocks16", E4M3, group=16, rounding="lower", source="MLX"),
     *(
-        Format(f"kivi_{side}{code.bits}", code, "kivi", FLOAT16, "minimum", per, along=along, takes=("gN",),
+        Format(f"kivi_{side}{code.bits}", code, "kivi", FLOAT16, "minimum", per, along=along, options=("gN",),
                source="KIVI")
         for code in (UINT2, UINT4)
         for side, per, along in (("key", "channel", "tokens"), ("value", "group", "head"))
     ),
     Format("nvfp4", E2M1, "blocks16", E4M3, group=16, whole=0, source="FlashInfer, NVIDIA"),
-    Format("mxfp4", E2M1, "power", E8M0, exponent="floor", takes=("g16", "g32", *EXPONENTS), source="OCP MX"),
-    Format("mxfp8", E4M3, "power", E8M0, exponent="floor", takes=EXPONENTS, source="OCP MX"),
+    Format("mxfp4", E2M1, "power", E8M0, exponent="floor", options=("g16", "g32", *EXPONENTS),
+           source="OCP MX"),
+    Format("mxfp8", E4M3, "power", E8M0, exponent="floor", options=EXPONENTS, source="OCP MX"),
     *(
-        Format(f"ort_{code}", code, "given", per="", group=0, asks=True, source="onnxruntime")
+        Format(f"ort_{code}", code, "given", per="", group=0, needs_scale=True, source="onnxruntime")
         for code in (FULL_INT8, FULL_INT4)
     ),
     Format("ds_mla", E4M3, "normal", group=128, order=("codes", "scale", "tail"), tail=64,
-           takes=(POWERS,), source="DeepSeek V3.2, fp8_ds_mla"),
+           options=(POWERS,), source="DeepSeek V3.2, fp8_ds_mla"),
     Format("ds_v4", E4M3, "normal", E8M0, group=64, exponent=POWERS,
            order=("codes", "tail", "scale", "padding"), tail=64, source="DeepSeek V4"),
 )  # fmt: skip
@@ -253,15 +254,15 @@ WORDS = {rounding: word for word, rounding in ROUNDINGS.items()}
 
 
 def named(format: str | Format, **options: Any) -> Format:
-    """Return the format of a name, which options may follow: "int4:g32:channel", "mxfp4:ceil".
+    """Return the format of a name with options, such as "int4:g32:channel" or "mxfp4:ceil".
 
     Parameters
     ----------
     format : str or Format
-        A name of `NAMED`, then options that its `takes` lists, each after a colon: `g` and the group size;
-        "tensor", "head", "token", "group" or "channel", what shares a scale; "floor", "ceil" or "p2", the
-        rule of exponents; "trunc" or "rint", how codes are rounded; "float32", "float16" or "bfloat16", the
-        type of scales.
+        A name of `NAMED`, then options among its `options`, each after a colon: `g` and the group size;
+        "tensor", "head", "token", "group" or "channel", the granularity of scales; "floor", "ceil" or "p2",
+        the rule of exponents; "trunc" or "rint", the rounding of codes; "float32", "float16" or "bfloat16",
+        the type of scales.
     **options
         The same options by keyword: the fields cell, exponent, group, per, rounding of `Format`.
 
@@ -285,24 +286,24 @@ def named(format: str | Format, **options: Any) -> Format:
             meant = suggestion(name, NAMED)
             raise argument_error("format", f"one of {', '.join(NAMED)}", brief(repr(format)) + meant)
         base = NAMED[name]
-    requested: list[tuple[str | None, str]] = [(None, word) for word in words]
-    for field, value in options.items():
-        if field not in OPTIONS:
-            raise argument_error("options", f"names among {', '.join(OPTIONS)}", brief(repr(field)))
-        requested.append((field, f"g{value}" if field == "group" else WORDS.get(str(value), str(value))))
+    requested: list[tuple[str | None, str]] = [(None, word) for word in words]  # (field if known, word)
+    for key, value in options.items():
+        if key not in OPTIONS:
+            raise argument_error("options", f"names among {', '.join(OPTIONS)}", brief(repr(key)))
+        requested.append((key, f"g{value}" if key == "group" else WORDS.get(str(value), str(value))))
     fields: dict[str, Any] = {}
     for expected, word in requested:
-        known, value = parse_option(word)
-        legal = word in base.takes or (known == "group" and "gN" in base.takes)
-        if known is None or not legal or expected not in (None, known):
-            takes = f"options among {', '.join(base.takes)}" if base.takes else "no options"
-            raise argument_error("format", f"{takes}, for {base}", brief(repr(word)))
-        fields[known] = value
+        field, value = parse_option(word)
+        legal = word in base.options or (field == "group" and "gN" in base.options)
+        if field is None or not legal or expected not in (None, field):
+            wanted = f"options among {', '.join(base.options)}" if base.options else "no options"
+            raise argument_error("format", f"{wanted}, for {base}", brief(repr(word)))
+        fields[field] = value
     return replace(base, name=":".join((base.name, *words)), **fields)
 
 
 def parse_option(word: str) -> tuple[str | None, Any]:
-    """Return (field, value) of an option in a name; (None, None) for any other word."""
+    """Return the (field, value) of `Format` that an option sets; (None, None) for an unknown word."""
     if word[:1] == "g" and word.isascii() and word[1:].isdecimal() and int(word[1:]):
         return "group", int(word[1:])
     return FIELDS.get(word, (None, None))

@@ -1,4 +1,4 @@
-"""Pack codes of a few bits into bytes, and join the parts of blocks."""
+"""Pack codes of a few bits into bytes, and join parts (codes, scales, ...) into blocks."""
 
 import math
 
@@ -53,16 +53,6 @@ def codes_together(format: Format) -> int:
     return 8 // math.gcd(8, format.code.bits)
 
 
-def high_bits(codes: Array) -> Array:
-    """Return the fifth bits of 32 codes, in 4 bytes, the first one lowest."""
-    return np.packbits(codes >> 4, -1, bitorder="little")
-
-
-def with_high_bits(codes: Array, high: Array) -> Array:
-    whole: Array = codes | np.unpackbits(high, -1, bitorder="little") << 4
-    return whole
-
-
 def to_bytes(numbers: Array, element: Element) -> Array:
     """Convert float32 [..., n] to the bytes of an element, uint8 [..., n * size]."""
     if element.name == "e8m0":
@@ -82,7 +72,7 @@ def round_trip(numbers: Array, element: Element) -> Array:
     return numbers if element.bits == 8 else numbers.astype(element.dtype).astype(np.float32)
 
 
-# Arrays of their own
+# Codes and scales in separate arrays
 
 
 def pack_array(format: Format, codes: Array) -> Array:
@@ -109,6 +99,7 @@ def store_scales(numbers: ArrayLike, element: Element) -> Array:
 
 
 def load_scales(stored: Array, format: Format) -> Array:
+    """Return the numbers of stored scales: bytes of e4m3 and e8m0 are decoded."""
     element = format.cell
     if element is None or element.bits != 8 or stored.itemsize != 1:
         return stored
@@ -119,22 +110,22 @@ def load_scales(stored: Array, format: Format) -> Array:
 
 
 def byte_bits(format: Format) -> int:
-    """Return the bits of a code in its byte: all, except a fifth bit that is stored apart."""
+    """Return the bits of a code without its fifth bit, if the format stores fifth bits apart."""
     return format.code.bits - ("high" in format.order)
 
 
 def part_widths(format: Format, elements: int, scale: Element) -> dict[str, int]:
-    """Return the bytes of each part of a block of so many elements, in order."""
+    """Return {part: bytes} of a block of so many elements, in the order of the parts."""
     bits, count = byte_bits(format), elements // format.group if format.group else 1
-    known = {
+    widths = {
         "codes": elements * bits // 8, "high": elements // 8, "scale": scale.bytes(count),
         "minimum": scale.bytes(count), "tail": BFLOAT16.bytes(format.tail), "padding": 1,
     }  # fmt: skip
-    return {part: known[part] for part in format.order}
+    return {part: widths[part] for part in format.order}
 
 
 def pack_blocks(
-    format: Format, codes: Array, scales: Array, beside: Array | None, tail: Array | None, scale: Element
+    format: Format, codes: Array, scales: Array, offset: Array | None, tail: Array | None, scale: Element
 ) -> Array:
     """Return rows of blocks, uint8 [..., bytes]."""
     *outer, dim = codes.shape
@@ -146,19 +137,19 @@ def pack_blocks(
         "scale": to_bytes(scales.reshape(groups), scale),
     }
     if "high" in format.order:
-        parts["high"] = high_bits(codes)
+        parts["high"] = np.packbits(codes >> 4, -1, bitorder="little")  # fifth bits, the first one lowest
     if "padding" in format.order:
         parts["padding"] = np.zeros((*codes.shape[:-1], 1), np.uint8)
     if tail is not None:
         parts["tail"] = to_bytes(tail[..., None, :], BFLOAT16)
-    if beside is not None:
-        parts["minimum"] = to_bytes(beside.reshape(groups), scale)
+    if offset is not None:
+        parts["minimum"] = to_bytes(offset.reshape(groups), scale)
     blocks = np.concatenate([parts[name] for name in format.order], -1)
     return blocks.reshape(*outer, blocks.shape[-2] * blocks.shape[-1])
 
 
 def count_elements(format: Format, width: int) -> int:
-    """Return how many elements the blocks of a row of so many bytes have."""
+    """Return how many elements a row of `width` bytes encodes."""
     if format.block:
         size = sum(part_widths(format, format.block, format.scale_type()).values())
         elements, rest = width // size * format.block, width % size
@@ -173,7 +164,7 @@ def count_elements(format: Format, width: int) -> int:
 
 
 def split_blocks(format: Format, rows: Array) -> dict[str, Array]:
-    """Return the parts of rows of blocks [..., blocks, bytes], codes unpacked."""
+    """Return {part: bytes [..., blocks, width]} of rows of blocks, with unpacked codes."""
     dim = count_elements(format, rows.shape[-1])
     elements = format.block or dim
     outer, sizes = rows.shape[:-1], part_widths(format, elements, format.scale_type())
@@ -181,7 +172,9 @@ def split_blocks(format: Format, rows: Array) -> dict[str, Array]:
     ends = np.cumsum([*sizes.values()])[:-1]
     parts = dict(zip(sizes, np.split(blocks, ends, -1), strict=True))
     codes = unpack_codes(parts["codes"], byte_bits(format), format)
-    return parts | {"codes": with_high_bits(codes, parts["high"]) if "high" in parts else codes}
+    if "high" in parts:
+        codes = codes | np.unpackbits(parts["high"], -1, bitorder="little") << 4
+    return parts | {"codes": codes}
 
 
 def decode_blocks(format: Format, rows: Array) -> Array:
@@ -196,31 +189,29 @@ def decode_blocks(format: Format, rows: Array) -> Array:
         for y in (from_bytes(parts[name], format.scale_type()),)
     }
     with np.errstate(over="ignore", invalid="ignore"):
-        values = in_units(format, format.code.table[codes])
-        values = dequantize(format, values, scales["scale"], scales.get("minimum"))
+        levels = divide_by_unit(format, format.code.table[codes])
+        values = dequantize(format, levels, scales["scale"], scales.get("minimum"))
     values = values.reshape(*outer, count_elements(format, rows.shape[-1]))
-    if format.turned:
+    if format.hadamard:
         values = rotate(values, "hadamard", what=OUTPUT)
     if format.tail:
         values = np.concatenate((values, from_bytes(parts["tail"], BFLOAT16)[..., 0, :]), -1)
     return values
 
 
-def in_units(format: Format, values: Array) -> Array:
-    """Normalize rows of decoded numbers to the unit of the format."""
+def divide_by_unit(format: Format, levels: Array) -> Array:
+    """Divide rows of levels [..., elements] by their unit: `Format.unit`."""
     if not format.unit:
-        return values
-    sizes = (
-        np.sqrt(np.float32(values.shape[-1]))
-        if format.unit == "root"
-        else np.linalg.norm(values, axis=-1, keepdims=True)
+        return levels
+    root = np.sqrt(np.float32(levels.shape[-1]))
+    divided: Array = levels / (
+        root if format.unit == "root" else np.linalg.norm(levels, axis=-1, keepdims=True)
     )
-    scaled: Array = values / sizes
-    return scaled
+    return divided
 
 
-def dequantize(format: Format, values: Array, scale: Array, beside: Array | None) -> Array:
-    """Scale the numbers of a table by scale, minimum and zero."""
-    if format.beside == "zero":
-        return (values - beside) * scale
-    return values * scale + beside if format.beside else values * scale
+def dequantize(format: Format, values: Array, scale: Array, offset: Array | None) -> Array:
+    """Return numbers of the code table, scaled, with the minimum added or the zero subtracted."""
+    if format.offset == "zero":
+        return (values - offset) * scale
+    return values * scale + offset if format.offset else values * scale

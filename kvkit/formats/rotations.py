@@ -1,7 +1,7 @@
 """Rotate the rows of a cache before they are stored, queries before attention, and outputs after it.
 
-A Hadamard matrix in blocks of 2^k, perhaps after fixed signs, rotates each row, which spreads outliers over
-all channels. Codes and attention kernels do not change.
+A block-diagonal Hadamard matrix, perhaps after fixed signs, rotates each row and so spreads outliers over all
+channels. Formats and attention kernels do not know of it.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from kvkit.errors import argument_error, brief
 from kvkit.typed import Array
 
-# vLLM's: bit i, the lowest of a byte first, is the sign of element i; 1 is plus.
+# vLLM's signs, in hexadecimal: bit i (lowest bit of a byte first) is 1 if element i keeps its sign.
 SIGNS = (
     "0d597365b13580806c3d44a638547f6b818ba44a41c4afab48980b32a04320fa"
     "331c6e4dcbc7a9a8da1d951b59b303986e7938300e2026cd7624a0c9b9ac9d8a"
@@ -23,18 +23,19 @@ STORED, QUERY, OUTPUT = "stored", "query", "output"
 
 @dataclass(frozen=True)
 class Rotation:
-    """Hadamard matrices along the head.
+    """Describes a rotation of rows by Hadamard matrices along the head.
 
     Attributes
     ----------
     name : str
     block : tuple of int
-        Sizes of the matrix for keys and for values, powers of two; 0 for the largest one that divides the
-        head size.
+        Sizes of the matrix for keys and for values, powers of two; 0 for the largest power of two that
+        divides the head size.
     signs : bool
         Whether elements are multiplied by vLLM's signs first.
     norm : bool
-        Whether the matrix preserves lengths; if not, its entries are 1 and -1, and attention divides.
+        Whether the matrix of stored rows preserves lengths. If not, its entries are 1 and -1, and queries and
+        outputs are divided by the block size.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Rotation:
     def factors(self, dim: int, what: str = STORED, value: bool = False) -> Array:
         """Return the factors of elements before and after a matrix of 1 and -1, float32 [2, dim].
 
-        `what` is stored rows, queries for stored keys, or outputs of stored values.
+        `what` is as in `rotate`.
         """
         block, factors = self.size(dim, value), np.ones((2, dim), np.float32)
         if self.signs:
@@ -85,7 +86,7 @@ ROTATIONS = {
 
 
 def rotation_named(name: str | Rotation | None) -> Rotation | None:
-    """Return a rotation by its name: "hadamard", in blocks "hadamard:64", "llama.cpp", "vllm"; None for None.
+    """Return the rotation of a name: "hadamard", "hadamard:64" (in blocks of 64), "llama.cpp" or "vllm".
 
     Raises
     ------
@@ -94,15 +95,10 @@ def rotation_named(name: str | Rotation | None) -> Rotation | None:
     """
     if name is None or isinstance(name, Rotation):
         return name
-    known, _, block = str(name).partition(":")
-    if (
-        known == "hadamard"
-        and block.isascii()
-        and block.isdecimal()
-        and int(block) > 0
-        and int(block) & int(block) - 1 == 0
-    ):
-        return Rotation(str(name), (int(block), int(block)))
+    kind, _, block = str(name).partition(":")
+    size = int(block) if block.isascii() and block.isdecimal() else 0
+    if kind == "hadamard" and size and size & size - 1 == 0:
+        return Rotation(str(name), (size, size))
     if name not in ROTATIONS:
         wanted = f"{', '.join(ROTATIONS)}, or hadamard:N with a power of two"
         raise argument_error("rotation", wanted, brief(repr(name)))
@@ -136,22 +132,19 @@ def rotate(
     >>> rotate(np.float32([[1, 0, 0, 0]]), "hadamard")
     array([[0.5, 0.5, 0.5, 0.5]], dtype=float32)
     """
-    x, known = np.asarray(x, np.float32), rotation_named(rotation)
+    x, matrix = np.asarray(x, np.float32), rotation_named(rotation)
     if what not in (STORED, QUERY, OUTPUT):
         raise argument_error("what", f"{STORED!r}, {QUERY!r} or {OUTPUT!r}", brief(repr(what)))
-    if known is None:
+    if matrix is None:
         return x
-    dim = x.shape[-1]
-    block, (before, after) = known.size(dim, value), known.factors(dim, what, value)
-    y, step = (
-        np.ascontiguousarray((x * before).reshape(x.size // block, block).T),
-        1,
-    )  # rows to add are contiguous
+    dim, step = x.shape[-1], 1
+    block, (before, after) = matrix.size(dim, value), matrix.factors(dim, what, value)
+    y = np.ascontiguousarray((x * before).reshape(x.size // block, block).T)  # [block, rows]: adds whole rows
     other, rows = np.empty_like(y), y.shape[1]
     while step < block:
         pairs, sums = (each.reshape(block // (2 * step), 2, step, rows) for each in (y, other))
         np.add(pairs[:, 0], pairs[:, 1], out=sums[:, 0])
         np.subtract(pairs[:, 0], pairs[:, 1], out=sums[:, 1])
         y, other, step = other, y, 2 * step
-    turned: Array = y.T.reshape(x.shape) * after
-    return turned
+    rotated: Array = y.T.reshape(x.shape) * after
+    return rotated

@@ -1,11 +1,13 @@
-"""Rules by which engines find a group's scale from its numbers.
+"""Compute a group's scale from its numbers, by the rule of each engine, and round to codes.
 
-Each rule takes groups, float32 [..., group], the format, the dtype of the data, and the tensor-wide scale;
-it returns
+Each rule (named in `Format.rule`) takes groups x, float32 [..., group], the format, the dtype of the data,
+and the tensor-wide scale. It returns
 
     ratio     [..., group]  codes before rounding, x / scale or (x - minimum) / scale
     scale     [..., 1]      the stored scale, in float32
-    beside    [..., 1]      the minimum or zero point, or None
+    offset    [..., 1]      the minimum or zero point, or None
+
+amax is the largest magnitude of a group.
 """
 
 from functools import cache
@@ -18,7 +20,7 @@ from kvkit.formats.elements import E4M3, Element
 from kvkit.formats.known import Format
 from kvkit.typed import Array
 
-Scaled = tuple[Array, Array, Array | None]  # ratio, scale, beside
+Scaled = tuple[Array, Array, Array | None]  # ratio, scale, offset
 
 SMALLEST = np.float32(1e-5)  # PMX: the smallest scale
 TINY = np.finfo(np.float32).tiny
@@ -31,7 +33,7 @@ def round_to(x: Array | np.float32, dtype: DTypeLike) -> Array:
 
 
 def magnitude(x: Array) -> Array:
-    """Return the largest magnitude of each group."""
+    """Return amax of each group."""
     x = np.abs(x)
     while x.shape[-1] in (2, 4, 8, 16):  # by halves: numpy is slow along short axes
         x = np.maximum(x[..., ::2], x[..., 1::2])
@@ -40,6 +42,7 @@ def magnitude(x: Array) -> Array:
 
 
 def extremes(x: Array) -> tuple[Array, Array]:
+    """Return (minimum, maximum) of each group."""
     x = x if x.shape[-1] else np.zeros((*x.shape[:-1], 1), x.dtype)  # no tokens: the extremes are 0
     return x.min(-1, keepdims=True), x.max(-1, keepdims=True)
 
@@ -61,13 +64,13 @@ def largest_code(format: Format) -> np.float32:
 
 
 def pmx(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """PMX: scale = max(amax / largest code, 1e-5); scale and quotient are rounded to the data's dtype."""
+    """Scale as PMX: max(amax / largest code, 1e-5). Scale and quotient are rounded to the data's dtype."""
     scale = np.maximum(round_to(magnitude(x) / largest_code(format), dtype), round_to(SMALLEST, dtype))
     return round_to(x / scale, dtype), scale, None
 
 
 def span(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """kvkit: the minimum and the scale (at least 1e-5) are rounded to their stored dtype before use."""
+    """Scale as kvkit's caches: minimum and scale (at least 1e-5) are rounded to their dtype before use."""
     (low, high), stored = extremes(x), format.scale_type().dtype
     low = round_to(low, stored) + np.float32(0)  # -0.0 becomes +0.0
     scale = round_to(np.maximum((high - low) / largest_code(format), SMALLEST), stored)
@@ -75,27 +78,27 @@ def span(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 
 
 def largest(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """ggml q8_0: codes use the unrounded scale, amax / largest code."""
+    """Scale as ggml's q8_0: amax / largest code. Codes use the scale before it is rounded."""
     scale = magnitude(x) / largest_code(format)
     return x * inverse(scale), scale, None
 
 
 def signed(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """ggml q4_0 and q5_0: scale = x / least code, for the element x of largest magnitude."""
+    """Scale as ggml's q4_0 and q5_0: x / least code, for the element x of largest magnitude."""
     at = np.abs(x).argmax(-1)[..., None]
     scale = np.take_along_axis(x, at, -1) / np.float32(format.code.limits[0])
     return x * inverse(scale), scale, None
 
 
 def least(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """ggml q4_1 and q5_1: scale = (max - min) / largest code."""
+    """Scale as ggml's q4_1 and q5_1: (max - min) / largest code."""
     low, high = extremes(x)
     scale = (high - low) / largest_code(format)
     return (x - low) * inverse(scale), scale, low
 
 
 def searched(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """ggml iq4_nl: the best of 16 trial scales by squared error weighted with x * x."""
+    """Scale as ggml's iq4_nl: the best of 16 scales by the squared error, weighted with x * x."""
     table = format.code.table
     at = np.abs(x).argmax(-1)[..., None]
     top = np.take_along_axis(x, at, -1)
@@ -114,9 +117,9 @@ def searched(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 
 
 def power(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """MX: scale is a power of two.
+    """Scale as the MX formats: a power of two.
 
-    OCP's `floor` clips a magnitude by up to 25% (e2m1) or 12.5% (e4m3); MLX's `ceil` never clips.
+    OCP's "floor" clips a magnitude by up to 25% (e2m1) or 12.5% (e4m3); MLX's "ceil" never clips.
     """
     top = magnitude(x)
     if format.exponent == "ceil":
@@ -130,7 +133,7 @@ def power(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 
 
 def blocks16(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """NVFP4: scale = e4m3(amax / 6 / tensor-wide scale)."""
+    """Scale as NVFP4: e4m3(amax / 6 / tensor-wide scale)."""
     scale = round_to(
         np.minimum(magnitude(x) / largest_code(format) / whole, np.float32(E4M3.limits[1])), E4M3.dtype
     )
@@ -139,13 +142,13 @@ def blocks16(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 
 
 def token(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """vLLM, per token and head: scale is at least 1e-6; codes come from x * (1 / scale)."""
+    """Scale as vLLM's formats per token and head: at least 1e-6. The quotient is x * (1 / scale)."""
     scale = np.maximum(magnitude(x) / largest_code(format), np.float32(1e-6))
     return x * (np.float32(1) / scale), scale, None
 
 
 def normal(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """DeepSeek: scale is at least the smallest normal float32, or a power of two of at least 1e-4."""
+    """Scale as DeepSeek: at least the smallest normal float32; powers of two are at least 2**-13."""
     scale = magnitude(x) / largest_code(format)
     if format.exponent:
         scale = np.ldexp(np.float32(1), exponent_above(np.maximum(scale, LEAST_POWER))).astype(np.float32)
@@ -154,7 +157,7 @@ def normal(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 
 
 def zero(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """LMDeploy: a zero point in units of codes, not rounded.
+    """Scale as LMDeploy, with a zero point in units of codes that is not rounded.
 
     If all numbers are equal, the scale is 1 and the zero point is -x, where LMDeploy stores NaN or infinity.
     """
@@ -166,7 +169,7 @@ def zero(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 
 
 def shifted(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """OpenVINO: a zero point in units of codes, not rounded; the scale of equal numbers is 1e-4."""
+    """Scale as OpenVINO, with a zero point in units of codes. The scale of equal numbers is 1e-4."""
     (low, high), most = extremes(x), largest_code(format)
     scale = (high - low) * (1 / most) if format.per == "channel" else (high - low) / most
     scale = np.where(scale == 0, np.float32(1e-4), scale)
@@ -176,9 +179,9 @@ def shifted(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 
 
 def edge(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """MLX, affine: the extreme of larger magnitude is represented exactly.
+    """Scale as MLX's affine formats: the extreme of larger magnitude is represented exactly.
 
-    If the maximum has the larger magnitude the scale is negative.
+    If the maximum has the larger magnitude, the scale is negative.
     """
     low, high = extremes(x)
     below = np.abs(low) > np.abs(high)
@@ -191,20 +194,20 @@ def edge(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
 
 
 def kivi(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """KIVI: minimum and scale; equal numbers have code 0."""
+    """Scale as KIVI: (max - min) / largest code. Equal numbers have code 0."""
     low, high = extremes(x)
     scale = (high - low) / largest_code(format)
     return np.divide(x - low, scale, out=np.zeros_like(x), where=scale != 0), scale, low
 
 
 def length(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """TurboQuant, keys: the length of a row; codes are of a row whose elements have a mean square of 1."""
+    """Scale as TurboQuant's keys: the scale is the row's length; the ratio has a mean square of 1."""
     size = np.sqrt(np.square(x, dtype=np.float64).sum(-1, keepdims=True)).astype(np.float32)
     return x * inverse(size) * np.sqrt(np.float32(x.shape[-1])), size, None
 
 
 def ranged(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """TurboQuant, values: minimum and scale, which is at least 1e-8."""
+    """Scale as TurboQuant's values: (max - min) / largest code, at least 1e-8."""
     low, high = extremes(x)
     scale = np.maximum((high - low) / largest_code(format), np.float32(1e-8))
     return (x - low) / scale, scale, low
@@ -227,7 +230,7 @@ RULES = {
 
 def nearest_codes(x: Array, table: Array, upper: bool = False) -> Array:
     """Return the index of the table entry nearest to each x; ties take the lower, or higher if `upper`."""
-    ascending, places = np.unique(table, return_index=True)  # of both zeros the first
+    ascending, places = np.unique(table, return_index=True)  # of the codes of +0 and -0, the first
     right = np.searchsorted(ascending, x).clip(1, len(ascending) - 1)
     below, above = x - ascending[right - 1], ascending[right] - x
     low, high = places[right - 1], places[right]
@@ -240,8 +243,8 @@ def nearest_codes(x: Array, table: Array, upper: bool = False) -> Array:
 def codes_by_upper_half(element: Element) -> Array:
     """Return a lookup table from the upper 16 bits of a float32 to its code, uint8 [2^16].
 
-    Callers set the last of these bits if any lower bit is set (a sticky bit). Codes have at least two
-    mantissa bits fewer, so the table rounds exactly like the full number.
+    Callers set the last of the 16 bits if any lower bit is set (a sticky bit). A code has at least two
+    mantissa bits fewer than 16 bits hold, so rounding by the table equals rounding the float32.
     """
     x = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
     low, high = map(np.float32, element.limits)
@@ -250,7 +253,7 @@ def codes_by_upper_half(element: Element) -> Array:
 
 
 def round_to_floats(x: Array, element: Element) -> Array:
-    """Return the nearest codes in a table of floats, ties to the even code; larger numbers saturate."""
+    """Round to the nearest codes of a float element, ties to the even code. Larger numbers saturate."""
     if element.bits == 8:
         bits = np.ascontiguousarray(x).view(np.uint32)
         codes: Array = codes_by_upper_half(element)[bits >> 16 | (bits & 0xFFFF != 0)]
@@ -263,14 +266,14 @@ def round_to_floats(x: Array, element: Element) -> Array:
 
 
 def round_codes(ratio: Array, format: Format) -> Array:
-    """Round quotients to codes, as bits in uint8."""
+    """Round quotients to codes; return their bits in uint8."""
     code, rounding = format.code, format.rounding
     if rounding in ("lower", "upper"):
         return nearest_codes(ratio, code.table, rounding == "upper").astype(np.uint8)
     if code.significant:
         return round_to_floats(ratio, code).astype(np.uint8)
     low, high = code.limits
-    origin = low if code.numbers else 0  # stored codes begin at 0
+    origin = low if code.numbers else 0  # signed codes that are stored with an offset begin at 0
     if rounding == "up":
         whole = np.trunc(ratio + np.float32(0.5 - origin)) + np.float32(origin)
     elif rounding == "away":

@@ -1,4 +1,4 @@
-"""Find schemes by name: registered classes, and formats with or without a rotation, in numpy."""
+"""Resolve names of schemes. A scheme encodes keys or values with numpy: a format, or a registered class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvkit.formats.known import NAMED, Format, named
 from kvkit.formats.rotations import rotate, rotation_named
 from kvkit.typed import Array
 
-PAIRS = {  # names of engines for formats of keys and of values
+PAIRS = {  # engines' names of a format of keys with a format of values
     **{f"openvino_u{bits}": (f"openvino_key_u{bits}", f"openvino_value_u{bits}") for bits in (8, 4)},
     "turboquant_k8v4": ("e4m3", "turbo_v4"),
     "turboquant_4bit_nc": ("turbo_k4_nc", "turbo_v4"),
@@ -30,9 +30,9 @@ def scheme(name: str) -> Callable[[type], type]:
     """Register a class as a scheme.
 
     A scheme encodes keys or values, float32 [tokens, heads, dim], and decodes them:
-    ``encode(x) -> dict of arrays`` and ``decode(arrays) -> float32 [tokens, heads, dim]``. It sees some
-    tokens at a time, unless it has ``whole = True``. `kvkit.tools.study` takes it by its name, and so does
-    `kvkit.cache.QuantizedCache`, as ``QuantSpec(format=name)``.
+    ``encode(x) -> dict of arrays`` and ``decode(arrays) -> float32 [tokens, heads, dim]``. A call of `encode`
+    gets a part of the tokens, or all tokens if the class has ``whole = True``. `kvkit.tools.study` takes the
+    name, and so does `kvkit.cache.QuantizedCache`, as ``QuantSpec(format=name)``.
 
     Examples
     --------
@@ -49,18 +49,19 @@ def scheme(name: str) -> Callable[[type], type]:
     16.0
     """
 
-    def register(made: type) -> type:
-        check_scheme(made(), name)
-        REGISTERED[name] = made
-        return made
+    def register(cls: type) -> type:
+        check_scheme(cls(), name)
+        REGISTERED[name] = cls
+        return cls
 
     return register
 
 
-def check_scheme(made: Any, name: str) -> Any:
-    if not callable(getattr(made, "encode", None)) or not callable(getattr(made, "decode", None)):
-        raise argument_error("scheme", f"methods encode and decode, for {name}", describe(made))
-    return made
+def check_scheme(instance: Any, name: str) -> Any:
+    """Return the instance; raise unless it has the methods of a scheme."""
+    if not all(callable(getattr(instance, method, None)) for method in ("encode", "decode")):
+        raise argument_error("scheme", f"methods encode and decode, for {name}", describe(instance))
+    return instance
 
 
 @dataclass(frozen=True)
@@ -71,46 +72,43 @@ class Coded:
     format: Format
     rotation: str | None = None
     value: bool = False
-    scale: float | None = None  # for formats that take one
-    ends: Any = None  # [2, heads, dim] of tokens that `over` has seen: each channel's extremes
+    scale: float | None = None  # the tensor-wide scale, for formats with one
+    extremes: Any = None  # [2, heads, dim]: each channel's minimum and maximum over all tokens; see `over`
 
     @property
     def whole(self) -> bool:
-        """Return whether a scale spans all tokens, and `over` has not seen them yet."""
-        of_whole = self.format.finds_whole and self.scale is None
-        return self.ends is None and (
-            of_whole
-            or self.format.per in ("tensor", "head")
-            or (self.format.per == "channel" and not self.format.group)
-        )
+        """Return whether scales depend on all tokens, whose extremes are not known yet."""
+        form = self.format
+        spans = form.per in ("tensor", "head") or (form.per == "channel" and not form.group)
+        return self.extremes is None and (spans or (form.computes_whole and self.scale is None))
 
     def over(self, parts: Iterable[Array]) -> Coded:
-        """Return a scheme that codes parts of these tokens [tokens, heads, dim] with the scales of all."""
+        """Return a scheme that encodes each part [tokens, heads, dim] with the scales of all parts."""
         if not self.whole:
             return self
         low: Any = np.inf
         high: Any = -np.inf
         for x in parts:
-            x = self.turned(x)
+            x = self.rotated(x)
             low, high = np.minimum(low, x.min(0)), np.maximum(high, x.max(0))
-        return replace(self, ends=np.stack((low, high)))
+        return replace(self, extremes=np.stack((low, high)))
 
-    def turned(self, x: Array) -> Array:
+    def rotated(self, x: Array) -> Array:
         return rotate(x, self.rotation, value=self.value) if self.rotation else x
 
     @property
     def step(self) -> int:
-        """Return how many tokens are coded together."""
+        """Return how many tokens are encoded together."""
         by_tokens = 8 // self.format.code.bits if self.format.along == "tokens" else 1
         return max(self.format.group if self.format.per == "channel" else 1, by_tokens)
 
     def encode(self, x: Array) -> dict[str, Array]:
-        x = self.turned(x)
-        if self.ends is not None:
-            # Scales depend only on extremes, so these two tokens give every part the scales of the whole.
-            arrays = encode(np.concatenate((self.ends, x)), self.format, scale=self.scale)
+        x = self.rotated(x)
+        if self.extremes is not None:
+            # Scales depend only on extremes: with these two rows before it, each part gets the scales of all.
+            arrays = encode(np.concatenate((self.extremes, x)), self.format, scale=self.scale)
             return {
-                name: array if name in self.shared else array[len(self.ends) :]
+                name: array if name in self.shared else array[len(self.extremes) :]
                 for name, array in arrays.items()
             } | {"rest": x[:0]}
         fit = len(x) // self.step * self.step
@@ -119,7 +117,7 @@ class Coded:
     @property
     def shared(self) -> tuple[str, ...]:
         """Return the names of arrays that all parts share."""
-        names = {"scale", self.format.beside, "whole"}
+        names = {"scale", self.format.offset, "whole"}
         return ("whole",) if self.format.per == "group" else tuple(names)
 
     def decode(self, arrays: Mapping[str, Array]) -> Array:
@@ -131,13 +129,16 @@ class Coded:
         return x
 
     def stored(self, arrays: Mapping[str, Array], bits: int, first: bool = True) -> int:
-        """Count the bits of arrays. Uncoded elements have `bits` bits; arrays that parts share count once."""
+        """Count the bits of encoded arrays. An uncoded element has `bits` bits.
+
+        Arrays that all parts share count for the first part only.
+        """
         rest = arrays["rest"].size * bits
-        skipped = {"rest"} if first or self.ends is None else {"rest", *self.shared}
+        skipped = {"rest"} if first or self.extremes is None else {"rest", *self.shared}
         return rest + 8 * sum(array.nbytes for name, array in arrays.items() if name not in skipped)
 
     def codes(self, arrays: Mapping[str, Array]) -> Array | None:
-        """Return indices into the table, uint8 [coded tokens, heads, elements]; None without codes."""
+        """Return indices into the code table, uint8 [coded tokens, heads, elements]; None without codes."""
         if "codes" not in arrays:
             return None
         stored = np.ascontiguousarray(arrays["codes"]).view(np.uint8)
@@ -148,25 +149,25 @@ class Coded:
 
 
 def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
-    """Return the schemes of keys and of values: a registered one, or a format as in "int4:g32+hadamard".
+    """Return (scheme of keys, scheme of values) for the name of a class, or a format: "int4:g32+hadamard".
 
-    `scale` is a number for formats that take one.
+    `scale` is the scale of formats that take a number.
     """
     if text in REGISTERED:
-        made = REGISTERED[text]()
-        return made, made
-    format, turned, rotation = text.partition("+")
-    if turned:
+        registered = REGISTERED[text]()
+        return registered, registered
+    format, plus, rotation = text.partition("+")
+    if plus:
         rotation_named(rotation)
     key, value = formats_named(format)
-    if scale is not None and key.find not in ("given", "blocks16"):
+    if scale is not None and key.rule not in ("given", "blocks16"):
         raise argument_error("scale", f"None, for {text}", describe(scale))
     rotated = rotation or None
     return Coded(text, key, rotated, scale=scale), Coded(text, value, rotated, value=True, scale=scale)
 
 
 def formats_named(text: str) -> tuple[Format, Format]:
-    """Return the formats of keys and values: they differ for "kivi2", "turboquant_k3v4_nc", "q8_0/q4_0"."""
+    """Return (format of keys, format of values), which differ for "kivi2" or "q8_0/q4_0"."""
     if text in PAIRS:
         return named(PAIRS[text][0]), named(PAIRS[text][1])
     if "/" in text:
@@ -179,7 +180,7 @@ def formats_named(text: str) -> tuple[Format, Format]:
 
 
 def cache_format(text: str) -> Format:
-    """Return a format by its name; kvkit's own codes get scales of 16 bits, as in its caches."""
-    made = named(text)
-    own = made.source == "kvkit" and made.find in ("pmx", "span")
-    return named(made, cell=FLOAT16) if own and "float" not in text else made
+    """Return a format by its name. Scales of kvkit's own codes are float16, as in its caches."""
+    format = named(text)
+    own = format.source == "kvkit" and format.rule in ("pmx", "span")
+    return named(format, cell=FLOAT16) if own and "float" not in text else format

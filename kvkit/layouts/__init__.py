@@ -1,10 +1,10 @@
-"""Say where each element of a cache lies. A layout is a line such as ``l | b kv n h c``.
+"""Describe where each element of a cache lies. A layout is a line such as ``l | b kv n h c``.
 
 parse          parse a line, or a name in vLLM, LMCache, PMX, ...
 NAMED          the layouts of engines, {name: (line, versions, source)}
 view           view a cache as keys and values with axes l b n h c, without moving bytes
 fits           list the layouts that arrays may have
-same_bytes     compare two layouts by the bytes that they give
+same_bytes     compare where two layouts place each element
 convert        convert a cache to another layout, bit for bit, through page tables
 tables         convert page tables of every convention to one form and back
 """

@@ -1,4 +1,4 @@
-"""Compare layouts: whether two have the same bytes, and which ones fit arrays."""
+"""Compare layouts with each other, and with arrays that they may describe."""
 
 from __future__ import annotations
 
@@ -24,15 +24,9 @@ from kvkit.layouts.shapes import (
 from kvkit.layouts.views import view
 from kvkit.typed import Array
 
-USUAL = {
-    "l": 3,
-    "b": 5,
-    "n": 7,
-    "h": 11,
-    "c": 13,
-    "s": 13,
-}  # primes, so that no other order of axes has the same strides
-SOME = 64  # blocks whose contents are read
+# Sizes for which no other order of axes has equal strides.
+PRIMES = {"l": 3, "b": 5, "n": 7, "h": 11, "c": 13, "s": 13}
+SAMPLED_BLOCKS = 64
 
 
 def same_bytes(one: str | Layout, other: str | Layout, /, *, itemsize: int = 2, **sizes: int) -> bool:
@@ -66,23 +60,20 @@ def same_bytes(one: str | Layout, other: str | Layout, /, *, itemsize: int = 2, 
         if name not in known:
             both = name in lines[0].names and name in lines[1].names
             split = np.lcm.reduce([max(each.get(name, 1), 1) for each in inner])
-            known[name] = int(USUAL[name] * split) if both else 1
+            known[name] = int(PRIMES[name] * split) if both else 1
     return bool(element_places(lines[0], inner[0], known) == element_places(lines[1], inner[1], known))
 
 
 def element_places(line: Layout, inner: Mapping[str, int], known: Mapping[str, int]) -> list[Any]:
-    """Return a layout's arrays, and the offset of each index of each axis, for keys and for values."""
-    names = {name: FIXED.get(name, known.get(name, 1)) for name in USUAL | {"kv": 2}}
-    arrays = frozenset(axis for axis in line.lists if names[axis] > 1)
-    found: list[Any] = [arrays, "kv" in line.names]
+    """Return the lists of a layout, and the offset of each index along each axis, for keys and for values."""
+    sizes = {name: FIXED.get(name, known.get(name, 1)) for name in PRIMES | {"kv": 2}}
+    places: list[Any] = [frozenset(axis for axis in line.lists if sizes[axis] > 1), "kv" in line.names]
     for groups in (line.groups, line.value_groups):
         axes = tuple(axis for group in groups for axis in group)
-        lengths = [axis_length(axis, names, inner) for axis in axes]
+        lengths = [axis_length(axis, sizes, inner) for axis in axes]
         strides = [int(np.prod(lengths[i + 1 :])) for i in range(len(axes))]
-        found.append(
-            [axis_offsets(axes, strides, name, size, inner).tolist() for name, size in names.items()]
-        )
-    return found
+        places.append([axis_offsets(axes, strides, *item, inner).tolist() for item in sizes.items()])
+    return places
 
 
 def fits(arrays: Any, contents: bool = False) -> list[str]:
@@ -93,8 +84,8 @@ def fits(arrays: Any, contents: bool = False) -> list[str]:
     arrays : array, or nested lists of arrays
         A cache. The axes of each array are taken in the order in which they lie in memory.
     contents : bool
-        Rank layouts by the elements, the likeliest first: keys of neighbouring tokens are alike, some of
-        their channels have a mean far from 0, values have neither, and unused tokens are 0 in all heads.
+        Rank layouts by the elements, the likeliest first. Keys of neighbouring tokens are alike, and some
+        channels of keys have a mean far from 0; values show neither. Unused tokens are 0 in all heads.
 
     Returns
     -------
@@ -111,10 +102,12 @@ def fits(arrays: Any, contents: bool = False) -> list[str]:
     (True, False)
     """
     arrays = in_memory_order(arrays)
-    found = {name: read for name, named in NAMED.items() if (read := possible_sizes(arrays, named.layout))}
+    sizes = {name: possible_sizes(arrays, named.layout) for name, named in NAMED.items()}
     if not contents:
-        return list(found)
-    scores = {name: max(score_layout(arrays, name, sizes) for sizes in read) for name, read in found.items()}
+        return [name for name in sizes if sizes[name]]
+    scores = {
+        name: max(score_layout(arrays, name, x) for x in found) for name, found in sizes.items() if found
+    }
     best = max(scores.values(), default=0.0)
     likely = [name for name, score in scores.items() if score > best / 2 > 0]
     return sorted(likely, key=lambda name: -scores[name])
@@ -131,10 +124,10 @@ def in_memory_order(arrays: Any) -> Any:
 
 
 def possible_sizes(arrays: Any, line: Layout) -> list[dict[str, int]]:
-    """Return the possible sizes of all arrays in a layout; {} stands for sizes that shapes do not show."""
+    """Return all {axis: size} that make arrays fit a layout; {} stands for sizes that shapes do not show."""
     if line.has_scales:
         return []
-    level = [(arrays, 0)]
+    level = [(arrays, 0)]  # [(array or list, 0 for keys or 1 for values)]
     for axis in line.lists:
         if not all(isinstance(each, list) and each and (axis != "kv" or len(each) == 2) for each, _ in level):
             return []
@@ -163,7 +156,7 @@ def outer_sizes(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def sizes_that_fit(array: Array, groups: Groups, known: dict[str, int]) -> list[dict[str, int]]:
-    """Return the possible sizes of one array; [{}] if its shape does not show all."""
+    """Return all {axis: size} that make one array fit; [{}] if its shape does not show all sizes."""
     found, missing = [], False
     for grouping in usual_groupings(groups, array.ndim):
         sizes = solve_sizes(array.shape, grouping, known, array.dtype.itemsize)
@@ -175,7 +168,7 @@ def sizes_that_fit(array: Array, groups: Groups, known: dict[str, int]) -> list[
 
 
 def score_layout(arrays: Any, name: str, sizes: dict[str, int]) -> float:
-    """Score how well contents fit a layout, 0 if they say nothing."""
+    """Score how well contents fit a layout; 0 if they cannot tell."""
     try:
         kv = view(arrays, name, sizes=sizes or {"h": 1})  # all heads as one, if the shape does not show them
     except KvkitError:  # an axis is split, or sizes are missing
@@ -197,8 +190,8 @@ def score_layout(arrays: Any, name: str, sizes: dict[str, int]) -> float:
 
 
 def key_traits(array: Array) -> tuple[float, Array]:
-    """Return (how much elements [b, n, h, c] look like keys, which rows [b, n, h] are used)."""
-    x = array[:SOME].astype(np.float32)
+    """Return (a score of how much [b, n, h, c] look like keys, which rows are used as bool [b, n, h])."""
+    x = array[:SAMPLED_BLOCKS].astype(np.float32)
     used = (x != 0).any(-1)
     rows = x[used.all(-1)]  # [tokens, h, c]
     if len(rows) < 2:

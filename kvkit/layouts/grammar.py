@@ -1,4 +1,4 @@
-"""Lines that say how a cache lies in memory: ``l | b kv n h c``."""
+"""Parse lines that say how a cache lies in memory, such as ``l | b kv n h c``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cached_property
 from kvkit.errors import argument_error
 
 MEANING = {
-    "l": "layer", "kv": "keys 0, values 1", "b": "block, or sequence where caches are contiguous",
+    "l": "layer", "kv": "keys 0, values 1", "b": "block, or sequence if caches are contiguous",
     "n": "token in the block", "h": "key head", "c": "content, the elements of a head",
     "s": "scale groups of a head",
 }  # fmt: skip
@@ -21,15 +21,12 @@ LEXEME = re.compile(r"[()|;+]|[^\s()|;+]+")
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis, or the outer or inner part of one.
-
-    `inner` is the size of the inner part, which the line has in brackets; in bytes if `in_bytes`.
-    """
+    """An axis of a layout, or the outer or inner part of an axis."""
 
     name: str
-    part: str = ""
-    inner: int = 0
-    in_bytes: bool = False
+    part: str = ""  # "1": the outer part, "0": the inner part, "": the whole axis
+    inner: int = 0  # the size of an inner part, which the line has in brackets
+    in_bytes: bool = False  # whether `inner` counts bytes
 
     def __str__(self) -> str:
         size = f"[{self.inner}{'B' * self.in_bytes}]" if self.inner else ""
@@ -38,17 +35,16 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a cache in memory. `parse` makes it from a line, and ``str(layout)`` is the line.
+    """The layout of a cache in memory. `parse` reads it from a line, and ``str(layout)`` is the line.
 
     Attributes
     ----------
     lists : tuple of str
-        Levels that are separate arrays, outermost first.
+        Axes along which there are lists of arrays, outermost first.
     axes : tuple of str
-        The axes of one array, outermost first, row-major. ``(h c)`` is one axis of the array that joins two
-        axes of the layout; ``c0[8]`` is the inner part of the content, 8 elements; ``c0[32B]`` has 32 bytes.
+        The axes of each array, outermost first, in row-major order, as in the line: see `parse`.
     value_axes : tuple of str
-        The axes of an array of values; equal to `axes` unless the line has a ``;``.
+        The axes of arrays of values; equal to `axes` unless the line has a ``;``.
 
     Examples
     --------
@@ -70,12 +66,12 @@ class Layout:
 
     @cached_property
     def groups(self) -> tuple[tuple[Axis, ...], ...]:
-        """Return the layout's axes in each axis of an array of keys."""
+        """Return for each axis of an array of keys the layout's axes that it joins."""
         return tuple(map(parse_group, self.axes))
 
     @cached_property
     def value_groups(self) -> tuple[tuple[Axis, ...], ...]:
-        """Return the layout's axes in each axis of an array of values."""
+        """Return for each axis of an array of values the layout's axes that it joins."""
         return tuple(map(parse_group, self.value_axes))
 
     @cached_property
@@ -96,17 +92,17 @@ class Layout:
 
     @property
     def has_scales(self) -> bool:
-        """Return whether blocks have codes, then scales: ``(n c + n s)``."""
+        """Return whether a block holds codes, then scales: ``(n c + n s)``."""
         return any("+" in axis for axis in self.axes)
 
 
 def parse_group(token: str) -> tuple[Axis, ...]:
-    """Return the axes in one axis of an array."""
+    """Parse one axis of an array, which may join several axes of the layout."""
     return tuple(parse_axis(word) for word in token.strip("()").replace("+", " ").split())
 
 
 def parse_axis(word: str) -> Axis:
-    """Parse one axis."""
+    """Parse an axis of the layout, or a part of one."""
     found = AXIS.fullmatch(word)
     if not found:
         raise argument_error("layout", AXES, repr(word))
@@ -120,7 +116,7 @@ def parse_axis(word: str) -> Axis:
 
 
 def parse_line(text: str) -> Layout:
-    """Parse a line."""
+    """Parse a line of lists and axes."""
     if text.count("|") > 1:
         raise argument_error("layout", "one bar between lists and axes", repr(text))
     lists, _, rest = text.rpartition("|")
@@ -139,13 +135,13 @@ def parse_line(text: str) -> Layout:
         if {axis.name for group in layout.value_groups for axis in group} | set(levels) != layout.names:
             raise argument_error("layout", "the same axes for keys and values", repr(text))
         if "kv" not in layout.names:
-            wanted = "an axis kv, as keys and values have axes of their own"
+            wanted = "an axis kv, as keys and values have different axes"
             raise argument_error("layout", wanted, repr(text))
     return layout
 
 
 def split_axes(text: str) -> tuple[str, ...]:
-    """Return the axes of an array as texts, with one space between words."""
+    """Split the text of an array's axes, each normalized to one space between words."""
     found: list[str] = []
     group: list[str] | None = None
     for lexeme in LEXEME.findall(text):
@@ -167,7 +163,7 @@ def split_axes(text: str) -> tuple[str, ...]:
 
 
 def check_axes(layout: Layout, axes: tuple[str, ...], text: str) -> None:
-    """Check that an array has content or scales, and names each axis once, in each term of a sum."""
+    """Check that the axes of an array include content or scales, and name each axis once."""
     names = layout.names - set(layout.lists)
     if not names & {"c", "s"}:
         raise argument_error("layout", "an axis of content, c (or of scale groups, s)", repr(text))
@@ -175,7 +171,7 @@ def check_axes(layout: Layout, axes: tuple[str, ...], text: str) -> None:
         raise argument_error("layout", "content (c) and scale groups (s) in parts joined by +", repr(text))
     if {"c", "s"} <= names and not layout.has_scales:
         raise argument_error("layout", "content (c) or scale groups (s), not both", repr(text))
-    for terms in itertools.product(*(axis.strip("()").split("+") for axis in axes)):
+    for terms in itertools.product(*(axis.strip("()").split("+") for axis in axes)):  # one term of each sum
         check_once(layout.lists, [axis for term in terms for axis in parse_group(term)], text)
 
 

@@ -1,8 +1,4 @@
-"""The layouts of engines, each a line with its source.
-
-Marks say how well a line is known: A checked against a transcription of the engine's own index code, S read
-in its source, T from a thread or documentation, K common knowledge.
-"""
+"""Name the layouts of engines, each a line with its source."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from kvkit.layouts.grammar import Layout, parse_line
 
 @dataclass(frozen=True)
 class Named:
-    """A layout of an engine.
+    """Describes a layout of an engine.
 
     Attributes
     ----------
@@ -27,12 +23,12 @@ class Named:
     source : str
         The file, issue or text that shows it.
     mark : str
-        A: checked against a transcription of the engine's index code; S: read in its source; T: from a thread
-        or documentation; K: common knowledge.
+        How well the line is known. A: checked against a transcription of the engine's index code; S: read in
+        its source; T: from a thread or documentation; K: common knowledge.
     note : str
-        Facts beside the line: where keys and values are, the array as the engine's code sees it.
+        Facts that the line does not show, such as where keys and values are.
     aliases : tuple of str
-        Its names in vLLM (``KVCacheLayout``), LMCache (its registry) and others.
+        Names of the layout in vLLM (``KVCacheLayout``), LMCache (its registry) and others.
     """
 
     line: str
@@ -54,7 +50,7 @@ HALVES = "keys are index 0 of kv, values index 1"
 SIDE = (
     "the content of a head is its key, then its value; the engine views each of these lines as (b, h, n, 2 D)"
 )
-LISTS = "keys and values are arrays of their own"
+LISTS = "keys and values are separate arrays"
 RESHAPE = "ReshapeAndCache", "text of ReshapeAndCache", "A"
 PMX = "OpenPPL's text of KeyValueCache", "A"
 FA = "vllm@5704f34:vllm/v1/attention/backends/flash_attn.py"
@@ -127,8 +123,8 @@ NAMED = MappingProxyType({
     ),
     "flashmla-ds-v4": Named(
         "l | b (n c + n s)", "FlashMLA", "DeepSeek V4", "flashmla@9241ae3:tests/quant.py", "S",
-        "bytes of the format ds_v4: 576 of each token (codes, bfloat16), then 8 of each (exponents); blocks "
-        "end at a multiple of 576",
+        "bytes of the format ds_v4: 576 for each token (codes, bfloat16), then 8 for each token (exponents); "
+        "blocks end at a multiple of 576",
     ),
     "vllm-dsa-indexer": Named(
         "l | b (n c + n s)", "vLLM", "DSA indexer", LMCACHE[2], "S",
@@ -184,7 +180,7 @@ NAMED = MappingProxyType({
     "tensorrt-llm": Named(
         "| b l kv h n c", "TensorRT-LLM", "paged",
         "tensorrt-llm@0ccf903:cpp/tensorrt_llm/kernels/kvCacheUtils.h", "A",
-        "its table has blocks of keys apart from blocks of values", ("NB_NL_TWO_NH_BS_HS",),
+        "its page table lists blocks of keys and blocks of values separately", ("NB_NL_TWO_NH_BS_HS",),
     ),
     "tensorrt-llm-linear": Named(
         "| b kv h n c", "TensorRT-LLM", "linear",
@@ -197,7 +193,7 @@ NAMED = MappingProxyType({
     "lmdeploy-pytorch": Named(
         "kv | l b n h c", "LMDeploy", "PyTorch engine",
         f"{LMDEPLOY}lmdeploy/pytorch/engine/cache_engine.py:536", "A",
-        "views of one pool of bytes: of a layer and block keys, values, scales, each padded to 256 bytes",
+        "views of one pool of bytes: keys, values and scales of a layer's block, each padded to 256 bytes",
     ),
     "lmdeploy-turbomind": Named(
         "b | l h kv n c", "LMDeploy", "TurboMind", f"{LMDEPLOY}src/turbomind/kernels/attention/block.h", "A",
@@ -228,7 +224,7 @@ NAMED = MappingProxyType({
     ),
     "llama-cpp-v-trans": Named(
         "l kv | b n h c ; b h c n", "llama.cpp", "without flash attention", f"{LLAMA} state_write_data", "A",
-        f"{LISTS}; of values each element has all its cells in a row",
+        f"{LISTS}; in values, all cells of an element are neighbours",
     ),
     "jax": Named(
         "l | b n (h kv) c", "JAX, vLLM on TPU, SGLang-JAX", "ragged paged attention",
@@ -300,13 +296,13 @@ def parse(text: str | Layout) -> Layout:
     Parameters
     ----------
     text : str or Layout
-        ``LIST | AXES``: left of the bar the levels that are separate arrays, right of it the axes of one
-        array, outermost first. The axes are ``l`` layer, ``kv`` (keys 0, values 1), ``b`` block (or sequence,
-        where caches are contiguous), ``n`` token in the block, ``h`` key head, ``c`` content of a head, ``s``
-        scale groups; ``c1`` and ``c0[8]`` are its outer part and its inner part of 8 elements (``c0[32B]``:
-        of 32 bytes), ``1`` an axis of length 1, ``(h c)`` one axis of the array for two. After ``;`` come the
-        axes of values, if they differ from those of keys. Also a name of `NAMED`, or its name in vLLM or
-        LMCache. A line without a bar is one array. A `Layout` is returned as it is.
+        A name of `NAMED`, its name in vLLM or LMCache, or a line ``LISTS | AXES``. Left of the bar are the
+        levels of lists of arrays, right of it the axes of each array, outermost first; a line without a bar
+        is one array. The axes are ``l`` layer, ``kv`` (keys 0, values 1), ``b`` block (or sequence, if caches
+        are contiguous), ``n`` token in the block, ``h`` key head, ``c`` content of a head, ``s`` scale
+        groups. ``c1`` and ``c0[8]`` are the outer part of the content and its inner part of 8 elements
+        (``c0[32B]``: 32 bytes); ``1`` is an axis of length 1; ``(h c)`` is one axis of the array that joins
+        two. After ``;`` come the axes of values, if they differ. A `Layout` is returned as it is.
 
     Raises
     ------
@@ -338,5 +334,5 @@ def parse(text: str | Layout) -> Layout:
 
 
 def family(prefix: str) -> tuple[Layout, ...]:
-    """Return the layouts whose names are a prefix and a number, in order."""
+    """Return the layouts that are named "PREFIX-NUMBER", in order."""
     return tuple(named.layout for name, named in NAMED.items() if name.rpartition("-")[0] == prefix)

@@ -1,4 +1,4 @@
-"""The layouts that PMX's operators number, and their shapes for docstrings."""
+"""List the layouts that PMX's operators number, and write their shapes into docstrings."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ Documented = TypeVar("Documented", bound=Callable[..., Any])
 
 
 def shape_text(layout: Layout) -> str:
-    """Return the shape of a cache in PMX's names for sizes: (MaxT, L, 2, H, Dh)."""
+    """Return the shape of a cache in PMX's names of sizes: (MaxT, L, 2, H, Dh)."""
     names = dict(SIZES) if "b" in layout.axes else SIZES | {"n": "MaxT"}
     return f"({', '.join(names[axis] for axis in layout.axes)})"
 

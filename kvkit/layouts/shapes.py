@@ -1,4 +1,8 @@
-"""The sizes and strides of a layout's axes, from the shape and the strides of an array."""
+"""Compute the sizes and strides of a layout's axes from the shape and strides of an array.
+
+An axis of the array may join several axes of the layout: a *group*. A *grouping* has the group of each axis
+of the array.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ Groups = tuple[tuple[Axis, ...], ...]
 
 
 def check_sizes(name: str, sizes: Mapping[str, Any] | None) -> dict[str, int]:
-    """Check the sizes that a caller gives."""
+    """Return {axis: size}; raise unless axes are known and sizes are positive."""
     found = {}
     for axis, size in (sizes or {}).items():
         if axis not in SIZES:
@@ -32,7 +36,7 @@ def check_sizes(name: str, sizes: Mapping[str, Any] | None) -> dict[str, int]:
 
 
 def inner_size(axis: Axis, itemsize: int) -> int:
-    """Return the elements of the inner part of an axis, 0 if an element does not divide its bytes."""
+    """Return how many elements the inner part of an axis has; 0 if its bytes hold no whole number of them."""
     if not axis.in_bytes:
         return axis.inner
     return 0 if axis.inner % itemsize else axis.inner // itemsize
@@ -54,7 +58,7 @@ def axis_length(axis: Axis, sizes: Mapping[str, int], inner: Mapping[str, int]) 
 def solve_sizes(
     shape: tuple[int, ...], groups: Groups, known: Mapping[str, int], itemsize: int
 ) -> dict[str, int] | str:
-    """Return the sizes of all axes of a shape, or a text that says what is wrong ("? AXIS": is missing)."""
+    """Return {axis: size} for a shape, or a text: what does not fit, or "? AXIS" if a size is missing."""
     sizes, inner = dict(known), inner_sizes(groups, itemsize)
     for name, size in inner.items():
         if not size:
@@ -86,14 +90,14 @@ def solve_sizes(
 
 
 def usual_groupings(groups: Groups, ndim: int) -> list[Groups]:
-    """Return how `ndim` axes may group a line's: as in the line, each apart, or the last two joined."""
+    """Return groupings for `ndim` axes: as in the line, all axes apart, or only the last two joined."""
     apart = tuple((axis,) for group in groups for axis in group)
     joined = (*apart[:-2], sum(apart[-2:], ()))
     return [each for each in dict.fromkeys((groups, apart, joined)) if len(each) == ndim]
 
 
 def groupings(groups: Groups, ndim: int, known: Mapping[str, int]) -> Iterator[Groups]:
-    """Yield the usual groupings, then the groupings that known sizes determine."""
+    """Yield the usual groupings, then those whose sizes follow from a shape and the known sizes."""
     yield from (ways := usual_groupings(groups, ndim))
     flat = tuple(axis for group in groups for axis in group)
     if ndim in (0, len(groups)):
@@ -105,7 +109,7 @@ def groupings(groups: Groups, ndim: int, known: Mapping[str, int]) -> Iterator[G
 
 
 def sizes_determine(group: tuple[Axis, ...], known: Mapping[str, int]) -> bool:
-    """Return whether the known sizes and a length determine all sizes of a group."""
+    """Return whether the known sizes and the length of the joined axis determine all sizes of a group."""
     names = {axis.name for axis in group} - FIXED.keys()
     return bool(names) and len(names - known.keys()) <= min(1, len(names) - 1)
 
@@ -113,7 +117,7 @@ def sizes_determine(group: tuple[Axis, ...], known: Mapping[str, int]) -> bool:
 def find_sizes(
     name: str, array: Array, line: Layout, groups: Groups, known: Mapping[str, int]
 ) -> tuple[dict[str, int], Groups]:
-    """Return (sizes of all axes, grouping of the axes); raise unless one grouping fits."""
+    """Return ({axis: size}, grouping); raise unless exactly one grouping fits."""
     found: list[tuple[dict[str, int], Groups]] = []
     missing: list[str] = []
     reasons: list[str] = []
@@ -141,7 +145,7 @@ def find_sizes(
 def strided_view(
     name: str, array: Array, line: Layout, groups: Groups, known: Mapping[str, int]
 ) -> tuple[Array, dict[str, int]]:
-    """Return (a view with an axis for each axis of the layout, in its order; the sizes of all axes)."""
+    """Return (a view with one axis for each axis of the layout, in the line's order; {axis: size})."""
     sizes, grouping = find_sizes(name, array, line, groups, known)
     inner = inner_sizes(groups, array.dtype.itemsize)
     shape, strides = [], []
@@ -154,7 +158,7 @@ def strided_view(
         order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
         found = f"strides {array.strides}; in memory its axes lie in the order {tuple(order)}"
         raise argument_error(name, f"axes of '{line}', outermost first", found)
-    # As bytes: numpy looks a dtype up by its letter here, and float8_e5m2 shares one with another dtype.
+    # `as_strided` finds a dtype by its letter, which float8_e5m2 shares with another dtype: view as bytes.
     raw = array.view(f"V{array.dtype.itemsize}")
     return as_strided(raw, shape, strides, writeable=array.flags.writeable).view(array.dtype), sizes
 
@@ -162,7 +166,7 @@ def strided_view(
 def axis_offsets(
     axes: tuple[Axis, ...], strides: Iterable[int], name: str, size: int, inner: Mapping[str, int]
 ) -> Array:
-    """Return the offset of each index along an axis; zeros if the layout lacks the axis."""
+    """Return the offset of each index along the axis `name`; zeros if the layout lacks the axis."""
     found, index = np.zeros(size, np.int64), np.arange(size)
     for axis, stride in zip(axes, strides, strict=True):
         if axis.name == name:

@@ -15,12 +15,12 @@ from numpy.typing import ArrayLike, NDArray
 from kvkit.errors import argument_error, describe
 
 Index = NDArray[np.int64]
-MOST = 2**62  # rows: no sum of two leaves int64
+MAX_ROW = 2**62  # the sum of two rows fits int64
 
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
-    """A page table of sequences with their lengths: the one form of all conventions.
+    """Holds the page table of sequences and their lengths, in one form for all conventions.
 
     Token t of sequence b is in row ``table[b, t // page_size] + t % page_size``, as for operators
     in ``cache_mode`` 1.
@@ -68,9 +68,6 @@ class BlockTable:
         )
 
 
-Pages = BlockTable  # an older name
-
-
 def starts_of(lengths: Index) -> Index:
     """Return where each sequence begins in a packed tensor, then the tensor's length."""
     starts = np.zeros(len(lengths) + 1, np.int64)
@@ -85,7 +82,7 @@ def tokens_of(lengths: Index) -> tuple[Index, Index]:
 
 
 def index_array(name: str, value: Any, ndim: int = 1, low: int | None = None) -> Index:
-    """Return an index tensor as int64. An empty list is allowed."""
+    """Return an index tensor as int64; raise if it has other axes or an entry below `low`."""
     try:
         array = np.asarray(value)
     except ValueError:
@@ -102,7 +99,7 @@ def index_array(name: str, value: Any, ndim: int = 1, low: int | None = None) ->
 
 
 def positive_size(name: str, value: Any) -> int:
-    """Check a positive integer."""
+    """Return a positive integer; raise for other values."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise argument_error(name, "a positive integer", describe(value))
     return int(value)
@@ -122,7 +119,7 @@ def from_entries(name: str, entries: Index, lengths: Index, page_size: int, unit
         wanted = f"{used[b]} entries for the {lengths[b]} tokens of sequence {b}"
         raise argument_error(name, wanted, entries.shape[1])
     active = np.arange(entries.shape[1]) < used[:, None]
-    if (bad := active & ((entries < 0) | (entries > MOST // unit))).any():
+    if (bad := active & ((entries < 0) | (entries > MAX_ROW // unit))).any():
         b, page = (int(at[0]) for at in bad.nonzero())
         expected = f"at least 0, as sequence {b} has {lengths[b]} tokens"
         raise argument_error(f"{name}[{b}, {page}]", expected, int(entries[b, page]))
@@ -132,7 +129,7 @@ def from_entries(name: str, entries: Index, lengths: Index, page_size: int, unit
 
 
 def from_blocks(block_table: ArrayLike, lengths: ArrayLike, page_size: int) -> BlockTable:
-    """Convert a block table and lengths of vLLM, flash-attn, Ascend's operators and TPUs.
+    """Convert a block table and lengths, as vLLM, flash-attn, Ascend's operators and TPUs use them.
 
     Parameters
     ----------
@@ -156,9 +153,9 @@ def from_blocks(block_table: ArrayLike, lengths: ArrayLike, page_size: int) -> B
 
 
 def to_blocks(pages: BlockTable, padding: int = -1) -> tuple[Index, Index]:
-    """Return (block table, lengths), filled with `padding` after the last block of a sequence.
+    """Return (block table, lengths). After a sequence's last block, the table has `padding`.
 
-    Pages have to begin where blocks do.
+    The first row of each page must be a multiple of the page size.
 
     Examples
     --------
@@ -177,7 +174,7 @@ def to_blocks(pages: BlockTable, padding: int = -1) -> tuple[Index, Index]:
 
 
 def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, page_size: int) -> BlockTable:
-    """Convert the compressed rows (CSR) of FlashInfer.
+    """Convert FlashInfer's page table, which is in compressed sparse rows (CSR).
 
     Parameters
     ----------
@@ -221,7 +218,7 @@ def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, pa
 
 
 def to_csr(pages: BlockTable) -> tuple[Index, Index, Index]:
-    """Return (indptr, indices, last_page_len). An empty sequence has no page and a last length of 0.
+    """Return (indptr, indices, last_page_len). An empty sequence has no page and a last_page_len of 0.
 
     Examples
     --------
@@ -276,7 +273,7 @@ def to_slots(pages: BlockTable, padding: int = 0) -> Index:
 
 
 def slot_mapping(pages: BlockTable, new: ArrayLike) -> Index:
-    """Return the slots of a step's tokens, packed. They are the last ``new[b]`` of each sequence.
+    """Return the slots of the last ``new[b]`` tokens of each sequence b, packed: the new tokens of a step.
 
     Examples
     --------
@@ -303,25 +300,25 @@ def from_tokens(
     *,
     gaps: bool = False,
 ) -> BlockTable:
-    """Convert the slot mappings of all steps so far: slot, sequence, position of each token, in any order.
+    """Convert the slot mappings of all steps so far: slot, sequence and position of each token, in any order.
 
     Parameters
     ----------
     slots : ndarray of int, shape [tokens]
         The row of each token; below 0 for padding, which is skipped.
     sequences, positions : ndarray of int, shape [tokens]
-        Its sequence and its position there. If a sliding window begins after 0, its first token is the first
-        in the table.
+        The sequence of each token, and its position in the sequence. Positions of a sequence may begin after
+        0, as in a sliding window; the table begins with the first token that is stored.
     batch : int, optional
-        How many sequences there are, if the last ones may have no tokens.
+        The number of sequences, if the last ones may have no tokens.
     gaps : bool
-        Whether positions may have gaps, where tokens were removed, and repeat, as those of an image do;
-        tokens of one position keep their order.
+        Whether positions may have gaps (removed tokens) and repeat (tokens of an image). Tokens of equal
+        position keep their order.
 
     Returns
     -------
     BlockTable
-        With pages of one token.
+        A table with pages of one token.
 
     Examples
     --------
@@ -336,8 +333,8 @@ def from_tokens(
     for name, array in (("sequences", owners), ("positions", at)):
         if len(array) != len(rows):
             raise argument_error(name, f"{len(rows)} entries, one a slot", len(array))
-    there = rows >= 0
-    rows, owners, at = rows[there], owners[there], at[there]
+    stored = rows >= 0
+    rows, owners, at = rows[stored], owners[stored], at[stored]
     least = owners.max(initial=-1) + 1
     count = int(least) if batch is None else positive_size("batch", batch)
     if owners.size and (owners.min() < 0 or least > count):
@@ -369,21 +366,21 @@ def to_tokens(pages: BlockTable) -> tuple[Index, Index, Index]:
 
 
 def from_cells(positions: ArrayLike, sequences: Any, batch: int | None = None) -> BlockTable:
-    """Convert llama.cpp's cells, which have positions and sequence ids. Positions may have gaps and repeat.
+    """Convert llama.cpp's cells, each with a position and sequence ids. Positions may have gaps and repeat.
 
     Parameters
     ----------
     positions : ndarray of int, shape [cells]
         The position of each cell's token; below 0 where a cell is empty.
     sequences : sequence of collections of int, or ndarray of int, shape [cells]
-        The sequences that each cell's token belongs to; several may share a token.
+        The sequences that each cell's token belongs to; several sequences may share a token.
     batch : int, optional
-        How many sequences there are, if the last ones may have no cells.
+        The number of sequences, if the last ones may have no cells.
 
     Returns
     -------
     BlockTable
-        With pages of one token; the row of a token is its cell.
+        A table with pages of one token; the row of a token is its cell.
 
     Examples
     --------
@@ -400,8 +397,8 @@ def from_cells(positions: ArrayLike, sequences: Any, batch: int | None = None) -
         counts = np.array([len(each) for each in sequences], np.int64)
         whose = index_array("sequences", [number for each in sequences for number in each])
     cells = np.repeat(np.arange(len(at)), counts)
-    there = at[cells] >= 0
-    cells, whose = cells[there], whose[there]
+    filled = at[cells] >= 0
+    cells, whose = cells[filled], whose[filled]
     return from_tokens(cells, whose, at[cells], batch, gaps=True)
 
 
@@ -445,14 +442,15 @@ def from_batch(
     capacity : int
         Rows of each sequence's part of the cache.
     batch_index : ndarray of int, shape [sequences], optional
-        The part of each sequence (flash-attn's ``cache_batch_idx``); part b for sequence b if left out.
+        The part of the cache that each sequence has (flash-attn's ``cache_batch_idx``); b for sequence b if
+        left out.
     left_padding : ndarray of int, shape [sequences], optional
-        Rows of each part before its first token (``cache_leftpad``).
+        Unused rows of each part before its first token (``cache_leftpad``).
 
     Returns
     -------
     BlockTable
-        With one page for each sequence.
+        A table with one page for each sequence.
 
     Examples
     --------
@@ -462,18 +460,14 @@ def from_batch(
     """
     capacity, lengths = positive_size("capacity", capacity), index_array("lengths", lengths, low=0)
     part = np.arange(len(lengths)) if batch_index is None else index_array("batch_index", batch_index)
-    pad = (
-        np.zeros(len(lengths), np.int64)
-        if left_padding is None
-        else index_array("left_padding", left_padding)
-    )
+    pad = np.zeros_like(lengths) if left_padding is None else index_array("left_padding", left_padding)
     check_batch("batch_index", part, len(lengths))
     check_batch("left_padding", pad, len(lengths))
     active = lengths > 0
     for name, array in (("batch_index", part), ("left_padding", pad)):
-        if (bad := active & ((array < 0) | (array > MOST // capacity))).any():
+        if (bad := active & ((array < 0) | (array > MAX_ROW // capacity))).any():
             b = int(bad.argmax())
-            raise argument_error(f"{name}[{b}]", "at least 0, and no more than there can be", int(array[b]))
+            raise argument_error(f"{name}[{b}]", f"0 to {MAX_ROW // capacity}", int(array[b]))
     over = active & (lengths > capacity - pad)
     if over.any():
         b = int(over.argmax())
@@ -505,7 +499,7 @@ def to_batch(pages: BlockTable, capacity: int) -> tuple[Index, Index, Index]:
 
 
 def packed(lengths: ArrayLike, page_size: int) -> BlockTable:
-    """Return a table of new pages, one after the other, for sequences of these lengths.
+    """Return a table for sequences of these lengths, whose pages lie one after the other from row 0.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Views of a cache's keys and values as arrays with named axes, without copies."""
+"""View a cache's keys and values as arrays with named axes, without copies."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ Where = tuple[tuple[str, int], ...]  # an index along each level of lists
 
 @dataclass(frozen=True, slots=True)
 class KV:
-    """Keys and values of a cache, in the memory of its arrays.
+    """Holds the keys and values of a cache as views.
 
     Attributes
     ----------
     keys, values : ndarray or tuple, axes l b n h c
-        One array [layers, blocks, tokens, heads, content]. If layers are separate arrays, a tuple of arrays
-        [blocks, tokens, heads, content]; if blocks are, a tuple of arrays [tokens, heads, content] for each
-        layer. So ``keys[layer][block]`` is always [tokens, heads, content]. An axis that a layout lacks has
-        length 1.
+        ``keys[layer][block]`` is [tokens, heads, content]. The whole is one array
+        [layers, blocks, tokens, heads, content] if possible; a tuple of arrays if layers are separate arrays,
+        and a tuple of tuples if blocks are. An axis that a layout lacks has length 1.
     """
 
     keys: Any
@@ -38,45 +37,45 @@ class KV:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Keys or values in one array: a view with an axis for each of `axes`."""
+    """A view of keys or values in one of the cache's arrays, with an axis for each of `axes`."""
 
-    name: str
+    name: str  # as in errors: "arrays[0]"
     array: np.ndarray
     axes: tuple[Axis, ...]
     sizes: Mapping[str, int]
 
 
 def view(arrays: Any, layout: str | Layout, *, sizes: Mapping[str, int] | None = None) -> KV:
-    """Return keys and values of any engine's cache as views, without a copy.
+    """View the keys and values of any engine's cache, without a copy.
 
     Parameters
     ----------
     arrays : array, or nested lists of arrays
         The cache in the form of the layout: an array, or nested lists with a level for each axis left of the
-        bar. An array serves as the list of its items. Arrays of numpy, or of torch on the CPU.
+        bar. An array may stand for the list of its items. Arrays are numpy's, or torch's on the CPU.
     layout : str or Layout
         A line, or a name of `NAMED`. Nothing is guessed from shapes.
     sizes : dict, optional
-        Lengths of ``l b n h c`` that shapes do not show, or that shapes are checked against. ``v`` is the
-        content of values if it differs from that of keys: the first elements of a latent row.
+        Lengths of ``l b n h c`` that shapes do not show; others are compared with the shapes. ``v`` is the
+        content of values if it differs from the content of keys: the first elements of a latent row.
 
     Returns
     -------
     KV
-        ``keys`` and ``values`` with axes l b n h c; writing to them writes to `arrays`. Torch's tensors give
+        ``keys`` and ``values`` with axes l b n h c. Writing to them writes to `arrays`. Tensors of torch give
         tensors.
 
     Raises
     ------
     KvkitError
         If shapes, strides, sizes and layout contradict each other, if a size is missing, or if an axis is
-        split, as in ``c1 .. c0[8]``: no view can show it, but `convert` can copy it.
+        split, as in ``c1 .. c0[8]``: no view can show such a cache, but `convert` can copy it.
 
     Notes
     -----
     A layout without ``kv`` has one row for key and value: keys are the whole row, values its first ``v``
-    elements, or the whole row. An array whose axes lie in memory in another order than in the line is
-    refused: transpose it first.
+    elements, or the whole row. An array whose strides are not in the order of the line's axes is refused:
+    transpose it first.
 
     Examples
     --------
@@ -92,8 +91,8 @@ def view(arrays: Any, layout: str | Layout, *, sizes: Mapping[str, int] | None =
     """
     line = parse(layout)
     check_viewable(line)
-    found = arrange(iterate_leaves(arrays, line, check_sizes("sizes", sizes)), line, order_axes)
-    return KV(in_kind_of(arrays, found.keys), in_kind_of(arrays, found.values))
+    kv = arrange(iterate_leaves(arrays, line, check_sizes("sizes", sizes)), line, order_axes)
+    return KV(in_kind_of(arrays, kv.keys), in_kind_of(arrays, kv.values))
 
 
 def check_viewable(line: Layout) -> None:
@@ -101,7 +100,7 @@ def check_viewable(line: Layout) -> None:
     check_one_kind(line)
     if line.split:
         name = line.split
-        got = f"'{line}', whose axis {name} is split into {name}1 and {name}0; kvkit.layouts.convert moves it"
+        got = f"'{line}', where {name} is split into {name}1 and {name}0 (kvkit.layouts.convert copies it)"
         raise argument_error("layout", "whole axes, for a view", got)
 
 
@@ -112,7 +111,7 @@ def check_one_kind(line: Layout) -> None:
 
 
 def order_axes(leaf: Leaf, inner: int) -> np.ndarray:
-    """Return a view of a leaf with the last `inner` of the axes l b n h c."""
+    """Return a view of a leaf whose axes are the last `inner` axes of l b n h c."""
     axes, array = [axis.name for axis in leaf.axes], leaf.array
     order = ["c" if name == "s" else name for name in axes]
     wanted = ORDER[-inner:]
@@ -128,7 +127,7 @@ def arrange(
     line: Layout,
     order: Callable[[Leaf, int], Array],
 ) -> KV:
-    """Build a `KV` from pairs of leaves, whose axes `order` puts in order."""
+    """Build a `KV` from (index in lists, (keys, values)) of leaves; `order` transposes each leaf."""
     pairs = list(found)
     if "b" in line.lists:
         layers = max(pairs[0][1][0].sizes.get("l", 1), 1 + max(where.get("l", 0) for where, _ in pairs))

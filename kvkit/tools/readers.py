@@ -304,7 +304,7 @@ def view_parts(source: CacheSource, told: str | None, formats: Any) -> tuple[dic
     """Return views of codes and their scales, and the pages of their block tables."""
     kv = source.require_view()
     for one in filter(None, formats or ()):
-        apart = one.find == "given" or source.scales_inside or one.per not in ("tensor", "head", "channel")
+        apart = one.rule == "given" or source.scales_inside or one.per not in ("tensor", "head", "channel")
         if one.along == "tokens" or not apart:
             raise argument_error(source.arguments[1], "one whose tokens are decoded each for itself", told)
     convention, pages = source.block_tables() or ("", None)
@@ -421,7 +421,9 @@ def decode_tokens(
         return arrays["codes"][begin:end]
     step = Coded(format.name, format).step
     low, high = begin // step * step, -(-end // step) * step
-    per = format.per or ("token" if not format.asks and np.ndim(arrays.get("scale", 0)) > 1 else "tensor")
+    per = format.per or (
+        "token" if not format.needs_scale and np.ndim(arrays.get("scale", 0)) > 1 else "tensor"
+    )
     beside = {"group": 1, "token": 1, "channel": format.group}.get(per, 0)
     cut = {}
     for part, array in arrays.items():

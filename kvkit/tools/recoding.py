@@ -155,7 +155,7 @@ def encode_sequence(side: SideReader, start: int, count: int, form: Form) -> dic
     if count % form.step:
         raise argument_error("source", f"a multiple of {form.step} tokens, for {form.name}", count)
     form = form.over(side.read(part) for part in parts)
-    shared = () if form.ends is None else form.shared
+    shared = () if form.extremes is None else form.shared
     found = {} if form.format.whole else {"whole": [np.asarray(np.float32(1))]}  # `encode` does not return it
     for part in parts:
         for name, array in form.encode(side.read(part)).items():

@@ -108,16 +108,16 @@ def test_every_format_has_a_reference():
 def test_bytes(rng, name):
     fmt, dim = formats.named(name), DIMS.get(name.partition(":")[0], 64)
     tiny = 1e-40 if fmt.exponent else 1e-36
-    wholes = (None, 1.0, 0.01) if fmt.find == "blocks16" else (SCALE,) if fmt.asks else (None,)
+    wholes = (None, 1.0, 0.01) if fmt.rule == "blocks16" else (SCALE,) if fmt.needs_scale else (None,)
     x = some(rng, 64 if fmt.per == "channel" else 12, dim, tiny).reshape(-1, 2, dim)
     if name == "ds_mla":
         x[..., 512:] = rng.standard_normal((*x.shape[:-1], 64))
-    elif fmt.find == "kivi":
+    elif fmt.rule == "kivi":
         x = x.clip(-6e4, 6e4)  # what float16 holds
     for whole in wholes:
         arrays = encode(x, name, scale=whole)
         more = ()
-        if fmt.find == "blocks16":
+        if fmt.rule == "blocks16":
             unit = whole or (1.0 if name == "mlx_nvfp4" else np.abs(x).max() / F32(448))
             assert arrays.get("whole", 1) == F32(unit)
             assert ("whole" in arrays) == (unit != 1)
@@ -128,7 +128,9 @@ def test_bytes(rng, name):
 def check_groups(reference, x, arrays, fmt, more):
     """Compare the codes, scales, minima and zeros of the numbers that share a scale, group by group."""
     parts = [
-        arrays[part] for part in ("codes", "scale", "zero", "minimum") if part in arrays and not fmt.asks
+        arrays[part]
+        for part in ("codes", "scale", "zero", "minimum")
+        if part in arrays and not fmt.needs_scale
     ]
     parts = parts or [arrays["codes"].view(np.uint8)]
     if fmt.per == "channel":
@@ -268,7 +270,7 @@ LESS_THAN = {8: 0.04, 6: 0.04, 5: 0.07, 4: 0.13, 3: 0.3, 2: 0.7}  # int2 has -1,
 def test_attention_over(rng, name):
     dim, scale = LATENT.get(name, 64), GIVEN.get(name)
     sides = rng.standard_normal((2, TOKENS, HEADS, dim)).astype(np.float32)
-    told = f"{name}:float16" if NAMED[name].find in ("pmx", "span") else name  # as caches have their own
+    told = f"{name}:float16" if NAMED[name].rule in ("pmx", "span") else name  # as caches have their own
     keys, values = (decode(encode(side, told, scale=scale), name) for side in sides)
     spec = QuantSpec(format=name, group=TOKENS, scale=scale)
     cache = QuantizedCache(1, spec, spec, residual_length=0, sink=0, read_back=True)

@@ -33,15 +33,15 @@ def relative_error(fmt, bits):
     table = table[(table >= fmt.code.limits[0]) & (table <= fmt.code.limits[1])]
     top = table[-1]
     half = np.diff(table).max() / 2 / top * (2 if fmt.rounding == "trunc" else 1)
-    if fmt.beside:  # codes span twice the magnitude; MLX's scale fits one end
-        half *= 4 if fmt.find == "edge" else 2
+    if fmt.offset:  # codes span twice the magnitude; MLX's scale fits one end
+        half *= 4 if fmt.rule == "edge" else 2
     if fmt.exponent:  # a scale is up to twice what it need be, or clips what is above the largest code
         half *= 2
         clipped = 1 - top / 2 ** np.ceil(np.log2(top))
         half = max(half, clipped) if fmt.exponent == "floor" else half
-    if fmt.find == "signed":
+    if fmt.rule == "signed":
         half = 1 / 8  # of 8 and -8 one alone is a code
-    if fmt.find == "searched":
+    if fmt.rule == "searched":
         half *= 2  # the scale is of least squares, and may clip
     return half + 2.0 ** (2 - bits)
 
@@ -50,22 +50,22 @@ def error_bound(fmt, x, dtype, arrays):
     """Return the largest legal |decode - x|, for each number or all of them."""
     cell = finfo(fmt.cell.dtype if fmt.cell and fmt.cell.name != "e8m0" else dtype)
     numbers, top = x.astype(np.float64), float(fmt.code.limits[1])
-    rounding = 2.0 ** -(min(cell.nmant, finfo(dtype).nmant if fmt.find == "pmx" else 99) + 1)
+    rounding = 2.0 ** -(min(cell.nmant, finfo(dtype).nmant if fmt.rule == "pmx" else 99) + 1)
     least = (
         float(cell.smallest_subnormal) * float(arrays.get("whole", 1))
-        + LEAST.get(fmt.find, 0)
+        + LEAST.get(fmt.rule, 0)
         + LEAST.get(fmt.exponent, 0)
         + 2 * float(TINY)
     )
-    if fmt.find == "length":  # an error of the whole row; to bring levels to a length may double it
+    if fmt.rule == "length":  # an error of the whole row; to bring levels to a length may double it
         size = np.sqrt((numbers**2).sum(-1, keepdims=True)) + TINY
         turned = np.abs(rotate(x, "hadamard")) / size * np.sqrt(x.shape[-1])
         off = np.maximum(turned - top, np.diff(np.sort(fmt.code.table)).max() / 2 + 1e-5)
         off = np.sqrt((off**2).mean(-1, keepdims=True)) * (2 if fmt.unit == "length" else 1)
         return size * (off + 2.0**-9) + top * least
-    if fmt.asks:
+    if fmt.needs_scale:
         return float(arrays["scale"]) * 0.5001
-    if fmt.find == "given" and not fmt.per:
+    if fmt.rule == "given" and not fmt.per:
         return np.abs(numbers) * 2.0**-fmt.code.significant + float(finfo(fmt.code.dtype).smallest_subnormal)
     if fmt.tail:
         coded, tail = numbers[..., : -fmt.tail], np.abs(numbers[..., -fmt.tail :]) * 2.0**-8
@@ -82,7 +82,7 @@ def compare(fmt, x, dtype, arrays):
     decoded = decode(arrays, fmt)
     assert decoded.shape == x.shape
     assert np.isfinite(decoded).all()
-    if fmt.find == "given" and not fmt.per:  # codes saturate
+    if fmt.rule == "given" and not fmt.per:  # codes saturate
         x = np.clip(x, *(np.float32(fmt.code.limits) * arrays.get("scale", np.float32(1))))
     wrong = np.abs(decoded.astype(np.float64) - x)
     if fmt.per and not fmt.tail:
@@ -93,7 +93,7 @@ def compare(fmt, x, dtype, arrays):
 def options(fmt):
     """Return the words that may stand behind a name, or nothing."""
     groups = [f"g{n}" for n in (1, 2, 3, 5, 6, 7, 16, 25, 33)]
-    return ["", *[word for takes in fmt.takes for word in (groups if takes == "gN" else [takes])]]
+    return ["", *[word for takes in fmt.options for word in (groups if takes == "gN" else [takes])]]
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -112,7 +112,7 @@ def test_every_number_comes_back_or_is_refused(name, data):
     x = np.clip(x, -most, most).astype(dtype)
     scale = (
         {"scale": np.clip(np.abs(np.float32(x)).max(initial=0), 1e-30, 2e38) / fmt.code.limits[1]}
-        if fmt.asks
+        if fmt.needs_scale
         else {}
     )
     try:

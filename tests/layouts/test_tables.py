@@ -151,7 +151,7 @@ REFUSED = {
     r"lengths\[0\]: expected at most 3, in 5 rows after 2, got 4": lambda: tables.from_batch(
         [4], 5, left_padding=[2]
     ),
-    r"batch_index\[0\]: expected at least 0": lambda: tables.from_batch([4], 5, batch_index=[-1]),
+    r"batch_index\[0\]: expected 0 to \d+, got -1": lambda: tables.from_batch([4], 5, batch_index=[-1]),
     "pages: expected sequences in neighbouring rows of one part of 10, got others for sequence 0": lambda: (
         tables.to_batch(PAGES, 10)
     ),
@@ -162,10 +162,10 @@ REFUSED = {
 
 
 def test_the_last_block_there_may_be():
-    table = tables.from_blocks([[tables.MOST // 4]], [1], 4)
-    assert table.table.tolist() == [[tables.MOST]]
+    table = tables.from_blocks([[tables.MAX_ROW // 4]], [1], 4)
+    assert table.table.tolist() == [[tables.MAX_ROW]]
     with pytest.raises(KvkitError, match=r"block_table\[0, 0\]: expected"):
-        tables.from_blocks([[tables.MOST // 4 + 1]], [1], 4)
+        tables.from_blocks([[tables.MAX_ROW // 4 + 1]], [1], 4)
 
 
 @pytest.mark.parametrize("message", REFUSED)

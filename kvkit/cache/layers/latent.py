@@ -441,7 +441,7 @@ class LatentCodes:
                 raise argument_error("format", "ds_mla with rows of 512 + 64", f"{format}, {self.dims}")
             self.bytes = encode(np.zeros((1, 576), np.float32), self.format)["codes"].shape[1]
             return
-        if self.format.per not in ("group", "token") or self.format.asks:
+        if self.format.per not in ("group", "token") or self.format.needs_scale:
             raise argument_error("format", "one whose scales belong to one token, as int8:g64", repr(format))
         coded = encode(np.zeros((1, latent_dim), np.float32), self.format)
         self._forms = {name: (array.shape[1:], array.dtype) for name, array in coded.items()}

@@ -105,7 +105,7 @@ class QuantSpec:
     def _check_scheme(self) -> None:
         for scheme in self.schemes():
             step, format = getattr(scheme, "step", 1), getattr(scheme, "format", None)
-            requires = isinstance(format, Format) and (format.finds_whole or format.asks)
+            requires = isinstance(format, Format) and (format.computes_whole or format.needs_scale)
             if requires and (self.scale is None or isinstance(self.scale, tuple)):
                 raise argument_error("scale", f"a number, for {self.format!r}", repr(self.scale))
             if getattr(scheme, "whole", False):

@@ -30,7 +30,7 @@ class CodedFormat:
         It is empty for formats with a minimum, whose groups always reach both limits, and for block formats.
         """
         code = self.format.code
-        if code.bits != 8 or self.format.beside or self.format.order:  # some bytes of blocks are scales
+        if code.bits != 8 or self.format.offset or self.format.order:  # some bytes of blocks are scales
             return np.zeros(256, bool)
         low, high = code.limits
         return np.isfinite(code.table) & ((code.table <= low) | (code.table >= high))
@@ -38,7 +38,7 @@ class CodedFormat:
     @property
     def signed(self) -> bool:
         """Return whether scales may be negative."""
-        return bool(self.format.beside) or self.format.find == "signed"
+        return bool(self.format.offset) or self.format.rule == "signed"
 
 
 @cache
@@ -137,7 +137,7 @@ def saturated(case: Case) -> Seen:
         used = used_of(case, side.array)
         scale_count = 0 if side.scale is None else side.scale.size
         of_group = (
-            kind[1].format.find != "given"
+            kind[1].format.rule != "given"
         )  # a computed scale puts each group's largest code at the limit
         per_group = scale_count / side.array.size if of_group else 0
         most = MOST_SATURATED + (2 * per_group if per_group > 1e-3 else per_group)
