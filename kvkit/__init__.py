@@ -32,7 +32,7 @@ from kvkit.errors import DeviceError, KvkitError
 from kvkit.merge import merge_attention_states
 from kvkit.paged import paged_append, paged_attention, swap_blocks
 from kvkit.planned_pages import PagedPlan, paged_plan
-from kvkit.runtime import source_digest  # noqa: F401  (imported for its effect: it reads all sources now)
+from kvkit.runtime import source_digest  # noqa: F401  (its import reads all sources)
 from kvkit.runtime.lazy_imports import lazy_names
 from kvkit.static.attention import multi_head_attention, multi_head_cache_attention
 from kvkit.static.cache import key_value_cache

@@ -1,4 +1,4 @@
-"""The errors that kvkit raises, and the words of their messages."""
+"""The errors that kvkit raises, and functions that write their messages."""
 
 import difflib
 from collections.abc import Collection, Iterable
@@ -8,11 +8,11 @@ import numpy as np
 
 
 class KvkitError(ValueError):
-    """An argument is wrong. The message names it, what was expected and what was given."""
+    """An argument is wrong. The message names the argument, what was expected and what was given."""
 
 
 class DeviceError(KvkitError):
-    """The asked-for backend cannot run on this machine."""
+    """The requested backend cannot run on this machine."""
 
 
 class CapacityError(KvkitError):
@@ -20,29 +20,29 @@ class CapacityError(KvkitError):
 
 
 class TooFewTokensError(KvkitError):
-    """A scorer keeps more tokens, whatever their scores, than there are or may stay."""
+    """A scorer always keeps more tokens than the context has, or than the budget leaves."""
 
 
 def argument_error(
     name: str, expected: object, got: object, kind: type[KvkitError] = KvkitError
 ) -> KvkitError:
-    """Return an error whose message has the form of all: NAME: expected WHAT, got WHAT."""
+    """Return an error with the form of all messages, NAME: expected WHAT, got WHAT."""
     return kind(f"{name}: expected {expected}, got {got}")
 
 
 def printable(text: object) -> str:
-    """Return a text from elsewhere in one line, with Python's escapes for its control characters."""
+    """Return a text in one line, with Python's escapes in place of control characters."""
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in str(text))
 
 
 def brief(text: object, most: int = 80) -> str:
-    """Return a foreign text so that it fits in a message: printable, in one line, at most `most` long."""
-    shown = printable(str(text)[: most + 1])  # the rest is not looked at
+    """Return a text from a file or a caller in one printable line of at most `most` characters."""
+    shown = printable(str(text)[: most + 1])  # a text may be very long
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
 
 def describe(value: Any) -> str:
-    """Describe an argument in a few words; of an array its dtype and shape, never the contents."""
+    """Describe an argument in a few words. For an array these are dtype and shape, never its contents."""
     if value is None:
         return "None"
     kind = type(value).__name__

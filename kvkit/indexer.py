@@ -1,4 +1,4 @@
-"""The indexer of sparse attention (DSA): which rows of a latent cache each query attends to."""
+"""Choose the rows of a latent cache that each query attends to: the indexer of sparse attention (DSA)."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def indexer_scores(
     scale : float, optional
         Factor of the products; D ** -0.5 if None.
     out : ndarray, optional
-        An array for the result; made if not given.
+        An array for the result; allocated if None.
 
     Returns
     -------
     scores : ndarray of float32, shape [tokens, longest context]
-        -inf for positions after the query's own, and after its context.
+        -inf for positions after the query's own, and after the end of its context.
 
     Raises
     ------
@@ -61,8 +61,8 @@ def indexer_scores(
 
     Notes
     -----
-    DeepSeek turns queries and keys by a Hadamard matrix before both become codes, which does not change
-    their products. Products and sums are float32.
+    DeepSeek multiplies queries and keys with a Hadamard matrix before both become codes, which does not
+    change their products. Products and sums are float32.
 
     Examples
     --------
@@ -89,14 +89,14 @@ def topk_rows(
     *,
     out: Array | None = None,
 ) -> Array:
-    """Return the slots of the k best positions of each query, as `mla_attention` takes them in `indices`.
+    """Return the slots of each query's k positions with the highest scores, for `indices` of `mla_attention`.
 
     Parameters
     ----------
     scores : ndarray of float32, shape [tokens, N]
-        What `indexer_scores` returns. -inf is never chosen. Of equal scores the earlier position comes first.
+        The result of `indexer_scores`. -inf is never chosen. Of equal scores the earlier position is chosen.
     k : int
-        How many; DeepSeek's models take 2,048.
+        How many positions to choose; DeepSeek's models take 2,048.
     block_tables : array_like of int, shape [B, M], or a tuple (indptr [B + 1], indices)
         As in `indexer_scores`.
     page_size : int
@@ -104,7 +104,7 @@ def topk_rows(
     query_starts : array_like of int, shape [B + 1], optional
         As in `indexer_scores`.
     out : ndarray, optional
-        An array for the result; made if not given.
+        An array for the result; allocated if None.
 
     Returns
     -------
@@ -118,7 +118,7 @@ def topk_rows(
 
     Notes
     -----
-    Attention does not depend on the order of its rows; ascending ones are read from memory in order.
+    Attention does not depend on the order of its rows. Ascending rows are read from memory in order.
 
     Examples
     --------

@@ -17,17 +17,17 @@ from kvkit.runtime import call_log
 from kvkit.typed import Array
 
 Operator = TypeVar("Operator", bound=Callable[..., Any])
-CPU = 1  # DLPack's number of it
-NUMPYS = {fmt.dtype.name: fmt.dtype for fmt in (BFLOAT16, *FLOATS8)}  # of types that numpy has not
+CPU = 1  # DLPack's device type of a CPU
+EXTENSION_DTYPES = {fmt.dtype.name: fmt.dtype for fmt in (BFLOAT16, *FLOATS8)}  # ml_dtypes', not numpy's own
 
 
 def is_foreign(array: object) -> bool:
-    """Return whether an argument is an array, but not numpy's."""
+    """Return whether an argument is an array of another library than numpy."""
     return not isinstance(array, np.ndarray) and hasattr(array, "__dlpack__")
 
 
 def as_numpy(array: Any, name: str = "array") -> Any:
-    """Return a numpy array in the memory of another library's, or the argument itself if it is none.
+    """Return a numpy array that shares the memory of another library's array, or any other argument itself.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def as_numpy(array: Any, name: str = "array") -> Any:
     Raises
     ------
     KvkitError
-        If the array is on another device, or numpy has no such dtype.
+        If the array is on another device, or numpy does not have its dtype.
 
     Examples
     --------
@@ -59,62 +59,62 @@ def as_numpy(array: Any, name: str = "array") -> Any:
     if where != "cpu":
         raise argument_error(name, "an array on the CPU (others are for kvkit_cuda)", f"one on {where}")
     try:
-        return of_tensor(array.detach()) if is_tensor(array) else np.from_dlpack(array)
+        return tensor_to_numpy(array.detach()) if is_tensor(array) else np.from_dlpack(array)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        if hasattr(array, "__array__"):  # as for bfloat16, of which DLPack in numpy knows nothing
+        if hasattr(array, "__array__"):  # for bfloat16, which numpy's DLPack does not read
             return np.asarray(array)
         wanted = "an array that numpy can share"
         raise argument_error(name, wanted, f"{type(array).__name__} ({error})") from None
 
 
 def device_of(array: Any) -> str:
-    """Return the device of an array that speaks DLPack, in words."""
+    """Return the device of an array with DLPack, in words."""
     device, number = array.__dlpack_device__()
     return "cpu" if device == CPU else f"device {int(device)}:{number}"
 
 
 def is_tensor(array: object) -> bool:
-    """Return whether an array is torch's."""
+    """Return whether an argument is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-def dtype_of(array: object) -> np.dtype[Any] | None:
-    """Return the dtype of elements that numpy itself has not (bfloat16, float8), else None."""
-    return NUMPYS.get(str(getattr(array, "dtype", None)).removeprefix("torch."))
+def extension_dtype(array: object) -> np.dtype[Any] | None:
+    """Return the ml_dtypes dtype of bfloat16 and float8 elements; None for numpy's own dtypes."""
+    return EXTENSION_DTYPES.get(str(getattr(array, "dtype", None)).removeprefix("torch."))
 
 
-def in_integers(tensor: Any) -> Any:
-    """Return a view of a tensor that numpy can take: of integers, where numpy has not its type."""
-    dtype = dtype_of(tensor)
+def as_integers(tensor: Any) -> Any:
+    """Return a tensor, as a view of integers if numpy does not have its dtype."""
+    dtype = extension_dtype(tensor)
     if dtype is None:
         return tensor
     torch = sys.modules["torch"]
     return tensor.view(torch.int16 if dtype.itemsize == 2 else torch.int8)
 
 
-def of_tensor(tensor: Any) -> Array:
-    """Return a numpy array in the memory of a tensor."""
-    array: Array = in_integers(tensor).numpy()
-    dtype = dtype_of(tensor)
+def tensor_to_numpy(tensor: Any) -> Array:
+    """Return a numpy array that shares the memory of a tensor."""
+    array: Array = as_integers(tensor).numpy()
+    dtype = extension_dtype(tensor)
     return array if dtype is None else array.view(dtype)
 
 
-def tensor_of(array: Array) -> Any:
-    """Return a torch tensor in the memory of an array."""
+def numpy_to_tensor(array: Array) -> Any:
+    """Return a torch tensor that shares the memory of an array."""
     torch = sys.modules["torch"]
-    if array.dtype in NUMPYS.values():
+    if array.dtype in EXTENSION_DTYPES.values():
         integers = array.view(np.int16 if array.itemsize == 2 else np.int8)
         return torch.from_numpy(integers).view(getattr(torch, array.dtype.name))
     return torch.from_numpy(array)
 
 
 def in_kind_of(first: Any, result: Any) -> Any:
-    """Return a result in the kind of the first array in nested lists: tensors for torch's."""
-    return as_tensors(result) if is_tensor(first_of(first)) else result
+    """Return a result as torch tensors if the first array in nested lists is one, else as it is."""
+    return as_tensors(result) if is_tensor(first_array(first)) else result
 
 
-def first_of(argument: Any) -> Any:
+def first_array(argument: Any) -> Any:
     """Return the first array in nested lists."""
     while isinstance(argument, (list, tuple)) and argument:
         argument = argument[0]
@@ -122,17 +122,18 @@ def first_of(argument: Any) -> Any:
 
 
 def as_tensors(result: Any) -> Any:
-    """Return nested lists of arrays as lists of torch's tensors, in their memory."""
+    """Return nested lists of arrays as lists of torch tensors that share their memory."""
     if isinstance(result, (list, tuple)):
         return type(result)(map(as_tensors, result))
-    return tensor_of(result)
+    return numpy_to_tensor(result)
 
 
 def returns_input_kind(operator: Operator) -> Operator:
     """Decorate an operator on numpy arrays so that it takes arrays of any library.
 
-    Tensors that are caches change in place, and an argument that is returned is the same object. New results
-    are tensors if the first argument is one. A call with numpy arrays only goes straight to the operator.
+    Caches that are tensors change in place. An argument that the operator returns is the caller's own object.
+    New results are tensors if the first argument is one. A call with numpy arrays only goes straight to the
+    operator.
     """
     first = 1 if next(iter(inspect.signature(operator).parameters)) == "self" else 0
 
@@ -143,7 +144,7 @@ def returns_input_kind(operator: Operator) -> Operator:
         if len(args) <= first or type(args[first]) is np.ndarray or not hasattr(args[first], "__dlpack__"):
             try:
                 return operator(*args, **keywords)
-            except KvkitError:  # nothing has been written, so that it can be asked again
+            except KvkitError:  # nothing has been written, so the call can be repeated
                 given = (*args[first:], *keywords.values())
                 if not any(map(holds_foreign, given)):
                     raise
@@ -153,7 +154,7 @@ def returns_input_kind(operator: Operator) -> Operator:
 
 
 def log_call(operator: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    """Log that an operator is called; the call itself refuses wrong arguments."""
+    """Log a call of an operator, unless its arguments do not fit the signature; the call refuses those."""
     try:
         given = inspect.signature(operator).bind(*args, **keywords).arguments
     except TypeError:
@@ -162,16 +163,16 @@ def log_call(operator: Callable[..., Any], args: tuple[Any, ...], keywords: dict
 
 
 def holds_foreign(argument: object) -> bool:
-    """Return whether an argument is or lists another library's arrays."""
+    """Return whether an argument is an array of another library, or a list with one."""
     return any(map(is_foreign, argument)) if isinstance(argument, (list, tuple)) else is_foreign(argument)
 
 
 def call_with_numpy(
     operator: Callable[..., Any], first: int, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """Call an operator with numpy's arrays; return its results in the kind of the first argument."""
+    """Call an operator with numpy arrays; return tensors if the first argument is one."""
     bound = inspect.signature(operator).bind(*args, **keywords)
-    owners: dict[int, tuple[Any, Array]] = {}  # the objects given, by the id of the arrays in their memory
+    owners: dict[int, tuple[Any, Array]] = {}  # by the id of an array: the caller's object, and the array
 
     def take(name: str, argument: Any) -> Any:
         if isinstance(argument, (list, tuple)):
@@ -181,14 +182,14 @@ def call_with_numpy(
             owners[id(array)] = argument, array
         return array
 
-    tensors = is_tensor(first_of(list(bound.arguments.values())[first]))
+    tensors = is_tensor(first_array(list(bound.arguments.values())[first]))
 
     def give(result: Any) -> Any:
         if isinstance(result, tuple):
             return tuple(map(give, result))
         if id(result) in owners:
             return owners[id(result)][0]
-        return tensor_of(result) if tensors and isinstance(result, np.ndarray) else result
+        return numpy_to_tensor(result) if tensors and isinstance(result, np.ndarray) else result
 
     for name, argument in list(bound.arguments.items())[first:]:
         if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:

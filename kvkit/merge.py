@@ -13,8 +13,8 @@ from kvkit.formats import Element
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Arrays, Pair
 
-MAX_PREPARED = 64  # prepared calls in the cache, one per dtype, shape and count
-# A running call removes its prepared entry, so that no other thread uses it.
+MAX_PREPARED = 64  # prepared calls that are kept, one for each dtype, shape and number of parts
+# A running call takes its prepared call out, so that no other thread uses it.
 merges: PreparedCalls[PreparedCall] = PreparedCalls(MAX_PREPARED)
 
 
@@ -29,7 +29,7 @@ def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = 
     Parameters
     ----------
     outputs : sequence of ndarray, each of shape [..., num_heads, Dv]
-        What an attention operator returned for each part: float32, float16 or bfloat16, all alike.
+        The attn_output of each part: float32, float16 or bfloat16, all of one dtype.
     lses : sequence of ndarray of float32, each of shape [..., num_heads]
         The lse of each part, from ``return_lse=True``.
     out : tuple of ndarray, optional
@@ -71,7 +71,7 @@ def merge_attention_states(outputs: Arrays, lses: Arrays, *, out: Pair | None = 
 
 
 def merge_checked(fmt: Element, outputs: Sequence[Array], lses: Sequence[Array]) -> Pair:
-    """Merge checked parts of one dtype; return the output and the lse."""
+    """Merge checked outputs [..., num_heads, Dv] and lses [..., num_heads] of parts; return both merged."""
     outputs = [np.ascontiguousarray(each) for each in outputs]
     lses = [np.ascontiguousarray(each) for each in lses]
     out, lse = np.empty(outputs[0].shape, fmt.dtype), np.empty(lses[0].shape, np.float32)

@@ -83,10 +83,10 @@ def mla_attention(
     value_dim : int
         How many elements of a row are its value.
     indices : array_like of int, shape [tokens, K], optional
-        The rows of each query: ``block * page_size + offset`` in the pool. Negative ones and those past the
-        end of the pool name no row; a row that is named twice counts twice.
+        The rows of each query: ``block * page_size + offset`` in the pool. Indices below 0 and past the end
+        of the pool name no row; a row that is named twice counts twice.
     index_lens : array_like of int, shape [tokens], optional
-        How many of a query's indices count, the first ones.
+        How many of a query's first indices count.
     extra : tuple (latent, indices, index_lens), optional
         Rows of a second pool of the same format that the queries with `indices` attend to as well.
     format : str, optional
@@ -102,12 +102,12 @@ def mla_attention(
     return_lse : bool
         Whether to return the natural logarithms of the softmax denominators too.
     out : ndarray or tuple of ndarray, optional
-        Arrays for the results; made if not given.
+        Arrays for the results; allocated if None.
 
     Returns
     -------
     attn_output : ndarray, shape [tokens, H, value_dim]
-        In the dtype of `query`; 0 for a query without rows. `mla_expand` makes the heads' values of it.
+        In the dtype of `query`; 0 for a query without rows. `mla_expand` computes the heads' outputs from it.
     lse : ndarray of float32, shape [tokens, H]
         If `return_lse`; -inf for a query without rows (FlashMLA: inf).
 
@@ -118,8 +118,8 @@ def mla_attention(
 
     Notes
     -----
-    Floats in one pool, and rows of 656 bytes in pages, are read in place. Other rows are gathered some
-    16,384 at a time, each once; what is computed in several parts is merged in float32 and rounded once.
+    Floats in one pool, and rows of 656 bytes in pages, are read in place. Other rows are gathered, each once,
+    some 16,384 at a time; attention over several such parts is merged in float32 and rounded once.
 
     Examples
     --------
@@ -135,8 +135,8 @@ def mla_attention(
         is_causal=is_causal, sinks=sinks, lse_of_sinks=lse_of_sinks, return_lse=return_lse,
     )  # fmt: skip
     call = checked_latent_attention(given)
-    # Attention in parts, or with an lse that is without sinks, is in float32 and without them: they scale the
-    # output at the end.
+    # Attention in parts is computed in float32 and without sinks, and so is attention whose lse leaves them
+    # out. Sinks then scale the output at the end.
     whole = None if call.sinks_last else call.whole or attention_over_bytes(call)
     if whole is not None:
         return attend(whole, out)
@@ -161,7 +161,7 @@ def mla_attention(
 def attend_to_contexts(
     query: Array, rows: Array, counts: Array, starts: Any, causal: bool, call: LatentCall
 ) -> Pair:
-    """Attend in float32 to gathered rows: `counts[i]` rows of each context i, contexts in order."""
+    """Attend in float32 to gathered rows [sum of counts, dim]; context i has the next `counts[i]` of them."""
     pool = rows[:, None]  # pages of one row
     attention = PoolAttention(
         query.astype(np.float32), pool, pool[..., : call.value_dim], table_of_rows(counts), counts, starts,
@@ -173,10 +173,10 @@ def attend_to_contexts(
 
 
 def attend_to_pieces(call: LatentCall, contexts: LatentContexts) -> Pair:
-    """Attend to contexts whose rows have to be joined or decoded, piece by piece; in float32."""
+    """Attend in float32, piece by piece, to contexts whose rows have to be joined or decoded."""
     pages, lengths, starts = contexts
     pool, query = call.pool, call.query
-    output, lse = nothing_seen(call)
+    output, lse = empty_attention(call)
     for pieces in pieces_of_contexts(lengths, np.diff(starts)):
         slots = np.concatenate([slots_of(pages, pool.page_size, *piece) for piece in pieces])
         tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i, *_ in pieces])
@@ -186,44 +186,45 @@ def attend_to_pieces(call: LatentCall, contexts: LatentContexts) -> Pair:
         part = attend_to_contexts(
             query[tokens], gather_rows(pool, slots), counts, own, call.causal and last, call
         )
-        add_part(output, lse, tokens, part)
+        merge_part(output, lse, tokens, part)
     return output, lse
 
 
 def attend_to_rows(call: LatentCall) -> Pair:
     """Attend to the chosen rows of each query, in float32."""
     query = call.query
-    output, lse = nothing_seen(call)
+    output, lse = empty_attention(call)
     for pool, slots, starts in call.chosen:
         most = max(1, int(np.diff(starts).max(initial=0)))
         for begin in range(0, len(query), max(1, ROWS // most)):
             tokens = np.arange(begin, min(begin + max(1, ROWS // most), len(query)))
             rows = gather_rows(pool, slots[starts[begin] : starts[tokens[-1] + 1]])
             counts = np.diff(starts[begin : tokens[-1] + 2])
-            add_part(output, lse, tokens, attend_to_contexts(query[tokens], rows, counts, None, False, call))
+            part = attend_to_contexts(query[tokens], rows, counts, None, False, call)
+            merge_part(output, lse, tokens, part)
     return output, lse
 
 
-def nothing_seen(call: LatentCall) -> Pair:
-    """Return the output and the lse of queries that have not seen a row."""
+def empty_attention(call: LatentCall) -> Pair:
+    """Return the output and the lse of queries that have not attended to any row yet."""
     shape = call.query.shape[:2]
     return np.zeros((*shape, call.value_dim), np.float32), np.full(shape, -np.inf, np.float32)
 
 
-def add_part(output: Array, lse: Array, tokens: Array, part: Pair) -> None:
-    """Add attention over one more part of the contexts of some queries."""
+def merge_part(output: Array, lse: Array, tokens: Array, part: Pair) -> None:
+    """Merge attention over one more part of their contexts into the outputs of queries `tokens`."""
     if (lse[tokens] != -np.inf).any():
         part = merge_checked(FLOAT32, (output[tokens], part[0]), (lse[tokens], part[1]))
     output[tokens], lse[tokens] = part
 
 
 def table_of_rows(counts: Array) -> tuple[Array, Array]:
-    """Return block tables (indptr, indices) of contexts one after the other, in pages of one row."""
+    """Return block tables (indptr, indices) of contexts that lie one after the other, in pages of one row."""
     return np.concatenate([[0], np.cumsum(counts)]), np.arange(counts.sum())
 
 
 def apply_sinks(output: Array, lse: Array, call: LatentCall) -> Pair:
-    """Scale outputs by the share that sinks leave them; return the lse with them, or that of the rows."""
+    """Scale outputs by the weight that sinks leave to rows; return the lse with sinks or without them."""
     sinks = np.asarray(call.sinks, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         share = 1 / (1 + np.exp(sinks - lse))  # e^lse / (e^lse + e^sink)

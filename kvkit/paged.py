@@ -1,4 +1,4 @@
-"""Attention over the page pools of inference engines, and operators that fill and copy their pages."""
+"""Attend to the page pools of inference engines, and fill and copy their pages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def paged_attention(
     ----------
     query : ndarray, shape [tokens, num_heads, Dk]
         float32, float16 or bfloat16; the tokens of all sequences, one after the other. On the CPU also
-        float8, which is widened to float32; a scale of such queries is a factor of `softmax_scale`.
+        float8, which is widened to float32; multiply `softmax_scale` with the scale of such queries.
     key_cache, value_cache : ndarray
         Pools of pages with any strides, whose axes `layout` names: for ``"b n h c"`` [num_blocks, page_size,
         num_kv_heads, Dk] and [.., Dv]. float32, float16 or bfloat16; or codes: int8, or ml_dtypes'
@@ -70,16 +70,16 @@ def paged_attention(
         The axes of one pool, outermost first: b pages, n tokens, h heads, c elements of a head. Without h
         there is one head, without n a page has one token. If there is an axis kv, as in ``"b kv n h c"``, one
         pool has keys (0) and values (1): pass it as both arguments, or as one with None for the other; or
-        pass views of its halves and leave kv out.
+        pass views of its halves and leave kv out of `layout`.
     key_scale, value_scale : float or ndarray, optional
         Factors of keys and of values, required for int8: a finite number, or an array [num_kv_heads] or [B,
         num_kv_heads]. For codes also one scale per token and head: an array with the axes of the pool without
-        c; or one per group, with an axis of groups in place of c (which is needed if the shape is otherwise
-        one of those above). Such arrays have equal strides for keys and values, whose codes have one type;
-        they are not checked for NaN.
+        c; or one per group, with an axis of groups in place of c (which is also needed if the shape without
+        it is one of those above). Keys and values then have one dtype, and their scales equal strides. Such
+        scales are not checked for NaN.
     quant_format : str, optional
-        ``"q8_0"``, ``"q4_0"`` or two of these, as in ``"q8_0/q4_0"``, for keys and values in blocks of ggml,
-        as llama.cpp has them: pools of uint8, whose last axis is the bytes of a head.
+        ``"q8_0"``, ``"q4_0"`` or two of these, as in ``"q8_0/q4_0"``, for keys and values in llama.cpp's
+        blocks of ggml: pools of uint8, whose last axis is the bytes of a head.
     is_causal : bool
         Whether a query ignores keys after its own position.
     alibi_slopes : ndarray, shape [num_heads] or [B, num_heads], optional
@@ -95,9 +95,9 @@ def paged_attention(
     return_lse : bool
         Whether to return the natural logarithms of the softmax denominators too.
     return_key_weights : bool
-        Whether to return how much weight each key gets from all queries of its sequence and a head.
+        Whether to return, for each head, the sum of the weights that a key gets from its sequence's queries.
     out : ndarray or tuple of ndarray, optional
-        Arrays for the results; made if not given.
+        Arrays for the results; allocated if None.
 
     Returns
     -------
@@ -182,8 +182,9 @@ def paged_append(
     positions : ndarray of int32 or int64, shape [tokens], optional
         The position of each token; required with `rope`, else not read.
     rope : Rope or mapping, optional
-        How keys are rotated before they are stored: a `kvkit.Rope`, or its arguments by name; ``"none"`` (a
-        layer without rotation) is as None. `key` itself does not change, and queries are rotated apart.
+        How keys are rotated before they are stored: a `kvkit.Rope`, or its arguments by name. None and
+        ``"none"`` (a layer without rotation) rotate nothing. `key` itself does not change. Rotate queries
+        with `Rope.rotate`.
 
     Returns
     -------
@@ -200,8 +201,8 @@ def paged_append(
     -----
     This does what vLLM's ``reshape_and_cache`` and FlashInfer's ``append_paged_kv_cache`` do. If dtypes are
     equal, bits are copied. Rotated keys are rounded to their own dtype, as `Rope.rotate` does, and then
-    stored: the bytes are those of two calls, in one launch. Codes are rounded once, half to even, and
-    saturate, as those of ``"ort_int8"``, ``"e4m3"`` and ``"e5m2"`` in `kvkit.formats.encode`.
+    stored: one launch writes the bytes that two calls would. Codes are rounded once, half to even, and
+    saturate, like ``"ort_int8"``, ``"e4m3"`` and ``"e5m2"`` of `kvkit.formats.encode`.
 
     Examples
     --------
@@ -237,8 +238,8 @@ def swap_blocks(source: Array, target: Array, pairs: ArrayLike) -> Array:
     Parameters
     ----------
     source, target : ndarray, shape [num_blocks, ...]
-        Two caches of one dtype, which may be any, that share no memory, or one cache passed twice. All axes
-        but the first are equal; strides are free. `target` changes in place.
+        Two caches of any one dtype that share no memory, or one cache passed twice. Their shapes are equal
+        but for the first axis; strides are free. `target` changes in place.
     pairs : ndarray of int32 or int64, shape [N, 2]
         Pairs of blocks (s, d). Each d occurs once; within one cache no block is both read and written.
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding as a description: how a model rotated its keys, and how to move them."""
+"""Describe a model's rotary position embedding, and rotate or move keys with it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvkit.interop import returns_input_kind
 from kvkit.typed import Array
 
 FLOAT_DTYPES = {np.dtype(np.float64), *(each.dtype for each in FLOATS)}
-NO_ROTATION = "none"  # NoPE layers and ALiBi: positions move, keys need nothing
-DYNAMIC = "a base that is fixed: dynamic NTK scaling makes it of the length of each call"
+NO_ROTATION = "none"  # NoPE layers and ALiBi: keys stay as they are when positions move
+DYNAMIC = "a fixed base: dynamic NTK scaling computes it from the length of each call"
 AXES = "one position for each token, or text_only=True where all axes are equal"
 LONGROPE = "long=True or long=False, the list that all keys were made with"
 
@@ -41,21 +41,22 @@ class Rope:
         Whether a pair is two neighbours; else it is elements i and i + rotary_dim / 2.
     scaling : mapping, optional
         As ``rope_parameters`` of transformers: ``rope_type`` is ``"default"``, ``"linear"``, ``"llama3"``,
-        ``"yarn"`` or ``"longrope"``, beside its numbers. Of longrope ``long`` says which list all keys were
-        made with. Of several position axes (``mrope_section``) only text is taken, and ``text_only`` says so.
+        ``"yarn"`` or ``"longrope"``, with its parameters. For longrope, ``long`` says whether all keys were
+        rotated with the long list. A model with several position axes (``mrope_section``) needs
+        ``text_only=True``: positions on all axes are equal, as in text.
     begin : int
-        The element that the rotated ones begin at: 128 in DeepSeek's keys, 512 in latent rows.
+        The first rotated element of a head: 128 in DeepSeek's keys, 512 in latent rows.
 
     Attributes
     ----------
     frequencies : ndarray of float64, shape [rotary_dim / 2]
     attention_factor : float
-        What keys are multiplied with when they are rotated: once, so `shift` does not.
+        The factor that `rotate` multiplies keys with. `shift` does not, because keys get it once.
 
     Raises
     ------
     KvkitError
-        If keys that were rotated so cannot be moved, as with dynamic NTK scaling.
+        If an argument is wrong, or if such keys cannot be moved later, as with dynamic NTK scaling.
 
     Examples
     --------
@@ -73,7 +74,7 @@ class Rope:
     begin: int = 0
     frequencies: Array = field(init=False, repr=False, compare=False)
     attention_factor: float = field(init=False, repr=False)
-    _frequency_bytes: bytes = field(init=False, repr=False)  # which can be compared and hashed
+    _frequency_bytes: bytes = field(init=False, repr=False)  # the frequencies, for == and hash
 
     def __post_init__(self) -> None:
         if integer("rotary_dim", self.rotary_dim, 2) % 2:
@@ -86,7 +87,7 @@ class Rope:
             raise argument_error("scaling", "a mapping, or None", describe(self.scaling))
         numbers = copy.deepcopy(dict(self.scaling or {}))
         if self.scaling is not None:
-            object.__setattr__(self, "scaling", numbers)  # a copy: the caller may change what was given
+            object.__setattr__(self, "scaling", numbers)  # a copy, because the caller may change its mapping
         kind = numbers.get("rope_type", numbers.get("type", "default"))
         if "mrope_section" in numbers and numbers.get("text_only") is not True:
             raise argument_error("scaling", AXES, f"mrope_section {numbers['mrope_section']}")
@@ -104,7 +105,7 @@ class Rope:
 
     @returns_input_kind
     def rotate(self, states: Array, positions: ArrayLike) -> Array:
-        """Rotate queries or keys [..., tokens, dim] for their positions, and multiply them with the factor.
+        """Rotate queries or keys [..., tokens, dim] by their positions; multiply with `attention_factor`.
 
         Parameters
         ----------
@@ -122,13 +123,13 @@ class Rope:
 
     @returns_input_kind
     def shift(self, states: Array, delta: ArrayLike) -> Array:
-        """Move rotated queries or keys [..., tokens, dim] by some positions, as if they were rotated there.
+        """Move rotated queries or keys [..., tokens, dim] by `delta` positions, by rotating them further.
 
         Parameters
         ----------
         states : ndarray, shape [..., tokens, dim]
         delta : array_like of int
-            How many positions later; one for each token, or one for all.
+            The number of positions, for each token or for all.
 
         Returns
         -------
@@ -159,12 +160,12 @@ class Rope:
         return turned.astype(states.dtype, copy=False)
 
     def turns(self, positions: ArrayLike, dtype: DTypeLike, factor: float = 1.0) -> tuple[Array, Array]:
-        """Return the cosines and the sines [..., pairs] of a rotation by some positions, for `turn`."""
+        """Return the cosines and the sines [..., pairs] that `turn` rotates by, for some positions."""
         angles = np.asarray(positions, np.float64)[..., None] * self.frequencies  # [tokens, pairs]
         return (np.cos(angles) * factor).astype(dtype), (np.sin(angles) * factor).astype(dtype)
 
     def angles(self, positions: ArrayLike) -> Array:
-        """Return the cosine and the sine of every angle at some positions, times the factor, in float32.
+        """Return the cosine and the sine of every pair's angle, times `attention_factor`, in float32.
 
         Parameters
         ----------
@@ -177,14 +178,10 @@ class Rope:
         return np.stack(self.turns(positions, np.float32, self.attention_factor), -1)
 
     def turn(self, states: Array, cosines: Array, sines: Array, out: Array) -> None:
-        """Write states that are rotated to `out`, of a dtype; the elements after the pairs lie there."""
+        """Write the rotated pairs of states [..., dim] to `out`; its other elements do not change."""
         first, second = self.pairs()
-        x, y, rotated_x, rotated_y = (
-            states[..., first],
-            states[..., second],
-            out[..., first],
-            out[..., second],
-        )
+        x, y = states[..., first], states[..., second]
+        rotated_x, rotated_y = out[..., first], out[..., second]
         np.multiply(x, cosines, out=rotated_x)
         np.subtract(rotated_x, y * sines, out=rotated_x)
         np.multiply(x, sines, out=rotated_y)
@@ -199,11 +196,11 @@ class Rope:
 
     @property
     def end(self) -> int:
-        """Return the number of the element after the rotated ones."""
+        """Return the index of the first element after the rotated ones."""
         return self.begin + self.rotary_dim
 
     def describe(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, for a file."""
+        """Return the arguments of the constructor as values that a file can hold."""
         scaling = {name: np.asarray(value).tolist() for name, value in (self.scaling or {}).items()}
         arguments = {"rotary_dim": self.rotary_dim, "theta": self.theta, "interleaved": self.interleaved}
         begin = {"begin": self.begin} if self.begin else {}
@@ -219,16 +216,16 @@ class Rope:
         ----------
         config : PreTrainedConfig
         long : bool, optional
-            Of longrope, which list all keys were made with.
+            For longrope: whether all keys were rotated with the long list.
         text_only : bool
-            Of models with several position axes, whether all are equal.
+            For models with several position axes: whether positions on all axes are equal.
         interleaved : bool
-            Whether a pair is two neighbours, which configs do not say.
+            Whether a pair is two neighbours. Configs do not say this.
 
         Returns
         -------
         list of Rope or "none"
-            One for each layer; ``"none"`` for one that rotates nothing.
+            An entry for each layer; ``"none"`` for a layer that rotates nothing.
         """
         config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         count = integer("num_hidden_layers", config.num_hidden_layers, 0)
@@ -254,7 +251,7 @@ class Rope:
 
 
 def as_rope(rope: object) -> Rope | str | None:
-    """Return the rotation that an argument gives: a `Rope`, the arguments of one by name, "none" or None."""
+    """Return a checked `rope` argument: a `Rope`, also made from its arguments by name, "none" or None."""
     if isinstance(rope, Mapping):
         try:
             return Rope(**rope)
@@ -267,11 +264,11 @@ def as_rope(rope: object) -> Rope | str | None:
     raise argument_error("rope", "a kvkit.Rope, its arguments by name, 'none' or None", describe(rope))
 
 
-Scaled = tuple[Array, float]  # frequencies, factor of keys
+Scaled = tuple[Array, float]  # frequencies, and the factor of keys (`attention_factor`)
 
 
 def number_of(numbers: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """Return a positive number of a scaling."""
+    """Return a positive number of a scaling by its name; a number without a default is required."""
     value = numbers.get(name)
     value = default if value is None else value
     if value is None:
@@ -280,7 +277,7 @@ def number_of(numbers: Mapping[str, Any], name: str, default: float | None = Non
 
 
 def trained_length(numbers: Mapping[str, Any]) -> float:
-    """Return the context length of the training before scaling."""
+    """Return the context length that the model was trained for before its positions were scaled."""
     names = "original_max_position_embeddings", "max_position_embeddings"
     found = [numbers[name] for name in names if numbers.get(name) is not None]
     return positive_number(names[0], found[0]) if found else number_of(numbers, names[0])
@@ -292,12 +289,12 @@ def unscaled(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
 
 
 def linear(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
-    """Return frequencies of positions that are divided by a factor."""
+    """Return frequencies divided by the factor that positions are scaled down with."""
     return inverse / number_of(numbers, "factor"), 1.0
 
 
 def llama3(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
-    """Return frequencies whose long waves are stretched, and whose short ones are as they are."""
+    """Return frequencies of which long waves are stretched by the factor, and short ones are not."""
     factor = number_of(numbers, "factor")
     low = number_of(numbers, "low_freq_factor", 1)
     high, trained = number_of(numbers, "high_freq_factor", 4), trained_length(numbers)
@@ -312,7 +309,7 @@ def llama3(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
 
 
 def yarn(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
-    """Return frequencies that change from unscaled to scaled over a ramp of pairs, and the factor of keys."""
+    """Return frequencies that pass from unscaled to scaled over a ramp of pairs, and the factor of keys."""
     trained = trained_length(numbers)
     if numbers.get("factor") is None and numbers.get("max_position_embeddings"):
         factor = positive_number("factor", numbers["max_position_embeddings"] / trained)
@@ -330,7 +327,7 @@ def yarn(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
 
 
 def yarn_factor(numbers: Mapping[str, Any], factor: float) -> float:
-    """Return what YaRN multiplies queries and keys with."""
+    """Return the factor that YaRN multiplies queries and keys with."""
 
     def grown(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
@@ -342,7 +339,7 @@ def yarn_factor(numbers: Mapping[str, Any], factor: float) -> float:
 
 
 def longrope(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
-    """Return frequencies that are divided by a list, which is chosen once for all keys."""
+    """Return frequencies divided by the long or the short list, which `long` chooses for all keys."""
     long = numbers.get("long")
     if not isinstance(long, bool):
         raise argument_error("scaling", LONGROPE, "neither: models choose by the length of each call")

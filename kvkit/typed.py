@@ -1,7 +1,7 @@
 """The types in the signatures of public functions, for type checkers.
 
-They tell arrays from numbers and texts; dtypes, shapes and ranges are what a call checks. The number of a
-layout is an `int`: which there are, `kvkit.layouts.pmx` says alone.
+They distinguish arrays from numbers and texts. Calls check dtypes, shapes and ranges. The number of a layout
+is an `int`: `kvkit.layouts.pmx` lists the layouts.
 """
 
 import os
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Pair = tuple[Array, Array]
-Arrays = Sequence[Array] | Array  # of one array, those along its first axis
-Attended = Array | Any  # a `Pair` with `return_lse`; `Any` spares a caller telling which it asked for
-States = Array | Any  # an array, or a view that `numpy.asarray` makes one of
-Values = TypeVar("Values", Array, None)  # given beside keys, or left out and so returned
+Arrays = Sequence[Array] | Array  # several arrays; one array counts as its parts along the first axis
+Attended = Array | Any  # an array, or with `return_lse` a `Pair`; `Any` spares callers a cast
+States = Array | Any  # an array, or a view that `numpy.asarray` converts
+Values = TypeVar("Values", Array, None)  # values beside keys, or None; a function returns the same type
 FilePath = str | os.PathLike[str]

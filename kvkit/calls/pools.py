@@ -22,7 +22,7 @@ from kvkit.checks.arguments import PoolAttention, PoolTransfer
 from kvkit.checks.index_tensors import validates
 from kvkit.checks.paged import PagedContexts, PoolAppend, checked_append, checked_paged_attention
 from kvkit.formats import elements
-from kvkit.runtime.arrays import empty_result, places_of
+from kvkit.runtime.arrays import addresses_of, empty_result
 from kvkit.typed import Array, Arrays, Attended
 
 COPIED_BYTES = 2**20
@@ -191,7 +191,8 @@ def number_or_none(scale: Any) -> Any:
 
 def in_one(key_cache: Any, value_cache: Any, *_: Any) -> bool:
     """Return whether one pool is given for keys and for values."""
-    return len({*places_of([each for each in (key_cache, value_cache) if isinstance(each, np.ndarray)])}) < 2
+    arrays = [each for each in (key_cache, value_cache) if isinstance(each, np.ndarray)]
+    return len({*addresses_of(arrays)}) < 2
 
 
 def in_both(one: Array | None, other: Array | None) -> tuple[Array | None, Array | None]:

@@ -12,7 +12,7 @@ from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of, is_pair, 
 from kvkit.checks.arguments import PackedPositions, RotaryArguments, StaticPositions
 from kvkit.checks.positions import AlibiCall, RotationCall, checked_rotation, positions_of
 from kvkit.checks.values import one_piece
-from kvkit.runtime.arrays import empty_result, places_of
+from kvkit.runtime.arrays import addresses_of, empty_result
 from kvkit.typed import Array, Pair
 
 ARRAYS = "query", "key", "rotated query", "rotated key"
@@ -36,7 +36,7 @@ def rotate(
     if (out is None or is_pair(out)) and arguments.cos is None and arguments.sin is None:
         form = form_of((*arrays, *(out or ())), arguments)
     if form and out:
-        places = zip(places_of(arrays), places_of(out), strict=True)
+        places = zip(addresses_of(arrays), addresses_of(out), strict=True)
         in_place = [here == there for here, there in places]
         form += (is_unaligned(out), *in_place)  # these calls have other launches
     prepared = rotations.take(form)

@@ -15,7 +15,7 @@ import numpy as np
 from kvkit import cpu
 from kvkit.checks.attention import AttentionCall
 from kvkit.checks.key_value_cache import TransferCall
-from kvkit.runtime.arrays import overlap_distances, places_of
+from kvkit.runtime.arrays import addresses_of, overlap_distances
 from kvkit.typed import Array, Arrays, Attended
 
 MOST = 4096  # prepared calls in a collection
@@ -82,7 +82,7 @@ def is_pair(out: object) -> bool:
 
 def is_unaligned(out: Iterable[Array] | None) -> bool | None:
     """Return whether outputs have addresses that streaming stores cannot write; these need other code."""
-    return None if out is None else any(place % 16 for place in places_of(out))
+    return None if out is None else any(place % 16 for place in addresses_of(out))
 
 
 class PreparedCalls(dict[Any, Prepared], Generic[Prepared]):
@@ -175,7 +175,7 @@ class PreparedCall:
 
     def run(self, arrays: Sequence[Array | None], version: object = None) -> bool:
         """Run the call for other arrays of its form; return False if it needs the full checks."""
-        places = places_of(arrays)
+        places = addresses_of(arrays)
         for i in self._written:
             if not arrays[i].flags.writeable:  # type: ignore[union-attr]
                 return False

@@ -42,8 +42,8 @@ class Weights(NamedTuple):
     softcap: float
     sinks: Array | None
     mask: MaskPlace = NO_MASK
-    apart: int = 1  # the number of sequences in a row that have different sinks
-    slopes: Array | None = None  # of ALiBi, float32 [sequences or 1, query heads]
+    sink_sequences: int = 1  # sequence b has the sinks of number b % sink_sequences
+    slopes: Array | None = None  # ALiBi slopes, float32 [sequences or 1, query heads]
     scales: Array | None = None  # of keys (times `scale`) and values, float32 [2, sequences or 1, heads or 1]
 
 
@@ -81,11 +81,9 @@ def checked_attention(
     key, value = check_keys_and_values(fmt, key, value, outer, kv_heads, query.shape[-1])
     key, value = (np.ascontiguousarray(each) if is_broadcast(each) else each for each in (key, value))
     steps = sequences.over_keys(query, key)
-    mask = NO_MASK
-    if scoring.attn_mask is not None:
-        mask = sequences.mask(fmt, scoring.attn_mask, query, steps)
-    how = checked_weights(query, mask, scoring)
-    inputs = named_arrays(query=query, key=key, value=value, attn_mask=scoring.attn_mask, sinks=how.sinks)
+    weights = checked_weights(query, sequences.mask(fmt, scoring.attn_mask, query, steps), scoring)
+    arrays = {"query": query, "key": key, "value": value}
+    inputs = named_arrays(**arrays, attn_mask=scoring.attn_mask, sinks=weights.sinks)
     context = context_of(fmt, key, value, [(0, *array.strides[:-2])[-2:] for array in (key, value)])
     shape = (*query.shape[:-1], value.shape[-1])
     key_weights = None
@@ -93,7 +91,7 @@ def checked_attention(
         key_weights = query.shape[0], query.shape[2], key.shape[1]
     results = attention_results(shape, fmt, return_lse, inputs, key_weights)
     return AttentionCall(
-        fmt, shape, query, context, steps, sequences.decoding, how, inputs=inputs, results=results
+        fmt, shape, query, context, steps, sequences.decoding, weights, inputs=inputs, results=results
     )
 
 
@@ -107,16 +105,13 @@ def checked_cache_attention(sequences: Sequences, call: CacheAttention) -> Atten
     cache, scale, scoring = call.cache, call.scale, call.scoring
     layer = caches.cache_layer(fmt, kv_heads, head_dim, cache, scale, sequences.layouts, call.place)
     steps = sequences.over_cache("query", query, layer)
-    mask = NO_MASK
-    if scoring.attn_mask is not None:
-        mask = sequences.mask(fmt, scoring.attn_mask, query, steps)
-    how = checked_weights(query, mask, scoring)
+    weights = checked_weights(query, sequences.mask(fmt, scoring.attn_mask, query, steps), scoring)
     key, value = tokens
     arrays = {"query": query, "current_key": key, "current_value": value}
-    inputs = named_arrays(**arrays, attn_mask=scoring.attn_mask, sinks=how.sinks)
+    inputs = named_arrays(**arrays, attn_mask=scoring.attn_mask, sinks=weights.sinks)
     written = caches.check_written_apart(cache, scale, layer, inputs)
     return AttentionCall(
-        fmt, query.shape, query, cache_context(layer), steps, sequences.decoding, how, inputs=inputs,
+        fmt, query.shape, query, cache_context(layer), steps, sequences.decoding, weights, inputs=inputs,
         results=attention_results(query.shape, fmt, call.return_lse, [*inputs, *written]), current=tokens,
         layer=layer, written=written,
     )  # fmt: skip
@@ -138,7 +133,7 @@ def check_queries(query: Array, ndim: int, heads: Heads) -> tuple[Element, Array
 def check_keys_and_values(
     fmt: Element, key: Array, value: Array, outer: Sequence[int | None], kv_heads: int, head_dim: int
 ) -> tuple[Array, Array]:
-    """Check keys and values of a whole context; `outer` sizes that are None are free."""
+    """Check keys and values of a whole context; `outer` are their sizes before heads, None if free."""
     for name, array in (("key", key), ("value", value)):
         if checked_format(name, array, FLOATS, len(outer) + 2) is not fmt:
             raise argument_error(name, f"the dtype of query, {fmt}", array.dtype)
@@ -152,7 +147,7 @@ def check_keys_and_values(
 
 
 def grouped_heads(shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
-    """Return a hint for keys with fewer heads than wanted (grouped queries), else an empty text."""
+    """Return a hint for keys with fewer heads than wanted (grouped-query attention), else an empty text."""
     others = [pair for i, pair in enumerate(zip(shape, wanted, strict=True)) if i != len(shape) - 2]
     fits = shape[-2] and not wanted[-2] % shape[-2] and all(size == other for size, other in others)
     return f": for grouped queries give num_kv_heads={shape[-2]}" if fits else ""
@@ -172,7 +167,7 @@ def check_tokens_of_queries(
 
 
 def context_of(fmt: Element, key: Array, value: Array, sides: Sequence[Sequence[int]]) -> Context:
-    """Return the `Context` of arrays [.., heads, dim]; `sides` are their (sequence, row) strides."""
+    """Return the `Context` of keys and values [.., heads, dim], whose `sides` are (sequence, row) strides."""
     key_side, value_side = (
         Side(array.ctypes.data, sequence, row, array.strides[-2])
         for array, (sequence, row) in zip((key, value), sides, strict=True)
@@ -201,11 +196,16 @@ def checked_weights(query: Array, mask: MaskPlace, scoring: Scoring) -> Weights:
     if softcap != 0 and softcap < np.finfo(np.float32).tiny:
         raise argument_error("softcap", "0 (none) or a positive number of float32", softcap)
     causal, alibi = flag("is_causal", scoring.is_causal), flag("is_alibi", scoring.is_alibi)
+    check_sinks(sinks, num_heads)
+    return Weights(scale, causal, alibi, left, right, softcap, sinks, mask=mask)
+
+
+def check_sinks(sinks: Array | None, num_heads: int) -> None:
+    """Check that sinks, if there are any, are one float for each query head."""
     if sinks is not None:
         checked_format("sinks", sinks, FLOATS, 1)
         if sinks.shape != (num_heads,):
             raise argument_error("sinks", f"shape ({num_heads},), a number for each query head", sinks.shape)
-    return Weights(scale, causal, alibi, left, right, softcap, sinks, mask=mask)
 
 
 def attention_results(
@@ -215,7 +215,7 @@ def attention_results(
     inputs: NamedArrays,
     key_weights: tuple[int, ...] | None = None,
 ) -> Results:
-    """Return the outputs of attention: attn_output, and if wanted lse and key weights."""
+    """Return the outputs of attention: attn_output, and if requested lse and key_weights of a shape."""
     forms = {"attn_output": (shape, fmt.dtype)}
     if flag("return_lse", return_lse):
         forms["lse"] = shape[:-1], FLOAT32

@@ -66,9 +66,8 @@ def cache_layer(
     check_output("scale", scale)
     wanted = (*cache.shape[:-1], dim // group)
     if scale.shape != wanted:
-        raise argument_error(
-            "scale", f"shape {wanted}: that of cache, {dim // group} groups a head", scale.shape
-        )
+        legal = f"shape {wanted}: that of cache, {dim // group} groups a head"
+        raise argument_error("scale", legal, scale.shape)
     check_apart("cache", cache, (("scale", scale),))
     key_scales, value_scales = layer_sides(scale, layout, layer_idx)
     return layer._replace(
@@ -80,9 +79,9 @@ def cache_layer(
 
 
 def layer_sides(array: Array, layout: Layout, layer: int) -> tuple[Side, Side]:
-    """Return address and strides of a layer's keys and values in a cache, or of their scales in an array.
+    """Return address and strides of a layer's keys and values in a cache, or of scales in their array.
 
-    A static cache has an axis of sequences. In a dynamic cache all share the rows: their stride is 0.
+    A static cache has an axis of sequences. In a dynamic cache sequences share the rows: their stride is 0.
     """
     strides, at = array.strides, layout.at
     sequence = strides[at["b"]] if "b" in at else 0
@@ -91,14 +90,14 @@ def layer_sides(array: Array, layout: Layout, layer: int) -> tuple[Side, Side]:
 
 
 def has_own_scales(stored: Element, heads: int, scale: Array | None) -> bool:
-    """Return whether an append needs to compute no scales: blocks or the caller have them, or none exist."""
+    """Return whether an append computes no scales: blocks or the caller have them, or there are none."""
     if stored.block and scale is not None:
         raise argument_error("scale", f"None, because blocks of {stored} contain scales", describe(scale))
     return scale is None or (isinstance(scale, np.ndarray) and scale.shape in ((2,), (2, heads)))
 
 
 def with_own_scales(layer: CacheLayer, scale: Array) -> CacheLayer:
-    """Return the layer with the caller's scales, one for keys and one for values, or one for each head."""
+    """Return the layer with the caller's checked scales, [2] (keys, values) or [2, heads]."""
     scale_format = checked_format("scale", scale, FLOATS, scale.ndim)
     bad = scale[~(np.isfinite(scale.astype(np.float32)) & (scale > 0))]
     if bad.size:
@@ -133,10 +132,8 @@ def cache_format(
         return QUANTIZED[quant_bit], dim // 2 if quant_bit == 4 else dim
     stored = BY_DTYPE.get(cache.dtype)
     if stored is None or (stored is INT8) != (fmt is INT8):
-        legal = "int8" if fmt is INT8 else FLOAT_NAMES
-        raise argument_error(
-            "cache", f"dtype {legal} for quant_bit 0 and {fmt} keys", dtype_hint(cache.dtype)
-        )
+        legal = f"dtype {'int8' if fmt is INT8 else FLOAT_NAMES} for quant_bit 0 and {fmt} keys"
+        raise argument_error("cache", legal, dtype_hint(cache.dtype))
     return stored, dim
 
 
@@ -155,16 +152,15 @@ def named_format(
         legal = "uint8" if stored.block else f"uint8 or {stored.dtype}"
         raise argument_error("cache", f"dtype {legal} for quant_format '{stored}'", dtype_hint(cache.dtype))
     if stored.block and dim % stored.block.elements:
-        raise argument_error(
-            "cache", f"heads of a multiple of {stored.block.elements} for {stored}", f"{dim} elements"
-        )
+        legal = f"heads of a multiple of {stored.block.elements} for {stored}"
+        raise argument_error("cache", legal, f"{dim} elements")
     return stored, stored.bytes(dim)
 
 
 def check_shape(
     cache: Array, layout: Layout, cache_layout: int, fixed: Mapping[str, int], stored: Element
 ) -> None:
-    """Check axes and `fixed` sizes of a cache in its layout; the number of sequences and rows is free."""
+    """Check the axes of a cache in its layout, and the `fixed` sizes; sequences and rows are free."""
     at = layout.at
     if cache.ndim != len(at) or [cache.shape[at[axis]] for axis in fixed] != list(fixed.values()):
         sizes = ", ".join(str(fixed.get(axis, "any")) for axis in layout.axes)

@@ -33,13 +33,13 @@ def index(name: str, value: ArrayLike, ndim: int = 1, length: int | None = None)
 
 
 def index_form(name: str, value: ArrayLike, ndim: int) -> Array:
-    """Return an index tensor of the right type and number of axes. Its elements are not read."""
+    """Return an index tensor as an array of the right dtype and number of axes, without reading elements."""
     try:
         array = np.asarray(value)
     except ValueError:
         raise argument_error(name, f"{ndim} {AXES[ndim]}", "rows of different lengths") from None
     if array.size == 0 and not isinstance(value, np.ndarray):
-        array = array.astype(np.int64)  # numpy takes [] for floats of one axis
+        array = array.astype(np.int64)  # numpy makes an array of float64 of []
         array = array.reshape((0,) * ndim) if array.ndim == 1 else array
     if array.dtype != np.int64 and array.dtype != np.int32:
         raise argument_error(name, "integers of dtype int64 or int32", array.dtype)
@@ -54,9 +54,8 @@ def check_static_room(batch: int, seqlen: int, start_pos: int, layer: CacheLayer
     if batch > sequences:
         raise argument_error("cache", f"room for {batch} sequences (MaxB)", sequences)
     if start_pos > rows - seqlen:
-        raise argument_error(
-            "start_pos", f"room for {seqlen} new tokens in {rows} positions (MaxS)", start_pos
-        )
+        wanted = f"room for {seqlen} new tokens in {rows} positions (MaxS)"
+        raise argument_error("start_pos", wanted, start_pos)
 
 
 def static_step(batch: int, seqlen: int, kvlen: int) -> StepIndex:
@@ -69,9 +68,9 @@ def static_step(batch: int, seqlen: int, kvlen: int) -> StepIndex:
 
 
 def checked_step(tokens: NamedLength | None, arguments: StepArguments) -> StepIndex:
-    """Check every length and every row of a step, but for the size of the cache: see `check_room`.
+    """Check every length and every row of a step, but for the size of the cache, which `check_room` checks.
 
-    `tokens` is (name, length) of the array of packed tokens, None if there is none yet.
+    `tokens` is (name, length) of the array of packed tokens, None before it exists.
     """
     return check_step(read_step(tokens, arguments))
 
@@ -81,7 +80,7 @@ def read_step(
     arguments: StepArguments,
     read_table: Callable[[str, ArrayLike, int], Array] = index,
 ) -> StepIndex:
-    """Read a step whose tensors have the right types, shapes and totals.
+    """Return a step whose tensors have the right dtypes, shapes and totals; its other rules are not checked.
 
     `read_table` is `index`, or `index_form`, which reads no element.
     """
@@ -160,7 +159,7 @@ def check_first_starts(seqstarts: Array, kvstarts: Array) -> None:
 
 
 def check_last_start(starts: str, end: int, tokens: NamedLength) -> None:
-    """Check that packed sequences end where an array does."""
+    """Check that packed sequences, by the index tensor called `starts`, end with the array of tokens."""
     name, length = tokens
     if end != length:
         raise argument_error(starts, f"to end with the {length} tokens of {name}", end)
@@ -174,7 +173,7 @@ def check_room(step: StepIndex, tokens: NamedLength, layer: CacheLayer) -> None:
 
 
 def scanned_rows(step: StepIndex, rows: int) -> int:
-    """Return how many rows of a cache with `rows` a step needs, or raise the error for a broken rule."""
+    """Return how many rows a step needs in a cache of `rows` rows, or raise the error for a broken rule."""
     if not isinstance(step.table, np.ndarray):
         step = step._replace(table=np.asarray(step.table))
     found = checks.scan.scan_step(step, rows)
@@ -184,10 +183,7 @@ def scanned_rows(step: StepIndex, rows: int) -> int:
 
 
 def stored_runs(step: StepIndex) -> int:
-    """Return how many runs of rows a step stores, or raise the error for its lengths.
-
-    The table is not read.
-    """
+    """Return how many runs of rows a step stores; raise if its lengths are wrong. Its table is not read."""
     found = checks.scan.scan_lengths(step)
     if found[0]:
         raise step_error(found, step, 0)
@@ -217,7 +213,7 @@ def step_error(found: list[int], step: StepIndex, rows: int) -> KvkitError:
     if rule == scan.PAGES:
         need = f"{one} pages for the {two} tokens of sequence {b} (page_size {page_size})"
         return argument_error("cachestarts", need, table.shape[1])
-    # Page tables of other engines hold the numbers of pages.
+    # A hint, because page tables of other engines hold page numbers, not rows.
     paged = page_size != ENDLESS
     pages = f" (a page begins at its number * page_size, which is {page_size})" if paged else ""
     if rule == scan.ROW:
@@ -235,8 +231,8 @@ def step_error(found: list[int], step: StepIndex, rows: int) -> KvkitError:
     )
 
 
-# `Static` and `Packed` tell how the sequences of a call are arranged in its arrays. Static and dynamic
-# operators differ in nothing else: a static cache is offset mode with a stride between sequences.
+# `Static` and `Packed` say how the sequences of a call lie in its arrays. Static and dynamic operators differ
+# in nothing else: a static cache is offset mode with a stride between sequences.
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,21 +251,21 @@ class Static:
         return static_step(batch, seqlen, key.shape[1])
 
     def over_cache(self, name: str, tokens: Array, layer: CacheLayer) -> StepIndex:
-        """Return the step of new tokens, in the array called `name`, if a layer has room for them."""
+        """Check that a layer has room for new tokens, in the array called `name`; return their step."""
         batch, seqlen, *_ = tokens.shape
         start = integer("start_pos", self.start_pos, 0)
         check_static_room(batch, seqlen, start, layer)
         return static_step(batch, seqlen, start + seqlen) if self.steps is None else self.steps
 
     def key_axes(self, query: Array) -> tuple[int | None, ...]:
-        """Return the outer axes of whole contexts; None is free."""
+        """Return the sizes of keys before heads, None where any is legal."""
         return query.shape[0], None
 
     def context_axes(self, steps: StepIndex) -> tuple[int, ...]:
-        """Return the outer axes of gathered contexts."""
+        """Return the sizes of gathered keys before heads."""
         return len(steps.start_pos), steps.rows
 
-    def mask(self, fmt: Element, attn_mask: Array, query: Array, steps: StepIndex) -> MaskPlace:
+    def mask(self, fmt: Element, attn_mask: Array | None, query: Array, steps: StepIndex) -> MaskPlace:
         """Return the checked mask's address and strides."""
         batch, seqlen, num_heads, _ = query.shape
         return static_mask(fmt, attn_mask, batch, num_heads, seqlen, steps.rows)
@@ -297,25 +293,25 @@ class Packed:
         return tensors | ({"cache_mode": 1, "page_size": steps.page_size} if paged else {})
 
     def over_keys(self, query: Array, key: Array) -> StepIndex:
-        """Return the step, if it ends where queries and keys do."""
+        """Check that the step ends with the queries and the keys; return it."""
         check_last_start("seqstarts", self.steps.tokens, ("query", len(query)))
         check_last_start("kvstarts", self.steps.context, ("key", len(key)))
         return self.steps
 
     def over_cache(self, name: str, tokens: Array, layer: CacheLayer) -> StepIndex:
-        """Return the step, if it ends where the tokens do and a layer has its rows."""
+        """Check that the step ends with the tokens, and that a layer has its rows; return it."""
         check_room(self.steps, (name, len(tokens)), layer)
         return self.steps
 
     def key_axes(self, query: Array) -> tuple[int | None, ...]:
-        """Return the outer axes of whole contexts; None is free."""
+        """Return the sizes of keys before heads, None where any is legal."""
         return (None,)
 
     def context_axes(self, steps: StepIndex) -> tuple[int, ...]:
-        """Return the outer axes of gathered contexts."""
+        """Return the sizes of gathered keys before heads."""
         return (steps.context,)
 
-    def mask(self, fmt: Element, attn_mask: Array, query: Array, steps: StepIndex) -> MaskPlace:
+    def mask(self, fmt: Element, attn_mask: Array | None, query: Array, steps: StepIndex) -> MaskPlace:
         """Return the checked mask's address and strides."""
         return dynamic_mask(fmt, attn_mask, query.shape[1], steps.tokens, steps.context)
 
@@ -340,16 +336,13 @@ def decoding_count(decoding_batches: SupportsIndex, steps: StepIndex) -> int:
     return integer("decoding_batches", decoding_batches, 0, len(steps.start_pos))
 
 
-# With KVKIT_VALIDATE=1 in the environment, operators also refuse tables that can be read but are wrong.
-
-
 def validates() -> bool:
-    """Return whether KVKIT_VALIDATE=1 asks operators for these checks."""
+    """Return whether KVKIT_VALIDATE=1 asks operators to refuse tables that can be read but are wrong."""
     return os.environ.get("KVKIT_VALIDATE", "0") not in ("", "0")
 
 
 def validate_table(table: Array, lengths: Array, blocks: int, page_size: int) -> None:
-    """Check the table of a call that reads pages."""
+    """Check the rules of page tables for a call that reads pages, if the environment asks for it."""
     if validates():
         rules = checks.table_rules
         rules.check_tables("block_tables", rules.tables_in_use(table, lengths, blocks, page_size))

@@ -67,7 +67,7 @@ def checked_scores(call: IndexerArguments) -> IndexerCall:
 
 
 def pool_of_keys(keys: Any, key_scale: Any, dim: int) -> LatentPool:
-    """Return the checked pool of index keys; scales are an additional last element of each row."""
+    """Return the checked pool of index keys; a scale becomes one more element at the end of a row."""
     if key_scale is None:
         parts: tuple[Array, ...] = (float_part("keys", keys),)
     else:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit.checks.arguments import LatentAppend, LatentArguments, PoolAttention, Scoring
-from kvkit.checks.attention import AttentionCall, attention_results
+from kvkit.checks.attention import AttentionCall, attention_results, check_sinks
 from kvkit.checks.index_tensors import index
 from kvkit.checks.outputs import Results
 from kvkit.checks.paged import checked_paged_attention, starts_of
@@ -32,19 +32,19 @@ from kvkit.formats.packing import count_elements
 from kvkit.typed import Array
 
 ROWS = "block_tables and context_lens, or indices"
-CODED = "ds_mla", "ds_v4"  # formats of rows of bytes
+CODED = "ds_mla", "ds_v4"  # formats whose rows are bytes
 BYTES = np.dtype(np.uint8), np.dtype(np.int8), E4M3.dtype  # the dtypes that bytes may have
 DS_V4_ROW, DS_V4_BODY = 584, 576  # bytes of a token of ds_v4: with its scales, and without
 
 
 @dataclass(frozen=True)
 class LatentPool:
-    """Holds the rows of a latent cache, which may lie in several arrays.
+    """The rows of a latent cache, which may lie in several arrays.
 
     Attributes
     ----------
     parts : tuple of ndarray, each [blocks, page_size, width] or [blocks, page_size, heads, width]
-        Their last axes joined are a row: numbers, or the bytes of a format.
+        A row is the last axes of all parts, one after the other: numbers, or the bytes of a format.
     format : Format or None
         The format of bytes; None for floats.
     dim : int
@@ -57,7 +57,7 @@ class LatentPool:
 
     @property
     def heads(self) -> int:
-        """Return the number of heads of a row; each is a key and a value."""
+        """Return the number of heads of a row, each of which is a key and a value."""
         return int(self.parts[0].shape[2]) if self.parts[0].ndim == 4 else 1
 
     @property
@@ -104,8 +104,8 @@ class LatentCall(NamedTuple):
     scale: float
     causal: bool
     sinks: Array | None
-    sinks_last: bool  # sinks scale the output at the end, and the lse is without them
-    whole: AttentionCall | None  # attention over rows in place; without sinks if `sinks_last`
+    sinks_last: bool  # whether sinks scale the output at the end, because the lse leaves them out
+    whole: AttentionCall | None  # attention that reads the rows in place; without sinks if `sinks_last`
     results: Results
 
 
@@ -115,10 +115,7 @@ def checked_latent_attention(call: LatentArguments) -> LatentCall:
     query = checked_query(call.query, pool)
     value_dim, scale = integer("value_dim", call.value_dim, 1, pool.dim), positive_number("scale", call.scale)
     causal, heads, sinks = flag("is_causal", call.is_causal), query.shape[1], call.sinks
-    if sinks is not None:
-        checked_format("sinks", sinks, FLOATS, 1)
-        if sinks.shape != (heads,):
-            raise argument_error("sinks", f"shape ({heads},), a number for each query head", sinks.shape)
+    check_sinks(sinks, heads)
     sinks_last = not flag("lse_of_sinks", call.lse_of_sinks) and sinks is not None
     fmt = checked_format("query", query, FLOATS, 3)
     given = dict(zip(("query[0]", "query[1]"), call.query, strict=False)) if query is not call.query else {}
@@ -136,7 +133,7 @@ def checked_latent_attention(call: LatentArguments) -> LatentCall:
 
 
 def chosen_rows(call: LatentArguments, pool: LatentPool, tokens: int) -> list[LatentRows]:
-    """Return the chosen rows of one pool or two; none if attention is over contexts."""
+    """Return the chosen rows of one pool or two; [] if attention is over contexts."""
     if call.indices is None:
         if call.block_tables is None or call.context_lens is None:
             raise argument_error("indices", ROWS, "None")
@@ -166,7 +163,7 @@ def extra_rows(extra: Any, pool: LatentPool, tokens: int) -> LatentRows:
 
 
 def checked_contexts(call: LatentArguments, pool: LatentPool, tokens: int) -> LatentContexts:
-    """Return the checked contexts of a call."""
+    """Return the checked contexts of a call, in pages."""
     lengths = index("context_lens", call.context_lens)
     starts = starts_of(call.query_starts, len(lengths), tokens)
     blocks = pool.parts[0].shape[0]
@@ -218,7 +215,7 @@ def checked_latent_pool(name: str, latent: Any, rope_cache: Any, format: str | N
 
 
 def float_part(name: str, array: Any) -> Array:
-    """Return floats [blocks, page_size, width], or with several heads [blocks, page_size, heads, width]."""
+    """Return a checked pool of floats [blocks, page_size, width], with several heads [.., heads, width]."""
     several = isinstance(array, np.ndarray) and array.ndim == 4 and array.shape[1] and array.shape[2] > 1
     rows: Array = array if several else without_head(name, array)
     checked_format(name, rows, FLOATS, rows.ndim)
@@ -237,7 +234,7 @@ def without_head(name: str, array: Any) -> Array:
 
 
 def ds_v4_parts(name: str, blocks: Array) -> tuple[Array, Array]:
-    """Return views of codes and scales in blocks of bytes that have all codes, then all scales."""
+    """Return views of codes and scales in blocks of bytes; a block has all its codes, then all its scales."""
     page_size = blocks.shape[-1] // DS_V4_ROW
     if blocks.ndim != 2 or not page_size:
         raise argument_error(name, f"[blocks, bytes] of {DS_V4_ROW} bytes a token or more", describe(blocks))
@@ -248,7 +245,7 @@ def ds_v4_parts(name: str, blocks: Array) -> tuple[Array, Array]:
 
 
 def ds_v4_blocks(name: str, rows: Array) -> Array:
-    """Return blocks [blocks, bytes] of rows [blocks, tokens, 584]; a block ends at a multiple of 576."""
+    """Return rows [blocks, tokens, 584] as blocks [blocks, bytes], padded to a multiple of 576 bytes."""
     if rows.ndim != 3 or rows.shape[2] != DS_V4_ROW or rows.dtype not in BYTES:
         raise argument_error(name, f"rows of {DS_V4_ROW} bytes (format ds_v4)", describe(rows))
     size = -(-rows.shape[1] * DS_V4_ROW // DS_V4_BODY) * DS_V4_BODY
@@ -286,7 +283,7 @@ def checked_indices(
 ) -> tuple[Array, Array]:
     """Return the slots of chosen rows, and indptr: query i has slots[indptr[i]:indptr[i + 1]].
 
-    Indices below 0 or after the last slot are left out, and those from `lengths` on.
+    Indices below 0 or after the last slot are left out. Only the first `lengths[i]` indices of a query count.
     """
     chosen = index(names[0], indices, 2, tokens)
     valid = (chosen >= 0) & (chosen < slots)
@@ -334,7 +331,7 @@ def checked_latent_append(call: LatentAppend) -> LatentStore:
 
 
 class HeadProduct(NamedTuple):
-    """A checked product of rows [tokens, H, n] and weights of each head, whose axis `axis` has length n."""
+    """A checked product of rows [tokens, H, n] with a matrix for each head, whose `axis` has length n."""
 
     rows: Array
     weight: Array
@@ -343,7 +340,7 @@ class HeadProduct(NamedTuple):
 
 
 def checked_product(names: tuple[str, str, str], rows: Array, weight: Array, axis: int) -> HeadProduct:
-    """Check a product of the heads of rows and weights; `names` are those of rows, weights and product."""
+    """Check a product of each head's rows with its matrix; `names` are those of rows, weights and product."""
     fmt = checked_format(names[0], rows, FLOATS, 3)
     if checked_format(names[1], weight, FLOATS, 3) is not fmt:
         raise argument_error(names[1], f"the dtype of {names[0]}, {fmt}", weight.dtype)

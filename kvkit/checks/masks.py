@@ -20,9 +20,9 @@ def static_mask(
     *,
     one_column: bool = True,
 ) -> MaskPlace:
-    """Check a mask whose axes are right-aligned to [B, num_heads, S, at least kvlen].
+    """Check a mask [B, num_heads, S, kvlen or more], which may lack leading axes; return its place.
 
-    `one_column` says whether the kernel takes one column for all keys.
+    `one_column` says whether one column for all keys is legal.
     """
     if mask is None or is_empty(fmt, mask):
         return NO_MASK
@@ -40,9 +40,9 @@ def static_mask(
 def dynamic_mask(
     fmt: Element, mask: Array | None, num_heads: int, tokens: int, keys: int, *, one_column: bool = True
 ) -> MaskPlace:
-    """Check a mask [tokens, at least keys], perhaps with a first axis of heads.
+    """Check a mask [tokens, keys or more], perhaps with a first axis of heads; return its place.
 
-    `one_column` says whether the kernel takes one column for all keys.
+    `one_column` says whether one column for all keys is legal.
     """
     if mask is None or is_empty(fmt, mask):
         return NO_MASK
@@ -56,13 +56,12 @@ def dynamic_mask(
 
 
 def own_mask(fmt: Element, mask: Array | None, num_heads: int, tokens: int, longest: int) -> MaskPlace:
-    """Check a mask [tokens, at least the longest context], perhaps with a first axis of heads.
+    """Check a mask [tokens, longest context or more], perhaps with a first axis of heads; return its place.
 
     Column j is position j of a token's own context.
     """
-    if mask is None or is_empty(fmt, mask):
-        return NO_MASK
-    return dynamic_mask(fmt, mask, num_heads, tokens, longest)._replace(packed=2)
+    place = dynamic_mask(fmt, mask, num_heads, tokens, longest)
+    return place if place is NO_MASK else place._replace(packed=2)
 
 
 def is_empty(fmt: Element, mask: Array, name: str = "attn_mask") -> bool:
@@ -76,7 +75,7 @@ def is_empty(fmt: Element, mask: Array, name: str = "attn_mask") -> bool:
 
 
 def mask_place(mask: Array, strides: Sequence[int], packed: bool) -> MaskPlace:
-    """Return the address of a mask, with the strides of its sequences, heads, rows and columns."""
+    """Return the address, type and strides (sequence, head, row, column) of a mask."""
     name = "bool" if mask.dtype == np.bool_ else BY_DTYPE[mask.dtype].name
     sequence, head, row, column = strides
     return MaskPlace(mask.ctypes.data, MASKS[name], sequence, head, row, column, packed=packed)

@@ -1,4 +1,4 @@
-"""Check a merge of attention over parts."""
+"""Check a merge of attention over parts of a context."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from kvkit.typed import Array, Arrays
 
 
 class MergeCall(NamedTuple):
-    """The checked parts of attention, without the outputs of the merge."""
+    """The checked parts of a merge, before its outputs are allocated."""
 
     fmt: Element
     outputs: list[Array]

@@ -19,13 +19,13 @@ class Results(NamedTuple):
 
     forms: dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
     inputs: NamedArrays  # arrays that no output may overlap, with their names
-    alone: bool = False  # `out` is the array itself, not a tuple
-    in_place: bool = False  # an output may be the very input of the same name
-    rows: bool = True  # outputs need a contiguous last axis
+    alone: bool = False  # whether `out` is one array, not a tuple
+    in_place: bool = False  # whether an output may be the input of the same name
+    rows: bool = True  # whether outputs need a contiguous last axis
 
     @property
     def labels(self) -> list[str]:
-        """Return the name of each output in error messages."""
+        """Return the names of the outputs in error messages."""
         return ["out"] if self.alone else [f"out ({name})" for name in self.forms]
 
     def arrays(self, out: object, new: Callable[..., Array] = empty_result) -> tuple[Array, ...]:
@@ -37,9 +37,8 @@ class Results(NamedTuple):
     def checked(self, out: Any) -> tuple[Array, ...]:
         """Check the caller's `out` and return it as a tuple."""
         if not self.alone and (not isinstance(out, (tuple, list)) or len(out) != len(self.forms)):
-            raise argument_error(
-                "out", f"a tuple of {len(self.forms)} arrays ({', '.join(self.forms)})", describe(out)
-            )
+            wanted = f"a tuple of {len(self.forms)} arrays ({', '.join(self.forms)})"
+            raise argument_error("out", wanted, describe(out))
         arrays = (out,) if self.alone else tuple(out)
         outputs = list(zip(self.labels, arrays, strict=True))
         for (label, array), form in zip(outputs, self.forms.values(), strict=True):

@@ -1,4 +1,4 @@
-"""The checked calls of attention over pools of pages, of appends to them, and of copies of blocks."""
+"""Check attention over pools of pages, appends to them, and copies of blocks."""
 
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -31,12 +31,12 @@ from kvkit.formats.elements import BLOCKS
 from kvkit.typed import Array
 
 SCALES = "key_scale", "value_scale"
-BLOCK_NAMES = {one.name: one for one in BLOCKS}
+BLOCK_NAMES = {element.name: element for element in BLOCKS}
 Scale = float | Array | None
 
 
 class PagedContexts(NamedTuple):
-    """Checked contexts in pages, each with the queries of its last tokens."""
+    """Checked contexts in pages. A context ends with the tokens of its queries."""
 
     pages: PageTable
     lengths: Array  # [B]
@@ -69,7 +69,7 @@ def checked_plan(
 
 
 def contexts_of(call: PoolAttention, key: Array, planned: PagedContexts | None) -> PagedContexts:
-    """Return the checked contexts of a call over pools, or those of its plan, which must fit the pools."""
+    """Return the checked contexts of a call over pools, or of its plan, which must fit the pools."""
     (blocks, page_size), tokens = key.shape[:2], len(call.query)
     if planned is None:
         lengths = index("context_lens", call.context_lens)
@@ -82,7 +82,7 @@ def contexts_of(call: PoolAttention, key: Array, planned: PagedContexts | None) 
 
 
 def check_planned(planned: PagedContexts, name: str, tokens: int, pool_name: str, pool: Array) -> None:
-    """Check that tokens and a pool are as many and as large as a plan says."""
+    """Check that a plan has as many tokens, and that a pool has the plan's pages."""
     blocks, page_size = pool.shape[:2]
     if tokens != planned.starts[-1]:
         raise argument_error(name, f"the {planned.starts[-1]} tokens of the plan", tokens)
@@ -93,7 +93,7 @@ def check_planned(planned: PagedContexts, name: str, tokens: int, pool_name: str
 
 
 def checked_paged_attention(call: PoolAttention, planned: PagedContexts | None = None) -> AttentionCall:
-    """Check a call of `kvkit.paged_attention`, or one of a plan, which has `planned` contexts."""
+    """Check a call of `kvkit.paged_attention`, or of a plan with the contexts `planned`."""
     call = call._replace(key_scale=number_of(call.key_scale), value_scale=number_of(call.value_scale))
     query, scoring = call.query, call.scoring
     fmt = checked_format("query", query, FLOATS, 3)
@@ -104,14 +104,15 @@ def checked_paged_attention(call: PoolAttention, planned: PagedContexts | None =
     pages, lengths, starts, *_ = contexts_of(call, key, planned)
     query = one_piece(query)
     mask = masks.own_mask(fmt, scoring.attn_mask, heads, tokens, int(lengths.max(initial=0)))
-    how = attention.checked_weights(query, mask, scoring)
+    weights = attention.checked_weights(query, mask, scoring)
     slopes = call.alibi_slopes
     if slopes is not None:
-        slopes = of_sequences("alibi_slopes", slopes, len(lengths), heads, "query heads")
-    token_scales = None if stored else scales_of_tokens(call, key, value, len(lengths))
-    head_scales = (
-        None if token_scales or stored else scales_of_heads(call, key, value, len(lengths), how.scale)
-    )
+        slopes = numbers_of_heads("alibi_slopes", slopes, len(lengths), heads, "query heads")
+    token_scales = head_scales = None
+    if not stored:
+        token_scales = scales_of_tokens(call, key, value, len(lengths))
+        if not token_scales:
+            head_scales = scales_of_heads(call, key, value, len(lengths), weights.scale)
     inputs = named_arrays(
         query=query, key_cache=key, value_cache=value, attn_mask=scoring.attn_mask,
         alibi_slopes=call.alibi_slopes, sinks=scoring.sinks, key_scale=call.key_scale,
@@ -125,14 +126,14 @@ def checked_paged_attention(call: PoolAttention, planned: PagedContexts | None =
     return AttentionCall(
         fmt, shape, query, context=context,
         steps=pools.steps_of(key, value, pages, lengths, starts), decoding=0,
-        weights=how._replace(slopes=slopes, scales=head_scales), inputs=inputs,
+        weights=weights._replace(slopes=slopes, scales=head_scales), inputs=inputs,
         results=attention.attention_results(shape, fmt, call.return_lse, inputs, key_weights),
         blocks=len(key),
     )  # fmt: skip
 
 
 def formats_of_blocks(call: PoolAttention) -> tuple[Element, Element] | None:
-    """Return the formats of keys and values in pools of bytes, as `quant_format` names them."""
+    """Return the formats of keys and values that `quant_format` names; None without it."""
     name = call.quant_format
     if name is None:
         return None
@@ -151,7 +152,7 @@ def formats_of_blocks(call: PoolAttention) -> tuple[Element, Element] | None:
 def pools_of_queries(
     call: PoolAttention, stored: tuple[Element, Element] | None = None
 ) -> tuple[Array, Array]:
-    """Return views of the pools of keys and values, checked against the sizes of the queries."""
+    """Return views [pages, rows, heads, content] of the pools, checked against the sizes of the queries."""
     legal = None if stored else POOLED
     views = pools.pool_views(call.key_cache, call.value_cache, call.layout, legal)
     key, value = (
@@ -172,7 +173,7 @@ def pools_of_queries(
 
 
 def scales_of_tokens(call: PoolAttention, key: Array, value: Array, batch: int) -> list[Array] | None:
-    """Return views of scales per token and head; None if scales are per head, or absent."""
+    """Return views [pages, rows, heads, groups] of scales of tokens; None for scales of heads and without."""
     scales, heads = (call.key_scale, call.value_scale), key.shape[pools.HEAD]
     coded = not {FORMATS[pool.dtype] for pool in (key, value)} <= set(FLOATS)
     if not coded or not any(pools.of_tokens(scale, batch, heads) for scale in scales):
@@ -201,7 +202,7 @@ def scales_of_tokens(call: PoolAttention, key: Array, value: Array, batch: int) 
 
 
 def number_of(scale: Scale) -> Scale:
-    """Return a scale as a number if it is an array of one float, without axes or of shape [1]."""
+    """Return a scale; an array of one float, of shape [] or [1], becomes a number."""
     if not isinstance(scale, np.ndarray | np.generic) or scale.shape not in ((), (1,)):
         return scale
     is_float = scale.dtype.kind == "f" or scale.dtype in BY_DTYPE
@@ -215,7 +216,7 @@ def is_whole(key_cache: Array | None, value_cache: Array | None, layout: str) ->
 
 
 def check_scale_given(name: str, scale: Scale, pool_name: str, pool: Array) -> None:
-    """Check that codes of int8 come with scales."""
+    """Check that a pool of int8 codes has a scale."""
     if scale is None and FORMATS[pool.dtype] is INT8:
         raise argument_error(name, f"a number or an array, for codes in {pool_name}", "None")
 
@@ -228,7 +229,8 @@ def starts_of(
 ) -> Array:
     """Return where the queries of each sequence begin; without `query_starts` each sequence has one query.
 
-    `names` are the arguments that the numbers of tokens and of sequences are from; a plan knows no `tokens`.
+    `names` are the arguments that the numbers of tokens and of sequences come from. `tokens` is None for a
+    plan, which does not know them.
     """
     if query_starts is None:
         if tokens not in (batch, None):
@@ -240,16 +242,15 @@ def starts_of(
         raise argument_error("query_starts", "to begin with 0", starts[0])
     falls = np.flatnonzero(starts[1:] < starts[:-1])
     if len(falls):
-        raise argument_error(
-            "query_starts", f"never to decrease (entry {falls[0] + 1})", starts[falls[0] + 1]
-        )
+        entry = falls[0] + 1
+        raise argument_error("query_starts", f"never to decrease (entry {entry})", starts[entry])
     if tokens not in (starts[-1], None):
         raise argument_error("query_starts", f"to end with the {tokens} tokens of {names[0]}", starts[-1])
     return starts
 
 
-def of_sequences(name: str, values: Array, batch: int, heads: int, what: str) -> Array:
-    """Return checked numbers of heads, [heads] or [B, heads], as float32 [B or 1, heads]."""
+def numbers_of_heads(name: str, values: Array, batch: int, heads: int, what: str) -> Array:
+    """Return checked numbers [heads] or [B, heads] as float32 [B or 1, heads]; `what` names the heads."""
     checked_format(name, values, FLOATS, 2 if getattr(values, "ndim", 1) == 2 else 1)
     if values.shape not in ((heads,), (batch, heads)):
         shapes = f"shape ({heads},) or ({batch}, {heads}), a number for each of the {what}"
@@ -258,7 +259,7 @@ def of_sequences(name: str, values: Array, batch: int, heads: int, what: str) ->
 
 
 def scales_of_heads(call: PoolAttention, key: Array, value: Array, batch: int, factor: float) -> Array | None:
-    """Return scales of keys (times the factor of the scores) and values per head; None without scales."""
+    """Return float32 scales [2, B or 1, heads or 1] of keys (times `factor`) and values; None without."""
     given = call.key_scale, call.value_scale
     for name, scale, pool_name, pool in zip(SCALES, given, pools.NAMES, (key, value), strict=True):
         check_scale_given(name, scale, pool_name, pool)
@@ -275,9 +276,9 @@ def scales_of_heads(call: PoolAttention, key: Array, value: Array, batch: int, f
 
 
 def scale_of(name: str, scale: float | Array, batch: int, heads: int) -> Array:
-    """Return a checked scale of all heads, or one for each, as float32 [B or 1, heads or 1]."""
+    """Return a checked scale of all heads, or of each head, as float32 [B or 1, heads or 1]."""
     if isinstance(scale, np.ndarray):
-        scales = of_sequences(name, scale, batch, heads, "heads of a cache")
+        scales = numbers_of_heads(name, scale, batch, heads, "heads of a cache")
         if not np.isfinite(scales).all():
             raise argument_error(name, "finite numbers", "NaN" if np.isnan(scales).any() else "infinity")
         return scales
@@ -294,9 +295,9 @@ class PoolSide(NamedTuple):
     pool: Array  # view [pages, rows, heads, content]
     data_dtype: str
     cache_format: str
-    scale_format: str | None = None  # the format of scales, if tokens become codes with one
-    group: int = 0  # elements that share a computed scale; 0 where scales are given
-    scales: Array | None = None  # [pages, rows, heads, groups], or given ones [heads or 1]
+    scale_format: str | None = None  # the format of scales, None without scales
+    group: int = 0  # elements that share a computed scale; 0 if the caller gives scales
+    scales: Array | None = None  # computed: [pages, rows, heads, groups]; the caller's: [heads or 1]
 
 
 class PoolAppend(NamedTuple):
@@ -304,8 +305,8 @@ class PoolAppend(NamedTuple):
 
     sides: list[PoolSide]
     pieces: Array  # see `checks.slots`
-    rope: Any = None  # the `Rope` that rotates keys before they are stored, None without
-    positions: Array | None = None  # of the tokens, if keys are rotated
+    rope: Any = None  # the `Rope` that rotates keys before they are stored, or None
+    positions: Array | None = None  # [tokens], if keys are rotated
 
     @property
     def blocks(self) -> int:
@@ -314,14 +315,14 @@ class PoolAppend(NamedTuple):
 
 
 def new_positions(planned: PagedContexts) -> Array:
-    """Return the positions of a plan's new tokens, the last of each context."""
+    """Return the positions of a plan's new tokens, which are the last tokens of each context."""
     lengths, starts = planned.lengths, planned.starts
     positions: Array = np.arange(starts[-1]) - np.repeat(starts[1:] - lengths, np.diff(starts))
     return positions
 
 
 def new_slots(planned: PagedContexts) -> Array:
-    """Return the slots of a plan's new tokens, which its contexts must have room for."""
+    """Return the slots of a plan's new tokens; raise if a context is shorter than its new tokens."""
     (table, table_starts), lengths, starts, page_size, _ = planned
     counts = np.diff(starts)
     short = np.flatnonzero(lengths < counts)
@@ -338,7 +339,7 @@ def new_slots(planned: PagedContexts) -> Array:
 
 
 def checked_append(call: PoolTransfer, planned: PagedContexts | None = None) -> PoolAppend:
-    """Check a call of `paged_append`, or one of a plan, whose contexts end with the tokens."""
+    """Check a call of `paged_append`, or of a plan, whose contexts end with the new tokens."""
     call = call._replace(key_scale=number_of(call.key_scale), value_scale=number_of(call.value_scale))
     views = pools.pool_views(call.key_cache, call.value_cache, call.layout, POOLED)
     arrays = named_arrays(key=call.key, value=call.value)
@@ -373,7 +374,7 @@ def checked_append(call: PoolTransfer, planned: PagedContexts | None = None) -> 
 
 
 def positions_of_keys(call: PoolTransfer, side: PoolSide, planned: PagedContexts | None) -> Array | None:
-    """Check the rotation of keys, which are the first side; return their positions, None without rotation."""
+    """Check the rotation of keys, the first `side`; return their positions, or None without rotation."""
     rope = call.rope
     if rope is None or isinstance(rope, str):
         return None
@@ -390,7 +391,7 @@ def positions_of_keys(call: PoolTransfer, side: PoolSide, planned: PagedContexts
 
 
 def pool_side(name: str, array: Array, first: Array, cache_name: str, pool: Array | None) -> PoolSide:
-    """Check tokens, which must be as many as `first`, and the pool to store them in."""
+    """Check an array of tokens, with the tokens and heads of `first`, and the pool that stores it."""
     fmt = checked_format(name, array, POOLED, 3)
     check_not_empty(name, array)
     if array.shape[:2] != first.shape[:2]:
@@ -407,7 +408,7 @@ def pool_side(name: str, array: Array, first: Array, cache_name: str, pool: Arra
 
 
 def with_scale(side: PoolSide, name: str, scale: Scale, pool_name: str, call: PoolTransfer) -> PoolSide:
-    """Return a side with its scales: given ones, or the array for computed ones."""
+    """Return a side with the caller's scales, or with the array that computed scales are written to."""
     pool = side.pool
     if side.data_dtype == side.cache_format:
         if scale is not None:
@@ -438,9 +439,8 @@ def checked_swap(source: Array, target: Array, pairs: ArrayLike) -> tuple[Array,
     """Check a copy of blocks; return the block ids of the source and of the target."""
     for name, array in (("source", source), ("target", target)):
         if not isinstance(array, np.ndarray) or not array.ndim or array.dtype.hasobject:
-            raise argument_error(
-                name, "a numpy array of blocks, whose bytes are its elements", describe(array)
-            )
+            wanted = "a numpy array of blocks, without Python objects"
+            raise argument_error(name, wanted, describe(array))
     if target.dtype != source.dtype:
         raise argument_error("target", f"the dtype of source, {source.dtype}", target.dtype)
     if target.shape[1:] != source.shape[1:]:

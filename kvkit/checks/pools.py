@@ -1,4 +1,4 @@
-"""Check engines' pools of pages, of any strides: layouts, places, tables and slots."""
+"""Check engines' pools of pages, of any strides: their layouts, block tables and slots."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -21,14 +21,13 @@ AXES = ("b", "n", "h", "c")
 NAMES = "key_cache", "value_cache"
 INT32_MAX = np.iinfo(np.int32).max
 
-
 Views = list[Array | None]  # [pages, rows, heads, content] of keys and of values
 
 
 class PageTable(NamedTuple):
-    """The pages of contexts: a table [B, M] of int64, or a list where sequence b begins at ``starts[b]``.
+    """The pages of contexts: a table [B, M] of int64, or with `starts` a list of pages.
 
-    A list has the dtype that was given, int64 or int32.
+    In a list the pages of sequence b begin at ``starts[b]``. It keeps the caller's dtype, int64 or int32.
     """
 
     table: Array
@@ -36,7 +35,7 @@ class PageTable(NamedTuple):
 
 
 class PoolPlace(NamedTuple):
-    """The distances of pages and of rows in a pool, counted in `unit` bytes."""
+    """The strides of pages (`page`) and of rows (`step`) in a pool, in multiples of `unit` bytes."""
 
     unit: int
     page: int
@@ -44,7 +43,7 @@ class PoolPlace(NamedTuple):
 
 
 def pool_axes(layout: object) -> list[str]:
-    """Return the axes of a pool, outermost first, in a layout line."""
+    """Return the axes of a pool in a layout line, outermost first."""
     axes = layout.split() if isinstance(layout, str) else []
     known = len(set(axes)) == len(axes) and set(axes) <= {*AXES, "kv"}
     if not known or not {"b", "c"} <= set(axes):
@@ -62,8 +61,8 @@ def pool_views(
 ) -> Views:
     """Return views [pages, rows, heads, content] of keys and values in pools of any strides.
 
-    Elements have the formats `legal`, or are bytes if that is None. A pool whose layout has an axis `kv` is
-    passed twice, or once with None for the other side.
+    Elements have one of the formats `legal`, or are bytes if that is None. A pool whose layout has an axis
+    `kv` is passed as both arguments, or as one with None for the other.
     """
     axes = pool_axes(layout)
     given: Views = [key_cache, value_cache]
@@ -86,7 +85,7 @@ def pool_views(
 
 
 def present(name: str, array: Array | None, wanted: str) -> Array:
-    """Return an array; raise if it is None."""
+    """Return an array, which must not be None."""
     if array is None:
         raise argument_error(name, wanted, "None")
     return array
@@ -116,14 +115,13 @@ def pool_view(name: str, array: Array, axes: Sequence[str], legal: Collection[El
         if letter not in axes:
             array = np.expand_dims(array, axis)
     if array.size and is_broadcast(array):
-        raise argument_error(
-            name, "elements at different addresses", f"a broadcast array (strides {array.strides})"
-        )
+        got = f"a broadcast array (strides {array.strides})"
+        raise argument_error(name, "elements at different addresses", got)
     return array
 
 
 def place_of(pool: Array) -> PoolPlace:
-    """Return the distances of pages and of rows in a view [pages, rows, heads, content]."""
+    """Return the strides of pages and of rows in a view [pages, rows, heads, content]."""
     page, row = pool.strides[:2]
     if pool.shape[ROW] == 1:
         row = page or pool.itemsize
@@ -135,15 +133,15 @@ def place_of(pool: Array) -> PoolPlace:
 
 
 def of_tokens(scale: object, batch: int, heads: int) -> bool:
-    """Return whether the shape of scales means one per token and head, not one per head or for all."""
+    """Return whether the shape of scales means a scale per token and head, not per head or for all."""
     return isinstance(scale, np.ndarray) and scale.shape not in ((), (heads,), (batch, heads))
 
 
 def scale_views(given: Sequence[Any], views: Sequence[Array | None], whole: bool, layout: str) -> Views:
-    """Return views [pages, rows, heads, groups] of the scales of codes, whose axes are those of their pools.
+    """Return views [pages, rows, heads, groups] of the scales of codes in pools, which are viewed as `views`.
 
-    The last axis may be missing. `whole` says whether one pool holds both sides. A missing pool needs no
-    scales.
+    Scales have the axes of `layout`, perhaps without c. `whole` says whether one pool holds keys and values.
+    If a view of a pool is None, its scales are too.
     """
     names, arrays = ("key_scale", "value_scale"), list(given)
     axes = [axis for axis in pool_axes(layout) if whole or axis != "kv"]
@@ -161,9 +159,8 @@ def scale_views(given: Sequence[Any], views: Sequence[Array | None], whole: bool
             wanted = f"scales for {pool.shape[:CONTENT]} (pages, tokens, heads), of groups of the {dim} codes"
             raise argument_error(name, wanted, scale.shape)
         if place_of(scale)[1:] != place_of(pool)[1:]:
-            raise argument_error(
-                name, f"pages and tokens in the order of {pool_name}", f"strides {scale.strides[:2]}"
-            )
+            wanted = f"pages and tokens in the order of {pool_name}"
+            raise argument_error(name, wanted, f"strides {scale.strides[:2]}")
         for each, array in ((pool_name, pool), (name, scale)):
             if element_step(array):
                 raise argument_error(each, "a contiguous last axis", f"strides {array.strides}")
@@ -181,7 +178,7 @@ def check_alike(scales: Sequence[Array], views: Sequence[Array]) -> None:
 
 
 def groups_of(scales: Sequence[Array], views: Sequence[Array]) -> list[int]:
-    """Return how many elements of keys, and of values, share a scale; 0 if each float8 head has one."""
+    """Return how many elements of keys, and of values, share a scale; 0 if a whole head of float8 does."""
     counts, dims = ([array.shape[CONTENT] for array in arrays] for arrays in (scales, views))
     if max(counts) == 1:
         return [0 if FORMATS[views[0].dtype].minifloat else max(dims)] * 2
@@ -201,9 +198,9 @@ def context_of(
     scales: Sequence[Array] | None = None,
     stored: tuple[Element, Element] | None = None,
 ) -> Context:
-    """Return the `Context` of pools, with the scales of codes, for queries of a format.
+    """Return the `Context` of pools [pages, rows, heads, content] and their scales, for queries of `fmt`.
 
-    `stored` are the formats of keys and values, if dtypes do not tell them.
+    `stored` are the formats of keys and values, if dtypes do not say them.
     """
     key_format, value_format = stored or (FORMATS[key.dtype], FORMATS[value.dtype])
     key_place, value_place = place_of(key), place_of(value)
@@ -228,17 +225,17 @@ def context_of(
 
 
 def steps_of(key: Array, value: Array, pages: PageTable, lengths: Array, starts: Array) -> StepIndex:
-    """Return sequences of new tokens that begin at `starts`, over contexts in the pages of a table.
+    """Return the step of new tokens that begin at `starts`, over contexts in pages of two pools.
 
-    The table of `pages` is overwritten with row ids, and becomes that of the step.
+    The table of `pages` is overwritten with row ids, and becomes the table of the step.
     """
     table, table_starts = pages
     keys, values = place_of(key), place_of(value)
     if max(len(key), 1) * max(abs(keys.page), abs(values.page)) > INT32_MAX:
         table = table.astype(np.int64, copy=False)
-    apart = None if keys[1:] == values[1:] else values.page
+    value_page = None if keys[1:] == values[1:] else values.page
     pages = PageTable(table, table_starts)
-    return steps_over(pages, lengths, starts, key.shape[ROW], keys.page, apart, pool_end(key, keys))
+    return steps_over(pages, lengths, starts, key.shape[ROW], keys.page, value_page, pool_end(key, keys))
 
 
 def steps_over(
@@ -250,9 +247,9 @@ def steps_over(
     value_page: int | None,
     rows: int,
 ) -> StepIndex:
-    """Return such sequences in a cache of `rows` rows, whose pages are `page` row ids apart.
+    """Return the step of new tokens in a cache of `rows` rows, whose pages are `page` row ids apart.
 
-    Those of values are `value_page` apart, unless it is None.
+    Pages of values are `value_page` row ids apart, or share the row ids of keys if it is None.
     """
     table, table_starts = pages
     kvstarts = np.zeros(len(lengths) + 1, np.int64)
@@ -267,7 +264,7 @@ def steps_over(
 
 
 def pool_end(pool: Array, place: PoolPlace) -> int:
-    """Return a bound above all row ids of a pool; row ids of descending pages are negative."""
+    """Return an upper bound of a pool's row ids; no bound is known if pages descend in memory."""
     pages, rows = pool.shape[:2]
     return INT64_MAX if place.page < 0 else (pages - 1) * place.page + (rows - 1) * place.step + 1
 
@@ -278,7 +275,7 @@ def pool_end(pool: Array, place: PoolPlace) -> int:
 def checked_table(
     block_tables: ArrayLike | tuple[ArrayLike, ArrayLike], lengths: Array, blocks: int, page_size: int
 ) -> PageTable:
-    """Return the checked pages of contexts, of a table [B, M] or of (indptr, indices)."""
+    """Return the checked pages of contexts, from a table [B, M] or a tuple (indptr, indices)."""
     if isinstance(block_tables, tuple):
         return listed_pages(block_tables, lengths, blocks, page_size)
     table = index("block_tables", block_tables, 2)
@@ -289,7 +286,7 @@ def checked_table(
 
 
 def listed_pages(block_tables: tuple[Any, ...], lengths: Array, blocks: int, page_size: int) -> PageTable:
-    """Return the checked pages of contexts that are listed one sequence after the other."""
+    """Return the checked pages of contexts from (indptr, indices)."""
     if len(block_tables) != 2:
         raise argument_error("block_tables", "[B, M], or a tuple (indptr, indices)", describe(block_tables))
     starts = index("block_tables", block_tables[0], length=len(lengths) + 1)
@@ -317,14 +314,14 @@ def listed_pages(block_tables: tuple[Any, ...], lengths: Array, blocks: int, pag
 
 
 def expanded_table(pages: Array, starts: Array, need: Array) -> Array:
-    """Convert listed pages to a table [B, M]; entries after the needed ones are arbitrary."""
+    """Return listed pages as a table [B, M]; entries after a sequence's `need` pages are arbitrary."""
     at = starts[:-1, None] + np.arange(need.max(initial=0))
     table = pages.take(at, mode="clip") if len(pages) else np.zeros(at.shape, np.int64)
     return table.astype(np.int64, copy=False)
 
 
 def used_pages(pages: PageTable, lengths: Array, page_size: int) -> Array:
-    """Return the pages that contexts use, sequence after sequence."""
+    """Return the pages that contexts use, one sequence after the other."""
     need = pages_needed(lengths, page_size)
     if pages.starts is None:
         return pages.table[in_use(pages.table, need)]
@@ -355,7 +352,7 @@ def pages_needed(lengths: Array, page_size: int) -> Array:
 
 
 def in_use(table: Array, need: Array) -> Array:
-    """Return which entries of a table are in use."""
+    """Return a mask [B, M] of the first `need[b]` entries of each row of a table."""
     return np.arange(table.shape[1]) < need[:, None]
 
 
@@ -363,7 +360,7 @@ def in_use(table: Array, need: Array) -> Array:
 
 
 def plain_pieces(tokens: int, capacity: int, slot_mapping: ArrayLike) -> Array:
-    """Return the pieces of a slot for each token."""
+    """Return the pieces (runs of tokens and slots) of a mapping from tokens to slots."""
     slots = index("slot_mapping", slot_mapping, length=tokens)
     (rule, one, two, three), pieces = checks.slots.plain_slots(slots, capacity)
     if rule:
@@ -378,9 +375,8 @@ def slot_error(rule: int, one: int, two: int, three: int, capacity: int) -> Kvki
         rows = f"{three} rows from there on" if three > 1 else "that slot"
         return argument_error(f"slot_mapping[{one}]", f"{rows} within the {capacity} slots of the cache", two)
     if rule == slots.TWICE:
-        return argument_error(
-            "slot_mapping", "a slot for one row only", f"slot {three} for entries {one} and {two}"
-        )
+        got = f"slot {three} for entries {one} and {two}"
+        return argument_error("slot_mapping", "a slot for one row only", got)
     if rule == slots.WINDOW:
         return argument_error(f"wins[{one}]", f"0 to {three}, the length of its sequence", two)
     if rule == slots.OFFSET:
@@ -399,7 +395,7 @@ def blocks_within(name: str, ids: Array, blocks: int) -> None:
 
 
 def copied_once(name: str, src: Array, dst: Array, within: bool) -> None:
-    """Check that no block is written twice, and, if the copy is `within` one cache, that none is read too."""
+    """Check that no block is written twice and, if `within` one cache, none is both read and written."""
     blocks, times = np.unique(dst, return_counts=True)
     if len(blocks) < len(dst):
         raise argument_error(name, "blocks that are written once", f"block {blocks[times > 1][0]} twice")

@@ -13,14 +13,14 @@ FINE, STARTS, FIRST, LAST, HINT = range(5)
 
 
 def scan_positions(starts: Array, first: Array, longest: int) -> list[int]:
-    """Return the first rule that sequences break, the sequence, and its length."""
+    """Return (rule, sequence, its length) for the first rule that sequences break, or (FINE, 0, 0)."""
     found = np.empty(3, np.int64)
     positions_code().ctypes(address(found), address(starts), address(first), len(first), longest)
     return found.tolist()
 
 
 def positions(found: Integers, starts: Integers, first: Integers, batch: int, longest: int) -> None:
-    """Write the result of `scan_positions` to `found`."""
+    """Write the result of `scan_positions` to the address `found`."""
     found[0], found[1], found[2] = FINE, 0, 0
     for b in range(batch):
         length = starts[b + 1] - starts[b]

@@ -1,4 +1,4 @@
-"""The checked calls of the position operators."""
+"""Check calls of the position operators: rotary embedding, position indices, ALiBi."""
 
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +25,7 @@ from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, BY_NAME, FLOATS, Element
 from kvkit.typed import Array
 
-Starts = tuple[Array, Array]  # of sequences among the tokens, and their first positions
+Starts = tuple[Array, Array]  # where each sequence begins among the tokens, and its first position
 FLOAT_OR = " or ".join(fmt.name for fmt in FLOATS)
 
 # Rotary position embedding
@@ -37,9 +37,9 @@ class RotationCall(NamedTuple):
     fmt: Element
     query: Array
     key: Array
-    starts: Array  # of sequences, among the tokens
-    first: Array  # positions
-    rotated: int  # elements of a head
+    starts: Array  # [B + 1], where sequences begin among the tokens
+    first: Array  # [B], their first positions
+    rotated: int  # elements of a head that are rotated
     bypass_key: bool
     scaling: tuple[float, float, int, float]  # see `rotary_scaling`
     results: Results
@@ -54,7 +54,7 @@ def checked_rotation(
     fmt = queries_and_keys(query, key, 4 if isinstance(where, StaticPositions) else 3)
     starts, first = positions_of(query, where)
     rotated = rotated_elements(arguments.rotary_dim, query.shape[-1])
-    slower, bypass_key = rotary_scaling(arguments), flag("bypass_key", arguments.bypass_key)
+    scaling, bypass_key = rotary_scaling(arguments), flag("bypass_key", arguments.bypass_key)
     cos, sin = arguments.cos, arguments.sin
     tables = angle_tables(cos, sin, rotated, starts, first)
     halves = not flag("interleaved", arguments.interleaved)
@@ -63,7 +63,7 @@ def checked_rotation(
     results = Results(forms, [*arrays, *named_arrays(cos=cos, sin=sin)], in_place=True)
     return RotationCall(
         fmt, query, key, starts, first, rotated, bypass_key,
-        scaling=slower, results=results, halves=halves, tables=tables,
+        scaling=scaling, results=results, halves=halves, tables=tables,
     )  # fmt: skip
 
 
@@ -87,10 +87,10 @@ def positions_of(query: Array, where: StaticPositions | PackedPositions) -> Star
 def angle_tables(
     cos: Array | None, sin: Array | None, rotated: int, starts: Array, first: Array
 ) -> tuple[Array, Array] | None:
-    """Check cosines and sines of all positions of some tokens; None if they are to be computed."""
+    """Check the caller's cosines and sines [positions, pairs]; return None if there are none."""
     if cos is None and sin is None:
         return None
-    cos, sin = cast(Array, cos), cast(Array, sin)  # one that is None is refused
+    cos, sin = cast(Array, cos), cast(Array, sin)  # if only one is None, `checked_format` refuses it
     for name, table in (("cos", cos), ("sin", sin)):
         checked_format(name, table, FLOATS, 2)
         if table.shape[1] != rotated // 2:
@@ -107,7 +107,7 @@ def angle_tables(
 
 
 def packed_positions(name: str, tokens: int, where: PackedPositions) -> Starts:
-    """Check where packed sequences begin; the array called `name` has that many tokens."""
+    """Check where packed sequences begin; the array called `name` has `tokens` tokens."""
     starts, first = index("seqstarts", where.seqstarts), index("start_pos", where.start_pos)
     batch = starts.shape[0] - 1
     if batch < 0:
@@ -154,9 +154,7 @@ def rotated_elements(rotary_dim: int, dim: int) -> int:
 
 
 def rotary_scaling(arguments: RotaryArguments) -> tuple[float, float, int, float]:
-    """Return theta, the divisor of positions, and for "dynamic" the longest length that is not scaled and
-    the factor.
-    """
+    """Return (theta, divisor of positions, longest length without "dynamic" scaling, factor of "dynamic")."""
     theta, scaling_type = positive_number("theta", arguments.theta), arguments.scaling_type
     factor = positive_number("scaling_factor", arguments.scaling_factor)
     longest = min(integer("max_position_embeddings", arguments.max_position_embeddings, 1), INT64_MAX)
@@ -173,8 +171,8 @@ def rotary_scaling(arguments: RotaryArguments) -> tuple[float, float, int, float
 class PositionCall(NamedTuple):
     """A checked call of `position_index`, but for its output."""
 
-    starts: Array  # of sequences, among the tokens
-    first: Array  # positions
+    starts: Array  # [B + 1], where sequences begin among the tokens
+    first: Array  # [B], their first positions
     results: Results
 
 
@@ -194,12 +192,12 @@ class AlibiCall(NamedTuple):
 
     fmt: Element
     shape: tuple[int, ...]
-    starts: Array  # of sequences, among the queries
-    kvstarts: Array  # and among the keys
-    added: Array | None  # another mask
-    element: str | None  # its format, or "bool"
-    place: tuple[int, ...]  # where it lies: address, strides (batch, head, row)
-    padding: float
+    starts: Array  # [B + 1], where sequences begin among the queries
+    kvstarts: Array  # [B + 1], where they begin among the keys
+    added: Array | None  # the caller's mask, which is added
+    element: str | None  # the format of `added`, or "bool"
+    place: tuple[int, ...]  # address and strides (batch, head, row) of `added`
+    padding: float  # the number in columns after the keys
     results: Results
 
 
@@ -237,7 +235,7 @@ def head_count(num_heads: Any) -> int:
 
 
 def slope_results(num_heads: Any) -> Results:
-    """Return what `alibi_slope` gives."""
+    """Return the output of `alibi_slope`."""
     return Results({"slopes": ((head_count(num_heads),), np.dtype(np.float32))}, [], alone=True)
 
 
@@ -250,7 +248,7 @@ def mask_format(data_type: object) -> Element:
 
 
 def given_mask(mask: Array | None) -> tuple[Array | None, Element | None]:
-    """Return a mask, and its format, for the checks of attention: rows in one piece, floats or boolean."""
+    """Return a mask of floats or booleans, with contiguous rows, and its format (None for booleans)."""
     if mask is None:
         return None, None
     if not isinstance(mask, np.ndarray):
@@ -269,7 +267,7 @@ def alibi_call(
     place: MaskPlace,
     padding: float,
 ) -> AlibiCall:
-    """Return a checked call with another mask, at `place`; `starts` are of queries and of keys."""
+    """Return a checked call that adds the mask `added`, at `place`; `starts` are of queries and of keys."""
     element = None
     if added is not None and place.address:
         element = "bool" if added.dtype == np.bool_ else BY_DTYPE[added.dtype].name
@@ -279,5 +277,5 @@ def alibi_call(
 
 
 def padded_columns(columns: int) -> int:
-    """Return the columns of an ALiBi mask: a multiple of 16."""
+    """Return the number of columns of an ALiBi mask: `columns` up to a multiple of 16."""
     return -(-columns // 16) * 16

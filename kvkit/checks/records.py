@@ -5,7 +5,7 @@ from typing import NamedTuple
 from kvkit.typed import Array
 
 ENDLESS = 2**63 - 1  # the page size of offset mode: one page holds every position of a sequence
-FRACTAL_BYTES = 32  # of a group of elements in Ascend's NZ
+FRACTAL_BYTES = 32  # bytes of a group of elements in Ascend's NZ
 
 
 class MaskPlace(NamedTuple):
@@ -13,7 +13,7 @@ class MaskPlace(NamedTuple):
 
     address: int = 0
     kind: int = 0
-    sequence: int = 0  # the strides of four axes: sequence, head, row and column
+    sequence: int = 0  # byte strides of the four axes: sequence, head, row and column
     head: int = 0
     row: int = 0
     column: int = 0
@@ -29,19 +29,19 @@ class StepIndex(NamedTuple):
     seqstarts: Array
     kvstarts: Array
     start_pos: Array
-    load_starts: Array  # the first position of each sequence that a load returns
-    table: Array  # [sequences, pages], or an array-like with this shape
+    load_starts: Array  # [B], the first position of each sequence that a load returns
+    table: Array  # row ids of pages, [B, pages], or an array-like with this shape
     page_size: int
     tokens: int
     context: int
     rows: int  # number of rows that the cache must have
     limits: tuple[int, int] = (0, 0)  # max_seqlen, max_kvlen
-    value_table: Array | None = None  # the table of values, if it is not that of keys
-    table_starts: Array | None = None  # where sequences begin, if a table lists one after the other
+    value_table: Array | None = None  # the table of values; None if keys and values share one
+    table_starts: Array | None = None  # where sequences begin in a table that is a list; None otherwise
 
 
 class Side(NamedTuple):
-    """Addresses and byte strides of one side's rows and of its scales. A side is the keys or the values."""
+    """Addresses and byte strides of the rows of keys, or of values, and of their scales."""
 
     address: int
     sequence: int
@@ -58,7 +58,7 @@ class Side(NamedTuple):
 
 
 class CacheLayer(NamedTuple):
-    """One layer of a checked cache as kernels read it: format names, and address and strides of each side."""
+    """One layer of a checked cache as kernels read it: format names, sizes, and address and strides."""
 
     data_dtype: str
     cache_format: str
@@ -68,16 +68,16 @@ class CacheLayer(NamedTuple):
     dim: int
     stored_bytes: int  # of a head
     capacity: tuple[int, int]  # sequences, rows
-    heads_adjoin: bool
+    heads_adjoin: bool  # whether the heads of a row lie without gaps
     sides: tuple[Side, Side]  # of keys, of values
 
 
 class Context(NamedTuple):
     """Keys and values as kernels read them: formats, sizes, and address and byte strides of each side.
 
-    A row's offset is its row id times the row stride. Successive rows of a page differ by `steps` in row id,
+    A row's offset is its row id times the row stride. Row ids of successive rows of a page differ by `steps`,
     so pages may begin at any address. `elements` is the byte stride of elements, 0 if they are contiguous. If
-    `as_loaded`, attention uses values as a load returns them: rounded to the data's dtype.
+    `as_loaded`, attention rounds decoded values to `data_dtype`, as a load does. Pairs are (keys, values).
     """
 
     data_dtype: str
@@ -92,7 +92,7 @@ class Context(NamedTuple):
     value_bytes: int
     as_loaded: bool = True
     decoder: object = None  # code that reads rows if formats and strides do not suffice
-    value_format: str | None = None  # the format of values, if it is not that of keys
+    value_format: str | None = None  # the format of values; None if it is `cache_format`
     steps: tuple[int, int] = (1, 1)
     pages: tuple[int, int] = (0, 0)  # distances of pages in row ids, in pools
     elements: tuple[int, int] = (0, 0)

@@ -8,19 +8,19 @@ from numba import types
 from kvkit.checks.records import StepIndex
 from kvkit.checks.sorting import ascending
 from kvkit.formulas.index import filled_rows, overlapping_run, page_of, rows_inside
-from kvkit.runtime.arrays import places_of
+from kvkit.runtime.arrays import addresses_of
 from kvkit.runtime.jit import INDEX, Code, Integers, callback, helper
 
 FINE, STARTS, LENGTHS, HINT, PAGES, ROW, STORED_TWICE, STORED_AND_LOADED = range(8)
-FOUND, SPARE = 4, 5  # numbers in the answer of a pass; numbers of workspace for each stored run
+FOUND, SPARE = 4, 5  # numbers in the result of a pass; numbers of workspace for each stored run
 
 
 def scan_step(step: StepIndex, rows: int) -> list[int]:
-    """Return the rule that a step breaks, the sequence, and two numbers; or (FINE, rows in use, 0, 0)."""
+    """Return (broken rule, sequence, two numbers for the message), or (FINE, rows in use, 0, 0)."""
     table = np.asarray(step.table)
     runs = min(table.size, max(step.tokens, 0))
     found = np.empty(FOUND + SPARE * runs, np.int64)
-    at, table_at, *starts = places_of((found, table, step.seqstarts, step.kvstarts, step.start_pos))
+    at, table_at, *starts = addresses_of((found, table, step.seqstarts, step.kvstarts, step.start_pos))
     spare = range(at + 8 * FOUND, at + 8 * (FOUND + SPARE * runs), 8 * runs) if runs else [at] * SPARE
     scan_code().ctypes(at, *starts, *sizes_of(step), table_at, rows, *spare)
     verdict: list[int] = found[:FOUND].tolist()
@@ -31,12 +31,12 @@ def scan_lengths(step: StepIndex) -> list[int]:
     """Check lengths as `scan_step` does, without the page table; if legal return (FINE, runs, 0, 0)."""
     found = np.empty(FOUND, np.int64)
     arrays = found, step.seqstarts, step.kvstarts, step.start_pos
-    lengths_code().ctypes(*places_of(arrays), *sizes_of(step))
+    lengths_code().ctypes(*addresses_of(arrays), *sizes_of(step))
     return found.tolist()
 
 
 def sizes_of(step: StepIndex) -> tuple[int, ...]:
-    """Return the arguments of `check_lengths` after the arrays."""
+    """Return the last arguments of `check_lengths`: batch, columns, page_size, max_seqlen, max_kvlen."""
     return *step.table.shape, step.page_size, *step.limits
 
 
@@ -45,7 +45,7 @@ def check_lengths(
     seqstarts: Integers, kvstarts: Integers, start_pos: Integers, batch: int, columns: int, page_size: int,
     max_seqlen: int, max_kvlen: int,
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """Check lengths for a page table with `columns` columns; return as `scan_lengths` does."""
+    """Check lengths for a page table with `columns` columns; return the result of `scan_lengths`."""
     stored_runs = 0
     for b in range(batch):
         for which, starts in enumerate((seqstarts, kvstarts)):
@@ -70,7 +70,7 @@ def scan_starts(
     found: Integers, seqstarts: Integers, kvstarts: Integers, start_pos: Integers, batch: int, columns: int,
     page_size: int, max_seqlen: int, max_kvlen: int,
 ) -> None:  # fmt: skip
-    """Write the answer of the check of lengths to the address `found`."""
+    """Write the result of `scan_lengths` to the address `found`."""
     put_found(
         found, check_lengths(seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen)
     )
@@ -81,7 +81,7 @@ def scan_rows(
     page_size: int, max_seqlen: int, max_kvlen: int, table: Integers, rows: int, begins: Integers, ends:
     Integers, owners: Integers, order: Integers, spare: Integers,
 ) -> None:  # fmt: skip
-    """Write the answer of the check of rows to the address `found`. No sum here can overflow."""
+    """Write the result of `scan_step` to the address `found`. No sum here can overflow."""
     first_rule = check_lengths(
         seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen
     )
@@ -118,7 +118,10 @@ def find_conflict(
     kvstarts: Integers, table: Integers, start_pos: Integers, batch: int, columns: int, page_size: int,
     stored_runs: int, begins: Integers, ends: Integers, owners: Integers, order: Integers, spare: Integers,
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """Find stored rows that hold two tokens: sort the runs of stored rows, and look up past pages in them."""
+    """Find stored rows that hold two tokens: sort the runs of stored rows, and look up past pages among them.
+
+    Return (rule, sequence, other sequence, row), or (FINE, 0, 0, 0).
+    """
     run = 0
     for b in range(batch):
         kvlen = kvstarts[b + 1] - kvstarts[b]

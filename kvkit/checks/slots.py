@@ -1,7 +1,7 @@
 """Check slots in compiled passes, which return the pieces to move, or the first broken rule as numbers.
 
-A piece is `count` tokens of a packed tensor, from `token` on, with the `count` slots, from `slot` on, that
-they go to, for all heads or one `head`; or it is one slot that gets the mean of the tokens.
+A piece moves `count` tokens of a packed tensor, from `token` on, to `count` slots, from `slot` on, for all
+heads or for one `head`. A piece with `mean` moves the mean of the tokens to one slot.
 """
 
 import functools
@@ -15,16 +15,16 @@ from kvkit.checks.sorting import ascending
 from kvkit.runtime.jit import INDEX, Code, Integers, address, callback, helper
 from kvkit.typed import Array
 
-Verdict = tuple[int, int, int, int]  # a rule, and three numbers for its message; (FINE, pieces, 0, 0)
+Verdict = tuple[int, int, int, int]  # broken rule, and three numbers for the message; or (FINE, pieces, 0, 0)
 
 FINE, CAPACITY, TWICE, WINDOW, OFFSET, RANGE = range(6)
 PLAIN, KVHEAD, ROPE, OMNI = range(4)
 FIELDS = TOKEN, HEAD, SLOT, COUNT, MEAN = range(5)
-PIECE, FOUND = len(FIELDS), 4  # numbers of a piece; numbers in the answer of a pass
+PIECE, FOUND = len(FIELDS), 4  # numbers of a piece; numbers of a verdict
 
 
 def plain_slots(slots: Array, capacity: int) -> tuple[Verdict, Array]:
-    """Return the verdict on a slot for each token, (rule, token, slot, 0), and the pieces in their order."""
+    """Return (rule, token, slot, 0) for a slot of each token, and the pieces by ascending slot."""
     pieces, found = np.empty((len(slots), PIECE), np.int64), np.empty(FOUND, np.int64)
     pass_code(plain_pass).ctypes(address(found), address(slots), len(slots), capacity, address(pieces))
     rule, made, slot, ascends = found.tolist()
@@ -37,7 +37,7 @@ def plain_slots(slots: Array, capacity: int) -> tuple[Verdict, Array]:
 
 
 def stored_twice(pieces: Array) -> Verdict:
-    """Return (TWICE, token, later token, slot) for the first slot of two pieces."""
+    """Return (TWICE, token, later token, slot) for the first slot that two pieces share."""
     order = np.argsort(pieces[:, SLOT], kind="stable")
     ends = pieces[order, SLOT] + pieces[order, COUNT]
     pair = order[(pieces[order[1:], SLOT] < ends[:-1]).argmax() :][:2]
@@ -50,7 +50,7 @@ def compressed_slots(
     mode: int, copies_empty: bool, slots: Array, wins: Array, offsets: Array, starts: Array, heads: int,
     capacity: int,
 ) -> tuple[Verdict, Array]:  # fmt: skip
-    """Return the verdict on a run for each sequence and head, (rule, entry, number, number), and pieces."""
+    """Return (rule, entry, number, number) for a run of each sequence and head, and the pieces."""
     runs = len(slots)
     pieces, scratch = np.empty((3 * runs, PIECE), np.int64), np.empty(FOUND + (2 + PIECE) * runs, np.int64)
     spans = address(scratch) + 8 * FOUND
@@ -76,6 +76,7 @@ def table_pieces(
 
 
 def plain_pass(found: Integers, slots: Integers, tokens: int, capacity: int, pieces: Integers) -> None:
+    """Write the pieces of slots, and the verdict; its last number says whether the pieces' slots ascend."""
     made, last, ascends = 0, 0, True
     for token in range(tokens):
         slot = slots[token]
@@ -100,6 +101,7 @@ def compressed_pass(
     Integers, starts: Integers, heads: int, capacity: int, pieces: Integers, spans: Integers, scratch:
     Integers,
 ) -> None:  # fmt: skip
+    """Write the pieces of compressed runs, and the verdict."""
     made, runs = 0, 0
     for i in range(entries):
         slot, begin, head = slots[i], starts[i // heads], i % heads
@@ -157,7 +159,7 @@ def put_verdict(found: Integers, rule: int, one: int, two: int, three: int) -> N
 
 @helper
 def add(pieces: Integers, made: int, token: int, head: int, slot: int, count: int, mean: int) -> int:
-    """Add a piece unless it is empty, and return how many there are."""
+    """Add a piece to `made` pieces unless it is empty; return the new number of pieces."""
     if count == 0:
         return made
     at = made * PIECE
@@ -168,7 +170,7 @@ def add(pieces: Integers, made: int, token: int, head: int, slot: int, count: in
 
 @helper
 def overlapping(pieces: Integers, count: int, scratch: Integers, most: int) -> tuple[int, int, int]:
-    """Return two pieces and a slot they share, or -1: runs that ascend are apart, others are sorted.
+    """Return two pieces and a slot that they share, or three times -1. Pieces are sorted unless they ascend.
 
     `scratch` has two numbers for each of at most `most` pieces.
     """
@@ -188,7 +190,7 @@ def overlapping(pieces: Integers, count: int, scratch: Integers, most: int) -> t
 
 @helper
 def slot_of(pieces: Integers, number: int) -> Any:
-    """Return the slot that a piece begins with."""
+    """Return the first slot of piece `number`."""
     return pieces[number * PIECE + SLOT]
 
 
@@ -196,15 +198,15 @@ def table_pass(
     found: Integers, blocks: Integers, batch: int, columns: int, lengths: Integers, first_columns: Integers,
     block_size: int, block_count: int, pieces: Integers,
 ) -> None:  # fmt: skip
+    """Write the pieces of contexts in blocks, and their number to `found`."""
     made, token = 0, np.int64(0)
     for b in range(batch):
         column, end = first_columns[b], token + lengths[b]
         while token < end:
             count = min(block_size, end - token)
             if column < columns and 0 <= blocks[b * columns + column] < block_count:
-                made = add(
-                    pieces, made, token, 0, blocks[b * columns + column] * block_size, count, 0
-                )  # fmt: skip
+                slot = blocks[b * columns + column] * block_size
+                made = add(pieces, made, token, 0, slot, count, 0)
             column += 1
             token += count
     found[0] = made

@@ -1,4 +1,4 @@
-"""Sort rows, within compiled passes."""
+"""Sort numbers within the compiled passes of checks."""
 
 from kvkit.runtime.jit import Integers, helper
 
@@ -7,9 +7,9 @@ from kvkit.runtime.jit import Integers, helper
 def ascending(
     keys: Integers, first: int, step: int, count: int, places: Integers, order: int, spare: int,
 ) -> None:  # fmt: skip
-    """Merge-sort `count` keys: write their numbers, in ascending order of the keys, to `places[order:]`.
+    """Merge-sort `count` keys: write their indices, by ascending key, to `places[order:]`.
 
-    Key i is ``keys[first + i * step]``. `places[spare:]` is scratch space for `count` numbers.
+    Key i is ``keys[first + i * step]``. `places[spare:]` is workspace for `count` numbers.
     """
     for i in range(count):
         places[order + i] = i

@@ -1,8 +1,8 @@
 """Check rules P1 to P4 of `kvkit check`, which all page tables must obey, in one pass.
 
 Operators refuse tables that they cannot read. A table that can be read may still be wrong: if two sequences
-use one page as their own, each reads what the other one wrote. With KVKIT_VALIDATE=1 in the environment
-every operator that takes a table checks these rules too.
+write to one page, each reads tokens of the other. With KVKIT_VALIDATE=1 in the environment every operator
+that takes a table checks these rules too.
 """
 
 import functools
@@ -18,29 +18,27 @@ from kvkit.runtime.jit import INDEX, Integers, address, callback, helper
 from kvkit.typed import Array
 
 OUTSIDE, TWICE, FOREIGN = range(3)  # the broken rule of a hit
-FIELDS = RULE, SEQUENCE, COLUMN, PAGE, OTHER, THERE = range(6)  # OTHER is a sequence, THERE its column
-NOTHING = np.zeros(0, np.int64)
-UNKNOWN = -1  # the page before this one is a placeholder
-FIRST = -2  # there is no page before this one
-POOL = 2**22  # pages of a pool for which a pass always allocates memory
+# The fields of a hit. OTHER is the other sequence with the page, and THERE its column.
+FIELDS = RULE, SEQUENCE, COLUMN, PAGE, OTHER, THERE = range(6)
 HIT = len(FIELDS)
+NOTHING = np.zeros(0, np.int64)
+UNKNOWN = -1  # as the page before: a placeholder
+FIRST = -2  # as the page before: there is none
+POOL = 2**22  # a pass has workspace for every page of pools up to this size
 SPARE = 5  # numbers of workspace for each page
 
 
 def scan_tables(
-    starts: Integers, batch: int, ids: Integers, num_blocks: int, placeholder: int, owners: Integers, hits:
+    starts: Integers, batch: int, ids: Integers, pages: int, placeholder: int, owners: Integers, hits:
     Integers, owner: Integers, column: Integers, before: Integers, last: Integers, there: Integers,
 ) -> int:  # fmt: skip
-    """Find the hits in tables that follow each other; write them to `hits` and return their number.
+    """Write the hits (broken rules) of tables that follow each other to `hits`; return their number.
 
-    `owners` counts the sequences of each page.
-
-
-    Several sequences may share a page only if all their columns up to it are equal. So it must be in the same
-    column and follow the same page, for which this was checked before. If it follows a placeholder, all
-    earlier columns are compared.
+    `owners` counts the sequences of each page. Sequences may share a page only if their tables are equal up
+    to its column. So a shared page must be in the same column and follow the same page, which has been
+    checked by then. If it follows a placeholder, all earlier columns are compared.
     """
-    for page in range(num_blocks):
+    for page in range(pages):
         owner[page] = last[page] = -1
     found = 0
     for b in range(batch):
@@ -51,7 +49,7 @@ def scan_tables(
                 previous = UNKNOWN
                 continue
             rule, other, where = -1, -1, -1
-            if page < 0 or page >= num_blocks:
+            if page < 0 or page >= pages:
                 rule, previous = OUTSIDE, UNKNOWN
             else:
                 if last[page] == b:
@@ -61,14 +59,7 @@ def scan_tables(
                     if owner[page] < 0:
                         owner[page], column[page], before[page] = b, c, previous
                     elif column[page] != c or not alike(
-                        ids,
-                        starts[owner[page]],
-                        starts[b],
-                        c,
-                        before[page],
-                        previous,
-                        placeholder,
-                        num_blocks,
+                        ids, starts[owner[page]], starts[b], c, before[page], previous, placeholder, pages
                     ):
                         rule, other, where = FOREIGN, owner[page], column[page]
                     elif before[page] == UNKNOWN:
@@ -88,7 +79,10 @@ def alike(
     ids: Integers, one: int, two: int, columns: int, before: int, previous: int, placeholder: int,
     num_blocks: int,
 ) -> bool:  # fmt: skip
-    """Return whether two tables have equal first columns; placeholders may stand for any page."""
+    """Return whether two tables, at `one` and `two` in `ids`, have equal first columns.
+
+    A placeholder may stand for any page. `before` and `previous` are the pages in front of the column.
+    """
     if before != UNKNOWN and previous != UNKNOWN:
         return before == previous
     for c in range(columns):
@@ -120,12 +114,12 @@ class Tables:
 
     @cached_property
     def scanned(self) -> tuple[Array, Any]:
-        """Return the hits, and how many sequences have each page."""
+        """Return the hits [hits, FIELDS], and the number of sequences of each page, by page."""
         hits = np.empty((len(self.ids), HIT), np.int64)
         ids, pool, known = self.ids, self.num_blocks, None
         none = np.iinfo(np.int64).min
         placeholder = none if self.placeholder is None else self.placeholder
-        if pool > POOL + 8 * len(ids):  # number pages by rank, to need no memory for the whole pool
+        if pool > POOL + 8 * len(ids):  # a huge pool: replace pages by their ranks among the pages in use
             legal = (ids >= 0) & (ids < pool) & (ids != placeholder)
             known, ranks = np.unique(ids[legal], return_inverse=True)
             ids, pool = np.where(ids == placeholder, none, -1), len(known)
@@ -146,7 +140,7 @@ class Tables:
         return chosen
 
     def shared(self, pages: Array) -> Array:
-        """Return those of the pages, without repeats, that several sequences have."""
+        """Return which of the pages several sequences have, each once."""
         owners = self.scanned[1]
         pages = np.unique(pages[(pages >= 0) & (pages < self.num_blocks)])
         known = isinstance(owners, dict)

@@ -25,13 +25,13 @@ DATA = (*FLOATS, INT8)  # the formats of keys and values
 POOLED = (*DATA, *FLOATS8)  # the formats of pools
 FORMATS = BY_DTYPE | {fmt.dtype: fmt for fmt in FLOATS8}
 FP8_REMEDY = (
-    ": array.view(ml_dtypes.float8_e4m3fn) of numpy's, torch.as_tensor(array).view(torch.float8_e4m3fn) of "
-    "others, if it holds such codes"
+    ": if it holds float8 codes, pass array.view(ml_dtypes.float8_e4m3fn) of a numpy array, or "
+    "torch.as_tensor(array).view(torch.float8_e4m3fn) of another"
 )
 
 
 def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
-    """Return an int within low..high, given as int, numpy integer or array of one integer."""
+    """Return an argument as an int from `low` to `high`; it may be a numpy integer or an array of one."""
     if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "iu":
         value = value.item()
     try:
@@ -79,7 +79,7 @@ def positive_number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return True or False; 1 and 0, as in ONNX, are taken too."""
+    """Return True or False; 1 and 0 are legal too, as in ONNX."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
     return bool(choice(name, value, (0, 1)))
@@ -103,9 +103,8 @@ def checked_format(name: str, array: Array, legal: Collection[Element], ndim: in
     fmt = FORMATS.get(array.dtype)
     if fmt is None or fmt not in legal:
         remedy = FP8_REMEDY if legal is POOLED and array.dtype == np.uint8 else ""
-        raise argument_error(
-            name, f"dtype {' or '.join(f.name for f in legal)}", dtype_hint(array.dtype) + remedy
-        )
+        wanted = f"dtype {' or '.join(f.name for f in legal)}"
+        raise argument_error(name, wanted, dtype_hint(array.dtype) + remedy)
     if array.ndim != ndim:
         raise argument_error(name, f"{ndim} axes", f"shape {array.shape}")
     return fmt
@@ -129,12 +128,12 @@ def float_format(name: str, dtype: DTypeLike) -> Element:
 
 
 def dtype_hint(dtype: np.dtype[Any]) -> str:
-    """Return the name of an unsupported dtype, and how to convert such an array."""
+    """Return the name of an unsupported dtype, with a hint how to convert such an array."""
     return f"{dtype}{REMEDIES.get(dtype.name, '')}"
 
 
 def check_not_empty(name: str, array: Array) -> None:
-    """Check that tokens have heads, and heads elements."""
+    """Check that tokens [.., heads, dim] have at least one head and one element."""
     if min(array.shape[-2:]) < 1:
         raise argument_error(name, "at least one head and one element a head", f"shape {array.shape}")
 
@@ -142,7 +141,10 @@ def check_not_empty(name: str, array: Array) -> None:
 def check_new_tokens(
     current_key: Array, current_value: Array, ndim: int, value_dim: int = 0
 ) -> tuple[Element, Array, Array]:
-    """Check new keys and values, of one shape or with values of `value_dim`; return both in one piece."""
+    """Check new keys and values; return (format, keys, values) with contiguous last axes.
+
+    Both have one shape, or heads of values have `value_dim` elements.
+    """
     fmt = checked_format("current_key", current_key, DATA, ndim)
     if checked_format("current_value", current_value, DATA, ndim) is not fmt:
         raise argument_error("current_value", f"the dtype of current_key, {fmt}", current_value.dtype)
@@ -155,7 +157,7 @@ def check_new_tokens(
 
 
 def packed_tokens(name: str, array: Array) -> tuple[str, int] | None:
-    """Return the name and number of packed tokens; None if `array` is no array (another check reports it)."""
+    """Return (name, number of tokens) of packed tokens; None for other values, which later checks refuse."""
     return (name, len(array)) if isinstance(array, np.ndarray) and array.ndim == 3 else None
 
 
@@ -178,7 +180,7 @@ def one_piece(array: Array) -> Array:
 def packed_strides(array: Array) -> tuple[int, int, int]:
     """Return the strides (sequence, token, head) of [tokens, heads, dim] or [batch, tokens, heads, dim].
 
-    Token numbers count through all sequences, so the first stride is the batch stride less tokens * token.
+    Tokens are numbered through all sequences, so the first stride is the batch stride less all token strides.
     """
     if array.ndim == 3:
         return 0, array.strides[0], array.strides[1]
@@ -192,11 +194,10 @@ def is_broadcast(array: Array) -> bool:
 
 def check_output(name: str, array: Array) -> None:
     """Check that kernels can write an array: writeable, last axis contiguous, no overlapping elements."""
-    apart = array.ndim > 0 and array.shape[-1] > 1 and array.strides[-1] != array.itemsize
-    if apart and not array.flags.c_contiguous:
-        raise argument_error(
-            name, "a contiguous last axis", f"strides {array.strides} of {array.itemsize}-byte items"
-        )
+    has_gaps = array.ndim > 0 and array.shape[-1] > 1 and array.strides[-1] != array.itemsize
+    if has_gaps and not array.flags.c_contiguous:
+        got = f"strides {array.strides} of {array.itemsize}-byte items"
+        raise argument_error(name, "a contiguous last axis", got)
     check_writeable(name, array)
 
 
@@ -229,6 +230,6 @@ def _share(a: Array, b: Array) -> bool:
 
 
 def check_size(name: str, shape: Sequence[int], fmt: Element, what: str = "outputs") -> None:
-    """Check that an array can have a shape that follows from argument `name`."""
+    """Check that an array of a shape, which argument `name` determines, is not too large for numpy."""
     if math.prod(filter(None, shape)) * fmt.dtype.itemsize > MOST_BYTES:
         raise argument_error(name, f"{what} that an array can hold", f"shape {shape}")

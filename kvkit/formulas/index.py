@@ -1,9 +1,8 @@
-"""Index math, written once for CPU and GPU: a token's row, the keys it sees, the shares of workers.
+"""Index formulas, written once for CPU and GPU: a token's row, the keys it sees, the shares of workers.
 
-A mode of addressing is a page table: offset mode is a table of one endless page a sequence, a static
-cache is offset mode from row 0 with a stride between sequences, a slot mapping is pages of one row.
-Every index is int64. Formulas take scalars, and kernels read the tables; only the two binary searches at the
-end read sorted tables.
+Every mode of addressing is a page table. In offset mode each sequence has one endless page. A static cache is
+offset mode from row 0, with a stride between sequences. A slot mapping has pages of one row. Every index is
+int64. Formulas take scalars; only the two binary searches at the end read arrays, which are sorted.
 """
 
 from kvkit.runtime.jit import shared
@@ -11,7 +10,7 @@ from kvkit.runtime.jit import shared
 
 @shared
 def page_of(position, page_size):
-    """Return the page of a sequence that holds a position: a column of its page table."""
+    """Return the column of a sequence's page table whose page holds a position."""
     return position // page_size
 
 
@@ -35,13 +34,16 @@ def filled_rows(tokens, page, page_size):
 
 @shared
 def rows_inside(first, count, rows):
-    """Return whether `count` rows from `first` on are among `rows`, without a sum that can overflow."""
+    """Return whether rows first .. first + count - 1 are among `rows` rows, without overflow."""
     return 0 <= first <= rows - count
 
 
 @shared
 def visible_range(seqlen, kvlen, token, left, right, causal):
-    """Return the positions [begin, end) that causal rule and window let a token see; -1 is no limit."""
+    """Return the positions [begin, end) that the causal rule and the window let new token `token` see.
+
+    The window is `left` and `right` positions; -1 means no limit.
+    """
     position = kvlen - seqlen + token
     begin = max(position - left, 0) if left >= 0 else 0
     end = min(position + right + 1, kvlen) if right >= 0 else kvlen
@@ -52,13 +54,16 @@ def visible_range(seqlen, kvlen, token, left, right, causal):
 
 @shared
 def share(total, number, shares):
-    """Return where share `number` of `total` equal items begins; share number `shares` begins at the end."""
+    """Return the first of `total` items that belongs to share `number`, when workers get equal shares.
+
+    Share number `shares` begins after the last item.
+    """
     return total // shares * number + min(number, total % shares)
 
 
 @shared
 def sequence_among(starts, sequences, token):
-    """Return the sequence of a packed token: the last one that begins at or before it."""
+    """Return the sequence of a packed token: the last sequence that begins at or before the token."""
     low, high = 0, sequences
     while high - low > 1:
         middle = (low + high) // 2
@@ -71,7 +76,7 @@ def sequence_among(starts, sequences, token):
 
 @shared
 def overlapping_run(begins, ends, runs, first, last):
-    """Return the last of the sorted runs that shares a row with [first, last); -1 if none does."""
+    """Return the last of the sorted runs [begins[i], ends[i]) that shares a row with [first, last), or -1."""
     low, high = 0, runs
     while low < high:
         middle = (low + high) // 2

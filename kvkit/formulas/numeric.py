@@ -16,16 +16,17 @@ from numba.extending import intrinsic
 from kvkit.formats.elements import BY_NAME, FLOATS
 from kvkit.runtime.jit import shared
 
-ROUNDER = 1.5 * 2.0**23  # float32 numbers of this size are integers: adding it rounds, ties to even
+ROUNDER = 1.5 * 2.0**23  # float32 numbers of this size are integers: adding it rounds, half to even
 ROUNDER64 = 1.5 * 2.0**52  # the same for float64
-PI_HIGH, PI_MIDDLE, PI_LOW = 3.141592651605606, 1.9841871548575973e-09, 4.503483548312435e-18  # their sum
-TURNS = 2.0**24  # angles below it are less than 2^23 times pi
+# Pi is the sum of three parts; the first two have at most 29 bits.
+PI_HIGH, PI_MIDDLE, PI_LOW = 3.141592651605606, 1.9841871548575973e-09, 4.503483548312435e-18
+MAX_ANGLE = 2.0**24  # smaller angles are less than 2^23 times pi
 INF, MINUS_INF, LOWEST = np.float32(np.inf), np.float32(-np.inf), np.finfo(np.float32).min
 EPS32, EPS16, EPSBF = (np.float32(fmt.smallest_scale) for fmt in FLOATS)
 
 
 def _cast(result, argument, build):
-    """Return an intrinsic that `build` emits as one LLVM instruction or two."""
+    """Return an intrinsic whose one or two LLVM instructions `build` emits."""
 
     @intrinsic
     def cast(typingctx, x):
@@ -44,7 +45,7 @@ _bits_of = _cast(types.uint32, types.float32, lambda b, x: b.bitcast(x, I32))
 _float_of = _cast(types.float32, types.uint32, lambda b, x: b.bitcast(x, F32))
 
 
-# The CUDA simulator calls formulas from Python, but intrinsics cannot be: each is wrapped in a formula.
+# The CUDA simulator calls formulas as Python functions. Intrinsics cannot be called so: each has a wrapper.
 
 
 @shared
@@ -87,7 +88,7 @@ def e5m2_to_float(bits):
 
 @shared
 def e4m3_to_float(bits):
-    """Widen the bits as a half 256 times smaller; adding to the code of NaN sets its top exponent bit."""
+    """Widen e4m3 bits through a half that is 256 times smaller. The code of NaN becomes a NaN of halves."""
     size = (np.uint32(bits) & np.uint32(0x7F)) << np.uint32(7)
     nan = (size + np.uint32(0x80)) & np.uint32(0x4000)
     sign = (np.uint32(bits) & np.uint32(0x80)) << np.uint32(8)
@@ -95,14 +96,15 @@ def e4m3_to_float(bits):
 
 
 def float_to_minifloat(name):
-    """Return the formula that rounds a float32 to 8 bits, ties to even; large numbers saturate."""
+    """Return the formula that rounds a float32 to an 8-bit float, half to even; large numbers saturate."""
     element = BY_NAME[name]
     fraction = element.significant - 1
     bias = (1 << 6 - fraction) - 1
     shift, rebias = np.uint32(23 - fraction), np.uint32(127 - bias << fraction)
     half, largest = np.uint32((1 << 22 - fraction) - 1), np.float32(element.limits[1])
     least = np.float32(2.0 ** (1 - bias))  # least normal number
-    rounder = np.float32(2.0 ** (24 - bias - fraction))  # float32 numbers near it are a subnormal step apart
+    # Adding `rounder` rounds to a subnormal number: float32 numbers near it are a subnormal step apart.
+    rounder = np.float32(2.0 ** (24 - bias - fraction))
     rounder_bits = np.uint32(rounder.view(np.uint32))
 
     @shared
@@ -162,7 +164,7 @@ def largest_scale(scale_element, largest, limit):
 
 @shared
 def nearest_code(x):
-    """Return the int8 nearest to x, ties to even; NaN gives -128."""
+    """Return the int8 nearest to x, half to even; NaN gives -128."""
     x = x if x > np.float32(-128) else np.float32(-128)
     x = x if x < np.float32(127) else np.float32(127)
     return np.int8(bits_of(x + np.float32(ROUNDER)) & np.uint32(0xFF))
@@ -185,7 +187,7 @@ def round_half_away(x):
 
 @shared
 def unsigned_code(x, zero):
-    """Return the code of x, from 0 to 2 * zero - 1, where `zero` is the code of 0; a half is rounded up."""
+    """Return the code of x, 0 to 2 * zero - 1; `zero` is the code of x = 0, and a half is rounded up."""
     return np.int32(min(x + (np.float32(zero) + np.float32(0.5)), np.float32(2 * zero - 1)))
 
 
@@ -228,7 +230,7 @@ def weight(score, m):
 @shared
 def add_sink(m, l, sink):
     """Return (m, l, alpha) of a softmax with the sink as one more score; alpha rescales its sums."""
-    if sink == INF:  # it takes all weight
+    if sink == INF:  # the sink takes all weight
         return sink, np.float32(1), np.float32(0)
     new = max(m, sink)
     alpha = weight(m, new)
@@ -255,7 +257,7 @@ def add_split_sum(l, m, split_l, split_m):
 
 @shared
 def normalizer(alpha, l, grow):
-    """Return alpha / l * grow, the factor that makes weighted sums an output; 0 if l is 0."""
+    """Return alpha / l * grow, the factor from sums of weighted values to an output; 0 if l is 0."""
     return alpha / l * grow if l != np.float32(0) else np.float32(0)
 
 
@@ -283,7 +285,7 @@ def alibi_bias(slope, distance):
 
 @shared
 def product(a, b):
-    """Return a * b, rounded: the CPU's compiler fuses no product with a sum. GPUs use another formula."""
+    """Return a * b, rounded. On the CPU no product is fused with a sum; GPUs have a formula of their own."""
     return a * b
 
 
@@ -300,7 +302,7 @@ def rotation(product):
 
 @shared
 def rotary_theta(theta, dims, end, longest, factor):
-    """Return the base of a sequence's frequencies, larger ('dynamic' scaling) if it ends beyond `longest`."""
+    """Return the base of a sequence's frequencies; 'dynamic' scaling enlarges it if `end` > `longest`."""
     stretched = theta
     if end > longest and dims > 2:  # a pair alone has frequency 1, whatever the base
         stretched = theta * (factor * end / longest - (factor - 1.0)) ** (dims / (dims - 2))
@@ -321,11 +323,11 @@ def rotary_angle(position, divisor, frequency):
 
 @shared
 def cos_sin(angle):
-    """Return the cosine and sine of a float32 angle below TURNS, without branches.
+    """Return the cosine and sine of a float32 angle below MAX_ANGLE, without branches.
 
-    Results are the nearest float32, but for rare ties. A multiple of pi is subtracted, so that the angle lies
-    within pi/2. Multiples below 2^23 times 29 bits of pi are exact in float64, so no angle loses bits. The
-    series stop where the next term is below the precision of float64.
+    Results are the nearest float32, except for rare ties. A multiple of pi is subtracted, so that the angle
+    lies within pi/2. The product of a multiple below 2^23 and 29 bits of pi is exact in float64, so no angle
+    loses bits. The series stop where the next term is below the precision of float64.
     """
     x = np.float64(angle)
     half_turns = (x * (1 / np.pi) + ROUNDER64) - ROUNDER64

@@ -1,9 +1,9 @@
 """Describe each operator as data: its arguments and results, by the names of its specification.
 
-The command line runs and describes them from this table. Names, order, defaults, summaries and most shapes
-are read from the functions; `arrays.py` and `attributes.py` have the rest, by the names of arguments. Here
-are the outputs, and arguments that mean something else in one operator than in the others.
-Importing it compiles nothing and loads no Numba.
+The command line runs and describes operators from this table. Names, order, defaults, summaries and most
+shapes of arguments are read from the functions. `arrays.py` and `attributes.py` have their dtypes and
+meanings. Here are the results, and arguments that mean something else in one operator than in the others.
+Importing it compiles nothing and does not load Numba.
 """
 
 from kvkit.operators import arrays
@@ -20,7 +20,7 @@ SLOPES = Output(
 )
 MERGED = (
     Output("attn_output", "that of outputs", "(..., num_heads, Dv)", "attention over all parts"),
-    Output("lse", "float32", "(..., num_heads)", "that of all parts"),
+    Output("lse", "float32", "(..., num_heads)", "logarithms of the softmax denominators over all parts"),
 )
 POSITIONS = Output("positions", "int64", "(seqstarts[B])", "start_pos[b] + i for token i of sequence b")
 NZ_MATRICES = "(b, n/n0, m up to a multiple of 16, n0)"

@@ -1,7 +1,7 @@
 """A table of operators' array arguments: dtypes, shapes and meaning.
 
-An operator's own entry takes precedence over `NAMESPACE.ARGUMENT`, that over `ARGUMENT`. Where an entry
-lists no shapes, the docstring of the function has them.
+Entries are looked up among the operator's own, then as `NAMESPACE.ARGUMENT`, then as `ARGUMENT`. If an entry
+lists no shapes, they are read from the function's docstring.
 """
 
 import inspect
@@ -21,12 +21,12 @@ INDEX = ("int64", "int32")
 
 STATIC, DYNAMIC = pmx.list_shapes(pmx.STATIC), pmx.list_shapes(pmx.DYNAMIC)
 POOL = "(num_blocks, page_size, H, {}), or as layout has its axes"
-POOL_OF_BOTH = "(num_blocks, 2, page_size, H, D), likewise, for both"
+POOL_OF_BOTH = "(num_blocks, 2, page_size, H, D), or as layout has its axes, for keys and values"
 ND = "(num_blocks, block_size, num_head, {})"
 NZ = "NZ: (num_blocks, num_head*{}/n0, block_size, n0)"
 COMPRESSED = "compressed: (num_blocks, block_size, 1, {})"
 POOL_SCALES = "(H)", "(B, H)", "of codes: those of the pool without c", "or with groups of it: (...)"
-FOUND_SCALES = "(H)", "to be found: those of the pool without c, or with groups of it: (...)"
+COMPUTED_SCALES = "(H)", "to be computed: those of the pool without c, or with groups of it: (...)"
 STATIC_MASKS = [f"({axes} or more)" for axes in ("S, M", "num_heads, S, M", "B, num_heads, S, M")]
 PACKED_MASKS = [f"({heads}seqstarts[B], kvstarts[B] or more)" for heads in ("", "num_heads or 1, ")]
 SOME_AXES = "axes but the last may be 1"
@@ -40,8 +40,8 @@ LATENT_DTYPES, LATENT_POOL = (*FLOATS, "int8", "uint8", "float8_e4m3fn"), "(bloc
 class Input:
     """An array argument. `shapes` lists the legal shapes; `inout` arrays are changed in place.
 
-    Inputs are passed by position, in order, except for `keyword` inputs. With `found`, the operator computes
-    the scales and writes them, if the array has more than one axis; a 1-D array holds scales per head.
+    Inputs are passed by position, in order, except for `keyword` inputs. A `found` array is an output for
+    scales if it has more than one axis; with one axis it holds the caller's scales of heads.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Input:
     found: bool = False
 
     def changes(self, array: object) -> bool:
-        """Return whether an array given for it is changed in place."""
+        """Return whether an operator changes `array` in place if it gets it as this argument."""
         return self.inout or (self.found and getattr(array, "ndim", 0) > 1)
 
 
@@ -74,11 +74,11 @@ def scales_of(caches: tuple[str, ...]) -> tuple[str, ...]:
 def side_entries(
     about: str, dtypes: tuple[str, ...], *shapes: str, prefix: str = ""
 ) -> dict[str, ArgumentEntry]:
-    """Return the entries of a cache of keys and of the one of values."""
+    """Return the entries of `key_cache` and `value_cache`."""
     key, value = (tuple(shape.format(dim) for shape in shapes) for dim in ("Dk", "Dv"))
     return {
         f"{prefix}key_cache": ArgumentEntry(dtypes, about, key),
-        f"{prefix}value_cache": ArgumentEntry(dtypes, "values, likewise", value),
+        f"{prefix}value_cache": ArgumentEntry(dtypes, about.replace("keys", "values"), value),
     }
 
 
@@ -106,7 +106,7 @@ ARRAYS = {
     "attn_mask": ArgumentEntry(MASK, ADDED, (*STATIC_MASKS, SOME_AXES)),
     "dynamic_batching.attn_mask": ArgumentEntry(MASK, ADDED, tuple(PACKED_MASKS)),
     "sinks": ArgumentEntry(FLOATS, "a score for each head without a value", ("(num_heads)",)),
-    "alibi_slopes": ArgumentEntry(FLOATS, "what a score loses for each step from query to key"),
+    "alibi_slopes": ArgumentEntry(FLOATS, "a score loses its slope times the distance of query and key"),
     "seqlen_q": ArgumentEntry(INDEX, "queries"),
     "seqlen_kv": ArgumentEntry(INDEX, "keys"),
     "pad_len": ArgumentEntry(INDEX, "padding tokens in front of each sequence"),
@@ -115,8 +115,8 @@ ARRAYS = {
     "outputs": ArgumentEntry(FLOATS, "attn_output of each part", ("(parts, ..., num_heads, Dv)",)),
     "lses": ArgumentEntry(FLOATS[:1], "lse of each part", ("(parts, ..., num_heads)",)),
     **side_entries("keys, in pages", DATA, POOL, POOL_OF_BOTH),
-    "key_scale": ArgumentEntry(FLOATS, "what keys are multiplied by; in Python also a number", POOL_SCALES),
-    "value_scale": ArgumentEntry(FLOATS, "what values are multiplied by, likewise", POOL_SCALES),
+    "key_scale": ArgumentEntry(FLOATS, "factors of keys; in Python also a number", POOL_SCALES),
+    "value_scale": ArgumentEntry(FLOATS, "factors of values; in Python also a number", POOL_SCALES),
     "block_tables": ArgumentEntry(
         INDEX, "pages of each context; in Python also (indptr, indices)", ("(B, M)",)
     ),
@@ -127,7 +127,7 @@ ARRAYS = {
     "slot_mapping": ArgumentEntry(INDEX, "the slot of each token; below 0: store nothing"),
     "source": ArgumentEntry(("any",), "blocks to copy"),
     "target": ArgumentEntry(("any",), "blocks to write"),
-    "pairs": ArgumentEntry(INDEX, "a block of source, and the block of target that becomes like it"),
+    "pairs": ArgumentEntry(INDEX, "a block of source, and the block of target that it is copied to"),
     **side_entries("keys, in blocks", DATA, ND, NZ, prefix="ascend."),
     "wins": ArgumentEntry(INDEX, "tokens to keep (KVHEAD), to average (KVHEAD_ROPE) or to leave out (OMNI)"),
     "offset_index": ArgumentEntry(INDEX, "the first token to average or to leave out; -1: none"),
@@ -140,7 +140,7 @@ ARRAYS = {
     "dst": ArgumentEntry(INDEX, "blocks to write, each once"),
     "cum_sum": ArgumentEntry(INDEX, "where the destinations of each source end in dst"),
     "x": ArgumentEntry(DATA, "matrices"),
-    "y": ArgumentEntry(DATA, "what nd_to_nz gives", ("(b, n/n0, m up to a multiple of 16, n0)",)),
+    "y": ArgumentEntry(DATA, "the result of nd_to_nz", ("(b, n/n0, m up to a multiple of 16, n0)",)),
     "m": ArgumentEntry(INDEX, "rows of a matrix"),
     "n": ArgumentEntry(INDEX, "columns of a matrix"),
     "rope_cache": ArgumentEntry(
@@ -157,7 +157,7 @@ ARRAYS = {
     "scores": ArgumentEntry(FLOATS[:1], "scores of the indexer"),
     "k": ArgumentEntry(INDEX, "how many rows to choose"),
 }
-# What arrays of one operator, or of a few, mean there; None: an attribute.
+# The entries of one operator or of a few, by argument; None means that the argument is an attribute.
 Own = dict[str, ArgumentEntry | None]
 TO_KEYS: Own = {
     "query": ArgumentEntry(FLOATS, "queries"),
@@ -179,9 +179,9 @@ TO_PAGES: Own = {
 }
 INTO_PAGES: Own = {
     "key": ArgumentEntry(DATA, "keys of the new tokens; None leaves key_cache", ("(tokens, H, Dk)",)),
-    "value": ArgumentEntry(DATA, "values of the new tokens, likewise", ("(tokens, H, Dv)",)),
-    "key_scale": ArgumentEntry(FLOATS, "what keys are divided by, where they become codes", FOUND_SCALES),
-    "value_scale": ArgumentEntry(FLOATS, "what values are divided by, likewise", FOUND_SCALES),
+    "value": ArgumentEntry(DATA, "values of the new tokens; None leaves value_cache", ("(tokens, H, Dv)",)),
+    "key_scale": ArgumentEntry(FLOATS, "divisors of keys that become codes", COMPUTED_SCALES),
+    "value_scale": ArgumentEntry(FLOATS, "divisors of values that become codes", COMPUTED_SCALES),
     "positions": ArgumentEntry(INDEX, "the position of each token, for rope", ("(tokens)",)),
     "rope": None,
 }
@@ -226,7 +226,7 @@ INTO_BLOCKS: Own = {
 }
 FROM_BLOCKS: Own = {
     "seq_lens": ArgumentEntry(INDEX, "tokens of each sequence, or their sums from 0 on"),
-    "block_tables": ArgumentEntry(INDEX, "blocks of each sequence; one that is not there is zeros"),
+    "block_tables": ArgumentEntry(INDEX, "blocks of each sequence; a block outside the cache gives zeros"),
 }
 TO_BLOCKS: Own = {
     "query": ArgumentEntry(FLOATS, "a query of each sequence", ("(B, num_heads, Dk)",)),
@@ -247,9 +247,9 @@ def find_array(
     has_outputs: bool,
     shapes: Mapping[str, tuple[str, ...]],
 ) -> Input | None:
-    """Return the description of an array parameter, or None for attributes (other parameters).
+    """Return the description of an array parameter, or None for an attribute.
 
-    `own` has the operator's own entries; None there is an attribute.
+    `own` has the operator's own entries, and `shapes` the shapes in its docstring.
     """
     name, room = parameter.name, operator.rpartition(".")[0]
     entry = own[name] if name in own else ARRAYS.get(f"{room}.{name}", ARRAYS.get(name))
@@ -259,12 +259,12 @@ def find_array(
         name, entry.dtypes, entry.shapes or shapes.get(name, ()), entry.about,
         optional=any(word in str(parameter.annotation) for word in ("None", "Values")),
         inout=name in CHANGED or (name in CHANGED_WITHOUT_OUTPUTS and not has_outputs),
-        keyword=parameter.kind is parameter.KEYWORD_ONLY, found=entry.shapes == FOUND_SCALES,
+        keyword=parameter.kind is parameter.KEYWORD_ONLY, found=entry.shapes == COMPUTED_SCALES,
     )  # fmt: skip
 
 
 def read_shapes(docstring: str) -> dict[str, tuple[str, ...]]:
-    """Read argument shapes from a numpydoc section: the bracketed ones, and () for integers."""
+    """Return the shapes of arguments in a numpydoc docstring: those in brackets, and () for integers."""
     found: dict[str, tuple[str, ...]] = {}
     section = docstring.partition("\nParameters\n")[2].partition("\nReturns\n")[0]
     for names, kind in re.findall(r"^(\w+(?:, \w+)*) : (.*)$", section, re.M):

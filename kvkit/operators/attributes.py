@@ -1,7 +1,4 @@
-"""The meanings of the operators' attributes.
-
-The signature of a function has their order and defaults.
-"""
+"""The meanings of the operators' attributes. Their order and defaults are read from signatures."""
 
 import inspect
 from dataclasses import dataclass, replace
@@ -15,7 +12,7 @@ NEEDS = {mode: f"; needs {', '.join(names)}" if names else "" for mode, names in
 
 @dataclass(frozen=True)
 class Attribute:
-    """A keyword argument with a plain value, of type `kind`; `modes` name an integer's values, from 0 on."""
+    """A keyword argument with a plain value of type `kind`; `modes` name an integer's values 0, 1 ..."""
 
     name: str
     about: str

@@ -1,4 +1,4 @@
-"""The modes of a compressed cache as data: what each keeps of a sequence, and what it needs."""
+"""The modes of a compressed cache as data: the tokens that each keeps, and the arguments that it needs."""
 
 import enum
 

@@ -28,9 +28,8 @@ class Output:
 class Operator:
     """Describes an operator: `name` is its path inside the package, `source` its specification.
 
-    `own` describes array arguments that mean something else than those of other operators of the same name.
-    An operator without outputs returns the arrays that it changes, except keyword arguments. If an optional
-    array is missing it returns None in its place.
+    `own` describes array arguments that mean something else here than in other operators. An operator without
+    outputs returns the arrays that it changes, except keyword arguments, and None for an array not given.
     """
 
     name: str
@@ -53,8 +52,8 @@ class Operator:
     def inputs(self) -> tuple[Input, ...]:
         """Return the arguments that are arrays, or numbers that may be arrays of shape ()."""
         shapes = read_shapes(inspect.getdoc(self.function()) or "")
-        how = self.own, bool(self.outputs), shapes
-        inputs = (find_array(self.name, each, *how) for each in self.parameters)
+        entries = self.own, bool(self.outputs), shapes
+        inputs = (find_array(self.name, each, *entries) for each in self.parameters)
         return tuple(array for array in inputs if array is not None)
 
     @functools.cached_property
@@ -90,8 +89,8 @@ def key_value(tokens: str) -> tuple[Output, ...]:
     """Return the outputs of operators that read a context back."""
     shape, dtype = f"({tokens}, H*num_repeat, Dh)", "that of current_key"
     return (
-        Output("key", dtype, shape, "past and current keys, as the cache gives them back"),
-        Output("value", dtype, shape, "past and current values, likewise"),
+        Output("key", dtype, shape, "past and current keys, as read from the cache"),
+        Output("value", dtype, shape, "past and current values, as read from the cache"),
     )
 
 

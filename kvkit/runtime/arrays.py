@@ -21,7 +21,7 @@ Name = TypeVar("Name")
 DATA = object.__basicsize__  # numpy's PyArrayObject is a Python object's header, then the data pointer
 pointer_at: Any = ctypes.c_void_p.from_address
 SMALLEST = 2**20  # bytes of a pooled result; the allocator reuses smaller ones itself
-ALIGNED = 64
+ALIGNED = 64  # bytes of a cache line
 VARIABLES = "KVKIT_RESULT_POOL_BYTES", "KVKIT_SPARE_BYTES"  # the second is the name of version 0.1
 
 
@@ -30,7 +30,7 @@ def address(array: Any) -> int:
     return pointer_at(id(array) + DATA).value
 
 
-def places_of(arrays: Iterable[Any]) -> list[int]:
+def addresses_of(arrays: Iterable[Any]) -> list[int]:
     """Return the addresses of arrays, 0 for None."""
     return [0 if array is None else pointer_at(id(array) + DATA).value for array in arrays]
 
@@ -46,10 +46,11 @@ def byte_span(array: ndarray) -> tuple[int, int]:
 def overlap_distances(
     arrays: Mapping[Name, ndarray], written: Collection[Name]
 ) -> list[tuple[Name, Name, int, int, int]]:
-    """Return (one, other, least, most, checked) for each pair with an array that is `written`.
+    """Return (one, other, least, most, checked) for each pair of which one array is `written`.
 
-    Arrays of these forms may overlap if the distance from one to the other is between `least` and `most`,
-    unless it is `checked`, that of these arrays, which do not: spans of the halves of a pool overlap.
+    A later call has other addresses. Its arrays may overlap if the distance from `one` to `other` lies
+    between `least` and `most`. The distance `checked` is always allowed: the arrays given here have it, and
+    they were checked not to overlap, although their spans may (halves of one pool).
     """
     spans = {name: (address(array), *byte_span(array)) for name, array in arrays.items()}
     return [
@@ -63,8 +64,8 @@ def overlap_distances(
 class ResultPool:
     """Keeps at most `most` bytes of freed result arrays, and knows the arrays in use.
 
-    Nothing is locked: arrays die in any thread, and within any of these lines. Each step on a deque or a dict
-    is atomic for all threads.
+    It has no lock, because an array can die in any thread and between any two lines below. Each operation on
+    a deque or a dict is atomic.
     """
 
     def __init__(self, most: int) -> None:
@@ -89,7 +90,7 @@ class ResultPool:
         return sum(memory.size for memory in tuple(self._free))
 
     def _take(self, size: int) -> np.ndarray:
-        """Return memory for so many bytes: freed memory that is at most a quarter larger, or new memory."""
+        """Return memory of `size` bytes or more: freed memory that is at most a quarter larger, or new."""
         for _ in range(len(self._free)):
             try:
                 memory = self._free.pop()

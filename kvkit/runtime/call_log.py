@@ -1,13 +1,13 @@
-"""Write calls to disk, as .npy files beside a manifest, and log calls as KVKIT_LOG says.
+"""Log calls of operators as KVKIT_LOG says, and write them to disk as .npy files beside a manifest.
 
-    KVKIT_LOG=1     names of operators, on stderr, before they run
-    KVKIT_LOG=3     shapes, dtypes and strides of their arguments too
-    KVKIT_LOG=5     the range of their numbers, and how many are not finite
-    KVKIT_LOG=10    everything in a folder, which `kvkit vectors replay` runs
+    KVKIT_LOG=1     print the name of each operator on stderr, before it runs
+    KVKIT_LOG=3     print shapes, dtypes and strides of arguments too
+    KVKIT_LOG=5     print the range of their numbers too, and how many are not finite
+    KVKIT_LOG=10    write each call into a folder as well, which `kvkit vectors replay` runs
 
-A call is written before it runs, so that its dump outlives a crash. KVKIT_LOG_FOLDER names the folder, else
-it is kvkit_dumps. After KVKIT_LOG_CALLS calls (default 1000) or KVKIT_LOG_BYTES bytes (default 2**30) nothing
-more is written.
+A call is written before it runs, so that its dump outlives a crash. Dumps are in the folder KVKIT_LOG_FOLDER
+(default kvkit_dumps). After KVKIT_LOG_CALLS calls (default 1000) or KVKIT_LOG_BYTES bytes (default 2**30)
+nothing more is written.
 """
 
 import hashlib
@@ -28,16 +28,10 @@ from kvkit.typed import FilePath
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 BITS = {2: np.uint16, 1: np.uint8}  # integers that hold the bits of dtypes unknown to .npy
-PRIVATE = 0o700  # folders of dumps: for their user alone
+PRIVATE = 0o700  # the mode of folders of dumps: only their owner may enter
 UNLOGGED = "self", "out", "stream"
-ROOMS_OF_ALL = (
-    "static",
-    "merge",
-    "paged",
-    "planned_pages",
-    "mla",
-    "indexer",
-)  # modules whose operators are names of `kvkit`
+# Modules whose operators are names of `kvkit` itself.
+TOP_LEVEL = "static", "merge", "paged", "planned_pages", "mla", "indexer"
 TOTALS = {"calls": 0, "bytes": 0, "silent": False}
 
 
@@ -55,7 +49,7 @@ def write_array(folder: FilePath, name: str, array: ArrayLike, raw: bool = False
         np.save(data, bits)
     try:
         path.write_bytes(data.getbuffer())
-    except OSError as error:  # of a full disk, which does not name the file
+    except OSError as error:  # the error of a full disk does not name the file
         raise type(error)(error.errno, error.strerror, str(path)) from None
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return {
@@ -67,10 +61,10 @@ def write_array(folder: FilePath, name: str, array: ArrayLike, raw: bool = False
 
 
 def write_argument(folder: FilePath, name: str, value: Any, raw: bool = False) -> dict[str, Any]:
-    """Return an argument's entry in a manifest: a plain value, or an array in a file (several as one)."""
+    """Return an argument's entry in a manifest: a plain value, or an array in a file (a list is stacked)."""
     if isinstance(value, np.generic):
         value = value.item()
-    if hasattr(value, "describe"):  # a rotation, by its arguments
+    if hasattr(value, "describe"):  # a `Rope`, which becomes its arguments
         value = value.describe()
     if is_plain(value):
         return {"value": value}
@@ -81,9 +75,9 @@ def write_argument(folder: FilePath, name: str, value: Any, raw: bool = False) -
     return write_array(folder, name, value, raw)
 
 
-def members(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield arguments by name; arrays of a tuple that differ in shape come apart, as NAME.0, NAME.1 ..."""
-    for name, value in given.items():
+def members(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, argument). A tuple of arrays of different shapes is yielded as NAME.0, NAME.1 ..."""
+    for name, value in arguments.items():
         several = isinstance(value, tuple) and not is_plain(value)
         if several and len({np.shape(each) for each in value}) > 1:
             yield from ((f"{name}.{i}", each) for i, each in enumerate(value))
@@ -100,37 +94,31 @@ def is_plain(value: object) -> bool:
 
 def write_manifest(folder: FilePath, cases: Sequence[Mapping[str, Any]], **more: Any) -> None:
     """Write the manifest of some cases atomically."""
-    text = (
-        json.dumps({"format_version": FORMAT_VERSION, **more, "cases": cases}, indent=1, default=str) + "\n"
-    )
+    manifest = {"format_version": FORMAT_VERSION, **more, "cases": cases}
     temporary = Path(folder, f".{MANIFEST}")
-    temporary.write_text(text)
+    temporary.write_text(json.dumps(manifest, indent=1, default=str) + "\n")
     os.replace(temporary, Path(folder, MANIFEST))
 
 
-# The log
-
-
 def limit(name: str, default: int) -> int:
-    """Return a number from the environment, or the default."""
+    """Return the number in an environment variable, or the default."""
     number = os.environ.get(name, "")
     return int(number) if number.isdecimal() else default
 
 
-level = limit("KVKIT_LOG", 0)  # read once: a look-up takes longer than the wrapper of a call
+level = limit("KVKIT_LOG", 0)  # read once: reading the environment takes longer than the call's wrapper
 
 
 def operator_path(operator: Callable[..., Any]) -> str:
     """Return the path of an operator inside the package."""
-    room = operator.__module__.split(".")[1]
-    path = operator.__qualname__
-    return path if room in (*ROOMS_OF_ALL, operator.__name__) else f"{room}.{path}"
+    room, path = operator.__module__.split(".")[1], operator.__qualname__
+    return path if room in (*TOP_LEVEL, operator.__name__) else f"{room}.{path}"
 
 
 def log_operator(name: str, given: Mapping[str, Any], read: Callable[[str, Any], Any]) -> None:
-    """Log an operator and its arguments by name, as much as KVKIT_LOG asks for.
+    """Log an operator and its arguments, in the detail that KVKIT_LOG asks for.
 
-    `read(name, value)` converts an argument's arrays to numpy. No call fails because its log does.
+    `read(name, value)` converts an argument's arrays to numpy. An error of the log is printed, not raised.
     """
     plan = given.get("self")
     given = {key: value for key, value in given.items() if key not in UNLOGGED and value is not None}
@@ -176,7 +164,7 @@ def write_call(name: str, given: Mapping[str, Any]) -> None:
     root = Path(os.environ.get("KVKIT_LOG_FOLDER") or "kvkit_dumps")
     folder = root / f"{os.getpid()}-{TOTALS['calls']:06d}-{name}"
     root.mkdir(PRIVATE, parents=True, exist_ok=True)
-    folder.mkdir(PRIVATE)  # keys and values tell what a user wrote
+    folder.mkdir(PRIVATE)  # keys and values reveal the text of a user
     arguments = {key: write_argument(folder, key, value) for key, value in members(given)}
     case = {"name": folder.name, "operator": name, "arguments": arguments}
     write_manifest(folder, [case | {"outputs": {}, "after": {}}], producer="KVKIT_LOG")

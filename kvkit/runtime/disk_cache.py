@@ -1,8 +1,8 @@
-"""Keep compiled code on disk, in a folder that no other user may write to, since the code is run.
+"""Keep compiled code on disk, in a folder that no other user may write to, because the code is run.
 
-A folder and its files are used only if they belong to this user or to root and no others may write to them.
-Links are not followed. A file begins with a digest of its folder's name, its own name and its contents, so a
-renamed file is not used. An invalid file counts as a miss.
+A folder and its files are used only if they belong to this user or to root, and nobody else may write to
+them. Links are not followed. A file begins with a digest of its folder's name, its own name and its contents,
+so a renamed file is not used. An invalid file counts as a miss.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ DAY = 24 * 3600
 UNUSED = 30 * DAY  # seconds without use after which a file is removed
 FOLDERS, FILES = re.compile("[0-9a-f]{20}"), re.compile(r"[\w-]+\.bin|tmp\w+")
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-POSIX = os.name == "posix"  # Windows has no descriptors of folders, and profiles are private
+POSIX = os.name == "posix"  # Windows has no descriptors of folders; there a user's profile is private
 
 
 def root_folder() -> Path | None:
@@ -49,7 +49,7 @@ def check_owner(handle: int, path: Path) -> None:
 
 @contextlib.contextmanager
 def open_folder(folder: Path, make: bool = False) -> Iterator[tuple[Callable[[str], str | Path], int | None]]:
-    """Open a folder; yield (function from a file's name to its path, `dir_fd`) for calls of `os`."""
+    """Open a folder; yield (function from a file's name to its path, `dir_fd`), as functions of `os` take."""
     if make:
         with contextlib.suppress(FileExistsError):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def open_folder(folder: Path, make: bool = False) -> Iterator[tuple[Callable[[st
 
 
 def digest(file: Path, payload: bytes) -> bytes:
-    """Return the digest at the beginning of a file with these contents."""
+    """Return the digest that a file with these contents begins with."""
     return hashlib.sha256(f"{file.parent.name}/{file.name}\0".encode() + payload).digest()
 
 
@@ -124,14 +124,13 @@ def refusal(folder: Path) -> str | None:
 
 @functools.cache
 def prune_once() -> None:
-    """Remove files that were not used for a month, once in a process that has compiled anyway."""
-    folder = root_folder()
-    if folder:
+    """Remove files that were not used for a month, once in a process, after it has saved code."""
+    if folder := root_folder():
         prune(folder, UNUSED)
 
 
 def prune(root: Path, unused: float) -> tuple[int, int]:
-    """Remove files that were not used for so many seconds, and folders left empty: (files, bytes) removed."""
+    """Remove files that were not used for `unused` seconds, and empty folders; return (files, bytes)."""
     count = size = 0
     with contextlib.suppress(OSError):
         for folder in [path for path in root.iterdir() if FOLDERS.fullmatch(path.name)]:
@@ -148,6 +147,6 @@ def prune(root: Path, unused: float) -> tuple[int, int]:
 
 
 def clean() -> tuple[int, int]:
-    """Remove all compiled code; return (files, bytes)."""
+    """Remove all compiled code; return how many (files, bytes)."""
     folder = root_folder()
     return prune(folder, -math.inf) if folder else (0, 0)

@@ -32,8 +32,8 @@ from kvkit.runtime.arrays import address as address
 Function = Callable[..., Any]
 Integers = Any  # an address of int64 that kernels index like an array
 INDEX = numba.types.CPointer(numba.types.int64)
-LIVE_CODE: list["Code"] = []  # kernels know callbacks by address only: their code must outlive every variable
-STATE = 8  # letters of a file's name that come from the digest of its sources
+LIVE_CODE: list["Code"] = []  # never freed, because kernels hold the addresses of callbacks
+SOURCE_LETTERS = 8  # letters of a file's name that are the digest of its sources
 OPTIONS = {"error_model": "numpy", "boundscheck": False}
 
 
@@ -44,10 +44,8 @@ def shared(function: Function) -> Any:
 
 def helper(function: Function) -> Any:
     """Compile a function that only CPU kernels call; its code becomes part of theirs."""
-    named, options = (
-        copy_under_own_name(function),
-        OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True},
-    )
+    named = copy_under_own_name(function)
+    options = OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     if numba_068.is_known():
         return numba_068.inlined_helper(named, options)
     return numba.njit(**options)(named)
@@ -56,7 +54,7 @@ def helper(function: Function) -> Any:
 def copy_under_own_name(function: Function) -> Function:
     """Return a copy of the function, whose machine code has a name that no other process uses.
 
-    Numba numbers functions of one name, from one in each process. Code on disk comes from several
+    Numba numbers functions of one name, and each process counts from 1. Code on disk comes from several
     processes, and the linker takes two symbols of one name for one function.
     """
     named = types.FunctionType(
@@ -73,15 +71,15 @@ def copy_under_own_name(function: Function) -> Function:
 def callback(
     function: Any, signature: Any, key: Any = (), *, parallel: bool = False, control: bool = False
 ) -> "Code":
-    """Compile a function, or load it, as machine code that kernels call by its address.
+    """Load a function from disk, or compile it, as machine code that kernels call by its address.
 
-    `key` names the variables that the function closes over. With the signature it tells its variants apart.
-    Code that is mostly `control` flow is optimised less, because that takes a first call's time.
+    `key` has the values of the variables that the function closes over; key and signature identify a variant.
+    A `control` function only decides and calls: it is optimised less, so that a first call is faster.
     """
     locks.refuse_after_fork()
     options = OPTIONS | {"parallel": True} if parallel else OPTIONS
     if parallel:
-        numba.get_num_threads()  # starts the threads, whose functions the code calls by name
+        numba.get_num_threads()  # starts the threads; parallel code calls their functions by name
     signature = numba.core.sigutils.normalize_signature(signature)
     file = cached_file(function, signature, (key, parallel))
     code = load_code(file, signature)
@@ -96,7 +94,7 @@ def callback(
 def compile_code(
     function: Function, signature: Any, options: dict[str, Any], control: bool = False
 ) -> "Code":
-    """Compile a function now."""
+    """Compile a function into machine code."""
     pipeline: Any = compiler.Compiler
     if numba_068.is_known():
         pipeline = numba_068.ControlCompiler if control else numba_068.KernelCompiler
@@ -137,13 +135,13 @@ def cached_file(function: Function, signature: Any, key: Any) -> Path | None:
         return None
     variant = hashlib.sha256(f"{signature} {key!r} {source}".encode()).hexdigest()[:20]
     name = re.sub(r"(\W|<locals>)+", "-", full_name(function))
-    return folder / f"{name}-{source[:STATE]}-{variant}.bin"
+    return folder / f"{name}-{source[:SOURCE_LETTERS]}-{variant}.bin"
 
 
 def load_code(file: Path | None, signature: Any) -> Code | None:
     """Load the code in a file; return None if the file is missing or invalid.
 
-    Numba's registries are not loaded: only compilation needs them, and they take longer than all else.
+    Numba's registries are not loaded, which would take longer than all else. Only compilation needs them.
     """
     payload = disk_cache.load(file) if file else None
     if payload is None:
@@ -160,9 +158,9 @@ def load_code(file: Path | None, signature: Any) -> Code | None:
 
 
 def are_known(symbols: list[str]) -> bool:
-    """Return whether LLVM finds every symbol, after telling it the addresses of Numba's runtime.
+    """Tell LLVM the addresses of Numba's runtime, and return whether it finds every symbol.
 
-    Numba's own initialization compiles functions besides, which kernels do not call.
+    Numba's own initialization does so too, but also compiles functions that kernels do not call.
     """
     for name, address_of_helper in _nrt_python.c_helpers.items():
         if f"NRT_{name}" in symbols:
@@ -171,7 +169,7 @@ def are_known(symbols: list[str]) -> bool:
 
 
 def save_code(file: Path | None, module: str, code: Code) -> None:
-    """Keep code on disk, unless the sources it comes from have changed meanwhile."""
+    """Keep code on disk, unless its source files have changed since they were read."""
     if file and source_digest.digest_of(module, source_digest.read_sources()) == source_digest.digest(module):
         name, kind, (machine_code, bitcode) = code.library.serialize_using_object_code()
         symbols = external_symbols(llvm.parse_bitcode(bitcode))
@@ -202,14 +200,8 @@ def cache_folder() -> Path | None:
 @functools.cache
 def fingerprint() -> str:
     """Return a digest of the settings, versions and CPU that machine code depends on."""
-    config = numba.config
-    settings = (
-        config.OPT,
-        config.LOOP_VECTORIZE,
-        config.SLP_VECTORIZE,
-        config.BOUNDSCHECK,
-        config.DEBUGINFO_DEFAULT,
-    )
+    options = "OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT"
+    settings = tuple(getattr(numba.config, option) for option in options)
     versions = disk_cache.FORM, numba.__version__, llvmlite.__version__, np.__version__, sys.version
     target = cpu_target.target_context.codegen().magic_tuple()
     return hashlib.sha256(repr((versions, settings, target)).encode()).hexdigest()[:20]

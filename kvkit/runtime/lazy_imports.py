@@ -1,4 +1,4 @@
-"""Import modules on first use, because Numba comes with them."""
+"""Import modules on first use, so that `import kvkit` does not import Numba."""
 
 import contextlib
 import gc
@@ -14,7 +14,8 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package that imports names on first use.
 
-    `modules` has the module of each name, which may be that module itself; `others` are names to list.
+    `modules` maps each name to the module that defines it, or that it names. `others` are further names of
+    the package, for `__dir__`.
     """
 
     def load(name: str) -> Any:
@@ -22,14 +23,14 @@ def lazy_names(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = import_module(modules[name])
         found = module if module.__name__ == f"{package}.{name}" else getattr(module, name)
-        setattr(sys.modules[package], name, found)  # found directly next time
+        setattr(sys.modules[package], name, found)  # the next look-up finds it without this function
         return found
 
     return load, lambda: sorted({*others, *modules})
 
 
 def lazy_modules(package: str, *names: str) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a package that imports these of its modules on first use."""
+    """Return a `__getattr__` for a package that imports some of its modules on first use."""
     return lazy_names(package, {name: f"{package}.{name}" for name in names})[0]
 
 
@@ -46,7 +47,7 @@ def gc_paused() -> Iterator[None]:
 
 
 def import_module(name: str) -> ModuleType:
-    """Import a module. If Numba comes with it, count its objects as old from the start.
+    """Import a module. If that imports Numba, move all objects to the collector's oldest generation.
 
     Numba makes some hundred thousand objects, which the collector would otherwise visit again and again.
     """
@@ -54,7 +55,7 @@ def import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     with gc_paused():
         module = importlib.import_module(name)
-        if not gc.get_freeze_count():  # do not unfreeze what the program froze
+        if not gc.get_freeze_count():  # else `unfreeze` would undo a freeze of the user's program
             gc.freeze()
             gc.unfreeze()
     return module

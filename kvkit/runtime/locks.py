@@ -10,7 +10,7 @@ forked = False  # whether its parent had any when it forked
 
 
 def after_fork() -> None:
-    """Note in a child that it has neither its parent's threads nor anyone to release its locks."""
+    """Note in a forked child if its parent had used kvkit: threads are gone, and locks stay taken."""
     global forked
     forked = used
 
@@ -58,7 +58,7 @@ class CallLock(LayerLock):  # type: ignore[misc]
             )
         try:
             return self.acquire()
-        except BaseException:  # Ctrl-C may come when the lock has been taken
+        except BaseException:  # Ctrl-C may come after the lock has been taken
             if self._is_owned():  # type: ignore[attr-defined]
                 self.release()
             raise

@@ -3,7 +3,7 @@
 import os
 import sys
 
-SECONDS = {  # by function: (subject of the line, seconds for it and what follows on a core of 2024)
+SECONDS = {  # by function: (what the notice names, seconds until the call runs, on a core of 2024)
     "kvkit.cpu.attention.scheduler.schedule": ("attention", 7),
     "kvkit.cpu.attention.scheduler.work": ("attention", 6),
     "kvkit.cpu.copy.rows.quantized_panels.<locals>.transfer": ("a store of codes", 2),
@@ -15,7 +15,7 @@ SHOWN: set[str] = set()
 
 
 def compiling(function: str, cpu: str) -> None:
-    """Say that a function is about to be compiled for a CPU, if that takes long."""
+    """Print that a function is about to be compiled for a CPU, if that takes long."""
     subject, seconds = SECONDS.get(function, ("", 0))
     if subject and subject not in SHOWN and is_wanted():
         SHOWN.add(subject)

@@ -1,7 +1,8 @@
-"""Shorter compilation with Numba 0.68, through parts of Numba that it does not document.
+"""Shorten compilation with Numba 0.68, through parts of Numba that are not documented.
 
-Numba optimises and assembles a helper like a kernel, then links it into its callers and does so again. That
-is most of a first call's time. The classes below leave it out. Other versions of Numba compile the usual way.
+Numba optimises and assembles each helper by itself, links it into its callers, and optimises and assembles
+them again. The first pass is most of a first call's time, so the classes below leave it out. With other
+versions of Numba kernels compile the usual way.
 """
 
 import operator
@@ -17,8 +18,8 @@ from numba.core.lowering import Lower
 from numba.core.registry import CPUDispatcher
 from numba.core.typing.context import Context
 
-KNOWN = "0.68."  # versions of Numba whose insides these classes fit
-UNUSED_PASSES = {  # for what kernels do not have: closures, arrays, `with`, loops over literals
+KNOWN = "0.68."  # the beginning of the versions of Numba that these classes fit
+UNUSED_PASSES = {  # they handle closures, arrays, `with` and loops over literals, which kernels do not have
     typed_passes.InlineOverloads,
     typed_passes.NopythonRewrites,
     untyped_passes.FindLiterallyCalls,
@@ -26,18 +27,18 @@ UNUSED_PASSES = {  # for what kernels do not have: closures, arrays, `with`, loo
     untyped_passes.LiteralUnroll,
     untyped_passes.WithLifting,
 }
-# Operators of plain numbers. A literal exponent has rules of its own.
+# Operators on plain numbers, without powers, whose literal exponents have rules of their own.
 OPERATORS = {getattr(operator, name) for name in operator.__all__} - {pow, operator.pow, operator.ipow}
 OPERATORS |= {bool, min, max}
 
 
 def is_known() -> bool:
-    """Return whether this is a version of Numba that the classes fit."""
+    """Return whether the classes below fit the installed version of Numba."""
     return numba.__version__.startswith(KNOWN)
 
 
 def inlined_helper(function: Callable[..., Any], options: dict[str, Any]) -> "InlinedHelper":
-    """Return a helper whose code waits to be linked into kernels."""
+    """Return a helper that is compiled no further than LLVM instructions, for kernels to link."""
     return InlinedHelper(function, targetoptions=options | {"nopython": True}, pipeline_class=HelperCompiler)
 
 
@@ -45,7 +46,7 @@ class InlinedHelper(CPUDispatcher):
     """A helper that only kernels call. It has no address; kernels find it in Numba's target context."""
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
-        """Ignore which arguments are literals, so that there is one copy of the code."""
+        """Type a call without literals, so that calls with 1 and with 2 share one copy of the code."""
         return super().get_call_template(tuple(map(numba.types.unliteral, args)), kws)
 
     def add_overload(self, result: Any) -> None:
@@ -64,7 +65,7 @@ class HelperLibrary(JITCodeLibrary):
         module.data_layout = self._codegen._data_layout
 
     def finalize(self) -> None:
-        """Leave the instructions as they are."""
+        """Mark the library as complete, without optimising it."""
         self._finalized = True
 
     def linked(self) -> list:
@@ -75,17 +76,17 @@ class HelperLibrary(JITCodeLibrary):
 class KernelLibrary(HelperLibrary):
     """Links helpers into their kernel as internal functions, so that LLVM can drop their error paths."""
 
-    passes: ClassVar[dict[str, Any]] = {}  # options of LLVM's optimisation; those of Numba by default
+    passes: ClassVar[dict[str, Any]] = {}  # options of LLVM's optimisation that differ from Numba's
 
     def finalize(self) -> None:
         """Link all helpers that the kernel reaches, and assemble."""
-        left, found = [*self._linking_libraries], {}  # type: ignore[has-type]
-        while left:
-            library = left.pop()
-            if library not in found:
-                found[library] = True
-                left += library.linked() if isinstance(library, HelperLibrary) else []
-        self._linking_libraries = [*found]
+        waiting, reached = [*self._linking_libraries], {}  # type: ignore[has-type]
+        while waiting:
+            library = waiting.pop()
+            if library not in reached:
+                reached[library] = True
+                waiting += library.linked() if isinstance(library, HelperLibrary) else []
+        self._linking_libraries = [*reached]
         JITCodeLibrary.finalize(self)
 
     def _optimize_final_module(self) -> None:
@@ -97,7 +98,7 @@ class KernelLibrary(HelperLibrary):
 
 
 class CachingContext(Context):
-    """Numba's typing context with a cache for operators on numbers, for which Numba tries some 30 rules."""
+    """Numba's typing context with a cache of operators on numbers; Numba tries some 30 rules for each use."""
 
     resolved: ClassVar[dict] = {}
 
@@ -115,7 +116,7 @@ class CachingContext(Context):
 
 
 def is_number(kind: Any) -> bool:
-    """Return whether a type of Numba's is that of a plain number."""
+    """Return whether a Numba type is a plain number."""
     return isinstance(kind, (numba.types.Number, numba.types.Boolean))
 
 
@@ -125,7 +126,7 @@ class NumberLower(Lower):
     implementations: ClassVar[dict] = {}
 
     def lower_binop(self, resty: Any, expr: Any, op: Any) -> Any:
-        """Emit a binary operator. Numba looks for three special forms of it, which plain numbers lack."""
+        """Emit a binary operator, without Numba's search for three special forms that numbers do not have."""
         signature = self.fndesc.calltypes[expr]
         if op not in OPERATORS or not all(map(is_number, signature.args)):
             return super().lower_binop(resty, expr, op)
@@ -146,7 +147,7 @@ class NumberLower(Lower):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class NumberLowering(typed_passes.NativeLowering):
-    """Numba's pass that emits LLVM instructions, by `NumberLower`."""
+    """Numba's pass that emits LLVM instructions, with `NumberLower` in place of its own class."""
 
     _name = "number_lowering"
 
@@ -157,7 +158,7 @@ class NumberLowering(typed_passes.NativeLowering):
 
 
 class QuietPasses(PassManager):
-    """Runs passes without the notes on each that Numba makes for listeners, which print all types."""
+    """Runs passes without Numba's events before and after each, for which it prints all types."""
 
     def _runPass(self, index: int, each: Any, state: Any) -> None:
         each.analysis = self._analysis
@@ -211,12 +212,12 @@ class KernelCompiler(HelperCompiler):
 
 
 class ControlLibrary(KernelLibrary):
-    """Machine code of a kernel that decides and calls, whose loops are vector forms already or short."""
+    """Machine code of a kernel that decides and calls. Its loops are short, or in vector forms already."""
 
     passes: ClassVar[dict[str, Any]] = {"opt": 1, "loop_vectorize": False, "slp_vectorize": False}
 
 
 class ControlCompiler(KernelCompiler):
-    """Compiles such a kernel in two thirds of LLVM's time, into less code."""
+    """Compiles a kernel into a `ControlLibrary`: less code, in two thirds of LLVM's time."""
 
     library_class = ControlLibrary

@@ -1,7 +1,7 @@
 """Digests of the source files that compiled code can come from.
 
-The files are read when `kvkit` is imported, in a millisecond or two. Read later, after an edit, they would
-file code of the old sources under the digest of the new ones.
+The files are read when `kvkit` is imported, in a millisecond or two. If they were read later, after an edit,
+code of the old sources would be filed under the digest of the new ones.
 """
 
 import functools
@@ -16,7 +16,7 @@ IMPORT = re.compile(rb"^[ \t]*(?:from (kvkit[\w.]*) import (\([^)]*\)|[^\n#]*)|i
 
 
 def read_sources() -> dict[str, bytes]:
-    """Return every source file by the name of its module; none if one cannot be read."""
+    """Return the contents of every source file by the name of its module; {} if one cannot be read."""
     found = {}
     try:
         for root in (PACKAGE, CUDA_PACKAGE):
@@ -36,7 +36,7 @@ SOURCES = read_sources()
 
 @functools.cache
 def imported_modules(module: str) -> set[str]:
-    """Return the modules that a module imports. A package stands for all that it may import."""
+    """Return the modules that a module imports. An imported package counts with all its modules."""
     found = set()
     for package, names, modules in IMPORT.findall(SOURCES[module]):
         for name in modules.decode().split(","):
@@ -56,7 +56,7 @@ def modules_within(name: str) -> list[str]:
 
 @functools.cache
 def reachable_modules(module: str) -> list[str]:
-    """Return the module and all that it imports, directly or not."""
+    """Return the module and all modules that it imports, directly or through others."""
     found, left = set(), [module]
     while left:
         name = left.pop()
@@ -73,7 +73,7 @@ def digest(module: str) -> str | None:
 
 
 def digest_of(module: str, files: dict[str, bytes]) -> str | None:
-    """Return the digest for these contents of the files; None if a file is missing."""
+    """Return the digest of a module and its imports, from the contents in `files`; None if one is missing."""
     if not files or not SOURCES or module not in SOURCES:
         return None
     total = hashlib.sha256()

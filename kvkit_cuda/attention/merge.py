@@ -55,7 +55,7 @@ def finish_row(params, step, row, m, l, shrink):
     """Return the factor that normalizes a row's sums, and write its log-sum-exp."""
     less = np.float32(1)
     if params.sinks:
-        sink = row.b % params.apart * params.heads * params.group + row.query
+        sink = row.b % params.sink_sequences * params.heads * params.group + row.query
         sink = scores.number(params.sink_kind, params.sinks + sink * params.sink_head)
         m, l, less = add_sink(m, l, sink)
     if params.lse:

@@ -21,7 +21,8 @@ GROUPS = {
     "scales": "key_scales value_scales scale_sequence scale_row scale_head scale_group",
     "rows": "query query_sequence query_token query_head out out_sequence out_token out_head "
     "lse lse_sequence lse_token lse_head",
-    "scoring": "decoding causal alibi left right scale value_scale cap sinks sink_kind sink_head apart",
+    "scoring": "decoding causal alibi left right scale value_scale cap sinks sink_kind sink_head"
+    " sink_sequences",
     "masks": "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
     "sizes": "page_size heads group dim value_dim by_page by_group",
     "results of splits": "partials",
@@ -122,7 +123,7 @@ def scoring_fields(weights: Any) -> dict[str, int]:
     if is_shared(weights.scales):
         scale, value_scale = weights.scales.ravel().tolist()
     fields |= {"scale": bits(scale), "value_scale": bits(value_scale)}
-    fields |= {"cap": bits(weights.softcap), "apart": weights.apart}
+    fields |= {"cap": bits(weights.softcap), "sink_sequences": weights.sink_sequences}
     if weights.sinks is not None:
         sinks = weights.sinks
         fields |= {"sinks": sinks.ctypes.data, "sink_kind": kind(sinks), "sink_head": sinks.strides[0]}

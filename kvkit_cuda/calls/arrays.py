@@ -12,7 +12,7 @@ import numpy as np
 
 from kvkit.errors import argument_error
 from kvkit.formats import BFLOAT16
-from kvkit.interop import as_numpy, dtype_of, in_integers, in_kind_of
+from kvkit.interop import as_integers, as_numpy, extension_dtype, in_kind_of
 from kvkit_cuda.calls import homes
 from kvkit_cuda.device_runtime import host
 
@@ -138,15 +138,15 @@ def operand(name, array, stream):
             host.wait_for(described["stream"], stream)
         place, read_only = described["data"]
         form, owner = (place, described["shape"], described.get("strides")), array
-        dtype = dtype_of(array) or np.dtype(described["typestr"])
+        dtype = extension_dtype(array) or np.dtype(described["typestr"])
     elif not hasattr(array, BY_DLPACK):
         return Operand(array, False, array, array)
     elif array.__dlpack_device__()[0] == CPU:
         return Operand(as_numpy(array, name), False, array, array)
     else:
-        passed_on = in_integers(array) if of_torch else array
+        passed_on = as_integers(array) if of_torch else array
         *form, dtype, read_only, owner = by_dlpack(name, passed_on, stream)
-        dtype = dtype_of(array) or dtype
+        dtype = extension_dtype(array) or dtype
     seen = addressed(*form, dtype, read_only)
     if any(number % seen.itemsize for number in (seen.ctypes.data, *seen.strides)):
         raise argument_error(name, "elements at multiples of their size", f"address {seen.ctypes.data:#x}")

@@ -73,5 +73,5 @@ def uneven(caches):
 def folds(array, call):
     """Return whether [B, heads, dim] can be viewed as [entries, heads of an entry, dim]."""
     batch, heads, dim = array.shape
-    together = call.apart == 1 or batch < 2 or array.strides[0] == heads * array.strides[1]
+    together = call.per_sequence == 1 or batch < 2 or array.strides[0] == heads * array.strides[1]
     return together and (dim < 2 or array.strides[2] == array.itemsize)

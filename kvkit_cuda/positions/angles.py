@@ -118,4 +118,4 @@ def near(starts, first, frequencies, divisor):
     farthest = np.maximum(np.abs(first), np.abs(first + lengths - 1))[lengths > 0]
     with np.errstate(over="ignore"):
         angles = farthest.astype(np.float32) / np.float32(divisor) * frequencies[lengths > 0].max(axis=1)
-    return bool((angles < numeric.TURNS).all())
+    return bool((angles < numeric.MAX_ANGLE).all())

@@ -283,8 +283,8 @@ def test_a_narrow_screen_splits_no_word(monkeypatch):
 
 def test_info_lists_what_is_compiled(tmp_path, monkeypatch):
     """By module, apart from what other sources and other machines left."""
-    ours, other, zeros, rest = fingerprint(), "f" * 20, "0" * jit.STATE, f"{'1' * 20}.bin"
-    now = source_digest.digest("kvkit.cpu.attention.scheduler")[: jit.STATE]
+    ours, other, zeros, rest = fingerprint(), "f" * 20, "0" * jit.SOURCE_LETTERS, f"{'1' * 20}.bin"
+    now = source_digest.digest("kvkit.cpu.attention.scheduler")[: jit.SOURCE_LETTERS]
     work = "kvkit-cpu-attention-scheduler-work"
     for folder, name in (
         (ours, f"{work}-{now}"), (ours, f"{work}-{zeros}"), (ours, f"kvkit-gone-{zeros}"),

@@ -297,14 +297,14 @@ def test_outputs_over_inputs(operator):
 
 @pytest.mark.cpu
 def test_cosines_and_sines(rng):
-    """To the nearest float32, up to TURNS."""
+    """To the nearest float32, up to MAX_ANGLE."""
 
     @numba.njit
     def loop(angles, cosines, sines):
         for i in range(len(angles)):
             cosines[i], sines[i] = numeric.cos_sin(angles[i])
 
-    limit = numeric.TURNS
+    limit = numeric.MAX_ANGLE
     quarters = np.arange(1, 10**6) * (math.pi / 2)
     angles = [
         rng.uniform(-limit, limit, 200_000), 10.0 ** rng.uniform(-30, 7, 200_000), quarters, -quarters * 10,

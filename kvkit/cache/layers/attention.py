@@ -16,7 +16,7 @@ from kvkit.checks.records import ENDLESS, NO_MASK, MaskPlace, Side, StepIndex
 from kvkit.checks.values import checked_format, flag, one_piece
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS, Element
-from kvkit.runtime.arrays import places_of
+from kvkit.runtime.arrays import addresses_of
 from kvkit.typed import Array, Attended, Pair
 
 
@@ -296,7 +296,7 @@ class PreparedAttention:
         """Attend with another query, mask and rows; return False if these need a new prepared call."""
         if store is not self._store:
             return False
-        (row, end), places = rows, places_of(arrays.values())
+        (row, end), places = rows, addresses_of(arrays.values())
         return self._prepared.run_at(places, lambda: self._refit(row, end - row, mask))
 
     def _refit(self, row: int, kvlen: int, mask: MaskPlace) -> bool:
@@ -348,7 +348,9 @@ class PreparedPieces:
         if weights.sinks is not None:
             sinks = np.full((earlier + batch, heads), -np.inf, np.float32)
             sinks[earlier:] = weights.sinks
-            weights = weights._replace(sinks=sinks, apart=len(sinks))  # a row of sinks for each sequence
+            weights = weights._replace(
+                sinks=sinks, sink_sequences=len(sinks)
+            )  # a row of sinks for each sequence
         attend = cpu.attention.prepare.prepare_attention(
             queries, flat_outs, flat_lses, context, step, earlier, weights
         )
@@ -368,7 +370,7 @@ class PreparedPieces:
             self._rope.turn(query, *self._turns, self._query)
             return self._fits(end, mask)
 
-        return self._prepared.run_at(places_of((out, lse)), refit)
+        return self._prepared.run_at(addresses_of((out, lse)), refit)
 
     def _fits(self, end: int, mask: MaskPlace) -> bool:
         """Set the end of the last piece and the mask; return False if these need a new launch."""

@@ -37,7 +37,7 @@ from kvkit.checks.records import NO_MASK, Context, MaskPlace, StepIndex
 from kvkit.checks.values import checked_format, flag, integer, one_piece
 from kvkit.errors import argument_error, describe
 from kvkit.rope import Rope
-from kvkit.runtime.arrays import places_of
+from kvkit.runtime.arrays import addresses_of
 from kvkit.typed import Array, Attended, States
 
 PAGE_SIZE = 16
@@ -103,7 +103,7 @@ class PreparedHeads:
             self._mask = place_mask(self._params, self._mask, mask)
             return True
 
-        return self._prepared.run_at(places_of((query, out, lse)), refit)
+        return self._prepared.run_at(addresses_of((query, out, lse)), refit)
 
 
 class RaggedLayer(Layer):
@@ -352,7 +352,7 @@ class RaggedLayer(Layer):
             weights = attention.checked_weights(query.swapaxes(1, 2), NO_MASK, scoring)
             if weights.sinks is not None:
                 own = weights.sinks.reshape(-1, group)[None].repeat(batch, 0).reshape(count, group)
-                weights = weights._replace(sinks=own, apart=count)
+                weights = weights._replace(sinks=own, sink_sequences=count)
             if index.in_order:
                 weights, context = weights._replace(mask=place), self.pool.contexts[0]
                 self._calls.keep(form, PreparedHeads(context, index, states, (out, lse, sums), weights))

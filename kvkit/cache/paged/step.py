@@ -17,7 +17,7 @@ from kvkit.checks.arguments import Heads, Scoring, StepArguments
 from kvkit.checks.records import StepIndex
 from kvkit.checks.values import check_new_tokens, checked_format, integer, named_arrays, one_piece
 from kvkit.errors import argument_error
-from kvkit.runtime.arrays import places_of
+from kvkit.runtime.arrays import addresses_of
 from kvkit.typed import Array, Attended, Pair
 
 
@@ -355,7 +355,7 @@ class PagedStep:
 
     def places(self, layer_idx: int, arrays: dict[str, Any]) -> list[Any]:
         """Return the addresses of a layer and of a call's arrays."""
-        return [*self._store.addresses[layer_idx].values(), *places_of(arrays.values())]
+        return [*self._store.addresses[layer_idx].values(), *addresses_of(arrays.values())]
 
     def load(self, key: Array, value: Array, layer_idx: int, contexts: Any) -> None:
         """Copy contexts into arrays whose axes are [.., heads, dim]."""

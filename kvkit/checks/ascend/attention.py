@@ -16,15 +16,15 @@ from kvkit.typed import Array
 
 
 class BlockAttentionCall(NamedTuple):
-    """A checked call of `paged_attention`, without outputs. An entry is a sequence, or one of its heads."""
+    """A checked call of Ascend's `paged_attention`. A table entry is a sequence, or one of its heads."""
 
     fmt: Element
     shape: tuple[int, ...]  # of attn_output
     query: Array
     caches: tuple[Array, Array]
     table: Array  # [entries, blocks]
-    lengths: Array
-    apart: int  # the number of entries of a sequence
+    lengths: Array  # [entries]
+    per_sequence: int  # entries of a sequence
     weights: attention.Weights
     razor_offset: Array | None
     inputs: NamedArrays
@@ -50,11 +50,11 @@ def checked_block_attention(call: BlockAttention) -> BlockAttentionCall:
     if key_cache.shape[3] != dim:
         raise argument_error("key_cache", f"the head size of query, {dim}", key_cache.shape[3])
     lengths = index_tensors.index("context_lens", call.context_lens)
-    apart = entries_of_a_sequence(len(lengths), batch, heads, kv_heads)
+    per_sequence = entries_of_a_sequence(len(lengths), batch, heads, kv_heads)
     table = index_tensors.index("block_tables", call.block_tables, 2, len(lengths))
     pools.check_table(table, lengths, blocks, block_size)
 
-    how = attention.checked_weights(query, NO_MASK, call.scoring)._replace(apart=apart)
+    weights = attention.checked_weights(query, NO_MASK, call.scoring)._replace(sink_sequences=per_sequence)
     if razor_offset is not None:
         checked_format("razor_offset", razor_offset, FLOATS[:1], 2)
         if razor_offset.shape != (blocks, block_size):
@@ -63,19 +63,19 @@ def checked_block_attention(call: BlockAttention) -> BlockAttentionCall:
     inputs = named_arrays(query=query, **caches, razor_offset=razor_offset, sinks=call.scoring.sinks)
     shape = (batch, heads, value_cache.shape[3])
     return BlockAttentionCall(
-        fmt, shape, query, (key_cache, value_cache), table, lengths, apart, weights=how,
+        fmt, shape, query, (key_cache, value_cache), table, lengths, per_sequence, weights=weights,
         razor_offset=razor_offset, inputs=inputs,
         results=attention.attention_results(shape, fmt, call.return_lse, inputs),
     )  # fmt: skip
 
 
 def context_rows(call: BlockAttentionCall) -> int:
-    """Return how many rows the blocks of an entry have."""
+    """Return how many rows the blocks of one table row have."""
     return int(call.table.shape[1] * call.caches[0].shape[1])
 
 
 def with_bias(weights: attention.Weights, bias: Array) -> attention.Weights:
-    """Return weights with a bias [entries, rows] of scores."""
+    """Return weights that add a bias [entries, rows] to the scores, as a mask does."""
     place = MaskPlace(bias.ctypes.data, MASKS["float32"], bias.strides[0], column=bias.itemsize)
     return weights._replace(mask=place)
 
@@ -84,27 +84,26 @@ def entries_of_a_sequence(entries: int, batch: int, heads: int, kv_heads: int) -
     """Return the number of entries of a sequence: 1 unless the cache is compressed for each head."""
     if entries == batch:
         if heads % kv_heads:
-            raise argument_error(
-                "query", f"a multiple of the {kv_heads} heads of key_cache", f"{heads} heads"
-            )
+            wanted = f"a multiple of the {kv_heads} heads of key_cache"
+            raise argument_error("query", wanted, f"{heads} heads")
         return 1
-    apart = entries // batch if batch else 0
-    if kv_heads != 1 or apart < 1 or entries % batch or heads % apart:
+    per_sequence = entries // batch if batch else 0
+    if kv_heads != 1 or per_sequence < 1 or entries % batch or heads % per_sequence:
         wanted = f"{batch} entries"
         if kv_heads == 1:
             wanted += f", or one for each key head of a sequence (a divisor of {heads} of them)"
         raise argument_error("context_lens", wanted, entries)
-    return apart
+    return per_sequence
 
 
 def folded_shape(call: BlockAttentionCall) -> tuple[int, int]:
-    """Return (number of entries, query heads of each)."""
+    """Return (number of entries, query heads of an entry)."""
     batch, heads, _ = call.shape
-    return batch * call.apart, heads // call.apart
+    return batch * call.per_sequence, heads // call.per_sequence
 
 
 def entry_steps(call: BlockAttentionCall, caches: tuple[Array, Array] | None = None) -> StepIndex:
-    """Return the step over these caches in which each entry is a sequence of one new token."""
+    """Return the step in which each entry is a sequence of one new token, over `caches` or the call's."""
     key, value = caches or call.caches
     table, starts = call.table.clip(0, len(key) - 1), np.arange(len(call.lengths) + 1)
     return pools.steps_of(key, value, pools.PageTable(table), call.lengths, starts)

@@ -1,4 +1,4 @@
-"""The checked calls that load contexts from blocks, and that copy blocks."""
+"""Check calls that load contexts from blocks, and calls that copy blocks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class LoadCall(NamedTuple):
     formats: list[Element]
     table: Array
     lengths: Array
-    columns: Array  # of the table, where sequences begin
+    columns: Array  # the column of the table that each sequence begins in
     tokens: int
     results: Results
 
@@ -49,7 +49,7 @@ def checked_load(call: BlockLoad) -> LoadCall:
         starts = index("seq_starts", call.seq_starts, length=len(table))
         if len(starts) and starts.min() < 0:
             raise argument_error("seq_starts", "at least 0", starts.min())
-        columns = np.minimum(starts // block_size, table.shape[1])  # starts beyond the table: its end
+        columns = np.minimum(starts // block_size, table.shape[1])  # a start beyond the table finds no block
     tokens = sum(lengths.tolist())
     shapes = [
         (tokens, v.shape[2] * v.shape[3]) if cache_format == "NZ" else (tokens, *v.shape[2:]) for v in views
@@ -62,7 +62,7 @@ def checked_load(call: BlockLoad) -> LoadCall:
 
 
 def named_caches(key_cache: Array, value_cache: Array | None) -> list[tuple[str, Array]]:
-    """Return the caches of keys and, if they are there, of values, with their names."""
+    """Return (name, array) of the cache of keys and, if there is one, of the cache of values."""
     keys = [("key_cache", key_cache)]
     return keys if value_cache is None else [*keys, ("value_cache", value_cache)]
 
@@ -75,30 +75,25 @@ def pieces_of(call: LoadCall) -> Array:
 
 def context_lengths(seq_lens: ArrayLike, batch: int) -> Array:
     """Return the lengths of sequences, given as lengths or as prefix sums."""
-    lengths = index("seq_lens", seq_lens)
+    lengths, wanted = index("seq_lens", seq_lens), f"{batch} lengths, or {batch + 1} sums from 0 on"
     if len(lengths) == batch + 1:
         if lengths[0] != 0:
-            raise argument_error(
-                "seq_lens", f"{batch} lengths, or {batch + 1} sums from 0 on", f"{lengths[0]} first"
-            )
+            raise argument_error("seq_lens", wanted, f"{lengths[0]} first")
         lengths = differences("seq_lens", lengths)[1:]
     if len(lengths) != batch:
-        raise argument_error(
-            "seq_lens", f"{batch} lengths, or {batch + 1} sums from 0 on", f"{len(lengths)} entries"
-        )
+        raise argument_error("seq_lens", wanted, f"{len(lengths)} entries")
     if batch and lengths.min() < 0:
         raise argument_error("seq_lens", "no length below 0", lengths.min())
     return lengths
 
 
 def differences(name: str, sums: Array) -> Array:
-    """Return the differences of successive sums, the first from 0."""
+    """Return the differences of successive sums, the first one from 0."""
     before = np.append(0, sums[:-1])[: len(sums)]
-    down = np.flatnonzero(sums < before)  # compared, because a difference may overflow
+    down = np.flatnonzero(sums < before)  # comparisons, because a difference may overflow
     if len(down):
-        raise argument_error(
-            f"{name}[{down[0]}]", f"at least {before[down[0]]}: sums that never decrease", sums[down[0]]
-        )
+        wanted = f"at least {before[down[0]]}: sums that never decrease"
+        raise argument_error(f"{name}[{down[0]}]", wanted, sums[down[0]])
     growth: Array = sums - before
     return growth
 
@@ -118,9 +113,8 @@ def checked_copy(
     ends = index("cum_sum", cum_sum, length=len(sources))
     counts = differences("cum_sum", ends)
     if (ends[-1] if len(ends) else 0) != len(targets):
-        raise argument_error(
-            "cum_sum", f"to end with {len(targets)}, the destinations", ends[-1] if len(ends) else "nothing"
-        )
+        got = ends[-1] if len(ends) else "nothing"
+        raise argument_error("cum_sum", f"to end with {len(targets)}, the destinations", got)
     pools.blocks_within("src", sources, blocks)
     pools.blocks_within("dst", targets, blocks)
     pools.copied_once("dst", sources, targets, within=True)

@@ -1,4 +1,4 @@
-"""The checked calls of conversions between matrices and their groups of columns."""
+"""Check conversions between matrices (ND) and groups of 32-byte columns of them (NZ)."""
 
 from typing import NamedTuple, SupportsIndex
 
@@ -17,7 +17,7 @@ FRACTAL_ROWS = 16
 class MatrixCall(NamedTuple):
     """A checked conversion, but for its output."""
 
-    source: Array  # [b, m, n], or in NZ
+    source: Array  # [b, m, n], or in NZ [b, n/n0, m, n0]
     shape: tuple[int, ...]  # of the result
     results: Results
 
@@ -48,6 +48,6 @@ def matrix_call(name: str, source: Array, result: str, shape: tuple[int, ...]) -
 
 
 def fractals(rows: int, columns: int, fmt: Element) -> tuple[int, int, int]:
-    """Return the groups, rows, and elements of a group of a matrix in NZ."""
+    """Return a matrix's shape in NZ: groups of columns, rows up to a multiple of 16, columns of a group."""
     size = fractal(fmt)
     return -(-columns // size), -(-rows // FRACTAL_ROWS) * FRACTAL_ROWS, size

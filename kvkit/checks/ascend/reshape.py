@@ -1,4 +1,4 @@
-"""The checked call that stores new keys and values in slots of a cache in blocks."""
+"""Check a call that stores new keys and values in slots of a cache in blocks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,9 +18,7 @@ from kvkit.operators.compression import NEEDED, CompressType
 from kvkit.typed import Array
 
 WINDOWS = ("copy", "skip")
-
-
-DIM_STEP = 32  # a head's size in compressed modes is a multiple
+DIM_STEP = 32  # head sizes of compressed modes are multiples of it
 
 
 class ReshapeCall(NamedTuple):
@@ -40,9 +38,8 @@ def checked_reshape(call: BlockStore) -> ReshapeCall:
     text("empty_window", call.empty_window, WINDOWS)
     for name, window in zip(Windows._fields, call.windows, strict=True):
         if (window is not None) != (name in NEEDED[mode]):
-            raise argument_error(
-                name, f"{'an array' if window is None else 'None'} for {mode.name}", describe(window)
-            )
+            wanted = f"{'an array' if window is None else 'None'} for {mode.name}"
+            raise argument_error(name, wanted, describe(window))
     if mode and cache_format == "NZ":
         raise argument_error("cache_format", f"'ND' for {mode.name}", "'NZ'")
     given = tensors.pairs("key", key, call.value, call.key_cache, call.value_cache)
@@ -78,9 +75,8 @@ def cache_views(given: Sequence[TokensAndCache], mode: CompressType, cache_forma
         fmt = checked_format(name, array, DATA, 3)
         check_not_empty(name, array)
         if array.shape[:2] != first.shape[:2]:
-            raise argument_error(
-                name, f"{first.shape[0]} tokens and {first.shape[1]} heads, as key", array.shape
-            )
+            wanted = f"{first.shape[0]} tokens and {first.shape[1]} heads, as key"
+            raise argument_error(name, wanted, array.shape)
         cache_fmt, view = tensors.cache_in_blocks(cache_name, cache, cache_format, written=True)
         if cache_fmt is not fmt:
             raise argument_error(cache_name, f"the dtype of {name}, {fmt}", cache_fmt)
@@ -101,7 +97,7 @@ def cache_views(given: Sequence[TokensAndCache], mode: CompressType, cache_forma
 
 
 def check_compressed(name: str, array: Array, first: Array, fmt: Element, mode: CompressType) -> None:
-    """Check tokens of a compressed mode; `first` are the keys."""
+    """Check an array of tokens for a compressed mode; `first` is the array of keys."""
     dim = array.shape[2]
     if dim % DIM_STEP:
         raise argument_error(name, f"a head size that is a multiple of {DIM_STEP}, for {mode.name}", dim)
@@ -112,18 +108,17 @@ def check_compressed(name: str, array: Array, first: Array, fmt: Element, mode: 
 
 
 def token_groups(name: str, array: Array, fmt: Element) -> tuple[int, int]:
-    """Return the groups of a token's row in NZ, and the elements of one."""
+    """Return (groups, elements of a group) of a token's row in NZ."""
     _, heads, dim = array.shape
     size = tensors.fractal(fmt)
     if heads * dim % size:
-        raise argument_error(
-            name, f"num_head * head size to be a multiple of {size}, for NZ of {fmt}", heads * dim
-        )
+        wanted = f"num_head * head size to be a multiple of {size}, for NZ of {fmt}"
+        raise argument_error(name, wanted, heads * dim)
     return heads * dim // size, size
 
 
 def compressed_pieces(call: BlockStore, mode: CompressType, capacity: int) -> Array:
-    """Return the pieces of a run for each sequence and head."""
+    """Return the pieces of a compressed store, which writes one run of rows for each sequence and head."""
     tokens, heads, _ = call.key.shape
     windows = call.windows
     lengths = index("seq_lens", windows.seq_lens)

@@ -9,7 +9,7 @@ from kvkit.formats import BFLOAT16, FLOAT16, INT8, Element
 from kvkit.typed import Array
 
 FORMATS = ("ND", "NZ")
-MOST = 2**31 - 1  # of a count or a size: no sum or product of two, and no slot, leaves int64
+MOST = 2**31 - 1  # the largest count or size, so that sums and products of two fit int64
 TokensAndCache = tuple[str, Array, str, Array]  # name, tokens, name of the cache, cache
 
 
@@ -21,7 +21,7 @@ def fractal(fmt: Element) -> int:
 def pairs(
     key_name: str, key: Array, value: Array | None, key_cache: Array, value_cache: Array | None
 ) -> list[TokensAndCache]:
-    """Return tokens and caches of keys and, if they are there, of values, with their names."""
+    """Return tokens and cache of keys and, if they are given, of values, with the names of the arguments."""
     keys = (key_name, key, "key_cache", key_cache)
     if value is None or value_cache is None:
         if value is value_cache:
@@ -49,7 +49,7 @@ def in_rows(array: Array, cache_format: str) -> Array:
 
 
 def same_blocks(caches: Sequence[tuple[str, Array]]) -> tuple[int, int]:
-    """Return the number of blocks and of rows in each, which must be equal for keys and values."""
+    """Return (blocks, rows of a block), which must be equal for keys and values."""
     (_, first), *others = caches
     for name, view in others:
         if view.shape[:2] != first.shape[:2]:
@@ -65,7 +65,7 @@ def caches_apart(caches: Sequence[tuple[str, Array]], others: Sequence[tuple[str
 
 
 def same_types(formats: Sequence[Element], cache_format: str) -> None:
-    """Check that keys and values have one type; in NZ keys may be int8 and values 16-bit floats."""
+    """Check that keys and values have one dtype; in NZ keys may be int8 and values 16-bit floats."""
     if len(formats) == 1 or formats[0] is formats[1]:
         return
     mixed = cache_format == "NZ" and formats[0] is INT8 and formats[1] in (FLOAT16, BFLOAT16)

@@ -433,7 +433,7 @@ def scoring_fields(weights, constants, sinks):
     return {
         "causal": weights.causal, "alibi": weights.alibi, "left": weights.left, "right": weights.right,
         "cap": weights.softcap != 0, "cap_at": constants[1:],
-        "sinks": sinks, "sink_sequences": weights.apart,
+        "sinks": sinks, "sink_sequences": weights.sink_sequences,
         "slopes": slopes,
         "slopes_sequence": slopes.strides[0] if slopes is not None and len(slopes) > 1 else 0,
     }  # fmt: skip

@@ -178,7 +178,7 @@ def frequencies(theta, rotary_dim, stops, longest, factor):
 def fill_angles(position, divisor, frequencies, pairs, halves, cosines, sines):
     """Write the cosines and sines of one token."""
     fastest = max(get_float(frequencies), get_float(frequencies + 4 * (pairs - 1)))
-    if abs(numeric.rotary_angle(position, divisor, fastest)) < numeric.TURNS:
+    if abs(numeric.rotary_angle(position, divisor, fastest)) < numeric.MAX_ANGLE:
         for i in range(pairs):
             cosine, sine = numeric.cos_sin(
                 numeric.rotary_angle(position, divisor, get_float(frequencies + 4 * i))

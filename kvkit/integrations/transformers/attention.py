@@ -11,7 +11,7 @@ import kvkit
 from kvkit.errors import argument_error
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gradient
-from kvkit.interop import tensor_of
+from kvkit.interop import numpy_to_tensor
 
 NAME = "kvkit"
 NO_WINDOW = -1, -1
@@ -160,7 +160,7 @@ def attend_latent(
             seen = np.broadcast_to(shows if mask.ndim == 4 else mask, (len(rows), 1, new, mask.shape[3]))
             rows = np.where(np.take_along_axis(seen[:, 0], rows.astype(np.int64), 2), rows, -1)
         shared, mask = shared | {"indices": rows}, None
-    output = tensor_of(layer.attend(latent, rotated, mask, **shared))
+    output = numpy_to_tensor(layer.attend(latent, rotated, mask, **shared))
     return (output @ by_head.transpose(1, 2)).transpose(1, 2)
 
 
@@ -196,7 +196,7 @@ def attend_states(
                 stored.read()
                 if stored.seen is not None:
                     stored.seen(queries, weights)
-                return tensor_of(attn_output.swapaxes(1, 2))
+                return numpy_to_tensor(attn_output.swapaxes(1, 2))
         if stored.seen is not None:
             wanted = "attention that is causal, and masks of padding alone, for a cache that evicts tokens"
             raise argument_error("attention_mask", wanted, "a mask or a window of its own")
@@ -209,7 +209,7 @@ def attend_states(
         queries, keys, values, mask, num_heads=queries.shape[2], head_dim=queries.shape[3],
         num_kv_heads=keys.shape[2], is_causal=causal, window=window, **options,
     )  # fmt: skip
-    return tensor_of(attn_output)
+    return numpy_to_tensor(attn_output)
 
 
 def check_moved(layer: Any, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None) -> None:

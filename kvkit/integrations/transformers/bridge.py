@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from kvkit.errors import argument_error
-from kvkit.interop import of_tensor
+from kvkit.interop import tensor_to_numpy
 from kvkit.typed import Array
 
 
@@ -15,7 +15,7 @@ def to_numpy(name: str, tensor: torch.Tensor) -> Array:
     """Return an array over a tensor's memory, with its strides."""
     if not tensor.is_cpu:
         raise argument_error(name, "a tensor on the CPU", f"one on {tensor.device}")
-    return of_tensor(tensor.detach() if tensor.requires_grad else tensor)
+    return tensor_to_numpy(tensor.detach() if tensor.requires_grad else tensor)
 
 
 def as_cast(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from kvkit.integrations.transformers.layer import KvkitLayer
 from kvkit.integrations.transformers.models import HYBRID, geometry, make_cache
 from kvkit.integrations.transformers.rotations import rotations_of
 from kvkit.integrations.transformers.states import KvkitHybridLayer, KvkitStateLayer, check_state
-from kvkit.interop import tensor_of
+from kvkit.interop import numpy_to_tensor
 from kvkit.rope import NO_ROTATION
 
 KINDS = {"dynamic": DynamicCache, "static": StaticCache, "quantized": QuantizedCache, "paged": PagedCache}
@@ -233,7 +233,7 @@ class KvkitCache(Cache):
             self._stored[layer_idx] = stored
             pending.remember(layer_idx, stored)
             return key_states, value_states
-        keys, values = map(tensor_of, stored.arrays())
+        keys, values = map(numpy_to_tensor, stored.arrays())
         return without_gradient(keys, key_states), without_gradient(values, value_states)
 
     def _see(self, layer_idx: int, queries: np.ndarray, weights: np.ndarray | None) -> None:
@@ -249,7 +249,7 @@ class KvkitCache(Cache):
         layer = self.cache.layers[layer_idx]
         if not isinstance(layer, IndexedLayer):
             raise argument_error("layer_idx", "a layer with index keys", layer_idx)
-        return tensor_of(layer.update_index(to_numpy("indexer_key_states", indexer_key_states)))
+        return numpy_to_tensor(layer.update_index(to_numpy("indexer_key_states", indexer_key_states)))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return a convolution's state, which the model may change in place; None before the first token.

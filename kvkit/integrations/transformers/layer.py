@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvkit.interop import tensor_of
+from kvkit.interop import numpy_to_tensor
 
 
 class KvkitLayer(CacheLayerMixin):
@@ -81,12 +81,12 @@ class KvkitLayer(CacheLayerMixin):
     @property
     def keys(self) -> torch.Tensor | None:
         """Return the stored keys [B, Hkv, stored, D], None before the first update."""
-        return None if self.layer.keys is None else tensor_of(self.layer.keys)
+        return None if self.layer.keys is None else numpy_to_tensor(self.layer.keys)
 
     @property
     def values(self) -> torch.Tensor | None:
         """Return the stored values [B, Hkv, stored, D], None before the first update."""
-        return None if self.layer.values is None else tensor_of(self.layer.values)
+        return None if self.layer.values is None else numpy_to_tensor(self.layer.values)
 
     @property
     def positions(self) -> np.ndarray:

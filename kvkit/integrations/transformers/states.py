@@ -11,7 +11,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from kvkit.errors import argument_error
 from kvkit.integrations.transformers.bridge import to_numpy
 from kvkit.integrations.transformers.layer import KvkitLayer
-from kvkit.interop import tensor_of
+from kvkit.interop import numpy_to_tensor
 
 
 class KvkitStateLayer(LinearAttentionCacheLayerMixin):
@@ -52,7 +52,7 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
         array = to_numpy(name, tensor.contiguous())
         states = self.state.update({name: array}, 0 if self._counted else tokens)
         self._counted = True
-        return tensor_of(states[name])
+        return numpy_to_tensor(states[name])
 
     def update_conv_state(
         self,
@@ -82,7 +82,7 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
     def _tensors(self, kind: str) -> dict[int, torch.Tensor | None]:
         states = self.state.states
         names = {i: f"{kind}.{i}" for i in range(self.number_of_states)}
-        return {i: tensor_of(states[name]) if name in states else None for i, name in names.items()}
+        return {i: numpy_to_tensor(states[name]) if name in states else None for i, name in names.items()}
 
     @property
     def conv_states(self) -> dict[int, torch.Tensor | None]:

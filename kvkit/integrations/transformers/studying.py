@@ -16,7 +16,7 @@ from kvkit.integrations.transformers.attention import attention_forward
 from kvkit.integrations.transformers.bridge import to_numpy
 from kvkit.integrations.transformers.masks import attention_mask
 from kvkit.integrations.transformers.rotations import rotations_of
-from kvkit.interop import tensor_of
+from kvkit.interop import numpy_to_tensor
 from kvkit.tools.readers import CacheReader, open_cache
 from kvkit.tools.studies.evicting import contexts_of, judging, kept_rows
 from kvkit.tools.studies.measures import QUERIES
@@ -252,7 +252,7 @@ def arrays_of(seen: dict[int, Any]) -> dict[str, np.ndarray]:
 def coded(scheme: Any, x: np.ndarray) -> torch.Tensor:
     """Return [1, heads, tokens, dim] of numbers [tokens, heads, dim] as a scheme gives them back."""
     x = np.ascontiguousarray(x, np.float32)
-    return tensor_of(np.asarray(scheme.decode(scheme.encode(x)), np.float32).swapaxes(0, 1)[None])
+    return numpy_to_tensor(np.asarray(scheme.decode(scheme.encode(x)), np.float32).swapaxes(0, 1)[None])
 
 
 def coded_by(*schemes: Any) -> Callable[..., Any]:
