@@ -1,11 +1,13 @@
-"""Caches in files: read by content and not by name, written with a description, replaced atomically.
+"""Read and write caches in files. The content of a file decides its kind, not its name.
 
-read, write     .npz, .npy, .safetensors; read also torch's, MLX's and llama.cpp's
-Contents, Description    what a file holds, and says of it
+read            read .npz, .npy, .safetensors, and files of torch, MLX, llama.cpp and LMCache
+write           write .npz, .npy and .safetensors; an existing file is replaced atomically
+Contents        the arrays of a file, with metadata
+Description     what a file says of its cache: layout, sizes, format, rotation
 example         the path of a small file: what a language model computed for two texts
-nested, flat    the arrays of a cache as its layout has them, lists and all; and by name
+nested, flat    convert arrays by name to nested lists, as a layout has them, and back
 WRITTEN         the suffixes of files that can be written
-FileError       what is raised
+FileError       the error about a file
 """
 
 from kvkit.files.contents import Contents, flat, nested

@@ -1,4 +1,4 @@
-"""The contents of a file of any kind, and the names of nested lists of arrays: layouts may have several."""
+"""Hold the contents of a file of any kind, and name the arrays of nested lists."""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from kvkit.files.description import Description
 from kvkit.typed import Array
 
 CACHE = "cache"
-BESIDE = {  # {name of an array beside codes in a file: its name in `kvkit.formats.encode`}
+BESIDE = {  # {name of an array that belongs to codes in a file: its name in `kvkit.formats.encode`}
     "scale": "scale", "minimum": "minimum", "zero": "zero", "whole": "whole",
     "scales": "scale", "minima": "minimum",
 }  # fmt: skip
@@ -17,7 +17,7 @@ BESIDE = {  # {name of an array beside codes in a file: its name in `kvkit.forma
 
 @dataclass(frozen=True)
 class Contents:
-    """The arrays of a file by name, with its metadata and description.
+    """Holds the arrays of a file by name, with its metadata and description.
 
     A cache is the array ``cache``, or ``cache.I`` and ``cache.I.J`` if its layout has lists of arrays, or the
     layers that `Cache.save` wrote.
@@ -25,38 +25,36 @@ class Contents:
 
     arrays: dict[str, Array]
     metadata: dict[str, Any]
-    mapped: os.stat_result | None = None  # status of the file, if arrays may be mapped
+    mapped: os.stat_result | None = None  # status of the file, if arrays may be mapped from it
     kind: str = ".npz"
     description: Description = field(default_factory=Description)
     notes: tuple[str, ...] = ()  # facts for the user
 
     @property
     def cache(self) -> Any:
-        """Return the cache, as an array or nested lists of its layout; None if there is none."""
-        found, names = nested(self.arrays), [name for name in self.arrays if name.startswith("layers.")]
+        """Return the cache, an array or the nested lists of its layout; None if there is none."""
+        cache, names = nested(self.arrays), [name for name in self.arrays if name.startswith("layers.")]
         pairs = [[f"layers.{i}.{side}" for side in ("keys", "values")] for i in range(len(names) // 2)]
-        if found is None and names and {name for pair in pairs for name in pair} == set(names):
+        if cache is None and names and {name for pair in pairs for name in pair} == set(names):
             return [[self.arrays[name] for name in pair] for pair in pairs]
-        return found
+        return cache
 
 
 def notes_in(metadata: dict[str, Any]) -> tuple[str, ...]:
-    """Return the notes that a file of kvkit took over from its source file."""
+    """Return the notes that a file of kvkit copied from the file it was converted from."""
     notes = metadata.get("notes")
     return tuple(map(str, notes)) if isinstance(notes, list) else ()
 
 
 def name_arrays(source: Any, name: str = CACHE) -> dict[str, Any]:
-    """Return {name: array} for nested lists: ``cache``, or ``cache.I``, or ``cache.I.J`` and so on."""
-    if isinstance(source, (list, tuple)):
-        return {
-            key: each for i, one in enumerate(source) for key, each in name_arrays(one, f"{name}.{i}").items()
-        }
-    return {name: source}
+    """Return {name: array} for an array or nested lists: ``cache``, ``cache.I``, ``cache.I.J`` and so on."""
+    if not isinstance(source, (list, tuple)):
+        return {name: source}
+    return {k: v for i, each in enumerate(source) for k, v in name_arrays(each, f"{name}.{i}").items()}
 
 
 def nested(arrays: Mapping[str, Any], name: str = CACHE) -> Any:
-    """Return the nested lists of named arrays, or the array if it is one; None if numbers have gaps.
+    """Return the array of a name, or the nested lists of NAME.I, NAME.I.J; None if numbers have gaps.
 
     Examples
     --------
@@ -77,7 +75,7 @@ def nested(arrays: Mapping[str, Any], name: str = CACHE) -> Any:
 
 
 def flat(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arrays by name, where some are nested lists of arrays.
+    """Return {name: array}, where nested lists of arrays become NAME.I, NAME.I.J and so on.
 
     Examples
     --------

@@ -1,7 +1,8 @@
 """Describe a cache in a file: the layout of its bytes, and the rotation of its keys.
 
-Bytes do not show which of two layouts of equal shapes they have, or whether keys are rotated. So every file
-that kvkit writes contains this description, as JSON under the name ``description``, without unknown fields.
+Arrays do not show which of two layouts of equal shapes they have, or whether keys are rotated. So a file that
+kvkit writes contains this description, as JSON under the name ``description``. Fields that are None are left
+out.
 """
 
 import math
@@ -20,32 +21,32 @@ LONGEST = 2000  # the most characters of a line or a name
 
 @dataclass(frozen=True)
 class Description:
-    """A file's description of a cache; unknown fields are None.
+    """Describes the cache in a file. Fields that the file leaves open are None.
 
     Parameters
     ----------
     layout : str, optional
-        A line such as ``"l | kv b n h c"``, or a name that `kvkit.layouts` knows.
+        A line such as ``"l | kv b n h c"``, or a name of `kvkit.layouts.NAMED`.
     sizes : mapping
-        Lengths of the axes l, b, n, h and c of that line, and of v if the content of values has another size.
+        Lengths of the axes l, b, n, h and c of the layout, and of v, the content of values, if it differs.
     format : str, optional
         The format of the elements, a name of `kvkit.formats`.
     tables : str, optional
-        The convention of the file's page tables, a name of `kvkit.layouts`.
+        The convention of the file's page tables.
     rope_applied : bool, optional
-        Whether keys are already rotated by their positions.
+        Whether rotary embedding is already applied to keys.
     rope_base : float, optional
-        The base of that rotation's angles.
+        The base of the rotary embedding's angles (theta).
     rope_pairs : {"halves", "interleaved"}, optional
-        Which two elements of a head rotate as a pair.
+        Which two elements of a head the rotary embedding rotates as a pair.
     rotation : {"none", "hadamard"}, optional
-        Another rotation of the heads (see `kvkit.formats.rotate`).
+        A rotation of the heads that does not depend on positions (see `kvkit.formats.rotate`).
     rotation_blocks : (int, int), optional
-        The sizes of that rotation's blocks for keys and for values.
+        The sizes of the blocks of `rotation`, for keys and for values.
     lse_base : {"e", "2"}, optional
         The base of log-sum-exps in the file.
     rope_dim : int, optional
-        How many first elements of a head rotate; by default all.
+        How many elements of a head, from the first, rotary embedding rotates; by default all.
 
     Examples
     --------
@@ -67,34 +68,33 @@ class Description:
     rope_dim: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the known fields as values that JSON can hold."""
-        found = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        found["sizes"] = dict(self.sizes) or None
+        """Return the fields that are not None, as values that JSON can hold."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        values["sizes"] = dict(self.sizes) or None
         if self.rotation_blocks is not None:
-            found["rotation_blocks"] = list(self.rotation_blocks)
-        return {name: value for name, value in found.items() if value is not None}
+            values["rotation_blocks"] = list(self.rotation_blocks)
+        return {name: value for name, value in values.items() if value is not None}
 
 
-def parse_description(path: FilePath, found: Any) -> Description:
-    """Return the description in a file, if any; raise if it is illegal."""
-    if found is None:
+def parse_description(path: FilePath, stored: Any) -> Description:
+    """Return the `Description` that a file stores as JSON, an empty one for None; raise if it is illegal."""
+    if stored is None:
         return Description()
-    if not isinstance(found, dict):
+    if not isinstance(stored, dict):
         raise file_error(path, "its description is no object")
-    known = {entry.name for entry in fields(Description)}
-    for name, value in found.items():
-        if name not in known:
-            raise file_error(
-                path, f"its description has {brief(name)}, which kvkit does not know", "update kvkit"
-            )
+    names = {entry.name for entry in fields(Description)}
+    for name, value in stored.items():
+        if name not in names:
+            what = f"its description has {brief(name)}, which kvkit does not know"
+            raise file_error(path, what, "update kvkit")
         if not is_legal(name, value):
             raise file_error(path, f"its description says that {name} is {brief(repr(value))}")
-    blocks = found.get("rotation_blocks")
-    return Description(**found | {"rotation_blocks": tuple(blocks) if blocks else None})
+    blocks = stored.get("rotation_blocks")
+    return Description(**stored | {"rotation_blocks": tuple(blocks) if blocks else None})
 
 
 def is_legal(name: str, value: Any) -> bool:
-    """Return whether a value is legal for a field of the description."""
+    """Return whether a field of the description may have this value."""
     if name in CHOICES:
         return value in CHOICES[name]
     if name == "sizes":
@@ -111,5 +111,5 @@ def is_legal(name: str, value: Any) -> bool:
 
 
 def is_size(value: object) -> bool:
-    """Return whether a value is a number of elements."""
+    """Return whether a value can be the size of an axis."""
     return type(value) is int and 0 <= value < 2**63

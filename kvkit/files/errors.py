@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from kvkit.errors import KvkitError, brief
 from kvkit.typed import FilePath
 
-AGAIN = "save or copy the file again"
-
 
 class FileError(KvkitError):
-    """A file is wrong. The message has the path, what is wrong, and what to do."""
+    """Says which file is wrong, what is wrong with it, and what to do."""
 
 
-def file_error(path: FilePath, what: str, cure: str = AGAIN) -> FileError:
+def file_error(path: FilePath, what: str, cure: str = "save or copy the file again") -> FileError:
     """Return an error about a file, in the common form."""
     return FileError(f"{path}: {what}: {cure}")
 
@@ -27,7 +25,7 @@ def quoted(name: str) -> str:
 
 @contextlib.contextmanager
 def reading_errors(path: FilePath, what: str) -> Iterator[None]:
-    """Raise `FileError` in place of the many exceptions of zipfile, numpy and json for bad bytes."""
+    """Raise `FileError` in place of exceptions that zipfile, numpy and json raise for bad bytes."""
     try:
         with warnings.catch_warnings(action="ignore"):
             yield

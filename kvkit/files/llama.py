@@ -1,16 +1,19 @@
 """Read sessions and sequence states that llama.cpp saves.
 
-A file has a magic number, a version and the token ids; a session also has the model's architecture and the
-outputs of the last batch. Then comes the memory: one cache, or two if some layers have a window, then perhaps
-a recurrent memory, which may also be alone. A cache has streams. Each stream has the cells in use (position,
-sequences of the cell, in some models the place in an image and the token), then a row for each cell: keys of
-all layers, then values, which may be transposed. A recurrent memory has a cell for each sequence; then, for
-each layer without attention, the last inputs of its convolution; then the state of each of these layers.
-All numbers are little-endian, and nothing is aligned. Layouts are those of llama.cpp@3514e9f,
-src/llama-kv-cache.cpp. Unknown versions are refused.
+A file has, in this order and without alignment, in little-endian numbers:
 
-A file does not say whether cells have places in an image, whether there are values (MLA has none), or whether
-there are outputs. All combinations are tried; the one that consumes every byte counts.
+    magic number, version, token ids       a session also has the model's architecture
+    outputs of the last batch              only in older sessions
+    a cache, or two                        two if some layers have a window; none if all layers are recurrent
+    a recurrent memory                     if layers are recurrent
+
+A cache has streams. A stream has the cells in use (position, sequences, in some models the place in an image
+and the token), then rows for these cells: keys of all layers, then values, which may be transposed. A
+recurrent memory has a cell for each sequence, then the last inputs of each layer's convolution, then each
+layer's state. The source is llama.cpp@3514e9f, src/llama-kv-cache.cpp. Unknown versions are refused.
+
+A file does not say whether it has outputs, whether cells have places in an image, or whether there are values
+(MLA has none). All combinations are tried; the one that consumes every byte is right.
 """
 
 import itertools
@@ -41,54 +44,50 @@ EXTRAS = {  # (magic, version): fields of 32 bits that cells may have beside pos
 }
 FLOATS = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(ml_dtypes.bfloat16)}  # {ggml's number: dtype}
 BLOCKS = {  # {ggml's number: (name, bytes of 32 elements)}
-    2: ("q4_0", 18),
-    3: ("q4_1", 20),
-    6: ("q5_0", 22),
-    7: ("q5_1", 24),
-    8: ("q8_0", 34),
-    20: ("iq4_nl", 18),
+    2: ("q4_0", 18), 3: ("q4_1", 20), 6: ("q5_0", 22), 7: ("q5_1", 24), 8: ("q8_0", 34), 20: ("iq4_nl", 18),
     39: ("ggml_mxfp4", 17),
-}
-BLOCK = 32
+}  # fmt: skip
+BLOCK = 32  # elements of a block
 MOST = 10_000  # the most streams, and layers of all streams
 CACHES = "cache", "sliding"  # names of the caches in a file
 RECURRENT = "recurrent"
 CELLS = "positions", "sequences", "sequence_starts"
-LINES = {  # (whether streams are several, whether values lie transposed)
+LINES = {  # {(whether there are several streams, whether values are transposed): layout}
     (False, False): "l kv | b n (h c)",
     (False, True): "l kv | b n (h c) ; b (h c) n",
     (True, False): "b l kv | n (h c)",
     (True, True): "b l kv | n (h c) ; (h c) n",
 }
 ROTATED = (
-    "since April 2026 llama.cpp rotates keys and values (Hadamard) before it codes them, if heads have a "
-    "multiple of 64 elements and LLAMA_ATTN_ROT_DISABLE is not set; no file says whether it did"
+    "since April 2026 llama.cpp rotates keys and values (Hadamard) before it quantizes them, if heads have a "
+    "multiple of 64 elements and LLAMA_ATTN_ROT_DISABLE is not set; the file does not say whether it did"
 )
-HEADS = "how many heads a row has is not in the file: say so in sizes, as h"
+HEADS = "the file does not say how many heads a row has: give h in sizes"
 STATES = (
-    "recurrent layers have a state and no rows of tokens: recurrent.I.0 is what the convolution of the I-th "
-    "remembers, recurrent.I.1 its state, for each of recurrent_cells"
+    "recurrent layers have a state and no rows of tokens: for each of recurrent_cells, recurrent.I.0 has the "
+    "last inputs of the convolution of the I-th recurrent layer, recurrent.I.1 the layer's state"
 )
 
 
 class Unfit(Exception):
-    """The bytes do not fit the combination that is tried."""
+    """Says that the bytes do not fit the combination that is tried."""
 
 
-class Bytes:
-    """Reads the bytes of a file in order; raises `Unfit` at their end."""
+class ByteReader:
+    """Reads the bytes of a file in order; raises `Unfit` beyond their end."""
 
-    def __init__(self, data: Array, at: int = 0) -> None:
-        self.data, self.at = data, at
+    def __init__(self, data: Array) -> None:
+        self.data, self.at = data, 0
 
     def take(self, count: int) -> Array:
+        """Return the next `count` bytes."""
         if not 0 <= count <= len(self.data) - self.at:
             raise Unfit(f"{count} bytes at {self.at} reach beyond its end at {len(self.data)}")
         self.at += count
         return self.data[self.at - count : self.at]
 
     def array(self, dtype: DTypeLike, *shape: int) -> Array:
-        """Read an array, without a copy."""
+        """Return the next elements as an array, without a copy."""
         dtype = np.dtype(dtype)
         count = dtype.itemsize
         for size in shape:  # Python's integers do not overflow
@@ -96,25 +95,27 @@ class Bytes:
         return self.take(count).view(dtype).reshape(shape)
 
     def number(self, dtype: str = "<u4") -> int:
+        """Return the next number."""
         return int(self.array(dtype, 1)[0])
 
     @property
     def ended(self) -> bool:
+        """Return whether all bytes have been read."""
         return self.at == len(self.data)
 
 
 @dataclass(frozen=True)
 class CellCache:
-    """One cache of the memory: cells and rows [layer][kv] of every stream, or None."""
+    """Holds one cache of a file."""
 
-    cells: list[Any]
-    rows: list[Any]
-    types: tuple[set[int], set[int]]  # of keys and of values
-    transposed: bool
+    cells: list[Any]  # for each stream {name: array}, or None for a stream without cells
+    rows: list[Any]  # for each stream arrays [layer][kv], or [layer] without values, or None
+    types: tuple[set[int], set[int]]  # ggml's numbers of the types of keys, and of values
+    transposed: bool  # whether values are
 
     @property
     def format(self) -> str | None:
-        """Return the types of keys and values as a name such as q8_0/q4_0; None if a side has several."""
+        """Return the types of keys and values as a name such as q8_0/q4_0; None if layers differ."""
         names = [type_name(min(side)) for side in self.types if len(side) == 1]
         if len(names) != sum(map(bool, self.types)):
             return None
@@ -122,36 +123,36 @@ class CellCache:
 
     @property
     def rotation(self) -> str | None:
-        """Return "none" for floats, and None for codes, which may be rotated."""
+        """Return "none" for floats; None (unknown) for codes, which may be rotated."""
         return "none" if set().union(*self.types) <= FLOATS.keys() else None
 
 
 @dataclass(frozen=True)
 class RecurrentMemory:
-    """A cell for each sequence, and (convolutions, states) of the layers, arrays [cells, numbers]."""
+    """Holds the recurrent memory of a file."""
 
-    cells: dict[str, Array]
-    rows: list[list[Array]]
-    layers: int  # of the model, those with attention included
+    cells: dict[str, Array]  # one cell for each sequence
+    rows: list[list[Array]]  # for each recurrent layer [convolution inputs, state], arrays [cells, numbers]
+    layers: int  # the number of all layers of the model
 
 
 def read(path: FilePath) -> Contents:
-    """Read the arrays of a session or state, and their description.
+    """Read the arrays of a session or sequence state, with their description.
 
-    The names are ``cache.LAYER.KV`` (``cache.STREAM.LAYER.KV`` with several streams),
-    ``cache_cells.positions`` and so on, and ``token_ids``. A second cache has ``sliding`` for ``cache``. A
-    recurrent memory has ``recurrent.LAYER.PART``. Elements of block formats are bytes.
+    The names are ``cache.LAYER.KV`` (``cache.STREAM.LAYER.KV`` if there are several streams),
+    ``cache_cells.positions`` and so on, and ``token_ids``. The second cache is called ``sliding`` instead of
+    ``cache``. A recurrent memory is ``recurrent.LAYER.PART``. Block formats are arrays of bytes.
     """
     with open(path, "rb") as file:
         data, mapped = mapping.map_file(file)
-    source, magic = Bytes(data), SESSION
+    source, magic = ByteReader(data), SESSION
     try:
         magic = source.number()
         version = source.number()
         if (magic, version) not in EXTRAS:
             known = " and ".join(str(number) for kind, number in EXTRAS if kind == magic)
-            what = f"a {NAMES[magic]} of version {version}, of which kvkit knows {known}"
-            raise file_error(path, what, "save it with a llama.cpp of those")
+            what = f"a {NAMES[magic]} of version {version}, but kvkit knows {known}"
+            raise file_error(path, what, "save it with a llama.cpp that writes one of these versions")
         arrays = {"token_ids": source.array("<i4", source.number())}
         metadata: dict[str, Any] = {"version": version}
         if magic == SESSION:
@@ -159,9 +160,8 @@ def read(path: FilePath) -> Contents:
         caches, recurrent, outputs = read_memory(source, EXTRAS[magic, version], magic == SESSION)
         arrays |= outputs
     except Unfit as error:
-        raise file_error(
-            path, f"a {NAMES[magic]}, but damaged, or with a kind of memory that kvkit cannot read ({error})"
-        ) from None
+        what = f"a {NAMES[magic]}, but damaged, or with a kind of memory that kvkit cannot read ({error})"
+        raise file_error(path, what) from None
     for name, cache in zip(CACHES, caches, strict=False):
         arrays |= name_cache_arrays(name, cache)
     notes = [HEADS] if any(cache.rows for cache in caches) else []
@@ -174,44 +174,47 @@ def read(path: FilePath) -> Contents:
             arrays |= name_arrays(parts, f"{RECURRENT}.{layer}")
         notes.append(STATES)
         metadata["recurrent_layers"] = recurrent.layers
-    said = describe_cache(caches[0]) if caches else Description()
+    described = describe_cache(caches[0]) if caches else Description()
     metadata["types"] = sorted(map(type_name, types))
     if len(caches) > 1:
         metadata["sliding"] = describe_cache(caches[1]).to_dict()
     if any(len(cache.cells) > 1 for cache in caches):
         metadata["streams"] = len(caches[0].cells)
-    return Contents(arrays, metadata, mapped, NAMES[magic], said, tuple(notes))
+    return Contents(arrays, metadata, mapped, NAMES[magic], described, tuple(notes))
 
 
 def read_memory(
-    source: Bytes, extra: tuple[str, ...], session: bool
+    source: ByteReader, extra: tuple[str, ...], session: bool
 ) -> tuple[list[CellCache], RecurrentMemory | None, dict[str, Array]]:
-    """Return (caches, recurrent memory, outputs) of the first combination that consumes the file."""
+    """Return (caches, recurrent memory, outputs) by the first combination that consumes the file.
+
+    If none does, raise the error of the combination that read most.
+    """
     begin, errors = source.at, []
     with_outputs = (True, False) if session else (False,)
     for has_outputs, fields, with_values in itertools.product(with_outputs, ((), extra), (True, False)):
         source.at = begin
-        found: list[CellCache] = []
+        caches: list[CellCache] = []
         try:
             outputs = read_outputs(source) if has_outputs else {}
             while not source.ended:
                 at = source.at
                 try:
-                    if len(found) == len(CACHES):
+                    if len(caches) == len(CACHES):
                         raise Unfit(f"{len(source.data) - source.at} bytes are left over")
-                    found.append(read_cache(source, fields, with_values))
+                    caches.append(read_cache(source, fields, with_values))
                 except Unfit as error:
                     errors.append((source.at, error))
                     source.at = at
-                    return found, read_recurrent(source), outputs
-            return found, None, outputs
+                    return caches, read_recurrent(source), outputs
+            return caches, None, outputs
         except Unfit as error:
             errors.append((source.at, error))
     raise max(errors, key=lambda pair: pair[0])[1]
 
 
-def read_outputs(source: Bytes) -> dict[str, Array]:
-    """Read the outputs of the last batch, which sessions had until 2026."""
+def read_outputs(source: ByteReader) -> dict[str, Array]:
+    """Read the outputs of the last batch. llama.cpp saved them until 2026."""
     return {
         "outputs": source.array("<i4", source.number()),
         "logits": source.array("<f4", source.number("<u8")),
@@ -219,8 +222,8 @@ def read_outputs(source: Bytes) -> dict[str, Array]:
     }
 
 
-def read_cache(source: Bytes, fields: tuple[str, ...], with_values: bool) -> CellCache:
-    """Read one cache of the memory."""
+def read_cache(source: ByteReader, fields: tuple[str, ...], with_values: bool) -> CellCache:
+    """Read one cache, whose cells have further fields."""
     streams, transposed = source.number(), False
     cells: list[Any] = []
     rows: list[Any] = []
@@ -244,11 +247,15 @@ def read_cache(source: Bytes, fields: tuple[str, ...], with_values: bool) -> Cel
     return CellCache(cells, rows, types, transposed)
 
 
-def read_cells(source: Bytes, count: int, fields: tuple[str, ...]) -> dict[str, Array]:
-    """Read the cells: positions, all sequences, where the sequences of each cell begin, further fields."""
+def read_cells(source: ByteReader, count: int, fields: tuple[str, ...]) -> dict[str, Array]:
+    """Read cells as arrays.
+
+    They are "positions", "sequences" (of all cells), "sequence_starts" (where those of each cell begin), and
+    the further fields.
+    """
     names = ["position", "sequences", *fields]
     head, begin = 4 * len(names), source.at
-    try:  # nearly always each cell has one sequence
+    try:  # the usual case: each cell has one sequence
         table = source.array("<i4", count, len(names) + 1)
         if not (table[:, 1] == 1).all():
             raise Unfit("cells of several sequences")
@@ -270,11 +277,11 @@ def read_cells(source: Bytes, count: int, fields: tuple[str, ...]) -> dict[str, 
     return cells | {name: table[:, 2 + i].copy() for i, name in enumerate(fields)}
 
 
-def read_recurrent(source: Bytes) -> RecurrentMemory:
-    """Read a recurrent memory, which ends a file.
+def read_recurrent(source: ByteReader) -> RecurrentMemory:
+    """Read a recurrent memory, which is the last part of a file.
 
-    The number of layers counts those with attention, which have nothing here. So each number of recurrent
-    layers is tried until one consumes the rest of the file.
+    The file has the number of all layers of the model, but no arrays for layers with attention. So arrays are
+    read to the end of the file.
     """
     count = source.number()
     if not 0 < count <= MOST:
@@ -297,8 +304,8 @@ def read_recurrent(source: Bytes) -> RecurrentMemory:
     return RecurrentMemory(cells, [list(pair) for pair in zip(rows[:half], rows[half:], strict=True)], layers)
 
 
-def read_rows(source: Bytes, count: int, types: set[int]) -> Array:
-    """Read a layer's rows [1, cells, elements]; elements of block formats are bytes."""
+def read_rows(source: ByteReader, count: int, types: set[int]) -> Array:
+    """Read a layer's rows [1, cells, elements] ([1, cells, bytes] of blocks); add their type to `types`."""
     number, size = source.number("<i4"), source.number("<u8")
     types.add(number)
     check_type(number)
@@ -306,14 +313,13 @@ def read_rows(source: Bytes, count: int, types: set[int]) -> Array:
         if size % FLOATS[number].itemsize:
             raise Unfit(f"rows of {size} bytes of {type_name(number)}")
         return source.array(FLOATS[number], 1, count, size // FLOATS[number].itemsize)
-    each = BLOCKS[number][1]
-    if size % each:
+    if size % BLOCKS[number][1]:
         raise Unfit(f"rows of {size} bytes of {type_name(number)}")
     return source.array(np.uint8, 1, count, size)
 
 
-def read_columns(source: Bytes, count: int, types: set[int]) -> Array:
-    """Read a layer's transposed values [1, elements, cells]."""
+def read_columns(source: ByteReader, count: int, types: set[int]) -> Array:
+    """Read a layer's transposed values [1, elements, cells]; add their type to `types`."""
     number, size, elements = source.number("<i4"), source.number(), source.number()
     types.add(number)
     check_type(number)
@@ -323,9 +329,9 @@ def read_columns(source: Bytes, count: int, types: set[int]) -> Array:
 
 
 def check_type(number: int) -> None:
-    """Raise for an unknown type of elements."""
+    """Raise unless kvkit knows a ggml type."""
     if number not in FLOATS and number not in BLOCKS:
-        raise Unfit(f"type {number}, which is none of a cache that kvkit knows")
+        raise Unfit(f"elements of the unknown type {number}")
 
 
 def type_name(number: int) -> str:
@@ -334,7 +340,7 @@ def type_name(number: int) -> str:
 
 
 def name_cache_arrays(name: str, cache: CellCache) -> dict[str, Array]:
-    """Return the arrays of a cache by name; of each stream if there are several."""
+    """Return {name: array} of a cache; names have the stream if there are several."""
     arrays = {}
     used = [i for i, rows in enumerate(cache.rows) if rows is not None]
     several = len(cache.rows) > 1
@@ -349,7 +355,7 @@ def name_cache_arrays(name: str, cache: CellCache) -> dict[str, Array]:
 
 
 def describe_cache(cache: CellCache) -> Description:
-    """Describe a cache; the file does not have the number of heads."""
+    """Describe a cache. The number of heads stays open: the file does not have it."""
     used = [rows for rows in cache.rows if rows is not None]
     several = len(cache.rows) > 1
     if not used:
@@ -364,7 +370,7 @@ def describe_cache(cache: CellCache) -> Description:
 
 
 def join_streams(contents: Contents) -> Contents:
-    """Join the streams of a session to one cache with the cells of all streams in order."""
+    """Join the streams of a session: rows and cells of all streams, one stream after the other."""
     line = contents.description.layout or ""
     if contents.kind not in NAMES.values() or not line.startswith("b l"):
         return contents
@@ -379,8 +385,8 @@ def join_streams(contents: Contents) -> Contents:
     if "sliding" in metadata:
         metadata["sliding"] = metadata["sliding"] | {"layout": line, "sizes": {}}
     sizes = {"l": contents.description.sizes["l"], "b": 1, "n": len(arrays["cache_cells.positions"])}
-    said = replace(contents.description, layout=line, sizes=sizes)
-    return replace(contents, arrays=arrays, metadata=metadata, description=said)
+    described = replace(contents.description, layout=line, sizes=sizes)
+    return replace(contents, arrays=arrays, metadata=metadata, description=described)
 
 
 def streams_of(arrays: Mapping[str, Array], name: str) -> list[int]:
@@ -393,14 +399,16 @@ def streams_of(arrays: Mapping[str, Array], name: str) -> list[int]:
 def join_cache(
     arrays: Mapping[str, Array], name: str, numbers: list[int], transposed: bool
 ) -> dict[str, Array]:
-    """Join the rows and cells of all streams of a cache; a single stream is not copied."""
+    """Return the joined arrays of a cache whose streams have these numbers."""
     found: dict[str, Array] = {}
-    for place in (each for each in arrays if numbers and each.startswith(f"{name}.{numbers[0]}.")):
+    if not numbers:
+        return found
+    for place in (each for each in arrays if each.startswith(f"{name}.{numbers[0]}.")):
         rest = place.removeprefix(f"{name}.{numbers[0]}.")
         parts = [arrays[f"{name}.{stream}.{rest}"] for stream in numbers]
         axis = 1 if transposed and rest.endswith(".1") else 0
         found[f"{name}.{rest}"] = (parts[0] if len(parts) == 1 else np.concatenate(parts, axis))[None]
-    begin = f"{name}_cells.{numbers[0]}." if numbers else "-"
+    begin = f"{name}_cells.{numbers[0]}."
     for place in (each for each in arrays if each.startswith(begin)):
         what = place.removeprefix(begin)
         parts = [arrays[f"{name}_cells.{stream}.{what}"] for stream in numbers]
@@ -409,6 +417,5 @@ def join_cache(
             parts = [part[i > 0 :] + end for i, (part, end) in enumerate(zip(parts, ends, strict=False))]
         found[f"{name}_cells.{what}"] = np.concatenate(parts)
     counts = [len(arrays[f"{name}_cells.{stream}.positions"]) for stream in numbers]
-    if numbers:
-        found[f"{name}_cells.stream"] = np.repeat(np.array(numbers, np.int32), counts)
+    found[f"{name}_cells.stream"] = np.repeat(np.array(numbers, np.int32), counts)
     return found

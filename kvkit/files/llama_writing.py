@@ -1,6 +1,6 @@
 """Write sequence states and sessions of llama.cpp, from arrays under the names of `kvkit.files.llama`.
 
-llama.cpp reads a state if its version, numbers of layers and streams, types and rows match the context.
+llama.cpp accepts a file whose version, numbers of layers and streams, types and rows match its context.
 """
 
 import struct
@@ -13,6 +13,7 @@ from kvkit.files.errors import file_error
 from kvkit.files.llama import (
     BLOCKS,
     CACHES,
+    CELLS,
     EXTRAS,
     FLOATS,
     NAMES,
@@ -26,12 +27,12 @@ from kvkit.files.replace import replacing
 from kvkit.typed import Array, FilePath
 
 SUFFIX = ".bin"
-VERSION = 3  # of the states that kvkit makes anew
-OUTPUTS = (("outputs", "<I"), ("logits", "<Q"), ("embeddings", "<Q"))
+VERSION = 3  # of sequence states that did not come from llama.cpp
+OUTPUTS = (("outputs", "<I"), ("logits", "<Q"), ("embeddings", "<Q"))  # (name, code of its length)
 
 
 def write(path: FilePath, contents: Contents) -> None:
-    """Write contents, as `kvkit.files.read` returns them, as a session or sequence state; replace a file."""
+    """Write the contents of a session or sequence state to a file. An existing file is replaced."""
     check_target(path)
     try:
         pieces = list(pieces_of(join_streams(contents)))
@@ -46,9 +47,9 @@ def pieces_of(contents: Contents) -> Iterator[bytes]:
     """Yield the bytes of a file, a piece at a time."""
     arrays, metadata = contents.arrays, contents.metadata
     session = contents.kind == NAMES[SESSION]
-    magic, version = (
-        (SESSION, metadata["version"]) if session else (SEQUENCE, metadata.get("version", VERSION))
-    )
+    magic, version = SEQUENCE, metadata.get("version", VERSION)
+    if session:
+        magic, version = SESSION, metadata["version"]
     tokens = np.asarray(arrays.get("token_ids", ()), "<i4")
     yield struct.pack("<III", magic, version, len(tokens)) + tokens.tobytes()
     if session:
@@ -60,10 +61,9 @@ def pieces_of(contents: Contents) -> Iterator[bytes]:
     line = contents.description.layout or ""
     for name in CACHES:
         if f"{name}_cells.positions" in arrays:
-            said = metadata["sliding"].get("format") if name != CACHES[0] else contents.description.format
-            yield from pieces_of_cache(
-                arrays, name, EXTRAS[magic, version], metadata.get("streams", 1), ";" in line, said or ""
-            )
+            form = metadata["sliding"].get("format") if name != CACHES[0] else contents.description.format
+            fields, streams = EXTRAS[magic, version], metadata.get("streams", 1)
+            yield from pieces_of_cache(arrays, name, fields, streams, ";" in line, form or "")
     if f"{RECURRENT}_cells.positions" in arrays:
         yield from pieces_of_recurrent(arrays, metadata["recurrent_layers"])
 
@@ -76,7 +76,7 @@ def pieces_of_cache(
     transposed: bool,
     format: str,
 ) -> Iterator[bytes]:
-    """Yield the bytes of one cache of the memory."""
+    """Yield the bytes of one cache, whose cells may have the `extra` fields."""
     cells = {what.split(".", 1)[1]: x for what, x in arrays.items() if what.startswith(f"{name}_cells.")}
     stream = cells.get("stream", np.zeros(len(cells["positions"]), np.int32))
     fields = tuple(field for field in extra if field in cells)
@@ -98,7 +98,7 @@ def pieces_of_cache(
 
 
 def rows_by_layer(arrays: Mapping[str, Array], name: str) -> list[list[Array]]:
-    """Return the rows of each layer: of keys, and of values if there are any."""
+    """Return [keys] or [keys, values] of each layer."""
     layers: list[list[Array]] = []
     while f"{name}.{len(layers)}.0" in arrays or f"{name}.{len(layers)}" in arrays:
         place = f"{name}.{len(layers)}"
@@ -107,7 +107,7 @@ def rows_by_layer(arrays: Mapping[str, Array], name: str) -> list[list[Array]]:
 
 
 def bytes_of_cells(cells: Mapping[str, Array], own: Array, fields: tuple[str, ...]) -> bytes:
-    """Return the bytes of some cells."""
+    """Return the bytes of the cells with the numbers `own`."""
     starts, found = cells["sequence_starts"], []
     for cell in own:
         ids = cells["sequences"][starts[cell] : starts[cell + 1]]
@@ -117,7 +117,7 @@ def bytes_of_cells(cells: Mapping[str, Array], own: Array, fields: tuple[str, ..
 
 
 def bytes_of_rows(rows: Array, own: Array, format: str, transposed: bool) -> bytes:
-    """Return the bytes of some rows of a layer, [cells, elements], or of columns [elements, cells]."""
+    """Return the bytes of the cells `own` of a layer: rows [cells, elements], or transposed ones."""
     kind, size = type_of(rows.dtype, format)
     if transposed:
         head = struct.pack("<iII", kind, rows.dtype.itemsize, len(rows))
@@ -128,7 +128,7 @@ def bytes_of_rows(rows: Array, own: Array, format: str, transposed: bool) -> byt
 
 
 def type_of(dtype: np.dtype, format: str) -> tuple[int, int]:
-    """Return (number of a ggml type, bytes of its blocks, 0 of floats)."""
+    """Return (number of a ggml type, bytes of its blocks or 0 for floats)."""
     for number, known in FLOATS.items():
         if dtype == known:
             return number, 0
@@ -140,9 +140,7 @@ def type_of(dtype: np.dtype, format: str) -> tuple[int, int]:
 
 def pieces_of_recurrent(arrays: Mapping[str, Array], count: int) -> Iterator[bytes]:
     """Yield the bytes of the recurrent memory of a model with `count` layers."""
-    cells = {
-        what: arrays[f"{RECURRENT}_cells.{what}"] for what in ("positions", "sequences", "sequence_starts")
-    }
+    cells = {what: arrays[f"{RECURRENT}_cells.{what}"] for what in CELLS}
     own = np.arange(len(cells["positions"]))
     yield struct.pack("<I", len(own)) + bytes_of_cells(cells, own, ())
     yield struct.pack("<II", 0, count)

@@ -1,8 +1,9 @@
 """Read chunks of LMCache from a disk or a store: raw elements, described by the file name or a header.
 
-A file is called MODEL@RANKS@RANK@HASH@TYPE.pt (``local_disk``) or .data (``fs``), with @LAYER after the type
-if each layer has a file. A .data file, or an object of Mooncake's store, may begin with a header of integers:
-bytes, arrangement, type, four lengths. Files of ``fs`` below the distributed storage name no type.
+A file is called MODEL@RANKS@RANK@HASH@TYPE.pt (backend ``local_disk``) or .data (backend ``fs``), with @LAYER
+after the type if each layer has a file. A .data file, or an object of Mooncake's store, may begin with a
+header of integers: bytes, arrangement, type, four lengths. Files that ``fs`` writes for the distributed
+storage do not name the type.
 """
 
 import math
@@ -33,40 +34,39 @@ TYPES = {
 NUMBERED = {1: "half", 2: "half", 3: "bfloat16", 4: "float", 6: "uint8", 7: "fp8", 8: "fp8_e5m2"}
 LINES = {1: "| kv l n (h c)", 2: "| n kv (h c)", 3: "| kv n (h c)", 6: "| 1 l n c"}  # by arrangement
 HEADER = 7  # integers
-SAY = "its elements alone are in the file: say l, h and c in sizes, n is what is left"
+NO_SIZES = "the file has elements without sizes: give l, h and c in sizes; n follows"
 
 
-def about(path: FilePath) -> dict[str, Any] | None:
-    """Parse the name of a chunk; return None for other names."""
+def parse_name(path: FilePath) -> dict[str, Any] | None:
+    """Return the fields in the name of a chunk; None for other names."""
     name = os.path.basename(os.fspath(path))
     match = NAME.fullmatch(name) or PLAIN.fullmatch(name)
     return match and {key: text for key, text in match.groupdict().items() if text is not None}
 
 
-def read(path: FilePath, said: dict[str, Any]) -> Contents:
-    """Read a chunk; `said` is the result of `about` for its name."""
+def read(path: FilePath, fields: dict[str, Any]) -> Contents:
+    """Read a chunk; `fields` are those of its name."""
     with open(path, "rb") as file:
         data, mapped = mapping.map_file(file)
-    found = headed(data)
-    if found is not None:
-        array, line = found
+    sizes: dict[str, int] = {}
+    if after := elements_after_header(data):
+        array, line = after
         axes = line.replace("(h c)", "").split()[1:]
         sizes = {axis: size for axis, size in zip(axes, array.shape, strict=False) if axis in "ln"}
         notes = (llama.HEADS,) if "h" in line else ()
-        described = Description(line, sizes, array.dtype.name, rope_applied=True)
-        return Contents({"cache": array}, said, mapped, "chunk of LMCache", described, notes)
-    dtype = TYPES.get(said.get("type", ""))
-    if dtype is None or len(data) % np.dtype(dtype).itemsize:
-        note = "neither its name nor a header says the type of its elements: these are its bytes"
-        return Contents({"bytes": data}, said, mapped, "chunk of LMCache", notes=(note,))
-    array = data.view(dtype)
-    line = "| (n kv h c)" if "layer" in said else "| (kv l n h c)"
-    described = Description(line, {}, array.dtype.name, rope_applied=True)
-    return Contents({"cache": array}, said, mapped, "chunk of LMCache", described, (SAY,))
+    else:
+        dtype = TYPES.get(fields.get("type", ""))
+        if dtype is None or len(data) % np.dtype(dtype).itemsize:
+            note = "neither its name nor a header names the type of its elements: these are its bytes"
+            return Contents({"bytes": data}, fields, mapped, "chunk of LMCache", notes=(note,))
+        array, line = data.view(dtype), "| (n kv h c)" if "layer" in fields else "| (kv l n h c)"
+        notes = (NO_SIZES,)
+    described = Description(line, sizes, array.dtype.name, rope_applied=True)
+    return Contents({"cache": array}, fields, mapped, "chunk of LMCache", described, notes)
 
 
-def headed(data: Array) -> tuple[Array, str] | None:
-    """Return the elements after a header and their line; None if there is no header."""
+def elements_after_header(data: Array) -> tuple[Array, str] | None:
+    """Return (elements, layout) of a file that begins with a header; None for other files."""
     if len(data) < 4 * HEADER:
         return None
     size, kind, dtype, *lengths = data[: 4 * HEADER].view("<i4").tolist()

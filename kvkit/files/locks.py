@@ -1,4 +1,4 @@
-"""Lock open files. The system releases a lock when its process ends, however it ends."""
+"""Lock open files. The system releases a lock when its process ends, even if it is killed."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ AVAILABLE = fcntl is not None
 
 
 def lock(file: IO[bytes], wait: bool = False) -> bool | None:
-    """Try to lock an open file; return whether this process has the lock, None without locks."""
+    """Try to lock an open file; return whether this process has the lock, or None if there are no locks."""
     if fcntl is None:
         return None
     try:
@@ -34,6 +34,6 @@ def hold_file(path: FilePath) -> Iterator[bool]:
         with open(path, "r+b") as file:
             held = lock(file) is not False
             if held and not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                continue  # the former owner has replaced the file
+                continue  # another process has replaced the file: open the new one
             yield held
             return

@@ -1,9 +1,13 @@
-"""Prompt caches of MLX: safetensors files whose metadata has a class for each layer.
+"""Read and write prompt caches of MLX: safetensors files whose metadata names a class for each layer.
 
-Tensors are called LAYER.PART, in the order of each class's state. Before mlx-lm 0.32 the metadata's 0 has the
-numbers of each layer, 1 what its owner added, 2 the class of each layer, and keys end with the last token.
-Since then 0 is the owner's, 1 has the classes, numbers are tensors without axes, which 2 lists, and there are
-rows after the last token. What is known of a class becomes ``cache.LAYER.KV``, rows in the order of tokens.
+Tensors are called LAYER.PART, in the order of each class's state. The entries of the metadata are numbered:
+
+    mlx-lm          entry 0                  entry 1               entry 2
+    before 0.32     numbers of each layer    the user's metadata   class of each layer
+    0.32            the user's metadata      class of each layer   names of numbers, which are 0-d tensors
+
+Since 0.32 there may be unused rows after the last token. Layers of a known class become ``cache.LAYER.KV``,
+with rows in the order of tokens.
 """
 
 import json
@@ -23,34 +27,40 @@ from kvkit.files.errors import file_error
 from kvkit.typed import Array, FilePath
 
 LINE = "l kv | b h n c"
-LAYOUTS = {"mlx": True, "mlx-0.31": False}  # whether prompt caches that are written in a layout are new ones
+LAYOUTS = {"mlx": True, "mlx-0.31": False}  # {layout: whether its prompt caches are of mlx-lm 0.32}
 FLOATS, CODED = "KVCache", "QuantizedKVCache"
-FIELDS = {  # numbers in the state of a class, and before 0.32 in the metadata; None if they do not suffice
+FIELDS = {  # {class: (names of its numbers since 0.32, before)}; None if its rows cannot be ordered by them
     FLOATS: (("offset",), ()),
     "ConcatenateKVCache": ((), ()),
     CODED: (("offset", "group", "bits"),) * 2,
     "RotatingKVCache": (("offset", "keep", "most", "next"), ("keep", "most", "offset", "next")),
     "ChunkedKVCache": (("offset", "chunk", "start"), None),
 }
-PARTS = "cache", "scales", "minima"  # of a coded layer: words of codes, and what they are turned back with
-OTHERS = {"cache": "cache", "scales": "scale", "minima": "minimum"}  # what `kvkit.formats.encode` calls them
+PARTS = "cache", "scales", "minima"  # the arrays of a quantized layer: words of codes, scales, minima
+OTHERS = {"cache": "cache", "scales": "scale", "minima": "minimum"}  # the names of `kvkit.formats.encode`
 FORMAT = re.compile(r"mlx([234568]):g(16|32|64|128)")
 
 
 @dataclass(frozen=True)
 class PromptLayer:
-    """A layer: keys and values, each a list of its parts [batch, heads, rows, elements], and its numbers."""
+    """Holds a layer of a prompt cache."""
 
-    sides: Sequence[Sequence[Array]]
-    numbers: Mapping[str, int]
+    sides: Sequence[
+        Sequence[Array]
+    ]  # of keys and of values: the arrays of `PARTS` [batch, heads, rows, elements]
+    numbers: Mapping[str, int]  # by the names of `FIELDS`
 
     @property
     def rows(self) -> int:
+        """Return how many rows the arrays have."""
         return int(self.sides[0][0].shape[2])
 
     @property
     def runs(self) -> list[slice]:
-        """Return the rows that are tokens, in the order of tokens: a ring follows the rows that are kept."""
+        """Return the ranges of rows that hold tokens, in the order of tokens.
+
+        With a window, the first `keep` rows stay, and a ring buffer follows, whose next row is `next`.
+        """
         offset, at = self.numbers.get("offset", self.rows), self.numbers.get("next")
         if at is None:
             return [slice(0, offset - self.numbers.get("start", 0))]
@@ -60,13 +70,13 @@ class PromptLayer:
 
     @property
     def missing(self) -> int:
-        """Return how many tokens after those that are kept are there no longer."""
-        there: int = sum(run.stop - run.start for run in self.runs)
-        return max(self.numbers.get("offset", 0) - there, 0)
+        """Return how many tokens the window has dropped, which were after the first `keep` ones."""
+        stored: int = sum(run.stop - run.start for run in self.runs)
+        return max(self.numbers.get("offset", 0) - stored, 0)
 
     @property
     def sound(self) -> bool:
-        """Return whether all parts have as many rows, and no run ends after them."""
+        """Return whether all arrays have the same number of rows, which no run exceeds."""
         rows = {part.shape[2] for side in self.sides for part in side}
         return len(rows) == 1 and all(0 <= run.start <= run.stop <= self.rows for run in self.runs)
 
@@ -77,13 +87,13 @@ def is_cache(contents: Contents) -> bool:
 
 
 def read(path: FilePath, contents: Contents) -> Contents:
-    """Return the contents with kvkit's names, as far as layers are of known classes."""
+    """Return the contents of a prompt cache with kvkit's names for layers of known classes."""
     texts = contents.metadata
     new = texts["2.0"] == "" and "1.0" in texts
     kinds = classes_of(path, texts, "1." if new else "2.")
-    owner = {name[2:]: text for name, text in texts.items() if name.startswith("0." if new else "1.")}
-    said = own_description(path, owner.pop(tensors.METADATA, None))
-    found = replace(contents, metadata={"classes": kinds, "metadata": owner}, kind="prompt cache of MLX")
+    user = {name[2:]: text for name, text in texts.items() if name.startswith("0." if new else "1.")}
+    described = stored_description(path, user.pop(tensors.METADATA, None))
+    found = replace(contents, metadata={"classes": kinds, "metadata": user}, kind="prompt cache of MLX")
     known = {}
     for number, kind in enumerate(kinds):
         fields = FIELDS.get(kind, (None, None))[0 if new else 1]
@@ -91,11 +101,10 @@ def read(path: FilePath, contents: Contents) -> Contents:
         if fields is not None and not empty:
             known[number] = read_layer(path, found.arrays, texts, number, fields, new)
     others = sorted({brief(kind) for number, kind in enumerate(kinds) if number not in known})
-    notes = [f"layers are of class {', '.join(others)}: what their arrays mean is not known here"]
-    notes = notes if others else []
+    notes = [f"layers are of class {', '.join(others)}, whose arrays kvkit does not know"] if others else []
     if len({kinds[number] == CODED for number in known}) > 1:
         raise file_error(path, "it has layers of codes and layers of floats")
-    return with_layers(path, found, known, said, notes) if known else replace(found, notes=tuple(notes))
+    return with_layers(path, found, known, described, notes) if known else replace(found, notes=tuple(notes))
 
 
 def classes_of(path: FilePath, texts: Mapping[str, str], group: str) -> list[str]:
@@ -108,8 +117,8 @@ def classes_of(path: FilePath, texts: Mapping[str, str], group: str) -> list[str
     return [found[str(layer)] for layer in range(len(found))]
 
 
-def own_description(path: FilePath, text: str | None) -> Description:
-    """Return what kvkit said of a cache that it wrote."""
+def stored_description(path: FilePath, text: str | None) -> Description:
+    """Return the description in kvkit's metadata; an empty one if kvkit did not write the file."""
     try:
         return parse_description(path, json.loads(text)["description"] if text else None)
     except (LookupError, TypeError, ValueError):
@@ -124,7 +133,7 @@ def read_layer(
     fields: Sequence[str],
     new: bool,
 ) -> PromptLayer:
-    """Return a layer, with its numbers from tensors of a new file, or from the texts of an old one."""
+    """Return a layer. Its numbers are tensors of a new file, or texts of an old one."""
     numbers = {}
     for i, field in enumerate(fields):
         name = f"{number}.{i + 2}" if new else f"0.{number}.{i}"
@@ -141,9 +150,13 @@ def read_layer(
 
 
 def with_layers(
-    path: FilePath, found: Contents, known: Mapping[int, PromptLayer], said: Description, notes: list[str]
+    path: FilePath,
+    found: Contents,
+    known: Mapping[int, PromptLayer],
+    described: Description,
+    notes: list[str],
 ) -> Contents:
-    """Return the contents with the rows of known layers, one after the other."""
+    """Return the contents with known layers renamed, their rows in the order of tokens."""
     arrays = {
         f"{name}.{at}.{kv}": runs[0] if len(runs) == 1 else np.concatenate(runs, 2)
         for at, layer in enumerate(known.values())
@@ -164,21 +177,19 @@ def with_layers(
     coding = {f"mlx{layer.numbers.get('bits')}:g{layer.numbers.get('group')}" for layer in known.values()}
     if "scales.0.0" in arrays:
         if len(coding) != 1 or not (match := FORMAT.fullmatch(format := min(coding))):
-            raise file_error(path, f"it has codes of {', '.join(sorted(coding))}, not of one format of MLX's")
+            raise file_error(path, f"it has codes of {', '.join(sorted(coding))}, not of one known format")
         bits, group = map(int, match.groups())
         metadata = metadata | {"bits": bits, "group": group, "head_dim": sizes.get("c", 0) * 32 // bits}
-        sizes = {axis: count for axis, count in sizes.items() if axis not in "cv"}  # which are words of codes
-        notes.append(
-            f"values are code x scale + minimum, in groups of {group}: words of 32 bits, low codes first"
-        )
-    described = replace(said, layout=LINE, sizes=sizes, format=format, rope_applied=True)
-    return replace(
-        found, arrays=arrays | others, metadata=metadata, description=described, notes=tuple(notes)
-    )
+        sizes = {axis: count for axis, count in sizes.items() if axis not in "cv"}  # c and v count words
+        coded = f"values are code x scale + minimum, in groups of {group}: words of 32 bits, low codes first"
+        notes.append(coded)
+    described = replace(described, layout=LINE, sizes=sizes, format=format, rope_applied=True)
+    arrays |= others
+    return replace(found, arrays=arrays, metadata=metadata, description=described, notes=tuple(notes))
 
 
 def find_tensor(path: FilePath, arrays: Mapping[str, Array], name: str, axes: int) -> Array:
-    """Return a tensor by its name, which has to have so many axes."""
+    """Return the tensor of a name; raise unless it has so many axes."""
     if name not in arrays:
         raise file_error(path, f"tensor {name} is missing")
     if arrays[name].ndim != axes:
@@ -187,7 +198,7 @@ def find_tensor(path: FilePath, arrays: Mapping[str, Array], name: str, axes: in
 
 
 def sizes_of(arrays: Mapping[str, Array], layers: int) -> dict[str, int]:
-    """Return the sizes of a cache's arrays, as far as all layers have the same."""
+    """Return {axis: size} of a cache; only the number of layers if their shapes differ."""
     shapes = {(kv, arrays[f"cache.{layer}.{kv}"].shape) for layer in range(layers) for kv in range(2)}
     sizes = {"l": layers}
     if len(shapes) == 2:
@@ -201,22 +212,18 @@ def sizes_of(arrays: Mapping[str, Array], layers: int) -> dict[str, int]:
 def write(
     path: FilePath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str, Any], description: Description
 ) -> None:
-    """Write a cache of layout "mlx" as a prompt cache of mlx-lm 0.32, of "mlx-0.31" as one of older versions.
+    """Write a prompt cache: of mlx-lm 0.32 for the layout "mlx", of older versions for "mlx-0.31".
 
-    mlx-lm loads no file with other arrays, and all of its sequences have the same tokens.
+    mlx-lm refuses files with other arrays, and its sequences have equal lengths.
     """
     coded = FORMAT.fullmatch(description.format or "")
-    names = [
-        name if nested(arrays, name) is not None else OTHERS[name] for name in PARTS[: 3 if coded else 1]
-    ]
-    found = [nested(arrays, name) for name in names]
-    if any(part is None for part in found) or not is_whole(arrays, found[0]):
-        wanted = "all tokens of each b, in order, and nothing beside them"
-        raise file_error(
-            path, f"a prompt cache of MLX has {wanted}", "convert with --page-size longest, or to .npz"
-        )
+    names = PARTS[: 3 if coded else 1]
+    sources = [nested(arrays, name if nested(arrays, name) is not None else OTHERS[name]) for name in names]
+    if any(part is None for part in sources) or not is_whole(arrays, sources[0]):
+        what = "a prompt cache of MLX has all tokens of each b, in order, and nothing else"
+        raise file_error(path, what, "convert with --page-size longest, or to .npz")
     new, made, texts = LAYOUTS[str(description.layout)], {}, {}
-    for layer, parts in enumerate(zip(*found, strict=True)):
+    for layer, parts in enumerate(zip(*sources, strict=True)):
         for kv in range(2):
             for i, part in enumerate(parts):
                 array = np.asarray(part[kv])
@@ -240,7 +247,7 @@ def write(
 
 
 def is_whole(arrays: Mapping[str, ArrayLike], cache: Any) -> bool:
-    """Return whether arrays are a cache alone, of which each b is a sequence that fills it."""
+    """Return whether arrays are only a cache in which each block b is one sequence that fills the block."""
     blocks, _, rows, _ = np.shape(cache[0][0])
     pages, lengths = (np.ravel(np.asarray(arrays.get(name, ()))) for name in ("block_tables", "context_lens"))
     others = {name.partition(".")[0] for name in arrays} - {*PARTS, *OTHERS.values()}

@@ -1,4 +1,4 @@
-"""Read cache sizes of a model's layers from a config.json of transformers or the header of a GGUF file."""
+"""Read the cache sizes of a model's layers from transformers' config.json or the header of a GGUF file."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from kvkit.errors import KvkitError, argument_error, brief
 from kvkit.files.file_kinds import kind_of_file
 
 KINDS = "full", "sliding", "latent", "index", "recurrent", "shared"
-OF_TYPES = {  # a layer type of transformers: the kind of layer
+OF_TYPES = {  # {layer type of transformers: kind of layer; "" stores nothing}
     "full_attention": "full", "attention": "full", "sliding_attention": "sliding",
     "chunked_attention": "sliding", "linear_attention": "recurrent", "mamba": "recurrent",
     "mamba2": "recurrent", "conv": "recurrent", "moe": "", "mlp": "",
 }  # fmt: skip
-# Models in which every n-th layer is full and the others slide, though configurations may not say so.
+# {model: n}. Every n-th layer is full and the others slide, which configurations need not say.
 FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2, "gpt-oss": 2}
 GGUF_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
                 12: "<d"}  # fmt: skip
 GGUF_TEXT, GGUF_ARRAY = 8, 9
-# Architectures of GGUF files whose heads rotate pairs of neighbours, or of halves (llama.cpp's rope types).
+# Architectures of GGUF files (llama.cpp's rope types) by the pairs that rotary embedding rotates: neighbours,
+# or elements at the same place of the two halves of a head.
 NEIGHBOURS = frozenset(
     """
     llama llama4 mllama deci baichuan starcoder internlm2 minicpm xverse command-r cohere2 olmo arctic
@@ -40,12 +41,12 @@ HALVES = frozenset(
     smallthinker seed_oss hunyuan-dense hunyuan-moe dots1 bailingmoe2 apertus minimax-m2 glm4moe
     """.split()  # noqa: SIM905
 )
-MOST = 2**20  # the most entries or characters of a model's header
+MOST = 2**20  # the most entries of an array, or characters of a text, in a GGUF header
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The sizes of one layer's cache: rows of keys and values for a token, a state for a sequence.
+    """Holds the sizes of one layer's cache: rows of keys and values for each token, or a state.
 
     Attributes
     ----------
@@ -54,8 +55,9 @@ class LayerShape:
         "index" has the keys that choose tokens for sparse attention; "recurrent" has a state and no tokens;
         "shared" reads another layer's cache.
     heads, key_dim, value_dim : int
+        Key heads, and elements of a key and of a value.
     window : int or None
-        How many of the last tokens a sliding layer attends to.
+        How many tokens a sliding layer attends to.
     state : int
         How many numbers the state of a sequence has.
     """
@@ -70,47 +72,43 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The layers of a model, and the longest context that it was trained for, 0 if unknown.
-
-    `numbers` are the model's numbers of layers: some models have layers that store nothing. `rope_pairs` are
-    "halves" or "interleaved", `rope_dim` how many elements of a head rotate.
-    """
+    """Holds the cache sizes of a model's layers, and its rotary embedding."""
 
     name: str
     layers: tuple[LayerShape, ...]
-    longest: int
-    numbers: tuple[int, ...] = ()
+    longest: int  # the longest context that the model was trained for, 0 if unknown
+    numbers: tuple[int, ...] = ()  # of `layers` in the model, which may have layers that store nothing
     rope_base: float | None = None
-    rope_pairs: str | None = None
-    rope_dim: int | None = None
+    rope_pairs: str | None = None  # "halves" or "interleaved"
+    rope_dim: int | None = None  # how many elements of a head rotate
     sliding_rope_base: float | None = None
 
 
 def read_model(model: Any) -> ModelShape:
-    """Return the layers of a config.json, of a folder with one, of a GGUF file, or of a config in memory."""
+    """Read a config.json, a folder with one, a GGUF file, or a configuration in memory."""
     if hasattr(model, "to_dict"):
         model = model.to_dict()
     if isinstance(model, Mapping):
-        return of_config(model)
+        return parse_config(model)
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     try:
         with path.open("rb") as file:
             if file.read(4) == b"GGUF":
-                return of_gguf(read_gguf(file))
+                return parse_gguf(read_gguf(file))
             file.seek(0)
-            found = json.load(file)
+            config = json.load(file)
     except (ValueError, struct.error) as error:
         other = other_kind(path)
-        why = f": it is {other}, whose sizes kvkit inspect says" if other else f": {brief(error)}"
+        why = f": it is {other} (kvkit inspect prints its sizes)" if other else f": {brief(error)}"
         raise KvkitError(f"{path}: neither a config.json nor a GGUF file{why}") from None
-    if not isinstance(found, dict):
-        raise KvkitError(f"{path}: expected a config.json, got {type(found).__name__}")
-    return of_config(found)
+    if not isinstance(config, dict):
+        raise KvkitError(f"{path}: expected a config.json, got {type(config).__name__}")
+    return parse_config(config)
 
 
 def other_kind(path: Path) -> str | None:
-    """Return which kind of file with arrays or a cache this is; None for others."""
+    """Return the kind of a file that `kvkit inspect` can read; None for other files."""
     with path.open("rb") as file:
         kind = kind_of_file(file)
         if kind is None and zipfile.is_zipfile(file):
@@ -119,7 +117,7 @@ def other_kind(path: Path) -> str | None:
 
 
 def read_gguf(file: BinaryIO) -> dict[str, Any]:
-    """Return the metadata of a GGUF file whose first four bytes were read."""
+    """Return the metadata of a GGUF file, from which the magic number (4 bytes) has been read."""
 
     def number(code: str) -> Any:
         return struct.unpack(code, file.read(struct.calcsize(code)))[0]
@@ -134,8 +132,8 @@ def read_gguf(file: BinaryIO) -> dict[str, Any]:
         if kind == GGUF_TEXT:
             return file.read(count()).decode(errors="replace")
         if kind == GGUF_ARRAY:
-            of = number("<I")
-            return [value(of) for _ in range(count())]
+            member = number("<I")
+            return [value(member) for _ in range(count())]
         if kind not in GGUF_NUMBERS:
             raise ValueError(f"a value of type {kind} in its header")
         return number(GGUF_NUMBERS[kind])
@@ -144,8 +142,8 @@ def read_gguf(file: BinaryIO) -> dict[str, Any]:
     return {value(GGUF_TEXT): value(number("<I")) for _ in range(count())}
 
 
-def of_gguf(fields: Mapping[str, Any]) -> ModelShape:
-    """Return the layers that the metadata of a GGUF file describe."""
+def parse_gguf(fields: Mapping[str, Any]) -> ModelShape:
+    """Return the layers that the metadata of a GGUF file describes."""
     architecture = str(fields.get("general.architecture"))
     found = {name.removeprefix(f"{architecture}."): x for name, x in fields.items()}
     count, heads = whole(found, "block_count"), whole(found, "attention.head_count", default=1)
@@ -171,44 +169,35 @@ def of_gguf(fields: Mapping[str, Any]) -> ModelShape:
         elif "attention.key_length_mla" in found:
             layers.append(LayerShape("latent", 1, dim))
         elif window and slides(pattern, i):
-            layers.append(
-                LayerShape(
-                    "sliding", kv_heads[i], swa(found, "key", dim), swa(found, "value", values), window
-                )
-            )
+            key_dim = whole(found, "attention.key_length_swa", default=dim)
+            value_dim = whole(found, "attention.value_length_swa", default=values)
+            layers.append(LayerShape("sliding", kv_heads[i], key_dim, value_dim, window))
         else:
             layers.append(LayerShape("full", kv_heads[i], dim, values))
     numbers += [count - 1] * (len(layers) - len(numbers))
-    pairs = [
-        pairs for pairs, names in (("interleaved", NEIGHBOURS), ("halves", HALVES)) if architecture in names
-    ]
+    pairs = "interleaved" if architecture in NEIGHBOURS else "halves" if architecture in HALVES else None
     return ModelShape(
         str(fields.get("general.name", architecture)), tuple(layers), int(found.get("context_length", 0)),
-        tuple(numbers), rope_base=found.get("rope.freq_base"), rope_pairs=pairs[0] if pairs else None,
+        tuple(numbers), rope_base=found.get("rope.freq_base"), rope_pairs=pairs,
         rope_dim=found.get("rope.dimension_count"),
         sliding_rope_base=found.get("rope.freq_base_swa", 10000.0 if "gemma3" in architecture else None),
     )  # fmt: skip
 
 
-def swa(found: Mapping[str, Any], side: str, default: int) -> int:
-    """Return the size of heads in layers with a window."""
-    return whole(found, f"attention.{side}_length_swa", default=default)
-
-
 def slides(pattern: Any, layer: int) -> bool:
-    """Return whether a layer has a window, by a list, or by n: then every n-th layer has none."""
+    """Return whether a layer has a window, by a list of bools, or by n if every n-th layer has none."""
     if isinstance(pattern, Sequence):
         return bool(pattern[layer])
     return bool((layer + 1) % pattern) if pattern else True
 
 
 def conv_state(kernel: int, channels: int) -> int:
-    """Return the size of a short convolution's state: the last inputs of every channel."""
+    """Return how many numbers a causal convolution keeps: the last inputs of every channel."""
     return (kernel - 1) * channels
 
 
 def each(value: Any, count: int) -> list[int]:
-    """Return a number for each layer."""
+    """Return a list with a number for each layer; `value` may be one number for all."""
     found = list(value) if isinstance(value, Sequence) else [value] * count
     if len(found) != count or not all(isinstance(x, int) for x in found):
         raise argument_error("heads", f"a number, or {count} of them", brief(value))
@@ -216,7 +205,7 @@ def each(value: Any, count: int) -> list[int]:
 
 
 def whole(found: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """Return the first number that a configuration has under these names."""
+    """Return the first of these entries that is a number of at least 0; raise if there is no default."""
     for name in names:
         if isinstance(value := found.get(name), int) and value >= 0:
             return value
@@ -225,13 +214,11 @@ def whole(found: Mapping[str, Any], *names: str, default: int | None = None) -> 
     return default
 
 
-def of_config(config: Mapping[str, Any]) -> ModelShape:
+def parse_config(config: Mapping[str, Any]) -> ModelShape:
     """Return the layers that a configuration of transformers describes."""
     name = str(config.get("_name_or_path") or config.get("model_type", "model"))
-    found = next(
-        (config[part] for part in ("text_config", "llm_config", "language_config") if part in config), config
-    )
-    found = {**config, **found} if found is not config else dict(config)
+    parts = (config[part] for part in ("text_config", "llm_config", "language_config") if part in config)
+    found = {**config, **next(parts, {})}
     count = whole(found, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
     kinds = kinds_of(found, count)
     shared = whole(found, "num_kv_shared_layers", default=0)
@@ -283,11 +270,8 @@ def kinds_of(found: Mapping[str, Any], count: int) -> list[str]:
         kinds = ["sliding" if i >= found["max_window_layers"] else "full" for i in range(count)]
     else:
         model = str(found.get("model_type"))
-        pattern = (
-            found.get("sliding_window_pattern")
-            or found.get("_sliding_window_pattern")
-            or FULL_EVERY.get(model)
-        )
+        stated = found.get("sliding_window_pattern") or found.get("_sliding_window_pattern")
+        pattern = stated or FULL_EVERY.get(model)
         kinds = ["sliding" if slides(pattern, i) else "full" for i in range(count)]
     if len(kinds) != count:
         raise argument_error("layer_types", f"{count} of them, as num_hidden_layers says", len(kinds))
@@ -295,7 +279,7 @@ def kinds_of(found: Mapping[str, Any], count: int) -> list[str]:
 
 
 def attention_of(found: Mapping[str, Any], kind: str, layer: int, count: int) -> LayerShape:
-    """Return the heads of an attention layer."""
+    """Return the sizes of an attention layer."""
     queries = whole(found, "num_attention_heads", "n_head", "n_heads")
     names = ["num_key_value_heads", "num_kv_heads", "n_head_kv"]
     sizes = ["head_dim", "kv_channels", "attention_head_dim"]
@@ -313,7 +297,7 @@ def attention_of(found: Mapping[str, Any], kind: str, layer: int, count: int) ->
 
 
 def state_of(found: Mapping[str, Any]) -> int:
-    """Return how many numbers a layer without tokens stores for a sequence: a convolution's and its own."""
+    """Return how many numbers a recurrent layer stores for a sequence: convolution inputs and state."""
     if "linear_num_value_heads" in found:  # gated delta networks
         keys = whole(found, "linear_num_key_heads") * (key_dim := whole(found, "linear_key_head_dim"))
         values = whole(found, "linear_num_value_heads") * whole(found, "linear_value_head_dim")

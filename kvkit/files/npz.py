@@ -1,22 +1,21 @@
-"""The file contract: named arrays in a .npz file, as numpy writes them, and what numpy leaves out.
+"""Read and write .npz files: named arrays, as numpy.savez writes them, with kvkit's metadata.
 
-A file is a zip archive of members NAME.npy. When kvkit wrote it the array ``kvkit.json`` is a text in JSON
-(which numpy copies with the others; the oldest files have a plain text of that name instead):
+A file is a zip archive of members NAME.npy. In files that kvkit wrote, the array ``kvkit.json`` is a JSON
+text (in the oldest files it is a plain member of that name):
 
     version     1, the version of this contract
     producer    "kvkit 0.1.0"
-    dtypes      {name: dtype}, which says bfloat16 and float8 where a .npy header can only say "2 bytes"
-    description     of a cache: its layout, sizes, format, tables, positions; see `kvkit.files.description`
-    operator, attributes    what made the arrays, in a file of results
+    dtypes      {name: dtype}, because a .npy header cannot name bfloat16 and float8
+    description             of a cache: see `kvkit.files.description`
+    operator, attributes    the call that computed the arrays, in a file of results
 
-numpy.load opens such a file, and numpy.savez makes one that is as good: a 2-byte void array is bfloat16.
+numpy.load opens such a file. kvkit reads files of numpy.savez, too: a 2-byte void array is bfloat16.
 
-Reading copies small files. Of larger ones it maps arrays that are stored uncompressed into memory,
-copy-on-write: data is read when it is used, once, and changing an array never changes the file. The zip
-checksum of mapped data is therefore not compared; sizes are, and what is copied is checked whole. A mapped
-file may be replaced, but not changed: the system ends a process that reads what was cut off a file.
-Writing aligns the data of every array to 64 bytes, gives equal bytes for equal arrays, and replaces the old
-file in one step or not at all.
+Small files are copied. In larger files, arrays that are stored uncompressed are mapped copy-on-write: data is
+read when it is used, and changing an array never changes the file. The zip checksum of mapped data is not
+compared (sizes are); copied data is checked completely. A mapped file may be replaced, but not truncated: the
+system ends a process that reads beyond the end. `write` aligns the data of every array to 64 bytes, writes
+equal bytes for equal arrays, and replaces an old file atomically.
 """
 
 import json
@@ -43,17 +42,17 @@ __all__ = ["Contents", "FileError", "check_target", "keep_for_changes", "read", 
 
 VERSION = 1
 METADATA = "kvkit.json"
-TEXTS = {METADATA: members.read_text, f"{METADATA}.npy": members.read_text_array}  # how it is read
+METADATA_READERS = {METADATA: members.read_text, f"{METADATA}.npy": members.read_text_array}
 OUTDATED = f"save it again, without the array {METADATA} if others have changed"
 
 
 def read(
     path: FilePath,
-    check: Callable[[dict[str, ArrayHeader], dict[str, Any]], object] = lambda forms, metadata: None,
+    check: Callable[[dict[str, ArrayHeader], dict[str, Any]], object] = lambda headers, metadata: None,
 ) -> Contents:
-    """Read the arrays and the metadata of a file; stored arrays are copied or mapped copy-on-write.
+    """Read the arrays and the metadata of a file.
 
-    `check` may refuse the file: it sees the form of every array and the metadata before any is unpacked.
+    `check` may refuse the file: it gets the headers of all arrays, and the metadata, before any is unpacked.
     """
     check_source(path)
     with open(path, "rb") as file:
@@ -63,27 +62,27 @@ def read(
         with reading_errors(path, "not a zip archive, or cut short"):
             archive = zipfile.ZipFile(file)
         with archive:
-            found = {info.filename: info for info in archive.infolist()}
-            check_kind(path, file_kinds.kind_of_archive(found))
+            entries = {info.filename: info for info in archive.infolist()}
+            check_kind(path, file_kinds.kind_of_archive(entries))
             check_names(path, [info.filename for info in archive.infolist()])
             metadata: dict[str, Any] = {}
-            forms: dict[str, ArrayHeader] = {}
+            headers: dict[str, ArrayHeader] = {}
             arrays: dict[str, Array] = {}
-            for name, read_text in TEXTS.items():
-                if name in found:
+            for name, read_text in METADATA_READERS.items():
+                if name in entries:
                     with reading_errors(path, f"member {quoted(name)} is damaged"):
-                        metadata = json.loads(read_text(archive, found.pop(name)))
+                        metadata = json.loads(read_text(archive, entries.pop(name)))
             check_metadata(path, metadata)
-            said = metadata.get("dtypes", {})
-            for name, info in found.items():
+            dtypes = metadata.get("dtypes", {})
+            for name, info in entries.items():
                 with reading_errors(path, f"member {quoted(name)} is damaged"):
                     short = name.removesuffix(".npy")
-                    forms[short] = members.read_form(archive, info, said.get(short))
-            check_dtypes(path, said, forms)
-            check(forms, metadata)
-            for name, form in forms.items():
+                    headers[short] = members.read_member_header(archive, info, dtypes.get(short))
+            check_dtypes(path, dtypes, headers)
+            check(headers, metadata)
+            for name, header in headers.items():
                 with reading_errors(path, f"member {quoted(name + '.npy')} is damaged"):
-                    arrays[name] = members.read(archive, found[f"{name}.npy"], mapped and file, form)
+                    arrays[name] = members.read(archive, entries[f"{name}.npy"], mapped and file, header)
     described = description.parse_description(path, metadata.get("description"))
     return Contents(arrays, metadata, mapped, ".npz", described, notes_in(metadata))
 
@@ -96,7 +95,7 @@ def check_kind(path: FilePath, other: tuple[str, str] | None) -> None:
 
 
 def check_names(path: FilePath, names: Iterable[str]) -> None:
-    """Refuse members that are no arrays, or there twice."""
+    """Refuse members that are not arrays, and names that occur twice."""
     known = set()
     for name in names:
         if name != METADATA and (not name.endswith(".npy") or name == ".npy"):
@@ -114,7 +113,7 @@ def check_new_name(path: FilePath, name: str) -> None:
 
 
 def check_metadata(path: FilePath, metadata: Any) -> None:
-    """Refuse metadata of another form or version."""
+    """Refuse metadata of a wrong type or version."""
     dtypes = metadata.get("dtypes", {}) if isinstance(metadata, dict) else None
     if not isinstance(dtypes, dict):
         raise file_error(path, f"{METADATA} or its dtypes are no object")
@@ -123,10 +122,10 @@ def check_metadata(path: FilePath, metadata: Any) -> None:
         raise file_error(path, f"{METADATA} has version {found}, not {VERSION}", "update kvkit")
 
 
-def check_dtypes(path: FilePath, dtypes: Mapping[str, str], forms: Mapping[str, ArrayHeader]) -> None:
-    """Refuse arrays of other dtypes than the metadata says."""
+def check_dtypes(path: FilePath, dtypes: Mapping[str, str], headers: Mapping[str, ArrayHeader]) -> None:
+    """Refuse arrays whose dtype is not the one that the metadata states."""
     for name, dtype in dtypes.items():
-        found = forms[name].dtype.name if name in forms else "absent"
+        found = headers[name].dtype.name if name in headers else "absent"
         if found != dtype:
             said = f"{brief(name)} is {brief(dtype)}"
             raise file_error(path, f"{METADATA} says that {said}, but it is {found}", OUTDATED)
@@ -138,28 +137,22 @@ def write(
     metadata: Mapping[str, Any] | None = None,
     advance: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Write arrays and metadata. An existing file stays intact until the new one is complete.
-
-    `advance` is called with the number of bytes of each part that has been written.
-    """
+    """Write arrays and metadata. An existing file stays intact until the new one is complete."""
     check_target(path)
     whole = {name: np.asarray(array) for name, array in arrays.items()}
     if METADATA in whole:
-        raise file_error(
-            path, f"{METADATA} is the name of what kvkit says of a file", "give that array another"
-        )
+        raise file_error(path, f"{METADATA} is the name of kvkit's metadata", "give that array another name")
     for name, array in whole.items():
         check_new_name(path, name)
         if not members.is_storable(array.dtype) or not array.dtype.itemsize:
-            raise file_error(
-                path, f"{name} has dtype {array.dtype}, which no .npz file can say", "convert it"
-            )
+            what = f"{name} has dtype {array.dtype}, which no .npz file can name"
+            raise file_error(path, what, "convert it")
     about = {"version": VERSION, "producer": f"kvkit {__version__}", **(metadata or {})}
     about["dtypes"] = {name: array.dtype.name for name, array in whole.items()}
     text = json.dumps(about, indent=2) + "\n"
     if len(text) > members.TEXT_LIMIT:
-        size = f"a description of {len(text)} bytes, which nobody would read"
-        raise file_error(path, size, "write several files")
+        what = f"metadata of {len(text)} bytes, more than the {members.TEXT_LIMIT} that can be read"
+        raise file_error(path, what, "write several files")
     with name_in_errors(path), replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
         for name, array in whole.items():
             members.write(archive, f"{name}.npy", array, file.tell(), advance)

@@ -1,4 +1,4 @@
-"""Read and write files of any kind, which is told by how a file begins and not by its name."""
+"""Read and write files of any kind. The first bytes of a file decide its kind, not its name."""
 
 import zipfile
 from collections.abc import Callable, Mapping
@@ -43,19 +43,19 @@ def read(path: FilePath) -> Contents:
     Parameters
     ----------
     path : path
-        A .npz, .npy or .safetensors file, one of torch.save (plain tensors), a prompt cache of MLX, a session
-        or the state of a sequence of llama.cpp; whatever its name.
+        A .npz, .npy or .safetensors file, a file of torch.save (plain tensors), a prompt cache of MLX, a
+        session or sequence state of llama.cpp, or a chunk of LMCache. Only a chunk is recognised by its name.
 
     Returns
     -------
     Contents
-        ``arrays`` by name, ``description`` (layout, sizes, format, positions), ``metadata``, ``kind``, and
-        ``notes`` on what is not in the file. Large files are mapped copy-on-write.
+        ``arrays`` by name, ``description`` (layout, sizes, format, rotation), ``metadata``, ``kind``, and
+        ``notes`` on facts that the file lacks. Large files are mapped copy-on-write.
 
     Raises
     ------
     KvkitError
-        If the file is of another kind or damaged, or if a package is missing that its kind needs.
+        If the file is of another kind or damaged, or if its kind needs a package that is missing.
 
     Examples
     --------
@@ -76,26 +76,26 @@ def read(path: FilePath) -> Contents:
         if begin.startswith(b"PK"):
             return pt.read(path) if is_torch(file) else npz.read(path)
         other = file_kinds.kind_of_file(file)
-    if said := lmcache.about(path):  # raw elements, which begin as any kind of file may
-        return lmcache.read(path, said)
+    if fields := lmcache.parse_name(path):  # raw elements: the first bytes may be any
+        return lmcache.read(path, fields)
     if begin[:4] in llama.MAGICS:
         return llama.read(path)
     if begin.startswith(npy.MAGIC):
         return npy.read(path)
     if other == file_kinds.SAFETENSORS:
-        found = tensors.read(path)
-        return mlx.read(path, found) if mlx.is_cache(found) else found
+        contents = tensors.read(path)
+        return mlx.read(path, contents) if mlx.is_cache(contents) else contents
     if other:
         raise file_error(path, *other)
-    raise file_error(path, f"it begins with {brief(begin)}, as no kind of file does that kvkit reads", READ)
+    raise file_error(path, f"it begins with {brief(begin)}, like no kind of file that kvkit reads", READ)
 
 
 def is_torch(file: BinaryIO) -> bool:
-    """Return whether a zip archive is one of torch.save."""
+    """Return whether a zip archive was written by torch.save."""
     try:
         with zipfile.ZipFile(file) as archive:
             return file_kinds.kind_of_archive(archive.namelist()) is not None
-    except Exception:  # what is wrong, the reader of archives says
+    except Exception:  # `npz.read` meets the same error and words it
         return False
 
 
@@ -112,21 +112,21 @@ def write(
     Parameters
     ----------
     path : path
-        The file, whose name ends in .npz, .npy or .safetensors; the last is a prompt cache of mlx-lm with the
-        layout "mlx" or "mlx-0.31".
+        The file. Its name ends in .npz, .npy or .safetensors. A .safetensors file with the layout "mlx" or
+        "mlx-0.31" is written as a prompt cache of mlx-lm.
     arrays : array, nested lists of arrays, or mapping
-        A cache, as its layout has it; or arrays, and lists of them, by name, the cache as ``"cache"``.
+        A cache in the form of its layout; or arrays and nested lists by name, the cache as ``"cache"``.
     description : Description, optional
-        The description to store with the cache. A .npy file has none.
+        The description to store with the cache. A .npy file cannot hold one.
     metadata : mapping, optional
         Other metadata to store, as JSON.
     advance : callable, optional
-        Called with the number of bytes of each part that has been written.
+        A function that is called with the number of bytes of each part that has been written.
 
     Raises
     ------
     KvkitError
-        If the name ends otherwise, or if such a file cannot hold the arrays. Nothing has been written.
+        If the name has another suffix, or such a file cannot hold the arrays. Nothing has been written.
 
     Examples
     --------
@@ -156,8 +156,5 @@ def write(
     elif suffix == ".safetensors":
         tensors.write(path, whole, about)
     else:
-        raise file_error(
-            path,
-            f"kvkit writes no {suffix or 'files without a suffix'}",
-            f"give a name in {', '.join(WRITTEN)}",
-        )
+        kind = suffix or "files without a suffix"
+        raise file_error(path, f"kvkit writes no {kind}", f"give a name in {', '.join(WRITTEN)}")

@@ -1,4 +1,4 @@
-"""Packages that some files need, and that are not always there."""
+"""Import the optional packages that some kinds of files need."""
 
 import importlib
 from typing import Any
@@ -8,11 +8,9 @@ from kvkit.typed import FilePath
 
 
 def import_package(path: FilePath, name: str, extra: str) -> Any:
-    """Import a package, or raise an error that names the extra it comes with."""
+    """Import a package; if it is missing, raise an error that names the extra to install."""
     try:
         return importlib.import_module(name)
     except ImportError:
-        cure = f"pip install 'kvkit-kernels[{extra}]'"
-        raise file_error(
-            path, f"this kind of file needs the package {name.partition('.')[0]}", cure
-        ) from None
+        what = f"this kind of file needs the package {name.partition('.')[0]}"
+        raise file_error(path, what, f"pip install 'kvkit-kernels[{extra}]'") from None

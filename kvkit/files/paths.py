@@ -1,4 +1,4 @@
-"""Checks of files before they are read, written or changed in place."""
+"""Check paths before files are read, written or changed in place."""
 
 import contextlib
 import errno
@@ -20,14 +20,14 @@ def check_source(path: FilePath) -> None:
 
 
 def check_target(path: FilePath) -> None:
-    """Refuse a path that cannot be made or replaced; call it before long work."""
+    """Refuse a path where no file can be made or replaced. Callers check before long work."""
     target = Path(os.path.realpath(path))
-    folder = path if os.path.islink(path) else Path(path).parent  # as it was named
+    folder = path if os.path.islink(path) else Path(path).parent  # as the caller named it
     if not target.parent.is_dir():
         raise file_error(path, f"there is no folder {folder}", "make it first")
     if target.exists() and not target.is_file():
         raise file_error(path, "not a regular file", "give another name")
-    # The file itself need not be writeable to be replaced, but whoever made it read-only meant it.
+    # A read-only file can be replaced, but it is protected on purpose.
     for place, name in ((target.parent, folder), (target, path)):
         if place.exists() and not os.access(place, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(name))
@@ -35,7 +35,7 @@ def check_target(path: FilePath) -> None:
 
 @contextlib.contextmanager
 def name_in_errors(path: FilePath) -> Iterator[None]:
-    """Let errors of the machine name this file, not a temporary one or none."""
+    """Make OSErrors name this file, not a temporary file or none."""
     try:
         yield
     except OSError as error:
@@ -48,5 +48,5 @@ def keep_for_changes(path: FilePath) -> Iterator[None]:
     check_source(path)
     with locks.hold_file(path) as held:
         if not held:
-            raise file_error(path, "another run is changing it in place", "wait until that has ended")
+            raise file_error(path, "another process is changing it in place", "wait until it has ended")
         yield

@@ -1,7 +1,7 @@
 """Read files of torch.save. torch maps their tensors and runs no code of the file (weights_only).
 
-Lists, tuples and dicts of tensors become names with dots between: a list of pairs of keys and values is
-``cache.LAYER.KV``. Strides are as they were saved.
+Tensors in lists, tuples and dicts get names joined by dots: a list of pairs of keys and values becomes
+``cache.LAYER.KV``. Strides stay as saved.
 """
 
 import os
@@ -24,14 +24,12 @@ SAVES_ARRAYS = (
     "arrays = {f'past_key_values.{i}.{side}': getattr(layer, f'{side}s') "
     "for i, layer in enumerate(cache.layers) for side in ('key', 'value')}; torch.save(arrays, path)"
 )
-DEEPEST = 8
-MOST = 100_000  # the most arrays of a file
-# The most bytes of a tensor per byte of file: strides of 0 may repeat heads, but not fill a disk.
-EXPANDED = 64
+MAX_DEPTH, MAX_ARRAYS = 8, 100_000
+MAX_EXPANSION = 64  # bytes of tensors for a byte of file: strides of 0 may repeat heads, but not fill a disk
 
 
 def read(path: FilePath) -> Contents:
-    """Read the tensors of a file, and numbers and texts beside them."""
+    """Read the tensors of a file; its numbers and texts become metadata."""
     torch = import_package(path, "torch", "torch")
     with reading_errors(path, "torch cannot load it without running code of its own"):
         try:
@@ -45,8 +43,8 @@ def read(path: FilePath) -> Contents:
     metadata: dict[str, Any] = {}
     collect_tensors(path, torch, found, "", 0, arrays, metadata)
     status, total = os.stat(path), sum(array.nbytes for array in arrays.values())
-    if total > EXPANDED * status.st_size:
-        what = f"its tensors repeat {status.st_size} bytes by strides of 0 until they are {total}"
+    if total > MAX_EXPANSION * status.st_size:
+        what = f"strides of 0 repeat its {status.st_size} bytes in tensors of {total} bytes"
         raise file_error(path, what, "save them without repeated elements")
     return Contents(arrays, metadata, status, "file of torch.save")
 
@@ -54,33 +52,31 @@ def read(path: FilePath) -> Contents:
 def collect_tensors(
     path: FilePath,
     torch: Any,
-    found: Any,
+    value: Any,
     name: str,
     depth: int,
     arrays: dict[str, Array],
     metadata: dict[str, Any],
 ) -> None:
-    """Collect all tensors and plain values of a file by their names with dots."""
-    if depth > DEEPEST or len(arrays) > MOST:
-        raise file_error(
-            path, f"more than {MOST} arrays, or {DEEPEST} levels", "save a cache's keys and values"
-        )
-    if isinstance(found, torch.Tensor):
-        arrays[name or CACHE] = tensor_to_array(path, torch, found, name or CACHE)
-    elif isinstance(found, (list, tuple, dict)):
-        if not isinstance(found, dict):
-            name, found = name or CACHE, dict(enumerate(found))
-        for key, each in found.items():
+    """Add the tensors in a value of a file to `arrays`, and numbers and texts to `metadata`, by name."""
+    if depth > MAX_DEPTH or len(arrays) > MAX_ARRAYS:
+        what = f"more than {MAX_ARRAYS} arrays, or {MAX_DEPTH} levels"
+        raise file_error(path, what, "save a cache's keys and values")
+    if isinstance(value, torch.Tensor):
+        arrays[name or CACHE] = tensor_to_array(path, torch, value, name or CACHE)
+    elif isinstance(value, (list, tuple, dict)):
+        if not isinstance(value, dict):
+            name, value = name or CACHE, dict(enumerate(value))
+        for key, member in value.items():
             inner = f"{name}.{key}" if name else str(key)
             if inner in arrays or inner in metadata:
                 raise file_error(path, f"two entries are called {brief(inner)}", "give each its own name")
-            collect_tensors(path, torch, each, inner, depth + 1, arrays, metadata)
-    elif isinstance(found, (int, float, str, bool, type(None))):
-        metadata[brief(name)] = found
+            collect_tensors(path, torch, member, inner, depth + 1, arrays, metadata)
+    elif isinstance(value, (int, float, str, bool, type(None))):
+        metadata[brief(name)] = value
     else:
-        raise file_error(
-            path, f"{brief(name) or 'it'} is a {type(found).__name__}", "save tensors, in lists or dicts"
-        )
+        what = f"{brief(name) or 'it'} is a {type(value).__name__}"
+        raise file_error(path, what, "save tensors, in lists or dicts")
 
 
 def tensor_to_array(path: FilePath, torch: Any, tensor: Any, name: str) -> Array:
@@ -88,8 +84,8 @@ def tensor_to_array(path: FilePath, torch: Any, tensor: Any, name: str) -> Array
     with reading_errors(path, f"tensor {brief(name)} cannot be an array of numpy"):
         if tensor.layout is not torch.strided:
             raise ValueError(f"it is {tensor.layout}")
-        own = members.FLOAT8.get(str(tensor.dtype).removeprefix("torch."))
-        if own is not None:  # torch can pass only its bytes to numpy
-            array: Array = as_numpy(tensor.detach().view(torch.uint8)).view(own)
+        float8 = members.FLOAT8.get(str(tensor.dtype).removeprefix("torch."))
+        if float8 is not None:  # torch can pass only its bytes to numpy
+            array: Array = as_numpy(tensor.detach().view(torch.uint8)).view(float8)
             return array
         return np.asarray(as_numpy(tensor.detach(), brief(name)))

@@ -1,4 +1,4 @@
-"""Replacing a file so that at every moment either the old one or the new one is there, whole."""
+"""Replace a file atomically: at every moment the old or the new file is there, complete."""
 
 import contextlib
 import os
@@ -17,10 +17,10 @@ NAMES = re.compile(r"\.kvkit-[0-9a-f]{12}\.tmp")
 
 @contextlib.contextmanager
 def replacing(path: FilePath) -> Iterator[BinaryIO]:
-    """Yield a new binary file that replaces `path` when the block ends well, and vanishes if it does not.
+    """Yield a new binary file. It replaces `path` when the block ends, and is removed if the block raises.
 
-    The old file keeps its bytes for whoever has it open or mapped; a symbolic link leads to the new. What
-    killed processes left in the folder is removed.
+    Processes that have the old file open or mapped keep its bytes. A symbolic link then leads to the new
+    file. Temporary files that killed processes left in the folder are removed.
     """
     target = Path(os.path.realpath(path))
     remove_leftovers(target.parent)
@@ -32,20 +32,20 @@ def replacing(path: FilePath) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
         if not AVAILABLE:
             file.close()  # an open file keeps its name on Windows
-        take_place(temporary, target)  # still locked, so that nobody sweeps it
+        take_place(temporary, target)  # still locked, so that no other process removes it
     sync_folder(target.parent)
 
 
 @contextlib.contextmanager
 def new_file(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """Yield (path, file) of a new file, locked while it is open, removed afterwards unless renamed."""
+    """Yield (path, file) of a temporary file: locked while it is open, removed afterwards unless renamed."""
     while True:
         path = folder / f".kvkit-{secrets.token_hex(6)}.tmp"
         try:
             with open(path, "xb") as file:
                 lock(file, wait=True)
                 if AVAILABLE and not os.fstat(file.fileno()).st_nlink:
-                    continue  # swept before it was locked
+                    continue  # another process removed it before it was locked
                 yield path, file
                 return
         finally:
@@ -53,7 +53,7 @@ def new_file(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what this user's killed processes left: temporary files that nobody has locked."""
+    """Remove temporary files of this user that no process has locked."""
     if not AVAILABLE:
         return
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
@@ -70,18 +70,18 @@ def take_place(temporary: Path, target: Path) -> None:
         os.replace(temporary, target)
     except PermissionError as error:
         if os.name == "nt":
-            why = "on Windows no file is replaced while it is open or mapped: write to another name"
+            why = "Windows replaces no file that is open or mapped: write to another name"
             raise PermissionError(error.errno, why, str(target)) from error
         raise
 
 
 def open_no_link(path: str, flags: int) -> int:
-    """Open a file that is no link (an opener of `open`)."""
+    """Open a file unless it is a symbolic link: an opener for `open`."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the new name itself outlive a power cut."""
+    """Make the new name durable, too: sync the folder."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -1,8 +1,7 @@
-"""Safetensors files, checked by the package of that name when they are read, their tensors mapped.
+"""Read and write safetensors files. Tensors are mapped.
 
-The package checks a file, but does not read or write it: it would copy each tensor, and it would rename a
-new file over the locked one. Arrays are made here, in the file's memory, and files are written here. kvkit's
-description is a text of JSON in the metadata.
+The package safetensors only checks a file that is read. It would copy each tensor, and on writing it would
+replace the locked file by another. kvkit's metadata is a JSON text in the metadata of the file.
 """
 
 import json
@@ -29,30 +28,17 @@ VERSION = 1
 DTYPES = {
     name: np.dtype(dtype)
     for name, dtype in {
-        "BOOL": bool,
-        "U8": np.uint8,
-        "I8": np.int8,
-        "F8_E4M3": ml_dtypes.float8_e4m3fn,
-        "F8_E5M2": ml_dtypes.float8_e5m2,
-        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-        "U16": np.uint16,
-        "I16": np.int16,
-        "F16": np.float16,
-        "BF16": ml_dtypes.bfloat16,
-        "U32": np.uint32,
-        "I32": np.int32,
-        "F32": np.float32,
-        "U64": np.uint64,
-        "I64": np.int64,
-        "F64": np.float64,
-        "C64": np.complex64,
+        "BOOL": bool, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
+        "I32": np.int32, "U64": np.uint64, "I64": np.int64, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+        "F32": np.float32, "F64": np.float64, "C64": np.complex64, "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
     }.items()
-}
+}  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read(path: FilePath) -> Contents:
-    """Read the tensors of a file, and its metadata: texts, and kvkit's own."""
+    """Read the tensors and the metadata of a file: its texts, and kvkit's metadata parsed."""
     package = import_package(path, "safetensors", "files")
     with reading_errors(path, "not a safetensors file, or cut short"):
         with package.safe_open(path, "np"):
@@ -73,8 +59,8 @@ def read(path: FilePath) -> Contents:
     if about.get("version", VERSION) != VERSION:
         found = brief(repr(about["version"]))
         raise file_error(path, f"its metadata {METADATA} has version {found}, not {VERSION}", "update kvkit")
-    said = description.parse_description(path, about.get("description"))
-    return Contents(arrays, texts | about, mapped, ".safetensors", said, notes_in(about))
+    described = description.parse_description(path, about.get("description"))
+    return Contents(arrays, texts | about, mapped, ".safetensors", described, notes_in(about))
 
 
 def read_tensor(path: FilePath, name: str, about: Mapping[str, Any], body: Array) -> Array:
@@ -82,36 +68,33 @@ def read_tensor(path: FilePath, name: str, about: Mapping[str, Any], body: Array
     with reading_errors(path, f"tensor {quoted(name)} is damaged"):
         kind, shape, (begin, end) = about["dtype"], about["shape"], about["data_offsets"]
         if kind not in DTYPES:
-            cure = "give one of 8 bits or more an element"
-            raise file_error(
-                path, f"tensor {quoted(name)} is of type {brief(kind)}, which numpy has not", cure
-            )
+            what = f"tensor {quoted(name)} has type {brief(kind)}, which numpy lacks"
+            raise file_error(path, what, "give a type of 8 bits or more")
         array: Array = body[begin:end].view(DTYPES[kind]).reshape(shape)
         return array
 
 
 def write(path: FilePath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str, Any] | None = None) -> None:
-    """Write tensors, and metadata as one text of JSON, to a locked file that then takes the path's place."""
+    """Write tensors and kvkit's metadata. An existing file stays intact until the new one is complete."""
     write_tensors(path, arrays, {METADATA: text_of(metadata or {})})
 
 
 def text_of(metadata: Mapping[str, Any]) -> str:
-    """Return metadata as one text of JSON."""
+    """Return kvkit's metadata as one JSON text."""
     return json.dumps({"version": VERSION, "producer": f"kvkit {__version__}", **metadata})
 
 
 def write_tensors(path: FilePath, arrays: Mapping[str, ArrayLike], texts: Mapping[str, str]) -> None:
-    """Write tensors and texts to a locked file that then takes the path's place."""
+    """Write tensors, with texts as the metadata of the file."""
     check_target(path)
     whole: dict[str, Array] = {}
-    for name, given in arrays.items():
-        array = np.asarray(given)
+    for name, value in arrays.items():
+        array = np.asarray(value)
         if array.dtype.newbyteorder("=") not in NAMES:
-            raise file_error(
-                path, f"{name} has dtype {array.dtype}, which no safetensors file can say", "convert it"
-            )
+            what = f"{name} has dtype {array.dtype}, which no safetensors file can name"
+            raise file_error(path, what, "convert it")
         whole[name] = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
-    # Tensors of the largest elements come first, so that each begins at a multiple of its element's size.
+    # Tensors with the largest elements come first: then each tensor begins at a multiple of its element size.
     whole = dict(sorted(whole.items(), key=lambda item: (-item[1].itemsize, item[0])))
     with name_in_errors(path), replacing(path) as file:
         file.write(header_of(whole, texts))
@@ -120,7 +103,7 @@ def write_tensors(path: FilePath, arrays: Mapping[str, ArrayLike], texts: Mappin
 
 
 def header_of(arrays: Mapping[str, Array], texts: Mapping[str, str]) -> bytes:
-    """Return the first bytes of a file: the length of its header in 8 bytes, and the header, padded to 8."""
+    """Return the first bytes of a file: the header's length in 8 bytes, and the header, padded to 8."""
     header: dict[str, Any] = {"__metadata__": dict(texts)}
     end = 0
     for name, array in arrays.items():

@@ -617,7 +617,7 @@ def writer(files):
 def test_two_runs_in_place(files, writer):
     """The second one fails, whatever it would do, and the next one need not wait."""
     before = files[0].read_bytes()
-    text = f"{files[0]}: another run is changing it in place: wait until that has ended"
+    text = f"{files[0]}: another process is changing it in place: wait until it has ended"
     assert_fails(run("run", "key_value_cache", files[0], "--in-place"), 2, text)
     assert files[0].read_bytes() == before
     assert run("run", "key_value_cache", files[0], "-o", files[1])[0] == 0

@@ -366,7 +366,7 @@ def test_alone(path, tmp_path):
     with keep_for_changes(path):
         for name in (path, link):
             with (
-                pytest.raises(FileError, match=f"{name}: another run is changing it"),
+                pytest.raises(FileError, match=f"{name}: another process is changing it"),
                 keep_for_changes(name),
             ):
                 pass
@@ -577,7 +577,7 @@ WRONG = [  # what makes such files, and what is said of them
     *((array(data), DAMAGED) for data in (b"hello", b"", DEEPER, NESTED, PYTHON, NEGATIVE, WIDE)),
     (array(b"\x93NUMPY\x03\x00" + GOOD[8:]), DAMAGED),
     (array(header(RUDE.encode()[:900])), DAMAGED),
-    (array(NOTHING), "its dtype <U0 is none that kvkit knows"),
+    (array(NOTHING), "kvkit does not know its dtype <U0"),
     (array(PICKLED), "pickled objects"),
     (array(VOID), "its dtype"),
     (array(RECORD), "its dtype"),
@@ -609,7 +609,7 @@ WRONG = [  # what makes such files, and what is said of them
     ([raw(GOOD)], "not a .npz file, but one array without a name: name it with numpy.savez"),
     ([raw(TENSORS)], "not a .npz file, but a safetensors file: read it"),
     ([raw(OLD_TORCH)], "not a .npz file, but a pickle, as torch.save once wrote it"),
-    ([raw(b"GGUF\3\0\0\0" + bytes(99))], "not a .npz file, but a GGUF file, a model's weights: what kv"),
+    ([raw(b"GGUF\3\0\0\0" + bytes(99))], "not a .npz file, but a GGUF file, a model's weights: kv"),
     ([raw(b"\x89HDF\r\n\x1a\n" + bytes(99))], "not a .npz file, but an HDF5 file: read it with h5py"),
 ]  # fmt: skip
 
@@ -647,7 +647,7 @@ def test_a_deflated_bomb(path):
         (info,) = archive.infolist()
         info.file_size = size
         with pytest.raises(ValueError, match="cannot unpack"):
-            members.read_form(archive, info)
+            members.read_member_header(archive, info)
 
 
 def test_a_parser_without_memory_is_the_files_fault(path, monkeypatch):
@@ -679,7 +679,7 @@ def test_metadata_of_gigabytes_is_not_unpacked(path, lie):
 
 def test_metadata_that_could_not_be_read_is_not_written(path, monkeypatch):
     monkeypatch.setattr(members, "TEXT_LIMIT", 1000)
-    with pytest.raises(FileError, match="a description of 1"):
+    with pytest.raises(FileError, match="metadata of 1"):
         write(path, {"a": np.zeros(3)}, {"note": "x" * 1000})
     assert not path.exists()
 
@@ -794,5 +794,5 @@ def test_a_file_of_the_version_before(path):
 
 
 def test_the_name_of_the_description_is_taken(path):
-    with pytest.raises(FileError, match=r"kvkit\.json is the name of what kvkit says"):
+    with pytest.raises(FileError, match=r"kvkit\.json is the name of kvkit's metadata"):
         write(path, {"kvkit.json": np.zeros(3)})

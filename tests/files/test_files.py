@@ -83,11 +83,11 @@ def test_npy(tmp_path, rng, small, dtype):
 def test_what_a_file_cannot_hold_is_refused(tmp_path):
     float8 = np.zeros(3, ml_dtypes.float8_e4m3fn)
     for name, arrays, what in (
-        ("x.npy", float8, "no .npy file can say: write a .npz or .safetensors"),
-        ("x.npy", float8.astype(ml_dtypes.float8_e5m2), "no .npy file can say"),
+        ("x.npy", float8, "no .npy file can name: write a .npz or .safetensors"),
+        ("x.npy", float8.astype(ml_dtypes.float8_e5m2), "no .npy file can name"),
         ("x.npy", [float8, float8], "one array, not 2"),
-        ("x.safetensors", np.zeros(3, "U4"), "no safetensors file can say: convert it"),
-        ("x.npz", np.array([None]), "no .npz file can say"),
+        ("x.safetensors", np.zeros(3, "U4"), "no safetensors file can name: convert it"),
+        ("x.npz", np.array([None]), "no .npz file can name"),
         *(
             ("x.npz", {name: float8}, "no array in it can be called")
             for name in ("", "a\0", "\ud800", "a" * 70_000)
@@ -140,7 +140,9 @@ def test_files_of_torch_that_repeat_an_element(tmp_path, torch):
     assert (found.shape, found.strides[2]) == ((1, 2, 4, 50, 8), 0)
     torch.save({"key": torch.zeros(1).expand(2**20, 8, 100)}, path)
     assert path.stat().st_size < 2000
-    with pytest.raises(FileError, match=r"repeat \d+ bytes by strides of 0 until they are 3355443200: save"):
+    with pytest.raises(
+        FileError, match=r"strides of 0 repeat its \d+ bytes in tensors of 3355443200 bytes: save"
+    ):
         files.read(path)
 
 
@@ -191,9 +193,9 @@ def test_names_that_are_no_list():
 @pytest.mark.parametrize(
     ("data", "what"),
     [
-        (b"", "as no kind of file does that kvkit reads: give .npz"),
-        (b"hello world", "as no kind of file does"),
-        (b"GGUF\3\0\0\0" + bytes(99), "a GGUF file, a model's weights: what kvkit takes"),
+        (b"", "like no kind of file that kvkit reads: give .npz"),
+        (b"hello world", "like no kind of file"),
+        (b"GGUF\3\0\0\0" + bytes(99), "a GGUF file, a model's weights: kvkit takes"),
         (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j", "a pickle, as torch.save once wrote it: load it with torch"),
         (b"PK\x03\x04" + bytes(100), "not a zip archive, or cut short"),
         (b"\x93NUMPY\x01\x00\x05\x00hello", "not an array of numpy's"),
@@ -312,8 +314,9 @@ def test_a_file_is_locked_until_it_has_its_name(tmp_path, monkeypatch, suffix):
 
 def test_a_file_of_torch_holds_so_many_arrays_and_so_deep():
     torch = SimpleNamespace(Tensor=np.ndarray)
-    for arrays, depth, refused in ((pt.MOST, 0, False), (pt.MOST + 1, 0, True), (0, pt.DEEPEST, False),
-                                   (0, pt.DEEPEST + 1, True)):  # fmt: skip
+    most, deepest = pt.MAX_ARRAYS, pt.MAX_DEPTH
+    limits = (most, 0, False), (most + 1, 0, True), (0, deepest, False), (0, deepest + 1, True)
+    for arrays, depth, refused in limits:
         call = partial(pt.collect_tensors, "x.pt", torch, 7, "n", depth, dict.fromkeys(range(arrays)), {})
         with (
             pytest.raises(FileError, match="more than 100000 arrays, or 8 levels")

@@ -60,7 +60,7 @@ def test_every_state_is_read_by_every_tool_and_comes_back(folder, tmp_path, name
         assert {"recurrent.0.0", "recurrent.1.1", "recurrent_cells.positions"} <= {
             x.name for x in found.arrays
         }
-        assert any("recurrent.I.1 its state" in note for note in found.notes)
+        assert any("recurrent.I.1 the layer's state" in note for note in found.notes)
         return
     assert not tools.check(path).found
     assert tools.diff(path, again).equal

@@ -111,9 +111,7 @@ def test_a_session_without_outputs(tmp_path, rng):
 )
 def test_unknown_versions_are_refused(tmp_path, session, version):
     (tmp_path / "state").write_bytes(llama_state.head(session, version, []) + bytes(100))
-    with pytest.raises(
-        FileError, match=f"of version {version}, of which kvkit knows .* and .*: save it with"
-    ):
+    with pytest.raises(FileError, match=f"of version {version}, but kvkit knows .* and .*: save it with"):
         files.read(tmp_path / "state")
 
 

@@ -31,7 +31,7 @@ def test_ranks_make_a_whole_cache(tmp_path, paths, sizes):
         "1",
         "1234abcd",
     )
-    assert "heads a row has" in found.notes[0] or "say l, h and c in sizes" in found.notes[0]
+    assert "heads a row has" in found.notes[0] or "give l, h and c in sizes" in found.notes[0]
     assert inspect(paths[0], sizes=sizes).sizes == {"l": LAYERS, "n": TOKENS, "h": HEADS // 2, "c": DIM}
     whole = convert(join(paths, sizes=sizes), tmp_path / "x.npz", to_layout="hf", verify=True)
     for layer, sides in enumerate(whole.arrays["cache"]):
@@ -50,7 +50,7 @@ def test_names_say_what_bytes_do_not(tmp_path):
     assert "these are its bytes" in files.read(other).notes[0]
     assert files.read(other).arrays["bytes"].tobytes() == RAW[0].read_bytes()
     shutil.copy(RAW[0], tmp_path / "chunk.pt")
-    with pytest.raises(KvkitError, match="as no kind of file does that kvkit reads"):
+    with pytest.raises(KvkitError, match="like no kind of file that kvkit reads"):
         files.read(tmp_path / "chunk.pt")
 
 

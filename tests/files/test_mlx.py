@@ -75,9 +75,9 @@ def test_files_that_kvkit_writes_are_read_again(tmp_path, layout):
             np.testing.assert_array_equal(found.arrays[f"cache.{layer}.{kv}"], side)
     convert(written("0.31.3", "codes"), path, to_layout=layout)
     check_codes(files.read(path))
-    with pytest.raises(FileError, match="has all tokens of each b, in order, and nothing beside them"):
+    with pytest.raises(FileError, match="has all tokens of each b, in order, and nothing else"):
         convert(pool, path, from_layout="vllm-lbnhc", to_layout=layout)
-    with pytest.raises(FileError, match="and nothing beside them"):
+    with pytest.raises(FileError, match="and nothing else"):
         convert({"cache": cache, "x": np.ones(2)}, path, from_layout="hf", to_layout=layout)
 
 
@@ -125,7 +125,7 @@ def test_layers_of_other_classes_keep_their_names(tmp_path):
     texts = {"1.0": "ArraysCache"}
     path = changed(written("0.32.2", "floats"), tmp_path / "x", {"0.2": None}, texts)
     found = files.read(path)
-    assert found.notes[0] == "layers are of class ArraysCache: what their arrays mean is not known here"
+    assert found.notes[0] == "layers are of class ArraysCache, whose arrays kvkit does not know"
     assert {"0.0", "0.1", "cache.0.0", "cache.0.1", "layers"} == set(found.arrays)
     assert found.arrays["layers"].tolist() == [1]
     np.testing.assert_array_equal(found.arrays["cache.0.1"], scene.rows(1)[1][:, :, scene.kept()])

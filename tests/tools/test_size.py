@@ -173,7 +173,7 @@ def test_files_that_are_no_model(tmp_path):
         with pytest.raises(KvkitError, match=name):
             size(tmp_path / name)
     np.savez(tmp_path / "cache.npz", cache=np.zeros(3))
-    with pytest.raises(KvkitError, match=r"cache\.npz: neither .* it is a \.npz file .* kvkit inspect"):
+    with pytest.raises(KvkitError, match=r"cache\.npz: neither .* it is a \.npz file .*kvkit inspect"):
         size(tmp_path / "cache.npz")
     with pytest.raises(KvkitError, match="fit: expected a number of bytes"):
         size(GPT_OSS, fit="much")
