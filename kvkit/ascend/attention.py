@@ -31,7 +31,7 @@ def paged_attention(
     return_lse: bool = False,
     out: Array | Pair | None = None,
 ) -> Attended:
-    """Attend to contexts in a block cache, with one query token for each sequence.
+    """Attend to contexts in a cache in blocks, with one query token for each sequence.
 
     A compressed cache has one head, and a block table for each pair of sequence and key head: the query heads
     of key head h in sequence b use entry ``b * num_kv_head + h``.
@@ -47,8 +47,8 @@ def paged_attention(
     context_lens : ndarray of int32 or int64, shape [B] or [B * num_kv_head]
         The rows of each context.
     razor_offset : ndarray of float32, shape [num_blocks, block_size], optional
-        Added to q @ k before scaling: the score is softmax_scale * (q @ k + offset). `softcap` limits the
-        part without the offset. ln(N) / softmax_scale makes the mean of N tokens count N times (see `Slots`).
+        Added to q @ k before scaling: the score is softmax_scale * (q @ k + offset). `softcap` limits only
+        softmax_scale * q @ k. With ln(N) / softmax_scale the mean of N tokens counts N times (see `Slots`).
     softmax_scale : float, optional
         Factor of the scores; 1 / sqrt(D) if None.
     window : tuple of int
@@ -56,11 +56,11 @@ def paged_attention(
     softcap : float
         Scores become ``softcap * tanh(score / softcap)``; 0 for no cap.
     sinks : ndarray, shape [num_head], optional
-        One extra score per query head that joins the softmax but has no value row.
+        One more score for each head, which is part of its softmax and has no value.
     return_lse : bool
-        Return the logarithms of the softmax denominators too.
+        Whether to return the logarithms of the softmax denominators too.
     out : ndarray or tuple of ndarray, optional
-        Output arrays; allocated if None.
+        Array for ``attn_output``, or arrays for both outputs; made if not given.
 
     Returns
     -------
@@ -98,7 +98,7 @@ def paged_attention(
 
 
 def attend_to_blocks(call: attention.BlockAttentionCall, out: Array, lse: Array | None = None) -> None:
-    """Run paged attention on one query token per entry; a page is a block."""
+    """Run checked attention, where each entry of the block tables is a sequence with one query token."""
     folded = attention.folded_shape(call)
     query = one_piece(call.query).reshape(*folded, call.query.shape[2])
     results = [out] if lse is None else [out, lse]
@@ -107,18 +107,17 @@ def attend_to_blocks(call: attention.BlockAttentionCall, out: Array, lse: Array 
     context, steps = pools.context_of(call.fmt, *call.caches), attention.entry_steps(call)
     bias, count = bias_of(call), len(call.lengths)
     weights = call.weights if bias is None else attention.with_bias(call.weights, bias)
-    cpu.launches.start(
-        cpu.attention.prepare.prepare_attention(
-            query, out_entries, lse_entries, context, steps, count, weights
-        )
+    launch = cpu.attention.prepare.prepare_attention(
+        query, out_entries, lse_entries, context, steps, count, weights
     )
+    cpu.launches.start(launch)
     for array, entry in zip(results, entry_arrays, strict=True):
         if not np.may_share_memory(array, entry):  # the strides did not allow a view
             array[...] = entry.reshape(array.shape)
 
 
 def bias_of(call: attention.BlockAttentionCall) -> Array | None:
-    """Return razor_offset * scale for the rows of each block table, [entries, rows], or None."""
+    """Return razor_offset * scale for the rows of each block table, [entries, rows]; None without it."""
     if call.razor_offset is None:
         return None
     bias = call.razor_offset.take(call.table, 0, mode="clip") * np.float32(call.weights.scale)

@@ -41,7 +41,7 @@ def paged_cache_load(
     seq_lens : ndarray of int32 or int64, shape [B] or [B + 1]
         The length of each sequence; or the prefix sums of the lengths, first 0.
     seq_starts : ndarray of int32 or int64, shape [B], optional
-        The token of its blocks that each sequence begins with, rounded down to a multiple of block_size.
+        The first token of each sequence in its blocks; it is rounded down to a multiple of block_size.
     cache_format : str
         "ND" or "NZ".
     out : tuple of ndarray, optional
@@ -73,7 +73,7 @@ def paged_cache_load(
         BlockLoad(key_cache, value_cache, block_tables, seq_lens, seq_starts, cache_format)
     )
     if isinstance(out, (tuple, list)) and value_cache is None:
-        out = out[:1]  # without values, later members are ignored
+        out = out[:1]  # an array for values is ignored
     results: Any = call.results.arrays(out, new=np.zeros)
     pieces = blocks.pieces_of(call)
     if out is not None and pieces[:, checks.slots.COUNT].sum() < call.tokens:
@@ -84,9 +84,8 @@ def paged_cache_load(
             array.reshape(call.tokens, *cache.shape[2:])
             for array, cache in zip(results, call.caches, strict=True)
         ]
-        cpu.launches.start(
-            cpu.copy.pieces.prepare_pieces("load", packed, call.caches, pieces, call.caches[0].shape[1])
-        )
+        rows = call.caches[0].shape[1]
+        cpu.launches.start(cpu.copy.pieces.prepare_pieces("load", packed, call.caches, pieces, rows))
     return (*results, None)[:2]
 
 
@@ -132,8 +131,8 @@ def block_copy(
     >>> cache.ravel()
     array([10., 14., 10., 14., 14.], dtype=float32)
     """
-    given = blocks.named_caches(key_cache, value_cache)
-    src, dst = blocks.checked_copy(given, src, dst, cum_sum)
-    for _, array in given:
-        copy_blocks(array, array, src, dst)
+    caches = blocks.named_caches(key_cache, value_cache)
+    src, dst = blocks.checked_copy(caches, src, dst, cum_sum)
+    for _, cache in caches:
+        copy_blocks(cache, cache, src, dst)
     return key_cache, value_cache

@@ -1,4 +1,4 @@
-"""Conversion of matrices between row-major order and Ascend's NZ format."""
+"""Convert matrices between row-major order (ND) and Ascend's NZ format."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from kvkit.typed import Array
 
 @returns_input_kind
 def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
-    """Convert matrices to the NZ format: columns in groups, rows padded to a multiple of 16.
-
-    A group of columns is 32 bytes wide.
+    """Convert matrices to the NZ format: groups of columns of 32 bytes, with rows padded to a multiple of 16.
 
     Parameters
     ----------
@@ -58,9 +56,7 @@ def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
 
 @returns_input_kind
 def nz_to_nd(y: Array, m: SupportsIndex, n: SupportsIndex, *, out: Array | None = None) -> Array:
-    """Convert matrices from the NZ format to row-major order.
-
-    This is the inverse of `nd_to_nz`.
+    """Convert matrices from the NZ format to row-major order: the inverse of `nd_to_nz`.
 
     Parameters
     ----------

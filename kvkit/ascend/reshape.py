@@ -37,13 +37,13 @@ def reshape_and_cache(
     Parameters
     ----------
     key, value : ndarray, shapes [num_tokens, num_head, Dk] and [num_tokens, num_head, Dv]
-        float32, float16, bfloat16 or int8; the tokens of all sequences, one after the other. `value` and
+        float32, float16, bfloat16 or int8; the tokens of one sequence after those of another. `value` and
         `value_cache` may both be None; then only keys are stored.
     key_cache, value_cache : ndarray
         [num_blocks, block_size, num_head, D]; for NZ [num_blocks, num_head * D / n0, block_size, n0], where
         n0 elements are 32 bytes; for compressed modes [num_blocks, block_size, 1, D]. The dtypes are those of
-        `key` and `value`, and strides are free. The caches may overlap neither these nor each other. They
-        change in place; slots that are not in `slot_mapping` keep their bytes.
+        `key` and `value`, and strides are free. No two of the four arrays may overlap. The caches change in
+        place; slots that are not in `slot_mapping` keep their bytes.
     slot_mapping : ndarray of int32 or int64
         The slot of each token. In compressed modes, entry ``b * num_head + h`` is the slot of the first row
         of sequence b and head h, whose other rows take the slots after it.
@@ -86,26 +86,19 @@ def reshape_and_cache(
     array([[3., 0., 0., 0.],
            [0., 1., 0., 0.]], dtype=float16)
     """
-    call = checked_reshape(
-        BlockStore(
-            key,
-            value,
-            key_cache,
-            value_cache,
-            slot_mapping,
-            compress_type=compress_type,
-            windows=Windows(wins, seq_lens, offset_index),
-            cache_format=cache_format,
-            empty_window=empty_window,
-        )
-    )
+    arguments = BlockStore(
+        key, value, key_cache, value_cache, slot_mapping, compress_type=compress_type,
+        windows=Windows(wins, seq_lens, offset_index), cache_format=cache_format, empty_window=empty_window,
+    )  # fmt: skip
+    call = checked_reshape(arguments)
     if len(call.pieces):
         packed = [
             one_piece(tokens) if call.mode else tokens.reshape(len(tokens), *cache.shape[2:])
             for tokens, cache in zip(call.tokens, call.caches, strict=True)
         ]
         rows = call.caches[0].shape[1]
-        cpu.launches.start(
-            cpu.copy.pieces.prepare_pieces("store", packed, call.caches, call.pieces, rows, call.averaged)
+        launch = cpu.copy.pieces.prepare_pieces(
+            "store", packed, call.caches, call.pieces, rows, call.averaged
         )
+        cpu.launches.start(launch)
     return key_cache, value_cache

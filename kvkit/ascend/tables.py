@@ -20,7 +20,7 @@ from kvkit.typed import Array, Pair
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Index tensors that place sequences in a block cache.
+    """Holds index tensors that place sequences in a cache in blocks.
 
     Attributes
     ----------
@@ -67,7 +67,7 @@ class Slots:
         return offset.reshape(blocks, self.block_size)
 
     def next_slots(self, step: int = 0) -> Array:
-        """Return the slot for each entry's next token, or for the one `step` tokens later."""
+        """Return the slot for each entry's next token, or for the token `step` tokens after it."""
         step = integer("step", step, 0, MOST)
         return slots_at(self.block_tables, self.context_lens + np.int64(step), self.block_size)
 
@@ -78,11 +78,11 @@ def slots(seq_lens: ArrayLike, *, block_size: int = 128, headroom: int = 0, firs
     Parameters
     ----------
     seq_lens : array of int, shape [B]
-        The tokens of each sequence.
+        The number of tokens of each sequence.
     block_size : int
         Rows in a block.
     headroom : int
-        Rows that each sequence can grow by.
+        For how many more rows each sequence gets blocks.
     first_block : int
         The first free block. All later blocks must be free too.
 
@@ -111,7 +111,7 @@ def slots(seq_lens: ArrayLike, *, block_size: int = 128, headroom: int = 0, firs
     mapping = tables[entry, position // size].astype(np.int64) * size + position % size
     no_means = np.full(len(lengths), -1, np.int32)
     no_counts = np.zeros_like(no_means)
-    return Slots(as_int32(mapping), tables, as_int32(lengths), blocks, no_means, no_counts, size)
+    return Slots(as_indices(mapping), tables, as_indices(lengths), blocks, no_means, no_counts, size)
 
 
 def compressed_slots(
@@ -131,9 +131,9 @@ def compressed_slots(
     Parameters
     ----------
     seq_lens : array of int, shape [B]
-        The tokens of each sequence.
+        The number of tokens of each sequence.
     num_head : int
-        Key heads of each sequence.
+        The number of key heads.
     wins, offset_index : array of int, shape [B * num_head]
         As in `reshape_and_cache`.
     compress_type : CompressType
@@ -170,11 +170,9 @@ def compressed_slots(
     if (offset_index is None) != (mode is CompressType.KVHEAD):
         needs = "None" if mode is CompressType.KVHEAD else "an array"
         raise argument_error("offset_index", f"{needs} for {mode.name}", describe(offset_index))
-    offsets = (
-        np.full_like(windows, -1)
-        if offset_index is None
-        else index("offset_index", offset_index, length=len(lengths))
-    )
+    offsets = np.full_like(windows, -1)
+    if offset_index is not None:
+        offsets = index("offset_index", offset_index, length=len(lengths))
     check_windows(mode, lengths, windows, offsets)
     changed = (offsets >= 0) & (windows > 0)
     if mode is CompressType.KVHEAD:
@@ -185,10 +183,10 @@ def compressed_slots(
     begins = tables[:, 0].astype(np.int64) * size if tables.shape[1] else np.zeros(len(rows), np.int64)
     begins = np.where(begins < 0, 0, begins)
     averaged = changed & (mode is CompressType.KVHEAD_ROPE)
+    means, counts = np.where(averaged, begins + offsets, -1), np.where(averaged, windows, 0)
     return Slots(
-        as_int32(begins), tables, as_int32(rows), blocks,
-        as_int32(np.where(averaged, begins + offsets, -1)), as_int32(np.where(averaged, windows, 0)), size,
-    )  # fmt: skip
+        as_indices(begins), tables, as_indices(rows), blocks, as_indices(means), as_indices(counts), size
+    )
 
 
 def razor_windows(
@@ -205,16 +203,14 @@ def razor_windows(
     Parameters
     ----------
     seq_lens : array of int, shape [B]
-        The tokens of each sequence.
+        The number of tokens of each sequence.
     num_head : int
-        Key heads of each sequence.
+        The number of key heads.
     retrieval_heads : sequence of int
         Heads that keep every token.
     sinks : int
-        Number of first tokens that the other heads keep.
-    recent : int
-        Least number of recent tokens that the other heads keep.
-    fraction : int
+        How many first tokens the other heads keep.
+    recent, fraction : int
         The other heads keep max(recent, seq_len // fraction) recent tokens.
 
     Returns
@@ -246,11 +242,11 @@ def razor_windows(
         is_retrieval[integer("retrieval_heads", head, 0, heads - 1)] = True
     middle = lengths - sinks - np.maximum(recent, lengths // fraction)
     has_mean = (middle > 1) & ~np.tile(is_retrieval, len(lengths) // heads)
-    return as_int32(np.where(has_mean, middle, 0)), as_int32(np.where(has_mean, sinks, -1))
+    return as_indices(np.where(has_mean, middle, 0)), as_indices(np.where(has_mean, sinks, -1))
 
 
 def slots_at(block_tables: Array, positions: Array, block_size: int) -> Array:
-    """Return each entry's slot for its position in `positions`."""
+    """Return the slot of one position of each entry."""
     padded = np.pad(block_tables, ((0, 0), (0, 1)), constant_values=-1)
     column = np.minimum(positions // block_size, block_tables.shape[1])
     block = padded[np.arange(len(positions)), column].astype(np.int64)
@@ -258,11 +254,11 @@ def slots_at(block_tables: Array, positions: Array, block_size: int) -> Array:
         i = int(block.argmin())
         wanted = f"a position in the blocks of entry {i} (see headroom)"
         raise argument_error("step", wanted, f"position {positions[i]}")
-    return as_int32(block * block_size + positions % block_size)
+    return as_indices(block * block_size + positions % block_size)
 
 
 def checked_lengths(seq_lens: ArrayLike) -> Array:
-    """Return checked lengths of sequences, at least 1 each."""
+    """Check the lengths of sequences, at least 1 each; return them as an array."""
     lengths = index("seq_lens", seq_lens)
     if len(lengths) and lengths.min() < 1:
         raise argument_error("seq_lens", "at least 1 token each", lengths.min())
@@ -272,7 +268,7 @@ def checked_lengths(seq_lens: ArrayLike) -> Array:
 
 
 def check_windows(mode: CompressType, lengths: Array, wins: Array, offsets: Array) -> None:
-    """Check windows by the rules of `reshape_and_cache`."""
+    """Raise if a window is not in its sequence, as `reshape_and_cache` would."""
     used = np.ones_like(wins, bool) if mode is CompressType.KVHEAD else offsets != -1
     wrong_windows = used & ((wins < 0) | (wins > lengths))
     if wrong_windows.any():
@@ -295,10 +291,10 @@ def own_tables(
     begins = first + np.cumsum(need) - need
     column = np.arange(need.max(initial=0))
     tables = np.where(column < need[:, None], begins[:, None] + column, -1)
-    return as_int32(tables), int(begins[-1] + need[-1]) if len(need) else first, size
+    return as_indices(tables), int(begins[-1] + need[-1]) if len(need) else first, size
 
 
-def as_int32(array: Array) -> Array:
+def as_indices(array: Array) -> Array:
     """Return an array as int32, which Ascend takes, or as int64 if int32 is too small."""
     fits = array.size == 0 or int(array.max()) < 2**31
     return array.astype(np.int32 if fits else np.int64)

@@ -1,4 +1,4 @@
-"""Define what all layers and caches can do, with tokens in memory, in files, as codes or in blocks."""
+"""Define the methods that all layers and all caches have, wherever their tokens are stored."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, SupportsIndex, TypeVar, cast
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.cache.layers.positions import Rotation, RowPositions, refusal
+from kvkit.cache.layers.positions import Rotation, RowPositions, check_rotation, pieces_array, refusal
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error
 from kvkit.runtime.locks import CallLock, LayerLock
 from kvkit.typed import Array, Attended, Pair, States
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-Rotations = Rotation | list[Rotation] | tuple[Rotation, ...]  # of all layers, or of each
+Rotations = Rotation | list[Rotation] | tuple[Rotation, ...]  # one for all layers, or one for each
 
 
 def one_call_at_a_time(method: Method) -> Method:
-    """Decorate a method of a cache or layer so that other threads' calls wait for it."""
+    """Decorate a method so that its calls from other threads wait until it ends."""
 
     @functools.wraps(method)
     def waiting(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -32,10 +32,7 @@ def one_call_at_a_time(method: Method) -> Method:
 
 
 class MovableTokens(ABC):
-    """Removes and moves tokens, in a layer or in all layers of a cache at once.
-
-    After an error nothing has changed. A call of a cache changes all of its layers.
-    """
+    """Removes and moves tokens in a layer, or in all layers of a cache. An error leaves all as it was."""
 
     _lock: LayerLock
 
@@ -54,17 +51,17 @@ class MovableTokens(ABC):
         ----------
         begin : int
         end : int, optional
-            If it is None, or the position of the next token or more, the next token gets position ``begin``,
-            unless its position is lower.
+            If it is None or not below the next token's position, all tokens from `begin` on are removed. The
+            next token then gets position ``begin``, or keeps its own if that is lower.
         close : bool
             Whether later tokens are shifted back, so that no hole is left.
         rope : Rope, "none" or list of them, optional
-            As in `shift`, for ``close``.
+            How keys were rotated, as in `shift`; only ``close`` needs it.
 
         Raises
         ------
         KvkitError
-            If an argument is wrong, or if a layer cannot do it; `can` says so beforehand.
+            If an argument is wrong, or if a layer cannot remove these tokens; `can` says so beforehand.
 
         Examples
         --------
@@ -83,7 +80,7 @@ class MovableTokens(ABC):
 
     @one_call_at_a_time
     def retain(self, positions: ArrayLike) -> None:
-        """Remove all tokens but those with some positions; the next token's position stays.
+        """Keep only the tokens at some positions. The position of the next token does not change.
 
         Parameters
         ----------
@@ -96,23 +93,23 @@ class MovableTokens(ABC):
     def shift(
         self, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex, rope: Rotations = None
     ) -> None:
-        """Move the tokens with positions in [begin, end) by some positions. No key is written.
+        """Add `delta` to the positions of the tokens in [begin, end). No key is written.
 
         Parameters
         ----------
         begin : int
         end : int, optional
-            If it is None, or the position of the next token or more, that one moves too.
+            If it is None or not below the next token's position, the next token moves too.
         delta : int
-            How many positions later. Tokens that would get a position below 0 are removed.
+            Tokens that would get a position below 0 are removed.
         rope : Rope, "none" or list of them, optional
             How keys were rotated, in all layers of a cache or in each; ``"none"`` if they were not. Later
-            calls need not say it again.
+            calls remember it.
 
         Raises
         ------
         KvkitError
-            If positions would not stay ascending, or two would meet.
+            If positions would not stay ascending, or if two tokens would share one.
         """
         self.rearrange(self.plan("shift", begin, end, delta, rope=rope))
 
@@ -120,7 +117,7 @@ class MovableTokens(ABC):
     def divide(
         self, begin: SupportsIndex, end: SupportsIndex | None, d: SupportsIndex, rope: Rotations = None
     ) -> None:
-        """Divide the positions in [begin, end) by `d`, rounding down; several tokens may then share one.
+        """Divide the positions in [begin, end) by `d`, rounding down. Tokens may then share a position.
 
         Parameters
         ----------
@@ -136,7 +133,7 @@ class MovableTokens(ABC):
 
     @one_call_at_a_time
     def flatten(self, rope: Rotations = None) -> None:
-        """Rotate shifted keys in memory, in float32 and once, so that no rope shift is left.
+        """Rotate shifted keys in memory, with one rounding, so that no rope shift is left.
 
         Parameters
         ----------
@@ -147,7 +144,7 @@ class MovableTokens(ABC):
 
     @one_call_at_a_time
     def can(self, call: str, *arguments: Any, **options: Any) -> str | None:
-        """Return why a call would fail, as its error would say it; None if it would not. Nothing changes.
+        """Return the message of the error that a call would raise; None if it would raise none.
 
         Parameters
         ----------
@@ -166,15 +163,15 @@ class MovableTokens(ABC):
 
     @abstractmethod
     def plan(self, call: str, *arguments: Any, **options: Any) -> Any:
-        """Check a call that removes or moves tokens, and return what `rearrange` does."""
+        """Check a call that removes or moves tokens; return a plan for `rearrange`."""
 
     @abstractmethod
     def rearrange(self, plan: Any) -> None:
-        """Do what `plan` has checked."""
+        """Carry out a plan that `plan` returned."""
 
 
 class BaseLayer(MovableTokens):
-    """Keys and values of one attention layer. Threads that call it wait for each other.
+    """Stores the keys and values of one attention layer. Calls from several threads run one after another.
 
     Attributes
     ----------
@@ -183,18 +180,18 @@ class BaseLayer(MovableTokens):
     takes_window : bool
         Whether `attend` has a ``window`` argument.
     latent_dim : int
-        The elements of a latent row that are its value; 0 for a layer with keys and values of heads.
+        How many elements of a latent row are its value; 0 for a layer with keys and values of heads.
     croppable : bool
-        Whether transformers may `crop` the layer; a static layer with a window reports False.
+        Whether transformers may `crop` the layer; False for a static layer with a window.
     record_past : bool
-        Whether tokens that would be dropped or encoded are kept as they are until the next crop.
+        Whether tokens that would be dropped or encoded stay as they are until the next crop.
     """
 
     _lock: LayerLock
     window: int | None = None
     takes_window = False
-    why_kept: str | None = None  # why `compress` leaves the layer alone
-    of: int | None = None  # the number of the layer whose rows it reads; None if they are its own
+    why_kept: str | None = None  # why `compress` does not change the layer; None if it does
+    of: int | None = None  # the number of the layer whose rows a `SharedLayer` reads
     has_rows = True  # a row of keys and of values for each stored token
     is_shared = False  # whether another layer reads its rows
     latent_dim = 0
@@ -216,15 +213,15 @@ class BaseLayer(MovableTokens):
         value_states : ndarray, shape [B, Hkv, q, Dv]
             The same dtype as `key_states`.
         cache_position : array_like of int, shape [q], optional
-            Consecutive positions of the new tokens, after the last token. Only for a `StaticLayer` they may
-            begin earlier: the tokens from there on are replaced.
+            Consecutive positions of the new tokens, after the last token. In a `StaticLayer` they may begin
+            earlier; then they replace the tokens from there on.
 
         Returns
         -------
         keys : ndarray, shape [B, Hkv, S, Dk]
         values : ndarray, shape [B, Hkv, S, Dv]
-            Past and new tokens, see `get_mask_sizes`. Views of the cache, or a `KVView` each for a quantized
-            or paged layer. Do not write to them. They are valid until the next call that changes the layer.
+            Past and new tokens, see `get_mask_sizes`. They are views of the cache, for a quantized or paged
+            layer `KVView`s. Do not write to them. They are valid until the next call that changes the layer.
 
         Raises
         ------
@@ -310,10 +307,10 @@ class BaseLayer(MovableTokens):
         return -1
 
     def get_mask_sizes(self, query_length: SupportsIndex) -> tuple[int, int]:
-        """Return (kv_length, kv_offset): how many keys the next update returns, and the first position.
+        """Return (kv_length, kv_offset): how many keys the next update returns, and the first key's position.
 
-        After `remove` has left holes, kv_offset counts the removed positions too: the positions of the keys
-        after the last hole are kv_offset plus their index.
+        If `remove` has left holes, kv_offset is larger by the removed positions, so that kv_offset plus the
+        index of a key is right for all keys after the last hole.
         """
         begin, end = self._returned(self.get_seq_length(), integer("query_length", query_length, 0))
         return end - begin, begin
@@ -346,32 +343,32 @@ class BaseLayer(MovableTokens):
         """Return the size of the stored keys and values in bytes, without spare rows."""
         return sum(side.nbytes for side in self.stored()) if self.batch_size else 0
 
-    # Removing and moving tokens: positions then differ from row numbers
+    # Row numbers differ from positions once tokens were removed or moved
 
     @property
     def stored_tokens(self) -> int:
-        """Return the number of stored tokens: rows of keys and values."""
+        """Return the number of stored tokens, which is the number of rows."""
         return self.get_seq_length()
 
     @property
     def positions(self) -> Array:
-        """Return the positions of the stored tokens, ascending int64, one for each row of the keys."""
+        """Return the positions of the stored tokens: int64, ascending, one for each row."""
         return np.arange(self.get_seq_length())
 
     @property
     def rope_shifts(self) -> Array:
-        """Return the rope shifts of stored keys, int64 [pieces, 3]: first row, end row, shift.
+        """Return the rope shifts of stored keys: int64 [pieces, 3] of (first row, end row, shift).
 
         In memory a key of shift d is rotated for its position - d. `attend` takes that into account.
         """
-        return np.array([(0, self.stored_tokens, 0)] if self.stored_tokens else [], np.int64).reshape(-1, 3)
+        return pieces_array([(0, self.stored_tokens, 0)] if self.stored_tokens else [])
 
     def activate_past_recording(self) -> None:
-        """Keep tokens that would be dropped or encoded, until the next crop. Most layers keep all anyway."""
+        """Keep tokens that would be dropped or encoded until the next crop. Most layers drop none anyway."""
 
 
 class BaseCache(MovableTokens):
-    """The keys and values of a model, in layers. Threads that call it wait for each other."""
+    """Stores the keys and values of a model in layers. Calls from several threads run one after another."""
 
     layers: list[Any]
 
@@ -394,17 +391,17 @@ class BaseCache(MovableTokens):
     ) -> Attended:
         """Attend to layer ``layer_idx``, see the ``attend`` of layers.
 
-        After an update longer than its window, a sliding layer still stores all new tokens for the queries of
-        that update, and a quantized layer still has new codes as unquantized rows, too. Updating another
-        layer frees them if they take much more memory than a window.
+        After a long update, a sliding layer still stores all new tokens, and a quantized layer the rows that
+        its new codes were made of, so that the queries of this update can attend to them. The update of
+        another layer frees them if they take much more memory than a window.
         """
         with self._lock:
-            queries = query if isinstance(query, tuple) else (query,)  # latent rows have two queries
+            queries = query if isinstance(query, tuple) else (query,)  # a latent layer takes two parts
             return self._layer(layer_idx).attend(*queries, attention_mask=attention_mask, **options)
 
     @abstractmethod
     def reserve(self, query_length: SupportsIndex) -> None:
-        """Make room for ``query_length`` more tokens in every layer, so that their updates have enough."""
+        """Make room for ``query_length`` more tokens in every layer, so that their updates cannot fail."""
 
     def _layer(self, layer_idx: SupportsIndex) -> Any:
         """Return layer ``layer_idx``."""
@@ -415,6 +412,18 @@ class BaseCache(MovableTokens):
         """Raise for the number of a missing layer, or make that layer."""
         raise argument_error("layer_idx", f"the number of one of {len(self.layers)} layers", number)
 
+    def _ropes(self, rope: Any) -> list[Any]:
+        """Check the argument `rope`; return how the keys of each layer are rotated."""
+        if not isinstance(rope, (list, tuple)):
+            if rope is not None:
+                check_rotation(rope)
+            return [rope] * len(self.layers)
+        if len(rope) != len(self.layers):
+            raise argument_error("rope", f"one, or {len(self.layers)}, one for each layer", len(rope))
+        for rotation in rope:
+            check_rotation(rotation)
+        return list(rope)
+
     # Sizes and positions
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -423,7 +432,7 @@ class BaseCache(MovableTokens):
         return self.layers[number].get_seq_length() if number < len(self.layers) else 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the most tokens that a layer, or without a number any layer, holds; -1 for no limit."""
+        """Return the most tokens that a layer can hold; without `layer_idx`, any layer. -1 means no limit."""
         if layer_idx is not None:
             return self._layer(layer_idx).get_max_length()
         lengths = [layer.get_max_length() for layer in self.layers]
@@ -465,7 +474,7 @@ class BaseCache(MovableTokens):
     def reset(self) -> None:
         """Remove all tokens."""
 
-    # Removing and moving tokens: in all layers, or after an error in none
+    # Removing and moving tokens. After an error no layer has changed
 
     def plan(self, call: str, *arguments: Any, **options: Any) -> list[Any]:
         """Check a call that removes or moves tokens in every layer; return the plan of each layer."""

@@ -1,4 +1,4 @@
-"""A cache that is a list of layers."""
+"""Define `Cache`, a list of layers, and its calls that change all layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from kvkit.cache import compression, heads, offload, opening, saving
 from kvkit.cache.base import BaseCache, one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.layer import Layer
-from kvkit.cache.layers.positions import check_rotation
 from kvkit.cache.paged.ragged import RaggedLayer
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
@@ -19,14 +18,14 @@ from kvkit.typed import Array, FilePath, Pair, States
 
 
 class Cache(BaseCache):
-    """The keys and values of a model, layer by layer.
+    """Stores the keys and values of a model in a list of layers.
 
     Parameters
     ----------
     layers : iterable of layers
         One for each attention layer.
     offload : path, optional
-        A folder to move the layers to, as `offload` does.
+        A folder to keep the layers in, see `offload`.
     rope : Rope, "none" or list of them, optional
         How keys are rotated, in all layers or in each. `shift` needs it.
 
@@ -63,7 +62,7 @@ class Cache(BaseCache):
             if not isinstance(layer, Layer):
                 raise argument_error(f"layers[{i}]", "a layer", describe(layer))
             if any(layer is other for other in self.layers[:i]):
-                raise argument_error(f"layers[{i}]", "a layer of its own", "one that is there before")
+                raise argument_error(f"layers[{i}]", "a layer of its own", "an earlier one again")
             layer.name = f"layers[{i}]"
             layer.connect(self.layers, i)
         self.rope = rope
@@ -83,7 +82,7 @@ class Cache(BaseCache):
         return sum(layer.nbytes for layer in self.layers)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"folder": None}  # a copy is in memory
+        return self.__dict__ | {"folder": None}  # a copy lies in memory
 
     # Adding tokens
 
@@ -98,18 +97,18 @@ class Cache(BaseCache):
             layer = self._layer(layer_idx)
             states = layer.update(key_states, value_states, cache_position)
             if layer is not self._latest:
-                self._change(layer, layer_idx)
+                self._enter(layer, layer_idx)
             return states
 
-    def _change(self, layer: Layer, layer_idx: int) -> None:
-        """Let the layer that was updated last free memory, because another layer is updated."""
+    def _enter(self, layer: Layer, layer_idx: int) -> None:
+        """Add the layer if it is new, and free what only the last update of the layer before needed."""
         if layer_idx == len(self.layers):
             self.layers.append(layer)
             if self.folder is not None:
                 self.folder.register(layer_idx, layer)
         latest = self._latest
         if latest is not None and not (latest.is_shared and latest.span.length - latest.span.before > 1):
-            latest.release_undo()  # unless a shared layer still attends with the queries of a prompt
+            latest.release_undo()  # not yet if a shared layer will attend with the queries of a prompt
         self._latest = layer
         if self.folder is not None:
             self.folder.prefetch_after(layer_idx, self.layers)
@@ -130,16 +129,16 @@ class Cache(BaseCache):
         layer.name = f"layers[{number}]"
         layer.rope = self.rope
         if self.folder is not None:
-            self.folder.lead(number, layer)
+            self.folder.assign_home(number, layer)
         return layer
 
-    # Removing tokens and changing the batch. All layers are checked before one changes. After a crash either
-    # all files have changed, or none
+    # Removing tokens and changing the batch. All layers are checked before one changes. After a crash all
+    # files have changed, or none
 
     @one_call_at_a_time
     def crop(self, length: int) -> None:
         """Drop the last tokens of every layer, see `DynamicLayer.crop`."""
-        lengths = [layer.left_by(length) for layer in self.layers]
+        lengths = [layer.length_after_crop(length) for layer in self.layers]
         if self.folder is not None:
             self.folder.announce(lengths)
         for layer in self.layers:
@@ -151,18 +150,6 @@ class Cache(BaseCache):
             layer.plan(call, *arguments, rope=rotation, **options) if layer.of is None else None
             for layer, rotation in pairs
         ]
-
-    def _ropes(self, rope: Any) -> list[Any]:
-        """Return how the keys of each layer are rotated."""
-        if not isinstance(rope, (list, tuple)):
-            if rope is not None:
-                check_rotation(rope)
-            return [rope] * len(self.layers)
-        if len(rope) != len(self.layers):
-            raise argument_error("rope", f"one, or {len(self.layers)}, one for each layer", len(rope))
-        for rotation in rope:
-            check_rotation(rotation)
-        return list(rope)
 
     def rearrange(self, plan: list[Any]) -> None:
         """Carry out the plans of all layers; a crash leaves all files changed or none."""
@@ -196,7 +183,7 @@ class Cache(BaseCache):
         rope: Any = None,
         **options: Any,
     ) -> compression.Report:
-        """Keep the tokens of the best scores in every layer, and free the memory of all others.
+        """Keep the tokens with the best scores in every layer, and free the memory of the other tokens.
 
         In a layer, all heads and all rows of the batch keep the same tokens: those of the best mean scores.
         With `per_head`, or a budget for heads, each head keeps its own best tokens; then a `DynamicLayer`
@@ -210,10 +197,10 @@ class Cache(BaseCache):
         keep, count : float, int, optional
             The share, or the number, of a layer's tokens that stay. Give one of the two.
         budget : str or array_like of int
-            ``"uniform"``: each layer keeps as many. ``"pyramid"``: later layers keep fewer, if the last one
-            then has at least 64 tokens, else as many (`kvkit.eviction.budgets`). ``"ada"`` and
-            ``"global"`` share tokens out among the heads of a layer, or of all layers, by their scores. Or
-            the counts themselves, in place of `keep`: [L], [L, Hkv] or [L, B, Hkv], as
+            ``"uniform"``: every layer keeps the same number. ``"pyramid"``: later layers keep fewer, if the
+            last one then has at least 64 tokens, else the same number (`kvkit.eviction.budgets`). ``"ada"``
+            and ``"global"`` divide the tokens among the heads of a layer, or of all layers, by their scores.
+            Or the counts themselves, in place of `keep`: [L], [L, Hkv] or [L, B, Hkv], as
             `kvkit.eviction.budgets` returns them.
         per_head : bool
             Whether each head chooses its own tokens. ``"ada"``, ``"global"``, counts of heads and
@@ -223,13 +210,13 @@ class Cache(BaseCache):
         first, last : int
             How many of the first and of the last tokens stay whatever their scores.
         queries, weights : list of ndarray, optional
-            What the scorer of each layer needs, as in `kvkit.eviction.scores`.
+            The inputs of the scorer for each layer, as in `kvkit.eviction.scores`.
         renumber : bool
             Whether the remaining tokens get the positions 0, 1, 2, ...; rotated keys need a `rope` for that.
         rope : Rope, "none" or list of them, optional
             As in `shift`.
         **options
-            Options of the scorer. `first`, `last` and `threshold` go to it too, if it has them.
+            Options of the scorer. A scorer with an option `first`, `last` or `threshold` gets that argument.
 
         Returns
         -------
@@ -252,17 +239,17 @@ class Cache(BaseCache):
         >>> cache.layers[0].positions, cache.get_seq_length()
         (array([0, 5, 6, 7]), 8)
         """
-        asked = compression.Compression(
+        request = compression.Compression(
             scorer, keep, count, budget, queries, weights, per_head=per_head, renumber=renumber,
             rope=self._ropes(rope),
             **compression.split_options(scorer, options, first=first, last=last, threshold=threshold),
         )  # fmt: skip
-        if not compression.is_by_head(self.layers, asked):
-            return compression.compress(self.layers, self.rearrange, asked)
+        if not compression.chooses_by_head(self.layers, request):
+            return compression.compress(self.layers, self.rearrange, request)
         if self.folder is not None:
             wanted = "'uniform' or 'pyramid' for layers in files, whose heads share their tokens"
             raise argument_error("budget", wanted, "one by heads")
-        layers, report = heads.compressed(self.layers, asked)
+        layers, report = heads.compress_by_head(self.layers, request)
         self.layers[:] = layers
         for i, layer in enumerate(self.layers):
             layer.connect(self.layers, i)

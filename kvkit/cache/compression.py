@@ -24,7 +24,7 @@ ScoreOf = Callable[[int, int], Array]  # (layer, number of tokens to keep) -> sc
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `Cache.compress`.
+    """Reports what `Cache.compress` has changed.
 
     Attributes
     ----------
@@ -71,38 +71,37 @@ class Compression:
     last: int = 0
 
 
-def split_options(scorer: Any, options: dict[str, Any], **given: Any) -> dict[str, Any]:
-    """Return keywords of `Compression`: what is given and the scorer takes itself goes into its `options`."""
+def split_options(scorer: Any, options: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    """Return `arguments` and `options` as keywords for `Compression`; those the scorer takes are options."""
     own = SCORERS[scorer].options if isinstance(scorer, str) and scorer in SCORERS else ()
-    given = {name: each for name, each in given.items() if each is not None}
-    more = {name: each for name, each in given.items() if name in own}
-    return {name: each for name, each in given.items() if name not in own} | {"options": options | more}
+    keywords = {name: value for name, value in arguments.items() if value is not None}
+    return keywords | {"options": options | {name: keywords.pop(name) for name in own if name in keywords}}
 
 
-def is_by_head(layers: Sequence[Any], asked: Compression) -> bool:
+def chooses_by_head(layers: Sequence[Any], request: Compression) -> bool:
     """Return whether each head chooses its own tokens."""
-    budget = asked.budget
+    budget = request.budget
     try:
         named = budget in ("ada", "global") if isinstance(budget, str) else np.ndim(budget) > 1
     except ValueError:  # lists of unequal length
         raise argument_error("budget", BUDGETS, describe(budget)) from None
     ragged = any(hasattr(layer, "lengths") for layer in layers)
-    return flag("per_head", asked.per_head) or named or ragged or asked.threshold is not None
+    return flag("per_head", request.per_head) or named or ragged or request.threshold is not None
 
 
-def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], asked: Compression) -> Report:
+def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], request: Compression) -> Report:
     """Compress layers. All are scored and planned before `rearrange` changes any."""
     skipped = {i: reason for i, layer in enumerate(layers) if (reason := reason_to_skip(layer))}
-    if flag("renumber", asked.renumber) and skipped:
+    if flag("renumber", request.renumber) and skipped:
         wanted = "False beside layers that stay as they are"
         raise argument_error("renumber", wanted, f"True, and layers {sorted(skipped)}")
-    function = score_function(layers, asked)
+    function = score_function(layers, request)
     plans, stored = {}, {i: each.stored_tokens for i, each in enumerate(layers) if i not in skipped}
-    for i, count in layer_counts(stored, len(layers), asked).items():
+    for i, count in layer_counts(stored, len(layers), request).items():
         mean = mean_scores(function, layers[i], i, count)
-        rows = select(mean, count=count, first=asked.first, last=asked.last)
+        rows = select(mean, count=count, first=request.first, last=request.last)
         positions = layers[i].positions[np.asarray(rows)[0, 0]]
-        plan = layers[i].plan("retain", positions, renumber=asked.renumber, rope=asked.rope[i])
+        plan = layers[i].plan("retain", positions, renumber=request.renumber, rope=request.rope[i])
         plans[i] = plan._replace(frees=True)
     tokens, before = [layer.stored_tokens for layer in layers], sum(layer.nbytes for layer in layers)
     rearrange([plans.get(i) for i in range(len(layers))])
@@ -117,24 +116,24 @@ def compress_sequences(
     sequences: Sequence[Any],
     plan: Callable[..., Any],
     rearrange: Callable[[Any], None],
-    asked: Compression,
+    request: Compression,
 ) -> Report:
-    """Compress sequences of equal positions of a paged cache, by the mean scores of all layers."""
-    plan("remove", 0)  # raises if it is no sequence, or cannot change now
-    if not isinstance(asked.budget, str) or asked.budget != "uniform":
+    """Compress sequences of a paged cache that have equal positions, by the mean scores of all layers."""
+    plan("remove", 0)  # raises if tokens cannot be removed now
+    if not isinstance(request.budget, str) or request.budget != "uniform":
         wanted = "'uniform', because all layers and heads of a sequence share its tokens"
-        raise argument_error("budget", wanted, describe(asked.budget))
+        raise argument_error("budget", wanted, describe(request.budget))
     layers = [SequencesLayer(cache, sequences, i) for i in range(cache.store.num_layers)]
     stored = layers[0].stored_tokens
     if not stored:
         none = [0] * len(layers)
         return Report(none, none, cache.nbytes, cache.nbytes, dict.fromkeys(range(len(layers)), EMPTY))
-    function, count = score_function(layers, asked), kept_count(stored, asked.keep, asked.count)
+    function, count = score_function(layers, request), kept_count(stored, request.keep, request.count)
     scored = [mean_scores(function, layer, i, count) for i, layer in enumerate(layers)]
     rows = select(np.mean(scored, 0), count=count)
     positions = layers[0].positions[np.asarray(rows)[0, 0]]
     before = cache.nbytes
-    rearrange(plan("retain", positions, renumber=asked.renumber))
+    rearrange(plan("retain", positions, renumber=request.renumber))
     after = sequences[0].length
     return Report([stored] * len(layers), [after] * len(layers), before, cache.nbytes, {})
 
@@ -188,52 +187,51 @@ def reason_to_skip(layer: Any) -> str | None:
     return None if layer.stored_tokens else EMPTY
 
 
-def layer_counts(stored: dict[int, int], layers: int, asked: Compression) -> dict[int, int]:
-    """Return how many tokens each of these layers keeps; the model has `layers` layers."""
-    budget = asked.budget
+def layer_counts(stored: dict[int, int], layers: int, request: Compression) -> dict[int, int]:
+    """Return how many tokens each layer of `stored` keeps; the model has `layers` layers."""
+    budget = request.budget
     if isinstance(budget, str) and budget == "pyramid":
         tokens = max(stored.values(), default=1)
-        share = kept_count(tokens, asked.keep, asked.count) / tokens
-        given = budgets("pyramid", layers=max(len(stored), 1), tokens=tokens, keep=asked.keep or share)
-        counts = np.minimum(given[: len(stored)], list(stored.values())).tolist()
+        share = kept_count(tokens, request.keep, request.count) / tokens
+        pyramid = budgets("pyramid", layers=max(len(stored), 1), tokens=tokens, keep=request.keep or share)
+        counts = np.minimum(pyramid[: len(stored)], list(stored.values())).tolist()
         return dict(zip(stored, counts, strict=True))
     if isinstance(budget, str):
         if budget != "uniform":
             raise argument_error("budget", BUDGETS, repr(budget))
-        count = None if asked.count is None else integer("count", asked.count, 1)
+        count = None if request.count is None else integer("count", request.count, 1)
         return {
-            i: kept_count(tokens, asked.keep, count and min(count, tokens)) for i, tokens in stored.items()
+            i: kept_count(tokens, request.keep, count and min(count, tokens)) for i, tokens in stored.items()
         }
-    given = np.asarray(budget)
-    if given.dtype.kind not in "iu" or given.shape != (layers,):
-        raise argument_error("budget", BUDGETS, describe(given))
-    if asked.keep is not None or asked.count is not None:
+    counts = np.asarray(budget)
+    if counts.dtype.kind not in "iu" or counts.shape != (layers,):
+        raise argument_error("budget", BUDGETS, describe(counts))
+    if request.keep is not None or request.count is not None:
         raise argument_error("budget", "a count for each layer, or else keep", "both")
-    return {i: kept_count(tokens, None, given[i]) for i, tokens in stored.items()}
+    return {i: kept_count(tokens, None, counts[i]) for i, tokens in stored.items()}
 
 
-def score_function(layers: Sequence[Any], asked: Compression) -> ScoreOf:
+def score_function(layers: Sequence[Any], request: Compression) -> ScoreOf:
     """Return a function (layer, number of tokens to keep) -> scores; raise if an input is missing."""
     for name in ("queries", "weights"):
-        given = getattr(asked, name)
-        if given is not None and (
-            not isinstance(given, (list, tuple, np.ndarray)) or len(given) != len(layers)
-        ):
-            raise argument_error(name, f"a list of {len(layers)}, one for each layer", describe(given))
-    scorer = asked.scorer
+        arrays = getattr(request, name)
+        is_list = arrays is None or isinstance(arrays, (list, tuple, np.ndarray))
+        if not is_list or (arrays is not None and len(arrays) != len(layers)):
+            raise argument_error(name, f"a list of {len(layers)}, one for each layer", describe(arrays))
+    scorer = request.scorer
     if isinstance(scorer, str):
-        found = scorer_of(scorer)
-        if found.scored != "tokens":
+        published = scorer_of(scorer)
+        if published.scored != "tokens":
             wanted = f"a scorer of tokens: {', '.join(n for n, s in SCORERS.items() if s.scored == 'tokens')}"
-            raise argument_error("scorer", wanted, f"{scorer!r}, of {found.scored}")
-        found.check(
-            {"values": True, "queries": asked.queries, "weights": asked.weights},
-            {name: True for name in found.options if name in CONTEXT} | asked.options,
+            raise argument_error("scorer", wanted, f"{scorer!r}, of {published.scored}")
+        published.check(
+            {"values": True, "queries": request.queries, "weights": request.weights},
+            {name: True for name in published.options if name in CONTEXT} | request.options,
         )
-        return lambda i, count: scores_of_layer(found, layers[i], i, count, asked)
+        return lambda i, count: scores_of_layer(published, layers[i], i, count, request)
     if callable(scorer):
         return lambda i, count: scorer(
-            i, *stored_states(layers[i]), None if asked.queries is None else asked.queries[i]
+            i, *stored_states(layers[i]), None if request.queries is None else request.queries[i]
         )
     if not isinstance(scorer, (list, tuple)) or len(scorer) != len(layers):
         wanted = f"a name, a function, or scores of {len(layers)} layers"
@@ -241,7 +239,8 @@ def score_function(layers: Sequence[Any], asked: Compression) -> ScoreOf:
     return lambda i, count: scorer[i]
 
 
-CONTEXT: dict[str, Callable[[Any, int], Any]] = {  # {option: its value, from a layer and its count}
+# Options of scorers that the cache knows: functions (layer, number of tokens to keep) -> value.
+CONTEXT: dict[str, Callable[[Any, int], Any]] = {
     "budget": lambda layer, count: count,
     "keep": lambda layer, count: count / layer.stored_tokens,
     "blend": lambda layer, count: 1 - count / layer.stored_tokens,
@@ -251,18 +250,18 @@ CONTEXT: dict[str, Callable[[Any, int], Any]] = {  # {option: its value, from a 
 }
 
 
-def scores_of_layer(found: Scorer, layer: Any, number: int, count: int, asked: Compression) -> Array:
-    """Return the scores of a layer by a published scorer."""
-    known = {name: CONTEXT[name](layer, count) for name in found.options if name in CONTEXT}
-    if "rope" in known and asked.rope[number] is not None:
-        known["rope"] = asked.rope[number]
+def scores_of_layer(scorer: Scorer, layer: Any, number: int, count: int, request: Compression) -> Array:
+    """Return the scores of a layer's tokens by a scorer of `kvkit.eviction`."""
+    known = {name: CONTEXT[name](layer, count) for name in scorer.options if name in CONTEXT}
+    if "rope" in known and request.rope[number] is not None:
+        known["rope"] = request.rope[number]
     arrays = {
-        name: given[number]
-        for name, given in (("queries", asked.queries), ("weights", asked.weights))
-        if given is not None
+        name: of_layers[number]
+        for name, of_layers in (("queries", request.queries), ("weights", request.weights))
+        if of_layers is not None
     }
     keys, values = stored_states(layer)
-    return scores(found.name, keys, values, **arrays, **(known | asked.options))
+    return scores(scorer.name, keys, values, **arrays, **(known | request.options))
 
 
 def stored_states(layer: Any) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""Constructors of the usual caches."""
+"""Define the usual caches: `DynamicCache`, `StaticCache` and `QuantizedCache`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def layer_makers(
     full: Callable[[], Layer],
     sliding: Callable[[], Layer],
 ) -> tuple[Callable[[], Layer] | None, list[Callable[[], Layer]]]:
-    """Return (a function that makes any further layer, or None; functions that make the first layers).
+    """Return functions that make layers: (one for further layers, or None; a list of one for each layer).
 
     Without `layer_types` all layers are sliding if there is a window, otherwise full.
     """
@@ -54,7 +54,7 @@ def layer_makers(
 
 
 class DynamicCache(Cache):
-    """A cache whose layers grow.
+    """A cache whose layers grow with the context.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class DynamicCache(Cache):
     sliding_window : int, optional
         Window W of the sliding layers; without ``layer_types`` all layers are sliding.
     offload : path, optional
-        A folder to move the layers to, as `offload` does.
+        A folder to keep the layers in, see `offload`.
     rope : Rope, "none" or list of them, optional
         How keys are rotated, in all layers or in each. `shift` needs it.
 
@@ -156,19 +156,13 @@ class QuantizedCache(Cache):
     num_layers : int, optional
         The number of layers; if None, each is made when it is first used.
     key, value, residual_length, sink
-        As in `QuantizedLayer`. Schemes (see `QuantSpec`) must be given for both keys and values; then up to
-        `group` tokens more than `residual_length` stay unquantized, and the cache can be in no file.
+        As in `QuantizedLayer`. If one of `key` and `value` is a scheme (see `QuantSpec`), both must be. Then
+        up to `group` more recent tokens stay unquantized, and the cache can be neither saved nor offloaded.
     read_back : bool
         True: a step attends to the codes of its own tokens, which measures the error of a format. False: it
         attends to its own tokens unquantized, so that one step over a whole prompt has no error.
-    layer_types : sequence of str, optional
+    layer_types, sliding_window, offload, rope
         As in `DynamicCache`. Sliding layers and recurrent states are small and not quantized.
-    sliding_window : int, optional
-        Window W of the sliding layers; without ``layer_types`` all layers are sliding.
-    offload : path, optional
-        A folder to move the layers to, as `offload` does.
-    rope : Rope, "none" or list of them, optional
-        As in `DynamicCache`.
 
     Examples
     --------

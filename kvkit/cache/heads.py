@@ -30,34 +30,34 @@ from kvkit.typed import Array
 SAME_SHAPES = "layers with the same batch and number of heads, for 'global'"
 
 
-def compressed(layers: Sequence[Any], asked: Compression) -> tuple[list[Any], Report]:
-    """Return (layers, report). A layer that loses tokens is replaced by a new one."""
+def compress_by_head(layers: Sequence[Any], request: Compression) -> tuple[list[Any], Report]:
+    """Compress layers head by head; return (layers, report). A `RaggedLayer` replaces each changed layer."""
     skipped = {i: reason for i, layer in enumerate(layers) if (reason := reason_to_skip(layer))}
     chosen = [i for i in range(len(layers)) if i not in skipped]
-    if flag("renumber", asked.renumber):
+    if flag("renumber", request.renumber):
         raise argument_error("renumber", "False where heads keep tokens of their own", True)
     for i in chosen:
         if type(layers[i]) not in (DynamicLayer, RaggedLayer):
             wanted = "a DynamicLayer or RaggedLayer, to keep tokens head by head"
             raise argument_error("budget", wanted, f"layer {i}, a {type(layers[i]).__name__}")
     tokens = {i: head_lengths(layers[i]) for i in chosen}
-    means = mean_counts(tokens, len(layers), asked)
-    function = score_function(layers, asked)
-    first, last = integer("first", asked.first, 0), integer("last", asked.last, 0)
+    means = mean_counts(tokens, len(layers), request)
+    function = score_function(layers, request)
+    first, last = integer("first", request.first, 0), integer("last", request.last, 0)
     scored = {
-        i: with_protected(scores_of_heads(function, layers[i], i, means[i], asked), tokens[i], first, last)
+        i: with_protected(scores_of_heads(function, layers[i], i, means[i], request), tokens[i], first, last)
         for i in chosen
     }
-    staying = rows_that_stay(scored, tokens, means, len(layers), asked)
-    made = {i: split(layers[i], rows, asked.rope[i]) for i, rows in staying.items()}
-    new = [made.get(i, layer) for i, layer in enumerate(layers)]
+    staying = rows_that_stay(scored, tokens, means, len(layers), request)
+    changed = {i: ragged_layer(layers[i], rows, request.rope[i]) for i, rows in staying.items()}
+    new = [changed.get(i, layer) for i, layer in enumerate(layers)]
     before, after = (sum(layer.nbytes for layer in each) for each in (layers, new))
-    tokens_before, tokens_after = ([counted(layer) for layer in each] for each in (layers, new))
+    tokens_before, tokens_after = ([count_tokens(layer) for layer in each] for each in (layers, new))
     return new, Report(tokens_before, tokens_after, before, after, skipped)
 
 
-def counted(layer: Any) -> Any:
-    """Return how many tokens a layer stores, or each of its heads."""
+def count_tokens(layer: Any) -> Any:
+    """Return how many tokens a layer stores; for a ragged layer a number for each head, [B][Hkv]."""
     return layer.lengths.tolist() if isinstance(layer, RaggedLayer) else layer.stored_tokens
 
 
@@ -69,44 +69,46 @@ def head_lengths(layer: Any) -> Array:
     return np.full((batch, heads), tokens)
 
 
-def mean_counts(tokens: dict[int, Array], layers: int, asked: Compression) -> dict[int, int]:
-    """Return how many tokens the heads of each layer keep on average; with a threshold, all."""
-    if asked.threshold is not None and (asked.keep, asked.count) != (None, None):
+def mean_counts(tokens: dict[int, Array], layers: int, request: Compression) -> dict[int, int]:
+    """Return how many tokens heads keep on average, layer by layer; with a threshold, how many they hold."""
+    if request.threshold is not None and (request.keep, request.count) != (None, None):
         raise argument_error("keep", "None beside a threshold", "both")
     stored = {i: max(1, int(each.mean())) for i, each in tokens.items()}
-    if asked.threshold is not None:
+    if request.threshold is not None:
         return stored
-    if not isinstance(asked.budget, str) and np.ndim(asked.budget) > 1:
-        if (asked.keep, asked.count) != (None, None):
+    if not isinstance(request.budget, str) and np.ndim(request.budget) > 1:
+        if (request.keep, request.count) != (None, None):
             raise argument_error("budget", "a count for each head, or else keep", "both")
-        given = by_head("budget", asked.budget, tokens, layers, "iu")
-        return {i: max(1, int(each.mean())) for i, each in given.items()}
-    named = isinstance(asked.budget, str) and asked.budget in ("ada", "global")
-    return layer_counts(stored, layers, replace(asked, budget="uniform") if named else asked)
+        counts = numbers_by_head("budget", request.budget, tokens, layers, "iu")
+        return {i: max(1, int(each.mean())) for i, each in counts.items()}
+    named = isinstance(request.budget, str) and request.budget in ("ada", "global")
+    return layer_counts(stored, layers, replace(request, budget="uniform") if named else request)
 
 
-def by_head(name: str, numbers: Any, tokens: dict[int, Array], layers: int, kinds: str) -> dict[int, Array]:
-    """Return [B, Hkv] numbers for each layer, from one for all, [L, Hkv] or [L, B, Hkv]."""
+def numbers_by_head(
+    name: str, numbers: Any, tokens: dict[int, Array], layers: int, kinds: str
+) -> dict[int, Array]:
+    """Return an array [B, Hkv] for each layer, from one number for all, [L, Hkv] or [L, B, Hkv]."""
     wanted = f"a number, or numbers [{layers}, Hkv] or [{layers}, B, Hkv]"
     try:
-        given = np.asarray(numbers)
+        array = np.asarray(numbers)
     except ValueError:
         raise argument_error(name, wanted, "lists of unequal length") from None
-    if given.dtype.kind not in kinds or given.ndim > 3 or (given.ndim and len(given) != layers):
-        raise argument_error(name, wanted, describe(given))
-    if given.dtype.kind == "f":
-        refuse_first(name, given, np.isnan(given), "numbers")
-    found = {}
+    if array.dtype.kind not in kinds or array.ndim > 3 or (array.ndim and len(array) != layers):
+        raise argument_error(name, wanted, describe(array))
+    if array.dtype.kind == "f":
+        refuse_first(name, array, np.isnan(array), "numbers")
+    of_layers = {}
     for i, each in tokens.items():
-        own = given[i] if given.ndim else given
+        own = array[i] if array.ndim else array
         if own.shape not in ((), each.shape[1:], each.shape):
             wanted = f"numbers of shape {each.shape[1:]} or {each.shape} for layer {i}"
             raise argument_error(name, wanted, f"shape {own.shape}")
-        found[i] = np.broadcast_to(own, each.shape)
-    return found
+        of_layers[i] = np.broadcast_to(own, each.shape)
+    return of_layers
 
 
-def scores_of_heads(function: ScoreOf, layer: Any, number: int, count: int, asked: Compression) -> Array:
+def scores_of_heads(function: ScoreOf, layer: Any, number: int, count: int, request: Compression) -> Array:
     """Return the scores of a layer, float [B, Hkv, longest]; -inf after the last token of a head.
 
     Heads of a ragged layer are scored one by one.
@@ -118,17 +120,16 @@ def scores_of_heads(function: ScoreOf, layer: Any, number: int, count: int, aske
     for i, (own, states) in enumerate(
         zip(scores.reshape(-1, scores.shape[2]), layer.heads_states(), strict=True)
     ):
-        head = Head(states, layer)
+        head = HeadLayer(states, layer)
         if head.stored_tokens:
-            one = score_function([head], for_head(asked, number, divmod(i, heads), heads, head.stored_tokens))
-            own[: head.stored_tokens] = layer_scores(
-                one, head.stored_tokens, 0, min(count, head.stored_tokens)
-            )
+            stored = head.stored_tokens
+            one = score_function([head], request_for_head(request, number, divmod(i, heads), heads, stored))
+            own[:stored] = layer_scores(one, stored, 0, min(count, stored))
     return scores
 
 
-class Head:
-    """Gives scorers the tokens of one key head of a row of the batch in a ragged layer."""
+class HeadLayer:
+    """Gives scorers the tokens of a ragged layer that one key head of one row of the batch stores."""
 
     window = None
 
@@ -146,17 +147,19 @@ class Head:
         return self._states.keys[None, None], self._states.values[None, None]
 
 
-def for_head(asked: Compression, number: int, at: tuple[int, int], heads: int, tokens: int) -> Compression:
-    """Return the arguments for one head of a layer; `at` is (row of the batch, key head)."""
+def request_for_head(
+    request: Compression, number: int, at: tuple[int, int], heads: int, tokens: int
+) -> Compression:
+    """Return the arguments of `compress` for one head of a layer; `at` is (row of the batch, key head)."""
     b, h = at
 
-    def part(given: Any) -> Any:
-        if given is None:
+    def part(arrays: Any) -> Any:
+        if arrays is None:
             return None
-        group = given[number].shape[1] // heads
-        return [given[number][b : b + 1, h * group : (h + 1) * group]]
+        group = arrays[number].shape[1] // heads
+        return [arrays[number][b : b + 1, h * group : (h + 1) * group]]
 
-    scorer: Any = asked.scorer
+    scorer: Any = request.scorer
     if callable(scorer):
         function = scorer
 
@@ -165,27 +168,31 @@ def for_head(asked: Compression, number: int, at: tuple[int, int], heads: int, t
 
     elif not isinstance(scorer, str):
         scorer = [np.asarray(scorer[number])[b : b + 1, h : h + 1, :tokens]]
-    weights = part(asked.weights)
+    weights = part(request.weights)
     weights = weights and [weights[0][..., :tokens]]
-    return replace(asked, scorer=scorer, queries=part(asked.queries), weights=weights)
+    return replace(request, scorer=scorer, queries=part(request.queries), weights=weights)
 
 
 def rows_that_stay(
-    scored: dict[int, Array], tokens: dict[int, Array], means: dict[int, int], layers: int, asked: Compression
+    scored: dict[int, Array],
+    tokens: dict[int, Array],
+    means: dict[int, int],
+    layers: int,
+    request: Compression,
 ) -> dict[int, list[Array]]:
     """Return the numbers of the rows that each head of each layer keeps, ascending."""
-    if asked.threshold is not None:
-        bounds, kept = by_head("threshold", asked.threshold, tokens, layers, "fiu"), {}
+    if request.threshold is not None:
+        bounds, kept = numbers_by_head("threshold", request.threshold, tokens, layers, "fiu"), {}
         for i, scores in scored.items():
             stored = np.arange(scores.shape[2]) < tokens[i][..., None]
             kept[i] = stored & (scores >= np.minimum(bounds[i], LARGEST)[..., None])
         return {i: [np.flatnonzero(own) for own in by_row(each)] for i, each in kept.items()}
-    counts = counts_of_heads(scored, tokens, means, layers, asked)
-    found = {}
+    counts = counts_of_heads(scored, tokens, means, layers, request)
+    rows = {}
     for i, scores in scored.items():
         order = np.argsort(-by_row(scores), axis=-1, kind="stable")
-        found[i] = [np.sort(own[:count]) for own, count in zip(order, counts[i].ravel(), strict=True)]
-    return found
+        rows[i] = [np.sort(own[:count]) for own, count in zip(order, counts[i].ravel(), strict=True)]
+    return rows
 
 
 def by_row(array: Array) -> Array:
@@ -194,12 +201,16 @@ def by_row(array: Array) -> Array:
 
 
 def counts_of_heads(
-    scored: dict[int, Array], tokens: dict[int, Array], means: dict[int, int], layers: int, asked: Compression
+    scored: dict[int, Array],
+    tokens: dict[int, Array],
+    means: dict[int, int],
+    layers: int,
+    request: Compression,
 ) -> dict[int, Array]:
     """Return how many tokens each head keeps, int64 [B, Hkv] for each layer."""
-    budget = asked.budget
+    budget = request.budget
     if not isinstance(budget, str) and np.ndim(budget) > 1:
-        counts = by_head("budget", budget, tokens, layers, "iu")
+        counts = numbers_by_head("budget", budget, tokens, layers, "iu")
         for i, own in counts.items():
             refuse_first("budget", own, (own < 0) | (own > tokens[i]), f"counts of 0 to {tokens[i].max()}")
         return counts
@@ -218,8 +229,8 @@ def counts_of_heads(
     return {i: np.minimum(each, tokens[i]) for i, each in counts.items()}
 
 
-def split(layer: Any, rows: list[Array], rope: Any) -> RaggedLayer:
-    """Return a ragged layer of the rows that each head of a layer keeps."""
+def ragged_layer(layer: Any, rows: list[Array], rope: Any) -> RaggedLayer:
+    """Return a ragged layer with the rows of a layer that each head keeps."""
     if isinstance(layer, RaggedLayer):
         geometry, states = layer.geometry, layer.heads_states()
     else:
@@ -227,9 +238,9 @@ def split(layer: Any, rows: list[Array], rope: Any) -> RaggedLayer:
         geometry, positions = layer.store.geometry, layer.positions
         keys = keys.astype(values.dtype, copy=False)
         states = [HeadStates(keys[at], values[at], positions) for at in np.ndindex(keys.shape[:2])]
-    made = RaggedLayer()
-    made.name, made.rope = layer.name, layer.rope if rope is None else rope
+    ragged = RaggedLayer()
+    ragged.name, ragged.rope = layer.name, layer.rope if rope is None else rope
     kept = [HeadStates(*(part[own] for part in each)) for each, own in zip(states, rows, strict=True)]
     assert geometry is not None
-    made.fill_heads(geometry, kept, layer.get_seq_length())
-    return made
+    ragged.fill_heads(geometry, kept, layer.get_seq_length())
+    return ragged

@@ -1,4 +1,4 @@
-"""Load a saved cache; `saving` describes the file."""
+"""Load a saved cache. `kvkit.cache.saving` describes the file."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def restore_layer(path: FilePath, number: int, about: dict[str, Any], arrays: Ma
 
 
 def restore_paged(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> PagedCache:
-    """Build a paged cache; KvkitError, KeyError, TypeError or ValueError if the file's data are invalid."""
+    """Build a paged cache and fill it with the file's arrays."""
     arguments = dict(about["arguments"])
     ropes = [restored_rotation(rope) for rope in arguments.get("rope") or ()]
     cache = PagedCache(**arguments | {"salt": bytes.fromhex(arguments["salt"]), "rope": ropes or None})
@@ -133,7 +133,7 @@ def restore_paged(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> Page
     sequences = cache.blocks.restore(saved, published, set(blocks.tolist()))
     count = about["rows"]
     if len({(seq.positions.tobytes(), seq.rope_shifts.tobytes()) for seq in sequences[:count]}) > 1:
-        wanted = "sequences of one length, and the same positions"
+        wanted = "sequences with equal positions"
         raise argument_error("rows", wanted, [seq.length for seq in sequences[:count]])
     cache.rows.sequences, cache.sequences = sequences[:count], sequences[count:]
     return cache

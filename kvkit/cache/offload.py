@@ -22,14 +22,14 @@ NAMES = "layer-*.raw", "layer-*.json", f"layer-*{WAITING}*", *UNFINISHED, "cache
 
 
 class Folder:
-    """Owns the folder with the files of a cache, and `cache.json`, which counts changes of all layers."""
+    """Owns the folder with the files of a cache. Its `cache.json` counts the calls that change all layers."""
 
     def __init__(self, directory: FilePath, only_non_sliding: bool, keep: bool) -> None:
         self.path, self.only_non_sliding, self.keep = Path(directory), only_non_sliding, keep
-        self.changes = 0  # how many changes of all layers at once were committed
-        self.due: list[int] | str | None = None  # lengths to crop older layers to, or "reset"
+        self.changes = 0  # how many calls that change all layers were committed
+        self.due: list[int] | str | None = None  # lengths to crop layers to that are behind, or "reset"
         self.under_way = 0  # the number of the change in progress; 0 if none
-        self.layers = 0  # how many layers have or get a sidecar
+        self.layers = 0  # how many layers have or will get a sidecar
         self.release: Callable[[], Any] = int  # unlocks the folder; before `hold` it does nothing
 
     def hold(self, expected: str) -> None:
@@ -56,7 +56,7 @@ class Folder:
             raise argument_error("directory", "a folder that holds no cache", self.path)
         before, self.layers = [layer.state() for layer in layers], len(layers)
         try:
-            self.say(closed=False)
+            self.write_index(closed=False)
             for number, layer in enumerate(layers):
                 self.register(number, layer)
         except BaseException:
@@ -66,28 +66,28 @@ class Folder:
             self.release()
             raise
 
-    def say(self, closed: bool, **more: Any) -> None:
-        """Write `cache.json`: `closed`, the number of layers, the number of changes, and `due`."""
+    def write_index(self, closed: bool, **more: Any) -> None:
+        """Write `cache.json`: whether the cache is closed, the numbers of layers and changes, and `due`."""
         about = {"version": VERSION, "closed": closed, "changes": self.changes, "due": self.due}
         about |= {"layers": self.layers, **more}
         os.close(write_sidecar(self.path / "cache.json", json.dumps(about) + "\n"))
 
-    def lead(self, number: int, layer: Layer) -> None:
-        """Move a layer to the folder, unless it stays in memory."""
+    def assign_home(self, number: int, layer: Layer) -> None:
+        """Give a layer its place in the folder, unless it stays in memory."""
         if layer.window is None or not self.only_non_sliding:
             layer.home = self.home(number, layer)
 
     def register(self, number: int, layer: Layer) -> None:
-        """Write a sidecar for a layer, and move its tokens here unless they stay in memory."""
+        """Write a sidecar for a layer, and move its tokens to a file unless they stay in memory."""
         if layer.home is None:
-            self.lead(number, layer)
+            self.assign_home(number, layer)
         if layer.home is None:
             self.home(number, layer).write_empty(in_memory=True)
         else:
             layer.rehome()
         if number == self.layers:
             self.layers += 1
-            self.say(closed=False)
+            self.write_index(closed=False)
 
     def home(self, number: int, layer: Layer) -> Home:
         return Home(self, number, kinds.describe_layer(layer))
@@ -95,32 +95,32 @@ class Folder:
     def at_once(self, layers: Sequence[Layer], change: Callable[[Layer], None]) -> None:
         """Change all layers at once: after a crash either all files are new, or all are old.
 
-        New sidecars are written under other names. Then a higher number of changes in `cache.json` commits
-        all of them. They are renamed later: here, before a layer's next sidecar, or when the folder is next
-        opened. Layers in memory change last, because a full disk cannot stop them.
+        New sidecars are written under temporary names. Then a higher number of changes in `cache.json`
+        commits them all. They get their names afterwards: here, before a layer's next sidecar, or when the
+        folder is next opened. Layers in memory change last, because a full disk cannot stop them.
         """
         moved = [layer for layer in layers if is_mapped(layer)]
         before, files = [layer.state() for layer in moved], [layer.store.file for layer in moved]
-        left: list[File] = []
+        unused: list[File] = []
         self.resolve_waiting(moved)
         try:
             self.under_way = self.changes + 1
             for layer in moved:
                 change(layer)
-            left = replaced_files(files, moved)
-            self.count(self.under_way, None)
+            unused = replaced_files(files, moved)
+            self.commit_changes(self.under_way, None)
         except BaseException:
-            left = []
+            unused = []
             for layer, state, file in zip(moved, before, files, strict=True):
                 if layer.store.file.path != file.path:
-                    left.append(layer.store.file)
+                    unused.append(layer.store.file)
                 layer.restore(state)
                 layer.home.current = file
             raise
         finally:
             self.under_way = 0
             self.resolve_waiting(moved)
-            for file in left:
+            for file in unused:
                 file.path.unlink()
         for layer in layers:
             if not is_mapped(layer):
@@ -132,22 +132,22 @@ class Folder:
             layer.home.resolve_waiting()
 
     def announce(self, due: list[int] | str) -> None:
-        """Record what all layers will do next, so that opening after a crash can complete it.
+        """Record that all layers will now be cropped to the lengths `due`, or reset if it is "reset".
 
-        `due` is the lengths to crop them to, or "reset". A layer's next commit records that it is done.
+        A layer's next commit records that it has done so. After a crash, opening the folder changes the rest.
         """
-        self.count(self.changes + 1, due)
+        self.commit_changes(self.changes + 1, due)
 
-    def count(self, changes: int, due: list[int] | str | None) -> None:
-        """Record the number of changes and what is due; on an error neither changes."""
+    def commit_changes(self, changes: int, due: list[int] | str | None) -> None:
+        """Write the number of changes and what is due to `cache.json`; on an error neither has changed."""
         before = self.changes, self.due
         try:
             self.changes, self.due = changes, due
-            self.say(closed=False)
+            self.write_index(closed=False)
         except BaseException:
             self.changes, self.due = before
             with contextlib.suppress(OSError):
-                self.say(closed=False)  # the failed write may have reached the disk
+                self.write_index(closed=False)  # the failed write may have reached the disk
             raise
 
     def prefetch_after(self, layer_idx: int, layers: Sequence[Layer]) -> None:
@@ -165,7 +165,7 @@ class Folder:
                     layer.home = self.home(number, layer)
                     layer.rehome()
             flush_layers(layers)
-            self.say(closed=True, digests=[hash_layer(layer) for layer in layers])
+            self.write_index(closed=True, digests=[hash_layer(layer) for layer in layers])
         else:
             self.delete(layers)
         for layer in layers:

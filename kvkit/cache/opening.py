@@ -41,44 +41,42 @@ def open_layers(folder: Folder) -> list[Layer]:
         raise argument_error("directory", wanted, f"{len(paths)}: the process died during offload")
     layers = [open_layer(folder, number, None if closed else due) for number in range(len(paths))]
     if "digests" in about:
-        found, said = {layer.home.sidecar.stem: hash_layer(layer) for layer in layers}, about["digests"]
-        if said != list(found.values()):
-            changed = ", ".join(name for name, one in found.items() if one not in str(said))
+        hashes, recorded = {layer.home.sidecar.stem: hash_layer(layer) for layer in layers}, about["digests"]
+        if recorded != list(hashes.values()):
+            changed = ", ".join(name for name, digest in hashes.items() if digest not in str(recorded))
             got = f"{folder.path} with changed files of {changed}"
             raise argument_error("directory", "files as they were when it was closed", got)
     folder.layers = len(layers)
     for pattern in UNFINISHED:
         for path in folder.path.glob(pattern):
             path.unlink()
-    counted = {layer.store.file.path for layer in layers if layer.store}
-    for path in set(folder.path.glob("layer-*.raw")) - counted:
+    used = {layer.store.file.path for layer in layers if layer.store}
+    for path in set(folder.path.glob("layer-*.raw")) - used:
         path.unlink()  # the process died while it wrote the file
     if not closed:
         undo_cut_step(layers, folder.path)
     for layer in layers:
         layer.finish()
-    folder.say(closed=False)
+    folder.write_index(closed=False)
     return layers
 
 
 def undo_cut_step(layers: Sequence[Layer], folder: Path) -> None:
     """Undo a step that only some layers have completed.
 
-    Such a layer had as many tokens before the step as another layer has now. A layer without tokens counts as
-    unused by the model, unless it is the last one and the others have only had their first step.
+    A layer is undone if another layer now has as many tokens as this one had before its last update. Empty
+    layers count as unused by the model, unless the last layer is empty and the others have had one step.
     """
     layers = [layer for layer in layers if layer.of is None]
     used = [layer for layer in layers if layer.get_seq_length()]
-    held = {layer.get_seq_length() for layer in used}
+    lengths = {layer.get_seq_length() for layer in used}
     if used and used[-1] is not layers[-1] and not any(layer.span.before for layer in used):
-        held.add(0)
-        message = (
-            f"{folder}: the last layers have no tokens, so the first step is undone: give its tokens again"
-        )
+        lengths.add(0)
+        message = f"{folder}: the last layers are empty, so the first step is undone: give its tokens again"
         warnings.warn(message, stacklevel=5)
     for layer in used:
         new = layer.span.length - layer.span.before
-        if new > 0 and layer.get_seq_length() - new in held:
+        if new > 0 and layer.get_seq_length() - new in lengths:
             layer.undo_update()
     left = [layer.get_seq_length() for layer in used]
     if len(set(left)) > 1:
@@ -87,6 +85,7 @@ def undo_cut_step(layers: Sequence[Layer], folder: Path) -> None:
 
 
 def open_layer(folder: Folder, number: int, due: Any) -> Layer:
+    """Open one layer, and crop or reset it if a call for all layers was `due` and it has not done so."""
     path = folder.path / f"layer-{number:03}.json"
     about = read_json(path)
     if about.get("in_memory"):

@@ -1,12 +1,12 @@
 """Save a cache in one .npz file that describes itself; see `kvkit.files.npz` for the form of such files.
 
-The metadata's ``cache`` has the version, the dtype and shape of every array, and a sha256 over this
-description and the bytes of all arrays. ``description`` beside it has the layout, if there is one. Then:
+The metadata's ``description`` has the layout, if there is one. Its ``cache`` has the version, the dtype and
+shape of every array, a sha256 over this description and the bytes of all arrays, and one of these two:
 
     layers      for a `Cache`: the kind of each layer, how many tokens its updates had and, if it is known,
-                ``rope``, the rotation of its keys. Its arrays are ``layers.I.keys`` and
+                ``rope``, the rotation of its keys. The arrays of layer I are ``layers.I.keys`` and
                 ``layers.I.values``, for a quantized layer ``layers.I.keys.codes`` and so on, see
-                `kvkit.cache.stores.codes.PARTS`. A layer without tokens has no arrays.
+                `kvkit.cache.stores.codes.PARTS`. A layer without tokens has no arrays
                 A recurrent state has ``layers.I.checkpoints`` (positions) and ``layers.I.states.NAME``
                 [versions, B, ...]: the state at each checkpoint, then the present one.
                 A layer whose rows were removed or moved (version 2) also has ``layers.I.positions`` and
@@ -102,11 +102,7 @@ def write_file(
     path: FilePath, about: Mapping[str, Any], arrays: Mapping[str, Array], line: str | None
 ) -> None:
     """Write a file with its description; `line` is the layout of its arrays, None if they have none."""
-    about = {
-        "version": VERSION,
-        **about,
-        "arrays": {name: array_form(array) for name, array in arrays.items()},
-    }
+    about = {**about, "arrays": {name: array_form(array) for name, array in arrays.items()}}
     layout = {} if line is None else {"description": Description(line).to_dict()}
     npz.write(path, arrays, layout | {"cache": about | {"fingerprint": hash_contents(about, arrays)}})
 

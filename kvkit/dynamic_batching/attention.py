@@ -1,4 +1,4 @@
-"""Attention of packed sequences: over packed keys and values, or over a cache after an append."""
+"""Attend in packed sequences: to packed keys and values, or to a cache after an append."""
 
 from __future__ import annotations
 
@@ -75,18 +75,10 @@ def multi_head_attention(
     is_causal, is_alibi : bool
         Whether a query ignores keys after its own position; whether to add ALiBi biases, which are causal in
         every sequence.
-    softmax_scale : float, optional
-        Factor of the scores; 1 / sqrt(head_dim) if None.
-    window : tuple of int
-        How many keys left and right of its own position a query attends to; -1 for no limit.
-    softcap : float
-        If not 0, scores become ``softcap * tanh(score / softcap)`` before masks and biases are added.
+    softmax_scale, window, softcap, return_lse, out
+        As in `kvkit.multi_head_attention`.
     sinks : ndarray, shape [num_heads], optional
-        One more score for each head, which is part of its softmax and has no value.
-    return_lse : bool
-        Whether to return the logarithms of the softmax denominators too.
-    out : ndarray or tuple of ndarray, optional
-        Array for ``attn_output``, or arrays for both outputs; made if not given.
+        As in `kvkit.multi_head_attention`.
 
     Returns
     -------
@@ -103,10 +95,7 @@ def multi_head_attention(
     Notes
     -----
     PMX operator ``dynamic_batching.MultiHeadAttention``. PMX lacks the arguments from ``softmax_scale`` on.
-
-    If all data are bfloat16 and the CPU has AVX-512 BF16, a call with more than 8 query rows for a key head
-    rounds softmax weights to bfloat16. Its outputs may then have other bits than those of a step.
-    ``KVKIT_CPU=avx512vnni`` in the environment keeps weights in float32.
+    For bfloat16 see the notes of `kvkit.multi_head_attention`.
 
     Examples
     --------
@@ -193,22 +182,10 @@ def multi_head_cache_attention(
         Scales of a quantized cache. Its shape is that of ``cache``, with a last axis of Dh/quant_group.
     attn_mask : ndarray, optional
         Shape [seqstarts[B], kvstarts[B]], perhaps with a first axis of heads; as in `multi_head_attention`.
-    num_heads, head_dim, num_kv_heads : int
-        The number of query heads, their size, and the number of key heads (0: as many as query heads).
-    is_causal, is_alibi : bool
-        Whether a query ignores keys after its own position; whether to add ALiBi biases (causal).
-    num_layer, layer_idx : int
-        The number of layers in the cache, and the layer to use.
-    quant_bit, quant_group : int
-        0 stores floats; 8 and 4 store codes, with one scale per ``quant_group`` elements of a head.
-    quant_format : str, optional
-        The format of a uint8 cache (``quant_bit`` 0): "e4m3" or "e5m2", 8-bit floats that saturate; or
-        "q8_0" or "q4_0", ggml's blocks of 34 or 18 bytes for 32 elements, with their scales inside. 8-bit
-        floats are multiplied with ``scale``. None: 1. Shape [2] or [2, H]: the caller's scales of keys and
-        values (per head). The cache's shape with last axis Dh/quant_group: an output, filled with amax /
-        largest code.
-    cache_mode, page_size : int
-        0 for offsets; 1 for a page table with pages of ``page_size`` rows.
+    num_heads, head_dim, num_kv_heads, is_causal, is_alibi
+        As in `multi_head_attention`.
+    num_layer, layer_idx, quant_bit, quant_group, quant_format, cache_mode, page_size
+        As in `key_value_cache`.
     softmax_scale, window, softcap, sinks, return_lse, out
         As in `multi_head_attention`.
 
@@ -227,10 +204,7 @@ def multi_head_cache_attention(
     Notes
     -----
     PMX operator ``dynamic_batching.MultiHeadCacheAttention``. PMX lacks arguments from ``softmax_scale`` on.
-
-    If all data are bfloat16 and the CPU has AVX-512 BF16, a call with more than 8 query rows for a key head
-    rounds softmax weights to bfloat16. Its outputs may then have other bits than those of a step.
-    ``KVKIT_CPU=avx512vnni`` in the environment keeps weights in float32.
+    For bfloat16 see the notes of `kvkit.multi_head_attention`.
 
     Examples
     --------

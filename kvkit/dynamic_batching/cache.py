@@ -1,4 +1,4 @@
-"""Append to a dynamic cache and read contexts back."""
+"""Append tokens of packed sequences to a dynamic cache, and read contexts back."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def key_value_cache(
     start_pos : ndarray of int64, shape [B]
         Position of each sequence's first new token; its context is start_pos plus its new tokens.
     max_seqlen, max_kvlen : int or None
-        Upper bounds of any sequence's new tokens and of its context. They do not change the result.
+        Upper bounds of a sequence's new tokens, and of its context. They are checked, and change no result.
     cache : ndarray, changed in place
         Any float dtype; int8 for ``quant_bit`` 8 and for int8 keys; int8 or uint8 with a last axis of Dh/2
         for ``quant_bit`` 4; for ``quant_format`` see there. Strided views are fine if their last axis is
@@ -66,22 +66,12 @@ def key_value_cache(
     scale : ndarray, optional, changed in place
         Scales of a quantized cache, float32, float16 or bfloat16, in the shape of ``cache`` with a last axis
         of Dh/quant_group; see ``quant_format`` for float8.
-    num_layer, layer_idx : int
-        The number of layers in the cache, and the layer to use.
-    quant_bit, quant_group : int
-        0 stores floats; 8 and 4 store codes, with one scale per ``quant_group`` elements of a head.
-    quant_format : str, optional
-        The format of a uint8 cache (``quant_bit`` 0): "e4m3" or "e5m2", 8-bit floats that saturate; or
-        "q8_0" or "q4_0", ggml's blocks of 34 or 18 bytes for 32 elements, with their scales inside. 8-bit
-        floats are multiplied with ``scale``. None: 1. Shape [2] or [2, H]: the caller's scales of keys and
-        values (per head). The cache's shape with last axis Dh/quant_group: an output, filled with amax /
-        largest code.
-    num_repeat : int
-        Repeat each head this many times in the outputs, for grouped-query attention.
+    num_layer, layer_idx, quant_bit, quant_group, quant_format, num_repeat
+        As in `kvkit.key_value_cache`.
     cache_mode, page_size : int
         0 for offsets; 1 for a page table with pages of ``page_size`` rows.
     out : tuple of ndarray, optional
-        Output arrays for key and value; allocated if None.
+        Output arrays for key and value; made if not given.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""A step of packed sequences, checked once for all layers of a model."""
+"""Check a step of packed sequences once for all layers of a model."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def plan(
 class Plan:
     """Runs operators for one checked step, over any caches. `plan` makes it.
 
-    Calls that differ only in the addresses of their arrays, and have neither mask nor sinks, are checked and
-    prepared once.
+    Calls without mask and sinks that differ only in the addresses of their arrays are checked and prepared
+    once.
     """
 
     __slots__ = ("step",)

@@ -1,4 +1,4 @@
-"""Positions of packed sequences: their indices, ALiBi masks, rotary embedding."""
+"""Compute positions, ALiBi masks and rotary embeddings for packed sequences."""
 
 from __future__ import annotations
 
@@ -157,24 +157,10 @@ def rotary_position_embedding(
         Position of each sequence's first token.
     max_seqlen : int or None
         An upper bound of the sequence lengths. It is checked, and changes no result.
-    rotary_dim : int
-        R, how many elements at the front of each head rotate, an even number. The others are copied. 0: all.
-    interleaved : bool
-        Whether pairs are neighbours. If not, elements i and i + R/2 are a pair, as in NeoX and, in most
-        engines, Llama models.
     cos, sin : ndarray, shape [positions, R/2], optional
-        The cosine and sine of each pair at each position from 0 on, of any float type. If they are given,
-        `theta` and the scaling arguments are not used.
-    theta : float
-        Base of the frequencies.
-    bypass_key : bool
-        Whether keys are copied without rotation.
-    max_position_embeddings, scaling_type, scaling_factor : int, str, float
-        "linear" divides positions by the factor. "dynamic" multiplies theta by
-        (scaling_factor * e / max_position_embeddings - (scaling_factor - 1))^(R / (R - 2)) for a sequence
-        that ends at a position e beyond ``max_position_embeddings``. "" does neither.
-    out : tuple of ndarray, optional
-        Arrays for query and key; made if not given. Give ``(query, key)`` to work in place.
+        As in `kvkit.rotary_position_embedding`.
+    rotary_dim, interleaved, theta, bypass_key, max_position_embeddings, scaling_type, scaling_factor, out
+        As in `kvkit.rotary_position_embedding`.
 
     Returns
     -------

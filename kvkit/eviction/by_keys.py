@@ -1,4 +1,4 @@
-"""Scorers that need no queries: they read keys, and some of them values."""
+"""Score tokens by their keys, and some scorers by values too, without queries."""
 
 from typing import Any
 
@@ -13,47 +13,47 @@ from kvkit.typed import Array
 
 
 @scorer()
-def knorm(given: Inputs) -> Array:
+def knorm(inputs: Inputs) -> Array:
     """score = -|k| (arXiv 2406.11430)."""
-    return -norms(given.keys)
+    return -norms(inputs.keys)
 
 
 @scorer()
-def keydiff(given: Inputs) -> Array:
+def keydiff(inputs: Inputs) -> Array:
     """score = -cos(k, mean of k / |k|) (arXiv 2504.15364)."""
-    lengths = norms(given.keys)
-    units = given.keys / np.maximum(lengths, 1e-12)[..., None].astype(np.float32)
+    lengths = norms(inputs.keys)
+    units = inputs.keys / np.maximum(lengths, 1e-12)[..., None].astype(np.float32)
     anchor = units.mean(2, keepdims=True, dtype=np.float64).astype(np.float32)  # [B, Hkv, 1, D]
-    products = (given.keys @ anchor.swapaxes(2, 3))[..., 0]
+    products = (inputs.keys @ anchor.swapaxes(2, 3))[..., 0]
     return -products / np.maximum(lengths * norms(anchor), 1e-8)
 
 
 @scorer()
-def qfilter(given: Inputs, *, filters: Array) -> Array:
+def qfilter(inputs: Inputs, *, filters: Array) -> Array:
     """score = -<f, k> with a filter f of each key head, `filters` [Hkv, D] (arXiv 2503.02812)."""
     filters = finite_floats("filters", filters, 2)
-    wanted = given.heads, given.keys.shape[3]
+    wanted = inputs.heads, inputs.keys.shape[3]
     if filters.shape != wanted:
         raise argument_error("filters", f"shape {wanted}", filters.shape)
-    return -(given.keys @ filters[:, :, None])[..., 0]
+    return -(inputs.keys @ filters[:, :, None])[..., 0]
 
 
 @scorer("values")
-def lagkv(given: Inputs, *, sinks: int = 4, lag: int = 128, cross: bool = False) -> Array:
+def lagkv(inputs: Inputs, *, sinks: int = 4, lag: int = 128, cross: bool = False) -> Array:
     """Score a token by how its channels spread in the range of the next chunk (arXiv 2504.04704).
 
-    z = (x - min') / (max' - min') by the next chunk; t = softmax over the chunk of the deviation of z;
-    score = (t of keys + t of values) / 2, and unless `cross` its rank in the chunk / lag.
+    z = (x - min') / (max' - min') with the next chunk's min' and max' of each channel; t = softmax over the
+    chunk of the deviation of z over channels; score = (t of keys + t of values) / 2. Unless `cross`, the
+    score is its rank in the chunk / lag.
     """
     sinks, lag, cross = integer("sinks", sinks, 0), integer("lag", lag, 1), flag("cross", cross)
-    (batch, heads, tokens), result = given.keys.shape[:3], np.ones(given.keys.shape[:3])
+    (batch, heads, tokens), result = inputs.keys.shape[:3], np.ones(inputs.keys.shape[:3])
     if tokens < sinks + 2 * lag:
         result[..., sinks:] = np.arange(max(tokens - sinks, 0)) / max(tokens - sinks, 1)
         return result
     end = sinks + (tokens - sinks) // lag * lag
-    means = (
-        lag_weights(given.keys[:, :, sinks:end], lag) + lag_weights(given.values[:, :, sinks:end], lag)
-    ) / 2
+    keys, values = (lag_weights(side[:, :, sinks:end], lag) for side in inputs[:2])
+    means = (keys + values) / 2
     if not cross:
         means = np.argsort(np.argsort(means, -1, kind="stable"), -1, kind="stable") / lag
     result[..., sinks : end - lag] = means.reshape(batch, heads, -1)
@@ -61,7 +61,7 @@ def lagkv(given: Inputs, *, sinks: int = 4, lag: int = 128, cross: bool = False)
 
 
 def lag_weights(states: Array, lag: int) -> Array:
-    """Return t of `lagkv` for all chunks but the last, [B, Hkv, chunks - 1, lag]."""
+    """Return t of `lagkv` for all chunks except the last, [B, Hkv, chunks - 1, lag]."""
     chunks = states.reshape(*states.shape[:2], -1, lag, states.shape[3])
     own, later = chunks[:, :, :-1], chunks[:, :, 1:]
     low, high = later.min(3, keepdims=True), later.max(3, keepdims=True)
@@ -71,14 +71,14 @@ def lag_weights(states: Array, lag: int) -> Array:
 
 
 @scorer("values")
-def cur(given: Inputs, *, sinks: int = 4, window: int = 16, leverage: str = "kv_product") -> Array:
+def cur(inputs: Inputs, *, sinks: int = 4, window: int = 16, leverage: str = "kv_product") -> Array:
     """score = |k|^2 |v|^2, each divided by its sum over a block of `window` tokens (arXiv 2509.15038).
 
     `leverage` is "kv_product", "kv_avg", "key" or "value". Scores are divided by their sum; sinks score 1.
     """
     sinks, window = integer("sinks", sinks, 0), integer("window", window, 1)
     text("leverage", leverage, ("kv_product", "kv_avg", "key", "value"))
-    keys, values = (shares(np.square(side).sum(-1, dtype=np.float64), window) for side in given[:2])
+    keys, values = (shares(np.square(side).sum(-1, dtype=np.float64), window) for side in inputs[:2])
     result: Any = {"key": keys, "value": values, "kv_avg": (keys + values) / 2}.get(leverage, keys * values)
     total = result.sum(-1, keepdims=True)
     result = np.divide(result, total, out=np.zeros_like(result), where=total > 0)

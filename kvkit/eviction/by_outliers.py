@@ -19,16 +19,14 @@ from kvkit.typed import Array
 
 @scorer()
 def leverage(
-    given: Inputs, *, rope: Rope | str | None = None, positions: Any = None, jitter: float = 0.01
+    inputs: Inputs, *, rope: Rope | str | None = None, positions: Any = None, jitter: float = 0.01
 ) -> Array:
     """score = z-score of max(0, x (X'X + jitter I)^-1 x), x = k - mean, keys before rotation.
 
-    With `rope`, stored keys are first rotated back from their positions, by default 0, 1, 2, ...
+    With `rope`, stored keys are first rotated back from their `positions`, by default 0, 1, 2, ...
     """
-    positions = (
-        np.arange(given.tokens) if positions is None else index("positions", positions, 1, given.tokens)
-    )
-    keys = given.keys
+    keys, positions = inputs.keys, np.arange(inputs.tokens) if positions is None else positions
+    positions = index("positions", positions, 1, inputs.tokens)
     if rope is not None and rope != NO_ROTATION:
         rope = checked_rope(rope, keys.shape[3])
         keys = rope.shift(keys, -positions) / np.float32(rope.attention_factor)
@@ -36,7 +34,7 @@ def leverage(
 
 
 def raw_leverage(keys: Array, jitter: float) -> Array:
-    """Return the leverage of keys before the z-score; without jitter a head's sums to the keys' rank."""
+    """Return the leverage of keys before the z-score; without jitter its sum is the rank of a head's keys."""
     result = np.empty(keys.shape[:3])
     for b, h in np.ndindex(keys.shape[:2]):
         x = keys[b, h] - keys[b, h].mean(0, dtype=np.float64)
@@ -46,34 +44,34 @@ def raw_leverage(keys: Array, jitter: float) -> Array:
 
 
 @scorer("queries", "values")
-def non_causal(given: Inputs, *, chunk: int = 256) -> Array:
-    """score = z-score of the mean of 3 neighbours of |v| * (sum over a chunk's queries of softmax(q k)).
+def non_causal(inputs: Inputs, *, chunk: int = 256) -> Array:
+    """score = z-score of the mean over 3 neighbours of |v| * (sum over a chunk's queries of softmax(q k)).
 
     The softmax is over the chunk's keys, without scale and without the causal rule.
     """
-    chunk, tokens = integer("chunk", chunk, 1), given.tokens
-    queries = given.last_queries(tokens)
+    chunk, tokens = integer("chunk", chunk, 1), inputs.tokens
+    queries = inputs.last_queries(tokens)
     sums = np.empty((*queries.shape[:3], tokens))
     for head in np.ndindex(queries.shape[:3]):
         for begin in range(0, tokens, chunk):
             part = slice(begin, begin + chunk)
-            weights = softmax_in_place(queries[head][part] @ given.keys[head[:2]][part].T)
+            weights = softmax_in_place(queries[head][part] @ inputs.keys[head[:2]][part].T)
             sums[head][part] = weights.sum(0, dtype=np.float64)
-    means = mean_of_groups(sums.reshape(len(sums), -1, tokens), given.heads)
-    return z_scored(pooled(means * norms(given.values), 3, "avg"))
+    means = mean_of_groups(sums.reshape(len(sums), -1, tokens), inputs.heads)
+    return z_scored(pooled(means * norms(inputs.values), 3, "avg"))
 
 
 @scorer("queries", "values")
 def compactor(
-    given: Inputs, *, blend: float, rope: Rope | str | None = None, positions: Any = None, chunk: int = 256,
+    inputs: Inputs, *, blend: float, rope: Rope | str | None = None, positions: Any = None, chunk: int = 256,
     first: int = 8, last: int = 4,
 ) -> Array:  # fmt: skip
     """score = blend * leverage + non_causal; the first 8 and the last 4 tokens stay.
 
-    `blend` is the share of evicted tokens.
+    The paper sets `blend` to the share of tokens that are evicted.
     """
-    outliers = leverage(given, rope=rope, positions=positions)
-    blended = finite_number("blend", blend) * outliers + non_causal(given, chunk=chunk)
+    outliers = leverage(inputs, rope=rope, positions=positions)
+    blended = finite_number("blend", blend) * outliers + non_causal(inputs, chunk=chunk)
     first, last = integer("first", first, 0), integer("last", last, 0)
-    inner = blended[..., first : given.tokens - last]
+    inner = blended[..., first : inputs.tokens - last]
     return protected(inner, first, last) if inner.shape[-1] else np.ones_like(blended)

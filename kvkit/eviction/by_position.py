@@ -1,4 +1,4 @@
-"""Scorers that read no keys or values: by position, and by chance."""
+"""Score tokens by position, or by chance, without reading keys or values."""
 
 import numpy as np
 
@@ -10,20 +10,20 @@ from kvkit.typed import Array
 
 
 @scorer()
-def streaming(given: Inputs, *, budget: int, sinks: int = 4) -> Array:
+def streaming(inputs: Inputs, *, budget: int, sinks: int = 4) -> Array:
     """score = 1 for the first `sinks` tokens and the last budget - sinks, else 0 (arXiv 2309.17453)."""
     budget, sinks = integer("budget", budget, 1), integer("sinks", sinks, 0)
     if budget < sinks:
         raise argument_error("budget", f"at least sinks, {sinks}", budget, TooFewTokensError)
-    result = np.zeros(given.keys.shape[:3])
+    result = np.zeros(inputs.keys.shape[:3])
     result[..., :sinks] = 1
-    result[..., max(0, given.tokens - (budget - sinks)) :] = 1
+    result[..., max(0, inputs.tokens - (budget - sinks)) :] = 1
     return result
 
 
 @scorer()
-def random(given: Inputs, *, seed: int = 0) -> Array:
-    """Score each token by a uniform number, the same for each row of a batch: a baseline."""
-    _, heads, tokens, _ = given.keys.shape
+def random(inputs: Inputs, *, seed: int = 0) -> Array:
+    """Score each token by a uniform random number, the same in all rows of the batch: a baseline."""
+    _, heads, tokens, _ = inputs.keys.shape
     drawn = np.random.default_rng(integer("seed", seed, 0)).random((1, heads, tokens))
-    return np.broadcast_to(drawn, given.keys.shape[:3])
+    return np.broadcast_to(drawn, inputs.keys.shape[:3])

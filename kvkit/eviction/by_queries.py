@@ -1,72 +1,73 @@
-"""Scorers by the attention of the last queries."""
+"""Score tokens, pages or channels by the attention of the last queries."""
 
 import numpy as np
 
 from kvkit.checks.values import finite_number, integer, text
 from kvkit.eviction.inputs import BLOCK_ELEMENTS, Inputs, softmax_in_place
-from kvkit.eviction.parts import mean_of_groups, norms, pooled, protected, window_before, window_sums
+from kvkit.eviction.parts import checked_window, mean_of_groups, norms, pooled, protected, window_sums
 from kvkit.eviction.scorers import scorer
 from kvkit.typed import Array
 
 
 @scorer("queries or weights")
 def snapkv(
-    given: Inputs, *, window: int = 64, kernel: int = 5, pool: str = "avg", reduce: str = "mean"
+    inputs: Inputs, *, window: int = 64, kernel: int = 5, pool: str = "avg", reduce: str = "mean"
 ) -> Array:
     """score = mean over the group of pool(mean of the window's weights); the window stays (arXiv 2404.14469).
 
-    The paper's code has `reduce` "sum", a window of 32 and `pool` "avg" or "max".
+    The window is the last `window` tokens. The paper's code has `reduce` "sum", a window of 32 and `pool`
+    "avg" or "max".
     """
-    window, kernel = window_before(given, window), integer("kernel", kernel, 1)
+    window, kernel = checked_window(inputs, window), integer("kernel", kernel, 1)
     text("pool", pool, ("avg", "max")), text("reduce", reduce, ("mean", "sum"))
-    sums = window_sums(given, window)[..., :-window]
+    sums = window_sums(inputs, window)[..., :-window]
     sums = sums / window if reduce == "mean" else sums
-    return protected(mean_of_groups(pooled(sums, kernel, pool), given.heads), last=window)
+    return protected(mean_of_groups(pooled(sums, kernel, pool), inputs.heads), last=window)
 
 
 @scorer("queries or weights")
-def tova(given: Inputs) -> Array:
-    """score = the last query's weight, mean over all heads; the last token stays (arXiv 2401.06104)."""
-    window_before(given, 1)
-    means = window_sums(given, 1)[..., :-1].mean(1, keepdims=True)
-    return protected(np.repeat(means, given.heads, 1), last=1)
+def tova(inputs: Inputs) -> Array:
+    """score = weight of the last query, mean over all heads; the last token stays (arXiv 2401.06104)."""
+    checked_window(inputs, 1)
+    means = window_sums(inputs, 1)[..., :-1].mean(1, keepdims=True)
+    return protected(np.repeat(means, inputs.heads, 1), last=1)
 
 
 @scorer("queries")
-def finch(given: Inputs, *, window: int) -> Array:
+def finch(inputs: Inputs, *, window: int) -> Array:
     """score = mean of weight * (number of keys before the query); the window stays (arXiv 2408.00167)."""
-    window = window_before(given, window)
-    before = given.tokens - window + np.arange(window)
-    sums = window_sums(given, window, before)[..., :-window] / window
-    return protected(mean_of_groups(sums, given.heads), last=window)
+    window = checked_window(inputs, window)
+    before = inputs.tokens - window + np.arange(window)
+    sums = window_sums(inputs, window, before)[..., :-window] / window
+    return protected(mean_of_groups(sums, inputs.heads), last=window)
 
 
 @scorer("queries")
 def rkv(
-    given: Inputs, *, window: int = 8, kernel: int = 7, mix: float = 0.07, threshold: float = 0.5
+    inputs: Inputs, *, window: int = 8, kernel: int = 7, mix: float = 0.07, threshold: float = 0.5
 ) -> Array:
     """score = mix * attention - (1 - mix) * redundancy; the window stays (arXiv 2505.24133).
 
-    attention = pool max of mean over the window of softmax(max over the group of q k / sqrt(D)), over
-    earlier keys only. redundancy = softmax of the mean cosine with all keys, without the last key whose
-    cosine is above `threshold`.
+    attention = maximum over `kernel` neighbours of mean over the window of softmax(max over the group of
+    q k / sqrt(D)), over earlier keys only. redundancy = softmax of the mean cosine with all keys; the last
+    key whose cosine is above `threshold` counts as 0.
     """
-    window, kernel = window_before(given, window), integer("kernel", kernel, 1)
+    window, kernel = checked_window(inputs, window), integer("kernel", kernel, 1)
     mix, threshold = finite_number("mix", mix), finite_number("threshold", threshold)
-    queries, earlier = given.last_queries(window), given.tokens - window
-    result = np.empty((*given.keys.shape[:2], earlier))
-    for b, h in np.ndindex(given.keys.shape[:2]):
+    queries, earlier = inputs.last_queries(window), inputs.tokens - window
+    result = np.empty((*inputs.keys.shape[:2], earlier))
+    for b, h in np.ndindex(inputs.keys.shape[:2]):
         products = np.full((window, earlier), -np.inf, np.float32)
         for query in queries[b, h]:
-            np.maximum(products, query @ given.keys[b, h, :earlier].T, out=products)
+            np.maximum(products, query @ inputs.keys[b, h, :earlier].T, out=products)
         weights = softmax_in_place(products * np.float32(queries.shape[-1] ** -0.5)).mean(0, dtype=np.float64)
-        redundancy = softmax_in_place(mean_cosines(given.keys[b, h], threshold))[:earlier]
+        redundancy = softmax_in_place(mean_cosines(inputs.keys[b, h], threshold))[:earlier]
         result[b, h] = mix * pooled(weights, kernel, "max") - (1 - mix) * redundancy
     return protected(result, last=window)
 
 
 def mean_cosines(keys: Array, threshold: float) -> Array:
-    """Return the mean cosine of each key [S, D] with all keys, by the rule of `rkv`, float32 [S]."""
+    """Return the mean cosine of each key [S, D] with all keys as `rkv` defines it, float32 [S]."""
     tokens = len(keys)
     units = keys / (norms(keys) + 1e-8)[:, None].astype(np.float32)
     sums, size = np.zeros(tokens), max(1, BLOCK_ELEMENTS // tokens)
@@ -82,24 +83,26 @@ def mean_cosines(keys: Array, threshold: float) -> Array:
 
 
 @scorer("queries", scored="pages")
-def quest(given: Inputs, *, page: int = 16) -> Array:
-    """Bound q k over each page by sum of max(q max, q min), for the last query (arXiv 2406.10774).
+def quest(inputs: Inputs, *, page: int = 16) -> Array:
+    """score of a page = sum over channels of max(q max k, q min k) >= q k, q the last query.
 
-    It evicts nothing: attention reads the pages of the largest bounds [B, Hq, pages].
+    It evicts nothing: attention reads the pages with the largest bounds [B, Hq, pages] (arXiv 2406.10774).
     """
     page = integer("page", page, 1)
-    starts = np.arange(0, given.tokens, page)
-    query = given.last_queries(1)  # [B, Hkv, G, 1, D]
-    high, low = (rule.reduceat(given.keys, starts, axis=2)[:, :, None] for rule in (np.maximum, np.minimum))
+    starts = np.arange(0, inputs.tokens, page)
+    query = inputs.last_queries(1)  # [B, Hkv, G, 1, D]
+    high, low = (rule.reduceat(inputs.keys, starts, axis=2)[:, :, None] for rule in (np.maximum, np.minimum))
     bounds = np.maximum(query * high, query * low).sum(-1, dtype=np.float64)  # [B, Hkv, G, pages]
     return bounds.reshape(len(bounds), -1, len(starts))
 
 
 @scorer("queries", scored="channels")
-def think(given: Inputs, *, window: int = 32) -> Array:
-    """Score channels by mean q^2 of the window * mean k^2, [B, Hkv, D] (arXiv 2407.21018).
+def think(inputs: Inputs, *, window: int = 32) -> Array:
+    """score of a channel = mean of q^2 over the window * mean of k^2, [B, Hkv, D] (arXiv 2407.21018).
 
-    It evicts no tokens: a format may leave out the channels of the smallest scores.
+    It evicts no tokens: a format may leave out the channels with the smallest scores.
     """
-    queries = given.last_queries(integer("window", window, 1))
-    return np.square(queries).mean((2, 3), dtype=np.float64) * np.square(given.keys).mean(2, dtype=np.float64)
+    queries = inputs.last_queries(integer("window", window, 1))
+    return np.square(queries).mean((2, 3), dtype=np.float64) * np.square(inputs.keys).mean(
+        2, dtype=np.float64
+    )

@@ -15,14 +15,14 @@ from kvkit.typed import Array
 
 
 class H2O:
-    """Heavy hitters: keep the tokens of the largest summed weights, and the recent ones (arXiv 2306.14048).
+    """Keeps heavy hitters, the tokens with the largest sums of weights, and recent tokens (arXiv 2306.14048).
 
-    Each key head keeps its own tokens.
+    Each key head keeps tokens of its own.
 
     Parameters
     ----------
     heavy, recent : int
-        How many tokens stay by their weights, and how many of the last tokens stay.
+        How many tokens stay because of their weights, and how many of the last tokens stay.
     num_kv_heads : int
         The number of key heads, a divisor of the query heads; 0: as many as query heads.
 
@@ -56,7 +56,7 @@ class H2O:
         Parameters
         ----------
         weights : ndarray, shape [B, Hq, stored] or [B, Hq, q, stored]
-            The weights of one query or of several, or their sums. The stored tokens are those that the last
+            The weights of each query, or their sums over queries. The stored tokens are those that the last
             call kept, in order, then the new ones.
 
         Returns
@@ -84,11 +84,11 @@ class H2O:
         rows = np.broadcast_to(np.arange(stored), positions.shape)
         if dropped:
             rows = np.concatenate((best(sums[..., :old], old - dropped), rows[..., old:]), -1)
-        gone = np.ones(positions.shape, bool)
-        np.put_along_axis(gone, rows, False, -1)
+        leaves = np.ones(positions.shape, bool)
+        np.put_along_axis(leaves, rows, False, -1)
         self.positions = np.take_along_axis(positions, rows, -1)
         self._sums = np.take_along_axis(sums, rows, -1)
-        return positions[gone].reshape(batch, heads, dropped)
+        return positions[leaves].reshape(batch, heads, dropped)
 
 
 class Decoding:
@@ -100,7 +100,7 @@ class Decoding:
         self.steps = 0
 
     def __call__(self, cache: Any, queries: Any = None) -> Any:
-        """Count a step; every `interval` steps compress the cache to `target` tokens; return the report."""
+        """Count a step. Every `interval` steps compress the cache to `target` tokens; return the report."""
         self.steps += 1
         if self.steps % self.interval or max(layer.stored_tokens for layer in cache.layers) <= self.target:
             return None
@@ -117,9 +117,9 @@ def decoding(scorer: Any, interval: int = 512, target: int = 2048, **options: An
     interval : int
         The number of steps between compressions.
     target : int
-        How many tokens stay.
+        How many tokens a compression keeps.
     **options
-        More arguments of ``cache.compress``.
+        Other arguments of ``cache.compress``.
 
     Examples
     --------

@@ -12,11 +12,11 @@ from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import FLOATS
 from kvkit.typed import Array
 
-BLOCK_ELEMENTS = 2**21  # weights that are computed at once
+BLOCK_ELEMENTS = 2**21  # the most weights that are computed at once
 
 
 class Inputs(NamedTuple):
-    """Keys, values, queries and weights of a layer, float32; None if not given."""
+    """Holds the keys, values, queries and weights of a layer that a scorer reads, as float32 or None."""
 
     keys: Array  # [B, Hkv, S, D]
     values: Array | Any  # [B, Hkv, S, Dv]
@@ -36,8 +36,7 @@ class Inputs(NamedTuple):
     @property
     def query_heads(self) -> int:
         """Return Hq, the number of query heads."""
-        given = self.weights if self.queries is None else self.queries
-        return int(given.shape[1])
+        return int((self.weights if self.queries is None else self.queries).shape[1])
 
     def last_queries(self, window: int) -> Array:
         """Return the queries of the last `window` tokens, [B, Hkv, G, W, D]."""
@@ -84,7 +83,7 @@ def finite_floats(name: str, array: Array, ndim: int) -> Array:
 
 
 def refuse_first(name: str, array: Array, wrong: Array, wanted: str) -> Array:
-    """Return the array; raise if a number is wrong, with the place of the first one."""
+    """Return the array; raise with the place of the first number that is `wrong`, if there is one."""
     if wrong.any():
         at = tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
         raise argument_error(name, wanted, f"{array[at]} at {at}")
@@ -92,32 +91,32 @@ def refuse_first(name: str, array: Array, wrong: Array, wanted: str) -> Array:
 
 
 def scores_array(name: str, array: Array) -> Array:
-    """Check scores [B, Hkv, S] from any source; NaN is refused."""
+    """Return scores [B, Hkv, S]; raise if they have another form or a NaN."""
     if not isinstance(array, np.ndarray) or array.ndim != 3 or array.dtype.kind != "f" or not array.size:
         raise argument_error(name, "an array of floats [B, Hkv, S]", describe(array))
     return refuse_first(name, array, np.isnan(array), "numbers")
 
 
-def weight_blocks(given: Inputs, window: int) -> Iterator[tuple[int, int, int, Array]]:
-    """Yield the causal weights of the last `window` queries, some queries at a time.
+def weight_blocks(inputs: Inputs, window: int) -> Iterator[tuple[int, int, int, Array]]:
+    """Yield the causal weights of the last `window` queries, in blocks of queries.
 
-    Yields (row of the batch, key head, first query of the block, weights [G, queries, S]).
+    A block is (row of the batch, key head, its first query, weights [G, queries, S]).
     """
-    tokens, whole = given.tokens, given.queries is None
-    if whole and given.weights.shape[2] < window:
-        raise argument_error("weights", f"those of the last {window} queries", given.weights.shape[2])
+    tokens, whole = inputs.tokens, inputs.queries is None
+    if whole and inputs.weights.shape[2] < window:
+        raise argument_error("weights", f"those of the last {window} queries", inputs.weights.shape[2])
     if not whole:
-        queries = given.last_queries(window)
-    group = given.query_heads // given.heads
+        queries = inputs.last_queries(window)
+    group = inputs.query_heads // inputs.heads
     size = max(1, BLOCK_ELEMENTS // (group * tokens))
-    for b, h in np.ndindex(given.keys.shape[:2]):
+    for b, h in np.ndindex(inputs.keys.shape[:2]):
         for first in range(0, window, size):
             end = min(first + size, window)
             if whole:
-                rows = given.weights[b, h * group : (h + 1) * group, -window:]
+                rows = inputs.weights[b, h * group : (h + 1) * group, -window:]
                 yield b, h, first, rows[:, first:end]
                 continue
-            block = queries[b, h, :, first:end] @ given.keys[b, h].T
+            block = queries[b, h, :, first:end] @ inputs.keys[b, h].T
             block *= np.float32(queries.shape[-1] ** -0.5)
             last = tokens - window + np.arange(first, end)  # the last key that a query sees
             from_key = int(last[0]) + 1

@@ -1,4 +1,4 @@
-"""Steps that scorers share: sums over queries, means over heads, pooling, protected tokens."""
+"""Compute what several scorers use: sums over queries, means over heads, pooling, protected tokens."""
 
 import numpy as np
 
@@ -8,14 +8,14 @@ from kvkit.eviction.inputs import Inputs, weight_blocks
 from kvkit.typed import Array
 
 
-def window_sums(given: Inputs, window: int, factors: Array | None = None) -> Array:
-    """Return the sums of the weights of the last `window` queries, times factors, float64 [B, Hq, S]."""
-    if given.queries is None and given.weights.ndim == 3:
-        return given.weights.astype(np.float64)
-    batch, heads, tokens, _ = given.keys.shape
-    group = given.query_heads // heads
+def window_sums(inputs: Inputs, window: int, factors: Array | None = None) -> Array:
+    """Return the sums over the last `window` queries of weights times factors, float64 [B, Hq, S]."""
+    if inputs.queries is None and inputs.weights.ndim == 3:
+        return inputs.weights.astype(np.float64)
+    batch, heads, tokens, _ = inputs.keys.shape
+    group = inputs.query_heads // heads
     sums = np.zeros((batch, heads, group, tokens))
-    for b, h, first, block in weight_blocks(given, window):
+    for b, h, first, block in weight_blocks(inputs, window):
         if factors is not None:
             block = block * factors[first : first + block.shape[1], None].astype(np.float32)
         sums[b, h] += block.sum(1, dtype=np.float64)
@@ -29,7 +29,7 @@ def mean_of_groups(states: Array, heads: int) -> Array:
 
 
 def pooled(scores: Array, kernel: int, pool: str) -> Array:
-    """Return the mean or maximum of `kernel` neighbours; beyond the ends a mean counts zeros."""
+    """Return the mean or maximum of each `kernel` neighbours; beyond the ends a mean counts zeros."""
     if kernel % 2 == 0:
         raise argument_error("kernel", "an odd number", kernel)
     half, tokens = kernel // 2, scores.shape[-1]
@@ -42,27 +42,27 @@ def pooled(scores: Array, kernel: int, pool: str) -> Array:
 
 
 def protected(scores: Array, first: int = 0, last: int = 0) -> Array:
-    """Add protected tokens before and after the others: they score 1 more than the best of their row."""
+    """Add scores of protected tokens before and after others: the largest of the batch row, plus 1."""
     top = scores.max((1, 2), keepdims=True) + 1
     ends = [np.broadcast_to(top, (*scores.shape[:2], count)) for count in (first, last)]
     return np.concatenate((ends[0], scores, ends[1]), -1)
 
 
 def z_scored(scores: Array) -> Array:
-    """Return scores with mean 0 and deviation 1 (divisor n - 1) over all heads of a row of the batch."""
+    """Return scores shifted and scaled to mean 0 and deviation 1 (divisor n - 1) in each row of the batch."""
     deviation = scores.std((1, 2), ddof=1, keepdims=True) if scores[0].size > 1 else np.zeros((1, 1, 1))
     return (scores - scores.mean((1, 2), keepdims=True)) / np.maximum(deviation, 1e-6)
 
 
 def norms(states: Array) -> Array:
-    """Return the lengths of heads, float64 [B, H, S]."""
+    """Return the Euclidean norms of keys or values, float64 [B, H, S]."""
     return np.sqrt(np.square(states).sum(-1, dtype=np.float64))
 
 
-def window_before(given: Inputs, window: int) -> int:
-    """Check the length of a window that is protected; return it."""
+def checked_window(inputs: Inputs, window: int) -> int:
+    """Check that a protected window has fewer tokens than there are; return its length."""
     window = integer("window", window, 1)
-    if given.tokens <= window:
-        wanted = f"fewer than the {given.tokens} tokens"
+    if inputs.tokens <= window:
+        wanted = f"fewer than the {inputs.tokens} tokens"
         raise argument_error("window", wanted, window, TooFewTokensError)
     return window

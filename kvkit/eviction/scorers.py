@@ -1,4 +1,4 @@
-"""The table of scorers, and the function that calls them by name."""
+"""Register scorers in a table, and call them by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEEDED = {
 
 
 class Scorer(NamedTuple):
-    """Describes a published rule that scores tokens.
+    """Describes a scorer, a published rule that scores tokens.
 
     Attributes
     ----------
@@ -32,7 +32,8 @@ class Scorer(NamedTuple):
     needs : tuple of str
         The arguments of `scores` that it needs besides keys; "or" joins alternatives.
     scored : str
-        "tokens" [B, Hkv, S]; "pages" [B, Hq, pages] or "channels" [B, Hkv, D], which do not evict tokens.
+        What scores are for: "tokens" [B, Hkv, S]; or, evicting nothing, "pages" [B, Hq, pages] or "channels"
+        [B, Hkv, D].
     """
 
     name: str
@@ -46,11 +47,11 @@ class Scorer(NamedTuple):
         parameters = dict(inspect.signature(self.score).parameters)
         return {name: each for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
 
-    def check(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    def check(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """Raise if an array that the scorer needs is None, or an option is missing or unknown."""
         for need in self.needs:
             names = need.split(" or ")
-            if all(given.get(name) is None for name in names):
+            if all(arrays.get(name) is None for name in names):
                 wanted = " or ".join(NEEDED[name] for name in names)
                 raise argument_error(names[0], f"{wanted}, which {self.name} needs", "None")
         for name in options:
@@ -65,7 +66,7 @@ SCORERS: dict[str, Scorer] = {}
 
 
 def scorer(*needs: str, scored: str = "tokens") -> Callable[[Score], Score]:
-    """Decorate a function to register it as the scorer of its name, with the arguments that it needs."""
+    """Decorate a function to register it as a scorer of its name; `needs` and `scored` as in `Scorer`."""
 
     def register(function: Score) -> Score:
         SCORERS[function.__name__] = Scorer(function.__name__, function, needs, scored)
@@ -92,7 +93,7 @@ def scores(
 ) -> Array:
     """Score the tokens of a layer by a published rule: larger scores for tokens that should stay.
 
-    Rows of the batch do not depend on each other. Sums are float64, other arithmetic is float32.
+    Rows of the batch are scored independently. Sums are float64, other arithmetic is float32.
 
     Parameters
     ----------
@@ -127,16 +128,14 @@ def scores(
     >>> eviction.scores("knorm", keys)
     array([[[-3., -1., -2.]]], dtype=float32)
     """
-    found = scorer_of(name)
-    return computed(keys, found, values, queries, weights, options)
+    return scores_by(keys, scorer_of(name), values, queries, weights, options)
 
 
 @returns_input_kind
-def computed(
-    keys: Array, found: Scorer, values: Any, queries: Any, weights: Any, options: Mapping[str, Any]
+def scores_by(
+    keys: Array, rule: Scorer, values: Any, queries: Any, weights: Any, options: Mapping[str, Any]
 ) -> Array:
-    """Return the scores of a scorer, as an array of the library of the keys."""
-    found.check({"values": values, "queries": queries, "weights": weights}, options)
-    given = checked_inputs(keys, values, queries, weights)
-    result = found.score(given, **options)
-    return np.ascontiguousarray(result, np.float32)
+    """Return the scores by a rule; they are of the kind of the first argument, an array or a tensor."""
+    rule.check({"values": values, "queries": queries, "weights": weights}, options)
+    inputs = checked_inputs(keys, values, queries, weights)
+    return np.ascontiguousarray(rule.score(inputs, **options), np.float32)

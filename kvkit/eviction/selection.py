@@ -1,4 +1,4 @@
-"""Select which tokens stay: the best of each head, under a budget for heads, layers or chunks."""
+"""Select the tokens that stay: those with the best scores, under a budget for heads, layers or chunks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvkit.eviction.inputs import refuse_first, scores_array
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array
 
-LARGEST = np.finfo(np.float64).max  # of the scores beside protected tokens
+LARGEST = np.finfo(np.float64).max  # the bound of other scores where protected tokens score inf
 
 
 class Kept(NamedTuple):
-    """The rows that stay if heads keep different numbers of tokens.
+    """Lists the rows that stay, if heads keep different numbers of tokens.
 
     Attributes
     ----------
     rows : ndarray of int64
-        The rows of all heads, ascending for each head, in the order of the batch and then of heads.
+        The rows of all heads, head after head: first those of row 0 of the batch. They ascend in each head.
     starts : ndarray of int64, shape [B * Hkv + 1]
         Where the rows of each head begin.
     """
@@ -46,7 +46,7 @@ def kept_count(tokens: int, keep: float | None, count: SupportsIndex | None) -> 
 
 
 def best(scores: Array, count: int) -> Array:
-    """Return the ascending indices of the `count` largest scores; of equal scores the earlier ones."""
+    """Return the ascending indices of the `count` largest scores; among equal scores the earlier ones."""
     order = np.argsort(-scores, axis=-1, kind="stable")
     return np.sort(order[..., :count], axis=-1)
 
@@ -62,7 +62,7 @@ def select(
     first: int = 0,
     last: int = 0,
 ) -> Array | Kept:
-    """Select the rows that stay, by their scores; of equal scores the earlier rows.
+    """Select the rows with the best scores; among equal scores the earlier rows.
 
     Parameters
     ----------
@@ -72,11 +72,11 @@ def select(
     count : int, optional
         How many tokens stay, in place of a share.
     budget : str or array_like of int
-        ``"uniform"``: the same count for every head. ``"ada"``: the same count on average, shared out among
-        the heads of a row of the batch by their scores. Or a count for each head, [Hkv] or [B, Hkv], in place
-        of `keep`.
+        ``"uniform"``: the same count for every head. ``"ada"``: the same count on average, divided among the
+        heads of a row of the batch by their scores. Or a count for each head, [Hkv] or [B, Hkv], in place of
+        `keep`.
     threshold : float or array_like, optional
-        Keep every token that scores at least so much, in place of a count; a number, [Hkv] or [B, Hkv].
+        Keep every token whose score is at least this, in place of a count; a number, [Hkv] or [B, Hkv].
     first, last : int
         How many of the first and of the last tokens stay whatever their scores.
 
@@ -132,7 +132,7 @@ def with_protected(scores: Array, ends: ArrayLike, first: int, last: int) -> Arr
 
 
 def per_head(name: str, numbers: ArrayLike, shape: tuple[int, ...], kinds: str) -> Array:
-    """Return [B, Hkv] numbers, from these, from [Hkv], or from one number for all heads."""
+    """Return an array [B, Hkv] from one, from [Hkv], or from one number for all heads."""
     array = np.asarray(numbers)
     if array.dtype.kind not in kinds or array.shape not in ((), shape[1:], shape):
         raise argument_error(name, f"numbers of shape {shape[1:]} or {shape}", describe(array))
@@ -142,22 +142,25 @@ def per_head(name: str, numbers: ArrayLike, shape: tuple[int, ...], kinds: str) 
 
 
 def take(scores: Array, counts: Array) -> Kept:
-    """Return the best rows of each head, `counts` [B, Hkv] of them."""
+    """Return the rows with the best scores of each head; `counts` [B, Hkv] says how many."""
     order = np.argsort(-scores, axis=-1, kind="stable")
     rows = [np.sort(order[index][: counts[index]]) for index in np.ndindex(counts.shape)]
     return Kept(np.concatenate(rows), np.append(0, np.cumsum(counts)))
 
 
 def ada_counts(scores: Array, count: int, safe: float = 0.2) -> Array:
-    """Return how many tokens each head keeps of `count` for a head on average, int64 [B, Hkv].
+    """Return how many tokens each head keeps if heads keep `count` on average, int64 [B, Hkv].
 
-    Each head first gets int(count * safe) tokens; the others are those of the largest scores of all heads.
+    Each head keeps its int(count * safe) best tokens; the other tokens are the best of all heads together.
     """
     return shared_counts([scores], count * scores.shape[1], int(count * safe))[0]
 
 
 def shared_counts(layers: Sequence[Array], total: int, safe: int) -> Array:
-    """Return how many tokens each head keeps if all heads of a batch row share `total`, [L, B, Hkv]."""
+    """Return how many tokens each head keeps if the heads of a batch row keep `total` in all, [L, B, Hkv].
+
+    Each head keeps its `safe` best tokens; the other tokens are the best of all heads together.
+    """
     batch, heads, _ = layers[0].shape
     counts = np.zeros((len(layers), batch, heads), np.int64)
     owners = np.repeat(np.arange(len(layers) * heads), np.repeat([each.shape[2] for each in layers], heads))
@@ -177,7 +180,7 @@ def uniform_budget(*, layers: int, tokens: int, keep: float) -> Array:
 
 
 def pyramid_budget(*, layers: int, tokens: int, keep: float, window: int = 64, beta: float = 20.0) -> Array:
-    """Return counts that fall from the first layer to the last, with the same sum (arXiv 2406.02069).
+    """Return counts that fall from the first layer to the last, with an unchanged sum (arXiv 2406.02069).
 
     With total = tokens * keep they fall from 2 total - low to low = total / beta. If low is less than
     `window`, all layers keep `total`.
@@ -203,10 +206,10 @@ def ada_budget(*, scores: Array, keep: float, safe: float = 0.2) -> Array:
 
 
 def global_budget(*, scores: Sequence[Array], keep: float) -> Array:
-    """Return the counts of heads under one threshold for all layers, [L, B, Hkv] (arXiv 2505.23416)."""
+    """Return the counts of heads if all layers have one threshold, [L, B, Hkv] (arXiv 2505.23416)."""
     layers = [scores_array(f"scores[{i}]", each) for i, each in enumerate(scores)]
     if len({each.shape[:2] for each in layers}) != 1:
-        raise argument_error("scores", "layers of one batch and as many heads", f"{len(layers)} layers")
+        raise argument_error("scores", "layers of one batch size and one number of heads", "others")
     total = sum(each.shape[1] * kept_count(each.shape[2], keep, None) for each in layers)
     return shared_counts(layers, total, 0)
 
@@ -214,7 +217,7 @@ def global_budget(*, scores: Sequence[Array], keep: float) -> Array:
 def duo_budget(*, table: ArrayLike, tokens: int, first: int = 128, last: int = 256) -> Array:
     """Return the counts of heads [L, Hkv]: all tokens where `table` is True, first + last elsewhere.
 
-    `select` with the same `first` and `last` keeps these (arXiv 2410.10819).
+    Call `select` with the same `first` and `last` (arXiv 2410.10819).
     """
     retrieves, tokens = np.asarray(table), integer("tokens", tokens, 1)
     if retrieves.dtype != np.bool_ or retrieves.ndim != 2:
@@ -237,20 +240,20 @@ def budgets(kind: str, **options: Any) -> Array:
     Parameters
     ----------
     kind : str
-        ``"uniform"`` and ``"pyramid"`` share out tokens over layers; ``"ada"`` over the heads of a layer,
-        ``"global"`` over all heads of all layers, both by scores; ``"duo"`` by a table of heads.
+        ``"uniform"`` and ``"pyramid"`` divide the tokens among layers; ``"ada"`` among the heads of a layer
+        and ``"global"`` among the heads of all layers, by scores; ``"duo"`` by a table of heads.
     **options
         ``uniform``: layers, tokens, keep. ``pyramid``: these, window (64) and beta (20). ``ada``: scores
         [B, Hkv, S], keep, safe (0.2). ``global``: scores, one array for each layer, keep. ``duo``: table,
         bool [L, Hkv], tokens, first (128), last (256).
 
-        The last layer of a pyramid keeps `window` tokens or more. Where it cannot, all layers keep as many,
-        as in kvpress: by default, for every `keep` below one half with ``tokens * keep`` below 1,280.
+        The last layer of a pyramid keeps `window` tokens or more. Where it cannot, all layers keep the same
+        number, as in kvpress: by default if `keep` is below one half and ``tokens * keep`` below 1,280.
 
     Returns
     -------
     ndarray of int64
-        [L], [B, Hkv], [L, B, Hkv] or [L, Hkv], as `select` takes for each layer.
+        [L], [B, Hkv], [L, B, Hkv] or [L, Hkv]. `select` takes the part of a layer.
 
     Examples
     --------
@@ -262,20 +265,20 @@ def budgets(kind: str, **options: Any) -> Array:
     try:
         return function(**options)
     except TypeError as error:
-        wanted = "options as its documentation says"
-        raise argument_error(f"budgets({kind!r})", wanted, str(error).partition("() ")[2] or error) from None
+        found = str(error).partition("() ")[2].removeprefix("got ") or error
+        raise argument_error(f"budgets({kind!r})", "the options of this kind", found) from None
 
 
 def chunks(scores: Array, length: int = 20, *, keep: float) -> Array | Kept:
-    """Select whole chunks of neighbours, the same for all heads (arXiv 2502.00299).
+    """Select whole chunks of neighbouring tokens, the same for all heads (arXiv 2502.00299).
 
     Parameters
     ----------
     scores : ndarray, shape [B, Hkv, S]
     length : int
-        The tokens of a chunk; the last chunk may be shorter.
+        The number of tokens in a chunk; the last chunk may be shorter.
     keep : float
-        The share of chunks that stay, at least one. Those of the best mean scores stay.
+        The share of chunks that stay, at least one chunk: those with the best mean scores.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Attention over static batches: whole keys and values, or a cache that the new ones are appended to."""
+"""Attend in sequences of one length: to arrays of keys and values, or to a cache after an append."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def multi_head_cache_attention(
 
     `key_value_cache` rounds what it returns to the dtype of the data. Here codes are multiplied with their
     scales in float32, and rounded only where scales have a coarser dtype than the data. So a score s may
-    differ by 2^-11 s, and for bfloat16 by 2^-8 s. Tolerances of outputs therefore grow with
+    differ by 2^-11 s, and for bfloat16 by 2^-8 s. Differences of outputs therefore grow with
     max(1, largest magnitude of a score in the row / 8).
 
     Parameters
@@ -166,20 +166,10 @@ def multi_head_cache_attention(
         Scales of a quantized cache. Its shape is that of ``cache``, with a last axis of Dh/quant_group.
     attn_mask : ndarray, optional
         As in `multi_head_attention`, right-aligned to [B, num_heads, S, start_pos + S].
-    num_heads, head_dim, num_kv_heads : int
-        The number of query heads, their size, and the number of key heads (0: as many as query heads).
-    is_causal, is_alibi : bool
-        Whether a query ignores keys after its own position; whether to add ALiBi biases (causal).
-    num_layer, layer_idx : int
-        The number of layers in the cache, and the layer to use.
-    quant_bit, quant_group : int
-        0 stores floats; 8 and 4 store codes, with one scale per ``quant_group`` elements of a head.
-    quant_format : str, optional
-        The format of a uint8 cache (``quant_bit`` 0): "e4m3" or "e5m2", 8-bit floats that saturate; or
-        "q8_0" or "q4_0", ggml's blocks of 34 or 18 bytes for 32 elements, with their scales inside. 8-bit
-        floats are multiplied with ``scale``. None: 1. Shape [2] or [2, H]: the caller's scales of keys and
-        values (per head). The cache's shape with last axis Dh/quant_group: an output, filled with amax /
-        largest code.
+    num_heads, head_dim, num_kv_heads, is_causal, is_alibi
+        As in `multi_head_attention`.
+    num_layer, layer_idx, quant_bit, quant_group, quant_format
+        As in `key_value_cache`.
     softmax_scale, window, softcap, sinks, return_lse, out
         As in `multi_head_attention`.
 
@@ -197,11 +187,8 @@ def multi_head_cache_attention(
 
     Notes
     -----
-    PMX operator ``MultiHeadCacheAttention``. PMX lacks the arguments from ``softmax_scale`` on.
-
-    If all data are bfloat16 and the CPU has AVX-512 BF16, a call with more than 8 query rows for a key head
-    rounds softmax weights to bfloat16. Its outputs may then have other bits than those of a step.
-    ``KVKIT_CPU=avx512vnni`` in the environment keeps weights in float32.
+    PMX operator ``MultiHeadCacheAttention``. PMX lacks the arguments from ``softmax_scale`` on. For bfloat16
+    see the notes of `multi_head_attention`.
 
     Examples
     --------

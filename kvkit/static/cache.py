@@ -1,4 +1,4 @@
-"""Append to a static cache, and gather from it."""
+"""Append tokens to a static cache, and read contexts back."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def key_value_cache(
     quant_format : str, optional
         The format of a uint8 cache (``quant_bit`` 0): "e4m3" or "e5m2", 8-bit floats that saturate; or
         "q8_0" or "q4_0", ggml's blocks of 34 or 18 bytes for 32 elements, with their scales inside. 8-bit
-        floats are multiplied with ``scale``. None: 1. Shape [2] or [2, H]: the caller's scales of keys and
-        values (per head). The cache's shape with last axis Dh/quant_group: an output, filled with amax /
-        largest code.
+        floats are multiplied with ``scale``: None for 1; shape [2] or [2, H] for constant scales of keys and
+        values (and of heads); or the cache's shape with a last axis of Dh/quant_group, where the call writes
+        the scales that it computes, amax / largest code.
     num_repeat : int
-        Repeat each head this many times in the outputs, for grouped-query attention.
+        How many times each head is repeated in the outputs, for grouped-query attention.
     out : tuple of ndarray, optional
         Output arrays for key and value; made if not given.
 

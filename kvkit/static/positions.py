@@ -1,4 +1,4 @@
-"""Positions: ALiBi slopes and masks, rotary embedding of sequences of one length."""
+"""Compute ALiBi slopes and masks, and rotary embeddings, for sequences of one length."""
 
 from __future__ import annotations
 

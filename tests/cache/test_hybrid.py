@@ -245,7 +245,7 @@ def test_blocks_beside_states_and_shared_rows(tmp_path):
     assert both[0].rows.can("remove", 2, 3) == (
         "rows: expected crop, in a cache with recurrent states, got remove"
     )
-    with pytest.raises(KvkitError, match="cache: expected one whose layers all have blocks, or a cache"):
+    with pytest.raises(KvkitError, match="cache: expected layers that all have blocks"):
         both[0].save(tmp_path / "cache.npz")
     both[0].reset()
     assert {layer.get_seq_length() for layer in both[0].layers} == {0}

@@ -252,7 +252,10 @@ def test_no_room_on_the_disk_leaves_every_layer_as_it_was(
 
 
 LINES = {
-    *(each.__code__ for each in (Folder.at_once, Folder.count, Folder.say, Folder.resolve_waiting)),
+    *(
+        each.__code__
+        for each in (Folder.at_once, Folder.commit_changes, Folder.write_index, Folder.resolve_waiting)
+    ),
     *(each.__code__ for each in (mapped.Home.resolve_waiting, mapped.follow_change, mapped.write_sidecar)),
     replaced_files.__code__,
 }

@@ -112,5 +112,5 @@ def test_what_is_refused(states):
             step.update(latent, latent, 0)
         for i in range(LAYERS):
             step.update(latent, kpe, i)
-        with pytest.raises(KvkitError, match="softmax_scale: expected a number, that of the expanded heads"):
+        with pytest.raises(KvkitError, match="softmax_scale: expected 1"):
             step.attend(states((3, 4, DIM), np.float32), 0)

@@ -316,7 +316,7 @@ def test_a_forked_prefix_is_the_same_bytes_after_the_other_branch_has_changed(op
     cache.retain(other, [0, 1, 4, 5, 8, 13, 14])
     attended(other)
     if options:
-        with pytest.raises(KvkitError, match="codes are not rotated in memory"):
+        with pytest.raises(KvkitError, match="codes are not rotated"):
             cache.flatten(other)
     else:
         cache.flatten(other)

@@ -443,7 +443,7 @@ def test_all_layers_change_or_none():
         ("divide", (0, 4, 1), "d: expected"), ("divide", (4, None, 2), "stay ascending"),
         ("shift", (0, None, 1, "half"), "how keys were rotated"),
         ("shift", (0, None, 1, Rope(16)), "at most 8 rotated elements"),
-        ("shift", (4, 8, 8, Rope(8, 5e5)), "the one of earlier shifts"),
+        ("shift", (4, 8, 8, Rope(8, 5e5)), "the rotation of earlier shifts"),
     ],
 )  # fmt: skip
 def test_illegal_calls_are_refused_and_change_nothing(call, arguments, sentence):

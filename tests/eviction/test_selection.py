@@ -142,7 +142,7 @@ WRONG = {
         "keep: expected room for the 4 first"),
     "kind": (lambda: eviction.budgets("fair"), "kind: expected 'uniform' or"),
     "options": (lambda: eviction.budgets("duo", keep=1),
-        "budgets('duo'): expected options as its documentation"),
+        "budgets('duo'): expected the options of this kind, got an unexpected"),
     "table": (lambda: eviction.budgets("duo", table=[[1]], tokens=3), "table: expected bool [layers, Hkv]"),
     "weights": (lambda: eviction.H2O(num_kv_heads=2).add(RANDOM),
         "weights: expected [2, a multiple of 2, 0 stored"),

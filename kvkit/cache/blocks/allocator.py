@@ -1,4 +1,4 @@
-"""Allocate the blocks of a paged cache to sequences. No keys, values or kernels are involved."""
+"""Allocate the blocks of a paged cache to sequences, without touching keys or values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvkit.typed import Array
 
 
 class OutOfBlocksError(KvkitError):
-    """A step needs more blocks than are free or can be evicted; nothing has changed."""
+    """Says that more blocks are needed than are free or evictable; nothing has changed."""
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(needed, available)
@@ -35,9 +35,9 @@ class OutOfBlocksError(KvkitError):
 class BlockAllocator:
     """Gives blocks to sequences, shares blocks between them, and makes the index tensors of a step.
 
-    The step that fills a block publishes it: a new sequence that begins with the same tokens shares it.
-    Published blocks are never written. If no sequence uses one it stays until room is needed; the least
-    recently used is evicted first. A sequence that writes into a shared block gets a copy.
+    The step that fills a block publishes it: a new sequence that begins with the same tokens will share it.
+    Published blocks are never written. If no sequence uses one, it stays until room is needed; then the block
+    that was used least recently is evicted. A sequence that writes into a shared block gets a copy.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class BlockAllocator:
         The dtype of `Step.slot_mapping`: int32 or int64.
     copy_rows : callable, optional
         ``copy_rows(sources, targets)`` copies cache rows (int64 arrays) in all layers, and reads all rows
-        before it writes one. Changes in the middle of a block need it: `fork` of some of the tokens, and
+        before it writes one. Changes in the middle of a block need it: a `fork` of only some tokens, and
         removing or moving tokens.
 
     Examples
@@ -98,19 +98,19 @@ class BlockAllocator:
     # Sequences
 
     def add(self, token_ids: ArrayLike = (), *, salt: bytes = b"") -> Sequence:
-        """Begin a sequence. It shares published blocks of its first tokens; its last one is computed.
+        """Begin a sequence. It shares published blocks of its first tokens, but never of its last token.
 
         Parameters
         ----------
         token_ids : array-like of int
-            Ids of the tokens to compute. Tokens may have no ids; then their blocks cannot be shared.
+            Ids of its tokens. Blocks of tokens without ids cannot be shared.
         salt : bytes
             What else its keys and values depend on, such as an adapter.
 
         Returns
         -------
         Sequence
-            The sequence. Its ``length`` is the number of its tokens that are in the cache already.
+            Its ``length`` is the number of its tokens that are in the cache already.
         """
         seq = Sequence(self, encode_ids(token_ids), [root_hash(*self._identity, check_bytes("salt", salt))])
         for i in range((seq.known - 1) // self.page_size):
@@ -126,7 +126,7 @@ class BlockAllocator:
         return seq
 
     def extend(self, seq: Sequence, token_ids: ArrayLike) -> None:
-        """Append ids of the tokens that come next, so that the blocks they fill can be shared."""
+        """Append the ids of the next tokens, so that the blocks that they fill can be shared."""
         self.check(seq)
         ids, tokens = encode_ids(token_ids), seq.length + seq.pending
         if seq.known < tokens:
@@ -135,14 +135,14 @@ class BlockAllocator:
         seq.ids += ids
 
     def fork(self, seq: Sequence, begin: SupportsIndex = 0, end: SupportsIndex | None = None) -> Sequence:
-        """Return a second sequence of the same tokens, in the same blocks. A write copies a shared block.
+        """Return a new sequence with the same tokens in the same blocks. Writing to a shared block copies it.
 
         Parameters
         ----------
         seq : Sequence
         begin, end : int, optional
-            The range of positions whose tokens the new sequence has, at the same positions. If ``begin`` is
-            inside a block, the tokens from there to the end of the block are copied.
+            The new sequence has only the tokens with positions in [begin, end), at the same positions. If
+            ``begin`` is inside a block, the tokens from there to the end of the block are copied.
 
         Returns
         -------
@@ -177,11 +177,11 @@ class BlockAllocator:
         Parameters
         ----------
         seq : Sequence
-            A sequence without new tokens in an open step. The step still attends to the dropped tokens,
-            because freed blocks are not used again before it ends.
+            A sequence to which no open step adds tokens. A step without new tokens for it still attends to
+            the dropped ones, because freed blocks are not used again before the step ends.
         length : int
-            Tokens to keep; negative: tokens to drop; 0 drops none. After tokens were removed or moved, the
-            position of the next token; negative: by how many positions it goes back.
+            Tokens to keep; negative: tokens to drop; 0 drops none. After tokens were removed or moved,
+            positions count: the next token's, or negative by how many it goes back.
         """
         self.check(seq, at_rest=True)
         if seq.intact is not None:
@@ -196,10 +196,10 @@ class BlockAllocator:
             del seq.ids[ID_BYTES * kept :], seq.chain[1 + kept // self.page_size :]
 
     def rearrange(self, sequences: Collection[Sequence], plan: Rearrangement, rope: Any) -> None:
-        """Remove and move the tokens of sequences of equal positions. After an error none has changed.
+        """Remove and move tokens of sequences that have equal positions. After an error none has changed.
 
         No other sequence changes. `rope` says how the keys were rotated. Keys that `plan` rotates in memory
-        are then in unshared blocks; the caller rotates them.
+        move to unshared blocks; the caller rotates them there.
         """
         for seq in sequences:
             self.check_movable(seq)
@@ -219,17 +219,17 @@ class BlockAllocator:
         self._apply(layouts, plan)
 
     def _layout(self, seq: Sequence, plan: Rearrangement, is_own: Callable[[int], bool]) -> Arrangement:
-        """Return where the tokens of a plan will lie."""
+        """Return where the tokens will lie after a plan."""
         rows, rotated = seq.rows(self.page_size)[plan.kept], plan.rotated
         rotated_from = len(rows) if rotated is None else np.flatnonzero([*rotated, 1])[0]
         return lay_out(rows, plan.after.shifts, self.page_size, is_own, int(rotated_from))
 
     def _is_own(self, block: int) -> bool:
-        """Return whether only one sequence uses a block, and no other can find it."""
+        """Return whether only one sequence uses a block, and no new one can find it."""
         return self._pool.references[block] == 1 and not self._pool.is_published(block)
 
     def _check_room(self, layouts: list[Arrangement], freed: int) -> None:
-        """Raise if blocks, with those to be `freed`, do not suffice for layouts, or rows cannot be copied."""
+        """Raise if layouts need more blocks than are available or `freed`, or copies that are impossible."""
         new = sum(layout.new for layout in layouts)
         if new > self.available + freed:
             raise OutOfBlocksError(new, self.available + freed)
@@ -238,7 +238,7 @@ class BlockAllocator:
             raise argument_error("copy_rows", wanted, "None")
 
     def _apply(self, layouts: list[tuple[Sequence, Arrangement]], plan: Rearrangement) -> None:
-        """Move sequences to new layouts. The caller has already counted the blocks that they keep."""
+        """Move sequences to new layouts; the blocks that they keep are already counted as used."""
         size, sources, targets = self.page_size, [], []
         for seq, layout in layouts:
             table = [block if block >= 0 else self._pool.take() for block in layout.pages]
@@ -246,7 +246,7 @@ class BlockAllocator:
                 sources.append(layout.sources)
                 targets.append(np.array(table)[layout.targets // size] * size + layout.targets % size)
             self._place(seq, plan, table, layout.borders)
-        if sources:  # in one call: a block that one sequence frees may become another's
+        if sources:  # in one call, because a block that one sequence frees may become another's
             self._copy_rows(np.concatenate(sources), np.concatenate(targets))  # type: ignore[misc]  # checked
 
     def _place(self, seq: Sequence, plan: Rearrangement, table: list[int], borders: list[int]) -> None:
@@ -254,10 +254,9 @@ class BlockAllocator:
         now, after = seq.all_positions(), plan.after
         stays = plan.kept.copy()
         stays[plan.kept] = after.positions == now.positions[plan.kept]
-        intact = min(
-            int(np.flatnonzero([*~stays, True])[0]), len(stays) if seq.intact is None else seq.intact
-        )
-        loses_last = after.length < now.length and not plan.kept[-1:].all()  # other tokens may follow then
+        intact = len(stays) if seq.intact is None else seq.intact
+        intact = min(int(np.flatnonzero([*~stays, True])[0]), intact)
+        loses_last = after.length < now.length and not plan.kept[-1:].all()  # then other tokens may follow
         seq.keep_ids(plan.kept, is_crop=loses_last)
         seq.length, seq.borders = len(after.positions), borders
         seq.table = array("q", table)
@@ -281,9 +280,9 @@ class BlockAllocator:
         published: Collection[tuple[int, bytes, bytes]],
         blocks: set[int],
     ) -> list[Sequence]:
-        """Restore sequences (length, first hash, block table, token ids, moves) in a new allocator.
+        """Restore sequences in a new allocator from (length, first hash, block table, token ids, moves) each.
 
-        Their blocks and the `published` ones must be among `blocks`.
+        The blocks of their tables and the `published` blocks must be among `blocks`.
         """
         sequences = []
         for length, start, table, ids, moves in saved:
@@ -309,7 +308,7 @@ class BlockAllocator:
         Parameters
         ----------
         sequences : iterable of (Sequence, int)
-            Each sequence once, with its number of new tokens, in the order that they are packed in.
+            Each sequence once, with its number of new tokens. Tokens are packed in this order.
 
         Returns
         -------
@@ -361,7 +360,7 @@ class BlockAllocator:
             self._keep_pages(seq)
             if seq.table and (copy := seq.table[-1]) in originals:
                 seq.table[-1] = originals[copy]
-                self._pool.take_back(originals[copy])
+                self._pool.reclaim(originals[copy])
                 self._pool.release([copy])
 
     def _close(self, step: Step) -> None:
@@ -391,12 +390,12 @@ class BlockAllocator:
     def _needed(self, given: list[Sequence], counts: list[int]) -> int:
         """Return how many blocks a step needs: the new ones and one for each copy."""
         added = 0
-        writers: dict[int, int] = {}  # of partial blocks: how many sequences write into each
+        writers: dict[int, int] = {}  # partial block -> how many sequences of the step write into it
         for seq, count in zip(given, counts, strict=True):
             added += self._pages(seq, count) - len(seq.table)
             if count and seq.tail % self.page_size:
                 writers[seq.table[-1]] = writers.get(seq.table[-1], 0) + 1
-        # Where all sequences that use a block write into it, the last one needs no copy.
+        # If all sequences that use a block write into it, the last one needs no copy.
         return added + sum(min(n, self._pool.references[block] - 1) for block, n in writers.items())
 
     def _own_tail(self, seq: Sequence, copies: list[tuple[int, int]]) -> None:
@@ -418,14 +417,14 @@ class BlockAllocator:
     # Arguments
 
     def check(self, seq: Any, at_rest: bool = False) -> None:
-        """Raise unless `seq` is a live sequence of this allocator, and with `at_rest` in no open step."""
+        """Raise unless `seq` is a live sequence of this allocator, `at_rest` one without pending tokens."""
         if not isinstance(seq, Sequence) or seq.allocator is not self:
             raise argument_error("seq", "a live sequence of this allocator", describe(seq))
         if at_rest and seq.pending:
             raise argument_error("seq", "a sequence that no open step adds to", describe(seq))
 
     def check_movable(self, seq: Any) -> None:
-        """Raise unless tokens of `seq` can be removed and moved: between steps."""
+        """Raise unless tokens of `seq` can be removed and moved, which needs that no step is open."""
         self.check(seq)
         if self.open_step is not None:
             raise argument_error("seq", "a sequence between steps", "one while a step is open")

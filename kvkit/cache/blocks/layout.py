@@ -20,9 +20,9 @@ class Arrangement(NamedTuple):
     """Lists the pages and segments of a sequence, and the rows to copy into them."""
 
     pages: list[int]  # block table; -1, -2, ... stand for new blocks
-    borders: list[int]  # as `Sequence.borders`
+    borders: list[int]  # see `Sequence`
     sources: Array  # the rows of the cache to copy
-    targets: Array  # their destinations, counted in rows of `pages`
+    targets: Array  # where to: row r is row r % page_size of page r // page_size of `pages`
 
     @property
     def new(self) -> int:
@@ -33,7 +33,7 @@ class Arrangement(NamedTuple):
 def lay_out(
     rows: Array, shifts: Array, page_size: int, is_own: Callable[[int], bool], rotated_from: int
 ) -> Arrangement:
-    """Find a layout of at most eight segments, which include the one for new tokens.
+    """Find an arrangement of at most eight segments, counting the one for new tokens.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def lay_out(
     is_own : callable
         Whether the sequence may write to a block.
     rotated_from : int
-        Tokens from this one on are copied, because their keys will be rotated in memory.
+        The first of the tokens that are copied because their keys will be rotated in memory.
     """
     layout = arrange(rows, shifts, page_size, is_own, rotated_from)
     if len(layout.borders) >= MAX_PIECES:
@@ -58,7 +58,7 @@ def lay_out(
 def arrange(
     rows: Array, shifts: Array, page_size: int, is_own: Callable[[int], bool], copied_from: int
 ) -> Arrangement:
-    """Lay out tokens; those from `copied_from` on are all copied. See `lay_out`."""
+    """Return an arrangement of any number of segments. All tokens from `copied_from` on are copied."""
     pages: list[int] = []
     borders: list[int] = []
     copies: list[tuple[int, int, int]] = []  # first token, end token, place
@@ -87,7 +87,7 @@ def arrange(
 
 
 def runs(rows: Array, shifts: Array, page_size: int, copied_from: int) -> list[tuple[int, int]]:
-    """Return the ranges [first, end) of tokens that are neighbours in a page and stay so."""
+    """Return the ranges [first, end) of tokens that are neighbours in a page, with one rope shift."""
     if not len(rows):
         return []
     parts = (np.diff(rows) != 1) | (rows[1:] % page_size == 0) | (np.diff(shifts) != 0)

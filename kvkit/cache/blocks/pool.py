@@ -1,4 +1,4 @@
-"""Count how many sequences use each block; list free and published blocks and the order of eviction."""
+"""Count how many sequences use each block; list free and published blocks in the order of eviction."""
 
 import hashlib
 from collections import OrderedDict
@@ -8,17 +8,18 @@ HASH_BYTES = hashlib.sha256().digest_size
 
 
 class Pool:
-    """Counts the users of blocks, and finds published blocks by the hash of all tokens up to their end.
+    """Counts the users of blocks, and finds published blocks by a hash of all tokens up to their end.
 
-    The hash of a chain of blocks is sha256(hash of the chain before, token ids of the last block). The hash
-    of the empty chain covers all else that keys and values depend on. Every process computes the same hashes.
+    A chain is the first blocks of a sequence. Its hash is sha256(hash of the chain without its last block,
+    token ids of that block). The hash of the empty chain covers all else that keys and values depend on.
+    Every process computes the same hashes.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.references = [0] * num_blocks
         self._free = list(range(num_blocks))[::-1]
-        self._idle: OrderedDict[int, None] = OrderedDict()  # published blocks without users, the oldest first
-        self._found: dict[bytes, int] = {}  # hash -> block
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published, without users; evicted in this order
+        self._by_hash: dict[bytes, int] = {}  # hash -> published block
         self._published: dict[int, tuple[bytes, bytes]] = {}  # block -> hash, token ids
 
     @property
@@ -27,7 +28,7 @@ class Pool:
         return len(self._free) + len(self._idle)
 
     def take(self) -> int:
-        """Take a block for one sequence: a free one, or else the least recently used published one."""
+        """Take a block for one sequence: a free one, or else the least recently used published block."""
         if self._free:
             block = self._free.pop()
         else:
@@ -42,15 +43,15 @@ class Pool:
             self.references[block] += 1
             self._idle.pop(block, None)
 
-    def take_back(self, block: int) -> None:
-        """Count one more user of a block that was released and not taken since."""
+    def reclaim(self, block: int) -> None:
+        """Count one more user of a block, which was released and may be free."""
         if not self.references[block] and block not in self._idle:
             self._free.remove(block)
         self.share([block])
 
     def release(self, blocks: Sequence[int]) -> None:
         """Count one user less of each block."""
-        # The last block first, so that it is evicted first: a chain is looked up from its beginning.
+        # The last block first, so that it is evicted first: earlier blocks are useful without it.
         for block in reversed(blocks):
             self.references[block] -= 1
             if not self.references[block]:
@@ -61,7 +62,7 @@ class Pool:
 
     def publish(self, block: int, chain: bytes, ids: bytes) -> None:
         """Publish a full block, unless another block of the same chain is published already."""
-        if self._found.setdefault(chain, block) == block:
+        if self._by_hash.setdefault(chain, block) == block:
             self._published[block] = chain, ids
 
     def is_published(self, block: int) -> bool:
@@ -69,9 +70,9 @@ class Pool:
         return block in self._published
 
     def withdraw(self, block: int) -> None:
-        """Make a block unpublished, because its contents will change."""
+        """End the publication of a block, because its contents will change."""
         if block in self._published:
-            del self._found[self._published.pop(block)[0]]
+            del self._by_hash[self._published.pop(block)[0]]
 
     def published(self) -> Iterator[tuple[int, bytes, bytes]]:
         """Yield (block, hash, token ids) of the published blocks, in the order of eviction."""
@@ -79,7 +80,7 @@ class Pool:
         return ((block, *self._published[block]) for block in (*self._idle, *held))
 
     def restore(self, tables: Iterable[Iterable[int]], published: Iterable[tuple[int, bytes, bytes]]) -> None:
-        """Set which blocks the tables use and which are published, in a new pool."""
+        """Set in a new pool which blocks the tables use and which are published."""
         for block in (block for table in tables for block in table):
             self.references[block] += 1
         for block, chain, ids in published:
@@ -89,8 +90,8 @@ class Pool:
         self._free = [block for block in self._free if not self.references[block] and block not in self._idle]
 
     def find(self, chain: bytes, ids: bytes) -> int | None:
-        """Return the published block of a chain, None if there is none; its token ids are compared too."""
-        block = self._found.get(chain)
+        """Return the published block of a chain, None if there is none. Its token ids must be `ids`."""
+        block = self._by_hash.get(chain)
         return block if block is not None and self._published[block][1] == ids else None
 
 

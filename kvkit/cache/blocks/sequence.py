@@ -1,4 +1,4 @@
-"""A sequence of tokens, and the blocks that store them."""
+"""Define `Sequence`: its tokens, their ids and positions, and the blocks that store them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.cache.layers.positions import Piece, RowPositions
+from kvkit.cache.layers.positions import Piece, RowPositions, pieces_array
 from kvkit.checks import index_tensors
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
@@ -18,7 +18,7 @@ ID_BYTES = 8
 
 
 class PageSegment(NamedTuple):
-    """Describes tokens of one rope shift that fill pages from row 0 on."""
+    """Describes a segment: tokens of one rope shift that fill pages from row 0 on."""
 
     begin: int  # the first token's index among those in the cache
     end: int
@@ -27,7 +27,7 @@ class PageSegment(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Holds the positions of a sequence after tokens were removed or moved; see `Sequence`."""
+    """Holds where the tokens of a sequence are after some were removed or moved; see `Sequence`."""
 
     rows: RowPositions
     borders: list[int]
@@ -63,13 +63,13 @@ class Sequence:
         self.allocator = allocator  # None after `BlockAllocator.free`
         self.length = 0
         self.table = array("q")  # blocks
-        self.ids = ids  # little-endian int64 of the first tokens; more or fewer than `length`
+        self.ids = ids  # little-endian int64 of the first tokens; they may be more or fewer than `length`
         self.chain = chain  # hashes of the first 0, 1, 2... full blocks
         self.pending = 0  # tokens that the open step adds
         self.borders: list[int] = []  # the end of each segment but the last, which takes new tokens
         self.row_positions: RowPositions | None = None  # None while token i has position i and no shift
-        self.intact: int | None = None  # how many first tokens saw all tokens before them; None: all
-        self.rope: Any = None  # how keys of shifted tokens were rotated in each layer
+        self.intact: int | None = None  # how many first tokens were never moved, without a hole; None: all
+        self.rope: Any = None  # how the keys were rotated in each layer, once tokens were moved
 
     @property
     def blocks(self) -> list[int]:
@@ -85,7 +85,7 @@ class Sequence:
     def next_position(self) -> int:
         """Return the position of the next token: `length` until tokens are removed or moved."""
         rows = self.row_positions
-        return self.length if rows is None else rows.seen(self.length)
+        return self.length if rows is None else rows.position_after(self.length)
 
     @property
     def positions(self) -> Array:
@@ -94,15 +94,15 @@ class Sequence:
 
     @property
     def rope_shifts(self) -> Array:
-        """Return the pieces of one rope shift, int64 [pieces, 3]: first token, end, shift.
+        """Return the rope shifts of its keys: int64 [pieces, 3] of (first token, end, shift).
 
         In memory a key of shift d is rotated for its position - d. `PagedStep.attend` takes that into
         account.
         """
-        return np.array(self.pieces(self.length), np.int64).reshape(-1, 3)
+        return pieces_array(self.pieces(self.length))
 
     def pieces(self, tokens: int) -> list[Piece]:
-        """Return the pieces of one rope shift of the first `tokens` tokens."""
+        """Return the pieces of the first `tokens` tokens."""
         if self.row_positions is not None:
             return self.row_positions.pieces(0, tokens)
         return [(0, tokens, 0)] if tokens else []
@@ -114,7 +114,7 @@ class Sequence:
         return RowPositions.contiguous(0, self.length)
 
     def segment_lengths(self) -> list[int]:
-        """Return how many tokens each segment has, except the last one."""
+        """Return how many tokens each segment has, without the last one."""
         return [end - begin for begin, end in zip([0, *self.borders], self.borders, strict=False)]
 
     def segments(self, page_size: int, tokens: int) -> list[PageSegment]:
@@ -148,11 +148,11 @@ class Sequence:
         return len(self.ids) // ID_BYTES
 
     def move(self, moves: Moves) -> None:
-        """Set the positions of moved tokens from a file; raise KvkitError if they are illegal."""
+        """Set the positions of tokens that were moved; raise KvkitError if they are illegal."""
         rows, borders, intact, self.rope = moves
         inner = set(borders[:-1] if borders[-1:] == [self.length] else borders)
-        turns = {begin for begin, *_ in rows.pieces(0, self.length)[1:]}
-        if borders != sorted(set(borders)) or not turns <= inner <= set(range(1, self.length)):
+        begins = {begin for begin, *_ in rows.pieces(0, self.length)[1:]}
+        if borders != sorted(set(borders)) or not begins <= inner <= set(range(1, self.length)):
             raise argument_error("segments", f"ends of segments among {self.length} tokens", borders)
         first = slice(integer("intact", intact, 0, self.length))
         if not np.array_equal(rows.positions[first], np.arange(intact)) or rows.shifts[first].any():
@@ -161,13 +161,13 @@ class Sequence:
         self.row_positions = None if rows.is_plain() else rows
 
     def keep_ids(self, kept: Array, is_crop: bool) -> None:
-        """Drop the ids of tokens that are not kept, and with `is_crop` those of future tokens."""
+        """Drop the ids of tokens that are not kept; with `is_crop` also the ids of tokens to come."""
         ids = np.frombuffer(bytes(self.ids), "<i8")
         own, later = ids[: self.length], ids[self.length :]
         self.ids = bytearray(own[kept[: len(own)]].tobytes() + (b"" if is_crop else later.tobytes()))
 
     def page(self, i: int, page_size: int) -> bytes:
-        """Return the ids of its tokens in block i."""
+        """Return the ids of its tokens in block i, as bytes."""
         size = ID_BYTES * page_size
         return bytes(self.ids[i * size : (i + 1) * size])
 
@@ -188,7 +188,7 @@ def encode_ids(token_ids: ArrayLike) -> bytearray:
 
 
 def check_bytes(name: str, value: Any) -> bytes:
-    """Return an argument if it is bytes; else raise."""
+    """Return `value`; raise unless it is bytes."""
     if not isinstance(value, bytes):
         raise argument_error(name, "bytes", describe(value))
     return value

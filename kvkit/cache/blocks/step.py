@@ -1,4 +1,4 @@
-"""A step over sequences in blocks: index tensors for operators, and how the step ends."""
+"""Define `Step`: the new tokens of sequences in blocks, as index tensors for operators."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ IN_ORDER = "sequences without removed or moved tokens, for a page table"
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The tokens to compute next, as index tensors; `BlockAllocator.begin_step` makes it.
+    """Holds the index tensors of the tokens to compute next. `BlockAllocator.begin_step` makes it.
 
-    Sequences are in the order that `begin_step` got, and their new tokens are packed in it. `commit` ends
-    the step: it adds the new tokens to the sequences, and lets others share filled blocks. Or `abandon` ends
-    it. A ``with`` statement commits, and abandons on an exception.
+    Sequences have the order that `begin_step` got; their new tokens are packed in this order. `commit` ends
+    the step: it adds the new tokens to the sequences, and lets others share filled blocks. `abandon` ends it
+    without new tokens. A ``with`` statement commits, or abandons on an exception.
 
     Attributes
     ----------
@@ -35,7 +35,7 @@ class Step:
     pages : ndarray of int64, shape [B, MaxP]
         The first row of each page, segment by segment; -1 after the last page.
     decoding_batches, max_seqlen, max_kvlen : int
-        How many sequences at the front have one new token, the most new tokens, the longest context.
+        How many sequences at the front have one new token each, the most new tokens, the longest context.
     copies : ndarray of int64, shape [copies, 2]
         Blocks to copy, (source, destination), in all layers before any write.
 
@@ -70,8 +70,8 @@ class Step:
     def cachestarts(self) -> Array:
         """Return the first row of each page, for ``cache_mode`` 1: int64, shape [B, MaxP]; then -1.
 
-        Operators expect token i of a sequence in page ``i // page_size``. So this raises if a sequence lies
-        in segments after tokens were removed or moved: use `PagedStep.attend` then.
+        Operators expect token i of a sequence in page ``i // page_size``. So this raises if tokens of a
+        sequence were removed or moved and lie in segments: use `PagedStep.attend` then.
         """
         if not self.in_order:
             raise argument_error("step", IN_ORDER, "one of several segments (PagedStep.attend reads them)")
@@ -97,7 +97,7 @@ class Step:
         return np.diff(self.kvstarts).astype(np.int32)
 
     def part(self, chosen: Array) -> Step:
-        """Return a step of some of the sequences, for attention."""
+        """Return a step of only some sequences, for attention."""
         counts, lengths = np.diff(self.seqstarts)[chosen], np.diff(self.kvstarts)[chosen]
         of_sequences = "start_pos", "pages", "first_places", "moved"
         return replace(
@@ -118,7 +118,7 @@ class Step:
     def abandon(self) -> None:
         """Free the blocks of the new tokens and of copies. Sequences are as if the step had not begun.
 
-        Published blocks that were evicted, or whose free rows were to be written, stay unpublished.
+        Blocks that were no longer published because of the step stay so.
         """
         self.allocator.abandon(self)
 
@@ -162,7 +162,7 @@ def starts(lengths: Array) -> Array:
 
 
 def slot_type(dtype: DTypeLike, slots: int) -> np.dtype[Any]:
-    """Check that a dtype of slot mappings can number every slot."""
+    """Return a dtype for slot mappings; raise unless it can number every slot."""
     wanted = f"int64, or int32 if it reaches all {slots} slots"
     try:
         kind = np.dtype(dtype)

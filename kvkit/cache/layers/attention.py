@@ -19,14 +19,17 @@ from kvkit.formats import FLOATS, Element
 from kvkit.runtime.arrays import addresses_of
 from kvkit.typed import Array, Attended, Pair
 
+MOST_QUERY_BYTES = 2**18  # of queries for `PreparedPieces`, which keeps a copy of them for each piece
+FLOAT32 = next(fmt for fmt in FLOATS if fmt.name == "float32")
+
 
 class LayerAttention:
-    """Computes a layer's attention. It keeps the last prepared call and runs it again while the form fits."""
+    """Computes a layer's attention. It keeps the last prepared call, to repeat it for calls of equal form."""
 
     def __init__(self) -> None:
         self._calls: PreparedCalls[PreparedAttention] = PreparedCalls(1)
-        self._by_piece: list[PreparedCalls[PreparedAttention]] = []  # a launch for each rope shift
-        self._all_pieces: PreparedCalls[PreparedPieces] = PreparedCalls(1)  # one launch for all rope shifts
+        self._by_piece: list[PreparedCalls[PreparedAttention]] = []  # one launch for each piece
+        self._all_pieces: PreparedCalls[PreparedPieces] = PreparedCalls(1)  # one launch for all pieces
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return LayerAttention, ()  # a copy has other addresses, so it gets no prepared calls
@@ -73,9 +76,9 @@ class LayerAttention:
     ) -> Attended:
         """Attend to rows of several rope shifts: to each piece with rotated queries, then merge by lse.
 
-        Keys of rope shift d lie rotated for p' - d in place of p'. Rotating the queries back by d too gives
-        the same scores, because <R(p) q, R(p') k> depends on p - p' alone. Queries and outputs stay float32
-        until the merge.
+        A key of position p' and rope shift d is stored rotated for p' - d. A query of position p that is
+        rotated for p - d gives the same score, because <R(p) q, R(p') k> depends on p - p' alone. Queries and
+        outputs stay float32 until the merge.
         """
         wants_lse, (batch, new, heads, _) = flag("return_lse", return_lse), query.shape
         columns = None
@@ -133,7 +136,7 @@ class LayerAttention:
 def attend_with_key_weights(
     layer: Any, query: Array, attention_mask: Array | None, scoring: Scoring, return_lse: bool
 ) -> Attended:
-    """Attend to a layer; return also each stored key's weight summed over the queries, [B, Hq, S], last."""
+    """Attend to a layer; return as last result the weight of each key, summed over queries, [B, Hq, S]."""
     fmt, query = checked_query(layer, query)
     if layer.row_positions is not None and layer.row_positions.shifted:
         wanted = "False where keys have a rope shift: `flatten` rotates them"
@@ -158,10 +161,6 @@ def attend_with_key_weights(
     return (attn_output, lse.swapaxes(1, 2), sums) if flag("return_lse", return_lse) else (attn_output, sums)
 
 
-MOST_QUERY_BYTES = 2**18  # of queries; a prepared call over pieces keeps a copy for each piece
-FLOAT32 = next(fmt for fmt in FLOATS if fmt.name == "float32")
-
-
 def attend_piece(
     calls: PreparedCalls[PreparedAttention],
     layer: Any,
@@ -170,7 +169,10 @@ def attend_piece(
     columns: Array | None,
     scoring: Scoring,
 ) -> tuple[Array, Array]:
-    """Attend with float32 queries [B, q, Hq, D] to rows [begin, end) of the view; return (output, lse)."""
+    """Attend with float32 queries [B, q, Hq, D] to the rows [begin, end) of the layer's view.
+
+    Return (output, lse). Rows are counted from the first row that the last update returned.
+    """
     (begin, end), (batch, new, heads, _), span = rows, query.shape, layer.span
     stored, first = span.length - span.begin, span.begin - span.origin
     causal = end == stored and end - begin >= new  # the piece ends with the tokens of the queries
@@ -178,7 +180,8 @@ def attend_piece(
     left = stored if layer.window is None else layer.window - 1
     if not causal and (end > stored - new + 1 or begin < stored - 1 - left):
         ages = np.arange(stored - new, stored)[:, None] - np.arange(begin, end)  # [q, rows]
-        columns = hidden_from(columns, (ages >= 0) & (ages <= left))
+        visible = (ages >= 0) & (ages <= left)
+        columns = visible[None, None] if columns is None else hidden_from(columns, visible)
     mask = NO_MASK if columns is None else masks.static_mask(FLOAT32, columns, batch, heads, new, end - begin)
     out = np.empty((batch, new, heads, layer.store.geometry.value_dim), np.float32)
     lse = np.empty((batch, new, heads), np.float32)
@@ -195,7 +198,7 @@ def attend_piece(
 
 
 def columns_of_pieces(columns: Array, pieces: list[Piece], batch: int) -> Array:
-    """Split a mask over all rows by pieces; return [pieces * B, .., longest piece] for one launch."""
+    """Split a mask of all rows into one for each piece and row of the batch, [pieces * B, .., longest]."""
     longest = max(end - begin for begin, end, _ in pieces)
     shape = len(pieces), batch, *columns.shape[1:3], longest
     mask = np.zeros(shape, columns.dtype)
@@ -204,17 +207,15 @@ def columns_of_pieces(columns: Array, pieces: list[Piece], batch: int) -> Array:
     return mask.reshape(-1, *shape[2:])
 
 
-def hidden_from(columns: Array | None, visible: Array) -> Array:
-    """Return a mask of 4 axes that hides what `columns` hide and what is not `visible`."""
-    if columns is None:
-        return visible[None, None]
-    if columns.dtype == np.bool_:
-        return columns & visible
-    return np.where(visible, columns, np.array(-np.inf, columns.dtype))
+def hidden_from(mask: Array, visible: Array) -> Array:
+    """Return a mask, bool or float32, that also hides what is not `visible`."""
+    if mask.dtype == np.bool_:
+        return mask & visible
+    return np.where(visible, mask.astype(np.float32, copy=False), np.float32(-np.inf))
 
 
 def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
-    """Check queries and that the tokens they see are stored; return (format, queries [B, q, Hq, D])."""
+    """Check queries, and that what they attend to is stored; return (format, queries [B, q, Hq, D])."""
     span = layer.span
     if layer.store is None:
         raise argument_error(layer.name, "stored tokens (call update before attend)", "none")
@@ -248,7 +249,7 @@ def checked_mask(layer: Any, fmt: Element, mask: Array, sizes: tuple[int, int, i
 
 
 def check_columns(mask: Array, sizes: tuple[int, int, int], length: int, counts: tuple[int, ...]) -> None:
-    """Raise unless a mask has 4 axes: those of `sizes` or 1, and one of some counts of columns."""
+    """Raise unless a mask has 4 axes: three of `sizes` or of 1, and a number of columns among `counts`."""
     fits = mask.ndim == 4 and mask.shape[3] in counts
     if not fits or any(have not in (1, size) for have, size in zip(mask.shape, sizes, strict=False)):
         axes = ", ".join("1" if size == 1 else f"{size} or 1" for size in sizes)
@@ -257,7 +258,7 @@ def check_columns(mask: Array, sizes: tuple[int, int, int], length: int, counts:
 
 
 def stored_columns(layer: Any, mask: Array, batch: int) -> Array:
-    """Return the columns of stored tokens from a padding mask with a column for each position."""
+    """Return the columns of the stored tokens, from a padding mask with one column for each position."""
     length = layer.get_seq_length()
     if mask.dtype != np.bool_ or mask.shape != (batch, length):
         raise argument_error("attention_mask", f"bool [{batch}, {length}], a padding mask", describe(mask))
@@ -267,7 +268,7 @@ def stored_columns(layer: Any, mask: Array, batch: int) -> Array:
 class PreparedAttention:
     """Repeats attention over one store while only addresses and lengths change.
 
-    The launch holds for its shapes and its split of the work, which changes once in some hundred tokens.
+    A launch is for some shapes and a split of the work, which changes once in some hundred tokens.
     """
 
     __slots__ = ("_begin_at", "_counts", "_mask", "_params", "_prepared", "_step", "_store")
@@ -293,7 +294,7 @@ class PreparedAttention:
     def run(
         self, store: Any, rows: tuple[int, int], arrays: Mapping[str, Array | None], mask: MaskPlace
     ) -> bool:
-        """Attend with another query, mask and rows; return False if these need a new prepared call."""
+        """Attend with another query and mask to other rows; return False if they need a new prepared call."""
         if store is not self._store:
             return False
         (row, end), places = rows, addresses_of(arrays.values())
@@ -318,9 +319,9 @@ def place_mask(params: Array, before: MaskPlace, mask: MaskPlace) -> MaskPlace:
 
 
 class PreparedPieces:
-    """Repeats attention over pieces of rows, and their merge, in one launch while the last piece grows."""
+    """Repeats attention over pieces of rows and the merge of their outputs, while the last piece grows."""
 
-    __slots__ = ("_begin", "_lengths", "_mask", "_params", "_prepared", "_query", "_rope", "_turns")
+    __slots__ = ("_begin", "_lengths", "_mask", "_params", "_prepared", "_query", "_rope", "_rotations")
 
     def __init__(
         self,
@@ -334,8 +335,8 @@ class PreparedPieces:
         (batch, new, heads, _), count = query.shape, len(pieces)
         self._rope, self._begin, self._mask = layer.rope, pieces[-1][0], weights.mask
         deltas = -np.array([shift for _, _, shift in pieces])[:, None, None, None]
-        self._turns = self._rope.turns(deltas, np.float32)  # [pieces, 1, 1, 1, pairs]
-        self._query = np.repeat(query[None], count, 0)
+        self._rotations = self._rope.turns(deltas, np.float32)  # cosines, sines [pieces, 1, 1, 1, pairs]
+        self._query = np.repeat(query[None], count, 0)  # [pieces, B, q, Hq, D], rotated by `run`
         outs = np.empty((count, *out.shape), np.float32)
         lses = np.empty((count, *lse.shape), np.float32)
         queries, flat_outs, flat_lses = (
@@ -367,7 +368,7 @@ class PreparedPieces:
         """Attend with other queries, another mask and end; return False if these need a new launch."""
 
         def refit() -> bool:
-            self._rope.turn(query, *self._turns, self._query)
+            self._rope.turn(query, *self._rotations, self._query)
             return self._fits(end, mask)
 
         return self._prepared.run_at(addresses_of((out, lse)), refit)
@@ -384,9 +385,9 @@ class PreparedPieces:
 
 
 def pieces_step(side: Side, pieces: list[Piece], batch: int, new: int) -> StepIndex:
-    """Return a step that has a sequence for each piece of each sequence, pieces outermost.
+    """Return a step with one sequence for each piece of each row of the batch, all of a piece together.
 
-    Row 0 of sequence b in the store has the row id ``b * side.sequence / side.row``.
+    Row 0 of batch row b in the store has the row id ``b * side.sequence / side.row``.
     """
     begins, ends, _ = np.array(pieces).T
     rows = begins[:, None] + np.arange(batch) * (side.sequence // side.row)  # [pieces, B]

@@ -1,4 +1,4 @@
-"""Layers that keep every token."""
+"""Define the layers that keep every token: `DynamicLayer` and `StaticLayer`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,11 @@ class DynamicLayer(Layer):
     (array([0., 1., 2.], dtype=float32), 3, (4, 0))
     """
 
-    def describe(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
-        return {}
-
     @one_call_at_a_time
     def trim(self) -> None:
-        """Move to a store with room for a sixteenth more tokens, if the present one is larger.
+        """Move to a store with room for a sixteenth more tokens, if the present one has more room.
 
-        A layer in a file did so when its tokens were removed.
+        The file of an offloaded layer is made that small when its tokens are removed.
         """
         if self.store is not None and self.home is None:
             room = self._room_for(self.stored_tokens)
@@ -76,7 +72,6 @@ class StaticLayer(Layer):
         super().__init__()
 
     def describe(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
         return {"max_cache_len": self.max_cache_len}
 
     def _returned(self, length: int, new: int) -> tuple[int, int]:
@@ -99,7 +94,7 @@ class StaticLayer(Layer):
     def _check_movable(self, call: str, plan: Rearrangement) -> None:
         if self.window is not None:
             super()._check_movable(call, plan)
-        elif not plan.after.follow(0):
+        elif not plan.after.are_consecutive(0):
             wanted = "positions 0, 1, 2, ..., as close=True leaves them"
             raise argument_error(self.name, wanted, f"a hole after {call}")
 
@@ -115,7 +110,7 @@ class StaticLayer(Layer):
 
     @one_call_at_a_time
     def reset(self) -> None:
-        """Remove all tokens; the memory stays, filled with zeros, and so does its geometry."""
+        """Remove all tokens. The memory stays, filled with zeros; so do dtype and shape."""
         _, rows = self.span.rows_from(0)
         self.span, self.row_positions = Span(), None
         if self.store is not None:
@@ -124,5 +119,5 @@ class StaticLayer(Layer):
 
     def open(self, home: Any, about: dict[str, Any]) -> None:
         super().open(home, about)
-        if self.store is not None:  # an interrupted update may have written rows without committing them
+        if self.store is not None:  # an interrupted update may have written rows after the last token
             self.store.clear(self.span.rows_from(0)[1], self.store.capacity)

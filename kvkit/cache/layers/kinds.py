@@ -44,7 +44,7 @@ def make_layer(about: Mapping[str, Any]) -> Any:
 
 
 def restored(argument: Any) -> Any:
-    """Return a layer's argument from a description: a layer, a `QuantSpec`, or the value itself."""
+    """Return an argument of a layer from its description: a layer, a `QuantSpec`, or the value itself."""
     if not isinstance(argument, dict):
         return argument
     return make_layer(argument) if "kind" in argument else QuantSpec(**argument)

@@ -1,4 +1,4 @@
-"""Layers of latent attention (MLA): one row of a token is the key and the value of all heads."""
+"""Define layers of latent attention (MLA), where one row of a token is the key and value of all heads."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class LatentLayer(DynamicLayer):
     latent_dim, rope_dim : int
         The elements of c and of r.
     format : str, optional
-        ``"ds_mla"``, or a format whose scales belong to one token, as ``"int8:g64"``: c is stored as codes.
-        Attention decodes rows some thousands at a time.
+        Stores c as codes: ``"ds_mla"``, or a format whose scales belong to one token, such as ``"int8:g64"``.
+        Attention decodes some thousands of rows at a time.
     rope_dtype : str
         The dtype of r beside codes. r is never quantized.
 
@@ -58,7 +58,7 @@ class LatentLayer(DynamicLayer):
     >>> keys.shape, values.shape, layer.nbytes                   # values are the first elements of keys
     ((1, 1, 7, 576), (1, 1, 7, 512), 8064)
     >>> q_latent, q_pe = np.ones((1, 16, 1, 512), np.float16), np.ones((1, 16, 1, 64), np.float16)
-    >>> layer.attend(q_latent, q_pe, scale=192**-0.5).shape      # `mla_expand` makes the heads' values of it
+    >>> layer.attend(q_latent, q_pe, scale=192**-0.5).shape      # `mla_expand` makes head outputs of this
     (1, 16, 1, 512)
     """
 
@@ -83,14 +83,13 @@ class LatentLayer(DynamicLayer):
     _codes: LatentCodes | None
 
     def describe(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
         sizes = {"latent_dim": self.latent_dim, "rope_dim": self.rope_dim}
         coded = {"format": self.format, "rope_dtype": self.rope_dtype} if self.format else {}
         return sizes | coded
 
     # Adding tokens
 
-    def update(  # other names for keys and values
+    def update(  # the parts of rows in place of keys and values
         self, latent: Array, kpe: Array, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
         """Append the rows of new tokens; return the keys and values of all tokens.
@@ -120,9 +119,9 @@ class LatentLayer(DynamicLayer):
             key, value = (KVView(DecodedRows(self, dim)) for dim in dims)
             return key, value
 
-    def _given(self, key_states: Array, value_states: Array) -> Geometry:
+    def _geometry_of(self, key_states: Array, value_states: Array) -> Geometry:
         if self._codes is None:
-            return super()._given(key_states, value_states)
+            return super()._geometry_of(key_states, value_states)
         batch, _, _, width = key_states.shape
         if batch != (self.batch_size or batch) or key_states.dtype != np.uint8 or width != self._joined:
             wanted = f"[{self.batch_size or 'B'}, 1, q, {self._joined}] bytes"
@@ -130,17 +129,11 @@ class LatentLayer(DynamicLayer):
         return Geometry(batch, 1, width, width, BY_NAME["uint8"], width)
 
     def _joined_rows(self, latent: Array, kpe: Array) -> Array:
-        """Check the two parts of rows, and join them to rows."""
-        fmt = checked_format("latent", latent, FLOATS, 4)
+        """Check the two parts of new rows, and join them."""
+        checked_format("latent", latent, FLOATS, 4)
         if latent.shape[1] != 1 or latent.shape[3] != self.latent_dim:
             raise argument_error("latent", f"shape [B, 1, q, {self.latent_dim}]", f"shape {latent.shape}")
-        if checked_format("kpe", kpe, FLOATS, 4) is not fmt or kpe.shape != (
-            *latent.shape[:3],
-            self.rope_dim,
-        ):
-            wanted = f"{(*latent.shape[:3], self.rope_dim)} of {fmt}, as latent"
-            raise argument_error("kpe", wanted, describe(kpe))
-        return np.concatenate((latent, kpe), axis=3)
+        return join_parts(("latent", "kpe"), latent, kpe, self.rope_dim)
 
     def attend(  # type: ignore[override]  # a query has two parts, and a scale is required
         self,
@@ -152,14 +145,14 @@ class LatentLayer(DynamicLayer):
         sinks: Array | None = None,
         return_lse: bool = False,
     ) -> Attended:
-        """Attend with absorbed queries of the last tokens, causally; every head reads the same rows.
+        """Attend causally with the absorbed queries of the last tokens. Every head reads the same rows.
 
         Parameters
         ----------
         q_latent : ndarray, shape [B, H, q, latent_dim]
-            ``q_nope @ w_uk`` of each head, as `kvkit.mla_absorb` returns it. Or both parts, without `q_pe`.
+            ``q_nope @ w_uk`` of each head, as `kvkit.mla_absorb` returns it; without `q_pe` both parts.
         q_pe : ndarray, shape [B, H, q, rope_dim]
-            The rotated part.
+            The rotated part of queries.
         attention_mask, sinks, return_lse
             As in other layers.
         scale : float
@@ -204,11 +197,10 @@ class LatentLayer(DynamicLayer):
 
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:
         rows = arrays["rows"]
-        super().fill(
-            {"keys": rows, "values": rows[..., : rows.shape[-1] if self._codes else self.latent_dim]}, length
-        )
+        width = rows.shape[-1] if self._codes else self.latent_dim
+        super().fill({"keys": rows, "values": rows[..., :width]}, length)
 
-    # Moving rows: only the last elements of a row are rotated
+    # Moving rows. Only the last elements of a row are rotated
 
     def plan(self, call: str, *arguments: Any, rope: Rotation = None, **options: Any) -> Rearrangement:
         self.rope, rope = (placed_rotation(each, self.latent_dim) for each in (self.rope, rope))
@@ -217,32 +209,35 @@ class LatentLayer(DynamicLayer):
     def _check_movable(self, call: str, plan: Rearrangement) -> None:
         super()._check_movable(call, plan)
         if self._codes is not None and plan.after.shifts.any():
-            wanted = (
-                "a call that keeps positions: codes cannot be rotated (keys without a rotation: rope='none')"
-            )
+            wanted = "a call that keeps positions: codes cannot be rotated (unrotated keys: rope='none')"
             raise argument_error(self.name, wanted, call)
 
 
+def join_parts(names: tuple[str, str], latent: Array, rotated: Array, rope_dim: int) -> Array:
+    """Check and join the parts of latent rows or queries; `names` are the names of both arguments."""
+    fmt, shape = checked_format(names[0], latent, FLOATS, 4), (*latent.shape[:3], rope_dim)
+    if checked_format(names[1], rotated, FLOATS, 4) is not fmt or rotated.shape != shape:
+        raise argument_error(names[1], f"{shape} of {fmt}, as {names[0]}", describe(rotated))
+    return np.concatenate((latent, rotated), axis=3)
+
+
 def joined_query(q_latent: Array, q_pe: Array | None, rope_dim: int) -> Array:
-    """Return queries [B, H, q, latent_dim + rope_dim] of their parts."""
-    fmt = checked_format("q_latent", q_latent, FLOATS, 4)
+    """Return queries [B, H, q, latent_dim + rope_dim] from their parts, or from `q_latent` alone."""
     if q_pe is None:
+        checked_format("q_latent", q_latent, FLOATS, 4)
         return q_latent
-    if checked_format("q_pe", q_pe, FLOATS, 4) is not fmt or q_pe.shape != (*q_latent.shape[:3], rope_dim):
-        wanted = f"{(*q_latent.shape[:3], rope_dim)} of {fmt}, as q_latent"
-        raise argument_error("q_pe", wanted, describe(q_pe))
-    return np.concatenate((q_latent, q_pe), axis=3)
+    return join_parts(("q_latent", "q_pe"), q_latent, q_pe, rope_dim)
 
 
 def placed_rotation(rope: Rotation, latent_dim: int) -> Rotation:
-    """Return a rotation of the rotated part of a latent row as one of the whole row."""
+    """Return a rotation of whole latent rows from one of their rotated part, the last elements."""
     if latent_dim and isinstance(rope, Rope) and not rope.begin:
         return replace(rope, begin=latent_dim)
     return rope
 
 
 class IndexedLayer(LatentLayer):
-    """A layer of latent rows with index keys. Sparse attention (DSA) chooses by them which rows to read.
+    """A layer of latent rows with index keys, by which sparse attention (DSA) chooses the rows to read.
 
     Parameters
     ----------
@@ -273,7 +268,6 @@ class IndexedLayer(LatentLayer):
         super().__init__(latent.latent_dim, latent.rope_dim)
 
     def describe(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
         latent = {"kind": LatentLayer.__name__, "arguments": super().describe()}
         return {"latent": latent, "index_dim": self.index_dim}
 
@@ -288,12 +282,12 @@ class IndexedLayer(LatentLayer):
 
     @one_call_at_a_time
     def update_index(self, index_keys: Array) -> Array:
-        """Store the index keys of the last update's tokens; return those of all tokens.
+        """Store the index keys of the last update's tokens; return the index keys of all tokens.
 
         Parameters
         ----------
         index_keys : ndarray, shape [B, q, index_dim]
-            Rotated, of the dtype of the rows.
+            Rotated index keys, of the dtype of the rows.
 
         Returns
         -------
@@ -305,16 +299,15 @@ class IndexedLayer(LatentLayer):
         new, dtype = self.span.length - self.span.before, self.store.geometry.fmt.dtype
         shape = self.batch_size, new, self.index_dim
         if not isinstance(index_keys, np.ndarray) or index_keys.shape != shape or index_keys.dtype != dtype:
-            raise argument_error(
-                "index_keys", f"{shape} of {dtype}, for the last update", describe(index_keys)
-            )
+            wanted = f"{shape} of {dtype}, for the last update"
+            raise argument_error("index_keys", wanted, describe(index_keys))
         stored = self._index_rows()
         stored[:, stored.shape[1] - new :] = index_keys
         return stored
 
     @one_call_at_a_time
     def best_rows(self, index_query: Array, index_weights: Array, k: int = 2048) -> Array:
-        """Return the numbers of the `k` stored rows that score best for each query.
+        """Return the numbers of the `k` stored rows with the best scores for each query.
 
         Parameters
         ----------
@@ -337,11 +330,8 @@ class IndexedLayer(LatentLayer):
         if batch != self.batch_size or not new:
             wanted = f"the last queries of {self.batch_size} sequences"
             raise argument_error("index_query", wanted, describe(index_query))
-        shape = index_query.shape[:3]
-        if (
-            checked_format("index_weights", index_weights, FLOATS, 3) is not fmt
-            or index_weights.shape != shape
-        ):
+        shape, weights_fmt = index_query.shape[:3], checked_format("index_weights", index_weights, FLOATS, 3)
+        if weights_fmt is not fmt or index_weights.shape != shape:
             raise argument_error("index_weights", f"{shape} of {fmt}", describe(index_weights))
         keys = self._index_rows()
         length = keys.shape[1]
@@ -352,7 +342,7 @@ class IndexedLayer(LatentLayer):
         slots = topk_rows(scores, integer("k", k, 1), tables, length, starts)
         return np.where(slots < 0, slots, slots % length).reshape(batch, new, -1)
 
-    def attend(  # type: ignore[override]  # with one argument more
+    def attend(  # type: ignore[override]  # has another argument, `indices`
         self,
         q_latent: Array,
         q_pe: Array | None = None,
@@ -363,7 +353,7 @@ class IndexedLayer(LatentLayer):
         sinks: Array | None = None,
         return_lse: bool = False,
     ) -> Attended:
-        """Attend as a `LatentLayer` does, or with `indices` [B, q, K] to the stored rows of these numbers.
+        """Attend as a `LatentLayer`, or only to the stored rows whose numbers `indices` [B, q, K] lists.
 
         Numbers below 0 are ignored. With `indices` a mask is refused: leave out the rows that it would hide.
         """
@@ -406,7 +396,7 @@ class IndexedLayer(LatentLayer):
 
 
 class DecodedRows:
-    """Gives a `KVView` the rows of a layer of codes, as the last update left them."""
+    """Gives a `KVView` the decoded rows of a latent layer that stores codes."""
 
     def __init__(self, layer: LatentLayer, dim: int) -> None:
         self._layer, self.dtype = layer, np.dtype(np.float32)
@@ -422,7 +412,7 @@ class DecodedRows:
 
 
 class LatentCodes:
-    """Encodes latent rows as bytes: codes, scales (and minima or zeros), then the rotated part.
+    """Encodes latent rows as bytes: codes, scales (and minima or zero points), then the rotated part.
 
     Attributes
     ----------
@@ -488,7 +478,7 @@ def attend_to_codes(
     scale: float,
     sinks: Array | None,
 ) -> Pair:
-    """Attend with queries [B, H, q, dim] to encoded rows, which are decoded some thousands at a time."""
+    """Attend with queries [B, H, q, dim] to encoded rows; decode some thousands of rows at a time."""
     fmt, span = checked_format("query", query, FLOATS, 4), layer.span
     batch, heads, new, dim = query.shape
     if layer.store is None or batch != layer.batch_size or dim != sum(codes.dims) or new > span.length:
@@ -500,8 +490,8 @@ def attend_to_codes(
     wide = one_piece(query.swapaxes(1, 2)).astype(np.float32)  # [B, q, H, dim]
     begin, end = span.rows_from(span.begin)
     count, step = end - begin, max(1, ROWS // batch)
-    last = max(0, count - max(new, step))  # the last piece has the rows of all queries
-    found: Pair | None = None
+    last = max(0, count - max(new, step))  # the last piece contains the rows of all queries
+    merged: Pair | None = None
     for first in [*range(0, last, step), last]:
         stop = count if first == last else min(first + step, last)
         rows = codes.decode(layer.store.sides[0][:, 0, begin + first : begin + stop])[:, :, None]
@@ -511,6 +501,6 @@ def attend_to_codes(
             sinks=sinks if stop == count else None, return_lse=True,
         )  # fmt: skip
         flat = part[0].reshape(batch * new, heads, -1), part[1].reshape(batch * new, heads)
-        found = flat if found is None else merge_attention_states((found[0], flat[0]), (found[1], flat[1]))
-    output, lse = (x.reshape(batch, new, *x.shape[1:]).swapaxes(1, 2) for x in found or ())
+        merged = flat if merged is None else merge_attention_states(*zip(merged, flat, strict=True))
+    output, lse = (x.reshape(batch, new, *x.shape[1:]).swapaxes(1, 2) for x in merged or ())
     return output.astype(fmt.dtype, copy=False), lse

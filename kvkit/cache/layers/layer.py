@@ -1,4 +1,4 @@
-"""The base class of the layers that a `Cache` has."""
+"""Define `Layer`, the base class of the layers of a `Cache`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kvkit.cache.layers.positions import (
     RowPositions,
     check_rotation,
     describe_rotation,
+    pieces_array,
     planner,
     restored_rotation,
     rotation_of,
@@ -42,7 +43,7 @@ EMPTY = None, None, Span(), None  # the `Layer.state` of an empty layer in memor
 
 
 class Layer(BaseLayer):
-    """A layer of a `Cache`.
+    """Implements the calls of a layer of a `Cache`. Subclasses decide which tokens stay, and how.
 
     Attributes
     ----------
@@ -55,10 +56,10 @@ class Layer(BaseLayer):
     home : Home
         The place of the layer's files in a folder; None for a layer in memory.
     row_positions : RowPositions
-        The positions of its first rows; None while row r has position r and no key is shifted. Rows of a
-        window have consecutive positions, so they need this only while keys are shifted.
+        The positions of its first rows; None while row r has position r and no key is shifted. The rows of
+        a window have consecutive positions, so it is None there unless keys are shifted.
     rope : Rope or "none"
-        How keys were rotated; None if it is unknown.
+        How keys were rotated; None if that is unknown.
     """
 
     store: Any
@@ -82,7 +83,11 @@ class Layer(BaseLayer):
         return f"<{self.name}: {self.span.length} tokens{held}>"
 
     def connect(self, layers: Sequence[Layer], number: int) -> None:
-        """Tell the layer that it is layer `number` of a cache; most layers ignore that."""
+        """Tell the layer that it is layer `number` of `layers`, for layers that read another one."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the arguments of the constructor, for a file."""
+        return {}
 
     # Methods that subclasses override, as well as `_returned`
 
@@ -95,7 +100,7 @@ class Layer(BaseLayer):
         return 0
 
     def _may_start(self, start: int) -> bool:
-        """Return whether new tokens may begin at `start`, before the end, and so replace later ones."""
+        """Return whether new tokens may begin at `start` and replace the tokens from there on."""
         return False
 
     def check_room(self, length: int, new: int) -> None:
@@ -105,8 +110,8 @@ class Layer(BaseLayer):
         """Return how many rows a new store for `rows` tokens gets, with room for the next tokens."""
         return max(rows + rows // 4, 2 * self.store.capacity if self.store else 0)
 
-    def _new_store(self, given: Geometry, capacity: Any) -> Any:
-        return Store(given, capacity) if self.home is None else MappedStore(given, capacity, self.home)
+    def _new_store(self, geometry: Geometry, capacity: Any) -> Any:
+        return Store(geometry, capacity) if self.home is None else MappedStore(geometry, capacity, self.home)
 
     # Adding tokens
 
@@ -119,15 +124,15 @@ class Layer(BaseLayer):
     def _append(
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None
     ) -> tuple[States, States]:
-        given, new = self._given(key_states, value_states), key_states.shape[2]
+        geometry, new = self._geometry_of(key_states, value_states), key_states.shape[2]
         start = self.span.length
         if cache_position is not None:
-            start = self._start(cache_position, new)
+            start = self._first_new(cache_position, new)
         self.check_room(start, new)
         begin, end = self._returned(start, new)
-        self._make_room(given, max(end, start + new), self.span.oldest)
+        self._make_room(geometry, max(end, start + new), self.span.oldest)
         if start < self.span.length:
-            key_states, value_states = (self._apart(states) for states in (key_states, value_states))
+            key_states, value_states = (self._unshared(side) for side in (key_states, value_states))
             if self.row_positions is not None:
                 self.row_positions = self.row_positions.first(start)
             self._shorten(self.span.cropped(start, 0))
@@ -141,46 +146,44 @@ class Layer(BaseLayer):
         self._commit()
         return self.store.rows(begin - origin, end - origin)
 
-    def _given(self, key_states: Array, value_states: Array) -> Geometry:
+    def _geometry_of(self, key_states: Array, value_states: Array) -> Geometry:
         """Check keys and values; return their geometry."""
         frozen = None if self.store is None else self.store.geometry
         return check_geometry(key_states, value_states, frozen, self._joined)
 
-    def _start(self, cache_position: ArrayLike, new: int) -> int:
-        """Return the position of the first new token."""
+    def _first_new(self, cache_position: ArrayLike, new: int) -> int:
+        """Check the positions of new tokens; return the first one as the span counts it."""
         length = self.get_seq_length()
-        start = requests.check_positions(cache_position, new, length)
-        if start != length and not self._may_start(start):
-            raise argument_error("cache_position", f"positions from {length} on, after the last token", start)
+        start = requests.check_positions(cache_position, new, length, self._may_start)
         return start + self.span.length - length
 
-    def _apart(self, states: Array) -> Array:
-        """Return new tokens, copied if they share memory with the store, which is about to change."""
+    def _unshared(self, states: Array) -> Array:
+        """Return new tokens, copied if they share memory with the store, which will change."""
         shared = any(np.may_share_memory(states, side) for side in self.store.sides)
         return states.copy() if shared else states
 
-    def _make_room(self, given: Geometry, end: int, keep: int) -> None:
-        """Make room for all positions before `end`, and keep the tokens from `keep` on."""
+    def _make_room(self, geometry: Geometry, end: int, keep: int) -> None:
+        """Make room for the tokens before `end`; a move to a larger store keeps those from `keep` on."""
         if self.store is None or end - self.span.origin > self.store.capacity:
-            self._move(given, self._capacity(end - keep), keep)
+            self._move(geometry, self._capacity(end - keep), keep)
 
     def _move(
         self,
-        given: Geometry,
+        geometry: Geometry,
         capacity: Any,
         keep: int,
         indices: Iterable[int] | None = None,
         final: bool = False,
     ) -> None:
-        """Move the tokens from `keep` on to another store; on an error nothing has changed.
+        """Move the tokens from `keep` on, of the rows `indices` of the batch, to a new store.
 
-        If `final`, the last update can no longer be undone.
+        After a `final` move the last update can no longer be undone. On an error nothing has changed.
         """
-        store, before = self._new_store(given, capacity), (self.store, self.span)
+        store, before = self._new_store(geometry, capacity), (self.store, self.span)
         span = self.span.without_undo() if final else self.span
         try:
             if self.store is not None:
-                indices = range(given.batch) if indices is None else indices
+                indices = range(geometry.batch) if indices is None else indices
                 store.fill(self.store, indices, *span.rows_from(keep))
             self._set_store(store, span.moved(keep))
             self._commit()
@@ -190,7 +193,7 @@ class Layer(BaseLayer):
             raise
 
     def _commit(self) -> None:
-        """Record the layer's state in its file, if it has one; let a quantized store encode."""
+        """Record the layer's state in its file, if it has one. A quantized store encodes old tokens here."""
         if self.store is not None:
             self.store.commit(self)
         elif self.home is not None:
@@ -198,7 +201,7 @@ class Layer(BaseLayer):
 
     @one_call_at_a_time
     def reserve(self, query_length: SupportsIndex) -> None:
-        """Make room for `query_length` more tokens, so that their update cannot run out of capacity."""
+        """Make room for `query_length` more tokens, so that their update cannot fail for lack of it."""
         new, length = integer("query_length", query_length, 0), self.span.length
         self.check_room(length, new)
         if self.store is not None:
@@ -207,10 +210,10 @@ class Layer(BaseLayer):
 
     @one_call_at_a_time
     def release_undo(self) -> None:
-        """Free memory that only the last update needed: move to a smaller store if this one is too large.
+        """Free the memory that only the last update needed: move to a smaller store if this one is too large.
 
-        A layer in a file keeps the rows that its last update returned, because that update may be undone. It
-        moves after a later, shorter update.
+        A layer in a file keeps the rows that its last update returned, because opening may undo that update.
+        So it moves after a later, shorter update.
         """
         if self.window is None or self.store is None or self.record_past:
             return
@@ -225,7 +228,7 @@ class Layer(BaseLayer):
 
     def get_seq_length(self) -> int:
         rows = self.row_positions
-        return self.span.length if rows is None else rows.seen(self.span.length)
+        return self.span.length if rows is None else rows.position_after(self.span.length)
 
     def get_mask_sizes(self, query_length: SupportsIndex) -> tuple[int, int]:
         if self.row_positions is None:
@@ -243,10 +246,10 @@ class Layer(BaseLayer):
 
     @property
     def rope_shifts(self) -> Array:
-        return np.array(self.pieces(self.span.oldest), np.int64).reshape(-1, 3)
+        return pieces_array(self.pieces(self.span.oldest))
 
     def pieces(self, first: int) -> list[Piece]:
-        """Return the pieces of the rows from `first` on whose keys have one rope shift."""
+        """Return the pieces of the rows from number `first` on, by the rope shift of their keys."""
         length = self.span.length
         if self.row_positions is not None:
             return self.row_positions.pieces(first, length)
@@ -299,7 +302,7 @@ class Layer(BaseLayer):
         ----------
         length : int
             Positive: tokens to keep; no effect if the layer has fewer. Negative: tokens to drop. 0: drop
-            none. Recorded past tokens are dropped in each case.
+            none. Past tokens that were recorded are dropped in every case.
 
         Raises
         ------
@@ -308,14 +311,14 @@ class Layer(BaseLayer):
         RuntimeError
             If a sliding window would need tokens that are no longer stored.
         """
-        length = self.left_by(length)
+        length = self.length_after_crop(length)
         if self.row_positions is not None:
             length, rows = self.row_positions.crop(length)
-            self.row_positions = self._described(rows)
+            self.row_positions = self._needed_positions(rows)
         self._shorten(self.span.cropped(length, self._stored_from(length)))
 
-    def left_by(self, length: int) -> int:
-        """Return the next token's position after a legal `crop`; without holes it is the number of tokens."""
+    def length_after_crop(self, length: int) -> int:
+        """Check a `crop`; return what `get_seq_length` would return after it."""
         span = self.span
         left = requests.length_after_crop(length, self.get_seq_length())
         if span.oldest > self._croppable_to(left):
@@ -326,7 +329,7 @@ class Layer(BaseLayer):
         return left
 
     def _shorten(self, span: Span) -> None:
-        """Drop the last tokens. The shorter state is committed before a freed row is written."""
+        """Drop the last tokens. The shorter state is committed before any freed row is overwritten."""
         self.span = span
         if self.store is not None:
             self._commit()
@@ -338,7 +341,7 @@ class Layer(BaseLayer):
         plan = planner(call)(now, rotation, *arguments, **options)
         plan = plan.without_gaps(span.oldest - span.first).in_few_pieces()
         if plan.crops:
-            self.left_by(plan.after.length - now.length)
+            self.length_after_crop(plan.after.length - now.length)
         elif plan.changes(now):
             if self.record_past:
                 raise argument_error(self.name, "no past that is recorded (crop first)", call)
@@ -352,12 +355,12 @@ class Layer(BaseLayer):
         if self.window is not None:
             after = plan.after
             first = after.length - len(after.positions)
-            if not after.follow(first) or first > self._croppable_to(after.length):
+            if not after.are_consecutive(first) or first > self._croppable_to(after.length):
                 wanted = f"no hole in its window of {self.window} (shift all of its tokens, or none)"
                 raise argument_error(self.name, wanted, f"one after {call}")
 
     def rearrange(self, plan: Rearrangement, at_once: bool = False) -> None:
-        """Carry out a plan. `at_once`: the other layers' files change with this one, or none does."""
+        """Carry out a plan. With `at_once` a crash leaves the files of all layers changed, or none."""
         now = self._positions_from(self.span.first)
         if plan.crops and not at_once and plan.after.length < now.length:
             self.crop(plan.after.length - now.length)
@@ -377,7 +380,7 @@ class Layer(BaseLayer):
             self.store.keep_rows(rows, first, plan.rope, plan.rotated)
             self._free_rows(first + len(rows), end)
         self.span = self._span_of(plan, first)
-        self.row_positions, self.rope = self._described(plan.after), plan.rope
+        self.row_positions, self.rope = self._needed_positions(plan.after), plan.rope
 
     def _move_in_file(self, plan: Rearrangement, rows: Array) -> None:
         """Copy the remaining rows to a new file, and commit it with their positions.
@@ -386,13 +389,13 @@ class Layer(BaseLayer):
         """
         before, rope, old = self.state(), self.rope, self.store
         stay = bool(plan.kept.all()) and plan.rotated is None
-        store = old.again() if stay else self._new_store(old.geometry, self._room_after(plan))
+        store = old.with_new_sidecar() if stay else self._new_store(old.geometry, self._room_after(plan))
         try:
             if not stay:
                 store.fill_rows(old, rows, plan.rope, plan.rotated)
             span = self._span_of(plan, self.span.first - self.span.origin if stay else 0)
             self._set_store(store, span)
-            self.row_positions, self.rope = self._described(plan.after), plan.rope
+            self.row_positions, self.rope = self._needed_positions(plan.after), plan.rope
             self._commit()
         except BaseException:
             self.restore(before)
@@ -406,7 +409,7 @@ class Layer(BaseLayer):
         return self.store.capacity
 
     def _first_row(self, rows: Array) -> int:
-        """Return the row that the first remaining row moves to. Rows of a window do not move."""
+        """Return where the first remaining row moves to. Rows of a window do not move."""
         return int(rows[0]) if self.window is not None and len(rows) else 0
 
     def _span_of(self, plan: Rearrangement, first: int) -> Span:
@@ -418,8 +421,8 @@ class Layer(BaseLayer):
         oldest = max(begin, min(length - stored, self._stored_from(length)))
         return Span(length, oldest, begin, begin - first, length)
 
-    def _described(self, rows: RowPositions) -> RowPositions | None:
-        """Return the state of rows, or None if row r has position r and no key is shifted."""
+    def _needed_positions(self, rows: RowPositions) -> RowPositions | None:
+        """Return the positions of rows as `row_positions` has them: None if they need not be stored."""
         if self.window is None:
             return None if rows.is_plain() else rows
         return replace(rows, base=rows.length - len(rows.positions)) if rows.shifts.any() else None
@@ -433,26 +436,27 @@ class Layer(BaseLayer):
     @one_call_at_a_time
     def reorder(self, indices: ArrayLike) -> None:
         """Replace row b of the batch by the old row ``indices[b]``. The batch becomes ``len(indices)``."""
-        self._take(requests.check_rows(indices, self.batch_size))
+        self._take_rows(requests.check_rows(indices, self.batch_size))
 
     select = reorder_cache = batch_select_indices = reorder
 
     @one_call_at_a_time
     def repeat(self, repeats: int) -> None:
         """Repeat every row of the batch: rows A, B become A, A, B, B."""
-        self._take(np.repeat(np.arange(self.batch_size), integer("repeats", repeats, 1)))
+        self._take_rows(np.repeat(np.arange(self.batch_size), integer("repeats", repeats, 1)))
 
     batch_repeat_interleave = repeat
 
-    def _take(self, indices: Array) -> None:
+    def _take_rows(self, indices: Array) -> None:
+        """Make the old row ``indices[b]`` of the batch row b."""
         if self.store is None:
             return
-        first, given = self.span.first, self.store.geometry
-        if len(indices) == given.batch and self.store.in_place:
+        first, geometry = self.span.first, self.store.geometry
+        if len(indices) == geometry.batch and self.store.in_place:
             self.store.take(indices, *self.span.rows_from(first))
         else:
-            given = given._replace(batch=len(indices))
-            self._move(given, self.store.capacity, first, indices, final=True)
+            geometry = geometry._replace(batch=len(indices))
+            self._move(geometry, self.store.capacity, first, indices, final=True)
 
     @one_call_at_a_time
     def reset(self) -> None:
@@ -466,12 +470,12 @@ class Layer(BaseLayer):
         self._set_store(None, Span())
 
     def stop_past_recording(self) -> None:
-        """Stop recording: from the next change on, tokens that leave the window are dropped or encoded."""
+        """End what `activate_past_recording` began: drop or encode the tokens that leave the window."""
         self._record_past(False)
 
     @one_call_at_a_time
     def _record_past(self, recording: bool = True) -> None:
-        """Begin or stop keeping the tokens that leave the window."""
+        """Begin or end the recording of past tokens."""
         before, self.record_past = self.record_past, recording
         try:
             self._commit()
@@ -486,7 +490,7 @@ class Layer(BaseLayer):
         return {} if self.store is None else {"keys": self.keys, "values": self.values}
 
     def load(self, arrays: dict[str, Array], length: int) -> None:
-        """Fill the layer from the saved results of `arrays` and `moves`; `length` is the next position."""
+        """Fill an empty layer with what `arrays` and `moves` returned. `length` is the next position."""
         moves = {name: arrays.pop(name) for name in ("positions", "rope_shifts") if name in arrays}
         if arrays or (length and not moves):
             rows = moves.get("positions") if self.window is None else None
@@ -495,39 +499,39 @@ class Layer(BaseLayer):
             self.move(moves["positions"], moves["rope_shifts"], length)
 
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:
-        """Fill the layer with saved `arrays` of `length` tokens; raise KvkitError if they do not fit."""
+        """Fill an empty layer with `length` tokens from a file; raise KvkitError if the arrays do not fit."""
         keys, values = arrays["keys"], arrays["values"]
         self.check_room(0, length)
         stored = keys.shape[2]
         oldest = length - stored
         if not 0 <= oldest <= self._croppable_to(length):
             raise argument_error(self.name, f"all tokens of {length} that the next one attends to", stored)
-        store = self._new_store(self._given(keys, values), self._capacity(stored))
+        store = self._new_store(self._geometry_of(keys, values), self._capacity(stored))
         store.write(0, keys, values)
         self._set_store(store, Span(length, oldest, oldest, oldest, length))
 
     @property
     def was_moved(self) -> bool:
-        """Return whether a saved file must have the positions of rows."""
+        """Return whether a saved file must list the positions of rows."""
         return self.row_positions is not None
 
     def moves(self) -> dict[str, Array]:
-        """Return the arrays of moved rows by their names in a saved file; {} without any."""
+        """Return positions and rope shifts by their names in a saved file; {} if no row was moved."""
         return {"positions": self.positions, "rope_shifts": self.rope_shifts} if self.was_moved else {}
 
     def move(self, positions: ArrayLike, rope_shifts: ArrayLike, length: int) -> None:
-        """Set the positions of stored rows, as `moves` returned them; raise KvkitError if illegal."""
+        """Set the positions of stored rows from a file; raise KvkitError if they are illegal."""
         first, end = self.span.oldest, self.span.length
         after = RowPositions.restored(positions, rope_shifts, length, end - first)
         if after.shifts.any():
             check_rotation(self.rope)
         self._check_movable("load", Rearrangement(np.ones(end - first, bool), after, self.rope))
-        self.row_positions = self._described(after)
+        self.row_positions = self._needed_positions(after)
 
     # Offload folders
 
     def describe_moves(self) -> dict[str, Any]:
-        """Describe moved rows, and how keys were rotated if it is known, for a sidecar."""
+        """Describe moved rows, and the rotation of keys if it is known, for a sidecar."""
         rope = {"rope": describe_rotation(self.rope)}
         if not self.was_moved:
             return {} if self.rope is None else rope
@@ -535,12 +539,12 @@ class Layer(BaseLayer):
         return rope | {"moved": rows.describe() | rope}
 
     def count_moves(self) -> dict[str, int]:
-        """Count the described rows that are left, and the position after them; 0 and 0 without any."""
-        rows = self.row_positions
-        return {"described": 0, "follows": 0} if rows is None else rows.counts()
+        """Return how many rows of `describe_moves` are left, and the position after them, for a sidecar."""
+        rows = self.row_positions or RowPositions.contiguous(0, 0)
+        return {"described": len(rows.positions), "follows": rows.length}
 
     def state(self) -> tuple[Any, Any, Span, RowPositions | None]:
-        """Return what `restore` needs to undo a move or a change of the batch."""
+        """Return the state of the layer for `restore`, which undoes a failed change."""
         return self.home, self.store, self.span, self.row_positions
 
     def restore(self, state: tuple[Any, Any, Span, RowPositions | None]) -> None:
@@ -563,18 +567,18 @@ class Layer(BaseLayer):
             if "moved" in about:
                 self._restore_moves(about["moved"], about["state"])
 
-    def _restore_moves(self, said: dict[str, Any], state: dict[str, Any]) -> None:
-        """Restore the positions of moved rows from a sidecar."""
+    def _restore_moves(self, moved: dict[str, Any], state: dict[str, Any]) -> None:
+        """Restore the positions of moved rows from the description and the state in a sidecar."""
         self.store.file.moved = True
-        self.rope = restored_rotation(said["rope"])
+        self.rope = restored_rotation(moved["rope"])
         count, length = state["described"], state["follows"]
         if (count, length) == (0, 0):
             return
         base = 0 if self.window is None else length - count
-        rows = RowPositions.read(said, count, length, base)
+        rows = RowPositions.read(moved, count, length, base)
         if base + count > self.span.length or base > self.span.first:
             raise ValueError(f"positions of {count} rows from {base} on, and {self.span}")
-        self.row_positions = self._described(rows)
+        self.row_positions = self._needed_positions(rows)
 
     def _opened_store(self, about: dict[str, Any], span: Span) -> Any:
         return MappedStore.opened(about, span, self.home)
@@ -585,7 +589,7 @@ class Layer(BaseLayer):
         self._shorten(self.span.widened().cropped(before, self._stored_from(before)))
 
     def finish(self) -> None:
-        """Commit the state, so that the latest update can no longer be undone."""
+        """Commit the state; the latest update can no longer be undone."""
         if self.store is not None:
             self.span = self.span.without_undo()
             self._commit()

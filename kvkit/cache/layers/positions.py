@@ -1,7 +1,7 @@
-"""Positions of a layer's rows once they are no longer 0, 1, 2, ..., and the calls that change them.
+"""Plan the calls that remove and move tokens; hold the positions of rows that are no longer 0, 1, 2, ...
 
-A key of rope shift d is rotated in memory for its position - d. No call here rotates a key: attention rotates
-queries by -d instead. Every call returns a new state, so that all layers can be checked before one changes.
+A key of rope shift d is rotated in memory for its position - d. No plan rotates a key to move it: attention
+rotates queries by -d instead. A plan holds a new state, so that all layers can be checked before one changes.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.rope import NO_ROTATION, Rope
 from kvkit.typed import Array
 
-MAX_PIECES = 8  # pieces of one rope shift in a layer; attention reads each apart
+MAX_PIECES = 8  # the most pieces of a layer, which attention reads one by one
 FAR = 2**40  # the largest position and shift
-HOW = "how keys were rotated, a kvkit.Rope or 'none'"
+KNOWN_ROTATION = "how keys were rotated, a kvkit.Rope or 'none'"
 
 Rotation = Rope | str | None  # how keys are rotated: a Rope, "none", or None if unknown
-Piece = tuple[int, int, int]  # first row, end row, rope shift
+Piece = tuple[int, int, int]  # neighbouring rows of one rope shift: first row, end row, shift
 
 
 @dataclass(frozen=True, eq=False)
 class RowPositions:
-    """Holds positions and rope shifts of a layer's first rows, which are numbered from `base` on.
+    """Holds positions and rope shifts of a layer's first rows, whose numbers begin at `base`.
 
-    Later rows have the positions from `length` on, and no shift.
+    Rows after these have the positions from `length` on, and no shift.
     """
 
     positions: Array  # int64, ascending
     shifts: Array  # int64
     length: int  # the position after these rows
-    base: int = 0  # in a window the number of the first row; earlier rows are no longer stored
+    base: int = 0  # more than 0 in a window, which no longer stores earlier rows
 
     @classmethod
     def contiguous(cls, begin: int, end: int) -> Self:
@@ -56,50 +56,47 @@ class RowPositions:
         if ends[-1] != rows or (np.diff(ends) < 1).any() or (pieces[:, 0] != ends[:-1]).any():
             raise argument_error("rope_shifts", f"pieces of {rows} rows", pieces.tolist())
         if rows and (positions[0] < 0 or (np.diff(positions) < 0).any() or positions[-1] >= length):
-            raise argument_error("positions", f"ascending ones below {length}", describe(positions))
+            raise argument_error("positions", f"ascending positions below {length}", describe(positions))
         return cls(positions, np.repeat(pieces[:, 2], np.diff(ends)), length)
 
     def describe(self) -> dict[str, Any]:
-        """Describe the rows for JSON: runs of positions that follow one another, and rope shifts."""
+        """Describe the rows for JSON: runs of consecutive positions, and rope shifts."""
         borders = [0, *(np.flatnonzero(np.diff(self.positions) != 1) + 1), len(self.positions)]
         pairs = itertools.pairwise(borders if len(self.positions) else [])
         runs = [(int(self.positions[begin]), int(end - begin)) for begin, end in pairs]
         return {"positions": runs, "rope_shifts": self._pieces}
 
-    def counts(self) -> dict[str, int]:
-        """Return the numbers that say which rows of `describe` are left."""
-        return {"described": len(self.positions), "follows": self.length}
-
     @classmethod
-    def read(cls, said: Mapping[str, Any], count: int, length: int, base: int) -> Self:
-        """Check the first `count` rows of a description by `describe`; return their state."""
-        runs = [np.arange(first, first + many) for first, many in said["positions"]]
+    def read(cls, description: Mapping[str, Any], count: int, length: int, base: int) -> Self:
+        """Check what `describe` has written; return the state of its first `count` rows."""
+        runs = [np.arange(first, first + many) for first, many in description["positions"]]
         positions = np.concatenate([np.arange(0), *runs])
-        whole = cls.restored(positions, np.array(said["rope_shifts"]).reshape(-1, 3), FAR, len(positions))
+        pieces = np.array(description["rope_shifts"]).reshape(-1, 3)
+        whole = cls.restored(positions, pieces, FAR, len(positions))
         if not 0 <= count <= len(positions) or (count and positions[count - 1] >= length):
             raise ValueError(f"{count} rows before position {length} of {len(positions)}")
         return cls(whole.positions[:count], whole.shifts[:count], length, base)
 
-    def follow(self, first: int) -> bool:
-        """Return whether rows and next token have consecutive positions from `first` on."""
+    def are_consecutive(self, first: int) -> bool:
+        """Return whether the rows and the next token have consecutive positions from `first` on."""
         return np.array_equal(self.positions, np.arange(first, self.length))
 
     def is_plain(self) -> bool:
         """Return whether row r has position r, and no key is shifted."""
-        return self.follow(0) and not self.shifts.any()
+        return self.are_consecutive(0) and not self.shifts.any()
 
-    def seen(self, rows: int) -> int:
-        """Return the position of the token after the first `rows` rows."""
+    def position_after(self, rows: int) -> int:
+        """Return the position of the token after row number `rows` - 1."""
         return self.length + rows - self.base - len(self.positions)
 
-    def between(self, begin: int, rows: int) -> Self:
-        """Return the state of the rows [begin, rows), which may include later rows."""
-        later, first = self.contiguous(self.length, self.seen(rows)), begin - self.base
+    def between(self, begin: int, end: int) -> Self:
+        """Return the state of the rows [begin, end), which may include rows after these."""
+        later, first = self.contiguous(self.length, self.position_after(end)), begin - self.base
         positions = np.concatenate((self.positions, later.positions))[first:]
         return type(self)(positions, np.concatenate((self.shifts, later.shifts))[first:], later.length, begin)
 
     def first(self, rows: int) -> Self:
-        """Return the state of the rows before `rows`; new tokens replace the others."""
+        """Return the state of the rows with numbers below `rows`; new tokens replace the other rows."""
         count = rows - self.base
         if count >= len(self.positions):
             return self
@@ -121,7 +118,7 @@ class RowPositions:
 
     @functools.cached_property
     def _pieces(self) -> list[Piece]:
-        """Return the pieces of one rope shift of the first rows."""
+        """Return the pieces of these rows."""
         known = len(self.positions)
         borders = (np.flatnonzero(np.diff(self.shifts)) + 1).tolist()
         begins = [0, *borders] if known else []
@@ -130,32 +127,33 @@ class RowPositions:
             for begin, end in zip(begins, [*borders, known], strict=False)
         ]
 
-    def pieces(self, begin: int, rows: int) -> list[Piece]:
-        """Return the pieces of one rope shift of the rows [begin, rows), numbered from `begin` on."""
+    def pieces(self, begin: int, end: int) -> list[Piece]:
+        """Return the pieces of the rows [begin, end), counted from `begin`."""
         passed, known = begin - self.base, len(self.positions) - (begin - self.base)
-        found = [
-            (max(0, first - passed), end - passed, shift)
-            for first, end, shift in self._pieces
-            if end > passed
-        ]
-        if rows - begin > known:
-            joins = bool(found) and found[-1][2] == 0
-            found.append((found.pop()[0] if joins else max(0, known), rows - begin, 0))
-        return found
+        pieces = [(max(0, a - passed), b - passed, shift) for a, b, shift in self._pieces if b > passed]
+        if end - begin > known:
+            joins = bool(pieces) and pieces[-1][2] == 0
+            pieces.append((pieces.pop()[0] if joins else max(0, known), end - begin, 0))
+        return pieces
+
+
+def pieces_array(pieces: list[Piece]) -> Array:
+    """Return pieces as int64 [pieces, 3]."""
+    return np.array(pieces, np.int64).reshape(-1, 3)
 
 
 class Rearrangement(NamedTuple):
-    """Describes a change of rows that is checked and not yet done."""
+    """Plans a change of a layer's rows, which is checked and not yet done."""
 
-    kept: Array  # bool, which rows stay
+    kept: Array  # bool for each row: whether it stays
     after: RowPositions  # of the rows that stay
     rope: Rotation  # of shifted keys
-    rotated: Array | None = None  # by how many positions to rotate each remaining key in memory
-    crops: bool = False  # whether it only drops the last tokens
-    frees: bool = False  # whether the layer frees the memory of removed tokens
+    rotated: Array | None = None  # by how many positions each remaining key is rotated in memory
+    crops: bool = False  # whether only the last tokens are dropped
+    frees: bool = False  # whether the memory of removed tokens is freed
 
     def in_few_pieces(self) -> Rearrangement:
-        """Return the plan; if it leaves more than `MAX_PIECES` pieces it rotates keys in memory."""
+        """Return the plan, or if it leaves more than `MAX_PIECES` pieces, one that rotates keys in memory."""
         after, count = self.after, len(self.after.positions)
         pieces = after.pieces(after.base, after.base + count + 1)  # the next token has a piece, too
         if len(pieces) <= MAX_PIECES:
@@ -163,7 +161,7 @@ class Rearrangement(NamedTuple):
         return flatten(after, self.rope)._replace(kept=self.kept)
 
     def without_gaps(self, older: int) -> Rearrangement:
-        """Return the plan without those of the `older` first rows that lie before a gap."""
+        """Return the plan; of the first `older` rows it also removes those before a gap in positions."""
         count, after = int(self.kept[:older].sum()), self.after
         gaps = np.flatnonzero(np.diff(np.append(after.positions, after.length)[: count + 1]) != 1)
         if not len(gaps):
@@ -189,7 +187,7 @@ def remove(
     *,
     close: bool = False,
 ) -> Rearrangement:
-    """Plan to remove the tokens with positions in [begin, end), and with `close` to shift later ones back."""
+    """Plan to remove the tokens with positions in [begin, end); with `close`, shift later tokens back."""
     begin = integer("begin", begin, 0)
     end = now.length if end is None else integer("end", end, begin)
     close = flag("close", close)
@@ -204,10 +202,10 @@ def remove(
 def retain(
     now: RowPositions, rope: Rotation, positions: ArrayLike, *, renumber: bool = False
 ) -> Rearrangement:
-    """Plan to keep only the tokens with these positions; the next token's position stays.
+    """Plan to keep only the tokens with these positions; the next token's position does not change.
 
-    Positions that a window has dropped are ignored. With `renumber` the tokens get positions from 0 on, and
-    the next token follows them.
+    Positions that a window has dropped are ignored. With `renumber` the tokens and the next token get the
+    positions 0, 1, 2, ...
     """
     wanted = index_tensors.index("positions", positions, 1)
     if (np.diff(wanted) <= 0).any():
@@ -220,31 +218,31 @@ def retain(
     if not renumber:
         return Rearrangement(kept, after, rope)
     ranks = np.arange(len(after.positions))
-    return moved(after, rope, np.ones(len(ranks), bool), ranks, len(ranks))._replace(kept=kept)
+    return plan_move(after, rope, np.ones(len(ranks), bool), ranks, len(ranks))._replace(kept=kept)
 
 
 def shift(
     now: RowPositions, rope: Rotation, begin: SupportsIndex, end: SupportsIndex | None, delta: SupportsIndex
 ) -> Rearrangement:
-    """Plan to move the tokens with positions in [begin, end) by `delta`; drop those that get below 0."""
+    """Plan to add `delta` to the positions in [begin, end); tokens that get below 0 are removed."""
     begin = integer("begin", begin, 0)
     end = FAR if end is None else integer("end", end, begin)
     delta = integer("delta", delta, -FAR, FAR)
     moves = (now.positions >= begin) & (now.positions < end)
     length = now.length + delta if begin <= now.length <= end and delta else now.length
-    return moved(now, rope, moves, now.positions + delta * moves, length)
+    return plan_move(now, rope, moves, now.positions + delta * moves, length)
 
 
 def divide(
     now: RowPositions, rope: Rotation, begin: SupportsIndex, end: SupportsIndex | None, d: SupportsIndex
 ) -> Rearrangement:
-    """Plan to divide the positions in [begin, end) by `d`, rounding down; tokens may then share one."""
+    """Plan to divide the positions in [begin, end) by `d`, rounding down; tokens may then share positions."""
     begin = integer("begin", begin, 0)
     end = FAR if end is None else integer("end", end, begin)
     d = integer("d", d, 2)
     moves = (now.positions >= begin) & (now.positions < end)
     length = -(-now.length // d) if begin <= now.length <= end else now.length
-    return moved(now, rope, moves, np.where(moves, now.positions // d, now.positions), length, meet=True)
+    return plan_move(now, rope, moves, np.where(moves, now.positions // d, now.positions), length, meet=True)
 
 
 def flatten(now: RowPositions, rope: Rotation) -> Rearrangement:
@@ -258,10 +256,10 @@ PLANS: dict[str, Callable[..., Rearrangement]] = {
 }  # fmt: skip
 
 
-def moved(
+def plan_move(
     now: RowPositions, rope: Rotation, moves: Array, positions: Array, length: int, meet: bool = False
 ) -> Rearrangement:
-    """Check the positions after a move; return the plan."""
+    """Check the `positions` after a move of some rows; return the plan. With `meet` rows may share one."""
     changes = moves & (positions != now.positions)
     if changes.any():
         check_rotation(rope)
@@ -276,14 +274,14 @@ def moved(
     if len(positions) and positions[-1] >= length:
         wanted = f"positions below {length}, the next token's"
         raise argument_error("positions", wanted, int(positions[-1]))
-    turned = 0 if rope == NO_ROTATION else positions - now.positions[kept]
-    return Rearrangement(kept, RowPositions(positions, now.shifts[kept] + turned, length), rope)
+    shifts = now.shifts[kept] + (0 if rope == NO_ROTATION else positions - now.positions[kept])
+    return Rearrangement(kept, RowPositions(positions, shifts, length), rope)
 
 
 def check_rotation(rope: Any) -> None:
     """Raise if it is unknown how keys were rotated."""
     if not isinstance(rope, Rope) and rope != NO_ROTATION:
-        raise argument_error("rope", HOW, describe(rope))
+        raise argument_error("rope", KNOWN_ROTATION, describe(rope))
 
 
 def describe_rotation(rope: Rotation) -> Any:
@@ -299,20 +297,20 @@ def restored_rotation(description: Any) -> Rotation:
     return rope
 
 
-def rotation_of(given: Any, held: Rotation, dim: int | None, shifted: bool) -> Rotation:
-    """Return how a layer's keys were rotated: the rotation `given` to a call, otherwise the one `held`.
+def rotation_of(rope: Any, known: Rotation, dim: int | None, shifted: bool) -> Rotation:
+    """Return how a layer's keys were rotated: the argument `rope` of a call, or if it is None, as `known`.
 
-    Keys have `dim` elements, None without any. Keys that are `shifted` already have the rotation held.
+    Keys have `dim` elements; None if there is no key. If some are `shifted`, both must shift keys alike.
     """
-    if given is None:
-        given = held
-    elif shifted and not moves_alike(given, held):
-        raise argument_error("rope", f"the one of earlier shifts, {held}", given)
-    if given is not None:
-        check_rotation(given)
-    if isinstance(given, Rope) and dim is not None and given.end > dim:
-        raise argument_error("rope", f"at most {dim} rotated elements, a key's", given.end)
-    return given
+    if rope is None:
+        rope = known
+    elif shifted and not moves_alike(rope, known):
+        raise argument_error("rope", f"the rotation of earlier shifts, {known}", rope)
+    if rope is not None:
+        check_rotation(rope)
+    if isinstance(rope, Rope) and dim is not None and rope.end > dim:
+        raise argument_error("rope", f"at most {dim} rotated elements, the size of a key", rope.end)
+    return rope
 
 
 def check_codes(name: str, call: str, plan: Rearrangement) -> None:
@@ -322,11 +320,11 @@ def check_codes(name: str, call: str, plan: Rearrangement) -> None:
         raise argument_error(name, wanted, f"{call}, which would rotate keys")
 
 
-def moves_alike(one: Any, other: Any) -> bool:
+def moves_alike(first: Any, second: Any) -> bool:
     """Return whether two rotations shift keys alike."""
-    if not isinstance(one, Rope) or not isinstance(other, Rope):
-        return type(one) is type(other) and one == other
-    return one.interleaved == other.interleaved and np.array_equal(one.frequencies, other.frequencies)
+    if not isinstance(first, Rope) or not isinstance(second, Rope):
+        return type(first) is type(second) and first == second
+    return first.interleaved == second.interleaved and np.array_equal(first.frequencies, second.frequencies)
 
 
 def planner(call: str) -> Callable[..., Rearrangement]:
@@ -340,7 +338,7 @@ def refusal(cache: Any, plan: Callable[..., Any], call: str, *arguments: Any, **
     """Return the message of the error that a call would raise; None if it would raise none."""
     planner(call)
     names = list(inspect.signature(getattr(cache, call)).parameters)
-    if "rope" in names[: len(arguments)]:  # plans take it by name
+    if "rope" in names[: len(arguments)]:  # `plan` takes it by name
         options = {"rope": arguments[names.index("rope")]} | options
         arguments = arguments[: names.index("rope")] + arguments[names.index("rope") + 1 :]
     try:

@@ -1,4 +1,4 @@
-"""The settings of a quantized layer for keys or for values."""
+"""Define `QuantSpec`, which says how a quantized layer encodes keys or values."""
 
 from __future__ import annotations
 
@@ -37,15 +37,14 @@ class QuantSpec:
         Elements that share a scale.
     param_dtype : str
         ``"float16"`` or ``"float32"``: the dtype of scales and minima. A scale is at least 1e-5, as in PMX:
-        numbers much smaller than that are lost. A number whose scale is beyond float16 makes its group
-        undefined.
+        numbers much smaller than that are lost. If a scale is beyond float16, its group is undefined.
     format : str, optional
         Replaces `bits` and `scheme`. ``"e4m3"`` (alias ``"fp8"``) or ``"e5m2"``: 8-bit floats times a scale,
         which is the largest magnitude of `group` neighbouring elements divided by the largest code.
-        ``"q8_0"`` or ``"q4_0"``: ggml's blocks of 32 elements. Or what `kvkit.formats.scheme` finds: the
-        name of your own class, or of another format such as ``"mxfp4"`` or ``"int4:g32:channel+hadamard"``,
-        unless its scale is computed from all tokens. Numpy then encodes `group` tokens at a time, and each
-        step decodes the whole layer, which is slow.
+        ``"q8_0"`` or ``"q4_0"``: ggml's blocks of 32 elements. Or the name of a scheme that
+        `kvkit.formats.scheme` finds: a class of your own, or another format such as ``"mxfp4"`` or
+        ``"int4:g32:channel+hadamard"``, if it needs no scale of all tokens. Numpy then encodes `group` tokens
+        at a time, and each step decodes the whole layer, which is slow.
     scale : float or tuple of float, optional
         A constant scale for e4m3 and e5m2, as engines use it: a number, or one for each head. Scales are then
         neither computed nor stored. The formats ``"ort_int8"``, ``"ort_int4"`` and ``"nvfp4"`` require a
@@ -125,7 +124,7 @@ class QuantSpec:
 
     @property
     def group_fits(self) -> bool:
-        """Return whether the group along a token is the default, which fits itself to the head size."""
+        """Return whether `group` is the default of a group along a token, which adapts to the head size."""
         return not self.format and self.axis != "channel" and self.group == QuantSpec.group
 
     def schemes(self) -> tuple[Any, Any]:
@@ -135,7 +134,7 @@ class QuantSpec:
     def bytes_per_token(self, head_dim: int) -> float:
         """Return the bytes of an encoded token of a head, with scales.
 
-        If keys and values differ, without an axis or with a class of your own, it is their mean.
+        Where keys and values differ (without an axis, or in a scheme) it is their mean.
         """
         head_dim = integer("head_dim", head_dim, 1)
         if self.by_scheme:

@@ -1,4 +1,4 @@
-"""A layer that stores old tokens as codes, the first and the recent ones unquantized."""
+"""Define `QuantizedLayer`, which stores old tokens as codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEC = QuantSpec()
 
 
 def fit_spec(spec: QuantSpec, dim: int) -> QuantSpec:
-    """Return the spec, with a default group that divides the head size."""
+    """Return the spec; a default group becomes one that divides the head size."""
     return replace(spec, group=spec.token_group(dim)) if spec.group_fits else spec
 
 
@@ -37,8 +37,8 @@ class QuantizedLayer(Layer):
     `remove` moves codes as bytes and encodes nothing again. If tokens share scales, these stay until the last
     of the tokens is removed. A removed sink is not replaced.
 
-    `update` returns a `KVView`, whose array is rounded to the layer's dtype. `attend` multiplies codes with
-    scales in float32, without this rounding. So a score s may differ from one computed with the array by
+    `update` returns `KVView`s, whose arrays are rounded to the layer's dtype. `attend` multiplies codes with
+    scales in float32, without this rounding. So a score s may differ from one computed with such an array by
     2^-11 s for float16, and 2^-8 s for bfloat16.
 
     Parameters
@@ -46,12 +46,12 @@ class QuantizedLayer(Layer):
     key, value : QuantSpec
         How keys and values are encoded.
     residual_length : int
-        Recent tokens that stay unquantized; less than `group` more where a group spans several tokens.
+        How many recent tokens stay unquantized. If groups span tokens, it is up to `group` - 1 more.
     sink : int
-        First tokens that are never quantized.
+        How many first tokens are never quantized.
     read_back : bool
-        True: a step attends to the codes of the tokens that it encodes. False: it still attends to them
-        unquantized, and only to earlier tokens as codes.
+        True: a step attends to the codes of the tokens that it encodes. False: it attends to these tokens
+        unquantized, and to the codes of earlier ones.
 
     Examples
     --------
@@ -93,44 +93,43 @@ class QuantizedLayer(Layer):
         super().__init__()
 
     def describe(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
         key, value = ({name: x for name, x in asdict(spec).items() if x is not None} for spec in self.specs)
         counts = {"residual_length": self.residual_length, "sink": self.sink, "read_back": self.read_back}
         return {"key": key, "value": value, **counts}
 
-    # The steps of `Layer`
+    # Methods of `Layer`
 
-    def _empty_store(self, given: Geometry) -> CodeStore:
-        batch, heads, *dims, fmt = given[:5]
+    def _empty_store(self, geometry: Geometry) -> CodeStore:
+        batch, heads, *dims, fmt = geometry[:5]
         self.specs = tuple(map(fit_spec, self.specs, dims))
         sides = [
             CodedSide(name, spec, (batch, heads, 0, dim), fmt.dtype, self.sink, self.residual_length)
             for name, spec, dim in zip(("key", "value"), self.specs, dims, strict=True)
         ]
-        return CodeStore(given, sides, self.read_back)
+        return CodeStore(geometry, sides, self.read_back)
 
-    def _make_room(self, given: Geometry, end: int, keep: int) -> None:
+    def _make_room(self, geometry: Geometry, end: int, keep: int) -> None:
         new, store = end - self.span.length, self.store
         if self.home is None:
-            store = store or self._empty_store(given)
+            store = store or self._empty_store(geometry)
         elif store is None or not store.fits(new):
-            self._move(given, new, keep, view=False)
+            self._move(geometry, new, keep, view=False)
             store = self.store
         store.make_room(new)
         self.store = store
 
-    def _move(  # type: ignore[override]  # has one more parameter, `view`
+    def _move(  # type: ignore[override]  # has another parameter, `view`
         self,
-        given: Geometry,
+        geometry: Geometry,
         capacity: int,
         keep: int,
         indices: Iterable[int] | None = None,
         final: bool = False,
         view: bool = True,
     ) -> None:
-        """Move to another file with room for `capacity` more tokens; `view` keeps the latest view valid."""
-        plan = plan_file(self.store or self._empty_store(given), given.batch, capacity, view)
-        super()._move(given, plan, keep, indices, final or not view)
+        """Move to a new file with room for `capacity` more tokens; `view` keeps the latest view valid."""
+        plan = plan_file(self.store or self._empty_store(geometry), geometry.batch, capacity, view)
+        super()._move(geometry, plan, keep, indices, final or not view)
 
     @one_call_at_a_time
     def trim(self) -> None:
@@ -142,8 +141,8 @@ class QuantizedLayer(Layer):
         kept = np.flatnonzero(plan.kept) if plan.frees else None
         return plan_file(self.store, self.store.geometry.batch, 0, keep_encoded=False, kept=kept)
 
-    def _new_store(self, given: Geometry, plan: Any) -> MappedCodeStore:
-        return MappedCodeStore(given, plan, self.home)
+    def _new_store(self, geometry: Geometry, plan: Any) -> MappedCodeStore:
+        return MappedCodeStore(geometry, plan, self.home)
 
     @one_call_at_a_time
     def reserve(self, query_length: SupportsIndex) -> None:
@@ -166,14 +165,14 @@ class QuantizedLayer(Layer):
         self.store.undo_update(self.span.before)
         super()._shorten(self.span.cropped(self.span.before, 0))
 
-    def _take(self, indices: Array) -> None:
+    def _take_rows(self, indices: Array) -> None:
         if self.store is None:
             return
         if self.home is None:
             self._set_store(self.store.taken(indices), self.span)
         else:
-            given = self.store.geometry._replace(batch=len(indices))
-            self._move(given, 0, 0, indices, view=False)
+            geometry = self.store.geometry._replace(batch=len(indices))
+            self._move(geometry, 0, 0, indices, view=False)
 
     @one_call_at_a_time
     def release_undo(self) -> None:
@@ -203,7 +202,7 @@ class QuantizedLayer(Layer):
 
     def arrays(self) -> dict[str, Array]:
         if self.store is not None:
-            self.store.see_stored()  # as a loaded layer does
+            self.store.see_stored()  # as a loaded layer will
         sides = zip(SIDES, self.store.sides, strict=True) if self.store else ()
         return {f"{name}.{part}": array for name, side in sides for part, array in side.arrays().items()}
 

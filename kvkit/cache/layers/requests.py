@@ -1,5 +1,6 @@
-"""Check the positions of new tokens, the length of a crop, and rows of a batch."""
+"""Check arguments of a layer's calls: positions of new tokens, the length of a crop, rows of the batch."""
 
+from collections.abc import Callable
 from typing import SupportsIndex
 
 import numpy as np
@@ -11,28 +12,35 @@ from kvkit.errors import argument_error
 from kvkit.typed import Array
 
 
-def check_positions(cache_position: ArrayLike, new: int, length: int) -> int:
-    """Check the consecutive positions of new tokens, after `length` ones; return the first."""
+def check_positions(
+    cache_position: ArrayLike, new: int, length: int, may_start: Callable[[int], bool] | None = None
+) -> int:
+    """Check the consecutive positions of new tokens; return the first.
+
+    It must be `length`, the position after the last token, or one for which `may_start` is true.
+    """
     positions = index_tensors.index("cache_position", cache_position, 1)
     if len(positions) != new:
         raise argument_error("cache_position", f"{new} positions, one for each new token", len(positions))
     start = int(positions[0]) if new else length
     if new and not np.array_equal(positions, np.arange(start, start + new)):
         raise argument_error("cache_position", f"consecutive positions from {start} on", positions)
+    if start != length and (may_start is None or not may_start(start)):
+        raise argument_error("cache_position", f"positions from {length} on, after the last token", start)
     return start
 
 
 def length_after_crop(length: SupportsIndex, seen: int) -> int:
-    """Return how many of the `seen` tokens a crop to `length` leaves: 0 keeps all, below 0 drops tokens."""
-    given = integer("length", length)
-    left = min(given or seen, seen) if given >= 0 else seen + given
+    """Return how many of `seen` tokens a crop leaves. A `length` of 0 keeps all; below 0, drop that many."""
+    length = integer("length", length)
+    left = min(length or seen, seen) if length >= 0 else seen + length
     if left < 0:
-        raise argument_error("length", f"at most {seen} tokens to drop", -given)
+        raise argument_error("length", f"at most {seen} tokens to drop", -length)
     return left
 
 
 def check_rows(indices: ArrayLike, batch: int) -> Array:
-    """Check row indices against the batch size. Before the first update (`batch` is 0) any are legal."""
+    """Check the rows that `reorder` takes. Before the first update, when `batch` is 0, any are legal."""
     rows: Array = index_tensors.index("indices", indices, 1)
     if not len(rows):
         raise argument_error("indices", "at least one", "none")

@@ -1,8 +1,8 @@
-"""A layer that encodes old tokens in numpy, by schemes: classes with `encode` and `decode`."""
+"""Define `SchemedLayer`, which encodes old tokens by schemes: classes with `encode` and `decode`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,10 @@ from kvkit.typed import Array, Attended, States
 class SchemedLayer(Layer):
     """A layer that encodes old tokens by schemes, `QuantSpec.group` tokens at a time.
 
-    It works as a `QuantizedLayer`, but up to a group more of recent tokens stay unquantized. Each call of
-    `attend` decodes the whole layer, so it serves to try a scheme with a model, not for speed. A crop that
-    cuts a group keeps all of the group's codes and ignores the tokens after the cut. The layer can be neither
-    saved nor offloaded.
+    It works as a `QuantizedLayer`, but up to `group` more recent tokens stay unquantized. Each call of
+    `attend` decodes the whole layer, so it serves to try a scheme with a model, not for speed. A crop inside
+    a group keeps the group's codes and ignores the tokens after the crop. The layer can be neither saved nor
+    offloaded.
 
     Parameters
     ----------
@@ -67,8 +67,8 @@ class SchemedLayer(Layer):
         wanted = "a layer that can be saved"
         raise argument_error(self.name, wanted, f"one with schemes {formats}, which cannot")
 
-    def _empty_sides(self, given: Geometry) -> Iterator[SchemedSide]:
-        batch, heads, *dims, fmt = given[:5]
+    def _empty_sides(self, geometry: Geometry) -> Iterator[SchemedSide]:
+        batch, heads, *dims, fmt = geometry[:5]
         for spec, scheme, dim in zip(self.specs, self._schemes, dims, strict=True):
             empty = np.empty((batch, heads, 0, dim), fmt.dtype)
             yield SchemedSide(
@@ -78,28 +78,25 @@ class SchemedLayer(Layer):
     def _append(
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None
     ) -> tuple[States, States]:
-        given = check_geometry(key_states, value_states, None if self.store is None else self.store.geometry)
+        geometry = check_geometry(
+            key_states, value_states, None if self.store is None else self.store.geometry
+        )
         new, before = key_states.shape[2], self.span.length
         if cache_position is not None:
-            self._start(cache_position, new)
-        sides = self._empty_sides(given) if self.store is None else self.store.sides
+            self._first_new(cache_position, new)
+        sides = self._empty_sides(geometry) if self.store is None else self.store.sides
         seen = [side.appended(x) for side, x in zip(sides, (key_states, value_states), strict=True)]
         sides = seen if self.record_past else [side.evicted() for side in seen]
-        self._keep(sides, Span(before + new, before=before), given, None if self.read_back else seen)
+        self._keep(sides, Span(before + new, before=before), geometry, None if self.read_back else seen)
         key, value = self.store.seen
         return KVView(key), KVView(value)
 
-    def _keep(
-        self,
-        sides: Sequence[SchemedSide],
-        span: Span,
-        given: Geometry,
-        seen: Sequence[SchemedSide] | None = None,
-    ) -> None:
-        self._set_store(SchemedStore(given, sides, seen or sides), span)
+    def _keep(self, sides: Any, span: Span, geometry: Geometry, seen: Any = None) -> None:
+        """Store these sides; until the next change attention reads the sides `seen`, if there are any."""
+        self._set_store(SchemedStore(geometry, sides, seen or sides), span)
 
     @one_call_at_a_time
-    def attend(  # type: ignore[override]  # the options are `Layer.attend`'s
+    def attend(  # type: ignore[override]  # takes the options of `Layer.attend`
         self, query: Array, attention_mask: Array | None = None, **options: Any
     ) -> Attended:
         store = self.store
@@ -125,8 +122,8 @@ class SchemedLayer(Layer):
     def nbytes(self) -> int:
         return sum(side.nbytes for side in self.store.sides) if self.store else 0
 
-    def _make_room(self, given: Geometry, end: int, keep: int) -> None:
-        pass  # nothing is written in place
+    def _make_room(self, geometry: Geometry, end: int, keep: int) -> None:
+        pass  # an update makes new sides
 
     def _check_movable(self, call: str, plan: Rearrangement) -> None:
         check_codes(self.name, call, plan)
@@ -136,11 +133,11 @@ class SchemedLayer(Layer):
             sides = [side.cropped(span.length).evicted() for side in self.store.sides]
             self._keep(sides, span, self.store.geometry)
 
-    def _take(self, indices: Array) -> None:
+    def _take_rows(self, indices: Array) -> None:
         if self.store is not None:
-            given = self.store.geometry._replace(batch=len(indices))
-            self._keep([side.taken(indices) for side in self.store.sides], self.span.without_undo(), given)
+            geometry = self.store.geometry._replace(batch=len(indices))
+            self._keep([side.taken(indices) for side in self.store.sides], self.span.without_undo(), geometry)
 
     def activate_past_recording(self) -> None:
-        """Encode nothing from now on until the next `crop`."""
+        """Encode no more tokens until the next `crop`, so that it can drop draft tokens exactly."""
         self._record_past()

@@ -1,4 +1,4 @@
-"""A layer without rows of its own: its model reads the rows of an earlier layer."""
+"""Define `SharedLayer`, which has no rows of its own and reads those of another layer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class SharedLayer(Layer):
         super().__init__()
 
     def describe(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
         return {"of": self.of}
 
     def connect(self, layers: Sequence[BaseLayer], number: int) -> None:
@@ -66,9 +65,9 @@ class SharedLayer(Layer):
     def plan(self, call: str, *arguments: Any, **options: Any) -> Any:
         self._refuse(call)
 
-    # Sizes and positions: those of the other layer
+    # Sizes and positions of the layer that it reads
 
-    def attend(  # type: ignore[override]  # the options are those of the layer that it reads
+    def attend(  # type: ignore[override]  # takes the options of the layer that it reads
         self, *query: Array, **options: Any
     ) -> Attended:
         if self.source is None:
@@ -110,29 +109,13 @@ class SharedLayer(Layer):
     def __repr__(self) -> str:
         return f"<{self.name}: the rows of layer {self.of}>"
 
-    # Changes of all layers of a cache: nothing to do here
+    def length_after_crop(self, length: int) -> int:
+        return 0 if self.source is None else self.source.length_after_crop(length)
 
-    def load(self, arrays: dict[str, Array], length: int) -> None:
-        """Do nothing: the other layer is loaded."""
+    # Calls that change all layers of a cache
 
-    def left_by(self, length: int) -> int:
-        return 0 if self.source is None else self.source.left_by(length)
+    def crop(self, *arguments: Any, **options: Any) -> None:
+        """Do nothing: the call changes the layer that this one reads."""
 
-    def crop(self, length: int) -> None:
-        """Do nothing: the other layer is cropped."""
-
-    def _take(self, indices: ArrayLike) -> None:
-        """Do nothing: the rows are those of the other layer."""
-
-    def reorder(self, indices: ArrayLike) -> None:
-        """Do nothing: the rows are those of the other layer."""
-
-    select = reorder_cache = batch_select_indices = reorder
-
-    def repeat(self, repeats: int) -> None:
-        """Do nothing: the rows are those of the other layer."""
-
-    batch_repeat_interleave = repeat
-
-    def reserve(self, query_length: SupportsIndex) -> None:
-        """Do nothing: the other layer makes room."""
+    load = reserve = repeat = batch_repeat_interleave = crop
+    reorder = select = reorder_cache = batch_select_indices = _take_rows = crop

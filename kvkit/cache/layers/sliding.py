@@ -1,4 +1,4 @@
-"""Layers that store a sliding window of tokens."""
+"""Define the layers that store a sliding window of tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvkit.checks.values import integer
 class SlidingWindowLayer(Layer):
     """A layer for sliding-window attention that stores the last W - 1 tokens.
 
-    The next token attends to these tokens and itself. `update` returns every token that one of the new
-    tokens attends to. These may be more than W.
+    The next token attends to these tokens and itself. `update` returns all tokens that the new tokens attend
+    to, which may be more than W.
 
     Parameters
     ----------
@@ -38,15 +38,12 @@ class SlidingWindowLayer(Layer):
         super().__init__()
 
     def describe(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
         return {"sliding_window": self.sliding_window}
 
     def _returned(self, length: int, new: int) -> tuple[int, int]:
-        """Return the range [begin, end) of positions that `update` returns."""
         return max(0, length - self.window + 1), length + new
 
     def _stored_from(self, length: int) -> int:
-        """Return the first stored position of a layer of `length` tokens."""
         return max(0, length - self.window + 1)
 
     _croppable_to = _stored_from
@@ -64,14 +61,14 @@ class SlidingWindowLayer(Layer):
 
 
 class StaticSlidingWindowLayer(StaticLayer):
-    """A layer of fixed size for sliding-window attention that stores the last min(W, max_cache_len) tokens.
+    """A layer of fixed size for sliding-window attention that stores the last W tokens.
 
     Until the window is full, `update` returns the whole window, with zeros in the unused rows.
 
     Parameters
     ----------
     max_cache_len, sliding_window : int
-        The window is the smaller one. If that is ``max_cache_len``, a warning is issued.
+        W is the smaller of the two. If that is ``max_cache_len``, a warning is issued.
 
     Examples
     --------
@@ -96,21 +93,17 @@ class StaticSlidingWindowLayer(StaticLayer):
             warnings.warn(message, stacklevel=2)
 
     def describe(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
         return {"max_cache_len": self.max_cache_len, "sliding_window": self.sliding_window}
 
     def _returned(self, length: int, new: int) -> tuple[int, int]:
-        """Return the range [begin, end) of positions that `update` returns."""
         if length + new <= self.window:
             return 0, self.window
         return max(0, length - self.window + 1), length + new
 
     def _stored_from(self, length: int) -> int:
-        """Return the first stored position of a layer of `length` tokens."""
         return max(0, length - self.window)
 
     def _croppable_to(self, length: int) -> int:
-        """Return the least length that `crop` can restore."""
         return max(0, length - self.window + 1)
 
     def _may_start(self, start: int) -> bool:

@@ -1,4 +1,4 @@
-"""A layer with a recurrent state: arrays that every token updates, in place of rows."""
+"""Define `StateLayer`, whose arrays every token updates: a recurrent state has no rows."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ NO_ROWS = np.zeros(0, np.int64)
 
 
 class StatePlan(NamedTuple):
-    """Describes a change of a state that is checked and not yet done."""
+    """Plans a change of a state, which is checked and not yet done."""
 
-    after: RowPositions  # no rows, and the position of the next token
-    current: int  # the version of the state then
-    checkpoints: dict[int, int]
+    after: RowPositions  # without rows; its length is the position of the next token
+    current: int  # the version that will be the state
+    checkpoints: dict[int, int]  # {position of the next token: version}
     crops: bool
 
 
 class StateLayer(Layer):
     """A layer with a recurrent state, as Mamba, linear attention and convolutions have it.
 
-    The state is any number of arrays [B, ...], which the model names and computes; kvkit only stores them. A
-    state cannot lose tokens. It can return to a checkpoint: a copy from the end of an earlier update.
+    The state is a set of arrays [B, ...], which the model names and computes; kvkit only stores them. A state
+    cannot lose tokens. It can return to a checkpoint: a copy from the end of an earlier update.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class StateLayer(Layer):
     >>> from kvkit.cache import StateLayer
     >>> layer, total = StateLayer(checkpoint_every=4), np.zeros((1, 2), np.float32)
     >>> for tokens in (4, 4, 3):
-    ...     total = total + tokens                                    # what a model makes of its tokens
+    ...     total = total + tokens                                    # a model computes the new state
     ...     states = layer.update({"sum": total}, tokens)
     >>> layer.get_seq_length(), layer.checkpoints
     (11, [4, 8])
@@ -75,7 +75,6 @@ class StateLayer(Layer):
         super().__init__()
 
     def describe(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
         return {"checkpoint_every": self.checkpoint_every, "max_checkpoints": self.max_checkpoints}
 
     # Adding tokens
@@ -88,26 +87,26 @@ class StateLayer(Layer):
         Parameters
         ----------
         states : mapping of str to ndarray, shape [B, ...]
-            float32, float16 or bfloat16. The first array of a name fixes its dtype and shape. Arrays that are
-            missing here do not change.
+            float32, float16 or bfloat16. The first array of a name fixes its dtype and shape. Stored arrays
+            that are missing here do not change.
         tokens : int
-            How many tokens have updated the state since the last call; 0 replaces the state of that call.
+            How many tokens have updated the state since the last call; 0 replaces the state of the last call.
         cache_position : array_like of int, shape [tokens], optional
             Consecutive positions of the tokens, after the last one.
 
         Returns
         -------
         dict of str to ndarray
-            The stored arrays, as `states` has them.
+            All stored arrays, see `StateLayer.states`.
         """
         with self._lock:
             new = integer("tokens", tokens, 0)
             if cache_position is not None:
-                self._start(cache_position, new)
+                self._first_new(cache_position, new)
             forms, before = self._checked(states), self.state()
             try:
                 if self.store is None or forms != self.store.geometry:
-                    self._exchange(forms)
+                    self._change_store(forms)
                 return self._advance(new, states)
             except BaseException:
                 if before[1] is None and self.store is not None:
@@ -116,7 +115,7 @@ class StateLayer(Layer):
                 raise
 
     def _checked(self, states: Mapping[str, Array]) -> StateForms:
-        """Check a state; return the names, shapes and dtypes of its arrays and of all stored ones."""
+        """Check new arrays of the state; return the names, shapes and dtypes of all arrays."""
         if not isinstance(states, Mapping) or not states:
             raise argument_error("states", "a dict of arrays by name", describe(states))
         known: dict[str, Any] = {} if self.store is None else dict(self.store.geometry.forms)
@@ -135,22 +134,22 @@ class StateLayer(Layer):
         return StateForms(batch, known)
 
     def advance(self, tokens: SupportsIndex) -> dict[str, Array]:
-        """Count tokens by which the caller updates the state in place; return its arrays.
+        """Count `tokens`, and return the arrays of the state, which the caller then updates in place.
 
-        A state that is a checkpoint is copied first.
+        If the state is a checkpoint, its arrays are copied first.
         """
         with self._lock:
             return {} if self.store is None else self._advance(integer("tokens", tokens, 0), {})
 
     def _advance(self, new: int, states: Mapping[str, Array]) -> dict[str, Array]:
-        """Write a checked state, and count its tokens."""
+        """Write checked arrays of the state, and count its tokens."""
         store, before = self.store, self.span.length
         held = store.checkpoints.values()
         version = store.current
         if version == NONE or store.file is not None or (new and version in held):
             version = store.free()
             if version == NONE:
-                self._exchange(store.geometry)
+                self._change_store(store.geometry)
                 store = self.store
                 version = store.free()
         for name, array in store.arrays.items():
@@ -162,29 +161,29 @@ class StateLayer(Layer):
         every = 1 if self.record_past else self.checkpoint_every
         if length in marks or (every and length - max(marks, default=0) >= every):
             marks[length] = version
-        self._settle(Span(length, length, length, length, before), version, self._trimmed(marks))
+        self._commit_version(state_span(length, before), version, self._trimmed(marks))
         return self.store.of(version)
 
     def _trimmed(self, checkpoints: dict[int, int]) -> dict[int, int]:
-        """Return the checkpoints that stay: all while past is recorded, otherwise the latest ones."""
+        """Return the checkpoints that stay: all while the past is recorded, otherwise the latest."""
         if self.record_past or len(checkpoints) <= self.max_checkpoints:
             return checkpoints
         return {position: checkpoints[position] for position in sorted(checkpoints)[-self.max_checkpoints :]}
 
-    def _settle(self, span: Span, current: int, checkpoints: dict[int, int]) -> None:
+    def _commit_version(self, span: Span, current: int, checkpoints: dict[int, int]) -> None:
         """Make a version the state, and commit it; on an error nothing has changed."""
-        store, before = self.store, self.span
-        left = store.current, store.previous, store.checkpoints
+        store = self.store
+        before = store.current, store.previous, store.checkpoints, self.span
         try:
             store.current, store.previous, store.checkpoints = current, store.current, checkpoints
             self.span = span
             self._commit()
         except BaseException:
-            (store.current, store.previous, store.checkpoints), self.span = left, before
+            store.current, store.previous, store.checkpoints, self.span = before
             raise
 
-    def _exchange(self, forms: StateForms, indices: Any = slice(None)) -> None:
-        """Move to a store with other arrays, rows of the batch or room; on an error nothing has changed."""
+    def _change_store(self, forms: StateForms, indices: Any = slice(None)) -> None:
+        """Move to a store with other arrays, batch rows or room; on an error nothing has changed."""
         before, span = self.store, self.span
         held = 0 if before is None else len(before.checkpoints)
         room = max(held, self.max_checkpoints if self.checkpoint_every else 0) + held * self.record_past
@@ -213,7 +212,7 @@ class StateLayer(Layer):
 
     @property
     def checkpoints(self) -> list[int]:
-        """Return the numbers of tokens that a `crop` can leave, besides all and none."""
+        """Return the lengths that a `crop` can return to, besides 0 and the present one."""
         return [] if self.store is None else sorted(self.store.checkpoints)
 
     @property
@@ -229,7 +228,7 @@ class StateLayer(Layer):
     def stored(self) -> tuple[States, States]:
         raise argument_error(self.name, "a layer with keys and values", "a recurrent state")
 
-    def attend(  # type: ignore[override]  # there is nothing to attend to
+    def attend(  # type: ignore[override]  # raises: there is nothing to attend to
         self, query: Array, attention_mask: Array | None = None, **options: Any
     ) -> Attended:
         return self.stored()
@@ -239,30 +238,30 @@ class StateLayer(Layer):
     @one_call_at_a_time
     def crop(self, length: int) -> None:
         """Drop the last tokens. A checkpoint, all tokens or none must remain."""
-        left = self.left_by(length)
+        left = self.length_after_crop(length)
         if self.store is not None:
-            self._go_to(left)
+            self._return_to(left)
 
-    def left_by(self, length: int) -> int:
-        return self._legal(requests.length_after_crop(length, self.span.length))
+    def length_after_crop(self, length: int) -> int:
+        return self._checked_length(requests.length_after_crop(length, self.span.length))
 
-    def _legal(self, left: int) -> int:
-        """Return a number of tokens if the layer has the state after them; raise otherwise."""
+    def _checked_length(self, left: int) -> int:
+        """Return a number of tokens to keep; raise unless the layer has the state after them."""
         legal = sorted({0, *self.checkpoints, self.span.length})
         if left not in legal:
-            texts = [str(one) for one in legal]
-            wanted = " or ".join([", ".join(texts[:-1]), texts[-1]])
+            lengths = [str(length) for length in legal]
+            wanted = " or ".join([", ".join(lengths[:-1]), lengths[-1]])
             raise argument_error(self.name, f"{wanted} tokens to stay, which it has states of", left)
         return left
 
-    def _go_to(self, left: int) -> None:
+    def _return_to(self, left: int) -> None:
         """Return to the state after `left` tokens."""
         store, now = self.store, self.span.length
         current = store.current if left == now else store.checkpoints.get(left, NONE)
         marks = {position: version for position, version in store.checkpoints.items() if position <= left}
         if self.record_past:
             marks = dict(sorted(marks.items())[-self.max_checkpoints :]) if self.checkpoint_every else {}
-        self._settle(Span(left, left, left, left, left), current, marks)
+        self._commit_version(state_span(left), current, marks)
 
     def plan(  # type: ignore[override]  # a plan without rows
         self, call: str, *arguments: Any, rope: Rotation = None, **options: Any
@@ -279,36 +278,34 @@ class StateLayer(Layer):
             if not plan.crops and removes(*arguments, **options):
                 wanted = f"the last tokens to go, back to one of {[0, *self.checkpoints]}"
                 raise argument_error(self.name, wanted, f"remove of tokens from {begin} on, in the middle")
-            left = self._legal(plan.after.length)
+            left = self._checked_length(plan.after.length)
             current = current if left == now else marks.get(left, NONE)
             marks = {position: version for position, version in marks.items() if position <= left}
         elif plan.after.length != now:
             if store is None:
                 raise argument_error(self.name, "a state", f"{call} of none")
-            moved = (
-                0 if call == "divide" else plan.after.length - now
-            )  # `divide` would give checkpoints one position
-            later = {at + moved: v for at, v in marks.items() if at > begin and moved and at + moved > begin}
+            # `divide` drops later checkpoints, because it could give two of them one position.
+            delta = 0 if call == "divide" else plan.after.length - now
+            later = {at + delta: v for at, v in marks.items() if at > begin and delta and at + delta > begin}
             marks = {at: version for at, version in marks.items() if at <= begin} | later
         return StatePlan(plan.after, current, marks, plan.crops)
 
     def rearrange(self, plan: Any, at_once: bool = False) -> None:
-        """Carry out a plan. `at_once`: the other layers' files change with this one, or none does."""
         length = plan.after.length
         if self.store is None or (length == self.span.length and plan.current == self.store.current):
             return
         before = self.state()
         try:
             if at_once and self.home is not None:
-                self._set_store(self.store.again(), self.span)
-            self._settle(Span(length, length, length, length, length), plan.current, plan.checkpoints)
+                self._set_store(self.store.with_new_sidecar(), self.span)
+            self._commit_version(state_span(length), plan.current, plan.checkpoints)
         except BaseException:
             self.restore(before)
             raise
 
-    def _take(self, indices: Array) -> None:
+    def _take_rows(self, indices: Array) -> None:
         if self.store is not None:
-            self._exchange(self.store.geometry._replace(batch=len(indices)), indices)
+            self._change_store(self.store.geometry._replace(batch=len(indices)), indices)
 
     def activate_past_recording(self) -> None:
         """Keep the state after each update as a checkpoint, until the next `crop`."""
@@ -325,24 +322,24 @@ class StateLayer(Layer):
 
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:
         marks = [int(position) for position in arrays["checkpoints"]]
-        given = {name.removeprefix("states."): x for name, x in arrays.items() if name != "checkpoints"}
+        states = {name.removeprefix("states."): x for name, x in arrays.items() if name != "checkpoints"}
         if sorted(set(marks)) != marks or (marks and not 0 <= marks[0] <= marks[-1] <= length):
             raise argument_error("checkpoints", f"ascending positions up to {length}", marks)
-        if {len(array) for array in given.values()} != {len(marks) + 1}:
-            raise argument_error("states", f"{len(marks) + 1} versions of each array", describe(given))
+        if {len(array) for array in states.values()} != {len(marks) + 1}:
+            raise argument_error("states", f"{len(marks) + 1} versions of each array", describe(states))
         room = max(len(marks) + 1, self.max_checkpoints * bool(self.checkpoint_every) + 1)
-        store = StateStore(self._checked({name: array[0] for name, array in given.items()}), room, self.home)
-        for name, array in given.items():
+        store = StateStore(self._checked({name: array[0] for name, array in states.items()}), room, self.home)
+        for name, array in states.items():
             store.arrays[name][: len(array)] = array
         store.current = store.previous = len(marks)
         store.checkpoints = {position: i for i, position in enumerate(marks)}
-        self._set_store(store, Span(length, length, length, length, length))
+        self._set_store(store, state_span(length))
 
     def rehome(self) -> None:
         if self.store is None:
             self._commit()
         elif self.store.file is None:
-            self._exchange(self.store.geometry)
+            self._change_store(self.store.geometry)
 
     def _opened_store(self, about: dict[str, Any], span: Span) -> Any:
         return StateStore.opened(about, self.home)
@@ -350,9 +347,14 @@ class StateLayer(Layer):
     def undo_update(self) -> None:
         before, marks = self.span.before, self.store.checkpoints
         left = {position: version for position, version in marks.items() if position <= before}
-        self._settle(Span(before, before, before, before, before), self.store.previous, left)
+        self._commit_version(state_span(before), self.store.previous, left)
+
+
+def state_span(length: int, before: int | None = None) -> Span:
+    """Return the span of a state after `length` tokens, which stores no rows."""
+    return Span(length, length, length, length, length if before is None else before)
 
 
 def removes(begin: int, end: SupportsIndex | None = None, *, close: bool = False) -> bool:
-    """Return whether a call of `remove` has a range that is not empty."""
+    """Return whether the range of a call of `remove` is not empty."""
     return end is None or begin < integer("end", end)

@@ -1,4 +1,4 @@
-"""The paged cache: many sequences in blocks. Sequences with the same beginning share its blocks."""
+"""Define `PagedCache`: many sequences in blocks, which sequences with the same beginning share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvkit.cache.blocks.allocator import BlockAllocator
 from kvkit.cache.blocks.sequence import Sequence, check_bytes
 from kvkit.cache.layers.latent import placed_rotation
 from kvkit.cache.layers.positions import (
+    MAX_PIECES,
     Rearrangement,
     RowPositions,
-    check_rotation,
     describe_rotation,
     planner,
     rotation_of,
@@ -36,7 +36,7 @@ from kvkit.typed import Array, FilePath, Pair, States
 
 
 class SequencePlan(NamedTuple):
-    """Describes a checked change of sequences that have equal positions."""
+    """Plans a change of sequences that have equal positions, which is checked and not yet done."""
 
     sequences: List[Sequence]
     rearrangement: Rearrangement
@@ -44,7 +44,7 @@ class SequencePlan(NamedTuple):
 
 
 class PagedCache(BaseCache):
-    """Keys and values of many sequences of any lengths, in blocks that equal beginnings share.
+    """Stores keys and values of many sequences of any lengths in blocks. Equal beginnings share blocks.
 
     `blocks` begins, forks, crops and ends sequences; `begin_step` appends their new tokens layer by layer.
     A batch of sequences of one length can also use the methods of other caches: `update`, `attend`, `crop`...
@@ -54,7 +54,7 @@ class PagedCache(BaseCache):
     num_blocks, page_size : int
         The number of blocks, and of tokens in each.
     num_layers, num_kv_heads, head_dim : int
-        Geometry of the model.
+        The sizes of the model's keys and values.
     dtype : dtype
         The dtype of keys, values and queries: float32, float16 or bfloat16.
     quant_bit, quant_group : int
@@ -62,38 +62,38 @@ class PagedCache(BaseCache):
     quant_format : {None, "e4m3", "e5m2", "q8_0", "q4_0"}
         Stores 8-bit floats, or ggml's blocks, which contain their scales.
     scale : None, float, array of floats or "found"
-        The scale of e4m3 and e5m2 codes. None: 1. A number, or an array of shape [2] (keys, values),
-        [2, num_kv_heads] or [num_layers, 2, num_kv_heads]. "found": computed from the data, one scale per
-        ``quant_group`` elements (one per head and token if that is `head_dim`).
+        The constant scale of e4m3 and e5m2 codes: a number (None: 1), or an array of shape [2] (keys,
+        values), [2, num_kv_heads] or [num_layers, 2, num_kv_heads]. "found": each append computes one scale
+        per ``quant_group`` elements (one per head and token if that is `head_dim`).
     scale_dtype : dtype
         The dtype of computed scales.
     cache_layout : int
         Axis order of the storage, as in `kvkit.dynamic_batching.key_value_cache`.
     salt : bytes
-        Part of every hash of a prefix, so that caches of different models never share prefixes.
+        A part of every hash of a prefix, so that caches of different models never share prefixes.
     rope : Rope, "none" or list of them, optional
         How keys are rotated, in all layers or in each. `shift` needs it.
     latent_dim : int
-        For latent rows (MLA), the elements of a row that are its value: its first ones. ``head_dim`` is then
-        that of a whole row, 576 for DeepSeek's 512 and 64. A row is stored once. Calls that take keys and
-        values take the latent part, of `latent_dim` elements, and the rotated part; queries are absorbed
-        ones. 0 for keys and values of heads.
+        For latent rows (MLA): how many first elements of a row are its value. ``head_dim`` is then the size
+        of a whole row, 576 for DeepSeek's 512 + 64. Each row is stored once. In place of keys and values,
+        calls take the latent part and the rotated part of rows; queries are absorbed. 0: keys and values of
+        heads.
     others : mapping of int to StateLayer or SharedLayer, optional
         The layers, by number, that have no blocks; `num_layers` counts them. They belong to the batch of
-        `update` and `attend`, which can then only lose its last tokens; steps and reports do not count them.
-        Such a cache is not saved.
+        `update` and `attend`, which can then only lose its last tokens; steps and reports leave them out.
+        Such a cache cannot be saved.
 
     Attributes
     ----------
     cache, scale : ndarray
-        The storage, a PMX cache of ``num_blocks * page_size`` rows, and its scales, or None.
+        A PMX cache of ``num_blocks * page_size`` rows, and its scales, or None.
     blocks : BlockAllocator
         The sequences: `add`, `extend`, `fork`, `crop`, `free`. Begin steps with `begin_step` of the cache,
         not of `blocks`: it copies shared blocks that the step writes into.
     layers : list of PagedLayer, or of PagedLatentLayer
     rows : Rows
         The sequences of `update` and `attend`, one per row of the batch. Its `remove`, `retain`, `shift`,
-        `divide`, `flatten`, `can` and `compress` are those of other caches: they change all rows.
+        `divide`, `flatten`, `can` and `compress` change all rows, as in other caches.
     store : PagedStore
         The arrays, and where each layer lies in them.
     sequences : list of Sequence
@@ -101,8 +101,8 @@ class PagedCache(BaseCache):
 
     Examples
     --------
-    Two prompts that begin alike, then one token for each and for a branch. `branch` shares block 1, so the
-    write of `first` goes into a copy, block 3:
+    Two prompts that begin alike, then one token for each and for a branch of the first. `branch` shares
+    block 1 with `first`, whose new token therefore goes into a copy, block 3:
 
     >>> import numpy as np
     >>> from kvkit.cache import PagedCache
@@ -117,7 +117,7 @@ class PagedCache(BaseCache):
     >>> with cache.begin_step([(first, 5)]) as step:
     ...     output = forward(step)
     >>> second = cache.blocks.add([5, 6, 7, 8, 1, 2])
-    >>> second.length                                     # tokens in the cache already, of `first`
+    >>> second.length                                     # tokens that it shares with `first`
     4
     >>> with cache.begin_step([(second, 2)]) as step:
     ...     output = forward(step)
@@ -200,10 +200,10 @@ class PagedCache(BaseCache):
             index.abandon()
             raise
 
-    # Removing and moving tokens of a sequence, in all layers; no other sequence changes
+    # Removing and moving tokens of one sequence, in all layers
 
     @one_call_at_a_time
-    def remove(  # type: ignore[override]  # sequences, not the cache, have tokens here
+    def remove(  # type: ignore[override]  # takes a sequence
         self,
         seq: Sequence,
         begin: SupportsIndex,
@@ -215,9 +215,9 @@ class PagedCache(BaseCache):
         """Remove the tokens of a sequence with positions in [begin, end), in all layers.
 
         Blocks with no other tokens are released. The block where the range begins stays, even if it is
-        shared. In the block where the range ends the later tokens are copied, to at most two blocks. Once a
-        sequence lies in nine pieces it is copied into one piece from its first hole on. Published blocks and
-        other sequences never change. Blocks that the sequence fills afterwards are not published.
+        shared. The tokens after the range in the block where it ends are copied, to at most two blocks. A
+        sequence that would lie in nine segments is copied into one from its first hole on. Published blocks
+        and other sequences never change. Blocks that the sequence fills afterwards are not published.
 
         Parameters
         ----------
@@ -234,8 +234,7 @@ class PagedCache(BaseCache):
 
         Examples
         --------
-        Two sequences share two blocks. The first one loses tokens 2 to 4: token 5 and those after it in its
-        block are copied, to block 2.
+        Two sequences share two blocks. One of them loses tokens 2 to 4: tokens 5 to 7 are copied to block 2.
 
         >>> import numpy as np, kvkit
         >>> from kvkit.cache import PagedCache
@@ -254,7 +253,7 @@ class PagedCache(BaseCache):
 
     @one_call_at_a_time
     def retain(self, seq: Sequence, positions: ArrayLike) -> None:  # type: ignore[override]
-        """Remove all tokens of a sequence but those with some positions, see `Cache.retain`."""
+        """Keep only the tokens of a sequence at some positions, see `Cache.retain`."""
         self.rearrange(self.plan("retain", seq, positions))
 
     @one_call_at_a_time
@@ -266,10 +265,10 @@ class PagedCache(BaseCache):
         delta: SupportsIndex,
         rope: Any = None,
     ) -> None:
-        """Move the tokens of a sequence with positions in [begin, end) by `delta`. No key is rotated.
+        """Add `delta` to the positions of a sequence in [begin, end), see `Cache.shift`. No key is rotated.
 
-        The arguments are those of `Cache.shift`. Other sequences do not change. If the range begins or ends
-        inside a block, the tokens from there to the end of the block are copied.
+        Other sequences do not change. If the range begins or ends inside a block, the tokens from there to
+        the end of the block are copied.
         """
         self.rearrange(self.plan("shift", seq, begin, end, delta, rope=rope))
 
@@ -287,7 +286,7 @@ class PagedCache(BaseCache):
 
     @one_call_at_a_time
     def flatten(self, seq: Sequence, rope: Any = None) -> None:  # type: ignore[override]
-        """Rotate a sequence's shifted keys in memory, in unshared blocks. Codes are refused."""
+        """Rotate a sequence's shifted keys in memory, in unshared blocks. A cache of codes refuses this."""
         self.rearrange(self.plan("flatten", seq, rope=rope))
 
     def plan(self, call: str, *arguments: Any, **options: Any) -> SequencePlan:  # type: ignore[override]
@@ -300,29 +299,27 @@ class PagedCache(BaseCache):
 
     @property
     def states(self) -> list[Any]:
-        """Return the layers with recurrent states, which the rows of the batch have."""
+        """Return the layers with recurrent states."""
         return [layer for layer in self.others.values() if not layer.has_rows]
 
     def plan_for(
         self, sequences: List[Sequence], call: str, *arguments: Any, rope: Any = None, **options: Any
     ) -> SequencePlan:
-        """Check a call that removes or moves tokens of sequences of equal positions."""
+        """Check a call that removes or moves tokens of sequences with equal positions; return its plan."""
         if self.states and sequences is self.rows.sequences:
             raise argument_error("rows", "crop, in a cache with recurrent states", call)
         for seq in sequences:
             self.blocks.check_movable(seq)
-        now, held = RowPositions.contiguous(0, 0), self.ropes
+        now, known = RowPositions.contiguous(0, 0), self.ropes
         if sequences:
-            now, held = sequences[0].all_positions(), sequences[0].rope or held
-        ropes = [
-            rotation_of(said, own, self.store.dim, now.shifted)
-            for said, own in zip(self._ropes(rope), held, strict=True)
-        ]
+            now, known = sequences[0].all_positions(), sequences[0].rope or known
+        pairs = zip(self._ropes(rope), known, strict=True)
+        ropes = [rotation_of(argument, own, self.store.dim, now.shifted) for argument, own in pairs]
         rotations = [rope for rope in ropes if isinstance(rope, Rope)]
         plan = planner(call)(now, (rotations or ropes)[0], *arguments, **options).in_few_pieces()
         rotates = plan.rotated is not None and plan.rotated.any()
         if rotates and self.store.format.dtype != self.store.cache.dtype:
-            wanted = "at most 8 pieces of one rope shift, because codes are not rotated in memory"
+            wanted = f"at most {MAX_PIECES} pieces of rope shifts, because codes are not rotated"
             raise argument_error("seq", wanted, f"{call} of codes")
         if not sequences and plan.changes(now):
             raise argument_error("rows", "tokens", f"{call} of none")
@@ -343,41 +340,33 @@ class PagedCache(BaseCache):
         rope: Any = None,
         **options: Any,
     ) -> compression.Report:
-        """Keep a sequence's tokens of the best scores, in all layers, and release the blocks of the others.
+        """Keep a sequence's tokens with the best scores in all layers, and release the blocks of the others.
 
-        A block holds its tokens in all layers and heads, so all keep the same tokens: those of the best mean
-        scores. Published blocks and other sequences never change. After an error nothing has changed.
+        A block holds its tokens in all layers and heads, so all keep the same tokens, by their mean scores.
+        Published blocks and other sequences never change. After an error nothing has changed.
 
         Parameters
         ----------
         seq : Sequence, or `rows`
-            All rows keep the same tokens; ``cache.rows.compress(...)`` is the same.
+            With `rows` all rows keep the same tokens, as in ``cache.rows.compress(...)``.
         scorer : str, callable or list of arrays
-            As in `Cache.compress`; its arrays have one row of a batch for a sequence.
-        keep, count : float, int, optional
-            The share, or the number, of the sequence's tokens that stay. Give one of the two.
+            As in `Cache.compress`. For a sequence, its arrays have a batch of one row.
         budget : str
             Only ``"uniform"``.
-        queries, weights : list of ndarray, optional
-            What the scorer of each layer needs, as in `kvkit.eviction.scores`.
-        renumber : bool
-            Whether the remaining tokens get the positions 0, 1, 2, ...; rotated keys need a `rope` for that.
-        rope : Rope, "none" or list of them, optional
-            As in `shift`.
-        **options
-            Of the scorer.
+        keep, count, queries, weights, renumber, rope, **options
+            As in `Cache.compress`.
 
         Returns
         -------
         Report
-            It counts the bytes of all blocks that sequences use.
+            Its bytes are those of all blocks that sequences use.
 
         Raises
         ------
         KvkitError
             If an argument is wrong or missing, or a step is open.
         OutOfBlocksError
-            If there is no free block for tokens that must be copied out of shared blocks.
+            If no block is free for tokens that must be copied out of shared blocks.
 
         Examples
         --------
@@ -392,10 +381,13 @@ class PagedCache(BaseCache):
         >>> seq.positions, seq.next_position
         (array([ 0,  1,  2,  3, 12, 13, 14, 15]), 16)
         """
-        queries, weights = self._with_blocks("queries", queries), self._with_blocks("weights", weights)
+        queries, weights = (
+            self._of_paged_layers(name, values)
+            for name, values in (("queries", queries), ("weights", weights))
+        )
         if not isinstance(scorer, str) and not callable(scorer):
-            scorer = self._with_blocks("scorer", scorer)
-        asked = compression.Compression(
+            scorer = self._of_paged_layers("scorer", scorer)
+        request = compression.Compression(
             scorer, keep, count, budget, queries, weights, renumber=renumber, rope=self._ropes(rope),
             options=options,
         )  # fmt: skip
@@ -404,12 +396,12 @@ class PagedCache(BaseCache):
             if seq is not rows:
                 raise argument_error("seq", "a sequence from `blocks`, or `rows`", "another cache's rows")
             plan = functools.partial(rows.plan, rope=rope)
-            return compression.compress_sequences(self, rows.sequences, plan, rows.rearrange, asked)
+            return compression.compress_sequences(self, rows.sequences, plan, rows.rearrange, request)
 
         def plan_seq(call: str, *arguments: Any, **options: Any) -> SequencePlan:
             return self.plan(call, seq, *arguments, rope=rope, **options)
 
-        return compression.compress_sequences(self, [seq], plan_seq, self.rearrange, asked)
+        return compression.compress_sequences(self, [seq], plan_seq, self.rearrange, request)
 
     @property
     def nbytes(self) -> int:
@@ -433,24 +425,17 @@ class PagedCache(BaseCache):
         return self._ropes(self.rope)
 
     def _ropes(self, rope: Any) -> list[Any]:
-        """Return how keys of each layer are rotated."""
-        several = isinstance(rope, (list, tuple))
-        ropes = list(rope) if several else [rope] * len(self.layers)
-        if len(ropes) != len(self.layers):
-            raise argument_error("rope", f"one, or {len(self.layers)}, one for each layer", len(ropes))
-        for rotation in ropes if several or rope is not None else ():
-            check_rotation(rotation)
-        ropes = self._with_blocks("rope", ropes)
+        ropes = self._of_paged_layers("rope", super()._ropes(rope))
         return [placed_rotation(rotation, self.store.latent_dim) for rotation in ropes]
 
-    def _with_blocks(self, name: str, given: Any) -> Any:
-        """Return what is given for the layers that have blocks, of a list for all layers."""
-        if given is None or not self.others:
-            return given
-        if not isinstance(given, (list, tuple)) or len(given) != len(self.layers):
+    def _of_paged_layers(self, name: str, values: Any) -> Any:
+        """Return the values of the layers that have blocks, from a list with a value for each layer."""
+        if values is None or not self.others:
+            return values
+        if not isinstance(values, (list, tuple)) or len(values) != len(self.layers):
             wanted = f"a list of {len(self.layers)}, one for each layer"
-            raise argument_error(name, wanted, describe(given))
-        return [each for i, each in enumerate(given) if i not in self.others]
+            raise argument_error(name, wanted, describe(values))
+        return [value for i, value in enumerate(values) if i not in self.others]
 
     # A batch of sequences of one length
 
@@ -463,14 +448,14 @@ class PagedCache(BaseCache):
 
     @one_call_at_a_time
     def reserve(self, query_length: SupportsIndex) -> None:
-        """Make sure that an update of ``query_length`` tokens has room in every layer."""
+        """Raise unless an update of ``query_length`` tokens has room in every layer."""
         self.rows.reserve(query_length)
 
     @one_call_at_a_time
     def crop(self, length: int) -> None:
         """Keep the first ``length`` tokens of every row; below 0, drop that many; 0 drops none."""
         for layer in self.states:
-            layer.left_by(length)  # raises before anything has changed
+            layer.length_after_crop(length)  # raises before anything has changed
         self.rows.crop(length)
         for layer in self.states:
             layer.crop(length)
@@ -500,7 +485,7 @@ class PagedCache(BaseCache):
     # Files
 
     def describe(self) -> dict[str, Any]:
-        """Return the arguments of the constructor for a file: ``salt`` in hexadecimal, `rope` by layers."""
+        """Return the arguments of the constructor for a file: hexadecimal ``salt``, a rope for each layer."""
         store = self.store
         sizes = {"num_blocks": self.blocks.num_blocks, "page_size": store.page_size}
         sizes |= {"num_layers": store.num_layers, "num_kv_heads": store.heads, "head_dim": store.dim}
@@ -517,7 +502,7 @@ class PagedCache(BaseCache):
     def save(self, path: FilePath, sequences: Iterable[Sequence] = ()) -> None:
         """Write a .npz file that `load` reads. An existing file stays intact until the new one is complete.
 
-        It contains all published prefixes, the rows, and the given sequences. In the loaded cache
+        The file has all published prefixes, the rows of the batch, and `sequences`. In the loaded cache
         `blocks.add` finds the prefixes, `sequences` lists the sequences, and `update` continues the rows.
 
         Parameters
@@ -527,7 +512,7 @@ class PagedCache(BaseCache):
             Sequences that are in no open step.
         """
         if self.others:
-            wanted = "one whose layers all have blocks, or a cache of another kind"
+            wanted = "layers that all have blocks (or a cache of another kind)"
             raise argument_error("cache", wanted, describe(next(iter(self.others.values()))))
         saving.save_paged(self, path, sequences)
 

@@ -1,4 +1,4 @@
-"""The layers of a paged cache of latent rows (MLA)."""
+"""Define `PagedLatentLayer`, the layer of a paged cache of latent rows (MLA)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvkit.typed import Array, Attended
 class PagedLatentLayer(PagedLayer):
     """A layer of latent rows in the blocks of a `PagedCache`, for a batch of sequences of one length.
 
-    `update` takes the parts of rows, [B, 1, q, latent_dim] and [B, 1, q, rope_dim], and `attend` absorbed
-    queries, as those of `LatentLayer` do. `key_cache` is a pool that `kvkit.mla_attention` takes.
+    As in `LatentLayer`, `update` takes the two parts of rows, [B, 1, q, latent_dim] and [B, 1, q, rope_dim],
+    and `attend` takes absorbed queries. `key_cache` is a pool that `kvkit.mla_attention` takes.
 
     Examples
     --------

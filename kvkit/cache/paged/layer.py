@@ -1,4 +1,4 @@
-"""Layers of a paged cache, for a batch of sequences of one length: [batch, heads, tokens, dim]."""
+"""Define the layers and the batch of a paged cache: sequences of one length, [batch, heads, tokens, dim]."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from numpy.typing import ArrayLike
 
 from kvkit import cpu
 from kvkit.cache.base import BaseLayer, MovableTokens, one_call_at_a_time
+from kvkit.cache.layers import requests
 from kvkit.cache.layers.attention import check_columns, stored_columns
-from kvkit.cache.layers.positions import RowPositions
+from kvkit.cache.layers.positions import RowPositions, pieces_array
 from kvkit.cache.paged.pieces import check_moved
 from kvkit.cache.paged.step import fill_results
 from kvkit.cache.stores.memory import Geometry, check_geometry
 from kvkit.cache.stores.view import views_of
 from kvkit.calls.prepared import form_of
-from kvkit.checks import attention, index_tensors, masks
+from kvkit.checks import attention, masks
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.values import checked_format, flag, integer, one_piece
 from kvkit.errors import argument_error
@@ -37,7 +38,7 @@ class Rows(MovableTokens):
         self.changes = 0
 
     def append(self, batch: int, tokens: int, layer_idx: int) -> Any:
-        """Return the step that appends `tokens` to a layer: the open step of earlier layers, or a new one."""
+        """Return the step in which a layer gets `tokens`: the open step of earlier layers, or a new one."""
         step = self.step
         if step is not None and step.index.is_open:
             if tokens != step.index.max_seqlen:
@@ -51,13 +52,13 @@ class Rows(MovableTokens):
         return self.step
 
     def abandon_step(self) -> None:
-        """Abandon a step that some layers have not written; called before the rows change."""
+        """Abandon a step that some layers have not written, because the rows will change."""
         if self.step is not None and self.step.index.is_open:
             self.step.abandon()
         self.step, self.changes = None, self.changes + 1
 
     def tables(self) -> Any:
-        """Return a step without new tokens, for the page tables of the rows."""
+        """Return a step with the page tables of the rows: the last one, or one without new tokens."""
         if self.step is None:
             with self._cache.begin_step([(seq, 0) for seq in self.sequences]) as self.step:
                 pass
@@ -74,10 +75,8 @@ class Rows(MovableTokens):
             self._cache.blocks.crop(seq, length)
 
     def select(self, indices: ArrayLike) -> None:
-        rows: Array = index_tensors.index("indices", indices, 1)
+        rows = requests.check_rows(indices, len(self.sequences))
         if self.sequences:
-            if not len(rows) or rows.min() < 0 or rows.max() >= len(self.sequences):
-                raise argument_error("indices", f"rows from 0 to {len(self.sequences) - 1}", rows.tolist())
             self.abandon_step()
             selected = [self._cache.blocks.fork(self.sequences[i]) for i in rows.tolist()]
             self.reset()
@@ -102,7 +101,7 @@ class Rows(MovableTokens):
         return self._cache.layers
 
     def compress(self, scorer: Any, **options: Any) -> Any:
-        """Keep the tokens of the best scores in all rows and layers, see `PagedCache.compress`."""
+        """Keep the tokens with the best scores in all rows and layers, see `PagedCache.compress`."""
         return self._cache.compress(self, scorer, **options)
 
 
@@ -147,19 +146,15 @@ class PagedLayer(BaseLayer):
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
         store, rows = self.store, self.rows
-        given, tokens = check_geometry(key_states, value_states, None), key_states.shape[2]
-        batch = len(rows.sequences) or given.batch
+        geometry, tokens = check_geometry(key_states, value_states, None), key_states.shape[2]
+        batch = len(rows.sequences) or geometry.batch
         dims = store.value_dim, store.rope_dim or store.dim
         wanted = Geometry(batch, store.heads, *dims, store.format)
-        if given != wanted:
-            raise argument_error("key_states", f"keys and values as the cache has them, {wanted}", given)
-        length = self.get_seq_length()
+        if geometry != wanted:
+            raise argument_error("key_states", f"keys and values as the cache has them, {wanted}", geometry)
         if cache_position is not None:
-            positions = index_tensors.index("cache_position", cache_position, 1)
-            if not np.array_equal(positions, np.arange(length, length + tokens)):
-                expected = f"{tokens} positions from {length} on, after the last token"
-                raise argument_error("cache_position", expected, positions.tolist())
-        store.apart(self._layer_idx, {"key_states": key_states, "value_states": value_states})
+            requests.check_positions(cache_position, tokens, self.get_seq_length())
+        store.check_apart(self._layer_idx, {"key_states": key_states, "value_states": value_states})
         key, value = (one_piece(states).swapaxes(1, 2) for states in store.rows_of(key_states, value_states))
         step = rows.append(batch, tokens, self._layer_idx)
         step.append(key, value, self._layer_idx)
@@ -169,7 +164,7 @@ class PagedLayer(BaseLayer):
         return views_of(self, store.format.dtype, (store.dim, store.value_dim))
 
     @one_call_at_a_time
-    def attend(  # type: ignore[override]  # names the options of the base class, and two more
+    def attend(  # type: ignore[override]  # has two more options
         self,
         query: Array,
         attention_mask: Array | None = None,
@@ -210,9 +205,9 @@ class PagedLayer(BaseLayer):
         query = one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
         scoring = Scoring(None, is_causal, False, softmax_scale, window, softcap, sinks)
         weights = attention.checked_weights(query, place, scoring)
-        form_of_output = *query.shape[:-1], store.value_dim
-        made = attention.attention_results(form_of_output, store.format, return_lse, []).arrays(None)
-        out, lse, *_ = (*made, None)
+        shape = *query.shape[:-1], store.value_dim
+        results = attention.attention_results(shape, store.format, return_lse, []).arrays(None)
+        out, lse, *_ = (*results, None)
         step = self.rows.tables()
         first = self.rows.sequences[0]
         check_moved([first], [tokens + first.pending - self._ahead], (weights.left, weights.right), False)
@@ -232,9 +227,9 @@ class PagedLayer(BaseLayer):
     def _attend_with_key_weights(
         self, step: Any, query: Array, out: Array, lse: Array | None, weights: attention.Weights
     ) -> Attended:
-        """Attend with checked queries [B, q, Hq, D]; return also the weights of keys, [B, Hq, S], last."""
+        """Attend with checked queries [B, q, Hq, D]; the last result is the weights of keys, [B, Hq, S]."""
         if not step.index.in_order:
-            wanted = "False where removed or moved tokens have left rows in segments"
+            wanted = "False for sequences that lie in segments, because tokens were removed or moved"
             raise argument_error("return_key_weights", wanted, True)
         (batch, tokens, heads, _), length = query.shape, self.shape[2]
         sums, decoding = np.empty((batch, heads, length), np.float32), batch if tokens == 1 else 0
@@ -250,7 +245,7 @@ class PagedLayer(BaseLayer):
 
     @property
     def _ahead(self) -> int:
-        """Return how many tokens of an open step the layer has."""
+        """Return how many tokens of the open step the layer has already."""
         step = self.rows.step
         written = step is not None and self._layer_idx in step.written
         return self.rows.sequences[0].pending if written else 0
@@ -278,8 +273,7 @@ class PagedLayer(BaseLayer):
 
     @property
     def rope_shifts(self) -> Array:
-        pieces = self.rows.sequences[0].pieces(self.stored_tokens) if self.rows.sequences else []
-        return np.array(pieces, np.int64).reshape(-1, 3)
+        return pieces_array(self.rows.sequences[0].pieces(self.stored_tokens) if self.rows.sequences else [])
 
     @property
     def batch_size(self) -> int:
@@ -287,7 +281,7 @@ class PagedLayer(BaseLayer):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the stored tokens, each shared block counted once."""
+        """Return the size of the stored tokens in bytes; shared blocks count once."""
         length, size = self.stored_tokens, self.store.page_size
         held = {
             block: min(end - begin - i * size, size)
@@ -303,9 +297,9 @@ class PagedLayer(BaseLayer):
         raise argument_error(type(self).__name__, wanted, f"{call} of a layer in blocks")
 
     def rearrange(self, plan: Any) -> None:
-        """Do nothing: plans are made for all layers together."""
+        """Do nothing: the cache carries out plans for all layers together."""
 
-    # What a view reads
+    # Attributes that a `KVView` reads
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -1,7 +1,7 @@
-"""Attend to sequences that removals cut into segments: one launch over all segments, then a merge.
+"""Attend to sequences that lie in segments, because tokens were removed: one launch over all, then a merge.
 
-The kernels see a segment as a sequence. Keys of rope shift d lie rotated for p' - d in place of p'. The
-queries of their segment are rotated by -d, too: <R(p) q, R(p') k> depends on p - p' alone.
+The kernels see a segment as a sequence. A key of position p' and rope shift d is stored rotated for p' - d.
+The queries of its segment are rotated by -d, too: <R(p) q, R(p') k> depends on p - p' alone.
 """
 
 from __future__ import annotations
@@ -13,37 +13,35 @@ import numpy as np
 
 from kvkit import cpu, merge
 from kvkit.cache.blocks.sequence import PageSegment
+from kvkit.cache.layers.attention import FLOAT32, hidden_from
 from kvkit.calls.prepared import form_of
 from kvkit.checks import attention, masks
 from kvkit.checks.records import NO_MASK, StepIndex
 from kvkit.errors import argument_error
-from kvkit.formats import FLOATS
 from kvkit.rope import Rope
 from kvkit.typed import Array, Pair
 
-FLOAT32 = next(fmt for fmt in FLOATS if fmt.name == "float32")
-
 
 class Piece(NamedTuple):
-    """Pairs queries of a sequence with a segment that they see. The kernels take it as a sequence."""
+    """Pairs some queries of a sequence with a segment that they attend to. Kernels take it as a sequence."""
 
     sequence: int
     part: int  # the number of the segment
     segment: PageSegment
     queries: tuple[int, int]  # [begin, end) among the queries of the sequence
-    causal: bool  # the queries are the last tokens of the segment; otherwise they see all of it
+    causal: bool  # whether the queries are the last tokens of the segment; else they see all of it
 
 
 class Pieces:
-    """Holds the pieces of a step's sequences and their index tensors.
+    """Holds the pieces of a step's sequences, and their index tensors.
 
     Parameters
     ----------
     sequences : sequence of Sequence
     counts, lengths : list of int
-        How many queries (its last tokens) and how many tokens each sequence has.
+        How many queries, which are its last tokens, and how many tokens each sequence has.
     pages : ndarray of int64, shape [B, MaxP]
-        As `Step.pages`.
+        See `Step.pages`.
     page_size : int
     is_causal : bool
     """
@@ -60,14 +58,14 @@ class Pieces:
         self.sequences, self.counts, self.lengths = sequences, counts, lengths
         self.starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))  # of queries
         segments = [seq.segments(page_size, length) for seq, length in zip(sequences, lengths, strict=True)]
-        found = [
+        pieces = [
             piece
             for i, own in enumerate(segments)
             for part, segment in enumerate(own)
             for piece in pieces_of(i, part, segment, counts[i], lengths[i], is_causal)
         ]
-        self.pieces = sorted(found, key=lambda piece: piece.causal)
-        self.free = sum(not piece.causal for piece in self.pieces)
+        self.pieces = sorted(pieces, key=lambda piece: piece.causal)
+        self.free = sum(not piece.causal for piece in self.pieces)  # pieces without a causal rule
         self.parts = max(map(len, segments), default=0)
         rows = [self._packed(piece) for piece in self.pieces]
         self.queries = np.concatenate([np.empty(0, np.int64), *rows])
@@ -125,7 +123,7 @@ class Pieces:
         return query
 
     def _sinks(self, sinks: Array | None) -> dict[str, Any]:
-        """Return sinks that enter one piece of each query: the causal one, or else the first."""
+        """Return sinks that count in one piece of each query: the causal one, or else the first."""
         if sinks is None:
             return {}
         causal = self.free < len(self.pieces)
@@ -136,7 +134,7 @@ class Pieces:
         return {"sinks": apart, "apart": len(apart)}
 
     def _mask(self, mask: Mask | None, weights: attention.Weights) -> Array | None:
-        """Join window and mask to a mask [Hq or 1, tokens, longest piece]; None without both."""
+        """Return window and mask as one mask [Hq or 1, tokens, longest piece]; None if there is neither."""
         left, right = weights.left, weights.right
         if mask is None and (left, right) == (-1, -1):
             return None
@@ -155,13 +153,6 @@ class Pieces:
 
 
 Mask = Callable[[Piece], Array]  # returns the mask of a piece, [Hq or 1, queries or 1, keys or 1]
-
-
-def hidden_from(block: Array, visible: Array) -> Array:
-    """Return a mask [.., queries or 1, keys or 1] with all that is not `visible` hidden, too."""
-    if block.dtype == np.bool_:
-        return block & visible
-    return np.where(visible, block.astype(np.float32), np.float32(-np.inf))
 
 
 def mask_of_piece(mask: Array, seqstarts: Array, kvstarts: Array, piece: Piece) -> Array:
@@ -197,7 +188,7 @@ def pieces_of(
 
 
 def steps_of(parts: list[tuple[int, PageSegment]], ends: Array, pages: Array, page_size: int) -> StepIndex:
-    """Return a step that has a sequence for each (sequence, segment); queries of the i-th end at `ends`."""
+    """Return a step with one sequence for each (sequence, segment). Sequence i has queries ends[i] on."""
     lengths = np.array([segment.end - segment.begin for _, segment in parts], np.int64)
     kvstarts = np.concatenate(([0], np.cumsum(lengths)))
     widths = -(-lengths // page_size)
@@ -212,7 +203,7 @@ def steps_of(parts: list[tuple[int, PageSegment]], ends: Array, pages: Array, pa
 
 
 def check_moved(sequences: Any, counts: list[int], window: tuple[int, int], is_alibi: bool) -> None:
-    """Raise if a window or ALiBi reaches over removed tokens, where the kernels would count rows."""
+    """Raise if a window or ALiBi reaches over removed tokens: kernels count rows there, not positions."""
     left, _ = window
     for seq, count in zip(sequences, counts, strict=True):
         if seq.intact is None:

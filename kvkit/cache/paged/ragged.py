@@ -1,4 +1,4 @@
-"""A layer whose heads keep different tokens: each head is a sequence of one head, in pages of its own."""
+"""Define `RaggedLayer`, whose heads keep different tokens: each head is a sequence in pages of its own."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from kvkit.cache.layers.positions import (
     Rearrangement,
     Rotation,
     RowPositions,
+    pieces_array,
     planner,
     rotation_of,
 )
@@ -41,7 +42,7 @@ from kvkit.runtime.arrays import addresses_of
 from kvkit.typed import Array, Attended, States
 
 PAGE_SIZE = 16
-MORE_PAGES = 16  # that a head may get before attention is prepared again
+MORE_PAGES = 16  # how many pages a head may get until attention must be prepared again
 
 
 class HeadStates(NamedTuple):
@@ -53,14 +54,14 @@ class HeadStates(NamedTuple):
 
 
 class RaggedPlan(NamedTuple):
-    """Holds the plans of a checked call, one for each head."""
+    """Plans a change of all heads, which is checked and not yet done."""
 
-    plans: list[Rearrangement]
+    plans: list[Rearrangement]  # one for each head
     crops: bool = False
 
 
 class PreparedHeads:
-    """Repeats attention over the pages of all heads in one launch, at later steps."""
+    """Repeats attention over the pages of all heads, in one launch, at later steps."""
 
     __slots__ = ("_index", "_mask", "_params", "_prepared")
 
@@ -110,15 +111,15 @@ class RaggedLayer(Layer):
     """A layer whose key heads keep different tokens. `Cache.compress` with a budget for heads makes it.
 
     Every key head of a row of the batch is a sequence in pages of 16 tokens, so a head that keeps fewer
-    tokens takes less memory. New tokens go to all heads. `remove`, `shift`, `divide` and `crop` are by
-    positions, in all heads.
+    tokens takes less memory. New tokens go to all heads. `remove`, `shift`, `divide` and `crop` take
+    positions, and change all heads.
 
     Attributes
     ----------
     lengths : ndarray of int64, shape [B, Hkv]
         The number of stored tokens of each head.
     sequences : list of Sequence
-        One for each head, of row 0 of the batch first, then of row 1 and so on.
+        One for each head: all heads of row 0 of the batch, then those of row 1, and so on.
 
     Examples
     --------
@@ -150,23 +151,19 @@ class RaggedLayer(Layer):
         self._index: Any = None  # the last step, while its index tensors are valid
         self._calls: PreparedCalls[PreparedHeads] = PreparedCalls(1)  # over the present pool
         self.changes = 0
-        self.row_positions = RowPositions.contiguous(0, 0)  # each head has its own
+        self.row_positions = RowPositions.contiguous(0, 0)  # not used: each sequence has its own
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_index": None}  # a copy has other addresses
 
-    def describe(self) -> dict[str, Any]:
-        """Return the arguments of the constructor."""
-        return {}
-
-    def fill_heads(self, given: Geometry, states: Sequence[HeadStates], length: int) -> None:
-        """Store tokens of every head; `length` is the position of the next one."""
-        if given.key_dim != given.value_dim:
-            wanted = f"keys and values of one head size, for budgets by heads; 'uniform' for {given}"
+    def fill_heads(self, geometry: Geometry, states: Sequence[HeadStates], length: int) -> None:
+        """Store the tokens of every head in an empty layer; `length` is the position of the next token."""
+        if geometry.key_dim != geometry.value_dim:
+            wanted = f"keys and values of one head size, for budgets by heads; 'uniform' for {geometry}"
             raise argument_error("budget", wanted, "one by heads")
         counts = [len(each.positions) for each in states]
         used = sum(-(-count // PAGE_SIZE) for count in counts)
-        self._make_pool(given, used + max(used // 16, len(counts)))
+        self._make_pool(geometry, used + max(used // 16, len(counts)))
         self.sequences = [self.blocks.add() for _ in counts]
         with self.blocks.begin_step(zip(self.sequences, counts, strict=True)) as index:
             for side in (0, 1):
@@ -182,10 +179,10 @@ class RaggedLayer(Layer):
         pages = self.pool.blocks[0][0, side]  # [page, row, head, D]
         return pages.reshape(-1, pages.shape[-1])
 
-    def _make_pool(self, given: Geometry, pages: int) -> None:
-        self.geometry, pages = given, max(pages, 1)
+    def _make_pool(self, geometry: Geometry, pages: int) -> None:
+        self.geometry, pages = geometry, max(pages, 1)
         self.pool = PagedStore(
-            pages, PAGE_SIZE, 1, 1, given.key_dim, given.fmt.dtype, quant_bit=0, quant_group=8,
+            pages, PAGE_SIZE, 1, 1, geometry.key_dim, geometry.fmt.dtype, quant_bit=0, quant_group=8,
             scale_dtype=np.float16, cache_layout=3, quant_format=None, scale=None,
         )  # fmt: skip
         self.blocks = BlockAllocator(pages, PAGE_SIZE, slot_dtype=np.int64, copy_rows=self.pool.copy_rows)
@@ -193,7 +190,7 @@ class RaggedLayer(Layer):
         self._calls.clear()
 
     def _resize(self, pages: int) -> None:
-        """Move the pages in use to a pool of `pages` pages."""
+        """Move the pages in use to a new pool of `pages` pages."""
         tables, pool, before = [seq.table for seq in self.sequences], self.pool, self.sequences
         used = np.unique(np.concatenate([np.array(table, np.int64) for table in tables]))
         assert self.geometry is not None
@@ -211,27 +208,22 @@ class RaggedLayer(Layer):
     def _append(
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None
     ) -> tuple[States, States]:
-        given, new = check_geometry(key_states, value_states, self.geometry), key_states.shape[2]
+        geometry, new = check_geometry(key_states, value_states, self.geometry), key_states.shape[2]
         if cache_position is not None:
-            start = requests.check_positions(cache_position, new, self.get_seq_length())
-            if start != self.get_seq_length():
-                wanted = f"positions from {self.get_seq_length()} on, after the last token"
-                raise argument_error("cache_position", wanted, start)
+            requests.check_positions(cache_position, new, self.get_seq_length())
         if self.geometry is None:
-            nothing = np.empty((0, given.key_dim), given.fmt.dtype)
+            nothing = np.empty((0, geometry.key_dim), geometry.fmt.dtype)
             none = HeadStates(nothing, nothing, np.empty(0, np.int64))
-            self.fill_heads(given, [none] * (given.batch * given.heads), 0)
-        packed = [
-            np.ascontiguousarray(side).reshape(-1, given.key_dim) for side in (key_states, value_states)
-        ]
+            self.fill_heads(geometry, [none] * (geometry.batch * geometry.heads), 0)
         with self._begin(new) as index:
-            for side, states in enumerate(packed):
-                self.pool_side(side)[index.slot_mapping] = states
+            for side, states in enumerate((key_states, value_states)):
+                packed = np.ascontiguousarray(states).reshape(-1, geometry.key_dim)
+                self.pool_side(side)[index.slot_mapping] = packed
         self._index, self.changes = index, self.changes + 1
         return views_of(self, self.pool.format.dtype, (self.shape[3], self.shape[3]))
 
     def _begin(self, new: int) -> Step:
-        """Begin a step of `new` tokens of every head; add pages if there are too few."""
+        """Begin a step of `new` tokens for every head; add pages if there are too few."""
         try:
             index = self.blocks.begin_step([(seq, new) for seq in self.sequences])
         except OutOfBlocksError as error:
@@ -242,7 +234,7 @@ class RaggedLayer(Layer):
         return index
 
     def _tables(self) -> Step:
-        """Return a step without new tokens, for the page tables of all heads."""
+        """Return a step with the page tables of all heads: the last one, or one without new tokens."""
         if self._index is None:
             with self._begin(0) as self._index:
                 pass
@@ -276,22 +268,18 @@ class RaggedLayer(Layer):
 
     @property
     def positions(self) -> Array:
-        """Return the positions of every head's tokens, int64 [B, Hkv, longest]; -1 after the last one."""
+        """Return the positions of every head's tokens, int64 [B, Hkv, longest], padded with -1."""
         return self._dense([seq.positions for seq in self.sequences], -1)
 
     @property
     def rope_shifts(self) -> Array:
-        """Return the rope shifts of keys, int64 [pieces, 5]: batch row, head, first row, end row, shift."""
-        heads = self.lengths.shape[1]
-        found = [
-            (*divmod(i, heads), *piece)
-            for i, seq in enumerate(self.sequences)
-            for piece in seq.pieces(seq.length)
-        ]
-        return np.array(found, np.int64).reshape(-1, 5)
+        """Return the rope shifts: int64 [pieces, 5] of (batch row, head, first row, end row, shift)."""
+        heads, of_heads = self.lengths.shape[1], enumerate(self.sequences)
+        pieces = [(*divmod(i, heads), *piece) for i, seq in of_heads for piece in seq.pieces(seq.length)]
+        return np.array(pieces, np.int64).reshape(-1, 5)
 
     def _dense(self, rows: Sequence[Array], padding: int) -> Array:
-        """Join one array for each head to an array [B, Hkv, longest, ...]."""
+        """Join one array for each head to an array [B, Hkv, longest, ...], padded."""
         longest, more = self.stored_tokens, rows[0].shape[1:] if rows else ()
         dense = np.full((len(rows), longest, *more), padding, rows[0].dtype if rows else np.int64)
         for own, each in zip(dense, rows, strict=True):
@@ -300,32 +288,31 @@ class RaggedLayer(Layer):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Return the shape of keys and values as an array; heads with fewer tokens end with zeros."""
-        given = self.geometry
-        return (
-            (0, 0, 0, 0) if given is None else (given.batch, given.heads, self.stored_tokens, given.key_dim)
-        )
+        """Return the shape of the keys and of the values that `stored` returns."""
+        if (sizes := self.geometry) is None:
+            return 0, 0, 0, 0
+        return sizes.batch, sizes.heads, self.stored_tokens, sizes.key_dim
 
     @property
     def batch_size(self) -> int:
         return 0 if self.geometry is None else self.geometry.batch
 
     def stored(self) -> tuple[States, States]:
-        """Return keys and values [B, Hkv, longest, D], zeros after the last token of each head."""
+        """Return keys and values [B, Hkv, longest, D], padded with zeros."""
         rows = [seq.rows(PAGE_SIZE) for seq in self.sequences]
         keys, values = (self._dense([self.pool_side(side)[own] for own in rows], 0) for side in (0, 1))
         return keys, values
 
     def heads_states(self) -> list[HeadStates]:
         """Return the tokens of every head, with keys rotated for their present positions."""
-        found = []
+        states = []
         for seq in self.sequences:
             rows, now = seq.rows(PAGE_SIZE), seq.all_positions()
             keys, values = (self.pool_side(side)[rows] for side in (0, 1))
             if now.shifted and isinstance(self.rope, Rope):
                 keys = self.rope.shift(keys.astype(np.float32), now.shifts).astype(keys.dtype)
-            found.append(HeadStates(keys, values, now.positions))
-        return found
+            states.append(HeadStates(keys, values, now.positions))
+        return states
 
     @property
     def nbytes(self) -> int:
@@ -334,7 +321,7 @@ class RaggedLayer(Layer):
     def _attend(
         self, query: Array, mask: Array | None, scoring: Scoring, return_lse: bool, wants_weights: bool
     ) -> Attended:
-        """Attend with each key head as a sequence, for the query heads of its group."""
+        """Attend to each key head as a sequence, with the query heads of its group."""
         wants_lse, (batch, heads, new, dim) = flag("return_lse", return_lse), self._check_query(query)
         count, group = len(self.sequences), heads // self.lengths.shape[1]
         columns, place = self._columns(mask), NO_MASK  # [B * Hkv, longest]
@@ -362,9 +349,8 @@ class RaggedLayer(Layer):
             else:
                 out, lse = self._attend_pieces(index, states, lse, columns, weights)
         outputs = out.swapaxes(1, 2).reshape(batch, heads, new, dim)
-        more = [lse.swapaxes(1, 2).reshape(batch, heads, new)] * wants_lse + (
-            [] if sums is None else [sums.reshape(batch, heads, -1)]
-        )
+        more = [lse.swapaxes(1, 2).reshape(batch, heads, new)] if wants_lse else []
+        more += [] if sums is None else [sums.reshape(batch, heads, -1)]
         return (outputs, *more) if more else outputs
 
     def _attend_pieces(
@@ -404,24 +390,24 @@ class RaggedLayer(Layer):
         return batch, heads, new, dim
 
     def _columns(self, mask: Array | None) -> Array | None:
-        """Look up stored tokens in a padding mask [B, n], by position; return [B * Hkv, longest]."""
+        """Return the columns of stored tokens, [B * Hkv, longest], from a padding mask by position [B, n]."""
         if mask is None:
             return None
         legal, heads = (self.batch_size, self.get_seq_length()), self.lengths.shape[1]
         if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != legal:
-            wanted = f"bool {list(legal)}, a padding mask by position, because heads have tokens of their own"
+            wanted = f"bool {list(legal)}, a padding mask by position, because heads keep different tokens"
             raise argument_error("attention_mask", wanted, describe(mask))
         rows = np.repeat(np.arange(len(mask)), heads)[:, None]
         return mask[rows, self.positions.reshape(len(rows), -1)]
 
     # Removing tokens and changing the batch
 
-    def left_by(self, length: int) -> int:
+    def length_after_crop(self, length: int) -> int:
         return requests.length_after_crop(length, self.get_seq_length())
 
     @one_call_at_a_time
     def crop(self, length: int) -> None:
-        self.rearrange(self.plan("remove", self.left_by(length)))
+        self.rearrange(self.plan("remove", self.length_after_crop(length)))
 
     def plan(  # type: ignore[override]  # for every head
         self, call: str, *arguments: Any, rope: Rotation = None, **options: Any
@@ -429,24 +415,20 @@ class RaggedLayer(Layer):
         now = [seq.all_positions() for seq in self.sequences]
         dim = None if self.geometry is None else self.geometry.key_dim
         rotation = rotation_of(rope, self.rope, dim, any(each.shifted for each in now))
-        given = [arguments] * len(now)
+        by_head = [arguments] * len(now)
         if call == "retain":
-            given = [(own,) for own in self._positions_by_head(*arguments)]
-        return RaggedPlan(
-            [
-                planner(call)(rows, rotation, *own, **options).in_few_pieces()
-                for rows, own in zip(now, given, strict=True)
-            ]
-        )
+            by_head = [(own,) for own in self._positions_by_head(*arguments)]
+        pairs = zip(now, by_head, strict=True)
+        plans = [planner(call)(rows, rotation, *own, **options) for rows, own in pairs]
+        return RaggedPlan([plan.in_few_pieces() for plan in plans])
 
     def _positions_by_head(self, positions: ArrayLike) -> list[Array]:
         """Check positions [B, Hkv, m] padded with -1; return those of each head."""
         wanted: Array = np.asarray(positions)
         legal = self.lengths.shape
         if wanted.dtype.kind not in "iu" or wanted.ndim != 3 or wanted.shape[:2] != legal:
-            raise argument_error(
-                "positions", f"integers {[*legal, 'm']}, -1 after the last", describe(wanted)
-            )
+            expected = f"integers {[*legal, 'm']}, -1 after the last"
+            raise argument_error("positions", expected, describe(wanted))
         return [own[own >= 0] for own in wanted.reshape(-1, wanted.shape[2])]
 
     def rearrange(self, plan: RaggedPlan, at_once: bool = False) -> None:  # type: ignore[override]
@@ -467,13 +449,13 @@ class RaggedLayer(Layer):
 
     @one_call_at_a_time
     def trim(self) -> None:
-        """Move to a pool with a sixteenth of its pages free, if more than a quarter are free now."""
+        """Move to a pool with a sixteenth more pages than are used, if more than a quarter are free now."""
         if self.sequences:
             used = self.blocks.num_blocks - self.blocks.available
             if self.blocks.available > len(self.sequences) + self.blocks.num_blocks // 4:
                 self._resize(used + max(used // 16, len(self.sequences)))
 
-    def _take(self, indices: Iterable[int]) -> None:
+    def _take_rows(self, indices: Iterable[int]) -> None:
         if self.geometry is not None:
             heads, before, rows = self.geometry.heads, self.sequences, list(indices)
             self.sequences = [self.blocks.fork(before[i * heads + h]) for i in rows for h in range(heads)]
@@ -498,7 +480,7 @@ class RaggedLayer(Layer):
         return {}
 
     def arrays(self) -> dict[str, Array]:
-        """Return the layer's arrays by their names in a saved file, with tokens head after head."""
+        """Return the layer's arrays by their names in a saved file. Tokens are listed head after head."""
         if not self.sequences:
             return {}
         rows = np.concatenate([seq.rows(PAGE_SIZE) for seq in self.sequences])
@@ -516,32 +498,31 @@ class RaggedLayer(Layer):
             return
         lengths = index_tensors.index("lengths", arrays["lengths"], 2)
         keys, values = (arrays[name] for name in ("keys", "values"))
-        given = check_geometry(keys[None, None], values[None, None], None)
-        given = given._replace(batch=lengths.shape[0], heads=lengths.shape[1])
+        geometry = check_geometry(keys[None, None], values[None, None], None)
+        geometry = geometry._replace(batch=lengths.shape[0], heads=lengths.shape[1])
         ends = np.cumsum(lengths)
         if lengths.min(initial=0) < 0 or not len(ends) or ends[-1] != len(keys):
             wanted = f"lengths of heads with {len(keys)} tokens in all"
             raise argument_error("lengths", wanted, lengths.tolist())
         parts = [np.split(arrays[name], ends[:-1]) for name in ("keys", "values", "positions", "rope_shifts")]
-        pieces = [
+        now = [
             RowPositions.restored(positions, pieces_of_shifts(shifts), length, len(positions))
             for *_, positions, shifts in zip(*parts, strict=True)
         ]
-        self.fill_heads(given, [HeadStates(*each) for each in zip(*parts[:3], strict=True)], length)
-        every = [Rearrangement(np.ones(len(rows.positions), bool), rows, self.rope) for rows in pieces]
-        if any(rows.shifted for rows in pieces):
-            self.rearrange(RaggedPlan(every))
+        self.fill_heads(geometry, [HeadStates(*each) for each in zip(*parts[:3], strict=True)], length)
+        if any(rows.shifted for rows in now):
+            plans = [Rearrangement(np.ones(len(rows.positions), bool), rows, self.rope) for rows in now]
+            self.rearrange(RaggedPlan(plans))
 
 
 def sequence_moves(seq: Any) -> Moves | None:
-    """Return the positions and segments of a sequence, None if token i has position i."""
+    """Return where the tokens of a sequence are; None if token i has position i."""
     if seq.intact is None:
         return None
     return Moves(seq.all_positions(), list(seq.borders), seq.intact, seq.rope)
 
 
 def pieces_of_shifts(shifts: Array) -> Array:
-    """Return pieces (first row, end row, shift) of the shifts of rows."""
+    """Return the pieces of rows from the shift of each row, int64 [pieces, 3]."""
     borders = [0, *(np.flatnonzero(np.diff(shifts)) + 1).tolist(), len(shifts)] if len(shifts) else [0]
-    found = [(begin, end, int(shifts[begin])) for begin, end in itertools.pairwise(borders)]
-    return np.array(found, np.int64).reshape(-1, 3)
+    return pieces_array([(begin, end, int(shifts[begin])) for begin, end in itertools.pairwise(borders)])

@@ -1,4 +1,4 @@
-"""A step over a paged cache: append packed tokens and attend, layer by layer."""
+"""Define `PagedStep`, which appends packed tokens to a paged cache and attends, layer by layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PagedStep:
     """Appends new tokens to each layer of a `PagedCache`, and attends. `PagedCache.begin_step` makes it.
 
     Tokens are packed in the order of the sequences. Each layer is written once, then attended to. When
-    all are written, `commit` ends the step. A ``with`` statement commits, and abandons the step on an
+    all are written, `commit` ends the step. A ``with`` statement commits, or abandons the step on an
     exception.
 
     Attributes
@@ -33,7 +33,7 @@ class PagedStep:
     index : Step
         The index tensors, for calls of operators on the arrays of the cache.
     written : set of int
-        The layers that the step has written. Add the layers that you write by an operator yourself.
+        The layers that the step has written. Add the number of a layer that you write with an operator.
 
     Examples
     --------
@@ -130,7 +130,7 @@ class PagedStep:
         options: dict[str, Any],
         tokens: Mapping[str, Array],
     ) -> Attended:
-        """Append checked tokens, if any, and attend to a layer whose number is checked."""
+        """Append checked `tokens`, if any, to a layer whose number is checked, and attend to it."""
         form = launch = None
         if self.index.in_order:
             form = form_of((query,), (attn_mask, tuple(options), *options.values()))
@@ -160,7 +160,7 @@ class PagedStep:
     def _attend_moved(
         self, query: Array, layer_idx: int, attn_mask: Array | None, weights: attention.Weights
     ) -> Pair:
-        """Attend if all sequences have moved tokens; return float32 outputs and lse."""
+        """Attend to sequences that all have moved tokens; return float32 outputs and lse."""
         mask = None
         if attn_mask is not None and attn_mask.size:
             columns = attn_mask if attn_mask.ndim == 3 else attn_mask[None]
@@ -173,7 +173,7 @@ class PagedStep:
         return int(self._store.value_dim)
 
     def parts(self) -> list[Part]:
-        """Split the step: sequences without moved tokens, and sequences with moved tokens."""
+        """Split the step into the sequences with moved tokens and those without."""
         if not self._parts:
             index, every = self.index, np.arange(len(self.index.sequences))
             of_query, of_key = (np.repeat(every, np.diff(ends)) for ends in (index.seqstarts, index.kvstarts))
@@ -183,16 +183,16 @@ class PagedStep:
         return self._parts
 
     def pieces(self, is_causal: bool, tokens: int = -1, length: int = -1) -> Pieces:
-        """Return the pieces for queries of the new tokens, or of the last `tokens` before `length`."""
-        found = self._pieces.get((is_causal, tokens, length))
-        if found is None:
+        """Return the pieces for queries of the new tokens, or of the last `tokens` of the first `length`."""
+        pieces = self._pieces.get((is_causal, tokens, length))
+        if pieces is None:
             index, batch = self.index, len(self.index.sequences)
             counts, lengths = [tokens] * batch, [length] * batch
             if tokens < 0:
                 counts, lengths = np.diff(index.seqstarts).tolist(), np.diff(index.kvstarts).tolist()
-            found = Pieces(index.sequences, counts, lengths, index.pages, self._store.page_size, is_causal)
-            self._pieces[is_causal, tokens, length] = found
-        return found
+            pieces = Pieces(index.sequences, counts, lengths, index.pages, self._store.page_size, is_causal)
+            self._pieces[is_causal, tokens, length] = pieces
+        return pieces
 
     def float32_context(self, layer_idx: int) -> Any:
         """Return a layer's `Context` for float32 queries."""
@@ -250,7 +250,7 @@ class PagedStep:
         shape = self._steps.tokens, store.heads, store.value_dim
         if current_key.shape != shape:
             raise argument_error("current_key", f"shape {shape}", current_key.shape)
-        store.apart(layer_idx, {"current_key": current_key, "current_value": current_value})
+        store.check_apart(layer_idx, {"current_key": current_key, "current_value": current_value})
         return store.rows_of(current_key, current_value)
 
     def _queries(
@@ -264,10 +264,10 @@ class PagedStep:
         out: Any = None,
         **options: Any,
     ) -> tuple[Array, Array, Array | None, Any]:
-        """Check queries; return (queries, outputs, lse, weights). Outputs may not overlap `tokens`."""
+        """Check queries and options; return (queries, outputs, lse, weights). `out` may not be `tokens`."""
         store = self._store
         if store.latent_dim and options.get("softmax_scale") is None:
-            wanted = "a number, that of the expanded heads, for latent rows"
+            wanted = "1 / sqrt(size of an expanded head), for latent rows"
             raise argument_error("softmax_scale", wanted, "None")
         for name in options.keys() - set(Scoring._fields):
             wanted = f"an option among {', '.join((*Scoring._fields, 'return_lse', 'out'))}"
@@ -306,7 +306,7 @@ class PagedStep:
         return layer_idx
 
     def append(self, key: Array, value: Array, layer_idx: int) -> None:
-        """Store new tokens, [tokens, heads, dim] or [batch, tokens, heads, dim]."""
+        """Append checked new tokens, [tokens, heads, dim] or [batch, tokens, heads, dim], to a layer."""
         form, arrays = form_of((key, value), ()), {"current_key": key, "current_value": value}
         prepared = self.calls.find(form)
         if prepared:
@@ -328,7 +328,7 @@ class PagedStep:
         decoding: int,
         weights: Any,
     ) -> Attended:
-        """Attend with checked arguments, and keep the prepared call for other layers."""
+        """Attend with checked arguments; keep the prepared call for other layers."""
         context = self._store.contexts[layer_idx]
         launch = cpu.attention.prepare.prepare_attention(query, out, lse, context, rows, decoding, weights)
         return self.start(form, launch, query, out, lse, layer_idx)
@@ -350,11 +350,11 @@ class PagedStep:
         return out if lse is None else (out, lse)
 
     def keep(self, form: Any, layer_idx: int, arrays: dict[str, Any], launch: Any) -> None:
-        """Keep a launch for calls with other layers and arrays, unless its form is None."""
+        """Keep a launch for calls with other layers and arrays; none is kept without a form."""
         self.calls.keep(form, PreparedCall([launch], self._store.addresses[layer_idx] | arrays))
 
     def places(self, layer_idx: int, arrays: dict[str, Any]) -> list[Any]:
-        """Return the addresses of a layer and of a call's arrays."""
+        """Return the addresses of a layer's rows and of a call's arrays."""
         return [*self._store.addresses[layer_idx].values(), *addresses_of(arrays.values())]
 
     def load(self, key: Array, value: Array, layer_idx: int, contexts: Any) -> None:
@@ -365,16 +365,16 @@ class PagedStep:
     def attend_rows(
         self, query: Array, layer_idx: int, mask: Array | None, weights: attention.Weights, length: int
     ) -> list[Array]:
-        """Attend with queries [B, q, Hq, D] of the last tokens to rows with moved tokens, in float32."""
+        """Attend to moved tokens with queries [B, q, Hq, D] of the last tokens; return float32 results."""
         batch, tokens, *_ = query.shape
-        own = None if mask is None or not mask.size else functools.partial(mask_of_row, mask)
+        mask_of = None if mask is None or not mask.size else functools.partial(mask_of_row, mask)
         pieces = self.pieces(weights.causal, tokens, length)
         packed = query.reshape(batch * tokens, *query.shape[2:])
-        results = pieces.attend(self, packed, layer_idx, own, weights)
+        results = pieces.attend(self, packed, layer_idx, mask_of, weights)
         return [side.reshape(batch, tokens, *side.shape[1:]) for side in results]
 
     def gather_rows(self, layer_idx: int, length: int) -> Pair:
-        """Return copies of the first keys and values of sequences of one length, [B, heads, length, dim]."""
+        """Return copies of the first `length` keys and values of each sequence, [B, heads, length, dim]."""
         batch, store = len(self.index.sequences), self._store
         shape = batch, store.heads, length, store.dim
         key = np.empty(shape, store.format.dtype)
@@ -400,14 +400,14 @@ class PagedStep:
 class Part(NamedTuple):
     """Selects sequences of a step for one launch of attention."""
 
-    step: PagedStep
-    queries: Array  # the numbers of their queries among those of the step
-    keys: Array  # the numbers of their contexts' tokens among all contexts
+    step: PagedStep  # of these sequences
+    queries: Array  # which queries of the whole step are theirs
+    keys: Array  # which tokens of all contexts are theirs
 
     def attend(
         self, query: Array, layer_idx: int, attn_mask: Array | None, options: dict[str, Any]
     ) -> tuple[Array, ...]:
-        """Attend with the step's checked arguments; return outputs, and lse if `options` ask for it."""
+        """Attend with the checked arguments of the whole step; return outputs, and lse if it is requested."""
         if attn_mask is not None and attn_mask.size:
             attn_mask = attn_mask[..., self.queries, :]
             attn_mask = attn_mask if attn_mask.shape[-1] == 1 else attn_mask[..., self.keys]
@@ -416,7 +416,7 @@ class Part(NamedTuple):
 
 
 def fill_results(out: Array, lse: Array | None, queries: Any, results: Sequence[Array]) -> Attended:
-    """Write the results of these queries into the step's outputs, and lse if any; return both."""
+    """Write the results of some queries into `out` and `lse`, which may be None; return both."""
     out[queries] = results[0]
     if lse is None:
         return out

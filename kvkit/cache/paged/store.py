@@ -1,4 +1,4 @@
-"""The arrays of a paged cache: one PMX cache for all layers, divided into blocks."""
+"""Store the blocks of a paged cache in arrays: one PMX cache for all layers, and its scales."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ BLOCK_AXES = ("l", "kv", "block", "n", "h", "c")
 
 
 class PagedStore:
-    """Holds the arrays of a `PagedCache` and where each layer begins; arguments as in `PagedCache`."""
+    """Holds the arrays of a `PagedCache`, and where each layer begins. Arguments are as in `PagedCache`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PagedStore:
         shape = [sizes[axis] for axis in DYNAMIC[number].axes[:-1]]
         element = np.dtype(np.uint8) if quant_format else stored.dtype  # .npz files can hold uint8
         self.cache = zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
-        # Whether appends compute a scale for each group. Scales then have the axes of the cache.
+        # Whether appends compute a scale for each group. The scales then have the axes of the cache.
         self.computes_scales = bool(bits) or (isinstance(scale, str) and scale == "found")
         if scale is not None and not stored.minifloat:
             raise argument_error("scale", "None unless quant_format is 'e4m3' or 'e5m2'", describe(scale))
@@ -73,7 +73,7 @@ class PagedStore:
             self.scale = np.zeros((*shape, self.dim // group), self.cell.dtype)
         elif scale is not None:
             self.scale = check_scales(scale, self.num_layers, self.heads)
-        # The cache arguments of the operators; `_find_places` sets layer_idx.
+        # Arguments of operators on the cache; `_place` sets layer_idx.
         self.arguments = CacheArguments(self.num_layers, 0, bits, group, quant_format, number)
         self._find_places()
         geometry = {
@@ -86,9 +86,8 @@ class PagedStore:
         if latent_dim:
             geometry["latent_dim"] = self.latent_dim
         if scale is not None:
-            geometry["scale"] = (
-                [group, self.cell.name] if self.computes_scales else np.asarray(self.scale).tolist()
-            )
+            form = [group, self.cell.name]
+            geometry["scale"] = form if self.computes_scales else np.asarray(self.scale).tolist()
         self.identity = json.dumps(geometry).encode()
 
     def _find_places(self) -> None:
@@ -107,14 +106,14 @@ class PagedStore:
         self.blocks = [view_blocks(array, layout, self.page_size) for array in arrays]
 
     def _place(self, layer_idx: int) -> CacheLayer:
-        """Return where the keys and values of a layer are."""
+        """Return where the keys and values of a layer are in the arrays."""
         return caches.cache_layer(
             self.format, self.heads, self.dim, self.cache, self.scale_of(layer_idx), DYNAMIC,
             self.arguments._replace(layer_idx=layer_idx),
         )  # fmt: skip
 
     def _latent_place(self, layer_idx: int) -> CacheLayer:
-        """Return where the latent rows of a layer are, which are its keys and its values."""
+        """Return where the latent rows of a layer are, as the place of its keys and of its values."""
         layout = DYNAMIC[self.arguments.cache_layout]
         rows, _ = caches.layer_sides(self.cache, layout, layer_idx)
         name = self.format.name
@@ -125,19 +124,19 @@ class PagedStore:
         )  # fmt: skip
 
     def rows_of(self, key: Array, value: Array) -> Pair:
-        """Return the rows that new tokens have as keys and as values: parts of latent rows are joined."""
+        """Return the rows to store for new keys and values; for latent rows, both parts joined, twice."""
         if not self.latent_dim:
             return key, value
         rows = np.concatenate((key, value), axis=-1)
         return rows, rows
 
     def scale_of(self, layer_idx: int) -> Array | None:
-        """Return scales for an operator: computed ones of all layers, or constant ones of this layer."""
+        """Return the scales that an operator takes: computed ones of all layers, or constant ones of one."""
         return self.scale if self.scale is None or self.computes_scales else self.scale[layer_idx]
 
     def __getstate__(self) -> dict[str, Any]:
-        found = "places", "contexts", "addresses", "blocks"
-        return {name: value for name, value in self.__dict__.items() if name not in found}
+        of_arrays = "places", "contexts", "addresses", "blocks"
+        return {name: value for name, value in self.__dict__.items() if name not in of_arrays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -150,22 +149,22 @@ class PagedStore:
                 array[:, :, destination] = array[:, :, source]
 
     def copy_rows(self, sources: Array, targets: Array) -> None:
-        """Copy rows byte by byte in all layers. Each layer reads all rows before it writes one."""
+        """Copy rows byte by byte in all layers. In each layer all rows are read before one is written."""
         (block, row), (new_block, new_row) = divmod(sources, self.page_size), divmod(targets, self.page_size)
         for array in self.blocks:
             for side in (side for layer in array for side in layer):  # [block, row, head, dim]
                 side[new_block, new_row] = side[block, row]
 
     def rotate(self, rows: Array, deltas: Array, ropes: list[Any]) -> None:
-        """Rotate the keys in some rows by `deltas` more positions."""
+        """Rotate the keys in some rows by `deltas` positions; `ropes` has the rotation of each layer."""
         block, row = divmod(rows, self.page_size)
         for side, rope in zip(self.blocks[0][:, 0], ropes, strict=True):
             if rope != NO_ROTATION:
                 keys = side[block, row].swapaxes(0, 1)  # [heads, tokens, dim]
                 side[block, row] = rope.shift(keys, deltas).swapaxes(0, 1)
 
-    def apart(self, layer_idx: int, inputs: Mapping[str, Array]) -> None:
-        """Raise if an append would overwrite its inputs {name: array}."""
+    def check_apart(self, layer_idx: int, inputs: Mapping[str, Array]) -> None:
+        """Raise if an append to a layer would overwrite its inputs {name: array}."""
         caches.check_written_apart(
             self.cache, self.scale_of(layer_idx), self.places[layer_idx], list(inputs.items())
         )
@@ -181,7 +180,7 @@ def check_scales(scale: Any, layers: int, heads: int) -> Array:
     """Check scales of shape (), [2], [2, heads] or [layers, 2, heads]; return them as [layers, 2, heads]."""
     try:
         numbers = np.array(None if isinstance(scale, str) else scale, np.float32)
-        if numbers.ndim in (1, 2) and len(numbers) != 2:  # which would be taken for heads
+        if numbers.ndim in (1, 2) and len(numbers) != 2:  # `broadcast_to` would take them for heads
             raise ValueError
         numbers = numbers[:, None] if numbers.shape == (2,) else numbers
         scales = np.ascontiguousarray(np.broadcast_to(numbers, (layers, 2, heads)))

@@ -20,24 +20,23 @@ from kvkit.formats.rotations import OUTPUT, QUERY
 from kvkit.typed import Array, States
 
 SIDES = "keys", "values"
-GROWING = "tail", "codes", "cells"
-# The numbers of a side in a sidecar: codes, codes before the latest update, the position of the tail's row 0.
-COUNTERS = "coded", "before", "start"
+GROWING = "tail", "codes", "cells"  # arrays of a side that grow with the context
+COUNTERS = "coded", "before", "start"  # numbers of a side in a sidecar, see `CodedSide`
 
 Forms = dict[str, ArrayForm]  # {name: (shape, dtype)} of the arrays of a side
 Plan = tuple["CodeStore", list[Forms]]  # a store, and the arrays of its sides in a file
 
 
 class CodeStore:
-    """Keys and values of a layer as codes; it has the methods of `Store`."""
+    """Stores the keys and values of a layer as codes, with the methods of `Store`."""
 
-    capacity = 0  # layers reserve no rows: sides grow by themselves
+    capacity = 0  # sides grow by themselves
     file: Any = None  # the mapped file; None in memory
     rows_adjoin = False
 
     def __init__(self, geometry: Geometry, sides: list[CodedSide], read_back: bool) -> None:
         self.geometry, self.sides, self.read_back = geometry, sides, read_back
-        self.rooms: list[tuple[Array, Any]] = []  # for each side (tail, first live row) of this update
+        self.rooms: list[tuple[Array, Any]] = []  # of each side in this update: (tail, its first row)
 
     def fits(self, new: int) -> bool:
         """Return whether there is room for new tokens."""
@@ -53,24 +52,24 @@ class CodeStore:
             side.append(new, room)
 
     def commit(self, layer: Any) -> None:
-        """Encode the tokens that have left the window, unless the layer records past tokens."""
+        """Encode the tokens that have left the window, unless the layer records the past."""
         self.rooms = []
         if not layer.record_past:
             self.encode_old()
 
     def encode_old(self) -> None:
-        """Encode the tokens that have left the window; attention reads their codes if `read_back`."""
+        """Encode the tokens that have left the window; with `read_back` attention reads their codes now."""
         for side in self.sides:
             side.encode_old()
             if self.read_back:
                 self.show_codes(side)
 
     def show_codes(self, side: CodedSide) -> None:
-        """Make the next view read all codes, and free the tokens in the tail that they were made of."""
+        """Make attention read all codes of a side, and free the unquantized copies of them."""
         side.release_undo()
 
     def crop(self, length: int) -> None:
-        for side in self.sides:  # a shorter context may have more codes, if past tokens were recorded
+        for side in self.sides:  # there may be more codes afterwards, if past tokens were recorded
             side.grow(side.new_blocks(length))
         for side in self.sides:
             side.crop(length)
@@ -78,7 +77,7 @@ class CodeStore:
         self.see_stored()
 
     def keep_rows(self, rows: Array, first: int, rope: Any, rotated: Array | None) -> None:
-        """Keep these tokens only, byte for byte. Coded keys are not rotated."""
+        """Keep only some tokens, byte for byte. Codes are never rotated."""
         if len(rows) < self.sides[0].length:
             for side in self.sides:
                 side.keep_rows(rows, side)
@@ -89,7 +88,7 @@ class CodeStore:
         return int(self.sides[0].sinks.shape[2]) - self.sides[0].sink
 
     def undo_update(self, length: int) -> None:
-        """Undo the latest update, before which there were `length` tokens."""
+        """Undo the latest update: go back to `length` tokens."""
         for side in self.sides:
             side.undo_update(length)
 
@@ -98,12 +97,12 @@ class CodeStore:
         return any(side.is_large for side in self.sides)
 
     def release_undo(self) -> None:
-        """Free what undoing the last update would need."""
+        """Free the unquantized copies of codes, which undoing the last update would need."""
         for side in self.sides:
             side.release_undo()
 
     def see_stored(self) -> None:
-        """Make attention read codes wherever there are any, not unquantized copies."""
+        """Make attention read every token that has a code as this code, not as its unquantized copy."""
         for side in self.sides:
             side.show_codes()
 
@@ -123,11 +122,11 @@ class CodeStore:
         return self.sides[0].rotated(query, QUERY)
 
     def output(self, out: Array) -> Array:
-        """Return outputs of attention to the stored values, rotated back."""
+        """Return outputs of attention rotated back, because the stored values are rotated."""
         return self.sides[1].rotated(out, OUTPUT)
 
     def begin_at(self, tables: list[Array], params: Array, row: int) -> None:
-        """Point a prepared call at the codes of the latest view, from `row` on."""
+        """Make a prepared call read the latest view from a row on: refill its tables of segments."""
         for side, table in zip(self.sides, tables, strict=True):
             side.segments(table, row)
 
@@ -136,7 +135,7 @@ class CodeStore:
         return key.stored(), value.stored()
 
     def taken(self, indices: Array) -> CodeStore:
-        """Return a store of these rows of the batch, copied."""
+        """Return a copy of the store with these rows of the batch."""
         store = copy.copy(self)
         store.geometry = self.geometry._replace(batch=len(indices))
         store.sides = [side.taken(indices) for side in self.sides]
@@ -147,11 +146,11 @@ class CodeStore:
 
 
 class MappedCodeStore(CodeStore):
-    """Codes, their scales, sinks and tail in one mapped file.
+    """Stores codes, scales, sinks and tail in one mapped file.
 
-    A committed row is never overwritten. Tokens of the tail stay in place until they are encoded, or move to
-    free rows. A step therefore writes free rows first; then one write of a few numbers to the sidecar commits
-    it. The arrays of codes have spare rows, so that decoding after a prompt does not need a new file at once.
+    Committed rows are never overwritten: tokens of the tail stay in place until they are encoded, or move to
+    free rows. So a step writes free rows first; then one write of a few numbers to the sidecar commits it.
+    The arrays of codes have spare rows, so that decoding after a prompt does not need a new file at once.
     Tokens that the latest update encoded also stay in the tail, unquantized: after a crash between layers,
     opening the folder can undo that update.
     """
@@ -174,7 +173,7 @@ class MappedCodeStore(CodeStore):
     def opened(
         cls, about: dict[str, Any], span: Span, home: Home, empty: Callable[[Geometry], CodeStore]
     ) -> MappedCodeStore:
-        """Open the store that a sidecar describes; `empty` returns an empty store in memory of a geometry."""
+        """Open the store that a sidecar describes. `empty` makes an empty store in memory."""
         (_, batch, heads, _, key_dim), value_dim = about["keys"]["tail"], about["values"]["tail"][-1]
         geometry = Geometry(batch, heads, key_dim, value_dim, BY_NAME[about["dtype"]])
         source = empty(geometry)
@@ -190,16 +189,16 @@ class MappedCodeStore(CodeStore):
             restore_side(side, span.length, *(about["state"][f"{name}.{counter}"] for counter in COUNTERS))
         return store
 
-    def show_codes(self, side: CodedSide) -> None:  # the tail keeps the tokens, to undo an unfinished step
-        side.show_codes()
+    def show_codes(self, side: CodedSide) -> None:
+        side.show_codes()  # unquantized copies stay, to undo an unfinished step
 
     def make_room(self, new: int) -> None:
         self.rooms = [(side.tail, side.tail_at(new)) for side in self.sides]
 
     def fill(self, store: CodeStore, indices: Iterable[int], begin: int, end: int) -> None:
-        """Copy these rows of the batch of another store; `begin` and `end` are those of all its tokens."""
+        """Copy all tokens of another store; `indices` are the rows of its batch."""
         for side, source in zip(self.sides, store.sides, strict=True):
-            # Positions: sinks, codes of earlier updates, then the tail, with the tokens of the latest update.
+            # The tail begins after sinks and codes of earlier updates: the latest update may be undone.
             side.start = min(side.sink, side.length) + side.before
             first, live = side.start - source.start, side.length - side.start
             used = {"sinks": min(side.sink, side.length), "codes": side.coded, "cells": side.blocks}
@@ -210,15 +209,15 @@ class MappedCodeStore(CodeStore):
                     target[b, :, :count] = rows[index]
             side.block_of[: side.coded] = source.block_of[: side.coded]
 
-    def again(self) -> MappedCodeStore:
-        """Return a store of the same file, to be committed with another sidecar."""
+    def with_new_sidecar(self) -> MappedCodeStore:
+        """Return a store of the same file without a sidecar; the next commit writes a new one."""
         store = MappedCodeStore.__new__(MappedCodeStore)
         CodeStore.__init__(store, self.geometry, [copy.copy(side) for side in self.sides], self.read_back)
-        store.forms, store.file = self.forms, self.file.again()
+        store.forms, store.file = self.forms, self.file.with_new_sidecar()
         return store
 
     def fill_rows(self, store: CodeStore, rows: Array, rope: Any, rotated: Array | None) -> None:
-        """Copy some tokens of another store, as bytes. Keys of codes are not rotated."""
+        """Copy some tokens of another store, byte for byte. Codes are never rotated."""
         for side, source in zip(self.sides, store.sides, strict=True):
             side.keep_rows(rows, source)
 
@@ -239,10 +238,8 @@ class MappedCodeStore(CodeStore):
         self.file.close()
 
     def prefetch(self, span: Span) -> None:
-        rows: list[
-            tuple[int, int]
-        ] = []  # (first, count) of sinks, tail, codes, cells, block_of: as in the file
-        for side in self.sides:
+        rows: list[tuple[int, int]] = []
+        for side in self.sides:  # (first, count) in the order of `array_forms`
             rows += [(0, side.sink), (side.end - side.start, side.length - side.end)]
             rows += [(0, count) for count in (side.coded, side.blocks, side.coded)]
         self.file.prefetch(rows)
@@ -253,8 +250,8 @@ def plan_file(
 ) -> Plan:
     """Plan a file for a store and `tokens` more; return the store and the forms of its arrays.
 
-    If one array is too small all of them grow, because each time costs a new file. With `keep_encoded` the
-    tail also has the tokens that the latest update encoded. With `kept` the store has these tokens only.
+    If one array is too small all of them grow, because growing needs a new file. With `keep_encoded` the tail
+    also has the tokens that the latest update encoded. With `kept` the store has only these tokens.
     """
     store = copy.copy(store)
     store.sides = [copy.copy(side) for side in store.sides]
@@ -269,17 +266,16 @@ def plan_file(
 
 
 def row_counts(side: CodedSide, tokens: int, grows: bool) -> tuple[int, int, int]:
-    """Return how many rows tail, codes and cells need.
+    """Return how many rows the arrays tail, codes and cells need.
 
-    With `grows`, there is room for the new blocks and a quarter of all, at least for as many as there are
-    now, and besides for a window and the spare tokens of a tail.
+    With `grows`, there is room for the new blocks and a quarter more, at least for twice the present blocks,
+    and besides for the blocks of a window and of a tail's spare tokens.
     """
     codes, cells = side.codes.shape[2], side.cells.shape[2]
     if grows:
         new = side.new_blocks(side.length + tokens)
-        more = (
-            max(side.blocks, new + (side.blocks + new) // 4) + 1 + (side.residual + TAIL_ROOM) // side.block
-        )
+        more = max(side.blocks, new + (side.blocks + new) // 4)
+        more += 1 + (side.residual + TAIL_ROOM) // side.block
         codes, cells = side.coded + more * side.block, side.blocks + more
     return side.tail_counts(tokens)[2] + side.coded - side.before, codes, cells
 
@@ -303,7 +299,7 @@ def describe_forms(forms: Iterable[Forms]) -> dict[str, dict[str, list[Any]]]:
 
 
 def restore_side(side: CodedSide, length: int, coded: int, before: int, start: int) -> None:
-    """Set the counters of a side whose arrays are filled; raise ValueError if they contradict the arrays."""
+    """Set the counters of a side whose arrays are filled; raise ValueError if they do not fit the arrays."""
     sinks = min(side.sink, length)
     first, last = sinks + before - start, length - start
     blocks = side.block_of[: max(0, coded)]

@@ -1,4 +1,4 @@
-"""Hold the keys or the values of a quantized layer. A token is a sink, a code, or in the tail."""
+"""Store the keys or the values of a quantized layer: sinks, then codes, then an unquantized tail."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from kvkit.formats.rotations import OUTPUT
 from kvkit.formats.rotations import STORED as STORED_ROWS
 from kvkit.typed import Array
 
-PARTS = "sinks", "codes", "cells", "ends", "tail"  # names of a side's arrays in files; cells are scales
-TAIL_ROOM = 16  # spare tokens of a new tail
+PARTS = "sinks", "codes", "cells", "ends", "tail"  # the arrays of a side in files
+TAIL_ROOM = 16  # spare rows of a new tail
 
 
 class CodedSide:
-    """Keys or values of a layer, [B, H, tokens, dim]. The first update decides the shape and dtype.
+    """Stores the keys or the values of a layer, [B, H, tokens, dim].
 
     Of `length` tokens the first `sink` stay unquantized, the next `coded` are codes, and the rest, the tail,
-    is unquantized until it leaves the window. The latest view reads the first `seen` codes. Tokens encoded
-    since then also remain in the tail, where the view reads them. `cells` are the scales of the codes, with
-    minima after them where codes are asymmetric; a block of tokens shares a row of cells.
+    stays unquantized until it leaves the window. Row 0 of the tail has position `start`. The latest view
+    reads the first `seen` codes; it reads tokens that were encoded later in the tail, where they remain, too.
+    All tokens after the first `before` codes do, because undoing the latest update needs them. `cells` are
+    the scales of codes, followed by minima if codes are asymmetric. A block of tokens shares a row of cells.
 
-    Removing tokens leaves the bytes of the others. A block that loses some of its tokens keeps its scales. A
-    block that loses all is freed. Removing a sink lowers `sink`, because no later token becomes a sink. If
-    no token follows the sinks, `sink` returns to its first value.
+    Removing tokens does not change the bytes of the others. A block that loses some of its tokens keeps its
+    scales. A block that loses all is freed. Removing a sink lowers `sink`, because no later token becomes a
+    sink. If no token follows the sinks, `sink` returns to its first value.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class CodedSide:
         group, self.rotation = group if by_token else 1, rotation_named(spec.rotation)
         if self.rotation:
             self.rotation.size(dim, name == "value")
-        self.block = 1 if by_token else spec.group  # tokens with the same scales
+        self.block = 1 if by_token else spec.group  # how many tokens share scales
         self.spec, self.dtype, self.sink, self.residual = spec, dtype, sink, residual
         self.is_value = name == "value"
         symmetric = spec.format is not None or spec.scheme == "sym"
@@ -62,8 +63,7 @@ class CodedSide:
             element, spec.bits, symmetric, cell, group, self.block, spec.format or ""
         )
         cpu.copy.codes.encoder(self.format), self.widening(rounds=False)  # compile before anything changes
-        self.length = self.coded = self.seen = self.blocks = 0
-        self.before = 0  # codes when the latest update began; later ones are in the tail as well
+        self.length = self.coded = self.seen = self.blocks = self.before = 0
         self.counter = [0]  # number of changes, shared with copies of this side
         self.sinks = np.empty((batch, heads, sink, dim), dtype)
         self.tail, self.start = np.empty((batch, heads, 0, dim), dtype), 0  # position of its row 0
@@ -75,7 +75,7 @@ class CodedSide:
 
     @property
     def changes(self) -> int:
-        """Return how often the rows that views read have changed. A view of an older count is invalid."""
+        """Return how often the rows that views read have changed. Views of an older count are invalid."""
         return self.counter[0]
 
     @property
@@ -90,7 +90,7 @@ class CodedSide:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the stored tokens, undo copies included, without spare rows."""
+        """Return the size of the stored tokens in bytes, with unquantized copies, without spare rows."""
         sinks, tail = min(self.sink, self.length), self.length - self.end + self.coded - self.before
         counts = (self.sinks, sinks), (self.tail, tail), (self.codes, self.coded), (self.cells, self.blocks)
         return sum(array[:, :, :1].nbytes * count for array, count in counts if array.shape[2])
@@ -98,9 +98,9 @@ class CodedSide:
     # Room
 
     def room(self, tokens: int) -> tuple[Array, int]:
-        """Return (tail, its first live row) with room for more tokens; the side has not changed yet.
+        """Make room for more tokens; return (tail, its first row), which `append` takes.
 
-        The arrays of codes grow at once.
+        The arrays of codes grow now, the tail when `append` has filled the new one.
         """
         self.grow(self.new_blocks(self.length + tokens))
         live, _, new_tail = self.tail_counts(tokens)
@@ -111,15 +111,15 @@ class CodedSide:
         return np.empty((batch, heads, new_tail, dim), self.dtype), 0
 
     def tail_counts(self, tokens: int) -> tuple[int, int, int]:
-        """Return the number of tokens in the tail now, after `tokens` more, and the size of a new tail."""
+        """Return the number of tokens in the tail now and after `tokens` more, and the rows of a new tail."""
         live = self.length - self.end
         need = live + max(0, self.length + tokens - max(self.length, self.sink))
         return live, need, need + live + self.residual + self.block + TAIL_ROOM
 
     def tail_at(self, tokens: int) -> int | None:
-        """Return the row at which the tail's live tokens begin once more have come; None without room.
+        """Return the row at which the tail's tokens will begin after `tokens` more; None without room.
 
-        They move to free rows only, because the rows of a file may be the committed ones.
+        They only move to free rows, because committed rows of a file must not be overwritten.
         """
         live, need, _ = self.tail_counts(tokens)
         first = self.end - self.start if live else 0
@@ -135,12 +135,12 @@ class CodedSide:
         return self.tail_at(tokens) is not None and codes <= rooms[0] and cells <= rooms[1]
 
     def new_blocks(self, length: int) -> int:
-        """Return how many blocks leave the window when the context becomes `length` tokens long."""
+        """Return how many more blocks are encoded when the context becomes `length` tokens long."""
         coded = min(self.coded, max(0, length - self.sink))
         return max(0, (length - self.residual - min(self.sink, length) - coded) // self.block)
 
     def grow(self, blocks: int) -> None:
-        """Make room for more blocks of codes."""
+        """Make room for `blocks` more blocks of codes."""
         tokens = self.coded + blocks * self.block
         if tokens > self.codes.shape[2]:
             more = grow_array(self.codes, self.coded, tokens)
@@ -150,10 +150,10 @@ class CodedSide:
         if self.blocks + blocks > self.cells.shape[2]:
             self.cells = grow_array(self.cells, self.blocks, self.blocks + blocks)
 
-    # Changes. They cannot fail
+    # Changes, which cannot fail
 
     def append(self, states: Array, room: tuple[Array, Any]) -> None:
-        """Append new tokens in the room that `room` has returned."""
+        """Append new tokens in the `room` that the method of this name has made."""
         states = self.rotated(states, STORED_ROWS)
         (tail, first), old, new = room, self.length, states.shape[2]
         live, sinks = old - self.end, max(0, min(new, self.sink - old))
@@ -167,14 +167,14 @@ class CodedSide:
         self.counter[0] += 1
 
     def rotated(self, rows: Array, what: str) -> Array:
-        """Return rows [.., .., .., D], rotated if the spec has a rotation."""
+        """Return rows [.., .., .., D], rotated if the spec has a rotation; `what` names the kind of rows."""
         if self.rotation is None:
             return rows
         rotated: Array = cpu.copy.rotations.turned(rows, self.rotation, what, self.is_value)
         return rotated
 
     def encode_old(self) -> None:
-        """Encode the tokens that have left the window. The latest view reads them from the tail."""
+        """Encode the tokens that have left the window. The latest view still reads them in the tail."""
         blocks = self.new_blocks(self.length)
         if not blocks:
             return
@@ -192,7 +192,7 @@ class CodedSide:
         self.coded, self.blocks = self.coded + tokens, self.blocks + blocks
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens. A block that is cut keeps its scales."""
+        """Keep the first `length` tokens."""
         self.coded = min(self.coded, max(0, length - self.sink))
         self.blocks = int(self.block_of[self.coded - 1]) + 1 if self.coded else 0
         self.end_change(length, min(length, self.sink))
@@ -204,7 +204,7 @@ class CodedSide:
         self.counter[0] += 1
 
     def rows_of(self, tokens: Array) -> tuple[dict[str, Array], Array]:
-        """Return {array name: rows} of these tokens, and the new block of each code."""
+        """Return the rows of these tokens in each array by name, and the new block number of each code."""
         sinks = min(self.sink, self.length)
         codes = tokens[(tokens >= sinks) & (tokens < self.end)] - sinks
         blocks, block_of = np.unique(self.block_of[codes], return_inverse=True)
@@ -212,7 +212,7 @@ class CodedSide:
         return {"sinks": tokens[tokens < sinks], "codes": codes, "cells": blocks, "tail": tail}, block_of
 
     def keep_rows(self, tokens: Array, source: CodedSide) -> None:
-        """Replace all tokens by those of `source` with these numbers. `source` may be this side."""
+        """Store only the tokens of `source`, which may be this side, with these numbers."""
         rows, block_of = source.rows_of(tokens)
         for name, numbers in rows.items():
             copy_rows(getattr(self, name), getattr(source, name), numbers, 0)
@@ -230,7 +230,7 @@ class CodedSide:
         self.start = self.end
 
     def undo_update(self, length: int) -> None:
-        """Keep the first `length` tokens, and move those that the latest update encoded back to the tail."""
+        """Keep the first `length` tokens; those that the latest update encoded are read in the tail again."""
         self.coded = self.before
         self.crop(length)
 
@@ -246,7 +246,7 @@ class CodedSide:
         return self.tail.shape[2] > 8 * (self.residual + self.block + TAIL_ROOM)
 
     def release_undo(self) -> None:
-        """Free the unquantized copies of codes, which undoing the latest update would need."""
+        """Free the unquantized copies of codes; the latest update can no longer be undone."""
         live, _, room = self.tail_counts(0)
         first, (batch, heads, _, dim) = self.end - self.start, self.shape
         if self.is_large:
@@ -257,15 +257,13 @@ class CodedSide:
         self.show_codes()
 
     def taken(self, index: Array) -> CodedSide:
-        """Return a side of these rows of the batch, copied."""
+        """Return a copy of the side with these rows of the batch."""
         side, first = copy.copy(self), self.end - self.start
         live = self.length - self.end
         side.sinks = self.sinks[index]
         side.tail, side.start = self.tail[:, :, first : first + live][index], self.end
-        side.codes, side.cells = (
-            self.codes[:, :, : self.coded][index],
-            self.cells[:, :, : self.blocks][index],
-        )
+        side.codes = self.codes[:, :, : self.coded][index]
+        side.cells = self.cells[:, :, : self.blocks][index]
         side.block_of = self.block_of[: self.coded].copy()
         side.seen = side.before = self.coded
         return side
@@ -273,7 +271,7 @@ class CodedSide:
     # Files
 
     def arrays(self) -> dict[str, Array]:
-        """Return the stored arrays by the names of `PARTS`; ends of blocks only if a block has tokens."""
+        """Return the stored arrays by the names of `PARTS`; `ends` of blocks only if blocks span tokens."""
         first, live = self.end - self.start, self.length - self.end
         arrays = {
             "sinks": self.sinks[:, :, : min(self.sink, self.length)],
@@ -286,7 +284,7 @@ class CodedSide:
         return arrays
 
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:
-        """Fill an empty side with saved `arrays` of `length` tokens; raise KvkitError if they do not fit."""
+        """Fill an empty side with `length` tokens from a file; raise KvkitError if the arrays do not fit."""
         *outer, _, dim = self.sinks.shape
         sinks, codes, cells, tail = (arrays[name] for name in ("sinks", "codes", "cells", "tail"))
         coded, blocks = codes.shape[2], cells.shape[2]
@@ -319,17 +317,17 @@ class CodedSide:
     # Reading
 
     def widening(self, rounds: bool) -> int:
-        """Return the address of code that widens codes: with `rounds` to the dtype, else float32."""
+        """Return the address of machine code that widens codes to float32, with `rounds` to the dtype."""
         return int(cpu.copy.codes.widen(self.format, rounds=rounds).address)
 
     def cells_at(self, position: int) -> tuple[int, int, int, int]:
-        """Return the address of position 0 in `cells`, or in constant scales, and three strides."""
+        """Return (address of position 0, three strides) of the scales, in `cells` or constant ones."""
         if self.scales is None:
             return address_of(self.cells, position)
         return cpu.launches.address(self.scales), 0, self.scales.strides[0] * (len(self.scales) > 1), 0
 
     def segments(self, table: Array | None = None, begin: int = 0, rounds: bool = False) -> Array:
-        """Return a table, filled with the segments that the latest view has from row `begin` on."""
+        """Fill a table, or a new one, with the segments of the latest view from row `begin` on; return it."""
         segmented = cpu.attention.segmented
         batch, heads, length, _ = self.shape
         table = segmented.new_table(heads, batch) if table is None else table

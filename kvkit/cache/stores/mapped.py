@@ -1,11 +1,11 @@
-"""A layer in a memory-mapped file, with a JSON sidecar that describes it.
+"""Store a layer in a memory-mapped file, with a JSON sidecar that describes it.
 
 The data file holds the layer's arrays (keys and values, or the parts of codes) in the order of the sidecar.
 Each array begins at a multiple of `PAGE` bytes. A mark ends the file: its name, with layer and generation,
 and a random word that the sidecar repeats. The sidecar has the kind of the layer and its state, the numbers
 that say which rows hold which tokens. A step writes rows first, then the state in one write. A store that
-grows moves to a new file, which counts once its sidecar has replaced the old one. So a process may end at any
-moment.
+grows moves to a new file, which is valid once its sidecar has replaced the old one. So the files are valid
+whenever the process ends.
 """
 
 from __future__ import annotations
@@ -38,17 +38,15 @@ VERSION = 1
 PAGE = 4096  # bytes; every array begins at a multiple of it, and no file is smaller
 MARK = 64  # bytes of a mark: a multiple of the size of every element
 NUMBER = 20  # characters of each number in a state, so that any later number fits in its place
-NEW, OWNER = os.O_CREAT | os.O_EXCL, 0o600  # never open an existing file, or a link, for a new one
-WAITING = ".next-"  # begins the suffix of a sidecar that counts once change NUMBER is committed
+NEW, OWNER = os.O_CREAT | os.O_EXCL, 0o600  # a new file is never an existing one, or a link
+WAITING = ".next-"  # ends the name of a waiting sidecar, with the number of the change that it waits for
 ArrayForm = tuple[tuple[int, ...], np.dtype[Any]]  # shape, dtype
 
 
 class File:
-    """A mapped file of arrays of the given shapes and dtypes, zeros until they are written."""
+    """Maps a file with arrays of some shapes and dtypes, which are zeros until they are written."""
 
-    def __init__(
-        self, home: Home, forms: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], new: bool = True
-    ) -> None:
+    def __init__(self, home: Home, forms: Sequence[ArrayForm], new: bool = True) -> None:
         self.home, self.path, self.sidecar, self.loading = home, home.path(new), -1, False
         self.moved = False  # whether the sidecar describes rows that were removed or shifted
         self.word = home.word
@@ -82,7 +80,7 @@ class File:
     def commit(
         self, about: Callable[[], dict[str, Any]], layer: Any, more: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """Write the state of a layer's rows to the sidecar; the first time write `about` too."""
+        """Write the state of a layer's rows, and `more` numbers, to the sidecar; at first also `about`."""
         moves = {} if self.sidecar >= 0 else layer.describe_moves()
         self.moved = self.moved or "moved" in moves
         numbers = layer.span._asdict() | {"record_past": layer.record_past, **more}
@@ -98,12 +96,12 @@ class File:
             os.write(self.sidecar, text.encode())
 
     def set_sidecar(self, sidecar: int, state_at: int) -> None:
-        """Set the descriptor of the file's sidecar, and the byte at which its state begins."""
+        """Set the descriptor of the sidecar, and the byte where its state begins."""
         self.sidecar, self.state_at = sidecar, state_at
         weakref.finalize(self, os.close, sidecar)
 
-    def again(self) -> File:
-        """Return the same file, to be committed with another sidecar."""
+    def with_new_sidecar(self) -> File:
+        """Return the same file without a sidecar; the next commit writes a new one."""
         file = copy.copy(self)
         file.descriptor, file.sidecar = os.dup(self.descriptor), -1
         file.moved = file.loading = False
@@ -122,7 +120,7 @@ class File:
             os.fsync(descriptor)
 
     def prefetch(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Ask the system to load rows of each array, (first, count), in the background."""
+        """Ask the system to load the rows (first, count) of each array in the background."""
         if not self.loading and hasattr(os, "posix_fadvise"):
             self.loading = True
             prefetch_thread().submit(self.load, rows)
@@ -138,7 +136,7 @@ class File:
 
 
 class MappedStore(Store):
-    """Keys and values in a mapped file. Rows that count are never written again."""
+    """Stores keys and values in a mapped file. Committed rows are never overwritten."""
 
     __slots__ = ("file",)
     in_place = False
@@ -160,15 +158,19 @@ class MappedStore(Store):
             raise ValueError(f"a state that cannot be: {about['state']}")
         return cls(geometry, capacity, home, new=False)
 
-    def again(self) -> MappedStore:
-        """Return a store of the same file, to be committed with another sidecar."""
+    def with_new_sidecar(self) -> MappedStore:
+        """Return a store of the same file without a sidecar; the next commit writes a new one."""
         store = MappedStore.__new__(MappedStore)
-        store.geometry, store.capacity, store.file = self.geometry, self.capacity, self.file.again()
+        store.geometry, store.capacity, store.file = (
+            self.geometry,
+            self.capacity,
+            self.file.with_new_sidecar(),
+        )
         store.sides, store.keys, store.values = self.sides, self.keys, self.values
         return store
 
     def fill_rows(self, store: MappedStore, rows: Array, rope: Any, rotated: Array | None) -> None:
-        """Copy rows of another store to the first rows; rotate keys by `rotated` positions."""
+        """Copy rows of another store to the first rows; rotate their keys by `rotated` positions."""
         self.copy_from(store, rows, 0, rope, rotated)
 
     def commit(self, layer: Any) -> None:
@@ -189,11 +191,12 @@ class MappedStore(Store):
 
 @functools.cache
 def prefetch_thread() -> concurrent.futures.ThreadPoolExecutor:
+    """Return the thread that prefetches."""
     return concurrent.futures.ThreadPoolExecutor(1, "kvkit-prefetch")
 
 
 def allocate_file(file: int, size: int) -> None:
-    """Allocate the disk space now, because writing to a mapping on a full disk kills the process."""
+    """Allocate a file's disk space now, because writing to a mapping on a full disk kills the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
         return
@@ -203,12 +206,12 @@ def allocate_file(file: int, size: int) -> None:
 
 
 def end_mark(path: Path, word: str) -> bytes:
-    """Return the mark of a file; b"" for a file of an older version, whose sidecar has no word."""
+    """Return the mark that ends a file; b"" for a file of an older version, whose sidecar has no word."""
     return f"kvkit {path.stem} {word}\n".rjust(MARK).encode() if word else b""
 
 
 def check_mark(path: Path, file: int, size: int, word: str) -> None:
-    """Raise ValueError unless a file has at least `size` bytes and then its mark."""
+    """Raise ValueError unless a file's mark follows its first `size` bytes."""
     expected = end_mark(path, word)
     os.lseek(file, size, os.SEEK_SET)
     if os.fstat(file).st_size < size or os.read(file, len(expected)) != expected:
@@ -216,7 +219,7 @@ def check_mark(path: Path, file: int, size: int, word: str) -> None:
 
 
 class Home:
-    """Names and replaces the files of one layer in a folder. `about` describes the layer."""
+    """Names and replaces the files of one layer in a folder. `about` describes the layer's kind."""
 
     def __init__(self, folder: Any, number: int, about: dict[str, Any]) -> None:
         self.folder, self.number, self.about = folder, number, about
@@ -224,7 +227,7 @@ class Home:
         self.generation = 0
         self.current: File | None = None
         self.word = ""  # the random word in the mark of an opened file
-        self.waiting = 0  # the change that a new sidecar waits for; 0 for none
+        self.waiting = 0  # the number of the change that a new sidecar waits for; 0 for none
 
     def path(self, new: bool) -> Path:
         """Return the path of the current data file, or of a new one."""
@@ -244,12 +247,8 @@ class Home:
         text = self.text(generation=self.generation, word=file.word, byteorder=sys.byteorder, **about)
         text = text.removesuffix("}") + ', "state": '
         self.waiting = self.folder.under_way
-        sidecar = (
-            write_new(self.waiting_path(), text + state)
-            if self.waiting
-            else write_sidecar(self.sidecar, text + state)
-        )
-        file.set_sidecar(sidecar, len(text))
+        write, path = (write_new, self.waiting_path()) if self.waiting else (write_sidecar, self.sidecar)
+        file.set_sidecar(write(path, text + state), len(text))
         before, self.current = self.current, file
         if before is not None and before.path != file.path and not self.waiting:
             before.path.unlink()
@@ -275,7 +274,7 @@ class Home:
 
 
 def follow_change(path: Path, changes: int) -> None:
-    """Make a waiting sidecar the layer's if its change is committed; else delete it."""
+    """Make a waiting sidecar the sidecar of its layer if its change was committed; else delete it."""
     if int(path.suffix.removeprefix(WAITING)) <= changes:
         os.replace(path, path.with_suffix(".json"))
     else:
@@ -283,7 +282,7 @@ def follow_change(path: Path, changes: int) -> None:
 
 
 def write_sidecar(path: Path, text: str) -> int:
-    """Write a small file, or replace it in one step; return its descriptor."""
+    """Write a sidecar, or replace it in one step; return its descriptor."""
     temporary = path.with_name(f"{path.stem}-{secrets.token_hex(8)}.new")
     file = write_new(temporary, text)
     try:

@@ -1,4 +1,4 @@
-"""A store of rows: two arrays, keys and values, or one. The layer knows which token has which row."""
+"""Store rows of keys and values in arrays. The layer knows which token has which row."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvkit.formats import FLOATS, Element
 from kvkit.runtime.arrays import zeros
 from kvkit.typed import Array, States
 
-BeginAt = Callable[[Array, int], None]  # sets the first row that a prepared call reads, in its params
+BeginAt = Callable[[Array, int], None]  # (params, row): makes a prepared call read from that row on
 
 
 class Geometry(NamedTuple):
-    """The sizes and the format of a layer, which its first update decides."""
+    """Holds the sizes and the format of a layer, which its first update decides."""
 
     batch: int
     heads: int
     key_dim: int
     value_dim: int
     fmt: Element
-    joined: int = 0  # elements of the rows of one array that begin with a key, which begins with its value
+    joined: int = 0  # elements of a latent row, which begins with the key, which begins with the value
 
     def __str__(self) -> str:
         sizes = f"[{self.batch}, {self.heads}, q, {self.key_dim} and {self.value_dim}]"
@@ -38,7 +38,7 @@ class Geometry(NamedTuple):
         return [((self.batch, self.heads, capacity, dim), self.fmt.dtype) for dim in dims]
 
     def fits(self, key_states: Any, value_states: Any) -> bool:
-        """Return whether keys and values fit at first sight, as in nearly every call."""
+        """Return whether keys and values surely fit: a quick check that most calls pass."""
         if not type(key_states) is type(value_states) is np.ndarray:
             return False
         if not key_states.dtype == value_states.dtype == self.fmt.dtype:
@@ -51,7 +51,7 @@ class Geometry(NamedTuple):
 def check_geometry(
     key_states: Array, value_states: Array, frozen: Geometry | None, joined: int = 0
 ) -> Geometry:
-    """Check new keys and values; return their geometry, which is the `frozen` one unless that is None."""
+    """Check new keys and values; return their geometry, which must be `frozen` unless that is None."""
     if frozen is not None and frozen.fits(key_states, value_states):
         return frozen
     fmt = checked_format("key_states", key_states, FLOATS, 4)
@@ -60,21 +60,21 @@ def check_geometry(
     batch, heads, new, dim = key_states.shape
     if value_states.shape[:3] != (batch, heads, new):
         raise argument_error("value_states", f"shape ({batch}, {heads}, {new}, any)", value_states.shape)
-    given = Geometry(batch, heads, dim, value_states.shape[3], fmt, joined)
+    geometry = Geometry(batch, heads, dim, value_states.shape[3], fmt, joined)
     if frozen is None:
-        if min(given[:4]) < 1:
-            raise argument_error("key_states", "at least one row, head and element", f"shapes {given}")
-    elif given != frozen:
-        raise argument_error("key_states", f"keys and values as at the first update, {frozen}", given)
-    return given
+        if min(geometry[:4]) < 1:
+            raise argument_error("key_states", "at least one row, head and element", f"shapes {geometry}")
+    elif geometry != frozen:
+        raise argument_error("key_states", f"keys and values as at the first update, {frozen}", geometry)
+    return geometry
 
 
 class Store:
-    """Keys and values in memory: two arrays [B, Hkv, capacity, D], or one, zeros until they are written."""
+    """Stores keys and values in memory: two arrays [B, Hkv, capacity, D], or one for latent rows."""
 
     __slots__ = ("capacity", "geometry", "keys", "sides", "values")
-    in_place = True  # rows of earlier tokens may be overwritten
-    rows_adjoin = True  # the rows of a head are contiguous
+    in_place = True  # whether rows of earlier tokens may be overwritten
+    rows_adjoin = True  # whether the rows of a head are contiguous
     file: Any = None  # the file that holds the rows; None in memory
 
     def __init__(self, geometry: Geometry, capacity: int) -> None:
@@ -82,7 +82,7 @@ class Store:
         self.hold(self._arrays())
 
     def hold(self, sides: Any) -> None:
-        """Hold arrays, which keys and values are views of."""
+        """Set the arrays of the store, and keys and values as views of them."""
         self.sides = sides
         self.keys, self.values = sides[0], sides[-1]
         if self.geometry.joined:
@@ -90,13 +90,13 @@ class Store:
 
     @staticmethod
     def holding(geometry: Geometry, capacity: int, sides: Sequence[Array]) -> Store:
-        """Return a store in memory of some arrays."""
+        """Return a store of arrays that exist."""
         store = Store.__new__(Store)
         store.geometry, store.capacity = geometry, capacity
         store.hold(sides)
         return store
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy lies in memory, and its views are of its own arrays
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy lies in memory, and has views of its own arrays
         return Store.holding, (self.geometry, self.capacity, self.sides)
 
     def _arrays(self) -> Sequence[Array]:
@@ -114,39 +114,36 @@ class Store:
         return self.keys[:, :, begin:end], self.values[:, :, begin:end]
 
     def context(self, data: str, begin: int, end: int) -> tuple[Any, BeginAt]:
-        """Return the `Context` of some rows, for queries of the format `data`.
-
-        Return also a function that sets the first row of a prepared call.
-        """
+        """Return (the `Context` of some rows for queries of the format `data`, a `BeginAt` function)."""
         key, value = (side.swapaxes(1, 2) for side in self.rows(begin, end))  # [B, rows, Hkv, D]
         rows = attention.context_of(self.geometry.fmt, key, value, (key.strides[:2], value.strides[:2]))
         return rows._replace(data_dtype=data, as_loaded=False), self.begin_at
 
     def query(self, query: Array) -> Array:
-        """Return queries rotated like the stored keys; keys are not rotated here."""
+        """Return queries rotated as the stored keys are: here not at all."""
         return query
 
-    output = query  # outputs are returned unchanged, too
+    output = query  # the stored values are not rotated, so outputs are not rotated back
 
     def begin_at(self, params: Array, row: int) -> None:
-        """Set the row that a prepared call of attention begins at."""
+        """Make a prepared call of attention read from a row on."""
         for name, array in (("keys.address", self.keys), ("values.address", self.values)):
             params[cpu.attention.prepare.FIELD[name]] = cpu.launches.address(array) + row * array.strides[2]
 
     def clear(self, begin: int, end: int) -> None:
-        """Make rows zeros again."""
+        """Write zeros to rows."""
         for side in self.sides:
             side[:, :, begin:end] = 0
 
     def keep_rows(self, rows: Array, first: int, rope: Any, rotated: Array | None) -> None:
-        """Move rows to `first` and the rows after it, and rotate the keys of each by `rotated` positions.
+        """Move rows to `first` and the rows after it; rotate their keys by `rotated` positions.
 
-        Little memory is allocated, so that it cannot run out after other layers have changed.
+        Little memory is allocated, because other layers may have changed already and this must not fail.
         """
         self.copy_from(self, rows, first, rope, rotated)
 
     def copy_from(self, store: Store, rows: Array, first: int, rope: Any, rotated: Array | None) -> None:
-        """Copy rows of a store to `first` and the rows after it, keys rotated by so many positions."""
+        """Copy rows of a store to `first` and the rows after it; rotate their keys by `rotated` positions."""
         for side, source in zip(self.sides, store.sides, strict=True):
             is_key = side is self.sides[0]
             copy_rows(side, source, rows, first, rope, rotated if is_key else None)
@@ -161,27 +158,28 @@ class Store:
                 side[changed] = rows
 
     def fill(self, store: Any, indices: Iterable[int], begin: int, end: int) -> None:
-        """Copy rows of another store, from the given rows of its batch, to the first rows."""
+        """Copy rows [begin, end) of another store to the first rows; `indices` are the rows of its batch."""
         for side, source in zip(self.sides, store.sides, strict=True):
             for b, index in enumerate(indices):
                 side[b, :, : end - begin] = source[index, :, begin:end]
 
     def commit(self, layer: Any) -> None:
-        """Commit the rows that a layer now has; in memory there is nothing to do."""
+        """Commit the state of a layer to its file; in memory there is nothing to do."""
 
     def close(self) -> None:
-        """Delete the file; here there is none."""
+        """Delete the file; in memory there is none."""
 
 
-COPIED = 2**20  # bytes of rows that one step moves
+COPIED = 2**20  # bytes that one step of `copy_rows` copies
 
 
 def copy_rows(
     target: Array, source: Array, rows: Array, first: int, rope: Any = None, rotated: Array | None = None
 ) -> None:
-    """Copy ascending rows of [B, H, rows, D] to `first` and the rows after it, in steps; rotate if asked.
+    """Copy ascending rows of [B, H, rows, D] to `first` and the rows after it, in steps.
 
-    Target and source may be one array if no row moves up.
+    Keys are rotated by `rotated` positions unless it is None. Target and source may be one array if no row
+    moves to a later row.
     """
     if rotated is None and target is source:
         stay = int(np.argmin(np.append(rows == np.arange(first, first + len(rows)), False)))

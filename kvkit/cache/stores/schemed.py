@@ -1,4 +1,4 @@
-"""A store that encodes old tokens by schemes in numpy; the first and recent tokens stay unquantized."""
+"""Store keys and values that schemes encode in numpy; the first and recent tokens stay unquantized."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvkit.typed import Array
 class Chunk(NamedTuple):
     """Holds tokens that were encoded together; some may have been removed since."""
 
-    live: Array  # the numbers of those that are left, ascending
-    rows: tuple[dict[str, Array], ...]  # the result of `encode` for each row of the batch
+    live: Array  # the numbers, ascending, of the tokens in the chunk that were not removed
+    rows: tuple[dict[str, Array], ...]  # what `encode` returned, for each row of the batch
 
 
 @dataclass(frozen=True)
 class SchemedSide:
-    """Holds the keys or the values of a layer. It is immutable: changes return a new object."""
+    """Holds the keys or the values of a layer. It is immutable: every change returns a new side."""
 
     name: str
     scheme: Any
@@ -51,13 +51,13 @@ class SchemedSide:
         return self.sinks.nbytes + self.tail.nbytes + sum(coded)
 
     def appended(self, states: Array) -> SchemedSide:
-        """Return the side with new tokens. They become sinks only while no token follows the sinks."""
+        """Return the side with new tokens; they become sinks only if no other token follows the sinks."""
         first = self.sink - self.sinks.shape[2] if self.shape[2] == self.sinks.shape[2] else 0
         sinks = np.concatenate((self.sinks, states[:, :, :first]), 2)
         return replace(self, sinks=sinks, tail=np.concatenate((self.tail, states[:, :, first:]), 2))
 
     def evicted(self) -> SchemedSide:
-        """Return the side with all whole groups that left the window encoded."""
+        """Return the side with all groups encoded that have left the window as a whole."""
         count = max(0, self.tail.shape[2] - self.residual) // self.group
         if not count:
             return self
@@ -71,27 +71,25 @@ class SchemedSide:
             arrays = self.scheme.encode(np.array(row.swapaxes(0, 1), np.float32, order="C"))
             if not isinstance(arrays, dict) or not all(isinstance(x, np.ndarray) for x in arrays.values()):
                 raise argument_error(f"{self.name}.encode", "a dict of arrays", describe(arrays))
-            rows.append(
-                {name: array.copy() for name, array in arrays.items()}
-            )  # a view would keep the whole array alive
+            rows.append({name: array.copy() for name, array in arrays.items()})  # without the bases of views
         return Chunk(np.arange(self.group), tuple(rows))
 
     def decoded(self, chunk: Chunk) -> Array:
-        """Decode a chunk."""
+        """Return the tokens of a chunk, [B, H, tokens, D]."""
         _, heads, _, dim = self.tail.shape
-        made = [np.asarray(self.scheme.decode(dict(arrays)), np.float32) for arrays in chunk.rows]
-        for array in made:
+        rows = [np.asarray(self.scheme.decode(dict(arrays)), np.float32) for arrays in chunk.rows]
+        for array in rows:
             if array.shape != (self.group, heads, dim):
                 raise argument_error(f"{self.name}.decode", f"shape {(self.group, heads, dim)}", array.shape)
-        tokens: Array = np.stack(made).swapaxes(1, 2)[:, :, chunk.live].astype(self.dtype)
+        tokens: Array = np.stack(rows).swapaxes(1, 2)[:, :, chunk.live].astype(self.dtype)
         return tokens
 
     def cropped(self, length: int) -> SchemedSide:
-        """Return the side of the first `length` tokens."""
+        """Return the side with the first `length` tokens only."""
         return self.kept(np.arange(min(length, self.shape[2])))
 
     def kept(self, tokens: Array) -> SchemedSide:
-        """Return the side of the tokens of these numbers; a chunk keeps the codes of removed tokens."""
+        """Return the side with these tokens only; a chunk keeps the codes of removed tokens."""
         begin, chunks = self.sinks.shape[2], []
         sinks = self.sinks[:, :, tokens[tokens < begin]]
         for chunk in self.chunks:
@@ -104,7 +102,7 @@ class SchemedSide:
         return replace(self, sinks=sinks, tail=tail, chunks=tuple(chunks))
 
     def taken(self, indices: Array) -> SchemedSide:
-        """Return the side of these rows of the batch."""
+        """Return the side with these rows of the batch."""
         chunks = [chunk._replace(rows=tuple(chunk.rows[index] for index in indices)) for chunk in self.chunks]
         return replace(self, sinks=self.sinks[indices], tail=self.tail[indices], chunks=tuple(chunks))
 
@@ -114,7 +112,7 @@ class SchemedSide:
 
 
 class SchemedStore(Store):
-    """Keys and values encoded by schemes; they are decoded only while attention runs."""
+    """Stores keys and values encoded by schemes; they are decoded only while attention runs."""
 
     rows_adjoin = False
 

@@ -1,4 +1,4 @@
-"""A store of versions of a recurrent state, in memory or in a mapped file."""
+"""Store versions of a recurrent state, in memory or in a mapped file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NONE = -1  # the version of a state before the first token
 
 
 class StateForms(NamedTuple):
-    """Lists names, shapes without the batch, and dtypes of a state's arrays, as first updated."""
+    """Lists the names, shapes without the batch, and dtypes of the arrays of a state."""
 
     batch: int
     forms: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
@@ -56,20 +56,16 @@ class StateStore:
     @classmethod
     def opened(cls, about: dict[str, Any], home: Any) -> StateStore:
         """Open the store that a sidecar describes."""
-        said, arrays = about["state"], about["states"]
+        state, arrays = about["state"], about["states"]
         forms = {name: (tuple(shape), BY_NAME[dtype].dtype) for name, dtype, shape in arrays}
         store = cls(StateForms(about["batch"], forms), about["versions"], home, new=False)
         legal = range(NONE, store.versions)
-        store.current, store.previous = said["current"], said["previous"]
-        store.checkpoints = {
-            position: i for i in range(store.versions) if (position := said[f"checkpoint{i}"]) >= 0
-        }
-        if (
-            store.current not in legal
-            or store.previous not in legal
-            or max(store.checkpoints, default=0) > (said["length"])
-        ):
-            raise ValueError(f"a state that cannot be: {said}")
+        store.current, store.previous = state["current"], state["previous"]
+        positions = [state[f"checkpoint{i}"] for i in range(store.versions)]
+        store.checkpoints = {position: i for i, position in enumerate(positions) if position >= 0}
+        versions_exist = store.current in legal and store.previous in legal
+        if not versions_exist or max(store.checkpoints, default=0) > state["length"]:
+            raise ValueError(f"a state that cannot be: {state}")
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy lies in memory
@@ -81,12 +77,12 @@ class StateStore:
         return {} if version == NONE else {name: array[version] for name, array in self.arrays.items()}
 
     def free(self) -> int:
-        """Return an unused version to write to; NONE without any."""
+        """Return an unused version to write to; NONE if all are used."""
         held = {self.current, self.previous, *self.checkpoints.values()}
         return next((i for i in range(self.versions) if i not in held), NONE)
 
     def fill(self, store: StateStore, indices: Any) -> None:
-        """Copy the used versions of another store, these rows of its batch."""
+        """Copy the used versions of another store; `indices` are the rows of its batch."""
         held = sorted({store.current, *store.checkpoints.values()} - {NONE})
         for name, array in store.arrays.items():
             for place, version in enumerate(held):
@@ -94,15 +90,15 @@ class StateStore:
         self.current = self.previous = NONE if store.current == NONE else held.index(store.current)
         self.checkpoints = {position: held.index(i) for position, i in store.checkpoints.items()}
 
-    def again(self) -> StateStore:
-        """Return a store of the same file, to be committed with another sidecar."""
+    def with_new_sidecar(self) -> StateStore:
+        """Return a store of the same file without a sidecar; the next commit writes a new one."""
         store = StateStore.__new__(StateStore)
         store.__dict__.update(self.__dict__ | {"checkpoints": dict(self.checkpoints)})
-        store.file = None if self.file is None else self.file.again()
+        store.file = None if self.file is None else self.file.with_new_sidecar()
         return store
 
     def commit(self, layer: Any) -> None:
-        """Commit which versions are used; in memory there is nothing to do."""
+        """Commit which versions are used, if there is a file."""
         if self.file is not None:
             positions = {version: position for position, version in self.checkpoints.items()}
             marks = {f"checkpoint{i}": positions.get(i, NONE) for i in range(self.versions)}

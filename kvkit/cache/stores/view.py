@@ -1,4 +1,4 @@
-"""The views that an update of a quantized or paged layer returns."""
+"""Define `KVView`, which an update of a quantized or paged layer returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvkit.typed import Array, States
 
 
 class KVView:
-    """Keys or values that a step attends to, perhaps codes; ``numpy.asarray`` decodes them to an array.
+    """Stands for the keys or values that a step attends to; ``numpy.asarray`` decodes them to an array.
 
     A view is valid until the layer changes; then `numpy.asarray` raises a KvkitError.
 
@@ -34,7 +34,7 @@ class KVView:
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
         if copy is False:
-            raise argument_error("copy", "True or None, for a KVView is no array yet", False)
+            raise argument_error("copy", "True or None, because a KVView makes a new array", False)
         if self._side.changes != self._changes:
             raise argument_error("KVView", "one that the layer's latest update returned", "an older one")
         array = self._side.read()
@@ -45,7 +45,7 @@ class KVView:
 
 
 class LayerSide:
-    """Gives a `KVView` the keys (`side` 0) or values (1) of a layer that decodes all of them at once."""
+    """Gives a `KVView` the keys (`side` 0) or values (1) of a layer that decodes both at once."""
 
     def __init__(self, layer: Any, side: int, dtype: np.dtype[Any], dim: int) -> None:
         self._layer, self._side = layer, side
@@ -60,6 +60,6 @@ class LayerSide:
 
 
 def views_of(layer: Any, dtype: np.dtype[Any], dims: tuple[int, int]) -> tuple[KVView, KVView]:
-    """Return views of a layer's keys and values, whose heads have these sizes."""
+    """Return views of a layer's keys and values; `dims` are their head sizes."""
     keys, values = (KVView(LayerSide(layer, side, dtype, dim)) for side, dim in enumerate(dims))
     return keys, values

@@ -2,7 +2,7 @@
 
 ``model.generate(past_key_values=...)`` takes a `KvkitCache`. Under ``"kvkit"`` attention reads the cache in
 place, codes included. Under ``"eager"`` or ``"sdpa"`` the cache returns tensors of the context. `study`
-measures what quantization costs a model.
+measures how quantization and eviction change a model's predictions.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface

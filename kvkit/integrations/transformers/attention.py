@@ -1,4 +1,4 @@
-"""``attn_implementation="kvkit"``: attention that reads a `KvkitCache` in place."""
+"""Implement ``attn_implementation="kvkit"``: attention that reads a `KvkitCache` in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvkit.interop import numpy_to_tensor
 
 NAME = "kvkit"
 NO_WINDOW = -1, -1
-LEAST = -1e30  # a mask with a smaller number hides the key
+LEAST = -1e30  # a mask hides a key by a smaller number
 
 
 @torch.compiler.disable
@@ -43,14 +43,14 @@ def attention_forward(
         The attention layer: its ``layer_idx``, and ``is_causal`` unless that is given.
     query : Tensor, shape [B, Hq, q, Dk]
     key : Tensor, shape [B, Hkv, S, Dk]
-        The tensor from `KvkitCache.update` stands for all stored keys; any other tensor is used itself.
+        A tensor that `KvkitCache.update` returned stands for all stored keys; other tensors are keys.
     value : Tensor, shape [B, Hkv, S, Dv]
-        From the same call as `key`.
+        The tensor that came with `key`.
     attention_mask : Tensor, optional
         bool [B, S], the padding of the keys; if tokens were removed [B, n], of all positions. Or a mask with
         4 axes, bool or added to the scores, which includes causality and the window.
     dropout : float
-        Only 0 is taken.
+        Must be 0.
     scaling : float, optional
         Factor of the scores; 1 / sqrt(Dk) if None.
     sliding_window : int, optional
@@ -60,11 +60,11 @@ def attention_forward(
     s_aux : Tensor, shape [Hq], optional
         Sinks: an additional score for each head, without a value.
     is_causal : bool, optional
-        Whether a query sees no later token; queries are the last tokens.
+        Whether a query sees no later token. The queries are those of the last tokens.
     position_bias : None
-        Only None is taken.
+        Must be None.
     position_ids : Tensor, optional
-        The positions of the queries. If tokens were moved they must follow the cache's past.
+        The positions of the queries. If tokens were moved, they must follow the positions in the cache.
 
     Returns
     -------
@@ -104,23 +104,18 @@ def attention_forward(
     if stored is not None and latent and (stored.begin or indices is not None):
         attn_output = attend_latent(module, stored.layer, query, attention_mask, indices, options)
     else:
-        attn_output = attend_states(  # a model has expanded all latent rows of a prompt
-            None if latent else stored,
-            (query, key, value),
-            attention_mask,
-            sliding_window,
-            is_causal,
-            options,
-        )
+        source = None if latent else stored  # the model has expanded the latent rows of a prompt
+        states = query, key, value
+        attn_output = attend_states(source, states, attention_mask, sliding_window, is_causal, options)
     if stored is not None and latent and stored.seen is not None:
         parts = absorbed(module, stored.layer, query)[:2]
         scaled = np.concatenate(parts, 3) * np.float32(scaling * (latent + parts[1].shape[3]) ** 0.5)
-        stored.seen(scaled.astype(parts[0].dtype), None)  # for scorers, which divide by that root
+        stored.seen(scaled.astype(parts[0].dtype), None)  # scorers divide by this root
     return without_gradient(attn_output, query, key, value), None
 
 
 def absorbed(module: Any, layer: Any, query: torch.Tensor) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-    """Return queries of latent rows, their rotated parts, and the projections of outputs [H, V, L].
+    """Return (absorbed queries, rotated parts of queries, projections of outputs [H, V, L]).
 
     The module's ``kv_b_proj`` has the up-projections: for each head the rows of W_UK, then those of W_UV.
     """
@@ -140,7 +135,7 @@ def attend_latent(
     indices: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attend with absorbed queries to the latent rows of a layer; return the heads' outputs [B, q, H, Dv]."""
+    """Attend with absorbed queries to the latent rows of a layer; return outputs of heads [B, q, H, Dv]."""
     latent, rotated, by_head = absorbed(module, layer, query)
     if options["softcap"] or options["softmax_scale"] is None:
         raise argument_error("scaling", "a number, and no softcap", options["softmax_scale"])
@@ -172,7 +167,7 @@ def attend_states(
     is_causal: bool,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attend to the stored keys and values, or to those that are given if `stored` is None."""
+    """Attend to stored keys and values, or if `stored` is None to the keys and values of `states`."""
     query, key, value = states
     queries = to_numpy("query", query)
     mask, whole = None, False
@@ -186,7 +181,7 @@ def attend_states(
     if stored is None:
         keys, values = to_numpy("key", key), to_numpy("value", value)
     else:
-        if causal or query.shape[2] == 1:  # the last token sees all keys in any case
+        if causal or query.shape[2] == 1:  # a single query is the last token and sees all keys anyway
             more = window_options(stored.layer, sliding_window, window)
             if more is not None:
                 if stored.wants_weights:
@@ -198,7 +193,7 @@ def attend_states(
                     stored.seen(queries, weights)
                 return numpy_to_tensor(attn_output.swapaxes(1, 2))
         if stored.seen is not None:
-            wanted = "attention that is causal, and masks of padding alone, for a cache that evicts tokens"
+            wanted = "causal attention with masks of padding only, for a cache that evicts tokens"
             raise argument_error("attention_mask", wanted, "a mask or a window of its own")
         keys, values = stored.arrays()
         if mask is not None and stored.layer.window is not None and mask.shape[3] != keys.shape[2]:
@@ -226,7 +221,7 @@ def check_moved(layer: Any, attention_mask: torch.Tensor | None, position_ids: t
 
 
 def window_options(layer: Any, sliding_window: int | None, window: tuple[int, int]) -> dict[str, Any] | None:
-    """Return the options that make a layer's own attention keep to a window, or None if it cannot."""
+    """Return the options by which a layer's own attention applies a window; None if it cannot."""
     if layer.takes_window:
         return {"window": window}
     if layer.window is None:

@@ -1,4 +1,4 @@
-"""Exchange tensors and numpy arrays of one memory."""
+"""Exchange torch tensors and numpy arrays that share memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def to_numpy(name: str, tensor: torch.Tensor) -> Array:
 
 
 def as_cast(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in the dtype of autocast, if that is on: keys may have another dtype than values."""
+    """Return the tensor in the dtype of autocast, if that is on, because keys and values may differ in it."""
     return tensor.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else tensor
 
 
 class _NoGradient(torch.autograd.Function):
-    """Tie a tensor to others in autograd, so that asking for their gradients is an error."""
+    """Connects a tensor to others in autograd, so that asking for their gradients raises an error."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -33,11 +33,11 @@ class _NoGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
         wanted = "tensors that have gradients"
-        raise argument_error("backward", wanted, "what kvkit made, for inference alone")
+        raise argument_error("backward", wanted, "a result of kvkit, which is for inference only")
 
 
 def without_gradient(tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """Return the tensor. Where gradients are switched on, backward through it raises an error."""
+    """Return the tensor; if gradients are enabled, one that raises an error in the backward pass."""
     if torch.is_grad_enabled() and any(other.requires_grad for other in others):
         return _NoGradient.apply(tensor, *others)
     return tensor

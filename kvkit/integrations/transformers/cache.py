@@ -1,4 +1,4 @@
-"""A cache for models of transformers and `generate`."""
+"""Define `KvkitCache`, by which models of transformers and `generate` use a cache of kvkit."""
 
 from __future__ import annotations
 
@@ -31,13 +31,11 @@ from kvkit.rope import NO_ROTATION
 
 KINDS = {"dynamic": DynamicCache, "static": StaticCache, "quantized": QuantizedCache, "paged": PagedCache}
 GEOMETRY = "num_kv_heads", "head_dim", "dtype"  # options of a paged cache that its first keys determine
-
-
 P = ParamSpec("P")
 
 
 def passed_on(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[KvkitCache, P], None]:
-    """Return a method of `KvkitCache` that calls this method of the wrapped cache."""
+    """Return a method of `KvkitCache` that calls the method of this name of the wrapped cache."""
 
     @functools.wraps(method)
     def call(self: KvkitCache, *arguments: P.args, **options: P.kwargs) -> None:
@@ -48,41 +46,42 @@ def passed_on(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatena
 
 
 class KvkitCache(Cache):
-    """Wraps a cache of kvkit's for a model of transformers.
+    """Wraps a cache of kvkit for a model of transformers.
 
     Under ``attn_implementation="kvkit"`` attention reads the cache in place. Under others each update returns
     tensors of the context. They are views of the cache unless it is quantized or paged.
 
     `remove`, `shift` and so on find in the model's config and code how its keys are rotated. After
     ``remove(..., close=True)`` pass the positions of the next tokens to the model, because `generate` counts
-    on by itself.
+    removed tokens too.
 
     Parameters
     ----------
     config : PreTrainedConfig, optional
-        The model's config, for the number and kinds of layers and the attention in use. Without it layers are
-        made on first use, all of them full.
+        The model's config: it has the number and kinds of layers and the attention in use. Without it layers
+        are made on first use, all with full attention.
     kind : str
         ``"dynamic"``, ``"static"``, ``"quantized"`` or ``"paged"``.
     evict : str, dict or Decoding, optional
-        How to evict tokens. ``"snapkv@0.5"``, ``"snapkv(window=32)@0.5"``, or arguments of
-        `kvkit.cache.Cache.compress` such as ``{"scorer": "snapkv", "keep": 0.5, "budget": "ada"}``: once,
-        after a prompt in one piece. A prompt stays whole if the scorer always keeps as many tokens: its
-        window, or sinks. `kvkit.eviction.decoding` (...): during generation. Queries and weights
-        come from attention, which must be ``"kvkit"``, because others do not know the stored positions.
+        How to evict tokens. Once, after a prompt that is read in one forward pass: ``"snapkv@0.5"``,
+        ``"snapkv(window=32)@0.5"``, or arguments of `kvkit.cache.Cache.compress` such as
+        ``{"scorer": "snapkv", "keep": 0.5, "budget": "ada"}``. During generation: a result of
+        `kvkit.eviction.decoding`. A prompt with no more tokens than the scorer always keeps (its window, or
+        sinks) stays whole. Attention provides queries and weights; it must be ``"kvkit"``, because others
+        do not know the stored positions.
     **options
-        Other arguments of the kind of cache: ``offload`` (a folder) for all but paged ones; ``max_cache_len``
+        Other arguments of the kind of cache: ``offload`` (a folder), except for paged ones; ``max_cache_len``
         for `kvkit.cache.StaticCache`; ``key``, ``value``, ``residual_length``, ``sink`` and ``read_back`` for
-        `QuantizedCache`; ``num_blocks``, ``page_size``, ``quant_bit`` and so on for `PagedCache`, which takes
-        its geometry and dtype from the first tokens unless they are given.
+        `QuantizedCache`; ``num_blocks``, ``page_size``, ``quant_bit`` and so on for `PagedCache`, whose sizes
+        and dtype are those of the first keys unless they are passed.
 
     Attributes
     ----------
     cache : kvkit.cache.Cache or kvkit.cache.PagedCache
         The wrapped cache, with `save`, `reserve` and `close`. With kind "paged" it is an empty dynamic cache
-        until the first tokens show the geometry.
+        until the first keys show their size and dtype.
     report : kvkit.cache.Report
-        The report of the latest eviction; None before, also after a prompt too short for the scorer.
+        The report of the latest eviction; None if there was none.
 
     Examples
     --------
@@ -137,7 +136,7 @@ class KvkitCache(Cache):
 
     @classmethod
     def of(cls, cache: Any, config: Any = None) -> KvkitCache:
-        """Wrap a cache of kvkit's that was loaded, opened, or made in another way."""
+        """Wrap a cache of kvkit that was loaded, opened, or constructed."""
         if not isinstance(cache, BaseCache):
             raise argument_error("cache", "a cache of kvkit.cache", describe(cache))
         wrapper = cls.__new__(cls)
@@ -151,7 +150,7 @@ class KvkitCache(Cache):
         self.report: Any = None
         self._reads: bool | None = None  # whether kvkit's attention reads the stored rows
         self._stored: dict[int, pending.Stored] = {}  # the last update of each layer
-        self.new_tokens = 1  # tokens of the step that the latest mask is for
+        self.new_tokens = 1  # tokens of the present step, as `get_mask_sizes` was told
         super().__init__(layers=layers_of(self, cache, self.config))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KvkitCache:
@@ -185,7 +184,7 @@ class KvkitCache(Cache):
         -------
         keys, values : Tensor
             Pass them to attention. With ``"kvkit"`` they are the arguments, and stand for all tokens.
-            Otherwise they hold the past and new tokens, as many as `get_mask_sizes` says.
+            Otherwise they hold past and new tokens; `get_mask_sizes` says how many.
 
         Raises
         ------
@@ -201,9 +200,7 @@ class KvkitCache(Cache):
         if layer_idx == 0 or self._reads is None:  # once a step, because configs answer slowly
             self._reads = self.config is not None and self.config._attn_implementation == NAME
             if self.eviction is not None and not self._reads:
-                wanted = (
-                    f"{NAME!r} in the config of a cache that evicts tokens: others count rows as positions"
-                )
+                wanted = f"{NAME!r} with eviction, because other attention counts rows as positions"
                 found = "none" if self.config is None else repr(self.config._attn_implementation)
                 raise argument_error("attn_implementation", wanted, found)
         if self._make is not None:
@@ -237,7 +234,7 @@ class KvkitCache(Cache):
         return without_gradient(keys, key_states), without_gradient(values, value_states)
 
     def _see(self, layer_idx: int, queries: np.ndarray, weights: np.ndarray | None) -> None:
-        """Pass queries and weights to the eviction; after the last layer that can lose tokens, evict."""
+        """Pass queries and weights to the eviction; evict after the last layer that can lose tokens."""
         eviction = self.eviction
         if eviction is not None:
             eviction.see(layer_idx, queries, weights)
@@ -254,8 +251,8 @@ class KvkitCache(Cache):
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return a convolution's state, which the model may change in place; None before the first token.
 
-        This is the model's own call, once a step: it counts the step's token. `layers[i].conv_states` looks
-        at the state without counting.
+        The model calls this once in a step, so it counts the step's token. Read `layers[i].conv_states` to
+        look at the state without counting.
         """
         layer = check_state(self.layers[layer_idx], layer_idx)
         if state_idx == 0:
@@ -269,13 +266,13 @@ class KvkitCache(Cache):
     def _take_geometry(
         self, make: functools.partial, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> None:
-        """Make a paged cache with the sizes of its first keys, which configs name differently."""
+        """Make a paged cache with the sizes of its first keys, because configs name these differently."""
         latent = make.keywords.get("latent_dim", 0)
         if value_states.shape != key_states.shape and not latent:
-            found = f"{tuple(key_states.shape)} and {tuple(value_states.shape)}; use a dynamic one"
-            expected = "keys and values of one shape, for a paged cache"
-            got = f"{found}, with attn_implementation 'sdpa' or 'eager'"
-            raise argument_error("key_states", expected, got)
+            shapes = f"{tuple(key_states.shape)} and {tuple(value_states.shape)}"
+            wanted = "keys and values of one shape, for a paged cache"
+            found = f"{shapes}; use a dynamic one, with attn_implementation 'sdpa' or 'eager'"
+            raise argument_error("key_states", wanted, found)
         _, heads, _, dim = key_states.shape
         dim += value_states.shape[3] if latent else 0
         dtype = to_numpy("key_states", as_cast(key_states)).dtype
@@ -287,7 +284,7 @@ class KvkitCache(Cache):
 
     @torch.compiler.disable
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the tokens that a layer has seen; for a recurrent layer, those of the first other layer."""
+        """Return how many tokens a layer has seen; a recurrent layer counts as the first layer with keys."""
         return self.cache.get_seq_length(self._attending(layer_idx))
 
     def _attending(self, layer_idx: int) -> int:
@@ -298,7 +295,7 @@ class KvkitCache(Cache):
         return next((i for i, layer in enumerate(layers) if not isinstance(layer, StateLayer)), layer_idx)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the most tokens that a layer, or without a number any layer, holds; -1 without a limit."""
+        """Return the most tokens that a layer can hold; without `layer_idx`, any layer. -1 means no limit."""
         return self.cache.get_max_length(layer_idx)
 
     @torch.compiler.disable
@@ -313,18 +310,18 @@ class KvkitCache(Cache):
 
     @property
     def positions(self) -> np.ndarray:
-        """Return the positions of the first layer's stored tokens, in the order of its keys."""
+        """Return the positions of the tokens that the first layer stores, one for each row of its keys."""
         return self.cache.layers[0].positions
 
     @property
     def rope_shifts(self) -> np.ndarray:
-        """Return the rope shifts of the first layer's keys, as rows (first key, end, shift)."""
+        """Return the rope shifts of the first layer's keys: [pieces, 3] of (first row, end row, shift)."""
         return self.cache.layers[0].rope_shifts
 
-    # Removing tokens and changing the batch: in all layers, or after an error in none
+    # Removing tokens and changing the batch. After an error no layer has changed
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` tokens if it is negative, else keep the first so many."""
+        """Drop the last tokens: a negative number says how many, a positive number how many stay."""
         before = self.get_seq_length()
         self.cache.crop(int(tokens_to_remove))
         if self.eviction is not None:
@@ -364,13 +361,13 @@ class KvkitCache(Cache):
         return refusal(self, plan, call, *arguments, **options)
 
     def movable(self) -> Any:
-        """Return the object whose methods remove and move tokens of the whole batch."""
+        """Return the cache, or the rows of a paged one, whose methods remove and move tokens of the batch."""
         if self._make is not None:
-            raise argument_error("cache", "tokens, because this one is paged", "none yet")
+            raise argument_error("cache", "tokens, because it is paged", "none yet")
         return self.cache.rows if isinstance(self.cache, PagedCache) else self.cache
 
     def named_arguments(self, call: str, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """Return a call's arguments by name, with the rope of the model's config where the call needs one."""
+        """Return a call's arguments by name; a missing rope that the call needs is that of the config."""
         method = inspect.signature(getattr(MovableTokens, call))
         named = method.bind(self, *arguments, **options).arguments
         del named["self"]
@@ -379,7 +376,9 @@ class KvkitCache(Cache):
         unknown = named.get("rope") is None and None in known
         if unknown and named.get("close", "rope" in method.parameters and call != "remove"):
             ropes = [] if self.config is None else rotations_of(self.config)
-            rest = [NO_ROTATION] * (len(known) - len(ropes))  # the states of hybrid layers come last
+            rest = [NO_ROTATION] * (
+                len(known) - len(ropes)
+            )  # for the states of hybrid layers, which come last
             named["rope"] = ropes + rest if ropes else None
         return named
 
@@ -388,17 +387,17 @@ class KvkitCache(Cache):
         self.cache.reset()
 
     def activate_past_recording(self) -> None:
-        """Let layers keep tokens that they would drop or encode, until the next `crop`."""
+        """Keep tokens that layers would drop or encode until the next `crop`."""
         self.cache.activate_past_recording()
 
 
 def check_evictable(cache: Any, config: Any, kind: str, options: dict[str, Any], weighs: bool) -> None:
-    """Refuse eviction from a cache that cannot lose tokens while `generate` counts positions.
+    """Raise for a cache that cannot lose tokens while `generate` counts positions.
 
     `weighs` says whether the scorer reads weights of attention.
     """
     if kind == "static":
-        wanted = "another kind with evict, because rows of a static one close up, and positions with them"
+        wanted = "another kind with evict, because a static cache keeps no holes between positions"
         raise argument_error("kind", wanted, repr(kind))
     if any(isinstance(layer, IndexedLayer) for layer in cache.layers):
         raise argument_error("evict", "a model without an indexer, which numbers rows", "index keys")
@@ -411,17 +410,17 @@ def check_evictable(cache: Any, config: Any, kind: str, options: dict[str, Any],
     if kind == "paged" and config is not None:
         _, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
         if any("sliding_window" in each for each in arguments):
-            wanted = "full attention in all layers of a paged cache, which lose the same tokens"
+            wanted = "full attention in all layers of a paged cache, because they lose the same tokens"
             raise argument_error("evict", wanted, "a window")
 
 
 def last_to_evict(layers: Any) -> int:
-    """Return the number of the last layer that can lose tokens: eviction runs after its attention."""
+    """Return the number of the last layer that can lose tokens. Eviction runs after its attention."""
     return max(i for i, each in enumerate(layers) if each.window is None and each.why_kept is None)
 
 
 def layers_of(owner: KvkitCache, cache: Any, config: Any) -> list[Any]:
-    """Wrap a cache's layers for transformers. The cache has the states of hybrid layers after all others."""
+    """Wrap the layers of a cache, which has the states of hybrid layers after all other layers."""
     names: list[str] = []
     arguments: list[dict[str, Any]] = []
     if config is not None:

@@ -18,14 +18,14 @@ from kvkit.tools.studies.policies import Policy, entry_of
 from kvkit.typed import Array
 
 FORM = "'SCORER@SHARE' as 'snapkv@0.5', arguments of `compress` by name, or `kvkit.eviction.decoding(...)`"
-NOT_SEEN = {  # {scorer: the input that attention does not provide}
+NOT_PROVIDED = {  # {scorer: the input that attention does not provide}
     "kvzip": "weights of a pass that repeats the context",
     "expected": "queries before rotation",
     "triattention": "queries before rotation",
 }
 OF_WEIGHTS = "observed", "h2o"  # scorers that need the weights of all queries
 ARGUMENTS = {*inspect.signature(Cache.compress).parameters}
-WINDOW = 64  # queries kept for a user's function
+WINDOW = 64  # how many of the last queries a scorer that is a function gets
 
 
 class Eviction:
@@ -34,9 +34,9 @@ class Eviction:
     Parameters
     ----------
     evict : str, mapping or Decoding
-        A scorer with the share that it keeps, ``"snapkv@0.5"`` or ``"snapkv(window=32)@0.5"``; or arguments
-        of `kvkit.cache.Cache.compress` by name: once, after the prompt. Or a result of
-        `kvkit.eviction.decoding`: at its intervals.
+        To evict once, after the prompt: a scorer with the share that it keeps, ``"snapkv@0.5"`` or
+        ``"snapkv(window=32)@0.5"``, or arguments of `kvkit.cache.Cache.compress` by name. To evict at
+        intervals: a result of `kvkit.eviction.decoding`.
     """
 
     def __init__(self, evict: Any) -> None:
@@ -53,29 +53,30 @@ class Eviction:
             raise argument_error("evict", FORM, describe(evict))
         scorer = self.decoding.scorer if self.decoding else self.arguments["scorer"]
         options = self.decoding.options if self.decoding else self.arguments
-        found = SCORERS.get(scorer) if isinstance(scorer, str) else None
-        if isinstance(scorer, str) and (found is None or scorer in NOT_SEEN):
+        rule = SCORERS.get(scorer) if isinstance(scorer, str) else None
+        if isinstance(scorer, str) and (rule is None or scorer in NOT_PROVIDED):
             wanted = "a scorer that reads keys, values, or the queries and weights of attention"
-            raise argument_error("evict", wanted, f"{scorer!r}, of {NOT_SEEN.get(scorer, 'no known name')}")
-        needs = " ".join(found.needs) if found else "queries"
+            found = f"{scorer!r}, of {NOT_PROVIDED.get(scorer, 'no known name')}"
+            raise argument_error("evict", wanted, found)
+        needs = " ".join(rule.needs) if rule else "queries"
         self.wants_weights = scorer in OF_WEIGHTS
-        if found is not None:
-            known = {name: True for name in CONTEXT if name in found.options}
-            own = {name: each for name, each in options.items() if name not in ARGUMENTS}
-            found.check(dict.fromkeys(("values", "queries", "weights"), True), known | own)
+        if rule is not None:
+            known = {name: True for name in CONTEXT if name in rule.options}
+            own = {name: value for name, value in options.items() if name not in ARGUMENTS}
+            rule.check(dict.fromkeys(("values", "queries", "weights"), True), known | own)
         if self.wants_weights and self.decoding:
             wanted = "a scorer of keys or of the last queries, while tokens are generated"
             raise argument_error("evict", wanted, f"{scorer!r}, of the weights of all queries")
-        self.window: int | None = 0  # how many of the last queries are kept; None for all
+        self.window: int | None = 0  # how many of the last queries are recorded; None for all
         if "queries" in needs and not self.wants_weights:
-            held = found.options.get("window") if found else None
-            default = held.default if held is not None else {"tova": 1}.get(scorer)
-            self.window = options.get("window", default if found else WINDOW)
+            option = rule.options.get("window") if rule else None
+            default = option.default if option is not None else {"tova": 1}.get(scorer)
+            self.window = options.get("window", default if rule else WINDOW)
         self._inputs: dict[int, Array] = {}  # queries, or weights of keys, of each layer
-        self.done = False
+        self.done = False  # whether a single eviction has run
 
     def see(self, layer_idx: int, queries: Array, weights: Array | None) -> None:
-        """Keep the queries or weights of a layer's attention."""
+        """Record the queries or weights of a layer's attention."""
         if weights is not None:
             self._inputs[layer_idx] = weights
         elif self.window != 0:
@@ -86,7 +87,8 @@ class Eviction:
     def run(self, cache: Any) -> Any:
         """Compress a cache if it is time; return the report.
 
-        None if it is not, or if the scorer keeps more tokens than there are or may stay: then all stay.
+        All tokens stay, and None is returned, if it is not time, or if the scorer always keeps more tokens
+        than there are or than may stay.
         """
         inputs: list[Array] | None = None
         if self._inputs:
@@ -95,21 +97,21 @@ class Eviction:
             if self.decoding is not None:
                 return self.decoding(cache, inputs)
             self.done, self._inputs = True, {}
-            given = {"weights" if self.wants_weights else "queries": inputs} if inputs else {}
-            return cache.compress(**given | self.arguments)
+            arrays = {"weights" if self.wants_weights else "queries": inputs} if inputs else {}
+            return cache.compress(**arrays | self.arguments)
         return None
 
     def _input(self, layer_idx: int, layer: Any) -> Any:
-        """Return the scorer's input for the stored tokens of a layer; None for layers without rows."""
-        held = self._inputs.get(layer_idx)
-        return held if held is None or self.wants_weights else held[:, :, -layer.stored_tokens :]
+        """Return the scorer's input for the stored tokens of a layer; None for a layer without rows."""
+        recorded = self._inputs.get(layer_idx)
+        return recorded if recorded is None or self.wants_weights else recorded[:, :, -layer.stored_tokens :]
 
     def change_batch(self, rows: Array) -> None:
         """Replace row b of the batch by a copy of row ``rows[b]``."""
-        self._inputs = {i: held[rows] for i, held in self._inputs.items()}
+        self._inputs = {i: array[rows] for i, array in self._inputs.items()}
 
     def drop(self, tokens: int) -> None:
-        """Drop the last queries, whose tokens were removed."""
+        """Drop the queries of the last `tokens` tokens, which were removed."""
         if tokens and not self.wants_weights:
-            cut = {i: held[:, :, : max(held.shape[2] - tokens, 0)] for i, held in self._inputs.items()}
-            self._inputs = {i: held for i, held in cut.items() if held.shape[2]}
+            left = {i: array[:, :, : max(array.shape[2] - tokens, 0)] for i, array in self._inputs.items()}
+            self._inputs = {i: array for i, array in left.items() if array.shape[2]}

@@ -1,4 +1,4 @@
-"""Layers of a `KvkitCache` with the interface of transformers."""
+"""Define the layers of a `KvkitCache`, with the interface of transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvkit.interop import numpy_to_tensor
 
 
 class KvkitLayer(CacheLayerMixin):
-    """Passes transformers' calls on to a layer of a kvkit cache, by its number."""
+    """Passes transformers' calls on to one layer of a kvkit cache."""
 
     is_compileable = False
     supports_early_init = False
@@ -28,30 +28,29 @@ class KvkitLayer(CacheLayerMixin):
     # Adding tokens
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the first update decides."""
+        """Do nothing: the first update decides dtype and shape."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append new keys and values, as `KvkitCache.update` does."""
+        """Append new keys and values, see `KvkitCache.update`."""
         return self._owner.update(key_states, value_states, self._layer_idx, *args, **kwargs)
 
     def offload(self) -> None:
-        """Do nothing: the kvkit cache places its layers itself."""
+        """Do nothing: the cache of kvkit offloads and prefetches its layers itself."""
 
-    def prefetch(self) -> None:
-        """Do nothing: the kvkit cache prefetches the next layer itself."""
+    prefetch = offload
 
     # Sizes and positions
 
     @property
     def is_initialized(self) -> bool:
-        """Return whether there was an update."""
+        """Return whether the layer has been updated."""
         return self.get_seq_length() > 0
 
     @property
     def is_sliding(self) -> bool:
-        """Return whether old tokens leave the layer."""
+        """Return whether the layer has a window, which old tokens leave."""
         return self.layer.window is not None
 
     @property
@@ -90,12 +89,12 @@ class KvkitLayer(CacheLayerMixin):
 
     @property
     def positions(self) -> np.ndarray:
-        """Return the positions of stored tokens, in the order of the keys."""
+        """Return the positions of stored tokens, one for each row of the keys."""
         return self.layer.positions
 
     @property
     def rope_shifts(self) -> np.ndarray:
-        """Return the rope shifts of stored keys, as rows (first row, end row, shift)."""
+        """Return the rope shifts of stored keys: [pieces, 3] of (first row, end row, shift)."""
         return self.layer.rope_shifts
 
     @property

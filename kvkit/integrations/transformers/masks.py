@@ -23,31 +23,31 @@ def attention_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Return the mask that attention needs beside causality and the window, which it applies itself.
+    """Return the mask that kvkit's attention needs. It applies causality and the window itself.
 
     Parameters
     ----------
     batch_size, q_length, kv_length, q_offset, kv_offset : int
-        How many queries and keys there are in a row, and the positions of the first ones.
+        How many rows the batch has, how many queries and keys a row has, and the first one's position.
     mask_function : callable
-        Says which keys a query sees; causal, perhaps with a window, if `allow_is_causal_skip`.
+        Says which keys a query sees. With `allow_is_causal_skip` it is causal, perhaps with a window.
     attention_mask : Tensor, optional
         bool [B, n]: False where padding is.
     local_size : int, optional
-        Size of the window, or of chunks.
+        The size of the window; of chunks if `config` has ``attention_chunk_size``.
     allow_is_causal_skip : bool
         Whether the mask is causal apart from padding.
     config : PreTrainedConfig, optional
-        If it has ``attention_chunk_size``, `local_size` is the size of chunks.
+        The config of the model.
     **kwargs
-        For transformers' own masks.
+        Arguments of transformers' own mask function.
 
     Returns
     -------
     Tensor or None
-        None if nothing is padding. bool [B, kv_length], the padding of the keys, if nothing else is hidden.
-        The padding mask itself, with a column for each position, if tokens were removed. Otherwise the whole
-        mask, bool [B, 1, q_length, kv_length].
+        None if there is no padding. If only padding is hidden: bool [B, kv_length], a column for each key; or
+        `attention_mask` itself, a column for each position, if tokens were removed from the cache. Otherwise
+        the whole mask, bool [B, 1, q_length, kv_length].
 
     Examples
     --------
@@ -62,7 +62,9 @@ def attention_mask(
     aligned = q_offset + q_length == kv_offset + kv_length  # False if unused keys follow
     in_chunks = local_size is not None and getattr(config, "attention_chunk_size", None) is not None
     padded = attention_mask is not None and not bool(attention_mask.all())
-    shares = bool(getattr(config, "num_kv_shared_layers", 0))  # Gemma 4 slices masks by query then
+    shares = bool(
+        getattr(config, "num_kv_shared_layers", 0)
+    )  # then Gemma 4 takes slices of the mask by query
     if not allow_is_causal_skip or not aligned or in_chunks or (shares and padded and q_length > 1):
         return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
@@ -70,7 +72,9 @@ def attention_mask(
         )  # fmt: skip
     if attention_mask is None:
         return None
-    if kv_offset and local_size is None:  # a cache with holes: fewer keys than positions, yet no window
+    if kv_offset and local_size is None:  # tokens were removed: fewer keys than positions without a window
         return None if attention_mask.all() else attention_mask
     padding = attention_mask[:, kv_offset : kv_offset + kv_length]
-    return None if padding.shape[1] == kv_length and padding.all() else padding  # if shorter it is refused
+    return (
+        None if padding.shape[1] == kv_length and padding.all() else padding
+    )  # attention refuses a short one

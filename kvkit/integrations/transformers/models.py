@@ -1,4 +1,4 @@
-"""Make the layers that a model of transformers needs, as its config says."""
+"""Make the layers of kvkit that the config of a model of transformers asks for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYER_TYPES = {
     "indexed_attention": "full_attention",
     "linear_attention": "linear_attention",
     "conv": "conv",
-    "hybrid": "full_attention",  # its recurrent state is in another layer, after all others
+    "hybrid": "full_attention",  # its recurrent state is in a layer of its own, after all others
     "hybrid_sliding": "sliding_attention",
     "dummy": "full_attention",  # a `SharedLayer` takes its place
 }
@@ -26,7 +26,7 @@ HYBRID = "hybrid", "hybrid_sliding"
 
 
 def geometry(config: Any, kind: str) -> dict[str, Any]:
-    """Return the constructor arguments of a kind of cache that a model's config determines."""
+    """Return the arguments of a kind of cache that a model's config determines."""
     config = config.get_text_config(decoder=True)
     names, arguments = get_layer_types_and_kwargs(config)
     for i, name in enumerate(names):
@@ -38,8 +38,8 @@ def geometry(config: Any, kind: str) -> dict[str, Any]:
     if kind == "paged":
         latent, others = latent_sizes(config), layers_without_rows(config, names)
         count = len(names) + sum(name in HYBRID for name in names)
-        found = {"num_layers": count, "latent_dim": latent[0] if latent else 0, "others": others}
-        return {name: number for name, number in found.items() if number}
+        sizes = {"num_layers": count, "latent_dim": latent[0] if latent else 0, "others": others}
+        return {name: value for name, value in sizes.items() if value}
     windows = {each["sliding_window"] for each in arguments if "sliding_window" in each}
     if len(windows) > 1:
         raise argument_error("config", "one size of window", f"{sorted(windows)}")
@@ -52,18 +52,18 @@ def geometry(config: Any, kind: str) -> dict[str, Any]:
 
 def layers_without_rows(config: Any, names: list[str]) -> dict[int, StateLayer | SharedLayer]:
     """Return the layers of a model that have a state, or read the rows of another layer, by number."""
-    found: dict[int, StateLayer | SharedLayer] = {}
+    others: dict[int, StateLayer | SharedLayer] = {}
     for i, name in enumerate(names):
         if LAYER_TYPES[name] in ("linear_attention", "conv"):
-            found[i] = StateLayer()
+            others[i] = StateLayer()
         elif name == "dummy":
-            found[i] = SharedLayer(source_of(config, names, i))
+            others[i] = SharedLayer(source_of(config, names, i))
     hybrid = sum(name in HYBRID for name in names)
-    return found | {len(names) + i: StateLayer() for i in range(hybrid)}
+    return others | {len(names) + i: StateLayer() for i in range(hybrid)}
 
 
 def make_cache(make: Callable[..., Any], config: Any, kind: str, options: dict[str, Any]) -> Any:
-    """Make a cache of a kind, with the model's layers of states, latent rows and shared rows."""
+    """Make a cache of a kind, with the model's recurrent, latent and shared layers."""
     if config is None or kind == "paged":
         return make(**options)
     config = config.get_text_config(decoder=True)
@@ -90,13 +90,13 @@ def source_of(config: Any, names: list[str], number: int) -> int:
         kinds = config.layer_types
         return max(i for i, mode in enumerate(modes) if mode == "store" and kinds[i] == kinds[number])
     rows = [i for i, name in enumerate(names) if name not in ("dummy", "linear_attention", "conv")]
-    if not rows:  # a layer without attention gets the length of one with attention
+    if not rows:  # a "dummy" layer needs a layer with attention, for its length
         raise argument_error("config", "a model with attention", f"none, and layer {number} of no state")
     return rows[0]
 
 
 def latent_sizes(config: Any) -> tuple[int, int] | None:
-    """Return (latent_dim, rope_dim) of a model that stores latent rows; None for others."""
+    """Return (latent_dim, rope_dim) of a model that stores latent rows; None for other models."""
     sizes = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
     if not all(sizes):
         return None
@@ -105,5 +105,5 @@ def latent_sizes(config: Any) -> tuple[int, int] | None:
         model = importlib.import_module(path)
     except ImportError:
         return None
-    expands = any(hasattr(one, "expand_kv") for one in vars(model).values())  # it expands returned rows
+    expands = any(hasattr(part, "expand_kv") for part in vars(model).values())  # what an update returns
     return sizes if expands else None  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Find the cache of keys in attention: models pass on the tensors of an update, but not the cache."""
+"""Find the cache that keys came from: models pass the tensors of an update to attention, not the cache."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ class Stored:
     """
 
     layer: Any  # of kvkit's cache
-    keys: Any  # past and new keys, arrays or views of codes; None once read
+    keys: Any  # past and new keys, arrays or views of codes; None after attention
     values: Any
     begin: int  # number of past tokens
     key: weakref.ref  # the tensors that the model passes on
     value: weakref.ref
-    seen: Any = None  # called with the queries, and the weights of keys if `wants_weights`, after attention
-    wants_weights: bool = False
-    taken: bool = False  # whether attention has read it
+    seen: Any = None  # a function (queries, weights of keys or None) to call after attention
+    wants_weights: bool = False  # whether `seen` gets weights
+    taken: bool = False  # whether attention has read the record
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """Return keys and values of tokens that attention may need, without a static layer's unused rows."""
+        """Return keys and values of the tokens that attention may need, without unused rows."""
         if self.keys is None:
-            wanted = "keys that attention reads in place, or once"
-            raise argument_error("key", wanted, "those that it has read")
+            raise argument_error("key", "keys that attention has not read", "keys that it has read")
         if self.layer.row_positions is not None:
-            wanted = "'kvkit', and neither a window nor a mask of its own, where rows are not positions"
-            raise argument_error("attn_implementation", wanted, "attention that cannot know positions")
+            wanted = "'kvkit' without a window or mask of its own, because tokens were removed or moved"
+            raise argument_error("attn_implementation", wanted, "attention that counts rows as positions")
         length = self.layer.get_seq_length()
         return tuple(np.asarray(side)[:, :, :length] for side in (self.keys, self.values))
 
     def read(self) -> None:
-        """Drop the arrays after attention, for which a layer may have made them."""
+        """Drop the arrays after attention, because a layer may have made them for it."""
         if not getattr(self.layer, "is_shared", False):
             self.keys = self.values = None
 
@@ -50,7 +49,7 @@ class Stored:
         return not self.taken and self.layer.get_seq_length() > self.begin
 
 
-OTHERS = "for a model that makes new keys or values use attn_implementation 'sdpa' or 'eager'"
+OTHERS = "for a model that changes keys or values use attn_implementation 'sdpa' or 'eager'"
 PENDING: ContextVar[dict[int | None, weakref.ref[Stored]]] = ContextVar("kvkit_pending", default={})  # noqa: B039
 
 
@@ -65,7 +64,7 @@ def forget(layer_idx: int | None) -> None:
 
 
 def shared_by(key: Any, value: Any) -> Stored | None:
-    """Return the record of the earlier layer whose keys are passed to a layer without keys."""
+    """Return the record of the layer whose tensors a layer without keys passes on; None without one."""
     for reference in PENDING.get().values():
         stored = reference()
         if stored is not None and stored.key() is key and stored.value() is value:
@@ -75,8 +74,8 @@ def shared_by(key: Any, value: Any) -> Stored | None:
 
 def claim(layer_idx: int | None, key: Any, value: Any) -> Stored | None:
     """Return the record of the update that returned these keys; None if they are not from a kvkit cache."""
-    found = PENDING.get().get(layer_idx)
-    stored = shared_by(key, value) if found is None else found()
+    reference = PENDING.get().get(layer_idx)
+    stored = shared_by(key, value) if reference is None else reference()
     if stored is None:
         return None
     if stored.layer.latent_dim and key.shape[2] == stored.layer.get_seq_length() - stored.begin:
@@ -88,8 +87,9 @@ def claim(layer_idx: int | None, key: Any, value: Any) -> Stored | None:
         return stored
     if stored.taken and recorded is not key:
         return None
-    # A model that has made new keys of those it got would attend to them alone, without the past. Where none
-    # of its tensors lives on the forward pass was cut off, unless there is a past and the tokens are as many.
+    # A model that computes new keys from the returned ones would attend to them alone, without the past. But
+    # if the returned tensor is gone, an earlier forward pass may have been cut off: then `key` is refused
+    # only if it has as many tokens as the update, after a past.
     forget(layer_idx)
     past, new = stored.begin > 0, stored.layer.get_seq_length() - stored.begin
     if recorded is not None or (past and new == key.shape[2]):

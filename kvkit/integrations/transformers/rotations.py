@@ -1,4 +1,4 @@
-"""Find how a model of transformers rotates keys: its config has numbers, its code the order of pairs."""
+"""Find how a model of transformers rotates keys: its config has the angles, its code the order of pairs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from kvkit.cache.layers.positions import HOW
+from kvkit.cache.layers.positions import KNOWN_ROTATION
 from kvkit.errors import KvkitError, argument_error
 from kvkit.rope import Rope
 
-PAIRS = {(-2, -3, 0, 1): False, (-1, 0, -3, 2): True}  # {rotate_half([0, 1, 2, 3]): are pairs neighbours}
+PAIRS = {(-2, -3, 0, 1): False, (-1, 0, -3, 2): True}  # {rotate_half([0, 1, 2, 3]): pairs are neighbours}
 
 
 def rotations_of(config: Any) -> list[Any]:
@@ -24,16 +24,18 @@ def rotations_of(config: Any) -> list[Any]:
     """
     name = type(config).__name__
     if getattr(config, "qk_rope_head_dim", None):
-        raise argument_error("rope", HOW, f"{name}, whose keys are rotated after their first elements")
+        found = f"{name}, whose keys are rotated after their first elements"
+        raise argument_error("rope", KNOWN_ROTATION, found)
     interleaved = pairs_adjoin(config)
     if interleaved is None:
-        raise argument_error("rope", HOW, f"{name}, whose model does not say which elements are pairs")
+        found = f"{name}, whose model does not say which elements are pairs"
+        raise argument_error("rope", KNOWN_ROTATION, found)
     try:
         return Rope.from_config(config, interleaved=interleaved)
     except KvkitError:
         raise
     except Exception as error:  # configs may lack numbers, or have one for each layer
-        raise argument_error("rope", HOW, f"{name}, which cannot be read ({error})") from error
+        raise argument_error("rope", KNOWN_ROTATION, f"{name}, which cannot be read ({error})") from error
 
 
 def pairs_adjoin(config: Any) -> bool | None:

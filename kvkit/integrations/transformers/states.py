@@ -1,4 +1,4 @@
-"""Layers of a `KvkitCache` with recurrent states, alone or beside keys and values."""
+"""Define layers of a `KvkitCache` with recurrent states, alone or beside keys and values."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvkit.interop import numpy_to_tensor
 
 
 class KvkitStateLayer(LinearAttentionCacheLayerMixin):
-    """Passes transformers' calls on to a `kvkit.cache.StateLayer`; its tensors share the layer's memory.
+    """Passes transformers' calls on to a `kvkit.cache.StateLayer`. Its tensors share the layer's memory.
 
-    For a single token models read the state of a convolution and change it in place, without an update. So
-    `KvkitCache.get_conv_state` calls `begin_step`, which counts the token. `get_mask_sizes`, called before,
-    has set the number of new tokens.
+    In a step of one token, a model reads the state of a convolution and changes it in place, without an
+    update. So `KvkitCache.get_conv_state` calls `begin_step`, which counts the token. The step's number of
+    tokens is known from `KvkitCache.get_mask_sizes`, which models call before.
     """
 
     is_compileable = False
@@ -36,19 +36,19 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
         return self._owner.cache.layers[self._number]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the first update decides."""
+        """Do nothing: the first update decides dtype and shape."""
 
     # Adding tokens
 
     def begin_step(self) -> None:
-        """Count the token of a step that may change the state in place."""
+        """Count the token of a step of one token, in which the model may change the state in place."""
         self._counted = False
         if self._owner.new_tokens == 1 and self.state.states and not self.record_past:
             self.state.advance(1)
             self._counted = True
 
     def _update(self, name: str, tensor: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Store an array of the state; return a tensor of its memory."""
+        """Store an array of the state; return a tensor over the stored memory."""
         array = to_numpy(name, tensor.contiguous())
         states = self.state.update({name: array}, 0 if self._counted else tokens)
         self._counted = True
@@ -61,7 +61,7 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Append inputs [B, channels, q] of a convolution; return past and new ones."""
+        """Append the inputs [B, channels, q] of a convolution; return past and new inputs."""
         name, tokens, past = f"conv.{state_idx}", conv_states.shape[-1], self.conv_states[state_idx]
         if past is None:
             kernel = tokens if conv_kernel_size is None else conv_kernel_size
@@ -103,7 +103,7 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
 
     @property
     def record_past(self) -> bool:
-        """Return whether the state after each update is kept until the next `crop`."""
+        """Return whether the state after every update is kept until the next `crop`."""
         return bool(self.state.record_past)
 
     @record_past.setter
@@ -122,7 +122,7 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
     # Removing tokens and changing the batch
 
     def offload(self) -> None:
-        """Do nothing: the kvkit cache places its layers itself."""
+        """Do nothing: the cache of kvkit offloads its layers itself."""
 
     prefetch = offload
 
@@ -155,7 +155,7 @@ class KvkitHybridLayer(KvkitStateLayer, KvkitLayer):
         return KvkitLayer.get_max_length(self)
 
     def crop(self, tokens_to_remove: int) -> None:
-        self.state.left_by(tokens_to_remove)  # raises before keys and values are cropped
+        self.state.length_after_crop(tokens_to_remove)  # raises before keys and values are cropped
         KvkitLayer.crop(self, tokens_to_remove)
         KvkitStateLayer.crop(self, tokens_to_remove)
 
@@ -181,7 +181,7 @@ class KvkitHybridLayer(KvkitStateLayer, KvkitLayer):
 
 
 def check_state(layer: Any, number: int) -> KvkitStateLayer:
-    """Return a layer that holds a recurrent state; raise for another."""
+    """Return a layer; raise unless it has a recurrent state."""
     if not isinstance(layer, KvkitStateLayer):
         raise argument_error("layer_idx", "a layer with a recurrent state", number)
     return layer

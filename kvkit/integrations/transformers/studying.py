@@ -39,10 +39,10 @@ def study(
 ) -> Study:
     """Compare schemes of quantization, and policies that evict tokens, on a model that reads a text.
 
-    The model first reads the text uncoded, to record keys, values and queries. Then it reads the text once
-    for each scheme, with all keys and values, recent ones too, encoded and decoded before attention. With
-    `evict` the last tokens measure the error: the model reads the others uncoded, each policy or scheme
-    changes their keys and values, and the model continues.
+    The model first reads the text with unchanged keys and values, and these and the queries are recorded.
+    Then it reads the text once for each scheme, with all keys and values, recent ones too, encoded and
+    decoded before attention. With `evict` the last tokens measure the error: each policy or scheme changes
+    the recorded keys and values of the tokens before, and the model reads on.
 
     Parameters
     ----------
@@ -51,11 +51,11 @@ def study(
     ids : sequence of int
         The tokens of the text, two or more.
     schemes : str or sequence
-        As `kvkit.tools.study` takes them.
+        As in `kvkit.tools.study`.
     evict, budget, judge
-        As `kvkit.tools.study` takes them; by default the last quarter of the tokens measures the error.
+        As in `kvkit.tools.study`; by default the last quarter of the tokens measures the error.
     progress : callable, optional
-        Called with (readings done, all readings).
+        Called with (number of readings done, number of readings in all).
 
     Returns
     -------
@@ -116,7 +116,7 @@ def study(
 
 
 def rope_of(model: Any) -> Any:
-    """Return how a model rotates its keys; None if layers differ or it is unknown."""
+    """Return how a model rotates its keys; None if that is unknown or layers differ."""
     try:
         rotations = rotations_of(model.config)
     except KvkitError:
@@ -136,8 +136,8 @@ def check_windows(model: Any, tokens: int) -> None:
 def read_on(
     model: Any, ids: Sequence[int], first: int, source: CacheReader, plan: StudyPlan
 ) -> Iterator[Any]:
-    """Yield, for each scheme or policy, the model's predictions after the token `first`."""
-    kept: dict[str, list[list[Any]]] = {}  # by name, seed and layer: groups of heads and their rows
+    """Yield for each scheme or policy the readings of the text after the token `first`, one for each seed."""
+    kept: dict[str, list[list[Any]]] = {}  # {policy: [seed][layer] groups of heads with their rows}
     for i in range(source.count):
         contexts = list(contexts_of(source.layer(i), plan.judge))
         for group in plan.groups():
@@ -156,7 +156,7 @@ def read_on(
 
 
 def after(source: CacheReader, groups: Sequence[Any], schemes: Any, first: int) -> Callable[..., Any]:
-    """Return attention to the kept rows before the token `first`, and to new tokens, coded together."""
+    """Return attention to kept rows before the token `first` and to new tokens, all encoded and decoded."""
 
     def forward(
         module: torch.nn.Module,
@@ -185,16 +185,16 @@ def after(source: CacheReader, groups: Sequence[Any], schemes: Any, first: int) 
 
 @dataclass
 class TextReading:
-    """The predictions of a model for a text."""
+    """Holds a model's predictions for a text."""
 
-    best: np.ndarray  # the token that it found most likely, after each one but the last
+    best: np.ndarray  # the most likely next token after each token but the last
     perplexity: float  # of the tokens of the text
 
 
 def read_text(
     model: Any, ids: Sequence[int], forward: Callable[..., Any], begin: int = 0, first: int = 0
 ) -> TextReading:
-    """Read a text from the token `begin` on, by the attention `forward`; skip the first predictions."""
+    """Read a text from the token `begin` on with the attention `forward`; skip `first` predictions."""
     tokens = torch.tensor([list(ids)])[:, begin:]
     positions = {"position_ids": torch.arange(begin, len(ids) - 1)[None]} if begin else {}
     with attending(model, forward), torch.inference_mode():
@@ -205,21 +205,21 @@ def read_text(
 
 @contextmanager
 def attending(model: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a model attend by a function of transformers' interface."""
-    before, seen = model.config._attn_implementation, []
+    """Make a model use a function of transformers' attention interface."""
+    before, called = model.config._attn_implementation, []
 
-    def noted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        seen.append(module)
+    def recorded(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        called.append(module)
         return forward(module, *args, **kwargs)
 
-    AttentionInterface.register(NAME, noted)
+    AttentionInterface.register(NAME, recorded)
     AttentionMaskInterface.register(NAME, attention_mask)
     model.set_attn_implementation(NAME)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
-    if not seen:
+    if not called:
         raise argument_error("model", "one with transformers' attention interface", type(model).__name__)
 
 
@@ -250,7 +250,7 @@ def arrays_of(seen: dict[int, Any]) -> dict[str, np.ndarray]:
 
 
 def coded(scheme: Any, x: np.ndarray) -> torch.Tensor:
-    """Return [1, heads, tokens, dim] of numbers [tokens, heads, dim] as a scheme gives them back."""
+    """Encode and decode numbers [tokens, heads, dim] by a scheme; return them as [1, heads, tokens, dim]."""
     x = np.ascontiguousarray(x, np.float32)
     return numpy_to_tensor(np.asarray(scheme.decode(scheme.encode(x)), np.float32).swapaxes(0, 1)[None])
 
