@@ -1,12 +1,11 @@
 """What a paged cache refuses, and that nothing has changed then."""
 
 import numpy as np
-import pytest
 from attention_scenes import normal
 from paged_scenes import DIM, HEADS, LAYERS, paged, refused
 from scenes import assert_same
 
-from kvkit.cache import OutOfBlocksError, PagedCache
+from kvkit.cache import PagedCache
 
 
 def test_wrong_tokens_change_nothing(rng):
@@ -86,17 +85,6 @@ def test_with_all_layers_or_as_if_it_had_not_begun(rng):
     assert refused(run, [0, 1, 2]).startswith("layer_idx: ")
     assert (seq.length, seq.blocks, cache.blocks.available) == (0, [], 24)
     assert cache.blocks.add(range(5)).length == 0
-
-
-def test_out_of_blocks_leaves_the_storage_alone(rng):
-    cache = paged(num_blocks=3)
-    seq = cache.blocks.add(range(6))
-    cache.cache[...] = rng.standard_normal(cache.cache.shape)
-    other, before = cache.blocks.fork(seq), cache.cache.copy()
-    with pytest.raises(OutOfBlocksError):
-        cache.begin_step([(seq, 6), (other, 6)])
-    assert_same(cache.cache, before)
-    assert cache.blocks.available == 3
 
 
 def test_what_decides_the_first_hash():

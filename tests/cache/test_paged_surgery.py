@@ -491,21 +491,6 @@ def test_a_crop_within_a_step_takes_nothing_from_the_step(moved):
     assert not {*seq.blocks} & {*other.blocks}
 
 
-def test_out_of_blocks_leaves_all_as_it_was():
-    server = Server(num_blocks=3)
-    seq = server.add(12)
-    branch = server.fork(seq)
-    before = bytes_of(server.cache, seq)
-    for action in (lambda: server.cache.remove(seq, 1, 6), lambda: server.cache.blocks.fork(seq, 1)):
-        with pytest.raises(OutOfBlocksError):
-            action()
-    assert (seq.blocks, seq.borders, seq.intact, bytes_of(server.cache, seq)) == ([0, 1, 2], [], None, before)
-    server.free(branch)
-    server.call("remove", seq, 1, 6)  # in the blocks that it has
-    server.check_books()
-    server.decode((seq, 1))
-
-
 @pytest.mark.parametrize("rope", [ROPE, [ROPE, "none"]], ids=["all", "one"])
 def test_files_have_segments(tmp_path, rope):
     cache = PagedCache(40, P, LAYERS, HEADS, DIM, np.float16)

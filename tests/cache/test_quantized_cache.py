@@ -87,21 +87,6 @@ def test_any_history_is_that_of_plain_lists(history, window, read_back):
         model.check(layer)
 
 
-def test_codes_never_change():
-    """Hundreds of tokens come one by one: what has become codes stays as it is, to the bit."""
-    layer, tokens = QuantizedLayer(**OPTIONS), states(460)
-    before = None
-    for n in range(1, 461):
-        feed(layer, tokens, n)
-        now = [each.copy() for side in (0, 1) for each in coded(layer, side)]
-        if before is not None:
-            for old, new in zip(before, now, strict=True):
-                assert np.array_equal(new[:, :, : old.shape[2]], old)
-        before = now
-    assert now[0].shape[2] == 452
-    assert now[2].shape[2] == 453
-
-
 def test_a_view_is_good_until_the_layer_changes():
     layer, tokens = QuantizedLayer(**OPTIONS), states(40)
     keys, _ = feed(layer, tokens, 30)

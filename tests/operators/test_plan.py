@@ -47,12 +47,12 @@ def layers(rng, call):
 # The same bits
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_random_calls(part):
+@formats_of
+def test_random_calls(formats):
     """Attention and appends of two layers, twice each, have the bits of the plain functions."""
-    for seed in range(20 * part, 20 * (part + 1)):
+    for seed in range(20):
         rng = np.random.default_rng([seed, 2])
-        call = random_calls.attention(rng, "dynamic_cache")
+        call = random_calls.attention(rng, "dynamic_cache", formats)
         step = planned(call.but(**random_calls.one(rng, [{}, {"max_seqlen": None, "max_kvlen": 2**70}])))
         for _ in range(2):
             call = call.but(
