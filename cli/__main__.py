@@ -7,7 +7,7 @@ from types import FrameType
 
 def start() -> None:
     """Run `kvkit`."""
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # no process that this one starts runs files of its folder
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # child processes import no modules from the working folder
     try:
         import signal
 
@@ -23,15 +23,15 @@ def start() -> None:
         sys.stderr.write("kvkit: interrupted\n")
         sys.exit(130)
     finally:
-        exec("")  # else Python ends itself by SIGINT if the last text that it ran was interrupted
+        exec("")  # resets the flag by which Python ends itself with SIGINT after an interrupted `exec`
 
 
 def end_by_signal(number: int, frame: FrameType | None) -> None:
-    """Unwind as Ctrl-C does, so that no half-written file is left; amid an import end at once."""
+    """Unwind as Ctrl-C does, so that no half-written file is left. During an import, end at once."""
     sys.stderr.write(f"kvkit: ended by signal {int(number)}\n")
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            os._exit(128 + number)  # modules that are imported may catch an exit, or fail for it
+            os._exit(128 + number)  # a module that is being imported may catch SystemExit, or fail on it
         frame = frame.f_back
     sys.exit(128 + number)
 

@@ -1,4 +1,4 @@
-"""Make an operator's arguments from the arrays of a file and the settings of a command line."""
+"""Build an operator's arguments from the arrays of a file and the settings (--set) of a command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvkit.operators import OPERATORS, REQUIRED, Attribute, Input, Operator
 from kvkit_cli.show import suggestion
 
 SHOWN = 5  # names in a message
-KINDS = {  # type of a value: (in words, as --set takes it)
+KINDS = {  # {type of a value: (its name in errors, its form in --set)}
     int: ("an integer", "NUMBER"),
     float: ("a number", "NUMBER"),
     bool: ("True or False", "True or False"),
@@ -39,47 +39,47 @@ def is_scalar(array: Input) -> bool:
 
 
 def ignored_arrays(op: Operator, metadata: dict[str, Any]) -> set[str]:
-    """Return the arrays that a file of another operator's results may hold and this operator ignores."""
+    """Return the names of arrays to ignore: of another operator's results that a file holds."""
     source_op = OPERATORS.get(str(metadata.get("operator")))
-    return (
-        {array.name for array in (*source_op.inputs, *source_op.outputs)} - argument_names(op)
-        if source_op
-        else set()
-    )
+    arrays = (*source_op.inputs, *source_op.outputs) if source_op else ()
+    return {array.name for array in arrays} - argument_names(op)
 
 
 def argument_names(op: Operator) -> set[str]:
     """Return the names of an operator's inputs and attributes."""
-    return {thing.name for thing in (*op.inputs, *op.attributes)}
+    return {argument.name for argument in (*op.inputs, *op.attributes)}
 
 
 def check_headers(
-    op: Operator, path: Path | None, forms: dict[str, Any], metadata: dict[str, Any], settings: Sequence[str]
+    op: Operator,
+    path: Path | None,
+    headers: dict[str, Any],
+    metadata: dict[str, Any],
+    settings: Sequence[str],
 ) -> None:
-    """Check that a file fits a call, from the headers of its arrays, before anything is unpacked."""
-    forms = {name: form for name, form in forms.items() if name not in ignored_arrays(op, metadata)}
-    check_names(op, path, forms, parse_settings(op, settings))
+    """Check that a file fits a call, by the headers of its arrays, before anything is unpacked."""
+    headers = {name: header for name, header in headers.items() if name not in ignored_arrays(op, metadata)}
+    check_names(op, path, headers, parse_settings(op, settings))
     for array in op.inputs:
-        if array.name not in forms:
+        if array.name not in headers:
             continue
-        form, axes = forms[array.name], {axis_count(shape) for shape in array.shapes if "(" in shape}
-        index = "int64" in array.dtypes and form.dtype.kind in "iu"  # any width: the operator checks it
-        if not index and not {form.dtype.name, "any"} & {*array.dtypes}:
+        header, axes = headers[array.name], {axis_count(shape) for shape in array.shapes if "(" in shape}
+        index = "int64" in array.dtypes and header.dtype.kind in "iu"  # the operator checks the width
+        if not index and not {header.dtype.name, "any"} & {*array.dtypes}:
             wanted = " or ".join(array.dtypes)
-            raise KvkitError(f"{path}: {array.name}: expected dtype {wanted}, got {dtype_hint(form.dtype)}")
-        if None not in axes and len(form.shape) not in axes:
+            raise KvkitError(f"{path}: {array.name}: expected dtype {wanted}, got {dtype_hint(header.dtype)}")
+        if None not in axes and len(header.shape) not in axes:
             wanted = " or ".join(array.shapes)
-            raise KvkitError(f"{path}: {array.name}: expected shape {wanted}, got {form.shape}")
+            raise KvkitError(f"{path}: {array.name}: expected shape {wanted}, got {header.shape}")
     for attribute in op.attributes:
         shape = (2,) if attribute.kind is tuple else ()
-        if attribute.name in forms and forms[attribute.name].shape != shape:
+        if attribute.name in headers and (found := headers[attribute.name].shape) != shape:
             wanted = "two integers, an array of shape (2,)" if shape else "an attribute, a 0-d array"
-            shape_in_file = forms[attribute.name].shape
-            raise KvkitError(f"{path}: {attribute.name} has shape {shape_in_file}, but is {wanted}")
+            raise KvkitError(f"{path}: {attribute.name} has shape {found}, but is {wanted}")
 
 
 def axis_count(shape: str) -> int | None:
-    """Return the number of axes of a shape of the operator table, or None if any number fits."""
+    """Return the number of axes of a shape in the operator table, such as "(B, H)"; None for any number."""
     inside = shape[shape.index("(") + 1 : shape.rindex(")")]
     return None if "..." in inside else len(inside.split(",")) if inside else 0
 
@@ -87,9 +87,9 @@ def axis_count(shape: str) -> int | None:
 def bind(
     op: Operator, path: Path | None, arrays: dict[str, np.ndarray], settings: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the inputs and the attributes of a call, two dicts in the table's order.
+    """Return (inputs, attributes) of a call, dicts in the order of the operator table.
 
-    `settings` win over the file. `path` is None if there is no file.
+    `settings` take precedence over the file. `path` is None if there is no file.
     """
     values = parse_settings(op, settings)
     check_names(op, path, arrays, values)
@@ -105,13 +105,13 @@ def bind(
 
 
 def settable(op: Operator) -> dict[str, tuple[type, Sequence[str]]]:
-    """Return the names that --set takes, with their types and the names of their values."""
+    """Return {name that --set takes: (type, names of its values)}."""
     numbers = {array.name: (int, []) for array in op.inputs if is_scalar(array)}
     return numbers | {attribute.name: (attribute.kind, attribute.names) for attribute in op.attributes}
 
 
 def setting_form(kind: type, names: Sequence[str]) -> str:
-    """Return how --set writes a value of a type."""
+    """Return the form of a value in --set, such as "NUMBER" or "NAME|NAME|NUMBER"."""
     return "|".join([*names, KINDS[kind][1]])
 
 
@@ -133,7 +133,7 @@ def parse_settings(op: Operator, settings: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_value(text: str, kind: type, names: Sequence[str]) -> Any:
-    """Return the value of a text. Texts and names need no quotes, and true and false no capitals."""
+    """Parse a value of a type. Texts and names need no quotes; true and false need no capitals."""
     if text in names or (kind is str and text[:1] not in ("'", '"')):
         return text
     return ast.literal_eval(text.capitalize() if kind is bool else text)
@@ -143,7 +143,7 @@ def check_names(
     op: Operator, path: Path | None, arrays: dict[str, np.ndarray], values: dict[str, Any]
 ) -> None:
     """Refuse arrays that the operator does not know, and calls without a required array."""
-    legal = [thing.name for thing in (*op.inputs, *op.attributes)]
+    legal = [argument.name for argument in (*op.inputs, *op.attributes)]
     known = f"{op.name} takes {', '.join(legal)} (see kvkit describe {op.name})"
     extra = [name for name in arrays if name not in legal]
     if extra:
@@ -183,7 +183,7 @@ def attribute_value(
 
 
 def convert_value(attribute: Attribute, value: Any, origin: str) -> Any:
-    """Return a value in the attribute's type. A float may be an integer, a flag 0 or 1, a mode its name."""
+    """Convert a value to the attribute's type: an integer to a float, 0 or 1 to a flag, a name to a mode."""
     kind = attribute.kind
     if value in attribute.names:
         return attribute.names.index(value)

@@ -37,14 +37,14 @@ def import_suites() -> list[ModuleType]:
     help="Runs of each case; medians are shown.",
 )
 def bench(folder: Path | None, only: str, rounds: int) -> None:
-    """Measure operators beside plain copies or reads, and other libraries.
+    """Measure operators beside plain copies or reads, and beside other libraries.
 
-    The operator and the copy run in turns. GB/s counts the bytes that the operator must read and write; the
-    copy reads and writes as many. Several sets of data rotate, so that data come from memory. An operator
-    that writes into a given array is compared with a copy into existing memory, others with a copy into new
-    memory. Attention is compared with a read of its cache, decoding also with its multiplications alone, and
-    with torch, onnxruntime and ggml where they are installed. With --only, figures of other cases stay in
-    their file if this machine measured them.
+    The operator and the copy run alternately. GB/s counts the bytes that the operator must read and write;
+    the copy reads and writes as many. Several sets of data take turns, so that data come from memory. An
+    operator that writes into a given array is compared with a copy into existing memory, others with a copy
+    into new memory. Attention is compared with a read of its cache and with torch, onnxruntime and ggml if
+    they are installed; decoding also with its multiplications alone. With --only, figures of other cases
+    stay in their file if this machine measured them.
 
     \b
     Examples:

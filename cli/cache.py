@@ -18,7 +18,7 @@ def cache() -> None:
 
 @cache.command()
 def clean() -> None:
-    """Remove the compiled code of every version. It is compiled again when it is needed."""
+    """Remove the compiled code of every version of kvkit. Calls compile it again."""
     count, size = disk_cache.clean()
     folder = disk_cache.root_folder() or "nowhere: none is kept"
     click.echo(f"removed {count} files, {show.size(size)}, from {folder}")

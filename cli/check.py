@@ -16,17 +16,15 @@ COLOURS = {"error": "red", "warning": "yellow"}
 
 @click.command(cls=tool.ToolVerb)
 @click.argument("sources", metavar="FILE...", type=tool.PATH, nargs=-1)
-@click.option("--before", metavar="FILE", type=tool.PATH, help="FILE by another name, for use with --after.")
-@click.option(
-    "--after", metavar="FILE", type=tool.PATH, help="The caches after the call whose inputs FILE holds."
-)
+@click.option("--before", metavar="FILE", type=tool.PATH, help="The same as FILE, to be read with --after.")
+@click.option("--after", metavar="FILE", type=tool.PATH, help="The caches after the call with FILE's inputs.")
 @tool.layout(about="The layout of the cache: a name or a line.")
 @tool.sizes()
 @tool.model
 @tool.names
 @clusters.on_cluster
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON; of several files one object, by file name."
+    "--json", "as_json", is_flag=True, help="Print JSON; for several files, one object by file name."
 )
 @click.pass_context
 def check(ctx, sources, before, after, keys, values, dask, as_json, **options):
@@ -67,18 +65,17 @@ def check(ctx, sources, before, after, keys, values, dask, as_json, **options):
     if as_json:
         whole = {name: found.to_dict() for name, found in results.items()}
         for found in whole.values():
-            for each in found["findings"]:
-                each["hint"] = ctx.command.in_shell(each["hint"])
+            for finding in found["findings"]:
+                finding["hint"] = ctx.command.in_shell(finding["hint"])
         click.echo(json.dumps(whole if several else next(iter(whole.values())), indent=2))
     ctx.exit(1 if any(found.errors for found in results.values()) else 0)
 
 
 def check_file(after, keys, values, options, source):
     """Check a file; errors name it."""
+
+    def opened(file):
+        return None if file is None else with_model(by_patterns(file, keys, values), options["model"])
+
     with clusters.naming(source):
-        model, layout, sizes = options["model"], options["layout"], options["sizes"]
-        before, later = (
-            None if file is None else with_model(by_patterns(file, keys, values), model)
-            for file in (source, after)
-        )
-        return tools.check(before, later, layout=layout, sizes=sizes)
+        return tools.check(opened(source), opened(after), layout=options["layout"], sizes=options["sizes"])

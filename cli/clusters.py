@@ -25,20 +25,20 @@ def on_cluster(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def naming(path: Any) -> Iterator[None]:
-    """Add the name of a task's file to its errors."""
+    """Add the name of a file to errors that lack it."""
     try:
         yield
     except KvkitError as error:
         if str(path) in str(error):
             raise
-        kind = type(error)
-        kind = kind if kind.__init__ is KvkitError.__init__ else KvkitError  # whose argument is its message
+        kind = type(error)  # some kinds take other arguments than the message
+        kind = kind if kind.__init__ is KvkitError.__init__ else KvkitError
         raise kind(f"{path}: {error}") from error
 
 
 @contextlib.contextmanager
 def mapper(address: str | None) -> Iterator[Callable[..., Any]]:
-    """Yield `map`, or a function like it that runs named tasks on a cluster and shows a bar."""
+    """Yield `map`, or with an address a function like it that runs tasks on a cluster and shows a bar."""
     if address is None:
         yield map
         return

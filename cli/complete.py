@@ -19,32 +19,29 @@ def operators(ctx: click.Context, param: click.Parameter, begun: str) -> list[st
 
 
 def settings(ctx: click.Context, param: click.Parameter, begun: str) -> list[str]:
-    """Return completions of --set: names of settings, and, after "=", names of values."""
+    """Return completions of --set: names of settings, and after "=" names of values."""
     named = [word for word in (ctx.params.get("operator"), *ctx.args) if word in OPERATORS]
     legal = settable(OPERATORS[named[0]]) if named else {}
     name, sign, _ = begun.partition("=")
     if not sign:
         return [f"{each}=" for each in legal if each.startswith(begun)]
-    return [
-        f"{name}={value}" for value in legal.get(name, (None, []))[1] if f"{name}={value}".startswith(begun)
-    ]
+    whole = [f"{name}={value}" for value in legal.get(name, (None, []))[1]]
+    return [each for each in whole if each.startswith(begun)]
 
 
 def layouts(ctx: click.Context, param: click.Parameter, begun: str) -> list[str]:
-    """Return names of layouts that begin so."""
+    """Return the names of layouts that begin with `begun`."""
     return [name for name in [*LAYOUTS, *ALIASES] if name.startswith(begun)]
 
 
 def files_and_layouts(ctx: click.Context, param: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Return names of layouts, and let the shell complete files."""
+    """Return the names of layouts that begin with `begun`, and let the shell complete files, too."""
     return [*map(CompletionItem, layouts(ctx, param, begun)), CompletionItem(begun, type="file")]
 
 
 def formats(ctx: click.Context, param: click.Parameter, begun: str) -> list[str]:
-    """Return names of formats that complete the last entry of a list with commas, also after a "+"."""
+    """Return completions of the last format in a list with commas; after a "+" its rotation is completed."""
     before, comma, last = begun.rpartition(",")
     base, plus, _ = last.partition("+")
-    known = (
-        [f"{base}+{rotation}" for rotation in ROTATIONS] if plus else [*NAMED, *(one.name for one in FLOATS)]
-    )
+    known = [f"{base}+{rotation}" for rotation in ROTATIONS] if plus else [*NAMED, *map(str, FLOATS)]
     return [f"{before}{comma}{name}" for name in known if name.startswith(last)]

@@ -24,7 +24,7 @@ from kvkit_cli import clusters, complete, show, tool, watch
 @click.option(
     "--format",
     metavar="NAME",
-    help="The format of the numbers in OUT, in place of --to: float16, q8_0, int4:g32...",
+    help="The format of the numbers in OUT, instead of --to: float16, q8_0, int4:g32...",
     shell_complete=complete.formats,
 )
 @click.option(
@@ -42,36 +42,36 @@ from kvkit_cli import clusters, complete, show, tool, watch
 @tool.model
 @tool.rotation
 @click.option(
-    "--rope-pairs", metavar="halves|neighbours", help="The elements of keys that are to rotate as pairs."
+    "--rope-pairs",
+    metavar="halves|neighbours",
+    help="Pair elements of keys in OUT for this rotary embedding.",
 )
 @click.option(
-    "--from-rope-pairs", metavar="halves|neighbours", help="Those of IN, if the file does not say them."
+    "--from-rope-pairs", metavar="halves|neighbours", help="The pairs of IN, if the file does not name them."
 )
-@click.option(
-    "--layers", metavar="N,N:N,...", help="The layers to take, as 0,2,4:; others may differ in length."
-)
+@click.option("--layers", metavar="N,N:N,...", help="The layers to take, as 0,2,4:.")
 @click.option("--verify", is_flag=True, help="Read the result back and compare it with IN.")
-@click.option(
-    "--axis", metavar="h", help="Join the heads that several IN have each, in their order, to one OUT."
-)
+@click.option("--axis", metavar="h", help="Join the heads of several IN, in their order, into one OUT.")
 @clusters.on_cluster
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON; of several files one object, by file name."
+    "--json", "as_json", is_flag=True, help="Print JSON; for several files, one object by file name."
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
 def convert(sources, target, page_size, axis, dask, as_json, quiet, keys, values, model, **options):
     """Move a cache to another layout, bit for bit, or to another format.
 
     IN is any file that `kvkit inspect` reads. Its cache is the array cache, the arrays cache.0, cache.0.1
-    and so on if the layout has lists, or key_cache and value_cache, key and value and so on. OUT is a .npz,
-    .npy or .safetensors file, or a .bin file, the state of a sequence of llama.cpp; on an error it does not
-    change. With several IN it is an existing folder; or, with --axis h, one file with the heads of all
-    tensor-parallel ranks. Rows do not move. --page-size copies each sequence of the page tables
-    (block_tables and context_lens; kv_indptr, kv_indices and kv_last_page_len; cells of llama.cpp), or each
-    b without tables, into new pages; --page-size longest makes one page of each sequence.
+    and so on if the layout has lists, or pairs such as key_cache and value_cache, key and value. OUT is a
+    .npz, .npy or .safetensors file, or a .bin file, which is a sequence state of llama.cpp; on an error it
+    does not change. With several IN, OUT is an existing folder; or, with --axis h, one file with the heads of
+    all tensor-parallel ranks.
+
+    Rows do not move, except with --page-size: it copies each sequence of the page tables (block_tables and
+    context_lens; kv_indptr, kv_indices and kv_last_page_len; cells of llama.cpp), or each b if there are no
+    tables, into new pages. --page-size longest makes one page of each sequence.
 
     --format converts the numbers and writes them in the layout "l kv | b n h c". The numbers of IN are
-    floats, or codes whose format the file (a state of llama.cpp, a saved cache) or --from-format names.
+    floats, or codes whose format --from-format names, if the file does not.
 
     \b
     Examples:
@@ -89,9 +89,8 @@ def convert(sources, target, page_size, axis, dask, as_json, quiet, keys, values
     options["page_size"] = page_size_of(page_size)
     with clusters.mapper(dask) as mapper:
         names = keys, values, model
-        work = partial(
-            convert_files, axis=axis, names=names, options=options, quiet=quiet, alone=dask is None
-        )
+        alone = dask is None
+        work = partial(convert_files, axis=axis, names=names, options=options, quiet=quiet, alone=alone)
         results = {}
         for paths, done in zip(inputs, mapper(work, inputs, targets), strict=True):
             results[str(paths[0])] = done.to_dict()
@@ -102,26 +101,29 @@ def convert(sources, target, page_size, axis, dask, as_json, quiet, keys, values
 
 
 def targets_of(inputs, target):
-    """Return the path to write for each file or joined files; all are checked before one is written."""
+    """Return the path to write for each group of inputs; all are checked before one is written."""
     targets = [target]
     if len(inputs) > 1 or (target.is_dir() and len(inputs[0]) == 1):
         if not target.is_dir():
             raise KvkitError(f"{target}: no folder: with several IN, OUT is a folder that exists")
-        names = [each.name if each.suffix in files.WRITTEN else f"{each.name}.npz" for [each] in inputs]
+        names = [path.name if path.suffix in files.WRITTEN else f"{path.name}.npz" for [path] in inputs]
         targets = [target / name for name in names]
-    for paths, one in zip(inputs, targets, strict=True):
-        check_target(one)
-        if one.suffix not in (*files.WRITTEN, SUFFIX):
-            raise KvkitError(f"{one}: a cache is written as {', '.join(files.WRITTEN)}: give such a name")
-        if one.exists() and any(source.exists() and one.samefile(source) for source in paths):
-            raise KvkitError(f"{one}: OUT is IN: give another name")
-        if targets.count(one) > 1:
-            raise KvkitError(f"{one}: two IN have this name: convert them one by one")
+    for paths, path in zip(inputs, targets, strict=True):
+        check_target(path)
+        if path.suffix not in (*files.WRITTEN, SUFFIX):
+            raise KvkitError(f"{path}: a cache is written as {', '.join(files.WRITTEN)}: give such a name")
+        if path.exists() and any(source.exists() and path.samefile(source) for source in paths):
+            raise KvkitError(f"{path}: OUT is IN: give another name")
+        if targets.count(path) > 1:
+            raise KvkitError(f"{path}: two IN have this name: convert them one by one")
     return targets
 
 
 def convert_files(paths, target, axis, names, options, quiet, alone):
-    """Convert a file, or several joined. A task that runs `alone` shows progress and watches for changes."""
+    """Convert one file, or several that are joined.
+
+    A task that runs in this process, `alone`, shows progress and watches for changes of its files.
+    """
     parts = {path: files.read(path) for path in paths}
     mapped = {path: contents.mapped for path, contents in parts.items()}
     total = sum(array.nbytes for contents in parts.values() for array in contents.arrays.values())
@@ -144,7 +146,7 @@ def convert_files(paths, target, axis, names, options, quiet, alone):
 
 
 def page_size_of(text):
-    """Return the rows of a page, or "longest", or None."""
+    """Parse --page-size: a number, "longest", or None."""
     if text is None or text == "longest":
         return text
     if not (text.isascii() and text.isdecimal()) or not 0 < int(text[:10]) < 2**31:
@@ -153,7 +155,7 @@ def page_size_of(text):
 
 
 def in_steps(advance):
-    """Turn a callback for the bytes of each step into one for all bytes done."""
+    """Return a callback (bytes done, all bytes) that calls `advance` with the bytes since its last call."""
     before = [0]
 
     def progress(done, total):

@@ -11,7 +11,7 @@ from kvkit.operators import REQUIRED, Attribute, Operator
 from kvkit_cli import complete, show
 from kvkit_cli.arguments import find_operator, is_scalar
 
-# Numbers in examples; others are 0.
+# The values of arguments in examples; all others are 0.
 SIZES = {"num_heads": 8, "head_dim": 64, "seqlen_q": 4, "seqlen_kv": 16, "m": 100, "n": 30}
 
 
@@ -19,7 +19,7 @@ SIZES = {"num_heads": 8, "head_dim": 64, "seqlen_q": 4, "seqlen_kv": 16, "m": 10
 @click.argument("operator", metavar="OP", shell_complete=complete.operators)
 @click.option("--json", "for_programs", is_flag=True, help="Print JSON.")
 def describe(operator: str, for_programs: bool) -> None:
-    """Show what an operator takes and gives.
+    """Show the inputs, attributes and outputs of an operator.
 
     \b
     Examples:
@@ -42,12 +42,8 @@ def describe(operator: str, for_programs: bool) -> None:
 
 def attribute_dict(attribute: Attribute) -> dict[str, Any]:
     """Return an attribute as a dict; a required attribute has no default."""
-    entry = {
-        "name": attribute.name,
-        "type": attribute.kind.__name__,
-        "about": attribute.about,
-        "modes": dict(attribute.modes),
-    }
+    facts = {"type": attribute.kind.__name__, "about": attribute.about, "modes": dict(attribute.modes)}
+    entry = {"name": attribute.name} | facts
     return entry if attribute.default is REQUIRED else entry | {"default": attribute.default}
 
 
@@ -68,11 +64,12 @@ def attribute_table(op: Operator) -> Table:
     table = show.table("Attributes", "name", "default", "meaning")
     for attribute in op.attributes:
         modes = [f"{number} {name}: {about}" for number, (name, about) in enumerate(attribute.modes)]
-        table.add_row(attribute.name, default(attribute), "\n".join([attribute.about, *modes]))
+        table.add_row(attribute.name, default_text(attribute), "\n".join([attribute.about, *modes]))
     return table
 
 
-def default(attribute: Attribute) -> str:
+def default_text(attribute: Attribute) -> str:
+    """Return the default of an attribute as text, or "required"."""
     if attribute.default is REQUIRED:
         return "required"
     value = attribute.names[attribute.default] if attribute.modes else attribute.default
@@ -81,8 +78,8 @@ def default(attribute: Attribute) -> str:
 
 def output_table(op: Operator) -> Table:
     """Return the table of outputs."""
-    beside = ", beside the in-out ones" if any(array.inout for array in op.inputs) else ""
-    table = show.table(f"Outputs: arrays in OUT.npz{beside}", "name", "dtype", "shape", "meaning")
+    more = ", besides the in-out arrays" if any(array.inout for array in op.inputs) else ""
+    table = show.table(f"Outputs: arrays in OUT.npz{more}", "name", "dtype", "shape", "meaning")
     for array in op.outputs:
         about = f"{array.about}; with {array.only_with}" if array.only_with else array.about
         table.add_row(array.name, array.dtype, array.shape, about)
@@ -90,7 +87,7 @@ def output_table(op: Operator) -> Table:
 
 
 def note(op: Operator) -> str:
-    """Return a sentence on how to give numbers and pairs."""
+    """Return a sentence on how to give 0-d inputs and attributes."""
     scalars = ["inputs with shape ()"] if any(map(is_scalar, op.inputs)) else []
     scalars += ["attributes"] if op.attributes else []
     text = f"{' and '.join(scalars).capitalize()} are 0-d arrays in IN.npz, or are given with --set"
@@ -101,13 +98,13 @@ def note(op: Operator) -> str:
 
 
 def example(op: Operator) -> str:
-    """Return a command to copy, in two lines if it is long."""
+    """Return an example command, in two lines if it is long."""
     needed = [array for array in op.inputs if not array.optional]
     settings = [f"{array.name}={SIZES.get(array.name, 0)}" for array in needed if is_scalar(array)]
     required = [attribute for attribute in op.attributes if attribute.default is REQUIRED]
     settings += [f"{attribute.name}={SIZES.get(attribute.name, 0)}" for attribute in required]
     if not required:
-        settings += [f"{attribute.name}={default(attribute)}" for attribute in op.attributes[:1]]
+        settings += [f"{attribute.name}={default_text(attribute)}" for attribute in op.attributes[:1]]
     source = "" if all(map(is_scalar, needed)) else " IN.npz"
     command = f"kvkit run {op.name}{source} -o OUT.npz"
     options = "".join(f" --set {setting}" for setting in settings)

@@ -13,16 +13,11 @@ from kvkit_cli import clusters, show, tool
 @click.argument("b", metavar="B", type=tool.PATH)
 @tool.layout("--layout-a", "layout_a", "The layout of the cache in A.")
 @tool.layout("--layout-b", "layout_b", "The layout of the cache in B.")
-@click.option(
-    "--like",
-    metavar="IN",
-    type=tool.PATH,
-    help="The inputs of the call that wrote A and B; they explain codes.",
-)
+@click.option("--like", metavar="IN", type=tool.PATH, help="The inputs of the call that wrote A and B.")
 @click.option("--axes", help="Axes of arrays that have no layout, from l b n h c.")
 @click.option("--atol", type=float, default=0.0, help="Absolute tolerance of an element.")
 @click.option("--rtol", type=float, default=0.0, help="Relative tolerance, added to the absolute one.")
-@click.option("--ulp", type=int, default=0, help="Or a tolerance in units in the last place.")
+@click.option("--ulp", type=int, default=0, help="Tolerance in units in the last place, instead.")
 @click.option("--plot", metavar="FILE", type=tool.PATH, help="Draw a map of differences, tokens by heads.")
 @tool.sizes()
 @tool.model
@@ -31,10 +26,10 @@ from kvkit_cli import clusters, show, tool
 @tool.json_option
 @click.pass_context
 def diff(ctx, a, b, keys, values, model, as_json, dask, **options):
-    """Say where two caches or outputs differ, and why.
+    """Find where two caches or outputs differ, and why.
 
-    A is the expected file, B the actual one: arrays of equal names, or caches, each in its own layout. Each
-    usual cause shows the share of differences it explains. Without tolerances bits are compared.
+    A is the expected file, B the actual one. They have arrays of equal names, or caches in two layouts. Each
+    cause is printed with the share of differences that it explains. Without tolerances, bits are compared.
 
     The exit code is 0 if nothing differs, 1 if something does, 2 for a wrong command or file.
 

@@ -25,11 +25,11 @@ SVG = ".svg"
 @tool.layout(about="The layout of FILE's cache, if it does not name one.")
 @tool.sizes("Lengths of a layout's axes. For a file, n is the rows of a page.")
 def draw(what, output, layout, sizes):
-    """Draw a layout, or which sequence each row of a saved cache belongs to.
+    """Draw a layout, or the rows of a saved cache by sequence.
 
     If the file has page tables (block_tables and context_lens, kv_indptr and so on, cells of llama.cpp), each
-    row is drawn as one sequence's, shared, free, stale, or published (kept by a PagedCache for a sequence
-    that begins alike). Otherwise the layout is drawn, in small sizes.
+    row is drawn by the sequence that uses it, or as shared, free, stale, or published (kept by a PagedCache
+    for sequences with the same beginning). Otherwise the layout is drawn, in small sizes.
 
     \b
     Examples:
@@ -60,7 +60,7 @@ def draw(what, output, layout, sizes):
 
 
 def draw_file(path, layout, sizes, kind):
-    """Return a drawing of the rows of a file's cache by its page tables, or of its layout, and a note."""
+    """Return (drawing, note) of the rows of a file's cache by its page tables, or of its layout."""
     source = CacheSource(path, layout)
     convention, pages = source.block_tables(sizes.get("n")) or ("", None)
     if pages is None:
@@ -68,7 +68,7 @@ def draw_file(path, layout, sizes, kind):
         if source.layout is None:
             raise argument_error("layout", f"a layout, as {path} has no tables and names none", "None")
         note = (
-            "no page tables in the file (block_tables and context_lens): this is its layout, in small sizes"
+            "the file has no page tables (block_tables and context_lens): this is its layout, in small sizes"
         )
         return drawing.layout(source.layout, sizes=sizes, kind=kind), note
     rows, filled = filled_rows(source, pages)
@@ -77,16 +77,16 @@ def draw_file(path, layout, sizes, kind):
         rows = blocks * page_size
     note = ""
     if rows is None:
-        note = "drawn up to the last row in use, as no layout and no num_blocks say how many there are"
+        note = "drawn up to the last row in use, as neither a layout nor num_blocks gives the number of rows"
     else:
         check_pages_in_pool(convention, pages, rows)
-    across = source.paged.get("arguments", {}).get("page_size")  # where a page of the table is a row
+    across = source.paged.get("arguments", {}).get("page_size")  # a saved PagedCache's table lists rows
     published = published_rows(source.arrays, source.paged) if source.paged else None
     return drawing.cells(pages, rows, page_size=across, filled=filled, published=published, kind=kind), note
 
 
 def check_parts(source):
-    """Refuse a part of a page table, or one with pages of unknown size."""
+    """Refuse an incomplete page table, and one with pages of unknown size."""
     for name in (name for name in BESIDE_TABLE if name in source.arrays):
         for other in BESIDE_TABLE[name]:
             if other not in source.arrays:
@@ -96,7 +96,7 @@ def check_parts(source):
 
 
 def filled_rows(source, pages):
-    """Return (number of rows, which rows are not zero); (None, None) without a layout."""
+    """Return (number of rows, bool [rows] of rows that are not zero); (None, None) without a layout."""
     kv, _ = source.one_head_view()
     if kv is None or isinstance(kv.keys[0], tuple) or kv.keys[0].shape[1] % pages.page_size:
         return None, None

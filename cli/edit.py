@@ -16,7 +16,7 @@ from kvkit.files.paths import check_source, check_target
 from kvkit.tools import states
 from kvkit_cli import tool
 
-CHANGES = {  # change: (what its option takes, its help)
+CHANGES = {  # {change: (value of its option, help)}
     "remove": ("BEGIN:END", "Remove the tokens with these positions; END may be left out."),
     "retain": ("BEGIN:END,...", "Remove all other tokens."),
     "shift": ("BEGIN:END:DELTA", "Move tokens to other positions."),
@@ -26,7 +26,7 @@ RANGE = re.compile(r"(\d*):(\d*)(?::(-?\d+))?")
 
 
 class Edit(tool.ToolVerb):
-    """A command that makes changes in the order of its options."""
+    """Makes changes in the order of the options that name them."""
 
     def parse_args(self, ctx, args):
         """Parse the options, and note the order of the changes."""
@@ -45,17 +45,18 @@ class Edit(tool.ToolVerb):
 @click.option(
     "--rope",
     metavar="CONFIG|NAME=N,...",
-    help="How keys were rotated: a config.json, or rotary_dim=64,theta=10000, or none. Moves need it.",
+    help="The rotary embedding of keys: a config.json, or rotary_dim=64,theta=10000, or none. Moves need it.",
 )
 @click.option("-o", "--output", metavar="OUT", type=tool.PATH, help="The file to write, of the kind of FILE.")
 @tool.json_option
 @click.pass_context
 def edit(ctx, source, close, rope, output, as_json, **changes):
-    """Remove, keep and move tokens of a saved cache, in the order given.
+    """Remove, keep and move tokens of a saved cache.
 
-    FILE is a .npz file that Cache.save wrote, quantized or with sliding windows too; or a session or
-    state of llama.cpp, which takes --remove and --retain. Positions count from 0; a range is half-open.
-    Keys are not rotated: attention accounts for moves. Nothing is written unless all changes can be done.
+    FILE is a .npz file that Cache.save wrote, or a session or state of llama.cpp, for which only --remove and
+    --retain are possible. Changes are made in the order of the options. Positions count from 0; ranges are
+    half-open. Keys stay as they are: attention accounts for moves. Nothing is written unless all changes are
+    possible.
 
     \b
     Examples:
@@ -79,16 +80,19 @@ def edit(ctx, source, close, rope, output, as_json, **changes):
         apply_change(cache, name, next(values[name]), close, rotation)
     cache.save(output)
     layer = longest(cache)
+    shifts = {"rope_shifts": layer.rope_shifts.tolist()}
+    print_tokens(layer.positions, cache.get_seq_length(), as_json, shifts)
+
+
+def print_tokens(positions, next_position, as_json, more):
+    """Print how many tokens are left, and their positions; `more` is added to JSON."""
+    runs = position_runs(positions)
     if as_json:
-        click.echo(
-            json.dumps(
-                {"tokens": layer.stored_tokens, "next_position": cache.get_seq_length(),
-                 "positions": position_runs(layer.positions), "rope_shifts": layer.rope_shifts.tolist()}
-            )
-        )  # fmt: skip
+        facts = {"tokens": len(positions), "next_position": next_position, "positions": runs}
+        click.echo(json.dumps(facts | more))
     else:
-        shown = ",".join(f"{begin}:{end}" for begin, end in position_runs(layer.positions))
-        click.echo(f"{layer.stored_tokens} tokens at {shown or 'none'}, the next at {cache.get_seq_length()}")
+        shown = ",".join(f"{begin}:{end}" for begin, end in runs)
+        click.echo(f"{len(positions)} tokens at {shown or 'none'}, the next at {next_position}")
 
 
 def is_llama(source):
@@ -104,16 +108,12 @@ def edit_state(ctx, source, output, changes, close, as_json):
         what = "moves, as a state has keys rotated by their positions"
         raise KvkitError(f"{source}: expected --remove or --retain, got {what}")
     values = {name: iter(given) for name, given in changes.items()}
-    wanted = [(name, next(values[name]).split(",")) for name in ctx.meta["order"]]
-    parsed = [
-        (name == "retain", [parse_range(name, part, False) for part in parts]) for name, parts in wanted
-    ]
+    parsed = [(name, parse_ranges(name, next(values[name]))) for name in ctx.meta["order"]]
 
     def keep(positions):
         stays = np.ones(len(positions), bool)
-        for inside, ranges in parsed:
-            chosen = [(positions >= a) & (positions < (np.inf if b is None else b)) for a, b, _ in ranges]
-            stays &= np.any(chosen, axis=0) == inside
+        for name, ranges in parsed:
+            stays &= in_ranges(positions, ranges) == (name == "retain")
         return stays
 
     contents = states.retain_tokens(files.read(source), keep)
@@ -121,12 +121,7 @@ def edit_state(ctx, source, output, changes, close, as_json):
     if not len(found):
         raise KvkitError(f"{source}: expected tokens that stay, got none")
     llama_writing.write(output, contents)
-    runs, end = position_runs(found), int(found[-1]) + 1
-    if as_json:
-        click.echo(json.dumps({"tokens": len(found), "next_position": end, "positions": runs}))
-    else:
-        shown = ",".join(f"{begin}:{end}" for begin, end in runs)
-        click.echo(f"{len(found)} tokens at {shown}, the next at {end}")
+    print_tokens(found, int(found[-1]) + 1, as_json, {})
 
 
 def open_cache(source):
@@ -134,7 +129,7 @@ def open_cache(source):
     try:
         cache = load(source)
     except KvkitError as error:
-        takes = "kvkit edit takes what Cache.save wrote, and states of llama.cpp"
+        takes = "kvkit edit takes files of Cache.save and states of llama.cpp"
         raise type(error)(f"{error}; {takes}") from error
     if isinstance(cache, PagedCache):
         got = "sequences in blocks (in Python: PagedCache.remove(seq, ...))"
@@ -145,7 +140,7 @@ def open_cache(source):
 
 
 def longest(cache):
-    """Return the layer that stores most tokens; windows store the last ones."""
+    """Return the layer that stores most tokens: layers with a window store only the last ones."""
     return max(cache.layers, key=lambda layer: layer.stored_tokens)
 
 
@@ -153,11 +148,7 @@ def apply_change(cache, name, text, close, rotation):
     """Apply one change to a cache."""
     if name == "retain":
         positions = longest(cache).positions
-        inside = np.zeros(len(positions), bool)
-        for part in text.split(","):
-            begin, end, _ = parse_range(name, part, False)
-            inside |= (positions >= begin) & (positions < (cache.get_seq_length() if end is None else end))
-        cache.retain(positions[inside])
+        cache.retain(positions[in_ranges(positions, parse_ranges(name, text))])
         return
     begin, end, by = parse_range(name, text, name != "remove")
     if name == "remove":
@@ -166,8 +157,19 @@ def apply_change(cache, name, text, close, rotation):
         getattr(cache, name)(begin, end, by, rope=rotation)
 
 
+def parse_ranges(name, text):
+    """Parse a text such as 0:4,100: into ranges."""
+    return [parse_range(name, part, False) for part in text.split(",")]
+
+
+def in_ranges(positions, ranges):
+    """Return which positions lie in one of the ranges, bool [positions]."""
+    inside = [(positions >= a) & (positions < (np.inf if b is None else b)) for a, b, _ in ranges]
+    return np.any(inside, axis=0)
+
+
 def parse_range(name, text, by):
-    """Return (begin, end or None, a third number or None) of a text such as 10:20."""
+    """Parse a text such as 10:20, or with `by` 10:20:-4, into (begin, end or None, third number or None)."""
     found = RANGE.fullmatch(text.strip())
     if found is None or len(text) > 60 or (found[3] is not None) != by:
         raise KvkitError(f"--{name} {text}: expected {CHANGES[name][0]}, as 10:20{':-4' if by else ''}")
@@ -181,7 +183,7 @@ def position_runs(positions):
 
 
 def parse_rope(text):
-    """Return the rotation that a text gives: a config.json, numbers by name, or "none"."""
+    """Parse a rotary embedding: the path of a config.json, numbers by name, or "none"."""
     if text == "none":
         return text
     if "=" not in text:
@@ -192,13 +194,10 @@ def parse_rope(text):
             raise KvkitError(f"--rope {text}: not a config.json: {error}") from None
         return Rope.from_config(SimpleNamespace(**config))
     try:
-        numbers = {
-            name: json.loads(value) for name, _, value in (part.partition("=") for part in text.split(","))
-        }
-        return Rope(**numbers)
+        pairs = (part.partition("=") for part in text.split(","))
+        return Rope(**{name: json.loads(value) for name, _, value in pairs})
     except KvkitError as error:
         raise KvkitError(f"--rope {text}: {error}") from error
     except (ValueError, TypeError):
-        raise KvkitError(
-            f"--rope {text}: expected rotary_dim=64,theta=10000, or a config.json, or none"
-        ) from None
+        wanted = "rotary_dim=64,theta=10000, or a config.json, or none"
+        raise KvkitError(f"--rope {text}: expected {wanted}") from None

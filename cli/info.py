@@ -1,4 +1,4 @@
-"""`kvkit info`: show versions, the CPU, compiled code and backends, for reports of problems."""
+"""`kvkit info`: show versions, the CPU, compiled code and backends, for bug reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from kvkit.errors import DeviceError
 from kvkit.runtime import disk_cache, source_digest
-from kvkit.runtime.jit import STATE, cache_folder
+from kvkit.runtime.jit import SOURCE_LETTERS, cache_folder
 from kvkit.version import __version__
 from kvkit_cli import ownership, show
 
@@ -47,7 +47,7 @@ def info(for_programs: bool) -> None:
 
 
 def compiled_code() -> list[dict[str, Any]]:
-    """Count the compiled code on disk by its module and by the state of the package."""
+    """Count files of compiled code by module and by the sources and machine that they are for."""
     root, here = disk_cache.root_folder(), cache_folder()
     counts: dict[tuple[str, str], tuple[int, int]] = {}
     for path in sorted(root.glob("*/*.bin")) if root else ():
@@ -56,7 +56,7 @@ def compiled_code() -> list[dict[str, Any]]:
             key = "kvkit_cuda", "GPUs"
         elif path.parent != here:
             key = "all", "another CPU, Python or Numba"
-        elif module and state == source_digest.digest(module)[:STATE]:
+        elif module and state == source_digest.digest(module)[:SOURCE_LETTERS]:
             key = module, THIS
         else:
             key = "all", "other sources of kvkit"
@@ -67,13 +67,13 @@ def compiled_code() -> list[dict[str, Any]]:
 
 
 def module_of(name: str) -> str | None:
-    """Return the module whose compiled code is in a file of this name."""
+    """Return the module whose compiled code is in a file of this name; None if there is none."""
     legal = [module for module in source_digest.SOURCES if name.startswith(module.replace(".", "-") + "-")]
     return max(legal, key=len, default=None)
 
 
 def system_facts() -> dict[str, str]:
-    """Return the facts about this system, by name."""
+    """Return {name: fact} about this system."""
     modules = (np, numba, llvmlite, ml_dtypes)
     return {
         "kvkit": __version__,
@@ -102,7 +102,7 @@ def threading_layer() -> str:
 
 
 def cuda_state() -> str:
-    """Return the device that the GPU package runs on, or what it lacks."""
+    """Return the device that kvkit_cuda runs on, or what it lacks."""
     from kvkit_cuda.device_runtime import needs
 
     missing = needs.messages()

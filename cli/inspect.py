@@ -17,10 +17,10 @@ from kvkit_cli import tool
 @tool.model
 @tool.json_option
 def inspect(source, keys, values, model, as_json, **options):
-    """Say what is in a file: arrays, layout, tables, numbers.
+    """List what is in a file: arrays, layout, tables, numbers.
 
-    FILE is a .npz, .npy or .safetensors file, one of torch.save, a prompt cache of MLX, a session or state of
-    llama.cpp; its first bytes tell which.
+    FILE is a .npz, .npy or .safetensors file, a file of torch.save, a prompt cache of MLX, a session or state
+    of llama.cpp, or a chunk of LMCache.
 
     \b
     Examples:

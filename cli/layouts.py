@@ -33,18 +33,18 @@ def layouts(name, sizes, as_json):
     """
     if name is None:
         if as_json:
-            show.as_json({each: layout_facts(each) for each in NAMED})
+            show.as_json({known: layout_facts(known) for known in NAMED})
         else:
-            rows = [(each, about.line, f"{about.engine} {about.versions}") for each, about in NAMED.items()]
+            rows = [(known, about.line, f"{about.engine} {about.versions}") for known, about in NAMED.items()]
             click.echo(columns(("name", "line", "engine"), rows, len(rows)))
         return
-    if (found := known_layout(name)) is None:
+    if (text := known_layout(name)) is None:
         raise KvkitError(f"no layout {name!r}{show.suggestion(name, [*NAMED, *ALIASES])}: see kvkit layouts")
-    about = NAMED.get(found)
+    about = NAMED.get(text)
     if as_json:
-        show.as_json(layout_facts(found) if about else {"line": str(parse(found))})
+        show.as_json(layout_facts(text) if about else {"line": str(parse(text))})
         return
-    click.echo(draw.layout(found if about else parse(found), sizes=sizes))
+    click.echo(draw.layout(text if about else parse(text), sizes=sizes))
     if about:
         click.echo(f"\n{about.engine}, {about.versions}" if about.versions else f"\n{about.engine}")
         click.echo(f"{about.note}\n{about.source} ({MARKS[about.mark]})".strip())
@@ -53,7 +53,7 @@ def layouts(name, sizes, as_json):
 
 
 def known_layout(text):
-    """Return the name for an alias, a name or a line as it is, None for any other text."""
+    """Return the name of a layout for its alias, a name or a line unchanged, and None for any other text."""
     name = ALIASES.get(text, text)
     return name if name in NAMED or set(name) & set("| ") else None
 

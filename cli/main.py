@@ -1,7 +1,7 @@
 """`kvkit`: find the verb, load its module, and turn errors into one line and an exit code.
 
-Exit codes: 0 fine; 1 the machine failed (disk, permissions, memory, device), or a tool found something; 2 a
-wrong command, file or input; 130 interrupted. Anything else is a bug and keeps its traceback.
+Exit codes: 0 success; 1 the machine failed (disk, permissions, memory, device), or a tool found errors or
+differences; 2 a wrong command, file or input; 130 interrupted. A traceback is a bug.
 """
 
 from __future__ import annotations
@@ -15,37 +15,40 @@ from typing import Any
 
 import click
 
-VERBS = {  # verb: (module, the first line of its help)
+VERBS = {  # {verb: (module, first line of its help)}
     "run": ("kvkit_cli.run", "Run an operator on the arrays of a file."),
     "ops": ("kvkit_cli.ops", "List the operators."),
-    "describe": ("kvkit_cli.describe", "Show what an operator takes and gives."),
+    "describe": ("kvkit_cli.describe", "Show the inputs, attributes and outputs of an operator."),
     "info": ("kvkit_cli.info", "Show versions, the CPU, threads, compiled code and backends."),
     "warm": ("kvkit_cli.warm", "Compile code ahead of the calls that need it."),
     "layouts": ("kvkit_cli.layouts", "List the layouts of engines, or draw one."),
-    "inspect": ("kvkit_cli.inspect", "Say what is in a file: arrays, layout, tables, numbers."),
+    "inspect": ("kvkit_cli.inspect", "List what is in a file: arrays, layout, tables, numbers."),
     "convert": ("kvkit_cli.convert", "Move a cache to another layout, bit for bit, or to another format."),
-    "edit": ("kvkit_cli.edit", "Remove, keep and move tokens of a saved cache, in the order given."),
+    "edit": ("kvkit_cli.edit", "Remove, keep and move tokens of a saved cache."),
     "study": ("kvkit_cli.study", "Measure what quantization and eviction cost a cache, head by head."),
-    "size": ("kvkit_cli.size", "Say how many bytes the cache of a model takes."),
-    "draw": ("kvkit_cli.draw", "Draw a layout, or which sequence each row of a saved cache belongs to."),
+    "size": ("kvkit_cli.size", "Compute how many bytes the cache of a model takes."),
+    "draw": ("kvkit_cli.draw", "Draw a layout, or the rows of a saved cache by sequence."),
     "check": ("kvkit_cli.check", "Find errors in page tables, slots, layouts, scales and data."),
-    "diff": ("kvkit_cli.diff", "Say where two caches or outputs differ, and why."),
+    "diff": ("kvkit_cli.diff", "Find where two caches or outputs differ, and why."),
     "vectors": ("kvkit_cli.vectors", "Make, verify, replay, compare and export packs of golden vectors."),
     "cache": ("kvkit_cli.cache", "Remove compiled code from the disk."),
-    "bench": ("kvkit_cli.bench", "Measure operators beside plain copies or reads, and other libraries."),
+    "bench": (
+        "kvkit_cli.bench",
+        "Measure operators beside plain copies or reads, and beside other libraries.",
+    ),
 }
 SECTIONS = {
     "Tools for caches": "check diff study size inspect layouts draw convert edit vectors",
     "Operators": "run ops describe",
     "This machine": "info warm cache bench",
 }
-ARGUMENTS = {  # what is missing where an argument is, by its name in the help
+ARGUMENTS = {  # {name of an argument in the help: what to give, for the error that it is missing}
     "OP": "an operator that kvkit ops lists",
     "FILE": "a file with a cache",
     "FILE|LAYOUT": "a file with a cache, or a layout that kvkit layouts lists",
     "IN": "files with caches, in front of OUT",
     "OUT": "the file to write",
-    "A": "the file with what is expected",
+    "A": "the file with the expected arrays",
     "B": "the file that is compared with A",
     "MODEL": "a config.json, its folder, or a GGUF file",
     "FOLDER": "the folder of a pack",
@@ -55,9 +58,10 @@ ARGUMENTS = {  # what is missing where an argument is, by its name in the help
 
 
 class Verbs(click.Group):
-    """Import a verb when it is called, not when verbs are listed."""
+    """Imports a verb when it is called, not when verbs are listed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the verbs."""
         return list(VERBS)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -65,6 +69,7 @@ class Verbs(click.Group):
         return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Import a verb; for an unknown name fail with a suggestion."""
         if name not in VERBS:
             if not ctx.resilient_parsing:
                 ctx.fail(f"no verb {name!r}{correction(name)}")
@@ -72,11 +77,13 @@ class Verbs(click.Group):
         return with_quiet(getattr(importlib.import_module(VERBS[name][0]), name))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of verbs, by sections."""
         for section, verbs in SECTIONS.items():
             with formatter.section(section):
                 formatter.write_dl([(verb, VERBS[verb][1]) for verb in verbs.split()])
 
     def main(self, *args: Any, **extra: Any) -> Any:
+        """Run the program and exit; errors become a line on stderr."""
         try:
             code = super().main(*args, **(extra | {"standalone_mode": False}))
         except Exception as error:
@@ -88,27 +95,24 @@ class Verbs(click.Group):
 
 
 def with_quiet(verb: click.Command) -> click.Command:
-    """Give a verb, and the verbs of a group, an option -q, where it has none of its own."""
+    """Add the option -q to a verb, and to the verbs of a group, unless it has one."""
     if isinstance(verb, click.Group):
-        for each in verb.commands.values():
-            with_quiet(each)
+        for member in verb.commands.values():
+            with_quiet(member)
     elif not any("--quiet" in param.opts for param in verb.params):
-        about = "Print no results: the exit code says enough."
-        option = click.Option(
-            ["-q", "--quiet"], is_flag=True, expose_value=False, callback=silence, help=about
-        )
-        verb.params.append(option)
+        flag = {"is_flag": True, "expose_value": False, "callback": silence}
+        verb.params.append(click.Option(["-q", "--quiet"], help="Print no results, only errors.", **flag))
     return verb
 
 
 def silence(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
-    """Send what a verb prints nowhere; errors still go to stderr."""
+    """Discard what a verb prints on stdout; errors still go to stderr."""
     if wanted and not ctx.resilient_parsing:
         ctx.with_resource(contextlib.redirect_stdout(io.StringIO()))
 
 
 def correction(name: str) -> str:
-    """Return what to type in place of an unknown verb."""
+    """Return the end of the error about an unknown verb: what to type instead."""
     from kvkit.operators import OPERATORS
     from kvkit_cli.show import suggestion
 
@@ -118,7 +122,7 @@ def correction(name: str) -> str:
 
 
 def one_line(message: str) -> str:
-    """Return a message in one line of printable characters, whatever it quotes."""
+    """Return a message in one line of printable characters: it may quote a file."""
     return "".join(sign if sign.isprintable() else "\ufffd" for sign in " ".join(message.split()))
 
 
@@ -166,7 +170,7 @@ def print_version(ctx: click.Context, param: click.Parameter, wanted: bool) -> N
 @click.option("-V", "--version", is_flag=True, is_eager=True, expose_value=False, callback=print_version)
 @click.pass_context
 def main(ctx: click.Context) -> Any:
-    """Look into KV caches, move and compare them, and run operators on .npz files.
+    """Inspect, convert and compare KV caches in files, and run operators on .npz files.
 
     \b
     Examples:

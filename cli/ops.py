@@ -25,4 +25,4 @@ def ops(for_programs: bool) -> None:
     for op in OPERATORS.values():
         show.out(op.name, style="bold")
         show.out(Padding(f"{op.summary}\n{op.source}", (0, 0, 1, 4), expand=False))
-    show.out("kvkit describe OPERATOR shows what one takes and gives.")
+    show.out("kvkit describe OPERATOR shows the inputs, attributes and outputs of one.")

@@ -1,4 +1,4 @@
-"""Say which distributions own the files of `kvkit`: PyPI has another project of this import name."""
+"""Find which distributions own the files of `kvkit`: PyPI has another project with this import name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REPAIR = f"pip uninstall kvkit {OURS}, then pip install {OURS}"
 
 
 def owners() -> str:
-    """Return where `kvkit` is imported from, which distributions own it, and what to do if several do."""
+    """Return a text: where `kvkit` is imported from, and how to repair it if several distributions own it."""
     spec = importlib.util.find_spec("kvkit")
     folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else "nowhere"
     names = sorted({name for name in packages_distributions().get("kvkit", []) if name != OURS})

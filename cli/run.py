@@ -17,7 +17,7 @@ from kvkit_cli.arguments import SHOWN, argument_names, bind, check_headers, find
 from kvkit_cli.show import suggestion
 
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
-PATH = click.Path(path_type=Path, readable=False)  # npz.py reports a wrong path
+PATH = click.Path(path_type=Path, readable=False)  # npz.py checks paths
 
 
 @click.command()
@@ -52,10 +52,10 @@ def run(
 ) -> None:
     """Run an operator on the arrays of a file.
 
-    IN.npz holds an array for each input, under the names that `kvkit describe OP` shows, or others that --map
-    translates. Attributes are 0-d arrays in it, or are given with --set, which wins. No file is needed if
-    there are no other arrays. In the results of another run, arrays that OP does not take are ignored. IN.npz
-    is changed only with --in-place. Without --check, -o or --in-place is needed.
+    IN.npz holds an array for each input, under the names that `kvkit describe OP` shows, or under others that
+    --map translates. Attributes are 0-d arrays in IN.npz, or are given with --set, which takes precedence. No
+    file is needed if no input is an array. IN.npz may be the results of another run, whose other arrays are
+    ignored. It is changed only with --in-place. Give -o, --in-place or --check.
 
     \b
     Examples:
@@ -71,12 +71,11 @@ def run(
         if in_place:
             block.enter_context(npz.keep_for_changes(source))
         if source:
-            contents = npz.read(
-                source,
-                lambda forms, metadata: check_headers(
-                    op, source, mapped_arrays(source, forms, names), metadata, settings
-                ),
-            )
+
+            def check_file(headers: dict[str, Any], metadata: dict[str, Any]) -> None:
+                check_headers(op, source, mapped_arrays(source, headers, names), metadata, settings)
+
+            contents = npz.read(source, check_file)
         ignored = ignored_arrays(op, contents.metadata)
         named_arrays = mapped_arrays(source, contents.arrays, names)
         arrays = {name: array for name, array in named_arrays.items() if name not in ignored}
@@ -91,9 +90,8 @@ def run(
                 use_threads(threads)
             block.enter_context(watch.watching({source: contents.mapped}))
             results, seconds = call_operator(op, op.function(PACKAGES[backend]), inputs, attributes)
-        changed = present(
-            {array.name: inputs[array.name] for array in op.inputs if array.changes(inputs[array.name])}
-        )
+        in_out = {array.name: inputs[array.name] for array in op.inputs if array.changes(inputs[array.name])}
+        changed = present(in_out)
         outputs = present(dict(zip(op.returned(attributes), results, strict=not only_check)))
         outputs = {name: array for name, array in outputs.items() if name not in changed}
         watch.refuse_changed(source, contents.mapped)
@@ -107,8 +105,8 @@ def run(
         return
     rows = array_rows(inputs, outputs, changed)
     if for_programs:
-        how = {"operator": op.name, "attributes": attributes, "backend": backend, "seconds": seconds}
-        show.as_json(how | {"arrays": rows})
+        call = {"operator": op.name, "attributes": attributes, "backend": backend, "seconds": seconds}
+        show.as_json(call | {"arrays": rows})
         return
     table = show.table(op.name, "array", "role", "dtype", "shape", "size")
     for row in rows:
@@ -126,9 +124,8 @@ def parse_map(op: Operator, renamed: Sequence[str]) -> dict[str, str]:
     for text in renamed:
         array, sign, name = text.partition("=")
         if not (array and sign and name):
-            raise KvkitError(
-                f"--map {text}: expected ARRAY=NAME, an array of the file and an input of {op.name}"
-            )
+            wanted = f"ARRAY=NAME, an array of the file and an input of {op.name}"
+            raise KvkitError(f"--map {text}: expected {wanted}")
         if name not in legal:
             raise KvkitError(f"--map {text}: {op.name} takes no {name}{suggestion(name, legal)}")
         if array in names or name in names.values():
@@ -170,10 +167,8 @@ def check_targets(
     source_exists = source is not None and source.exists()
     if output is not None:
         if output.suffix not in ("", ".npz"):
-            other = output.with_suffix(".npz")
-            raise KvkitError(
-                f"-o {output}: results are written as .npz, not as {output.suffix}: give -o {other}"
-            )
+            wrong = f"results are written as .npz, not as {output.suffix}"
+            raise KvkitError(f"-o {output}: {wrong}: give -o {output.with_suffix('.npz')}")
         npz.check_target(output)
         if output.exists() and source_exists and output.samefile(source):
             raise KvkitError(f"{output}: -o names the input: give another name, or --in-place")
@@ -194,7 +189,7 @@ def use_threads(count: int) -> None:
 def call_operator(
     op: Operator, function: Callable[..., Any], inputs: dict[str, Any], attributes: dict[str, Any]
 ) -> tuple[tuple[Any, ...], float]:
-    """Return the operator's results, a tuple, and the seconds that it took."""
+    """Call the operator; return (tuple of results, seconds)."""
     by_position = [inputs[array.name] for array in op.inputs if not array.keyword]
     by_keyword = {array.name: inputs[array.name] for array in op.inputs if array.keyword}
     begin = time.perf_counter()
@@ -206,7 +201,7 @@ def call_operator(
 def array_rows(
     inputs: dict[str, Any], outputs: dict[str, Any], changed: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return a row for every array: name, role, dtype, shape and bytes."""
+    """Return the name, role, dtype, shape and bytes of every array."""
     rows = [("in-out" if name in changed else "in", name, array) for name, array in inputs.items()]
     rows += [("out", *pair) for pair in outputs.items()]
     return [

@@ -1,4 +1,4 @@
-"""Print the results of verbs: tables on stdout, progress bars on stderr, sizes for people."""
+"""Print the results of verbs: tables on stdout, progress bars on stderr."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from kvkit.tools.text import size
 
 __all__ = ["code_folder_text", "console", "progress", "shape", "size", "suggestion", "table"]
 
-NARROW, WIDE = 72, 1000  # columns of a narrow terminal, and of one that is never too narrow
-BAR_FROM = 256 * 2**20  # bytes; less is written too fast for a bar
+NARROW, WIDE = 72, 1000  # columns: tables become lists below the first; the second fits any table
+BAR_FROM = 256 * 2**20  # bytes; fewer are written too fast for a bar
 
 
 def console(stderr: bool = False, width: int | None = None) -> Console:
-    """Return a console that prints texts as they are: shapes such as `kvstarts[B]` are no markup."""
+    """Return a console that prints texts unchanged: `kvstarts[B]` is not markup."""
     return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
 
 
 def out(thing: Any, **style: Any) -> None:
-    """Print on stdout. A pipe gets no padding, and a narrow terminal gets a table as a list."""
+    """Print on stdout: without padding into a pipe, and tables as lists on a narrow terminal."""
     screen = console()
     table = isinstance(thing, Table) and len(thing.columns) > 3 and screen.width < NARROW
     if table and console(width=WIDE).measure(thing).maximum > screen.width:
@@ -67,7 +67,7 @@ def text(found: Any, style: Callable[[str], str | None] | None = None, stderr: b
 
 
 def as_list(table: Table) -> Group:
-    """Return the rows of a table as a list, each cell after the name of its column."""
+    """Return the rows of a table as a list; each cell follows the name of its column."""
     columns = [(str(column.header), *map(str, column.cells)) for column in table.columns]
     lines = [Text(str(table.title or ""), style="bold")]
     for name, *cells in list(zip(*columns, strict=True))[1:]:
@@ -84,7 +84,7 @@ def as_json(thing: Any) -> None:
 
 
 def table(title: str | None, *columns: str) -> Table:
-    """Return an empty table. Long cells fold, names in the first column do not; nothing is cut."""
+    """Return an empty table. Long cells are wrapped, except in the first column; nothing is cut."""
     new_table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
@@ -94,7 +94,7 @@ def table(title: str | None, *columns: str) -> Table:
 
 
 def code_folder_text(folder: Path | None) -> str:
-    """Return where compiled code is on disk, or why none is."""
+    """Return a text: the folder of compiled code with its size, or why there is none."""
     if folder is None:
         return "off: KVKIT_CACHE_DIR is empty, or there is no home directory"
     refusal = disk_cache.refusal(folder)
@@ -105,13 +105,13 @@ def code_folder_text(folder: Path | None) -> str:
 
 
 def shape(lengths: Iterable[int]) -> str:
-    """Return a shape as the specification writes it."""
+    """Return a shape as text: (2, 3), and (2) for one axis."""
     return f"({', '.join(map(str, lengths))})"
 
 
 @contextlib.contextmanager
 def progress(what: str, total: int, quiet: bool = False) -> Iterator[Callable[[int], Any]]:
-    """Yield a function that takes the bytes of each step, and show a bar if there are many."""
+    """Yield a function that takes the bytes of each step; show a bar if `total` is large."""
     screen = console(stderr=True)
     if quiet or total < BAR_FROM or not screen.is_terminal:
         yield lambda count: None
@@ -124,7 +124,7 @@ def progress(what: str, total: int, quiet: bool = False) -> Iterator[Callable[[i
 
 @contextlib.contextmanager
 def steps(what: str, total: int, quiet: bool = False) -> Iterator[Callable[[str], Any]]:
-    """Yield a function that takes the name of each finished step, and show a bar, or a line a step."""
+    """Yield a function that takes the name of each finished step; show a bar, or print a line for each."""
     screen, begin, count = console(), time.perf_counter(), itertools.count(1)
 
     def line(name: str) -> None:
@@ -142,7 +142,7 @@ def steps(what: str, total: int, quiet: bool = False) -> Iterator[Callable[[str]
 
 @contextlib.contextmanager
 def task_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], Any] | None]:
-    """Yield a function that takes the numbers of finished and of all tasks, and show a bar."""
+    """Yield a function that takes the numbers of finished and of all tasks; show a bar. Quiet: yield None."""
     screen = console(stderr=True)
     if quiet or not screen.is_terminal:
         yield None

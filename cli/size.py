@@ -8,7 +8,7 @@ from kvkit_cli import complete, tool
 
 
 def parse_numbers(context, param, text):
-    """Return the numbers of a text such as 4096,32768."""
+    """Parse a text such as 4096,32768 into numbers; None for an empty text."""
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]
     if not all(part.isascii() and part.isdecimal() and len(part) < 16 for part in parts):
         raise KvkitError(f"{param.opts[-1]}: expected NUMBER,..., as 4096,32768, got {text}")
@@ -22,20 +22,13 @@ def parse_numbers(context, param, text):
     "--batch", metavar="N,...", callback=parse_numbers, default="1", help="Sequences of that length."
 )
 @click.option(
-    "--formats",
-    metavar="NAME,...",
-    default="float16",
-    show_default=True,
-    help="Formats, as in kvkit study.",
+    "--formats", metavar="NAME,...", default="float16", show_default=True, help="Formats, as in kvkit study.",
     shell_complete=complete.formats,
-)
+)  # fmt: skip
 @click.option(
-    "--engine",
-    type=click.Choice(["exact", "transformers", "vllm", "llama.cpp"]),
-    default="exact",
-    show_default=True,
-    help="The engine whose pages and windows round sizes up.",
-)
+    "--engine", type=click.Choice(["exact", "transformers", "vllm", "llama.cpp"]), default="exact",
+    show_default=True, help="The engine whose pages and windows round sizes up.",
+)  # fmt: skip
 @click.option(
     "--step", type=int, metavar="N", help="New tokens in a step; sliding windows need room for them."
 )
@@ -44,7 +37,7 @@ def parse_numbers(context, param, text):
 )
 @tool.json_option
 def size(model, as_json, **options):
-    """Say how many bytes the cache of a model takes.
+    """Compute how many bytes the cache of a model takes.
 
     MODEL is a config.json of transformers, a folder that has one, or a GGUF file. Its weights are not read.
 

@@ -22,33 +22,29 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 @click.option(
     "--model",
     metavar="NAME",
-    help="Study a model that reads --text: a folder, GGUF file, or name. Beside FILE: what knows its heads.",
+    help="Study a model that reads --text: a folder, GGUF file or name. With FILE: its GGUF or config.json.",
 )
 @click.option("--text", type=click.Path(path_type=Path), help="A text file for the model to read.")
 @click.option("--tokens", default=512, show_default=True, metavar="N", help="Tokens of the text to read.")
 @click.option(
-    "--schemes",
-    show_default=SCHEMES,
-    metavar="NAME,...",
+    "--schemes", show_default=SCHEMES, metavar="NAME,...", shell_complete=complete.formats,
     help="Schemes to compare; with --evict, each with each policy.",
-    shell_complete=complete.formats,
-)
+)  # fmt: skip
 @click.option(
-    "--evict",
-    metavar="POLICY,...",
+    "--evict", metavar="POLICY,...",
     help="Policies SCORER@SHARE[+SCHEME] and schemes: snapkv@0.5,int4:g32,snapkv@0.5+int4:g32.",
-)
+)  # fmt: skip
 @click.option("--budget", default="uniform", show_default=True, metavar="NAME", help="Or ada, pyramid.")
 @click.option(
-    "--judge", type=int, metavar="N", help="How many of the last queries judge.  [default: a quarter]"
+    "--judge", type=int, metavar="N", help="Measure errors with the last N queries.  [default: a quarter]"
 )
-@click.option("--rope", metavar="CONFIG|NAME=N,...", help="How keys were rotated, as for kvkit edit.")
+@click.option("--rope", metavar="CONFIG|NAME=N,...", help="The rotary embedding of keys, as in kvkit edit.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Folder for report.html, Markdown, JSON, plots."
 )
 @click.option(
     "--threshold", type=float, default=0.1, show_default=True,
-    help="The smallest scheme with a smaller error of every head is advised. The number is arbitrary.",
+    help="Advise the smallest scheme whose error is below this in every head. The number is arbitrary.",
 )  # fmt: skip
 @tool.rotation
 @tool.layout()
@@ -63,14 +59,14 @@ def study(
 ):  # fmt: skip
     """Measure what quantization and eviction cost a cache, head by head.
 
-    A scheme is a format with options (int4:g32, kivi2, mxfp4:ceil), if wanted with a rotation after a plus
-    (int4:g32+hadamard), or a class in a Python file that encodes and decodes (mine.py:Scheme). With --model a
-    model of transformers reads --text to make keys, values and queries, and again with each scheme, to
-    measure perplexity and how often its most likely token stays the same.
+    A scheme is a format with options (int4:g32, kivi2, mxfp4:ceil), perhaps with a rotation after a plus
+    (int4:g32+hadamard), or a class in a Python file that encodes and decodes (mine.py:Scheme). With --model
+    and --text, a model of transformers reads the text and gives keys, values and queries. It reads the text
+    again with each scheme, to measure perplexity and how often its most likely token stays the same.
 
-    A policy is a scorer of kvkit.eviction, perhaps with options, and the share of tokens that it keeps, coded
-    or not: snapkv(window=32)@0.25+int4:g32. The last queries judge, and no scorer sees them. random and
-    oracle, which does see them, come on top.
+    A policy is a scorer of kvkit.eviction, perhaps with options, the share of tokens that it keeps, and
+    perhaps a scheme: snapkv(window=32)@0.25+int4:g32. Errors are those of the last queries, which scorers do
+    not see. The scorers random and oracle (which sees them) are added.
 
     \b
     Examples:
@@ -100,7 +96,7 @@ def study(
             )  # fmt: skip
     else:
         if text is None or dask or layout or sizes or rope or rotation:
-            wanted = "--text beside it, and no --layout, --sizes, --dask, --rope, --rotation"
+            wanted = "--text, and no --layout, --sizes, --dask, --rope, --rotation"
             raise argument_error("--model", wanted, "other options")
         found = replace(study_model(model, text, tokens, schemes, policies), threshold=threshold)
     if as_json:
@@ -113,7 +109,7 @@ def study(
 
 
 def study_model(name, text, tokens, schemes, policies):
-    """Study a model that reads a text."""
+    """Study a model of transformers that reads a text file."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar

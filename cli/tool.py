@@ -1,4 +1,4 @@
-"""Options that several verbs share, and errors that name options of the shell."""
+"""Define options that several verbs share, and make errors name options of the shell."""
 
 import json
 import re
@@ -9,14 +9,14 @@ import click
 from kvkit.errors import KvkitError
 from kvkit_cli import complete, show
 
-IN_HINTS = ("layout", "sizes", "threshold", "layers")  # arguments that messages mention as layout=
-PATH = click.Path(path_type=Path, readable=False)  # files say what is wrong with a path
+IN_HINTS = ("layout", "sizes", "threshold", "layers")  # arguments that hints in messages write as layout=
+PATH = click.Path(path_type=Path, readable=False)  # the readers of files check paths
 
 
 class ToolVerb(click.Command):
-    """A verb whose errors name options of the shell, not arguments of Python.
+    """A verb whose errors name options of the shell, such as --layout, not arguments of Python.
 
-    `words` maps other first words of errors to options.
+    `words` is {first word of an error: option} for errors that begin with another word than an argument.
     """
 
     def __init__(self, *args, words=None, **extra):
@@ -24,14 +24,14 @@ class ToolVerb(click.Command):
         self.words = words or {}
 
     def invoke(self, ctx):
-        """Run the verb."""
+        """Run the verb; rewrite its errors."""
         try:
             return super().invoke(ctx)
         except KvkitError as error:
             raise type(error)(self.in_shell(str(error))) from error
 
     def in_shell(self, text):
-        """Replace arguments of Python in a text by options of the shell, such as ``--layout``."""
+        """Replace arguments of Python in a text by options of the shell."""
         text = text.replace("a name of kvkit.layouts.NAMED", "a name that kvkit layouts lists")
         for word, option in self.words.items():
             text = re.sub(rf"(^|: ){word}(?=: expected)", rf"\g<1>{option}", text)
@@ -46,7 +46,7 @@ class ToolVerb(click.Command):
 
 
 def parse_sizes(text, option="--sizes"):
-    """Parse a text such as n=16,h=8 into {axis: length}. Axes are checked where they are used."""
+    """Parse a text such as n=16,h=8 into {axis: length}. The tools check the names of axes."""
     found = {}
     for pair in filter(None, (text or "").split(",")):
         axis, _, number = pair.partition("=")
@@ -63,19 +63,15 @@ def sizes(about="Lengths of axes that arrays do not show: h=8."):
     )
 
 
-def layout(
-    flag="--layout", name="layout", about="The layout, if the file does not name it: see kvkit layouts."
-):
+def layout(flag="--layout", name="layout", about="The layout, if the file lacks it: see kvkit layouts."):
     """Return an option for a layout."""
     return click.option(flag, name, metavar="NAME", help=about, shell_complete=complete.layouts)
 
 
 model = click.option(
-    "--model",
-    metavar="FILE",
-    type=PATH,
-    help="The model's GGUF file or config.json: it knows heads, windows and rotations.",
-)
+    "--model", metavar="FILE", type=PATH,
+    help="The model's GGUF file or config.json, which gives heads, windows and rotary embedding.",
+)  # fmt: skip
 rotation = click.option(
     "--rotation", metavar="NAME", help="Undo the rotation of codes: llama.cpp, hadamard, hadamard:64, vllm."
 )
@@ -83,7 +79,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 
 def show_result(found, as_json, style=None):
-    """Print a result as JSON, or as text whose lines `style` may colour."""
+    """Print a result as JSON, or as text; `style` returns the colour of a line."""
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=2, default=str))
     else:
@@ -91,8 +87,8 @@ def show_result(found, as_json, style=None):
 
 
 def names(verb):
-    """Give a verb the options for keys and values under other names."""
+    """Add the options --keys and --values, for arrays with unknown names, to a verb."""
     for side in ("values", "keys"):
-        about = f"The names of arrays of {side}, with {{l}} for a layer's number, if no tool knows them."
+        about = f"The names of arrays of {side}, with {{l}} for the layer's number, if they are unusual."
         verb = click.option(f"--{side}", metavar="PATTERN", help=about)(verb)
     return verb

@@ -38,7 +38,7 @@ def vectors() -> None:
 
 
 def print_result(ctx: click.Context, result: Any, as_json: bool) -> None:
-    """Print a result; the exit code is 1 if something is wrong with it."""
+    """Print a result, and exit with code 1 if it is not ok."""
     if as_json:
         click.echo(json.dumps(result.to_dict(), indent=2))
     else:
@@ -47,7 +47,7 @@ def print_result(ctx: click.Context, result: Any, as_json: bool) -> None:
 
 
 def with_progress(what: str, quiet: bool, function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call a function that counts its cases, and show a bar on a terminal."""
+    """Call a function whose `advance` counts cases, and show a bar on a terminal."""
     screen = show.console(stderr=True)
     if quiet or not screen.is_terminal:
         return function(**arguments)
@@ -68,7 +68,7 @@ def with_progress(what: str, quiet: bool, function: Callable[..., Any], **argume
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Equal seeds give equal bytes."
 )
-@click.option("--raw", is_flag=True, help="Write .bin files of the bytes alone.")
+@click.option("--raw", is_flag=True, help="Write .bin files, which have only the bytes of arrays.")
 @AS_JSON
 @click.pass_context
 def make(ctx: click.Context, folder: Path, as_json: bool, shapes: str | None, **options: Any) -> None:
@@ -96,7 +96,7 @@ def verify(ctx: click.Context, folder: Path, dask: str | None, as_json: bool) ->
 @AS_JSON
 @click.pass_context
 def replay(ctx: click.Context, folder: Path, as_json: bool, **options: Any) -> None:
-    """Run kvkit on a pack, or on dumps of KVKIT_LOG=10."""
+    """Run the cases of a pack, or dumps of KVKIT_LOG=10, with kvkit, and compare results."""
     print_result(ctx, with_progress("replaying", as_json, tools.replay, folder=folder, **options), as_json)
 
 
@@ -108,11 +108,8 @@ def replay(ctx: click.Context, folder: Path, as_json: bool, **options: Any) -> N
 @click.pass_context
 def diff_results(ctx: click.Context, folder: Path, results: Path, as_json: bool, **options: Any) -> None:
     """Compare a device's results, files CASE/NAME.npy, with a pack."""
-    print_result(
-        ctx,
-        with_progress("comparing", as_json, tools.diff, folder=folder, results=results, **options),
-        as_json,
-    )
+    found = with_progress("comparing", as_json, tools.diff, folder=folder, results=results, **options)
+    print_result(ctx, found, as_json)
 
 
 @vectors.command()

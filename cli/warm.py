@@ -23,7 +23,7 @@ WHAT = "attention", "cache", "all"
 USUAL = "float16,int8,int4"
 GROUP = 8
 COUNT = click.IntRange(1)
-Wave = list[tuple[str, str, Kind]]  # (name, task, cache)
+Wave = list[tuple[str, str, Kind]]  # (name to print, task of warming.py, its argument)
 Process = subprocess.Popen[str]
 
 
@@ -59,7 +59,9 @@ def parse_formats(texts: Sequence[str], data: str, dim: int, queries: int) -> It
     help="What runs the code: this CPU, or the first GPU of this machine.",
 )  # fmt: skip
 @click.option(
-    "--capability", metavar="X.Y", help="With --backend cuda: compile for a GPU that need not be there."
+    "--capability",
+    metavar="X.Y",
+    help="With --backend cuda: compile for this compute capability, without a GPU.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
 def warm(
@@ -74,9 +76,8 @@ def warm(
 ) -> None:
     """Compile code ahead of the calls that need it.
 
-    Compiled code is kept on disk, so that every later process starts at once; `kvkit info` shows where. A
-    process for each CPU compiles. --backend cuda compiles the kernels of steps over a cache in pages: append,
-    load and attention together.
+    Compiled code is kept on disk, where later processes find it; `kvkit info` prints the folder. One process
+    for each CPU compiles. --backend cuda compiles the kernels of paged caches: append, load and attention.
 
     \b
     Examples:
@@ -89,7 +90,7 @@ def warm(
     chosen = list(parse_formats(texts, data, dim, queries))
     if backend == "cpu":
         if capability:
-            raise KvkitError(f"--capability {capability}: it is of a GPU: add --backend cuda")
+            raise KvkitError(f"--capability {capability}: only GPUs have one: add --backend cuda")
         compile_waves(task_waves(what, chosen), quiet)
         return
     if what != "all":
@@ -102,7 +103,7 @@ def warm(
 
 
 def find_device(capability: str | None) -> tuple[str, Path | None, tuple[int, int] | None]:
-    """Return the name of the GPU that kernels are for, the folder of their code, and the `capability`."""
+    """Return (name of the GPU to compile for, folder of its code, `capability` as two numbers or None)."""
     from kvkit_cuda.device_runtime import needs
 
     needs.packages()
@@ -122,11 +123,11 @@ def find_device(capability: str | None) -> tuple[str, Path | None, tuple[int, in
 
 
 def task_waves(what: str, kinds: Sequence[tuple[str, Kind]]) -> list[Wave]:
-    """Return waves of tasks (name, task, kind). The second wave uses code of the first."""
+    """Return two waves of tasks. The second needs code that the first compiles."""
     (_, usual), *_ = kinds
     first, second = [("index tensors of a step", "step", usual)], []
     if what != "cache":
-        first.insert(0, ("attention", "attention", usual))  # the longest
+        first.insert(0, ("attention", "attention", usual))  # the longest task begins first
         second = [(f"attention to {text}", "attention_to_cache", kind) for text, kind in kinds]
     if what != "attention":
         first += [(f"cache of {text}", "cache", kind) for text, kind in kinds]
@@ -134,7 +135,7 @@ def task_waves(what: str, kinds: Sequence[tuple[str, Kind]]) -> list[Wave]:
 
 
 def compile_waves(waves: list[Wave], quiet: bool = False) -> None:
-    """Run all tasks, a process for each CPU. All processes end with this call, however it ends."""
+    """Run all tasks in one process for each CPU. All processes end when this returns or raises."""
     with contextlib.ExitStack() as started, show.steps("compiling", sum(map(len, waves)), quiet) as done:
         processes = [start_process(started) for _ in range(min(os.cpu_count() or 1, len(waves[0])))]
         for wave in waves:
@@ -143,19 +144,15 @@ def compile_waves(waves: list[Wave], quiet: bool = False) -> None:
 
 def start_process(started: contextlib.ExitStack) -> Process:
     """Start a process that compiles, and that is killed when the stack unwinds."""
-    command, environment = (
-        [sys.executable, "-P", "-m", "kvkit_cli.warming"],
-        os.environ | {"KVKIT_QUIET": "1"},
-    )
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command, quiet = [sys.executable, "-P", "-m", "kvkit_cli.warming"], os.environ | {"KVKIT_QUIET": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=quiet, **pipes)
     started.callback(end_process, process)
     return process
 
 
 def end_process(process: Process) -> None:
-    """Kill a process, and close its pipes, whatever it has not read."""
+    """Kill a process, and close its pipes even if it has not read all."""
     process.kill()
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
@@ -164,14 +161,14 @@ def end_process(process: Process) -> None:
 
 
 def run_wave(wave: Wave, processes: Sequence[Process], done: Callable[[str], object]) -> None:
-    """Run the tasks of a wave, each in the next process that is idle."""
+    """Run the tasks of a wave, each in an idle process."""
     idle, busy, waiting = list(processes), {}, list(wave)
     while waiting or busy:
         while waiting and idle:
             name, task, kind = waiting.pop(0)
             process = idle.pop()
             busy[process.stdout] = process, name
-            with contextlib.suppress(BrokenPipeError):  # a process that has ended gives no answer either
+            with contextlib.suppress(BrokenPipeError):  # `read_answer` meets a process that has ended
                 process.stdin.write(json.dumps([task, dataclasses.asdict(kind)]) + "\n")
                 process.stdin.flush()
         for output in multiprocessing.connection.wait(list(busy)):
@@ -181,7 +178,7 @@ def run_wave(wave: Wave, processes: Sequence[Process], done: Callable[[str], obj
 
 
 def read_answer(process: Process, name: str) -> str:
-    """Return what a process says of its task, or raise an error if it failed or has ended."""
+    """Return the text that a process answers; raise if its task failed or it has ended."""
     line = process.stdout.readline()
     if not line.endswith("\n"):
         code = process.wait()

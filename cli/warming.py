@@ -1,7 +1,6 @@
-"""Workers of `kvkit warm`: a process reads a task from each line of stdin and compiles its code.
+"""Compile code as a worker of `kvkit warm`: each line of stdin is a task [name, arguments of `Kind`].
 
-A task returns a text to print after its name, or None. A line of stdout answers each task: that text, and
-what the machine lacked, both "" if there is nothing to say.
+A line of stdout answers each task: [text to print after its name, error], each may be "".
 """
 
 from __future__ import annotations
@@ -21,47 +20,47 @@ from kvkit.errors import KvkitError
 
 CODES = {fmt.name: bits for bits, fmt in formats.QUANTIZED.items()}  # quant_bit
 PROMPT = 40  # tokens: enough for the kernels of prompts
-SIZES = 1, 8192  # tokens for one thread and for all
+SIZES = 1, 8192  # tokens of a call on one thread, and of a call on all threads
 SCALE = "float16"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Describe a cache to compile for: its format, the type of its data, and its heads."""
+    """Describes a cache to compile for."""
 
-    cache: str
-    group: int
-    data: str
-    dim: int
-    queries: int  # for each key head
-    capability: tuple[int, int] | None = None  # of a GPU that need not be there
+    cache: str  # the element of the cache
+    group: int  # elements that share a scale
+    data: str  # the element of keys and values before they become codes
+    dim: int  # elements of a head
+    queries: int  # query heads for each key head
+    capability: tuple[int, int] | None = None  # the compute capability of a GPU that is not there
 
 
-def arrays(kind: Kind, tokens: int, heads: int = 1) -> np.ndarray:
-    """Return keys or values of so many tokens."""
+def rows(kind: Kind, tokens: int, heads: int = 1) -> np.ndarray:
+    """Return queries, keys or values [1, tokens, heads, dim]."""
     return np.ones((1, tokens, heads, kind.dim), formats.BY_NAME[kind.data].dtype)
 
 
-def empty(kind: Kind, rows: int) -> dict[str, Any]:
+def empty(kind: Kind, tokens: int) -> dict[str, Any]:
     """Return an empty cache and the attributes that describe it."""
     bits = CODES.get(kind.cache, 0)
     dtype, last = formats.BY_NAME[kind.cache].dtype, kind.dim * bits // 8 if bits else kind.dim
-    scale = np.zeros((1, 1, 2, rows, 1, kind.dim // kind.group), SCALE) if bits else None
-    cache = np.zeros((1, 1, 2, rows, 1, last), dtype)
+    scale = np.zeros((1, 1, 2, tokens, 1, kind.dim // kind.group), SCALE) if bits else None
+    cache = np.zeros((1, 1, 2, tokens, 1, last), dtype)
     return {"cache": cache, "scale": scale, "quant_bit": bits, "quant_group": kind.group}
 
 
 def cache(kind: Kind) -> None:
     """Append and load, on one thread and on all."""
     for tokens in SIZES:
-        new = arrays(kind, tokens)
+        new = rows(kind, tokens)
         kvkit.key_value_cache(new, new, 0, **empty(kind, tokens))
 
 
 def attention(kind: Kind) -> None:
-    """Attend with a prompt, then with a token: all formats share this code."""
+    """Attend with a prompt, then with a token. Caches of all formats share this code."""
     for tokens in PROMPT, 1:
-        query, new = arrays(kind, tokens, kind.queries), arrays(kind, PROMPT)
+        query, new = rows(kind, tokens, kind.queries), rows(kind, PROMPT)
         kvkit.multi_head_attention(query, new, new, **heads(kind))
 
 
@@ -69,22 +68,22 @@ def attention_to_cache(kind: Kind) -> None:
     """Attend over a cache with a prompt, then with a token."""
     arguments = empty(kind, PROMPT + 1)
     for past, tokens in ((0, PROMPT), (PROMPT, 1)):
-        query, new = arrays(kind, tokens, kind.queries), arrays(kind, tokens)
+        query, new = rows(kind, tokens, kind.queries), rows(kind, tokens)
         kvkit.multi_head_cache_attention(query, new, new, past, **arguments, **heads(kind))
 
 
 def heads(kind: Kind) -> dict[str, Any]:
-    """Return the attributes of heads."""
+    """Return the attributes of attention that describe heads."""
     return {"num_heads": kind.queries, "num_kv_heads": 1, "head_dim": kind.dim}
 
 
 def step(kind: Kind) -> None:
-    """Check a page table."""
+    """Plan a step over pages."""
     kvkit.dynamic_batching.plan([0, 1], [0, 1], [[0]], start_pos=[0], cache_mode=1, page_size=16)
 
 
 def kernels(kind: Kind) -> str:
-    """Compile the kernels of a GPU."""
+    """Compile the kernels of a GPU; return how many were compiled, as text."""
     from kvkit_cuda import warm
 
     if kind.capability:

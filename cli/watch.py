@@ -1,6 +1,6 @@
-"""Notice that another program changes a file while it is mapped, and refuse its arrays.
+"""Detect that another program changes a file while it is mapped, and refuse its arrays.
 
-If the file was shortened, the system ends a process that reads beyond its end (SIGBUS), without a message.
+If a mapped file is shortened, the system ends a process that reads beyond its end (SIGBUS) without a message.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int)
 def is_changed(path: Path | None, status: os.stat_result) -> bool:
     """Return whether a file has changed since its status was taken."""
     with contextlib.suppress(OSError):
-        now = os.stat(path)
-        return os.path.samestat(now, status) and (now.st_size, now.st_mtime_ns) != (
-            status.st_size,
-            status.st_mtime_ns,
-        )
+        now, size_and_time = os.stat(path), (status.st_size, status.st_mtime_ns)
+        return os.path.samestat(now, status) and (now.st_size, now.st_mtime_ns) != size_and_time
     return False  # the file was removed; the mapping keeps its bytes
 
 
@@ -35,7 +32,7 @@ def changed_error(path: Path | None) -> KvkitError:
 
 
 def refuse_changed(path: Path | None, status: os.stat_result | None) -> None:
-    """Refuse results of a file that was changed; `status` is None if none is mapped."""
+    """Raise if a file was changed while it was mapped; `status` is None if it is not mapped."""
     if status and is_changed(path, status):
         raise changed_error(path)
 
@@ -44,7 +41,7 @@ def refuse_changed(path: Path | None, status: os.stat_result | None) -> None:
 def watching(files: Mapping[Path | None, os.stat_result | None]) -> Iterator[None]:
     """Print a message if the system ends the process because a mapped file was shortened.
 
-    `files` are the statuses of files when they were mapped, None of those that are not mapped.
+    `files` is {path: status of the file when it was mapped, or None if it is not mapped}.
     """
     mapped = {path: status for path, status in files.items() if status is not None}
     if not mapped or os.name != "posix":  # Windows forbids changing a mapped file
@@ -52,11 +49,11 @@ def watching(files: Mapping[Path | None, os.stat_result | None]) -> Iterator[Non
         return
 
     def on_sigbus(number: int) -> None:
-        # A thread that reads an array holds no lock that Python needs to write this.
+        # The thread that read beyond the end holds no lock that Python needs here.
         for path in [path for path, status in mapped.items() if is_changed(path, status)]:
             os.write(2, f"kvkit: {changed_error(path)}\n".encode())
             os._exit(1)
-        libc.signal(number, None)  # another fault: it is raised again, and ends the process
+        libc.signal(number, None)  # another fault: it occurs again, and ends the process
 
     libc, handler = ctypes.CDLL(None), FUNCTION(on_sigbus)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)

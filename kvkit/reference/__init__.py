@@ -1,8 +1,8 @@
 """Define every operator in plain numpy: the specification as code, to read and to compare with.
 
 The loops over tokens, heads and elements share no code with the rest of the package. Inputs are not checked.
-Operators that copy or quantize give the exact bytes; attention and rotary embedding are computed in float64
-and not rounded. Caches and scales change in place.
+Operators that copy or quantize give exact bytes. Attention and rotary embedding are computed in float64, and
+results are not rounded to the type of the inputs. Caches and scales change in place.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""ALiBi of PMX: slopes of heads, and masks that add slope times distance. Everything is float32."""
+"""Define PMX's ALiBi: slopes of heads, and masks that add slope times distance. Everything is float32."""
 
 import math
 from typing import Any
@@ -36,7 +36,7 @@ def as_bias(x: Any) -> np.float32:
 
 
 def alibi_bias(h: int, num_heads: int, i: int, j: int, n: int, m: int) -> np.float32:
-    """Return the bias of key j of m for query i of n."""
+    """Return the bias of key j of m for query i of n, which is at position m - n + i."""
     distance = j - (m - n + i)
     return f32(slope(h, num_heads)) * f32(distance) if distance <= 0 else f32(-np.inf)
 
@@ -44,7 +44,7 @@ def alibi_bias(h: int, num_heads: int, i: int, j: int, n: int, m: int) -> np.flo
 def alibi_mask(
     seqlen_q: int, seqlen_kv: int, attn_mask: Any = None, *, num_heads: int, data_type: Any = "float32"
 ) -> Array:
-    """Return [num_heads, n, m padded to 16], or [batch, num_heads, n, m padded] if the mask has a batch."""
+    """Return a mask [num_heads, n, m padded to 16], after an axis for the batch if `attn_mask` has one."""
     n, m = seqlen_q, seqlen_kv
     four_axes = attn_mask is not None and attn_mask.ndim == 4
     batch = attn_mask.shape[0] if four_axes else 1

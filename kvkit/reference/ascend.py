@@ -1,4 +1,4 @@
-"""Ascend's operators over caches in blocks. Tokens are copied bit for bit."""
+"""Define Ascend's operators over caches in blocks. Tokens are copied bit for bit."""
 
 import math
 from typing import Any
@@ -27,7 +27,7 @@ def reshape_and_cache(
     cache_format: str = "ND",
     empty_window: str = "copy",
 ) -> tuple[Any, Any]:
-    """Write keys, then values into their slots, token by token or run by run; return the caches."""
+    """Write keys, then values into their slots, token by token or in runs of rows; return the caches."""
     for tokens, cache in ((key, key_cache), (value, value_cache)):
         if tokens is None:
             continue
@@ -61,7 +61,7 @@ def store_groups(tokens: Array, cache: Array, slots: Any) -> None:
 
 
 def runs_of(tokens: Array, mode: int, wins: Any, seq_lens: Any, offsets: Any, empty_window: str) -> list[Any]:
-    """Return the rows that a compressed mode stores for each head of each sequence."""
+    """Return the list of rows that a compressed mode stores for each head of each sequence."""
     runs: list[Any] = []
     first, heads = 0, tokens.shape[1]
     for n in seq_lens:
@@ -74,7 +74,7 @@ def runs_of(tokens: Array, mode: int, wins: Any, seq_lens: Any, offsets: Any, em
 
 
 def store_runs(runs: list[Any], cache: Array, slots: Any) -> None:
-    """Write each run of rows into neighbouring slots, from its own slot on."""
+    """Write each run of rows into neighbouring slots, beginning at the run's slot."""
     rows = cache.shape[1]
     for run, slot in zip(runs, slots, strict=True):
         for s, row in enumerate(run if slot >= 0 else (), slot):
@@ -82,7 +82,7 @@ def store_runs(runs: list[Any], cache: Array, slots: Any) -> None:
 
 
 def compress_run(x: Array, mode: int, w: int, o: int, empty_window: str) -> list[Array]:
-    """Return the stored rows of x [n, D]: the last w, or all with w rows from o on averaged or dropped."""
+    """Return the stored rows of x [n, D]: the last w, or all with rows o to o + w averaged or dropped."""
     n = len(x)
     if mode == KVHEAD:
         if w == 0:
@@ -115,7 +115,7 @@ def paged_cache_load(
     *,
     cache_format: str = "ND",
 ) -> tuple[Array, ...]:
-    """Read the context of each sequence from its blocks; `seq_lens` may be cumulative, from 0 on."""
+    """Read the context of each sequence from its blocks; `seq_lens` may be cumulative (from 0)."""
     lengths = np.diff(seq_lens) if len(seq_lens) == len(block_tables) + 1 else seq_lens
     where = block_tables, lengths, seq_starts, cache_format == "NZ"
     return tuple(load_contexts(cache, *where) for cache in (key_cache, value_cache) if cache is not None)
@@ -124,7 +124,7 @@ def paged_cache_load(
 def load_contexts(
     cache: Array, block_tables: Any, lengths: Any, seq_starts: Any = None, nz: bool = False
 ) -> Array:
-    """Return [tokens, heads, dim] of an ND cache, [tokens, C] of an NZ cache; zeros for a missing block."""
+    """Return packed contexts: [tokens, heads, dim] of ND, [tokens, C] of NZ; a missing block is zeros."""
     rows = cache.shape[2 if nz else 1]
     shape = (cache.shape[1] * cache.shape[3],) if nz else cache.shape[2:]
     out = np.zeros((sum(lengths), *shape), cache.dtype)
@@ -185,13 +185,13 @@ def attend_blocks(
     softmax_scale: float | None = None,
     **scoring: Any,
 ) -> tuple[Array, Array]:
-    """Decode over blocks (PagedAttention): query [B, H, D]; return (attn_output, lse) in float64.
+    """Decode over blocks (Ascend's PagedAttention): query [B, H, D]; return (attn_output, lse).
 
-    If every key head has rows of its own, `context_lens` has an entry for each sequence and key head.
-    `razor_offset` is added to the scores after the softcap.
+    If each key head has its own blocks, `context_lens` and `block_tables` have an entry for each sequence and
+    key head. `razor_offset` is added to scores after the softcap.
     """
     batch, heads, dim = query.shape
-    rows, entries = key_cache.shape[1], len(context_lens) // batch  # of a sequence
+    rows, entries = key_cache.shape[1], len(context_lens) // batch  # rows of a block, entries of a sequence
     scale = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
     sinks = scoring.pop("sinks", None)
     output, lse = np.zeros((batch, heads, value_cache.shape[3])), np.full((batch, heads), -np.inf)

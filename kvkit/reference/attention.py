@@ -1,8 +1,7 @@
-"""Attention, alone and over a cache: loops over sequences, queries and heads, in float64.
+"""Define attention, alone and over a cache, by loops over sequences, queries and heads, in float64.
 
-Operators return (attn_output, lse). `kind` is the type of the arithmetic: float64 for exact results, a
-narrower type to see how a plain implementation in that type rounds. `scoring` has softmax_scale, window,
-softcap and sinks.
+Operators return (attn_output, lse). `scoring` has softmax_scale, window, softcap, sinks and `kind`, the type
+of the arithmetic: float64 for exact results, a narrower type to round as a plain implementation in it does.
 """
 
 import math
@@ -26,10 +25,7 @@ Pair = tuple[Array, Array]
 
 
 def visible_keys(n: int, m: int, i: int, causal: bool, window: tuple[int, int]) -> Array:
-    """Return which of m keys the causal rule and the window let query i of n see.
-
-    The query is at position m - n + i.
-    """
+    """Return which of m keys query i of n sees, bool [m]. The query is at position m - n + i."""
     keys, position = np.arange(m), m - n + i
     left, right = window
     seen = np.ones(m, bool)
@@ -43,12 +39,11 @@ def visible_keys(n: int, m: int, i: int, causal: bool, window: tuple[int, int]) 
 
 
 def softmax(scores: Array, sink: Any) -> tuple[Array, float]:
-    """Return weights and the log of their sum; a sink is one more score, whose weight is not returned."""
-    everything = list(scores) if sink is None else [*scores, sink]
-    m = max(everything, default=-math.inf)
+    """Return (weights, log-sum-exp). A sink is one more score, whose weight is not returned."""
+    m = max(scores if sink is None else [*scores, sink], default=-math.inf)
     if m == -math.inf:
         return np.zeros_like(scores), -math.inf
-    if sink == math.inf:  # it takes all weight
+    if sink == math.inf:  # the sink takes all weight
         return np.zeros_like(scores), math.inf
     total = np.exp(scores - m).sum() + (0 if sink is None else math.exp(float(sink) - float(m)))
     return np.exp(scores - m) / total, float(m) + math.log(total)
@@ -68,9 +63,9 @@ def attend_sequence(
     sinks: Any = None,
     kind: Any = np.float64,
 ) -> Pair:
-    """Attend over one sequence: query [n, H, D], key [m, KVH, D], value [m, KVH, Dv], mask [H, n, >= m].
+    """Attend over one sequence: query [n, H, D], key [m, KVH, D], value [m, KVH, Dv], mask [H, n, m or more].
 
-    ALiBi's `slopes` [H], if given, multiply the distance to keys on either side.
+    ALiBi's `slopes` [H] multiply the distance to keys before and after the query.
     """
     work = np.float64 if kind == np.float64 else np.float32
 
@@ -120,18 +115,16 @@ def multi_head_attention(
     num_kv_heads: int = 0,
     **scoring: Any,
 ) -> Pair:
-    """Attend over sequences of one length: query [B, n, H, D], key and value [B, m, KVH, D]."""
+    """Attend over sequences of equal lengths: query [B, n, H, D], key and value [B, m, KVH, D]."""
     batch, n, heads, _ = query.shape
     output, lse = np.zeros((*query.shape[:3], value.shape[3])), np.zeros(query.shape[:3])
     mask = None
     if attn_mask is not None and attn_mask.size:
         mask = np.broadcast_to(attn_mask, (batch, heads, n, attn_mask.shape[-1]))
-    causal, slopes = is_causal or is_alibi, slopes_of(heads, is_alibi)
+    scoring |= {"causal": is_causal or is_alibi, "slopes": slopes_of(heads, is_alibi)}
     for b in range(batch):
         own = None if mask is None else mask[b]
-        output[b], lse[b] = attend_sequence(
-            query[b], key[b], value[b], own, causal=causal, slopes=slopes, **scoring
-        )
+        output[b], lse[b] = attend_sequence(query[b], key[b], value[b], own, **scoring)
     return output, lse
 
 
@@ -153,7 +146,7 @@ def dynamic_multi_head_attention(
     num_kv_heads: int = 0,
     **scoring: Any,
 ) -> Pair:
-    """Attend over packed sequences; the first `decoding_batches` of them are not causal."""
+    """Attend over packed sequences: query [tokens, H, D]. The first `decoding_batches` are not causal."""
     output, lse = np.zeros((*query.shape[:2], value.shape[2])), np.zeros(query.shape[:2])
     heads, mask = query.shape[1], None
     if attn_mask is not None and attn_mask.size:
@@ -174,7 +167,7 @@ def dynamic_multi_head_attention(
 
 
 def split_attributes(attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the attributes of the cache, and those of attention."""
+    """Return (attributes of the cache, attributes of attention)."""
     cache = {name: value for name, value in attributes.items() if name in CACHE_ATTRIBUTES}
     return cache, {name: value for name, value in attributes.items() if name not in CACHE_ATTRIBUTES}
 
@@ -189,7 +182,7 @@ def multi_head_cache_attention(
     attn_mask: Any = None,
     **attributes: Any,
 ) -> Pair:
-    """Append to a static cache, then attend over it. Cache and scale change in place."""
+    """Append to a static cache, then attend over it."""
     cached, attention = split_attributes(attributes)
     key, value = key_value_cache(current_key, current_value, start_pos, cache, scale, **cached)
     return multi_head_attention(query, key, value, attn_mask, **attention)
@@ -211,7 +204,7 @@ def dynamic_multi_head_cache_attention(
     attn_mask: Any = None,
     **attributes: Any,
 ) -> Pair:
-    """Append packed sequences to a dynamic cache, then attend over it. Cache and scale change in place."""
+    """Append packed sequences to a dynamic cache, then attend over it."""
     cached, attention = split_attributes(attributes)
     index = seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen
     key, value = dynamic_key_value_cache(current_key, current_value, *index, cache, scale, **cached)
@@ -222,7 +215,7 @@ def dynamic_multi_head_cache_attention(
 
 
 def merge_attention_states(outputs: Any, lses: Any) -> Pair:
-    """Merge attention over parts of a context into attention over all of it."""
+    """Merge attention over parts of a context into attention over the whole context."""
     shape = outputs[0].shape
     output, lse = np.zeros(shape), np.zeros(shape[:-1])
     for at in np.ndindex(shape[:-1]):

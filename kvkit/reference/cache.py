@@ -1,7 +1,4 @@
-"""KeyValueCache of PMX: append keys and values to a cache, then read each sequence back.
-
-Loops over tokens and heads. `quant_bit` 0 stores elements without codes.
-"""
+"""Define PMX's KeyValueCache: append keys and values to a cache, then read each sequence back."""
 
 from typing import Any
 
@@ -17,18 +14,12 @@ STATIC_LAYOUTS = ("b l kv n h c", "l b kv h n c")
 DYNAMIC_LAYOUTS = ("n l kv h c", "l n kv h c", "l kv n h c", "l kv h n c")
 LARGEST_CODE = {8: 127, 4: 7}
 CACHE_ATTRIBUTES = (
-    "num_layer",
-    "layer_idx",
-    "quant_bit",
-    "quant_group",
-    "cache_layout",
-    "cache_mode",
-    "page_size",
-)
+    "num_layer", "layer_idx", "quant_bit", "quant_group", "cache_layout", "cache_mode", "page_size"
+)  # fmt: skip
 
 
 def head_view(array: Array, layout: str, **index: int) -> Array:
-    """Return a view of one token and head; every index is one integer."""
+    """Return a view of one head of one token; `index` has an integer for each axis but the last."""
     return array[tuple(index[axis] for axis in layout.split()[:-1])]
 
 
@@ -46,7 +37,7 @@ def divide(a: Any, b: Any, dtype: np.dtype) -> Array:
 
 
 def quantize_head(x: Array, bits: int, group: int) -> tuple[Array, Array]:
-    """Return codes (int8, one per element) and scales (one per group, of the dtype of x)."""
+    """Return (codes, int8 [elements]; scales of the dtype of x [groups])."""
     largest = LARGEST_CODE[bits]
     groups = x.reshape(-1, group).astype(np.float32)
     scale = divide(np.abs(groups).max(axis=1), largest, x.dtype)
@@ -65,13 +56,13 @@ def dequantize_head(codes: Array, scale: Array, group: int, dtype: np.dtype) -> 
 
 
 def pack_int4(codes: Array) -> Array:
-    """Return bytes of codes: the even element is in the low nibble."""
+    """Return bytes of two codes each: the element of even index is in the low nibble."""
     pairs = [(int(codes[2 * k]), int(codes[2 * k + 1])) for k in range(len(codes) // 2)]
     return np.array([(low & 15) | ((high & 15) << 4) for low, high in pairs], np.uint8)
 
 
 def unpack_int4(packed: Array) -> Array:
-    """Return the codes (int8) of bytes."""
+    """Return the two codes, int8, of each byte."""
     codes = []
     for byte in packed:
         for nibble in (int(byte) & 15, (int(byte) >> 4) & 15):
@@ -80,7 +71,7 @@ def unpack_int4(packed: Array) -> Array:
 
 
 def store_head(x: Array, stored: Array, scale: Any, bits: int, group: int) -> None:
-    """Write one head of one token into its place in the cache."""
+    """Write one head of one token into its place in the cache: as it is if `bits` is 0, or as codes."""
     with np.errstate(all="ignore"):
         if bits == 0:
             stored[:] = x.astype(stored.dtype)
@@ -112,7 +103,7 @@ def key_value_cache(
     num_repeat: int = 1,
     cache_layout: int = 0,
 ) -> tuple[Array, Array]:
-    """Append to a static cache; return (key, value) of all positions. Cache and scale change in place."""
+    """Append to a static cache; return (key, value) of all positions."""
     batch, new, heads, dim = current_key.shape
     past = int(np.asarray(start_pos).reshape(-1)[0])
     layout = STATIC_LAYOUTS[cache_layout]

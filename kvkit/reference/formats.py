@@ -1,4 +1,4 @@
-"""Cache formats as plain loops over lists of float32, from numbers to codes, bytes and scales."""
+"""Define cache formats by plain loops over lists of float32, from numbers to codes, bytes and scales."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ Numbers = Any  # a list or an array of float32
 
 
 def float_of(code: int, exponent_bits: int, fraction_bits: int, bias: int) -> float:
-    """Return the finite number of a float's code: a sign, an exponent, a fraction."""
+    """Return the finite number of a float's code, whose bits are sign, exponent and fraction."""
     fraction, code = code % 2**fraction_bits, code // 2**fraction_bits
     exponent, sign = code % 2**exponent_bits, code // 2**exponent_bits
     size = fraction * 2.0 ** (1 - bias - fraction_bits)
@@ -38,7 +38,7 @@ TABLES: dict[str, list[Any]] = {
 
 
 def float_code(x: Any, table: Numbers) -> int:
-    """Return the code of the nearest finite number of a signed table; a tie gives the even code."""
+    """Return the code of the nearest finite number in a table of floats; a tie gives the even code."""
     half = len(table) // 2
     sign, size = half if math.copysign(1, x) < 0 else 0, abs(float(x))
     if math.isnan(x):
@@ -46,7 +46,7 @@ def float_code(x: Any, table: Numbers) -> int:
     finite = [code for code in range(half) if math.isfinite(table[code])]
     if size > table[finite[-1]]:
         return sign + finite[-1]
-    return sign + min(finite, key=lambda code: (abs(table[code] - size), code % 2))  # exact for near numbers
+    return sign + min(finite, key=lambda code: (abs(table[code] - size), code % 2))
 
 
 def lower_code(x: Any, table: Numbers) -> int:
@@ -109,36 +109,24 @@ def q8_0(x: Numbers) -> list[int]:
 
 
 def q4_0(x: Numbers) -> list[int]:
-    """Return ggml's block q4_0: a scale with the sign of the largest number, then codes of 4 bits."""
-    top = x[0]
-    for v in x:
-        if abs(v) > abs(top):
-            top = v
-    d = top / F32(-8)
+    """Return ggml's block q4_0: a scale with the sign of minus the largest number, then codes."""
+    d = max(x, key=abs) / F32(-8)
     return bits16(d) + pack_halves([min(15, int(v * inverse(d) + F32(8.5))) for v in x])
 
 
 def q4_1(x: Numbers) -> list[int]:
     """Return ggml's block q4_1: a scale, the minimum, then codes of 4 bits."""
     d = (max(x) - min(x)) / F32(15)
-    return (
-        bits16(d)
-        + bits16(min(x))
-        + pack_halves([min(15, int((v - min(x)) * inverse(d) + F32(0.5))) for v in x])
-    )
+    codes = [min(15, int((v - min(x)) * inverse(d) + F32(0.5))) for v in x]
+    return bits16(d) + bits16(min(x)) + pack_halves(codes)
 
 
 def q5_0(x: Numbers) -> list[int]:
-    """Return ggml's block q5_0: a scale with the sign of the largest number, fifth bits, the low four."""
-    top = x[0]
-    for v in x:
-        if abs(v) > abs(top):
-            top = v
-    d = top / F32(-16)
+    """Return ggml's block q5_0: a scale (as for q4_0), fifth bits of the codes, then the low four."""
+    d = max(x, key=abs) / F32(-16)
     codes = [min(31, int(v * inverse(d) + F32(16.5))) for v in x]
-    return (
-        bits16(d) + pack_low_first([code // 16 for code in codes], 1) + pack_halves([c % 16 for c in codes])
-    )
+    high = pack_low_first([code // 16 for code in codes], 1)
+    return bits16(d) + high + pack_halves([code % 16 for code in codes])
 
 
 def q5_1(x: Numbers) -> list[int]:
@@ -150,7 +138,7 @@ def q5_1(x: Numbers) -> list[int]:
 
 
 def exponent_floor(amax: Any, largest_exponent: int) -> int:
-    """Return the exponent byte of a group, from the exponent of its largest magnitude."""
+    """Return the exponent byte of a group: the exponent of amax less the largest exponent of the codes."""
     if amax == 0:
         return 0
     return clamp(math.floor(math.log2(Fraction(float(amax)))) - largest_exponent + 127, 0, 254)
@@ -163,7 +151,7 @@ def ggml_mxfp4(x: Numbers) -> list[int]:
     return [e, *pack_halves([lower_code(float(v) / unit, TABLES["e2m1"]) for v in x])]
 
 
-# Formats of other projects: from numbers to (codes in bytes, scale, zero or minimum)
+# Formats of other projects. If scales are stored apart: (codes in bytes, scale, zero or minimum)
 
 
 def token_head(x: Numbers, code: str, rounding: str) -> list[int]:
@@ -195,7 +183,7 @@ def openvino(x: Numbers, bits: int, side: str) -> tuple[list[int], Any, Any]:
     scale = (span * (F32(1) / F32(most)) if side == "key" else span / F32(most)) or F32(1e-4)
     zero = -min(x) / scale
     codes = [clamp(round(F32(float(v) * float(F32(1) / scale) + float(zero))), 0, most) for v in x]
-    pairs = zip(codes[1::2], codes[::2], strict=True)  # the even one is in the high nibble
+    pairs = zip(codes[1::2], codes[::2], strict=True)  # the first of two codes is in the high nibble
     packed = codes if bits == 8 else [low + 16 * high for low, high in pairs]
     return packed, scale, zero
 
@@ -219,14 +207,14 @@ def kivi(x: Numbers, bits: int) -> tuple[list[int], Any, Any]:
     return pack_low_first(codes, bits), F16(scale), F16(low)
 
 
-LEVELS = {  # for normal numbers, those above 0
+LEVELS = {  # {bits: the levels above 0, for normal numbers}
     3: (0.2451, 0.7560, 1.3439, 2.1519),
     4: (0.1284, 0.3880, 0.6568, 0.9424, 1.2562, 1.6180, 2.0690, 2.7326),
 }
 
 
 def turbo_key(x: Numbers, bits: int) -> list[int]:
-    """Return TurboQuant's row of a key: places of levels of the turned row, then its length."""
+    """Return TurboQuant's row of a key: indices of the levels of its rotated elements, then its length."""
     levels = [F32(v) for v in (*(-level for level in LEVELS[bits][::-1]), *LEVELS[bits])]
     dim, root = len(x), F32(math.sqrt(len(x)))
     turned = [
@@ -240,7 +228,7 @@ def turbo_key(x: Numbers, bits: int) -> list[int]:
 
 
 def turbo_value(x: Numbers, bits: int) -> list[int]:
-    """Return TurboQuant's row of a value: codes, their scale and minimum."""
+    """Return TurboQuant's row of a value: codes, scale and minimum."""
     low, most = min(x), 2**bits - 1
     scale = max((max(x) - low) / F32(most), F32(1e-8))
     codes = [clamp(int((v - low) / scale + F32(0.5)), 0, most) for v in x]
@@ -248,7 +236,7 @@ def turbo_value(x: Numbers, bits: int) -> list[int]:
 
 
 def exponent_ceil(amax: Any, largest: int) -> int:
-    """Return the least exponent byte whose scale brings the largest magnitude into the codes' range."""
+    """Return the smallest exponent byte with amax / 2^exponent within the range of the codes."""
     if amax == 0:
         return 127
     ratio, e = F32(amax) / F32(largest), -200
@@ -258,7 +246,7 @@ def exponent_ceil(amax: Any, largest: int) -> int:
 
 
 def mx(x: Numbers, code: str, exponent: str, rounding: str = "even") -> tuple[list[int], int]:
-    """Return the codes of an MX block, and its exponent byte."""
+    """Return (codes in bytes, exponent byte) of an MX block."""
     top, table = max(abs(v) for v in x), TABLES[code]
     if exponent == "floor":
         e = exponent_floor(top, 2 if code == "e2m1" else 8)
@@ -270,7 +258,7 @@ def mx(x: Numbers, code: str, exponent: str, rounding: str = "even") -> tuple[li
 
 
 def nvfp4(x: Numbers, whole: Any, rounding: str = "even") -> tuple[list[int], int]:
-    """Return the codes of an NVFP4 block, and its scale in E4M3; `whole` is the scale of the whole tensor."""
+    """Return (codes in bytes, scale in E4M3) of an NVFP4 block; `whole` is the tensor-wide scale."""
     scale = float_code(max(abs(v) for v in x) / F32(6) / F32(whole), TABLES["e4m3"])
     unit = F32(TABLES["e4m3"][scale]) * F32(whole)
     find: Any = float_code if rounding == "even" else lower_code
@@ -278,7 +266,7 @@ def nvfp4(x: Numbers, whole: Any, rounding: str = "even") -> tuple[list[int], in
 
 
 def ds_mla(x: Numbers) -> list[int]:
-    """Return DeepSeek's row of MLA: 512 numbers in four groups, then 64 as bfloat16."""
+    """Return DeepSeek's row for MLA: 512 codes in four groups, their scales, then 64 bfloat16 numbers."""
     codes: list[int] = []
     scales: list[int] = []
     for first in range(0, 512, 128):

@@ -1,4 +1,4 @@
-"""Latent caches (MLA) as loops: rows of floats or bytes, attention over them, the indexer."""
+"""Define operators over latent caches (MLA): append, attention, and the indexer of sparse attention."""
 
 import math
 from typing import Any
@@ -11,56 +11,41 @@ from kvkit.reference.formats import TABLES, bfloat16, bits32, float_code
 __all__ = ["indexer_scores", "mla_absorb", "mla_append", "mla_attention", "mla_expand", "topk_rows"]
 
 Array = np.ndarray
-BODY = 576  # bytes of a token of "ds_v4" that lie before the scales of a block
+BODY, TOKEN = 576, 584  # "ds_v4": bytes of a token before the scales of the block, and with its scales
 
 
 def bfloat16_of(low: int, high: int) -> float:
-    """Return the number of two bytes, which are the upper half of a float32."""
+    """Return the bfloat16 number of two bytes, which are the upper half of a float32."""
     return float(np.array([0, 0, low, high], np.uint8).view(np.float32)[0])
 
 
-def e4m3_of(code: int) -> float:
-    """Return the number of a code: a sign, 4 bits of exponent and 3 of mantissa, NaN at the end."""
-    sign, exponent, mantissa = -1.0 if code & 128 else 1.0, code >> 3 & 15, code & 7
-    if code & 127 == 127:
-        return float("nan")
-    return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
-
-
 def row_of_bytes(codes: Array, scales: list[float], group: int, tail: Array) -> list[float]:
-    """Return a row: codes times the scale of their group, then numbers of bfloat16."""
-    row = [e4m3_of(int(code)) * scales[i // group] for i, code in enumerate(codes)]
+    """Return a row: e4m3 codes times the scale of their group, then bfloat16 numbers."""
+    row = [TABLES["e4m3"][code] * scales[i // group] for i, code in enumerate(codes)]
     return row + [bfloat16_of(int(tail[i]), int(tail[i + 1])) for i in range(0, len(tail), 2)]
 
 
 def row_at(pool: Array, rope: Any, slot: int, format: str | None) -> Array:
     """Return the row of a slot as float64 [heads, dim]."""
+    page = page_of(pool, format)
     if format is None:
-        page = pool.shape[1]
         parts = [part[slot // page, slot % page] for part in (pool, rope) if part is not None]
         parts = [part.reshape(-1, part.shape[-1]).astype(np.float64) for part in parts]
         return np.concatenate(parts, axis=1)
     if format == "ds_v4":
         block = pool.view(np.uint8)
-        page = block.shape[1] // 584
         body = block[slot // page, slot % page * BODY :][:BODY]
         exponents = block[slot // page, page * BODY + slot % page * 8 :][:7]
         scales = [2.0 ** (int(exponent) - 127) for exponent in exponents]
         return np.array([row_of_bytes(body[:448], scales, 64, body[448:])])
-    page = pool.shape[1]
     row = pool.view(np.uint8)[slot // page, slot % page].reshape(-1)
     scales = [float(scale) for scale in row[512:528].copy().view(np.float32)]
     return np.array([row_of_bytes(row[:512], scales, 128, row[528:])])
 
 
-def slots_in(pool: Array, format: str | None) -> int:
-    """Return the number of rows of a pool."""
-    return len(pool) * (pool.shape[1] // 584 if format == "ds_v4" else pool.shape[1])
-
-
 def page_of(pool: Array, format: str | None) -> int:
-    """Return the rows of a block."""
-    return pool.shape[1] // 584 if format == "ds_v4" else pool.shape[1]
+    """Return how many rows a block of a pool has."""
+    return pool.shape[1] // TOKEN if format == "ds_v4" else pool.shape[1]
 
 
 def mla_attention(
@@ -81,7 +66,7 @@ def mla_attention(
     sinks: Any = None,
     lse_of_sinks: bool = True,
 ) -> tuple[Array, Array]:
-    """Attend to the rows of contexts, or to chosen rows of one pool or two; return (attn_output, lse)."""
+    """Attend to all rows of contexts, or to the slots `indices` of one or two pools; return (output, lse)."""
     query = np.concatenate(query, axis=2) if isinstance(query, (tuple, list)) else query
     kind = None if format is None else format.partition(":")[0]
     contexts: list[tuple[slice, list[Array]]] = []  # queries, and the rows that they attend to
@@ -92,7 +77,7 @@ def mla_attention(
             for pool, chosen, lens in pools:
                 count = len(chosen[token]) if lens is None else lens[token]
                 for slot in chosen[token][: max(int(count), 0)]:
-                    if 0 <= slot < slots_in(pool, kind):
+                    if 0 <= slot < len(pool) * page_of(pool, kind):
                         rows.append(row_at(pool, rope_cache, int(slot), kind))
             contexts.append((slice(token, token + 1), rows))
     else:
@@ -118,7 +103,7 @@ def mla_attention(
 
 
 def bytes_of(row: Array, format: str) -> tuple[list[int], list[int]]:
-    """Return (the first bytes of a row, those of its scales after them, or for "ds_v4" after the block)."""
+    """Return (bytes of a row, bytes of its scales if they lie apart, as in "ds_v4")."""
     kind, *powers = format.split(":")
     group, coded = (64, 448) if kind == "ds_v4" else (128, 512)
     codes: list[int] = []
@@ -145,7 +130,7 @@ def mla_append(
     rope_cache: Any = None,
     format: str | None = None,
 ) -> Array:
-    """Store rows in their slots, as floats in one pool or two or as bytes; return the first pool."""
+    """Store rows in their slots, as floats in one or two pools or as bytes; return the first pool."""
     page = page_of(cache, format)
     for token, slot in enumerate(slot_mapping):
         if slot < 0:
@@ -192,7 +177,7 @@ def indexer_scores(
     key_scale: Any = None,
     scale: Any = None,
 ) -> Array:
-    """Return the weighted sum over heads of max(0, scale * q . k) for each position that a query may see."""
+    """Return sums over heads of weight * max(0, scale * q . k) for each position that a query may see."""
     starts = range(len(context_lens) + 1) if query_starts is None else query_starts
     page, factor = keys.shape[1], query.shape[2] ** -0.5 if scale is None else scale
     scores = np.full((len(query), max(map(int, context_lens), default=0)), -np.inf)
@@ -207,7 +192,7 @@ def indexer_scores(
 
 
 def topk_rows(scores: Array, k: int, block_tables: Any, page_size: int, query_starts: Any = None) -> Array:
-    """Return the slots of each query's k largest scores, by ascending position; -1 after the last."""
+    """Return the slots of each query's k largest scores in the order of positions; -1 after the last slot."""
     k, page_size = int(k), int(page_size)
     starts = range(len(block_tables) + 1) if query_starts is None else query_starts
     rows = np.full((len(scores), k), -1, np.int32)

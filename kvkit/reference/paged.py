@@ -1,4 +1,4 @@
-"""Operators over pools of pages, as inference engines keep them. Attention is in float64."""
+"""Define operators over pools of pages, as inference engines keep them."""
 
 from typing import Any
 
@@ -31,9 +31,10 @@ def attend_pages(
     alibi_slopes: Any = None,
     **scoring: Any,
 ) -> tuple[Array, Array]:
-    """Return (attn_output, lse); `keys` and `values` are [pages, tokens, heads, elements].
+    """Attend over the pages of each sequence; return (attn_output, lse).
 
-    `pages` is a list of pages for each sequence. Scales are [B, key heads], slopes [B, query heads] or None.
+    `keys` and `values` are [pages, tokens, heads, elements], `pages[b]` the pages of sequence b. Scales are
+    [B, key heads], slopes [B, query heads] or None.
     """
     rows = keys.shape[1]
     output = np.zeros((*query.shape[:2], values.shape[3]))
@@ -69,7 +70,7 @@ def paged_attention(
     alibi_slopes: Any = None,
     **scoring: Any,
 ) -> tuple[Array, Array]:
-    """Attend over pages; a sequence's last query is at the position of its last key."""
+    """Attend over pages. The last query of a sequence is at the position of its last key."""
     batch = len(context_lens)
     keys, values = tokens_before_heads(key_cache, layout), tokens_before_heads(value_cache, layout)
     starts = np.arange(batch + 1) if query_starts is None else query_starts
@@ -114,7 +115,7 @@ def paged_append(
 ) -> tuple[Any, Any]:
     """Write tokens into their slots, except tokens with a negative slot; return the caches.
 
-    `rope` has keywords of `rotate_token`, and perhaps `begin`, the first element of a key that is rotated.
+    `rope` has keywords of `rotate_token`, and perhaps `begin`, the first element of a head that rotates.
     """
     if rope is not None:
         how, key = {"interleaved": False, **rope}, key.astype(np.float64)

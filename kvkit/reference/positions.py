@@ -1,7 +1,6 @@
-"""Positions of PMX: position indices and rotary embedding.
+"""Define PMX's position indices and rotary embedding.
 
-Everything is float64 but the angles, whose type is `kind`: float32 as specified, float64 for exact results.
-Outputs stay float64, not rounded to the type of the inputs.
+Everything is float64, except angles of type `kind`: float32 as specified, or float64 for exact results.
 """
 
 import math
@@ -38,7 +37,7 @@ def rotate_token(
     scaling_factor: float = 1.0,
     kind: Any = np.float32,
 ) -> Array:
-    """Rotate the heads [heads, D] of the token at position t of a sequence that ends at `end`."""
+    """Rotate the heads x [heads, D] of the token at position t of a sequence that ends before `end`."""
     dims, longest, factor = rotary_dim or x.shape[-1], max_position_embeddings, scaling_factor
     if scaling_type == "dynamic" and end > longest and dims > 2:
         theta = theta * (factor * end / longest - (factor - 1)) ** (dims / (dims - 2))
@@ -73,7 +72,7 @@ def rotary_position_embedding(
     bypass_key: bool = False,
     **attributes: Any,
 ) -> tuple[Array, Array]:
-    """Rotate the queries and keys of sequences of one length."""
+    """Rotate the queries and keys of sequences of equal lengths."""
     batch, length = query.shape[:2]
     pads = [0] * batch if pad_len is None else [int(pad) for pad in pad_len]
     tokens = [

@@ -418,7 +418,7 @@ def test_warm_for_a_gpu_without_numba_cuda(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (["--capability", "9.0"], 2, "--capability 9.0: it is of a GPU: add --backend cuda"),
+        (["--capability", "9.0"], 2, "--capability 9.0: only GPUs have one: add --backend cuda"),
         (["--backend", "cuda", "--capability", "nine"], 2, "--capability nine: expected X.Y, as 9.0"),
         (["--backend", "cuda", "--capability", "7.5"], 1, "expected compute capability 8.0 or later"),
     ],

@@ -74,7 +74,7 @@ REFUSED = {
     "chat.npz --shift 3::5 --rope rotary_dim=3 -o out.npz": "--rope rotary_dim=3: rotary_dim: expected",
     "chat.npz --shift 3::5 --rope spin=3 -o out.npz": "--rope spin=3: expected",
     "chat.npz --shift 3::5 --rope chat.npz -o out.npz": "--rope chat.npz: not a config.json",
-    "other.npz --remove 1:2 -o out.npz": "kvkit edit takes what Cache.save wrote",
+    "other.npz --remove 1:2 -o out.npz": "kvkit edit takes files of Cache.save",
     "pages.npz --remove 1:2 -o out.npz": "got sequences in blocks",
 }
 

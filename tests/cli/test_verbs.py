@@ -45,7 +45,7 @@ FINE = [  # the code; the command; texts in what it prints
      "layer 1 values"),
     (0, "inspect pool-of-nan.npz", "vllm-lbnhc"),
     (0, "draw hf.safetensors", "hf: l kv | b h n c\nlists of 2 (l) of 2 (kv) arrays",
-     "note: no page tables in the file"),
+     "note: the file has no page tables"),
     (0, "draw LBNHC", "vllm-lbnhc: "),
     (0, "draw fine.npz", "0  ....\n1  aaaa\n2  aaaa\n3  bbbb\na 8 rows, b 4 rows; . free 4\n"),
     (0, "draw shared.npz", "0  aa..\n1  ....\n2  ####\n3  ..~.\n",
