@@ -22,9 +22,9 @@ RESULTS = """Without `out`, results are new arrays of the library and device of 
 ON_HOST = """Index tensors should be on the host, where they are checked: the call waits for index tensors on
 the device."""
 BITS = "Stored bits equal those of the CPU."
-CODES = """If fewer than 32 codes share a scale, kernels with tensor cores round code times scale to the type
-of the data, as `key_value_cache` returns it; scales of more codes multiply scores and weights. Other kernels
-keep float32, as the CPU does, and only they read formats of `quant_format`."""
+CODES = """If fewer than 32 codes share a scale, or, for many rows, fewer than a head has, kernels with tensor
+cores round code times scale to the type of the data, as `key_value_cache` returns it; other scales multiply
+scores and weights. Other kernels keep float32, as the CPU does; only they read formats of `quant_format`."""
 SUMS = "Sums are added in another order than on the CPU, so the last bits differ, but not between devices."
 KEY_WEIGHTS = "With `return_key_weights`, kernels without tensor cores compute all scores twice."
 GATHERED = """Contexts in one pool of floats are read where they lie. Rows of 656 bytes, also chosen ones, are

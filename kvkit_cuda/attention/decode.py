@@ -35,7 +35,7 @@ from kvkit_cuda.attention.fragments import EVERYONE, LOWEST, Held, Softmax
 from kvkit_cuda.attention.params import with_short_divisors
 from kvkit_cuda.attention.prefill import LN2, LOG2E, SIGNATURE
 from kvkit_cuda.attention.stored_tiles import TOKENS
-from kvkit_cuda.attention.tiles import put_word
+from kvkit_cuda.attention.tiles import put_word, two_floats
 from kvkit_cuda.attention.work_items import StepTables, far
 from kvkit_cuda.copy import chunks
 from kvkit_cuda.copy.transfer import WARP
@@ -48,8 +48,7 @@ F32, U32 = types.float32, types.uint32
 
 int32, fresh_register = device.int32, ptx.fresh_register
 row_id_of, put_float = tiles.row_id_of, chunks.write("float32")
-_read_sums, _write_pair = memory.load(8, 8, space=memory.SHARED), memory.store(4, 4)
-_write_addresses = memory.store(16, 16, memory.SHARED)
+_write_pair, _write_addresses = memory.store(4, 4), memory.store(16, 16, memory.SHARED)
 
 
 def attend(form):
@@ -65,7 +64,7 @@ def attend(form):
     fill_tile, code_mask = stored_tiles.fill(form.keys, form.values), tile_words.code_mask(form.keys)
     multiply_keys, multiply_values = engine.multiply_keys(form), engine.multiply_values(form)
     multiply_nan_safe = engine.multiply_nan_safe(form)
-    update_softmax = fragments.update_softmax(form, slices.lift_finder(form) if form.scaled else None)
+    update_softmax = fragments.update_softmax(form, slices.largest_scales(form) if form.scaled else None)
     apply_bias_and_mask, hide = fragments.apply_bias_and_mask(form), fragments.hide(form)
     finish, put_addresses = finisher(form), address_writer(form)
     sync_warp, from_lane = device.sync_warp, device.from_lane
@@ -204,7 +203,7 @@ def finisher(form):
             for pair in range(thread, pairs, threads):
                 x, y = np.float32(0), np.float32(0)
                 for w in range(warps):
-                    one, other = two_sums(board + (w * all_rows + r) * row_bytes + 8 * pair)
+                    one, other = two_floats(board + (w * all_rows + r) * row_bytes + 8 * pair)
                     x, y = x + one, y + other
                 if x * np.float32(0) != np.float32(0) or y * np.float32(0) != np.float32(0):
                     odd = 1
@@ -233,12 +232,6 @@ def address_writer(form):
             put_two_addresses(int32(at + 16), params.key_scales + scales, params.value_scales + scales)
 
     return device.inlined(put_addresses)
-
-
-@shared
-def two_sums(address):
-    both, _ = _read_sums(address)
-    return numeric.float_of(np.uint32(both)), numeric.float_of(np.uint32(both >> np.uint64(32)))
 
 
 @shared

@@ -45,6 +45,7 @@ LOWEST = np.float32(numeric.LOWEST)
 INFINITY = 0x7F800000  # in bits
 SHRINK = 40  # NaN-safe weights are 2^40 times smaller
 SMALLER = np.float32(2.0**-SHRINK)
+MOST_LIFT, TOP = 60, 7  # of rows, as powers of 2; weights times scales begin below 2^TOP
 int32, fresh_register = device.int32, ptx.fresh_register
 
 
@@ -216,12 +217,16 @@ def multiply_keys(form):
 
 
 def multiply_values(form):
-    """Return f(p, v, a, o): o += p v; p is rounded to the data's type, `v` is an address in shared memory."""
+    """Return f(p, v, scales, a, o): o += p v; `v` and `scales` of tokens are addresses in shared memory.
+
+    p is multiplied by scales and rounded to the data's type.
+    """
     tokens, dim, strips, row = form.tokens, form.value_dim, form.strips, tiles.row_bytes(form.value_dim)
     on, load, packed, columns = tiles.advance(dim), ptx.matrices(True), ptx.packed(form.element), form.columns
-    multiply = multiply_strips(form.element, strips, form.width)
+    multiply, scale_weights = multiply_strips(form.element, strips, form.width), scale_tokens(form)
 
-    def multiply_values(p, v, a, o):
+    def multiply_values(p, v, scales, a, o):
+        scale_weights(scales, p)
         for step in range(tokens // 16):
             for i in range(4 * strips):  # [16 rows, 16 tokens]
                 j = (i // 4 * 2 + i % 2) * columns + 4 * step + i % 4 // 2 * 2
@@ -235,16 +240,17 @@ def multiply_values(form):
 
 
 def multiply_nan_safe(form):
-    """Return f(p, v, lane, o): o += p v in float32, where weights of 0 add nothing, even for NaN or infinity.
+    """Return f(p, v, scales, lane, o): o += p v in float32; weights of 0 add nothing, even for NaN.
 
-    Weights are multiplied with `SMALLER`, so that sums stay finite.
+    Weights are multiplied with scales, and with `SMALLER`, so that sums stay finite.
     """
     rows, columns, blocks = form.thread_rows, form.columns, form.value_dim // 8
     at, exchange = tiles.place(form.value_dim), device.exchange
-    two, rotate = tiles.two(form.element), score_rotator(form)
+    two, rotate, scale_weights = tiles.two(form.element), score_rotator(form), scale_tokens(form, True)
 
-    def multiply_nan_safe(p, v, lane, o):
+    def multiply_nan_safe(p, v, scales, lane, o):
         lane = fresh_register(lane)
+        scale_weights(scales, p)
         for column in range(columns):
             for other in range(4):
                 token = column // 2 * 8 + ((lane ^ other) & 3) * 2 + column % 2
@@ -261,17 +267,82 @@ def multiply_nan_safe(form):
     return device.force_inlined(multiply_nan_safe)
 
 
-def update_softmax(form, find_lift=None):
+def scale_tokens(form, nan_safe=False):
+    """Return f(at, s), which multiplies scores or weights by the scales of their tokens.
+
+    `at` is the address, in shared memory, of the scale of the thread's first token. If `nan_safe`, weights of
+    0 stay 0, even for a scale that is NaN or infinite.
+    """
+    rows, columns, two_floats = form.thread_rows, form.columns, tiles.two_floats
+    if not form.token_scales:
+        return device.inlined(lambda at, s: None)
+
+    @device.inlined
+    def times(x, scale):
+        return x if nan_safe and x == np.float32(0) else x * scale
+
+    def scale_tokens(at, s):
+        for i in range(0, columns, 2):
+            one, other = two_floats(np.int64(at) + 16 * i)
+            j = i
+            while j < rows * columns:  # NVVM does not unroll a loop over a range here, and s becomes memory
+                s[j], s[j + 1] = times(s[j], one), times(s[j + 1], other)
+                j += columns
+
+    return device.force_inlined(scale_tokens)
+
+
+def scales_loader(form):
+    """Return f((scales, at)), which loads the scales of a thread's tokens and returns them."""
+    columns, two_floats = form.columns, tiles.two_floats
+
+    def load_scales(tile):
+        scales, at = tile
+        for i in range(0, columns, 2):
+            scales[i], scales[i + 1] = two_floats(np.int64(at) + 16 * i)
+        return scales
+
+    return device.inlined(load_scales)
+
+
+def lift_finder(form, load_scales):
+    """Return f(s, state, tile), which finds the lift of each row whose first weights come now.
+
+    `load_scales`(tile) returns the largest scales of values of the thread's tokens. The largest one that the
+    row sees, times 2^lift, is in the middle of what float16 holds: later scales may be 2^8 times larger
+    before sums are infinite, and are then found in float32.
+    """
+    rows, columns, distances = form.thread_rows, form.columns, form.fragment.distances
+    exchange, larger = device.exchange, ptx.larger
+
+    def find_lift(s, state, tile):
+        scales = load_scales(tile)
+        for r in range(rows):
+            top = np.float32(0)
+            for column in range(columns):
+                if s[r * columns + column] > numeric.MINUS_INF:
+                    top = larger(top, abs(scales[column]))
+            for distance in distances:
+                top = larger(top, exchange(EVERYONE, top, distance))
+            if top > np.float32(0) and state.m[r] == numeric.MINUS_INF:
+                exponent = int(numeric.bits_of(top) >> np.uint32(23)) - 127
+                state.lift[r] = np.float32(max(min(TOP - 1 - exponent, MOST_LIFT), -MOST_LIFT))
+
+    return device.force_inlined(find_lift)
+
+
+def update_softmax(form, load_scales=None):
     """Return f(s, state, scale, tile), which updates m, l and o, and replaces s by p = 2^(scale s - m).
 
-    `scale` is positive. m is less than the maximum by `lift`: weights, l and o have 2^lift more. All threads
-    of a warp call `find_lift`(s, state, tile), which sets it, before the first weights of a row. A thread
-    adds its own weights to l; sums of other threads are added in the end.
+    `scale` is positive. m is less than the maximum by `lift`: weights, l and o have 2^lift more. With
+    `load_scales` it is found before the first weights of a row (see `lift_finder`), by all threads of a warp.
+    A thread adds its own weights to l; sums of other threads are added in the end.
     """
     rows, columns, width, distances = form.thread_rows, form.columns, form.width, form.fragment.distances
     exchange, power, larger = device.exchange, ptx.power, ptx.larger
-    any_of_warp = device.any_of_warp if find_lift else device.inlined(lambda grown: grown)
-    find_lift = find_lift or device.inlined(lambda s, state, tile: None)
+    any_of_warp = device.any_of_warp if load_scales else device.inlined(lambda grown: grown)
+    nothing = device.inlined(lambda s, state, tile: None)
+    find_lift = lift_finder(form, load_scales) if load_scales else nothing
 
     def update_softmax(s, state, scale, tile):
         o, m, l, peaks, lift = state

@@ -9,6 +9,9 @@ A row is one query head of one query token; rows that share a key head share its
 rows, 16 or 32 for each warp, and loops over the context in tiles of tokens. Shared memory has two stages of
 1 or 2 tiles: while the tiles of one stage are multiplied, those of the next one are copied. Warps wait for
 each other where a stage begins. Queries are in shared memory, scores and sums in registers (see `fragments`).
+
+Where a row of codes has one scale, s is multiplied by the scales of keys [tokens], and p, before its product
+with v, by those of values.
 """
 
 import functools
@@ -19,6 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, types
 
+from kvkit.checks.records import Context
+from kvkit.formulas import numeric
 from kvkit_cuda.attention import forms, fragments, merge, tiles, work_items
 from kvkit_cuda.attention.fragments import EVERYONE, STRIP, Softmax
 from kvkit_cuda.attention.params import RECORD, with_short_divisors
@@ -51,6 +56,7 @@ class PrefillForm:
     tiles: int  # of a stage
     weighs: bool  # whether scores are capped, biased or masked
     native: bool  # whether the device converts floats of 8 bits
+    token_scales: bool = False  # whether a row has one scale, a factor of its scores and weights
 
     @property
     def thread_rows(self):
@@ -82,9 +88,24 @@ class PrefillForm:
         return self.tokens * tiles.row_bytes(self.dim)
 
     @property
-    def tile_bytes(self):
-        """Return the bytes of a tile of keys and one of values."""
+    def lifts(self):
+        """Return whether rows find a power of 2 by which float16 holds weights times scales."""
+        return self.token_scales and self.element == "float16"
+
+    @property
+    def scale_bytes(self):
+        """Return the bytes of the scales of a tile of keys, or of values, as float32."""
+        return 4 * self.tokens if self.token_scales else 0
+
+    @property
+    def scales_begin(self):
+        """Return the offset of the scales of keys in a tile; those of values are behind them."""
         return self.key_bytes + self.tokens * tiles.row_bytes(self.value_dim)
+
+    @property
+    def tile_bytes(self):
+        """Return the bytes of a tile of keys and one of values, with their scales."""
+        return self.scales_begin + 2 * self.scale_bytes
 
     @property
     def shared_bytes(self):
@@ -95,12 +116,17 @@ class PrefillForm:
         return 2 * self.tiles * self.tile_bytes + warps * self.query_bytes
 
 
-def form(element, cache_format, scale_format, dim, value_dim, weighs, native=True, room=device.SHARED_MEMORY):
+def form(
+    element, cache_format, scale_format, dim, value_dim, weighs, native=True, room=device.SHARED_MEMORY,
+    token_scales=False,
+):  # fmt: skip
     """Return the form of a kernel with as many rows and tokens as registers and `room` shared bytes hold."""
-    longest, most = max(dim, value_dim), 64 if weighs else (96 if cache_format != element else 128)
-    strips = 2 if longest <= most else 1
+    scales_elements, lifts = scale_format and not token_scales, token_scales and element == "float16"
+    most = 64 if weighs else (96 if scales_elements or lifts else 128)
+    strips = 2 if max(dim, value_dim) <= most else 1
     sizes = {"dim": dim, "value_dim": value_dim, "strips": strips, "tokens": 32, "tiles": 1}
-    form = PrefillForm(element, cache_format, scale_format, **sizes, weighs=bool(weighs), native=native)
+    kinds = {"weighs": bool(weighs), "native": native, "token_scales": token_scales}
+    form = PrefillForm(element, cache_format, scale_format, **sizes, **kinds)
     if form.shared_bytes > room:
         form = replace(form, tokens=16)
     longer = replace(form, tiles=2)  # with more, a block waits longer for its first tiles
@@ -112,7 +138,12 @@ def form_of(record, context):
     sizes = context.dim, context.value_dim
     formats = context.data_dtype, context.cache_format, context.scale_format
     weighs, native = fragments.needs_bias_or_mask(record), ptx.has_minifloats()
-    return form(*formats, *sizes, weighs, native, device.shared_memory())
+    return form(*formats, *sizes, weighs, native, device.shared_memory(), has_token_scales(context))
+
+
+def has_token_scales(context: Context) -> bool:
+    """Return whether a row of keys, and one of values, has one scale."""
+    return bool(context.scale_format) and context.group in (0, max(context.dim, context.value_dim))
 
 
 class HeadAddresses(NamedTuple):
@@ -154,8 +185,10 @@ def tile_loader(form):
     tokens, from_lane, key_bytes = form.tokens, device.from_lane, form.key_bytes
     load_keys, load_values = tiles.copy_row(form.dim), tiles.copy_row(form.value_dim)
     if form.cache_format != form.element:
-        codes = form.element, form.cache_format, form.scale_format, form.native
+        codes = form.element, form.cache_format, None if form.token_scales else form.scale_format, form.native
         load_keys, load_values = tiles.widen_row(form.dim, *codes), tiles.widen_row(form.value_dim, *codes)
+    scaled, scales_begin, scale_bytes = form.token_scales, form.scales_begin, form.scale_bytes
+    read_scale = chunks.read(form.scale_format or "float32")
 
     def load_tile(params, place, row_id, head, thread):
         r = int32(thread >> 3)
@@ -165,6 +198,10 @@ def tile_loader(form):
             load_keys(place, r, at, params.key_scales + scales, params.scale_group, mine)
             at = head.values + row * params.value_row
             load_values(place + key_bytes, r, at, params.value_scales + scales, params.scale_group, mine)
+            if scaled and mine == 0:
+                at = place + scales_begin + 4 * r
+                tiles.put_word(at, numeric.bits_of(read_scale(params.key_scales + scales)))
+                tiles.put_word(at + scale_bytes, numeric.bits_of(read_scale(params.value_scales + scales)))
             r = int32(r + cuda.blockDim.y * (WARP // 8))
 
     return device.force_inlined(load_tile)
@@ -173,14 +210,16 @@ def tile_loader(form):
 def attend(form):
     """Return the kernel of a form."""
     tokens, warp_rows, has_bias = form.tokens, form.warp_rows, form.weighs
-    held_words, held_rows = 4 * form.strips, form.thread_rows
+    held_words, held_rows, held_scales = 4 * form.strips, form.thread_rows, form.columns
     held_scores, held_sums = held_rows * form.columns, held_rows * form.width
     key_bytes, tile_bytes, block = form.key_bytes, form.tile_bytes, memory.dynamic(form.shared_bytes)
     stage_tokens, stage_bytes, one_tile = form.tiles * tokens, form.tiles * tile_bytes, form.tiles == 1
     load_queries, load_tile, arrived = query_loader(form), tile_loader(form), ptx.arrived
     key_place, value_place = tiles.place(form.dim), tiles.place(form.value_dim)
     multiply_keys, multiply_values = fragments.multiply_keys(form), fragments.multiply_values(form)
-    multiply_nan_safe, update_softmax = fragments.multiply_nan_safe(form), fragments.update_softmax(form)
+    multiply_nan_safe, scale_tokens = fragments.multiply_nan_safe(form), fragments.scale_tokens(form)
+    update_softmax = fragments.update_softmax(form, fragments.scales_loader(form) if form.lifts else None)
+    scales_begin, scale_bytes = form.scales_begin, form.scale_bytes
     apply_bias_and_mask, hide = fragments.apply_bias_and_mask(form), fragments.hide(form)
     finish = finisher(form)
 
@@ -206,15 +245,16 @@ def attend(form):
         queries = int32(first + 2 * stage_bytes)
         load_queries(params, item, queries, thread)
         a, s = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
-        o, m = cuda.local.array(held_sums, F32), cuda.local.array(held_rows, F32)
-        l, peaks = cuda.local.array(held_rows, F32), cuda.local.array(held_rows, F32)
+        o, scales = cuda.local.array(held_sums, F32), cuda.local.array(held_scales, F32)
+        m, l = cuda.local.array(held_rows, F32), cuda.local.array(held_rows, F32)
+        peaks = cuda.local.array(held_rows, F32)
         state = Softmax(o, m, l, peaks, cuda.local.array(held_rows, F32))
         scale, _ = work_items.head_scales(params, item.b, item.head)
         head = head_addresses(params, item)
         first_key = key_place((lane >> 4) * 8 + (lane & 7), lane >> 3 & 1)
         first_value = int32(key_bytes + value_place(lane & 15, lane >> 4))
         first_query = int32(queries + key_place((thread >> 5) * warp_rows + (lane & 15), lane >> 4))
-        final = int32(high - 1)
+        first_scale, final = int32(scales_begin + (lane & 3) * 8), int32(high - 1)
         shrink = np.float32(1)
         for attempt in range(2):  # the second one is NaN-safe, if sums of the first one are not finite
             fragments.clear(state, np.float32(0))
@@ -233,15 +273,18 @@ def attend(form):
                 here = int32(first + place)
                 if begin >= low and begin < some.end and end > some.begin:
                     multiply_keys(first_query, int32(here + first_key), a, s)  # [rows, tokens]
+                    scales_at = int32(here + first_scale)
+                    scale_tokens(scales_at, s)
+                    scales_at = int32(scales_at + scale_bytes)
                     if has_bias:
                         apply_bias_and_mask(params, step, item, thread, begin, s, scale)
                     if begin < common.begin or end > common.end:
                         hide(params, step, item, thread, begin, high, s)
-                    update_softmax(s, state, LOG2E if has_bias else scale * LOG2E, None)
+                    update_softmax(s, state, LOG2E if has_bias else scale * LOG2E, (scales, scales_at))
                     if attempt == 0:
-                        multiply_values(s, int32(here + first_value), a, o)  # [rows, value dim]
+                        multiply_values(s, int32(here + first_value), scales_at, a, o)  # [rows, value dim]
                     else:
-                        multiply_nan_safe(s, int32(here + key_bytes), lane, o)
+                        multiply_nan_safe(s, int32(here + key_bytes), scales_at, lane, o)
                 begin, place = end, int32(place + tile_bytes)
                 place = int32(0 if place == 2 * stage_bytes else place)
             odd = np.float32(0)
@@ -313,8 +356,9 @@ def compiled(form):
 def suits(record, context, reach, most_rows):
     """Return whether prefill takes a call: 16-bit data, whole fragments, aligned rows, and rows enough."""
     alignment = 16 if context.cache_format == context.data_dtype else tiles.code_bytes(context.cache_format)
-    many = most_rows > forms.ROWS and fragments.are_widened(context)
-    return many and fragments.suits(record, context, reach, most_rows, alignment)
+    known = fragments.are_widened(context) or has_token_scales(context)
+    fits = fragments.suits(record, context, reach, most_rows, alignment)
+    return most_rows > forms.ROWS and known and fits
 
 
 def prepare(record, context, tables, most_rows, stream):

@@ -43,7 +43,6 @@ from kvkit_cuda.device_runtime import device, memory, ptx
 ZERO, SIGN = np.float32(0), 0x8000
 ZEROS, WEIGHTS = 4, 6  # indices of the words of codes 0 and of weights, after those of two slices
 CODE_POWER = 24  # codes are multiplied as numbers 2^-24 of theirs
-MOST_LIFT, TOP = 60, 7  # of rows, as powers of 2; weights times scales begin below 2^TOP
 int32, fresh_register = device.int32, ptx.fresh_register
 
 
@@ -361,17 +360,12 @@ def unit_of(tile):
     return device.inlined(lambda i: odd if i % 2 else one)
 
 
-def lift_finder(form):
-    """Return f(s, state, tile), which finds the lift of each row whose first weights come now.
+def largest_scales(form):
+    """Return f(tile) -> the largest scale of values of each of a thread's two tokens."""
+    load_scales, larger = scales_loader(form.values), ptx.larger
+    groups, columns = form.values.groups, form.columns
 
-    The largest scale of values that the row sees, times 2^lift, is in the middle of what float16 holds: later
-    scales may be 2^8 times larger before sums are infinite, and are then found in float32.
-    """
-    tile, rows, columns = form.values, form.thread_rows, form.columns
-    load_scales, groups, distances = scales_loader(tile), tile.groups, form.fragment.distances
-    exchange, larger = device.exchange, ptx.larger
-
-    def find_lift(s, state, tile):
+    def load_largest(tile):
         held, values = tile
         tops, scales = held.sums, held.scales
         load_scales(int32(values + int32(held.places[3])), scales)
@@ -379,18 +373,9 @@ def lift_finder(form):
             tops[column] = ZERO
             for group in range(groups):
                 tops[column] = larger(tops[column], abs(scales[column * groups + group]))
-        for r in range(rows):
-            top = ZERO
-            for column in range(columns):
-                if s[r * columns + column] > numeric.MINUS_INF:
-                    top = larger(top, tops[column])
-            for distance in distances:
-                top = larger(top, exchange(EVERYONE, top, distance))
-            if top > ZERO and state.m[r] == numeric.MINUS_INF:
-                exponent = int(numeric.bits_of(top) >> np.uint32(23)) - 127
-                state.lift[r] = np.float32(max(min(TOP - 1 - exponent, MOST_LIFT), -MOST_LIFT))
+        return tops
 
-    return device.force_inlined(find_lift)
+    return device.inlined(load_largest)
 
 
 def number_of(tile):

@@ -20,7 +20,7 @@ BANKS = 64  # elements that all banks hold once
 
 int32 = device.int32
 _read, _write = memory.load(16, 16, space=memory.SHARED), memory.store(16, 16)
-_write_word = memory.store(4, 4, memory.SHARED)
+_write_word, _read_floats = memory.store(4, 4, memory.SHARED), memory.load(8, 8, space=memory.SHARED)
 
 
 @device.inlined
@@ -155,17 +155,19 @@ def widen_codes(element, cache_format, scale_format):
 
 @functools.cache
 def widen_unscaled(element, cache_format, native):
-    """Return such a function for 8-bit codes without scales of their own; for `native` see `ptx.widened`."""
+    """Return such a function for codes that no scale multiplies here; for `native` see `ptx.widened`."""
+    size, bits = code_bytes(cache_format), 2 * BY_NAME[cache_format].bits
     read, write, pair = (
-        memory.load(CODES, CODES),
+        memory.load(size, size),
         memory.store(16, 16, memory.SHARED),
         pair_widener(element, cache_format, native),
     )
+    short, mask = size < CODES, np.uint64(2**bits - 1)
 
     @shared
     def load(address):
         low, high = read(address)
-        return low, high
+        return low, low >> np.uint64(32) if short else high
 
     @shared
     def put_words(address, a, b, c, d):
@@ -176,7 +178,7 @@ def widen_unscaled(element, cache_format, native):
         )
 
     def word(codes, k):
-        return pair(np.uint32(codes >> np.uint64(16 * k) & np.uint64(0xFFFF)))
+        return pair(np.uint32(codes >> np.uint64(bits * k) & mask))
 
     word = device.inlined(word)
 
@@ -191,11 +193,11 @@ def widen_unscaled(element, cache_format, native):
 
 @functools.cache
 def pair_widener(element, cache_format, native):
-    """Return f(pair) -> the word of two 8-bit codes, of which the first is in the low byte."""
+    """Return f(pair) -> the word of two codes, of which the first is in the low bits."""
     minifloat, packed = BY_NAME[cache_format].minifloat, ptx.packed(element)
-    (raw, decode), mask, bits = chunks.DECODE["float16" if minifloat else cache_format], 0xFFFF, 16
-    if not minifloat:
-        mask, bits = 0xFF, 8
+    widest = "float16" if minifloat else cache_format
+    (raw, decode), bits = chunks.DECODE[widest], BY_NAME[widest].bits
+    mask = 2**bits - 1
     widened = ptx.widened(cache_format, native) if minifloat else device.inlined(lambda pair: pair)
 
     @shared
@@ -239,6 +241,13 @@ def two(element):
         return decode(raw(word & np.uint64(0xFFFF))), decode(raw(word >> np.uint64(16)))
 
     return two
+
+
+@shared
+def two_floats(address):
+    """Return two neighbouring float32 numbers of shared memory."""
+    both, _ = _read_floats(address)
+    return numeric.float_of(np.uint32(both)), numeric.float_of(np.uint32(both >> np.uint64(32)))
 
 
 @functools.cache

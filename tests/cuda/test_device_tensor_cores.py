@@ -110,7 +110,8 @@ def test_options(kernel, options, rng, taken):
     ("decode", "int8", "bfloat16", "tokens"), ("decode", "e4m3", "float16", "tokens"),
     later("decode", "e5m2", "bfloat16", "tokens"), ("decode", "float16", "bfloat16", None),
     ("prefill", "e4m3", "float16", "heads"), ("prefill", "int8", "bfloat16", "shared"),
-    later("prefill", "e5m2", "bfloat16", "shared"),
+    later("prefill", "e5m2", "bfloat16", "shared"), ("prefill", "int8", "bfloat16", "tokens"),
+    ("prefill", "e4m3", "float16", "tokens"), later("prefill", "e5m2", "bfloat16", "tokens"),
 )  # fmt: skip
 def test_pools_of_codes(kernel, stored, dtype, scales, rng, taken):
     """Scales of heads are factors of scores and of sums, which may be those of splits."""
@@ -144,15 +145,18 @@ def test_slopes_of_a_call(kernel, slopes, rng, taken):
 @cases(
     "dtype, sizes", ("decode", "bfloat16", (1e-12, 1e-12)), later("decode", "bfloat16", (1e9, 1e9)),
     ("decode", "float16", (1e-4, 10)), later("decode", "bfloat16", (1e5, 1e-5)),
+    later("prefill", "bfloat16", (1e-12, 1e9)), ("prefill", "float16", (1e-4, 10)),
+    later("prefill", "float16", (1e-4, 1e-4)),
 )  # fmt: skip
 def test_scales_of_any_size(kernel, dtype, sizes, rng, taken):
-    """Values of two groups: of one size, or of another one after the first tile; some are hidden."""
-    call, _ = pool_call(kernel, rng, "int8", dtype, "groups", dim=64, window=(35, -1))
+    """Values of two groups or one: of one size, or another one after the first tile; some are hidden."""
+    scales, window, hidden, first = {"decode": ("groups", 35, 8, 14), "prefill": ("tokens", 4, 3, 5)}[kernel]
+    call, _ = pool_call(kernel, rng, "int8", dtype, scales, dim=64, window=(window, -1))
     starts, pages = call["block_tables"]
-    scales, first = call["value_scale"], pages[: starts[1]]
+    scales, pages = call["value_scale"], pages[: starts[1]]
     scales[:] *= np.float32(sizes[1])
-    scales[first[9:14]] *= np.float32(sizes[0] / sizes[1])  # the first ones that the window shows
-    scales[first[:8]] = np.inf
+    scales[pages[hidden:first]] *= np.float32(sizes[0] / sizes[1])  # the first ones that the window shows
+    scales[pages[:hidden]] = np.inf
     check_pool_call(call, kvkit.paged_attention(**call), dtype, taken)
 
 
@@ -195,7 +199,7 @@ def test_sinks(kernel, dtype, rng, taken):
     later("decode", Formats("bf16", "uint8", "fp32", 4, 8), 6, 128),
     ("decode", Formats("bf16", "uint8", "fp16", 4, 32), 6, 64),
     ("decode", Formats("bf16", "int8", "fp32", 8, 48), 0, 48),
-    later("decode", Formats("fp16", "int8", "bf16", 8, 64), 3, 128),
+    later("decode", Formats("bf16", "int8", "bf16", 8, 64), 3, 128),
     later("decode", Formats("fp16", "uint8", "fp16", 4, 64), 0, 128), ("prefill", FP16, 5, 32),
     later("prefill", BF16, 0, 32), ("prefill", Formats("fp16", "int8", "fp16", 8, 8), 1, 32),
     later("prefill", Formats("bf16", "int8", "fp32", 8, 32), 3, 32),
@@ -285,6 +289,8 @@ TAKEN = {
     ),
     "prefill": (
         {}, WHOLE, WHOLE | {"cache_format": "int4", "group": 8, "at": {"keys": 8}},
+        WHOLE | {"cache_format": "e4m3", "group": 0, "as_loaded": False},
+        WHOLE | {"group": 64, "as_loaded": False},
         {"reach": (2**40, LONGEST - 1)},
     ),
 }  # fmt: skip
@@ -303,7 +309,8 @@ REFUSED_BY = {
     ),
     "prefill": (
         {"rows": 8}, {"reach": (LONGEST, LONGEST)}, {"data_dtype": "bfloat16"},
-        WHOLE | {"as_loaded": False}, WHOLE | {"group": 4}, WHOLE | {"group": 12},
+        WHOLE | {"as_loaded": False}, WHOLE | {"group": 32, "as_loaded": False}, WHOLE | {"group": 4},
+        WHOLE | {"group": 12},
         WHOLE | {"at": {"key_row": 8}},
     ),
 }  # fmt: skip

@@ -6,7 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-WORK = "HMMA", "LDGSTS"  # what each way round does: products of matrices, copies of the next tile
+# What each way round does: products of matrices, copies of the next tile, or its codes, widened.
+WORK = "HMMA", "LDGSTS", "STS"
 
 
 def disassembler():

@@ -336,8 +336,10 @@ def prefill_form(
     weighs=False,
     native=True,
     room=device.SHARED_MEMORY,
+    tokens=False,
 ):
-    return prefill.form(element, stored.format(element), cell, dim, value_dim or dim, weighs, native, room)
+    sizes = dim, value_dim or dim
+    return prefill.form(element, stored.format(element), cell, *sizes, weighs, native, room, tokens)
 
 
 QUICK_PREFILL = prefill_form(cell="float16", stored="int4", weighs=True)
@@ -359,6 +361,15 @@ PREFILL = [
         for stored in ("e4m3", "e5m2", "int8")
     ),
     *(prefill_form("bfloat16", stored=stored, native=False) for stored in ("e4m3", "e5m2")),
+    *(
+        prefill_form(element, "float32", stored, dim, tokens=True)
+        for element in ("float16", "bfloat16")
+        for stored in ("e4m3", "int8")
+        for dim in (96, 128, 256)
+    ),
+    *(prefill_form(element, "float32", "int8", weighs=True, tokens=True) for element in SHORT),
+    prefill_form("bfloat16", "bfloat16", "int4", tokens=True),
+    prefill_form("float16", "float16", "e5m2", native=False, tokens=True),
     prefill_form(room=163 * 1024),
 ]
 
@@ -481,6 +492,8 @@ LOOPS = {
     "decode int8 in 64, bfloat16": (decode, decode_form("bfloat16", "bfloat16", "int8", 64, unit=4), 24, 360),
     "decode int4 in 32, bfloat16": (decode, decode_form("bfloat16", "bfloat16", "int4", 32, unit=4), 24, 360),
     "prefill": (prefill, prefill_form(), 128, 500),
+    "prefill e4m3, bfloat16": (prefill, prefill_form("bfloat16", stored="e4m3"), 128, 620),
+    "prefill e4m3 of tokens": (prefill, prefill_form("bfloat16", "float32", "e4m3", tokens=True), 128, 720),
     "latent": (latent, latent_form(), 272, 800),
 }
 
