@@ -31,7 +31,7 @@ ROOMS = {
         "kvkit/checks",
         28,
         "operators/test_checks.py operators/test_refusals.py operators/test_wrong_calls.py "
-        "operators/test_key_value_cache_errors.py operators/test_outputs.py "
+        "operators/test_key_value_cache_errors.py "
         "ascend operators/test_paged_append.py operators/test_plan.py operators/test_steps.py "
         "operators/test_merge.py operators/test_paged_attention.py tools/test_validate.py "
         "operators/test_messages.py operators/test_random_calls.py",

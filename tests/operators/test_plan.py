@@ -111,57 +111,6 @@ def error_of(action, *arguments, **more):
     return str(error.value)
 
 
-def entries(name, *changes):
-    def change(call):
-        array = call[name].copy()
-        for where, value in changes:
-            array[where] = value
-        return {name: array}
-
-    return change
-
-
-# legal("dynamic_cache"): (2, 3), (0, 0), (4, 1) in pages of three.
-WRONG = {
-    "seqstarts_begins_at_1": entries("seqstarts", (0, 1)), "seqstarts_falls": entries("seqstarts", (2, 1)),
-    "kvstarts_begins_at_1": entries("kvstarts", (0, 1)), "kvstarts_falls": entries("kvstarts", (2, 4)),
-    "kvstarts_ends_late": entries("kvstarts", (-1, 11)), "start_pos_negative": entries("start_pos", (0, -1)),
-    "start_pos_too_large": entries("start_pos", (0, 3)),
-    "max_seqlen": lambda call: {"max_seqlen": 2},
-    "max_kvlen": lambda call: {"max_kvlen": 4},
-    "max_seqlen_no_integer": lambda call: {"max_seqlen": 1.0},
-    "decoding_batches_4": lambda call: {"decoding_batches": 4},
-    "decoding_batches_negative": lambda call: {"decoding_batches": -1},
-    "decoding_batches_no_integer": lambda call: {"decoding_batches": True},
-    "cache_mode": lambda call: {"cache_mode": 2},
-    "page_size": lambda call: {"page_size": 0},
-    "too_few_pages": lambda call: {"cachestarts": call["cachestarts"][:, :1].copy()},
-    "stored_twice": lambda call: {"cachestarts": call["cachestarts"][[0, 0, 0]]},
-    "another_mode": lambda call: {"cachestarts": call["cachestarts"][:, 0].copy()},
-    "floats": lambda call: {"cachestarts": call["cachestarts"].astype(float)},
-    "fewer_start_pos": lambda call: {"start_pos": call["start_pos"][:-1]},
-    "no_starts": lambda call: {"seqstarts": np.zeros(0, np.int64)},
-    "ragged": lambda call: {"cachestarts": [[1], [2, 3], [4]]},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_errors_come_with_the_plan(case):
-    """In the words of the function."""
-    call = legal("dynamic_cache")
-    call = call.but(**WRONG[case](call))
-    message = error_of(planned, call)
-    assert message == error_of(call.run)
-    assert ": expected " in message
-
-
-def test_rows_below_0_come_with_the_plan():
-    for entry in (-1, -(2**62)):
-        call = legal("dynamic_cache")
-        call["cachestarts"][0, 0] = entry
-        assert error_of(planned, call).startswith("cachestarts[0, 0]: expected ")
-
-
 @modes
 def test_a_cache_with_too_few_rows(mode):
     """The last row in use is the last a cache must have."""
@@ -199,24 +148,6 @@ def test_other_numbers_of_tokens():
             message = error_of(action, step, other)
             assert message.startswith(names)
         assert_unchanged(other, before)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_heads", 8), ("layer_idx", 3), ("quant_bit", 1), ("softcap", -1.0), ("window", 3),
-        ("cache_layout", 7), ("sinks", np.zeros(3, np.float32)), ("is_causal", None), ("out", 3),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_errors_of_a_layer(name, value):
-    """In the words of the function, and nothing written."""
-    call = legal("dynamic_cache")
-    step, before = planned(call), call.copy()
-    message = error_of(attend, step, call, **{name: value})
-    attrs = {**call.attrs, name: value}
-    assert message == error_of(scenes.Call(call.kind, call.inputs, attrs).run)
-    assert_unchanged(call, before)
 
 
 def test_mode_and_page_size_belong_to_the_plan():

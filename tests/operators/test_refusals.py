@@ -260,9 +260,24 @@ def placed(memory, array, begin=0):
 
 @with_outputs
 def test_outputs(make, more):
+    """Each array of each operator is refused in the same words."""
     call = make()
-    wrong = wrongs(call, call.copy().run(kvkit, **more))
-    assert len({refused(call, "out", out=out, **more) for out in wrong}) > 8
+    results = call.copy().run(kvkit, **more)
+    said = {refused(call, "out", out=out, **more) for out in wrongs(call, results)}
+    labels, arrays = ["out"], arrays_of(results)
+    if isinstance(results, tuple):
+        names = OPERATORS[call.name].returned({"return_lse": "return_lse" in more})
+        labels = [f"out ({name})" for name in names]
+        assert f"out: expected a tuple of {len(names)} arrays ({', '.join(names)}), got int 7" in said
+        assert f"{labels[0]}: expected memory apart from {labels[1]}, got arrays that overlap" in said
+    for label, array in zip(labels, arrays, strict=True):
+        longer = array.shape[0] + 1, *array.shape[1:]
+        for words in (
+            "a numpy array, got str 'x'", f"dtype {array.dtype}, got complex64",
+            f"{array.ndim} axes, got shape {(1, *array.shape)}", f"shape {array.shape}, got {longer}",
+            "a writeable array, got a read-only one",
+        ):  # fmt: skip
+            assert f"{label}: expected {words}" in said
 
 
 @pytest.mark.cpu
@@ -274,6 +289,30 @@ def test_outputs_that_are_right_are_used(make, more, poison):
     for got, out, right in zip(*map(arrays_of, (results, given, expected)), strict=True):
         assert got is out
         assert_same(got, right)
+
+
+@pytest.mark.cpu
+def test_keys_alone_are_one_of_two_outputs():
+    call = CALLS["contexts"]().but(value_cache=None)
+    expected, nothing = call.run(kvkit)
+    given = np.empty_like(expected)
+    key, value = call.run(kvkit, out=(given, None))
+    assert key is given
+    assert nothing is value is None
+    assert key.tobytes() == expected.tobytes()
+    with pytest.raises(kvkit.KvkitError, match=r"^out \(key\): expected dtype float16, got float32$"):
+        call.run(kvkit, out=(given.astype(np.float32),))
+    with pytest.raises(kvkit.KvkitError, match=r"^out: expected a tuple of 1 arrays \(key\), got an array"):
+        call.run(kvkit, out=given)
+
+
+@pytest.mark.cpu
+def test_an_output_may_be_its_own_input_where_that_is_said():
+    call = CALLS["rotary"]()
+    expected, given = call.copy().run(kvkit), (call["query"], call["key"])
+    got = call.run(kvkit, out=given)
+    assert [array is one for array, one in zip(got, given, strict=True)] == [True, True]
+    assert [array.tobytes() for array in got] == [array.tobytes() for array in expected]
 
 
 @with_outputs

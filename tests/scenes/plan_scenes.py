@@ -27,3 +27,10 @@ def append(step, call, **more):
     attrs = {name: call.attrs[name] for name in CACHED}
     arrays = [call[name] for name in ("current_key", "current_value", "cache", "scale")]
     return step.key_value_cache(*arrays, **{**attrs, **more})
+
+
+def run_by_plan(call, **more):
+    """Run a call of an operator by a plan of its index tensors."""
+    given, names = {**call.inputs, **more}, (*STEPS, "decoding_batches", "max_seqlen", "max_kvlen", *PLANNED)
+    step = plan(**{name: given.pop(name) for name in names if name in given})
+    return getattr(step, call.name.rpartition(".")[2])(**given)
