@@ -30,6 +30,7 @@ BLOCKS = ("blocks nd", "blocks nz", *RUNS)
 BOTH = ("key", "value", "key_cache", "value_cache")
 PAGED = ("paged attention", "paged attention per head")
 HUGE = np.array([0, 2**61])
+E4M3 = ml_dtypes.float8_e4m3fn
 
 
 def at(name, *entries, **more):
@@ -222,6 +223,30 @@ TABLE = [
     ("copies", "cum_sum", *given("cum_sum", *map(np.array, (
         [2], [1, 2, 2], [2, 1], [1, 3], [1, 1], [-1, 2], [1.0, 2.0], [[1, 2]], [INT64_MIN, 2],
         [INT64_MAX, 2])))),
+    # pools: slots, scales of codes, rotated keys, copies of blocks
+    ("slots", "slot_mapping", *given("slot_mapping", np.array([3, 3, -1]), np.array([3, -1]))),
+    ("slots", "slot_mapping[2]", at("slot_mapping", (2, 20))),
+    ("slots", "key", {"key": None, "value": None}),
+    ("slots", "value", each(part(np.s_[:], np.s_[:1]), "value"), each(part(np.s_[1:]), "value")),
+    ("slots", "key_cache", *given("key_cache", None), each(part(..., np.s_[:8]), "key"),
+     each(cast(np.float32), "key"), each(cast(np.uint8), "key_cache"),
+     each(cast(E4M3), "key_cache", key=np.zeros((3, 2, 32), np.int8)),
+     lambda call: {"value_cache": call["key_cache"]},
+     lambda call: {"key": call["key_cache"].reshape(-1, 2, 32)[:3]}),
+    ("slots", "value_cache", *given("value_cache", None), each(part(np.s_[:-1]), "value_cache")),
+    ("slots", "layout", *given("layout", "n h c")),
+    ("slots", "key_scale", *given("key_scale", 1.0), each(cast(np.int8), "key_cache"),
+     each(cast(np.int8), "key_cache", key_scale=0.0),
+     *(each(cast(E4M3), "key_cache", key_scale=np.float32(scale)) for scale in ([1, np.nan], [1, 1, 1]))),
+    ("rotated slots", "positions", *given("positions", None)),
+    ("rotated slots", "key", *given("key", None)),
+    ("swaps", "pairs[0]", *given("pairs", [[0, -1]])),
+    ("swaps", "pairs[1]", *given("pairs", [[0, 0], [4, 1]])),
+    ("swaps", "pairs", *given("pairs", [[0, 1], [2, 1]], [[0, 1, 2]]),
+     lambda call: {"source": call["target"], "pairs": [[0, 1], [1, 2]]}),
+    ("swaps", "target", each(part(np.s_[:], np.s_[:2]), "source"), each(cast(np.float32), "source"),
+     lambda call: {"source": call["target"][:2], "pairs": [[0, 2]]}),
+    ("swaps", "source", each(cast(object), "source"), lambda call: {"source": call["source"][0, 0, 0, 0]}),
     ("matrices back", "y",
      *({"m": m, "n": n} for m, n in ((16, 10), (33, 10), (20, 8), (20, 17), (0, 10), (20, 0)))),
 ]  # fmt: skip
