@@ -1,5 +1,6 @@
 """The machine code of `rows`: vector, streaming and plain forms, called by address, write the same bytes."""
 
+import itertools
 import sys
 
 import ml_dtypes
@@ -194,17 +195,13 @@ def every_finite(dtype):
         return x[np.isfinite(x.astype(np.float32))]
 
 
-@pytest.mark.parametrize("t1", ["fp16", "bf16"])
-@pytest.mark.parametrize("bit", [8, 4])
+TYPES, BITS, MORE = ("fp16", "bf16"), (8, 4), (127.0, 1.0, 0.0123, 1e-3)
+
+
 @pytest.mark.parametrize(
-    "largest",
-    [
-        "max",
-        3.14159,
-        "smallest",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (127.0, 1.0, 0.0123, 1e-3)),
-    ],
-    ids=str,
+    ("t1", "bit", "largest"),
+    every_two(TYPES, BITS, ("max", 3.14159, "smallest"))
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(TYPES, BITS, MORE)],
 )
 def test_quantize_every_number(t1, bit, largest):
     """Beside one maximum, in groups of two; the pairs lie in both orders."""

@@ -34,13 +34,13 @@ LENGTHS = {
 
 
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")
-@pytest.mark.parametrize("kind", ["dynamic", "dynamic_cache"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("layout", [0, 3], ids="layout{}".format)
-def test_threads_change_no_bit(kind, lengths, layout, rng):
+@pytest.mark.parametrize(
+    ("kind", "options"), [("dynamic", {}), *(("dynamic_cache", {"layout": layout}) for layout in (0, 3))]
+)
+def test_threads_change_no_bit(kind, options, lengths, rng):
     """Contexts that are split included."""
     for formats in (FP32, FP16, INT8):
-        options = {"layout": layout} if kind == "dynamic_cache" else {}
         call = getattr(scenes, kind)(rng, formats, lengths, heads=8, kv_heads=4, **options)
         first = with_threads(1, call)
         for count in range(2, numba.config.NUMBA_NUM_THREADS + 1):
