@@ -6,7 +6,6 @@ import sys
 
 import numpy as np
 import pytest
-from attention_scenes import normal
 from paged_scenes import DIM, HEADS, IDS, KINDS, LAYERS, P, paged, refused, run
 
 from kvkit import Rope
@@ -58,26 +57,6 @@ def test_a_file_says_how_keys_are_rotated(path, rope):
     cache = PagedCache(4, P, len(ropes), HEADS, DIM, np.float32, rope=rope)
     cache.save(path)
     assert load(path).ropes == cache.ropes == ropes
-
-
-def test_rows_go_on(path):
-    cache = paged("float16")
-    rng = np.random.default_rng(0)
-    new = normal(rng, (2, 3, HEADS, 6, DIM), np.float16)
-    for layer in range(LAYERS):
-        cache.update(*new, layer)
-    cache.reorder([2, 2, 0, 1])
-    cache.save(path)
-    again = load(path)
-    assert again.sequences == []
-    assert again.get_seq_length() == 6
-    assert again.blocks.references.tolist() == cache.blocks.references.tolist()
-    new = normal(rng, (2, 4, HEADS, 2, DIM), np.float16)
-    for layer in range(LAYERS):
-        for some in (cache, again):
-            some.update(*new, layer)
-        assert again.layers[layer].keys.tobytes() == cache.layers[layer].keys.tobytes()
-        assert again.attend(new[0], layer).tobytes() == cache.attend(new[0], layer).tobytes()
 
 
 def test_prefixes_are_evicted_in_the_same_order(path):

@@ -9,7 +9,7 @@ from quantized_cache_scenes import KEY, OPTIONS, PMX, VALUE, coded, feed, states
 from scenes import first_quick
 
 import kvkit
-from kvkit.cache import Cache, QuantizedCache, QuantizedLayer, QuantSpec, SlidingWindowLayer
+from kvkit.cache import Cache, QuantizedCache, QuantizedLayer, QuantSpec, SlidingWindowLayer, load
 from kvkit.errors import KvkitError
 
 
@@ -46,13 +46,19 @@ class Model:
 
 @st.composite
 def actions(draw):
-    kinds = st.sampled_from(["update", "update", "update", "crop", "take", "repeat", "record", "reset"])
+    kinds = st.sampled_from([*["update"] * 3, "crop", "take", "repeat", "record", "reset", "file"])
     return [(draw(kinds), draw(st.integers(0, 14)), draw(st.integers(0, 99))) for _ in range(10)]
 
 
-@settings(max_examples=100)
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("layers") / "layer.npz"
+
+
+@settings(max_examples=150)
 @given(actions(), st.sampled_from([(0, 0), (5, 2), (1, 4)]), st.booleans())
-def test_any_history_is_that_of_plain_lists(history, window, read_back):
+def test_any_history_is_that_of_plain_lists(path, history, window, read_back):
+    """Between operations a layer is saved and loaded."""
     arguments = (KEY, VALUE, *window, read_back)
     layer, model, batch = QuantizedLayer(*arguments), Model(*arguments), 2
     for kind, number, seed in history:
@@ -84,6 +90,9 @@ def test_any_history_is_that_of_plain_lists(history, window, read_back):
         elif kind == "reset":
             layer.reset()
             model = Model(*arguments)
+        elif kind == "file":
+            Cache([layer]).save(path)
+            (layer,) = load(path).layers
         model.check(layer)
 
 

@@ -69,20 +69,6 @@ def test_groups_by_default(path, dim, group):
             QuantizedLayer(value=QuantSpec(group=64)).update(*x)
 
 
-def test_recorded_past(path):
-    layer, given = QuantizedLayer(**OPTIONS), states(60)
-    feed(layer, given, 30)
-    layer.activate_past_recording()
-    feed(layer, given, 50)
-    Cache([layer]).save(path)
-    again = load(path).layers[0]
-    assert_same(again, layer)
-    for each in (layer, again):
-        each.crop(-7)
-        feed(each, given, 60)
-    assert_same(again, layer)
-
-
 def test_a_file_is_as_small_as_the_codes(path):
     layer, x = QuantizedLayer(**OPTIONS), states(2048)
     layer.update(*x)

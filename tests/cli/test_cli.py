@@ -433,27 +433,6 @@ FORMATS = [
     scenes.Formats("fp32", "fp32"), scenes.Formats("bf16", "bf16"), scenes.Formats("int8", "int8"),
     scenes.Formats("bf16", "int8", "bf16", 8, 8, (24,)), scenes.Formats("fp16", "int8", "fp32", 4, 8, (24,)),
 ]  # fmt: skip
-WRITERS = {
-    "kvkit": npz.write,
-    "savez": lambda path, arrays: np.savez(path, **arrays),
-    "compressed": lambda path, arrays: np.savez_compressed(path, **arrays),
-}
-
-
-@pytest.mark.parametrize("case", range(2 * len(FORMATS)), ids=lambda case: str(FORMATS[case // 2]))
-def test_run_makes_what_the_reference_makes(tmp_path, case):
-    kind, writer = ("static", "dynamic")[case % 2], list(WRITERS.values())[case % 3]
-    call = scene(kind, FORMATS[case // 2], repeat=2)
-    source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    writer(source, arrays_of(call))
-    before = source.read_bytes()
-    code, _, err = run("run", NAMES[kind], source, "-o", output, *settings(call.attrs))
-    assert (code, err) == (0, "")
-    assert_results(output, call)
-    assert source.read_bytes() == before
-    metadata = npz.read(output).metadata
-    assert metadata["operator"] == NAMES[kind]
-    assert metadata["attributes"] == call.attrs | {"quant_format": None}
 
 
 def test_run_in_a_process(files):
@@ -500,19 +479,6 @@ def test_names_of_a_file_are_mapped(files):
     assert run("run", "key_value_cache", source, "-o", output, "--in-place", *options)[0] == 0
     assert_results(output, static_call())
     scenes.assert_same(npz.read(source).arrays["kv"], static_call().oracle()[2])
-
-
-def test_optional_inputs_may_be_absent(tmp_path):
-    call = scene("dynamic", dim=6)
-    arrays = arrays_of(call)
-    del arrays["max_seqlen"], arrays["max_kvlen"]
-    npz.write(tmp_path / "in.npz", arrays)
-    args = ("run", NAMES["dynamic"], tmp_path / "in.npz", "-o", tmp_path / "out.npz", *settings(call.attrs))
-    assert run(*args)[0] == 0
-    assert_results(tmp_path / "out.npz", call)
-    code, _, err = run(*args, "--set", "max_kvlen=1")
-    assert code == 2
-    assert "max_kvlen" in err
 
 
 def test_results_can_be_the_next_input(files):
@@ -706,6 +672,17 @@ def test_an_input_that_changes_while_it_is_mapped(tmp_path, when, size):
 # Every operator
 
 
+def savez(path, arrays):
+    np.savez(path, **arrays)
+
+
+def savez_compressed(path, arrays):
+    np.savez_compressed(path, **arrays)
+
+
+WRITERS = npz.write, savez, savez_compressed
+
+
 def attention(kind, **more):
     """A call with all that it may have."""
     more = {"window": (3, 0), "softmax_scale": 0.1, "return_lse": True} | more
@@ -758,10 +735,14 @@ def every_call():
 )
 def test_run_is_the_direct_call(tmp_path, name, arrays, attrs):
     source, output = tmp_path / "in.npz", tmp_path / "out.npz"
-    npz.write(source, arrays)
+    numpy_has_them = not any("float8" in array.dtype.name for array in arrays.values())
+    WRITERS[len(arrays) % 3 if numpy_has_them else 0](source, arrays)
+    before = source.read_bytes()
     assert "the call is legal" in run("run", name, source, "--check", *settings(attrs))[1]
     code, out, err = run("run", name, source, "-o", output, *settings(attrs))
     assert (code, err) == (0, "")
+    assert source.read_bytes() == before
+    assert npz.read(output).metadata["operator"] == name
     expected = direct(name, arrays, attrs)
     assert expected
     assert_arrays(output, expected)
