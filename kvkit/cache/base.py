@@ -203,7 +203,7 @@ class BaseLayer(MovableTokens):
     def update(
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
-        """Append the keys and values of new tokens; return those that their attention needs.
+        """Append the keys and values of new tokens; return the keys and values that these attend to.
 
         Parameters
         ----------

@@ -101,7 +101,7 @@ class Cache(BaseCache):
             return states
 
     def _enter(self, layer: Layer, layer_idx: int) -> None:
-        """Add the layer if it is new, and free what only the last update of the layer before needed."""
+        """Add a new layer; free the memory that only the last update of the previous layer needed."""
         if layer_idx == len(self.layers):
             self.layers.append(layer)
             if self.folder is not None:
@@ -153,16 +153,15 @@ class Cache(BaseCache):
 
     def rearrange(self, plan: list[Any]) -> None:
         """Carry out the plans of all layers; a crash leaves all files changed or none."""
-        pairs = [pair for pair in zip(self.layers, plan, strict=True) if pair[0].of is None]
-        planned = {id(layer): (layer, own) for layer, own in pairs if own is not None}
-        crops = len(planned) == len(pairs) and all(own.crops for _, own in pairs)
+        planned = {layer: own for layer, own in zip(self.layers, plan, strict=True) if own is not None}
+        with_rows = sum(layer.of is None for layer in self.layers)
+        crops = len(planned) == with_rows and all(own.crops for own in planned.values())
         if self.folder is not None and not crops:
-            layers = [layer for layer, _ in planned.values()]
-            self.folder.at_once(layers, lambda layer: layer.rearrange(planned[id(layer)][1], at_once=True))
+            self.folder.at_once(list(planned), lambda layer: layer.rearrange(planned[layer], at_once=True))
             return
         if self.folder is not None:
             self.folder.announce([0 if own is None else own.after.length for own in plan])
-        for layer, own in planned.values():
+        for layer, own in planned.items():
             layer.rearrange(own)
 
     @one_call_at_a_time
@@ -185,7 +184,7 @@ class Cache(BaseCache):
     ) -> compression.Report:
         """Keep the tokens with the best scores in every layer, and free the memory of the other tokens.
 
-        In a layer, all heads and all rows of the batch keep the same tokens: those of the best mean scores.
+        In a layer, all heads and all rows of the batch keep the same tokens, by their mean scores.
         With `per_head`, or a budget for heads, each head keeps its own best tokens; then a `DynamicLayer`
         becomes a `RaggedLayer`. Layers with a window do not change. After an error no layer has changed.
 

@@ -1,4 +1,4 @@
-"""Compress a cache: score its tokens, choose which ones stay, and free the memory of the others."""
+"""Compress a cache: score its tokens, choose the tokens that stay, and free the memory of other tokens."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from kvkit.cache.paged.ragged import HeadStates, RaggedLayer
 from kvkit.checks.values import flag, integer
 from kvkit.errors import argument_error, describe
 from kvkit.eviction.inputs import refuse_first
-from kvkit.eviction.selection import LARGEST, ada_counts, shared_counts, with_protected
+from kvkit.eviction.selection import LARGEST, ada_counts, per_head, shared_counts, take, with_protected
 from kvkit.typed import Array
 
 SAME_SHAPES = "layers with the same batch and number of heads, for 'global'"
@@ -96,16 +96,8 @@ def numbers_by_head(
         raise argument_error(name, wanted, "lists of unequal length") from None
     if array.dtype.kind not in kinds or array.ndim > 3 or (array.ndim and len(array) != layers):
         raise argument_error(name, wanted, describe(array))
-    if array.dtype.kind == "f":
-        refuse_first(name, array, np.isnan(array), "numbers")
-    of_layers = {}
-    for i, each in tokens.items():
-        own = array[i] if array.ndim else array
-        if own.shape not in ((), each.shape[1:], each.shape):
-            wanted = f"numbers of shape {each.shape[1:]} or {each.shape} for layer {i}"
-            raise argument_error(name, wanted, f"shape {own.shape}")
-        of_layers[i] = np.broadcast_to(own, each.shape)
-    return of_layers
+    own = {i: array[i] if array.ndim else array for i in tokens}
+    return {i: per_head(name, own[i], each.shape, kinds) for i, each in tokens.items()}
 
 
 def scores_of_heads(function: ScoreOf, layer: Any, number: int, count: int, request: Compression) -> Array:
@@ -186,18 +178,12 @@ def rows_that_stay(
         for i, scores in scored.items():
             stored = np.arange(scores.shape[2]) < tokens[i][..., None]
             kept[i] = stored & (scores >= np.minimum(bounds[i], LARGEST)[..., None])
-        return {i: [np.flatnonzero(own) for own in by_row(each)] for i, each in kept.items()}
+        return {
+            i: [np.flatnonzero(own) for own in each.reshape(-1, each.shape[2])] for i, each in kept.items()
+        }
     counts = counts_of_heads(scored, tokens, means, layers, request)
-    rows = {}
-    for i, scores in scored.items():
-        order = np.argsort(-by_row(scores), axis=-1, kind="stable")
-        rows[i] = [np.sort(own[:count]) for own, count in zip(order, counts[i].ravel(), strict=True)]
-    return rows
-
-
-def by_row(array: Array) -> Array:
-    """Return an array [B, Hkv, tokens] with one row for each head."""
-    return array.reshape(-1, array.shape[2])
+    best = {i: take(scores, counts[i]) for i, scores in scored.items()}
+    return {i: np.split(each.rows, each.starts[1:-1]) for i, each in best.items()}
 
 
 def counts_of_heads(

@@ -90,6 +90,7 @@ class Folder:
             self.write_index(closed=False)
 
     def home(self, number: int, layer: Layer) -> Home:
+        """Return the place of a layer's files."""
         return Home(self, number, kinds.describe_layer(layer))
 
     def at_once(self, layers: Sequence[Layer], change: Callable[[Layer], None]) -> None:

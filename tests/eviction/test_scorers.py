@@ -274,7 +274,7 @@ WRONG = {
         "weights: expected shape (1, a multiple of 2, 1 to 8, 8)"),
     "window": ("snapkv", {"queries": QUERIES}, "window: expected fewer than the 8 tokens, got 64"),
     "few queries": ("snapkv", {"queries": QUERIES[:, :, :2], "window": 3},
-                    "queries: expected those of the last 3 tokens, got 2"),
+                    "queries: expected queries of the last 3 tokens, got 2"),
     "kernel": ("snapkv", {"queries": QUERIES, "window": 2, "kernel": 4},
         "kernel: expected an odd number, got 4"),
     "pool": ("snapkv", {"queries": QUERIES, "window": 2, "pool": "min"}, "pool: expected 'avg' or 'max'"),

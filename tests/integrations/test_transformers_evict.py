@@ -259,7 +259,7 @@ def test_what_cannot_be_evicted_by_is_refused(case):
 def test_other_attention_and_other_kinds_are_refused():
     cache = KvkitCache(transformers.LlamaConfig(**SIZES | {"attn_implementation": "sdpa"}), evict="knorm@0.5")
     states = torch.ones(1, 2, 5, 16)
-    with pytest.raises(KvkitError, match="attn_implementation: expected 'kvkit' in the config of a cache"):
+    with pytest.raises(KvkitError, match="attn_implementation: expected 'kvkit' with eviction"):
         cache.update(states, states, 0)
     assert cache.get_seq_length() == 0
     latent = transformers.DeepseekV3Config(**SIZES | LATENT)

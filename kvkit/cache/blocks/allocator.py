@@ -44,7 +44,7 @@ class BlockAllocator:
     num_blocks, page_size : int
         The number of blocks, and of tokens in each.
     identity : bytes
-        What keys and values depend on besides tokens: geometry, format, model. It is part of each hash.
+        All that keys and values depend on besides tokens: geometry, format, model. It is part of each hash.
     slot_dtype : dtype
         The dtype of `Step.slot_mapping`: int32 or int64.
     copy_rows : callable, optional
@@ -105,7 +105,7 @@ class BlockAllocator:
         token_ids : array-like of int
             Ids of its tokens. Blocks of tokens without ids cannot be shared.
         salt : bytes
-            What else its keys and values depend on, such as an adapter.
+            Anything else that its keys and values depend on, such as an adapter.
 
         Returns
         -------
@@ -322,12 +322,12 @@ class BlockAllocator:
         """
         if self.open_step is not None:
             raise argument_error("sequences", "the step before to be committed or abandoned", "an open step")
-        given, counts = self._checked(sequences)
-        needed = self._needed(given, counts)
+        ordered, counts = self._checked(sequences)
+        needed = self._needed(ordered, counts)
         if needed > self.available:
             raise OutOfBlocksError(needed, self.available)
         copies: list[tuple[int, int]] = []
-        for seq, count in zip(given, counts, strict=True):
+        for seq, count in zip(ordered, counts, strict=True):
             if count:
                 if seq.tail % self.page_size:
                     self._own_tail(seq, copies)
@@ -335,10 +335,10 @@ class BlockAllocator:
                     seq.table.append(self._pool.take())
                 seq.pending = count
         self.open_step = Step(
-            sequences=tuple(given),
+            sequences=tuple(ordered),
             copies=np.array(copies, np.int64).reshape(-1, 2),
             allocator=self,
-            **tensors(given, counts, self.page_size),
+            **tensors(ordered, counts, self.page_size),
         )
         return self.open_step
 
@@ -387,11 +387,11 @@ class BlockAllocator:
             pages += -(-length // self.page_size)
         return pages
 
-    def _needed(self, given: list[Sequence], counts: list[int]) -> int:
+    def _needed(self, ordered: list[Sequence], counts: list[int]) -> int:
         """Return how many blocks a step needs: the new ones and one for each copy."""
         added = 0
         writers: dict[int, int] = {}  # partial block -> how many sequences of the step write into it
-        for seq, count in zip(given, counts, strict=True):
+        for seq, count in zip(ordered, counts, strict=True):
             added += self._pages(seq, count) - len(seq.table)
             if count and seq.tail % self.page_size:
                 writers[seq.table[-1]] = writers.get(seq.table[-1], 0) + 1
@@ -437,8 +437,8 @@ class BlockAllocator:
             raise argument_error("sequences", "pairs (sequence, new tokens)", describe(sequences)) from None
         for seq, _ in pairs:
             self.check(seq)
-        given = [seq for seq, _ in pairs]
+        ordered = [seq for seq, _ in pairs]
         counts = [integer("new tokens", count, 0) for _, count in pairs]
-        if len(set(map(id, given))) < len(given):
-            raise argument_error("sequences", "each sequence once", f"one twice among {len(given)}")
-        return given, counts
+        if len(set(map(id, ordered))) < len(ordered):
+            raise argument_error("sequences", "each sequence once", f"one twice among {len(ordered)}")
+        return ordered, counts

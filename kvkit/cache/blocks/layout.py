@@ -61,21 +61,22 @@ def arrange(
     """Return an arrangement of any number of segments. All tokens from `copied_from` on are copied."""
     pages: list[int] = []
     borders: list[int] = []
-    copies: list[tuple[int, int, int]] = []  # first token, end token, place
+    copies: list[tuple[int, int, int]] = []  # first token, end token, first target
     tail, shift, new = 0, None, 0  # tokens and rope shift of the last segment; number of new pages
     for begin, end in runs(rows, shifts, page_size, copied_from):
         block, row = divmod(int(rows[begin]), page_size)
         stays = row == 0 and begin < copied_from
-        full = tail % page_size == 0
-        if shift != shifts[begin] or not (full or (not stays and (pages[-1] < 0 or is_own(pages[-1])))):
+        free = -tail % page_size  # rows after the last token in the last page of the segment
+        continues = free == 0 or (not stays and (pages[-1] < 0 or is_own(pages[-1])))
+        if shift != shifts[begin] or not continues:  # a new segment begins
             borders += [begin] if begin else []
-            tail, shift = 0, shifts[begin]
+            tail, free, shift = 0, 0, shifts[begin]
         if stays:
             pages.append(block)
         else:
-            filled = tail % page_size
-            copies.append((begin, end, len(pages) * page_size - (page_size - filled if filled else 0)))
-            while (len(pages) * page_size) < copies[-1][2] + end - begin:
+            place = len(pages) * page_size - free
+            copies.append((begin, end, place))
+            while len(pages) * page_size < place + end - begin:
                 new += 1
                 pages.append(-new)
         tail += end - begin

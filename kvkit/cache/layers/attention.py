@@ -41,11 +41,20 @@ class LayerAttention:
         self._by_piece = []
 
     def __call__(
-        self, layer: Any, query: Array, attention_mask: Array | None, scoring: Scoring, return_lse: bool
+        self,
+        layer: Any,
+        query: Array,
+        attention_mask: Array | None,
+        scoring: Scoring,
+        return_lse: bool,
+        wants_weights: bool = False,
     ) -> Attended:
-        """Attend to a layer; see `Layer.attend`."""
+        """Attend to a layer; see `Layer.attend`. The last result is the key weights, if they are wanted."""
         fmt, query = checked_query(layer, query)
         if layer.row_positions is not None and layer.row_positions.shifted:
+            if wants_weights:
+                wanted = "False where keys have a rope shift: `flatten` rotates them"
+                raise argument_error("return_key_weights", wanted, True)
             return self._attend_pieces(layer, query, attention_mask, scoring, return_lse)
         query = layer.store.query(query)
         batch, new, query_heads, _ = query.shape
@@ -57,19 +66,21 @@ class LayerAttention:
             columns = checked_mask(layer, fmt, attention_mask, (batch, query_heads, new))
             mask = masks.static_mask(fmt, columns, batch, query_heads, new, columns.shape[3])
         arrays = {"query": query, "out": out, "lse": lse}
-        form = None
-        if scoring.sinks is None:
+        span, form = layer.span, None
+        rows = span.begin - span.origin, span.length - span.origin
+        sums = np.empty((batch, query_heads, rows[1] - rows[0]), np.float32) if wants_weights else None
+        if scoring.sinks is None and sums is None:
             form = form_of((query,), (wants_lse, scoring.softmax_scale, scoring.softcap))
         prepared = self._calls.find(form)
-        span = layer.span
-        rows = span.begin - span.origin, span.length - span.origin
         if not prepared or not prepared.run(layer.store, rows, arrays, mask):
             self._calls.clear()
             left = -1 if layer.window is None else layer.window - 1
             weights = attention.checked_weights(query, mask, scoring._replace(window=(left, -1)))
-            self._calls.keep(form, PreparedAttention(layer.store, rows, fmt, arrays, weights))
+            self._calls.keep(form, PreparedAttention(layer.store, rows, fmt, arrays, weights, sums))
         attn_output = layer.store.output(out).swapaxes(1, 2)
-        return attn_output if lse is None else (attn_output, lse.swapaxes(1, 2))
+        if sums is None:
+            return attn_output if lse is None else (attn_output, lse.swapaxes(1, 2))
+        return (attn_output, sums) if lse is None else (attn_output, lse.swapaxes(1, 2), sums)
 
     def _attend_pieces(
         self, layer: Any, query: Array, attention_mask: Array | None, scoring: Scoring, return_lse: bool
@@ -131,34 +142,6 @@ class LayerAttention:
             states.append(attend_piece(calls, layer, (begin, end), rotated, columns, own))
         outputs, lses = zip(*states, strict=True)
         return merge.merge_checked(FLOAT32, outputs, lses)
-
-
-def attend_with_key_weights(
-    layer: Any, query: Array, attention_mask: Array | None, scoring: Scoring, return_lse: bool
-) -> Attended:
-    """Attend to a layer; return as last result the weight of each key, summed over queries, [B, Hq, S]."""
-    fmt, query = checked_query(layer, query)
-    if layer.row_positions is not None and layer.row_positions.shifted:
-        wanted = "False where keys have a rope shift: `flatten` rotates them"
-        raise argument_error("return_key_weights", wanted, True)
-    query, mask = layer.store.query(query), NO_MASK
-    batch, new, heads, _ = query.shape
-    if attention_mask is not None:
-        columns = checked_mask(layer, fmt, attention_mask, (batch, heads, new))
-        mask = masks.static_mask(fmt, columns, batch, heads, new, columns.shape[3])
-    span, left = layer.span, -1 if layer.window is None else layer.window - 1
-    first, end = span.begin - span.origin, span.length - span.origin
-    weights = attention.checked_weights(query, mask, scoring._replace(window=(left, -1)))
-    out = np.empty((batch, new, heads, layer.store.geometry.value_dim), query.dtype)
-    lse = np.empty((batch, new, heads), np.float32)
-    sums = np.empty((batch, heads, end - first), np.float32)
-    step = index_tensors.static_step(batch, new, end - first)
-    context, _ = layer.store.context(fmt.name, first, end)
-    cpu.launches.start(
-        cpu.attention.prepare.prepare_attention(query, out, lse, context, step, 0, weights, key_weights=sums)
-    )
-    attn_output = layer.store.output(out).swapaxes(1, 2)
-    return (attn_output, lse.swapaxes(1, 2), sums) if flag("return_lse", return_lse) else (attn_output, sums)
 
 
 def attend_piece(
@@ -280,13 +263,16 @@ class PreparedAttention:
         fmt: Element,
         arrays: dict[str, Any],
         weights: attention.Weights,
+        sums: Array | None = None,
     ) -> None:
         self._store, self._mask, (first, end) = store, weights.mask, rows
         context, self._begin_at = self._store.context(fmt.name, first, end)
         query, out, lse = arrays.values()
         batch, new = query.shape[:2]
         self._step, self._counts = index_tensors.static_step(batch, new, end - first), np.arange(batch + 1)
-        launch = cpu.attention.prepare.prepare_attention(query, out, lse, context, self._step, 0, weights)
+        launch = cpu.attention.prepare.prepare_attention(
+            query, out, lse, context, self._step, 0, weights, key_weights=sums
+        )
         self._params = launch.params
         self._prepared = PreparedCall([launch], arrays, attention=self._params, version=end - first)
         cpu.launches.start(launch)

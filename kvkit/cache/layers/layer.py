@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.cache.base import BaseLayer, one_call_at_a_time
 from kvkit.cache.layers import requests
-from kvkit.cache.layers.attention import LayerAttention, attend_with_key_weights
+from kvkit.cache.layers.attention import LayerAttention
 from kvkit.cache.layers.positions import (
     Piece,
     Rearrangement,
@@ -163,7 +163,7 @@ class Layer(BaseLayer):
         return states.copy() if shared else states
 
     def _make_room(self, geometry: Geometry, end: int, keep: int) -> None:
-        """Make room for the tokens before `end`; a move to a larger store keeps those from `keep` on."""
+        """Make room for the tokens before `end`. A larger store gets only the tokens from `keep` on."""
         if self.store is None or end - self.span.origin > self.store.capacity:
             self._move(geometry, self._capacity(end - keep), keep)
 
@@ -288,9 +288,7 @@ class Layer(BaseLayer):
         self, query: Array, mask: Array | None, scoring: Scoring, return_lse: bool, wants_weights: bool
     ) -> Attended:
         """Attend with options that `attend` has packed; the lock is held."""
-        if wants_weights:
-            return attend_with_key_weights(self, query, mask, scoring, return_lse)
-        return self._attention(self, query, mask, scoring, return_lse)
+        return self._attention(self, query, mask, scoring, return_lse, wants_weights)
 
     # Removing tokens and changing the batch
 
@@ -471,11 +469,14 @@ class Layer(BaseLayer):
 
     def stop_past_recording(self) -> None:
         """End what `activate_past_recording` began: drop or encode the tokens that leave the window."""
-        self._record_past(False)
+        self.set_past_recording(False)
 
     @one_call_at_a_time
-    def _record_past(self, recording: bool = True) -> None:
-        """Begin or end the recording of past tokens."""
+    def set_past_recording(self, recording: bool = True) -> None:
+        """Keep tokens that would be dropped or encoded until the next `crop`, which can drop draft tokens.
+
+        If not `recording`, end this.
+        """
         before, self.record_past = self.record_past, recording
         try:
             self._commit()

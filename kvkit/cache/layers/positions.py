@@ -265,9 +265,10 @@ def plan_move(
         check_rotation(rope)
     kept = positions >= 0
     positions, moves = positions[kept], moves[kept]
-    gaps, across = np.diff(positions), moves[1:] != moves[:-1]
-    if (gaps[across] < (0 if meet else 1)).any():
-        at = int(np.flatnonzero(across & (gaps < (0 if meet else 1)))[0])
+    gaps, least = np.diff(positions), 0 if meet else 1
+    wrong = np.flatnonzero((moves[1:] != moves[:-1]) & (gaps < least))  # at the ends of the moved range
+    if len(wrong):
+        at = int(wrong[0])
         wanted = "positions that stay ascending" + ("" if meet else ", each once")
         raise argument_error("positions", wanted, f"{positions[at]} before {positions[at + 1]}")
     length = max(length, 0)

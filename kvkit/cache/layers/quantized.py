@@ -135,7 +135,7 @@ class QuantizedLayer(Layer):
     def trim(self) -> None:
         """Move codes in memory to arrays without room for removed tokens."""
         if self.home is None and self.store is not None:
-            self._set_store(self.store.taken(np.arange(self.batch_size)), self.span)
+            self._set_store(self.store.select_rows(np.arange(self.batch_size)), self.span)
 
     def _room_after(self, plan: Rearrangement) -> Any:
         kept = np.flatnonzero(plan.kept) if plan.frees else None
@@ -169,7 +169,7 @@ class QuantizedLayer(Layer):
         if self.store is None:
             return
         if self.home is None:
-            self._set_store(self.store.taken(indices), self.span)
+            self._set_store(self.store.select_rows(indices), self.span)
         else:
             geometry = self.store.geometry._replace(batch=len(indices))
             self._move(geometry, 0, 0, indices, view=False)
@@ -183,9 +183,7 @@ class QuantizedLayer(Layer):
     def stored(self) -> tuple[States, States]:
         return self.store.stored()
 
-    def activate_past_recording(self) -> None:
-        """Encode no more tokens until the next `crop`, so that it can drop draft tokens exactly."""
-        self._record_past()
+    activate_past_recording = Layer.set_past_recording
 
     @property
     def nbytes(self) -> int:

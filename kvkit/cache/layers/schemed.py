@@ -136,8 +136,8 @@ class SchemedLayer(Layer):
     def _take_rows(self, indices: Array) -> None:
         if self.store is not None:
             geometry = self.store.geometry._replace(batch=len(indices))
-            self._keep([side.taken(indices) for side in self.store.sides], self.span.without_undo(), geometry)
+            self._keep(
+                [side.select_rows(indices) for side in self.store.sides], self.span.without_undo(), geometry
+            )
 
-    def activate_past_recording(self) -> None:
-        """Encode no more tokens until the next `crop`, so that it can drop draft tokens exactly."""
-        self._record_past()
+    activate_past_recording = Layer.set_past_recording

@@ -55,9 +55,7 @@ class SlidingWindowLayer(Layer):
     def get_max_length(self) -> int:
         return self.window
 
-    def activate_past_recording(self) -> None:
-        """Keep tokens that leave the window until the next `crop`, so that it can drop draft tokens."""
-        self._record_past()
+    activate_past_recording = Layer.set_past_recording
 
 
 class StaticSlidingWindowLayer(StaticLayer):

@@ -307,9 +307,7 @@ class StateLayer(Layer):
         if self.store is not None:
             self._change_store(self.store.geometry._replace(batch=len(indices)), indices)
 
-    def activate_past_recording(self) -> None:
-        """Keep the state after each update as a checkpoint, until the next `crop`."""
-        self._record_past()
+    activate_past_recording = Layer.set_past_recording  # keeps the state after every update as a checkpoint
 
     # Files
 

@@ -340,7 +340,7 @@ class PagedCache(BaseCache):
         rope: Any = None,
         **options: Any,
     ) -> compression.Report:
-        """Keep a sequence's tokens with the best scores in all layers, and release the blocks of the others.
+        """Keep a sequence's tokens with the best scores in all layers, and release blocks without any.
 
         A block holds its tokens in all layers and heads, so all keep the same tokens, by their mean scores.
         Published blocks and other sequences never change. After an error nothing has changed.
@@ -359,7 +359,7 @@ class PagedCache(BaseCache):
         Returns
         -------
         Report
-            Its bytes are those of all blocks that sequences use.
+            Its bytes count all blocks that sequences use.
 
         Raises
         ------

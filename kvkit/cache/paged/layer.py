@@ -7,7 +7,6 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit import cpu
 from kvkit.cache.base import BaseLayer, MovableTokens, one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.attention import check_columns, stored_columns
@@ -211,37 +210,24 @@ class PagedLayer(BaseLayer):
         step = self.rows.tables()
         first = self.rows.sequences[0]
         check_moved([first], [tokens + first.pending - self._ahead], (weights.left, weights.right), False)
+        sums = None
         if flag("return_key_weights", return_key_weights):
-            return self._attend_with_key_weights(step, query, out, lse, weights)
+            if not step.index.in_order:
+                wanted = "False for sequences that lie in segments, because tokens were removed or moved"
+                raise argument_error("return_key_weights", wanted, True)
+            form, sums = None, np.empty((batch, heads, length), np.float32)
         if not step.index.in_order:
             results = step.attend_rows(query, self._layer_idx, mask, weights, length)
             return heads_first(fill_results(out, lse, slice(None), results))
-        decoding = batch if tokens == 1 else 0
-        rows = step.equal(tokens, length)
-        return heads_first(
+        attended = heads_first(
             step.attend_first(
-                form, query, out, lse, self._layer_idx, rows, decoding=decoding, weights=weights
+                form, query, out, lse, self._layer_idx, step.equal(tokens, length),
+                decoding=batch if tokens == 1 else 0, weights=weights, sums=sums,
             )
-        )
-
-    def _attend_with_key_weights(
-        self, step: Any, query: Array, out: Array, lse: Array | None, weights: attention.Weights
-    ) -> Attended:
-        """Attend with checked queries [B, q, Hq, D]; the last result is the weights of keys, [B, Hq, S]."""
-        if not step.index.in_order:
-            wanted = "False for sequences that lie in segments, because tokens were removed or moved"
-            raise argument_error("return_key_weights", wanted, True)
-        (batch, tokens, heads, _), length = query.shape, self.shape[2]
-        sums, decoding = np.empty((batch, heads, length), np.float32), batch if tokens == 1 else 0
-        context, rows = self.store.contexts[self._layer_idx], step.equal(tokens, length)
-        cpu.launches.start(
-            cpu.attention.prepare.prepare_attention(
-                query, out, lse, context, rows, decoding, weights, key_weights=sums
-            )
-        )
-        if lse is None:
-            return out.swapaxes(1, 2), sums
-        return out.swapaxes(1, 2), lse.swapaxes(1, 2), sums
+        )  # fmt: skip
+        if sums is None:
+            return attended
+        return (attended, sums) if lse is None else (*attended, sums)
 
     @property
     def _ahead(self) -> int:

@@ -130,8 +130,8 @@ class Pieces:
         own = np.array([piece.causal if causal else piece.part == 0 for piece in self.pieces])
         if sinks.ndim == 2:  # of each sequence
             sinks = sinks[[piece.sequence for piece in self.pieces]]
-        apart = np.where(own[:, None], sinks.astype(np.float32), np.float32(-np.inf))
-        return {"sinks": apart, "apart": len(apart)}
+        of_pieces = np.where(own[:, None], sinks.astype(np.float32), np.float32(-np.inf))
+        return {"sinks": of_pieces, "sink_sequences": len(of_pieces)}
 
     def _mask(self, mask: Mask | None, weights: attention.Weights) -> Array | None:
         """Return window and mask as one mask [Hq or 1, tokens, longest piece]; None if there is neither."""

@@ -423,7 +423,7 @@ class RaggedLayer(Layer):
         return RaggedPlan([plan.in_few_pieces() for plan in plans])
 
     def _positions_by_head(self, positions: ArrayLike) -> list[Array]:
-        """Check positions [B, Hkv, m] padded with -1; return those of each head."""
+        """Check positions [B, Hkv, m], padded with -1; return the positions of each head."""
         wanted: Array = np.asarray(positions)
         legal = self.lengths.shape
         if wanted.dtype.kind not in "iu" or wanted.ndim != 3 or wanted.shape[:2] != legal:

@@ -327,10 +327,13 @@ class PagedStep:
         rows: Any,
         decoding: int,
         weights: Any,
+        sums: Array | None = None,
     ) -> Attended:
-        """Attend with checked arguments; keep the prepared call for other layers."""
+        """Attend with checked arguments; keep the prepared call for other layers. `sums` gets key weights."""
         context = self._store.contexts[layer_idx]
-        launch = cpu.attention.prepare.prepare_attention(query, out, lse, context, rows, decoding, weights)
+        launch = cpu.attention.prepare.prepare_attention(
+            query, out, lse, context, rows, decoding, weights, key_weights=sums
+        )
         return self.start(form, launch, query, out, lse, layer_idx)
 
     def start(

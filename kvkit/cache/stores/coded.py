@@ -44,7 +44,7 @@ class CodeStore:
 
     def make_room(self, new: int) -> None:
         """Make room for new tokens."""
-        self.rooms = [side.room(new) for side in self.sides]
+        self.rooms = [side.make_room(new) for side in self.sides]
 
     def write(self, row: int, key_states: Array, value_states: Array) -> None:
         states = key_states, value_states
@@ -134,11 +134,11 @@ class CodeStore:
         key, value = self.sides
         return key.stored(), value.stored()
 
-    def taken(self, indices: Array) -> CodeStore:
+    def select_rows(self, indices: Array) -> CodeStore:
         """Return a copy of the store with these rows of the batch."""
         store = copy.copy(self)
         store.geometry = self.geometry._replace(batch=len(indices))
-        store.sides = [side.taken(indices) for side in self.sides]
+        store.sides = [side.select_rows(indices) for side in self.sides]
         return store
 
     def close(self) -> None:

@@ -25,10 +25,12 @@ class CodedSide:
     """Stores the keys or the values of a layer, [B, H, tokens, dim].
 
     Of `length` tokens the first `sink` stay unquantized, the next `coded` are codes, and the rest, the tail,
-    stays unquantized until it leaves the window. Row 0 of the tail has position `start`. The latest view
-    reads the first `seen` codes; it reads tokens that were encoded later in the tail, where they remain, too.
-    All tokens after the first `before` codes do, because undoing the latest update needs them. `cells` are
-    the scales of codes, followed by minima if codes are asymmetric. A block of tokens shares a row of cells.
+    stays unquantized: at least the last `residual` tokens, the window. Row 0 of the tail has position
+    `start`. `cells` are the scales of codes, followed by minima if codes are asymmetric; `blocks` rows of
+    cells are in use, each for a block of `block` tokens.
+
+    An update that encodes tokens also leaves them in the tail: undoing it needs all tokens after the first
+    `before` codes. The latest view reads the first `seen` codes, and later tokens in the tail.
 
     Removing tokens does not change the bytes of the others. A block that loses some of its tokens keeps its
     scales. A block that loses all is freed. Removing a sink lowers `sink`, because no later token becomes a
@@ -97,10 +99,10 @@ class CodedSide:
 
     # Room
 
-    def room(self, tokens: int) -> tuple[Array, int]:
+    def make_room(self, tokens: int) -> tuple[Array, int]:
         """Make room for more tokens; return (tail, its first row), which `append` takes.
 
-        The arrays of codes grow now, the tail when `append` has filled the new one.
+        The arrays of codes grow now. A new tail replaces the old one in `append`.
         """
         self.grow(self.new_blocks(self.length + tokens))
         live, _, new_tail = self.tail_counts(tokens)
@@ -153,7 +155,7 @@ class CodedSide:
     # Changes, which cannot fail
 
     def append(self, states: Array, room: tuple[Array, Any]) -> None:
-        """Append new tokens in the `room` that the method of this name has made."""
+        """Append new tokens, in the `room` that `make_room` has returned."""
         states = self.rotated(states, STORED_ROWS)
         (tail, first), old, new = room, self.length, states.shape[2]
         live, sinks = old - self.end, max(0, min(new, self.sink - old))
@@ -166,11 +168,11 @@ class CodedSide:
         self.start, self.seen, self.before = self.end - first, self.coded, self.coded
         self.counter[0] += 1
 
-    def rotated(self, rows: Array, what: str) -> Array:
-        """Return rows [.., .., .., D], rotated if the spec has a rotation; `what` names the kind of rows."""
+    def rotated(self, rows: Array, kind: str) -> Array:
+        """Return rows [.., .., .., D] of a kind (QUERY, STORED, OUTPUT), rotated if the spec says so."""
         if self.rotation is None:
             return rows
-        rotated: Array = cpu.copy.rotations.turned(rows, self.rotation, what, self.is_value)
+        rotated: Array = cpu.copy.rotations.turned(rows, self.rotation, kind, self.is_value)
         return rotated
 
     def encode_old(self) -> None:
@@ -230,7 +232,7 @@ class CodedSide:
         self.start = self.end
 
     def undo_update(self, length: int) -> None:
-        """Keep the first `length` tokens; those that the latest update encoded are read in the tail again."""
+        """Keep the first `length` tokens, and read again in the tail the tokens that were encoded last."""
         self.coded = self.before
         self.crop(length)
 
@@ -256,7 +258,7 @@ class CodedSide:
         self.start, self.before = self.end - first, self.coded
         self.show_codes()
 
-    def taken(self, index: Array) -> CodedSide:
+    def select_rows(self, index: Array) -> CodedSide:
         """Return a copy of the side with these rows of the batch."""
         side, first = copy.copy(self), self.end - self.start
         live = self.length - self.end
@@ -303,8 +305,7 @@ class CodedSide:
         )
         if not legal:
             shapes = {name: array.shape for name, array in arrays.items()}
-            wanted = "sinks, codes and a tail of so many tokens"
-            raise argument_error("length", wanted, f"{length}, and {shapes}")
+            raise argument_error("arrays", f"sinks, codes and a tail of {length} tokens in all", shapes)
         self.sinks[:, :, : sinks.shape[2]] = sinks
         self.grow(blocks)
         self.codes[:, :, :coded], self.cells[:, :, :blocks] = codes, cells

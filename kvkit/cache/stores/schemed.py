@@ -86,9 +86,9 @@ class SchemedSide:
 
     def cropped(self, length: int) -> SchemedSide:
         """Return the side with the first `length` tokens only."""
-        return self.kept(np.arange(min(length, self.shape[2])))
+        return self.keep_tokens(np.arange(min(length, self.shape[2])))
 
-    def kept(self, tokens: Array) -> SchemedSide:
+    def keep_tokens(self, tokens: Array) -> SchemedSide:
         """Return the side with these tokens only; a chunk keeps the codes of removed tokens."""
         begin, chunks = self.sinks.shape[2], []
         sinks = self.sinks[:, :, tokens[tokens < begin]]
@@ -101,7 +101,7 @@ class SchemedSide:
         tail = self.tail[:, :, tokens[tokens >= begin] - begin]
         return replace(self, sinks=sinks, tail=tail, chunks=tuple(chunks))
 
-    def taken(self, indices: Array) -> SchemedSide:
+    def select_rows(self, indices: Array) -> SchemedSide:
         """Return the side with these rows of the batch."""
         chunks = [chunk._replace(rows=tuple(chunk.rows[index] for index in indices)) for chunk in self.chunks]
         return replace(self, sinks=self.sinks[indices], tail=self.tail[indices], chunks=tuple(chunks))
@@ -122,4 +122,4 @@ class SchemedStore(Store):
         self.values: Any = None
 
     def keep_rows(self, rows: Array, first: int, rope: Any, rotated: Array | None) -> None:
-        self.sides = self.seen = [side.kept(rows) for side in self.sides]
+        self.sides = self.seen = [side.keep_tokens(rows) for side in self.sides]

@@ -78,17 +78,17 @@ class StateStore:
 
     def free(self) -> int:
         """Return an unused version to write to; NONE if all are used."""
-        held = {self.current, self.previous, *self.checkpoints.values()}
-        return next((i for i in range(self.versions) if i not in held), NONE)
+        used = {self.current, self.previous, *self.checkpoints.values()}
+        return next((i for i in range(self.versions) if i not in used), NONE)
 
     def fill(self, store: StateStore, indices: Any) -> None:
         """Copy the used versions of another store; `indices` are the rows of its batch."""
-        held = sorted({store.current, *store.checkpoints.values()} - {NONE})
+        used = sorted({store.current, *store.checkpoints.values()} - {NONE})
         for name, array in store.arrays.items():
-            for place, version in enumerate(held):
+            for place, version in enumerate(used):
                 self.arrays[name][place] = array[version][indices]
-        self.current = self.previous = NONE if store.current == NONE else held.index(store.current)
-        self.checkpoints = {position: held.index(i) for position, i in store.checkpoints.items()}
+        self.current = self.previous = NONE if store.current == NONE else used.index(store.current)
+        self.checkpoints = {position: used.index(i) for position, i in store.checkpoints.items()}
 
     def with_new_sidecar(self) -> StateStore:
         """Return a store of the same file without a sidecar; the next commit writes a new one."""
@@ -120,5 +120,5 @@ class StateStore:
     @property
     def nbytes(self) -> int:
         """Return the size of the used versions in bytes."""
-        held = {self.current, *self.checkpoints.values()} - {NONE}
-        return sum(array[0].nbytes for array in self.arrays.values()) * len(held)
+        used = {self.current, *self.checkpoints.values()} - {NONE}
+        return sum(array[0].nbytes for array in self.arrays.values()) * len(used)

@@ -1,8 +1,8 @@
 """Attend to caches that are too large for one machine, on Dask; needs the extra ``dask``.
 
-`attend` is attention over dask arrays, for work without a loop over tokens. `ShardedCache` is a cache whose
-tokens, or heads, lie on many workers, for decoding over very long contexts. Where one machine holds the
-cache, `kvkit.cache.PagedCache` is faster. `mapper` gives the tasks of `kvkit.tools` to a cluster.
+`attend` computes attention over dask arrays, for work without a loop over tokens. `ShardedCache` distributes
+tokens or heads over many workers, for decoding with very long contexts; if the cache fits one machine,
+`kvkit.cache.PagedCache` is faster. `mapper` gives the tasks of `kvkit.tools` to a cluster.
 """
 
 from kvkit.integrations.dask.actors import ShardError

@@ -15,14 +15,14 @@ from kvkit.integrations.dask.shard import ShardActor
 
 
 class ShardError(KvkitError):
-    """A shard did not answer. `ShardedCache.load` loads the last save."""
+    """Says that a shard did not answer. `ShardedCache.load` loads the last save."""
 
 
 class ShardActors:
     """Calls methods of all shards at the same time, and names the shards that are lost.
 
-    A call and its result travel as pickled bytes: Dask takes 1 to 2 ms more to send arrays one by one.
-    ``traffic`` counts the bytes, both ways.
+    A call and its result are sent as pickled bytes: Dask takes 1 to 2 ms more to send arrays one by one.
+    ``traffic`` counts the bytes in both directions.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ShardActors:
         self._actors = self._futures = []
 
     def _wait_for_actors(self) -> list[Any]:
-        """Return the actors once all workers have made theirs."""
+        """Wait until all workers have made their actors; return the actors."""
         lost: dict[int, Exception] = {}
         try:
             distributed.wait(self._futures, self.timeout)
@@ -106,7 +106,7 @@ class ShardActors:
 
 
 def answering_workers(client: distributed.Client, timeout: float) -> list[str]:
-    """Return the addresses of workers that answer; the scheduler may not know yet that one is dead."""
+    """Return the addresses of the workers that answer, because the scheduler may list dead ones."""
     try:
         answers = client.sync(client._run, os.getpid, on_error="return", callback_timeout=timeout)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""Attend over dask arrays whose keys and values are chunked along batch, tokens and heads."""
+"""Attend to dask arrays of keys and values that are chunked along batch, tokens and heads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvkit.formats.elements import BY_NAME
 from kvkit.integrations.dask import partial_attention
 from kvkit.typed import Array
 
-MERGED_BYTES = 2**20  # the most bytes of partial results that one task merges, unless they are only two
+MERGED_BYTES = 2**20  # the most bytes of partial results that one task merges, if there are more than two
 
 
 def attend(
@@ -40,10 +40,10 @@ def attend(
 ) -> Any:
     """Attend with every query to keys and values that are chunked along tokens, heads and batch.
 
-    Each chunk is attended to by the worker that has it, and `kvkit.merge_attention_states` merges the results
-    as a tree, in groups of two, or of more that fit into 1 MiB. The tree depends on chunks only, so results
-    have the same bits for any workers. A worker needs memory for its chunks and, for each chunk of queries,
-    for the partial results of one merge.
+    The worker that has a chunk attends to it. `kvkit.merge_attention_states` merges the results as a tree, in
+    groups of up to 1 MiB, at least two. The tree depends on chunks only, so results have the same bits for
+    any workers. A worker needs memory for its chunks and, for each chunk of queries, for the partial results
+    of one merge.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def attend(
     Raises
     ------
     KvkitError
-        If shapes do not fit; values are checked by the tasks.
+        If shapes do not fit; tasks check the values of numbers.
 
     Examples
     --------
@@ -111,21 +111,19 @@ class _Chunks:
     def __init__(
         self, query: Any, key: Any, value: Any, mask: Array | None, how: Weights, slopes: Array | None
     ) -> None:
-        self._query, self._value, self._mask, self._sinks, self._slopes = (
-            query, value, mask, how.sinks, slopes,
-        )  # fmt: skip
-        self._queries, self._keys, self._values = (
-            array.to_delayed()[..., 0] for array in (query, key, value)
-        )
+        self._query, self._value, self._mask = query, value, mask
+        self._sinks, self._slopes = how.sinks, slopes
+        lazy = [array.to_delayed()[..., 0] for array in (query, key, value)]
+        self._queries, self._keys, self._values = lazy
         self._batches, self._tokens = (_ranges(key.chunks[axis]) for axis in (0, 1))
         self._past = key.shape[1] - query.shape[1]
         right = 0 if how.causal or how.alibi else how.right
-        self._window = how.left, right  # how many tokens before and after it a query sees; -1: no limit
+        self._window = how.left, right  # how many earlier and later tokens a query sees; -1: no limit
         self._options = {"is_causal": how.causal, "window": (how.left, how.right)}
         self._options |= {"softmax_scale": how.scale, "softcap": how.softcap}
 
     def attend(self, b: int, s: int, h: int) -> tuple[Any, Any]:
-        """Return the lazy output and lse of a chunk of queries over the chunks of tokens that it sees."""
+        """Return the lazy output and lse of a chunk of queries, over the chunks of keys that it sees."""
         attend_chunk, merge_chunks = (
             dask.delayed(function, pure=False) for function in (_attend_chunk, _merge_chunks)
         )
@@ -143,27 +141,27 @@ class _Chunks:
                 **options,
             )
             for m, tokens in enumerate(self._tokens)
-            if m == 0 or self._is_visible(rows, tokens)  # the first chunk counts the sinks, so it always runs
+            if m == 0 or self._is_visible(rows, tokens)  # the first chunk always runs: it counts the sinks
         ]
         sizes = tuple(chunks[i] for chunks, i in zip(self._query.chunks, (b, s, h), strict=False))
         result_bytes = math.prod(sizes) * (self._value.shape[3] * self._query.dtype.itemsize + 4)
         most = max(2, MERGED_BYTES // max(1, result_bytes))
         while len(parts) > 1:
             parts = [merge_chunks(*parts[i : i + most]) for i in range(0, len(parts), most)]
-        return (  # the output in a list, so that `da.block` sees its fourth axis
+        return (  # the output is in a list, so that `da.block` sees its fourth axis
             [da.from_delayed(parts[0][0], (*sizes, self._value.shape[3]), self._query.dtype)],
             da.from_delayed(parts[0][1], sizes, np.float32),
         )
 
     def _mask_of(self, *ranges: slice) -> Array | None:
-        """Return the mask of a chunk: its batch, heads, queries and tokens."""
+        """Return the part of the mask in the ranges of batch, heads, queries and keys of a chunk."""
         if self._mask is None:
             return None
         sizes = zip(self._mask.shape, ranges, strict=True)
         return self._mask[tuple(slice(None) if size == 1 else at for size, at in sizes)]
 
     def _is_visible(self, rows: slice, tokens: slice) -> bool:
-        """Return whether some query sees some of the tokens."""
+        """Return whether a query in `rows` sees a key in `tokens`."""
         first, last = self._past + rows.start, self._past + rows.stop - 1
         left, right = self._window
         if tokens.start == tokens.stop or (left >= 0 and tokens.stop <= first - left):
@@ -172,7 +170,7 @@ class _Chunks:
 
 
 def _checked_arrays(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    """Return all as dask arrays, in chunks that fit."""
+    """Return query, key and value as checked dask arrays; value has the chunks of key."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         if getattr(array, "ndim", 0) != 4:
             raise argument_error(name, "an array of 4 axes: batch, tokens, heads, elements", describe(array))
@@ -197,7 +195,7 @@ def _checked_arrays(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
 
 
 def _checked_mask(mask: Any, query: Any, key: Any) -> Array | None:
-    """Return a mask with four axes, or None."""
+    """Return a checked mask with four axes; None without one."""
     if mask is None or is_empty(BY_NAME[query.dtype.name], mask):
         return None
     wanted = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])

@@ -21,7 +21,7 @@ FORMATS = *map(str, FLOATS), *CODES, *STORED
 
 
 class AttendCall(NamedTuple):
-    """The checked arguments of `ShardedCache.attend`, of all query heads."""
+    """Holds the checked arguments of `ShardedCache.attend`, for all query heads."""
 
     query: Array
     mask: Array | None
@@ -33,7 +33,7 @@ class AttendCall(NamedTuple):
 
 
 def checked_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Check the arguments that a cache saves in its folder; return them with defaults."""
+    """Check the arguments of a cache, or of one in a folder; return them with defaults filled in."""
     text("format", arguments["format"], FORMATS)
     text("split", arguments["split"], ("tokens", "heads"))
     names = "num_layers", "page_size", "num_kv_heads", "head_dim", "num_blocks", "shards"
@@ -54,14 +54,14 @@ def shard_sizes(cache: dict[str, Any], heads: slice) -> dict[str, Any]:
 
 
 def shard_count(client: Any, count: Any) -> int:
-    """Check where the shards will be; return how many there are."""
+    """Check the client, and return the number of shards: `count`, by default one for each worker."""
     if not isinstance(client, distributed.Client):
         raise argument_error("client", "a distributed.Client", describe(client))
     return integer("shards", (len(client.nthreads()) or 1) if count is None else count, 1)
 
 
 def check_new_tokens(cache: dict[str, Any], batch: int, key_states: Any, value_states: Any) -> None:
-    """Check new keys and values: of ``batch`` rows, or of any number of rows if it is 0."""
+    """Check new keys and values; they have ``batch`` rows, or any number if it is 0."""
     heads, dim, dtype = cache["num_kv_heads"], cache["head_dim"], cache["dtype"]
     for name, array in (("key_states", key_states), ("value_states", value_states)):
         shape: tuple[int, ...] = getattr(array, "shape", ())
@@ -76,7 +76,7 @@ def check_new_tokens(cache: dict[str, Any], batch: int, key_states: Any, value_s
 def checked_attention(
     cache: dict[str, Any], batch: int, length: int, query: Any, mask: Any, *, is_alibi: Any, **options: Any
 ) -> AttendCall:
-    """Check a call of attention with the last queries of ``length`` tokens."""
+    """Check a call of attention with the queries of the last of ``length`` tokens."""
     heads, dim, dtype = cache["num_kv_heads"], cache["head_dim"], cache["dtype"]
     shape: tuple[int, ...] = getattr(query, "shape", ())
     fits = len(shape) == 4 and (shape[0], shape[3]) == (batch, dim) and 0 < shape[2] <= length
@@ -91,7 +91,7 @@ def checked_attention(
 
 
 def check_mask(mask: Any, shape: tuple[int, ...], length: int) -> None:
-    """Check a mask over ``length`` tokens for queries of a shape."""
+    """Check a mask over ``length`` tokens for queries of some shape."""
     if mask is None:
         return
     wanted = f"bool [{shape[0]}, {length}], or 4 axes right-aligned to {[*shape[:3], length]}"

@@ -21,9 +21,9 @@ MANIFEST = "sharded.json"
 
 
 def check_manifest(*, save: Any, length: Any, batch: Any, cache: Any, format_version: int) -> None:
-    """Raise if a manifest has values that no save has."""
+    """Raise if a manifest has values that no save writes."""
     if not re.fullmatch("[0-9a-f]{12}", save):
-        raise ValueError(save)  # it names another folder, which the next save would remove
+        raise ValueError(save)  # another folder's name, which the next save would remove
     integer("length", length, 0)
     integer("batch", batch, 1 if length else 0)
     checked_sizes(cache)

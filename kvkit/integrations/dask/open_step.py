@@ -1,4 +1,4 @@
-"""Count the tokens of a sharded cache: those of all layers, and those of the present step."""
+"""Count the tokens of a sharded cache, and keep the new ones of a step until they are sent."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvkit.typed import Array
 
 
 class OpenStep:
-    """Counts tokens: all layers have ``length``, some layers ``step`` more, for ``batch`` sequences.
+    """Counts tokens: every layer has ``length``, some layers have ``step`` more, for ``batch`` sequences.
 
-    ``pending`` has the new keys and values of layers until the next call sends them to the shards.
+    ``pending`` holds the new keys and values of layers until the next call sends them to the shards.
     """
 
     def __init__(self, layers: int) -> None:
@@ -19,7 +19,7 @@ class OpenStep:
         self.begin(0, 0)
 
     def begin(self, length: int, batch: int) -> None:
-        """Start with ``length`` tokens in all layers, and no step."""
+        """Begin with ``length`` tokens in every layer, and without a step."""
         self.length, self.batch, self.step = length, batch if length else 0, 0
         self._taken: set[int] = set()
         self.pending: dict[int, tuple[Array, Array]] = {}
@@ -35,13 +35,13 @@ class OpenStep:
         return self.length + self.step if self.complete else self.length
 
     def visible_tokens(self, layer_idx: int) -> int:
-        """Return how many tokens queries of a layer see."""
+        """Return how many tokens the context of a layer has."""
         if self._taken and layer_idx not in self._taken:
             raise argument_error("layer_idx", "a layer that has taken the tokens of the step", layer_idx)
         return self.length + self.step
 
     def add(self, layer_idx: int, key: Array, value: Array) -> None:
-        """Keep a copy of a layer's new keys and values: the caller may change the arrays."""
+        """Keep copies of a layer's new keys and values, because the caller may change the arrays."""
         tokens = key.shape[2]
         if layer_idx in self._taken:
             raise argument_error("layer_idx", "a layer that has not yet taken this step's tokens", layer_idx)
@@ -52,7 +52,7 @@ class OpenStep:
         self.step, self.batch = tokens, len(key)
 
     def commit(self, caller: str) -> None:
-        """End the step; refuse if only some layers have taken it."""
+        """End the step; raise if only some layers have its tokens."""
         if self._taken and not self.complete:
             missing = sorted(set(range(self._layers)) - self._taken)
             wanted = "all layers to have taken the step's tokens"

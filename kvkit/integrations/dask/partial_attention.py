@@ -1,4 +1,4 @@
-"""Attend to a part of a context, with positions of the whole context."""
+"""Attend to a part of a context, by positions in the whole context."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MASK_BYTES = 2**25  # the most bytes of masks at a time
 
 @contextlib.contextmanager
 def kernel_threads(count: int) -> Iterator[None]:
-    """Run kernels on ``count`` threads, or on as many as there are."""
+    """Run kernels on ``count`` threads, or on all if there are fewer."""
     before, count = numba.get_num_threads(), min(count, numba.config.NUMBA_NUM_THREADS)
     if before != count:
         numba.set_num_threads(count)
@@ -32,7 +32,7 @@ def kernel_threads(count: int) -> Iterator[None]:
 
 
 def worker_threads() -> int:
-    """Return the number of threads of the Dask worker that this runs on, or of kernels elsewhere."""
+    """Return the number of threads of the Dask worker that runs this; elsewhere, of kernels."""
     try:
         return get_worker().state.nthreads
     except ValueError:
@@ -61,27 +61,27 @@ def position_mask(
 
 
 def queries_per_mask(keys: int, heads: int) -> int:
-    """Return for how many queries a mask over `keys` keys and `heads` heads is made at a time."""
+    """Return how many queries one mask of `keys` keys and `heads` heads may have."""
     return max(1, MASK_BYTES // max(1, 8 * keys * heads))
 
 
-def combine_masks(one: Array | None, other: Array | None) -> Array | None:
+def combine_masks(first: Array | None, second: Array | None) -> Array | None:
     """Combine two masks, each None, boolean or additive; axes are right-aligned."""
-    if one is None or other is None:
-        return other if one is None else one
-    if one.dtype == other.dtype == np.bool_:
-        return one & other
-    one, other = (
+    if first is None or second is None:
+        return second if first is None else first
+    if first.dtype == second.dtype == np.bool_:
+        return first & second
+    first, second = (
         np.where(mask, np.float32(0), np.float32(-np.inf))
         if mask.dtype == np.bool_
         else mask.astype(np.float32)
-        for mask in (one, other)
+        for mask in (first, second)
     )
-    return one + other
+    return first + second
 
 
 def slice_mask(mask: Array | None, rows: slice, keys: slice) -> Array | None:
-    """Return some rows and keys of a mask, whose axis of rows may be 1."""
+    """Return some rows and keys of a mask; its axis of rows may have size 1."""
     return None if mask is None else mask[..., rows if mask.shape[-2] > 1 else slice(None), keys]
 
 
@@ -99,10 +99,10 @@ def attend_part(
     sinks: Array | None = None,
     **options: Any,
 ) -> tuple[Array, Array]:
-    """Attend to neighbouring keys of a context; return outputs [B, S, Hq, Dv] and lse [B, S, Hq].
+    """Attend to a range of keys of a context; return outputs [B, S, Hq, Dv] and lse [B, S, Hq].
 
-    `query_start` and `key_start` are the positions of the first query and key; `attn_mask` covers only these
-    queries and keys.
+    `query_start` and `key_start` are the positions of the first query and of the first key. `attn_mask` is
+    the part of the mask for these queries and keys.
     """
     batch, tokens, heads, dim = query.shape
     count = key.shape[1]
@@ -142,7 +142,7 @@ def attend_part(
 
 
 def merge_parts(parts: Sequence[tuple[Array, Array] | None], fmt: Element) -> tuple[Array, Array]:
-    """Merge outputs and lse of parts of a context; None is a part without tokens."""
+    """Merge the outputs and lse of parts of a context; a part without tokens is None."""
     states = [part for part in parts if part is not None]
     if len(states) == 1:
         return states[0]

@@ -12,7 +12,7 @@ from kvkit.typed import Array
 
 
 class Placement:
-    """Places tokens on ``count`` shards, ``interleave`` at a time; with 0 each shard has some heads."""
+    """Places tokens on ``count`` shards in turn, ``interleave`` at a time; with 0 places heads instead."""
 
     def __init__(self, count: int, interleave: int, heads: int) -> None:
         self.count, self.interleave = count, interleave
@@ -29,12 +29,11 @@ class Placement:
         if not interleave:
             return [length] * self.count
         rounds, rest = divmod(length, interleave * self.count)
-        return [
-            rounds * interleave + min(max(rest - i * interleave, 0), interleave) for i in range(self.count)
-        ]
+        rests = (min(max(rest - i * interleave, 0), interleave) for i in range(self.count))
+        return [rounds * interleave + own for own in rests]
 
     def token_indices(self, start: int, stop: int) -> list[Any]:
-        """Return, for each shard, the index of its tokens within [start, stop); None without any."""
+        """Return for each shard the indices of its tokens in [start, stop), or None if it has none there."""
         if not self.interleave:
             return [slice(None)] * self.count
         if start // self.interleave == (stop - 1) // self.interleave:
@@ -46,7 +45,7 @@ class Placement:
         return [indices if indices.size else None for indices in own]
 
     def shard_call(self, shard: int, length: int, call: AttendCall) -> AttendCall:
-        """Return a shard's part of a call of attention over ``length`` tokens."""
+        """Return the part of a call of attention over ``length`` tokens that a shard computes."""
         mask = call.mask
         if self.interleave:
             if mask is not None:
@@ -61,6 +60,6 @@ class Placement:
 
 
 def shard_positions(start: int, stop: int, shard: int, shards: int, interleave: int) -> Array:
-    """Return the positions of [start, stop) that a shard has: all, if ``interleave`` is 0."""
+    """Return the positions in [start, stop) that a shard has; if ``interleave`` is 0 it has all."""
     positions = np.arange(start, stop)
     return positions[positions // interleave % shards == shard] if interleave else positions

@@ -26,14 +26,14 @@ from kvkit.typed import Array
 
 
 class ShardActor:
-    """Calls methods of a `Shard`, which the first call makes. Calls and results are pickled bytes."""
+    """Calls methods of a `Shard`, which its first call makes. Calls and results are pickled bytes."""
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
         self._shard: Shard | None = None
 
     def answer(self, message: bytes) -> bytes:
-        """Return the method's result, or a `KvkitError` in place of the error that it raised."""
+        """Call a method; return its result, or a `KvkitError` in place of the error that it raised."""
         method, *arguments = pickle.loads(message)
         result: Any
         try:
@@ -48,7 +48,7 @@ class ShardActor:
 
 
 class Shard:
-    """Holds one of ``shards`` parts of a cache. With ``interleave`` 0 it has all tokens of some key heads."""
+    """Holds one of ``shards`` parts of a cache: some tokens, or with ``interleave`` 0 some key heads."""
 
     def __init__(self, index: int, shards: int, interleave: int, sizes: dict[str, Any]) -> None:
         self.index, self.shards, self.interleave = index, shards, interleave
@@ -66,7 +66,7 @@ class Shard:
     def step(
         self, layer_idx: int, new: tuple[Array, Array] | None, length: int, call: AttendCall | None
     ) -> tuple[Array, Array] | None:
-        """Append new keys and values to a layer, then attend with the last queries of ``length`` tokens."""
+        """Append new keys and values to a layer, then attend; the context has ``length`` tokens."""
         layer = self.cache.layers[layer_idx]
         with kernel_threads(self._threads):
             if new is not None:
@@ -107,7 +107,7 @@ class Shard:
         return np.concatenate(outputs, 2), np.concatenate(lses, 2)
 
     def _positions_below(self, length: int) -> Array:
-        """Return the positions of this shard's tokens among the first ``length`` of the context."""
+        """Return the positions of this shard's tokens that are below ``length``."""
         if not len(self._positions) or self._positions[-1] < length:
             self._positions = shard_positions(0, 2 * length, self.index, self.shards, self.interleave)
         return self._positions[: np.searchsorted(self._positions, length)]
@@ -117,7 +117,7 @@ class Shard:
         self.cache.crop(0)
         surplus = self.about()["tokens"] - length
         if not length:
-            self.cache.reset()  # the next tokens may be of another number of sequences
+            self.cache.reset()  # the next tokens may have another batch size
         elif surplus:
             self.cache.crop(-surplus)
 

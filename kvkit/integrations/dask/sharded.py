@@ -1,4 +1,4 @@
-"""A cache whose tokens, or heads, are distributed over workers."""
+"""Define `ShardedCache`, whose tokens or heads are distributed over workers."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from kvkit.typed import Array, FilePath
 
 
 class ShardedCache:
-    """Distributes the keys and values of sequences of one length over workers, which attend to their own.
+    """Distributes the keys and values of sequences of one length over workers. Each attends to its own part.
 
-    Tokens do not move between workers. With ``split="tokens"`` the token at a position is on worker
+    Keys and values do not move between workers. With ``split="tokens"`` the token at a position is on worker
     ``position // interleave % workers``, vLLM's rule for decode context parallelism; partial results are
     merged in the order of the shards. With ``split="heads"`` each worker has all tokens of some key heads. A
-    layer takes one round trip to all workers. New tokens, queries and partial results are sent.
+    layer takes one round trip to all workers, with new tokens, queries and partial results.
 
     Parameters
     ----------
     client : distributed.Client
         Each of its workers holds a shard, a Dask actor; a round trip takes 1 to 2 ms.
     num_layers, num_kv_heads, head_dim : int
-        Geometry of the model.
+        The sizes of the model's keys and values.
     format : str
         The format of the cache: "float32", "float16", "bfloat16"; codes with a scale per group, "int8" and
         "int4"; 8-bit floats, "e4m3" and "e5m2"; ggml's blocks, "q8_0" and "q4_0".
@@ -51,13 +51,13 @@ class ShardedCache:
         The dtype of keys, values and queries. By default ``format`` if it is a float dtype, else float16.
     split : {"tokens", "heads"}
     interleave : int, optional
-        Neighbouring tokens on one worker; ``page_size`` if not given.
+        How many neighbouring tokens are on one worker; ``page_size`` if not given.
     num_blocks, page_size : int
-        Blocks of each shard, and tokens in each.
+        The number of blocks of each shard, and of tokens in each block.
     quant_group : int
-        Elements that share a scale, if there are codes.
+        How many elements of codes share a scale.
     shards : int, optional
-        By default one for each worker. More shards than workers are distributed over the workers.
+        By default one for each worker; a worker may hold several.
     timeout : float
         The seconds within which every shard must answer.
 
@@ -99,21 +99,10 @@ class ShardedCache:
         shards: int | None = None,
         timeout: float = 60.0,
     ) -> None:
-        self._arguments = checked_sizes(
-            {
-                "num_layers": num_layers,
-                "num_kv_heads": num_kv_heads,
-                "head_dim": head_dim,
-                "format": format,
-                "dtype": dtype,
-                "split": split,
-                "interleave": interleave,
-                "num_blocks": num_blocks,
-                "page_size": page_size,
-                "quant_group": quant_group,
-                "shards": shard_count(client, shards),
-            }
-        )
+        sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        blocks = {"num_blocks": num_blocks, "page_size": page_size, "quant_group": quant_group}
+        places = {"split": split, "interleave": interleave, "shards": shard_count(client, shards)}
+        self._arguments = checked_sizes(sizes | {"format": format, "dtype": dtype} | blocks | places)
         timeout = positive_number("timeout", timeout)
         count, interleave = self._arguments["shards"], self._arguments["interleave"]
         heads = self._arguments["num_kv_heads"]
@@ -139,7 +128,6 @@ class ShardedCache:
         key_states, value_states : ndarray, shape [B, Hkv, q, D]
             The dtype is that of the cache. The first call decides on B.
         layer_idx : int
-            A layer.
         """
         with self._exclusive():
             layer_idx = integer("layer_idx", layer_idx, 0, self.num_layers - 1)
@@ -173,7 +161,7 @@ class ShardedCache:
             bool [B, n]: False for positions that no query attends to. Or 4 axes, right-aligned to
             [B, Hq, q, n], the first three may be 1: bool, or float32 to add. It is sent whole.
         is_alibi, window, softmax_scale, softcap, sinks, return_lse
-            As in `kvkit.multi_head_attention`; positions are those in the whole context.
+            As in `kvkit.multi_head_attention`. Positions count from the beginning of the whole context.
 
         Returns
         -------
@@ -209,7 +197,7 @@ class ShardedCache:
             self._crop_shards(kept)
 
     def fork(self, indices: ArrayLike) -> None:
-        """Continue with these rows of the batch; a row may be named several times. No keys and values move.
+        """Continue with these rows of the batch, each perhaps several times. No keys and values move.
 
         Parameters
         ----------
@@ -226,10 +214,10 @@ class ShardedCache:
             self._tokens.batch = len(rows)
 
     def save(self, folder: FilePath) -> None:
-        """Write every shard, where it is, into a folder that all workers and this process see.
+        """Save the cache: each worker writes its shards into a folder that all workers and this process see.
 
-        What was saved before stays until all shards are written. `load` reads it, on as many workers as
-        there are then.
+        An earlier save in the folder stays until all shards are written. `load` may use another number of
+        workers.
 
         Parameters
         ----------
@@ -245,21 +233,23 @@ class ShardedCache:
 
     @classmethod
     def load(cls, client: Any, folder: FilePath, *, timeout: float = 60.0) -> Self:
-        """Return the cache that was saved in a folder, on the workers that there are now.
+        """Return the cache that was saved in a folder, distributed over the present workers.
 
         Parameters
         ----------
         client : distributed.Client
-            Each of its workers holds a shard.
+            Its workers hold the shards.
         folder : path
-            One that `save` wrote.
+            A folder that `save` wrote.
         timeout : float
             The seconds within which every shard must answer.
         """
         try:
             cache = cls(client, **ShardFolder(folder).read_manifest()["cache"], timeout=timeout)
         except TypeError as error:
-            raise argument_error(str(folder), "a cache that kvkit saved", f"another ({error})") from error
+            raise argument_error(
+                str(folder), "a cache that kvkit saved", f"other arguments ({error})"
+            ) from error
         try:
             cache.restore(folder)
         except BaseException:
@@ -268,12 +258,12 @@ class ShardedCache:
         return cache
 
     def restore(self, folder: FilePath) -> None:
-        """Replace all tokens by those that a cache with the same arguments saved in a folder.
+        """Replace all tokens by the tokens that a cache with the same arguments saved in a folder.
 
         Parameters
         ----------
         folder : path
-            One that `save` wrote.
+            A folder that `save` wrote.
         """
         with self._exclusive():
             saved = ShardFolder(folder)
@@ -302,7 +292,7 @@ class ShardedCache:
 
     @property
     def traffic(self) -> int:
-        """Return the bytes of all messages to and from shards so far."""
+        """Return how many bytes all messages to and from shards had so far."""
         return self._actors.traffic
 
     def close(self) -> None:
@@ -322,7 +312,7 @@ class ShardedCache:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Make other threads wait; refuse all calls of a cache that lost a shard."""
+        """Admit one call at a time, and none after the cache has lost a shard."""
         with self._lock:
             if self._failure is not None:
                 why = str(self._failure) or type(self._failure).__name__
@@ -352,7 +342,7 @@ class ShardedCache:
         self._tokens.begin(length, self._tokens.batch)
 
     def _step(self, layer_idx: int, length: int, call: AttendCall | None = None) -> list[Any]:
-        """Append a layer's pending keys and values and attend, on every shard that has a part of either."""
+        """Append a layer's pending keys and values, and attend, on every shard that this concerns."""
         placement, tokens = self._placement, self._tokens
         pending = tokens.pending.pop(layer_idx, None)
         indices = [None] * placement.count
@@ -372,7 +362,7 @@ class ShardedCache:
             raise
 
     def _call(self, calls: Sequence[tuple[Any, ...] | None]) -> list[Any]:
-        """Call methods of shards; a call that is interrupted or loses a shard ends the cache."""
+        """Call methods of shards. After an interrupt or a lost shard the cache refuses all further calls."""
         try:
             return self._actors.call(calls)
         except BaseException as error:

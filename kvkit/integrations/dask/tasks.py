@@ -1,4 +1,4 @@
-"""Run the work of tools on a cluster: a function like `map` whose calls are tasks."""
+"""Run the work of tools on a cluster, by a function like `map` whose calls are tasks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def mapper(client: distributed.Client) -> Callable[..., Iterator[Any]]:
     Returns
     -------
     callable
-        As `map`. It raises what a function raises. For a lost task it raises a `KvkitError` with the first
-        argument of the call. When the caller stops iterating, other tasks are cancelled.
+        Works as `map`. It raises what a task raises, and for a lost task a `KvkitError` with the first
+        argument of its call. When the caller stops iterating, the remaining tasks are cancelled.
 
     Examples
     --------
@@ -64,7 +64,7 @@ def mapper(client: distributed.Client) -> Callable[..., Iterator[Any]]:
 
 
 def call_or_refuse(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return a function's result, or the `KvkitError` it raises: workers log what a task raises."""
+    """Return a function's result, or the `KvkitError` that it raises, which a worker would log."""
     try:
         return function(*arguments)
     except KvkitError as error:
@@ -88,7 +88,7 @@ def task_result(name: str, future: Any) -> Any:
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Delay Ctrl-C. Processes that start meanwhile ignore it, although a terminal interrupts them, too."""
+    """Delay Ctrl-C. Processes that start meanwhile ignore it, although a terminal sends it to them, too."""
     multiprocessing.resource_tracker.ensure_running()  # its start would let interrupts through
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -101,15 +101,13 @@ def interrupts_held() -> Iterator[None]:
 def local_client(count: int) -> Iterator[distributed.Client]:
     """Start ``count`` worker processes that only this process can use, and end them.
 
-    Whoever reaches a worker can run code as its user. So their sockets listen on the loopback interface and
+    Whoever reaches a worker can run code as its user. So workers listen on the loopback interface only, and
     require a key that is made here. There is no dashboard and no other page.
     """
     try:
         security = distributed.Security.temporary()
     except ImportError:
-        wanted = (
-            "cryptography, for a cluster that only its user may enter (pip install 'kvkit-kernels[dask]')"
-        )
+        wanted = "cryptography, which protects the cluster (pip install 'kvkit-kernels[dask]')"
         raise argument_error("--dask local", wanted, "none") from None
     options: dict[str, Any] = {"n_workers": count, "threads_per_worker": 1, "silence_logs": logging.CRITICAL}
     options |= {"host": "127.0.0.1", "security": security, "scheduler_kwargs": NO_DASHBOARD}

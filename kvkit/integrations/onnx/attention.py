@@ -1,4 +1,4 @@
-"""ONNX `Attention` on kvkit's kernels, without copies of inputs, caches and outputs."""
+"""Run ONNX `Attention` on kvkit's kernels, without copies of inputs, caches and outputs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FLOAT_TYPES = 1, 10, 11, 16  # FLOAT, FLOAT16, DOUBLE, BFLOAT16
 
 
 class Attention(OpRun):
-    """Compute the ONNX operator `Attention`, opsets 23 to 25, for float32, float16 and bfloat16, also mixed.
+    """Computes the ONNX operator `Attention`, opsets 23 to 25, for float32, float16 and bfloat16, also mixed.
 
-    Scores, softmax and sums are float32 whatever `softmax_precision` asks for. Numpy computes the output
+    Scores, softmax and sums are float32 whatever `softmax_precision` says. Numpy computes the output
     `qk_matmul_output` of a node that has it, because no kernel keeps that matrix.
     """
 
@@ -47,9 +47,8 @@ class Attention(OpRun):
             wanted = f"a float type, one of {FLOAT_TYPES}"
             raise argument_error("softmax_precision", wanted, softmax_precision)
         if left_window_size < -1 or right_window_size < -1:
-            raise argument_error(
-                "left_window_size, right_window_size", "-1 or more", (left_window_size, right_window_size)
-            )
+            sizes = left_window_size, right_window_size
+            raise argument_error("left_window_size, right_window_size", "-1 or more", sizes)
         if (past_key is None) != (past_value is None):
             raise argument_error("past_key, past_value", "both or neither", "one")
         flat = query.ndim == 3
@@ -89,19 +88,19 @@ class Attention(OpRun):
 
 @dataclass(frozen=True)
 class Visibility:
-    """Describe which keys queries see. `valid` and `offset` have one entry, or one for each sequence."""
+    """Says which keys queries see. `valid` and `offset` have one entry for all sequences, or one for each."""
 
-    valid: np.ndarray
-    offset: np.ndarray
-    left: int
+    valid: np.ndarray  # how many first keys are valid
+    offset: np.ndarray  # the position of the first query
+    left: int  # how many keys a query sees before its position; -1 for no limit
     right: int
-    mask: np.ndarray | None
+    mask: np.ndarray | None  # [B or 1, H or 1, rows or 1, keys]
 
 
 def attend_visible(
     query: Array, key: Array, value: Array, visibility: Visibility, scale: float, softcap: float, out: Array
 ) -> None:
-    """Write attention into the rows of `out` that see a key. The other rows stay zero.
+    """Write attention into the rows of `out` whose queries see a key. The other rows stay zero.
 
     Inputs of several dtypes, or a mask of another dtype, are widened to float32.
     """
@@ -158,7 +157,7 @@ def check_lengths(nonpad_kv_seqlen: Array, batch: int, context: int) -> Array:
 
 
 def broadcast_mask(mask: Array, shape: tuple[int, ...]) -> Array:
-    """Return the mask with four axes. Keys beyond its last axis are hidden."""
+    """Return a mask with four axes. Keys after its last column are hidden."""
     full = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
     fits = full.ndim == 4 and all(
         size in (1, want) for size, want in zip(full.shape[:3], shape, strict=False)
@@ -171,9 +170,9 @@ def broadcast_mask(mask: Array, shape: tuple[int, ...]) -> Array:
 def visible_part(
     rows: int, keys: int, offset: int, left: int, right: int
 ) -> tuple[int, int, tuple[int, int]]:
-    """Return how many first rows and keys take part, and kvkit's window over them.
+    """Return (rows, keys, window) for a call of kvkit: how many first queries and keys can see each other.
 
-    In ONNX row i is at position offset + i. In kvkit the last row is at the last key.
+    In ONNX query i is at position offset + i. In kvkit the last query is at the last key.
     """
     if right >= 0:
         keys = max(min(keys, offset + rows + right), 0)

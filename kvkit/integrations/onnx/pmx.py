@@ -38,10 +38,10 @@ def operator_classes() -> list[type]:
 
 
 class PmxOperator(OpRun):
-    """Call the function of kvkit whose arguments are the inputs and attributes of a node.
+    """Calls the function of kvkit whose arguments are the inputs and attributes of a node.
 
-    PMX exports a static MultiHeadCacheAttention without a mask under the dynamic domain. Its inputs are too
-    few for the dynamic operator, so such a node runs the static one.
+    PMX exports a static MultiHeadCacheAttention without a mask under the dynamic domain. A node with too few
+    inputs for the dynamic operator therefore runs the static one.
     """
 
     op_schema = None  # these names are in no ONNX schema
@@ -66,7 +66,7 @@ class PmxOperator(OpRun):
 
 
 def required_inputs(op: operators.Operator) -> int:
-    """Return the number of inputs up to the last required one."""
+    """Return the number of inputs up to the last one that is required."""
     return max((i for i, spec in enumerate(op.inputs, 1) if not spec.optional), default=0)
 
 

@@ -13,7 +13,7 @@ from kvkit.typed import Array
 def score_matrix(query: Array, key: Array, visibility: Any, scale: float, softcap: float, mode: int) -> Array:
     """Return scores [B, H, rows, context] in the dtype of query.
 
-    `mode` 0: scaled products, 1: after softcap, 2: plus bias, 3: probabilities.
+    With `mode` 0 they are scaled products; 1: after softcap; 2: with bias and mask; 3: probabilities.
     """
     choice("qk_matmul_output_mode", mode, (0, 1, 2, 3))
     batch, rows, heads, dim = query.shape

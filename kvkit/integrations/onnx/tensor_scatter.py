@@ -1,6 +1,6 @@
-"""ONNX `TensorScatter`: write new entries at an index of each sequence.
+"""Compute ONNX `TensorScatter`, which writes new entries at an index of each sequence, in numpy.
 
-numpy computes it, because it returns a copy, while kvkit's operators write in place.
+It returns a copy, while kvkit's operators write in place.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvkit.typed import Array
 
 
 class TensorScatter(OpRun):
-    """Return a copy of a cache with `update` written into it (opset 24)."""
+    """Computes a copy of a cache with `update` written into it (opset 24)."""
 
     def _run(
         self,

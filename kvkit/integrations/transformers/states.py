@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,16 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
         self.state.reset()
 
 
+def both(name: str) -> Callable[..., None]:
+    """Return a method that changes the keys and values, then the state."""
+
+    def change(self: KvkitHybridLayer, *arguments: Any) -> None:
+        getattr(KvkitLayer, name)(self, *arguments)
+        getattr(KvkitStateLayer, name)(self, *arguments)
+
+    return change
+
+
 class KvkitHybridLayer(KvkitStateLayer, KvkitLayer):
     """A layer with keys and values, whose recurrent state is in another layer of kvkit's cache."""
 
@@ -159,25 +170,11 @@ class KvkitHybridLayer(KvkitStateLayer, KvkitLayer):
         KvkitLayer.crop(self, tokens_to_remove)
         KvkitStateLayer.crop(self, tokens_to_remove)
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        KvkitLayer.reorder_cache(self, beam_idx)
-        KvkitStateLayer.reorder_cache(self, beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        KvkitLayer.batch_select_indices(self, indices)
-        KvkitStateLayer.batch_select_indices(self, indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        KvkitLayer.batch_repeat_interleave(self, repeats)
-        KvkitStateLayer.batch_repeat_interleave(self, repeats)
-
-    def reset(self) -> None:
-        KvkitLayer.reset(self)
-        KvkitStateLayer.reset(self)
-
-    def activate_past_recording(self) -> None:
-        KvkitLayer.activate_past_recording(self)
-        KvkitStateLayer.activate_past_recording(self)
+    reorder_cache = both("reorder_cache")
+    batch_select_indices = both("batch_select_indices")
+    batch_repeat_interleave = both("batch_repeat_interleave")
+    reset = both("reset")
+    activate_past_recording = both("activate_past_recording")
 
 
 def check_state(layer: Any, number: int) -> KvkitStateLayer:
