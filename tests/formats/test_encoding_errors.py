@@ -12,85 +12,60 @@ NAN = np.where(np.arange(32) == 5, np.nan, X).astype(np.float32)
 CODES = np.zeros((4, 2, 32), np.uint8)
 
 REFUSED = {
-    "unknown": (
-        lambda: encode(X, "q9_0"),
-        r"format: expected one of e4m3, e5m2, .*, got 'q9_0' \(did you mean q8_0\?\)",
-    ),
+    "unknown": (lambda: encode(X, "q9_0"),
+        r"format: expected one of e4m3, e5m2, .*, got 'q9_0' \(did you mean q8_0\?\)"),
     "option": (lambda: encode(X, "int4:g"), r"format: expected options among gN, .*, for int4, got 'g'"),
     "keyword": (lambda: named("int4", gruop=8), r"options: expected names among cell, .*, got 'gruop'"),
     "a size of groups": (lambda: named("q8_0:g16"), r"format: expected no options, for q8_0, got 'g16'"),
     "a sharing": (lambda: named("lmdeploy_int8:group"), r"format: expected no options, .*, got 'group'"),
     "a rounding": (lambda: named("iq4_nl:rint"), r"format: expected no options, for iq4_nl, got 'rint'"),
-    "a rounding of int8": (
-        lambda: named("e4m3_token_head:trunc"),
-        r"format: expected options among rint, for e4m3_token_head, got 'trunc'",
-    ),
+    "a rounding of int8": (lambda: named("e4m3_token_head:trunc"),
+        r"format: expected options among rint, for e4m3_token_head, got 'trunc'"),
     "an exponent": (lambda: encode(X, "nvfp4:ceil"), r"format: expected no options, .*, got 'ceil'"),
     "per": (lambda: encode(X, "int4", per="page"), r"format: expected options among gN, .*, got 'page'"),
     "rounding": (lambda: named("int4", rounding="even"), r"format: expected options .*, got 'rint'"),
     "field": (lambda: named("int4", per="g8"), r"format: expected options among .*, got 'g8'"),
     "plus": (lambda: schemes_named("int4+"), r"rotation: expected hadamard, .*, got ''"),
-    "what": (
-        lambda: rotate(X, "hadamard", what="key"),
-        r"what: expected 'stored', 'query' or 'output', got 'key'",
-    ),
+    "what": (lambda: rotate(X, "hadamard", what="key"),
+        r"what: expected 'stored', 'query' or 'output', got 'key'"),
     "missing": (lambda: encode(X, "ort_int8"), r"scale: expected a number or an array, .*, got None"),
     "nan": (lambda: encode(X, "e4m3", scale=np.nan), r"scale: expected finite numbers, got NaN"),
     "zero": (lambda: encode(X, "e4m3", scale=0), r"scale: expected numbers above 0, got 0.0"),
-    "below zero": (
-        lambda: encode(X, "e5m2", scale=np.float32([1, -1])),
-        r"scale: expected numbers above 0, got -1.0",
-    ),
+    "below zero": (lambda: encode(X, "e5m2", scale=np.float32([1, -1])),
+        r"scale: expected numbers above 0, got -1.0"),
     "infinite": (lambda: encode(X, "nvfp4", scale=np.inf), r"scale: expected finite numbers, got infinity"),
     "word": (lambda: encode(X, "e4m3", scale="page"), r"scale: expected one of tensor, .*, got 'page'"),
-    "shape": (
-        lambda: encode(X, "e4m3", scale=np.ones(3)),
-        r"scale: expected shape \(\) by tensor, \(2,\) by head, \(4, 2\) by token, .* by group, got \(3,\)",
-    ),
+    "shape": (lambda: encode(X, "e4m3", scale=np.ones(3)),
+        r"scale: expected shape \(\) by tensor, \(2,\) by head, \(4, 2\) by token, .* by group, got \(3,\)"),
     "one of its own": (lambda: encode(X, "q8_0", scale=1.0), r"scale: expected None, for q8_0, got 1.0"),
     "dtype": (lambda: encode(X.astype(np.float64), "q8_0"), r"x: expected dtype float32, .*, got float64"),
     "head": (lambda: encode(X[..., :24], "q8_0"), r"x: expected a head of a multiple of 32 .*, got 24"),
-    "half a byte": (
-        lambda: encode(X[..., :31], "int4:token"),
-        r"x: expected a head of a multiple of 2 elements, for int4:token, got 31",
-    ),
+    "half a byte": (lambda: encode(X[..., :31], "int4:token"),
+        r"x: expected a head of a multiple of 2 elements, for int4:token, got 31"),
     "tail": (lambda: encode(X, "ds_mla"), r"x: expected a head of .* 128 elements and 64 more, .* got 32"),
     "tokens": (lambda: encode(X, "kivi_key2"), r"x: expected a multiple of 32 tokens, .*, got 4"),
     "data": (lambda: encode(NAN, "q8_0"), r"x: expected finite numbers, for q8_0, got NaN at \(0, 0, 5\)"),
     "infinity with a computed scale": (
         lambda: encode(np.where(np.isnan(NAN), np.inf, X).astype(np.float32), "e4m3", scale="head"),
-        r"x: expected finite numbers, for e4m3 with a computed scale, got infinity at \(0, 0, 5\)",
-    ),
-    "large": (
-        lambda: encode(X * np.float32(1e6), "kivi_value2"),
-        r"x: expected numbers whose minimum float16 holds, for kivi_value2, got up to 1e\+06",
-    ),
-    "nothing but a tail": (
-        lambda: encode(np.ones((4, 64), np.float32), "ds_mla"),
-        r"x: expected a head of .*, got 64",
-    ),
+        r"x: expected finite numbers, for e4m3 with a computed scale, got infinity at \(0, 0, 5\)"),
+    "large": (lambda: encode(X * np.float32(1e6), "kivi_value2"),
+        r"x: expected numbers whose minimum float16 holds, for kivi_value2, got up to 1e\+06"),
+    "nothing but a tail": (lambda: encode(np.ones((4, 64), np.float32), "ds_mla"),
+        r"x: expected a head of .*, got 64"),
     "codes": (lambda: decode({}, "e4m3"), r"codes: expected an array, for e4m3, got None"),
     "no scale": (lambda: decode({"codes": CODES}, "int8"), r"scale: expected an array, for int8, got None"),
     "no scale of e4m3": (lambda: decode(CODES, "e4m3:head"), r"scale: expected an array, .*, got None"),
-    "NaN scale": (
-        lambda: decode({"codes": CODES, "scale": np.array([1, np.nan])}, "e4m3"),
-        r"scale: expected finite numbers, got NaN",
-    ),
-    "scale of groups": (
-        lambda: decode({"codes": CODES, "scale": np.ones((4, 2, 3), np.float32)}, "int8"),
-        r"scale: expected shape \(4, 2, 4\), for int8 and such codes, got \(4, 2, 3\)",
-    ),
-    "scale of heads": (
-        lambda: decode({"codes": CODES, "scale": np.ones(3, np.float32)}, "int8:head"),
-        r"scale: expected shape \(2,\), for int8:head and such codes, got \(3,\)",
-    ),
-    "minimum": (
-        lambda: decode(encode(X, "uint8") | {"minimum": np.ones((4, 1, 1), np.float32)}, "uint8"),
-        r"minimum: expected shape \(4, 2, 1\), for uint8 and such codes, got \(4, 1, 1\)",
-    ),
+    "NaN scale": (lambda: decode({"codes": CODES, "scale": np.array([1, np.nan])}, "e4m3"),
+        r"scale: expected finite numbers, got NaN"),
+    "scale of groups": (lambda: decode({"codes": CODES, "scale": np.ones((4, 2, 3), np.float32)}, "int8"),
+        r"scale: expected shape \(4, 2, 4\), for int8 and such codes, got \(4, 2, 3\)"),
+    "scale of heads": (lambda: decode({"codes": CODES, "scale": np.ones(3, np.float32)}, "int8:head"),
+        r"scale: expected shape \(2,\), for int8:head and such codes, got \(3,\)"),
+    "minimum": (lambda: decode(encode(X, "uint8") | {"minimum": np.ones((4, 1, 1), np.float32)}, "uint8"),
+        r"minimum: expected shape \(4, 2, 1\), for uint8 and such codes, got \(4, 1, 1\)"),
     "numbers": (lambda: decode(X, "int8"), r"codes: expected bytes of .*, got dtype float32 and 3 axes"),
     "rows": (lambda: decode(CODES, "q8_0"), r"codes: expected rows of whole blocks, .*, got 32 bytes"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", REFUSED)

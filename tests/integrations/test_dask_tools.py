@@ -86,11 +86,10 @@ CALLS = {
     "check as JSON": ("check", "fine.npz", "wrong.npz", "--json"),
     "convert": (
         *("convert", "pool.npz", "pool2.npz", "out", "--from", "l | b kv n h c", "--to", "l | kv b n h c"),
-        "--verify",
-    ),
+        "--verify"),
     "verify": ("vectors", "verify", "pack"),
     "a file that is none": ("check", "fine.npz", "none.npz"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -18,22 +18,18 @@ PMX_INPUTS = {
     ("", "KeyValueCache"): "current_key current_value start_pos cache scale",
     (DYNAMIC, "KeyValueCache"): f"current_key current_value {STEP} max_seqlen max_kvlen cache scale",
     ("", "MultiHeadAttention"): "query key value attn_mask",
-    (
-        DYNAMIC,
-        "MultiHeadAttention",
-    ): "query key value seqstarts kvstarts decoding_batches max_seqlen max_kvlen attn_mask",
+    (DYNAMIC, "MultiHeadAttention"):
+        "query key value seqstarts kvstarts decoding_batches max_seqlen max_kvlen attn_mask",
     ("", "MultiHeadCacheAttention"): "query current_key current_value start_pos cache scale attn_mask",
-    (
-        DYNAMIC,
-        "MultiHeadCacheAttention",
-    ): f"query current_key current_value {STEP} decoding_batches max_seqlen max_kvlen cache scale attn_mask",
+    (DYNAMIC, "MultiHeadCacheAttention"):
+        f"query current_key current_value {STEP} decoding_batches max_seqlen max_kvlen cache scale attn_mask",
     (DYNAMIC, "PositionIndex"): "sequences seqstarts start_pos max_seqlen",
     ("", "ALiBiSlope"): "",
     ("", "ALiBiMask"): "seqlen_q seqlen_kv attn_mask",
     (DYNAMIC, "ALiBiMask"): "seqstarts kvstarts attn_mask",
     ("", "RotaryPositionEmbedding"): "query key start_pos pad_len",
     (DYNAMIC, "RotaryPositionEmbedding"): "query key seqstarts start_pos max_seqlen",
-}
+}  # fmt: skip
 FUNCTIONS = {
     "KeyValueCache": "key_value_cache", "MultiHeadAttention": "multi_head_attention",
     "MultiHeadCacheAttention": "multi_head_cache_attention", "PositionIndex": "position_index",

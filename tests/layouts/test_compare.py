@@ -120,28 +120,23 @@ def test_fits_takes_axes_as_they_lie_in_memory():
 POOL = np.zeros((10, 16, 2, 128), np.float16)
 REFUSED = {
     "sizes of arrays: expected h or c too": lambda: view(np.zeros((4, 2, 3, 16)), "flashinfer-nhd"),
-    r"arrays\[0\]: expected axes of .* outermost first, got strides .* in the order \(0, 2, 1, 3\)": lambda: (
-        view([POOL.transpose(0, 2, 1, 3)], "vllm-lbhnc")
-    ),
-    "arrays: expected the shape of .*: 2 for kv, not 16": lambda: view(
-        POOL[:, :, :, :, None], "flashinfer-nhd"
-    ),
+    r"arrays\[0\]: expected axes of .* outermost first, got strides .* in the order \(0, 2, 1, 3\)":
+        lambda: view([POOL.transpose(0, 2, 1, 3)], "vllm-lbhnc"),
+    "arrays: expected the shape of .*: 2 for kv, not 16":
+        lambda: view(POOL[:, :, :, :, None], "flashinfer-nhd"),
     "arrays: expected a list, of arrays along l": lambda: view(7, "vllm-lbnhc"),
     "arrays: expected two arrays, keys and values": lambda: view([POOL] * 3, "flash-attn"),
     r"arrays\[0\]\[0\]: expected an array, got int 3": lambda: view([[3, 4]], "hf"),
-    r"arrays\[1\]: expected a size n of 16, as keys have, got 15": lambda: view(
-        [POOL, POOL[:, :15]], "flash-attn"
-    ),
+    r"arrays\[1\]: expected a size n of 16, as keys have, got 15":
+        lambda: view([POOL, POOL[:, :15]], "flash-attn"),
     "arrays: expected 3 arrays along l": lambda: view([POOL], "vllm-lbnhc", sizes={"l": 3}),
-    r"sizes\['v'\]: expected at most the 576": lambda: view(
-        [np.zeros((4, 8, 576))], "vllm-mla", sizes={"v": 600}
-    ),
-    "arrays: expected an axis h in .*, for a size of 8, got none": lambda: view(
-        [np.zeros((4, 8, 576))], "vllm-mla", sizes={"h": 8}
-    ),
+    r"sizes\['v'\]: expected at most the 576":
+        lambda: view([np.zeros((4, 8, 576))], "vllm-mla", sizes={"v": 600}),
+    "arrays: expected an axis h in .*, for a size of 8, got none":
+        lambda: view([np.zeros((4, 8, 576))], "vllm-mla", sizes={"h": 8}),
     "layout: expected elements of one kind": lambda: view([POOL], "vllm-dsa-indexer"),
     "no axis of length 0": lambda: view([POOL[:0]], "vllm-lbnhc"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", REFUSED)

@@ -115,20 +115,16 @@ def test_packed_pages_follow_each_other():
 PAGES = tables.from_blocks([[3, 1], [2, 0]], [5, 3], 3)
 REFUSED = {
     "page_size: expected a positive integer, got int 0": lambda: tables.from_blocks([[1]], [1], 0),
-    "block_table: expected 2 entries for the 4 tokens of sequence 0, got 1": lambda: tables.from_blocks(
-        [[1]], [4], 3
-    ),
-    r"block_table\[1, 1\]: expected at least 0, as sequence 1 has 4 tokens, got -1": lambda: (
-        tables.from_blocks([[1, -1], [2, -1]], [3, 4], 3)
-    ),
+    "block_table: expected 2 entries for the 4 tokens of sequence 0, got 1":
+        lambda: tables.from_blocks([[1]], [4], 3),
+    r"block_table\[1, 1\]: expected at least 0, as sequence 1 has 4 tokens, got -1":
+        lambda: tables.from_blocks([[1, -1], [2, -1]], [3, 4], 3),
     r"block_table\[0, 0\]: expected at least 0, .*": lambda: tables.from_blocks([[2**62]], [1], 16),
     "block_table: expected 2 entries, one a sequence, got 1": lambda: tables.from_blocks([[1]], [1, 1], 3),
-    "block_table: expected integers of 2 axes, got an array of float64": lambda: tables.from_blocks(
-        [[1.5]], [1], 3
-    ),
-    "block_table: expected integers of 2 axes, got rows": lambda: tables.from_blocks(
-        [[1, 2], [3]], [1, 1], 3
-    ),
+    "block_table: expected integers of 2 axes, got an array of float64":
+        lambda: tables.from_blocks([[1.5]], [1], 3),
+    "block_table: expected integers of 2 axes, got rows":
+        lambda: tables.from_blocks([[1, 2], [3]], [1, 1], 3),
     r"lengths\[1\]: expected at least 0, got -2": lambda: tables.from_blocks([[1], [1]], [1, -2], 3),
     "indptr: expected to begin with 0, got 1": lambda: tables.from_csr([1, 2], [0, 0], [1], 3),
     "indptr: expected never to decrease, got 1": lambda: tables.from_csr([0, 2, 1], [0, 0], [1, 1], 3),
@@ -142,23 +138,18 @@ REFUSED = {
     "sequences: expected 2 entries, one a slot, got 1": lambda: tables.from_tokens([5, 6], [0], [0, 1]),
     "sequences: expected 2 entries, one a cell, got 1": lambda: tables.from_cells([0, 1], [{0}]),
     "cells: expected at least 12, as a token is in row 11, got 4": lambda: tables.to_cells(PAGES, 4),
-    "pages: expected one position for each cell, got two for row 4": lambda: tables.to_cells(
-        tables.from_slots([[4, 5], [5, 4]], [2, 2])
-    ),
-    "pages: expected pages that begin at multiples of 4 rows": lambda: tables.to_blocks(
-        tables.BlockTable(np.array([[6]]), np.array([2]), 4)
-    ),
-    r"lengths\[0\]: expected at most 3, in 5 rows after 2, got 4": lambda: tables.from_batch(
-        [4], 5, left_padding=[2]
-    ),
+    "pages: expected one position for each cell, got two for row 4":
+        lambda: tables.to_cells(tables.from_slots([[4, 5], [5, 4]], [2, 2])),
+    "pages: expected pages that begin at multiples of 4 rows":
+        lambda: tables.to_blocks(tables.BlockTable(np.array([[6]]), np.array([2]), 4)),
+    r"lengths\[0\]: expected at most 3, in 5 rows after 2, got 4":
+        lambda: tables.from_batch([4], 5, left_padding=[2]),
     r"batch_index\[0\]: expected 0 to \d+, got -1": lambda: tables.from_batch([4], 5, batch_index=[-1]),
-    "pages: expected sequences in neighbouring rows of one part of 10, got others for sequence 0": lambda: (
-        tables.to_batch(PAGES, 10)
-    ),
-    r"new\[1\]: expected at most the 3 tokens of the sequence, got 4": lambda: tables.slot_mapping(
-        PAGES, [1, 4]
-    ),
-}
+    "pages: expected sequences in neighbouring rows of one part of 10, got others for sequence 0":
+        lambda: tables.to_batch(PAGES, 10),
+    r"new\[1\]: expected at most the 3 tokens of the sequence, got 4":
+        lambda: tables.slot_mapping(PAGES, [1, 4]),
+}  # fmt: skip
 
 
 def test_the_last_block_there_may_be():

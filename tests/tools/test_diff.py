@@ -156,14 +156,13 @@ def recipe(x, most, rounding=np.rint, reciprocal=False, exact=False, wide=False,
 
 RECIPES = {
     "truncation": {"rounding": np.trunc},
-    "rounding half away from zero": {
-        "rounding": lambda u: np.sign(u) * np.floor(np.abs(u) + np.float32(0.5))
-    },
+    "rounding half away from zero":
+        { "rounding": lambda u: np.sign(u) * np.floor(np.abs(u) + np.float32(0.5)) },
     "reciprocal instead of division": {"reciprocal": True},
     "quotient not rounded to the data's type": {"exact": True},
     "float32 scale for a 16-bit one": {"wide": True},
     "missing smallest scale": {"smallest": False},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bit", [8, 4])

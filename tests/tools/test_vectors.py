@@ -150,15 +150,14 @@ BREAKS = {
     "is there twice": lambda folder: change(folder, lambda m: m["cases"].append(m["cases"][0])),
     "is outside the pack": lambda folder: change(folder, lambda m: first(m).update(file="../../etc/passwd")),
     "expects nothing": lambda folder: change(folder, lambda m: m["cases"][0].update(outputs={})),
-    "no array of float32 .2.": lambda folder: change(
-        folder, lambda m: first(m).update(shape=[2], dtype="float32")
-    ),
+    "no array of float32 .2.":
+        lambda folder: change(folder, lambda m: first(m).update(shape=[2], dtype="float32")),
     "it lists no cases": lambda folder: change(folder, lambda m: m.pop("cases")),
     "a case without": lambda folder: change(folder, lambda m: m["cases"].append({"name": 3})),
     "no JSON": lambda folder: (folder / call_log.MANIFEST).write_text("{"),
     "no such file": lambda folder: (folder / call_log.MANIFEST).unlink(),
     "no such folder": shutil.rmtree,
-}
+}  # fmt: skip
 
 
 UNREADABLE = {
