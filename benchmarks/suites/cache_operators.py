@@ -11,8 +11,8 @@ from benchmarks.suites.memory import plain_copy
 from kvkit import cpu
 from kvkit.checks import caches
 from kvkit.checks.arguments import CacheArguments, StepArguments
-from kvkit.checks.index_tensors import check_room, checked_step
-from kvkit.checks.values import check_apart, check_new_tokens, packed_tokens
+from kvkit.checks.index_tensors import check_room, checked_step, packed_tokens
+from kvkit.checks.values import check_apart, check_new_tokens
 from kvkit.layouts import pmx
 
 B, H, DIM, PAST, PREFILL, PAGE = 8, 8, 128, 4096, 512, 128

@@ -18,8 +18,8 @@ from kvkit.calls.prepared import (
     one_or_all,
     tuple_members,
 )
+from kvkit.checks import index_tensors
 from kvkit.checks.arguments import PoolAttention, PoolTransfer
-from kvkit.checks.index_tensors import validates
 from kvkit.checks.paged import PagedContexts, PoolAppend, checked_append, checked_paged_attention
 from kvkit.formats import elements
 from kvkit.runtime.arrays import addresses_of, empty_result
@@ -157,7 +157,7 @@ def attend_to_pages(call: PoolAttention, out: Array | Arrays | None) -> Attended
     """Run `paged_attention`; calls with equal index tensors, as of the layers of a step, are checked once."""
     tables = call.block_tables if isinstance(call.block_tables, tuple) else (call.block_tables,)
     tensors: list[Any] = [*tables, call.context_lens, call.query_starts]
-    form = None if validates() else form_of(tensors, ())
+    form = None if index_tensors.VALIDATES else form_of(tensors, ())
     if form is None or sum(each.nbytes for each in tensors if each is not None) > SMALL_BYTES:
         return attend(checked_paged_attention(call), out)
     known, pages = latest.take(form) or ([], None)

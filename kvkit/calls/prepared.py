@@ -15,7 +15,7 @@ import numpy as np
 from kvkit import cpu
 from kvkit.checks.attention import AttentionCall
 from kvkit.checks.key_value_cache import TransferCall
-from kvkit.runtime.arrays import addresses_of, overlap_distances
+from kvkit.runtime.arrays import address, addresses_of, overlap_distances
 from kvkit.typed import Array, Arrays, Attended
 
 MOST = 4096  # prepared calls in a collection
@@ -129,8 +129,8 @@ class PreparedCall:
     `arrays` has arrays, or their addresses, by their names in launches; `run` takes arrays in the same order.
     `run` checks that the last `written` arrays are writeable and overlap no others, unless their distance is
     that of the first call, as for views of one pool. If this is not certain, it returns False and the call
-    needs the full checks. A cache has `room` rows. `attention` is the record of a launch whose work is split
-    again for another `version` of the step.
+    needs the full checks. A cache has `room` rows. `attention` is a launch whose work is split again for
+    another `version` of the step.
     """
 
     __slots__ = (
@@ -138,7 +138,6 @@ class PreparedCall:
         "_launches",
         "_moved",
         "_near",
-        "_planned",
         "_written",
         "owners",
         "room",
@@ -152,26 +151,23 @@ class PreparedCall:
         written: int = 0,
         *,
         room: int = 0,
-        attention: Array | None = None,
+        attention: Any = None,
         version: object = None,
     ) -> None:
         self._launches, self._attention = launches, attention
         self.room, self.version = room, version
-        self._planned = None if attention is None else cpu.attention.prepare.planned(attention)
-        names, lie = list(arrays), cpu.launches.numbers_of(arrays.values())
-        places = {name: place for name, place in zip(names, lie, strict=True) if arrays[name] is not None}
+        there: Any = {i: array for i, array in enumerate(arrays.values()) if written and array is not None}
+        self._written = [i for i in there if i >= len(arrays) - written]
+        lie = [address(each) if isinstance(each, np.ndarray) else each or 0 for each in arrays.values()]
+        self._near = overlap_distances(there, self._written)
         self._moved = [
-            (memoryview(launch.params), at, names.index(owner), int(launch.params[at]) - places[owner])
+            (memoryview(launch.params), at, i, int(launch.params[at]) - lie[i])
             for launch in launches
             for at, owner in launch.owners.items()
-            if owner in places
+            for i, name in enumerate(arrays)
+            if name == owner and arrays[name] is not None
         ]
-        self.owners = {names[i] for _, _, i, _ in self._moved}
-        there: dict[int, Any] = (
-            {i: arrays[name] for i, name in enumerate(names) if name in places} if written else {}
-        )
-        self._written = [i for i in there if i >= len(arrays) - written]
-        self._near = overlap_distances(there, self._written)
+        self.owners = {[*arrays][i] for _, _, i, _ in self._moved}
 
     def run(self, arrays: Sequence[Array | None], version: object = None) -> bool:
         """Run the call for other arrays of its form; return False if it needs the full checks."""
@@ -180,7 +176,8 @@ class PreparedCall:
             if not arrays[i].flags.writeable:  # type: ignore[union-attr]
                 return False
         for one, other, least, most, checked in self._near:
-            if least < places[other] - places[one] < most and places[other] - places[one] != checked:
+            distance = places[other] - places[one]
+            if least < distance < most and distance != checked:
                 return False
         return self.run_at(places, None if version == self.version else lambda: self.reschedule(version))
 
@@ -202,8 +199,7 @@ class PreparedCall:
     def reschedule(self, version: object) -> bool:
         """Split the work again for another step; return False if that needs another launch."""
         self.version = None
-        cpu.attention.prepare.schedule(self._attention)
-        if cpu.attention.prepare.planned(self._attention) != self._planned:
+        if not self._attention.reschedule():
             return False
         self.version = version
         return True

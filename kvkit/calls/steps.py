@@ -6,7 +6,8 @@ its form.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -23,6 +24,7 @@ from kvkit.calls.prepared import (
     transfer_launches,
     tuple_members,
 )
+from kvkit.checks import index_tensors
 from kvkit.checks.arguments import CacheAttention, CacheTransfer, StepArguments
 from kvkit.checks.attention import checked_cache_attention
 from kvkit.checks.index_tensors import (
@@ -31,11 +33,11 @@ from kvkit.checks.index_tensors import (
     Sequences,
     Static,
     packed_in_cache,
+    packed_tokens,
     static_step,
-    validates,
 )
 from kvkit.checks.key_value_cache import checked_key_value_cache
-from kvkit.checks.values import integer, packed_tokens
+from kvkit.checks.values import integer
 from kvkit.runtime.arrays import empty_result
 from kvkit.typed import Array, Attended, Pair
 
@@ -47,29 +49,28 @@ FAR = 2**40  # positions that no cache has
 class PlannedStep:
     """Checked sequences. Calls that differ only in the addresses of their arrays are checked once."""
 
-    __slots__ = ("_attended", "_loaded", "_sequences", "_version")
+    __slots__ = ("_calls", "_contents", "_sequences", "_version")
 
-    def __init__(self, sequences: Sequences, *most: int) -> None:
+    def __init__(self, sequences: Sequences, *most: int, tensors: Iterable[Array] = ()) -> None:
         self._sequences, self._version = sequences, 0
-        self._loaded: PreparedCalls[PreparedCall] = PreparedCalls(*most)
-        self._attended: PreparedCalls[PreparedCall] = PreparedCalls(*most)
+        self._calls: PreparedCalls[PreparedCall] = PreparedCalls(*most)
+        self._contents = [tensor.tobytes() for tensor in tensors]
 
     @property
     def sequences(self) -> Sequences:
         """Return the checked sequences."""
         return self._sequences
 
-    def follow(self, tokens: int, tensors: Sequence[Any]) -> bool:
+    def follow(self, tokens: int, tensors: Sequence[Array]) -> bool:
         """Become the step of other index tensors of the same form; return False if they break a rule."""
-        steps = self._sequences.steps
+        steps, contents = self._sequences.steps, [tensor.tobytes() for tensor in tensors]
         if steps is None:
             return False
-        own = steps.seqstarts, steps.kvstarts, steps.table, steps.start_pos
-        pairs = [*zip(own, tensors, strict=True)]
-        # Layers of a model come with the same tensors.
-        if tokens == steps.tokens and all(ours.tobytes() == theirs.tobytes() for ours, theirs in pairs):
+        if tokens == steps.tokens and contents == self._contents:  # layers of a model have the same tensors
             return True
-        for ours, theirs in pairs:
+        self._contents = contents
+        own = steps.seqstarts, steps.kvstarts, steps.table, steps.start_pos
+        for ours, theirs in zip(own, tensors, strict=True):
             np.copyto(ours.reshape(theirs.shape), theirs)
         if steps.seqstarts[0] or steps.kvstarts[0] or steps.seqstarts[-1] != tokens:
             return False
@@ -100,7 +101,7 @@ class PlannedStep:
             context = steps.context.bit_length() if out is None else steps.context
             attributes = *call.place, call.num_repeat, context, is_unaligned(out)
             form = form_of((*arrays, *(out or ())), attributes)
-        prepared = self._loaded.find(form)
+        prepared = self._calls.find(form)
         if prepared and steps and prepared.room >= steps.rows:
             if out is None:
                 *_, heads, dim = call.current_key.shape
@@ -119,7 +120,7 @@ class PlannedStep:
             names = "current_key", "current_value", "cache", "scale", "key", "value"
             repeated = dict(zip(names, (*arrays, key, value), strict=True))
             room = checked.layer.capacity[1]
-            self._loaded.keep(form, PreparedCall(launches, repeated, LOADS, room=room))
+            self._calls.keep(form, PreparedCall(launches, repeated, LOADS, room=room))
         return key, value
 
     def attend(self, call: CacheAttention, out: Array | Pair | None) -> Attended:
@@ -130,7 +131,7 @@ class PlannedStep:
         if plain and steps is not None:
             attributes = *call.place, *call.heads, *scoring, *tuple_members(scoring.window)
             form = form_of((*arrays, out), attributes)
-        prepared = self._attended.find(form)
+        prepared = self._calls.find(form)
         if prepared and steps and prepared.room >= steps.rows:
             result: Any = empty_result(call.query.shape, call.query.dtype) if out is None else out
             if prepared.run((*arrays, result), self._version):
@@ -139,20 +140,17 @@ class PlannedStep:
         results = checked.results.arrays(out)
         launches = attention_launches(checked, results)
         cpu.launches.start(*launches)
-        if form and all(a is b for a, b in zip(arrays, (checked.query, *checked.current), strict=False)):
+        if form and checked.layer and all(map(operator.is_, arrays, (checked.query, *checked.current))):
             names = "query", "current_key", "current_value", "cache", "scale", "out"
-            repeated = dict(zip(names, (*arrays, results[0]), strict=True))
+            repeated, room = dict(zip(names, (*arrays, results[0]), strict=True)), checked.layer.capacity[1]
             prepared = PreparedCall(
-                launches, repeated, ATTENDS, attention=launches[-1].params, version=self._version
+                launches, repeated, ATTENDS, room=room, attention=launches[-1], version=self._version
             )
-            prepared.room = checked.layer.capacity[1] if checked.layer else 0
-            self._attended.keep(form, prepared)
+            self._calls.keep(form, prepared)
         return results if len(results) > 1 else results[0]
 
 
-planned_steps: PreparedCalls[PlannedStep] = PreparedCalls(
-    FEW
-)  # a call takes its own away as long as it lasts
+planned_steps: PreparedCalls[PlannedStep] = PreparedCalls(FEW)  # a call takes its own away while it lasts
 
 
 def load_packed(index: StepArguments, call: CacheTransfer, out: Pair | None) -> Pair:
@@ -176,14 +174,12 @@ def take_packed(index: StepArguments, name: str, tokens: Array) -> tuple[Planned
     tensors = index.seqstarts, index.kvstarts, index.cachestarts, index.start_pos
     limits = index.max_seqlen, index.max_kvlen, index.cache_mode, index.page_size
     form = form_of(tensors, (name, index.decoding_batches, *limits))
-    step = planned_steps.take(form)
-    if (
-        step is None
-        or validates()
-        or not isinstance(tokens, np.ndarray)
-        or not step.follow(len(tokens), tensors)
-    ):
-        step = PlannedStep(packed_in_cache(packed_tokens(name, tokens), index), FEW)
+    step = (
+        planned_steps.take(form) if isinstance(tokens, np.ndarray) and not index_tensors.VALIDATES else None
+    )
+    if step is None or not step.follow(len(tokens), tensors):  # type: ignore[arg-type]
+        sequences = packed_in_cache(packed_tokens(name, tokens), index)
+        step = PlannedStep(sequences, FEW, tensors=tensors if form else ())  # type: ignore[arg-type]
     return step, form
 
 

@@ -98,22 +98,26 @@ def checked_attention(
 def checked_cache_attention(sequences: Sequences, call: CacheAttention) -> AttentionCall:
     """Check a call of `multi_head_cache_attention`, and that the cache does not overlap the inputs."""
     fmt, query, kv_heads = check_queries(call.query, sequences.axes, call.heads)
-    head_dim = query.shape[-1]
-    tokens = check_tokens_of_queries(
-        fmt, call.current_key, call.current_value, (*query.shape[:-2], kv_heads, head_dim)
-    )
-    cache, scale, scoring = call.cache, call.scale, call.scoring
-    layer = caches.cache_layer(fmt, kv_heads, head_dim, cache, scale, sequences.layouts, call.place)
-    steps = sequences.over_cache("query", query, layer)
-    weights = checked_weights(query, sequences.mask(fmt, scoring.attn_mask, query, steps), scoring)
-    key, value = tokens
+    scoring, head_dim, axes = call.scoring, query.shape[-1], sequences.axes
+    weights = checked_weights(query, NO_MASK, scoring)
+    if checked_format("current_key", call.current_key, FLOATS, axes) is not fmt:
+        raise argument_error("current_key", f"the dtype of query, {fmt}", call.current_key.dtype)
+    _, key, value = check_new_tokens(call.current_key, call.current_value, axes)
+    shape = (*query.shape[:-2], kv_heads, head_dim)
+    if key.shape != shape:
+        raise argument_error("current_key", f"shape {shape}", f"{key.shape}{grouped_heads(key.shape, shape)}")
     arrays = {"query": query, "current_key": key, "current_value": value}
     inputs = named_arrays(**arrays, attn_mask=scoring.attn_mask, sinks=weights.sinks)
-    written = caches.check_written_apart(cache, scale, layer, inputs)
+    cache, scale = call.cache, call.scale
+    layer = caches.cache_layer(fmt, kv_heads, head_dim, cache, scale, sequences.layouts, call.place)
+    written = caches.check_written(cache, scale, layer, inputs)
+    steps = sequences.over_cache("query", query, layer)
+    if scoring.attn_mask is not None:
+        weights = weights._replace(mask=sequences.mask(fmt, scoring.attn_mask, query, steps))
     return AttentionCall(
         fmt, query.shape, query, cache_context(layer), steps, sequences.decoding, weights, inputs=inputs,
-        results=attention_results(query.shape, fmt, call.return_lse, [*inputs, *written]), current=tokens,
-        layer=layer, written=written,
+        results=attention_results(query.shape, fmt, call.return_lse, [*inputs, *written]),
+        current=(key, value), layer=layer, written=written,
     )  # fmt: skip
 
 
@@ -151,19 +155,6 @@ def grouped_heads(shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     others = [pair for i, pair in enumerate(zip(shape, wanted, strict=True)) if i != len(shape) - 2]
     fits = shape[-2] and not wanted[-2] % shape[-2] and all(size == other for size, other in others)
     return f": for grouped queries give num_kv_heads={shape[-2]}" if fits else ""
-
-
-def check_tokens_of_queries(
-    fmt: Element, current_key: Array, current_value: Array, shape: tuple[int, ...]
-) -> tuple[Array, Array]:
-    """Check that new keys and values have the format of the queries and this shape."""
-    if checked_format("current_key", current_key, FLOATS, len(shape)) is not fmt:
-        raise argument_error("current_key", f"the dtype of query, {fmt}", current_key.dtype)
-    _, current_key, current_value = check_new_tokens(current_key, current_value, len(shape))
-    if current_key.shape != shape:
-        got = f"{current_key.shape}{grouped_heads(current_key.shape, shape)}"
-        raise argument_error("current_key", f"shape {shape}", got)
-    return current_key, current_value
 
 
 def context_of(fmt: Element, key: Array, value: Array, sides: Sequence[Sequence[int]]) -> Context:

@@ -20,7 +20,6 @@ from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import BY_DTYPE, FLOATS, INT8, QUANTIZED, STORED, Element
 from kvkit.layouts.grammar import Layout
 from kvkit.layouts.pmx import shape_text
-from kvkit.runtime.arrays import address
 from kvkit.typed import Array
 
 
@@ -39,7 +38,6 @@ def cache_layer(
     layout = layouts[integer("cache_layout", arguments.cache_layout, 0, len(layouts) - 1)]
     quant_bit = choice("quant_bit", arguments.quant_bit, (0, 4, 8))
     stored, width = cache_format(fmt, cache, quant_bit, arguments.quant_format, dim)
-    check_output("cache", cache)
     sizes = {"l": num_layer, "kv": 2, "h": heads, "c": width}
     check_shape(cache, layout, arguments.cache_layout, sizes, stored)
     at, (key, value) = layout.at, layer_sides(cache, layout, layer_idx)
@@ -63,7 +61,6 @@ def cache_layer(
     if scale is None:
         raise argument_error("scale", f"an array of scales, for quant_bit {quant_bit}", "None")
     scale_format = checked_format("scale", scale, FLOATS, cache.ndim)
-    check_output("scale", scale)
     wanted = (*cache.shape[:-1], dim // group)
     if scale.shape != wanted:
         legal = f"shape {wanted}: that of cache, {dim // group} groups a head"
@@ -85,7 +82,7 @@ def layer_sides(array: Array, layout: Layout, layer: int) -> tuple[Side, Side]:
     """
     strides, at = array.strides, layout.at
     sequence = strides[at["b"]] if "b" in at else 0
-    key = Side(address(array) + layer * strides[at["l"]], sequence, strides[at["n"]], strides[at["h"]])
+    key = Side(array.ctypes.data + layer * strides[at["l"]], sequence, strides[at["n"]], strides[at["h"]])
     return key, key._replace(address=key.address + strides[at["kv"]])
 
 
@@ -170,10 +167,8 @@ def check_shape(
         raise argument_error("cache", legal, cache.shape)
 
 
-def check_written_apart(
-    cache: Array, scale: Array | None, layer: CacheLayer, inputs: NamedArrays
-) -> NamedArrays:
-    """Check that an append overwrites no input; return the arrays that it writes, with their names."""
+def check_written(cache: Array, scale: Array | None, layer: CacheLayer, inputs: NamedArrays) -> NamedArrays:
+    """Check that an append can write its arrays and overwrites no input; return them with their names."""
     written = [("cache", cache)]
     if scale is not None:
         if layer.group:
@@ -181,5 +176,6 @@ def check_written_apart(
         else:
             inputs = [*inputs, ("scale", scale)]
     for name, array in written:
+        check_output(name, array)
         check_apart(name, array, inputs)
     return written

@@ -22,6 +22,9 @@ from kvkit.typed import Array
 INT64_MAX = np.iinfo(np.int64).max
 AXES = {1: "axis", 2: "axes"}
 NamedLength = tuple[str, int]  # the name of an array, and its length
+# With KVKIT_VALIDATE=1 in the environment, operators also refuse tables that can be read but are wrong. It is
+# read once: a look-up takes a microsecond of each call.
+VALIDATES = os.environ.get("KVKIT_VALIDATE", "0") not in ("", "0")
 
 
 def index(name: str, value: ArrayLike, ndim: int = 1, length: int | None = None) -> Array:
@@ -67,6 +70,11 @@ def static_step(batch: int, seqlen: int, kvlen: int) -> StepIndex:
     )  # fmt: skip
 
 
+def packed_tokens(name: str, array: Array) -> NamedLength | None:
+    """Return the name and number of packed tokens; None if `array` is no array (another check reports it)."""
+    return (name, len(array)) if isinstance(array, np.ndarray) and array.ndim == 3 else None
+
+
 def checked_step(tokens: NamedLength | None, arguments: StepArguments) -> StepIndex:
     """Check every length and every row of a step, but for the size of the cache, which `check_room` checks.
 
@@ -84,18 +92,19 @@ def read_step(
 
     `read_table` is `index`, or `index_form`, which reads no element.
     """
+    mode, page_size = choice("cache_mode", arguments.cache_mode, (0, 1)), ENDLESS
+    if mode:
+        page_size = min(integer("page_size", arguments.page_size, 1), ENDLESS)
+    limits = limit("max_seqlen", arguments.max_seqlen), limit("max_kvlen", arguments.max_kvlen)
     seqstarts, kvstarts = index("seqstarts", arguments.seqstarts), index("kvstarts", arguments.kvstarts)
     start_pos = index("start_pos", arguments.start_pos)
-    mode = choice("cache_mode", arguments.cache_mode, (0, 1))
     try:
         table = read_table("cachestarts", arguments.cachestarts, mode + 1)
     except KvkitError as error:
         other = "offsets [B]; cache_mode=1 takes a page table" if mode == 0 else "a page table [B, MaxP]"
         raise KvkitError(f"{error} (cache_mode {mode} takes {other})") from None
     if mode == 0:
-        table, page_size = table.reshape(-1, 1), ENDLESS
-    else:
-        page_size = min(integer("page_size", arguments.page_size, 1), ENDLESS)
+        table = table.reshape(-1, 1)
     batch = seqstarts.shape[0] - 1
     for name, array, length in (
         ("seqstarts", seqstarts, max(batch, 0) + 1),
@@ -108,7 +117,6 @@ def read_step(
     check_first_starts(seqstarts, kvstarts)
     if tokens:
         check_last_start("seqstarts", seqstarts[-1], tokens)
-    limits = limit("max_seqlen", arguments.max_seqlen), limit("max_kvlen", arguments.max_kvlen)
     return StepIndex(
         seqstarts, kvstarts, start_pos, np.zeros(batch, np.int64), table, page_size,
         tokens=int(seqstarts[-1]), context=int(kvstarts[-1]), rows=0, limits=limits,
@@ -118,7 +126,7 @@ def read_step(
 def check_step(step: StepIndex) -> StepIndex:
     """Check the rules of a step; return it with the number of rows that it needs."""
     step = step._replace(rows=scanned_rows(step, INT64_MAX))
-    if validates():
+    if VALIDATES:
         validate_step(step)
     return step
 
@@ -336,14 +344,9 @@ def decoding_count(decoding_batches: SupportsIndex, steps: StepIndex) -> int:
     return integer("decoding_batches", decoding_batches, 0, len(steps.start_pos))
 
 
-def validates() -> bool:
-    """Return whether KVKIT_VALIDATE=1 asks operators to refuse tables that can be read but are wrong."""
-    return os.environ.get("KVKIT_VALIDATE", "0") not in ("", "0")
-
-
 def validate_table(table: Array, lengths: Array, blocks: int, page_size: int) -> None:
     """Check the rules of page tables for a call that reads pages, if the environment asks for it."""
-    if validates():
+    if VALIDATES:
         rules = checks.table_rules
         rules.check_tables("block_tables", rules.tables_in_use(table, lengths, blocks, page_size))
 

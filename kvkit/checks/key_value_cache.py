@@ -33,11 +33,11 @@ def checked_key_value_cache(sequences: Sequences, call: CacheTransfer) -> Transf
     fmt, key, value = check_new_tokens(call.current_key, call.current_value, sequences.axes)
     heads, dim = key.shape[-2:]
     repeat = integer("num_repeat", call.num_repeat, 1)
+    inputs = [("current_key", key), ("current_value", value)]
     layer = caches.cache_layer(fmt, heads, dim, call.cache, call.scale, sequences.layouts, call.place)
+    written = caches.check_written(call.cache, call.scale, layer, inputs)
     steps = sequences.over_cache("current_key", key, layer)
     shape = (*sequences.context_axes(steps), heads * repeat, dim)
     check_size("num_repeat", shape, fmt)
-    inputs = [("current_key", key), ("current_value", value)]
-    written = caches.check_written_apart(call.cache, call.scale, layer, inputs)
     results = Results(dict.fromkeys(RESULTS, (shape, fmt.dtype)), [*inputs, *written])
     return TransferCall(fmt, shape, key, value, layer, steps, repeat=repeat, written=written, results=results)

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit import checks
-from kvkit.checks.index_tensors import INT64_MAX, index, index_form, validate_table, validates
+from kvkit.checks import index_tensors
+from kvkit.checks.index_tensors import INT64_MAX, index, index_form, validate_table
 from kvkit.checks.outputs import same_place
 from kvkit.checks.records import Context, Side, StepIndex
 from kvkit.checks.values import FORMATS, check_bytes, checked_format, element_step, is_broadcast
@@ -308,7 +309,7 @@ def listed_pages(block_tables: tuple[Any, ...], lengths: Array, blocks: int, pag
                 i = int(((used < 0) | (used >= blocks)).argmax())
                 wanted = f"a block from 0 to {blocks - 1}, one of {count} for a sequence"
                 raise argument_error(f"block_tables[1][{start + i}]", wanted, used[i])
-    if validates():
+    if index_tensors.VALIDATES:
         validate_table(expanded_table(pages, starts, need), lengths, blocks, page_size)
     return PageTable(pages, starts)
 

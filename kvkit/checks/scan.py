@@ -17,12 +17,12 @@ FOUND, SPARE = 4, 5  # numbers in the result of a pass; numbers of workspace for
 
 def scan_step(step: StepIndex, rows: int) -> list[int]:
     """Return (broken rule, sequence, two numbers for the message), or (FINE, rows in use, 0, 0)."""
-    table = np.asarray(step.table)
+    table, sizes = np.asarray(step.table), sizes_of(step)
     runs = min(table.size, max(step.tokens, 0))
     found = np.empty(FOUND + SPARE * runs, np.int64)
     at, table_at, *starts = addresses_of((found, table, step.seqstarts, step.kvstarts, step.start_pos))
     spare = range(at + 8 * FOUND, at + 8 * (FOUND + SPARE * runs), 8 * runs) if runs else [at] * SPARE
-    scan_code().ctypes(at, *starts, *sizes_of(step), table_at, rows, *spare)
+    scan_code().ctypes(at, *starts, *sizes, table_at, rows, *spare)
     verdict: list[int] = found[:FOUND].tolist()
     return verdict
 

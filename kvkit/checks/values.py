@@ -156,11 +156,6 @@ def check_new_tokens(
     return fmt, one_piece(current_key), one_piece(current_value)
 
 
-def packed_tokens(name: str, array: Array) -> tuple[str, int] | None:
-    """Return (name, number of tokens) of packed tokens; None for other values, which later checks refuse."""
-    return (name, len(array)) if isinstance(array, np.ndarray) and array.ndim == 3 else None
-
-
 def named_arrays(**arrays: object) -> list[tuple[str, Array]]:
     """Return the arguments that are arrays, with their names."""
     return [(name, array) for name, array in arrays.items() if isinstance(array, np.ndarray)]

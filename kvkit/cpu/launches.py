@@ -110,6 +110,7 @@ class Launch:
     owners: dict[int, str]
     run: Callable[[], object]
     alive: tuple = ()  # other objects that params point into
+    reschedule: Callable[[], bool] | None = None  # splits the work again; False: that needs another launch
 
 
 INT = types.int64
@@ -139,6 +140,19 @@ def run_workers(code, workers, params):
         code.ctypes(0, params)
     else:
         several()(code.address, workers, params)
+
+
+def run_in_workspace(code, most, params, at, grants, counters):
+    """Run the machine code of a launch with up to `most` workers and memory that launches share.
+
+    `grants` lists the memory as (field of `params`, workspace, bytes of each worker, bytes of all).
+    """
+    workers = min(threads(), most) if most > 1 else 1
+    for field, workspace, of_each, of_all in grants:
+        params[field] = workspace.at_least(workers * of_each + of_all)
+    counters.fill(0)
+    if most:
+        run_workers(code, workers, at)
 
 
 def start(*launches):

@@ -37,7 +37,14 @@ from kvkit.checks.ascend import blocks, matrices, tensors
 from kvkit.checks.ascend.attention import BlockAttentionCall, checked_block_attention
 from kvkit.checks.ascend.reshape import checked_reshape
 from kvkit.checks.attention import AttentionCall, checked_attention, checked_cache_attention
-from kvkit.checks.index_tensors import Packed, Sequences, Static, packed_in_cache, packed_with_keys
+from kvkit.checks.index_tensors import (
+    Packed,
+    Sequences,
+    Static,
+    packed_in_cache,
+    packed_tokens,
+    packed_with_keys,
+)
 from kvkit.checks.indexer import checked_choice, checked_scores
 from kvkit.checks.key_value_cache import TransferCall, checked_key_value_cache
 from kvkit.checks.latent import (
@@ -67,7 +74,6 @@ from kvkit.checks.positions import (
     checked_static_alibi,
     slope_results,
 )
-from kvkit.checks.values import packed_tokens
 from kvkit.operators import Operator
 from kvkit.operators.arrays import INDEX
 from kvkit.operators.operator import IN_PYTHON

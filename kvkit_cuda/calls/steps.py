@@ -9,7 +9,7 @@ from kvkit.checks.arguments import StepArguments
 from kvkit.checks.index_tensors import INT64_MAX, Packed
 from kvkit.checks.paged import PagedContexts, checked_plan, new_slots
 from kvkit.checks.pools import PageTable, plain_pieces, steps_over
-from kvkit.checks.values import flag, packed_tokens
+from kvkit.checks.values import flag
 from kvkit.errors import argument_error
 from kvkit_cuda.calls import arrays, scan
 from kvkit_cuda.calls.prepared import PreparedCalls
@@ -170,7 +170,7 @@ def planned(arguments: StepArguments, stream, *, named=False, check=True, into=N
         cachestarts=table.seen if stays else table.read(stream),
     )
     read_table = index_tensors.index_form if stays else index_tensors.index
-    step = index_tensors.read_step(tokens and packed_tokens(*tokens), arguments, read_table)
+    step = index_tensors.read_step(tokens and index_tensors.packed_tokens(*tokens), arguments, read_table)
     if stays:
         tables = scan.device_tables(step, wanted, stream, lasting)
     else:

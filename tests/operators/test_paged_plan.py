@@ -5,7 +5,7 @@ import pool_scenes
 import pytest
 
 import kvkit
-from kvkit.checks import paged
+from kvkit.checks import index_tensors, paged
 from kvkit.formats.elements import BY_NAME
 
 PAGE, LENGTHS, STARTS = 4, [6, 0, 9, 2], [0, 2, 2, 5, 7]
@@ -127,7 +127,7 @@ def test_calls_without_a_plan_are_checked_once_for_equal_index_tensors(lists, rn
     pages[pages == 5] = 1
     call(1)
     call(0)
-    monkeypatch.setenv("KVKIT_VALIDATE", "1")
+    monkeypatch.setattr(index_tensors, "VALIDATES", True)
     call(1)
     monkeypatch.undo()
     pages[pages == 1] = 77

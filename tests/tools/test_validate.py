@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kvkit
+from kvkit.checks import index_tensors
 from kvkit.errors import KvkitError
 
 WRONG = {
@@ -32,11 +33,11 @@ def append(table, kvlens, start_pos):
 def test_steps(monkeypatch, rule):
     *step, message = WRONG[rule]
     append(*step)  # an operator can do it: what is stored holds no other token
-    monkeypatch.setenv("KVKIT_VALIDATE", "1")
+    monkeypatch.setattr(index_tensors, "VALIDATES", True)
     with pytest.raises(KvkitError, match=message):
         append(*step)
     append([[0, 4], [0, 8]], [8, 5], [7, 4])
-    monkeypatch.setenv("KVKIT_VALIDATE", "0")
+    monkeypatch.setattr(index_tensors, "VALIDATES", False)
     append(*step)
 
 
@@ -50,7 +51,7 @@ def attend(table, lengths):
 )
 def test_tables_that_are_read(monkeypatch, table, message):
     attend(table, [8, 4])
-    monkeypatch.setenv("KVKIT_VALIDATE", "1")
+    monkeypatch.setattr(index_tensors, "VALIDATES", True)
     with pytest.raises(KvkitError, match=message):
         attend(table, [8, 4])
     attend([[1, 2, 2], [1, 3, 1]], [8, 8])

@@ -274,7 +274,7 @@ class PreparedAttention:
             query, out, lse, context, self._step, 0, weights, key_weights=sums
         )
         self._params = launch.params
-        self._prepared = PreparedCall([launch], arrays, attention=self._params, version=end - first)
+        self._prepared = PreparedCall([launch], arrays, attention=launch, version=end - first)
         cpu.launches.start(launch)
 
     def run(
@@ -347,7 +347,7 @@ class PreparedPieces:
         self._params = attend.params
         self._lengths = step.kvstarts[earlier:], np.arange(batch + 1), step.kvstarts[earlier]
         arrays = {"out": out, "lse": lse}
-        self._prepared = PreparedCall([attend, join], arrays, attention=self._params, version=pieces[-1][1])
+        self._prepared = PreparedCall([attend, join], arrays, attention=attend, version=pieces[-1][1])
         self.run(pieces[-1][1], query, out, lse, weights.mask)
 
     def run(self, end: int, query: Array, out: Array, lse: Array, mask: MaskPlace) -> bool:

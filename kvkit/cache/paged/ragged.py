@@ -85,7 +85,7 @@ class PreparedHeads:
         )
         cpu.launches.start(launch)
         arrays, self._params = {"query": query, "out": out, "lse": lse}, launch.params
-        self._prepared = PreparedCall([launch], arrays, attention=launch.params, version=index)
+        self._prepared = PreparedCall([launch], arrays, attention=launch, version=index)
 
     def _copy_pages(self, index: Step) -> None:
         self._index.table[:, : index.pages.shape[1]] = index.pages

@@ -107,10 +107,13 @@ class PagedStore:
 
     def _place(self, layer_idx: int) -> CacheLayer:
         """Return where the keys and values of a layer are in the arrays."""
-        return caches.cache_layer(
-            self.format, self.heads, self.dim, self.cache, self.scale_of(layer_idx), DYNAMIC,
+        scale = self.scale_of(layer_idx)
+        place = caches.cache_layer(
+            self.format, self.heads, self.dim, self.cache, scale, DYNAMIC,
             self.arguments._replace(layer_idx=layer_idx),
         )  # fmt: skip
+        caches.check_written(self.cache, scale, place, [])
+        return place
 
     def _latent_place(self, layer_idx: int) -> CacheLayer:
         """Return where the latent rows of a layer are, as the place of its keys and of its values."""
@@ -165,7 +168,7 @@ class PagedStore:
 
     def check_apart(self, layer_idx: int, inputs: Mapping[str, Array]) -> None:
         """Raise if an append to a layer would overwrite its inputs {name: array}."""
-        caches.check_written_apart(
+        caches.check_written(
             self.cache, self.scale_of(layer_idx), self.places[layer_idx], list(inputs.items())
         )
 

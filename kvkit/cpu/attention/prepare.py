@@ -31,7 +31,7 @@ from kvkit.cpu.attention.params import (
 )
 from kvkit.cpu.attention.work_items import NARROW, TILES
 from kvkit.cpu.copy.rows import LOAD, READ, rows
-from kvkit.cpu.launches import Launch, Workspace, address, run_workers, threads
+from kvkit.cpu.launches import Launch, Workspace, address, run_in_workspace
 from kvkit.cpu.simd.attention import LANES, LINE, WIDE
 from kvkit.formats.elements import BY_NAME, coarser
 
@@ -104,8 +104,6 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
         **side_fields("keys", context, 0, steps.table),
         **side_fields("values", context, 1, steps.table if steps.value_table is None else steps.value_table),
         **step_fields(steps, decoding),
-        **query_fields(query, context.heads),
-        **output_fields(out, lse),
         **scoring_fields(weights, constants, sinks),
         **factor_fields(weights.scales, constants),
         **mask_fields(weights.mask),
@@ -113,6 +111,7 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
         **key_sum_fields(key_weights, steps),
         "values_have_own_table": steps.value_table is not None or not alike(context),
         **long_run_fields(context),
+        **token_fields(query, out, lse, context.heads),
     })  # fmt: skip
     if key_weights is not None:
         keep_items_whole(params, steps)
@@ -123,39 +122,45 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
 
 def launch(params, alive, shared, key_weights=None):
     """Return a launch of scheduled attention; each run reads `shared` scales again."""
-    (groups, items, splits, _, group_tiles), small = planned(params)
+    plan = planned(params)
+    (groups, items, splits, _, group_tiles), small = plan
     counters = np.zeros(groups + 1, np.int64)
-    params[FIELD["counters"]] = address(counters)
-    params[FIELD["merge_splits"]] = merge_code().address if splits else 0
-    split_bytes = splits * group_tiles * int(params[FIELD["tile_state_bytes"]])
-    workspace_bytes, at = int(params[FIELD["workspace_bytes"]]), address(params)
-    code, most = scheduler.scheduler_code("work"), 1 if small else items
+    params[FIELD["counters"]] = counters.ctypes.data
+    grants = [(FIELD["workspace_at"], workspace, int(params[FIELD["workspace_bytes"]]), 0)]
+    if splits:
+        params[FIELD["merge_splits"]] = merge_code().address
+        split_bytes = splits * group_tiles * int(params[FIELD["tile_state_bytes"]])
+        grants.append((FIELD["partials"], partials, 0, split_bytes))
+    if key_weights is not None:
+        grants.append((FIELD["weights_at"], kept_weights, int(params[FIELD["weights_bytes"]]), 0))
+    run = functools.partial(
+        run_in_workspace, scheduler.scheduler_code("work"), min(items, 1) if small else items, params,
+        at=params.ctypes.data, grants=grants, counters=counters,
+    )  # fmt: skip
 
-    def run():
+    def run_more():
         if shared:
             fill, weights = shared
             fill(params, weights)
-        workers = min(threads(), most) if most > 1 else 1
-        params[FIELD["workspace_at"]] = workspace.at_least(workers * workspace_bytes)
-        if splits:
-            params[FIELD["partials"]] = partials.at_least(split_bytes)
-        counters[:] = 0
         if key_weights is not None:
             sums = np.zeros(key_weights.shape, np.int64)
             params[FIELD["key_sums"]] = address(sums)
-            params[FIELD["weights_at"]] = kept_weights.at_least(workers * int(params[FIELD["weights_bytes"]]))
-        if items:
-            run_workers(code, workers, at)
+        run()
         if key_weights is not None:
             np.multiply(sums, UNIT, out=key_weights, casting="unsafe")
 
+    def reschedule():
+        schedule(params)
+        return planned(params) == plan
+
     owners = {place: owner for place, owner in ADDRESS_OWNER.items() if params[place]}
-    return Launch(params, owners, run, alive=alive)
+    plain = not shared and key_weights is None
+    return Launch(params, owners, run if plain else run_more, alive, reschedule)
 
 
 def schedule(params):
     """Write the kinds of tiles and the number of work items into the params."""
-    scheduler.scheduler_code("schedule").ctypes(0, address(params))
+    scheduler.scheduler_code("schedule").ctypes(0, params.ctypes.data)
 
 
 def planned(params):
@@ -340,7 +345,8 @@ def orders_of(form):
 def fill_engines(params, form):
     """Fill in the engines of the tiles that a scheduled call has."""
     near, several = not form.interleaved and machine.ahead().near, params[FIELD["group"]] > NARROW
-    params[FIELD["engines"]] = address(engines(form, int(params[FIELD["tiles"]]), near, bool(several)))
+    table = engines(form, int(params[FIELD["tiles"]]), near, bool(several))
+    params[FIELD["engines"]] = table.ctypes.data
 
 
 @functools.cache
@@ -407,24 +413,13 @@ def step_fields(steps, decoding):
     }  # fmt: skip
 
 
-def query_fields(query, heads):
-    """Return the fields of queries."""
-    sequence, token, head = packed_strides(query)
-    return {
-        "query": query, "query_sequence": sequence, "query_token": token, "query_head": head,
-        "group": query.shape[-2] // heads,
-    }  # fmt: skip
-
-
-def output_fields(out, lse):
-    """Return the fields of both outputs."""
-    sequence, token, head = packed_strides(out)
-    lse_sequence, lse_token, lse_head = (0, 0, 0) if lse is None else packed_strides(lse[..., None])
-    return {
-        "out": out, "out_sequence": sequence, "out_token": token, "out_head": head,
-        "lse": lse,
-        "lse_sequence": lse_sequence, "lse_token": lse_token, "lse_head": lse_head,
-    }  # fmt: skip
+def token_fields(query, out, lse, heads):
+    """Return the fields of queries and of both outputs."""
+    fields = {"query": query, "out": out, "lse": lse, "group": query.shape[-2] // heads}
+    for name, array in ("query", query), ("out", out), ("lse", None if lse is None else lse[..., None]):
+        strides = (0, 0, 0) if array is None else packed_strides(array)
+        fields[f"{name}_sequence"], fields[f"{name}_token"], fields[f"{name}_head"] = strides
+    return fields
 
 
 def scoring_fields(weights, constants, sinks):

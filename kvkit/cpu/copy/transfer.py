@@ -12,7 +12,7 @@ from numba import types
 from kvkit.checks.values import packed_strides
 from kvkit.cpu import memory
 from kvkit.cpu.copy.rows import COPY_SIDE, LOAD, STORE, call_rows, copy_side_at, rows
-from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
+from kvkit.cpu.launches import WORKER, Launch, Record, run_workers, threads
 from kvkit.cpu.simd import panels
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
@@ -87,16 +87,18 @@ def owners_of(direction, scaled):
     return owners
 
 
-def numbers_of_side(array, side):
-    """Return the fields of a `COPY_SIDE` for a packed array and the keys or values of a cache."""
-    sequence, token, head = packed_strides(array)
-    return COPY_SIDE.in_order({
-        "packed": array, "packed_sequence": sequence, "packed_token": token, "packed_head": head,
-        "cache": side.address, "cache_sequence": side.sequence,
-        "cache_row": side.row, "cache_head": side.head,
-        "scale": side.scales, "scale_sequence": side.scale_sequence, "scale_row": side.scale_row,
-        "scale_head": side.scale_head,
-    })  # fmt: skip
+def copy_sides(arrays, sides):
+    """Return a `COPY_SIDE` for each packed array, with the keys or values of a cache."""
+    strides, places = [*map(packed_strides, arrays)], []
+    for array, (sequence, token, head), side in zip(arrays, strides, sides, strict=True):
+        places += COPY_SIDE.in_order({
+            "packed": array, "packed_sequence": sequence, "packed_token": token, "packed_head": head,
+            "cache": side.address, "cache_sequence": side.sequence,
+            "cache_row": side.row, "cache_head": side.head,
+            "scale": side.scales, "scale_sequence": side.scale_sequence, "scale_row": side.scale_row,
+            "scale_head": side.scale_head,
+        })  # fmt: skip
+    return np.array(places, np.int64)
 
 
 def store(current_key, current_value, cache, steps):
@@ -123,7 +125,7 @@ def prepare_transfer(direction, key, value, cache, starts, first, steps, repeat)
     groups = panels.groups_in_panel(cache.group, dim // cache.group) if direction == STORE and codes else 0
     formats = cache.data_dtype, cache.cache_format, cache.scale_format
     rows_code = rows(direction, *formats, cache.group, groups, stream).address
-    sides = np.array([*map(numbers_of_side, (key, value), cache.sides)], np.int64)
+    sides = copy_sides((key, value), cache.sides)
     keys, values = cache.sides
     block = 0 if abs(values.address - keys.address) > abs(keys.row) else BLOCKS[direction]
     chunks = threads() if moved >= SMALL_BYTES else 1
@@ -135,9 +137,9 @@ def prepare_transfer(direction, key, value, cache, starts, first, steps, repeat)
         "starts": starts, "first": first, "batch": len(first),
         "table": steps.table, "table_row": steps.table.strides[0], "page_size": steps.page_size,
     })  # fmt: skip
-    run = functools.partial(run_workers, transfer_code(), workers, address(params))
+    run = functools.partial(run_workers, transfer_code(), workers, params.ctypes.data)
     return Launch(
-        sides.reshape(-1),
+        sides,
         owners_of(direction, bool(cache.scale_format)),
         run,
         alive=(params, starts, first, steps.table),
