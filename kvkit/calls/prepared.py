@@ -7,18 +7,23 @@ addresses.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
 from kvkit import cpu
-from kvkit.checks.attention import AttentionCall
+from kvkit.checks.arguments import KeyAttention
+from kvkit.checks.attention import AttentionCall, checked_attention
+from kvkit.checks.index_tensors import Static
 from kvkit.checks.key_value_cache import TransferCall
-from kvkit.runtime.arrays import address, addresses_of, overlap_distances
+from kvkit.runtime.arrays import address, addresses_of, empty_result, overlap_distances
 from kvkit.typed import Array, Arrays, Attended
 
 MOST = 4096  # prepared calls in a collection
+FEW = 64  # forms of attention to keys that are remembered
+OWNERS = {"query": "query", "keys.address": "key", "values.address": "value", "out": "out"}
 Prepared = TypeVar("Prepared")
 Form = tuple[object, ...]  # all that calls must have in common to share a prepared call
 
@@ -173,7 +178,7 @@ class PreparedCall:
         """Run the call for other arrays of its form; return False if it needs the full checks."""
         places = addresses_of(arrays)
         for i in self._written:
-            if not arrays[i].flags.writeable:  # type: ignore[union-attr]
+            if not arrays[i].flags.writeable:
                 return False
         for one, other, least, most, checked in self._near:
             distance = places[other] - places[one]
@@ -203,3 +208,40 @@ class PreparedCall:
             return False
         self.version = version
         return True
+
+
+# False if a form has been seen once: a context that grows has a new form in each call, and none comes again.
+attentions: PreparedCalls[PreparedCall | Literal[False]] = PreparedCalls(FEW)
+
+
+def attend_to_keys(call: KeyAttention, out: Array | Arrays | None) -> Attended:
+    """Run `multi_head_attention` for sequences of one length; calls of one form are checked twice.
+
+    Calls with a mask or sinks, or that return more than the output, are checked each time.
+    """
+    arrays, scoring, form = (call.query, call.key, call.value), call.scoring, None
+    if (
+        scoring.attn_mask is None
+        and scoring.sinks is None
+        and call.return_lse is call.return_key_weights is False
+    ):
+        attributes = *call.heads, *scoring, *tuple_members(scoring.window)
+        form = form_of((*arrays, out), attributes)
+    prepared = attentions.take(form)  # no other call finds it while this one lasts
+    if prepared:
+        shape = *call.query.shape[:-1], call.value.shape[-1]
+        result: Any = empty_result(shape, call.query.dtype) if out is None else out
+        if prepared.run((*arrays, result)):
+            attentions.keep(form, prepared)
+            return result
+    checked = checked_attention(Static(), call)
+    results = checked.results.arrays(out)
+    launches = attention_launches(checked, results)
+    cpu.launches.start(*launches)
+    if prepared is None:
+        attentions.keep(form, False)
+    elif all(map(operator.is_, arrays, dict(checked.inputs).values())):
+        launches[0].owners = {cpu.attention.params.FIELD[field]: name for field, name in OWNERS.items()}
+        named = dict(zip(OWNERS.values(), (*arrays, results[0]), strict=True))
+        attentions.keep(form, PreparedCall(launches, named, 1))
+    return one_or_all(results)

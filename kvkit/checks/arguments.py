@@ -182,6 +182,18 @@ class CacheTransfer(NamedTuple):
     num_repeat: int
 
 
+class KeyAttention(NamedTuple):
+    """The arguments of `multi_head_attention`, but for its index tensors."""
+
+    query: Array
+    key: Array
+    value: Array
+    heads: Heads
+    scoring: Scoring
+    return_lse: bool
+    return_key_weights: bool = False
+
+
 class CacheAttention(NamedTuple):
     """The arguments of `multi_head_cache_attention`, but for its index tensors."""
 

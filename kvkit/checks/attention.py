@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvkit.checks import caches
-from kvkit.checks.arguments import CacheAttention, Heads, Scoring
+from kvkit.checks.arguments import CacheAttention, Heads, KeyAttention, Scoring
 from kvkit.checks.index_tensors import Sequences
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import NO_MASK, CacheLayer, Context, MaskPlace, Side, StepIndex
@@ -65,20 +65,11 @@ class AttentionCall(NamedTuple):
     blocks: int = 0  # pages of its pools
 
 
-def checked_attention(
-    sequences: Sequences,
-    query: Array,
-    key: Array,
-    value: Array,
-    heads: Heads,
-    scoring: Scoring,
-    return_lse: bool,
-    return_key_weights: bool = False,
-) -> AttentionCall:
+def checked_attention(sequences: Sequences, call: KeyAttention) -> AttentionCall:
     """Check a call of `multi_head_attention`."""
-    fmt, query, kv_heads = check_queries(query, sequences.axes, heads)
-    outer = sequences.key_axes(query)
-    key, value = check_keys_and_values(fmt, key, value, outer, kv_heads, query.shape[-1])
+    fmt, query, kv_heads = check_queries(call.query, sequences.axes, call.heads)
+    outer, scoring = sequences.key_axes(query), call.scoring
+    key, value = check_keys_and_values(fmt, call.key, call.value, outer, kv_heads, query.shape[-1])
     key, value = (np.ascontiguousarray(each) if is_broadcast(each) else each for each in (key, value))
     steps = sequences.over_keys(query, key)
     weights = checked_weights(query, sequences.mask(fmt, scoring.attn_mask, query, steps), scoring)
@@ -87,9 +78,9 @@ def checked_attention(
     context = context_of(fmt, key, value, [(0, *array.strides[:-2])[-2:] for array in (key, value)])
     shape = (*query.shape[:-1], value.shape[-1])
     key_weights = None
-    if flag("return_key_weights", return_key_weights):
+    if flag("return_key_weights", call.return_key_weights):
         key_weights = query.shape[0], query.shape[2], key.shape[1]
-    results = attention_results(shape, fmt, return_lse, inputs, key_weights)
+    results = attention_results(shape, fmt, call.return_lse, inputs, key_weights)
     return AttentionCall(
         fmt, shape, query, context, steps, sequences.decoding, weights, inputs=inputs, results=results
     )

@@ -13,6 +13,7 @@ from kvkit.checks.arguments import (
     CacheAttention,
     ContextArguments,
     Heads,
+    KeyAttention,
     Scoring,
     StepArguments,
 )
@@ -113,7 +114,8 @@ def multi_head_attention(
     )
     scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
     heads = Heads(num_heads, head_dim, num_kv_heads)
-    return attend(checked_attention(sequences, query, key, value, heads, scoring, return_lse), out)
+    call = KeyAttention(query, key, value, heads, scoring, return_lse)
+    return attend(checked_attention(sequences, call), out)
 
 
 @returns_input_kind

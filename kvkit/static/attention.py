@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, SupportsIndex
 
-from kvkit.calls.prepared import attend
+from kvkit.calls.prepared import attend_to_keys
 from kvkit.calls.steps import attend_static
-from kvkit.checks.arguments import CacheArguments, CacheAttention, Heads, Scoring
-from kvkit.checks.attention import checked_attention
-from kvkit.checks.index_tensors import Static
+from kvkit.checks.arguments import CacheArguments, CacheAttention, Heads, KeyAttention, Scoring
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Arrays, Attended, Pair
 
@@ -108,10 +106,9 @@ def multi_head_attention(
     """
     scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
     heads = Heads(num_heads, head_dim, num_kv_heads)
-    call = checked_attention(
-        Static(), query, key, value, heads, scoring, return_lse, return_key_weights=return_key_weights
+    return attend_to_keys(
+        KeyAttention(query, key, value, heads, scoring, return_lse, return_key_weights), out
     )
-    return attend(call, out)
 
 
 @returns_input_kind

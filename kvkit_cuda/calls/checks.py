@@ -22,6 +22,7 @@ from kvkit.checks.arguments import (
     ContextArguments,
     Heads,
     IndexerArguments,
+    KeyAttention,
     LatentAppend,
     LatentArguments,
     PackedPositions,
@@ -128,7 +129,7 @@ def attention_to_keys(sequences: Sequences, values: Values) -> AttentionCall:
     tokens = values["query"], values["key"], values["value"]
     heads, scoring = fill(Heads, values), fill(Scoring, values)
     wanted = values["return_lse"], values.get("return_key_weights", False)
-    return checked_attention(sequences, *tokens, heads, scoring, *wanted)
+    return checked_attention(sequences, KeyAttention(*tokens, heads, scoring, *wanted))
 
 
 def static_attention(values: Values, step: Packed | None) -> AttentionCall:

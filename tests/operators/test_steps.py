@@ -6,7 +6,7 @@ from numpy.testing import assert_array_equal
 from surroundings import in_threads
 
 import kvkit
-from kvkit.calls import positions, steps
+from kvkit.calls import positions, prepared, steps
 
 pytestmark = pytest.mark.cpu
 ROWS, HEADS, DIM = 4096, 2, 16
@@ -191,3 +191,37 @@ def test_rotary_embedding(places, rng):
             turn(query, key, *broken, None)
     with pytest.raises(kvkit.KvkitError, match="memory apart"):
         turn(query, key, [0, 2, 3], first, None, out=(key.repeat(2, 1), query[:, :2]))
+
+
+def test_attention_to_keys_is_checked_twice_for_arrays_of_one_form(rng, monkeypatch):
+    """Values are read anew in each call; masks, lse and arrays that overlap are checked each time."""
+    checked, own = [], prepared.checked_attention
+    monkeypatch.setattr(prepared, "checked_attention", lambda *call: checked.append(1) or own(*call))
+    prepared.attentions.clear()
+    sizes = {"num_heads": 2 * HEADS, "num_kv_heads": HEADS, "head_dim": DIM}
+
+    def call(count, new=3, out=None, **options):
+        query, key, value = (
+            rng.standard_normal((2, n, h, DIM), np.float32)
+            for n, h in ((new, 2 * HEADS), (9, HEADS), (9, HEADS))
+        )
+        checked.clear()
+        result = kvkit.multi_head_attention(query, key, value, out=out, **sizes, **options)
+        assert len(checked) == count
+        right, _ = kvkit.multi_head_attention(query, key, value, return_lse=True, **sizes)
+        assert_array_equal(result[0] if options else result, right)
+
+    out = np.empty((2, 3, 2 * HEADS, DIM), np.float32)
+    for given in (None, out):
+        for count in (1, 1, 0, 0):
+            call(count, out=given)
+    call(1, new=2)
+    call(0)
+    call(1, return_lse=True)
+    call(1, return_lse=True)
+    key = np.ones((2, 9, HEADS, DIM), np.float32)
+    with pytest.raises(kvkit.KvkitError, match="memory apart from query"):
+        kvkit.multi_head_attention(out, key, key, out=out, **sizes)
+    out.flags.writeable = False
+    with pytest.raises(kvkit.KvkitError, match="writeable"):
+        call(1, out=out)

@@ -115,14 +115,14 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
     })  # fmt: skip
     if key_weights is not None:
         keep_items_whole(params, steps)
-    schedule(params)
+    plan = schedule(params, params.ctypes.data)
     fill_engines(params, form)
-    return launch(params, (steps, weights, constants, sinks), shared and (shared, weights), key_weights)
+    return launch(params, plan, (steps, weights, constants, sinks), shared and (shared, weights), key_weights)
 
 
-def launch(params, alive, shared, key_weights=None):
+def launch(params, plan, alive, shared, key_weights=None):
     """Return a launch of scheduled attention; each run reads `shared` scales again."""
-    plan = planned(params)
+    at = params.ctypes.data
     (groups, items, splits, _, group_tiles), small = plan
     counters = np.zeros(groups + 1, np.int64)
     params[FIELD["counters"]] = counters.ctypes.data
@@ -135,7 +135,7 @@ def launch(params, alive, shared, key_weights=None):
         grants.append((FIELD["weights_at"], kept_weights, int(params[FIELD["weights_bytes"]]), 0))
     run = functools.partial(
         run_in_workspace, scheduler.scheduler_code("work"), min(items, 1) if small else items, params,
-        at=params.ctypes.data, grants=grants, counters=counters,
+        at=at, grants=grants, counters=counters,
     )  # fmt: skip
 
     def run_more():
@@ -149,25 +149,18 @@ def launch(params, alive, shared, key_weights=None):
         if key_weights is not None:
             np.multiply(sums, UNIT, out=key_weights, casting="unsafe")
 
-    def reschedule():
-        schedule(params)
-        return planned(params) == plan
-
     owners = {place: owner for place, owner in ADDRESS_OWNER.items() if params[place]}
     plain = not shared and key_weights is None
-    return Launch(params, owners, run if plain else run_more, alive, reschedule)
+    return Launch(params, owners, run if plain else run_more, alive, lambda: schedule(params, at) == plan)
 
 
-def schedule(params):
-    """Write the kinds of tiles and the number of work items into the params."""
-    scheduler.scheduler_code("schedule").ctypes(0, params.ctypes.data)
+def schedule(params, at):
+    """Write the kinds of tiles and the number of work items into the params, which are at this address.
 
-
-def planned(params):
-    """Return the plan [tile groups, work items, splits, tiles, tiles of a group], and whether it is small.
-
-    A small one runs in one thread.
+    Return the plan [tile groups, work items, splits, tiles, tiles of a group], and whether it is small. A small
+    one runs in one thread.
     """
+    scheduler.scheduler_code("schedule").ctypes(0, at)
     *counts, products = params[FIELD["tile_groups"] : FIELD["products"] + 1].tolist()
     return [*counts, int(params[FIELD["group_tiles"]])], products < SMALL
 
@@ -345,13 +338,15 @@ def orders_of(form):
 def fill_engines(params, form):
     """Fill in the engines of the tiles that a scheduled call has."""
     near, several = not form.interleaved and machine.ahead().near, params[FIELD["group"]] > NARROW
-    table = engines(form, int(params[FIELD["tiles"]]), near, bool(several))
-    params[FIELD["engines"]] = table.ctypes.data
+    params[FIELD["engines"]], _ = engines(form, int(params[FIELD["tiles"]]), near, bool(several))
 
 
 @functools.cache
 def engines(form, tiles, near, several):
-    """Return the table of engines, 0 without a tile; `several`: a token's heads can fill a wide tile."""
+    """Return the address of the table of engines, 0 without a tile, and the table.
+
+    `several` says whether a token's heads can fill a wide tile.
+    """
     read, table = reading(form), np.zeros((SPECIAL_ENGINE + 1, len(ENGINE.names)), np.int64)
     chosen = {
         kind: engine(form, tile_rows, near) for kind, tile_rows in enumerate(ENGINE_ROWS) if tiles & tile_rows
@@ -363,7 +358,7 @@ def engines(form, tiles, near, several):
         chosen[SPECIAL_ENGINE] = wide_integers.engine(form.cache_formats, scales)
     for kind, steps in chosen.items():
         table[kind] = ENGINE.filled(dict.fromkeys(ENGINE.names, 0) | steps)
-    return table
+    return table.ctypes.data, table
 
 
 def engine(form, tile_rows, near):
