@@ -157,8 +157,8 @@ def launch(params, plan, alive, shared, key_weights=None):
 def schedule(params, at):
     """Write the kinds of tiles and the number of work items into the params, which are at this address.
 
-    Return the plan [tile groups, work items, splits, tiles, tiles of a group], and whether it is small. A small
-    one runs in one thread.
+    Return the plan [tile groups, work items, splits, tiles, tiles of a group], and whether it is small, for
+    one thread.
     """
     scheduler.scheduler_code("schedule").ctypes(0, at)
     *counts, products = params[FIELD["tile_groups"] : FIELD["products"] + 1].tolist()
