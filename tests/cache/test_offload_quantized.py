@@ -7,53 +7,17 @@ import numpy as np
 import pytest
 from folder_scenes import ON_DISK, full_disk, names
 from quantized_cache_scenes import (
-    KINDS,
     OPTIONS,
     assert_alike_from_now_on,
     assert_same,
     attended,
-    do,
     feed,
-    some_operations,
     states,
 )
-from scenes import first_quick
 
 import kvkit
 from kvkit.cache import Cache, QuantizedCache, QuantizedLayer, QuantSpec
 from kvkit.cache.stores import mapped
-from kvkit.cache.stores.coded import MappedCodeStore
-
-
-@pytest.mark.parametrize("case", first_quick(range(3)))
-def test_files_change_no_result(tmp_path, case):
-    memory, cache = QuantizedLayer(**KINDS[case]), Cache([QuantizedLayer(**KINDS[case])], offload=tmp_path)
-    layer = cache.layers[0]
-    for seed, (name, argument) in enumerate(some_operations(np.random.default_rng(case), 80)):
-        assert do(layer, name, argument, seed) == do(memory, name, argument, seed)
-        assert_same(layer, memory)
-        assert attended(layer) == attended(memory)
-        assert isinstance(layer.store, MappedCodeStore)
-        for side in layer.store.sides:
-            for part in ("sinks", "tail", "codes", "cells", "block_of"):
-                array = getattr(side, part)
-                assert (
-                    any(np.may_share_memory(array, given) for given in layer.store.file.arrays)
-                    or not array.size
-                )
-        assert len(names(tmp_path)) == 3
-        if seed % 10 == 9:  # closed and opened again
-            cache.folder.keep = True
-            cache.close()
-            cache = Cache.open(tmp_path, keep=False)
-            (layer,) = cache.layers
-            memory.store.see_stored()  # an opened layer attends to its codes
-    for each in (layer, memory):
-        each.reset()
-    assert_same(layer, memory)
-    assert_alike_from_now_on(layer, memory)
-    cache.close()
-    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("what", ON_DISK)

@@ -1,8 +1,11 @@
 """The quantized layer on what is packed: the same as of plain lists; what a step sees; sizes."""
 
+import itertools
+
 import numpy as np
 import pytest
 import quantized_cache_reference as reference
+from folder_scenes import names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantized_cache_scenes import KEY, OPTIONS, PMX, VALUE, coded, feed, states
@@ -11,6 +14,8 @@ from scenes import first_quick
 import kvkit
 from kvkit.cache import Cache, QuantizedCache, QuantizedLayer, QuantSpec, SlidingWindowLayer, load
 from kvkit.errors import KvkitError
+
+PARTS, NUMBERS = ("sinks", "tail", "codes", "cells", "block_of"), itertools.count()
 
 
 class Model:
@@ -51,16 +56,19 @@ def actions(draw):
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return tmp_path_factory.mktemp("layers") / "layer.npz"
+def room(tmp_path_factory):
+    return tmp_path_factory.mktemp("layers")
 
 
 @settings(max_examples=150)
-@given(actions(), st.sampled_from([(0, 0), (5, 2), (1, 4)]), st.booleans())
-def test_any_history_is_that_of_plain_lists(path, history, window, read_back):
-    """Between operations a layer is saved and loaded."""
+@given(actions(), st.sampled_from([(0, 0), (5, 2), (1, 4)]), st.booleans(), st.booleans())
+def test_any_history_is_that_of_plain_lists(room, history, window, read_back, mapped):
+    """In memory or in files; between operations the layer is saved and loaded, or its folder opened again."""
     arguments = (KEY, VALUE, *window, read_back)
-    layer, model, batch = QuantizedLayer(*arguments), Model(*arguments), 2
+    cache, model, batch = Cache([QuantizedLayer(*arguments)]), Model(*arguments), 2
+    if mapped:
+        cache.offload(folder := room / str(next(NUMBERS)))
+    (layer,) = cache.layers
     for kind, number, seed in history:
         length = layer.get_seq_length()
         if kind == "update":
@@ -91,9 +99,24 @@ def test_any_history_is_that_of_plain_lists(path, history, window, read_back):
             layer.reset()
             model = Model(*arguments)
         elif kind == "file":
-            Cache([layer]).save(path)
-            (layer,) = load(path).layers
+            if mapped:
+                cache.folder.keep = True
+                cache.close()
+                cache = Cache.open(folder, keep=False)
+            else:
+                cache.save(room / "cache.npz")
+                cache = load(room / "cache.npz")
+            (layer,) = cache.layers
         model.check(layer)
+        if mapped and layer.get_seq_length():
+            parts = [getattr(side, name) for side in layer.store.sides for name in PARTS]
+            in_files = [
+                any(np.may_share_memory(x, y) for y in layer.store.file.arrays) for x in parts if x.size
+            ]
+            assert all(in_files)
+            assert len(names(folder)) == 3
+    cache.close()
+    assert not mapped or names(folder) == []
 
 
 def test_a_view_is_good_until_the_layer_changes():

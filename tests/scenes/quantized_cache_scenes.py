@@ -60,33 +60,6 @@ def assert_same(one, other):
     assert one.values.tobytes() == other.values.tobytes()
 
 
-def some_operations(rng, count):
-    """(name, argument) of calls that any layer takes; in the last quarter past is recorded."""
-    batch, length = 2, 0
-    for i in range(count):
-        name = (
-            rng.choice(["update", "update", "update", "crop", "reorder", "repeat", "reserve"])
-            if i
-            else "update"
-        )
-        argument = int(rng.integers(0, 60))
-        if i == 3 * count // 4:
-            name, argument = "activate_past_recording", None
-        elif name == "update":
-            argument = int(rng.choice([0, 1, 1, 2, 7, 40]))
-            length += argument
-        elif name == "crop":
-            argument = -(argument % (min(length, 20) + 1))
-            length += argument
-        elif name == "reorder":
-            argument = rng.integers(0, batch, max(1, batch + rng.integers(-1, 2)))
-            batch = len(argument)
-        elif name == "repeat":
-            argument = 2 if batch < 3 else 1
-            batch *= argument
-        yield name, argument
-
-
 def do(layer, name, argument, seed):
     """Call a method; what it returns, as bytes."""
     if name == "update":
