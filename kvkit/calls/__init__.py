@@ -1,1 +1,1 @@
-"""From checked calls to launches: calls are prepared once and run again at other addresses."""
+"""Turn checked calls into launches, which are prepared once and run again for arrays at other addresses."""

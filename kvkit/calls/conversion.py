@@ -1,7 +1,7 @@
 """Move caches from one layout to another, bit for bit.
 
-In every layout the address of an element is a sum of offsets of its block, token, head and content. So two
-layouts are compared for the content of one token only; bytes that are contiguous in both move together.
+In every layout the address of an element is the sum of offsets of its block, token, head and content. So it
+is enough to compare two layouts for the content of one token. Bytes contiguous in both move together.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvkit.layouts.tables import BlockTable, Index
 from kvkit.layouts.views import Leaf, check_one_kind, iterate_leaves
 from kvkit.typed import Array
 
-TILE = 64  # tokens of a run that are transposed together: their cache lines stay near a core
-PART_BYTES = 64 * 2**20  # between two reports of progress
+TILE = 64  # tokens of a run that are transposed together, so that their cache lines stay near a core
+PART_BYTES = 64 * 2**20  # bytes between two reports of progress
 ROTARY = 64  # rotated elements at the end of a latent row, unless the caller says how many
-SCRATCH_BYTES = 2**18  # of each cache, for a comparison
+SCRATCH_BYTES = 2**18  # bytes of each cache that are compared at a time
 Tables = tuple[BlockTable, BlockTable] | None
 Moved = tuple[Index, Index] | None  # source row and target row of every token
 
@@ -39,7 +39,7 @@ class LayerRows:
     blocks: Index
     tokens: Index  # [tokens of a block]
     content: Index  # [heads, content]
-    even: int  # how many successive tokens have equal distances
+    even: int  # tokens begin at equal distances within groups of so many
     dtype: np.dtype[Any]
 
     @property
@@ -82,30 +82,30 @@ def convert(
         Lines, or names of `NAMED`; split ones too.
     sizes : dict, optional
         Lengths of the source's axes ``l b n h c`` that its shapes do not show. ``v`` is the content of values
-        if it is not that of keys; from whole latent rows to two planes, that of the rotated part (64).
+        if it differs from ``c``; from whole latent rows to two planes it is the rotated part (64).
     to_sizes : dict, optional
-        Blocks (``b``) and tokens of a block (``n``) of the target, where they are not the source's; with
-        `out`, what its shapes do not tell.
+        Blocks (``b``) and tokens of a block (``n``) of the target, where they differ from the source's; with
+        `out`, the lengths that its shapes do not show.
     tables : pair of BlockTable, optional
-        Where the tokens of sequences are in the source, and where they go in the target, see `tables`. Page
+        Where the tokens of sequences are in the source, and where they go in the target: see `tables`. Page
         sizes may differ from block sizes. None: every row keeps its place.
     out : array, or nested lists of arrays, optional, changed in place
         A cache in `to_layout`. Rows that get no token do not change; in new arrays they are 0.
     verify : bool
         Whether to read the target again and compare it with the source.
     progress : callable, optional
-        Called with ``(bytes done, bytes in all)`` now and then.
+        Called with ``(bytes done, bytes in all)`` after every 64 MB or so.
 
     Returns
     -------
     array, or nested lists of arrays
-        New (tensors, if the source has tensors), or `out`. It takes no memory of a cache's size beside them.
+        New arrays (tensors, if the source has tensors), or `out`. No other memory of a cache's size is used.
 
     Raises
     ------
     KvkitError
-        If shapes, sizes, layouts or tables contradict each other; nothing has been written. With `verify`,
-        if something else changed one of the caches meanwhile.
+        If shapes, sizes, layouts or tables contradict each other; nothing has been written. With `verify`
+        also if one of the caches was changed meanwhile.
 
     Examples
     --------
@@ -190,7 +190,7 @@ def split_rows(cache: CacheRows, rotary: int) -> CacheRows:
 
 
 def layers_of(leaf: Leaf) -> Iterator[LayerRows]:
-    """Return the rows of each layer of an array."""
+    """Yield the rows of each layer of an array."""
     array, axes = leaf.array, leaf.axes
     inner = {axis.name: inner_size(axis, array.itemsize) for axis in axes if axis.inner}
     adds = {
@@ -217,13 +217,10 @@ def moved_rows(tables: Tables, read: CacheRows) -> Moved:
     """Return the source row and the target row of every token; None if every row keeps its place."""
     if tables is None:
         return None
-    pair = (
-        [each for each in tables if isinstance(each, BlockTable)] if isinstance(tables, (tuple, list)) else []
-    )
-    if len(pair) != 2 or len(tables) != 2:
-        raise argument_error(
-            "tables", "two BlockTables of kvkit.layouts.tables, of source and target", describe(tables)
-        )
+    is_pair = isinstance(tables, (tuple, list)) and len(tables) == 2
+    if not is_pair or not all(isinstance(table, BlockTable) for table in tables):
+        wanted = "two BlockTables of kvkit.layouts.tables, of source and target"
+        raise argument_error("tables", wanted, describe(tables))
     if not np.array_equal(tables[0].lengths, tables[1].lengths):
         raise argument_error("tables[1]", "the lengths of tables[0]", "others")
     old, to = (each.rows() for each in tables)
@@ -261,9 +258,8 @@ def target_sizes(
             raise argument_error("to_layout", wanted, f"'{line}'")
     if value != content:
         if "kv" not in line.lists and "kv" in line.names:
-            raise argument_error(
-                "to_layout", f"arrays of their own for values, of {value} elements", f"'{line}'"
-            )
+            wanted = f"arrays of their own for values, of {value} elements"
+            raise argument_error("to_layout", wanted, f"'{line}'")
         sizes["v"] = value
     for axis in ("l", "h", "c", "v", "s"):
         if given.get(axis, sizes.get(axis)) != sizes.get(axis):
@@ -291,9 +287,8 @@ def new_arrays(line: Layout, sizes: Mapping[str, int], dtypes: list[np.dtype[Any
         inner = inner_sizes(groups, dtype.itemsize)
         for axis, size in inner.items():
             if not size or lengths[axis] % size:
-                raise argument_error(
-                    "to_layout", f"a size of {axis} that {size} divides, for '{line}'", lengths[axis]
-                )
+                wanted = f"a size of {axis} that {size} divides, for '{line}'"
+                raise argument_error("to_layout", wanted, lengths[axis])
         shape = [math.prod(axis_length(axis, lengths, inner) for axis in group) for group in groups]
         return np.zeros(shape, dtype)
 
@@ -325,13 +320,12 @@ def check_compatible(read: CacheRows, written: CacheRows) -> None:
 
 
 def runs_between(rows: Moved, read: CacheRows, written: CacheRows) -> Index:
-    """Return runs with even steps on both sides: [source row, target row, tokens]."""
+    """Return runs [runs, (source row, target row, tokens)] of tokens at equal distances on both sides."""
     if rows is None:
         count, sizes = read.blocks * read.page_size, (read.page_size, written.page_size)
         if max(sizes) % min(sizes):
-            raise argument_error(
-                "tables", f"tables, as blocks of {sizes[0]} and {sizes[1]} tokens begin apart", "None"
-            )
+            wanted = f"tables, because neither of the block sizes {sizes[0]} and {sizes[1]} divides the other"
+            raise argument_error("tables", wanted, "None")
         if count > written.blocks * written.page_size:
             raise argument_error("out", f"{count} rows, as source has", written.blocks * written.page_size)
         even = math.gcd(read.even, written.even)
@@ -339,9 +333,9 @@ def runs_between(rows: Moved, read: CacheRows, written: CacheRows) -> Index:
         return np.stack([first, first, np.full(len(first), even)], axis=1)
     old, to = rows
     check_rows("tables[1]", to, written)
-    apart = (np.diff(old) != 1) | (np.diff(to) != 1)
-    apart |= (old[1:] % read.even == 0) | (to[1:] % written.even == 0)
-    first = np.append(0, np.flatnonzero(apart) + 1)[: len(old)]
+    begins = (np.diff(old) != 1) | (np.diff(to) != 1)
+    begins |= (old[1:] % read.even == 0) | (to[1:] % written.even == 0)
+    first = np.append(0, np.flatnonzero(begins) + 1)[: len(old)]
     return np.stack([old[first], to[first], np.diff(np.append(first, len(old)))], axis=1)
 
 
@@ -368,12 +362,12 @@ def cut_runs(runs: Index, tokens: int) -> Index:
 
 @dataclass(frozen=True)
 class Move:
-    """A layer, or its keys or values, from one cache to another."""
+    """The move of a layer, or of its keys or values, from one cache to another."""
 
     read: LayerRows
     written: LayerRows
-    chunks: Index  # [chunks, 2]: offsets of each chunk in the source's and the target's token
-    width: int  # bytes of each
+    chunks: Index  # [chunks, 2]: offsets of each chunk in a token of the source and of the target
+    width: int  # bytes of a chunk
 
     @property
     def row(self) -> int:
@@ -423,7 +417,7 @@ def row_addresses(part: LayerRows, rows: Index) -> Index:
 
 
 def moves_of(read: tuple[LayerRows, ...], written: tuple[LayerRows, ...]) -> list[Move]:
-    """Return how a layer moves: keys and values together where a token has them side by side in one cache."""
+    """Return the moves of a layer: one if a token's keys and values lie together in a cache, else two."""
     if len(read) == 2 and read[0].dtype == read[1].dtype:
         old, to = distance(read), distance(written)
         if old is not None and to is not None and (abs(old) < read[0].step or abs(to) < written[0].step):
@@ -439,14 +433,14 @@ def moves_of(read: tuple[LayerRows, ...], written: tuple[LayerRows, ...]) -> lis
 
 
 def distance(parts: tuple[LayerRows, ...]) -> int | None:
-    """Return the bytes from keys to values, if they are the same in all blocks."""
+    """Return the bytes from a token's keys to its values; None if they are not the same for all tokens."""
     steps = parts[-1].blocks - parts[0].blocks
     even = np.array_equal(parts[-1].tokens, parts[0].tokens) and (steps == steps[0]).all()
     return int(steps[0]) if even else None
 
 
 def chunks_of(source: Index, target: Index, itemsize: int) -> tuple[Index, int]:
-    """Return chunks of elements that are neighbours on both sides, [chunks, 2], and the bytes of one."""
+    """Return chunks [chunks, 2] of elements that are contiguous on both sides, and the bytes of a chunk."""
     order = np.argsort(target, kind="stable")
     source, target = source[order], target[order]
     joined = (np.diff(source) == itemsize) & (np.diff(target) == itemsize)

@@ -1,4 +1,4 @@
-"""Score positions of contexts, and choose the best ones."""
+"""Score positions of contexts for the indexer, and choose those with the highest scores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvkit.calls.latent import gather_rows, slots_of
 from kvkit.checks.indexer import ChoiceCall, IndexerCall
 from kvkit.typed import Array
 
-KEYS, PRODUCTS = 512, 2**21  # fewest keys scored at a time, and products where more keys allow as many
+KEYS, PRODUCTS = 512, 2**21  # keys are scored KEYS at a time, or more, up to so many products
 
 
 def score_positions(call: IndexerCall, out: Array | None) -> Array:
@@ -34,7 +34,7 @@ def score_positions(call: IndexerCall, out: Array | None) -> Array:
             if call.scaled:
                 products *= found[:, dim]
             for token, by_head in enumerate(products.reshape(end - begin, heads, last - first), begin):
-                np.maximum(by_head, 0, out=by_head)  # [H, keys], which stays in the nearest cache
+                np.maximum(by_head, 0, out=by_head)  # [H, keys], which stays in the L1 cache
                 scores[token, first:last] = share[token] @ by_head
         own = np.arange(length - (end - begin), length)  # positions of the queries
         hidden = np.arange(scores.shape[1]) > own[:, None]
@@ -43,7 +43,7 @@ def score_positions(call: IndexerCall, out: Array | None) -> Array:
 
 
 def choose_rows(call: ChoiceCall, out: Array | None) -> Array:
-    """Choose the slots of each query's best positions."""
+    """Write the slots of each query's k positions with the highest scores, [tokens, k], then -1."""
     (chosen,) = call.results.arrays(out)
     chosen[...] = -1
     pages, lengths, starts = call.contexts
@@ -56,7 +56,7 @@ def choose_rows(call: ChoiceCall, out: Array | None) -> Array:
 
 
 def best_positions(scores: Array, k: int) -> Array:
-    """Return the ascending positions of the k largest numbers above -inf; of equal ones the first."""
+    """Return the positions of the k largest scores above -inf, ascending; of equal scores the first ones."""
     count = min(k, len(scores))
     if not count:
         return np.zeros(0, np.int64)

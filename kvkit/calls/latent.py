@@ -20,11 +20,11 @@ from kvkit.formats.packing import from_bytes, split_blocks
 from kvkit.runtime.arrays import empty_result
 from kvkit.typed import Array
 
-ROWS = 2**14  # rows read at a time, some 20 MB
+ROWS = 2**14  # rows that are read at a time, some 20 MB
 
 
 def attention_over_bytes(call: LatentCall) -> AttentionCall | None:
-    """Return attention over rows of 656 bytes where they lie; None for other pools."""
+    """Return attention that reads rows of 656 bytes in place; None for other pools."""
     pool, fmt = call.pool, call.fmt
     if call.contexts is None or pool.format is None or len(pool.parts) > 1:
         return None
@@ -42,7 +42,7 @@ def attention_over_bytes(call: LatentCall) -> AttentionCall | None:
 
 
 def gather_rows(pool: LatentPool, slots: Array) -> Array:
-    """Return the rows of some slots [slots, dim], or [slots, heads, dim]; codes become float32."""
+    """Return the rows in some slots, [slots, dim] or [slots, heads, dim]; codes become float32."""
     places = np.divmod(slots, pool.page_size)
     parts = [part[places] for part in pool.parts]  # each [slots, .., width]
     rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
@@ -97,9 +97,10 @@ def slots_of(pages: PageTable, page_size: int, sequence: int, begin: int, end: i
 
 
 def pieces_of_contexts(lengths: Array, queries: Array) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield pieces (sequence, begin, end) of contexts, in lists of about `ROWS` rows.
+    """Yield lists of pieces (sequence, begin, end) of contexts; a list has about `ROWS` rows.
 
-    A longer context is split into lists of one piece; the last piece has the rows of all its queries.
+    A longer context is split, and all pieces but its last have lists of their own. The last piece contains
+    the positions of all its queries.
     """
     batch: list[tuple[int, int, int]] = []
     held = 0

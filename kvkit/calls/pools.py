@@ -25,8 +25,8 @@ from kvkit.formats import elements
 from kvkit.runtime.arrays import addresses_of, empty_result
 from kvkit.typed import Array, Arrays, Attended
 
-COPIED_BYTES = 2**20
-FEW, SMALL_BYTES = 4, 2**20  # calls whose index tensors are remembered, and the bytes of these
+COPIED_BYTES = 2**20  # bytes of blocks that are copied at a time
+FEW, SMALL_BYTES = 4, 2**20  # most index tensors of calls that are remembered, and their most bytes
 FLOATS8 = frozenset(one.dtype for one in elements.FLOATS8)
 POOLS = "key_cache", "value_cache"
 SCALES = "key_scale", "value_scale"
@@ -39,22 +39,22 @@ OWNERS = {  # the array that an address of attention to pools points into
 
 
 def as_floats(query: Array) -> Array:
-    """Widen queries of 8 bits to float32; others are returned as they are."""
+    """Return queries; 8-bit floats are widened to float32."""
     if isinstance(query, np.ndarray) and query.dtype in FLOATS8:
         return query.astype(np.float32)
     return query
 
 
 def append_to_pools(call: PoolAppend) -> None:
-    """Store tokens in pools of pages."""
+    """Store the tokens of a checked append in pools of pages."""
     cpu.launches.start(*append_launches(call))
 
 
 def append_launches(call: PoolAppend, angles: Array | None = None) -> list[Any]:
     """Return launches that store tokens in pools: as copies of their bits, or as codes.
 
-    Sides that need the same machine code share a launch. `angles` are those of the call's positions, which
-    are computed if they are not given.
+    Keys and values that need the same machine code share a launch. `angles` of the call's positions are
+    computed if they are not given.
     """
     if not len(call.pieces):
         return []
@@ -78,7 +78,7 @@ def append_launches(call: PoolAppend, angles: Array | None = None) -> list[Any]:
 class PlannedPages:
     """Contexts in pages. Calls that differ only in the addresses of their arrays are checked once.
 
-    `sequences` are those of a plan; without them each call brings its own, which must be the same.
+    `sequences` are the contexts of a plan. Without them each call brings its own, which must all be equal.
     """
 
     __slots__ = ("_angles", "_appended", "_attended", "sequences")
@@ -140,7 +140,7 @@ class PlannedPages:
             self._appended.keep(form, PreparedCall(launches, named, len(SCALES + POOLS)))
 
     def _angles_of(self, call: PoolAppend) -> Array | None:
-        """Return the angles of the new tokens' keys, which calls with the same rope share."""
+        """Return the angles of the new tokens' keys; successive calls with one rope share them."""
         if call.rope is None:
             return None
         rope, angles = self._angles
@@ -154,7 +154,7 @@ latest: PreparedCalls[tuple[list[Any], PlannedPages]] = PreparedCalls(FEW)
 
 
 def attend_to_pages(call: PoolAttention, out: Array | Arrays | None) -> Attended:
-    """Run `paged_attention`; calls with equal index tensors, as of the layers of a step, are checked once."""
+    """Run `paged_attention`. Calls with equal index tensors (the layers of a step) are checked once."""
     tables = call.block_tables if isinstance(call.block_tables, tuple) else (call.block_tables,)
     tensors: list[Any] = [*tables, call.context_lens, call.query_starts]
     form = None if index_tensors.VALIDATES else form_of(tensors, ())
@@ -164,44 +164,44 @@ def attend_to_pages(call: PoolAttention, out: Array | Arrays | None) -> Attended
     if pages is None or not all(a is b or np.array_equal(a, b) for a, b in zip(known, tensors, strict=True)):
         known, pages = [None if each is None else each.copy() for each in tensors], PlannedPages()
     results = pages.attend(call, out)
-    latest.keep(form, (known, pages))  # a call takes it away as long as it lasts
+    latest.keep(form, (known, pages))  # `take` has removed it, so that no other thread used it meanwhile
     return results
 
 
 def has_more(call: PoolAttention) -> bool:
-    """Return whether a call has arrays whose elements are read when it is prepared, or sums of weights."""
+    """Return whether a call needs full checks, which read its mask, sinks and slopes, or sums weights."""
     others = call.scoring.attn_mask, call.scoring.sinks, call.alibi_slopes
     return any(each is not None for each in others) or call.return_key_weights is not False
 
 
 def is_of_heads(scale: object) -> bool:
-    """Return whether a scale is an array that is read when a call is prepared; scales of tokens are not."""
+    """Return whether a scale is an array of scales of heads, which is read when a call is prepared."""
     return isinstance(scale, np.ndarray) and scale.ndim < len(("pages", "tokens", "heads"))
 
 
 def array_of(scale: Any) -> Array | None:
-    """Return a scale that is an array, None for a number."""
+    """Return a scale if it is an array, else None."""
     return scale if isinstance(scale, np.ndarray) else None
 
 
 def number_or_none(scale: Any) -> Any:
-    """Return a scale that is a number, None for an array."""
+    """Return a scale if it is a number, else None."""
     return None if isinstance(scale, np.ndarray) else scale
 
 
 def in_one(key_cache: Any, value_cache: Any, *_: Any) -> bool:
-    """Return whether one pool is given for keys and for values."""
+    """Return whether keys and values are in one pool, which is given once or twice."""
     arrays = [each for each in (key_cache, value_cache) if isinstance(each, np.ndarray)]
     return len({*addresses_of(arrays)}) < 2
 
 
 def in_both(one: Array | None, other: Array | None) -> tuple[Array | None, Array | None]:
-    """Return an array for keys and one for values: a pool of both may be given once."""
+    """Return an array for keys and one for values; if one is None, the other one twice."""
     return (other if one is None else one), (one if other is None else other)
 
 
 def copy_blocks(source: Array, target: Array, src: Array, dst: Array) -> None:
-    """Copy checked blocks, some at a time, so that numpy's temporary copy stays near the core."""
+    """Copy checked blocks, some at a time, so that numpy's temporary copy stays in a core's cache."""
     some = max(1, COPIED_BYTES * len(source) // max(source.nbytes, 1))
     for i in range(0, len(src), some):
         target[dst[i : i + some]] = source[src[i : i + some]]

@@ -17,10 +17,10 @@ from kvkit.typed import Array, Pair
 
 ARRAYS = "query", "key", "rotated query", "rotated key"
 ROTATED = 2  # arrays that are written: rotated queries and keys
-FEW = 64  # forms of calls that are remembered
+FEW = 64  # most forms of calls that are remembered
 
-# Prepared rotations by the form of the call, each with its arrays of starts and first positions. A call
-# removes its own while it runs.
+# Prepared rotations by the form of the call, each with its arrays of starts and first positions. A running
+# call takes its rotation out, so that no other thread uses it.
 rotations: PreparedCalls[tuple[PreparedCall, Array, Array]] = PreparedCalls(FEW)
 
 
@@ -66,8 +66,8 @@ def rotation_launch(call: RotationCall, results: Sequence[Array]) -> Any:
     """Return the launch of a checked call of `rotary_position_embedding` that has tokens."""
     moves = tuple(zip(map(one_piece, (call.query, call.key)), results, strict=True))
     tables = call.tables and np.array(call.tables, np.float32)
-    how = call.rotated, call.bypass_key, call.halves, tables, call.scaling
-    return cpu.positions.rotary.prepare_rotary(call.fmt.name, moves, call.starts, call.first, *how)
+    angles = call.rotated, call.bypass_key, call.halves, tables, call.scaling
+    return cpu.positions.rotary.prepare_rotary(call.fmt.name, moves, call.starts, call.first, *angles)
 
 
 def write_alibi_mask(call: AlibiCall, out: Array | None) -> Array:

@@ -1,7 +1,7 @@
-"""From checked calls to launches, and calls that are prepared once and run again for other arrays.
+"""Turn checked calls into launches, and run prepared calls again for other arrays.
 
-Calls of one form differ only in the addresses of their arrays: the calls for all layers of a model in a step,
-or for one layer in step after step. The first is checked and prepared in full, the others only replace
+Calls of one form differ only in the addresses of their arrays: calls for the layers of a model in one step,
+or for one layer in successive steps. The first call is checked and prepared in full; the others only replace
 addresses.
 """
 
@@ -21,8 +21,8 @@ from kvkit.checks.key_value_cache import TransferCall
 from kvkit.runtime.arrays import address, addresses_of, empty_result, overlap_distances
 from kvkit.typed import Array, Arrays, Attended
 
-MOST = 4096  # prepared calls in a collection
-FEW = 64  # forms of attention to keys that are remembered
+MOST = 4096  # most prepared calls of a `PreparedCalls`
+FEW = 64  # most forms of attention to keys that are remembered
 OWNERS = {"query": "query", "keys.address": "key", "values.address": "value", "out": "out"}
 Prepared = TypeVar("Prepared")
 Form = tuple[object, ...]  # all that calls must have in common to share a prepared call
@@ -62,8 +62,8 @@ def one_or_all(results: tuple[Array, ...]) -> Attended:
 def form_of(arrays: Iterable[Any], attributes: Iterable[object]) -> Form | None:
     """Return the form of a call: dtypes, shapes, strides, attributes; None if an argument is not an array.
 
-    A form has the types of attributes too, because True == 1 == 1.0 but not all of them are legal. Therefore
-    tuples must also be given member by member, see `tuple_members`.
+    A form has the types of attributes too, because True == 1 == 1.0 but not all three are legal. For the same
+    reason callers also pass the members of tuples (`tuple_members`).
     """
     try:
         shapes = [
@@ -86,27 +86,25 @@ def is_pair(out: object) -> bool:
 
 
 def is_unaligned(out: Iterable[Array] | None) -> bool | None:
-    """Return whether outputs have addresses that streaming stores cannot write; these need other code."""
+    """Return whether an address is no multiple of 16, so that code without non-temporal stores is needed."""
     return None if out is None else any(place % 16 for place in addresses_of(out))
 
 
 class PreparedCalls(dict[Any, Prepared], Generic[Prepared]):
-    """Prepared calls by their form; all are dropped when there are too many."""
+    """Prepared calls by form. When there are `most` of them, all are dropped."""
 
     def __init__(self, most: int = MOST) -> None:
         super().__init__()
         self.most = most
 
     def __reduce__(self) -> tuple[type, tuple[int]]:
-        return PreparedCalls, (
-            self.most,
-        )  # a copy is empty, because the addresses in prepared calls are invalid for it
+        return PreparedCalls, (self.most,)  # a copy is empty, because prepared calls hold addresses
 
     def find(self, form: Form | None) -> Prepared | None:
         """Return the prepared call of a form, None if there is none."""
         try:
             return self.get(form)
-        except TypeError:  # an attribute that is not hashable
+        except TypeError:  # an attribute cannot be hashed
             return None
 
     def take(self, form: Form | None) -> Prepared | None:
@@ -117,7 +115,7 @@ class PreparedCalls(dict[Any, Prepared], Generic[Prepared]):
             return None
 
     def keep(self, form: Form | None, prepared: Prepared) -> None:
-        """Keep a prepared call for the next call of its form, unless the form is None or not hashable."""
+        """Keep a prepared call for the next call of its form, unless the form is None or cannot be hashed."""
         if form is None:
             return
         if len(self) >= self.most:
@@ -132,22 +130,13 @@ class PreparedCall:
     """A checked call whose launches can run again with arrays at other addresses.
 
     `arrays` has arrays, or their addresses, by their names in launches; `run` takes arrays in the same order.
-    `run` checks that the last `written` arrays are writeable and overlap no others, unless their distance is
-    that of the first call, as for views of one pool. If this is not certain, it returns False and the call
-    needs the full checks. A cache has `room` rows. `attention` is a launch whose work is split again for
-    another `version` of the step.
+    `run` checks that the last `written` arrays are writeable and do not overlap others, unless their distance
+    is that of the first call, as for views of one pool. If this is not certain, it returns False, and the
+    call needs the full checks. A cache has `room` rows. `attention` is a launch whose work is divided anew
+    for another `version` of the step.
     """
 
-    __slots__ = (
-        "_attention",
-        "_launches",
-        "_moved",
-        "_near",
-        "_written",
-        "owners",
-        "room",
-        "version",
-    )
+    __slots__ = "_attention", "_launches", "_moved", "_near", "_written", "owners", "room", "version"
 
     def __init__(
         self,
@@ -189,8 +178,8 @@ class PreparedCall:
     def run_at(self, places: Sequence[int], refit: Callable[[], bool] | None = None) -> bool:
         """Run the call for arrays at these addresses, which are not checked.
 
-        `refit` is called first, and may change other fields of the launches. If it returns False nothing
-        runs, and the result is False: the call needs another launch.
+        `refit` is called first, and may change other fields of the launches. If it returns False, nothing
+        runs and the result is False, because the call needs another launch.
         """
         with cpu.launches.running:
             if refit is not None and not refit():
@@ -202,7 +191,7 @@ class PreparedCall:
         return True
 
     def reschedule(self, version: object) -> bool:
-        """Split the work again for another step; return False if that needs another launch."""
+        """Divide the work anew for another step; return False if that needs another launch."""
         self.version = None
         if not self._attention.reschedule():
             return False

@@ -1,7 +1,7 @@
-"""Steps of sequences in a cache. They run operators over caches, prepared once for calls of one form.
+"""Run operators over caches by steps of sequences, prepared once for calls of one form.
 
-Calls that bring their own index tensors, or none, have such a step too: each takes the place of the last of
-its form.
+A call without a plan gets a step too: it takes the step of the latest call whose index tensors had the same
+form, and brings it up to date.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from kvkit.checks.values import integer
 from kvkit.runtime.arrays import empty_result
 from kvkit.typed import Array, Attended, Pair
 
-LOADS, ATTENDS = 4, 3  # arrays that are written: the cache, its scale, the outputs
-FEW = 64  # forms of steps that are remembered, and of calls for each
-FAR = 2**40  # positions that no cache has
+LOADS, ATTENDS = 4, 3  # arrays that loads and attention write: the cache, its scale, the outputs
+FEW = 64  # most forms of steps that are remembered, and of calls for each
+FAR = 2**40  # no cache has so many positions
 
 
 class PlannedStep:
@@ -150,7 +150,8 @@ class PlannedStep:
         return results if len(results) > 1 else results[0]
 
 
-planned_steps: PreparedCalls[PlannedStep] = PreparedCalls(FEW)  # a call takes its own away while it lasts
+# A running call takes its step out, so that no other thread uses it.
+planned_steps: PreparedCalls[PlannedStep] = PreparedCalls(FEW)
 
 
 def load_packed(index: StepArguments, call: CacheTransfer, out: Pair | None) -> Pair:
@@ -200,7 +201,7 @@ def attend_static(start_pos: SupportsIndex, call: CacheAttention, out: Array | P
 
 
 def take_static(start_pos: SupportsIndex, tokens: Array) -> tuple[PlannedStep, Form | None]:
-    """Return the step of sequences of one length, [B, S, ..], from a position on, and its form."""
+    """Return the step of new tokens [B, S, ..] from position `start_pos` on, and its form."""
     if not isinstance(tokens, np.ndarray) or tokens.ndim != Static.axes:
         return PlannedStep(Static(start_pos), FEW), None
     start = integer("start_pos", start_pos, 0)

@@ -1,4 +1,4 @@
-"""Records that kernels read, filled by name, and launches, which run kernels on records repeatedly."""
+"""Records that kernels read, filled by name, and launches, which run kernels on such records."""
 
 import ctypes
 import functools
@@ -15,11 +15,11 @@ from numba import prange, types
 from kvkit.cpu import memory
 from kvkit.runtime.arrays import DATA, pointer_at
 from kvkit.runtime.arrays import address as address
-from kvkit.runtime.jit import callback
+from kvkit.runtime.jit import Code, callback
 from kvkit.runtime.locks import OneCallLock
 from kvkit.typed import Array
 
-# One at a time: threads of two launches would fight for the cores, and Numba's workqueue aborts.
+# Admits one launch at a time: threads of two would compete for the cores, and Numba's workqueue would abort.
 running = OneCallLock()
 
 
@@ -40,12 +40,12 @@ def forbid_nested_threads():
     if numba.threading_layer() == "omp":
         pool = importlib.import_module("numba.np.ufunc.omppool")
         forbid = getattr(ctypes.CDLL(pool.__file__), "omp_set_max_active_levels", None)
-        if forbid:  # OpenMP 2.0 has no such levels
+        if forbid:  # OpenMP 2.0 has no such function
             forbid(1)
 
 
 def numbers_of(values: Iterable[Any]) -> list[int]:
-    """Return numbers as they are, the addresses of arrays, and 0 for None."""
+    """Return the numbers that fields of a record hold: the address of an array, and 0 for None."""
     return [
         value
         if type(value) is int
@@ -57,7 +57,7 @@ def numbers_of(values: Iterable[Any]) -> list[int]:
 
 
 class Record:
-    """A record of int64 fields, named in lines of text, and of member records, with fields `member.field`."""
+    """A record of int64 fields, named in lines of text, and of member records with fields `member.field`."""
 
     def __init__(self, *lines: str, **members: "Record") -> None:
         own = [name for line in lines for name in line.split()]
@@ -69,10 +69,7 @@ class Record:
         self._in_order = operator.itemgetter(*self.names)
 
     def filled(self, fields: Mapping[str, Any]) -> Array:
-        """Return a record filled by name. The mapping must have each field and no other.
-
-        An array stands for its address, None for 0.
-        """
+        """Return a record filled by name; `fields` must have each field and no other (see `numbers_of`)."""
         return np.array(self.in_order(fields), np.int64)
 
     def in_order(self, fields: Mapping[str, Any]) -> list[int]:
@@ -104,26 +101,26 @@ class Workspace:
 
 @dataclass(slots=True)
 class Launch:
-    """A call of kernels on `params`; `owners` says which array each address among them points into."""
+    """A call of kernels on the record `params`."""
 
     params: np.ndarray
-    owners: dict[int, str]
+    owners: dict[int, str]  # by the index of an address in `params`, the array that it points into
     run: Callable[[], object]
-    alive: tuple = ()  # other objects that params point into
-    reschedule: Callable[[], bool] | None = None  # splits the work again; False: that needs another launch
+    alive: tuple = ()  # other objects that `params` points into
+    reschedule: Callable[[], bool] | None = None  # divides the work anew; False if that needs another launch
 
 
 INT = types.int64
-WORKER = types.void(INT, INT)  # machine code (worker, address of its params)
+WORKER = types.void(INT, INT)  # kernel (worker, address of params)
 
 
 @memory.machine_code
 def call_worker(code, worker, params):
-    """Call the machine code of a launch for one worker."""
+    """Call the kernel at address `code` for one worker."""
 
 
 def call_workers(code, workers, params):
-    """Call the machine code of a launch once for each worker."""
+    """Call the kernel at address `code` once for each worker."""
     for worker in prange(workers):
         call_worker(code, np.int64(worker), params)
 
@@ -134,8 +131,14 @@ def several():
     return callback(call_workers, types.void(INT, INT, INT), parallel=True).ctypes
 
 
+@functools.cache
+def kernel_code(kernel: Callable[[int, int], None]) -> Code:
+    """Compile a kernel (worker, address of params) that closes over nothing."""
+    return callback(kernel, WORKER)
+
+
 def run_workers(code, workers, params):
-    """Run the machine code of a launch with `workers` workers, each in a thread."""
+    """Run a kernel with `workers` workers, each in a thread."""
     if workers == 1:
         code.ctypes(0, params)
     else:

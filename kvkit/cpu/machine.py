@@ -1,6 +1,6 @@
-"""The processor: the vector instructions that kernels use, and their prefetch distance.
+"""The processor's vector instructions that kernels may use, and the distance at which they prefetch.
 
-KVKIT_CPU names the newest instructions to use.
+KVKIT_CPU names the newest instructions that kernels use: avx512, avx512vnni or avx512bf16.
 """
 
 import functools
@@ -12,7 +12,7 @@ from llvmlite import binding
 
 from kvkit.errors import argument_error
 
-# Newest last; each kind includes the features of those before it.
+# Kinds of instructions, the newest last, and the CPU features that each needs besides those before it.
 KINDS = {"avx512": (), "avx512vnni": ("avx512bw", "avx512vl", "avx512vnni"), "avx512bf16": ("avx512bf16",)}
 
 NEVER = 2**62
@@ -22,21 +22,22 @@ class Ahead(NamedTuple):
     """The distance at which attention prefetches rows, where the rows of a head follow each other."""
 
     bytes: int
-    tokens: int  # most tokens ahead
-    near: bool  # prefetch into L1, else into L2
-    long_run: int  # bytes of a run that one query row reads faster with few prefetches or none
-    scales: bool  # prefetch the scales of codes, too
+    tokens: int  # the most tokens ahead
+    near: bool  # whether rows are prefetched into L1, else into L2
+    long_run: int  # runs of so many bytes are read faster by one query row with few prefetches or none
+    scales: bool  # whether the scales of codes are prefetched too
 
 
 @functools.cache
 def ahead():
+    """Return the prefetch distance of this processor."""
     return ahead_of(numba.config.CPU_NAME or binding.get_host_cpu_name())
 
 
 def ahead_of(name):
-    """Return the fastest distance for decoding on a processor, by its name.
+    """Return the prefetch distance that decodes fastest on a processor, by LLVM's name of it.
 
-    Measured: Zen 4, Cascade Lake. Zen 5 has the distance of Zen 4, all others have that of Cascade Lake.
+    It was measured on Zen 4 and Cascade Lake. Zen 5 gets Zen 4's distance, all others Cascade Lake's.
     """
     if name.startswith("znver"):
         measured = name == "znver4"
@@ -58,12 +59,13 @@ def has_pairs():
 
 @functools.cache
 def has(kind):
+    """Return whether the processor has a kind of instructions, and KVKIT_CPU allows it."""
     kinds = [*KINDS]
     most = os.environ.get("KVKIT_CPU") or kinds[-1]
     if most not in kinds:
         raise argument_error("KVKIT_CPU", " or ".join(kinds), repr(most))
     features = binding.get_host_cpu_features()
-    if numba.config.CPU_NAME is not None:  # code is compiled for another CPU
+    if numba.config.CPU_NAME is not None:  # Numba was told to compile for another CPU
         features = {name[1:]: name[0] == "+" for name in (numba.config.CPU_FEATURES or "").split(",") if name}
     needed = "avx512f", *KINDS[kind]
     return kinds.index(kind) <= kinds.index(most) and all(features.get(name) for name in needed)

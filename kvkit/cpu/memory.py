@@ -58,7 +58,7 @@ def integers(typingctx, address):
 
 
 def record(form):
-    """Return f(address) -> the `Record` at the address, to read and to change."""
+    """Return f(address), which returns the record of this form at an address; its fields can be changed."""
     kind = from_dtype(form.dtype)
 
     @intrinsic
@@ -73,7 +73,7 @@ def record(form):
 
 @functools.cache
 def read(element):
-    """Return f(address) -> float32, which loads a number of a float format."""
+    """Return f(address), which loads a number of a float format as float32."""
     raw, widen = load(BITS[element]), numeric.widening(element)
     if element == FLOAT32.name:
         return raw
@@ -82,7 +82,7 @@ def read(element):
 
 @functools.cache
 def write(element):
-    """Return f(address, float32), which stores a number in a float format, rounded once."""
+    """Return f(address, float32), which stores a number, rounded once to a float format."""
     raw, narrow = store(BITS[element]), numeric.narrowing(element)
     if element == FLOAT32.name:
         return raw
@@ -91,7 +91,7 @@ def write(element):
 
 @functools.cache
 def scratch(size):
-    """Return f() -> the address, a multiple of 64, of `size` bytes on the caller's stack."""
+    """Return f(), which returns the address, a multiple of 64, of `size` bytes on the caller's stack."""
 
     @intrinsic
     def scratch(typingctx):
@@ -147,7 +147,7 @@ def machine_code(prototype):
 
 @intrinsic
 def count_up(typingctx, address):
-    """Return the int64 at an address and add 1 to it atomically, so that no two threads get the same."""
+    """Add 1 to the int64 at an address atomically; return the old number, so that no two threads get it."""
 
     def codegen(context, builder, signature, values):
         int64 = ir.IntType(64)
@@ -159,7 +159,7 @@ def count_up(typingctx, address):
 
 @intrinsic
 def add_at(typingctx, address, number):
-    """(address, number): add to the int64 there, which other threads may add to as well."""
+    """Add a number to the int64 at an address atomically."""
 
     def codegen(context, builder, signature, values):
         pointer = builder.inttoptr(values[0], ir.IntType(64).as_pointer())

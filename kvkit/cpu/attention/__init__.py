@@ -1,4 +1,4 @@
-"""Attention over keys and values, or over a cache where it lies."""
+"""Attend to keys and values in arrays, or in place in a cache."""
 
 from typing import TYPE_CHECKING
 

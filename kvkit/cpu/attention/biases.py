@@ -1,4 +1,4 @@
-"""Soft cap, ALiBi and masks of scores, as machine code that only calls with one of them compile."""
+"""Apply soft cap, ALiBi and masks to scores. Only calls with one of them compile this code."""
 
 import functools
 
@@ -23,7 +23,7 @@ widen_floats, widen_halves, widen_bfloat16 = map(attention.widen_numbers, ("floa
 
 
 def add_biases(params_address, block_address, tile_address):
-    """Cap the scores of a tile, then add ALiBi and mask where a query sees the key."""
+    """Cap the scores of a tile [tokens, rows], then add ALiBi and mask where a query sees the key."""
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
     step, line = 4 * block.rows, 4 * WIDE_BLOCK
     lines = block.workspace + params.workspace.lines  # numbers of a wide tile's mask         [rows, tokens]
@@ -68,7 +68,7 @@ def biases_code():
 
 @helper
 def mask_of_block(params, block, head, token):
-    """Return where a query row's mask of the block begins."""
+    """Return the address of the first element of a query row's mask for the block."""
     row, column = token, block.begin
     if params.mask_packed:
         row += get(params.seqstarts + 8 * block.sequence)
@@ -80,7 +80,7 @@ def mask_of_block(params, block, head, token):
 
 @helper
 def widen_mask(params, source, target, count):
-    """Widen numbers of a mask, which are adjacent, to float32."""
+    """Widen `count` adjacent numbers of a mask to float32."""
     if params.mask_kind == 1:
         widen_floats(source, target, count)
     elif params.mask_kind == 2:

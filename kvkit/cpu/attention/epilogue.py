@@ -3,7 +3,8 @@
     out = sum O_s exp(m_s - m) / sum l_s exp(m_s - m)      over the splits s of a context
     lse = m + log l
 
-A split's state is, per query row, O, m, l and `grow`, which undoes the shrinking of weights: dim + 3 floats.
+The state of a split has dim + 3 floats for each query row: O, m, l and `grow`. `grow` is 1 / SHRINK if the
+split was computed by the products of `nan_safe`, else 1.
 """
 
 import functools
@@ -30,7 +31,10 @@ get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
 @helper
 def finish(params, block, split, slots):
-    """Write a work item's outputs or its split's state; return False on NaN or inf, unless `nan_safe`."""
+    """Write a work item's outputs, or its split's state to `slots`; return False at NaN or infinity.
+
+    With `block.nan_safe`, NaN and infinity are written.
+    """
     grow = np.float32(1) / SHRINK if block.nan_safe else np.float32(1)
     dim, number, lines = params.values.padded_dim, block.number, block.workspace + params.workspace.lines
     state_bytes = split_bytes(params)
@@ -63,7 +67,7 @@ def finish(params, block, split, slots):
 
 
 def merge_splits(params_address, block_address, splits, slots):
-    """Write the query rows of a work item from its splits, in order."""
+    """Write the outputs of a tile group from the states of its splits, which are added in order."""
     params, block = params_at(params_address), block_at(block_address)
     dim, line, number = params.values.padded_dim, block.workspace + params.workspace.lines, block.number
     state_bytes = split_bytes(params)
@@ -107,15 +111,8 @@ def write_row(params, block, tile, r, line, m, l, grow):
         at = params.value_factors + block.sequence * params.factor_sequence + tile.head * params.factor_head
         put_float(block.number, get_float(block.number) * get_float(at))
     attention.scale_by(line, line, params.values.padded_dim, block.number)
-    target = (
-        params.out + block.sequence * params.out_sequence + place * params.out_token + head * params.out_head
-    )
-    call_rows(params.float_to_out, packed=target, cache=line, dim=params.values.dim)
+    target = params.out + block.sequence * params.out_sequence + place * params.out_token
+    call_rows(params.float_to_out, packed=target + head * params.out_head, cache=line, dim=params.values.dim)
     if params.lse:
-        at = (
-            params.lse
-            + block.sequence * params.lse_sequence
-            + place * params.lse_token
-            + head * params.lse_head
-        )
-        put_float(at, numeric.log_sum(m, l))
+        at = params.lse + block.sequence * params.lse_sequence + place * params.lse_token
+        put_float(at + head * params.lse_head, numeric.log_sum(m, l))

@@ -2,9 +2,9 @@
 
     w = sum over queries of exp(S - m) / l            [query heads, keys]
 
-m and l of a query row are known at the end of its context. So a work item keeps P = exp(S - m') of every
-block, with the maximum m' of that moment, and at the end sums P exp(m' - m) / l over its rows. Sums of work
-items meet as fixed point, whose order does not matter.
+m and l of a query row are known only at the end of its context. So a work item keeps P = exp(S - m') of every
+block, where m' is the maximum so far, and at the end sums P exp(m' - m) / l over its rows. Sums of work items
+are added as fixed point, because the result then does not depend on their order.
 """
 
 import functools
@@ -22,28 +22,28 @@ from kvkit.formulas import numeric
 from kvkit.runtime.jit import helper
 
 LANES, WIDE = attention.LANES, attention.WIDE
-UNIT = 2.0**-40  # of the fixed point: a key may have 2^23 queries
+UNIT = 2.0**-40  # of fixed point: 2^23 queries of a key fit int64
 MATRIX, SUMS = 4 * WIDE * WIDE, 4 * WIDE * WIDE_BLOCK  # bytes: factors of rows, sums of a block
 TILE_BYTES = TILE.dtype.itemsize
-MOST_BYTES = 2**25  # that a worker keeps, if not even one tile takes more
+MOST_BYTES = 2**25  # that a worker keeps, unless one tile takes more
 
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 wide_scores, add_scaled = attention.wide_scores, attention.add_scaled
 
 
 def weights_bytes(tiles, rows, tokens, size):
-    """Return the bytes that a worker keeps of a work item, over a context of so many tokens."""
+    """Return the bytes that a worker keeps for a work item over `tokens` tokens, in blocks of `size`."""
     return 2 * SUMS + MATRIX + tiles * (-(-tokens // size) + 1) * record_bytes(rows, size)
 
 
 def record_bytes(rows, size):
-    """Return the bytes of a tile's P and m' of one block."""
+    """Return the bytes of P and m' of a tile and a block of `size` tokens."""
     return 4 * (rows * size + max(rows, LANES))
 
 
 @helper
 def record_at(params, block, tile):
-    """Return the address of what is kept of a tile and the current block."""
+    """Return the address where P and m' of a tile and the current block are kept."""
     bytes = 4 * (block.rows * block.size + max(block.rows, LANES))
     number = (block.begin - block.first) // block.size * block.tiles + tile.index
     return block.weights + 2 * SUMS + MATRIX + number * bytes
@@ -62,7 +62,7 @@ def add_key_weights(params_address, block_address, _):
     """Add the weights of a work item's query rows to the sums of their keys."""
     params, block = params_at(params_address), block_at(block_address)
     sums = block.weights
-    shared = params.group <= WIDE  # a member of the group has one column in all tiles
+    shared = params.group <= WIDE  # whether each query head of the group has one column in all tiles
     block.begin = block.first
     while block.begin < block.end:
         most = 0
@@ -114,7 +114,7 @@ def add_tile(params, block, tile, count, shared):
 
 @helper
 def add_sums(params, block, tile, count, shared):
-    """Add the sums of a block to those of its keys."""
+    """Add the sums of a block [tokens, WIDE] to the call's sums of its keys."""
     columns = params.group if shared else tile.live
     for c in range(columns):
         member = c if shared else (tile.first + c) % params.group
@@ -128,11 +128,11 @@ def add_sums(params, block, tile, count, shared):
 
 @functools.cache
 def weights_code():
-    """Compile the two steps, by the names of their fields."""
+    """Compile both steps; return their addresses by the names of their fields in the params."""
     steps = keep_weights, add_key_weights
     return {step.__name__: step_code(step, (), control=True).address for step in steps}
 
 
 def key_tiles(tokens):
-    """Return how many wide tiles a work item may have, so that a worker keeps no more than a limit."""
+    """Return how many wide tiles a work item may have, so that a worker keeps at most MOST_BYTES."""
     return max(1, min(TILES, MOST_BYTES // (WIDE * 4 * max(tokens, 1))))

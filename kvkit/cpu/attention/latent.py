@@ -1,4 +1,4 @@
-"""Decode rows of DeepSeek's 656 bytes: codes, a scale for each group of 128, then bfloat16 numbers."""
+"""Decode DeepSeek's latent rows of 656 bytes: codes, a scale for each group of 128, then bfloat16 numbers."""
 
 import functools
 
@@ -8,12 +8,12 @@ from kvkit.formats.elements import BY_NAME
 from kvkit.runtime.jit import callback, helper
 
 CODES, GROUP = 512, 128
-TAIL = CODES + CODES // GROUP * 4  # where the numbers begin that are no codes
+TAIL = CODES + CODES // GROUP * 4  # byte where the bfloat16 numbers begin
 
 
 @functools.cache
 def decoded_rows(target):
-    """Compile the decoding of rows to a format of floats, as `rows` does for other formats."""
+    """Compile the decoding of rows to a float format; the code has the arguments of `copy.rows.rows`."""
     codes = helper(dequantized_row(target, "e4m3", "float32", GROUP, "float32", stream=False, plain=False))
     tail = helper(moved_row(LOAD, target, "bfloat16", stream=False, plain=False))
     coded_bytes = BY_NAME[target].bytes(CODES)
@@ -33,5 +33,5 @@ def decoded_rows(target):
 
 @functools.cache
 def row_decoder():
-    """Return how attention reads such rows where they lie."""
+    """Return the decoder with which attention reads such rows in place."""
     return RowDecoder(decoded_rows("float32").address, None, None, decoded_rows("bfloat16").address)

@@ -1,4 +1,4 @@
-"""Merge attention outputs over parts of a context: a row is the sum of the parts' rows times their shares."""
+"""Merge attention over parts of a context: an output row is the weighted sum of the parts' rows."""
 
 import functools
 
@@ -29,7 +29,7 @@ from kvkit.runtime.jit import callback
 
 LANES = 16
 PARAMS = Record("workers parts rows dim outputs lses out lse entries")
-ENTRY = 16  # bytes of scratch for one part of a row: the address of its output, its share
+ENTRY = 16  # bytes of workspace for one part of a row: the address of its output, and its weight
 INF, MINUS_INF, ZERO, ONE = np.float32(np.inf), numeric.MINUS_INF, np.float32(0), np.float32(1)
 
 record, integers = memory.record(PARAMS), memory.integers
@@ -39,7 +39,7 @@ get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
 @functools.cache
 def panel(element):
-    """Return a function (entries, count, offset, target) that writes 16 elements of a merged row."""
+    """Return a micro-kernel (entries, count, offset, target) that writes 16 elements of a merged row."""
 
     @micro_kernel(4)
     def panel(b, entries, count, offset, target):
@@ -71,7 +71,7 @@ def merge_code(element, plain=False):
             top, total, count = MINUS_INF, ZERO, 0
             for part in range(params.parts):
                 lse = get_float(lses[part] + 4 * row)
-                if lse != INF:  # FlashAttention 2 has it where no key was seen
+                if lse != INF:  # FlashAttention 2 returns +inf if no key was seen
                     top = max(top, lse)
             for part in range(params.parts):
                 lse = get_float(lses[part] + 4 * row)
@@ -99,9 +99,9 @@ def merge_code(element, plain=False):
 
 
 def prepare_merge(element, outputs, lses, out, lse):
-    """Return a launch that merges contiguous parts [.., heads, Dv]; callers check the arguments.
+    """Return a launch that merges checked contiguous parts: outputs [.., heads, Dv] and lses [.., heads].
 
-    Its owners name the parts by index: `outputs` first, then `lses`.
+    The owners of their addresses are numbers as text: `outputs` first, then `lses`.
     """
     several = len(outputs) * out.nbytes >= SMALL_BYTES
     most, parts = numba.config.NUMBA_NUM_THREADS if several else 1, len(outputs)

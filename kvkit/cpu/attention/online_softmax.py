@@ -33,7 +33,7 @@ def visible(params, block, token):
 def softmax(scores, rows, computed, count, m, l, alpha):
     """Turn scores [tokens, rows] into weights P, in place; update m and l, and set alpha.
 
-    Of a wide tile only the first `computed` rows, 16 or 32.
+    In a wide tile only the first `computed` rows, 16 or 32, are used.
     """
     if rows == WIDE:
         for half in range(0, 4 * computed, 4 * LANES):
@@ -45,7 +45,7 @@ def softmax(scores, rows, computed, count, m, l, alpha):
 
 @helper
 def fill_vector(scores, count):
-    """Pad `count` scores with -inf to whole vectors, and return the number of vectors."""
+    """Pad `count` scores with -inf to whole vectors; return the number of vectors."""
     vectors = -(-count // LANES)
     for i in range(count, vectors * LANES):
         put_float(scores + 4 * i, MINUS_INF)
@@ -54,7 +54,7 @@ def fill_vector(scores, count):
 
 @helper
 def fold(m, l, row, rows):
-    """Return (m, l) of a query row; l is summed over the lanes of the row."""
+    """Return (m, l) of a query row; l is the sum of the partial sums in the row's lanes."""
     whole, lane = np.float32(0), row
     while lane < max(rows, LANES):
         whole += get_float(l + 4 * lane)
@@ -64,7 +64,7 @@ def fold(m, l, row, rows):
 
 @helper
 def hides(params, block, tile):
-    """Return whether a query row of the tile does not see the whole block."""
+    """Return whether the causal rule or the window hides a token of the block from a query of the tile."""
     return (
         block.begin < visible(params, block, (tile.first + tile.live - 1) // params.group)[0]
         or block.begin + tile.count > visible(params, block, tile.first // params.group)[1]
@@ -81,7 +81,7 @@ def visible_in_block(params, block, tile, token):
 
 @helper
 def hide(params, block, tile):
-    """Let keys that the causal rule and the window hide score -inf."""
+    """Set the scores of keys that the causal rule or the window hides to -inf."""
     step = 4 * block.rows
     for r in range(tile.live):
         low, high = visible_in_block(params, block, tile, (tile.first + r) // params.group)

@@ -1,6 +1,6 @@
 """The records that attention's kernels read: the params of a launch, a worker's block and its tiles.
 
-Fields are numbers and addresses; strides are bytes. Kernels are C functions that get addresses of records.
+Fields are numbers and addresses; strides are in bytes. Kernels are C functions of addresses of records.
 """
 
 import numpy as np
@@ -12,17 +12,17 @@ from kvkit.runtime.jit import helper
 
 WIDE_BLOCK = 128  # most tokens of a block
 
-# The first eight fields are those of `checks.records.Side`. In a page, consecutive tokens are `step` row ids
-# apart, and `scale_tokens` of them share half a line of scales. `element` is the byte stride of elements,
-# 0 if they are adjacent; `to_float` widens rows.
+# Keys or values. The first eight fields are those of `checks.records.Side`. In a page, consecutive tokens are
+# `step` row ids apart, and the scales of `scale_tokens` tokens take half a cache line. `element` is the byte
+# stride of elements, 0 if they are adjacent; `to_float` is machine code that widens rows.
 SIDE = Record(
     "address sequence row head scales scale_sequence scale_row scale_head",
     "table step element bytes scale_tokens dim padded_dim to_float",
 )
 # The machine code (params, block, tile) of each step for one kind of tile, or 0. `queries` converts queries
-# to the engine's form, `load` the block's keys and values; `scores` computes S = K Q^T, times the scale if
-# `scales_scores` is set, else queries have it; `sums` computes O = O alpha + P V, after the softmax if
-# `softmax` is set.
+# to the engine's form, and `load` the block's keys and values. `scores` computes S = K Q^T, times the scale
+# if `scales_scores` is set; otherwise queries are scaled before. `sums` computes O = O alpha + P V; if
+# `softmax` is set, it computes the softmax before.
 ENGINE = Record("queries load scores sums softmax scales_scores")
 ENGINE_BYTES = ENGINE.dtype.itemsize
 # Byte offsets of a worker's buffers in its workspace.
@@ -46,8 +46,8 @@ ATTENTION_PARAMS = Record(
     keys=SIDE, values=SIDE, workspace=WORKSPACE,
 )  # fmt: skip
 FIELD = ATTENTION_PARAMS.at
-# The last line of the params has machine code that few calls need, 0 where a call does not need it.
-# Fields that `schedule` sets, then `engines`, which `fill_engines` sets, then those that `launch` sets.
+# The last line of the params is machine code that few calls need; it is 0 in others. LATE_FIELDS are set by
+# `schedule`, then `engines` by `fill_engines`, and the rest by `launch`.
 LATE_FIELDS = (
     "group_tiles", "groups_are_split", "split_tokens", "tile_groups", "work_items", "splits", "tiles",
     "products",
@@ -61,12 +61,12 @@ ADDRESS_OWNER = {
     }.items()
 }  # fmt: skip
 COUNTING = np.arange(WIDE_BLOCK + LANES)
-# A launch has one engine for tiles of each of these sizes, and for some formats a second one of 32 rows.
+# A launch has one engine for tiles of each number of rows, and for some formats a second one for 32 rows.
 ENGINE_ROWS = (1, 2, 4, 8, WIDE)
 WIDE_ENGINE, SPECIAL_ENGINE = 4, 5
 
-# A work item and the block of its context that is multiplied. Row ids are found for `count` tokens and those
-# to be prefetched; engines read the tokens of `key_ids`, which count from 0 where rows are widened first.
+# A work item and the current block of its context. Row ids are written for the block's `count` tokens and for
+# those that are prefetched. Engines read the rows `key_ids`, which are 0, 1 .. if rows are widened first.
 BLOCK = Record(
     "workspace number sequence table_row seqlen kvlen query_rows",
     "rows tiles row head wide widens nan_safe together",
@@ -75,7 +75,7 @@ BLOCK = Record(
     "prefetch_in_scores prefetch_in_sums prefetch_shift",
     "key_ids value_ids key_row value_row wide_keys wide_values weights",
 )
-# `live` query rows from `first` on, and what they read and write; they see a block's first `count` tokens.
+# `live` query rows from `first` on, which see a block's first `count` tokens, and addresses of their data.
 TILE = Record(
     "index head first live count keys values key_scales value_scales factor",
     "queries engine_queries scores alpha m l o",
@@ -97,19 +97,19 @@ def call_merge(code, params, block, splits, slots):
 
 @helper
 def whole_tiles(count):
-    """Round a number of tokens up to a multiple of 8; scores are computed for all of them."""
+    """Round a number of tokens up to a multiple of 8, for which scores are computed."""
     return -(-count // 8) * 8
 
 
 @helper
 def rows_computed(params, block, tile):
-    """Return how many rows of a tile are computed: the first 16 of a wide one where no more are live."""
+    """Return how many rows of a tile are computed: 16 of a wide tile if no more are live, else all."""
     return LANES if block.wide and tile.live <= LANES and not params.key_sums else block.rows
 
 
 @helper
 def prefetched(addresses, block, tile):
-    """Return the address of the list of addresses that a tile's step prefetches."""
+    """Return the address of a tile's part of a list of addresses to prefetch."""
     return addresses + 8 * tile.index * block.count
 
 

@@ -1,4 +1,4 @@
-"""From checked arguments of attention to its params, filled group by group, and a launch."""
+"""Fill the params of attention from checked arguments, group by group, and return a launch."""
 
 import ctypes
 import functools
@@ -36,32 +36,33 @@ from kvkit.cpu.simd.attention import LANES, LINE, WIDE
 from kvkit.formats.elements import BY_NAME, coarser
 
 BLOCK_TOKENS = 64
-# Tokens of a block where heads are interleaved, and its bytes: with the next one, which is prefetched
-# meanwhile, they take half of a second cache of 1 MB.
+# Most tokens and bytes of a block of interleaved heads: with the next block, which is prefetched meanwhile,
+# it takes half of an L2 cache of 1 MB.
 INTERLEAVED_TOKENS, INTERLEAVED_BYTES = 32, 2**18
-# Bytes of a row in a long run: longer ones are prefetched `LONG_RUN_AHEAD` bytes ahead, or as in short runs.
+# In a long run, rows up to UNAIDED_ROW bytes are not prefetched, rows up to LONGEST_ROW bytes are prefetched
+# LONG_RUN_AHEAD bytes ahead, and longer rows as in short runs.
 UNAIDED_ROW, LONGEST_ROW, LONG_RUN_AHEAD = 256, 512, 5 * 1024
 LEAST_LEAD = 8  # tokens: the least distance between a prefetch and the product
-SPLITS, LEAST_SPLIT = 64, 512  # the most splits of a call, and the least tokens of one
-# Largest magnitude of values: with larger ones, integer sums exceed the tolerance of the type.
+SPLITS, LEAST_SPLIT = 64, 512  # the most splits of a call, and the least tokens of a split
+# The largest magnitude of values for integer sums; with larger ones they exceed the format's tolerance.
 MOST_VALUE = {"float16": 16, "bfloat16": 128}
-SMALL = 2**15  # products; fewer are done by one thread before a second one wakes
+SMALL = 2**15  # products; one thread finishes fewer before a second one is awake
 
 workspace, partials, kept_weights = Workspace(), Workspace(), Workspace()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowDecoder:
-    """Machine code of rows that formats and strides alone do not describe."""
+    """Machine code that reads rows which formats and strides alone do not describe."""
 
-    to_float: int  # address of the code that makes float32 of rows
-    engine: Callable | None  # rows -> the narrow engine over such rows, if there is one
-    orders: np.ndarray | None  # as `narrow.orders`
-    to_bfloat16: int = 0  # address of the code that makes bfloat16 of rows, which pairs are made of; 0: none
+    to_float: int  # address of the code that decodes rows to float32
+    engine: Callable | None  # f(query rows) -> the narrow engine over such rows, if there is one
+    orders: np.ndarray | None  # orders of query elements, as `narrow.orders` returns them
+    to_bfloat16: int = 0  # address of the code that decodes rows to bfloat16 for the engine of pairs, or 0
 
 
 class Form(NamedTuple):
-    """Formats, sizes and how rows lie: all that decides the machine code of a call."""
+    """Formats, sizes and the placement of rows: all that decides the machine code of a call."""
 
     data: str
     cache_formats: tuple[str, str]  # formats of keys and of values
@@ -71,21 +72,21 @@ class Form(NamedTuple):
     dim: int
     value_dim: int
     as_loaded: bool
-    spread: bool  # whether the elements of a row lie apart
+    spread: bool  # whether the elements of a row have gaps between them
     interleaved: bool  # whether all heads of a token lie together
     decoder: RowDecoder | None
-    integers: bool  # whether the processor has the instructions of these engines, and they are wanted
-    pairs: bool
+    integers: bool  # whether integer engines may be used
+    pairs: bool  # whether the engine of bfloat16 pairs may be used
 
 
 class Reading(NamedTuple):
-    """The choices that kernels of a form make when they read keys and values."""
+    """How the kernels of a form read keys and values."""
 
-    rounds: bool  # whether rows are rounded to the data, as a load does
-    exact: bool  # whether products with scales are rounded to the format of the scales
-    widens: bool  # whether narrow tiles, too, read widened rows
-    pairs: bool
-    width: int | None  # elements that products by integers take at a time
+    rounds: bool  # whether rows are rounded to the format of the data, as a load does
+    exact: bool  # whether code * scale is rounded to the format of the scales
+    widens: bool  # whether narrow tiles read widened rows too
+    pairs: bool  # whether wide tiles use the engine of bfloat16 pairs
+    width: int | None  # elements that integer products multiply at a time; None without them
 
 
 def prepare_attention(query, out, lse, context, steps, decoding, weights, key_weights=None):
@@ -121,7 +122,7 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
 
 
 def launch(params, plan, alive, shared, key_weights=None):
-    """Return a launch of scheduled attention; each run reads `shared` scales again."""
+    """Return a launch of scheduled attention; each run reads the `shared` scales anew."""
     at = params.ctypes.data
     (groups, items, splits, _, group_tiles), small = plan
     counters = np.zeros(groups + 1, np.int64)
@@ -155,10 +156,10 @@ def launch(params, plan, alive, shared, key_weights=None):
 
 
 def schedule(params, at):
-    """Write the kinds of tiles and the number of work items into the params, which are at this address.
+    """Divide the call into work items: write their number, and the kinds of tiles, to the params at `at`.
 
-    Return the plan [tile groups, work items, splits, tiles, tiles of a group], and whether it is small, for
-    one thread.
+    Return the plan [tile groups, work items, splits, tiles, tiles of a group], and whether the call is small:
+    it then runs in one thread.
     """
     scheduler.scheduler_code("schedule").ctypes(0, at)
     *counts, products = params[FIELD["tile_groups"] : FIELD["products"] + 1].tolist()
@@ -181,7 +182,7 @@ def form_of(context):
 
 @functools.cache
 def reading(form):
-    """Return how the kernels of a form read keys and values."""
+    """Choose how the kernels of a form read keys and values."""
     dims, coded, decoder = (form.dim, form.value_dim), form.scale is not None, form.decoder
     rounds = form.as_loaded and not coded and coarser(form.data, form.cache_formats[0])
     minifloat = BY_NAME[form.cache_formats[0]].minifloat
@@ -193,14 +194,15 @@ def reading(form):
     pairs = {form.data, *form.cache_formats} == {"bfloat16"} and not (decoder or form.spread)
     pairs = pairs or (form.data == "bfloat16" and decoder is not None and decoder.to_bfloat16 != 0)
     width = None
-    if form.integers and form.data != "float32" and not (widens or decoder or exact):  # of 24 bits
+    # Integer products have 16 bits, which is not enough for float32.
+    if form.integers and form.data != "float32" and not (widens or decoder or exact):
         widths = {integers.width(side, form.scale, form.group, dims) for side in form.cache_formats}
         width = widths.pop() if len(widths) == 1 else None
     return Reading(rounds, exact, widens, pairs and form.pairs, width)
 
 
 def interleaved(context):
-    """Return whether the heads of a token are close together in memory, for keys and for values."""
+    """Return whether the heads of a token lie together in memory, for keys and for values."""
     (keys, values), (key_step, value_step), heads = context.sides, context.steps, context.heads
     return (
         heads > 1
@@ -210,9 +212,10 @@ def interleaved(context):
 
 
 def long_run_fields(context):
-    """Return the least bytes of a long run of adjacent rows of floats, and how far ahead one query row looks.
+    """Return `long_run`, the least bytes of a long run, and `long_run_lead`, the tokens to prefetch there.
 
-    The processor prefetches such runs by itself; only where its rows are long, it is slower alone.
+    A long run is adjacent rows of floats, which the processor prefetches by itself; with long rows it is
+    faster if the kernel prefetches too.
     """
     sizes, floats = (context.key_bytes, context.value_bytes), BY_NAME[context.cache_format].bits >= 16
     adjacent = all(
@@ -233,7 +236,7 @@ def alike(context):
 
 @functools.cache
 def fixed_fields(form):
-    """Return the fields that a form decides, and zeros for those that are set later."""
+    """Return the fields that a form decides, and zeros for fields that are set later."""
     ahead, read, orders = machine.ahead(), reading(form), orders_of(form)
     block = interleaved_tokens(form) if form.interleaved else BLOCK_TOKENS
     lead = min(max(ahead.bytes // max(*side_bytes(form), 1), LEAST_LEAD), ahead.tokens)
@@ -252,7 +255,7 @@ def fixed_fields(form):
 
 
 def code_fields(form):
-    """Return the machine code that converts rows."""
+    """Return the fields of machine code that converts rows."""
     read = reading(form)
     direction = LOAD if read.exact or form.scale in (None, "float32") else READ
     target = form.data if read.rounds else "float32"
@@ -276,7 +279,7 @@ def row_to_pairs(form):
 
 
 def workspace_fields(form, block):
-    """Return the offsets of a worker's buffers, and the sizes of its workspace and of a split's state."""
+    """Return byte offsets of a worker's buffers, and the sizes of its workspace and of a split's state."""
     dim, value_dim = padded(form.dim), padded(form.value_dim)
     narrow_rows = NARROW * (form.heads if form.interleaved else 1)
     rows, tiles = max(narrow_rows, TILES * WIDE), max(narrow_rows // NARROW, TILES)
@@ -325,27 +328,25 @@ def interleaved_tokens(form):
 
 
 def orders_of(form):
-    """Return the element orders that narrow scores need queries in; None if that is the natural order."""
+    """Return the orders of query elements that narrow scores need; None for the natural order."""
     if reading(form).widens or reading(form).width:
         return None
-    return (
-        form.decoder.orders
-        if form.decoder
-        else narrow.orders(form.cache_formats[0], form.scale, form.group, form.dim)
-    )
+    if form.decoder:
+        return form.decoder.orders
+    return narrow.orders(form.cache_formats[0], form.scale, form.group, form.dim)
 
 
 def fill_engines(params, form):
-    """Fill in the engines of the tiles that a scheduled call has."""
+    """Write the address of the table of engines for the kinds of tiles that a scheduled call has."""
     near, several = not form.interleaved and machine.ahead().near, params[FIELD["group"]] > NARROW
     params[FIELD["engines"]], _ = engines(form, int(params[FIELD["tiles"]]), near, bool(several))
 
 
 @functools.cache
 def engines(form, tiles, near, several):
-    """Return the address of the table of engines, 0 without a tile, and the table.
+    """Return the address of the table of engines, and the table, zeros for kinds of tiles that are absent.
 
-    `several` says whether a token's heads can fill a wide tile.
+    `several` says whether one token has enough query heads for a wide tile.
     """
     read, table = reading(form), np.zeros((SPECIAL_ENGINE + 1, len(ENGINE.names)), np.int64)
     chosen = {
@@ -430,7 +431,7 @@ def scoring_fields(weights, constants, sinks):
 
 
 def factor_fields(scales, constants):
-    """Return the fields of factors: `scales` [2, sequences or 1, heads or 1], or one factor for all keys."""
+    """Return the fields of factors: `scales` [2, sequences or 1, heads or 1], or one for all keys."""
     if scales is None:
         keys, values, sequence, head = constants, None, 0, 0
     else:
@@ -443,7 +444,7 @@ def factor_fields(scales, constants):
 
 
 def has_biases(weights):
-    """Return whether a call adds anything to scores, or caps them."""
+    """Return whether a call caps its scores, or adds a bias to them."""
     return bool(weights.softcap or weights.alibi or weights.slopes is not None or weights.mask.address)
 
 
@@ -464,7 +465,7 @@ def mask_fields(mask):
 
 
 def key_sum_fields(key_weights, steps):
-    """Return the fields of the weights that keys get, [B, query heads, tokens] of int64; 0 without them."""
+    """Return the fields of the sums of key weights, int64 [B, query heads, tokens]; zeros without them."""
     if key_weights is None:
         fields = "key_sums", "key_sums_sequence", "key_sums_head", "weights_bytes"
         return dict.fromkeys((*fields, "keep_weights", "add_key_weights"), 0)
@@ -479,7 +480,7 @@ def key_sum_fields(key_weights, steps):
 
 
 def keep_items_whole(params, steps):
-    """Let no context be split, and no more wide tiles be in a group than a worker can keep the weights of."""
+    """Set limits so that no context is split, and no tile group has more weights than a worker can keep."""
     params[FIELD["least_split"]] = 2**40
     queries, kvlens = np.diff(steps.seqstarts), np.diff(steps.kvstarts)
     rows = queries * int(params[FIELD["group"]])
@@ -489,9 +490,9 @@ def keep_items_whole(params, steps):
 
 
 def shared_scales(context):
-    """Return a function that reads the scales of 8-bit floats that all tokens share; None if there are none.
+    """Return f(params, weights), which reads scales that all tokens share into `weights`; None without such.
 
-    The scales may change or move between two runs of a launch.
+    Each run of a launch calls it, because the caller may change the scales, or pass other ones.
     """
     keys = context.sides[0]
     if not context.scale_format or context.group or keys.scale_sequence or keys.scale_row:

@@ -1,9 +1,10 @@
 """Divide attention into work items and run them on all workers.
 
 A query row is one query head of one token; `work_items` says how rows become tiles. Narrow tiles read the
-cache in place where vectors fit its rows; wide tiles share keys and values widened in the workspace. A long
-context is split, at positions that depend on the shapes only; the worker that finishes the last split of a
-tile group merges all in order. So results do not depend on the number or the timing of threads.
+cache in place if its rows are whole vectors; wide tiles share keys and values that are widened in the
+workspace. A long context is split, at positions that depend on the shapes only. The worker that finishes the
+last split of a tile group merges all splits in order. So results do not depend on the number or the timing of
+threads.
 """
 
 import functools
@@ -24,7 +25,7 @@ from kvkit.cpu.attention.work_items import (
     set_sequence,
     set_tile_group,
     split_bytes,
-    visible_to_all,
+    visible_to_any,
 )
 from kvkit.cpu.launches import WORKER
 from kvkit.runtime.jit import callback, helper
@@ -36,7 +37,7 @@ count_up, block_memory = memory.count_up, memory.scratch(BLOCK.dtype.itemsize)
 def schedule(worker, params_address):
     """Write the kinds of tiles, the length of splits and the number of work items into the params.
 
-    `params.tiles` has a bit for each kind: 1, 2, 4, 8 rows or `WIDE`. Sums by key need groups of one tile.
+    `params.tiles` is the sum of the kinds of tiles, which are their numbers of rows: 1, 2, 4, 8 or `WIDE`.
     """
     params, block = params_at(params_address), block_at(block_memory())
     tokens = np.int64(0)
@@ -46,7 +47,7 @@ def schedule(worker, params_address):
         set_sequence(params, block, b)
         params.products += block.query_rows * block.kvlen * params.heads
         if block.query_rows > NARROW:
-            first, end = visible_to_all(params, block)
+            first, end = visible_to_any(params, block)
             tiles = -(-block.query_rows // WIDE)
             params.tiles |= WIDE
             wide += params.heads * tiles
@@ -56,13 +57,15 @@ def schedule(worker, params_address):
             params.tiles |= narrow_rows(block.query_rows)
     params.group_tiles = min(wide // params.most_splits, TILES)
     params.groups_are_split = params.group_tiles < 2
-    if params.groups_are_split:  # larger groups read fewer rows; smaller ones give every thread an item
+    # Larger groups read keys fewer times; smaller groups give every thread a work item. Sums by key need
+    # groups of one tile.
+    if params.groups_are_split:
         params.group_tiles = max(1, min(min(most, TILES), 0 if params.key_sums else items // ENOUGH))
     params.split_tokens = 2**62
     for b in range(params.batch):
         set_sequence(params, block, b)
         if block.query_rows and (block.query_rows <= NARROW or params.groups_are_split):
-            first, end = visible_to_all(params, block)
+            first, end = visible_to_any(params, block)
             tokens += (end - first) * groups_and_splits(params, block)[0]
     even = -(-tokens // params.most_splits)
     params.split_tokens = max(params.least_split, -(-even // params.block) * params.block)
@@ -76,7 +79,7 @@ def schedule(worker, params_address):
 
 
 def work(worker, params_address):
-    """Take work items until none is left."""
+    """Run work items until none is left; `params.counters` counts those that workers have begun."""
     params = params_at(params_address)
     workspace = params.workspace_at + worker * params.workspace_bytes
     block = block_at(workspace + params.workspace.block)
@@ -107,7 +110,7 @@ def attend(params, block, split, splits, slots):
     last = min(block.query_rows, block.row + (block.rows if block.rows < WIDE else WIDE * block.tiles)) - 1
     block.first, _ = visible(params, block, block.row // params.group)
     _, block.end = visible(params, block, last // params.group)
-    if splits > 1:  # query rows that see less may have nothing to do
+    if splits > 1:  # for query rows that see fewer positions, a split may be empty
         block.first = min(block.first + split * params.split_tokens, block.end)
         block.end = min(block.end, block.first + params.split_tokens)
     block.nan_safe = 0

@@ -1,7 +1,8 @@
-"""Attention over keys and values stored in three segments: floats (sinks), then codes, then floats (tail).
+"""Attend to keys and values stored in three segments: floats (sinks), then codes, then floats (tail).
 
-A table describes the segments of keys or of values. A row id is an index into [position, sequence, head]. A
-row's "address" is the table's address plus its id, so kernels can compute position, sequence and head.
+A table describes the segments of keys or of values. A row id is an index into [position, sequence, head]. The
+"address" of a row is the table's address plus its row id, from which the kernels here compute position,
+sequence and head.
 """
 
 import functools
@@ -27,10 +28,10 @@ from kvkit.runtime.jit import callback, helper
 
 
 class Segment(NamedTuple):
-    """Describes where a segment's positions, up to `end`, are stored: at address + position * row.
+    """A segment of positions up to `end`; a position is stored at address + position * row.
 
-    Unless 0, `blocks` is the address of the block number of each position, which locates the position's
-    scales. For floats, `scales` is 0.
+    `scales` is 0 for floats. If `blocks` is not 0, it is the address of the block number of each position, by
+    which its scales are found.
     """
 
     end: int
@@ -46,7 +47,7 @@ class Segment(NamedTuple):
     blocks: int = 0
 
     def from_row(self, row: int) -> "Segment":
-        """Return the segment with its positions counted from a row on."""
+        """Return the segment with positions counted from `row` on."""
         moved = self._replace(end=self.end - row, address=self.address + row * self.row)
         if self.blocks:
             return moved._replace(blocks=self.blocks + 8 * row)
@@ -56,7 +57,7 @@ class Segment(NamedTuple):
 SEGMENT = Record(" ".join(Segment._fields))
 TABLE = Record("heads planes counting clamped ones", sinks=SEGMENT, codes=SEGMENT, tail=SEGMENT)
 FIRST, SEGMENT_BYTES = 8 * TABLE.at["sinks.end"], SEGMENT.dtype.itemsize
-FEW = 8  # more tokens than any tile leaves over
+FEW = 8  # the largest tile of tokens; a run that is no multiple of it leaves fewer
 CLAMPS = np.minimum(np.arange(FEW), np.arange(-1, FEW - 1)[:, None]).clip(0)  # [tokens, FEW]
 UNITS = np.ones(simd.NARROW, np.float32)
 
@@ -79,8 +80,8 @@ def set_segments(table: np.ndarray, *, sinks: Segment, codes: Segment, tail: Seg
 def run_at(table, at, plane, position, end):
     """Find the run of tokens from `position` on that is in one segment and has one stride of scales.
 
-    Return (the segment's address, the run's end, the addresses of its first row and scales, both strides).
-    `at` is the address of that segment or an earlier one.
+    Return (address of its segment, end of the run, address of its first row, of its scales, both strides).
+    `at` is the address of that segment or of an earlier one. A plane is a head of a sequence.
     """
     sequence, head = divmod(plane, table.heads)
     while segment_at(at).end <= position:
@@ -130,14 +131,11 @@ def floats_code(element):
     return rows(LOAD, "float32", element).address
 
 
-# Products where rows lie
-
-
 def stored_as(codes):
-    """Return (stored, scale_format, group, rounds) of codes, as micro-kernels name them.
+    """Return (stored, scale_format, group, rounds) of codes, the arguments of micro-kernels.
 
-    Attention does not round dequantized row_ids to 16 bits, as reading an array does, because that would slow
-    down decoding. Calls with many query rows do the same.
+    Attention does not round decoded rows to 16 bits, as reading an array does, because that would slow down
+    decoding. Calls with many query rows do not round either.
     """
     if codes.cache_format:
         return codes.cache_format, *scale_format_of(codes), ()
@@ -161,7 +159,7 @@ def scores(count, codes):
                 queries=tile.queries, keys=row, key_row=step, scale_base=0, scale_row=0, row_ids=row_ids,
                 ahead=0, shift=shift, count=tokens, dim=dim, scores=target,
             )  # fmt: skip
-        else:  # scales that all tokens share are then read once for a tile
+        else:  # with a `scale_row` of 0 a tile reads scales that all tokens share once
             coded(
                 queries=tile.queries, keys=row, key_row=step, scale_base=scales,
                 scale_row=np.int64(0) if shared else scale_row, row_ids=row_ids, ahead=0,
@@ -233,8 +231,9 @@ def sums(count, codes):
 
 @functools.cache
 def row_decoder(key, value, dims):
-    """Return the decoder of keys and values with these codes: it reads in place if vectors fit the rows."""
-    key, value = (replace(side, tokens=min(side.tokens, 2)) for side in (key, value))  # as many or one
+    """Return the decoder of keys and values with these codes; it reads in place if rows are whole vectors."""
+    # Machine code only depends on whether a block has several tokens.
+    key, value = (replace(side, tokens=min(side.tokens, 2)) for side in (key, value))
     vectors = all(side.cache_format or whole_panels(side.group) for side in (key, value))
     if not vectors or any(dim % simd.LANES for dim in dims):
         return prepare.RowDecoder(widen_code().address, None, None)
@@ -249,7 +248,7 @@ def row_decoder(key, value, dims):
 
 
 def context(packed, batch, heads, dims, forms, tables):
-    """Return a `Context` of keys and values that lie in segments."""
+    """Return a `Context` of keys and values in segments; `tables` are those of keys and of values."""
     key, value = (Side(address(table), heads, batch * heads, 1, scales=address(table)) for table in tables)
     dim, value_dim = dims
     return Context(

@@ -1,10 +1,10 @@
-"""Attention of one work item: FlashAttention's walk over the blocks of a context.
+"""Compute attention of one work item, block by block, as FlashAttention does.
 
     S = scale K Q^T + bias                                   [tokens, rows]
     m' = max(m, max S)     alpha = exp(m - m')     P = exp(S - m')
     l' = l alpha + sum P   O' = O alpha + P V                [rows, dim]
 
-Engines multiply; `params` describes the records.
+Engines compute the products; `params.py` describes the records.
 """
 
 import numpy as np
@@ -93,12 +93,12 @@ def tile_of(params, block, t):
 
 @helper
 def set_up_block(params, block):
-    """Place what a work item works in, and say where engines read keys and values."""
+    """Set a work item's buffers, and the addresses where engines read keys and values."""
     at, offsets, keys, values = block.workspace, params.workspace, params.keys, params.values
     block.number = at + offsets.number
     block.wide = block.rows == WIDE
     block.widens = block.wide or params.widens
-    block.together = 1 if block.widens else block.tiles  # heads that are read in place wait for one another
+    block.together = 1 if block.widens else block.tiles  # tiles that do each step of a block together
     block.size = params.wide_block if block.wide else params.block
     run = min(block.end - block.first, params.page_size) * keys.bytes
     long = block.rows == 1 and run >= params.long_run
@@ -127,8 +127,8 @@ def set_up_block(params, block):
     else:
         block.key_ids, block.value_ids = block.key_row_ids, block.value_row_ids
         block.key_row, block.value_row = keys.row, values.row
-    # Scores prefetch the keys that come next, and sums the values. Where heads are interleaved scores
-    # prefetch the values of the block, and sums the keys of the next.
+    # Scores prefetch the next keys, and sums the next values. If heads are interleaved, scores prefetch the
+    # values of the block, and sums the keys of the next block.
     block.prefetch_in_scores = block.prefetch_in_sums = block.key_addresses
     block.prefetch_shift = values.address - keys.address
     if params.heads_interleaved:
@@ -137,14 +137,14 @@ def set_up_block(params, block):
         block.prefetch_in_sums, block.prefetch_shift = block.value_addresses, 0
     if long and not block.lead:
         block.prefetch_in_scores = block.prefetch_in_sums = 0
-    elif not (block.lead or block.wide):  # rows that were widened: nothing is prefetched
+    elif not (block.lead or block.wide):  # rows are widened: the first row stands for all that are prefetched
         attention.write_sequence(keys.address, 0, block.tiles * block.size, block.key_addresses)
         attention.write_sequence(values.address, 0, block.tiles * block.size, block.value_addresses)
 
 
 @helper
 def set_up_tiles(params, block):
-    """Say which query rows and which key head each tile has, and where its numbers are."""
+    """Set the query rows, the key head and the buffers of each tile."""
     at, offsets, rows, lanes = block.workspace, params.workspace, block.rows, max(block.rows, LANES)
     dim, value_dim, score_bytes = params.keys.padded_dim, params.values.padded_dim, 4 * rows * block.size
     for t in range(block.tiles):
@@ -170,7 +170,10 @@ def set_up_tiles(params, block):
 
 @helper
 def load_queries(params, block, engine):
-    """Load the queries of every tile as float32 times the scale: [dim, rows] if wide, else for the engine."""
+    """Load the queries of every tile as float32 times the scale, [dim, rows] if wide, else in panels.
+
+    An engine of its own form converts them further.
+    """
     lines, dim, wide = block.workspace + params.workspace.lines, params.keys.padded_dim, block.wide
     start = get(params.seqstarts + 8 * block.sequence)
     for t in range(block.tiles):
@@ -199,13 +202,13 @@ def load_queries(params, block, engine):
             in_panels(place, tile.queries, block.rows, dim, params.orders)
         if engine.queries:
             call_engine(engine.queries, params, block, tile)
-        if wide and params.pairs:  # which are exact before: their scores are scaled instead
+        if wide and params.pairs:  # pairs hold the unscaled queries; `nan_safe` products need scaled ones
             attention.scale_by(tile.queries, tile.queries, WIDE * dim, tile.factor)
 
 
 @helper
 def in_panels(source, target, rows, dim, orders):
-    """Write query rows [row, dim] as [dim / LANES, row, LANES], in the order of `orders` if there is one."""
+    """Write query rows [row, dim] as panels [dim / LANES, row, LANES], ordered by `orders` unless it is 0."""
     if not orders:
         attention.to_panels(source, target, rows, dim)
         return
@@ -239,7 +242,7 @@ def clear_sums(params, block):
 
 @helper
 def find_block(params, block):
-    """Find the rows of the next block, and where the rows are that its steps prefetch."""
+    """Write the row ids of the next block, and the addresses of rows that its steps prefetch."""
     block.count = min(block.size, block.end - block.begin)
     block.known = min(block.count + block.lead, block.end - block.begin)
     keys, values = params.keys, params.values
@@ -260,13 +263,14 @@ def find_block(params, block):
 
 @helper
 def find_rows(params, block, side, row_ids):
-    """Write the row ids of the block's tokens and the next ones: lead + count + 16, and up to 7 more.
+    """Write the row ids of the block's tokens and of the next ones: lead + count + 16, and up to 7 more.
 
-    Behind the end the last one is repeated. Neighbours are `step` ids apart; the table has those of pages.
+    After the last token its row id is repeated. The table has the row ids of pages; rows in a page are `step`
+    apart.
     """
     position, end, row_id = block.begin, block.begin + block.known, np.int64(0)
     if params.table_entry == 4:
-        while position < end:  # a loop of its own: a branch for each page is slower
+        while position < end:  # a loop of its own, because a branch for each page is slower
             page = np.int64(get_int32(side.table + block.table_row + 4 * page_of(position, params.page_size)))
             row_id = page + row_of(0, position, params.page_size) * side.step
             run = min(rest_of_page(position, params.page_size), end - position)
@@ -287,7 +291,7 @@ def find_rows(params, block, side, row_ids):
 
 @helper
 def find_addresses(block, side, row_ids, addresses):
-    """Write where the block's rows begin, all heads of a token in order; and up to 7 addresses more."""
+    """Write the addresses of the block's rows, all heads of a token in order, and up to 7 addresses more."""
     base, _ = rows_of_head(side, block, block.head)
     if block.tiles == 1:
         attention.addresses(base, side.row, row_ids, block.count, addresses)
@@ -299,7 +303,7 @@ def find_addresses(block, side, row_ids, addresses):
 
 @helper
 def prefetch_rows(params, block, side, row_ids):
-    """Prefetch the first rows and their scales, which no earlier block did."""
+    """Prefetch the first rows of a context and their scales, which no earlier block has prefetched."""
     base, scales = rows_of_head(side, block, block.head)
     for i in range(min(block.lead, block.count)):
         row_id = get(row_ids + 8 * i)
@@ -309,7 +313,7 @@ def prefetch_rows(params, block, side, row_ids):
 
 @helper
 def prefetch_scales(params, block, tile, side, row_ids):
-    """Prefetch a tile's share of the scales of the next tokens: some at a time keep the memory busy."""
+    """Prefetch a tile's share of the scales of the next tokens, so that loads are spread over the tiles."""
     _, scales = rows_of_head(side, block, block.head)
     rest, size = block.known - block.count, block.tiles * params.scale_bytes
     i, end = tile.index * rest // block.tiles, (tile.index + 1) * rest // block.tiles
@@ -324,7 +328,7 @@ def prefetch_scales(params, block, tile, side, row_ids):
 
 @helper
 def load_block(params, block, tile, engine):
-    """Load K and V of the block in the form that the steps of its tiles want; wide tiles share them."""
+    """Load K and V of the block in the form that the engine needs; wide tiles share them."""
     if block.wide and tile.index:
         return
     block.uneven = 0
@@ -358,7 +362,7 @@ def add_values(params, block, tile, engine):
         nan_safe_sums(params, block, tile)
         return
     call_engine(engine.sums, params, block, tile)
-    if block.uneven:  # scales that integers cannot hold: by floats
+    if block.uneven:  # the scales do not fit fixed point: multiply as floats
         widen_rows(params, params.values, block, tile.head, block.value_row_ids, block.wide_values)
         softmax(tile.scores, block.rows, block.rows, tile.count, tile.m, tile.l, tile.alpha)
         if block.wide:

@@ -1,7 +1,7 @@
 """Work items: the tile groups of a sequence, and the splits of their context.
 
 A tile is up to 8 query rows (narrow) or 32 (wide) of one key head. A tile group is one or more wide tiles of
-a head, one narrow tile, or one of every head where heads are interleaved.
+a head, one narrow tile, or a narrow tile of every head if heads are interleaved.
 """
 
 from numba import types
@@ -35,20 +35,20 @@ def set_sequence(params, block, b):
 
 
 @helper
-def visible_to_all(params, block):
-    """Return (first, end) of the positions that any query of the sequence sees."""
+def visible_to_any(params, block):
+    """Return the range (first, end) of positions that some query of the sequence sees."""
     return visible(params, block, 0)[0], visible(params, block, block.seqlen - 1)[1]
 
 
 @helper
 def split_bytes(params):
-    """Return the bytes of a split's state, that of all tiles of a group."""
+    """Return the bytes of a split's state, for all tiles of a group."""
     return params.tile_state_bytes * params.group_tiles
 
 
 @helper
 def groups_and_splits(params, block):
-    """Return (tile groups, splits of each) of a sequence."""
+    """Return (tile groups, splits of a group) of a sequence."""
     if block.query_rows == 0:
         return 0, 1
     groups = 1 if params.heads_interleaved and block.query_rows <= NARROW else params.heads
@@ -56,7 +56,7 @@ def groups_and_splits(params, block):
         groups *= -(-block.query_rows // (WIDE * params.group_tiles))
         if not params.groups_are_split:
             return groups, 1
-    first, end = visible_to_all(params, block)
+    first, end = visible_to_any(params, block)
     return groups, max(1, -(-(end - first) // params.split_tokens))
 
 
@@ -66,7 +66,7 @@ def set_tile_group(params, block, group):
     if block.query_rows > NARROW:
         most = WIDE * params.group_tiles
         blocks = -(-block.query_rows // most)
-        block.row = (blocks - 1 - group % blocks) * most  # those that see most come first
+        block.row = (blocks - 1 - group % blocks) * most  # rows that see most positions come first
         block.rows, block.head = WIDE, group // blocks
         block.tiles = min(params.group_tiles, -(-(block.query_rows - block.row) // WIDE))
         return

@@ -1,4 +1,4 @@
-"""Copies of tokens and rows from place to place, for each format."""
+"""Copy tokens and rows between arrays and caches, for each format."""
 
 from typing import TYPE_CHECKING
 

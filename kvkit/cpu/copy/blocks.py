@@ -13,7 +13,7 @@ from kvkit.runtime.jit import helper
 
 
 def row(direction, packed, cache, plain):
-    """Return a row function that encodes numbers to blocks or decodes blocks, with products in float32."""
+    """Return a row function that encodes floats as blocks, or decodes blocks with products in float32."""
     block = BY_NAME[cache].block
     elements, size, packed_bytes = block.elements, block.bytes, BY_NAME[packed].bytes(block.elements)
     encodes = direction == "store"
@@ -33,11 +33,12 @@ def row(direction, packed, cache, plain):
 
 
 def plain_encode(packed, cache):
+    """Return a helper (source, target) that encodes one block with scalar code."""
     element = BY_NAME[cache]
     block, (low, high) = element.block, element.limits
     get, put_scale, put = memory.read(packed), memory.write(block.cell), memory.store(types.uint8)
     elements, at, less, step = block.elements, block.codes_at, block.less, BY_NAME[packed].bytes(1)
-    most = low if less else high  # the code of the element of largest magnitude
+    most = low if less else high  # the code of the element with the largest magnitude
 
     def encode(source, target):
         top = get(source)
@@ -60,6 +61,7 @@ def plain_encode(packed, cache):
 
 
 def plain_decode(packed, cache):
+    """Return a helper (source, target) that decodes one block with scalar code."""
     put, element, step = memory.write(packed), element_at(cache), BY_NAME[packed].bytes(1)
     elements = BY_NAME[cache].block.elements
 

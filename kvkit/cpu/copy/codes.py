@@ -1,9 +1,9 @@
-"""Encode and widen rows of a cache's own codes; `attention/segmented.py` computes attention over them.
+"""Encode and widen rows of the codes of quantized layers; `attention/segmented.py` attends to them.
 
-A code has 8, 4 or 2 bits and is packed along the head. A group, `group` neighbouring elements of a token or
-one element of each of `tokens` tokens, has a scale and, if it is not symmetric, a minimum; a block of tokens
-has all its scales, then all minima. So rows with a scale for each element are widened alike, whether those
-scales belong to a token or to a block.
+Codes of 8, 4 or 2 bits are packed along the head. A group is `group` neighbouring elements of a token, or one
+element of each of `tokens` tokens. It has a scale and, if codes are asymmetric, a minimum. A block of tokens
+has all its scales, then all its minima. So one form of code widens rows whose scales belong to a token, and
+rows whose scales belong to a block.
 """
 
 import functools
@@ -15,7 +15,7 @@ from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.copy.rows import READ, SIGNATURE, STORE, call_rows, copy_side_at, row_by_row, rows
-from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
+from kvkit.cpu.launches import Launch, Record, address, kernel_code, run_workers, threads
 from kvkit.cpu.simd import codes as panels
 from kvkit.cpu.simd.panels import LANES
 from kvkit.formats.elements import BY_NAME, CODES, coarser
@@ -23,40 +23,43 @@ from kvkit.formulas import numeric
 from kvkit.formulas.index import share
 from kvkit.runtime.jit import callback, helper, shared
 
-SMALL = 2**15  # elements; below it one thread is done before a second one is awake
+SMALL = 2**15  # elements; one thread finishes fewer before a second one is awake
 
 
 @dataclass(frozen=True)
 class Codes:
-    """Names the format of a code, which decides its machine code."""
+    """The format of codes, which decides the machine code."""
 
-    element: str  # of the numbers that are encoded
+    element: str  # the format of the numbers that are encoded
     bits: int
     symmetric: bool
-    scale_format: str  # of scales and minima
+    scale_format: str  # the format of scales and minima
     group: int
-    tokens: int  # of a block; group or tokens is 1
+    tokens: int  # tokens of a block; group or tokens is 1
     cache_format: str = ""  # a format that operators store too; bits and symmetric are then unused
 
 
 @shared
 def asymmetric_scale(scale_format, span, most):
+    """Return the scale of a group whose largest and least number differ by `span`."""
     return numeric.round_to(scale_format, max(span / np.float32(most), numeric.EPS32))
 
 
 @shared
 def asymmetric_code(x, minimum, scale, most):
+    """Return the code of x, 0 to `most`: (x - minimum) / scale, rounded half to even."""
     ratio = min(max((x - minimum) / scale, np.float32(0)), np.float32(most))
     return np.int8(numeric.bits_of(ratio + np.float32(numeric.ROUNDER)) & np.uint32(0xFF))
 
 
 @shared
 def asymmetric_number(element, code, scale, minimum):
+    """Return code * scale + minimum, rounded to the element format."""
     return numeric.round_to(element, np.float32(code) * scale + minimum)
 
 
 def scale_format_of(codes):
-    """Return (scale format, group) of an operators' format; (None, 0) if blocks contain the scales."""
+    """Return (scale format, group) of a format that operators store; (None, 0) if blocks contain scales."""
     return (None, 0) if BY_NAME[codes.cache_format].block else (codes.scale_format, codes.group)
 
 
@@ -64,10 +67,9 @@ def scale_format_of(codes):
 def widen(codes, plain=False, rounds=True):
     """Compile the widening of rows to float32, rounded to the element format that was encoded.
 
-    Without `rounds`, numbers are not rounded, as attention reads them (see `segmented.stored_as`).
-
-    (target, target_row, target_head, codes, code_row, code_head, scales, scale_row, scale_head,
-    tokens, heads, 1, dim); tokens of one block have a `scale_row` of 0.
+    Without `rounds`, numbers are not rounded, as attention reads them (see `segmented.stored_as`). The code
+    takes (target, target_row, target_head, codes, code_row, code_head, scales, scale_row, scale_head,
+    tokens, heads, 1, dim). Tokens of one block share scales: their `scale_row` is 0.
     """
     if codes.cache_format:
         return rows(READ, "float32", codes.cache_format, *scale_format_of(codes))
@@ -112,18 +114,13 @@ def widen_row(codes, product, plain):
 def encoder(codes, plain=False):
     """Compile the encoding of blocks of tokens; each block is contiguous.
 
-    (source, source_block, source_head, codes, code_block, code_head, scales, scale_block, scale_head,
-    blocks, heads, 1, dim)
+    The code takes (source, source_block, source_head, codes, code_block, code_head, scales, scale_block,
+    scale_head, blocks, heads, 1, dim).
     """
     if codes.cache_format:
         return rows(STORE, codes.element, codes.cache_format, *scale_format_of(codes))
-    element, bits, scale_format, group, tokens = (
-        codes.element,
-        codes.bits,
-        codes.scale_format,
-        codes.group,
-        codes.tokens,
-    )
+    element, bits, scale_format = codes.element, codes.bits, codes.scale_format
+    group, tokens = codes.group, codes.tokens
     size, width = BY_NAME[element].bytes(1), min(group, LANES)
     vector = panels.whole_panels(group) and not plain
     panel: Any = panels.encode(bits, codes.symmetric, scale_format, width, element) if vector else None
@@ -134,11 +131,11 @@ def encoder(codes, plain=False):
         minima, whole = scales + dim // group * scale_bytes, 0
         if vector:
             whole = dim // step * step
-            apart = dim if tokens > 1 else LANES
+            stride = dim if tokens > 1 else LANES
             for i in range(0, whole, step):
                 at = i // group * scale_bytes
                 panel(
-                    source + i * size, apart * size, count, codes + i * bits // 8, apart * bits // 8,
+                    source + i * size, stride * size, count, codes + i * bits // 8, stride * bits // 8,
                     scales + at, minima + at,
                 )  # fmt: skip
         rest(source, codes, scales, minima, whole // group, dim)
@@ -183,17 +180,14 @@ def encoded_groups(codes):
     return helper(groups)
 
 
-# Launches
-
-
 PARAMS = Record("rows_code chunks items workers units at heads dim")
 record = memory.record(PARAMS)
 
 
 def transfer_units(worker, params_at):
-    """Call row code for equal shares of the units (tokens or blocks) of every sequence.
+    """Call the machine code of rows for equal shares of the units (tokens or blocks) of every sequence.
 
-    `at` has the address and the byte strides of sequence, unit and head of both sides and of the scales.
+    `at` is the address of a `COPY_SIDE`: addresses and byte strides of packed rows, codes and scales.
     """
     params = record(params_at)
     at, item = copy_side_at(params.at), worker
@@ -214,13 +208,8 @@ def transfer_units(worker, params_at):
         item += params.workers
 
 
-@functools.cache
-def transfer_units_code():
-    return callback(transfer_units, WORKER)
-
-
 def prepare_codes(code, batch, units, at, heads, dim, elements):
-    """Return a launch that runs row code over all units, in one thread if there are few elements."""
+    """Return a launch that runs the machine code of rows over all units, in one thread if there are few."""
     chunks, numbers = threads() if elements >= SMALL else 1, np.array(at, np.int64)
     items = batch * chunks
     workers = items if chunks > 1 else 1
@@ -228,5 +217,5 @@ def prepare_codes(code, batch, units, at, heads, dim, elements):
         "rows_code": code, "chunks": chunks, "items": items, "workers": workers,
         "units": units, "at": numbers, "heads": heads, "dim": dim,
     })  # fmt: skip
-    run = functools.partial(run_workers, transfer_units_code(), workers, address(params))
+    run = functools.partial(run_workers, kernel_code(transfer_units), workers, address(params))
     return Launch(numbers, {}, run, alive=(params,))

@@ -1,6 +1,6 @@
 """Store rows as 8-bit codes with scales: quotients in float32 are rounded once and saturate.
 
-The codes are 8-bit floats, or int8 with given scales; `rows.py` computes int8 scales, with PMX's rounding.
+Codes are 8-bit floats, or int8 with the caller's scales. `rows.py` computes scales of int8, by PMX's rules.
 """
 
 from typing import Any
@@ -19,11 +19,12 @@ put_int8 = memory.store(types.int8)
 
 @helper
 def write_code(address, x):
+    """Write the int8 code nearest to x."""
     put_int8(address, numeric.nearest_code(x))
 
 
 def scaled_row(packed, cache, scale, group, plain):
-    """Return a row function that writes codes and a scale per group; with group 0 it reads the scale."""
+    """Return a row function that writes codes, and a scale per group; with group 0 it reads one scale."""
     get, get_scale, put_scale = memory.read(packed), memory.read(scale), memory.write(scale)
     put = memory.write(cache) if BY_NAME[cache].minifloat else write_code
     packed_bytes, scale_bytes, limit = (

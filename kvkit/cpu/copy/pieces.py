@@ -1,7 +1,7 @@
-"""Copy rows between packed tensors and block caches, by slot (see `slots`). `transfer` does so by page table.
+"""Copy rows between packed tensors and caches in blocks, by slot; `transfer` copies by page table.
 
-Copies call code that is chosen by element size, because nothing is converted. `prepare_encoding` quantizes,
-and means are computed in float32.
+`checks.slots` describes pieces, which are runs of tokens and slots. Plain copies convert nothing, so their
+code depends on the element size only. `prepare_encoding` quantizes, and means are computed in float32.
 """
 
 import functools
@@ -16,7 +16,7 @@ from kvkit.checks.slots import COUNT, HEAD, MEAN, PIECE, SLOT, TOKEN
 from kvkit.cpu import memory
 from kvkit.cpu.copy.rows import STORE, call_rows, rows
 from kvkit.cpu.copy.transfer import SMALL_BYTES, aligned
-from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_workers, threads
+from kvkit.cpu.launches import Launch, Record, Workspace, address, kernel_code, run_workers, threads
 from kvkit.cpu.positions.rotary import call_heads, halves_of, heads_of, put_pair
 from kvkit.cpu.simd import means, panels
 from kvkit.cpu.simd.fractals import fractals, prefetch_bytes, scattered_fractals
@@ -29,16 +29,16 @@ MOVES = {4: "float32", 2: "float16", 1: "int8"}  # a format for each element siz
 STREAM_BYTES = 4 * 2**20  # larger copies use non-temporal stores, which are faster beyond the L2 cache
 FRACTAL_ROWS = 32  # NZ rows per batch: 8 heads of 128 float16 make 64 KB, which fit in the L2 cache
 TILE = 16  # tokens per tile if the cache is head-major
+SCALES = "scales scale_block scale_row scale_outer scale_inner"
+ROTATION = "unrotated unrotated_token unrotated_head heads angles pairs begin halves rotate_code"
 POOL_SIDE = Record(
     "packed token head cache block row",
     "outer packed_outer cache_outer inner packed_inner cache_inner dim",
     "by_head by_fractal elements line_bytes stores",
-    "scales scale_block scale_row scale_outer scale_inner",
-    "unrotated unrotated_token unrotated_head heads angles pairs begin halves rotate_code",
+    SCALES,
+    ROTATION,
 )
-TURNS = "unrotated", "unrotated_token", "unrotated_head", "heads", "angles", "pairs", "begin", "halves"
-UNROTATED = dict.fromkeys((*TURNS, "rotate_code"), 0)
-NO_SCALES = dict.fromkeys(("scales", "scale_block", "scale_row", "scale_outer", "scale_inner"), 0)
+NO_SCALES, UNROTATED = (dict.fromkeys(line.split(), 0) for line in (SCALES, ROTATION))
 LOOPS = "outer", "packed_outer", "cache_outer", "inner", "packed_inner", "cache_inner"
 PARAMS = Record(
     "rows_code mean_code chunks items workers sides side_bytes pieces starts count block_size",
@@ -47,9 +47,9 @@ PARAMS = Record(
 
 
 class KeyRotation(NamedTuple):
-    """The rotation of keys on their way: angles [tokens, pairs, 2], cosines and sines."""
+    """The rotation of keys before they are stored."""
 
-    angles: np.ndarray
+    angles: np.ndarray  # [tokens, pairs, (cosine, sine)]
     begin: int  # the first element that is rotated
     halves: bool  # whether pairs are elements i and i + pairs, not neighbours
 
@@ -65,10 +65,10 @@ def call_mean(code, source, step, count, target, dim):
 
 
 def copy_pieces(worker, params_at):
-    """Move the pieces to or from their slots. Each worker takes an equal share of the tokens of each array.
+    """Copy pieces to or from their slots. A work item is an equal share of the tokens of one packed array.
 
-    `starts` [pieces + 1] are the tokens before each piece; `sides` locate each packed array and its cache. A
-    mean is accumulated, and keys are rotated, in a buffer (`lines`, one per work item) and then stored.
+    `starts` [pieces + 1] are the tokens before each piece; `sides` locate each packed array and its cache.
+    Means and rotated keys are computed in a buffer of the work item (`lines`), and then stored.
     """
     params = record(params_at)
     starts, item = integers(params.starts), worker
@@ -103,8 +103,8 @@ def copy_pieces(worker, params_at):
 def store_mean(params, at, item, named, done, tokens):
     """Compute and store this worker's share of a mean, for `tokens` tokens from token `done` on.
 
-    Workers split the mean by elements, in proportion to their tokens, so that one worker sums an element in
-    order. If rows are not contiguous, the worker that has the first token computes the whole mean.
+    Workers share the elements of a mean in proportion to their tokens, so that one worker sums an element in
+    order. If rows are not contiguous, the worker with the first token computes the whole mean.
     """
     count, line = get(named + 8 * COUNT), params.lines + item * params.item_bytes
     source = at.packed + get(named + 8 * TOKEN) * at.token + get(named + 8 * HEAD) * at.head
@@ -117,9 +117,7 @@ def store_mean(params, at, item, named, done, tokens):
             call_mean(params.mean_code, source + offset, at.token, count, line, size)
             target = at.cache + page_of(slot, params.block_size) * at.block
             target += row_of(0, slot, params.block_size) * at.row + offset
-            call_rows(
-                params.rows_code, packed=line, cache=target, dim=at.dim * size // at.elements
-            )  # fmt: skip
+            call_rows(params.rows_code, packed=line, cache=target, dim=at.dim * size // at.elements)
     elif done == 0:
         call_mean(params.mean_code, source, at.token, count, line, at.elements)
         move_run(params.rows_code, at, line, slot, 1, params.block_size)
@@ -127,7 +125,7 @@ def store_mean(params, at, item, named, done, tokens):
 
 @helper
 def rotate_keys(at, first, tokens, line):
-    """Rotate the keys of some tokens, from token `first` on, into a line [tokens, heads, dim]; return it."""
+    """Rotate the keys of some tokens, from token `first` on, into the buffer `line` [tokens, heads, dim]."""
     cosines = line + TILE * at.token
     sines = cosines + 8 * at.pairs
     front = at.begin * at.line_bytes // at.elements
@@ -154,8 +152,9 @@ def rotate_keys(at, first, tokens, line):
 def store_fractals(params, at, token, end, piece):
     """Store tokens from `token` on while their slots are consecutive. Return how many were stored.
 
-    This writes whole cache lines, each of which holds the fractals of two tokens. It prefetches the next
-    tokens row by row, because the store reads one group of each row at a time.
+    A fractal is a token's 32 bytes of a group in NZ. The copy writes whole cache lines, which hold the
+    fractals of two tokens. It prefetches the next tokens row by row, because it reads one group of each row
+    at a time.
     """
     starts, sources, first, rows, later = integers(params.starts), addresses(), 0, 0, piece
     while token + rows < end and rows < FRACTAL_ROWS:
@@ -195,7 +194,7 @@ def move_run(code, at, packed, slot, run, block_size):
         source, target = packed + outer * at.packed_outer, cache + outer * at.cache_outer
         scale = scales + outer * at.scale_outer
         if at.by_fractal:
-            if at.stores:  # with means
+            if at.stores:  # means; `store_fractals` stores all else
                 fractals(
                     source=source, source_row=at.token, source_group=at.packed_inner,
                     target=target, target_row=at.row, target_group=at.cache_inner, rows=run, groups=at.inner,
@@ -223,11 +222,6 @@ def move_run(code, at, packed, slot, run, block_size):
 
 
 @functools.cache
-def pieces_code():
-    return callback(copy_pieces, WORKER)
-
-
-@functools.cache
 def mean(element):
     """Compile f(source, step, count, target, dim), which writes the mean of `count` rows."""
     average = means.mean(element)
@@ -242,11 +236,11 @@ lines = Workspace()
 
 
 def prepare_pieces(direction, packed, caches, pieces, block_size, element=None, names=(), rotation=None):
-    """Prepare the copy of pieces between one or two packed arrays and as many caches.
+    """Return a launch that copies pieces between one or two packed arrays and as many caches.
 
-    packed: [tokens, heads, dim]. Caches: [blocks, rows, heads, dim], of any strides; with one head where
-    pieces name the heads. `element` is the dtype of the rows that are averaged, None without means. The
-    owners of addresses are called after `names`, "key" or "value". A `rotation` is of the first array, keys.
+    packed: [tokens, heads, dim]. Caches: [blocks, rows, heads, dim], of any strides; if pieces name heads,
+    they have one head. `element` is the format of rows that are averaged, None without means. `names` ("key",
+    "value") name the owners of addresses. A `rotation` rotates the first array.
     """
     arrays, fields, turned_bytes = (*packed, *caches), [UNROTATED] * len(packed), 0
     if rotation is not None:
@@ -281,7 +275,7 @@ def prepare_pieces(direction, packed, caches, pieces, block_size, element=None, 
 
 
 def rotated_line(tokens, rotation):
-    """Return (a form of the keys that are rotated in a line, the fields of their side, the line's bytes)."""
+    """Return (an array like the buffer of rotated keys, the fields of their side, the buffer's bytes)."""
     _, heads, dim = tokens.shape
     line, pairs = np.empty((TILE, heads, dim), tokens.dtype), rotation.angles.shape[1]
     rotate = halves_of if rotation.halves else heads_of
@@ -295,7 +289,7 @@ def rotated_line(tokens, rotation):
 
 
 def prepare_copy(places, code, pieces, starts, block_size, moved, alive, names=(), mean_code=0, item_bytes=0):
-    """Prepare a launch of `copy_pieces`, whose work items have a line of `item_bytes` each."""
+    """Return a launch of `copy_pieces`, whose work items have buffers of `item_bytes` each."""
     numbers = np.concatenate(places)
     count = threads() if moved >= SMALL_BYTES else 1
     chunks = count // math.gcd(count, len(places))  # so that work items are equally large
@@ -307,7 +301,7 @@ def prepare_copy(places, code, pieces, starts, block_size, moved, alive, names=(
         "pieces": pieces, "starts": starts, "count": len(pieces),
         "block_size": block_size, "lines": 0, "item_bytes": item_bytes,
     })  # fmt: skip
-    kernel = pieces_code()
+    kernel = kernel_code(copy_pieces)
 
     def run():
         if item_bytes:
@@ -323,9 +317,9 @@ def prepare_copy(places, code, pieces, starts, block_size, moved, alive, names=(
 
 
 def prepare_encoding(sides, pieces, rotation=None):
-    """Prepare storing tokens as codes in pools, with the caller's scale per head or with computed scales.
+    """Return launches that store tokens as codes in pools, with the caller's or with computed scales.
 
-    Sides that need the same machine code share a launch. A `rotation` is of the keys.
+    Keys and values that need the same machine code share a launch. A `rotation` rotates the keys.
     """
     starts = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(pieces[:, COUNT], out=starts[1:])
@@ -350,14 +344,11 @@ def prepare_encoding(sides, pieces, rotation=None):
 
 
 def coded_side(side, tokens, rotated):
-    """Return (the machine code that stores a side as codes, its record), for tokens of the form `tokens`."""
+    """Return (the code that stores a side as codes, its record), for tokens with the strides of `tokens`."""
     pool, scales = side.pool, side.scales
     _, _, heads, dim = pool.shape
-    groups = (
-        panels.groups_in_panel(side.group, dim // side.group)
-        if side.group and side.cache_format == "int8"
-        else 0
-    )
+    computed = side.group and side.cache_format == "int8"
+    groups = panels.groups_in_panel(side.group, dim // side.group) if computed else 0
     code = rows(STORE, side.data_dtype, side.cache_format, side.scale_format, side.group, groups).address
     block = row = head = 0
     if scales is not None:
@@ -382,7 +373,7 @@ def coded_side(side, tokens, rotated):
 
 
 def row_form(packed, cache):
-    """Return how to copy a token's row as two nested loops.
+    """Return the two nested loops that copy a token's row, and the bytes that the inner one copies.
 
     The result is (outer count, packed stride, cache stride, inner count, packed stride, cache stride, bytes).
     """
@@ -396,7 +387,7 @@ def row_form(packed, cache):
 
 
 def unit_of(size):
-    """Return the largest of 4, 2 and 1 bytes of which 16 divide `size`, otherwise the largest divisor."""
+    """Return the largest of 4, 2 and 1 of which 16 elements divide `size` bytes, else one that divides it."""
     for unit in (4, 2, 1):
         if size % (16 * unit) == 0:
             return unit

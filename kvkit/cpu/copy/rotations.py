@@ -1,4 +1,4 @@
-"""Rotate rows: keys and values for the cache, queries before attention, outputs after it."""
+"""Apply a format's rotation to rows: keys and values that are stored, queries, and outputs of attention."""
 
 import functools
 from typing import Any
@@ -17,7 +17,7 @@ from kvkit.runtime.jit import callback, helper
 
 @functools.cache
 def rotation_code(element, block, plain=False):
-    """Compile the rotation of rows: (target, strides, source, strides, factors [2, dim], ..), as `rows`."""
+    """Compile the rotation of rows, with the arguments of `rows`: target, source, factors [2, dim]."""
     size = BY_NAME[element].bytes(1)
     vector = LANES <= block <= panels.MOST and not plain
     rotate_block: Any = panels.rotate_block(element, block) if vector else plain_rotation(element, block)
@@ -30,7 +30,7 @@ def rotation_code(element, block, plain=False):
 
 
 def plain_rotation(element, block):
-    """Return a helper that rotates a block with scalar code, if it is too small or too large for vectors."""
+    """Return a helper that rotates a block with scalar code."""
     get, put, factor = memory.read(element), memory.write(element), memory.load(types.float32)
     size = BY_NAME[element].bytes(1)
 

@@ -1,8 +1,8 @@
 """Copy rows between packed tensors and a cache: the loops over tokens, heads and elements, for every format.
 
-`rows(...)` is the machine code that `copy_tokens` calls for each run of neighbouring rows. It is made from a
-row function, which moves one head of one token: the panel form where the group size allows vectors, the
-plain form otherwise and for what is left at the end of a row. Both forms give the same bits.
+`rows(...)` compiles the machine code that `copy_tokens` calls for each run of neighbouring rows. It loops
+over a row function, which moves one head of one token: with vectors (panels) where the group size allows,
+with scalar code otherwise and at the end of a row. Both give the same bits.
 """
 
 import functools
@@ -19,7 +19,7 @@ from kvkit.formulas import numeric
 from kvkit.runtime.jit import callback, helper
 
 LANES = panels.LANES
-MANY = 16  # panels whose scales are found before their codes: their 4 KB stay in the nearest cache
+MANY = 16  # panels whose scales are computed before their codes: their 4 KB stay in the L1 cache
 SIGNATURE = types.void(*[types.int64] * 13)
 STORE, LOAD, READ = "store", "load", "read"
 
@@ -44,14 +44,13 @@ def call_rows(
 def rows(
     direction, data_dtype, cache_format, scale_format=None, group=0, groups=0, stream=False, plain=False
 ):
-    """Compile the transfer of rows between format names `data_dtype` and `cache_format`.
+    """Compile the transfer of rows between the formats `data_dtype` and `cache_format`.
 
-    With quantization `scale_format` is the format of scales, `group` is how many elements share one and
-    `groups` how many groups a panel takes (see `panels.groups_in_panel`; it matters to stores only).
-    `stream` uses non-temporal stores; `plain` uses scalar code only (tests). `copy_tokens` calls the result's
-    `address`. READ, which attention uses, differs from LOAD for codes only: it does not round code * scale to
-    the type of the scales. 8-bit floats are multiplied in float32 in both. A group of 0 means one scale for a
-    row, which the caller of a store gives, also for int8.
+    For codes, `scale_format` is the format of scales, `group` elements share one, and a panel of a store has
+    `groups` groups (see `panels.groups_in_panel`). A group of 0 means one scale for a row; a store reads it.
+    `stream` uses non-temporal stores; `plain` uses scalar code only (tests). READ, which attention uses,
+    differs from LOAD only in that it does not round code * scale to the format of the scales. For 8-bit
+    floats neither rounds.
     """
     element, formats = BY_NAME[cache_format], (data_dtype, cache_format, scale_format)
     if element.block:
@@ -72,7 +71,7 @@ def rows(
 
 
 def row_by_row(row):
-    """Return a function that calls a row function for all tokens, heads and repeats."""
+    """Return a function that calls a row function for all tokens, heads and repeats of a head."""
     row = helper(row)
 
     def transfer(
@@ -93,7 +92,7 @@ def row_by_row(row):
 
 
 def moved_row(direction, data_dtype, cache_format, stream, plain):
-    """Return a row function that copies elements, in another format or bit by bit."""
+    """Return a row function that converts elements, or copies their bits between equal formats."""
     source, target = (data_dtype, cache_format) if direction == STORE else (cache_format, data_dtype)
     if source == target:
         get, put = memory.load(memory.BITS[source]), memory.store(memory.BITS[target])
@@ -146,7 +145,7 @@ def dequantized_row(data_dtype, cache_format, scale_format, group, product, stre
 
 
 def quantized_row(data_dtype, cache_format, scale_format, group):
-    """Return a row function that writes one scale for each group, and each element's code."""
+    """Return a row function that computes and writes one scale for each group, and each element's code."""
     get, put_scale, put_code = memory.read(data_dtype), memory.write(scale_format), memory.store(types.int8)
     code_bits, (_, qmax) = BY_NAME[cache_format].bits, BY_NAME[cache_format].limits
     packed_bytes, scale_bytes = BY_NAME[data_dtype].bytes(1), BY_NAME[scale_format].bytes(1)
@@ -219,9 +218,9 @@ def panel_codes(data_dtype, cache_format, scale_format, group, groups, room):
 def quantized_panels(data_dtype, cache_format, scale_format, group, groups):
     """Return the transfer of `quantized_row` with vectors: panels of `groups` groups, MANY panels at a time.
 
-    It computes the maxima of all groups, then the scales, 16 at a time across panels, then the codes.
-    Panels are read token by token, as they are packed, but written head by head, since a head's tokens may
-    be neighbours in the cache.
+    It computes the maxima of all groups, then the scales, 16 at a time across panels, then the codes. Panels
+    are read token by token, as they are packed. They are written head by head, because the tokens of a head
+    may be neighbours in the cache.
     """
     scales = panels.scales(data_dtype, cache_format, scale_format)
     rest = helper(quantized_row(data_dtype, cache_format, scale_format, group))
@@ -229,7 +228,7 @@ def quantized_panels(data_dtype, cache_format, scale_format, group, groups):
     packed_step, code_step = BY_NAME[data_dtype].bytes(step), BY_NAME[cache_format].bytes(step)
     largest_bytes, scale_bytes = BY_NAME[data_dtype].bytes(1), BY_NAME[scale_format].bytes(1)
     scale_step = groups * scale_bytes
-    room = 4 * (MANY * groups + LANES)  # for a number of each group
+    room = 4 * (MANY * groups + LANES)  # bytes for a number of each group
     scratch = memory.scratch(4 * room)
     find_maxima = panel_maxima(data_dtype, group, groups)
     write_codes = panel_codes(data_dtype, cache_format, scale_format, group, groups, room)
@@ -239,7 +238,7 @@ def quantized_panels(data_dtype, cache_format, scale_format, group, groups):
         scale, scale_token, scale_head, tokens, heads, repeat, dim,
     ):  # fmt: skip
         in_row, largest = dim // step, scratch()
-        divisors = largest + room  # scales; after them reciprocals, and scales as they are stored
+        divisors = largest + room  # scales as float32, then their reciprocals, then scales as stored
         wide = max(1, min(in_row, MANY))
         high = max(1, min(heads, MANY // wide))
         long = MANY // (wide * high)

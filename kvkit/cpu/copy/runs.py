@@ -13,13 +13,13 @@ from numba.extending import intrinsic
 
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES
-from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
+from kvkit.cpu.launches import Launch, Record, address, kernel_code, run_workers, threads
 from kvkit.formulas.index import share
-from kvkit.runtime.jit import callback, helper
+from kvkit.runtime.jit import helper
 
-COPY_BYTES, MEMCPY_BYTES = 256, 4096  # bytes
+COPY_BYTES, MEMCPY_BYTES = 256, 4096  # bytes of a copy with vectors; from so many bytes on memcpy is faster
 PARAMS = Record("workers runs count chunks chunk_count source_step target_step width by_chunk")
-RUN, CHUNK = 8 * 3, 8 * 2  # bytes
+RUN, CHUNK = 8 * 3, 8 * 2  # bytes of an entry in the list of runs, of chunks
 
 get, record = memory.load(types.int64), memory.record(PARAMS)
 
@@ -106,7 +106,7 @@ def copy_chunks(source, target, chunks, end, width):
 
 
 def copy_runs(worker, params_at):
-    """Move this worker's runs.
+    """Copy this worker's runs.
 
     A run is [source address, target address, tokens]; a chunk is [source offset, target offset] in a token.
     The outer loop runs over chunks or over tokens, whichever writes the target in order.
@@ -121,21 +121,15 @@ def copy_runs(worker, params_at):
         source, target, count = get(run), get(run + 8), get(run + 16)
         if params.by_chunk:
             for chunk in range(params.chunks, end, CHUNK):
-                copy_strided(
-                    source + get(chunk), source_step, target + get(chunk + 8), target_step, count, width
-                )  # fmt: skip
+                at, to = source + get(chunk), target + get(chunk + 8)
+                copy_strided(at, source_step, to, target_step, count, width)
         else:
             for t in range(count):
                 copy_chunks(source + t * source_step, target + t * target_step, params.chunks, end, width)
 
 
-@functools.cache
-def runs_code():
-    return callback(copy_runs, WORKER)
-
-
 def prepare_runs(runs, chunks, steps, width, by_chunk, alive):
-    """Prepare a launch that moves runs; `alive` are the arrays that the addresses point into."""
+    """Return a launch that copies runs; `alive` are the arrays that their addresses point into."""
     moved = int(runs[:, 2].sum()) * len(chunks) * width
     workers = threads() if moved >= SMALL_BYTES else 1
     params = PARAMS.filled({
@@ -143,5 +137,5 @@ def prepare_runs(runs, chunks, steps, width, by_chunk, alive):
         "chunks": chunks, "chunk_count": len(chunks),
         "source_step": steps[0], "target_step": steps[1], "width": width, "by_chunk": by_chunk,
     })  # fmt: skip
-    run = functools.partial(run_workers, runs_code(), workers, address(params))
+    run = functools.partial(run_workers, kernel_code(copy_runs), workers, address(params))
     return Launch(runs, {}, run, alive=(*alive, params, chunks))

@@ -12,16 +12,15 @@ from numba import types
 from kvkit.checks.values import packed_strides
 from kvkit.cpu import memory
 from kvkit.cpu.copy.rows import COPY_SIDE, LOAD, STORE, call_rows, copy_side_at, rows
-from kvkit.cpu.launches import WORKER, Launch, Record, run_workers, threads
+from kvkit.cpu.launches import Launch, Record, kernel_code, run_workers, threads
 from kvkit.cpu.simd import panels
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
-from kvkit.runtime.jit import callback
 
-BLOCKS = {LOAD: 1, STORE: 8}  # tokens; a store needs several rows to find scales ahead of codes
-SMALL_BYTES = 128 * 1024  # below it one thread is done before a second one is awake
+BLOCKS = {LOAD: 1, STORE: 8}  # tokens of a block; a store computes the scales of several rows before codes
+SMALL_BYTES = 128 * 1024  # one thread finishes fewer before a second one is awake
 SIDE_BYTES = COPY_SIDE.dtype.itemsize
-STREAM_BYTES = 64 * 2**20  # larger outputs do not stay in any cache, so they need not pass through one
+STREAM_BYTES = 64 * 2**20  # larger outputs use non-temporal stores, because they stay in no cache
 
 PARAMS = Record(
     "rows_code chunks items workers block heads repeat dim",
@@ -36,7 +35,7 @@ def copy_tokens(worker, params_at):
     """Copy the packed tokens of each sequence, whose positions begin at `first`, to or from their cache rows.
 
     With `block` 0, keys and values are separate work items. If they are neighbours in the cache, one item
-    copies both, alternating every `block` tokens. `sides` are the addresses and strides of both.
+    copies both, `block` tokens of each in turn. `sides` are the `COPY_SIDE` of keys and of values.
     """
     params = record(params_at)
     starts, first = integers(params.starts), integers(params.first)
@@ -72,13 +71,8 @@ def copy_tokens(worker, params_at):
 
 
 @functools.cache
-def transfer_code():
-    return callback(copy_tokens, WORKER)
-
-
-@functools.cache
 def owners_of(direction, scaled):
-    """Return the owners of the addresses in the sides of keys and values."""
+    """Return the owners of the addresses in the sides of keys and values, by index."""
     owners: dict[int, str] = {}
     names = ("current_key", "current_value") if direction == STORE else ("key", "value")
     for kv, name in enumerate(names):
@@ -114,7 +108,7 @@ def load(key, value, cache, steps, repeat):
 
 
 def prepare_transfer(direction, key, value, cache, starts, first, steps, repeat):
-    """Return a launch that stores or loads rows; its machine code is compiled or taken from a cache."""
+    """Return a launch that stores or loads rows."""
     strides = key.strides, value.strides
     heads, dim = cache.heads, cache.dim
     moved = int(starts[-1]) * 2 * repeat * heads * key.itemsize * dim
@@ -137,13 +131,9 @@ def prepare_transfer(direction, key, value, cache, starts, first, steps, repeat)
         "starts": starts, "first": first, "batch": len(first),
         "table": steps.table, "table_row": steps.table.strides[0], "page_size": steps.page_size,
     })  # fmt: skip
-    run = functools.partial(run_workers, transfer_code(), workers, params.ctypes.data)
-    return Launch(
-        sides,
-        owners_of(direction, bool(cache.scale_format)),
-        run,
-        alive=(params, starts, first, steps.table),
-    )
+    run = functools.partial(run_workers, kernel_code(copy_tokens), workers, params.ctypes.data)
+    owners = owners_of(direction, bool(cache.scale_format))
+    return Launch(sides, owners, run, alive=(params, starts, first, steps.table))
 
 
 def aligned(array):

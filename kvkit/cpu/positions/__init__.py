@@ -1,4 +1,4 @@
-"""Rotary embedding and ALiBi masks."""
+"""Rotate queries and keys, and write ALiBi slopes and masks."""
 
 from typing import TYPE_CHECKING
 

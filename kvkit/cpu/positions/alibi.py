@@ -1,4 +1,4 @@
-"""Compute ALiBi slopes and masks; an ALiBi mask can include another mask, which is added."""
+"""Write ALiBi slopes and masks; another mask can be added to an ALiBi mask."""
 
 import functools
 
@@ -8,7 +8,7 @@ from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES
-from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
+from kvkit.cpu.launches import Launch, Record, address, kernel_code, run_workers, threads
 from kvkit.cpu.simd.lanes import F32, I8, I32, RAW, Lanes, fill, micro_kernel, narrow, read, widen, write
 from kvkit.formats.elements import BY_NAME, mask_bytes
 from kvkit.formulas import numeric
@@ -32,18 +32,20 @@ def call_row(code, target, mask, begin, end, diagonal, total, columns, slope, pa
 
 
 def slopes(target, num_heads):
+    """Write the slopes of all heads to the address `target`."""
     for head in range(num_heads):
         put_slope(target + 4 * head, numeric.alibi_slope(head, num_heads))
 
 
 @functools.cache
 def compiled_slopes():
+    """Compile `slopes`."""
     return callback(slopes, types.void(INT, INT)).ctypes
 
 
 @functools.cache
 def addend(mask):
-    """Return a helper (address) that reads a mask's element as float32; a boolean False reads as -inf."""
+    """Return a helper (address) that reads an element of a mask as float32; False is read as -inf."""
     if mask == "bool":
         raw = memory.load(types.int8)
         return helper(lambda address: ZERO if raw(address) else MINUS_INF)
@@ -51,7 +53,7 @@ def addend(mask):
 
 
 def addends(b, address, mask):
-    """Read 16 elements of a mask as float32; False in a boolean mask reads as -inf."""
+    """Read 16 elements of a mask as float32; False is read as -inf."""
     if mask != "bool":
         return widen(read(b, address, RAW[mask], LANES), mask)
     raw = read(b, address, I8, LANES)
@@ -62,7 +64,7 @@ def addends(b, address, mask):
 
 @functools.cache
 def panel(element, mask):
-    """Return a function that writes 16 elements of a mask's row; slope and offset are the bits of floats."""
+    """Return a micro-kernel that writes 16 elements of a mask's row; slope and offset are bits of floats."""
 
     @micro_kernel(5)
     def panel(b, target, mask_address, slope, distance, offset):
@@ -104,9 +106,9 @@ def line(element, mask, plain):
 
 @functools.cache
 def row_of_mask(element, mask=None, plain=False):
-    """Compile the writer of a row: zeros, a sequence's biases in begin..end, zeros up to `total`, padding.
+    """Compile the code that writes a row: 0, a sequence's biases in begin..end, 0 up to `total`, padding.
 
-    The mask covers `total` columns. `plain` uses scalar code only (tests).
+    The other mask, which is added, has `total` columns. `plain` uses scalar code only (tests).
     """
     masked, bare = line(element, mask, plain), line(element, None, plain)
 
@@ -123,7 +125,7 @@ def row_of_mask(element, mask=None, plain=False):
 
 
 def write_rows(worker, params_at):
-    """Write this worker's rows; `places` has address and strides (batch, head, row) of target and mask."""
+    """Write this worker's rows; `places` has address and strides (batch, head, row) of both masks."""
     params = record(params_at)
     starts, kvstarts, places = integers(params.starts), integers(params.kvstarts), integers(params.places)
     rows, total = starts[params.sequences], kvstarts[params.sequences]
@@ -143,16 +145,11 @@ def write_rows(worker, params_at):
         )  # fmt: skip
 
 
-@functools.cache
-def alibi_code():
-    return callback(write_rows, WORKER)
-
-
 def prepare_alibi(target, element, starts, kvstarts, mask, mask_element, padding):
-    """Return a launch that fills `target` [batch, head, row, column]; `mask` is another mask's places, or 0s.
+    """Return a launch that writes an ALiBi mask to `target` [batch, head, row, column].
 
-    Rows and columns are those of sequences that begin at `starts` and `kvstarts`; columns beyond the last
-    get `padding`. Callers check the arguments.
+    Sequences begin at rows `starts` and at columns `kvstarts`; columns after the last one get `padding`.
+    `mask` is address and strides (batch, head, row) of another mask that is added, or zeros.
     """
     batches, heads, _, columns = target.shape
     workers = threads() if target.nbytes >= SMALL_BYTES else 1
@@ -163,5 +160,5 @@ def prepare_alibi(target, element, starts, kvstarts, mask, mask_element, padding
         "batches": batches, "heads": heads, "columns": columns,
         "padding": int(np.float32(padding).view(np.uint32)), "places": places,
     })  # fmt: skip
-    run = functools.partial(run_workers, alibi_code(), workers, address(params))
+    run = functools.partial(run_workers, kernel_code(write_rows), workers, address(params))
     return Launch(places.reshape(-1), {}, run, alive=(target, params, starts, kvstarts))

@@ -1,7 +1,7 @@
-"""Rotary position embedding.
+"""Rotate queries and keys by rotary position embedding.
 
 A worker computes a token's angles once and applies them to every head of its query and key. A pair is two
-neighbouring elements, or element i and i + rotary_dim / 2. For neighbours
+neighbouring elements, or elements i and i + rotary_dim / 2. For neighbours
 
     y = x * cos + swap(x) * sin,  cos = (c0, c0, c1, c1, ..),  sin = (-s0, s0, -s1, s1, ..)
 
@@ -17,7 +17,7 @@ from numba import types
 from kvkit.checks.values import packed_strides
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES, STREAM_BYTES, aligned
-from kvkit.cpu.launches import WORKER, Launch, Record, Workspace, address, run_workers, threads
+from kvkit.cpu.launches import Launch, Record, Workspace, address, kernel_code, run_workers, threads
 from kvkit.cpu.simd import panels
 from kvkit.cpu.simd.lanes import RAW, micro_kernel, narrow, read, widen, write
 from kvkit.formats.elements import BY_NAME
@@ -34,12 +34,7 @@ PARAMS = Record(
     "table table_bytes scaling longest scratch scratch_bytes",
 )
 SIDE_BYTES = 8 * 10
-OWNERS = {
-    0: "query",
-    4: "rotated query",
-    10: "key",
-    14: "rotated key",
-}  # index of an address in `sides` -> the array it belongs to
+OWNERS = {0: "query", 4: "rotated query", 10: "key", 14: "rotated key"}  # of addresses, by index in `sides`
 
 rotated = numeric.rotation(numeric.product)
 get, get_double = memory.load(types.int64), memory.load(types.float64)
@@ -54,7 +49,7 @@ def call_heads(code, source, source_head, target, target_head, heads, dim, rotar
 
 @functools.cache
 def panel(element, stream):
-    """Return a function that rotates 16 elements, in pairs of neighbours."""
+    """Return a micro-kernel that rotates 16 elements, in pairs of neighbours."""
 
     @micro_kernel(4)
     def panel(b, source, target, cosines, sines):
@@ -75,17 +70,13 @@ def heads_of(element, stream=False, plain=False):
     size = BY_NAME[element].bytes(1)
     get, put = memory.read(element), memory.write(element)
     raw_get, raw_put = memory.load(memory.BITS[element]), memory.store(memory.BITS[element])
-    rotate, move, table = (
-        panel(element, stream),
-        panels.move(element, element, stream),
-        memory.read("float32"),
-    )
+    rotate, move = panel(element, stream), panels.move(element, element, stream)
+    table = memory.read("float32")
 
     def heads_of(source, source_head, target, target_head, heads, dim, rotary_dim, cosines, sines):
-        whole = 0 if plain else rotary_dim // LANES * LANES
-        moved = (
-            rotary_dim if plain or rotary_dim % LANES else rotary_dim + (dim - rotary_dim) // LANES * LANES
-        )
+        whole, moved = 0 if plain else rotary_dim // LANES * LANES, rotary_dim
+        if not (plain or rotary_dim % LANES):
+            moved += (dim - rotary_dim) // LANES * LANES
         for head in range(heads):
             x, y = source + head * source_head, target + head * target_head
             for i in range(0, whole, LANES):
@@ -106,7 +97,7 @@ def heads_of(element, stream=False, plain=False):
 
 @functools.cache
 def halves_panel(element, stream):
-    """Return a function that rotates 16 elements with the 16 elements that follow `half` bytes later."""
+    """Return a micro-kernel that rotates 16 elements with the 16 elements that lie `half` bytes later."""
 
     @micro_kernel(5)
     def panels(b, source, target, half, cosines, sines):
@@ -155,6 +146,7 @@ def fill(frequencies, pairs, base):
 
 
 def fill_all(theta, rotary_dim, stops, count, longest, factor, table):
+    """Write the frequencies [count, pairs] of sequences that end at `stops`."""
     for row in range(count):
         base = numeric.rotary_theta(theta, rotary_dim, stops[row], longest, factor)
         fill(table + 2 * rotary_dim * row, rotary_dim // 2, base)
@@ -162,21 +154,20 @@ def fill_all(theta, rotary_dim, stops, count, longest, factor, table):
 
 @functools.cache
 def frequencies_code():
-    return callback(fill_all, FREQUENCIES_SIGNATURE)
+    """Compile `fill_all`."""
+    return callback(fill_all, FREQUENCIES_SIGNATURE).ctypes
 
 
 def frequencies(theta, rotary_dim, stops, longest, factor):
     """Return the frequencies [stops, pairs] of sequences that end at `stops`."""
     table = np.empty((len(stops), rotary_dim // 2), np.float32)
-    frequencies_code().ctypes(
-        theta, rotary_dim, address(stops), len(stops), longest, factor, address(table)
-    )  # fmt: skip
+    frequencies_code()(theta, rotary_dim, address(stops), len(stops), longest, factor, address(table))
     return table
 
 
 @helper
 def fill_angles(position, divisor, frequencies, pairs, halves, cosines, sines):
-    """Write the cosines and sines of one token."""
+    """Write the cosines and signed sines of one token."""
     fastest = max(get_float(frequencies), get_float(frequencies + 4 * (pairs - 1)))
     if abs(numeric.rotary_angle(position, divisor, fastest)) < numeric.MAX_ANGLE:
         for i in range(pairs):
@@ -184,7 +175,7 @@ def fill_angles(position, divisor, frequencies, pairs, halves, cosines, sines):
                 numeric.rotary_angle(position, divisor, get_float(frequencies + 4 * i))
             )
             put_pair(i, pairs, halves, cosine, sine, cosines, sines)
-    else:  # large angles need libm's exact reduction
+    else:  # large angles need the exact reduction of libm
         for i in range(pairs):
             angle = np.float64(numeric.rotary_angle(position, divisor, get_float(frequencies + 4 * i)))
             cosine, sine = np.float32(math.cos(angle)), np.float32(math.sin(angle))
@@ -211,12 +202,8 @@ def rotate_tokens(worker, params_at):
     contexts longer than `longest` (dynamic NTK).
     """
     params = record(params_at)
-    starts, first, rotary_dim, pairs = (
-        integers(params.starts),
-        integers(params.first),
-        params.rotary_dim,
-        params.rotary_dim // 2,
-    )
+    starts, first = integers(params.starts), integers(params.first)
+    rotary_dim, pairs = params.rotary_dim, params.rotary_dim // 2
     theta, divisor = get_double(params.scaling), get_double(params.scaling + 8)
     factor, total = get_double(params.scaling + 16), starts[params.batch]
     begin, end = share(total, worker, params.workers), share(total, worker + 1, params.workers)
@@ -251,15 +238,10 @@ def rotate_tokens(worker, params_at):
             )  # fmt: skip
 
 
-@functools.cache
-def rotary_code():
-    return callback(rotate_tokens, WORKER)
-
-
 def prepare_rotary(element, moves, starts, first, rotary_dim, bypass_key, halves, tables, scaling):
-    """Prepare the rotation of checked arrays. `moves` is [(query, output), (key, output)].
+    """Return a launch that rotates checked arrays. `moves` is [(query, output), (key, output)].
 
-    `halves` says that pairs are elements i and i + rotary_dim / 2, else neighbours. `tables` are float32
+    With `halves`, pairs are elements i and i + rotary_dim / 2, else neighbours. `tables` are float32
     [cosines | sines, positions, pairs], or None. `scaling` is (theta, divisor of positions, longest, factor
     of the base for longer contexts).
     """
@@ -274,11 +256,8 @@ def prepare_rotary(element, moves, starts, first, rotary_dim, bypass_key, halves
     stream = stream and not (halves and rotary_dim // 2 * moves[0][0].itemsize % 16)
     workers = threads() if moved >= SMALL_BYTES else 1
     theta, divisor, longest, factor = scaling
-    places, numbers, scratch_bytes = (
-        np.array(sides, np.int64),
-        doubles(theta, divisor, factor),
-        64 * rotary_dim,
-    )
+    places, numbers = np.array(sides, np.int64), doubles(theta, divisor, factor)
+    scratch_bytes = 64 * rotary_dim
     params = PARAMS.filled({
         "heads_code": (halves_of if halves else heads_of)(element, stream).address, "workers": workers,
         "starts": starts, "first": first, "batch": len(first),
@@ -288,7 +267,7 @@ def prepare_rotary(element, moves, starts, first, rotary_dim, bypass_key, halves
         "scaling": numbers, "longest": longest,
         "scratch": 0, "scratch_bytes": scratch_bytes,
     })  # fmt: skip
-    kernel = rotary_code()
+    kernel = kernel_code(rotate_tokens)
 
     def run():
         params[PARAMS.at["scratch"]] = scratch.at_least(workers * scratch_bytes)
@@ -297,9 +276,10 @@ def prepare_rotary(element, moves, starts, first, rotary_dim, bypass_key, halves
     return Launch(places.reshape(-1), OWNERS, run, alive=(params, moves, starts, first, numbers, tables))
 
 
-scratch = Workspace()  # of workers: cosines, sines, frequencies
+scratch = Workspace()  # cosines, sines and frequencies of each worker
 
 
 @functools.lru_cache(64)
 def doubles(*numbers):
+    """Return an array of float64, the same one for the same numbers."""
     return np.array(numbers)

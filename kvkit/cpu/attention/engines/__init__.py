@@ -1,1 +1,1 @@
-"""The engines of attention: machine code (params, block, tile) that multiplies one kind of tile."""
+"""The engines of attention. Each is machine code (params, block, tile) that multiplies one kind of tile."""

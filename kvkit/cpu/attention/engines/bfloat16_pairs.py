@@ -3,7 +3,7 @@
 S = scale K Q^T              [tokens, rows], queries [dim / 2, rows, 2]
 O = O alpha + P V            [rows, dim], weights [tokens / 2, rows, 2]
 
-Keys and values have an address for each row. Rows that are keys and values at once are read where they lie.
+Engines read each row of keys and values by its address. Latent rows, keys and values at once, stay in place.
 """
 
 import functools
@@ -27,7 +27,7 @@ def pair_queries(params_address, block_address, tile_address):
 
 
 def load(params_address, block_address, tile_address):
-    """Write the addresses of the block's rows, which are copied first unless they can be read in place."""
+    """Write the addresses of the block's rows; copy the rows first, unless they can be read in place."""
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
     keys, values = params.keys, params.values
     if block.values_in_keys:
@@ -63,7 +63,7 @@ def multiply_keys(params_address, block_address, tile_address):
 
 @helper
 def find_next_rows(params, block, head):
-    """Write where the rows of the next block are; latent rows are long, and are prefetched."""
+    """Write the addresses of the next block's rows, which are prefetched because latent rows are long."""
     rows, _ = rows_of_head(params.keys, block, head)
     for i in range(block.size):
         position = min(block.begin + block.size + i, block.end - 1)
@@ -76,14 +76,10 @@ def add_values(params_address, block_address, tile_address):
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
     pairs.pair_rows(tile.scores, tile.count, tile.scores)
     pairs.sums(
-        tile.scores,
-        block.key_addresses if block.values_in_keys else block.value_addresses,
-        pairs=(tile.count + 1) // 2,
-        dim=params.values.padded_dim,
-        target=tile.o,
-        factors=tile.alpha,
+        tile.scores, block.key_addresses if block.values_in_keys else block.value_addresses,
+        pairs=(tile.count + 1) // 2, dim=params.values.padded_dim, target=tile.o, factors=tile.alpha,
         rows=-(-tile.live // pairs.TILE) * pairs.TILE,
-    )
+    )  # fmt: skip
 
 
 STEPS = {"queries": pair_queries, "load": load, "scores": multiply_keys, "sums": add_values}

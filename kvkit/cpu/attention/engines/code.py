@@ -1,4 +1,4 @@
-"""Steps of engines as machine code: C functions (params, block, tile) over addresses of records."""
+"""Compile the steps of engines: C functions (params, block, tile) that take addresses of records."""
 
 from numba import types
 
@@ -8,5 +8,5 @@ STEP = types.void(*[types.int64] * 3)
 
 
 def step_code(function, key, control=False):
-    """Compile a step of an engine, or load it; `key` names what the function closes over."""
+    """Compile a step of an engine, or load it; `key` has the values that the function closes over."""
     return callback(function, STEP, key, control=control)

@@ -15,14 +15,14 @@ from kvkit.cpu.attention.params import block_at, params_at, prefetched, tile_at,
 from kvkit.cpu.simd import integers
 from kvkit.formats.elements import BY_NAME
 
-WIDTHS = 128, 64  # elements of a row at a time
-STORED = {"int8": WIDTHS, "int4": WIDTHS[:1], "q8_0": WIDTHS, "q4_0": WIDTHS[:1]}
+WIDTHS = 128, 64  # elements of a row that are multiplied at a time
+STORED = {"int8": WIDTHS, "int4": WIDTHS[:1], "q8_0": WIDTHS, "q4_0": WIDTHS[:1]}  # legal widths by format
 
 get_float = memory.load(types.float32)
 
 
 def width(stored, scale_format, group, dims):
-    """Return how many elements the integer products take at a time; None if they do not fit these codes."""
+    """Return how many elements integer products multiply at a time; None if they do not fit these codes."""
     if stored not in STORED or (scale_format is None) != (BY_NAME[stored].block is not None):
         return None
     group = group or 8
@@ -54,7 +54,7 @@ def queries(rows, *form):
 
 @functools.cache
 def scores(rows, near, *form):
-    """Compile S = K Q^T over fixed-point queries; `near` prefetches into the first cache."""
+    """Compile S = K Q^T over fixed-point queries; `near` prefetches into the L1 cache."""
     multiply = integers.compile_scores(rows, near, *form)
 
     def scores(params_address, block_address, tile_address):
@@ -73,8 +73,8 @@ def scores(rows, near, *form):
 def sums(rows, near, *form):
     """Compile the softmax and O = O alpha + P V; scores are overwritten, up to whole vectors.
 
-    Where scales are too uneven, or values too large, it leaves all as it is and sets `block.uneven`. It works
-    in the room for widened values, the larger of 256 * dim and 32768 bytes.
+    If scales are too uneven, or values too large, it changes nothing but `block.uneven`, which it sets. Its
+    workspace is the buffer of widened values, which has at least 256 * dim and 32768 bytes.
     """
     fixed_scales, softmax = integers.compile_fixed_scales(*form), integers.compile_softmax(rows)
     multiply = integers.compile_sums(rows, near, *form)
@@ -103,7 +103,7 @@ def sums(rows, near, *form):
 
 
 def engine(rows, near, stored, form):
-    """Return the engine over keys and values `stored` as two formats."""
+    """Return the engine over keys and values; `stored` are their formats."""
     key, value = stored
     return {
         "queries": queries(rows, key, *form).address,

@@ -1,4 +1,4 @@
-"""Load rows of a block into the workspace as [tokens, dim], unconverted or as float32."""
+"""Load rows of a block into the workspace as [tokens, dim], with their bits or as float32."""
 
 import numpy as np
 from numba import types
@@ -13,7 +13,7 @@ get, get_int32 = memory.load(types.int64), memory.load(types.int32)
 
 @helper
 def rows_of_head(side, block, head):
-    """Return the addresses of a key head's rows and of their scales."""
+    """Return the addresses of row 0 of a key head, and of its scales."""
     rows = side.address + block.sequence * side.sequence + head * side.head
     return rows, side.scales + block.sequence * side.scale_sequence + head * side.scale_head
 
@@ -28,7 +28,7 @@ def row_at(params, block, side, position):
 
 @helper
 def run_end(row_ids, begin, count, step):
-    """Return the end of the run of neighbouring rows that begins at a token."""
+    """Return the end of the run of neighbouring rows that begins at token `begin` of the block."""
     first, end = get(row_ids + 8 * begin), begin + 1
     while end < count and get(row_ids + 8 * end) == first + (end - begin) * step:
         end += 1
@@ -37,7 +37,7 @@ def run_end(row_ids, begin, count, step):
 
 @helper
 def copy_rows(code, side, block, head, row_ids, target, target_row):
-    """Copy the block's rows of a head without conversion, run by run."""
+    """Copy the block's rows of a head, run by run; `code` copies a row."""
     source, _ = rows_of_head(side, block, head)
     begin = 0
     while begin < block.count:
@@ -55,7 +55,7 @@ def widen_rows(params, side, block, head, row_ids, target):
     """Write the block's rows of a head as float32, run by run.
 
     Strided elements are copied as if each were a head. With `params.rounds`, rows are first rounded to the
-    16-bit type of the data, into the second half of each float32 row, and widened from there.
+    16-bit format of the data, in the second half of each float32 row, and widened from there.
     """
     source, scales = rows_of_head(side, block, head)
     target_row = 4 * side.padded_dim

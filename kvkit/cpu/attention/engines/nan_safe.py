@@ -2,8 +2,8 @@
 
     O = O alpha + sum of P V over the tokens whose P is not 0       [rows, dim], or [dim, rows] if wide
 
-A work item whose first outputs are not finite is computed again this way. Weights are shrunk, so that sums of
-finite values times finite weights stay finite.
+A work item whose outputs are not finite is computed again with these products. Weights are multiplied with
+SHRINK, so that sums of finite weighted values stay finite.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from kvkit.cpu.simd import attention
 from kvkit.cpu.simd.attention import WIDE
 from kvkit.runtime.jit import helper
 
-SHRINK = np.float32(2**-40)  # of weights
+SHRINK = np.float32(2**-40)
 
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 nan_safe_wide_sums = attention.nan_safe_wide_sums
@@ -25,20 +25,13 @@ def nan_safe_scores(params, block, tile):
     """S = K Q^T of a narrow tile, over queries [rows, dim] in natural order and widened keys."""
     dim = params.keys.padded_dim
     for r in range(block.rows):
-        attention.dots(
-            tile.queries + 4 * r * dim,
-            block.wide_keys,
-            4 * dim,
-            tile.count,
-            dim,
-            tile.scores + 4 * r,
-            4 * block.rows,
-        )
+        query, scores = tile.queries + 4 * r * dim, tile.scores + 4 * r
+        attention.dots(query, block.wide_keys, 4 * dim, tile.count, dim, scores, 4 * block.rows)
 
 
 @helper
 def shrink_weights(block, tile):
-    """Shrink the weights of a tile."""
+    """Multiply the weights of a tile with SHRINK."""
     put_float(block.number, SHRINK)
     attention.scale_by(tile.scores, tile.scores, -(-tile.count * block.rows // 16) * 16, block.number)
 
@@ -47,16 +40,8 @@ def shrink_weights(block, tile):
 def nan_safe_sums(params, block, tile):
     """O = O alpha + P V over the widened values whose weight is not 0."""
     dim = params.values.padded_dim
-    add_seen_values(
-        tile.scores,
-        block.wide_values,
-        4 * dim,
-        tile.count,
-        dim=dim,
-        o=tile.o,
-        alpha=tile.alpha,
-        rows=block.rows,
-    )
+    weights, values = tile.scores, block.wide_values
+    add_seen_values(weights, values, 4 * dim, tile.count, dim, o=tile.o, alpha=tile.alpha, rows=block.rows)
 
 
 @helper

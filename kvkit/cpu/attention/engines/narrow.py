@@ -3,8 +3,8 @@
     S = K Q^T                    [tokens, rows]
     O = O alpha + P V            [rows, dim]
 
-Machine code is made for each number of rows and each format. Lanes are elements of a head; rows that vectors
-do not fit are widened first.
+Each number of rows and each format has its own machine code. Lanes are elements of a head. Rows that are no
+whole vectors are widened first.
 """
 
 import functools
@@ -21,7 +21,7 @@ NARROW = attention.NARROW
 
 
 def in_place(scale_format, group, dims):
-    """Return whether rows can be read in place, as whole vectors that fit their groups."""
+    """Return whether rows can be read in place: they are whole vectors, which groups of scales fit."""
     return all(dim % attention.LANES == 0 for dim in dims) and (
         not scale_format or panels.lanes_divide(group)
     )
@@ -29,9 +29,9 @@ def in_place(scale_format, group, dims):
 
 @functools.cache
 def orders(stored, scale_format, group, dim):
-    """Return a table [rows, dim]: the order of a query's elements that scores of `rows` query rows need.
+    """Return a table [rows, dim] of the order of a query's elements that scores of `rows` query rows need.
 
-    None if it is always the natural order.
+    Return None if that is always the natural order.
     """
     element = BY_NAME[stored]
     if not (scale_format or element.minifloat or element.block):
@@ -78,7 +78,8 @@ def scores(
     """Compile S = K Q^T for 1, 2, 4 or 8 rows of queries [dim / LANES, row, LANES], ordered (see `orders`).
 
     Token t is at keys + key_ids[t] * key_row. `near` and `in_order` are hints (see `narrow_scores`). The
-    plain form takes queries [row, dim] in natural order, and what `quarters.fits` those of `queries`.
+    plain form takes queries [row, dim] in natural order. If `quarters.fits`, queries are arranged by
+    `queries`.
     """
     if plain:
         return plain_forms.scores(rows, stored, scale_format, group, exact)
@@ -122,9 +123,9 @@ def sums(rows, stored="float32", scale_format=None, group=0, exact=False, near=F
 
 
 def engine(rows, stored, scales, exact, near, in_order, paired=False):
-    """Return the engine over keys and values `stored` as two formats, with scales of a (format, group).
+    """Return the engine over keys and values; `stored` are their formats, `scales` is (format, group).
 
-    `paired` says that queries, too, are bfloat16, and that the processor multiplies pairs.
+    With `paired`, queries are bfloat16 too, and the processor multiplies pairs.
     """
     (key, value), by_quarters = stored, quarters.fits(rows, stored[0], paired)
     return {

@@ -23,11 +23,8 @@ def element_at(stored, scale_format, group, exact):
     if BY_NAME[stored].block:
         return blocks.element_at(stored)
     if scale_format and BY_NAME[stored].minifloat:
-        number, get_scale, step = (
-            memory.read(stored),
-            memory.read(scale_format),
-            BY_NAME[scale_format].bytes(1),
-        )
+        number, get_scale = memory.read(stored), memory.read(scale_format)
+        step = BY_NAME[scale_format].bytes(1)
         return helper(
             lambda row, scale_base, i: (
                 number(row + i) * get_scale(scale_base + (i // group * step if group else 0))
@@ -37,11 +34,8 @@ def element_at(stored, scale_format, group, exact):
         get_number, size = memory.read(stored), BY_NAME[stored].bytes(1)
         return helper(lambda row, scale_base, i: get_number(row + i * size))
     get_code, get_scale = memory.load(types.int8), memory.read(scale_format)
-    bits, scale_size, rounded = (
-        BY_NAME[stored].bits,
-        BY_NAME[scale_format].bytes(1),
-        scale_format if exact else "float32",
-    )
+    bits, scale_size = BY_NAME[stored].bits, BY_NAME[scale_format].bytes(1)
+    rounded = scale_format if exact else "float32"
 
     def element(row, scale_base, i):
         code = get_code(row + i * bits // 8)

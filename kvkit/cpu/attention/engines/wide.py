@@ -44,5 +44,5 @@ def sums(plain=False):
 
 
 def engine():
-    """Return the wide engine; `walk.py` widens the rows first."""
+    """Return the wide engine; `walk.load_block` widens the rows first."""
     return {"scores": scores().address, "sums": sums().address}

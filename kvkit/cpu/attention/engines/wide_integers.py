@@ -1,4 +1,4 @@
-"""The wide integer engine: 32 query rows of one token, over codes that are unfolded once per block.
+"""The wide integer engine: 32 query rows of one token, over codes that are unpacked once per block.
 
 S = K Q^T                          [tokens, rows], queries as fixed point of 16 bits
 P = exp(S - m), O = O alpha + P V  [dim, rows], P as fixed point of 16 bits
@@ -20,13 +20,13 @@ get_float = memory.load(types.float32)
 
 @helper
 def scales_of(values, dim):
-    """Return the address of the scales of unfolded values; the first is negative if they are too uneven."""
+    """Return the address of the scales of unpacked values; the first is negative if they are too uneven."""
     return values + (4 * dim + 64) * (integers.MOST_TOKENS // 2)
 
 
 @functools.cache
 def queries(*form):
-    """Compile the conversion of queries [dim, WIDE] to fixed point, of 64 * dim + 128 bytes."""
+    """Compile the conversion of queries [dim, WIDE] to fixed point; the result has 64 * dim + 128 bytes."""
     fixed = wide_integers.compile_fixed_queries(*form)
 
     def queries(params_address, block_address, tile_address):
@@ -38,12 +38,13 @@ def queries(*form):
 
 @functools.cache
 def load(key, value, *form):
-    """Compile the unfolding of keys, 4 * dim bytes per token, and, unless uneven, of values, 512 * dim."""
+    """Compile the unpacking of keys and, unless their scales are too uneven, of values.
+
+    Unpacked keys have 4 * dim bytes for each token, values 512 * dim bytes for the block.
+    """
     unfolded_keys = wide_integers.unfolded_keys(key, *form)
-    fixed_scales, unfolded_values = (
-        integers.compile_fixed_scales(value, *form),
-        wide_integers.unfolded_values(value, *form),
-    )
+    fixed_scales = integers.compile_fixed_scales(value, *form)
+    unfolded_values = wide_integers.unfolded_values(value, *form)
 
     def load(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
@@ -97,7 +98,7 @@ def sums(*form):
 
 
 def engine(stored, form):
-    """Return the engine over keys and values `stored` as two formats."""
+    """Return the engine over keys and values; `stored` are their formats."""
     key, value = stored
     return {
         "queries": queries(key, *form).address, "load": load(key, value, *form).address,
