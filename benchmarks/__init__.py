@@ -1,1 +1,1 @@
-"""Benchmarks of kvkit, in its checkout: suites of `kvkit bench`, and scripts."""
+"""Benchmarks of kvkit: the suites of `kvkit bench`, and scripts."""

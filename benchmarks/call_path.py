@@ -1,7 +1,7 @@
-"""Count the files of the package that a call enters, and its moves between them.
+"""Count the files of the package that a call enters, and how often it moves from file to file.
 
-python benchmarks/call_path.py prints both: a reader who follows a call moves as often. The first call is
-counted once all machine code is there; it checks and prepares everything.
+python benchmarks/call_path.py prints both, as a measure of how hard it is to follow a call. A first call is
+one that checks and prepares everything; its machine code is compiled before.
 """
 
 import itertools
@@ -45,20 +45,9 @@ def attention(cache, new, heads=HEADS):
     def call():
         seqstarts, kvstarts, cachestarts, start_pos = index
         kvkit.dynamic_batching.multi_head_cache_attention(
-            query,
-            new,
-            new,
-            seqstarts,
-            kvstarts,
-            cachestarts,
-            start_pos,
-            0,
-            None,
-            None,
-            cache,
-            **sizes,
-            **place,
-        )
+            query, new, new, seqstarts, kvstarts, cachestarts, start_pos, 0, None, None, cache,
+            **sizes, **place,
+        )  # fmt: skip
 
     return call
 

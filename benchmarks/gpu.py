@@ -1,9 +1,9 @@
 """Measure kvkit_cuda on one GPU: python -m benchmarks.gpu --json benchmarks/results/gpu.json
 
 All functions alternate in one process. CUDA events time 20 calls in a row, so that the device does not wait
-for the host, whose time is apart. `copy` reads and writes as many bytes as the operator must; `matmul` is
-torch's product with as many operations. `torch` is the fastest backend of scaled_dot_product_attention;
-`gather + torch` copies the rows of the cache first, and widens codes.
+for the host, whose time is measured separately. `copy` reads and writes as many bytes as the operator must;
+`matmul` is torch's product with as many operations. `torch` is the fastest backend of
+scaled_dot_product_attention; `gather + torch` copies the rows of the cache first, and widens codes.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Compare kernels of a GPU with the CPU, and time them: what gpu_first_day.sh runs, in parts.
+"""Compare kernels on a GPU with the CPU, and time them; gpu_first_day.sh runs these commands.
 
 python -m benchmarks.gpu_first_day names          names of the comparisons
 python -m benchmarks.gpu_first_day smoke NAME     one of them, in a process of its own
-python -m benchmarks.gpu_first_day bench          20 calls in a row between events; the host's time apart
+python -m benchmarks.gpu_first_day bench          time 20 calls in a row, on the device and on the host
 """
 
 import json

@@ -1,8 +1,8 @@
-"""A model of a decode step on a machine of 64 cores: python -m benchmarks.many_cores prints its figures.
+"""Model a decode step on a machine of 64 cores: python -m benchmarks.many_cores prints its figures.
 
-Nothing here is measured but one core's speed. Threads take work items as `kvkit/cpu/attention/scheduler.py`
-makes them, and read their bytes; those that are busy share the bandwidth of the machine. The thread that ends
-the last split of a head merges the splits.
+Only the speed of one core is measured. Threads take the work items of `kvkit/cpu/attention/scheduler.py` and
+read their bytes; busy threads share the bandwidth of the machine. The thread that ends the last split of a
+head merges its splits.
 """
 
 import json
@@ -28,7 +28,7 @@ STEPS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes a second of a core and of the memory, and the seconds of what is not reading."""
+    """The speeds of a core and of memory in bytes a second, and the seconds of other work."""
 
     core: float = 20e9
     memory: float = 370e9  # 12 channels of DDR5-4800 at 80 %

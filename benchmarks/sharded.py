@@ -128,7 +128,7 @@ def offline(client, tokens, rng):
 
 
 def filled_array(tokens):
-    """Return keys in new memory; `dask.array.ones` has one number for all."""
+    """Return keys in memory of their own; `dask.array.ones` stores one number only."""
     return np.full((1, int(np.sum(tokens)), KEY_HEADS, DIM), 0.5, np.float16)
 
 

@@ -109,7 +109,7 @@ def paired(report):
 
 
 def small(report):
-    """Return the microseconds of small calls, those of Python and of machine code apart."""
+    """Return the microseconds of small calls, and how many of them are Python's and machine code's."""
     yield from about(report)
     rows = []
     for result in report["results"]:
@@ -198,7 +198,7 @@ def text(page, name, made):
 
 
 def updated():
-    """Return every page, by its path, as the committed results make it."""
+    """Return every page, by its path, with the tables of the committed results."""
     pages = {}
     for path, name, suite, make in PAGES:
         results = HERE / "results" / f"{suite}.json"

@@ -1,6 +1,6 @@
-"""The GPU mirror of `kvkit`: the same operators for arrays of CUDA devices, and for numpy arrays.
+"""Mirror `kvkit` on a GPU: the same operators for arrays of CUDA devices, and for numpy arrays.
 
-Importing it touches neither Numba nor a driver; the first call does.
+The first call imports Numba and loads a driver; importing this package does neither.
 """
 
 from kvkit.errors import DeviceError, KvkitError
@@ -22,30 +22,11 @@ from kvkit_cuda.mirror import (
 )
 
 __all__ = [
-    "DeviceError",
-    "KvkitError",
-    "PagedPlan",
-    "__version__",
-    "alibi_mask",
-    "alibi_slope",
-    "ascend",
-    "dynamic_batching",
-    "indexer_scores",
-    "key_value_cache",
-    "merge_attention_states",
-    "mla_absorb",
-    "mla_append",
-    "mla_attention",
-    "mla_expand",
-    "multi_head_attention",
-    "multi_head_cache_attention",
-    "paged_append",
-    "paged_attention",
-    "paged_plan",
-    "rotary_position_embedding",
-    "swap_blocks",
-    "topk_rows",
-]
+    "DeviceError", "KvkitError", "PagedPlan", "__version__", "alibi_mask", "alibi_slope", "ascend",
+    "dynamic_batching", "indexer_scores", "key_value_cache", "merge_attention_states", "mla_absorb",
+    "mla_append", "mla_attention", "mla_expand", "multi_head_attention", "multi_head_cache_attention",
+    "paged_append", "paged_attention", "paged_plan", "rotary_position_embedding", "swap_blocks", "topk_rows",
+]  # fmt: skip
 
 key_value_cache = on_device("key_value_cache", BITS)
 multi_head_attention = on_device("multi_head_attention", SUMS, KEY_WEIGHTS)

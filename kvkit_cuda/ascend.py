@@ -4,18 +4,9 @@ from kvkit.ascend import CompressType, Slots, compressed_slots, razor_windows, s
 from kvkit_cuda.mirror import SUMS, on_device
 
 __all__ = [
-    "CompressType",
-    "Slots",
-    "block_copy",
-    "compressed_slots",
-    "nd_to_nz",
-    "nz_to_nd",
-    "paged_attention",
-    "paged_cache_load",
-    "razor_windows",
-    "reshape_and_cache",
-    "slots",
-]
+    "CompressType", "Slots", "block_copy", "compressed_slots", "nd_to_nz", "nz_to_nd", "paged_attention",
+    "paged_cache_load", "razor_windows", "reshape_and_cache", "slots",
+]  # fmt: skip
 
 reshape_and_cache = on_device("ascend.reshape_and_cache")
 paged_cache_load = on_device("ascend.paged_cache_load")

@@ -6,15 +6,9 @@ Names in capitals are sentences that are added to the docstrings of kvkit.
 from kvkit_cuda.mirror import ANGLES, BITS, CODES, INTO, ONCE, SUMS, on_device
 
 __all__ = [
-    "Plan",
-    "alibi_mask",
-    "key_value_cache",
-    "multi_head_attention",
-    "multi_head_cache_attention",
-    "plan",
-    "position_index",
-    "rotary_position_embedding",
-]
+    "Plan", "alibi_mask", "key_value_cache", "multi_head_attention", "multi_head_cache_attention", "plan",
+    "position_index", "rotary_position_embedding",
+]  # fmt: skip
 
 TABLE = "A page table on the device is checked on the device."
 SAME_STEP = """with the same `seqstarts`, `page_size`, `cache_mode` and `decoding_batches`, whose page

@@ -1,6 +1,6 @@
-"""Operators that mirror those of `kvkit`: they have the same names, arguments and documentation.
+"""Make operators for a GPU that have the names, arguments and documentation of `kvkit`.
 
-`kvkit_cuda.calls` does the work; the first call loads it.
+`kvkit_cuda.calls`, which the first call loads, does the work.
 """
 
 import functools
@@ -15,7 +15,7 @@ from kvkit.operators import OPERATORS
 from kvkit.operators.arrays import INDEX
 from kvkit_cuda.device_runtime import needs
 
-NOT_READ = ("sequences",)  # index tensors that may lie on a device like arrays: only their shape is used
+NOT_READ = ("sequences",)  # index tensors of which only the shape is used; they may be on a device
 WHERE = """`kvkit.{path}` on a CUDA device. Arrays of a device (with the CUDA array interface or DLPack) are
 used in place. Numpy arrays are copied to the current device, and back if they change."""
 RESULTS = """Without `out`, results are new arrays of the library and device of `{first}`."""
@@ -56,7 +56,7 @@ NO_DEVICE = """DeviceError
 
 
 class Arguments:
-    """The arguments of a function, and `own` keyword arguments with their defaults."""
+    """The arguments of a function of `kvkit`, and `own` keyword arguments with their defaults."""
 
     def __init__(self, function, own):
         given = inspect.signature(function)
@@ -67,7 +67,7 @@ class Arguments:
         self.positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
         self.defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
         self.names = frozenset(self.signature.parameters)
-        # The names that keywords may have after i positional arguments.
+        # others[i]: the names that keywords may have after i positional arguments.
         self.others = [self.names.difference(self.positional[:i]) for i in range(len(self.positional) + 1)]
 
     def bind(self, args, kwargs):
@@ -82,7 +82,7 @@ class Arguments:
 
 
 def parameter(name, default):
-    """Return a parameter that is given by keyword."""
+    """Return a keyword-only parameter."""
     kind = object if default is None else type(default)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
@@ -93,10 +93,10 @@ def origin(path):
 
 
 def on_device(path, *notes, own=None, then=None):
-    """Return the device's form of the operator of `kvkit` with this path.
+    """Return the operator for a GPU that mirrors the function of `kvkit` at a path.
 
-    Its docstring is that of `kvkit` with `notes` on the differences. `own` maps additional arguments to
-    (default, text); all operators take `stream`. The result is passed to `then`.
+    `notes` on the differences are added to its docstring. `own` maps additional arguments to (default, text);
+    all operators take `stream`. Results are passed through `then`.
     """
     own = own or {}
     function = origin(path)
@@ -119,7 +119,7 @@ def on_device(path, *notes, own=None, then=None):
 
 @functools.cache
 def kernels():
-    """Import everything that needs Numba."""
+    """Import the module that runs operators, and Numba with it."""
     if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
         needs.packages()
     return importlib.import_module("kvkit_cuda.calls.operators")
@@ -149,7 +149,7 @@ def docstring(path, function, notes, more):
 
 
 def with_own_names(text):
-    """Return a text that names `kvkit_cuda` for `kvkit`, but where only `kvkit` has the name."""
+    """Return a text with `kvkit_cuda` in place of `kvkit`, except before names that only `kvkit` has."""
     both = {path.partition(".")[0] for path in OPERATORS} | {"paged_plan"}
     name = re.compile(r"\bkvkit\b(?=\.(\w+)|)")
     return name.sub(lambda found: "kvkit_cuda" if found[1] is None or found[1] in both else "kvkit", text)

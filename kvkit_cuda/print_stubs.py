@@ -59,7 +59,7 @@ class Stub:
         return f"class {name}:\n    {body}\n\n"
 
     def function(self, name, function):
-        """Return the stub of a function: its own parameters, then those of its function in kvkit."""
+        """Return the stub of a function, with the parameter types of its function in kvkit."""
         path = function.__module__.replace("kvkit_cuda", "kvkit"), *function.__qualname__.split(".")
         origin: typing.Any = functools.reduce(getattr, path[1:], importlib.import_module(path[0]))  # type: ignore[arg-type]
         signature, keyword, given = inspect.signature(origin, eval_str=True), False, []
@@ -76,13 +76,13 @@ class Stub:
         return f"def {name}(\n{text}\n){returned}: ...\n"
 
     def annotation(self, parameter):
-        """Return the type of a parameter, and its default."""
+        """Return the source text of a parameter's type and default."""
         known, default = parameter.annotation is not parameter.empty, parameter.default
-        told = f": {self.type(parameter.annotation)}" if known else ""
+        kind = f": {self.type(parameter.annotation)}" if known else ""
         if default is parameter.empty:
-            return told
+            return kind
         space = " " if known else ""
-        return f"{told}{space}={space}{literal(default)}"
+        return f"{kind}{space}={space}{literal(default)}"
 
     def type(self, kind):
         """Return the source text of a type; numpy's array types become `Array`."""
@@ -113,7 +113,7 @@ class Stub:
 
 
 def literal(value):
-    """Return a default as source text, or "..." if it is no literal."""
+    """Return a default as source text, or "..." if it is not a literal."""
     try:
         ast.literal_eval(repr(value))
     except (SyntaxError, ValueError):

@@ -6,12 +6,13 @@ from kvkit.formats import BY_NAME, QUANTIZED
 from kvkit_cuda import dynamic_batching
 from kvkit_cuda.device_runtime import compiled
 
-PROMPT, PAST, PAGE = 40, 600, 128  # tokens: a prompt too long for decode; a past of several splits; a page
+# Tokens of a prompt that is too long for the decode kernel, of a past with several splits, and of a page.
+PROMPT, PAST, PAGE = 40, 600, 128
 CODES = {fmt.name: bits for bits, fmt in QUANTIZED.items()}
 
 
 def compile_for(capability):
-    """Compile for a compute capability from now on, without a driver; nothing runs in this process then."""
+    """Make this process compile kernels for a compute capability without a driver, and run none."""
     from kvkit_cuda.device_runtime import absent
 
     absent.compile_for(capability)
@@ -23,9 +24,9 @@ def warm(cache="float16", group=8, data="float16", dim=128, queries=4, scale=Non
     Parameters
     ----------
     cache, data, scale : str
-        Formats of the cache, of new tokens and of scales (None: that of the data).
+        Formats of the cache, of new tokens and of scales (None: the format of the data).
     group, dim, queries : int
-        Codes that share a scale, elements of a head, query heads for each key head.
+        Codes that share a scale, elements of a head, and query heads for each key head.
 
     Returns
     -------
@@ -35,20 +36,20 @@ def warm(cache="float16", group=8, data="float16", dim=128, queries=4, scale=Non
     Raises
     ------
     DeviceError
-        If there is no device, since kernels are compiled for the current one.
+        If there is no device. Kernels are compiled for the current one.
     """
     bits, dtype = CODES.get(cache, 0), BY_NAME[data].dtype
     columns, last = -(-(PAST + PROMPT) // PAGE), dim * bits // 8 if bits else dim
     shape = columns * PAGE, 1, 2, 1
-    there = np.zeros((*shape, last), BY_NAME[cache].dtype)
+    rows = np.zeros((*shape, last), BY_NAME[cache].dtype)
     scales = np.zeros((*shape, dim // group), BY_NAME[scale or data].dtype) if bits else None
-    how = {"quant_bit": bits, "quant_group": group}
+    codes = {"quant_bit": bits, "quant_group": group}
     sizes = {"num_heads": queries, "num_kv_heads": 1, "head_dim": dim}
     for tokens in (PROMPT, 1):
         table = np.arange(columns)[None] * PAGE
         index = [0, tokens], [0, PAST + tokens], table, [PAST]
         plan = dynamic_batching.plan(*index, cache_mode=1, page_size=PAGE)
         query, new = (np.zeros((tokens, heads, dim), dtype) for heads in (queries, 1))
-        plan.multi_head_cache_attention(query, new, new, there, scales, **sizes, **how)
-        plan.key_value_cache(new, new, there, scales, **how)
+        plan.multi_head_cache_attention(query, new, new, rows, scales, **sizes, **codes)
+        plan.key_value_cache(new, new, rows, scales, **codes)
     return dict(compiled.counts)

@@ -1,4 +1,4 @@
-"""All suites of `kvkit bench`."""
+"""List all suites of `kvkit bench`."""
 
 from benchmarks.suites import (
     ascend,

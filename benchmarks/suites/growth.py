@@ -1,4 +1,6 @@
-"""Cases of growing contexts, in one memory: 32 query heads of 128 elements, 8 key heads if a case names none.
+"""Cases of growing contexts: 32 query heads of 128 elements, 8 key heads if a case does not name them.
+
+All caches are parts of one memory.
 
 All elements of the memory and of new tokens are equal, so outputs equal that element whatever the weights.
 """

@@ -1,7 +1,7 @@
 """Cases of latent caches: rows of 512 + 64, beside kvkit's own bfloat16 prefill of heads of 128.
 
-Times of other work are scaled to the operations of the case, so a goal is a share of a rate. All tokens
-share a row, which outputs are compared with.
+Times of other work are scaled to the operations of the case, so a goal is a share of a rate. All tokens have
+the same row, so outputs must equal its value.
 """
 
 import functools

@@ -27,7 +27,7 @@ BOUNDS = (
 class Case:
     """A case to measure. `prepare` returns its work; goals are the least speeds relative to peers.
 
-    `limit` is the most seconds that it may take. With `rounds` it has that many rounds and no warm-ups.
+    It may take `limit` seconds. If `rounds` is given, it has that many rounds and no warm-ups.
     """
 
     name: str

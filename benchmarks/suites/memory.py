@@ -1,4 +1,4 @@
-"""Plain parallel copies and reads, which operators are compared with."""
+"""Copy and read memory in parallel, as the limits that operators are compared with."""
 
 import numba
 import numpy as np

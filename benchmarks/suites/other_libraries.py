@@ -1,4 +1,4 @@
-"""Peers of the attention operators, where they are installed: torch and onnxruntime.
+"""Run torch and onnxruntime, if they are installed, as peers of the attention operators.
 
 Each gets kvkit's inputs in the form that suits it best: keys and values are contiguous `[B, H, T, D]`. New
 tokens are already in place for torch; onnxruntime's operator appends them to shared buffers.

@@ -1,6 +1,6 @@
-"""Cases of attention over engines' pools: a step of decoding, as in `attention`.
+"""Cases of attention over engines' pools: a step of decoding, with the sizes of `attention`.
 
-Each is compared with the same keys and values in a layout of PMX, in the same pages.
+Each case is compared with the same keys and values in the same pages of a PMX layout.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Attention of few rows over long contexts through tensor cores: 16-bit queries over their type or codes.
+"""Attend with few query rows to long contexts through tensor cores: 16-bit queries over their type or codes.
 
     s = q k^T               [rows, tokens] = [rows, dim] [dim, tokens]
     m' = max(m, scale max s), alpha = 2^(m - m'), p = 2^(scale s - m')

@@ -17,7 +17,7 @@ ROWS, DIM = 16, 128  # most rows of a call; heads above this size allow 8 rows o
 
 @dataclass(frozen=True, slots=True)
 class DecodeForm:
-    """Holds all that decides the machine code of a decode kernel."""
+    """All that decides the machine code of a decode kernel."""
 
     data_dtype: str  # of queries and outputs
     keys: Tile
@@ -29,17 +29,17 @@ class DecodeForm:
 
     @property
     def sliced(self):
-        """Return whether products are those of `slices`, not of `panels`."""
+        """Return whether `slices` computes the products, not `panels`."""
         return self.keys.sliced
 
     @property
     def scaled(self):
-        """Return whether weights are multiplied by scales of values; rows then find their own `lift`."""
+        """Return whether weights are multiplied by scales of values; if so, each row finds its own `lift`."""
         return self.sliced and self.keys.scale_format is not None
 
     @property
     def element(self):
-        """Return the type of the factors of products."""
+        """Return the 16-bit type that tensor cores multiply."""
         return self.keys.element
 
     @property
@@ -65,12 +65,12 @@ class DecodeForm:
 
     @property
     def held_queries(self):
-        """Return the words of queries of a thread."""
+        """Return how many words of queries a thread holds."""
         return self.blocks * (self.keys.dim // 8 if self.sliced else 4 * self.keys.panels)
 
     @property
     def held_words(self):
-        """Return the words of a thread on their way to a product."""
+        """Return how many words of keys or values a thread holds for a product."""
         return 6 + 2 * self.blocks if self.sliced else WORDS
 
     @property

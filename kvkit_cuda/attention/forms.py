@@ -15,7 +15,7 @@ ELEMENTS, IN_PIECES, MIXED = 64, 48, 32
 
 @dataclass(frozen=True, slots=True)
 class PlainForm:
-    """Everything that decides a kernel's machine code."""
+    """All that decides the machine code of a plain kernel."""
 
     data_dtype: str
     cache_format: str
@@ -41,7 +41,7 @@ class PlainForm:
 
     @property
     def ahead(self):
-        """Return how many tokens a team takes at once, by its registers."""
+        """Return how many tokens a team can process at once with its registers."""
         held, most = self.rows * self.pieces * self.span, 2 * ELEMENTS
         full = held == ELEMENTS or self.pieces > 1
         if self.scale_format or full or not self.data_dtype == self.cache_format == self.values:

@@ -56,7 +56,7 @@ class Softmax(NamedTuple):
     m: Any  # running maxima of scores, as powers of 2 [rows]
     l: Any  # running sums of weights [rows]
     peak: Any  # largest scores of a tile, as powers of 2 [rows]
-    lift: Any  # how much m is less than the maximum; the form's, or found by its first weights [rows]
+    lift: Any  # how far m is below the maximum: the form's lift, or that of a row's first weights [rows]
 
 
 class Held(NamedTuple):
@@ -64,7 +64,7 @@ class Held(NamedTuple):
 
     q: Any  # words of queries
     zeros: Any  # where scores begin
-    words: Any  # words on their way to a product
+    words: Any  # words of keys or values for a product
     sums: Any  # scores of a group
     scales: Any  # of two tokens [tokens, groups]
     places: Any  # offsets in a tile

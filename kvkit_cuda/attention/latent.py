@@ -59,7 +59,7 @@ def put_number(address, number):
 
 @dataclass(frozen=True, slots=True)
 class LatentForm:
-    """Holds all that decides the machine code of a kernel over latent rows."""
+    """All that decides the machine code of a kernel over latent rows."""
 
     element: str  # of queries, rows and outputs
     dim: int
@@ -138,7 +138,7 @@ class LatentForm:
 
 
 class Places(NamedTuple):
-    """Holds the addresses of a block's arrays in shared memory."""
+    """The addresses of a block's arrays in shared memory."""
 
     queries: Any  # [rows, dim]; in the end, outputs [rows, value dim]
     weights: Any  # p, rounded [rows, tokens]
@@ -147,7 +147,7 @@ class Places(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """Holds what finds the row of a position in the cache."""
+    """The numbers that give the cache row of a position."""
 
     table: Any
     pages: Any  # index of the sequence's first page in the table

@@ -172,7 +172,7 @@ def multiply_nan_safe(form):
 
 
 def element_of(tile):
-    """Return f(g, i) -> which element of values sum i of a thread is (g: see above); a row may be shorter."""
+    """Return f(g, i) -> the element of values whose sum is number i of a thread; g is as above."""
     times, pace, apart = tile.first(1), tile.pace, tile.held
 
     def element_of(g, i):

@@ -12,7 +12,7 @@ registers. The teams' results are merged in order at the end:
 
     m = max m_t, l = sum l_t e^(m_t - m), o = sum o_t e^(m_t - m)       for teams t
 
-A second kernel computes all scores again and sums the weights that a key gets, if they are wanted:
+If key weights are requested, a second kernel computes all scores again and sums the weights of each key:
 
     w = sum e^(s - lse)         [sequences, query heads, tokens], over query tokens
 """
@@ -394,7 +394,7 @@ def finisher(form):
     def finish(params, step, item, state, live, shrink, value_scale):
         lane, team = cuda.threadIdx.x, cuda.threadIdx.y
         thread = team * lanes + lane
-        # One array in a line, because the simulator tells arrays apart by their line.
+        # One array on each line, because the simulator identifies a shared array by its line.
         m_teams = cuda.shared.array((teams, rows), F32)
         l_teams = cuda.shared.array((teams, rows), F32)
         factors = cuda.shared.array(rows, F32)

@@ -44,7 +44,7 @@ load_item = work_items.item_loader()
 
 @dataclass(frozen=True, slots=True)
 class PrefillForm:
-    """Everything that decides a kernel's machine code."""
+    """All that decides the machine code of a prefill kernel."""
 
     element: str
     cache_format: str

@@ -47,7 +47,7 @@ int32, fresh_register = device.int32, ptx.fresh_register
 
 
 def place_finder(tile):
-    """Return f(lane) -> the offsets of what a lane asks for: rows of matrices, and scales of its token.
+    """Return f(lane) -> the offsets that a lane loads from: rows of matrices, and scales of its token.
 
     For matrices a lane gives the address of its token, 0-7 and 8-15 of a slice, then of the next slice.
     """
@@ -91,9 +91,9 @@ def query_loader(form):
 
 
 def range_finder(form):
-    """Return f(q) -> the factor of scores; it brings q to the type of products.
+    """Return f(q) -> the factor of scores; it scales q and converts it to the type of products.
 
-    The largest magnitude of all rows, x, is brought to 2^15 <= x < 2^16 by a power of 2. Then float16 holds
+    A power of 2 brings the largest magnitude of all rows, x, to 2^15 <= x < 2^16. Then float16 holds
     each element as exactly as bfloat16, down to 2^-29 of the largest one, and its error is 2^-40 of that.
     Elements that meet codes 16 times too large are divided by 16.
     """

@@ -1,4 +1,4 @@
-"""Tiles in the cache's format: rows and scales of 16 tokens in shared memory, copied by a warp."""
+"""Copy tiles in the cache's format to shared memory: rows and scales of 16 tokens, by one warp."""
 
 from dataclasses import dataclass
 

@@ -1,1 +1,1 @@
-"""From the arrays of a call to its launches, and back."""
+"""Check calls, copy their arrays to the device if needed, and run their launches."""

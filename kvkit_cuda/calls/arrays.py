@@ -1,7 +1,7 @@
-"""The arrays of a call: their device, the numpy views that checks of `kvkit` get, copies on the device.
+"""Present the arrays of a call to the checks of `kvkit` as numpy arrays, and copy arrays to the device.
 
-The checks read types, shapes, strides and addresses of numpy arrays, never elements. So they get an array of
-the device as a numpy array at its address, whose elements must not be read.
+The checks read dtypes, shapes, strides and addresses of arrays, never elements. So a device array becomes a
+numpy array at its address, whose elements must not be read.
 """
 
 import sys
@@ -21,9 +21,9 @@ CPU, BY_DLPACK = 1, "__dlpack_device__"
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An array of a call. `seen` is a numpy array, or the form of one at an address of the device."""
+    """An array of a call."""
 
-    seen: np.ndarray
+    seen: np.ndarray  # as the checks see it; if `on_device`, its elements must not be read
     on_device: bool
     owner: object  # keeps the memory alive
     given: object = None  # the caller's array
@@ -34,7 +34,7 @@ class Operand:
             return self
         if contents:
             copy = host.upload(self.seen, stream)
-            host.finish(stream)  # the transfer may read `seen` until then
+            host.finish(stream)  # the transfer may read `seen` until it is finished
         else:
             copy = host.empty(max(self.seen.nbytes, 1), np.uint8, stream)
         return Operand(addressed(host.address(copy), self.seen.shape, None, self.seen.dtype), True, copy)
@@ -50,7 +50,7 @@ class Operand:
         return np.ndarray(array.shape, array.dtype, memory, before, array.strides)
 
     def on_host(self, stream):
-        """Return the operand, or a copy on the host."""
+        """Return the operand if it is on the host, else a copy there."""
         return replace(self, seen=self.read(stream), on_device=False)
 
     def take(self, other, stream):
@@ -89,9 +89,11 @@ class Operands:
     seen: object
 
     def like(self, shape, dtype, stream):
+        """Return a new array of the library and device of the first part."""
         return self.parts[0].like(shape, dtype, stream)
 
     def moved(self, stream):
+        """Return the operands on the device."""
         return of_parts([part.moved(stream) for part in self.parts])
 
 
@@ -108,11 +110,12 @@ def moved(here, stream):
 
 
 def of_parts(parts):
+    """Return the operands of an argument with these parts."""
     return Operands(parts, [part.seen for part in parts])
 
 
 def operands(name, given, stream):
-    """Return the operands of a sequence of arrays, or of the items of one array."""
+    """Return the operands of a sequence of arrays, or of an array's parts along its first axis."""
     if isinstance(given, (list, tuple)):
         return of_parts([operand(f"{name}[{i}]", array, stream) for i, array in enumerate(given)])
     whole = operand(name, given, stream)
@@ -122,14 +125,13 @@ def operands(name, given, stream):
 
 
 def operand(name, array, stream):
-    """Return the operand of an array; other values are passed on, for the checks to refuse."""
+    """Return the operand of an array, or of another value, which the checks will refuse."""
     if isinstance(array, np.ndarray):
         return Operand(array, False, array, array)
-    of_torch = homes.library(array) == "torch"  # whose array interface has no stream and no bfloat16
+    of_torch = homes.library(array) == "torch"  # its array interface has no stream and no bfloat16
     if of_torch and getattr(array, "requires_grad", False):
-        raise argument_error(
-            name, "a tensor without a gradient (tensor.detach())", "one that requires a gradient"
-        )
+        wanted = "a tensor without a gradient (tensor.detach())"
+        raise argument_error(name, wanted, "one that requires a gradient")
     described = None if of_torch else host.interface(array)
     if described is not None:
         if described.get("mask") is not None:
@@ -154,7 +156,7 @@ def operand(name, array, stream):
 
 
 def by_dlpack(name, tensor, stream):
-    """Return the form of a DLPack tensor of the device; see `host.by_dlpack`."""
+    """Return address, shape, strides, dtype, whether read-only, and owner of a DLPack tensor."""
     try:
         return host.by_dlpack(tensor, stream)
     except (BufferError, TypeError) as error:
@@ -163,24 +165,26 @@ def by_dlpack(name, tensor, stream):
 
 
 def addressed(place, shape, strides, dtype, read_only=False):
-    """Return a numpy array with an address of the device; reading an element would crash."""
+    """Return a numpy array at an address of the device; reading an element would crash."""
     if dtype.kind == "V" and dtype.itemsize == 2:
-        dtype = BFLOAT16.dtype  # protocols have no name for bfloat16
+        dtype = BFLOAT16.dtype  # array protocols have no name for bfloat16
     form = {"shape": tuple(shape), "strides": strides, "typestr": f"|V{dtype.itemsize}", "version": 3}
     memory = Memory(form | {"data": (place or ALIGNED, read_only)})
     return np.asarray(memory).view(dtype)
 
 
-ALIGNED = 256  # the address given to empty arrays
+ALIGNED = 256  # the address of empty arrays
 
 
 @dataclass(frozen=True)
 class Memory:
+    """Memory that `numpy.asarray` views."""
+
     __array_interface__: dict
 
 
 def on_host(name, value, stream):
-    """Return an index tensor, or a tuple of them, on the host, where they are checked."""
+    """Return an index tensor, or a tuple of index tensors, on the host, where they are checked."""
     if isinstance(value, tuple):
         return tuple(on_host(f"{name}[{i}]", each, stream) for i, each in enumerate(value))
     return operand(name, value, stream).read(stream)

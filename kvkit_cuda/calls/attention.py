@@ -6,27 +6,26 @@ from kvkit.formats import BY_NAME
 from kvkit_cuda.attention import decode, latent, params, plain, prefill
 from kvkit_cuda.device_runtime import host
 
-KERNELS = (decode, latent, prefill, plain)  # the first that suits a call takes it; plain suits any call
+KERNELS = (decode, latent, prefill, plain)  # a call uses the first that suits it; plain suits any call
 
 
 def prepare(query, out, lse, context, tables, decoding, weights, rows, stream, sums=None):
     """Return launches that compute attention into `out` and, unless None, `lse`, all on the device.
 
-    Unless None, `sums` [B, query heads, tokens] receives the weights of keys; then `lse` is not None, and the
-    kernel is the plain one, whose scores a second kernel computes again bit for bit.
-
-    The cache has `rows` rows, for later steps may need more of them than this one.
+    With `sums` [B, query heads, tokens], which receives the weights of keys, `lse` is not None, and the
+    kernel is the plain one: a second kernel computes the same scores again, bit for bit. The cache has `rows`
+    rows; later steps may need more of them than this one.
 
     A kernel is a module with `suits(record, context, reach, most_rows)` and `prepare(record, context, tables,
-    most_rows, stream)`, where `most_rows` is the number of query heads of new tokens that share a key head in
-    some sequence. After the first call of its form a call with these `tables` copies and allocates nothing.
+    most_rows, stream)`, where `most_rows` is the most query rows of a sequence that share a key head. After
+    the first call of its form, a call with these `tables` copies and allocates nothing.
     """
     steps = tables.steps
     record = params.attention_params(query, out, lse, context, steps.page_size, decoding, weights)
     record = record._replace(**head_scale_fields(tables, weights.scales, stream))
     record = record._replace(**slope_fields(tables, weights.slopes, stream))
     if is_free(context, steps, weights):
-        record = record._replace(**freedom(context, tables, stream))
+        record = record._replace(**pool_fields(context, tables, stream))
     most_tokens = int(np.diff(steps.seqstarts).max(initial=0))
     most_rows, reach = most_tokens * record.group, params.reach(tables, rows)
     kernels = KERNELS if sums is None else [plain]
@@ -38,7 +37,7 @@ def prepare(query, out, lse, context, tables, decoding, weights, rows, stream, s
 
 
 def is_free(context, steps, weights):
-    """Return whether strides or tables are those of pools, or scales are not positive."""
+    """Return whether a call needs the plain kernel's general strides: those of pools, or scales <= 0."""
     return (
         context.steps != (1, 1)
         or any(context.elements)
@@ -49,7 +48,7 @@ def is_free(context, steps, weights):
 
 
 def head_scale_fields(tables, scales, stream):
-    """Return the fields of scales [2, sequences, heads]; unless heads share them, copy them to the device."""
+    """Return the fields of scales [2, sequences, heads]; copy them to the device unless heads share one."""
     if scales is None or params.is_shared(scales):
         return {}
     _, sequences, heads = scales.shape
@@ -68,12 +67,12 @@ def slope_fields(tables, slopes, stream):
     return {"sloped": 1, "slopes_sequence": heads * (sequences > 1)}
 
 
-def freedom(context, tables, stream):
-    """Return the fields of general strides, and copy a table of values to the device."""
+def pool_fields(context, tables, stream):
+    """Return the fields of general strides, and copy the table of values, if there is one, to the device."""
     steps = tables.steps
     formats = context.cache_format, context.value_format or context.cache_format
     key_element, value_element = (
-        apart or BY_NAME[name].bytes(1) for apart, name in zip(context.elements, formats, strict=True)
+        stride or BY_NAME[name].bytes(1) for stride, name in zip(context.elements, formats, strict=True)
     )
     fields = {"free": 1, "key_element": key_element, "value_element": value_element}
     fields |= {"key_step": context.steps[0], "value_step": context.steps[1]}

@@ -1,4 +1,4 @@
-"""Check the calls of each operator by the checks of `kvkit`, with arguments by name.
+"""Check a call of each operator with the checks of `kvkit`, from its arguments by name.
 
 The checks see device arrays as `calls.arrays` presents them.
 """
@@ -82,10 +82,9 @@ from kvkit.rope import as_rope
 from kvkit.typed import Array
 
 ZEROS = -1  # a source row that stands for zeros
-UNPLANNED = dict.fromkeys(  # what plans have
-    ("block_tables", "context_lens", "query_starts", "slot_mapping", "positions")
-)
-Values = Mapping[str, Any]  # of an operator's arguments, by name
+# Arguments that a call of a plan does not have, because the plan has them.
+UNPLANNED = dict.fromkeys(("block_tables", "context_lens", "query_starts", "slot_mapping", "positions"))
+Values = Mapping[str, Any]  # the arguments of an operator, by name
 Record = TypeVar("Record", bound=tuple[Any, ...])
 
 
@@ -98,27 +97,27 @@ class Slopes:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """A checked call that moves rows between arrays in blocks; see `copy.pieces`."""
+    """A checked call that copies pieces of rows between arrays in blocks (see `copy.pieces`)."""
 
     sources: list[Array]  # [blocks, rows, heads or groups, dim] each
     targets: list[Array]  # arrays with these axes; empty if the results are the targets
     pieces: Array  # [.., 3]: source row, target row, count
     results: Results | None = None
-    place: Callable[[Array, Array], Array] | None = None  # views a result like `targets`
-    means: Array | None = None  # pieces whose mean goes to the target
-    averaged: str | None = None  # format of the rows that are averaged
+    place: Callable[[Array, Array], Array] | None = None  # f(result, source) -> a view of it as a target
+    means: Array | None = None  # [.., 3]: pieces whose mean is written to the target row
+    averaged: str | None = None  # the format of rows that are averaged
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The result of an operator that has no kernel here: the CPU has computed it."""
+    """The result of an operator without a kernel for GPUs, which the CPU has computed."""
 
     array: Array
     results: Results
 
 
 def fill(record: type[Record], values: Values, **others: object) -> Record:
-    """Return a record of arguments whose fields are values of the same names, or `others`."""
+    """Return a record whose fields are the arguments of the same names, or `others`."""
     fields: tuple[str, ...] = record._fields  # type: ignore[attr-defined]
     given = {name: values[name] for name in fields if name in values}
     return record(**(given | others))
@@ -261,7 +260,7 @@ def copied(values: Values, step: Packed | None) -> Moves:
     caches = blocks.named_caches(values["key_cache"], values["value_cache"])
     src, dst = blocks.checked_copy(caches, values["src"], values["dst"], values["cum_sum"])
     arrays = [cache for _, cache in caches]
-    return Moves(arrays, arrays, stacked(src, dst, 1))  # of blocks
+    return Moves(arrays, arrays, stacked(src, dst, 1))  # pieces of blocks, not of rows
 
 
 def block_attention(values: Values, step: Packed | None) -> BlockAttentionCall:
@@ -322,7 +321,7 @@ def computed(op: Operator, values: Values, step: Packed | None) -> Computed:
     return Computed(array, Results(forms, [pair for pair in inputs if pair[1] is not None], alone=True))
 
 
-Check = Callable[[Values, Any], Any]  # the step: packed sequences in a cache, or contexts in pages
+Check = Callable[[Values, Any], Any]  # f(arguments, step): packed sequences in a cache, or contexts in pages
 CHECKED: dict[str, Check] = {  # other operators are `computed`
     "key_value_cache": key_value_cache,
     "multi_head_attention": static_attention,
@@ -349,7 +348,7 @@ CHECKED: dict[str, Check] = {  # other operators are `computed`
     "ascend.nd_to_nz": to_nz,
     "ascend.nz_to_nd": to_nd,
 }
-CHECKED_BY_THE_CPU: dict[str, Callable[[Values], object]] = {  # without the computation
+CHECKED_BY_THE_CPU: dict[str, Callable[[Values], object]] = {  # the checks of operators that are `computed`
     "mla_absorb": lambda values: checked_absorb(values["query"], values["w_uk"]),
     "mla_expand": lambda values: checked_expand(values["latent_output"], values["w_uv"]),
     "indexer_scores": lambda values: checked_scores(fill(IndexerArguments, values)),
@@ -358,7 +357,7 @@ CHECKED_BY_THE_CPU: dict[str, Callable[[Values], object]] = {  # without the com
 
 
 def check(op: Operator, values: Values) -> None:
-    """Check a call of an operator, and compute nothing."""
+    """Check a call of an operator without running it."""
     checked, values = CHECKED.get(op.name), dict.fromkeys(IN_PYTHON) | dict(values)
     if checked:
         checked(values, packed_step(values))

@@ -1,7 +1,4 @@
-"""Find the device of a call's arrays, and the current stream of their library.
-
-They decide where a call runs, so that callers need not name a device.
-"""
+"""Find the device of a call's arrays, and the current stream of their library: there the call runs."""
 
 import sys
 from typing import Any, NamedTuple
@@ -16,7 +13,7 @@ NUMBERS = (int, float, str, bool, np.generic)
 
 
 class Home(NamedTuple):
-    """The number of a device, and the address of a library's current stream there; None if any will do."""
+    """The number of a device, and the address of a library's current stream there; None if unknown."""
 
     device: int | None = None
     stream: int | None = None
@@ -41,7 +38,7 @@ def stream_of(array):
 
 
 def of(name, array):
-    """Return the device and stream of an array; None for arrays of the host and other values."""
+    """Return the device and stream of an array; `NOWHERE` for host arrays and other values."""
     if host.SIMULATED or isinstance(array, np.ndarray):
         return NOWHERE
     if library(array) == "torch" and getattr(array, "is_cuda", False):
@@ -53,9 +50,8 @@ def of(name, array):
         place = described["data"][0]
         found = host.device_of(place) if place else None
         if place and found is None and 0 not in described["shape"]:
-            raise argument_error(
-                name, "an array in the memory of a CUDA device", f"address {place:#x} of none"
-            )
+            wanted = "an array in the memory of a CUDA device"
+            raise argument_error(name, wanted, f"address {place:#x} of none")
         return Home(found)
     if hasattr(array, "__dlpack_device__"):
         kind, number = array.__dlpack_device__()

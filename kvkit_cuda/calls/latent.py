@@ -1,7 +1,7 @@
 """Prepare the launches of checked calls on latent caches.
 
 Kernels attend to floats in one pool in place, store rows, and decode rows of 656 bytes into a pool of floats.
-The host does all else: it joins, chooses or decodes rows, which are then copied to the device.
+Other rows are joined, chosen or decoded on the host, and then copied to the device.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.copy import pieces, transfer
 from kvkit_cuda.device_runtime import host
 
-GROUP, SCALE_BYTES = 128, 4  # of rows of 656 bytes
+GROUP, SCALE_BYTES = 128, 4  # in rows of 656 bytes: codes that share a scale, bytes of a scale
 
 
 def take(name, given, stream):
@@ -33,14 +33,14 @@ def take(name, given, stream):
 
 
 def on_host(here, values):
-    """Return the names of the arrays that the host reads: all, unless kernels read the rows."""
+    """Return the names of the arrays that the host reads: all if kernels cannot read the rows, else none."""
     floats = values["rope_cache"] is values["format"] is values["indices"] is None
     coded = values["extra"] is None and are_decoded(here["latent"].seen, values["format"])
     return () if floats or coded else tuple(here)
 
 
 def are_decoded(rows, format):
-    """Return whether kernels decode rows: of 656 bytes, aligned, in blocks that are whole rows apart."""
+    """Return whether kernels can decode rows: of 656 bytes, aligned, in blocks that are whole rows apart."""
     if not isinstance(rows, np.ndarray) or rows.ndim < 3 or str(format).partition(":")[0] != "ds_mla":
         return False
     block, row = rows.strides[:2]
@@ -53,7 +53,7 @@ def attend(placed):
     whole, launches = (call.whole, []) if call.whole else gathered(placed)
     out, lse = (*placed.outputs, None)[:2]
     launches = [*launches, *attend_whole(placed, whole, out, None if call.sinks_last else lse)]
-    if call.sinks_last and lse is not None:  # the lse is over rows alone
+    if call.sinks_last and lse is not None:  # the lse without sinks needs a second attention
         scratch = uploaded(placed, np.zeros(out.shape, out.dtype))
         plain = whole._replace(weights=whole.weights._replace(sinks=None))
         launches += attend_whole(placed, plain, scratch, lse)
@@ -69,7 +69,7 @@ def attend_whole(placed, whole, out, lse):
 
 
 def gathered(placed):
-    """Return attention to rows that are gathered in the dtype of the queries, and the launches that do so."""
+    """Return attention to rows gathered in the dtype of the queries, and the launches that gather them."""
     call = placed.call
     if call.chosen:
         tokens = range(len(call.query))
@@ -111,7 +111,8 @@ def gathered(placed):
 def decoded(placed, pool, slots, target):
     """Return the launches that decode rows of 656 bytes into `target` [slots, 1, 576].
 
-    One loads codes with their scales, one the numbers after them; each loads both halves of its part.
+    The first decodes codes with their scales, the second the numbers after them. A launch copies keys and
+    values; here these are the two halves of its elements.
     """
     (rows,), count, begin = pool.parts, len(slots), np.zeros(1, np.int64)
     (block, row, _), ends, launches, done = rows.strides, np.array([0, count]), [], 0

@@ -21,7 +21,7 @@ class DeviceCall:
 
     call: Any
     outputs: list[np.ndarray]
-    step: PlannedStep | PlannedPages | None  # the plan, for calls of one and on packed sequences with a cache
+    step: PlannedStep | PlannedPages | None  # the step of a plan, or of packed sequences in a cache
     stream: object
     scale: arrays.Operand | None = None  # per-head scales, copied from the host
     owners: list = field(default_factory=list)
@@ -36,6 +36,7 @@ class DeviceCall:
 
     @property
     def tables(self):
+        """Return the tables of the call's step on the device."""
         if self.step:
             return self.step.of(self.call).tables
         self.owners.append(Tables(self.call.steps, lasting=False))
@@ -74,10 +75,12 @@ def attend(placed: DeviceCall):
 
 
 def attend_to_blocks(placed: DeviceCall):
+    """Return the launches of Ascend's attention over a cache in blocks."""
     return paged.prepare(placed.call, placed.outputs, placed.owners, placed.stream)
 
 
 def merge_parts(placed: DeviceCall):
+    """Return the launch that merges attention over parts."""
     call, (out, lse) = placed.call, placed.outputs
     return [merge.prepare_states(call.fmt.name, [*call.outputs, out, *call.lses, lse], placed.stream)]
 
@@ -108,6 +111,7 @@ def slope(placed: DeviceCall):
 
 
 def position_index(placed: DeviceCall):
+    """Return the launch that writes the positions of packed tokens."""
     (target,) = placed.outputs
     return [index.prepare(placed.call.starts, placed.call.first, target, placed.stream)]
 
@@ -124,7 +128,7 @@ def move(placed: DeviceCall):
 
 
 def append_to_pools(placed: DeviceCall):
-    """Return the launches that store tokens in pools, as they are or as codes; `rope` rotates keys before."""
+    """Return the launches that store tokens in pools, bit for bit or as codes, after `rope` rotates keys."""
     call, stream, moves = placed.call, placed.stream, []
     for side in call.sides:
         source, scales, cache = side.tokens[None], side.scales, f"{side.name}_cache"
@@ -151,7 +155,7 @@ def append_to_pools(placed: DeviceCall):
 
 
 def rotation(call, angles):
-    """Return how keys rotate (see `copy_launches`), with a table of angles; None without rope."""
+    """Return the argument `rotated` of `copy_launches`, with a table of angles; None without rope."""
     if call.rope is None:
         return None
     return call.rope, host.address(angles), call.sides[0].pool.shape[3]

@@ -24,11 +24,11 @@ from kvkit_cuda.mirror import inputs
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Describes how a group of operators runs.
+    """How a group of operators runs.
 
-    `launches` returns the launches of a checked call whose arrays are on the device. Arrays in `rows` need
-    a contiguous last axis there. `idle` returns the arrays that a call does not use, `read` the arrays that
-    stay on the host because their elements are checked or read there. `take` makes operands.
+    `launches` returns the launches of a checked call whose arrays are on the device. Arrays named in `rows`
+    need a contiguous last axis there. `idle` returns the names of arrays that a call does not use, `read` of
+    those that stay on the host because their elements are read there. `take` returns the operand of an array.
     """
 
     launches: Callable
@@ -39,6 +39,7 @@ class Kind:
 
 
 def no_scale(call):
+    """Return the name of the scale if a call does not use it."""
     return () if call.layer and call.layer.scale_format else ("scale",)
 
 
@@ -48,7 +49,7 @@ def numbers_of_heads(here, values):
 
 
 def scales_of_heads(here, values):
-    """Return the names of per-head scales: those whose shape is not a pool's without its last axis."""
+    """Return the names of per-head scales, whose shape does not begin like a pool's."""
     pools = {getattr(here[name].seen, "shape", ())[:-1] for name in ("key_cache", "value_cache")}
     shapes = {name: getattr(here[name].seen, "shape", ()) for name in ("key_scale", "value_scale")}
     return tuple(
@@ -148,7 +149,7 @@ def log(path, values):
 
 
 def run(op, step, values, stream, repeated=None):
-    """Run an operator, with a step if it takes one; keep the prepared call if it is `repeated`."""
+    """Run an operator, with a step if it takes one; keep the prepared call if it can be `repeated`."""
     check = checks.CHECKED.get(op.name) or functools.partial(checks.computed, op)
     arrays_of, index = inputs(op.name)
     kind, out, sequences = KINDS.get(check, COMPUTED), values.get("out"), step and step.sequences

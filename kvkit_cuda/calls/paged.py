@@ -1,7 +1,7 @@
-"""Attention of one query token for each sequence over a cache in blocks; a page is a block.
+"""Prepare attention of one query token for each sequence over Ascend's cache in blocks.
 
-An entry is a sequence, or a sequence and a key head. Arrays whose strides do not allow this view are copied
-before or after.
+An entry of the table is a sequence, or a key head of one. Queries and outputs are viewed as [entries, heads
+of an entry, dim]; arrays whose strides do not allow this are copied before or after attention.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from kvkit_cuda.device_runtime import host
 
 
 def prepare(call, outputs, owners, stream):
-    """Return the launches of a checked call, and add the owners of their memory to `owners`."""
+    """Return the launches of a checked call; add the owners of their memory to `owners`."""
     before: list = []
     after: list = []
 
@@ -65,7 +65,7 @@ def prepare(call, outputs, owners, stream):
 
 
 def uneven(caches):
-    """Return whether caches must be copied, because one table cannot address rows of both."""
+    """Return whether caches must be copied, because one table cannot address the rows of both."""
     key, value = map(pools.place_of, caches)
     return any(map(element_step, caches)) or key.step != 1 or key[1:] != value[1:]
 

@@ -1,7 +1,7 @@
-"""Calls of a plan that are prepared once; others of the same form exchange addresses and run again.
+"""Prepare calls of a plan once; other calls of the same form exchange addresses and run again.
 
-Calls of one form differ only in the addresses of their arrays: the calls for the layers of a model in one
-step, and, if a plan is filled with later steps, the calls of a layer in one step after the other.
+Calls of one form differ only in the addresses of their arrays: calls for the layers of a model in one step,
+and, if a plan is filled with later steps, calls for a layer in successive steps.
 """
 
 import functools
@@ -19,8 +19,8 @@ from kvkit_cuda.calls.tables import SCRATCH
 from kvkit_cuda.device_runtime import host
 from kvkit_cuda.mirror import origin
 
-MOST = 4096  # prepared calls of a step
-# Arrays that are read when a call is prepared, and what needs more launches.
+MOST = 4096  # most prepared calls of a step
+# Arguments that are read when a call is prepared; calls with one of them do not repeat.
 READ = "attn_mask", "sinks", "alibi_slopes", "return_key_weights"
 
 
@@ -28,11 +28,11 @@ class Repeatable(NamedTuple):
     """A method of a plan whose calls can repeat, by the names of its arguments."""
 
     arrays: tuple[str, ...]
-    attributes: Callable[[dict], tuple]  # values by name -> the stream and the attributes
-    written: frozenset[str]  # arrays, besides results
+    attributes: Callable[[dict], tuple]  # f(arguments by name) -> the stream and the attributes
+    written: frozenset[str]  # the names of arrays that a call changes, without results
 
 
-ONE_POOL = {  # the name by which a pool of both sides is given, if it is given once
+ONE_POOL = {  # the other name that one pool of keys and values may be given by
     "key_cache": "value_cache", "value_cache": "key_cache",
     "key_scale": "value_scale", "value_scale": "key_scale",
 }  # fmt: skip
@@ -66,30 +66,30 @@ class RepeatableCall(NamedTuple):
     arrays: dict[str, Any]
     places: dict[str, int]
     written: frozenset[str]
-    stream: int | None  # the current one of their library
-    producers: set[int]  # streams that numba's arrays wait for
-
-
-# (form of an array, its address) for each library, faster than by protocols.
+    stream: int | None  # the current stream of the arrays' library
+    producers: set[int]  # streams that write numba's arrays
 
 
 def of_torch(tensor):
+    """Return the form of a tensor, and its address; this is faster than array protocols."""
     form = type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
     return form, tensor.data_ptr()
 
 
 def of_cupy(array):
+    """Return the form of a CuPy array, and its address."""
     return (type(array), array.shape, array.strides, array.dtype, array.device.id), array.data.ptr
 
 
 def of_numba(array):
+    """Return the form of a device array of numba, and its address."""
     memory = array.gpu_data
     form = type(array), array.shape, array.strides, array.dtype, id(memory.context)
     return form, memory.device_ctypes_pointer.value
 
 
 def form_reader(array):
-    """Return the function that returns form and address of arrays of this type, or None."""
+    """Return `of_torch`, `of_cupy` or `of_numba` for an array of their library, else None."""
     kind = type(array)
     if kind not in FORM_READERS:
         found = {"torch": of_torch, "cupy": of_cupy}.get(homes.library(array))
@@ -153,9 +153,10 @@ class PreparedCalls(dict):
 
 
 class PreparedCall:
-    """A checked call whose launches can run again at other addresses, if what it writes overlaps nothing.
+    """A checked call whose launches can run again at other addresses, if no written array overlaps another.
 
-    `room` is how much of its cache the call needs, `tables` are those of its step, `alive` other memory.
+    The cache has `room` rows, or the pools `room` pages. `tables` are those of the step, and `alive` owns
+    other memory of the launches.
     """
 
     def __init__(self, written, launches, operands, forms, room, tables, alive):
@@ -193,10 +194,8 @@ class PreparedCall:
         if self.results and self.results[0] not in arrays:
             forms = zip(self.results, self.forms, strict=True)
             new = {name: self.like(*form, host.stream(number)) for name, form in forms}
-            arrays, places = (
-                arrays | new,
-                places | {name: form_reader(new[name])(new[name])[1] for name in new},
-            )
+            arrays = arrays | new
+            places = places | {name: form_reader(new[name])(new[name])[1] for name in new}
         handle = host.handle(number)
         with RUNNING:
             if places != self.places:
@@ -231,7 +230,7 @@ class PreparedCall:
         return False
 
     def order(self, call, number, stream):
-        """Let a stream wait for the streams that wrote what the call reads."""
+        """Let a stream wait for the streams that wrote the arrays and tables of the call."""
         if host.key(number) not in self.tables.ready:
             self.tables.follow(host.stream(number if stream is None else stream))
         for producer in (*call.producers, call.stream or number):

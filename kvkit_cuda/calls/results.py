@@ -1,4 +1,4 @@
-"""The outputs of a call: the given arrays, or new ones on the device of an input."""
+"""Return the outputs of a call: the caller's arrays, or new ones on the device of an input."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from kvkit_cuda.calls import arrays
 def outputs(results, usual, out, source, stream):
     """Return (operands of a call's results, what the call returns). New arrays are on the device of `source`.
 
-    `usual` is the number of results with all options. Results that the call does not have are returned as
-    None, and their entries in `out` are ignored.
+    `usual` is the number of results that do not depend on an option. Those that a call does not have are
+    returned as None, and their entries in `out` are ignored.
     """
     absent = [None] * (usual - len(results.forms))
     if absent and isinstance(out, (tuple, list)):

@@ -1,6 +1,6 @@
 """Copy and check a page table that is on the device, by the rules of `kvkit.checks.scan`.
 
-The kernel finds whether any rule is broken. If so, the host reads the table and raises the error.
+The kernel finds whether a rule is broken. If so, the host reads the table and raises the error.
 """
 
 import functools
@@ -18,7 +18,7 @@ from kvkit_cuda.device_runtime import device, host, memory
 
 COPY_THREADS, SCAN_THREADS = 256, 1024  # of a block; the scan has one block
 VERDICT = BROKEN, ROWS, RUNS = range(3)
-FROM: dict[int, Any] = {4: np.int32, 8: np.int64}  # types of entries by their size
+FROM: dict[int, Any] = {4: np.int32, 8: np.int64}  # integer types of entries by their size
 
 INT, INDEX1 = types.int64, types.Array(types.int64, 1, "C")
 COPY = types.void(INT, INT, INT, INT, INDEX1)
@@ -90,28 +90,25 @@ def scan(kvstarts, start_pos, table, page_size, begins, ends, verdict):
         b = i // columns
         page = i - b * columns
         if page <= page_of(start_pos[b] - 1, page_size):
-            first = table[rows + i]
-            if (
-                overlapping_run(begins, ends, runs, first, first + filled_rows(start_pos[b], page, page_size))
-                >= 0
-            ):
+            first, past = table[rows + i], filled_rows(start_pos[b], page, page_size)
+            if overlapping_run(begins, ends, runs, first, first + past) >= 0:
                 verdict[BROKEN] = 1
 
 
 @device.inlined
 def sort(begins, ends, thread, threads):
-    """Sort runs by their begin with all threads of the block (bitonic merges; a power of two of runs)."""
+    """Sort runs by their begin with all threads of the block, by bitonic merges; their number is 2^n."""
     size = 2
     while size <= begins.shape[0]:
-        apart = size // 2
-        while apart:
+        distance = size // 2
+        while distance:
             for i in range(thread, begins.shape[0], threads):
-                other = i ^ apart
+                other = i ^ distance
                 if i < other and (begins[i] > begins[other]) == (i & size == 0):
                     begins[i], begins[other] = begins[other], begins[i]
                     ends[i], ends[other] = ends[other], ends[i]
             cuda.syncthreads()
-            apart //= 2
+            distance //= 2
         size *= 2
 
 
@@ -140,7 +137,7 @@ class Table:
 
 
 def device_tables(step, wanted, stream, lasting):
-    """Return the tables of a step whose page table is on the device; check them if `wanted`."""
+    """Return the tables of a step whose page table is on the device; check the table if `wanted`."""
     given, runs = step.table, index_tensors.stored_runs(step) if wanted else 0
     there = host.empty(len(given) + given.size, np.int64, stream)
     blocks = min(-(-given.size // COPY_THREADS), host.most_blocks())

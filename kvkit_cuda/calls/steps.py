@@ -19,10 +19,10 @@ from kvkit_cuda.device_runtime import host
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A checked step with its tables by device. A device gets them when they are first needed there."""
+    """A checked step of packed sequences."""
 
     sequences: index_tensors.Packed
-    on: dict[int, Tables]
+    on: dict[int, Tables]  # by device, which gets its tables when it first needs them
     calls: PreparedCalls = field(default_factory=PreparedCalls)
 
     @property
@@ -35,11 +35,11 @@ class PlannedStep:
         return self.on[device]
 
     def of(self, call):
-        """Return the step that a call takes its tables from."""
+        """Return the step whose tables a call reads: this one."""
         return self
 
     def room(self, call):
-        """Return how much of its cache a call needs: rows."""
+        """Return how many rows the cache of a call has."""
         return call.layer.capacity[1]
 
     @property
@@ -48,7 +48,7 @@ class PlannedStep:
         return self.sequences.steps.rows
 
     def follow(self, other, stream, named):
-        """Become another step of the same form, in the same memory. `named` tells that a stream was given."""
+        """Become another step of the same form, in the same memory; `named` says that a stream was given."""
         self.check_same(other, named)
         here = host.current()
         for device, tables in self.on.items():
@@ -72,15 +72,14 @@ class PlannedStep:
         here = host.current()
         for device, tables in self.on.items():
             if tables.captured and device != here:
-                raise argument_error(
-                    "into", f"a plan whose graph is of device {here}, the current one", device
-                )
+                wanted = f"a plan whose graph is of device {here}, the current one"
+                raise argument_error("into", wanted, device)
             if tables.captured and not named:
                 raise argument_error("stream", "the one that replays the plan's graph", None)
 
 
 class PlannedPages:
-    """Checked contexts in pages. Tables have row ids, which pools of the same distances share."""
+    """Checked contexts in pages. Pools with the same distances of pages and rows share tables of row ids."""
 
     def __init__(self, contexts: PagedContexts):
         self.sequences, self.calls = contexts, PreparedCalls()
@@ -98,13 +97,12 @@ class PlannedPages:
         """Return the step over pools whose pages and rows have these distances."""
         pages, lengths, starts, size, _ = self.sequences
         (page, value_page), (step, value_step) = distances or ((1, 1), (1, 1))
-        apart = None if (page, step) == (value_page, value_step) else value_page
+        value_page = None if (page, step) == (value_page, value_step) else value_page
         pages = PageTable(pages.table.astype(np.int64), pages.starts)
-        steps = steps_over(pages, lengths, starts, size, page, apart, 0)
-        return PlannedStep(Packed(steps, 0), {})
+        return PlannedStep(Packed(steps_over(pages, lengths, starts, size, page, value_page, 0), 0), {})
 
     def room(self, call):
-        """Return how much of its pools a call needs: pages."""
+        """Return how many pages the pools of a call have."""
         return call.blocks
 
     @property
@@ -113,7 +111,7 @@ class PlannedPages:
         return self.sequences.blocks
 
     def follow(self, other, stream, named):
-        """Become another step of the same form, in the same memory. `named` tells that a stream was given."""
+        """Become other contexts of the same form, in the same memory; `named`: a stream was given."""
         if not np.array_equal(self.sequences.starts, other.sequences.starts):
             raise argument_error("into", "a plan of the same query_starts", "another")
         if None in self.steps:
@@ -128,7 +126,7 @@ class PlannedPages:
 
 
 def differences(one, other):
-    """Yield (name, whether equal) for everything that captured launches depend on."""
+    """Yield (name, whether equal) for each property of two steps that captured launches depend on."""
     here, there = one.steps, other.steps
     yield "seqstarts", np.array_equal(here.seqstarts, there.seqstarts)
     yield "page_size and cache_mode", here.page_size == there.page_size
@@ -145,7 +143,7 @@ def earlier_of(into, kind):
 
 
 def planned_pages(block_tables, context_lens, query_starts, page_size, into, stream, *, named=False):
-    """Return the `PlannedPages` of a plan, which take the place of those of the plan `into`."""
+    """Return the checked `PlannedPages` of a plan; with `into`, an earlier plan takes them over."""
     earlier = earlier_of(into, PlannedPages)
     given = {"block_tables": block_tables, "context_lens": context_lens, "query_starts": query_starts}
     read = {name: arrays.on_host(name, tensor, stream) for name, tensor in given.items()}
@@ -154,9 +152,9 @@ def planned_pages(block_tables, context_lens, query_starts, page_size, into, str
 
 
 def planned(arguments: StepArguments, stream, *, named=False, check=True, into=None, tokens=None):
-    """Return a `PlannedStep` for a plan, or, with `tokens` (name, array), for one call.
+    """Return the `PlannedStep` of a plan or, with `tokens` (name, array), of one call.
 
-    With `into`, an earlier plan, the step takes the place of the earlier one.
+    With `into`, an earlier plan takes the step over.
     """
     wanted, lasting = flag("check", check), tokens is None
     earlier = earlier_of(into, PlannedStep)

@@ -15,8 +15,8 @@ from kvkit_cuda.positions.alibi import slope_bits
 
 STEP = ("seqstarts", "kvstarts", "start_pos", "load_starts", "table")
 ITEM = 4  # words of a work item in `Work.placed`
-SEQUENCE_BITS = 27  # of half a word, for a sequence; the bits above are of its last row
-PARTS, LEAST_PART = 1024, 256  # most splits of a call, fewest tokens of a split
+SEQUENCE_BITS = 27  # bits of half a word that hold a sequence; the bits above hold its last row
+PARTS, LEAST_PART = 1024, 256  # the most splits of a call, the fewest tokens of a split
 
 
 class Tables:
@@ -31,15 +31,15 @@ class Tables:
         self.given = frozenset(there)  # tables that the caller has on the device
         names = STEP if steps.value_table is None else (*STEP, "value_table")
         self.waiting: list = [name for name in names if name not in there]
-        self.there: dict[object, object] = {name: there[name] for name in there}
+        self.there: dict[object, object] = {name: there[name] for name in there}  # tables on the device
         self.copies: list[tuple[object, list]] = []  # (memory, names of the tables in it)
         self.works: dict[object, Any] = {}
         self.room, self.most_pages = page_counts(steps)
         if lasting and steps.table_starts is not None:
             self.room = self.most_pages = 2 * self.room + len(steps.kvstarts)  # later steps have longer lists
         self.written: Any = None  # the stream that wrote the tables, by key
-        self.ready: set[int] = set()  # streams that have waited for it, by key
-        self.users: dict[int, object] = {}  # streams that may read the present tables
+        self.ready: set[int] = set()  # streams that have waited for that stream, by key
+        self.users: dict[int, object] = {}  # streams that may read the present tables, by key
         self.captured = False  # whether a graph may read them
         self.lock = locks.CallLock()
 
@@ -102,9 +102,9 @@ class Tables:
             self.write(stream)
 
     def work(self, task, rows, most=0, placed=False):
-        """Return (the split of a call of attention into tiles of `rows` rows, its key).
+        """Return (the split of an attention call into tiles of `rows` rows, its key).
 
-        With `placed` the kernel takes one tile a sequence and reads `Work.placed`.
+        With `placed`, a sequence has one tile, and the kernel reads `Work.placed`.
         """
         reach = task.heads, task.group, task.decoding, task.causal, task.alibi, task.left, task.right
         key = Key(rows, most or PARTS, *reach)
@@ -116,9 +116,9 @@ class Tables:
             return self.works[key], key
 
     def new_tokens(self, rope, stream):
-        """Return the starts of the new tokens' pieces, the pieces, one a token, and the angles of their keys.
+        """Return the starts of the new tokens' pieces, the pieces, one for each token, and the keys' angles.
 
-        Without `rope` there are no angles, and None is in their place.
+        Without `rope` the angles are None.
         """
         names = [("starts", NEW_TOKENS), ("pieces", NEW_TOKENS)]
         with self.lock:
@@ -135,14 +135,14 @@ class Tables:
 
 
 def page_begins(steps: StepIndex) -> np.ndarray:
-    """Return the indices of sequences' first pages in a table on a device, which begins with them."""
+    """Return the indices of sequences' first pages in a device table, which begins with these indices."""
     sequences = len(steps.kvstarts) - 1
     starts = steps.table_starts
     return sequences + (np.arange(sequences) * steps.table.shape[1] if starts is None else starts[:-1])
 
 
 def page_counts(steps: StepIndex) -> tuple[int, int]:
-    """Return how many pages a step's table has in all, and at most for a sequence."""
+    """Return how many pages a step's table has in all, and for the longest sequence."""
     starts = steps.table_starts
     if starts is None:
         return int(np.prod(steps.table.shape)), steps.table.shape[1]
@@ -153,7 +153,7 @@ NEW_TOKENS = "new tokens"
 
 
 class NewTokens:
-    """The pieces (token, slot, 1) that store the new tokens of contexts; `starts` counts those before."""
+    """Pieces (token, slot, 1) that store the new tokens of contexts; `starts` counts tokens before each."""
 
     def __init__(self, steps):
         self.split_work(steps, NEW_TOKENS)
@@ -189,7 +189,7 @@ def angle_bits(rope, positions):
 
 
 class Key(NamedTuple):
-    """Everything that the split of a step depends on."""
+    """All that the split of a step depends on."""
 
     rows: int
     most: int
@@ -202,21 +202,25 @@ class Key(NamedTuple):
     right: int
 
     def names(self):
+        """Return the names of the tables that a split needs."""
         return ("items", self), ("slots", self), ("slopes", self.heads * self.group)
 
 
 class Work:
     """The split of attention over a step into work items.
 
-    A unit is a sequence, a key head and a tile of rows; a row is a query head of a token. A unit is divided
-    into splits of its context, which are work items. A slot holds the result of a split, if a unit has
-    several. `items` [B + 1] and `slots` count both before each sequence; the last of `slots` is the tokens of
-    a split.
+    A unit is a tile of query rows of one sequence and key head. Its context is divided into splits, which are
+    work items. If a unit has several splits, a slot holds the result of each. `items` and `slots` [B + 1]
+    count both before each sequence; after them `slots` has the number of tokens of a split.
 
-    `placed` has four words for each item, with two numbers in a word, the first one in the low half:
-    sequence + 2^SEQUENCE_BITS last row, and key head + 2^16 (slot + 1); index of the sequence's first page in
-    the table, and query tokens before the sequence; positions begin, end of the item; positions since, until
-    that all of its rows see. Words after the last item are -1.
+    `placed` has four words for each item. A word holds two numbers, the first one in its low half:
+
+        sequence + 2^SEQUENCE_BITS last row,                key head + 2^16 (slot + 1)
+        index of the sequence's first page in the table,    query tokens before the sequence
+        first position of the item,                         its last position + 1
+        first position that all rows see,                   the last such position + 1
+
+    Words after the last item are -1.
     """
 
     def __init__(self, steps, key, most_pages):
@@ -265,7 +269,7 @@ def units_of(steps, key):
 
 
 def seen_by(key, b, seqlen, kvlen):
-    """Return positions: begin, end that some queries of a sequence see; since, until that all of them see."""
+    """Return begin, end of the positions that some query sees, and since, until of those that all see."""
     if not seqlen:
         return 0, 0, 0, 0
     rule = key.left, key.right, key.alibi or (key.causal and b >= key.decoding)
@@ -274,14 +278,11 @@ def seen_by(key, b, seqlen, kvlen):
     return begin, end, since, until
 
 
-# Scratch
-
-
 class Scratch(dict):
     """Scratch memory by device and stream; the calls of a stream share it.
 
-    A captured stream takes memory from other calls and keeps it, because its graph may be replayed on another
-    stream.
+    A captured stream takes memory away from other calls and keeps it, because its graph may be replayed on
+    another stream.
     """
 
     def __init__(self):

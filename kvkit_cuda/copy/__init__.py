@@ -1,1 +1,1 @@
-"""Kernels that copy rows: append, gather, slots, blocks."""
+"""Copy rows on a GPU: append, gather, store by slot, copy blocks."""

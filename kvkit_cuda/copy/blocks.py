@@ -1,4 +1,4 @@
-"""Read and write ggml's blocks, which contain their scale; blocks need no alignment."""
+"""Read and write ggml's blocks, which contain their scale; blocks may have any alignment."""
 
 import functools
 

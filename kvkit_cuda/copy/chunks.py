@@ -1,4 +1,4 @@
-"""Read, convert and write chunks: the neighbouring elements of a head that a thread takes at once.
+"""Read, convert and write chunks: neighbouring elements of a head that a thread processes at once.
 
 A chunk's bytes are two 64-bit words, and loops over its elements have constant bounds, so that chunks stay
 in registers. The formulas are those of `kvkit.formulas.numeric`:
@@ -76,6 +76,7 @@ def convert(source, target, span):
 
 @shared
 def keep_bits(low, high):
+    """Return a chunk as it is."""
     return low, high
 
 
@@ -214,8 +215,8 @@ def divide(packed, cache_format, scale_format, span, given, read):
 def widen(packed, cache_format, scale_format, scales, span):
     """Return f(cache address, scale address, elements), which loads a chunk as attention reads it.
 
-    Floats are rounded to the coarser of the types of data and cache. code * scale is rounded only if the type
-    of scales is coarser than that of the data.
+    Floats are rounded to the coarser of the formats of data and cache. code * scale is rounded only if the
+    format of scales is coarser than that of the data.
     """
     read, (raw, decode) = memory.load(*access(cache_format, span)), DECODE[cache_format]
     bits, minifloat = BY_NAME[cache_format].bits, BY_NAME[cache_format].minifloat
@@ -238,6 +239,7 @@ def widen(packed, cache_format, scale_format, scales, span):
 
 
 def widen_floats(packed, cache_format, span):
+    """Return `widen` for floats."""
     read, bits = memory.load(*access(cache_format, span)), BY_NAME[cache_format].bits
     raw, decode = DECODE[cache_format]
     element = packed if coarser(packed, cache_format) else "float32"

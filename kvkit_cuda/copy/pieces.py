@@ -31,7 +31,7 @@ INDEX1, INDEX2 = types.Array(INT, 1, "C"), types.Array(INT, 2, "C")
 
 
 class Blocks(NamedTuple):
-    """Address and strides of an array in blocks. A row has parts, which have neighbouring chunks."""
+    """Address and strides of an array in blocks. A row has parts, in which chunks are equally far apart."""
 
     address: Any
     rows: Any  # of a block
@@ -54,16 +54,16 @@ class Run(NamedTuple):
     scale_row: Any
     rows: Any
     there: Any  # whether there is a source; otherwise the target becomes zeros
-    element: Any  # the first one of the chunk in its head
+    element: Any  # the chunk's first element in its head
     angles: Any  # the address of the first row's angles; 0: nothing is rotated
     angles_row: Any
 
 
 class Rotation(NamedTuple):
-    """The rotation of the first side's rows: angles [rows, pairs, 2], the first element that is rotated."""
+    """The rotation of keys before they are stored, by angles [rows, pairs, (cosine, sine)]."""
 
     angles: Any = 0  # address; 0: nothing is rotated
-    begin: Any = 0
+    begin: Any = 0  # the first element that is rotated
     pairs: Any = 0
     chunks: Any = 1  # of a head
 
@@ -178,18 +178,12 @@ def copy_pieces(variant):
                     rows = min(rows, rest_of_page(row, source.rows))
                     place = row_at(source, row) + in_source
                 run = Run(
-                    source=place,
-                    source_row=source.row,
-                    target=row_at(target, to_row) + in_target,
-                    target_row=target.row,
-                    scale=row_at(scales, to_row) + in_scales,
-                    scale_row=scales.row,
-                    rows=rows,
-                    there=there and chunk < source.chunks,
-                    element=chunk % rotation.chunks * span,
-                    angles=angle,
-                    angles_row=turn_row,
-                )
+                    source=place, source_row=source.row,
+                    target=row_at(target, to_row) + in_target, target_row=target.row,
+                    scale=row_at(scales, to_row) + in_scales, scale_row=scales.row,
+                    rows=rows, there=there and chunk < source.chunks,
+                    element=chunk % rotation.chunks * span, angles=angle, angles_row=turn_row,
+                )  # fmt: skip
                 move(run, mine, rotation)
                 done += rows
 
@@ -300,6 +294,6 @@ def side(array, size):
     """Return the `Blocks` of an array, for chunks of `size` bytes."""
     (_, rows, heads, dim), (length, part_step, step) = array.shape, parts_of(array)
     chunks = heads * dim * array.itemsize // size
-    apart = size if step == array.itemsize else step
-    places = array.ctypes.data, rows, *array.strides[:2], length // size, part_step, apart, chunks
+    chunk_step = size if step == array.itemsize else step
+    places = array.ctypes.data, rows, *array.strides[:2], length // size, part_step, chunk_step, chunks
     return Blocks(*places)

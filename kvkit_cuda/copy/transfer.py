@@ -1,10 +1,10 @@
-"""Append and gather: copy rows between packed tokens and a cache, for every layout, mode and format.
+"""Append and gather rows: copy between packed tokens and a cache, for every layout, mode and format.
 
     cache[b, row(p), head] = packed[starts[b] + p - first[b], head]      or in the other direction
     row(p) = table[table[b] + p // page_size] + p % page_size
 
-Teams of threads share the tokens. A team goes through its tokens as a thread of the CPU does; its threads
-take a chunk of a row each.
+Teams of threads share the tokens. A team goes through its tokens as a worker of the CPU does; each of its
+threads copies a chunk of a row.
 """
 
 import functools
@@ -43,7 +43,7 @@ class Places(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A thread's part in a group of codes with one scale."""
+    """The part of a thread in a group of codes with one scale."""
 
     member: Any  # the number of its chunk
     members: Any  # chunks of the group
@@ -110,7 +110,7 @@ def copy_tokens(direction, packed, cache_format, scale_format, span, given=False
 
 
 class Reader(NamedTuple):
-    """How a store reads new elements: f(source) -> a chunk's words, f(source, other) -> another chunk."""
+    """How a store reads new elements: f(source) -> a chunk's words, f(source, i) -> the i-th chunk on."""
 
     read: Any
     beside: Any
@@ -201,7 +201,7 @@ ON_CHUNK = {
 
 @device.inlined
 def mates_of(thread, lanes):
-    """Return the threads of a warp that share a group with one, as a mask; `lanes` of them, or 0."""
+    """Return the mask of the `lanes` threads of a warp that share a group with a thread, or 0."""
     return ((1 << lanes) - 1) << (thread % WARP & -lanes)
 
 

@@ -1,4 +1,4 @@
-"""Compile kernels for a device that is not there: no driver is asked, and launches run nothing."""
+"""Compile kernels for a device that is absent: no driver is used, and launches run nothing."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ import numpy as np
 from kvkit.runtime import disk_cache, source_digest
 
 LIBRARIES = "nvvm", "nvJitLink"  # compiler and linker
-HEAD = 2**16  # bytes of an ELF file that have its notes
+HEAD = 2**16  # bytes at the beginning of an ELF file, where its notes are
 BUILD_ID = b"\x04\0\0\0\x14\0\0\0\x03\0\0\0GNU\0"  # name of 4 bytes, 20 bytes follow, NT_GNU_BUILD_ID
 counts = {"loaded": 0, "compiled": 0}  # kernels of this process
 
@@ -30,7 +30,7 @@ class Folder:
         self.name = re.sub(r"(\W|<locals>)+", "-", f"{self.module}.{function.__qualname__}")
 
     def file(self, signature):
-        """Return the file of a kernel; None if none is kept."""
+        """Return the path of a kernel's file; None if kernels are not kept."""
         there, source = folder(), source_digest.digest(self.module)
         if there is None or source is None:
             return None
@@ -49,9 +49,8 @@ class Folder:
 
     def save_overload(self, signature, kernel):
         file = self.file(signature)
-        if file and source_digest.digest_of(
-            self.module, source_digest.read_sources()
-        ) == source_digest.digest(self.module):
+        now = source_digest.digest_of(self.module, source_digest.read_sources())
+        if file and now == source_digest.digest(self.module):  # sources have not changed since they were read
             disk_cache.save(file, pickle.dumps(kernel))
 
     def flush(self):
@@ -75,14 +74,14 @@ def fingerprint():
 
 
 def library(name):
-    """Return the build ID of a library, which is the same wherever and whenever it is installed."""
+    """Return the build ID of a library, which does not depend on where or when it is installed."""
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
     return build_id(load_nvidia_dynamic_lib(name).abs_path)
 
 
 def build_id(path):
-    """Return the build ID that a linker wrote near the begin of a library, else a digest of its contents."""
+    """Return the build ID that a linker wrote near a library's beginning, else a digest of its contents."""
     with open(path, "rb") as file:
         _, note, after = file.read(HEAD).partition(BUILD_ID)
         file.seek(0)

@@ -1,4 +1,4 @@
-"""Provide all that kernels use of numba-cuda: jit options, and exchange between threads.
+"""Provide the parts of numba-cuda that kernels use: compilation, and exchange between threads.
 
 Only `host`, `compiled` and `needs` use numba-cuda too, for the host's side. With `NUMBA_ENABLE_CUDASIM=1` the
 simulator replaces the device: its memory is the host's, and its threads are Python's.
@@ -20,21 +20,18 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 # No link-time optimization, so that launches run the PTX that the tests have seen; no fastmath, because it
 # flushes subnormal numbers and approximates quotients.
 OPTIONS = {"fastmath": False, "lto": False, "opt": True}
-CROWDED = OPTIONS | {"shared_memory_carveout": "MaxShared"}  # so that the most blocks run at once
+CROWDED = OPTIONS | {"shared_memory_carveout": "MaxShared"}  # as many blocks as possible run at once
 WARP = 32
 TIMEOUT = 120  # seconds that a simulated thread waits for others, which may have failed
 SHARED_MEMORY = 99 * 1024  # bytes that a block may have on every supported device
-# Those that a block may have by compute capability, where it is more.
+# By compute capability: the bytes that a block may have where they are more.
 MORE_SHARED_MEMORY = {(8, 0): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
-
-
-# Functions
 
 
 def kernel(function, signature, key=None, options=OPTIONS):
     """Compile `function`, or load it, as a kernel.
 
-    `key` names the variables that the function closes over; it tells variants of a function apart.
+    `key` has the values of the variables that the function closes over, which identify a variant.
     """
     if SIMULATED:
         return cuda.jit(function)
@@ -51,9 +48,9 @@ def capability():
 
 def shared_memory():
     """Return the bytes of shared memory that a block may have on the current device."""
-    return (
-        max(MORE_SHARED_MEMORY.values()) if SIMULATED else MORE_SHARED_MEMORY.get(capability(), SHARED_MEMORY)
-    )
+    if SIMULATED:
+        return max(MORE_SHARED_MEMORY.values())
+    return MORE_SHARED_MEMORY.get(capability(), SHARED_MEMORY)
 
 
 # A cast that saves registers. The simulator keeps Python's int, because it adds addresses to such numbers.
@@ -84,7 +81,7 @@ def ptx(function, signature, capabilities):
 
 @contextlib.contextmanager
 def current_as(capability):
-    """Let numba-cuda, which asks for the current device as it compiles, find one that may not be there."""
+    """Let numba-cuda, which looks for the current device as it compiles, find one of this capability."""
     from numba.cuda import codegen, dispatcher
 
     known = dispatcher.get_current_device, codegen.devices

@@ -1,4 +1,4 @@
-"""numba-cuda as the host sees it: devices, streams, memory and launches."""
+"""Use numba-cuda from the host: devices, streams, memory and launches."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ from kvkit_cuda.device_runtime.device import SIMULATED, shared_memory
 
 LEGACY_DEFAULT = 1  # address of the default stream in protocols, where numba has 0
 PER_THREAD_DEFAULT = 2  # address of each thread's own default stream
-BLOCKS = 16  # for each multiprocessor: twice as many as it can hold, so that no one idles at the end
+BLOCKS = 16  # blocks for each multiprocessor, twice as many as it holds, so that none idles at the end
 SCRATCH = "scratch"  # stands in `Launch.owners` for addresses of scratch memory
 NATIVE = not SIMULATED  # whether prepared calls may use the driver directly
 
@@ -129,8 +129,8 @@ def key(number):
 def wait_for(producer, stream):
     """Let a stream wait for the work so far of another one, given by its address or key.
 
-    The host does not wait. For another thread's default stream the legacy one is used, which waits for it.
-    Such keys are negative, so that `max` chooses the legacy one.
+    The host does not wait. Another thread's own default stream has a negative key; the legacy default stream,
+    which waits for it, takes its place.
     """
     if not SIMULATED and (producer or LEGACY_DEFAULT) not in (number(stream), key(number(stream))):
         event = cuda.event(timing=False)
@@ -166,8 +166,8 @@ class Launch:
     """A kernel, its grid and its arguments; a call launches it.
 
     `owners` maps (argument, member of a tuple) to the name of the array that it points into. `grow(captured)`
-    returns the number of blocks for the present step; if captured, enough for every later step.
-    `scratch` is the bytes of scratch memory, `shared` the bytes of a block's dynamic shared memory.
+    returns the number of blocks that the present step needs, or if captured any later step. `scratch` is the
+    bytes of scratch memory, `shared` the bytes of a block's dynamic shared memory.
     """
 
     __slots__ = ("arguments", "blocks", "grow", "kernel", "owners", "scratch", "shared", "stream", "threads")
@@ -252,7 +252,7 @@ def allow_shared(function, which):
     """Allow a kernel without static shared memory to use all that a block may have."""
     binding = driver().binding
     most = binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    # What numba calls a function is a CUkernel, which a driver need not accept as a CUfunction.
+    # Numba's function is a CUkernel, which a driver may refuse as a CUfunction.
     kernel = binding.CUkernel(int(function))
     check(binding.cuKernelSetAttribute(most, shared_memory(), kernel, which))
 
@@ -360,7 +360,7 @@ def fill(there, arrays, stream):
 
 
 def read(place, size, stream):
-    """Return bytes of the device, once the stream has done its work."""
+    """Return bytes of the device, after the stream has finished its work."""
     host = np.empty(size, np.uint8)
     if SIMULATED:
         ctypes.memmove(host.ctypes.data, place, size)

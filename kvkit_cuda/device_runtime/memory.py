@@ -1,7 +1,7 @@
 """Load and store up to 16 bytes of device memory in one instruction, as two 64-bit words.
 
-They are LLVM's loads and stores at addresses, which both targets have: a simulated kernel uses them on the
-host's memory.
+They are LLVM's loads and stores at addresses, which both targets have. A simulated kernel uses them on host
+memory.
 """
 
 import functools

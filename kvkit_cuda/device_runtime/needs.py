@@ -1,4 +1,4 @@
-"""Find what a machine lacks for kernels to run, and say how to mend it.
+"""Find the parts of CUDA that a machine lacks for kernels to run, and say how to install them.
 
 numba-cuda is not imported unless it is installed.
 """
@@ -18,13 +18,8 @@ from kvkit.errors import DeviceError, argument_error
 
 OLDEST = 8, 0  # compute capability of a device whose tensor cores take bfloat16
 DRIVERS = {12: "525 (Linux) or 528 (Windows)", 13: "580"}  # the oldest ones, by CUDA's major version
-FIRST = {
-    (10, 0): "12.8",
-    (10, 3): "12.9",
-    (11, 0): "13.0",
-    (12, 0): "12.8",
-    (12, 1): "12.9",
-}  # the first CUDA for a compute capability
+# The first CUDA for a compute capability.
+FIRST = {(10, 0): "12.8", (10, 3): "12.9", (11, 0): "13.0", (12, 0): "12.8", (12, 1): "12.9"}
 HALVES = "12.5"  # the first CUDA that compiles 16-bit floats for earlier compute capabilities
 INSTALL = "pip install 'kvkit-kernels[{extra}]'"
 
@@ -76,7 +71,7 @@ def find_in_any_folder():
 
 
 def import_with_row_stack():
-    """Let numba-cuda import its form of `row_stack`, which numpy 2.5 removed."""
+    """Import the part of numba-cuda that needs `numpy.row_stack`, which numpy 2.5 removed."""
     name = "row_stack"
     if not hasattr(np, name):
         setattr(np, name, np.vstack)
@@ -182,7 +177,7 @@ def small_ptx(found):
 
 
 def first_line(error):
-    """Return the first line of an error; a linker's is in its notes."""
+    """Return the first line of an error, or of its notes, where a linker's error has it."""
     lines = [*str(error).strip().splitlines(), *getattr(error, "__notes__", ())]
     lines = [line for line in lines if "version" in line] or lines
     return lines[0].strip() if lines else type(error).__name__

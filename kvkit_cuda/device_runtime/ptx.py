@@ -188,10 +188,10 @@ def widened(stored, native=True):
 
 @functools.cache
 def shifted(stored):
-    """Return `widened` for any device: bytes become the high halves of float16, e5m2 as they are.
+    """Return `widened` for any device: bytes become the high bytes of float16.
 
-    e4m3 has a bit less of exponent, so that its other bits move by one; that is 2^-8 of the number, and NaN,
-    of which all those bits are 1, would be a number.
+    That is all for e5m2. The exponent of e4m3 is one bit shorter, so all bits but the sign move down by one.
+    The result is 2^-8 of the number, and NaN, whose bits are all 1, becomes a number; both are corrected.
     """
     apart, times = bytes_of(0x1404), halves("mul")
     if stored == "e5m2":
@@ -346,5 +346,5 @@ larger = either(np.fmax, lambda x, y: _larger(x, y))
 _fresh_register = instruction("mov.b32 $0, $1;", [OFFSET], [OFFSET], ordered=True)
 
 
-# (x) -> x in a register that is opaque to the compiler, so that it cannot hoist what a loop derives from it.
+# (x) -> x in a register that is opaque to the compiler, so that it hoists nothing computed from x.
 fresh_register = either(lambda x: x, lambda x: _fresh_register(x))

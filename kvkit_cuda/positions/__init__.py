@@ -1,1 +1,1 @@
-"""Kernels of rotary embedding, ALiBi and position indices."""
+"""Compute rotary embedding, ALiBi masks and position indices on a GPU."""

@@ -1,4 +1,4 @@
-"""Masks with ALiBi biases, to which another mask may be added.
+"""Write masks with ALiBi biases, to which another mask may be added.
 
     out[h, i, j] = slope[h] (j - diagonal(i)) + mask[h, i, j]       -inf for keys after the diagonal
 
@@ -69,11 +69,8 @@ def addend(mask):
 @functools.cache
 def fill(element, mask, span):
     """Return f(target, first column, row), which writes a chunk of a row."""
-    write, encode, bits = (
-        memory.store(*chunks.access(element, span)),
-        chunks.ENCODE[element],
-        BY_NAME[element].bits,
-    )
+    write, encode = memory.store(*chunks.access(element, span)), chunks.ENCODE[element]
+    bits = BY_NAME[element].bits
     added, mask_size, product = addend(mask), mask_bytes(mask), device.product
 
     @shared
@@ -102,8 +99,10 @@ def write_mask(element, mask, span):
     fill_chunk, size = fill(element, mask, span), BY_NAME[element].bytes(1)
 
     def write_mask(starts, kvstarts, slopes, target, added, batches, heads, columns, padding):
-        """Write every row of [batches, heads, rows, columns]; `target` and `added` are address and byte
-        strides (batch, head, row). Slopes and padding come as bits of float32.
+        """Write every row of [batches, heads, rows, columns].
+
+        `target` and `added` are address and byte strides (batch, head, row). Slopes and padding are bits of
+        float32.
         """
         rows, total = starts[starts.shape[0] - 1], kvstarts[kvstarts.shape[0] - 1]
         items = batches * heads * rows

@@ -2,8 +2,8 @@
 
     table[token, i] = cos a, sin a      a = position(token) / divisor * frequency[i]
 
-Angles are reduced and their series added up in float64, as on the CPU. If a call gives cosines and sines they
-are looked up. Frequencies are computed on the CPU; so is the table if angles are too large for
+Angles are reduced and their series summed in float64, as on the CPU. Cosines and sines that the caller gives
+are looked up. Frequencies are computed on the CPU; so is the whole table if angles are too large for
 `numeric.cos_sin`.
 """
 
@@ -41,6 +41,7 @@ def put(target, position, divisor, frequency):
 
 @shared
 def put_pair(target, cosine, sine):
+    """Write a cosine and a sine as one word."""
     word = np.uint64(numeric.bits_of(cosine)) | (np.uint64(numeric.bits_of(sine)) << np.uint64(32))
     write(target, word, np.uint64(0))
 

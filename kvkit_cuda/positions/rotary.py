@@ -1,4 +1,4 @@
-"""Rotary position embedding: rotate pairs of elements of each head, by the table of `angles`.
+"""Rotate queries and keys: pairs of elements of each head, by the table of `angles`.
 
     x', y' = x cos a - y sin a, x sin a + y cos a
 
@@ -116,18 +116,18 @@ def rotate_halves(element, span):
 
 
 class Chunk(NamedTuple):
-    """A chunk of a head to rotate on its way: its address and first element, the angles of its token."""
+    """A chunk of a head that is rotated as it is read."""
 
     address: Any
-    element: Any
-    angles: Any  # the address of [pairs, cosine and sine]; 0 leaves the chunk as it is
+    element: Any  # its first element in the head
+    angles: Any  # the address of the token's [pairs, (cosine, sine)]; 0 leaves the chunk as it is
     begin: Any  # the first element that is rotated
     pairs: Any
 
 
 @functools.cache
 def rotating_reader(element, span, halves):
-    """Return the `Reader` of chunks that are rotated; pairs span both `halves`, or are neighbours."""
+    """Return the `Reader` of chunks that are rotated; a pair spans both `halves`, or is two neighbours."""
     read, angle = memory.load(*chunks.access(element, span)), memory.load(angles.PAIR, angles.PAIR)
     (raw, decode), encode, bits = chunks.DECODE[element], chunks.ENCODE[element], BY_NAME[element].bits
     rotate_pair, size = numeric.rotation(device.product), BY_NAME[element].bytes(1)

@@ -47,8 +47,8 @@ LOWEST = -3.4028234663852886e38
 TILE = 8 if binding.get_host_cpu_features().get("avx512f") else 2
 LINE = 64
 EARLY = 4  # rows whose addresses are known before they are read
-TURN = 16  # tokens whose sums over lanes are made together, of one query row
-FEW = 16  # tokens whose values are unfolded, then multiplied: two short loops overlap in the CPU
+TURN = 16  # tokens whose sums over lanes are computed together, for one query row
+FEW = 16  # tokens whose values are unpacked and then multiplied: the CPU overlaps two short loops
 
 
 def tile_tokens(rows):
@@ -239,7 +239,7 @@ def row_id_at(b, address, i):
 
 
 class EarlyAddresses:
-    """Addresses of rows, which are made `EARLY` rows before they are read.
+    """Addresses of rows, which are computed `EARLY` rows before they are read.
 
     A load whose address waits for another load starts late, because that one waits behind loads from memory.
     """
@@ -250,18 +250,18 @@ class EarlyAddresses:
         self.places = [cgutils.alloca_once(b, I64) for _ in range(EARLY)]
 
     def address(self, token):
-        """Return the address of a token's row, or of the last one behind it."""
+        """Return the address of a token's row; after the last token, that of the last one."""
         b = self.b
         token = b.select(b.icmp_signed("<", token, self.last), token, self.last)
         return b.add(self.rows, b.mul(row_id_at(b, self.row_ids, token), self.stride))
 
     def begin(self, token):
-        """Make the addresses from a token on."""
+        """Compute the first addresses, from a token on."""
         for k, place in enumerate(self.places):
             self.b.store(self.address(self.b.add(token, I64(k))), place)
 
     def take(self, token):
-        """Return a token's address, the one after that of the last call, and make a later one."""
+        """Return the address of the next token, and compute a later one."""
         made = [self.b.load(place) for place in self.places]
         made.append(self.address(self.b.add(token, I64(EARLY))))
         for place, address in zip(self.places, made[1:], strict=True):
@@ -282,11 +282,11 @@ def narrow_scores(rows, stored, scale_format, group, rounds=(), like=None, near=
     """Return f(queries, keys, key_row, scale_base, scale_row, row_ids, ahead, shift, count, dim, scores).
 
     It computes S = K Q^T [token, row]. Queries are [dim / LANES, row, LANES] in `query_order`. `row_ids` has
-    the row id of each token, a multiple of `tile_tokens`. `ahead` lists addresses of keys that, after adding
-    `shift`, are prefetched into L2, or into L1 if `near`. Prefetches are spread between products: 32 lines at
-    once would fill the buffers that the products' own loads need. With `like` (see `chunk_reader`), rows are
-    neighbours, and those `shift` bytes further on are prefetched. With `in_order`, memory has the rows of a
-    head one after the other, and one query row reads floats so (see `scores_of_one_row`).
+    the row ids of `count` tokens, a multiple of `tile_tokens`. `ahead` lists addresses of keys that, after
+    adding `shift`, are prefetched into L2, or into L1 if `near`. Prefetches are spread between products: 32
+    lines at once would fill the buffers that the products' own loads need. With `like` (see `chunk_reader`),
+    rows are neighbours, and rows `shift` bytes further on are prefetched. With `in_order`, the rows of a head
+    follow each other in memory, and one query row reads floats in that order (see `scores_of_one_row`).
     """
     element = BY_NAME[stored]
     if in_order and rows == 1 and not (like or scale_format or element.minifloat or element.block):
@@ -495,7 +495,7 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
 
 
 def bytes_of(b, stored, count):
-    """Return the bytes of so many elements; in formats of blocks they are whole blocks."""
+    """Return the bytes of a number of elements, which are whole blocks in formats of blocks."""
     element = BY_NAME[stored]
     if element.block:
         return b.mul(b.udiv(count, I64(element.block.elements)), I64(element.block.bytes))

@@ -228,7 +228,7 @@ def side_by_side(rows, half):
 
 
 class Queries:
-    """Lays out a tile's queries in memory: a factor for each row, then chunks.
+    """The memory layout of a tile's queries: a factor for each row, then chunks.
 
     In a chunk, words of the queries whose codes share scales are together: first the initial sums, then, for
     each such vector of codes, a vector of high bytes and one of low bytes.
@@ -426,7 +426,7 @@ def compile_softmax(rows):
 
 
 class Scales:
-    """Lays out what `fixed_scales` writes: a flag, the largest scales of each chunk, its scales as integers.
+    """The memory layout of fixed-point scales: a flag, the largest scales of each chunk, scales as integers.
 
     The flag has 64 bytes. A chunk, of at least 64 elements, has 64 bytes for its largest scales and 256 for
     each group of at least 8 elements, so 40 * dim + 64 bytes suffice.

@@ -228,7 +228,7 @@ class _Loop:
 
 
 def never_unroll(builder):
-    """Keep LLVM from unrolling the loop that is being emitted."""
+    """Mark the loop that is being emitted, so that LLVM does not unroll it."""
     nothing = builder.asm(ir.FunctionType(ir.VoidType(), []), "", "", [], True)
     nothing.attributes.add("convergent")
 
@@ -280,7 +280,7 @@ def bfloat16_lanes(lanes):
 
 
 def minifloat_lanes(x, name):
-    """Do as `numeric.float_to_minifloat` does, in lanes."""
+    """Round float32 lanes to an 8-bit float, as `numeric.float_to_minifloat` does."""
     element = BY_NAME[name]
     fraction = element.significant - 1
     bias, shift = (1 << 6 - fraction) - 1, 23 - fraction

@@ -1,4 +1,4 @@
-"""The micro-kernel that averages rows."""
+"""Average rows with a micro-kernel."""
 
 import functools
 

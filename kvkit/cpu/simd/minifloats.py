@@ -65,5 +65,5 @@ def quotients(source, target, scale_format):
 
 
 def nearest_codes(x):
-    """Do as `numeric.nearest_code` does, in lanes."""
+    """Round float32 lanes to int8 codes, as `numeric.nearest_code` does."""
     return (x.max(-128.0).min(127.0) + float(ROUNDER)).as_bits().cast("trunc", I8)

@@ -32,7 +32,7 @@ QUARTERS = 4
 
 
 def fits(rows: int, stored: str, paired: bool) -> bool:
-    """Return whether these kernels take the scores of so many query rows over keys of a format."""
+    """Return whether these kernels can compute the scores of `rows` query rows over keys of a format."""
     return rows >= QUARTERS and (paired or stored == "float32")
 
 

@@ -48,7 +48,7 @@ TOKENS = 8  # tokens whose accumulators fit the registers
 
 
 class Eights:
-    """Locates eight neighbouring codes of a row after unfolding, in words of two 16-bit integers.
+    """The places of eight neighbouring codes of an unpacked row, in words of two 16-bit integers.
 
     A word has two codes of a key's row, or the codes of two tokens' values. No lane moves to another quarter
     of a vector.
