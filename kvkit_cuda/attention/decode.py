@@ -76,10 +76,8 @@ def attend(form):
             return  # a captured launch has as many blocks as a step may need
         step = StepTables(seqstarts, kvstarts, table, items, slots, slopes)
         lane, warp = int32(cuda.threadIdx.x), int32(cuda.threadIdx.y)
-        lane, warp = (
-            from_lane(lane, lane),
-            from_lane(warp, lane),
-        )  # else the loop finds them again for each tile
+        # Without an exchange the loop would compute both again for each tile.
+        lane, warp = from_lane(lane, lane), from_lane(warp, lane)
         low, high = reach.begin, reach.end
 
         q, zeros = cuda.local.array(held_queries, U32), cuda.local.array(held_zeros, F32)

@@ -81,7 +81,7 @@ def clear(state, lift):
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Describes which scores of a tile a thread has: its rows and tokens, relative to its first ones."""
+    """The scores of a tile that a thread has: its rows and tokens, relative to its first row and token."""
 
     transposed: bool  # whether a product has rows of keys and columns of queries
     row: Callable  # (r) -> distance of the thread's row r from its first row
@@ -164,7 +164,7 @@ def mma(element, width, transposed=False):
 
 
 def unrolled(part, count):
-    """Return f(a, b, c, d, i), which calls `part` for each i < `count`: compilers unroll no loop so long."""
+    """Return f(a, b, c, d, i), which calls `part` for i, i + 1, ..: compilers unroll no loop of `count` steps."""
     if count == 1:
         return part
     half = count // 2

@@ -132,10 +132,8 @@ def chunk_reader(stored, scale_format, group, rounds, like=None):
             scales = widen(read(b, scale_at, RAW[scale_format], count), scale_format)
 
         def vector(m):
-            number, of_vector = (
-                whole if vectors == 1 else half(b, seen, m),
-                order[m * LANES : (m + 1) * LANES],
-            )
+            number = whole if vectors == 1 else half(b, seen, m)
+            of_vector = order[m * LANES : (m + 1) * LANES]
             return number * scales.pick(i * scales.count // size for i in of_vector) if scales else number
 
         return vector
@@ -225,7 +223,7 @@ def half(b, place, m):
 
 
 def query_order(rows, stored, scale_format, group, dim):
-    """Return the elements of a row in the order that narrow products need queries in."""
+    """Return the elements of a row in the order in which narrow products need queries."""
     vectors, fewest = chunk_vectors(rows, stored, scale_format, group), fewest_vectors(stored)
     whole, size = dim - dim % (LANES * vectors), LANES * vectors
     chunks = [(first, vectors) for first in range(0, whole, size)]
@@ -397,10 +395,8 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
     It computes O = O alpha + P V: sums are O [row, dim], weights P [token, row], factors alpha. `ahead` and
     `near` are as in `narrow_scores`; `neighbours` is like `like` there.
     """
-    chunk, most = (
-        chunk_reader(stored, scale_format, group, rounds),
-        chunk_vectors(rows, stored, scale_format, group),
-    )
+    chunk = chunk_reader(stored, scale_format, group, rounds)
+    most = chunk_vectors(rows, stored, scale_format, group)
     widest, fewest = tile_columns(rows), fewest_vectors(stored)
     own, constant = row_scale(stored, scale_format, group)
     by_words = stored == "bfloat16" and scale_format is None
@@ -499,13 +495,13 @@ def bytes_of(b, stored, count):
     element = BY_NAME[stored]
     if element.block:
         return b.mul(b.udiv(count, I64(element.block.elements)), I64(element.block.bytes))
-    if element.bits % 8 == 0:  # so that LLVM sees how far apart two of them are
+    if element.bits % 8 == 0:  # a product of a constant shows LLVM the distance of two elements
         return b.mul(count, I64(element.bits // 8))
     return b.lshr(b.mul(count, I64(element.bits)), I64(3))
 
 
 def for_chunks(b, dim, sizes, body):
-    """Emit body(first element, vectors) for a row: as many vectors at a time as `sizes` say, in turn."""
+    """Emit body(first element, vectors) over a row, as many vectors at a time as the first size that fits."""
     done = I64(0)
     for vectors in dict.fromkeys(sizes):
         size = I64(vectors * LANES)

@@ -52,7 +52,7 @@ WORDS = ir.VectorType(I32, LANES)
 LARGEST_QUERY = 127 * 256 + 127  # high and low bytes have signs
 LARGEST_WEIGHT = 2**15 - 1
 MOST_TOKENS = 128  # in a block
-UNEVEN = 8.0  # times the mean: a larger scale would leave a block's other scales too few bits
+UNEVEN = 8.0  # a scale above so many times the mean would leave a block's other scales too few bits
 LEAST = 2.0**-100  # smaller numbers count as 0, so that reciprocals are finite
 ROUNDER = 1.5 * 2.0**23  # adding it puts an integer into the low bits
 ROUNDER_BITS = 0x4B400000
@@ -96,7 +96,7 @@ def word_at(b, address):
 
 
 class CodeVectors:
-    """Reads rows of symmetric codes, a chunk of `width` elements at a time, and their scales."""
+    """Rows of symmetric codes that are read with their scales, a chunk of `width` elements at a time."""
 
     def __init__(self, stored, scale_format, group, width):
         self.element = BY_NAME[stored]

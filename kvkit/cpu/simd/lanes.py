@@ -55,8 +55,6 @@ class Lanes:
         lanes = ir.VectorType(ir.IntType(width), self.count * BITS[self.type.element] // width)
         return Lanes(self.builder, self.builder.bitcast(self.value, lanes))
 
-    # float lanes
-
     def __add__(self, other):
         return self.apply("fadd", other)
 
@@ -100,8 +98,6 @@ class Lanes:
             self.builder, self.builder.select(compare(relation, self.value, other), self.value, other)
         )
 
-    # integer lanes
-
     def plus(self, other):
         return self.apply("add", other)
 
@@ -119,8 +115,6 @@ class Lanes:
 
     def signed_rshift(self, places):
         return self.apply("ashr", places)
-
-    # choosing lanes
 
     def pick(self, lanes, other=None):
         """Return these lanes; numbers after this vector's lanes mean lanes of `other`."""
@@ -268,9 +262,8 @@ def pair_halves(codes, element):
 
 def e4m3_halves(codes):
     """Return halves of e4m3 codes that were sign-extended and shifted left by 7. NaN keeps its top bit."""
-    return codes.apply("xor", codes.plus(0x80) & 0x407F).cast(
-        "bitcast", F16
-    )  # clears the sign's copies in the exponent
+    bits = codes.apply("xor", codes.plus(0x80) & 0x407F)  # clears the sign's copies in the exponent
+    return bits.cast("bitcast", F16)
 
 
 def bfloat16_lanes(lanes):
@@ -390,8 +383,8 @@ def exp(x):
 def sums_of(vectors, apart=1):
     """Return the sums of 16 or 8 vectors of 16 lanes: lane i is the sum of vectors[i].
 
-    With `apart` 2 or 4, lane i sums every second or fourth lane only, of 8 or 4 vectors. Shuffles within 128
-    bits are cheap, so they come first.
+    With `apart` 2 or 4, every second or fourth lane of 8 or 4 vectors is summed. Shuffles within 128 bits are
+    cheap, so they come first.
     """
     if apart == 1:
         vectors = [add_lanes(x, y, (0, 16, 1, 17), (2, 18, 3, 19)) for x, y in pairs(vectors)]

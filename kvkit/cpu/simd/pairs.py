@@ -31,7 +31,7 @@ PAIRED = 4 * WIDE  # bytes of a pair for every row
 
 
 class Bfloat(ir.Type):
-    """LLVM's type bfloat, which llvmlite lacks."""
+    """LLVM's type bfloat, which llvmlite does not have."""
 
     def _to_string(self):
         return "bfloat"
@@ -87,9 +87,9 @@ def pair_rows(b, source, rows, target):
 
 
 def interleave(x, y):
-    """Return the words of two vectors in turn, as one vector of pairs for each 16 words.
+    """Return the words of two vectors alternately, as one vector of pairs for each 16 words.
 
-    Of 32 words the first vector has the first four of each eight, because words move within 128 bits only.
+    With 32 words the first vector has the first four of each eight, because words move only within 128 bits.
     """
     if x.count == LANES:
         return [x.pick([word // 2 + word % 2 * LANES for word in range(2 * LANES)], y).as_bits()]
