@@ -164,7 +164,7 @@ def mma(element, width, transposed=False):
 
 
 def unrolled(part, count):
-    """Return f(a, b, c, d, i), which calls `part` for i, i + 1, ..: compilers unroll no loop of `count` steps."""
+    """Return f(a, b, c, d, i), which calls `part` for i, i + 1, ..: no compiler unrolls so long a loop."""
     if count == 1:
         return part
     half = count // 2
