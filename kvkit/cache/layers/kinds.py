@@ -1,4 +1,4 @@
-"""The classes of layers and their names in files."""
+"""Describe layers for files, and make them from their descriptions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,18 +16,10 @@ from kvkit.cache.paged.ragged import RaggedLayer
 KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        DynamicLayer,
-        IndexedLayer,
-        LatentLayer,
-        QuantizedLayer,
-        RaggedLayer,
-        SharedLayer,
-        SlidingWindowLayer,
-        StateLayer,
-        StaticLayer,
-        StaticSlidingWindowLayer,
+        DynamicLayer, IndexedLayer, LatentLayer, QuantizedLayer, RaggedLayer, SharedLayer, SlidingWindowLayer,
+        StateLayer, StaticLayer, StaticSlidingWindowLayer,
     )
-}
+}  # fmt: skip
 
 
 def describe_layer(layer: Any) -> dict[str, Any]:

@@ -144,9 +144,9 @@ class StateLayer(Layer):
     def _advance(self, new: int, states: Mapping[str, Array]) -> dict[str, Array]:
         """Write checked arrays of the state, and count its tokens."""
         store, before = self.store, self.span.length
-        held = store.checkpoints.values()
         version = store.current
-        if version == NONE or store.file is not None or (new and version in held):
+        # In memory the present version is overwritten, but no checkpoint, and no version in a file.
+        if version == NONE or store.file is not None or (new and version in store.checkpoints.values()):
             version = store.free()
             if version == NONE:
                 self._change_store(store.geometry)
@@ -162,7 +162,7 @@ class StateLayer(Layer):
         if length in marks or (every and length - max(marks, default=0) >= every):
             marks[length] = version
         self._commit_version(state_span(length, before), version, self._trimmed(marks))
-        return self.store.of(version)
+        return self.store.arrays_of(version)
 
     def _trimmed(self, checkpoints: dict[int, int]) -> dict[int, int]:
         """Return the checkpoints that stay: all while the past is recorded, otherwise the latest."""
@@ -185,8 +185,8 @@ class StateLayer(Layer):
     def _change_store(self, forms: StateForms, indices: Any = slice(None)) -> None:
         """Move to a store with other arrays, batch rows or room; on an error nothing has changed."""
         before, span = self.store, self.span
-        held = 0 if before is None else len(before.checkpoints)
-        room = max(held, self.max_checkpoints if self.checkpoint_every else 0) + held * self.record_past
+        count = 0 if before is None else len(before.checkpoints)
+        room = max(count, self.max_checkpoints if self.checkpoint_every else 0) + count * self.record_past
         store = StateStore(forms, room + (1 if self.home is None else 3), self.home)
         try:
             if before is not None:
@@ -208,7 +208,7 @@ class StateLayer(Layer):
     @property
     def states(self) -> dict[str, Array]:
         """Return the arrays of the state, [B, ...] each; {} before the first token. Do not write to them."""
-        return {} if self.store is None else self.store.of(self.store.current)
+        return {} if self.store is None else self.store.arrays_of(self.store.current)
 
     @property
     def checkpoints(self) -> list[int]:
@@ -291,6 +291,7 @@ class StateLayer(Layer):
         return StatePlan(plan.after, current, marks, plan.crops)
 
     def rearrange(self, plan: Any, at_once: bool = False) -> None:
+        """Carry out a plan, see `Layer.rearrange`."""
         length = plan.after.length
         if self.store is None or (length == self.span.length and plan.current == self.store.current):
             return
@@ -314,8 +315,8 @@ class StateLayer(Layer):
     def arrays(self) -> dict[str, Array]:
         if not self.states:
             return {}
-        held = [self.store.checkpoints[position] for position in self.checkpoints] + [self.store.current]
-        states = {f"states.{name}": array[held] for name, array in self.store.arrays.items()}
+        versions = [self.store.checkpoints[position] for position in self.checkpoints] + [self.store.current]
+        states = {f"states.{name}": array[versions] for name, array in self.store.arrays.items()}
         return {"checkpoints": np.array(self.checkpoints, np.int64)} | states
 
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:

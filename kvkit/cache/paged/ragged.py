@@ -74,11 +74,11 @@ class PreparedHeads:
         weights: attention.Weights,
     ) -> None:
         (count, new, *_), (out, lse, sums) = query.shape, results
-        pages = np.full((count, index.pages.shape[1] + MORE_PAGES), -1)
-        self._index, self._mask = StepIndex(
+        self._mask, pages = weights.mask, np.full((count, index.pages.shape[1] + MORE_PAGES), -1)
+        self._index = StepIndex(
             np.arange(count + 1) * new, index.kvstarts.copy(), index.first_places, np.zeros(count, np.int64),
             pages, PAGE_SIZE, tokens=count * new, context=int(index.kvstarts[-1]), rows=0,
-        ), weights.mask  # fmt: skip
+        )  # fmt: skip
         self._copy_pages(index)
         launch = cpu.attention.prepare.prepare_attention(
             query, out, lse, context, self._index, count if new == 1 else 0, weights, key_weights=sums
@@ -181,10 +181,7 @@ class RaggedLayer(Layer):
 
     def _make_pool(self, geometry: Geometry, pages: int) -> None:
         self.geometry, pages = geometry, max(pages, 1)
-        self.pool = PagedStore(
-            pages, PAGE_SIZE, 1, 1, geometry.key_dim, geometry.fmt.dtype, quant_bit=0, quant_group=8,
-            scale_dtype=np.float16, cache_layout=3, quant_format=None, scale=None,
-        )  # fmt: skip
+        self.pool = PagedStore(pages, PAGE_SIZE, 1, 1, geometry.key_dim, geometry.fmt.dtype)
         self.blocks = BlockAllocator(pages, PAGE_SIZE, slot_dtype=np.int64, copy_rows=self.pool.copy_rows)
         self._index = None
         self._calls.clear()
@@ -279,7 +276,7 @@ class RaggedLayer(Layer):
         return np.array(pieces, np.int64).reshape(-1, 5)
 
     def _dense(self, rows: Sequence[Array], padding: int) -> Array:
-        """Join one array for each head to an array [B, Hkv, longest, ...], padded."""
+        """Join the arrays of all heads to one array [B, Hkv, longest, ...]; pad shorter ones."""
         longest, more = self.stored_tokens, rows[0].shape[1:] if rows else ()
         dense = np.full((len(rows), longest, *more), padding, rows[0].dtype if rows else np.int64)
         for own, each in zip(dense, rows, strict=True):

@@ -242,7 +242,7 @@ class PagedStep:
                 self.abandon()
 
     def _tokens(self, current_key: Array, current_value: Array, layer_idx: int) -> Pair:
-        """Check new keys and values; return them as numpy arrays."""
+        """Check new keys and values; return the rows to store as keys and as values."""
         store = self._store
         fmt, current_key, current_value = check_new_tokens(current_key, current_value, 3, store.rope_dim)
         if fmt is not store.format:
@@ -283,14 +283,14 @@ class PagedStep:
         counts = np.diff(self.index.seqstarts).tolist()
         check_moved(self.index.sequences, counts, (weights.left, weights.right), weights.alibi)
         shape = count, heads, store.value_dim
-        made = attention.attention_results(shape, store.format, return_lse, inputs).arrays(out)
-        attn_output, lse, *_ = (*made, None)
+        results = attention.attention_results(shape, store.format, return_lse, inputs).arrays(out)
+        attn_output, lse, *_ = (*results, None)
         return query, attn_output, lse, weights
 
     # For packed tokens and for batches of one length, with checked arguments
 
     def to_write(self, layer_idx: Any) -> int:
-        """Check the number of a layer to write."""
+        """Check the number of a layer, which this step must not have written; return it."""
         layer_idx = integer("layer_idx", layer_idx, 0, self._store.num_layers - 1)
         if not self.index.is_open:
             raise argument_error("step", "one that is open", "one that has ended")
@@ -299,7 +299,7 @@ class PagedStep:
         return layer_idx
 
     def to_read(self, layer_idx: Any) -> int:
-        """Check the number of a layer to read, which must be written."""
+        """Check the number of a layer, which this step must have written; return it."""
         layer_idx = integer("layer_idx", layer_idx, 0, self._store.num_layers - 1)
         if self._steps.tokens and layer_idx not in self.written:
             raise argument_error("layer_idx", "a layer that the step has written", layer_idx)

@@ -34,12 +34,12 @@ class PagedStore:
         head_dim: int,
         dtype: DTypeLike,
         *,
-        quant_bit: int,
-        quant_group: int,
-        scale_dtype: DTypeLike,
-        cache_layout: int,
-        quant_format: str | None,
-        scale: Any,
+        quant_bit: int = 0,
+        quant_group: int = 8,
+        scale_dtype: DTypeLike = np.float16,
+        cache_layout: int = 3,
+        quant_format: str | None = None,
+        scale: Any = None,
         latent_dim: int = 0,
     ) -> None:
         self.page_size, self.num_layers = page_size, integer("num_layers", num_layers, 1)

@@ -72,7 +72,7 @@ class StateStore:
         left = {"current": self.current, "previous": self.previous, "checkpoints": self.checkpoints}
         return StateStore, (self.geometry, self.versions), left | {"file": None, "arrays": self.arrays}
 
-    def of(self, version: int) -> dict[str, Array]:
+    def arrays_of(self, version: int) -> dict[str, Array]:
         """Return views of a version's arrays, [B, ...] each; {} before the first token."""
         return {} if version == NONE else {name: array[version] for name, array in self.arrays.items()}
 

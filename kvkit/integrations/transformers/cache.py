@@ -195,7 +195,7 @@ class KvkitCache(Cache):
         last = self._stored.get(layer_idx)
         if last is not None and last.is_lost():
             wanted = f"{NAME!r} in the model that uses this cache, as its config says"
-            found = f"one that has not read the cache in layer {layer_idx}; {pending.OTHERS}"
+            found = f"attention that has not read the cache in layer {layer_idx}; {pending.OTHERS}"
             raise argument_error("attn_implementation", wanted, found)
         if layer_idx == 0 or self._reads is None:  # once a step, because configs answer slowly
             self._reads = self.config is not None and self.config._attn_implementation == NAME
@@ -208,12 +208,8 @@ class KvkitCache(Cache):
         begin = 0 if layer_idx >= len(self.layers) else self.get_seq_length(layer_idx)
         if cache_position is not None:
             cache_position = np.asarray(cache_position)
-        keys, values = self.cache.update(
-            to_numpy("key_states", as_cast(key_states)),
-            to_numpy("value_states", as_cast(value_states)),
-            layer_idx,
-            cache_position,
-        )
+        arrays = to_numpy("key_states", as_cast(key_states)), to_numpy("value_states", as_cast(value_states))
+        keys, values = self.cache.update(*arrays, layer_idx, cache_position)
         if layer_idx == len(self.layers):
             self.layers.append(KvkitLayer(self, layer_idx))
         layer = self.cache.layers[layer_idx]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvkit.errors import KvkitError, argument_error
@@ -85,9 +86,7 @@ def study(
     first = len(ids) - 1 - judging(len(ids) - 1, judge) if plan.policies else 0
     seen = {}
 
-    def record(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def record(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         seen[layer] = query[:, :, last:], key, value
         return key, value
 
@@ -95,7 +94,7 @@ def study(
         if progress:
             progress(count, total)
 
-    own = read_text(model, ids, through(record), first=first)
+    unchanged = read_text(model, ids, through(record), first=first)
     done(1)
     source = Lazy(open_cache, arrays_of(seen))
     comparison = study_layers(source, Lazy(replace, plan))
@@ -105,13 +104,13 @@ def study(
     else:
         readings = ([read_text(model, ids, through(coded_by(*sides)))] for _, *sides in plan.schemes)
     summary = []
-    for number, (row, found) in enumerate(zip(comparison.summary, readings, strict=True), 2):
-        agreement = float(np.mean([(each.best == own.best).mean() for each in found]))
-        perplexity = float(np.mean([each.perplexity for each in found]))
+    for number, (row, of_seeds) in enumerate(zip(comparison.summary, readings, strict=True), 2):
+        agreement = float(np.mean([(each.best == unchanged.best).mean() for each in of_seeds]))
+        perplexity = float(np.mean([each.perplexity for each in of_seeds]))
         summary.append(replace(row, perplexity=perplexity, agreement=agreement))
         done(number)
-    words = f"over {len(ids) - 1 - first} tokens"
-    note = f"perplexity of the model as it is: {own.perplexity:.2f}, {words}"
+    tokens = len(ids) - 1 - first
+    note = f"perplexity of the model as it is: {unchanged.perplexity:.2f}, over {tokens} tokens"
     return replace(comparison, source=type(model).__name__, summary=summary, notes=(*comparison.notes, note))
 
 
@@ -158,14 +157,7 @@ def read_on(
 def after(source: CacheReader, groups: Sequence[Any], schemes: Any, first: int) -> Callable[..., Any]:
     """Return attention to kept rows before the token `first` and to new tokens, all encoded and decoded."""
 
-    def forward(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         layer, results = source.layer(module.layer_idx), []
         share = query.shape[1] // key.shape[1]
         sinks = kwargs.pop("s_aux", None)
@@ -226,14 +218,7 @@ def attending(model: Any, forward: Callable[..., Any]) -> Iterator[None]:
 def through(between: Callable[..., Any]) -> Callable[..., Any]:
     """Return attention to the keys and values that `between(layer, query, key, value)` returns."""
 
-    def forward(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         states = between(module.layer_idx, query, key, value)
         return attention_forward(module, query, *states, *args, **kwargs)
 
@@ -244,12 +229,12 @@ def arrays_of(seen: dict[int, Any]) -> dict[str, np.ndarray]:
     """Return recorded queries, keys and values by name, as `kvkit.tools.study` takes them."""
     layers = [[to_numpy("states", states)[0].swapaxes(0, 1) for states in seen[i]] for i in sorted(seen)]
     query, key, value = zip(*layers, strict=True)
-    if len({(one.shape, other.shape) for one, other in zip(key, value, strict=True)}) > 1:
+    if len({(own.shape, of_value.shape) for own, of_value in zip(key, value, strict=True)}) > 1:
         raise argument_error("model", "layers whose heads are alike", "several numbers or sizes")
     return {"query": np.stack(query)[:, None], "key": np.stack(key), "value": np.stack(value)}
 
 
-def coded(scheme: Any, x: np.ndarray) -> torch.Tensor:
+def coded(scheme: Any, x: np.ndarray) -> Tensor:
     """Encode and decode numbers [tokens, heads, dim] by a scheme; return them as [1, heads, tokens, dim]."""
     x = np.ascontiguousarray(x, np.float32)
     return numpy_to_tensor(np.asarray(scheme.decode(scheme.encode(x)), np.float32).swapaxes(0, 1)[None])
@@ -258,9 +243,7 @@ def coded(scheme: Any, x: np.ndarray) -> torch.Tensor:
 def coded_by(*schemes: Any) -> Callable[..., Any]:
     """Return a function that encodes and decodes keys and values, each by its scheme."""
 
-    def between(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def between(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         return tuple(
             coded(scheme, to_numpy("states", states)[0].swapaxes(0, 1)).to(states.dtype)
             for scheme, states in zip(schemes, (key, value), strict=True)
