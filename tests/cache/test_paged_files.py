@@ -59,20 +59,6 @@ def test_a_file_says_how_keys_are_rotated(path, rope):
     assert load(path).ropes == cache.ropes == ropes
 
 
-def test_prefixes_are_evicted_in_the_same_order(path):
-    cache = paged(num_blocks=6)
-    for begin in (10, 20, 30):
-        seq = cache.blocks.add([begin] * (P + 1))
-        run(cache, (seq, P + 1 - seq.length))
-        cache.blocks.free(seq)
-    cache.blocks.free(cache.blocks.add([10] * (P + 1)))  # now the most recently used
-    cache.save(path)
-    again = load(path)
-    seq = again.blocks.add()
-    run(again, (seq, 4 * P))
-    assert [again.blocks.add([begin] * (P + 1)).length for begin in (20, 30, 10)] == [0, P, P]
-
-
 def test_prefix_reuse_in_another_process(path):
     cache, sequences = served()
     for seq in sequences:

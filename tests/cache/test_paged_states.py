@@ -1,6 +1,7 @@
 """Whatever happens to sequences in blocks, each keeps its tokens: a paged cache beside a plain model."""
 
 import functools
+import tempfile
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from paged_model import Model, numbers
 from scenes import first_quick
 
 from kvkit import KvkitError, Rope
-from kvkit.cache import OutOfBlocksError, PagedCache
+from kvkit.cache import OutOfBlocksError, PagedCache, load
 from kvkit.reference import cache as reference
 
 LAYERS, HEADS, DIM = 2, 2, 8
@@ -115,6 +116,15 @@ class Paged(RuleBasedStateMachine):
     def compute_what_has_ids(self, which):
         seq, row = self.pick(which)
         self.compute([(seq, row, max(0, row.known - row.length))], LAYERS)
+
+    @rule()
+    def come_back(self):
+        """Go on with what a file gives: sequences, published prefixes, and the order of their eviction."""
+        with tempfile.TemporaryDirectory() as room:
+            self.cache.save(f"{room}/cache.npz", [seq for seq, _ in self.pairs])
+            self.cache = load(f"{room}/cache.npz")
+        self.blocks, rows = self.cache.blocks, [row for _, row in self.pairs]
+        self.pairs = list(zip(self.cache.sequences, rows, strict=True))
 
     @some
     @rule()
