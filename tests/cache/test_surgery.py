@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import re
 import shutil
 import time
@@ -265,6 +266,7 @@ STEPS = st.one_of(
     st.tuples(st.just("retain"), st.integers(0, 3)),
     st.tuples(st.just("flatten")),
     st.tuples(st.just("divide"), st.integers(0, 20), ENDS, st.integers(2, 3)),
+    st.tuples(st.just("come back")),
 )
 KINDS = {
     "dynamic": lambda: DynamicCache(1, rope=ROPE),
@@ -274,20 +276,45 @@ KINDS = {
     "quantized": lambda: Cache([QuantizedLayer(*CODES, 4, 2)], rope=ROPE),
     "mixed": lambda: Cache([DynamicLayer(), SlidingWindowLayer(12), QuantizedLayer(*CODES, 4, 2)], rope=ROPE),
     "schemed": lambda: Cache([SchemedLayer(SCHEME, SCHEME, 4, 2)], rope=ROPE),
+    "by channel": lambda: Cache(
+        [QuantizedLayer(*[QuantSpec(8, group=4, axis="channel")] * 2, 4, 2)], rope=ROPE
+    ),
+    "rotated": lambda: Cache([QuantizedLayer(*[TURNED] * 2, 4, 2)], rope=ROPE),
 }
+TURNED = QuantSpec(format="e4m3", group=8, rotation="hadamard")
 CODES = QuantSpec(8, group=4), QuantSpec(8, group=8)
 SCHEME = QuantSpec(format="int8:g8", group=4)
 
 
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    return tmp_path_factory.mktemp("caches")
+
+
+def come_back(cache, room):
+    """Return what a file gives of a cache, or its folder after an end that nobody said."""
+    if cache.folder is None:
+        cache.save(room / "cache.npz")
+        return load(room / "cache.npz")
+    again = shutil.copytree(cache.folder.path, room / str(next(NUMBERS)))
+    cache.close()
+    return Cache.open(again, keep=False)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150)
-@given(steps=st.lists(STEPS, min_size=4, max_size=12))
-def test_caches_are_as_the_cells_and_can_says_what_calls_do(kind, steps):
-    """More than a thousand random calls of each kind; keys are those that are rotated for their places."""
+@settings(max_examples=70)
+@given(steps=st.lists(STEPS, min_size=4, max_size=12), mapped=st.booleans())
+def test_caches_are_as_the_cells_and_can_says_what_calls_do(kind, room, steps, mapped):
+    """In memory and in files: keys are those that are rotated for their places, and attention is a copy's."""
     cache, cells = KINDS[kind](), Cells()
+    if mapped and kind != "schemed":
+        cache.offload(room / str(next(NUMBERS)), only_non_sliding=False)
     raw = tokens(64, seed=1)
-    layer = cache.layers[0]
     for name, *arguments in steps:
+        if name == "come back":
+            cache = cache if kind == "schemed" else come_back(cache, room)
+            continue
+        layer = cache.layers[0]
         if name == "decode":
             count = arguments[0]
             new = raw[:, :, cells.named : cells.named + count]
@@ -311,6 +338,7 @@ def test_caches_are_as_the_cells_and_can_says_what_calls_do(kind, steps):
         getattr(cache, name)(*arguments)
         getattr(cells, name)(*(1 << 40 if argument is None else argument for argument in arguments))
     assert cache.get_seq_length() == cells.length
+    layer = cache.layers[0]
     stored = layer.stored_tokens
     kept = cells.cells[len(cells.cells) - stored :]
     assert layer.positions.tolist() == [at for at, _, _ in kept]
@@ -319,11 +347,18 @@ def test_caches_are_as_the_cells_and_can_says_what_calls_do(kind, steps):
     if stored:
         coded, (names, places) = kind in CODED, ([name for *_, name in kept], [at for at, _, _ in kept])
         values = raw[:, :, names]
-        np.testing.assert_allclose(layer.values[:, :, :stored], values, atol=0.02 if coded else 0)
-        check_keys(layer, values, places, 0.1 if coded else 1e-5)
+        np.testing.assert_allclose(
+            layer.values[:, :, :stored], values, atol=(0.3 if kind == "rotated" else 0.02) if coded else 0
+        )
+        check_keys(layer, values, places, (0.4 if kind == "rotated" else 0.1) if coded else 1e-5)
+        query, again = tokens(1, heads=4, seed=5), copy.deepcopy(cache)  # which is in memory
+        for i in range(len(cache)):
+            assert cache.attend(query, i).tobytes() == again.attend(query, i).tobytes()
+    cache.close()
 
 
-CODED = "quantized", "schemed"
+NUMBERS = itertools.count()
+CODED = "quantized", "schemed", "by channel", "rotated"
 
 
 def check_keys(layer, raw, places, atol=1e-5):
@@ -467,44 +502,6 @@ def test_what_is_not_there_is_refused_in_a_sentence(tmp_path):
     empty = DynamicCache(1, rope=ROPE, offload=tmp_path / "none")
     assert "in a file, got shift of none" in empty.can("shift", 0, None, 3)
     empty.close()
-
-
-@pytest.mark.parametrize("kind", [kind for kind in layers() if kind != "scheme"])
-def test_layers_in_files_do_the_same(tmp_path, kind):
-    """Also when they are opened again, by a process that found the folder open, and when they are saved."""
-    memory, cache = Cache([layers()[kind]], rope=ROPE), Cache([layers()[kind]], rope=ROPE)
-    keys, values = tokens(60, seed=1), tokens(60, seed=2)
-    cache.offload(tmp_path / "0", only_non_sliding=False)
-    steps = (
-        lambda cache: cache.update(keys[:, :, :40], values[:, :, :40], 0),
-        lambda cache: cache.remove(0 if kind == "keys by channel" else 2, 9, close=True),
-        lambda cache: cache.update(keys[:, :, 40:43], values[:, :, 40:43], 0),
-        lambda cache: cache.shift(0, None, 4),
-        lambda cache: cache.crop(0) if "window" in kind else cache.crop(-5),
-        lambda cache: cache.remove(5, 7, close=True) if "window" in kind else cache.remove(9, 29),
-        lambda cache: cache.update(keys[:, :, 43:60], values[:, :, 43:60], 0),
-        lambda cache: cache.reorder([0, 0]),
-    )
-    for number, step in enumerate(steps):
-        for each in memory, cache:
-            step(each)
-            if number:
-                getattr(each.layers[0].store, "see_stored", int)()
-        one, other = memory.layers[0], cache.layers[0]
-        query = tokens(1, heads=4, seed=number).repeat(one.batch_size, 0)
-        for _ in "ab":
-            assert one.positions.tolist() == other.positions.tolist()
-            assert one.rope_shifts.tolist() == other.rope_shifts.tolist()
-            assert one.get_seq_length() == other.get_seq_length()
-            assert one.keys.tobytes() == other.keys.tobytes()
-            if number and (one.window is None or other.home):  # a saved window is that of the next token
-                assert one.attend(query).tobytes() == other.attend(query).tobytes(), (number, other.home)
-            cache.save(tmp_path / "saved.npz")
-            other = load(tmp_path / "saved.npz").layers[0]
-        shutil.copytree(tmp_path / str(number), tmp_path / str(number + 1))
-        cache.close()
-        cache = Cache.open(tmp_path / str(number + 1), keep=False)
-    cache.close()
 
 
 @pytest.mark.parametrize("rope", [ROPE, Rope(8, scaling={"rope_type": "linear", "factor": 2.0}), "none"])

@@ -71,7 +71,7 @@ class RowPositions:
         """Check what `describe` has written; return the state of its first `count` rows."""
         runs = [np.arange(first, first + many) for first, many in description["positions"]]
         positions = np.concatenate([np.arange(0), *runs])
-        pieces = np.array(description["rope_shifts"]).reshape(-1, 3)
+        pieces = np.array(description["rope_shifts"] or np.zeros((0, 3), np.int64)).reshape(-1, 3)
         whole = cls.restored(positions, pieces, FAR, len(positions))
         if not 0 <= count <= len(positions) or (count and positions[count - 1] >= length):
             raise ValueError(f"{count} rows before position {length} of {len(positions)}")

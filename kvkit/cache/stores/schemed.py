@@ -121,5 +121,8 @@ class SchemedStore(Store):
         self.keys: Any = None
         self.values: Any = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SchemedStore, (self.geometry, self.sides, self.seen)
+
     def keep_rows(self, rows: Array, first: int, rope: Any, rotated: Array | None) -> None:
         self.sides = self.seen = [side.keep_tokens(rows) for side in self.sides]
