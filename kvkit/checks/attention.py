@@ -178,16 +178,16 @@ def checked_weights(query: Array, mask: MaskPlace, scoring: Scoring) -> Weights:
     if softcap != 0 and softcap < np.finfo(np.float32).tiny:
         raise argument_error("softcap", "0 (none) or a positive number of float32", softcap)
     causal, alibi = flag("is_causal", scoring.is_causal), flag("is_alibi", scoring.is_alibi)
-    check_sinks(sinks, num_heads)
+    if sinks is not None:
+        check_sinks(sinks, num_heads)
     return Weights(scale, causal, alibi, left, right, softcap, sinks, mask=mask)
 
 
-def check_sinks(sinks: Array | None, num_heads: int) -> None:
-    """Check that sinks, if there are any, are one float for each query head."""
-    if sinks is not None:
-        checked_format("sinks", sinks, FLOATS, 1)
-        if sinks.shape != (num_heads,):
-            raise argument_error("sinks", f"shape ({num_heads},), a number for each query head", sinks.shape)
+def check_sinks(sinks: Array, num_heads: int) -> None:
+    """Check that sinks are one float for each query head."""
+    checked_format("sinks", sinks, FLOATS, 1)
+    if sinks.shape != (num_heads,):
+        raise argument_error("sinks", f"shape ({num_heads},), a number for each query head", sinks.shape)
 
 
 def attention_results(

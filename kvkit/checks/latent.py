@@ -115,7 +115,8 @@ def checked_latent_attention(call: LatentArguments) -> LatentCall:
     query = checked_query(call.query, pool)
     value_dim, scale = integer("value_dim", call.value_dim, 1, pool.dim), positive_number("scale", call.scale)
     causal, heads, sinks = flag("is_causal", call.is_causal), query.shape[1], call.sinks
-    check_sinks(sinks, heads)
+    if sinks is not None:
+        check_sinks(sinks, heads)
     sinks_last = not flag("lse_of_sinks", call.lse_of_sinks) and sinks is not None
     fmt = checked_format("query", query, FLOATS, 3)
     given = dict(zip(("query[0]", "query[1]"), call.query, strict=False)) if query is not call.query else {}

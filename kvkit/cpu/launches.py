@@ -13,7 +13,7 @@ import numpy as np
 from numba import prange, types
 
 from kvkit.cpu import memory
-from kvkit.runtime.arrays import DATA, pointer_at
+from kvkit.runtime.arrays import DATA, MEMORY
 from kvkit.runtime.arrays import address as address
 from kvkit.runtime.jit import Code, callback
 from kvkit.runtime.locks import OneCallLock
@@ -49,7 +49,7 @@ def numbers_of(values: Iterable[Any]) -> list[int]:
     return [
         value
         if type(value) is int
-        else pointer_at(id(value) + DATA).value
+        else MEMORY[id(value) + DATA >> 3]
         if isinstance(value, np.ndarray)
         else value or 0
         for value in values

@@ -19,7 +19,9 @@ from numpy.typing import DTypeLike
 
 Name = TypeVar("Name")
 DATA = object.__basicsize__  # numpy's PyArrayObject is a Python object's header, then the data pointer
-pointer_at: Any = ctypes.c_void_p.from_address
+MEMORY: Any = (ctypes.c_int64 * 2**59).from_address(
+    0
+)  # this process's memory as words, to read pointers from
 SMALLEST = 2**20  # bytes of a pooled result; the allocator reuses smaller ones itself
 ALIGNED = 64  # bytes of a cache line
 VARIABLES = "KVKIT_RESULT_POOL_BYTES", "KVKIT_SPARE_BYTES"  # the second is the name of version 0.1
@@ -27,12 +29,13 @@ VARIABLES = "KVKIT_RESULT_POOL_BYTES", "KVKIT_SPARE_BYTES"  # the second is the 
 
 def address(array: Any) -> int:
     """Return the address of an array's data, faster than `array.ctypes.data` does."""
-    return pointer_at(id(array) + DATA).value
+    word: int = MEMORY[id(array) + DATA >> 3]
+    return word
 
 
 def addresses_of(arrays: Iterable[Any]) -> list[int]:
     """Return the addresses of arrays, 0 for None."""
-    return [0 if array is None else pointer_at(id(array) + DATA).value for array in arrays]
+    return [0 if array is None else MEMORY[id(array) + DATA >> 3] for array in arrays]
 
 
 def byte_span(array: ndarray) -> tuple[int, int]:
