@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from kvkit.calls.prepared import (
     attention_launches,
     form_of,
     is_pair,
-    is_unaligned,
     one_or_all,
     tuple_members,
 )
@@ -31,6 +31,9 @@ FLOATS8 = frozenset(one.dtype for one in elements.FLOATS8)
 POOLS = "key_cache", "value_cache"
 SCALES = "key_scale", "value_scale"
 RESULTS = "out", "lse"
+TOKEN_SCALE_AXES = len(("pages", "tokens", "heads"))
+Scales = Sequence[Any]
+NO_SCALES = None, None
 Forms = list[tuple[tuple[int, ...], np.dtype[Any]]]  # of results
 OWNERS = {  # the array that an address of attention to pools points into
     "query": "query", "out": "out", "lse": "lse", "keys.address": POOLS[0], "values.address": POOLS[1],
@@ -91,18 +94,17 @@ class PlannedPages:
 
     def attend(self, call: PoolAttention, out: Array | Arrays | None) -> Attended:
         """Run `paged_attention`. A call with a mask, slopes, sinks or scales of heads is checked."""
-        scoring, scales = call.scoring, (call.key_scale, call.value_scale)
+        scoring, (scales, numbers, are_read) = call.scoring, scales_of(call)
         results: Any = tuple(out) if is_pair(out) else (out,)  # type: ignore[arg-type]
-        pools = call.key_cache, call.value_cache, *map(array_of, scales)
-        form = None
-        if not (has_more(call) or any(map(is_of_heads, scales))):
-            attributes = *scoring, *tuple_members(scoring.window), *map(number_or_none, scales)
+        pools, form = (call.key_cache, call.value_cache), None
+        if not (are_read or has_more(call)):
+            attributes = *scoring, *tuple_members(scoring.window), *numbers, call.layout, call.quant_format
             form = form_of(
-                (call.query, *pools, *results),
-                (*attributes, call.layout, call.quant_format, call.return_lse, in_one(*pools)),
+                (call.query, *pools, *scales, *results),
+                (*attributes, call.return_lse, *how_pools_lie(*pools)),
             )
         found = self._attended.find(form)
-        arrays = call.query, *in_both(*pools[:2]), *in_both(*pools[2:])
+        arrays = call.query, *in_both(*pools), *in_both(*scales)
         if found:
             prepared, forms = found
             made = results if out is not None else tuple([empty_result(*each) for each in forms])
@@ -122,13 +124,11 @@ class PlannedPages:
 
     def append(self, call: PoolTransfer) -> None:
         """Run `paged_append` for the last tokens of the contexts."""
-        scales, pools = (call.key_scale, call.value_scale), (call.key_cache, call.value_cache)
-        form = None
-        if not any(map(is_of_heads, scales)):
-            unaligned = is_unaligned(pool for pool in pools if isinstance(pool, np.ndarray))
-            attributes = call.layout, unaligned, call.rope, in_one(*pools), *map(number_or_none, scales)
-            form = form_of((call.key, call.value, *map(array_of, scales), *pools), attributes)
-        arrays = call.key, call.value, *in_both(*map(array_of, scales)), *in_both(*pools)
+        pools, form, (scales, numbers, are_read) = (call.key_cache, call.value_cache), None, scales_of(call)
+        if not are_read:
+            attributes = call.layout, call.rope, *how_pools_lie(*pools), *numbers
+            form = form_of((call.key, call.value, *scales, *pools), attributes)
+        arrays = call.key, call.value, *in_both(*scales), *in_both(*pools)
         prepared = self._appended.find(form)
         if prepared and prepared.run(arrays):
             return
@@ -174,25 +174,24 @@ def has_more(call: PoolAttention) -> bool:
     return any(each is not None for each in others) or call.return_key_weights is not False
 
 
-def is_of_heads(scale: object) -> bool:
-    """Return whether a scale is an array of scales of heads, which is read when a call is prepared."""
-    return isinstance(scale, np.ndarray) and scale.ndim < len(("pages", "tokens", "heads"))
+def scales_of(call: PoolAttention | PoolTransfer) -> tuple[Scales, Scales, bool]:
+    """Return the scales that are arrays, those that are numbers, and whether a preparation reads the arrays.
+
+    It reads scales of heads, and not those of tokens.
+    """
+    scales = call.key_scale, call.value_scale
+    if scales[0] is None and scales[1] is None:
+        return NO_SCALES, NO_SCALES, False
+    arrays: Any = [scale if isinstance(scale, np.ndarray) else None for scale in scales]
+    numbers: Any = [scale if array is None else None for scale, array in zip(scales, arrays, strict=True)]
+    return arrays, numbers, any(array is not None and array.ndim < TOKEN_SCALE_AXES for array in arrays)
 
 
-def array_of(scale: Any) -> Array | None:
-    """Return a scale if it is an array, else None."""
-    return scale if isinstance(scale, np.ndarray) else None
-
-
-def number_or_none(scale: Any) -> Any:
-    """Return a scale if it is a number, else None."""
-    return None if isinstance(scale, np.ndarray) else scale
-
-
-def in_one(key_cache: Any, value_cache: Any, *_: Any) -> bool:
-    """Return whether keys and values are in one pool, which is given once or twice."""
+def how_pools_lie(key_cache: Any, value_cache: Any) -> tuple[bool, bool]:
+    """Return whether one pool is given for keys and for values, and whether streaming stores can write it."""
     arrays = [each for each in (key_cache, value_cache) if isinstance(each, np.ndarray)]
-    return len({*addresses_of(arrays)}) < 2
+    places = addresses_of(arrays) or [0]
+    return places[0] == places[-1], (places[0] | places[-1]) % 16 == 0
 
 
 def in_both(one: Array | None, other: Array | None) -> tuple[Array | None, Array | None]:
