@@ -74,25 +74,20 @@ def module_of(name: str) -> str | None:
 
 def system_facts() -> dict[str, str]:
     """Return {name: fact} about this system."""
-    modules = (np, numba, llvmlite, ml_dtypes)
+    modules, features = (np, numba, llvmlite, ml_dtypes), llvmlite.binding.get_host_cpu_features()
+    vectors = next((name for feature, name in VECTORS.items() if features.get(feature)), "no known vectors")
     return {
         "kvkit": __version__,
         "distribution": ownership.owners(),
         "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",
         **{module.__name__: module.__version__ for module in modules},
-        "CPU": f"{llvmlite.binding.get_host_cpu_name()}, {vector_instructions()}",
+        "CPU": f"{llvmlite.binding.get_host_cpu_name()}, {vectors}",
         "threads": f"{numba.get_num_threads()} of at most {numba.config.NUMBA_NUM_THREADS}",
         "threading layer": threading_layer(),
         "compile cache": show.code_folder_text(cache_folder()),
         "backend cpu": "works",
         "backend cuda": cuda_state(),
     }
-
-
-def vector_instructions() -> str:
-    """Return the widest vector instructions of this CPU."""
-    features = llvmlite.binding.get_host_cpu_features()
-    return next((name for feature, name in VECTORS.items() if features.get(feature)), "no known vectors")
 
 
 def threading_layer() -> str:

@@ -90,7 +90,9 @@ class Verbs(click.Group):
             message, code = explain(error)
             if code is None:
                 raise
-            click.echo("kvkit: " + one_line(message), err=True)
+            line = " ".join(message.split())  # a message may quote anything in a file
+            line = "".join(sign if sign.isprintable() else "\ufffd" for sign in line)
+            click.echo(f"kvkit: {line}", err=True)
         sys.exit(code)
 
 
@@ -119,11 +121,6 @@ def correction(name: str) -> str:
     if name in OPERATORS:
         return f", but an operator: kvkit run {name} IN.npz -o OUT.npz"
     return suggestion(name, VERBS) or f"; there are {', '.join(VERBS)}"
-
-
-def one_line(message: str) -> str:
-    """Return a message in one line of printable characters: it may quote a file."""
-    return "".join(sign if sign.isprintable() else "\ufffd" for sign in " ".join(message.split()))
 
 
 def explain(error: Exception) -> tuple[str, int | None]:

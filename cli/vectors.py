@@ -96,7 +96,7 @@ def verify(ctx: click.Context, folder: Path, dask: str | None, as_json: bool) ->
 @AS_JSON
 @click.pass_context
 def replay(ctx: click.Context, folder: Path, as_json: bool, **options: Any) -> None:
-    """Run the cases of a pack, or dumps of KVKIT_LOG=10, with kvkit, and compare results."""
+    """Run the cases of a pack, or dumps of KVKIT_LOG=10, with kvkit."""
     print_result(ctx, with_progress("replaying", as_json, tools.replay, folder=folder, **options), as_json)
 
 

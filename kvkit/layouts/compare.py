@@ -13,6 +13,7 @@ from kvkit.layouts.grammar import Layout
 from kvkit.layouts.named import NAMED, parse
 from kvkit.layouts.shapes import (
     FIXED,
+    SIZES,
     Groups,
     axis_length,
     axis_offsets,
@@ -142,17 +143,13 @@ def possible_sizes(arrays: Any, line: Layout) -> list[dict[str, int]]:
         elif found == [{}]:
             found = sizes_that_fit(array, groups, {}) and found
         else:
+            shared = "lbnh" if side else SIZES  # keys and values in separate arrays may differ in content
             found = [
                 sizes
                 for sizes in found
-                if sizes_that_fit(array, groups, outer_sizes(sizes) if side else sizes)
+                if sizes_that_fit(array, groups, {x: size for x, size in sizes.items() if x in shared})
             ]
     return found or []
-
-
-def outer_sizes(sizes: dict[str, int]) -> dict[str, int]:
-    """Return the sizes that keys and values in separate arrays share."""
-    return {axis: size for axis, size in sizes.items() if axis in "lbnh"}
 
 
 def sizes_that_fit(array: Array, groups: Groups, known: dict[str, int]) -> list[dict[str, int]]:

@@ -226,7 +226,7 @@ def side_leaf(named: tuple[str, Array], line: Layout, side: int, known: Mapping[
         known = {**known, "c": known["v"]}
     known = {axis: size for axis, size in known.items() if axis in line.names and axis not in line.lists}
     view, sizes = strided_view(name, array, line, groups, known)
-    return Leaf(name, view, flat_axes(groups), sizes)
+    return Leaf(name, view, tuple(axis for group in groups for axis in group), sizes)
 
 
 def both_leaves(named: tuple[str, Array], line: Layout, known: Mapping[str, int]) -> tuple[Leaf, Leaf]:
@@ -256,8 +256,3 @@ def both_leaves(named: tuple[str, Array], line: Layout, known: Mapping[str, int]
         sides.append(Leaf(name, chosen, (*leaf.axes[:at], *leaf.axes[at + 1 :]), leaf.sizes))
         known = {**known, **leaf.sizes}
     return sides[0], sides[1]
-
-
-def flat_axes(groups: Groups) -> tuple[Axis, ...]:
-    """Return the axes of all groups as one tuple."""
-    return tuple(axis for group in groups for axis in group)

@@ -3,15 +3,15 @@
     inspect     list what is in a file or in arrays
     convert     write a cache to another file, in another layout or format
     join        join the caches of tensor-parallel ranks
-    draw        draw layouts and the rows of caches, for a terminal or a page
+    draw        draw layouts, and the rows of caches by sequence, as text or SVG
     check       find errors in page tables, slots, layouts, scales and data
     diff        find where two caches or outputs differ, and why
     study       measure what quantization and eviction cost a cache, head by head
     size        compute how many bytes a model's cache takes
     vectors     make, verify, replay, compare and export packs of golden vectors
 
-``str(result)`` is the text for a terminal, ``result.to_dict()`` the values for a program. Each tool is also a
-verb of the command line, and is loaded on first use.
+``str(result)`` is a text for a terminal, ``result.to_dict()`` has values for JSON. Each tool is also a verb
+of the command line, and is imported on first use.
 """
 
 from kvkit.runtime.lazy_imports import lazy_names

@@ -1,4 +1,4 @@
-"""Find the axes of an array: from its layout, from its name, or from its operator's docstring."""
+"""Find the axes of an array for `diff`, by the caller's letters, its name, or an operator's docstring."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WORDS = {
     "l": "layer", "kv": "side", "s": "sequence", "b": "page", "n": "position", "t": "token", "h": "head",
     "g": "column group", "c": "element",
 }  # fmt: skip
-ROLES = {"s": "b", "t": "n", "g": "h", "row": "n", "column": "c"}  # causes treat these axes as those
+ROLES = {"s": "b", "t": "n", "g": "h", "row": "n", "column": "c"}  # {axis: axis that causes treat alike}
 BY_NDIM = {1: "n", 2: "n c", 3: "n h c", 4: "b n h c", 5: "l b n h c"}
 PMX = "n l kv h c", "l n kv h c", "l kv n h c", "l kv h n c", "s l kv n h c", "s l kv h n c"
 INDEX_AXES = {  # {name of an index tensor: its axes}
@@ -36,7 +36,7 @@ BY_NAME = {  # the last axes of arrays without a content axis, or with two axes 
 
 
 def letters_of(name: str, array: np.ndarray, axes: str | None, has_layout: bool = False) -> tuple[str, ...]:
-    """Return the axes of an array, as letters of `WORDS` or other words."""
+    """Return the axes of an array: letters of `WORDS`, or words for other axes."""
     letters = tuple(axes.split()) if axes and not has_layout else usual_axes(name, array)
     if len(letters) != array.ndim:
         letters = usual_axes(name, array)
@@ -46,14 +46,14 @@ def letters_of(name: str, array: np.ndarray, axes: str | None, has_layout: bool 
 
 
 def usual_axes(name: str, array: np.ndarray) -> tuple[str, ...]:
-    """Return the axes that an array of this name and number of axes usually has."""
+    """Return the axes that an array of this name and shape usually has."""
     shape = array.shape
     unknown = tuple(f"axis {i}" for i in range(array.ndim))
     if is_index(array):
         usual = INDEX_AXES.get(name, ("sequence", "entry") if array.ndim == 2 else ("entry",))
         usual = ("sequence",) if name == "cachestarts" and array.ndim == 1 else usual
         return usual if len(usual) == array.ndim else unknown
-    if name in ("cache", "scale"):  # PMX's, with keys and values: take the layout of most positions
+    if name in ("cache", "scale"):  # PMX's: of the layouts that fit, the one with most positions
         lines = [tuple(line.split()) for line in PMX]
         lines = [line for line in lines if len(line) == len(shape) and shape[line.index("kv")] == 2]
         if lines:
@@ -69,7 +69,7 @@ def is_index(array: np.ndarray) -> bool:
 
 
 def axes_of_shape(shape: str, count: int) -> str | None:
-    """Parse a docstring's shape of an array with `count` axes; return its axes, None if one is unknown."""
+    """Return the axes in a docstring's shape, for an array with `count` axes; None if one is unknown."""
     inside = re.search(r"\((.*?)\)", shape.replace("seqstarts[B]", "tokens").replace("kvstarts[B]", "tokens"))
     names = [part.strip() for part in inside[1].split(",")] if inside else []
     if "..." in names:

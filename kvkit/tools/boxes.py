@@ -1,4 +1,4 @@
-"""Divide the memory of a layout into boxes: runs of elements of one key, value or scale."""
+"""Divide the memory of a layout into boxes to draw: runs of elements of one key, value or scale."""
 
 from __future__ import annotations
 
@@ -19,19 +19,14 @@ Group = tuple[Axis, ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A run of neighbouring elements along one axis.
+    """Describes a run of neighbouring elements along one axis."""
 
-    On the axis `along` the elements have the indices `first` to `last`; `whole` says whether that is the
-    whole axis. `at` has the index on every other axis. `kind` is K or V, KV where both share
-    the element, or s for scales.
-    """
-
-    kind: str
-    at: Mapping[str, int]
-    along: str
-    first: int
+    kind: str  # K for keys, V for values, KV for both, s for scales
+    at: Mapping[str, int]  # the index on every other axis
+    along: str  # the axis of the run
+    first: int  # the first index on that axis
     last: int
-    whole: bool
+    whole: bool  # whether the run is the whole axis
 
     def label(self, outer: tuple[str, ...]) -> str:
         """Return the text of a box, such as ``K n0 h1``, without the axes in `outer`."""
@@ -42,7 +37,7 @@ class Box:
 
 
 def drawn_sizes(layout: Layout, sizes: Mapping[str, int] | None) -> dict[str, int]:
-    """Return the sizes of all axes, small unless given, as multiples of inner parts."""
+    """Return {axis: size}: the given sizes, and small ones for other axes; inner parts must divide them."""
     split: dict[str, int] = {}
     for group in (*layout.groups, *layout.value_groups):
         for axis in group:
@@ -67,7 +62,7 @@ def inner(axis: Axis) -> int:
 
 
 def entries(axes: Group, sizes: Mapping[str, int], parts: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield, for each index of an array's axis that joins `axes`, the index on each of them."""
+    """Yield {axis: index} for each index along an array's axis that joins `axes`."""
     lengths = [length(axis, sizes, parts) for axis in axes]
     for index in product(*map(range, lengths)):
         found: dict[str, int] = {}
@@ -78,7 +73,7 @@ def entries(axes: Group, sizes: Mapping[str, int], parts: Mapping[str, int]) -> 
 
 
 def length(axis: Axis, sizes: Mapping[str, int], parts: Mapping[str, int]) -> int:
-    """Return the length of an axis; of a split one, its outer ("1") or its inner part ("0")."""
+    """Return the length of an axis, or of the outer ("1") or inner part ("0") of one that is split."""
     if axis.name in ("1", "kv"):
         return 2 if axis.name == "kv" else 1
     if axis.part:
@@ -87,13 +82,13 @@ def length(axis: Axis, sizes: Mapping[str, int], parts: Mapping[str, int]) -> in
 
 
 def array_axes(layout: Layout, side: int) -> list[tuple[str, Group]]:
-    """Return (text, layout axes that it joins) for each axis of the array of keys (0) or values (1)."""
+    """Return (text, joined axes) for each axis of the array of keys (side 0) or values (side 1)."""
     groups, names = (layout.value_groups, layout.value_axes) if side else (layout.groups, layout.axes)
     return list(zip(names, groups, strict=True))
 
 
 def outer_axes(layout: Layout, side: int) -> tuple[str, ...]:
-    """Return those of the axes l and b that come before all others."""
+    """Return the axes l and b as far as they come before all other axes."""
     found: list[str] = []
     for _, group in array_axes(layout, side):
         if any(axis.name not in ("l", "b", "kv", "1") for axis in group):
@@ -103,7 +98,7 @@ def outer_axes(layout: Layout, side: int) -> tuple[str, ...]:
 
 
 def strides(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """Return (axis, length, stride in elements) for each axis, also for axes that the array joins."""
+    """Return (axis, length, stride in elements) for each axis; joined axes are listed separately."""
     found, parts = [], parts_of(layout, side)
     for name, group in array_axes(layout, side):
         if "+" in name:
@@ -116,7 +111,7 @@ def strides(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[s
 
 
 def parts_of(layout: Layout, side: int) -> dict[str, int]:
-    """Return the elements of inner parts, by axis."""
+    """Return {axis: elements of its inner part}."""
     return {axis.name: inner(axis) for _, group in array_axes(layout, side) for axis in group if axis.inner}
 
 
@@ -131,7 +126,7 @@ def segments(name: str, group: Group) -> list[Group]:
 
 
 def boxes(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[Box]:
-    """Return the boxes of one array of keys (0) or values (1), or of both if they share it."""
+    """Return the boxes of the array of keys (side 0) or values (side 1), which may share it."""
     axes, parts = array_axes(layout, side), parts_of(layout, side)
     total = math.prod(size for _, size, _ in strides(layout, side, sizes))
     if total > MOST:
@@ -148,7 +143,7 @@ def boxes(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[Box]:
         for entry in indices:
             at.update({axis: at.get(axis, 0) + i for axis, i in entry.items()})
         if len(sides) > 1 and at.get("kv", side) != side:
-            continue  # keys and values share the array with axes of their own, and these are the others
+            continue  # keys and values share the array in different orders: this element is the other side's
         kind = SIDES[at.get("kv", side)] if "kv" in layout.names else SIDES
         kind = "s" if "s" in at else kind
         axis = next(name for name in (last, "c", "s") if name in at)

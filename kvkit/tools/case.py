@@ -1,7 +1,4 @@
-"""Normalise the arrays of `check`: tables as pages in use, caches as [layers, blocks, rows, heads, content].
-
-Everything is computed on first use.
-"""
+"""Bring the arrays of `check` into one form: tables as pages in use, caches as arrays by layer and block."""
 
 from __future__ import annotations
 
@@ -34,16 +31,16 @@ KNOWN = (
     "cache", "layers", *chain(*NAMES), *BESIDE, "key_scale", "value_scale", "format", "layout",
     "query", "lse", "softmax_scale",
 )  # fmt: skip
-NUMBERS = {"num_blocks": 0, "page_size": 1, "placeholder": None, "reserved_block": None}  # the least of each
+NUMBERS = {"num_blocks": 0, "page_size": 1, "placeholder": None, "reserved_block": None}  # {name: minimum}
 
 
 @dataclass(frozen=True)
 class CheckedSide:
-    """Keys or values, codes or floats [layers, blocks, rows, heads, content], and their names in findings."""
+    """Holds the keys or the values of a case."""
 
     name: str  # "key" or "value"
-    label: str  # the name that the user gave, as key_cache
-    array: np.ndarray
+    label: str  # the user's name of the array, such as key_cache
+    array: np.ndarray  # codes or floats [layers, blocks, rows, heads, content]
     scale: np.ndarray | None
 
 
@@ -57,7 +54,7 @@ def stack_view(view: Any) -> np.ndarray:
 
 
 class Case:
-    """The tables, slots and caches that rules look at."""
+    """Holds the tables, slots and caches that rules check. Everything is computed on first use."""
 
     def __init__(
         self,
@@ -72,9 +69,11 @@ class Case:
             wanted = "tables, slots or a cache by name (block_tables, slot_mapping, key_cache...)"
             raise argument_error("arrays", wanted, some_names(unknown))
         self.given = {name: as_numpy(value, name) for name, value in given.items() if value is not None}
-        self.rows_of_block = 1  # rows of a block that the table calls pages: all with page size 1, else 1
-        named = self.source.paged or "past_lens" in self.given  # tables of kvkit's or of OpenVINO
-        if named and (found := self.source.block_tables()) is not None:
+        self.rows_of_block = 1  # rows of the cache's block, if the table has a page for each row; else 1
+        converted = (
+            self.source.paged or "past_lens" in self.given
+        )  # the tables of a `PagedCache`, or OpenVINO's
+        if converted and (found := self.source.block_tables()) is not None:
             self.given["block_tables"], self.given["context_lens"] = tables.to_blocks(found[1])
             if self.source.paged and found[1].page_size == 1:
                 self.rows_of_block = self.source.paged["arguments"]["page_size"]
@@ -95,11 +94,11 @@ class Case:
     reserved_block: int | None
 
     def number(self, name: str) -> int | None:
-        """Return an integer; None without it."""
+        """Return the integer of a name; None if it is not given."""
         return integer(name, self.given[name], NUMBERS[name]) if name in self.given else None
 
     def has(self, need: str) -> bool | None:
-        """Return whether an input of a rule is given; None if `need` is not known here."""
+        """Return whether an input of a rule is given; None if `need` names no input."""
         if need in ("block_tables", "num_blocks", "page_size"):
             return (self.table_name if need == "block_tables" else getattr(self, need)) is not None
         if need == "scales":
@@ -123,7 +122,7 @@ class Case:
 
     @cached_property
     def table_name(self) -> str | None:
-        """Return the name of the array with the pages; None without one."""
+        """Return the name of the array that lists pages; None without one."""
         name = next((name for name in TABLES if name in self.given), None)
         if name is None:
             return None
@@ -131,9 +130,9 @@ class Case:
             if getattr(self, needed) is None:
                 if self.source.cache is not None and self.source.layout is None:
                     fits = ", ".join(fitting_layouts(self.source.cache, contents=False)) or "no named one"
-                    wanted = f"the layout of cache (fits: {fits}), or num_blocks and page_size beside {name}"
+                    wanted = f"the layout of cache (fits: {fits}), or num_blocks and page_size with {name}"
                     raise argument_error("layout", wanted, "None")
-                raise KvkitError(f"{needed}: expected a number, as {name} is given, got None")
+                raise argument_error(needed, f"a number, as {name} is given", "None")
         if self.page_size < 1:
             raise argument_error("page_size", "at least 1", self.page_size)
         return name
@@ -166,12 +165,12 @@ class Case:
             if last is not None and len(last) == len(pages):
                 lengths = np.where(pages > 0, (pages - 1) * self.page_size + last, 0)
         if lengths is None:
-            raise KvkitError("context_lens: expected the tokens of each sequence, got None")
+            raise argument_error("context_lens", "the tokens of each sequence", "None")
         return lengths.astype(np.int64, copy=False)
 
     @cached_property
     def pages(self) -> Any:
-        """Return the table as (where sequences start, all pages in use); None without a table."""
+        """Return (where each sequence begins, pages in use) of the table; None without a table."""
         if self.table_name is None:
             return None
         if isinstance(self.raw_table, tuple):
@@ -186,7 +185,7 @@ class Case:
 
     @cached_property
     def page_tables(self) -> Any:
-        """Return the tables of page numbers; None without a table."""
+        """Return the table as page numbers, in the form of `checks.table_rules`; None without a table."""
         if self.pages is None:
             return None
         starts, ids = self.pages
@@ -196,7 +195,7 @@ class Case:
 
     @cached_property
     def unit(self) -> int:
-        """Return the difference of the entries of neighbouring pages: page_size in PMX's tables, else 1."""
+        """Return the difference between the entries of two neighbouring pages: page_size in PMX's tables."""
         return self.page_size if self.table_name == "cachestarts" else 1
 
     @cached_property
@@ -205,7 +204,7 @@ class Case:
         return self.unit == 1 or not (self.pages[1] % self.unit).any()
 
     def entry(self, sequence: int, column: int) -> str:
-        """Return the name of an entry of the table."""
+        """Return the name of an entry of the table, as a Python expression."""
         if isinstance(self.raw_table, tuple):
             place = self.pages[0][sequence] + column
             return f"{self.table_name}[{place}] (sequence {sequence}, page {column})"
@@ -213,7 +212,7 @@ class Case:
 
     @cached_property
     def slots(self) -> Any:
-        """Return the slots of a step as int64; None without slots, or without pages to compare them with."""
+        """Return the slots of a step as int64; None without slots, or if the size of the pool is unknown."""
         slots = self.index("slot_mapping")
         unknown = slots is None or self.page_size is None or self.num_blocks is None
         return None if unknown else slots.reshape(-1).astype(np.int64)
@@ -233,14 +232,14 @@ class Case:
 
     @cached_property
     def page_of_slots(self) -> Any:
-        """Return the page that the table has for each slot's token, -1 for none; None without tokens."""
+        """Return the page of each slot's token by the table, -1 for none; None if tokens are unknown."""
         if self.slot_places is None:
             return None
         sequences, positions = self.slot_places
         columns = positions // self.page_size
         if isinstance(self.raw_table, tuple):
             starts, ids = self.pages
-            starts = np.append(starts, starts[-1])  # so that a table without sequences can be looked into
+            starts = np.append(starts, starts[-1])  # makes indexing legal without sequences
             known = (sequences >= 0) & (sequences < len(starts) - 2) & (positions >= 0)
             first = starts[np.where(known, sequences, 0)]
             known &= first + columns < starts[np.where(known, sequences, 0) + 1]
@@ -253,13 +252,13 @@ class Case:
 
     @cached_property
     def viewed(self) -> tuple[KV | None, str]:
-        """Return (views of keys and values, ""), or (None, why the layout gives none)."""
+        """Return (views of keys and values, ""), or (None, why the layout does not fit)."""
         try:
             return self.source.view(**self.sizes), ""
         except KvkitError as error:
             if self.layout is None:
                 raise
-            with contextlib.suppress(KvkitError):  # without the number of heads, the heads of a row are one
+            with contextlib.suppress(KvkitError):  # without the number of heads, all heads are one
                 return self.source.view(**{"h": 1} | self.source.sizes | self.sizes), ""
             return None, str(error)
 
@@ -269,11 +268,9 @@ class Case:
         found: list[CheckedSide] = []
         apart, kv = self.source.separate, self.viewed[0]
         if self.source.layout is None and self.source.side_names == PAGED_NAMES:
-            wanted, name = (
-                "[blocks, rows, heads, content], or [layers, ...] of that",
-                PAGED_NAMES["key" not in apart],
-            )
-            raise argument_error(name, wanted, describe(next(iter(apart.values()))))
+            wanted = "[blocks, rows, heads, content], perhaps after an axis of layers"
+            got = describe(next(iter(apart.values())))
+            raise argument_error(PAGED_NAMES["key" not in apart], wanted, got)
         if kv is None:
             return found
         labels = self.source.side_names if apart and self.source.side_names else PAGED_NAMES
@@ -285,7 +282,7 @@ class Case:
         return found
 
     def in_rows(self, array: Any) -> Any:
-        """Return an array [layers, blocks, rows, ...]; rows become blocks if tables have a page a token."""
+        """Return an array [layers, blocks, rows, ...], with a block for each row if tables list rows."""
         if self.rows_of_block == 1 or array is None or array.ndim < 3:
             return array
         return array.reshape(array.shape[0], -1, 1, *array.shape[3:])
@@ -294,7 +291,7 @@ class Case:
         """Return the scales of keys or values, with an axis of layers added if codes lack it."""
         if inside := self.source.scales_inside.get("scale"):
             codes = self.source.require_view().keys[0]
-            found = getattr(inside, f"{side}s")  # all rows of a block share the scale of a channel
+            found = getattr(inside, f"{side}s")  # a scale of a channel is shared by all rows of a block
             return stack_view(tuple(np.repeat(each, codes.shape[1] // each.shape[1], 1) for each in found))
         scale = self.source.side_scale(side, "scale")
         if scale is None:
@@ -309,7 +306,7 @@ class Case:
 
     @cached_property
     def used(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return which rows [blocks, rows] hold a token, and which blocks are in use; None without tables."""
+        """Return (mask of rows with a token [blocks, rows], mask of blocks in use); None without tables."""
         if self.page_tables is None or not self.sides or not self.aligned or not self.in_pages:
             return None
         blocks, rows = self.sides[0].array.shape[1:3]
@@ -325,7 +322,7 @@ class Case:
         return np.arange(rows) < filled[:, None], filled > 0
 
     def row_name(self, side: CheckedSide, layer: int, block: int, row: int) -> str:
-        """Return the name of a row, as Python would write it."""
+        """Return the name of a row, as a Python expression."""
         if self.rows_of_block > 1:
             block, row = divmod(block, self.rows_of_block)
         at = (layer, block, row) if len(side.array) > 1 else (block, row)

@@ -1,4 +1,4 @@
-"""`check`: find errors in page tables, slots, layouts, scales and data."""
+"""Define the tool `check`: find errors in page tables, slots, layouts, scales and data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.errors import KvkitError, argument_error, describe
+from kvkit.errors import argument_error, describe
 from kvkit.tools.case import Case
 from kvkit.tools.contents import Source
 from kvkit.tools.findings import Findings, examine
@@ -25,9 +25,9 @@ def check(
 ) -> Findings:
     """Find errors in the page tables, slots, scales and data of a cache.
 
-    Only entries in use are checked: -1, 0 and stale ids after the end of a sequence are legal. A rule runs if
-    its inputs are given. ``findings.checked`` lists the rules that ran, ``findings.unchecked`` the others and
-    the inputs that they lack.
+    Only table entries in use are checked: -1, 0 and stale ids after the end of a sequence are legal. A rule
+    runs if its inputs are given. ``findings.checked`` lists the rules that ran, ``findings.unchecked`` the
+    others with the inputs that they lack.
 
     Parameters
     ----------
@@ -37,8 +37,8 @@ def check(
         - ``block_tables`` int [B, M] with ``context_lens`` int [B]; or ``kv_indptr``, ``kv_indices`` and
           ``kv_last_page_len``; or PMX's ``cachestarts`` [B, M] (first rows) with ``kvstarts``; the names that
           vLLM, FlashAttention and FlashInfer use (``block_table``, ``seq_lens``...) are taken too;
-        - ``num_blocks``, ``page_size`` int: needed if no cache shows them;
-        - ``placeholder`` int: an id of no page, which may repeat in sequences (evicted pages);
+        - ``num_blocks``, ``page_size`` int: needed without a cache whose shape shows them;
+        - ``placeholder`` int: an id that stands for no page and may repeat (evicted pages);
         - ``slot_mapping`` int [tokens], with ``slot_sequences`` and ``slot_positions`` to compare it with the
           table; ``reserved_block`` int: the page in which an engine stores padding;
         - ``key_cache``, ``value_cache`` [blocks, rows, heads, content], or [layers, ...] of that: floats or
@@ -47,11 +47,11 @@ def check(
           int64;
         - ``lse`` [B, heads] with ``query`` [B, heads, content] and ``softmax_scale``.
     after : path or dict of arrays, optional
-        The caches after a call: only rows of ``slots`` may have changed.
+        The caches after a call. Only rows of ``slots`` may differ from `source`.
     slots : array of int, optional
-        The slots of that call. By default they are ``slot_mapping`` of `after` or `source`; without one, the
-        rows that the tables of `after` have and those of `source` lack. So rows in use must not change, such
-        as a prefix that two sequences share.
+        The slots that the call wrote. By default they are ``slot_mapping`` of `after` or `source`; without
+        one, the rows in the tables of `after` that are not in the tables of `source`. Then rows that were in
+        use before, such as a prefix that two sequences share, must not change.
     layout : str or Layout, optional
         The layout of the caches.
     sizes : mapping, optional
@@ -76,8 +76,8 @@ def check(
     (0, ['P1', 'P2', 'P3', 'P5', 'P6', 'P7', 'S5', 'S7'], 'slot_mapping, slot_sequences, slot_positions')
     >>> tables["block_tables"][1, 1] = 9
     >>> print(kvkit.tools.check(tables | {"num_blocks": 8, "page_size": 4}).found[0])
-    error P1 block_tables[1, 1]: page 9 is none of the pool's, 0 to 7
-        A kernel reads or writes outside the cache there. Check num_blocks and what filled the table.
+    error P1 block_tables[1, 1]: page 9 is outside the pool, 0 to 7
+        A kernel reads or writes outside the cache. Check num_blocks, and the code that filled the table.
     """
     case = Case(source, layout, sizes)
     if after is None:
@@ -89,9 +89,9 @@ def check(
     if slots is None:
         slots = later.given.get("slot_mapping", case.given.get("slot_mapping"))
     if slots is None and (slots := new_rows(case.source, later.source)) is None:
-        raise KvkitError("slots: expected the slots that were written, or tables before and after, got None")
+        raise argument_error("slots", "the slots that were written, or tables before and after", "None")
     if [side.array.shape for side in case.sides] != [side.array.shape for side in later.sides]:
-        raise KvkitError("after: expected caches of the same shapes, got others")
+        raise argument_error("after", "caches of the same shapes", "others")
     slots = np.asarray(slots).reshape(-1)
     if slots.size and slots.dtype.kind not in "iu":
         raise argument_error("slots", "integers", describe(slots))
@@ -100,6 +100,6 @@ def check(
 
 
 def new_rows(before: CacheSource, after: CacheSource) -> np.ndarray | None:
-    """Return the rows that tables have after a call but not before it; None without tables."""
+    """Return the rows in tables after a call that were not in tables before it; None without tables."""
     old, new = before.block_tables(before.page_size()), after.block_tables(after.page_size())
     return None if old is None or new is None else np.setdiff1d(new[1].rows(), old[1].rows())

@@ -1,4 +1,4 @@
-"""`diff`: find where two caches or outputs differ, and why."""
+"""Define the tool `diff`: find where two caches or outputs differ, and why."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Arrays = dict[str, np.ndarray]
 BY_AXIS = "l", "s", "b", "h", "g", "sequence"  # the axes along which differing elements are counted
 BLOCK = 2**25  # bytes compared at a time
 MOST_TRIED = 2**22  # the most bytes of an array on which causes are tried
-LEAST_NAMED = 8  # a list of heads, layers or pages has at least so many
+LISTED = 8  # heads, layers or pages in a printed list: those with most differences
 
 
 @dataclass(frozen=True)
 class ArrayDifference:
-    """The places where one array differs from another.
+    """Describes where one array differs from another.
 
     Attributes
     ----------
@@ -44,11 +44,11 @@ class ArrayDifference:
     shape : tuple of int
         The array's shape.
     axes : tuple of str
-        "layer", "page", "position", "head", "element".
+        The names of the axes, such as "layer", "page", "position", "head", "element".
     differing, total : int
-        Elements.
+        How many elements differ, and how many there are.
     first : dict
-        The index of the first difference by axis, and its elements ``expected`` and ``got``.
+        The place of the first difference, {axis: index}, with the elements ``expected`` and ``got``.
     counts : dict of str to dict
         Differing elements by layer, page and head.
     histogram : dict of str to int
@@ -76,7 +76,7 @@ class ArrayDifference:
             f"  {first}",
         ]
         for axis, counts in self.counts.items():
-            most = sorted(counts.items(), key=lambda item: -item[1])[:LEAST_NAMED]
+            most = sorted(counts.items(), key=lambda item: -item[1])[:LISTED]
             rest = f", and {len(counts) - len(most)} more" if len(counts) > len(most) else ""
             lines.append(f"  by {axis}: " + ", ".join(f"{i}: {count}" for i, count in sorted(most)) + rest)
         if self.histogram:
@@ -96,16 +96,16 @@ class Difference:
     arrays : list of ArrayDifference
         The arrays that differ.
     causes : list of Cause
-        Explanations that are shorter than a list of the differing elements, the best first.
+        Causes that explain the differences in fewer bits than a list of them, the best first.
     problems : list of str
-        Arrays that only one side has, or that have other shapes, or other dtypes though bits were compared.
+        Arrays that only one side has, or whose shapes differ, or whose dtypes differ if bits are compared.
     compared : int
-        Bytes of each side.
+        How many bytes of each side were compared.
     notes : list of str
-        Arrays without a cause, causes that were not tried, with the reason, and other dtypes where these are
-        no difference: with tolerances, and of index tensors.
+        Arrays without a cause; causes that were not tried, and why; differing dtypes that count as equal
+        (with tolerances, and of index tensors).
     maps : dict
-        For each array to draw: the differing elements of each row, and the letters of its axes.
+        {array to draw: (differing elements of each row, letters of its axes)}.
     """
 
     arrays: list[ArrayDifference] = field(default_factory=list)
@@ -156,12 +156,12 @@ def diff(
     Parameters
     ----------
     a, b : path, dict of arrays, or array
-        The expected side, and the actual side. Arrays are compared by name. If a side has a layout, or if no
-        names are equal, keys and values are compared, whatever their names.
+        The expected side, and the actual side. Arrays of equal names are compared. If a side has a layout, or
+        if no names are equal, keys and values are compared under any names.
     layout_a, layout_b : str or Layout, optional
         The lines of ``cache`` (or ``cache.0``, ...), or of ``key_cache`` and ``value_cache``.
     like : path or dict of arrays, optional
-        Inputs that help to explain differences: floats under the name of the codes that were made of them;
+        Inputs that help to explain differences: the floats that were quantized, under the name of the codes;
         ``before`` (or ``before_NAME``), the array before the call; ``positions`` and ``rope_base`` of keys.
     sizes : dict, optional
         Lengths of the layouts' axes, as in `kvkit.layouts.view`.
@@ -173,10 +173,10 @@ def diff(
     plot : path, optional
         Draw a map of the differing elements, tokens by heads, into this file (needs matplotlib).
     advance : callable, optional
-        Called with the number of bytes after each piece is compared.
+        A function that is called with the number of bytes of each piece that was compared.
     mapper : callable
-        Calls a function for each array, as `map` does. `kvkit.integrations.dask.mapper` calls it on workers,
-        which open files themselves.
+        A function such as `map`, which compares each array. `kvkit.integrations.dask.mapper` compares them on
+        workers, which open files themselves.
 
     Returns
     -------
@@ -211,7 +211,7 @@ def diff(
     problems += [f"{name}: only in b" for name in two if name not in one]
     if like is not None and not usable_inputs(inputs, {name: one[name] for name in common}):
         shapes = ", ".join(f"{name} {np.shape(x)}" for name, x in inputs.items())
-        wanted = f"floats under the names and in the places of {', '.join(common)}; or before, positions"
+        wanted = f"floats with the names and shapes of {', '.join(common)}; or before, positions"
         raise argument_error("like", wanted, brief(shapes) or "nothing")
     here = advance if mapper is map else None  # workers report whole arrays, not pieces
     letters = [letters_of(name, one[name], axes, layout_a is not None) for name in common]
@@ -237,7 +237,7 @@ def compared_arrays(
     like: Any,
     axes: str | None,
 ) -> tuple[Arrays, Arrays, Arrays]:
-    """Return the arrays of both sides by name, and inputs; a side with a layout has keys and values."""
+    """Return ({name: array} of side a, of side b, inputs by name)."""
     sources = []
     for side, layout, name in sides:
         array = as_numpy(side)
@@ -256,17 +256,15 @@ def compared_arrays(
 
 
 def keys_and_values(source: CacheSource) -> Arrays:
-    """Return keys and values, and the scales beside them, [layers, blocks, rows, heads, content]."""
+    """Return {name: array} of keys, values and their scales, [layers, blocks, rows, heads, content]."""
     if source.cache is None and not source.separate:
-        expected = "an array cache, key_cache or value_cache to lie in it"
+        expected = "an array cache, key_cache or value_cache of this layout"
         raise argument_error("layout", expected, some_names(source.arrays))
     parts = {"": source.require_view_of_rows()}
     with contextlib.suppress(KvkitError):  # scales with other axes are not compared
         parts |= {f"_{part}": view for part, view in source.scale_views.items()}
     sides = [side for side in SIDES if not source.separate or side in source.separate]
-    found = {
-        f"{one}s{part}": stack_view(getattr(kv, f"{one}s")) for part, kv in parts.items() for one in sides
-    }
+    found = {f"{x}s{part}": stack_view(getattr(kv, f"{x}s")) for part, kv in parts.items() for x in sides}
     second = {} if source.sliding is None else keys_and_values(source.sliding)
     return found | {f"{SLIDING}_{name}": array for name, array in second.items()}
 
@@ -287,8 +285,10 @@ def compare_array(
     problems: list[str] = []
     notes: list[str] = []
     if expected.dtype != got.dtype:
-        said = problems if not any(tolerances) and not (is_index(expected) and is_index(got)) else notes
-        said.append(str(argument_error(name, f"dtype {expected.dtype}", got.dtype)))
+        matters = not any(tolerances) and not (is_index(expected) and is_index(got))
+        (problems if matters else notes).append(
+            str(argument_error(name, f"dtype {expected.dtype}", got.dtype))
+        )
     found = count_rows(expected, got, tolerances, advance)
     if not found[0].any():
         return Difference(problems=problems, compared=expected.nbytes, notes=notes)
@@ -309,7 +309,7 @@ def count_rows(
     expected: np.ndarray, got: np.ndarray, tolerances: Tolerances,
     advance: Callable[[int], object] | None,
 ) -> Counts:  # fmt: skip
-    """Return (differing elements of each row, largest errors of each, histogram of ulps) of two arrays."""
+    """Return (differing elements by row, largest error by row, histogram of ulps) of two arrays."""
     content = expected.shape[-1] if expected.ndim else 1
     rows = int(np.prod(expected.shape[:-1], dtype=np.int64))
     counts, errors = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
@@ -331,7 +331,7 @@ def count_rows(
 
 
 def same_bytes(one: np.ndarray, two: np.ndarray) -> bool:
-    """Compare the bytes of arrays, at the speed of reading them."""
+    """Return whether two arrays have equal dtypes and bytes, compared in words of 8 bytes."""
     if one.dtype != two.dtype:
         return False
     one, two = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, two))
@@ -344,7 +344,7 @@ def describe_difference(
     name: str, letters: tuple[str, ...], expected: np.ndarray, got: np.ndarray, found: Counts,
     tolerances: Tolerances,
 ) -> ArrayDifference:  # fmt: skip
-    """Return the first place, counts by axis and the worst head of arrays that differ."""
+    """Describe where two arrays differ, from the counts of `count_rows`."""
     counts, errors, histogram = found
     names, outer = tuple(WORDS.get(letter, letter) for letter in letters), expected.shape[:-1]
     row = np.unravel_index(int((counts > 0).argmax()), outer)
@@ -383,7 +383,7 @@ def causes_of(
     found: ArrayDifference, letters: tuple[str, ...], one: Arrays, got: np.ndarray, inputs: Arrays,
     notes: list[str], tolerances: Tolerances,
 ) -> list[Cause]:  # fmt: skip
-    """Try causes on the first `MOST_TRIED` bytes from the first difference on; note what was left out."""
+    """Return the causes of a difference, tried on `MOST_TRIED` bytes around the first difference."""
     expected = one[found.name]
     if is_index(expected):
         return index_causes(found.name, found.axes, expected, got)
@@ -396,7 +396,7 @@ def causes_of(
         begin, take = found.first[axis], max(1, MOST_TRIED * expected.shape[i] // expected.nbytes)
         begin = max(0, min(begin, expected.shape[i] - take))
         part = (*[slice(None)] * i, slice(begin, begin + take))
-        notes.append(f"{found.name}: causes were tried on {axis} {begin} to {begin + take - 1} alone")
+        notes.append(f"{found.name}: causes were tried only on {axis} {begin} to {begin + take - 1}")
         for arrays in (others, like):
             arrays.update({key: array[part] for key, array in arrays.items() if array.shape[:-1] == outer})
         expected, got = expected[part], got[part]

@@ -1,4 +1,4 @@
-"""Take a path, arrays by name or a cache object as the contents of a file."""
+"""Convert a path, named arrays or a cache object to the contents of a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Contents
 
 
 def contents_of(source: Any) -> Contents:
-    """Read a file to contents, with llama.cpp's streams joined; wrap arrays by name as contents."""
+    """Read a file, with llama.cpp's streams joined; or wrap named arrays or a cache object as contents."""
     if isinstance(source, Contents):
         return llama.join_streams(source)
     if isinstance(source, (str, os.PathLike)):
@@ -39,7 +39,7 @@ def contents_of(source: Any) -> Contents:
 
 
 def array_of(name: str, value: Any) -> np.ndarray:
-    """Return an array, or lists as one."""
+    """Convert a value, such as nested lists of numbers, to an array."""
     try:
         return np.asarray(as_numpy(value, name))
     except ValueError:
@@ -47,15 +47,15 @@ def array_of(name: str, value: Any) -> np.ndarray:
 
 
 def arrays_of_object(cache: Any) -> dict[str, Any]:
-    """Return keys and values of a cache object, of transformers or of `kvkit.cache`, by name.
+    """Return {name: array} of the keys and values of a cache object of transformers or `kvkit.cache`.
 
     Layers without keys, such as recurrent ones, are left out. A static layer gives only its filled rows.
     """
     found: dict[str, Any] = {}
     for number, layer in enumerate(cache.layers):
         if "quantized" in type(layer).__name__.lower() and not hasattr(layer, "stored"):
-            wanted = "a layer whose .keys are all of its keys"
-            raise argument_error("source", wanted, f"a {type(layer).__name__}, which has its last ones there")
+            got = f"a {type(layer).__name__}, whose .keys are only the last ones"
+            raise argument_error("source", "a layer whose .keys are all of its keys", got)
         pair = layer.stored() if hasattr(layer, "stored") else (layer.keys, layer.values) if (
             getattr(layer, "keys", None) is not None) else ()  # fmt: skip
         static = type(layer).__name__.startswith("Static") and not hasattr(layer, "stored")
@@ -63,19 +63,19 @@ def arrays_of_object(cache: Any) -> dict[str, Any]:
         for side, array in zip(SIDES, pair, strict=False):
             found[f"past_key_values.{number}.{side}"] = np.asarray(as_numpy(array, side))[:, :, tokens]
     if not found:
-        raise argument_error("source", "a cache that has tokens", "an empty one")
+        raise argument_error("source", "a cache that has tokens", "an empty cache")
     return found
 
 
 def by_patterns(source: Any, keys: str | None, values: str | None) -> Any:
-    """Return a source with its keys and values renamed to the usual names.
+    """Rename the arrays of keys and values of a source to the usual names.
 
     Parameters
     ----------
     source : path, mapping of arrays, or Contents
     keys, values : str or None
-        Names of arrays of keys and of values, with {l} for the number of a layer. If both are None the source
-        is returned as it is.
+        Names of arrays of keys and of values, with {l} for the number of a layer. If both are None, the
+        source is returned unchanged.
 
     Examples
     --------
@@ -91,14 +91,14 @@ def by_patterns(source: Any, keys: str | None, values: str | None) -> Any:
     contents, found = contents_of(source), []
     for argument, pattern in (("keys", keys), ("values", values)):
         if pattern is None:
-            raise argument_error(argument, "a pattern, beside that of the other side", "None")
+            raise argument_error(argument, "a pattern, as the other side has one", "None")
         found.append(matching(contents.arrays, pattern, argument))
     if found[0].keys() != found[1].keys():
         missing = min(found[0].keys() ^ found[1].keys())
         wanted = f"the layers of keys, {sorted(found[0])}"
         raise argument_error("values", wanted, f"no layer {missing} in both")
-    gone = {name for side in found for name in side.values()}
-    arrays = {name: array for name, array in contents.arrays.items() if name not in gone}
+    renamed = {name for side in found for name in side.values()}
+    arrays = {name: array for name, array in contents.arrays.items() if name not in renamed}
     for name, pattern, side in zip(PAGED_NAMES, (keys, values), found, strict=True):
         for at, layer in enumerate(sorted(side)):
             arrays[f"{name}.{at}" if LAYER in str(pattern) else name] = contents.arrays[side[layer]]

@@ -48,16 +48,16 @@ class Conversion:
     Attributes
     ----------
     arrays : dict
-        The cache in its new layout under the names of the layout, its tables, and all other arrays unchanged.
-        Empty if `format` wrote a file.
+        The cache in its new layout (``cache``, ``cache.N`` and so on), its tables, and all other arrays
+        unchanged. Empty if arrays of a new format were written to a file.
     description : Description
         The new description of the cache.
     before : str
         The old layout.
     bytes : int
-        The size of its elements in bytes.
+        The size of the cache in bytes.
     verified : bool
-        Whether the result was read again and compared.
+        Whether the result was read again and compared with the source.
     format : str, optional
         The old format, if it changed.
     metadata : dict
@@ -74,20 +74,19 @@ class Conversion:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON has it, without the arrays."""
-        said = self.description.to_dict()
-        found = {"from": self.before, "to": said, "bytes": self.bytes, "verified": self.verified}
-        return found | ({"from_format": self.format} if self.format else {})
+        """Return the result without arrays, as values that JSON can hold."""
+        facts: dict[str, Any] = {"from": self.before, "to": self.description.to_dict(), "bytes": self.bytes}
+        return facts | {"verified": self.verified} | ({"from_format": self.format} if self.format else {})
 
     def __str__(self) -> str:
-        said = ", ".join(f"{axis} {count}" for axis, count in self.description.sizes.items())
+        sizes = ", ".join(f"{axis} {count}" for axis, count in self.description.sizes.items())
         compared = ", read back and equal bit for bit" if self.verified else ""
         changed = self.before, self.description.layout
         if self.format:
             changed = self.format, self.description.format
         if second := self.metadata.get(SLIDING):
-            said += "; with a window: " + ", ".join(f"{axis} {n}" for axis, n in second["sizes"].items())
-        text = f"{changed[0]} -> {changed[1]} ({said}): {size(self.bytes)}{compared}"
+            sizes += "; with a window: " + ", ".join(f"{axis} {n}" for axis, n in second["sizes"].items())
+        text = f"{changed[0]} -> {changed[1]} ({sizes}): {size(self.bytes)}{compared}"
         return "\n".join([text, *(f"note: {printable(note)}" for note in self.metadata.get("notes", ()))])
 
 
@@ -109,50 +108,50 @@ def convert(
     verify: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> Conversion:
-    """Move a cache from one layout to another, bit for bit, with its tables.
+    """Move a cache from one layout to another, bit for bit, with its tables; or convert it to another format.
 
     Parameters
     ----------
     source : path, mapping of arrays, or Contents
         A file that `kvkit.files.read` takes, or its contents.
     target : path, optional
-        A .npz, .npy or .safetensors file to write; or a .bin file, llama.cpp's state of one sequence, with
-        floats or with the codes of another state. On an error it does not change.
+        A .npz, .npy or .safetensors file to write; or a .bin file, which is a sequence state of llama.cpp,
+        with floats or with the codes of another state. On an error it does not change.
     from_layout : str, optional
         The layout of the cache, if its file does not name it.
     to_layout : str, optional
-        A line, or a name that `kvkit.layouts.parse` knows.
+        The new layout: a line, or a name that `kvkit.layouts.parse` knows.
     format : str, optional
-        The new format, in place of a layout: ``"float16"``, ``"float32"``, ``"bfloat16"`` or a name that
-        `kvkit.formats.encode` takes, also one for each side as in ``"q8_0/q4_0"`` (``"kivi2"`` names both).
-        kvkit's own codes get scales of 16 bits. The new cache has the layout ``"l kv | b n h c"`` with a b
-        for each sequence, or ``"b l kv | n h c"`` if sequences differ in length. Each b is encoded apart. The
-        other results of `encode` become ``scale.LAYER.KV`` and so on, which `study` reads. Only rows of
-        sequences are converted: those of the tables, or of the rows of a saved `PagedCache`.
+        The new format, instead of a layout: ``"float16"``, ``"float32"``, ``"bfloat16"``, a name that
+        `kvkit.formats.encode` takes, or one for each side as in ``"q8_0/q4_0"`` (``"kivi2"`` names both).
+        Scales of kvkit's own codes are float16. The new cache has the layout ``"l kv | b n h c"`` with a b
+        for each sequence, or ``"b l kv | n h c"`` if sequences differ in length. Each b is encoded by itself.
+        The other results of `encode` become ``scale.LAYER.KV`` and so on, which `study` reads. Rows without a
+        sequence in the tables, or in a saved `PagedCache`, are left out.
     from_format : str, optional
         The format of codes in the source, if its file does not name it.
     sizes : mapping, optional
         Lengths of axes l, b, n, h, c that the shapes do not determine.
     page_size : int or "longest", optional
-        Rearrange the sequences of the tables into consecutive pages of so many rows; "longest" gives each
-        sequence one page. Without tables each b is a sequence of length n. By default rows do not move.
+        Copy the sequences of the tables into consecutive pages of so many rows; "longest" gives each sequence
+        one page. Without tables each b is a sequence of length n. By default rows do not move.
     tables_from : path or mapping of arrays, optional
         The tables, if they are not in `source`.
     rotation : str, optional
         The rotation of the stored codes, which is undone (needs `format`): "llama.cpp", which rotates codes
         since April 2026, or any other name that `kvkit.formats.rotate` takes.
     rope_pairs : {"halves", "neighbours"}, optional
-        The order of key elements in the result: elements i and i + D/2 rotate as a pair, as in transformers,
-        or 2 i and 2 i + 1, as in llama.cpp's files of Llama.
+        The order of key elements in the result. Rotary embedding rotates elements i and i + D/2 as a pair, as
+        in transformers, or 2 i and 2 i + 1, as in llama.cpp's files of Llama.
     from_rope_pairs : {"halves", "neighbours"}, optional
         The order of key elements in the source, if its file does not state it.
     layers : str, optional
-        The layers to take, such as "0,2,4:", because layers with windows may have another length. Numbers are
-        those of the arrays' names, or count from 0.
+        The layers to take, such as "0,2,4:", because layers with a window may differ in length. The numbers
+        are those in names of arrays, or count from 0.
     verify : bool
         Whether to read the result again and compare it with the source.
     progress : callable, optional
-        Called with (bytes done, bytes in all).
+        A function that is called with (bytes done, all bytes).
 
     Returns
     -------
@@ -176,41 +175,38 @@ def convert(
     """
     if (to_layout is None) == (format is None):
         got = "neither" if to_layout is None else f"both, {to_layout} and {format}"
-        raise argument_error("to_layout", "a layout, or a format in its place", got)
-    named = from_layout, sizes, ("from_layout", "from_format")
-    found = CacheSource(source, *named)
+        raise argument_error("to_layout", "a layout, or a format instead", got)
+    options = from_layout, sizes, ("from_layout", "from_format")
+    found = CacheSource(source, *options)
     if layers is not None:
-        found = CacheSource(choose_layers(found, layers), *named)
+        found = CacheSource(choose_layers(found, layers), *options)
     pairs = None
     if rope_pairs is not None or from_rope_pairs is not None:
         pairs = change_of_pairs(rope_pairs, from_rope_pairs, found.contents.description)
     if to_layout is None:
         for name, extra in {"page_size": page_size, "tables_from": tables_from, "verify": verify}.items():
             if extra:
-                raise argument_error(name, "none with a format, as rows stay where they are", brief(extra))
+                raise argument_error(name, "none with a format, for which rows do not move", brief(extra))
         to_state = target is not None and is_state_name(target)
         if to_state and format not in [str(one) for one in FLOATS]:
             raise argument_error("format", "floats, for a state of llama.cpp, which rotates codes", format)
-        made = recoding.recode(
-            found, None if to_state else target, format or "", from_format, rotation, pairs, progress
-        )
-        before = str(found.layout or LINE)
-        result = Conversion(
-            made.arrays, made.description, before, made.bytes, False, made.before, metadata=made.metadata
-        )
+        file = None if to_state else target
+        made = recoding.recode(found, file, format or "", from_format, rotation, pairs, progress)
+        facts = made.description, str(found.layout or LINE), made.bytes, False, made.before
+        result = Conversion(made.arrays, *facts, metadata=made.metadata)
         if target is not None and to_state:
             write_conversion(target, result)
         return result
     if rotation is not None:
-        raise argument_error("rotation", "a format beside it, as codes are decoded to undo it", "to_layout")
+        raise argument_error("rotation", "a format with it, as codes are decoded to undo it", "to_layout")
     parse_layout(to_layout, "to_layout")
     if found.scales_inside:
-        wanted = "a format in its place, as channels of a block share scales"
+        wanted = "a format instead, as channels of a block share scales"
         raise argument_error("to_layout", wanted, to_layout)
-    said = found.contents.description.layout
+    stated = found.contents.description.layout
     given = None if from_layout is None else parse_layout(from_layout, "from_layout")
-    if given is not None and said is not None and given != layouts.parse(said):
-        raise argument_error("from_layout", f"{said}, as the file says", from_layout)
+    if given is not None and stated is not None and given != layouts.parse(stated):
+        raise argument_error("from_layout", f"{stated}, as the file says", from_layout)
     rows, to_blocks = ds_v4_as_rows(found, from_format), to_layout == DS_V4_LAYOUT
     arrays, descriptions, total = move_caches(
         rows, LATENT_LINE if to_blocks else to_layout, page_size, tables_from, pairs, verify=verify,
@@ -218,10 +214,9 @@ def convert(
     )  # fmt: skip
     if to_blocks:
         arrays[CACHE] = [rows_as_ds_v4(each, verify) for each in arrays[CACHE]]
-        sizes_of_rows = {axis: n for axis, n in descriptions[CACHE].sizes.items() if axis != "c"}
-        descriptions[CACHE] = replace(
-            descriptions[CACHE], layout=DS_V4_LAYOUT, sizes=sizes_of_rows, format="ds_v4"
-        )
+        described = descriptions[CACHE]
+        rest = {axis: n for axis, n in described.sizes.items() if axis != "c"}
+        descriptions[CACHE] = replace(described, layout=DS_V4_LAYOUT, sizes=rest, format="ds_v4")
     metadata = found.carried_metadata(descriptions.get(SLIDING))
     result = Conversion(arrays, descriptions[CACHE], str(found.layout), total, verify, metadata=metadata)
     if target is not None:
@@ -230,7 +225,7 @@ def convert(
 
 
 def rows_as_ds_v4(rows: np.ndarray, verify: bool) -> np.ndarray:
-    """Return rows of 584 bytes as blocks that have all codes, then all scales; perhaps read them back."""
+    """Return rows of 584 bytes as blocks of all codes, then all scales; with `verify`, compare them."""
     blocks = ds_v4_blocks(CACHE, rows)
     if verify and not np.array_equal(np.concatenate(ds_v4_parts(CACHE, blocks), 2), rows.view(np.uint8)):
         raise argument_error("verify", "the bytes of the rows", "others")
@@ -238,14 +233,14 @@ def rows_as_ds_v4(rows: np.ndarray, verify: bool) -> np.ndarray:
 
 
 def is_state_name(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file of this name gets llama.cpp's state of one sequence."""
+    """Return whether a file of this name is written as a sequence state of llama.cpp."""
     return Path(path).suffix == llama_writing.SUFFIX
 
 
 def write_conversion(
     path: str | os.PathLike[str], result: Conversion, advance: Callable[[int], object] | None = None
 ) -> None:
-    """Write a converted cache to the kind of file that the path names."""
+    """Write a converted cache to a file of the kind that the path's suffix names."""
     if is_state_name(path):
         state = states.make_state(result.arrays, result.description, result.metadata)
         llama_writing.write(path, state)
@@ -263,7 +258,7 @@ def move_caches(
     verify: bool,
     progress: Callable[[int, int], object] | None,
 ) -> tuple[dict[str, Any], dict[str, Description], int]:
-    """Convert all caches of a file; return (all arrays, descriptions of the caches, bytes)."""
+    """Move all caches of a file to a layout; return (all arrays, descriptions of the caches, bytes)."""
     arrays: dict[str, Any] = {}
     described: dict[str, Description] = {}
     total = 0
@@ -276,14 +271,12 @@ def move_caches(
         kv = view_of(made[CACHE], to_layout, {axis: n for axis, n in each.sizes.items() if axis in inner})
         if pairs is not None:
             reorder_pairs(kv, pairs)
-        said = each.contents.description
+        old = each.contents.description
         described[name] = replace(
-            said,
-            layout=to_layout,
-            sizes={} if kv is None else axis_sizes_of(kv, to_layout),
-            tables="blocks" if block_tables else said.tables,
-            rope_pairs=said.rope_pairs if pairs is None else pairs.target,
-        )
+            old, layout=to_layout, sizes={} if kv is None else axis_sizes_of(kv, to_layout),
+            tables="blocks" if block_tables else old.tables,
+            rope_pairs=old.rope_pairs if pairs is None else pairs.target,
+        )  # fmt: skip
         total += sum(array.nbytes for part in made.values() for array in leaves(part))
         others = each.other_arrays(made, tables=not block_tables)
         arrays |= in_file(name, others | made | each.numbers_to_write | block_tables)
@@ -297,7 +290,7 @@ def reorder_pairs(kv: KV | None, pairs: PairOrder) -> None:
     for layer in kv.keys:
         for keys in layer if isinstance(layer, tuple) else [layer]:
             if BY_DTYPE.get(keys.dtype) not in FLOATS:
-                wanted = "floats, or a format in place of the layout"
+                wanted = "floats, or a format instead of the layout"
                 raise argument_error("rope_pairs", wanted, str(keys.dtype))
             if pairs.target != pairs.before:
                 keys[...] = keys[..., pairs.places(keys.shape[-1])]
@@ -310,13 +303,9 @@ def move_cache(
     verify: bool,
     progress: Callable[[int, int], object] | None,
 ) -> dict[str, Any]:
-    """Return the cache in its new layout, with scales beside it that have as many axes."""
-    axes = leaves(source.cache)[0].ndim
-    parts = {
-        name: part
-        for name, part in source.own_arrays.items()
-        if {each.ndim for each in leaves(part)} == {axes}
-    }
+    """Return the cache in its new layout, and its scales if they have as many axes."""
+    axes, own = leaves(source.cache)[0].ndim, source.own_arrays
+    parts = {name: part for name, part in own.items() if {each.ndim for each in leaves(part)} == {axes}}
     total, done = sum(array.nbytes for part in parts.values() for array in leaves(part)), 0
     target = {"b": max(int((pages[1].table >= 0).sum()), 1), "n": pages[1].page_size} if pages else None
     made: dict[str, Any] = {}
@@ -339,7 +328,7 @@ def move_cache(
 def new_pages(
     source: CacheSource, page_size: int | str | None, tables_from: Source | None, cache: str = CACHE
 ) -> tuple[tuple[BlockTable, BlockTable] | None, dict[str, np.ndarray]]:
-    """Return (pages of source and target, or None if rows stay; new block tables by name)."""
+    """Return ((old pages, new pages), or None if rows do not move; new block tables by name)."""
     if page_size is None and tables_from is None:
         return None, {}
     other = source if tables_from is None else CacheSource(tables_from).caches.get(cache, source)
@@ -358,13 +347,13 @@ def whole_sequences(source: CacheSource) -> BlockTable:
     """Return pages in which each b is a sequence of length n."""
     sizes = source.axis_sizes
     if "n" not in sizes:
-        wanted = f"tables, as '{source.layout}' is no cache of a sequence for each b"
+        wanted = f"page tables, as '{source.layout}' has no sequence for each b"
         raise argument_error("tables_from", wanted, "None")
     return tables.from_batch([sizes["n"]] * sizes.get("b", 1), sizes["n"])
 
 
 def block_tables(pages: BlockTable, places: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return block tables by the names of engines, and positions if they do not count from 0."""
+    """Return {name: array} of block tables, with `places`, the positions that do not count from 0."""
     numbers, lengths = tables.to_blocks(pages)
     found = {
         "block_tables": numbers.astype(np.int32),
@@ -381,26 +370,26 @@ def join(
     layout: str | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Contents:
-    """Join the caches of tensor-parallel ranks, which have some heads each of the same tokens.
+    """Join the caches of tensor-parallel ranks, each of which has some heads of the same tokens.
 
     Parameters
     ----------
     sources : iterable of path, mapping of arrays, or Contents
-        The caches, in the order of their heads; or a dict of them, whose keys name them in errors.
+        The caches, in the order of their heads; or {name in errors: cache}.
     axis : "h"
         The axis that is split.
     layout, sizes
-        The layout and sizes of each, as `convert` takes them.
+        The layout and sizes of each cache: see `convert`.
 
     Returns
     -------
     Contents
-        The whole cache, for `convert`; everything else is that of the first source.
+        The whole cache, for `convert`; tables and all else come from the first source.
 
     Raises
     ------
     KvkitError
-        If the caches differ in anything but their heads, or have scales beside them.
+        If the caches differ in more than their heads, or have separate scales.
 
     Examples
     --------
@@ -422,7 +411,7 @@ def join(
     kept = [one.other_arrays(one.own_arrays, tables=True) for one in found]
     for one, others in zip(found, kept, strict=True):
         if one.sliding is not None:
-            raise argument_error("sources", "files of one cache", f"two caches in {one.name}")
+            raise argument_error("sources", "files of one cache each", f"two caches in {one.name}")
         if len(one.require_view().keys) != (layers := len(found[0].require_view().keys)):
             wanted = f"layers as {found[0].name} has, {layers}"
             raise argument_error("sources", wanted, f"{len(one.require_view().keys)} in {one.name}")
@@ -430,12 +419,12 @@ def join(
             wanted = "floats, or codes with scales in their rows"
             raise argument_error("sources", wanted, f"scales in {one.name}")
         if not one.separate and not {"kv", "h"} & parse_layout(one.layout or LINE, "layout").names:
-            wanted = "caches with heads, which latent rows do not have: each rank has all of them"
+            wanted = "caches with heads: each rank has all latent rows"
             raise argument_error("sources", wanted, one.name)
         tables_differ = [name for name in kept[0].keys() | others.keys() if name.startswith(TABLES)
                          and not np.array_equal(kept[0].get(name, ()), others.get(name, ()))]  # fmt: skip
         if tables_differ:
-            raise argument_error("sources", f"the same {tables_differ[0]}", f"another one in {one.name}")
+            raise argument_error("sources", f"equal {tables_differ[0]}", f"others in {one.name}")
     cache = [
         [join_heads([one.name for one in found], [getattr(one.require_view(), side)[layer] for one in found])
          for side in ("keys", "values")]

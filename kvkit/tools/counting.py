@@ -1,4 +1,4 @@
-"""Compare two arrays in one pass: count differing elements, their distances in ulps, the largest error."""
+"""Compare two arrays in one pass: count differing elements and distances in ulps, find the largest error."""
 
 import functools
 from typing import Any
@@ -10,15 +10,15 @@ from kvkit.formats import BY_DTYPE
 from kvkit.formulas import numeric
 from kvkit.runtime.jit import INDEX, address, callback, helper
 
-BUCKETS = 34  # distances of 0, of 1, of 2 and 3, of 4 to 7, ...
+BUCKETS = 34  # a bucket for distances of 0, of 1, of 2 and 3, of 4 to 7, ...
 Tolerances = tuple[float, float, int]  # atol, rtol, ulp
 WORDS = {8: types.uint8, 16: types.uint16, 32: types.uint32}
 
 
 def form_of(dtype: np.dtype) -> str | None:
-    """Return the name of the compiled pass over a dtype; None without one.
+    """Return the name of the compiled pass for a dtype, None if there is none.
 
-    That is a float format, or for elements of a byte "integer" or "byte" (a sign and a magnitude).
+    It is the name of a float format; for elements of 8 bits, "integer" or "byte" (a sign and a magnitude).
     """
     fmt = BY_DTYPE.get(dtype)
     if fmt is not None and fmt.significant and fmt.bits > 8:
@@ -26,11 +26,6 @@ def form_of(dtype: np.dtype) -> str | None:
     if dtype.itemsize != 1:
         return None
     return "integer" if dtype.kind in "iub" else "byte"
-
-
-def numbers_of_bytes(dtype: np.dtype) -> np.ndarray:
-    """Return the values of all 256 codes of an 8-bit dtype."""
-    return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
 
 
 @helper
@@ -43,7 +38,7 @@ def distance(one: Any, two: Any, sign: Any) -> Any:
 
 @functools.cache
 def compiled(form: str) -> Any:
-    """Return the pass over words [rows, elements]."""
+    """Compile the pass over words [rows, elements]."""
     bits = BY_DTYPE_BITS.get(form, 8)
     sign, integers = np.int64(1 << (bits - 1)), form == "integer"
     if form not in BY_DTYPE_BITS:
@@ -103,14 +98,15 @@ BY_DTYPE_BITS = {fmt.name: fmt.bits for fmt in BY_DTYPE.values()}
 def count(
     one: np.ndarray, two: np.ndarray, atol: float, rtol: float, ulp: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (differing elements of each row, largest errors of each, histogram) of [rows, elements]."""
+    """Return (differing elements by row, largest error by row, histogram of ulps) of [rows, elements]."""
     rows = len(one)
     counts, errors = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
     histogram = np.zeros(BUCKETS, np.int64)
     form = form_of(one.dtype) if one.dtype == two.dtype else None
     if form is not None:
         words = [np.ascontiguousarray(array) for array in (one, two)]
-        table = np.zeros(1, np.float32) if form in BY_DTYPE_BITS else numbers_of_bytes(one.dtype)
+        codes = np.arange(0 if form in BY_DTYPE_BITS else 256, dtype=np.uint8)  # all codes of 8 bits
+        table = codes.view(one.dtype if len(codes) else np.uint8).astype(np.float32)
         results = map(address, (counts, errors, histogram))
         compiled(form)(*map(address, words), *one.shape, address(table), atol, rtol, ulp, *results)
         return counts, errors, histogram
@@ -124,7 +120,7 @@ def count(
 
 
 def equal_elements(one: np.ndarray, two: np.ndarray, tolerances: Tolerances) -> Any:
-    """Return which elements have equal bits, or are within tolerances."""
+    """Return a mask of the elements that have equal bits, or are within tolerances."""
     atol, rtol, ulp = tolerances
     alike = one.dtype == two.dtype and one.dtype.itemsize in (1, 2, 4, 8) and one.dtype.kind != "c"
     same = word_view(one) == word_view(two) if alike else one == two
@@ -153,5 +149,5 @@ def ulps_between(one: np.ndarray, two: np.ndarray) -> Any:
 
 
 def word_view(array: np.ndarray) -> np.ndarray:
-    """Return elements as unsigned words."""
+    """View elements as unsigned integers of their size."""
     return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").reshape(array.shape)

@@ -1,4 +1,4 @@
-"""Draw the memory of a layout, and which sequence owns each row of a cache."""
+"""Define the tool `draw`: draw the memory of a layout, or the rows of a cache by sequence."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvkit.tools.boxes import boxes, drawn_sizes, outer_axes, strides
 
 Kind = Literal["text", "svg"]
 ACROSS = 6  # boxes in a line of a drawing
-ALONE = 32  # rows in a line if pages are single rows
+ROWS_ACROSS = 32  # rows in a line if pages are single rows
 NAMES = 12  # the most sequences in a legend
 MOST_LINES = 24
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 FREE, STALE, SHARED, PUBLISHED = ".", "~", "#", "="
 CLASSES = {"K": "key", "V": "value", "KV": "both", "s": "scale"}
-WHOSE = {FREE: "free", STALE: "stale", SHARED: "shared", PUBLISHED: "published"}
+STATES = {FREE: "free", STALE: "stale", SHARED: "shared", PUBLISHED: "published"}
 MOST_ROWS = 1_000_000
 
 
@@ -65,18 +65,18 @@ def layout(name: str | Layout, *, sizes: Mapping[str, int] | None = None, kind: 
     """
     check_kind(kind)
     line = parse(name)
-    found = drawn_sizes(line, sizes)
+    drawn = drawn_sizes(line, sizes)
     title = f"{name}: {line}" if str(name) in NAMED else str(line)
     sides = [0, 1] if line.value_axes != line.axes else [0]
-    lines: list[tuple[str, list[svg.Cell]]] = [(title, []), (several(line, found), [])]
+    lines: list[tuple[str, list[svg.Cell]]] = [(title, []), (count_arrays(line, drawn), [])]
     for side in sides:
         heading = ("keys", "values")[side] if len(sides) > 1 else ""
-        lines += [("", []), *((text, []) for text in stride_table(line, side, found, heading)), ("", [])]
-        lines += memory(line, side, found)
+        lines += [("", []), *((text, []) for text in stride_table(line, side, drawn, heading)), ("", [])]
+        lines += memory(line, side, drawn)
     return render(title, lines, kind)
 
 
-def several(line: Layout, sizes: Mapping[str, int]) -> str:
+def count_arrays(line: Layout, sizes: Mapping[str, int]) -> str:
     """Return a text that says how many arrays a layout has."""
     if not line.lists:
         return "one array"
@@ -93,7 +93,7 @@ def stride_table(line: Layout, side: int, sizes: Mapping[str, int], heading: str
 
 
 def memory(line: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str, list[svg.Cell]]]:
-    """Return the boxes of one array in lines; a new line begins where an axis starts again."""
+    """Return lines of the boxes of one array; if possible, a line begins where an inner axis starts again."""
     found, common = boxes(line, side, sizes), outer_axes(line, side)
     each = sum(box.last - box.first + 1 for box in found) / len(found)
     rows = strides(line, side, sizes)
@@ -124,21 +124,21 @@ def cells(
     published: ArrayLike | None = None,
     kind: Kind = "text",
 ) -> str:
-    """Draw the rows of a cache, with a letter and a colour for the sequence that owns each.
+    """Draw the rows of a cache, each with the letter and colour of the sequence that uses it.
 
     Parameters
     ----------
     pages : BlockTable
-        Where the tokens of sequences lie; `kvkit.layouts.tables` converts any engine's tables.
+        The rows of each sequence; `kvkit.layouts.tables` converts any engine's tables.
     num_rows : int, optional
         Rows of the cache; by default up to the last row in use.
     page_size : int, optional
         Rows in a line; by default a page, or 32 if pages are single rows.
     filled : ndarray of bool, shape [num_rows], optional
-        Rows that hold data; those without a sequence are drawn as stale, not as free.
+        Rows that hold data. Without a sequence they are drawn as stale, not as free.
     published : ndarray of bool, shape [num_rows], optional
-        Rows in blocks that a new sequence may find by a hash of its tokens; those without a sequence are
-        drawn as published, not as stale.
+        Rows in blocks that a new sequence may find by a hash of its tokens. Without a sequence they are drawn
+        as published, not as stale.
     kind : {"text", "svg"}
         "text" for a terminal; "svg" for a page, which follows the reader's light or dark mode.
 
@@ -169,17 +169,17 @@ def cells(
     count = least if num_rows is None else num_rows
     if not least <= count <= MOST_ROWS:
         raise argument_error("num_rows", f"{least} to {MOST_ROWS}", str(count))
-    unowned = np.full(count, FREE)  # the sign of each row that no sequence has
+    unowned = np.full(count, FREE)  # the sign of each row, if no sequence uses it
     for name, sign, rows in ("filled", STALE, filled), ("published", PUBLISHED, published):
         held = np.zeros(count, bool) if rows is None else np.asarray(rows, bool)
         if held.shape != (count,):
             raise argument_error(name, f"a boolean for each of {count} rows", describe(held))
         unowned[held] = sign
-    whose: list[list[int]] = [[] for _ in range(count)]
+    users: list[list[int]] = [[] for _ in range(count)]
     for slot, sequence in zip(slots.tolist(), sequences.tolist(), strict=True):
-        whose[slot].append(sequence)
-    drawn_cells = [cell_of(owners, sign) for owners, sign in zip(whose, unowned.tolist(), strict=True)]
-    across = page_size or (pages.page_size if pages.page_size > 1 else ALONE)
+        users[slot].append(sequence)
+    drawn_cells = [cell_of(owners, sign) for owners, sign in zip(users, unowned.tolist(), strict=True)]
+    across = page_size or (pages.page_size if pages.page_size > 1 else ROWS_ACROSS)
     lines = [(str(at // across), drawn_cells[at : at + across]) for at in range(0, count, across)]
     words = legend(pages.lengths.tolist(), [cell.text for cell in drawn_cells])
     if kind == "svg":
@@ -191,19 +191,19 @@ def cells(
 
 
 def cell_of(owners: list[int], unowned: str) -> svg.Cell:
-    """Return the box of a row with these owners; without any it has the sign `unowned`."""
+    """Return the box of a row that these sequences use; without any it has the sign `unowned`."""
     if len(owners) == 1:
         return svg.Cell(LETTERS[owners[0] % len(LETTERS)], f"s{owners[0]}", 2, f"sequence {owners[0]}")
     mark = SHARED if owners else unowned
-    of = f" by sequences {', '.join(map(str, owners))}" if owners else ""
-    return svg.Cell(mark, WHOSE[mark], 2, WHOSE[mark] + of)
+    by = f" by sequences {', '.join(map(str, owners))}" if owners else ""
+    return svg.Cell(mark, STATES[mark], 2, STATES[mark] + by)
 
 
 def legend(lengths: list[int], marks: list[str]) -> str:
-    """Return what letters and signs stand for, and how many rows each has."""
+    """Return a line with the meaning of letters and signs, and the rows of each."""
     shown = [f"{LETTERS[who % len(LETTERS)]} {count} rows" for who, count in enumerate(lengths[:NAMES])]
     more = [f"{len(lengths) - NAMES} more sequences"] if len(lengths) > NAMES else []
-    others = [f"{mark} {WHOSE[mark]} {marks.count(mark)}" for mark in WHOSE if mark in marks]
+    others = [f"{mark} {STATES[mark]} {marks.count(mark)}" for mark in STATES if mark in marks]
     return "; ".join(filter(None, [", ".join(shown + more), ", ".join(others)]))
 
 

@@ -1,4 +1,4 @@
-"""The findings of `check`, and the table of its rules."""
+"""Hold the findings of `check`, and the table of its rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN = 5  # the most findings of a rule that are described; all are counted
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One error or doubt that a rule found.
+    """Describes an error or a doubt that a rule found.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class Finding:
     message : str
         What was found.
     hint : str
-        What it means and how to mend it.
+        What the finding means, and what to do.
     """
 
     rule: str
@@ -41,14 +41,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Findings:
-    """The result of `check`: an iterable of `Finding`, of each rule no more than the first five.
+    """Holds the result of `check`: an iterable of `Finding`, at most five for each rule.
 
     Attributes
     ----------
     found : list of Finding
-        In the order of the rules.
+        The findings, in the order of the rules.
     counts : dict of str to int
-        How often each rule was broken.
+        How often each rule was broken, all findings counted.
     checked : list of str
         The rules whose inputs were given.
     unchecked : dict of str to str
@@ -72,7 +72,7 @@ class Findings:
         return [finding for finding in self.found if finding.severity == "error"]
 
     def with_second(self, other: Findings, begin: str) -> Findings:
-        """Join these findings and those of a second cache; its places get the prefix `begin`."""
+        """Return these findings and the findings of a second cache, whose places get the prefix `begin`."""
         found = [*self.found, *(replace(each, where=begin + each.where) for each in other.found)]
         counts = {name: self.counts.get(name, 0) + other.counts.get(name, 0)
                   for name in (*self.counts, *other.counts)}  # fmt: skip
@@ -116,11 +116,16 @@ class Findings:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of `check`. The docstring of `look` names an incident that it would have caught.
+    """Describes a rule of `check`.
 
-    `look` returns None where there is nothing to look at; else a list of (where, what), or all hits and a
-    function that puts one of them into such words. `needs` names what it looks at,
-    the last perhaps a kind of data.
+    Attributes
+    ----------
+    look : callable
+        The check. It returns None if its inputs are not given; else a list of (where, message), or all hits
+        with a function from a hit to (where, message). Its docstring names an incident that it would have
+        caught.
+    needs : str
+        The inputs of `look`, separated by commas; the last may be a kind of data.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""`inspect`: list what is in a file, or in arrays."""
+"""Define the tool `inspect`: list what is in a file, or in named arrays."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kvkit.tools.source import CacheSource, ds_v4_as_rows
 from kvkit.tools.text import columns, size
 
 SHOWN = 40  # the most arrays or layers in a text; to_dict() has all
-SHOWN_ELSEWHERE = "description", "dtypes", "cache", "notes", "sliding"  # metadata with lines of their own
+SHOWN_ELSEWHERE = "description", "dtypes", "cache", "notes", "sliding"  # metadata that is printed apart
 PIECE = 2**22  # elements counted at a time
 
 
 @dataclass(frozen=True)
 class InspectedArray:
-    """Describes an array: its name, dtype, shape and bytes."""
+    """Describes an array of a file."""
 
     name: str
     dtype: str
@@ -37,7 +37,7 @@ class InspectedArray:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Counts over the elements of keys or values; min and max are None if no element is finite."""
+    """Holds statistics of the elements of keys or values; minimum and maximum are None if none is finite."""
 
     name: str
     minimum: float | None
@@ -55,17 +55,14 @@ class Numbers:
 
 @dataclass(frozen=True)
 class TableUse:
-    """Counts from block tables: sequences, their tokens, blocks in use and shared blocks.
-
-    `positions` has runs such as "0:4, 12:20" for each sequence whose positions do not count from 0.
-    """
+    """Says how block tables use a cache."""
 
     convention: str
-    lengths: list[int]
+    lengths: list[int]  # tokens of each sequence
     page_size: int
-    blocks: int
-    shared: int
-    positions: list[str] | None = None
+    blocks: int  # blocks in use
+    shared: int  # blocks that several sequences share
+    positions: list[str] | None = None  # runs such as "0:4, 12:20" by sequence; None if they count from 0
 
     def __str__(self) -> str:
         lengths = ", ".join(map(str, self.lengths[:12])) + (", ..." if len(self.lengths) > 12 else "")
@@ -91,7 +88,7 @@ class Inspection:
     metadata : dict
         Other metadata of the file.
     notes : tuple of str
-        Notes on what is not in the file, for its users.
+        Facts that the file lacks, for its users.
     fits : list of str
         If no layout is named: layouts that fit the shapes and strides of the cache's arrays.
     sizes : dict of str to int
@@ -99,9 +96,9 @@ class Inspection:
     use : TableUse, optional
         How its block tables use the cache.
     numbers : list of Numbers
-        Counts over keys and values by layer, or over each array if no layout is known; if asked for.
+        Statistics of keys and values by layer, or of each array if no layout is known; [] without ``stats``.
     sliding : Inspection, optional
-        Description, sizes, tables and counts of a second cache, that of layers with a window.
+        Description, sizes, tables and statistics of the second cache, which has the layers with a window.
     """
 
     kind: str
@@ -134,17 +131,16 @@ class Inspection:
 
     def facts(self) -> list[str]:
         """Return the text about the cache, in paragraphs."""
-        said = self.description.to_dict()
-        if said.get("sizes"):
-            said["sizes"] = self.sizes or said["sizes"]
-        parts = ["\n".join(f"{name}: {in_brief(value)}" for name, value in said.items())]
-        if self.sizes and not said.get("sizes"):
+        described = self.description.to_dict()
+        if described.get("sizes"):
+            described["sizes"] = self.sizes or described["sizes"]
+        parts = ["\n".join(f"{name}: {in_brief(value)}" for name, value in described.items())]
+        if self.sizes and not described.get("sizes"):
             parts.append(f"sizes: {in_brief(self.sizes)}")
         if self.fits:
             parts.append(f"layouts that fit: {', '.join(self.fits)}; give one as layout, kvkit chooses none")
-        parts.append(
-            "\n".join(f"{printable(name)}: {in_brief(value)}" for name, value in self.metadata.items())
-        )
+        lines = (f"{printable(name)}: {in_brief(value)}" for name, value in self.metadata.items())
+        parts.append("\n".join(lines))
         if self.use:
             parts.append(str(self.use))
         if self.numbers:
@@ -154,20 +150,19 @@ class Inspection:
 
 
 def in_brief(value: Any) -> str:
-    """Return a value from a file, shortened to fit a line."""
+    """Return a value from a file as text, shortened to fit a line."""
     several = isinstance(value, Mapping)
     return str(brief(", ".join(f"{name} {each}" for name, each in value.items()) if several else value, 200))
 
 
 def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, int] | None = None,
             stats: bool = False) -> Inspection:  # fmt: skip
-    """List what is in a file, or in arrays: kinds, layout, and how sequences use them.
+    """List what is in a file, or in named arrays: arrays, layout, and how sequences use the cache.
 
     Parameters
     ----------
     source : path, or mapping of arrays
-        A file of any kind that `kvkit.files.read` takes; or arrays, and lists of arrays, by name. The cache
-        has the name ``"cache"``.
+        A file that `kvkit.files.read` takes; or named arrays and lists of arrays, the cache as ``"cache"``.
     layout : str, optional
         The layout of the cache, if the file does not name it.
     sizes : mapping, optional
@@ -178,12 +173,12 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
     Returns
     -------
     Inspection
-        A text (``str``) and a dict (``to_dict()``).
+        Its ``str`` is a text, ``to_dict()`` a dict for JSON.
 
     Raises
     ------
     KvkitError
-        If there is no such file, if it is damaged, or if the layout contradicts its arrays.
+        If there is no such file, if it is damaged, or if the layout contradicts the arrays.
 
     Examples
     --------
@@ -215,7 +210,7 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
 
 
 def inspect_second(source: CacheSource, stats: bool) -> Inspection:
-    """Describe the second cache of a file; its arrays are listed with all others."""
+    """Inspect the second cache of a file, whose arrays are listed with all others."""
     kv, axis_sizes = source.one_head_view()
     return Inspection(
         "layers with a window", [], source.contents.description, sizes=axis_sizes, use=use_of(source),
@@ -224,23 +219,21 @@ def inspect_second(source: CacheSource, stats: bool) -> Inspection:
 
 
 def kind_of(contents: Contents) -> str:
-    """Return the kind of a file, and which object of kvkit it holds."""
+    """Return the kind of a file as text, with the object of kvkit that it holds, if any."""
     about, kind = contents.metadata.get("cache"), contents.kind
     if "operator" in contents.metadata:
         return f"{kind}, results of {brief(contents.metadata['operator'])}"
     if not isinstance(about, dict):
         return kind
     layers = about.get("layers")
-    return (
-        f"{kind}, a cache of {len(layers)} layers" if isinstance(layers, list) else f"{kind}, a paged cache"
-    )
+    return f"{kind}, a " + (f"cache of {len(layers)} layers" if isinstance(layers, list) else "paged cache")
 
 
 def fitting_layouts(cache: Any, contents: bool) -> list[str]:
     """Return the layouts that fit the shapes and strides of a cache.
 
-    With `contents`, those come first that its elements make likely, then layouts with split axes, which
-    elements cannot confirm.
+    With `contents`, only layouts that the elements make likely are returned, then layouts with split axes,
+    which elements cannot confirm; all layouts if no layout is likely.
     """
     try:
         likely = layouts.fits(cache, contents=True) if contents else []
@@ -252,9 +245,12 @@ def fitting_layouts(cache: Any, contents: bool) -> list[str]:
 
 
 def statistics(arrays: Mapping[str, np.ndarray], kv: KV | None, apart: Collection[str]) -> list[Numbers]:
-    """Count over the keys and values of each layer; over each array if the layout is unknown."""
+    """Return the statistics of keys and values of each layer, or of each array if the layout is unknown."""
     if kv is None:
-        return [numbers_of(name, [array]) for name, array in arrays.items() if of_numbers(array.dtype)]
+        numeric = {
+            name: x for name, x in arrays.items() if x.dtype.kind in "fiub" or is_extension_dtype(x.dtype)
+        }
+        return [numbers_of(name, [array]) for name, array in numeric.items()]
     sides = [(f"{side}s", getattr(kv, f"{side}s")) for side in SIDES if not apart or side in apart]
     return [
         numbers_of(f"layer {layer} {name}", side[layer] if isinstance(side[layer], tuple) else [side[layer]])
@@ -263,13 +259,8 @@ def statistics(arrays: Mapping[str, np.ndarray], kv: KV | None, apart: Collectio
     ]
 
 
-def of_numbers(dtype: np.dtype) -> bool:
-    """Return whether elements are numbers."""
-    return dtype.kind in "fiub" or is_extension_dtype(dtype)
-
-
 def numbers_of(name: str, arrays: Iterable[np.ndarray]) -> Numbers:
-    """Count over arrays, a piece at a time."""
+    """Return the statistics of arrays, computed a piece at a time."""
     least, most, nan, infinite, zeros, rows = np.inf, -np.inf, 0, 0, 0, 0
     for array in arrays:
         flat = array if array.ndim > 1 else array.reshape(1, -1)
@@ -291,11 +282,11 @@ def numbers_of(name: str, arrays: Iterable[np.ndarray]) -> Numbers:
 
 
 def use_of(source: CacheSource) -> TableUse | None:
-    """Return the counts from block tables of any convention; None without tables."""
-    pages = source.block_tables()
-    if pages is None:
+    """Return how block tables of any convention use a cache; None without tables."""
+    found = source.block_tables()
+    if found is None:
         return None
-    convention, tables = pages
+    convention, tables = found
     used, count = np.unique(tables.table[tables.table >= 0], return_counts=True)
     shared = int((count > 1).sum())
     return TableUse(
@@ -305,9 +296,9 @@ def use_of(source: CacheSource) -> TableUse | None:
 
 
 def runs_of(pages: BlockTable, positions: np.ndarray | None) -> list[str] | None:
-    """Return the runs of positions of each sequence, as 0:4, 12:20.
+    """Return the runs of positions of each sequence as texts such as "0:4, 12:20".
 
-    None without positions (they count from 0), or if there are not as many as the tables have tokens.
+    None without positions (they count from 0), or if their number is not the number of tokens in the tables.
     """
     if positions is None or len(positions) != pages.lengths.sum():
         return None

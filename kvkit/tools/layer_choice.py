@@ -21,7 +21,7 @@ PART = re.compile(r"(\d{1,6})?(:)?(\d{1,6})?(?::(\d{1,6}))?")
 
 
 def parse_layers(text: str, known: Sequence[int]) -> list[int]:
-    """Return the layers that a text such as 0,2,4: or 1::2 chooses, in order."""
+    """Return the numbers among `known` that a text such as 0,2,4: or 1::2 chooses, ascending."""
     chosen: set[int] = set()
     for part in text.split(","):
         found = PART.fullmatch(part.strip())
@@ -41,12 +41,13 @@ def parse_layers(text: str, known: Sequence[int]) -> list[int]:
 
 
 def choose_layers(source: CacheSource, text: str) -> Contents:
-    """Return the contents of a source with some of its layers only; layers keep their numbers."""
+    """Return the contents of a source with only some of its layers; layers keep their numbers."""
     if source.saved and source.contents.cache is None:
-        wanted = "a cache whose layers are floats"
-        raise argument_error("layers", wanted, "what a cache of codes or pages saved")
+        raise argument_error("layers", "a cache whose layers are floats", "a saved cache of codes or pages")
     numbers = {name: layer_numbers(each) for name, each in source.caches.items()}
-    if len(numbers) > 1 and source.layer_numbers is None:  # the layers of a second cache follow
+    if (
+        len(numbers) > 1 and source.layer_numbers is None
+    ):  # number the layers of the second cache after the first
         numbers[SLIDING] = [number + len(numbers[CACHE]) for number in numbers[SLIDING]]
     chosen = parse_layers(text, sorted(set().union(*numbers.values())))
     parts = [
@@ -56,15 +57,13 @@ def choose_layers(source: CacheSource, text: str) -> Contents:
     ]
     first, *others = parts
     for other in others:
-        arrays = first.arrays | in_file(SLIDING, other.arrays)
-        first = replace(
-            first, arrays=arrays, metadata=first.metadata | {SLIDING: other.description.to_dict()}
-        )
+        metadata = first.metadata | {SLIDING: other.description.to_dict()}
+        first = replace(first, arrays=first.arrays | in_file(SLIDING, other.arrays), metadata=metadata)
     return first
 
 
 def layer_numbers(source: CacheSource) -> list[int]:
-    """Return the numbers of a cache's layers."""
+    """Return the numbers of a cache's layers; they count from 0 if the source does not number them."""
     source.require_cache()
     if source.layer_numbers is not None:
         return source.layer_numbers
@@ -77,39 +76,36 @@ def layer_numbers(source: CacheSource) -> list[int]:
 
 
 def axis_of_layers(line: Layout) -> int | None:
-    """Return the number of the axis of layers; None without one."""
+    """Return the index of the axis of layers in an array; None without one."""
     names = [[axis.name for axis in group] for group in line.groups]
     return names.index(["l"]) if ["l"] in names else None
 
 
 def with_layers(source: CacheSource, chosen: list[int], numbers: list[int]) -> Contents:
-    """Return the contents of one cache with some of its layers."""
+    """Return the contents of one cache with the `chosen` ones of its layers."""
     second = source.sliding is not None
     arrays = {name: x for name, x in source.arrays.items() if not (second and name_in_second(name))}
     if source.layer_names is not None:
-        gone = [pattern.replace(LAYER, str(i)) for pattern in source.layer_names.patterns
-                for i in set(numbers) - set(chosen)]  # fmt: skip
-        arrays = {name: array for name, array in arrays.items() if name not in gone}
+        dropped = [pattern.replace(LAYER, str(i)) for pattern in source.layer_names.patterns
+                   for i in set(numbers) - set(chosen)]  # fmt: skip
+        arrays = {name: array for name, array in arrays.items() if name not in dropped}
     else:
         places = [numbers.index(number) for number in chosen]
         line = layouts.parse(source.layout or "")
         for root, part in parts_of(source).items():
-            arrays = {
-                name: x for name, x in arrays.items() if name != root and not name.startswith(f"{root}.")
-            }
+            arrays = {name: x for name, x in arrays.items() if not f"{name}.".startswith(f"{root}.")}
             arrays |= name_arrays(take_layers(part, line, places, root != CACHE), root)
         arrays = {name: array for name, array in arrays.items() if not name.startswith("layers.")}
         arrays["layers"] = np.array(chosen)
-    said = source.contents.description
-    sizes = {axis: count for axis, count in said.sizes.items() if axis not in "ln"}
-    metadata = {
-        name: value for name, value in source.contents.metadata.items() if name not in (SLIDING, "cache")
-    }
-    return replace(source.contents, arrays=arrays, metadata=metadata, description=replace(said, sizes=sizes))
+    old, metadata = source.contents.description, dict(source.contents.metadata)
+    for name in (SLIDING, "cache"):
+        metadata.pop(name, None)
+    described = replace(old, sizes={axis: count for axis, count in old.sizes.items() if axis not in "ln"})
+    return replace(source.contents, arrays=arrays, metadata=metadata, description=described)
 
 
 def parts_of(source: CacheSource) -> dict[str, Any]:
-    """Return the arrays of a cache that have layers, by their names without numbers."""
+    """Return {name without numbers: array or nested lists} of the arrays of a cache that have layers."""
     names = [*BESIDE]
     for side in source.side_names or ():
         names += [side, *(f"{side}_{part}" for part in BESIDE)]
@@ -119,11 +115,11 @@ def parts_of(source: CacheSource) -> dict[str, Any]:
 
 
 def take_layers(part: Any, line: Layout, places: list[int], alone: bool) -> Any:
-    """Return some layers of an array or of nested lists; `alone`: of one side, not of a list of both."""
+    """Return some layers of an array or of nested lists; `alone` says that they are one side, not both."""
     lists = [axis for axis in line.lists if axis != "kv" or not alone]
     if isinstance(part, list):
         if "l" not in lists:
-            wanted = "layers that are arrays of their own, or an axis of them"
+            wanted = "layers as separate arrays, or along one axis"
             raise argument_error("layers", wanted, str(line))
         if lists[0] == "l":
             return [part[i] for i in places]

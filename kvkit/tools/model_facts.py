@@ -1,4 +1,4 @@
-"""Add facts of a model to a cache file without them: heads, rotations, which layers have a window."""
+"""Add facts of a model to a cache whose file lacks them: heads, rotary embedding, layers with a window."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ATTENTION = {"cache": ("full", "latent"), SLIDING: ("sliding",)}  # kinds of lay
 
 
 def with_model(source: Any, model: Any) -> Any:
-    """Return a source with the facts of its model's configuration in its description.
+    """Complete the description of a source from the configuration of its model.
 
     Parameters
     ----------
     source : path, mapping of arrays, or Contents
         A cache, such as a state of llama.cpp, whose file does not have the number of heads.
     model : path or None
-        A GGUF file, a config.json, or a folder with one; None returns the source as it is.
+        A GGUF file, a config.json, or a folder with one; None returns the source unchanged.
 
     Raises
     ------
@@ -58,13 +58,13 @@ def with_model(source: Any, model: Any) -> Any:
 
 
 def layers_of(shape: ModelShape, kinds: tuple[str, ...]) -> tuple[list[int], list[LayerShape]]:
-    """Return (numbers, shapes) of a model's layers of some kinds."""
+    """Return (numbers, shapes) of those layers of a model that are of these kinds."""
     found = [pair for pair in zip(shape.numbers, shape.layers, strict=True) if pair[1].kind in kinds]
     return [number for number, _ in found], [layer for _, layer in found]
 
 
 def with_shape(said: Description, layers: list[LayerShape], shape: ModelShape, sliding: bool) -> Description:
-    """Return a description with the model's heads and rotations; the layers must be alike."""
+    """Return a description with the model's heads and rotary embedding; raise if layers differ in heads."""
     shapes = {(layer.heads, layer.key_dim, layer.value_dim or layer.key_dim) for layer in layers}
     if len(shapes) > 1:
         raise argument_error("model", "layers of one kind that have the same heads", sorted(shapes))

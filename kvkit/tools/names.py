@@ -9,13 +9,10 @@ from typing import Any
 
 from kvkit.errors import argument_error, brief, nearest
 
-NAMES = (  # names of separate keys and values: in pages first, then of packed tokens
-    ("key_cache", "value_cache"),
-    ("key", "value"),
-    ("keys", "values"),
-    ("current_key", "current_value"),
+NAMES = (  # names of separate keys and values: the first pair are pools of pages, the others packed tokens
+    ("key_cache", "value_cache"), ("key", "value"), ("keys", "values"), ("current_key", "current_value"),
     ("key_states", "value_states"),
-)
+)  # fmt: skip
 PAGED_NAMES = NAMES[0]
 SIDES = "key", "value"
 LAYER = "{l}"  # the number of a layer in a pattern
@@ -28,36 +25,28 @@ HEADS_FIRST = (  # patterns of keys and of values whose arrays are [sequences, h
     ("model.layers.{l}.self_attn.k", "model.layers.{l}.self_attn.v"),
 )
 TOKENS_FIRST = (  # patterns whose arrays are [blocks, rows, heads, content]
-    ("layers.{l}.k_cache", "layers.{l}.v_cache"),
-    ("layers.{l}.key_cache", "layers.{l}.value_cache"),
-    ("key_cache_{l}", "value_cache_{l}"),
-    ("k_cache_{l}", "v_cache_{l}"),
-    ("layer_{l}.key", "layer_{l}.value"),
-    ("layer_{l}_key", "layer_{l}_value"),
-)
-OF_ENGINES = {  # {name: what vLLM, FlashAttention and FlashInfer call such tables}
-    "block_tables": ("block_table", "page_table"),
-    "context_lens": ("seq_lens", "cache_seqlens"),
-    "page_size": ("block_size",),
-    "kv_indptr": ("paged_kv_indptr",),
-    "kv_indices": ("paged_kv_indices",),
+    ("layers.{l}.k_cache", "layers.{l}.v_cache"), ("layers.{l}.key_cache", "layers.{l}.value_cache"),
+    ("key_cache_{l}", "value_cache_{l}"), ("k_cache_{l}", "v_cache_{l}"),
+    ("layer_{l}.key", "layer_{l}.value"), ("layer_{l}_key", "layer_{l}_value"),
+)  # fmt: skip
+OF_ENGINES = {  # {name: names of such tables in vLLM, FlashAttention and FlashInfer}
+    "block_tables": ("block_table", "page_table"), "context_lens": ("seq_lens", "cache_seqlens"),
+    "page_size": ("block_size",), "kv_indptr": ("paged_kv_indptr",), "kv_indices": ("paged_kv_indices",),
     "kv_last_page_len": ("paged_kv_last_page_len",),
-}
-BESIDE_TABLE = {  # {array of a page table: those that it needs}
-    "block_tables": ("context_lens",),
-    "kv_indices": ("kv_indptr", "kv_last_page_len"),
-    "cachestarts": ("kvstarts",),
-    "context_lens": ("block_tables",),
-}
-WORDS = "cache", "key", "value", "keys", "values", "kv"
+}  # fmt: skip
+BESIDE_TABLE = {  # {array of a page table: other arrays that it needs}
+    "block_tables": ("context_lens",), "kv_indices": ("kv_indptr", "kv_last_page_len"),
+    "cachestarts": ("kvstarts",), "context_lens": ("block_tables",),
+}  # fmt: skip
+WORDS = "cache", "key", "value", "keys", "values", "kv"  # in names that errors list first
 
 
 @dataclass(frozen=True)
 class LayerNames:
-    """Arrays of keys and of values by the numbers of their layers, and the pattern of their names."""
+    """Holds arrays of keys and values whose names match a pair of patterns."""
 
     patterns: tuple[str, str]
-    sides: tuple[dict[int, Any], dict[int, Any]]
+    sides: tuple[dict[int, Any], dict[int, Any]]  # {layer number: array} of keys, and of values
     heads_first: bool
 
     @property
@@ -67,11 +56,11 @@ class LayerNames:
 
 
 def rename_tables(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return arrays with tables of engines under the names that all tools know."""
+    """Rename tables with the names of engines to the names that tools use."""
     found = dict(arrays)
     for name, others in OF_ENGINES.items():
         other = next((other for other in others if other in found), None)
-        of_table = name != "context_lens" or "block_tables" in found  # Ascend's windows have seq_lens too
+        of_table = name != "context_lens" or "block_tables" in found  # Ascend's windows have seq_lens, too
         if other is not None and name not in found and of_table:
             found[name] = found.pop(other)
     return arrays if found.keys() == arrays.keys() else found
@@ -85,7 +74,7 @@ def by_layer(names: Iterable[str], pattern: str) -> dict[int, str]:
 
 
 def find_layers(arrays: Mapping[str, Any]) -> LayerNames | None:
-    """Return the keys and values of the first pair of patterns that match; None without any."""
+    """Return the arrays that match the first pair of patterns with a match; None without any."""
     for heads_first, pairs in ((True, HEADS_FIRST), (False, TOKENS_FIRST)):
         for patterns in pairs:
             key, value = (by_layer(arrays, pattern) for pattern in patterns)
@@ -95,14 +84,14 @@ def find_layers(arrays: Mapping[str, Any]) -> LayerNames | None:
                 missing = min(key.keys() ^ value.keys())
                 side = missing in key
                 name, other = (patterns[i].replace(LAYER, str(missing)) for i in (side, not side))
-                raise argument_error(name, f"an array, beside {other}", "None")
+                raise argument_error(name, f"an array, as there is {other}", "None")
             sides = tuple({layer: arrays[each[layer]] for layer in sorted(each)} for each in (key, value))
             return LayerNames(patterns, (sides[0], sides[1]), heads_first)
     return None
 
 
 def matching(arrays: Mapping[str, Any], pattern: str, argument: str) -> dict[int, str]:
-    """Return {layer number: name} for a pattern; without {l} it is the name of one array."""
+    """Return {layer number: name} for a pattern, which without {l} is the name of one array."""
     alone = {0: pattern} if pattern in arrays else {}
     found = by_layer(arrays, pattern) if LAYER in pattern else alone
     if not found:
@@ -114,7 +103,7 @@ def matching(arrays: Mapping[str, Any], pattern: str, argument: str) -> dict[int
 
 
 def some_names(names: Collection[str], count: int = 5) -> str:
-    """Return the names that look most like those of a cache, and the number of others."""
+    """Return a text with the names that most resemble a cache's, and the number of the others."""
     likely = dict.fromkeys(name for word in WORDS for name in nearest(word, names, count))
     shown = [*likely, *(name for name in names if name not in likely)][:count]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""

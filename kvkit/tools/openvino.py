@@ -18,14 +18,14 @@ from kvkit.layouts.views import KV
 from kvkit.typed import Array
 
 FLOATS = "openvino"  # the layout of pools of floats, and of codes without scales
-FORMATS = {"openvino-u8": ("openvino_u8", 8), "openvino-u4": ("openvino_u4", 4)}  # (name, bits of a code)
+FORMATS = {"openvino-u8": ("openvino_u8", 8), "openvino-u4": ("openvino_u4", 4)}  # {layout: (format, bits)}
 POOLS = "key_cache", "value_cache"
 NUMBERS = "scale", "zero"
 SIZE = 4  # bytes of a scale
 
 
 def split_blocks(contents: Contents, layout: str) -> tuple[Contents, dict[str, KV]]:
-    """Return the contents with codes in place of pools, and views of scales and zeros under new names."""
+    """Return (contents with pools of codes, separate scales and zeros; views of scales and zeros)."""
     format, bits = FORMATS[layout]
     names = POOLS if CACHE not in contents.arrays and contents.cache is None else (f"{CACHE}.0", f"{CACHE}.1")
     pools = [nested(contents.arrays, name) for name in names]
@@ -41,13 +41,12 @@ def split_blocks(contents: Contents, layout: str) -> tuple[Contents, dict[str, K
         for i, part in enumerate(NUMBERS)
     }
     views = {part: KV(kv.keys, tuple(each[..., 0] for each in kv.values)) for part, kv in views.items()}
-    gone = {name for name in contents.arrays if name.startswith(names)}
-    arrays: dict[str, Any] = {name: array for name, array in contents.arrays.items() if name not in gone}
+    arrays: dict[str, Any] = {name: x for name, x in contents.arrays.items() if not name.startswith(names)}
     for name, side in zip(POOLS, split, strict=True):
         arrays[name] = [layer[2] for layer in side]
         arrays |= {f"{name}_{part}": [layer[i] for layer in side] for i, part in enumerate(NUMBERS)}
-    said = replace(contents.description, layout=FLOATS, format=contents.description.format or format)
-    return replace(contents, arrays=files.flat(arrays), description=said), views
+    described = replace(contents.description, layout=FLOATS, format=contents.description.format or format)
+    return replace(contents, arrays=files.flat(arrays), description=described), views
 
 
 def with_tables(contents: Contents) -> Contents:
@@ -65,7 +64,7 @@ def with_tables(contents: Contents) -> Contents:
 def bytes_of_pool(name: str, array: Array) -> Array:
     """Return a pool's bytes [blocks, heads, rows, width]."""
     if array.ndim != 4 or array.dtype.itemsize != 1 or not array.flags.c_contiguous:
-        wanted = "bytes [blocks, heads, rows, width] that follow one another"
+        wanted = "contiguous bytes [blocks, heads, rows, width]"
         raise argument_error(name, wanted, describe(array))
     return array.view(np.uint8)
 

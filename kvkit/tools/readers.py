@@ -1,4 +1,4 @@
-"""Read keys and values of any cache as floats, layer by layer. Codes are decoded when they are read."""
+"""Read the keys and values of any cache as floats, layer by layer, and decode codes on the way."""
 
 from __future__ import annotations
 
@@ -32,54 +32,51 @@ from kvkit.tools.source import (
 )
 
 LISTS, LATENT_LISTS = "b l kv | n h c", "b l | n c"  # LINE and LATENT_LINE, if sequences differ in length
-ROTATION = "llama.cpp"  # it rotates heads of a multiple of 64 elements before they become codes
+ROTATION = "llama.cpp"  # this rotation applies only to heads of a multiple of 64 elements
 LATENT = 512  # elements of a latent row that are its value, by default
-ORDER = "the file has no tables: all blocks are taken for sequences"
+NO_TABLES = "the file has no page tables: each block is read as a sequence"
 
 
 @dataclass(frozen=True)
 class SideReader:
-    """Reads keys or values of a layer: ``read(begin, end)`` returns floats [tokens, heads, dim]."""
+    """Reads the keys or the values of a layer: ``read(slice)`` returns floats [tokens, heads, dim]."""
 
     read: Callable[[slice], np.ndarray]
     tokens: int
     heads: int
     dim: int
-    bits: int  # of an element, if it is a float
+    bits: int  # bits of an element before quantization
 
 
 @dataclass(frozen=True)
 class LayerReader:
-    """Reads keys and values of a layer, with the tokens of one sequence after the other.
-
-    `queries` are the known queries of the last tokens of each sequence, [tokens, query heads, dim].
-    """
+    """Reads the keys and values of a layer. Sequences follow one another."""
 
     name: str
     key: SideReader
     value: SideReader
-    starts: list[int]  # where each sequence begins among the tokens, then their number
-    queries: list[np.ndarray] | None = None
+    starts: list[int]  # the first token of each sequence, then the number of tokens
+    queries: list[np.ndarray] | None = None  # of the last tokens of each sequence, [tokens, query heads, dim]
     value_dim: int | None = None  # how many elements of a latent row are its value
-    scale: float | None = None  # of scores; None: dim ** -0.5
-    no_queries: str = "none"  # what the source has in place of queries
+    scale: float | None = None  # the factor of scores; None: dim ** -0.5
+    no_queries: str = "none"  # what the source has instead of queries, for errors
 
     @property
     def sides(self) -> dict[str, SideReader]:
-        """Return the readers by name: of keys and values, or of latent rows."""
+        """Return {name: reader} of keys and values, or of latent rows."""
         return {"latent": self.key} if self.value_dim else {"keys": self.key, "values": self.value}
 
 
 @dataclass(frozen=True)
 class CacheReader:
-    """Reads the layers of a cache, `layer(i)` of `count`. `format` is that of codes, None for floats."""
+    """Reads the layers of a cache: ``layer(i)`` for i from 0 to `count` - 1."""
 
     name: str
     count: int
     layer: Callable[[int], LayerReader]
-    format: str | None = None
+    format: str | None = None  # the format of codes; None for floats
     notes: tuple[str, ...] = ()
-    numbered: bool = False  # whether layers have the numbers of their model
+    numbered: bool = False  # whether names of layers have their numbers in the model
 
 
 def open_cache(
@@ -89,15 +86,15 @@ def open_cache(
     from_format: str | None = None,
     rotation: str | None = None,
 ) -> CacheReader:
-    """Open the layers of a file, of arrays by name, or of a cache object, without decoding them.
+    """Open the layers of a file, of named arrays, or of a cache object, without decoding them.
 
-    The layers of a second cache, which have a window, follow those of the first.
+    The layers of a second cache, which have a window, follow the layers of the first.
 
     Parameters
     ----------
-    source : CacheSource, what it takes, or a cache of `kvkit.cache`
+    source : CacheSource, any of its sources, or a cache of `kvkit.cache`
     layout, sizes
-        As `CacheSource` takes them.
+        See `CacheSource`.
     from_format : str, optional
         The format of codes, if their file does not name it.
     rotation : str, optional
@@ -106,7 +103,7 @@ def open_cache(
     Raises
     ------
     KvkitError
-        If there is no cache, if its layout or its format is not known, or if both contradict its arrays.
+        If there is no cache, if its layout or format is unknown, or if these contradict its arrays.
 
     Examples
     --------
@@ -164,17 +161,17 @@ def latent_cache(arrays: Mapping[str, Any], layers: Any) -> dict[str, Any]:
 
 
 def is_own(source: Any) -> bool:
-    """Return whether a source is a cache object of kvkit's."""
+    """Return whether a source is a cache object of kvkit."""
     layers = getattr(source, "layers", None)
     return layers is not None and all(hasattr(layer, "stored") for layer in layers)
 
 
 def open_cache_object(cache: Any) -> CacheReader:
-    """Open a cache object."""
+    """Open a cache object of kvkit."""
     if not len(cache.layers) or not cache.layers[0].batch_size:
-        raise argument_error("source", "a cache that has tokens", "an empty one")
-    said = [layer.describe() for layer in cache.layers if hasattr(layer, "describe")]
-    format = format_of_layers(said) if said else format_of_paged(cache.describe())
+        raise argument_error("source", "a cache that has tokens", "an empty cache")
+    arguments = [layer.describe() for layer in cache.layers if hasattr(layer, "describe")]
+    format = format_of_layers(arguments) if arguments else format_of_paged(cache.describe())
     count = len(cache.layers)
     return CacheReader(type(cache).__name__, count, lambda i: open_states(i, cache.layers[i]), format)
 
@@ -182,13 +179,13 @@ def open_cache_object(cache: Any) -> CacheReader:
 def open_saved(source: CacheSource, about: list[Any]) -> CacheReader:
     """Open a file of `Cache.save`; layers are restored one at a time."""
     if not about:
-        raise argument_error("source", "a cache that has tokens", "an empty one")
+        raise argument_error("source", "a cache that has tokens", "an empty cache")
 
     def layer(i: int) -> LayerReader:
         return open_states(i, loading.restore_layer(source.name, i, about[i], source.arrays))
 
     try:
-        format = format_of_layers([said["arguments"] for said in about])
+        format = format_of_layers([entry["arguments"] for entry in about])
     except (AttributeError, KeyError, TypeError) as error:
         wanted = "a description of every layer"
         raise argument_error(source.name, wanted, f"{type(error).__name__} ({error})") from None
@@ -196,17 +193,15 @@ def open_saved(source: CacheSource, about: list[Any]) -> CacheReader:
 
 
 def format_of_layers(layers: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the formats of keys and values from the layers' constructor arguments."""
+    """Return the formats of keys and values, by the arguments of the layers' constructors."""
     specs = [each[side] for each in layers for side in ("key", "value") if side in each]
-    found = [
-        spec.get("format") or f"{'u' if spec.get('scheme') == 'asym' else ''}int{spec['bits']}"
-        for spec in specs
-    ]
-    return " and ".join(dict.fromkeys(found)) or None
+    unsigned = ["u" if spec.get("scheme") == "asym" else "" for spec in specs]
+    names = (spec.get("format") or f"{u}int{spec['bits']}" for spec, u in zip(specs, unsigned, strict=True))
+    return " and ".join(dict.fromkeys(names)) or None
 
 
 def open_states(i: int, layer: Any) -> LayerReader:
-    """Open a layer of a cache, whose keys and values are [batch, heads, tokens, dim]."""
+    """Open a layer object, whose keys and values are [batch, heads, tokens, dim]."""
     if layer.batch_size == 0:
         raise argument_error("source", "layers that have tokens", f"none in layer {i}")
     keys, values = (np.asarray(side).swapaxes(1, 2) for side in layer.stored())
@@ -219,21 +214,18 @@ def open_states(i: int, layer: Any) -> LayerReader:
 def open_arrays(
     source: CacheSource, from_format: str | None = None, rotation: str | None = None
 ) -> CacheReader:
-    """Open the cache of a source by its layout; with block tables read only the rows of sequences."""
+    """Open the cache of a source by its layout. With block tables, only the rows of sequences are read."""
     cache = source.require_cache()
     coded = {each.dtype for each in leaves(cache)} - {one.dtype for one in FLOATS}
-    told = source.format_of(coded, from_format) if coded else None
-    formats = formats_of_sides(told) if told else None
-    turned = rotation_to_undo(source, rotation)
-    if (
-        formats
-        and str(source.layout) in (LINE, LISTS)
-        and not any(name.startswith(TABLES) for name in source.arrays)
-    ):
-        beside = {BESIDE[name]: arrays for name, arrays in source.scales.items()}
-        parts, pages = encoded_parts({"codes": cache} | beside, str(source.layout)), None
+    format_name = source.format_of(coded, from_format) if coded else None
+    formats = formats_of_sides(format_name) if format_name else None
+    undone = rotation_to_undo(source, rotation)
+    has_tables = any(name.startswith(TABLES) for name in source.arrays)
+    if formats and str(source.layout) in (LINE, LISTS) and not has_tables:
+        scales = {BESIDE[name]: arrays for name, arrays in source.scales.items()}
+        parts, pages = encoded_parts({"codes": cache} | scales, str(source.layout)), None
     else:
-        parts, pages = view_parts(source, told, formats)
+        parts, pages = view_parts(source, format_name, formats)
     codes, numbers = parts["codes"], source.layer_numbers
     if not (numbered := numbers is not None and len(numbers) == len(codes.keys)):
         numbers = list(range(len(codes.keys)))
@@ -252,9 +244,9 @@ def open_arrays(
         format = formats[which == "values"] if formats else None
         if leaves(arrays["codes"])[0].dtype not in coded:
             arrays, format = {"codes": arrays["codes"]}, None
-        found = open_side(which, arrays, rows, format)
-        stored = turned and (format is not None or source.contents.kind not in llama.NAMES.values())
-        return undo_rotation(found, turned, which == "values") if turned and stored else found
+        reader = open_side(which, arrays, rows, format)
+        rotated = format is not None or source.contents.kind not in llama.NAMES.values()
+        return undo_rotation(reader, undone, which == "values") if undone and rotated else reader
 
     def layer(i: int) -> LayerReader:
         key = side("keys", i)
@@ -268,21 +260,19 @@ def open_arrays(
             no_queries=lacking,
         )  # fmt: skip
 
-    gone = {llama.HEADS} | ({llama.ROTATED} if turned else set())
-    notes = (*notes, *(note for note in source.contents.notes if note not in gone))
+    settled = {llama.HEADS} | ({llama.ROTATED} if undone else set())
+    notes = (*notes, *(note for note in source.contents.notes if note not in settled))
     if pages is None and len(codes.keys[0]) > 1 and not source.saved:
-        notes = (*notes, ORDER)
+        notes = (*notes, NO_TABLES)
     format = " and ".join(dict.fromkeys(map(str, filter(None, formats or ())))) or None
     return CacheReader(source.name, len(codes.keys), layer, format, notes, numbered)
 
 
-def formats_of_sides(told: str) -> tuple[Format | None, Format | None]:
-    """Return the formats of keys and values (None for floats) from a name such as float16/q8_0."""
-    names = told.split("/") if "/" in told else [told, told]
-    key, value = (
-        None if name in map(str, FLOATS) else formats_named(name)[i] for i, name in enumerate(names)
-    )
-    return key, value
+def formats_of_sides(text: str) -> tuple[Format | None, Format | None]:
+    """Return (format of keys, format of values), None for floats, of a name such as float16/q8_0."""
+    names = text.split("/") if "/" in text else [text, text]
+    found = [None if name in map(str, FLOATS) else formats_named(name)[i] for i, name in enumerate(names)]
+    return found[0], found[1]
 
 
 def rotation_to_undo(source: CacheSource, name: str | None) -> Rotation | None:
@@ -293,20 +283,20 @@ def rotation_to_undo(source: CacheSource, name: str | None) -> Rotation | None:
 
 
 def undo_rotation(side: SideReader, rotation: Rotation, value: bool) -> SideReader:
-    """Return a reader that rotates heads back; llama.cpp rotates only heads of a multiple of 64."""
+    """Return a reader that rotates heads back. llama.cpp rotates only heads of a multiple of 64 elements."""
     if rotation.name == ROTATION and side.dim % 64:
         return side
     rotation.size(side.dim, value)
     return replace(side, read=lambda part: rotate(side.read(part), rotation, what="output", value=value))
 
 
-def view_parts(source: CacheSource, told: str | None, formats: Any) -> tuple[dict[str, KV], Any]:
-    """Return views of codes and their scales, and the pages of their block tables."""
+def view_parts(source: CacheSource, name: str | None, formats: Any) -> tuple[dict[str, KV], Any]:
+    """Return (views of codes and scales, pages of the block tables) for codes of the format `name`."""
     kv = source.require_view()
     for one in filter(None, formats or ()):
         apart = one.rule == "given" or source.scales_inside or one.per not in ("tensor", "head", "channel")
         if one.along == "tokens" or not apart:
-            raise argument_error(source.arguments[1], "one whose tokens are decoded each for itself", told)
+            raise argument_error(source.arguments[1], "a format that encodes each token by itself", name)
     convention, pages = source.block_tables() or ("", None)
     if pages is not None and not isinstance(kv.keys[0], tuple):
         check_pages_in_pool(convention, pages, kv.keys[0].shape[0] * kv.keys[0].shape[1])
@@ -314,7 +304,7 @@ def view_parts(source: CacheSource, told: str | None, formats: Any) -> tuple[dic
 
 
 def queries_of(source: CacheSource, codes: KV, starts: np.ndarray) -> tuple[Any, tuple[str, ...]]:
-    """Return the queries of the last tokens by layer and sequence, or None; a note on what was understood."""
+    """Return (queries of the last tokens by layer and sequence, or None; notes on how they were read)."""
     query = source.arrays.get("query")
     line = layouts.parse(source.layout or LINE)
     if query is None or (not source.separate and "kv" in line.names):
@@ -336,16 +326,16 @@ def queries_of(source: CacheSource, codes: KV, starts: np.ndarray) -> tuple[Any,
 
 
 def scale_of_scores(source: CacheSource, needed: bool) -> float | None:
-    """Return the factor of scores over latent rows, which shapes do not determine."""
+    """Return the factor of scores over latent rows, which no shape determines."""
     given = source.arrays.get("softmax_scale")
     if given is None and needed:
-        wanted = "a number beside query, for latent rows (192 ** -0.5 for DeepSeek)"
+        wanted = "a number with query, for latent rows (192 ** -0.5 for DeepSeek)"
         raise argument_error("softmax_scale", wanted, "None")
     return None if given is None else positive_number("softmax_scale", given.item())
 
 
 def encoded_parts(parts: Mapping[str, Any], line: str) -> dict[str, KV]:
-    """Return codes and scales by the axes of LINE or LISTS; the last axes are the format's."""
+    """Return {part: views} of codes and scales in the layout LINE or LISTS, whose rows are encoded."""
     found, shapes = {}, set()
     try:
         for part, cache in parts.items():
@@ -363,7 +353,7 @@ def encoded_parts(parts: Mapping[str, Any], line: str) -> dict[str, KV]:
     except (TypeError, ValueError):
         fits = False
     if not fits:
-        wanted = f"arrays as '{line}' has them, and as many b of {', '.join(parts)}"
+        wanted = f"arrays of the layout '{line}', and an equal number of blocks of {', '.join(parts)}"
         raise argument_error("cache", wanted, "others")
     return found
 
@@ -371,7 +361,7 @@ def encoded_parts(parts: Mapping[str, Any], line: str) -> dict[str, KV]:
 def open_side(
     name: str, arrays: Mapping[str, Any], rows: np.ndarray | None, format: Format | None
 ) -> SideReader:
-    """Read a side by the rows of its tokens, or block after block."""
+    """Return a reader of the rows `rows`, or of one block after another if `rows` is None."""
     if isinstance(arrays["codes"], tuple) or rows is None:
         blocks = len(arrays["codes"])
         several = [x if isinstance(x, tuple) or x.ndim > 1 else (x,) * blocks for x in arrays.values()]
@@ -390,7 +380,7 @@ def open_side(
 def open_sequences(
     name: str, sequences: Sequence[Mapping[str, np.ndarray]], format: Format | None
 ) -> SideReader:
-    """Read sequences of codes and scales, arrays [tokens, heads, ...], one after the other."""
+    """Return a reader of sequences of codes and scales, arrays [tokens, heads, ...], in order."""
     if not sequences:
         raise argument_error(name, "a sequence or more", "none")
     each = tokens_in_row(format)
@@ -409,25 +399,26 @@ def open_sequences(
 
 
 def tokens_in_row(format: Format | None) -> int:
-    """Return how many tokens a row of codes has."""
+    """Return how many tokens one row of an array of codes encodes."""
     return 8 // format.code.bits if format is not None and format.along == "tokens" else 1
 
 
 def decode_tokens(
     arrays: Mapping[str, np.ndarray], begin: int, end: int, format: Format | None
 ) -> np.ndarray:
-    """Decode some tokens of a sequence; tokens that share a scale are decoded together."""
+    """Decode tokens begin..end of a sequence. Tokens that share a scale are decoded together."""
     if format is None:
         return arrays["codes"][begin:end]
     step = Coded(format.name, format).step
     low, high = begin // step * step, -(-end // step) * step
-    per = format.per or (
-        "token" if not format.needs_scale and np.ndim(arrays.get("scale", 0)) > 1 else "tensor"
-    )
-    beside = {"group": 1, "token": 1, "channel": format.group}.get(per, 0)
+    by_token = not format.needs_scale and np.ndim(arrays.get("scale", 0)) > 1
+    per = format.per or ("token" if by_token else "tensor")
+    shared = {"group": 1, "token": 1, "channel": format.group}.get(
+        per, 0
+    )  # tokens that share a scale; 0: all
     cut = {}
     for part, array in arrays.items():
-        tokens = {"codes": tokens_in_row(format), "whole": 0}.get(part, beside) if array.ndim else 0
+        tokens = {"codes": tokens_in_row(format), "whole": 0}.get(part, shared) if array.ndim else 0
         cut[part] = array[low // tokens : high // tokens] if tokens else array
     return decode(cut, format)[begin - low : end - low]
 
@@ -435,10 +426,10 @@ def decode_tokens(
 def side_reader(
     name: str, read: Callable[[slice], np.ndarray], tokens: int, format: Format | None
 ) -> SideReader:
-    """Return a reader of keys or values, with the sizes of what it reads, which must be floats."""
-    one = read(slice(0))
-    if BY_DTYPE.get(one.dtype) not in FLOATS:
+    """Return a reader with the sizes of what `read` returns; raise unless these are floats."""
+    sample = read(slice(0))
+    if BY_DTYPE.get(sample.dtype) not in FLOATS:
         expected = "float32, float16 or bfloat16, or codes of a format that the file names"
-        raise argument_error(name, expected, describe(one))
-    _, heads, dim = one.shape
-    return SideReader(read, tokens, heads, dim, BY_DTYPE[one.dtype].bits if format is None else 16)
+        raise argument_error(name, expected, describe(sample))
+    _, heads, dim = sample.shape
+    return SideReader(read, tokens, heads, dim, BY_DTYPE[sample.dtype].bits if format is None else 16)

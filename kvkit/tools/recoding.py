@@ -1,4 +1,4 @@
-"""Convert the numbers of a cache to another format, layer by layer."""
+"""Convert the numbers of a cache to another format, layer by layer, for `convert`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from kvkit.tools.rope_pairs import PairOrder
 from kvkit.tools.source import LATENT_LINE, LINE, SLIDING, CacheSource, in_file
 
 SOME = 2048  # tokens encoded at a time
-Form = Any  # a `Coded` format, or a float type
+Form = Any  # the new format: `Coded`, or an `Element` of floats
 
 
 @dataclass(frozen=True)
 class Recoded:
-    """The result of `recode`: the description, and the arrays unless they were written to a file."""
+    """Holds the result of `recode`."""
 
-    arrays: dict[str, Any]
+    arrays: dict[str, Any]  # {} if they were written to a file
     description: files.Description
     metadata: dict[str, Any]
-    before: str
-    bytes: int
+    before: str  # the old format
+    bytes: int  # the size of the new arrays
 
 
 def recode(
@@ -46,19 +46,15 @@ def recode(
     pairs: PairOrder | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Recoded:
-    """Convert all caches of a file to a format; undo a rotation, and reorder key elements."""
+    """Convert the caches of a file to a format; perhaps undo a rotation, and reorder elements of keys."""
     floats = format in map(str, FLOATS)
-    forms: list[Form] = (
-        [BY_NAME[format]] * 2 if floats else [Coded(one.name, one) for one in formats_named(format)]
-    )
+    forms: list[Form] = [BY_NAME[format]] * 2 if floats else [Coded(x.name, x) for x in formats_named(format)]
     if target is not None:
         check_target(target)
     folder = None if target is None else Path(target).parent
     opened = {name: open_one(each, from_format, rotation) for name, each in source.caches.items()}
-    total, count = (
-        sum(array.nbytes for array in source.arrays.values()),
-        sum(x.count for x in opened.values()),
-    )
+    total = sum(array.nbytes for array in source.arrays.values())
+    count = sum(reader.count for reader in opened.values())
     made: dict[str, Any] = {}
     described: dict[str, files.Description] = {}
     facts: dict[str, Any] = {} if rotation is None else {"rotation": "none", "rotation_blocks": None}
@@ -95,26 +91,26 @@ def recode(
 
 
 def layer_to_code(layer: LayerReader, source: CacheSource, pairs: PairOrder | None) -> LayerReader:
-    """Return a layer with the wanted order of key elements; raise if a sequence has no tokens."""
+    """Return a layer whose keys have the wanted order of elements; raise if a sequence has no tokens."""
     layer = replace(layer, starts=layer.starts[: 1 + (source.paged.get("rows") or len(layer.starts))])
     lengths = np.diff(layer.starts).tolist()
     if not lengths or 0 in lengths:
-        wanted = "sequences that all have tokens"
-        raise argument_error("source", wanted, ", ".join(map(str, lengths)) or "none")
+        got = ", ".join(map(str, lengths)) or "none"
+        raise argument_error("source", "sequences that all have tokens", got)
     return layer if pairs is None else replace(layer, key=pairs.reordered(layer.key))
 
 
 def lengths_of(layer: LayerReader) -> set[int]:
-    """Return the lengths of the sequences."""
+    """Return the distinct lengths of the sequences."""
     return set(np.diff(layer.starts).tolist())
 
 
 def encode_layer(
     i: int, layer: LayerReader, forms: Sequence[Form], folder: Path | None, latent: bool
 ) -> dict[str, np.ndarray]:
-    """Encode a layer to arrays with the axes of LINE or LISTS; they lie in unnamed files in the folder.
+    """Encode a layer to {name: array} in the layout LINE or LISTS; arrays are mapped from files of `folder`.
 
-    Latent rows are written once, with the axes of LATENT_LINE or LATENT_LISTS.
+    Latent rows are one array for keys and values, in the layout LATENT_LINE or LATENT_LISTS.
     """
     made = {}
     lengths = np.diff(layer.starts).tolist()
@@ -136,7 +132,7 @@ def encode_layer(
 
 
 def sizes_of_layers(layers: Sequence[LayerReader], floats: bool, latent: bool) -> dict[str, int]:
-    """Return the common sizes of all layers; the content has one only for floats."""
+    """Return {axis: size} of all layers; without the content (c) if it is encoded."""
     last = layers[-1]
     lengths = set().union(*map(lengths_of, layers))
     sizes = {"l": len(layers), "b": len(last.starts) - 1}
@@ -147,7 +143,7 @@ def sizes_of_layers(layers: Sequence[LayerReader], floats: bool, latent: bool) -
 
 
 def encode_sequence(side: SideReader, start: int, count: int, form: Form) -> dict[str, list[np.ndarray]]:
-    """Encode a sequence some tokens at a time; return each array in pieces."""
+    """Encode a sequence, some tokens at a time; return {part: pieces of its array}."""
     step = max(SOME // form.step, 1) * form.step if isinstance(form, Coded) else SOME
     parts = [slice(i, min(i + step, start + count)) for i in range(start, start + count, step)]
     if not isinstance(form, Coded):
@@ -167,7 +163,7 @@ def encode_sequence(side: SideReader, start: int, count: int, form: Form) -> dic
 
 
 def join_pieces(pieces: Sequence[np.ndarray], count: int, folder: Path | None) -> np.ndarray:
-    """Join the pieces of `count` sequences in a file in the folder, because a cache may exceed memory.
+    """Join the pieces of `count` sequences to one array, mapped from a file: a cache may exceed the memory.
 
     The file has no name, so the system deletes it with the process.
     """

@@ -1,4 +1,4 @@
-"""Say which elements of a head rotate as a pair: halves (i and i + D/2) or neighbours (2 i and 2 i + 1)."""
+"""Reorder elements of keys between two rotary embeddings: pairs (i, i + D/2) and pairs (2 i, 2 i + 1)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kvkit.errors import argument_error, brief
 from kvkit.files import Description
 from kvkit.tools.readers import SideReader
 
-HALVES, NEIGHBOURS = "halves", "interleaved"  # the words of descriptions
+HALVES, NEIGHBOURS = "halves", "interleaved"  # the two values of `Description.rope_pairs`
 NAMES = {"halves": HALVES, "neighbours": NEIGHBOURS, "interleaved": NEIGHBOURS}
 
 
 @dataclass(frozen=True)
 class PairOrder:
-    """Holds the wanted and the present pairs of keys, for the first `dim` elements of a head."""
+    """Describes a change of the pairs of keys."""
 
     target: str
     before: str
-    dim: int | None = None
+    dim: int | None = None  # how many elements of a head rotate, from the first; None: all
 
     def places(self, size: int) -> np.ndarray:
-        """Return the old index of each element in the new order, for heads of this size."""
+        """Return for each element in the new order its old index, for heads of this size."""
         dim = size if self.dim is None else self.dim
         if dim % 2 or dim > size:
             raise argument_error("rope_pairs", f"an even number of rotated elements, up to {size}", dim)
@@ -32,26 +32,26 @@ class PairOrder:
         return np.concatenate([pairs.T.reshape(-1), np.arange(dim, size)])
 
     def reordered(self, side: SideReader) -> SideReader:
-        """Return keys with the elements of heads in the new order."""
+        """Return a reader of keys with their elements in the new order."""
         if self.target == self.before:
             return side
         places = self.places(side.dim)
         return replace(side, read=lambda part: side.read(part)[..., places])
 
 
-def change_of_pairs(wanted: str | None, given: str | None, said: Description) -> PairOrder:
-    """Return the change of pairs to the wanted ones, from the ones given or else stated in a file."""
+def change_of_pairs(wanted: str | None, given: str | None, described: Description) -> PairOrder:
+    """Return the change to the wanted pairs, from the given pairs or those that the file states."""
     if wanted is None:
-        raise argument_error("rope_pairs", "the pairs that keys are to have, beside from_rope_pairs", "None")
-    target, before = pairs_named("rope_pairs", wanted), said.rope_pairs
+        raise argument_error("rope_pairs", "the pairs that keys are to have, with from_rope_pairs", "None")
+    target, before = pairs_named("rope_pairs", wanted), described.rope_pairs
     if given is not None:
         before = pairs_named("from_rope_pairs", given)
-        if said.rope_pairs not in (None, before):
-            raise argument_error("from_rope_pairs", f"{word(said.rope_pairs)}, as the file says", given)
+        if described.rope_pairs not in (None, before):
+            raise argument_error("from_rope_pairs", f"{word(described.rope_pairs)}, as the file says", given)
     if before is None:
-        wanted = "the pairs that keys have, as the file does not say them (a model's GGUF does)"
+        wanted = "the pairs that keys have, as the file does not name them (a model's GGUF does)"
         raise argument_error("from_rope_pairs", wanted, "None")
-    return PairOrder(target, before, said.rope_dim)
+    return PairOrder(target, before, described.rope_dim)
 
 
 def pairs_named(argument: str, name: Any) -> str:

@@ -16,7 +16,7 @@ from kvkit.layouts.tables import BlockTable
 
 
 def pages_of_saved(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> BlockTable:
-    """Return the pages of a saved `PagedCache`; blocks are numbered by their places in the file."""
+    """Return the block tables of a saved `PagedCache`; blocks are numbered by their places in the file."""
     size, moved = about["arguments"]["page_size"], any("intact" in said for said in about["sequences"])
     saved = [saved_table(arrays, i, said["length"], size) for i, said in enumerate(about["sequences"])]
     if moved:
@@ -30,7 +30,7 @@ def pages_of_saved(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -
 def saved_table(
     arrays: Mapping[str, np.ndarray], i: int, length: int, size: int
 ) -> tuple[np.ndarray, list[int]]:
-    """Check a sequence of a file; return the places of its blocks, and where segments end."""
+    """Check a saved sequence; return (places of its blocks in the file, ends of its segments)."""
     name = f"sequences.{i}.block_table"
     blocks, table = index("blocks", arrays["blocks"], 1), index(name, arrays[name], 1)
     if (np.diff(blocks) <= 0).any():
@@ -49,7 +49,7 @@ def saved_table(
 
 
 def tokens_of_saved(saved: list[tuple[np.ndarray, list[int]]], size: int) -> BlockTable:
-    """Return pages of one token each, which can describe sequences in segments."""
+    """Return block tables with pages of one token, because segments may begin within a page."""
     places, lengths = [np.empty(0, np.int64)], [ends[-1] for _, ends in saved]
     for table, ends in saved:
         page = 0
@@ -79,6 +79,6 @@ def order_cells(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarra
 
 
 def pages_of_cells(arrays: Mapping[str, np.ndarray]) -> BlockTable:
-    """Return the pages of llama.cpp's cells; sequences keep their order, not their numbers."""
+    """Return block tables of llama.cpp's cells. Sequences are numbered anew, in ascending order."""
     cells, numbers = order_cells(arrays)
     return tables.from_tokens(cells, numbers, arrays["cache_cells.positions"][cells], gaps=True)

@@ -1,4 +1,4 @@
-"""Compute how many bytes a model's cache takes, from its configuration alone."""
+"""Compute how many bytes a model's cache takes, from the model's configuration."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from kvkit.tools.text import size as in_words
 
 UNITS = {"": 1, "B": 1, **{f"{letter}{'i' * (base == 1024)}B": base**power for base in (1000, 1024)
                            for power, letter in enumerate("KMGT", 1)}}  # fmt: skip
-STATE_BYTES = 4  # of a number of a recurrent state, which is float32
-LONGEST = 2**40  # tokens; a cache of this length that still fits has no limit
+STATE_BYTES = 4  # bytes of a number of a recurrent state, which is float32
+LONGEST = 2**40  # tokens; if a cache of this length fits, the context has no limit
 
 
 @dataclass(frozen=True)
 class EngineRounding:
-    """Gives the rows that an engine allocates for a sequence of n tokens."""
+    """Computes how many rows an engine allocates for a sequence of n tokens."""
 
     full: Callable[[int], int]  # f(n), in a layer that keeps all tokens
     sliding: Callable[[int, int, int], int]  # f(n, window, step), in a layer with a window
@@ -57,7 +57,7 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class SizedLayers:
-    """Describes layers of one shape and says how many there are."""
+    """Describes layers of one shape."""
 
     kind: str
     layers: int
@@ -70,7 +70,7 @@ class SizedLayers:
 
 @dataclass(frozen=True)
 class SizedCache:
-    """Says how many bytes one cache takes. With `fit` it is the longest that fits."""
+    """Holds the size of one cache: with `fit`, of the longest that fits."""
 
     tokens: int
     batch: int
@@ -81,7 +81,7 @@ class SizedCache:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of keys, values and states together."""
+        """Return the sum of the bytes of keys, values and states."""
         return self.key_bytes + self.value_bytes + self.state_bytes
 
 
@@ -116,13 +116,7 @@ class CacheSizes:
             return str(number) if number else ""
 
         heads = "kind", "layers", "heads", "key dim", "value dim", "window", "state"
-        rows = [
-            (
-                each.kind,
-                *map(shown, (each.layers, each.heads, each.key_dim, each.value_dim, each.window, each.state)),
-            )
-            for each in self.layers
-        ]
+        rows = [(each.kind, *map(shown, list(asdict(each).values())[1:])) for each in self.layers]
         parts = [f"{self.model}: {sum(each.layers for each in self.layers)} layers", columns(heads, rows, 20)]
         if self.fit is not None:
             longest = [(str(each.batch), each.format, str(each.tokens) if each.tokens < LONGEST else "any",
@@ -149,27 +143,27 @@ def size(
     step: int | None = None,
     fit: int | str | None = None,
 ) -> CacheSizes:
-    """Return how many bytes the cache of a model takes, by context length, batch and format.
+    """Compute how many bytes the cache of a model takes, by context length, batch and format.
 
-    The model's weights are not read. Each layer counts by its kind: full or sliding attention, latent rows
-    (MLA), a recurrent state, or a layer that shares another one's cache.
+    The model's weights are not read. A layer's size depends on its kind: full or sliding attention, latent
+    rows (MLA), recurrent, or sharing the cache of another layer.
 
     Parameters
     ----------
     model : path, mapping or PreTrainedConfig
         A config.json of transformers, a folder that has one, a GGUF file, or a configuration.
     tokens : int or sequence of int, optional
-        Lengths of a sequence. None stands for 4,096, 32,768 and the longest the model was trained for.
+        Lengths of a sequence. None: 4,096, 32,768 and the longest context that the model was trained for.
     batch : int or sequence of int
         How many sequences of that length the cache has.
     formats : str or sequence of str
-        Names as `study` takes them, such as ``"float16,q8_0,int4:g32"``. Scales are counted.
+        Names of formats: see `study`. Such as ``"float16,q8_0,int4:g32"``. Scales are counted.
     engine : {"exact", "transformers", "vllm", "llama.cpp"}
-        The engine whose rounding to pages and windows applies. "exact" counts the tokens attention can read.
+        The engine that rounds lengths up to pages and windows. "exact" counts the tokens attention can read.
     step : int, optional
         The most new tokens of a step. vLLM (8,192 by default) and llama.cpp (512) keep room for them.
     fit : int or str, optional
-        Bytes, such as ``"24GiB"``. Return the longest contexts that fit into them, in place of ``tokens``.
+        Bytes, such as ``"24GiB"``. Find the longest contexts that fit into them, instead of ``tokens``.
 
     Returns
     -------
@@ -192,25 +186,27 @@ def size(
         raise argument_error("engine", f"one of {', '.join(ENGINES)}", describe(engine))
     rounding = ENGINES[engine]
     step = rounding.step if step is None else integer("step", step, 0)
-    known = {each: row_bits(each, shape) for each in names_of(formats)}
+    bits = {each: row_bits(each, shape) for each in names_of(formats)}
     batches = [integer("batch", each, 1) for each in several(batch)]
 
     def sized(count: int, number: int, format: str) -> SizedCache:
-        return count_bytes(shape, count, number, format, known[format], rounding, step)
+        return count_bytes(shape, count, number, format, bits[format], rounding, step)
 
     if fit is not None:
         most = parse_bytes(fit)
-        caches = [longest(partial(sized, number=b, format=f), most) for b in batches for f in known]
+        caches = [longest(partial(sized, number=b, format=f), most) for b in batches for f in bits]
     else:
         wanted = (4096, 32768, shape.longest) if tokens is None else several(tokens)
         lengths = sorted({integer("tokens", n, 1) for n in wanted if n or tokens is not None})
-        caches = [sized(n, b, f) for n in lengths for b in batches for f in known]
+        caches = [sized(n, b, f) for n in lengths for b in batches for f in bits]
         most = None
-    return CacheSizes(shape.name, grouped(shape), caches, engine, most)
+    distinct = dict.fromkeys(shape.layers)
+    layers = [SizedLayers(layers=shape.layers.count(layer), **asdict(layer)) for layer in distinct]
+    return CacheSizes(shape.name, layers, caches, engine, most)
 
 
 def several(value: Any) -> list[Any]:
-    """Return a sequence as a list, and any other value as a list of one."""
+    """Return a sequence as a list, and any other value (also a text) as a list of one."""
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
@@ -227,16 +223,8 @@ def parse_bytes(text: int | str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def grouped(shape: ModelShape) -> list[SizedLayers]:
-    """Group the layers of a model by shape, in the order in which shapes first occur."""
-    return [
-        SizedLayers(layers=shape.layers.count(layer), **asdict(layer))
-        for layer in dict.fromkeys(shape.layers)
-    ]
-
-
 def row_bits(format: str, shape: ModelShape) -> dict[LayerShape, tuple[float, float]]:
-    """Return the bits that a token's keys and values take in each shape of layer, scales included."""
+    """Return {shape of layer: (bits of a token's keys, bits of its values)}, scales included."""
     element = BY_NAME.get(format)
     schemes = None if element in FLOATS else schemes_named(format)
 
@@ -254,29 +242,23 @@ def row_bits(format: str, shape: ModelShape) -> dict[LayerShape, tuple[float, fl
 
 
 def count_bytes(
-    shape: ModelShape,
-    tokens: int,
-    batch: int,
-    format: str,
-    known: dict[LayerShape, tuple[float, float]],
-    engine: EngineRounding,
-    step: int,
-) -> SizedCache:
-    """Count the bytes of a cache of `batch` sequences with `tokens` tokens each."""
+    shape: ModelShape, tokens: int, batch: int, format: str, bits: dict[LayerShape, tuple[float, float]],
+    engine: EngineRounding, step: int,
+) -> SizedCache:  # fmt: skip
+    """Count the bytes of a cache of `batch` sequences with `tokens` tokens each; `bits` is of `row_bits`."""
     keys = values = states = 0.0
     for layer in shape.layers:
-        rows = batch * (
-            engine.full(tokens) if layer.window is None else engine.sliding(tokens, layer.window, step)
-        )
-        keys += rows * known[layer][0] / 8
-        values += rows * known[layer][1] / 8
+        window = layer.window
+        rows = batch * (engine.full(tokens) if window is None else engine.sliding(tokens, window, step))
+        keys += rows * bits[layer][0] / 8
+        values += rows * bits[layer][1] / 8
         states += batch * layer.state * STATE_BYTES
     return SizedCache(tokens, batch, format, int(keys), int(values), int(states))
 
 
 def longest(sized: Callable[[int], SizedCache], most: int) -> SizedCache:
-    """Find the longest cache of at most `most` bytes; it has 0 tokens if one token does not fit."""
-    low, high = 0, LONGEST + 1  # low fits, or is 0; high does not
+    """Find the longest cache of at most `most` bytes by bisection; 0 tokens if one token does not fit."""
+    low, high = 0, LONGEST + 1  # `low` tokens fit (or it is 0); `high` do not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if sized(middle).bytes <= most else (low, middle)

@@ -1,4 +1,4 @@
-"""Find the cache in a file, or in arrays by name: its arrays, layout, sizes, scales, format, block tables."""
+"""Find the cache in a file, or in named arrays: its arrays, layout, sizes, scales, format, block tables."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from kvkit.tools.contents import Source, contents_of
 from kvkit.tools.names import NAMES, PAGED_NAMES, SIDES, LayerNames, find_layers, rename_tables, some_names
 from kvkit.tools.saved_pages import order_cells, pages_of_cells, pages_of_saved
 
-AXES = {True: {3: "n h c", 4: "b n h c", 5: "l b n h c"}, False: {3: "n h c", 4: "l n h c", 5: "l b n h c"}}
-LINE, LATENT_LINE = "l kv | b n h c", "l | b n c"  # of rows, and of latent rows, as `convert` writes them
-DS_V4_LAYOUT = "flashmla-ds-v4"  # its codes and scales are apart
-SLIDING = "sliding"  # the name of a second cache, of layers with a window; a prefix of its tables
-BLOCKS = "block tables"
-PACKED = "packed sequences"  # a convention of tables: `seqstarts`
-TABLES = (  # prefixes of the names of tables
+AXES = {  # {whether arrays are pools or lists: {number of axes: axes}}, for keys and values without a layout
+    True: {3: "n h c", 4: "b n h c", 5: "l b n h c"}, False: {3: "n h c", 4: "l n h c", 5: "l b n h c"},
+}  # fmt: skip
+LINE, LATENT_LINE = "l kv | b n h c", "l | b n c"  # the layouts that `convert` writes with a new format
+DS_V4_LAYOUT = "flashmla-ds-v4"  # a block has codes of all tokens, then their scales
+SLIDING = "sliding"  # the name of a file's second cache (layers with a window), and prefix of its tables
+BLOCKS, PACKED = "block tables", "packed sequences"  # names of two conventions of page tables
+TABLES = (  # prefixes of the names of page tables
     "sequences.", "published.", "blocks", "block_tables", "context_lens", "page_size", "kv_", "slots",
     "cache_cells.", "cachestarts", "kvstarts", "seqstarts", "num_blocks", "slot_",
     "block_indices", "past_lens", "subsequence_begins",
@@ -41,18 +42,18 @@ TABLES = (  # prefixes of the names of tables
 
 
 class CacheSource:
-    """Finds the cache in a file, or in arrays by name, for all tools. Everything is read on first use.
+    """Finds the cache in a file, or in named arrays, for all tools. Everything is computed on first use.
 
-    The cache is the array ``cache``, arrays ``cache.N`` and so on, a pair of `NAMES`, arrays of each layer by
-    the patterns of `kvkit.tools.names`, or a cache object. Scales are ``scale`` and the other results of
+    The cache is the array ``cache`` (or ``cache.N`` and so on), a pair of `NAMES`, arrays of each layer that
+    match a pattern of `kvkit.tools.names`, or a cache object. Scales are ``scale`` and the other results of
     `kvkit.formats.encode`, or ``key_scale`` and ``value_scale``.
 
     Parameters
     ----------
     source : path, mapping of arrays, or Contents
-        A file that `kvkit.files.read` takes, its contents, or arrays and lists of arrays by name.
+        A file that `kvkit.files.read` takes, its contents, or named arrays and lists of arrays.
     layout : str or Layout, optional
-        The layout of the cache, instead of the one in the source. A pair of names needs none.
+        The layout of the cache, instead of the one that the source states. Pairs of names may need none.
     sizes : mapping, optional
         Lengths of axes l, b, n, h, c that the shapes do not determine.
     arguments : pair of str
@@ -83,13 +84,13 @@ class CacheSource:
         self.sizes = dict(self.contents.description.sizes) | self.given_sizes
         self.arguments = arguments
         self.stated_layout = layout or self.contents.description.layout or self.text("layout")
-        # Whether names alone decide the layout.
+        # Whether the names of arrays alone imply the layout.
         self.implied = self.stated_layout is None and self.layer_names is not None
         if self.implied and self.layer_names is not None and self.layer_names.heads_first:
             self.stated_layout = Layout(("l",), *[layouts.parse("hf").axes] * 2)
 
     def text(self, name: str) -> str | None:
-        """Return the text in an array; None without that array."""
+        """Return the text in the array of a name; None if there is no such array."""
         array = self.arrays.get(name)
         if array is None:
             return None
@@ -98,21 +99,21 @@ class CacheSource:
         return str(array.item())
 
     def integer(self, name: str) -> int | None:
-        """Return the integer in an array; None without that array."""
+        """Return the integer in the array of a name; None if there is none."""
         array = self.arrays.get(name)
         return int(array) if array is not None and array.ndim == 0 and array.dtype.kind in "iu" else None
 
     @property
     def saved(self) -> dict[str, Any]:
         """Return the metadata of a cache that kvkit saved; {} for other files."""
-        about = self.contents.metadata.get("cache")
-        return about if isinstance(about, dict) else {}
+        metadata = self.contents.metadata.get("cache")
+        return metadata if isinstance(metadata, dict) else {}
 
     @property
     def paged(self) -> Mapping[str, Any]:
         """Return the metadata of a saved `PagedCache`; {} for other files."""
-        found = self.saved.get("paged")
-        return found if isinstance(found, dict) else {}
+        metadata = self.saved.get("paged")
+        return metadata if isinstance(metadata, dict) else {}
 
     @cached_property
     def sliding(self) -> CacheSource | None:
@@ -120,29 +121,29 @@ class CacheSource:
         if nested(self.arrays, SLIDING) is None:
             return None
         arrays = {name: array for old, array in self.arrays.items() if (name := name_in_second(old))}
-        about = self.contents.metadata.get(SLIDING)
-        said = parse_description(self.name, about) if about is not None else replace(
+        stored = self.contents.metadata.get(SLIDING)
+        described = parse_description(self.name, stored) if stored is not None else replace(
             self.contents.description, sizes={axis: self.sizes[axis] for axis in "hcv" if axis in self.sizes}
         )  # fmt: skip
-        contents = Contents(arrays, {}, kind=self.contents.kind, description=said)
+        contents = Contents(arrays, {}, kind=self.contents.kind, description=described)
         sizes = {axis: count for axis, count in self.given_sizes.items() if axis in "hcv"}
         return CacheSource(contents, self.given_layout, sizes, self.arguments)
 
     @property
     def caches(self) -> dict[str, CacheSource]:
-        """Return the cache, and a second one if any, by the names of their arrays."""
+        """Return {name of its arrays: source} for the cache and the second cache, if any."""
         return {CACHE: self} | ({} if self.sliding is None else {SLIDING: self.sliding})
 
     def carried_metadata(self, second: Description | None, rotation: str | None = None) -> dict[str, Any]:
-        """Return the other metadata of a converted file: notes for the user, and its second cache."""
-        gone = {llama.HEADS} | ({llama.ROTATED} if rotation is not None else set())
-        notes = [note for note in self.contents.notes if note not in gone]
-        found: dict[str, Any] = {"notes": notes} if notes else {}
-        return found | ({} if second is None else {SLIDING: second.to_dict()})
+        """Return the metadata of a converted file: notes that still hold, a second cache's description."""
+        settled = {llama.HEADS} | ({llama.ROTATED} if rotation is not None else set())
+        notes = [note for note in self.contents.notes if note not in settled]
+        metadata: dict[str, Any] = {"notes": notes} if notes else {}
+        return metadata | ({} if second is None else {SLIDING: second.to_dict()})
 
     @cached_property
     def places_of_tokens(self) -> dict[str, np.ndarray]:
-        """Return the packed positions of all tokens, and those in images; {} if they count from 0."""
+        """Return the packed positions of tokens and their places in images; {} if they count from 0."""
         if {"cache_cells.positions", "cache_cells.sequences"} <= self.arrays.keys():
             cells, owners = order_cells(self.arrays)
             names = {"": "cache_cells.positions", "_x": "cache_cells.x", "_y": "cache_cells.y"}
@@ -161,7 +162,7 @@ class CacheSource:
 
     @cached_property
     def side_names(self) -> tuple[str, str] | None:
-        """Return the first pair of `NAMES` with both arrays, or else with one; None if ``cache`` exists."""
+        """Return the first pair of `NAMES` of which both arrays exist, or else one; None with a ``cache``."""
         if self.contents.cache is not None:
             return None
         here = [tuple(nested(self.arrays, name) is not None for name in pair) for pair in NAMES]
@@ -173,13 +174,13 @@ class CacheSource:
 
     @cached_property
     def layer_names(self) -> LayerNames | None:
-        """Return keys and values by names with layer numbers; None if `NAMES` or ``cache`` exist."""
+        """Return arrays whose names have layer numbers; None with arrays of `NAMES` or a ``cache``."""
         known = any(nested(self.arrays, name) is not None for pair in NAMES for name in pair)
         return None if known or self.contents.cache is not None else find_layers(self.arrays)
 
     @property
     def layer_numbers(self) -> list[int] | None:
-        """Return the numbers of the layers in a source; None if they count from 0."""
+        """Return the numbers of the layers in their model; None if they count from 0."""
         if self.layer_names is not None:
             return self.layer_names.numbers
         numbers = self.arrays.get("layers")
@@ -187,14 +188,14 @@ class CacheSource:
 
     @property
     def numbers_to_write(self) -> dict[str, np.ndarray]:
-        """Return {name: numbers of layers} for a file; {} if they count from 0."""
+        """Return {"layers": numbers} to write to a file; {} if layers count from 0."""
         numbers = self.layer_numbers
         known = numbers is not None and numbers != list(range(len(numbers)))
         return {"layers": np.array(numbers)} if known else {}
 
     @cached_property
     def separate(self) -> dict[str, Any]:
-        """Return the separate arrays of keys and values; one of them may be missing."""
+        """Return {"key": arrays, "value": arrays} if they are separate; one of them may be missing."""
         if self.layer_names is not None and self.side_names == self.layer_names.patterns:
             return {
                 side: list(layers.values())
@@ -206,17 +207,17 @@ class CacheSource:
 
     @cached_property
     def cache(self) -> Any:
-        """Return the arrays of the cache, as nested by `layout`; None unless both sides exist."""
+        """Return the array of the cache, or the nested lists of its layout; None unless both sides exist."""
         whole = self.contents.cache
         return list(self.separate.values()) if whole is None and len(self.separate) == 2 else whole
 
     @cached_property
     def layout(self) -> str | Layout | None:
-        """Return the layout of the cache; a pair of names has kv as a list. None if it is unknown."""
+        """Return the layout of `cache`; None if it is unknown."""
         return self.layout_of(next(iter(self.separate.values()), None), self.stated_layout)
 
     def layout_of(self, pool: Any, stated: str | Layout | None = None) -> str | Layout | None:
-        """Return the layout of one side, whose arrays are like `pool`: the stated one, or that of names."""
+        """Return the stated layout, or the layout that names imply for arrays with the axes of `pool`."""
         if not self.separate and (stated or pool is None):
             if stated:
                 parse_layout(stated, self.arguments[0])
@@ -245,14 +246,12 @@ class CacheSource:
             raise argument_error(names[side == "key"], f"an array, beside {names[side != 'key']}", "None")
         if self.cache is None:
             if any(name.endswith(".rope_shifts") for name in self.arrays):
-                wanted = "a cache whose row r has position r, as in a layout"
-                raise argument_error(
-                    "source", wanted, "removed or moved tokens (kvkit.cache.load reads them)"
-                )
+                got = "removed or moved tokens (kvkit.cache.load reads them)"
+                raise argument_error("source", "a cache whose row r has position r", got)
             wanted = "an array 'cache' and its layout, or keys and values by name (key/value, keys/values)"
             raise argument_error("source", wanted, some_names(self.arrays))
         if self.layout is None:
-            raise argument_error(self.arguments[0], "a layout, as the file does not say its own", "None")
+            raise argument_error(self.arguments[0], "a layout, as the file does not name one", "None")
         return self.cache
 
     @cached_property
@@ -261,7 +260,7 @@ class CacheSource:
         return self.view()
 
     def view(self, **sizes: int) -> KV | None:
-        """Return keys and values as views, with more sizes; a missing side is replaced by the other."""
+        """Return keys and values as views, with these sizes; the one side that exists stands for both."""
         if self.layout is None or (self.cache is None and not self.separate):
             return None
         if self.separate and not self.stated_layout:
@@ -271,7 +270,7 @@ class CacheSource:
             return view_of(cache, self.layout, self.sizes | sizes)
 
     def view_by_names(self, pools: Iterable[Any], sizes: dict[str, int]) -> KV:
-        """Return views of arrays with the axes that their names imply, of any strides."""
+        """Return views of keys and values with the axes that their names imply; strides may be any."""
         axes, names = layouts.parse(self.layout or "").axes, self.side_names or SIDES
         at = tuple(slice(None) if axis in axes else None for axis in "lbnhc")
         pools = list(pools)
@@ -290,7 +289,7 @@ class CacheSource:
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Make errors name separate keys and values by their arrays."""
+        """Replace arrays[0] and arrays[1] in errors by the names of keys and values."""
         try:
             yield
         except KvkitError as error:
@@ -306,12 +305,12 @@ class CacheSource:
         if both or len(self.separate) != 1:
             self.require_cache()
         if self.kv is None:
-            wanted = "one whose content is not split (kvkit convert makes one)"
+            wanted = "a layout whose content is not split (kvkit convert makes such caches)"
             raise argument_error(self.arguments[0], wanted, self.layout)
         return self.kv
 
     def require_view_of_rows(self) -> KV:
-        """Return keys and values; if the number of heads is unknown, the heads of a row are one."""
+        """Return keys and values as views; if the number of heads is unknown, all heads are one."""
         try:
             return self.require_view(both=False)
         except KvkitError:
@@ -325,7 +324,7 @@ class CacheSource:
         return {} if self.kv is None or self.layout is None else axis_sizes_of(self.kv, self.layout)
 
     def one_head_view(self) -> tuple[KV | None, dict[str, int]]:
-        """Return views and sizes; if the number of heads is unknown, the heads of a row are one."""
+        """Return (views, sizes of axes); if the number of heads is unknown, all heads are one."""
         try:
             return self.kv, self.axis_sizes
         except KvkitError:
@@ -337,7 +336,7 @@ class CacheSource:
 
     @cached_property
     def scales(self) -> dict[str, Any]:
-        """Return the scales, minima and zeros beside the codes, by the names of `BESIDE`."""
+        """Return {name of `BESIDE`: arrays} of scales, minima and zeros."""
         if len(self.separate) == 1:
             return {}
         found = {name: nested(self.arrays, name) for name in BESIDE}
@@ -352,24 +351,24 @@ class CacheSource:
         return {CACHE: self.cache} | self.scales
 
     def other_arrays(self, parts: Iterable[str], tables: bool) -> dict[str, np.ndarray]:
-        """Return the arrays that are not among `parts`, with or without `tables`."""
-        gone = {id(array) for part in parts for array in leaves(self.own_arrays[part])}
+        """Return {name: array} of arrays that do not belong to `parts`, with or without page tables."""
+        excluded = {id(array) for part in parts for array in leaves(self.own_arrays[part])}
         return {
             name: array
             for name, array in self.arrays.items()
-            if id(array) not in gone
+            if id(array) not in excluded
             and (tables or not name.startswith((*TABLES, "positions")))
             and (self.sliding is None or not name_in_second(name))
         }
 
     def side_scale(self, side: str, part: str) -> Any:
-        """Return the scales, or another `part` beside the codes, of keys or values; None without any."""
+        """Return the scales (or minima or zeros, by `part`) of keys or values; None without any."""
         names = f"{side}_{part}", f"{(self.side_names or SIDES)[side == 'value']}_{part}"
         return next((found for name in names if (found := nested(self.arrays, name)) is not None), None)
 
     @cached_property
     def scale_views(self) -> dict[str, KV]:
-        """Return the scales and the other inputs of `kvkit.formats.decode`, by layer."""
+        """Return {name in `kvkit.formats.decode`: views by layer} of scales, minima and zeros."""
         if self.scales_inside:
             return self.scales_inside
         layers = len(self.require_view(both=False).keys)
@@ -380,7 +379,7 @@ class CacheSource:
             if not any(isinstance(each, list) or each.ndim > 1 + bool(self.separate) for each in pair):
                 found[BESIDE[name]] = KV(*(each if each.ndim == 2 else (each,) * layers for each in pair))
             elif self.separate and not self.stated_layout:
-                axes = leaves(self.cache)[0].ndim  # a scale for each head has no axis of groups
+                axes = leaves(self.cache)[0].ndim  # scales for each head lack the last axis
                 found[BESIDE[name]] = self.view_by_names((with_axes(each, axes) for each in pair), sizes)
             elif (kv := view_of(arrays, self.layout or "", sizes)) is not None:
                 found[BESIDE[name]] = kv
@@ -389,37 +388,38 @@ class CacheSource:
         return found
 
     def format_of(self, dtypes: Iterable[np.dtype], given: str | None = None) -> str:
-        """Return the format of codes: the one given, or stated in the source, or implied by the dtype."""
+        """Return the format of codes: the given one, the stated one, or what dtypes and scales imply."""
         coded = sorted(set(dtypes), key=str)
-        said = given or format_of_paged(self.paged.get("arguments", {}))
-        said = said or self.contents.description.format or self.text("format")
+        format = given or format_of_paged(self.paged.get("arguments", {}))
+        format = format or self.contents.description.format or self.text("format")
         types = self.contents.metadata.get("types")
         several = [each for each in types if each not in map(str, FLOATS)] if isinstance(types, list) else []
-        said = several[0] if said is None and len(several) == 1 else said
-        if given is None and len(coded) == 1 and (said is None or said.split(":")[0] not in NAMED):
-            said = {one.dtype: one.name for one in FLOATS8}.get(coded[0], said)
-        if said is None and coded == [np.int8] and self.kv is not None and "scale" in self.scale_views:
+        format = several[0] if format is None and len(several) == 1 else format
+        if given is None and len(coded) == 1 and (format is None or format.split(":")[0] not in NAMED):
+            format = {fmt.dtype: fmt.name for fmt in FLOATS8}.get(coded[0], format)
+        if format is None and coded == [np.int8] and self.kv is not None and "scale" in self.scale_views:
             groups = np.shape(self.scale_views["scale"].keys[0])[-1]
-            said = f"int8:g{np.shape(self.kv.keys[0])[-1] // groups}"
-        if said is None:
-            floats = any(one.kind not in "iuV" or one.itemsize == 2 for one in coded)
+            format = f"int8:g{np.shape(self.kv.keys[0])[-1] // groups}"
+        if format is None:
+            floats = any(dtype.kind not in "iuV" or dtype.itemsize == 2 for dtype in coded)
             wanted = "float32, float16 or bfloat16, or codes of a format that the file names"
-            wanted = wanted if floats else "one that the file names, for its codes"
+            wanted = wanted if floats else "the format of codes, as the file does not name it"
             name = (self.side_names or (CACHE,))[0] if floats else self.arguments[1]
             raise argument_error(name, wanted, ", ".join(map(str, coded)))
-        return said
+        return format
 
     def block_tables(self, page_size: int | None = None) -> tuple[str, BlockTable] | None:
-        """Return (their convention, the block tables in one form); None if there are none."""
+        """Return (name of the convention, block tables in one form); None if there are no tables."""
         try:
             return self.read_tables(page_size)
         except KvkitError:
             raise
         except (AttributeError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise argument_error("source", "tables as kvkit or llama.cpp has them", brief(error)) from None
+            wanted = "page tables in the form of kvkit or llama.cpp"
+            raise argument_error("source", wanted, brief(error)) from None
 
     def read_tables(self, page_size: int | None) -> tuple[str, BlockTable] | None:
-        """Return the block tables of the first convention whose arrays are all there."""
+        """Return the block tables of the first convention of which all arrays exist."""
         arrays, names = self.arrays, self.arrays.keys()
         if {"block_tables", "context_lens"} <= names and (size := self.page_size(page_size)):
             return BLOCKS, tables.from_blocks(arrays["block_tables"], arrays["context_lens"], size)
@@ -430,9 +430,9 @@ class CacheSource:
             rows, lengths = arrays["cachestarts"], np.diff(arrays["kvstarts"])
             return "first rows of pages", tables.from_entries("cachestarts", rows, lengths, size, 1)
         if {"slots", "context_lens"} <= names:
-            return "a slot a token", tables.from_slots(arrays["slots"], arrays["context_lens"])
+            return "slots of tokens", tables.from_slots(arrays["slots"], arrays["context_lens"])
         if "paged" in self.saved:
-            return "a paged cache of kvkit's", pages_of_saved(arrays, self.saved["paged"])
+            return "a paged cache of kvkit", pages_of_saved(arrays, self.saved["paged"])
         if {"cache_cells.positions", "cache_cells.sequences"} <= names:
             return "cells", pages_of_cells(arrays)
         if (starts := self.sequence_starts) is not None:
@@ -443,15 +443,15 @@ class CacheSource:
         return None
 
     def page_size(self, given: int | None = None) -> int | None:
-        """Return the rows of a page: as given, or stated in the source, or in the shape of its cache."""
-        said = given or self.integer("page_size") or self.sizes.get("n")
-        if said or self.layout is None or self.cache is None:
-            return said
+        """Return the rows of a page: the given number, a stated one, or the one in the shape of the cache."""
+        size = given or self.integer("page_size") or self.sizes.get("n")
+        if size or self.layout is None or self.cache is None:
+            return size
         return self.one_head_view()[1].get("n")
 
     @cached_property
     def sequence_starts(self) -> list[int] | None:
-        """Return where sequences of packed tokens begin, and the number of tokens; None without seqstarts."""
+        """Return where packed sequences begin, then the number of tokens; None without ``seqstarts``."""
         starts = self.arrays.get("seqstarts")
         if starts is None or self.kv is None or self.side_names == PAGED_NAMES:
             return None
@@ -461,7 +461,7 @@ class CacheSource:
         if legal:
             found: list[int] = starts.tolist()
             return found
-        if self.side_names is None:  # they count other tokens than those of the cache
+        if self.side_names is None:  # ``seqstarts`` may belong to other arrays than the cache
             return None
         wanted = f"integers that ascend from 0 to {tokens}, the tokens"
         integers = starts.ndim == 1 and starts.dtype.kind in "iu"
@@ -469,7 +469,7 @@ class CacheSource:
 
 
 def parse_layout(layout: str | Layout, argument: str) -> Layout:
-    """Parse a layout; errors name the argument."""
+    """Parse a layout. Errors name the argument, such as "from_layout"."""
     try:
         return layouts.parse(layout)
     except KvkitError as error:
@@ -477,7 +477,7 @@ def parse_layout(layout: str | Layout, argument: str) -> Layout:
 
 
 def name_in_second(name: str) -> str:
-    """Return the name of a second cache's array without its prefix; "" for other arrays."""
+    """Return the usual name of an array of the second cache, without its prefix; "" for other arrays."""
     begin, _, rest = name.partition(".")
     if begin == SLIDING:
         return f"{CACHE}.{rest}" if rest else CACHE
@@ -488,7 +488,7 @@ def name_in_second(name: str) -> str:
 
 
 def in_file(cache: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays of a cache under their names in a file; those of a second cache have a prefix."""
+    """Return the arrays of a cache under their names in a file: arrays of the second cache get a prefix."""
     if cache == CACHE:
         return dict(arrays)
     begins = f"{CACHE}.", f"{CACHE}_cells."
@@ -499,10 +499,10 @@ def in_file(cache: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ds_v4_as_rows(source: CacheSource, from_format: str | None = None) -> CacheSource:
-    """Return blocks of 584 bytes a token as rows with scales after codes; other caches as they are."""
-    told = from_format or source.contents.description.format
+    """Convert blocks of 584 bytes a token to rows, each with its scales; return other caches unchanged."""
+    format = from_format or source.contents.description.format
     line = source.layout and layouts.parse(source.layout)
-    if line != layouts.parse(DS_V4_LAYOUT) or (told != "ds_v4" and str(source.layout) != DS_V4_LAYOUT):
+    if line != layouts.parse(DS_V4_LAYOUT) or (format != "ds_v4" and str(source.layout) != DS_V4_LAYOUT):
         return source
     blocks = [each for leaf in leaves(source.cache) for each in (leaf if leaf.ndim == 3 else [leaf])]
     parts = [ds_v4_parts("cache", each.view(np.uint8)) for each in blocks]
@@ -515,20 +515,20 @@ def ds_v4_as_rows(source: CacheSource, from_format: str | None = None) -> CacheS
 
 
 def with_axes(found: Any, count: int) -> Any:
-    """Append an axis of length 1 to an array, or each array of a list, that has fewer than `count` axes."""
+    """Append an axis of length 1 to an array with `count` - 1 axes, or to each such array of a list."""
     if isinstance(found, list):
         return [with_axes(each, count) for each in found]
     return found[..., None] if found.ndim == count - 1 else found
 
 
 def check_pages_in_pool(convention: str, pages: BlockTable, rows: int) -> None:
-    """Check that a pool of so many rows has every page of a table."""
+    """Check that every page of a table lies in a pool of so many rows."""
     outside = np.argwhere(pages.table >= rows)
     if len(outside):
         sequence, column = outside[0].tolist()
         here = f"block_tables[{sequence}, {column}]"
         here = here if convention == BLOCKS else f"{convention}, page {column} of sequence {sequence}"
-        wanted = f"a page of the pool's, 0 to {rows // pages.page_size - 1} (see kvkit check)"
+        wanted = f"a page of the pool, 0 to {rows // pages.page_size - 1} (see kvkit check)"
         page = int(pages.table[sequence, column]) // pages.page_size
         raise argument_error(here, wanted, page)
 
@@ -539,13 +539,13 @@ def leaves(found: Any) -> list[np.ndarray]:
 
 
 def view_of(cache: Any, layout: str | Layout, sizes: Mapping[str, int]) -> KV | None:
-    """Return keys and values as views; None if a layout splits the content, which has no view."""
+    """Return keys and values as views; None if the layout splits an axis or has scales in blocks."""
     line = layouts.parse(layout)
     return None if line.split or line.has_scales else layouts.view(cache, line, sizes=sizes or None)
 
 
 def axis_sizes_of(kv: KV, layout: str | Layout) -> dict[str, int]:
-    """Return the lengths of a layout's axes in views; in lists only lengths that all members share."""
+    """Return {axis of the layout: length} of views, without lengths in which the arrays of lists differ."""
     arrays = [one for each in kv.keys for one in (each if isinstance(each, tuple) else [each])]
     found = {"l": len(kv.keys)} | ({"b": len(kv.keys[0])} if isinstance(kv.keys[0], tuple) else {})
     for i, axis in enumerate("bnhc"[-arrays[0].ndim :]):

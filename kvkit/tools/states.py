@@ -1,4 +1,4 @@
-"""Remove tokens from states of llama.cpp, or make a state from the cache of one sequence."""
+"""Remove tokens from states of llama.cpp, or build a state from the cache of one sequence."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LINE = "l kv | b n (h c)"
 
 
 def retain_tokens(contents: Contents, keep: Callable[[np.ndarray], np.ndarray]) -> Contents:
-    """Return a state with only the cells whose positions `keep` chooses, in all of its caches.
+    """Return a state with only the cells whose positions `keep` chooses, a function positions -> bool array.
 
-    Cells keep their positions, and keys their rotation: llama.cpp continues after the last position.
+    Positions and rotated keys do not change: llama.cpp continues after the last position.
     """
     if any(name.startswith(f"{llama.RECURRENT}.") for name in contents.arrays):
         wanted = "layers that have rows of tokens"
@@ -52,24 +52,21 @@ def positions_of(contents: Contents) -> np.ndarray:
 
 
 def make_state(arrays: Mapping[str, Any], description: Description, metadata: Mapping[str, Any]) -> Contents:
-    """Make the state of one sequence from a cache's rows in the order of positions, without stale rows."""
+    """Build the state of one sequence from a cache: rows in the order of positions, without stale rows."""
     source = CacheSource(Contents(flat(arrays), dict(metadata), description=description))
     found: dict[str, np.ndarray] = {"token_ids": np.asarray(source.arrays.get("token_ids", ()), np.int32)}
-    about: dict[str, Any] = {}
-    said = description
+    described = {
+        name: replace(each.contents.description, layout=LINE, sizes={}, tables="cells")
+        for name, each in source.caches.items()
+    }
     for name, each in source.caches.items():
-        own = rows_of_state(each)
-        line = replace(each.contents.description, layout=LINE, sizes={}, tables="cells")
-        if name == SLIDING:
-            about[SLIDING] = line.to_dict()
-        else:
-            said = line
-        found |= in_file(name, own)
-    return Contents(found, about, kind=llama.NAMES[llama.SEQUENCE], description=said)
+        found |= in_file(name, rows_of_state(each))
+    about = {SLIDING: described[SLIDING].to_dict()} if SLIDING in described else {}
+    return Contents(found, about, kind=llama.NAMES[llama.SEQUENCE], description=described[CACHE])
 
 
 def rows_of_state(source: CacheSource) -> dict[str, np.ndarray]:
-    """Return the rows of one cache, and their cells."""
+    """Return {name: array} of the rows and the cells of one cache."""
     kv = source.require_view()
     pages = source.block_tables()
     sizes = axis_sizes_of(kv, source.layout or "")

@@ -28,26 +28,26 @@ LIGHT, DARK = (60, 84), (45, 28)  # saturation, lightness of a sequence's colour
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A box: its words, its class, its width in characters."""
+    """Describes a box with a text."""
 
     text: str
-    kind: str
-    width: float
-    title: str = ""
+    kind: str  # the CSS class
+    width: float  # in characters
+    title: str = ""  # the tooltip
 
 
 def hues(count: int) -> str:
-    """Return hues for `count` sequences, as different as possible."""
-    turns = [round(i * 137.508 + 210) % 360 for i in range(count)]
+    """Return the CSS rules with colours for `count` sequences, as different as possible."""
+    angles = [round(i * 137.508 + 210) % 360 for i in range(count)]  # the golden angle
     light, dark = (
-        "".join(f".kvkit .s{i}{{fill:hsl({turn} {mode[0]}% {mode[1]}%)}}" for i, turn in enumerate(turns))
+        "".join(f".kvkit .s{i}{{fill:hsl({angle} {mode[0]}% {mode[1]}%)}}" for i, angle in enumerate(angles))
         for mode in (LIGHT, DARK)
     )
     return f"{light}\n@media (prefers-color-scheme:dark){{{dark}}}\n"
 
 
 def picture(title: str, rows: Iterable[tuple[str, list[Cell]]], sequences: int = 0) -> str:
-    """Draw rows of cells with a word in front of each; a row without cells is a line of text."""
+    """Draw rows (label, cells) as a picture; a row without cells is a line of text."""
     rows = list(rows)
     indent = max((len(label) for label, cells in rows if cells), default=0) + 1
     wide = [indent + sum(cell.width for cell in cells) if cells else len(label) for label, cells in rows]

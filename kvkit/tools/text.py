@@ -1,4 +1,4 @@
-"""Tables and sizes as text."""
+"""Write tables and sizes as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvkit.errors import printable
 
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]], most: int) -> str:
-    """Return a table of rows under heads; beyond `most` rows it shows the first ones and the last."""
+    """Return a table of rows under headings; of more than `most` rows, the first ones and the last."""
     shown = list(rows) if len(rows) <= most else [*rows[: most - 2], ("...",), rows[-1]]
     shown = [tuple(map(printable, row)) for row in shown]
     wide = [max(len(row[i]) for row in (heads, *shown) if i < len(row)) for i in range(len(heads))]

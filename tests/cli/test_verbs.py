@@ -214,7 +214,7 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     (f"{CONVERT} vllm-lbnh", "got 'vllm-lbnh' (did you mean vllm-lbnhc?)"),
     (f"{CONVERT} vllm-lbnhc --from mlx-not", "--from: expected"),
     (f"{CONVERT} flash-attn", "--to: expected an axis l, as the source has 2 of them: 'l kv | b n h c', got"),
-    ("convert hf.safetensors o.npz", "--to: expected a layout, or a format in its place, got neither"),
+    ("convert hf.safetensors o.npz", "--to: expected a layout, or a format instead, got neither"),
     ("convert hf.safetensors o.npz --format q8", "got 'q8' (did you mean q8_0?)"),
     ("convert hf.safetensors o.npz --format q8_0 --page-size 4", "--page-size: expected none with a format"),
     ("study hf.safetensors --schemes int4g", "--schemes: expected one of e4m3, "),
@@ -227,9 +227,9 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     ("convert hf.safetensors hf.safetensors --to vllm-lbnhc", "OUT is IN: give another name"),
     ("convert hf.safetensors x.pt --to vllm-lbnhc", "give such a name"),
     ("convert hf.safetensors x.npy --to vllm-lbnhc", "a .npy file has one array"),
-    ("convert odd.npz old.npz --to hf", "does not say its own"),
+    ("convert odd.npz old.npz --to hf", "does not name one"),
     ("convert pool.npz new.npz --to hf", "pool.npz: --from: expected a layout, as"),
-    ("convert pool.npz new.npz", "pool.npz: --to: expected a layout, or a format in its place"),
+    ("convert pool.npz new.npz", "pool.npz: --to: expected a layout, or a format instead"),
     ("convert pool.npz new.npz --format q8_0 --page-size 4", "--page-size: expected no"),
     ("draw vllm-lbnh", "no such file, and no layout (did you mean vllm-lbnhc?)"),
     ("draw hf -o hf.png", "give -o"),
@@ -245,9 +245,9 @@ REFUSED = [  # the command; texts of its message; the code, if it is not 2
     ("diff pool.npz a.npz --layout-b 'n h c'", "--layout-a: expected a layout"),
     *((f"vectors {rest}", "")
       for rest in ("replay absent", "verify absent", "verify .", "make .", "export . x")),
-    ("study pool.npz", "--layout: expected a layout, as the file does not say its own"),
+    ("study pool.npz", "--layout: expected a layout, as the file does not name one"),
     ("study fine.npz", "FILE: expected an array 'cache' and its layout"),
-    ("study hf.safetensors --schemes none -o x.npy/in", "output: expected a folder, or a place to make one"),
+    ("study hf.safetensors --schemes none -o x.npy/in", "output: expected a folder that exists or can be"),
 ]  # fmt: skip
 
 

@@ -199,7 +199,7 @@ def test_pairs_of_keys(folder, tmp_path):
     with pytest.raises(KvkitError, match="rope_pairs: expected halves or neighbours, got some"):
         tools.convert(path, None, to_layout="hf", rope_pairs="some", sizes=HEADS)
     with pytest.raises(
-        KvkitError, match="rope_pairs: expected floats, or a format in place of the layout, got uint8"
+        KvkitError, match="rope_pairs: expected floats, or a format instead of the layout, got uint8"
     ):
         tools.convert(folder / "q5_0.seq", None, to_layout="llama-cpp", **given)
 

@@ -424,7 +424,7 @@ def test_tables_of_lists_and_without_sequences():
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        (POOL, "layout: expected the layout of cache .fits: .*, or num_blocks and page_size beside block_t"),
+        (POOL, "layout: expected the layout of cache .fits: .*, or num_blocks and page_size with block_t"),
         ({"colour": np.zeros(3)}, "arrays: expected tables, slots or a cache by name .*, got colour"),
         ({"block_tables": np.zeros((2, 2), int), "num_blocks": 3}, "page_size: expected a number"),
         (but(tables, context_lens=None)(), "context_lens: expected the tokens of each sequence, got None"),

@@ -48,7 +48,7 @@ def test_the_engine_codes_as_the_formats_do(kind):
 
 def test_codes_whose_channels_share_scales_keep_their_blocks():
     arrays = scene.written("u8")
-    with pytest.raises(KvkitError, match="to_layout: expected a format in its place"):
+    with pytest.raises(KvkitError, match="to_layout: expected a format instead"):
         convert(arrays, None, from_layout="openvino-u8", to_layout="hf")
     with pytest.raises(
         KvkitError, match="source: expected arrays key_cache and value_cache, for openvino-u8"

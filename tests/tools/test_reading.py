@@ -84,8 +84,10 @@ def test_a_quantized_prompt_cache_of_mlx(rng, tmp_path):
 
 def test_codes_that_cannot_be_read():
     codes = np.zeros((1, 2, 5, HEADS, DIM), np.int8)
-    with pytest.raises(KvkitError, match="format: expected one that the file names, for its codes, got int8"):
+    with pytest.raises(
+        KvkitError, match="format: expected the format of codes, as the file does not name it, got int8"
+    ):
         open_cache({"cache": codes}, "| l kv n h c")
     said = files.Description("| l kv b n h c", format="kivi_key2")
-    with pytest.raises(KvkitError, match="format: expected one whose tokens are decoded each for itself"):
+    with pytest.raises(KvkitError, match="format: expected a format that encodes each token by itself"):
         open_cache(files.Contents({"cache": codes[:, :, None]}, {}, description=said))

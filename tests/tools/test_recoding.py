@@ -142,9 +142,12 @@ def test_a_state_of_llama_cpp(cache, tmp_path):
         ({"format": "q9_0"}, "format: expected one of"),
         ({}, "to_layout: expected a layout, or a format"),
         ({"format": "q8_0", "to_layout": "hf"}, "to_layout: expected a layout, or a format"),
-        ({"format": "q8_0", "verify": True}, "verify: expected none with a format, as rows stay"),
+        (
+            {"format": "q8_0", "verify": True},
+            "verify: expected none with a format, for which rows do not move",
+        ),
         ({"format": "ort_int8"}, "scale: expected a number"),
-        ({"format": "float32", "from_layout": "| b kv n h c"}, "from_format: expected one that the file"),
+        ({"format": "float32", "from_layout": "| b kv n h c"}, "from_format: expected the format of codes"),
     ],
 )
 def test_refused(how, message):

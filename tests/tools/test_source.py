@@ -268,7 +268,7 @@ def test_layers_are_numbered_and_whole(sides):
     assert [open_cache(hybrid).layer(i).name for i in (0, 1)] == ["layer 0", "layer 7"]
     assert converted(hybrid) == converted(whole(*sides))
     del hybrid["past_key_values.7.value"]
-    with pytest.raises(KvkitError, match=r"past_key_values\.7\.value: expected an array, beside"):
+    with pytest.raises(KvkitError, match=r"past_key_values\.7\.value: expected an array, as there is"):
         tools.inspect(hybrid)
     many = {f"w{i}": np.zeros(3) for i in range(60)} | {"my_keys": np.zeros(3)}
     with pytest.raises(KvkitError, match=r"got my_keys, w0, w1, w2, w3 and 56 more$"):
@@ -314,7 +314,7 @@ def test_cache_objects_of_transformers(sides, tmp_path):
         keys = values = torch.zeros(1, 2, 3, 4)
 
     cache.layers[1] = HQQQuantizedLayer()
-    with pytest.raises(KvkitError, match="got a HQQQuantizedLayer, which has its last ones there"):
+    with pytest.raises(KvkitError, match=r"got a HQQQuantizedLayer, whose \.keys are only the last ones"):
         tools.study(cache, "fp8")
 
 
@@ -322,7 +322,7 @@ def test_cache_objects_of_transformers(sides, tmp_path):
     ("arrays", "message"),
     [
         ({"key_cache": np.zeros((2, 3, 4, 5))}, "value_cache: expected an array, beside key_cache, got None"),
-        ({"cache": np.zeros((2, 3, 4, 5))}, "layout: expected a layout, as the file does not say its own"),
+        ({"cache": np.zeros((2, 3, 4, 5))}, "layout: expected a layout, as the file does not name one"),
         ({"a": np.zeros(3)}, "source: expected an array 'cache' and its layout"),
         (
             {"key": np.ones((2, 3, 4), np.float32), "value": np.ones((2, 2, 4), np.float32)},

@@ -171,7 +171,7 @@ def test_without_queries(arrays):
     assert {one.output_error for one in found.summary} == {None}
     assert found.summary[0].tokens_kept == 48
     assert ": q8_0, 8.50 bits" in found.budget()
-    assert str(found).split("\n\n")[1].startswith("note: without queries nothing says what eviction costs")
+    assert str(found).split("\n\n")[1].startswith("note: without queries the cost of eviction is unknown")
     assert [name for name, _ in worst_heads(found)] == ["q8_0"]
     alone = tools.study({"key": arrays["key"], "value": arrays["value"]}, evict="knorm@0.5")
     assert alone.budget() == "without queries no policy can be advised"

@@ -1,4 +1,4 @@
-"""Usual causes of differing bytes. Each is tried by computing the bytes that it would have produced."""
+"""Try usual causes of differing bytes, by computing the bytes that each cause would have produced."""
 
 from kvkit.tools.causes import bits, places, positions, rounding
 from kvkit.tools.causes.indices import index_causes

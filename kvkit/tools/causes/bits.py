@@ -1,4 +1,4 @@
-"""Causes within an element or a head."""
+"""Guess causes within an element or a head."""
 
 import numpy as np
 
@@ -7,13 +7,13 @@ from kvkit.tools.causes.evidence import count_words
 from kvkit.tools.causes.trial import Guess, Guesses, Trial, cause
 from kvkit.tools.counting import word_view
 
-LEAST_ALIKE = 0.1  # the least share of equal ratios among differing elements, for a factor
-POWER_BITS, FACTOR_BITS = 4.0, 24.0  # bits of a factor that is a power of two, and of any other
+LEAST_ALIKE = 0.1  # the least share of differing elements with one ratio, for a factor
+POWER_BITS, FACTOR_BITS = 4.0, 24.0  # bits that describe a factor: a power of two, and any other
 
 
 @cause("old bytes: not written")
 def not_written(trial: Trial) -> Guesses:
-    """The bytes are those of before the call, or the one value of new memory: zeros, NaN, a mark."""
+    """The bytes are unchanged by the call, or have one value, as new memory: zeros, NaN, a marker."""
     if trial.before is not None:
         yield Guess("as before", trial.before)
     yield Guess("zeros", np.zeros_like(trial.expected), bits=1)
@@ -29,7 +29,7 @@ def not_written(trial: Trial) -> Guesses:
 
 @cause("nibbles swapped")
 def nibbles(trial: Trial) -> Guesses:
-    """The even element is in the high nibble: OpenVINO's u4; elsewhere it is in the low one."""
+    """The even element is in the high nibble, as in OpenVINO's u4; other engines use the low nibble."""
     if trial.expected.dtype.itemsize == 1 and not trial.is_float:
         byte = trial.expected.view(np.uint8)
         yield Guess("", ((byte >> 4) | (byte << 4)).view(trial.expected.dtype))
@@ -37,7 +37,7 @@ def nibbles(trial: Trial) -> Guesses:
 
 @cause("halves of a head interleaved")
 def interleaved_halves(trial: Trial) -> Guesses:
-    """Elements of both halves are interleaved, or should be and are not: LMDeploy packs halves."""
+    """Elements of both halves of a head are interleaved, or are not but should be. LMDeploy packs halves."""
     array, axis = trial.expected, trial.axis("c")
     if axis is None or array.shape[axis] % 2 or array.shape[axis] < 4:
         return
@@ -50,7 +50,7 @@ def interleaved_halves(trial: Trial) -> Guesses:
 
 @cause("endianness")
 def endianness(trial: Trial) -> Guesses:
-    """The bytes of an element are in the other order."""
+    """The bytes of each element are in the opposite order."""
     if trial.expected.dtype.itemsize > 1:
         yield Guess("", word_view(trial.expected).byteswap().view(trial.expected.dtype))
 
@@ -59,10 +59,8 @@ def endianness(trial: Trial) -> Guesses:
 def flushed(trial: Trial) -> Guesses:
     """Numbers below the smallest normal one became 0."""
     if trial.is_float:
-        from_here = (
-            np.finfo(np.float32).tiny if trial.expected.dtype != np.float16 else np.finfo(np.float16).tiny
-        )
-        small = np.abs(trial.expected.astype(np.float32)) < from_here
+        smallest = np.finfo(np.float16 if trial.expected.dtype == np.float16 else np.float32).tiny
+        small = np.abs(trial.expected.astype(np.float32)) < smallest
         zero = np.zeros((), trial.expected.dtype)
         yield Guess("", np.where(small, np.copysign(zero, trial.expected), trial.expected), bits=5)
         yield Guess("without their signs", np.where(small, zero, trial.expected), bits=6)
@@ -70,7 +68,7 @@ def flushed(trial: Trial) -> Guesses:
 
 @cause("a factor")
 def factor(trial: Trial) -> Guesses:
-    """Numbers, often scales, are a constant times the expected ones."""
+    """Numbers, often scales, are the expected numbers times a constant."""
     fmt = BY_DTYPE.get(trial.expected.dtype)
     if fmt is None or not fmt.significant or fmt.bits < 16:
         return

@@ -1,4 +1,4 @@
-"""Measure in bits what a guess explains: rows that it predicts need no other description."""
+"""Measure in bits how much a guess explains: rows that it predicts need no other description."""
 
 from __future__ import annotations
 
@@ -13,23 +13,20 @@ MOSTLY = 0.75  # the share of a row's elements that a guess must predict to expl
 
 @dataclass(frozen=True)
 class Extent:
-    """Holds the rows that a cause explains, and the bits that it saves.
+    """Holds the rows that a guess explains; masks are [planes, rows, heads]."""
 
-    `missing` marks rows whose bytes were moved elsewhere.
-    """
-
-    saved: float
-    rows: np.ndarray
-    missing: np.ndarray
-    same: np.ndarray
-    cost: np.ndarray
+    saved: float  # bits
+    rows: np.ndarray  # mask of explained rows
+    missing: np.ndarray  # mask of rows whose bytes were moved elsewhere, by the guess
+    same: np.ndarray  # mask of elements that are predicted [planes, rows, heads, content]
+    cost: np.ndarray  # bits that describe the rest of each row
 
 
 class Evidence:
-    """Holds the differing rows [planes, rows, heads], and the bits that describe each until it is explained.
+    """Holds the differing rows [planes, rows, heads], and the bits that describe each unexplained row.
 
-    A row with k wrong elements of c costs the bits that say which they are, and the bits of each one: it
-    counts as drawn from the expected elements of the differing rows or, with equal chance, from all words.
+    A row with k wrong elements of c costs the bits that name these k, and the bits of each wrong element. The
+    latter is drawn, with equal probability, from the expected elements of differing rows or from all words.
     """
 
     def __init__(self, expected: np.ndarray, got: np.ndarray, equal: Any, before: Any) -> None:
@@ -37,7 +34,7 @@ class Evidence:
         content = got.shape[-1]
         wrong = self.open.any(axis=-1)
         self.share = max(float(wrong.mean()), 1 / wrong.size)
-        self.marker = entropy(self.share) / self.share  # bits to say that a row differs
+        self.marker = entropy(self.share) / self.share  # bits that mark a row as differing
         self.places = np.array([log2_choices(content, k) + np.log2(content + 1) for k in range(content + 1)])
         self.elements = word_bits(expected[wrong], got)
         self.cost = self.describe(self.open)
@@ -48,7 +45,7 @@ class Evidence:
         self.background = is_constant(got) if before is None else is_constant(got) | (before == got).all(-1)
 
     def describe(self, wrong: np.ndarray) -> Any:
-        """Return the bits that describe rows [planes, rows, heads] with these wrong elements."""
+        """Return the bits that describe each row [planes, rows, heads] with these wrong elements."""
         count = wrong.sum(axis=-1)
         bits = self.places[count] + self.marker + np.where(wrong, self.elements, 0).sum(axis=-1)
         return np.where(count > 0, bits, 0)
@@ -56,13 +53,13 @@ class Evidence:
     def extent(
         self, same: Any, predicted: np.ndarray, guess: Any, near: Any, inexact: float
     ) -> Extent | None:
-        """Return the rows that a guess explains and the bits that it saves; None if it saves none."""
+        """Return the rows that a guess explains; None if it saves no bits."""
         cost = self.describe(~same)
         if near is not None:
             cost = cost + inexact * near.sum(axis=-1)
         gain = self.cost - cost - guess.row_bits
         gain = np.where(same.mean(axis=-1) >= MOSTLY, gain, np.minimum(gain, 0))
-        if guess.targets is not None:  # a constant row could come from anywhere
+        if guess.targets is not None:  # a constant row is no evidence for its origin
             gain = np.where(is_constant(predicted), np.minimum(gain, 0), gain)
         if gain.max(initial=0) <= 0:
             return None
@@ -76,7 +73,7 @@ class Evidence:
         return Extent(saved - guess.bits, rows, missing, same, cost)
 
     def settle(self, extent: Extent) -> int:
-        """Remove the elements that an extent explains from the differing ones; return their bytes."""
+        """Mark the elements that an extent explains as explained; return their bytes."""
         explained = self.open & (extent.same & extent.rows[..., None] | extent.missing[..., None])
         found = int(self.bytes[explained].sum())
         self.open = self.open & ~explained
@@ -86,7 +83,7 @@ class Evidence:
 
 
 def word_bits(expected: np.ndarray, got: np.ndarray) -> Any:
-    """Return the bits of each word of `got`: drawn from the expected words, or else from all words."""
+    """Return the bits of each word of `got`, which is drawn from the expected words or from all words."""
     words, counts = count_words(expected)
     nowhere, total = 2.0 ** -(8 * got.dtype.itemsize + 1), 2 * max(1, expected.size)
     if len(words) == 2 ** (8 * got.dtype.itemsize):
@@ -96,7 +93,7 @@ def word_bits(expected: np.ndarray, got: np.ndarray) -> Any:
 
 
 def count_words(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (ascending words, how often each occurs); of up to 16 bits all possible words."""
+    """Return (ascending words, how often each occurs): for up to 16 bits, of all possible words."""
     if array.dtype.itemsize > 2:
         return np.unique(array, return_counts=True)
     size = 2 ** (8 * array.dtype.itemsize)
@@ -104,12 +101,12 @@ def count_words(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def is_constant(rows: np.ndarray) -> Any:
-    """Return which rows [..., content] have one value throughout."""
+    """Return a mask of the rows [..., content] whose elements are all equal."""
     return (rows == rows[..., :1]).all(axis=-1)
 
 
 def choose_rows(gain: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return (bits saved, rows) of the best set of rows: all, a box of subsets, or any."""
+    """Return (bits saved, mask) of the best set of rows: all, a box of subsets along the axes, or any set."""
     choices = [(float(gain.sum()), np.ones(gain.shape, bool))]
     sets = [np.ones(size, bool) for size in gain.shape]
     weights = np.maximum(gain, 0)
@@ -131,7 +128,7 @@ def choose_rows(gain: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def subset_bits(members: np.ndarray) -> float:
-    """Return the bits that name a subset: everything, a range, or any."""
+    """Return the bits that name a subset of the members: everything, a range, or any other."""
     count, size = int(members.sum()), len(members)
     if count == size:
         return 0.0 if size == 1 else 1.0
@@ -143,7 +140,7 @@ def subset_bits(members: np.ndarray) -> float:
 
 
 def entropy(share: float) -> float:
-    """Return the entropy in bits of a yes or no, given the share of yes."""
+    """Return the entropy in bits of a yes or no, by the probability of yes."""
     return sum(-p * float(np.log2(p)) for p in (share, 1 - share) if p > 0)
 
 

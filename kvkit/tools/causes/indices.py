@@ -1,4 +1,4 @@
-"""Causes of differences between index tensors."""
+"""Find causes of differences between index tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ IDS = {"block_tables": "block table", "cachestarts": "block table", "kv_indices"
 
 
 def index_causes(name: str, axes: tuple[str, ...], expected: np.ndarray, got: np.ndarray) -> list[Cause]:
-    """Return why an index tensor is wrong: all entries differ by one number, or a list of a few entries."""
+    """Return the cause if all wrong entries differ by one number, or are few enough to be listed."""
     wrong = np.argwhere(expected != got)
     at = tuple(wrong.T)
     steps = np.unique(got[at].astype(object) - expected[at].astype(object))

@@ -13,18 +13,18 @@ from kvkit.formats import FLOATS
 from kvkit.tools.causes.trial import Trial
 
 FLOAT_DTYPES = {fmt.dtype for fmt in FLOATS}
-WINDOWS = {"slot_mapping", "wins", "seq_lens"}  # of calls that keep some rows of each head
+WINDOWS = {"slot_mapping", "wins", "seq_lens"}  # inputs of calls that keep some rows of each head
 
 
 def names_beside(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return (name of scales, names of the codes beside them), from the name of either."""
+    """Return (name of scales, possible names of their codes), by the name of scales or codes."""
     base = re.sub(r"_?(cache|scale)$", "", name)
     stem = f"{base}_" if base else ""
     return f"{stem}scale", (base, f"{stem}cache")
 
 
 def quantized_input(trial: Trial) -> tuple[np.ndarray, int, int, bool] | None:
-    """Return (x, group, bits, whether these are scales) of codes or scales whose inputs are given."""
+    """Return (quantized floats, group, bits, whether the trial is of scales); None if they are not given."""
     scale_name, names = names_beside(trial.name)
     x = next((trial.like[name] for name in names if name in trial.like), None)
     if not isinstance(x, np.ndarray) or x.dtype not in FLOAT_DTYPES or not x.ndim:

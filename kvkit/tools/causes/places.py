@@ -1,4 +1,4 @@
-"""Causes of differences in which bytes are right but in the wrong place."""
+"""Guess causes by which bytes are right but in the wrong place."""
 
 import re
 from collections import Counter
@@ -14,7 +14,7 @@ OTHER = {"key": "value", "value": "key", "k": "v", "v": "k"}
 
 
 def partners(name: str) -> Iterator[str]:
-    """Yield the names that an array of the other side may have."""
+    """Yield the names that the array of the other side (keys or values) may have."""
     for found in SIDE.finditer(name):
         word, other = found[0], OTHER[found[0].lower()]
         other = other.upper() if word.isupper() else other.title() if word.istitle() else other
@@ -23,7 +23,7 @@ def partners(name: str) -> Iterator[str]:
 
 @cause("keys and values swapped")
 def swapped_sides(trial: Trial) -> Guesses:
-    """Keys are in the place of values, or the other way round."""
+    """Keys are in the place of values, and the reverse."""
     kind, units = (trial.expected.shape, trial.expected.dtype), trial.units(trial.expected).shape[:-1]
     nowhere = np.full(units, -1)
     for name in partners(trial.name):
@@ -41,7 +41,7 @@ def swapped_sides(trial: Trial) -> Guesses:
 
 @cause("heads and tokens swapped")
 def swapped_axes(trial: Trial) -> Guesses:
-    """Rows of [heads, tokens] that are read as [tokens, heads], or the other way round."""
+    """Rows of [heads, tokens] are read as [tokens, heads], or the reverse."""
     tokens, heads = trial.axis("n"), trial.axis("h")
     content, shape = trial.axis("c"), trial.expected.shape
     if tokens is None or heads is None or content is None or 1 in (shape[tokens], shape[heads]):
@@ -61,7 +61,7 @@ def swapped_axes(trial: Trial) -> Guesses:
 def moved_rows(
     trial: Trial, detail: str, origin: np.ndarray, targets: np.ndarray, bits: float, row_bits: float = 0
 ) -> Guess:
-    """Return the guess that row i has the bytes of row origin[i] (-1: its own), and targets[i] those of i."""
+    """Return the guess that row i has the bytes of row origin[i] (-1: its own); targets[i] has row i's."""
     rows = trial.rows(trial.expected)
     planes, tokens, heads = rows.shape[:3]
     moved = (origin >= 0) & (origin < tokens)
@@ -97,7 +97,7 @@ def page_for_row(trial: Trial) -> Guesses:
     found = trial.rows(trial.got)
     for detail, targets in (("page + offset", tokens // size + tokens % size), ("page", tokens // size)):
         origin, fits = np.full(len(tokens), -1), np.zeros(len(tokens))
-        for offset in range(size):  # rows of one offset have targets of their own
+        for offset in range(size):  # rows of equal offsets have distinct targets
             source = tokens[offset::size]
             source = source[(targets[source] < len(tokens)) & (targets[source] != source)]
             target = targets[source]
@@ -130,7 +130,7 @@ def elsewhere(trial: Trial) -> Guesses:
     if not steps:
         return
     targets[sources[sources >= 0]] = flat[sources >= 0]
-    bits = np.where(sources < 0, 0, 2 * np.log2(flat.size))  # that name each row and its source
+    bits = np.where(sources < 0, 0, 2 * np.log2(flat.size))  # bits that name each row and its source
     predicted = expected.reshape(-1, expected.shape[-1])[np.where(sources < 0, flat, sources)]
     plane = "side or layer" if trial.axis("kv") is not None else "layer"
     (layer, token), _ = steps.most_common(1)[0]
@@ -140,7 +140,7 @@ def elsewhere(trial: Trial) -> Guesses:
 
 @cause("first rows kept for last ones")
 def kept_first(trial: Trial) -> Guesses:
-    """KVHEAD kept the first tokens of a window's size, not the last; it needs the inputs of the call."""
+    """Ascend's KVHEAD mode kept the first tokens of each sequence, not the last. Needs the call's inputs."""
     wanted = "slot_mapping", "wins", "seq_lens"
     side = trial.like.get(trial.name.removesuffix("_cache"))
     rows = trial.rows(trial.expected)

@@ -1,11 +1,11 @@
-"""Causes in the rotation of keys by their positions."""
+"""Guess causes in the rotary embedding of keys."""
 
 import numpy as np
 
 from kvkit.tools.causes.trial import Guess, Guesses, Trial, cause
 from kvkit.tools.counting import word_view
 
-ULPS = {"float32": 2**-20, "float16": 2**-9, "bfloat16": 2**-6}  # of the largest element of a row
+ULPS = {"float32": 2**-20, "float16": 2**-9, "bfloat16": 2**-6}  # tolerance / largest element of a row
 
 
 def rotate(x: np.ndarray, angles: np.ndarray, pairs: str) -> np.ndarray:
@@ -13,15 +13,15 @@ def rotate(x: np.ndarray, angles: np.ndarray, pairs: str) -> np.ndarray:
     half = x.shape[-1] // 2
     one, two = (x[..., :half], x[..., half:]) if pairs == "halves" else (x[..., ::2], x[..., 1::2])
     cos, sin = np.cos(angles), np.sin(angles)
-    turned = one * cos - two * sin, two * cos + one * sin
+    rotated = one * cos - two * sin, two * cos + one * sin
     if pairs == "halves":
-        return np.concatenate(turned, axis=-1)
-    return np.stack(turned, axis=-1).reshape(x.shape)
+        return np.concatenate(rotated, axis=-1)
+    return np.stack(rotated, axis=-1).reshape(x.shape)
 
 
 @cause("rotation of keys")
 def rotation(trial: Trial) -> Guesses:
-    """RoPE applied twice, not at all, or to the other pairs of elements."""
+    """Rotary embedding was applied twice, not at all, or to the wrong pairs of elements."""
     rows = trial.rows(trial.expected) if trial.is_float else None
     if rows is None or rows.shape[-1] % 2 or "value" in trial.name:
         return

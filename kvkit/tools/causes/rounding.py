@@ -1,4 +1,4 @@
-"""Causes in the encoding of codes and scales, which are recomputed from the inputs."""
+"""Guess causes in the encoding of codes and scales, which are recomputed from the inputs."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from kvkit.tools.causes.trial import Guess, Guesses, Trial, cause
 
 
 def rounded(x: np.ndarray, how: str) -> Any:
-    """Round numbers to integers."""
+    """Round numbers to integers: by "truncation", "half away" from zero, or half to even."""
     if how == "truncation":
         return np.trunc(x)
     if how == "half away":
@@ -22,7 +22,7 @@ def quantized(
     x: np.ndarray, group: int, bits: int, rounding: str = "even", reciprocal: bool = False,
     exact: bool = False, wide: bool = False, smallest: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Return (codes, scales) of x [..., content], by PMX's recipe or with one step of it changed."""
+    """Return (codes, scales) of x [..., content], by PMX's rule or with one of its steps changed."""
     dtype, most = x.dtype, np.float32(2 ** (bits - 1) - 1)
     groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, group)
     scale = np.abs(groups).max(axis=-1, keepdims=True) / most
@@ -45,14 +45,14 @@ def quantized(
 
 
 def guess(trial: Trial, bits: float = 0, detail: str = "", **change: Any) -> Guesses:
-    """Yield the codes or scales of the recipe with one step changed; rows without inputs do not change."""
+    """Yield the codes or scales of PMX's rule with one step changed; rows without inputs do not change."""
     found = quantized_input(trial)
     if found is None:
         return
-    x, group, bit, scales = found
+    x, group, width, scales = found
     usual, changed = (
-        quantized(x, group, bit, **change)[scales].astype(trial.expected.dtype, copy=False)
-        for change in ({}, change)
+        quantized(x, group, width, **steps)[scales].astype(trial.expected.dtype, copy=False)
+        for steps in ({}, change)
     )
     written = (usual == trial.expected).mean(axis=-1, keepdims=True) >= 0.5
     yield Guess(detail, np.where(written, changed, trial.expected), bits)
@@ -60,14 +60,14 @@ def guess(trial: Trial, bits: float = 0, detail: str = "", **change: Any) -> Gue
 
 @cause("truncation")
 def truncation(trial: Trial) -> Guesses:
-    """Codes cut off, as vLLM's first kernels of scales per token and head did; or floats cut short."""
+    """Quotients were truncated, as in vLLM's first kernels per token and head; or floats were."""
     yield from guess(trial, rounding="truncation")
     yield from narrowed(trial, "truncation")
 
 
 @cause("rounding half away from zero")
 def half_away(trial: Trial) -> Guesses:
-    """Ties go away from zero: C's round; ggml rounds so, others to even."""
+    """Ties were rounded away from zero, as by C's round and in ggml, not to even."""
     yield from guess(trial, rounding="half away")
     yield from narrowed(trial, "half away")
 
@@ -93,25 +93,25 @@ def narrowed(trial: Trial, how: str) -> Guesses:
 
 @cause("reciprocal instead of division")
 def reciprocal(trial: Trial) -> Guesses:
-    """x * (1 / s) is not x / s within an ulp of a tie."""
+    """x * (1 / s) was computed instead of x / s, which differs near ties."""
     yield from guess(trial, reciprocal=True)
     yield from guess(trial, 1, "in float32", reciprocal=True, exact=True, wide=True)
 
 
 @cause("quotient not rounded to the data's type")
 def quotient(trial: Trial) -> Guesses:
-    """x / s was rounded to an integer from float32, not from the type of x."""
+    """x / s was rounded from float32 to an integer, without rounding to the type of x first."""
     yield from guess(trial, exact=True)
 
 
 @cause("float32 scale for a 16-bit one")
 def wide_scale(trial: Trial) -> Guesses:
-    """Codes were made with the scale before it was rounded to its stored type."""
+    """Codes were computed with the scale before it was rounded to its stored type."""
     yield from guess(trial, wide=True)
     yield from guess(trial, 1, "quotient in float32 too", wide=True, exact=True)
 
 
 @cause("missing smallest scale")
 def smallest_scale(trial: Trial) -> Guesses:
-    """Groups of tiny numbers have a scale below 1e-5, and codes of full size."""
+    """Groups of tiny numbers have a scale below PMX's minimum, 1e-5."""
     yield from guess(trial, smallest=False)

@@ -1,4 +1,4 @@
-"""Try causes of a difference. A cause is worth the bits of description that it saves, less its own bits."""
+"""Try causes of a difference. The best cause saves most bits of description, its own bits subtracted."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from kvkit.tools.causes.evidence import Evidence, Extent
 from kvkit.tools.counting import Tolerances, equal_elements, word_view
 
 ORDER = "l", "kv", "b", "n", "h", "c"
-LEAST_BITS = 12  # the least bits that a cause must save: chance saves as many once in 4096 guesses
-LEAST_SHARE = 0.02  # the least share of the differing bytes for a second cause
-SURE_BITS = 4  # of all rows: saving the rest is not worth a search
+LEAST_BITS = 12  # the fewest bits that a cause must save: chance saves as many once in 4096 guesses
+LEAST_SHARE = 0.02  # the least share of the differing bytes that a further cause must explain
+SURE_BITS = 4  # if a guess leaves no more bits unexplained, other causes are not tried
 MOST_CAUSES = 3  # the most causes of an array
-INEXACT = 3  # bits of an element that only approximates its prediction
+INEXACT = 3  # bits of an element that its prediction only approximates
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A cause that explains some of a difference.
+    """Names a cause that explains some of a difference.
 
     Attributes
     ----------
     array : str
         The array's name.
     name : str
-        The name in the documentation.
+        The cause's name in the documentation.
     detail : str
-        The form of the cause.
+        The variant of the cause, or "".
     explained, differing : int
-        Bytes.
+        How many bytes the cause explains, and how many differ.
     """
 
     array: str
@@ -52,34 +52,28 @@ class Cause:
 
 @dataclass(frozen=True)
 class Guess:
-    """A prediction of an array by a cause.
+    """Holds the prediction of an array by a cause."""
 
-    `bits` are those of the numbers that the prediction needs, `row_bits` [planes, rows, heads] those of each
-    row. `near` marks elements that are predicted up to rounding. `targets` [planes, rows, heads] has the flat
-    index of the row that the bytes of each row went to (-1: none), of a cause that moves rows.
-    """
-
-    detail: str
+    detail: str  # the variant of the cause
     predicted: np.ndarray
-    bits: float = 0.0
-    row_bits: Any = 0.0
-    near: np.ndarray | None = None
-    targets: np.ndarray | None = None
+    bits: float = 0.0  # bits of the numbers that the prediction needs
+    row_bits: Any = 0.0  # such bits for each row [planes, rows, heads]
+    near: np.ndarray | None = None  # mask of elements that are predicted up to rounding
+    targets: np.ndarray | None = (
+        None  # if rows move: flat index of each row's new place, or -1 [planes, rows, heads]
+    )
 
 
 @dataclass(frozen=True)
 class Trial:
-    """An array with named axes, expected and actual.
-
-    `like` are inputs by name, `others` the expected arrays beside this one.
-    """
+    """Holds the expected and the actual array for which causes are tried."""
 
     name: str
-    axes: tuple[str, ...]
+    axes: tuple[str, ...]  # letters, as in layouts
     expected: np.ndarray
     got: np.ndarray
-    like: dict[str, Any] = field(default_factory=dict)
-    others: dict[str, np.ndarray] = field(default_factory=dict)
+    like: dict[str, Any] = field(default_factory=dict)  # inputs of the call
+    others: dict[str, np.ndarray] = field(default_factory=dict)  # other expected arrays
     tolerances: Tolerances = (0.0, 0.0, 0)
 
     @property
@@ -97,21 +91,21 @@ class Trial:
         return before.astype(self.expected.dtype, copy=False)
 
     def axis(self, name: str) -> Any:
-        """Return the index of an axis; None if there is none."""
+        """Return the index of an axis; None if the array lacks it."""
         return self.axes.index(name) if name in self.axes else None
 
     @property
     def has_rows(self) -> bool:
-        """Return whether the axes tell positions and elements."""
+        """Return whether the array has axes n and c, and only axes of layouts."""
         wanted = [name for name in ORDER if name in self.axes]
         return "n" in wanted and "c" in wanted and len(wanted) == len(self.axes)
 
     def rows(self, array: np.ndarray) -> Any:
-        """Return [layers and sides, rows, heads, content], a row a position; None without such axes."""
+        """Return the array as [layers and sides, rows, heads, content]; None unless it `has_rows`."""
         return self.units(array) if self.has_rows else None
 
     def units(self, array: np.ndarray) -> np.ndarray:
-        """Return `rows`; of an array without such axes [1, rows, 1, last axis]."""
+        """Return the array as `rows`, or without such axes as [1, rows, 1, last axis]."""
         if not self.has_rows:
             return array.reshape(1, -1, 1, array.shape[-1] if array.ndim > 1 else 1)
         wanted = [name for name in ORDER if name in self.axes]
@@ -121,7 +115,7 @@ class Trial:
         return array.reshape(planes, sizes.get("b", 1) * sizes["n"], sizes.get("h", 1), sizes["c"])
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows with the axes of the array."""
+        """Undo `rows`: return rows with the axes of the array."""
         wanted: list[str] = [name for name in ORDER if name in self.axes]
         shape = [self.expected.shape[self.axes.index(name)] for name in wanted]
         return rows.reshape(shape).transpose([wanted.index(name) for name in self.axes])
@@ -132,7 +126,7 @@ CAUSES: dict[str, Callable[[Trial], Guesses]] = {}
 
 
 def cause(name: str) -> Callable[[Callable[[Trial], Guesses]], Callable[[Trial], Guesses]]:
-    """Decorate a function that yields guesses, to enter it into the table of causes."""
+    """Decorate a function that yields guesses, to enter it into `CAUSES`. Its docstring says the cause."""
 
     def enter(function: Callable[[Trial], Guesses]) -> Callable[[Trial], Guesses]:
         CAUSES[name] = function
@@ -166,7 +160,7 @@ def try_causes(trial: Trial) -> list[Cause]:
 
 
 def best_guess(trial: Trial, evidence: Evidence) -> tuple[str, str, Extent] | None:
-    """Return (cause, detail, extent) of the guess that saves most bits; None if none saves any."""
+    """Return (cause, variant, extent) of the guess that saves most bits; None if none saves enough."""
     best: tuple[str, str, Extent] | None = None
     everything = float(evidence.cost.sum()) - SURE_BITS
     for name, function in CAUSES.items():

@@ -1,4 +1,4 @@
-"""The rules of `check`, in files by their subject."""
+"""Define the rules of `check`, in files by their subject."""
 
 from kvkit.tools import findings
 from kvkit.tools.rules import data, layouts, pages, scales, slots

@@ -1,4 +1,4 @@
-"""Rules about the data in caches and results."""
+"""Check the data in caches and results: rules D1 to D3."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ BASE_2 = np.log(2.0)
 
 
 def not_finite(case: Case, side: CheckedSide) -> np.ndarray | None:
-    """Return which elements are NaN or infinity; None for codes."""
+    """Return a mask of elements that are NaN or infinity; None if the format has no such codes."""
     kind = format_of_codes(case, side)
     if kind is not None and side.array.dtype.itemsize == 1:
         bad = ~np.isfinite(kind[1].format.code.table)
@@ -21,7 +21,7 @@ def not_finite(case: Case, side: CheckedSide) -> np.ndarray | None:
 
 
 def rows_not_finite(case: Case, which: np.ndarray) -> Seen:
-    """Return the rows of a mask [blocks, rows] with an element that is not finite."""
+    """Report rows within a mask [blocks, rows] that have an element that is not finite."""
     found: list[tuple[str, str]] = []
     looked = False
     for side in case.sides:
@@ -40,7 +40,7 @@ def rows_not_finite(case: Case, which: np.ndarray) -> Seen:
 
 @rule(
     "D1",
-    "Every query that sees this token becomes NaN. Find what computed it: the row itself is in use.",
+    "Every query that sees this token becomes NaN. Find the call that wrote the row, which is in use.",
     needs="keys and values, floats",
 )
 def nan_in_use(case: Case) -> Seen:
@@ -52,8 +52,8 @@ def nan_in_use(case: Case) -> Seen:
 
 @rule(
     "D2",
-    "No token is there, but a kernel that multiplies a masked row by 0 gets NaN: clear pages before they are "
-    "given out.",
+    "The row has no token, but a kernel that multiplies a masked row by 0 gets NaN: clear pages before they "
+    "are allocated.",
     "warning",
     needs="keys and values, block_tables, floats",
 )
@@ -71,7 +71,7 @@ def nan_after_the_end(case: Case) -> Seen:
     needs="lse, block_tables",
 )
 def other_base(case: Case) -> Seen:
-    """Report log-sum-exps of base 2, or not -inf if empty. flash-attention#2573: +inf for an empty one."""
+    """Report log-sum-exps of base 2, or +inf for an empty context. flash-attention#2573: the latter."""
     lse = case.given.get("lse")
     if lse is None or case.table_name is None:
         return None
@@ -85,7 +85,7 @@ def other_base(case: Case) -> Seen:
         got, meant = lse[there], expected[there]
         tolerance = 0.01 * (1 + np.abs(meant))
         apart = np.abs(got - meant) > tolerance
-        factors = {"base 2": BASE_2, "the sign turned": -1.0, "base 2, the sign turned": -BASE_2}
+        factors = {"base 2": BASE_2, "the sign reversed": -1.0, "base 2, the sign reversed": -BASE_2}
         for what, factor in factors.items():
             if apart.any() and (np.abs(got * factor - meant) <= tolerance).all():
                 b, h = np.argwhere(there)[apart.argmax()].tolist()
@@ -95,7 +95,7 @@ def other_base(case: Case) -> Seen:
 
 
 def log_sum_exp(case: Case) -> np.ndarray | None:
-    """Return the logarithms of the softmax denominators of one query a sequence; None without queries."""
+    """Return the log-sum-exp [sequences, heads] of one query for each sequence; None without queries."""
     query = case.given.get("query")
     keys = next((side for side in case.sides if side.name == "key"), None)
     if query is None or keys is None or case.page_tables is None or not case.aligned:

@@ -1,4 +1,4 @@
-"""Rules about layouts, and about rows that must not change."""
+"""Check layouts, and rows that must not change: rules L1 to L3, and W1."""
 
 import numpy as np
 
@@ -9,19 +9,19 @@ from kvkit.tools.case import Case, CheckedSide
 from kvkit.tools.findings import Rule, Seen, rule
 
 LEAST_TOKENS = 16
-OUTSTANDING = 2.5  # |mean| / standard deviation of a channel, which keys reach and values do not
-TIMES = 1.8  # by how much values must stand out more than keys
+OUTSTANDING = 2.5  # |mean| / standard deviation that channels of keys reach, and channels of values do not
+TIMES = 1.8  # how many times the ratio of keys the ratio of values must be
 
 
 @rule(
     "L1",
-    "Kernels would read other addresses than you mean. Name the line that made the cache, or transpose it.",
+    "Kernels would read wrong addresses. Name the layout of the cache as it was allocated, or transpose it.",
     needs="layout",
 )
 def line_and_array_disagree(case: Case) -> Seen:
-    """Report an array that its line does not fit.
+    """Report an array that its layout does not fit.
 
-    vllm#46204: a connector forced one order of heads and tokens on a cache that had the other.
+    vllm#46204: a connector forced one order of heads and tokens on a cache with the other order.
     """
     if case.layout is None:
         return None
@@ -31,14 +31,14 @@ def line_and_array_disagree(case: Case) -> Seen:
 
 @rule(
     "L2",
-    "The shape does not say which line it is. Name it: layout=NAME, or in the file.",
+    "The shape does not determine the layout. Name it: layout=NAME, or in the file.",
     "warning",
     needs="a cache in one array without a layout",
 )
 def several_lines_fit(case: Case) -> Seen:
-    """Report a cache whose shape several lines fit.
+    """Report a cache whose shape several layouts fit.
 
-    LMCache#4467: with 2 heads, keys beside values and heads beside heads have equal shapes and strides.
+    LMCache#4467: with 2 heads, the axis of keys and values and the axis of heads have equal lengths.
     """
     if case.layout is not None or case.source.contents.cache is None:
         return None
@@ -51,19 +51,19 @@ def several_lines_fit(case: Case) -> Seen:
         lines.setdefault(str(named.layout), name)
     if len(lines) == 1:
         return []
-    said = ", ".join(f"'{line}' ({name})" for line, name in lines.items()) or "none that kvkit knows"
-    return [("cache", f"{len(lines)} lines fit: {said}")]
+    listed = ", ".join(f"'{line}' ({name})" for line, name in lines.items()) or "none that kvkit knows"
+    return [("cache", f"{len(lines)} layouts fit: {listed}")]
 
 
 @rule(
     "L3",
-    "Attention weighs values with values. Keys come first in every engine's pairs: look at the split.",
+    "Scores would be computed from values. Keys come first in every engine's pairs: check the split.",
     needs=f"keys and values, block_tables, {LEAST_TOKENS} tokens of finite numbers",
 )
 def keys_and_values_swapped(case: Case) -> Seen:
-    """Report values that look like keys: a few channels of keys have a mean far from 0, those of values not.
+    """Report values that look like keys: only keys have channels with a mean far from 0.
 
-    LMCache#4463: keys and values that lie in one row were split as if they were apart.
+    LMCache#4463: keys and values in one row were split as if they were separate arrays.
     """
     if len(case.sides) < 2 or case.used is None:
         return None
@@ -82,7 +82,7 @@ def keys_and_values_swapped(case: Case) -> Seen:
 
 
 def outstanding_channels(side: CheckedSide, rows: np.ndarray) -> list[float] | None:
-    """Return for each layer the median over heads of the largest |mean| / spread; None for too few tokens."""
+    """Return for each layer the median over heads of the largest |mean| / deviation; None for few tokens."""
     dtype = side.array.dtype
     if rows.sum() < LEAST_TOKENS or (dtype.kind not in "fi" and not is_extension_dtype(dtype)):
         return None
@@ -95,7 +95,7 @@ def outstanding_channels(side: CheckedSide, rows: np.ndarray) -> list[float] | N
             numbers = numbers * scale[layer][rows].astype(np.float32).repeat(group, axis=2)
         if not np.isfinite(numbers).all():
             return None
-        spread = numbers.std(axis=0)  # [heads, content]; a constant channel says nothing
+        spread = numbers.std(axis=0)  # [heads, content]; constant channels do not count
         ratio = np.divide(np.abs(numbers.mean(axis=0)), spread, where=spread > 0, out=np.zeros_like(spread))
         found.append(float(np.median(ratio.max(axis=-1))))
     return found
@@ -106,10 +106,8 @@ def written_elsewhere(pair: tuple[Case, Case, np.ndarray]) -> Seen:
     before, after, slots = pair
     hits = []
     for old, new in zip(before.sides, after.sides, strict=True):
-        for name, one, two in (
-            (old.label, old.array, new.array),
-            (f"{old.name}_scale", old.scale, new.scale),
-        ):
+        pairs = (old.label, old.array, new.array), (f"{old.name}_scale", old.scale, new.scale)
+        for name, one, two in pairs:
             if one is None or two is None or one.ndim < 3 or one.shape != two.shape:
                 continue
             if one.dtype != two.dtype:
@@ -117,7 +115,7 @@ def written_elsewhere(pair: tuple[Case, Case, np.ndarray]) -> Seen:
             changed = bits(one) != bits(two)
             rows = changed.reshape(*changed.shape[:3], -1).any(axis=-1)  # [layers, blocks, rows]
             stored = np.zeros(rows.shape[1] * rows.shape[2], bool)
-            places = slots * rows.shape[2] // old.array.shape[2]  # a scale may be one of a whole block
+            places = slots * rows.shape[2] // old.array.shape[2]  # a whole block may share a scale
             stored[places[(places >= 0) & (places < len(stored))]] = True
             rows &= ~stored.reshape(rows.shape[1:])
             hits += [(name, rows.shape, *place) for place in np.argwhere(rows).tolist()]
@@ -136,12 +134,12 @@ def written_elsewhere(pair: tuple[Case, Case, np.ndarray]) -> Seen:
 WRITTEN_ELSEWHERE = Rule(
     "W1",
     "error",
-    "The call wrote over other tokens. Compare the slots it was given with what its kernel makes of them.",
+    "The call overwrote other tokens. Compare its slots with the rows that its kernel computes from them.",
     written_elsewhere,
 )
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """Return an array as integers, so that NaN is equal to itself."""
+    """Return an array as integers, for which NaN is equal to itself."""
     array = np.ascontiguousarray(array)
     return array.view(f"u{array.dtype.itemsize}")

@@ -1,4 +1,4 @@
-"""Rules about page tables."""
+"""Check page tables: rules P1 to P7."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +13,7 @@ TOP_BIT = 2**31 - 1  # masks the top bit, which marks ids of a second pool
 
 
 def hits_of_kind(case: Case, kind: int, words: Callable[..., str]) -> Seen:
-    """Return the hits of one kind from the pass over tables."""
+    """Report hits of one kind from `checks.table_rules`; `words` gets (column, page, sequence, column)."""
     if case.page_tables is None:
         return None
     return case.page_tables.hits(kind).tolist(), lambda hit: (case.entry(*hit[1:3]), words(*hit[2:]))
@@ -21,46 +21,42 @@ def hits_of_kind(case: Case, kind: int, words: Callable[..., str]) -> Seen:
 
 @rule(
     "P1",
-    "A kernel reads or writes outside the cache there. Check num_blocks and what filled the table.",
+    "A kernel reads or writes outside the cache. Check num_blocks, and the code that filled the table.",
     needs="block_tables",
 )
 def outside_the_pool(case: Case) -> Seen:
     """Report pages that the pool lacks. onnxruntime#32391: ids were checked against 0 only."""
     last = case.num_blocks - 1 if case.num_blocks else None
     return hits_of_kind(
-        case, table_rules.OUTSIDE, lambda c, page, *_: f"page {page} is none of the pool's, 0 to {last}"
+        case, table_rules.OUTSIDE, lambda c, page, *_: f"page {page} is outside the pool, 0 to {last}"
     )
 
 
 @rule(
     "P2",
-    "Tokens of one place overwrite those of the other. The allocator gave a page that was not free.",
+    "Tokens of one column overwrite tokens of the other. The allocator gave a page that was not free.",
     needs="block_tables",
 )
 def twice_in_a_sequence(case: Case) -> Seen:
     """Report pages that a sequence has twice. vllm-rbln#41: tables after a preemption."""
     return hits_of_kind(
-        case,
-        table_rules.TWICE,
-        lambda c, page, b, there: f"page {page} is in column {there} of the same sequence",
+        case, table_rules.TWICE, lambda c, page, b, at: f"page {page} is in column {at} of the same sequence"
     )
 
 
 @rule(
     "P3",
-    "One sequence reads what the other wrote. Only pages of an equal prefix may be shared: look for a page "
-    "that was freed while it was in use, or a row of the table that is another sequence's.",
+    "One sequence reads tokens of the other. Only pages of an equal prefix may be shared: look for a page "
+    "that was freed while in use, or a row of the table that belongs to another sequence.",
     needs="block_tables",
 )
 def in_two_sequences(case: Case) -> Seen:
     """Report pages of two sequences. sparkinfer#289: tables were looked up by row, not by sequence."""
-    return hits_of_kind(
-        case,
-        table_rules.FOREIGN,
-        lambda c, page, b, at: (
-            f"page {page} is in column {at} of sequence {b}, which begins with other pages"
-        ),
-    )
+
+    def words(column: int, page: int, b: int, at: int) -> str:
+        return f"page {page} is in column {at} of sequence {b}, which begins with other pages"
+
+    return hits_of_kind(case, table_rules.FOREIGN, words)
 
 
 @rule(
@@ -86,7 +82,7 @@ def shared_and_written(case: Case) -> Seen:
 
 @rule(
     "P5",
-    "Something reads past the table or leaves tokens out. Make lengths, sums and tables of one step.",
+    "A kernel reads past the table, or leaves tokens out. Take lengths, sums and tables from the same step.",
     needs="block_tables",
 )
 def lengths_disagree(case: Case) -> Seen:
@@ -131,16 +127,14 @@ def disagreements(case: Case) -> Iterator[tuple[str, str]]:
     if last is not None and "context_lens" in case.given and len(lengths) == rows:
         meant = np.where(counts > 0, (counts - 1) * case.page_size + last, 0)
         for b in np.flatnonzero((meant != lengths) & (counts == needed)).tolist():
-            yield (
-                f"kv_last_page_len[{b}]",
-                f"{last[b]} rows make {meant[b]} tokens, context_lens has {lengths[b]}",
-            )
+            what = f"{last[b]} rows make {meant[b]} tokens, context_lens has {lengths[b]}"
+            yield f"kv_last_page_len[{b}]", what
 
 
 @rule(
     "P6",
-    "Legal, but a kernel that reads a whole row, or one column too many, finds pages of others: fill the "
-    "rest of a row with -1.",
+    "Legal, but a kernel that reads a whole row, or one column too many, finds pages of other sequences: "
+    "fill the rest of a row with -1.",
     "warning",
     needs="block_tables, rows of it",
 )
@@ -167,11 +161,11 @@ def live_after_the_end(case: Case) -> Seen:
 
 @rule(
     "P7",
-    "These ids are of another pool or rank. Translate them before they are used with this cache.",
+    "These ids belong to another pool or rank. Translate them before they are used with this cache.",
     needs="block_tables",
 )
 def of_another_pool(case: Case) -> Seen:
-    """Report tables of another pool. vllm-ascend#14534: replicated and rank-local ones were mixed."""
+    """Report tables of another pool. vllm-ascend#14534: replicated and rank-local tables were mixed."""
     if case.page_tables is None:
         return None
     ids = case.page_tables.ids
@@ -186,9 +180,9 @@ def of_another_pool(case: Case) -> Seen:
 
     if inside(strange & TOP_BIT):
         page = strange[0] & TOP_BIT
-        what = f"page {strange[0]} is page {page} with its top bit set, and so are all outside"
+        what = f"page {strange[0]} is page {page} with its top bit set, like all pages outside the pool"
     elif len(outside) == len(ids) > 1 and inside(ids - ids.min()) and ids.min() >= case.num_blocks:
-        what = f"all {len(ids)} pages are {ids.min()} or more: numbers of a pool that begins elsewhere"
+        what = f"all {len(ids)} pages are {ids.min()} or more: the pool's numbers begin elsewhere"
     else:
         return []
     return [(case.entry(b, c), what)]

@@ -1,4 +1,4 @@
-"""`kvkit check` rules Q1 to Q5, on quantization scales."""
+"""Check scales and codes of quantized caches: rules Q1 to Q5."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from kvkit.formats import NAMED, Format, named
 from kvkit.tools.case import Case, CheckedSide
 from kvkit.tools.findings import Seen, rule
 
-MOST_SATURATED = 0.001
-UNLIKE = 16  # times the mean scale of the pages beside it
+MOST_SATURATED = 0.001  # the largest share of codes at a limit that is not reported
+UNLIKE = 16  # a page's mean scale is reported if it is so many times its neighbours', or so many times less
 
 
 @dataclass(frozen=True)
 class CodedFormat:
-    """A format with the properties that rules need."""
+    """Adds to a format the properties that rules need."""
 
     format: Format
 
     @cached_property
     def is_limit(self) -> np.ndarray:
-        """Return a mask over bytes: codes at either limit.
+        """Return a mask over all bytes, bool [256]: codes at a limit of the range.
 
         It is empty for formats with a minimum, whose groups always reach both limits, and for block formats.
         """
@@ -43,16 +43,15 @@ class CodedFormat:
 
 @cache
 def known_format(name: str | None) -> CodedFormat | None:
-    """Return a format by its name, or None."""
+    """Return a format by its name; None for unknown names."""
     return CodedFormat(named(name)) if name and name.partition(":")[0] in NAMED else None
 
 
 def format_of_codes(case: Case, side: CheckedSide) -> tuple[str, CodedFormat] | None:
-    """Return the format of keys or values, with its name; None for floats and unknown formats."""
+    """Return (name, format) of keys or values; None for floats and unknown formats."""
     by_dtype = FORMATS.get(side.array.dtype)
-    name = (case.source.text("format") or case.source.contents.description.format) or (
-        by_dtype.name if by_dtype else None
-    )
+    stated = case.source.text("format") or case.source.contents.description.format
+    name = stated or (by_dtype.name if by_dtype else None)
     found = known_format(name)
     return None if name is None or found is None else (name, found)
 
@@ -95,13 +94,13 @@ def scales_found(
     needs="scales",
 )
 def not_finite(case: Case) -> Seen:
-    """Report NaN and infinite scales. sglang#40243: those of a checkpoint were loaded silently."""
+    """Report NaN and infinite scales. sglang#40243: a checkpoint's NaN scales were loaded silently."""
     return scales_found(case, "are not finite", lambda side, scale, used: used & ~np.isfinite(scale))
 
 
 @rule(
     "Q2",
-    "Nobody calibrated them: 1.0 is what stands there without a checkpoint's scales.",
+    "They are not calibrated: 1.0 is the default without scales in a checkpoint.",
     "warning",
     needs="scales, fp8 codes",
 )
@@ -114,19 +113,18 @@ def all_ones(case: Case) -> Seen:
             continue
         looked = True
         if used.any() and (scale[used] == 1).all():
-            found.append(
-                (f"{side.name}_scale", f"all {int(used.sum())} scales of {kind[0]} codes are exactly 1.0")
-            )
+            what = f"all {int(used.sum())} scales of {kind[0]} codes are exactly 1.0"
+            found.append((f"{side.name}_scale", what))
     return found if looked else None
 
 
 @rule(
     "Q3",
-    "Larger values were cut off. The scale was fixed before they came: measure it over more tokens.",
+    "Larger values were clipped. The scale was fixed before they occurred: calibrate it with more tokens.",
     needs="codes of 8 bits with limits",
 )
 def saturated(case: Case) -> Seen:
-    """Report codes at their limits. transformers#48677: the scale of a first update was kept for all."""
+    """Report codes at a limit. transformers#48677: the scale of the first update was kept for all."""
     found, looked = [], False
     for side in case.sides:
         kind = format_of_codes(case, side)
@@ -136,23 +134,21 @@ def saturated(case: Case) -> Seen:
         limit = kind[1].is_limit[side.array.view(np.uint8)]
         used = used_of(case, side.array)
         scale_count = 0 if side.scale is None else side.scale.size
-        of_group = (
-            kind[1].format.rule != "given"
-        )  # a computed scale puts each group's largest code at the limit
-        per_group = scale_count / side.array.size if of_group else 0
+        computed = kind[1].format.rule != "given"  # a computed scale puts each group's amax at the limit
+        per_group = scale_count / side.array.size if computed else 0
         most = MOST_SATURATED + (2 * per_group if per_group > 1e-3 else per_group)
         total = np.maximum(used.sum(axis=(1, 2, 4)), 1)
         share = (limit & used).sum(axis=(1, 2, 4)) / total
         for layer, head in np.argwhere(share > most).tolist():
             layers = f"layer {layer}, " if len(side.array) > 1 else ""
-            what = f"{share[layer, head]:.2%} of its {kind[0]} codes are the largest there is"
+            what = f"{share[layer, head]:.2%} of its {kind[0]} codes are the largest code"
             found.append((f"{side.label} ({layers}head {head})", f"{what} (at most {most:.2%})"))
     return found if looked else None
 
 
 @rule(
     "Q4",
-    "Everything there reads as 0, or with the wrong sign. Keep scales above the format's smallest.",
+    "All elements of the group are read as 0, or with the wrong sign. Keep scales above the smallest one.",
     needs="scales",
 )
 def zero(case: Case) -> Seen:
@@ -170,13 +166,13 @@ def zero(case: Case) -> Seen:
 
 @rule(
     "Q5",
-    "Codes were stored with one scale and are read with another, or the page was coded for other data. Look "
-    "at who writes scales, and whether they move with their page.",
+    "Codes were stored with one scale and are read with another, or the page was encoded from other data. "
+    "Check which code writes scales, and whether scales move with their page.",
     "warning",
     needs="scales, pages with neighbours",
 )
 def unlike_the_neighbours(case: Case) -> Seen:
-    """Report pages with scales unlike their neighbours'. imp#1189: a prefix was saved without its own."""
+    """Report pages with scales unlike their neighbours'. imp#1189: a prefix was saved without its scales."""
     found, looked = [], False
     for side, scale, used in scales_in_use(case):
         if scale.ndim not in (4, 5) or scale.shape[1:3] != side.array.shape[1:3]:
@@ -197,7 +193,7 @@ def unlike_the_neighbours(case: Case) -> Seen:
 
 
 def neighbours(case: Case, pages: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (before, page, after) for each page of a sequence; those at its ends get their two nearest."""
+    """Yield (before, page, after) for each page of a sequence; at its ends, the two nearest pages."""
     if case.page_tables is None:
         return
     starts, seen = case.page_tables.starts, set()
@@ -214,11 +210,8 @@ def neighbours(case: Case, pages: int) -> Iterator[tuple[int, int, int]]:
 def empty(side: CheckedSide, scale: np.ndarray) -> Any:
     """Return a mask of scales whose codes are all 0. ggml and FlashInfer's NVFP4 write scale 0 for them."""
     array = side.array
-    if (
-        scale.ndim < 4
-        or scale.shape[:4] != array.shape[:4]
-        or (array.dtype.kind == "f" and array.dtype.itemsize > 1)
-    ):
+    wide = array.dtype.kind == "f" and array.dtype.itemsize > 1
+    if scale.ndim < 4 or scale.shape[:4] != array.shape[:4] or wide:
         return np.zeros(scale.shape, bool)
     bits = array.view(np.uint8) if array.dtype.itemsize == 1 else array
     groups = scale.shape[4] if scale.ndim == 5 else 1

@@ -1,4 +1,4 @@
-"""Rules about slots: where the tokens of a step are stored."""
+"""Check slots, in which a step stores its tokens: rules S1 to S7."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ BITS = {"int32": 31, "uint32": 32, "int64": 63}
 
 @rule(
     "S1",
-    "The token overwrites another, and nobody looks for it there. Make slots from the same table.",
+    "The token overwrites another one, and attention does not find it. Compute slots from the same table.",
     needs="block_tables, slot_mapping, slot_sequences, slot_positions",
 )
 def not_where_the_table_says(case: Case) -> Seen:
-    """Report tokens in slots of other positions. LMCache#4921: slots were cut by whole positions."""
+    """Report tokens in slots of other positions. LMCache#4921: slots were cut off with their positions."""
     if case.page_of_slots is None:
         return None
     _, positions = case.slot_places
@@ -36,7 +36,7 @@ def not_where_the_table_says(case: Case) -> Seen:
 
 @rule(
     "S2",
-    "One of the tokens is lost, and which one is chance. Look for a window or ring that is too small.",
+    "One of the tokens is lost, at random. Look for a window or ring buffer that is too small.",
     needs="slot_mapping, num_blocks, page_size",
 )
 def twice_in_a_step(case: Case) -> Seen:
@@ -46,15 +46,12 @@ def twice_in_a_step(case: Case) -> Seen:
     order = np.argsort(case.slots, kind="stable")
     ordered = case.slots[order]
     hits = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
-    return hits, lambda i: (
-        f"slot_mapping[{order[i + 1]}]",
-        f"slot {ordered[i]}, which is that of entry {order[i]} too",
-    )
+    return hits, lambda i: (f"slot_mapping[{order[i + 1]}]", f"slot {ordered[i]}, as in entry {order[i]}")
 
 
 @rule(
     "S3",
-    "A store there is outside the cache. Check how many blocks were really allocated.",
+    "The token is stored outside the cache. Check how many blocks were really allocated.",
     needs="slot_mapping, num_blocks, page_size",
 )
 def outside_the_cache(case: Case) -> Seen:
@@ -68,7 +65,7 @@ def outside_the_cache(case: Case) -> Seen:
 
 @rule(
     "S4",
-    "Unused entries of tables read what is stored there. For padding use slot -1, which stores nothing.",
+    "Unused entries of tables point to this page, so it may be read. For padding use slot -1.",
     "warning",
     needs="slot_mapping, reserved_block",
 )
@@ -77,15 +74,13 @@ def in_the_reserved_page(case: Case) -> Seen:
     if case.slots is None or case.reserved_block is None:
         return None
     hits = np.flatnonzero((case.slots >= 0) & (case.slots // case.page_size == case.reserved_block))
-    return hits, lambda i: (
-        f"slot_mapping[{i}]",
-        f"slot {case.slots[i]} of reserved page {case.reserved_block}",
-    )
+    reserved = f"of reserved page {case.reserved_block}"
+    return hits, lambda i: (f"slot_mapping[{i}]", f"slot {case.slots[i]} {reserved}")
 
 
 @rule(
     "S5",
-    "Every other number is the upper or lower half of a number. Convert the tensor, do not reinterpret it.",
+    "Two entries are the halves of one number, or the reverse. Convert the tensor, do not reinterpret it.",
     needs="block_tables or slot_mapping",
 )
 def read_with_another_size(case: Case) -> Seen:
@@ -109,32 +104,31 @@ def read_with_another_size(case: Case) -> Seen:
 def misread_words(
     most: int, name: str, dtype: np.dtype, numbers: np.ndarray, columns: np.ndarray, zero_counts: bool
 ) -> tuple[str, str] | None:
-    """Return (where, what) if index numbers, in their columns, look like those of another size.
+    """Return (where, what) if index numbers, in their columns, look like numbers of another size.
 
-    Every other number of int64 read as int32 is 0, which is evidence if `zero_counts`: no filler is 0 or -1.
+    In int64 read as int32 every other number is 0. That is evidence if `zero_counts`: no filler is 0 or -1.
     """
     if dtype.itemsize == 4 and len(numbers) >= 4 and zero_counts:
         odd = np.flatnonzero(columns % 2)
         low, high = numbers[odd - 1], numbers[odd]
-        stored = low[low >= 0]  # -1 beside -1 may be padding, and one 0 the first slot
+        stored = low[low >= 0]  # a pair of -1 may be padding, and a single 0 the first slot
         if (high == np.where(low < 0, -1, 0)).all() and len(np.unique(stored)) > 1:
             seen = numbers[:4].tolist()
-            what = f"every other of its int32 numbers is 0 or -1 ({seen}...): int64 read as int32"
-            return name, what
+            return name, f"every other int32 number is 0 or -1 ({seen}...): int64 read as int32"
     if dtype.itemsize == 8 and len(numbers) and (numbers > np.iinfo(np.uint32).max).any():
         both = np.stack([numbers & 0xFFFFFFFF, numbers >> 32])
         if (both < most).all() and (both >= 0).all():
-            return name, f"{numbers[0]} is {both[0, 0]} and {both[1, 0]} side by side: int32 read as int64"
+            return name, f"{numbers[0]} is {both[0, 0]} and {both[1, 0]} together: int32 read as int64"
     return None
 
 
 @rule(
     "S6",
-    "The product wraps around and the access goes elsewhere. Compute addresses in 64 bits.",
+    "The index overflows, and a wrong address is accessed. Compute addresses in 64 bits.",
     needs="slot_mapping or keys and values",
 )
 def beyond_the_index_type(case: Case) -> Seen:
-    """Report caches that an index type is too small for. vllm#1486: int32 for 64,000 blocks."""
+    """Report caches for which an index type is too small. vllm#1486: int32 for 64,000 blocks."""
     given, kind = case.index("slot_mapping"), case.source.text("index_type")
     bits = None if kind is None else BITS[text("index_type", kind, BITS)]
     if case.num_blocks is None or case.page_size is None or (given is None and not case.sides):
@@ -147,7 +141,7 @@ def beyond_the_index_type(case: Case) -> Seen:
         reach = sum((size - 1) * abs(step) for size, step in sizes)
         last = max(reach // side.array.itemsize, side.array.size - 1)
         if last >> bits:
-            found.append((side.label, f"its last element is at {last}, which {kind} cannot say"))
+            found.append((side.label, f"its last element is at {last}, which {kind} cannot represent"))
     return found
 
 
@@ -157,7 +151,7 @@ def beyond_the_index_type(case: Case) -> Seen:
     needs="block_tables, pages of several rows",
 )
 def rows_and_pages_mixed(case: Case) -> Seen:
-    """Report rows in place of pages, and the reverse. LMCache#4253: a page of 1600 was read as 64."""
+    """Report rows instead of pages, and the reverse. LMCache#4253: a page size of 1600 was read as 64."""
     if (case.pages is None or case.page_size == 1) and case.page_of_slots is None:
         return None
     found = []
@@ -165,7 +159,7 @@ def rows_and_pages_mixed(case: Case) -> Seen:
         ids, size = case.pages[1], case.page_size
         least, most = ids.min(), ids.max()
         are_numbers = (case.unit > 1) and not case.aligned and least >= 0 and most < case.num_blocks
-        if are_numbers and (np.diff(np.unique(ids)) < size).any():  # so that pages would overlap
+        if are_numbers and (np.diff(np.unique(ids)) < size).any():  # as first rows, pages would overlap
             found.append((case.entry(0, 0), f"{ids[0]} and all others are page numbers, not first rows"))
         firsts = case.unit == 1 and least >= 0 and most >= case.num_blocks > most // size
         if firsts and not (ids % size).any():

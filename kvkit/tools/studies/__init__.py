@@ -1,9 +1,10 @@
-"""`study`: what schemes of quantization, and policies that evict tokens, cost a cache, head by head.
+"""Define the tool `study`: what quantization schemes, and policies that evict tokens, cost a cache.
 
 study       the tool, and its result
-schemes     formats by name, with rotations; classes of one's own
-policies    scorers with the share that they keep, and schemes
-measures    errors of a side, and what they do to attention
-evicting    what attention loses to policies
-report      Markdown, JSON, and a page that stands alone; its pictures in `plots`
+schemes     find schemes: formats with rotations, users' classes
+policies    parse policies: a scorer, the share of tokens that it keeps, perhaps a scheme
+measures    measure errors of keys and values, and of attention over them
+evicting    measure what attention loses to policies
+report      write Markdown, JSON, and a self-contained page; `plots` draws its pictures
+words       write tables and sentences about schemes and heads
 """

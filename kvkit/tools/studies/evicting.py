@@ -1,4 +1,7 @@
-"""Measure what attention loses when a scorer evicts tokens. The scorer does not see the judging queries."""
+"""Measure what attention loses when a scorer evicts tokens.
+
+The last queries of a context are the *judging* queries: they measure the error, and scorers do not see them.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +22,32 @@ from kvkit.tools.studies.policies import ORACLE, RANDOM, SEEDS, UNCODED, Policy,
 from kvkit.typed import Array
 
 SIDES = "keys", "values"
-SHORT = 512  # tokens; a shorter context is noted
+SHORT = 512  # tokens; a note warns of shorter contexts
 NOT_EVICTED = {"relative_rms": 0.0, "largest_error": 0.0, "cosine": 1.0, "at_end": None, "zero": None}
 UNROTATED = "expected", "triattention"  # scorers that read queries before rotation
-Place = tuple[int, int]  # a layer's number, and the number of layers
-Measured = tuple[list[dict[str, Any]], float, Array]  # rows by head, bits, sums of squares [side, 2]
-Group = tuple[slice, Array]  # key heads, and the rows [heads, count] that each of them keeps
+Place = tuple[int, int]  # (number of a layer, number of layers)
+Measured = tuple[list[dict[str, Any]], float, Array]  # (rows by head, bits, sums of squares [side, 2])
+Group = tuple[slice, Array]  # (key heads, rows that each of them keeps [heads, count])
 
 
 class JudgedContext(NamedTuple):
-    """Holds a sequence of a layer, and the exact attention of its judging queries."""
+    """Holds a sequence of a layer, and the exact attention of its R judging queries for each key head."""
 
     keys: Array  # float32 [H, n, D]
     values: Array  # float32 [H, n, Dv]
-    choosable: int  # tokens before the first judging query; later ones always stay
-    selecting: Array | None  # queries [1, Hq, W, D] before the judging ones
-    queries: Any = None  # judging queries by key head, [H, R, D], divided by sqrt(D)
-    last: Any = None  # [R]: the last token that each of them sees
+    choosable: int  # how many first tokens may be evicted: those before the first judging query
+    selecting: Array | None  # the queries before the judging ones, for scorers [1, Hq, W, D]
+    queries: Any = None  # judging queries, divided by sqrt(D) [H, R, D]
+    last: Any = None  # the last token that each query sees [R]
     weights: Any = None  # [H, n, R]
     log_sums: Any = None  # [H, R]
-    top: Any = None  # [H, R]: the token of the largest weight
+    top: Any = None  # the token of the largest weight [H, R]
     output: Any = None  # [H, R, Dv]
-    no_queries: str = "none"  # what the source has in place of queries
+    no_queries: str = "none"  # what the source has instead of queries, for errors
 
 
 def judging(count: int, judge: int | None) -> int:
-    """Return the number of judging queries: `judge`, or else a quarter of all, at least one."""
+    """Return the number of judging queries: `judge`, or a quarter of all (at least one)."""
     if judge is not None and judge > count:
         raise argument_error("judge", f"at most {count}, the queries of the source", judge)
     return max(1, count // 4) if judge is None else judge
@@ -70,7 +73,7 @@ def contexts_of(layer: LayerReader, judge: int | None) -> Iterator[JudgedContext
 
 
 def attended(context: JudgedContext, query: Array) -> JudgedContext:
-    """Return a context with the exact attention of the last queries [count, Hq, D]."""
+    """Compute the exact attention of the judging queries [count, Hq, D]; return the context with it."""
     heads, tokens, dim = context.keys.shape
     count = len(query)
     rows = query.reshape(count, heads, -1, dim).transpose(1, 2, 0, 3).reshape(heads, -1, dim)
@@ -85,7 +88,7 @@ def attended(context: JudgedContext, query: Array) -> JudgedContext:
 
 
 def soften(logits: Array, tokens: Array, last: Array) -> tuple[Array, Array]:
-    """Replace logits [H, tokens, R] by weights, in place; return (log sums, largest logits)."""
+    """Replace logits [H, tokens, R] by weights, in place; return (log sums, largest logits), [H, R]."""
     first = int(np.searchsorted(tokens, last.min(initial=0) + 1))
     logits[:, first:][:, tokens[first:, None] > last] = -np.inf
     most = logits.max(1, keepdims=True)
@@ -113,7 +116,7 @@ def study_policies(
     plan: StudyPlan,
     place: Place,
 ) -> dict[str, Measured]:
-    """Measure policies of equal scores; return by name their rows, bits and sums of squares."""
+    """Measure policies with equal scores; return {name: (rows by head, bits, sums of squares)}."""
     results: dict[str, list[Measured]] = {policy.name: [] for policy in policies}
     policy = policies[0]
     try:
@@ -130,7 +133,7 @@ def study_policies(
 def kept_rows(
     contexts: Sequence[JudgedContext], policies: Sequence[Policy], plan: StudyPlan, place: Place
 ) -> Iterator[tuple[Policy, list[list[Group]]]]:
-    """Yield policies of equal scores, with the rows kept of each context; `random` once for each seed."""
+    """Yield (policy, kept rows of each context) for policies of equal scores; `random` once per seed."""
     first = policies[0]
     seeds: Any = SEEDS if first.scorer == RANDOM and not first.options else (None,)
     for seed in seeds:
@@ -144,7 +147,7 @@ def kept_rows(
 def kept_groups(
     policy: Policy, context: JudgedContext, scored: Array, plan: StudyPlan, place: Place
 ) -> list[Group]:
-    """Return the rows that heads keep; heads are one group if all keep the same number."""
+    """Return the rows that heads keep, in one group if all heads keep the same number, or a group a head."""
     heads, tokens, _ = context.keys.shape
     count = count_of(policy, context, plan, place)
     kept = select(scored, count=count, budget="ada" if plan.budget == "ada" else "uniform")
@@ -156,7 +159,7 @@ def kept_groups(
 
 
 def count_of(policy: Policy, context: JudgedContext, plan: StudyPlan, place: Place) -> int:
-    """Return how many of the evictable tokens a layer keeps."""
+    """Return how many of the tokens that may be evicted a layer keeps."""
     number, layers = place
     if plan.budget != "pyramid":
         return kept_count(context.choosable, policy.keep, None)
@@ -182,7 +185,7 @@ def scores_of(policy: Policy, context: JudgedContext, plan: StudyPlan, place: Pl
 
 
 def scores_by(function: Any, layer: int, keys: Array, values: Array, queries: Array | None) -> Array:
-    """Return the scores of a user's function."""
+    """Return the scores of a user's function; raise if they have a wrong shape."""
     try:
         found = np.asarray(function(layer, keys, values, queries))
     except Exception as error:
@@ -194,11 +197,11 @@ def scores_by(function: Any, layer: int, keys: Array, values: Array, queries: Ar
 
 
 def options_for(policy: Policy, context: JudgedContext, known: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a policy's scorer; raise if a required option or queries are missing."""
+    """Return the options of a policy's scorer: `known` values and the user's; raise if one is missing."""
     found, queries = SCORERS[policy.scorer], context.selecting
     needs = any("queries" in need for need in found.needs)
     if needs and queries is None:
-        wanted = f"the source to have queries before those that judge, which {policy.scorer} needs"
+        wanted = f"queries before the judging ones, which {policy.scorer} needs"
         raise argument_error("query", wanted, context.no_queries)
     options = {name: value for name, value in known.items() if name in found.options and value is not None}
     options |= policy.options
@@ -209,7 +212,7 @@ def options_for(policy: Policy, context: JudgedContext, known: dict[str, Any]) -
 
 
 def short_window(policy: Policy, queries: Array | None) -> int | None:
-    """Return the window of a scorer if there are fewer queries than its default; otherwise None."""
+    """Return the number of queries if it is less than a scorer's default window; otherwise None."""
     if queries is None or policy.scorer not in SCORERS or "window" in policy.options:
         return None
     found = SCORERS[policy.scorer]
@@ -222,7 +225,7 @@ def short_window(policy: Policy, queries: Array | None) -> int | None:
 def measured(
     layer: LayerReader, contexts: Sequence[JudgedContext], groups: Sequence[Sequence[Group]], policy: Policy
 ) -> Measured:
-    """Return rows by head, bits, and sums of squares [side, 2] of the kept tokens, coded as new prompts."""
+    """Measure the kept tokens, encoded as new prompts; return (rows by head, bits, sums of squares)."""
     rows: list[dict[str, Any]] = []
     bits, sums = 0, np.zeros((2, 2))
     coded, readers = policy.schemes is not UNCODED, (layer.key, layer.value)
@@ -271,9 +274,9 @@ def code(scheme: Any, x: Array, side: SideReader, errors: SideErrors) -> Array:
 def compare_kept(
     context: JudgedContext, heads: slice, at: Array, coded: tuple[Array, Array, Array] | None
 ) -> dict[str, Array]:
-    """Return {measure: [heads, rows]} of what attention loses if only the rows `at` are kept.
+    """Return {measure: [heads, queries]} of the loss of attention if only the rows `at` are kept.
 
-    `coded` has their keys, then their keys and values after coding.
+    `coded` is (keys, decoded keys, decoded values) of these rows, or None without a scheme.
     """
     found = []
     for h, rows in enumerate(at):  # one head at a time fits into the processor's caches
@@ -287,14 +290,14 @@ def compare_head(
 ) -> dict[str, Array]:
     """Return the measures of `compare_kept` for one head.
 
-    The divergence has two terms: -log(kept weight) for the eviction, and the divergence of coded from exact
-    weights of the kept rows.
+    The divergence has two terms: -log(kept weight) for the eviction, and the divergence of decoded from exact
+    weights among the kept rows.
     """
     exact, last, top = context.output[head], context.last, context.top[head]
     weights = take_rows(context.weights[head], at[None])  # [1, m, R]
     kept = weights.sum(1, dtype=np.float64)  # [1, R]
     lost = -np.log(np.maximum(kept, np.finfo(np.float64).tiny))
-    place = np.minimum(np.searchsorted(at, top), len(at) - 1)  # of the top key among the kept rows
+    place = np.minimum(np.searchsorted(at, top), len(at) - 1)  # where the top key is among the kept rows
     changed = at[place] != top
     if coded is None:
         output = weighted(weights, take_rows(context.values[head], at[None])) / kept[..., None]
@@ -323,28 +326,28 @@ def compare_head(
 
 
 def notes_of(layer: LayerReader, plan: StudyPlan) -> tuple[str, ...]:
-    """Return notes on the contexts of a layer, and on the queries that scorers see."""
+    """Return notes on the lengths of contexts, and on the queries that scorers see."""
     lengths = sorted({end - begin for begin, end in zip(layer.starts, layer.starts[1:], strict=False)})
     words = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
-    notes = [f"contexts have {words} tokens" + ": short contexts rank policies badly" * (lengths[0] < SHORT)]
+    warning = ": short contexts rank policies badly" * (lengths[0] < SHORT)
+    notes = [f"contexts have {words} tokens{warning}"]
     if layer.queries is None:
-        return ("without queries nothing says what eviction costs attention, and there is no oracle", *notes)
+        return ("without queries the cost of eviction is unknown, and there is no oracle", *notes)
     rows = len(layer.queries[0])
     count = judging(rows, plan.judge)
-    notes.append(
-        f"queries that judge: the last {count} of {rows}; scorers see the others, and the judges' tokens stay"
-    )
+    seen = "scorers see the others, and tokens of judging queries stay"
+    notes.append(f"queries that judge: the last {count} of {rows}; {seen}")
     selecting = np.empty((1, 1, rows - count, 1))
     for policy in {each.scorer: each for each in plan.policies if not callable(each.scorer)}.values():
         if rows > count and (window := short_window(policy, selecting)) is not None:
             notes.append(f"{policy.scorer} has a window of {window}: there are no more queries")
     if any(each.scorer == ORACLE for each in plan.policies):
-        notes.append("oracle sees the queries that judge: it is no policy, and shows what one could reach")
+        notes.append("oracle sees the judging queries: it is no policy, and shows what a policy could reach")
     return tuple(notes)
 
 
 def mean_of(results: Sequence[Any]) -> Any:
-    """Return the mean of nested numbers of one structure; equal members, also texts and None, stay."""
+    """Return the mean of nested numbers of equal structure. Members that are equal (texts, None) stay."""
     first = results[0]
     if isinstance(first, dict):
         return {name: mean_of([each[name] for each in results]) for name in first}

@@ -10,14 +10,14 @@ import numpy as np
 from kvkit.errors import argument_error
 from kvkit.tools.readers import LayerReader, SideReader
 
-PIECE = 2**17  # elements coded at a time
-QUERIES = 64  # how many of the last queries of a sequence are measured
+PIECE = 2**17  # elements encoded at a time
+QUERIES = 64  # at most so many of the last queries of a sequence are measured
 ALONE = 2**18  # the most multiplications of a product for which OpenBLAS starts no threads
-MEANS = {
+MEANS = {  # {sum: name of its mean}
     "logit": "logit_error", "kl": "kl", "output": "output_error", "top_changed": "top_changed",
     "weight": "weight_kept",
 }  # fmt: skip
-ZERO = 2**32  # added for a code that stands for 0; 1 is added at an end of the range
+ZERO = 2**32  # the mark of a code that stands for 0; a code at a limit of the range has the mark 1
 
 
 class SideErrors:
@@ -30,7 +30,7 @@ class SideErrors:
         self.bits = 0
 
     def add(self, x: np.ndarray, found: np.ndarray, codes: Any = None, marks: Any = None) -> None:
-        """Add tokens [tokens, heads, dim], the decoded tokens, and the marks of their codes."""
+        """Add tokens x [tokens, heads, dim] with the decoded tokens; `marks` is {code: mark} as an array."""
         error = found - x
         squares, back, both = (
             np.einsum("thd,thd->th", one, other) for one, other in ((x, x), (found, found), (x, found))
@@ -48,7 +48,7 @@ class SideErrors:
             self.coded += codes[:, 0].size
 
     def by_head(self) -> Iterator[dict[str, Any]]:
-        """Return the numbers of each head by name."""
+        """Yield {measure: number} of each head."""
         for h in range(len(self.squares)):
             norm = self.squares[h]
             yield {
@@ -61,13 +61,13 @@ class SideErrors:
 
 
 def marks_of(code: Any) -> Any:
-    """Return a uint64 for each code, whose sums count codes of 0 (`ZERO`) and codes at an end (1) at once."""
+    """Return the mark of each code, uint64. One sum of marks counts both codes of 0 and codes at a limit."""
     low, high = code.limits
     return ((code.table <= low) | (code.table >= high)) + (code.table == 0) * np.uint64(ZERO)
 
 
 def pieces(begin: int, end: int, elements: int, step: int = 1) -> list[slice]:
-    """Split tokens of `elements` elements into slices of about `PIECE` elements."""
+    """Split tokens of `elements` elements each into slices of about `PIECE` elements, multiples of `step`."""
     count = max(PIECE // elements // step, 1) * step
     return [slice(first, min(first + count, end)) for first in range(begin, end, count)]
 
@@ -78,7 +78,7 @@ def floats(side: SideReader, parts: Sequence[slice]) -> Iterator[np.ndarray]:
 
 
 def divided(begin: int, end: int, *pairs: tuple[Any, SideReader]) -> tuple[list[Any], list[slice]]:
-    """Return (schemes, slices): the schemes code each slice of the tokens of their sides by itself."""
+    """Return (schemes, slices of tokens) so that schemes can encode each slice of their sides by itself."""
     steps = [getattr(scheme, "step", 1) for scheme, _ in pairs]
     elements = max(side.heads * side.dim for _, side in pairs)
     parts = pieces(begin, end, elements, int(np.lcm.reduce(steps)))
@@ -88,7 +88,7 @@ def divided(begin: int, end: int, *pairs: tuple[Any, SideReader]) -> tuple[list[
 
 
 def decode_like(scheme: Any, arrays: Any, like: np.ndarray) -> np.ndarray:
-    """Decode to float32; the result must have the shape of `like`."""
+    """Decode to float32; raise unless the result has the shape of `like`."""
     found = np.asarray(scheme.decode(arrays), np.float32)
     if found.shape != like.shape:
         raise argument_error("decode", f"shape {like.shape}", found.shape)
@@ -104,7 +104,7 @@ def errors_of(scheme: Any, side: SideReader) -> SideErrors:
 
 
 def code_parts(scheme: Any, side: SideReader, errors: SideErrors) -> Iterator[np.ndarray]:
-    """Encode and decode a side part by part; add errors and bits, and yield the decoded tokens."""
+    """Encode and decode a side, part by part; add errors and bits, and yield the decoded tokens."""
     (scheme,), parts = divided(0, side.tokens, (scheme, side))
     for part, x in zip(parts, floats(side, parts), strict=True):
         arrays = scheme.encode(x)
@@ -124,9 +124,9 @@ def code_parts(scheme: Any, side: SideReader, errors: SideErrors) -> Iterator[np
 
 
 def outliers(name: str, side: SideReader) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each head, largest / median of the channels' mean magnitudes, and all these magnitudes.
+    """Return (largest / median of each head's mean magnitudes of channels, these magnitudes [heads, dim]).
 
-    This is the first pass over a side. It raises if a number is not finite.
+    This is the first pass over a side: it raises if a number is not finite.
     """
     total = np.zeros((side.heads, side.dim))
     for part in pieces(0, side.tokens, side.heads * side.dim):
@@ -143,7 +143,7 @@ def outliers(name: str, side: SideReader) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_finite(name: str, x: np.ndarray, first: int = 0) -> None:
-    """Check that numbers [tokens, heads, dim] are finite; `first` is the number of the first token."""
+    """Raise unless numbers [tokens, heads, dim] are finite; `first` is the index of the first token."""
     wrongs = np.argwhere(~np.isfinite(x))
     if len(wrongs):
         token, head, place = wrongs[0]
@@ -154,8 +154,8 @@ def check_finite(name: str, x: np.ndarray, first: int = 0) -> None:
 def product(rows: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Multiply [heads, rows, k] by [heads, k, n], in parts for which BLAS starts no threads.
 
-    Schemes already run in threads, and waiting threads of OpenBLAS spin. Every part reads `other`, which is
-    several times faster for an array in order.
+    Schemes already run in threads, and waiting threads of OpenBLAS spin. `other` is made contiguous because
+    each part reads it.
     """
     other = np.ascontiguousarray(other)
     out = np.empty((*rows.shape[:2], other.shape[2]), np.float32)
@@ -167,52 +167,52 @@ def product(rows: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 class RunningAttention:
-    """Accumulates the softmax of rows [heads, rows] over tokens, and the weighted values."""
+    """Accumulates attention of query rows [heads, rows] over blocks of tokens, with an online softmax."""
 
     def __init__(self, heads: int, rows: int, dim: int) -> None:
-        self.most = np.full((heads, rows), -np.inf, np.float32)
-        self.total, self.top = np.zeros((heads, rows)), np.zeros((heads, rows), np.int64)
-        self.out = np.zeros((heads, rows, dim), np.float32)
+        self.m = np.full((heads, rows), -np.inf, np.float32)
+        self.l, self.top = np.zeros((heads, rows)), np.zeros((heads, rows), np.int64)
+        self.o = np.zeros((heads, rows, dim), np.float32)
 
     def add(self, logits: np.ndarray, value: np.ndarray, first: int) -> Any:
-        """Replace logits [heads, rows, tokens] by weights, in place; return the factor of earlier weights."""
+        """Add a block: replace logits [heads, rows, tokens] by weights, in place; return alpha."""
         top = logits.argmax(-1)
-        most = np.take_along_axis(logits, top[..., None], -1)[..., 0]
-        self.top = np.where(most > self.most, first + top, self.top)
-        most = np.maximum(most, self.most)
-        shrunk, self.most = np.exp(self.most - most), most
-        np.exp(np.subtract(logits, most[..., None], out=logits), out=logits)
-        self.total = self.total * shrunk + logits.sum(-1)
-        self.out *= shrunk[..., None]
-        self.out += product(logits, value)
-        return shrunk
+        m = np.take_along_axis(logits, top[..., None], -1)[..., 0]
+        self.top = np.where(m > self.m, first + top, self.top)
+        m = np.maximum(m, self.m)
+        alpha, self.m = np.exp(self.m - m), m
+        np.exp(np.subtract(logits, m[..., None], out=logits), out=logits)
+        self.l = self.l * alpha + logits.sum(-1)
+        self.o *= alpha[..., None]
+        self.o += product(logits, value)
+        return alpha
 
     @property
     def output(self) -> Any:
         """Return the output [heads, rows, dim]."""
-        return self.out / self.total[..., None]
+        return self.o / self.l[..., None]
 
     @property
     def log_sum(self) -> Any:
         """Return the log-sum-exp of each row."""
-        return self.most + np.log(self.total)
+        return self.m + np.log(self.l)
 
 
 def compare_attention(
     layer: LayerReader, query: np.ndarray, begin: int, end: int, *schemes: Any
 ) -> dict[str, np.ndarray]:
-    """Return {measure: [heads, rows]} of the errors that coding causes in attention of the last queries.
+    """Return {measure: [heads, rows]} of the errors that schemes cause in attention of the last queries.
 
-    The query heads of a key head are rows of one product, over some tokens at a time.
+    The query heads of a key head are rows of one product, for a block of tokens at a time.
     """
     sides = layer.key, layer.value
     heads, (count, _, dim), tokens = layer.key.heads, query.shape, end - begin
     rows = query.reshape(count, heads, -1, dim).transpose(1, 2, 0, 3).reshape(heads, -1, dim)
     rows = rows / np.float32(np.sqrt(dim)) if layer.scale is None else rows * np.float32(layer.scale)
-    last = np.tile(np.arange(tokens - count, tokens), rows.shape[1] // count)  # that each row sees
+    last = np.tile(np.arange(tokens - count, tokens), rows.shape[1] // count)  # the last token each row sees
     width = layer.value_dim or layer.value.dim
     exact, found = (RunningAttention(heads, rows.shape[1], width) for _ in range(2))
-    logit, divergence = np.zeros((2, *exact.total.shape))
+    logit, divergence = np.zeros((2, *exact.l.shape))
     own, parts = divided(begin, end, *zip(schemes, sides, strict=True))
     for part, *numbers in zip(parts, *(floats(side, parts) for side in sides), strict=True):
         coded = [decode_like(scheme, scheme.encode(x), x) for scheme, x in zip(own, numbers, strict=True)]
@@ -225,12 +225,12 @@ def compare_attention(
             change[:, hidden] = 0
             logits[:, hidden] = others[:, hidden] = -np.inf
         logit += np.abs(change).sum(-1)
-        shrunk = exact.add(logits, value, part.start)
-        divergence = divergence * shrunk - np.einsum("hrt,hrt->hr", logits, change)
+        alpha = exact.add(logits, value, part.start)
+        divergence = divergence * alpha - np.einsum("hrt,hrt->hr", logits, change)
         found.add(others, other_value, part.start)
     return {
         "logit": logit / (last + 1),
-        "kl": np.maximum(divergence / exact.total - exact.log_sum + found.log_sum, 0),
+        "kl": np.maximum(divergence / exact.l - exact.log_sum + found.log_sum, 0),
         "output": ((found.output - exact.output) ** 2).sum(-1),
         "norm": (exact.output**2).sum(-1),
         "top_changed": found.top != exact.top,
@@ -238,7 +238,7 @@ def compare_attention(
 
 
 def attention_errors(layer: LayerReader, *schemes: Any, judge: int = QUERIES) -> Iterator[dict[str, float]]:
-    """Return, for each key head, the errors that coding causes in attention of the last queries."""
+    """Yield {measure: mean} of the errors that schemes cause in attention, for each key head."""
     sums = AttentionSums()
     for query, begin, end in zip(layer.queries or (), layer.starts, layer.starts[1:], strict=False):
         query = np.asarray(query[-min(judge, QUERIES) :], np.float32)
@@ -254,16 +254,14 @@ class AttentionSums:
         self.count = 0
 
     def add(self, numbers: Mapping[str, np.ndarray]) -> None:
-        """Add numbers [heads, rows] by name."""
+        """Add {measure: [heads, rows]}."""
         for name, each in numbers.items():
             self.sums[name] = self.sums.get(name, np.zeros(1)) + each.sum(1, dtype=np.float64)
         self.count += numbers["kl"].shape[1]
 
     def by_head(self) -> Iterator[dict[str, float]]:
-        """Return the means of each head by name."""
+        """Yield {measure: mean} of each head; of outputs the relative error."""
         for h, norm in enumerate(self.sums["norm"]):
-            error = float(np.sqrt(self.sums["output"][h] / norm)) if norm else 0.0
-            means = {name: float(each[h] / self.count) for name, each in self.sums.items()} | {
-                "output": error
-            }
+            means = {name: float(each[h] / self.count) for name, each in self.sums.items()}
+            means["output"] = float(np.sqrt(self.sums["output"][h] / norm)) if norm else 0.0
             yield {MEANS[name]: means[name] for name in MEANS if name in means}

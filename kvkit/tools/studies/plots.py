@@ -23,8 +23,11 @@ MEASURES = {
 LOGARITHMIC = "output_error", "kl"
 INK = {"light": "#1d2733", "dark": "#d7dee6"}
 MAPS = 4  # maps in a row
-NEAR, MOST_RINGS = 10, 60  # points from a point to a name without a line between them; distances to try
-EIGHTHS = 1, -1, 0, 7, -7, 8, 2, -2, 6, -6, 3, -3, 5, -5, 4, -4  # directions to try, eighths of a half turn
+NEAR, MOST_RINGS = (
+    10,
+    60,
+)  # distance in points up to which a name needs no line to its point; distances to try
+EIGHTHS = 1, -1, 0, 7, -7, 8, 2, -2, 6, -6, 3, -3, 5, -5, 4, -4  # directions to try, in eighths of pi
 Box = tuple[float, float, float, float]
 COLOURED = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
 
@@ -37,9 +40,9 @@ def missing() -> str | None:
 
 
 def pictures(study: Study, page: str = "light") -> dict[str, str]:
-    """Return pictures as SVG by name: errors by layer and head, error against bytes, channels of keys.
+    """Return {name: SVG}: errors by layer and head, error against size, and channels of keys.
 
-    A study that evicts has errors against bytes, and channels of keys.
+    With eviction there are errors against size and channels of keys.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -55,11 +58,10 @@ def pictures(study: Study, page: str = "light") -> dict[str, str]:
 
 
 def style(ink: str) -> Any:
-    """Return the settings of all pictures: equal figures give equal text."""
+    """Return the settings of all pictures. The salt makes equal figures give equal texts."""
     return {
         "svg.hashsalt": "kvkit", "svg.fonttype": "path", "font.size": 9, "axes.spines.top": False,
-        "axes.spines.right": False,
-        **dict.fromkeys(COLOURED, ink),
+        "axes.spines.right": False, **dict.fromkeys(COLOURED, ink),
     }  # fmt: skip
 
 
@@ -100,7 +102,7 @@ def error_maps(study: Study, Figure: Any) -> Any:
 
 
 def pareto(study: Study, Figure: Any, ink: str) -> Any:
-    """Draw error against bytes; a line joins the schemes that no other scheme beats in both."""
+    """Draw error against bits; a line joins the schemes that no other scheme beats in both."""
     figure = Figure(figsize=(4.8, 3.4), layout="constrained")
     ax = figure.subplots()
     points = sorted((one.bits, one.advised_error, one.scheme) for one in study.summary)
@@ -169,7 +171,7 @@ def eviction(study: Study, Figure: Any, ink: str, wanted: Sequence[str] = tuple(
 
 
 def line_of(scorer: str, number: int, ink: str) -> dict[str, Any]:
-    """Return the style of a scorer's line: `random` and `oracle` are broken, in the colour of texts."""
+    """Return the style of a scorer's line: `random` and `oracle` have broken lines in the colour of texts."""
     if scorer in (RANDOM, ORACLE):
         return {"color": ink, "linestyle": ":" if scorer == RANDOM else "--", "linewidth": 1.2}
     marker = "o^Dv<>P*X"[number % 9]
@@ -183,8 +185,8 @@ def label_points(
     front: Sequence[tuple[float, float]],
     ink: str,
 ) -> None:
-    """Write a name beside each point, at the nearest place where it covers no name, point or line."""
-    figure.draw_without_rendering()  # the layout decides where points are
+    """Write the name of each point (bits, error, name) at the nearest place that is empty."""
+    figure.draw_without_rendering()  # computes the layout, and so the places of points
     figure.set_layout_engine("none")
     scale = figure.dpi / 72
     centres = [ax.transData.transform((bits, error)) for bits, error, _ in points]
@@ -208,7 +210,7 @@ def label_points(
 def free_place(
     x: float, y: float, width: float, height: float, taken: Sequence[Box], frame: Box, scale: float
 ) -> tuple[tuple[float, float], Box]:
-    """Return (offset of a text from its point, its box): the nearest that overlaps none of `taken`."""
+    """Return (offset from a point, box) of the nearest box inside the frame that overlaps none of `taken`."""
     gap, found = 5 * scale, ((0.0, 0.0), frame)
     for ring in range(MOST_RINGS):
         far = gap + ring * height / 2
@@ -231,7 +233,7 @@ def overlap(one: Box, other: Box) -> bool:
 
 
 def channels(study: Study, Figure: Any) -> Any:
-    """Draw histograms of key channels: mean magnitude / median of all, a line for each layer."""
+    """Draw histograms of key channels by mean magnitude / median of their head, a line for each layer."""
     figure = Figure(figsize=(6, 3), layout="constrained")
     ax = figure.subplots()
     for row in study.channels:

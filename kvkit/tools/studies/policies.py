@@ -1,4 +1,4 @@
-"""Parse what a study of eviction compares: scorers with a share to keep, schemes, or both together."""
+"""Parse the entries of a study of eviction: a scorer with the share of tokens to keep, a scheme, or both."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Entry = tuple[str, Any, Any]  # a name, the scheme of keys, the scheme of values
 
 
 class Uncoded:
-    """A scheme that leaves numbers as the source has them."""
+    """Stores numbers unchanged, as a scheme."""
 
     def encode(self, x: Array) -> dict[str, Array]:
-        """Return the numbers."""
+        """Return the numbers unchanged."""
         return {"x": x}
 
     def decode(self, arrays: Mapping[str, Array]) -> Array:
-        """Return the numbers."""
+        """Return the numbers unchanged."""
         return arrays["x"]
 
     def stored(self, arrays: Mapping[str, Array], bits: int, first: bool = True) -> int:
-        """Count the bits of numbers that have `bits` each in the source."""
+        """Count the bits of numbers, each of which has `bits` bits in the source."""
         return int(arrays["x"].size) * bits
 
 
@@ -45,7 +45,7 @@ UNCODED = Uncoded(), Uncoded()
 
 @dataclass(frozen=True)
 class Policy:
-    """A scorer that keeps a share of the tokens, and schemes that code them, if any.
+    """Names a scorer that keeps a share of the tokens, and schemes that encode these, if any.
 
     Attributes
     ----------
@@ -76,24 +76,24 @@ class Policy:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """Lists the schemes and policies that a study compares; `names` has the names of all, in order."""
+    """Lists the schemes and policies that a study compares."""
 
     schemes: list[Entry]
     policies: list[Policy]
-    names: list[str]
-    budget: str = "uniform"  # how the kept tokens are shared out among heads or layers
+    names: list[str]  # of schemes and policies, in the caller's order
+    budget: str = "uniform"  # how the kept tokens are distributed over heads or layers
     judge: int | None = None  # how many of the last queries measure the error; None: a quarter
-    rope: Any = None  # how keys were rotated, for scorers that need it
+    rope: Any = None  # the rotary embedding of keys, for scorers that need it
 
     def fitting(self, queries: Any) -> StudyPlan:
-        """Return the plan for a layer: without queries it has no oracle."""
+        """Return the plan for a layer with these queries: without any, there is no oracle."""
         if queries is not None:
             return self
         if self.judge is not None:
             raise argument_error("judge", "None, as the source has no queries", self.judge)
-        policies = [each for each in self.policies if each.scorer != ORACLE]
-        gone = {each.name for each in self.policies} - {each.name for each in policies}
-        return replace(self, policies=policies, names=[name for name in self.names if name not in gone])
+        oracles = {each.name for each in self.policies if each.scorer == ORACLE}
+        policies = [each for each in self.policies if each.name not in oracles]
+        return replace(self, policies=policies, names=[name for name in self.names if name not in oracles])
 
     def groups(self) -> list[list[Policy]]:
         """Return the policies in groups of equal scores."""
@@ -106,7 +106,7 @@ class StudyPlan:
 def make_plan(
     schemes: Any, evict: Any = None, budget: str = "uniform", judge: Any = None, rope: Any = None
 ) -> StudyPlan:
-    """Return the plan of a study: its schemes; with `evict`, each of its entries with every scheme."""
+    """Return the plan of a study: of `schemes`, or of the entries of `evict` combined with `schemes`."""
     if evict is None:
         chosen = list_schemes(schemes)
         return StudyPlan(chosen, [], [name for name, *_ in chosen])
@@ -124,9 +124,8 @@ def make_plan(
     if len(set(names)) < len(names):
         raise argument_error("evict", "each entry once", ", ".join(names))
     schemes = [each for each in entries if not isinstance(each, Policy)]
-    return StudyPlan(
-        schemes, [each for each in entries if isinstance(each, Policy)], names, budget, judge, rope
-    )
+    policies = [each for each in entries if isinstance(each, Policy)]
+    return StudyPlan(schemes, policies, names, budget, judge, rope)
 
 
 def items_of(evict: Any) -> list[Any]:
@@ -139,7 +138,7 @@ def items_of(evict: Any) -> list[Any]:
 
 
 def entry_of(item: Any) -> Entry | Policy:
-    """Return the policy or scheme of an entry; ("none", ...) keeps all tokens uncoded."""
+    """Parse an entry into a policy or a scheme; "none" is the scheme that stores numbers unchanged."""
     if isinstance(item, tuple) and len(item) == 2 and callable(item[0]):
         function, share = item[0], share_of(item[1], item)
         name = getattr(function, "__name__", type(function).__name__)
@@ -160,7 +159,7 @@ def entry_of(item: Any) -> Entry | Policy:
 
 
 def share_of(share: Any, item: Any) -> float:
-    """Return the share of tokens that stay."""
+    """Return a share as a number; raise unless it is above 0 and at most 1."""
     try:
         number = float(share)
     except (TypeError, ValueError):
@@ -171,12 +170,12 @@ def share_of(share: Any, item: Any) -> float:
 
 
 def share_text(share: float) -> str:
-    """Return a share in few digits, or in all if few would be another number."""
+    """Return a share as text, in six digits if they are exact."""
     return f"{share:g}" if float(f"{share:g}") == share else repr(share)
 
 
 def scorer_named(name: str) -> Any:
-    """Return the scorer of a name, or the function of a file, FILE.py:NAME."""
+    """Return the name of a scorer after a check, or the function FILE.py:NAME."""
     path, _, function = name.rpartition(":")
     if path.endswith(".py"):
         return load_object(path, function, "function")
@@ -188,7 +187,7 @@ def scorer_named(name: str) -> Any:
 
 
 def options_of(words: str | None, item: str) -> dict[str, Any]:
-    """Return the options between parentheses, such as window=32,pool=max."""
+    """Parse the options between parentheses, such as window=32,pool=max."""
     found = {}
     for part in filter(None, (words or "").split(",")):
         name, sign, value = (each.strip() for each in part.partition("="))
@@ -202,7 +201,7 @@ def options_of(words: str | None, item: str) -> dict[str, Any]:
 
 
 def combined(entry: Entry | Policy, schemes: Sequence[Entry]) -> list[Entry | Policy]:
-    """Combine an entry with each scheme; an entry that has a scheme is returned alone."""
+    """Return a policy with each scheme; the schemes for "none"; or an entry that has a scheme unchanged."""
     if isinstance(entry, Policy):
         if entry.schemes is not UNCODED:
             return [entry]
@@ -229,7 +228,7 @@ def scheme_of(policy: Policy) -> str:
 
 
 def parts_of(name: str) -> tuple[str, float, str] | None:
-    """Return the scorer with its options, the share and the scheme ("" for none) of a policy's name."""
+    """Return (scorer with options, share, scheme or "") of a policy's name; None for other names."""
     found = PARTS.fullmatch(name)
     try:
         return found and (name.rpartition("@")[0], float(found["share"]), found["scheme"] or "")

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 REPORTS = "study.json", "report.md", "report.html"
 CAPTIONS = {
     "errors": "Relative error by layer and head",
-    "pareto": "Error of the worst head, of attention's output where there were queries, against size; "
-    "no scheme is better in both than those that are joined",
-    "eviction": "What attention loses against bytes per token of the context, kept or not: a line a scorer, "
-    "a column a scheme of the tokens that stay, squares for schemes of all tokens",
+    "pareto": "Error of the worst head (of attention's output, if there were queries) against size. A line "
+    "joins the schemes that no other scheme beats in both",
+    "eviction": "Loss of attention against bytes per token of the context (kept or not). A line for each "
+    "scorer, a column for each scheme of kept tokens, squares for schemes of all tokens",
     "channels": "Channels of keys: outliers are far to the right",
 }
 END = (
-    "At an end: codes at an end of their range. Where a scale comes of the largest of a group that one is "
-    "there by construction (of int8:g8 one in 8); under a scale of 1, as of fp8, they have saturated"
+    "At an end: codes at a limit of their range. With a scale taken from a group's maximum, one code of each "
+    "group is at the limit (for int8:g8 one in 8); with a scale of 1, as for fp8, they have saturated"
 )
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --paper: #ffffff; --line: #d5dbe1; --mark: #2a9d8f; }
@@ -76,10 +76,10 @@ for (const table of document.querySelectorAll("table")) {
 
 
 def check_folder(folder: Path) -> None:
-    """Check before long work that a report can be written to a folder."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise argument_error("output", "a folder, or a place to make one", brief(folder))
+    """Check that a report can be written to a folder. Callers check before long work."""
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise argument_error("output", "a folder that exists or can be made", brief(folder))
 
 
 def write_report(study: Study, folder: Path) -> list[Path]:
@@ -98,9 +98,9 @@ def write_report(study: Study, folder: Path) -> list[Path]:
 
 
 def replace_all(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write files that belong together, reports last, so that no report lies beside another one's parts."""
+    """Replace files that belong together, reports last, so that no report refers to files of another one."""
     with name_in_errors(folder), contextlib.ExitStack() as files:
-        for name, text in reversed(list(texts.items())):  # the stack gives the last one its name first
+        for name, text in reversed(list(texts.items())):  # the stack renames the last file first
             file = files.enter_context(replacing(folder / name))
             file.write(text.encode())
             file.flush()
@@ -126,32 +126,29 @@ def markdown(study: Study, pictures: list[str]) -> str:
 
 def sortable(cells: Table) -> str:
     """Return an HTML table that a click on a heading sorts."""
-    heads, rows = cells
-    said, shown = html.escape, deciding_columns(heads)
-    marks = ["" if name in shown else " class=more" for name in heads]
-    head = "".join(
-        f"<th{mark}><button>{said(name)}</button></th>" for name, mark in zip(heads, marks, strict=True)
+    (heads, rows), escape = cells, html.escape
+    marks = ["" if name in deciding_columns(heads) else " class=more" for name in heads]
+    titles = (f"<th{mark}><button>{escape(x)}</button></th>" for x, mark in zip(heads, marks, strict=True))
+    lines = (
+        "".join(f"<td{mark}>{escape(x)}</td>" for x, mark in zip(row, marks, strict=True)) for row in rows
     )
-    body = "".join(
-        f"<tr>{''.join(f'<td{mark}>{said(cell)}</td>' for cell, mark in zip(row, marks, strict=True))}</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table><thead><tr>{''.join(titles)}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
-    """Return a page of HTML that needs no other file and no network."""
-    said = html.escape
-    worst = "".join(f"<li>{said(name)}: {said(heads)}</li>" for name, heads in worst_heads(study))
+    """Return a self-contained HTML page."""
+    escape = html.escape
+    worst = "".join(f"<li>{escape(name)}: {escape(heads)}</li>" for name, heads in worst_heads(study))
     worst = f"<h2>The three worst heads</h2>\n<ul>{worst}</ul>" if worst else ""
     figures = "".join(
         f"<figure>{''.join(f'<div class={page}>{drawn[page][name]}</div>' for page in drawn)}"
-        f"<figcaption>{said(caption)}</figcaption></figure>"
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
         for name, caption in CAPTIONS.items()
         if name in drawn["light"]
     )
-    notes = "".join(f"<p>Note: {said(note)}</p>" for note in study.notes)
-    title = f"{said(study.source)}: kvkit study"
+    notes = "".join(f"<p>Note: {escape(note)}</p>" for note in study.notes)
+    title = f"{escape(study.source)}: kvkit study"
     about = f"{len(study.layers)} layers, {study.heads} key heads, {study.tokens:,} tokens."
     return f"""<!doctype html>
 <html lang="en">
@@ -161,15 +158,15 @@ def page(study: Study, drawn: dict[str, dict[str, str]]) -> str:
 <style>{STYLE}</style>
 </head>
 <body>
-<h1>{said(study.source)}</h1>
-<p>{about} {said(study.budget()[0].upper() + study.budget()[1:])}.</p>
+<h1>{escape(study.source)}</h1>
+<p>{about} {escape(study.budget()[0].upper() + study.budget()[1:])}.</p>
 {sortable(table(study.summary))}
 <p class=narrow>A wider window shows more columns.</p>
 {worst}
 {figures}
 <h2>By layer, head and side</h2>
 {sortable(table_of_heads(study))}
-<p>{said(END)}.</p>
+<p>{escape(END)}.</p>
 {notes}
 <script>{SCRIPT}</script>
 </body>

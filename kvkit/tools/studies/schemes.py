@@ -1,4 +1,4 @@
-"""Find the schemes of `study`: by name, in a Python file, or as objects."""
+"""Find the schemes of `study`, by name, in a Python file, or as objects."""
 
 from __future__ import annotations
 
@@ -22,45 +22,41 @@ EXACT = {str(fmt): fmt for fmt in formats.FLOATS}
 
 @dataclass(frozen=True)
 class Cast:
-    """A scheme that rounds numbers to a float type."""
+    """Rounds numbers to a float type, as a scheme."""
 
     name: str
     dtype: np.dtype
     whole = False
 
     def encode(self, x: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the numbers in that type."""
+        """Round numbers to the float type."""
         with np.errstate(over="ignore"):
             return {"codes": x.astype(self.dtype)}
 
     def decode(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
-        """Return the numbers as float32."""
+        """Convert the numbers to float32."""
         return arrays["codes"].astype(np.float32)
 
 
 def key_and_value_schemes(text: Any) -> tuple[Any, Any]:
     """Return (scheme of keys, scheme of values) for "int4:g32+hadamard", "mine.py:Scheme", or an object."""
     if not isinstance(text, str):
-        made = check_scheme(
-            make_instance(text, text.__name__) if isinstance(text, type) else text, name_of(text)
-        )
-        return made, made
+        instance = make_instance(text, text.__name__) if isinstance(text, type) else text
+        return (check_scheme(instance, name_of(text)),) * 2
     if text in REGISTERED:
         return schemes_named(text)
     path, _, name = text.rpartition(":")
     if path.endswith(".py"):
-        made = check_scheme(make_instance(load_object(path, name, "class"), text), text)
-        return made, made
+        return (check_scheme(make_instance(load_object(path, name, "class"), text), text),) * 2
     word = re.split("[:+]", text)[0]
-    told = ALIASES.get(word, word)
-    if told in EXACT and text == word:
-        cast = Cast(text, EXACT[told].dtype)
-        return cast, cast
-    return schemes_named(told + text.removeprefix(word))
+    format = ALIASES.get(word, word)
+    if format in EXACT and text == word:
+        return (Cast(text, EXACT[format].dtype),) * 2
+    return schemes_named(format + text.removeprefix(word))
 
 
 def load_object(path: str, name: str, kind: str) -> Any:
-    """Load a "class" or a "function" of a Python file."""
+    """Load a class or a function of a Python file; `kind` is "class" or "function"."""
     word = {"class": "scheme", "function": "scorer"}[kind]
     if not Path(path).is_file():
         raise argument_error(word, f"a Python file and a {kind} in it, FILE.py:NAME", brief(path))
@@ -80,22 +76,22 @@ def load_object(path: str, name: str, kind: str) -> Any:
     return found
 
 
-def make_instance(made: type, name: str) -> Any:
-    """Make an object of a class, whose constructor takes no arguments."""
+def make_instance(cls: type, name: str) -> Any:
+    """Construct an object of a class without arguments."""
     try:
-        return made()
+        return cls()
     except Exception as error:
-        wanted = "a class without arguments"
+        wanted = "a class whose constructor needs no arguments"
         raise argument_error(f"scheme {brief(name)}", wanted, error_in_words(error)) from error
 
 
 def error_in_words(error: BaseException) -> str:
-    """Return the text of an error."""
+    """Return the type and the text of an error."""
     return f"{type(error).__name__} ({brief(error)})"
 
 
 def name_of(scheme: Any) -> str:
-    """Return the `name` of a class or object, or else that of its class."""
+    """Return the attribute `name` of a class or object, or else the name of the class."""
     return str(getattr(scheme, "name", getattr(scheme, "__name__", type(scheme).__name__)))
 
 

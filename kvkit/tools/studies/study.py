@@ -1,4 +1,4 @@
-"""`study`: compare quantization schemes, and policies that evict tokens, over all layers of a cache."""
+"""Compare quantization schemes, and policies that evict tokens, over all layers of a cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Summary:
-    """The errors and sizes of one scheme over all layers and heads.
+    """Holds the errors and sizes of one scheme over all layers and heads.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Summary:
     bits : float
         Stored bits per number, scales included.
     bytes_per_token : float
-        Bytes per token of keys and values, over all layers and heads.
+        Bytes of a token's keys and values in all layers and heads.
     key_error, value_error : float
         Relative root mean square error of decoded keys and values, over all heads.
     worst_error : float
@@ -45,7 +45,7 @@ class Summary:
     largest_error : float
         Largest error of a single number.
     cosine : float
-        Mean cosine similarity between a head's vector before and after coding.
+        Mean cosine similarity between a head's vector and its decoded vector.
     at_end, zero : float or None
         Shares of codes at a limit of their range, and of codes for 0; None for schemes that do not expose
         their codes. With a scale taken from a group's maximum, one code of each group is at the limit: 1 in 8
@@ -56,12 +56,12 @@ class Summary:
     worst_output : float or None
         Largest relative error of a head's outputs. None without queries.
     perplexity, agreement : float or None
-        Of a model that reads a text with the coded cache: the text's perplexity, and the share of positions
-        where the most likely token is the one without coding. None without a model.
+        For a model that reads a text with the quantized cache: the text's perplexity, and how often the most
+        likely token is the same as without quantization. None without a model.
     tokens_kept, weight_kept : float or None
         With eviction: how many tokens a head keeps on average, and their share of the weights of the judging
-        queries. `scheme` is then the policy, such as "snapkv@0.5+int4:g32". Bits and bytes are divided by all
-        tokens of the context; errors of keys and values are those of kept tokens.
+        queries. `scheme` is then the policy, such as "snapkv@0.5+int4:g32"; bits and bytes are divided by all
+        tokens of the context, and errors of keys and values count kept tokens only.
     """
 
     scheme: str
@@ -91,15 +91,15 @@ class Summary:
 
     @property
     def is_oracle(self) -> bool:
-        """Return whether this is the oracle, which sees the judging queries, as no real policy can."""
+        """Return whether this is the oracle, which sees the judging queries, unlike any real policy."""
         parts = parts_of(self.scheme)
         return parts is not None and parts[0] == ORACLE
 
     @property
     def advised_error(self) -> float:
-        """Return the error that the advice uses: of outputs with queries, otherwise of keys and values.
+        """Return the error of the worst head: of its outputs with queries, otherwise of keys and values.
 
-        It is infinite for the oracle, and for eviction without queries.
+        It is infinite for the oracle, and for eviction without queries, which are never advised.
         """
         if self.is_oracle or (self.evicts and self.worst_output is None):
             return float("inf")
@@ -108,7 +108,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Study:
-    """The result of `study`; its text is a table of schemes and the worst heads of each.
+    """Holds the result of `study`; its text is a table of schemes, and the worst heads of each.
 
     Attributes
     ----------
@@ -116,14 +116,14 @@ class Study:
     layers : list of str
     heads, tokens : int
     summary : list of Summary
-        One per scheme, in the caller's order.
+        One for each scheme, in the caller's order.
     rows : list of dict
-        One per (scheme, layer, head, side) with relative_rms, largest_error, cosine, at_end, zero; one per
-        (scheme, layer, head) with side "attention" and logit_error, kl, output_error, top_changed.
+        One for each scheme, layer, head and side with relative_rms, largest_error, cosine, at_end, zero; one
+        for each scheme, layer and head with side "attention", logit_error, kl, output_error, top_changed.
     outliers : list of dict
-        Per layer, head and side: largest mean magnitude of a channel / median of all channels.
+        For each layer, head and side: largest mean magnitude of a channel / median of all channels.
     channels : list of dict
-        Per layer: mean magnitudes of keys [heads, dim].
+        For each layer: mean magnitudes of keys [heads, dim].
     notes : tuple of str
     threshold : float
         The largest error of a head that the advice accepts. It is arbitrary; models differ.
@@ -147,12 +147,12 @@ class Study:
 
     @property
     def by_attention(self) -> bool:
-        """Return whether there were queries, so that the advice uses the outputs of attention."""
+        """Return whether there were queries; then the advice uses the outputs of attention."""
         return any(one.worst_output is not None for one in self.summary)
 
     @property
     def unjudged(self) -> bool:
-        """Return whether there are policies, and no queries to say what they cost."""
+        """Return whether there are policies but no queries, without which their cost is unknown."""
         return self.evicts and not self.by_attention
 
     def worst(self, scheme: str, count: int = WORST) -> list[Row]:
@@ -163,10 +163,8 @@ class Study:
 
     def budget(self) -> str:
         """Return a line that names the smallest scheme whose worst head has an error within the threshold."""
-        what = (
-            "the attention output of every head" if self.by_attention else "the keys and values of every head"
-        )
-        within = f"{what} within an error of {100 * self.threshold:g} %"
+        what = "attention output" if self.by_attention else "keys and values"
+        within = f"the {what} of every head within an error of {100 * self.threshold:g} %"
         arbitrary = f"(an arbitrary limit: threshold={self.threshold:g})"
         fine = [one for one in self.summary if one.advised_error <= self.threshold]
         if self.unjudged and not fine and all(one.evicts for one in self.summary):
@@ -180,7 +178,7 @@ class Study:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as a JSON-compatible dict."""
+        """Return the result as values that JSON can hold."""
         channels = [row | {"means": row["means"].tolist()} for row in self.channels]
         return asdict(self) | {"channels": channels, "budget": self.budget()}
 
@@ -217,33 +215,35 @@ def study(
     mapper: Mapper = map,
     threshold: float = THRESHOLD,
 ) -> Study:
-    """Compare schemes of quantization on the keys and values of a cache, layer by layer and head by head.
+    """Compare quantization schemes on the keys and values of a cache, layer by layer and head by head.
 
     Parameters
     ----------
     source : path, mapping of arrays, or cache
-        A file that `kvkit.tools.inspect` knows; arrays ``key`` and ``value``, [layers, tokens, heads, dim],
+        A file that `kvkit.tools.inspect` reads; arrays ``key`` and ``value``, [layers, tokens, heads, dim],
         perhaps with ``query`` [layers, sequences, last tokens, query heads, dim] and ``seqstarts``; an array
-        ``latent``, [layers, tokens, dim], whose rows are keys and, their first 512 elements, values (with
+        ``latent``, [layers, tokens, dim], whose rows are keys and whose first 512 elements are values (with
         ``query`` also ``softmax_scale``), or such rows in a layout without ``kv``; or a cache of
         `kvkit.cache`. A quantized cache is decoded if its format is known.
     schemes : str or sequence
         A comma-separated string or a sequence. A scheme is a name of `kvkit.formats` with its options, as in
-        "int4:g32"; a format and a rotation, "int4:g32+hadamard"; "fp8" (e4m3 with a scale of 1); a class of a
-        file, "mine.py:Scheme"; what `scheme` has registered; or an object with ``encode`` and ``decode``.
+        "int4:g32"; a format and a rotation, "int4:g32+hadamard"; "fp8" (e4m3 with a scale of 1); a class in a
+        file, "mine.py:Scheme"; a name that `scheme` registered; or an object with ``encode`` and ``decode``.
     evict : str or sequence, optional
-        Policies "SCORER@SHARE" and "SCORER@SHARE+SCHEME", beside schemes: "snapkv@0.5,int4:g32,
-        snapkv(window=32)@0.25+int4:g32". A scorer of `kvkit.eviction`, or a function of a file, "mine.py:f",
-        keeps that share of each head's tokens; the scheme codes these as a new prompt. In a sequence,
-        (function, share) is a policy too. With `schemes` each policy is combined with each of them, and
-        "none" stands for the schemes alone. `random` (the mean of three seeds) and `oracle` come on top.
+        Policies "SCORER@SHARE" and "SCORER@SHARE+SCHEME", and schemes: "snapkv@0.5,int4:g32,
+        snapkv(window=32)@0.25+int4:g32". A scorer of `kvkit.eviction`, or a function in a file, "mine.py:f",
+        keeps that share of each head's tokens; the scheme encodes these as a new prompt. In a sequence,
+        (function, share) is a policy, too. With `schemes`, each policy is combined with each scheme, and
+        "none" stands for the schemes without eviction. The scorers `random` (the mean of three seeds) and
+        `oracle` are added.
     budget : str
-        Whether heads keep as many tokens each ("uniform"), share them ("ada"), or layers do ("pyramid").
+        How the kept tokens are distributed: "uniform" (each head keeps the same number), "ada" (heads of a
+        layer share them) or "pyramid" (early layers keep more).
     judge : int, optional
-        How many of the last queries measure the error, a quarter by default; the last 64 of them are used.
-        Scorers do not see them, and the tokens from the first of them on always stay.
+        How many of the last queries measure the error, by default a quarter (at most the last 64 are used).
+        Scorers do not see them, and tokens after the first of them are never evicted.
     rope : Rope or "none", optional
-        How keys were rotated, for scorers that need it.
+        The rotary embedding of keys, for scorers that need it.
     layout : str, optional
         The layout of the file's cache, if the file does not name one.
     sizes : mapping, optional
@@ -252,13 +252,13 @@ def study(
         The rotation of the stored keys and values, which is undone: "llama.cpp", or any other name that
         `kvkit.formats.rotate` takes.
     progress : callable, optional
-        Called with (finished layers, all layers).
+        A function that is called with (finished layers, all layers).
     mapper : callable
-        A replacement for `map`. It may run layers in other processes (`kvkit.integrations.dask.mapper`),
-        which open the files themselves.
+        A function such as `map`, which studies each layer. `kvkit.integrations.dask.mapper` uses other
+        processes, which open the files themselves.
     threshold : float
-        The largest error of a head, 10 % by default, that the advised scheme may have: of the outputs of
-        attention with queries, otherwise of keys and values. The number is arbitrary.
+        The largest error of a head that the advised scheme may have: of the outputs of attention with
+        queries, otherwise of keys and values. The default, 10 %, is arbitrary.
 
     Returns
     -------
@@ -267,7 +267,7 @@ def study(
     Raises
     ------
     KvkitError
-        If a scheme is unknown or does not fit, if numbers are not finite, or if the source is no cache.
+        If a scheme is unknown or does not fit, if numbers are not finite, or if the source has no cache.
 
     Examples
     --------
@@ -311,7 +311,7 @@ def study_layers(
     channels = [{"layer": layer.name, "means": layer.channels} for layer in layers]
     named, notes, last = [layer.name for layer in layers], opened.notes, layers[-1]
     if opened.format:
-        notes = (f"the source is quantized ({opened.format}): errors are those that come on top", *notes)
+        notes = (f"the source is quantized ({opened.format}): only errors beyond its own are counted", *notes)
     if plan.value.policies:
         notes = (*evicting.notes_of(opened.layer(0), plan.value), *notes)
     return Study(
@@ -322,20 +322,17 @@ def study_layers(
 
 @dataclass(frozen=True)
 class StudiedLayer:
-    """The results of one layer.
-
-    `bits[scheme]` is the stored size; `sums[scheme]` holds [side, (sum of squared errors, sum of squares)].
-    """
+    """Holds the results of one layer."""
 
     name: str
     heads: int
     tokens: int
     elements: int
     outliers: list[Row]
-    channels: np.ndarray
+    channels: np.ndarray  # mean magnitudes of keys [heads, dim]
     rows: list[Row]
-    bits: dict[str, float]
-    sums: dict[str, np.ndarray]
+    bits: dict[str, float]  # {scheme: stored bits}
+    sums: dict[str, np.ndarray]  # {scheme: [side, (sum of squared errors, sum of squares)]}
 
 
 def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
@@ -382,20 +379,20 @@ def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
 
 
 def check_tokens(layer: LayerReader) -> None:
-    """Raise if a layer has no numbers."""
+    """Raise if a layer has no elements."""
     for side in (layer.key, layer.value):
         if 0 in (side.tokens, side.heads, side.dim):
-            said = f"{side.tokens} tokens of {side.heads} heads of {side.dim} elements in {layer.name}"
-            raise argument_error("source", "a cache that holds tokens", said)
+            got = f"{side.tokens} tokens of {side.heads} heads of {side.dim} elements in {layer.name}"
+            raise argument_error("source", "a cache that holds tokens", got)
 
 
 def study_scheme(
     layer: LayerReader, name: str, *schemes: Any, judge: int | None = None
 ) -> tuple[list[Row], int, np.ndarray]:
-    """Return a layer's rows for one scheme, its size in bits, and sums [side, (squared errors, squares)].
+    """Return (rows by head, bits, sums [side, (squared errors, squares)]) of a layer for one scheme.
 
-    With `judge`, in a study with policies, so many queries measure the error, and rows count all tokens as
-    kept.
+    In a study with policies, `judge` is the number of queries that measure the error, and rows say that all
+    tokens are kept.
     """
     found: list[Row] = []
     kept = {} if judge is None else {"weight_kept": 1.0, "tokens_kept": layer.key.tokens}

@@ -1,4 +1,4 @@
-"""Describe schemes and heads of a study in tables and sentences."""
+"""Write tables and sentences about the schemes and heads of a study."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ COLUMNS = {  # {field: (heading, format of its numbers)}, the most important fir
     "relative_rms": ("error", ".4f"), "largest_error": ("largest error", ".3g"), "cosine": ("cosine", ".5f"),
     "at_end": ("at an end", "%"), "zero": ("zero", "%"), "ratio": ("outlier ratio", ".2f"),
 }  # fmt: skip
-ON_PAGES = "largest error", "cosine", "logit"  # columns that a terminal has no room for
-OF_CODES = *ON_PAGES, "at an end", "zero"  # columns too many beside those of policies
-DECIDING = (  # columns that a telephone shows: of the first of these that a table has all of
+ON_PAGES = "largest error", "cosine", "logit"  # columns that are left out on a terminal
+OF_CODES = *ON_PAGES, "at an end", "zero"  # columns that are left out if there are policies
+DECIDING = (  # columns on a narrow screen: the first of these lists of which a table has all
     ("scheme", "bytes a token", "agreement", "weight kept"),
     ("scheme", "bytes a token", "weight kept", "output"),
     ("scheme", "bits", "agreement", "worst output"), ("scheme", "bits", "worst output", "KL"),
@@ -35,7 +35,7 @@ DECIDING = (  # columns that a telephone shows: of the first of these that a tab
 
 
 def table(summary: list[Summary], wide: bool = True) -> Table:
-    """Return headings and a row for each scheme; `wide` adds the columns of pages."""
+    """Return the table of schemes; `wide` adds columns for pages."""
     rows = [{"scheme": one.scheme + NO_POLICY * one.is_oracle, **cells(vars(one))} for one in summary]
     evicts = any(one.evicts for one in summary)
     hidden = OF_CODES if evicts else () if wide else ON_PAGES
@@ -48,7 +48,7 @@ def deciding_columns(headings: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def table_of_heads(study: Study) -> Table:
-    """Return headings and a row for each scheme, layer, head and side; with eviction only of attention."""
+    """Return the table of heads: a row for each scheme, layer, head and side (with eviction: attention)."""
     ratios = {(one["layer"], one["head"], one["side"]): one["ratio"] for one in study.outliers}
     rows = []
     for row in study.rows:
@@ -61,7 +61,7 @@ def table_of_heads(study: Study) -> Table:
 
 
 def cells(numbers: Mapping[str, Any]) -> dict[str, str]:
-    """Return the numbers of a row as texts by heading; "" for missing ones."""
+    """Return {heading: number as text} of a row; "" for missing numbers."""
     found = {}
     for name, (heading, form) in COLUMNS.items():
         number = numbers.get(name)
@@ -71,13 +71,13 @@ def cells(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 def filled_columns(rows: list[dict[str, str]]) -> Table:
-    """Return a table without the columns that no row has."""
+    """Return a table of rows {heading: cell}, without columns that are empty in all rows."""
     names = [name for name in rows[0] if any(row[name] for row in rows)]
     return tuple(names), [tuple(row[name] for name in names) for row in rows]
 
 
 def worst_heads(study: Study) -> list[tuple[str, str]]:
-    """Return each scheme with its worst heads in words; without policies to compare with, or not judged."""
+    """Return (scheme, its worst heads in words), except for random, the oracle, and unjudged policies."""
     hidden = f"{RANDOM}@", f"{ORACLE}@"
     shown = (one for one in study.summary if not (study.unjudged and one.evicts))
     own = [one.scheme for one in shown if not one.scheme.startswith(hidden)]

@@ -1,4 +1,4 @@
-"""Draw parts of the calls of a pack: sizes, random numbers, caches of NaN or random codes."""
+"""Draw the parts of a pack's calls: sizes, random numbers, caches of NaN or random codes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -14,34 +14,22 @@ from kvkit.typed import Array
 
 FLOATS = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 NAN = np.nan
-# (operator, inputs, attributes, the arguments of the call that stored the past, if there is one)
+# (operator, inputs, attributes, arguments of an earlier call that stored past tokens, or None)
 Call = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the calls of a pack.
+    """Holds the sizes of the calls of a pack."""
 
-    Attributes
-    ----------
-    heads : int
-        The number of key heads; there are a few times as many query heads.
-    dim : int
-        Elements of a head, a multiple of 16.
-    page : int
-        Tokens of a page. Contexts end at the end of a page, one token before it and one after it.
-    batch : int
-        Sequences, at least 2.
-    """
-
-    heads: int = 2
-    dim: int = 16
-    page: int = 4
-    batch: int = 4
+    heads: int = 2  # key heads; there are a few times as many query heads
+    dim: int = 16  # elements of a head, a multiple of 16
+    page: int = 4  # tokens of a page; contexts end at the end of a page, or one token before or after it
+    batch: int = 4  # sequences, at least 2
 
     @classmethod
     def of(cls, shapes: Mapping[str, int] | None) -> "Sizes":
-        """Return the requested sizes, with defaults for the others."""
+        """Return the requested sizes, and defaults for the others; raise for unknown or small ones."""
         names, shapes = [each.name for each in fields(cls)], dict(shapes or {})
         for name in shapes:
             if name not in names:
@@ -53,14 +41,14 @@ class Sizes:
         return cls(**sizes)
 
     def each(self, *lengths: int) -> tuple[int, ...]:
-        """Return a length for each sequence by repeating these."""
-        return tuple(int(each) for each in np.resize(lengths, self.batch))
+        """Return a length for each sequence by repeating `lengths`."""
+        return tuple(int(length) for length in np.resize(lengths, self.batch))
 
 
 def numbers(
     rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike, most: int = 127, group: int = 8
 ) -> Array:
-    """Return numbers; some groups are ties of codes, zeros, tiny, or as large as a code can hold."""
+    """Return random numbers. Some groups of them are ties of codes, zeros, or tiny."""
     x = rng.standard_normal(shape).astype(np.float32)
     flat = x.reshape(-1, group) if x.size % group == 0 else x.reshape(-1, 1)
     style = rng.integers(0, 8, len(flat))
@@ -73,7 +61,7 @@ def numbers(
 
 
 def plain(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Return random numbers of a size that is usual in attention."""
+    """Return numbers of a standard normal distribution."""
     return rng.standard_normal(shape).astype(dtype)
 
 

@@ -1,10 +1,10 @@
-"""`export`: write cases as ONNX test data, if ONNX has the operator."""
+"""Export packs: write cases as ONNX test data, if ONNX has the operator."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +18,21 @@ from kvkit.tools.vectors.packs import Case
 from kvkit.typed import Array, FilePath
 
 OPSET = 23
-PLAIN = {
-    "num_heads",
-    "head_dim",
-    "num_kv_heads",
-    "is_causal",
-    "is_alibi",
-    "softmax_scale",
-    "softcap",
-    "return_lse",
-    "window",
-}
+ATTRIBUTES = {  # attributes of multi_head_attention that ONNX's Attention can express
+    "num_heads", "head_dim", "num_kv_heads", "is_causal", "is_alibi", "softmax_scale", "softcap",
+    "return_lse", "window",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The model that was written, and what ONNX cannot express.
+    """Holds the result of `export`.
 
     Attributes
     ----------
     folder : Path
     written, left_out : list of str
-        Names of cases.
+        Names of cases: those that were written, and those that ONNX cannot express.
     """
 
     folder: Path
@@ -47,8 +40,8 @@ class Exported:
     left_out: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as a dict that JSON can hold."""
-        return {"folder": str(self.folder), "written": self.written, "left_out": self.left_out}
+        """Return the result as values that JSON can hold."""
+        return asdict(self) | {"folder": str(self.folder)}
 
     def __str__(self) -> str:
         left_out = f"{len(self.left_out)} that onnx's Attention does not have"
@@ -105,25 +98,24 @@ def export(folder: str | os.PathLike, target: str | os.PathLike, *, to: str = "o
                 (place / f"{kind}_{i}.pb").write_bytes(tensor.SerializeToString())
         written.append(case["name"])
     if not written:
-        raise KvkitError(f"{folder}: no case can be said in ONNX: export a pack with multi_head_attention")
+        wrong = "ONNX can express no case"
+        raise KvkitError(f"{folder}: {wrong}: export a pack with multi_head_attention")
     return Exported(target, written, left_out)
 
 
 def graph(onnx: Any, folder: FilePath, case: Case) -> tuple[Any, dict[str, Array], dict[str, Array]] | None:
-    """Return (model, inputs, outputs) of a case; None if ONNX's Attention is defined otherwise."""
+    """Return (model, inputs, outputs) of a case; None if ONNX's Attention cannot express it."""
     if case["operator"] != "multi_head_attention" or case.get("refused"):
         return None
     given = packs.arguments(folder, case)
     arrays = {name: array for name, array in given.items() if isinstance(array, np.ndarray)}
     attributes = {name: value for name, value in given.items() if name not in arrays and value is not None}
     query, key = arrays["query"], arrays["key"]
-    if set(arrays) - {"query", "key", "value", "attn_mask"} or set(attributes) - PLAIN:
+    if set(arrays) - {"query", "key", "value", "attn_mask"} or set(attributes) - ATTRIBUTES:
         return None
     if query.dtype.name == "bfloat16":
         return None  # onnxruntime lacks this on the CPU
-    inputs = {
-        name: arrays[given].swapaxes(1, 2) for name, given in (("Q", "query"), ("K", "key"), ("V", "value"))
-    }
+    inputs = {name[0].upper(): arrays[name].swapaxes(1, 2) for name in ("query", "key", "value")}
     mask = whole_mask(query, key, arrays.get("attn_mask"), attributes)
     if np.isneginf(mask).all(axis=-1).any():
         return None  # versions of ONNX differ about queries that see no key
@@ -138,13 +130,9 @@ def graph(onnx: Any, folder: FilePath, case: Case) -> tuple[Any, dict[str, Array
         kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
         return onnx.helper.make_tensor_value_info(name, kind, array.shape)
 
-    made = onnx.helper.make_graph(
-        [node],
-        case["name"],
-        [info(*item) for item in inputs.items()],
-        [info(*item) for item in outputs.items()],
-    )
-    model = onnx.helper.make_model(made, opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=10)
+    values = ([info(*item) for item in arrays.items()] for arrays in (inputs, outputs))
+    whole = onnx.helper.make_graph([node], case["name"], *values)
+    model = onnx.helper.make_model(whole, opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=10)
     return model, inputs, outputs
 
 

@@ -1,4 +1,4 @@
-"""Calls over latent caches: suites `mla-dense`, `mla-ds656`, `mla-ds584`, `dsa-indexer`, `dsa-sparse`."""
+"""Make calls over latent caches: suites mla-dense, mla-ds656, mla-ds584, dsa-indexer and dsa-sparse."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,21 +10,21 @@ from kvkit.formats import encode
 from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
 from kvkit.typed import Array
 
-LATENT, ROPE, DS_V4_CODES = 512, 64, 448  # elements of a row; of the coded part of a row of 584 bytes
+LATENT, ROPE, DS_V4_CODES = 512, 64, 448  # elements of the latent and the rotary part; of codes in 584 bytes
 HEADS = ((16, 1), (16, 4), (64, 2), (128, 1), (128, 3))  # query heads, queries of each sequence
 SCALE = 192**-0.5  # 1 / sqrt(size of an expanded head)
 BYTES = {"656": "ds_mla", "656-powers": "ds_mla:p2", "584": "ds_v4"}
 IN_FLOAT64 = "mla_attention", "indexer_scores"  # operators whose expected results are not rounded
-CHOSEN = 9  # indices of each query
+CHOSEN = 9  # indices for each query
 
 
 def pool_of(rows: Array, used: Array, format: str | None) -> dict[str, Any]:
-    """Return the pool of rows [blocks, page, dim] as an argument; rows that are not `used` are poison."""
+    """Return the arguments {"latent": pool, ...} for rows [blocks, page, dim]; unused rows are NaN."""
     blocks, page, dim = rows.shape
     if format is None:
         return {"latent": np.where(used[..., None], rows, rows.dtype.type(NAN))}
     stored = encode(rows.reshape(-1, dim), format)["codes"].view(np.uint8).reshape(blocks, page, -1)
-    stored[~used] = 255  # NaN as codes and as numbers
+    stored[~used] = 255  # bytes of NaN, as codes and as numbers
     if format == "ds_v4":
         parts = stored[..., :576].reshape(blocks, -1), stored[..., 576:].reshape(blocks, -1)
         room = -(-page * 584 // 576) * 576 - page * 584
@@ -48,7 +48,7 @@ def dense(
     apart: bool = False,
     **more: Any,
 ) -> Call:
-    """Return attention over contexts that end near the ends of pages; one context is empty."""
+    """Return a call of attention over contexts that end near the ends of pages; one context is empty."""
     page, dim, kind = sizes.page, width_of(format), FLOATS[dtype]
     lengths = np.array(sizes.each(page + 3, 0, 2 * page + 1, max(page, queries)), np.int32)
     counts = -(-lengths // page)
@@ -82,7 +82,7 @@ def sparse(
     lens: bool = False,
     **more: Any,
 ) -> Call:
-    """Return attention to chosen rows, with negative indices, a repeated row, and a query without rows."""
+    """Return a call of attention to chosen rows, with negative and repeated indices, and a query without."""
     tokens, dim, kind = sizes.batch * queries, width_of(format), FLOATS[dtype]
 
     def side(blocks: int) -> tuple[dict[str, Any], Array]:
@@ -113,7 +113,7 @@ def append(
     format: str | None = None,
     apart: bool = False,
 ) -> Call:
-    """Return a store of new rows to slots in any order, one of them negative."""
+    """Return a call that appends rows to slots in any order, one of them negative."""
     kind, dim = FLOATS[dtype], width_of(format)
     used = np.zeros((3, sizes.page), bool)
     cache = pool_of(plain(rng, (*used.shape, dim), kind), used, format)["latent"]
@@ -127,12 +127,10 @@ def append(
 
 
 def projections(rng: np.random.Generator, sizes: Sizes, dtype: str) -> Iterator[tuple[str, Call]]:
-    """Yield the products of heads with the up-projections of keys and values."""
+    """Yield (name, call) of `mla_absorb` and `mla_expand`."""
     kind, heads = FLOATS[dtype], sizes.heads
-    inputs = {
-        "query": plain(rng, (sizes.batch, heads, 128), kind),
-        "w_uk": plain(rng, (heads, 128, 32), kind),
-    }
+    query = plain(rng, (sizes.batch, heads, 128), kind)
+    inputs = {"query": query, "w_uk": plain(rng, (heads, 128, 32), kind)}
     yield f"absorb-{dtype}", ("mla_absorb", inputs, {}, None)
     rows = plain(rng, (sizes.batch, heads, 32), kind)
     inputs = {"latent_output": rows, "w_uv": plain(rng, (heads, 128, 32), kind)}
@@ -158,7 +156,7 @@ def mla_dense(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Cal
 
 
 def coded(rng: np.random.Generator, sizes: Sizes, names: tuple[str, ...]) -> Iterator[tuple[str, Call]]:
-    """Yield (name, call) of suites of bytes."""
+    """Yield (name, call) of the suites `mla-ds656` and `mla-ds584`: rows are bytes of these formats."""
     for name in names:
         format = BYTES[name]
         for heads, queries in HEADS:
@@ -171,16 +169,6 @@ def coded(rng: np.random.Generator, sizes: Sizes, names: tuple[str, ...]) -> Ite
     twice = append(rng, sizes, format=BYTES[names[0]])
     twice[1]["slot_mapping"][:] = 1
     yield "slot-twice-refused", twice
-
-
-def mla_656(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
-    """Yield (name, call) of the suite `mla-ds656`."""
-    return coded(rng, sizes, ("656", "656-powers"))
-
-
-def mla_584(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
-    """Yield (name, call) of the suite `mla-ds584`."""
-    return coded(rng, sizes, ("584",))
 
 
 def dsa_sparse(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
@@ -205,7 +193,7 @@ def dsa_indexer(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, C
 
 
 def index_scores(rng: np.random.Generator, sizes: Sizes, dtype: str, queries: int) -> Call:
-    """Return scores over contexts, one of them empty; keys after the contexts are NaN."""
+    """Return a call of `indexer_scores`. One context is empty; keys after contexts are NaN."""
     _, inputs, _, _ = dense(rng, sizes, queries=queries, dtype="fp32" if dtype == "e4m3" else dtype)
     keys, places = inputs["latent"][..., :128].copy(), ("block_tables", "context_lens", "query_starts")
     tokens, kind, more = len(inputs["query"]), inputs["query"].dtype, {}
@@ -218,7 +206,7 @@ def index_scores(rng: np.random.Generator, sizes: Sizes, dtype: str, queries: in
 
 
 def top(rng: np.random.Generator, sizes: Sizes, k: int) -> Call:
-    """Return a choice among scores with ties; one context is empty."""
+    """Return a call of `topk_rows` for scores with ties; one context is empty."""
     _, inputs, _, _ = dense(rng, sizes, queries=2, dtype="fp32")
     lengths, tokens = np.repeat(inputs["context_lens"], 2), len(inputs["query"])
     found = rng.integers(0, 5, (tokens, int(lengths.max()))).astype(np.float32)

@@ -1,11 +1,12 @@
-"""Make a pack: calls, the reference's results, and the tolerance of each result."""
+"""Make a pack: write calls, the reference's results, and the tolerance of each result."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ from kvkit.tools.vectors import latent, pools, scenes
 from kvkit.tools.vectors.draws import Call, Sizes
 from kvkit.version import __version__
 
-SUITES = {
+SUITES: dict[str, Callable[[np.random.Generator, Sizes], Iterator[tuple[str, Call]]]] = {
     "pmx": scenes.pmx, "ascend": pools.ascend, "paged": pools.paged, "mla-dense": latent.mla_dense,
-    "mla-ds656": latent.mla_656, "mla-ds584": latent.mla_584, "dsa-indexer": latent.dsa_indexer,
+    "mla-ds656": partial(latent.coded, names=("656", "656-powers")),
+    "mla-ds584": partial(latent.coded, names=("584",)), "dsa-indexer": latent.dsa_indexer,
     "dsa-sparse": latent.dsa_sparse,
 }  # fmt: skip
-SUMS = "attention", "rotary", "alibi", "absorb", "expand", "indexer"  # in the names of operators that round
+SUMS = "attention", "rotary", "alibi", "absorb", "expand", "indexer"  # parts of names of operators that round
 EXACT = {"atol": 0.0, "rtol": 0.0, "reason": "bytes are moved, or made by a recipe that says every rounding"}
-OF_DTYPE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+OF_DTYPE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # {dtype of a result: tolerance}
 REASON = "float64 reference; sums in float32, one rounding to {}: an error of {} times max(1, |expected|)"
 CODES = "; over codes a kernel may leave out a rounding of keys, which moves a score by its share of them"
 LSE = {"atol": 2e-5, "rtol": 2e-5, "reason": "float64 reference; sums in float32"}
@@ -35,13 +37,13 @@ LSE = {"atol": 2e-5, "rtol": 2e-5, "reason": "float64 reference; sums in float32
 
 @dataclass(frozen=True)
 class Pack:
-    """The result of `make`.
+    """Holds the result of `make`.
 
     Attributes
     ----------
     folder : Path
     cases, files, nbytes : int
-        The number of cases and files in the folder, and their size in bytes.
+        The numbers of cases and files in the folder, and the size of the files in bytes.
     """
 
     folder: Path
@@ -50,8 +52,8 @@ class Pack:
     nbytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as a dict that JSON can hold."""
-        return {"folder": str(self.folder), "cases": self.cases, "files": self.files, "nbytes": self.nbytes}
+        """Return the result as values that JSON can hold."""
+        return asdict(self) | {"folder": str(self.folder)}
 
     def __str__(self) -> str:
         return f"{self.folder}: {self.cases} cases, {self.files} files, {self.nbytes} bytes"
@@ -72,7 +74,7 @@ def make(
     Parameters
     ----------
     folder : path
-        The folder to write; new or empty.
+        The folder to write, new or empty.
     suite : str, optional
         "pmx", "ascend", "paged", "mla-dense", "mla-ds656", "mla-ds584", "dsa-indexer" or "dsa-sparse"; by
         default the suite of `operator`, or "pmx".
@@ -86,7 +88,7 @@ def make(
     raw : bool
         Write raw bytes (.bin) instead of .npy files, for programs that cannot read .npy.
     advance : callable, optional
-        Called with 1 after every case.
+        A function that is called with 1 after every case.
 
     Returns
     -------
@@ -114,8 +116,8 @@ def make(
         raise KvkitError(f"{folder}: there is something already: give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     cases: list[dict[str, Any]] = []
-    asked = [suite] if suite else list(SUITES) if operator else ["pmx"]
-    for suite in asked:
+    requested = [suite] if suite else list(SUITES) if operator else ["pmx"]
+    for suite in requested:
         for name, call in SUITES[suite](np.random.default_rng(seed), sizes):
             if operator is None or call[0] == operator:
                 cases.append(case_of(folder, name, call, raw))
@@ -124,7 +126,7 @@ def make(
         if cases:
             break
     if not cases:
-        raise KvkitError(f"operator: suite {' or '.join(asked)} has no case of {operator!r}")
+        raise KvkitError(f"operator: suite {' or '.join(requested)} has no case of {operator!r}")
     more = {"suite": suite, "seed": seed, "shapes": asdict(sizes), "raw": raw}
     call_log.write_manifest(folder, cases, producer=f"kvkit {__version__}", **more)
     files = [path for path in folder.rglob("*") if path.is_file()]
@@ -132,7 +134,7 @@ def make(
 
 
 def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
-    """Write a case and return its entry in the manifest."""
+    """Write the files of a case; return its entry in the manifest."""
     operator, inputs, attributes, before = call
     if before is not None:
         scenes.store_past(operator, before, attributes)
@@ -141,11 +143,8 @@ def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
         key: call_log.write_argument(folder, f"{name}/{key}", value, raw)
         for key, value in call_log.members(inputs | attributes)
     }
-    inout = [
-        array.name
-        for array in OPERATORS[operator].inputs
-        if array.inout and inputs.get(array.name) is not None
-    ]
+    changed = [array.name for array in OPERATORS[operator].inputs if array.inout]
+    inout = [name for name in changed if inputs.get(name) is not None]
     after = deepcopy(inputs)
     results = () if refused else expected_results(operator, after, attributes)
     outputs = {}
@@ -168,7 +167,7 @@ def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
 
 
 def expected_results(operator: str, inputs: dict[str, Any], attributes: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the reference's outputs; arrays that change do so in `inputs`."""
+    """Return the reference's outputs. The reference changes in-out arrays in `inputs`."""
     attributes = {name: value for name, value in attributes.items() if name != "return_lse"}
     if "rotary" in operator:
         attributes["kind"] = np.float64  # of angles
@@ -177,7 +176,7 @@ def expected_results(operator: str, inputs: dict[str, Any], attributes: dict[str
 
 
 def type_of(output: Any, inputs: dict[str, Any], attributes: Mapping[str, Any]) -> np.dtype[Any]:
-    """Return the dtype of an output: its own, one that an attribute names, or that of the first array."""
+    """Return the dtype of an output: a fixed one, one that an attribute names, or the first input's."""
     if output.dtype in attributes or output.dtype in ("float32", "int64", "int32"):
         return np.dtype(attributes.get(output.dtype, output.dtype))
     return next(iter(inputs.values())).dtype
@@ -191,7 +190,7 @@ def exact(operator: str) -> bool:
 def tolerance(
     operator: str, output: str, inputs: dict[str, Any], dtype: np.dtype[Any], attributes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the tolerance of an output; for sums over codes that of the queries' type."""
+    """Return the tolerance of an output. Over codes, lse has the tolerance of the queries' type."""
     if exact(operator):
         return EXACT
     coded = attributes.get("quant_bit") or attributes.get("format")

@@ -1,4 +1,4 @@
-"""Read packs: check their manifests, and load arrays of the dtypes that a manifest names."""
+"""Read packs: check their manifests, and load their arrays."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")  # names become file names
 
 
 def manifests(folder: FilePath) -> list[Path]:
-    """Return the folders of packs: this one, or its subfolders, as KVKIT_LOG=10 writes them."""
+    """Return the folders with a manifest: this folder, or its subfolders, as KVKIT_LOG=10 writes them."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileError(f"{folder}: no such folder: give one with a {MANIFEST}")
@@ -49,10 +49,9 @@ def manifest(folder: FilePath) -> dict[str, Any]:
         raise FileError(f"{path}: it lists no cases: make the pack again")
     version = found.get("format_version")
     if version != FORMAT_VERSION:
-        said = "no format_version" if version is None else f"format_version {brief(repr(version))}"
-        raise FileError(
-            f"{path}: {said}, not {FORMAT_VERSION}: make it with this version of kvkit, or update kvkit"
-        )
+        got = "no format_version" if version is None else f"format_version {brief(repr(version))}"
+        cure = "make it with this version of kvkit, or update kvkit"
+        raise FileError(f"{path}: {got}, not {FORMAT_VERSION}: {cure}")
     for case in found["cases"]:
         wrong = wrong_in_case(case)
         if wrong:
@@ -61,7 +60,7 @@ def manifest(folder: FilePath) -> dict[str, Any]:
 
 
 def wrong_in_case(case: Any) -> str:
-    """Return which part of a case has a wrong form; "" if none has."""
+    """Return what is wrong with the form of a case; "" if nothing is."""
     parts: list[Any] = [case.get(key) for key in GROUPS] if isinstance(case, dict) else [None]
     if not all(isinstance(part, dict) and all(isinstance(v, dict) for v in part.values()) for part in parts):
         return "a case without arguments, outputs or after"
@@ -98,7 +97,7 @@ def entries(case: Case) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def result_dtype(entry: dict[str, Any]) -> str:
-    """Return the dtype of a result; the expected array may be float64."""
+    """Return the dtype that a result must have. The expected array may be float64 instead."""
     return str(entry.get("result_dtype", entry.get("dtype")))
 
 
@@ -118,7 +117,7 @@ def inside(folder: FilePath, name: str) -> Path:
 
 
 def array(folder: FilePath, entry: dict[str, Any], path: Path | None = None) -> Array:
-    """Load an array of a pack, of the dtype and shape that its manifest names."""
+    """Load an array of a pack with the dtype and shape that the manifest names."""
     path = inside(folder, entry["file"]) if path is None else path
     try:
         dtype = np.dtype(getattr(ml_dtypes, entry["dtype"], entry["dtype"]))
@@ -132,15 +131,14 @@ def array(folder: FilePath, entry: dict[str, Any], path: Path | None = None) -> 
             raise ValueError(f"{found.size} elements, not {math.prod(shape)}")
         return found.reshape(shape).copy()
     except (KeyError, TypeError, ValueError, OverflowError, EOFError, IsADirectoryError) as error:
-        raise FileError(
-            f"{path}: no array of {entry.get('dtype')} {entry.get('shape')} ({brief(error)}): make it again"
-        ) from None
+        what = f"no array of {entry.get('dtype')} {entry.get('shape')} ({brief(error)})"
+        raise FileError(f"{path}: {what}: make it again") from None
     except FileNotFoundError:
         raise FileError(f"{path}: no such file: make the pack again") from None
 
 
 def arguments(folder: FilePath, case: Case) -> dict[str, Any]:
-    """Load the arguments of a case, by name; NAME.0, NAME.1 ... are a tuple."""
+    """Load the arguments of a case by name; NAME.0, NAME.1 and so on become a tuple."""
     found: dict[str, Any] = {}
     for name, entry in case["arguments"].items():
         value = array(folder, entry) if "file" in entry else plain(entry.get("value"))
@@ -153,12 +151,15 @@ def arguments(folder: FilePath, case: Case) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
+    """Convert a list of JSON to the tuple that it was before."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def digest(path: FilePath) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def unknown(operator: str, known: Iterable[str]) -> KvkitError:
+    """Return the error about an unknown operator."""
     return KvkitError(f"operator: expected one of {', '.join(known)}, got {brief(repr(operator))}")

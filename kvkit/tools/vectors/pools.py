@@ -1,4 +1,4 @@
-"""Calls over caches in pages: the suites `ascend` and `paged`."""
+"""Make calls over caches in pages: the suites ascend and paged."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ COMPRESSED = {"kvhead": 1, "kvhead-rope": 2, "omni": 3}
 
 
 def pages(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> tuple[Array, Array, Array, Array]:
-    """Return (key_cache, value_cache, block_tables, lengths): contexts end near borders, the rest is NaN."""
+    """Return (key_cache, value_cache, block_tables, lengths); rows without a token are NaN."""
     kind, page = FLOATS[dtype], sizes.page
     lengths = sizes.each(page + 1, page, 1, 2 * page + 1)
     counts = [-(-length // page) for length in lengths]
@@ -136,7 +136,7 @@ def ascend(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]
 
 
 def in_layout(inputs: dict[str, Any], layout: str) -> dict[str, Any]:
-    """Return inputs in a layout, which may have heads before tokens."""
+    """Return inputs with pools in a layout, "b n h c" or "b h n c"."""
     if layout == "b n h c":
         return inputs
     pools = ("key_cache", "value_cache")
@@ -162,14 +162,14 @@ def pool_attention(
         inputs["query"] = plain(rng, (sum(new_tokens), *inputs["query"].shape[1:]), kind)
     inputs = in_layout(inputs, layout)
     inputs["query_starts"] = None if new_tokens is None else np.cumsum([0, *new_tokens])
-    if mask:  # for one query of each sequence
+    if mask:  # of one query for each sequence
         tokens, heads, _ = inputs["query"].shape
         shape = tokens, max(lengths) + 2
-        inputs["attn_mask"] = (
-            plain(rng, shape, kind) if mask == "float" else rng.random((heads, *shape)) < 0.6
-        )
         if mask == "float":
+            inputs["attn_mask"] = plain(rng, shape, kind)
             inputs["attn_mask"][np.arange(shape[1]) >= lengths[:, None]] = NAN
+        else:
+            inputs["attn_mask"] = rng.random((heads, *shape)) < 0.6
     if codes:
         for side in ("key", "value"):
             inputs[f"{side}_cache"] = rng.integers(-127, 128, inputs[f"{side}_cache"].shape).astype(np.int8)
@@ -190,12 +190,8 @@ def swap_blocks(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> 
     """Make a call that copies blocks to another cache, one of them twice."""
     source, target, *_ = pages(rng, sizes, dtype)
     ids = rng.permutation(len(source))[:3]
-    return (
-        "swap_blocks",
-        {"source": source, "target": target, "pairs": np.stack([ids[[0, 1, 0]], ids], 1)},
-        {},
-        None,
-    )
+    inputs = {"source": source, "target": target, "pairs": np.stack([ids[[0, 1, 0]], ids], 1)}
+    return "swap_blocks", inputs, {}, None
 
 
 def paged(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:

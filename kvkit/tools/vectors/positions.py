@@ -1,4 +1,4 @@
-"""Make calls of the operators for positions."""
+"""Make calls of the operators for positions: rotary embedding, ALiBi and position indices."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +33,7 @@ def static_rotation(
     given: bool = False,
     **attributes: Any,
 ) -> Call:
-    """Return a call over five tokens, with padding in front of some sequences or with given tables."""
+    """Return a call over five tokens, perhaps with padding before some sequences or with given tables."""
     shape = sizes.batch, 5, sizes.heads, sizes.dim
     inputs: dict[str, Any] = {"query": plain(rng, (*shape[:2], 2 * sizes.heads, sizes.dim), FLOATS[dtype])}
     inputs |= {"key": plain(rng, shape, FLOATS[dtype]), "start_pos": START}
@@ -45,7 +45,7 @@ def static_rotation(
 
 
 def dynamic_rotation(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp32", **attributes: Any) -> Call:
-    """Return a call over packed queries and keys, one sequence of them empty."""
+    """Return a call over packed queries and keys; one sequence is empty."""
     lengths = sizes.each(1, 3, 0, 9)
     name, heads = "dynamic_batching.rotary_position_embedding", {"query": 2 * sizes.heads, "key": sizes.heads}
     inputs = {each: plain(rng, (sum(lengths), h, sizes.dim), FLOATS[dtype]) for each, h in heads.items()}
@@ -56,7 +56,7 @@ def dynamic_rotation(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp32"
 def static_mask(
     rng: np.random.Generator, heads: int, dtype: str = "float32", mask: str | None = None
 ) -> Call:
-    """Return a call for three queries and seven keys; an added mask has two more columns, of NaN."""
+    """Return a call for three queries and seven keys; a mask of floats has two more columns, of NaN."""
     inputs: dict[str, Any] = {"seqlen_q": 3, "seqlen_kv": 7}
     if mask == "float":
         inputs["attn_mask"] = plain(rng, (2, 1, 3, 9), np.dtype(np.float32))
@@ -67,7 +67,7 @@ def static_mask(
 
 
 def dynamic_mask(rng: np.random.Generator, sizes: Sizes, heads: int, dtype: str = "float32") -> Call:
-    """Return a call for the mask of packed sequences, with a block on its diagonal for each."""
+    """Return a call for the mask of packed sequences."""
     starts, kvstarts = (np.cumsum([0, *sizes.each(*each)]) for each in ((1, 3, 0, 2), (7, 3, 4, 2)))
     inputs = {"seqstarts": starts, "kvstarts": kvstarts}
     return "dynamic_batching.alibi_mask", inputs, {"num_heads": heads, "data_type": dtype}, None

@@ -1,4 +1,4 @@
-"""`replay` and `diff`: compare the results of kvkit, or of a device, with a pack."""
+"""Replay packs with kvkit, or compare them with the results of a device."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a case: "passed", "failed" or "ran" (a call without expectations), with the reason."""
+    """Holds the outcome of a case."""
 
     case: str
     operator: str
-    status: str
-    why: str = ""
+    status: str  # "passed", "failed", or "ran" for a call without expected results
+    why: str = ""  # why it failed
 
     def __str__(self) -> str:
         title, (first, *more) = f"{self.case} ({self.operator})", self.why.split("\n")
@@ -41,12 +41,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The results of replaying the cases of a pack.
-
-    Attributes
-    ----------
-    cases : list of Outcome
-    """
+    """Holds the outcomes of all cases."""
 
     cases: list[Outcome] = field(default_factory=list)
 
@@ -56,18 +51,14 @@ class Outcomes:
         return bool(self.cases) and all(case.status != "failed" for case in self.cases)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as a dict that JSON can hold."""
+        """Return the outcomes as values that JSON can hold."""
         return {"ok": self.ok, "cases": [asdict(case) for case in self.cases]}
 
     def __str__(self) -> str:
         lines = [str(case) for case in self.cases if case.status == "failed"]
-        counts = [
-            f"{sum(case.status == word for case in self.cases)} {word}"
-            for word in ("passed", "failed", "ran")
-        ]
-        return "\n".join(
-            [*lines, ", ".join(each for each in counts if not each.startswith("0 ")) or "no cases"]
-        )
+        statuses = [case.status for case in self.cases]
+        counts = [f"{statuses.count(x)} {x}" for x in ("passed", "failed", "ran") if x in statuses]
+        return "\n".join([*lines, ", ".join(counts) or "no cases"])
 
 
 def replay(
@@ -88,7 +79,7 @@ def replay(
     operator : str, optional
         Replay only the cases of this operator.
     advance : callable, optional
-        Called with 1 after every case.
+        A function that is called with 1 after every case.
 
     Returns
     -------
@@ -116,9 +107,9 @@ def replay(
             raise packs.unknown(case["operator"], OPERATORS)
         op, given = OPERATORS[case["operator"]], packs.arguments(folder, case)
         known = {*IN_PYTHON, *(each.name for each in op.inputs), *(each.name for each in op.attributes)}
-        strange = [name for name in given if name not in known]
-        if strange:
-            raise argument_error(f"case {case['name']}", f"arguments of {op.name}", ", ".join(strange))
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise argument_error(f"case {case['name']}", f"arguments of {op.name}", ", ".join(unknown))
         positional = [array.name for array in op.inputs if not array.keyword]
         args = [given.pop(name, None) for name in positional]
         arrays = dict(zip(positional, args, strict=True)) | given
@@ -128,9 +119,7 @@ def replay(
             results = op.function(PACKAGES[backend])(*args, **given)
         except KvkitError as error:
             refused = str(error)
-        attributes = {
-            attribute.name: arrays.get(attribute.name, attribute.default) for attribute in op.attributes
-        }
+        attributes = {each.name: arrays.get(each.name, each.default) for each in op.attributes}
         returned = op.returned(attributes) if results is not None else []
         results = results if isinstance(results, tuple) else (results,)
         found = dict(zip(returned, results, strict=False)) | {name: arrays[name] for name in case["after"]}
@@ -145,17 +134,17 @@ def replay(
 def diff(
     folder: str | os.PathLike, results: str | os.PathLike, *, operator: str | None = None, advance: Any = None
 ) -> Outcomes:
-    """Compare the results of a device with a pack, and list usual causes of differences.
+    """Compare the results of a device with a pack, and find causes of differences.
 
     Parameters
     ----------
     folder : path
         The folder of the pack.
     results : path
-        A folder with a file ``CASE/NAME.npy`` (or .bin) for every output and every array that changes, of
-        the dtypes of the pack; bfloat16 and fp8 as bits. For refused calls: the arrays after the call.
+        A folder with a file ``CASE/NAME.npy`` (or .bin) for every output and every array that changes, in
+        the dtypes of the pack, bfloat16 and fp8 as bits. For calls to refuse: the arrays after the call.
     operator, advance : optional
-        As in `replay`.
+        See `replay`.
 
     Returns
     -------
@@ -163,7 +152,7 @@ def diff(
 
     Examples
     --------
-    Of a device that has not run anything yet:
+    For a device that has written no results:
 
     >>> import tempfile
     >>> from kvkit.tools import vectors
@@ -189,7 +178,7 @@ def diff(
 
 
 def outcomes(folder: FilePath, run: Callable, operator: str | None, advance: Any) -> Outcomes:
-    """Return the outcome of every case. ``run(pack, case)`` returns (results, fault, refusal)."""
+    """Return the outcome of every case. ``run(pack, case)`` returns (results, fault, error of a refusal)."""
     result = Outcomes()
     for pack in packs.manifests(folder):
         for case in packs.manifest(pack)["cases"]:
@@ -203,10 +192,10 @@ def outcomes(folder: FilePath, run: Callable, operator: str | None, advance: Any
 def judged(folder: Path, case: Case, found: dict[str, Any], why: str, refused: str) -> Outcome:
     """Return the outcome of one case."""
     if not why and case.get("refused") and not refused:
-        why = "was done, and must be refused"
+        why = "was done, but must be refused"
     if not why and refused and not case.get("refused"):
         why = f"was refused: {refused}"
-    # Stored arrays come before those read from them: causes show there.
+    # Arrays that the call changed come first: causes of differences are found there.
     for group, name, entry in sorted(packs.entries(case), key=lambda each: each[0] != "after"):
         if why or group == "arguments":
             continue
@@ -241,7 +230,7 @@ def compared(folder: Path, case: Case, name: str, expected: Array, got: Array) -
 
 
 def stored_floats(case: Case, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return {"cache": the floats that a PMX call quantized, in their places}; {} for other calls."""
+    """Return {"cache": floats that a PMX call quantized, where it stored their codes}; {} for other calls."""
     attributes = {key: packs.plain(entry.get("value")) for key, entry in case["arguments"].items()}
     if not attributes.get("quant_bit") or not {"cache", "current_key"} <= set(inputs):
         return {}
@@ -252,7 +241,7 @@ def stored_floats(case: Case, inputs: dict[str, Any]) -> dict[str, Any]:
     args = [given.pop(name, None) for name in positional]
     try:
         op.function("kvkit")(*args, **given)
-    except KvkitError:  # a call that must be refused
+    except KvkitError:  # the call must be refused
         return {}
     return {"cache": floats}
 
@@ -282,10 +271,5 @@ def close(expected: Array, got: Array, tolerance: dict[str, Any]) -> bool:
         return False
     with np.errstate(all="ignore"):
         one, two = expected.astype(np.float64), got.astype(np.float64)
-        return bool(
-            (
-                (one == two)
-                | (np.isnan(one) & np.isnan(two))
-                | (np.abs(one - two) <= atol + rtol * np.abs(one))
-            ).all()
-        )
+        equal = (one == two) | (np.isnan(one) & np.isnan(two))
+        return bool((equal | (np.abs(one - two) <= atol + rtol * np.abs(one))).all())

@@ -1,6 +1,6 @@
-"""Make the calls of a pack: random ones, and edge cases.
+"""Make the calls of the suite pmx: random ones, and edge cases.
 
-Elements that must not be read are NaN, or arbitrary codes; other layers are guard bands.
+Elements that must not be read are NaN, or arbitrary codes. Other layers of a cache must not change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ LAST = "max_seqlen", "max_kvlen", "cache", "scale"  # inputs of dynamic operator
 
 
 def store_past(operator: str, before: dict[str, Any], attributes: dict[str, Any]) -> None:
-    """Store the tokens before a call in its cache, by the reference."""
+    """Store the past tokens of a call in its cache, with the reference."""
     store = dynamic_key_value_cache if operator.startswith("dynamic") else key_value_cache
     store(**before, **{name: value for name, value in attributes.items() if name in CACHE_ATTRIBUTES})
 
@@ -73,7 +73,7 @@ def static_cache(
 def steps(
     rng: np.random.Generator, lengths: Sequence[int], pasts: Sequence[int], mode: int, page: int
 ) -> tuple[dict[str, Any], int]:
-    """Return (index tensors of packed sequences, rows); the first two share full pages of their past."""
+    """Return (index tensors of packed sequences, rows of the cache); two sequences share full pages."""
     new = np.array(lengths)
     starts, kvlens = np.concatenate([[0], np.cumsum(new)]), new + np.array(pasts)
     index = {"seqstarts": starts, "kvstarts": np.concatenate([[0], np.cumsum(kvlens)])}
@@ -207,10 +207,8 @@ def cache_attention(rng: np.random.Generator, made: Call, groups: int = 2, **mor
 
 def merge(rng: np.random.Generator, dtype: str = "fp32") -> Call:
     """Return a merge of splits of a context; some rows have an empty split, some have only empty ones."""
-    inputs = {
-        "outputs": plain(rng, (3, 4, 2, 8), FLOATS[dtype]),
-        "lses": plain(rng, (3, 4, 2), np.dtype(np.float32)),
-    }
+    outputs = plain(rng, (3, 4, 2, 8), FLOATS[dtype])
+    inputs = {"outputs": outputs, "lses": plain(rng, (3, 4, 2), np.dtype(np.float32))}
     inputs["lses"][1, :2] = -np.inf
     inputs["lses"][:, 3, 1] = -np.inf
     inputs["outputs"][1, :2] = 0
@@ -254,15 +252,13 @@ def pmx(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     yield from positions(rng, sizes)
     for name, change in refusals().items():
         made = dynamic_cache(rng, sizes, bits=8)
-        made[1].update(
-            {name: made[1][name].copy() for name in ("cachestarts", "kvstarts")}
-        )  # the past has its own
+        made[1].update({name: made[1][name].copy() for name in ("cachestarts", "kvstarts")})
         change(made)
         yield f"{name}-refused", made
 
 
 def refusals() -> dict[str, Callable[[Call], None]]:
-    """Return changes of a legal call that an operator must refuse, with nothing written."""
+    """Return {name: change of a legal call} of calls that an operator must refuse."""
 
     def row_outside(made: Call) -> None:
         made[1]["cachestarts"][0, 0] = 2**40
@@ -279,7 +275,5 @@ def refusals() -> dict[str, Callable[[Call], None]]:
     def no_scale(made: Call) -> None:
         made[1]["scale"] = None
 
-    return {
-        each.__name__.replace("_", "-"): each
-        for each in (row_outside, negative_row, length, row_twice, no_scale)
-    }
+    changes = (row_outside, negative_row, length, row_twice, no_scale)
+    return {change.__name__.replace("_", "-"): change for change in changes}

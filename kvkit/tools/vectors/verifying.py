@@ -1,4 +1,4 @@
-"""`verify`: check that no file of a pack has changed."""
+"""Verify packs: check that no file has changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvkit.tools.vectors import packs
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of `verify`.
+    """Holds the result of `verify`.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Verified:
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as a dict that JSON can hold."""
+        """Return the result as values that JSON can hold."""
         return {"ok": self.ok, "cases": self.cases, "files": self.files, "problems": self.problems}
 
     def __str__(self) -> str:
@@ -47,14 +47,14 @@ class Verified:
 
 
 def verify(folder: str | os.PathLike, *, mapper: Mapper = map) -> Verified:
-    """Check a pack: version, hashes, no missing and no unlisted file, and at least one case.
+    """Check a pack: version, hashes, that no file is missing or unlisted, and that there is a case.
 
     Parameters
     ----------
     folder : path
         The folder of the pack.
     mapper : callable
-        Calls a function for each case, as `map` does; `kvkit.integrations.dask.mapper` calls it on workers.
+        A function such as `map`, which checks each case. `kvkit.integrations.dask.mapper` uses workers.
 
     Returns
     -------
@@ -86,13 +86,13 @@ def verify(folder: str | os.PathLike, *, mapper: Mapper = map) -> Verified:
         problems.append(f"{folder / MANIFEST}: no cases: an empty pack proves nothing")
     names = [case["name"] for case in cases]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        problems.append(f"{folder / MANIFEST}: case {name} is there twice")
+        problems.append(f"{folder / MANIFEST}: two cases are called {name}")
     titles = [f"{folder}, case {name}" for name in names]
     for paths, found in mapper(partial(check_case, folder), titles, cases):
         listed.update(paths)
         problems += found
-    there = {path.resolve() for path in folder.rglob("*") if path.is_file()}
-    problems += [f"{path}: in no case of the manifest" for path in sorted(there - listed)]
+    existing = {path.resolve() for path in folder.rglob("*") if path.is_file()}
+    problems += [f"{path}: in no case of the manifest" for path in sorted(existing - listed)]
     return Verified(len(cases), len(listed), problems)
 
 
@@ -108,7 +108,7 @@ def check_case(folder: Path, title: str, case: dict[str, Any]) -> tuple[list[Pat
             if not path.is_file():
                 problems.append(f"{path}: missing")
             elif packs.digest(path) != entry.get("sha256"):
-                problems.append(f"{path}: its SHA-256 is not that of the manifest")
+                problems.append(f"{path}: its SHA-256 differs from the manifest")
             else:
                 packs.array(folder, entry)
         except KvkitError as error:
