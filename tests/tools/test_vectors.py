@@ -146,8 +146,8 @@ BREAKS = {
     "no cases: an empty pack": lambda folder: change(folder, lambda m: m.update(cases=[])),
     "in no case of the manifest": lambda folder: (folder / "more.npy").write_bytes(b""),
     "missing": lambda folder: next(folder.rglob("expected-lse.npy")).unlink(),
-    "its SHA-256 is not": lambda folder: np.save(next(folder.rglob("expected-lse.npy")), np.zeros(3)),
-    "is there twice": lambda folder: change(folder, lambda m: m["cases"].append(m["cases"][0])),
+    "its SHA-256 differs": lambda folder: np.save(next(folder.rglob("expected-lse.npy")), np.zeros(3)),
+    "two cases are called": lambda folder: change(folder, lambda m: m["cases"].append(m["cases"][0])),
     "is outside the pack": lambda folder: change(folder, lambda m: first(m).update(file="../../etc/passwd")),
     "expects nothing": lambda folder: change(folder, lambda m: m["cases"][0].update(outputs={})),
     "no array of float32 .2.":
@@ -231,7 +231,7 @@ def test_a_wrong_kvkit_fails(copy):
     np.save(path, np.load(path) + 1)
     found = [case.why for case in vectors.replay(copy).cases if case.status == "failed"]
     assert len(found) == 2
-    assert found[0] == "was done, and must be refused"
+    assert found[0] == "was done, but must be refused"
     assert "elements differ" in found[1]
     change(copy, lambda m: m["cases"][0].update(operator="dance"))
     with pytest.raises(KvkitError, match="operator: expected one of"):
