@@ -71,15 +71,11 @@ def form_of(record, context, most_rows):
     lanes = min(WARP, THREADS, 1 << (-(-dim // span) - 1).bit_length())
     pieces = -(-dim // (span * lanes))
     chunk_scales = max(span // (context.group or context.dim), 1) if context.scale_format else 0
-    formats = {
-        "data_dtype": context.data_dtype,
-        "cache_format": context.cache_format,
-        "scale_format": context.scale_format,
-        "values": values,
-    }
+    formats: dict = {name: getattr(context, name) for name in ("data_dtype", "cache_format", "scale_format")}
     shape = {"chunk_scales": chunk_scales, "span": span, "pieces": pieces, "rows": rows}
     team = {"lanes": lanes, "teams": THREADS // lanes}
-    return PlainForm(**formats, **shape, **team, as_loaded=context.as_loaded, free=bool(record.free))
+    free = bool(record.free)
+    return PlainForm(**formats, **shape, **team, values=values, as_loaded=context.as_loaded, free=free)
 
 
 def mixed(data_dtype, scale_format):

@@ -28,7 +28,6 @@ MOST = 1024  # splits of a row
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX1, types.int64)
 STATE = 3  # floats after the sums of a row: m, l, and the factor of its weights
 
-
 read_float, write_float = chunks.read("float32"), chunks.write("float32")
 DISTANCES, EVERYONE = (1, 2, 4, 8, 16), 0xFFFFFFFF  # lanes of a warp that exchange; the mask of all
 exchange = device.exchange
@@ -133,9 +132,9 @@ def compiled(packed):
 def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=0, placed=False):
     """Return the launches of a kernel over tiles of `rows` rows, and of the merge if contexts are split.
 
-    A call has at most `most` splits (0: the default of `tables`). There is room for more splits if the step
-    lasts, because later steps may take its place. `shared` is the dynamic shared memory of a block. With
-    `placed`, the kernel reads its work items as `Work.placed` has them.
+    A call has at most `most` splits (0: the default of `tables`). A lasting step has memory for more splits,
+    which later steps in its place may need. `shared` is the bytes of a block's dynamic shared memory. With
+    `placed`, the kernel reads its work items from `Work.placed`.
     """
     work, key = tables.work(record, rows, most, placed)
     slots = work.most_slots if tables.lasting else work.split

@@ -1,12 +1,11 @@
-"""A warp's products with its own tile of 16 tokens; a fragment is a chunk of keys or values.
+"""Multiply a warp's own tile of 16 tokens by panels: a fragment is a chunk of keys or values.
 
     s^T = k q^T   [tokens, rows] = [tokens, dim] [dim, rows]
     o^T = v^T p^T   [dim, rows] = [dim, tokens] [tokens, rows]
 
-Tokens, or elements of values, are the 16 rows of a product, and rows of queries are its 8 columns. Both
-factors may permute the inner axis alike. So a thread reads chunks, 8 neighbouring elements, and widens codes
-between shared memory and the product. With
-g = lane // 4 and t = lane % 4 a thread takes
+Tokens, or elements of values, are the 16 rows of a product, and rows of queries are its 8 columns. The inner
+axis may be permuted if both factors permute it alike. So a thread reads chunks, 8 neighbouring elements, and
+widens codes between shared memory and the product. With g = lane // 4 and t = lane % 4 a thread takes
 
                 panel 0             panel 1
     keys      | t=0  t=1  t=2  t=3 | t=0 ..      chunk t of each panel of 4 chunks, of tokens g and g+8
@@ -38,7 +37,7 @@ from kvkit_cuda.device_runtime import device, ptx
 
 int32, fresh_register = device.int32, ptx.fresh_register
 B = 4 * PIECE  # index of the words of weights, after those of values
-WORDS, ZERO = B + 4, np.float32(0)  # words that a thread holds on their way to a product
+WORDS, ZERO = B + 4, np.float32(0)  # words of keys, values and weights that a thread holds
 load_chunk = words_loader(16)
 
 
@@ -92,7 +91,7 @@ def multiply_keys(form):
         place, q, words = begin(at, lane >> 2 & 7, lane & 3, mask), held.q, held.words
         for panel in range(panels):
             fetch(place, panel, words)  # [2 tokens, 4 words]
-            if not whole and panel_chunks * panel + (lane & 3) >= chunks:  # zeros, because 0 times NaN is NaN
+            if not whole and panel_chunks * panel + (lane & 3) >= chunks:  # 0 times NaN would be NaN
                 for k in range(8):
                     words[k] = np.uint32(0)
             for block in range(blocks):
@@ -183,5 +182,5 @@ def element_of(tile):
 
 
 def unit_of(tile):
-    """Return f(i) -> the unit of a thread's sum number i."""
+    """Return f(i) -> the factor that makes a thread's sum number i a sum of values; 1 here."""
     return device.inlined(lambda i: np.float32(1))

@@ -46,7 +46,7 @@ OWNERS, POOL_OWNERS = (
 
 
 class Reach(NamedTuple):
-    """Upper bounds for every step that a prepared call may run: they say which indices fit in 32 bits."""
+    """Upper bounds over all steps that a prepared call may run, by which kernels choose 32-bit indices."""
 
     rows: int  # greater than any row id
     context: int  # tokens of the longest context
@@ -68,39 +68,26 @@ def attention_params(
     fields |= row_fields("query", query) | row_fields("out", out)
     fields |= row_fields("lse", lse[..., None]) if lse is not None else {}
     fields |= scoring_fields(weights) | dict(zip(GROUPS["masks"].split(), weights.mask, strict=True))
-    fields |= {
-        "decoding": decoding,
-        "page_size": page_size,
-        "dim": context.dim,
-        "value_dim": context.value_dim,
-    }
-    fields |= {"heads": context.heads, "group": query.shape[-2] // context.heads}
+    fields |= {"decoding": decoding, "page_size": page_size, "dim": context.dim, "heads": context.heads}
+    fields |= {"value_dim": context.value_dim, "group": query.shape[-2] // context.heads}
     return AttentionParams(**{name: int(number) for name, number in fields.items()})
 
 
 def with_short_divisors(record: Any) -> Any:
-    """Return the record of kernels that divide numbers below 2^31 only, by the reciprocals in it."""
+    """Return the record for kernels that divide only numbers below 2^31, with reciprocals of divisors."""
     record = record._replace(page_size=min(record.page_size, LONGEST))
     return record._replace(by_page=reciprocal(record.page_size), by_group=reciprocal(record.group))
 
 
 def place_fields(name: str, side: Side) -> dict[str, int]:
     """Return the address and strides of keys or values."""
-    return {
-        f"{name}s": side.address,
-        f"{name}_sequence": side.sequence,
-        f"{name}_row": side.row,
-        f"{name}_head": side.head,
-    }
+    strides = {f"{name}_{axis}": getattr(side, axis) for axis in ("sequence", "row", "head")}
+    return {f"{name}s": side.address} | strides
 
 
 def scale_fields(keys: Side, values: Side, group: int) -> dict[str, int]:
     """Return the addresses of scales and their strides, which keys and values share."""
-    strides = {
-        "scale_sequence": keys.scale_sequence,
-        "scale_row": keys.scale_row,
-        "scale_head": keys.scale_head,
-    }
+    strides = {name: getattr(keys, name) for name in ("scale_sequence", "scale_row", "scale_head")}
     return {"key_scales": keys.scales, "value_scales": values.scales, "scale_group": group} | strides
 
 
@@ -141,5 +128,5 @@ def bits(number: float) -> int:
 
 
 def kind(array: np.ndarray) -> int:
-    """Return the number that kernels use for the type of masks and sinks."""
+    """Return the number that kernels have for the type of a mask or of sinks."""
     return MASKS[BY_DTYPE[array.dtype].name]

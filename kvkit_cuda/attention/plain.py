@@ -1,4 +1,4 @@
-"""Attention for every format, mask and head size: teams of threads read the cache in place.
+"""Attend for every format, mask and head size: teams of threads read the cache in place.
 
     s = scale q k^T         [tokens, rows]
     m' = max(m, max s), alpha = e^(m - m'), p = e^(s - m')
@@ -70,11 +70,8 @@ def attend(form):
     pieces, rows, teams, ahead, free = form.pieces, form.rows, form.teams, form.ahead, form.free
     row_span, threads, several = rows * form.span, form.lanes * teams, rows * ahead
     held = pieces * row_span
-    load_queries, multiply_keys, multiply_values = (
-        query_loader(form),
-        key_multiplier(form),
-        value_multiplier(form),
-    )
+    load_queries, multiply_keys = query_loader(form), key_multiplier(form)
+    multiply_values = value_multiplier(form)
     apply_bias_and_mask, hide, finish = bias_applier(form), tail_hider(form), finisher(form)
     update_softmax, rescale = scores.update_softmax(rows, ahead), scores.rescale(rows, form.span)
     row_ids_of, lanes = row_finder(form), form.lanes
@@ -91,7 +88,7 @@ def attend(form):
             fill_facts(params, step, item, item.first + min(thread, live - 1), facts[thread])
         cuda.syncthreads()
         common = Range(facts[live - 1, LOW], facts[0, HIGH])
-        # what any row sees: rows that see less skip the other keys
+        # The keys that any row sees: a row that sees fewer skips the others.
         seen = within_split(step, item, Range(facts[0, LOW], facts[live - 1, HIGH]))
 
         q, o = cuda.local.array(held, F32), cuda.local.array(held, F32)  # [pieces, rows, span]
@@ -112,11 +109,9 @@ def attend(form):
                 o[i] = np.float32(0)
             for r in range(rows):
                 m[r], l[r] = numeric.MINUS_INF, np.float32(0)
-            begin = (
-                seen.begin - threads if seen.begin < seen.end else seen.end
-            )  # round one only loads row ids
+            # The first round only loads row ids. Each round loads those of the next block.
+            begin = seen.begin - threads if seen.begin < seen.end else seen.end
             while begin < seen.end:
-                # of the next block, loaded ahead
                 row_id, value_row_id = row_ids_of(
                     params, step, item.b, min(begin + threads + thread, seen.end - 1)
                 )
@@ -261,7 +256,7 @@ def key_multiplier(form):
 
 
 def score_rotator(form):
-    """Return f(s), which moves a team's scores on by a token, so that loops read constant registers."""
+    """Return f(s), which rotates a team's scores by a token, so that loops read constant registers."""
     rows, last = form.rows, form.ahead - 1
 
     @device.inlined
@@ -360,7 +355,7 @@ def finisher(form):
     packed_bytes, held, threads = BY_NAME[form.data_dtype].bytes(1), rows * pieces * span, lanes * teams
     at_once = max(1, ELEMENTS // (rows * span))  # pieces
     width = min(pieces, at_once) * rows * span
-    apart = width + 1  # so that threads use different banks
+    stride = width + 1  # so that threads use different banks
 
     @device.inlined
     def finish_row(params, step, item, r, m_teams, l_teams, shrink):
@@ -398,7 +393,7 @@ def finisher(form):
         m_teams = cuda.shared.array((teams, rows), F32)
         l_teams = cuda.shared.array((teams, rows), F32)
         factors = cuda.shared.array(rows, F32)
-        together = cuda.shared.array((threads, apart), F32)
+        board = cuda.shared.array((threads, stride), F32)
         if lane == 0:
             for r in range(rows):
                 m_teams[team, r] = state.m[r]
@@ -413,7 +408,7 @@ def finisher(form):
                 cuda.syncthreads()
             for i in range(width):
                 if piece * rows * span + i < held:
-                    together[thread, i] = state.o[piece * rows * span + i]
+                    board[thread, i] = state.o[piece * rows * span + i]
             cuda.syncthreads()
             for r in range(live):
                 row = work_items.row_of(params, item, item.first + r)
@@ -425,7 +420,7 @@ def finisher(form):
                         member = i // span - p * lanes
                         x = np.float32(0)
                         for t in range(teams):
-                            x += together[t * lanes + member, (p * rows + r) * span + i % span]
+                            x += board[t * lanes + member, (p * rows + r) * span + i % span]
                         if x * np.float32(0) != np.float32(0):
                             odd = 1
                         if item.slot >= 0:
@@ -479,7 +474,7 @@ def sum_weights(form):
             t += 1
 
     def sum_weights(params, seqstarts, kvstarts, table, slopes, tokens):
-        # It needs no work items and no slots: seqstarts are in their place.
+        # Work items and slots are not used: seqstarts take their place.
         step = StepTables(seqstarts, kvstarts, table, seqstarts, seqstarts, slopes)
         blocks, group = (tokens + threads - 1) // threads, params.group
         unit = cuda.blockIdx.x // blocks
@@ -505,7 +500,7 @@ def sum_weights(form):
         token = 0 if count > 0 else seqlen
         while token < seqlen:
             live = min(rows, seqlen - token)
-            cuda.syncthreads()  # until the last tile has been read
+            cuda.syncthreads()  # the last tile has been read
             if thread < rows:
                 row = Row(b, token + min(thread, live - 1), query)
                 number = row.token * group + query - item.head * group
