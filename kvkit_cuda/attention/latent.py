@@ -1,4 +1,4 @@
-"""Attention of many query heads to latent rows (MLA) through tensor cores: a row's beginning is its value.
+"""Attend with many query heads to latent rows (MLA) through tensor cores: a row's beginning is its value.
 
     s = q k^T                        [rows, tokens] = [rows, dim] [dim, tokens]
     m' = max(m, scale max s), alpha = 2^(m - m'), p = 2^(scale s - m')
@@ -353,9 +353,8 @@ def attend(form):
         lane, warp = int32(cuda.threadIdx.x), int32(cuda.threadIdx.y)
         thread = int32(warp * WARP + lane)
         item = load_item(params, step, cuda.blockIdx.x, rows)
-        seen, common = work_items.seen_by(
-            params, step, item.b, item.first, min(item.first + rows - 1, item.last)
-        )  # positions that some of the rows see, and positions that all see
+        last = min(item.first + rows - 1, item.last)
+        seen, common = work_items.seen_by(params, step, item.b, item.first, last)  # by some rows, by all
         seen = within_split(step, item, seen)
         low, high = int32(seen.begin), int32(seen.end)
         since, until = int32(common.begin), int32(min(common.end, seen.end))

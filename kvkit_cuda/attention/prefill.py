@@ -1,4 +1,4 @@
-"""Attention of many rows through tensor cores: 16-bit queries over a cache of their type or of codes.
+"""Attend with many query rows through tensor cores: 16-bit queries over a cache of their type or of codes.
 
     s = q k^T               [rows, tokens] = [rows, dim] [dim, tokens]
     m' = max(m, scale max s), alpha = 2^(m - m'), p = 2^(scale s - m')
@@ -235,9 +235,8 @@ def attend(form):
         seen = within_split(step, item, seen)
         low, high = int32(seen.begin), int32(seen.end)
         own = int32(item.first + cuda.threadIdx.y * warp_rows)  # the warp's first row
-        some, common = seen_by(
-            params, step, item.b, min(own, item.last), min(own + warp_rows - 1, item.last)
-        )  # positions that some of the warp's rows see, and positions that all see
+        last = min(own + warp_rows - 1, item.last)
+        some, common = seen_by(params, step, item.b, min(own, item.last), last)  # by some rows, by all
         some = Range(int32(some.begin), int32(min(some.end, high) if own <= item.last else 0))
         common = Range(int32(common.begin), int32(min(common.end, high)))
 

@@ -1,4 +1,4 @@
-"""A warp's products with its own tile of 16 tokens, by slices: a slice is 16 bytes of each row.
+"""Multiply with a warp's own tile of 16 tokens, by slices: a slice is 16 bytes of each row.
 
     s^T = k q^T             [tokens, rows] = [tokens, dim] [dim, rows]
     o^T = v^T w^T           [value dim, rows] = [value dim, tokens] [tokens, rows]
@@ -200,9 +200,8 @@ def multiply_keys(form):
     tile, blocks, columns, rows = form.keys, form.blocks, form.columns, form.thread_rows
     multiply, load, widen = mma(form.element, columns, True), ptx.matrices(False), code_widener(tile)
     count, slices, each, groups = tile.held, tile.slices, tile.group_slices, tile.groups
-    load_scales, scaled, integer, held_scores = (
-        scales_loader(tile), bool(tile.scale_format), tile.integer, rows * columns
-    )  # fmt: skip
+    load_scales, scaled, integer = scales_loader(tile), bool(tile.scale_format), tile.integer
+    held_scores = rows * columns
 
     def begin(held, group, sums):
         for i in range(held_scores):
@@ -354,7 +353,7 @@ def element_of(tile):
 
 
 def unit_of(tile):
-    """Return f(i) -> the unit of a thread's sum number i."""
+    """Return f(i) -> the factor that makes a thread's sum number i a sum of values."""
     one, every = np.float32(2.0**CODE_POWER if tile.integer else 1), tile.integer and tile.held == 4
     odd = np.float32(one / 16 if every else one)
     return device.inlined(lambda i: odd if i % 2 else one)

@@ -103,17 +103,11 @@ def copy_row(dim):
 @functools.cache
 def widen_row(dim, element, cache_format, scale_format, native=True):
     """Return f(tile, row, address, scales, group, thread), which widens a row of codes at once."""
-    at, piece_bytes, scale_bytes = (
-        place(dim),
-        code_bytes(cache_format),
-        BY_NAME[scale_format].bytes(1) if scale_format else 0,
-    )
-    widen, pieces = (
-        widen_codes(element, cache_format, scale_format)
-        if scale_format
-        else widen_unscaled(element, cache_format, native),
-        dim // CODES,
-    )
+    at, pieces, piece_bytes = place(dim), dim // CODES, code_bytes(cache_format)
+    if scale_format:
+        widen, scale_bytes = widen_codes(element, cache_format, scale_format), BY_NAME[scale_format].bytes(1)
+    else:
+        widen, scale_bytes = widen_unscaled(element, cache_format, native), 0
 
     def widen_row(tile, row, address, scales, group, thread):
         for begin in range(0, pieces, 8):
@@ -157,11 +151,8 @@ def widen_codes(element, cache_format, scale_format):
 def widen_unscaled(element, cache_format, native):
     """Return such a function for codes that no scale multiplies here; for `native` see `ptx.widened`."""
     size, bits = code_bytes(cache_format), 2 * BY_NAME[cache_format].bits
-    read, write, pair = (
-        memory.load(size, size),
-        memory.store(16, 16, memory.SHARED),
-        pair_widener(element, cache_format, native),
-    )
+    read, write = memory.load(size, size), memory.store(16, 16, memory.SHARED)
+    pair = pair_widener(element, cache_format, native)
     short, mask = size < CODES, np.uint64(2**bits - 1)
 
     @shared

@@ -79,16 +79,9 @@ def item_loader(narrow=True):
         split, first = item - unit * splits, tile * rows
         slot = step.slots[b] + (head * tiles + tile) * splits + split if splits > 1 else -1
         return WorkItem(
-            b=b,
-            pages=number(step.table[b]),
-            head=number(head),
-            first=number(first),
-            last=number(count - 1),
-            split=split,
-            splits=splits,
-            slot=number(slot),
-            start=step.seqstarts[b],
-        )
+            b=b, pages=number(step.table[b]), head=number(head), first=number(first), last=number(count - 1),
+            split=split, splits=splits, slot=number(slot), start=step.seqstarts[b],
+        )  # fmt: skip
 
     return device.inlined(load_item)
 
@@ -112,7 +105,7 @@ def two_of(word):
 def load_placed(items, block):
     """Return the work item of a block, its `Reach`, and whether there is one, from `Work.placed`.
 
-    All words of no item are -1. All are asked, so that they are loaded at once.
+    Without an item all words are -1. All are tested, so that their loads overlap.
     """
     at = np.uint32(block * ITEM)
     b, head = two_of(items[at])
@@ -120,16 +113,10 @@ def load_placed(items, block):
     begin, end = two_of(items[at + np.uint32(2)])
     since, until = two_of(items[at + np.uint32(3)])
     item = WorkItem(
-        b=int32(b & (1 << SEQUENCE_BITS) - 1),
-        pages=fresh_register(pages),
-        head=int32(head & 0xFFFF),
-        first=int32(0),
-        last=int32(b >> SEQUENCE_BITS),
-        split=0,
-        splits=1,
-        slot=int32((head >> 16) - 1),
-        start=start,
-    )
+        b=int32(b & (1 << SEQUENCE_BITS) - 1), pages=fresh_register(pages), head=int32(head & 0xFFFF),
+        first=int32(0), last=int32(b >> SEQUENCE_BITS),
+        split=0, splits=1, slot=int32((head >> 16) - 1), start=start,
+    )  # fmt: skip
     return item, Reach(begin, end, since, until), b & pages & end & until >= 0
 
 
@@ -137,16 +124,10 @@ def load_placed(items, block):
 def refreshed(item):
     """Return a work item in fresh registers: the compiler then hoists nothing derived from it."""
     return WorkItem(
-        b=fresh_register(item.b),
-        pages=item.pages,
-        head=fresh_register(item.head),
-        first=item.first,
-        last=fresh_register(item.last),
-        split=item.split,
-        splits=item.splits,
-        slot=fresh_register(item.slot),
-        start=item.start,
-    )
+        b=fresh_register(item.b), pages=item.pages, head=fresh_register(item.head),
+        first=item.first, last=fresh_register(item.last),
+        split=item.split, splits=item.splits, slot=fresh_register(item.slot), start=item.start,
+    )  # fmt: skip
 
 
 @device.inlined
