@@ -26,6 +26,7 @@ class Ahead(NamedTuple):
     near: bool  # whether rows are prefetched into L1, else into L2
     long_run: int  # runs of so many bytes are read faster by one query row with few prefetches or none
     scales: bool  # whether the scales of codes are prefetched too
+    short_run: int  # the most bytes of a run whose rows are prefetched again where their block begins
 
 
 @functools.cache
@@ -41,8 +42,8 @@ def ahead_of(name):
     """
     if name.startswith("znver"):
         measured = name == "znver4"
-        return Ahead(16 * 1024, 64, False, 2**17 if measured else NEVER, measured)
-    return Ahead(5 * 1024, 40, True, NEVER, False)
+        return Ahead(16 * 1024, 64, False, 2**17 if measured else NEVER, measured, 4096 if measured else 0)
+    return Ahead(5 * 1024, 40, True, NEVER, False, 0)
 
 
 @functools.cache

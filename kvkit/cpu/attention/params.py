@@ -38,7 +38,7 @@ ATTENTION_PARAMS = Record(
     "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
     "heads group scale_bytes orders copy_row rounds integers most_value pairs",
     "heads_interleaved widens values_have_own_table",
-    "block wide_block lead long_run long_run_lead counting least_split most_splits",
+    "block wide_block lead long_run long_run_lead short_run counting least_split most_splits",
     "engines group_tiles groups_are_split split_tokens tile_groups work_items splits tiles products",
     "partials tile_state_bytes workspace_at workspace_bytes engine_query_bytes",
     "key_sums key_sums_sequence key_sums_head weights_at weights_bytes",
@@ -72,7 +72,7 @@ BLOCK = Record(
     "rows tiles row head wide widens nan_safe together",
     "first begin end size count known lead uneven values_in_keys",
     "key_row_ids value_row_ids key_addresses value_addresses",
-    "prefetch_in_scores prefetch_in_sums prefetch_shift",
+    "prefetch_in_scores prefetch_in_sums prefetch_shift prefetch_twice",
     "key_ids value_ids key_row value_row wide_keys wide_values weights",
 )
 # `live` query rows from `first` on, which see a block's first `count` tokens, and addresses of their data.

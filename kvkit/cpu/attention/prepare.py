@@ -248,7 +248,7 @@ def fixed_fields(form):
         "keys.dim": form.dim, "keys.padded_dim": padded(form.dim),
         "values.dim": form.value_dim, "values.padded_dim": padded(form.value_dim),
         "block": block, "wide_block": WIDE_BLOCK,
-        "lead": 0 if form.decoder else block if form.interleaved else lead,
+        "lead": 0 if form.decoder else block if form.interleaved else lead, "short_run": ahead.short_run,
         "least_split": LEAST_SPLIT, "most_splits": SPLITS, "counting": COUNTING,
         "orders": orders,
     }  # fmt: skip

@@ -103,6 +103,7 @@ def set_up_block(params, block):
     run = min(block.end - block.first, params.page_size) * keys.bytes
     long = block.rows == 1 and run >= params.long_run
     block.lead = 0 if block.widens else params.long_run_lead if long else params.lead
+    block.prefetch_twice = run <= params.short_run
     block.wide_keys, block.wide_values = at + offsets.wide_keys, at + offsets.wide_values
     block.values_in_keys = (
         keys.address == values.address
@@ -256,7 +257,7 @@ def find_block(params, block):
             find_addresses(block, values, block.value_row_ids, block.value_addresses)
         elif params.values_have_own_table:
             find_addresses(block, values, block.value_row_ids + lead, block.value_addresses)
-        if block.begin == block.first and block.tiles == 1:
+        if (block.begin == block.first or block.prefetch_twice) and block.tiles == 1:
             prefetch_rows(params, block, keys, block.key_row_ids)
             prefetch_rows(params, block, values, block.value_row_ids)
 
@@ -303,7 +304,7 @@ def find_addresses(block, side, row_ids, addresses):
 
 @helper
 def prefetch_rows(params, block, side, row_ids):
-    """Prefetch the first rows of a context and their scales, which no earlier block has prefetched."""
+    """Prefetch the rows of a block and their scales: of the first block, or again of one of short runs."""
     base, scales = rows_of_head(side, block, block.head)
     for i in range(min(block.lead, block.count)):
         row_id = get(row_ids + 8 * i)
