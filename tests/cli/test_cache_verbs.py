@@ -108,7 +108,7 @@ def test_what_a_drawing_lacks_is_said(tmp_path):
     assert "note: no page tables in" in run("draw", tmp_path / "none.npz")[1]
     pool["block_tables"][0, 1] = 9
     np.savez(tmp_path / "wrong.npz", **pool, **lengths, layout="| l kv b n h c")
-    wanted = "block_tables[0, 1]: expected a page of the pool's, 0 to 3 (see kvkit check), got 9"
+    wanted = "block_tables[0, 1]: expected a page of the pool, 0 to 3 (see kvkit check), got 9"
     for command in (["draw"], ["study", "--schemes", "fp8"]):
         assert wanted in run(*command, tmp_path / "wrong.npz")[2]
     how = "--to", "hf", "--page-size", "longest"

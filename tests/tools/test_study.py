@@ -448,7 +448,7 @@ def test_latent_rows(rng):
         expected.append(np.linalg.norm(coded - exact) / np.linalg.norm(exact))
     np.testing.assert_allclose(one.output_error, np.mean(expected), rtol=1e-4)
     del arrays["softmax_scale"]
-    with pytest.raises(KvkitError, match=r"^softmax_scale: expected a number beside query"):
+    with pytest.raises(KvkitError, match=r"^softmax_scale: expected a number with query"):
         tools.study(arrays, "ds_mla")
     with pytest.raises(KvkitError, match=r"^evict: expected no policies, for latent rows"):
         tools.study({"latent": rows}, evict="knorm@0.5")
