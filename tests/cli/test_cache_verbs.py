@@ -105,7 +105,7 @@ def test_what_a_drawing_lacks_is_said(tmp_path):
     np.savez(tmp_path / "half.npz", **pool)
     assert "context_lens: expected an array, beside block_tables" in run("draw", tmp_path / "half.npz")[2]
     np.savez(tmp_path / "none.npz", cache=pool["cache"], layout="| l kv b n h c")
-    assert "note: no page tables in" in run("draw", tmp_path / "none.npz")[1]
+    assert "note: the file has no page tables" in run("draw", tmp_path / "none.npz")[1]
     pool["block_tables"][0, 1] = 9
     np.savez(tmp_path / "wrong.npz", **pool, **lengths, layout="| l kv b n h c")
     wanted = "block_tables[0, 1]: expected a page of the pool, 0 to 3 (see kvkit check), got 9"
