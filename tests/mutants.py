@@ -83,6 +83,8 @@ EQUAL = {
         "the plain form runs, whose bytes are the vector form's",
     ("kvkit/cache/stores/mapped.py", "if self.sidecar > 0:"):
         "descriptor 0 is standard input",
+    ("kvkit_cuda/attention/fragments.py", "if top > np.float32(0) or state.m[r] == numeric.MINUS_INF:"):
+        "weights, their sums and m change by the same power of 2",
 }  # fmt: skip
 MARKS = "not slow and not model and not transformers and not peers and not site and not perf"
 OTHER = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is",

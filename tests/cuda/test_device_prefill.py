@@ -143,6 +143,11 @@ def test_any_tile(strips, tokens, stage, rng, taken, monkeypatch):
     check(static(rng, heads=4, past=61), taken)
 
 
+def test_a_block_has_no_more_warps_than_rows_need():
+    form = prefill.form("float16", "float16", None, 64, 64, False)
+    assert [prefill.warps_of(form, rows) for rows in (9, 32, 33, 100, 1000)] == [1, 1, 2, 4, 8]
+
+
 @pytest.fixture
 def fresh_kernels(forget=prefill.compiled.cache_clear):
     """Kernels of other blocks have other shared memory in the simulator."""
