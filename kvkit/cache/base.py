@@ -221,7 +221,8 @@ class BaseLayer(MovableTokens):
         keys : ndarray, shape [B, Hkv, S, Dk]
         values : ndarray, shape [B, Hkv, S, Dv]
             Past and new tokens, see `get_mask_sizes`. They are views of the cache, for a quantized or paged
-            layer `KVView`s. Do not write to them. They are valid until the next call that changes the layer.
+            layer each is a `KVView`. Do not write to them. They are valid until the next call that changes
+            the layer.
 
         Raises
         ------
