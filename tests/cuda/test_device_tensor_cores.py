@@ -192,6 +192,7 @@ def test_sinks(kernel, dtype, rng, taken):
     "formats, page_size, dim", ("decode", FP16, 5, 32), later("decode", BF16, 0, 32),
     ("decode", Formats("fp16", "int8", "fp16", 8, 8), 7, 128),
     later("decode", Formats("fp16", "int8", "fp32", 8, 8), 0, 128),
+    ("decode", Formats("bf16", "int8", "bf16", 8, 16), 0, 96),
     later("decode", Formats("fp16", "int8", "fp32", 8, 32), 0, 32),
     later("decode", Formats("bf16", "int8", "bf16", 8, 16), 0, 32),
     later("decode", Formats("fp16", "int8", "bf16", 4, 16), 3, 128),
