@@ -289,6 +289,19 @@ def test_batches_crops_and_copies(tmp_path):
     assert scene.layer.lengths.tolist() == [[2] * 3] * 2
 
 
+def test_a_layer_whose_holes_were_closed_is_saved_and_loaded(tmp_path):
+    """Keys that kept their positions and got a rope shift count as moved, also when the pool shrinks."""
+    cache, keys = DynamicCache(), normal(14, 2, batch=1)
+    cache.update(keys, keys, 0)
+    cache.compress("knorm", budget=[[13, 13]])
+    cache.layers[0].remove(5, 11, close=True, rope=ROPE)
+    cache.save(tmp_path / "closed.npz")
+    saved, loaded = cache.layers[0], load(tmp_path / "closed.npz").layers[0]
+    assert loaded.positions.tolist() == saved.positions.tolist()
+    assert loaded.rope_shifts.tolist() == saved.rope_shifts.tolist()
+    assert [seq.intact for seq in loaded.sequences] == [seq.intact for seq in saved.sequences]
+
+
 def test_heads_are_compressed_again():
     """Heads of a ragged layer are scored one by one; the least share of a head stays legal."""
     scene = Scene(keep=0.4, budget="ada")

@@ -253,7 +253,8 @@ class BlockAllocator:
         """Give a sequence the tokens of a plan, the blocks of `table` and its segments."""
         now, after = seq.all_positions(), plan.after
         stays = plan.kept.copy()
-        stays[plan.kept] = after.positions == now.positions[plan.kept]
+        at_place = after.positions == now.positions[plan.kept]
+        stays[plan.kept] = at_place & (after.shifts == now.shifts[plan.kept])
         intact = len(stays) if seq.intact is None else seq.intact
         intact = min(int(np.flatnonzero([*~stays, True])[0]), intact)
         loses_last = after.length < now.length and not plan.kept[-1:].all()  # then other tokens may follow
