@@ -28,6 +28,7 @@ from kvkit.typed import FilePath
 
 Arrays = dict[str, np.ndarray]
 BY_AXIS = "l", "s", "b", "h", "g", "sequence"  # the axes along which differing elements are counted
+COMPLEX = {"c", "W"}  # kinds of dtypes, of numpy and of ml_dtypes
 BLOCK = 2**25  # bytes compared at a time
 MOST_TRIED = 2**22  # the most bytes of an array on which causes are tried
 LISTED = 8  # heads, layers or pages in a printed list: those with most differences
@@ -282,6 +283,9 @@ def compare_array(
     expected, got = one[name], two[name]
     if expected.shape != got.shape:
         return Difference(problems=[str(argument_error(name, f"shape {expected.shape}", got.shape))])
+    if {expected.dtype.kind, got.dtype.kind} & COMPLEX and not same_bytes(expected, got):
+        wanted = "equal bytes, because complex numbers are compared by no other measure"
+        return Difference(problems=[str(argument_error(name, wanted, f"other bytes ({got.dtype})"))])
     problems: list[str] = []
     notes: list[str] = []
     if expected.dtype != got.dtype:

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numba import types
 
@@ -12,25 +13,38 @@ from kvkit.runtime.jit import INDEX, address, callback, helper
 
 BUCKETS = 34  # a bucket for distances of 0, of 1, of 2 and 3, of 4 to 7, ...
 Tolerances = tuple[float, float, int]  # atol, rtol, ulp
+BITS_BY_FORMAT = {fmt.name: fmt.bits for fmt in BY_DTYPE.values()}
 WORDS = {8: types.uint8, 16: types.uint16, 32: types.uint32}
 
 
 def form_of(dtype: np.dtype) -> str | None:
     """Return the name of the compiled pass for a dtype, None if there is none.
 
-    It is the name of a float format; for elements of 8 bits, "integer" or "byte" (a sign and a magnitude).
+    It is the name of a float format; for elements that are stored in a byte, "integer" or "byte" (a float).
     """
     fmt = BY_DTYPE.get(dtype)
     if fmt is not None and fmt.significant and fmt.bits > 8:
         return fmt.name
     if dtype.itemsize != 1:
         return None
-    return "integer" if dtype.kind in "iub" else "byte"
+    return "integer" if is_integer(dtype) else "byte"
+
+
+def is_integer(dtype: np.dtype) -> bool:
+    """Return whether elements are integers, of any number of bits, or count as integers, as bool does."""
+    return dtype.kind in "iubmM" or dtype.name.startswith(("int", "uint"))
+
+
+@functools.cache
+def sign_of(dtype: np.dtype) -> int:
+    """Return the sign bit in the words of a float type; 0 for a type without negative numbers."""
+    about = ml_dtypes.finfo(dtype)
+    return 1 << (about.bits - 1) if about.min < 0 else 0
 
 
 @helper
 def distance(one: Any, two: Any, sign: Any) -> Any:
-    """Return the distance in ulps between two words of a float type."""
+    """Return the distance in ulps between two words of a float type, whose sign bit may be 0 (`sign_of`)."""
     low = -(one - sign) if one >= sign else one
     high = -(two - sign) if two >= sign else two
     return abs(low - high)
@@ -39,9 +53,8 @@ def distance(one: Any, two: Any, sign: Any) -> Any:
 @functools.cache
 def compiled(form: str) -> Any:
     """Compile the pass over words [rows, elements]."""
-    bits = BY_DTYPE_BITS.get(form, 8)
-    sign, integers = np.int64(1 << (bits - 1)), form == "integer"
-    if form not in BY_DTYPE_BITS:
+    bits, integers = BITS_BY_FORMAT.get(form, 8), form == "integer"
+    if form not in BITS_BY_FORMAT:
 
         def number(word: Any, table: Any) -> Any:
             return table[word]
@@ -54,8 +67,8 @@ def compiled(form: str) -> Any:
     number = helper(number)
 
     def count(
-        one: Any, two: Any, rows: Any, elements: Any, table: Any, atol: Any, rtol: Any, ulp: Any, counts: Any,
-        errors: Any, histogram: Any,
+        one: Any, two: Any, rows: Any, elements: Any, table: Any, sign: Any, atol: Any, rtol: Any, ulp: Any,
+        counts: Any, errors: Any, histogram: Any,
     ) -> None:  # fmt: skip
         tolerant = atol > 0 or rtol > 0 or ulp > 0
         for i in range(rows):
@@ -86,35 +99,37 @@ def compiled(form: str) -> Any:
             counts[i], errors[i] = differing, largest
 
     words, floats = types.CPointer(WORDS[bits]), types.CPointer(types.float32)
-    arrays = words, words, types.int64, types.int64, floats
+    arrays = words, words, types.int64, types.int64, floats, types.int64
     tolerances, results = (types.float64, types.float64, types.int64), (INDEX, floats, INDEX)
     signature = types.void(*arrays, *tolerances, *results)
     return callback(count, signature, key=form).ctypes
 
 
-BY_DTYPE_BITS = {fmt.name: fmt.bits for fmt in BY_DTYPE.values()}
-
-
 def count(
     one: np.ndarray, two: np.ndarray, atol: float, rtol: float, ulp: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (differing elements by row, largest error by row, histogram of ulps) of [rows, elements]."""
+    """Return (differing elements by row, largest error by row, histogram of ulps) of [rows, elements].
+
+    The histogram is all zeros without a compiled pass: for elements of 64 bits, or of two dtypes.
+    """
+    one, two = native(one), native(two)
     rows = len(one)
     counts, errors = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
     histogram = np.zeros(BUCKETS, np.int64)
     form = form_of(one.dtype) if one.dtype == two.dtype else None
     if form is not None:
         words = [np.ascontiguousarray(array) for array in (one, two)]
-        codes = np.arange(0 if form in BY_DTYPE_BITS else 256, dtype=np.uint8)  # all codes of 8 bits
+        codes = np.arange(0 if form in BITS_BY_FORMAT else 256, dtype=np.uint8)  # all codes of 8 bits
         table = codes.view(one.dtype if len(codes) else np.uint8).astype(np.float32)
-        results = map(address, (counts, errors, histogram))
-        compiled(form)(*map(address, words), *one.shape, address(table), atol, rtol, ulp, *results)
+        tolerances, results = (atol, rtol, ulp), map(address, (counts, errors, histogram))
+        sign = 0 if form == "integer" else sign_of(one.dtype)
+        compiled(form)(*map(address, words), *one.shape, address(table), sign, *tolerances, *results)
         return counts, errors, histogram
     close = equal_elements(one, two, (atol, rtol, ulp))
     counts[:] = (~close).sum(axis=1)
     if one.size:
         with np.errstate(all="ignore"):
-            error = np.abs(one.astype(np.float64) - two.astype(np.float64))
+            error = errors_between(one, two)
             errors[:] = np.where(close, 0, np.nan_to_num(error, nan=np.inf)).max(axis=1)
     return counts, errors, histogram
 
@@ -128,21 +143,28 @@ def equal_elements(one: np.ndarray, two: np.ndarray, tolerances: Tolerances) -> 
         return same
     with np.errstate(all="ignore"):
         a, b = one.astype(np.float64), two.astype(np.float64)
-        far = ulps_between(one, two) if alike else np.abs(a - b)
-        error = far.astype(np.float64) if alike and one.dtype.kind in "iu" else np.abs(a - b)
-        close = np.isfinite(a) & (error <= atol + rtol * np.abs(a))
+        close = np.isfinite(a) & (errors_between(one, two) <= atol + rtol * np.abs(a))
         if ulp and alike:
-            close |= (far <= ulp) & ~np.isnan(a) & ~np.isnan(b)
+            close |= (ulps_between(one, two) <= ulp) & ~np.isnan(a) & ~np.isnan(b)
     return same | close | (np.isnan(a) & np.isnan(b))
+
+
+def errors_between(one: np.ndarray, two: np.ndarray) -> Any:
+    """Return the absolute differences, float64; integers of one dtype are subtracted exactly."""
+    if one.dtype == two.dtype and is_integer(one.dtype):
+        return ulps_between(one, two).astype(np.float64)
+    return np.abs(one.astype(np.float64) - two.astype(np.float64))
 
 
 def ulps_between(one: np.ndarray, two: np.ndarray) -> Any:
     """Return the distances of integers, or of floats in ulps, uint64."""
-    if one.dtype.kind in "iu":
+    if is_integer(one.dtype):
+        one, two = (x.astype(np.int16) if x.dtype.itemsize == 1 else x for x in (one, two))
         words = one.astype(np.uint64), two.astype(np.uint64)
         return np.where(one > two, words[0] - words[1], words[1] - words[0])
+    one, two = native(one), native(two)
     words = word_view(one).astype(np.uint64), word_view(two).astype(np.uint64)
-    sign = np.uint64(1 << (8 * one.dtype.itemsize - 1))
+    sign = np.uint64(sign_of(one.dtype))
     low, high = (word & ~sign for word in words)
     apart = np.where(low > high, low - high, high - low)
     return np.where((words[0] ^ words[1]) & sign != 0, low + high, apart)
@@ -151,3 +173,8 @@ def ulps_between(one: np.ndarray, two: np.ndarray) -> Any:
 def word_view(array: np.ndarray) -> np.ndarray:
     """View elements as unsigned integers of their size."""
     return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").reshape(array.shape)
+
+
+def native(array: np.ndarray) -> np.ndarray:
+    """Return an array in the byte order of this machine."""
+    return array.astype(array.dtype.newbyteorder("="), copy=False)

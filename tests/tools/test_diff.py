@@ -10,7 +10,7 @@ from planted_faults import FAULTS
 import kvkit.layouts
 from kvkit.errors import KvkitError
 from kvkit.reference import cache as reference
-from kvkit.tools import diff
+from kvkit.tools import counting, diff
 from kvkit.tools.causes import CAUSES
 
 L, B, N, H, C = 2, 3, 4, 2, 16  # layers, pages, positions, heads, content
@@ -250,7 +250,17 @@ CLOSE = [  # expected, got, tolerances, whether they are equal
     (WORD, np.array([np.inf], np.float32), {"ulp": 1}, False),
     (WORD, OTHER, {"ulp": 1}, True),
     (np.float32(1), np.float32(2), {}, False),
-]
+    (np.array([2**60 + 1]), np.array([2**60 + 2]), {"ulp": 1}, True),
+    (np.array([1], ">f4"), np.array([1 + 2**-23], ">f4"), {"ulp": 1}, True),
+    *(  # types of at most 8 bits: without a sign, without -0, with the sign in bit 3, integers of 4 bits
+        (np.array([one]).astype(dtype), np.array([two]).astype(dtype), {"ulp": ulp}, equal)
+        for dtype, one, two in [
+            (ml_dtypes.float8_e8m0fnu, 1, 4), (ml_dtypes.float8_e4m3fnuz, 2**-10, -(2**-10)),
+            (ml_dtypes.float4_e2m1fn, 0.5, -0.5), (ml_dtypes.int4, 1, -1), (ml_dtypes.uint4, 7, 9),
+        ]
+        for ulp, equal in ((1, False), (2, True))
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CLOSE)
@@ -263,6 +273,9 @@ def test_what_is_close(case):
     for one, two in pairs:
         found = diff({"x": one}, {"x": two}, **tolerances)
         assert found.equal == equal
+        if expected.ndim:
+            each = [tolerances.get(name, 0) for name in ("atol", "rtol", "ulp")]
+            assert np.all(counting.equal_elements(one, two, each)) == equal
         assert equal or found.arrays[0].differing == one.size
 
 
@@ -339,6 +352,18 @@ def test_what_cannot_be_compared_is_said():
     found = diff({"x": np.zeros(2), "z": np.ones(2)}, {"x": np.zeros(3), "y": np.ones(2), "z": np.ones(2)})
     assert found.problems == ["x: expected shape (2,), got (3,)", "y: only in b"] or len(found.problems) == 2
     assert not found.equal
+
+
+def test_complex_numbers_are_compared_by_bytes():
+    one, two = np.full((2, 4), 1 + 1j, np.complex64), np.full((2, 4), 1 + 2j, np.complex64)
+    assert diff({"x": one}, {"x": one.copy()}).equal
+    [problem] = diff({"x": one, "y": one}, {"x": two, "y": one}, atol=5).problems
+    assert problem.startswith("x: expected equal bytes, because complex numbers")
+
+
+def test_large_integers_have_an_exact_error():
+    _, errors, _ = counting.count(np.array([[2**60 + 1]]), np.array([[2**60 + 4]]), 0, 0, 0)
+    assert errors == [3]
 
 
 def test_another_dtype_is_a_difference_of_bits():
