@@ -1,7 +1,8 @@
 """Read and write safetensors files. Tensors are mapped.
 
-The package safetensors only checks a file that is read. It would copy each tensor, and on writing it would
-replace the locked file by another. kvkit's metadata is a JSON text in the metadata of the file.
+The package safetensors only checks the header of a file that is read. Its reader would copy each tensor, and
+its writer would make a file of its own, without the lock of `files/replace.py`. kvkit's metadata is a JSON
+text in the metadata of the file.
 """
 
 import json
@@ -24,6 +25,7 @@ from kvkit.typed import Array, FilePath
 from kvkit.version import __version__
 
 METADATA = "kvkit"
+TEXTS = "__metadata__"  # the entry of a header that holds texts, beside the tensors
 VERSION = 1
 DTYPES = {
     name: np.dtype(dtype)
@@ -32,6 +34,7 @@ DTYPES = {
         "I32": np.int32, "U64": np.uint64, "I64": np.int64, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
         "F32": np.float32, "F64": np.float64, "C64": np.complex64, "F8_E4M3": ml_dtypes.float8_e4m3fn,
         "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz, "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
     }.items()
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -47,7 +50,7 @@ def read(path: FilePath) -> Contents:
             data, mapped = mapping.map_file(file)
         (length,) = struct.unpack("<Q", data[:8].tobytes())
         header = json.loads(data[8 : 8 + length].tobytes())
-    texts = header.pop("__metadata__", None) or {}
+    texts = header.pop(TEXTS, None) or {}
     body = data[8 + length :]
     arrays = {name: read_tensor(path, name, about, body) for name, about in header.items()}
     about = {}
@@ -87,6 +90,8 @@ def text_of(metadata: Mapping[str, Any]) -> str:
 def write_tensors(path: FilePath, arrays: Mapping[str, ArrayLike], texts: Mapping[str, str]) -> None:
     """Write tensors, with texts as the metadata of the file."""
     check_target(path)
+    if TEXTS in arrays:
+        raise file_error(path, f"no tensor of a safetensors file can be called {TEXTS}", "rename it")
     whole: dict[str, Array] = {}
     for name, value in arrays.items():
         array = np.asarray(value)
@@ -104,7 +109,7 @@ def write_tensors(path: FilePath, arrays: Mapping[str, ArrayLike], texts: Mappin
 
 def header_of(arrays: Mapping[str, Array], texts: Mapping[str, str]) -> bytes:
     """Return the first bytes of a file: the header's length in 8 bytes, and the header, padded to 8."""
-    header: dict[str, Any] = {"__metadata__": dict(texts)}
+    header: dict[str, Any] = {TEXTS: dict(texts)}
     end = 0
     for name, array in arrays.items():
         begin, end = end, end + array.nbytes

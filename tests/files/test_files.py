@@ -87,6 +87,7 @@ def test_what_a_file_cannot_hold_is_refused(tmp_path):
         ("x.npy", float8.astype(ml_dtypes.float8_e5m2), "no .npy file can name"),
         ("x.npy", [float8, float8], "one array, not 2"),
         ("x.safetensors", np.zeros(3, "U4"), "no safetensors file can name: convert it"),
+        ("x.safetensors", {"__metadata__": float8}, "can be called __metadata__: rename it"),
         ("x.npz", np.array([None]), "no .npz file can name"),
         *(
             ("x.npz", {name: float8}, "no array in it can be called")
@@ -111,6 +112,18 @@ def test_others_read_our_safetensors_and_we_theirs(tmp_path, rng, torch):
     found = files.read(tmp_path / "y.safetensors")
     assert_same(found.arrays["b"], np.arange(6).astype(ml_dtypes.bfloat16).reshape(2, 3))
     assert (found.metadata, found.description) == ({"format": "pt"}, Description())
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fnuz", "float8_e5m2fnuz"])
+def test_floats_without_a_negative_zero_in_safetensors(tmp_path, torch, kind):
+    import safetensors.torch
+
+    array = np.arange(256, dtype=np.uint8).view(getattr(ml_dtypes, kind)).reshape(2, 128)
+    files.write(tmp_path / "x.safetensors", {"a": array})
+    theirs = safetensors.torch.load_file(tmp_path / "x.safetensors")
+    assert theirs["a"].dtype == getattr(torch, kind)
+    safetensors.torch.save_file(theirs, tmp_path / "y.safetensors")
+    assert_same(files.read(tmp_path / "y.safetensors").arrays["a"], array)
 
 
 def test_files_of_torch(tmp_path, torch):
