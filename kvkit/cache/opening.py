@@ -1,6 +1,7 @@
 """Open a cache in a folder, and repair what a crash left unfinished."""
 
 import contextlib
+import itertools
 import json
 import warnings
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from kvkit.cache.layers import kinds
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.offload import UNFINISHED, Folder, hash_layer
 from kvkit.cache.stores.mapped import VERSION, WAITING, follow_change
+from kvkit.checks.values import integer
 from kvkit.errors import argument_error
 from kvkit.typed import FilePath
 
@@ -31,19 +33,24 @@ def open_layers(folder: Folder) -> list[Layer]:
     """Open the layers of a folder; delete unfinished files and undo a step that was cut off."""
     about = read_json(folder.path / "cache.json")
     with opening_errors(folder.path / "cache.json"):
-        closed, folder.changes, due = about["closed"], about["changes"], about["due"]
-    for path in folder.path.glob(f"layer-*{WAITING}*"):
-        follow_change(path, folder.changes)
+        closed, folder.changes, due = about["closed"], integer("changes", about["changes"], 0), about["due"]
+        if "layers" in about:
+            folder.layers = integer("layers", about["layers"], 0)
+    for path in folder.path.glob(f"layer-*{WAITING}*"):  # sidecars of a change that may not be committed
+        with opening_errors(path):
+            follow_change(path, folder.changes)
     paths = sorted(folder.path.glob("layer-*.json"))
-    folder.layers = about.get("layers", len(paths))
     if len(paths) < folder.layers:
         wanted = f"{folder.layers} layers"
         raise argument_error("directory", wanted, f"{len(paths)}: the process died during offload")
     layers = [open_layer(folder, number, None if closed else due) for number in range(len(paths))]
     if "digests" in about:
-        hashes, recorded = {layer.home.sidecar.stem: hash_layer(layer) for layer in layers}, about["digests"]
-        if recorded != list(hashes.values()):
-            changed = ", ".join(name for name, digest in hashes.items() if digest not in str(recorded))
+        digests = [hash_layer(layer) for layer in layers]
+        if (recorded := about["digests"]) != digests:
+            pairs = itertools.zip_longest(layers, digests, recorded if isinstance(recorded, list) else ())
+            changed = ", ".join(
+                layer.home.sidecar.stem for layer, digest, own in pairs if layer and digest != own
+            )
             got = f"{folder.path} with changed files of {changed}"
             raise argument_error("directory", "files as they were when it was closed", got)
     folder.layers = len(layers)
@@ -64,8 +71,9 @@ def open_layers(folder: Folder) -> list[Layer]:
 def undo_cut_step(layers: Sequence[Layer], folder: Path) -> None:
     """Undo a step that only some layers have completed.
 
-    A layer is undone if another layer now has as many tokens as this one had before its last update. Empty
-    layers count as unused by the model, unless the last layer is empty and the others have had one step.
+    If another layer still has the length that this one had before its last update, then that layer missed the
+    step, and this one is undone. Empty layers count as unused by the model, unless the last layer is empty
+    and the others have had one step: then that was the first step, and it is undone.
     """
     layers = [layer for layer in layers if layer.of is None]
     used = [layer for layer in layers if layer.get_seq_length()]
@@ -85,7 +93,7 @@ def undo_cut_step(layers: Sequence[Layer], folder: Path) -> None:
 
 
 def open_layer(folder: Folder, number: int, due: Any) -> Layer:
-    """Open one layer, and crop or reset it if a call for all layers was `due` and it has not done so."""
+    """Open one layer; if the process died in a crop or reset of all layers, `due`, finish it here."""
     path = folder.path / f"layer-{number:03}.json"
     about = read_json(path)
     if about.get("in_memory"):
@@ -113,5 +121,5 @@ def opening_errors(path: Path) -> Iterator[None]:
     """Turn errors about the contents of a file into errors about the folder."""
     try:
         yield
-    except (FileNotFoundError, LookupError, TypeError, ValueError) as error:
+    except (FileNotFoundError, NotADirectoryError, LookupError, TypeError, ValueError) as error:
         raise argument_error("directory", "a cache that kvkit has written", f"{path}: {error!r}") from error

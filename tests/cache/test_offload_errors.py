@@ -23,6 +23,8 @@ def test_folders_that_cannot_be(tmp_path):
     with pytest.raises(kvkit.KvkitError, match="directory: expected a folder that holds no cache"):
         fill(DynamicCache(1)).offload(tmp_path / "a")
     (tmp_path / "file").write_text("")
+    with pytest.raises(kvkit.KvkitError, match="NotADirectory"):
+        Cache.open(tmp_path / "file")
     other = fill(DynamicCache(1))
     with pytest.raises(OSError, match="exists"):
         other.offload(tmp_path / "file")
@@ -36,6 +38,10 @@ def test_folders_that_cannot_be(tmp_path):
         ("cache.json", "{", "got .*cache.json: JSONDecodeError"),
         ("cache.json", '{"version": 7}', "got .*cache.json: ValueError.*version 7, not 1"),
         ("cache.json", '{"version": 1}', "got .*cache.json: KeyError"),
+        ("cache.json", '{"version": 1, "closed": 1, "changes": "a", "due": null}', "cache.json: .*changes: exp"),
+        ("cache.json", '{"version": 1, "closed": 1, "changes": 0, "due": null, "layers": "x"}', "layers: exp"),
+        ("cache.json", '{"version": 1, "closed": 1, "changes": 0, "due": null, "digests": 5}', "of layer-000$"),
+        ("layer-000.next-x", "", "got .*next-x: ValueError"),
         ("layer-000.json", "[]", "expected a cache that kvkit has written, got .*layer-000.json"),
         ("layer-000.json", '{"version": 1, "kind": "Other", "arguments": {}}', "layer-000.json"),
         ("layer-000.json", '{"version": 1}', "layer-000.json"),
