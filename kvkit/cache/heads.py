@@ -228,5 +228,8 @@ def ragged_layer(layer: Any, rows: list[Array], rope: Any) -> RaggedLayer:
     ragged.name, ragged.rope = layer.name, layer.rope if rope is None else rope
     kept = [HeadStates(*(part[own] for part in each)) for each, own in zip(states, rows, strict=True)]
     assert geometry is not None
+    if geometry.key_dim != geometry.value_dim:
+        sizes = f"keys of {geometry.key_dim} and values of {geometry.value_dim} elements"
+        raise argument_error("budget", f"'uniform' or 'pyramid' for {sizes}", "a budget for each head")
     ragged.fill_heads(geometry, kept, layer.get_seq_length())
     return ragged

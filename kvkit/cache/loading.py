@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.cache.blocks.pool import HASH_BYTES
-from kvkit.cache.blocks.sequence import Moves
+from kvkit.cache.blocks.sequence import Moves, SavedSequence
 from kvkit.cache.caches import Cache
 from kvkit.cache.layers import kinds
 from kvkit.cache.layers.positions import RowPositions, check_rotation, restored_rotation
@@ -121,7 +121,7 @@ def restore_paged(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> Page
         for block, digest, token_ids in zip(block_ids, hashes, ids, strict=True)
     ]
     saved = [
-        (
+        SavedSequence(
             metadata["length"],
             bytes.fromhex(metadata["root"]),
             arrays[f"sequences.{i}.block_table"],

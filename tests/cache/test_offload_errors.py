@@ -32,15 +32,18 @@ def test_folders_that_cannot_be(tmp_path):
     cache.close()
 
 
+CLOSED = '{"version": 1, "closed": true, "due": null, "changes": %s}'
+
+
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
         ("cache.json", "{", "got .*cache.json: JSONDecodeError"),
         ("cache.json", '{"version": 7}', "got .*cache.json: ValueError.*version 7, not 1"),
         ("cache.json", '{"version": 1}', "got .*cache.json: KeyError"),
-        ("cache.json", '{"version": 1, "closed": 1, "changes": "a", "due": null}', "cache.json: .*changes: exp"),
-        ("cache.json", '{"version": 1, "closed": 1, "changes": 0, "due": null, "layers": "x"}', "layers: exp"),
-        ("cache.json", '{"version": 1, "closed": 1, "changes": 0, "due": null, "digests": 5}', "of layer-000$"),
+        ("cache.json", CLOSED % '"a"', "got .*cache.json: .*changes: expected an integer"),
+        ("cache.json", CLOSED % '0, "layers": "x"', "got .*cache.json: .*layers: expected an integer"),
+        ("cache.json", CLOSED % '0, "digests": 5', "changed files of layer-000$"),
         ("layer-000.next-x", "", "got .*next-x: ValueError"),
         ("layer-000.json", "[]", "expected a cache that kvkit has written, got .*layer-000.json"),
         ("layer-000.json", '{"version": 1, "kind": "Other", "arguments": {}}', "layer-000.json"),

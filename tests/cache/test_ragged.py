@@ -285,6 +285,8 @@ def test_batches_crops_and_copies(tmp_path):
     scene.cache.crop(-scene.cache.get_seq_length())
     assert scene.layer.nbytes == scene.cache.get_seq_length() == 0
     scene.cache.reset()
+    with pytest.raises(KvkitError, match=r"value_states: expected heads of 16 elements, .* got 8"):
+        scene.cache.update(normal(2), normal(2)[..., :8], 0)
     scene.cache.update(normal(2), normal(2), 0)
     assert scene.layer.lengths.tolist() == [[2] * 3] * 2
 
@@ -333,10 +335,11 @@ def test_heads_are_compressed_again():
 WRONG = {
     "renumber": (lambda cache: cache.compress("knorm", keep=0.5, renumber=True), "renumber: expected False"),
     "retain": (lambda cache: cache.retain([3]), "positions: expected integers [2, 3, 'm'], -1 after the"),
+    "uneven": (lambda cache: cache.retain([[[1], [1, 2]]]), "positions: expected integers [2, 3, 'm'], -1 a"),
     "absent": (lambda cache: cache.retain(np.full((2, 3, 1), 99)), "positions: expected positions that are"),
     "mask": (lambda cache: cache.attend(normal(1, 6), 0, np.ones((2, 1, 1, 90), bool)),
              "attention_mask: expected bool [2, 90], a padding mask by position"),
-    "old queries": (lambda cache: cache.attend(normal(50, 6), 0), "query: expected queries of the last tok"),
+    "old queries": (lambda cache: cache.attend(normal(50, 6), 0), "query: expected one query, because some"),
     "query": (lambda cache: cache.attend(normal(1, 4), 0), "query: expected shape [2, a multiple"),
     "keys": (lambda cache: cache.update(normal(1, 4), normal(1, 4), 0), "key_states: expected keys"),
     "position": (lambda cache: cache.update(normal(1), normal(1), 0, [3]), "cache_position: expected"),
@@ -370,7 +373,7 @@ def test_layers_that_cannot_have_heads_of_their_own_are_refused(tmp_path):
         cache = Cache([layer])
         cache.update(normal(30), normal(30)[..., :dim], 0)
         with pytest.raises(
-            KvkitError, match=r"budget: expected (a DynamicLayer or RaggedLayer|keys and values)"
+            KvkitError, match=r"budget: expected (a DynamicLayer or RaggedLayer|'uniform' .* values of 8 el)"
         ):
             cache.compress("knorm", keep=0.5, budget="ada")
         assert cache.layers == [layer]

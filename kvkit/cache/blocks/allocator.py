@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from kvkit.cache.blocks.layout import Arrangement, lay_out
 from kvkit.cache.blocks.pool import Pool, chain_hash, root_hash
-from kvkit.cache.blocks.sequence import ID_BYTES, Moves, Sequence, check_bytes, encode_ids
+from kvkit.cache.blocks.sequence import ID_BYTES, SavedSequence, Sequence, check_bytes, encode_ids
 from kvkit.cache.blocks.step import Step, slot_type, tensors
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.positions import PLANS, Rearrangement, RowPositions
@@ -277,11 +277,11 @@ class BlockAllocator:
 
     def restore(
         self,
-        saved: Iterable[tuple[int, bytes, Array, Array, Moves | None]],
+        saved: Iterable[SavedSequence],
         published: Collection[tuple[int, bytes, bytes]],
         blocks: set[int],
     ) -> list[Sequence]:
-        """Restore sequences in a new allocator from (length, first hash, block table, token ids, moves) each.
+        """Restore sequences in a new allocator.
 
         The blocks of their tables and the `published` blocks must be among `blocks`.
         """

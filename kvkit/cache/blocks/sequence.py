@@ -35,6 +35,16 @@ class Moves(NamedTuple):
     rope: Any
 
 
+class SavedSequence(NamedTuple):
+    """Describes a sequence to restore in a new allocator."""
+
+    length: int
+    first_hash: bytes  # of no blocks, with which the hashes of its blocks begin
+    table: Array  # blocks
+    token_ids: ArrayLike
+    moves: Moves | None  # None if token i has position i
+
+
 class Sequence:
     """A sequence of tokens, and the blocks that store them. `BlockAllocator.add` and `fork` make it.
 

@@ -20,6 +20,7 @@ from kvkit.runtime.arrays import addresses_of
 from kvkit.typed import Array, Attended, Pair
 
 MOST_QUERY_BYTES = 2**18  # of queries for `PreparedPieces`, which keeps a copy of them for each piece
+NOT_ROTATED = "False, because keys were moved and not rotated yet (call `flatten` first)"
 FLOAT32 = next(fmt for fmt in FLOATS if fmt.name == "float32")
 
 
@@ -53,8 +54,7 @@ class LayerAttention:
         fmt, query = checked_query(layer, query)
         if layer.row_positions is not None and layer.row_positions.shifted:
             if wants_weights:
-                wanted = "False where keys have a rope shift: `flatten` rotates them"
-                raise argument_error("return_key_weights", wanted, True)
+                raise argument_error("return_key_weights", NOT_ROTATED, True)
             return self._attend_pieces(layer, query, attention_mask, scoring, return_lse)
         query = layer.store.query(query)
         batch, new, query_heads, _ = query.shape

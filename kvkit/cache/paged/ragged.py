@@ -12,10 +12,10 @@ from numpy.typing import ArrayLike
 from kvkit import cpu
 from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.blocks.allocator import BlockAllocator, OutOfBlocksError
-from kvkit.cache.blocks.sequence import Moves
+from kvkit.cache.blocks.sequence import Moves, SavedSequence
 from kvkit.cache.blocks.step import Step
 from kvkit.cache.layers import requests
-from kvkit.cache.layers.attention import place_mask
+from kvkit.cache.layers.attention import NOT_ROTATED, place_mask
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.positions import (
     MAX_PIECES,
@@ -57,7 +57,7 @@ class RaggedPlan(NamedTuple):
     """Plans a change of all heads, which is checked and not yet done."""
 
     plans: list[Rearrangement]  # one for each head
-    crops: bool = False
+    crops: bool = False  # read by `Cache.rearrange` for files, which a ragged layer never has
 
 
 class PreparedHeads:
@@ -68,38 +68,38 @@ class PreparedHeads:
     def __init__(
         self,
         context: Context,
-        index: Step,
+        step: Step,
         query: Array,
         results: tuple[Array, Array, Array | None],
         weights: attention.Weights,
     ) -> None:
         (count, new, *_), (out, lse, sums) = query.shape, results
-        self._mask, pages = weights.mask, np.full((count, index.pages.shape[1] + MORE_PAGES), -1)
+        self._mask, pages = weights.mask, np.full((count, step.pages.shape[1] + MORE_PAGES), -1)
         self._index = StepIndex(
-            np.arange(count + 1) * new, index.kvstarts.copy(), index.first_places, np.zeros(count, np.int64),
-            pages, PAGE_SIZE, tokens=count * new, context=int(index.kvstarts[-1]), rows=0,
+            np.arange(count + 1) * new, step.kvstarts.copy(), step.first_places, np.zeros(count, np.int64),
+            pages, PAGE_SIZE, tokens=count * new, context=int(step.kvstarts[-1]), rows=0,
         )  # fmt: skip
-        self._copy_pages(index)
+        self._copy_pages(step)
         launch = cpu.attention.prepare.prepare_attention(
             query, out, lse, context, self._index, count if new == 1 else 0, weights, key_weights=sums
         )
         cpu.launches.start(launch)
         arrays, self._params = {"query": query, "out": out, "lse": lse}, launch.params
-        self._prepared = PreparedCall([launch], arrays, attention=launch, version=index)
+        self._prepared = PreparedCall([launch], arrays, attention=launch, version=step)
 
-    def _copy_pages(self, index: Step) -> None:
-        self._index.table[:, : index.pages.shape[1]] = index.pages
+    def _copy_pages(self, step: Step) -> None:
+        self._index.table[:, : step.pages.shape[1]] = step.pages
 
-    def run(self, index: Step, query: Array, out: Array, lse: Array, mask: MaskPlace) -> bool:
+    def run(self, step: Step, query: Array, out: Array, lse: Array, mask: MaskPlace) -> bool:
         """Attend in a step with other queries and mask; return False if it needs a new launch."""
 
         def refit() -> bool:
-            if index is not self._prepared.version:
-                if index.pages.shape[1] > self._index.table.shape[1]:
+            if step is not self._prepared.version:
+                if step.pages.shape[1] > self._index.table.shape[1]:
                     return False
-                np.copyto(self._index.kvstarts, index.kvstarts)
-                self._copy_pages(index)
-                if not self._prepared.reschedule(index):
+                np.copyto(self._index.kvstarts, step.kvstarts)
+                self._copy_pages(step)
+                if not self._prepared.reschedule(step):
                     return False
             self._mask = place_mask(self._params, self._mask, mask)
             return True
@@ -148,31 +148,34 @@ class RaggedLayer(Layer):
         self.pool: Any = None
         self.blocks: Any = None
         self.sequences: list[Any] = []
-        self._index: Any = None  # the last step, while its index tensors are valid
+        self._step: Any = None  # the last step, while its index tensors are valid
         self._calls: PreparedCalls[PreparedHeads] = PreparedCalls(1)  # over the present pool
         self.changes = 0
         self.row_positions = RowPositions.contiguous(0, 0)  # not used: each sequence has its own
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_index": None}  # a copy has other addresses
+        return super().__getstate__() | {"_step": None}  # a copy has other addresses
 
     def fill_heads(self, geometry: Geometry, states: Sequence[HeadStates], length: int) -> None:
         """Store the tokens of every head in an empty layer; `length` is the position of the next token."""
         if geometry.key_dim != geometry.value_dim:
-            wanted = f"keys and values of one head size, for budgets by heads; 'uniform' for {geometry}"
-            raise argument_error("budget", wanted, "one by heads")
+            wanted = (
+                f"heads of {geometry.key_dim} elements, as keys have, because heads keep different tokens"
+            )
+            raise argument_error("value_states", wanted, geometry.value_dim)
         counts = [len(each.positions) for each in states]
         used = sum(-(-count // PAGE_SIZE) for count in counts)
         self._make_pool(geometry, used + max(used // 16, len(counts)))
         self.sequences = [self.blocks.add() for _ in counts]
-        with self.blocks.begin_step(zip(self.sequences, counts, strict=True)) as index:
+        with self.blocks.begin_step(zip(self.sequences, counts, strict=True)) as step:
             for side in (0, 1):
-                self.pool_side(side)[index.slot_mapping] = np.concatenate([each[side] for each in states])
+                self.pool_side(side)[step.slot_mapping] = np.concatenate([each[side] for each in states])
         for seq, own in zip(self.sequences, states, strict=True):
             rows = RowPositions(own.positions, np.zeros_like(own.positions), length)
             if not rows.is_plain():
+                # The first tokens, up to the first hole, never moved.
                 intact = np.flatnonzero(np.append(own.positions, -1) != np.arange(len(own.positions) + 1))[0]
-                seq.move(Moves(rows, [], int(intact), None))
+                seq.move(Moves(rows, borders=[], intact=int(intact), rope=None))
 
     def pool_side(self, side: int) -> Array:
         """Return the keys (0) or the values (1) of all pages, a view [rows, D]."""
@@ -183,7 +186,7 @@ class RaggedLayer(Layer):
         self.geometry, pages = geometry, max(pages, 1)
         self.pool = PagedStore(pages, PAGE_SIZE, 1, 1, geometry.key_dim, geometry.fmt.dtype)
         self.blocks = BlockAllocator(pages, PAGE_SIZE, slot_dtype=np.int64, copy_rows=self.pool.copy_rows)
-        self._index = None
+        self._step = None
         self._calls.clear()
 
     def _resize(self, pages: int) -> None:
@@ -195,7 +198,7 @@ class RaggedLayer(Layer):
         for new, old in zip(self.pool.blocks, pool.blocks, strict=True):
             new[:, :, : len(used)] = old[:, :, used]
         saved = [
-            (seq.length, seq.chain[0], np.searchsorted(used, table), (), sequence_moves(seq))
+            SavedSequence(seq.length, seq.chain[0], np.searchsorted(used, table), (), sequence_moves(seq))
             for seq, table in zip(before, tables, strict=True)
         ]
         self.sequences = self.blocks.restore(saved, (), set(range(len(used))))
@@ -212,37 +215,37 @@ class RaggedLayer(Layer):
             nothing = np.empty((0, geometry.key_dim), geometry.fmt.dtype)
             none = HeadStates(nothing, nothing, np.empty(0, np.int64))
             self.fill_heads(geometry, [none] * (geometry.batch * geometry.heads), 0)
-        with self._begin(new) as index:
+        with self._begin(new) as step:
             for side, states in enumerate((key_states, value_states)):
                 packed = np.ascontiguousarray(states).reshape(-1, geometry.key_dim)
-                self.pool_side(side)[index.slot_mapping] = packed
-        self._index, self.changes = index, self.changes + 1
+                self.pool_side(side)[step.slot_mapping] = packed
+        self._step, self.changes = step, self.changes + 1
         return views_of(self, self.pool.format.dtype, (self.shape[3], self.shape[3]))
 
     def _begin(self, new: int) -> Step:
         """Begin a step of `new` tokens for every head; add pages if there are too few."""
         try:
-            index = self.blocks.begin_step([(seq, new) for seq in self.sequences])
+            step = self.blocks.begin_step([(seq, new) for seq in self.sequences])
         except OutOfBlocksError as error:
             pages = self.blocks.num_blocks + error.needed - error.available
             self._resize(pages + pages // 4)
-            index = self.blocks.begin_step([(seq, new) for seq in self.sequences])
-        self.pool.copy(index.copies)
-        return index
+            step = self.blocks.begin_step([(seq, new) for seq in self.sequences])
+        self.pool.copy(step.copies)
+        return step
 
     def _tables(self) -> Step:
         """Return a step with the page tables of all heads: the last one, or one without new tokens."""
-        if self._index is None:
-            with self._begin(0) as self._index:
+        if self._step is None:
+            with self._begin(0) as self._step:
                 pass
-        return self._index
+        return self._step
 
     @one_call_at_a_time
     def reserve(self, query_length: SupportsIndex) -> None:
         new = integer("query_length", query_length, 0)
         if self.sequences:
             self._begin(new).abandon()
-            self._index = None
+            self._step = None
 
     # Sizes and positions
 
@@ -323,49 +326,48 @@ class RaggedLayer(Layer):
         count, group = len(self.sequences), heads // self.lengths.shape[1]
         columns, place = self._columns(mask), NO_MASK  # [B * Hkv, longest]
         if columns is not None:
-            hidden = columns[:, None, None]
-            place = masks.static_mask(self.pool.format, hidden, count, group, new, columns.shape[1])
+            visible = columns[:, None, None]
+            place = masks.static_mask(self.pool.format, visible, count, group, new, columns.shape[1])
         states = one_piece(query.reshape(count, group, new, dim).swapaxes(1, 2))  # [sequences, q, G, D]
         out, lse = np.empty(states.shape, states.dtype), np.empty(states.shape[:3], np.float32)
         sums = np.empty((count, group, self.stored_tokens), np.float32) if wants_weights else None
-        index, form = self._tables(), None
-        if index.in_order and scoring.sinks is None and sums is None:
+        step, form = self._tables(), None
+        if step.in_order and scoring.sinks is None and sums is None:
             form = form_of((states,), (scoring.softmax_scale, scoring.softcap))
         prepared = self._calls.find(form)
-        if not prepared or not prepared.run(index, states, out, lse, place):
+        if not prepared or not prepared.run(step, states, out, lse, place):
             weights = attention.checked_weights(query.swapaxes(1, 2), NO_MASK, scoring)
             if weights.sinks is not None:
                 own = weights.sinks.reshape(-1, group)[None].repeat(batch, 0).reshape(count, group)
                 weights = weights._replace(sinks=own, sink_sequences=count)
-            if index.in_order:
+            if step.in_order:
                 weights, context = weights._replace(mask=place), self.pool.contexts[0]
-                self._calls.keep(form, PreparedHeads(context, index, states, (out, lse, sums), weights))
+                self._calls.keep(form, PreparedHeads(context, step, states, (out, lse, sums), weights))
             elif wants_weights:
-                wanted = "False where keys have a rope shift: `flatten` rotates them"
-                raise argument_error("return_key_weights", wanted, True)
+                raise argument_error("return_key_weights", NOT_ROTATED, True)
             else:
-                out, lse = self._attend_pieces(index, states, lse, columns, weights)
+                out, lse = self._attend_pieces(step, states, lse, columns, weights)
         outputs = out.swapaxes(1, 2).reshape(batch, heads, new, dim)
         more = [lse.swapaxes(1, 2).reshape(batch, heads, new)] if wants_lse else []
         more += [] if sums is None else [sums.reshape(batch, heads, -1)]
         return (outputs, *more) if more else outputs
 
     def _attend_pieces(
-        self, index: Step, states: Array, lse: Array, columns: Array | None, weights: attention.Weights
+        self, step: Step, states: Array, lse: Array, columns: Array | None, weights: attention.Weights
     ) -> tuple[Array, Array]:
         """Attend to heads whose keys have several rope shifts."""
         count, new, group, dim = states.shape
-        lengths = np.diff(index.kvstarts).tolist()
-        pieces = Pieces(index.sequences, [new] * count, lengths, index.pages, PAGE_SIZE)
+        lengths = np.diff(step.kvstarts).tolist()
+        pieces = Pieces(step.sequences, [new] * count, lengths, step.pages, PAGE_SIZE)
         mask = None
         if columns is not None:
-            hidden = columns[:, None, None]
+            visible = columns[:, None, None]
 
             def mask(piece: Any) -> Array:
-                return hidden[piece.sequence, :, :, piece.segment.begin : piece.segment.end]
+                return visible[piece.sequence, :, :, piece.segment.begin : piece.segment.end]
 
         packed = np.ascontiguousarray(states).reshape(count * new, group, dim)
-        out, own = pieces.attend(PagedStep(self.pool, index), packed, 0, mask, weights)
+        out, own = pieces.attend(PagedStep(self.pool, step), packed, 0, mask, weights)
         return out.astype(states.dtype).reshape(states.shape), own.reshape(lse.shape)
 
     def _check_query(self, query: Array) -> tuple[int, int, int, int]:
@@ -382,12 +384,12 @@ class RaggedLayer(Layer):
         if new > 1 and any(
             seq.positions[-new:].tolist() != [*range(first, first + new)] for seq in self.sequences
         ):
-            wanted = "queries of the last tokens, which every head stores"
-            raise argument_error("query", wanted, f"{new} queries")
+            wanted = f"one query, because some head does not store all of the last {new} tokens"
+            raise argument_error("query", wanted, new)
         return batch, heads, new, dim
 
     def _columns(self, mask: Array | None) -> Array | None:
-        """Return the columns of stored tokens, [B * Hkv, longest], from a padding mask by position [B, n]."""
+        """Return which stored tokens of a head, [B * Hkv, longest], a padding mask [B, positions] shows."""
         if mask is None:
             return None
         legal, heads = (self.batch_size, self.get_seq_length()), self.lengths.shape[1]
@@ -421,13 +423,17 @@ class RaggedLayer(Layer):
 
     def _positions_by_head(self, positions: ArrayLike) -> list[Array]:
         """Check positions [B, Hkv, m], padded with -1; return the positions of each head."""
-        wanted: Array = np.asarray(positions)
         legal = self.lengths.shape
+        expected = f"integers {[*legal, 'm']}, -1 after the last"
+        try:
+            wanted: Array = np.asarray(positions)
+        except ValueError:
+            raise argument_error("positions", expected, "rows of different lengths") from None
         if wanted.dtype.kind not in "iu" or wanted.ndim != 3 or wanted.shape[:2] != legal:
-            expected = f"integers {[*legal, 'm']}, -1 after the last"
             raise argument_error("positions", expected, describe(wanted))
         return [own[own >= 0] for own in wanted.reshape(-1, wanted.shape[2])]
 
+    # `at_once` is about files, which this layer never has.
     def rearrange(self, plan: RaggedPlan, at_once: bool = False) -> None:  # type: ignore[override]
         pairs = list(zip(self.sequences, plan.plans, strict=True))
         if not any(each.changes(seq.all_positions()) for seq, each in pairs):
@@ -441,7 +447,7 @@ class RaggedLayer(Layer):
             if each.rotated is not None:
                 moves = each.rotated != 0
                 self.pool.rotate(seq.rows(PAGE_SIZE)[moves], each.rotated[moves], ropes)
-        self.rope, self._index, self.changes = ropes[0], None, self.changes + 1
+        self.rope, self._step, self.changes = ropes[0], None, self.changes + 1
         self.trim()
 
     @one_call_at_a_time
@@ -459,7 +465,7 @@ class RaggedLayer(Layer):
             for seq in before:
                 self.blocks.free(seq)
             self.geometry = self.geometry._replace(batch=len(rows))
-            self._index, self.changes = None, self.changes + 1
+            self._step, self.changes = None, self.changes + 1
 
     @one_call_at_a_time
     def reset(self) -> None:
