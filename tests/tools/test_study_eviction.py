@@ -186,8 +186,12 @@ WRONG = [  # what to evict, more arguments, the message
     ("quest@0.5", {}, "^evict: expected a scorer of tokens"),
     ("snapkv(4)@0.5", {}, r"^evict: expected options as in snapkv\(window=32,pool=max\)@0.5, got"),
     ("snapkv(width=4)@0.5", {}, r"^snapkv\(width=4\)@0.5, layer 0: snapkv: expected options among window"),
-    ("int4:g32", {}, "^evict: expected a scorer at least: SCORER@SHARE"),
+    ("int4:g32", {}, "^evict: expected at least one SCORER@SHARE, as snapkv@0.5, beside schemes"),
     ("knorm@0.5,knorm@0.5", {}, "^evict: expected each entry once"),
+    ("knorm@0.5,knorm@.5", {}, "^evict: expected each entry once"),
+    ("snapkv(window=32@0.5", {}, r"^evict: expected options as in snapkv\(window=32,pool=max\)@0.5, got"),
+    ("oracle(x=1)@0.5", {}, "^evict: expected oracle without options"),
+    ([np.array([1, 2])], {}, "^evict: expected SCORER@SHARE"),
     ("nowhere.py:f@0.5", {}, "^scorer: expected a Python file and a function in it"),
     ([object()], {}, "^evict: expected SCORER@SHARE"),
     (5, {}, "^evict: expected a text or a sequence, .* got int 5$"),
@@ -216,6 +220,24 @@ def test_shares_have_all_their_digits():
         "mean@0.5", f"mean@{1 / 3}", "knorm@0.333333", "random@.5", "oracle@0.5", f"random@{1 / 3}",
         f"oracle@{1 / 3}", "random@0.333333", "oracle@0.333333",
     ]  # fmt: skip
+
+
+def test_paths_with_the_signs_of_entries(tmp_path):
+    """The scorer, and the scheme that references take over, may be in a folder with @, + and parentheses."""
+    folder = tmp_path / "a@b+(c)"
+    folder.mkdir()
+    (folder / "s.py").write_text(
+        "from kvkit.tools.studies.policies import Uncoded as S\ndef f(*_):\n    return 0\n"
+    )
+    scorer, scheme = f"{folder}/s.py:f", f"{folder}/s.py:S"
+    plan = policies.make_plan(None, [f"snapkv(window=4)@0.5+{scheme}", f"{scorer}@0.25", scheme])
+    assert plan.names == [
+        f"snapkv(window=4)@0.5+{scheme}", f"{scorer}@0.25", scheme, f"random@0.5+{scheme}",
+        f"oracle@0.5+{scheme}", "random@0.25", "oracle@0.25",
+    ]  # fmt: skip
+    assert policies.parts_of(plan.names[0]) == ("snapkv(window=4)", 0.5, scheme)
+    assert policies.parts_of(plan.names[1]) == (scorer, 0.25, "")
+    assert policies.parts_of(scheme) is None
 
 
 def test_what_was_understood_of_queries(arrays):

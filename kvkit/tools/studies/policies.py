@@ -15,11 +15,15 @@ from kvkit.tools.studies.schemes import key_and_value_schemes, list_schemes, loa
 from kvkit.typed import Array
 
 FORM = "SCORER@SHARE or SCORER@SHARE+SCHEME, as snapkv@0.5+int4:g32, or a scheme"
-PARTS = re.compile(r"(?P<scorer>[^@(]+?)(?:\((?P<options>.*)\))?@(?P<share>[^@+]+)(?:\+(?P<scheme>.+))?")
+PARTS = re.compile(  # a path of a Python file may have any of these signs; a share begins with a digit or dot
+    r"(?P<scorer>.+?\.py:\w+|[^@(]+?)(?:\((?P<options>.*)\))?@(?P<share>[\d.][^@+:/\\]*)(?:\+(?P<scheme>.+))?"
+)
 COMMAS = re.compile(r",(?![^(]*\))")  # not those between parentheses
 NONE, RANDOM, ORACLE = "none", "random", "oracle"
 SEEDS = range(3)  # of `random`, whose results are averaged
-BY_SHARE = "budget", "keep", "blend"  # options of scorers that the share of a policy sets
+SHARE = "a share above 0 and at most 1, as snapkv@0.5"
+OPTIONS = "options as in snapkv(window=32,pool=max)@0.5"
+BY_SHARE = "budget", "keep", "blend"  # a policy's share fills these options of scorers
 BUDGETS = "uniform", "ada", "pyramid"
 Entry = tuple[str, Any, Any]  # a name, the scheme of keys, the scheme of values
 
@@ -118,10 +122,12 @@ def make_plan(
         entries = [each for entry in entries for each in combined(entry, chosen)]
     policies = [each for each in entries if isinstance(each, Policy)]
     if not policies:
-        raise argument_error("evict", f"a scorer at least: {FORM}", describe(evict))
+        wanted = "at least one SCORER@SHARE, as snapkv@0.5, beside schemes"
+        raise argument_error("evict", wanted, describe(evict))
     entries += references(policies)
     names = [each.name if isinstance(each, Policy) else each[0] for each in entries]
-    if len(set(names)) < len(names):
+    once = {(each.key, each.keep, scheme_of(each)) for each in policies}
+    if len(set(names)) < len(names) or len(once) < len(policies):
         raise argument_error("evict", "each entry once", ", ".join(names))
     schemes = [each for each in entries if not isinstance(each, Policy)]
     policies = [each for each in entries if isinstance(each, Policy)]
@@ -134,7 +140,7 @@ def items_of(evict: Any) -> list[Any]:
         raise argument_error("evict", f"a text or a sequence, of {FORM}", describe(evict))
     items = COMMAS.split(evict) if isinstance(evict, str) else list(evict)
     items = [each.strip() if isinstance(each, str) else each for each in items]
-    return [each for each in items if each]
+    return [each for each in items if not isinstance(each, str) or each]
 
 
 def entry_of(item: Any) -> Entry | Policy:
@@ -149,13 +155,18 @@ def entry_of(item: Any) -> Entry | Policy:
         return (NONE, *UNCODED)
     found = PARTS.fullmatch(item)
     if found is None:
-        word = item.partition("(")[0]
+        word = re.split("[(@]", item)[0]
         if word in SCORERS or word in (ORACLE, RANDOM):
-            raise argument_error("evict", f"a share of the tokens to keep, as {word}@0.5", brief(item))
+            closed = item.count("(") == item.count(")")
+            wanted = f"a share of the tokens to keep, as {word}@0.5" if closed else OPTIONS
+            raise argument_error("evict", SHARE if closed and "@" in item else wanted, brief(item))
         return (item, *key_and_value_schemes(item))
     share, scheme = share_of(found["share"], item), found["scheme"]
     schemes = UNCODED if scheme is None else key_and_value_schemes(scheme)
-    return Policy(item, scorer_named(found["scorer"]), share, options_of(found["options"], item), schemes)
+    scorer, options = scorer_named(found["scorer"]), options_of(found["options"], item)
+    if scorer == ORACLE and options:
+        raise argument_error("evict", f"{ORACLE} without options", brief(item))
+    return Policy(item, scorer, share, options, schemes)
 
 
 def share_of(share: Any, item: Any) -> float:
@@ -165,7 +176,7 @@ def share_of(share: Any, item: Any) -> float:
     except (TypeError, ValueError):
         number = 0.0
     if not 0 < number <= 1:
-        raise argument_error("evict", "a share above 0 and at most 1, as snapkv@0.5", brief(item))
+        raise argument_error("evict", SHARE, brief(item))
     return number
 
 
@@ -192,7 +203,7 @@ def options_of(words: str | None, item: str) -> dict[str, Any]:
     for part in filter(None, (words or "").split(",")):
         name, sign, value = (each.strip() for each in part.partition("="))
         if not sign or not name.isidentifier():
-            raise argument_error("evict", "options as in snapkv(window=32,pool=max)@0.5", brief(item))
+            raise argument_error("evict", OPTIONS, brief(item))
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -201,7 +212,10 @@ def options_of(words: str | None, item: str) -> dict[str, Any]:
 
 
 def combined(entry: Entry | Policy, schemes: Sequence[Entry]) -> list[Entry | Policy]:
-    """Return a policy with each scheme; the schemes for "none"; or an entry that has a scheme unchanged."""
+    """Return what an entry becomes: a policy without a scheme is combined with each scheme.
+
+    The entry "none" becomes the schemes; others stay.
+    """
     if isinstance(entry, Policy):
         if entry.schemes is not UNCODED:
             return [entry]
@@ -210,7 +224,10 @@ def combined(entry: Entry | Policy, schemes: Sequence[Entry]) -> list[Entry | Po
 
 
 def references(policies: Sequence[Policy]) -> list[Policy]:
-    """Return the missing `random` and `oracle` of each share, with the scheme of its first policy."""
+    """Return for each share the policies random and oracle, to compare with, unless the caller named them.
+
+    They have the scheme of the first policy with this share.
+    """
     first = {each.keep: each for each in reversed(policies)}
     known, found = {(each.scorer, each.keep, scheme_of(each)) for each in policies}, []
     for share in sorted(first, reverse=True):
@@ -224,13 +241,14 @@ def references(policies: Sequence[Policy]) -> list[Policy]:
 
 def scheme_of(policy: Policy) -> str:
     """Return the name of a policy's scheme; "" for none."""
-    return policy.name.rpartition("@")[2].partition("+")[2]
+    parts = parts_of(policy.name)
+    return parts[2] if parts else ""
 
 
 def parts_of(name: str) -> tuple[str, float, str] | None:
     """Return (scorer with options, share, scheme or "") of a policy's name; None for other names."""
     found = PARTS.fullmatch(name)
     try:
-        return found and (name.rpartition("@")[0], float(found["share"]), found["scheme"] or "")
+        return found and (name[: found.start("share") - 1], float(found["share"]), found["scheme"] or "")
     except ValueError:
         return None
