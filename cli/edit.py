@@ -186,18 +186,16 @@ def parse_rope(text):
     """Parse a rotary embedding: the path of a config.json, numbers by name, or "none"."""
     if text == "none":
         return text
-    if "=" not in text:
-        try:
-            config = json.loads(Path(text).read_text())
-            config = config.get("text_config", config)
-        except (ValueError, AttributeError) as error:
-            raise KvkitError(f"--rope {text}: not a config.json: {error}") from None
-        return Rope.from_config(SimpleNamespace(**config))
     try:
+        if "=" not in text:
+            config = json.loads(Path(text).read_text())
+            return Rope.from_config(SimpleNamespace(**config.get("text_config", config)))
         pairs = (part.partition("=") for part in text.split(","))
         return Rope(**{name: json.loads(value) for name, _, value in pairs})
     except KvkitError as error:
         raise KvkitError(f"--rope {text}: {error}") from error
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, AttributeError) as error:
+        if "=" not in text:
+            raise KvkitError(f"--rope {text}: not a config.json: {error}") from None
         wanted = "rotary_dim=64,theta=10000, or a config.json, or none"
         raise KvkitError(f"--rope {text}: expected {wanted}") from None

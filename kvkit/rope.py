@@ -22,6 +22,26 @@ NO_ROTATION = "none"  # NoPE layers and ALiBi: keys stay as they are when positi
 DYNAMIC = "a fixed base: dynamic NTK scaling computes it from the length of each call"
 AXES = "one position for each token, or text_only=True where all axes are equal"
 LONGROPE = "long=True or long=False, the list that all keys were made with"
+ROTATES = "a config that shows how keys are rotated (else describe it with kvkit.Rope)"
+
+# What configs do not say, by their `model_type`, as the models of transformers do it:
+# pairs are neighbours
+NEIGHBOURS = {
+    *("blt", "codegen", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text", "glm"),
+    *("glm4", "glm4v_text", "glm_ocr_text", "gptj", "helium", "llama4_text", "moonshine"),
+    "moonshine_streaming",
+}
+# only layers with a window rotate keys; the value says whether all layers do in a model without a window
+WINDOWS_ROTATE = dict.fromkeys(("afmoe", "cohere2", "flint"), False)
+WINDOWS_ROTATE |= dict.fromkeys(("exaone4", "exaone4_5_text", "exaone_moe", "kolibri1"), True)
+NEVER = {"bloom", "jamba", "mpt", "nemotron_h", "zamba"}  # no layer rotates keys
+SWITCHES: dict[object, tuple[str, object]] = {  # an entry, and its value if keys are rotated
+    "falcon": ("alibi", False),
+    "granitemoehybrid": ("position_embedding_type", "rope"),
+    "zamba2": ("use_mem_rope", True),
+}
+UNREAD = {"cohere2_moe", "granite_swa", "granitemoe_swa", "nanochat"}  # rules of their own
+THETA_UNSAID = {"falcon", "llama"}  # older configs have no entry about rotation
 
 
 @dataclass(frozen=True)
@@ -94,7 +114,7 @@ class Rope:
         if kind == "dynamic":
             raise argument_error("scaling", DYNAMIC, "rope_type 'dynamic'")
         kind = "default" if kind == "mrope" else kind
-        if kind not in SCALINGS:
+        if not isinstance(kind, str) or kind not in SCALINGS:
             raise argument_error("scaling", f"a rope_type of {', '.join(SCALINGS)}", repr(kind))
         inverse = self.theta ** (-2 * np.arange(self.rotary_dim // 2) / self.rotary_dim)
         frequencies, factor = SCALINGS[kind](self, inverse, numbers)
@@ -144,10 +164,8 @@ class Rope:
         shape = states.shape[:-1]
         if states.ndim == 0 or states.shape[-1] < self.end:
             raise argument_error("states", f"heads of {self.end} elements or more", f"shape {states.shape}")
-        try:
-            given = np.shape(positions)
-        except ValueError:
-            raise argument_error(name, "numbers", "rows of different lengths") from None
+        positions = whole_numbers(name, positions)
+        given = positions.shape
         if len(given) > len(shape) or any(
             n not in (1, m) for n, m in zip(given[::-1], shape[::-1], strict=False)
         ):
@@ -156,11 +174,11 @@ class Rope:
             )
         dtype = np.float64 if states.dtype == np.float64 else np.float32
         turned: Array = np.array(states, dtype)
-        self.turn(states.astype(dtype, copy=False), *self.turns(positions, dtype, factor), turned)
+        self.rotate_pairs(states.astype(dtype, copy=False), *self.cos_sin(positions, dtype, factor), turned)
         return turned.astype(states.dtype, copy=False)
 
-    def turns(self, positions: ArrayLike, dtype: DTypeLike, factor: float = 1.0) -> tuple[Array, Array]:
-        """Return the cosines and the sines [..., pairs] that `turn` rotates by, for some positions."""
+    def cos_sin(self, positions: ArrayLike, dtype: DTypeLike, factor: float = 1.0) -> tuple[Array, Array]:
+        """Return the cosines and the sines [..., pairs] that `rotate_pairs` takes, for some positions."""
         angles = np.asarray(positions, np.float64)[..., None] * self.frequencies  # [tokens, pairs]
         return (np.cos(angles) * factor).astype(dtype), (np.sin(angles) * factor).astype(dtype)
 
@@ -175,9 +193,10 @@ class Rope:
         -------
         ndarray of float32, shape [..., rotary_dim / 2, 2]
         """
-        return np.stack(self.turns(positions, np.float32, self.attention_factor), -1)
+        positions = whole_numbers("positions", positions)
+        return np.stack(self.cos_sin(positions, np.float32, self.attention_factor), -1)
 
-    def turn(self, states: Array, cosines: Array, sines: Array, out: Array) -> None:
+    def rotate_pairs(self, states: Array, cosines: Array, sines: Array, out: Array) -> None:
         """Write the rotated pairs of states [..., dim] to `out`; its other elements do not change."""
         first, second = self.pairs()
         x, y = states[..., first], states[..., second]
@@ -208,46 +227,113 @@ class Rope:
 
     @classmethod
     def from_config(
-        cls, config: Any, *, long: bool | None = None, text_only: bool = False, interleaved: bool = False
+        cls,
+        config: Any,
+        *,
+        long: bool | None = None,
+        text_only: bool = False,
+        interleaved: bool | None = None,
     ) -> list[Self | str]:
         """Read from a config of transformers how each layer rotates its keys.
 
         Parameters
         ----------
         config : PreTrainedConfig
+            Or an object with the entries of a config.json as attributes.
         long : bool, optional
             For longrope: whether all keys were rotated with the long list.
         text_only : bool
             For models with several position axes: whether positions on all axes are equal.
-        interleaved : bool
-            Whether a pair is two neighbours. Configs do not say this.
+        interleaved : bool, optional
+            Whether a pair is two neighbours. Configs do not say this: without it, the `model_type` decides
+            (True for Cohere, GLM, GPT-J and others, else False).
 
         Returns
         -------
         list of Rope or "none"
             An entry for each layer; ``"none"`` for a layer that rotates nothing.
+
+        Raises
+        ------
+        KvkitError
+            If the config does not show it, as for GPT-2, whose positions are added to the embeddings, and for
+            MLA (DeepSeek), where it depends on how keys are cached.
         """
         config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        count = integer("num_hidden_layers", config.num_hidden_layers, 0)
-        rotates = getattr(config, "no_rope_layers", None) or [1] * count  # 1 where a layer rotates
-        types = getattr(config, "layer_types", None) or [None] * count
-        heads: int = config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        rotates, types = rotating_layers(config), getattr(config, "layer_types", None)
+        parameters = entry(config, "rope_parameters", "rope_scaling") or {}
+        if not isinstance(parameters, Mapping):
+            raise argument_error("rope_parameters", "a mapping", describe(parameters))
         said = {"long": long} if long is not None else {}
         said |= {"text_only": True} if text_only else {}
+        if interleaved is None:
+            interleaved = getattr(config, "model_type", None) in NEIGHBOURS
 
         def of_layer(number: SupportsIndex) -> Self | str:
-            if not rotates[number]:
+            given = parameters.get(types[number], parameters) if types else parameters
+            if given is None:  # this type of layer rotates nothing
                 return NO_ROTATION
-            own = dict(parameters.get(types[number], parameters)) | said
-            share = own.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
-            theta = own.get("rope_theta", getattr(config, "rope_theta", 1e4))
+            own = dict(given) | said
+            theta = own.get("rope_theta") or entry(config, "rope_theta", "rotary_emb_base") or 1e4
             for name in ("original_max_position_embeddings", "max_position_embeddings"):
                 own.setdefault(name, getattr(config, name, None))
-            return cls(int(dim * (1.0 if share is None else share)), float(theta), interleaved, own)
+            return cls(rotated_elements(config, own), positive_number("theta", theta), interleaved, own)
 
-        return [of_layer(number) for number in range(count)]
+        return [of_layer(number) if turns else NO_ROTATION for number, turns in enumerate(rotates)]
+
+
+def entry(config: Any, *names: str) -> Any:
+    """Return the first entry of a config that is there, by its names in several models, or None."""
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if value is not None), None)
+
+
+def rotating_layers(config: Any) -> list[bool]:
+    """Return whether each layer of a model rotates its keys."""
+    kind = getattr(config, "model_type", None)
+    count = integer("num_hidden_layers", entry(config, "num_hidden_layers", "n_layer", "n_layers"), 0)
+    switch, value = SWITCHES.get(kind, ("", False))
+    if kind in NEVER or getattr(config, switch, False) != value:
+        return [False] * count
+    if entry(config, "qk_rope_head_dim"):
+        raise argument_error("config", ROTATES, "qk_rope_head_dim (MLA), where it depends on the cache")
+    if kind in UNREAD:
+        raise argument_error("config", ROTATES, f"model_type {kind!r}, which kvkit cannot read")
+    names = "rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", "rotary_dim"
+    if kind is not None and kind not in THETA_UNSAID and entry(config, *names) is None:
+        raise argument_error("config", ROTATES, f"model_type {kind!r} without rope_parameters or rope_theta")
+    for name in ("layer_types", "no_rope_layers"):
+        if getattr(config, name, None) and len(getattr(config, name)) != count:
+            raise argument_error(name, f"{count} entries, one for each layer", len(getattr(config, name)))
+    if kind in WINDOWS_ROTATE:
+        if not getattr(config, "layer_types", None):
+            raise argument_error("config", ROTATES, f"model_type {kind!r} without layer_types")
+        windows = [each == "sliding_attention" for each in config.layer_types]
+        return windows if getattr(config, "sliding_window", None) else [WINDOWS_ROTATE[kind]] * count
+    return [bool(turns) for turns in entry(config, "no_rope_layers") or [1] * count]
+
+
+def rotated_elements(config: Any, parameters: Mapping[str, Any]) -> int:
+    """Return how many elements of a head a model rotates."""
+    dim = getattr(config, "head_dim", None)
+    if not dim:
+        heads = integer("num_attention_heads", entry(config, "num_attention_heads", "n_head"), 1)
+        dim = integer("hidden_size", entry(config, "hidden_size", "n_embd"), 1) // heads
+    share = parameters.get("partial_rotary_factor", entry(config, "partial_rotary_factor", "rotary_pct"))
+    if share is None:
+        return integer("rotary_dim", entry(config, "rotary_dim") or dim)
+    return int(integer("head_dim", dim, 1) * positive_number("partial_rotary_factor", share))
+
+
+def whole_numbers(name: str, given: ArrayLike) -> Array:
+    """Return integers as an array of any shape."""
+    try:
+        numbers = np.asarray(given)
+    except ValueError:
+        raise argument_error(name, "integers", "rows of different lengths") from None
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise argument_error(name, "integers", describe(given))
+    return numbers
 
 
 def as_rope(rope: object) -> Rope | str | None:
@@ -312,7 +398,7 @@ def yarn(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
     """Return frequencies that pass from unscaled to scaled over a ramp of pairs, and the factor of keys."""
     trained = trained_length(numbers)
     if numbers.get("factor") is None and numbers.get("max_position_embeddings"):
-        factor = positive_number("factor", numbers["max_position_embeddings"] / trained)
+        factor = number_of(numbers, "max_position_embeddings") / trained
     else:
         factor = number_of(numbers, "factor")
     fast, slow = number_of(numbers, "beta_fast", 32), number_of(numbers, "beta_slow", 1)
@@ -334,7 +420,7 @@ def yarn_factor(numbers: Mapping[str, Any], factor: float) -> float:
 
     if numbers.get("attention_factor") is not None:
         return finite_number("attention_factor", numbers["attention_factor"])
-    one, all_dims = numbers.get("mscale"), numbers.get("mscale_all_dim")
+    one, all_dims = (finite_number(name, numbers.get(name) or 0) for name in ("mscale", "mscale_all_dim"))
     return grown(one) / grown(all_dims) if one and all_dims else grown(1)
 
 
@@ -344,13 +430,19 @@ def longrope(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
     if not isinstance(long, bool):
         raise argument_error("scaling", LONGROPE, "neither: models choose by the length of each call")
     name = "long_factor" if long else "short_factor"
-    factors = np.asarray(numbers.get(name, ()), np.float64)
-    if factors.shape != inverse.shape or not (factors > 0).all():
+    try:
+        factors = np.asarray(numbers.get(name, ()), np.float64)
+    except (TypeError, ValueError):
+        raise argument_error(name, f"{len(inverse)} positive numbers", describe(numbers[name])) from None
+    if factors.shape != inverse.shape or not ((factors > 0) & (factors < np.inf)).all():
         raise argument_error(name, f"{len(inverse)} positive numbers", factors.shape)
     factor = numbers.get("attention_factor")
     if factor is None:
         trained = trained_length(numbers)
-        grown = numbers.get("factor") or (numbers.get("max_position_embeddings") or trained) / trained
+        if trained <= 1:
+            raise argument_error("original_max_position_embeddings", "a number above 1", trained)
+        longest = number_of(numbers, "max_position_embeddings", trained)
+        grown = number_of(numbers, "factor", longest / trained)
         factor = math.sqrt(1 + math.log(grown) / math.log(trained)) if grown > 1 else 1.0
     return inverse / factors, finite_number("attention_factor", factor)
 

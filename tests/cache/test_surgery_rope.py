@@ -96,7 +96,7 @@ def test_the_scalings_are_those_of_the_formulas():
 @pytest.mark.parametrize(
     ("scaling", "sentence"),
     [
-        ({"rope_type": "dynamic", "factor": 2}, "of the length of each call"),
+        ({"rope_type": "dynamic", "factor": 2}, "from the length of each call"),
         ({"rope_type": "default", "mrope_section": [8, 12, 12]}, "one position for each token"),
         ({"rope_type": "longrope", **LONG}, "long=True or long=False"),
         ({"rope_type": "longrope", "long": True, "long_factor": [1]}, "64 positive numbers"),
@@ -165,6 +165,76 @@ def config(**options):
 def test_a_config_says_how_each_layer_rotates(given, options, ropes):
     found = Rope.from_config(config(**given), **options)
     assert [rope if rope == "none" else (rope.rotary_dim, rope.theta) for rope in found] == ropes
+
+
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "rope_theta": 1e4, "sliding_window": 8}
+JOINED = {"n_layer": 2, "n_head": 4, "n_embd": 64, "num_hidden_layers": None, "hidden_size": None}
+
+
+@pytest.mark.parametrize(
+    ("given", "ropes"),
+    [
+        ({"model_type": "cohere2"} | WINDOWS, [Rope(16, interleaved=True), "none"]),
+        ({"model_type": "exaone4"} | WINDOWS, [Rope(16), "none"]),
+        ({"model_type": "exaone4"} | WINDOWS | {"sliding_window": None}, [Rope(16)] * 2),
+        ({"model_type": "mistral"} | WINDOWS, [Rope(16)] * 2),
+        ({"model_type": "cohere", "rope_theta": 1e4}, [Rope(16, interleaved=True)] * 2),
+        ({"model_type": "gptj", "rotary_dim": 8} | JOINED, [Rope(8, interleaved=True)] * 2),
+        ({"model_type": "gpt_neox", "rotary_pct": 0.25, "rotary_emb_base": 7e3}, [Rope(4, 7e3)] * 2),
+        ({"model_type": "bloom"} | JOINED, ["none"] * 2),
+        ({"model_type": "falcon", "alibi": True}, ["none"] * 2),
+        ({"model_type": "falcon"}, [Rope(16)] * 2),
+    ],
+)
+def test_the_type_of_a_model_says_what_its_config_does_not(given, ropes):
+    assert Rope.from_config(config(**given)) == ropes
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"model_type": "gpt2"} | JOINED,
+            "config: expected .* got model_type 'gpt2' without rope_parameters",
+        ),
+        ({"model_type": "deepseek_v3", "rope_theta": 1e4, "qk_rope_head_dim": 64}, "got qk_rope_head_dim"),
+        ({"model_type": "nanochat", "rope_theta": 1e4}, "'nanochat', which kvkit cannot read"),
+        ({"model_type": "exaone4", "rope_theta": 1e4}, "'exaone4' without layer_types"),
+        ({"layer_types": ["full_attention"]}, "layer_types: expected 2 entries, one for each layer, got 1"),
+        ({"num_hidden_layers": None}, "num_hidden_layers: expected an integer"),
+        ({"rope_scaling": 3}, "rope_parameters: expected a mapping"),
+    ],
+)
+def test_configs_that_do_not_show_how_keys_rotate_are_refused(given, sentence):
+    with pytest.raises(KvkitError, match=sentence):
+        Rope.from_config(config(**given))
+
+
+@pytest.mark.parametrize("positions", [None, float("nan"), 1.5, "abc", [[1], [1, 2]]])
+def test_positions_that_are_no_integers_are_refused(positions):
+    for call in (lambda: Rope(8).rotate(np.ones((2, 8)), positions), lambda: Rope(8).angles(positions)):
+        with pytest.raises(KvkitError, match="positions: expected integers"):
+            call()
+
+
+LISTS = {"rope_type": "longrope", "long": True, "long_factor": [1.0] * 4}
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": ["x"]},
+        LISTS | {"long_factor": ["a", "b"]},
+        LISTS | {"original_max_position_embeddings": 1, "factor": 2},
+        LISTS | {"original_max_position_embeddings": 16, "factor": "a"},
+        YARN | {"factor": 2, "mscale": "a", "mscale_all_dim": 1},
+        YARN | {"max_position_embeddings": "a"},
+    ],
+)
+def test_numbers_of_a_scaling_are_checked(scaling):
+    with pytest.raises(KvkitError, match="expected"):
+        Rope(8, scaling=scaling)
 
 
 def test_a_config_of_longrope_needs_the_list():

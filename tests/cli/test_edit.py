@@ -39,6 +39,7 @@ def folder(tmp_path, monkeypatch, rng):
     mixed.save("mixed.npz")
     PagedCache(4, 2, 1, 1, 1, np.float32).save("pages.npz")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "gpt2.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2}))
     np.savez("other.npz", x=np.zeros(3))
     return tmp_path
 
@@ -74,6 +75,7 @@ REFUSED = {
     "chat.npz --shift 3::5 --rope rotary_dim=3 -o out.npz": "--rope rotary_dim=3: rotary_dim: expected",
     "chat.npz --shift 3::5 --rope spin=3 -o out.npz": "--rope spin=3: expected",
     "chat.npz --shift 3::5 --rope chat.npz -o out.npz": "--rope chat.npz: not a config.json",
+    "chat.npz --shift 3::5 --rope gpt2.json -o out.npz": "--rope gpt2.json: config: expected a config",
     "other.npz --remove 1:2 -o out.npz": "kvkit edit takes files of Cache.save",
     "pages.npz --remove 1:2 -o out.npz": "got sequences in blocks",
 }

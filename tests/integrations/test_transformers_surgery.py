@@ -72,6 +72,32 @@ def test_removed_tokens_are_as_hidden_ones_and_closing_the_hole_keeps_distances(
     torch.testing.assert_close(step(model, closed, 5), expected, atol=1e-5, rtol=0)
 
 
+GPT_J = {"n_layer": 2, "n_embd": 64, "n_head": 4, "rotary_dim": 8, "vocab_size": 64}
+ALONE = {  # neighbours, not in layers without a window; halves so; neighbours of a part; no rotation
+    "cohere2": SIZES | {"num_hidden_layers": 4},
+    "exaone4": SIZES | {"num_hidden_layers": 4},
+    "gptj": GPT_J,
+    "bloom": GPT_J,
+    "falcon": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "alibi": True},
+}
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_a_shift_by_the_config_gives_the_keys_that_the_model_makes_at_the_other_position(kind):
+    """A token alone attends to itself only, so its keys in all layers differ by their rotation only."""
+    sizes = {name: size for name, size in ALONE[kind].items() if name != "attn_implementation"}
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    keys = []
+    for position in (0, 5):
+        cache = transformers.DynamicCache()
+        with torch.inference_mode():
+            model(torch.tensor([[7]]), position_ids=torch.tensor([[position]]), past_key_values=cache)
+        keys.append([layer.keys for layer in cache.layers])
+    for rope, at_0, at_5 in zip(Rope.from_config(config), *keys, strict=True):
+        torch.testing.assert_close(at_0 if rope == "none" else rope.shift(at_0, 5), at_5, atol=1e-5, rtol=0)
+
+
 def test_padding_goes_by_position(model):
     padding = torch.arange(12)[None] > torch.tensor([[-1], [2]])
     whole, holed = (KvkitCache(model.config) for _ in range(2))
@@ -151,7 +177,7 @@ def test_the_config_says_how_keys_are_rotated_and_what_it_does_not_say_is_refuse
 
 def test_the_batch_of_a_paged_cache_moves_as_that_of_a_dynamic_one(model):
     paged, dynamic = KvkitCache(model.config, "paged", num_blocks=40, page_size=4), KvkitCache(model.config)
-    told = "cache: expected tokens, because this one is paged, got none yet"
+    told = "cache: expected tokens, because it is paged, got none yet"
     assert paged.can("remove", 0, 1) == paged.can("retain", [0]) == told
     with pytest.raises(KvkitError, match="none yet"):
         paged.shift(0, None, 1)

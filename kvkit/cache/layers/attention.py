@@ -321,7 +321,7 @@ class PreparedPieces:
         (batch, new, heads, _), count = query.shape, len(pieces)
         self._rope, self._begin, self._mask = layer.rope, pieces[-1][0], weights.mask
         deltas = -np.array([shift for _, _, shift in pieces])[:, None, None, None]
-        self._rotations = self._rope.turns(deltas, np.float32)  # cosines, sines [pieces, 1, 1, 1, pairs]
+        self._rotations = self._rope.cos_sin(deltas, np.float32)  # cosines, sines [pieces, 1, 1, 1, pairs]
         self._query = np.repeat(query[None], count, 0)  # [pieces, B, q, Hq, D], rotated by `run`
         outs = np.empty((count, *out.shape), np.float32)
         lses = np.empty((count, *lse.shape), np.float32)
@@ -354,7 +354,7 @@ class PreparedPieces:
         """Attend with other queries, another mask and end; return False if these need a new launch."""
 
         def refit() -> bool:
-            self._rope.turn(query, *self._rotations, self._query)
+            self._rope.rotate_pairs(query, *self._rotations, self._query)
             return self._fits(end, mask)
 
         return self._prepared.run_at(addresses_of((out, lse)), refit)

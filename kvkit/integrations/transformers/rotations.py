@@ -9,7 +9,7 @@ import torch
 
 from kvkit.cache.layers.positions import KNOWN_ROTATION
 from kvkit.errors import KvkitError, argument_error
-from kvkit.rope import Rope
+from kvkit.rope import NEIGHBOURS, Rope
 
 PAIRS = {(-2, -3, 0, 1): False, (-1, 0, -3, 2): True}  # {rotate_half([0, 1, 2, 3]): pairs are neighbours}
 
@@ -26,8 +26,10 @@ def rotations_of(config: Any) -> list[Any]:
     if getattr(config, "qk_rope_head_dim", None):
         found = f"{name}, whose keys are rotated after their first elements"
         raise argument_error("rope", KNOWN_ROTATION, found)
-    interleaved = pairs_adjoin(config)
-    if interleaved is None:
+    text = config.get_text_config(decoder=True)
+    known = text.model_type in NEIGHBOURS
+    interleaved = None if known else pairs_adjoin(text)
+    if interleaved is None and not known:
         found = f"{name}, whose model does not say which elements are pairs"
         raise argument_error("rope", KNOWN_ROTATION, found)
     try:
