@@ -171,10 +171,11 @@ def check_sums(rng, rows, form, tokens, place=same, before=0.0, spike=1, most=2*
 
 
 def check_wide(rng, form, tokens, place=same, before=0.0, spike=1, most=2**20):
-    """Scores and sums of 32 rows, likewise."""
+    """Scores and sums of 32 rows, likewise; queries of float16 keep all bits down to 1/16 of a power of 2."""
     cache, whole = Rows(rng, form, tokens, place, spike), -(-tokens // 8) * 8
     numbers = place(cache.numbers_for(whole))
-    queries = place((rng.standard_normal((cache.dim, WIDE)) * 2.0 ** rng.integers(-9, 9)).astype(np.float32))
+    queries = (rng.standard_normal((cache.dim, WIDE)) * 2.0 ** rng.integers(-9, 9)).astype(np.float16)
+    queries, scale = place(queries.astype(np.float32)), place(np.array([0.7], np.float32))
     fixed, untouched_queries = guarded((16 * cache.dim + 32,))
     keys, untouched_keys = guarded((whole, cache.dim))
     scores, untouched = guarded((whole, WIDE))
@@ -190,14 +191,16 @@ def check_wide(rng, form, tokens, place=same, before=0.0, spike=1, most=2**20):
     params["most_value"] = most
     of_block = {"key_row_ids": numbers, "value_row_ids": numbers, "count": tokens}
     of_block |= {"wide_keys": keys, "wide_values": values}
-    tile = {"queries": queries, "engine_queries": fixed, "scores": scores, "count": tokens}
+    tile = {"queries": queries, "engine_queries": fixed, "scores": scores, "count": tokens, "factor": scale}
     run_step(wide_integers.queries(*form), params, {}, tile)
     loaded = run_step(wide_integers.load(form[0], *form), params, of_block, tile)
     run_step(wide_integers.scores(*form), params, of_block, tile)
     for check in (untouched_queries, untouched_keys, untouched, untouched_values):
         check()
-    bound = (0.5 * QUERY + 2**-20) * np.abs(cache.values).sum(1)[:, None] * np.abs(queries).max(0)
-    assert (np.abs(scores[:tokens] - cache.values @ queries.astype(np.float64)) <= bound).all()
+    power = 2.0 ** np.floor(np.log2(np.abs(queries).max(0)))
+    error = 2**-15 * power * (np.abs(queries) < power / 16) + 2**-20 * np.abs(queries).max(0)
+    right = scale * (cache.values @ queries.astype(np.float64))
+    assert (np.abs(scores[:tokens] - right) <= scale * (np.abs(cache.values) @ error)).all()
 
     block = Block(rng, WIDE, cache, tokens, before)
     scores[:tokens] = block.logits

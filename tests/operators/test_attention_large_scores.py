@@ -19,7 +19,7 @@ SAME_TYPES = [
 ]
 OTHER_TYPES = [Formats("bf16", "int8", "fp16", 4, 32)]
 FORMATS = SAME_TYPES + OTHER_TYPES + [f for f in QUANTIZED if f.group == 8] + ODD_GROUPS
-PAST, NEW = 30, 12  # tokens in the cache, and in the call of many rows
+PAST, NEW = 130, 12  # tokens in the cache, enough for products of integers, and in the call of many rows
 NEW_NAMES = "query", "current_key", "current_value"
 
 

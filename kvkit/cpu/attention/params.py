@@ -14,10 +14,10 @@ WIDE_BLOCK = 128  # most tokens of a block
 
 # Keys or values. The first eight fields are those of `checks.records.Side`. In a page, consecutive tokens are
 # `step` row ids apart, and the scales of `scale_tokens` tokens take half a cache line. `element` is the byte
-# stride of elements, 0 if they are adjacent; `to_float` is machine code that widens rows.
+# stride of elements, 0 if they are adjacent; `to_float` and `to_bfloat16` are code that converts rows.
 SIDE = Record(
     "address sequence row head scales scale_sequence scale_row scale_head",
-    "table step element bytes scale_tokens dim padded_dim to_float",
+    "table step element bytes scale_tokens dim padded_dim to_float to_bfloat16",
 )
 # The machine code (params, block, tile) of each step for one kind of tile, or 0. `queries` converts queries
 # to the engine's form, and `load` the block's keys and values. `scores` computes S = K Q^T, times the scale
@@ -36,7 +36,7 @@ ATTENTION_PARAMS = Record(
     "causal alibi left right cap cap_at slopes slopes_sequence sinks sink_sequences",
     "key_factors value_factors factor_sequence factor_head",
     "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
-    "heads group scale_bytes orders copy_row rounds integers most_value pairs",
+    "heads group scale_bytes orders rounds integers fixed_prompts most_value pairs",
     "heads_interleaved widens values_have_own_table",
     "block wide_block lead long_run long_run_lead short_run counting least_split most_splits",
     "engines group_tiles groups_are_split split_tokens tile_groups work_items splits tiles products",
@@ -47,11 +47,11 @@ ATTENTION_PARAMS = Record(
 )  # fmt: skip
 FIELD = ATTENTION_PARAMS.at
 # The last line of the params is machine code that few calls need; it is 0 in others. LATE_FIELDS are set by
-# `schedule`, then `engines` by `fill_engines`, and the rest by `launch`.
+# `schedule`, then `engines` and `to_bfloat16` by `fill_engines`, and the rest by `launch`.
 LATE_FIELDS = (
     "group_tiles", "groups_are_split", "split_tokens", "tile_groups", "work_items", "splits", "tiles",
-    "products",
-    "engines", "counters", "partials", "merge_splits", "workspace_at", "weights_at",
+    "products", "engines", "keys.to_bfloat16", "values.to_bfloat16",
+    "counters", "partials", "merge_splits", "workspace_at", "weights_at",
 )  # fmt: skip
 ADDRESS_OWNER = {
     FIELD[field]: owner

@@ -85,7 +85,7 @@ class Reading(NamedTuple):
     rounds: bool  # whether rows are rounded to the format of the data, as a load does
     exact: bool  # whether code * scale is rounded to the format of the scales
     widens: bool  # whether narrow tiles read widened rows too
-    pairs: bool  # whether wide tiles use the engine of bfloat16 pairs
+    pairs: bool  # whether wide tiles use the engine of bfloat16 pairs: bfloat16 holds all keys and values
     width: int | None  # elements that integer products multiply at a time; None without them
 
 
@@ -191,14 +191,24 @@ def reading(form):
         widens = not decoder.engine
     else:
         widens = rounds or form.spread or not narrow.in_place(form.scale, form.group, dims)
-    pairs = {form.data, *form.cache_formats} == {"bfloat16"} and not (decoder or form.spread)
-    pairs = pairs or (form.data == "bfloat16" and decoder is not None and decoder.to_bfloat16 != 0)
     width = None
     # Integer products have 16 bits, which is not enough for float32.
     if form.integers and form.data != "float32" and not (widens or decoder or exact):
         widths = {integers.width(side, form.scale, form.group, dims) for side in form.cache_formats}
         width = widths.pop() if len(widths) == 1 else None
-    return Reading(rounds, exact, widens, pairs and form.pairs, width)
+    pairs = bool(decoder.to_bfloat16) if decoder else rounds or fits_bfloat16(form)
+    return Reading(rounds, exact, widens, pairs and form.data == "bfloat16" and form.pairs, width)
+
+
+def fits_bfloat16(form):
+    """Return whether bfloat16 holds every key and value."""
+    most = BY_NAME["bfloat16"].significant
+    return form.scale is None and all(0 < BY_NAME[side].significant <= most for side in form.cache_formats)
+
+
+def fixed_prompts(form):
+    """Return whether wide tiles multiply integers: fixed point of 16 bits keeps the queries' bits."""
+    return reading(form).width is not None and form.data == "bfloat16"
 
 
 def interleaved(context):
@@ -244,6 +254,7 @@ def fixed_fields(form):
         "heads": form.heads, "heads_interleaved": form.interleaved,
         "scale_bytes": scale_bytes(form) if form.interleaved or ahead.scales else 0,
         "widens": read.widens, "rounds": read.rounds, "pairs": read.pairs, "integers": read.width is not None,
+        "fixed_prompts": fixed_prompts(form),
         "most_value": MOST_VALUE.get(form.data, 0),
         "keys.dim": form.dim, "keys.padded_dim": padded(form.dim),
         "values.dim": form.value_dim, "values.padded_dim": padded(form.value_dim),
@@ -269,13 +280,14 @@ def code_fields(form):
         "keys.to_float": keys, "values.to_float": values,
         "query_to_float": rows(LOAD, "float32", form.data).address,
         "float_to_out": rows(LOAD, form.data, "float32").address,
-        "copy_row": row_to_pairs(form) if read.pairs else 0,
     }  # fmt: skip
 
 
-def row_to_pairs(form):
-    """Return the address of the code that copies a row as bfloat16."""
-    return form.decoder.to_bfloat16 if form.decoder else rows(LOAD, form.data, form.data).address
+def rows_to_bfloat16(form):
+    """Return the addresses of the code that makes bfloat16 of keys and of values."""
+    if form.decoder:
+        return [form.decoder.to_bfloat16] * 2
+    return [rows(LOAD, "bfloat16", side).address for side in form.cache_formats]
 
 
 def workspace_fields(form, block):
@@ -338,15 +350,18 @@ def orders_of(form):
 
 def fill_engines(params, form):
     """Write the address of the table of engines for the kinds of tiles that a scheduled call has."""
-    near, several = not form.interleaved and machine.ahead().near, params[FIELD["group"]] > NARROW
-    params[FIELD["engines"]], _ = engines(form, int(params[FIELD["tiles"]]), near, bool(several))
+    near, tiles = not form.interleaved and machine.ahead().near, int(params[FIELD["tiles"]])
+    several = fixed_prompts(form) or params[FIELD["group"]] > NARROW
+    params[FIELD["engines"]], _ = engines(form, tiles, near, bool(several))
+    if tiles & WIDE and reading(form).pairs:
+        params[FIELD["keys.to_bfloat16"]], params[FIELD["values.to_bfloat16"]] = rows_to_bfloat16(form)
 
 
 @functools.cache
 def engines(form, tiles, near, several):
     """Return the address of the table of engines, and the table, zeros for kinds of tiles that are absent.
 
-    `several` says whether one token has enough query heads for a wide tile.
+    `several` says whether wide tiles can take the engine of integers.
     """
     read, table = reading(form), np.zeros((SPECIAL_ENGINE + 1, len(ENGINE.names)), np.int64)
     chosen = {
@@ -373,7 +388,7 @@ def engine(form, tile_rows, near):
         return integers.engine(tile_rows, near, form.cache_formats, (*scales, read.width))
     if read.widens:
         return narrow.engine(tile_rows, ("float32", "float32"), (None, 0), False, False, True)
-    paired = read.pairs and form.decoder is None
+    paired = read.pairs and form.cache_formats[0] == "bfloat16"
     return narrow.engine(
         tile_rows, form.cache_formats, scales, read.exact, near, not form.interleaved, paired
     )

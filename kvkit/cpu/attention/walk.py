@@ -75,14 +75,18 @@ def attend_blocks(params, block, engine):
 
 @helper
 def engine_of(params, block):
-    """Return the engine of a work item's tiles."""
+    """Return the engine of a work item's tiles.
+
+    Prompts over codes are multiplied as integers if fixed point keeps the bits of their queries. Where a row
+    sees few keys, one of them has most weight, and floats keep the bits of its value.
+    """
     if not block.wide:
         kind = 0 if block.rows == 1 else 1 if block.rows == 2 else 2 if block.rows == 4 else 3
         return engine_of_kind(params, kind)
     special = engine_of_kind(params, SPECIAL_ENGINE)
-    if special.scores and not block.nan_safe and (params.pairs or block.seqlen == 1):
-        return special
-    return engine_of_kind(params, WIDE_ENGINE)
+    low, high = visible(params, block, block.row // params.group)
+    whole = params.pairs or block.seqlen == 1 or (params.fixed_prompts and high - low >= params.wide_block)
+    return special if special.scores and whole and not block.nan_safe else engine_of_kind(params, WIDE_ENGINE)
 
 
 @helper
@@ -203,7 +207,7 @@ def load_queries(params, block, engine):
             in_panels(place, tile.queries, block.rows, dim, params.orders)
         if engine.queries:
             call_engine(engine.queries, params, block, tile)
-        if wide and params.pairs:  # pairs hold the unscaled queries; `nan_safe` products need scaled ones
+        if wide and engine.scales_scores:  # it has the unscaled queries; floats need scaled ones
             attention.scale_by(tile.queries, tile.queries, WIDE * dim, tile.factor)
 
 
@@ -335,6 +339,8 @@ def load_block(params, block, tile, engine):
     block.uneven = 0
     if engine.load:
         call_engine(engine.load, params, block, tile)
+        if block.uneven:  # scales that integers cannot hold: by floats
+            widen_rows(params, params.values, block, tile.head, block.value_row_ids, block.wide_values)
         return
     keys, values = params.keys, params.values
     if block.widens or (params.integers and block.nan_safe):
@@ -363,11 +369,11 @@ def add_values(params, block, tile, engine):
         nan_safe_sums(params, block, tile)
         return
     call_engine(engine.sums, params, block, tile)
-    if block.uneven:  # the scales do not fit fixed point: multiply as floats
-        widen_rows(params, params.values, block, tile.head, block.value_row_ids, block.wide_values)
+    if block.uneven:
         softmax(tile.scores, block.rows, block.rows, tile.count, tile.m, tile.l, tile.alpha)
         if block.wide:
             call_engine(engine_of_kind(params, WIDE_ENGINE).sums, params, block, tile)
         else:
             block.uneven = 0
+            widen_rows(params, params.values, block, tile.head, block.value_row_ids, block.wide_values)
             nan_safe_sums(params, block, tile)

@@ -1,7 +1,8 @@
 """Wide products over codes by integers (AVX-512 VNNI): a lane has two elements, or tokens, of one query row.
 
-S = K Q^T                    Keys are unfolded to 16-bit integers. Queries are [dim / 2, row, 2], fixed
-                             point of 16 bits relative to the largest of their row. Products that share a
+S = scale K Q^T              Keys are unfolded to 16-bit integers. Queries are [dim / 2, row, 2], fixed
+                             point of 16 bits in units of a power of 2, so that all bits of bfloat16 stay down
+                             to 1/128 of the largest of the row, of float16 to 1/16. Products that share a
                              scale are added up as integers.
 O = O alpha + P V            Values of two tokens are side by side, [token / 2, dim, 2]. Weights are
                              multiplied with the scales first, as in simd/integers.py.
@@ -9,13 +10,11 @@ O = O alpha + P V            Values of two tokens are side by side, [token / 2, 
 
 import functools
 
-from kvkit.cpu.simd import lanes
 from kvkit.cpu.simd.attention import LANES, LOWEST, WIDE, row_id_at
 from kvkit.cpu.simd.integers import (
     BYTES,
     LARGEST_WEIGHT,
     LEAST,
-    MOST_TOKENS,
     ROUNDER,
     CodeVectors,
     Scales,
@@ -31,6 +30,7 @@ from kvkit.cpu.simd.lanes import (
     I16,
     I32,
     I64,
+    Lanes,
     StackSlots,
     broadcast,
     exp,
@@ -43,8 +43,9 @@ from kvkit.cpu.simd.lanes import (
 )
 
 HALVES = WIDE // LANES
+POWER_BITS = 0x7F800000  # of float32: its exponent
 ROW = 4 * WIDE  # bytes of 32 numbers or pairs, one for each query row
-TOKENS = 8  # tokens whose accumulators fit the registers
+TOKENS = 4  # tokens whose sums of integers and of floats fit the registers
 
 
 class Eights:
@@ -120,6 +121,7 @@ def compile_fixed_queries(stored, scale_format, group, width):
 
 
 def make_queries(b, eights, queries, dim, target):
+    # Queries are 16-bit floats, so the largest is at least a unit below two powers.
     largest, odd = StackSlots(b, zeros(b, LANES, HALVES)), StackSlots(b, zeros(b, LANES, HALVES))
     with loop(b, dim) as i:
         for half, query in enumerate(halves(b, b.add(queries, b.mul(i, I64(ROW))))):
@@ -127,9 +129,10 @@ def make_queries(b, eights, queries, dim, target):
             odd[half] = query.fma(0.0, odd[half])  # NaN, if one is not finite
     reciprocal = []
     for half in range(HALVES):
-        factor = (largest[half] + odd[half]) * (1 / LARGEST_WEIGHT)
-        write(b, b.add(target, I64(BYTES * half)), factor)
-        reciprocal.append(float(LARGEST_WEIGHT) / largest[half].max(LEAST))
+        bits = largest[half].max(LEAST).as_bits() & POWER_BITS
+        power = Lanes(b, b.bitcast(bits.value, largest[half].type))
+        write(b, b.add(target, I64(BYTES * half)), (power + odd[half]) * 2.0**-14)
+        reciprocal.append(2.0**14 / power)
     with loop(b, dim, 8) as i:
         first = b.add(queries, b.mul(eights.first(b, i), I64(ROW)))
         to = b.add(b.add(target, I64(ROW)), b.mul(i, I64(ROW // 2)))
@@ -168,19 +171,21 @@ def unfolded_keys(stored, scale_format, group, width):
 
 @functools.cache
 def compile_scores(stored, scale_format, group, width):
-    """Return f(queries, keys, count, dim, scores), which computes S [token, WIDE] of 8, 16, ... tokens."""
+    """Return f(queries, keys, count, dim, scores, scale): S [token, WIDE] of 8, 16, ... tokens.
+
+    `scale` is an address.
+    """
     codes = CodeVectors(stored, scale_format, group, width)
     eights, group = Eights(codes), codes.group
     run = min(group, width)
 
-    @micro_kernel(5)
-    def scores(b, queries, keys, count, dim, scores):
-        factor, key_row = halves(b, queries), b.mul(dim, I64(4))
+    @micro_kernel(6)
+    def scores(b, queries, keys, count, dim, scores, scale):
+        factor = [unit * broadcast(b, scale, LANES) for unit in halves(b, queries)]
+        key_row = b.mul(dim, I64(4))
         with loop(b, count, TOKENS) as first:
             row = [b.add(keys, b.mul(b.add(first, I64(t)), key_row)) for t in range(TOKENS)]
-            to = b.add(scores, b.mul(first, I64(ROW)))
-            for place in range(TOKENS * HALVES):
-                write(b, b.add(to, I64(BYTES * place)), zeros(b, LANES)[0])
+            total = StackSlots(b, zeros(b, LANES, TOKENS * HALVES))
             with loop(b, dim, run) as i:
                 sums = StackSlots(b, [int_zeros(b)] * (TOKENS * HALVES))
                 with loop(b, I64(run), 8) as j:
@@ -198,15 +203,12 @@ def compile_scores(stored, scale_format, group, width):
                 scale_at = b.add(b.mul(dim, I64(2)), b.mul(b.udiv(i, I64(group)), I64(4)))
                 for t in range(TOKENS):
                     scale = broadcast(b, b.add(row[t], scale_at), LANES)
-                    for half in range(HALVES):
-                        place = t * HALVES + half
-                        at = b.add(to, I64(BYTES * place))
-                        whole = sums[place].cast("sitofp", F32).fma(scale, read(b, at, F32, LANES))
-                        write(b, at, whole)
+                    for place in range(t * HALVES, (t + 1) * HALVES):
+                        total[place] = sums[place].cast("sitofp", F32).fma(scale, total[place])
+            to = b.add(scores, b.mul(first, I64(ROW)))
             for place in range(TOKENS * HALVES):
-                at = b.add(to, I64(BYTES * place))
-                total = read(b, at, F32, LANES) * factor[place % HALVES]
-                write(b, at, total.fma(0.0, total))  # makes infinity NaN
+                scaled = total[place] * factor[place % HALVES]
+                write(b, b.add(to, I64(BYTES * place)), scaled.fma(0.0, scaled))  # makes infinity NaN
 
     return scores
 
@@ -291,16 +293,10 @@ def compile_sums(stored, scale_format, group, width):
         scales = Scales(codes, dim)
         alpha, grow = halves(b, factors), halves(b, b.add(factors, I64(ROW)))
         pairs, step = b.lshr(b.add(count, I64(1)), I64(1)), pair_bytes(b, dim)
-        place, seen = lanes.stack_buffer(b, ROW * MOST_TOKENS // 2)
         with loop(b, dim, run) as i:
             chunk = b.udiv(i, I64(width))
             of_group = b.mul(b.udiv(b.urem(i, I64(width)), I64(codes.group)), I64(4))
             scale_at = b.add(scales.pairs_at(b, scales_at, chunk), of_group)
-            with loop(b, pairs) as pair:
-                scale = word_at(b, b.add(scale_at, b.mul(pair, I64(4 * codes.scales))))
-                at = b.mul(pair, I64(ROW))
-                for half, weight in enumerate(halves(b, b.add(weights, at), I32)):
-                    write(b, b.add(place, b.add(at, I64(BYTES * half))), times(weight, scale))
             largest = broadcast(b, b.add(scales.largest_at(b, scales_at, chunk), of_group), LANES)
             growth = [largest * x for x in grow]
             with loop(b, I64(run), 8) as j:
@@ -308,7 +304,8 @@ def compile_sums(stored, scale_format, group, width):
                 value_at = b.add(values, eights.value(b, eight))
                 totals = StackSlots(b, [int_zeros(b)] * (8 * HALVES))
                 with loop(b, pairs) as pair:
-                    weight = halves(b, b.add(seen, b.mul(pair, I64(ROW))), I32)
+                    scale = word_at(b, b.add(scale_at, b.mul(pair, I64(4 * codes.scales))))
+                    weight = [times(x, scale) for x in halves(b, b.add(weights, b.mul(pair, I64(ROW))), I32)]
                     at = b.add(value_at, b.mul(pair, step))
                     for c, offset in enumerate(eights.values):
                         value = word_at(b, b.add(at, I64(offset)))

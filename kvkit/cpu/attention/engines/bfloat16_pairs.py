@@ -12,7 +12,7 @@ from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.attention.engines.code import step_code
-from kvkit.cpu.attention.engines.load import copy_rows, row_at, rows_of_head
+from kvkit.cpu.attention.engines.load import load_rows, row_at, rows_of_head
 from kvkit.cpu.attention.params import block_at, params_at, rows_computed, tile_at, whole_tiles
 from kvkit.cpu.simd import attention, pairs
 from kvkit.runtime.jit import helper
@@ -43,9 +43,9 @@ def load(params_address, block_address, tile_address):
 
 @helper
 def copy_side(params, block, tile, side, row_ids, rows, addresses):
-    """Copy the keys or the values of a block; write the addresses of the copies, the last one twice."""
+    """Load the keys or the values of a block as bfloat16; write the rows' addresses, the last one twice."""
     row = 2 * side.padded_dim
-    copy_rows(params.copy_row, side, block, tile.head, row_ids, rows, row)
+    load_rows(side.to_bfloat16, side, block, tile.head, row_ids, target=rows, target_row=row, element=2)
     attention.write_sequence(rows, row, block.count, addresses)
     put(addresses + 8 * block.count, rows + (block.count - 1) * row)
 

@@ -36,44 +36,36 @@ def run_end(row_ids, begin, count, step):
 
 
 @helper
-def copy_rows(code, side, block, head, row_ids, target, target_row):
-    """Copy the block's rows of a head, run by run; `code` copies a row."""
-    source, _ = rows_of_head(side, block, head)
+def load_rows(code, side, block, head, row_ids, target, target_row, element):
+    """Write the block's rows of a head in the format that `code` makes, `element` bytes each, run by run.
+
+    Strided elements are read as if each were a head.
+    """
+    source, scales = rows_of_head(side, block, head)
+    heads, size = (side.dim, 1) if side.element else (1, side.dim)
     begin = 0
     while begin < block.count:
-        end = run_end(row_ids, begin, block.count, side.step)
+        row_id, end = get(row_ids + 8 * begin), run_end(row_ids, begin, block.count, side.step)
         call_rows(
-            code, packed=target + begin * target_row, packed_token=target_row,
-            cache=source + get(row_ids + 8 * begin) * side.row, cache_token=side.step * side.row,
-            tokens=end - begin, dim=side.dim,
+            code, packed=target + begin * target_row, packed_token=target_row, packed_head=element,
+            cache=source + row_id * side.row, cache_token=side.step * side.row, cache_head=side.element,
+            scale=scales + row_id * side.scale_row, scale_token=side.step * side.scale_row,
+            tokens=end - begin, heads=heads, dim=size,
         )  # fmt: skip
         begin = end
 
 
 @helper
 def widen_rows(params, side, block, head, row_ids, target):
-    """Write the block's rows of a head as float32, run by run.
+    """Write the block's rows of a head as float32.
 
-    Strided elements are copied as if each were a head. With `params.rounds`, rows are first rounded to the
-    16-bit format of the data, in the second half of each float32 row, and widened from there.
+    With `params.rounds`, rows are first rounded to the 16-bit format of the data, in the second half of each
+    float32 row, and widened from there.
     """
-    source, scales = rows_of_head(side, block, head)
-    target_row = 4 * side.padded_dim
-    heads, size = (side.dim, 1) if side.element else (1, side.dim)
-    begin = 0
-    while begin < block.count:
-        row_id, end = get(row_ids + 8 * begin), run_end(row_ids, begin, block.count, side.step)
-        place = target + begin * target_row
-        half = place + 2 * side.dim if params.rounds else place
+    row, half = 4 * side.padded_dim, target + 2 * side.dim if params.rounds else target
+    load_rows(side.to_float, side, block, head, row_ids, target=half, target_row=row, element=4)
+    if params.rounds:
         call_rows(
-            side.to_float, packed=half, packed_token=target_row, packed_head=4,
-            cache=source + row_id * side.row, cache_token=side.step * side.row, cache_head=side.element,
-            scale=scales + row_id * side.scale_row, scale_token=side.step * side.scale_row,
-            tokens=end - begin, heads=heads, dim=size,
+            params.query_to_float, packed=target, packed_token=row, cache=half, cache_token=row,
+            tokens=block.count, dim=side.dim,
         )  # fmt: skip
-        if params.rounds:
-            call_rows(
-                params.query_to_float, packed=place, packed_token=target_row,
-                cache=half, cache_token=target_row, tokens=end - begin, dim=side.dim,
-            )  # fmt: skip
-        begin = end

@@ -1,6 +1,6 @@
-"""The wide integer engine: 32 query rows of one token, over codes that are unpacked once per block.
+"""The wide integer engine: 32 query rows over codes that are unpacked once per block.
 
-S = K Q^T                          [tokens, rows], queries as fixed point of 16 bits
+S = scale K Q^T                    [tokens, rows], queries as fixed point of 16 bits
 P = exp(S - m), O = O alpha + P V  [dim, rows], P as fixed point of 16 bits
 """
 
@@ -70,13 +70,13 @@ def load(key, value, *form):
 
 @functools.cache
 def scores(*form):
-    """Compile S = K Q^T."""
+    """Compile S = scale K Q^T."""
     multiply = wide_integers.compile_scores(*form)
 
     def scores(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
         tokens, dim = whole_tiles(tile.count), params.keys.padded_dim
-        multiply(tile.engine_queries, block.wide_keys, tokens, dim, tile.scores)
+        multiply(tile.engine_queries, block.wide_keys, tokens, dim, tile.scores, tile.factor)
 
     return step_code(scores, ("scores", *form))
 
@@ -103,4 +103,5 @@ def engine(stored, form):
     return {
         "queries": queries(key, *form).address, "load": load(key, value, *form).address,
         "scores": scores(key, *form).address, "sums": sums(value, *form).address, "softmax": True,
+        "scales_scores": True,
     }  # fmt: skip
