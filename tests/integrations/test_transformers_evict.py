@@ -259,7 +259,7 @@ def test_what_cannot_be_evicted_by_is_refused(case):
 def test_other_attention_and_other_kinds_are_refused():
     cache = KvkitCache(transformers.LlamaConfig(**SIZES | {"attn_implementation": "sdpa"}), evict="knorm@0.5")
     states = torch.ones(1, 2, 5, 16)
-    with pytest.raises(KvkitError, match="attn_implementation: expected 'kvkit' with eviction"):
+    with pytest.raises(KvkitError, match="attn_implementation: expected 'kvkit', because the cache evicts"):
         cache.update(states, states, 0)
     assert cache.get_seq_length() == 0
     latent = transformers.DeepseekV3Config(**SIZES | LATENT)
@@ -272,5 +272,5 @@ def test_other_attention_and_other_kinds_are_refused():
     )
     with pytest.raises(KvkitError, match="evict: expected a model without an indexer"):
         KvkitCache(indexed, evict="knorm@0.5")
-    with pytest.raises(KvkitError, match="kind: expected another kind with evict, because rows of a static"):
+    with pytest.raises(KvkitError, match="kind: expected another kind with evict, because a static cache"):
         KvkitCache(transformers.LlamaConfig(**SIZES), "static", max_cache_len=50, evict="knorm@0.5")

@@ -201,5 +201,6 @@ def test_attention_that_knows_no_positions_is_refused(attention):
     states = torch.ones(1, 2, 5, 16)
     cache.update(states, states, 0)
     cache.remove(1, 2)
-    with pytest.raises(KvkitError, match="attn_implementation: expected 'kvkit'"):
+    with pytest.raises(KvkitError, match="expected 'kvkit', because tokens .* got '" + attention):
         cache.update(states[:, :, :1], states[:, :, :1], 0)
+    assert cache.layers[0].keys.shape[2] == 4  # nothing was written

@@ -26,7 +26,7 @@ from kvkit.cache.layers.positions import (
 from kvkit.cache.layers.shared import SharedLayer
 from kvkit.cache.layers.state import StateLayer
 from kvkit.cache.paged.latent import PagedLatentLayer
-from kvkit.cache.paged.layer import PagedLayer, Rows
+from kvkit.cache.paged.layer import Batch, PagedLayer
 from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore
 from kvkit.checks.values import integer
@@ -162,7 +162,7 @@ class PagedCache(BaseCache):
         self.salt = check_bytes("salt", salt)
         identity = self.store.identity + b"\0" + salt
         self.blocks = BlockAllocator(*blocks, identity=identity, copy_rows=self.store.copy_rows)
-        self.rows = Rows(self, self._lock)
+        self.rows = Batch(self, self._lock)
         self.sequences: list[Sequence] = []
         make = PagedLatentLayer if latent_dim else PagedLayer
         paged = (make(self.store, self.rows, i, self._lock) for i in range(self.store.num_layers))
@@ -328,7 +328,7 @@ class PagedCache(BaseCache):
     @one_call_at_a_time
     def compress(
         self,
-        seq: Sequence | Rows,
+        seq: Sequence | Batch,
         scorer: str | compression.ScoreFunction | List[Array],
         *,
         keep: float | None = None,
@@ -391,7 +391,7 @@ class PagedCache(BaseCache):
             scorer, keep, count, budget, queries, weights, renumber=renumber, rope=self._ropes(rope),
             options=options,
         )  # fmt: skip
-        if isinstance(seq, Rows):
+        if isinstance(seq, Batch):
             rows = self.rows
             if seq is not rows:
                 raise argument_error("seq", "a sequence from `blocks`, or `rows`", "another cache's rows")

@@ -24,10 +24,10 @@ from kvkit.runtime.locks import LayerLock
 from kvkit.typed import Array, Attended, States
 
 
-class Rows(MovableTokens):
-    """Holds the rows of a batch, one sequence each, and the open step that appends to all layers.
+class Batch(MovableTokens):
+    """Holds the sequences of a batch, and the open step that appends to all layers.
 
-    All rows have the same positions: tokens are removed and moved in all rows and layers at once.
+    They have the same positions: tokens are removed and moved in all sequences and layers at once.
     """
 
     def __init__(self, cache: Any, lock: LayerLock) -> None:
@@ -43,7 +43,7 @@ class Rows(MovableTokens):
             if tokens != step.index.max_seqlen:
                 wanted = f"{step.index.max_seqlen} tokens, as in other layers"
                 raise argument_error("key_states", wanted, tokens)
-            step.to_write(layer_idx)
+            step.to_write(layer_idx)  # raises if the layer has these tokens
             return step
         sequences = self.sequences or [self._cache.blocks.add() for _ in range(batch)]
         self.step = self._cache.begin_step([(seq, tokens) for seq in sequences])
@@ -209,13 +209,15 @@ class PagedLayer(BaseLayer):
         out, lse, *_ = (*results, None)
         step = self.rows.tables()
         first = self.rows.sequences[0]
+        # `check_moved` counts all pending tokens among the queries, but a layer has only `_ahead` of them.
         check_moved([first], [tokens + first.pending - self._ahead], (weights.left, weights.right), False)
         sums = None
         if flag("return_key_weights", return_key_weights):
             if not step.index.in_order:
                 wanted = "False for sequences that lie in segments, because tokens were removed or moved"
                 raise argument_error("return_key_weights", wanted, True)
-            form, sums = None, np.empty((batch, heads, length), np.float32)
+            form = None  # such a call is not prepared
+            sums = np.empty((batch, heads, length), np.float32)
         if not step.index.in_order:
             results = step.attend_rows(query, self._layer_idx, mask, weights, length)
             return heads_first(fill_results(out, lse, slice(None), results))

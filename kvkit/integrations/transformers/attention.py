@@ -188,12 +188,15 @@ def attend_states(
                     more["return_key_weights"] = True
                 attended = stored.layer.attend(queries, mask, **options, **more)
                 attn_output, weights = attended if stored.wants_weights else (attended, None)
-                stored.read()
+                stored.drop_arrays()
                 if stored.seen is not None:
                     stored.seen(queries, weights)
                 return numpy_to_tensor(attn_output.swapaxes(1, 2))
         if stored.seen is not None:
             wanted = "causal attention with masks of padding only, for a cache that evicts tokens"
+            raise argument_error("attention_mask", wanted, "a mask or a window of its own")
+        if stored.layer.row_positions is not None:
+            wanted = "a mask of padding only and no window, because tokens of the cache were removed or moved"
             raise argument_error("attention_mask", wanted, "a mask or a window of its own")
         keys, values = stored.arrays()
         if mask is not None and stored.layer.window is not None and mask.shape[3] != keys.shape[2]:

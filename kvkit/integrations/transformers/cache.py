@@ -199,10 +199,10 @@ class KvkitCache(Cache):
             raise argument_error("attn_implementation", wanted, found)
         if layer_idx == 0 or self._reads is None:  # once a step, because configs answer slowly
             self._reads = self.config is not None and self.config._attn_implementation == NAME
-            if self.eviction is not None and not self._reads:
-                wanted = f"{NAME!r} with eviction, because other attention counts rows as positions"
-                found = "none" if self.config is None else repr(self.config._attn_implementation)
-                raise argument_error("attn_implementation", wanted, found)
+        if not self._reads and (why := self._why_kvkit(layer_idx)):
+            wanted = f"{NAME!r}, because {why}, and other attention counts rows as positions"
+            found = "none" if self.config is None else repr(self.config._attn_implementation)
+            raise argument_error("attn_implementation", wanted, found)
         if self._make is not None:
             self._take_geometry(self._make, key_states, value_states)
         begin = 0 if layer_idx >= len(self.layers) else self.get_seq_length(layer_idx)
@@ -228,6 +228,14 @@ class KvkitCache(Cache):
             return key_states, value_states
         keys, values = map(numpy_to_tensor, stored.arrays())
         return without_gradient(keys, key_states), without_gradient(values, value_states)
+
+    def _why_kvkit(self, layer_idx: int) -> str:
+        """Return why only kvkit's attention can read a layer; an empty text if other attention can."""
+        if self.eviction is not None:
+            return "the cache evicts tokens"
+        layers = self.cache.layers[layer_idx : layer_idx + 1]
+        moved = any(layer.row_positions is not None for layer in layers)
+        return "tokens of the cache were removed or moved" if moved else ""
 
     def _see(self, layer_idx: int, queries: np.ndarray, weights: np.ndarray | None) -> None:
         """Pass queries and weights to the eviction; evict after the last layer that can lose tokens."""

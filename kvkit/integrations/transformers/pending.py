@@ -32,14 +32,11 @@ class Stored:
     def arrays(self) -> tuple[np.ndarray, ...]:
         """Return keys and values of the tokens that attention may need, without unused rows."""
         if self.keys is None:
-            raise argument_error("key", "keys that attention has not read", "keys that it has read")
-        if self.layer.row_positions is not None:
-            wanted = "'kvkit' without a window or mask of its own, because tokens were removed or moved"
-            raise argument_error("attn_implementation", wanted, "attention that counts rows as positions")
+            raise argument_error("key", "one attention for each update", "a second one for the same keys")
         length = self.layer.get_seq_length()
         return tuple(np.asarray(side)[:, :, :length] for side in (self.keys, self.values))
 
-    def read(self) -> None:
+    def drop_arrays(self) -> None:
         """Drop the arrays after attention, because a layer may have made them for it."""
         if not getattr(self.layer, "is_shared", False):
             self.keys = self.values = None
@@ -64,7 +61,7 @@ def forget(layer_idx: int | None) -> None:
 
 
 def shared_by(key: Any, value: Any) -> Stored | None:
-    """Return the record of the layer whose tensors a layer without keys passes on; None without one."""
+    """Return the record of the layer whose keys these are, for a layer without keys of its own, or None."""
     for reference in PENDING.get().values():
         stored = reference()
         if stored is not None and stored.key() is key and stored.value() is value:
@@ -87,11 +84,10 @@ def claim(layer_idx: int | None, key: Any, value: Any) -> Stored | None:
         return stored
     if stored.taken and recorded is not key:
         return None
-    # A model that computes new keys from the returned ones would attend to them alone, without the past. But
-    # if the returned tensor is gone, an earlier forward pass may have been cut off: then `key` is refused
-    # only if it has as many tokens as the update, after a past.
     forget(layer_idx)
     past, new = stored.begin > 0, stored.layer.get_seq_length() - stored.begin
+    # If the returned tensor lives, the model has changed the keys, and would see the new tokens alone. If it
+    # is gone, the record may be of a pass that was cut off: refuse only keys that it could be about.
     if recorded is not None or (past and new == key.shape[2]):
         name = "value" if recorded is key else "key"
         wanted = f"the tensor that update of layer {layer_idx} returned"

@@ -27,14 +27,14 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
     is_croppable = False
     supports_early_init = False
 
-    def __init__(self, owner: Any, number: int, number_of_states: int = 1) -> None:
-        self._owner, self._number, self.number_of_states = owner, number, number_of_states
+    def __init__(self, owner: Any, state_layer: int, number_of_states: int = 1) -> None:
+        self._owner, self._state_layer, self.number_of_states = owner, state_layer, number_of_states
         self._counted = False  # whether the tokens of this step are counted
 
     @property
     def state(self) -> Any:
         """Return the layer of kvkit's cache."""
-        return self._owner.cache.layers[self._number]
+        return self._owner.cache.layers[self._state_layer]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the first update decides dtype and shape."""
@@ -158,9 +158,9 @@ def both(name: str) -> Callable[..., None]:
 class KvkitHybridLayer(KvkitStateLayer, KvkitLayer):
     """A layer with keys and values, whose recurrent state is in another layer of kvkit's cache."""
 
-    def __init__(self, owner: Any, layer_idx: int, number: int, number_of_states: int = 1) -> None:
+    def __init__(self, owner: Any, layer_idx: int, state_layer: int, number_of_states: int = 1) -> None:
         KvkitLayer.__init__(self, owner, layer_idx)
-        KvkitStateLayer.__init__(self, owner, number, number_of_states)
+        KvkitStateLayer.__init__(self, owner, state_layer, number_of_states)
 
     def get_max_length(self) -> int:
         return KvkitLayer.get_max_length(self)
@@ -177,8 +177,8 @@ class KvkitHybridLayer(KvkitStateLayer, KvkitLayer):
     activate_past_recording = both("activate_past_recording")
 
 
-def check_state(layer: Any, number: int) -> KvkitStateLayer:
+def check_state(layer: Any, layer_idx: int) -> KvkitStateLayer:
     """Return a layer; raise unless it has a recurrent state."""
     if not isinstance(layer, KvkitStateLayer):
-        raise argument_error("layer_idx", "a layer with a recurrent state", number)
+        raise argument_error("layer_idx", "a layer with a recurrent state", layer_idx)
     return layer
