@@ -81,7 +81,19 @@ def edit(ctx, source, close, rope, output, as_json, **changes):
     cache.save(output)
     layer = longest(cache)
     shifts = {"rope_shifts": layer.rope_shifts.tolist()}
-    print_tokens(layer.positions, cache.get_seq_length(), as_json, shifts)
+    if layer.positions.ndim > 1:
+        print_heads(layer.lengths, cache.get_seq_length(), as_json, shifts)
+    else:
+        print_tokens(layer.positions, cache.get_seq_length(), as_json, shifts)
+
+
+def print_heads(lengths, next_position, as_json, more):
+    """Print how many tokens are left in each head, [B, heads]; `more` is added to JSON."""
+    if as_json:
+        facts = {"tokens": lengths.tolist(), "next_position": next_position}
+        click.echo(json.dumps(facts | more))
+    else:
+        click.echo(f"{lengths.min()} to {lengths.max()} tokens in a head, the next at {next_position}")
 
 
 def print_tokens(positions, next_position, as_json, more):
@@ -148,6 +160,8 @@ def apply_change(cache, name, text, close, rotation):
     """Apply one change to a cache."""
     if name == "retain":
         positions = longest(cache).positions
+        if positions.ndim > 1:
+            raise KvkitError(f"--retain {text}: expected heads with the same tokens, got a compressed cache")
         cache.retain(positions[in_ranges(positions, parse_ranges(name, text))])
         return
     begin, end, by = parse_range(name, text, name != "remove")

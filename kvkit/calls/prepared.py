@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar
+from dataclasses import is_dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,8 @@ MOST = 4096  # most prepared calls of a `PreparedCalls`
 FEW = 64  # most forms of attention to keys that are remembered
 OWNERS = {"query": "query", "keys.address": "key", "values.address": "value", "out": "out"}
 Prepared = TypeVar("Prepared")
+# Types whose values never change. A tensor of one integer can change, and stays equal to itself.
+CONSTANT = frozenset({type(None), bool, int, float, str, tuple, *np.sctypeDict.values()})
 Form = tuple[object, ...]  # all that calls must have in common to share a prepared call
 
 
@@ -60,10 +63,11 @@ def one_or_all(results: tuple[Array, ...]) -> Attended:
 
 
 def form_of(arrays: Iterable[Any], attributes: Iterable[object]) -> Form | None:
-    """Return the form of a call: dtypes, shapes, strides, attributes; None if an argument is not an array.
+    """Return the form of a call: dtypes, shapes, strides, attributes; None if calls cannot be compared by it.
 
-    A form has the types of attributes too, because True == 1 == 1.0 but not all three are legal. For the same
-    reason callers also pass the members of tuples (`tuple_members`).
+    They cannot if an argument is not an array, or if an attribute may change its value and stay equal, as a
+    tensor does. A form has the types of attributes too, because True == 1 == 1.0 but not all three are legal.
+    For the same reason callers also pass the members of tuples (`tuple_members`).
     """
     try:
         shapes = [
@@ -72,7 +76,14 @@ def form_of(arrays: Iterable[Any], attributes: Iterable[object]) -> Form | None:
         ]
     except AttributeError:
         return None
-    return (*shapes, *attributes, *map(type, attributes))
+    types = [*map(type, attributes)]
+    constant = CONSTANT.issuperset(types) or all(kind in CONSTANT or is_frozen(kind) for kind in types)
+    return (*shapes, *attributes, *types) if constant else None
+
+
+def is_frozen(kind: type) -> bool:
+    """Return whether a type is a dataclass whose values never change, such as `Rope`."""
+    return is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
 def tuple_members(attribute: object) -> tuple[object, ...]:
@@ -199,8 +210,9 @@ class PreparedCall:
         return True
 
 
-# False if a form has been seen once: a context that grows has a new form in each call, and none comes again.
-attentions: PreparedCalls[PreparedCall | Literal[False]] = PreparedCalls(FEW)
+attentions: PreparedCalls[PreparedCall] = PreparedCalls(FEW)
+# Forms of one call each: a context that grows has a new form in each call, and none comes again.
+seen: PreparedCalls[bool] = PreparedCalls(FEW)
 
 
 def attend_to_keys(call: KeyAttention, out: Array | Arrays | None) -> Attended:
@@ -227,8 +239,8 @@ def attend_to_keys(call: KeyAttention, out: Array | Arrays | None) -> Attended:
     results = checked.results.arrays(out)
     launches = attention_launches(checked, results)
     cpu.launches.start(*launches)
-    if prepared is None:
-        attentions.keep(form, False)
+    if not prepared and not seen.take(form):
+        seen.keep(form, True)
     elif all(map(operator.is_, arrays, dict(checked.inputs).values())):
         launches[0].owners = {cpu.attention.params.FIELD[field]: name for field, name in OWNERS.items()}
         named = dict(zip(OWNERS.values(), (*arrays, results[0]), strict=True))

@@ -19,9 +19,8 @@ from numpy.typing import DTypeLike
 
 Name = TypeVar("Name")
 DATA = object.__basicsize__  # numpy's PyArrayObject is a Python object's header, then the data pointer
-MEMORY: Any = (ctypes.c_int64 * 2**59).from_address(
-    0
-)  # this process's memory as words, to read pointers from
+# This process's memory as words, to read pointers from.
+MEMORY: Any = (ctypes.c_int64 * 2**59).from_address(0)
 SMALLEST = 2**20  # bytes of a pooled result; the allocator reuses smaller ones itself
 ALIGNED = 64  # bytes of a cache line
 VARIABLES = "KVKIT_RESULT_POOL_BYTES", "KVKIT_SPARE_BYTES"  # the second is the name of version 0.1

@@ -17,12 +17,35 @@ from quantized_cache_scenes import (
     assert_same,
     do,
     feed,
-    some_operations,
     states,
 )
 from scenes import first_quick
 
 from kvkit.cache import Cache, DynamicLayer, QuantizedLayer
+
+
+def some_operations(rng, count):
+    """Yield (name, argument) of calls that any layer takes; in the last quarter past is recorded."""
+    batch, length = 2, 0
+    for i in range(count):
+        names = ["update", "update", "update", "crop", "reorder", "repeat", "reserve"]
+        name = rng.choice(names) if i else "update"
+        argument = int(rng.integers(0, 60))
+        if i == 3 * count // 4:
+            name, argument = "activate_past_recording", None
+        elif name == "update":
+            argument = int(rng.choice([0, 1, 1, 2, 7, 40]))
+            length += argument
+        elif name == "crop":
+            argument = -(argument % (min(length, 20) + 1))
+            length += argument
+        elif name == "reorder":
+            argument = rng.integers(0, batch, max(1, batch + rng.integers(-1, 2)))
+            batch = len(argument)
+        elif name == "repeat":
+            argument = 2 if batch < 3 else 1
+            batch *= argument
+        yield name, argument
 
 
 def many_updates(rng, count):

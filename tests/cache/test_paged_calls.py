@@ -23,7 +23,7 @@ def prepared(monkeypatch):
 
     def count(module, name):
         real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *arguments: made.append(name) or real(*arguments))
+        monkeypatch.setattr(module, name, lambda *given, **named: made.append(name) or real(*given, **named))
 
     count(cpu.attention.prepare, "prepare_attention")
     count(cpu.copy.transfer, "store")

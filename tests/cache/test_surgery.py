@@ -351,8 +351,10 @@ def test_caches_are_as_the_cells_and_can_says_what_calls_do(kind, room, steps, m
             layer.values[:, :, :stored], values, atol=(0.3 if kind == "rotated" else 0.02) if coded else 0
         )
         check_keys(layer, values, places, (0.4 if kind == "rotated" else 0.1) if coded else 1e-5)
-        query, again = tokens(1, heads=4, seed=5), copy.deepcopy(cache)  # which is in memory
-        for i in range(len(cache)):
+        new, query, again = tokens(1, seed=6), tokens(1, heads=4, seed=5), copy.deepcopy(cache)  # in memory
+        for i in range(len(cache)):  # windows of stored tokens need not be whole: a new token has its own
+            for each in cache, again:
+                each.update(new, new, i)
             assert cache.attend(query, i).tobytes() == again.attend(query, i).tobytes()
     cache.close()
 

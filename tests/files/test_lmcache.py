@@ -58,15 +58,15 @@ def test_caches_that_do_not_join():
     whole = {"cache": [[np.zeros((1, 2, 5, 8), np.float16)] * 2]}
     for other, what in (
         ({"cache": [[np.zeros((1, 2, 6, 8), np.float16)] * 2], "slots": np.arange(4)}, "but for its heads"),
-        (whole | {"slots": np.arange(5)}, "sources: expected the same slots, got another one"),
-        (whole | {"slots": np.arange(4), "block_tables": [[0]]}, "sources: expected the same block_tables"),
+        (whole | {"slots": np.arange(5)}, "sources: expected equal slots, got others in arrays"),
+        (whole | {"slots": np.arange(4), "block_tables": [[0]]}, "sources: expected equal block_tables"),
         ({"cache": whole["cache"] * 2, "slots": np.arange(4)}, "layers as arrays has, 1, got 2 in arrays"),
     ):
         with pytest.raises(KvkitError, match=what):
             join([whole | {"slots": np.arange(4)}, other], layout="hf")
     with pytest.raises(KvkitError, match="axis: expected 'h', the heads, got 'n'"):
         join([whole], axis="n", layout="hf")
-    with pytest.raises(KvkitError, match="each rank has all of them"):
+    with pytest.raises(KvkitError, match="each rank has all latent rows"):
         join([{"cache": [np.ones((4, 16, 24), np.float16)]}] * 2, layout="l | b n c")
     with pytest.raises(KvkitError, match="scales in"):
         join([whole | {"scale": np.ones(3)}], layout="hf")

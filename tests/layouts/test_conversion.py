@@ -239,7 +239,10 @@ def test_what_is_refused():
     refused("layout: expected a line", after="nhd")
     refused("to_layout: expected an axis kv", after="b n h c")
     refused("layout: expected elements of one kind", before="vllm-dsa-indexer")
-    refused("tables: expected tables, as blocks of 3 and 2", out=np.zeros((6, 2, 2, 2, 8), np.uint16))
+    refused(
+        "tables: expected tables, because neither of the block sizes 3 and 2 divides",
+        out=np.zeros((6, 2, 2, 2, 8), np.uint16),
+    )
     read_only = np.zeros((4, 2, 2, 3, 8), np.uint16)
     read_only.flags.writeable = False
     refused("out: expected arrays that can be written", out=read_only)

@@ -225,3 +225,28 @@ def test_attention_to_keys_is_checked_twice_for_arrays_of_one_form(rng, monkeypa
     out.flags.writeable = False
     with pytest.raises(kvkit.KvkitError, match="writeable"):
         call(1, out=out)
+
+
+class Changing:
+    """An integer that a caller changes in place, as a tensor of one number may be."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+
+def test_an_attribute_that_changes_in_place_is_read_again():
+    query = np.ones((1, 3, 2, DIM), np.float32)
+    key, cache = query, np.zeros((1, 2, 2, 8, 2, DIM), np.float32)
+    heads, layer = Changing(2), Changing(0)
+    for _ in range(3):
+        kvkit.multi_head_attention(query, key, key, num_heads=2, head_dim=DIM, num_kv_heads=heads)
+        kvkit.key_value_cache(key, key, 0, cache, num_layer=2, layer_idx=layer)
+    heads.value, layer.value = 1, 1
+    with pytest.raises(kvkit.KvkitError, match=r"key: expected shape \(1, 3, 1, 16\)"):
+        kvkit.multi_head_attention(query, key, key, num_heads=2, head_dim=DIM, num_kv_heads=heads)
+    assert not cache[:, 1].any()
+    kvkit.key_value_cache(key, key, 0, cache, num_layer=2, layer_idx=layer)
+    assert cache[:, 1].any()

@@ -73,7 +73,8 @@ class LayerAttention:
             form = form_of((query,), (wants_lse, scoring.softmax_scale, scoring.softcap))
         prepared = self._calls.find(form)
         if not prepared or not prepared.run(layer.store, rows, arrays, mask):
-            self._calls.clear()
+            if form:
+                self._calls.clear()
             left = -1 if layer.window is None else layer.window - 1
             weights = attention.checked_weights(query, mask, scoring._replace(window=(left, -1)))
             self._calls.keep(form, PreparedAttention(layer.store, rows, fmt, arrays, weights, sums))
