@@ -315,7 +315,10 @@ def rotating_layers(config: Any) -> list[bool]:
 
 def rotated_elements(config: Any, parameters: Mapping[str, Any]) -> int:
     """Return how many elements of a head a model rotates."""
-    dim = getattr(config, "head_dim", None)
+    try:
+        dim = getattr(config, "head_dim", None)
+    except Exception as error:  # Gemma 4: transformers refuses to give one for all layers
+        raise argument_error("config", ROTATES, "a head_dim for each layer") from error
     if not dim:
         heads = integer("num_attention_heads", entry(config, "num_attention_heads", "n_head"), 1)
         dim = integer("hidden_size", entry(config, "hidden_size", "n_embd"), 1) // heads
