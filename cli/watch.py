@@ -49,9 +49,10 @@ def watching(files: Mapping[Path | None, os.stat_result | None]) -> Iterator[Non
         return
 
     def on_sigbus(number: int) -> None:
-        # The thread that read beyond the end holds no lock that Python needs here.
-        for path in [path for path, status in mapped.items() if is_changed(path, status)]:
-            os.write(2, f"kvkit: {changed_error(path)}\n".encode())
+        # ctypes takes the GIL here. That ends: the thread that faulted has it, or another one that goes on.
+        changed = [path for path, status in mapped.items() if is_changed(path, status)]
+        if changed:
+            os.write(2, f"kvkit: {changed_error(changed[0])}\n".encode())
             os._exit(1)
         libc.signal(number, None)  # another fault: it occurs again, and ends the process
 

@@ -50,11 +50,12 @@ def reshape_and_cache(
     compress_type : CompressType
         UNDEFINED (0), KVHEAD (1), KVHEAD_ROPE (2) or OMNI (3).
     wins : ndarray of int32 or int64, shape [B * num_head], optional
-        How many tokens are kept (KVHEAD), averaged (KVHEAD_ROPE) or dropped (OMNI).
+        A number of tokens of a sequence. KVHEAD keeps its last `wins` tokens. KVHEAD_ROPE stores the mean of
+        `wins` tokens from `offset_index` on in their place. OMNI drops these tokens.
     seq_lens : ndarray of int32 or int64, shape [B], optional
         The number of tokens of each sequence, for compressed modes.
     offset_index : ndarray of int32 or int64, shape [B * num_head], optional
-        The first token that is averaged or dropped; -1 for none.
+        The first token that is averaged or dropped, counted from the start of its sequence; -1 for none.
     cache_format : str
         "ND" or "NZ".
     empty_window : str

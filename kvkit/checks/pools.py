@@ -363,10 +363,15 @@ def in_use(table: Array, need: Array) -> Array:
 def plain_pieces(tokens: int, capacity: int, slot_mapping: ArrayLike) -> Array:
     """Return the pieces (runs of tokens and slots) of a mapping from tokens to slots."""
     slots = index("slot_mapping", slot_mapping, length=tokens)
-    (rule, one, two, three), pieces = checks.slots.plain_slots(slots, capacity)
+    return unless_refused(*checks.slots.plain_slots(slots, capacity), capacity)
+
+
+def unless_refused(verdict: tuple[int, int, int, int], pieces: Array, capacity: int) -> Array:
+    """Return the pieces that a verdict of `checks.slots` counts, or raise for the rule that it names."""
+    rule, count, *_ = verdict
     if rule:
-        raise slot_error(rule, one, two, three, capacity)
-    return pieces[:one]
+        raise slot_error(*verdict, capacity)
+    return pieces[:count]
 
 
 def slot_error(rule: int, one: int, two: int, three: int, capacity: int) -> KvkitError:

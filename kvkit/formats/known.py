@@ -172,20 +172,20 @@ ALL = (
         for code in (INT8, INT4, INT2)
     ),
     *(
-        Format(code.name, code, "span", offset="minimum", options=("gN", *PER, *CELLS))
+        Format(code.name, code, "kvkit_minimum", offset="minimum", options=("gN", *PER, *CELLS))
         for code in (UINT8, UINT4, UINT2)
     ),
     ggml("q8_0", INT8, "largest", ("scale", "codes"), "away"),
     ggml("q4_0", FULL_INT4, "signed", ("scale", "codes"), "up"),
-    ggml("q4_1", UINT4, "least", ("scale", "minimum", "codes"), "up", offset="minimum"),
+    ggml("q4_1", UINT4, "ggml_minimum", ("scale", "minimum", "codes"), "up", offset="minimum"),
     ggml("q5_0", INT5, "signed", ("scale", "high", "codes"), "up"),
-    ggml("q5_1", UINT5, "least", ("scale", "minimum", "high", "codes"), "up", offset="minimum"),
+    ggml("q5_1", UINT5, "ggml_minimum", ("scale", "minimum", "high", "codes"), "up", offset="minimum"),
     ggml("iq4_nl", IQ4, "searched", ("scale", "codes"), "upper"),
     ggml("ggml_mxfp4", E2M1, "power", ("scale", "codes"), "lower", E8M0, exponent="floor"),
     # vLLM: a scale for each head of a token, after its codes.
     *(
         Format(
-            f"{code}_token_head", code, "token", per="token", group=0, rounding=ROUNDINGS[takes[0]],
+            f"{code}_token_head", code, "vllm_token", per="token", group=0, rounding=ROUNDINGS[takes[0]],
             order=("codes", "scale"), options=takes, source="vLLM",
         )
         for code, takes in ((INT8, ("trunc", "rint")), (E4M3, ("rint",)))
@@ -215,8 +215,8 @@ ALL = (
         for code in (UINT8, UINT4)
     ),
     *(
-        Format(f"mlx{code.bits}", code, "edge", None, "minimum", group=64, options=("g32", "g64", "g128"),
-               source="MLX, affine")
+        Format(f"mlx{code.bits}", code, "mlx_affine", None, "minimum", group=64,
+               options=("g32", "g64", "g128"), source="MLX, affine")
         for code in (UINT2, UINT3, UINT4, UINT5, UINT6, UINT8)
     ),
     Format("mlx_mxfp4", E2M1, "power", E8M0, rounding="lower", exponent="ceil", source="MLX"),
@@ -236,9 +236,9 @@ ALL = (
         Format(f"ort_{code}", code, "given", per="", group=0, needs_scale=True, source="onnxruntime")
         for code in (FULL_INT8, FULL_INT4)
     ),
-    Format("ds_mla", E4M3, "normal", group=128, order=("codes", "scale", "tail"), tail=64,
+    Format("ds_mla", E4M3, "deepseek", group=128, order=("codes", "scale", "tail"), tail=64,
            options=(POWERS,), source="DeepSeek V3.2, fp8_ds_mla"),
-    Format("ds_v4", E4M3, "normal", E8M0, group=64, exponent=POWERS,
+    Format("ds_v4", E4M3, "deepseek", E8M0, group=64, exponent=POWERS,
            order=("codes", "tail", "scale", "padding"), tail=64, source="DeepSeek V4"),
 )  # fmt: skip
 ALIASES = {"fp8": "e4m3", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}

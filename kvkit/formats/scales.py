@@ -63,13 +63,13 @@ def largest_code(format: Format) -> np.float32:
     return np.float32(format.code.limits[1])
 
 
-def pmx(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+def pmx(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as PMX: max(amax / largest code, 1e-5). Scale and quotient are rounded to the data's dtype."""
     scale = np.maximum(round_to(magnitude(x) / largest_code(format), dtype), round_to(SMALLEST, dtype))
     return round_to(x / scale, dtype), scale, None
 
 
-def span(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+def kvkit_minimum(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as kvkit's caches: minimum and scale (at least 1e-5) are rounded to their dtype before use."""
     (low, high), stored = extremes(x), format.scale_type().dtype
     low = round_to(low, stored) + np.float32(0)  # -0.0 becomes +0.0
@@ -77,32 +77,35 @@ def span(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     return (x - low) / scale, scale, low
 
 
-def largest(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+def largest(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as ggml's q8_0: amax / largest code. Codes use the scale before it is rounded."""
     scale = magnitude(x) / largest_code(format)
     return x * inverse(scale), scale, None
 
 
-def signed(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """Scale as ggml's q4_0 and q5_0: x / least code, for the element x of largest magnitude."""
+def signed(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+    """Scale as ggml's q4_0 and q5_0: the element of largest magnitude, with its sign, gets the least code."""
     at = np.abs(x).argmax(-1)[..., None]
     scale = np.take_along_axis(x, at, -1) / np.float32(format.code.limits[0])
     return x * inverse(scale), scale, None
 
 
-def least(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
-    """Scale as ggml's q4_1 and q5_1: (max - min) / largest code."""
+def ggml_minimum(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+    """Scale as ggml's q4_1 and q5_1: (max - min) / largest code, with the minimum as offset."""
     low, high = extremes(x)
     scale = (high - low) / largest_code(format)
     return (x - low) * inverse(scale), scale, low
 
 
-def searched(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+def searched(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as ggml's iq4_nl: the best of 16 scales by the squared error, weighted with x * x."""
     table = format.code.table
     at = np.abs(x).argmax(-1)[..., None]
     top = np.take_along_axis(x, at, -1)
-    best, chosen = np.full_like(top, -1), np.full_like(top, np.inf)  # inf: no sum of squares is finite
+    best, chosen = (
+        np.full_like(top, -1),
+        np.full_like(top, np.inf),
+    )  # inf makes all codes 0: it stays if all gains are NaN
     weight = x * x
     for start in (-table[0], *(table[0] + np.float32(step) for step in range(-7, 8))):
         code = table[nearest_codes(x * (start * inverse(top)), table)]
@@ -116,7 +119,7 @@ def searched(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     return x * inverse(chosen), chosen, None
 
 
-def power(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+def power(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as the MX formats: a power of two.
 
     OCP's "floor" clips a magnitude by up to 25% (e2m1) or 12.5% (e4m3); MLX's "ceil" never clips.
@@ -132,22 +135,22 @@ def power(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     return x / scale, scale, None
 
 
-def blocks16(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+def blocks16(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as NVFP4: e4m3(amax / 6 / tensor-wide scale)."""
     scale = round_to(
-        np.minimum(magnitude(x) / largest_code(format) / whole, np.float32(E4M3.limits[1])), E4M3.dtype
+        np.minimum(magnitude(x) / largest_code(format) / tensor_scale, np.float32(E4M3.limits[1])), E4M3.dtype
     )
-    unit = scale * whole
+    unit = scale * tensor_scale
     return np.divide(x, unit, out=np.zeros_like(x), where=unit != 0), scale, None
 
 
-def token(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+def vllm_token(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as vLLM's formats per token and head: at least 1e-6. The quotient is x * (1 / scale)."""
     scale = np.maximum(magnitude(x) / largest_code(format), np.float32(1e-6))
     return x * (np.float32(1) / scale), scale, None
 
 
-def normal(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+def deepseek(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as DeepSeek: at least the smallest normal float32; powers of two are at least 2**-13."""
     scale = magnitude(x) / largest_code(format)
     if format.exponent:
@@ -156,7 +159,7 @@ def normal(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     return x / scale, scale, None
 
 
-def zero(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+def zero(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as LMDeploy, with a zero point in units of codes that is not rounded.
 
     If all numbers are equal, the scale is 1 and the zero point is -x, where LMDeploy stores NaN or infinity.
@@ -168,7 +171,7 @@ def zero(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     return x / scale + point, scale, point
 
 
-def shifted(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+def shifted(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as OpenVINO, with a zero point in units of codes. The scale of equal numbers is 1e-4."""
     (low, high), most = extremes(x), largest_code(format)
     scale = (high - low) * (1 / most) if format.per == "channel" else (high - low) / most
@@ -178,7 +181,7 @@ def shifted(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     return code.astype(np.float32), scale, point
 
 
-def edge(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+def mlx_affine(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as MLX's affine formats: the extreme of larger magnitude is represented exactly.
 
     If the maximum has the larger magnitude, the scale is negative.
@@ -193,20 +196,20 @@ def edge(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
     return (x - bias) / scale, scale, bias
 
 
-def kivi(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+def kivi(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as KIVI: (max - min) / largest code. Equal numbers have code 0."""
     low, high = extremes(x)
     scale = (high - low) / largest_code(format)
     return np.divide(x - low, scale, out=np.zeros_like(x), where=scale != 0), scale, low
 
 
-def length(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+def length(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as TurboQuant's keys: the scale is the row's length; the ratio has a mean square of 1."""
     size = np.sqrt(np.square(x, dtype=np.float64).sum(-1, keepdims=True)).astype(np.float32)
     return x * inverse(size) * np.sqrt(np.float32(x.shape[-1])), size, None
 
 
-def ranged(x: Array, format: Format, dtype: DTypeLike, whole: Any) -> Scaled:
+def ranged(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as TurboQuant's values: (max - min) / largest code, at least 1e-8."""
     low, high = extremes(x)
     scale = np.maximum((high - low) / largest_code(format), np.float32(1e-8))
@@ -222,8 +225,8 @@ def calibrate_scale(x: Array, format: Format) -> Array:
 RULES = {
     rule.__name__: rule
     for rule in (
-        pmx, span, largest, signed, least, searched, power, blocks16, token, normal, zero, shifted, edge,
-        kivi, length, ranged,
+        pmx, kvkit_minimum, largest, signed, ggml_minimum, searched, power, blocks16, vllm_token, deepseek,
+        zero, shifted, mlx_affine, kivi, length, ranged,
     )
 }  # fmt: skip
 
@@ -243,8 +246,9 @@ def nearest_codes(x: Array, table: Array, upper: bool = False) -> Array:
 def codes_by_upper_half(element: Element) -> Array:
     """Return a lookup table from the upper 16 bits of a float32 to its code, uint8 [2^16].
 
-    Callers set the last of the 16 bits if any lower bit is set (a sticky bit). A code has at least two
-    mantissa bits fewer than 16 bits hold, so rounding by the table equals rounding the float32.
+    Callers set the last of the 16 bits if any lower bit is set (a sticky bit). The 16 bits hold 7 bits of
+    the mantissa, a code at most 3. So a number just above a tie differs from the tie in the sticky bit, and
+    rounding by the table equals rounding the float32.
     """
     x = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
     low, high = map(np.float32, element.limits)
@@ -273,7 +277,8 @@ def round_codes(ratio: Array, format: Format) -> Array:
     if code.significant:
         return round_to_floats(ratio, code).astype(np.uint8)
     low, high = code.limits
-    origin = low if code.numbers else 0  # signed codes that are stored with an offset begin at 0
+    stored_from_zero = bool(code.numbers)  # as in q4_0: bits of 0 stand for the least code
+    origin = low if stored_from_zero else 0
     if rounding == "up":
         whole = np.trunc(ratio + np.float32(0.5 - origin)) + np.float32(origin)
     elif rounding == "away":

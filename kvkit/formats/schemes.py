@@ -182,5 +182,5 @@ def formats_named(text: str) -> tuple[Format, Format]:
 def cache_format(text: str) -> Format:
     """Return a format by its name. Scales of kvkit's own codes are float16, as in its caches."""
     format = named(text)
-    own = format.source == "kvkit" and format.rule in ("pmx", "span")
+    own = format.source == "kvkit" and format.rule in ("pmx", "kvkit_minimum")
     return named(format, cell=FLOAT16) if own and "float" not in text else format

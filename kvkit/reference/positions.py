@@ -1,6 +1,7 @@
 """Define PMX's position indices and rotary embedding.
 
-Everything is float64, except angles of type `kind`: float32 as specified, or float64 for exact results.
+Numbers are float64. Only angles are computed in `kind`: float32, as PMX specifies, or float64 for exact
+results.
 """
 
 import math

@@ -270,7 +270,9 @@ LESS_THAN = {8: 0.04, 6: 0.04, 5: 0.07, 4: 0.13, 3: 0.3, 2: 0.7}  # int2 has -1,
 def test_attention_over(rng, name):
     dim, scale = LATENT.get(name, 64), GIVEN.get(name)
     sides = rng.standard_normal((2, TOKENS, HEADS, dim)).astype(np.float32)
-    told = f"{name}:float16" if NAMED[name].rule in ("pmx", "span") else name  # as caches have their own
+    told = (
+        f"{name}:float16" if NAMED[name].rule in ("pmx", "kvkit_minimum") else name
+    )  # as caches have their own
     keys, values = (decode(encode(side, told, scale=scale), name) for side in sides)
     spec = QuantSpec(format=name, group=TOKENS, scale=scale)
     cache = QuantizedCache(1, spec, spec, residual_length=0, sink=0, read_back=True)

@@ -19,9 +19,9 @@ TOKENS = (0, 1, 2, 3, 7, 32, 64)
 MAGNITUDES = (0, 1e-44, 1e-38, 1e-20, 1e-6, 1e-3, 1, 60, 3e3, 7e4, 1e7, 3e9, 1e20, 1e38, 3.4e38)
 LEAST = {
     "pmx": 1e-5,
-    "span": 1e-5,
-    "token": 1e-6,
-    "edge": 1e-7,
+    "kvkit_minimum": 1e-5,
+    "vllm_token": 1e-6,
+    "mlx_affine": 1e-7,
     "ranged": 1e-8,
     "p2": 2**-13 / 448,
 }  # scales that a rule takes at least
@@ -34,7 +34,7 @@ def relative_error(fmt, bits):
     top = table[-1]
     half = np.diff(table).max() / 2 / top * (2 if fmt.rounding == "trunc" else 1)
     if fmt.offset:  # codes span twice the magnitude; MLX's scale fits one end
-        half *= 4 if fmt.rule == "edge" else 2
+        half *= 4 if fmt.rule == "mlx_affine" else 2
     if fmt.exponent:  # a scale is up to twice what it need be, or clips what is above the largest code
         half *= 2
         clipped = 1 - top / 2 ** np.ceil(np.log2(top))

@@ -10,7 +10,7 @@ from kvkit.checks.arguments import BlockStore, Windows
 from kvkit.checks.ascend import tensors
 from kvkit.checks.ascend.tensors import TokensAndCache
 from kvkit.checks.index_tensors import index
-from kvkit.checks.pools import plain_pieces, slot_error
+from kvkit.checks.pools import plain_pieces, unless_refused
 from kvkit.checks.values import DATA, check_not_empty, checked_format, choice, text
 from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, INT8, Element
@@ -45,16 +45,16 @@ def checked_reshape(call: BlockStore) -> ReshapeCall:
     given = tensors.pairs("key", key, call.value, call.key_cache, call.value_cache)
     caches = cache_views(given, mode, cache_format)
     blocks, block_size = tensors.same_blocks(
-        [(name, view) for (_, _, name, _), view in zip(given, caches, strict=True)]
+        [(each.cache_name, view) for each, view in zip(given, caches, strict=True)]
     )
     if mode:
         pieces = compressed_pieces(call, mode, blocks * block_size)
     else:
         pieces = plain_pieces(len(key), blocks * block_size, call.slot_mapping)
-    written, read = [(name, array) for *_, name, array in given], [(name, array) for name, array, *_ in given]
-    tensors.caches_apart(written, read)
+    written = [(each.cache_name, each.cache) for each in given]
+    tensors.caches_apart(written, [(each.name, each.tokens) for each in given])
     averaged = BY_DTYPE[key.dtype].name if mode is CompressType.KVHEAD_ROPE else None
-    return ReshapeCall(mode, [tokens for _, tokens, _, _ in given], caches, pieces, averaged)
+    return ReshapeCall(mode, [each.tokens for each in given], caches, pieces, averaged)
 
 
 def compression(compress_type: object) -> CompressType:
@@ -70,7 +70,7 @@ def compression(compress_type: object) -> CompressType:
 def cache_views(given: Sequence[TokensAndCache], mode: CompressType, cache_format: str) -> list[Array]:
     """Return the caches as [blocks, rows, heads or groups, dim], checked against their tokens."""
     caches, formats = [], []
-    first = given[0][1]
+    first = given[0].tokens
     for name, array, cache_name, cache in given:
         fmt = checked_format(name, array, DATA, 3)
         check_not_empty(name, array)
@@ -135,9 +135,7 @@ def compressed_pieces(call: BlockStore, mode: CompressType, capacity: int) -> Ar
         offsets = index("offset_index", windows.offset_index, length=runs)
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
-    (rule, one, two, three), pieces = checks.slots.compressed_slots(
+    verdict, pieces = checks.slots.compressed_slots(
         mode, call.empty_window == "copy", slots, wins, offsets, starts, heads=heads, capacity=capacity
     )
-    if rule:
-        raise slot_error(rule, one, two, three, capacity)
-    return pieces[:one]
+    return unless_refused(verdict, pieces, capacity)

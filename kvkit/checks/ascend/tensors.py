@@ -1,6 +1,7 @@
 """Checks of packed tensors and of caches in blocks."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvkit.checks.records import FRACTAL_BYTES
 from kvkit.checks.values import DATA, check_apart, check_writeable, checked_format
@@ -10,7 +11,15 @@ from kvkit.typed import Array
 
 FORMATS = ("ND", "NZ")
 MOST = 2**31 - 1  # the largest count or size, so that sums and products of two fit int64
-TokensAndCache = tuple[str, Array, str, Array]  # name, tokens, name of the cache, cache
+
+
+class TokensAndCache(NamedTuple):
+    """Tokens and the cache that takes them, with the names of the arguments."""
+
+    name: str
+    tokens: Array
+    cache_name: str
+    cache: Array
 
 
 def fractal(fmt: Element) -> int:
@@ -22,13 +31,13 @@ def pairs(
     key_name: str, key: Array, value: Array | None, key_cache: Array, value_cache: Array | None
 ) -> list[TokensAndCache]:
     """Return tokens and cache of keys and, if they are given, of values, with the names of the arguments."""
-    keys = (key_name, key, "key_cache", key_cache)
+    keys = TokensAndCache(key_name, key, "key_cache", key_cache)
     if value is None or value_cache is None:
         if value is value_cache:
             return [keys]
         missing = "value" if value is None else "value_cache"
         raise argument_error(missing, "an array, as its pair is given (or both None, for keys alone)", "None")
-    return [keys, ("value", value, "value_cache", value_cache)]
+    return [keys, TokensAndCache("value", value, "value_cache", value_cache)]
 
 
 def cache_in_blocks(name: str, array: Array, cache_format: str, written: bool) -> tuple[Element, Array]:

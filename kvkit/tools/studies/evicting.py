@@ -17,7 +17,7 @@ from kvkit.eviction.inputs import scores_array
 from kvkit.eviction.selection import Kept, kept_count
 from kvkit.rope import Rope
 from kvkit.tools.readers import LayerReader, SideReader
-from kvkit.tools.studies.measures import ALONE, QUERIES, AttentionSums, SideErrors, code_parts, product
+from kvkit.tools.studies.measures import ONE_THREAD, QUERIES, AttentionSums, SideErrors, code_parts, product
 from kvkit.tools.studies.policies import ORACLE, RANDOM, SEEDS, UNCODED, Policy, StudyPlan
 from kvkit.typed import Array
 
@@ -102,7 +102,7 @@ def weighted(weights: Array, values: Array) -> Array:
     """Return the sums of values [H, m, Dv] with weights [H, m, R], float32 [H, R, Dv]."""
     heads, tokens, rows = weights.shape
     result = np.zeros((heads, rows, values.shape[2]), np.float32)
-    size = max(ALONE // (rows * values.shape[2]), 64)
+    size = max(ONE_THREAD // (rows * values.shape[2]), 64)
     for begin in range(0, tokens, size):
         part = slice(begin, begin + size)
         result += product(weights[:, part].swapaxes(1, 2), values[:, part])

@@ -12,12 +12,12 @@ from kvkit.tools.readers import LayerReader, SideReader
 
 PIECE = 2**17  # elements encoded at a time
 QUERIES = 64  # at most so many of the last queries of a sequence are measured
-ALONE = 2**18  # the most multiplications of a product for which OpenBLAS starts no threads
+ONE_THREAD = 2**18  # OpenBLAS runs products with at most so many multiplications on one thread
 MEANS = {  # {sum: name of its mean}
     "logit": "logit_error", "kl": "kl", "output": "output_error", "top_changed": "top_changed",
     "weight": "weight_kept",
 }  # fmt: skip
-ZERO = 2**32  # the mark of a code that stands for 0; a code at a limit of the range has the mark 1
+ZERO = 2**32  # A mark is two counters: its low 32 bits count codes at a limit of the range, the high ones 0.
 
 
 class SideErrors:
@@ -61,7 +61,7 @@ class SideErrors:
 
 
 def marks_of(code: Any) -> Any:
-    """Return the mark of each code, uint64. One sum of marks counts both codes of 0 and codes at a limit."""
+    """Return the mark of each code, uint64: what one code adds to the two counters."""
     low, high = code.limits
     return ((code.table <= low) | (code.table >= high)) + (code.table == 0) * np.uint64(ZERO)
 
@@ -78,7 +78,11 @@ def floats(side: SideReader, parts: Sequence[slice]) -> Iterator[np.ndarray]:
 
 
 def divided(begin: int, end: int, *pairs: tuple[Any, SideReader]) -> tuple[list[Any], list[slice]]:
-    """Return (schemes, slices of tokens) so that schemes can encode each slice of their sides by itself."""
+    """Return (schemes, slices of tokens to encode one at a time).
+
+    A scheme may ask for slices of a multiple of `step` tokens, to see all tokens first (`over`, which returns
+    the scheme to encode with), or for one slice (`whole`).
+    """
     steps = [getattr(scheme, "step", 1) for scheme, _ in pairs]
     elements = max(side.heads * side.dim for _, side in pairs)
     parts = pieces(begin, end, elements, int(np.lcm.reduce(steps)))
@@ -124,8 +128,9 @@ def code_parts(scheme: Any, side: SideReader, errors: SideErrors) -> Iterator[np
 
 
 def outliers(name: str, side: SideReader) -> tuple[np.ndarray, np.ndarray]:
-    """Return (largest / median of each head's mean magnitudes of channels, these magnitudes [heads, dim]).
+    """Return how far channels of each head stand out, and the mean magnitudes of channels [heads, dim].
 
+    The first is the largest mean magnitude of a head divided by the median; 1 if the median is 0.
     This is the first pass over a side: it raises if a number is not finite.
     """
     total = np.zeros((side.heads, side.dim))
@@ -159,7 +164,7 @@ def product(rows: np.ndarray, other: np.ndarray) -> np.ndarray:
     """
     other = np.ascontiguousarray(other)
     out = np.empty((*rows.shape[:2], other.shape[2]), np.float32)
-    count = max(ALONE // other[0].size, 1)
+    count = max(ONE_THREAD // other[0].size, 1)
     for first in range(0, rows.shape[1], count):
         part = slice(first, first + count)
         np.matmul(rows[:, part], other, out=out[:, part])
@@ -238,7 +243,10 @@ def compare_attention(
 
 
 def attention_errors(layer: LayerReader, *schemes: Any, judge: int = QUERIES) -> Iterator[dict[str, float]]:
-    """Yield {measure: mean} of the errors that schemes cause in attention, for each key head."""
+    """Yield {measure: mean} of the errors that schemes cause in attention, for each key head.
+
+    The last `judge` queries of a sequence measure them, at most `QUERIES`.
+    """
     sums = AttentionSums()
     for query, begin, end in zip(layer.queries or (), layer.starts, layer.starts[1:], strict=False):
         query = np.asarray(query[-min(judge, QUERIES) :], np.float32)

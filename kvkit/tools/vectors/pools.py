@@ -8,7 +8,7 @@ import numpy as np
 from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
 from kvkit.typed import Array
 
-OVER_PAGES: dict[str, dict[str, Any]] = {
+ATTENTION_CASES: dict[str, dict[str, Any]] = {  # {name: options of pool_attention}
     "plain": {}, "softcap": {"softcap": 2.0}, "sinks": {"sinks": True}, "window": {"window": (3, -1)},
     "one-query-head": {"groups": 1}, "mask": {"mask": "float"}, "mask-of-bits": {"mask": "bool"},
     "alibi": {"alibi": True}, "codes": {"codes": True},
@@ -60,7 +60,7 @@ def store_compressed(rng: np.random.Generator, sizes: Sizes, mode: int, dtype: s
     dim = -(-sizes.dim // 32) * 32  # these modes need a multiple of 32
     runs, starts = len(lengths) * heads, np.cumsum([0, *lengths])
     wins, offsets = rng.integers(1, 4, runs), rng.integers(0, 3, runs)
-    wins[0], offsets[1] = 0, -1
+    wins[0], offsets[1] = 0, -1  # an empty window, and a head without one
     tokens = {name: plain(rng, (starts[-1], heads, dim), kind) for name in ("key", "value")}
     for i in range(runs):
         first, end = starts[i // heads], starts[i // heads + 1]
@@ -130,9 +130,9 @@ def ascend(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]
     outside = reshape_and_cache(rng, sizes)
     outside[1]["slot_mapping"][0] = 2**20 * sizes.page
     yield "slot-outside-refused", outside
-    onto_itself = block_copy(rng, sizes)
-    onto_itself[1]["dst"][0] = onto_itself[1]["src"][1]
-    yield "copied-and-written-refused", onto_itself
+    read_and_written = block_copy(rng, sizes)
+    read_and_written[1]["dst"][0] = read_and_written[1]["src"][1]
+    yield "copied-and-written-refused", read_and_written
 
 
 def in_layout(inputs: dict[str, Any], layout: str) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def pool_attention(
         inputs["query"] = plain(rng, (sum(new_tokens), *inputs["query"].shape[1:]), kind)
     inputs = in_layout(inputs, layout)
     inputs["query_starts"] = None if new_tokens is None else np.cumsum([0, *new_tokens])
-    if mask:  # of one query for each sequence
+    if mask:  # masks here are for one query of each sequence
         tokens, heads, _ = inputs["query"].shape
         shape = tokens, max(lengths) + 2
         if mask == "float":
@@ -197,7 +197,7 @@ def swap_blocks(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> 
 def paged(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `paged`: pools of pages, as engines have them."""
     for dtype in FLOATS:
-        for name, more in OVER_PAGES.items():
+        for name, more in ATTENTION_CASES.items():
             yield f"{name}-{dtype}", pool_attention(rng, sizes, dtype, **more)
         for layout in ("b n h c", "b h n c"):
             order = layout.replace(" ", "")
