@@ -27,16 +27,17 @@ class PlainForm:
     lanes: int  # threads of a team
     teams: int  # of a block
     values: str  # format of values
-    as_loaded: bool
+    as_loaded: bool  # whether decoded values are rounded to `data_dtype`, as a load does
     free: bool  # whether strides, scales or slopes are more general than a cache's, as in pools of pages
 
     @property
     def blocks(self):
+        """Return whether codes lie in blocks, each with its scale."""
         return BY_NAME[self.cache_format].block is not None
 
     @property
     def rounds(self):
-        """Return the format that `chunks.widen` rounds to; the scales' format or float32 rounds nothing."""
+        """Return the format that `chunks.widen` rounds decoded values to, or one that changes nothing."""
         return self.data_dtype if self.as_loaded else self.scale_format or "float32"
 
     @property
@@ -84,7 +85,10 @@ def mixed(data_dtype, scale_format):
 
 
 def holds(dim, span, rows, most):
-    """Return whether a thread can hold its part of a tile's queries, or smaller chunks would not help."""
+    """Return whether chunks need not be smaller: a thread can hold its part of a tile's queries.
+
+    Or smaller chunks would not help, because each thread of a warp has one of the row already.
+    """
     return rows * span * -(-dim // (span * WARP)) <= most or span * WARP <= dim
 
 

@@ -26,7 +26,8 @@ THREADS = 128  # of a block
 WARPS = THREADS // WARP
 MOST = 1024  # splits of a row
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX1, types.int64)
-STATE = 3  # floats after the sums of a row: m, l, and the factor of its weights
+STATE = 3  # floats after the sums of a row: m, l, and `shrink`, the factor of its weights: 1, or 2**-40
+# in a second attempt, after sums overflowed
 
 read_float, write_float = chunks.read("float32"), chunks.write("float32")
 DISTANCES, EVERYONE = (1, 2, 4, 8, 16), 0xFFFFFFFF  # lanes of a warp that exchange; the mask of all
@@ -72,6 +73,7 @@ def merge_splits(packed):
         b = sequence_of(seqstarts, position)
         if slots[b + 1] == slots[b]:
             return
+        # The merge reads neither kvstarts, table nor slopes: any array of the type will do.
         step = StepTables(seqstarts, seqstarts, slots, items, slots, slots)
         row, head = Row(b, position - seqstarts[b], query), query // params.group
         number = row.token * params.group + query - head * params.group
@@ -132,16 +134,16 @@ def compiled(packed):
 def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=0, placed=False):
     """Return the launches of a kernel over tiles of `rows` rows, and of the merge if contexts are split.
 
-    A call has at most `most` splits (0: the default of `tables`). A lasting step has memory for more splits,
-    which later steps in its place may need. `shared` is the bytes of a block's dynamic shared memory. With
-    `placed`, the kernel reads its work items from `Work.placed`.
+    A call has at most `most` splits (0: the default of `tables`). A lasting step, which is captured or
+    refilled later, has memory for the most splits that it may need. `shared` is the bytes of a
+    block's dynamic shared memory. With `placed`, the kernel reads its work items from `Work.placed`.
     """
     work, key = tables.work(record, rows, most, placed)
     slots = work.most_slots if tables.lasting else work.split
     scratch = slots * rows * (record.value_dim + STATE) * 4
     where = host.current(), host.number(stream), host.capturing(stream)
     record = record._replace(partials=SCRATCH.of(scratch, *where))
-    names = key.names()
+    items_name, *other_names = key.names()  # of items; of slots and slopes
     launch = functools.partial(host.Launch, stream=stream, owners=OWNERS, scratch=scratch)
 
     def arguments(*read):
@@ -153,12 +155,12 @@ def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=
     def outputs(captured):
         return tokens * record.heads * record.group if captured or work.split else 0
 
-    tokens, taken = tables.steps.tokens, [("placed", key) if placed else names[0], *names[1:]]
+    tokens, taken = tables.steps.tokens, [("placed", key) if placed else items_name, *other_names]
     read = "seqstarts", "kvstarts", "table", *taken
     first = launch(kernel, (work.count, 1), block, arguments=arguments(*read), grow=items, shared=shared)
     launches = [first]
     if slots:
-        each, given = compiled(packed), (*arguments("seqstarts", *names[:2]), rows)
+        each, given = compiled(packed), (*arguments("seqstarts", items_name, other_names[0]), rows)
         launches.append(launch(each, (tokens, 1), (THREADS, 1), arguments=given, grow=outputs))
     return launches
 
@@ -181,7 +183,7 @@ def row_at(sizes, places, array, axes):
 
 @device.inlined
 def lse_at(sizes, places, array, axes):
-    """Return the log-sum-exp of a block's row: -inf if a part has no keys, for which some give +inf."""
+    """Return the log-sum-exp of a block's row: -inf if a part has no keys, where some libraries give +inf."""
     lse = read_float(row_at(sizes, places, array, axes))
     return numeric.MINUS_INF if lse == -numeric.MINUS_INF else lse
 

@@ -21,7 +21,7 @@ from kvkit_cuda.mirror import origin
 
 MOST = 4096  # most prepared calls of a step
 # Arguments that are read when a call is prepared; calls with one of them do not repeat.
-READ = "attn_mask", "sinks", "alibi_slopes", "return_key_weights"
+READ_ONCE = "attn_mask", "sinks", "alibi_slopes", "return_key_weights"
 
 
 class Repeatable(NamedTuple):
@@ -29,10 +29,10 @@ class Repeatable(NamedTuple):
 
     arrays: tuple[str, ...]
     attributes: Callable[[dict], tuple]  # f(arguments by name) -> the stream and the attributes
-    written: frozenset[str]  # the names of arrays that a call changes, without results
+    written: frozenset[str]  # the names of inputs that a call changes; results are not among them
 
 
-ONE_POOL = {  # the other name that one pool of keys and values may be given by
+ONE_POOL = {  # if keys and values are one array, launches know it by one of its two names
     "key_cache": "value_cache", "value_cache": "key_cache",
     "key_scale": "value_scale", "value_scale": "key_scale",
 }  # fmt: skip
@@ -51,7 +51,7 @@ def plan_method(path: str) -> Repeatable | None:
     if path == operator_of(path):
         return None
     names = [
-        name for name in inspect.signature(origin(path)).parameters if name not in ("self", "out", *READ)
+        name for name in inspect.signature(origin(path)).parameters if name not in ("self", "out", *READ_ONCE)
     ]
     inputs = OPERATORS[operator_of(path)].inputs
     arrays = tuple(each.name for each in inputs if each.name in names)
@@ -102,7 +102,7 @@ FORM_READERS: dict[type, Any] = {}
 
 def repeatable(path, method, values):
     """Return the `RepeatableCall` of a method's arguments by name; None if it cannot repeat."""
-    for name in READ:
+    for name in READ_ONCE:
         if values.get(name) is not None and values[name] is not False:
             return None
     given = {name: values[name] for name in method.arrays}
@@ -155,8 +155,8 @@ class PreparedCalls(dict):
 class PreparedCall:
     """A checked call whose launches can run again at other addresses, if no written array overlaps another.
 
-    The cache has `room` rows, or the pools `room` pages. `tables` are those of the step, and `alive` owns
-    other memory of the launches.
+    `room` is the number of rows of the cache, or of pages of the pools. `tables` are those of the step.
+    `alive` are objects that must not be freed while launches point at their memory.
     """
 
     def __init__(self, written, launches, operands, forms, room, tables, alive):
@@ -222,7 +222,10 @@ class PreparedCall:
         self.places = places
 
     def overlaps(self, places):
-        """Return whether an array that is written may overlap another array."""
+        """Return whether an array that is written may overlap another array (see `overlap_distances`).
+
+        Arrays at the distance `checked`, which the first call had, were checked not to overlap.
+        """
         for one, other, least, most, checked in self.near:
             distance = places[other] - places[one]
             if least < distance < most and distance != checked:
