@@ -10,13 +10,13 @@ import kvkit
 
 @pytest.mark.parametrize("name", ["static cache of floats", "cache of floats"])
 def test_what_is_wrong_first_is_said_first(name):
-    """That the cache overlaps its tokens, before outputs; but first the size of results."""
+    """That the cache overlaps its tokens, before what is wrong with results."""
     call = CALLS[name]()
     tokens = call["current_key"]
     call = call.but(current_key=call["cache"].reshape(-1)[: tokens.size].reshape(tokens.shape))
     refused(call, "cache:", out=7)
     refused(call, "cache:")
-    refused(call, "num_repeat:", num_repeat=2**61)
+    refused(call, "cache:", num_repeat=2**61)
 
 
 @with_outputs
