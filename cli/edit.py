@@ -89,22 +89,18 @@ def edit(ctx, source, close, rope, output, as_json, **changes):
 
 def print_heads(lengths, next_position, as_json, more):
     """Print how many tokens are left in each head, [B, heads]; `more` is added to JSON."""
-    if as_json:
-        facts = {"tokens": lengths.tolist(), "next_position": next_position}
-        click.echo(json.dumps(facts | more))
-    else:
-        click.echo(f"{lengths.min()} to {lengths.max()} tokens in a head, the next at {next_position}")
+    facts = {"tokens": lengths.tolist(), "next_position": next_position} | more
+    text = f"{lengths.min()} to {lengths.max()} tokens in a head, the next at {next_position}"
+    click.echo(json.dumps(facts) if as_json else text)
 
 
 def print_tokens(positions, next_position, as_json, more):
     """Print how many tokens are left, and their positions; `more` is added to JSON."""
     runs = position_runs(positions)
-    if as_json:
-        facts = {"tokens": len(positions), "next_position": next_position, "positions": runs}
-        click.echo(json.dumps(facts | more))
-    else:
-        shown = ",".join(f"{begin}:{end}" for begin, end in runs)
-        click.echo(f"{len(positions)} tokens at {shown or 'none'}, the next at {next_position}")
+    facts = {"tokens": len(positions), "next_position": next_position, "positions": runs} | more
+    shown = ",".join(f"{begin}:{end}" for begin, end in runs)
+    text = f"{len(positions)} tokens at {shown or 'none'}, the next at {next_position}"
+    click.echo(json.dumps(facts) if as_json else text)
 
 
 def is_llama(source):

@@ -24,7 +24,7 @@ from kvkit_cuda.mirror import inputs
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a group of operators runs.
+    """The execution of a group of operators.
 
     `launches` returns the launches of a checked call whose arrays are on the device. Arrays named in `rows`
     need a contiguous last axis there. `idle` returns the names of arrays that a call does not use, `read` of

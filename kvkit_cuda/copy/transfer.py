@@ -110,7 +110,7 @@ def copy_tokens(direction, packed, cache_format, scale_format, span, given=False
 
 
 class Reader(NamedTuple):
-    """How a store reads new elements: f(source) -> a chunk's words, f(source, i) -> the i-th chunk on."""
+    """Functions that read new elements: f(source) -> a chunk's words, f(source, i) -> the i-th chunk on."""
 
     read: Any
     beside: Any

@@ -88,3 +88,11 @@ def test_nothing_is_written_where_a_change_is_refused(command, folder):
     assert (code, out) == (2, "")
     assert REFUSED[command] in err
     assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_heads_that_keep_different_tokens(folder):
+    cache = load("chat.npz")
+    cache.compress("knorm", keep=0.5, budget="ada")
+    cache.save("heads.npz")
+    assert "tokens in a head, the next at 21" in kvkit("edit heads.npz --remove 3:6 -o out.npz")[1]
+    assert kvkit("edit heads.npz --retain 0:4 -o no.npz")[0] == 2

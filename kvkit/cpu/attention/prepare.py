@@ -80,7 +80,7 @@ class Form(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How the kernels of a form read keys and values."""
+    """The reading of keys and values by the kernels of a form: roundings, products and widths."""
 
     rounds: bool  # whether rows are rounded to the format of the data, as a load does
     exact: bool  # whether code * scale is rounded to the format of the scales
