@@ -68,7 +68,7 @@ class Cache(BaseCache):
         self.rope = rope
         for layer, rotation in zip(self.layers, self._ropes(rope), strict=True):
             layer.rope = layer.rope if rotation is None else rotation
-        self._latest: Any = None
+        self._latest: Any = None  # the layer of the last update
         self.folder: Any = None
         if offload is not None:
             self.offload(offload)
@@ -154,9 +154,9 @@ class Cache(BaseCache):
     def rearrange(self, plan: list[Any]) -> None:
         """Carry out the plans of all layers; a crash leaves all files changed or none."""
         planned = {layer: own for layer, own in zip(self.layers, plan, strict=True) if own is not None}
-        with_rows = sum(layer.of is None for layer in self.layers)
-        crops = len(planned) == with_rows and all(own.crops for own in planned.values())
-        if self.folder is not None and not crops:
+        count = sum(layer.of is None for layer in self.layers)  # layers that share rows have no plan
+        all_crop = len(planned) == count and all(own.crops for own in planned.values())
+        if self.folder is not None and not all_crop:
             self.folder.at_once(list(planned), lambda layer: layer.rearrange(planned[layer], at_once=True))
             return
         if self.folder is not None:
@@ -247,7 +247,7 @@ class Cache(BaseCache):
             return compression.compress(self.layers, self.rearrange, request)
         if self.folder is not None:
             wanted = "'uniform' or 'pyramid' for layers in files, whose heads share their tokens"
-            raise argument_error("budget", wanted, "one by heads")
+            raise argument_error("budget", wanted, "a budget for each head")
         layers, report = heads.compress_by_head(self.layers, request)
         self.layers[:] = layers
         for i, layer in enumerate(self.layers):

@@ -82,11 +82,11 @@ def chooses_by_head(layers: Sequence[Any], request: Compression) -> bool:
     """Return whether each head chooses its own tokens."""
     budget = request.budget
     try:
-        named = budget in ("ada", "global") if isinstance(budget, str) else np.ndim(budget) > 1
+        for_heads = budget in ("ada", "global") if isinstance(budget, str) else np.ndim(budget) > 1
     except ValueError:  # lists of unequal length
         raise argument_error("budget", BUDGETS, describe(budget)) from None
     ragged = any(hasattr(layer, "lengths") for layer in layers)
-    return flag("per_head", request.per_head) or named or ragged or request.threshold is not None
+    return flag("per_head", request.per_head) or for_heads or ragged or request.threshold is not None
 
 
 def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], request: Compression) -> Report:
@@ -96,7 +96,8 @@ def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], requ
         wanted = "False beside layers that stay as they are"
         raise argument_error("renumber", wanted, f"True, and layers {sorted(skipped)}")
     function = score_function(layers, request)
-    plans, stored = {}, {i: each.stored_tokens for i, each in enumerate(layers) if i not in skipped}
+    plans: dict[int, Any] = {}
+    stored = {i: layer.stored_tokens for i, layer in enumerate(layers) if i not in skipped}
     for i, count in layer_counts(stored, len(layers), request).items():
         mean = mean_scores(function, layers[i], i, count)
         rows = select(mean, count=count, first=request.first, last=request.last)
@@ -194,15 +195,15 @@ def layer_counts(stored: dict[int, int], layers: int, request: Compression) -> d
         tokens = max(stored.values(), default=1)
         share = kept_count(tokens, request.keep, request.count) / tokens
         pyramid = budgets("pyramid", layers=max(len(stored), 1), tokens=tokens, keep=request.keep or share)
-        counts = np.minimum(pyramid[: len(stored)], list(stored.values())).tolist()
+        counts = np.minimum(pyramid[: len(stored)], list(stored.values())).tolist()  # none if all are skipped
         return dict(zip(stored, counts, strict=True))
     if isinstance(budget, str):
         if budget != "uniform":
             raise argument_error("budget", BUDGETS, repr(budget))
-        count = None if request.count is None else integer("count", request.count, 1)
-        return {
-            i: kept_count(tokens, request.keep, count and min(count, tokens)) for i, tokens in stored.items()
-        }
+        if request.count is None:
+            return {i: kept_count(tokens, request.keep, None) for i, tokens in stored.items()}
+        count = integer("count", request.count, 1)  # layers with fewer tokens keep all
+        return {i: kept_count(tokens, request.keep, min(count, tokens)) for i, tokens in stored.items()}
     counts = np.asarray(budget)
     if counts.dtype.kind not in "iu" or counts.shape != (layers,):
         raise argument_error("budget", BUDGETS, describe(counts))
@@ -220,15 +221,14 @@ def score_function(layers: Sequence[Any], request: Compression) -> ScoreOf:
             raise argument_error(name, f"a list of {len(layers)}, one for each layer", describe(arrays))
     scorer = request.scorer
     if isinstance(scorer, str):
-        published = scorer_of(scorer)
-        if published.scored != "tokens":
-            wanted = f"a scorer of tokens: {', '.join(n for n, s in SCORERS.items() if s.scored == 'tokens')}"
-            raise argument_error("scorer", wanted, f"{scorer!r}, of {published.scored}")
-        published.check(
-            {"values": True, "queries": request.queries, "weights": request.weights},
-            {name: True for name in published.options if name in CONTEXT} | request.options,
-        )
-        return lambda i, count: scores_of_layer(published, layers[i], i, count, request)
+        rule = scorer_of(scorer)
+        if rule.scored != "tokens":
+            names = ", ".join(name for name, each in SCORERS.items() if each.scored == "tokens")
+            raise argument_error("scorer", f"a scorer of tokens: {names}", f"{scorer!r}, of {rule.scored}")
+        # The values, and the options of `CONTEXT`, are there once a layer is scored.
+        arrays = {"values": True, "queries": request.queries, "weights": request.weights}
+        rule.check(arrays, {name: True for name in rule.options if name in CONTEXT} | request.options)
+        return lambda i, count: scores_of_layer(rule, layers[i], i, count, request)
     if callable(scorer):
         return lambda i, count: scorer(
             i, *stored_states(layers[i]), None if request.queries is None else request.queries[i]

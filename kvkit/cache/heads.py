@@ -81,8 +81,9 @@ def mean_counts(tokens: dict[int, Array], layers: int, request: Compression) -> 
             raise argument_error("budget", "a count for each head, or else keep", "both")
         counts = numbers_by_head("budget", request.budget, tokens, layers, "iu")
         return {i: max(1, int(each.mean())) for i, each in counts.items()}
-    named = isinstance(request.budget, str) and request.budget in ("ada", "global")
-    return layer_counts(stored, layers, replace(request, budget="uniform") if named else request)
+    if isinstance(request.budget, str) and request.budget in ("ada", "global"):
+        request = replace(request, budget="uniform")  # the same mean in each layer, divided among heads later
+    return layer_counts(stored, layers, request)
 
 
 def numbers_by_head(
@@ -109,14 +110,12 @@ def scores_of_heads(function: ScoreOf, layer: Any, number: int, count: int, requ
         return layer_scores(function, layer.stored_tokens, number, count)
     batch, heads = layer.lengths.shape
     scores = np.full((batch, heads, layer.stored_tokens), -np.inf)
-    for i, (own, states) in enumerate(
-        zip(scores.reshape(-1, scores.shape[2]), layer.heads_states(), strict=True)
-    ):
-        head = HeadLayer(states, layer)
-        if head.stored_tokens:
-            stored = head.stored_tokens
-            one = score_function([head], request_for_head(request, number, divmod(i, heads), heads, stored))
-            own[:stored] = layer_scores(one, stored, 0, min(count, stored))
+    flat = scores.reshape(-1, scores.shape[2])  # a row for each head
+    for i, (own, states) in enumerate(zip(flat, layer.heads_states(), strict=True)):
+        head, stored = HeadLayer(states, layer), len(states.positions)
+        if stored:
+            of_head = request_for_head(request, number, divmod(i, heads), heads, stored)
+            own[:stored] = layer_scores(score_function([head], of_head), stored, 0, min(count, stored))
     return scores
 
 
@@ -140,12 +139,13 @@ class HeadLayer:
 
 
 def request_for_head(
-    request: Compression, number: int, at: tuple[int, int], heads: int, tokens: int
+    request: Compression, number: int, head: tuple[int, int], heads: int, tokens: int
 ) -> Compression:
-    """Return the arguments of `compress` for one head of a layer; `at` is (row of the batch, key head)."""
-    b, h = at
+    """Return the arguments of `compress` for one head of a layer; `head` is (row of the batch, key head)."""
+    b, h = head
 
-    def part(arrays: Any) -> Any:
+    def of_head(arrays: Any) -> Any:
+        """Return a list with the part of one layer that belongs to the query heads of the head."""
         if arrays is None:
             return None
         group = arrays[number].shape[1] // heads
@@ -160,9 +160,9 @@ def request_for_head(
 
     elif not isinstance(scorer, str):
         scorer = [np.asarray(scorer[number])[b : b + 1, h : h + 1, :tokens]]
-    weights = part(request.weights)
-    weights = weights and [weights[0][..., :tokens]]
-    return replace(request, scorer=scorer, queries=part(request.queries), weights=weights)
+    weights = of_head(request.weights)
+    weights = weights and [weights[0][..., :tokens]]  # without the padding to the longest head
+    return replace(request, scorer=scorer, queries=of_head(request.queries), weights=weights)
 
 
 def rows_that_stay(

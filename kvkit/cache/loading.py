@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.cache.blocks.pool import HASH_BYTES
+from kvkit.cache.blocks.pool import HASH_BYTES, Published
 from kvkit.cache.blocks.sequence import Moves, SavedSequence
 from kvkit.cache.caches import Cache
 from kvkit.cache.layers import kinds
@@ -106,7 +106,7 @@ def restore_paged(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> Page
     if not np.array_equal(blocks, np.intersect1d(blocks, np.arange(cache.blocks.num_blocks))):
         wanted = f"distinct block ids below {cache.blocks.num_blocks}, ascending"
         raise argument_error("blocks", wanted, describe(blocks))
-    for name, array in zip(PAGED_ARRAYS, cache.store.blocks, strict=False):
+    for name, array in zip(PAGED_ARRAYS, cache.store.blocks, strict=False):  # there may be no scales
         target, loaded = array[:, :, blocks], arrays[name]
         if (loaded.dtype, loaded.shape) != (target.dtype, target.shape):
             raise argument_error(name, f"{target.dtype} {target.shape}", f"{loaded.dtype} {loaded.shape}")
@@ -117,7 +117,7 @@ def restore_paged(about: Mapping[str, Any], arrays: Mapping[str, Array]) -> Page
         raise argument_error("published", expected, f"{hashes.shape}, {ids.shape}")
     block_ids = arrays["published.blocks"].tolist()
     published = [
-        (block, digest.tobytes(), token_ids.tobytes())
+        Published(block, digest.tobytes(), token_ids.tobytes())
         for block, digest, token_ids in zip(block_ids, hashes, ids, strict=True)
     ]
     saved = [

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkit.cache.layers import kinds
-from kvkit.cache.layers.layer import EMPTY, Layer
+from kvkit.cache.layers.layer import Layer, LayerState
 from kvkit.cache.stores.mapped import VERSION, WAITING, File, Home, write_sidecar
 from kvkit.errors import argument_error
 from kvkit.files.replace import sync_folder
@@ -27,10 +27,11 @@ class Folder:
     def __init__(self, directory: FilePath, only_non_sliding: bool, keep: bool) -> None:
         self.path, self.only_non_sliding, self.keep = Path(directory), only_non_sliding, keep
         self.changes = 0  # how many calls that change all layers were committed
-        self.due: list[int] | str | None = None  # lengths to crop layers to that are behind, or "reset"
+        # What layers must still do whose sidecar has a lower number of changes:
+        self.due: list[int] | str | None = None  # crop to these lengths, one for each layer, or "reset"
         self.under_way = 0  # the number of the change in progress; 0 if none
         self.layers = 0  # how many layers have or will get a sidecar
-        self.release: Callable[[], Any] = int  # unlocks the folder; before `hold` it does nothing
+        self.release: Callable[[], Any] = lambda: None  # unlocks the folder, once `hold` has locked it
 
     def hold(self, expected: str) -> None:
         """Lock the folder until `release` or the end of the process."""
@@ -100,19 +101,19 @@ class Folder:
         commits them all. They get their names afterwards: here, before a layer's next sidecar, or when the
         folder is next opened. Layers in memory change last, because a full disk cannot stop them.
         """
-        moved = [layer for layer in layers if is_mapped(layer)]
-        before, files = [layer.state() for layer in moved], [layer.store.file for layer in moved]
-        unused: list[File] = []
-        self.resolve_waiting(moved)
+        mapped = [layer for layer in layers if is_mapped(layer)]
+        before, files = [layer.state() for layer in mapped], [layer.store.file for layer in mapped]
+        unused: list[File] = []  # the old files after a commit, the new ones after an error
+        self.resolve_waiting(mapped)
         try:
             self.under_way = self.changes + 1
-            for layer in moved:
+            for layer in mapped:
                 change(layer)
-            unused = replaced_files(files, moved)
-            self.commit_changes(self.under_way, None)
+            unused = replaced_files(files, mapped)
+            self.commit_changes(self.under_way, due=None)
         except BaseException:
             unused = []
-            for layer, state, file in zip(moved, before, files, strict=True):
+            for layer, state, file in zip(mapped, before, files, strict=True):
                 if layer.store.file.path != file.path:
                     unused.append(layer.store.file)
                 layer.restore(state)
@@ -120,7 +121,7 @@ class Folder:
             raise
         finally:
             self.under_way = 0
-            self.resolve_waiting(moved)
+            self.resolve_waiting(mapped)
             for file in unused:
                 file.path.unlink()
         for layer in layers:
@@ -170,7 +171,7 @@ class Folder:
         else:
             self.delete(layers)
         for layer in layers:
-            layer.restore(EMPTY)
+            layer.restore(LayerState())
         self.release()
 
     def delete(self, layers: Iterable[Layer]) -> None:

@@ -1,7 +1,15 @@
-"""Open a cache in a folder, and repair what a crash left unfinished."""
+"""Open a cache in a folder, and repair what a crash left unfinished.
+
+    the process died in       what tells                                        the repair
+    the write of a file       a name `*.new`, or a data file without sidecar    delete the file
+    a change of all layers    a sidecar `.next-N`; committed if N <= `changes`  rename or delete the sidecar
+    a crop or reset of all    `due`, in layers with lower `changes`             crop or reset these layers
+    a step                    layers have different lengths                     undo the last update
+
+`changes` and `due` are in `cache.json`.
+"""
 
 import contextlib
-import itertools
 import json
 import warnings
 from collections.abc import Iterator, Sequence
@@ -30,13 +38,13 @@ def open_folder(directory: FilePath, keep: bool) -> tuple[Folder, list[Layer]]:
 
 
 def open_layers(folder: Folder) -> list[Layer]:
-    """Open the layers of a folder; delete unfinished files and undo a step that was cut off."""
+    """Open the layers of a folder, with all repairs."""
     about = read_json(folder.path / "cache.json")
     with opening_errors(folder.path / "cache.json"):
         closed, folder.changes, due = about["closed"], integer("changes", about["changes"], 0), about["due"]
         if "layers" in about:
             folder.layers = integer("layers", about["layers"], 0)
-    for path in folder.path.glob(f"layer-*{WAITING}*"):  # sidecars of a change that may not be committed
+    for path in folder.path.glob(f"layer-*{WAITING}*"):
         with opening_errors(path):
             follow_change(path, folder.changes)
     paths = sorted(folder.path.glob("layer-*.json"))
@@ -45,21 +53,14 @@ def open_layers(folder: Folder) -> list[Layer]:
         raise argument_error("directory", wanted, f"{len(paths)}: the process died during offload")
     layers = [open_layer(folder, number, None if closed else due) for number in range(len(paths))]
     if "digests" in about:
-        digests = [hash_layer(layer) for layer in layers]
-        if (recorded := about["digests"]) != digests:
-            pairs = itertools.zip_longest(layers, digests, recorded if isinstance(recorded, list) else ())
-            changed = ", ".join(
-                layer.home.sidecar.stem for layer, digest, own in pairs if layer and digest != own
-            )
-            got = f"{folder.path} with changed files of {changed}"
-            raise argument_error("directory", "files as they were when it was closed", got)
+        check_digests(folder.path, layers, about["digests"])
     folder.layers = len(layers)
     for pattern in UNFINISHED:
         for path in folder.path.glob(pattern):
             path.unlink()
     used = {layer.store.file.path for layer in layers if layer.store}
     for path in set(folder.path.glob("layer-*.raw")) - used:
-        path.unlink()  # the process died while it wrote the file
+        path.unlink()
     if not closed:
         undo_cut_step(layers, folder.path)
     for layer in layers:
@@ -68,17 +69,31 @@ def open_layers(folder: Folder) -> list[Layer]:
     return layers
 
 
+def check_digests(path: Path, layers: Sequence[Layer], recorded: Any) -> None:
+    """Raise if files have changed since the cache was closed: `recorded` has the digest of each layer."""
+    digests = [hash_layer(layer) for layer in layers]
+    if recorded == digests:
+        return
+    expected = dict(enumerate(recorded if isinstance(recorded, list) else ()))
+    changed = [layers[i].home.sidecar.stem for i, digest in enumerate(digests) if digest != expected.get(i)]
+    got = f"{path} with changed files of {', '.join(changed)}"
+    raise argument_error("directory", "files as they were when it was closed", got)
+
+
 def undo_cut_step(layers: Sequence[Layer], folder: Path) -> None:
     """Undo a step that only some layers have completed.
 
-    If another layer still has the length that this one had before its last update, then that layer missed the
-    step, and this one is undone. Empty layers count as unused by the model, unless the last layer is empty
-    and the others have had one step: then that was the first step, and it is undone.
+    A layer is undone if another one has the length that this one had before its last update::
+
+        lengths [9, 9, 8] after [8, 8, 8]  ->  [8, 8, 8]: the last layer missed the step
+        lengths [5, 0, 5] after [4, 0, 4]  ->  no change: empty layers are unused by the model
+        lengths [5, 5, 0] after [0, 0, 0]  ->  [0, 0, 0]: the first step missed the last layer
     """
-    layers = [layer for layer in layers if layer.of is None]
+    layers = [layer for layer in layers if layer.of is None]  # those with rows of their own
     used = [layer for layer in layers if layer.get_seq_length()]
     lengths = {layer.get_seq_length() for layer in used}
-    if used and used[-1] is not layers[-1] and not any(layer.span.before for layer in used):
+    in_first_step = not any(layer.span.before for layer in used)
+    if used and used[-1] is not layers[-1] and in_first_step:
         lengths.add(0)
         message = f"{folder}: the last layers are empty, so the first step is undone: give its tokens again"
         warnings.warn(message, stacklevel=5)
@@ -86,14 +101,16 @@ def undo_cut_step(layers: Sequence[Layer], folder: Path) -> None:
         new = layer.span.length - layer.span.before
         if new > 0 and layer.get_seq_length() - new in lengths:
             layer.undo_update()
-    left = [layer.get_seq_length() for layer in used]
-    if len(set(left)) > 1:
-        message = f"{folder}: layers hold {left} tokens, which no step explains: crop them to equal lengths"
+    repaired = [layer.get_seq_length() for layer in used]
+    if len(set(repaired)) > 1:
+        message = (
+            f"{folder}: layers hold {repaired} tokens, which no step explains: crop them to equal lengths"
+        )
         warnings.warn(message, stacklevel=5)
 
 
 def open_layer(folder: Folder, number: int, due: Any) -> Layer:
-    """Open one layer; if the process died in a crop or reset of all layers, `due`, finish it here."""
+    """Open one layer, and crop or reset it if that is still `due`."""
     path = folder.path / f"layer-{number:03}.json"
     about = read_json(path)
     if about.get("in_memory"):
@@ -102,7 +119,8 @@ def open_layer(folder: Folder, number: int, due: Any) -> Layer:
     with opening_errors(path):
         layer = kinds.make_layer(about)
         layer.open(folder.home(number, layer), about)
-        if due is not None and about.get("state", about)["changes"] < folder.changes:
+        changes = about.get("state", about)["changes"]  # an empty layer has no state
+        if due is not None and changes < folder.changes:
             layer.reset() if due == "reset" else layer.crop(due[number] - layer.get_seq_length())
     return layer
 

@@ -68,9 +68,9 @@ def save_paged(cache: Any, path: FilePath, sequences: Iterable[Any]) -> None:
     if len(set(map(id, saved))) < len(saved):
         raise argument_error("sequences", "each sequence once", "one twice")
     published = list(allocator.published())
-    blocks = {block for block, *_ in published}.union(*(seq.table for seq in saved))
+    blocks = {each.block for each in published}.union(*(seq.table for seq in saved))
     numbers = np.array(sorted(blocks), np.int64)
-    pools = zip(PAGED_ARRAYS, cache.store.blocks, strict=False)
+    pools = zip(PAGED_ARRAYS, cache.store.blocks, strict=False)  # there may be no scales
     arrays = {"blocks": numbers} | {name: pool[:, :, numbers] for name, pool in pools}
     for i, seq in enumerate(saved):
         arrays[f"sequences.{i}.block_table"] = np.array(seq.blocks, np.int64)
@@ -79,8 +79,8 @@ def save_paged(cache: Any, path: FilePath, sequences: Iterable[Any]) -> None:
             arrays[f"sequences.{i}.positions"] = seq.positions
             arrays[f"sequences.{i}.rope_shifts"] = seq.rope_shifts
             arrays[f"sequences.{i}.segments"] = np.array(seq.borders, np.int64)
-    hashes, ids = (b"".join(each[i] for each in published) for i in (1, 2))
-    arrays["published.blocks"] = np.array([block for block, *_ in published], np.int64)
+    hashes, ids = (b"".join(getattr(each, name) for each in published) for name in ("digest", "token_ids"))
+    arrays["published.blocks"] = np.array([each.block for each in published], np.int64)
     arrays["published.hashes"] = np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES)
     arrays["published.token_ids"] = np.frombuffer(ids, "<i8").reshape(-1, allocator.page_size)
     described = [{"length": seq.length, "root": seq.chain[0].hex(), **moves_of(seq)} for seq in saved]

@@ -140,7 +140,7 @@ def test_prefetch_asks_for_what_is_filled(tmp_path, monkeypatch):
     file = cache.layers[0].store.file
     assert {call[0] for call in asked} == {file.descriptor}
     codes = [side.codes.shape[3] * side.coded for side in cache.layers[0].store.sides]
-    tails = [side.tail.strides[2] * (side.length - side.end) for side in cache.layers[0].store.sides]
+    tails = [side.tail.strides[2] * (side.length - side.codes_end) for side in cache.layers[0].store.sides]
     lengths = [call[2] for call in asked]
     assert [lengths.count(length) >= 4 for length in tails] == [True, True]
     assert [lengths.count(length) >= 4 for length in codes] == [True, True]

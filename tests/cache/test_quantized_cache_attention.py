@@ -103,7 +103,7 @@ def test_every_code_read_in_place(case):
 
 def unrounded(side):
     """What a side's codes stand for, and its other tokens, as float32."""
-    bits, dim, sink, coded = side.spec.bits, side.shape[3], min(side.sink, side.length), side.seen
+    bits, dim, sink, coded = side.spec.bits, side.shape[3], min(side.sink, side.length), side.codes_read
     places = np.tile(np.arange(0, 8, bits), dim * bits // 8).astype(np.uint8)
     codes = side.codes[:, :, :coded].repeat(8 // bits, axis=-1) >> places
     codes = (codes & (2**bits - 1)).astype(np.float32)

@@ -78,7 +78,7 @@ def test_every_bit_of_codes_and_parameters(case):
 def test_vectors_are_their_plain_siblings(case):
     dtype, spec, dim = CASES[case]
     side = CodedSide("key", spec, (1, 1, 0, dim), np.dtype(dtype), 0, 0)
-    form, size = side.format, side.block
+    form, size = side.format, side.block_size
     x = numbers(np.random.default_rng(7), (4 * size, dim), dtype)
     results = []
     for plain in (False, True):

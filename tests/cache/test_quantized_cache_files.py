@@ -74,6 +74,6 @@ def test_a_file_is_as_small_as_the_codes(path):
     layer.update(*x)
     Cache([layer]).save(path)
     layer.release_undo()
-    ends = 8 * layer.store.sides[0].blocks
+    ends = 8 * layer.store.sides[0].block_count
     assert layer.nbytes + ends < path.stat().st_size < layer.nbytes + ends + 8192
     assert path.stat().st_size < sum(array.nbytes for array in x) / 3

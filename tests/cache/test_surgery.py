@@ -219,8 +219,8 @@ def test_attention_after_a_call_is_that_under_a_mask_and_codes_stay(kind):
     for layer in moved, whole:
         layer.update(keys[:, :, :33], values[:, :, :33])
         layer.update(keys[:, :, 33:40], values[:, :, 33:40])
-        if hasattr(layer.store, "see_stored"):
-            layer.store.see_stored()
+        if hasattr(layer.store, "attend_to_codes"):
+            layer.store.attend_to_codes()
         layer.release_undo()
     gone = np.zeros(46, bool)
     if moved.window is None:
@@ -235,7 +235,7 @@ def test_attention_after_a_call_is_that_under_a_mask_and_codes_stay(kind):
         assert codes_of(moved, range(len(kept))) == codes_of(whole, kept) != []
         blocks = [len(np.unique(side.block_of[kept[(kept >= 3) & (kept < 3 + side.coded)] - 3]))
                   for side in whole.store.sides] if "channel" in kind else []  # fmt: skip
-        assert [side.blocks for side in moved.store.sides][: len(blocks)] == blocks
+        assert [side.block_count for side in moved.store.sides][: len(blocks)] == blocks
     query = tokens(1, heads=4, seed=5)
     mask = ~gone[None, :40]
     near = {"atol": 1e-6, "rtol": 1e-6}

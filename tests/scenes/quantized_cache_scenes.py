@@ -30,7 +30,7 @@ def feed(layer, given, *ends):
 def coded(layer, side=0):
     """(bytes of codes, cells) of a layer's keys or values."""
     side = layer.store.sides[side]
-    return side.codes[:, :, : side.coded], side.cells[:, :, : side.blocks]
+    return side.codes[:, :, : side.coded], side.cells[:, :, : side.block_count]
 
 
 SPECS = {

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from kvkit.cache.blocks.layout import Arrangement, lay_out
-from kvkit.cache.blocks.pool import Pool, chain_hash, root_hash
+from kvkit.cache.blocks.pool import Pool, Published, chain_hash, root_hash
 from kvkit.cache.blocks.sequence import ID_BYTES, SavedSequence, Sequence, check_bytes, encode_ids
 from kvkit.cache.blocks.step import Step, slot_type, tensors
 from kvkit.cache.layers import requests
@@ -113,13 +113,13 @@ class BlockAllocator:
             Its ``length`` is the number of its tokens that are in the cache already.
         """
         seq = Sequence(self, encode_ids(token_ids), [root_hash(*self._identity, check_bytes("salt", salt))])
-        for i in range((seq.known - 1) // self.page_size):
-            page = seq.page(i, self.page_size)
-            link = chain_hash(seq.chain[-1], page)
-            block = self._pool.find(link, page)
+        for i in range((seq.id_count - 1) // self.page_size):
+            ids = seq.page_ids(i, self.page_size)
+            digest = chain_hash(seq.chain[-1], ids)
+            block = self._pool.find(digest, ids)
             if block is None:
                 break
-            seq.chain.append(link)
+            seq.chain.append(digest)
             seq.table.append(block)
             seq.length += self.page_size
         self._pool.share(seq.table)
@@ -129,9 +129,9 @@ class BlockAllocator:
         """Append the ids of the next tokens, so that the blocks that they fill can be shared."""
         self.check(seq)
         ids, tokens = encode_ids(token_ids), seq.length + seq.pending
-        if seq.known < tokens:
+        if seq.id_count < tokens:
             wanted = f"a sequence with ids for all its {tokens} tokens"
-            raise argument_error("seq", wanted, f"{seq.known} ids")
+            raise argument_error("seq", wanted, f"{seq.id_count} ids")
         seq.ids += ids
 
     def fork(self, seq: Sequence, begin: SupportsIndex = 0, end: SupportsIndex | None = None) -> Sequence:
@@ -164,8 +164,8 @@ class BlockAllocator:
         kept = (now.positions >= begin) & (now.positions < end)
         after = RowPositions(now.positions[kept], now.shifts[kept], min(end, now.length))
         plan = Rearrangement(kept, after, seq.rope)
-        layout = self._layout(seq, plan, lambda block: False)
-        self._check_room([layout], 0)
+        layout = self._layout(seq, plan, is_own=lambda block: False)  # `seq` keeps its blocks
+        self._check_room([layout], freed=0)
         other = seq.copy()
         self._pool.share(block for block in layout.pages if block >= 0)
         self._apply([(other, layout)], plan)
@@ -209,10 +209,10 @@ class BlockAllocator:
 
     def _rearrange(self, sequences: Collection[Sequence], plan: Rearrangement) -> None:
         layouts = [(seq, self._layout(seq, plan, self._is_own)) for seq in sequences]
-        dropped: list[int] = []
+        dropped: list[int] = []  # a block once for each sequence that drops it
         for seq, layout in layouts:
-            stays = set(layout.pages)
-            dropped += [block for block in seq.table if block not in stays]
+            kept = set(layout.pages)
+            dropped += [block for block in seq.table if block not in kept]
         freed = sum(self._pool.references[block] == uses for block, uses in Counter(dropped).items())
         self._check_room([layout for _, layout in layouts], freed)
         self._pool.release(dropped)
@@ -221,6 +221,7 @@ class BlockAllocator:
     def _layout(self, seq: Sequence, plan: Rearrangement, is_own: Callable[[int], bool]) -> Arrangement:
         """Return where the tokens will lie after a plan."""
         rows, rotated = seq.rows(self.page_size)[plan.kept], plan.rotated
+        # All tokens from the first whose key is rotated are copied, to unshared blocks.
         rotated_from = len(rows) if rotated is None else np.flatnonzero([*rotated, 1])[0]
         return lay_out(rows, plan.after.shifts, self.page_size, is_own, int(rotated_from))
 
@@ -252,13 +253,14 @@ class BlockAllocator:
     def _place(self, seq: Sequence, plan: Rearrangement, table: list[int], borders: list[int]) -> None:
         """Give a sequence the tokens of a plan, the blocks of `table` and its segments."""
         now, after = seq.all_positions(), plan.after
-        stays = plan.kept.copy()
-        at_place = after.positions == now.positions[plan.kept]
-        stays[plan.kept] = at_place & (after.shifts == now.shifts[plan.kept])
-        intact = len(stays) if seq.intact is None else seq.intact
-        intact = min(int(np.flatnonzero([*~stays, True])[0]), intact)
-        loses_last = after.length < now.length and not plan.kept[-1:].all()  # then other tokens may follow
-        seq.keep_ids(plan.kept, is_crop=loses_last)
+        unchanged = plan.kept.copy()  # tokens of the old sequence that have their position and shift still
+        same_position = after.positions == now.positions[plan.kept]
+        unchanged[plan.kept] = same_position & (after.shifts == now.shifts[plan.kept])
+        intact = len(unchanged) if seq.intact is None else seq.intact
+        intact = min(int(np.flatnonzero([*~unchanged, True])[0]), intact)
+        # After a crop other tokens may follow than those whose ids are known.
+        is_crop = after.length < now.length and not plan.kept[-1:].all()
+        seq.keep_ids(plan.kept, is_crop=is_crop)
         seq.length, seq.borders = len(after.positions), borders
         seq.table = array("q", table)
         seq.row_positions = None if after.is_plain() else after
@@ -271,14 +273,14 @@ class BlockAllocator:
         seq.allocator, seq.length, seq.borders, seq.row_positions = None, 0, [], None
         self._keep_pages(seq)
 
-    def published(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield (block, hash, token ids) of the published blocks, in the order of eviction."""
+    def published(self) -> Iterator[Published]:
+        """Yield the published blocks, in the order of eviction."""
         return self._pool.published()
 
     def restore(
         self,
         saved: Iterable[SavedSequence],
-        published: Collection[tuple[int, bytes, bytes]],
+        published: Collection[Published],
         blocks: set[int],
     ) -> list[Sequence]:
         """Restore sequences in a new allocator.
@@ -286,11 +288,11 @@ class BlockAllocator:
         The blocks of their tables and the `published` blocks must be among `blocks`.
         """
         sequences = []
-        for length, start, table, ids, moves in saved:
-            seq = Sequence(self, encode_ids(ids), [start])
+        for length, first_hash, table, ids, moves in saved:
+            seq = Sequence(self, encode_ids(ids), [first_hash])
             seq.length = integer("length", length, 0)
             if moves is not None:
-                seq.move(moves)
+                seq.set_moves(moves)
             seq.table.extend(table.tolist())
             if len(seq.table) != self._pages(seq) or not blocks.issuperset(seq.table):
                 raise argument_error("block_table", f"saved blocks for {length} tokens", seq.blocks)
@@ -330,7 +332,7 @@ class BlockAllocator:
         copies: list[tuple[int, int]] = []
         for seq, count in zip(ordered, counts, strict=True):
             if count:
-                if seq.tail % self.page_size:
+                if seq.tail_length % self.page_size:
                     self._own_tail(seq, copies)
                 for _ in range(self._pages(seq, count) - len(seq.table)):
                     seq.table.append(self._pool.take())
@@ -349,8 +351,8 @@ class BlockAllocator:
         for seq in step.sequences:
             seq.length += seq.pending
             seq.pending = 0
-            for i, page in self._chain(seq):
-                self._pool.publish(seq.table[i], seq.chain[i + 1], page)
+            for i, ids in self._chain(seq):
+                self._pool.publish(seq.table[i], seq.chain[i + 1], ids)
 
     def abandon(self, step: Step) -> None:
         """End a step: see `Step.abandon`."""
@@ -374,16 +376,16 @@ class BlockAllocator:
     def _chain(self, seq: Sequence) -> list[tuple[int, bytes]]:
         """Hash the full blocks that have no hash yet; return the (index, token ids) of each."""
         new = []
-        tokens = min(seq.length, seq.known, seq.length if seq.intact is None else seq.intact)
+        tokens = min(seq.length, seq.id_count, seq.length if seq.intact is None else seq.intact)
         for i in range(len(seq.chain) - 1, tokens // self.page_size):
-            page = seq.page(i, self.page_size)
-            seq.chain.append(chain_hash(seq.chain[-1], page))
-            new.append((i, page))
+            ids = seq.page_ids(i, self.page_size)
+            seq.chain.append(chain_hash(seq.chain[-1], ids))
+            new.append((i, ids))
         return new
 
     def _pages(self, seq: Sequence, new: int = 0) -> int:
         """Return how many blocks a sequence needs for `new` more tokens."""
-        pages = -(-(seq.tail + new) // self.page_size)
+        pages = -(-(seq.tail_length + new) // self.page_size)
         for length in seq.segment_lengths() if seq.borders else ():
             pages += -(-length // self.page_size)
         return pages
@@ -394,7 +396,7 @@ class BlockAllocator:
         writers: dict[int, int] = {}  # partial block -> how many sequences of the step write into it
         for seq, count in zip(ordered, counts, strict=True):
             added += self._pages(seq, count) - len(seq.table)
-            if count and seq.tail % self.page_size:
+            if count and seq.tail_length % self.page_size:
                 writers[seq.table[-1]] = writers.get(seq.table[-1], 0) + 1
         # If all sequences that use a block write into it, the last one needs no copy.
         return added + sum(min(n, self._pool.references[block] - 1) for block, n in writers.items())

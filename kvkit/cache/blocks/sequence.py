@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
 from kvkit.typed import Array
 
-ID_BYTES = 8
+ID_BYTES = 8  # of a token id, int64
 
 
 class PageSegment(NamedTuple):
@@ -27,9 +28,9 @@ class PageSegment(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Holds where the tokens of a sequence are after some were removed or moved; see `Sequence`."""
+    """Says where the tokens of a sequence are after some were removed or moved; see `Sequence`."""
 
-    rows: RowPositions
+    rows: RowPositions  # of all tokens
     borders: list[int]
     intact: int
     rope: Any
@@ -49,7 +50,13 @@ class Sequence:
     """A sequence of tokens, and the blocks that store them. `BlockAllocator.add` and `fork` make it.
 
     Its tokens fill its blocks in order until some are removed or moved (`PagedCache.remove`). Then they lie
-    in segments, each of which begins with a new page.
+    in segments, each of which begins with a new page. Pages have 4 rows here, and 2, 3 and 4 of 9 tokens
+    were removed. Other sequences share blocks 0, 1 and 2, so 5, 6 and 7 were copied to block 3::
+
+        block        0        | 3        | 2            blocks [0, 3, 2]
+        row          0 1 2 3  | 0 1 2 3  | 0 1 2 3
+        position     0 1 - -  | 5 6 7 -  | 8 - - -      next_position 9, intact 2
+        index        0 1      | 2 3 4    | 5            length 6, borders [2, 5]
 
     Attributes
     ----------
@@ -78,7 +85,8 @@ class Sequence:
         self.pending = 0  # tokens that the open step adds
         self.borders: list[int] = []  # the end of each segment but the last, which takes new tokens
         self.row_positions: RowPositions | None = None  # None while token i has position i and no shift
-        self.intact: int | None = None  # how many first tokens were never moved, without a hole; None: all
+        # How many first tokens have no hole before them and were never moved: only they can be published.
+        self.intact: int | None = None  # None: all
         self.rope: Any = None  # how the keys were rotated in each layer, once tokens were moved
 
     @property
@@ -87,7 +95,7 @@ class Sequence:
         return self.table.tolist()
 
     @property
-    def tail(self) -> int:
+    def tail_length(self) -> int:
         """Return how many tokens the last segment has."""
         return self.length - self.borders[-1] if self.borders else self.length
 
@@ -124,28 +132,27 @@ class Sequence:
         return RowPositions.contiguous(0, self.length)
 
     def segment_lengths(self) -> list[int]:
-        """Return how many tokens each segment has, without the last one."""
-        return [end - begin for begin, end in zip([0, *self.borders], self.borders, strict=False)]
+        """Return how many tokens each segment but the last has."""
+        return [end - begin for begin, end in itertools.pairwise([0, *self.borders])]
 
     def segments(self, page_size: int, tokens: int) -> list[PageSegment]:
         """Return the segments of the first `tokens` tokens, which may include those of an open step."""
-        found, begin, page = [], 0, 0
+        segments, begin, page = [], 0, 0
         shifts = () if self.row_positions is None else self.row_positions.shifts
         for end in (*self.borders, tokens):
             if begin < min(end, tokens):
-                shift = int(shifts[begin]) if begin < len(shifts) else 0
-                found.append(PageSegment(begin, min(end, tokens), page, shift))
+                shift = int(shifts[begin]) if begin < len(shifts) else 0  # new tokens have none
+                segments.append(PageSegment(begin, min(end, tokens), page, shift))
             page, begin = page + -(-(end - begin) // page_size), end
-        return found
+        return segments
 
     def rows(self, page_size: int) -> Array:
         """Return the cache row of every token: int64, shape [length]."""
-        parts = [np.empty(0, np.int64)]
-        table = np.array(self.table, np.int64)
+        rows, table = [np.empty(0, np.int64)], np.array(self.table, np.int64)
         for begin, end, page, _ in self.segments(page_size, self.length):
             places = np.arange(end - begin)
-            parts.append(table[page + places // page_size] * page_size + places % page_size)
-        return np.concatenate(parts)
+            rows.append(table[page + places // page_size] * page_size + places % page_size)
+        return np.concatenate(rows)
 
     @property
     def token_ids(self) -> Array:
@@ -153,16 +160,23 @@ class Sequence:
         return np.frombuffer(bytes(self.ids), "<i8").astype(np.int64)
 
     @property
-    def known(self) -> int:
+    def id_count(self) -> int:
         """Return how many of its tokens have ids."""
         return len(self.ids) // ID_BYTES
 
-    def move(self, moves: Moves) -> None:
-        """Set the positions of tokens that were moved; raise KvkitError if they are illegal."""
+    def moves(self) -> Moves | None:
+        """Return where its tokens are; None if token i has position i."""
+        if self.intact is None:
+            return None
+        return Moves(self.all_positions(), self.borders[:], self.intact, self.rope)
+
+    def set_moves(self, moves: Moves) -> None:
+        """Set where its tokens are; raise KvkitError if that is illegal."""
         rows, borders, intact, self.rope = moves
+        # After shifted tokens there is a border at `length`, because new tokens are not shifted.
         inner = set(borders[:-1] if borders[-1:] == [self.length] else borders)
-        begins = {begin for begin, *_ in rows.pieces(0, self.length)[1:]}
-        if borders != sorted(set(borders)) or not begins <= inner <= set(range(1, self.length)):
+        shift_changes = {begin for begin, *_ in rows.pieces(0, self.length)[1:]}
+        if borders != sorted(set(borders)) or not shift_changes <= inner <= set(range(1, self.length)):
             raise argument_error("segments", f"ends of segments among {self.length} tokens", borders)
         first = slice(integer("intact", intact, 0, self.length))
         if not np.array_equal(rows.positions[first], np.arange(intact)) or rows.shifts[first].any():
@@ -176,8 +190,8 @@ class Sequence:
         own, later = ids[: self.length], ids[self.length :]
         self.ids = bytearray(own[kept[: len(own)]].tobytes() + (b"" if is_crop else later.tobytes()))
 
-    def page(self, i: int, page_size: int) -> bytes:
-        """Return the ids of its tokens in block i, as bytes."""
+    def page_ids(self, i: int, page_size: int) -> bytes:
+        """Return the ids of its tokens i * page_size to (i + 1) * page_size, as bytes."""
         size = ID_BYTES * page_size
         return bytes(self.ids[i * size : (i + 1) * size])
 

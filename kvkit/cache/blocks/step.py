@@ -96,8 +96,8 @@ class Step:
         """Return the number of tokens of every sequence, new ones included: int32, shape [B]."""
         return np.diff(self.kvstarts).astype(np.int32)
 
-    def part(self, chosen: Array) -> Step:
-        """Return a step of only some sequences, for attention."""
+    def subset(self, chosen: Array) -> Step:
+        """Return a step with only the sequences at these indices, for attention."""
         counts, lengths = np.diff(self.seqstarts)[chosen], np.diff(self.kvstarts)[chosen]
         of_sequences = "start_pos", "pages", "first_places", "moved"
         return replace(

@@ -50,7 +50,7 @@ class LayerAttention:
         return_lse: bool,
         wants_weights: bool = False,
     ) -> Attended:
-        """Attend to a layer; see `Layer.attend`. The last result is the key weights, if they are wanted."""
+        """Attend to a layer; see `Layer.attend`. Return outputs, then lse and key weights if requested."""
         fmt, query = checked_query(layer, query)
         if layer.row_positions is not None and layer.row_positions.shifted:
             if wants_weights:
@@ -66,10 +66,10 @@ class LayerAttention:
             columns = checked_mask(layer, fmt, attention_mask, (batch, query_heads, new))
             mask = masks.static_mask(fmt, columns, batch, query_heads, new, columns.shape[3])
         arrays = {"query": query, "out": out, "lse": lse}
-        span, form = layer.span, None
-        rows = span.begin - span.origin, span.length - span.origin
-        sums = np.empty((batch, query_heads, rows[1] - rows[0]), np.float32) if wants_weights else None
-        if scoring.sinks is None and sums is None:
+        rows, form = layer.span.rows_from(layer.span.begin), None  # a call without a form is not prepared
+        shape = batch, query_heads, rows[1] - rows[0]
+        key_weights = np.empty(shape, np.float32) if wants_weights else None
+        if scoring.sinks is None and key_weights is None:
             form = form_of((query,), (wants_lse, scoring.softmax_scale, scoring.softcap))
         prepared = self._calls.find(form)
         if not prepared or not prepared.run(layer.store, rows, arrays, mask):
@@ -77,11 +77,11 @@ class LayerAttention:
                 self._calls.clear()
             left = -1 if layer.window is None else layer.window - 1
             weights = attention.checked_weights(query, mask, scoring._replace(window=(left, -1)))
-            self._calls.keep(form, PreparedAttention(layer.store, rows, fmt, arrays, weights, sums))
-        attn_output = layer.store.output(out).swapaxes(1, 2)
-        if sums is None:
-            return attn_output if lse is None else (attn_output, lse.swapaxes(1, 2))
-        return (attn_output, sums) if lse is None else (attn_output, lse.swapaxes(1, 2), sums)
+            self._calls.keep(form, PreparedAttention(layer.store, rows, fmt, arrays, weights, key_weights))
+        results = [layer.store.output(out).swapaxes(1, 2)]
+        results += [] if lse is None else [lse.swapaxes(1, 2)]
+        results += [] if key_weights is None else [key_weights]
+        return results[0] if len(results) == 1 else tuple(results)
 
     def _attend_pieces(
         self, layer: Any, query: Array, attention_mask: Array | None, scoring: Scoring, return_lse: bool
@@ -101,7 +101,8 @@ class LayerAttention:
         wide = query.astype(np.float32, copy=False)  # [B, q, Hq, D]
         pieces = layer.pieces(layer.span.begin)
         begin, end, _ = pieces[-1]
-        if layer.store.rows_adjoin and layer.window is None and end - begin >= new:
+        last_has_all_queries = end - begin >= new
+        if layer.store.rows_adjoin and layer.window is None and last_has_all_queries:
             output, lse = self._attend_in_one_launch(layer, pieces, wide, columns, scoring)
         else:
             output, lse = self._attend_by_piece(layer, pieces, wide, columns, scoring)
@@ -133,15 +134,15 @@ class LayerAttention:
         self, layer: Any, pieces: list[Piece], query: Array, columns: Array | None, scoring: Scoring
     ) -> Pair:
         """Attend to each piece in a launch of its own, then merge the outputs."""
-        states = []
+        results = []  # (output, lse) of each piece
         while len(self._by_piece) < len(pieces):
             self._by_piece.append(PreparedCalls(1))
         for calls, (begin, end, shift) in zip(self._by_piece, pieces, strict=False):
             last = end == pieces[-1][1]  # attention sinks enter the softmax once, with the last piece
             own = scoring if last else scoring._replace(sinks=None)
             rotated = layer.store.query(layer.rope.shift(query, -shift) if shift else query)
-            states.append(attend_piece(calls, layer, (begin, end), rotated, columns, own))
-        outputs, lses = zip(*states, strict=True)
+            results.append(attend_piece(calls, layer, (begin, end), rotated, columns, own))
+        outputs, lses = zip(*results, strict=True)
         return merge.merge_checked(FLOAT32, outputs, lses)
 
 
@@ -162,7 +163,9 @@ def attend_piece(
     causal = end == stored and end - begin >= new  # the piece ends with the tokens of the queries
     columns = None if columns is None else columns[..., begin:end]
     left = stored if layer.window is None else layer.window - 1
-    if not causal and (end > stored - new + 1 or begin < stored - 1 - left):
+    # Some key comes after the first query, or before the window of the last one.
+    needs_mask = end > stored - new + 1 or begin < stored - 1 - left
+    if not causal and needs_mask:
         ages = np.arange(stored - new, stored)[:, None] - np.arange(begin, end)  # [q, rows]
         visible = (ages >= 0) & (ages <= left)
         columns = visible[None, None] if columns is None else hidden_from(columns, visible)
@@ -220,7 +223,8 @@ def checked_mask(layer: Any, fmt: Element, mask: Array, sizes: tuple[int, int, i
     masks.is_empty(fmt, mask, "attention_mask")
     span, length, (batch, _, _) = layer.span, layer.get_seq_length(), sizes
     count = span.length - span.begin
-    end = sum(layer.get_mask_sizes(0)) - length + span.length  # the row where returned keys end
+    kv_length, kv_offset = layer.get_mask_sizes(0)
+    end = kv_offset + kv_length - length + span.length  # the row where the keys of the last update end
     if mask.ndim != 2:
         check_columns(mask, sizes, length, (count, max(end - span.begin, count)))
         return mask[..., :count]
@@ -264,15 +268,16 @@ class PreparedAttention:
         fmt: Element,
         arrays: dict[str, Any],
         weights: attention.Weights,
-        sums: Array | None = None,
+        key_weights: Array | None = None,
     ) -> None:
         self._store, self._mask, (first, end) = store, weights.mask, rows
         context, self._begin_at = self._store.context(fmt.name, first, end)
         query, out, lse = arrays.values()
         batch, new = query.shape[:2]
-        self._step, self._counts = index_tensors.static_step(batch, new, end - first), np.arange(batch + 1)
+        self._step = index_tensors.static_step(batch, new, end - first)
+        self._counts = np.arange(batch + 1)  # times the length it is `kvstarts`
         launch = cpu.attention.prepare.prepare_attention(
-            query, out, lse, context, self._step, 0, weights, key_weights=sums
+            query, out, lse, context, self._step, 0, weights, key_weights=key_weights
         )
         self._params = launch.params
         self._prepared = PreparedCall([launch], arrays, attention=launch, version=end - first)
@@ -335,10 +340,8 @@ class PreparedPieces:
         earlier = (count - 1) * batch  # sequences without a causal rule: their rows are before all queries
         if weights.sinks is not None:
             sinks = np.full((earlier + batch, heads), -np.inf, np.float32)
-            sinks[earlier:] = weights.sinks
-            weights = weights._replace(
-                sinks=sinks, sink_sequences=len(sinks)
-            )  # a row of sinks for each sequence
+            sinks[earlier:] = weights.sinks  # they enter the softmax once, with the last piece
+            weights = weights._replace(sinks=sinks, sink_sequences=len(sinks))
         attend = cpu.attention.prepare.prepare_attention(
             queries, flat_outs, flat_lses, context, step, earlier, weights
         )
@@ -346,6 +349,7 @@ class PreparedPieces:
         join = cpu.attention.merge.prepare_merge(FLOAT32.name, list(outs), list(lses), out, lse)
         join.alive = *join.alive, outs, lses
         self._params = attend.params
+        # The kvstarts of the last piece: counts * its length + the first of them.
         self._lengths = step.kvstarts[earlier:], np.arange(batch + 1), step.kvstarts[earlier]
         arrays = {"out": out, "lse": lse}
         self._prepared = PreparedCall([attend, join], arrays, attention=attend, version=pieces[-1][1])

@@ -73,14 +73,13 @@ class LatentLayer(DynamicLayer):
     ) -> None:
         self.latent_dim = integer("latent_dim", latent_dim, 1)
         self.rope_dim = integer("rope_dim", rope_dim, 1)
-        self.format, self.rope_dtype, self._codes = format, rope_dtype, None
+        self.format, self.rope_dtype = format, rope_dtype
+        self._codes: LatentCodes | None = None
         self._joined = self.latent_dim + self.rope_dim + self.index_dim
         if format is not None:
             self._codes = LatentCodes(self.latent_dim, self.rope_dim, format, rope_dtype)
             self._joined = self._codes.bytes
         super().__init__()
-
-    _codes: LatentCodes | None
 
     def describe(self) -> dict[str, Any]:
         sizes = {"latent_dim": self.latent_dim, "rope_dim": self.rope_dim}
@@ -239,6 +238,8 @@ def placed_rotation(rope: Rotation, latent_dim: int) -> Rotation:
 class IndexedLayer(LatentLayer):
     """A layer of latent rows with index keys, by which sparse attention (DSA) chooses the rows to read.
 
+    A row is [c, r, index key].
+
     Parameters
     ----------
     latent : LatentLayer
@@ -363,9 +364,10 @@ class IndexedLayer(LatentLayer):
             )
         with self._lock:
             query = joined_query(q_latent, q_pe, self.rope_dim)
-            if self.store is None or attention_mask is not None:
-                found = "none" if self.store is None else "a mask"
-                raise argument_error("indices", "rows of stored tokens, and no mask", found)
+            if self.store is None:
+                raise argument_error("indices", "rows of stored tokens (call update before attend)", "none")
+            if attention_mask is not None:
+                raise argument_error("attention_mask", "None beside indices", describe(attention_mask))
             batch, heads, new, _ = query.shape
             keys = self.store.rows(*self.span.rows_from(self.span.oldest))[0][:, 0]  # [B, S, dim]
             chosen, length = index("indices", indices, 3, batch), keys.shape[1]
@@ -414,6 +416,11 @@ class DecodedRows:
 class LatentCodes:
     """Encodes latent rows as bytes: codes, scales (and minima or zero points), then the rotated part.
 
+    With ``"int8:g64"``, 512 + 64 elements and bfloat16::
+
+        byte 0        512                544          672
+             | int8 c | 8 float32 scales | bfloat16 r |
+
     Attributes
     ----------
     bytes : int
@@ -425,8 +432,8 @@ class LatentCodes:
         names = [fmt.name for fmt in FLOATS]
         if rope_dtype not in names:
             raise argument_error("rope_dtype", " or ".join(names), repr(rope_dtype))
-        self._rope = BY_NAME[rope_dtype].dtype
-        if self.format.tail:
+        self._rope_dtype = BY_NAME[rope_dtype].dtype
+        if self.format.tail:  # a format of whole rows, which include r
             if (latent_dim, rope_dim) != (512, 64) or self.format.name.partition(":")[0] != "ds_mla":
                 raise argument_error("format", "ds_mla with rows of 512 + 64", f"{format}, {self.dims}")
             self.bytes = encode(np.zeros((1, 576), np.float32), self.format)["codes"].shape[1]
@@ -435,7 +442,7 @@ class LatentCodes:
             raise argument_error("format", "one whose scales belong to one token, as int8:g64", repr(format))
         coded = encode(np.zeros((1, latent_dim), np.float32), self.format)
         self._forms = {name: (array.shape[1:], array.dtype) for name, array in coded.items()}
-        self.bytes = sum(array[0].nbytes for array in coded.values()) + rope_dim * self._rope.itemsize
+        self.bytes = sum(array[0].nbytes for array in coded.values()) + rope_dim * self._rope_dtype.itemsize
 
     def encode(self, keys: Array) -> Array:
         """Return rows [B, 1, q, latent_dim + rope_dim] as bytes [B, 1, q, bytes]."""
@@ -444,7 +451,7 @@ class LatentCodes:
             return encode(rows, self.format)["codes"].reshape(*keys.shape[:3], self.bytes)
         coded = encode(rows[:, : self.dims[0]], self.format)
         parts = [as_bytes(array) for array in coded.values()]
-        parts.append(as_bytes(rows[:, self.dims[0] :].astype(self._rope)))
+        parts.append(as_bytes(rows[:, self.dims[0] :].astype(self._rope_dtype)))
         return np.concatenate(parts, axis=1).reshape(*keys.shape[:3], self.bytes)
 
     def decode(self, rows: Array) -> Array:
@@ -453,14 +460,14 @@ class LatentCodes:
         if self.format.tail:
             pool = LatentPool((flat[:, None],), self.format, sum(self.dims))
             return gather_rows(pool, np.arange(len(flat))).reshape(*rows.shape[:-1], sum(self.dims))
-        arrays, at = {}, 0
+        arrays, begin = {}, 0
         for name, (shape, dtype) in self._forms.items():
-            end = at + math.prod(shape) * dtype.itemsize
-            arrays[name] = np.ascontiguousarray(flat[:, at:end]).view(dtype).reshape(len(flat), *shape)
-            at = end
+            end = begin + math.prod(shape) * dtype.itemsize
+            arrays[name] = np.ascontiguousarray(flat[:, begin:end]).view(dtype).reshape(len(flat), *shape)
+            begin = end
         keys = np.empty((len(flat), sum(self.dims)), np.float32)
         keys[:, : self.dims[0]] = decode(arrays, self.format)
-        keys[:, self.dims[0] :] = np.ascontiguousarray(flat[:, at:]).view(self._rope)
+        keys[:, self.dims[0] :] = np.ascontiguousarray(flat[:, begin:]).view(self._rope_dtype)
         return keys.reshape(*rows.shape[:-1], sum(self.dims))
 
 

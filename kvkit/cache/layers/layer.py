@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -39,7 +39,13 @@ def window_slack(window: int) -> int:
     return 16 + window // 4
 
 
-EMPTY = None, None, Span(), None  # the `Layer.state` of an empty layer in memory
+class LayerState(NamedTuple):
+    """Holds what a failed change of a layer restores. The default is an empty layer in memory."""
+
+    home: Any = None
+    store: Any = None
+    span: Span = Span()
+    row_positions: RowPositions | None = None
 
 
 class Layer(BaseLayer):
@@ -65,11 +71,11 @@ class Layer(BaseLayer):
     store: Any
     home: Any
     rope: Rotation = None
-    _joined = 0  # `Geometry.joined` of its store
+    _joined = 0  # see `Geometry.joined`; 0 but in layers of latent rows
 
     def __init__(self) -> None:
         self.name, self._lock, self._attention = type(self).__name__, LayerLock(), LayerAttention()
-        self.restore(EMPTY)
+        self.restore(LayerState())
 
     def _set_store(self, store: Any, span: Span) -> None:
         self.store, self.span = store, span
@@ -131,16 +137,16 @@ class Layer(BaseLayer):
         self.check_room(start, new)
         begin, end = self._returned(start, new)
         self._make_room(geometry, max(end, start + new), self.span.oldest)
-        if start < self.span.length:
+        if start < self.span.length:  # new tokens replace some
             key_states, value_states = (self._unshared(side) for side in (key_states, value_states))
             if self.row_positions is not None:
                 self.row_positions = self.row_positions.first(start)
             self._shorten(self.span.cropped(start, 0))
-        _, oldest, _, origin, _ = self.span
+        oldest, origin = self.span.oldest, self.span.origin
         self.store.write(start - origin, key_states, value_states)
         if not self.record_past:
             oldest = max(oldest, self._stored_from(start + new))
-        self.span = Span(start + new, oldest, begin, origin, start)
+        self.span = Span(start + new, oldest, begin, origin, before=start)
         if self.row_positions is not None and self.span.first >= self.row_positions.length:
             self.row_positions = None  # the last shifted key has left the window
         self._commit()
@@ -220,7 +226,8 @@ class Layer(BaseLayer):
         room, length = self.window + window_slack(self.window), self.span.length
         if self.store.capacity > room + window_slack(self.window):
             keep = self.span.first
-            keep = max(keep, length - self.window) if self.store.in_place else keep
+            if self.store.in_place:  # in memory
+                keep = max(keep, length - self.window)
             if length - keep <= room:
                 self._move(self.store.geometry, room, keep)
 
@@ -337,7 +344,7 @@ class Layer(BaseLayer):
         dim = None if self.store is None else self.store.geometry.key_dim
         rotation = rotation_of(rope, self.rope, dim, now.shifted)
         plan = planner(call)(now, rotation, *arguments, **options)
-        plan = plan.without_gaps(span.oldest - span.first).in_few_pieces()
+        plan = plan.without_gaps(older=span.oldest - span.first).in_few_pieces()
         if plan.crops:
             self.length_after_crop(plan.after.length - now.length)
         elif plan.changes(now):
@@ -373,7 +380,8 @@ class Layer(BaseLayer):
         if self.home is not None:
             self._move_in_file(plan, rows)
             return
-        first = self._first_row(rows)
+        # The remaining rows of a window are contiguous and do not move; others move to the front.
+        first = int(rows[0]) if self.window is not None and len(rows) else 0
         if self.store is not None:
             self.store.keep_rows(rows, first, plan.rope, plan.rotated)
             self._free_rows(first + len(rows), end)
@@ -406,18 +414,14 @@ class Layer(BaseLayer):
         """Return the capacity of the store that a plan copies rows to; most layers keep theirs."""
         return self.store.capacity
 
-    def _first_row(self, rows: Array) -> int:
-        """Return where the first remaining row moves to. Rows of a window do not move."""
-        return int(rows[0]) if self.window is not None and len(rows) else 0
-
     def _span_of(self, plan: Rearrangement, first: int) -> Span:
         """Return the span after a plan; its rows begin at row `first` of the store."""
         count, length = len(plan.after.positions), plan.after.length
-        if self.window is None:
+        if self.window is None:  # without a window, positions of the span are row numbers
             return Span(count, before=count)
         begin, stored = length - count, int(plan.kept[self.span.oldest - self.span.first :].sum())
         oldest = max(begin, min(length - stored, self._stored_from(length)))
-        return Span(length, oldest, begin, begin - first, length)
+        return Span(length, oldest, begin, origin=begin - first, before=length)
 
     def _needed_positions(self, rows: RowPositions) -> RowPositions | None:
         """Return the positions of rows as `row_positions` has them: None if they need not be stored."""
@@ -497,7 +501,7 @@ class Layer(BaseLayer):
             rows = moves.get("positions") if self.window is None else None
             self.fill(arrays, length if rows is None else len(rows))
         if len(moves) == 2:
-            self.move(moves["positions"], moves["rope_shifts"], length)
+            self.set_positions(moves["positions"], moves["rope_shifts"], length)
 
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:
         """Fill an empty layer with `length` tokens from a file; raise KvkitError if the arrays do not fit."""
@@ -509,7 +513,7 @@ class Layer(BaseLayer):
             raise argument_error(self.name, f"all tokens of {length} that the next one attends to", stored)
         store = self._new_store(self._geometry_of(keys, values), self._capacity(stored))
         store.write(0, keys, values)
-        self._set_store(store, Span(length, oldest, oldest, oldest, length))
+        self._set_store(store, Span(length, oldest, begin=oldest, origin=oldest, before=length))
 
     @property
     def was_moved(self) -> bool:
@@ -520,7 +524,7 @@ class Layer(BaseLayer):
         """Return positions and rope shifts by their names in a saved file; {} if no row was moved."""
         return {"positions": self.positions, "rope_shifts": self.rope_shifts} if self.was_moved else {}
 
-    def move(self, positions: ArrayLike, rope_shifts: ArrayLike, length: int) -> None:
+    def set_positions(self, positions: ArrayLike, rope_shifts: ArrayLike, length: int) -> None:
         """Set the positions of stored rows from a file; raise KvkitError if they are illegal."""
         first, end = self.span.oldest, self.span.length
         after = RowPositions.restored(positions, rope_shifts, length, end - first)
@@ -537,18 +541,18 @@ class Layer(BaseLayer):
         if not self.was_moved:
             return {} if self.rope is None else rope
         rows = self.row_positions or RowPositions.contiguous(0, 0)
-        return rope | {"moved": rows.describe() | rope}
+        return rope | {"moved": rows.describe() | rope}  # a sidecar has the rotation in both places
 
     def count_moves(self) -> dict[str, int]:
         """Return how many rows of `describe_moves` are left, and the position after them, for a sidecar."""
         rows = self.row_positions or RowPositions.contiguous(0, 0)
         return {"described": len(rows.positions), "follows": rows.length}
 
-    def state(self) -> tuple[Any, Any, Span, RowPositions | None]:
+    def state(self) -> LayerState:
         """Return the state of the layer for `restore`, which undoes a failed change."""
-        return self.home, self.store, self.span, self.row_positions
+        return LayerState(self.home, self.store, self.span, self.row_positions)
 
-    def restore(self, state: tuple[Any, Any, Span, RowPositions | None]) -> None:
+    def restore(self, state: LayerState) -> None:
         self.home, store, span, self.row_positions = state
         self._set_store(store, span)
 
@@ -573,7 +577,7 @@ class Layer(BaseLayer):
         self.store.file.moved = True
         self.rope = restored_rotation(moved["rope"])
         count, length = state["described"], state["follows"]
-        if (count, length) == (0, 0):
+        if (count, length) == (0, 0):  # no row is described any more, see `count_moves`
             return
         base = 0 if self.window is None else length - count
         rows = RowPositions.read(moved, count, length, base)

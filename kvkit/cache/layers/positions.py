@@ -34,7 +34,12 @@ Piece = tuple[int, int, int]  # neighbouring rows of one rope shift: first row, 
 class RowPositions:
     """Holds positions and rope shifts of a layer's first rows, whose numbers begin at `base`.
 
-    Rows after these have the positions from `length` on, and no shift.
+    Rows after these have the positions from `length` on, and no shift. After `remove(2, 5)` and
+    `shift(6, None, 1)` of 8 tokens, two more are appended::
+
+        row         0  1  2  3  4 | 5  6        base 0
+        position    0  1  5  7  8 | 9 10        length 9
+        shift       0  0  0  1  1 | 0  0        pieces (0, 3, 0), (3, 5, 1), (5, 7, 0)
     """
 
     positions: Array  # int64, ascending
@@ -119,21 +124,19 @@ class RowPositions:
     @functools.cached_property
     def _pieces(self) -> list[Piece]:
         """Return the pieces of these rows."""
-        known = len(self.positions)
-        borders = (np.flatnonzero(np.diff(self.shifts)) + 1).tolist()
-        begins = [0, *borders] if known else []
-        return [
-            (begin, end, int(self.shifts[begin]))
-            for begin, end in zip(begins, [*borders, known], strict=False)
-        ]
+        inner = (np.flatnonzero(np.diff(self.shifts)) + 1).tolist()
+        borders = [0, *inner, len(self.shifts)] if len(self.shifts) else []
+        return [(begin, end, int(self.shifts[begin])) for begin, end in itertools.pairwise(borders)]
 
     def pieces(self, begin: int, end: int) -> list[Piece]:
         """Return the pieces of the rows [begin, end), counted from `begin`."""
-        passed, known = begin - self.base, len(self.positions) - (begin - self.base)
+        passed = begin - self.base
         pieces = [(max(0, a - passed), b - passed, shift) for a, b, shift in self._pieces if b > passed]
-        if end - begin > known:
+        described = len(self.positions) - passed
+        if end - begin > described:  # the later rows have no shift
             joins = bool(pieces) and pieces[-1][2] == 0
-            pieces.append((pieces.pop()[0] if joins else max(0, known), end - begin, 0))
+            first = pieces.pop()[0] if joins else max(0, described)
+            pieces.append((first, end - begin, 0))
         return pieces
 
 
@@ -147,7 +150,7 @@ class Rearrangement(NamedTuple):
 
     kept: Array  # bool for each row: whether it stays
     after: RowPositions  # of the rows that stay
-    rope: Rotation  # of shifted keys
+    rope: Rotation  # how the keys are rotated
     rotated: Array | None = None  # by how many positions each remaining key is rotated in memory
     crops: bool = False  # whether only the last tokens are dropped
     frees: bool = False  # whether the memory of removed tokens is freed
@@ -161,7 +164,10 @@ class Rearrangement(NamedTuple):
         return flatten(after, self.rope)._replace(kept=self.kept)
 
     def without_gaps(self, older: int) -> Rearrangement:
-        """Return the plan; of the first `older` rows it also removes those before a gap in positions."""
+        """Return a plan that also removes those of the first `older` rows that are before a gap in positions.
+
+        These rows are only in the view of a window's last update, whose positions must be consecutive.
+        """
         count, after = int(self.kept[:older].sum()), self.after
         gaps = np.flatnonzero(np.diff(np.append(after.positions, after.length)[: count + 1]) != 1)
         if not len(gaps):
@@ -242,7 +248,8 @@ def divide(
     d = integer("d", d, 2)
     moves = (now.positions >= begin) & (now.positions < end)
     length = -(-now.length // d) if begin <= now.length <= end else now.length
-    return plan_move(now, rope, moves, np.where(moves, now.positions // d, now.positions), length, meet=True)
+    positions = np.where(moves, now.positions // d, now.positions)
+    return plan_move(now, rope, moves, positions, length, may_share=True)
 
 
 def flatten(now: RowPositions, rope: Rotation) -> Rearrangement:
@@ -257,19 +264,19 @@ PLANS: dict[str, Callable[..., Rearrangement]] = {
 
 
 def plan_move(
-    now: RowPositions, rope: Rotation, moves: Array, positions: Array, length: int, meet: bool = False
+    now: RowPositions, rope: Rotation, moves: Array, positions: Array, length: int, may_share: bool = False
 ) -> Rearrangement:
-    """Check the `positions` after a move of some rows; return the plan. With `meet` rows may share one."""
+    """Check the `positions` after a move of some rows; return the plan. Tokens below 0 are removed."""
     changes = moves & (positions != now.positions)
     if changes.any():
         check_rotation(rope)
     kept = positions >= 0
     positions, moves = positions[kept], moves[kept]
-    gaps, least = np.diff(positions), 0 if meet else 1
+    gaps, least = np.diff(positions), 0 if may_share else 1
     wrong = np.flatnonzero((moves[1:] != moves[:-1]) & (gaps < least))  # at the ends of the moved range
     if len(wrong):
         at = int(wrong[0])
-        wanted = "positions that stay ascending" + ("" if meet else ", each once")
+        wanted = "positions that stay ascending" + ("" if may_share else ", each once")
         raise argument_error("positions", wanted, f"{positions[at]} before {positions[at + 1]}")
     length = max(length, 0)
     if len(positions) and positions[-1] >= length:

@@ -200,7 +200,7 @@ class QuantizedLayer(Layer):
 
     def arrays(self) -> dict[str, Array]:
         if self.store is not None:
-            self.store.see_stored()  # as a loaded layer will
+            self.store.attend_to_codes()  # as a loaded layer will
         sides = zip(SIDES, self.store.sides, strict=True) if self.store else ()
         return {f"{name}.{part}": array for name, side in sides for part, array in side.arrays().items()}
 

@@ -109,7 +109,7 @@ class StateLayer(Layer):
                     self._change_store(forms)
                 return self._advance(new, states)
             except BaseException:
-                if before[1] is None and self.store is not None:
+                if before.store is None and self.store is not None:  # the new store got no state
                     self.store.close()
                     self.restore(before)
                 raise
@@ -157,11 +157,11 @@ class StateLayer(Layer):
                 array[version] = states[name]
             elif version != store.current:
                 array[version] = 0 if store.current == NONE else array[store.current]
-        length, marks = before + new, dict(store.checkpoints)
+        length, checkpoints = before + new, dict(store.checkpoints)
         every = 1 if self.record_past else self.checkpoint_every
-        if length in marks or (every and length - max(marks, default=0) >= every):
-            marks[length] = version
-        self._commit_version(state_span(length, before), version, self._trimmed(marks))
+        if length in checkpoints or (every and length - max(checkpoints, default=0) >= every):
+            checkpoints[length] = version
+        self._commit_version(state_span(length, before), version, self._trimmed(checkpoints))
         return self.store.arrays_of(version)
 
     def _trimmed(self, checkpoints: dict[int, int]) -> dict[int, int]:
@@ -186,8 +186,11 @@ class StateLayer(Layer):
         """Move to a store with other arrays, batch rows or room; on an error nothing has changed."""
         before, span = self.store, self.span
         count = 0 if before is None else len(before.checkpoints)
-        room = max(count, self.max_checkpoints if self.checkpoint_every else 0) + count * self.record_past
-        store = StateStore(forms, room + (1 if self.home is None else 3), self.home)
+        room = max(count, self.max_checkpoints if self.checkpoint_every else 0)
+        room += count if self.record_past else 0  # every update makes a checkpoint: grow as by doubling
+        # Besides the present state; in a file also the one before, and a free place to write the next to.
+        room += 1 if self.home is None else 3
+        store = StateStore(forms, room, self.home)
         try:
             if before is not None:
                 store.fill(before, indices)
@@ -258,10 +261,11 @@ class StateLayer(Layer):
         """Return to the state after `left` tokens."""
         store, now = self.store, self.span.length
         current = store.current if left == now else store.checkpoints.get(left, NONE)
-        marks = {position: version for position, version in store.checkpoints.items() if position <= left}
-        if self.record_past:
-            marks = dict(sorted(marks.items())[-self.max_checkpoints :]) if self.checkpoint_every else {}
-        self._commit_version(state_span(left), current, marks)
+        checkpoints = up_to(left, store.checkpoints)
+        if self.record_past:  # checkpoints that only the recording has made go
+            latest = sorted(checkpoints.items())[-self.max_checkpoints :]
+            checkpoints = dict(latest) if self.checkpoint_every else {}
+        self._commit_version(state_span(left), current, checkpoints)
 
     def plan(  # type: ignore[override]  # a plan without rows
         self, call: str, *arguments: Any, rope: Rotation = None, **options: Any
@@ -273,22 +277,22 @@ class StateLayer(Layer):
         plan = planner(call)(rows, rotation_of(rope, self.rope, None, False), *arguments, **options)
         begin = 0 if call == "flatten" else integer("begin", arguments[0], 0)
         current = NONE if store is None else store.current
-        marks = {} if store is None else dict(store.checkpoints)
+        checkpoints = {} if store is None else dict(store.checkpoints)
         if call == "remove" and begin < now:
             if not plan.crops and removes(*arguments, **options):
                 wanted = f"the last tokens to go, back to one of {[0, *self.checkpoints]}"
                 raise argument_error(self.name, wanted, f"remove of tokens from {begin} on, in the middle")
             left = self._checked_length(plan.after.length)
-            current = current if left == now else marks.get(left, NONE)
-            marks = {position: version for position, version in marks.items() if position <= left}
+            current = current if left == now else checkpoints.get(left, NONE)
+            checkpoints = up_to(left, checkpoints)
         elif plan.after.length != now:
             if store is None:
                 raise argument_error(self.name, "a state", f"{call} of none")
-            # `divide` drops later checkpoints, because it could give two of them one position.
-            delta = 0 if call == "divide" else plan.after.length - now
-            later = {at + delta: v for at, v in marks.items() if at > begin and delta and at + delta > begin}
-            marks = {at: version for at, version in marks.items() if at <= begin} | later
-        return StatePlan(plan.after, current, marks, plan.crops)
+            earlier, delta = up_to(begin, checkpoints), plan.after.length - now
+            # Later checkpoints move by `delta`. `divide` drops them: it could give two of them one position.
+            later = {} if call == "divide" else {at + delta: v for at, v in checkpoints.items() if at > begin}
+            checkpoints = earlier | {at: version for at, version in later.items() if at > begin}
+        return StatePlan(plan.after, current, checkpoints, plan.crops)
 
     def rearrange(self, plan: Any, at_once: bool = False) -> None:
         """Carry out a plan, see `Layer.rearrange`."""
@@ -320,18 +324,20 @@ class StateLayer(Layer):
         return {"checkpoints": np.array(self.checkpoints, np.int64)} | states
 
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:
-        marks = [int(position) for position in arrays["checkpoints"]]
+        positions = [int(position) for position in arrays["checkpoints"]]
         states = {name.removeprefix("states."): x for name, x in arrays.items() if name != "checkpoints"}
-        if sorted(set(marks)) != marks or (marks and not 0 <= marks[0] <= marks[-1] <= length):
-            raise argument_error("checkpoints", f"ascending positions up to {length}", marks)
-        if {len(array) for array in states.values()} != {len(marks) + 1}:
-            raise argument_error("states", f"{len(marks) + 1} versions of each array", describe(states))
-        room = max(len(marks) + 1, self.max_checkpoints * bool(self.checkpoint_every) + 1)
+        ascend = sorted(set(positions)) == positions
+        if not ascend or (positions and not 0 <= positions[0] <= positions[-1] <= length):
+            raise argument_error("checkpoints", f"ascending positions up to {length}", positions)
+        count = len(positions)
+        if {len(array) for array in states.values()} != {count + 1}:
+            raise argument_error("states", f"{count + 1} versions of each array", describe(states))
+        room = 1 + max(count, self.max_checkpoints if self.checkpoint_every else 0)
         store = StateStore(self._checked({name: array[0] for name, array in states.items()}), room, self.home)
         for name, array in states.items():
             store.arrays[name][: len(array)] = array
-        store.current = store.previous = len(marks)
-        store.checkpoints = {position: i for i, position in enumerate(marks)}
+        store.current = store.previous = count  # `arrays` lists the state after the checkpoints
+        store.checkpoints = {position: i for i, position in enumerate(positions)}
         self._set_store(store, state_span(length))
 
     def rehome(self) -> None:
@@ -344,14 +350,20 @@ class StateLayer(Layer):
         return StateStore.opened(about, self.home)
 
     def undo_update(self) -> None:
-        before, marks = self.span.before, self.store.checkpoints
-        left = {position: version for position, version in marks.items() if position <= before}
-        self._commit_version(state_span(before), self.store.previous, left)
+        before = self.span.before
+        self._commit_version(state_span(before), self.store.previous, up_to(before, self.store.checkpoints))
 
 
 def state_span(length: int, before: int | None = None) -> Span:
     """Return the span of a state after `length` tokens, which stores no rows."""
-    return Span(length, length, length, length, length if before is None else before)
+    return Span(
+        length, oldest=length, begin=length, origin=length, before=length if before is None else before
+    )
+
+
+def up_to(length: int, checkpoints: Mapping[int, int]) -> dict[int, int]:
+    """Return the checkpoints {position of the next token: version} at positions up to `length`."""
+    return {position: version for position, version in checkpoints.items() if position <= length}
 
 
 def removes(begin: int, end: SupportsIndex | None = None, *, close: bool = False) -> bool:

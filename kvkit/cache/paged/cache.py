@@ -91,7 +91,7 @@ class PagedCache(BaseCache):
         The sequences: `add`, `extend`, `fork`, `crop`, `free`. Begin steps with `begin_step` of the cache,
         not of `blocks`: it copies shared blocks that the step writes into.
     layers : list of PagedLayer, or of PagedLatentLayer
-    rows : Rows
+    rows : Batch
         The sequences of `update` and `attend`, one per row of the batch. Its `remove`, `retain`, `shift`,
         `divide`, `flatten`, `can` and `compress` change all rows, as in other caches.
     store : PagedStore
@@ -290,12 +290,12 @@ class PagedCache(BaseCache):
         self.rearrange(self.plan("flatten", seq, rope=rope))
 
     def plan(self, call: str, *arguments: Any, **options: Any) -> SequencePlan:  # type: ignore[override]
-        seq, *given = arguments or (None,)
+        seq, *others = arguments or (None,)
         self.blocks.check(seq)
         if seq in self.rows.sequences:
             wanted = "a sequence from `blocks`; calls of `rows` change all rows"
             raise argument_error("seq", wanted, "a row of the batch")
-        return self.plan_for([seq], call, *given, **options)
+        return self.plan_for([seq], call, *others, **options)
 
     @property
     def states(self) -> list[Any]:
@@ -313,10 +313,11 @@ class PagedCache(BaseCache):
         now, known = RowPositions.contiguous(0, 0), self.ropes
         if sequences:
             now, known = sequences[0].all_positions(), sequences[0].rope or known
-        pairs = zip(self._ropes(rope), known, strict=True)
-        ropes = [rotation_of(argument, own, self.store.dim, now.shifted) for argument, own in pairs]
-        rotations = [rope for rope in ropes if isinstance(rope, Rope)]
-        plan = planner(call)(now, (rotations or ropes)[0], *arguments, **options).in_few_pieces()
+        of_layers = zip(self._ropes(rope), known, strict=True)
+        ropes = [rotation_of(argument, own, self.store.dim, now.shifted) for argument, own in of_layers]
+        # A plan only depends on whether keys are rotated: one layer's rotation stands for all.
+        rope = next((rope for rope in ropes if isinstance(rope, Rope)), ropes[0])
+        plan = planner(call)(now, rope, *arguments, **options).in_few_pieces()
         rotates = plan.rotated is not None and plan.rotated.any()
         if rotates and self.store.format.dtype != self.store.cache.dtype:
             wanted = f"at most {MAX_PIECES} pieces of rope shifts, because codes are not rotated"
@@ -490,7 +491,11 @@ class PagedCache(BaseCache):
         sizes = {"num_blocks": self.blocks.num_blocks, "page_size": store.page_size}
         sizes |= {"num_layers": store.num_layers, "num_kv_heads": store.heads, "head_dim": store.dim}
         sizes |= {"latent_dim": store.latent_dim} if store.latent_dim else {}
-        formats = {"dtype": store.format.name, "scale_dtype": store.cell.name, "salt": self.salt.hex()}
+        formats = {
+            "dtype": store.format.name,
+            "scale_dtype": store.scale_format.name,
+            "salt": self.salt.hex(),
+        }
         names = "quant_bit", "quant_group", "quant_format", "cache_layout"
         if store.arguments.quant_format and store.scale is not None:
             formats["scale"] = "found" if store.computes_scales else store.scale.tolist()

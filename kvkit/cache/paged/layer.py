@@ -11,7 +11,7 @@ from kvkit.cache.base import BaseLayer, MovableTokens, one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.attention import check_columns, stored_columns
 from kvkit.cache.layers.positions import RowPositions, pieces_array
-from kvkit.cache.paged.pieces import check_moved
+from kvkit.cache.paged.segments import check_window
 from kvkit.cache.paged.step import fill_results
 from kvkit.cache.stores.memory import Geometry, check_geometry
 from kvkit.cache.stores.view import views_of
@@ -33,7 +33,7 @@ class Batch(MovableTokens):
     def __init__(self, cache: Any, lock: LayerLock) -> None:
         self._cache, self._lock = cache, lock
         self.sequences: list[Any] = []
-        self.step: Any = None  # the last step, while its index tensors are valid
+        self.step: Any = None  # the last `PagedStep`, while its index tensors are valid
         self.changes = 0
 
     def append(self, batch: int, tokens: int, layer_idx: int) -> Any:
@@ -207,33 +207,30 @@ class PagedLayer(BaseLayer):
         shape = *query.shape[:-1], store.value_dim
         results = attention.attention_results(shape, store.format, return_lse, []).arrays(None)
         out, lse, *_ = (*results, None)
-        step = self.rows.tables()
-        first = self.rows.sequences[0]
-        # `check_moved` counts all pending tokens among the queries, but a layer has only `_ahead` of them.
-        check_moved([first], [tokens + first.pending - self._ahead], (weights.left, weights.right), False)
-        sums = None
+        step, first_query = self.rows.tables(), length - tokens
+        # All rows of the batch have the same positions, so the first sequence is enough.
+        check_window(self.rows.sequences[:1], [first_query], (weights.left, weights.right), is_alibi=False)
+        key_weights = None
         if flag("return_key_weights", return_key_weights):
             if not step.index.in_order:
                 wanted = "False for sequences that lie in segments, because tokens were removed or moved"
                 raise argument_error("return_key_weights", wanted, True)
             form = None  # such a call is not prepared
-            sums = np.empty((batch, heads, length), np.float32)
+            key_weights = np.empty((batch, heads, length), np.float32)
         if not step.index.in_order:
             results = step.attend_rows(query, self._layer_idx, mask, weights, length)
             return heads_first(fill_results(out, lse, slice(None), results))
+        step_index = step.equal_index(tokens, length)
         attended = heads_first(
-            step.attend_first(
-                form, query, out, lse, self._layer_idx, step.equal(tokens, length),
-                decoding=batch if tokens == 1 else 0, weights=weights, sums=sums,
-            )
-        )  # fmt: skip
-        if sums is None:
+            step.attend_first(form, query, out, lse, self._layer_idx, step_index, weights, key_weights)
+        )
+        if key_weights is None:
             return attended
-        return (attended, sums) if lse is None else (*attended, sums)
+        return (attended, key_weights) if lse is None else (*attended, key_weights)
 
     @property
     def _ahead(self) -> int:
-        """Return how many tokens of the open step the layer has already."""
+        """Return how many tokens of the open step the layer has: all if it is written, or none."""
         step = self.rows.step
         written = step is not None and self._layer_idx in step.written
         return self.rows.sequences[0].pending if written else 0
@@ -276,7 +273,7 @@ class PagedLayer(BaseLayer):
             for seq in self.rows.sequences
             for begin, end, page, _ in seq.segments(size, length)
             for i, block in enumerate(seq.table[page : page + -(-(end - begin) // size)])
-        }
+        }  # {block: its tokens}
         block_bytes = sum(array[self._layer_idx, :, 0].nbytes for array in self.store.blocks)
         return sum(held.values()) * block_bytes // size
 

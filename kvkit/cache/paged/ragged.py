@@ -26,7 +26,7 @@ from kvkit.cache.layers.positions import (
     planner,
     rotation_of,
 )
-from kvkit.cache.paged.pieces import Pieces
+from kvkit.cache.paged.segments import SegmentedStep, SegmentQueries
 from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore
 from kvkit.cache.stores.memory import Geometry, check_geometry
@@ -41,7 +41,7 @@ from kvkit.rope import Rope
 from kvkit.runtime.arrays import addresses_of
 from kvkit.typed import Array, Attended, States
 
-PAGE_SIZE = 16
+PAGE_SIZE = 16  # tokens
 MORE_PAGES = 16  # how many pages a head may get until attention must be prepared again
 
 
@@ -63,7 +63,7 @@ class RaggedPlan(NamedTuple):
 class PreparedHeads:
     """Repeats attention over the pages of all heads, in one launch, at later steps."""
 
-    __slots__ = ("_index", "_mask", "_params", "_prepared")
+    __slots__ = ("_mask", "_params", "_prepared", "_step_index")
 
     def __init__(
         self,
@@ -73,31 +73,34 @@ class PreparedHeads:
         results: tuple[Array, Array, Array | None],
         weights: attention.Weights,
     ) -> None:
-        (count, new, *_), (out, lse, sums) = query.shape, results
-        self._mask, pages = weights.mask, np.full((count, step.pages.shape[1] + MORE_PAGES), -1)
-        self._index = StepIndex(
+        count, new, *_ = query.shape  # [heads of all rows, q, query heads of a key head, D]
+        out, lse, key_weights = results
+        pages = np.full((count, step.pages.shape[1] + MORE_PAGES), -1)  # with room for later steps
+        self._step_index = StepIndex(
             np.arange(count + 1) * new, step.kvstarts.copy(), step.first_places, np.zeros(count, np.int64),
             pages, PAGE_SIZE, tokens=count * new, context=int(step.kvstarts[-1]), rows=0,
         )  # fmt: skip
         self._copy_pages(step)
+        decoding = count if new == 1 else 0
         launch = cpu.attention.prepare.prepare_attention(
-            query, out, lse, context, self._index, count if new == 1 else 0, weights, key_weights=sums
+            query, out, lse, context, self._step_index, decoding, weights, key_weights=key_weights
         )
         cpu.launches.start(launch)
-        arrays, self._params = {"query": query, "out": out, "lse": lse}, launch.params
+        self._mask, self._params = weights.mask, launch.params
+        arrays = {"query": query, "out": out, "lse": lse}
         self._prepared = PreparedCall([launch], arrays, attention=launch, version=step)
 
     def _copy_pages(self, step: Step) -> None:
-        self._index.table[:, : step.pages.shape[1]] = step.pages
+        self._step_index.table[:, : step.pages.shape[1]] = step.pages
 
     def run(self, step: Step, query: Array, out: Array, lse: Array, mask: MaskPlace) -> bool:
         """Attend in a step with other queries and mask; return False if it needs a new launch."""
 
         def refit() -> bool:
             if step is not self._prepared.version:
-                if step.pages.shape[1] > self._index.table.shape[1]:
+                if step.pages.shape[1] > self._step_index.table.shape[1]:
                     return False
-                np.copyto(self._index.kvstarts, step.kvstarts)
+                np.copyto(self._step_index.kvstarts, step.kvstarts)
                 self._copy_pages(step)
                 if not self._prepared.reschedule(step):
                     return False
@@ -111,8 +114,12 @@ class RaggedLayer(Layer):
     """A layer whose key heads keep different tokens. `Cache.compress` with a budget for heads makes it.
 
     Every key head of a row of the batch is a sequence in pages of 16 tokens, so a head that keeps fewer
-    tokens takes less memory. New tokens go to all heads. `remove`, `shift`, `divide` and `crop` take
-    positions, and change all heads.
+    tokens takes less memory. All pages are in one pool, a paged cache with one layer and one head::
+
+        row 0, head 0   positions 0 1 4 .. 29   (20 tokens)   pages 0, 2
+        row 0, head 1   positions 0 .. 8        (9 tokens)    page 1
+
+    New tokens go to all heads. `remove`, `shift`, `divide` and `crop` take positions, and change all heads.
 
     Attributes
     ----------
@@ -145,11 +152,11 @@ class RaggedLayer(Layer):
 
     def _forget(self) -> None:
         self.geometry: Geometry | None = None
-        self.pool: Any = None
-        self.blocks: Any = None
+        self.pool: Any = None  # the `PagedStore` of all pages
+        self.blocks: Any = None  # its `BlockAllocator`
         self.sequences: list[Any] = []
         self._step: Any = None  # the last step, while its index tensors are valid
-        self._calls: PreparedCalls[PreparedHeads] = PreparedCalls(1)  # over the present pool
+        self._calls: PreparedCalls[PreparedHeads] = PreparedCalls(1)  # cleared with each new pool
         self.changes = 0
         self.row_positions = RowPositions.contiguous(0, 0)  # not used: each sequence has its own
 
@@ -164,8 +171,9 @@ class RaggedLayer(Layer):
             )
             raise argument_error("value_states", wanted, geometry.value_dim)
         counts = [len(each.positions) for each in states]
-        used = sum(-(-count // PAGE_SIZE) for count in counts)
-        self._make_pool(geometry, used + max(used // 16, len(counts)))
+        self._make_pool(
+            geometry, with_spare_pages(sum(-(-count // PAGE_SIZE) for count in counts), len(counts))
+        )
         self.sequences = [self.blocks.add() for _ in counts]
         with self.blocks.begin_step(zip(self.sequences, counts, strict=True)) as step:
             for side in (0, 1):
@@ -173,9 +181,8 @@ class RaggedLayer(Layer):
         for seq, own in zip(self.sequences, states, strict=True):
             rows = RowPositions(own.positions, np.zeros_like(own.positions), length)
             if not rows.is_plain():
-                # The first tokens, up to the first hole, never moved.
-                intact = np.flatnonzero(np.append(own.positions, -1) != np.arange(len(own.positions) + 1))[0]
-                seq.move(Moves(rows, borders=[], intact=int(intact), rope=None))
+                hole = np.flatnonzero(np.append(own.positions, -1) != np.arange(len(own.positions) + 1))[0]
+                seq.set_moves(Moves(rows, borders=[], intact=int(hole), rope=None))
 
     def pool_side(self, side: int) -> Array:
         """Return the keys (0) or the values (1) of all pages, a view [rows, D]."""
@@ -191,17 +198,23 @@ class RaggedLayer(Layer):
 
     def _resize(self, pages: int) -> None:
         """Move the pages in use to a new pool of `pages` pages."""
-        tables, pool, before = [seq.table for seq in self.sequences], self.pool, self.sequences
-        used = np.unique(np.concatenate([np.array(table, np.int64) for table in tables]))
+        old_pool, old_sequences = self.pool, self.sequences
+        used = np.unique(np.concatenate([np.array(seq.table, np.int64) for seq in old_sequences]))
         assert self.geometry is not None
         self._make_pool(self.geometry, max(pages, len(used)))
-        for new, old in zip(self.pool.blocks, pool.blocks, strict=True):
-            new[:, :, : len(used)] = old[:, :, used]
+        for new, old in zip(self.pool.blocks, old_pool.blocks, strict=True):
+            new[:, :, : len(used)] = old[:, :, used]  # page used[i] becomes page i
         saved = [
-            SavedSequence(seq.length, seq.chain[0], np.searchsorted(used, table), (), sequence_moves(seq))
-            for seq, table in zip(before, tables, strict=True)
+            SavedSequence(
+                seq.length,
+                seq.chain[0],
+                np.searchsorted(used, seq.table),
+                token_ids=(),
+                moves=seq.moves(),
+            )
+            for seq in old_sequences
         ]
-        self.sequences = self.blocks.restore(saved, (), set(range(len(used))))
+        self.sequences = self.blocks.restore(saved, published=(), blocks=set(range(len(used))))
 
     # Adding tokens
 
@@ -212,9 +225,9 @@ class RaggedLayer(Layer):
         if cache_position is not None:
             requests.check_positions(cache_position, new, self.get_seq_length())
         if self.geometry is None:
-            nothing = np.empty((0, geometry.key_dim), geometry.fmt.dtype)
-            none = HeadStates(nothing, nothing, np.empty(0, np.int64))
-            self.fill_heads(geometry, [none] * (geometry.batch * geometry.heads), 0)
+            no_rows = np.empty((0, geometry.key_dim), geometry.fmt.dtype)
+            no_tokens = HeadStates(no_rows, no_rows, np.empty(0, np.int64))
+            self.fill_heads(geometry, [no_tokens] * (geometry.batch * geometry.heads), 0)
         with self._begin(new) as step:
             for side, states in enumerate((key_states, value_states)):
                 packed = np.ascontiguousarray(states).reshape(-1, geometry.key_dim)
@@ -274,17 +287,17 @@ class RaggedLayer(Layer):
     @property
     def rope_shifts(self) -> Array:
         """Return the rope shifts: int64 [pieces, 5] of (batch row, head, first row, end row, shift)."""
-        heads, of_heads = self.lengths.shape[1], enumerate(self.sequences)
-        pieces = [(*divmod(i, heads), *piece) for i, seq in of_heads for piece in seq.pieces(seq.length)]
+        heads, numbered = self.lengths.shape[1], enumerate(self.sequences)
+        pieces = [(*divmod(i, heads), *piece) for i, seq in numbered for piece in seq.pieces(seq.length)]
         return np.array(pieces, np.int64).reshape(-1, 5)
 
-    def _dense(self, rows: Sequence[Array], padding: int) -> Array:
-        """Join the arrays of all heads to one array [B, Hkv, longest, ...]; pad shorter ones."""
-        longest, more = self.stored_tokens, rows[0].shape[1:] if rows else ()
-        dense = np.full((len(rows), longest, *more), padding, rows[0].dtype if rows else np.int64)
-        for own, each in zip(dense, rows, strict=True):
-            own[: len(each)] = each
-        return dense.reshape(*self.lengths.shape, longest, *more)
+    def _dense(self, of_heads: Sequence[Array], padding: int) -> Array:
+        """Join an array [tokens, ...] of each head to one array [B, Hkv, longest, ...]; pad shorter ones."""
+        longest, like = self.stored_tokens, of_heads[0] if of_heads else np.empty(0, np.int64)
+        dense = np.full((len(of_heads), longest, *like.shape[1:]), padding, like.dtype)
+        for padded, own in zip(dense, of_heads, strict=True):
+            padded[: len(own)] = own
+        return dense.reshape(*self.lengths.shape, *dense.shape[1:])
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -322,53 +335,56 @@ class RaggedLayer(Layer):
         self, query: Array, mask: Array | None, scoring: Scoring, return_lse: bool, wants_weights: bool
     ) -> Attended:
         """Attend to each key head as a sequence, with the query heads of its group."""
-        wants_lse, (batch, heads, new, dim) = flag("return_lse", return_lse), self._check_query(query)
-        count, group = len(self.sequences), heads // self.lengths.shape[1]
-        columns, place = self._columns(mask), NO_MASK  # [B * Hkv, longest]
-        if columns is not None:
-            visible = columns[:, None, None]
-            place = masks.static_mask(self.pool.format, visible, count, group, new, columns.shape[1])
-        states = one_piece(query.reshape(count, group, new, dim).swapaxes(1, 2))  # [sequences, q, G, D]
-        out, lse = np.empty(states.shape, states.dtype), np.empty(states.shape[:3], np.float32)
-        sums = np.empty((count, group, self.stored_tokens), np.float32) if wants_weights else None
-        step, form = self._tables(), None
-        if step.in_order and scoring.sinks is None and sums is None:
-            form = form_of((states,), (scoring.softmax_scale, scoring.softcap))
+        wants_lse = flag("return_lse", return_lse)
+        batch, heads, new, dim = self._check_query(query)
+        count, group = (
+            len(self.sequences),
+            heads // self.lengths.shape[1],
+        )  # group: G query heads of a key head
+        visible, place = self._visible(mask), NO_MASK
+        if visible is not None:
+            place = masks.static_mask(self.pool.format, visible, count, group, new, visible.shape[-1])
+        queries = one_piece(query.reshape(count, group, new, dim).swapaxes(1, 2))  # [B * Hkv, q, G, D]
+        out, lse = np.empty(queries.shape, queries.dtype), np.empty(queries.shape[:3], np.float32)
+        key_weights = np.empty((count, group, self.stored_tokens), np.float32) if wants_weights else None
+        step, form = self._tables(), None  # a call without a form is not prepared
+        if step.in_order and scoring.sinks is None and not wants_weights:
+            form = form_of((queries,), (scoring.softmax_scale, scoring.softcap))
         prepared = self._calls.find(form)
-        if not prepared or not prepared.run(step, states, out, lse, place):
+        if not prepared or not prepared.run(step, queries, out, lse, place):
             weights = attention.checked_weights(query.swapaxes(1, 2), NO_MASK, scoring)
-            if weights.sinks is not None:
+            if weights.sinks is not None:  # [Hq] -> [B * Hkv, G]
                 own = weights.sinks.reshape(-1, group)[None].repeat(batch, 0).reshape(count, group)
                 weights = weights._replace(sinks=own, sink_sequences=count)
             if step.in_order:
-                weights, context = weights._replace(mask=place), self.pool.contexts[0]
-                self._calls.keep(form, PreparedHeads(context, step, states, (out, lse, sums), weights))
+                results, context = (out, lse, key_weights), self.pool.contexts[0]
+                call = PreparedHeads(context, step, queries, results, weights._replace(mask=place))
+                self._calls.keep(form, call)
             elif wants_weights:
                 raise argument_error("return_key_weights", NOT_ROTATED, True)
             else:
-                out, lse = self._attend_pieces(step, states, lse, columns, weights)
+                out, lse = self._attend_segments(step, queries, visible, weights)
         outputs = out.swapaxes(1, 2).reshape(batch, heads, new, dim)
         more = [lse.swapaxes(1, 2).reshape(batch, heads, new)] if wants_lse else []
-        more += [] if sums is None else [sums.reshape(batch, heads, -1)]
+        more += [] if key_weights is None else [key_weights.reshape(batch, heads, -1)]
         return (outputs, *more) if more else outputs
 
-    def _attend_pieces(
-        self, step: Step, states: Array, lse: Array, columns: Array | None, weights: attention.Weights
+    def _attend_segments(
+        self, step: Step, queries: Array, visible: Array | None, weights: attention.Weights
     ) -> tuple[Array, Array]:
-        """Attend to heads whose keys have several rope shifts."""
-        count, new, group, dim = states.shape
+        """Attend to heads whose keys have several rope shifts; return outputs and lse."""
+        count, new, group, dim = queries.shape
         lengths = np.diff(step.kvstarts).tolist()
-        pieces = Pieces(step.sequences, [new] * count, lengths, step.pages, PAGE_SIZE)
-        mask = None
-        if columns is not None:
-            visible = columns[:, None, None]
+        segmented = SegmentedStep(step.sequences, [new] * count, lengths, step.pages, PAGE_SIZE)
+        mask_of_pair = None
+        if visible is not None:
 
-            def mask(piece: Any) -> Array:
-                return visible[piece.sequence, :, :, piece.segment.begin : piece.segment.end]
+            def mask_of_pair(pair: SegmentQueries) -> Array:
+                return visible[pair.sequence, :, :, pair.segment.begin : pair.segment.end]
 
-        packed = np.ascontiguousarray(states).reshape(count * new, group, dim)
-        out, own = pieces.attend(PagedStep(self.pool, step), packed, 0, mask, weights)
-        return out.astype(states.dtype).reshape(states.shape), own.reshape(lse.shape)
+        packed = queries.reshape(count * new, group, dim)
+        out, lse = segmented.attend(PagedStep(self.pool, step), packed, 0, mask_of_pair, weights)
+        return out.astype(queries.dtype).reshape(queries.shape), lse.reshape(queries.shape[:3])
 
     def _check_query(self, query: Array) -> tuple[int, int, int, int]:
         """Check queries [B, Hq, q, D]; return their shape."""
@@ -380,16 +396,17 @@ class RaggedLayer(Layer):
         if query.shape != (batch, heads, new, dim) or not heads or heads % key_heads:
             wanted = f"shape [{batch}, a multiple of {key_heads}, q, {dim}] (batch, key heads and head size)"
             raise argument_error("query", wanted, query.shape)
-        first = self.get_seq_length() - new
-        if new > 1 and any(
-            seq.positions[-new:].tolist() != [*range(first, first + new)] for seq in self.sequences
-        ):
+        last = [*range(self.get_seq_length() - new, self.get_seq_length())]
+        if new > 1 and any(seq.positions[-new:].tolist() != last for seq in self.sequences):
             wanted = f"one query, because some head does not store all of the last {new} tokens"
             raise argument_error("query", wanted, new)
         return batch, heads, new, dim
 
-    def _columns(self, mask: Array | None) -> Array | None:
-        """Return which stored tokens of a head, [B * Hkv, longest], a padding mask [B, positions] shows."""
+    def _visible(self, mask: Array | None) -> Array | None:
+        """Return which stored tokens of every head a padding mask [B, positions] lets queries see.
+
+        The result is a mask of attention, [B * Hkv, 1, 1, longest].
+        """
         if mask is None:
             return None
         legal, heads = (self.batch_size, self.get_seq_length()), self.lengths.shape[1]
@@ -397,7 +414,7 @@ class RaggedLayer(Layer):
             wanted = f"bool {list(legal)}, a padding mask by position, because heads keep different tokens"
             raise argument_error("attention_mask", wanted, describe(mask))
         rows = np.repeat(np.arange(len(mask)), heads)[:, None]
-        return mask[rows, self.positions.reshape(len(rows), -1)]
+        return mask[rows, self.positions.reshape(len(rows), -1)][:, None, None]
 
     # Removing tokens and changing the batch
 
@@ -413,12 +430,12 @@ class RaggedLayer(Layer):
     ) -> RaggedPlan:
         now = [seq.all_positions() for seq in self.sequences]
         dim = None if self.geometry is None else self.geometry.key_dim
-        rotation = rotation_of(rope, self.rope, dim, any(each.shifted for each in now))
-        by_head = [arguments] * len(now)
-        if call == "retain":
-            by_head = [(own,) for own in self._positions_by_head(*arguments)]
-        pairs = zip(now, by_head, strict=True)
-        plans = [planner(call)(rows, rotation, *own, **options) for rows, own in pairs]
+        rotation = rotation_of(rope, self.rope, dim, any(rows.shifted for rows in now))
+        of_heads = [arguments] * len(now)
+        if call == "retain":  # each head keeps tokens of its own; other calls are the same for all
+            of_heads = [(positions,) for positions in self._positions_by_head(*arguments)]
+        heads = zip(now, of_heads, strict=True)
+        plans = [planner(call)(rows, rotation, *own, **options) for rows, own in heads]
         return RaggedPlan([plan.in_few_pieces() for plan in plans])
 
     def _positions_by_head(self, positions: ArrayLike) -> list[Array]:
@@ -435,18 +452,19 @@ class RaggedLayer(Layer):
 
     # `at_once` is about files, which this layer never has.
     def rearrange(self, plan: RaggedPlan, at_once: bool = False) -> None:  # type: ignore[override]
-        pairs = list(zip(self.sequences, plan.plans, strict=True))
-        if not any(each.changes(seq.all_positions()) for seq, each in pairs):
+        heads = list(zip(self.sequences, plan.plans, strict=True))
+        if not any(own.changes(seq.all_positions()) for seq, own in heads):
             return
-        needed = sum(-(-len(each.after.positions) // PAGE_SIZE) + MAX_PIECES for _, each in pairs)
+        # At most: each segment may end with a page that is partly filled.
+        needed = sum(-(-len(own.after.positions) // PAGE_SIZE) + MAX_PIECES for _, own in heads)
         if needed > self.blocks.available:
             self._resize(self.blocks.num_blocks + needed)
         ropes = [plan.plans[0].rope]
-        for seq, each in zip(self.sequences, plan.plans, strict=True):
-            self.blocks.rearrange([seq], each, ropes)
-            if each.rotated is not None:
-                moves = each.rotated != 0
-                self.pool.rotate(seq.rows(PAGE_SIZE)[moves], each.rotated[moves], ropes)
+        for seq, own in zip(self.sequences, plan.plans, strict=True):  # new sequences, if resized
+            self.blocks.rearrange([seq], own, ropes)
+            if own.rotated is not None:
+                moves = own.rotated != 0
+                self.pool.rotate(seq.rows(PAGE_SIZE)[moves], own.rotated[moves], ropes)
         self.rope, self._step, self.changes = ropes[0], None, self.changes + 1
         self.trim()
 
@@ -456,7 +474,7 @@ class RaggedLayer(Layer):
         if self.sequences:
             used = self.blocks.num_blocks - self.blocks.available
             if self.blocks.available > len(self.sequences) + self.blocks.num_blocks // 4:
-                self._resize(used + max(used // 16, len(self.sequences)))
+                self._resize(with_spare_pages(used, len(self.sequences)))
 
     def _take_rows(self, indices: Iterable[int]) -> None:
         if self.geometry is not None:
@@ -518,11 +536,9 @@ class RaggedLayer(Layer):
             self.rearrange(RaggedPlan(plans))
 
 
-def sequence_moves(seq: Any) -> Moves | None:
-    """Return where the tokens of a sequence are; None if token i has position i."""
-    if seq.intact is None:
-        return None
-    return Moves(seq.all_positions(), list(seq.borders), seq.intact, seq.rope)
+def with_spare_pages(used: int, heads: int) -> int:
+    """Return a size for a pool: a sixteenth more pages than are used, and at least one for each head."""
+    return used + max(used // 16, heads)
 
 
 def pieces_of_shifts(shifts: Array) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvkit import cpu
 from kvkit.cache.blocks.step import Step
-from kvkit.cache.paged.pieces import Pieces, check_moved, mask_of_piece, mask_of_row
+from kvkit.cache.paged.segments import SegmentedStep, batch_mask, check_window, packed_mask
 from kvkit.calls.prepared import PreparedCall, PreparedCalls, form_of
 from kvkit.checks import attention, index_tensors, masks
 from kvkit.checks.arguments import Heads, Scoring, StepArguments
@@ -48,18 +48,18 @@ class PagedStep:
     ((4, 2, 16), array([0, 3, 4]))
     """
 
-    __slots__ = ("_parts", "_pieces", "_steps", "_store", "calls", "index", "written")
+    __slots__ = ("_segmented", "_step_index", "_store", "_subsets", "calls", "index", "written")
 
     def __init__(self, store: Any, index: Step) -> None:
         self._store, self.index = store, index
         self.written: set[int] = set()
         self.calls: PreparedCalls[PreparedCall] = PreparedCalls()
-        self._pieces: dict[tuple[bool, int, int], Pieces] = {}
-        self._parts: list[Part] = []
+        self._segmented: dict[tuple[bool, int, int], SegmentedStep] = {}
+        self._subsets: list[Subset] = []
         if not index.in_order:
             context, tokens = int(index.kvstarts[-1]), int(index.seqstarts[-1])
             zeros = np.zeros_like(index.start_pos)
-            self._steps = StepIndex(
+            self._step_index = StepIndex(
                 index.seqstarts, index.kvstarts, index.first_places, zeros, index.pages, store.page_size,
                 tokens=tokens, context=context, rows=0,
             )  # fmt: skip
@@ -68,7 +68,7 @@ class PagedStep:
             index.seqstarts, index.kvstarts, index.cachestarts, index.start_pos, max_seqlen=index.max_seqlen,
             max_kvlen=index.max_kvlen, cache_mode=1, page_size=store.page_size,
         )  # fmt: skip
-        self._steps = index_tensors.checked_step(None, arguments)
+        self._step_index = index_tensors.checked_step(None, arguments)
 
     def update(self, current_key: Array, current_value: Array, layer_idx: int) -> None:
         """Append the new tokens to a layer.
@@ -105,7 +105,7 @@ class PagedStep:
         lse : ndarray of float32, shape [seqstarts[B], num_heads]
             If ``return_lse``.
         """
-        return self.run(query, self.to_read(layer_idx), attn_mask, options, {})
+        return self.run(query, self.to_read(layer_idx), attn_mask, options, tokens={})
 
     def multi_head_cache_attention(
         self,
@@ -142,7 +142,7 @@ class PagedStep:
             if self.index.in_order:
                 context, decoding = self._store.contexts[layer_idx], self.index.decoding_batches
                 launch = cpu.attention.prepare.prepare_attention(
-                    query, out, lse, context, self._steps, decoding, weights
+                    query, out, lse, context, self._step_index, decoding, weights
                 )
         if tokens:
             self.append(tokens["current_key"], tokens["current_value"], layer_idx)
@@ -153,46 +153,51 @@ class PagedStep:
         if self.index.moved.all():
             results = self._attend_moved(query, layer_idx, attn_mask, weights)
             return fill_results(out, lse, slice(None), results)
-        for part in self.parts():
-            fill_results(out, lse, part.queries, part.attend(query, layer_idx, attn_mask, options))
+        for subset in self.subsets():
+            fill_results(out, lse, subset.queries, subset.attend(query, layer_idx, attn_mask, options))
         return out if lse is None else (out, lse)
 
     def _attend_moved(
         self, query: Array, layer_idx: int, attn_mask: Array | None, weights: attention.Weights
     ) -> Pair:
         """Attend to sequences that all have moved tokens; return float32 outputs and lse."""
-        mask = None
+        mask_of_pair = None
         if attn_mask is not None and attn_mask.size:
-            columns = attn_mask if attn_mask.ndim == 3 else attn_mask[None]
-            mask = functools.partial(mask_of_piece, columns, self._steps.seqstarts, self._steps.kvstarts)
-        return self.pieces(weights.causal).attend(self, query, layer_idx, mask, weights)
+            mask, starts = attn_mask if attn_mask.ndim == 3 else attn_mask[None], self._step_index
+            mask_of_pair = functools.partial(packed_mask, mask, starts.seqstarts, starts.kvstarts)
+        return self.segmented(weights.causal).attend(self, query, layer_idx, mask_of_pair, weights)
 
     @property
     def value_dim(self) -> int:
         """Return the number of elements of a value."""
         return int(self._store.value_dim)
 
-    def parts(self) -> list[Part]:
+    def subsets(self) -> list[Subset]:
         """Split the step into the sequences with moved tokens and those without."""
-        if not self._parts:
+        if not self._subsets:
             index, every = self.index, np.arange(len(self.index.sequences))
             of_query, of_key = (np.repeat(every, np.diff(ends)) for ends in (index.seqstarts, index.kvstarts))
-            for moved in (index.moved, ~index.moved):
-                step = PagedStep(self._store, index.part(np.flatnonzero(moved)))
-                self._parts.append(Part(step, np.flatnonzero(moved[of_query]), np.flatnonzero(moved[of_key])))
-        return self._parts
+            for chosen in (index.moved, ~index.moved):
+                step = PagedStep(self._store, index.subset(np.flatnonzero(chosen)))
+                queries, keys = np.flatnonzero(chosen[of_query]), np.flatnonzero(chosen[of_key])
+                self._subsets.append(Subset(step, queries, keys))
+        return self._subsets
 
-    def pieces(self, is_causal: bool, tokens: int = -1, length: int = -1) -> Pieces:
-        """Return the pieces for queries of the new tokens, or of the last `tokens` of the first `length`."""
-        pieces = self._pieces.get((is_causal, tokens, length))
-        if pieces is None:
+    def segmented(self, is_causal: bool, tokens: int = -1, length: int = -1) -> SegmentedStep:
+        """Return the step by segments, for queries of its new tokens.
+
+        With `tokens`, the queries are those of the last `tokens` of the first `length` in each sequence.
+        """
+        found = self._segmented.get((is_causal, tokens, length))
+        if found is None:
             index, batch = self.index, len(self.index.sequences)
             counts, lengths = [tokens] * batch, [length] * batch
             if tokens < 0:
                 counts, lengths = np.diff(index.seqstarts).tolist(), np.diff(index.kvstarts).tolist()
-            pieces = Pieces(index.sequences, counts, lengths, index.pages, self._store.page_size, is_causal)
-            self._pieces[is_causal, tokens, length] = pieces
-        return pieces
+            size = self._store.page_size
+            found = SegmentedStep(index.sequences, counts, lengths, index.pages, size, is_causal)
+            self._segmented[is_causal, tokens, length] = found
+        return found
 
     def float32_context(self, layer_idx: int) -> Any:
         """Return a layer's `Context` for float32 queries."""
@@ -214,15 +219,15 @@ class PagedStep:
             The dtype is that of the cache.
         """
         layer_idx = self.to_read(layer_idx)
-        key, value = self._store.empty(self._steps.context)
-        steps = self._steps if self.index.in_order else self.pieces(True).contexts
-        self.load(key, value, layer_idx, steps)
+        key, value = self._store.empty(self._step_index.context)
+        contexts = self._step_index if self.index.in_order else self.segmented(is_causal=True).contexts
+        self.load(key, value, layer_idx, contexts)
         return key, value[..., : self.value_dim]
 
     def commit(self) -> None:
         """End the step and keep its tokens. Every layer must be written."""
         missing = sorted(set(range(self._store.num_layers)) - self.written)
-        if missing and self._steps.tokens:
+        if missing and self._step_index.tokens:
             raise argument_error("step", "every layer to be written", f"layers {missing} that are not")
         self.index.commit()
 
@@ -247,7 +252,7 @@ class PagedStep:
         fmt, current_key, current_value = check_new_tokens(current_key, current_value, 3, store.rope_dim)
         if fmt is not store.format:
             raise argument_error("current_key", f"dtype {store.format}, that of the cache", fmt)
-        shape = self._steps.tokens, store.heads, store.value_dim
+        shape = self._step_index.tokens, store.heads, store.value_dim
         if current_key.shape != shape:
             raise argument_error("current_key", f"shape {shape}", current_key.shape)
         store.check_apart(layer_idx, {"current_key": current_key, "current_value": current_value})
@@ -275,13 +280,13 @@ class PagedStep:
         checked_format("query", query, (store.format,), 3)
         _, query, _ = attention.check_queries(query, 3, Heads(query.shape[1], store.dim, store.heads))
         count, heads, _ = query.shape
-        index_tensors.check_last_start("seqstarts", self._steps.tokens, ("query", count))
-        mask = masks.dynamic_mask(store.format, attn_mask, heads, count, self._steps.context)
+        index_tensors.check_last_start("seqstarts", self._step_index.tokens, ("query", count))
+        mask = masks.dynamic_mask(store.format, attn_mask, heads, count, self._step_index.context)
         weights = attention.checked_weights(query, mask, Scoring(sinks=sinks, **options))
         arrays = {"query": query, "attn_mask": attn_mask, "sinks": sinks, "cache": store.cache}
         inputs = named_arrays(**arrays, scale=store.scale, **tokens)
-        counts = np.diff(self.index.seqstarts).tolist()
-        check_moved(self.index.sequences, counts, (weights.left, weights.right), weights.alibi)
+        window = weights.left, weights.right
+        check_window(self.index.sequences, self.index.start_pos, window, weights.alibi)
         shape = count, heads, store.value_dim
         results = attention.attention_results(shape, store.format, return_lse, inputs).arrays(out)
         attn_output, lse, *_ = (*results, None)
@@ -301,7 +306,7 @@ class PagedStep:
     def to_read(self, layer_idx: Any) -> int:
         """Check the number of a layer, which this step must have written; return it."""
         layer_idx = integer("layer_idx", layer_idx, 0, self._store.num_layers - 1)
-        if self._steps.tokens and layer_idx not in self.written:
+        if self._step_index.tokens and layer_idx not in self.written:
             raise argument_error("layer_idx", "a layer that the step has written", layer_idx)
         return layer_idx
 
@@ -312,7 +317,7 @@ class PagedStep:
         if prepared:
             prepared.run_at(self.places(layer_idx, arrays))
         else:
-            launch = cpu.copy.transfer.store(key, value, self._store.places[layer_idx], self._steps)
+            launch = cpu.copy.transfer.store(key, value, self._store.places[layer_idx], self._step_index)
             cpu.launches.start(launch)
             self.keep(form, layer_idx, arrays, launch)
         self.written.add(layer_idx)
@@ -324,15 +329,14 @@ class PagedStep:
         out: Array,
         lse: Array | None,
         layer_idx: int,
-        rows: Any,
-        decoding: int,
+        step_index: StepIndex,
         weights: Any,
-        sums: Array | None = None,
+        key_weights: Array | None = None,
     ) -> Attended:
-        """Attend with checked arguments; keep the prepared call for other layers. `sums` gets key weights."""
-        context = self._store.contexts[layer_idx]
+        """Attend with checked queries [B, q, Hq, D]; keep the prepared call, for other layers."""
+        context, decoding = self._store.contexts[layer_idx], len(query) if query.shape[1] == 1 else 0
         launch = cpu.attention.prepare.prepare_attention(
-            query, out, lse, context, rows, decoding, weights, key_weights=sums
+            query, out, lse, context, step_index, decoding, weights, key_weights=key_weights
         )
         return self.start(form, launch, query, out, lse, layer_idx)
 
@@ -370,11 +374,11 @@ class PagedStep:
     ) -> list[Array]:
         """Attend to moved tokens with queries [B, q, Hq, D] of the last tokens; return float32 results."""
         batch, tokens, *_ = query.shape
-        mask_of = None if mask is None or not mask.size else functools.partial(mask_of_row, mask)
-        pieces = self.pieces(weights.causal, tokens, length)
+        mask_of_pair = None if mask is None or not mask.size else functools.partial(batch_mask, mask)
         packed = query.reshape(batch * tokens, *query.shape[2:])
-        results = pieces.attend(self, packed, layer_idx, mask_of, weights)
-        return [side.reshape(batch, tokens, *side.shape[1:]) for side in results]
+        segmented = self.segmented(weights.causal, tokens, length)
+        results = segmented.attend(self, packed, layer_idx, mask_of_pair, weights)
+        return [result.reshape(batch, tokens, *result.shape[1:]) for result in results]
 
     def gather_rows(self, layer_idx: int, length: int) -> Pair:
         """Return copies of the first `length` keys and values of each sequence, [B, heads, length, dim]."""
@@ -383,38 +387,38 @@ class PagedStep:
         key = np.empty(shape, store.format.dtype)
         value = key if store.latent_dim else np.empty_like(key)
         if self.index.in_order:
-            self.load(key.swapaxes(1, 2), value.swapaxes(1, 2), layer_idx, self.equal(0, length))
+            self.load(key.swapaxes(1, 2), value.swapaxes(1, 2), layer_idx, self.equal_index(0, length))
         else:
-            packed = keys, values = store.empty(batch * length)
-            self.load(keys, values, layer_idx, self.pieces(True, 0, length).contexts)
+            packed = keys, values = store.empty(batch * length)  # [tokens, heads, dim]
+            self.load(keys, values, layer_idx, self.segmented(True, tokens=0, length=length).contexts)
             for side, tokens in zip((key, value), packed, strict=True):
                 side[...] = tokens.reshape(batch, length, *tokens.shape[1:]).swapaxes(1, 2)
         return key, value[..., : store.value_dim]
 
-    def equal(self, tokens: int, length: int) -> Any:
+    def equal_index(self, tokens: int, length: int) -> StepIndex:
         """Return index tensors for sequences of one length, whose last `tokens` are the new ones."""
         batch = len(self.index.sequences)
         count = np.arange(batch + 1)
-        return self._steps._replace(
+        return self._step_index._replace(
             seqstarts=count * tokens, kvstarts=count * length, tokens=batch * tokens, context=batch * length
         )
 
 
-class Part(NamedTuple):
+class Subset(NamedTuple):
     """Selects sequences of a step for one launch of attention."""
 
-    step: PagedStep  # of these sequences
-    queries: Array  # which queries of the whole step are theirs
-    keys: Array  # which tokens of all contexts are theirs
+    step: PagedStep  # with only these sequences
+    queries: Array  # the indices of their queries in the whole step
+    keys: Array  # the indices of their tokens in all contexts
 
     def attend(
         self, query: Array, layer_idx: int, attn_mask: Array | None, options: dict[str, Any]
     ) -> tuple[Array, ...]:
-        """Attend with the checked arguments of the whole step; return outputs, and lse if it is requested."""
+        """Attend with the checked arguments of the whole step; return (outputs,) or (outputs, lse)."""
         if attn_mask is not None and attn_mask.size:
             attn_mask = attn_mask[..., self.queries, :]
             attn_mask = attn_mask if attn_mask.shape[-1] == 1 else attn_mask[..., self.keys]
-        results = self.step.run(query[self.queries], layer_idx, attn_mask, options | {"out": None}, {})
+        results = self.step.run(query[self.queries], layer_idx, attn_mask, options | {"out": None}, tokens={})
         return results if isinstance(results, tuple) else (results,)
 
 

@@ -43,7 +43,7 @@ class PagedStore:
         latent_dim: int = 0,
     ) -> None:
         self.page_size, self.num_layers = page_size, integer("num_layers", num_layers, 1)
-        self.cell = float_format("scale_dtype", scale_dtype)
+        self.scale_format = float_format("scale_dtype", scale_dtype)
         self.heads, self.dim = integer("num_kv_heads", num_kv_heads, 1), integer("head_dim", head_dim, 1)
         self.latent_dim = integer("latent_dim", latent_dim, 0, self.dim - 1)
         self.value_dim = self.latent_dim or self.dim
@@ -54,14 +54,14 @@ class PagedStore:
         self.format = float_format("dtype", dtype)
         bits = choice("quant_bit", quant_bit, (0, 4, 8))
         group = integer("quant_group", quant_group, 1)
-        number = integer("cache_layout", cache_layout, 0, len(DYNAMIC) - 1)
+        layout = integer("cache_layout", cache_layout, 0, len(DYNAMIC) - 1)
         stored = QUANTIZED.get(bits, self.format)
         if quant_format is not None:
             stored = STORED[text("quant_format", quant_format, STORED)]
 
-        sides = 1 if latent_dim else 2  # a latent row is key and value
+        sides = 1 if latent_dim else 2  # a latent row is a key and a value
         sizes = {"l": self.num_layers, "kv": sides, "n": num_blocks * page_size, "h": self.heads}
-        shape = [sizes[axis] for axis in DYNAMIC[number].axes[:-1]]
+        shape = [sizes[axis] for axis in DYNAMIC[layout].axes[:-1]]
         element = np.dtype(np.uint8) if quant_format else stored.dtype  # .npz files can hold uint8
         self.cache = zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
         # Whether appends compute a scale for each group. The scales then have the axes of the cache.
@@ -70,28 +70,31 @@ class PagedStore:
             raise argument_error("scale", "None unless quant_format is 'e4m3' or 'e5m2'", describe(scale))
         self.scale: Array | None = None
         if self.computes_scales:
-            self.scale = np.zeros((*shape, self.dim // group), self.cell.dtype)
+            self.scale = np.zeros((*shape, self.dim // group), self.scale_format.dtype)
         elif scale is not None:
             self.scale = check_scales(scale, self.num_layers, self.heads)
         # Arguments of operators on the cache; `_place` sets layer_idx.
-        self.arguments = CacheArguments(self.num_layers, 0, bits, group, quant_format, number)
+        self.arguments = CacheArguments(self.num_layers, 0, bits, group, quant_format, layout)
         self._find_places()
         geometry = {
             "layers": self.num_layers,
             "heads": self.heads,
             "dims": [self.dim, self.dim],
             "dtype": self.format.name,
-            "quantization": [bits, group, self.cell.name] if bits else quant_format,
+            "quantization": [bits, group, self.scale_format.name] if bits else quant_format,
         }
         if latent_dim:
             geometry["latent_dim"] = self.latent_dim
         if scale is not None:
-            form = [group, self.cell.name]
+            form = [group, self.scale_format.name]
             geometry["scale"] = form if self.computes_scales else np.asarray(self.scale).tolist()
         self.identity = json.dumps(geometry).encode()
 
     def _find_places(self) -> None:
-        """Compute where each layer's keys, values and scales begin, from the addresses of the arrays."""
+        """Compute where each layer's keys, values and scales lie, from the addresses of the arrays.
+
+        Appends take `places`, attention takes `contexts`. `addresses` are what a prepared call exchanges.
+        """
         find_place = self._latent_place if self.latent_dim else self._place
         self.places = [find_place(layer_idx) for layer_idx in range(self.num_layers)]
         self.contexts = [attention.cache_context(place) for place in self.places]
@@ -138,7 +141,7 @@ class PagedStore:
         return self.scale if self.scale is None or self.computes_scales else self.scale[layer_idx]
 
     def __getstate__(self) -> dict[str, Any]:
-        of_arrays = "places", "contexts", "addresses", "blocks"
+        of_arrays = "places", "contexts", "addresses", "blocks"  # what `_find_places` computes
         return {name: value for name, value in self.__dict__.items() if name not in of_arrays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -185,7 +188,7 @@ def check_scales(scale: Any, layers: int, heads: int) -> Array:
         numbers = np.array(None if isinstance(scale, str) else scale, np.float32)
         if numbers.ndim in (1, 2) and len(numbers) != 2:  # `broadcast_to` would take them for heads
             raise ValueError
-        numbers = numbers[:, None] if numbers.shape == (2,) else numbers
+        numbers = numbers[:, None] if numbers.shape == (2,) else numbers  # keys, values
         scales = np.ascontiguousarray(np.broadcast_to(numbers, (layers, 2, heads)))
     except (TypeError, ValueError):
         legal = f"'found', a number, or numbers [2], [2, {heads}] or [{layers}, 2, {heads}]"

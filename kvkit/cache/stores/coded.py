@@ -21,7 +21,8 @@ from kvkit.typed import Array, States
 
 SIDES = "keys", "values"
 GROWING = "tail", "codes", "cells"  # arrays of a side that grow with the context
-COUNTERS = "coded", "before", "start"  # numbers of a side in a sidecar, see `CodedSide`
+COUNTERS = {"coded": "coded", "before": "coded_before", "start": "tail_origin"}
+# {name in a sidecar: the counter of a `CodedSide`}
 
 Forms = dict[str, ArrayForm]  # {name: (shape, dtype)} of the arrays of a side
 Plan = tuple["CodeStore", list[Forms]]  # a store, and the arrays of its sides in a file
@@ -74,7 +75,7 @@ class CodeStore:
         for side in self.sides:
             side.crop(length)
             side.encode_old()
-        self.see_stored()
+        self.attend_to_codes()
 
     def keep_rows(self, rows: Array, first: int, rope: Any, rotated: Array | None) -> None:
         """Keep only some tokens, byte for byte. Codes are never rotated."""
@@ -101,7 +102,7 @@ class CodeStore:
         for side in self.sides:
             side.release_undo()
 
-    def see_stored(self) -> None:
+    def attend_to_codes(self) -> None:
         """Make attention read every token that has a code as this code, not as its unquantized copy."""
         for side in self.sides:
             side.show_codes()
@@ -164,7 +165,7 @@ class MappedCodeStore(CodeStore):
         for side, side_forms in zip(self.sides, forms, strict=True):
             for part in side_forms:
                 setattr(side, part, next(arrays))
-            side.block_of = side.block_of[0, 0, :, 0]
+            side.block_of = side.block_of[0, 0, :, 0]  # in files every array has 4 axes
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy lies in memory
         return CodeStore, (self.geometry, self.sides, self.read_back)
@@ -174,7 +175,8 @@ class MappedCodeStore(CodeStore):
         cls, about: dict[str, Any], span: Span, home: Home, empty: Callable[[Geometry], CodeStore]
     ) -> MappedCodeStore:
         """Open the store that a sidecar describes. `empty` makes an empty store in memory."""
-        (_, batch, heads, _, key_dim), value_dim = about["keys"]["tail"], about["values"]["tail"][-1]
+        _dtype, batch, heads, _rows, key_dim = about["keys"]["tail"]
+        value_dim = about["values"]["tail"][-1]
         geometry = Geometry(batch, heads, key_dim, value_dim, BY_NAME[about["dtype"]])
         source = empty(geometry)
         forms = [
@@ -186,11 +188,11 @@ class MappedCodeStore(CodeStore):
         store = cls(geometry, (source, forms), home, new=False)
         for name, side in zip(SIDES, store.sides, strict=True):
             side.sink = min(about["state"].get("sinks", side.sink), side.sink)
-            restore_side(side, span.length, *(about["state"][f"{name}.{counter}"] for counter in COUNTERS))
+            restore_side(side, span.length, *(about["state"][f"{name}.{key}"] for key in COUNTERS))
         return store
 
     def show_codes(self, side: CodedSide) -> None:
-        side.show_codes()  # unquantized copies stay, to undo an unfinished step
+        side.show_codes()  # without freeing the unquantized copies, which undo an unfinished step
 
     def make_room(self, new: int) -> None:
         self.rooms = [(side.tail, side.tail_at(new)) for side in self.sides]
@@ -199,14 +201,18 @@ class MappedCodeStore(CodeStore):
         """Copy all tokens of another store; `indices` are the rows of its batch."""
         for side, source in zip(self.sides, store.sides, strict=True):
             # The tail begins after sinks and codes of earlier updates: the latest update may be undone.
-            side.start = min(side.sink, side.length) + side.before
-            first, live = side.start - source.start, side.length - side.start
-            used = {"sinks": min(side.sink, side.length), "codes": side.coded, "cells": side.blocks}
-            pieces = [(name, 0, count) for name, count in used.items()]
-            for name, row, count in (*pieces, ("tail", first, live)):
-                target, rows = getattr(side, name), getattr(source, name)[:, :, row : row + count]
+            sinks = min(side.sink, side.length)
+            side.tail_origin = sinks + side.coded_before
+            first = side.tail_origin - source.tail_origin
+            sources = {
+                "sinks": source.sinks[:, :, :sinks],
+                "codes": source.codes[:, :, : side.coded],
+                "cells": source.cells[:, :, : side.block_count],
+                "tail": source.tail[:, :, first : first + side.length - side.tail_origin],
+            }
+            for name, rows in sources.items():
                 for b, index in enumerate(indices):
-                    target[b, :, :count] = rows[index]
+                    getattr(side, name)[b, :, : rows.shape[2]] = rows[index]
             side.block_of[: side.coded] = source.block_of[: side.coded]
 
     def with_new_sidecar(self) -> MappedCodeStore:
@@ -224,9 +230,9 @@ class MappedCodeStore(CodeStore):
     def commit(self, layer: Any) -> None:
         super().commit(layer)
         numbers = {
-            f"{name}.{counter}": getattr(side, counter)
+            f"{name}.{key}": getattr(side, counter)
             for name, side in zip(SIDES, self.sides, strict=True)
-            for counter in COUNTERS
+            for key, counter in COUNTERS.items()
         }
         self.file.commit(self.about, layer, numbers)
 
@@ -239,9 +245,9 @@ class MappedCodeStore(CodeStore):
 
     def prefetch(self, span: Span) -> None:
         rows: list[tuple[int, int]] = []
-        for side in self.sides:  # (first, count) in the order of `array_forms`
-            rows += [(0, side.sink), (side.end - side.start, side.length - side.end)]
-            rows += [(0, count) for count in (side.coded, side.blocks, side.coded)]
+        for side in self.sides:  # (first, count) of sinks, tail, codes, cells and block_of, as `array_forms`
+            rows += [(0, side.sink), (side.codes_end - side.tail_origin, side.tail_length)]
+            rows += [(0, count) for count in (side.coded, side.block_count, side.coded)]
         self.file.prefetch(rows)
 
 
@@ -253,11 +259,11 @@ def plan_file(
     If one array is too small all of them grow, because growing needs a new file. With `keep_encoded` the tail
     also has the tokens that the latest update encoded. With `kept` the store has only these tokens.
     """
-    store = copy.copy(store)
+    store = copy.copy(store)  # the plan has counters of its own
     store.sides = [copy.copy(side) for side in store.sides]
     if not keep_encoded:
         for side in store.sides:
-            side.before = side.seen = side.coded
+            side.coded_before = side.codes_read = side.coded
     if kept is not None:
         for side in store.sides:
             side.count_kept(kept)
@@ -274,10 +280,10 @@ def row_counts(side: CodedSide, tokens: int, grows: bool) -> tuple[int, int, int
     codes, cells = side.codes.shape[2], side.cells.shape[2]
     if grows:
         new = side.new_blocks(side.length + tokens)
-        more = max(side.blocks, new + (side.blocks + new) // 4)
-        more += 1 + (side.residual + TAIL_ROOM) // side.block
-        codes, cells = side.coded + more * side.block, side.blocks + more
-    return side.tail_counts(tokens)[2] + side.coded - side.before, codes, cells
+        more = max(side.block_count, new + (side.block_count + new) // 4)
+        more += 1 + (side.residual + TAIL_ROOM) // side.block_size
+        codes, cells = side.coded + more * side.block_size, side.block_count + more
+    return side.new_tail_rows(tokens) + side.coded - side.coded_before, codes, cells
 
 
 def array_forms(side: CodedSide, batch: int, tail: int, codes: int, cells: int) -> Forms:
@@ -301,16 +307,16 @@ def describe_forms(forms: Iterable[Forms]) -> dict[str, dict[str, list[Any]]]:
 def restore_side(side: CodedSide, length: int, coded: int, before: int, start: int) -> None:
     """Set the counters of a side whose arrays are filled; raise ValueError if they do not fit the arrays."""
     sinks = min(side.sink, length)
-    first, last = sinks + before - start, length - start
+    first, end = sinks + before - start, length - start  # rows of the tail after the first `before` codes
     blocks = side.block_of[: max(0, coded)]
     legal = (
         sinks >= 0
         and 0 <= before <= coded <= min(side.codes.shape[2], length - sinks)
-        and (first == last or 0 <= first < last <= side.tail.shape[2])
+        and (first == end or 0 <= first < end <= side.tail.shape[2])
         and (not coded or 0 <= blocks.min() <= blocks.max() < side.cells.shape[2])
     )
     if not legal:
         raise ValueError(f"a state that cannot be: {length} tokens, {coded} codes, a tail from {start} on")
-    side.coded, side.start = coded, start
-    side.crop(length)
-    side.before = before
+    side.coded, side.tail_origin = coded, start
+    side.crop(length)  # counts the blocks
+    side.coded_before = before

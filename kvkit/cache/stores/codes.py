@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,13 +24,18 @@ TAIL_ROOM = 16  # spare rows of a new tail
 class CodedSide:
     """Stores the keys or the values of a layer, [B, H, tokens, dim].
 
-    Of `length` tokens the first `sink` stay unquantized, the next `coded` are codes, and the rest, the tail,
-    stays unquantized: at least the last `residual` tokens, the window. Row 0 of the tail has position
-    `start`. `cells` are the scales of codes, followed by minima if codes are asymmetric; `blocks` rows of
-    cells are in use, each for a block of `block` tokens.
+    After 13 tokens, with sink=2, residual=3 and block_size=4::
 
-    An update that encodes tokens also leaves them in the tail: undoing it needs all tokens after the first
-    `before` codes. The latest view reads the first `seen` codes, and later tokens in the tail.
+        position       0 1 | 2 3 4 5   6 7 8 9 | 10 11 12     length 13
+        stored in    sinks | codes (coded=8)   | tail         codes_end 10
+        block_of             0 0 0 0   1 1 1 1                block_count 2: rows of `cells` in use
+        row of tail                    0 1 2 3    4  5  6     tail_origin 6: the position of row 0
+
+    At least the last `residual` tokens have no code. A block is `block_size` tokens that share a row of
+    `cells`: scales, followed by minima if codes are asymmetric.
+
+    Here the last update has encoded 6 to 9 (coded_before=4). Their unquantized copies stay in the tail, so
+    that it can be undone. Attention reads `codes_read` codes (4 or 8), and all later tokens in the tail.
 
     Removing tokens does not change the bytes of the others. A block that loses some of its tokens keeps its
     scales. A block that loses all is freed. Removing a sink lowers `sink`, because no later token becomes a
@@ -42,7 +47,7 @@ class CodedSide:
     ) -> None:
         batch, heads, _, dim = shape
         element, by_token = BY_DTYPE[dtype].name, spec.axis == "token"
-        block = STORED[spec.format].block if spec.format else None
+        block = STORED[spec.format].block if spec.format else None  # ggml's blocks contain their scales
         self.scales: Array | None = None  # the constant scales of the spec, [1 or heads]
         if spec.scale is not None:
             self.scales = np.array(spec.scale, np.float32).reshape(-1)
@@ -50,25 +55,28 @@ class CodedSide:
                 raise argument_error(name, f"a scale, or one for each of {heads} heads", len(self.scales))
         if not spec.format and dim * spec.bits % 8:
             raise argument_error(name, f"a head size whose {spec.bits}-bit codes fill bytes", dim)
-        group = block.elements if block else spec.group
-        if by_token and self.scales is None and dim % group:
+        # A scale is of `group` elements of one token, or of one element of `block_size` tokens.
+        group = (block.elements if block else spec.group) if by_token else 1
+        self.block_size = 1 if by_token else int(spec.group)
+        if self.scales is None and dim % group:
             raise argument_error(name, f"a head size that groups of {group} divide", dim)
-        group, self.rotation = group if by_token else 1, rotation_named(spec.rotation)
+        self.rotation, self.is_value = rotation_named(spec.rotation), name == "value"
         if self.rotation:
-            self.rotation.size(dim, name == "value")
-        self.block = 1 if by_token else spec.group  # how many tokens share scales
+            self.rotation.size(dim, self.is_value)  # raises for a head size that it cannot rotate
         self.spec, self.dtype, self.sink, self.residual = spec, dtype, sink, residual
-        self.is_value = name == "value"
         symmetric = spec.format is not None or spec.scheme == "sym"
-        cell, group = (spec.param_dtype, group) if self.scales is None else ("float32", 0)
+        cell = spec.param_dtype
+        if self.scales is not None:
+            cell, group = "float32", 0  # for `Codes`, group 0 is constant scales
         self.format = cpu.copy.codes.Codes(
-            element, spec.bits, symmetric, cell, group, self.block, spec.format or ""
+            element, spec.bits, symmetric, cell, group, self.block_size, spec.format or ""
         )
-        cpu.copy.codes.encoder(self.format), self.widening(rounds=False)  # compile before anything changes
-        self.length = self.coded = self.seen = self.blocks = self.before = 0
+        cpu.copy.codes.encoder(self.format)  # compile before anything changes
+        self.widening(rounds=False)
+        self.length = self.coded = self.codes_read = self.block_count = self.coded_before = 0  # see the class
         self.counter = [0]  # number of changes, shared with copies of this side
         self.sinks = np.empty((batch, heads, sink, dim), dtype)
-        self.tail, self.start = np.empty((batch, heads, 0, dim), dtype), 0  # position of its row 0
+        self.tail, self.tail_origin = np.empty((batch, heads, 0, dim), dtype), 0
         width = STORED[spec.format].bytes(dim) if spec.format else dim * spec.bits // 8
         self.codes = np.empty((batch, heads, 0, width), np.uint8)
         cells = 0 if block or not group else dim // group * (1 if symmetric else 2)
@@ -86,15 +94,30 @@ class CodedSide:
         return batch, heads, self.length, dim
 
     @property
-    def end(self) -> int:
-        """Return the first position of the tail."""
+    def codes_end(self) -> int:
+        """Return the position after the last code, where the tail begins."""
         return min(self.sink, self.length) + self.coded
+
+    @property
+    def tail_length(self) -> int:
+        """Return how many tokens have no code and are no sinks."""
+        return self.length - self.codes_end
+
+    def tail_tokens(self) -> Array:
+        """Return a view of the rows of the tail that have no code, [B, H, tail_length, dim]."""
+        first = self.codes_end - self.tail_origin
+        return self.tail[:, :, first : first + self.tail_length]
 
     @property
     def nbytes(self) -> int:
         """Return the size of the stored tokens in bytes, with unquantized copies, without spare rows."""
-        sinks, tail = min(self.sink, self.length), self.length - self.end + self.coded - self.before
-        counts = (self.sinks, sinks), (self.tail, tail), (self.codes, self.coded), (self.cells, self.blocks)
+        sinks, tail = min(self.sink, self.length), self.tail_length + self.coded - self.coded_before
+        counts = (
+            (self.sinks, sinks),
+            (self.tail, tail),
+            (self.codes, self.coded),
+            (self.cells, self.block_count),
+        )
         return sum(array[:, :, :1].nbytes * count for array, count in counts if array.shape[2])
 
     # Room
@@ -105,26 +128,29 @@ class CodedSide:
         The arrays of codes grow now. A new tail replaces the old one in `append`.
         """
         self.grow(self.new_blocks(self.length + tokens))
-        live, _, new_tail = self.tail_counts(tokens)
-        first = self.tail_at(tokens)
-        if first is not None and self.tail.shape[2] <= 4 * (new_tail - live):
+        first, rows = self.tail_at(tokens), self.new_tail_rows(tokens)
+        if first is not None and self.tail.shape[2] <= 4 * (rows - self.tail_length):
             return self.tail, first
         batch, heads, _, dim = self.sinks.shape
-        return np.empty((batch, heads, new_tail, dim), self.dtype), 0
+        return np.empty((batch, heads, rows, dim), self.dtype), 0
 
-    def tail_counts(self, tokens: int) -> tuple[int, int, int]:
-        """Return the number of tokens in the tail now and after `tokens` more, and the rows of a new tail."""
-        live = self.length - self.end
-        need = live + max(0, self.length + tokens - max(self.length, self.sink))
-        return live, need, need + live + self.residual + self.block + TAIL_ROOM
+    def _tail_length_after(self, tokens: int) -> int:
+        """Return the length of the tail after `tokens` more, before any is encoded."""
+        return self.tail_length + max(0, self.length + tokens - max(self.length, self.sink))
+
+    def new_tail_rows(self, tokens: int) -> int:
+        """Return the rows of a new tail: for `tokens` more, and room so that few steps need another."""
+        room = self.tail_length + self.residual + self.block_size + TAIL_ROOM
+        return self._tail_length_after(tokens) + room
 
     def tail_at(self, tokens: int) -> int | None:
         """Return the row at which the tail's tokens will begin after `tokens` more; None without room.
 
-        They only move to free rows, because committed rows of a file must not be overwritten.
+        They stay where they are, or move to row 0 if that overwrites none of them: committed rows of a file
+        must not be overwritten.
         """
-        live, need, _ = self.tail_counts(tokens)
-        first = self.end - self.start if live else 0
+        need = self._tail_length_after(tokens)
+        first = self.codes_end - self.tail_origin if self.tail_length else 0
         if first + need <= self.tail.shape[2]:
             return first
         return 0 if need <= first else None
@@ -132,25 +158,25 @@ class CodedSide:
     def fits(self, tokens: int) -> bool:
         """Return whether there is room for more tokens."""
         blocks = self.new_blocks(self.length + tokens)
-        codes, cells = self.coded + blocks * self.block, self.blocks + blocks
-        rooms = self.codes.shape[2], self.cells.shape[2]
-        return self.tail_at(tokens) is not None and codes <= rooms[0] and cells <= rooms[1]
+        codes, cells = self.coded + blocks * self.block_size, self.block_count + blocks
+        fits = codes <= self.codes.shape[2] and cells <= self.cells.shape[2]
+        return fits and self.tail_at(tokens) is not None
 
     def new_blocks(self, length: int) -> int:
         """Return how many more blocks are encoded when the context becomes `length` tokens long."""
         coded = min(self.coded, max(0, length - self.sink))
-        return max(0, (length - self.residual - min(self.sink, length) - coded) // self.block)
+        return max(0, (length - self.residual - min(self.sink, length) - coded) // self.block_size)
 
     def grow(self, blocks: int) -> None:
         """Make room for `blocks` more blocks of codes."""
-        tokens = self.coded + blocks * self.block
+        tokens = self.coded + blocks * self.block_size
         if tokens > self.codes.shape[2]:
             more = grow_array(self.codes, self.coded, tokens)
             block_of = np.empty(more.shape[2], np.int64)
             block_of[: self.coded] = self.block_of[: self.coded]
             self.codes, self.block_of = more, block_of
-        if self.blocks + blocks > self.cells.shape[2]:
-            self.cells = grow_array(self.cells, self.blocks, self.blocks + blocks)
+        if self.block_count + blocks > self.cells.shape[2]:
+            self.cells = grow_array(self.cells, self.block_count, self.block_count + blocks)
 
     # Changes, which cannot fail
 
@@ -158,14 +184,13 @@ class CodedSide:
         """Append new tokens, in the `room` that `make_room` has returned."""
         states = self.rotated(states, STORED_ROWS)
         (tail, first), old, new = room, self.length, states.shape[2]
-        live, sinks = old - self.end, max(0, min(new, self.sink - old))
-        begin = self.end - self.start
-        if live and (tail is not self.tail or first != begin):
-            tail[:, :, first : first + live] = self.tail[:, :, begin : begin + live]
+        sinks, end = max(0, min(new, self.sink - old)), first + self.tail_length  # new sinks; end of old tail
+        if self.tail_length and (tail is not self.tail or first != self.codes_end - self.tail_origin):
+            tail[:, :, first:end] = self.tail_tokens()
         self.sinks[:, :, old : old + sinks] = states[:, :, :sinks]
-        tail[:, :, first + live : first + live + new - sinks] = states[:, :, sinks:]
+        tail[:, :, end : end + new - sinks] = states[:, :, sinks:]
         self.tail, self.length = tail, old + new
-        self.start, self.seen, self.before = self.end - first, self.coded, self.coded
+        self.tail_origin, self.codes_read, self.coded_before = self.codes_end - first, self.coded, self.coded
         self.counter[0] += 1
 
     def rotated(self, rows: Array, kind: str) -> Array:
@@ -180,41 +205,41 @@ class CodedSide:
         blocks = self.new_blocks(self.length)
         if not blocks:
             return
-        tokens, first = blocks * self.block, self.end - self.start
-        batch, heads, _, dim = self.shape
-        source = self.tail[:, :, first:]
-        target = self.codes[:, :, self.coded :]
-        at: list[int] = []
-        places = address_of(source, 0), address_of(target, 0), self.cells_at(-self.blocks)
-        for (address, sequence, head, row), rows in zip(places, (self.block, self.block, 1), strict=True):
-            at += address, sequence, rows * row, head
+        tokens, (batch, heads, _, dim) = blocks * self.block_size, self.shape
+        source, target = place_of(self.tail_tokens(), 0), place_of(self.codes[:, :, self.coded :], 0)
+        cells = self.cells_place(-self.block_count)  # of the first cells that are not in use
+        at: list[int] = []  # a `COPY_SIDE`, whose "tokens" are whole blocks
+        for place, rows in (source, self.block_size), (target, self.block_size), (cells, 1):
+            at += place.address, place.sequence, rows * place.row, place.head
         code, elements = cpu.copy.codes.encoder(self.format).address, batch * heads * tokens * dim
         cpu.launches.start(cpu.copy.codes.prepare_codes(code, batch, blocks, at, heads, dim, elements))
-        self.block_of[self.coded : self.coded + tokens] = self.blocks + np.arange(tokens) // self.block
-        self.coded, self.blocks = self.coded + tokens, self.blocks + blocks
+        self.block_of[self.coded : self.coded + tokens] = (
+            self.block_count + np.arange(tokens) // self.block_size
+        )
+        self.coded, self.block_count = self.coded + tokens, self.block_count + blocks
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens."""
         self.coded = min(self.coded, max(0, length - self.sink))
-        self.blocks = int(self.block_of[self.coded - 1]) + 1 if self.coded else 0
-        self.end_change(length, min(length, self.sink))
+        self.block_count = int(self.block_of[self.coded - 1]) + 1 if self.coded else 0
+        self._set_length(length, min(length, self.sink))
 
-    def end_change(self, length: int, sinks: int) -> None:
+    def _set_length(self, length: int, sinks: int) -> None:
         """Count `length` tokens, the first `sinks` of them in the sinks; the next view reads all codes."""
         self.sink = sinks if length > sinks else self.sinks.shape[2]
-        self.length, self.seen, self.before = length, self.coded, self.coded
+        self.length, self.codes_read, self.coded_before = length, self.coded, self.coded
         self.counter[0] += 1
 
     def rows_of(self, tokens: Array) -> tuple[dict[str, Array], Array]:
-        """Return the rows of these tokens in each array by name, and the new block number of each code."""
+        """Return ({name of array: the rows of these tokens in it}, the new block number of each code)."""
         sinks = min(self.sink, self.length)
-        codes = tokens[(tokens >= sinks) & (tokens < self.end)] - sinks
+        codes = tokens[(tokens >= sinks) & (tokens < self.codes_end)] - sinks
         blocks, block_of = np.unique(self.block_of[codes], return_inverse=True)
-        tail = tokens[tokens >= self.end] - self.start
+        tail = tokens[tokens >= self.codes_end] - self.tail_origin
         return {"sinks": tokens[tokens < sinks], "codes": codes, "cells": blocks, "tail": tail}, block_of
 
     def keep_rows(self, tokens: Array, source: CodedSide) -> None:
-        """Store only the tokens of `source`, which may be this side, with these numbers."""
+        """Store only these tokens (indices) of `source`, which may be this side."""
         rows, block_of = source.rows_of(tokens)
         for name, numbers in rows.items():
             copy_rows(getattr(self, name), getattr(source, name), numbers, 0)
@@ -227,62 +252,61 @@ class CodedSide:
 
     def _count(self, length: int, rows: dict[str, Array]) -> None:
         """Set the counters for `length` tokens with these rows of each array."""
-        self.coded, self.blocks = len(rows["codes"]), len(rows["cells"])
-        self.end_change(length, len(rows["sinks"]))
-        self.start = self.end
+        self.coded, self.block_count = len(rows["codes"]), len(rows["cells"])
+        self._set_length(length, len(rows["sinks"]))
+        self.tail_origin = self.codes_end
 
     def undo_update(self, length: int) -> None:
         """Keep the first `length` tokens, and read again in the tail the tokens that were encoded last."""
-        self.coded = self.before
+        self.coded = self.coded_before
         self.crop(length)
 
     def show_codes(self) -> None:
         """Make the next view read every code."""
-        if self.seen != self.coded:
-            self.seen = self.coded
+        if self.codes_read != self.coded:
+            self.codes_read = self.coded
             self.counter[0] += 1
 
     @property
     def is_large(self) -> bool:
         """Return whether a long update has left much more than a window in the tail."""
-        return self.tail.shape[2] > 8 * (self.residual + self.block + TAIL_ROOM)
+        return self.tail.shape[2] > 8 * (self.residual + self.block_size + TAIL_ROOM)
 
     def release_undo(self) -> None:
         """Free the unquantized copies of codes; the latest update can no longer be undone."""
-        live, _, room = self.tail_counts(0)
-        first, (batch, heads, _, dim) = self.end - self.start, self.shape
         if self.is_large:
-            tail = np.empty((batch, heads, room, dim), self.dtype)
-            tail[:, :, :live] = self.tail[:, :, first : first + live]
-            self.tail, first = tail, 0
-        self.start, self.before = self.end - first, self.coded
+            batch, heads, _, dim = self.shape
+            tail = np.empty((batch, heads, self.new_tail_rows(0), dim), self.dtype)
+            tail[:, :, : self.tail_length] = self.tail_tokens()
+            self.tail, self.tail_origin = tail, self.codes_end
+        self.coded_before = self.coded
         self.show_codes()
 
     def select_rows(self, index: Array) -> CodedSide:
         """Return a copy of the side with these rows of the batch."""
-        side, first = copy.copy(self), self.end - self.start
-        live = self.length - self.end
+        side = copy.copy(self)
         side.sinks = self.sinks[index]
-        side.tail, side.start = self.tail[:, :, first : first + live][index], self.end
+        side.tail, side.tail_origin = self.tail_tokens()[index], self.codes_end
         side.codes = self.codes[:, :, : self.coded][index]
-        side.cells = self.cells[:, :, : self.blocks][index]
+        side.cells = self.cells[:, :, : self.block_count][index]
         side.block_of = self.block_of[: self.coded].copy()
-        side.seen = side.before = self.coded
+        side.codes_read = side.coded_before = self.coded
         return side
 
     # Files
 
     def arrays(self) -> dict[str, Array]:
         """Return the stored arrays by the names of `PARTS`; `ends` of blocks only if blocks span tokens."""
-        first, live = self.end - self.start, self.length - self.end
         arrays = {
             "sinks": self.sinks[:, :, : min(self.sink, self.length)],
             "codes": self.codes[:, :, : self.coded],
-            "cells": self.cells[:, :, : self.blocks],
-            "tail": self.tail[:, :, first : first + live],
+            "cells": self.cells[:, :, : self.block_count],
+            "tail": self.tail_tokens(),
         }
-        if self.block > 1:
-            arrays["ends"] = np.searchsorted(self.block_of[: self.coded], np.arange(self.blocks), "right")
+        if self.block_size > 1:
+            arrays["ends"] = np.searchsorted(
+                self.block_of[: self.coded], np.arange(self.block_count), "right"
+            )
         return arrays
 
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:
@@ -290,8 +314,8 @@ class CodedSide:
         *outer, _, dim = self.sinks.shape
         sinks, codes, cells, tail = (arrays[name] for name in ("sinks", "codes", "cells", "tail"))
         coded, blocks = codes.shape[2], cells.shape[2]
-        ends = arrays["ends"] if self.block > 1 else np.arange(1, coded + 1)
-        counts = np.diff(ends, prepend=0)
+        ends = arrays["ends"] if self.block_size > 1 else np.arange(1, coded + 1)
+        block_lengths = np.diff(ends, prepend=0)
         legal = (
             sinks.shape == (*outer, sinks.shape[2], dim)
             and sinks.shape[2] <= min(self.sink, length)
@@ -300,8 +324,8 @@ class CodedSide:
             and tail.shape == (*outer, length - sinks.shape[2] - coded, dim)
             and {sinks.dtype, tail.dtype} == {self.dtype}
             and ends.shape == (blocks,)
-            and counts.sum() == coded
-            and (not blocks or (counts.min() > 0 and counts.max() <= self.block))
+            and block_lengths.sum() == coded
+            and (not blocks or (block_lengths.min() > 0 and block_lengths.max() <= self.block_size))
         )
         if not legal:
             shapes = {name: array.shape for name, array in arrays.items()}
@@ -309,11 +333,11 @@ class CodedSide:
         self.sinks[:, :, : sinks.shape[2]] = sinks
         self.grow(blocks)
         self.codes[:, :, :coded], self.cells[:, :, :blocks] = codes, cells
-        self.block_of[:coded] = np.repeat(np.arange(blocks), counts)
+        self.block_of[:coded] = np.repeat(np.arange(blocks), block_lengths)
         self.tail = grow_array(tail, tail.shape[2], tail.shape[2])
-        self.coded, self.blocks = coded, blocks
-        self.end_change(length, sinks.shape[2])
-        self.start = self.end
+        self.coded, self.block_count = coded, blocks
+        self._set_length(length, sinks.shape[2])
+        self.tail_origin = self.codes_end
 
     # Reading
 
@@ -321,11 +345,12 @@ class CodedSide:
         """Return the address of machine code that widens codes to float32, with `rounds` to the dtype."""
         return int(cpu.copy.codes.widen(self.format, rounds=rounds).address)
 
-    def cells_at(self, position: int) -> tuple[int, int, int, int]:
-        """Return (address of position 0, three strides) of the scales, in `cells` or constant ones."""
+    def cells_place(self, position: int) -> Place:
+        """Return where scales lie, in `cells` or constant ones, if row 0 of `cells` is `position`."""
         if self.scales is None:
-            return address_of(self.cells, position)
-        return cpu.launches.address(self.scales), 0, self.scales.strides[0] * (len(self.scales) > 1), 0
+            return place_of(self.cells, position)
+        head = self.scales.strides[0] if len(self.scales) > 1 else 0  # one scale for all heads: no stride
+        return Place(cpu.launches.address(self.scales), sequence=0, head=head, row=0)
 
     def segments(self, table: Array | None = None, begin: int = 0, rounds: bool = False) -> Array:
         """Fill a table, or a new one, with the segments of the latest view from row `begin` on; return it."""
@@ -333,12 +358,15 @@ class CodedSide:
         batch, heads, length, _ = self.shape
         table = segmented.new_table(heads, batch) if table is None else table
         sink, floats = min(self.sink, length), segmented.floats_code(self.format.element)
-        blocks = cpu.launches.address(self.block_of) - 8 * sink if self.block > 1 else 0
-        places = *address_of(self.codes, sink), *self.cells_at(0 if blocks else sink), blocks
+        blocks, cells = 0, self.cells_place(sink)  # scales by position, or by the block of each position
+        if self.block_size > 1:
+            blocks, cells = cpu.launches.address(self.block_of) - 8 * sink, self.cells_place(0)
         sinks, codes, tail = (
-            segmented.Segment(sink, floats, *address_of(self.sinks, 0)),
-            segmented.Segment(sink + self.seen, self.widening(rounds), *places),
-            segmented.Segment(length, floats, *address_of(self.tail, self.start)),
+            segmented.Segment(sink, floats, *place_of(self.sinks, 0)),
+            segmented.Segment(
+                sink + self.codes_read, self.widening(rounds), *place_of(self.codes, sink), *cells, blocks
+            ),
+            segmented.Segment(length, floats, *place_of(self.tail, self.tail_origin)),
         )
         if begin:
             sinks, codes, tail = (segment.from_row(begin) for segment in (sinks, codes, tail))
@@ -351,6 +379,7 @@ class CodedSide:
         wide, planes = np.empty(self.shape, np.float32), batch * heads
         segments = self.segments(rounds=True)
         table = cpu.launches.address(segments)
+        # A row id is plane + planes * position, and the kernel takes the table's address plus a row id.
         at = (cpu.launches.address(wide), 4 * tokens * dim, 4 * dim, 0, table, 1, planes, 0, table, 0, 0, 0)
         code = cpu.attention.segmented.widen_code().address
         cpu.launches.start(cpu.copy.codes.prepare_codes(code, planes, tokens, at, 1, dim, wide.size))
@@ -359,14 +388,23 @@ class CodedSide:
     def stored(self) -> Array:
         """Return all stored tokens as an array; codes are decoded."""
         side = copy.copy(self)
-        side.seen = self.coded
+        side.codes_read = self.coded
         return side.read()
 
 
-def address_of(array: Array, position: int) -> tuple[int, int, int, int]:
-    """Return (address of position 0, three strides) of [B, H, rows, dim] whose row 0 is `position`."""
+class Place(NamedTuple):
+    """Says where the rows of an array [B, H, rows, dim] lie."""
+
+    address: int  # of position 0, which may be outside the array
+    sequence: int  # strides in bytes
+    head: int
+    row: int
+
+
+def place_of(array: Array, position: int) -> Place:
+    """Return where the rows of an array lie if its row 0 has this position."""
     sequence, head, row = array.strides[:3]
-    return cpu.launches.address(array) - position * row, sequence, head, row
+    return Place(cpu.launches.address(array) - position * row, sequence, head, row)
 
 
 def grow_array(array: Array, used: int, least: int) -> Array:

@@ -1,11 +1,15 @@
 """Store a layer in a memory-mapped file, with a JSON sidecar that describes it.
 
 The data file holds the layer's arrays (keys and values, or the parts of codes) in the order of the sidecar.
-Each array begins at a multiple of `PAGE` bytes. A mark ends the file: its name, with layer and generation,
-and a random word that the sidecar repeats. The sidecar has the kind of the layer and its state, the numbers
-that say which rows hold which tokens. A step writes rows first, then the state in one write. A store that
-grows moves to a new file, which is valid once its sidecar has replaced the old one. So the files are valid
-whenever the process ends.
+Each array begins at a multiple of `PAGE` bytes. The state is the numbers that say which rows hold which
+tokens. A step writes rows first, then the state in one write::
+
+    layer-000-2.raw    keys ... | values ... | mark: the name `layer-000-2`, and a random word
+    layer-000.json     {"kind": ..., "word": ..., "keys": shape, ..., "state": {"length":           12, ...}}
+                                                                  state_at ^ overwritten by each step
+
+A store that grows moves to a new file (here generation 2), which is valid once its sidecar has replaced the
+old one. So the files are valid whenever the process ends.
 """
 
 from __future__ import annotations
@@ -47,9 +51,10 @@ class File:
     """Maps a file with arrays of some shapes and dtypes, which are zeros until they are written."""
 
     def __init__(self, home: Home, forms: Sequence[ArrayForm], new: bool = True) -> None:
-        self.home, self.path, self.sidecar, self.loading = home, home.path(new), -1, False
+        self.home, self.path, self.word = home, home.path(new), home.word
+        self.sidecar = -1  # its descriptor; -1 until it is written
+        self.loading = False  # whether `prefetch` is at work
         self.moved = False  # whether the sidecar describes rows that were removed or shifted
-        self.word = home.word
         self.descriptor = os.open(self.path, os.O_RDWR | (NEW if new else 0), OWNER)
         weakref.finalize(self, os.close, self.descriptor)
         self.starts, end = [], 0
@@ -161,11 +166,8 @@ class MappedStore(Store):
     def with_new_sidecar(self) -> MappedStore:
         """Return a store of the same file without a sidecar; the next commit writes a new one."""
         store = MappedStore.__new__(MappedStore)
-        store.geometry, store.capacity, store.file = (
-            self.geometry,
-            self.capacity,
-            self.file.with_new_sidecar(),
-        )
+        store.geometry, store.capacity = self.geometry, self.capacity
+        store.file = self.file.with_new_sidecar()
         store.sides, store.keys, store.values = self.sides, self.keys, self.values
         return store
 

@@ -8,18 +8,21 @@ from typing import NamedTuple
 class Span(NamedTuple):
     """Says which tokens of a layer are stored, and in which rows.
 
-    `length` counts all tokens so far. Tokens from position `oldest` on are stored. Tokens from position
-    `begin` on can be attended to: the last update returned them. The token at position p is stored in row
-    ``p - origin``. `before` is the length before the last update, which can be undone if `before` is less
-    than `length`. Once tokens were removed or moved, "position" means the number of a row here, and
-    `RowPositions` has the positions.
+    A layer with a window of 4 had 6 tokens, and now got 4 more::
+
+        position    0 1 2 | 3 4 5 | 6 | 7 8 9 |
+        row               | 0 1 2 | 3 | 4 5 6 |     origin 3
+                          begin 3      oldest 7    length 10; before 6
+
+    Once tokens were removed or moved, "position" means the number of a row here, and `RowPositions` has the
+    positions.
     """
 
-    length: int = 0
-    oldest: int = 0
-    begin: int = 0
-    origin: int = 0
-    before: int = 0
+    length: int = 0  # all tokens so far
+    oldest: int = 0  # tokens from this position on are stored
+    begin: int = 0  # the last update returned the tokens from here on, which can be attended to
+    origin: int = 0  # position p is in row p - origin
+    before: int = 0  # the length before the last update; if it is `length`, no update can be undone
 
     @property
     def first(self) -> int:
@@ -32,7 +35,7 @@ class Span(NamedTuple):
 
     def moved(self, keep: int) -> Span:
         """Return the span after the tokens from `keep` on have moved to the first rows of a store."""
-        if keep > self.begin:
+        if keep > self.begin:  # tokens of the last view are gone, so its update cannot be undone
             return self._replace(begin=keep, before=self.length, origin=keep)
         return self._replace(origin=keep)
 

@@ -30,7 +30,11 @@ class StateStore:
     """Stores versions of a recurrent state: an array [versions, B, ...] for each array of the state.
 
     A new version is written whole into an unused place, then committed. So a crash leaves the old version or
-    the new one.
+    the new one::
+
+        version    0               1          2               3
+                   state of 4      free       state of 9      state of 11 tokens
+                   a checkpoint               `previous`      `current`            checkpoints {4: 0}
 
     Attributes
     ----------
@@ -69,8 +73,9 @@ class StateStore:
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy lies in memory
-        left = {"current": self.current, "previous": self.previous, "checkpoints": self.checkpoints}
-        return StateStore, (self.geometry, self.versions), left | {"file": None, "arrays": self.arrays}
+        attributes = {"current": self.current, "previous": self.previous, "checkpoints": self.checkpoints}
+        attributes |= {"file": None, "arrays": self.arrays}
+        return StateStore, (self.geometry, self.versions), attributes
 
     def arrays_of(self, version: int) -> dict[str, Array]:
         """Return views of a version's arrays, [B, ...] each; {} before the first token."""
@@ -85,8 +90,8 @@ class StateStore:
         """Copy the used versions of another store; `indices` are the rows of its batch."""
         used = sorted({store.current, *store.checkpoints.values()} - {NONE})
         for name, array in store.arrays.items():
-            for place, version in enumerate(used):
-                self.arrays[name][place] = array[version][indices]
+            for new, version in enumerate(used):
+                self.arrays[name][new] = array[version][indices]
         self.current = self.previous = NONE if store.current == NONE else used.index(store.current)
         self.checkpoints = {position: used.index(i) for position, i in store.checkpoints.items()}
 
@@ -101,8 +106,9 @@ class StateStore:
         """Commit which versions are used, if there is a file."""
         if self.file is not None:
             positions = {version: position for position, version in self.checkpoints.items()}
-            marks = {f"checkpoint{i}": positions.get(i, NONE) for i in range(self.versions)}
-            self.file.commit(self.about, layer, {"current": self.current, "previous": self.previous} | marks)
+            numbers = {"current": self.current, "previous": self.previous}
+            numbers |= {f"checkpoint{i}": positions.get(i, NONE) for i in range(self.versions)}
+            self.file.commit(self.about, layer, numbers)
 
     def about(self) -> dict[str, Any]:
         """Describe the arrays for a sidecar."""
