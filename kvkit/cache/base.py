@@ -475,16 +475,6 @@ class BaseCache(MovableTokens):
     def reset(self) -> None:
         """Remove all tokens."""
 
-    # Removing and moving tokens. After an error no layer has changed
-
-    def plan(self, call: str, *arguments: Any, **options: Any) -> list[Any]:
-        """Check a call that removes or moves tokens in every layer; return the plan of each layer."""
-        return [layer.plan(call, *arguments, **options) for layer in self.layers]
-
-    def rearrange(self, plan: list[Any]) -> None:
-        for layer, own in zip(self.layers, plan, strict=True):
-            layer.rearrange(own)
-
     @one_call_at_a_time
     def activate_past_recording(self) -> None:
         """Keep tokens that leave a window, in all layers, so that the next `crop` can return before them."""

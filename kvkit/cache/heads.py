@@ -194,22 +194,22 @@ def counts_of_heads(
     request: Compression,
 ) -> dict[int, Array]:
     """Return how many tokens each head keeps, int64 [B, Hkv] for each layer."""
-    budget = request.budget
-    if not isinstance(budget, str) and np.ndim(budget) > 1:
+    budget, name = request.budget, request.budget if isinstance(request.budget, str) else None
+    if name is None and np.ndim(budget) > 1:
         counts = numbers_by_head("budget", budget, tokens, layers, "iu")
         for i, own in counts.items():
             refuse_first("budget", own, (own < 0) | (own > tokens[i]), f"counts of 0 to {tokens[i].max()}")
         return counts
-    if isinstance(budget, str) and budget == "ada":
+    if name == "ada":
         counts = {i: ada_counts(scores, means[i]) for i, scores in scored.items()}
-    elif isinstance(budget, str) and budget == "global":
+    elif name == "global":
         if len({each.shape for each in tokens.values()}) > 1:
             raise argument_error("budget", SAME_SHAPES, [each.shape for each in tokens.values()])
         total = sum(means[i] * each.shape[1] for i, each in tokens.items())
         shared = shared_counts(list(scored.values()), total, 0) if scored else ()
         counts = dict(zip(scored, shared, strict=True))
-    elif isinstance(budget, str) and budget not in ("uniform", "pyramid"):
-        raise argument_error("budget", BUDGETS, repr(budget))
+    elif name not in ("uniform", "pyramid", None):
+        raise argument_error("budget", BUDGETS, repr(name))
     else:
         counts = {i: np.full(each.shape, means[i]) for i, each in tokens.items()}
     return {i: np.minimum(each, tokens[i]) for i, each in counts.items()}

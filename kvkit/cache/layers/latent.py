@@ -16,7 +16,8 @@ from kvkit.cache.layers.attention import checked_mask
 from kvkit.cache.layers.dynamic import DynamicLayer
 from kvkit.cache.layers.positions import Rearrangement, Rotation
 from kvkit.cache.stores.memory import Geometry
-from kvkit.cache.stores.view import KVView
+from kvkit.cache.stores.span import Span
+from kvkit.cache.stores.view import views_of
 from kvkit.calls.latent import ROWS, gather_rows
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.index_tensors import index
@@ -115,8 +116,7 @@ class LatentLayer(DynamicLayer):
             rows = self._codes.encode(keys)
             self._append(rows, rows, cache_position)
             dims = self.latent_dim + self.rope_dim, self.latent_dim
-            key, value = (KVView(DecodedRows(self, dim)) for dim in dims)
-            return key, value
+            return views_of(self, np.dtype(np.float32), dims)
 
     def _geometry_of(self, key_states: Array, value_states: Array) -> Geometry:
         if self._codes is None:
@@ -179,6 +179,16 @@ class LatentLayer(DynamicLayer):
         return (output, lse) if return_lse else output
 
     # Sizes and positions
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Return the shape of the keys that `stored` returns."""
+        return self.batch_size, 1, self.stored_tokens, self.latent_dim + self.rope_dim
+
+    @property
+    def changes(self) -> Span:
+        """Return what differs after each call that changes the rows, for views."""
+        return self.span
 
     def stored(self) -> tuple[States, States]:
         keys = super().stored()[0]
@@ -395,22 +405,6 @@ class IndexedLayer(LatentLayer):
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:
         super().fill(arrays, length)
         self._index_rows()[...] = arrays["index_keys"]
-
-
-class DecodedRows:
-    """Gives a `KVView` the decoded rows of a latent layer that stores codes."""
-
-    def __init__(self, layer: LatentLayer, dim: int) -> None:
-        self._layer, self.dtype = layer, np.dtype(np.float32)
-        self.shape = layer.batch_size, 1, layer.stored_tokens, dim
-
-    @property
-    def changes(self) -> Any:
-        return self._layer.span
-
-    def read(self) -> Array:
-        keys: Array = self._layer.stored()[0][..., : self.shape[3]]
-        return keys
 
 
 class LatentCodes:

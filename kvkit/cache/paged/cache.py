@@ -16,9 +16,9 @@ from kvkit.cache.blocks.allocator import BlockAllocator
 from kvkit.cache.blocks.sequence import Sequence, check_bytes
 from kvkit.cache.layers.latent import placed_rotation
 from kvkit.cache.layers.positions import (
-    MAX_PIECES,
     Rearrangement,
     RowPositions,
+    check_codes,
     describe_rotation,
     planner,
     rotation_of,
@@ -319,9 +319,8 @@ class PagedCache(BaseCache):
         rope = next((rope for rope in ropes if isinstance(rope, Rope)), ropes[0])
         plan = planner(call)(now, rope, *arguments, **options).in_few_pieces()
         rotates = plan.rotated is not None and plan.rotated.any()
-        if rotates and self.store.format.dtype != self.store.cache.dtype:
-            wanted = f"at most {MAX_PIECES} pieces of rope shifts, because codes are not rotated"
-            raise argument_error("seq", wanted, f"{call} of codes")
+        if self.store.format.dtype != self.store.cache.dtype:
+            check_codes("seq", call, plan)
         if not sequences and plan.changes(now):
             raise argument_error("rows", "tokens", f"{call} of none")
         return SequencePlan(sequences, plan if rotates else plan._replace(rotated=None), ropes)

@@ -7,6 +7,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike
 
+from kvkit import cpu
 from kvkit.cache.base import BaseLayer, MovableTokens, one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.attention import check_columns, stored_columns
@@ -220,10 +221,11 @@ class PagedLayer(BaseLayer):
         if not step.index.in_order:
             results = step.attend_rows(query, self._layer_idx, mask, weights, length)
             return heads_first(fill_results(out, lse, slice(None), results))
-        step_index = step.equal_index(tokens, length)
-        attended = heads_first(
-            step.attend_first(form, query, out, lse, self._layer_idx, step_index, weights, key_weights)
-        )
+        launch = cpu.attention.prepare.prepare_attention(
+            query, out, lse, store.contexts[self._layer_idx], step.equal_index(tokens, length),
+            batch if tokens == 1 else 0, weights, key_weights=key_weights,
+        )  # fmt: skip
+        attended = heads_first(step.start(form, launch, query, out, lse, self._layer_idx))
         if key_weights is None:
             return attended
         return (attended, key_weights) if lse is None else (*attended, key_weights)

@@ -322,24 +322,6 @@ class PagedStep:
             self.keep(form, layer_idx, arrays, launch)
         self.written.add(layer_idx)
 
-    def attend_first(
-        self,
-        form: Any,
-        query: Array,
-        out: Array,
-        lse: Array | None,
-        layer_idx: int,
-        step_index: StepIndex,
-        weights: Any,
-        key_weights: Array | None = None,
-    ) -> Attended:
-        """Attend with checked queries [B, q, Hq, D]; keep the prepared call, for other layers."""
-        context, decoding = self._store.contexts[layer_idx], len(query) if query.shape[1] == 1 else 0
-        launch = cpu.attention.prepare.prepare_attention(
-            query, out, lse, context, step_index, decoding, weights, key_weights=key_weights
-        )
-        return self.start(form, launch, query, out, lse, layer_idx)
-
     def start(
         self, form: Any, launch: Any, query: Array, out: Array, lse: Array | None, layer_idx: int
     ) -> Attended:

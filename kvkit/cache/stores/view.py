@@ -52,8 +52,8 @@ class LayerSide:
         self.shape, self.dtype = (*layer.shape[:3], dim), dtype
 
     @property
-    def changes(self) -> int:
-        return int(self._layer.changes)
+    def changes(self) -> Any:
+        return self._layer.changes
 
     def read(self) -> States:
         return self._layer.stored()[self._side]
