@@ -101,7 +101,7 @@ def compress(layers: Sequence[Any], rearrange: Callable[[list[Any]], None], requ
     for i, count in layer_counts(stored, len(layers), request).items():
         mean = mean_scores(function, layers[i], i, count)
         rows = select(mean, count=count, first=request.first, last=request.last)
-        positions = layers[i].positions[np.asarray(rows)[0, 0]]
+        positions = layers[i].positions[np.asarray(rows)[0, 0]]  # `rows` are [1, 1, count], for all heads
         plan = layers[i].plan("retain", positions, renumber=request.renumber, rope=request.rope[i])
         plans[i] = plan._replace(frees=True)
     tokens, before = [layer.stored_tokens for layer in layers], sum(layer.nbytes for layer in layers)

@@ -47,15 +47,16 @@ def lagkv(inputs: Inputs, *, sinks: int = 4, lag: int = 128, cross: bool = False
     score is its rank in the chunk / lag.
     """
     sinks, lag, cross = integer("sinks", sinks, 0), integer("lag", lag, 1), flag("cross", cross)
-    (batch, heads, tokens), result = inputs.keys.shape[:3], np.ones(inputs.keys.shape[:3])
-    if tokens < sinks + 2 * lag:
+    batch, heads, tokens, _ = inputs.keys.shape
+    result = np.ones((batch, heads, tokens))  # the sinks, the last whole chunk and the rest after it keep 1
+    if tokens < sinks + 2 * lag:  # no chunk has a next one: newer tokens score higher
         result[..., sinks:] = np.arange(max(tokens - sinks, 0)) / max(tokens - sinks, 1)
         return result
     end = sinks + (tokens - sinks) // lag * lag
     keys, values = (lag_weights(side[:, :, sinks:end], lag) for side in inputs[:2])
     means = (keys + values) / 2
     if not cross:
-        means = np.argsort(np.argsort(means, -1, kind="stable"), -1, kind="stable") / lag
+        means = np.argsort(np.argsort(means, -1, kind="stable"), -1, kind="stable") / lag  # ranks
     result[..., sinks : end - lag] = means.reshape(batch, heads, -1)
     return result
 
@@ -63,8 +64,8 @@ def lagkv(inputs: Inputs, *, sinks: int = 4, lag: int = 128, cross: bool = False
 def lag_weights(states: Array, lag: int) -> Array:
     """Return t of `lagkv` for all chunks except the last, [B, Hkv, chunks - 1, lag]."""
     chunks = states.reshape(*states.shape[:2], -1, lag, states.shape[3])
-    own, later = chunks[:, :, :-1], chunks[:, :, 1:]
-    low, high = later.min(3, keepdims=True), later.max(3, keepdims=True)
+    own, following = chunks[:, :, :-1], chunks[:, :, 1:]
+    low, high = following.min(3, keepdims=True), following.max(3, keepdims=True)  # min', max'
     z = np.divide(own - low, high - low, out=np.zeros_like(own), where=high > low)
     deviations = z.std(-1, ddof=1, dtype=np.float64) if z.shape[-1] > 1 else np.zeros(z.shape[:-1])
     return softmax_in_place(deviations.astype(np.float32))

@@ -74,9 +74,9 @@ def mean_cosines(keys: Array, threshold: float) -> Array:
     for first in range(0, tokens, size):
         cosines = units[first : first + size] @ units.T  # [rows, S]
         rows = np.arange(len(cosines))
-        cosines[rows, first + rows] = 0
-        likes = cosines > threshold
-        last = np.where(likes.any(1), tokens - 1 - np.argmax(likes[:, ::-1], 1), 0)
+        cosines[rows, first + rows] = 0  # with itself
+        alike = cosines > threshold
+        last = np.where(alike.any(1), tokens - 1 - np.argmax(alike[:, ::-1], 1), 0)  # key 0 if none is alike
         cosines[rows, last] = 0
         sums += cosines.sum(0, dtype=np.float64)
     return (sums / tokens).astype(np.float32)

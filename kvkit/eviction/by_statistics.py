@@ -33,14 +33,14 @@ def expected(
     now = integer("now", inputs.tokens if now is None else now, 0)
     rotation = mean_rotation(rope, np.arange(now, now + future), dim)
     weights = np.empty((*queries.shape[:2], keys.shape[2]), np.float32)
-    for b, a in np.ndindex(queries.shape[:2]):
-        mean = queries[b, a].mean(0, dtype=np.float64)
-        own, z = keys[b, a // group], keys[b, a // group] @ (rotation @ mean / dim**0.5).astype(np.float32)
+    for b, q in np.ndindex(queries.shape[:2]):  # q: a query head
+        mean, k = queries[b, q].mean(0, dtype=np.float64), keys[b, q // group]
+        scores = k @ (rotation @ mean / dim**0.5).astype(np.float32)
         if covariance:
-            centred = queries[b, a] - mean
+            centred = queries[b, q] - mean
             spread = rotation @ (centred.T @ centred / len(centred)) @ rotation.T
-            z += np.einsum("sd,sd->s", own @ spread.astype(np.float32), own) / np.float32(2 * dim)
-        weights[b, a] = softmax_in_place(z)
+            scores += np.einsum("sd,sd->s", k @ spread.astype(np.float32), k) / np.float32(2 * dim)
+        weights[b, q] = softmax_in_place(scores)
     result = mean_of_groups(weights, inputs.heads)
     if flag("vnorm", vnorm):
         result = (result + eps) * norms(inputs.values[:, :, sinks:])

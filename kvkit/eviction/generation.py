@@ -68,22 +68,22 @@ class H2O:
         added = weights if weights.ndim == 3 else weights.sum(2, dtype=np.float64)
         batch, query_heads, stored = added.shape
         heads = self.num_kv_heads or query_heads
-        before = np.empty((batch, heads, 0), np.int64) if self.positions is None else self.positions
-        fits = query_heads and not query_heads % heads and before.shape[:2] == (batch, heads)
-        if not fits or stored < before.shape[2]:
-            wanted = f"[{len(before)}, a multiple of {heads}, {before.shape[2]} stored tokens and new ones]"
+        old = np.empty((batch, heads, 0), np.int64) if self.positions is None else self.positions
+        fits = query_heads and not query_heads % heads and old.shape[:2] == (batch, heads)
+        if not fits or stored < old.shape[2]:
+            wanted = f"[{len(old)}, a multiple of {heads}, {old.shape[2]} stored tokens and new ones]"
             raise argument_error("weights", wanted, describe(weights))
-        new = np.arange(self._next, self._next + stored - before.shape[2])
-        positions = np.concatenate((before, np.broadcast_to(new, (batch, heads, len(new)))), -1)
+        new = np.arange(self._next, self._next + stored - old.shape[2])
+        positions = np.concatenate((old, np.broadcast_to(new, (batch, heads, len(new)))), -1)
         sums = mean_of_groups(added, heads)
         if self._sums is not None:
-            sums[..., : before.shape[2]] += self._sums
+            sums[..., : old.shape[2]] += self._sums
         self._next += len(new)
         dropped = max(0, stored - self.heavy - self.recent)
-        old = stored - self.recent if dropped else 0
-        rows = np.broadcast_to(np.arange(stored), positions.shape)
+        rows = np.broadcast_to(np.arange(stored), positions.shape)  # those that stay
         if dropped:
-            rows = np.concatenate((best(sums[..., :old], old - dropped), rows[..., old:]), -1)
+            heavy = best(sums[..., : -self.recent], self.heavy)
+            rows = np.concatenate((heavy, rows[..., -self.recent :]), -1)
         leaves = np.ones(positions.shape, bool)
         np.put_along_axis(leaves, rows, False, -1)
         self.positions = np.take_along_axis(positions, rows, -1)

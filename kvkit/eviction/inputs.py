@@ -58,21 +58,22 @@ def checked_inputs(
         values = finite_floats("values", values, 4)
         if values.shape[:3] != keys.shape[:3]:
             raise argument_error("values", f"shape ({batch}, {heads}, {tokens}, any)", values.shape)
-    for name, array, last in (("queries", queries, dim), ("weights", weights, tokens)):
-        if array is None:
-            continue
-        sums = name == "weights" and np.ndim(array) == 3
-        array = finite_floats(name, array, 3 if sums else 4)
-        count = tokens if sums else array.shape[2]
-        fits = array.shape[0] == batch and array.shape[1] and not array.shape[1] % heads
-        if not fits or array.shape[-1] != last or count < 1 or (name == "queries" and count > tokens):
-            wanted = f"shape ({batch}, a multiple of {heads}, 1 to {tokens}, {last})"
-            raise argument_error(name, wanted, array.shape)
-        if name == "queries":
-            queries = array
-        else:
-            weights = array
+    if queries is not None:
+        queries = finite_floats("queries", queries, 4)
+        check_query_heads("queries", queries, keys, dim, 1 <= queries.shape[2] <= tokens)
+    if weights is not None:
+        weights = finite_floats("weights", weights, 3 if np.ndim(weights) == 3 else 4)
+        check_query_heads("weights", weights, keys, tokens, weights.ndim == 3 or weights.shape[2] >= 1)
     return Inputs(keys, values, queries, weights)
+
+
+def check_query_heads(name: str, array: Array, keys: Array, last: int, count_fits: bool) -> None:
+    """Raise unless an array [B, Hq, .., last] fits the keys and its number of queries fits."""
+    batch, heads, tokens, _ = keys.shape
+    fits = array.shape[0] == batch and array.shape[1] and not array.shape[1] % heads
+    if not fits or array.shape[-1] != last or not count_fits:
+        wanted = f"shape ({batch}, a multiple of {heads}, 1 to {tokens}, {last})"
+        raise argument_error(name, wanted, array.shape)
 
 
 def finite_floats(name: str, array: Array, ndim: int) -> Array:
@@ -102,27 +103,27 @@ def weight_blocks(inputs: Inputs, window: int) -> Iterator[tuple[int, int, int, 
 
     A block is (row of the batch, key head, its first query, weights [G, queries, S]).
     """
-    tokens, whole = inputs.tokens, inputs.queries is None
-    if whole and inputs.weights.shape[2] < window:
+    tokens, has_weights = inputs.tokens, inputs.queries is None
+    if has_weights and inputs.weights.shape[2] < window:
         raise argument_error("weights", f"weights of the last {window} queries", inputs.weights.shape[2])
-    if not whole:
+    if not has_weights:
         queries = inputs.last_queries(window)
     group = inputs.query_heads // inputs.heads
     size = max(1, BLOCK_ELEMENTS // (group * tokens))
     for b, h in np.ndindex(inputs.keys.shape[:2]):
         for first in range(0, window, size):
             end = min(first + size, window)
-            if whole:
+            if has_weights:
                 rows = inputs.weights[b, h * group : (h + 1) * group, -window:]
                 yield b, h, first, rows[:, first:end]
                 continue
-            block = queries[b, h, :, first:end] @ inputs.keys[b, h].T
-            block *= np.float32(queries.shape[-1] ** -0.5)
+            scores = queries[b, h, :, first:end] @ inputs.keys[b, h].T
+            scores *= np.float32(queries.shape[-1] ** -0.5)
             last = tokens - window + np.arange(first, end)  # the last key that a query sees
-            from_key = int(last[0]) + 1
+            from_key = int(last[0]) + 1  # keys before it are visible to all queries of the block
             hidden = np.arange(from_key, tokens)[None] > last[:, None]
-            block[..., from_key:][:, hidden] = -np.inf
-            yield b, h, first, softmax_in_place(block)
+            scores[..., from_key:][:, hidden] = -np.inf
+            yield b, h, first, softmax_in_place(scores)
 
 
 def softmax_in_place(scores: Array) -> Array:

@@ -9,7 +9,10 @@ from kvkit.typed import Array
 
 
 def window_sums(inputs: Inputs, window: int, factors: Array | None = None) -> Array:
-    """Return the sums over the last `window` queries of weights times factors, float64 [B, Hq, S]."""
+    """Return the sums over the last `window` queries of weights times factors, float64 [B, Hq, S].
+
+    Weights that are sums over queries already are returned as they are.
+    """
     if inputs.queries is None and inputs.weights.ndim == 3:
         return inputs.weights.astype(np.float64)
     batch, heads, tokens, _ = inputs.keys.shape
@@ -33,8 +36,8 @@ def pooled(scores: Array, kernel: int, pool: str) -> Array:
     if kernel % 2 == 0:
         raise argument_error("kernel", "an odd number", kernel)
     half, tokens = kernel // 2, scores.shape[-1]
-    ends = [(0, 0)] * (scores.ndim - 1) + [(half, half)]
-    padded = np.pad(scores, ends, constant_values=0 if pool == "avg" else -np.inf)
+    widths = [(0, 0)] * (scores.ndim - 1) + [(half, half)]
+    padded = np.pad(scores, widths, constant_values=0 if pool == "avg" else -np.inf)
     result = padded[..., :tokens].copy()
     for i in range(1, kernel):
         (np.add if pool == "avg" else np.maximum)(result, padded[..., i : i + tokens], out=result)
@@ -42,7 +45,10 @@ def pooled(scores: Array, kernel: int, pool: str) -> Array:
 
 
 def protected(scores: Array, first: int = 0, last: int = 0) -> Array:
-    """Add scores of protected tokens before and after others: the largest of the batch row, plus 1."""
+    """Add scores of protected tokens before and after others, 1 above the largest of the batch row.
+
+    With first=1 and last=2, [1, 3] -> [4, 1, 3, 4, 4].
+    """
     top = scores.max((1, 2), keepdims=True) + 1
     ends = [np.broadcast_to(top, (*scores.shape[:2], count)) for count in (first, last)]
     return np.concatenate((ends[0], scores, ends[1]), -1)

@@ -15,7 +15,7 @@ from kvkit.eviction.inputs import refuse_first, scores_array
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array
 
-LARGEST = np.finfo(np.float64).max  # the bound of other scores where protected tokens score inf
+LARGEST = np.finfo(np.float64).max  # the most that other tokens score where protected tokens score inf
 
 
 class Kept(NamedTuple):
@@ -36,7 +36,9 @@ class Kept(NamedTuple):
 def kept_count(tokens: int, keep: float | None, count: SupportsIndex | None) -> int:
     """Return how many tokens stay: a count, or a share rounded down, at least 1."""
     if (keep is None) == (count is None):
-        raise argument_error("keep", "a share of the tokens, or else a count", "both" if count else "neither")
+        raise argument_error(
+            "keep", "a share of the tokens, or else a count", "neither" if keep is None else "both"
+        )
     if keep is None:
         return integer("count", count, 1, tokens)
     share = finite_number("keep", keep)
@@ -163,12 +165,13 @@ def shared_counts(layers: Sequence[Array], total: int, safe: int) -> Array:
     """
     batch, heads, _ = layers[0].shape
     counts = np.zeros((len(layers), batch, heads), np.int64)
-    owners = np.repeat(np.arange(len(layers) * heads), np.repeat([each.shape[2] for each in layers], heads))
+    lengths = np.repeat([scores.shape[2] for scores in layers], heads)  # of the heads of all layers
+    owners = np.repeat(np.arange(len(layers) * heads), lengths)  # the head of each score
     for b in range(batch):
-        flat = [np.array(each[b], np.float64) for each in layers]
-        for each in flat:
-            np.put_along_axis(each, best(each, safe), np.inf, -1)
-        chosen = best(np.concatenate([each.ravel() for each in flat]), total)
+        of_row = [np.array(scores[b], np.float64) for scores in layers]  # copies
+        for scores in of_row:
+            np.put_along_axis(scores, best(scores, safe), np.inf, -1)
+        chosen = best(np.concatenate([scores.ravel() for scores in of_row]), total)
         counts[:, b] = np.bincount(owners[chosen], minlength=len(layers) * heads).reshape(len(layers), heads)
     return counts
 
@@ -209,7 +212,8 @@ def global_budget(*, scores: Sequence[Array], keep: float) -> Array:
     """Return the counts of heads if all layers have one threshold, [L, B, Hkv] (arXiv 2505.23416)."""
     layers = [scores_array(f"scores[{i}]", each) for i, each in enumerate(scores)]
     if len({each.shape[:2] for each in layers}) != 1:
-        raise argument_error("scores", "layers of one batch size and one number of heads", "others")
+        shapes = [each.shape[:2] for each in layers]
+        raise argument_error("scores", "layers of one batch size and one number of heads", shapes)
     total = sum(each.shape[1] * kept_count(each.shape[2], keep, None) for each in layers)
     return shared_counts(layers, total, 0)
 
@@ -303,5 +307,5 @@ def chunks(scores: Array, length: int = 20, *, keep: float) -> Array | Kept:
     counts = [len(each) for each in rows]
     if len(set(counts)) == 1:
         return np.repeat(np.array(rows)[:, None], heads, 1)
-    every = [each for each in rows for _ in range(heads)]
-    return Kept(np.concatenate(every), np.append(0, np.cumsum(np.repeat(counts, heads))))
+    of_heads = [each for each in rows for _ in range(heads)]
+    return Kept(np.concatenate(of_heads), np.append(0, np.cumsum(np.repeat(counts, heads))))

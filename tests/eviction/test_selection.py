@@ -129,6 +129,8 @@ WRONG = {
     "share": (lambda: eviction.select(RANDOM, keep=1.5),
         "keep: expected a share above 0 and at most 1, got 1.5"),
     "neither": (lambda: eviction.select(RANDOM), "keep: expected a share of the tokens, or else a count"),
+    "both": (lambda: eviction.select(RANDOM, keep=0.5, count=0),
+        "keep: expected a share of the tokens, or else a count, got both"),
     "count": (lambda: eviction.select(RANDOM, count=21), "count: expected an integer from 1 to 20, got 21"),
     "NaN": (lambda: eviction.select(NAN, keep=0.5), "scores: expected numbers, got nan at (1, 2, 3)"),
     "axes": (lambda: eviction.select(RANDOM[0], keep=0.5), "scores: expected an array of floats [B, Hkv, S]"),

@@ -333,7 +333,7 @@ class BlockAllocator:
         for seq, count in zip(ordered, counts, strict=True):
             if count:
                 if seq.tail_length % self.page_size:
-                    self._own_tail(seq, copies)
+                    self._own_last_block(seq, copies)
                 for _ in range(self._pages(seq, count) - len(seq.table)):
                     seq.table.append(self._pool.take())
                 seq.pending = count
@@ -401,15 +401,15 @@ class BlockAllocator:
         # If all sequences that use a block write into it, the last one needs no copy.
         return added + sum(min(n, self._pool.references[block] - 1) for block, n in writers.items())
 
-    def _own_tail(self, seq: Sequence, copies: list[tuple[int, int]]) -> None:
+    def _own_last_block(self, seq: Sequence, copies: list[tuple[int, int]]) -> None:
         """Make a partial last block writeable, with a copy if other sequences use it."""
-        tail = seq.table[-1]
-        if self._pool.references[tail] == 1:
-            self._pool.withdraw(tail)
+        last = seq.table[-1]
+        if self._pool.references[last] == 1:
+            self._pool.withdraw(last)
         else:
-            self._pool.release([tail])
+            self._pool.release([last])
             seq.table[-1] = self._pool.take()
-            copies.append((tail, seq.table[-1]))
+            copies.append((last, seq.table[-1]))
 
     def _keep_pages(self, seq: Sequence) -> None:
         """Free the blocks after a sequence's last token."""

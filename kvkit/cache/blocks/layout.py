@@ -33,7 +33,11 @@ class Arrangement(NamedTuple):
 def lay_out(
     rows: Array, shifts: Array, page_size: int, is_own: Callable[[int], bool], rotated_from: int
 ) -> Arrangement:
-    """Find an arrangement of at most eight segments, counting the one for new tokens.
+    """Find an arrangement of at most `MAX_PIECES` segments, counting the one for new tokens.
+
+    Pages have 4 rows, and tokens in rows 2 to 4 were removed. Others share blocks 0, 1 and 2::
+
+        rows 0 1 | 5 6 7 | 8   ->   pages [0, -1, 2], borders [2, 5], rows 5 6 7 are copied to rows 4 5 6
 
     Parameters
     ----------
@@ -47,8 +51,9 @@ def lay_out(
     """
     layout = arrange(rows, shifts, page_size, is_own, rotated_from)
     if len(layout.borders) >= MAX_PIECES:
-        whole = layout.borders[0]  # tokens before the first hole
-        for first in (whole, whole - whole % page_size):
+        intact = layout.borders[0]  # tokens before the first hole
+        # Copy all tokens after the hole; then also those before it in its page, if others use that page.
+        for first in (intact, intact - intact % page_size):
             layout = arrange(rows, shifts, page_size, is_own, min(first, rotated_from))
             if len(layout.borders) < MAX_PIECES:
                 break
@@ -62,35 +67,40 @@ def arrange(
     pages: list[int] = []
     borders: list[int] = []
     copies: list[tuple[int, int, int]] = []  # first token, end token, first target
-    tail, shift, new = 0, None, 0  # tokens and rope shift of the last segment; number of new pages
+    tail_length, shift, new = 0, None, 0  # tokens and rope shift of the last segment; number of new pages
     for begin, end in runs(rows, shifts, page_size, copied_from):
         block, row = divmod(int(rows[begin]), page_size)
         stays = row == 0 and begin < copied_from
-        free = -tail % page_size  # rows after the last token in the last page of the segment
+        free = -tail_length % page_size  # rows after the last token in the last page of the segment
         continues = free == 0 or (not stays and (pages[-1] < 0 or is_own(pages[-1])))
         if shift != shifts[begin] or not continues:  # a new segment begins
             borders += [begin] if begin else []
-            tail, free, shift = 0, 0, shifts[begin]
+            tail_length, free, shift = 0, 0, shifts[begin]
         if stays:
             pages.append(block)
         else:
-            place = len(pages) * page_size - free
-            copies.append((begin, end, place))
-            while len(pages) * page_size < place + end - begin:
+            target = len(pages) * page_size - free
+            copies.append((begin, end, target))
+            while len(pages) * page_size < target + end - begin:
                 new += 1
                 pages.append(-new)
-        tail += end - begin
-    if shift:
+        tail_length += end - begin
+    if shift:  # new tokens have no rope shift, so they begin a segment
         borders.append(len(rows))
-    parts = [(rows[begin:end], place + np.arange(end - begin)) for begin, end, place in copies]
-    sources, targets = zip(*parts, strict=True) if parts else ((rows[:0],), (rows[:0],))
-    return Arrangement(pages, borders, np.concatenate(sources), np.concatenate(targets))
+    sources = [rows[begin:end] for begin, end, _ in copies]
+    targets = [target + np.arange(end - begin) for begin, end, target in copies]
+    return Arrangement(
+        pages, borders, np.concatenate([rows[:0], *sources]), np.concatenate([rows[:0], *targets])
+    )
 
 
 def runs(rows: Array, shifts: Array, page_size: int, copied_from: int) -> list[tuple[int, int]]:
-    """Return the ranges [first, end) of tokens that are neighbours in a page, with one rope shift."""
+    """Return the ranges [first, end) of tokens that are neighbours in a page, with one rope shift.
+
+    With pages of 4 rows and without shifts, rows 0 1 5 6 7 8 -> [(0, 2), (2, 5), (5, 6)].
+    """
     if not len(rows):
         return []
-    parts = (np.diff(rows) != 1) | (rows[1:] % page_size == 0) | (np.diff(shifts) != 0)
-    borders = {0, len(rows), min(copied_from, len(rows)), *(np.flatnonzero(parts) + 1).tolist()}
+    ends = (np.diff(rows) != 1) | (rows[1:] % page_size == 0) | (np.diff(shifts) != 0)
+    borders = {0, len(rows), min(copied_from, len(rows)), *(np.flatnonzero(ends) + 1).tolist()}
     return list(itertools.pairwise(sorted(borders)))

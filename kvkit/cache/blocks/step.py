@@ -53,8 +53,8 @@ class Step:
     kvstarts: Array
     start_pos: Array
     pages: Array
-    first_places: Array  # the row of the first new token, counted in the sequence's pages
-    moved: Array  # bool: sequences whose tokens a page table alone cannot find
+    first_places: Array  # [B]: the row of the first new token, counted from the sequence's first page
+    moved: Array  # bool [B]: sequences with gaps inside pages or shifted keys, for which pages do not suffice
     decoding_batches: int
     max_seqlen: int
     max_kvlen: int
@@ -140,12 +140,13 @@ def tensors(sequences: list[Any], counts: list[int], page_size: int) -> dict[str
     blocks = np.frombuffer(tables, np.int64).reshape(len(sequences), width)
     first_places, moved = start_pos, np.zeros(len(sequences), bool)
     if any(seq.borders or seq.row_positions is not None for seq in sequences):
+        # Free rows at the ends of all segments but the last.
         gaps = np.array([sum(-length % page_size for length in seq.segment_lengths()) for seq in sequences])
         shifted = [seq.row_positions is not None and seq.row_positions.shifted for seq in sequences]
         first_places, moved = start_pos + gaps, (gaps > 0) | shifted
     return {
         "seqstarts": starts(seqlens), "kvstarts": starts(kvlens), "start_pos": start_pos,
-        "pages": np.maximum(blocks * page_size, -1), "first_places": first_places, "moved": moved,
+        "pages": np.where(blocks < 0, -1, blocks * page_size), "first_places": first_places, "moved": moved,
         "decoding_batches": decoding_front(seqlens), "max_seqlen": max(counts, default=0),
         "max_kvlen": int(kvlens.max(initial=0)),
     }  # fmt: skip

@@ -80,7 +80,7 @@ class QuantSpec:
         if self.format is not None and not isinstance(self.format, str):
             wanted = f"one of {', '.join(STORED)}, the name of a scheme, or None"
             raise argument_error("format", wanted, self.format)
-        if self.format:  # frozen
+        if self.format:  # `object` sets a field of this frozen class
             object.__setattr__(self, "format", ALIASES.get(self.format, self.format))
         if self.format and self.axis == "channel":
             raise argument_error("axis", f"'token', for format '{self.format}'", "'channel'")
@@ -92,7 +92,7 @@ class QuantSpec:
 
     def _check_scale(self) -> None:
         scales = self.scale if isinstance(self.scale, (tuple, list)) else (self.scale,)
-        for scale in scales or (0,):
+        for scale in scales or (0,):  # no scales at all are as wrong as a scale of 0
             if not finite_number("scale", scale) > 0:
                 raise argument_error("scale", "numbers above 0", repr(self.scale))
         element = STORED.get(str(self.format))
@@ -104,8 +104,8 @@ class QuantSpec:
     def _check_scheme(self) -> None:
         for scheme in self.schemes():
             step, format = getattr(scheme, "step", 1), getattr(scheme, "format", None)
-            requires = isinstance(format, Format) and (format.computes_whole or format.needs_scale)
-            if requires and (self.scale is None or isinstance(self.scale, tuple)):
+            needs_scale = isinstance(format, Format) and (format.computes_whole or format.needs_scale)
+            if needs_scale and (self.scale is None or isinstance(self.scale, tuple)):
                 raise argument_error("scale", f"a number, for {self.format!r}", repr(self.scale))
             if getattr(scheme, "whole", False):
                 found = f"{self.format!r}, which encodes all tokens at once"
@@ -144,9 +144,9 @@ class QuantSpec:
         scale = BY_NAME[self.param_dtype].bytes(1)
         if self.format:
             element = STORED[self.format]
-            apart = not element.block and self.scale is None
-            self._check_group(head_dim, apart)
-            return float(element.bytes(head_dim) + apart * head_dim * scale / self.group)
+            has_scales = not element.block and self.scale is None  # besides the codes
+            self._check_group(head_dim, has_scales)
+            return float(element.bytes(head_dim) + has_scales * head_dim * scale / self.group)
         self._check_group(head_dim, self.axis != "channel" and not self.group_fits)
         cell = (1 if self.scheme == "sym" else 2) * scale
         groups = {"channel": self.group, "token": self.token_group(head_dim)}

@@ -116,7 +116,7 @@ class QuantizedLayer(Layer):
             self._move(geometry, new, keep, view=False)
             store = self.store
         store.make_room(new)
-        self.store = store
+        self.store = store  # only now, because `make_room` may fail
 
     def _move(  # type: ignore[override]  # has another parameter, `view`
         self,
@@ -128,7 +128,8 @@ class QuantizedLayer(Layer):
         view: bool = True,
     ) -> None:
         """Move to a new file with room for `capacity` more tokens; `view` keeps the latest view valid."""
-        plan = plan_file(self.store or self._empty_store(geometry), geometry.batch, capacity, view)
+        store = self.store or self._empty_store(geometry)
+        plan = plan_file(store, geometry.batch, capacity, keep_encoded=view)
         super()._move(geometry, plan, keep, indices, final or not view)
 
     @one_call_at_a_time

@@ -85,15 +85,15 @@ class SchemedLayer(Layer):
         if cache_position is not None:
             self._first_new(cache_position, new)
         sides = self._empty_sides(geometry) if self.store is None else self.store.sides
-        seen = [side.appended(x) for side, x in zip(sides, (key_states, value_states), strict=True)]
-        sides = seen if self.record_past else [side.evicted() for side in seen]
-        self._keep(sides, Span(before + new, before=before), geometry, None if self.read_back else seen)
-        key, value = self.store.seen
+        longer = [side.appended(x) for side, x in zip(sides, (key_states, value_states), strict=True)]
+        sides = longer if self.record_past else [side.with_old_encoded() for side in longer]
+        self._keep(sides, Span(before + new, before=before), geometry, None if self.read_back else longer)
+        key, value = self.store.attended
         return KVView(key), KVView(value)
 
-    def _keep(self, sides: Any, span: Span, geometry: Geometry, seen: Any = None) -> None:
-        """Store these sides; until the next change attention reads the sides `seen`, if there are any."""
-        self._set_store(SchemedStore(geometry, sides, seen or sides), span)
+    def _keep(self, sides: Any, span: Span, geometry: Geometry, attended: Any = None) -> None:
+        """Store these sides; until the next change attention reads the sides `attended`, if there are any."""
+        self._set_store(SchemedStore(geometry, sides, attended or sides), span)
 
     @one_call_at_a_time
     def attend(  # type: ignore[override]  # takes the options of `Layer.attend`
@@ -101,7 +101,7 @@ class SchemedLayer(Layer):
     ) -> Attended:
         store = self.store
         if store is not None:
-            store.keys, store.values = (side.read() for side in store.seen)
+            store.keys, store.values = (side.read() for side in store.attended)
         try:
             return super().attend(query, attention_mask, **options)
         finally:
@@ -113,7 +113,7 @@ class SchemedLayer(Layer):
     def release_undo(self) -> None:
         """Free the unquantized rows of the tokens that the latest update encoded."""
         if self.store is not None:
-            self.store.seen = self.store.sides
+            self.store.attended = self.store.sides
 
     def stored(self) -> tuple[States, States]:
         return tuple(side.read() for side in self.store.sides)
@@ -130,7 +130,7 @@ class SchemedLayer(Layer):
 
     def _shorten(self, span: Span) -> None:
         if self.store is not None:
-            sides = [side.cropped(span.length).evicted() for side in self.store.sides]
+            sides = [side.cropped(span.length).with_old_encoded() for side in self.store.sides]
             self._keep(sides, span, self.store.geometry)
 
     def _take_rows(self, indices: Array) -> None:

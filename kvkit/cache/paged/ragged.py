@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, SupportsIndex
@@ -26,7 +27,7 @@ from kvkit.cache.layers.positions import (
     planner,
     rotation_of,
 )
-from kvkit.cache.paged.segments import SegmentedStep, SegmentQueries
+from kvkit.cache.paged.segments import SegmentedStep, batch_mask
 from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore
 from kvkit.cache.stores.memory import Geometry, check_geometry
@@ -165,22 +166,19 @@ class RaggedLayer(Layer):
 
     def fill_heads(self, geometry: Geometry, states: Sequence[HeadStates], length: int) -> None:
         """Store the tokens of every head in an empty layer; `length` is the position of the next token."""
-        if geometry.key_dim != geometry.value_dim:
-            wanted = (
-                f"heads of {geometry.key_dim} elements, as keys have, because heads keep different tokens"
-            )
+        if (dim := geometry.key_dim) != geometry.value_dim:
+            wanted = f"heads of {dim} elements, as keys have, because heads keep different tokens"
             raise argument_error("value_states", wanted, geometry.value_dim)
-        counts = [len(each.positions) for each in states]
-        self._make_pool(
-            geometry, with_spare_pages(sum(-(-count // PAGE_SIZE) for count in counts), len(counts))
-        )
+        counts = [len(head.positions) for head in states]
+        pages = sum(-(-count // PAGE_SIZE) for count in counts)
+        self._make_pool(geometry, with_spare_pages(pages, len(counts)))
         self.sequences = [self.blocks.add() for _ in counts]
         with self.blocks.begin_step(zip(self.sequences, counts, strict=True)) as step:
-            for side in (0, 1):
-                self.pool_side(side)[step.slot_mapping] = np.concatenate([each[side] for each in states])
+            for side in (0, 1):  # keys, values
+                self.pool_side(side)[step.slot_mapping] = np.concatenate([head[side] for head in states])
         for seq, own in zip(self.sequences, states, strict=True):
             rows = RowPositions(own.positions, np.zeros_like(own.positions), length)
-            if not rows.is_plain():
+            if not rows.is_plain():  # the first position that is not its index is behind a hole
                 hole = np.flatnonzero(np.append(own.positions, -1) != np.arange(len(own.positions) + 1))[0]
                 seq.set_moves(Moves(rows, borders=[], intact=int(hole), rope=None))
 
@@ -191,7 +189,8 @@ class RaggedLayer(Layer):
 
     def _make_pool(self, geometry: Geometry, pages: int) -> None:
         self.geometry, pages = geometry, max(pages, 1)
-        self.pool = PagedStore(pages, PAGE_SIZE, 1, 1, geometry.key_dim, geometry.fmt.dtype)
+        dim, dtype = geometry.key_dim, geometry.fmt.dtype
+        self.pool = PagedStore(pages, PAGE_SIZE, num_layers=1, num_kv_heads=1, head_dim=dim, dtype=dtype)
         self.blocks = BlockAllocator(pages, PAGE_SIZE, slot_dtype=np.int64, copy_rows=self.pool.copy_rows)
         self._step = None
         self._calls.clear()
@@ -337,10 +336,7 @@ class RaggedLayer(Layer):
         """Attend to each key head as a sequence, with the query heads of its group."""
         wants_lse = flag("return_lse", return_lse)
         batch, heads, new, dim = self._check_query(query)
-        count, group = (
-            len(self.sequences),
-            heads // self.lengths.shape[1],
-        )  # group: G query heads of a key head
+        count, group = len(self.sequences), heads // self.lengths.shape[1]  # B * Hkv, G
         visible, place = self._visible(mask), NO_MASK
         if visible is not None:
             place = masks.static_mask(self.pool.format, visible, count, group, new, visible.shape[-1])
@@ -376,12 +372,7 @@ class RaggedLayer(Layer):
         count, new, group, dim = queries.shape
         lengths = np.diff(step.kvstarts).tolist()
         segmented = SegmentedStep(step.sequences, [new] * count, lengths, step.pages, PAGE_SIZE)
-        mask_of_pair = None
-        if visible is not None:
-
-            def mask_of_pair(pair: SegmentQueries) -> Array:
-                return visible[pair.sequence, :, :, pair.segment.begin : pair.segment.end]
-
+        mask_of_pair = None if visible is None else functools.partial(batch_mask, visible)
         packed = queries.reshape(count * new, group, dim)
         out, lse = segmented.attend(PagedStep(self.pool, step), packed, 0, mask_of_pair, weights)
         return out.astype(queries.dtype).reshape(queries.shape), lse.reshape(queries.shape[:3])

@@ -19,7 +19,7 @@ from kvkit.rope import NO_ROTATION
 from kvkit.runtime.arrays import zeros
 from kvkit.typed import Array, Pair
 
-BLOCK_AXES = ("l", "kv", "block", "n", "h", "c")
+BLOCK_AXES = ("l", "kv", "block", "n", "h", "c")  # of `PagedStore.blocks`
 
 
 class PagedStore:

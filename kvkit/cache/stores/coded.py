@@ -111,11 +111,11 @@ class CodeStore:
         key, value = self.sides
         return KVView(key), KVView(value)
 
-    def context(self, data: str, begin: int, end: int) -> tuple[Any, BeginAt]:
+    def context(self, query_format: str, begin: int, end: int) -> tuple[Any, BeginAt]:
         batch, heads, *dims = self.geometry[:4]
         tables = [side.segments(begin=begin) for side in self.sides]
         forms = [side.format for side in self.sides]
-        context = cpu.attention.segmented.context(data, batch, heads, tuple(dims), forms, tables)
+        context = cpu.attention.segmented.context(query_format, batch, heads, tuple(dims), forms, tables)
         return context, functools.partial(self.begin_at, tables)
 
     def query(self, query: Array) -> Array:

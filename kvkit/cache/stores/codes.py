@@ -112,13 +112,8 @@ class CodedSide:
     def nbytes(self) -> int:
         """Return the size of the stored tokens in bytes, with unquantized copies, without spare rows."""
         sinks, tail = min(self.sink, self.length), self.tail_length + self.coded - self.coded_before
-        counts = (
-            (self.sinks, sinks),
-            (self.tail, tail),
-            (self.codes, self.coded),
-            (self.cells, self.block_count),
-        )
-        return sum(array[:, :, :1].nbytes * count for array, count in counts if array.shape[2])
+        arrays = self.sinks[:, :, :sinks], self.tail[:, :, :tail], self.codes[:, :, : self.coded]
+        return sum(array.nbytes for array in (*arrays, self.cells[:, :, : self.block_count]))
 
     # Room
 

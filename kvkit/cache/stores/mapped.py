@@ -93,7 +93,7 @@ class File:
         if self.moved:
             numbers |= layer.count_moves()
         text = ", ".join(f'"{name}": {number:{NUMBER}d}' for name, number in numbers.items())
-        text = f"{{{text}}}}}\n"
+        text = f"{{{text}}}}}\n"  # the second brace ends the sidecar
         if self.sidecar < 0:
             self.home.accept(self, about() | moves, text)
         else:
@@ -247,7 +247,7 @@ class Home:
         """Make a file the layer's data file. Delete the old one, unless the new sidecar has to wait."""
         self.resolve_waiting()
         text = self.text(generation=self.generation, word=file.word, byteorder=sys.byteorder, **about)
-        text = text.removesuffix("}") + ', "state": '
+        text = text.removesuffix("}") + ', "state": '  # the last member; it ends the sidecar
         self.waiting = self.folder.under_way
         write, path = (write_new, self.waiting_path()) if self.waiting else (write_sidecar, self.sidecar)
         file.set_sidecar(write(path, text + state), len(text))

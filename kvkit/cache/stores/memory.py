@@ -15,6 +15,7 @@ from kvkit.formats import FLOATS, Element
 from kvkit.runtime.arrays import zeros
 from kvkit.typed import Array, States
 
+COPY_BYTES = 2**20  # that one step of `copy_rows` copies
 BeginAt = Callable[[Array, int], None]  # (params, row): makes a prepared call read from that row on
 
 
@@ -26,7 +27,9 @@ class Geometry(NamedTuple):
     key_dim: int
     value_dim: int
     fmt: Element
-    joined: int = 0  # elements of a latent row, which begins with the key, which begins with the value
+    # The elements of a latent row, stored once: its first `key_dim` are the key, its first `value_dim` the
+    # value. 0 for keys and values that are stored apart.
+    joined: int = 0
 
     def __str__(self) -> str:
         sizes = f"[{self.batch}, {self.heads}, q, {self.key_dim} and {self.value_dim}]"
@@ -79,9 +82,9 @@ class Store:
 
     def __init__(self, geometry: Geometry, capacity: int) -> None:
         self.geometry, self.capacity = geometry, capacity
-        self.hold(self._arrays())
+        self.set_sides(self._arrays())
 
-    def hold(self, sides: Any) -> None:
+    def set_sides(self, sides: Any) -> None:
         """Set the arrays of the store, and keys and values as views of them."""
         self.sides = sides
         self.keys, self.values = sides[0], sides[-1]
@@ -89,15 +92,15 @@ class Store:
             self.keys, self.values = (sides[0][..., :dim] for dim in self.geometry[2:4])
 
     @staticmethod
-    def holding(geometry: Geometry, capacity: int, sides: Sequence[Array]) -> Store:
+    def of_arrays(geometry: Geometry, capacity: int, sides: Sequence[Array]) -> Store:
         """Return a store of arrays that exist."""
         store = Store.__new__(Store)
         store.geometry, store.capacity = geometry, capacity
-        store.hold(sides)
+        store.set_sides(sides)
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy lies in memory, and has views of its own arrays
-        return Store.holding, (self.geometry, self.capacity, self.sides)
+        return Store.of_arrays, (self.geometry, self.capacity, self.sides)
 
     def _arrays(self) -> Sequence[Array]:
         return [zeros(shape, dtype) for shape, dtype in self.geometry.forms(self.capacity)]
@@ -113,11 +116,11 @@ class Store:
         """Return views of the keys and values in some rows."""
         return self.keys[:, :, begin:end], self.values[:, :, begin:end]
 
-    def context(self, data: str, begin: int, end: int) -> tuple[Any, BeginAt]:
-        """Return (the `Context` of some rows for queries of the format `data`, a `BeginAt` function)."""
+    def context(self, query_format: str, begin: int, end: int) -> tuple[Any, BeginAt]:
+        """Return (the `Context` of some rows for queries of a format, a `BeginAt` function)."""
         key, value = (side.swapaxes(1, 2) for side in self.rows(begin, end))  # [B, rows, Hkv, D]
         rows = attention.context_of(self.geometry.fmt, key, value, (key.strides[:2], value.strides[:2]))
-        return rows._replace(data_dtype=data, as_loaded=False), self.begin_at
+        return rows._replace(data_dtype=query_format, as_loaded=False), self.begin_at
 
     def query(self, query: Array) -> Array:
         """Return queries rotated as the stored keys are: here not at all."""
@@ -170,9 +173,6 @@ class Store:
         """Delete the file; in memory there is none."""
 
 
-COPIED = 2**20  # bytes that one step of `copy_rows` copies
-
-
 def copy_rows(
     target: Array, source: Array, rows: Array, first: int, rope: Any = None, rotated: Array | None = None
 ) -> None:
@@ -181,10 +181,10 @@ def copy_rows(
     Keys are rotated by `rotated` positions unless it is None. Target and source may be one array if no row
     moves to a later row.
     """
-    if rotated is None and target is source:
+    if rotated is None and target is source:  # skip the first rows if they stay where they are
         stay = int(np.argmin(np.append(rows == np.arange(first, first + len(rows)), False)))
         rows, first = rows[stay:], first + stay
-    step = max(1, COPIED // max(1, source[:, :, :1].nbytes))
+    step = max(1, COPY_BYTES // max(1, source[:, :, :1].nbytes))
     for begin in range(0, len(rows), step):
         copied = source[:, :, rows[begin : begin + step]]
         end = begin + copied.shape[2]

@@ -16,7 +16,7 @@ from kvkit.typed import Array
 class Chunk(NamedTuple):
     """Holds tokens that were encoded together; some may have been removed since."""
 
-    live: Array  # the numbers, ascending, of the tokens in the chunk that were not removed
+    live: Array  # the ascending indices in the chunk of the tokens that were not removed
     rows: tuple[dict[str, Array], ...]  # what `encode` returned, for each row of the batch
 
 
@@ -52,12 +52,13 @@ class SchemedSide:
 
     def appended(self, states: Array) -> SchemedSide:
         """Return the side with new tokens; they become sinks only if no other token follows the sinks."""
-        first = self.sink - self.sinks.shape[2] if self.shape[2] == self.sinks.shape[2] else 0
-        sinks = np.concatenate((self.sinks, states[:, :, :first]), 2)
-        return replace(self, sinks=sinks, tail=np.concatenate((self.tail, states[:, :, first:]), 2))
+        only_sinks = self.shape[2] == self.sinks.shape[2]
+        new = self.sink - self.sinks.shape[2] if only_sinks else 0
+        sinks = np.concatenate((self.sinks, states[:, :, :new]), 2)
+        return replace(self, sinks=sinks, tail=np.concatenate((self.tail, states[:, :, new:]), 2))
 
-    def evicted(self) -> SchemedSide:
-        """Return the side with all groups encoded that have left the window as a whole."""
+    def with_old_encoded(self) -> SchemedSide:
+        """Return the side with the groups of tokens encoded that have left the window as a whole."""
         count = max(0, self.tail.shape[2] - self.residual) // self.group
         if not count:
             return self
@@ -116,13 +117,16 @@ class SchemedStore(Store):
 
     rows_adjoin = False
 
-    def __init__(self, geometry: Geometry, sides: Sequence[SchemedSide], seen: Sequence[SchemedSide]) -> None:
-        self.geometry, self.capacity, self.sides, self.seen = geometry, 0, sides, seen
-        self.keys: Any = None
+    def __init__(
+        self, geometry: Geometry, sides: Sequence[SchemedSide], attended: Sequence[SchemedSide]
+    ) -> None:
+        self.geometry, self.capacity, self.sides = geometry, 0, sides
+        self.attended = attended  # the sides that attention reads until the next change
+        self.keys: Any = None  # arrays while attention runs
         self.values: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SchemedStore, (self.geometry, self.sides, self.seen)
+        return SchemedStore, (self.geometry, self.sides, self.attended)
 
     def keep_rows(self, rows: Array, first: int, rope: Any, rotated: Array | None) -> None:
-        self.sides = self.seen = [side.keep_tokens(rows) for side in self.sides]
+        self.sides = self.attended = [side.keep_tokens(rows) for side in self.sides]
