@@ -35,7 +35,7 @@ def check(ctx, sources, before, after, keys, values, dask, as_json, **options):
     scales. With --after, rows that changed must be in slot_mapping; without slot_mapping, they must be new in
     the tables of the second file.
 
-    The exit code is 1 if an error is found, 0 if nothing or only warnings are found.
+    The exit code is 1 if an error is found, 2 if nothing was checked in a file, otherwise 0.
 
     \b
     Examples:
@@ -68,7 +68,9 @@ def check(ctx, sources, before, after, keys, values, dask, as_json, **options):
             for finding in found["findings"]:
                 finding["hint"] = ctx.command.in_shell(finding["hint"])
         click.echo(json.dumps(whole if several else next(iter(whole.values())), indent=2))
-    ctx.exit(1 if any(found.errors for found in results.values()) else 0)
+    if any(found.errors for found in results.values()):
+        ctx.exit(1)
+    ctx.exit(0 if all(found.checked for found in results.values()) else 2)
 
 
 def check_file(after, keys, values, options, source):

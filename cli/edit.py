@@ -116,11 +116,13 @@ def edit_state(ctx, source, output, changes, close, as_json):
         what = "moves, as a state has keys rotated by their positions"
         raise KvkitError(f"{source}: expected --remove or --retain, got {what}")
     values = {name: iter(given) for name, given in changes.items()}
-    parsed = [(name, parse_ranges(name, next(values[name]))) for name in ctx.meta["order"]]
+    texts = [(name, next(values[name])) for name in ctx.meta["order"]]
+    parsed = [(name, text, parse_ranges(name, text)) for name, text in texts]
 
     def keep(positions):
         stays = np.ones(len(positions), bool)
-        for name, ranges in parsed:
+        for name, text, ranges in parsed:
+            note_if_outside(name, text, positions, ranges)
             stays &= in_ranges(positions, ranges) == (name == "retain")
         return stays
 
@@ -152,16 +154,26 @@ def longest(cache):
     return max(cache.layers, key=lambda layer: layer.stored_tokens)
 
 
+def note_if_outside(name, text, positions, ranges):
+    """Print a note on stderr if no token has a position in the ranges of a change."""
+    if not in_ranges(positions, ranges).any():
+        where = f"they end with {positions.max()}" if positions.size else "there are none"
+        click.echo(f"kvkit: --{name} {text}: no token has such a position ({where})", err=True)
+
+
 def apply_change(cache, name, text, close, rotation):
     """Apply one change to a cache."""
+    positions = longest(cache).positions
     if name == "retain":
-        positions = longest(cache).positions
         if positions.ndim > 1:
             raise KvkitError(f"--retain {text}: expected heads with the same tokens, got a compressed cache")
-        cache.retain(positions[in_ranges(positions, parse_ranges(name, text))])
+        ranges = parse_ranges(name, text)
+        note_if_outside(name, text, positions, ranges)
+        cache.retain(positions[in_ranges(positions, ranges)])
         return
     begin, end, by = parse_range(name, text, name != "remove")
     if name == "remove":
+        note_if_outside(name, text, positions, [(begin, end, by)])
         cache.remove(begin, end, close=close, **({"rope": rotation} if close else {}))
     else:
         getattr(cache, name)(begin, end, by, rope=rotation)

@@ -1,7 +1,8 @@
 """The errors that kvkit raises, and functions that write their messages."""
 
 import difflib
-from collections.abc import Collection, Iterable
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,8 @@ def describe(value: Any) -> str:
         kind = "an array" if isinstance(value, np.ndarray) else kind
         return f"{kind} of {value.dtype} and shape {tuple(value.shape)}"
     several = isinstance(value, Collection) and not isinstance(value, (str, bytes))
-    if several and (len(value) > 8 or not all(isinstance(item, (int, float, str)) for item in value)):
+    items = value.values() if isinstance(value, Mapping) else value
+    if several and (len(value) > 8 or not all(isinstance(item, (int, float, str)) for item in items)):
         return f"{kind} of {len(value)} elements"
     if isinstance(value, int) and value.bit_length() > 128:
         return f"a number of {value.bit_length()} bits"
@@ -71,3 +73,15 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """Return ` (did you mean ...?)` for a name that is like a known one, or ''."""
     likely = nearest(name, known, 1)
     return f" (did you mean {likely[0]}?)" if likely else ""
+
+
+def add_keyword_hint(error: TypeError, function: Callable[..., Any], keywords: Iterable[str]) -> None:
+    """Add ` (did you mean ...?)` to the error of a call with a keyword that is like a parameter.
+
+    Python itself does so from version 3.13 on.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    unknown = [] if takes_any else [name for name in keywords if name not in parameters]
+    if unknown and "id you mean" not in str(error):
+        error.args = (f"{error}{suggestion(unknown[0], parameters)}",)

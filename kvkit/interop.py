@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from kvkit.errors import KvkitError, argument_error
+from kvkit.errors import KvkitError, add_keyword_hint, argument_error
 from kvkit.formats.elements import BFLOAT16, FLOATS8
 from kvkit.runtime import call_log
 from kvkit.typed import Array
@@ -53,6 +53,7 @@ def as_numpy(array: Any, name: str = "array") -> Any:
     >>> as_numpy(numbers) is numbers, as_numpy("no array")
     (True, 'no array')
     """
+    refuse_masked(name, array)
     if not is_foreign(array):
         return array
     where = array.device.type if is_tensor(array) else device_of(array)
@@ -65,6 +66,12 @@ def as_numpy(array: Any, name: str = "array") -> Any:
             return np.asarray(array)
         wanted = "an array that numpy can share"
         raise argument_error(name, wanted, f"{type(array).__name__} ({error})") from None
+
+
+def refuse_masked(name: str, array: Any) -> None:
+    """Raise for a masked array of `numpy.ma`, because kernels would read its masked elements."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise argument_error(name, "an array without a mask, such as array.filled(0)", "a masked array")
 
 
 def device_of(array: Any) -> str:
@@ -148,6 +155,9 @@ def returns_input_kind(operator: Operator) -> Operator:
                 given = (*args[first:], *keywords.values())
                 if not any(map(holds_foreign, given)):
                     raise
+            except TypeError as error:
+                add_keyword_hint(error, operator, keywords)
+                raise
         return call_with_numpy(operator, first, args, keywords)
 
     return cast(Operator, call)

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from kvkit.cache.layers.positions import Rotation, RowPositions, check_rotation, pieces_array, refusal
 from kvkit.checks.values import integer
-from kvkit.errors import argument_error
+from kvkit.errors import add_keyword_hint, argument_error
 from kvkit.runtime.locks import CallLock, LayerLock
 from kvkit.typed import Array, Attended, Pair, States
 
@@ -398,7 +398,12 @@ class BaseCache(MovableTokens):
         """
         with self._lock:
             queries = query if isinstance(query, tuple) else (query,)  # a latent layer takes two parts
-            return self._layer(layer_idx).attend(*queries, attention_mask=attention_mask, **options)
+            attend = self._layer(layer_idx).attend
+            try:
+                return attend(*queries, attention_mask=attention_mask, **options)
+            except TypeError as error:
+                add_keyword_hint(error, attend, options)
+                raise
 
     @abstractmethod
     def reserve(self, query_length: SupportsIndex) -> None:

@@ -54,6 +54,7 @@ class Cache(BaseCache):
     """
 
     _make_layer: Callable[[], Layer] | None = None  # where layers are made on first use
+    _closed = False  # whether `close` ended offloading
 
     def __init__(self, layers: Iterable[Layer], *, offload: FilePath | None = None, rope: Any = None) -> None:
         super().__init__()
@@ -63,6 +64,8 @@ class Cache(BaseCache):
                 raise argument_error(f"layers[{i}]", "a layer", describe(layer))
             if any(layer is other for other in self.layers[:i]):
                 raise argument_error(f"layers[{i}]", "a layer of its own", "an earlier one again")
+            if layer.source not in (None, *self.layers):
+                raise argument_error(f"layers[{i}]", "a new SharedLayer", "one of another cache")
             layer.name = f"layers[{i}]"
             layer.connect(self.layers, i)
         self.rope = rope
@@ -120,6 +123,11 @@ class Cache(BaseCache):
             layer.check_room(layer.get_seq_length(), new)
         for layer in self.layers:
             layer.reserve(new)
+
+    def _layer(self, layer_idx: SupportsIndex) -> Any:
+        if self._closed:
+            raise argument_error("cache", "one that is open (a kept one: Cache.open)", "one that was closed")
+        return super()._layer(layer_idx)
 
     def _missing(self, number: int) -> Any:
         """Make the next layer, if layers are made on first use; `update` adds it to the layers."""
@@ -310,7 +318,7 @@ class Cache(BaseCache):
         only_non_sliding : bool
             Whether sliding layers, which are small, stay in memory. `close` writes them to files too.
         keep : bool
-            Whether `close` leaves the files in the folder.
+            Whether `close` leaves the files in the folder, for `open`; without it, `close` deletes them.
         """
         if self.folder is not None:
             raise argument_error("directory", "a cache in memory", f"one that is in {self.folder.path}")
@@ -354,10 +362,13 @@ class Cache(BaseCache):
 
     @one_call_at_a_time
     def close(self) -> None:
-        """End offloading: delete the files, or complete them if they are to be kept. Layers become empty."""
+        """End offloading: delete the files, or complete them with ``keep``. The cache takes no more tokens.
+
+        A cache in memory stays as it is.
+        """
         if self.folder is not None:
             self.folder.close(self.layers)
-            self.folder = None
+            self.folder, self._closed = None, True
 
     def __enter__(self) -> Self:
         return self

@@ -126,8 +126,10 @@ def convert(
     known = check_sizes("sizes", sizes)
     latent = ("kv" in before.names) != ("kv" in after.names)  # planes of a latent row, and whole rows
     if latent and {"h", "s"} & {*before.names, *after.names}:
-        one = "an" if "kv" in before.names else "no"
-        raise argument_error("to_layout", f"{one} axis kv, as in '{before}'", f"'{after}'")
+        wanted = f"no axis kv, for the latent rows of '{before}'"
+        if "kv" in before.names:
+            wanted = f"an axis kv, for the keys and values of '{before}'"
+        raise argument_error("to_layout", wanted, f"'{after}'")
     rotary = known.pop("v", ROTARY) if latent and "kv" in after.names else 0
     read = cache_rows(source, before, known, "source")
     if rotary:

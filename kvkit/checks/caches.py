@@ -10,6 +10,7 @@ from kvkit.checks.values import (
     FLOAT_NAMES,
     NamedArrays,
     check_apart,
+    check_array,
     check_output,
     checked_format,
     choice,
@@ -116,8 +117,7 @@ def cache_format(
     fmt: Element, cache: Array, quant_bit: int, quant_format: str | None, dim: int
 ) -> tuple[Element, int]:
     """Return the format of the cache's elements, and the length of its last axis."""
-    if not isinstance(cache, np.ndarray):
-        raise argument_error("cache", "a numpy array", describe(cache))
+    check_array("cache", cache)
     if quant_format is not None:
         return named_format(fmt, cache, quant_bit, quant_format, dim)
     if quant_bit:

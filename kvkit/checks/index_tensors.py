@@ -15,6 +15,7 @@ from kvkit.checks.records import ENDLESS, CacheLayer, MaskPlace, StepIndex
 from kvkit.checks.values import choice, integer
 from kvkit.errors import KvkitError, argument_error
 from kvkit.formats.elements import Element
+from kvkit.interop import refuse_masked
 from kvkit.layouts import pmx
 from kvkit.layouts.grammar import Layout
 from kvkit.typed import Array
@@ -37,6 +38,7 @@ def index(name: str, value: ArrayLike, ndim: int = 1, length: int | None = None)
 
 def index_form(name: str, value: ArrayLike, ndim: int) -> Array:
     """Return an index tensor as an array of the right dtype and number of axes, without reading elements."""
+    refuse_masked(name, value)
     try:
         array = np.asarray(value)
     except ValueError:

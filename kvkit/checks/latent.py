@@ -29,6 +29,7 @@ from kvkit.formats import FLOATS, Element
 from kvkit.formats.elements import E4M3
 from kvkit.formats.known import Format, named
 from kvkit.formats.packing import count_elements
+from kvkit.interop import refuse_masked
 from kvkit.typed import Array
 
 ROWS = "block_tables and context_lens, or indices"
@@ -201,6 +202,7 @@ def checked_latent_pool(name: str, latent: Any, rope_cache: Any, format: str | N
         raise argument_error("format", f"None, {' or '.join(CODED)}", repr(format))
     if rope_cache is not None:
         raise argument_error("rope_cache", f"None, for {known}, whose rows have it", describe(rope_cache))
+    refuse_masked(name, latent)
     is_bytes = isinstance(latent, np.ndarray) and latent.dtype in BYTES and latent.ndim > 1
     if not is_bytes or (latent.size and latent.strides[-1] != 1):
         raise argument_error(name, f"an array of bytes, for {known}", describe(latent))

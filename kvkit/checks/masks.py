@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvkit.checks.records import NO_MASK, MaskPlace
-from kvkit.errors import argument_error, describe
+from kvkit.checks.values import check_array
+from kvkit.errors import argument_error
 from kvkit.formats import BY_DTYPE, MASKS, Element
 from kvkit.typed import Array
 
@@ -66,11 +67,11 @@ def own_mask(fmt: Element, mask: Array | None, num_heads: int, tokens: int, long
 
 def is_empty(fmt: Element, mask: Array, name: str = "attn_mask") -> bool:
     """Check the type of a mask, and return whether it has no elements."""
-    if not isinstance(mask, np.ndarray):
-        raise argument_error(name, "a numpy array", describe(mask))
+    check_array(name, mask)
     if mask.dtype != np.bool_ and mask.dtype != fmt.dtype and mask.dtype != np.float32:
         legal = " or ".join(dict.fromkeys((fmt.name, "float32", "bool")))
-        raise argument_error(name, f"dtype {legal}", mask.dtype)
+        remedy = ": mask.astype(bool), if 0 hides a key and 1 does not" if mask.dtype.kind in "iu" else ""
+        raise argument_error(name, f"dtype {legal}", f"{mask.dtype}{remedy}")
     return mask.size == 0
 
 

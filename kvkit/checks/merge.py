@@ -5,9 +5,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvkit.checks.outputs import Results
-from kvkit.checks.values import checked_format
+from kvkit.checks.values import check_array, checked_format
 from kvkit.errors import argument_error, describe
 from kvkit.formats import FLOATS, Element
+from kvkit.interop import refuse_masked
 from kvkit.typed import Array, Arrays
 
 
@@ -43,11 +44,11 @@ def checked_merge(outputs: Arrays, lses: Arrays) -> MergeCall:
 
 def listed_arrays(name: str, arrays: Arrays) -> list[Array]:
     """Return a list of arrays, from a sequence of arrays or from the first axis of one array."""
+    refuse_masked(name, arrays)
     several = isinstance(arrays, (list, tuple)) or (isinstance(arrays, np.ndarray) and arrays.ndim > 0)
     given = list(arrays) if several else []
     if not given:
         raise argument_error(name, "one array or more", describe(arrays))
     for i, array in enumerate(given):
-        if not isinstance(array, np.ndarray):
-            raise argument_error(f"{name}[{i}]", "a numpy array", describe(array))
+        check_array(f"{name}[{i}]", array)
     return given

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvkit.checks.values import NamedArrays, check_apart, check_output, check_writeable
+from kvkit.checks.values import NamedArrays, check_apart, check_array, check_output, check_writeable
 from kvkit.errors import argument_error, describe
 from kvkit.runtime.arrays import empty_result
 from kvkit.typed import Array
@@ -53,8 +53,7 @@ class Results(NamedTuple):
         return arrays
 
     def _check_form(self, label: str, array: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        if not isinstance(array, np.ndarray):
-            raise argument_error(label, "a numpy array", describe(array))
+        check_array(label, array)
         if array.dtype != dtype:
             raise argument_error(label, f"dtype {dtype}", array.dtype)
         if array.ndim != len(shape):

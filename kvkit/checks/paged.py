@@ -28,6 +28,7 @@ from kvkit.checks.values import (
 from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, BY_NAME, FLOATS, INT8, Element
 from kvkit.formats.elements import BLOCKS
+from kvkit.interop import refuse_masked
 from kvkit.typed import Array
 
 SCALES = "key_scale", "value_scale"
@@ -441,6 +442,7 @@ def checked_swap(source: Array, target: Array, pairs: ArrayLike) -> tuple[Array,
         if not isinstance(array, np.ndarray) or not array.ndim or array.dtype.hasobject:
             wanted = "a numpy array of blocks, without Python objects"
             raise argument_error(name, wanted, describe(array))
+        refuse_masked(name, array)
     if target.dtype != source.dtype:
         raise argument_error("target", f"the dtype of source, {source.dtype}", target.dtype)
     if target.shape[1:] != source.shape[1:]:

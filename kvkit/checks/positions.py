@@ -12,6 +12,7 @@ from kvkit.checks.masks import dynamic_mask, static_mask
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import MaskPlace
 from kvkit.checks.values import (
+    check_array,
     check_not_empty,
     check_size,
     checked_format,
@@ -251,8 +252,7 @@ def given_mask(mask: Array | None) -> tuple[Array | None, Element | None]:
     """Return a mask of floats or booleans, with contiguous rows, and its format (None for booleans)."""
     if mask is None:
         return None, None
-    if not isinstance(mask, np.ndarray):
-        raise argument_error("attn_mask", "a numpy array", describe(mask))
+    check_array("attn_mask", mask)
     fmt = BY_DTYPE.get(mask.dtype)
     if fmt not in FLOATS and mask.dtype != np.bool_:
         raise argument_error("attn_mask", f"dtype {FLOAT_OR} or bool", mask.dtype)

@@ -11,6 +11,7 @@ from numpy.typing import DTypeLike
 from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, FLOATS, INT8, Element
 from kvkit.formats.elements import FLOATS8
+from kvkit.interop import refuse_masked
 from kvkit.typed import Array
 
 NamedArrays = Sequence[tuple[str, Array]]
@@ -96,10 +97,16 @@ def window_sides(name: str, value: Any) -> tuple[int, int]:
     return min(left, 2**62), min(right, 2**62)
 
 
-def checked_format(name: str, array: Array, legal: Collection[Element], ndim: int) -> Element:
-    """Return the format of an array, which must be one of `legal` and have `ndim` axes."""
+def check_array(name: str, array: object) -> None:
+    """Check that an argument is a numpy array, and not a masked one."""
     if not isinstance(array, np.ndarray):
         raise argument_error(name, "a numpy array", describe(array))
+    refuse_masked(name, array)
+
+
+def checked_format(name: str, array: Array, legal: Collection[Element], ndim: int) -> Element:
+    """Return the format of an array, which must be one of `legal` and have `ndim` axes."""
+    check_array(name, array)
     fmt = FORMATS.get(array.dtype)
     if fmt is None or fmt not in legal:
         remedy = FP8_REMEDY if legal is POOLED and array.dtype == np.uint8 else ""

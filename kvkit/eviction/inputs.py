@@ -40,8 +40,8 @@ class Inputs(NamedTuple):
 
     def last_queries(self, window: int) -> Array:
         """Return the queries of the last `window` tokens, [B, Hkv, G, W, D]."""
-        if self.queries.shape[2] < window:
-            raise argument_error("queries", f"queries of the last {window} tokens", self.queries.shape[2])
+        if (have := self.queries.shape[2]) < window:
+            raise argument_error("queries", f"those of the last {window} tokens (or window={have})", have)
         batch, heads, _, dim = self.queries.shape
         return self.queries[:, :, -window:].reshape(batch, self.heads, heads // self.heads, window, dim)
 
@@ -105,7 +105,8 @@ def weight_blocks(inputs: Inputs, window: int) -> Iterator[tuple[int, int, int, 
     """
     tokens, has_weights = inputs.tokens, inputs.queries is None
     if has_weights and inputs.weights.shape[2] < window:
-        raise argument_error("weights", f"weights of the last {window} queries", inputs.weights.shape[2])
+        have = inputs.weights.shape[2]
+        raise argument_error("weights", f"those of the last {window} queries (or window={have})", have)
     if not has_weights:
         queries = inputs.last_queries(window)
     group = inputs.query_heads // inputs.heads

@@ -69,6 +69,7 @@ def checked_window(inputs: Inputs, window: int) -> int:
     """Check that a protected window has fewer tokens than there are; return its length."""
     window = integer("window", window, 1)
     if inputs.tokens <= window:
-        wanted = f"fewer than the {inputs.tokens} tokens"
+        smaller = f" (window={inputs.tokens // 2}, say)" if inputs.tokens > 1 else ""
+        wanted = f"fewer than the {inputs.tokens} tokens{smaller}"
         raise argument_error("window", wanted, window, TooFewTokensError)
     return window

@@ -207,7 +207,8 @@ def iterate_arrays(
     except TypeError:
         raise argument_error(name, f"a list, of arrays along {level}", describe(arrays)) from None
     if not several or (level == "kv" and len(several) != 2):
-        expected = "two arrays, keys and values" if several else f"a list along {level}"
+        pair = "two arrays, keys and values (in one array, kv stands right of the bar)"
+        expected = pair if several else f"a list along {level}"
         raise argument_error(name, expected, describe(arrays))
     lengths = set()
     for i, each in enumerate(several):

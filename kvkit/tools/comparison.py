@@ -22,6 +22,7 @@ from kvkit.tools.case import stack_view
 from kvkit.tools.causes import Cause, Trial, index_causes, try_causes, usable_inputs
 from kvkit.tools.counting import Tolerances
 from kvkit.tools.names import SIDES, some_names
+from kvkit.tools.readers import LayerReader, open_arrays
 from kvkit.tools.source import SLIDING, CacheSource, ds_v4_as_rows
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.typed import FilePath
@@ -226,6 +227,8 @@ def diff(
         compared += part.compared
         if advance is not None and here is None:
             advance(part.compared)
+    if not found.equal and same_tokens(sides, sizes):
+        found.notes.append("the tokens of all sequences are equal, if each side is read by its page tables")
     found.causes.sort(key=lambda cause: -cause.explained / cause.differing)
     if plot is not None and found.maps:
         draw_maps(plot, found.maps)
@@ -268,6 +271,33 @@ def keys_and_values(source: CacheSource) -> Arrays:
     found = {f"{x}s{part}": stack_view(getattr(kv, f"{x}s")) for part, kv in parts.items() for x in sides}
     second = {} if source.sliding is None else keys_and_values(source.sliding)
     return found | {f"{SLIDING}_{name}": array for name, array in second.items()}
+
+
+def same_tokens(sides: Sequence[tuple[Any, Any, str]], sizes: Mapping[str, int] | None) -> bool:
+    """Return whether two caches, of which one or both have page tables, hold the same tokens."""
+    try:
+        sources = [CacheSource(side, layout, sizes, (name, "format")) for side, layout, name in sides]
+        if all(source.block_tables() is None for source in sources):
+            return False
+        one, two = map(open_arrays, sources)
+        layers = ((one.layer(i), two.layer(i)) for i in range(one.count))
+        return one.count == two.count and all(same_layer(*pair) for pair in layers)
+    except KvkitError:  # arrays that are no caches
+        return False
+
+
+def same_layer(one: LayerReader, two: LayerReader) -> bool:
+    """Return whether two layers have the same tokens."""
+    if one.starts != two.starts:
+        return False
+    for x, y in (one.key, two.key), (one.value, two.value):
+        if (x.tokens, x.heads, x.dim) != (y.tokens, y.heads, y.dim):
+            return False
+        step = max(1, BLOCK // max(1, 4 * x.heads * x.dim))
+        parts = [slice(begin, begin + step) for begin in range(0, x.tokens, step)]
+        if not all(same_bytes(np.asarray(x.read(part)), np.asarray(y.read(part))) for part in parts):
+            return False
+    return True
 
 
 def compare_array(

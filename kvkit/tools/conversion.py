@@ -186,7 +186,9 @@ def convert(
     if to_layout is None:
         for name, extra in {"page_size": page_size, "tables_from": tables_from, "verify": verify}.items():
             if extra:
-                raise argument_error(name, "none with a format, for which rows do not move", brief(extra))
+                instead = " (kvkit study measures its error)" if name == "verify" else ""
+                wanted = f"none with a format, for which rows do not move{instead}"
+                raise argument_error(name, wanted, brief(extra))
         to_state = target is not None and is_state_name(target)
         if to_state and format not in [str(one) for one in FLOATS]:
             raise argument_error("format", "floats, for a state of llama.cpp, which rotates codes", format)

@@ -101,10 +101,11 @@ class Findings:
             shown = sum(finding.rule == rule for finding in self.found)
             if count > shown:
                 lines.append(f"{rule}: {count - shown} more like these")
-        rules = f"{len(self.checked)} rules checked"
+        rules = f"{len(self.checked)} rule{'s' * (len(self.checked) != 1)} checked"
         clean = "nothing found" if self.unchecked else "fine"
         count = sum(self.counts.values())
-        lines.append(f"{count} finding{'s' * (count != 1)}; {rules}" if lines else f"{clean}: {rules}")
+        last = f"{count} finding{'s' * (count != 1)}; {rules}" if lines else f"{clean}: {rules}"
+        lines.append(last if self.checked else "nothing was checked, because no rule has its inputs")
         lacking: dict[str, list[str]] = {}
         for name, needs in self.unchecked.items():
             lacking.setdefault(needs.partition(", ")[0], []).append(name)

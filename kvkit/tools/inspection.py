@@ -200,7 +200,7 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
         [InspectedArray(name, array.dtype.name, array.shape, array.nbytes) for name, array in arrays],
         contents.description,
         {name: value for name, value in contents.metadata.items() if name not in SHOWN_ELSEWHERE},
-        contents.notes,
+        found.notes,
         fits=[] if found.layout or cache is None else fitting_layouts(cache, stats),
         sizes=axis_sizes,
         use=use_of(found),

@@ -261,7 +261,7 @@ def open_arrays(
         )  # fmt: skip
 
     settled = {llama.HEADS} | ({llama.ROTATED} if undone else set())
-    notes = (*notes, *(note for note in source.contents.notes if note not in settled))
+    notes = (*notes, *(note for note in source.notes if note not in settled))
     if pages is None and len(codes.keys[0]) > 1 and not source.saved:
         notes = (*notes, NO_TABLES)
     format = " and ".join(dict.fromkeys(map(str, filter(None, formats or ())))) or None

@@ -89,6 +89,15 @@ class CacheSource:
         if self.implied and self.layer_names is not None and self.layer_names.heads_first:
             self.stated_layout = Layout(("l",), *[layouts.parse("hf").axes] * 2)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return the notes of the file, and one on a layout that only the names of its arrays imply."""
+        stated = self.given_layout or self.contents.description.layout or self.text("layout")
+        if stated or self.layout is None or not self.contents.kind.startswith("."):  # not a file of arrays
+            return self.contents.notes
+        guess = f"the layout '{self.layout}' is guessed from the names of arrays; give another as layout"
+        return *self.contents.notes, guess
+
     def text(self, name: str) -> str | None:
         """Return the text in the array of a name; None if there is no such array."""
         array = self.arrays.get(name)
@@ -226,7 +235,9 @@ class CacheSource:
         if stated:
             line = parse_layout(stated, self.arguments[0])
             if "kv" in line.names and "kv" not in line.lists:
-                expected = "a layout without an axis kv, as keys and values are arrays of their own"
+                without = " ".join(axis for axis in line.axes if axis != "kv")
+                such = f" ('{without}', say)" if "kv" in line.axes else ""
+                expected = f"a layout without an axis kv, as keys and values are arrays of their own{such}"
                 raise argument_error(self.arguments[0], expected, f"'{line}'")
             lists = (*outer, *(level for level in line.lists if level != "kv"))
             return Layout(lists, line.axes, line.value_axes if outer else line.axes)
@@ -251,7 +262,8 @@ class CacheSource:
             wanted = "an array 'cache' and its layout, or keys and values by name (key/value, keys/values)"
             raise argument_error("source", wanted, some_names(self.arrays))
         if self.layout is None:
-            raise argument_error(self.arguments[0], "a layout, as the file does not name one", "None")
+            wanted = "a layout, as the file does not name one (kvkit inspect lists those that fit)"
+            raise argument_error(self.arguments[0], wanted, "None")
         return self.cache
 
     @cached_property

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvkit.errors import argument_error
 from kvkit.formats import BFLOAT16
-from kvkit.interop import as_integers, as_numpy, extension_dtype, in_kind_of
+from kvkit.interop import as_integers, as_numpy, extension_dtype, in_kind_of, refuse_masked
 from kvkit_cuda.calls import homes
 from kvkit_cuda.device_runtime import host
 
@@ -126,6 +126,7 @@ def operands(name, given, stream):
 
 def operand(name, array, stream):
     """Return the operand of an array, or of another value, which the checks will refuse."""
+    refuse_masked(name, array)
     if isinstance(array, np.ndarray):
         return Operand(array, False, array, array)
     of_torch = homes.library(array) == "torch"  # its array interface has no stream and no bfloat16

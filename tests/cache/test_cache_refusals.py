@@ -18,6 +18,7 @@ from kvkit.cache import (
     QuantizedCache,
     QuantizedLayer,
     QuantSpec,
+    SharedLayer,
     SlidingWindowLayer,
     StaticCache,
     StaticLayer,
@@ -46,8 +47,11 @@ CONSTRUCTORS = [  # the message's beginning, and who says it
     ("num_layers: expected an integer", lambda: StaticCache(8, None)),
     ("layers[0]: expected a layer", lambda: Cache([DynamicLayer])),
     ("layers[1]: expected a layer of its own", lambda: Cache([DynamicLayer()] * 2)),
+    ("layers[1]: expected a new SharedLayer, got one of another cache",
+     lambda: Cache([DynamicLayer(), Cache([DynamicLayer(), SharedLayer(0)]).layers[1]])),
     ("max_cache_len: expected at least 1", lambda: StaticLayer(0)),
     ("max_cache_len: expected an integer", lambda: StaticLayer(2.5)),
+    ("max_cache_len: expected at most 1099511627776 tokens, got 46", lambda: StaticCache(2**62, 1)),
     ("sliding_window: expected at least 1", lambda: SlidingWindowLayer(0)),
     ("sliding_window: expected an integer", lambda: SlidingWindowLayer(None)),
     ("sliding_window: expected at least 1", lambda: StaticSlidingWindowLayer(4, 0)),
@@ -266,3 +270,14 @@ def test_no_room_in_blocks_leaves_a_cache_as_it_was():
     cache.update(tokens[:2, :, :1], tokens[:2, :, :1], 0)
     assert cache.get_seq_length() == 4
     assert issubclass(OutOfBlocksError, kvkit.KvkitError)
+
+
+def test_masks_of_other_names_and_integers():
+    cache, states = DynamicCache(), np.ones((1, 1, 2, 4), np.float32)
+    cache.update(states, states, 0)
+    with pytest.raises(TypeError, match=r"[Dd]id you mean '?attention_mask"):
+        cache.attend(states, 0, attn_mask=None)
+    with pytest.raises(TypeError, match=r"[Dd]id you mean '?attn_mask"):
+        kvkit.multi_head_attention(states, states, states, attention_mask=None)
+    with pytest.raises(kvkit.KvkitError, match=r"got int64: mask.astype\(bool\), if 0 hides a key"):
+        cache.attend(states, 0, attention_mask=np.ones((1, 2), np.int64))

@@ -18,6 +18,7 @@ from folder_scenes import (
     run,
 )
 
+from kvkit import KvkitError
 from kvkit.cache import Cache, DynamicCache, StaticCache
 from kvkit.cache.stores import mapped
 
@@ -53,8 +54,8 @@ def test_close_deletes_the_files(tmp_path):
     assert keys.tobytes() == before
     assert cache.get_seq_length() == 0
     cache.close()
-    fill(cache)
-    assert cache.get_seq_length(3) == 8
+    with pytest.raises(KvkitError, match=r"^cache: expected one that is open \(a kept one: Cache.open\)"):
+        fill(cache)
     assert names(tmp_path / "new" / "folder") == []
 
 

@@ -96,3 +96,10 @@ def test_heads_that_keep_different_tokens(folder):
     cache.save("heads.npz")
     assert "tokens in a head, the next at 21" in kvkit("edit heads.npz --remove 3:6 -o out.npz")[1]
     assert kvkit("edit heads.npz --retain 0:4 -o no.npz")[0] == 2
+
+
+def test_ranges_without_tokens_are_told(folder):
+    code, out, err = kvkit("edit chat.npz --remove 30:40 --retain 40: -o out.npz")
+    assert (code, out) == (0, "0 tokens at none, the next at 21\n")
+    said = "no token has such a position (they end with 20)\n"
+    assert err == f"kvkit: --remove 30:40: {said}kvkit: --retain 40:: {said}"

@@ -11,9 +11,11 @@ import table_scenes
 from verbs import kvkit
 
 from kvkit import files, layouts
+from kvkit.cache import QuantizedCache
 from kvkit.errors import KvkitError
 from kvkit.files import npz
 from kvkit.tools import check
+from kvkit.tools.names import SIDES
 from kvkit.tools.rules import RULES
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -379,6 +381,21 @@ def test_a_report(tmp_path):
     found = check(but(tables, slot_sequences=None)())
     assert found.unchecked["S1"] == "slot_sequences"
     assert set(found.checked) | set(found.unchecked) == set(RULES)
+
+
+def test_saved_layers(tmp_path):
+    """A group whose scale is beyond float16 is found in a file; a file without any input is not passed."""
+    cache, states = QuantizedCache(1, residual_length=16), np.ones((1, 2, 100, 32), np.float32)
+    states[0, 1, 40, 3] = 1e9
+    cache.update(states, states, 0)
+    cache.save(tmp_path / "cache.npz")
+    found = check(tmp_path / "cache.npz")
+    assert found.checked == ["Q1", "D1"]
+    assert [each.where.partition("[")[0] for each in found] == [f"layers.0.{x}s.cells" for x in SIDES]
+    nothing = check({"num_blocks": 8})
+    assert str(nothing).startswith("nothing was checked, because no rule has its inputs\n25 rules not")
+    npz.write(tmp_path / "nothing.npz", {"num_blocks": np.array(8)})
+    assert kvkit("check", tmp_path / "nothing.npz")[0] == 2
 
 
 def test_tables_have_the_names_of_engines(tmp_path):

@@ -10,7 +10,7 @@ from planted_faults import FAULTS
 import kvkit.layouts
 from kvkit.errors import KvkitError
 from kvkit.reference import cache as reference
-from kvkit.tools import counting, diff
+from kvkit.tools import convert, counting, diff
 from kvkit.tools.causes import CAUSES
 
 L, B, N, H, C = 2, 3, 4, 2, 16  # layers, pages, positions, heads, content
@@ -352,6 +352,19 @@ def test_what_cannot_be_compared_is_said():
     found = diff({"x": np.zeros(2), "z": np.ones(2)}, {"x": np.zeros(3), "y": np.ones(2), "z": np.ones(2)})
     assert found.problems == ["x: expected shape (2,), got (3,)", "y: only in b"] or len(found.problems) == 2
     assert not found.equal
+
+
+def test_tokens_in_other_pages_are_told():
+    tokens = {"key": np.arange(80.0, dtype=np.float32).reshape(1, 10, 2, 4)}
+    tokens["value"] = -tokens["key"]
+    line = "vllm-lbnhc"
+    four, two = (convert(tokens, None, to_layout=line, page_size=size).arrays for size in (4, 2))
+    for one, layout in ((four, line), (tokens, None)):
+        found = diff(one, two, layout_a=layout, layout_b=line)
+        assert not found.equal
+        assert found.notes[-1].startswith("the tokens of all sequences are equal, if each side is read by")
+    two["cache"][0][0, 1] = 7
+    assert not diff(four, two, layout_a=line, layout_b=line).notes
 
 
 def test_complex_numbers_are_compared_by_bytes():

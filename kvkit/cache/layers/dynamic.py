@@ -11,6 +11,8 @@ from kvkit.cache.stores.span import Span
 from kvkit.checks.values import integer
 from kvkit.errors import CapacityError, argument_error
 
+MOST_TOKENS = 2**40  # no memory holds more
+
 
 class DynamicLayer(Layer):
     """A layer that grows and keeps every token. An append copies only the new tokens.
@@ -69,6 +71,8 @@ class StaticLayer(Layer):
 
     def __init__(self, max_cache_len: int) -> None:
         self.max_cache_len = integer("max_cache_len", max_cache_len, 1)
+        if self.max_cache_len > MOST_TOKENS:
+            raise argument_error("max_cache_len", f"at most {MOST_TOKENS} tokens", max_cache_len)
         super().__init__()
 
     def describe(self) -> dict[str, Any]:

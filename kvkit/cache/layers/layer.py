@@ -71,6 +71,7 @@ class Layer(BaseLayer):
     store: Any
     home: Any
     rope: Rotation = None
+    source: Layer | None = None  # the layer whose rows a `SharedLayer` reads
     _joined = 0  # see `Geometry.joined`; 0 but in layers of latent rows
 
     def __init__(self) -> None:

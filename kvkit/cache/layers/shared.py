@@ -37,7 +37,7 @@ class SharedLayer(Layer):
 
     def __init__(self, of: int) -> None:
         self.of = integer("of", of, 0)
-        self.source: Any = None  # the layer, once this one is in a cache
+        self.source: Any = None  # until this layer is in a cache
         super().__init__()
 
     def describe(self) -> dict[str, Any]:

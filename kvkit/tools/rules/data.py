@@ -5,7 +5,7 @@ import numpy as np
 from kvkit.formats import BY_DTYPE
 from kvkit.tools.case import Case, CheckedSide
 from kvkit.tools.findings import Seen, rule
-from kvkit.tools.rules.scales import format_of_codes
+from kvkit.tools.rules.scales import format_of_codes, saved_not_finite
 
 BASE_2 = np.log(2.0)
 
@@ -46,7 +46,7 @@ def rows_not_finite(case: Case, which: np.ndarray) -> Seen:
 def nan_in_use(case: Case) -> Seen:
     """Report NaN and infinities in use. vllm#39444: dummy runs left NaN in block 0, which others read."""
     if not case.sides:
-        return None
+        return saved_not_finite(case, scales=False)
     return rows_not_finite(case, np.ones((1, 1), bool) if case.used is None else case.used[0])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvkit.checks.values import FORMATS
-from kvkit.formats import NAMED, Format, named
+from kvkit.formats import BY_DTYPE, NAMED, Format, named
 from kvkit.tools.case import Case, CheckedSide
 from kvkit.tools.findings import Seen, rule
 
@@ -95,7 +95,27 @@ def scales_found(
 )
 def not_finite(case: Case) -> Seen:
     """Report NaN and infinite scales. sglang#40243: a checkpoint's NaN scales were loaded silently."""
-    return scales_found(case, "are not finite", lambda side, scale, used: used & ~np.isfinite(scale))
+    found = scales_found(case, "are not finite", lambda side, scale, used: used & ~np.isfinite(scale))
+    return saved_not_finite(case, scales=True) if found is None else found
+
+
+def saved_not_finite(case: Case, scales: bool) -> Seen:
+    """Report NaN and infinities in the layers of a saved cache: in scales of codes, or else in other arrays.
+
+    Return None if the file has no such arrays. Scales are named as ``layers.0.keys.cells``.
+    """
+    found, looked = [], False
+    for name, array in case.given.items():
+        if not name.startswith("layers.") or name.endswith(".cells") != scales:
+            continue
+        fmt = BY_DTYPE.get(array.dtype)
+        if fmt is None or not fmt.significant:
+            continue
+        looked, bad = True, ~np.isfinite(array)
+        if bad.any():
+            first = np.argwhere(bad)[0].tolist()
+            found.append((f"{name}{first}", f"{int(bad.sum())} of {bad.size} numbers are NaN or infinity"))
+    return found if looked else None
 
 
 @rule(

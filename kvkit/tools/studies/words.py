@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvkit.tools.studies.policies import ORACLE, RANDOM
+from kvkit.tools.studies.policies import ORACLE, RANDOM, parts_of
 
 if TYPE_CHECKING:
     from kvkit.tools.studies.study import Study, Summary
@@ -24,6 +24,7 @@ COLUMNS = {  # {field: (heading, format of its numbers)}, the most important fir
     "at_end": ("at an end", "%"), "zero": ("zero", "%"), "ratio": ("outlier ratio", ".2f"),
 }  # fmt: skip
 ON_PAGES = "largest error", "cosine", "logit"  # columns that are left out on a terminal
+ERRORS = "worst_error", "key_error", "value_error"  # of the decoded keys and values
 OF_CODES = *ON_PAGES, "at an end", "zero"  # columns that are left out if there are policies
 DECIDING = (  # columns on a narrow screen: the first of these lists of which a table has all
     ("scheme", "bytes a token", "agreement", "weight kept"),
@@ -36,10 +37,17 @@ DECIDING = (  # columns on a narrow screen: the first of these lists of which a 
 
 def table(summary: list[Summary], wide: bool = True) -> Table:
     """Return the table of schemes; `wide` adds columns for pages."""
-    rows = [{"scheme": one.scheme + NO_POLICY * one.is_oracle, **cells(vars(one))} for one in summary]
+    rows = [{"scheme": one.scheme + NO_POLICY * one.is_oracle, **cells(measured(one))} for one in summary]
     evicts = any(one.evicts for one in summary)
     hidden = OF_CODES if evicts else () if wide else ON_PAGES
     return filled_columns([{name: row[name] for name in row if name not in hidden} for row in rows])
+
+
+def measured(one: Summary) -> dict[str, Any]:
+    """Return the numbers of a scheme. Tokens that a policy keeps without a scheme have no errors."""
+    parts = parts_of(one.scheme)
+    uncoded = parts is not None and not parts[2]
+    return vars(one) | (dict.fromkeys(ERRORS) if uncoded else {})
 
 
 def deciding_columns(headings: tuple[str, ...]) -> tuple[str, ...]:
