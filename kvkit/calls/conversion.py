@@ -126,10 +126,10 @@ def convert(
     known = check_sizes("sizes", sizes)
     latent = ("kv" in before.names) != ("kv" in after.names)  # planes of a latent row, and whole rows
     if latent and {"h", "s"} & {*before.names, *after.names}:
-        wanted = f"no axis kv, for the latent rows of '{before}'"
+        expected = f"no axis kv, for the latent rows of '{before}'"
         if "kv" in before.names:
-            wanted = f"an axis kv, for the keys and values of '{before}'"
-        raise argument_error("to_layout", wanted, f"'{after}'")
+            expected = f"an axis kv, for the keys and values of '{before}'"
+        raise argument_error("to_layout", expected, f"'{after}'")
     rotary = known.pop("v", ROTARY) if latent and "kv" in after.names else 0
     read = cache_rows(source, before, known, "source")
     if rotary:
