@@ -10,8 +10,7 @@ from numba import prange
 from kvkit.cpu import machine
 from kvkit.cpu.attention.engines import integers as integer_engine
 from kvkit.cpu.simd import integers, pairs, quarters
-from kvkit.cpu.simd.attention import LANES
-from kvkit.cpu.simd.lanes import F32, I64, Lanes, StackSlots, loop, micro_kernel, read, write
+from kvkit.cpu.simd.lanes import F32, I64, LANES, Lanes, StackSlots, loop, micro_kernel, read, write
 
 CHAINS = 12  # sums that do not wait for one another, in registers
 INSTRUCTIONS = {  # (sums, x) -> sums + x x, by name
@@ -51,7 +50,7 @@ def plain_products(counts: dict[str, int]):
 def multiplier(name):
     """Compile f(memory, count, threads) for an instruction."""
 
-    @micro_kernel(3)
+    @micro_kernel
     def multiply(b, source, count, target):
         x = read(b, source, F32, LANES)
         sums = StackSlots(b, CHAINS * [Lanes(b, ir.Constant(x.type, [0.0] * LANES))])

@@ -14,8 +14,8 @@ from kvkit.cpu import memory
 from kvkit.cpu.attention import online_softmax
 from kvkit.cpu.attention.engines import nan_safe
 from kvkit.cpu.simd import attention
-from kvkit.cpu.simd.attention import LANES, WIDE
-from kvkit.cpu.simd.lanes import F32, exp, micro_kernel, read, sums_of, write
+from kvkit.cpu.simd.attention import WIDE
+from kvkit.cpu.simd.lanes import F32, LANES, exp, micro_kernel, read, sums_of, write
 from kvkit.formulas import numeric
 from kvkit.runtime import jit
 
@@ -44,7 +44,7 @@ def call(code, *arguments):
 
 @functools.cache
 def lane_by_lane(formula):
-    @micro_kernel(2)
+    @micro_kernel
     def vector(b, source, target):
         write(b, target, formula(read(b, source, F32, LANES)))
 
@@ -164,7 +164,7 @@ def test_cap(limit, rng):
 
 @functools.cache
 def sums_code(count):
-    @micro_kernel(2)
+    @micro_kernel
     def kernel(b, source, target):
         vectors = [read(b, b.add(source, source.type(4 * LANES * i)), F32, LANES) for i in range(count)]
         write(b, target, sums_of(vectors))

@@ -21,7 +21,8 @@ from kvkit.cpu import machine
 from kvkit.cpu.attention.engines import narrow as products
 from kvkit.cpu.attention.engines import wide
 from kvkit.cpu.simd import quarters
-from kvkit.cpu.simd.attention import WIDE, tile_tokens
+from kvkit.cpu.simd.attention import WIDE
+from kvkit.cpu.simd.chunks import tile_tokens
 from kvkit.formats import BY_NAME, coarser
 
 NARROW = (1, 2, 4, 8)

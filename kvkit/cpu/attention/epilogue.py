@@ -30,10 +30,10 @@ get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
 
 @helper
-def finish(params, block, split, slots):
-    """Write a work item's outputs, or its split's state to `slots`; return False at NaN or infinity.
+def finish(params, block, split, states):
+    """Write a work item's outputs, or, if its context is split, its state among `states`.
 
-    With `block.nan_safe`, NaN and infinity are written.
+    Return False, having finished nothing, at NaN or infinity, which are written with `block.nan_safe`.
     """
     grow = np.float32(1) / SHRINK if block.nan_safe else np.float32(1)
     dim, number, lines = params.values.padded_dim, block.number, block.workspace + params.workspace.lines
@@ -54,8 +54,8 @@ def finish(params, block, split, slots):
                 attention.sum_times_zero(line, dim, number)
                 if get_float(number) + l * np.float32(0) != np.float32(0):
                     return False
-            if slots:
-                target = slots + split * state_bytes + (t * block.rows + r) * 4 * (dim + 3)
+            if states:
+                target = states + split * state_bytes + (t * block.rows + r) * 4 * (dim + 3)
                 put_float(number, np.float32(1))
                 attention.scale_by(line, target, dim, number)
                 put_float(target + 4 * dim, m)
@@ -66,7 +66,7 @@ def finish(params, block, split, slots):
     return True
 
 
-def merge_splits(params_address, block_address, splits, slots):
+def merge_splits(params_address, block_address, splits, states):
     """Write the outputs of a tile group from the states of its splits, which are added in order."""
     params, block = params_at(params_address), block_at(block_address)
     dim, line, number = params.values.padded_dim, block.workspace + params.workspace.lines, block.number
@@ -74,7 +74,7 @@ def merge_splits(params_address, block_address, splits, slots):
     for t in range(block.tiles):
         tile = tile_of(params, block, t)
         for r in range(tile.live):
-            state = slots + (t * block.rows + r) * 4 * (dim + 3) + 4 * dim
+            state = states + (t * block.rows + r) * 4 * (dim + 3) + 4 * dim
             m, l = MINUS_INF, np.float32(0)
             for split in range(splits):
                 m = max(m, get_float(state + split * state_bytes))

@@ -11,6 +11,7 @@ from kvkit.cpu.copy.transfer import SMALL_BYTES
 from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
 from kvkit.cpu.simd.lanes import (
     I64,
+    LANES,
     RAW,
     StackSlots,
     broadcast,
@@ -27,7 +28,6 @@ from kvkit.formulas import numeric
 from kvkit.formulas.index import share
 from kvkit.runtime.jit import callback
 
-LANES = 16
 PARAMS = Record("workers parts rows dim outputs lses out lse entries")
 ENTRY = 16  # bytes of workspace for one part of a row: the address of its output, and its weight
 INF, MINUS_INF, ZERO, ONE = np.float32(np.inf), numeric.MINUS_INF, np.float32(0), np.float32(1)
@@ -41,7 +41,7 @@ get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 def panel(element):
     """Return a micro-kernel (entries, count, offset, target) that writes 16 elements of a merged row."""
 
-    @micro_kernel(4)
+    @micro_kernel
     def panel(b, entries, count, offset, target):
         sums = StackSlots(b, zeros(b, LANES))
         with loop(b, count) as i:

@@ -7,10 +7,13 @@ import numpy as np
 
 from kvkit.cpu import memory
 from kvkit.cpu.launches import Record
-from kvkit.cpu.simd.attention import LANES, WIDE
+from kvkit.cpu.simd.attention import WIDE
+from kvkit.cpu.simd.lanes import LANES
 from kvkit.runtime.jit import helper
 
 WIDE_BLOCK = 128  # most tokens of a block
+# Entries after the lists of a block: row ids, of which 16 repeat the last one; both are whole vectors of 8.
+EXTRA_IDS, EXTRA_ADDRESSES = 24, 8
 
 # Keys or values. The first eight fields are those of `checks.records.Side`. In a page, consecutive tokens are
 # `step` row ids apart, and the scales of `scale_tokens` tokens take half a cache line. `element` is the byte
@@ -20,9 +23,9 @@ SIDE = Record(
     "table step element bytes scale_tokens dim padded_dim to_float to_bfloat16",
 )
 # The machine code (params, block, tile) of each step for one kind of tile, or 0. `queries` converts queries
-# to the engine's form, and `load` the block's keys and values. `scores` computes S = K Q^T, times the scale
-# if `scales_scores` is set; otherwise queries are scaled before. `sums` computes O = O alpha + P V; if
-# `softmax` is set, it computes the softmax before.
+# to the engine's form, and `load` the block's keys and values. `scores` computes S = K Q^T; `scales_scores`
+# says that it also multiplies with the scale, which otherwise queries contain. `sums` computes O = O alpha +
+# P V; `softmax` says that it computes the softmax before.
 ENGINE = Record("queries load scores sums softmax scales_scores")
 ENGINE_BYTES = ENGINE.dtype.itemsize
 # Byte offsets of a worker's buffers in its workspace.
@@ -60,13 +63,14 @@ ADDRESS_OWNER = {
         "keys.scales": "scale", "values.scales": "scale",
     }.items()
 }  # fmt: skip
-COUNTING = np.arange(WIDE_BLOCK + LANES)
+COUNTING = np.arange(WIDE_BLOCK + LANES)  # row ids of widened rows
 # A launch has one engine for tiles of each number of rows, and for some formats a second one for 32 rows.
 ENGINE_ROWS = (1, 2, 4, 8, WIDE)
 WIDE_ENGINE, SPECIAL_ENGINE = 4, 5
 
-# A work item and the current block of its context. Row ids are written for the block's `count` tokens and for
-# those that are prefetched. Engines read the rows `key_ids`, which are 0, 1 .. if rows are widened first.
+# A work item, which attends to positions `first` to `end`, and the current block of its context. Row ids are
+# known for the block's `count` tokens and for those that are prefetched, `known` in all. Engines read rows
+# `key_ids`, which are 0, 1 .. if rows are widened first. `together` tiles do each step of a block.
 BLOCK = Record(
     "workspace number sequence table_row seqlen kvlen query_rows",
     "rows tiles row head wide widens nan_safe together",
@@ -91,7 +95,7 @@ def call_engine(code, params, block, tile):
 
 
 @memory.machine_code
-def call_merge(code, params, block, splits, slots):
+def call_merge(code, params, block, splits, states):
     """Call `epilogue.merge_splits`."""
 
 

@@ -23,6 +23,8 @@ from kvkit.cpu.attention.params import (
     COUNTING,
     ENGINE,
     ENGINE_ROWS,
+    EXTRA_ADDRESSES,
+    EXTRA_IDS,
     FIELD,
     LATE_FIELDS,
     SPECIAL_ENGINE,
@@ -32,7 +34,9 @@ from kvkit.cpu.attention.params import (
 from kvkit.cpu.attention.work_items import NARROW, TILES
 from kvkit.cpu.copy.rows import LOAD, READ, rows
 from kvkit.cpu.launches import Launch, Workspace, address, run_in_workspace
-from kvkit.cpu.simd.attention import LANES, LINE, WIDE
+from kvkit.cpu.simd.attention import WIDE
+from kvkit.cpu.simd.chunks import LINE
+from kvkit.cpu.simd.lanes import LANES
 from kvkit.formats.elements import BY_NAME, coarser
 
 BLOCK_TOKENS = 64
@@ -299,7 +303,7 @@ def workspace_fields(form, block):
     query_bytes = 2 * dim if read.pairs else 4 * dim + 64 if read.width else 0
     sizes = {  # row ids and addresses: of keys, then of values
         "block": BLOCK.dtype.itemsize, "tiles": tiles * TILE.dtype.itemsize, "number": 4,
-        "row_ids": 16 * (WIDE_BLOCK + 24) + 16 * (block * narrow_rows // NARROW + 8),
+        "row_ids": 16 * (WIDE_BLOCK + EXTRA_IDS + block * narrow_rows // NARROW + EXTRA_ADDRESSES),
         "scores": 4 * max(WIDE * (WIDE_BLOCK + LANES), narrow_rows * block),
         "alpha": 8 * rows + 8 * WIDE, "m": 8 * rows, "l": 8 * rows,  # narrow tiles have at least 16 lanes
         "queries": 4 * rows * dim, "engine_queries": rows * query_bytes, "o": 4 * rows * value_dim,

@@ -30,7 +30,7 @@ from kvkit.cpu.attention.work_items import (
 from kvkit.cpu.launches import WORKER
 from kvkit.runtime.jit import callback, helper
 
-ENOUGH = 32  # work items
+ENOUGH = 32  # work items that give every thread some
 count_up, block_memory = memory.count_up, memory.scratch(BLOCK.dtype.itemsize)
 
 
@@ -40,8 +40,8 @@ def schedule(worker, params_address):
     `params.tiles` is the sum of the kinds of tiles, which are their numbers of rows: 1, 2, 4, 8 or `WIDE`.
     """
     params, block = params_at(params_address), block_at(block_memory())
-    tokens = np.int64(0)
-    wide = most = items = np.int64(0)
+    wide_tiles = most_tiles = shortest_items = np.int64(0)  # all; of a head; with splits as short as allowed
+    tokens = np.int64(0)  # of the contexts of all groups that may be split
     params.tiles = params.products = 0
     for b in range(params.batch):
         set_sequence(params, block, b)
@@ -50,25 +50,26 @@ def schedule(worker, params_address):
             first, end = visible_to_any(params, block)
             tiles = -(-block.query_rows // WIDE)
             params.tiles |= WIDE
-            wide += params.heads * tiles
-            items += params.heads * tiles * (-(-(end - first) // params.least_split))
-            most = max(most, tiles)
+            wide_tiles += params.heads * tiles
+            shortest_items += params.heads * tiles * (-(-(end - first) // params.least_split))
+            most_tiles = max(most_tiles, tiles)
         elif block.query_rows:
             params.tiles |= narrow_rows(block.query_rows)
-    params.group_tiles = min(wide // params.most_splits, TILES)
+    # Larger groups read keys fewer times; smaller groups, and splits, give every thread a work item. Sums by
+    # key need groups of one tile.
+    params.group_tiles = min(wide_tiles // params.most_splits, TILES)
     params.groups_are_split = params.group_tiles < 2
-    # Larger groups read keys fewer times; smaller groups give every thread a work item. Sums by key need
-    # groups of one tile.
     if params.groups_are_split:
-        params.group_tiles = max(1, min(min(most, TILES), 0 if params.key_sums else items // ENOUGH))
+        enough = 0 if params.key_sums else shortest_items // ENOUGH
+        params.group_tiles = max(1, min(min(most_tiles, TILES), enough))
     params.split_tokens = 2**62
     for b in range(params.batch):
         set_sequence(params, block, b)
         if block.query_rows and (block.query_rows <= NARROW or params.groups_are_split):
             first, end = visible_to_any(params, block)
             tokens += (end - first) * groups_and_splits(params, block)[0]
-    even = -(-tokens // params.most_splits)
-    params.split_tokens = max(params.least_split, -(-even // params.block) * params.block)
+    equal_share = -(-tokens // params.most_splits)
+    params.split_tokens = max(params.least_split, -(-equal_share // params.block) * params.block)
     params.tile_groups = params.work_items = params.splits = 0
     for b in range(params.batch):
         set_sequence(params, block, b)
@@ -79,7 +80,11 @@ def schedule(worker, params_address):
 
 
 def work(worker, params_address):
-    """Run work items until none is left; `params.counters` counts those that workers have begun."""
+    """Run work items until none is left.
+
+    The first of `params.counters` counts items that workers have begun, the others the splits of each tile
+    group that are done. The states of splits lie at `params.partials`.
+    """
     params = params_at(params_address)
     workspace = params.workspace_at + worker * params.workspace_bytes
     block = block_at(workspace + params.workspace.block)
@@ -96,20 +101,22 @@ def work(worker, params_address):
             set_sequence(params, block, block.sequence + 1)
             groups, splits = groups_and_splits(params, block)
         group, split = (item - first_item) // splits, (item - first_item) % splits
-        slots = params.partials + (first_split + group * splits) * split_bytes(params) if splits > 1 else 0
+        states = params.partials + (first_split + group * splits) * split_bytes(params) if splits > 1 else 0
         set_tile_group(params, block, group)
-        attend(params, block, split, splits, slots)
+        attend(params, block, split, splits, states)
         if splits > 1 and count_up(params.counters + 8 * (1 + first_group + group)) == splits - 1:
-            call_merge(params.merge_splits, params, block, splits, slots)
+            call_merge(params.merge_splits, params, block, splits, states)
         item = count_up(params.counters)
 
 
 @helper
-def attend(params, block, split, splits, slots):
+def attend(params, block, split, splits, states):
     """Compute one work item: the query rows of a tile group over one split of the context."""
-    last = min(block.query_rows, block.row + (block.rows if block.rows < WIDE else WIDE * block.tiles)) - 1
+    last_row = (
+        min(block.query_rows, block.row + (block.rows if block.rows < WIDE else WIDE * block.tiles)) - 1
+    )
     block.first, _ = visible(params, block, block.row // params.group)
-    _, block.end = visible(params, block, last // params.group)
+    _, block.end = visible(params, block, last_row // params.group)
     if splits > 1:  # for query rows that see fewer positions, a split may be empty
         block.first = min(block.first + split * params.split_tokens, block.end)
         block.end = min(block.end, block.first + params.split_tokens)
@@ -119,10 +126,10 @@ def attend(params, block, split, splits, slots):
     engine = engine_of(params, block)
     load_queries(params, block, engine)
     attend_blocks(params, block, engine)
-    if not finish(params, block, split, slots):
+    if not finish(params, block, split, states):  # a sum is not finite
         block.nan_safe = 1
         attend_blocks(params, block, engine_of(params, block))
-        finish(params, block, split, slots)
+        finish(params, block, split, states)
     if params.key_sums:
         call_engine(params.add_key_weights, params, block, block)
 

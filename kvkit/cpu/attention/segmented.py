@@ -22,6 +22,7 @@ from kvkit.cpu.copy.codes import scale_format_of
 from kvkit.cpu.copy.rows import LOAD, SIGNATURE, call_rows, rows
 from kvkit.cpu.launches import Record, address
 from kvkit.cpu.simd import attention as simd
+from kvkit.cpu.simd import chunks
 from kvkit.cpu.simd.codes import whole_panels
 from kvkit.formats.elements import CODES, coarser
 from kvkit.runtime.jit import callback, helper
@@ -59,7 +60,7 @@ TABLE = Record("heads planes counting clamped ones", sinks=SEGMENT, codes=SEGMEN
 FIRST, SEGMENT_BYTES = 8 * TABLE.at["sinks.end"], SEGMENT.dtype.itemsize
 FEW = 8  # the largest tile of tokens; a run that is no multiple of it leaves fewer
 CLAMPS = np.minimum(np.arange(FEW), np.arange(-1, FEW - 1)[:, None]).clip(0)  # [tokens, FEW]
-UNITS = np.ones(simd.NARROW, np.float32)
+UNITS = np.ones(chunks.NARROW, np.float32)
 
 get, table_at, segment_at = memory.load(types.int64), memory.record(TABLE), memory.record(SEGMENT)
 
@@ -150,7 +151,7 @@ def scores(count, codes):
     (*like, rounds), ahead = stored_as(codes), machine.ahead()
     floats = simd.narrow_scores(count, codes.element, None, 0, like=tuple(like), near=ahead.near)
     coded = simd.narrow_scores(count, *like, rounds, tuple(like), near=ahead.near)
-    tile_tokens, shared, shift = simd.tile_tokens(count), codes.tokens > 1, ahead.bytes
+    tile_tokens, shared, shift = chunks.tile_tokens(count), codes.tokens > 1, ahead.bytes
 
     @helper
     def of_run(tile, row, step, scales, scale_row, row_ids, tokens, dim, target):
@@ -235,7 +236,7 @@ def row_decoder(key, value, dims):
     # Machine code only depends on whether a block has several tokens.
     key, value = (replace(side, tokens=min(side.tokens, 2)) for side in (key, value))
     vectors = all(side.cache_format or whole_panels(side.group) for side in (key, value))
-    if not vectors or any(dim % simd.LANES for dim in dims):
+    if not vectors or any(dim % chunks.LANES for dim in dims):
         return prepare.RowDecoder(widen_code().address, None, None)
 
     def engine(count):

@@ -15,6 +15,8 @@ from kvkit.cpu.attention.engines.load import rows_of_head, widen_rows
 from kvkit.cpu.attention.engines.nan_safe import nan_safe_scores, nan_safe_sums, shrink_weights
 from kvkit.cpu.attention.online_softmax import hide, hides, softmax, visible
 from kvkit.cpu.attention.params import (
+    EXTRA_ADDRESSES,
+    EXTRA_IDS,
     SPECIAL_ENGINE,
     TILE,
     WIDE_ENGINE,
@@ -80,13 +82,14 @@ def engine_of(params, block):
     Prompts over codes are multiplied as integers if fixed point keeps the bits of their queries. Where a row
     sees few keys, one of them has most weight, and floats keep the bits of its value.
     """
-    if not block.wide:
+    if not block.wide:  # the index of `block.rows` in ENGINE_ROWS
         kind = 0 if block.rows == 1 else 1 if block.rows == 2 else 2 if block.rows == 4 else 3
         return engine_of_kind(params, kind)
     special = engine_of_kind(params, SPECIAL_ENGINE)
     low, high = visible(params, block, block.row // params.group)
-    whole = params.pairs or block.seqlen == 1 or (params.fixed_prompts and high - low >= params.wide_block)
-    return special if special.scores and whole and not block.nan_safe else engine_of_kind(params, WIDE_ENGINE)
+    sees_many = params.fixed_prompts and high - low >= params.wide_block
+    fits = params.pairs or block.seqlen == 1 or sees_many
+    return special if special.scores and fits and not block.nan_safe else engine_of_kind(params, WIDE_ENGINE)
 
 
 @helper
@@ -97,19 +100,49 @@ def tile_of(params, block, t):
 
 @helper
 def set_up_block(params, block):
-    """Set a work item's buffers, and the addresses where engines read keys and values."""
+    """Set the length of a work item's blocks, and its buffers.
+
+    The buffer `row_ids` has four lists, of which some may be unused:
+
+        key row ids [size + lead + EXTRA_IDS]      of the block and of the `lead` tokens after it
+        key addresses, value addresses             of rows to prefetch, [tiles * size + EXTRA_ADDRESSES] each
+        value row ids                              if values have a page table of their own
+    """
     at, offsets, keys, values = block.workspace, params.workspace, params.keys, params.values
     block.number = at + offsets.number
     block.wide = block.rows == WIDE
     block.widens = block.wide or params.widens
     block.together = 1 if block.widens else block.tiles  # tiles that do each step of a block together
     block.size = params.wide_block if block.wide else params.block
-    run = min(block.end - block.first, params.page_size) * keys.bytes
-    long = block.rows == 1 and run >= params.long_run
-    block.lead = 0 if block.widens else params.long_run_lead if long else params.lead
-    block.prefetch_twice = run <= params.short_run
+    run_bytes = min(block.end - block.first, params.page_size) * keys.bytes  # of adjacent rows, at most
+    long_run = block.rows == 1 and run_bytes >= params.long_run
+    block.lead = 0 if block.widens else params.long_run_lead if long_run else params.lead
+    block.prefetch_twice = run_bytes <= params.short_run
+    addresses_bytes = 8 * ((1 if block.wide else block.tiles) * block.size + EXTRA_ADDRESSES)
+    block.key_row_ids = block.value_row_ids = at + offsets.row_ids
+    block.key_addresses = block.key_row_ids + 8 * (block.size + block.lead + EXTRA_IDS)
+    block.value_addresses = block.key_addresses + addresses_bytes
+    if params.values_have_own_table:
+        block.value_row_ids = block.value_addresses + addresses_bytes
     block.wide_keys, block.wide_values = at + offsets.wide_keys, at + offsets.wide_values
-    block.values_in_keys = (
+    if block.widens and (keys.dim < keys.padded_dim or values.dim < values.padded_dim):
+        attention.clear(block.wide_keys, block.size * keys.padded_dim)
+        attention.clear(block.wide_values, block.size * values.padded_dim)
+    if block.widens:  # engines read rows 0, 1, .. of the widened block
+        block.key_ids = block.value_ids = params.counting
+        block.key_row, block.value_row = 4 * keys.padded_dim, 4 * values.padded_dim
+    else:
+        block.key_ids, block.value_ids = block.key_row_ids, block.value_row_ids
+        block.key_row, block.value_row = keys.row, values.row
+    block.values_in_keys = values_lie_in_keys(params)
+    set_up_prefetches(params, block, long_run)
+
+
+@helper
+def values_lie_in_keys(params):
+    """Return whether each value is the beginning of its key in memory, as in latent caches."""
+    keys, values = params.keys, params.values
+    return (
         keys.address == values.address
         and keys.sequence == values.sequence
         and keys.row == values.row
@@ -117,32 +150,26 @@ def set_up_block(params, block):
         and keys.dim >= values.dim
         and not params.values_have_own_table
     )
-    if block.widens and (keys.dim < keys.padded_dim or values.dim < values.padded_dim):
-        attention.clear(block.wide_keys, block.size * keys.padded_dim)
-        attention.clear(block.wide_values, block.size * values.padded_dim)
-    addresses = 8 * ((1 if block.wide else block.tiles) * block.size + 8)
-    block.key_row_ids = block.value_row_ids = at + offsets.row_ids
-    block.key_addresses = block.key_row_ids + 8 * (block.size + block.lead + 24)
-    block.value_addresses = block.key_addresses + addresses
-    if params.values_have_own_table:
-        block.value_row_ids = block.value_addresses + addresses
-    if block.widens:
-        block.key_ids = block.value_ids = params.counting
-        block.key_row, block.value_row = 4 * keys.padded_dim, 4 * values.padded_dim
-    else:
-        block.key_ids, block.value_ids = block.key_row_ids, block.value_row_ids
-        block.key_row, block.value_row = keys.row, values.row
-    # Scores prefetch the next keys, and sums the next values. If heads are interleaved, scores prefetch the
-    # values of the block, and sums the keys of the next block.
+
+
+@helper
+def set_up_prefetches(params, block, long_run):
+    """Set the lists of addresses that engines prefetch while they compute scores and sums; 0 is no list.
+
+    Scores prefetch the keys of rows `lead` tokens further on, and sums the values. Values with the row ids of
+    the keys need no list: they lie `prefetch_shift` bytes from the keys. If heads are interleaved, scores
+    prefetch the values of the block itself, and sums the keys of the next block.
+    """
+    keys, values = params.keys, params.values
     block.prefetch_in_scores = block.prefetch_in_sums = block.key_addresses
     block.prefetch_shift = values.address - keys.address
     if params.heads_interleaved:
         block.prefetch_in_scores, block.prefetch_shift = block.value_addresses, 0
     elif params.values_have_own_table:
         block.prefetch_in_sums, block.prefetch_shift = block.value_addresses, 0
-    if long and not block.lead:
+    if long_run and not block.lead:  # the processor prefetches by itself
         block.prefetch_in_scores = block.prefetch_in_sums = 0
-    elif not (block.lead or block.wide):  # rows are widened: the first row stands for all that are prefetched
+    elif not (block.lead or block.wide):  # narrow engines over widened rows prefetch the first row each time
         attention.write_sequence(keys.address, 0, block.tiles * block.size, block.key_addresses)
         attention.write_sequence(values.address, 0, block.tiles * block.size, block.value_addresses)
 
@@ -177,13 +204,13 @@ def set_up_tiles(params, block):
 def load_queries(params, block, engine):
     """Load the queries of every tile as float32 times the scale, [dim, rows] if wide, else in panels.
 
-    An engine of its own form converts them further.
+    An engine whose queries have another form converts them further.
     """
     lines, dim, wide = block.workspace + params.workspace.lines, params.keys.padded_dim, block.wide
     start = get(params.seqstarts + 8 * block.sequence)
     for t in range(block.tiles):
         tile = tile_of(params, block, t)
-        place = tile.queries if params.integers and not wide else lines
+        place = tile.queries if params.integers and not wide else lines  # [rows, dim], in natural order
         if tile.live < block.rows or params.keys.dim < dim:
             attention.clear(place, block.rows * dim)
         r = 0
@@ -270,8 +297,8 @@ def find_block(params, block):
 def find_rows(params, block, side, row_ids):
     """Write the row ids of the block's tokens and of the next ones: lead + count + 16, and up to 7 more.
 
-    After the last token its row id is repeated. The table has the row ids of pages; rows in a page are `step`
-    apart.
+    After the last token its row id is repeated. The table has the row id where each page begins; rows in a
+    page are `step` apart.
     """
     position, end, row_id = block.begin, block.begin + block.known, np.int64(0)
     if params.table_entry == 4:
@@ -320,8 +347,8 @@ def prefetch_rows(params, block, side, row_ids):
 def prefetch_scales(params, block, tile, side, row_ids):
     """Prefetch a tile's share of the scales of the next tokens, so that loads are spread over the tiles."""
     _, scales = rows_of_head(side, block, block.head)
-    rest, size = block.known - block.count, block.tiles * params.scale_bytes
-    i, end = tile.index * rest // block.tiles, (tile.index + 1) * rest // block.tiles
+    later, size = block.known - block.count, block.tiles * params.scale_bytes  # tokens after the block; bytes
+    i, end = tile.index * later // block.tiles, (tile.index + 1) * later // block.tiles
     while i < end:
         row_id = get(row_ids + 8 * (block.count + i))
         attention.prefetch_bytes(scales + row_id * side.scale_row, size)
@@ -339,7 +366,7 @@ def load_block(params, block, tile, engine):
     block.uneven = 0
     if engine.load:
         call_engine(engine.load, params, block, tile)
-        if block.uneven:  # scales that integers cannot hold: by floats
+        if block.uneven:  # integers cannot hold the scales of values: `add_values` multiplies floats
             widen_rows(params, params.values, block, tile.head, block.value_row_ids, block.wide_values)
         return
     keys, values = params.keys, params.values
@@ -369,7 +396,7 @@ def add_values(params, block, tile, engine):
         nan_safe_sums(params, block, tile)
         return
     call_engine(engine.sums, params, block, tile)
-    if block.uneven:
+    if block.uneven:  # the engine of integers has done nothing: softmax and sums by floats
         softmax(tile.scores, block.rows, block.rows, tile.count, tile.m, tile.l, tile.alpha)
         if block.wide:
             call_engine(engine_of_kind(params, WIDE_ENGINE).sums, params, block, tile)

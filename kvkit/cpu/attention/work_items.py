@@ -1,25 +1,30 @@
 """Work items: the tile groups of a sequence, and the splits of their context.
 
-A tile is up to 8 query rows (narrow) or 32 (wide) of one key head. A tile group is one or more wide tiles of
-a head, one narrow tile, or a narrow tile of every head if heads are interleaved.
+    query rows of a key head     token 0 head 0, token 0 head 1, token 1 head 0, ..   if two heads share it
+    tiles                        [rows 0..31] [rows 32..63] ..                        32 rows if they are wide
+    tile groups                  [tiles 0, 1, 2] [tiles 3, 4, 5] ..                   up to `group_tiles`
+    splits of the context        [positions 0..511] [positions 512..1023] ..          of `split_tokens`
+
+A work item is one tile group with one split. Up to 8 query rows are one narrow tile, which is a group by
+itself; if heads are interleaved, the narrow tiles of all heads are a group. `params.group` is the number of
+query heads that share a key head.
 """
 
 from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.attention.online_softmax import visible
-from kvkit.cpu.simd import attention
+from kvkit.cpu.simd.attention import WIDE
+from kvkit.cpu.simd.chunks import NARROW
 from kvkit.runtime.jit import helper
 
 TILES = 8  # most wide tiles in a group
-NARROW, WIDE = attention.NARROW, attention.WIDE
-
 get = memory.load(types.int64)
 
 
 @helper
 def narrow_rows(count):
-    """Return the rows of the narrow tile that holds `count` query rows: 1, 2, 4 or 8."""
+    """Round a number of query rows up to the rows of a narrow tile: 1, 2, 4 or 8."""
     return 1 if count <= 1 else (2 if count == 2 else (4 if count <= 4 else 8))
 
 
@@ -65,9 +70,9 @@ def set_tile_group(params, block, group):
     """Set the rows of a tile, the tiles, the first query row and the first key head of a tile group."""
     if block.query_rows > NARROW:
         most = WIDE * params.group_tiles
-        blocks = -(-block.query_rows // most)
-        block.row = (blocks - 1 - group % blocks) * most  # rows that see most positions come first
-        block.rows, block.head = WIDE, group // blocks
+        groups = -(-block.query_rows // most)  # of a head
+        block.row = (groups - 1 - group % groups) * most  # the last rows, which see most positions, first
+        block.rows, block.head = WIDE, group // groups
         block.tiles = min(params.group_tiles, -(-(block.query_rows - block.row) // WIDE))
         return
     block.rows, block.row = narrow_rows(block.query_rows), 0

@@ -19,7 +19,8 @@ from kvkit.cpu.copy.transfer import SMALL_BYTES, aligned
 from kvkit.cpu.launches import Launch, Record, Workspace, address, kernel_code, run_workers, threads
 from kvkit.cpu.positions.rotary import call_heads, halves_of, heads_of, put_pair
 from kvkit.cpu.simd import means, panels
-from kvkit.cpu.simd.fractals import fractals, prefetch_bytes, scattered_fractals
+from kvkit.cpu.simd.attention import prefetch_bytes
+from kvkit.cpu.simd.fractals import fractals, scattered_fractals
 from kvkit.cpu.simd.panels import LANES
 from kvkit.formats import BY_DTYPE
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share

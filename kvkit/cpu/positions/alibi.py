@@ -66,7 +66,7 @@ def addends(b, address, mask):
 def panel(element, mask):
     """Return a micro-kernel that writes 16 elements of a mask's row; slope and offset are bits of floats."""
 
-    @micro_kernel(5)
+    @micro_kernel
     def panel(b, target, mask_address, slope, distance, offset):
         slope, offset = (fill(b, b.bitcast(b.trunc(bits, I32), F32), LANES) for bits in (slope, offset))
         begin = b.insert_element(

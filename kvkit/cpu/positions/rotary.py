@@ -51,7 +51,7 @@ def call_heads(code, source, source_head, target, target_head, heads, dim, rotar
 def panel(element, stream):
     """Return a micro-kernel that rotates 16 elements, in pairs of neighbours."""
 
-    @micro_kernel(4)
+    @micro_kernel
     def panel(b, source, target, cosines, sines):
         x = widen(read(b, source, RAW[element], LANES), element)
         swapped = x.pick(lane ^ 1 for lane in range(LANES))
@@ -99,7 +99,7 @@ def heads_of(element, stream=False, plain=False):
 def halves_panel(element, stream):
     """Return a micro-kernel that rotates 16 elements with the 16 elements that lie `half` bytes later."""
 
-    @micro_kernel(5)
+    @micro_kernel
     def panels(b, source, target, half, cosines, sines):
         x, y = (widen(read(b, at, RAW[element], LANES), element) for at in (source, b.add(source, half)))
         cosine, sine = (read(b, table, RAW["float32"], LANES) for table in (cosines, sines))

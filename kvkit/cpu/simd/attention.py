@@ -18,11 +18,25 @@ from llvmlite import binding
 from numba.core import cgutils
 
 from kvkit.cpu.simd import lanes
+from kvkit.cpu.simd.chunks import (
+    LINE,
+    bytes_of,
+    chunk_order,
+    chunk_reader,
+    chunk_vectors,
+    even_and_odd,
+    fewest_vectors,
+    for_chunks,
+    read_half_vector,
+    row_scale,
+    tile_columns,
+    tile_tokens,
+    write_halves,
+)
 from kvkit.cpu.simd.lanes import (
-    F16,
     F32,
-    I32,
     I64,
+    LANES,
     RAW,
     StackSlots,
     broadcast,
@@ -30,210 +44,24 @@ from kvkit.cpu.simd.lanes import (
     exp,
     loop,
     micro_kernel,
-    narrow,
     prefetch,
     read,
+    row_id_at,
     sums_of,
+    where,
     widen,
     write,
     zeros,
 )
 from kvkit.formats.elements import BY_NAME
 
-LANES = 16
-NARROW, WIDE = 8, 32  # most rows of narrow products; rows of wide products
-LOWEST = -3.4028234663852886e38
-# Tokens, or elements, whose accumulators fit the registers.
+WIDE = 32  # query rows of wide products
+LOWEST = -3.4028234663852886e38  # of float32: exp(-inf - LOWEST) is 0, where exp(-inf - -inf) is NaN
+# Tokens, or elements, of wide products whose accumulators fit the registers.
 TILE = 8 if binding.get_host_cpu_features().get("avx512f") else 2
-LINE = 64
 EARLY = 4  # rows whose addresses are known before they are read
-TURN = 16  # tokens whose sums over lanes are computed together, for one query row
-FEW = 16  # tokens whose values are unpacked and then multiplied: the CPU overlaps two short loops
-
-
-def tile_tokens(rows):
-    """Return how many tokens narrow scores take at a time."""
-    return 8 if rows == 1 else LANES // rows
-
-
-def tile_columns(rows):
-    """Return how many vectors of a value narrow sums take at a time."""
-    return min(8, LANES // rows)
-
-
-def chunk_vectors(rows, stored, scale_format, group):
-    """Return how many vectors of a row narrow products widen at a time: more than one if groups fit."""
-    element = BY_NAME[stored]
-    if element.block:
-        return min(4, tile_columns(rows))
-    if not (scale_format or element.minifloat):  # a cache line
-        return LINE * 8 // element.bits // LANES
-    most = min(4, tile_columns(rows))
-    return next(n for n in (most, 2, 1) if not group or n * LANES % group == 0 or group % (n * LANES) == 0)
-
-
-def fewest_vectors(stored):
-    """Return how many vectors are widened at a time at the end of a row: a block's, or one."""
-    block = BY_NAME[stored].block
-    return block.elements // LANES if block else 1
-
-
-def chunk_order(stored, scale_format, vectors):
-    """Return the element of a chunk that each lane holds.
-
-    Lanes load whole words, of 32 bits, or of 16 bits for 8-bit floats, and shift their code out of the word,
-    so that no lane moves.
-    """
-    element = BY_NAME[stored]
-    if (vectors == 1 and element.minifloat) or not (scale_format or element.minifloat or element.block):
-        return list(range(LANES * vectors))
-    codes = (16 if element.minifloat else 32) // element.bits
-    words = LANES * vectors // codes
-    if element.block and element.block.halves:  # a byte has two codes, half a block apart
-        half, of_block = element.block.elements // 2, element.block.elements // codes
-        return [
-            word // of_block * 2 * half + word % of_block * codes // 2 + code // 2 + code % 2 * half
-            for code in range(codes)
-            for word in range(words)
-        ]
-    return [word * codes + code for code in range(codes) for word in range(words)]
-
-
-def row_scale(stored, scale_format, group):
-    """Return the factors of a row's products: the format of its one scale, and a constant."""
-    minifloat = BY_NAME[stored].minifloat
-    return (scale_format if minifloat and not group else None), (256.0 if stored == "e4m3" else 1.0)
-
-
-def chunk_reader(stored, scale_format, group, rounds, like=None):
-    """Return a function (builder, row address, scale address, i, vectors, dim) that reads a chunk from i on.
-
-    Its result is a function of m: vector m of the chunk as float32, in `chunk_order`, or in the order of the
-    codes `like` (stored, scale format, group) for floats that are read beside codes. Dequantized elements are
-    rounded to the formats `rounds` in turn, as a load does. Minima of unsigned codes follow a row's scales.
-    """
-    element = BY_NAME[stored]
-    bits, symmetric, block = element.bits, element.symmetric, element.block
-
-    def at(b, row, i):
-        return b.add(row, bytes_of(b, stored, i))
-
-    def minifloats(b, row, scale_base, i, vectors, dim):
-        """Read 8-bit floats; factors of `row_scale` are left out."""
-        size, scales, order = LANES * vectors, None, chunk_order(stored, scale_format, vectors)
-        if vectors == 1:
-            whole = lanes.as_halves(read(b, at(b, row, i), RAW[stored], size), stored).cast("fpext", F32)
-        else:
-            place, seen = lanes.stack_buffer(b, 2 * size)
-            unfold(b, stored, at(b, row, i), vectors, place)
-        if scale_format and group:
-            count = max(1, size // group)
-            scale_at = b.add(scale_base, b.mul(b.udiv(i, I64(group)), I64(BY_NAME[scale_format].bytes(1))))
-            scales = widen(read(b, scale_at, RAW[scale_format], count), scale_format)
-
-        def vector(m):
-            number = whole if vectors == 1 else half(b, seen, m)
-            of_vector = order[m * LANES : (m + 1) * LANES]
-            return number * scales.pick(i * scales.count // size for i in of_vector) if scales else number
-
-        return vector
-
-    def blocks(b, row, scale_base, i, vectors, dim):
-        size = LANES * vectors
-        first, count, words = at(b, row, i), size // block.elements, block.elements * bits // 32
-        starts = [b.add(first, I64(k * block.bytes)) for k in range(count)]
-        scales = widen(
-            lanes.concatenate([read(b, start, RAW[block.cell], 1) for start in starts]), block.cell
-        )
-        codes = lanes.concatenate(
-            [read(b, b.add(start, I64(block.codes_at)), I32, words) for start in starts]
-        )
-        words, order = codes.count, chunk_order(stored, None, vectors)
-        if block.less:  # unsigned codes to signed ones: flip the highest bit of each
-            codes = codes.apply("xor", 0x88888888)
-        codes = codes.pick(lane % words for lane in range(LANES))
-
-        def vector(m):
-            of_vector = range(m * LANES, (m + 1) * LANES)
-            code = codes << [32 - bits - bits * (lane // words) for lane in of_vector]
-            scale = scales.pick(order[lane] * count // size for lane in of_vector)
-            return code.signed_rshift(32 - bits).cast("sitofp", F32) * scale
-
-        return vector
-
-    def plain(b, row, scale_base, i, vectors, dim):
-        if like:
-            whole = widen(read(b, at(b, row, i), RAW[stored], LANES * vectors), stored)
-            turned = chunk_order(like[0], like[1], vectors)
-            return lambda m: whole.pick(turned[m * LANES : (m + 1) * LANES])
-        first, size = at(b, row, i), element.bytes(LANES)
-        return lambda m: widen(read(b, b.add(first, I64(m * size)), RAW[stored], LANES), stored)
-
-    def quantized(b, row, scale_base, i, vectors, dim):
-        size, order = LANES * vectors, chunk_order(stored, scale_format, vectors)
-        count = max(1, size // group)
-        scale_at = b.add(scale_base, b.mul(b.udiv(i, I64(group)), I64(BY_NAME[scale_format].bytes(1))))
-        scales = widen(read(b, scale_at, RAW[scale_format], count), scale_format)
-        minima = scales
-        if not symmetric:
-            span = b.mul(b.udiv(dim, I64(group)), I64(BY_NAME[scale_format].bytes(1)))
-            minima = widen(read(b, b.add(scale_at, span), RAW[scale_format], count), scale_format)
-        words = size * bits // 32
-        codes = read(b, at(b, row, i), I32, words).pick(lane % words for lane in range(LANES))
-
-        def vector(m):
-            lanes = range(m * LANES, (m + 1) * LANES)
-            code = codes << [32 - bits - bits * (lane // words) for lane in lanes]
-            of_group = [order[lane] * count // size for lane in lanes]
-            scale = scales.pick(of_group)
-            if symmetric:
-                number = code.signed_rshift(32 - bits).cast("sitofp", F32) * scale
-            else:
-                number = (code >> (32 - bits)).cast("sitofp", F32) * scale + minima.pick(of_group)
-            for coarser in rounds:
-                number = widen(narrow(number, coarser), coarser)
-            return number
-
-        return vector
-
-    if block:
-        return blocks
-    return minifloats if element.minifloat else quantized if scale_format else plain
-
-
-def even_and_odd(b, row, scale_base, i, vectors, dim):
-    """Read two vectors of bfloat16 as a chunk: even elements, then odd ones, so that no lane moves."""
-    words = read(b, b.add(row, b.mul(i, I64(2))), I32, LANES)
-    return lambda m: (words & 0xFFFF0000 if m else words << 16).cast("bitcast", F32)
-
-
-def unfold(b, stored, address, vectors, place):
-    """Write vectors of 8-bit floats to memory as halves, in `chunk_order`; see `lanes.pair_halves`.
-
-    One instruction converts halves from memory; two or three are needed for a part of a register.
-    """
-    codes = read(b, address, RAW[stored], LANES * vectors)
-    for i, halves in enumerate(lanes.pair_halves(codes, stored)):
-        write(b, b.add(place, I64(i * LANES * vectors)), halves)
-
-
-def half(b, place, m):
-    """Read vector m of halves that `unfold` wrote, as float32."""
-    return read(b, b.add(place, I64(2 * LANES * m)), F16, LANES).cast("fpext", F32)
-
-
-def query_order(rows, stored, scale_format, group, dim):
-    """Return the elements of a row in the order in which narrow products need queries."""
-    vectors, fewest = chunk_vectors(rows, stored, scale_format, group), fewest_vectors(stored)
-    whole, size = dim - dim % (LANES * vectors), LANES * vectors
-    chunks = [(first, vectors) for first in range(0, whole, size)]
-    chunks += [(first, fewest) for first in range(whole, dim, LANES * fewest)]
-    return [first + i for first, n in chunks for i in chunk_order(stored, scale_format, n)]
-
-
-def row_id_at(b, address, i):
-    """Read entry i of an array of int64."""
-    return b.load(b.inttoptr(b.add(address, b.mul(i, I64(8))), I64.as_pointer()))
+SUMMED = 16  # tokens whose sums over lanes are computed together, for one query row
+DECODED = 16  # tokens whose values are decoded and then multiplied: the CPU overlaps two short loops
 
 
 class EarlyAddresses:
@@ -294,7 +122,7 @@ def narrow_scores(rows, stored, scale_format, group, rounds=(), like=None, near=
     most, fewest = chunk_vectors(rows, *rows_like), fewest_vectors(rows_like[0])
     tokens, (own, constant) = tile_tokens(rows), row_scale(stored, scale_format, group)
 
-    @micro_kernel(11)
+    @micro_kernel
     def narrow_scores(
         b, queries, keys, key_row, scale_base, scale_row, row_ids, ahead, shift, count, dim, scores
     ):
@@ -340,14 +168,14 @@ def scores_of_one_row(stored, near):
     """Return `narrow_scores` of one query row over floats; up to 8 more scores are written.
 
     It reads keys in the order of memory, each by the same load instructions, so that the processor prefetches
-    them by itself. Partial sums of `TURN` tokens wait in memory for one tree of sums over lanes.
+    them by itself. Partial sums of `SUMMED` tokens wait in memory for one tree of sums over lanes.
     """
 
-    @micro_kernel(11)
+    @micro_kernel
     def narrow_scores(
         b, queries, keys, key_row, scale_base, scale_row, row_ids, ahead, shift, count, dim, scores
     ):
-        place, seen = lanes.stack_buffer(b, 4 * LANES * TURN)
+        place, seen = lanes.stack_buffer(b, 4 * LANES * SUMMED)
 
         def add(first, live, i, vectors):
             here, query_at = bytes_of(b, stored, i), b.add(queries, b.mul(i, I64(4)))
@@ -376,13 +204,13 @@ def scores_of_one_row(stored, near):
 
         rows = EarlyAddresses(b, keys, key_row, row_ids, count)
         rows.begin(I64(0))
-        with loop(b, count, TURN) as first:
+        with loop(b, count, SUMMED) as first:
             left = b.sub(count, first)
-            live = b.select(b.icmp_signed("<", left, I64(TURN)), left, I64(TURN))
-            for t in range(TURN):
+            live = b.select(b.icmp_signed("<", left, I64(SUMMED)), left, I64(SUMMED))
+            for t in range(SUMMED):
                 write(b, b.add(place, I64(4 * LANES * t)), zeros(b, LANES)[0])
             for_chunks(b, dim, (8, 4, 2, 1), lambda i, vectors: add(first, live, i, vectors))
-            sums = [read(b, b.add(seen, I64(4 * LANES * t)), F32, LANES) for t in range(TURN)]
+            sums = [read(b, b.add(seen, I64(4 * LANES * t)), F32, LANES) for t in range(SUMMED)]
             write(b, b.add(scores, b.mul(first, I64(4))), sums_of(sums))
 
     return narrow_scores
@@ -402,7 +230,7 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
     by_words = stored == "bfloat16" and scale_format is None
     coded = bool(scale_format or BY_NAME[stored].minifloat or BY_NAME[stored].block)
 
-    @micro_kernel(12)
+    @micro_kernel
     def narrow_sums(
         b, weights, values, value_row, scale_base, scale_row, row_ids, ahead, shift, count, dim, sums, factors
     ):
@@ -448,20 +276,20 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
 
             if BY_NAME[stored].minifloat and not group and vectors > 1:
                 of_token = 2 * LANES * vectors
-                place, _ = lanes.stack_buffer(b, FEW * of_token)
-                with loop(b, count, FEW) as begin:
+                place, _ = lanes.stack_buffer(b, DECODED * of_token)
+                with loop(b, count, DECODED) as begin:
                     left = b.sub(count, begin)
-                    live = b.select(b.icmp_signed("<", left, I64(FEW)), left, I64(FEW))
+                    live = b.select(b.icmp_signed("<", left, I64(DECODED)), left, I64(DECODED))
                     with loop(b, live) as t:
                         row, _ = locate(b.add(begin, t))
                         halves = b.add(place, b.mul(t, I64(of_token)))
                         for c in range(0, vectors, size):
                             codes = b.add(b.add(row, first), I64(c * LANES))
-                            unfold(b, stored, codes, size, b.add(halves, I64(2 * LANES * c)))
+                            write_halves(b, stored, codes, size, b.add(halves, I64(2 * LANES * c)))
                     with loop(b, live) as t:
                         token, halves = b.add(begin, t), b.add(place, b.mul(t, I64(of_token)))
                         scale_at = b.add(scale_base, b.mul(row_id_at(b, row_ids, token), scale_row))
-                        add(token, [half(b, halves, m) for m in range(vectors)], scale_at)
+                        add(token, [read_half_vector(b, halves, m) for m in range(vectors)], scale_at)
             else:
 
                 def add_rows(aided):
@@ -488,27 +316,6 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
         for_chunks(b, dim, (widest, fewest), columns)
 
     return narrow_sums
-
-
-def bytes_of(b, stored, count):
-    """Return the bytes of a number of elements, which are whole blocks in formats of blocks."""
-    element = BY_NAME[stored]
-    if element.block:
-        return b.mul(b.udiv(count, I64(element.block.elements)), I64(element.block.bytes))
-    if element.bits % 8 == 0:  # a product of a constant shows LLVM the distance of two elements
-        return b.mul(count, I64(element.bits // 8))
-    return b.lshr(b.mul(count, I64(element.bits)), I64(3))
-
-
-def for_chunks(b, dim, sizes, body):
-    """Emit body(first element, vectors) over a row, as many vectors at a time as the first size that fits."""
-    done = I64(0)
-    for vectors in dict.fromkeys(sizes):
-        size = I64(vectors * LANES)
-        begin, whole = done, b.mul(b.udiv(b.sub(dim, done), size), size)
-        with loop(b, whole, vectors * LANES) as i:
-            body(b.add(begin, i), vectors)
-        done = b.add(begin, whole)
 
 
 def wide_products(b, scalars, tile_step, step, vectors, count, start, nan_safe=False):
@@ -540,7 +347,7 @@ def wide_rows(b, address):
     return [b.add(address, I64(4 * LANES * i)) for i in range(TILE * WIDE // LANES)]
 
 
-@micro_kernel(6)
+@micro_kernel
 def wide_scores(b, queries, keys, key_row, count, dim, scores):
     """Compute S = K Q^T [token, WIDE] from queries [dim, WIDE], for a multiple of 8 tokens."""
     with loop(b, count, TILE) as first:
@@ -552,13 +359,13 @@ def wide_scores(b, queries, keys, key_row, count, dim, scores):
             write(b, address, vector)
 
 
-@micro_kernel(7)
+@micro_kernel
 def wide_sums(b, weights, values, value_row, count, dim, sums, factors):
     """Compute O = O alpha + P V [dim, WIDE]: `sums` is O, `factors` alpha, `weights` P; 8 divides dim."""
     add_wide(b, weights, values, value_row, count, dim, sums, factors, nan_safe=False)
 
 
-@micro_kernel(7)
+@micro_kernel
 def nan_safe_wide_sums(b, weights, values, value_row, count, dim, sums, factors):
     """Compute O = O alpha + P V as `wide_sums`, over the values whose weight is not 0."""
     add_wide(b, weights, values, value_row, count, dim, sums, factors, nan_safe=True)
@@ -576,7 +383,7 @@ def add_wide(b, weights, values, value_row, count, dim, sums, factors, nan_safe)
             write(b, address, vector)
 
 
-@micro_kernel(7)
+@micro_kernel
 def online_softmax(b, scores, vectors, step, rows, m_at, l_at, alpha_at):
     """Replace scores S by P = exp(S - m), update m and l of each row, and write alpha.
 
@@ -605,7 +412,7 @@ def online_softmax(b, scores, vectors, step, rows, m_at, l_at, alpha_at):
     write(b, alpha_at, alpha)
 
 
-@micro_kernel(3)
+@micro_kernel
 def apply_softcap(b, scores, vectors, number):
     """Replace scores by c * tanh(score / c) for the float32 c at an address."""
     limit = broadcast(b, number, LANES)
@@ -618,20 +425,17 @@ def tanh(x):
     """Return tanh within 3 ulp: an odd polynomial near 0, else 1 - 2 / (exp(2x) + 1)."""
     size = abs(x)
     far = 1.0 - 2.0 / (exp(size.min(20.0) * 2.0) + 1.0)
-    far = far.where_nan(x, x)
-    far = lanes.Lanes(
-        x.builder, x.builder.select(x.builder.fcmp_ordered("<", x.value, x.of(0.0)), (-far).value, far.value)
-    )
+    far = far.unless_nan(x, x)
+    far = where(x, "<", 0.0, -far, far)
     square = x * x
-    series = lanes.Lanes(x.builder, x.of(-5.70498872745e-3))
+    series = x.full(-5.70498872745e-3)
     for coefficient in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
         series = series.fma(square, coefficient)
     near = (series * square).fma(x, x)
-    small = x.builder.fcmp_ordered("<", size.value, x.of(0.625))
-    return lanes.Lanes(x.builder, x.builder.select(small, near.value, far.value))
+    return where(size, "<", 0.625, near, far)
 
 
-@micro_kernel(4)
+@micro_kernel
 def transpose(b, source, source_row, target, target_row):
     """Transpose 16 rows of 16 float32; strides are bytes."""
     for r, row in enumerate(transposed(b, source, source_row)):
@@ -653,7 +457,7 @@ def transposed(b, source, source_row):
     return rows
 
 
-@micro_kernel(5)
+@micro_kernel
 def add_biases(b, biases, line, rows, count, scores):
     """Add biases [row, token] to scores [token, WIDE] of 16 `rows` or of all; 16 divides `count`.
 
@@ -665,15 +469,14 @@ def add_biases(b, biases, line, rows, count, scores):
         for t, bias in enumerate(transposed(b, at, line)):
             place = b.add(to, I64(4 * WIDE * t))
             total = read(b, place, F32, LANES) + bias
-            hidden = b.fcmp_ordered("==", bias.value, bias.of(-math.inf))
-            write(b, place, lanes.Lanes(b, b.select(hidden, bias.value, total.value)))
+            write(b, place, where(bias, "==", -math.inf, bias, total))
 
 
 @functools.cache
 def widen_numbers(stored):
     """Return f(source, target, count), which widens numbers to float32."""
 
-    @micro_kernel(3)
+    @micro_kernel
     def widen_numbers(b, source, target, count):
         size, done = BY_NAME[stored].bytes(1), I64(0)
         for some in (LANES, 1):
@@ -687,7 +490,7 @@ def widen_numbers(stored):
     return widen_numbers
 
 
-@micro_kernel(4)
+@micro_kernel
 def to_panels(b, source, target, rows, dim):
     """Copy [row, dim] to [dim / LANES, row, LANES]."""
     with loop(b, rows) as r:
@@ -697,7 +500,7 @@ def to_panels(b, source, target, rows, dim):
             write(b, b.add(panel, b.mul(at, rows)), read(b, b.add(line, at), F32, LANES))
 
 
-@micro_kernel(4)
+@micro_kernel
 def scale_by(b, source, target, count, number):
     """Compute target = source * the float32 at an address; 16 divides `count`."""
     factor = broadcast(b, number, LANES)
@@ -706,7 +509,7 @@ def scale_by(b, source, target, count, number):
         write(b, b.add(target, offset), read(b, b.add(source, offset), F32, LANES) * factor)
 
 
-@micro_kernel(4)
+@micro_kernel
 def add_scaled(b, source, target, count, number):
     """Compute target += source * the float32 at an address; 16 divides `count`."""
     factor = broadcast(b, number, LANES)
@@ -715,7 +518,7 @@ def add_scaled(b, source, target, count, number):
         write(b, into, read(b, at, F32, LANES).fma(factor, read(b, into, F32, LANES)))
 
 
-@micro_kernel(7)
+@micro_kernel
 def dots(b, row, rows, step, count, size, target, target_step):
     """Write the dot product of one row with each of `count` rows; 16 divides `size`."""
     with loop(b, count) as i:
@@ -727,7 +530,7 @@ def dots(b, row, rows, step, count, size, target, target_step):
         store_first(b, sums_of([sums[0], *zeros(b, LANES, LANES - 1)]), b.add(target, b.mul(i, target_step)))
 
 
-@micro_kernel(3)
+@micro_kernel
 def sum_times_zero(b, source, count, target):
     """Write the sum of all numbers times 0: it is 0 unless one is not finite. 16 divides `count`."""
     sums = StackSlots(b, zeros(b, LANES))
@@ -741,7 +544,7 @@ def store_first(b, vector, target):
     b.store(number, b.inttoptr(target, F32.as_pointer())).align = 4
 
 
-@micro_kernel(5)
+@micro_kernel
 def addresses(b, base, stride, row_ids, count, target):
     """Write base + row id * stride for each row id, in whole vectors of 8."""
     first, step = (lanes.fill(b, number, 8) for number in (base, stride))
@@ -751,7 +554,7 @@ def addresses(b, base, stride, row_ids, count, target):
         write(b, b.add(target, offset), number.apply("mul", step).plus(first))
 
 
-@micro_kernel(4)
+@micro_kernel
 def write_sequence(b, first, step, count, target):
     """Write first, first + step and so on, in whole vectors of 8: up to 7 more than `count`."""
     from_first = lanes.fill(b, step, 8).apply("mul", list(range(8)))
@@ -760,14 +563,14 @@ def write_sequence(b, first, step, count, target):
         write(b, b.add(target, b.mul(i, I64(8))), begin.plus(from_first))
 
 
-@micro_kernel(2)
+@micro_kernel
 def prefetch_bytes(b, address, size):
     """Prefetch `size` bytes."""
     with loop(b, size, LINE) as i:
         prefetch(b, b.add(address, i))
 
 
-@micro_kernel(2)
+@micro_kernel
 def clear(b, target, count):
     """Write zeros; 16 divides `count`."""
     with loop(b, count, LANES) as i:

@@ -3,7 +3,7 @@
 import functools
 
 from kvkit.cpu.simd import lanes
-from kvkit.cpu.simd.lanes import F32, I8, I32, RAW, Lanes, micro_kernel, narrow, read, widen, write
+from kvkit.cpu.simd.lanes import F32, I8, I32, RAW, micro_kernel, narrow, read, where, widen, write
 from kvkit.cpu.simd.minifloats import max_over_lanes
 from kvkit.cpu.simd.panels import LANES, at
 from kvkit.formats.elements import BY_NAME
@@ -16,11 +16,11 @@ def encode(source, target):
     step = BY_NAME[source].bytes(LANES)
     find = signed_scale if block.less else largest_scale
 
-    @micro_kernel(2)
+    @micro_kernel
     def encode(b, source_address, target_address):
         x = [widen(read(b, at(b, source_address, i * step), RAW[source], LANES), source) for i in (0, 1)]
         scale = find(x, BY_NAME[target].limits)
-        factor = where(scale, "==", 0.0, scale.of(0.0), 1.0 / scale)
+        factor = where(scale, "==", 0.0, 0.0, 1.0 / scale)
         write(b, target_address, narrow(scale.pick([0]), block.cell))
         codes = [code_bytes(vector * factor, block.less) for vector in x]
         if block.halves:
@@ -31,13 +31,8 @@ def encode(source, target):
     return encode
 
 
-def where(x, relation, number, then, other):
-    """Return `then` in lanes where the relation of x to a number holds, `other` in the rest."""
-    true = x.builder.fcmp_ordered(relation, x.value, x.of(number))
-    return Lanes(x.builder, x.builder.select(true, then, other.value))
-
-
 def largest_scale(vectors, limits):
+    """Return the largest magnitude / the largest code."""
     x, y = map(abs, vectors)
     return max_over_lanes(x.max(y)) / float(limits[1])
 
@@ -47,9 +42,9 @@ def signed_scale(vectors, limits):
     top = max_over_lanes(abs(vectors[0]).max(abs(vectors[1])))
     places = []
     for i, x in enumerate(vectors):
+        # 2 * element + sign of an element of largest magnitude, more for the others
         place = (x.as_bits() >> 31) | [2 * (LANES * i + lane) for lane in range(LANES)]
-        largest = x.builder.fcmp_ordered("==", abs(x).value, top.value)
-        places.append(Lanes(x.builder, x.builder.select(largest, place.value, place.of(4 * LANES))))
+        places.append(where(abs(x), "==", top, place, place.full(4 * LANES)))
     first = places[0].min(places[1])
     for distance in (8, 4, 2, 1):
         first = first.min(first.pick(lane ^ distance for lane in range(LANES)))
@@ -58,15 +53,14 @@ def signed_scale(vectors, limits):
 
 
 def code_bytes(ratio, less):
-    """Return codes as bytes, rounding halves away from zero, or, with `less`, up to unsigned codes."""
+    """Round to codes as bytes: halves away from zero, or, of codes that are stored plus `less`, up."""
     if less:
         return (ratio + (less + 0.5)).min(2.0 * less - 1).cast("fptosi", I32).cast("trunc", I8)
     size = abs(ratio)
     whole = size.cast("fptosi", I32)
     rest = size - whole.cast("sitofp", F32)
-    more = where(rest, ">=", 0.5, whole.of(1), Lanes(ratio.builder, whole.of(0)))
-    whole = whole.plus(more)
-    sign = ratio.as_bits().signed_rshift(31)
+    whole = whole.plus(where(rest, ">=", 0.5, 1, whole.full(0)))
+    sign = ratio.as_bits().signed_rshift(31)  # -1 if negative, else 0; (n - 1) xor -1 is -n
     return whole.plus(sign).apply("xor", sign).cast("trunc", I8)
 
 
@@ -76,7 +70,7 @@ def decode(source, target):
     block = BY_NAME[source].block
     step = BY_NAME[target].bytes(LANES)
 
-    @micro_kernel(2)
+    @micro_kernel
     def decode(b, source_address, target_address):
         scale = widen(read(b, source_address, RAW[block.cell], 1), block.cell).pick([0] * LANES)
         if block.halves:

@@ -24,7 +24,7 @@ def widen(bits, symmetric, scale_format, group, product, element):
     """Return f(codes, scales, minima, target), which writes 16 rounded elements as float32."""
     scale_count, codes_in_word = max(1, LANES // group), WORD // bits
 
-    @micro_kernel(4)
+    @micro_kernel
     def widen(b, code_address, scale_address, minimum_address, target_address):
         def of_groups(address):
             each = lanes.widen(read(b, address, RAW[scale_format], scale_count), scale_format)
@@ -50,7 +50,7 @@ def encode(bits, symmetric, scale_format, width, element):
     """
     least, most = CODES[bits, symmetric].limits
 
-    @micro_kernel(7)
+    @micro_kernel
     def encode(b, source, step, count, codes, code_step, scales, minima):
         def elements(i):
             return lanes.widen(read(b, b.add(source, b.mul(i, step)), RAW[element], LANES), element)

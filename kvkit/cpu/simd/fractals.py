@@ -1,28 +1,22 @@
 """Copy rows to and from Ascend's NZ layout, which stores rows in groups (fractals) of 32 bytes."""
 
 from kvkit.checks.records import FRACTAL_BYTES
-from kvkit.cpu.simd.lanes import I8, I64, loop, micro_kernel, prefetch, read, write
-
-LINE = 64  # bytes
+from kvkit.cpu.simd.lanes import I8, I64, loop, micro_kernel, read, row_id_at, write
 
 
-@micro_kernel(8)
+@micro_kernel
 def fractals(b, source, source_row, source_group, target, target_row, target_group, rows, groups):
     """Copy rows between a row-major and an NZ array. In NZ, the rows of one 32-byte group are neighbours."""
     move(b, lambda row: b.add(source, b.mul(row, source_row)), source_group, target, target_row, target_group,
          rows, groups)  # fmt: skip
 
 
-@micro_kernel(7)
+@micro_kernel
 def scattered_fractals(b, sources, source_group, target, target_row, target_group, rows, groups):
     """Copy rows, given as a list of addresses, to NZ."""
 
-    def address(row):
-        value = b.load(b.inttoptr(b.add(sources, b.mul(row, I64(8))), I64.as_pointer()))
-        value.align = 8
-        return value
-
-    move(b, address, source_group, target, target_row, target_group, rows, groups)
+    move(b, lambda row: row_id_at(b, sources, row), source_group, target, target_row, target_group,
+         rows, groups)  # fmt: skip
 
 
 def move(b, source_of, source_group, target, target_row, target_group, rows, groups):
@@ -43,10 +37,3 @@ def move(b, source_of, source_group, target, target_row, target_group, rows, gro
         copy_groups(first, 2)
     with loop(b, b.sub(groups, even)) as rest:
         copy_groups(b.add(even, rest), 1)
-
-
-@micro_kernel(2)
-def prefetch_bytes(b, address, size):
-    """Prefetch `size` bytes, one cache line after the other."""
-    with loop(b, size, LINE) as i:
-        prefetch(b, b.add(address, i))

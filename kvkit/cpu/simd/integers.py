@@ -1,13 +1,22 @@
 """Products for up to 8 query rows that multiply codes as integers (AVX-512 VNNI); see simd/attention.py.
 
-    S = K Q^T                    Queries are fixed point of 16 bits, relative to the largest of their row. A
-                                 lane multiplies four neighbouring codes, once with the high bytes of a query
-                                 and once with the low bytes, and adds them up as integers while they share a
-                                 scale. The four lanes of a quarter of a vector are four words of one query
-                                 row, two words of two rows, or a word of each of four rows.
-    O = O alpha + P V            Weights are fixed point of 16 bits, relative to the largest of the block, and
-                                 so are scales. Their products are multiplied with codes, two tokens a lane,
-                                 and added up as integers over the block.
+    S = K Q^T           A query is q = 2^8 high + low, of signed bytes; the largest of a row is 127 * 257. A
+                        code c becomes an unsigned byte, u = c + bias. Elements that share a scale are added
+                        up as integers. The last term is known before: sums of low bytes start there.
+                            sum q c = 2^8 (sum high u) + (sum low u) - bias (sum q)
+    O = O alpha + P V   Weights are fixed point of 16 bits, relative to the largest of the block, and so are
+                        scales. Their products are multiplied with codes, two tokens a lane, and added up as
+                        integers over the block.
+
+A lane multiplies a word of four neighbouring codes with four bytes of a query. With several query rows, lanes
+of a quarter of a vector have the same word, so that a score is the sum of fewer lanes. The first quarter has
+words 0..3 (W0 has codes 0..3) for query rows a, b, c, d, the second one has words 4..7, and so on:
+
+    lane           0    1    2    3
+    1 row          W0a  W1a  W2a  W3a
+    2 rows         W0a  W0b  W1a  W1b     then  W2a  W2b  W3a  W3b
+    4 rows         W0a  W0b  W0c  W0d     then  W1a  W1b  W1c  W1d     and so on, 4 steps
+    8 rows         as 4 rows, with a second vector for the other four
 
 A block is left to float32 in two cases: one scale is far above the mean, so that the others would have few
 bits; or values are far above 1, so that 16 bits are too few for the tolerance of an output near 0. NaN and
@@ -17,22 +26,25 @@ infinity in queries or scales give NaN scores and sums that are not finite.
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from kvkit.cpu.simd import lanes
-from kvkit.cpu.simd.attention import LANES, LINE, LOWEST, bytes_of, row_id_at, tile_tokens
+from kvkit.cpu.simd.attention import LOWEST
+from kvkit.cpu.simd.chunks import LINE, bytes_of, element_at, tile_tokens
 from kvkit.cpu.simd.lanes import (
     F32,
     I8,
     I16,
     I32,
     I64,
+    LANES,
     RAW,
     Lanes,
     StackSlots,
     broadcast,
+    call_intrinsic,
     concatenate,
     exp,
     fill,
@@ -40,8 +52,11 @@ from kvkit.cpu.simd.lanes import (
     micro_kernel,
     prefetch,
     read,
+    row_id_at,
     sums_of,
+    where,
     widen,
+    word_at,
     write,
     zeros,
 )
@@ -49,18 +64,19 @@ from kvkit.formats.elements import BY_NAME
 
 BYTES = 64  # in a vector
 WORDS = ir.VectorType(I32, LANES)
-LARGEST_QUERY = 127 * 256 + 127  # high and low bytes have signs
+LARGEST_QUERY = 127 * 256 + 127  # of two signed bytes, both 127
 LARGEST_WEIGHT = 2**15 - 1
 MOST_TOKENS = 128  # in a block
 UNEVEN = 8.0  # a scale above so many times the mean would leave a block's other scales too few bits
 LEAST = 2.0**-100  # smaller numbers count as 0, so that reciprocals are finite
-ROUNDER = 1.5 * 2.0**23  # adding it puts an integer into the low bits
-ROUNDER_BITS = 0x4B400000
+ROUNDER = 1.5 * 2.0**23  # adding it rounds to an integer, which is then in the low bits of the float32
+ROUNDER_BITS = 0x4B400000  # of ROUNDER as float32
 
 
 def dot(sums, codes, bytes_):
     """Return sums + unsigned codes * signed bytes, four products in each lane."""
-    return call_intrinsic("llvm.x86.avx512.vpdpbusd.512", WORDS, sums, codes.as_bits(), bytes_.as_bits())
+    values = sums.value, codes.as_bits().value, bytes_.as_bits().value
+    return call_intrinsic(sums.builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, *values)
 
 
 def dot_pairs(sums, x, y):
@@ -68,90 +84,86 @@ def dot_pairs(sums, x, y):
 
     Sums never overflow, so vpdpwssd would do, but LLVM splits that into two instructions. This one saturates.
     """
-    return call_intrinsic("llvm.x86.avx512.vpdpwssds.512", WORDS, sums, x.as_bits(), y.as_bits())
+    values = sums.value, x.as_bits().value, y.as_bits().value
+    return call_intrinsic(sums.builder, "llvm.x86.avx512.vpdpwssds.512", WORDS, *values)
 
 
 def times(x, y):
-    """Return the products of 16-bit fixed point, rounded."""
+    """Return the products of 16-bit fixed point, rounded: x * y / 2^15."""
     x, y = x.as_bits(16), y.as_bits(16)
     name = "llvm.x86.avx512.pmul.hr.sw.512" if x.count == 32 else "llvm.x86.avx2.pmul.hr.sw"
-    return call_intrinsic(name, x.type, x, y).as_bits()
-
-
-def call_intrinsic(name, result, *lanes):
-    b = lanes[0].builder
-    signature = ir.FunctionType(result, [x.type for x in lanes])
-    return Lanes(
-        b, b.call(cgutils.get_or_insert_function(b.module, signature, name), [x.value for x in lanes])
-    )
+    return call_intrinsic(x.builder, name, x.type, x.value, y.value).as_bits()
 
 
 def int_zeros(b):
     return Lanes(b, ir.Constant(WORDS, [0] * LANES))
 
 
-def word_at(b, address):
-    """Read the 32 bits at an address into every lane."""
-    return broadcast(b, address, LANES).as_bits()
-
-
 class CodeVectors:
-    """Rows of symmetric codes that are read with their scales, a chunk of `width` elements at a time."""
+    """Rows of symmetric codes that are read with their scales, a chunk of `width` elements at a time.
+
+    Codes of 8 bits fill a vector with 64 neighbouring elements. A vector of 4-bit codes gives two: its low
+    nibbles, then its high nibbles. Byte 0 has elements 0 and 1, or, in blocks of ggml, 0 and 16.
+    """
 
     def __init__(self, stored, scale_format, group, width):
         self.element = BY_NAME[stored]
         self.block, self.bits, self.width = self.element.block, self.element.bits, width
         self.group = self.block.elements if self.block else group
         self.scale_format = self.block.cell if self.block else scale_format
-        self.scales = max(1, width // self.group)
+        self.scales = max(1, width // self.group)  # of a chunk
         self.bias = 1 << self.bits - 1
+        self.nibbles_apart = bool(self.block and self.block.halves)  # elements 0 and 16 share a byte
+        self.stored_unsigned = bool(self.block and self.block.less)  # codes have the bias in memory
 
     def group_of(self, element):
+        """Return which of the chunk's scales an element has."""
         return element // self.group if self.group < self.width else 0
 
-    def begin(self, b, row, i):
+    def chunk_at(self, b, row, i):
         """Return the address of a row's chunk from element i on."""
-        return b.add(row, bytes_of(b, self.element.name, i))
+        return element_at(b, self.element.name, row, i)
 
     def bytes(self, b, at, first, size):
-        """Read `size` bytes of a chunk's codes, in order."""
+        """Read `size` bytes of a chunk's codes, in order, without the scales between blocks."""
         if not self.block:
             return read(b, b.add(at, I64(first)), I8, size)
-        whole = self.block.elements * self.bits // 8
+        of_block = self.block.elements * self.bits // 8
         return concatenate(
             [
-                read(b, b.add(at, I64(byte // whole * self.block.bytes + self.block.codes_at)), I8, whole)
-                for byte in range(first, first + size, whole)
+                read(
+                    b, b.add(at, I64(byte // of_block * self.block.bytes + self.block.codes_at)), I8, of_block
+                )
+                for byte in range(first, first + size, of_block)
             ]
         )
 
-    def numbers(self, b, at):
+    def biased_codes(self, b, at):
         """Return vectors of codes plus `bias`, unsigned bytes, in the order of `elements`."""
-        if self.bits == 8:
+        if self.bits == 8:  # flipping the highest bit adds 128
             return [self.bytes(b, at, v, BYTES).apply("xor", 0x80) for v in range(0, self.width, BYTES)]
         codes = self.bytes(b, at, 0, BYTES)
-        if not (self.block and self.block.less):
+        if not self.stored_unsigned:
             codes = codes.apply("xor", 0x88)
         return [codes & 0x0F, ((codes.as_bits(16) >> 4) & 0x0F0F).as_bits(8)]
 
     def elements(self):
-        """Return the elements in the bytes of `numbers`."""
+        """Return the element in each byte of the vectors of `biased_codes`."""
         if self.bits == 8:
             return [range(v, v + BYTES) for v in range(0, self.width, BYTES)]
         return [[self.in_byte(byte, nibble) for byte in range(BYTES)] for nibble in range(2)]
 
     def in_byte(self, byte, nibble):
         """Return the element of a byte's low nibble (0) or high nibble (1)."""
-        if self.block and self.block.halves:
+        if self.nibbles_apart:
             half = self.block.elements // 2
             return byte // half * 2 * half + byte % half + nibble * half
         return 2 * byte + nibble
 
     def parts(self):
-        """Return which elements `pairs` reads: [part][vector][lane].
+        """Return the element in each lane of the vectors of `token_pairs`: [part][vector][lane].
 
-        A part of a chunk is what one load widens: 32 codes of 8 bits, in two vectors of 16 elements each for
-        two tokens, or half of the 4-bit codes.
+        A part of a chunk is 32 codes of 8 bits, in two vectors, or half of the 4-bit codes, in four.
         """
         if self.bits == 8:
             return [
@@ -166,40 +178,38 @@ class CodeVectors:
                 ]
                 for half, n in of_part
             ]
-            for of_part in self.nibbles()
+            for of_part in self.nibbles_of_parts()
         ]
 
-    def nibbles(self):
-        """Return the (half, nibble) pairs of each part; halves are those of `side_by_side`."""
-        if self.block and self.block.halves:
+    def nibbles_of_parts(self):
+        """Return for each part its vectors as (half of `side_by_side`, nibble 0..3 of a 16-bit word)."""
+        if self.nibbles_apart:
             return [[(half, n) for half in (0, 4) for n in (part, part + 2)] for part in (0, 1)]
         return [[(half, n) for n in range(4)] for half in (0, 4)]
 
-    def pairs(self, b, at, chosen):
-        """Return the chosen `parts` of a chunk of two rows, side by side, as 16-bit integers."""
-        found = []
+    def token_pairs(self, b, at, chosen):
+        """Return the chosen `parts` of a chunk of two tokens, side by side, as 16-bit integers."""
+        vectors = []
         if self.bits == 8:
             for part in chosen:
                 rows = [self.bytes(b, row, 32 * part, 32).cast("sext", I16) for row in at]
-                found += [side_by_side(rows, half) for half in (0, 4)]
-            return found
+                vectors += [side_by_side(rows, half) for half in (0, 4)]
+            return vectors
         rows = [self.bytes(b, row, 0, BYTES) for row in at]
-        if self.block and self.block.less:
+        if self.stored_unsigned:
             rows = [row.apply("xor", 0x88) for row in rows]
         words = {half: side_by_side([row.as_bits(16) for row in rows], half) for half in (0, 4)}
         for part in chosen:
-            for half, n in self.nibbles()[part]:
+            for half, n in self.nibbles_of_parts()[part]:  # shifts move nibble n up, then down with its sign
                 codes = words[half] if n == 3 else words[half] << (12 - 4 * n)
-                found.append(codes.signed_rshift(12))
-        return found
+                vectors.append(codes.signed_rshift(12))
+        return vectors
 
     def raw_scales(self, b, at, scale_base, i):
         """Read the stored scales of a chunk."""
         if self.block:
-            count = range(self.scales)
-            return concatenate(
-                [read(b, b.add(at, I64(k * self.block.bytes)), RAW[self.scale_format], 1) for k in count]
-            )
+            starts = [b.add(at, I64(k * self.block.bytes)) for k in range(self.scales)]
+            return concatenate([read(b, start, RAW[self.scale_format], 1) for start in starts])
         size = BY_NAME[self.scale_format].bytes(1)
         first = b.add(scale_base, b.mul(b.udiv(i, I64(self.group)), I64(size)))
         return read(b, first, RAW[self.scale_format], self.scales)
@@ -208,58 +218,74 @@ class CodeVectors:
 def weight_of(x):
     """Return e^x for x <= 0, within 3e-6 relative; e^-55 for x below -55."""
     power = x * math.log2(math.e)
-    power = Lanes(
-        x.builder,
-        x.builder.select(x.builder.fcmp_ordered("<", power.value, x.of(-80.0)), x.of(-80.0), power.value),
-    )
+    power = where(power, "<", -80.0, -80.0, power)
     shifted = power + ROUNDER
     rest = power - (shifted - ROUNDER)
-    series = Lanes(x.builder, x.of(9.570099413394928e-3))
+    series = x.full(9.570099413394928e-3)
     for coefficient in (5.591785907745361e-2, 0.240247443318367, 0.6931217908859253, 0.9999992847442627):
         series = series.fma(rest, coefficient)
     return series.as_bits().plus(shifted.as_bits() << 23).cast("bitcast", F32)
 
 
 def side_by_side(rows, half):
-    """Interleave words of two rows: the first (half 0) or last (half 4) four of each eight."""
+    """Interleave 16-bit words of two rows: of each eight the first four (half 0) or the last four (half 4).
+
+    rows       x0 x1 x2 x3 x4 x5 x6 x7 | x8 ..      y0 y1 y2 y3 y4 y5 y6 y7 | y8 ..
+    half 0     x0 y0 x1 y1 x2 y2 x3 y3 | x8 y8 ..   so that a lane has one element of both rows
+    half 4     x4 y4 x5 y5 x6 y6 x7 y7 | x12 y12 ..
+    """
     words = [8 * (lane // 4) + lane % 4 + half for lane in range(LANES)]
     x, y = rows
     return x.pick((word + 32 * row for word in words for row in (0, 1)), y)
 
 
-class Queries:
-    """The memory layout of a tile's queries: a factor for each row, then chunks.
+class Step(NamedTuple):
+    """A product of a vector of codes, of which `words` are picked, with the bytes of the queries."""
 
-    In a chunk, words of the queries whose codes share scales are together: first the initial sums, then, for
-    each such vector of codes, a vector of high bytes and one of low bytes.
+    vector: int  # number in `biased_codes`
+    words: list[int]  # the word that each lane picks
+    bytes_at: int  # offset in a chunk of queries: a vector of high bytes, then one of low bytes
+
+
+class SharedScales(NamedTuple):
+    """Steps whose lanes have the same scales, so that their products are added up as integers."""
+
+    groups: tuple[int, ...]  # the scale of each lane
+    start_at: int  # offset in a chunk of queries: the initial sums
+    steps: list[Step]
+
+
+class Queries:
+    """The memory layout of a tile's queries: a vector with a factor for each row, then chunks.
+
+    A chunk has for each of `sums` the initial sums, then the high and the low bytes of each step; all of them
+    are `vectors` vectors, of which each holds `rows_of_vector` query rows.
     """
 
     def __init__(self, rows, codes):
-        self.rows, self.codes = rows, codes
-        self.apart = min(rows, 4)  # rows that a quarter of a vector holds
-        self.vectors = rows // self.apart
-        span = 4 // self.apart
-        self.words = [
-            [4 * (lane // 4) + step * span + lane % 4 // self.apart for lane in range(LANES)]
-            for step in range(self.apart)
+        self.rows_of_vector = min(rows, 4)
+        self.vectors = rows // self.rows_of_vector
+        span = 4 // self.rows_of_vector  # words of a quarter of a vector
+        words = [
+            [4 * (lane // 4) + step * span + lane % 4 // self.rows_of_vector for lane in range(LANES)]
+            for step in range(self.rows_of_vector)
         ]
-        self.runs: dict = {}  # groups of the lanes -> [(vector of codes, choice of its words)]
-        for v, elements in enumerate(codes.elements()):
-            for step, words in enumerate(self.words):
-                groups = tuple(codes.group_of(elements[4 * word]) for word in words)
-                self.runs.setdefault(groups, []).append((v, step))
+        by_groups: dict = {}
+        for vector, elements in enumerate(codes.elements()):
+            for of_step in words:
+                groups = tuple(codes.group_of(elements[4 * word]) for word in of_step)
+                by_groups.setdefault(groups, []).append((vector, of_step))
+        self.sums, self.chunk_bytes = [], 0
+        for groups, steps in by_groups.items():
+            size, start = BYTES * self.vectors, self.chunk_bytes
+            offsets = range(start + size, start + size + 2 * size * len(steps), 2 * size)
+            placed = [Step(*step, offset) for step, offset in zip(steps, offsets, strict=True)]
+            self.sums.append(SharedScales(groups, start, placed))
+            self.chunk_bytes += size + 2 * size * len(steps)
 
-    def places(self):
-        """Return [(groups, offset of initial sums, steps with offsets of their bytes)] and a chunk's size."""
-        at, found = 0, []
-        for groups, steps in self.runs.items():
-            starts, at = at, at + BYTES * self.vectors
-            of_steps = []
-            for step in steps:
-                of_steps.append((*step, at))
-                at += 2 * BYTES * self.vectors
-            found.append((groups, starts, of_steps))
-        return found, at
+    def chunk_at(self, b, queries, chunk):
+        """Return the address of a chunk of queries."""
+        return b.add(queries, b.add(I64(BYTES), b.mul(chunk, I64(self.chunk_bytes))))
 
 
 @functools.cache
@@ -270,11 +296,10 @@ def compile_fixed_queries(rows, stored, scale_format, group, width):
     """
     codes = CodeVectors(stored, scale_format, group, width)
     form = Queries(rows, codes)
-    places, chunk = form.places()
     elements = codes.elements()
-    line = 2 * width  # bytes of a row: high bytes, then low bytes, in the order of the codes
+    row_size = 2 * width  # bytes of a row in scratch: high bytes, then low bytes, in the order of the codes
 
-    @micro_kernel(4)
+    @micro_kernel
     def fixed_queries(b, queries, dim, target, scratch):
         row_bytes = b.mul(dim, I64(4))
         reciprocals = []
@@ -283,12 +308,12 @@ def compile_fixed_queries(rows, stored, scale_format, group, width):
             with loop(b, dim, LANES) as i:
                 query = read(b, b.add(row, b.mul(i, I64(4))), F32, LANES)
                 largest[0] = largest[0].max(abs(query))
-                largest[1] = query.fma(0.0, largest[1])  # NaN, if one is not finite
-            top, odd = largest[0], largest[1]
+                largest[1] = query.fma(0.0, largest[1])  # 0, or NaN if one is not finite
+            top, zero_or_nan = largest[0], largest[1]
             for distance in (8, 4, 2, 1):
-                turned = [(lane + distance) % LANES for lane in range(LANES)]
-                top, odd = top.max(top.pick(turned)), odd + odd.pick(turned)
-            factor = b.extract_element(((top + odd) * (1 / LARGEST_QUERY)).value, I32(0))
+                top = top.max(top.rotate(distance))
+                zero_or_nan = zero_or_nan + zero_or_nan.rotate(distance)
+            factor = b.extract_element(((top + zero_or_nan) * (1 / LARGEST_QUERY)).value, I32(0))
             for lane in range(r, LANES, rows):
                 b.store(factor, b.inttoptr(b.add(target, I64(4 * lane)), F32.as_pointer())).align = 4
             reciprocals.append(float(LARGEST_QUERY) / top.max(LEAST))
@@ -297,33 +322,38 @@ def compile_fixed_queries(rows, stored, scale_format, group, width):
                 at = b.add(queries, b.add(b.mul(row_bytes, I64(r)), b.mul(i, I64(4))))
                 query = read(b, at, F32, width).fma(reciprocals[r].pick([0] * width), ROUNDER)
                 number = query.as_bits().plus(-ROUNDER_BITS % 2**32)
-                high = number.plus(128).signed_rshift(8)
+                high = number.plus(128).signed_rshift(8)  # the low byte, cut off below, is then -128..127
                 for k, part in enumerate((high, number)):
                     bytes_ = part.cast("trunc", I8)
                     for v, order in enumerate(elements):
-                        at = b.add(scratch, I64(r * line + k * width + BYTES * v))
+                        at = b.add(scratch, I64(r * row_size + k * width + BYTES * v))
                         write(b, at, bytes_.pick(order))
-            to = b.add(target, b.add(I64(BYTES), b.mul(b.udiv(i, I64(width)), I64(chunk))))
+            to = form.chunk_at(b, target, b.udiv(i, I64(width)))
             one = Lanes(b, ir.Constant(ir.VectorType(I8, BYTES), [1] * BYTES))
-            for _, starts, steps in places:
+            for _, start_at, steps in form.sums:
                 total = [int_zeros(b) for _ in range(2 * form.vectors)]
-                for v, step, offset in steps:
+                for v, words, offset in steps:
                     for h in range(form.vectors):
                         for k in range(2):
                             of_rows = concatenate(
                                 [
-                                    read(b, b.add(scratch, I64(r * line + k * width + BYTES * v)), I32, LANES)
-                                    for r in range(h * form.apart, (h + 1) * form.apart)
+                                    read(
+                                        b,
+                                        b.add(scratch, I64(r * row_size + k * width + BYTES * v)),
+                                        I32,
+                                        LANES,
+                                    )
+                                    for r in range(h * form.rows_of_vector, (h + 1) * form.rows_of_vector)
                                 ]
                             )
                             chosen = of_rows.pick(
-                                lane % form.apart * LANES + word for lane, word in enumerate(form.words[step])
+                                lane % form.rows_of_vector * LANES + word for lane, word in enumerate(words)
                             )
                             write(b, b.add(to, I64(offset + BYTES * (2 * h + k))), chosen)
                             total[2 * h + k] = dot(total[2 * h + k], one, chosen)
-                for h in range(form.vectors):  # take back the bias that makes codes unsigned
+                for h in range(form.vectors):  # sums start at -bias (sum q)
                     start = (total[2 * h] << 8).plus(total[2 * h + 1]).apply("mul", -codes.bias % 2**32)
-                    write(b, b.add(to, I64(starts + BYTES * h)), start)
+                    write(b, b.add(to, I64(start_at + BYTES * h)), start)
 
     return fixed_queries
 
@@ -333,10 +363,9 @@ def compile_scores(rows, near, stored, scale_format, group, width):
     """Return `attention.narrow_scores` for fixed-point queries; `width` divides `dim`."""
     codes = CodeVectors(stored, scale_format, group, width)
     form = Queries(rows, codes)
-    places, chunk = form.places()
     tokens = tile_tokens(rows)
 
-    @micro_kernel(11)
+    @micro_kernel
     def scores(b, queries, keys, key_row, scale_base, scale_row, row_ids, ahead, shift, count, dim, scores):
         size, factor = bytes_of(b, stored, dim), read(b, queries, F32, LANES).pick(range(tokens * rows))
         with loop(b, count, tokens) as first:
@@ -344,39 +373,39 @@ def compile_scores(rows, near, stored, scale_format, group, width):
             key_at = [b.add(keys, b.mul(n, key_row)) for n in number]
             scale_at = [b.add(scale_base, b.mul(n, scale_row)) for n in number]
             for t in range(tokens):
-                soon = row_id_at(b, ahead, b.add(first, I64(t)))
+                later_key = row_id_at(b, ahead, b.add(first, I64(t)))
                 with loop(b, size, LINE) as i:
-                    prefetch(b, b.add(b.add(shift, soon), i), near)
-            sums = StackSlots(b, zeros(b, LANES, tokens * form.vectors))
+                    prefetch(b, b.add(b.add(shift, later_key), i), near)
+            sums = StackSlots(b, zeros(b, LANES, tokens * form.vectors))  # [token, vector of rows]
             with loop(b, dim, width) as i:
-                query = b.add(queries, b.add(I64(BYTES), b.mul(b.udiv(i, I64(width)), I64(chunk))))
-                at = [codes.begin(b, row, i) for row in key_at]
-                code = [codes.numbers(b, row) for row in at]
+                query = form.chunk_at(b, queries, b.udiv(i, I64(width)))
+                at = [codes.chunk_at(b, row, i) for row in key_at]
+                code = [codes.biased_codes(b, row) for row in at]
                 scale = [
                     widen(codes.raw_scales(b, *token, i), codes.scale_format)
                     for token in zip(at, scale_at, strict=True)
                 ]
-                for groups, starts, steps in places:
-                    begin = [
-                        read(b, b.add(query, I64(starts + BYTES * h)), I32, LANES)
+                for groups, start_at, steps in form.sums:
+                    start = [
+                        read(b, b.add(query, I64(start_at + BYTES * h)), I32, LANES)
                         for h in range(form.vectors)
                     ]
-                    high, low = [int_zeros(b)] * len(sums.places), begin * tokens
-                    for v, step, offset in steps:
-                        halves = [
+                    high, low = [int_zeros(b)] * len(sums.places), start * tokens
+                    for v, words, offset in steps:
+                        high_low = [  # of the first vector of rows, then of the second
                             read(b, b.add(query, I64(offset + BYTES * k)), I32, LANES)
                             for k in range(2 * form.vectors)
                         ]
                         for t in range(tokens):
-                            chosen = code[t][v].as_bits().pick(form.words[step])
+                            chosen = code[t][v].as_bits().pick(words)
                             for h in range(form.vectors):
                                 k = t * form.vectors + h
-                                high[k] = dot(high[k], chosen, halves[2 * h])
-                                low[k] = dot(low[k], chosen, halves[2 * h + 1])
+                                high[k] = dot(high[k], chosen, high_low[2 * h])
+                                low[k] = dot(low[k], chosen, high_low[2 * h + 1])
                     for k in range(len(high)):
                         product = (high[k] << 8).plus(low[k]).cast("sitofp", F32)
                         sums[k] = product.fma(scale[k // form.vectors].pick(groups), sums[k])
-            total = sums_of([sums[k] for k in range(tokens * form.vectors)], form.apart) * factor
+            total = sums_of([sums[k] for k in range(tokens * form.vectors)], form.rows_of_vector) * factor
             write(b, b.add(scores, b.mul(first, I64(4 * rows))), total.fma(0.0, total))  # makes infinity NaN
 
     return scores
@@ -396,27 +425,27 @@ def compile_softmax(rows):
         for token in (first, first + 1)
     ]
 
-    @micro_kernel(5)
+    @micro_kernel
     def softmax(b, scores, vectors, m_at, l_at, factors):
         largest = StackSlots(b, [read(b, scores, F32, LANES)])
         with loop(b, vectors) as i:
             largest[0] = largest[0].max(read(b, b.add(scores, b.mul(i, I64(BYTES))), F32, LANES))
-        here = largest[0]
+        m_block = largest[0]
         for distance in (8, 4, 2, 1):
             if distance >= rows:
-                here = here.max(here.pick((lane + distance) % LANES for lane in range(LANES)))
-        before = read(b, m_at, F32, LANES)
-        new, here = before.max(here), here.max(LOWEST)
-        base = new.max(LOWEST)
-        alpha, factor = exp(before - base), exp(here - base)
+                m_block = m_block.max(m_block.rotate(distance))
+        m_before = read(b, m_at, F32, LANES)
+        m_new, m_block = m_before.max(m_block), m_block.max(LOWEST)
+        base = m_new.max(LOWEST)
+        alpha, factor = exp(m_before - base), exp(m_block - base)
         sums = StackSlots(b, zeros(b, LANES))
         with loop(b, vectors) as i:
-            weight = weight_of(read(b, b.add(scores, b.mul(i, I64(BYTES))), F32, LANES) - here)
+            weight = weight_of(read(b, b.add(scores, b.mul(i, I64(BYTES))), F32, LANES) - m_block)
             rounded = weight.fma(float(LARGEST_WEIGHT), ROUNDER)
             sums[0] = sums[0] + (rounded - ROUNDER)
             pairs = rounded.as_bits(16).pick(2 * lane for lane in order)
             write(b, b.add(scores, b.mul(i, I64(BYTES // 2))), pairs)
-        write(b, m_at, new)
+        write(b, m_at, m_new)
         write(b, l_at, read(b, l_at, F32, LANES).fma(alpha, sums[0] * factor * (1 / LARGEST_WEIGHT)))
         write(b, factors, alpha)
         # `times` divides by 2^15; weights and scales are multiples of 1 / LARGEST_WEIGHT.
@@ -426,27 +455,29 @@ def compile_softmax(rows):
 
 
 class Scales:
-    """The memory layout of fixed-point scales: a flag, the largest scales of each chunk, scales as integers.
+    """The memory layout of a block's scales as fixed point of 16 bits.
 
-    The flag has 64 bytes. A chunk, of at least 64 elements, has 64 bytes for its largest scales and 256 for
-    each group of at least 8 elements, so 40 * dim + 64 bytes suffice.
+        offset 0     the flag, a float32: 0, or -1 if the block is left to float32
+        64           64 bytes for each chunk: 16 float32, the largest scale of each of its groups in turn
+        64 + dim     for each chunk: int16 [token / 2, group, 2], room for MOST_TOKENS tokens
+
+    A chunk has at least 64 elements and a group at least 8, so 40 * dim + 64 bytes suffice.
     """
 
     def __init__(self, codes, dim):
-        self.codes, self.dim = codes, dim
-        self.largest = BYTES  # offset; a vector for each chunk: the maxima of its groups, repeated
-        self.chunk = 2 * codes.scales * MOST_TOKENS  # bytes of a chunk's scales: [token / 2, group, 2]
+        self.dim = dim
+        self.chunk = 2 * codes.scales * MOST_TOKENS  # bytes of a chunk's scales
 
     def largest_at(self, b, at, chunk):
-        return b.add(at, b.add(I64(self.largest), b.mul(chunk, I64(BYTES))))
+        return b.add(at, b.add(I64(BYTES), b.mul(chunk, I64(BYTES))))
 
     def pairs_at(self, b, at, chunk):
-        first = b.add(b.add(at, I64(self.largest)), self.dim)
+        first = b.add(b.add(at, I64(BYTES)), self.dim)
         return b.add(first, b.mul(chunk, I64(self.chunk)))
 
 
 def pair_words(even, odd):
-    """Pack the integers of two tokens into the halves of a word."""
+    """Pack the integers of two tokens, or of two elements, into the low and the high half of a word."""
     return (even & 0xFFFF) | (odd << 16)
 
 
@@ -459,69 +490,67 @@ def compile_fixed_scales(stored, scale_format, group, width):
     above the integer `most`; else it is 0. Entries after the last token are undefined.
     """
     codes = CodeVectors(stored, scale_format, group, width)
-    count_of, size = codes.scales, BY_NAME[codes.scale_format].bytes(1)
+    scales_of_token, size = codes.scales, BY_NAME[codes.scale_format].bytes(1)
 
-    @micro_kernel(9)
+    @micro_kernel
     def fixed_scales(b, values, value_row, scale_base, scale_row, row_ids, count, dim, most, target):
         scales = Scales(codes, dim)
-        span = LANES // count_of  # tokens of a vector
+        span = LANES // scales_of_token  # tokens of a vector
         vectors = b.udiv(b.add(count, I64(span - 1)), I64(span))
-        here, floats = (lanes.stack_buffer(b, MOST_TOKENS * count_of * n) for n in (size, 4))
+        raw_to, raw_from = lanes.stack_buffer(b, MOST_TOKENS * scales_of_token * size)
+        floats_to, floats_from = lanes.stack_buffer(b, MOST_TOKENS * scales_of_token * 4)
         uneven = StackSlots(b, [Lanes(b, ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES))])
 
-        def raw(token, i):
+        def raw_scales(token, i):
             number = row_id_at(b, row_ids, token)
-            at = codes.begin(b, b.add(values, b.mul(number, value_row)), i)
+            at = codes.chunk_at(b, b.add(values, b.mul(number, value_row)), i)
             return codes.raw_scales(b, at, b.add(scale_base, b.mul(number, scale_row)), i)
 
         with loop(b, dim, width) as i:
             chunk = b.udiv(i, I64(width))
-            if count_of < LANES:
-                last = b.add(here[0], b.mul(b.sub(vectors, I64(1)), I64(size * LANES)))
+            if scales_of_token < LANES:  # tokens share a vector: gather their scales, zeros after the last
+                last = b.add(raw_to, b.mul(b.sub(vectors, I64(1)), I64(size * LANES)))
                 write(b, last, Lanes(b, ir.Constant(ir.VectorType(I8, size * LANES), None)))
                 with loop(b, count) as token:
-                    write(b, b.add(here[0], b.mul(token, I64(size * count_of))), raw(token, i))
-            found = StackSlots(b, zeros(b, LANES, 2))
+                    to = b.add(raw_to, b.mul(token, I64(size * scales_of_token)))
+                    write(b, to, raw_scales(token, i))
+            over_tokens = StackSlots(b, zeros(b, LANES, 2))  # the largest and the sum of each scale
             with loop(b, vectors) as v:
-                if count_of < LANES:
-                    scale = read(
-                        b, b.add(here[1], b.mul(v, I64(size * LANES))), RAW[codes.scale_format], LANES
-                    )
+                if scales_of_token < LANES:
+                    at = b.add(raw_from, b.mul(v, I64(size * LANES)))
+                    scale = read(b, at, RAW[codes.scale_format], LANES)
                 else:
-                    scale = raw(v, i)
+                    scale = raw_scales(v, i)
                 scale = widen(scale, codes.scale_format)
-                write(b, b.add(floats[0], b.mul(v, I64(BYTES))), scale)
-                found[0], found[1] = found[0].max(abs(scale)), found[1] + abs(scale)
-            largest, total = found[0], found[1]
+                write(b, b.add(floats_to, b.mul(v, I64(BYTES))), scale)
+                over_tokens[0], over_tokens[1] = over_tokens[0].max(abs(scale)), over_tokens[1] + abs(scale)
+            largest, total = over_tokens[0], over_tokens[1]
             for distance in (8, 4, 2, 1):
-                if distance >= count_of:
-                    turned = [(lane + distance) % LANES for lane in range(LANES)]
-                    largest, total = largest.max(largest.pick(turned)), total + total.pick(turned)
-            many = fill(b, b.sitofp(count, F32), LANES)
-            above = b.fcmp_ordered(">", (largest * many).value, (total * UNEVEN).value)
+                if distance >= scales_of_token:
+                    largest = largest.max(largest.rotate(distance))
+                    total = total + total.rotate(distance)
+            tokens = fill(b, b.sitofp(count, F32), LANES)
+            above = b.fcmp_ordered(">", (largest * tokens).value, (total * UNEVEN).value)
             too_large = fill(b, b.sitofp(most, F32), LANES) * (1 / codes.bias)
             above = b.or_(above, b.fcmp_ordered(">", largest.value, too_large.value))
             uneven[0] = uneven[0] | Lanes(b, above)
-            write(b, scales.largest_at(b, target, chunk), total.fma(0.0, largest))
+            write(b, scales.largest_at(b, target, chunk), total.fma(0.0, largest))  # NaN if one is not finite
             reciprocal = float(LARGEST_WEIGHT) / largest.max(LEAST)
             to = scales.pairs_at(b, target, chunk)
-            at_once = 2 if count_of == LANES else 1  # vectors, that hold pairs of tokens
-            with loop(b, vectors, at_once) as v:
-                at = b.add(floats[1], b.mul(v, I64(BYTES)))
-                numbers_of = [
+            vectors_of_pair = 2 if scales_of_token == LANES else 1
+            with loop(b, vectors, vectors_of_pair) as v:
+                at = b.add(floats_from, b.mul(v, I64(BYTES)))
+                fixed = [
                     read(b, b.add(at, I64(BYTES * k)), F32, LANES).fma(reciprocal, ROUNDER).as_bits()
-                    for k in range(at_once)
+                    for k in range(vectors_of_pair)
                 ]
-                if at_once == 2:
-                    words = pair_words(*numbers_of)
-                else:
-                    lanes_of = range(LANES)
-                    words = pair_words(
-                        *(
-                            numbers_of[0].pick(lane for lane in lanes_of if lane // count_of % 2 == odd)
-                            for odd in range(2)
-                        )
-                    )
+                if vectors_of_pair == 1:  # even tokens and odd tokens of the vector
+                    by_token = [
+                        [lane for lane in range(LANES) if lane // scales_of_token % 2 == odd]
+                        for odd in (0, 1)
+                    ]
+                    fixed = [fixed[0].pick(of_token) for of_token in by_token]
+                words = pair_words(*fixed)
                 write(b, b.add(to, b.mul(v, I64(BYTES // 2))), words)
         any_ = b.icmp_signed("!=", b.bitcast(uneven[0].value, I16), I16(0))
         flag = b.select(any_, ir.Constant(F32, -1.0), ir.Constant(F32, 0.0))
@@ -534,89 +563,97 @@ def compile_fixed_scales(stored, scale_format, group, width):
 def compile_sums(rows, near, stored, scale_format, group, width):
     """Return `attention.narrow_sums` for weights and factors of `softmax` and scales of `fixed_scales`.
 
-    Tokens that pad the last vector of weights have weight 0 and valid row ids.
+    Tokens that pad the last vector of weights have weight 0 and valid row ids. A lane has one element: it
+    adds up p0 s0 c0 + p1 s1 c1 over pairs of tokens, with weights p, scales s and codes c.
     """
     codes = CodeVectors(stored, scale_format, group, width)
-    parts, count_of = codes.parts(), codes.scales
-    at_once = LANES // rows  # tokens
+    parts, scales_of_token = codes.parts(), codes.scales
+    tokens_of_vector = LANES // rows  # of weights
+    # Sums of up to 16 vectors stay in registers: of so many rows, then of so many parts of a chunk.
     most_rows = min(rows, LANES // len(parts[0]))
     most_parts = min(len(parts), max(1, LANES // (most_rows * len(parts[0]))))
-    pairs = min(at_once // 2, max(1, LANES // count_of))  # pairs of tokens that share a vector of scales
+    pairs = min(tokens_of_vector // 2, max(1, LANES // scales_of_token))  # of tokens with scales in a vector
 
     def weigh(b, weights, scales, count, target):
         """Write weights * scales as [token / 2, row, scale, 2]."""
-        with loop(b, count, at_once) as first:
+        with loop(b, count, tokens_of_vector) as first:
             weights_at = b.add(weights, b.mul(first, I64(2 * rows)))
             weight = read(b, weights_at, I32, LANES // 2)  # [pair, row]
-            scales_at = b.add(scales, b.mul(first, I64(2 * count_of)))
-            to = b.add(target, b.mul(first, I64(2 * rows * count_of)))
-            for begin in range(0, at_once // 2, pairs):
-                scale = read(b, b.add(scales_at, I64(4 * begin * count_of)), I32, pairs * count_of)
-                order = list(itertools.product(range(pairs), range(rows), range(count_of)))
+            scales_at = b.add(scales, b.mul(first, I64(2 * scales_of_token)))
+            to = b.add(target, b.mul(first, I64(2 * rows * scales_of_token)))
+            for begin in range(0, tokens_of_vector // 2, pairs):
+                at = b.add(scales_at, I64(4 * begin * scales_of_token))
+                scale = read(b, at, I32, pairs * scales_of_token)
+                order = list(itertools.product(range(pairs), range(rows), range(scales_of_token)))
                 size = min(LANES, len(order))
                 for k in range(0, len(order), size):
                     chosen = order[k : k + size]
-                    of_scale = scale.pick(p * count_of + g for p, _, g in chosen)
-                    of_weight = [(begin + p) * rows + r for p, r, _ in chosen]
-                    if len(set(of_weight)) == 1:
-                        word = word_at(b, b.add(weights_at, I64(4 * of_weight[0])))
+                    scale_of_lane = scale.pick(p * scales_of_token + g for p, _, g in chosen)
+                    word_of_lane = [(begin + p) * rows + r for p, r, _ in chosen]
+                    if len(set(word_of_lane)) == 1:
+                        word = word_at(b, b.add(weights_at, I64(4 * word_of_lane[0])))
                     else:
-                        word = weight.pick(of_weight)
-                    write(b, b.add(to, I64(4 * (begin * rows * count_of + k))), times(of_scale, word))
+                        word = weight.pick(word_of_lane)
+                    offset = 4 * (begin * rows * scales_of_token + k)
+                    write(b, b.add(to, I64(offset)), times(scale_of_lane, word))
 
-    @micro_kernel(13)
+    @micro_kernel
     def sums(
         b, weights, values, value_row, row_ids, ahead, shift, count, dim, sums, factors, scales_at, scratch
     ):
         scales = Scales(codes, dim)
 
-        def of_chunk(chosen, chosen_rows, i, largest):
-            columns = [elements for part in chosen for elements in parts[part]]
+        def add_parts(chosen_parts, chosen_rows, i, largest):
+            """Add P V to O for these parts of the chunk from element i on, and for these rows."""
+            columns = [elements for part in chosen_parts for elements in parts[part]]  # [vector][lane]
             groups = [tuple(codes.group_of(e) for e in elements) for elements in columns]
             totals = StackSlots(b, [int_zeros(b) for _ in chosen_rows for _ in columns])
             with loop(b, count, 2) as token:
-                at, second = [], b.add(token, I64(1))
-                for one in (token, second):
+                at, both = [], (token, b.add(token, I64(1)))
+                for one in both:
                     row = b.add(values, b.mul(row_id_at(b, row_ids, one), value_row))
-                    at.append(codes.begin(b, row, i))
+                    at.append(codes.chunk_at(b, row, i))
                 if chosen_rows[0] == 0:
-                    for one in (token, second):
-                        prefetch_bytes(one, i, chosen)
-                value = codes.pairs(b, at, chosen)
-                weight_at = b.add(scratch, b.mul(token, I64(2 * rows * count_of)))
+                    for one in both:
+                        prefetch_parts(one, i, chosen_parts)
+                value = codes.token_pairs(b, at, chosen_parts)
+                weight_at = b.add(scratch, b.mul(token, I64(2 * rows * scales_of_token)))
                 for r, row in enumerate(chosen_rows):
-                    of_row = b.add(weight_at, I64(4 * row * count_of))
+                    row_at = b.add(weight_at, I64(4 * row * scales_of_token))
                     for k, vector in enumerate(value):
-                        weight = of_groups(of_row, groups[k])
                         place = r * len(columns) + k
+                        weight = weights_of_groups(row_at, groups[k])
                         totals[place] = dot_pairs(totals[place], vector, weight)
-            order = [element for elements in columns for element in elements]
-            back = sorted(range(len(order)), key=order.__getitem__)
+            elements = [element for column in columns for element in column]  # in the order of lanes
+            lane_of = sorted(range(len(elements)), key=elements.__getitem__)  # in the order of elements
             for r, row in enumerate(chosen_rows):
                 alpha = broadcast(b, b.add(factors, I64(4 * row)), LANES)
-                grow = broadcast(b, b.add(factors, I64(BYTES + 4 * row)), LANES)
-                whole = []
+                block_factor = broadcast(b, b.add(factors, I64(BYTES + 4 * row)), LANES)
+                products = []
                 for k in range(len(columns)):
                     total = totals[r * len(columns) + k].cast("sitofp", F32)
-                    whole.append(total * (largest.pick(groups[k]) * grow))
-                whole = concatenate(whole)
-                for k in range(0, len(order), LANES):
-                    column = b.add(i, I64(order[back[k]]))
+                    products.append(total * (largest.pick(groups[k]) * block_factor))
+                products = concatenate(products)
+                for k in range(0, len(elements), LANES):
+                    column = b.add(i, I64(elements[lane_of[k]]))
                     at = b.add(sums, b.mul(b.add(b.mul(dim, I64(row)), column), I64(4)))
-                    write(b, at, read(b, at, F32, LANES).fma(alpha, whole.pick(back[k : k + LANES])))
+                    write(b, at, read(b, at, F32, LANES).fma(alpha, products.pick(lane_of[k : k + LANES])))
 
-        def prefetch_bytes(token, i, chosen):
-            """Prefetch the lines that begin in these parts; all parts of nibbles share theirs."""
-            first, last = (32 * chosen.start, 32 * chosen.stop) if codes.bits == 8 else (0, BYTES)
-            if codes.bits == 8 or chosen.start == 0:
-                soon = codes.begin(b, b.add(row_id_at(b, ahead, token), shift), i)
+        def prefetch_parts(token, i, chosen_parts):
+            """Prefetch the lines that begin in these parts; all parts of 4-bit codes have the same bytes."""
+            first, last = 0, BYTES
+            if codes.bits == 8:
+                first, last = 32 * chosen_parts.start, 32 * chosen_parts.stop
+            if codes.bits == 8 or chosen_parts.start == 0:
+                later = codes.chunk_at(b, b.add(row_id_at(b, ahead, token), shift), i)
                 for line in range(-(-first // LINE) * LINE, last, LINE):
-                    prefetch(b, b.add(soon, I64(line)), near)
+                    prefetch(b, b.add(later, I64(line)), near)
 
-        def of_groups(at, groups):
+        def weights_of_groups(at, groups):
+            """Read weights times scales of a row and two tokens, for the scale of each lane."""
             if len(set(groups)) == 1:
                 return word_at(b, b.add(at, I64(4 * groups[0])))
-            return read(b, at, I32, count_of).pick(groups)
+            return read(b, at, I32, scales_of_token).pick(groups)
 
         with loop(b, dim, width) as i:
             chunk = b.udiv(i, I64(width))
@@ -624,7 +661,6 @@ def compile_sums(rows, near, stored, scale_format, group, width):
             weigh(b, weights, scales.pairs_at(b, scales_at, chunk), count, scratch)
             for part in range(0, len(parts), most_parts):
                 for row in range(0, rows, most_rows):
-                    chosen = range(part, part + most_parts)
-                    of_chunk(chosen, range(row, row + most_rows), i, largest)
+                    add_parts(range(part, part + most_parts), range(row, row + most_rows), i, largest)
 
     return sums

@@ -3,9 +3,17 @@
 A micro-kernel is a Python function that runs once, while Numba compiles a kernel, and emits the LLVM
 instructions of its operations. LLVM splits a vector into the registers of the host (one of
 AVX-512, two of AVX2, four of NEON). Addresses are byte addresses of any alignment.
+
+    @micro_kernel                                     # in a kernel: scale_by(source, target, count, number)
+    def scale_by(b, source, target, count, number):   # b is the LLVM builder, the others are int64
+        factor = broadcast(b, number, LANES)
+        with loop(b, count, LANES) as i:              # target[i : i + 16] = source[i : i + 16] * factor
+            offset = b.mul(i, I64(4))
+            write(b, b.add(target, offset), read(b, b.add(source, offset), F32, LANES) * factor)
 """
 
 import functools
+import inspect
 
 import numpy as np
 from llvmlite import ir
@@ -16,10 +24,12 @@ from numba.extending import intrinsic
 from kvkit.cpu import machine
 from kvkit.formats.elements import BY_NAME, FLOAT16, FLOAT32
 
+LANES = 16  # float32 lanes of a vector
 F32, F16 = ir.FloatType(), ir.HalfType()
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 BITS = {F32: 32, F16: 16, I8: 8, I16: 16, I32: 32, I64: 64}
 FLOAT_TYPES = {FLOAT32: F32, FLOAT16: F16}
+# The LLVM type of each element as it lies in memory.
 RAW = {fmt.name: FLOAT_TYPES.get(fmt, ir.IntType(fmt.word.itemsize * 8)) for fmt in BY_NAME.values()}
 
 
@@ -31,22 +41,27 @@ class Lanes:
         self.count = value.type.count
 
     def of(self, other):
+        """Return the LLVM value of another vector, of a list of numbers, or of a number in all lanes."""
         if isinstance(other, Lanes):
             return other.value
         return ir.Constant(self.type, other if isinstance(other, list) else [other] * self.count)
 
+    def full(self, number):
+        """Return a vector like this one with a number in all lanes."""
+        return Lanes(self.builder, self.of(number))
+
     def apply(self, instruction, *others):
+        """Emit an instruction of the builder by its name."""
         return Lanes(self.builder, getattr(self.builder, instruction)(self.value, *map(self.of, others)))
 
     def call(self, name, *others):
-        values = [self.value, *map(self.of, others)]
-        signature = ir.FunctionType(self.type, [self.type] * len(values))
+        """Call an intrinsic of LLVM that has a form for every type of vector, as `fma` or `smin`."""
         kind = "f" if self.type.element == F32 else "i"
-        full = f"llvm.{name}.v{self.count}{kind}{BITS[self.type.element]}"
-        function = cgutils.get_or_insert_function(self.builder.module, signature, full)
-        return Lanes(self.builder, self.builder.call(function, values))
+        name = f"llvm.{name}.v{self.count}{kind}{BITS[self.type.element]}"
+        return call_intrinsic(self.builder, name, self.type, self.value, *map(self.of, others))
 
     def cast(self, instruction, element):
+        """Convert each lane to another type of element by a cast instruction."""
         target = ir.VectorType(element, self.type.count)
         return Lanes(self.builder, getattr(self.builder, instruction)(self.value, target))
 
@@ -65,13 +80,13 @@ class Lanes:
         return self.apply("fmul", other)
 
     def __rsub__(self, other):
-        return Lanes(self.builder, self.of(other)) - self
+        return self.full(other) - self
 
     def __truediv__(self, other):
         return self.apply("fdiv", other)
 
     def __rtruediv__(self, other):
-        return Lanes(self.builder, self.of(other)) / self
+        return self.full(other) / self
 
     def __abs__(self):
         return self.call("fabs")
@@ -85,12 +100,12 @@ class Lanes:
 
     def max(self, other):
         """Return the larger of each lane; integers compare as unsigned."""
-        return self._pick(">", other)
+        return self._choose(">", other)
 
     def min(self, other):
-        return self._pick("<", other)
+        return self._choose("<", other)
 
-    def _pick(self, relation, other):
+    def _choose(self, relation, other):
         other = self.of(other)
         floats = self.type.element == F32
         compare = self.builder.fcmp_ordered if floats else self.builder.icmp_unsigned
@@ -117,24 +132,32 @@ class Lanes:
         return self.apply("ashr", places)
 
     def pick(self, lanes, other=None):
-        """Return these lanes; numbers after this vector's lanes mean lanes of `other`."""
+        """Return the lanes with these numbers; lanes of `other` are counted after this vector's own."""
         lanes = list(lanes)
         mask = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
         return Lanes(self.builder, self.builder.shuffle_vector(self.value, self.of(other or self), mask))
 
-    def where(self, relation, other, then):
-        """Return `then` in lanes where the relation to `other` holds (never for NaN), itself in the rest."""
-        true = self.builder.fcmp_ordered(relation, self.value, self.of(other))
-        return Lanes(self.builder, self.builder.select(true, self.of(then), self.value))
+    def rotate(self, distance):
+        """Return all lanes `distance` places further down, the first ones at the end."""
+        return self.pick((lane + distance) % self.count for lane in range(self.count))
 
-    def where_less(self, floats, limit, other):
-        """Return itself in lanes where `floats` are below a limit, `other` in the rest."""
-        less = self.builder.fcmp_ordered("<", floats.value, floats.of(limit))
-        return Lanes(self.builder, self.builder.select(less, self.value, other.value))
-
-    def where_nan(self, floats, other):
+    def unless_nan(self, floats, other):
+        """Return `other` in lanes where `floats` are NaN, itself in the rest."""
         nan = self.builder.fcmp_unordered("uno", floats.value, floats.value)
-        return Lanes(self.builder, self.builder.select(nan, other.value, self.value))
+        return Lanes(self.builder, self.builder.select(nan, self.of(other), self.value))
+
+
+def where(floats, relation, limit, then, other):
+    """Return `then` in lanes where a relation to a limit holds (never for NaN), else the vector `other`."""
+    true = floats.builder.fcmp_ordered(relation, floats.value, floats.of(limit))
+    return Lanes(floats.builder, floats.builder.select(true, other.of(then), other.value))
+
+
+def call_intrinsic(builder, name, result, *values):
+    """Call an intrinsic of LLVM by its full name; `result` is the type of the vector that it returns."""
+    signature = ir.FunctionType(result, [value.type for value in values])
+    function = cgutils.get_or_insert_function(builder.module, signature, name)
+    return Lanes(builder, builder.call(function, values))
 
 
 def read(builder, address, element, count):
@@ -175,6 +198,16 @@ def broadcast(builder, address, count):
     value = builder.load(builder.inttoptr(address, F32.as_pointer()))
     value.align = 1
     return fill(builder, value, count)
+
+
+def word_at(builder, address):
+    """Read the 32 bits at an address into every lane."""
+    return broadcast(builder, address, LANES).as_bits()
+
+
+def row_id_at(builder, address, i):
+    """Read entry i of an array of int64."""
+    return builder.load(builder.inttoptr(builder.add(address, builder.mul(i, I64(8))), I64.as_pointer()))
 
 
 class StackSlots:
@@ -269,7 +302,7 @@ def e4m3_halves(codes):
 def bfloat16_lanes(lanes):
     bits = lanes.as_bits()
     rounded = bits.plus((bits >> 16) & 1).plus(0x7FFF) >> 16
-    return rounded.where_nan(lanes, (bits >> 16) | 0x40).cast("trunc", I16)
+    return rounded.unless_nan(lanes, (bits >> 16) | 0x40).cast("trunc", I16)
 
 
 def minifloat_lanes(x, name):
@@ -284,8 +317,7 @@ def minifloat_lanes(x, name):
         -(127 - bias << fraction) % 2**32
     )
     small = (size + rounder).as_bits().plus(-int(np.float32(rounder).view(np.uint32)) % 2**32)
-    code = small.where_less(size, 2.0 ** (1 - bias), code)
-    code = code.where_nan(x, Lanes(x.builder, code.of(0x7F)))
+    code = where(size, "<", 2.0 ** (1 - bias), small, code).unless_nan(x, 0x7F)
     return (code | ((x.as_bits() >> 24) & 0x80)).cast("trunc", I8)
 
 
@@ -326,33 +358,30 @@ def pack_codes(vectors, largest, nibbles):
         return [pair_nibbles(x) for x in codes] if nibbles else codes
     codes = [saturate(four) for four in fours(vectors)]
     if not nibbles:
-        turns = [4 * lane + vector for vector in range(4) for lane in range(4)]
-        return [x.call("smax", -largest).as_bits().pick(turns) for x in codes]
-    words = [call_avx512("pmaddubs.w", I16, x & 15, Lanes(x.builder, x.of([1, 16] * 32))) for x in codes]
-    two = len(words) % 2 == 0
-    turns = [8 * lane + 4 * half + vector for half in range(2) for vector in range(4) for lane in range(4)]
-    bytes_ = [
-        call_avx512("packuswb", I8, x, y)
-        for x, y in (pairs(words) if two else zip(words, words, strict=True))
-    ]
-    return [x.as_bits(16).pick(turns if two else turns[:16]) for x in bytes_]
+        order = [4 * lane + vector for vector in range(4) for lane in range(4)]
+        return [x.call("smax", -largest).as_bits().pick(order) for x in codes]
+    words = [call_avx512("pmaddubs.w", I16, x & 15, x.full([1, 16] * 32)) for x in codes]
+    order = [8 * lane + 4 * half + vector for half in range(2) for vector in range(4) for lane in range(4)]
+    if len(words) % 2:  # a vector is packed with itself, and half of the result is used
+        return [call_avx512("packuswb", I8, x, x).as_bits(16).pick(order[:16]) for x in words]
+    return [call_avx512("packuswb", I8, x, y).as_bits(16).pick(order) for x, y in pairs(words)]
 
 
 def pair_nibbles(codes):
+    """Pack int8 lanes into bytes of two codes, the even one low."""
     words = codes.as_bits(16)
     return ((words & 0x0F) | ((words >> 4) & 0xF0)).cast("trunc", I8)
 
 
 def saturate(four):
+    """Pack four vectors of int32 into one of int8, four lanes of each in turn, with saturation."""
     return call_avx512("packsswb", I8, *(call_avx512("packssdw", I16, x, y) for x, y in pairs(four)))
 
 
 def call_avx512(name, element, x, y):
     """Call an AVX-512 BW instruction on two vectors of 64 bytes."""
     result = ir.VectorType(element, 512 // BITS[element])
-    signature = ir.FunctionType(result, [x.type, y.type])
-    function = cgutils.get_or_insert_function(x.builder.module, signature, f"llvm.x86.avx512.{name}.512")
-    return Lanes(x.builder, x.builder.call(function, [x.value, y.value]))
+    return call_intrinsic(x.builder, f"llvm.x86.avx512.{name}.512", result, x.value, y.value)
 
 
 def fours(vectors):
@@ -370,21 +399,19 @@ def exp(x):
     power = shifted - rounder
     rest = power.fma(-0.693359375, x)
     rest = power.fma(2.12194440e-4, rest)
-    series = Lanes(x.builder, x.of(1.9875691500e-4))
+    series = x.full(1.9875691500e-4)
     for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
         series = series.fma(rest, coefficient)
     result = series.fma(rest * rest, rest) + 1.0
     scale = (shifted.as_bits() << 23).plus(127 << 23)
-    result = result * Lanes(x.builder, x.builder.bitcast(scale.value, x.type))
-    chosen = x.builder.fcmp_ordered("<", x.value, x.of(-87.33654))
-    return Lanes(x.builder, x.builder.select(chosen, x.of(0.0), result.value))
+    return where(x, "<", -87.33654, 0.0, result * scale.cast("bitcast", F32))
 
 
 def sums_of(vectors, apart=1):
     """Return the sums of 16 or 8 vectors of 16 lanes: lane i is the sum of vectors[i].
 
-    With `apart` 2 or 4, every second or fourth lane of 8 or 4 vectors is summed. Shuffles within 128 bits are
-    cheap, so they come first.
+    With `apart` 2 or 4, a vector has 2 or 4 sums, each in every second or fourth lane; then lane i is sum
+    i % apart of vectors[i // apart]. Shuffles within 128 bits are cheap, so they come first.
     """
     if apart == 1:
         vectors = [add_lanes(x, y, (0, 16, 1, 17), (2, 18, 3, 19)) for x, y in pairs(vectors)]
@@ -395,6 +422,7 @@ def sums_of(vectors, apart=1):
 
 
 def add_lanes(x, y, low, high):
+    """Add lanes `low` and `high` of each block of four; numbers from 16 on are lanes of y."""
     low, high = ([block + lane for block in (0, 4, 8, 12) for lane in lanes] for lanes in (low, high))
     return x.pick(low, y) + x.pick(high, y)
 
@@ -406,19 +434,17 @@ def add_blocks(x, y=None):
     return x.pick(low, y) + x.pick([lane + 4 for lane in low], y)
 
 
-def micro_kernel(arguments):
+def micro_kernel(build):
     """Turn a builder function (builder, *int64 values) into an intrinsic; arguments may be given by name."""
+    arguments = len(inspect.signature(build).parameters) - 1
 
-    def decorate(build):
-        def codegen(context, builder, signature, values):
-            build(builder, *values)
-            return context.get_dummy_value()
+    def codegen(context, builder, signature, values):
+        build(builder, *values)
+        return context.get_dummy_value()
 
-        @intrinsic
-        @functools.wraps(build)
-        def typer(typingctx, *given, **named):
-            return types.void(*[types.int64] * arguments), codegen
+    @intrinsic
+    @functools.wraps(build)
+    def typer(typingctx, *given, **named):
+        return types.void(*[types.int64] * arguments), codegen
 
-        return typer
-
-    return decorate
+    return typer

@@ -1,10 +1,12 @@
-"""Average rows with a micro-kernel."""
+"""The micro-kernel that averages rows."""
 
 import functools
 
+from kvkit.cpu.simd.chunks import for_chunks
 from kvkit.cpu.simd.lanes import (
     F32,
     I64,
+    LANES,
     RAW,
     StackSlots,
     fill,
@@ -16,10 +18,9 @@ from kvkit.cpu.simd.lanes import (
     write,
     zeros,
 )
-from kvkit.cpu.simd.panels import LANES
 from kvkit.formats.elements import BY_NAME
 
-VECTORS = 8, 4, 1  # at a time; their sums stay in registers
+VECTORS = 8, 4, 1  # that are added at a time; their sums stay in registers
 
 
 @functools.cache
@@ -30,7 +31,7 @@ def mean(element):
     """
     size = BY_NAME[element].bytes(1)
 
-    @micro_kernel(5)
+    @micro_kernel
     def mean(b, source, step, count, target, dim):
         divisor = fill(b, b.sitofp(count, F32), LANES)
 
@@ -46,11 +47,6 @@ def mean(element):
                 at = b.add(b.add(target, offset), I64(m * LANES * size))
                 write(b, at, narrow(sums[m] / divisor, element))
 
-        first = I64(0)
-        for vectors in VECTORS:
-            end = b.add(first, b.mul(b.udiv(b.sub(dim, first), I64(vectors * LANES)), I64(vectors * LANES)))
-            with loop(b, b.sub(end, first), vectors * LANES) as i:
-                columns(b.add(first, i), vectors)
-            first = end
+        for_chunks(b, dim, VECTORS, columns)
 
     return mean

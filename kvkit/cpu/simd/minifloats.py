@@ -55,7 +55,7 @@ def max_over_lanes(x):
 def quotients(source, target, scale_format):
     """Return f(source, scale, target), which writes 16 elements / scale as codes."""
 
-    @micro_kernel(3)
+    @micro_kernel
     def quotients(b, source_address, scale_address, target_address):
         scale = widen(read(b, scale_address, RAW[scale_format], 1), scale_format).pick([0] * LANES)
         x = widen(read(b, source_address, RAW[source], LANES), source) / scale

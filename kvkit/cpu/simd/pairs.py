@@ -7,21 +7,24 @@ to 0.
 """
 
 from llvmlite import ir
-from numba.core import cgutils
 
-from kvkit.cpu.simd.attention import LANES, WIDE, for_chunks, row_id_at
+from kvkit.cpu.simd.attention import WIDE
+from kvkit.cpu.simd.chunks import for_chunks
 from kvkit.cpu.simd.lanes import (
     F32,
     I16,
     I32,
     I64,
-    Lanes,
+    LANES,
     StackSlots,
     broadcast,
+    call_intrinsic,
     loop,
     micro_kernel,
     prefetch,
     read,
+    row_id_at,
+    word_at,
     write,
     zeros,
 )
@@ -48,26 +51,18 @@ SUMS, PAIRS = ir.VectorType(F32, LANES), ir.VectorType(Bfloat(), 2 * LANES)
 def add_products(sums, x, y):
     """Return sums + x * y, where x and y have two bfloat16 numbers in each lane."""
     b = sums.builder
-    signature = ir.FunctionType(SUMS, [SUMS, PAIRS, PAIRS])
-    add = cgutils.get_or_insert_function(b.module, signature, "llvm.x86.avx512bf16.dpbf16ps.512")
-    return Lanes(b, b.call(add, [sums.value, b.bitcast(x.value, PAIRS), b.bitcast(y.value, PAIRS)]))
+    pairs = (b.bitcast(vector.value, PAIRS) for vector in (x, y))
+    return call_intrinsic(b, "llvm.x86.avx512bf16.dpbf16ps.512", SUMS, sums.value, *pairs)
 
 
-def pair_at(b, address):
-    """Read the pair at an address into every lane."""
-    return Lanes(b, b.bitcast(broadcast(b, address, LANES).value, ir.VectorType(I32, LANES)))
-
-
-def pair_words(low, high):
-    """Round two vectors of float32 to pairs of bfloat16, once."""
-    b = low.builder
-    signature = ir.FunctionType(PAIRS, [SUMS, SUMS])
-    convert = cgutils.get_or_insert_function(b.module, signature, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
-    both = Lanes(b, b.bitcast(b.call(convert, [high.value, low.value]), ir.VectorType(I16, 2 * LANES)))
+def bfloat16_pairs(low, high):
+    """Round two vectors of float32 to bfloat16, once, and pair their lanes."""
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    both = call_intrinsic(low.builder, name, PAIRS, high.value, low.value).cast("bitcast", I16)
     return both.pick(lane // 2 + lane % 2 * LANES for lane in range(2 * LANES))
 
 
-@micro_kernel(3)
+@micro_kernel
 def pair_rows(b, source, rows, target):
     """Convert [rows, WIDE] of float32 to pairs of neighbouring rows; an odd last row pairs with 0."""
     pairs = b.lshr(rows, I64(1))
@@ -78,7 +73,7 @@ def pair_rows(b, source, rows, target):
         high = [read(b, b.add(at, I64(PAIRED + 64 * half)), F32, LANES) for half in range(HALVES)]
         for half in range(HALVES):
             other = zeros(b, LANES)[0] if alone else high[half]
-            write(b, b.add(to, I64(64 * half)), pair_words(low[half], other))
+            write(b, b.add(to, I64(64 * half)), bfloat16_pairs(low[half], other))
 
     with loop(b, pairs) as i:
         pair(i, False)
@@ -98,7 +93,7 @@ def interleave(x, y):
     return [x.pick(part, y).as_bits() for part in parts]
 
 
-@micro_kernel(8)
+@micro_kernel
 def scores(b, queries, addresses, ahead, count, dim, target, scale, rows):
     """Compute S = scale K Q^T [token, WIDE] of keys at `addresses`, whose number 8 divides.
 
@@ -119,7 +114,7 @@ def scores(b, queries, addresses, ahead, count, dim, target, scale, rows):
                     line = b.shl(b.lshr(k, I64(4)), I64(6))
                     prefetch(b, b.add(row_id_at(b, ahead, token), line))
                 for t, key in enumerate(keys):
-                    pair = pair_at(b, b.add(key, b.mul(k, I64(4))))
+                    pair = word_at(b, b.add(key, b.mul(k, I64(4))))
                     for half in range(halves):
                         i = t * halves + half
                         total[i] = add_products(total[i], query[half], pair)
@@ -134,7 +129,7 @@ def scores(b, queries, addresses, ahead, count, dim, target, scale, rows):
             multiply(HALVES)
 
 
-@micro_kernel(7)
+@micro_kernel
 def sums(b, weights, addresses, pairs, dim, target, factors, rows):
     """Compute O = O alpha + P V of [rows, dim] from `pairs` of values at `addresses`.
 
@@ -160,7 +155,7 @@ def sums(b, weights, addresses, pairs, dim, target, factors, rows):
                 parts = interleave(*values)
                 at = b.add(b.add(weights, b.mul(k, I64(PAIRED))), b.mul(row, I64(4)))
                 for r in range(TILE):
-                    weight = pair_at(b, b.add(at, I64(4 * r)))
+                    weight = word_at(b, b.add(at, I64(4 * r)))
                     for i, part in enumerate(parts):
                         total[r * vectors + i] = add_products(total[r * vectors + i], part, weight)
             for i, at in enumerate(places):
@@ -169,7 +164,7 @@ def sums(b, weights, addresses, pairs, dim, target, factors, rows):
     for_chunks(b, dim, (2, 1), add)
 
 
-@micro_kernel(4)
+@micro_kernel
 def in_order(b, source, target, rows, dim):
     """Copy O [rows, dim] of `sums` with its elements in their order."""
     order = [element // 8 * 4 + element % 4 + element % 8 // 4 * LANES for element in range(2 * LANES)]

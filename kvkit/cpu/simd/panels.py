@@ -6,10 +6,22 @@ Each is compiled for its formats. The plain forms in `cpu/copy/rows.py` give the
 import functools
 
 from kvkit.cpu.simd import lanes
-from kvkit.cpu.simd.lanes import F32, I8, I16, I32, RAW, micro_kernel, narrow, pairs, read, widen, write
+from kvkit.cpu.simd.lanes import (
+    F32,
+    I8,
+    I16,
+    I32,
+    LANES,
+    RAW,
+    micro_kernel,
+    narrow,
+    pairs,
+    read,
+    widen,
+    write,
+)
 from kvkit.formats.elements import BY_NAME
 
-LANES = 16
 WIDEST = 128  # elements of a quantizing panel, unless a group is wider: they fit in registers
 
 
@@ -22,7 +34,7 @@ def lanes_divide(group):
 def move(source, target, stream=False):
     """Return f(source, target), which converts 16 elements; the same format keeps the bits."""
 
-    @micro_kernel(2)
+    @micro_kernel
     def move(b, source_address, target_address):
         values = read(b, source_address, RAW[source], LANES)
         if source != target:
@@ -41,7 +53,7 @@ def dequantize(codes, scale_format, group, rounded, target, stream=False):
     scale_count = max(1, LANES // group) if group else 1
     floats = BY_NAME[codes].minifloat
 
-    @micro_kernel(3)
+    @micro_kernel
     def dequantize(b, code_address, scale_address, target_address):
         scale = widen(read(b, scale_address, RAW[scale_format], scale_count), scale_format)
         scale = scale.pick(lane * scale_count // LANES for lane in range(LANES))
@@ -68,7 +80,7 @@ def groups_in_panel(group, groups):
 def maxima(source, group, groups):
     """Return f(source, target), which writes the largest magnitude of each group of a panel."""
 
-    @micro_kernel(2)
+    @micro_kernel
     def maxima(b, source_address, target_address):
         if source == "float32":
             vectors = panel_lanes(b, source_address, source, group * groups)
@@ -89,7 +101,7 @@ def scales(source, codes, scale_format):
     """
     qmax = float(BY_NAME[codes].limits[1])
 
-    @micro_kernel(4)
+    @micro_kernel
     def scales(b, maxima_address, scale_address, inverse_address, stored_address):
         largest = widen(read(b, maxima_address, RAW[source], LANES), source)
         scale = largest / qmax if source == "float32" else largest * (1 / qmax)
@@ -112,7 +124,7 @@ def quantize(source, codes, scale_format, group, groups):
     """
     qmax, code_bytes = BY_NAME[codes].limits[1], BY_NAME[codes].bytes(group * groups)
 
-    @micro_kernel(6)
+    @micro_kernel
     def quantize(
         b, source_address, scale_address, inverse_address, new_address, code_address, stored_address
     ):

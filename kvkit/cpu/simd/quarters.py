@@ -2,17 +2,21 @@
 
     S = K Q^T                    [token, row]
 
-The same 16 bytes of a key are read into all quarters, so that a score is the sum of 4 lanes, not of 16. If
-`paired`, keys and queries are bfloat16, of which a lane multiplies two (AVX-512 BF16); subnormals count as 0.
+    key        k0 k1 k2 k3 | k0 k1 k2 k3 | k0 k1 k2 k3 | k0 k1 k2 k3        16 bytes, read into all quarters
+    queries    a0 a1 a2 a3 | b0 b1 b2 b3 | c0 c1 c2 c3 | d0 d1 d2 d3        of query rows a, b, c, d
+
+So a score is the sum of 4 lanes, not of 16. If `paired`, keys and queries are bfloat16, of which a lane
+has and multiplies two (AVX-512 BF16); subnormals count as 0.
 """
 
 import functools
 
-from kvkit.cpu.simd.attention import LANES, bytes_of, for_chunks, row_id_at
+from kvkit.cpu.simd.chunks import bytes_of, for_chunks
 from kvkit.cpu.simd.lanes import (
     F32,
     I32,
     I64,
+    LANES,
     StackSlots,
     add_lanes,
     broadcast,
@@ -22,12 +26,13 @@ from kvkit.cpu.simd.lanes import (
     narrow,
     prefetch,
     read,
+    row_id_at,
     write,
     zeros,
 )
 from kvkit.cpu.simd.pairs import add_products
 
-TOKENS = 8  # that are multiplied together
+TOKENS = 8  # whose scores are computed together
 QUARTERS = 4
 
 
@@ -44,12 +49,12 @@ def arrange_queries(rows: int, paired: bool):
     of bfloat16 if `paired`.
     """
 
-    @micro_kernel(2)
+    @micro_kernel
     def arrange_queries(b, queries, dim):
-        parts = 2 if paired else 4
+        parts = 2 if paired else 4  # of 16 elements; a part has 16 bytes of each row
         with loop(b, dim, LANES) as i:
             source = b.add(queries, b.mul(i, I64(4 * rows)))
-            target = b.add(queries, b.mul(i, I64((2 if paired else 4) * rows)))
+            target = b.add(queries, b.mul(i, I64(parts * rows)))
             panel = [read(b, b.add(source, I64(4 * LANES * r)), F32, LANES) for r in range(rows)]
             if paired:
                 panel = [narrow(row, "bfloat16").as_bits() for row in panel]
@@ -69,23 +74,23 @@ def scores(rows: int, near: bool, paired: bool):
     Queries are those of `arrange_queries`, the rest is as in `attention.narrow_scores`; `count` is a multiple
     of 8. If `paired`, scores are multiplied with the float32 at the address `factor`.
     """
-    groups, word = rows // QUARTERS, I32 if paired else F32
+    groups, word = rows // QUARTERS, I32 if paired else F32  # groups of 4 rows; a lane's part of a key
     stored, step = ("bfloat16", 8) if paired else ("float32", 4)  # elements of a quarter
-    sizes = (2, 1) if paired else (1,)  # vectors of a key that are a line, or what is left of a key
+    sizes = (2, 1) if paired else (1,)  # how many times 16 elements are taken at a time: a line, or the rest
 
-    @micro_kernel(9)
+    @micro_kernel
     def scores(b, queries, keys, key_row, row_ids, ahead, count, dim, factor, scores):
         with loop(b, count, TOKENS) as first:
             tokens = [b.add(first, I64(t)) for t in range(TOKENS)]
             sums = StackSlots(b, zeros(b, LANES, TOKENS * groups))
             at = [b.add(keys, b.mul(row_id_at(b, row_ids, token), key_row)) for token in tokens]
-            soon = [row_id_at(b, ahead, token) for token in tokens]
+            later_keys = [row_id_at(b, ahead, token) for token in tokens]
 
             def add(i, vectors):
                 base = b.add(queries, b.mul(i, I64((2 if paired else 4) * rows)))
                 here = bytes_of(b, stored, i)
                 key_at = [b.add(address, here) for address in at]
-                later = [b.add(address, here) for address in soon]
+                later = [b.add(address, here) for address in later_keys]
                 count = vectors * LANES // step
                 for quarter in range(count):
                     for t in range(quarter * TOKENS // count, (quarter + 1) * TOKENS // count):

@@ -14,7 +14,7 @@ def rotate_block(element, block):
     """Return f(source, target, before, after): target = after * (H @ (before * source))."""
     size = BY_NAME[element].bytes(1)
 
-    @micro_kernel(4)
+    @micro_kernel
     def rotate_block(b, source, target, before, after):
         def factor(address, i):
             return read(b, at(b, address, 4 * i), F32, LANES)

@@ -1,16 +1,17 @@
-"""Wide products over codes by integers (AVX-512 VNNI): a lane has two elements, or tokens, of one query row.
+"""Wide products over codes by integers (AVX-512 VNNI), with a lane for each of 32 query rows.
 
-S = scale K Q^T              Keys are unfolded to 16-bit integers. Queries are [dim / 2, row, 2], fixed
-                             point of 16 bits in units of a power of 2, so that all bits of bfloat16 stay down
-                             to 1/128 of the largest of the row, of float16 to 1/16. Products that share a
-                             scale are added up as integers.
-O = O alpha + P V            Values of two tokens are side by side, [token / 2, dim, 2]. Weights are
-                             multiplied with the scales first, as in simd/integers.py.
+S = scale K Q^T      Keys are unpacked to 16-bit integers; a lane multiplies two elements with those of its
+                     query. Queries are [dim / 2, row, 2], fixed point of 16 bits in units of a power of 2.
+                     Numbers of bfloat16 keep their bits if they are at least 1/128 of the largest of their
+                     row, numbers of float16 if at least 1/16. Products that share a scale are added up as
+                     integers.
+O = O alpha + P V    Values of two tokens are side by side, [token / 2, dim, 2]; a lane multiplies them with
+                     its two weights. Weights are multiplied with the scales first, as in simd/integers.py.
 """
 
 import functools
 
-from kvkit.cpu.simd.attention import LANES, LOWEST, WIDE, row_id_at
+from kvkit.cpu.simd.attention import LOWEST, WIDE
 from kvkit.cpu.simd.integers import (
     BYTES,
     LARGEST_WEIGHT,
@@ -21,69 +22,78 @@ from kvkit.cpu.simd.integers import (
     dot_pairs,
     int_zeros,
     pair_words,
+    side_by_side,
     times,
     weight_of,
-    word_at,
 )
 from kvkit.cpu.simd.lanes import (
     F32,
     I16,
     I32,
     I64,
-    Lanes,
+    LANES,
     StackSlots,
     broadcast,
     exp,
     loop,
     micro_kernel,
     read,
+    row_id_at,
     widen,
+    word_at,
     write,
     zeros,
 )
 
 HALVES = WIDE // LANES
-POWER_BITS = 0x7F800000  # of float32: its exponent
+EXPONENT_BITS = 0x7F800000  # of float32
 ROW = 4 * WIDE  # bytes of 32 numbers or pairs, one for each query row
 TOKENS = 4  # tokens whose sums of integers and of floats fit the registers
 
 
 class Eights:
-    """The places of eight neighbouring codes of an unpacked row, in words of two 16-bit integers.
+    """The places of eight codes c0..c7 in unpacked rows, in 32-bit words of two 16-bit integers.
 
-    A word has two codes of a key's row, or the codes of two tokens' values. No lane moves to another quarter
-    of a vector.
+    A word has two codes of a key, or a code of each of two tokens' values x and y. `unpack` and
+    `side_by_side` leave 4-bit codes that were neighbours one vector (64 bytes) apart, and values two:
+
+        8 bits    keys     c0 c1 | c2 c3 | c4 c5 | c6 c7
+                  values   x0 y0 | x1 y1 | x2 y2 | x3 y3      64 bytes later   x4 y4 | x5 y5 | x6 y6 | x7 y7
+        4 bits    keys     c0 c4         64 bytes later   c1 c5           then   c2 c6   and   c3 c7
+                  values   x0 y0 | x4 y4      128 bytes later   x1 y1 | x5 y5      and so on
+
+    c0..c7 are neighbouring elements, but in q4_0, where a byte has elements 0 and 16: 0, 16, 1, 17, 2, ...
     """
 
     def __init__(self, codes):
         self.codes = codes
-        self.apart = bool(codes.block and codes.block.halves)  # nibbles of a byte
         if codes.bits == 8:
             self.elements = list(range(8))
-            self.pairs = [(2 * k, 2 * k + 1) for k in range(4)]
-            self.keys = [4 * k for k in range(4)]  # offsets of words
+            self.pairs = [(2 * k, 2 * k + 1) for k in range(4)]  # the elements of a key's words
+            self.keys = [4 * k for k in range(4)]  # byte offsets of words
             self.values = [4 * c for c in range(4)] + [BYTES + 4 * c for c in range(4)]
         else:
-            self.elements = [2 * (c // 4) + c % 4 // 2 + 16 * (c % 2) if self.apart else c for c in range(8)]
+            in_block = [2 * (c // 4) + c % 4 // 2 + 16 * (c % 2) for c in range(8)]
+            self.elements = in_block if codes.nibbles_apart else list(range(8))
             self.pairs = [(self.elements[k], self.elements[k + 4]) for k in range(4)]
             self.keys = [BYTES * k for k in range(4)]
             self.values = [2 * BYTES * (c % 4) + 4 * (c // 4) for c in range(8)]
 
     def first(self, b, i):
-        """Return the first element of the eight with index i, a multiple of 8."""
-        if self.apart:
+        """Return element c0 of the eight codes that begin at code i, a multiple of 8, in unpacked order."""
+        if self.codes.nibbles_apart:
             return b.add(b.and_(i, I64(-32)), b.lshr(b.and_(i, I64(31)), I64(1)))
         return i
 
     def key(self, b, i):
-        """Return the offset of the eight in an unfolded key."""
+        """Return the byte offset of the eight codes from i on in an unpacked key."""
         if self.codes.bits == 8:
             return b.mul(i, I64(2))
         width = self.codes.width
         return b.add(b.mul(b.and_(i, I64(-width)), I64(2)), b.lshr(b.and_(i, I64(width - 1)), I64(1)))
 
     def value(self, b, i):
-        """Return the offset of the eight in unfolded values."""
+        """Return the byte offset of the eight codes from i on in the unpacked values of two tokens."""
         if self.codes.bits == 8:
             return b.add(b.mul(b.and_(i, I64(-32)), I64(4)), b.mul(b.and_(i, I64(31)), I64(2)))
         width = self.codes.width
@@ -92,94 +102,94 @@ class Eights:
         offset = b.add(b.mul(quarter, I64(16)), b.add(b.mul(half, I64(BYTES)), b.mul(place, I64(8))))
         return b.add(chunk, offset)
 
-    def unfold(self, b, at):
+    def unpack(self, b, at):
         """Return the codes of a chunk as 16-bit integers, 32 in a vector."""
         codes = self.codes
         if codes.bits == 8:
             return [codes.bytes(b, at, k, 32).cast("sext", I16) for k in range(0, codes.width, 32)]
         words = codes.bytes(b, at, 0, BYTES)
-        if codes.block and codes.block.less:
+        if codes.stored_unsigned:
             words = words.apply("xor", 0x88)
-        words = words.as_bits(16)
+        words = words.as_bits(16)  # of four codes; vector n gets nibble n of each, with its sign
         return [(words << 12 - 4 * n if n < 3 else words).signed_rshift(12) for n in range(4)]
 
 
 def halves(b, address, element=F32):
+    """Read numbers or pairs of all 32 query rows, in two vectors."""
     return [read(b, b.add(address, I64(BYTES * half)), element, LANES) for half in range(HALVES)]
 
 
 @functools.cache
 def compile_fixed_queries(stored, scale_format, group, width):
-    """Return f(queries [dim, WIDE], dim, target), which writes factors of the rows, then integers."""
+    """Return f(queries [dim, WIDE], dim, target), which writes factors of the rows, then integers.
+
+    The integers are [dim / 2, WIDE, 2] in the order of `Eights`. The largest of a row becomes less than 2^15:
+    queries are 16-bit floats, so it is at least one of their units below the next power of 2.
+    """
     eights = Eights(CodeVectors(stored, scale_format, group, width))
 
-    @micro_kernel(3)
+    @micro_kernel
     def fixed_queries(b, queries, dim, target):
-        make_queries(b, eights, queries, dim, target)
+        largest, zero_or_nan = (StackSlots(b, zeros(b, LANES, HALVES)) for _ in range(2))
+        with loop(b, dim) as i:
+            for half, query in enumerate(halves(b, b.add(queries, b.mul(i, I64(ROW))))):
+                largest[half] = largest[half].max(abs(query))
+                zero_or_nan[half] = query.fma(0.0, zero_or_nan[half])  # NaN, if one is not finite
+        reciprocal = []
+        for half in range(HALVES):
+            bits = largest[half].max(LEAST).as_bits() & EXPONENT_BITS  # of the power of 2 below
+            power = bits.cast("bitcast", F32)
+            write(b, b.add(target, I64(BYTES * half)), (power + zero_or_nan[half]) * 2.0**-14)
+            reciprocal.append(2.0**14 / power)
+        with loop(b, dim, 8) as i:
+            first = b.add(queries, b.mul(eights.first(b, i), I64(ROW)))
+            to = b.add(b.add(target, I64(ROW)), b.mul(i, I64(ROW // 2)))
+            for k, pair in enumerate(eights.pairs):
+                both = [halves(b, b.add(first, I64(ROW * element))) for element in pair]
+                for half in range(HALVES):
+                    words = pair_words(*(x[half].fma(reciprocal[half], ROUNDER).as_bits() for x in both))
+                    write(b, b.add(to, I64(ROW * k + BYTES * half)), words)
 
     return fixed_queries
 
 
-def make_queries(b, eights, queries, dim, target):
-    # Queries are 16-bit floats, so the largest is at least a unit below two powers.
-    largest, odd = StackSlots(b, zeros(b, LANES, HALVES)), StackSlots(b, zeros(b, LANES, HALVES))
-    with loop(b, dim) as i:
-        for half, query in enumerate(halves(b, b.add(queries, b.mul(i, I64(ROW))))):
-            largest[half] = largest[half].max(abs(query))
-            odd[half] = query.fma(0.0, odd[half])  # NaN, if one is not finite
-    reciprocal = []
-    for half in range(HALVES):
-        bits = largest[half].max(LEAST).as_bits() & POWER_BITS
-        power = Lanes(b, b.bitcast(bits.value, largest[half].type))
-        write(b, b.add(target, I64(BYTES * half)), (power + odd[half]) * 2.0**-14)
-        reciprocal.append(2.0**14 / power)
-    with loop(b, dim, 8) as i:
-        first = b.add(queries, b.mul(eights.first(b, i), I64(ROW)))
-        to = b.add(b.add(target, I64(ROW)), b.mul(i, I64(ROW // 2)))
-        for k, pair in enumerate(eights.pairs):
-            both = [halves(b, b.add(first, I64(ROW * element))) for element in pair]
-            for half in range(HALVES):
-                words = pair_words(*(x[half].fma(reciprocal[half], ROUNDER).as_bits() for x in both))
-                write(b, b.add(to, I64(ROW * k + BYTES * half)), words)
-
-
 @functools.cache
-def unfolded_keys(stored, scale_format, group, width):
-    """Return f(keys, key_row, scale_base, scale_row, row_ids, count, dim, target), which unfolds keys.
+def unpack_keys(stored, scale_format, group, width):
+    """Return f(keys, key_row, scale_base, scale_row, row_ids, count, dim, target), which unpacks keys.
 
     A row has 4 * dim bytes: integers in the first half, scales as float32 in the second.
     """
     codes = CodeVectors(stored, scale_format, group, width)
     eights = Eights(codes)
 
-    @micro_kernel(8)
-    def unfolded_keys(b, keys, key_row, scale_base, scale_row, row_ids, count, dim, target):
+    @micro_kernel
+    def unpack_keys(b, keys, key_row, scale_base, scale_row, row_ids, count, dim, target):
         with loop(b, count) as token:
             number = row_id_at(b, row_ids, token)
             row, scale_at = b.add(keys, b.mul(number, key_row)), b.add(scale_base, b.mul(number, scale_row))
             to = b.add(target, b.mul(token, b.mul(dim, I64(4))))
             scales_to = b.add(to, b.mul(dim, I64(2)))
             with loop(b, dim, width) as i:
-                at = codes.begin(b, row, i)
-                for k, vector in enumerate(eights.unfold(b, at)):
+                at = codes.chunk_at(b, row, i)
+                for k, vector in enumerate(eights.unpack(b, at)):
                     write(b, b.add(to, b.mul(b.add(i, I64(32 * k)), I64(2))), vector)
                 scale = widen(codes.raw_scales(b, at, scale_at, i), codes.scale_format)
                 write(b, b.add(scales_to, b.mul(b.udiv(i, I64(codes.group)), I64(4))), scale)
 
-    return unfolded_keys
+    return unpack_keys
 
 
 @functools.cache
 def compile_scores(stored, scale_format, group, width):
-    """Return f(queries, keys, count, dim, scores, scale): S [token, WIDE] of 8, 16, ... tokens.
+    """Return f(queries, keys, count, dim, scores, scale), which computes S [token, WIDE].
 
-    `scale` is an address.
+    Queries and keys are those of the functions above; 8 divides `count`; `scale` is an address.
     """
     codes = CodeVectors(stored, scale_format, group, width)
     eights, group = Eights(codes), codes.group
     run = min(group, width)
 
-    @micro_kernel(6)
+    @micro_kernel
     def scores(b, queries, keys, count, dim, scores, scale):
         factor = [unit * broadcast(b, scale, LANES) for unit in halves(b, queries)]
         key_row = b.mul(dim, I64(4))
@@ -214,36 +224,34 @@ def compile_scores(stored, scale_format, group, width):
 
 
 def pair_bytes(b, dim):
-    """Return the bytes from two tokens' values to the next two, not a power of 2, to use all cache sets."""
+    """Return the byte stride of values of two tokens: no power of 2, so that all cache sets are used."""
     return b.add(b.mul(dim, I64(4)), I64(BYTES))
 
 
 @functools.cache
-def unfolded_values(stored, scale_format, group, width):
+def unpack_values(stored, scale_format, group, width):
     """Return f(values, value_row, row_ids, count, dim, target), which writes [token / 2, dim, 2]."""
     codes = CodeVectors(stored, scale_format, group, width)
     eights = Eights(codes)
-    words = [[8 * (lane // 4) + lane % 4 + half for lane in range(LANES)] for half in (0, 4)]
-    side_by_side = [[word + 32 * token for word in half for token in (0, 1)] for half in words]
 
-    @micro_kernel(6)
-    def unfolded_values(b, values, value_row, row_ids, count, dim, target):
+    @micro_kernel
+    def unpack_values(b, values, value_row, row_ids, count, dim, target):
         with loop(b, count, 2) as token:
             rows = [
                 b.add(values, b.mul(row_id_at(b, row_ids, b.add(token, I64(t))), value_row)) for t in (0, 1)
             ]
             to = b.add(target, b.mul(b.lshr(token, I64(1)), pair_bytes(b, dim)))
             with loop(b, dim, width) as i:
-                both = (eights.unfold(b, codes.begin(b, row, i)) for row in rows)
-                for k, (even, odd) in enumerate(zip(*both, strict=True)):
+                both = (eights.unpack(b, codes.chunk_at(b, row, i)) for row in rows)
+                for k, vectors in enumerate(zip(*both, strict=True)):
                     at = b.add(to, b.mul(b.add(i, I64(32 * k)), I64(4)))
-                    for half, order in enumerate(side_by_side):
-                        write(b, b.add(at, I64(BYTES * half)), even.pick(order, odd))
+                    for half in range(2):
+                        write(b, b.add(at, I64(BYTES * half)), side_by_side(vectors, 4 * half))
 
-    return unfolded_values
+    return unpack_values
 
 
-@micro_kernel(5)
+@micro_kernel
 def softmax(b, scores, count, m_at, l_at, factors):
     """Replace S [token, WIDE] as `integers.compile_softmax` does; P is [token / 2, row, 2], padded with 0."""
     for half in range(HALVES):
@@ -254,18 +262,18 @@ def softmax(b, scores, count, m_at, l_at, factors):
 def half_softmax(b, count, scores, m_at, l_at, factors):
     """Compute `softmax` for 16 of the rows."""
     pairs, odd = b.lshr(count, I64(1)), b.and_(count, I64(1))
-    before = read(b, m_at, F32, LANES)
+    m_before = read(b, m_at, F32, LANES)
     largest = StackSlots(b, [read(b, scores, F32, LANES)])
     with loop(b, count) as i:
         largest[0] = largest[0].max(read(b, b.add(scores, b.mul(i, I64(ROW))), F32, LANES))
-    new, here = before.max(largest[0]), largest[0].max(LOWEST)
-    base = new.max(LOWEST)
-    alpha, grow = exp(before - base), exp(here - base)
+    m_new, m_block = m_before.max(largest[0]), largest[0].max(LOWEST)
+    base = m_new.max(LOWEST)
+    alpha, factor = exp(m_before - base), exp(m_block - base)
     sums = StackSlots(b, zeros(b, LANES))
 
     def weight(token):
         score = read(b, b.add(scores, b.mul(token, I64(ROW))), F32, LANES)
-        rounded = weight_of(score - here).fma(float(LARGEST_WEIGHT), ROUNDER)
+        rounded = weight_of(score - m_block).fma(float(LARGEST_WEIGHT), ROUNDER)
         sums[0] = sums[0] + (rounded - ROUNDER)
         return rounded.as_bits()
 
@@ -276,10 +284,10 @@ def half_softmax(b, count, scores, m_at, l_at, factors):
     with b.if_then(b.icmp_signed("!=", odd, I64(0))):
         words = weight(b.mul(pairs, I64(2))) & 0xFFFF
         write(b, b.add(scores, b.mul(pairs, I64(ROW))), words)
-    write(b, m_at, new)
-    write(b, l_at, read(b, l_at, F32, LANES).fma(alpha, sums[0] * grow * (1 / LARGEST_WEIGHT)))
+    write(b, m_at, m_new)
+    write(b, l_at, read(b, l_at, F32, LANES).fma(alpha, sums[0] * factor * (1 / LARGEST_WEIGHT)))
     write(b, factors, alpha)
-    write(b, b.add(factors, I64(ROW)), grow * ((LARGEST_WEIGHT + 1) / LARGEST_WEIGHT**2))
+    write(b, b.add(factors, I64(ROW)), factor * ((LARGEST_WEIGHT + 1) / LARGEST_WEIGHT**2))
 
 
 @functools.cache
@@ -288,17 +296,17 @@ def compile_sums(stored, scale_format, group, width):
     codes = CodeVectors(stored, scale_format, group, width)
     eights, run = Eights(codes), min(codes.group, width)
 
-    @micro_kernel(7)
+    @micro_kernel
     def sums(b, weights, values, scales_at, count, dim, sums, factors):
         scales = Scales(codes, dim)
-        alpha, grow = halves(b, factors), halves(b, b.add(factors, I64(ROW)))
+        alpha, block_factor = halves(b, factors), halves(b, b.add(factors, I64(ROW)))
         pairs, step = b.lshr(b.add(count, I64(1)), I64(1)), pair_bytes(b, dim)
         with loop(b, dim, run) as i:
             chunk = b.udiv(i, I64(width))
             of_group = b.mul(b.udiv(b.urem(i, I64(width)), I64(codes.group)), I64(4))
             scale_at = b.add(scales.pairs_at(b, scales_at, chunk), of_group)
             largest = broadcast(b, b.add(scales.largest_at(b, scales_at, chunk), of_group), LANES)
-            growth = [largest * x for x in grow]
+            unit = [largest * x for x in block_factor]
             with loop(b, I64(run), 8) as j:
                 eight = b.add(i, j)
                 value_at = b.add(values, eights.value(b, eight))
@@ -316,7 +324,7 @@ def compile_sums(stored, scale_format, group, width):
                 for c, element in enumerate(eights.elements):
                     for half in range(HALVES):
                         into = b.add(first, I64(ROW * element + BYTES * half))
-                        whole = totals[c * HALVES + half].cast("sitofp", F32) * growth[half]
-                        write(b, into, read(b, into, F32, LANES).fma(alpha[half], whole))
+                        product = totals[c * HALVES + half].cast("sitofp", F32) * unit[half]
+                        write(b, into, read(b, into, F32, LANES).fma(alpha[half], product))
 
     return sums

@@ -14,17 +14,15 @@ import numpy as np
 from kvkit.cpu.attention.engines import plain as plain_forms
 from kvkit.cpu.attention.engines.code import step_code
 from kvkit.cpu.attention.params import block_at, params_at, prefetched, tile_at, whole_tiles
-from kvkit.cpu.simd import attention, panels, quarters
+from kvkit.cpu.simd import attention, chunks, panels, quarters
+from kvkit.cpu.simd.chunks import NARROW
+from kvkit.cpu.simd.lanes import LANES
 from kvkit.formats.elements import BY_NAME
-
-NARROW = attention.NARROW
 
 
 def in_place(scale_format, group, dims):
     """Return whether rows can be read in place: they are whole vectors, which groups of scales fit."""
-    return all(dim % attention.LANES == 0 for dim in dims) and (
-        not scale_format or panels.lanes_divide(group)
-    )
+    return all(dim % LANES == 0 for dim in dims) and (not scale_format or panels.lanes_divide(group))
 
 
 @functools.cache
@@ -38,7 +36,7 @@ def orders(stored, scale_format, group, dim):
         return None
     table = np.zeros((NARROW + 1, dim), np.int64)
     for rows in (1, 2, 4, 8):
-        table[rows] = attention.query_order(rows, stored, scale_format, group, dim)
+        table[rows] = chunks.query_order(rows, stored, scale_format, group, dim)
     return table
 
 

@@ -42,15 +42,15 @@ def load(key, value, *form):
 
     Unpacked keys have 4 * dim bytes for each token, values 512 * dim bytes for the block.
     """
-    unfolded_keys = wide_integers.unfolded_keys(key, *form)
+    unpack_keys = wide_integers.unpack_keys(key, *form)
     fixed_scales = integers.compile_fixed_scales(value, *form)
-    unfolded_values = wide_integers.unfolded_values(value, *form)
+    unpack_values = wide_integers.unpack_values(value, *form)
 
     def load(params_address, block_address, tile_address):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
         keys, values, dim = params.keys, params.values, params.values.padded_dim
         rows, scales = rows_of_head(keys, block, tile.head)
-        unfolded_keys(
+        unpack_keys(
             keys=rows, key_row=keys.row, scale_base=scales, scale_row=keys.scale_row,
             row_ids=block.key_row_ids, count=whole_tiles(block.count), dim=keys.padded_dim,
             target=block.wide_keys,
@@ -63,7 +63,7 @@ def load(key, value, *form):
         )  # fmt: skip
         block.uneven = get_float(target) < 0
         if not block.uneven:
-            unfolded_values(rows, values.row, block.value_row_ids, block.count, dim, block.wide_values)
+            unpack_values(rows, values.row, block.value_row_ids, block.count, dim, block.wide_values)
 
     return step_code(load, ("load", key, value, *form))
 
