@@ -22,7 +22,7 @@ EXTENSION_DTYPES = {fmt.dtype.name: fmt.dtype for fmt in (BFLOAT16, *FLOATS8)}  
 
 
 def is_foreign(array: object) -> bool:
-    """Return whether an argument is an array of another library than numpy."""
+    """Return whether an argument is an array of another library than numpy, as DLPack shows it."""
     return not isinstance(array, np.ndarray) and hasattr(array, "__dlpack__")
 
 
@@ -142,7 +142,7 @@ def returns_input_kind(operator: Operator) -> Operator:
     New results are tensors if the first argument is one. A call with numpy arrays only goes straight to the
     operator.
     """
-    first = 1 if next(iter(inspect.signature(operator).parameters)) == "self" else 0
+    first = 1 if next(iter(inspect.signature(operator).parameters)) == "self" else 0  # of the arrays
 
     @functools.wraps(operator)
     def call(*args: Any, **keywords: Any) -> Any:
@@ -151,9 +151,8 @@ def returns_input_kind(operator: Operator) -> Operator:
         if len(args) <= first or type(args[first]) is np.ndarray or not hasattr(args[first], "__dlpack__"):
             try:
                 return operator(*args, **keywords)
-            except KvkitError:  # nothing has been written, so the call can be repeated
-                given = (*args[first:], *keywords.values())
-                if not any(map(holds_foreign, given)):
+            except KvkitError:  # nothing has been written, so the call can be repeated with numpy arrays
+                if not any(map(holds_foreign, (*args[first:], *keywords.values()))):
                     raise
             except TypeError as error:
                 add_keyword_hint(error, operator, keywords)

@@ -16,7 +16,7 @@ from kvkit.calls.latent import (
     scatter_rows,
     slots_of,
 )
-from kvkit.calls.prepared import attend
+from kvkit.calls.prepared import attend, one_or_all
 from kvkit.checks.arguments import LatentAppend, LatentArguments, PoolAttention, Scoring
 from kvkit.checks.latent import (
     LatentCall,
@@ -135,12 +135,12 @@ def mla_attention(
         is_causal=is_causal, sinks=sinks, lse_of_sinks=lse_of_sinks, return_lse=return_lse,
     )  # fmt: skip
     call = checked_latent_attention(given)
-    # Attention in parts is computed in float32 and without sinks, and so is attention whose lse leaves them
-    # out. Sinks then scale the output at the end.
-    whole = None if call.sinks_last else call.whole or attention_over_bytes(call)
-    if whole is not None:
-        return attend(whole, out)
-    results = None if out is None else call.results.checked(out)
+    # If rows can be read in place, one call of attention does it all, unless the lse leaves sinks out.
+    in_place = None if call.sinks_last else call.whole or attention_over_bytes(call)
+    if in_place is not None:
+        return attend(in_place, out)
+    # Else attention is computed in float32 and without sinks, which scale the output at the end.
+    outputs = None if out is None else call.results.checked(out)
     if call.contexts is None:
         output, lse = attend_to_rows(call)
     elif call.whole is None:
@@ -150,12 +150,12 @@ def mla_attention(
         output, lse = attend(checked_latent_attention(wide).whole or call.whole, None)
     if call.sinks is not None:
         output, lse = apply_sinks(output, lse, call)
-    made: tuple[Array, ...] = (output.astype(call.fmt.dtype, copy=False), lse)[: len(call.results.forms)]
-    if results is not None:
-        for array, result in zip(results, made, strict=True):
+    results: tuple[Array, ...] = (output.astype(call.fmt.dtype, copy=False), lse)[: len(call.results.forms)]
+    if outputs is not None:
+        for array, result in zip(outputs, results, strict=True):
             array[...] = result
-        made = results
-    return made if len(made) > 1 else made[0]
+        results = outputs
+    return one_or_all(results)
 
 
 def attend_to_contexts(
@@ -173,7 +173,7 @@ def attend_to_contexts(
 
 
 def attend_to_pieces(call: LatentCall, contexts: LatentContexts) -> Pair:
-    """Attend in float32, piece by piece, to contexts whose rows have to be joined or decoded."""
+    """Attend in float32, piece by piece, to contexts whose rows are in two pools or have to be decoded."""
     pages, lengths, starts = contexts
     pool, query = call.pool, call.query
     output, lse = empty_attention(call)
@@ -181,11 +181,10 @@ def attend_to_pieces(call: LatentCall, contexts: LatentContexts) -> Pair:
         slots = np.concatenate([slots_of(pages, pool.page_size, *piece) for piece in pieces])
         tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i, *_ in pieces])
         counts = np.array([end - begin for _, begin, end in pieces])
-        own = np.concatenate([[0], np.cumsum([starts[i + 1] - starts[i] for i, *_ in pieces])])
-        last = pieces[0][2] == lengths[pieces[0][0]]
-        part = attend_to_contexts(
-            query[tokens], gather_rows(pool, slots), counts, own, call.causal and last, call
-        )
+        begins = np.concatenate([[0], np.cumsum([starts[i + 1] - starts[i] for i, *_ in pieces])])
+        sequence, _, end = pieces[0]
+        causal = call.causal and end == lengths[sequence]  # queries see all rows of earlier pieces
+        part = attend_to_contexts(query[tokens], gather_rows(pool, slots), counts, begins, causal, call)
         merge_part(output, lse, tokens, part)
     return output, lse
 
@@ -195,9 +194,10 @@ def attend_to_rows(call: LatentCall) -> Pair:
     query = call.query
     output, lse = empty_attention(call)
     for pool, slots, starts in call.chosen:
-        most = max(1, int(np.diff(starts).max(initial=0)))
-        for begin in range(0, len(query), max(1, ROWS // most)):
-            tokens = np.arange(begin, min(begin + max(1, ROWS // most), len(query)))
+        most_rows = max(1, int(np.diff(starts).max(initial=0)))  # of a query
+        step = max(1, ROWS // most_rows)
+        for begin in range(0, len(query), step):
+            tokens = np.arange(begin, min(begin + step, len(query)))
             rows = gather_rows(pool, slots[starts[begin] : starts[tokens[-1] + 1]])
             counts = np.diff(starts[begin : tokens[-1] + 2])
             part = attend_to_contexts(query[tokens], rows, counts, None, False, call)
@@ -228,7 +228,7 @@ def apply_sinks(output: Array, lse: Array, call: LatentCall) -> Pair:
     sinks = np.asarray(call.sinks, np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         share = 1 / (1 + np.exp(sinks - lse))  # e^lse / (e^lse + e^sink)
-    share = np.where(lse == -np.inf, 0, share)  # without rows a sink of -inf has no share either
+    share = np.where(lse == -np.inf, 0, share)  # 0, not NaN, for no rows and a sink of -inf
     return output * share[..., None], lse if call.sinks_last else np.logaddexp(lse, sinks)
 
 
@@ -261,7 +261,7 @@ def mla_append(
     Returns
     -------
     cache : ndarray
-        The array given.
+        The pool itself.
 
     Raises
     ------
@@ -296,12 +296,12 @@ def mla_absorb(query: Array, w_uk: Array, *, out: Array | None = None) -> Array:
     w_uk : ndarray, shape [H, P, L]
         The first P of the P + V rows of each head in ``kv_b_proj`` [H * (P + V), L]; the dtype of `query`.
     out : ndarray, optional
-        An array for the result; made if not given.
+        An array for the result; allocated if None.
 
     Returns
     -------
     latent_query : ndarray, shape [tokens, H, L]
-        The dtype is that of `query`.
+        In the dtype of `query`.
 
     Raises
     ------
@@ -329,16 +329,16 @@ def mla_expand(latent_output: Array, w_uv: Array, *, out: Array | None = None) -
     Parameters
     ----------
     latent_output : ndarray, shape [tokens, H, L]
-        What `mla_attention` returns.
+        The output of `mla_attention`.
     w_uv : ndarray, shape [H, V, L]
         The last V of the P + V rows of each head in ``kv_b_proj``; the dtype of `latent_output`.
     out : ndarray, optional
-        An array for the result; made if not given.
+        An array for the result; allocated if None.
 
     Returns
     -------
     head_output : ndarray, shape [tokens, H, V]
-        The dtype is that of `latent_output`.
+        In the dtype of `latent_output`.
 
     Raises
     ------

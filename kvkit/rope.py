@@ -19,29 +19,30 @@ from kvkit.typed import Array
 
 FLOAT_DTYPES = {np.dtype(np.float64), *(each.dtype for each in FLOATS)}
 NO_ROTATION = "none"  # NoPE layers and ALiBi: keys stay as they are when positions move
+# What error messages expect
 DYNAMIC = "a fixed base: dynamic NTK scaling computes it from the length of each call"
 AXES = "one position for each token, or text_only=True where all axes are equal"
 LONGROPE = "long=True or long=False, the list that all keys were made with"
 ROTATES = "a config that shows how keys are rotated (else describe it with kvkit.Rope)"
 
-# What configs do not say, by their `model_type`, as the models of transformers do it:
-# pairs are neighbours
+# What configs do not say, by their `model_type`, as the models of transformers do it
+# A pair of rotated elements is two neighbours.
 NEIGHBOURS = {
     *("blt", "codegen", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text", "glm"),
     *("glm4", "glm4v_text", "glm_ocr_text", "gptj", "helium", "llama4_text", "moonshine"),
     "moonshine_streaming",
 }
-# only layers with a window rotate keys; the value says whether all layers do in a model without a window
+# Only layers with a window rotate keys. In a model without a window all do (True), or none does (False).
 WINDOWS_ROTATE = dict.fromkeys(("afmoe", "cohere2", "flint"), False)
 WINDOWS_ROTATE |= dict.fromkeys(("exaone4", "exaone4_5_text", "exaone_moe", "kolibri1"), True)
 NEVER = {"bloom", "jamba", "mpt", "nemotron_h", "zamba"}  # no layer rotates keys
-SWITCHES: dict[object, tuple[str, object]] = {  # an entry, and its value if keys are rotated
+SWITCHES: dict[object, tuple[str, object]] = {  # an entry of the config, and its value if keys are rotated
     "falcon": ("alibi", False),
     "granitemoehybrid": ("position_embedding_type", "rope"),
     "zamba2": ("use_mem_rope", True),
 }
-UNREAD = {"cohere2_moe", "granite_swa", "granitemoe_swa", "nanochat"}  # rules of their own
-THETA_UNSAID = {"falcon", "llama"}  # older configs have no entry about rotation
+UNREAD = {"cohere2_moe", "granite_swa", "granitemoe_swa", "nanochat"}  # layers rotate by rules not read here
+THETA_UNSAID = {"falcon", "llama"}  # older configs of these have no entry about rotation
 
 
 @dataclass(frozen=True)
@@ -165,17 +166,14 @@ class Rope:
         if states.ndim == 0 or states.shape[-1] < self.end:
             raise argument_error("states", f"heads of {self.end} elements or more", f"shape {states.shape}")
         positions = whole_numbers(name, positions)
-        given = positions.shape
-        if len(given) > len(shape) or any(
-            n not in (1, m) for n, m in zip(given[::-1], shape[::-1], strict=False)
-        ):
-            raise argument_error(
-                name, f"one for each token of states, {shape}, or one for all", f"shape {given}"
-            )
+        sizes = zip(positions.shape[::-1], shape[::-1], strict=False)
+        if positions.ndim > len(shape) or any(size not in (1, tokens) for size, tokens in sizes):
+            wanted = f"one for each token of states, {shape}, or one for all"
+            raise argument_error(name, wanted, f"shape {positions.shape}")
         dtype = np.float64 if states.dtype == np.float64 else np.float32
-        turned: Array = np.array(states, dtype)
-        self.rotate_pairs(states.astype(dtype, copy=False), *self.cos_sin(positions, dtype, factor), turned)
-        return turned.astype(states.dtype, copy=False)
+        rotated: Array = np.array(states, dtype)
+        self.rotate_pairs(states.astype(dtype, copy=False), *self.cos_sin(positions, dtype, factor), rotated)
+        return rotated.astype(states.dtype, copy=False)
 
     def cos_sin(self, positions: ArrayLike, dtype: DTypeLike, factor: float = 1.0) -> tuple[Array, Array]:
         """Return the cosines and the sines [..., pairs] that `rotate_pairs` takes, for some positions."""
@@ -264,35 +262,36 @@ class Rope:
         parameters = entry(config, "rope_parameters", "rope_scaling") or {}
         if not isinstance(parameters, Mapping):
             raise argument_error("rope_parameters", "a mapping", describe(parameters))
-        said = {"long": long} if long is not None else {}
-        said |= {"text_only": True} if text_only else {}
+        arguments = {"long": long} if long is not None else {}
+        arguments |= {"text_only": True} if text_only else {}
         if interleaved is None:
             interleaved = getattr(config, "model_type", None) in NEIGHBOURS
 
-        def of_layer(number: SupportsIndex) -> Self | str:
-            given = parameters.get(types[number], parameters) if types else parameters
-            if given is None:  # this type of layer rotates nothing
+        def rope_of(layer: SupportsIndex) -> Self | str:
+            of_layer = parameters.get(types[layer], parameters) if types else parameters
+            if of_layer is None:  # this type of layer rotates nothing
                 return NO_ROTATION
-            own = dict(given) | said
-            theta = own.get("rope_theta") or entry(config, "rope_theta", "rotary_emb_base") or 1e4
+            scaling = dict(of_layer) | arguments
+            theta = scaling.get("rope_theta") or entry(config, "rope_theta", "rotary_emb_base") or 1e4
             for name in ("original_max_position_embeddings", "max_position_embeddings"):
-                own.setdefault(name, getattr(config, name, None))
-            return cls(rotated_elements(config, own), positive_number("theta", theta), interleaved, own)
+                scaling.setdefault(name, getattr(config, name, None))
+            dim = rotated_elements(config, scaling)
+            return cls(dim, positive_number("theta", theta), interleaved, scaling)
 
-        return [of_layer(number) if turns else NO_ROTATION for number, turns in enumerate(rotates)]
+        return [rope_of(layer) if rotated else NO_ROTATION for layer, rotated in enumerate(rotates)]
 
 
 def entry(config: Any, *names: str) -> Any:
-    """Return the first entry of a config that is there, by its names in several models, or None."""
-    found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if value is not None), None)
+    """Return an entry of a config that models call by several names: the first that is set, or None."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if value is not None), None)
 
 
 def rotating_layers(config: Any) -> list[bool]:
     """Return whether each layer of a model rotates its keys."""
     kind = getattr(config, "model_type", None)
     count = integer("num_hidden_layers", entry(config, "num_hidden_layers", "n_layer", "n_layers"), 0)
-    switch, value = SWITCHES.get(kind, ("", False))
+    switch, value = SWITCHES.get(kind, ("", False))  # most models have none
     if kind in NEVER or getattr(config, switch, False) != value:
         return [False] * count
     if entry(config, "qk_rope_head_dim"):
@@ -310,7 +309,8 @@ def rotating_layers(config: Any) -> list[bool]:
             raise argument_error("config", ROTATES, f"model_type {kind!r} without layer_types")
         windows = [each == "sliding_attention" for each in config.layer_types]
         return windows if getattr(config, "sliding_window", None) else [WINDOWS_ROTATE[kind]] * count
-    return [bool(turns) for turns in entry(config, "no_rope_layers") or [1] * count]
+    # Despite its name, `no_rope_layers` has 1 for layers that rotate.
+    return [bool(rotates) for rotates in entry(config, "no_rope_layers") or [1] * count]
 
 
 def rotated_elements(config: Any, parameters: Mapping[str, Any]) -> int:
@@ -368,8 +368,8 @@ def number_of(numbers: Mapping[str, Any], name: str, default: float | None = Non
 def trained_length(numbers: Mapping[str, Any]) -> float:
     """Return the context length that the model was trained for before its positions were scaled."""
     names = "original_max_position_embeddings", "max_position_embeddings"
-    found = [numbers[name] for name in names if numbers.get(name) is not None]
-    return positive_number(names[0], found[0]) if found else number_of(numbers, names[0])
+    lengths = [numbers[name] for name in names if numbers.get(name) is not None]
+    return positive_number(names[0], lengths[0]) if lengths else number_of(numbers, names[0])
 
 
 def unscaled(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
@@ -383,18 +383,17 @@ def linear(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
 
 
 def llama3(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
-    """Return frequencies of which long waves are stretched by the factor, and short ones are not."""
+    """Return frequencies divided by the factor for long waves, unchanged for short, blended between."""
     factor = number_of(numbers, "factor")
     low = number_of(numbers, "low_freq_factor", 1)
     high, trained = number_of(numbers, "high_freq_factor", 4), trained_length(numbers)
     if low >= high:
         raise argument_error("low_freq_factor", f"a number below high_freq_factor, {high}", low)
-    wave = 2 * np.pi / inverse
+    wave = 2 * np.pi / inverse  # tokens of a full turn
     smooth = (trained / wave - low) / (high - low)
-    between = (1 - smooth) * inverse / factor + smooth * inverse
-    return np.where(
-        wave < trained / high, inverse, np.where(wave > trained / low, inverse / factor, between)
-    ), 1.0
+    blended = (1 - smooth) * inverse / factor + smooth * inverse
+    frequencies = np.where(wave > trained / low, inverse / factor, blended)
+    return np.where(wave < trained / high, inverse, frequencies), 1.0
 
 
 def yarn(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
@@ -406,6 +405,7 @@ def yarn(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
         factor = number_of(numbers, "factor")
     fast, slow = number_of(numbers, "beta_fast", 32), number_of(numbers, "beta_slow", 1)
     dim, log_theta = rope.rotary_dim, math.log(rope.theta)
+    # The ramp goes from the pair that makes `fast` turns over the trained length to that of `slow` turns.
     ends = [dim * math.log(trained / (2 * math.pi * turns)) / (2 * log_theta) for turns in (fast, slow)]
     if numbers.get("truncate", True):
         ends = [math.floor(ends[0]), math.ceil(ends[1])]
@@ -418,13 +418,13 @@ def yarn(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
 def yarn_factor(numbers: Mapping[str, Any], factor: float) -> float:
     """Return the factor that YaRN multiplies queries and keys with."""
 
-    def grown(scale: float) -> float:
+    def temperature(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
     if numbers.get("attention_factor") is not None:
         return finite_number("attention_factor", numbers["attention_factor"])
-    one, all_dims = (finite_number(name, numbers.get(name) or 0) for name in ("mscale", "mscale_all_dim"))
-    return grown(one) / grown(all_dims) if one and all_dims else grown(1)
+    mscale, all_dims = (finite_number(name, numbers.get(name) or 0) for name in ("mscale", "mscale_all_dim"))
+    return temperature(mscale) / temperature(all_dims) if mscale and all_dims else temperature(1)
 
 
 def longrope(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
@@ -445,8 +445,8 @@ def longrope(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
         if trained <= 1:
             raise argument_error("original_max_position_embeddings", "a number above 1", trained)
         longest = number_of(numbers, "max_position_embeddings", trained)
-        grown = number_of(numbers, "factor", longest / trained)
-        factor = math.sqrt(1 + math.log(grown) / math.log(trained)) if grown > 1 else 1.0
+        stretch = number_of(numbers, "factor", longest / trained)
+        factor = math.sqrt(1 + math.log(stretch) / math.log(trained)) if stretch > 1 else 1.0
     return inverse / factors, finite_number("attention_factor", factor)
 
 

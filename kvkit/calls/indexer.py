@@ -8,7 +8,8 @@ from kvkit.calls.latent import gather_rows, slots_of
 from kvkit.checks.indexer import ChoiceCall, IndexerCall
 from kvkit.typed import Array
 
-KEYS, PRODUCTS = 512, 2**21  # keys are scored KEYS at a time, or more, up to so many products
+# Keys that are scored at a time: at least KEYS, more if a sequence has few queries, up to so many products.
+KEYS, PRODUCTS = 512, 2**21
 
 
 def score_positions(call: IndexerCall, out: Array | None) -> Array:
@@ -17,27 +18,27 @@ def score_positions(call: IndexerCall, out: Array | None) -> Array:
     scores[...] = -np.inf
     pages, lengths, starts = call.contexts
     (_, heads, dim), pool = call.query.shape, call.pool
-    rows = np.ascontiguousarray(call.query, np.float32) * np.float32(call.scale)  # [tokens, H, D]
-    share = call.weights.astype(np.float32)  # [tokens, H]
-    most = int(np.diff(starts).max(initial=0)) * heads
-    step = max(KEYS, PRODUCTS // max(most, 1))  # few keys would not occupy all threads
-    room = np.empty(most * min(step, int(lengths.max(initial=0))), np.float32)
+    queries = np.ascontiguousarray(call.query, np.float32) * np.float32(call.scale)  # [tokens, H, D]
+    weights = call.weights.astype(np.float32)  # [tokens, H]
+    most_rows = int(np.diff(starts).max(initial=0)) * heads  # query rows of a sequence
+    step = max(KEYS, PRODUCTS // max(most_rows, 1))  # few keys would not occupy all threads
+    memory = np.empty(most_rows * min(step, int(lengths.max(initial=0))), np.float32)
     for sequence, length in enumerate(lengths.tolist()):
         begin, end = starts[sequence], starts[sequence + 1]
         for first in range(0, length, step):
             last = min(first + step, length)
-            found = gather_rows(pool, slots_of(pages, pool.page_size, sequence, first, last))
-            key = found[:, :dim].astype(np.float32, copy=False)
-            query = rows[begin:end].reshape(-1, dim)
-            products = room[: len(query) * len(key)].reshape(len(query), len(key))  # [queries * H, keys]
+            rows = gather_rows(pool, slots_of(pages, pool.page_size, sequence, first, last))
+            key = rows[:, :dim].astype(np.float32, copy=False)
+            query = queries[begin:end].reshape(-1, dim)
+            products = memory[: len(query) * len(key)].reshape(len(query), len(key))  # [queries * H, keys]
             np.matmul(query, key.T, out=products)
-            if call.scaled:
-                products *= found[:, dim]
+            if call.scaled:  # a key's scale follows its codes
+                products *= rows[:, dim]
             for token, by_head in enumerate(products.reshape(end - begin, heads, last - first), begin):
                 np.maximum(by_head, 0, out=by_head)  # [H, keys], which stays in the L1 cache
-                scores[token, first:last] = share[token] @ by_head
-        own = np.arange(length - (end - begin), length)  # positions of the queries
-        hidden = np.arange(scores.shape[1]) > own[:, None]
+                scores[token, first:last] = weights[token] @ by_head
+        positions = np.arange(length - (end - begin), length)  # of the queries
+        hidden = np.arange(scores.shape[1]) > positions[:, None]
         scores[begin:end][hidden] = -np.inf
     return scores
 

@@ -20,7 +20,7 @@ from kvkit.formats.packing import from_bytes, split_blocks
 from kvkit.runtime.arrays import empty_result
 from kvkit.typed import Array
 
-ROWS = 2**14  # rows that are read at a time, some 20 MB
+ROWS = 2**14  # rows that are gathered at a time, some 20 MB
 
 
 def attention_over_bytes(call: LatentCall) -> AttentionCall | None:
@@ -29,7 +29,10 @@ def attention_over_bytes(call: LatentCall) -> AttentionCall | None:
     if call.contexts is None or pool.format is None or len(pool.parts) > 1:
         return None
     pages, lengths, starts = call.contexts
-    rows, query = pool.parts[0].view(E4M3.dtype)[:, :, None], one_piece(call.query)
+    rows = pool.parts[0].view(E4M3.dtype)[
+        :, :, None
+    ]  # bytes [blocks, page_size, 1 head, 656], for the decoder
+    query = one_piece(call.query)
     context = context_of(fmt, rows, rows)._replace(
         dim=pool.dim, value_dim=call.value_dim, decoder=cpu.attention.latent.row_decoder()
     )
@@ -57,10 +60,10 @@ def decoded_rows(rows: Array, format: Format, dim: int) -> Array:
     scales = from_bytes(parts["scale"], format.scale_type())[:, 0]  # [tokens, groups]
     kind = cpu.copy.rows.READ, FLOAT32.name, format.code.name, FLOAT32.name, format.group
     code = cpu.copy.rows.rows(*kind).address
-    at: list[int] = []
+    sides: list[int] = []  # address and strides of sequences, tokens and heads, as in `COPY_SIDE`
     for array in (decoded, rows, scales):  # codes are the first bytes of a row
-        at += cpu.launches.address(array), 0, array.strides[0], 0
-    cpu.launches.start(cpu.copy.codes.prepare_codes(code, 1, len(rows), at, 1, coded, len(rows) * coded))
+        sides += cpu.launches.address(array), 0, array.strides[0], 0
+    cpu.launches.start(cpu.copy.codes.prepare_codes(code, 1, len(rows), sides, 1, coded, len(rows) * coded))
     return decoded
 
 
@@ -100,17 +103,18 @@ def pieces_of_contexts(lengths: Array, queries: Array) -> Iterator[list[tuple[in
     """Yield lists of pieces (sequence, begin, end) of contexts; a list has about `ROWS` rows.
 
     A longer context is split, and all pieces but its last have lists of their own. The last piece contains
-    the positions of all its queries.
+    the positions of all its queries. With 2 queries each and ROWS = 100, contexts of 30, 250 and 40 tokens
+    give [(1, 0, 100)], [(1, 100, 200)], [(0, 0, 30), (1, 200, 250)] and [(2, 0, 40)].
     """
     batch: list[tuple[int, int, int]] = []
-    held = 0
+    rows = 0  # of the batch
     for sequence, (length, count) in enumerate(zip(lengths.tolist(), queries.tolist(), strict=True)):
         last = max(0, length - max(count, 1)) // ROWS * ROWS  # where the last piece begins
         yield from ([(sequence, begin, begin + ROWS)] for begin in range(0, last, ROWS))
-        if held and held + length - last > ROWS:
+        if rows and rows + length - last > ROWS:
             yield batch
-            batch, held = [], 0
+            batch, rows = [], 0
         batch.append((sequence, last, length))
-        held += length - last
+        rows += length - last
     if batch:
         yield batch

@@ -26,7 +26,10 @@ from kvkit.runtime.arrays import addresses_of, empty_result
 from kvkit.typed import Array, Arrays, Attended
 
 COPIED_BYTES = 2**20  # bytes of blocks that are copied at a time
-FEW, SMALL_BYTES = 4, 2**20  # most index tensors of calls that are remembered, and their most bytes
+MOST_STEPS, MOST_BYTES = (
+    4,
+    2**20,
+)  # steps whose index tensors are remembered, and the bytes of those of a step
 FLOATS8 = frozenset(one.dtype for one in elements.FLOATS8)
 POOLS = "key_cache", "value_cache"
 SCALES = "key_scale", "value_scale"
@@ -61,19 +64,21 @@ def append_launches(call: PoolAppend, angles: Array | None = None) -> list[Any]:
     """
     if not len(call.pieces):
         return []
-    moved = [side for side in call.sides if side.data_dtype == side.cache_format]
+    copied = [side for side in call.sides if side.data_dtype == side.cache_format]
     coded = [side for side in call.sides if side.data_dtype != side.cache_format]
     rotation = None
     if call.rope is not None:
         angles = call.rope.angles(call.positions) if angles is None else angles
         rotation = cpu.copy.pieces.KeyRotation(angles, call.rope.begin, not call.rope.interleaved)
     launches: list[Any] = cpu.copy.pieces.prepare_encoding(coded, call.pieces, rotation)
-    if moved:
-        arrays = [side.tokens for side in moved], [side.pool for side in moved]
-        size, names = moved[0].pool.shape[1], [side.name for side in moved]
-        turned = rotation if names[0] == "key" else None
+    if copied:
+        arrays = [side.tokens for side in copied], [side.pool for side in copied]
+        size, names = copied[0].pool.shape[1], [side.name for side in copied]
+        rotation = rotation if names[0] == "key" else None
         launches.append(
-            cpu.copy.pieces.prepare_pieces("store", *arrays, call.pieces, size, names=names, rotation=turned)
+            cpu.copy.pieces.prepare_pieces(
+                "store", *arrays, call.pieces, size, names=names, rotation=rotation
+            )
         )
     return launches
 
@@ -93,40 +98,40 @@ class PlannedPages:
         self._angles: tuple[object, Array | None] = None, None  # of the latest rope
 
     def attend(self, call: PoolAttention, out: Array | Arrays | None) -> Attended:
-        """Run `paged_attention`. A call with a mask, slopes, sinks or scales of heads is checked."""
+        """Run `paged_attention`. Calls with a mask, slopes, sinks or scales of heads are always checked."""
         scoring, (scales, numbers, are_read) = call.scoring, scales_of(call)
         results: Any = tuple(out) if is_pair(out) else (out,)  # type: ignore[arg-type]
         pools, form = (call.key_cache, call.value_cache), None
-        if not (are_read or has_more(call)):
+        if not (are_read or needs_checks(call)):
             attributes = *scoring, *tuple_members(scoring.window), *numbers, call.layout, call.quant_format
             form = form_of(
                 (call.query, *pools, *scales, *results),
-                (*attributes, call.return_lse, *how_pools_lie(*pools)),
+                (*attributes, call.return_lse, *pool_placement(*pools)),
             )
-        found = self._attended.find(form)
+        known = self._attended.find(form)
         arrays = call.query, *in_both(*pools), *in_both(*scales)
-        if found:
-            prepared, forms = found
-            made = results if out is not None else tuple([empty_result(*each) for each in forms])
-            if prepared.run((*arrays, *made)):
-                return one_or_all(made)
+        if known:
+            prepared, forms = known
+            results = results if out is not None else tuple([empty_result(*each) for each in forms])
+            if prepared.run((*arrays, *results)):
+                return one_or_all(results)
         checked = checked_paged_attention(call, self.sequences)
-        made = checked.results.arrays(out)
-        launches = attention_launches(checked, made)
+        results = checked.results.arrays(out)
+        launches = attention_launches(checked, results)
         cpu.launches.start(*launches)
         if checked.query is call.query:
             fields = cpu.attention.params.FIELD
             launches[0].owners = {fields[name]: owner for name, owner in OWNERS.items()}
-            named = dict(zip(("query", *POOLS, *SCALES, *RESULTS), (*arrays, *made), strict=False))
+            named = dict(zip(("query", *POOLS, *SCALES, *RESULTS), (*arrays, *results), strict=False))
             forms = list(checked.results.forms.values())
-            self._attended.keep(form, (PreparedCall(launches, named, len(made)), forms))
-        return one_or_all(made)
+            self._attended.keep(form, (PreparedCall(launches, named, len(results)), forms))
+        return one_or_all(results)
 
     def append(self, call: PoolTransfer) -> None:
         """Run `paged_append` for the last tokens of the contexts."""
         pools, form, (scales, numbers, are_read) = (call.key_cache, call.value_cache), None, scales_of(call)
         if not are_read:
-            attributes = call.layout, call.rope, *how_pools_lie(*pools), *numbers
+            attributes = call.layout, call.rope, *pool_placement(*pools), *numbers
             form = form_of((call.key, call.value, *scales, *pools), attributes)
         arrays = call.key, call.value, *in_both(*scales), *in_both(*pools)
         prepared = self._appended.find(form)
@@ -150,7 +155,7 @@ class PlannedPages:
         return angles
 
 
-latest: PreparedCalls[tuple[list[Any], PlannedPages]] = PreparedCalls(FEW)
+latest: PreparedCalls[tuple[list[Any], PlannedPages]] = PreparedCalls(MOST_STEPS)
 
 
 def attend_to_pages(call: PoolAttention, out: Array | Arrays | None) -> Attended:
@@ -158,7 +163,7 @@ def attend_to_pages(call: PoolAttention, out: Array | Arrays | None) -> Attended
     tables = call.block_tables if isinstance(call.block_tables, tuple) else (call.block_tables,)
     tensors: list[Any] = [*tables, call.context_lens, call.query_starts]
     form = None if index_tensors.VALIDATES else form_of(tensors, ())
-    if form is None or sum(each.nbytes for each in tensors if each is not None) > SMALL_BYTES:
+    if form is None or sum(each.nbytes for each in tensors if each is not None) > MOST_BYTES:
         return attend(checked_paged_attention(call), out)
     known, pages = latest.take(form) or ([], None)
     if pages is None or not all(a is b or np.array_equal(a, b) for a, b in zip(known, tensors, strict=True)):
@@ -168,8 +173,8 @@ def attend_to_pages(call: PoolAttention, out: Array | Arrays | None) -> Attended
     return results
 
 
-def has_more(call: PoolAttention) -> bool:
-    """Return whether a call needs full checks, which read its mask, sinks and slopes, or sums weights."""
+def needs_checks(call: PoolAttention) -> bool:
+    """Return whether a call is checked each time: it has a mask, sinks or slopes, or returns key weights."""
     others = call.scoring.attn_mask, call.scoring.sinks, call.alibi_slopes
     return any(each is not None for each in others) or call.return_key_weights is not False
 
@@ -187,8 +192,8 @@ def scales_of(call: PoolAttention | PoolTransfer) -> tuple[Scales, Scales, bool]
     return arrays, numbers, any(array is not None and array.ndim < TOKEN_SCALE_AXES for array in arrays)
 
 
-def how_pools_lie(key_cache: Any, value_cache: Any) -> tuple[bool, bool]:
-    """Return whether one pool is given for keys and for values, and whether streaming stores can write it."""
+def pool_placement(key_cache: Any, value_cache: Any) -> tuple[bool, bool]:
+    """Return whether keys and values have one pool, and whether non-temporal stores can write the pools."""
     arrays = [each for each in (key_cache, value_cache) if isinstance(each, np.ndarray)]
     places = addresses_of(arrays) or [0]
     return places[0] == places[-1], (places[0] | places[-1]) % 16 == 0
@@ -201,6 +206,6 @@ def in_both(one: Array | None, other: Array | None) -> tuple[Array | None, Array
 
 def copy_blocks(source: Array, target: Array, src: Array, dst: Array) -> None:
     """Copy checked blocks, some at a time, so that numpy's temporary copy stays in a core's cache."""
-    some = max(1, COPIED_BYTES * len(source) // max(source.nbytes, 1))
-    for i in range(0, len(src), some):
-        target[dst[i : i + some]] = source[src[i : i + some]]
+    step = max(1, COPIED_BYTES * len(source) // max(source.nbytes, 1))
+    for i in range(0, len(src), step):
+        target[dst[i : i + step]] = source[src[i : i + step]]

@@ -17,11 +17,11 @@ from kvkit.typed import Array, Pair
 
 ARRAYS = "query", "key", "rotated query", "rotated key"
 ROTATED = 2  # arrays that are written: rotated queries and keys
-FEW = 64  # most forms of calls that are remembered
+MOST = 64  # forms of calls that are remembered
 
 # Prepared rotations by the form of the call, each with its arrays of starts and first positions. A running
 # call takes its rotation out, so that no other thread uses it.
-rotations: PreparedCalls[tuple[PreparedCall, Array, Array]] = PreparedCalls(FEW)
+rotations: PreparedCalls[tuple[PreparedCall, Array, Array]] = PreparedCalls(MOST)
 
 
 def rotate(
@@ -36,17 +36,17 @@ def rotate(
     if (out is None or is_pair(out)) and arguments.cos is None and arguments.sin is None:
         form = form_of((*arrays, *(out or ())), arguments)
     if form and out:
-        places = zip(addresses_of(arrays), addresses_of(out), strict=True)
-        in_place = [here == there for here, there in places]
-        form += (is_unaligned(out), *in_place)  # these calls have other launches
+        both = zip(addresses_of(arrays), addresses_of(out), strict=True)
+        in_place = [source == target for source, target in both]
+        form += (is_unaligned(out), *in_place)  # the launch depends on these too
     prepared = rotations.take(form)
     if prepared:
-        call, *own = prepared
-        positions = positions_of(query, where)
+        call, starts, first = prepared  # the launch reads these arrays
+        new_starts, new_first = positions_of(query, where)
         results = out or (empty_result(query.shape, query.dtype), empty_result(key.shape, key.dtype))
-        if len(own[0]) == len(positions[0]):
-            for ours, theirs in zip(own, positions, strict=True):
-                np.copyto(ours, theirs)
+        if len(starts) == len(new_starts):
+            np.copyto(starts, new_starts)
+            np.copyto(first, new_first)
             if call.run((*arrays, *results)):
                 rotations.keep(form, prepared)
                 return results[0], results[1]

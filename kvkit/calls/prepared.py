@@ -22,8 +22,9 @@ from kvkit.checks.key_value_cache import TransferCall
 from kvkit.runtime.arrays import address, addresses_of, empty_result, overlap_distances
 from kvkit.typed import Array, Arrays, Attended
 
-MOST = 4096  # most prepared calls of a `PreparedCalls`
-FEW = 64  # most forms of attention to keys that are remembered
+MOST = 4096  # prepared calls of a `PreparedCalls`
+MOST_ATTENTIONS = 64  # forms of attention to keys that are remembered
+# The array that an address of attention to keys points into, by the field of `AttentionParams`.
 OWNERS = {"query": "query", "keys.address": "key", "values.address": "value", "out": "out"}
 Prepared = TypeVar("Prepared")
 # Types whose values never change. A tensor of one integer can change, and stays equal to itself.
@@ -147,7 +148,7 @@ class PreparedCall:
     for another `version` of the step.
     """
 
-    __slots__ = "_attention", "_launches", "_moved", "_near", "_written", "owners", "room", "version"
+    __slots__ = "_addresses", "_attention", "_distances", "_launches", "_written", "owners", "room", "version"
 
     def __init__(
         self,
@@ -161,18 +162,19 @@ class PreparedCall:
     ) -> None:
         self._launches, self._attention = launches, attention
         self.room, self.version = room, version
-        there: Any = {i: array for i, array in enumerate(arrays.values()) if written and array is not None}
-        self._written = [i for i in there if i >= len(arrays) - written]
-        lie = [address(each) if isinstance(each, np.ndarray) else each or 0 for each in arrays.values()]
-        self._near = overlap_distances(there, self._written)
-        self._moved = [
-            (memoryview(launch.params), at, i, int(launch.params[at]) - lie[i])
+        by_index: Any = {i: array for i, array in enumerate(arrays.values()) if written and array is not None}
+        self._written = [i for i in by_index if i >= len(arrays) - written]
+        self._distances = overlap_distances(by_index, self._written)
+        places = [address(each) if isinstance(each, np.ndarray) else each or 0 for each in arrays.values()]
+        # Where launches hold an address: (params, index, the number of its array, the offset in the array)
+        self._addresses = [
+            (memoryview(launch.params), at, i, int(launch.params[at]) - places[i])
             for launch in launches
             for at, owner in launch.owners.items()
             for i, name in enumerate(arrays)
             if name == owner and arrays[name] is not None
         ]
-        self.owners = {[*arrays][i] for _, _, i, _ in self._moved}
+        self.owners = {[*arrays][i] for _, _, i, _ in self._addresses}
 
     def run(self, arrays: Sequence[Array | None], version: object = None) -> bool:
         """Run the call for other arrays of its form; return False if it needs the full checks."""
@@ -180,7 +182,7 @@ class PreparedCall:
         for i in self._written:
             if not arrays[i].flags.writeable:
                 return False
-        for one, other, least, most, checked in self._near:
+        for one, other, least, most, checked in self._distances:
             distance = places[other] - places[one]
             if least < distance < most and distance != checked:
                 return False
@@ -195,8 +197,8 @@ class PreparedCall:
         with cpu.launches.running:
             if refit is not None and not refit():
                 return False
-            for numbers, at, i, offset in self._moved:
-                numbers[at] = places[i] + offset
+            for params, at, i, offset in self._addresses:
+                params[at] = places[i] + offset
             for launch in self._launches:
                 launch.run()
         return True
@@ -210,9 +212,10 @@ class PreparedCall:
         return True
 
 
-attentions: PreparedCalls[PreparedCall] = PreparedCalls(FEW)
-# Forms of one call each: a context that grows has a new form in each call, and none comes again.
-seen: PreparedCalls[bool] = PreparedCalls(FEW)
+attentions: PreparedCalls[PreparedCall] = PreparedCalls(MOST_ATTENTIONS)
+# Forms that have come once. A context that grows has a new form in each call, which never comes again, so a
+# call is prepared when its form comes for the second time.
+seen_once: PreparedCalls[bool] = PreparedCalls(MOST_ATTENTIONS)
 
 
 def attend_to_keys(call: KeyAttention, out: Array | Arrays | None) -> Attended:
@@ -239,8 +242,8 @@ def attend_to_keys(call: KeyAttention, out: Array | Arrays | None) -> Attended:
     results = checked.results.arrays(out)
     launches = attention_launches(checked, results)
     cpu.launches.start(*launches)
-    if not prepared and not seen.take(form):
-        seen.keep(form, True)
+    if not prepared and not seen_once.take(form):
+        seen_once.keep(form, True)
     elif all(map(operator.is_, arrays, dict(checked.inputs).values())):
         launches[0].owners = {cpu.attention.params.FIELD[field]: name for field, name in OWNERS.items()}
         named = dict(zip(OWNERS.values(), (*arrays, results[0]), strict=True))

@@ -41,8 +41,8 @@ from kvkit.checks.values import integer
 from kvkit.runtime.arrays import empty_result
 from kvkit.typed import Array, Attended, Pair
 
-LOADS, ATTENDS = 4, 3  # arrays that loads and attention write: the cache, its scale, the outputs
-FEW = 64  # most forms of steps that are remembered, and of calls for each
+LOADS, ATTENDS = 4, 3  # how many arrays loads and attention write: the cache, its scale, the outputs
+MOST = 64  # forms of steps that are remembered, and of calls for each
 FAR = 2**40  # no cache has so many positions
 
 
@@ -69,9 +69,9 @@ class PlannedStep:
         if tokens == steps.tokens and contents == self._contents:  # layers of a model have the same tensors
             return True
         self._contents = contents
-        own = steps.seqstarts, steps.kvstarts, steps.table, steps.start_pos
-        for ours, theirs in zip(own, tensors, strict=True):
-            np.copyto(ours.reshape(theirs.shape), theirs)
+        read_by_kernels = steps.seqstarts, steps.kvstarts, steps.table, steps.start_pos
+        for array, tensor in zip(read_by_kernels, tensors, strict=True):
+            np.copyto(array.reshape(tensor.shape), tensor)
         if steps.seqstarts[0] or steps.kvstarts[0] or steps.seqstarts[-1] != tokens:
             return False
         steps = steps._replace(tokens=tokens, context=int(steps.kvstarts[-1]))
@@ -151,7 +151,7 @@ class PlannedStep:
 
 
 # A running call takes its step out, so that no other thread uses it.
-planned_steps: PreparedCalls[PlannedStep] = PreparedCalls(FEW)
+planned_steps: PreparedCalls[PlannedStep] = PreparedCalls(MOST)
 
 
 def load_packed(index: StepArguments, call: CacheTransfer, out: Pair | None) -> Pair:
@@ -180,7 +180,7 @@ def take_packed(index: StepArguments, name: str, tokens: Array) -> tuple[Planned
     )
     if step is None or not step.follow(len(tokens), tensors):  # type: ignore[arg-type]
         sequences = packed_in_cache(packed_tokens(name, tokens), index)
-        step = PlannedStep(sequences, FEW, tensors=tensors if form else ())  # type: ignore[arg-type]
+        step = PlannedStep(sequences, MOST, tensors=tensors if form else ())  # type: ignore[arg-type]
     return step, form
 
 
@@ -203,14 +203,14 @@ def attend_static(start_pos: SupportsIndex, call: CacheAttention, out: Array | P
 def take_static(start_pos: SupportsIndex, tokens: Array) -> tuple[PlannedStep, Form | None]:
     """Return the step of new tokens [B, S, ..] from position `start_pos` on, and its form."""
     if not isinstance(tokens, np.ndarray) or tokens.ndim != Static.axes:
-        return PlannedStep(Static(start_pos), FEW), None
+        return PlannedStep(Static(start_pos), MOST), None
     start = integer("start_pos", start_pos, 0)
     if start >= FAR:
-        return PlannedStep(Static(start), FEW), None
+        return PlannedStep(Static(start), MOST), None
     batch, count, *_ = tokens.shape
     form = batch, count
     step = planned_steps.take(form)
     if step is None:
-        return PlannedStep(Static(start, static_step(batch, count, start + count)), FEW), form
+        return PlannedStep(Static(start, static_step(batch, count, start + count)), MOST), form
     step.begin_at(start)
     return step, form

@@ -75,6 +75,6 @@ def test_machine_code(rng, block, dtype):
     x = rng.standard_normal((2, 5, 3, 128)).astype(dtype).swapaxes(1, 2)
     for what in ("stored", "output"):
         expected = rotate(x, rotation, what=what)
-        got = rotations.turned(x, rotation, what)
+        got = rotations.rotated_rows(x, rotation, what)
         assert got.dtype == x.dtype
         np.testing.assert_allclose(got, expected, atol=1e-5 if dtype == "float32" else 4e-3)

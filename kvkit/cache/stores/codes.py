@@ -192,7 +192,7 @@ class CodedSide:
         """Return rows [.., .., .., D] of a kind (QUERY, STORED, OUTPUT), rotated if the spec says so."""
         if self.rotation is None:
             return rows
-        rotated: Array = cpu.copy.rotations.turned(rows, self.rotation, kind, self.is_value)
+        rotated: Array = cpu.copy.rotations.rotated_rows(rows, self.rotation, kind, self.is_value)
         return rotated
 
     def encode_old(self) -> None:

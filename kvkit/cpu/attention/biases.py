@@ -5,9 +5,8 @@ import functools
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.attention.engines.code import step_code
 from kvkit.cpu.attention.online_softmax import visible_in_block
-from kvkit.cpu.attention.params import WIDE_BLOCK, block_at, params_at, rows_computed, tile_at
+from kvkit.cpu.attention.params import WIDE_BLOCK, block_at, params_at, rows_computed, step_code, tile_at
 from kvkit.cpu.simd import attention
 from kvkit.formulas import numeric
 from kvkit.runtime.jit import helper

@@ -13,9 +13,8 @@ import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.attention.engines.code import step_code
 from kvkit.cpu.attention.online_softmax import fold, visible
-from kvkit.cpu.attention.params import TILE, WIDE_BLOCK, block_at, params_at, tile_at, whole_tiles
+from kvkit.cpu.attention.params import TILE, WIDE_BLOCK, block_at, params_at, step_code, tile_at, whole_tiles
 from kvkit.cpu.attention.work_items import TILES
 from kvkit.cpu.simd import attention
 from kvkit.formulas import numeric

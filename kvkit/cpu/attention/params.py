@@ -4,12 +4,13 @@ Fields are numbers and addresses; strides are in bytes. Kernels are C functions 
 """
 
 import numpy as np
+from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.launches import Record
 from kvkit.cpu.simd.attention import WIDE
 from kvkit.cpu.simd.lanes import LANES
-from kvkit.runtime.jit import helper
+from kvkit.runtime.jit import callback, helper
 
 WIDE_BLOCK = 128  # most tokens of a block
 # Entries after the lists of a block: row ids, of which 16 repeat the last one; both are whole vectors of 8.
@@ -87,6 +88,11 @@ TILE = Record(
 
 params_at, engine_at = memory.record(ATTENTION_PARAMS), memory.record(ENGINE)
 block_at, tile_at = memory.record(BLOCK), memory.record(TILE)
+
+
+def step_code(function, key, control=False):
+    """Compile a step (addresses of params, block, tile); `key` has the values that it closes over."""
+    return callback(function, types.void(*[types.int64] * 3), key, control=control)
 
 
 @memory.machine_code

@@ -16,8 +16,7 @@ from kvkit.checks.records import Context, Side
 from kvkit.cpu import machine, memory
 from kvkit.cpu.attention import prepare
 from kvkit.cpu.attention.engines import narrow
-from kvkit.cpu.attention.engines.code import step_code
-from kvkit.cpu.attention.params import COUNTING, block_at, params_at, tile_at, whole_tiles
+from kvkit.cpu.attention.params import COUNTING, block_at, params_at, step_code, tile_at, whole_tiles
 from kvkit.cpu.copy.codes import scale_format_of
 from kvkit.cpu.copy.rows import LOAD, SIGNATURE, call_rows, rows
 from kvkit.cpu.launches import Record, address

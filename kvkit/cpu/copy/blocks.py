@@ -38,7 +38,7 @@ def plain_encode(packed, cache):
     block, (low, high) = element.block, element.limits
     get, put_scale, put = memory.read(packed), memory.write(block.cell), memory.store(types.uint8)
     elements, at, less, step = block.elements, block.codes_at, block.less, BY_NAME[packed].bytes(1)
-    most = low if less else high  # the code of the element with the largest magnitude
+    most = low if less else high  # the code of the element of largest magnitude; q4_0's is the lowest code
 
     def encode(source, target):
         top = get(source)

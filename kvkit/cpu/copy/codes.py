@@ -17,7 +17,7 @@ from kvkit.cpu import memory
 from kvkit.cpu.copy.rows import READ, SIGNATURE, STORE, call_rows, copy_side_at, row_by_row, rows
 from kvkit.cpu.launches import Launch, Record, address, kernel_code, run_workers, threads
 from kvkit.cpu.simd import codes as panels
-from kvkit.cpu.simd.panels import LANES
+from kvkit.cpu.simd.lanes import LANES
 from kvkit.formats.elements import BY_NAME, CODES, coarser
 from kvkit.formulas import numeric
 from kvkit.formulas.index import share
@@ -125,9 +125,12 @@ def encoder(codes, plain=False):
     vector = panels.whole_panels(group) and not plain
     panel: Any = panels.encode(bits, codes.symmetric, scale_format, width, element) if vector else None
     rest, step = encoded_groups(codes), max(group, LANES)
-    scale_bytes, count = BY_NAME[scale_format].bytes(1), tokens if tokens > 1 else step // LANES
+    scale_bytes, count = (
+        BY_NAME[scale_format].bytes(1),
+        tokens if tokens > 1 else step // LANES,
+    )  # vectors of a group
 
-    def block(source, codes, scales, dim):
+    def encode_block(source, codes, scales, dim):
         minima, whole = scales + dim // group * scale_bytes, 0
         if vector:
             whole = dim // step * step
@@ -140,7 +143,7 @@ def encoder(codes, plain=False):
                 )  # fmt: skip
         rest(source, codes, scales, minima, whole // group, dim)
 
-    return callback(row_by_row(block), SIGNATURE, ("encode", codes, plain))
+    return callback(row_by_row(encode_block), SIGNATURE, ("encode", codes, plain))
 
 
 def encoded_groups(codes):
@@ -152,7 +155,7 @@ def encoded_groups(codes):
     size, scale_bytes, mask = BY_NAME[element].bytes(1), BY_NAME[scale_format].bytes(1), (1 << bits) - 1
     _, most = CODES[bits, symmetric].limits
 
-    def groups(source, codes, scales, minima, first, dim):
+    def encode_groups(source, codes, scales, minima, first, dim):
         for g in range(first, dim // group):
             low = high = get(source + g * group * size)
             for t in range(tokens):
@@ -177,20 +180,20 @@ def encoded_groups(codes):
                     byte = get_byte(place) & ~(mask << shift)
                     put_byte(place, np.int8(byte | (code & mask) << shift))
 
-    return helper(groups)
+    return helper(encode_groups)
 
 
-PARAMS = Record("rows_code chunks items workers units at heads dim")
+PARAMS = Record("rows_code chunks items workers units side heads dim")
 record = memory.record(PARAMS)
 
 
 def transfer_units(worker, params_at):
     """Call the machine code of rows for equal shares of the units (tokens or blocks) of every sequence.
 
-    `at` is the address of a `COPY_SIDE`: addresses and byte strides of packed rows, codes and scales.
+    `side` is the address of a `COPY_SIDE`: addresses and byte strides of packed rows, codes and scales.
     """
     params = record(params_at)
-    at, item = copy_side_at(params.at), worker
+    at, item = copy_side_at(params.side), worker
     while item < params.items:
         b, chunk = item // params.chunks, item % params.chunks
         first, end = share(params.units, chunk, params.chunks), share(params.units, chunk + 1, params.chunks)
@@ -208,14 +211,17 @@ def transfer_units(worker, params_at):
         item += params.workers
 
 
-def prepare_codes(code, batch, units, at, heads, dim, elements):
-    """Return a launch that runs the machine code of rows over all units, in one thread if there are few."""
-    chunks, numbers = threads() if elements >= SMALL else 1, np.array(at, np.int64)
+def prepare_codes(code, batch, units, side, heads, dim, elements):
+    """Return a launch that runs the machine code of rows over all units, in one thread if there are few.
+
+    `side` lists the fields of a `COPY_SIDE`.
+    """
+    chunks, numbers = threads() if elements >= SMALL else 1, np.array(side, np.int64)
     items = batch * chunks
     workers = items if chunks > 1 else 1
     params = PARAMS.filled({
         "rows_code": code, "chunks": chunks, "items": items, "workers": workers,
-        "units": units, "at": numbers, "heads": heads, "dim": dim,
+        "units": units, "side": numbers, "heads": heads, "dim": dim,
     })  # fmt: skip
     run = functools.partial(run_workers, kernel_code(transfer_units), workers, address(params))
     return Launch(numbers, {}, run, alive=(params,))

@@ -9,7 +9,7 @@ from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.simd import minifloats as panels
-from kvkit.cpu.simd.panels import LANES
+from kvkit.cpu.simd.lanes import LANES
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas import numeric
 from kvkit.runtime.jit import helper
@@ -28,15 +28,17 @@ def scaled_row(packed, cache, scale, group, plain):
     get, get_scale, put_scale = memory.read(packed), memory.read(scale), memory.write(scale)
     put = memory.write(cache) if BY_NAME[cache].minifloat else write_code
     packed_bytes, scale_bytes, limit = (
-        BY_NAME[packed].bytes(1), BY_NAME[scale].bytes(1), BY_NAME[cache].limits[1],
-    )  # fmt: skip
+        BY_NAME[packed].bytes(1),
+        BY_NAME[scale].bytes(1),
+        BY_NAME[cache].limits[1],
+    )
     scale_format = scale
     vector = group % LANES == 0 and not plain
     largest_of: Any = panels.largest(packed) if vector else None
     panel: Any = panels.quotients(packed, cache, scale) if vector else None
 
     def row(packed, cache, scale, dim):
-        shared = group if group else dim
+        shared = group if group else dim  # elements that share a scale
         for first in range(0, dim, shared):
             scale_at = scale + first // shared * scale_bytes
             source, target = packed + first * packed_bytes, cache + first

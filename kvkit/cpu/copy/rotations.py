@@ -10,7 +10,7 @@ from kvkit.cpu import launches, memory
 from kvkit.cpu.copy.codes import prepare_codes
 from kvkit.cpu.copy.rows import SIGNATURE, row_by_row
 from kvkit.cpu.simd import rotations as panels
-from kvkit.cpu.simd.panels import LANES
+from kvkit.cpu.simd.lanes import LANES
 from kvkit.formats.elements import BY_NAME
 from kvkit.runtime.jit import callback, helper
 
@@ -26,7 +26,7 @@ def rotation_code(element, block, plain=False):
         for i in range(0, dim, block):
             rotate_block(source + i * size, target + i * size, factors + 4 * i, factors + 4 * (dim + i))
 
-    return callback(row_by_row(row), SIGNATURE, ("turn", element, block, plain))
+    return callback(row_by_row(row), SIGNATURE, ("rotation", element, block, plain))
 
 
 def plain_rotation(element, block):
@@ -39,7 +39,7 @@ def plain_rotation(element, block):
             total = types.float32(0)
             for j in range(block):
                 x = get(source + j * size) * factor(before + 4 * j)
-                odd, both = 0, i & j
+                odd, both = 0, i & j  # H[i, j] is -1 if i and j have an odd number of bits in common
                 while both:
                     odd, both = odd ^ 1, both & (both - 1)
                 total += -x if odd else x
@@ -48,18 +48,17 @@ def plain_rotation(element, block):
     return helper(rotate_block)
 
 
-def turned(x, rotation, what, value=False):
-    """Return the rotated rows [A, B, C, D] of a float format; `what` is as in `formats.rotations`."""
-    dim, made = x.shape[-1], np.empty(x.shape, x.dtype)
+def rotated_rows(x, rotation, what, value=False):
+    """Return rotated rows [sequences, tokens, heads, dim] of floats; `what` is as in `formats.rotations`."""
+    dim, rotated = x.shape[-1], np.empty(x.shape, x.dtype)
     if x.strides[-1] != x.itemsize:
         x = np.ascontiguousarray(x)
     factors = rotation.factors(dim, what, value)
-    at: list[int] = []
-    for array in (made, x):
-        outer, row, head = array.strides[:3]
-        at += launches.address(array), outer, row, head
-    at += launches.address(factors), 0, 0, 0
-    batch, rows, heads, _ = x.shape
-    machine = rotation_code(x.dtype.name, rotation.size(dim, value)).address
-    launches.start(prepare_codes(machine, batch, rows, at, heads, dim, x.size))
-    return made
+    sides: list[int] = []  # address and strides of sequences, tokens and heads, as in `COPY_SIDE`
+    for array in (rotated, x):
+        sides += launches.address(array), *array.strides[:3]
+    sides += launches.address(factors), 0, 0, 0
+    batch, tokens, heads, _ = x.shape
+    code = rotation_code(x.dtype.name, rotation.size(dim, value)).address
+    launches.start(prepare_codes(code, batch, tokens, sides, heads, dim, x.size))
+    return rotated

@@ -20,9 +20,8 @@ from kvkit.runtime.jit import callback, helper
 
 LANES = panels.LANES
 MANY = 16  # panels whose scales are computed before their codes: their 4 KB stay in the L1 cache
-SIGNATURE = types.void(*[types.int64] * 13)
+SIGNATURE = types.void(*[types.int64] * 13)  # the arguments of `call_rows` after `code`
 STORE, LOAD, READ = "store", "load", "read"
-
 
 # Byte addresses and strides of packed rows, of rows in the cache, and of their scales.
 COPY_SIDE = Record(
@@ -50,7 +49,7 @@ def rows(
     `groups` groups (see `panels.groups_in_panel`). A group of 0 means one scale for a row; a store reads it.
     `stream` uses non-temporal stores; `plain` uses scalar code only (tests). READ, which attention uses,
     differs from LOAD only in that it does not round code * scale to the format of the scales. For 8-bit
-    floats neither rounds.
+    floats neither rounds. A row function (packed, cache, scale, dim) copies one head of one token.
     """
     element, formats = BY_NAME[cache_format], (data_dtype, cache_format, scale_format)
     if element.block:
@@ -71,7 +70,7 @@ def rows(
 
 
 def row_by_row(row):
-    """Return a function that calls a row function for all tokens, heads and repeats of a head."""
+    """Return a function that calls a row function for all tokens and heads; packed may repeat each head."""
     row = helper(row)
 
     def transfer(
@@ -122,16 +121,16 @@ def dequantized_row(data_dtype, cache_format, scale_format, group, product, stre
     formats = cache_format, scale_format, group, product, data_dtype
     panel: Any = panels.dequantize(*formats, stream) if vector else None
 
-    def one(packed, cache, scale, i):
-        byte = get_code(cache + i * code_bits // 8)
+    def element(packed, cache, scale, i):
+        code = get_code(cache + i * code_bits // 8)
         if code_bits == 4:
-            byte = numeric.high_nibble(byte) if i % 2 else numeric.low_nibble(byte)
-        put(packed + i * packed_bytes, numeric.dequantize(data_dtype, product, byte, scale))
+            code = numeric.high_nibble(code) if i % 2 else numeric.low_nibble(code)
+        put(packed + i * packed_bytes, numeric.dequantize(data_dtype, product, code, scale))
 
-    one = helper(one)
+    element = helper(element)
 
     def row(packed, cache, scale, dim):
-        whole, shared = 0, group if group else dim
+        whole, shared = 0, group if group else dim  # elements that vectors move, and that share a scale
         if vector:
             whole = dim // LANES * LANES
             for i in range(0, whole, LANES):
@@ -139,7 +138,7 @@ def dequantized_row(data_dtype, cache_format, scale_format, group, product, stre
                     cache + i * code_bits // 8, scale + i // shared * scale_bytes, packed + i * packed_bytes
                 )
         for i in range(whole, dim):
-            one(packed, cache, get_scale(scale + i // shared * scale_bytes), i)
+            element(packed, cache, get_scale(scale + i // shared * scale_bytes), i)
 
     return row
 
@@ -172,7 +171,10 @@ def quantized_row(data_dtype, cache_format, scale_format, group):
 
 
 def panel_maxima(data_dtype, group, groups):
-    """Return a helper that finds the largest magnitude of each group of some panels, token by token."""
+    """Return a helper that finds the largest magnitude of each group of some panels, token by token.
+
+    `across` is the number of neighbouring panels of a head.
+    """
     maxima, packed_step = panels.maxima(data_dtype, group, groups), BY_NAME[data_dtype].bytes(groups * group)
     largest_step = groups * BY_NAME[data_dtype].bytes(1)
 
@@ -189,7 +191,10 @@ def panel_maxima(data_dtype, group, groups):
 
 
 def panel_codes(data_dtype, cache_format, scale_format, group, groups, room):
-    """Return a helper that writes the codes and scales of some panels, head by head."""
+    """Return a helper that writes the codes and scales of some panels, head by head.
+
+    At `divisors` are the scales of all groups, `room` bytes later their reciprocals, then stored scales.
+    """
     quantize, step = panels.quantize(data_dtype, cache_format, scale_format, group, groups), groups * group
     packed_step, code_step = BY_NAME[data_dtype].bytes(step), BY_NAME[cache_format].bytes(step)
     scale_step = groups * BY_NAME[scale_format].bytes(1)
@@ -239,9 +244,10 @@ def quantized_panels(data_dtype, cache_format, scale_format, group, groups):
     ):  # fmt: skip
         in_row, largest = dim // step, scratch()
         divisors = largest + room  # scales as float32, then their reciprocals, then scales as stored
-        wide = max(1, min(in_row, MANY))
-        high = max(1, min(heads, MANY // wide))
-        long = MANY // (wide * high)
+        # MANY panels are `across` neighbours of a head, of `most_heads` heads, of `most_tokens` tokens.
+        across = max(1, min(in_row, MANY))
+        most_heads = max(1, min(heads, MANY // across))
+        most_tokens = MANY // (across * most_heads)
         token = 0
         while token < tokens:
             head = 0
@@ -249,9 +255,10 @@ def quantized_panels(data_dtype, cache_format, scale_format, group, groups):
                 panel = 0
                 while panel < in_row:
                     source = packed + token * packed_token + head * packed_head + panel * packed_step
-                    size = min(long, tokens - token), min(high, heads - head), min(wide, in_row - panel)
-                    find_maxima(source, packed_token, packed_head, *size, largest)
-                    for i in range(0, size[0] * size[1] * size[2] * groups, LANES):
+                    here = min(most_tokens, tokens - token), min(most_heads, heads - head)
+                    neighbours = min(across, in_row - panel)
+                    find_maxima(source, packed_token, packed_head, *here, neighbours, largest)
+                    for i in range(0, here[0] * here[1] * neighbours * groups, LANES):
                         scales(largest + i * largest_bytes, divisors + 4 * i, divisors + room + 4 * i,
                                divisors + 2 * room + i * scale_bytes)  # fmt: skip
                     write_codes(
@@ -260,11 +267,11 @@ def quantized_panels(data_dtype, cache_format, scale_format, group, groups):
                         cache_token=cache_token, cache_head=cache_head,
                         scale=scale + token * scale_token + head * scale_head + panel * scale_step,
                         scale_token=scale_token, scale_head=scale_head,
-                        tokens=size[0], heads=size[1], across=size[2], divisors=divisors,
+                        tokens=here[0], heads=here[1], across=neighbours, divisors=divisors,
                     )  # fmt: skip
-                    panel += wide
-                head += high
-            token += long
+                    panel += across
+                head += most_heads
+            token += most_tokens
         if in_row * step < dim:
             for token in range(tokens):
                 for head in range(heads):

@@ -1,7 +1,8 @@
 """Copy rows between caches of any two layouts, as runs of tokens. A token's row is split into chunks.
 
 A chunk is the largest part that is contiguous in both caches: a token's whole row, a head, or a few elements.
-Nothing is converted, so only a chunk's size matters.
+Nothing is converted, so only a chunk's size matters. From [token, head, dim] to [head, token, dim] a chunk is
+a head; the loop over chunks is outside, so that tokens of a head are written one after the other.
 """
 
 import functools
@@ -17,9 +18,9 @@ from kvkit.cpu.launches import Launch, Record, address, kernel_code, run_workers
 from kvkit.formulas.index import share
 from kvkit.runtime.jit import helper
 
-COPY_BYTES, MEMCPY_BYTES = 256, 4096  # bytes of a copy with vectors; from so many bytes on memcpy is faster
+COPY_BYTES, MEMCPY_BYTES = 256, 4096  # bytes of a copy by vectors; from MEMCPY_BYTES on memcpy is faster
 PARAMS = Record("workers runs count chunks chunk_count source_step target_step width by_chunk")
-RUN, CHUNK = 8 * 3, 8 * 2  # bytes of an entry in the list of runs, of chunks
+RUN, CHUNK = 8 * 3, 8 * 2  # bytes of a run and of a chunk in their lists
 
 get, record = memory.load(types.int64), memory.record(PARAMS)
 
@@ -57,7 +58,7 @@ def compile_strided_copy(size):
     return helper(copy_pieces)
 
 
-def compile_gather_copy(size):
+def compile_listed_copy(size):
     """Return a function that copies one token's chunks, of `size` bytes each."""
 
     def copy_listed(source, target, chunks, end):
@@ -67,8 +68,8 @@ def compile_gather_copy(size):
     return helper(copy_listed)
 
 
-even2, even4, even16, even32 = map(compile_strided_copy, (2, 4, 16, 32))
-chunks2, chunks4, chunks16, chunks32 = map(compile_gather_copy, (2, 4, 16, 32))
+strided2, strided4, strided16, strided32 = map(compile_strided_copy, (2, 4, 16, 32))
+listed2, listed4, listed16, listed32 = map(compile_listed_copy, (2, 4, 16, 32))
 
 
 @helper
@@ -77,13 +78,13 @@ def copy_strided(source, source_step, target, target_step, count, width):
     if source_step == width and target_step == width:
         copy_bytes(source, target, count * width)
     elif width == 2:
-        even2(source, source_step, target, target_step, count)
+        strided2(source, source_step, target, target_step, count)
     elif width == 4:
-        even4(source, source_step, target, target_step, count)
+        strided4(source, source_step, target, target_step, count)
     elif width == 16:
-        even16(source, source_step, target, target_step, count)
+        strided16(source, source_step, target, target_step, count)
     elif width == 32:
-        even32(source, source_step, target, target_step, count)
+        strided32(source, source_step, target, target_step, count)
     else:
         for i in range(count):
             copy_bytes(source + i * source_step, target + i * target_step, width)
@@ -93,13 +94,13 @@ def copy_strided(source, source_step, target, target_step, count, width):
 def copy_chunks(source, target, chunks, end, width):
     """Copy one token's chunks; their offsets are listed from `chunks` to `end`."""
     if width == 2:
-        chunks2(source, target, chunks, end)
+        listed2(source, target, chunks, end)
     elif width == 4:
-        chunks4(source, target, chunks, end)
+        listed4(source, target, chunks, end)
     elif width == 16:
-        chunks16(source, target, chunks, end)
+        listed16(source, target, chunks, end)
     elif width == 32:
-        chunks32(source, target, chunks, end)
+        listed32(source, target, chunks, end)
     else:
         for chunk in range(chunks, end, CHUNK):
             copy_bytes(source + get(chunk), target + get(chunk + 8), width)

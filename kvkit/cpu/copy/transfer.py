@@ -17,7 +17,8 @@ from kvkit.cpu.simd import panels
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
 
-BLOCKS = {LOAD: 1, STORE: 8}  # tokens of a block; a store computes the scales of several rows before codes
+# Tokens of keys, and then of values, that are copied in turn; a store computes several scales before codes.
+BLOCKS = {LOAD: 1, STORE: 8}
 SMALL_BYTES = 128 * 1024  # one thread finishes fewer before a second one is awake
 SIDE_BYTES = COPY_SIDE.dtype.itemsize
 STREAM_BYTES = 64 * 2**20  # larger outputs use non-temporal stores, because they stay in no cache
@@ -121,7 +122,8 @@ def prepare_transfer(direction, key, value, cache, starts, first, steps, repeat)
     rows_code = rows(direction, *formats, cache.group, groups, stream).address
     sides = copy_sides((key, value), cache.sides)
     keys, values = cache.sides
-    block = 0 if abs(values.address - keys.address) > abs(keys.row) else BLOCKS[direction]
+    together = abs(values.address - keys.address) <= abs(keys.row)  # a token's key and value are neighbours
+    block = BLOCKS[direction] if together else 0
     chunks = threads() if moved >= SMALL_BYTES else 1
     items = chunks if block else 2 * chunks
     workers = items if chunks > 1 else 1

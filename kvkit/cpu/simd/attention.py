@@ -359,36 +359,34 @@ def wide_scores(b, queries, keys, key_row, count, dim, scores):
             write(b, address, vector)
 
 
-@micro_kernel
-def wide_sums(b, weights, values, value_row, count, dim, sums, factors):
-    """Compute O = O alpha + P V [dim, WIDE]: `sums` is O, `factors` alpha, `weights` P; 8 divides dim."""
-    add_wide(b, weights, values, value_row, count, dim, sums, factors, nan_safe=False)
+def sums_of_wide_tile(nan_safe):
+    """Return a micro-kernel for O = O alpha + P V [dim, WIDE]; if `nan_safe`, of values whose P is not 0."""
+
+    @micro_kernel
+    def wide_sums(b, weights, values, value_row, count, dim, sums, factors):
+        """`sums` is O, `factors` alpha, `weights` P; 8 divides dim."""
+        halves = WIDE // LANES
+        factor = [read(b, b.add(factors, I64(4 * LANES * half)), F32, LANES) for half in range(halves)]
+        with loop(b, dim, TILE) as first:
+            rows = wide_rows(b, b.add(sums, b.mul(first, I64(4 * WIDE))))
+            start = [read(b, address, F32, LANES) * factor[i % halves] for i, address in enumerate(rows)]
+            first_value = b.add(values, b.mul(first, I64(4)))
+            total = wide_products(b, first_value, I64(4), value_row, weights, count, start, nan_safe)
+            for address, vector in zip(rows, total, strict=True):
+                write(b, address, vector)
+
+    return wide_sums
 
 
-@micro_kernel
-def nan_safe_wide_sums(b, weights, values, value_row, count, dim, sums, factors):
-    """Compute O = O alpha + P V as `wide_sums`, over the values whose weight is not 0."""
-    add_wide(b, weights, values, value_row, count, dim, sums, factors, nan_safe=True)
-
-
-def add_wide(b, weights, values, value_row, count, dim, sums, factors, nan_safe):
-    halves = WIDE // LANES
-    factor = [read(b, b.add(factors, I64(4 * LANES * half)), F32, LANES) for half in range(halves)]
-    with loop(b, dim, TILE) as first:
-        rows = wide_rows(b, b.add(sums, b.mul(first, I64(4 * WIDE))))
-        start = [read(b, address, F32, LANES) * factor[i % halves] for i, address in enumerate(rows)]
-        first_value = b.add(values, b.mul(first, I64(4)))
-        total = wide_products(b, first_value, I64(4), value_row, weights, count, start, nan_safe)
-        for address, vector in zip(rows, total, strict=True):
-            write(b, address, vector)
+wide_sums, nan_safe_wide_sums = map(sums_of_wide_tile, (False, True))
 
 
 @micro_kernel
 def online_softmax(b, scores, vectors, step, rows, m_at, l_at, alpha_at):
     """Replace scores S by P = exp(S - m), update m and l of each row, and write alpha.
 
-    Lanes hold rows in turn, or 16 of 32 rows; `step` is the byte stride between vectors. A row's l is spread
-    over its lanes.
+    Lanes hold rows in turn (with 4 rows lane 5 has row 1 of the next token), or 16 of 32 rows; `step` is the
+    byte stride between vectors. A row's l is spread over its lanes.
     """
     before = read(b, m_at, F32, LANES)
     largest = StackSlots(b, [before])
@@ -396,9 +394,9 @@ def online_softmax(b, scores, vectors, step, rows, m_at, l_at, alpha_at):
         largest[0] = largest[0].max(read(b, b.add(scores, b.mul(i, step)), F32, LANES))
     new = largest[0]
     for distance in (8, 4, 2, 1):
-        turned = new.max(new.pick((lane + distance) % LANES for lane in range(LANES)))
-        fits = b.icmp_signed("<=", rows, I64(distance))
-        new = lanes.Lanes(b, b.select(fits, turned.value, new.value))
+        over_tokens = new.max(new.rotate(distance))
+        fits = b.icmp_signed("<=", rows, I64(distance))  # lanes so far apart have the same row
+        new = lanes.Lanes(b, b.select(fits, over_tokens.value, new.value))
     base = new.max(LOWEST)
     alpha = exp(before - base)
     sums = StackSlots(b, [read(b, l_at, F32, LANES) * alpha])
@@ -479,11 +477,11 @@ def widen_numbers(stored):
     @micro_kernel
     def widen_numbers(b, source, target, count):
         size, done = BY_NAME[stored].bytes(1), I64(0)
-        for some in (LANES, 1):
-            begin, whole = done, b.mul(b.udiv(b.sub(count, done), I64(some)), I64(some))
-            with loop(b, whole, some) as i:
+        for width in (LANES, 1):
+            begin, whole = done, b.mul(b.udiv(b.sub(count, done), I64(width)), I64(width))
+            with loop(b, whole, width) as i:
                 at = b.add(begin, i)
-                numbers = widen(read(b, b.add(source, b.mul(at, I64(size))), RAW[stored], some), stored)
+                numbers = widen(read(b, b.add(source, b.mul(at, I64(size))), RAW[stored], width), stored)
                 write(b, b.add(target, b.mul(at, I64(4))), numbers)
             done = b.add(begin, whole)
 

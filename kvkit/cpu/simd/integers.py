@@ -239,7 +239,7 @@ def side_by_side(rows, half):
     return x.pick((word + 32 * row for word in words for row in (0, 1)), y)
 
 
-class Step(NamedTuple):
+class WordProduct(NamedTuple):
     """A product of a vector of codes, of which `words` are picked, with the bytes of the queries."""
 
     vector: int  # number in `biased_codes`
@@ -252,7 +252,7 @@ class SharedScales(NamedTuple):
 
     groups: tuple[int, ...]  # the scale of each lane
     start_at: int  # offset in a chunk of queries: the initial sums
-    steps: list[Step]
+    steps: list[WordProduct]
 
 
 class Queries:
@@ -279,7 +279,7 @@ class Queries:
         for groups, steps in by_groups.items():
             size, start = BYTES * self.vectors, self.chunk_bytes
             offsets = range(start + size, start + size + 2 * size * len(steps), 2 * size)
-            placed = [Step(*step, offset) for step, offset in zip(steps, offsets, strict=True)]
+            placed = [WordProduct(*step, offset) for step, offset in zip(steps, offsets, strict=True)]
             self.sums.append(SharedScales(groups, start, placed))
             self.chunk_bytes += size + 2 * size * len(steps)
 

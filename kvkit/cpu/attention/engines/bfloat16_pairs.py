@@ -11,9 +11,8 @@ import functools
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.attention.engines.code import step_code
 from kvkit.cpu.attention.engines.load import load_rows, row_at, rows_of_head
-from kvkit.cpu.attention.params import block_at, params_at, rows_computed, tile_at, whole_tiles
+from kvkit.cpu.attention.params import block_at, params_at, rows_computed, step_code, tile_at, whole_tiles
 from kvkit.cpu.simd import attention, pairs
 from kvkit.runtime.jit import helper
 

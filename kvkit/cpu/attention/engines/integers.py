@@ -9,9 +9,8 @@ import functools
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.attention.engines.code import step_code
 from kvkit.cpu.attention.online_softmax import fill_vector
-from kvkit.cpu.attention.params import block_at, params_at, prefetched, tile_at, whole_tiles
+from kvkit.cpu.attention.params import block_at, params_at, prefetched, step_code, tile_at, whole_tiles
 from kvkit.cpu.simd import integers
 from kvkit.formats.elements import BY_NAME
 

@@ -12,8 +12,7 @@ import functools
 import numpy as np
 
 from kvkit.cpu.attention.engines import plain as plain_forms
-from kvkit.cpu.attention.engines.code import step_code
-from kvkit.cpu.attention.params import block_at, params_at, prefetched, tile_at, whole_tiles
+from kvkit.cpu.attention.params import block_at, params_at, prefetched, step_code, tile_at, whole_tiles
 from kvkit.cpu.simd import attention, chunks, panels, quarters
 from kvkit.cpu.simd.chunks import NARROW
 from kvkit.cpu.simd.lanes import LANES

@@ -7,8 +7,7 @@ O = O alpha + P V            [rows, dim], or [dim, rows] of 32 rows
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.attention.engines.code import step_code
-from kvkit.cpu.attention.params import block_at, params_at, tile_at, whole_tiles
+from kvkit.cpu.attention.params import block_at, params_at, step_code, tile_at, whole_tiles
 from kvkit.cpu.copy import blocks
 from kvkit.cpu.simd.attention import WIDE
 from kvkit.formats.elements import BY_NAME

@@ -9,8 +9,7 @@ Lanes are query rows.
 import functools
 
 from kvkit.cpu.attention.engines import plain as plain_forms
-from kvkit.cpu.attention.engines.code import step_code
-from kvkit.cpu.attention.params import block_at, params_at, tile_at, whole_tiles
+from kvkit.cpu.attention.params import block_at, params_at, step_code, tile_at, whole_tiles
 from kvkit.cpu.simd import attention
 from kvkit.cpu.simd.attention import WIDE
 

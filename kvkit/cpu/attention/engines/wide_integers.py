@@ -9,9 +9,8 @@ import functools
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.attention.engines.code import step_code
 from kvkit.cpu.attention.engines.load import rows_of_head
-from kvkit.cpu.attention.params import block_at, params_at, tile_at, whole_tiles
+from kvkit.cpu.attention.params import block_at, params_at, step_code, tile_at, whole_tiles
 from kvkit.cpu.simd import integers, wide_integers
 from kvkit.runtime.jit import helper
 
