@@ -12,6 +12,7 @@ from kvkit.formulas import numeric
 from kvkit.runtime.jit import helper
 
 LANES, WIDE = attention.LANES, attention.WIDE
+# `mask_kind` is 1 for float32, 2 for float16, 3 for bfloat16, and 4 for bool.
 MINUS_INF = numeric.MINUS_INF
 
 get, get_bool = memory.load(types.int64), memory.load(types.int8)
@@ -25,10 +26,10 @@ def add_biases(params_address, block_address, tile_address):
     """Cap the scores of a tile [tokens, rows], then add ALiBi and mask where a query sees the key."""
     params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
     step, line = 4 * block.rows, 4 * WIDE_BLOCK
-    lines = block.workspace + params.workspace.lines  # numbers of a wide tile's mask         [rows, tokens]
-    size = 4 if params.mask_kind == 1 else 2 if params.mask_kind in (2, 3) else 0
-    in_lines = block.wide and size and params.mask_column == size
-    if in_lines:
+    lines = block.workspace + params.workspace.lines  # a wide tile's mask, widened           [rows, tokens]
+    size = 4 if params.mask_kind == 1 else 2 if params.mask_kind in (2, 3) else 0  # bytes; 0 for bool
+    is_widened = block.wide and size and params.mask_column == size
+    if is_widened:
         attention.clear(lines, WIDE * WIDE_BLOCK)
     if params.cap:
         cap(tile.scores, -(-tile.count * block.rows // LANES), params.cap_at)
@@ -49,14 +50,14 @@ def add_biases(params_address, block_address, tile_address):
                 put_float(at + t * step, get_float(at + t * step) + bias)
         if params.mask:
             mask = mask_of_block(params, block, head, token)
-            if in_lines:
+            if is_widened:
                 attention.prefetch_bytes(mask + block.size * size, block.size * size)  # of the next block
                 widen_mask(params, mask + low * params.mask_column, lines + r * line + 4 * low, high - low)
             else:
                 add_mask(params, at, step, mask, low, high)
-    if in_lines:
-        whole = -(-tile.count // LANES) * LANES
-        attention.add_biases(lines, line, rows_computed(params, block, tile), whole, tile.scores)
+    if is_widened:
+        tokens = -(-tile.count // LANES) * LANES
+        attention.add_biases(lines, line, rows_computed(params, block, tile), tokens, tile.scores)
 
 
 @functools.cache

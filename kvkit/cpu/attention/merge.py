@@ -1,4 +1,7 @@
-"""Merge attention over parts of a context: an output row is the weighted sum of the parts' rows."""
+"""Merge attention over parts of a context: an output row is the weighted sum of the parts' rows.
+
+m = max lse_i      w_i = exp(lse_i - m)      l = sum w_i      out = sum w_i out_i / l      lse = m + log l
+"""
 
 import functools
 
@@ -68,22 +71,22 @@ def merge_code(element, plain=False):
         for row in range(
             share(params.rows, worker, params.workers), share(params.rows, worker + 1, params.workers)
         ):
-            top, total, count = MINUS_INF, ZERO, 0
+            m, l, count = MINUS_INF, ZERO, 0
             for part in range(params.parts):
                 lse = get_float(lses[part] + 4 * row)
                 if lse != INF:  # FlashAttention 2 returns +inf if no key was seen
-                    top = max(top, lse)
+                    m = max(m, lse)
             for part in range(params.parts):
                 lse = get_float(lses[part] + 4 * row)
-                weight = numeric.weight(lse, top) if lse != INF else ZERO
+                weight = numeric.weight(lse, m) if lse != INF else ZERO
                 if weight != ZERO:
-                    total += weight
+                    l += weight
                     put(entries + count * ENTRY, outputs[part] + row * params.dim * size)
                     put_float(entries + count * ENTRY + 8, weight)
                     count += 1
             for i in range(count):
                 at = entries + i * ENTRY + 8
-                put_float(at, numeric.normalizer(get_float(at), total, ONE))
+                put_float(at, numeric.normalizer(get_float(at), l, ONE))
             target = params.out + row * params.dim * size
             for j in range(0, whole, LANES):
                 vector(entries, count, j * size, target + j * size)
@@ -93,7 +96,7 @@ def merge_code(element, plain=False):
                     entry = entries + i * ENTRY
                     x += get_element(get(entry) + j * size) * get_float(entry + 8)
                 put_element(target + j * size, x)
-            put_float(params.lse + 4 * row, numeric.log_sum(top, total))
+            put_float(params.lse + 4 * row, numeric.log_sum(m, l))
 
     return callback(merge_rows, WORKER, (element, plain))
 
@@ -103,7 +106,7 @@ def prepare_merge(element, outputs, lses, out, lse):
 
     The owners of their addresses are numbers as text: `outputs` first, then `lses`.
     """
-    several = len(outputs) * out.nbytes >= SMALL_BYTES
+    several = len(outputs) * out.nbytes >= SMALL_BYTES  # workers
     most, parts = numba.config.NUMBA_NUM_THREADS if several else 1, len(outputs)
     entries = np.empty(most * parts * ENTRY, np.uint8)
     numbers = np.empty(len(PARAMS.names) + 2 * parts, np.int64)

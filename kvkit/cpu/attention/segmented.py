@@ -57,9 +57,10 @@ class Segment(NamedTuple):
 SEGMENT = Record(" ".join(Segment._fields))
 TABLE = Record("heads planes counting clamped ones", sinks=SEGMENT, codes=SEGMENT, tail=SEGMENT)
 FIRST, SEGMENT_BYTES = 8 * TABLE.at["sinks.end"], SEGMENT.dtype.itemsize
-FEW = 8  # the largest tile of tokens; a run that is no multiple of it leaves fewer
-CLAMPS = np.minimum(np.arange(FEW), np.arange(-1, FEW - 1)[:, None]).clip(0)  # [tokens, FEW]
-UNITS = np.ones(chunks.NARROW, np.float32)
+TILE = 8  # most tokens that narrow scores take at a time
+# Row ids of a tile with n < TILE tokens, in row n: 0, 1, .., n - 1, n - 1, ..
+CLAMPS = np.minimum(np.arange(TILE), np.arange(-1, TILE - 1)[:, None]).clip(0)
+UNITS = np.ones(chunks.NARROW, np.float32)  # alpha of runs after the first one
 
 get, table_at, segment_at = memory.load(types.int64), memory.record(TABLE), memory.record(SEGMENT)
 
@@ -175,14 +176,12 @@ def scores(count, codes):
         while position < end:
             segment, stop, row, scales, step, scale_row = run_at(table, segment, plane, position, end)
             live = stop - position
-            few = live < tile_tokens
-            whole = tile_tokens if few else live - live % tile_tokens
-            row_ids = table.clamped + 8 * FEW * live if few else table.counting
+            done = live if live < tile_tokens else live - live % tile_tokens  # whole tiles, then the rest
+            row_ids = table.clamped + 8 * TILE * live if live < tile_tokens else table.counting
             of_run(
-                tile, row, step, scales, scale_row, row_ids=row_ids, tokens=whole, dim=params.keys.padded_dim,
-                target=target,
+                tile, row, step, scales, scale_row, row_ids=row_ids, tokens=max(done, tile_tokens),
+                dim=params.keys.padded_dim, target=target,
             )  # fmt: skip
-            done = live if few else whole
             target += 4 * count * done
             position += done
 

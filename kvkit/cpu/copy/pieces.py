@@ -21,7 +21,7 @@ from kvkit.cpu.positions.rotary import call_heads, halves_of, heads_of, put_pair
 from kvkit.cpu.simd import means, panels
 from kvkit.cpu.simd.attention import prefetch_bytes
 from kvkit.cpu.simd.fractals import fractals, scattered_fractals
-from kvkit.cpu.simd.panels import LANES
+from kvkit.cpu.simd.lanes import LANES
 from kvkit.formats import BY_DTYPE
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
 from kvkit.runtime.jit import callback, helper
@@ -32,6 +32,7 @@ FRACTAL_ROWS = 32  # NZ rows per batch: 8 heads of 128 float16 make 64 KB, which
 TILE = 16  # tokens per tile if the cache is head-major
 SCALES = "scales scale_block scale_row scale_outer scale_inner"
 ROTATION = "unrotated unrotated_token unrotated_head heads angles pairs begin halves rotate_code"
+# A packed array and its cache: addresses, byte strides, and the loops that copy a row (see `RowLoops`).
 POOL_SIDE = Record(
     "packed token head cache block row",
     "outer packed_outer cache_outer inner packed_inner cache_inner dim",
@@ -40,11 +41,28 @@ POOL_SIDE = Record(
     ROTATION,
 )
 NO_SCALES, UNROTATED = (dict.fromkeys(line.split(), 0) for line in (SCALES, ROTATION))
-LOOPS = "outer", "packed_outer", "cache_outer", "inner", "packed_inner", "cache_inner"
 PARAMS = Record(
     "rows_code mean_code chunks items workers sides side_bytes pieces starts count block_size",
     "lines item_bytes",
 )
+
+
+class RowLoops(NamedTuple):
+    """Two nested loops that copy a token's row: counts and byte strides; `size` is copied at a time."""
+
+    outer: int
+    packed_outer: int
+    cache_outer: int
+    inner: int
+    packed_inner: int
+    cache_inner: int
+    size: int
+
+    def fields(self, row, unit):
+        """Return fields of `POOL_SIDE`; tokens of the cache are `row` bytes apart, elements have `unit`."""
+        loops = self._asdict()
+        dim = loops.pop("size") // unit
+        return loops | {"dim": dim, "by_head": abs(self.cache_inner) > abs(row)}
 
 
 class KeyRotation(NamedTuple):
@@ -81,19 +99,19 @@ def copy_pieces(worker, params_at):
         while token < end:
             while token >= starts[piece + 1]:
                 piece += 1
-            named = params.pieces + 8 * piece * PIECE
-            done, slot = token - starts[piece], get(named + 8 * SLOT)
+            fields = params.pieces + 8 * piece * PIECE
+            done, slot = token - starts[piece], get(fields + 8 * SLOT)
             source = address_of(params, at, token, piece)
             if at.by_fractal and at.stores and not params.mean_code and not at.angles:
                 token += store_fractals(params, at, token, end, piece)
-            elif get(named + 8 * MEAN):
-                store_mean(params, at, item, named, done, min(end, starts[piece + 1]) - token)
+            elif get(fields + 8 * MEAN):
+                store_mean(params, at, item, fields, done, min(end, starts[piece + 1]) - token)
                 token = min(end, starts[piece + 1])
             else:
                 run = min(min(end, starts[piece + 1]) - token, rest_of_page(slot + done, params.block_size))
                 run = min(run, TILE) if at.by_head or at.angles else run
                 if at.angles:
-                    first = get(named + 8 * TOKEN) + done
+                    first = get(fields + 8 * TOKEN) + done
                     source = rotate_keys(at, first, run, params.lines + item * params.item_bytes)
                 move_run(params.rows_code, at, source, slot + done, run, params.block_size)
                 token += run
@@ -101,15 +119,15 @@ def copy_pieces(worker, params_at):
 
 
 @helper
-def store_mean(params, at, item, named, done, tokens):
-    """Compute and store this worker's share of a mean, for `tokens` tokens from token `done` on.
+def store_mean(params, at, item, fields, done, tokens):
+    """Compute and store this worker's share of a piece's mean, for `tokens` tokens from token `done` on.
 
     Workers share the elements of a mean in proportion to their tokens, so that one worker sums an element in
     order. If rows are not contiguous, the worker with the first token computes the whole mean.
     """
-    count, line = get(named + 8 * COUNT), params.lines + item * params.item_bytes
-    source = at.packed + get(named + 8 * TOKEN) * at.token + get(named + 8 * HEAD) * at.head
-    slot = get(named + 8 * SLOT)
+    count, line = get(fields + 8 * COUNT), params.lines + item * params.item_bytes
+    source = at.packed + get(fields + 8 * TOKEN) * at.token + get(fields + 8 * HEAD) * at.head
+    slot = get(fields + 8 * SLOT)
     if at.outer == 1 and at.inner == 1 and not at.by_fractal:
         panels = at.elements // LANES
         first, last = done * panels // count, (done + tokens) * panels // count
@@ -181,8 +199,8 @@ def store_fractals(params, at, token, end, piece):
 @helper
 def address_of(params, at, token, piece):
     """Return the address of a piece's token in the packed tensor."""
-    named, done = params.pieces + 8 * piece * PIECE, token - integers(params.starts)[piece]
-    return at.packed + (get(named + 8 * TOKEN) + done) * at.token + get(named + 8 * HEAD) * at.head
+    fields, done = params.pieces + 8 * piece * PIECE, token - integers(params.starts)[piece]
+    return at.packed + (get(fields + 8 * TOKEN) + done) * at.token + get(fields + 8 * HEAD) * at.head
 
 
 @helper
@@ -243,34 +261,28 @@ def prepare_pieces(direction, packed, caches, pieces, block_size, element=None, 
     they have one head. `element` is the format of rows that are averaged, None without means. `names` ("key",
     "value") name the owners of addresses. A `rotation` rotates the first array.
     """
-    arrays, fields, turned_bytes = (*packed, *caches), [UNROTATED] * len(packed), 0
+    arrays, rotations, rotated_bytes = (*packed, *caches), [UNROTATED] * len(packed), 0
     if rotation is not None:
-        line, fields[0], turned_bytes = rotated_line(packed[0], rotation)
+        line, rotations[0], rotated_bytes = rotated_line(packed[0], rotation)
         packed = [line, *packed[1:]]
-    forms = [row_form(array, cache) for array, cache in zip(packed, caches, strict=True)]
-    starts = np.zeros(len(pieces) + 1, np.int64)
-    np.cumsum(pieces[:, COUNT], out=starts[1:])
-    tokens = int(starts[-1])
-    unit = min(unit_of(form[6]) for form in forms)
-    places, moved, line_bytes = [], 0, 0
-    for array, cache, form, turned in zip(packed, caches, forms, fields, strict=True):
+    loops = [row_loops(array, cache) for array, cache in zip(packed, caches, strict=True)]
+    unit = min(unit_of(each.size) for each in loops)
+    sides, moved, line_bytes = [], 0, 0
+    for array, cache, loop, rotated in zip(packed, caches, loops, rotations, strict=True):
         (_, _, heads, dim), size = cache.shape, cache.itemsize
         line_bytes = max(line_bytes, dim * size)
-        moved += tokens * heads * dim * size
-        *strides, row_bytes = form
-        places.append(POOL_SIDE.filled({
+        moved += int(pieces[:, COUNT].sum()) * heads * dim * size
+        sides.append(POOL_SIDE.filled({
             "packed": array, "token": array.strides[0], "head": array.strides[1],
             "cache": cache, "block": cache.strides[0], "row": cache.strides[1],
-            **dict(zip(LOOPS, strides, strict=True)), "dim": row_bytes // unit,
-            "by_head": abs(form[5]) > abs(cache.strides[1]), "by_fractal": row_bytes == FRACTAL_BYTES,
-            "elements": dim, "line_bytes": dim * size, "stores": direction == STORE, **NO_SCALES, **turned,
+            **loop.fields(cache.strides[1], unit), "by_fractal": loop.size == FRACTAL_BYTES,
+            "elements": dim, "line_bytes": dim * size, "stores": direction == STORE, **NO_SCALES, **rotated,
         }))  # fmt: skip
     stream = moved >= STREAM_BYTES and all(map(aligned, caches if direction == STORE else packed))
     code = rows(direction, MOVES[unit], MOVES[unit], stream=stream).address
-    mean_code, item_bytes = (mean(element).address, line_bytes) if element else (0, turned_bytes)
-    alive = *arrays, rotation
+    mean_code, item_bytes = (mean(element).address, line_bytes) if element else (0, rotated_bytes)
     return prepare_copy(
-        places, code, pieces, starts, block_size, moved, alive=alive, names=names,
+        sides, code, pieces, block_size, moved, alive=(*arrays, rotation), names=names,
         mean_code=mean_code, item_bytes=item_bytes,
     )  # fmt: skip
 
@@ -289,12 +301,13 @@ def rotated_line(tokens, rotation):
     return line, fields, -(-(line.nbytes + 16 * pairs) // 64) * 64
 
 
-def prepare_copy(places, code, pieces, starts, block_size, moved, alive, names=(), mean_code=0, item_bytes=0):
+def prepare_copy(sides, code, pieces, block_size, moved, alive, names=(), mean_code=0, item_bytes=0):
     """Return a launch of `copy_pieces`, whose work items have buffers of `item_bytes` each."""
-    numbers = np.concatenate(places)
+    numbers, starts = np.concatenate(sides), np.zeros(len(pieces) + 1, np.int64)
+    np.cumsum(pieces[:, COUNT], out=starts[1:])
     count = threads() if moved >= SMALL_BYTES else 1
-    chunks = count // math.gcd(count, len(places))  # so that work items are equally large
-    items = len(places) * chunks
+    chunks = count // math.gcd(count, len(sides))  # so that work items are equally large
+    items = len(sides) * chunks
     workers = items if count > 1 else 1
     params = PARAMS.filled({
         "rows_code": code, "mean_code": mean_code, "chunks": chunks, "items": items, "workers": workers,
@@ -322,21 +335,17 @@ def prepare_encoding(sides, pieces, rotation=None):
 
     Keys and values that need the same machine code share a launch. A `rotation` rotates the keys.
     """
-    starts = np.zeros(len(pieces) + 1, np.int64)
-    np.cumsum(pieces[:, COUNT], out=starts[1:])
     by_code: dict[int, list] = {}
     item_bytes = 0
     for side in sides:
-        fields = UNROTATED
+        tokens, rotated = side.tokens, UNROTATED
         if rotation is not None and side.name == "key":
-            line, fields, item_bytes = rotated_line(side.tokens, rotation)
-        else:
-            line = side.tokens
-        code, numbers = coded_side(side, line, fields)
+            tokens, rotated, item_bytes = rotated_line(side.tokens, rotation)
+        code, numbers = coded_side(side, tokens, rotated)
         by_code.setdefault(code, []).append((side, numbers))
     return [
         prepare_copy(
-            [numbers for _, numbers in alike], code, pieces, starts, alike[0][0].pool.shape[1],
+            [numbers for _, numbers in alike], code, pieces, alike[0][0].pool.shape[1],
             sum(side.tokens.nbytes for side, _ in alike), alive=(sides, rotation),
             names=[side.name for side, _ in alike], item_bytes=item_bytes,
         )
@@ -356,35 +365,31 @@ def coded_side(side, tokens, rotated):
         block, row, head = scales.strides[:3] if side.group else (0, 0, scales.strides[0] if heads > 1 else 0)
         head = 0 if scales.shape == (1,) else head
     (token, packed_head, size), (pool_head, step) = tokens.strides, pool.strides[2:]
-    form = 1, 0, 0, heads, packed_head, pool_head
-    ends = {"scale_outer": 0, "scale_inner": head}
+    loops = RowLoops(1, 0, 0, heads, packed_head, pool_head, dim)
+    scale_strides = {"scale_outer": 0, "scale_inner": head}
     if dim > 1 and step != pool.itemsize:
-        form, dim = (heads, packed_head, pool_head, dim, size, step), 1
-        ends = {"scale_outer": head, "scale_inner": 0}
+        loops = RowLoops(heads, packed_head, pool_head, dim, size, step, 1)
+        scale_strides = {"scale_outer": head, "scale_inner": 0}
     numbers = POOL_SIDE.filled({
         "packed": tokens, "token": token, "head": packed_head,
         "cache": pool, "block": pool.strides[0], "row": pool.strides[1],
-        **dict(zip(LOOPS, form, strict=True)), "dim": dim,
-        "by_head": abs(form[5]) > abs(pool.strides[1]), "by_fractal": 0,
+        **loops.fields(pool.strides[1], unit=1), "by_fractal": 0,
         "elements": pool.shape[3], "line_bytes": tokens.itemsize * pool.shape[3],
         "stores": 1, "scales": scales, "scale_block": block, "scale_row": row,
-        **ends, **rotated,
+        **scale_strides, **rotated,
     })  # fmt: skip
     return code, numbers
 
 
-def row_form(packed, cache):
-    """Return the two nested loops that copy a token's row, and the bytes that the inner one copies.
-
-    The result is (outer count, packed stride, cache stride, inner count, packed stride, cache stride, bytes).
-    """
+def row_loops(packed, cache):
+    """Return the loops that copy a token's row: over heads and elements, over heads, or none."""
     (_, _, heads, dim), size = cache.shape, cache.itemsize
     (packed_head, packed_step), (cache_head, cache_step) = packed.strides[1:], cache.strides[2:]
     if dim > 1 and (packed_step != size or cache_step != size):
-        return heads, packed_head, cache_head, dim, packed_step, cache_step, size
+        return RowLoops(heads, packed_head, cache_head, dim, packed_step, cache_step, size)
     if heads == 1 or packed_head == cache_head == dim * size:
-        return 1, 0, 0, 1, 0, 0, heads * dim * size
-    return 1, 0, 0, heads, packed_head, cache_head, dim * size
+        return RowLoops(1, 0, 0, 1, 0, 0, heads * dim * size)
+    return RowLoops(1, 0, 0, heads, packed_head, cache_head, dim * size)
 
 
 def unit_of(size):

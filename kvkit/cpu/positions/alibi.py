@@ -9,18 +9,31 @@ from numba import types
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES
 from kvkit.cpu.launches import Launch, Record, address, kernel_code, run_workers, threads
-from kvkit.cpu.simd.lanes import F32, I8, I32, RAW, Lanes, fill, micro_kernel, narrow, read, widen, write
+from kvkit.cpu.simd.lanes import (
+    F32,
+    I8,
+    I32,
+    LANES,
+    RAW,
+    Lanes,
+    fill,
+    micro_kernel,
+    narrow,
+    read,
+    widen,
+    write,
+)
 from kvkit.formats.elements import BY_NAME, mask_bytes
 from kvkit.formulas import numeric
 from kvkit.formulas.index import sequence_among, share
 from kvkit.runtime.jit import callback, helper
 
-LANES = 16
 F64 = ir.DoubleType()
 ZERO, MINUS_INF = np.float32(0), np.float32(-np.inf)
 INT = types.int64
 ROW_SIGNATURE = types.void(*[INT] * 9)
-PARAMS = Record("row_code workers starts kvstarts sequences batches heads columns padding places")
+PLACES = "target", "target_batch", "target_head", "target_row", "mask", "mask_batch", "mask_head", "mask_row"
+PARAMS = Record("row_code workers starts kvstarts sequences batches heads columns padding", " ".join(PLACES))
 
 record, integers = memory.record(PARAMS), memory.integers
 put_slope = memory.store(types.float32)
@@ -113,7 +126,7 @@ def row_of_mask(element, mask=None, plain=False):
     masked, bare = line(element, mask, plain), line(element, None, plain)
 
     def row_of_mask(target, mask_row, begin, end, diagonal, total, columns, slope, padding):
-        seen = min(max(diagonal + 1, begin), end)
+        seen = min(max(diagonal + 1, begin), end)  # the end of the columns that the row's query sees
         slope, padding = numeric.float_of(np.uint32(slope)), numeric.float_of(np.uint32(padding))
         masked(target, mask_row, 0, begin, ZERO, 0, ZERO)
         masked(target, mask_row, begin, seen, slope, diagonal, ZERO)
@@ -125,9 +138,9 @@ def row_of_mask(element, mask=None, plain=False):
 
 
 def write_rows(worker, params_at):
-    """Write this worker's rows; `places` has address and strides (batch, head, row) of both masks."""
+    """Write this worker's rows."""
     params = record(params_at)
-    starts, kvstarts, places = integers(params.starts), integers(params.kvstarts), integers(params.places)
+    starts, kvstarts = integers(params.starts), integers(params.kvstarts)
     rows, total = starts[params.sequences], kvstarts[params.sequences]
     items = params.batches * params.heads * rows
     for item in range(share(items, worker, params.workers), share(items, worker + 1, params.workers)):
@@ -137,8 +150,9 @@ def write_rows(worker, params_at):
         begin, end = kvstarts[sequence], kvstarts[sequence + 1]
         call_row(
             params.row_code,
-            target=places[0] + batch * places[1] + head * places[2] + row * places[3],
-            mask=places[4] + batch * places[5] + head * places[6] + row * places[7],
+            target=params.target + batch * params.target_batch + head * params.target_head
+            + row * params.target_row,
+            mask=params.mask + batch * params.mask_batch + head * params.mask_head + row * params.mask_row,
             begin=begin, end=end, diagonal=end - starts[sequence + 1] + row, total=total,
             slope=np.int64(numeric.bits_of(numeric.alibi_slope(head, params.heads))),
             columns=params.columns, padding=params.padding,
@@ -153,12 +167,12 @@ def prepare_alibi(target, element, starts, kvstarts, mask, mask_element, padding
     """
     batches, heads, _, columns = target.shape
     workers = threads() if target.nbytes >= SMALL_BYTES else 1
-    places = np.array([(address(target), *target.strides[:3]), mask], np.int64)
     params = PARAMS.filled({
         "row_code": row_of_mask(element, mask_element).address, "workers": workers,
         "starts": starts, "kvstarts": kvstarts, "sequences": len(starts) - 1,
         "batches": batches, "heads": heads, "columns": columns,
-        "padding": int(np.float32(padding).view(np.uint32)), "places": places,
+        "padding": int(np.float32(padding).view(np.uint32)),
+        **dict(zip(PLACES, (target, *target.strides[:3], *mask), strict=True)),
     })  # fmt: skip
     run = functools.partial(run_workers, kernel_code(write_rows), workers, address(params))
-    return Launch(places.reshape(-1), {}, run, alive=(target, params, starts, kvstarts))
+    return Launch(params, {}, run, alive=(target, starts, kvstarts))

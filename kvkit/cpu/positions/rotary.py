@@ -19,13 +19,12 @@ from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES, STREAM_BYTES, aligned
 from kvkit.cpu.launches import Launch, Record, Workspace, address, kernel_code, run_workers, threads
 from kvkit.cpu.simd import panels
-from kvkit.cpu.simd.lanes import RAW, micro_kernel, narrow, read, widen, write
+from kvkit.cpu.simd.lanes import LANES, RAW, micro_kernel, narrow, read, widen, write
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas import numeric
 from kvkit.formulas.index import sequence_among, share
 from kvkit.runtime.jit import INDEX, callback, helper
 
-LANES = 16
 INT, FLOAT = types.int64, types.float64
 HEADS_SIGNATURE = types.void(*[INT] * 9)
 FREQUENCIES_SIGNATURE = types.void(FLOAT, INT, INDEX, INT, INT, FLOAT, INT)
@@ -33,13 +32,22 @@ PARAMS = Record(
     "heads_code workers starts first batch sides dim rotary_dim halves",
     "table table_bytes scaling longest scratch scratch_bytes",
 )
-SIDE_BYTES = 8 * 10
-OWNERS = {0: "query", 4: "rotated query", 10: "key", 14: "rotated key"}  # of addresses, by index in `sides`
+# A query or a key: addresses and byte strides of the source and the target, heads, and rotated elements.
+SIDE = Record(
+    "source source_sequence source_token source_head target target_sequence target_token target_head",
+    "heads rotary_dim",
+)
+SIDE_BYTES = SIDE.dtype.itemsize
+OWNERS = {
+    i * len(SIDE.names) + SIDE.at[field]: prefix + name
+    for i, name in enumerate(("query", "key"))
+    for field, prefix in (("source", ""), ("target", "rotated "))
+}
 
 rotated = numeric.rotation(numeric.product)
-get, get_double = memory.load(types.int64), memory.load(types.float64)
+get_double = memory.load(types.float64)
 get_float, put_float = memory.load(types.float32), memory.store(types.float32)
-record, integers = memory.record(PARAMS), memory.integers
+record, side_at, integers = memory.record(PARAMS), memory.record(SIDE), memory.integers
 
 
 @memory.machine_code
@@ -120,7 +128,7 @@ def halves_of(element, stream=False, plain=False):
     def halves_of(source, source_head, target, target_head, heads, dim, rotary_dim, cosines, sines):
         half = rotary_dim // 2
         whole = 0 if plain else half // LANES * LANES
-        behind, positive = half * size, sines + half * 4
+        behind, positive = half * size, sines + half * 4  # bytes between the elements of a pair; sines
         for head in range(heads):
             x, y = source + head * source_head, target + head * target_head
             for i in range(0, whole, LANES):
@@ -195,11 +203,10 @@ def put_pair(i, pairs, halves, cosine, sine, cosines, sines):
 def rotate_tokens(worker, params_at):
     """Rotate the packed tokens. Sequence b begins at position `first[b]`.
 
-    `sides` [query|key, 10] holds address and byte strides (sequence, token, head) of the source and of the
-    target, the number of heads, and the number of rotated elements of a head: `rotary_dim`, or 0. `table` is
-    the address of the caller's cosines [positions, pairs]; sines follow at + `table_bytes`. If it is 0, both
-    are computed. `scaling` has theta, the divisor of positions, and the factor that scales the base for
-    contexts longer than `longest` (dynamic NTK).
+    `sides` has a `SIDE` for queries and one for keys. `table` is the address of the caller's cosines
+    [positions, pairs]; sines follow at + `table_bytes`. If it is 0, both are computed. `scaling` has theta,
+    the divisor of positions, and the factor that scales the base for contexts longer than `longest` (dynamic
+    NTK).
     """
     params = record(params_at)
     starts, first = integers(params.starts), integers(params.first)
@@ -226,15 +233,15 @@ def rotate_tokens(worker, params_at):
                 base = stretched
                 fill(frequencies, pairs, base)
             fill_angles(position, divisor, frequencies, pairs, params.halves, cosines, sines)
-        for side in range(2):
-            at = params.sides + SIDE_BYTES * side
+        for i in range(2):
+            side = side_at(params.sides + SIDE_BYTES * i)
             call_heads(
                 params.heads_code,
-                source=get(at) + sequence * get(at + 8) + token * get(at + 16),
-                source_head=get(at + 24),
-                target=get(at + 32) + sequence * get(at + 40) + token * get(at + 48),
-                target_head=get(at + 56),
-                heads=get(at + 64), dim=params.dim, rotary_dim=get(at + 72), cosines=cosines, sines=sines,
+                source=side.source + sequence * side.source_sequence + token * side.source_token,
+                source_head=side.source_head,
+                target=side.target + sequence * side.target_sequence + token * side.target_token,
+                target_head=side.target_head,
+                heads=side.heads, dim=params.dim, rotary_dim=side.rotary_dim, cosines=cosines, sines=sines,
             )  # fmt: skip
 
 
@@ -247,16 +254,15 @@ def prepare_rotary(element, moves, starts, first, rotary_dim, bypass_key, halves
     """
     sides, moved = [], 0
     for (source, target), dims in zip(moves, (rotary_dim, 0 if bypass_key else rotary_dim), strict=True):
-        place = address(target)
-        where = address(source), *packed_strides(source), place, *packed_strides(target)
-        heads = source.shape[-2] if dims or where[0] != place else 0  # nothing to do in place
-        sides.append((*where, heads, dims))
+        at, to = address(source), address(target)
+        heads = source.shape[-2] if dims or at != to else 0  # 0 if there is nothing to do
+        sides.append((at, *packed_strides(source), to, *packed_strides(target), heads, dims))
         moved += target.nbytes
     stream = moved >= STREAM_BYTES and all(aligned(target) for _, target in moves)
-    stream = stream and not (halves and rotary_dim // 2 * moves[0][0].itemsize % 16)
+    stream = stream and not (halves and rotary_dim // 2 * moves[0][0].itemsize % 16)  # second halves too
     workers = threads() if moved >= SMALL_BYTES else 1
     theta, divisor, longest, factor = scaling
-    places, numbers = np.array(sides, np.int64), doubles(theta, divisor, factor)
+    places, scales = np.array(sides, np.int64), doubles(theta, divisor, factor)
     scratch_bytes = 64 * rotary_dim
     params = PARAMS.filled({
         "heads_code": (halves_of if halves else heads_of)(element, stream).address, "workers": workers,
@@ -264,7 +270,7 @@ def prepare_rotary(element, moves, starts, first, rotary_dim, bypass_key, halves
         "sides": places, "dim": moves[0][0].shape[-1], "rotary_dim": rotary_dim, "halves": halves,
         "table": tables,
         "table_bytes": 0 if tables is None else tables.strides[0],
-        "scaling": numbers, "longest": longest,
+        "scaling": scales, "longest": longest,
         "scratch": 0, "scratch_bytes": scratch_bytes,
     })  # fmt: skip
     kernel = kernel_code(rotate_tokens)
@@ -273,7 +279,7 @@ def prepare_rotary(element, moves, starts, first, rotary_dim, bypass_key, halves
         params[PARAMS.at["scratch"]] = scratch.at_least(workers * scratch_bytes)
         run_workers(kernel, workers, address(params))
 
-    return Launch(places.reshape(-1), OWNERS, run, alive=(params, moves, starts, first, numbers, tables))
+    return Launch(places.reshape(-1), OWNERS, run, alive=(params, moves, starts, first, scales, tables))
 
 
 scratch = Workspace()  # cosines, sines and frequencies of each worker
