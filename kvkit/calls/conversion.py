@@ -39,13 +39,13 @@ class LayerRows:
     blocks: Index
     tokens: Index  # [tokens of a block]
     content: Index  # [heads, content]
-    even: int  # tokens begin at equal distances within groups of so many
+    equidistant: int  # tokens begin at equal distances within groups of so many
     dtype: np.dtype[Any]
 
     @property
     def step(self) -> int:
         """Return the bytes from token to token."""
-        return int(self.tokens[1] - self.tokens[0]) if self.even > 1 else 0
+        return int(self.tokens[1] - self.tokens[0]) if self.equidistant > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class CacheRows:
     arrays: list[Array]
     blocks: int
     page_size: int
-    even: int
+    equidistant: int
 
 
 def convert(
@@ -124,7 +124,8 @@ def convert(
     check_one_kind(before)
     check_one_kind(after)
     known = check_sizes("sizes", sizes)
-    latent = ("kv" in before.names) != ("kv" in after.names)  # planes of a latent row, and whole rows
+    # One layout has whole latent rows, the other two planes: the latent part, and the rotated one as values.
+    latent = ("kv" in before.names) != ("kv" in after.names)
     if latent and {"h", "s"} & {*before.names, *after.names}:
         expected = f"no axis kv, for the latent rows of '{before}'"
         if "kv" in before.names:
@@ -136,7 +137,7 @@ def convert(
         read = split_rows(read, rotary)
     rows = moved_rows(tables, read)
     wanted = target_sizes(read, rows, after, check_sizes("to_sizes", to_sizes), tables, out is None)
-    if latent and not rotary:
+    if latent and not rotary:  # planes become whole rows
         wanted["c"] += wanted.pop("v", wanted["c"])
     target = new_arrays(after, wanted, [part.dtype for part in read.layers[0]]) if out is None else out
     written = cache_rows(target, after, wanted, "out")
@@ -148,11 +149,11 @@ def convert(
     alive = (*read.arrays, *written.arrays)
     total, done = sum(move.row for move in moves) * int(runs[:, 2].sum()), 0
     for move in moves:
-        for some in portions(runs, PART_BYTES // move.row):
-            cpu.launches.start(move.launch(some, alive))
+        for portion in portions(runs, PART_BYTES // move.row):
+            cpu.launches.start(move.launch(portion, alive))
             if verify:
-                move.compare(some, alive)
-            done += move.row * int(some[:, 2].sum())
+                move.compare(portion, alive)
+            done += move.row * int(portion[:, 2].sum())
             if progress:
                 progress(done, total)
     return target if out is not None else in_kind_of(source, target)
@@ -161,22 +162,22 @@ def convert(
 def cache_rows(arrays: Any, line: Layout, known: Mapping[str, int], name: str) -> CacheRows:
     """Return the addresses of a cache's blocks, tokens and content."""
     layers: dict[int, list[list[LayerRows]]] = {}
-    found: list[Array] = []
+    leaves: list[Array] = []
     for index, pair in iterate_leaves(arrays, line, known, name):
-        several = pair if "kv" in line.names else pair[:1]
-        found += [leaf.array for leaf in several]
-        for which, leaf in enumerate(several):
+        sides = pair if "kv" in line.names else pair[:1]  # keys and values, or joint rows of both
+        leaves += [leaf.array for leaf in sides]
+        for which, leaf in enumerate(sides):
             for layer, part in enumerate(layers_of(leaf)):
-                kinds = layers.setdefault(index.get("l", layer), [[] for _ in several])
-                kinds[which].append(part)
-    joined = [tuple(map(joined_blocks, kinds)) for _, kinds in sorted(layers.items())]
+                parts = layers.setdefault(index.get("l", layer), [[] for _ in sides])
+                parts[which].append(part)
+    joined = [tuple(map(joined_blocks, parts)) for _, parts in sorted(layers.items())]
     sizes = {(len(part.blocks), len(part.tokens)) for layer in joined for part in layer}
     if len(sizes) > 1:
         raise argument_error(
             name, "as many blocks and tokens in each layer", " and ".join(map(str, sorted(sizes)))
         )
-    even = min(part.even for layer in joined for part in layer)
-    return CacheRows(name, joined, found, *sizes.pop(), even)
+    equidistant = min(part.equidistant for layer in joined for part in layer)
+    return CacheRows(name, joined, leaves, *sizes.pop(), equidistant)
 
 
 def split_rows(cache: CacheRows, rotary: int) -> CacheRows:
@@ -195,28 +196,31 @@ def layers_of(leaf: Leaf) -> Iterator[LayerRows]:
     """Yield the rows of each layer of an array."""
     array, axes = leaf.array, leaf.axes
     inner = {axis.name: inner_size(axis, array.itemsize) for axis in axes if axis.inner}
-    adds = {
+    offsets = {  # of every layer, block, token, head and element
         name: axis_offsets(axes, array.strides, name, leaf.sizes.get(name, 1), inner)
         for name in ("l", "b", "n", "h", "c" if "c" in leaf.sizes else "s")
     }
-    layers, blocks, tokens, heads, content = adds.values()
-    even = inner.get("n", len(tokens))
+    layers, blocks, tokens, heads, content = offsets.values()
+    equidistant = inner.get("n", len(tokens))
     for layer in layers:
         first = array.ctypes.data + layer + blocks
-        yield LayerRows(first, tokens, heads[:, None] + content, even, array.dtype)
+        yield LayerRows(first, tokens, heads[:, None] + content, equidistant, array.dtype)
 
 
-def joined_blocks(several: list[LayerRows]) -> LayerRows:
+def joined_blocks(parts: list[LayerRows]) -> LayerRows:
     """Join blocks that are separate arrays as the blocks of one layer."""
-    first = several[0]
-    for each in several[1:]:
+    first = parts[0]
+    for each in parts[1:]:
         if not (np.array_equal(each.tokens, first.tokens) and np.array_equal(each.content, first.content)):
             raise argument_error("arrays", "blocks of equal shapes and strides", "others")
-    return replace(first, blocks=np.concatenate([each.blocks for each in several]))
+    return replace(first, blocks=np.concatenate([each.blocks for each in parts]))
 
 
 def moved_rows(tables: Tables, read: CacheRows) -> Moved:
-    """Return the source row and the target row of every token; None if every row keeps its place."""
+    """Return the source row and the target row of every token, by target row; None if rows keep their places.
+
+    Sequences may share rows in the source. In the target they may share only rows of the same source row.
+    """
     if tables is None:
         return None
     is_pair = isinstance(tables, (tuple, list)) and len(tables) == 2
@@ -225,16 +229,16 @@ def moved_rows(tables: Tables, read: CacheRows) -> Moved:
         raise argument_error("tables", wanted, describe(tables))
     if not np.array_equal(tables[0].lengths, tables[1].lengths):
         raise argument_error("tables[1]", "the lengths of tables[0]", "others")
-    old, to = (each.rows() for each in tables)
-    check_rows("tables[0]", old, read)
-    order = np.argsort(to, kind="stable")
-    old, to = old[order], to[order]
-    same = np.diff(to) == 0
-    twice = same & (np.diff(old) != 0)
-    if twice.any():
-        raise argument_error("tables[1]", "a row for each token", f"row {to[twice.argmax()]} for two")
-    first = np.append(True, ~same)[: len(to)]
-    return old[first], to[first]
+    source, target = (each.rows() for each in tables)
+    check_rows("tables[0]", source, read)
+    order = np.argsort(target, kind="stable")
+    source, target = source[order], target[order]
+    is_shared = np.diff(target) == 0
+    conflicts = is_shared & (np.diff(source) != 0)
+    if conflicts.any():
+        raise argument_error("tables[1]", "a row for each token", f"row {target[conflicts.argmax()]} for two")
+    first = np.append(True, ~is_shared)[: len(target)]
+    return source[first], target[first]
 
 
 def check_rows(name: str, rows: Index, side: CacheRows) -> None:
@@ -303,18 +307,18 @@ def check_compatible(read: CacheRows, written: CacheRows) -> None:
         raise argument_error("out", f"{len(read.layers)} layers", len(written.layers))
     for layer, parts in enumerate(zip(read.layers, written.layers, strict=True)):
         for pair in zip(*parts, strict=True):
-            said = [
+            wanted, got = (
                 f"{' heads of '.join(map(str, part.content.shape))} elements of {part.dtype}" for part in pair
-            ]
-            if said[0] != said[1]:
-                raise argument_error("out", f"{said[0]} in layer {layer}", said[1])
+            )
+            if wanted != got:
+                raise argument_error("out", f"{wanted} in layer {layer}", got)
     if not all(array.flags.writeable for array in written.arrays):
         raise argument_error("out", "arrays that can be written", "one that is read-only")
     places = np.concatenate([part.blocks + part.content[0, 0] for layer in written.layers for part in layer])
     if len(np.unique(places)) < len(places):
         raise argument_error("out", "arrays apart from each other", "two in one place")
     sides = enumerate((read, written))
-    reached = [0, 0]
+    reached = [0, 0]  # the end of the memory of either cache, as far as arrays are sorted through
     for first, end, which in sorted((*byte_bounds(array), i) for i, side in sides for array in side.arrays):
         if reached[1 - which] > first:
             raise argument_error("out", "memory apart from the source's", "arrays that share bytes with it")
@@ -330,15 +334,15 @@ def runs_between(rows: Moved, read: CacheRows, written: CacheRows) -> Index:
             raise argument_error("tables", wanted, "None")
         if count > written.blocks * written.page_size:
             raise argument_error("out", f"{count} rows, as source has", written.blocks * written.page_size)
-        even = math.gcd(read.even, written.even)
-        first = np.arange(0, count, even)
-        return np.stack([first, first, np.full(len(first), even)], axis=1)
-    old, to = rows
-    check_rows("tables[1]", to, written)
-    begins = (np.diff(old) != 1) | (np.diff(to) != 1)
-    begins |= (old[1:] % read.even == 0) | (to[1:] % written.even == 0)
-    first = np.append(0, np.flatnonzero(begins) + 1)[: len(old)]
-    return np.stack([old[first], to[first], np.diff(np.append(first, len(old)))], axis=1)
+        length = math.gcd(read.equidistant, written.equidistant)
+        first = np.arange(0, count, length)
+        return np.stack([first, first, np.full(len(first), length)], axis=1)
+    source, target = rows
+    check_rows("tables[1]", target, written)
+    begins = (np.diff(source) != 1) | (np.diff(target) != 1)
+    begins |= (source[1:] % read.equidistant == 0) | (target[1:] % written.equidistant == 0)
+    first = np.append(0, np.flatnonzero(begins) + 1)[: len(source)]
+    return np.stack([source[first], target[first], np.diff(np.append(first, len(source)))], axis=1)
 
 
 def portions(runs: Index, tokens: int) -> Iterator[Index]:
@@ -357,9 +361,9 @@ def cut_runs(runs: Index, tokens: int) -> Index:
     pieces = -(-runs[:, 2] // tokens)
     if not len(runs) or pieces.max() == 1:
         return runs
-    found = np.repeat(runs, pieces, axis=0)
-    at = (np.arange(len(found)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * tokens
-    return np.stack([found[:, 0] + at, found[:, 1] + at, np.minimum(found[:, 2] - at, tokens)], axis=1)
+    runs = np.repeat(runs, pieces, axis=0)  # one for each piece
+    at = (np.arange(len(runs)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * tokens
+    return np.stack([runs[:, 0] + at, runs[:, 1] + at, np.minimum(runs[:, 2] - at, tokens)], axis=1)
 
 
 @dataclass(frozen=True)
@@ -380,7 +384,7 @@ class Move:
         """Return the launch that copies runs."""
         steps = self.read.step, self.written.step
         gaps = np.diff(self.chunks[:, 1])
-        by_chunk = len(gaps) == 0 or steps[1] < gaps.min()
+        by_chunk = len(gaps) == 0 or steps[1] < gaps.min()  # tokens lie nearer to each other than chunks
         if by_chunk and steps != (self.width, self.width):
             runs = cut_runs(runs, TILE)
         places = row_addresses(self.read, runs[:, 0]), row_addresses(self.written, runs[:, 1]), runs[:, 2]
@@ -393,12 +397,12 @@ class Move:
         tokens = max(1, SCRATCH_BYTES // self.row)
         packed = np.arange(len(self.chunks)) * self.width
         order = np.argsort(self.chunks[:, 0])
-        lines = np.empty((2, tokens * self.row), np.uint8)
-        for some in portions(cut_runs(runs, tokens), tokens):
-            counts = some[:, 2]
+        lines = np.empty((2, tokens * self.row), np.uint8)  # packed rows of the source, of the target
+        for portion in portions(cut_runs(runs, tokens), tokens):
+            counts = portion[:, 2]
             at = (np.cumsum(counts) - counts) * self.row
             for which, part in enumerate((self.read, self.written)):
-                places = row_addresses(part, some[:, which]), lines[which].ctypes.data + at, counts
+                places = row_addresses(part, portion[:, which]), lines[which].ctypes.data + at, counts
                 chunks = np.stack([self.chunks[order, which], packed], axis=1)
                 steps = part.step, self.row
                 cpu.launches.start(
@@ -423,7 +427,7 @@ def moves_of(read: tuple[LayerRows, ...], written: tuple[LayerRows, ...]) -> lis
     if len(read) == 2 and read[0].dtype == read[1].dtype:
         old, to = distance(read), distance(written)
         if old is not None and to is not None and (abs(old) < read[0].step or abs(to) < written[0].step):
-            source, target = (
+            source, target = (  # offsets of the elements of a token's key, then of its value
                 np.concatenate([keys.content.ravel(), values.content.ravel() + step])
                 for (keys, values), step in ((read, old), (written, to))
             )

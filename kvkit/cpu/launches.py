@@ -19,7 +19,8 @@ from kvkit.runtime.jit import Code, callback
 from kvkit.runtime.locks import OneCallLock
 from kvkit.typed import Array
 
-# Admits one launch at a time: threads of two would compete for the cores, and Numba's workqueue would abort.
+# Admits one launch at a time: threads of two would compete for the cores, and Numba's workqueue layer would
+# abort the process.
 running = OneCallLock()
 
 
@@ -62,7 +63,7 @@ class Record:
     def __init__(self, *lines: str, **members: "Record") -> None:
         own = [name for line in lines for name in line.split()]
         inner = [f"{member}.{name}" for member, form in members.items() for name in form.names]
-        self.names: tuple[str, ...] = (*own, *inner)
+        self.names: tuple[str, ...] = (*own, *inner)  # of all fields, in the order of memory
         self.at: dict[str, int] = {name: i for i, name in enumerate(self.names)}
         kinds: list[Any] = [(member, form.dtype) for member, form in members.items()]
         self.dtype: np.dtype[Any] = np.dtype([(name, np.int64) for name in own] + kinds)
@@ -79,8 +80,8 @@ class Record:
         except KeyError:
             values = ()
         if len(fields) != len(values):
-            odd = sorted(fields.keys() ^ self.at.keys())
-            raise TypeError(f"a record of {len(self.names)} fields, missing or unknown: {', '.join(odd)}")
+            wrong = ", ".join(sorted(fields.keys() ^ self.at.keys()))
+            raise TypeError(f"a record of {len(self.names)} fields, missing or unknown: {wrong}")
         return numbers_of(values)
 
 

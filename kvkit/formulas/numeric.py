@@ -26,7 +26,7 @@ EPS32, EPS16, EPSBF = (np.float32(fmt.smallest_scale) for fmt in FLOATS)
 
 
 def _cast(result, argument, build):
-    """Return an intrinsic whose one or two LLVM instructions `build` emits."""
+    """Return an intrinsic f(argument type) -> result type; `build` emits its one or two LLVM instructions."""
 
     @intrinsic
     def cast(typingctx, x):

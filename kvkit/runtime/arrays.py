@@ -59,7 +59,7 @@ def overlap_distances(
         (one, other, low - other_high, high - other_low, other_place - place)
         for i, (one, (place, low, high)) in enumerate(spans.items()) if one in written
         for j, (other, (other_place, other_low, other_high)) in enumerate(spans.items())
-        if i > j or (i < j and other not in written)
+        if i > j or (i < j and other not in written)  # each pair once
     ]  # fmt: skip
 
 

@@ -115,13 +115,13 @@ def operator_path(operator: Callable[..., Any]) -> str:
     return path if room in (*TOP_LEVEL, operator.__name__) else f"{room}.{path}"
 
 
-def log_operator(name: str, given: Mapping[str, Any], read: Callable[[str, Any], Any]) -> None:
+def log_operator(name: str, arguments: Mapping[str, Any], read: Callable[[str, Any], Any]) -> None:
     """Log an operator and its arguments, in the detail that KVKIT_LOG asks for.
 
     `read(name, value)` converts an argument's arrays to numpy. An error of the log is printed, not raised.
     """
-    plan = given.get("self")
-    given = {key: value for key, value in given.items() if key not in UNLOGGED and value is not None}
+    plan = arguments.get("self")  # if the operator is a method of a plan
+    given = {key: value for key, value in arguments.items() if key not in UNLOGGED and value is not None}
     print(f"kvkit: {name}", file=sys.stderr)
     try:
         if level >= 5:
@@ -130,8 +130,8 @@ def log_operator(name: str, given: Mapping[str, Any], read: Callable[[str, Any],
             lines = [f"  {key}: {describe_value(value, level >= 5)}" for key, value in given.items()]
             print("\n".join(lines), file=sys.stderr)
         if level >= 10 and not name.endswith("plan"):
-            whole = re.sub(r"\w*Plan\.", "", name)
-            write_call(whole, (plan.step.sequences.tensors(whole) if plan else {}) | given)
+            operator = re.sub(r"\w*Plan\.", "", name)  # a plan's method is written as a call of its operator
+            write_call(operator, (plan.step.sequences.tensors(operator) if plan else {}) | given)
     except Exception as error:
         print(f"kvkit: no dump of {name}: {error}", file=sys.stderr)
 
@@ -153,10 +153,10 @@ def describe_value(value: Any, numbers: bool) -> str:
 def write_call(name: str, given: Mapping[str, Any]) -> None:
     """Write a call, unless the limits are reached."""
     size = sum(value.nbytes for value in given.values() if isinstance(value, np.ndarray))
-    most = limit("KVKIT_LOG_CALLS", 1000), limit("KVKIT_LOG_BYTES", 2**30)
-    if TOTALS["calls"] >= most[0] or TOTALS["bytes"] + size > most[1]:
+    calls, volume = limit("KVKIT_LOG_CALLS", 1000), limit("KVKIT_LOG_BYTES", 2**30)
+    if TOTALS["calls"] >= calls or TOTALS["bytes"] + size > volume:
         if not TOTALS["silent"]:
-            print(f"kvkit: dumps are at their limit of {most[0]} calls and {most[1]} bytes", file=sys.stderr)
+            print(f"kvkit: dumps are at their limit of {calls} calls and {volume} bytes", file=sys.stderr)
         TOTALS["silent"] = True
         return
     TOTALS["calls"] += 1

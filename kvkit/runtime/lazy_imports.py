@@ -22,9 +22,9 @@ def lazy_names(
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = import_module(modules[name])
-        found = module if module.__name__ == f"{package}.{name}" else getattr(module, name)
-        setattr(sys.modules[package], name, found)  # the next look-up finds it without this function
-        return found
+        value = module if module.__name__ == f"{package}.{name}" else getattr(module, name)
+        setattr(sys.modules[package], name, value)  # the next look-up finds it without this function
+        return value
 
     return load, lambda: sorted({*others, *modules})
 

@@ -17,7 +17,7 @@ IMPORT = re.compile(rb"^[ \t]*(?:from (kvkit[\w.]*) import (\([^)]*\)|[^\n#]*)|i
 
 def read_sources() -> dict[str, bytes]:
     """Return the contents of every source file by the name of its module; {} if one cannot be read."""
-    found = {}
+    sources = {}
     try:
         for root in (PACKAGE, CUDA_PACKAGE):
             for folder, _, files in os.walk(root):
@@ -25,10 +25,10 @@ def read_sources() -> dict[str, bytes]:
                 for name in files:
                     if name.endswith(".py") and not name.startswith("."):
                         with open(f"{folder}/{name}", "rb", buffering=0) as stream:
-                            found[f"{package}.{name[:-3]}".removesuffix(".__init__")] = stream.read()
+                            sources[f"{package}.{name[:-3]}".removesuffix(".__init__")] = stream.read()
     except OSError:
         return {}
-    return found
+    return sources
 
 
 SOURCES = read_sources()
@@ -37,14 +37,14 @@ SOURCES = read_sources()
 @functools.cache
 def imported_modules(module: str) -> set[str]:
     """Return the modules that a module imports. An imported package counts with all its modules."""
-    found = set()
+    imported = set()
     for package, names, modules in IMPORT.findall(SOURCES[module]):
-        for name in modules.decode().split(","):
-            found.update(modules_within(name.split(" as ")[0].strip()))
-        for name in re.findall(rb"(?:^|[,(])\s*(\w+)", names):
+        for name in modules.decode().split(","):  # import kvkit.x, kvkit.y as z
+            imported.update(modules_within(name.split(" as ")[0].strip()))
+        for name in re.findall(rb"(?:^|[,(])\s*(\w+)", names):  # from kvkit.x import y, z
             inner = f"{package.decode()}.{name.decode()}"
-            found.update(modules_within(inner if inner in SOURCES else package.decode()))
-    return found
+            imported.update(modules_within(inner if inner in SOURCES else package.decode()))
+    return imported
 
 
 @functools.cache
@@ -57,13 +57,13 @@ def modules_within(name: str) -> list[str]:
 @functools.cache
 def reachable_modules(module: str) -> list[str]:
     """Return the module and all modules that it imports, directly or through others."""
-    found, left = set(), [module]
-    while left:
-        name = left.pop()
-        if name not in found:
-            found.add(name)
-            left += imported_modules(name)
-    return sorted(found)
+    reached, waiting = set(), [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += imported_modules(name)
+    return sorted(reached)
 
 
 @functools.cache

@@ -279,7 +279,7 @@ class Queries:
         for groups, steps in by_groups.items():
             size, start = BYTES * self.vectors, self.chunk_bytes
             offsets = range(start + size, start + size + 2 * size * len(steps), 2 * size)
-            placed = [WordProduct(*step, offset) for step, offset in zip(steps, offsets, strict=True)]
+            placed = [WordProduct(v, words, at) for (v, words), at in zip(steps, offsets, strict=True)]
             self.sums.append(SharedScales(groups, start, placed))
             self.chunk_bytes += size + 2 * size * len(steps)
 
