@@ -1,5 +1,6 @@
 """Map, unpack or write arrays as members of a zip archive. Errors here are ValueErrors without the path."""
 
+import contextlib
 import math
 import struct
 import zipfile
@@ -25,6 +26,7 @@ CHUNK = 2**24
 DEFLATE_LIMIT = 1032  # the most bytes that a deflated byte unpacks to
 HEADER_LIMIT = 2048  # characters; 64 axes of 2**63 elements need 1,400
 TEXT_LIMIT = 2**24
+PARSER_TRIES = 20
 ENCRYPTED = 1  # a bit of a member's flags
 READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 LOCAL_HEADER, ZIP64_EXTRA = 30, 20
@@ -64,7 +66,7 @@ def read_member_header(
 def read_header(data: IO[bytes], length: int, stated: object = None) -> tuple[ArrayHeader, int]:
     """Return (header, bytes of header and array); raise unless there are `length` bytes."""
     try:
-        shape, fortran, dtype = READERS[npy.read_magic(data)](data, max_header_size=HEADER_LIMIT)
+        shape, fortran, dtype = parse_header(data)
     except (MemoryError, RecursionError):  # Python's parser
         raise ValueError("its header is no description of an array") from None
     header = ArrayHeader(shape, resolve_dtype(dtype, stated), "F" if fortran else "C", data.tell())
@@ -72,6 +74,18 @@ def read_header(data: IO[bytes], length: int, stated: object = None) -> tuple[Ar
     if size != length:
         raise ValueError(f"it has {length} bytes, its header asks for {size}")
     return header, size
+
+
+def parse_header(data: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return (shape, whether the order is Fortran's, dtype) of an array whose header begins at position 0.
+
+    The parser of Python 3.11 fails by chance while another thread parses (CPython issue 106905).
+    """
+    for _ in range(PARSER_TRIES):
+        with contextlib.suppress(SystemError):
+            return READERS[npy.read_magic(data)](data, max_header_size=HEADER_LIMIT)
+        data.seek(0)
+    return READERS[npy.read_magic(data)](data, max_header_size=HEADER_LIMIT)
 
 
 def read(

@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 
 from kvkit import files
-from kvkit.files import Description, FileError, mapping, npz, pt, replace, tensors
+from kvkit.files import Description, FileError, mapping, members, npz, pt, replace, tensors
 
 DTYPES = [np.dtype(kind) for kind in ("f4", "f2", "i1", "u1", "i8", ml_dtypes.bfloat16)]
 DTYPES += [
@@ -370,3 +370,18 @@ def test_a_full_disk_is_named_with_the_file(tmp_path):
     assert done.stdout.splitlines() == [
         f"{name} File too large True" for name in ("pack", "offloaded", "saved")
     ]
+
+
+def test_a_header_is_parsed_again_after_a_failure_by_chance(tmp_path, monkeypatch):
+    """Python 3.11 has such failures while another thread parses."""
+    np.save(tmp_path / "x.npy", np.arange(3))
+    parse, failures = members.READERS[1, 0], [SystemError("AST constructor recursion depth mismatch")] * 3
+
+    def parse_or_fail(data, **options):
+        if failures:
+            data.read(7)
+            raise failures.pop()
+        return parse(data, **options)
+
+    monkeypatch.setitem(members.READERS, (1, 0), parse_or_fail)
+    assert files.read(tmp_path / "x.npy").arrays["cache"].tolist() == [0, 1, 2]
