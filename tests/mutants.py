@@ -54,7 +54,7 @@ ROOMS = {
     ),
     "files": ("kvkit/files", 14, "files cache/test_cache_files.py cache/test_cache_files_refused.py "
               "cache/test_offload.py cache/test_offload_errors.py cli/test_npz.py cli/test_verbs.py "
-              "cli/test_cache_verbs.py cli/test_cli.py"),
+              "cli/test_cache_verbs.py cli/test_cli.py tools/test_size.py"),
     "kernels": (
         "kvkit/formulas kvkit/cpu",
         26,

@@ -70,6 +70,7 @@ def test_files_that_kvkit_writes_are_read_again(tmp_path, layout):
     convert(pool, path, from_layout="vllm-lbnhc", to_layout=layout, page_size="longest")
     found = files.read(path)
     assert found.metadata == {"classes": ["KVCache"] * 2, "metadata": {}}
+    assert found.description.sizes == dict(zip("lbhnc", (2, *cache[0][0].shape), strict=True))
     for layer, sides in enumerate(cache):
         for kv, side in enumerate(sides):
             np.testing.assert_array_equal(found.arrays[f"cache.{layer}.{kv}"], side)
