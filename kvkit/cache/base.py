@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex, TypeVar, cast
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvkit.cache.layers.positions import Rotation, RowPositions, check_rotation, pieces_array, refusal
+from kvkit.cache.layers.positions import Piece, Rotation, RowPositions, check_rotation, pieces_array, refusal
 from kvkit.checks.values import integer
 from kvkit.errors import add_keyword_hint, argument_error
 from kvkit.runtime.locks import CallLock, LayerLock
@@ -362,7 +362,7 @@ class BaseLayer(MovableTokens):
 
         In memory a key of shift d is rotated for its position - d. `attend` takes that into account.
         """
-        return pieces_array([(0, self.stored_tokens, 0)] if self.stored_tokens else [])
+        return pieces_array([Piece(0, self.stored_tokens, 0)] if self.stored_tokens else [])
 
     def activate_past_recording(self) -> None:
         """Keep tokens that would be dropped or encoded until the next crop. Most layers drop none anyway."""

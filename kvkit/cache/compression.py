@@ -148,7 +148,7 @@ class SequencesLayer:
         if self.stored_tokens:
             first = sequences[0]
             self.positions, self.rope_shifts = first.positions, first.rope_shifts
-            self.rope = (first.rope or cache.ropes)[layer_idx]
+            self.rope = (first.ropes or cache.ropes)[layer_idx]
 
     def get_seq_length(self) -> int:
         """Return the position of the next token."""
@@ -188,8 +188,8 @@ def reason_to_skip(layer: Any) -> str | None:
     return None if layer.stored_tokens else EMPTY
 
 
-def layer_counts(stored: dict[int, int], layers: int, request: Compression) -> dict[int, int]:
-    """Return how many tokens each layer of `stored` keeps; the model has `layers` layers."""
+def layer_counts(stored: dict[int, int], num_layers: int, request: Compression) -> dict[int, int]:
+    """Return how many tokens each layer of `stored` keeps; the model has `num_layers`."""
     budget = request.budget
     if isinstance(budget, str) and budget == "pyramid":
         tokens = max(stored.values(), default=1)
@@ -205,7 +205,7 @@ def layer_counts(stored: dict[int, int], layers: int, request: Compression) -> d
         count = integer("count", request.count, 1)  # layers with fewer tokens keep all
         return {i: kept_count(tokens, request.keep, min(count, tokens)) for i, tokens in stored.items()}
     counts = np.asarray(budget)
-    if counts.dtype.kind not in "iu" or counts.shape != (layers,):
+    if counts.dtype.kind not in "iu" or counts.shape != (num_layers,):
         raise argument_error("budget", BUDGETS, describe(counts))
     if request.keep is not None or request.count is not None:
         raise argument_error("budget", "a count for each layer, or else keep", "both")
@@ -223,16 +223,15 @@ def score_function(layers: Sequence[Any], request: Compression) -> ScoreOf:
     if isinstance(scorer, str):
         rule = scorer_of(scorer)
         if rule.scored != "tokens":
-            names = ", ".join(name for name, each in SCORERS.items() if each.scored == "tokens")
+            names = ", ".join(name for name, rule in SCORERS.items() if rule.scored == "tokens")
             raise argument_error("scorer", f"a scorer of tokens: {names}", f"{scorer!r}, of {rule.scored}")
         # The values, and the options of `CONTEXT`, are there once a layer is scored.
         arrays = {"values": True, "queries": request.queries, "weights": request.weights}
         rule.check(arrays, {name: True for name in rule.options if name in CONTEXT} | request.options)
         return lambda i, count: scores_of_layer(rule, layers[i], i, count, request)
     if callable(scorer):
-        return lambda i, count: scorer(
-            i, *stored_states(layers[i]), None if request.queries is None else request.queries[i]
-        )
+        queries = request.queries
+        return lambda i, _: scorer(i, *stored_states(layers[i]), None if queries is None else queries[i])
     if not isinstance(scorer, (list, tuple)) or len(scorer) != len(layers):
         wanted = f"a name, a function, or scores of {len(layers)} layers"
         raise argument_error("scorer", wanted, describe(scorer))
@@ -252,16 +251,16 @@ CONTEXT: dict[str, Callable[[Any, int], Any]] = {
 
 def scores_of_layer(scorer: Scorer, layer: Any, number: int, count: int, request: Compression) -> Array:
     """Return the scores of a layer's tokens by a scorer of `kvkit.eviction`."""
-    known = {name: CONTEXT[name](layer, count) for name in scorer.options if name in CONTEXT}
-    if "rope" in known and request.rope[number] is not None:
-        known["rope"] = request.rope[number]
+    from_cache = {name: CONTEXT[name](layer, count) for name in scorer.options if name in CONTEXT}
+    if "rope" in from_cache and request.rope[number] is not None:
+        from_cache["rope"] = request.rope[number]
     arrays = {
         name: of_layers[number]
         for name, of_layers in (("queries", request.queries), ("weights", request.weights))
         if of_layers is not None
     }
     keys, values = stored_states(layer)
-    return scores(scorer.name, keys, values, **arrays, **(known | request.options))
+    return scores(scorer.name, keys, values, **arrays, **(from_cache | request.options))
 
 
 def stored_states(layer: Any) -> tuple[Array, Array]:

@@ -42,15 +42,15 @@ def layer_makers(
     if not isinstance(layer_types, Iterable):
         raise argument_error("layer_types", "the type of each layer", describe(layer_types))
     layer_types = tuple(layer_types)
-    known = {"full_attention": full, "sliding_attention": sliding} | dict.fromkeys(STATES, StateLayer)
+    makers = {"full_attention": full, "sliding_attention": sliding} | dict.fromkeys(STATES, StateLayer)
     for i, name in enumerate(layer_types):
-        if name not in known:
-            raise argument_error(f"layer_types[{i}]", " or ".join(known), describe(name))
+        if name not in makers:
+            raise argument_error(f"layer_types[{i}]", " or ".join(makers), describe(name))
     if num_layers not in (None, len(layer_types)):
         raise argument_error("layer_types", f"{num_layers} types (num_layers)", len(layer_types))
     if sliding_window is None and "sliding_attention" in layer_types:
         raise argument_error("sliding_window", "a window for the sliding layers", "None")
-    return None, [known[name] for name in layer_types]
+    return None, [makers[name] for name in layer_types]
 
 
 class DynamicCache(Cache):

@@ -1,4 +1,8 @@
-"""Compress layers head by head: each key head keeps its own tokens, in a `RaggedLayer`."""
+"""Compress layers head by head: each key head keeps its own tokens, in a `RaggedLayer`.
+
+Keys of dicts are numbers of layers. `tokens` has how many tokens each head stores, [B, Hkv]; `scored` their
+scores, [B, Hkv, longest]; `means` how many tokens the heads of a layer keep on average.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +55,8 @@ def compress_by_head(layers: Sequence[Any], request: Compression) -> tuple[list[
     staying = rows_that_stay(scored, tokens, means, len(layers), request)
     changed = {i: ragged_layer(layers[i], rows, request.rope[i]) for i, rows in staying.items()}
     new = [changed.get(i, layer) for i, layer in enumerate(layers)]
-    before, after = (sum(layer.nbytes for layer in each) for each in (layers, new))
-    tokens_before, tokens_after = ([count_tokens(layer) for layer in each] for each in (layers, new))
+    before, after = (sum(layer.nbytes for layer in some) for some in (layers, new))
+    tokens_before, tokens_after = ([count_tokens(layer) for layer in some] for some in (layers, new))
     return new, Report(tokens_before, tokens_after, before, after, skipped)
 
 
@@ -69,36 +73,36 @@ def head_lengths(layer: Any) -> Array:
     return np.full((batch, heads), tokens)
 
 
-def mean_counts(tokens: dict[int, Array], layers: int, request: Compression) -> dict[int, int]:
+def mean_counts(tokens: dict[int, Array], num_layers: int, request: Compression) -> dict[int, int]:
     """Return how many tokens heads keep on average, layer by layer; with a threshold, how many they hold."""
     if request.threshold is not None and (request.keep, request.count) != (None, None):
         raise argument_error("keep", "None beside a threshold", "both")
-    stored = {i: max(1, int(each.mean())) for i, each in tokens.items()}
+    stored = {i: max(1, int(lengths.mean())) for i, lengths in tokens.items()}
     if request.threshold is not None:
         return stored
     if not isinstance(request.budget, str) and np.ndim(request.budget) > 1:
         if (request.keep, request.count) != (None, None):
             raise argument_error("budget", "a count for each head, or else keep", "both")
-        counts = numbers_by_head("budget", request.budget, tokens, layers, "iu")
-        return {i: max(1, int(each.mean())) for i, each in counts.items()}
+        counts = numbers_by_head("budget", request.budget, tokens, num_layers, "iu")
+        return {i: max(1, int(count.mean())) for i, count in counts.items()}
     if isinstance(request.budget, str) and request.budget in ("ada", "global"):
         request = replace(request, budget="uniform")  # the same mean in each layer, divided among heads later
-    return layer_counts(stored, layers, request)
+    return layer_counts(stored, num_layers, request)
 
 
 def numbers_by_head(
-    name: str, numbers: Any, tokens: dict[int, Array], layers: int, kinds: str
+    name: str, numbers: Any, tokens: dict[int, Array], num_layers: int, kinds: str
 ) -> dict[int, Array]:
     """Return an array [B, Hkv] for each layer, from one number for all, [L, Hkv] or [L, B, Hkv]."""
-    wanted = f"a number, or numbers [{layers}, Hkv] or [{layers}, B, Hkv]"
+    wanted = f"a number, or numbers [{num_layers}, Hkv] or [{num_layers}, B, Hkv]"
     try:
         array = np.asarray(numbers)
     except ValueError:
         raise argument_error(name, wanted, "lists of unequal length") from None
-    if array.dtype.kind not in kinds or array.ndim > 3 or (array.ndim and len(array) != layers):
+    if array.dtype.kind not in kinds or array.ndim > 3 or (array.ndim and len(array) != num_layers):
         raise argument_error(name, wanted, describe(array))
     own = {i: array[i] if array.ndim else array for i in tokens}
-    return {i: per_head(name, own[i], each.shape, kinds) for i, each in tokens.items()}
+    return {i: per_head(name, own[i], lengths.shape, kinds) for i, lengths in tokens.items()}
 
 
 def scores_of_heads(function: ScoreOf, layer: Any, number: int, count: int, request: Compression) -> Array:
@@ -169,50 +173,49 @@ def rows_that_stay(
     scored: dict[int, Array],
     tokens: dict[int, Array],
     means: dict[int, int],
-    layers: int,
+    num_layers: int,
     request: Compression,
 ) -> dict[int, list[Array]]:
     """Return the numbers of the rows that each head of each layer keeps, ascending."""
     if request.threshold is not None:
-        bounds, kept = numbers_by_head("threshold", request.threshold, tokens, layers, "fiu"), {}
+        bounds, rows = numbers_by_head("threshold", request.threshold, tokens, num_layers, "fiu"), {}
         for i, scores in scored.items():
             stored = np.arange(scores.shape[2]) < tokens[i][..., None]
-            kept[i] = stored & (scores >= np.minimum(bounds[i], LARGEST)[..., None])
-        return {
-            i: [np.flatnonzero(own) for own in each.reshape(-1, each.shape[2])] for i, each in kept.items()
-        }
-    counts = counts_of_heads(scored, tokens, means, layers, request)
+            staying = stored & (scores >= np.minimum(bounds[i], LARGEST)[..., None])
+            rows[i] = [np.flatnonzero(head) for head in staying.reshape(-1, staying.shape[2])]
+        return rows
+    counts = counts_of_heads(scored, tokens, means, num_layers, request)
     best = {i: take(scores, counts[i]) for i, scores in scored.items()}
-    return {i: np.split(each.rows, each.starts[1:-1]) for i, each in best.items()}
+    return {i: np.split(kept.rows, kept.starts[1:-1]) for i, kept in best.items()}
 
 
 def counts_of_heads(
     scored: dict[int, Array],
     tokens: dict[int, Array],
     means: dict[int, int],
-    layers: int,
+    num_layers: int,
     request: Compression,
 ) -> dict[int, Array]:
     """Return how many tokens each head keeps, int64 [B, Hkv] for each layer."""
     budget, name = request.budget, request.budget if isinstance(request.budget, str) else None
     if name is None and np.ndim(budget) > 1:
-        counts = numbers_by_head("budget", budget, tokens, layers, "iu")
+        counts = numbers_by_head("budget", budget, tokens, num_layers, "iu")
         for i, own in counts.items():
             refuse_first("budget", own, (own < 0) | (own > tokens[i]), f"counts of 0 to {tokens[i].max()}")
         return counts
     if name == "ada":
         counts = {i: ada_counts(scores, means[i]) for i, scores in scored.items()}
     elif name == "global":
-        if len({each.shape for each in tokens.values()}) > 1:
-            raise argument_error("budget", SAME_SHAPES, [each.shape for each in tokens.values()])
-        total = sum(means[i] * each.shape[1] for i, each in tokens.items())
+        if len({lengths.shape for lengths in tokens.values()}) > 1:
+            raise argument_error("budget", SAME_SHAPES, [lengths.shape for lengths in tokens.values()])
+        total = sum(means[i] * lengths.shape[1] for i, lengths in tokens.items())
         shared = shared_counts(list(scored.values()), total, 0) if scored else ()
         counts = dict(zip(scored, shared, strict=True))
     elif name not in ("uniform", "pyramid", None):
         raise argument_error("budget", BUDGETS, repr(name))
     else:
-        counts = {i: np.full(each.shape, means[i]) for i, each in tokens.items()}
-    return {i: np.minimum(each, tokens[i]) for i, each in counts.items()}
+        counts = {i: np.full(lengths.shape, means[i]) for i, lengths in tokens.items()}
+    return {i: np.minimum(count, tokens[i]) for i, count in counts.items()}
 
 
 def ragged_layer(layer: Any, rows: list[Array], rope: Any) -> RaggedLayer:
@@ -226,7 +229,7 @@ def ragged_layer(layer: Any, rows: list[Array], rope: Any) -> RaggedLayer:
         states = [HeadStates(keys[at], values[at], positions) for at in np.ndindex(keys.shape[:2])]
     ragged = RaggedLayer()
     ragged.name, ragged.rope = layer.name, layer.rope if rope is None else rope
-    kept = [HeadStates(*(part[own] for part in each)) for each, own in zip(states, rows, strict=True)]
+    kept = [HeadStates(*(part[own] for part in head)) for head, own in zip(states, rows, strict=True)]
     assert geometry is not None
     if geometry.key_dim != geometry.value_dim:
         sizes = f"keys of {geometry.key_dim} and values of {geometry.value_dim} elements"

@@ -101,11 +101,9 @@ def undo_cut_step(layers: Sequence[Layer], folder: Path) -> None:
         new = layer.span.length - layer.span.before
         if new > 0 and layer.get_seq_length() - new in lengths:
             layer.undo_update()
-    repaired = [layer.get_seq_length() for layer in used]
-    if len(set(repaired)) > 1:
-        message = (
-            f"{folder}: layers hold {repaired} tokens, which no step explains: crop them to equal lengths"
-        )
+    left = [layer.get_seq_length() for layer in used]
+    if len(set(left)) > 1:
+        message = f"{folder}: layers hold {left} tokens, which no step explains: crop them to equal lengths"
         warnings.warn(message, stacklevel=5)
 
 

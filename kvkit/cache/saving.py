@@ -68,7 +68,7 @@ def save_paged(cache: Any, path: FilePath, sequences: Iterable[Any]) -> None:
     if len(set(map(id, saved))) < len(saved):
         raise argument_error("sequences", "each sequence once", "one twice")
     published = list(allocator.published())
-    blocks = {each.block for each in published}.union(*(seq.table for seq in saved))
+    blocks = {item.block for item in published}.union(*(seq.table for seq in saved))
     numbers = np.array(sorted(blocks), np.int64)
     pools = zip(PAGED_ARRAYS, cache.store.blocks, strict=False)  # there may be no scales
     arrays = {"blocks": numbers} | {name: pool[:, :, numbers] for name, pool in pools}
@@ -79,8 +79,8 @@ def save_paged(cache: Any, path: FilePath, sequences: Iterable[Any]) -> None:
             arrays[f"sequences.{i}.positions"] = seq.positions
             arrays[f"sequences.{i}.rope_shifts"] = seq.rope_shifts
             arrays[f"sequences.{i}.segments"] = np.array(seq.borders, np.int64)
-    hashes, ids = (b"".join(getattr(each, name) for each in published) for name in ("digest", "token_ids"))
-    arrays["published.blocks"] = np.array([each.block for each in published], np.int64)
+    hashes, ids = (b"".join(getattr(item, name) for item in published) for name in ("digest", "token_ids"))
+    arrays["published.blocks"] = np.array([item.block for item in published], np.int64)
     arrays["published.hashes"] = np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES)
     arrays["published.token_ids"] = np.frombuffer(ids, "<i8").reshape(-1, allocator.page_size)
     described = [{"length": seq.length, "root": seq.chain[0].hex(), **moves_of(seq)} for seq in saved]
@@ -94,7 +94,7 @@ def moves_of(seq: Any) -> dict[str, Any]:
     """Describe the removed and moved tokens of a sequence for a file; {} without any."""
     if seq.intact is None:
         return {}
-    ropes = [describe_rotation(rope) for rope in seq.rope or ()]
+    ropes = [describe_rotation(rope) for rope in seq.ropes or ()]
     return {"next_position": seq.next_position, "intact": seq.intact, "rope": ropes}
 
 

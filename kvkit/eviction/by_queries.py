@@ -103,6 +103,5 @@ def think(inputs: Inputs, *, window: int = 32) -> Array:
     It evicts no tokens: a format may leave out the channels with the smallest scores.
     """
     queries = inputs.last_queries(integer("window", window, 1))
-    return np.square(queries).mean((2, 3), dtype=np.float64) * np.square(inputs.keys).mean(
-        2, dtype=np.float64
-    )
+    keys = np.square(inputs.keys).mean(2, dtype=np.float64)  # [B, Hkv, D]
+    return np.square(queries).mean((2, 3), dtype=np.float64) * keys

@@ -45,7 +45,7 @@ class Scorer(NamedTuple):
     def options(self) -> Mapping[str, inspect.Parameter]:
         """Return the scorer's options by name."""
         parameters = dict(inspect.signature(self.score).parameters)
-        return {name: each for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
+        return {name: option for name, option in parameters.items() if option.kind is option.KEYWORD_ONLY}
 
     def check(self, arrays: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """Raise if an array that the scorer needs is None, or an option is missing or unknown."""
@@ -57,8 +57,8 @@ class Scorer(NamedTuple):
         for name in options:
             if name not in self.options:
                 raise argument_error(self.name, f"options among {', '.join(self.options) or 'none'}", name)
-        for name, each in self.options.items():
-            if each.default is each.empty and options.get(name) is None:
+        for name, option in self.options.items():
+            if option.default is option.empty and options.get(name) is None:
                 raise argument_error(name, f"a value, which {self.name} needs", "None")
 
 

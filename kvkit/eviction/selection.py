@@ -36,9 +36,8 @@ class Kept(NamedTuple):
 def kept_count(tokens: int, keep: float | None, count: SupportsIndex | None) -> int:
     """Return how many tokens stay: a count, or a share rounded down, at least 1."""
     if (keep is None) == (count is None):
-        raise argument_error(
-            "keep", "a share of the tokens, or else a count", "neither" if keep is None else "both"
-        )
+        given = "neither" if keep is None else "both"
+        raise argument_error("keep", "a share of the tokens, or else a count", given)
     if keep is None:
         return integer("count", count, 1, tokens)
     share = finite_number("keep", keep)
@@ -211,10 +210,10 @@ def ada_budget(*, scores: Array, keep: float, safe: float = 0.2) -> Array:
 def global_budget(*, scores: Sequence[Array], keep: float) -> Array:
     """Return the counts of heads if all layers have one threshold, [L, B, Hkv] (arXiv 2505.23416)."""
     layers = [scores_array(f"scores[{i}]", each) for i, each in enumerate(scores)]
-    if len({each.shape[:2] for each in layers}) != 1:
-        shapes = [each.shape[:2] for each in layers]
+    if len({layer.shape[:2] for layer in layers}) != 1:
+        shapes = [layer.shape[:2] for layer in layers]
         raise argument_error("scores", "layers of one batch size and one number of heads", shapes)
-    total = sum(each.shape[1] * kept_count(each.shape[2], keep, None) for each in layers)
+    total = sum(layer.shape[1] * kept_count(layer.shape[2], keep, None) for layer in layers)
     return shared_counts(layers, total, 0)
 
 
@@ -303,9 +302,9 @@ def chunks(scores: Array, length: int = 20, *, keep: float) -> Array | Kept:
     sizes = np.minimum(starts + length, tokens) - starts
     means = np.add.reduceat(scores.sum(1, dtype=np.float64), starts, axis=-1) / sizes  # [B, chunks]
     chosen = best(means, max(1, int(len(starts) * keep)))
-    rows = [np.flatnonzero(np.isin(np.arange(tokens) // length, each)) for each in chosen]
-    counts = [len(each) for each in rows]
+    rows = [np.flatnonzero(np.isin(np.arange(tokens) // length, of_row)) for of_row in chosen]
+    counts = [len(of_row) for of_row in rows]
     if len(set(counts)) == 1:
         return np.repeat(np.array(rows)[:, None], heads, 1)
-    of_heads = [each for each in rows for _ in range(heads)]
+    of_heads = [of_row for of_row in rows for _ in range(heads)]
     return Kept(np.concatenate(of_heads), np.append(0, np.cumsum(np.repeat(counts, heads))))

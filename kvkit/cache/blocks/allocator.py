@@ -163,7 +163,7 @@ class BlockAllocator:
         now = seq.all_positions()
         kept = (now.positions >= begin) & (now.positions < end)
         after = RowPositions(now.positions[kept], now.shifts[kept], min(end, now.length))
-        plan = Rearrangement(kept, after, seq.rope)
+        plan = Rearrangement(kept, after, rope=None)  # no key is moved
         layout = self._layout(seq, plan, is_own=lambda block: False)  # `seq` keeps its blocks
         self._check_room([layout], freed=0)
         other = seq.copy()
@@ -186,7 +186,7 @@ class BlockAllocator:
         self.check(seq, at_rest=True)
         if seq.intact is not None:
             length = requests.length_after_crop(length, seq.next_position)
-            self._rearrange([seq], PLANS["remove"](seq.all_positions(), seq.rope, length))
+            self._rearrange([seq], PLANS["remove"](seq.all_positions(), None, length))
             return
         length = integer("length", length, -seq.length)
         kept = min(length, seq.length) if length > 0 else seq.length + length
@@ -195,17 +195,17 @@ class BlockAllocator:
             self._keep_pages(seq)
             del seq.ids[ID_BYTES * kept :], seq.chain[1 + kept // self.page_size :]
 
-    def rearrange(self, sequences: Collection[Sequence], plan: Rearrangement, rope: Any) -> None:
+    def rearrange(self, sequences: Collection[Sequence], plan: Rearrangement, ropes: list[Any]) -> None:
         """Remove and move tokens of sequences that have equal positions. After an error none has changed.
 
-        No other sequence changes. `rope` says how the keys were rotated. Keys that `plan` rotates in memory
-        move to unshared blocks; the caller rotates them there.
+        No other sequence changes. `ropes` says how the keys of each layer are rotated. Keys that `plan`
+        rotates in memory move to unshared blocks; the caller rotates them there.
         """
         for seq in sequences:
             self.check_movable(seq)
         self._rearrange(sequences, plan)
         for seq in sequences:
-            seq.rope = rope
+            seq.ropes = ropes
 
     def _rearrange(self, sequences: Collection[Sequence], plan: Rearrangement) -> None:
         layouts = [(seq, self._layout(seq, plan, self._is_own)) for seq in sequences]

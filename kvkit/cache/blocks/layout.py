@@ -87,11 +87,9 @@ def arrange(
         tail_length += end - begin
     if shift:  # new tokens have no rope shift, so they begin a segment
         borders.append(len(rows))
-    sources = [rows[begin:end] for begin, end, _ in copies]
-    targets = [target + np.arange(end - begin) for begin, end, target in copies]
-    return Arrangement(
-        pages, borders, np.concatenate([rows[:0], *sources]), np.concatenate([rows[:0], *targets])
-    )
+    sources = np.concatenate([rows[:0], *(rows[begin:end] for begin, end, _ in copies)])
+    targets = np.concatenate([rows[:0], *(target + np.arange(end - begin) for begin, end, target in copies)])
+    return Arrangement(pages, borders, sources, targets)
 
 
 def runs(rows: Array, shifts: Array, page_size: int, copied_from: int) -> list[tuple[int, int]]:

@@ -33,7 +33,7 @@ class Moves(NamedTuple):
     rows: RowPositions  # of all tokens
     borders: list[int]
     intact: int
-    rope: Any
+    ropes: list[Any] | None  # how the keys were rotated in each layer
 
 
 class SavedSequence(NamedTuple):
@@ -72,7 +72,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "allocator", "borders", "chain", "ids", "intact", "length", "pending", "rope", "row_positions",
+        "allocator", "borders", "chain", "ids", "intact", "length", "pending", "ropes", "row_positions",
         "table",
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ class Sequence:
         self.row_positions: RowPositions | None = None  # None while token i has position i and no shift
         # How many first tokens have no hole before them and were never moved: only they can be published.
         self.intact: int | None = None  # None: all
-        self.rope: Any = None  # how the keys were rotated in each layer, once tokens were moved
+        self.ropes: list[Any] | None = None  # how the keys were rotated in each layer, once tokens were moved
 
     @property
     def blocks(self) -> list[int]:
@@ -123,7 +123,7 @@ class Sequence:
         """Return the pieces of the first `tokens` tokens."""
         if self.row_positions is not None:
             return self.row_positions.pieces(0, tokens)
-        return [(0, tokens, 0)] if tokens else []
+        return [Piece(0, tokens, 0)] if tokens else []
 
     def all_positions(self) -> RowPositions:
         """Return the positions and rope shifts of all tokens in the cache."""
@@ -168,11 +168,11 @@ class Sequence:
         """Return where its tokens are; None if token i has position i."""
         if self.intact is None:
             return None
-        return Moves(self.all_positions(), self.borders[:], self.intact, self.rope)
+        return Moves(self.all_positions(), self.borders[:], self.intact, self.ropes)
 
     def set_moves(self, moves: Moves) -> None:
         """Set where its tokens are; raise KvkitError if that is illegal."""
-        rows, borders, intact, self.rope = moves
+        rows, borders, intact, self.ropes = moves
         # After shifted tokens there is a border at `length`, because new tokens are not shifted.
         inner = set(borders[:-1] if borders[-1:] == [self.length] else borders)
         shift_changes = {begin for begin, *_ in rows.pieces(0, self.length)[1:]}
@@ -199,7 +199,7 @@ class Sequence:
         """Return a sequence of the same tokens in the same blocks."""
         other = Sequence(self.allocator, self.ids[:], self.chain[:])
         other.length, other.table, other.borders = self.length, self.table[:], self.borders[:]
-        other.row_positions, other.intact, other.rope = self.row_positions, self.intact, self.rope
+        other.row_positions, other.intact, other.ropes = self.row_positions, self.intact, self.ropes
         return other
 
     def __repr__(self) -> str:

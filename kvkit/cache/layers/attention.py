@@ -61,10 +61,10 @@ class LayerAttention:
         out = np.empty((batch, new, query_heads, layer.store.geometry.value_dim), query.dtype)
         wants_lse = flag("return_lse", return_lse)
         lse = np.empty((batch, new, query_heads), np.float32) if wants_lse else None
-        mask = NO_MASK
+        place = NO_MASK
         if attention_mask is not None:
-            columns = checked_mask(layer, fmt, attention_mask, (batch, query_heads, new))
-            mask = masks.static_mask(fmt, columns, batch, query_heads, new, columns.shape[3])
+            mask = checked_mask(layer, fmt, attention_mask, (batch, query_heads, new))
+            place = masks.static_mask(fmt, mask, batch, query_heads, new, mask.shape[3])
         arrays = {"query": query, "out": out, "lse": lse}
         rows, form = layer.span.rows_from(layer.span.begin), None  # a call without a form is not prepared
         shape = batch, query_heads, rows[1] - rows[0]
@@ -72,11 +72,11 @@ class LayerAttention:
         if scoring.sinks is None and key_weights is None:
             form = form_of((query,), (wants_lse, scoring.softmax_scale, scoring.softcap))
         prepared = self._calls.find(form)
-        if not prepared or not prepared.run(layer.store, rows, arrays, mask):
+        if not prepared or not prepared.run(layer.store, rows, arrays, place):
             if form:
                 self._calls.clear()
             left = -1 if layer.window is None else layer.window - 1
-            weights = attention.checked_weights(query, mask, scoring._replace(window=(left, -1)))
+            weights = attention.checked_weights(query, place, scoring._replace(window=(left, -1)))
             self._calls.keep(form, PreparedAttention(layer.store, rows, fmt, arrays, weights, key_weights))
         results = [layer.store.output(out).swapaxes(1, 2)]
         results += [] if lse is None else [lse.swapaxes(1, 2)]
@@ -93,55 +93,54 @@ class LayerAttention:
         outputs stay float32 until the merge.
         """
         wants_lse, (batch, new, heads, _) = flag("return_lse", return_lse), query.shape
-        columns = None
+        mask = None
         if attention_mask is not None:
             fmt = checked_format("query", query, FLOATS, 4)
-            columns = checked_mask(layer, fmt, attention_mask, (batch, heads, new))
-            columns = columns if columns.dtype == np.bool_ else columns.astype(np.float32)
+            mask = checked_mask(layer, fmt, attention_mask, (batch, heads, new))
+            mask = mask if mask.dtype == np.bool_ else mask.astype(np.float32)
         wide = query.astype(np.float32, copy=False)  # [B, q, Hq, D]
         pieces = layer.pieces(layer.span.begin)
-        begin, end, _ = pieces[-1]
-        last_has_all_queries = end - begin >= new
+        last_has_all_queries = pieces[-1].end - pieces[-1].begin >= new
         if layer.store.rows_adjoin and layer.window is None and last_has_all_queries:
-            output, lse = self._attend_in_one_launch(layer, pieces, wide, columns, scoring)
+            output, lse = self._attend_in_one_launch(layer, pieces, wide, mask, scoring)
         else:
-            output, lse = self._attend_by_piece(layer, pieces, wide, columns, scoring)
+            output, lse = self._attend_by_piece(layer, pieces, wide, mask, scoring)
         attn_output = layer.store.output(output).astype(query.dtype, copy=False).swapaxes(1, 2)
         return (attn_output, lse.swapaxes(1, 2)) if wants_lse else attn_output
 
     def _attend_in_one_launch(
-        self, layer: Any, pieces: list[Piece], query: Array, columns: Array | None, scoring: Scoring
+        self, layer: Any, pieces: list[Piece], query: Array, mask: Array | None, scoring: Scoring
     ) -> Pair:
         """Attend to all pieces in one launch. The kernels see each piece as a sequence of its own."""
-        (batch, new, heads, _), mask = query.shape, NO_MASK
-        if columns is not None:
-            columns = columns_of_pieces(columns, pieces, batch)
-            mask = masks.static_mask(FLOAT32, columns, len(columns), heads, new, columns.shape[3])
+        (batch, new, heads, _), place, last = query.shape, NO_MASK, pieces[-1]
+        if mask is not None:
+            mask = split_mask(mask, pieces, batch)
+            place = masks.static_mask(FLOAT32, mask, len(mask), heads, new, mask.shape[3])
         out = np.empty((batch, new, heads, layer.store.geometry.value_dim), np.float32)
         lse = np.empty((batch, new, heads), np.float32)
-        fixed = id(layer.rope), *pieces[:-1], pieces[-1][0], pieces[-1][2]  # only the last end may grow
+        fixed = id(layer.rope), *pieces[:-1], last.begin, last.shift  # only the end of the last may grow
         form = None
         if scoring.sinks is None and query.nbytes <= MOST_QUERY_BYTES:
             form = form_of((query,), (scoring.softmax_scale, scoring.softcap, fixed))
         prepared = self._all_pieces.find(form)
-        if not prepared or not prepared.run(pieces[-1][1], query, out, lse, mask):
+        if not prepared or not prepared.run(last.end, query, out, lse, place):
             self._all_pieces.clear()
-            weights = attention.checked_weights(query, mask, scoring)
+            weights = attention.checked_weights(query, place, scoring)
             self._all_pieces.keep(form, PreparedPieces(layer, pieces, query, out, lse, weights))
         return out, lse
 
     def _attend_by_piece(
-        self, layer: Any, pieces: list[Piece], query: Array, columns: Array | None, scoring: Scoring
+        self, layer: Any, pieces: list[Piece], query: Array, mask: Array | None, scoring: Scoring
     ) -> Pair:
         """Attend to each piece in a launch of its own, then merge the outputs."""
         results = []  # (output, lse) of each piece
         while len(self._by_piece) < len(pieces):
             self._by_piece.append(PreparedCalls(1))
         for calls, (begin, end, shift) in zip(self._by_piece, pieces, strict=False):
-            last = end == pieces[-1][1]  # attention sinks enter the softmax once, with the last piece
-            own = scoring if last else scoring._replace(sinks=None)
+            is_last = end == pieces[-1].end  # attention sinks enter the softmax once, with the last piece
+            own = scoring if is_last else scoring._replace(sinks=None)
             rotated = layer.store.query(layer.rope.shift(query, -shift) if shift else query)
-            results.append(attend_piece(calls, layer, (begin, end), rotated, columns, own))
+            results.append(attend_piece(calls, layer, (begin, end), rotated, mask, own))
         outputs, lses = zip(*results, strict=True)
         return merge.merge_checked(FLOAT32, outputs, lses)
 
@@ -151,7 +150,7 @@ def attend_piece(
     layer: Any,
     rows: tuple[int, int],
     query: Array,
-    columns: Array | None,
+    mask: Array | None,
     scoring: Scoring,
 ) -> tuple[Array, Array]:
     """Attend with float32 queries [B, q, Hq, D] to the rows [begin, end) of the layer's view.
@@ -161,37 +160,37 @@ def attend_piece(
     (begin, end), (batch, new, heads, _), span = rows, query.shape, layer.span
     stored, first = span.length - span.begin, span.begin - span.origin
     causal = end == stored and end - begin >= new  # the piece ends with the tokens of the queries
-    columns = None if columns is None else columns[..., begin:end]
+    mask = None if mask is None else mask[..., begin:end]
     left = stored if layer.window is None else layer.window - 1
     # Some key comes after the first query, or before the window of the last one.
     needs_mask = end > stored - new + 1 or begin < stored - 1 - left
     if not causal and needs_mask:
         ages = np.arange(stored - new, stored)[:, None] - np.arange(begin, end)  # [q, rows]
         visible = (ages >= 0) & (ages <= left)
-        columns = visible[None, None] if columns is None else hidden_from(columns, visible)
-    mask = NO_MASK if columns is None else masks.static_mask(FLOAT32, columns, batch, heads, new, end - begin)
+        mask = visible[None, None] if mask is None else hidden_from(mask, visible)
+    place = NO_MASK if mask is None else masks.static_mask(FLOAT32, mask, batch, heads, new, end - begin)
     out = np.empty((batch, new, heads, layer.store.geometry.value_dim), np.float32)
     lse = np.empty((batch, new, heads), np.float32)
     arrays: dict[str, Array | None] = {"query": query, "out": out, "lse": lse}
     form = form_of((query,), (causal, scoring.softmax_scale, scoring.softcap))
     form = form if scoring.sinks is None else None
     prepared, rows = calls.find(form), (begin + first, end + first)
-    if not prepared or not prepared.run(layer.store, rows, arrays, mask):
+    if not prepared or not prepared.run(layer.store, rows, arrays, place):
         calls.clear()
         window = (left, -1) if causal and layer.window is not None else (-1, -1)
-        weights = attention.checked_weights(query, mask, scoring._replace(is_causal=causal, window=window))
+        weights = attention.checked_weights(query, place, scoring._replace(is_causal=causal, window=window))
         calls.keep(form, PreparedAttention(layer.store, rows, FLOAT32, arrays, weights))
     return out, lse
 
 
-def columns_of_pieces(columns: Array, pieces: list[Piece], batch: int) -> Array:
+def split_mask(mask: Array, pieces: list[Piece], batch: int) -> Array:
     """Split a mask of all rows into one for each piece and row of the batch, [pieces * B, .., longest]."""
     longest = max(end - begin for begin, end, _ in pieces)
-    shape = len(pieces), batch, *columns.shape[1:3], longest
-    mask = np.zeros(shape, columns.dtype)
-    for own, (begin, end, _) in zip(mask, pieces, strict=True):
-        own[..., : end - begin] = columns[..., begin:end]
-    return mask.reshape(-1, *shape[2:])
+    shape = len(pieces), batch, *mask.shape[1:3], longest
+    masks_of_pieces = np.zeros(shape, mask.dtype)
+    for own, (begin, end, _) in zip(masks_of_pieces, pieces, strict=True):
+        own[..., : end - begin] = mask[..., begin:end]
+    return masks_of_pieces.reshape(-1, *shape[2:])
 
 
 def hidden_from(mask: Array, visible: Array) -> Array:
@@ -226,17 +225,17 @@ def checked_mask(layer: Any, fmt: Element, mask: Array, sizes: tuple[int, int, i
     kv_length, kv_offset = layer.get_mask_sizes(0)
     end = kv_offset + kv_length - length + span.length  # the row where the keys of the last update end
     if mask.ndim != 2:
-        check_columns(mask, sizes, length, (count, max(end - span.begin, count)))
+        check_mask_axes(mask, sizes, length, (count, max(end - span.begin, count)))
         return mask[..., :count]
     if layer.row_positions is not None and layer.window is None:
-        mask = stored_columns(layer, mask, batch)
+        mask = mask_of_stored(layer, mask, batch)
     if mask.dtype != np.bool_ or mask.shape not in {(batch, span.length), (batch, max(end, span.length))}:
         wanted = f"bool [{batch}, {length}], a padding mask, or 4 axes"
         raise argument_error("attention_mask", wanted, describe(mask))
     return mask[:, None, None, span.begin : span.begin + count]  # a padding mask counts positions from 0
 
 
-def check_columns(mask: Array, sizes: tuple[int, int, int], length: int, counts: tuple[int, ...]) -> None:
+def check_mask_axes(mask: Array, sizes: tuple[int, int, int], length: int, counts: tuple[int, ...]) -> None:
     """Raise unless a mask has 4 axes: three of `sizes` or of 1, and a number of columns among `counts`."""
     fits = mask.ndim == 4 and mask.shape[3] in counts
     if not fits or any(have not in (1, size) for have, size in zip(mask.shape, sizes, strict=False)):
@@ -245,8 +244,8 @@ def check_columns(mask: Array, sizes: tuple[int, int, int], length: int, counts:
         raise argument_error("attention_mask", wanted, f"shape {mask.shape}")
 
 
-def stored_columns(layer: Any, mask: Array, batch: int) -> Array:
-    """Return the columns of the stored tokens, from a padding mask with one column for each position."""
+def mask_of_stored(layer: Any, mask: Array, batch: int) -> Array:
+    """Return a padding mask of the stored tokens, from one with a column for each position."""
     length = layer.get_seq_length()
     if mask.dtype != np.bool_ or mask.shape != (batch, length):
         raise argument_error("attention_mask", f"bool [{batch}, {length}], a padding mask", describe(mask))
@@ -325,7 +324,7 @@ class PreparedPieces:
         weights: attention.Weights,
     ) -> None:
         (batch, new, heads, _), count = query.shape, len(pieces)
-        self._rope, self._begin, self._mask = layer.rope, pieces[-1][0], weights.mask
+        self._rope, self._begin, self._mask = layer.rope, pieces[-1].begin, weights.mask
         deltas = -np.array([shift for _, _, shift in pieces])[:, None, None, None]
         self._rotations = self._rope.cos_sin(deltas, np.float32)  # cosines, sines [pieces, 1, 1, 1, pairs]
         self._query = np.repeat(query[None], count, 0)  # [pieces, B, q, Hq, D], rotated by `run`
@@ -334,7 +333,7 @@ class PreparedPieces:
         queries, flat_outs, flat_lses = (
             states.reshape(-1, *states.shape[2:]) for states in (self._query, outs, lses)
         )
-        context, _ = layer.store.context(FLOAT32.name, 0, pieces[-1][1])
+        context, _ = layer.store.context(FLOAT32.name, 0, pieces[-1].end)
         step = pieces_step(context.sides[0], pieces, batch, new)
         context = context._replace(sides=tuple(side._replace(sequence=0) for side in context.sides))
         earlier = (count - 1) * batch  # sequences without a causal rule: their rows are before all queries
@@ -352,8 +351,8 @@ class PreparedPieces:
         # The kvstarts of the last piece: counts * its length + the first of them.
         self._lengths = step.kvstarts[earlier:], np.arange(batch + 1), step.kvstarts[earlier]
         arrays = {"out": out, "lse": lse}
-        self._prepared = PreparedCall([attend, join], arrays, attention=attend, version=pieces[-1][1])
-        self.run(pieces[-1][1], query, out, lse, weights.mask)
+        self._prepared = PreparedCall([attend, join], arrays, attention=attend, version=pieces[-1].end)
+        self.run(pieces[-1].end, query, out, lse, weights.mask)
 
     def run(self, end: int, query: Array, out: Array, lse: Array, mask: MaskPlace) -> bool:
         """Attend with other queries, another mask and end; return False if these need a new launch."""

@@ -212,7 +212,7 @@ class LatentLayer(DynamicLayer):
     # Moving rows. Only the last elements of a row are rotated
 
     def plan(self, call: str, *arguments: Any, rope: Rotation = None, **options: Any) -> Rearrangement:
-        self.rope, rope = (placed_rotation(each, self.latent_dim) for each in (self.rope, rope))
+        self.rope, rope = (placed_rotation(rotation, self.latent_dim) for rotation in (self.rope, rope))
         return super().plan(call, *arguments, rope=rope, **options)
 
     def _check_movable(self, call: str, plan: Rearrangement) -> None:
@@ -485,9 +485,9 @@ def attend_to_codes(
     if layer.store is None or batch != layer.batch_size or dim != sum(codes.dims) or new > span.length:
         wanted = f"[{layer.batch_size}, heads, at most {span.length}, {sum(codes.dims)}]"
         raise argument_error("query", wanted, query.shape)
-    columns = None if mask is None else checked_mask(layer, fmt, mask, (batch, heads, new))
-    if columns is not None and columns.dtype != np.bool_:
-        columns = columns.astype(np.float32)
+    if mask is not None:
+        mask = checked_mask(layer, fmt, mask, (batch, heads, new))
+        mask = mask if mask.dtype == np.bool_ else mask.astype(np.float32)
     wide = one_piece(query.swapaxes(1, 2)).astype(np.float32)  # [B, q, H, dim]
     begin, end = span.rows_from(span.begin)
     count, step = end - begin, max(1, ROWS // batch)
@@ -497,7 +497,7 @@ def attend_to_codes(
         stop = count if first == last else min(first + step, last)
         rows = codes.decode(layer.store.sides[0][:, 0, begin + first : begin + stop])[:, :, None]
         part = multi_head_attention(
-            wide, rows, rows[..., : layer.latent_dim], None if columns is None else columns[..., first:stop],
+            wide, rows, rows[..., : layer.latent_dim], None if mask is None else mask[..., first:stop],
             num_heads=heads, head_dim=dim, num_kv_heads=1, is_causal=stop == count, softmax_scale=scale,
             sinks=sinks if stop == count else None, return_lse=True,
         )  # fmt: skip

@@ -86,8 +86,8 @@ class Layer(BaseLayer):
         return self.__dict__ | {"home": None}  # a copy lies in memory
 
     def __repr__(self) -> str:
-        held = "" if self.store is None else f", {self.store.geometry}"
-        return f"<{self.name}: {self.span.length} tokens{held}>"
+        geometry = "" if self.store is None else f", {self.store.geometry}"
+        return f"<{self.name}: {self.span.length} tokens{geometry}>"
 
     def connect(self, layers: Sequence[Layer], number: int) -> None:
         """Tell the layer that it is layer `number` of `layers`, for layers that read another one."""
@@ -261,7 +261,7 @@ class Layer(BaseLayer):
         length = self.span.length
         if self.row_positions is not None:
             return self.row_positions.pieces(first, length)
-        return [(0, length - first, 0)] if length > first else []
+        return [Piece(0, length - first, 0)] if length > first else []
 
     def _positions_from(self, row: int) -> RowPositions:
         """Return the positions and rope shifts of all rows from number `row` on."""
@@ -421,6 +421,7 @@ class Layer(BaseLayer):
         if self.window is None:  # without a window, positions of the span are row numbers
             return Span(count, before=count)
         begin, stored = length - count, int(plan.kept[self.span.oldest - self.span.first :].sum())
+        # Rows of the last view count as stored again if the window reaches them now.
         oldest = max(begin, min(length - stored, self._stored_from(length)))
         return Span(length, oldest, begin, origin=begin - first, before=length)
 

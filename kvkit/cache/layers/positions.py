@@ -27,7 +27,14 @@ FAR = 2**40  # the largest position and shift
 KNOWN_ROTATION = "how keys were rotated, a kvkit.Rope or 'none'"
 
 Rotation = Rope | str | None  # how keys are rotated: a Rope, "none", or None if unknown
-Piece = tuple[int, int, int]  # neighbouring rows of one rope shift: first row, end row, shift
+
+
+class Piece(NamedTuple):
+    """Describes neighbouring rows of one rope shift."""
+
+    begin: int  # the first row
+    end: int
+    shift: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,17 +133,17 @@ class RowPositions:
         """Return the pieces of these rows."""
         inner = (np.flatnonzero(np.diff(self.shifts)) + 1).tolist()
         borders = [0, *inner, len(self.shifts)] if len(self.shifts) else []
-        return [(begin, end, int(self.shifts[begin])) for begin, end in itertools.pairwise(borders)]
+        return [Piece(begin, end, int(self.shifts[begin])) for begin, end in itertools.pairwise(borders)]
 
     def pieces(self, begin: int, end: int) -> list[Piece]:
         """Return the pieces of the rows [begin, end), counted from `begin`."""
         passed = begin - self.base
-        pieces = [(max(0, a - passed), b - passed, shift) for a, b, shift in self._pieces if b > passed]
+        pieces = [Piece(max(0, a - passed), b - passed, shift) for a, b, shift in self._pieces if b > passed]
         described = len(self.positions) - passed
         if end - begin > described:  # the later rows have no shift
-            joins = bool(pieces) and pieces[-1][2] == 0
-            first = pieces.pop()[0] if joins else max(0, described)
-            pieces.append((first, end - begin, 0))
+            joins = bool(pieces) and not pieces[-1].shift
+            first = pieces.pop().begin if joins else max(0, described)
+            pieces.append(Piece(first, end - begin, 0))
         return pieces
 
 

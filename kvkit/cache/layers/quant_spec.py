@@ -123,8 +123,8 @@ class QuantSpec:
         return self.format is not None and self.format not in STORED
 
     @property
-    def group_fits(self) -> bool:
-        """Return whether `group` is the default of a group along a token, which adapts to the head size."""
+    def group_adapts(self) -> bool:
+        """Return whether `group` adapts to the head size: it is the default, and along a token."""
         return not self.format and self.axis != "channel" and self.group == QuantSpec.group
 
     def schemes(self) -> tuple[Any, Any]:
@@ -147,7 +147,7 @@ class QuantSpec:
             has_scales = not element.block and self.scale is None  # besides the codes
             self._check_group(head_dim, has_scales)
             return float(element.bytes(head_dim) + has_scales * head_dim * scale / self.group)
-        self._check_group(head_dim, self.axis != "channel" and not self.group_fits)
+        self._check_group(head_dim, self.axis != "channel" and not self.group_adapts)
         cell = (1 if self.scheme == "sym" else 2) * scale
         groups = {"channel": self.group, "token": self.token_group(head_dim)}
         per_element = [cell / groups[axis] for axis in ([self.axis] if self.axis else groups)]

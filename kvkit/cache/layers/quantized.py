@@ -25,7 +25,7 @@ SPEC = QuantSpec()
 
 def fit_spec(spec: QuantSpec, dim: int) -> QuantSpec:
     """Return the spec; a default group becomes one that divides the head size."""
-    return replace(spec, group=spec.token_group(dim)) if spec.group_fits else spec
+    return replace(spec, group=spec.token_group(dim)) if spec.group_adapts else spec
 
 
 class QuantizedLayer(Layer):

@@ -33,7 +33,7 @@ def check_positions(
 def length_after_crop(length: SupportsIndex, seen: int) -> int:
     """Return how many of `seen` tokens a crop leaves. A `length` of 0 keeps all; below 0, drop that many."""
     length = integer("length", length)
-    left = min(length or seen, seen) if length >= 0 else seen + length
+    left = min(length, seen) if length > 0 else seen + length
     if left < 0:
         raise argument_error("length", f"at most {seen} tokens to drop", -length)
     return left

@@ -12,7 +12,7 @@ from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.positions import Rearrangement, check_codes
 from kvkit.cache.layers.quant_spec import QuantSpec
-from kvkit.cache.stores.memory import Geometry, check_geometry
+from kvkit.cache.stores.memory import Geometry
 from kvkit.cache.stores.schemed import SchemedSide, SchemedStore
 from kvkit.cache.stores.span import Span
 from kvkit.cache.stores.view import KVView
@@ -78,9 +78,7 @@ class SchemedLayer(Layer):
     def _append(
         self, key_states: Array, value_states: Array, cache_position: ArrayLike | None
     ) -> tuple[States, States]:
-        geometry = check_geometry(
-            key_states, value_states, None if self.store is None else self.store.geometry
-        )
+        geometry = self._geometry_of(key_states, value_states)
         new, before = key_states.shape[2], self.span.length
         if cache_position is not None:
             self._first_new(cache_position, new)
@@ -136,8 +134,7 @@ class SchemedLayer(Layer):
     def _take_rows(self, indices: Array) -> None:
         if self.store is not None:
             geometry = self.store.geometry._replace(batch=len(indices))
-            self._keep(
-                [side.select_rows(indices) for side in self.store.sides], self.span.without_undo(), geometry
-            )
+            sides = [side.select_rows(indices) for side in self.store.sides]
+            self._keep(sides, self.span.without_undo(), geometry)
 
     activate_past_recording = Layer.set_past_recording

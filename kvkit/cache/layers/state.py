@@ -356,9 +356,8 @@ class StateLayer(Layer):
 
 def state_span(length: int, before: int | None = None) -> Span:
     """Return the span of a state after `length` tokens, which stores no rows."""
-    return Span(
-        length, oldest=length, begin=length, origin=length, before=length if before is None else before
-    )
+    before = length if before is None else before
+    return Span(length, oldest=length, begin=length, origin=length, before=before)
 
 
 def up_to(length: int, checkpoints: Mapping[int, int]) -> dict[int, int]:

@@ -312,7 +312,7 @@ class PagedCache(BaseCache):
             self.blocks.check_movable(seq)
         now, known = RowPositions.contiguous(0, 0), self.ropes
         if sequences:
-            now, known = sequences[0].all_positions(), sequences[0].rope or known
+            now, known = sequences[0].all_positions(), sequences[0].ropes or known
         of_layers = zip(self._ropes(rope), known, strict=True)
         ropes = [rotation_of(argument, own, self.store.dim, now.shifted) for argument, own in of_layers]
         # A plan only depends on whether keys are rotated: one layer's rotation stands for all.

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from kvkit import cpu
 from kvkit.cache.base import BaseLayer, MovableTokens, one_call_at_a_time
 from kvkit.cache.layers import requests
-from kvkit.cache.layers.attention import check_columns, stored_columns
+from kvkit.cache.layers.attention import check_mask_axes, mask_of_stored
 from kvkit.cache.layers.positions import RowPositions, pieces_array
 from kvkit.cache.paged.segments import check_window
 from kvkit.cache.paged.step import fill_results
@@ -186,28 +186,18 @@ class PagedLayer(BaseLayer):
         if prepared:
             query = one_piece(query.swapaxes(1, 2))
             return heads_first(step.attend_again(prepared, query, self._layer_idx))
-        checked_format("query", query, (store.format,), 4)
-        _, heads, tokens, _ = query.shape
-        batch, _, length, _ = self.shape
-        if query.shape != (batch, heads, tokens, store.dim) or not heads or heads % store.heads:
-            wanted = f"[{batch}, a multiple of {store.heads}, q, {store.dim}]"
-            raise argument_error("query", f"shape {wanted}", query.shape)
-        if is_causal and tokens > length:
-            raise argument_error("query", f"at most {length} tokens, those in the layer", tokens)
-        mask = attention_mask
-        if mask is not None:
-            masks.is_empty(store.format, mask, "attention_mask")
-            if mask.ndim == 2 and mask.dtype == np.bool_:
-                mask = mask if self.row_positions is None else stored_columns(self, mask, batch)
-                mask = mask[:, None, None]
-            check_columns(mask, (batch, heads, tokens), self.get_seq_length(), (length,))
+        batch, heads, tokens = self._check_query(query, is_causal)
+        length = self.stored_tokens
+        mask = None if attention_mask is None else self._checked_mask(attention_mask, (batch, heads, tokens))
         place = masks.static_mask(store.format, mask, batch, heads, tokens, length)
         query = one_piece(query.swapaxes(1, 2))  # [B, q, Hq, D]
-        scoring = Scoring(None, is_causal, False, softmax_scale, window, softcap, sinks)
+        scoring = Scoring(
+            is_causal=is_causal, softmax_scale=softmax_scale, window=window, softcap=softcap, sinks=sinks
+        )
         weights = attention.checked_weights(query, place, scoring)
         shape = *query.shape[:-1], store.value_dim
         results = attention.attention_results(shape, store.format, return_lse, []).arrays(None)
-        out, lse, *_ = (*results, None)
+        out, lse, *_ = (*results, None)  # results have no lse unless it is requested
         step, first_query = self.rows.tables(), length - tokens
         # All rows of the batch have the same positions, so the first sequence is enough.
         check_window(self.rows.sequences[:1], [first_query], (weights.left, weights.right), is_alibi=False)
@@ -229,6 +219,27 @@ class PagedLayer(BaseLayer):
         if key_weights is None:
             return attended
         return (attended, key_weights) if lse is None else (*attended, key_weights)
+
+    def _check_query(self, query: Array, is_causal: bool) -> tuple[int, int, int]:
+        """Check queries; return (B, Hq, q)."""
+        store, (batch, _, length, _) = self.store, self.shape
+        checked_format("query", query, (store.format,), 4)
+        _, heads, tokens, _ = query.shape
+        if query.shape != (batch, heads, tokens, store.dim) or not heads or heads % store.heads:
+            wanted = f"[{batch}, a multiple of {store.heads}, q, {store.dim}]"
+            raise argument_error("query", f"shape {wanted}", query.shape)
+        if is_causal and tokens > length:
+            raise argument_error("query", f"at most {length} tokens, those in the layer", tokens)
+        return batch, heads, tokens
+
+    def _checked_mask(self, mask: Array, sizes: tuple[int, int, int]) -> Array:
+        """Check a mask for queries of `sizes` (B, Hq, q); return it with 4 axes."""
+        masks.is_empty(self.store.format, mask, "attention_mask")  # raises for another dtype
+        if mask.ndim == 2 and mask.dtype == np.bool_:
+            mask = mask if self.row_positions is None else mask_of_stored(self, mask, sizes[0])
+            mask = mask[:, None, None]
+        check_mask_axes(mask, sizes, self.get_seq_length(), (self.stored_tokens,))
+        return mask
 
     @property
     def _ahead(self) -> int:
@@ -270,14 +281,14 @@ class PagedLayer(BaseLayer):
     def nbytes(self) -> int:
         """Return the size of the stored tokens in bytes; shared blocks count once."""
         length, size = self.stored_tokens, self.store.page_size
-        held = {
+        tokens_of = {
             block: min(end - begin - i * size, size)
             for seq in self.rows.sequences
             for begin, end, page, _ in seq.segments(size, length)
             for i, block in enumerate(seq.table[page : page + -(-(end - begin) // size)])
         }  # {block: its tokens}
         block_bytes = sum(array[self._layer_idx, :, 0].nbytes for array in self.store.blocks)
-        return sum(held.values()) * block_bytes // size
+        return sum(tokens_of.values()) * block_bytes // size
 
     def plan(self, call: str, *arguments: Any, **options: Any) -> Any:
         wanted = f"{call} in all layers: PagedCache.rows.{call}, or PagedCache.{call}(seq, ...)"

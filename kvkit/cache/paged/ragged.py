@@ -20,6 +20,7 @@ from kvkit.cache.layers.attention import NOT_ROTATED, place_mask
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.positions import (
     MAX_PIECES,
+    Piece,
     Rearrangement,
     Rotation,
     RowPositions,
@@ -180,7 +181,7 @@ class RaggedLayer(Layer):
             rows = RowPositions(own.positions, np.zeros_like(own.positions), length)
             if not rows.is_plain():  # the first position that is not its index is behind a hole
                 hole = np.flatnonzero(np.append(own.positions, -1) != np.arange(len(own.positions) + 1))[0]
-                seq.set_moves(Moves(rows, borders=[], intact=int(hole), rope=None))
+                seq.set_moves(Moves(rows, borders=[], intact=int(hole), ropes=None))
 
     def pool_side(self, side: int) -> Array:
         """Return the keys (0) or the values (1) of all pages, a view [rows, D]."""
@@ -501,8 +502,8 @@ class RaggedLayer(Layer):
             "keys": self.pool_side(0)[rows],
             "values": self.pool_side(1)[rows],
             "lengths": self.lengths,
-            "positions": np.concatenate([each.positions for each in now]),
-            "rope_shifts": np.concatenate([each.shifts for each in now]),
+            "positions": np.concatenate([head.positions for head in now]),
+            "rope_shifts": np.concatenate([head.shifts for head in now]),
         }
 
     def load(self, arrays: dict[str, Array], length: int) -> None:
@@ -521,7 +522,7 @@ class RaggedLayer(Layer):
             RowPositions.restored(positions, pieces_of_shifts(shifts), length, len(positions))
             for *_, positions, shifts in zip(*parts, strict=True)
         ]
-        self.fill_heads(geometry, [HeadStates(*each) for each in zip(*parts[:3], strict=True)], length)
+        self.fill_heads(geometry, [HeadStates(*head) for head in zip(*parts[:3], strict=True)], length)
         if any(rows.shifted for rows in now):
             plans = [Rearrangement(np.ones(len(rows.positions), bool), rows, self.rope) for rows in now]
             self.rearrange(RaggedPlan(plans))
@@ -535,4 +536,4 @@ def with_spare_pages(used: int, heads: int) -> int:
 def pieces_of_shifts(shifts: Array) -> Array:
     """Return the pieces of rows from the shift of each row, int64 [pieces, 3]."""
     borders = [0, *(np.flatnonzero(np.diff(shifts)) + 1).tolist(), len(shifts)] if len(shifts) else [0]
-    return pieces_array([(begin, end, int(shifts[begin])) for begin, end in itertools.pairwise(borders)])
+    return pieces_array([Piece(begin, end, int(shifts[begin])) for begin, end in itertools.pairwise(borders)])

@@ -94,12 +94,12 @@ class SegmentedStep:
         if not self.pairs:
             return outputs[0], lses[0]
         rotated = self._rotated(query.astype(np.float32)[self.queries], layer_idx)
-        columns, place = self._mask(mask, weights), NO_MASK
-        if columns is not None:
-            place = masks.own_mask(FLOAT32, columns, heads, len(rotated), columns.shape[-1])
+        joined, place = self._joined_mask(mask, weights), NO_MASK
+        if joined is not None:
+            place = masks.own_mask(FLOAT32, joined, heads, len(rotated), joined.shape[-1])
         out, lse = np.empty((*rotated.shape[:2], dim), np.float32), np.empty(rotated.shape[:2], np.float32)
         form = None
-        if columns is None and weights.sinks is None:
+        if joined is None and weights.sinks is None:
             form = form_of((rotated,), (id(self), weights.scale, weights.softcap))
         arrays = {"query": rotated, "out": out, "lse": lse}
         prepared = step.calls.find(form)
@@ -118,13 +118,12 @@ class SegmentedStep:
         return merge.merge_checked(FLOAT32, list(outputs), list(lses))
 
     def _rotated(self, query: Array, layer_idx: int) -> Array:
-        """Rotate the queries of each segment back by the rope shift of its keys."""
+        """Rotate the queries of each segment back by the rope shift of its keys, in place; return them."""
         for pair, begin, end in zip(self.pairs, self.ends, self.ends[1:], strict=False):
             shift = pair.segment.shift
-            rope = self.sequences[pair.sequence].rope[layer_idx] if shift else None
+            rope = self.sequences[pair.sequence].ropes[layer_idx] if shift else None
             if isinstance(rope, Rope):
-                states = query[begin:end]
-                states[...] = rope.shift(states, -shift)
+                query[begin:end] = rope.shift(query[begin:end], -shift)
         return query
 
     def _sinks(self, sinks: Array | None) -> dict[str, Any]:
@@ -138,7 +137,7 @@ class SegmentedStep:
         of_pairs = np.where(counts[:, None], sinks.astype(np.float32), np.float32(-np.inf))
         return {"sinks": of_pairs, "sink_sequences": len(of_pairs)}
 
-    def _mask(self, mask: Mask | None, weights: attention.Weights) -> Array | None:
+    def _joined_mask(self, mask: Mask | None, weights: attention.Weights) -> Array | None:
         """Return window and mask as one mask [Hq or 1, queries, longest segment]; None without both."""
         left, right = weights.left, weights.right
         if mask is None and (left, right) == (-1, -1):
@@ -151,10 +150,10 @@ class SegmentedStep:
             visible = ((left < 0) | (distance >= -left)) & ((right < 0) | (distance <= right))
             blocks.append(visible[None] if mask is None else hidden_from(mask(pair), visible))
         shape = max(map(len, blocks)), self.ends[-1], max(block.shape[2] for block in blocks)
-        columns = np.zeros(shape, blocks[0].dtype)
+        joined = np.zeros(shape, blocks[0].dtype)
         for block, begin, end in zip(blocks, self.ends, self.ends[1:], strict=False):
-            columns[:, begin:end, : block.shape[2]] = block
-        return columns
+            joined[:, begin:end, : block.shape[2]] = block
+        return joined
 
 
 Mask = Callable[[SegmentQueries], Array]  # returns the mask of a pair, [Hq or 1, queries or 1, keys or 1]
@@ -162,12 +161,9 @@ Mask = Callable[[SegmentQueries], Array]  # returns the mask of a pair, [Hq or 1
 
 def packed_mask(mask: Array, seqstarts: Array, kvstarts: Array, pair: SegmentQueries) -> Array:
     """Return the part of a mask [Hq or 1, tokens, contexts or 1] that belongs to a pair."""
-    begin, end = seqstarts[pair.sequence] + pair.queries
-    rows = mask[:, begin:end]
-    if mask.shape[2] == 1:
-        return rows
-    first = kvstarts[pair.sequence]
-    return rows[..., first + pair.segment.begin : first + pair.segment.end]
+    begin, end = (seqstarts[pair.sequence] + query for query in pair.queries)
+    rows, first = mask[:, begin:end], kvstarts[pair.sequence]
+    return rows if mask.shape[2] == 1 else rows[..., first + pair.segment.begin : first + pair.segment.end]
 
 
 def batch_mask(mask: Array, pair: SegmentQueries) -> Array:

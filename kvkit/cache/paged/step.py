@@ -188,16 +188,16 @@ class PagedStep:
 
         With `tokens`, the queries are those of the last `tokens` of the first `length` in each sequence.
         """
-        found = self._segmented.get((is_causal, tokens, length))
-        if found is None:
+        segmented = self._segmented.get((is_causal, tokens, length))
+        if segmented is None:
             index, batch = self.index, len(self.index.sequences)
             counts, lengths = [tokens] * batch, [length] * batch
             if tokens < 0:
                 counts, lengths = np.diff(index.seqstarts).tolist(), np.diff(index.kvstarts).tolist()
             size = self._store.page_size
-            found = SegmentedStep(index.sequences, counts, lengths, index.pages, size, is_causal)
-            self._segmented[is_causal, tokens, length] = found
-        return found
+            segmented = SegmentedStep(index.sequences, counts, lengths, index.pages, size, is_causal)
+            self._segmented[is_causal, tokens, length] = segmented
+        return segmented
 
     def float32_context(self, layer_idx: int) -> Any:
         """Return a layer's `Context` for float32 queries."""
@@ -289,7 +289,7 @@ class PagedStep:
         check_window(self.index.sequences, self.index.start_pos, window, weights.alibi)
         shape = count, heads, store.value_dim
         results = attention.attention_results(shape, store.format, return_lse, inputs).arrays(out)
-        attn_output, lse, *_ = (*results, None)
+        attn_output, lse, *_ = (*results, None)  # results have no lse unless it is requested
         return query, attn_output, lse, weights
 
     # For packed tokens and for batches of one length, with checked arguments

@@ -101,9 +101,8 @@ class PagedStore:
         if self.latent_dim:
             dim, size = self.value_dim, self.format.bytes(self.value_dim)
             self.contexts = [context._replace(value_dim=dim, value_bytes=size) for context in self.contexts]
-        self.addresses = [
-            {"cache": place.sides[0].address, "scale": place.sides[0].scales} for place in self.places
-        ]
+        sides = [place.sides[0] for place in self.places]
+        self.addresses = [{"cache": side.address, "scale": side.scales} for side in sides]
         arrays: list[Any] = [self.cache, self.scale] if self.computes_scales else [self.cache]
         layout = DYNAMIC[self.arguments.cache_layout]
         self.blocks = [view_blocks(array, layout, self.page_size) for array in arrays]
@@ -171,9 +170,8 @@ class PagedStore:
 
     def check_apart(self, layer_idx: int, inputs: Mapping[str, Array]) -> None:
         """Raise if an append to a layer would overwrite its inputs {name: array}."""
-        caches.check_written(
-            self.cache, self.scale_of(layer_idx), self.places[layer_idx], list(inputs.items())
-        )
+        place = self.places[layer_idx]
+        caches.check_written(self.cache, self.scale_of(layer_idx), place, list(inputs.items()))
 
     def empty(self, *outer: int) -> Pair:
         """Return new arrays for rows of keys and of values; one array for latent rows."""

@@ -68,10 +68,11 @@ class CodedSide:
         cell = spec.param_dtype
         if self.scales is not None:
             cell, group = "float32", 0  # for `Codes`, group 0 is constant scales
-        self.format = cpu.copy.codes.Codes(
+        codes = cpu.copy.codes
+        self.format = codes.Codes(
             element, spec.bits, symmetric, cell, group, self.block_size, spec.format or ""
         )
-        cpu.copy.codes.encoder(self.format)  # compile before anything changes
+        codes.encoder(self.format)  # compile before anything changes
         self.widening(rounds=False)
         self.length = self.coded = self.codes_read = self.block_count = self.coded_before = 0  # see the class
         self.counter = [0]  # number of changes, shared with copies of this side
@@ -208,10 +209,9 @@ class CodedSide:
             at += place.address, place.sequence, rows * place.row, place.head
         code, elements = cpu.copy.codes.encoder(self.format).address, batch * heads * tokens * dim
         cpu.launches.start(cpu.copy.codes.prepare_codes(code, batch, blocks, at, heads, dim, elements))
-        self.block_of[self.coded : self.coded + tokens] = (
-            self.block_count + np.arange(tokens) // self.block_size
-        )
-        self.coded, self.block_count = self.coded + tokens, self.block_count + blocks
+        end = self.coded + tokens
+        self.block_of[self.coded : end] = self.block_count + np.arange(tokens) // self.block_size
+        self.coded, self.block_count = end, self.block_count + blocks
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens."""
@@ -292,17 +292,15 @@ class CodedSide:
 
     def arrays(self) -> dict[str, Array]:
         """Return the stored arrays by the names of `PARTS`; `ends` of blocks only if blocks span tokens."""
-        arrays = {
+        parts = {
             "sinks": self.sinks[:, :, : min(self.sink, self.length)],
             "codes": self.codes[:, :, : self.coded],
             "cells": self.cells[:, :, : self.block_count],
             "tail": self.tail_tokens(),
         }
         if self.block_size > 1:
-            arrays["ends"] = np.searchsorted(
-                self.block_of[: self.coded], np.arange(self.block_count), "right"
-            )
-        return arrays
+            parts["ends"] = np.searchsorted(self.block_of[: self.coded], np.arange(self.block_count), "right")
+        return parts
 
     def fill(self, arrays: Mapping[str, Array], length: int) -> None:
         """Fill an empty side with `length` tokens from a file; raise KvkitError if the arrays do not fit."""
