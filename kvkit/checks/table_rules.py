@@ -34,9 +34,16 @@ def scan_tables(
 ) -> int:  # fmt: skip
     """Write the hits (broken rules) of tables that follow each other to `hits`; return their number.
 
-    `owners` counts the sequences of each page. Sequences may share a page only if their tables are equal up
-    to its column. So a shared page must be in the same column and follow the same page, which has been
-    checked by then. If it follows a placeholder, all earlier columns are compared.
+    Sequences may share a page only if their tables are equal up to its column::
+
+        sequence 0    4 2 7
+        sequence 1    4 1 2    4 is shared. 2 is FOREIGN: it is in column 1 of sequence 0
+        sequence 2    5 2      2 is FOREIGN: in sequence 0 it follows page 4
+
+    So it is enough to compare a page's column and the page before it, which has been checked by then; after a
+    placeholder all earlier columns are compared. `owners` counts the sequences of each page. The workspace
+    has for each page its first sequence, `owner`, with its `column` and the page `before` it there; and the
+    `last` sequence so far that has it, in the column `there`.
     """
     for page in range(pages):
         owner[page] = last[page] = -1

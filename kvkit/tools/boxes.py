@@ -38,21 +38,18 @@ class Box:
 
 def drawn_sizes(layout: Layout, sizes: Mapping[str, int] | None) -> dict[str, int]:
     """Return {axis: size}: the given sizes, and small ones for other axes; inner parts must divide them."""
-    split: dict[str, int] = {}
-    for group in (*layout.groups, *layout.value_groups):
-        for axis in group:
-            if axis.inner:
-                split[axis.name] = math.lcm(split.get(axis.name, 1), 2 * inner(axis))
-    found = SMALL | split
+    divided = [axis for group in (*layout.groups, *layout.value_groups) for axis in group if axis.inner]
+    found = dict(SMALL)
+    for axis in divided:
+        found[axis.name] = math.lcm(*(2 * inner(each) for each in divided if each.name == axis.name))
     for name, size in (sizes or {}).items():
         if name not in found or isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise argument_error("sizes", f"positive integers for {', '.join(found)}", f"{name}={size!r}")
         found[name] = size
-    for group in (*layout.groups, *layout.value_groups):
-        for axis in group:
-            if axis.inner and found[axis.name] % inner(axis):
-                wanted = f"a size of {axis.name} that {inner(axis)} divides"
-                raise argument_error("sizes", wanted, str(found[axis.name]))
+    for axis in divided:
+        if found[axis.name] % inner(axis):
+            wanted = f"a size of {axis.name} that {inner(axis)} divides"
+            raise argument_error("sizes", wanted, str(found[axis.name]))
     return found
 
 
@@ -131,18 +128,17 @@ def boxes(layout: Layout, side: int, sizes: Mapping[str, int]) -> list[Box]:
     total = math.prod(size for _, size, _ in strides(layout, side, sizes))
     if total > MOST:
         raise argument_error("sizes", f"arrays of at most {MOST} elements, to draw them", str(total))
-    along = [
+    along = [  # for each axis of the array: {axis of the layout: index} of each of its indices
         [entry for segment in segments(name, group) for entry in entries(segment, sizes, parts)]
         for name, group in axes
     ]
-    sides = {layout.axes, layout.value_axes}
     last = [axis for axis in axes[-1][1] if axis.name != "1"][-1].name
     found: list[Box] = []
     for indices in product(*along):
         at: dict[str, int] = {}
         for entry in indices:
             at.update({axis: at.get(axis, 0) + i for axis, i in entry.items()})
-        if len(sides) > 1 and at.get("kv", side) != side:
+        if layout.axes != layout.value_axes and at.get("kv", side) != side:
             continue  # keys and values share the array in different orders: this element is the other side's
         kind = SIDES[at.get("kv", side)] if "kv" in layout.names else SIDES
         kind = "s" if "s" in at else kind

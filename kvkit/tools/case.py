@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,20 @@ KNOWN = (
     "cache", "layers", *chain(*NAMES), *BESIDE, "key_scale", "value_scale", "format", "layout",
     "query", "lse", "softmax_scale",
 )  # fmt: skip
-NUMBERS = {"num_blocks": 0, "page_size": 1, "placeholder": None, "reserved_block": None}  # {name: minimum}
+
+
+class SlotTokens(NamedTuple):
+    """Holds the token of each slot of a step."""
+
+    sequences: np.ndarray
+    positions: np.ndarray
+
+
+class UsedRows(NamedTuple):
+    """Holds masks of the rows of a pool that have a token, and of the blocks with such rows."""
+
+    rows: np.ndarray  # [blocks, rows]
+    blocks: np.ndarray  # [blocks]
 
 
 @dataclass(frozen=True)
@@ -69,33 +82,29 @@ class Case:
             wanted = "tables, slots or a cache by name (block_tables, slot_mapping, key_cache...)"
             raise argument_error("arrays", wanted, some_names(unknown))
         self.given = {name: as_numpy(value, name) for name, value in given.items() if value is not None}
-        self.rows_of_block = 1  # rows of the cache's block, if the table has a page for each row; else 1
-        converted = (
-            self.source.paged or "past_lens" in self.given
-        )  # the tables of a `PagedCache`, or OpenVINO's
+        self.rows_of_block = 1  # more if each row of a block is a page of the table
+        # The tables of a `PagedCache`, and OpenVINO's, are read as block tables.
+        converted = self.source.paged or "past_lens" in self.given
         if converted and (found := self.source.block_tables()) is not None:
             self.given["block_tables"], self.given["context_lens"] = tables.to_blocks(found[1])
             if self.source.paged and found[1].page_size == 1:
                 self.rows_of_block = self.source.paged["arguments"]["page_size"]
         self.layout = self.source.stated_layout
-        known = {"b": self.number("num_blocks"), "n": self.number("page_size")}
+        self.num_blocks: Any = self.number("num_blocks", 0)  # None if unknown, as the three below
+        self.page_size: Any = self.number("page_size", 1)
+        self.placeholder = self.number("placeholder")
+        self.reserved_block = self.number("reserved_block")
+        known = {"b": self.num_blocks, "n": self.page_size}
         self.sizes = {axis: size for axis, size in known.items() if size is not None}
-        for name in NUMBERS:
-            setattr(self, name, self.number(name))
         self.in_pages = self.source.layout is not None and "b" in parse(self.source.layout).names
         if self.in_pages and self.sides:
             shape = self.sides[0].array.shape
             self.num_blocks = shape[1] if self.num_blocks is None else self.num_blocks
             self.page_size = shape[2] if self.page_size is None else self.page_size
 
-    num_blocks: Any  # int, or None if unknown
-    page_size: Any
-    placeholder: int | None
-    reserved_block: int | None
-
-    def number(self, name: str) -> int | None:
+    def number(self, name: str, least: int | None = None) -> int | None:
         """Return the integer of a name; None if it is not given."""
-        return integer(name, self.given[name], NUMBERS[name]) if name in self.given else None
+        return integer(name, self.given[name], least) if name in self.given else None
 
     def has(self, need: str) -> bool | None:
         """Return whether an input of a rule is given; None if `need` names no input."""
@@ -170,7 +179,7 @@ class Case:
 
     @cached_property
     def pages(self) -> Any:
-        """Return (where each sequence begins, pages in use) of the table; None without a table."""
+        """Return the entries in use, as given, in the form of `checks.table_rules`; None without a table."""
         if self.table_name is None:
             return None
         if isinstance(self.raw_table, tuple):
@@ -178,20 +187,19 @@ class Case:
             legal = len(starts) and not starts[0] and starts[-1] <= len(pages)
             legal = legal and (np.diff(starts) >= 0).all()
             starts = starts.astype(np.int64) if legal else np.zeros(1, np.int64)
-            return starts, np.ascontiguousarray(pages[: starts[-1]].astype(np.int64))
+            return table_rules.Tables(starts, np.ascontiguousarray(pages[: starts[-1]].astype(np.int64)), 0)
         rows = min(len(self.raw_table), len(self.lengths))
-        found = table_rules.tables_in_use(self.raw_table[:rows], self.lengths[:rows], 0, self.page_size)
-        return found.starts, found.ids
+        return table_rules.tables_in_use(self.raw_table[:rows], self.lengths[:rows], 0, self.page_size)
 
     @cached_property
     def page_tables(self) -> Any:
-        """Return the table as page numbers, in the form of `checks.table_rules`; None without a table."""
+        """Return `pages` as page numbers; None without a table."""
         if self.pages is None:
             return None
-        starts, ids = self.pages
         placeholder = self.placeholder if self.placeholder is not None else self.reserved_block
         unit, rows = (self.unit, 1) if self.aligned else (1, self.page_size)
-        return table_rules.Tables(starts, ids // unit, self.num_blocks * rows, placeholder)
+        starts, ids = self.pages.starts, self.pages.ids // unit
+        return table_rules.Tables(starts, ids, self.num_blocks * rows, placeholder)
 
     @cached_property
     def unit(self) -> int:
@@ -201,12 +209,12 @@ class Case:
     @cached_property
     def aligned(self) -> bool:
         """Return whether all entries begin whole pages; PMX lets pages begin at any row."""
-        return self.unit == 1 or not (self.pages[1] % self.unit).any()
+        return self.unit == 1 or not (self.pages.ids % self.unit).any()
 
     def entry(self, sequence: int, column: int) -> str:
         """Return the name of an entry of the table, as a Python expression."""
         if isinstance(self.raw_table, tuple):
-            place = self.pages[0][sequence] + column
+            place = self.pages.starts[sequence] + column
             return f"{self.table_name}[{place}] (sequence {sequence}, page {column})"
         return f"{self.table_name}[{sequence}, {column}]"
 
@@ -218,8 +226,8 @@ class Case:
         return None if unknown else slots.reshape(-1).astype(np.int64)
 
     @cached_property
-    def slot_places(self) -> Any:
-        """Return (sequence, position) of each slot; None if they are unknown."""
+    def slot_tokens(self) -> Any:
+        """Return the `SlotTokens`; None if they are unknown."""
         sequences, positions = self.index("slot_sequences", 1), self.index("slot_positions", 1)
         if self.slots is None or sequences is None or positions is None:
             return None
@@ -228,26 +236,25 @@ class Case:
         for name, array in (("slot_sequences", sequences), ("slot_positions", positions)):
             if len(array) != len(self.slots):
                 raise argument_error(name, f"{len(self.slots)} entries, as slot_mapping", len(array))
-        return sequences.astype(np.int64), positions.astype(np.int64)
+        return SlotTokens(sequences.astype(np.int64), positions.astype(np.int64))
 
     @cached_property
     def page_of_slots(self) -> Any:
         """Return the page of each slot's token by the table, -1 for none; None if tokens are unknown."""
-        if self.slot_places is None:
+        if self.slot_tokens is None:
             return None
-        sequences, positions = self.slot_places
+        sequences, positions = self.slot_tokens
         columns = positions // self.page_size
         if isinstance(self.raw_table, tuple):
-            starts, ids = self.pages
-            starts = np.append(starts, starts[-1])  # makes indexing legal without sequences
-            known = (sequences >= 0) & (sequences < len(starts) - 2) & (positions >= 0)
-            first = starts[np.where(known, sequences, 0)]
-            known &= first + columns < starts[np.where(known, sequences, 0) + 1]
-            pages = ids[np.where(known, first + columns, 0)] if len(ids) else np.full(len(columns), -1)
+            starts, ids = self.pages.starts, self.pages.ids
         else:
-            rows = self.raw_table
-            known = (sequences >= 0) & (sequences < len(rows)) & (positions >= 0) & (columns < rows.shape[1])
-            pages = rows[np.where(known, sequences, 0), np.where(known, columns, 0)] if rows.size else columns
+            count, width = self.raw_table.shape
+            starts, ids = np.arange(count + 1) * width, self.raw_table.reshape(-1)
+        known = (sequences >= 0) & (sequences < len(starts) - 1) & (positions >= 0)
+        own = np.where(known, sequences, 0)
+        place = starts[own] + columns
+        known &= place < np.append(starts, 0)[own + 1]
+        pages = ids[np.where(known, place, 0)] if len(ids) else columns
         return np.where(known, pages // self.unit, -1).astype(np.int64)
 
     @cached_property
@@ -305,12 +312,12 @@ class Case:
         return scale[None] if scale.ndim in (3, 4) and one_layer else scale
 
     @cached_property
-    def used(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return (mask of rows with a token [blocks, rows], mask of blocks in use); None without tables."""
+    def used(self) -> UsedRows | None:
+        """Return the rows and blocks of the pool that have tokens; None without tables."""
         if self.page_tables is None or not self.sides or not self.aligned or not self.in_pages:
             return None
         blocks, rows = self.sides[0].array.shape[1:3]
-        filled = np.zeros(blocks, np.int64)
+        filled = np.zeros(blocks, np.int64)  # rows with a token, which are the first ones of a block
         starts, ids = self.page_tables.starts, self.page_tables.ids
         counts = np.diff(starts)
         columns = np.arange(len(ids)) - np.repeat(starts[:-1], counts)
@@ -319,7 +326,7 @@ class Case:
         if self.page_tables.placeholder is not None:
             legal &= ids != self.page_tables.placeholder
         np.maximum.at(filled, ids[legal], in_page[legal])
-        return np.arange(rows) < filled[:, None], filled > 0
+        return UsedRows(np.arange(rows) < filled[:, None], filled > 0)
 
     def row_name(self, side: CheckedSide, layer: int, block: int, row: int) -> str:
         """Return the name of a row, as a Python expression."""

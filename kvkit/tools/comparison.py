@@ -20,7 +20,7 @@ from kvkit.tools import counting
 from kvkit.tools.axes import ROLES, WORDS, is_index, letters_of
 from kvkit.tools.case import stack_view
 from kvkit.tools.causes import Cause, Trial, index_causes, try_causes, usable_inputs
-from kvkit.tools.counting import Tolerances
+from kvkit.tools.counting import RowCounts, Tolerances
 from kvkit.tools.names import SIDES, some_names
 from kvkit.tools.readers import LayerReader, open_arrays
 from kvkit.tools.source import SLIDING, CacheSource, ds_v4_as_rows
@@ -236,11 +236,9 @@ def diff(
 
 
 def compared_arrays(
-    sides: Sequence[tuple[Any, str | Layout | None, str]],
-    sizes: Mapping[str, int] | None,
-    like: Any,
+    sides: Sequence[tuple[Any, str | Layout | None, str]], sizes: Mapping[str, int] | None, like: Any,
     axes: str | None,
-) -> tuple[Arrays, Arrays, Arrays]:
+) -> tuple[Arrays, Arrays, Arrays]:  # fmt: skip
     """Return ({name: array} of side a, of side b, inputs by name)."""
     sources = []
     for side, layout, name in sides:
@@ -250,8 +248,9 @@ def compared_arrays(
     given = None if like is None else CacheSource(like, sides[0][1], sizes)
     inputs = {} if given is None else dict(given.arrays)
     one, two = ({name: x for name, x in each.arrays.items() if x.dtype.kind not in "SUO"} for each in sources)
-    named = one.keys() & two.keys() or not all(source.layout for source in sources)
-    if named and not any(source.stated_layout and not (axes and source.implied) for source in sources):
+    by_name = one.keys() & two.keys() or not all(source.layout for source in sources)
+    stated = any(source.stated_layout and not (axes and source.heads_first) for source in sources)
+    if by_name and not stated:
         return one, two, inputs
     if given is not None:
         with contextlib.suppress(KvkitError):  # inputs other than floats for codes
@@ -264,7 +263,7 @@ def keys_and_values(source: CacheSource) -> Arrays:
     if source.cache is None and not source.separate:
         expected = "an array cache, key_cache or value_cache of this layout"
         raise argument_error("layout", expected, some_names(source.arrays))
-    parts = {"": source.require_view_of_rows()}
+    parts = {"": source.one_head_view()[0] or source.require_view(both=False)}
     with contextlib.suppress(KvkitError):  # scales with other axes are not compared
         parts |= {f"_{part}": view for part, view in source.scale_views.items()}
     sides = [side for side in SIDES if not source.separate or side in source.separate]
@@ -301,13 +300,9 @@ def same_layer(one: LayerReader, two: LayerReader) -> bool:
 
 
 def compare_array(
-    arrays: Lazy,
-    name: str,
-    letters: tuple[str, ...],
-    tolerances: Tolerances,
-    drawn: bool,
+    arrays: Lazy, name: str, letters: tuple[str, ...], tolerances: Tolerances, drawn: bool,
     advance: Callable[[int], object] | None,
-) -> Difference:
+) -> Difference:  # fmt: skip
     """Compare an array of both sides, and look for causes."""
     one, two, inputs = arrays.value
     expected, got = one[name], two[name]
@@ -324,7 +319,7 @@ def compare_array(
             str(argument_error(name, f"dtype {expected.dtype}", got.dtype))
         )
     found = count_rows(expected, got, tolerances, advance)
-    if not found[0].any():
+    if not found.differing.any():
         return Difference(problems=problems, compared=expected.nbytes, notes=notes)
     array = describe_difference(name, letters, expected, got, found, tolerances)
     causes: list[Cause] = []
@@ -332,36 +327,32 @@ def compare_array(
         causes = causes_of(array, letters, one, got, inputs, notes, tolerances)
         if not causes:
             notes.append(f"{name}: no cause found")
-    maps = {name: (found[0].reshape(expected.shape[:-1]), letters)} if drawn else {}
+    maps = {name: (found.differing.reshape(expected.shape[:-1]), letters)} if drawn else {}
     return Difference([array], causes, problems, expected.nbytes, notes, maps)
-
-
-Counts = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def count_rows(
     expected: np.ndarray, got: np.ndarray, tolerances: Tolerances,
     advance: Callable[[int], object] | None,
-) -> Counts:  # fmt: skip
-    """Return (differing elements by row, largest error by row, histogram of ulps) of two arrays."""
+) -> RowCounts:  # fmt: skip
+    """Count the differences of two arrays, a block at a time."""
     content = expected.shape[-1] if expected.ndim else 1
-    rows = int(np.prod(expected.shape[:-1], dtype=np.int64))
-    counts, errors = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
-    histogram = np.zeros(counting.BUCKETS, np.int64)
+    result = RowCounts.zeros(int(np.prod(expected.shape[:-1], dtype=np.int64)))
     one, two = (array.reshape(1) if not array.ndim else array for array in (expected, got))
-    lead = one.shape[0] if one.ndim > 1 else 1
-    step = max(1, BLOCK // max(1, one.nbytes // max(lead, 1)))
-    per = rows // lead if lead else 0
-    for begin in range(0, lead, step) if one.size else ():
+    length = one.shape[0] if one.ndim > 1 else 1  # of the first axis
+    step = max(1, BLOCK // max(1, one.nbytes // max(length, 1)))
+    rows = len(result.differing) // length if length else 0  # of an index of the first axis
+    for begin in range(0, length, step) if one.size else ():
         part = slice(begin, begin + step)
         x, y = ((array[part] if array.ndim > 1 else array).reshape(-1, content) for array in (one, two))
         if not same_bytes(x, y):
-            where = slice(begin * per, begin * per + len(x))
-            counts[where], errors[where], more = counting.count(x, y, *tolerances)
-            histogram += more
+            where = slice(begin * rows, begin * rows + len(x))
+            found = counting.count(x, y, *tolerances)
+            result.differing[where], result.errors[where] = found.differing, found.errors
+            result.histogram[:] += found.histogram
         if advance is not None:
             advance(x.nbytes)
-    return counts, errors, histogram
+    return result
 
 
 def same_bytes(one: np.ndarray, two: np.ndarray) -> bool:
@@ -375,36 +366,37 @@ def same_bytes(one: np.ndarray, two: np.ndarray) -> bool:
 
 
 def describe_difference(
-    name: str, letters: tuple[str, ...], expected: np.ndarray, got: np.ndarray, found: Counts,
+    name: str, letters: tuple[str, ...], expected: np.ndarray, got: np.ndarray, found: RowCounts,
     tolerances: Tolerances,
 ) -> ArrayDifference:  # fmt: skip
     """Describe where two arrays differ, from the counts of `count_rows`."""
-    counts, errors, histogram = found
     names, outer = tuple(WORDS.get(letter, letter) for letter in letters), expected.shape[:-1]
-    row = np.unravel_index(int((counts > 0).argmax()), outer)
+    row = np.unravel_index(int((found.differing > 0).argmax()), outer)  # the first row that differs
     x, y = (array[row].reshape(1, -1) if array.ndim else array.reshape(1, 1) for array in (expected, got))
-    each = [counting.count(x[:, i : i + 1], y[:, i : i + 1], *tolerances)[0][0] for i in range(x.shape[1])]
-    element = int(np.argmax(np.array(each) > 0))
+    differs = [counting.count(x[:, i : i + 1], y[:, i : i + 1], *tolerances).differing[0] > 0
+               for i in range(x.shape[1])]  # fmt: skip
+    element = int(np.argmax(differs))
     place = (*(int(i) for i in row), element)[: expected.ndim]
     first: dict[str, Any] = dict(zip(names, place, strict=True))
     first |= {"expected": plain_number(x[0, element]), "got": plain_number(y[0, element])}
-    table, far = counts.reshape(outer), errors.reshape(outer)
-    by = {}
+    differing, errors = found.differing.reshape(outer), found.errors.reshape(outer)
+    by_axis = {}
     for i, letter in enumerate(letters[:-1]):
         if letter in BY_AXIS:
-            sums = table.sum(axis=tuple(j for j in range(table.ndim) if j != i))
-            by[names[i]] = {int(j): int(sums[j]) for j in np.flatnonzero(sums)}
+            sums = differing.sum(axis=tuple(j for j in range(differing.ndim) if j != i))
+            by_axis[names[i]] = {int(j): int(sums[j]) for j in np.flatnonzero(sums)}
     heads = [i for i, letter in enumerate(letters[:-1]) if letter in ("l", "h", "g")]
-    largest = far.max(axis=tuple(i for i in range(far.ndim) if i not in heads)) if heads else far.max()
+    others = tuple(i for i in range(errors.ndim) if i not in heads)
+    largest = errors.max(axis=others) if heads else errors.max()
     at = np.unravel_index(int(np.argmax(largest)), np.shape(largest)) if heads else ()
     worst: dict[str, Any] = {names[i]: int(j) for i, j in zip(heads, at, strict=True)}
     worst["error"] = float(np.max(largest))
     worst = {} if is_index(expected) else worst
-    ulps = {str(i) if i < 2 else f"{2 ** (i - 1)}-{2**i - 1}": int(n) for i, n in enumerate(histogram) if n}
-    differing, total = int(counts.sum()), expected.size
+    ulps = {each: int(n) for each, n in zip(counting.BUCKETS, found.histogram, strict=True) if n}
     return ArrayDifference(
-        name, expected.shape, names, differing, total, first=first, counts=by, histogram=ulps, worst=worst
-    )
+        name, expected.shape, names, int(differing.sum()), expected.size,
+        first=first, counts=by_axis, histogram=ulps, worst=worst,
+    )  # fmt: skip
 
 
 def plain_number(value: Any) -> int | float | bool:
@@ -424,7 +416,7 @@ def causes_of(
     others = {other: array for other, array in one.items() if other != found.name}
     like = {key: np.asarray(value) for key, value in inputs.items()}
     outer = expected.shape[:-1]
-    for i, axis in enumerate(found.axes[:-1]):
+    for i, axis in enumerate(found.axes[:-1]):  # cut one axis after another until the array is small
         if expected.nbytes <= MOST_TRIED or axis == "head":
             continue
         begin, take = found.first[axis], max(1, MOST_TRIED * expected.shape[i] // expected.nbytes)

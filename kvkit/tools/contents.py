@@ -53,13 +53,16 @@ def arrays_of_object(cache: Any) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for number, layer in enumerate(cache.layers):
-        if "quantized" in type(layer).__name__.lower() and not hasattr(layer, "stored"):
-            got = f"a {type(layer).__name__}, whose .keys are only the last ones"
+        pair: Any = ()
+        tokens, kind = slice(None), type(layer).__name__
+        if hasattr(layer, "stored"):  # a layer of kvkit
+            pair = layer.stored()
+        elif "quantized" in kind.lower():
+            got = f"a {kind}, whose .keys are only the last ones"
             raise argument_error("source", "a layer whose .keys are all of its keys", got)
-        pair = layer.stored() if hasattr(layer, "stored") else (layer.keys, layer.values) if (
-            getattr(layer, "keys", None) is not None) else ()  # fmt: skip
-        static = type(layer).__name__.startswith("Static") and not hasattr(layer, "stored")
-        tokens = slice(int(layer.get_seq_length()) if static else None)
+        elif getattr(layer, "keys", None) is not None:
+            pair = layer.keys, layer.values
+            tokens = slice(int(layer.get_seq_length()) if kind.startswith("Static") else None)
         for side, array in zip(SIDES, pair, strict=False):
             found[f"past_key_values.{number}.{side}"] = np.asarray(as_numpy(array, side))[:, :, tokens]
     if not found:
@@ -88,7 +91,7 @@ def by_patterns(source: Any, keys: str | None, values: str | None) -> Any:
     """
     if keys is None and values is None:
         return source
-    contents, found = contents_of(source), []
+    contents, found = contents_of(source), []  # {number of a layer: name} of keys, and of values
     for argument, pattern in (("keys", keys), ("values", values)):
         if pattern is None:
             raise argument_error(argument, "a pattern, as the other side has one", "None")

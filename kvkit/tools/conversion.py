@@ -28,7 +28,7 @@ from kvkit.tools.source import (
     LATENT_LINE,
     LINE,
     SLIDING,
-    TABLES,
+    TABLE_PREFIXES,
     CacheSource,
     axis_sizes_of,
     check_pages_in_pool,
@@ -251,15 +251,9 @@ def write_conversion(
 
 
 def move_caches(
-    source: CacheSource,
-    to_layout: str,
-    page_size: int | str | None,
-    tables_from: Source | None,
-    pairs: PairOrder | None,
-    *,
-    verify: bool,
-    progress: Callable[[int, int], object] | None,
-) -> tuple[dict[str, Any], dict[str, Description], int]:
+    source: CacheSource, to_layout: str, page_size: int | str | None, tables_from: Source | None,
+    pairs: PairOrder | None, *, verify: bool, progress: Callable[[int, int], object] | None,
+) -> tuple[dict[str, Any], dict[str, Description], int]:  # fmt: skip
     """Move all caches of a file to a layout; return (all arrays, descriptions of the caches, bytes)."""
     arrays: dict[str, Any] = {}
     described: dict[str, Description] = {}
@@ -299,12 +293,9 @@ def reorder_pairs(kv: KV | None, pairs: PairOrder) -> None:
 
 
 def move_cache(
-    source: CacheSource,
-    to_layout: str,
-    pages: tuple[BlockTable, BlockTable] | None,
-    verify: bool,
+    source: CacheSource, to_layout: str, pages: tuple[BlockTable, BlockTable] | None, verify: bool,
     progress: Callable[[int, int], object] | None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the cache in its new layout, and its scales if they have as many axes."""
     axes, own = leaves(source.cache)[0].ndim, source.own_arrays
     parts = {name: part for name, part in own.items() if {each.ndim for each in leaves(part)} == {axes}}
@@ -423,7 +414,7 @@ def join(
         if not one.separate and not {"kv", "h"} & parse_layout(one.layout or LINE, "layout").names:
             wanted = "caches with heads: each rank has all latent rows"
             raise argument_error("sources", wanted, one.name)
-        tables_differ = [name for name in kept[0].keys() | others.keys() if name.startswith(TABLES)
+        tables_differ = [name for name in kept[0].keys() | others.keys() if name.startswith(TABLE_PREFIXES)
                          and not np.array_equal(kept[0].get(name, ()), others.get(name, ()))]  # fmt: skip
         if tables_differ:
             raise argument_error("sources", f"equal {tables_differ[0]}", f"others in {one.name}")

@@ -1,7 +1,7 @@
 """Compare two arrays in one pass: count differing elements and distances in ulps, find the largest error."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -11,10 +11,25 @@ from kvkit.formats import BY_DTYPE
 from kvkit.formulas import numeric
 from kvkit.runtime.jit import INDEX, address, callback, helper
 
-BUCKETS = 34  # a bucket for distances of 0, of 1, of 2 and 3, of 4 to 7, ...
+# The distances in ulps of each bucket of a histogram.
+BUCKETS = ["0", "1", *(f"{2 ** (i - 1)}-{2**i - 1}" for i in range(2, 34))]
 Tolerances = tuple[float, float, int]  # atol, rtol, ulp
 BITS_BY_FORMAT = {fmt.name: fmt.bits for fmt in BY_DTYPE.values()}
 WORDS = {8: types.uint8, 16: types.uint16, 32: types.uint32}
+
+
+class RowCounts(NamedTuple):
+    """Holds how rows differ."""
+
+    differing: np.ndarray  # elements of each row
+    errors: np.ndarray  # the largest of each row, float32
+    histogram: np.ndarray  # differing elements by distance, in BUCKETS
+
+    @classmethod
+    def zeros(cls, rows: int) -> "RowCounts":
+        """Return the counts of equal rows."""
+        histogram = np.zeros(len(BUCKETS), np.int64)
+        return cls(np.zeros(rows, np.int64), np.zeros(rows, np.float32), histogram)
 
 
 def form_of(dtype: np.dtype) -> str | None:
@@ -54,7 +69,7 @@ def distance(one: Any, two: Any, sign: Any) -> Any:
 def compiled(form: str) -> Any:
     """Compile the pass over words [rows, elements]."""
     bits, integers = BITS_BY_FORMAT.get(form, 8), form == "integer"
-    if form not in BITS_BY_FORMAT:
+    if form not in BITS_BY_FORMAT:  # elements of a byte: a table has the number of each code
 
         def number(word: Any, table: Any) -> Any:
             return table[word]
@@ -66,7 +81,7 @@ def compiled(form: str) -> Any:
 
     number = helper(number)
 
-    def count(
+    def compare(
         one: Any, two: Any, rows: Any, elements: Any, table: Any, sign: Any, atol: Any, rtol: Any, ulp: Any,
         counts: Any, errors: Any, histogram: Any,
     ) -> None:  # fmt: skip
@@ -91,7 +106,7 @@ def compiled(form: str) -> Any:
                     largest = error
                 if error != error:
                     largest = np.float32(np.inf)
-                bucket = 0
+                bucket = 0  # becomes the number of bits of the distance
                 while apart:
                     apart >>= 1
                     bucket += 1
@@ -102,36 +117,33 @@ def compiled(form: str) -> Any:
     arrays = words, words, types.int64, types.int64, floats, types.int64
     tolerances, results = (types.float64, types.float64, types.int64), (INDEX, floats, INDEX)
     signature = types.void(*arrays, *tolerances, *results)
-    return callback(count, signature, key=form).ctypes
+    return callback(compare, signature, key=form).ctypes
 
 
-def count(
-    one: np.ndarray, two: np.ndarray, atol: float, rtol: float, ulp: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (differing elements by row, largest error by row, histogram of ulps) of [rows, elements].
+def count(one: np.ndarray, two: np.ndarray, atol: float, rtol: float, ulp: int) -> RowCounts:
+    """Count the differences of two arrays [rows, elements].
 
     The histogram is all zeros without a compiled pass: for elements of 64 bits, or of two dtypes.
     """
     one, two = native(one), native(two)
-    rows = len(one)
-    counts, errors = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
-    histogram = np.zeros(BUCKETS, np.int64)
+    result = RowCounts.zeros(len(one))
     form = form_of(one.dtype) if one.dtype == two.dtype else None
     if form is not None:
         words = [np.ascontiguousarray(array) for array in (one, two)]
-        codes = np.arange(0 if form in BITS_BY_FORMAT else 256, dtype=np.uint8)  # all codes of 8 bits
-        table = codes.view(one.dtype if len(codes) else np.uint8).astype(np.float32)
-        tolerances, results = (atol, rtol, ulp), map(address, (counts, errors, histogram))
+        table = np.zeros(0, np.float32)
+        if form not in BITS_BY_FORMAT:
+            table = np.arange(256, dtype=np.uint8).view(one.dtype).astype(np.float32)
+        tolerances, results = (atol, rtol, ulp), map(address, result)
         sign = 0 if form == "integer" else sign_of(one.dtype)
         compiled(form)(*map(address, words), *one.shape, address(table), sign, *tolerances, *results)
-        return counts, errors, histogram
+        return result
     close = equal_elements(one, two, (atol, rtol, ulp))
-    counts[:] = (~close).sum(axis=1)
+    result.differing[:] = (~close).sum(axis=1)
     if one.size:
         with np.errstate(all="ignore"):
             error = errors_between(one, two)
-            errors[:] = np.where(close, 0, np.nan_to_num(error, nan=np.inf)).max(axis=1)
-    return counts, errors, histogram
+            result.errors[:] = np.where(close, 0, np.nan_to_num(error, nan=np.inf)).max(axis=1)
+    return result
 
 
 def equal_elements(one: np.ndarray, two: np.ndarray, tolerances: Tolerances) -> Any:

@@ -18,12 +18,12 @@ Kind = Literal["text", "svg"]
 ACROSS = 6  # boxes in a line of a drawing
 ROWS_ACROSS = 32  # rows in a line if pages are single rows
 NAMES = 12  # the most sequences in a legend
-MOST_LINES = 24
+MOST_LINES = 24  # of a drawing of one array
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 FREE, STALE, SHARED, PUBLISHED = ".", "~", "#", "="
 CLASSES = {"K": "key", "V": "value", "KV": "both", "s": "scale"}
 STATES = {FREE: "free", STALE: "stale", SHARED: "shared", PUBLISHED: "published"}
-MOST_ROWS = 1_000_000
+MOST_ROWS = 1_000_000  # of a cache that is drawn
 
 
 def layout(name: str | Layout, *, sizes: Mapping[str, int] | None = None, kind: Kind = "text") -> str:
@@ -95,13 +95,15 @@ def stride_table(line: Layout, side: int, sizes: Mapping[str, int], heading: str
 def memory(line: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str, list[svg.Cell]]]:
     """Return lines of the boxes of one array; if possible, a line begins where an inner axis starts again."""
     found, common = boxes(line, side, sizes), outer_axes(line, side)
-    each = sum(box.last - box.first + 1 for box in found) / len(found)
+    per_box = sum(box.last - box.first + 1 for box in found) / len(found)  # elements
     rows = strides(line, side, sizes)
-    page = min((stride // each for axis, _, stride in rows if axis in common), default=len(found))
-    counts = [count for _, size, stride in rows if (count := stride * size // each) <= page]
+    page = min((stride // per_box for axis, _, stride in rows if axis in common), default=len(found))
+    # After so many boxes an axis starts again. A line has all boxes of the largest axis that fits into it,
+    # times a number that divides the next larger axis.
+    counts = [count for _, size, stride in rows if (count := stride * size // per_box) <= page]
     whole = max((int(count) for count in counts if count <= ACROSS), default=1)
-    over = min((count for count in counts if count > ACROSS), default=whole)
-    across = max(count for count in range(whole, ACROSS + 1, whole) if over % count == 0)
+    larger = min((count for count in counts if count > ACROSS), default=whole)
+    across = max(count for count in range(whole, ACROSS + 1, whole) if larger % count == 0)
     lines: list[tuple[str, list[svg.Cell]]] = []
     for begin in range(0, len(found), across):
         part = found[begin : begin + across]
@@ -109,8 +111,8 @@ def memory(line: Layout, side: int, sizes: Mapping[str, int]) -> list[tuple[str,
             lines.append((f"... {len(found) - begin} more", []))
             break
         labels = [box.label(common) for box in part]
-        kinds = [CLASSES[box.kind] for box in part]
-        cells = [svg.Cell(*each, len(each[0]) + 3) for each in zip(labels, kinds, strict=True)]
+        cells = [svg.Cell(label, CLASSES[box.kind], len(label) + 3)
+                 for label, box in zip(labels, part, strict=True)]  # fmt: skip
         lines.append((" ".join(f"{axis}{part[0].at[axis]}" for axis in common), cells))
     return lines
 

@@ -137,9 +137,9 @@ class Rule:
 
     def lacking(self, case: Any) -> str:
         """Return the inputs of this rule that a case lacks."""
-        *needs, kind = self.needs.split(", ")
-        missing = [need for need in (*needs, kind) if case.has(need) is False]
-        return ", ".join(missing) or kind
+        needs = self.needs.split(", ")
+        missing = [need for need in needs if case.has(need) is False]
+        return ", ".join(missing) or needs[-1]  # data of another kind were given, such as codes for floats
 
 
 RULES: dict[str, Rule] = {}

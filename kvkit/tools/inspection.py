@@ -192,8 +192,7 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
     Numbers(name='layer 0 keys', minimum=0.0, maximum=0.0, nan=0, infinite=0, zero_rows=480, rows=480)
     """
     found = CacheSource(source, layout, sizes)
-    contents, cache = found.contents, found.contents.cache
-    kv, axis_sizes = ds_v4_as_rows(found).one_head_view()
+    contents, cache, second = found.contents, found.contents.cache, found.sliding
     arrays = found.arrays.items()
     return Inspection(
         kind_of(contents),
@@ -202,20 +201,18 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
         {name: value for name, value in contents.metadata.items() if name not in SHOWN_ELSEWHERE},
         found.notes,
         fits=[] if found.layout or cache is None else fitting_layouts(cache, stats),
-        sizes=axis_sizes,
-        use=use_of(found),
-        numbers=statistics(found.arrays, kv, found.separate) if stats else [],
-        sliding=None if found.sliding is None else inspect_second(found.sliding, stats),
-    )
-
-
-def inspect_second(source: CacheSource, stats: bool) -> Inspection:
-    """Inspect the second cache of a file, whose arrays are listed with all others."""
-    kv, axis_sizes = source.one_head_view()
-    return Inspection(
-        "layers with a window", [], source.contents.description, sizes=axis_sizes, use=use_of(source),
-        numbers=statistics(source.arrays, kv, source.separate) if stats else [],
+        **facts_of(found, stats),
+        sliding=None if second is None else Inspection(
+            "layers with a window", [], second.contents.description, **facts_of(second, stats)
+        ),
     )  # fmt: skip
+
+
+def facts_of(source: CacheSource, stats: bool) -> dict[str, Any]:
+    """Return the sizes, the use of tables and the statistics of a cache, as arguments of `Inspection`."""
+    kv, axis_sizes = ds_v4_as_rows(source).one_head_view()
+    numbers = statistics(source.arrays, kv, source.separate) if stats else []
+    return {"sizes": axis_sizes, "use": use_of(source), "numbers": numbers}
 
 
 def kind_of(contents: Contents) -> str:

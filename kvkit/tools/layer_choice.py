@@ -17,7 +17,8 @@ from kvkit.layouts import Layout
 from kvkit.tools.names import LAYER, SIDES
 from kvkit.tools.source import SLIDING, CacheSource, in_file, leaves, name_in_second
 
-PART = re.compile(r"(\d{1,6})?(:)?(\d{1,6})?(?::(\d{1,6}))?")
+# A number, or a range as in Python: 4, 2:, :4, 1::2
+PART = re.compile(r"(?P<begin>\d{1,6})?(?P<colon>:)?(?P<end>\d{1,6})?(?::(?P<step>\d{1,6}))?")
 
 
 def parse_layers(text: str, known: Sequence[int]) -> list[int]:
@@ -25,15 +26,15 @@ def parse_layers(text: str, known: Sequence[int]) -> list[int]:
     chosen: set[int] = set()
     for part in text.split(","):
         found = PART.fullmatch(part.strip())
-        if found is None or (found[2] is None and found[1] is None) or found[4] == "0":
+        if found is None or not (found["begin"] or found["colon"]) or found["step"] == "0":
             raise argument_error("layers", "numbers and ranges, as 0,2,4: or 1::2", brief(text))
-        begin, step = int(found[1] or 0), int(found[4] or 1)
-        if found[2] is None:
+        begin, step = int(found["begin"] or 0), int(found["step"] or 1)
+        if not found["colon"]:
             if begin not in known:
                 raise argument_error("layers", f"numbers among {brief(list(known))}", begin)
             chosen.add(begin)
             continue
-        end = int(found[3]) if found[3] else max(known, default=-1) + 1
+        end = int(found["end"]) if found["end"] else max(known, default=-1) + 1
         chosen |= set(range(begin, end, step)) & set(known)
     if not chosen:
         raise argument_error("layers", f"some of {brief(list(known))}", brief(text))
@@ -45,9 +46,7 @@ def choose_layers(source: CacheSource, text: str) -> Contents:
     if source.saved and source.contents.cache is None:
         raise argument_error("layers", "a cache whose layers are floats", "a saved cache of codes or pages")
     numbers = {name: layer_numbers(each) for name, each in source.caches.items()}
-    if (
-        len(numbers) > 1 and source.layer_numbers is None
-    ):  # number the layers of the second cache after the first
+    if len(numbers) > 1 and source.layer_numbers is None:  # the second cache's layers follow
         numbers[SLIDING] = [number + len(numbers[CACHE]) for number in numbers[SLIDING]]
     chosen = parse_layers(text, sorted(set().union(*numbers.values())))
     parts = [
@@ -114,9 +113,9 @@ def parts_of(source: CacheSource) -> dict[str, Any]:
     return found | ({} if source.contents.cache is None else {CACHE: source.contents.cache})
 
 
-def take_layers(part: Any, line: Layout, places: list[int], alone: bool) -> Any:
-    """Return some layers of an array or of nested lists; `alone` says that they are one side, not both."""
-    lists = [axis for axis in line.lists if axis != "kv" or not alone]
+def take_layers(part: Any, line: Layout, places: list[int], one_side: bool) -> Any:
+    """Return some layers of an array or of nested lists, which hold one side or both."""
+    lists = [axis for axis in line.lists if axis != "kv" or not one_side]
     if isinstance(part, list):
         if "l" not in lists:
             wanted = "layers as separate arrays, or along one axis"

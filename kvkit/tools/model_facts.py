@@ -37,43 +37,41 @@ def with_model(source: Any, model: Any) -> Any:
         return source
     contents, shape = contents_of(source), read_model(model)
     arrays, metadata = dict(contents.arrays), dict(contents.metadata)
-    several = SLIDING in metadata
-    said = contents.description
+    description, two_caches = contents.description, SLIDING in metadata
     for name, kinds in ATTENTION.items():
-        if name == SLIDING and not several:
+        sliding = name == SLIDING
+        if sliding and not two_caches:
             continue
-        numbers, layers = layers_of(shape, kinds if several else sum(ATTENTION.values(), ()))
-        about = Description(**metadata[SLIDING]) if name == SLIDING else contents.description
-        if about.sizes.get("l", len(layers)) != len(layers):
-            kind = "with a window" if name == SLIDING else "of attention"
-            wanted = f"a model of {about.sizes['l']} layers {kind}, as the file has"
+        wanted_kinds = kinds if two_caches else sum(ATTENTION.values(), ())
+        chosen = {number: layer for number, layer in zip(shape.numbers, shape.layers, strict=True)
+                  if layer.kind in wanted_kinds}  # fmt: skip
+        layers = list(chosen.values())
+        own = Description(**metadata[SLIDING]) if sliding else contents.description
+        if own.sizes.get("l", len(layers)) != len(layers):
+            kind = "with a window" if sliding else "of attention"
+            wanted = f"a model of {own.sizes['l']} layers {kind}, as the file has"
             raise argument_error("model", wanted, f"{shape.name}, which has {len(layers)}")
-        arrays["layers" if name == "cache" else f"{SLIDING}_layers"] = np.array(numbers)
-        about = with_shape(about, layers, shape, name == SLIDING)
-        said = about if name == "cache" else said
-        if name == SLIDING:
-            metadata[SLIDING] = about.to_dict()
+        arrays[f"{SLIDING}_layers" if sliding else "layers"] = np.array(list(chosen))
+        own = with_shape(own, layers, shape, sliding)
+        if sliding:
+            metadata[SLIDING] = own.to_dict()
+        else:
+            description = own
     notes = tuple(note for note in contents.notes if note != HEADS)
-    return replace(contents, arrays=arrays, metadata=metadata, description=said, notes=notes)
+    return replace(contents, arrays=arrays, metadata=metadata, description=description, notes=notes)
 
 
-def layers_of(shape: ModelShape, kinds: tuple[str, ...]) -> tuple[list[int], list[LayerShape]]:
-    """Return (numbers, shapes) of those layers of a model that are of these kinds."""
-    found = [pair for pair in zip(shape.numbers, shape.layers, strict=True) if pair[1].kind in kinds]
-    return [number for number, _ in found], [layer for _, layer in found]
-
-
-def with_shape(said: Description, layers: list[LayerShape], shape: ModelShape, sliding: bool) -> Description:
+def with_shape(old: Description, layers: list[LayerShape], shape: ModelShape, sliding: bool) -> Description:
     """Return a description with the model's heads and rotary embedding; raise if layers differ in heads."""
     shapes = {(layer.heads, layer.key_dim, layer.value_dim or layer.key_dim) for layer in layers}
     if len(shapes) > 1:
         raise argument_error("model", "layers of one kind that have the same heads", sorted(shapes))
     [(heads, dim, values)] = shapes or {(1, 1, 1)}
-    sizes = dict(said.sizes) | {"h": heads}
-    if said.format in [str(one) for one in FLOATS]:
+    sizes = dict(old.sizes) | {"h": heads}
+    if old.format in [str(one) for one in FLOATS]:
         sizes |= {"c": dim} | ({} if values == dim else {"v": values})
     base = (shape.sliding_rope_base if sliding else None) or shape.rope_base
     return replace(
-        said, sizes=sizes, rope_base=said.rope_base or base, rope_pairs=said.rope_pairs or shape.rope_pairs,
-        rope_dim=said.rope_dim or (None if shape.rope_dim in (None, dim) else shape.rope_dim),
+        old, sizes=sizes, rope_base=old.rope_base or base, rope_pairs=old.rope_pairs or shape.rope_pairs,
+        rope_dim=old.rope_dim or (None if shape.rope_dim in (None, dim) else shape.rope_dim),
     )  # fmt: skip

@@ -1,13 +1,19 @@
-"""Find the keys and values of each layer by the names that engines use."""
+"""Find the arrays of a cache by their names: kvkit's own names, and those that engines use."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from kvkit.errors import argument_error, brief, nearest
+import numpy as np
+
+from kvkit.errors import argument_error, brief, describe, nearest
+from kvkit.files import Contents
+from kvkit.files.contents import BESIDE, CACHE, nested
+from kvkit.tools.saved_pages import order_cells
 
 NAMES = (  # names of separate keys and values: the first pair are pools of pages, the others packed tokens
     ("key_cache", "value_cache"), ("key", "value"), ("keys", "values"), ("current_key", "current_value"),
@@ -29,7 +35,7 @@ TOKENS_FIRST = (  # patterns whose arrays are [blocks, rows, heads, content]
     ("key_cache_{l}", "value_cache_{l}"), ("k_cache_{l}", "v_cache_{l}"),
     ("layer_{l}.key", "layer_{l}.value"), ("layer_{l}_key", "layer_{l}_value"),
 )  # fmt: skip
-OF_ENGINES = {  # {name: names of such tables in vLLM, FlashAttention and FlashInfer}
+ENGINE_NAMES = {  # {kvkit's name of a table: its names in vLLM, FlashAttention and FlashInfer}
     "block_tables": ("block_table", "page_table"), "context_lens": ("seq_lens", "cache_seqlens"),
     "page_size": ("block_size",), "kv_indptr": ("paged_kv_indptr",), "kv_indices": ("paged_kv_indices",),
     "kv_last_page_len": ("paged_kv_last_page_len",),
@@ -38,7 +44,143 @@ BESIDE_TABLE = {  # {array of a page table: other arrays that it needs}
     "block_tables": ("context_lens",), "kv_indices": ("kv_indptr", "kv_last_page_len"),
     "cachestarts": ("kvstarts",), "context_lens": ("block_tables",),
 }  # fmt: skip
-WORDS = "cache", "key", "value", "keys", "values", "kv"  # in names that errors list first
+WORDS = "cache", "key", "value", "keys", "values", "kv"  # errors list names with these words first
+
+
+class CacheArrays:
+    """Finds the cache among the arrays of a file, by names alone; their layout is not known here.
+
+    A cache has one of three forms::
+
+        form               names of its arrays                         `cache`
+        -----------------  ------------------------------------------  -----------------------
+        one array          cache                                       that array
+                           cache.0, cache.1 or cache.0.0, ...          nested lists of arrays
+        keys and values    key_cache, value_cache, or another pair     [keys, values]
+                           of `NAMES`
+        keys and values    past_key_values.0.key, ... (`HEADS_FIRST`,  [[keys of layer 0, ...],
+        of each layer      `TOKENS_FIRST`)                              [values of layer 0, ...]]
+
+    Scales lie beside the first form as ``scale``, beside the others as ``key_scale`` and ``value_scale``.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self.contents = contents
+        self.arrays = contents.arrays
+
+    def text(self, name: str) -> str | None:
+        """Return the text in the array of a name; None if there is no such array."""
+        array = self.arrays.get(name)
+        if array is None:
+            return None
+        if array.ndim or not isinstance(array.item(), str):
+            raise argument_error(name, "a text", describe(array))
+        return str(array.item())
+
+    def integer(self, name: str) -> int | None:
+        """Return the integer in the array of a name; None if there is none."""
+        array = self.arrays.get(name)
+        return int(array) if array is not None and array.ndim == 0 and array.dtype.kind in "iu" else None
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """Return the metadata of a cache that kvkit saved; {} for other files."""
+        metadata = self.contents.metadata.get("cache")
+        return metadata if isinstance(metadata, dict) else {}
+
+    @property
+    def paged(self) -> Mapping[str, Any]:
+        """Return the metadata of a saved `PagedCache`; {} for other files."""
+        metadata = self.saved.get("paged")
+        return metadata if isinstance(metadata, dict) else {}
+
+    @cached_property
+    def cache(self) -> Any:
+        """Return the cache as in the table above; None without one, or if keys or values are missing."""
+        whole = self.contents.cache
+        return list(self.separate.values()) if whole is None and len(self.separate) == 2 else whole
+
+    @cached_property
+    def separate(self) -> dict[str, Any]:
+        """Return {"key": arrays, "value": arrays} if they are separate; one of them may be missing."""
+        if self.layer_names is not None:
+            sides = [list(layers.values()) or None for layers in self.layer_names.sides]
+        else:
+            sides = [nested(self.arrays, name) for name in self.side_names or ()]
+        return {side: arrays for side, arrays in zip(SIDES, sides, strict=False) if arrays is not None}
+
+    @cached_property
+    def side_names(self) -> tuple[str, str] | None:
+        """Return the names of keys and of values: a pair of `NAMES`, or patterns; None with a ``cache``."""
+        if self.contents.cache is not None:
+            return None
+        exist = {pair: [nested(self.arrays, name) is not None for name in pair] for pair in NAMES}
+        for enough in (all, any):  # a pair with both arrays, or else one with a single array
+            for pair, found in exist.items():
+                if enough(found):
+                    return pair
+        return None if self.layer_names is None else self.layer_names.patterns
+
+    @cached_property
+    def layer_names(self) -> LayerNames | None:
+        """Return the arrays whose names have layer numbers; None with arrays of `NAMES` or a ``cache``."""
+        known = any(nested(self.arrays, name) is not None for pair in NAMES for name in pair)
+        return None if known or self.contents.cache is not None else find_layers(self.arrays)
+
+    @property
+    def layer_numbers(self) -> list[int] | None:
+        """Return the numbers of the layers in their model; None if they count from 0."""
+        if self.layer_names is not None:
+            return self.layer_names.numbers
+        numbers = self.arrays.get("layers")
+        return numbers.tolist() if numbers is not None and numbers.ndim == 1 else None
+
+    @property
+    def numbers_to_write(self) -> dict[str, np.ndarray]:
+        """Return {"layers": numbers} to write to a file; {} if layers count from 0."""
+        numbers = self.layer_numbers
+        known = numbers is not None and numbers != list(range(len(numbers)))
+        return {"layers": np.array(numbers)} if known else {}
+
+    @cached_property
+    def scales(self) -> dict[str, Any]:
+        """Return {name of `BESIDE`: arrays} of scales, minima and zeros."""
+        if len(self.separate) == 1:
+            return {}
+        found = {name: nested(self.arrays, name) for name in BESIDE}
+        if self.separate:
+            pairs = {part: [self.side_scale(side, part) for side in SIDES] for part in BESIDE.values()}
+            found = {part: None if any(x is None for x in pair) else pair for part, pair in pairs.items()}
+        return {name: arrays for name, arrays in found.items() if arrays is not None}
+
+    def side_scale(self, side: str, part: str) -> Any:
+        """Return the scales (or minima or zeros, by `part`) of keys or values; None without any."""
+        names = f"{side}_{part}", f"{(self.side_names or SIDES)[side == 'value']}_{part}"
+        return next((found for name in names if (found := nested(self.arrays, name)) is not None), None)
+
+    @property
+    def own_arrays(self) -> dict[str, Any]:
+        """Return {name: arrays or nested lists} of the cache and its scales."""
+        return {CACHE: self.cache} | self.scales
+
+    @cached_property
+    def places_of_tokens(self) -> dict[str, np.ndarray]:
+        """Return the packed positions of tokens and their places in images; {} if they count from 0."""
+        if {"cache_cells.positions", "cache_cells.sequences"} <= self.arrays.keys():
+            cells, owners = order_cells(self.arrays)
+            names = {"": "cache_cells.positions", "_x": "cache_cells.x", "_y": "cache_cells.y"}
+            found = {f"positions{end}": self.arrays[name][cells] for end, name in names.items()
+                     if name in self.arrays}  # fmt: skip
+            begins = np.flatnonzero(np.diff(owners, prepend=-1))
+            counted = np.arange(len(cells)) - np.repeat(begins, np.diff([*begins, len(cells)]))
+            return {} if all(np.array_equal(each, counted) for each in found.values()) else found
+        found = {name: array for name, array in self.arrays.items() if name.partition("_")[0] == "positions"}
+        return {name: array for name, array in found.items() if array.ndim == 1 and array.dtype.kind in "iu"}
+
+    @property
+    def positions(self) -> np.ndarray | None:
+        """Return the packed positions of the sequences' tokens; None if they count from 0."""
+        return self.places_of_tokens.get("positions")
 
 
 @dataclass(frozen=True)
@@ -58,10 +200,10 @@ class LayerNames:
 def rename_tables(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
     """Rename tables with the names of engines to the names that tools use."""
     found = dict(arrays)
-    for name, others in OF_ENGINES.items():
+    for name, others in ENGINE_NAMES.items():
         other = next((other for other in others if other in found), None)
-        of_table = name != "context_lens" or "block_tables" in found  # Ascend's windows have seq_lens, too
-        if other is not None and name not in found and of_table:
+        ours = name != "context_lens" or "block_tables" in found  # Ascend's windows have seq_lens, too
+        if other is not None and name not in found and ours:
             found[name] = found.pop(other)
     return arrays if found.keys() == arrays.keys() else found
 

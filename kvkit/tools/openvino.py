@@ -1,7 +1,7 @@
-"""Split the pools of OpenVINO's paged attention into codes, scales and zeros.
+"""Split the pools of OpenVINO's paged attention into codes, scales and zeros (float32)::
 
-A block of keys has, for each head, the scales of all channels, their zeros, then the codes of its tokens; a
-row of values has its scale and its zero before its codes. Scales and zeros are float32.
+a block of keys, for each head      scales of all channels | their zeros | codes of token 0 | of token 1 ...
+a row of values, for each head      its scale | its zero | its codes
 """
 
 from collections.abc import Sequence
@@ -32,17 +32,17 @@ def split_blocks(contents: Contents, layout: str) -> tuple[Contents, dict[str, K
     if any(pool is None for pool in pools):
         raise argument_error("source", f"arrays {' and '.join(POOLS)}, for {layout}", "others")
     layers = [pool if isinstance(pool, list) or pool.ndim == 5 else [pool] for pool in pools]
-    split = [
-        [parts(bytes_of_pool(name, array)) for array in side]
-        for name, parts, side in zip(names, (lambda x: key_parts(x, bits), value_parts), layers, strict=True)
-    ]
-    views = {
-        part: KV(*(tuple(np.swapaxes(layer[i], 1, 2) for layer in side) for side in split))
+    keys = [key_parts(bytes_of_pool(names[0], array), bits) for array in layers[0]]
+    values = [value_parts(bytes_of_pool(names[1], array)) for array in layers[1]]
+    views = {  # keys [blocks, 1, heads, channels] and values [blocks, tokens, heads] of each layer
+        part: KV(
+            tuple(np.swapaxes(layer[i], 1, 2) for layer in keys),
+            tuple(np.swapaxes(layer[i], 1, 2)[..., 0] for layer in values),
+        )
         for i, part in enumerate(NUMBERS)
     }
-    views = {part: KV(kv.keys, tuple(each[..., 0] for each in kv.values)) for part, kv in views.items()}
     arrays: dict[str, Any] = {name: x for name, x in contents.arrays.items() if not name.startswith(names)}
-    for name, side in zip(POOLS, split, strict=True):
+    for name, side in zip(POOLS, (keys, values), strict=True):
         arrays[name] = [layer[2] for layer in side]
         arrays |= {f"{name}_{part}": [layer[i] for layer in side] for i, part in enumerate(NUMBERS)}
     described = replace(contents.description, layout=FLOATS, format=contents.description.format or format)
@@ -72,8 +72,8 @@ def bytes_of_pool(name: str, array: Array) -> Array:
 def key_parts(pool: Array, bits: int) -> Sequence[Array]:
     """Return scales and zeros [blocks, heads, 1, channels] and codes [blocks, heads, tokens, bytes]."""
     blocks, heads, rows, width = pool.shape
-    size = width * 8 // bits * SIZE
-    before = 2 * size // width
+    size = width * 8 // bits * SIZE  # bytes of the scales of all channels
+    before = 2 * size // width  # rows of codes that scales and zeros take
     if rows <= before:
         raise argument_error("key_cache", f"more than the {before} rows of scales and zeros", rows)
     flat = pool.reshape(blocks, heads, -1)

@@ -23,17 +23,18 @@ from kvkit.tools.source import (
     LATENT_LINE,
     LINE,
     PACKED,
-    TABLES,
+    TABLE_PREFIXES,
     CacheSource,
     check_pages_in_pool,
     ds_v4_as_rows,
     format_of_paged,
     leaves,
+    notes_that_hold,
 )
 
 LISTS, LATENT_LISTS = "b l kv | n h c", "b l | n c"  # LINE and LATENT_LINE, if sequences differ in length
-ROTATION = "llama.cpp"  # this rotation applies only to heads of a multiple of 64 elements
-LATENT = 512  # elements of a latent row that are its value, by default
+LLAMA_ROTATION = "llama.cpp"  # it rotates only heads of a multiple of 64 elements
+LATENT_VALUE = 512  # elements of a latent row that are its value, by default
 NO_TABLES = "the file has no page tables: each block is read as a sequence"
 
 
@@ -216,52 +217,51 @@ def open_arrays(
 ) -> CacheReader:
     """Open the cache of a source by its layout. With block tables, only the rows of sequences are read."""
     cache = source.require_cache()
-    coded = {each.dtype for each in leaves(cache)} - {one.dtype for one in FLOATS}
-    format_name = source.format_of(coded, from_format) if coded else None
+    code_dtypes = {each.dtype for each in leaves(cache)} - {one.dtype for one in FLOATS}
+    format_name = source.format_of(code_dtypes, from_format) if code_dtypes else None
     formats = formats_of_sides(format_name) if format_name else None
     undone = rotation_to_undo(source, rotation)
-    has_tables = any(name.startswith(TABLES) for name in source.arrays)
-    if formats and str(source.layout) in (LINE, LISTS) and not has_tables:
+    has_tables = any(name.startswith(TABLE_PREFIXES) for name in source.arrays)
+    if formats and str(source.layout) in (LINE, LISTS) and not has_tables:  # as `convert` writes codes
         scales = {BESIDE[name]: arrays for name, arrays in source.scales.items()}
         parts, pages = encoded_parts({"codes": cache} | scales, str(source.layout)), None
     else:
         parts, pages = view_parts(source, format_name, formats)
-    codes, numbers = parts["codes"], source.layer_numbers
-    if not (numbered := numbers is not None and len(numbers) == len(codes.keys)):
-        numbers = list(range(len(codes.keys)))
-    rows = None if pages is None else pages.rows()
+    codes, numbers = parts["codes"], source.layer_numbers or []
+    numbered = len(numbers) == len(codes.keys)
+    numbers = numbers if numbered else list(range(len(codes.keys)))
+    rows = None if pages is None else pages.rows()  # of the pool, one sequence after another
     if pages is not None:
         starts = pages.starts()
     else:
         starts = np.array(source.sequence_starts or np.cumsum([0, *map(len, codes.keys[0])]))
     latent = source.layout is not None and "kv" not in layouts.parse(source.layout).names
     queries, notes = queries_of(source, codes, starts)
-    lacking = "none" if queries or not notes else notes[0]
+    no_queries = "none" if queries or not notes else notes[0]
     scale = scale_of_scores(source, queries is not None) if latent else None
 
     def side(which: str, i: int) -> SideReader:
         arrays = {part: getattr(found, which)[i] for part, found in parts.items()}
         format = formats[which == "values"] if formats else None
-        if leaves(arrays["codes"])[0].dtype not in coded:
+        if leaves(arrays["codes"])[0].dtype not in code_dtypes:  # one side of a cache may be floats
             arrays, format = {"codes": arrays["codes"]}, None
         reader = open_side(which, arrays, rows, format)
-        rotated = format is not None or source.contents.kind not in llama.NAMES.values()
+        rotated = format is not None or source.contents.kind not in llama.NAMES.values()  # llama.cpp: codes
         return undo_rotation(reader, undone, which == "values") if undone and rotated else reader
 
     def layer(i: int) -> LayerReader:
         key = side("keys", i)
         value = key if latent else side("values", i)
-        value_dim = source.sizes.get("v", min(key.dim, LATENT)) if latent else None
+        value_dim = source.sizes.get("v", min(key.dim, LATENT_VALUE)) if latent else None
         if key.tokens != value.tokens:
             raise argument_error("values", f"{key.tokens} tokens, as keys have", value.tokens)
-        own = starts * (key.tokens // max(starts[-1], 1))  # a row of codes may have several tokens
+        own_starts = starts * (key.tokens // max(starts[-1], 1))  # a row of codes may have several tokens
         return LayerReader(
-            f"layer {numbers[i]}", key, value, own.tolist(), queries and queries[i], value_dim, scale,
-            no_queries=lacking,
+            f"layer {numbers[i]}", key, value, own_starts.tolist(), queries and queries[i], value_dim, scale,
+            no_queries=no_queries,
         )  # fmt: skip
 
-    settled = {llama.HEADS} | ({llama.ROTATED} if undone else set())
-    notes = (*notes, *(note for note in source.notes if note not in settled))
+    notes = (*notes, *notes_that_hold(source.notes, undone is not None))
     if pages is None and len(codes.keys[0]) > 1 and not source.saved:
         notes = (*notes, NO_TABLES)
     format = " and ".join(dict.fromkeys(map(str, filter(None, formats or ())))) or None
@@ -283,8 +283,8 @@ def rotation_to_undo(source: CacheSource, name: str | None) -> Rotation | None:
 
 
 def undo_rotation(side: SideReader, rotation: Rotation, value: bool) -> SideReader:
-    """Return a reader that rotates heads back. llama.cpp rotates only heads of a multiple of 64 elements."""
-    if rotation.name == ROTATION and side.dim % 64:
+    """Return a reader that rotates heads back."""
+    if rotation.name == LLAMA_ROTATION and side.dim % 64:
         return side
     rotation.size(side.dim, value)
     return replace(side, read=lambda part: rotate(side.read(part), rotation, what="output", value=value))
@@ -294,9 +294,9 @@ def view_parts(source: CacheSource, name: str | None, formats: Any) -> tuple[dic
     """Return (views of codes and scales, pages of the block tables) for codes of the format `name`."""
     kv = source.require_view()
     for one in filter(None, formats or ()):
-        apart = one.rule == "given" or source.scales_inside or one.per not in ("tensor", "head", "channel")
-        if one.along == "tokens" or not apart:
-            raise argument_error(source.arguments[1], "a format that encodes each token by itself", name)
+        by_token = one.rule == "given" or source.scales_inside or one.per not in ("tensor", "head", "channel")
+        if one.along == "tokens" or not by_token:
+            raise argument_error(source.format_argument, "a format that encodes each token by itself", name)
     convention, pages = source.block_tables() or ("", None)
     if pages is not None and not isinstance(kv.keys[0], tuple):
         check_pages_in_pool(convention, pages, kv.keys[0].shape[0] * kv.keys[0].shape[1])
@@ -310,13 +310,9 @@ def queries_of(source: CacheSource, codes: KV, starts: np.ndarray) -> tuple[Any,
     if query is None or (not source.separate and "kv" in line.names):
         return None, ()
     heads, dim = (1, *codes.keys[0].shape)[-2:] if codes.keys[0].ndim == 4 else (1, codes.keys[0].shape[-1])
-    if (
-        query.ndim == 5
-        and query.shape[:2] == (len(codes.keys), len(starts) - 1)
-        and query.shape[4] == dim
-        and not query.shape[3] % heads
-        and 0 < query.shape[2] <= min(np.diff(starts))
-    ):
+    layers_and_sequences = len(codes.keys), len(starts) - 1
+    fits = query.ndim == 5 and query.shape[:2] == layers_and_sequences and query.shape[4] == dim
+    if fits and not query.shape[3] % heads and 0 < query.shape[2] <= min(np.diff(starts)):
         tokens, count = query.shape[2:4]
         note = f"queries: the last {tokens:,} tokens, {count:,} heads"
         if tokens < count <= min(np.diff(starts)) and not tokens % heads:
@@ -363,9 +359,9 @@ def open_side(
 ) -> SideReader:
     """Return a reader of the rows `rows`, or of one block after another if `rows` is None."""
     if isinstance(arrays["codes"], tuple) or rows is None:
-        blocks = len(arrays["codes"])
-        several = [x if isinstance(x, tuple) or x.ndim > 1 else (x,) * blocks for x in arrays.values()]
-        sequences = [dict(zip(arrays, each, strict=True)) for each in zip(*several, strict=True)]
+        blocks = len(arrays["codes"])  # scales without rows are the same for all blocks
+        by_block = [x if isinstance(x, tuple) or x.ndim > 1 else (x,) * blocks for x in arrays.values()]
+        sequences = [dict(zip(arrays, each, strict=True)) for each in zip(*by_block, strict=True)]
         return open_sequences(name, sequences, format)
     size = arrays["codes"].shape[1]
 
@@ -413,12 +409,11 @@ def decode_tokens(
     low, high = begin // step * step, -(-end // step) * step
     by_token = not format.needs_scale and np.ndim(arrays.get("scale", 0)) > 1
     per = format.per or ("token" if by_token else "tensor")
-    shared = {"group": 1, "token": 1, "channel": format.group}.get(
-        per, 0
-    )  # tokens that share a scale; 0: all
+    with_one_scale = {"group": 1, "token": 1, "channel": format.group}.get(per, 0)  # tokens; 0 means all
+    tokens_of_row = {"codes": tokens_in_row(format), "whole": 0}
     cut = {}
     for part, array in arrays.items():
-        tokens = {"codes": tokens_in_row(format), "whole": 0}.get(part, shared) if array.ndim else 0
+        tokens = tokens_of_row.get(part, with_one_scale) if array.ndim else 0
         cut[part] = array[low // tokens : high // tokens] if tokens else array
     return decode(cut, format)[begin - low : end - low]
 

@@ -22,7 +22,7 @@ from kvkit.tools.readers import LATENT_LISTS, LISTS, LayerReader, SideReader, op
 from kvkit.tools.rope_pairs import PairOrder
 from kvkit.tools.source import LATENT_LINE, LINE, SLIDING, CacheSource, in_file
 
-SOME = 2048  # tokens encoded at a time
+PIECE = 2048  # tokens encoded at a time
 Form = Any  # the new format: `Coded`, or an `Element` of floats
 
 
@@ -38,14 +38,10 @@ class Recoded:
 
 
 def recode(
-    source: CacheSource,
-    target: str | os.PathLike[str] | None,
-    format: str,
-    from_format: str | None = None,
-    rotation: str | None = None,
-    pairs: PairOrder | None = None,
+    source: CacheSource, target: str | os.PathLike[str] | None, format: str, from_format: str | None = None,
+    rotation: str | None = None, pairs: PairOrder | None = None,
     progress: Callable[[int, int], object] | None = None,
-) -> Recoded:
+) -> Recoded:  # fmt: skip
     """Convert the caches of a file to a format; perhaps undo a rotation, and reorder elements of keys."""
     floats = format in map(str, FLOATS)
     forms: list[Form] = [BY_NAME[format]] * 2 if floats else [Coded(x.name, x) for x in formats_named(format)]
@@ -63,6 +59,7 @@ def recode(
         layers = []
         for i in range(found.count):
             layer = layer_to_code(found.layer(i), source.caches[name], pairs)
+            # Formats of latent rows have an uncoded rotary tail. Others encode keys and values apart.
             latent = layer.value_dim is not None and (floats or forms[0].format.tail > 0)
             with nullcontext() if target is None else name_in_errors(target):
                 arrays = encode_layer(i, layer, forms, folder, latent)
@@ -144,7 +141,7 @@ def sizes_of_layers(layers: Sequence[LayerReader], floats: bool, latent: bool) -
 
 def encode_sequence(side: SideReader, start: int, count: int, form: Form) -> dict[str, list[np.ndarray]]:
     """Encode a sequence, some tokens at a time; return {part: pieces of its array}."""
-    step = max(SOME // form.step, 1) * form.step if isinstance(form, Coded) else SOME
+    step = max(PIECE // form.step, 1) * form.step if isinstance(form, Coded) else PIECE
     parts = [slice(i, min(i + step, start + count)) for i in range(start, start + count, step)]
     if not isinstance(form, Coded):
         return {"codes": [side.read(part).astype(form.dtype) for part in parts]}

@@ -24,7 +24,10 @@ class PairOrder:
     dim: int | None = None  # how many elements of a head rotate, from the first; None: all
 
     def places(self, size: int) -> np.ndarray:
-        """Return for each element in the new order its old index, for heads of this size."""
+        """Return for each element in the new order its old index, for heads of this size.
+
+        From halves to neighbours, 6 elements have the old indices 0 3 1 4 2 5, and back 0 2 4 1 3 5.
+        """
         dim = size if self.dim is None else self.dim
         if dim % 2 or dim > size:
             raise argument_error("rope_pairs", f"an even number of rotated elements, up to {size}", dim)

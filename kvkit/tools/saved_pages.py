@@ -56,7 +56,7 @@ def tokens_of_saved(saved: list[tuple[np.ndarray, list[int]]], size: int) -> Blo
         for begin, end in itertools.pairwise(ends):
             rows = np.arange(end - begin)
             places.append(table[page + rows // size] * size + rows % size)
-            page -= (begin - end) // size
+            page += -(-(end - begin) // size)
     owners = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.concatenate([np.arange(0), *map(np.arange, lengths)])
     return tables.from_tokens(np.concatenate(places), owners, positions, len(lengths))

@@ -186,15 +186,16 @@ def size(
         raise argument_error("engine", f"one of {', '.join(ENGINES)}", describe(engine))
     rounding = ENGINES[engine]
     step = rounding.step if step is None else integer("step", step, 0)
-    bits = {each: row_bits(each, shape) for each in names_of(formats)}
+    names = [name.strip() for text in several(formats) for name in text.split(",")]
+    bits = {name: row_bits(name, shape) for name in names}
     batches = [integer("batch", each, 1) for each in several(batch)]
 
-    def sized(count: int, number: int, format: str) -> SizedCache:
-        return count_bytes(shape, count, number, format, bits[format], rounding, step)
+    def sized(tokens: int, batch: int, format: str) -> SizedCache:
+        return count_bytes(shape, tokens, batch, format, bits[format], rounding, step)
 
     if fit is not None:
         most = parse_bytes(fit)
-        caches = [longest(partial(sized, number=b, format=f), most) for b in batches for f in bits]
+        caches = [longest(partial(sized, batch=b, format=f), most) for b in batches for f in bits]
     else:
         wanted = (4096, 32768, shape.longest) if tokens is None else several(tokens)
         lengths = sorted({integer("tokens", n, 1) for n in wanted if n or tokens is not None})
@@ -208,11 +209,6 @@ def size(
 def several(value: Any) -> list[Any]:
     """Return a sequence as a list, and any other value (also a text) as a list of one."""
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-
-
-def names_of(formats: Sequence[str] | str) -> list[str]:
-    """Return the names of formats; a text may have several, with commas between them."""
-    return [name.strip() for text in several(formats) for name in text.split(",")]
 
 
 def parse_bytes(text: int | str) -> int:

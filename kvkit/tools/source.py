@@ -1,4 +1,4 @@
-"""Find the cache in a file, or in named arrays: its arrays, layout, sizes, scales, format, block tables."""
+"""Decide how the arrays of a cache are read: their layout, sizes, views, format and block tables."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from kvkit.layouts.tables import BlockTable
 from kvkit.layouts.views import KV
 from kvkit.tools import openvino
 from kvkit.tools.contents import Source, contents_of
-from kvkit.tools.names import NAMES, PAGED_NAMES, SIDES, LayerNames, find_layers, rename_tables, some_names
-from kvkit.tools.saved_pages import order_cells, pages_of_cells, pages_of_saved
+from kvkit.tools.names import PAGED_NAMES, SIDES, CacheArrays, rename_tables, some_names
+from kvkit.tools.saved_pages import pages_of_cells, pages_of_saved
 
-AXES = {  # {whether arrays are pools or lists: {number of axes: axes}}, for keys and values without a layout
-    True: {3: "n h c", 4: "b n h c", 5: "l b n h c"}, False: {3: "n h c", 4: "l n h c", 5: "l b n h c"},
-}  # fmt: skip
+# {number of axes: axes} if no layout is stated: of a pool or one layer, and of packed tokens of all layers.
+POOL_AXES = {3: "n h c", 4: "b n h c", 5: "l b n h c"}
+TOKEN_AXES = POOL_AXES | {4: "l n h c"}
 LINE, LATENT_LINE = "l kv | b n h c", "l | b n c"  # the layouts that `convert` writes with a new format
 DS_V4_LAYOUT = "flashmla-ds-v4"  # a block has codes of all tokens, then their scales
 SLIDING = "sliding"  # the name of a file's second cache (layers with a window), and prefix of its tables
 BLOCKS, PACKED = "block tables", "packed sequences"  # names of two conventions of page tables
-TABLES = (  # prefixes of the names of page tables
+TABLE_PREFIXES = (  # names of arrays that belong to page tables begin so
     "sequences.", "published.", "blocks", "block_tables", "context_lens", "page_size", "kv_", "slots",
     "cache_cells.", "cachestarts", "kvstarts", "seqstarts", "num_blocks", "slot_",
     "block_indices", "past_lens", "subsequence_begins",
 )  # fmt: skip
 
 
-class CacheSource:
-    """Finds the cache in a file, or in named arrays, for all tools. Everything is computed on first use.
+class CacheSource(CacheArrays):
+    """Reads a cache from a file, from named arrays or from a cache object, for all tools.
 
-    The cache is the array ``cache`` (or ``cache.N`` and so on), a pair of `NAMES`, arrays of each layer that
-    match a pattern of `kvkit.tools.names`, or a cache object. Scales are ``scale`` and the other results of
-    `kvkit.formats.encode`, or ``key_scale`` and ``value_scale``.
+    `CacheArrays` finds the arrays by name. This class views them. Each step is computed on first use::
+
+        cache, scales  --layout, sizes-->  kv, scale_views  --format-->  (`readers` decode the views)
 
     Parameters
     ----------
-    source : path, mapping of arrays, or Contents
+    source : path, mapping of arrays, cache object, or Contents
         A file that `kvkit.files.read` takes, its contents, or named arrays and lists of arrays.
     layout : str or Layout, optional
         The layout of the cache, instead of the one that the source states. Pairs of names may need none.
@@ -58,6 +58,15 @@ class CacheSource:
         Lengths of axes l, b, n, h, c that the shapes do not determine.
     arguments : pair of str
         The names of the arguments for layout and format in error messages.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kvkit.tools.source import CacheSource
+    >>> pool = np.zeros((10, 16, 2, 64), np.float16)
+    >>> source = CacheSource({"key_cache": pool, "value_cache": pool})
+    >>> str(source.layout), source.axis_sizes, source.kv.keys.shape
+    ('kv | b n h c', {'b': 10, 'n': 16, 'h': 2, 'c': 64}, (1, 10, 16, 2, 64))
     """
 
     def __init__(
@@ -67,194 +76,66 @@ class CacheSource:
         sizes: Mapping[str, int] | None = None,
         arguments: tuple[str, str] = ("layout", "format"),
     ) -> None:
-        self.contents = contents_of(source)
-        self.scales_inside: dict[str, KV] = {}
-        stated = layout or self.contents.description.layout
+        contents = contents_of(source)
+        self.scales_inside: dict[str, KV] = {}  # views of scales that lay in the same blocks as codes
+        stated = layout or contents.description.layout
         if stated in openvino.FORMATS:
-            self.contents, self.scales_inside = openvino.split_blocks(self.contents, str(stated))
+            contents, self.scales_inside = openvino.split_blocks(contents, str(stated))
             layout = stated = openvino.FLOATS
         if stated == openvino.FLOATS:
-            self.contents = openvino.with_tables(self.contents)
-        if (renamed := rename_tables(self.contents.arrays)) is not self.contents.arrays:
-            self.contents = replace(self.contents, arrays=dict(renamed))
-        self.arrays = self.contents.arrays
+            contents = openvino.with_tables(contents)
+        super().__init__(replace(contents, arrays=dict(rename_tables(contents.arrays))))
         named = isinstance(source, (str, os.PathLike))
-        self.name = str(source) if named else self.contents.kind
+        self.name = str(source) if named else contents.kind
         self.given_layout, self.given_sizes = layout, dict(sizes or {})
-        self.sizes = dict(self.contents.description.sizes) | self.given_sizes
-        self.arguments = arguments
-        self.stated_layout = layout or self.contents.description.layout or self.text("layout")
-        # Whether the names of arrays alone imply the layout.
-        self.implied = self.stated_layout is None and self.layer_names is not None
-        if self.implied and self.layer_names is not None and self.layer_names.heads_first:
+        self.sizes = dict(contents.description.sizes) | self.given_sizes
+        self.layout_argument, self.format_argument = arguments
+        self.stated_layout = layout or contents.description.layout or self.text("layout")
+        # Whether only the names of arrays say that each layer is [sequences, heads, tokens, content].
+        self.heads_first = (
+            self.stated_layout is None and self.layer_names is not None and self.layer_names.heads_first
+        )
+        if self.heads_first:
             self.stated_layout = Layout(("l",), *[layouts.parse("hf").axes] * 2)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Return the notes of the file, and one on a layout that only the names of its arrays imply."""
-        stated = self.given_layout or self.contents.description.layout or self.text("layout")
+        stated = self.stated_layout and not self.heads_first
         if stated or self.layout is None or not self.contents.kind.startswith("."):  # not a file of arrays
             return self.contents.notes
         guess = f"the layout '{self.layout}' is guessed from the names of arrays; give another as layout"
         return *self.contents.notes, guess
 
-    def text(self, name: str) -> str | None:
-        """Return the text in the array of a name; None if there is no such array."""
-        array = self.arrays.get(name)
-        if array is None:
-            return None
-        if array.ndim or not isinstance(array.item(), str):
-            raise argument_error(name, "a text", describe(array))
-        return str(array.item())
-
-    def integer(self, name: str) -> int | None:
-        """Return the integer in the array of a name; None if there is none."""
-        array = self.arrays.get(name)
-        return int(array) if array is not None and array.ndim == 0 and array.dtype.kind in "iu" else None
-
-    @property
-    def saved(self) -> dict[str, Any]:
-        """Return the metadata of a cache that kvkit saved; {} for other files."""
-        metadata = self.contents.metadata.get("cache")
-        return metadata if isinstance(metadata, dict) else {}
-
-    @property
-    def paged(self) -> Mapping[str, Any]:
-        """Return the metadata of a saved `PagedCache`; {} for other files."""
-        metadata = self.saved.get("paged")
-        return metadata if isinstance(metadata, dict) else {}
-
-    @cached_property
-    def sliding(self) -> CacheSource | None:
-        """Return the second cache of a file, which has the layers with a window; None without one."""
-        if nested(self.arrays, SLIDING) is None:
-            return None
-        arrays = {name: array for old, array in self.arrays.items() if (name := name_in_second(old))}
-        stored = self.contents.metadata.get(SLIDING)
-        described = parse_description(self.name, stored) if stored is not None else replace(
-            self.contents.description, sizes={axis: self.sizes[axis] for axis in "hcv" if axis in self.sizes}
-        )  # fmt: skip
-        contents = Contents(arrays, {}, kind=self.contents.kind, description=described)
-        sizes = {axis: count for axis, count in self.given_sizes.items() if axis in "hcv"}
-        return CacheSource(contents, self.given_layout, sizes, self.arguments)
-
-    @property
-    def caches(self) -> dict[str, CacheSource]:
-        """Return {name of its arrays: source} for the cache and the second cache, if any."""
-        return {CACHE: self} | ({} if self.sliding is None else {SLIDING: self.sliding})
-
-    def carried_metadata(self, second: Description | None, rotation: str | None = None) -> dict[str, Any]:
-        """Return the metadata of a converted file: notes that still hold, a second cache's description."""
-        settled = {llama.HEADS} | ({llama.ROTATED} if rotation is not None else set())
-        notes = [note for note in self.contents.notes if note not in settled]
-        metadata: dict[str, Any] = {"notes": notes} if notes else {}
-        return metadata | ({} if second is None else {SLIDING: second.to_dict()})
-
-    @cached_property
-    def places_of_tokens(self) -> dict[str, np.ndarray]:
-        """Return the packed positions of tokens and their places in images; {} if they count from 0."""
-        if {"cache_cells.positions", "cache_cells.sequences"} <= self.arrays.keys():
-            cells, owners = order_cells(self.arrays)
-            names = {"": "cache_cells.positions", "_x": "cache_cells.x", "_y": "cache_cells.y"}
-            found = {f"positions{end}": self.arrays[name][cells] for end, name in names.items()
-                     if name in self.arrays}  # fmt: skip
-            begins = np.flatnonzero(np.diff(owners, prepend=-1))
-            counted = np.arange(len(cells)) - np.repeat(begins, np.diff([*begins, len(cells)]))
-            return {} if all(np.array_equal(each, counted) for each in found.values()) else found
-        found = {name: array for name, array in self.arrays.items() if name.partition("_")[0] == "positions"}
-        return {name: array for name, array in found.items() if array.ndim == 1 and array.dtype.kind in "iu"}
-
-    @property
-    def positions(self) -> np.ndarray | None:
-        """Return the packed positions of the sequences' tokens; None if they count from 0."""
-        return self.places_of_tokens.get("positions")
-
-    @cached_property
-    def side_names(self) -> tuple[str, str] | None:
-        """Return the first pair of `NAMES` of which both arrays exist, or else one; None with a ``cache``."""
-        if self.contents.cache is not None:
-            return None
-        here = [tuple(nested(self.arrays, name) is not None for name in pair) for pair in NAMES]
-        for enough in all, any:
-            for pair, found in zip(NAMES, here, strict=True):
-                if enough(found):
-                    return pair
-        return None if self.layer_names is None else self.layer_names.patterns
-
-    @cached_property
-    def layer_names(self) -> LayerNames | None:
-        """Return arrays whose names have layer numbers; None with arrays of `NAMES` or a ``cache``."""
-        known = any(nested(self.arrays, name) is not None for pair in NAMES for name in pair)
-        return None if known or self.contents.cache is not None else find_layers(self.arrays)
-
-    @property
-    def layer_numbers(self) -> list[int] | None:
-        """Return the numbers of the layers in their model; None if they count from 0."""
-        if self.layer_names is not None:
-            return self.layer_names.numbers
-        numbers = self.arrays.get("layers")
-        return numbers.tolist() if numbers is not None and numbers.ndim == 1 else None
-
-    @property
-    def numbers_to_write(self) -> dict[str, np.ndarray]:
-        """Return {"layers": numbers} to write to a file; {} if layers count from 0."""
-        numbers = self.layer_numbers
-        known = numbers is not None and numbers != list(range(len(numbers)))
-        return {"layers": np.array(numbers)} if known else {}
-
-    @cached_property
-    def separate(self) -> dict[str, Any]:
-        """Return {"key": arrays, "value": arrays} if they are separate; one of them may be missing."""
-        if self.layer_names is not None and self.side_names == self.layer_names.patterns:
-            return {
-                side: list(layers.values())
-                for side, layers in zip(SIDES, self.layer_names.sides, strict=True)
-                if layers
-            }
-        found = zip(SIDES, self.side_names or (), strict=False)
-        return {side: pool for side, name in found if (pool := nested(self.arrays, name)) is not None}
-
-    @cached_property
-    def cache(self) -> Any:
-        """Return the array of the cache, or the nested lists of its layout; None unless both sides exist."""
-        whole = self.contents.cache
-        return list(self.separate.values()) if whole is None and len(self.separate) == 2 else whole
-
     @cached_property
     def layout(self) -> str | Layout | None:
-        """Return the layout of `cache`; None if it is unknown."""
-        return self.layout_of(next(iter(self.separate.values()), None), self.stated_layout)
-
-    def layout_of(self, pool: Any, stated: str | Layout | None = None) -> str | Layout | None:
-        """Return the stated layout, or the layout that names imply for arrays with the axes of `pool`."""
-        if not self.separate and (stated or pool is None):
-            if stated:
-                parse_layout(stated, self.arguments[0])
-            return stated
-        outer = ("kv",) if len(self.separate) != 1 else ()
-        if stated:
-            line = parse_layout(stated, self.arguments[0])
+        """Return the layout of `cache`: the stated one, or the one that names imply; None if unknown."""
+        line = parse_layout(self.stated_layout, self.layout_argument) if self.stated_layout else None
+        if not self.separate:
+            return self.stated_layout
+        outer = ("kv",) if len(self.separate) == 2 else ()
+        if line is not None:
             if "kv" in line.names and "kv" not in line.lists:
                 without = " ".join(axis for axis in line.axes if axis != "kv")
                 such = f" ('{without}', say)" if "kv" in line.axes else ""
                 expected = f"a layout without an axis kv, as keys and values are arrays of their own{such}"
-                raise argument_error(self.arguments[0], expected, f"'{line}'")
+                raise argument_error(self.layout_argument, expected, f"'{line}'")
             lists = (*outer, *(level for level in line.lists if level != "kv"))
             return Layout(lists, line.axes, line.value_axes if outer else line.axes)
-        several = isinstance(pool, list)
-        axes = AXES[several or self.side_names in (PAGED_NAMES, None)].get(
-            np.ndim(pool[0] if several else pool)
-        )
-        if axes is None or (several and axes.startswith("l")):
+        side = next(iter(self.separate.values()))
+        in_list = isinstance(side, list)
+        known = POOL_AXES if in_list or self.side_names == PAGED_NAMES else TOKEN_AXES
+        axes = known.get(np.ndim(side[0] if in_list else side))
+        if axes is None or (in_list and axes.startswith("l")):
             return None
-        return Layout((*outer, "l") if several else outer, *[tuple(axes.split())] * 2)
+        return Layout((*outer, "l") if in_list else outer, *[tuple(axes.split())] * 2)
 
     def require_cache(self) -> Any:
         """Return `cache`; raise if the source has none, or its layout is unknown."""
         if len(self.separate) == 1:
-            [side] = self.separate
-            names = self.side_names or SIDES
-            raise argument_error(names[side == "key"], f"an array, beside {names[side != 'key']}", "None")
+            keys, values = self.side_names or SIDES
+            missing, present = (values, keys) if "key" in self.separate else (keys, values)
+            raise argument_error(missing, f"an array, beside {present}", "None")
         if self.cache is None:
             if any(name.endswith(".rope_shifts") for name in self.arrays):
                 got = "removed or moved tokens (kvkit.cache.load reads them)"
@@ -263,7 +144,7 @@ class CacheSource:
             raise argument_error("source", wanted, some_names(self.arrays))
         if self.layout is None:
             wanted = "a layout, as the file does not name one (kvkit inspect lists those that fit)"
-            raise argument_error(self.arguments[0], wanted, "None")
+            raise argument_error(self.layout_argument, wanted, "None")
         return self.cache
 
     @cached_property
@@ -272,19 +153,19 @@ class CacheSource:
         return self.view()
 
     def view(self, **sizes: int) -> KV | None:
-        """Return keys and values as views, with these sizes; the one side that exists stands for both."""
+        """Return keys and values as views, with these sizes. If one side is missing, the other is both."""
         if self.layout is None or (self.cache is None and not self.separate):
             return None
         if self.separate and not self.stated_layout:
             return self.view_by_names(self.separate.values(), self.sizes | sizes)
-        cache = self.cache if len(self.separate) != 1 else next(iter(self.separate.values()))
+        cache = next(iter(self.separate.values())) if len(self.separate) == 1 else self.cache
         with self.naming():
             return view_of(cache, self.layout, self.sizes | sizes)
 
     def view_by_names(self, pools: Iterable[Any], sizes: dict[str, int]) -> KV:
-        """Return views of keys and values with the axes that their names imply; strides may be any."""
+        """Return keys and values as views with the axes that their names imply; strides may be any."""
         axes, names = layouts.parse(self.layout or "").axes, self.side_names or SIDES
-        at = tuple(slice(None) if axis in axes else None for axis in "lbnhc")
+        at = tuple(slice(None) if axis in axes else None for axis in "lbnhc")  # inserts the missing axes
         pools = list(pools)
         for name, pool in zip(names, pools, strict=False):
             odd = [x for x in (pool if isinstance(pool, list) else [pool]) if np.ndim(x) != len(axes)]
@@ -301,7 +182,7 @@ class CacheSource:
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Replace arrays[0] and arrays[1] in errors by the names of keys and values."""
+        """Name keys and values in errors of `layouts`, which call them arrays[0] and arrays[1]."""
         try:
             yield
         except KvkitError as error:
@@ -318,17 +199,8 @@ class CacheSource:
             self.require_cache()
         if self.kv is None:
             wanted = "a layout whose content is not split (kvkit convert makes such caches)"
-            raise argument_error(self.arguments[0], wanted, self.layout)
+            raise argument_error(self.layout_argument, wanted, self.layout)
         return self.kv
-
-    def require_view_of_rows(self) -> KV:
-        """Return keys and values as views; if the number of heads is unknown, all heads are one."""
-        try:
-            return self.require_view(both=False)
-        except KvkitError:
-            if (kv := self.one_head_view()[0]) is None:
-                raise
-            return kv
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
@@ -336,7 +208,7 @@ class CacheSource:
         return {} if self.kv is None or self.layout is None else axis_sizes_of(self.kv, self.layout)
 
     def one_head_view(self) -> tuple[KV | None, dict[str, int]]:
-        """Return (views, sizes of axes); if the number of heads is unknown, all heads are one."""
+        """Return (views, sizes of axes); if the number of heads is unknown, a row is one head."""
         try:
             return self.kv, self.axis_sizes
         except KvkitError:
@@ -345,38 +217,6 @@ class CacheSource:
                     sizes = axis_sizes_of(kv, self.layout)
                     return kv, {axis: size for axis, size in sizes.items() if axis not in "hc"}
             raise
-
-    @cached_property
-    def scales(self) -> dict[str, Any]:
-        """Return {name of `BESIDE`: arrays} of scales, minima and zeros."""
-        if len(self.separate) == 1:
-            return {}
-        found = {name: nested(self.arrays, name) for name in BESIDE}
-        if self.separate:
-            pairs = {part: [self.side_scale(side, part) for side in SIDES] for part in BESIDE.values()}
-            found = {part: None if any(x is None for x in pair) else pair for part, pair in pairs.items()}
-        return {name: arrays for name, arrays in found.items() if arrays is not None}
-
-    @cached_property
-    def own_arrays(self) -> dict[str, Any]:
-        """Return the cache and its scales, as nested lists."""
-        return {CACHE: self.cache} | self.scales
-
-    def other_arrays(self, parts: Iterable[str], tables: bool) -> dict[str, np.ndarray]:
-        """Return {name: array} of arrays that do not belong to `parts`, with or without page tables."""
-        excluded = {id(array) for part in parts for array in leaves(self.own_arrays[part])}
-        return {
-            name: array
-            for name, array in self.arrays.items()
-            if id(array) not in excluded
-            and (tables or not name.startswith((*TABLES, "positions")))
-            and (self.sliding is None or not name_in_second(name))
-        }
-
-    def side_scale(self, side: str, part: str) -> Any:
-        """Return the scales (or minima or zeros, by `part`) of keys or values; None without any."""
-        names = f"{side}_{part}", f"{(self.side_names or SIDES)[side == 'value']}_{part}"
-        return next((found for name in names if (found := nested(self.arrays, name)) is not None), None)
 
     @cached_property
     def scale_views(self) -> dict[str, KV]:
@@ -388,25 +228,22 @@ class CacheSource:
         found = {}
         for name, arrays in self.scales.items():
             pair = arrays if self.separate else [arrays, arrays]
-            if not any(isinstance(each, list) or each.ndim > 1 + bool(self.separate) for each in pair):
+            most_axes = 2 if self.separate else 1  # of scales without rows: [], [heads], [layers, heads]
+            if not any(isinstance(each, list) or each.ndim > most_axes for each in pair):
                 found[BESIDE[name]] = KV(*(each if each.ndim == 2 else (each,) * layers for each in pair))
             elif self.separate and not self.stated_layout:
                 axes = leaves(self.cache)[0].ndim  # scales for each head lack the last axis
                 found[BESIDE[name]] = self.view_by_names((with_axes(each, axes) for each in pair), sizes)
             elif (kv := view_of(arrays, self.layout or "", sizes)) is not None:
                 found[BESIDE[name]] = kv
-        if isinstance(scale := self.paged.get("arguments", {}).get("scale"), list):
-            found["scale"] = KV(*np.swapaxes(np.asarray(scale, np.float32), 0, 1))  # of each head
+        if isinstance(scale := self.paged.get("arguments", {}).get("scale"), list):  # [layers, sides, heads]
+            found["scale"] = KV(*np.swapaxes(np.asarray(scale, np.float32), 0, 1))
         return found
 
     def format_of(self, dtypes: Iterable[np.dtype], given: str | None = None) -> str:
         """Return the format of codes: the given one, the stated one, or what dtypes and scales imply."""
         coded = sorted(set(dtypes), key=str)
-        format = given or format_of_paged(self.paged.get("arguments", {}))
-        format = format or self.contents.description.format or self.text("format")
-        types = self.contents.metadata.get("types")
-        several = [each for each in types if each not in map(str, FLOATS)] if isinstance(types, list) else []
-        format = several[0] if format is None and len(several) == 1 else format
+        format = given or self.stated_format()
         if given is None and len(coded) == 1 and (format is None or format.split(":")[0] not in NAMED):
             format = {fmt.dtype: fmt.name for fmt in FLOATS8}.get(coded[0], format)
         if format is None and coded == [np.int8] and self.kv is not None and "scale" in self.scale_views:
@@ -416,12 +253,58 @@ class CacheSource:
             floats = any(dtype.kind not in "iuV" or dtype.itemsize == 2 for dtype in coded)
             wanted = "float32, float16 or bfloat16, or codes of a format that the file names"
             wanted = wanted if floats else "the format of codes, as the file does not name it"
-            name = (self.side_names or (CACHE,))[0] if floats else self.arguments[1]
+            name = (self.side_names or (CACHE,))[0] if floats else self.format_argument
             raise argument_error(name, wanted, ", ".join(map(str, coded)))
         return format
 
+    def stated_format(self) -> str | None:
+        """Return the format that the source names; None if it names none, or several."""
+        format = format_of_paged(self.paged.get("arguments", {}))
+        format = format or self.contents.description.format or self.text("format")
+        types = self.contents.metadata.get("types")  # of all layers, in states of llama.cpp
+        coded = [each for each in types if each not in map(str, FLOATS)] if isinstance(types, list) else []
+        return coded[0] if format is None and len(coded) == 1 else format
+
+    @cached_property
+    def sliding(self) -> CacheSource | None:
+        """Return the second cache of a file, which has the layers with a window; None without one."""
+        if nested(self.arrays, SLIDING) is None:
+            return None
+        arrays = {name: array for old, array in self.arrays.items() if (name := name_in_second(old))}
+        stored = self.contents.metadata.get(SLIDING)
+        described = parse_description(self.name, stored) if stored is not None else replace(
+            self.contents.description, sizes={axis: self.sizes[axis] for axis in "hcv" if axis in self.sizes}
+        )  # fmt: skip
+        contents = Contents(arrays, {}, kind=self.contents.kind, description=described)
+        sizes = {axis: count for axis, count in self.given_sizes.items() if axis in "hcv"}
+        arguments = self.layout_argument, self.format_argument
+        return CacheSource(contents, self.given_layout, sizes, arguments)
+
+    @property
+    def caches(self) -> dict[str, CacheSource]:
+        """Return {name of its arrays: source} for the cache and the second cache, if any."""
+        return {CACHE: self} | ({} if self.sliding is None else {SLIDING: self.sliding})
+
+    def carried_metadata(self, second: Description | None, rotation: str | None = None) -> dict[str, Any]:
+        """Return the metadata of a converted file: notes that still hold, a second cache's description."""
+        notes = notes_that_hold(self.contents.notes, rotation is not None)
+        metadata: dict[str, Any] = {"notes": notes} if notes else {}
+        return metadata | ({} if second is None else {SLIDING: second.to_dict()})
+
+    def other_arrays(self, parts: Iterable[str], tables: bool) -> dict[str, np.ndarray]:
+        """Return {name: array} of arrays that do not belong to `parts`, with or without page tables."""
+        own = self.own_arrays
+        excluded = {id(array) for part in parts for array in leaves(own[part])}
+        return {
+            name: array
+            for name, array in self.arrays.items()
+            if id(array) not in excluded
+            and (tables or not name.startswith((*TABLE_PREFIXES, "positions")))
+            and (self.sliding is None or not name_in_second(name))
+        }
+
     def block_tables(self, page_size: int | None = None) -> tuple[str, BlockTable] | None:
-        """Return (name of the convention, block tables in one form); None if there are no tables."""
+        """Return (name of the convention of tables, their `BlockTable`); None if there are no tables."""
         try:
             return self.read_tables(page_size)
         except KvkitError:
@@ -468,16 +351,20 @@ class CacheSource:
         if starts is None or self.kv is None or self.side_names == PAGED_NAMES:
             return None
         tokens = self.axis_sizes.get("b", 1) * self.axis_sizes.get("n", 1)
-        legal = starts.ndim == 1 and starts.dtype.kind in "iu" and len(starts) > 1
-        legal = legal and not starts[0] and starts[-1] == tokens and bool((np.diff(starts) > 0).all())
-        if legal:
-            found: list[int] = starts.tolist()
-            return found
+        integers = starts.ndim == 1 and starts.dtype.kind in "iu"
+        whole = integers and len(starts) > 1 and not starts[0] and starts[-1] == tokens
+        if whole and (np.diff(starts) > 0).all():
+            return list(map(int, starts))
         if self.side_names is None:  # ``seqstarts`` may belong to other arrays than the cache
             return None
         wanted = f"integers that ascend from 0 to {tokens}, the tokens"
-        integers = starts.ndim == 1 and starts.dtype.kind in "iu"
         raise argument_error("seqstarts", wanted, brief(starts.tolist()) if integers else describe(starts))
+
+
+def notes_that_hold(notes: Iterable[str], unrotated: bool) -> list[str]:
+    """Return a file's notes that still hold if its layout is known, and perhaps its rotation undone."""
+    settled = {llama.HEADS} | ({llama.ROTATED} if unrotated else set())
+    return [note for note in notes if note not in settled]
 
 
 def parse_layout(layout: str | Layout, argument: str) -> Layout:
@@ -488,8 +375,12 @@ def parse_layout(layout: str | Layout, argument: str) -> Layout:
         raise KvkitError(str(error).replace("layout:", f"{argument}:", 1)) from None
 
 
+# Arrays of the second cache have other names in the file than in a `CacheSource` of their own:
+#     sliding.0.1 <-> cache.0.1,  sliding_cells.x <-> cache_cells.x,  sliding_block_tables <-> block_tables
+
+
 def name_in_second(name: str) -> str:
-    """Return the usual name of an array of the second cache, without its prefix; "" for other arrays."""
+    """Return the name in its own source of an array of the second cache; "" for other arrays."""
     begin, _, rest = name.partition(".")
     if begin == SLIDING:
         return f"{CACHE}.{rest}" if rest else CACHE
@@ -500,7 +391,7 @@ def name_in_second(name: str) -> str:
 
 
 def in_file(cache: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays of a cache under their names in a file: arrays of the second cache get a prefix."""
+    """Return {name in the file: array} of the arrays of a cache, CACHE or SLIDING."""
     if cache == CACHE:
         return dict(arrays)
     begins = f"{CACHE}.", f"{CACHE}_cells."
@@ -511,7 +402,10 @@ def in_file(cache: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ds_v4_as_rows(source: CacheSource, from_format: str | None = None) -> CacheSource:
-    """Convert blocks of 584 bytes a token to rows, each with its scales; return other caches unchanged."""
+    """Return a source whose rows have their codes and scales side by side; other layouts unchanged.
+
+    A block of `DS_V4_LAYOUT` has the codes of all its tokens, then their scales: 584 bytes a token.
+    """
     format = from_format or source.contents.description.format
     line = source.layout and layouts.parse(source.layout)
     if line != layouts.parse(DS_V4_LAYOUT) or (format != "ds_v4" and str(source.layout) != DS_V4_LAYOUT):
@@ -527,7 +421,7 @@ def ds_v4_as_rows(source: CacheSource, from_format: str | None = None) -> CacheS
 
 
 def with_axes(found: Any, count: int) -> Any:
-    """Append an axis of length 1 to an array with `count` - 1 axes, or to each such array of a list."""
+    """Append an axis of length 1 to each array that has one axis less than `count`."""
     if isinstance(found, list):
         return [with_axes(each, count) for each in found]
     return found[..., None] if found.ndim == count - 1 else found
@@ -558,13 +452,14 @@ def view_of(cache: Any, layout: str | Layout, sizes: Mapping[str, int]) -> KV | 
 
 def axis_sizes_of(kv: KV, layout: str | Layout) -> dict[str, int]:
     """Return {axis of the layout: length} of views, without lengths in which the arrays of lists differ."""
-    arrays = [one for each in kv.keys for one in (each if isinstance(each, tuple) else [each])]
-    found = {"l": len(kv.keys)} | ({"b": len(kv.keys[0])} if isinstance(kv.keys[0], tuple) else {})
+    in_lists = isinstance(kv.keys[0], tuple)  # a layer is a tuple of sequences [n, h, c]
+    arrays = [one for each in kv.keys for one in (each if in_lists else [each])]
+    found = {"l": len(kv.keys)} | ({"b": len(kv.keys[0])} if in_lists else {})
     for i, axis in enumerate("bnhc"[-arrays[0].ndim :]):
         lengths = {array.shape[i] for array in arrays}
         found |= {axis: min(lengths)} if len(lengths) == 1 else {}
     found = {axis: n for axis, n in found.items() if axis in layouts.parse(layout).names}
-    values = kv.values[0][0] if isinstance(kv.values[0], tuple) else kv.values[0]
+    values = kv.values[0][0] if in_lists else kv.values[0]
     return found | ({"v": values.shape[-1]} if values.shape[-1] != found.get("c", values.shape[-1]) else {})
 
 

@@ -38,7 +38,7 @@ def retain_tokens(contents: Contents, keep: Callable[[np.ndarray], np.ndarray]) 
             if not what.endswith(("sequences", "sequence_starts")):
                 arrays[what] = arrays[what][inside]
         for place in [each for each in arrays if each.startswith(f"{name}.")]:
-            transposed = ";" in line and place.endswith(".1")
+            transposed = ";" in line and place.endswith(".1")  # values [1, elements, cells]
             arrays[place] = arrays[place][:, :, inside] if transposed else arrays[place][:, inside]
     tokens = arrays.get("token_ids", np.zeros(0, np.int32))
     arrays["token_ids"] = tokens[keep(np.arange(len(tokens)))]

@@ -50,10 +50,10 @@ def picture(title: str, rows: Iterable[tuple[str, list[Cell]]], sequences: int =
     """Draw rows (label, cells) as a picture; a row without cells is a line of text."""
     rows = list(rows)
     indent = max((len(label) for label, cells in rows if cells), default=0) + 1
-    wide = [indent + sum(cell.width for cell in cells) if cells else len(label) for label, cells in rows]
-    width = max(wide, default=0) * CHARACTER + 2 * MARGIN
+    widths = [indent + sum(cell.width for cell in cells) if cells else len(label) for label, cells in rows]
+    width = max(widths, default=0) * CHARACTER + 2 * MARGIN
     height = len(rows) * ROW + 2 * MARGIN
-    made = [
+    lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="kvkit" viewBox="0 0 {width:.0f} {height}" '
         f'width="{width:.0f}" height="{height}" role="img">',
         f"<title>{words(title)}</title>",
@@ -63,12 +63,12 @@ def picture(title: str, rows: Iterable[tuple[str, list[Cell]]], sequences: int =
     for i, (label, cells) in enumerate(rows):
         y = MARGIN + i * ROW
         note = "" if cells else ' class="note"'
-        made.append(f'<text{note} x="{MARGIN}" y="{y + 16}">{words(label)}</text>')
+        lines.append(f'<text{note} x="{MARGIN}" y="{y + 16}">{words(label)}</text>')
         x = MARGIN + indent * CHARACTER
         for cell in cells:
-            made.append(box(cell, x, y))
+            lines.append(box(cell, x, y))
             x += cell.width * CHARACTER
-    return "\n".join([*made, "</svg>", ""])
+    return "\n".join([*lines, "</svg>", ""])
 
 
 def words(text: str) -> str:

@@ -19,7 +19,7 @@ from kvkit.integrations.transformers.masks import attention_mask
 from kvkit.integrations.transformers.rotations import rotations_of
 from kvkit.interop import numpy_to_tensor
 from kvkit.tools.readers import CacheReader, open_cache
-from kvkit.tools.studies.evicting import contexts_of, judging, kept_rows
+from kvkit.tools.studies.evicting import contexts_of, count_judging, kept_rows
 from kvkit.tools.studies.measures import QUERIES
 from kvkit.tools.studies.policies import StudyPlan, make_plan
 from kvkit.tools.studies.study import Study, study_layers
@@ -83,7 +83,7 @@ def study(
     if len(ids) < 2:
         raise argument_error("ids", "two tokens or more", len(ids))
     total, last = len(plan.names) + 1, 0 if plan.policies else -QUERIES
-    first = len(ids) - 1 - judging(len(ids) - 1, judge) if plan.policies else 0
+    first = len(ids) - 1 - count_judging(len(ids) - 1, judge) if plan.policies else 0
     seen = {}
 
     def record(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,8 @@
 import numpy as np
 
 from kvkit.formats import BY_DTYPE
-from kvkit.tools.causes.evidence import count_words
-from kvkit.tools.causes.trial import Guess, Guesses, Trial, cause
+from kvkit.tools.causes.evidence import Guess, count_words
+from kvkit.tools.causes.trial import Guesses, Trial, cause
 from kvkit.tools.counting import word_view
 
 LEAST_ALIKE = 0.1  # the least share of differing elements with one ratio, for a factor
@@ -44,6 +44,7 @@ def interleaved_halves(trial: Trial) -> Guesses:
     array = np.moveaxis(array, axis, -1)
     pairs = array.reshape(*array.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(array.shape)
     apart = array.reshape(*array.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(array.shape)
+    # Of elements 0 1 2 3 4 5, pairs are 0 3 1 4 2 5, and neighbours apart 0 2 4 1 3 5.
     yield Guess("halves side by side", np.moveaxis(pairs, -1, axis), bits=1)
     yield Guess("neighbours apart", np.moveaxis(apart, -1, axis), bits=1)
 
@@ -88,5 +89,6 @@ def factor(trial: Trial) -> Guesses:
         predicted = expected * number
         limit = np.abs(predicted) * 2.0 ** (1 - fmt.significant)
         changed = np.abs(expected - got) > limit
+        # A mean ratio predicts numbers up to rounding, a power of two predicts their bits.
         near = (np.abs(predicted - got) <= limit) & changed if bits == FACTOR_BITS else None
         yield Guess(f"{number:.6g}", predicted.astype(trial.expected.dtype), bits, near=near)

@@ -21,7 +21,7 @@ def index_causes(name: str, axes: tuple[str, ...], expected: np.ndarray, got: np
         detail = f"{len(wrong)} entries {int(steps[0]):+d}"
         return [Cause(name, "indices off by a constant", detail, octets, octets)] if len(steps) == 1 else []
     what = f"wrong id in a {IDS[name]}" if name in IDS else "wrong index"
-    places = [
+    places = [  # such as "page 2 of sequence 0: 7 for 3"
         f"{' of '.join(f'{axis} {i}' for axis, i in zip(axes[::-1], place[::-1], strict=True))}: "
         f"{got[tuple(place)]} for {expected[tuple(place)]}"
         for place in wrong

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,17 @@ def names_beside(name: str) -> tuple[str, tuple[str, ...]]:
     return f"{stem}scale", (base, f"{stem}cache")
 
 
-def quantized_input(trial: Trial) -> tuple[np.ndarray, int, int, bool] | None:
-    """Return (quantized floats, group, bits, whether the trial is of scales); None if they are not given."""
+class QuantizedInput(NamedTuple):
+    """Holds the floats that a call quantized, and how its codes and scales hold them."""
+
+    floats: np.ndarray
+    group: int  # elements with one scale
+    bits: int  # of a code
+    of_scales: bool  # whether the trial is of scales, not of codes
+
+
+def quantized_input(trial: Trial) -> QuantizedInput | None:
+    """Return the floats of which a trial has codes or scales, by PMX's rule; None if they are not given."""
     scale_name, names = names_beside(trial.name)
     x = next((trial.like[name] for name in names if name in trial.like), None)
     if not isinstance(x, np.ndarray) or x.dtype not in FLOAT_DTYPES or not x.ndim:
@@ -37,7 +46,7 @@ def quantized_input(trial: Trial) -> tuple[np.ndarray, int, int, bool] | None:
     group, bits = x.shape[-1] // max(scale.shape[-1], 1), 8 * codes.shape[-1] // x.shape[-1]
     if bits not in (4, 8) or scale.shape[:-1] != x.shape[:-1] or scale.shape[-1] * group != x.shape[-1]:
         return None
-    return x, group, bits, trial.name == scale_name
+    return QuantizedInput(x, group, bits, trial.name == scale_name)
 
 
 def usable_inputs(like: Mapping[str, Any], expected: Mapping[str, np.ndarray]) -> set[str]:
@@ -47,10 +56,13 @@ def usable_inputs(like: Mapping[str, Any], expected: Mapping[str, np.ndarray]) -
         trial = Trial(name, (), array, array, dict(like), dict(expected))
         for each, value in like.items():
             shape = np.shape(value)
-            same = each in (name, "before", f"before_{name}") and shape == array.shape
-            tokens = each == "positions" and np.size(value) > 0 and array.size % np.size(value) == 0
-            rows = each in names_beside(name)[1] and quantized_input(replace(trial, like={each: value}))
-            kept = name.endswith("_cache") and each == name.removesuffix("_cache") and set(like) >= WINDOWS
-            if same or tokens or rows or kept or (each == "rope_base" and not shape):
+            cases = (
+                each in (name, "before", f"before_{name}") and shape == array.shape,
+                each == "positions" and np.size(value) > 0 and array.size % np.size(value) == 0,
+                each == "rope_base" and not shape,
+                each in names_beside(name)[1] and quantized_input(replace(trial, like={each: value})),
+                name.endswith("_cache") and each == name.removesuffix("_cache") and set(like) >= WINDOWS,
+            )
+            if any(cases):
                 usable.add(each)
     return usable

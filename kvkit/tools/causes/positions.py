@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from kvkit.tools.causes.trial import Guess, Guesses, Trial, cause
+from kvkit.tools.causes.evidence import Guess
+from kvkit.tools.causes.trial import Guesses, Trial, cause
 from kvkit.tools.counting import word_view
 
 ULPS = {"float32": 2**-20, "float16": 2**-9, "bfloat16": 2**-6}  # tolerance / largest element of a row
@@ -22,7 +23,7 @@ def rotate(x: np.ndarray, angles: np.ndarray, pairs: str) -> np.ndarray:
 @cause("rotation of keys")
 def rotation(trial: Trial) -> Guesses:
     """Rotary embedding was applied twice, not at all, or to the wrong pairs of elements."""
-    rows = trial.rows(trial.expected) if trial.is_float else None
+    rows = trial.token_rows(trial.expected) if trial.is_float else None
     if rows is None or rows.shape[-1] % 2 or "value" in trial.name:
         return
     positions = trial.like.get("positions")
@@ -34,11 +35,11 @@ def rotation(trial: Trial) -> Guesses:
     if len(positions) != rows.shape[1]:
         return
     base, half = float(np.asarray(trial.like.get("rope_base", 10000.0))), rows.shape[-1] // 2
-    found = trial.rows(trial.got)
-    wrong = (word_view(rows) != word_view(found)).any(axis=(0, 2, 3))
+    got_rows = trial.token_rows(trial.got)
+    wrong = (word_view(rows) != word_view(got_rows)).any(axis=(0, 2, 3))
     angles = (positions[wrong, None] * base ** (-np.arange(half) / half))[:, None, :]  # [rows, 1, half]
-    x, got = (array[:, wrong].astype(np.float64) for array in (rows, found))
-    forms = {}
+    x, got = (array[:, wrong].astype(np.float64) for array in (rows, got_rows))
+    forms = {}  # {variant: predicted keys}
     for pairs, other in (("halves", "interleaved"), ("interleaved", "halves")):
         plain = rotate(x, -angles, pairs)
         forms[f"applied twice, {pairs}"] = rotate(x, angles, pairs)
@@ -49,4 +50,5 @@ def rotation(trial: Trial) -> Guesses:
         close = (np.abs(predicted - got) <= limit).all(axis=-1, keepdims=True)
         near = np.zeros(rows.shape, bool)
         near[:, wrong] = close & (np.abs(x - got) > limit).any(axis=-1, keepdims=True)
-        yield Guess(detail, trial.expected, bits=3, near=trial.of_rows(near))
+        # `near` marks what the rotation predicts, all else is as expected.
+        yield Guess(detail, trial.expected, bits=3, near=trial.from_rows(near))

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvkit.errors import printable
 from kvkit.formats import BY_DTYPE
-from kvkit.tools.causes.evidence import Evidence, Extent
+from kvkit.tools.causes.evidence import Explanation, Guess, Unexplained
 from kvkit.tools.counting import Tolerances, equal_elements, word_view
 
 ORDER = "l", "kv", "b", "n", "h", "c"
@@ -18,7 +18,6 @@ LEAST_BITS = 12  # the fewest bits that a cause must save: chance saves as many 
 LEAST_SHARE = 0.02  # the least share of the differing bytes that a further cause must explain
 SURE_BITS = 4  # if a guess leaves no more bits unexplained, other causes are not tried
 MOST_CAUSES = 3  # the most causes of an array
-INEXACT = 3  # bits of an element that its prediction only approximates
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +50,8 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Guess:
-    """Holds the prediction of an array by a cause."""
-
-    detail: str  # the variant of the cause
-    predicted: np.ndarray
-    bits: float = 0.0  # bits of the numbers that the prediction needs
-    row_bits: Any = 0.0  # such bits for each row [planes, rows, heads]
-    near: np.ndarray | None = None  # mask of elements that are predicted up to rounding
-    targets: np.ndarray | None = (
-        None  # if rows move: flat index of each row's new place, or -1 [planes, rows, heads]
-    )
-
-
-@dataclass(frozen=True)
 class Trial:
-    """Holds the expected and the actual array for which causes are tried."""
+    """Holds an array that differs, for which causes are tried: the expected one, and what was got."""
 
     name: str
     axes: tuple[str, ...]  # letters, as in layouts
@@ -100,12 +85,16 @@ class Trial:
         wanted = [name for name in ORDER if name in self.axes]
         return "n" in wanted and "c" in wanted and len(wanted) == len(self.axes)
 
-    def rows(self, array: np.ndarray) -> Any:
-        """Return the array as [layers and sides, rows, heads, content]; None unless it `has_rows`."""
-        return self.units(array) if self.has_rows else None
+    def token_rows(self, array: np.ndarray) -> Any:
+        """Return the array as [planes, rows, heads, content]; None unless it `has_rows`."""
+        return self.as_rows(array) if self.has_rows else None
 
-    def units(self, array: np.ndarray) -> np.ndarray:
-        """Return the array as `rows`, or without such axes as [1, rows, 1, last axis]."""
+    def as_rows(self, array: np.ndarray) -> np.ndarray:
+        """Return an array with the axes of this one as [planes, rows, heads, content].
+
+        Axes l and kv become planes, b and n rows, h heads and c content. An array that does not `has_rows`
+        becomes [1, rows, 1, last axis].
+        """
         if not self.has_rows:
             return array.reshape(1, -1, 1, array.shape[-1] if array.ndim > 1 else 1)
         wanted = [name for name in ORDER if name in self.axes]
@@ -114,8 +103,8 @@ class Trial:
         planes = sizes.get("l", 1) * sizes.get("kv", 1)
         return array.reshape(planes, sizes.get("b", 1) * sizes["n"], sizes.get("h", 1), sizes["c"])
 
-    def of_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Undo `rows`: return rows with the axes of the array."""
+    def from_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Undo `token_rows`: return [planes, rows, heads, content] with the axes of the array."""
         wanted: list[str] = [name for name in ORDER if name in self.axes]
         shape = [self.expected.shape[self.axes.index(name)] for name in wanted]
         return rows.reshape(shape).transpose([wanted.index(name) for name in self.axes])
@@ -142,27 +131,27 @@ def try_causes(trial: Trial) -> list[Cause]:
     """
     if trial.expected.dtype.itemsize not in (1, 2, 4, 8) or trial.expected.dtype.kind == "c":
         return []
-    expected, got = (word_view(trial.units(array)) for array in (trial.expected, trial.got))
-    equal = trial.units(equal_elements(trial.expected, trial.got, trial.tolerances))
-    before = None if trial.before is None else word_view(trial.units(trial.before))
-    evidence = Evidence(expected, got, equal, before)
+    expected, got = (word_view(trial.as_rows(array)) for array in (trial.expected, trial.got))
+    equal = trial.as_rows(equal_elements(trial.expected, trial.got, trial.tolerances))
+    before = None if trial.before is None else word_view(trial.as_rows(trial.before))
+    unexplained = Unexplained(expected, got, equal, before)
     causes: list[Cause] = []
-    while len(causes) < MOST_CAUSES and evidence.open.any():
-        best = best_guess(trial, evidence)
+    while len(causes) < MOST_CAUSES and unexplained.wrong.any():
+        best = best_guess(trial, unexplained)
         if best is None:
             break
-        name, detail, extent = best
-        explained = evidence.settle(extent)
-        if causes and explained < LEAST_SHARE * evidence.differing:
+        name, detail, explanation = best
+        explained = unexplained.remove(explanation)
+        if causes and explained < LEAST_SHARE * unexplained.differing:
             break
-        causes.append(Cause(trial.name, name, detail, explained, evidence.differing))
+        causes.append(Cause(trial.name, name, detail, explained, unexplained.differing))
     return causes
 
 
-def best_guess(trial: Trial, evidence: Evidence) -> tuple[str, str, Extent] | None:
-    """Return (cause, variant, extent) of the guess that saves most bits; None if none saves enough."""
-    best: tuple[str, str, Extent] | None = None
-    everything = float(evidence.cost.sum()) - SURE_BITS
+def best_guess(trial: Trial, unexplained: Unexplained) -> tuple[str, str, Explanation] | None:
+    """Return (cause, variant, explanation) of the guess that saves most bits; None if none saves enough."""
+    best: tuple[str, str, Explanation] | None = None
+    everything = float(unexplained.row_bits.sum()) - SURE_BITS
     for name, function in CAUSES.items():
         if best is not None and best[2].saved >= everything:
             break
@@ -171,12 +160,11 @@ def best_guess(trial: Trial, evidence: Evidence) -> tuple[str, str, Extent] | No
                 same = equal_elements(guess.predicted, trial.got, trial.tolerances)
                 near = None
                 if guess.near is not None:
-                    near = trial.units(guess.near & ~same)
+                    near = trial.as_rows(guess.near & ~same)
                     same = same | guess.near
-                extent = evidence.extent(
-                    trial.units(same), word_view(trial.units(guess.predicted)), guess, near, INEXACT
-                )
+                predicted = word_view(trial.as_rows(guess.predicted))
+                found = unexplained.explain(guess, predicted, trial.as_rows(same), near)
                 least = LEAST_BITS if best is None else best[2].saved
-                if extent is not None and extent.saved > least:
-                    best = name, guess.detail, extent
+                if found is not None and found.saved > least:
+                    best = name, guess.detail, found
     return best

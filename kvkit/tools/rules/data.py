@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kvkit.checks import table_rules
 from kvkit.formats import BY_DTYPE
 from kvkit.tools.case import Case, CheckedSide
 from kvkit.tools.findings import Seen, rule
@@ -12,9 +13,9 @@ BASE_2 = np.log(2.0)
 
 def not_finite(case: Case, side: CheckedSide) -> np.ndarray | None:
     """Return a mask of elements that are NaN or infinity; None if the format has no such codes."""
-    kind = format_of_codes(case, side)
-    if kind is not None and side.array.dtype.itemsize == 1:
-        bad = ~np.isfinite(kind[1].format.code.table)
+    coded = format_of_codes(case, side)
+    if coded is not None and side.array.dtype.itemsize == 1:
+        bad = ~np.isfinite(coded.format.code.table)
         return bad[side.array.view(np.uint8)] if bad.any() else None
     fmt = BY_DTYPE.get(side.array.dtype)
     return ~np.isfinite(side.array) if fmt is not None and fmt.significant else None
@@ -47,7 +48,7 @@ def nan_in_use(case: Case) -> Seen:
     """Report NaN and infinities in use. vllm#39444: dummy runs left NaN in block 0, which others read."""
     if not case.sides:
         return saved_not_finite(case, scales=False)
-    return rows_not_finite(case, np.ones((1, 1), bool) if case.used is None else case.used[0])
+    return rows_not_finite(case, np.ones((1, 1), bool) if case.used is None else case.used.rows)
 
 
 @rule(
@@ -104,7 +105,7 @@ def log_sum_exp(case: Case) -> np.ndarray | None:
         return None
     query = np.asarray(query, np.float64)  # [sequences, query heads, content]
     starts, ids = case.page_tables.starts, case.page_tables.ids
-    if query.ndim != 3 or len(query) != len(starts) - 1 or case.page_tables.hits(0).size:
+    if query.ndim != 3 or len(query) != len(starts) - 1 or case.page_tables.hits(table_rules.OUTSIDE).size:
         return None
     repeat = query.shape[1] // keys.array.shape[3]
     scale = case.given.get("softmax_scale")

@@ -6,6 +6,7 @@ from kvkit.errors import KvkitError, argument_error
 from kvkit.files.members import is_extension_dtype
 from kvkit.layouts import NAMED, view
 from kvkit.tools.case import Case, CheckedSide
+from kvkit.tools.counting import word_view
 from kvkit.tools.findings import Rule, Seen, rule
 
 LEAST_TOKENS = 16
@@ -67,7 +68,7 @@ def keys_and_values_swapped(case: Case) -> Seen:
     """
     if len(case.sides) < 2 or case.used is None:
         return None
-    rows = case.used[0]
+    rows = case.used.rows
     outstanding = [each for side in case.sides if (each := outstanding_channels(side, rows)) is not None]
     if len(outstanding) < 2:
         return None
@@ -101,10 +102,10 @@ def outstanding_channels(side: CheckedSide, rows: np.ndarray) -> list[float] | N
     return found
 
 
-def written_elsewhere(pair: tuple[Case, Case, np.ndarray]) -> Seen:
+def written_elsewhere(call: tuple[Case, Case, np.ndarray]) -> Seen:
     """Report rows that changed but have no slot. vllm#56734: draft tokens went through stale tables."""
-    before, after, slots = pair
-    hits = []
+    before, after, slots = call
+    hits = []  # (array, shape of its rows, layer, block, row)
     for old, new in zip(before.sides, after.sides, strict=True):
         pairs = (old.label, old.array, new.array), (f"{old.name}_scale", old.scale, new.scale)
         for name, one, two in pairs:
@@ -112,7 +113,7 @@ def written_elsewhere(pair: tuple[Case, Case, np.ndarray]) -> Seen:
                 continue
             if one.dtype != two.dtype:
                 raise argument_error(f"{name} after the call", f"{one.dtype}, as before", two.dtype)
-            changed = bits(one) != bits(two)
+            changed = word_view(one) != word_view(two)
             rows = changed.reshape(*changed.shape[:3], -1).any(axis=-1)  # [layers, blocks, rows]
             stored = np.zeros(rows.shape[1] * rows.shape[2], bool)
             places = slots * rows.shape[2] // old.array.shape[2]  # a whole block may share a scale
@@ -123,8 +124,9 @@ def written_elsewhere(pair: tuple[Case, Case, np.ndarray]) -> Seen:
     def words(hit: tuple[str, tuple[int, ...], int, int, int]) -> tuple[str, str]:
         name, (layers, _, of_block), layer, block, row = hit
         at = f"{layer}, {block}, {row}" if layers > 1 else f"{block}, {row}"
-        slot = block * pair[0].sides[0].array.shape[2] + row
-        if of_block == 1 < pair[0].sides[0].array.shape[2]:
+        page_size = before.sides[0].array.shape[2]
+        slot = block * page_size + row
+        if of_block == 1 < page_size:  # a scale of all rows of a block
             return f"{name}[{at}]", f"block {block} has changed, and none of the {len(slots)} slots is in it"
         return f"{name}[{at}]", f"slot {slot} has changed, and none of the {len(slots)} slots is there"
 
@@ -137,9 +139,3 @@ WRITTEN_ELSEWHERE = Rule(
     "The call overwrote other tokens. Compare its slots with the rows that its kernel computes from them.",
     written_elsewhere,
 )
-
-
-def bits(array: np.ndarray) -> np.ndarray:
-    """Return an array as integers, for which NaN is equal to itself."""
-    array = np.ascontiguousarray(array)
-    return array.view(f"u{array.dtype.itemsize}")

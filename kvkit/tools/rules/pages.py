@@ -9,14 +9,15 @@ from kvkit.checks import table_rules
 from kvkit.tools.case import Case
 from kvkit.tools.findings import Seen, rule
 
-TOP_BIT = 2**31 - 1  # masks the top bit, which marks ids of a second pool
+WITHOUT_TOP_BIT = 2**31 - 1  # a mask: some engines mark ids of a second pool by the top bit of 32
 
 
-def hits_of_kind(case: Case, kind: int, words: Callable[..., str]) -> Seen:
-    """Report hits of one kind from `checks.table_rules`; `words` gets (column, page, sequence, column)."""
+def hits_of_kind(case: Case, kind: int, words: Callable[[int, int, int], str]) -> Seen:
+    """Report hits of one kind; `words` gets the page, another sequence that has it, and its column there."""
     if case.page_tables is None:
         return None
-    return case.page_tables.hits(kind).tolist(), lambda hit: (case.entry(*hit[1:3]), words(*hit[2:]))
+    # A hit is (rule, sequence, column, page, other sequence, column there): `table_rules.FIELDS`.
+    return case.page_tables.hits(kind).tolist(), lambda hit: (case.entry(*hit[1:3]), words(*hit[3:]))
 
 
 @rule(
@@ -28,7 +29,7 @@ def outside_the_pool(case: Case) -> Seen:
     """Report pages that the pool lacks. onnxruntime#32391: ids were checked against 0 only."""
     last = case.num_blocks - 1 if case.num_blocks else None
     return hits_of_kind(
-        case, table_rules.OUTSIDE, lambda c, page, *_: f"page {page} is outside the pool, 0 to {last}"
+        case, table_rules.OUTSIDE, lambda page, *_: f"page {page} is outside the pool, 0 to {last}"
     )
 
 
@@ -40,7 +41,7 @@ def outside_the_pool(case: Case) -> Seen:
 def twice_in_a_sequence(case: Case) -> Seen:
     """Report pages that a sequence has twice. vllm-rbln#41: tables after a preemption."""
     return hits_of_kind(
-        case, table_rules.TWICE, lambda c, page, b, at: f"page {page} is in column {at} of the same sequence"
+        case, table_rules.TWICE, lambda page, _, at: f"page {page} is in column {at} of the same sequence"
     )
 
 
@@ -53,8 +54,8 @@ def twice_in_a_sequence(case: Case) -> Seen:
 def in_two_sequences(case: Case) -> Seen:
     """Report pages of two sequences. sparkinfer#289: tables were looked up by row, not by sequence."""
 
-    def words(column: int, page: int, b: int, at: int) -> str:
-        return f"page {page} is in column {at} of sequence {b}, which begins with other pages"
+    def words(page: int, other: int, there: int) -> str:
+        return f"page {page} is in column {there} of sequence {other}, which begins with other pages"
 
     return hits_of_kind(case, table_rules.FOREIGN, words)
 
@@ -169,20 +170,19 @@ def of_another_pool(case: Case) -> Seen:
     if case.page_tables is None:
         return None
     ids = case.page_tables.ids
-    outside = case.page_tables.hits(table_rules.OUTSIDE)
-    if not len(outside):
+    hits = case.page_tables.hits(table_rules.OUTSIDE)
+    if not len(hits):
         return []
-    strange = outside[:, table_rules.PAGE]
-    b, c = outside[0, 1:3].tolist()
+    outside = hits[:, table_rules.PAGE]
 
     def inside(pages: np.ndarray) -> bool:
         return bool(((pages >= 0) & (pages < case.num_blocks)).all())
 
-    if inside(strange & TOP_BIT):
-        page = strange[0] & TOP_BIT
-        what = f"page {strange[0]} is page {page} with its top bit set, like all pages outside the pool"
+    if inside(outside & WITHOUT_TOP_BIT):
+        page = outside[0] & WITHOUT_TOP_BIT
+        what = f"page {outside[0]} is page {page} with its top bit set, like all pages outside the pool"
     elif len(outside) == len(ids) > 1 and inside(ids - ids.min()) and ids.min() >= case.num_blocks:
         what = f"all {len(ids)} pages are {ids.min()} or more: the pool's numbers begin elsewhere"
     else:
         return []
-    return [(case.entry(b, c), what)]
+    return [(case.entry(hits[0, table_rules.SEQUENCE], hits[0, table_rules.COLUMN]), what)]

@@ -21,6 +21,7 @@ UNLIKE = 16  # a page's mean scale is reported if it is so many times its neighb
 class CodedFormat:
     """Adds to a format the properties that rules need."""
 
+    name: str
     format: Format
 
     @cached_property
@@ -42,23 +43,22 @@ class CodedFormat:
 
 
 @cache
-def known_format(name: str | None) -> CodedFormat | None:
+def known_format(name: str) -> CodedFormat | None:
     """Return a format by its name; None for unknown names."""
-    return CodedFormat(named(name)) if name and name.partition(":")[0] in NAMED else None
+    return CodedFormat(name, named(name)) if name.partition(":")[0] in NAMED else None
 
 
-def format_of_codes(case: Case, side: CheckedSide) -> tuple[str, CodedFormat] | None:
-    """Return (name, format) of keys or values; None for floats and unknown formats."""
+def format_of_codes(case: Case, side: CheckedSide) -> CodedFormat | None:
+    """Return the format of keys or values; None for floats and unknown formats."""
     by_dtype = FORMATS.get(side.array.dtype)
     stated = case.source.text("format") or case.source.contents.description.format
     name = stated or (by_dtype.name if by_dtype else None)
-    found = known_format(name)
-    return None if name is None or found is None else (name, found)
+    return known_format(name) if name else None
 
 
 def used_of(case: Case, array: np.ndarray) -> np.ndarray:
     """Return a mask of the scales or codes that belong to rows in use; all True without page tables."""
-    rows = None if case.used is None else case.used[0]
+    rows = None if case.used is None else case.used.rows
     if rows is None or array.ndim not in (4, 5) or array.shape[1:3] != rows.shape:
         return np.ones(array.shape, bool)
     return np.broadcast_to(rows.reshape(1, *rows.shape, *[1] * (array.ndim - 3)), array.shape)
@@ -72,9 +72,9 @@ def scales_in_use(case: Case) -> Iterator[tuple[CheckedSide, np.ndarray, np.ndar
 
 
 def scales_found(
-    case: Case, name: str, find: Callable[[CheckedSide, np.ndarray, np.ndarray], np.ndarray]
+    case: Case, what: str, find: Callable[[CheckedSide, np.ndarray, np.ndarray], np.ndarray]
 ) -> Seen:
-    """Report each scale array in which `find` marks an entry, with the index of the first."""
+    """Report `what` is wrong with each scale array in which `find` marks entries, and the first of these."""
     found, looked = [], False
     for side, scale, used in scales_in_use(case):
         looked = True
@@ -83,8 +83,7 @@ def scales_found(
             continue
         first = tuple(np.argwhere(bad)[0].tolist()) if bad.ndim else ()
         where = f"{side.name}_scale{list(first) if first else ''}"
-        what = f"{scale[first]:g}: {bad.sum()} of {int(used.sum())} scales in use {name}"
-        found.append((where, what))
+        found.append((where, f"{scale[first]:g}: {bad.sum()} of {int(used.sum())} scales in use {what}"))
     return found if looked else None
 
 
@@ -128,12 +127,12 @@ def all_ones(case: Case) -> Seen:
     """Report scales that are all 1. vllm#54705: fp8 with them lost 4.2 points on MATH-500."""
     found, looked = [], False
     for side, scale, used in scales_in_use(case):
-        kind = format_of_codes(case, side)
-        if kind is None or kind[0] not in ("e4m3", "e5m2"):
+        coded = format_of_codes(case, side)
+        if coded is None or coded.name not in ("e4m3", "e5m2"):
             continue
         looked = True
         if used.any() and (scale[used] == 1).all():
-            what = f"all {int(used.sum())} scales of {kind[0]} codes are exactly 1.0"
+            what = f"all {int(used.sum())} scales of {coded.name} codes are exactly 1.0"
             found.append((f"{side.name}_scale", what))
     return found if looked else None
 
@@ -147,21 +146,21 @@ def saturated(case: Case) -> Seen:
     """Report codes at a limit. transformers#48677: the scale of the first update was kept for all."""
     found, looked = [], False
     for side in case.sides:
-        kind = format_of_codes(case, side)
-        if kind is None or not kind[1].is_limit.any() or side.array.dtype.itemsize != 1:
+        coded = format_of_codes(case, side)
+        if coded is None or not coded.is_limit.any() or side.array.dtype.itemsize != 1:
             continue
         looked = True
-        limit = kind[1].is_limit[side.array.view(np.uint8)]
+        limit = coded.is_limit[side.array.view(np.uint8)]
         used = used_of(case, side.array)
-        scale_count = 0 if side.scale is None else side.scale.size
-        computed = kind[1].format.rule != "given"  # a computed scale puts each group's amax at the limit
-        per_group = scale_count / side.array.size if computed else 0
-        most = MOST_SATURATED + (2 * per_group if per_group > 1e-3 else per_group)
+        # A computed scale puts the amax of its group at the limit; in small groups two codes may be there.
+        computed = coded.format.rule != "given"
+        of_amax = side.scale.size / side.array.size if computed and side.scale is not None else 0
+        most = MOST_SATURATED + (2 * of_amax if of_amax > 1e-3 else of_amax)
         total = np.maximum(used.sum(axis=(1, 2, 4)), 1)
         share = (limit & used).sum(axis=(1, 2, 4)) / total
         for layer, head in np.argwhere(share > most).tolist():
             layers = f"layer {layer}, " if len(side.array) > 1 else ""
-            what = f"{share[layer, head]:.2%} of its {kind[0]} codes are the largest code"
+            what = f"{share[layer, head]:.2%} of its {coded.name} codes are the largest code"
             found.append((f"{side.label} ({layers}head {head})", f"{what} (at most {most:.2%})"))
     return found if looked else None
 
@@ -175,9 +174,9 @@ def zero(case: Case) -> Seen:
     """Report scales that are 0 or below. onnxruntime#32515: passes handled such scales differently."""
 
     def find(side: CheckedSide, scale: np.ndarray, used: np.ndarray) -> Any:
-        kind = format_of_codes(case, side)
+        coded = format_of_codes(case, side)
         bad = scale == 0
-        if kind is not None and not kind[1].signed:
+        if coded is not None and not coded.signed:
             bad |= scale < 0
         return used & bad & ~empty(side, scale)
 
@@ -213,7 +212,10 @@ def unlike_the_neighbours(case: Case) -> Seen:
 
 
 def neighbours(case: Case, pages: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (before, page, after) for each page of a sequence; at its ends, the two nearest pages."""
+    """Yield (before, page, after) for each page of a sequence; at its ends, the two nearest pages.
+
+    The pages 7 3 9 5 yield (3, 7, 9), (7, 3, 9), (3, 9, 5) and (3, 5, 9).
+    """
     if case.page_tables is None:
         return
     starts, seen = case.page_tables.starts, set()

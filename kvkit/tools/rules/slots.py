@@ -1,7 +1,5 @@
 """Check slots, in which a step stores its tokens: rules S1 to S7."""
 
-from typing import Any
-
 import numpy as np
 
 from kvkit.checks.values import text
@@ -20,13 +18,12 @@ def not_where_the_table_says(case: Case) -> Seen:
     """Report tokens in slots of other positions. LMCache#4921: slots were cut off with their positions."""
     if case.page_of_slots is None:
         return None
-    _, positions = case.slot_places
+    sequences, positions = case.slot_tokens
     meant = case.page_of_slots * case.page_size + positions % case.page_size
     hits = np.flatnonzero((case.slots >= 0) & (case.slots != meant))
 
     def words(i: int) -> tuple[str, str]:
-        sequence, position = case.slot_places[0][i], positions[i]
-        what = f"slot {case.slots[i]} for position {position} of sequence {sequence}"
+        what = f"slot {case.slots[i]} for position {positions[i]} of sequence {sequences[i]}"
         if case.page_of_slots[i] < 0:
             return f"slot_mapping[{i}]", f"{what}, for which the table has no page"
         return f"slot_mapping[{i}]", f"{what}, which the table has in {meant[i]}"
@@ -85,30 +82,30 @@ def in_the_reserved_page(case: Case) -> Seen:
 )
 def read_with_another_size(case: Case) -> Seen:
     """Report indices that look like another integer type. vllm-ascend#16775: int64 read as int32."""
-    looked: list[tuple[Any, ...]] = []
+    found: list[tuple[str, str] | None] = []
     if case.slots is not None:
-        columns = np.arange(len(case.slots))
-        looked.append(("slot_mapping", case.index("slot_mapping").dtype, case.slots, columns, True))
+        given, columns = case.index("slot_mapping"), np.arange(len(case.slots))
+        most = case.num_blocks * case.page_size
+        found.append(misread_words("slot_mapping", given, case.slots, columns, most, filled=False))
     if case.page_tables is not None:
-        table = case.raw_table
-        dtype = table[1].dtype if isinstance(table, tuple) else table.dtype
-        starts, ids = case.pages
+        given = case.raw_table[1] if isinstance(case.raw_table, tuple) else case.raw_table
+        starts, ids = case.pages.starts, case.pages.ids
         columns = np.arange(len(ids)) - np.repeat(starts[:-1], np.diff(starts))
-        looked.append((case.table_name, dtype, ids, columns, case.page_tables.placeholder not in (0, -1)))
-    if not looked:
-        return None
-    most = case.num_blocks * case.page_size
-    return [found for each in looked if (found := misread_words(most, *each))]
+        filled, most = case.page_tables.placeholder in (0, -1), case.num_blocks * case.page_size
+        found.append(misread_words(case.table_name, given, ids, columns, most, filled=filled))
+    return [each for each in found if each] if found else None
 
 
 def misread_words(
-    most: int, name: str, dtype: np.dtype, numbers: np.ndarray, columns: np.ndarray, zero_counts: bool
+    name: str | None, given: np.ndarray, numbers: np.ndarray, columns: np.ndarray, most: int, *, filled: bool
 ) -> tuple[str, str] | None:
-    """Return (where, what) if index numbers, in their columns, look like numbers of another size.
+    """Return (where, what) if the numbers in use of an array look like numbers of another size.
 
-    In int64 read as int32 every other number is 0. That is evidence if `zero_counts`: no filler is 0 or -1.
+    In int64 read as int32 every other number is 0 or -1: 5, 9 are 5, 0, 9, 0. That is no evidence if tables
+    are `filled` with such numbers.
     """
-    if dtype.itemsize == 4 and len(numbers) >= 4 and zero_counts:
+    dtype, name = given.dtype, name or ""
+    if dtype.itemsize == 4 and len(numbers) >= 4 and not filled:
         odd = np.flatnonzero(columns % 2)
         low, high = numbers[odd - 1], numbers[odd]
         stored = low[low >= 0]  # a pair of -1 may be padding, and a single 0 the first slot
@@ -151,23 +148,23 @@ def beyond_the_index_type(case: Case) -> Seen:
     needs="block_tables, pages of several rows",
 )
 def rows_and_pages_mixed(case: Case) -> Seen:
-    """Report rows instead of pages, and the reverse. LMCache#4253: a page size of 1600 was read as 64."""
+    """Report page numbers for rows, and the reverse. LMCache#4253: a page size of 1600 was read as 64."""
     if (case.pages is None or case.page_size == 1) and case.page_of_slots is None:
         return None
     found = []
-    if case.pages is not None and case.page_size > 1 and len(case.pages[1]):
-        ids, size = case.pages[1], case.page_size
+    if case.pages is not None and case.page_size > 1 and len(case.pages.ids):
+        ids, size = case.pages.ids, case.page_size
         least, most = ids.min(), ids.max()
         are_numbers = (case.unit > 1) and not case.aligned and least >= 0 and most < case.num_blocks
         if are_numbers and (np.diff(np.unique(ids)) < size).any():  # as first rows, pages would overlap
             found.append((case.entry(0, 0), f"{ids[0]} and all others are page numbers, not first rows"))
-        firsts = case.unit == 1 and least >= 0 and most >= case.num_blocks > most // size
-        if firsts and not (ids % size).any():
+        are_rows = case.unit == 1 and least >= 0 and most >= case.num_blocks > most // size
+        if are_rows and not (ids % size).any():
             what = f"{ids[0]} and all others are first rows of pages, not their numbers"
             found.append((case.entry(0, 0), what))
     if case.page_of_slots is not None and case.page_size > 1:
         stored = (case.slots >= 0) & (case.page_of_slots >= 0)
-        offset = case.slot_places[1] % case.page_size
+        offset = case.slot_tokens.positions % case.page_size
         slots, pages = case.slots[stored], case.page_of_slots[stored]
         wrong = (slots != pages * case.page_size + offset[stored]).any()
         for what, numbers in (("page numbers", pages), ("page number + offset", pages + offset[stored])):

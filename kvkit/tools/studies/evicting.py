@@ -1,6 +1,9 @@
 """Measure what attention loses when a scorer evicts tokens.
 
-The last queries of a context are the *judging* queries: they measure the error, and scorers do not see them.
+The last queries of a context are the *judging* queries: they measure the error, and scorers do not see them::
+
+    tokens     may be evicted (`choosable`) .................... | stay
+    queries    none in the source | `selecting`, for scorers ... | judging
 """
 
 from __future__ import annotations
@@ -23,31 +26,59 @@ from kvkit.typed import Array
 
 SIDES = "keys", "values"
 SHORT = 512  # tokens; a note warns of shorter contexts
-NOT_EVICTED = {"relative_rms": 0.0, "largest_error": 0.0, "cosine": 1.0, "at_end": None, "zero": None}
+# The measures of `SideErrors.by_head` for kept tokens that no scheme codes.
+UNCHANGED = {"relative_rms": 0.0, "largest_error": 0.0, "cosine": 1.0, "at_end": None, "zero": None}
 UNROTATED = "expected", "triattention"  # scorers that read queries before rotation
 Place = tuple[int, int]  # (number of a layer, number of layers)
-Measured = tuple[list[dict[str, Any]], float, Array]  # (rows by head, bits, sums of squares [side, 2])
-Group = tuple[slice, Array]  # (key heads, rows that each of them keeps [heads, count])
+
+
+class Measured(NamedTuple):
+    """Holds what a scheme or a policy costs in one layer."""
+
+    rows: list[dict[str, Any]]  # measures of each head and side
+    bits: float  # stored
+    sums: Array  # [sides, (squared errors, squares)]
+
+
+class KeptRows(NamedTuple):
+    """Holds the rows that some key heads keep."""
+
+    heads: slice
+    rows: Array  # ascending [heads, count]
+
+
+class CodedRows(NamedTuple):
+    """Holds the kept rows of some heads before and after a scheme, [heads, count, dim]."""
+
+    keys: Array
+    decoded_keys: Array
+    decoded_values: Array
+
+
+class ExactAttention(NamedTuple):
+    """Holds the attention of R judging queries for each of H key heads."""
+
+    queries: Array  # divided by sqrt(D) [H, R, D]
+    last: Array  # the last token that each query sees [R]
+    weights: Array  # [H, n, R]
+    log_sums: Array  # [H, R]
+    top: Array  # the token of the largest weight [H, R]
+    output: Array  # [H, R, Dv]
 
 
 class JudgedContext(NamedTuple):
-    """Holds a sequence of a layer, and the exact attention of its R judging queries for each key head."""
+    """Holds a sequence of a layer, and the attention of its judging queries."""
 
     keys: Array  # float32 [H, n, D]
     values: Array  # float32 [H, n, Dv]
     choosable: int  # how many first tokens may be evicted: those before the first judging query
-    selecting: Array | None  # the queries before the judging ones, for scorers [1, Hq, W, D]
-    queries: Any = None  # judging queries, divided by sqrt(D) [H, R, D]
-    last: Any = None  # the last token that each query sees [R]
-    weights: Any = None  # [H, n, R]
-    log_sums: Any = None  # [H, R]
-    top: Any = None  # the token of the largest weight [H, R]
-    output: Any = None  # [H, R, Dv]
+    selecting: Array | None = None  # the queries before the judging ones, for scorers [1, Hq, W, D]
+    exact: ExactAttention | None = None  # None without queries
     no_queries: str = "none"  # what the source has instead of queries, for errors
 
 
-def judging(count: int, judge: int | None) -> int:
-    """Return the number of judging queries: `judge`, or a quarter of all (at least one)."""
+def count_judging(count: int, judge: int | None) -> int:
+    """Count the judging queries: `judge`, or a quarter of all (at least one)."""
     if judge is not None and judge > count:
         raise argument_error("judge", f"at most {count}, the queries of the source", judge)
     return max(1, count // 4) if judge is None else judge
@@ -61,35 +92,35 @@ def contexts_of(layer: LayerReader, judge: int | None) -> Iterator[JudgedContext
             for side in (layer.key, layer.value)
         )
         if layer.queries is None:
-            yield JudgedContext(keys, values, end - begin, None, no_queries=layer.no_queries)
+            yield JudgedContext(keys, values, end - begin, no_queries=layer.no_queries)
             continue
         queries = np.asarray(layer.queries[s], np.float32)
-        count = judging(len(queries), judge)
+        count = count_judging(len(queries), judge)
         if count >= end - begin:
             raise argument_error("judge", f"fewer than the {end - begin} tokens of a context", count)
         selecting = queries[:-count].swapaxes(0, 1)[None] if count < len(queries) else None
-        context = JudgedContext(keys, values, end - begin - count, selecting)
-        yield attended(context, queries[-min(count, QUERIES) :])
+        exact = attend_exactly(keys, values, queries[-min(count, QUERIES) :])
+        yield JudgedContext(keys, values, end - begin - count, selecting, exact)
 
 
-def attended(context: JudgedContext, query: Array) -> JudgedContext:
-    """Compute the exact attention of the judging queries [count, Hq, D]; return the context with it."""
-    heads, tokens, dim = context.keys.shape
+def attend_exactly(keys: Array, values: Array, query: Array) -> ExactAttention:
+    """Compute the attention of the judging queries [count, Hq, D] over a sequence."""
+    heads, tokens, dim = keys.shape
     count = len(query)
     rows = query.reshape(count, heads, -1, dim).transpose(1, 2, 0, 3).reshape(heads, -1, dim)
     rows = rows / np.float32(np.sqrt(dim))
     last = np.tile(np.arange(tokens - count, tokens), rows.shape[1] // count)
-    weights = product(context.keys, rows.swapaxes(1, 2))
-    log_sums, _ = soften(weights, np.arange(tokens), last)
-    return context._replace(
-        queries=rows, last=last, weights=weights, log_sums=log_sums, top=weights.argmax(1),
-        output=weighted(weights, context.values),
-    )  # fmt: skip
+    weights = product(keys, rows.swapaxes(1, 2))
+    log_sums, _ = softmax_in_place(weights, np.arange(tokens), last)
+    return ExactAttention(rows, last, weights, log_sums, weights.argmax(1), weighted(weights, values))
 
 
-def soften(logits: Array, tokens: Array, last: Array) -> tuple[Array, Array]:
-    """Replace logits [H, tokens, R] by weights, in place; return (log sums, largest logits), [H, R]."""
-    first = int(np.searchsorted(tokens, last.min(initial=0) + 1))
+def softmax_in_place(logits: Array, tokens: Array, last: Array) -> tuple[Array, Array]:
+    """Replace logits [H, m, R] of ascending tokens [m] by weights; return (log sums, largest logits), [H, R].
+
+    Tokens after the last one that a query sees have the weight 0.
+    """
+    first = int(np.searchsorted(tokens, last.min(initial=0) + 1))  # some query does not see this token
     logits[:, first:][:, tokens[first:, None] > last] = -np.inf
     most = logits.max(1, keepdims=True)
     np.exp(np.subtract(logits, most, out=logits), out=logits)
@@ -110,13 +141,10 @@ def weighted(weights: Array, values: Array) -> Array:
 
 
 def study_policies(
-    layer: LayerReader,
-    contexts: Sequence[JudgedContext],
-    policies: Sequence[Policy],
-    plan: StudyPlan,
+    layer: LayerReader, contexts: Sequence[JudgedContext], policies: Sequence[Policy], plan: StudyPlan,
     place: Place,
-) -> dict[str, Measured]:
-    """Measure policies with equal scores; return {name: (rows by head, bits, sums of squares)}."""
+) -> dict[str, Measured]:  # fmt: skip
+    """Measure policies with equal scores; return {name: result}."""
     results: dict[str, list[Measured]] = {policy.name: [] for policy in policies}
     policy = policies[0]
     try:
@@ -132,7 +160,7 @@ def study_policies(
 
 def kept_rows(
     contexts: Sequence[JudgedContext], policies: Sequence[Policy], plan: StudyPlan, place: Place
-) -> Iterator[tuple[Policy, list[list[Group]]]]:
+) -> Iterator[tuple[Policy, list[list[KeptRows]]]]:
     """Yield (policy, kept rows of each context) for policies of equal scores; `random` once per seed."""
     first = policies[0]
     seeds: Any = SEEDS if first.scorer == RANDOM and not first.options else (None,)
@@ -146,16 +174,16 @@ def kept_rows(
 
 def kept_groups(
     policy: Policy, context: JudgedContext, scored: Array, plan: StudyPlan, place: Place
-) -> list[Group]:
-    """Return the rows that heads keep, in one group if all heads keep the same number, or a group a head."""
+) -> list[KeptRows]:
+    """Return the rows that heads keep: together if all heads keep as many, or for each head."""
     heads, tokens, _ = context.keys.shape
     count = count_of(policy, context, plan, place)
     kept = select(scored, count=count, budget="ada" if plan.budget == "ada" else "uniform")
     later = np.arange(context.choosable, tokens)
     if isinstance(kept, Kept):
         parts = np.split(kept.rows, kept.starts[1:-1])
-        return [(slice(h, h + 1), np.append(rows, later)[None]) for h, rows in enumerate(parts)]
-    return [(slice(0, heads), np.concatenate((kept[0], np.tile(later, (heads, 1))), 1))]
+        return [KeptRows(slice(h, h + 1), np.append(rows, later)[None]) for h, rows in enumerate(parts)]
+    return [KeptRows(slice(0, heads), np.concatenate((kept[0], np.tile(later, (heads, 1))), 1))]
 
 
 def count_of(policy: Policy, context: JudgedContext, plan: StudyPlan, place: Place) -> int:
@@ -171,8 +199,8 @@ def scores_of(policy: Policy, context: JudgedContext, plan: StudyPlan, place: Pl
     """Return the scores [1, H, choosable] of a policy; only the oracle sees judging queries."""
     end, count = context.choosable, count_of(policy, context, plan, place)
     keys, values = (side[None, :, :end] for side in (context.keys, context.values))
-    if policy.scorer == ORACLE:
-        return np.asarray(context.weights[None, :, :end].sum(-1))
+    if policy.scorer == ORACLE and context.exact is not None:
+        return np.asarray(context.exact.weights[None, :, :end].sum(-1))
     if callable(policy.scorer):
         return scores_by(policy.scorer, place[0], keys, values, context.selecting)
     known = {"budget": count, "keep": count / end, "blend": 1 - count / end, "now": end,
@@ -199,8 +227,7 @@ def scores_by(function: Any, layer: int, keys: Array, values: Array, queries: Ar
 def options_for(policy: Policy, context: JudgedContext, known: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a policy's scorer: `known` values and the user's; raise if one is missing."""
     found, queries = SCORERS[policy.scorer], context.selecting
-    needs = any("queries" in need for need in found.needs)
-    if needs and queries is None:
+    if queries is None and any("queries" in need for need in found.needs):
         wanted = f"queries before the judging ones, which {policy.scorer} needs"
         raise argument_error("query", wanted, context.no_queries)
     options = {name: value for name, value in known.items() if name in found.options and value is not None}
@@ -219,38 +246,40 @@ def short_window(policy: Policy, queries: Array | None) -> int | None:
     window = found.options.get("window")
     if window is None or not any("queries" in need for need in found.needs):
         return None
-    return None if window.default is window.empty or window.default <= queries.shape[2] else queries.shape[2]
+    count = queries.shape[2]
+    return None if window.default is window.empty or window.default <= count else count
 
 
 def measured(
-    layer: LayerReader, contexts: Sequence[JudgedContext], groups: Sequence[Sequence[Group]], policy: Policy
+    layer: LayerReader, contexts: Sequence[JudgedContext], kept: Sequence[Sequence[KeptRows]], policy: Policy
 ) -> Measured:
-    """Measure the kept tokens, encoded as new prompts; return (rows by head, bits, sums of squares)."""
+    """Measure the kept rows, encoded as new prompts; `kept` has the rows of each context."""
     rows: list[dict[str, Any]] = []
     bits, sums = 0, np.zeros((2, 2))
     coded, readers = policy.schemes is not UNCODED, (layer.key, layer.value)
-    for g, (heads, _) in enumerate(groups[0]):
+    for own_of_contexts in zip(*kept, strict=True):
+        heads = own_of_contexts[0].heads
         errors = [SideErrors(heads.stop - heads.start) for _ in SIDES]
-        attention, kept = AttentionSums(), 0
-        for context, own in zip(contexts, groups, strict=True):
-            at = own[g][1]
-            kept += at.shape[1]
+        attention, tokens_kept = AttentionSums(), 0
+        for context, own in zip(contexts, own_of_contexts, strict=True):
+            tokens_kept += own.rows.shape[1]
+            own_codes = None
             if coded:
-                sides = [take_rows(side[heads], at) for side in (context.keys, context.values)]
-                back = [code(*each) for each in zip(policy.schemes, sides, readers, errors, strict=True)]
+                sides = [take_rows(side[heads], own.rows) for side in (context.keys, context.values)]
+                decoded = [code(*each) for each in zip(policy.schemes, sides, readers, errors, strict=True)]
+                own_codes = CodedRows(sides[0], *decoded)
             else:
-                bits += at.size * sum(side.dim * side.bits for side in readers)
-            if context.queries is not None:
-                pair = (sides[0], back[0], back[1]) if coded else None
-                attention.add(compare_kept(context, heads, at, pair))
+                bits += own.rows.size * sum(side.dim * side.bits for side in readers)
+            if context.exact is not None:
+                attention.add(compare_kept(context.exact, context.values, own, own_codes))
         bits += sum(each.bits for each in errors)
         sums += [(each.errors.sum(), each.squares.sum()) for each in errors]
-        found = [each.by_head() if coded else (NOT_EVICTED for _ in each.squares) for each in errors]
+        found = [each.by_head() if coded else (UNCHANGED for _ in each.squares) for each in errors]
         found += [attention.by_head()] * bool(attention.count)
         for side, of_heads in zip((*SIDES, "attention"), found, strict=False):
             for h, row in enumerate(of_heads, heads.start):
-                rows.append({"head": h, "side": side, **row, "tokens_kept": kept})
-    return rows, bits, sums
+                rows.append({"head": h, "side": side, **row, "tokens_kept": tokens_kept})
+    return Measured(rows, bits, sums)
 
 
 def take_rows(states: Array, at: Array) -> Array:
@@ -272,56 +301,55 @@ def code(scheme: Any, x: Array, side: SideReader, errors: SideErrors) -> Array:
 
 
 def compare_kept(
-    context: JudgedContext, heads: slice, at: Array, coded: tuple[Array, Array, Array] | None
+    exact: ExactAttention, values: Array, kept: KeptRows, coded: CodedRows | None
 ) -> dict[str, Array]:
-    """Return {measure: [heads, queries]} of the loss of attention if only the rows `at` are kept.
-
-    `coded` is (keys, decoded keys, decoded values) of these rows, or None without a scheme.
-    """
+    """Return {measure: [heads, queries]} of what attention loses if only some rows are kept."""
     found = []
-    for h, rows in enumerate(at):  # one head at a time fits into the processor's caches
-        own = None if coded is None else (coded[0][h : h + 1], coded[1][h : h + 1], coded[2][h : h + 1])
-        found.append(compare_head(context, slice(heads.start + h, heads.start + h + 1), rows, own))
+    for h, rows in enumerate(kept.rows):  # one head at a time fits into the processor's caches
+        head = slice(kept.heads.start + h, kept.heads.start + h + 1)
+        own = None if coded is None else CodedRows(*(side[h : h + 1] for side in coded))
+        found.append(compare_head(exact, values, head, rows, own))
     return {name: np.concatenate([each[name] for each in found]) for name in found[0]}
 
 
 def compare_head(
-    context: JudgedContext, head: slice, at: Array, coded: tuple[Array, Array, Array] | None
+    exact: ExactAttention, values: Array, head: slice, at: Array, coded: CodedRows | None
 ) -> dict[str, Array]:
-    """Return the measures of `compare_kept` for one head.
+    """Return the measures of `compare_kept` for one head, which keeps the rows `at`, ascending [m].
 
-    The divergence has two terms: -log(kept weight) for the eviction, and the divergence of decoded from exact
-    weights among the kept rows.
+    With exact scores S and weights P, and S' and P' from decoded keys of the kept rows, the divergence is
+
+        kept = sum of P over kept rows            L, L' = log-sum-exp of S, S' over kept rows
+        kl   = -log(kept) + KL(P / kept, P')      KL(P / kept, P') = -(sum of P / kept (S' - S)) - L + L'
+
+    Without a scheme P' is P / kept, and only the first term remains.
     """
-    exact, last, top = context.output[head], context.last, context.top[head]
-    weights = take_rows(context.weights[head], at[None])  # [1, m, R]
+    output, last, top = exact.output[head], exact.last, exact.top[head]
+    weights = take_rows(exact.weights[head], at[None])  # P [1, m, R]
     kept = weights.sum(1, dtype=np.float64)  # [1, R]
     lost = -np.log(np.maximum(kept, np.finfo(np.float64).tiny))
     place = np.minimum(np.searchsorted(at, top), len(at) - 1)  # where the top key is among the kept rows
     changed = at[place] != top
     if coded is None:
-        output = weighted(weights, take_rows(context.values[head], at[None])) / kept[..., None]
+        found = weighted(weights, take_rows(values[head], at[None])) / kept[..., None]
         logit, divergence = np.zeros_like(kept), lost
     else:
-        rows = context.queries[head].swapaxes(1, 2)
-        keys, coded_keys, coded_values = coded
-        logits, others = product(keys, rows), product(coded_keys, rows)
-        count = int((context.keys.shape[1] - last).max())
-        own = np.full(len(at), -1)
-        own[-count:] = at[-count:]  # all heads keep the last tokens; all queries see earlier ones
-        hidden = own[-count:, None] > last
-        changes = np.subtract(others, logits, out=logits)
-        changes[:, -count:][:, hidden] = 0
-        added = -np.einsum("hmr,hmr->hr", weights, changes) / kept - context.log_sums[head] + lost
-        logit = np.abs(changes, out=changes).sum(1) / (len(at) - hidden.sum(0))
-        at_top = np.take_along_axis(others, place[:, None], 1)[:, 0]
-        log_sums, most = soften(others, own, last)
-        divergence = lost + np.maximum(added + log_sums, 0)
-        output = weighted(others, coded_values)
+        rows = exact.queries[head].swapaxes(1, 2)
+        scores, lossy_scores = product(coded.keys, rows), product(coded.decoded_keys, rows)  # [1, m, R]
+        change = np.subtract(lossy_scores, scores, out=scores)
+        first = int(np.searchsorted(at, last.min(initial=0) + 1))
+        hidden = at[first:, None] > last
+        change[:, first:][:, hidden] = 0
+        within = -np.einsum("hmr,hmr->hr", weights, change) / kept - exact.log_sums[head] + lost
+        logit = np.abs(change, out=change).sum(1) / (len(at) - hidden.sum(0))
+        at_top = np.take_along_axis(lossy_scores, place[:, None], 1)[:, 0]
+        log_sums, most = softmax_in_place(lossy_scores, at, last)  # now P'
+        divergence = lost + np.maximum(within + log_sums, 0)
+        found = weighted(lossy_scores, coded.decoded_values)
         changed |= at_top < most
     return {
-        "logit": logit, "kl": divergence, "output": ((output - exact) ** 2).sum(-1),
-        "norm": (exact**2).sum(-1), "top_changed": changed, "weight": kept,
+        "logit": logit, "kl": divergence, "output": ((found - output) ** 2).sum(-1),
+        "norm": (output**2).sum(-1), "top_changed": changed, "weight": kept,
     }  # fmt: skip
 
 
@@ -334,7 +362,7 @@ def notes_of(layer: LayerReader, plan: StudyPlan) -> tuple[str, ...]:
     if layer.queries is None:
         return ("without queries the cost of eviction is unknown, and there is no oracle", *notes)
     rows = len(layer.queries[0])
-    count = judging(rows, plan.judge)
+    count = count_judging(rows, plan.judge)
     seen = "scorers see the others, and tokens of judging queries stay"
     notes.append(f"queries that judge: the last {count} of {rows}; {seen}")
     selecting = np.empty((1, 1, rows - count, 1))
@@ -351,8 +379,10 @@ def mean_of(results: Sequence[Any]) -> Any:
     first = results[0]
     if isinstance(first, dict):
         return {name: mean_of([each[name] for each in results]) for name in first}
-    if isinstance(first, (list, tuple)):
-        return type(first)(mean_of(each) for each in zip(*results, strict=True))
+    if isinstance(first, Measured):
+        return Measured(*map(mean_of, zip(*results, strict=True)))
+    if isinstance(first, list):
+        return [mean_of(each) for each in zip(*results, strict=True)]
     if not isinstance(first, np.ndarray) and all(each == first for each in results):
         return first
     return sum(results) / len(results)

@@ -1,4 +1,13 @@
-"""Measure the errors that a scheme causes in keys and values, and in the outputs of attention."""
+"""Measure the errors that a scheme causes in keys and values, and in the outputs of attention.
+
+A scheme has ``encode`` and ``decode``, and perhaps more (`kvkit.formats.schemes.Coded` has all)::
+
+    step     slices of tokens that are encoded have a multiple of so many (1)
+    over     makes the scheme for all slices from these slices, to see all tokens first
+    whole    whether all tokens are encoded at once (False)
+    codes    returns the codes in encoded arrays [tokens, heads, elements]
+    stored   counts the bits of encoded arrays
+"""
 
 from __future__ import annotations
 
@@ -17,7 +26,9 @@ MEANS = {  # {sum: name of its mean}
     "logit": "logit_error", "kl": "kl", "output": "output_error", "top_changed": "top_changed",
     "weight": "weight_kept",
 }  # fmt: skip
-ZERO = 2**32  # A mark is two counters: its low 32 bits count codes at a limit of the range, the high ones 0.
+# A mark is two counters in a uint64: bits 0 to 31 count codes at a limit of the range, the others codes of 0.
+# So one sum of marks counts both: 5 codes at a limit and 2 codes of 0 are 5 + 2 * ZERO.
+ZERO = 2**32
 
 
 class SideErrors:
@@ -25,27 +36,29 @@ class SideErrors:
 
     def __init__(self, heads: int) -> None:
         self.squares, self.errors, self.largest, self.cosines = np.zeros((4, heads))
-        self.tokens = self.coded = 0
-        self.marks: Any = None
+        self.tokens = self.codes_of_head = 0
+        self.marks: Any = None  # sum of marks of each head; None without codes
         self.bits = 0
 
-    def add(self, x: np.ndarray, found: np.ndarray, codes: Any = None, marks: Any = None) -> None:
-        """Add tokens x [tokens, heads, dim] with the decoded tokens; `marks` is {code: mark} as an array."""
-        error = found - x
-        squares, back, both = (
-            np.einsum("thd,thd->th", one, other) for one, other in ((x, x), (found, found), (x, found))
+    def add(self, x: np.ndarray, decoded: np.ndarray) -> None:
+        """Add tokens x [tokens, heads, dim] with the decoded tokens."""
+        error = decoded - x
+        squares, decoded_squares, products = (
+            np.einsum("thd,thd->th", *pair) for pair in ((x, x), (decoded, decoded), (x, decoded))
         )
         self.squares += squares.sum(0)
         self.errors += np.einsum("thd,thd->h", error, error)
         self.largest = np.maximum(self.largest, np.abs(error).max((0, 2), initial=0))
-        norms = np.sqrt(squares * back)
-        equal = np.where(squares == back, 1.0, 0.0)
-        self.cosines += np.divide(both, norms, out=equal, where=norms > 0).sum(0)
+        norms = np.sqrt(squares * decoded_squares)
+        without_norm = np.where(squares == decoded_squares, 1.0, 0.0)  # cosines if a vector is 0
+        self.cosines += np.divide(products, norms, out=without_norm, where=norms > 0).sum(0)
         self.tokens += len(x)
-        if codes is not None:
-            found = marks[codes].sum(0).sum(-1)
-            self.marks = found if self.marks is None else self.marks + found
-            self.coded += codes[:, 0].size
+
+    def add_codes(self, codes: np.ndarray, marks: np.ndarray) -> None:
+        """Count codes [tokens, heads, elements] by their marks; ``marks[code]`` is the mark of a code."""
+        found = marks[codes].sum(0).sum(-1)
+        self.marks = found if self.marks is None else self.marks + found
+        self.codes_of_head += codes[:, 0].size
 
     def by_head(self) -> Iterator[dict[str, Any]]:
         """Yield {measure: number} of each head."""
@@ -55,13 +68,13 @@ class SideErrors:
                 "relative_rms": float(np.sqrt(self.errors[h] / norm)) if norm else float(self.errors[h] > 0),
                 "largest_error": float(self.largest[h]),
                 "cosine": float(self.cosines[h] / max(1, self.tokens)),
-                "at_end": None if self.marks is None else int(self.marks[h]) % ZERO / self.coded,
-                "zero": None if self.marks is None else int(self.marks[h]) // ZERO / self.coded,
+                "at_end": None if self.marks is None else int(self.marks[h]) % ZERO / self.codes_of_head,
+                "zero": None if self.marks is None else int(self.marks[h]) // ZERO / self.codes_of_head,
             }
 
 
 def marks_of(code: Any) -> Any:
-    """Return the mark of each code, uint64: what one code adds to the two counters."""
+    """Return the mark of each code, uint64: 1 at a limit of the range, ZERO for 0, or else 0."""
     low, high = code.limits
     return ((code.table <= low) | (code.table >= high)) + (code.table == 0) * np.uint64(ZERO)
 
@@ -77,12 +90,8 @@ def floats(side: SideReader, parts: Sequence[slice]) -> Iterator[np.ndarray]:
     return (np.ascontiguousarray(side.read(part), np.float32) for part in parts)
 
 
-def divided(begin: int, end: int, *pairs: tuple[Any, SideReader]) -> tuple[list[Any], list[slice]]:
-    """Return (schemes, slices of tokens to encode one at a time).
-
-    A scheme may ask for slices of a multiple of `step` tokens, to see all tokens first (`over`, which returns
-    the scheme to encode with), or for one slice (`whole`).
-    """
+def prepare_schemes(begin: int, end: int, *pairs: tuple[Any, SideReader]) -> tuple[list[Any], list[slice]]:
+    """Return (schemes to encode tokens begin..end of their sides, slices to encode one at a time)."""
     steps = [getattr(scheme, "step", 1) for scheme, _ in pairs]
     elements = max(side.heads * side.dim for _, side in pairs)
     parts = pieces(begin, end, elements, int(np.lcm.reduce(steps)))
@@ -99,39 +108,32 @@ def decode_like(scheme: Any, arrays: Any, like: np.ndarray) -> np.ndarray:
     return found
 
 
-def errors_of(scheme: Any, side: SideReader) -> SideErrors:
-    """Return the errors of a side's decoded tokens, and the stored bits."""
-    errors = SideErrors(side.heads)
-    for _ in code_parts(scheme, side, errors):
-        pass
-    return errors
-
-
 def code_parts(scheme: Any, side: SideReader, errors: SideErrors) -> Iterator[np.ndarray]:
     """Encode and decode a side, part by part; add errors and bits, and yield the decoded tokens."""
-    (scheme,), parts = divided(0, side.tokens, (scheme, side))
+    (scheme,), parts = prepare_schemes(0, side.tokens, (scheme, side))
     for part, x in zip(parts, floats(side, parts), strict=True):
         arrays = scheme.encode(x)
-        found = decode_like(scheme, arrays, x)
+        decoded = decode_like(scheme, arrays, x)
         with np.errstate(invalid="ignore", over="ignore"):
-            total = found.sum()
+            total = decoded.sum()
         if not np.isfinite(total):
-            check_finite("decode", found, part.start)
+            check_finite("decode", decoded, part.start)
+        errors.add(x, decoded)
         codes = scheme.codes(arrays) if hasattr(scheme, "codes") else None
-        coded = codes is not None and codes.size
-        errors.add(x, found, *((codes, marks_of(scheme.format.code)) if coded else ()))
+        if codes is not None and codes.size:
+            errors.add_codes(codes, marks_of(scheme.format.code))
         if hasattr(scheme, "stored"):
             errors.bits += scheme.stored(arrays, side.bits, first=not part.start)
         else:
             errors.bits += 8 * sum(np.asarray(array).nbytes for array in arrays.values())
-        yield found
+        yield decoded
 
 
 def outliers(name: str, side: SideReader) -> tuple[np.ndarray, np.ndarray]:
     """Return how far channels of each head stand out, and the mean magnitudes of channels [heads, dim].
 
-    The first is the largest mean magnitude of a head divided by the median; 1 if the median is 0.
-    This is the first pass over a side: it raises if a number is not finite.
+    The first is the largest mean magnitude of a head divided by the median; 1 if the median is 0. Raises if
+    a number is not finite.
     """
     total = np.zeros((side.heads, side.dim))
     for part in pieces(0, side.tokens, side.heads * side.dim):
@@ -151,8 +153,8 @@ def check_finite(name: str, x: np.ndarray, first: int = 0) -> None:
     """Raise unless numbers [tokens, heads, dim] are finite; `first` is the index of the first token."""
     wrongs = np.argwhere(~np.isfinite(x))
     if len(wrongs):
-        token, head, place = wrongs[0]
-        what = "NaN" if np.isnan(x[token, head, place]) else "infinity"
+        token, head, element = wrongs[0]
+        what = "NaN" if np.isnan(x[token, head, element]) else "infinity"
         raise argument_error(name, "finite numbers", f"{what} in head {head}, token {first + token}")
 
 
@@ -176,11 +178,15 @@ class RunningAttention:
 
     def __init__(self, heads: int, rows: int, dim: int) -> None:
         self.m = np.full((heads, rows), -np.inf, np.float32)
-        self.l, self.top = np.zeros((heads, rows)), np.zeros((heads, rows), np.int64)
+        self.l = np.zeros((heads, rows))
+        self.top = np.zeros((heads, rows), np.int64)  # the token of the largest weight
         self.o = np.zeros((heads, rows, dim), np.float32)
 
     def add(self, logits: np.ndarray, value: np.ndarray, first: int) -> Any:
-        """Add a block: replace logits [heads, rows, tokens] by weights, in place; return alpha."""
+        """Add a block from the token `first` on; replace its logits [heads, rows, tokens] by exp(logits - m).
+
+        Returns alpha, by which sums over earlier blocks must be multiplied.
+        """
         top = logits.argmax(-1)
         m = np.take_along_axis(logits, top[..., None], -1)[..., 0]
         self.top = np.where(m > self.m, first + top, self.top)
@@ -208,7 +214,12 @@ def compare_attention(
 ) -> dict[str, np.ndarray]:
     """Return {measure: [heads, rows]} of the errors that schemes cause in attention of the last queries.
 
-    The query heads of a key head are rows of one product, for a block of tokens at a time.
+    The query heads of a key head are rows of one product, for a block of tokens at a time. With exact scores
+    S, weights P and log-sum-exp L, and S' and L' from decoded keys, the divergence is
+
+        KL(P, P') = -(sum of P (S' - S)) - L + L'
+
+    "output" and "norm" are sums of squares: of the error, and of the exact output.
     """
     sides = layer.key, layer.value
     heads, (count, _, dim), tokens = layer.key.heads, query.shape, end - begin
@@ -216,29 +227,29 @@ def compare_attention(
     rows = rows / np.float32(np.sqrt(dim)) if layer.scale is None else rows * np.float32(layer.scale)
     last = np.tile(np.arange(tokens - count, tokens), rows.shape[1] // count)  # the last token each row sees
     width = layer.value_dim or layer.value.dim
-    exact, found = (RunningAttention(heads, rows.shape[1], width) for _ in range(2))
-    logit, divergence = np.zeros((2, *exact.l.shape))
-    own, parts = divided(begin, end, *zip(schemes, sides, strict=True))
-    for part, *numbers in zip(parts, *(floats(side, parts) for side in sides), strict=True):
-        coded = [decode_like(scheme, scheme.encode(x), x) for scheme, x in zip(own, numbers, strict=True)]
-        key, value, other_key, other_value = (x.swapaxes(0, 1) for x in (*numbers, *coded))
-        value, other_value = value[..., :width], other_value[..., :width]
-        logits, others = (product(rows, side.swapaxes(1, 2)) for side in (key, other_key))
-        change = others - logits
-        hidden = np.arange(part.start, part.stop) - begin > last[:, None]
+    exact, lossy = (RunningAttention(heads, rows.shape[1], width) for _ in range(2))
+    logit, weighted_change = np.zeros((2, *exact.l.shape))  # sums of |S' - S|, and of exp(S - m) (S' - S)
+    prepared, parts = prepare_schemes(begin, end, *zip(schemes, sides, strict=True))
+    for part, *pair in zip(parts, *(floats(side, parts) for side in sides), strict=True):
+        decoded = [decode_like(scheme, scheme.encode(x), x) for scheme, x in zip(prepared, pair, strict=True)]
+        key, value, lossy_key, lossy_value = (x.swapaxes(0, 1) for x in (*pair, *decoded))
+        value, lossy_value = value[..., :width], lossy_value[..., :width]  # [heads, tokens, width]
+        logits, lossy_logits = (product(rows, side.swapaxes(1, 2)) for side in (key, lossy_key))
+        change = lossy_logits - logits  # [heads, rows, tokens]
+        hidden = np.arange(part.start, part.stop) - begin > last[:, None]  # [rows, tokens]
         if hidden.any():
             change[:, hidden] = 0
-            logits[:, hidden] = others[:, hidden] = -np.inf
+            logits[:, hidden] = lossy_logits[:, hidden] = -np.inf
         logit += np.abs(change).sum(-1)
         alpha = exact.add(logits, value, part.start)
-        divergence = divergence * alpha - np.einsum("hrt,hrt->hr", logits, change)
-        found.add(others, other_value, part.start)
+        weighted_change = weighted_change * alpha + np.einsum("hrt,hrt->hr", logits, change)
+        lossy.add(lossy_logits, lossy_value, part.start)
     return {
         "logit": logit / (last + 1),
-        "kl": np.maximum(divergence / exact.l - exact.log_sum + found.log_sum, 0),
-        "output": ((found.output - exact.output) ** 2).sum(-1),
+        "kl": np.maximum(-weighted_change / exact.l - exact.log_sum + lossy.log_sum, 0),
+        "output": ((lossy.output - exact.output) ** 2).sum(-1),
         "norm": (exact.output**2).sum(-1),
-        "top_changed": found.top != exact.top,
+        "top_changed": lossy.top != exact.top,
     }
 
 

@@ -23,12 +23,10 @@ MEASURES = {
 LOGARITHMIC = "output_error", "kl"
 INK = {"light": "#1d2733", "dark": "#d7dee6"}
 MAPS = 4  # maps in a row
-NEAR, MOST_RINGS = (
-    10,
-    60,
-)  # distance in points up to which a name needs no line to its point; distances to try
+NEAR = 10  # points: a name at this distance from its point needs no line to it
+MOST_RINGS = 60  # distances to try for a name
 EIGHTHS = 1, -1, 0, 7, -7, 8, 2, -2, 6, -6, 3, -3, 5, -5, 4, -4  # directions to try, in eighths of pi
-Box = tuple[float, float, float, float]
+Box = tuple[float, float, float, float]  # left, low, right, high
 COLOURED = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
 
 
@@ -40,9 +38,9 @@ def missing() -> str | None:
 
 
 def pictures(study: Study, page: str = "light") -> dict[str, str]:
-    """Return {name: SVG}: errors by layer and head, error against size, and channels of keys.
+    """Return {name: SVG}: channels of keys, with errors by layer and head, and error against size.
 
-    With eviction there are errors against size and channels of keys.
+    With eviction, one picture of errors against size takes the place of these two.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -81,17 +79,17 @@ def error_maps(study: Study, Figure: Any) -> Any:
     axes = figure.subplots(high, wide, sharey=True, squeeze=False).ravel()
     for ax in axes[count:]:
         ax.set_axis_off()
-    number = {layer: i for i, layer in enumerate(study.layers)}
-    found = []
+    line_of_layer = {layer: i for i, layer in enumerate(study.layers)}
+    maps = []
     for one in study.summary:
-        table = np.zeros((len(study.layers), 2 * study.heads))
+        table = np.zeros((len(study.layers), 2 * study.heads))  # keys to the left, values to the right
         for row in study.rows:
             if row["scheme"] == one.scheme and row["side"] != "attention":
                 column = row["head"] + study.heads * (row["side"] == "values")
-                table[number[row["layer"]], column] = row["relative_rms"]
-        found.append(table)
-    most = max(table.max() for table in found) or 1.0
-    for ax, one, table in zip(axes, study.summary, found, strict=False):
+                table[line_of_layer[row["layer"]], column] = row["relative_rms"]
+        maps.append(table)
+    most = max(table.max() for table in maps) or 1.0
+    for ax, one, table in zip(axes, study.summary, maps, strict=False):
         image = ax.imshow(table, cmap="viridis", vmin=0, vmax=most, aspect="auto", interpolation="nearest")
         ax.axvline(study.heads - 0.5, color="white", linewidth=1)
         ax.set_title(one.scheme, fontsize=9)
@@ -131,6 +129,7 @@ def eviction(study: Study, Figure: Any, ink: str, wanted: Sequence[str] = tuple(
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 
+    # A scheme of all tokens counts as a policy without a scorer.
     parts = [(parts_of(one.scheme) or ("", 1.0, one.scheme), one) for one in study.summary]
     columns = list(dict.fromkeys(scheme for (scorer, _, scheme), _ in parts if scorer))
     scorers = list(dict.fromkeys(scorer for (scorer, *_), _ in parts if scorer))
@@ -179,12 +178,9 @@ def line_of(scorer: str, number: int, ink: str) -> dict[str, Any]:
 
 
 def label_points(
-    figure: Any,
-    ax: Any,
-    points: Sequence[tuple[float, float, str]],
-    front: Sequence[tuple[float, float]],
+    figure: Any, ax: Any, points: Sequence[tuple[float, float, str]], front: Sequence[tuple[float, float]],
     ink: str,
-) -> None:
+) -> None:  # fmt: skip
     """Write the name of each point (bits, error, name) at the nearest place that is empty."""
     figure.draw_without_rendering()  # computes the layout, and so the places of points
     figure.set_layout_engine("none")
@@ -228,7 +224,7 @@ def free_place(
 
 
 def overlap(one: Box, other: Box) -> bool:
-    """Return whether two boxes (left, low, right, high) overlap."""
+    """Return whether two boxes overlap."""
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvkit.checks.values import integer, text
 from kvkit.errors import argument_error, brief, describe, suggestion
@@ -15,17 +15,19 @@ from kvkit.tools.studies.schemes import key_and_value_schemes, list_schemes, loa
 from kvkit.typed import Array
 
 FORM = "SCORER@SHARE or SCORER@SHARE+SCHEME, as snapkv@0.5+int4:g32, or a scheme"
-PARTS = re.compile(  # a path of a Python file may have any of these signs; a share begins with a digit or dot
+# snapkv(window=32)@0.5+int4:g32 has scorer snapkv, options window=32, share 0.5 and scheme int4:g32. The path
+# of a Python file may have any of these signs. A share begins with a digit or a dot.
+PARTS = re.compile(
     r"(?P<scorer>.+?\.py:\w+|[^@(]+?)(?:\((?P<options>.*)\))?@(?P<share>[\d.][^@+:/\\]*)(?:\+(?P<scheme>.+))?"
 )
-COMMAS = re.compile(r",(?![^(]*\))")  # not those between parentheses
+COMMAS = re.compile(r",(?![^(]*\))")  # commas outside of parentheses
 NONE, RANDOM, ORACLE = "none", "random", "oracle"
 SEEDS = range(3)  # of `random`, whose results are averaged
 SHARE = "a share above 0 and at most 1, as snapkv@0.5"
 OPTIONS = "options as in snapkv(window=32,pool=max)@0.5"
 BY_SHARE = "budget", "keep", "blend"  # a policy's share fills these options of scorers
 BUDGETS = "uniform", "ada", "pyramid"
-Entry = tuple[str, Any, Any]  # a name, the scheme of keys, the scheme of values
+SchemePair = tuple[str, Any, Any]  # a name, the scheme of keys, the scheme of values
 
 
 class Uncoded:
@@ -49,26 +51,15 @@ UNCODED = Uncoded(), Uncoded()
 
 @dataclass(frozen=True)
 class Policy:
-    """Names a scorer that keeps a share of the tokens, and schemes that encode these, if any.
-
-    Attributes
-    ----------
-    name : str
-    scorer : str or callable
-        One of `kvkit.eviction.SCORERS`, "oracle", or a function (layer, keys, values, queries) -> scores.
-    keep : float
-        The share of tokens that stay.
-    options : dict
-        The options of the scorer.
-    schemes : tuple
-        The schemes of keys and values; `UNCODED` for none.
-    """
+    """Names a scorer that keeps a share of the tokens, and schemes that encode these, if any."""
 
     name: str
-    scorer: Any
-    keep: float
-    options: Mapping[str, Any]
-    schemes: tuple[Any, Any] = UNCODED
+    scorer: (
+        Any  # of `kvkit.eviction.SCORERS`, "oracle", or a function (layer, keys, values, queries) -> scores
+    )
+    keep: float  # the share of tokens that stay
+    options: Mapping[str, Any]  # of the scorer
+    schemes: tuple[Any, Any] = UNCODED  # of keys and of values
 
     @property
     def key(self) -> Any:
@@ -82,7 +73,7 @@ class Policy:
 class StudyPlan:
     """Lists the schemes and policies that a study compares."""
 
-    schemes: list[Entry]
+    schemes: list[SchemePair]
     policies: list[Policy]
     names: list[str]  # of schemes and policies, in the caller's order
     budget: str = "uniform"  # how the kept tokens are distributed over heads or layers
@@ -116,7 +107,7 @@ def make_plan(
         return StudyPlan(chosen, [], [name for name, *_ in chosen])
     text("budget", budget, BUDGETS)
     judge = None if judge is None else integer("judge", judge, 1)
-    entries: list[Entry | Policy] = [entry_of(each) for each in items_of(evict)]
+    entries: list[SchemePair | Policy] = [entry_of(each) for each in items_of(evict)]
     if schemes is not None:
         chosen = list_schemes(schemes)
         entries = [each for entry in entries for each in combined(entry, chosen)]
@@ -143,7 +134,7 @@ def items_of(evict: Any) -> list[Any]:
     return [each for each in items if not isinstance(each, str) or each]
 
 
-def entry_of(item: Any) -> Entry | Policy:
+def entry_of(item: Any) -> SchemePair | Policy:
     """Parse an entry into a policy or a scheme; "none" is the scheme that stores numbers unchanged."""
     if isinstance(item, tuple) and len(item) == 2 and callable(item[0]):
         function, share = item[0], share_of(item[1], item)
@@ -157,9 +148,9 @@ def entry_of(item: Any) -> Entry | Policy:
     if found is None:
         word = re.split("[(@]", item)[0]
         if word in SCORERS or word in (ORACLE, RANDOM):
-            closed = item.count("(") == item.count(")")
-            wanted = f"a share of the tokens to keep, as {word}@0.5" if closed else OPTIONS
-            raise argument_error("evict", SHARE if closed and "@" in item else wanted, brief(item))
+            wanted = SHARE if "@" in item else f"a share of the tokens to keep, as {word}@0.5"
+            wanted = wanted if item.count("(") == item.count(")") else OPTIONS
+            raise argument_error("evict", wanted, brief(item))
         return (item, *key_and_value_schemes(item))
     share, scheme = share_of(found["share"], item), found["scheme"]
     schemes = UNCODED if scheme is None else key_and_value_schemes(scheme)
@@ -211,10 +202,10 @@ def options_of(words: str | None, item: str) -> dict[str, Any]:
     return found
 
 
-def combined(entry: Entry | Policy, schemes: Sequence[Entry]) -> list[Entry | Policy]:
-    """Return what an entry becomes: a policy without a scheme is combined with each scheme.
+def combined(entry: SchemePair | Policy, schemes: Sequence[SchemePair]) -> list[SchemePair | Policy]:
+    """Return what an entry of `evict` becomes with schemes such as int8 and int4.
 
-    The entry "none" becomes the schemes; others stay.
+    knorm@0.5 becomes knorm@0.5+int8 and knorm@0.5+int4; "none" becomes int8 and int4; others stay.
     """
     if isinstance(entry, Policy):
         if entry.schemes is not UNCODED:
@@ -242,13 +233,22 @@ def references(policies: Sequence[Policy]) -> list[Policy]:
 def scheme_of(policy: Policy) -> str:
     """Return the name of a policy's scheme; "" for none."""
     parts = parts_of(policy.name)
-    return parts[2] if parts else ""
+    return parts.scheme if parts else ""
 
 
-def parts_of(name: str) -> tuple[str, float, str] | None:
-    """Return (scorer with options, share, scheme or "") of a policy's name; None for other names."""
+class PolicyParts(NamedTuple):
+    """Holds the parts of a policy's name."""
+
+    scorer: str  # with its options
+    share: float
+    scheme: str  # "" for none
+
+
+def parts_of(name: str) -> PolicyParts | None:
+    """Return the parts of a policy's name; None for other names, such as those of schemes."""
     found = PARTS.fullmatch(name)
     try:
-        return found and (name[: found.start("share") - 1], float(found["share"]), found["scheme"] or "")
+        scorer = found and name[: found.start("share") - 1]
+        return found and PolicyParts(scorer or "", float(found["share"]), found["scheme"] or "")
     except ValueError:
         return None

@@ -127,7 +127,7 @@ def markdown(study: Study, pictures: list[str]) -> str:
 def sortable(cells: Table) -> str:
     """Return an HTML table that a click on a heading sorts."""
     (heads, rows), escape = cells, html.escape
-    marks = ["" if name in deciding_columns(heads) else " class=more" for name in heads]
+    marks = ["" if name in deciding_columns(heads) else " class=more" for name in heads]  # of wide pages only
     titles = (f"<th{mark}><button>{escape(x)}</button></th>" for x, mark in zip(heads, marks, strict=True))
     lines = (
         "".join(f"<td{mark}>{escape(x)}</td>" for x, mark in zip(row, marks, strict=True)) for row in rows

@@ -23,7 +23,6 @@ from kvkit.tools.text import columns
 
 MAX_ROWS = 60  # the most rows of a printed table
 THRESHOLD = 0.1
-SIDES = "keys", "values"
 Row = dict[str, Any]
 
 
@@ -93,7 +92,7 @@ class Summary:
     def is_oracle(self) -> bool:
         """Return whether this is the oracle, which sees the judging queries, unlike any real policy."""
         parts = parts_of(self.scheme)
-        return parts is not None and parts[0] == ORACLE
+        return parts is not None and parts.scorer == ORACLE
 
     @property
     def advised_error(self) -> float:
@@ -347,10 +346,10 @@ def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
     found: dict[str, evicting.Measured] = {}
     with ThreadPoolExecutor(min(len(chosen.names) + 1, os.cpu_count() or 1)) as threads:
         where = [f"{name}, {layer.name}, {side}" for side in layer.sides]
-        sides = list(threads.map(measures.outliers, where, layer.sides.values()))
+        outliers_and_means = list(threads.map(measures.outliers, where, layer.sides.values()))
         for sequence, query in enumerate(layer.queries or ()):
             measures.check_finite(f"{name}, {layer.name}, queries of sequence {sequence}", query)
-        judge = evicting.judging(len(layer.queries[0]), chosen.judge) if layer.queries else None
+        judge = evicting.count_judging(len(layer.queries[0]), chosen.judge) if layer.queries else None
         of_schemes = {
             each: threads.submit(study_scheme, layer, each, *pair, judge=judge if chosen.policies else None)
             for each, *pair in chosen.schemes
@@ -361,20 +360,20 @@ def study_layer(source: Lazy, plan: Lazy, title: str, i: int) -> StudiedLayer:
             threads.submit(evicting.study_policies, layer, contexts, group, chosen, place)
             for group in chosen.groups()
         ]
-        for side, (ratios, _) in zip(layer.sides, sides, strict=True):
+        for side, (ratios, _) in zip(layer.sides, outliers_and_means, strict=True):
             for h, ratio in enumerate(ratios):
                 outliers.append({"layer": layer.name, "head": h, "side": side, "ratio": float(ratio)})
         found = {each: job.result() for each, job in of_schemes.items()}
         for job in of_policies:
             found |= job.result()
     for each in chosen.names:
-        rows += [{"scheme": each, "layer": layer.name, **row} for row in found[each][0]]
-    heads, tokens, channels = layer.key.heads, layer.key.tokens, sides[0][1]
+        rows += [{"scheme": each, "layer": layer.name, **row} for row in found[each].rows]
+    heads, tokens, (_, channels) = layer.key.heads, layer.key.tokens, outliers_and_means[0]
     elements = tokens * heads * sum(side.dim for side in layer.sides.values())
     return StudiedLayer(
         layer.name, heads, tokens, elements, outliers=outliers, channels=channels, rows=rows,
-        bits={each: found[each][1] for each in chosen.names},
-        sums={each: found[each][2] for each in chosen.names},
+        bits={each: found[each].bits for each in chosen.names},
+        sums={each: found[each].sums for each in chosen.names},
     )  # fmt: skip
 
 
@@ -386,10 +385,8 @@ def check_tokens(layer: LayerReader) -> None:
             raise argument_error("source", "a cache that holds tokens", got)
 
 
-def study_scheme(
-    layer: LayerReader, name: str, *schemes: Any, judge: int | None = None
-) -> tuple[list[Row], int, np.ndarray]:
-    """Return (rows by head, bits, sums [side, (squared errors, squares)]) of a layer for one scheme.
+def study_scheme(layer: LayerReader, name: str, *schemes: Any, judge: int | None = None) -> evicting.Measured:
+    """Measure one scheme over a layer.
 
     In a study with policies, `judge` is the number of queries that measure the error, and rows say that all
     tokens are kept.
@@ -399,7 +396,9 @@ def study_scheme(
     stored, sums = 0, []
     try:
         for (side, data), scheme in zip(layer.sides.items(), schemes, strict=False):
-            errors = measures.errors_of(scheme, data)
+            errors = measures.SideErrors(data.heads)
+            for _ in measures.code_parts(scheme, data, errors):
+                pass  # only errors and bits are needed
             found += [{"head": h, "side": side, **row} for h, row in enumerate(errors.by_head())]
             stored += errors.bits
             sums.append((errors.errors.sum(), errors.squares.sum()))
@@ -413,11 +412,11 @@ def study_scheme(
     except Exception as error:
         cause = f"{type(error).__name__} ({error})"
         raise argument_error(f"scheme {name}", f"to code {layer.name}", cause) from error
-    return found, stored, np.array(sums)
+    return evicting.Measured(found, stored, np.array(sums))
 
 
 def summary_of(name: str, rows: list[Row], layers: list[StudiedLayer]) -> Summary:
-    """Summarize one scheme over all layers and heads."""
+    """Summarize one scheme over the rows of all layers, heads and sides."""
     own = [row for row in rows if row["scheme"] == name]
     sides = [row for row in own if row["side"] != "attention"]
     attention = [row for row in own if row["side"] == "attention"]

@@ -23,9 +23,9 @@ COLUMNS = {  # {field: (heading, format of its numbers)}, the most important fir
     "relative_rms": ("error", ".4f"), "largest_error": ("largest error", ".3g"), "cosine": ("cosine", ".5f"),
     "at_end": ("at an end", "%"), "zero": ("zero", "%"), "ratio": ("outlier ratio", ".2f"),
 }  # fmt: skip
-ON_PAGES = "largest error", "cosine", "logit"  # columns that are left out on a terminal
+NOT_ON_TERMINALS = "largest error", "cosine", "logit"  # columns that are left out there
+NOT_WITH_POLICIES = *NOT_ON_TERMINALS, "at an end", "zero"
 ERRORS = "worst_error", "key_error", "value_error"  # of the decoded keys and values
-OF_CODES = *ON_PAGES, "at an end", "zero"  # columns that are left out if there are policies
 DECIDING = (  # columns on a narrow screen: the first of these lists of which a table has all
     ("scheme", "bytes a token", "agreement", "weight kept"),
     ("scheme", "bytes a token", "weight kept", "output"),
@@ -39,14 +39,14 @@ def table(summary: list[Summary], wide: bool = True) -> Table:
     """Return the table of schemes; `wide` adds columns for pages."""
     rows = [{"scheme": one.scheme + NO_POLICY * one.is_oracle, **cells(measured(one))} for one in summary]
     evicts = any(one.evicts for one in summary)
-    hidden = OF_CODES if evicts else () if wide else ON_PAGES
+    hidden = NOT_WITH_POLICIES if evicts else () if wide else NOT_ON_TERMINALS
     return filled_columns([{name: row[name] for name in row if name not in hidden} for row in rows])
 
 
 def measured(one: Summary) -> dict[str, Any]:
     """Return the numbers of a scheme. Tokens that a policy keeps without a scheme have no errors."""
     parts = parts_of(one.scheme)
-    uncoded = parts is not None and not parts[2]
+    uncoded = parts is not None and not parts.scheme
     return vars(one) | (dict.fromkeys(ERRORS) if uncoded else {})
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from numpy.random import Generator
 from numpy.typing import DTypeLike
 
 from kvkit.checks.values import integer
@@ -14,8 +15,15 @@ from kvkit.typed import Array
 
 FLOATS = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 NAN = np.nan
-# (operator, inputs, attributes, arguments of an earlier call that stored past tokens, or None)
-Call = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]
+
+
+class Call(NamedTuple):
+    """Holds a call of an operator."""
+
+    operator: str
+    inputs: dict[str, Any]
+    attributes: dict[str, Any]
+    before: dict[str, Any] | None = None  # arguments of an earlier call, which stores past tokens
 
 
 @dataclass(frozen=True)
@@ -46,38 +54,31 @@ class Sizes:
 
 
 def numbers(
-    rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike, most: int = 127, group: int = 8
+    rng: Generator, shape: tuple[int, ...], dtype: DTypeLike, most: int = 127, group: int = 8
 ) -> Array:
     """Return random numbers. Some groups of them are ties of codes, zeros, or tiny."""
     x = rng.standard_normal(shape).astype(np.float32)
     flat = x.reshape(-1, group) if x.size % group == 0 else x.reshape(-1, 1)
     style = rng.integers(0, 8, len(flat))
     ties = rng.integers(-2 * most, 2 * most + 1, flat.shape) / 2
-    ties[:, 0] = most
+    ties[:, 0] = most  # so the scale is 1, and others are halves between two codes
     flat[style == 1] = ties[style == 1]
     flat[style == 2] = 0
     flat[style == 3] *= np.float32(1e-6)
     return x.astype(dtype)
 
 
-def plain(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+def plain(rng: Generator, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Return numbers of a standard normal distribution."""
     return rng.standard_normal(shape).astype(dtype)
 
 
-def blank(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike, bits: int) -> Array:
-    """Return an unwritten cache or scale: NaN, or random bytes for codes."""
-    if bits:
-        return rng.integers(-128, 128, shape).astype(np.int8)
-    return np.full(shape, NAN, dtype)
-
-
 def cache_of(
-    rng: np.random.Generator, layout: str, lengths: Mapping[str, int], dtype: DTypeLike, bits: int, group: int
+    rng: Generator, layout: str, lengths: Mapping[str, int], dtype: DTypeLike, bits: int, group: int
 ) -> tuple[Array, Array | None]:
-    """Return an unwritten (cache, scale) of a layout, with lengths by axis."""
-    axes = layout.split()
-    width = lengths["c"] // 2 if bits == 4 else lengths["c"]
-    shape = [lengths[axis] for axis in axes[:-1]]
-    scale = np.full((*shape, lengths["c"] // group), NAN, np.float16) if bits else None
-    return blank(rng, (*shape, width), dtype, bits), scale
+    """Return an unwritten (cache, scale) of a layout, with lengths by axis: NaN, or random codes."""
+    shape = [lengths[axis] for axis in layout.split()[:-1]]
+    if not bits:
+        return np.full((*shape, lengths["c"]), NAN, dtype), None
+    codes = rng.integers(-128, 128, (*shape, lengths["c"] * bits // 8)).astype(np.int8)
+    return codes, np.full((*shape, lengths["c"] // group), NAN, np.float16)

@@ -13,6 +13,7 @@ import numpy as np
 from kvkit.checks.values import text
 from kvkit.errors import KvkitError
 from kvkit.reference.alibi import alibi_mask
+from kvkit.reference.attention import visible_keys
 from kvkit.tools.vectors import packs
 from kvkit.tools.vectors.packs import Case
 from kvkit.typed import Array, FilePath
@@ -84,7 +85,7 @@ def export(folder: str | os.PathLike, target: str | os.PathLike, *, to: str = "o
         raise KvkitError("export: needs onnx: pip install onnx") from None
     target, written, left_out = Path(target), [], []
     for case in packs.manifest(folder)["cases"]:
-        model = graph(onnx, folder, case)
+        model = as_onnx(onnx, folder, case)
         if model is None:
             left_out.append(case["name"])
             continue
@@ -103,7 +104,7 @@ def export(folder: str | os.PathLike, target: str | os.PathLike, *, to: str = "o
     return Exported(target, written, left_out)
 
 
-def graph(onnx: Any, folder: FilePath, case: Case) -> tuple[Any, dict[str, Array], dict[str, Array]] | None:
+def as_onnx(onnx: Any, folder: FilePath, case: Case) -> tuple[Any, dict[str, Array], dict[str, Array]] | None:
     """Return (model, inputs, outputs) of a case; None if ONNX's Attention cannot express it."""
     if case["operator"] != "multi_head_attention" or case.get("refused"):
         return None
@@ -121,10 +122,10 @@ def graph(onnx: Any, folder: FilePath, case: Case) -> tuple[Any, dict[str, Array
         return None  # versions of ONNX differ about queries that see no key
     inputs["attn_mask"] = mask.astype(query.dtype)
     outputs = {"Y": packs.array(folder, case["outputs"]["attn_output"]).swapaxes(1, 2)}
-    words = {"softcap": float(attributes.get("softcap", 0.0))}
+    options = {"softcap": float(attributes.get("softcap", 0.0))}
     if "softmax_scale" in attributes:
-        words["scale"] = float(attributes["softmax_scale"])
-    node = onnx.helper.make_node("Attention", list(inputs), list(outputs), **words)
+        options["scale"] = float(attributes["softmax_scale"])
+    node = onnx.helper.make_node("Attention", list(inputs), list(outputs), **options)
 
     def info(name: str, array: Array) -> Any:
         kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
@@ -138,16 +139,13 @@ def graph(onnx: Any, folder: FilePath, case: Case) -> tuple[Any, dict[str, Array
 
 def whole_mask(query: Array, key: Array, mask: Array | None, attributes: Mapping[str, Any]) -> Array:
     """Join all masks and biases to one additive mask [batch, heads or 1, queries, keys]."""
-    n, m = query.shape[1], key.shape[1]
-    at, keys = (m - n + np.arange(n))[:, None], np.arange(m)
-    left, right = attributes.get("window", (-1, -1))
-    alibi = attributes.get("is_alibi", False)
-    hidden = keys > at if attributes.get("is_causal", True) or alibi else np.zeros((n, m), bool)
-    hidden = hidden | ((left >= 0) & (keys < at - left)) | ((right >= 0) & (keys > at + right))
+    n, m, alibi = query.shape[1], key.shape[1], attributes.get("is_alibi", False)
+    causal, window = attributes.get("is_causal", True) or alibi, attributes.get("window", (-1, -1))
+    visible = np.reshape([visible_keys(n, m, i, causal, window) for i in range(n)], (n, m))
     whole = np.zeros((1, 1, n, m), np.float32)
     if mask is not None:
         mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)[..., :m]
         whole = np.where(mask, 0, -np.inf) if mask.dtype == bool else mask.astype(np.float32)
     if alibi:
         whole = whole + alibi_mask(n, m, num_heads=query.shape[2])[..., :m]
-    return np.where(hidden, -np.inf, np.broadcast_to(whole, (*whole.shape[:2], n, m)))
+    return np.where(visible, np.broadcast_to(whole, (*whole.shape[:2], n, m)), -np.inf)

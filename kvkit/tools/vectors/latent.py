@@ -1,16 +1,20 @@
 """Make calls over latent caches: suites mla-dense, mla-ds656, mla-ds584, dsa-indexer and dsa-sparse."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.random import Generator
 
 from kvkit.formats import encode
 from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
 from kvkit.typed import Array
 
 LATENT, ROPE, DS_V4_CODES = 512, 64, 448  # elements of the latent and the rotary part; of codes in 584 bytes
+DS_V4_DATA = 576  # bytes of codes and rotary part in a row of 584; blocks are padded to a multiple
+UNREAD = 2147480000  # a page id in entries of tables that must not be read
 HEADS = ((16, 1), (16, 4), (64, 2), (128, 1), (128, 3))  # query heads, queries of each sequence
 SCALE = 192**-0.5  # 1 / sqrt(size of an expanded head)
 BYTES = {"656": "ds_mla", "656-powers": "ds_mla:p2", "584": "ds_v4"}
@@ -26,9 +30,9 @@ def pool_of(rows: Array, used: Array, format: str | None) -> dict[str, Any]:
     stored = encode(rows.reshape(-1, dim), format)["codes"].view(np.uint8).reshape(blocks, page, -1)
     stored[~used] = 255  # bytes of NaN, as codes and as numbers
     if format == "ds_v4":
-        parts = stored[..., :576].reshape(blocks, -1), stored[..., 576:].reshape(blocks, -1)
-        room = -(-page * 584 // 576) * 576 - page * 584
-        stored = np.concatenate([*parts, np.full((blocks, room), 255, np.uint8)], axis=1)
+        parts = (part.reshape(blocks, -1) for part in np.split(stored, [DS_V4_DATA], axis=-1))
+        padding = -page * stored.shape[-1] % DS_V4_DATA
+        stored = np.concatenate([*parts, np.full((blocks, padding), 255, np.uint8)], axis=1)
     return {"latent": stored, "format": format}
 
 
@@ -37,59 +41,52 @@ def width_of(format: str | None) -> int:
     return DS_V4_CODES + ROPE if format == "ds_v4" else LATENT + ROPE
 
 
-def dense(
-    rng: np.random.Generator,
-    sizes: Sizes,
-    heads: int = 16,
-    queries: int = 1,
-    dtype: str = "bf16",
-    format: str | None = None,
-    sinks: bool = False,
-    apart: bool = False,
-    **more: Any,
-) -> Call:
-    """Return a call of attention over contexts that end near the ends of pages; one context is empty."""
+def dense_attention(
+    rng: Generator, sizes: Sizes, heads: int = 16, queries: int = 1, dtype: str = "bf16",
+    format: str | None = None, sinks: bool = False, two_pools: bool = False, **more: Any,
+) -> Call:  # fmt: skip
+    """Return a call of attention over contexts that end near the ends of pages; one context is empty.
+
+    With `two_pools` the rotary parts of rows are a pool of their own.
+    """
     page, dim, kind = sizes.page, width_of(format), FLOATS[dtype]
     lengths = np.array(sizes.each(page + 3, 0, 2 * page + 1, max(page, queries)), np.int32)
     counts = -(-lengths // page)
-    ids, table = rng.permutation(int(counts.sum()) + 1), np.full((len(lengths), max(counts) + 1), 2147480000)
+    ids, table = rng.permutation(int(counts.sum()) + 1), np.full((len(lengths), max(counts) + 1), UNREAD)
     used = np.zeros((len(ids), page), bool)
     for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
         table[b, :count], ids = ids[:count], ids[count:]
         position = np.arange(length)
         used[table[b, position // page], position % page] = True
     pool = pool_of(plain(rng, (*used.shape, dim), kind), used, format)
-    if apart:
+    if two_pools:
         pool["rope_cache"] = pool["latent"][..., LATENT:].copy()
         pool["latent"] = pool["latent"][..., :LATENT].copy()
     inputs = {"query": plain(rng, (len(lengths) * queries, heads, dim), kind), "latent": pool.pop("latent")}
     inputs |= {"block_tables": table.astype(np.int32), "context_lens": lengths}
     inputs["query_starts"] = np.arange(len(lengths) + 1) * queries
     inputs |= {"sinks": plain(rng, (heads,), FLOATS["fp32"])} if sinks else {}
-    inputs |= {"rope_cache": pool.pop("rope_cache")} if apart else {}
-    return "mla_attention", inputs, {"scale": SCALE, "return_lse": True} | pool | more, None
+    inputs |= {"rope_cache": pool.pop("rope_cache")} if two_pools else {}
+    return Call("mla_attention", inputs, {"scale": SCALE, "return_lse": True} | pool | more)
 
 
-def sparse(
-    rng: np.random.Generator,
-    sizes: Sizes,
-    heads: int = 16,
-    queries: int = 1,
-    dtype: str = "bf16",
-    format: str | None = None,
-    sinks: bool = False,
-    extra: bool = False,
-    lens: bool = False,
-    **more: Any,
-) -> Call:
-    """Return a call of attention to chosen rows, with negative and repeated indices, and a query without."""
+def sparse_attention(
+    rng: Generator, sizes: Sizes, heads: int = 16, queries: int = 1, dtype: str = "bf16",
+    format: str | None = None, sinks: bool = False, extra: bool = False, lens: bool = False, **more: Any,
+) -> Call:  # fmt: skip
+    """Return a call of attention to chosen rows: indices may be negative, outside or repeated.
+
+    The last query has none. With `lens` each query has its own number of indices. With `extra` there are rows
+    of a second pool.
+    """
     tokens, dim, kind = sizes.batch * queries, width_of(format), FLOATS[dtype]
 
     def side(blocks: int) -> tuple[dict[str, Any], Array]:
         slots = blocks * sizes.page
         chosen = rng.integers(0, slots, (tokens, CHOSEN)).astype(np.int32)
         chosen[rng.random(chosen.shape) < 0.2] = -1
-        chosen[0, 1], chosen[0, 2:4], chosen[-1] = slots + 7, chosen[0, 0], -1
+        chosen[0, 1], chosen[0, 2:4] = slots + 7, chosen[0, 0]  # outside of the pool, and repeated
+        chosen[-1] = -1
         used = np.zeros((blocks, sizes.page), bool)
         used.reshape(-1)[chosen[(chosen >= 0) & (chosen < slots)]] = True
         return pool_of(plain(rng, (*used.shape, dim), kind), used, format), chosen
@@ -103,16 +100,12 @@ def sparse(
         second, others = side(3)
         counts = rng.integers(0, CHOSEN + 1, tokens).astype(np.int32) if lens else None
         inputs["extra"] = second["latent"], others, counts
-    return "mla_attention", inputs, {"scale": SCALE, "return_lse": True} | pool | more, None
+    return Call("mla_attention", inputs, {"scale": SCALE, "return_lse": True} | pool | more)
 
 
-def append(
-    rng: np.random.Generator,
-    sizes: Sizes,
-    dtype: str = "bf16",
-    format: str | None = None,
-    apart: bool = False,
-) -> Call:
+def append_rows(
+    rng: Generator, sizes: Sizes, dtype: str = "bf16", format: str | None = None, two_pools: bool = False,
+) -> Call:  # fmt: skip
     """Return a call that appends rows to slots in any order, one of them negative."""
     kind, dim = FLOATS[dtype], width_of(format)
     used = np.zeros((3, sizes.page), bool)
@@ -121,80 +114,82 @@ def append(
     slots[0] = -1
     tokens = plain(rng, (len(slots), dim), kind)
     inputs = {"latent": tokens[:, :-ROPE].copy(), "rope": tokens[:, -ROPE:].copy()}
-    inputs |= {"cache": cache[..., :LATENT].copy() if apart else cache, "slot_mapping": slots}
-    inputs |= {"rope_cache": cache[..., LATENT:].copy()} if apart else {}
-    return "mla_append", inputs, {} if format is None else {"format": format}, None
+    inputs |= {"cache": cache[..., :LATENT].copy() if two_pools else cache, "slot_mapping": slots}
+    inputs |= {"rope_cache": cache[..., LATENT:].copy()} if two_pools else {}
+    return Call("mla_append", inputs, {} if format is None else {"format": format})
 
 
-def projections(rng: np.random.Generator, sizes: Sizes, dtype: str) -> Iterator[tuple[str, Call]]:
+def projections(rng: Generator, sizes: Sizes, dtype: str) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of `mla_absorb` and `mla_expand`."""
     kind, heads = FLOATS[dtype], sizes.heads
     query = plain(rng, (sizes.batch, heads, 128), kind)
     inputs = {"query": query, "w_uk": plain(rng, (heads, 128, 32), kind)}
-    yield f"absorb-{dtype}", ("mla_absorb", inputs, {}, None)
+    yield f"absorb-{dtype}", Call("mla_absorb", inputs, {})
     rows = plain(rng, (sizes.batch, heads, 32), kind)
     inputs = {"latent_output": rows, "w_uv": plain(rng, (heads, 128, 32), kind)}
-    yield f"expand-{dtype}", ("mla_expand", inputs, {}, None)
+    yield f"expand-{dtype}", Call("mla_expand", inputs, {})
 
 
-def mla_dense(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+def mla_dense(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `mla-dense`: floats in one pool or two."""
     for heads, queries in HEADS:
-        yield f"heads{heads}-queries{queries}", dense(rng, sizes, heads, queries)
+        yield f"heads{heads}-queries{queries}", dense_attention(rng, sizes, heads, queries)
     for dtype in FLOATS:
-        yield f"attention-{dtype}", dense(rng, sizes, 16, 3, dtype)
-        yield f"append-{dtype}", append(rng, sizes, dtype)
+        yield f"attention-{dtype}", dense_attention(rng, sizes, 16, 3, dtype)
+        yield f"append-{dtype}", append_rows(rng, sizes, dtype)
         yield from projections(rng, sizes, dtype)
-    yield "not-causal", dense(rng, sizes, 16, 2, is_causal=False)
-    yield "sinks", dense(rng, sizes, 16, 2, sinks=True)
-    yield "sinks-not-in-lse", dense(rng, sizes, 16, 2, sinks=True, lse_of_sinks=False)
-    yield "two-pools", dense(rng, sizes, 16, 2, apart=True)
-    yield "append-two-pools", append(rng, sizes, apart=True)
-    outside = append(rng, sizes)
-    outside[1]["slot_mapping"][-1] = 2**20
+    yield "not-causal", dense_attention(rng, sizes, 16, 2, is_causal=False)
+    yield "sinks", dense_attention(rng, sizes, 16, 2, sinks=True)
+    yield "sinks-not-in-lse", dense_attention(rng, sizes, 16, 2, sinks=True, lse_of_sinks=False)
+    yield "two-pools", dense_attention(rng, sizes, 16, 2, two_pools=True)
+    yield "append-two-pools", append_rows(rng, sizes, two_pools=True)
+    outside = append_rows(rng, sizes)
+    outside.inputs["slot_mapping"][-1] = 2**20
     yield "slot-outside-refused", outside
 
 
-def coded(rng: np.random.Generator, sizes: Sizes, names: tuple[str, ...]) -> Iterator[tuple[str, Call]]:
+def coded(rng: Generator, sizes: Sizes, names: tuple[str, ...]) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suites `mla-ds656` and `mla-ds584`: rows are bytes of these formats."""
     for name in names:
         format = BYTES[name]
+        dense = partial(dense_attention, rng, sizes, format=format)
+        chosen = partial(sparse_attention, rng, sizes, format=format)
         for heads, queries in HEADS:
-            yield f"{name}-heads{heads}-queries{queries}", dense(rng, sizes, heads, queries, format=format)
-        yield f"{name}-fp32", dense(rng, sizes, 16, 2, "fp32", format)
-        yield f"{name}-sinks", dense(rng, sizes, 16, 2, format=format, sinks=True, lse_of_sinks=False)
-        yield f"{name}-chosen", sparse(rng, sizes, 16, 2, format=format, lens=True)
-        yield f"{name}-extra", sparse(rng, sizes, 64, 1, format=format, extra=True, sinks=True)
-        yield f"{name}-append", append(rng, sizes, format=format)
-    twice = append(rng, sizes, format=BYTES[names[0]])
-    twice[1]["slot_mapping"][:] = 1
+            yield f"{name}-heads{heads}-queries{queries}", dense(heads, queries)
+        yield f"{name}-fp32", dense(16, 2, "fp32")
+        yield f"{name}-sinks", dense(16, 2, sinks=True, lse_of_sinks=False)
+        yield f"{name}-chosen", chosen(16, 2, lens=True)
+        yield f"{name}-extra", chosen(64, 1, extra=True, sinks=True)
+        yield f"{name}-append", append_rows(rng, sizes, format=format)
+    twice = append_rows(rng, sizes, format=BYTES[names[0]])
+    twice.inputs["slot_mapping"][:] = 1
     yield "slot-twice-refused", twice
 
 
-def dsa_sparse(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+def dsa_sparse(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `dsa-sparse`: chosen rows of one pool or two."""
     for heads, queries in HEADS:
-        yield f"heads{heads}-queries{queries}", sparse(rng, sizes, heads, queries)
+        yield f"heads{heads}-queries{queries}", sparse_attention(rng, sizes, heads, queries)
     for dtype in FLOATS:
-        yield f"lens-{dtype}", sparse(rng, sizes, 16, 2, dtype, lens=True)
-        yield f"extra-{dtype}", sparse(rng, sizes, 16, 2, dtype, extra=True, lens=True)
+        yield f"lens-{dtype}", sparse_attention(rng, sizes, 16, 2, dtype, lens=True)
+        yield f"extra-{dtype}", sparse_attention(rng, sizes, 16, 2, dtype, extra=True, lens=True)
     for lse_of_sinks in (True, False):
         name = "sinks" if lse_of_sinks else "sinks-not-in-lse"
-        yield name, sparse(rng, sizes, 16, 1, sinks=True, extra=True, lse_of_sinks=lse_of_sinks)
+        yield name, sparse_attention(rng, sizes, 16, 1, sinks=True, extra=True, lse_of_sinks=lse_of_sinks)
 
 
-def dsa_indexer(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+def dsa_indexer(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `dsa-indexer`: scores of 64 heads, and the rows that they choose."""
     for dtype in (*FLOATS, "e4m3"):
         for queries in (1, 3):
             yield f"scores-{dtype}-queries{queries}", index_scores(rng, sizes, dtype, queries)
     for k in (1, 5, 64):
-        yield f"top{k}", top(rng, sizes, k)
+        yield f"top{k}", top_rows(rng, sizes, k)
 
 
-def index_scores(rng: np.random.Generator, sizes: Sizes, dtype: str, queries: int) -> Call:
+def index_scores(rng: Generator, sizes: Sizes, dtype: str, queries: int) -> Call:
     """Return a call of `indexer_scores`. One context is empty; keys after contexts are NaN."""
-    _, inputs, _, _ = dense(rng, sizes, queries=queries, dtype="fp32" if dtype == "e4m3" else dtype)
+    inputs = dense_attention(rng, sizes, queries=queries, dtype="fp32" if dtype == "e4m3" else dtype).inputs
     keys, places = inputs["latent"][..., :128].copy(), ("block_tables", "context_lens", "query_starts")
     tokens, kind, more = len(inputs["query"]), inputs["query"].dtype, {}
     if dtype == "e4m3":
@@ -202,14 +197,14 @@ def index_scores(rng: np.random.Generator, sizes: Sizes, dtype: str, queries: in
         more["key_scale"] = rng.uniform(0.5, 2, keys.shape[:2]).astype(np.float32)
     found = {"query": plain(rng, (tokens, 64, 128), kind), "keys": keys}
     found |= {"weights": (plain(rng, (tokens, 64), kind) / 8).astype(kind)}
-    return "indexer_scores", found | {name: inputs[name] for name in places} | more, {}, None
+    return Call("indexer_scores", found | {name: inputs[name] for name in places} | more, {})
 
 
-def top(rng: np.random.Generator, sizes: Sizes, k: int) -> Call:
+def top_rows(rng: Generator, sizes: Sizes, k: int) -> Call:
     """Return a call of `topk_rows` for scores with ties; one context is empty."""
-    _, inputs, _, _ = dense(rng, sizes, queries=2, dtype="fp32")
+    inputs = dense_attention(rng, sizes, queries=2, dtype="fp32").inputs
     lengths, tokens = np.repeat(inputs["context_lens"], 2), len(inputs["query"])
     found = rng.integers(0, 5, (tokens, int(lengths.max()))).astype(np.float32)
     found[np.arange(found.shape[1]) >= lengths[:, None]] = -np.inf
     call = {"scores": found, "k": k, "block_tables": inputs["block_tables"] % 2**20}
-    return "topk_rows", call | {"page_size": sizes.page, "query_starts": inputs["query_starts"]}, {}, None
+    return Call("topk_rows", call | {"page_size": sizes.page, "query_starts": inputs["query_starts"]}, {})

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 
 from kvkit.checks.values import text
 from kvkit.errors import KvkitError
@@ -21,15 +22,15 @@ from kvkit.tools.vectors import latent, pools, scenes
 from kvkit.tools.vectors.draws import Call, Sizes
 from kvkit.version import __version__
 
-SUITES: dict[str, Callable[[np.random.Generator, Sizes], Iterator[tuple[str, Call]]]] = {
+SUITES: dict[str, Callable[[Generator, Sizes], Iterator[tuple[str, Call]]]] = {
     "pmx": scenes.pmx, "ascend": pools.ascend, "paged": pools.paged, "mla-dense": latent.mla_dense,
     "mla-ds656": partial(latent.coded, names=("656", "656-powers")),
     "mla-ds584": partial(latent.coded, names=("584",)), "dsa-indexer": latent.dsa_indexer,
     "dsa-sparse": latent.dsa_sparse,
 }  # fmt: skip
-SUMS = "attention", "rotary", "alibi", "absorb", "expand", "indexer"  # parts of names of operators that round
+ROUNDING = "attention", "rotary", "alibi", "absorb", "expand", "indexer"  # in names of operators that round
 EXACT = {"atol": 0.0, "rtol": 0.0, "reason": "bytes are moved, or made by a recipe that says every rounding"}
-OF_DTYPE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # {dtype of a result: tolerance}
+TOLERANCES = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # {dtype of a result: tolerance}
 REASON = "float64 reference; sums in float32, one rounding to {}: an error of {} times max(1, |expected|)"
 CODES = "; over codes a kernel may leave out a rounding of keys, which moves a score by its share of them"
 LSE = {"atol": 2e-5, "rtol": 2e-5, "reason": "float64 reference; sums in float32"}
@@ -119,7 +120,7 @@ def make(
     requested = [suite] if suite else list(SUITES) if operator else ["pmx"]
     for suite in requested:
         for name, call in SUITES[suite](np.random.default_rng(seed), sizes):
-            if operator is None or call[0] == operator:
+            if operator is None or call.operator == operator:
                 cases.append(case_of(folder, name, call, raw))
                 if advance is not None:
                     advance(1)
@@ -137,7 +138,7 @@ def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
     """Write the files of a case; return its entry in the manifest."""
     operator, inputs, attributes, before = call
     if before is not None:
-        scenes.store_past(operator, before, attributes)
+        scenes.store_past(operator, before, attributes)  # in the cache of `inputs`
     refused = name.endswith("-refused")
     arguments = {
         key: call_log.write_argument(folder, f"{name}/{key}", value, raw)
@@ -184,7 +185,7 @@ def type_of(output: Any, inputs: dict[str, Any], attributes: Mapping[str, Any]) 
 
 def exact(operator: str) -> bool:
     """Return whether the specification defines every bit of an operator's outputs."""
-    return not any(word in operator for word in SUMS)
+    return not any(word in operator for word in ROUNDING)
 
 
 def tolerance(
@@ -198,7 +199,7 @@ def tolerance(
         if not coded:
             return LSE
         dtype = inputs["query"].dtype
-    size = OF_DTYPE[dtype.name]
+    size = TOLERANCES[dtype.name]
     reason = REASON.format(dtype.name, size)
     if coded:
         return {"atol": 2 * size + 2e-3, "rtol": 2 * size, "reason": reason + CODES}

@@ -1,17 +1,16 @@
 """Read packs: check their manifests, and load their arrays."""
 
-import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from kvkit.errors import KvkitError, brief
+from kvkit.errors import brief
 from kvkit.files import npy
 from kvkit.files.contents import CACHE
 from kvkit.files.errors import FileError
@@ -80,10 +79,10 @@ def wrong_in_case(case: Any) -> str:
             if not isinstance(entry.get("file", ""), str):
                 return f"case {case['name']}: the file of {name} is no path"
             limits = entry.get("tolerance", {})
-            numbers = limits.values() if isinstance(limits, dict) else [None]
-            if not all(isinstance(each, (int, float, str)) for each in numbers):
-                return f"case {case['name']}: the tolerance of {name} has no numbers"
-            if any(isinstance(limits[key], str) for key in ("atol", "rtol") if key in limits):
+            kinds = {"atol": (int, float), "rtol": (int, float)}
+            if not isinstance(limits, dict) or not all(
+                isinstance(each, kinds.get(key, (int, float, str))) for key, each in limits.items()
+            ):
                 return f"case {case['name']}: the tolerance of {name} has no numbers"
     return ""
 
@@ -99,12 +98,6 @@ def entries(case: Case) -> Iterator[tuple[str, str, dict[str, Any]]]:
 def result_dtype(entry: dict[str, Any]) -> str:
     """Return the dtype that a result must have. The expected array may be float64 instead."""
     return str(entry.get("result_dtype", entry.get("dtype")))
-
-
-def tolerance(case: Case, name: str) -> dict[str, Any]:
-    """Return the tolerance of an expected array."""
-    found: dict[str, Any] = (case["after"] | case["outputs"])[name].get("tolerance", {})
-    return found
 
 
 def inside(folder: FilePath, name: str) -> Path:
@@ -153,13 +146,3 @@ def arguments(folder: FilePath, case: Case) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """Convert a list of JSON to the tuple that it was before."""
     return tuple(value) if isinstance(value, list) else value
-
-
-def digest(path: FilePath) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-def unknown(operator: str, known: Iterable[str]) -> KvkitError:
-    """Return the error about an unknown operator."""
-    return KvkitError(f"operator: expected one of {', '.join(known)}, got {brief(repr(operator))}")

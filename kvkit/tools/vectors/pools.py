@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 
 from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
 from kvkit.typed import Array
@@ -13,10 +14,11 @@ ATTENTION_CASES: dict[str, dict[str, Any]] = {  # {name: options of pool_attenti
     "one-query-head": {"groups": 1}, "mask": {"mask": "float"}, "mask-of-bits": {"mask": "bool"},
     "alibi": {"alibi": True}, "codes": {"codes": True},
 }  # fmt: skip
-COMPRESSED = {"kvhead": 1, "kvhead-rope": 2, "omni": 3}
+KVHEAD, KVHEAD_ROPE, OMNI = 1, 2, 3  # Ascend's compress_type
+COMPRESSED = {"kvhead": KVHEAD, "kvhead-rope": KVHEAD_ROPE, "omni": OMNI}
 
 
-def pages(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> tuple[Array, Array, Array, Array]:
+def pages(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> tuple[Array, Array, Array, Array]:
     """Return (key_cache, value_cache, block_tables, lengths); rows without a token are NaN."""
     kind, page = FLOATS[dtype], sizes.page
     lengths = sizes.each(page + 1, page, 1, 2 * page + 1)
@@ -33,7 +35,7 @@ def pages(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> tuple[
     return caches[0], caches[1], table, np.array(lengths, np.int32)
 
 
-def reshape_and_cache(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
+def reshape_and_cache(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
     """Make a call that stores to slots in any order, two of them negative."""
     key_cache, value_cache, *_ = pages(rng, sizes, dtype)
     slots = rng.permutation(key_cache.shape[0] * sizes.page)[:7].astype(np.int32)
@@ -41,20 +43,20 @@ def reshape_and_cache(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16
     key, value = (plain(rng, (len(slots), sizes.heads, sizes.dim), FLOATS[dtype]) for _ in range(2))
     key[4] = NAN
     inputs = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
-    return "ascend.reshape_and_cache", inputs | {"slot_mapping": slots}, {}, None
+    return Call("ascend.reshape_and_cache", inputs | {"slot_mapping": slots}, {})
 
 
-def store_nz(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
+def store_nz(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
     """Make the call of `reshape_and_cache` for caches whose blocks are in NZ."""
-    name, inputs, _, _ = reshape_and_cache(rng, sizes, dtype)
+    name, inputs, *_ = reshape_and_cache(rng, sizes, dtype)
     n0 = 32 // FLOATS[dtype].itemsize
     for cache in ("key_cache", "value_cache"):
         rows = inputs[cache].reshape(*inputs[cache].shape[:2], -1, n0)
         inputs[cache] = np.ascontiguousarray(rows.swapaxes(1, 2))
-    return name, inputs, {"cache_format": "NZ"}, None
+    return Call(name, inputs, {"cache_format": "NZ"})
 
 
-def store_compressed(rng: np.random.Generator, sizes: Sizes, mode: int, dtype: str = "fp16") -> Call:
+def store_compressed(rng: Generator, sizes: Sizes, mode: int, dtype: str = "fp16") -> Call:
     """Make a call that stores compressed heads. Dropped tokens are NaN; a skipped head has slot -1."""
     lengths, heads, kind = sizes.each(6, 9, 5), sizes.heads, FLOATS[dtype]
     dim = -(-sizes.dim // 32) * 32  # these modes need a multiple of 32
@@ -64,48 +66,44 @@ def store_compressed(rng: np.random.Generator, sizes: Sizes, mode: int, dtype: s
     tokens = {name: plain(rng, (starts[-1], heads, dim), kind) for name in ("key", "value")}
     for i in range(runs):
         first, end = starts[i // heads], starts[i // heads + 1]
-        left_out = {1: (first, end - wins[i]), 3: (first + offsets[i], first + offsets[i] + wins[i])}
-        if mode in left_out and wins[i] and (mode == 1 or offsets[i] >= 0):
+        window = first + offsets[i]
+        dropped = {KVHEAD: slice(first, end - wins[i]), OMNI: slice(window, window + wins[i])}.get(mode)
+        if dropped is not None and wins[i] and (mode == KVHEAD or offsets[i] >= 0):
             for array in tokens.values():
-                array[slice(*left_out[mode]), i % heads] = NAN
+                array[dropped, i % heads] = NAN
     blocks = -(-max(lengths) // sizes.page) + 1
     slots = rng.permutation(runs) * blocks * sizes.page + rng.integers(0, sizes.page, runs)
     slots[-1] = -1
     cache = (runs * blocks + 1, sizes.page, 1, dim)
     inputs = tokens | {name: np.full(cache, NAN, kind) for name in ("key_cache", "value_cache")}
     inputs |= {"slot_mapping": slots, "wins": wins, "seq_lens": np.array(lengths)}
-    inputs |= {} if mode == 1 else {"offset_index": offsets}
-    return "ascend.reshape_and_cache", inputs, {"compress_type": mode}, None
+    inputs |= {} if mode == KVHEAD else {"offset_index": offsets}
+    return Call("ascend.reshape_and_cache", inputs, {"compress_type": mode})
 
 
-def paged_load(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
+def paged_load(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
     """Make a call that gathers contexts."""
     key_cache, value_cache, table, lengths = pages(rng, sizes, dtype)
     inputs = {"key_cache": key_cache, "value_cache": value_cache, "block_tables": table, "seq_lens": lengths}
-    return "ascend.paged_cache_load", inputs, {}, None
+    return Call("ascend.paged_cache_load", inputs, {})
 
 
-def block_copy(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
+def block_copy(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
     """Make a call that copies one block to two and one to one; NaN is moved as it is."""
     key_cache, value_cache, *_ = pages(rng, sizes, dtype)
     ids = rng.permutation(len(key_cache)).astype(np.int32)
     inputs = {"key_cache": key_cache, "value_cache": value_cache, "src": ids[:2], "dst": ids[2:5]}
-    return "ascend.block_copy", inputs | {"cum_sum": np.array([2, 3], np.int32)}, {}, None
+    return Call("ascend.block_copy", inputs | {"cum_sum": np.array([2, 3], np.int32)}, {})
 
 
-def matrices(rng: np.random.Generator, dtype: str = "fp16") -> Call:
+def matrices(rng: Generator, dtype: str = "fp16") -> Call:
     """Make a call that converts matrices of odd sizes."""
-    return "ascend.nd_to_nz", {"x": plain(rng, (2, 19, 37), FLOATS[dtype])}, {}, None
+    return Call("ascend.nd_to_nz", {"x": plain(rng, (2, 19, 37), FLOATS[dtype])}, {})
 
 
 def ascend_attention(
-    rng: np.random.Generator,
-    sizes: Sizes,
-    dtype: str = "fp16",
-    groups: int = 2,
-    sinks: bool = False,
-    **more: Any,
-) -> Call:
+    rng: Generator, sizes: Sizes, dtype: str = "fp16", groups: int = 2, sinks: bool = False, **more: Any,
+) -> Call:  # fmt: skip
     """Make a call of attention with one decoded token for each sequence."""
     key_cache, value_cache, table, lengths = pages(rng, sizes, dtype)
     heads = groups * sizes.heads
@@ -113,10 +111,10 @@ def ascend_attention(
     inputs |= {"value_cache": value_cache, "block_tables": table, "context_lens": lengths}
     if sinks:
         inputs["sinks"] = plain(rng, (heads,), FLOATS[dtype])
-    return "ascend.paged_attention", inputs, {"return_lse": True} | more, None
+    return Call("ascend.paged_attention", inputs, {"return_lse": True} | more)
 
 
-def ascend(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+def ascend(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `ascend`."""
     for dtype in FLOATS:
         yield f"store-{dtype}", reshape_and_cache(rng, sizes, dtype)
@@ -128,10 +126,10 @@ def ascend(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]
         yield f"nz-{dtype}", matrices(rng, dtype)
         yield f"attention-{dtype}", ascend_attention(rng, sizes, dtype)
     outside = reshape_and_cache(rng, sizes)
-    outside[1]["slot_mapping"][0] = 2**20 * sizes.page
+    outside.inputs["slot_mapping"][0] = 2**20 * sizes.page
     yield "slot-outside-refused", outside
     read_and_written = block_copy(rng, sizes)
-    read_and_written[1]["dst"][0] = read_and_written[1]["src"][1]
+    read_and_written.inputs["dst"][0] = read_and_written.inputs["src"][1]
     yield "copied-and-written-refused", read_and_written
 
 
@@ -144,16 +142,10 @@ def in_layout(inputs: dict[str, Any], layout: str) -> dict[str, Any]:
 
 
 def pool_attention(
-    rng: np.random.Generator,
-    sizes: Sizes,
-    dtype: str = "fp16",
-    layout: str = "b n h c",
-    new_tokens: Sequence[int] | None = None,
-    mask: str | None = None,
-    alibi: bool = False,
-    codes: bool = False,
-    **more: Any,
-) -> Call:
+    rng: Generator, sizes: Sizes, dtype: str = "fp16", layout: str = "b n h c",
+    new_tokens: Sequence[int] | None = None, mask: str | None = None, alibi: bool = False,
+    codes: bool = False, **more: Any,
+) -> Call:  # fmt: skip
     """Make a call of attention over pools of pages, with one query for each sequence or `new_tokens`."""
     _, inputs, attributes, _ = ascend_attention(rng, sizes, dtype, **more)
     sinks, lengths, kind = inputs.pop("sinks", None), inputs["context_lens"], FLOATS[dtype]
@@ -177,24 +169,24 @@ def pool_attention(
     if alibi:
         inputs["alibi_slopes"] = rng.uniform(0.01, 0.5, inputs["query"].shape[1]).astype(np.float32)
     inputs |= {} if sinks is None else {"sinks": sinks}
-    return "paged_attention", inputs, attributes | {"layout": layout}, None
+    return Call("paged_attention", inputs, attributes | {"layout": layout})
 
 
-def pool_append(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16", layout: str = "b n h c") -> Call:
+def pool_append(rng: Generator, sizes: Sizes, dtype: str = "fp16", layout: str = "b n h c") -> Call:
     """Make a call that appends to slots in any order, in a pool of `layout`."""
-    _, inputs, _, _ = reshape_and_cache(rng, sizes, dtype)
-    return "paged_append", in_layout(inputs, layout), {"layout": layout}, None
+    inputs = reshape_and_cache(rng, sizes, dtype).inputs
+    return Call("paged_append", in_layout(inputs, layout), {"layout": layout})
 
 
-def swap_blocks(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
+def swap_blocks(rng: Generator, sizes: Sizes, dtype: str = "fp16") -> Call:
     """Make a call that copies blocks to another cache, one of them twice."""
     source, target, *_ = pages(rng, sizes, dtype)
     ids = rng.permutation(len(source))[:3]
     inputs = {"source": source, "target": target, "pairs": np.stack([ids[[0, 1, 0]], ids], 1)}
-    return "swap_blocks", inputs, {}, None
+    return Call("swap_blocks", inputs, {})
 
 
-def paged(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+def paged(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `paged`: pools of pages, as engines have them."""
     for dtype in FLOATS:
         for name, more in ATTENTION_CASES.items():
@@ -206,5 +198,5 @@ def paged(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
             yield f"several-queries-{order}-{dtype}", several
         yield f"swap-{dtype}", swap_blocks(rng, sizes, dtype)
     outside = pool_append(rng, sizes)
-    outside[1]["slot_mapping"][0] = 2**20 * sizes.page
+    outside.inputs["slot_mapping"][0] = 2**20 * sizes.page
     yield "slot-outside-refused", outside

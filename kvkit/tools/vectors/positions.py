@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 
 from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
 from kvkit.typed import Array
@@ -16,23 +17,19 @@ ROTATIONS: dict[str, dict[str, Any]] = {
     "linear": {"scaling_type": "linear", "scaling_factor": 4.0},
     "dynamic": {"scaling_type": "dynamic", "scaling_factor": 2.0, "max_position_embeddings": 16},
 }
-START = 13
+START = 13  # the position of the first token
 
 
-def tables(rng: np.random.Generator, rows: int, columns: int) -> dict[str, Array]:
+def tables(rng: Generator, rows: int, columns: int) -> dict[str, Array]:
     """Return cosines and sines of random angles."""
     angles = rng.uniform(-np.pi, np.pi, (rows, columns))
     return {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
 
 
 def static_rotation(
-    rng: np.random.Generator,
-    sizes: Sizes,
-    dtype: str = "fp32",
-    pads: bool = False,
-    given: bool = False,
+    rng: Generator, sizes: Sizes, dtype: str = "fp32", pads: bool = False, given: bool = False,
     **attributes: Any,
-) -> Call:
+) -> Call:  # fmt: skip
     """Return a call over five tokens, perhaps with padding before some sequences or with given tables."""
     shape = sizes.batch, 5, sizes.heads, sizes.dim
     inputs: dict[str, Any] = {"query": plain(rng, (*shape[:2], 2 * sizes.heads, sizes.dim), FLOATS[dtype])}
@@ -41,21 +38,19 @@ def static_rotation(
         inputs["pad_len"] = np.array(sizes.each(0, 3, 1))
     if given:
         inputs |= tables(rng, START + 5, sizes.dim // 2)
-    return "rotary_position_embedding", inputs, attributes, None
+    return Call("rotary_position_embedding", inputs, attributes)
 
 
-def dynamic_rotation(rng: np.random.Generator, sizes: Sizes, dtype: str = "fp32", **attributes: Any) -> Call:
+def dynamic_rotation(rng: Generator, sizes: Sizes, dtype: str = "fp32", **attributes: Any) -> Call:
     """Return a call over packed queries and keys; one sequence is empty."""
     lengths = sizes.each(1, 3, 0, 9)
     name, heads = "dynamic_batching.rotary_position_embedding", {"query": 2 * sizes.heads, "key": sizes.heads}
     inputs = {each: plain(rng, (sum(lengths), h, sizes.dim), FLOATS[dtype]) for each, h in heads.items()}
     inputs |= {"seqstarts": np.cumsum([0, *lengths]), "start_pos": np.array(sizes.each(40, 0, 7, 11))}
-    return name, inputs | {"max_seqlen": None}, attributes, None
+    return Call(name, inputs | {"max_seqlen": None}, attributes)
 
 
-def static_mask(
-    rng: np.random.Generator, heads: int, dtype: str = "float32", mask: str | None = None
-) -> Call:
+def static_mask(rng: Generator, heads: int, dtype: str = "float32", mask: str | None = None) -> Call:
     """Return a call for three queries and seven keys; a mask of floats has two more columns, of NaN."""
     inputs: dict[str, Any] = {"seqlen_q": 3, "seqlen_kv": 7}
     if mask == "float":
@@ -63,14 +58,14 @@ def static_mask(
         inputs["attn_mask"][..., 7:] = NAN
     elif mask == "bool":
         inputs["attn_mask"] = rng.random((heads, 3, 7)) < 0.6
-    return "alibi_mask", inputs, {"num_heads": heads, "data_type": dtype}, None
+    return Call("alibi_mask", inputs, {"num_heads": heads, "data_type": dtype})
 
 
-def dynamic_mask(rng: np.random.Generator, sizes: Sizes, heads: int, dtype: str = "float32") -> Call:
+def dynamic_mask(rng: Generator, sizes: Sizes, heads: int, dtype: str = "float32") -> Call:
     """Return a call for the mask of packed sequences."""
     starts, kvstarts = (np.cumsum([0, *sizes.each(*each)]) for each in ((1, 3, 0, 2), (7, 3, 4, 2)))
     inputs = {"seqstarts": starts, "kvstarts": kvstarts}
-    return "dynamic_batching.alibi_mask", inputs, {"num_heads": heads, "data_type": dtype}, None
+    return Call("dynamic_batching.alibi_mask", inputs, {"num_heads": heads, "data_type": dtype})
 
 
 def index_call(sizes: Sizes) -> Call:
@@ -78,10 +73,10 @@ def index_call(sizes: Sizes) -> Call:
     starts = np.cumsum([0, *sizes.each(1, 3, 0, 2)])
     inputs = {"sequences": np.zeros(starts[-1], np.int64), "seqstarts": starts}
     inputs["start_pos"] = np.array(sizes.each(40, 0, 7, 11))
-    return "dynamic_batching.position_index", inputs | {"max_seqlen": None}, {}, None
+    return Call("dynamic_batching.position_index", inputs | {"max_seqlen": None}, {})
 
 
-def positions(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+def positions(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) for the operators of positions in the suite `pmx`."""
     for dtype in FLOATS:
         yield f"turn-{dtype}", static_rotation(rng, sizes, dtype)
@@ -92,7 +87,7 @@ def positions(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Cal
     yield "turn-behind-padding", static_rotation(rng, sizes, pads=True)
     yield "turn-by-tables", static_rotation(rng, sizes, given=True, interleaved=False)
     for heads in (1, 8, 6):
-        yield f"alibi-slope-{heads}", ("alibi_slope", {}, {"num_heads": heads}, None)
+        yield f"alibi-slope-{heads}", Call("alibi_slope", {}, {"num_heads": heads})
     for dtype in ("float32", "float16", "bfloat16"):
         yield f"alibi-mask-{dtype}", static_mask(rng, 6, dtype)
         yield f"alibi-mask-dynamic-{dtype}", dynamic_mask(rng, sizes, 6, dtype)

@@ -6,23 +6,32 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from kvkit.checks.values import text
-from kvkit.errors import KvkitError, argument_error
+from kvkit.errors import KvkitError, argument_error, brief
 from kvkit.operators import OPERATORS
-from kvkit.operators.operator import IN_PYTHON
+from kvkit.operators.operator import IN_PYTHON, Operator
 from kvkit.tools.axes import axes_of_shape
 from kvkit.tools.causes import usable_inputs
 from kvkit.tools.comparison import Difference
 from kvkit.tools.comparison import diff as diff_arrays
+from kvkit.tools.counting import equal_elements
 from kvkit.tools.vectors import packs
 from kvkit.tools.vectors.packs import Case
 from kvkit.typed import Array, FilePath
 
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
+
+
+class CaseResults(NamedTuple):
+    """Holds what a call of a case did."""
+
+    arrays: dict[str, Any]  # results and changed arrays, by name
+    fault: str  # why the case failed; "" if that is not known yet
+    refusal: str  # the error of a call that was refused, or ""
 
 
 @dataclass(frozen=True)
@@ -102,33 +111,38 @@ def replay(
     """
     text("backend", backend, tuple(PACKAGES))
 
-    def run(folder: FilePath, case: Case) -> tuple[dict[str, Any], str, str]:
+    def run(folder: FilePath, case: Case) -> CaseResults:
         if case["operator"] not in OPERATORS:
-            raise packs.unknown(case["operator"], OPERATORS)
+            raise argument_error("operator", f"one of {', '.join(OPERATORS)}", brief(repr(case["operator"])))
         op, given = OPERATORS[case["operator"]], packs.arguments(folder, case)
         known = {*IN_PYTHON, *(each.name for each in op.inputs), *(each.name for each in op.attributes)}
         unknown = [name for name in given if name not in known]
         if unknown:
             raise argument_error(f"case {case['name']}", f"arguments of {op.name}", ", ".join(unknown))
-        positional = [array.name for array in op.inputs if not array.keyword]
-        args = [given.pop(name, None) for name in positional]
-        arrays = dict(zip(positional, args, strict=True)) | given
+        arrays = {array.name: None for array in op.inputs if not array.keyword} | given
         before = {name: array.copy() for name, array in arrays.items() if isinstance(array, np.ndarray)}
-        refused, results = "", None
+        refusal, results = "", None
         try:
-            results = op.function(PACKAGES[backend])(*args, **given)
+            results = call_operator(op, PACKAGES[backend], given)
         except KvkitError as error:
-            refused = str(error)
+            refusal = str(error)
         attributes = {each.name: arrays.get(each.name, each.default) for each in op.attributes}
         returned = op.returned(attributes) if results is not None else []
         results = results if isinstance(results, tuple) else (results,)
         found = dict(zip(returned, results, strict=False)) | {name: arrays[name] for name in case["after"]}
         for name in case.get("unchanged", ()):
             if name in before and before[name].tobytes() != arrays[name].tobytes():
-                return found, f"{name} has changed", refused
-        return found, "", refused
+                return CaseResults(found, f"{name} has changed", refusal)
+        return CaseResults(found, "", refusal)
 
     return outcomes(folder, run, operator, advance)
+
+
+def call_operator(op: Operator, package: str, arguments: dict[str, Any]) -> Any:
+    """Call an operator of a package with arguments by name; missing inputs are None."""
+    positional = [array.name for array in op.inputs if not array.keyword]
+    rest = {name: value for name, value in arguments.items() if name not in positional}
+    return op.function(package)(*map(arguments.get, positional), **rest)
 
 
 def diff(
@@ -164,37 +178,41 @@ def diff(
     """
     results = Path(results)
 
-    def read(folder: FilePath, case: Case) -> tuple[dict[str, Any], str, str]:
+    def read(folder: FilePath, case: Case) -> CaseResults:
         found: dict[str, Any] = {}
+        refusal = "refused" if case.get("refused") else ""
         for group, name, entry in packs.entries(case):
             if group != "arguments":
                 path = results / case["name"] / f"{name}{Path(entry['file']).suffix}"
                 if not path.is_file():
-                    return found, f"{path}: no such file", "refused" if case.get("refused") else ""
+                    return CaseResults(found, f"{path}: no such file", refusal)
                 found[name] = packs.array(folder, entry | {"dtype": packs.result_dtype(entry)}, path)
-        return found, "", "refused" if case.get("refused") else ""
+        return CaseResults(found, "", refusal)
 
     return outcomes(folder, read, operator, advance)
 
 
-def outcomes(folder: FilePath, run: Callable, operator: str | None, advance: Any) -> Outcomes:
-    """Return the outcome of every case. ``run(pack, case)`` returns (results, fault, error of a refusal)."""
+def outcomes(
+    folder: FilePath, run: Callable[[Path, Case], CaseResults], operator: str | None, advance: Any
+) -> Outcomes:
+    """Run every case, and return the outcomes."""
     result = Outcomes()
     for pack in packs.manifests(folder):
         for case in packs.manifest(pack)["cases"]:
             if operator is None or case["operator"] == operator:
-                result.cases.append(judged(pack, case, *run(pack, case)))
+                result.cases.append(judge_case(pack, case, run(pack, case)))
                 if advance is not None:
                     advance(1)
     return result
 
 
-def judged(folder: Path, case: Case, found: dict[str, Any], why: str, refused: str) -> Outcome:
-    """Return the outcome of one case."""
-    if not why and case.get("refused") and not refused:
+def judge_case(folder: Path, case: Case, results: CaseResults) -> Outcome:
+    """Compare the results of a case with the expected ones."""
+    found, why, refusal = results
+    if not why and case.get("refused") and not refusal:
         why = "was done, but must be refused"
-    if not why and refused and not case.get("refused"):
-        why = f"was refused: {refused}"
+    if not why and refusal and not case.get("refused"):
+        why = f"was refused: {refusal}"
     # Arrays that the call changed come first: causes of differences are found there.
     for group, name, entry in sorted(packs.entries(case), key=lambda each: each[0] != "after"):
         if why or group == "arguments":
@@ -219,7 +237,7 @@ def compared(folder: Path, case: Case, name: str, expected: Array, got: Array) -
     like = inputs | stored_floats(case, inputs)
     like |= {"before": inputs[name]} if name in inputs else {}
     others = {other: packs.array(folder, entry) for other, entry in case["after"].items() if other != name}
-    tolerance = packs.tolerance(case, name)
+    tolerance = (case["after"] | case["outputs"])[name].get("tolerance", {})
     return diff_arrays(
         {name: expected} | others,
         {name: got} | others,
@@ -237,10 +255,8 @@ def stored_floats(case: Case, inputs: dict[str, Any]) -> dict[str, Any]:
     op, current = OPERATORS[case["operator"]], inputs["current_key"]
     floats = np.full((*inputs["cache"].shape[:-1], current.shape[-1]), np.nan, current.dtype)
     given = attributes | inputs | {"cache": floats, "scale": None, "quant_bit": 0}
-    positional = [array.name for array in op.inputs if not array.keyword]
-    args = [given.pop(name, None) for name in positional]
     try:
-        op.function("kvkit")(*args, **given)
+        call_operator(op, "kvkit", given)
     except KvkitError:  # the call must be refused
         return {}
     return {"cache": floats}
@@ -267,9 +283,4 @@ def close(expected: Array, got: Array, tolerance: dict[str, Any]) -> bool:
     if expected.tobytes() == got.tobytes():
         return True
     atol, rtol = tolerance.get("atol", 0.0), tolerance.get("rtol", 0.0)
-    if not atol and not rtol:
-        return False
-    with np.errstate(all="ignore"):
-        one, two = expected.astype(np.float64), got.astype(np.float64)
-        equal = (one == two) | (np.isnan(one) & np.isnan(two))
-        return bool((equal | (np.abs(one - two) <= atol + rtol * np.abs(one))).all())
+    return bool((atol or rtol) and equal_elements(expected, got, (atol, rtol, 0)).all())

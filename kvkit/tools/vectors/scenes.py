@@ -3,10 +3,11 @@
 Elements that must not be read are NaN, or arbitrary codes. Other layers of a cache must not change.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 
 from kvkit.reference.cache import (
     CACHE_ATTRIBUTES,
@@ -43,15 +44,9 @@ def store_past(operator: str, before: dict[str, Any], attributes: dict[str, Any]
 
 
 def static_cache(
-    rng: np.random.Generator,
-    sizes: Sizes,
-    dtype: str = "fp16",
-    bits: int = 0,
-    layout: int = 0,
-    past: int = 5,
-    new: int = 2,
-    repeat: int = 1,
-) -> Call:
+    rng: Generator, sizes: Sizes, dtype: str = "fp16", bits: int = 0, layout: int = 0, past: int = 5,
+    new: int = 2, repeat: int = 1,
+) -> Call:  # fmt: skip
     """Return a call of `key_value_cache` after `past` tokens, which the reference stores."""
     kind, batch, heads, dim = FLOATS[dtype], sizes.batch, sizes.heads, sizes.dim
     axes = {"b": batch + 1, "l": 2, "kv": 2, "n": past + new + 2, "h": heads, "c": dim}
@@ -67,82 +62,58 @@ def static_cache(
 
     before = tokens(past) | {"start_pos": 0, "cache": cache, "scale": scale}
     inputs = tokens(new) | {"start_pos": past, "cache": cache, "scale": scale}
-    return "key_value_cache", inputs, attributes | {"num_repeat": repeat}, (before if past else None)
+    return Call("key_value_cache", inputs, attributes | {"num_repeat": repeat}, before if past else None)
 
 
-def steps(
-    rng: np.random.Generator, lengths: Sequence[int], pasts: Sequence[int], mode: int, page: int
-) -> tuple[dict[str, Any], int]:
-    """Return (index tensors of packed sequences, rows of the cache); two sequences share full pages."""
-    new = np.array(lengths)
-    starts, kvlens = np.concatenate([[0], np.cumsum(new)]), new + np.array(pasts)
-    index = {"seqstarts": starts, "kvstarts": np.concatenate([[0], np.cumsum(kvlens)])}
-    if mode == 0:
-        room = kvlens + 1
-        index["cachestarts"], rows = np.concatenate([[1], 1 + np.cumsum(room)[:-1]]), int(room.sum()) + 2
-    else:
-        pages = -(-kvlens // page)
-        ids = rng.permutation(int(pages.sum()) + 3)
-        table = np.full((len(new), int(pages.max(initial=0)) + 1), -1)
-        for b, count in enumerate(pages):
-            table[b, :count], ids = ids[:count] * page, ids[count:]
-        shared = min(pasts[:2]) // page if len(pasts) > 1 else 0
-        table[1, :shared] = table[0, :shared] if shared else table[1, :shared]
-        index["cachestarts"], rows = table, (int(pages.sum()) + 3) * page
-    return index | {"start_pos": np.array(pasts)}, rows
+def cache_rows(
+    rng: Generator, contexts: Sequence[int], pasts: Sequence[int], mode: int, page: int
+) -> tuple[Array, int]:
+    """Return (cachestarts, rows of the cache). Two sequences share the full pages of their past."""
+    if mode == 0:  # a free row before the first context and after each one
+        room = np.array(contexts) + 1
+        return np.cumsum([1, *room[:-1]]), int(room.sum()) + 2
+    pages = [-(-context // page) for context in contexts]
+    ids = rng.permutation(sum(pages) + 3)
+    table = np.full((len(pages), max(pages) + 1), -1)
+    for b, count in enumerate(pages):
+        table[b, :count], ids = ids[:count] * page, ids[count:]
+    shared = min(pasts[:2]) // page
+    table[1, :shared] = table[0, :shared]
+    return table, (sum(pages) + 3) * page
 
 
 def dynamic_cache(
-    rng: np.random.Generator,
-    sizes: Sizes,
-    dtype: str = "fp16",
-    bits: int = 0,
-    layout: int = 3,
-    mode: int = 1,
-    lengths: Sequence[int] = (1, 3, 0, 2),
-    pasts: Sequence[int] | None = None,
-    repeat: int = 1,
-) -> Call:
+    rng: Generator, sizes: Sizes, dtype: str = "fp16", bits: int = 0, layout: int = 3, mode: int = 1,
+    lengths: Sequence[int] = (1, 3, 0, 2), pasts: Sequence[int] | None = None, repeat: int = 1,
+) -> Call:  # fmt: skip
     """Return a call of the dynamic `key_value_cache`; by default pasts end at borders of pages."""
     kind, heads, dim, page = FLOATS[dtype], sizes.heads, sizes.dim, sizes.page
     lengths, pasts = sizes.each(*lengths), sizes.each(*(pasts or (page + 1, page, 2 * page, page - 1)))
-    index, rows = steps(rng, lengths, pasts, mode, page)
+    contexts = [new + past for new, past in zip(lengths, pasts, strict=True)]
+    cachestarts, rows = cache_rows(rng, contexts, pasts, mode, page)
     axes = {"l": 2, "kv": 2, "n": rows, "h": heads, "c": dim}
     cache, scale = cache_of(rng, DYNAMIC_LAYOUTS[layout], axes, kind, bits, 8)
     attributes = {"num_layer": 2, "layer_idx": 0, "quant_bit": bits, "cache_layout": layout}
     attributes |= {"cache_mode": mode} | ({"page_size": page} if mode else {})
     most = 7 if bits == 4 else 127
 
-    def call(count: Sequence[int], past: Sequence[int]) -> dict[str, Any]:
-        total = int(np.sum(count))
-        new = {
-            name: numbers(rng, (total, heads, dim), kind, most) for name in ("current_key", "current_value")
-        }
-        at = np.array(past)
-        starts = {"seqstarts": np.concatenate([[0], np.cumsum(count)])}
-        ends = {"kvstarts": np.concatenate([[0], np.cumsum(np.array(count) + at)]), "start_pos": at}
+    def inputs(lengths: Sequence[int], pasts: Sequence[int]) -> dict[str, Any]:
+        new = {name: numbers(rng, (sum(lengths), heads, dim), kind, most)
+               for name in ("current_key", "current_value")}  # fmt: skip
+        starts, contexts = np.cumsum([0, *lengths]), np.array(lengths) + np.array(pasts)
+        index = {"seqstarts": starts, "kvstarts": np.cumsum([0, *contexts]), "cachestarts": cachestarts}
         rest = dict(zip(LAST, (None, None, cache, scale), strict=True))
-        return new | index | starts | ends | rest
+        return new | index | {"start_pos": np.array(pasts)} | rest
 
-    before = call(pasts, [0] * len(pasts)) if any(pasts) else None
-    order = "current_key", "current_value", "seqstarts", "kvstarts", "cachestarts", "start_pos", *LAST
-    inputs = call(lengths, pasts)
-    inputs = {name: inputs[name] for name in order}
-    return "dynamic_batching.key_value_cache", inputs, attributes | {"num_repeat": repeat}, before
+    before = inputs(pasts, [0] * len(pasts)) if any(pasts) else None
+    more = {"num_repeat": repeat}
+    return Call("dynamic_batching.key_value_cache", inputs(lengths, pasts), attributes | more, before)
 
 
 def static_attention(
-    rng: np.random.Generator,
-    sizes: Sizes,
-    dtype: str = "fp32",
-    new: int = 3,
-    context: int = 9,
-    groups: int = 2,
-    kv_heads: int | None = None,
-    mask: str | None = None,
-    sinks: bool = False,
-    **more: Any,
-) -> Call:
+    rng: Generator, sizes: Sizes, dtype: str = "fp32", new: int = 3, context: int = 9, groups: int = 2,
+    kv_heads: int | None = None, mask: str | None = None, sinks: bool = False, **more: Any,
+) -> Call:  # fmt: skip
     """Return a call of `multi_head_attention`."""
     kind, batch, dim, kv_heads = FLOATS[dtype], sizes.batch, sizes.dim, kv_heads or sizes.heads
     heads = groups * kv_heads
@@ -160,16 +131,12 @@ def static_attention(
     if sinks:
         inputs["sinks"] = plain(rng, (heads,), kind)
     attributes = {"num_heads": heads, "head_dim": dim, "num_kv_heads": kv_heads, "return_lse": True} | more
-    return "multi_head_attention", inputs, attributes, None
+    return Call("multi_head_attention", inputs, attributes)
 
 
 def dynamic_attention(
-    rng: np.random.Generator,
-    sizes: Sizes,
-    dtype: str = "fp32",
-    groups: int = 2,
-    **more: Any,
-) -> Call:
+    rng: Generator, sizes: Sizes, dtype: str = "fp32", groups: int = 2, **more: Any,
+) -> Call:  # fmt: skip
     """Return a call of the dynamic `multi_head_attention`."""
     kind, dim, kv_heads = FLOATS[dtype], sizes.dim, sizes.heads
     lengths, contexts, heads = sizes.each(1, 3, 0, 2), sizes.each(7, 3, 4, 5), groups * sizes.heads
@@ -181,12 +148,12 @@ def dynamic_attention(
         "decoding_batches": 1, "max_seqlen": None, "max_kvlen": None,
     }  # fmt: skip
     attributes = {"num_heads": heads, "head_dim": dim, "num_kv_heads": kv_heads, "return_lse": True} | more
-    return "dynamic_batching.multi_head_attention", inputs, attributes, None
+    return Call("dynamic_batching.multi_head_attention", inputs, attributes)
 
 
-def cache_attention(rng: np.random.Generator, made: Call, groups: int = 2, **more: Any) -> Call:
-    """Return a call of `multi_head_cache_attention` from one of `key_value_cache`."""
-    name, inputs, attributes, before = made
+def cache_attention(rng: Generator, append: Call, groups: int = 2, **more: Any) -> Call:
+    """Return a call of `multi_head_cache_attention` for the arguments of a call of `key_value_cache`."""
+    name, inputs, attributes, before = append
     kind = inputs["current_key"].dtype
     for call in (inputs, before or {}):
         for key in ("current_key", "current_value"):
@@ -202,10 +169,10 @@ def cache_attention(rng: np.random.Generator, made: Call, groups: int = 2, **mor
         last = {"decoding_batches": 1} | {key: inputs[key] for key in LAST}
         inputs = {key: value for key, value in inputs.items() if key not in LAST} | last
     name = name.replace("key_value_cache", "multi_head_cache_attention")
-    return name, query | inputs, attributes | more, before
+    return Call(name, query | inputs, attributes | more, before)
 
 
-def merge(rng: np.random.Generator, dtype: str = "fp32") -> Call:
+def merge(rng: Generator, dtype: str = "fp32") -> Call:
     """Return a merge of splits of a context; some rows have an empty split, some have only empty ones."""
     outputs = plain(rng, (3, 4, 2, 8), FLOATS[dtype])
     inputs = {"outputs": outputs, "lses": plain(rng, (3, 4, 2), np.dtype(np.float32))}
@@ -213,10 +180,10 @@ def merge(rng: np.random.Generator, dtype: str = "fp32") -> Call:
     inputs["lses"][:, 3, 1] = -np.inf
     inputs["outputs"][1, :2] = 0
     inputs["outputs"][:, 3, 1] = 0
-    return "merge_attention_states", inputs, {}, None
+    return Call("merge_attention_states", inputs, {})
 
 
-def pmx(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+def pmx(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
     """Yield (name, call) of the suite `pmx`; an operator must refuse a call whose name ends in "refused"."""
     for dtype in FLOATS:
         for bits in (0, 8, 4):
@@ -224,10 +191,8 @@ def pmx(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
             for layout in (0, 1):
                 yield f"append-static{layout}-{dtype}-{kind}", static_cache(rng, sizes, dtype, bits, layout)
             for layout in range(4):
-                yield (
-                    f"append-dynamic{layout}-{dtype}-{kind}",
-                    dynamic_cache(rng, sizes, dtype, bits, layout, layout % 2),
-                )
+                call = dynamic_cache(rng, sizes, dtype, bits, layout, layout % 2)
+                yield f"append-dynamic{layout}-{dtype}-{kind}", call
         yield f"attention-{dtype}", static_attention(rng, sizes, dtype)
         yield f"attention-one-token-{dtype}", static_attention(rng, sizes, dtype, new=1, context=33)
         yield f"attention-dynamic-{dtype}", dynamic_attention(rng, sizes, dtype)
@@ -250,30 +215,23 @@ def pmx(rng: np.random.Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
         made = dynamic_cache(rng, sizes, bits=bits)
         yield f"cache-attention-dynamic-alibi-{bits}", cache_attention(rng, made, is_alibi=True)
     yield from positions(rng, sizes)
-    for name, change in refusals().items():
-        made = dynamic_cache(rng, sizes, bits=8)
-        made[1].update({name: made[1][name].copy() for name in ("cachestarts", "kvstarts")})
-        change(made)
-        yield f"{name}-refused", made
+    yield from refused_calls(rng, sizes)
 
 
-def refusals() -> dict[str, Callable[[Call], None]]:
-    """Return {name: change of a legal call} of calls that an operator must refuse."""
-
-    def row_outside(made: Call) -> None:
-        made[1]["cachestarts"][0, 0] = 2**40
-
-    def negative_row(made: Call) -> None:
-        made[1]["cachestarts"][1, 0] = -4
-
-    def length(made: Call) -> None:
-        made[1]["kvstarts"][1:] += 1
-
-    def row_twice(made: Call) -> None:
-        made[1]["cachestarts"][1] = made[1]["cachestarts"][0]
-
-    def no_scale(made: Call) -> None:
-        made[1]["scale"] = None
-
-    changes = (row_outside, negative_row, length, row_twice, no_scale)
-    return {change.__name__.replace("_", "-"): change for change in changes}
+def refused_calls(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+    """Yield (name, call) of calls with something wrong, which an operator must refuse."""
+    for name in ("row-outside", "negative-row", "length", "row-twice", "no-scale"):
+        call = dynamic_cache(rng, sizes, bits=8)
+        rows, lengths = (call.inputs[tensor].copy() for tensor in ("cachestarts", "kvstarts"))
+        call.inputs.update(cachestarts=rows, kvstarts=lengths)
+        if name == "row-outside":
+            rows[0, 0] = 2**40
+        elif name == "negative-row":
+            rows[1, 0] = -4
+        elif name == "length":
+            lengths[1:] += 1
+        elif name == "row-twice":
+            rows[1] = rows[0]
+        else:
+            call.inputs["scale"] = None
+        yield f"{name}-refused", call
