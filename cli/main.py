@@ -130,6 +130,8 @@ def explain(error: Exception) -> tuple[str, int | None]:
         if isinstance(error, click.MissingParameter) and isinstance(error.param, click.Argument):
             name = error.param.human_readable_name
             message = f"missing {name}: {ARGUMENTS[name.rstrip('.')]}"
+        if error.ctx and isinstance(error.ctx.command, click.Group) and "Usage:" in message:
+            message = f"expected one of the commands {', '.join(error.ctx.command.list_commands(error.ctx))}"
         return f"{message} (see {verb} --help)", 2
     if isinstance(error, click.Abort):
         return "interrupted", 130

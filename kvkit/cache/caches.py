@@ -125,9 +125,13 @@ class Cache(BaseCache):
             layer.reserve(new)
 
     def _layer(self, layer_idx: SupportsIndex) -> Any:
+        self._check_open()
+        return super()._layer(layer_idx)
+
+    def _check_open(self) -> None:
+        """Raise if `close` ended offloading: the tokens are no longer in this cache."""
         if self._closed:
             raise argument_error("cache", "one that is open (a kept one: Cache.open)", "one that was closed")
-        return super()._layer(layer_idx)
 
     def _missing(self, number: int) -> Any:
         """Make the next layer, if layers are made on first use; `update` adds it to the layers."""
@@ -302,6 +306,7 @@ class Cache(BaseCache):
 
         Afterwards quantized layers attend to codes wherever they have them, as the loaded cache will.
         """
+        self._check_open()
         saving.save(self, path)
 
     @one_call_at_a_time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +54,8 @@ def load(path: FilePath) -> Cache | PagedCache:
     >>> again.get_seq_length(), bool((again.layers[0].keys == keys).all())
     (3, True)
     """
+    if os.path.isdir(path):
+        raise argument_error("path", "a file of `save` (Cache.open opens a folder of `offload`)", path)
     about, arrays = read_file(path)
     if "paged" in about:
         try:

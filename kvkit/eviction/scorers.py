@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvkit.errors import argument_error, describe
+from kvkit.errors import argument_error, describe, suggestion
 from kvkit.eviction.inputs import checked_inputs
 from kvkit.interop import returns_input_kind
 from kvkit.typed import Array
@@ -78,7 +78,8 @@ def scorer(*needs: str, scored: str = "tokens") -> Callable[[Score], Score]:
 def scorer_of(name: object) -> Scorer:
     """Return the scorer of a name."""
     if not isinstance(name, str) or name not in SCORERS:
-        raise argument_error("name", f"a scorer: {', '.join(SCORERS)}", describe(name))
+        got = describe(name) + suggestion(str(name), SCORERS)
+        raise argument_error("name", f"a scorer: {', '.join(SCORERS)}", got)
     return SCORERS[name]
 
 

@@ -49,6 +49,8 @@ CONSTRUCTORS = [  # the message's beginning, and who says it
     ("layers[1]: expected a layer of its own", lambda: Cache([DynamicLayer()] * 2)),
     ("layers[1]: expected a new SharedLayer, got one of another cache",
      lambda: Cache([DynamicLayer(), Cache([DynamicLayer(), SharedLayer(0)]).layers[1]])),
+    ("others: expected a new SharedLayer, got one of another cache",
+     paged(num_layers=2, others={1: Cache([DynamicLayer(), SharedLayer(0)]).layers[1]})),
     ("max_cache_len: expected at least 1", lambda: StaticLayer(0)),
     ("max_cache_len: expected an integer", lambda: StaticLayer(2.5)),
     ("max_cache_len: expected at most 1099511627776 tokens, got 46", lambda: StaticCache(2**62, 1)),

@@ -19,7 +19,7 @@ from folder_scenes import (
 )
 
 from kvkit import KvkitError
-from kvkit.cache import Cache, DynamicCache, StaticCache
+from kvkit.cache import Cache, DynamicCache, StaticCache, load
 from kvkit.cache.stores import mapped
 
 
@@ -56,6 +56,10 @@ def test_close_deletes_the_files(tmp_path):
     cache.close()
     with pytest.raises(KvkitError, match=r"^cache: expected one that is open \(a kept one: Cache.open\)"):
         fill(cache)
+    with pytest.raises(KvkitError, match=r"^cache: expected one that is open .* got one that was closed$"):
+        cache.save(tmp_path / "empty.npz")
+    with pytest.raises(KvkitError, match=r"Cache\.open opens a folder"):
+        load(tmp_path / "new" / "folder")
     assert names(tmp_path / "new" / "folder") == []
 
 

@@ -532,6 +532,8 @@ def checked_others(
         if not numbered or not isinstance(layer, (StateLayer, SharedLayer)):
             wanted = f"a StateLayer or SharedLayer by a number below {count}"
             raise argument_error("others", wanted, f"{describe(layer)}, {number}")
+        if layer.source is not None:
+            raise argument_error("others", "a new SharedLayer", "one of another cache")
     if len(others) == count:
         raise argument_error("others", "fewer layers than num_layers", count)
     return dict(others)

@@ -189,7 +189,8 @@ class Study:
         return report.write_report(self, Path(folder))
 
     def __str__(self) -> str:
-        parts = [f"{self.source}: {len(self.layers)} layers, {self.heads} key heads, {self.tokens:,} tokens"]
+        layers = f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)}"
+        parts = [f"{self.source}: {layers}, {self.heads} key heads, {self.tokens:,} tokens"]
         notes = "\n".join(f"note: {note}" for note in self.notes)
         parts += [notes] * self.unjudged
         parts.append(columns(*table(self.summary, wide=False), MAX_ROWS))
