@@ -18,7 +18,7 @@ HEADS, DIM, PAGES, PAGE_SIZE = 2, 64, 4, 16
 
 def path_of(function):
     """Return the files that a call enters, in order, and how often it moves from one to another."""
-    entered: list = []
+    entered = []  # the file of each function that is called
 
     def note(frame, event, argument):
         name = frame.f_code.co_filename
@@ -30,7 +30,7 @@ def path_of(function):
         function()
     finally:
         sys.setprofile(None)
-    moves = sum(one != other for one, other in itertools.pairwise(entered))
+    moves = sum(file != next_file for file, next_file in itertools.pairwise(entered))
     return list(dict.fromkeys(entered)), moves
 
 
@@ -38,12 +38,11 @@ def attention(cache, new, heads=HEADS):
     """Return a call of attention over a paged cache, for one new token of each of two sequences."""
     query = np.ones((2, heads, DIM), np.float32)
     index = [0, 1, 2], [0, 4, 6], [[0], [PAGE_SIZE]], [3, 1]
-    index = [np.array(tensor) for tensor in index]
+    seqstarts, kvstarts, cachestarts, start_pos = map(np.array, index)
     sizes = {"num_heads": heads, "num_kv_heads": HEADS, "head_dim": DIM}
     place = {"cache_mode": 1, "page_size": PAGE_SIZE, "cache_layout": 3}
 
     def call():
-        seqstarts, kvstarts, cachestarts, start_pos = index
         kvkit.dynamic_batching.multi_head_cache_attention(
             query, new, new, seqstarts, kvstarts, cachestarts, start_pos, 0, None, None, cache,
             **sizes, **place,

@@ -20,12 +20,13 @@ from benchmarks.suites.measuring import Case, Work, machine, table_row
 from kvkit_cli import show
 from kvkit_cuda.device_runtime import device, host
 
-B, HEADS, KV_HEADS, DIM, PAST, PAGE = 64, 32, 8, 128, 8191, 128
-PREFILL, APPEND, GROUP = 4096, 512, 8
+B, HEADS, KV_HEADS, DIM, PAST, PAGE = 64, 32, 8, 128, 8191, 128  # sequences, ..., past tokens, page size
+PREFILL, APPEND = 4096, 512  # tokens of a prompt, and of an append to each sequence
+GROUP = 8  # codes that share a scale
 IN_A_ROW = 20  # calls between two events
 SIZES = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
 TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2}
-WHERE = "cuda"
+DEVICE = "cuda"
 
 
 def sequences(past, new, paged):
@@ -51,9 +52,9 @@ def cache_of(kind, rows):
 
     shape, attributes = (1, 2, KV_HEADS, rows, DIM), {"cache_layout": 3}
     if kind != "int8":
-        return torch.randn(shape, device=WHERE, dtype=getattr(torch, kind)), None, attributes
-    codes = torch.randint(-127, 128, shape, device=WHERE, dtype=torch.int8)
-    scale = torch.full((*shape[:-1], DIM // GROUP), 0.02, device=WHERE, dtype=torch.float16)
+        return torch.randn(shape, device=DEVICE, dtype=getattr(torch, kind)), None, attributes
+    codes = torch.randint(-127, 128, shape, device=DEVICE, dtype=torch.int8)
+    scale = torch.full((*shape[:-1], DIM // GROUP), 0.02, device=DEVICE, dtype=torch.float16)
     return codes, scale, attributes | {"quant_bit": 8, "quant_group": GROUP}
 
 
@@ -62,18 +63,19 @@ def new_tokens(kind, tokens):
 
     dtype = getattr(torch, "float16" if kind == "int8" else kind)
     shapes = (tokens, HEADS, DIM), (tokens, KV_HEADS, DIM), (tokens, KV_HEADS, DIM)
-    return [torch.randn(shape, device=WHERE, dtype=dtype) for shape in shapes]
+    return [torch.randn(shape, device=DEVICE, dtype=dtype) for shape in shapes]
 
 
 def gathered(cache, scale, rows):
     """Gather keys and values [B, H, tokens, Dh] from the rows of a cache with torch."""
     import torch
 
-    flat = torch.as_tensor(rows.reshape(-1), device=WHERE)
-    found = cache[0].index_select(2, flat)
+    flat = torch.as_tensor(rows.reshape(-1), device=DEVICE)
+    states = cache[0].index_select(2, flat)
     if scale is not None:
-        found = found.half().view(*found.shape[:-1], -1, GROUP) * scale[0].index_select(2, flat)[..., None]
-    return found.reshape(2, KV_HEADS, *rows.shape, DIM).transpose(1, 2)
+        codes = states.half().view(*states.shape[:-1], -1, GROUP)
+        states = codes * scale[0].index_select(2, flat)[..., None]
+    return states.reshape(2, KV_HEADS, *rows.shape, DIM).transpose(1, 2)
 
 
 def bytes_of(cache, scale, tokens):
@@ -86,27 +88,30 @@ def copy(moved):
     """Return a function of the round that reads and writes `moved` bytes in all."""
     import torch
 
-    source, target = (torch.empty(moved // 2, device=WHERE, dtype=torch.uint8) for _ in range(2))
+    source, target = (torch.empty(moved // 2, device=DEVICE, dtype=torch.uint8) for _ in range(2))
     return lambda i: target.copy_(source)
 
 
-def quickest(query, key, value, causal):
-    """Return the name and the function of torch's fastest attention for these arrays."""
+def fastest_of_torch(query, key, value, causal):
+    """Return the name and the function of torch's fastest attention for these arrays.
+
+    A single query may be folded: the query heads of a key head then take the place of queries.
+    """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def attention(backend, folded):
         def run(key, value):
-            asked = query.reshape(*key.shape[:2], -1, DIM) if folded else query
+            queries = query.reshape(*key.shape[:2], -1, DIM) if folded else query
             with sdpa_kernel(backend):
-                found = torch.nn.functional.scaled_dot_product_attention(
-                    asked, key, value, is_causal=causal, enable_gqa=not folded
+                output = torch.nn.functional.scaled_dot_product_attention(
+                    queries, key, value, is_causal=causal, enable_gqa=not folded
                 )
-            return found.reshape(query.shape)
+            return output.reshape(query.shape)
 
         return run
 
-    found = []
+    candidates = []  # (seconds, name, function)
     for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
         for folded in (False, True) if query.shape[2] == 1 else (False,):
             run = attention(getattr(SDPBackend, name), folded)
@@ -114,8 +119,8 @@ def quickest(query, key, value, causal):
                 seconds, _ = timed(lambda i, run=run: run(key, value))
             except RuntimeError:  # the backend does not take these arrays, or lacks memory
                 continue
-            found.append((seconds, name.lower() + " folded" * folded, run))
-    _, name, run = min(found, key=lambda each: each[0])
+            candidates.append((seconds, name.lower() + " folded" * folded, run))
+    _, name, run = min(candidates, key=lambda candidate: candidate[0])
     return name, run
 
 
@@ -134,7 +139,7 @@ def timed(function):
     return begin.elapsed_time(end) / IN_A_ROW / 1e3, host_seconds
 
 
-def agree(kind, got, expected):
+def check_close(kind, got, expected):
     """Raise if results differ, so that no wrong kernel is measured."""
     worst = (got.float() - expected.float()).abs().max().item()
     if not worst < TOLERANCE["float16" if kind == "int8" else kind]:
@@ -154,10 +159,10 @@ def decode(kind, paged):
             )
 
         run(0)
-        asked, (keys, values) = query[:, :, None], gathered(cache, scale, rows)
+        queries, (keys, values) = query[:, :, None], gathered(cache, scale, rows)
         keys, values = keys.contiguous(), values.contiguous()
-        name, torch_run = quickest(asked, keys, values, False)
-        agree(kind, out[:, :, None], torch_run(keys, values))
+        name, torch_run = fastest_of_torch(queries, keys, values, False)
+        check_close(kind, out[:, :, None], torch_run(keys, values))
         moved = bytes_of(cache, scale, B * (PAST + 1))
         beside = {
             "copy": copy(moved),
@@ -165,9 +170,9 @@ def decode(kind, paged):
             "gather + torch": lambda i: torch_run(*gathered(cache, scale, rows)),
         }
         if paged:
-            straight, _, count = sequences(PAST, 1, False)
-            other, other_scale, _ = cache_of(kind, count)
-            beside["contiguous"] = lambda i: run(i, straight, other, other_scale)
+            plan_without_pages, _, count = sequences(PAST, 1, False)
+            contiguous_cache = cache_of(kind, count)[:2]
+            beside["contiguous"] = lambda i: run(i, plan_without_pages, *contiguous_cache)
         return Work(run, moved, beside=beside, forms={"torch": name})
 
     return prepare
@@ -188,7 +193,7 @@ def transfer(kind, past, new):
         run(0)
         expected = gathered(cache, scale, rows).transpose(2, 3).reshape(2, -1, KV_HEADS, DIM)
         for got, array in zip(out, expected, strict=True):
-            agree(kind, got, array)
+            check_close(kind, got, array)
         moved = 2 * key.nbytes + bytes_of(cache, scale, B * new) + bytes_of(cache, scale, rows.size)
         return Work(run, moved + 2 * out[0].nbytes, beside={"copy": copy(moved + 2 * out[0].nbytes)})
 
@@ -209,11 +214,11 @@ def prefill(kind):
 
         run(0)
         heads_first = [array[None].transpose(1, 2).contiguous() for array in (query, key, value)]
-        name, torch_run = quickest(*heads_first, True)
-        agree(kind, out[None].transpose(1, 2), torch_run(*heads_first[1:]))
+        name, torch_run = fastest_of_torch(*heads_first, True)
+        check_close(kind, out[None].transpose(1, 2), torch_run(*heads_first[1:]))
         operations = 2 * DIM * HEADS * PREFILL * (PREFILL + 1)  # two products over half of the scores
-        left = torch.randn(PREFILL, PREFILL, device=WHERE, dtype=query.dtype)
-        right = torch.randn(PREFILL, operations // (2 * left.numel()), device=WHERE, dtype=query.dtype)
+        left = torch.randn(PREFILL, PREFILL, device=DEVICE, dtype=query.dtype)
+        right = torch.randn(PREFILL, operations // (2 * left.numel()), device=DEVICE, dtype=query.dtype)
         beside = {"matmul": lambda i: left @ right, "torch": lambda i: torch_run(*heads_first[1:])}
         return Work(run, operations=operations, beside=beside, forms={"torch": name})
 
@@ -246,19 +251,18 @@ def measure(case, rounds):
     `seconds` are of the device; `host_seconds` are those that the host takes for a call of the case.
     """
     work = case.prepare()
-    turns = {"": work.run} | work.beside
-    times, host_times = {name: [] for name in turns}, []
+    functions = {"case": work.run} | work.beside
+    times = {name: [] for name in functions}  # (seconds of the device, seconds of the host)
     for _ in range(rounds + 2):
-        for name, function in turns.items():
-            seconds, host_seconds = timed(function)
-            times[name].append(seconds)
-            host_times += [host_seconds] * (name == "")
-    medians = {name: statistics.median(each[2:]) for name, each in times.items()}
-    result = {
-        "case": case.name,
-        "seconds": medians.pop(""),
-        "host_seconds": statistics.median(host_times[2:]),
+        for name, function in functions.items():
+            times[name].append(timed(function))
+    medians = {
+        name: [statistics.median(each) for each in zip(*pairs[2:], strict=True)]
+        for name, pairs in times.items()
     }
+    seconds, host_seconds = medians.pop("case")
+    medians = {name: device_seconds for name, (device_seconds, _) in medians.items()}
+    result = {"case": case.name, "seconds": seconds, "host_seconds": host_seconds}
     result |= {"bytes": work.moved} if work.moved else {"operations": work.operations}
     return result | {"beside": medians, "forms": work.forms, "goals": case.goals}
 
@@ -282,7 +286,7 @@ def main(path, only, rounds):
         raise click.ClickException("expected a GPU that torch can use, got none")
     gpu = torch.cuda.get_device_properties(0)
     versions = {"cuda": torch.version.cuda, "torch": torch.__version__}
-    found = machine() | {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count} | versions
+    machine_facts = machine() | {"gpu": gpu.name, "multiprocessors": gpu.multi_processor_count} | versions
     table = show.table(
         f"{gpu.name}; medians of {rounds}",
         *("case", "µs", "GB/s", "Gop/s", "as fast as", "goals missed", "host µs"),
@@ -295,8 +299,8 @@ def main(path, only, rounds):
             torch.cuda.empty_cache()
     show.console(width=None if sys.stdout.isatty() else 130).print(table)
     if path:
-        report = {"kvkit": kvkit_cuda.__version__, "machine": found, "rounds": rounds, "results": results}
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        about = {"kvkit": kvkit_cuda.__version__, "machine": machine_facts, "rounds": rounds}
+        path.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,32 +34,35 @@ def results() -> list[dict[str, Any]]:
 
 
 def lines(pattern: re.Pattern[str], x: str, unit: str = NANOSECONDS, **wanted: int) -> Lines:
-    """Return what the cases that match cost, and what a plain read of their bytes costs."""
+    """Return what the cases that match cost, and what a plain read of their bytes costs.
+
+    `x` names the group of the pattern for the axis, `wanted` the values that other groups must have.
+    """
     found: Lines = {}
     for result in results():
         if match := pattern.fullmatch(result["case"]):
-            said = {name: text.replace(",", "") for name, text in match.groupdict().items()}
-            if all(int(said[name]) == number for name, number in wanted.items()):
-                threads = said.get("threads")
-                name = said["kind"] + (f", {threads} thread{'s' * (threads != '1')}" if threads else "")
+            facts = {name: text.replace(",", "") for name, text in match.groupdict().items()}
+            if all(int(facts[name]) == number for name, number in wanted.items()):
+                threads = facts.get("threads")
+                name = facts["kind"] + (f", {threads} thread{'s' * (threads != '1')}" if threads else "")
                 scale = 1e3 if unit == MILLISECONDS else 1e12 / result["bytes"]
-                costs = (each * scale for each in (result["seconds"], result["beside"]["read"]))
-                found.setdefault(name, []).append((int(said[x]), *costs))
+                costs = (seconds * scale for seconds in (result["seconds"], result["beside"]["read"]))
+                found.setdefault(name, []).append((int(facts[x]), *costs))
     return {name: sorted(points) for name, points in found.items()}
 
 
 def panels() -> Iterator[tuple[str, str, Lines]]:
     """Yield the labels of both axes and the lines of each panel of `growth`."""
     steps = [match for result in results() if (match := STEP.fullmatch(result["case"]))]
-    each = next(match["tokens"] for match in steps if int(match["batch"]) > 1).replace(",", "")
-    most = max(int(match["threads"]) for match in steps)
-    contexts = {
-        name: [point for point in points if point[0] != int(each)]
+    length = int(next(match["tokens"] for match in steps if int(match["batch"]) > 1).replace(",", ""))
+    threads = max(int(match["threads"]) for match in steps)
+    contexts = {  # the length of the batches has no case on one thread
+        name: [point for point in points if point[0] != length]
         for name, points in lines(STEP, "tokens", batch=1).items()
     }
-    batches = lines(STEP, "batch", tokens=int(each), threads=most)
+    batches = lines(STEP, "batch", tokens=length, threads=threads)
     yield "tokens of one sequence", NANOSECONDS, contexts
-    yield f"sequences of {int(each):,} tokens", NANOSECONDS, batches
+    yield f"sequences of {length:,} tokens", NANOSECONDS, batches
     yield "key heads, for 32 query heads, 1 thread", MILLISECONDS, lines(HEADS, "heads", MILLISECONDS)
     yield "tokens of a page, 1 thread", NANOSECONDS, lines(PAGES, "page")
 
@@ -91,8 +94,8 @@ def draw_threads(figure: Any) -> None:
     by_threads.set(xlabel="threads", ylabel="GB/s of the cache", ylim=(0, None))
     by_threads.legend(frameon=False, fontsize=8)
     for name, times in many_cores.split_times(machine).items():
-        least = [each / min(times) for each in times]
-        by_splits.plot(many_cores.MOST_SPLITS, least, "o-", markersize=3, label=name)
+        of_the_best = [seconds / min(times) for seconds in times]
+        by_splits.plot(many_cores.MOST_SPLITS, of_the_best, "o-", markersize=3, label=name)
     by_splits.set(xlabel="most splits of a call, 64 threads", ylabel="time, of the best", ylim=(0.9, 3))
     by_splits.set_xscale("log", base=2)
 
@@ -100,7 +103,7 @@ def draw_threads(figure: Any) -> None:
 PICTURES = {"growth": (draw_growth, 9.5), "threads": (draw_threads, 6)}  # and their heights in inches
 
 
-def drawn(name: str, page: str) -> str:
+def draw_svg(name: str, page: str) -> str:
     """Return a picture as SVG, for a light or a dark page, with a digest of the figures it came from."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -123,4 +126,4 @@ def digest() -> str:
 if __name__ == "__main__":
     if GROWTH.exists() and SHAPES.exists():  # they were measured
         for name, page in itertools.product(PICTURES, ("light", "dark")):
-            (FOLDER / f"{name}-{page}.svg").write_text(drawn(name, page))
+            (FOLDER / f"{name}-{page}.svg").write_text(draw_svg(name, page))

@@ -28,18 +28,16 @@ from kvkit.cache import PagedCache
 from kvkit.integrations.dask import ShardedCache, attend
 
 HEADS, KEY_HEADS, DIM, PAGE = 32, 8, 128, 64
-TOKEN = 2 * KEY_HEADS * DIM * 2  # bytes
+TOKEN_BYTES = 2 * KEY_HEADS * DIM * 2  # key and value of all heads, in float16
 PIECE = 8192  # tokens appended at a time
 CHUNKS = 8  # of a dask array
 KEYS = "workers", "tokens a worker"
 
 
 def filled(cache, append, tokens):
-    piece = (
-        np.random.default_rng(1)
-        .standard_normal((1, KEY_HEADS, min(PIECE, tokens), DIM), np.float32)
-        .astype(np.float16)
-    )
+    """Append tokens to a cache by calls `append(cache, new)`; return the cache."""
+    shape = 1, KEY_HEADS, min(PIECE, tokens), DIM
+    piece = np.random.default_rng(1).standard_normal(shape, np.float32).astype(np.float16)
     for begin in range(0, tokens, PIECE):
         new = piece[:, :, : min(PIECE, tokens - begin)]
         append(cache, new)
@@ -47,6 +45,7 @@ def filled(cache, append, tokens):
 
 
 def timed(call):
+    """Return the microseconds of a call."""
     begin = time.perf_counter()
     call()
     return (time.perf_counter() - begin) * 1e6
@@ -146,12 +145,13 @@ def modelled(rows):
     slope = max(0.0, np.polyfit(counts, trips, 1)[0]) if len(set(counts)) > 1 else 0.0
     base = max(0.0, statistics.mean(trips) - slope * statistics.mean(counts))
     largest = max(rows, key=lambda row: row["workers"] * row["tokens a worker"])
-    speed = largest["workers"] * largest["tokens a worker"] * TOKEN / largest["one process"]  # bytes a us
+    read_bytes = largest["workers"] * largest["tokens a worker"] * TOKEN_BYTES
+    speed = read_bytes / largest["one process"]  # bytes a microsecond
 
-    def of(workers, tokens, machines):
-        return (base + slope * workers + tokens / machines * TOKEN / speed) / 1000
+    def milliseconds(workers, tokens, machines):
+        return (base + slope * workers + tokens / machines * TOKEN_BYTES / speed) / 1000
 
-    return of, {"base": base, "each worker": slope, "GB/s": speed / 1000}
+    return milliseconds, {"base": base, "each worker": slope, "GB/s": speed / 1000}
 
 
 def numbers(context, parameter, text):
@@ -163,22 +163,22 @@ def measured(path):
     return json.loads(path.read_text()) if path and path.exists() else {"unit": "us", "rows": []}
 
 
-def tables(said):
+def tables(results):
     """Yield the tables of the results and of the model."""
     columns = "workers", "tokens a worker", "step, ms", "overhead, ms", "one process, ms"
     table = Table(*columns, "round trip, ms", "bytes a step")
-    for row in said["rows"]:
+    for row in results["rows"]:
         times = (f"{row[name] / 1000:.2f}" for name in ("step", "overhead", "one process", "round trip"))
         size = f"{row['tokens a worker']:,}"
         table.add_row(str(row["workers"]), size, *times, f"{row['traffic']:,}")
     yield table
-    if "offline" in said:
-        dask, process = (said["offline"][name] / 1000 for name in ("dask", "process"))
-        size = said["offline"]["tokens"]
+    if "offline" in results:
+        dask, process = (results["offline"][name] / 1000 for name in ("dask", "process"))
+        size = results["offline"]["tokens"]
         yield f"dask arrays, {size:,} tokens: {dask:.0f} ms; one process {process:.0f} ms"
-    if not said["rows"]:
+    if not results["rows"]:
         return
-    of, constants = modelled(said["rows"])
+    step_time, constants = modelled(results["rows"])
     sizes = 10**5, 10**6, 10**7, 10**8
     table = Table(
         "workers",
@@ -186,7 +186,7 @@ def tables(said):
         title="A model, ms a layer step, each worker on a machine like this one",
     )
     for workers in (1, 4, 16, 64, 256):
-        table.add_row(str(workers), *(f"{of(workers, size, workers):.1f}" for size in sizes))
+        table.add_row(str(workers), *(f"{step_time(workers, size, workers):.1f}" for size in sizes))
     yield table
     yield "of " + ", ".join(f"{name} {value:.1f}" for name, value in constants.items())
     table = Table(
@@ -196,9 +196,10 @@ def tables(said):
         "measured, ms",
         title="The model, of workers on one machine, beside what was measured",
     )
-    for row in said["rows"]:
+    for row in results["rows"]:
         workers, size = row["workers"], row["workers"] * row["tokens a worker"]
-        table.add_row(str(workers), f"{size:,}", f"{of(workers, size, 1):.1f}", f"{row['step'] / 1000:.1f}")
+        times = f"{step_time(workers, size, 1):.1f}", f"{row['step'] / 1000:.1f}"
+        table.add_row(str(workers), f"{size:,}", *times)
     yield table
 
 
@@ -211,21 +212,21 @@ def tables(said):
 @click.option("--json", "path", type=click.Path(path_type=Path), help="File for the figures.")
 def main(tokens, workers, long, path):
     """Measure steps of a sharded cache, attention over a dask array, and model more workers."""
-    rng, console, said = np.random.default_rng(0), Console(width=110), measured(path)
-    said["machine"] = {"cpus": os.cpu_count(), "processor": platform.processor() or platform.machine()}
-    rows = {tuple(row[name] for name in KEYS): row for row in said["rows"]}
+    rng, console, results = np.random.default_rng(0), Console(width=110), measured(path)
+    results["machine"] = {"cpus": os.cpu_count(), "processor": platform.processor() or platform.machine()}
+    rows = {tuple(row[name] for name in KEYS): row for row in results["rows"]}
     for count in workers:
         with cluster(count, max(1, (os.cpu_count() or 1) // count)) as client:
             for each in tokens:
                 rows[count, each] = steps(count, each, client, rng)
-    said["rows"] = [rows[key] for key in sorted(rows)]
+    results["rows"] = [rows[key] for key in sorted(rows)]
     if long:
         with cluster(1, os.cpu_count() or 1) as client:
-            said["offline"] = {"tokens": long} | offline(client, long, rng)
-    for each in tables(said):
+            results["offline"] = {"tokens": long} | offline(client, long, rng)
+    for each in tables(results):
         console.print(each)
     if path:
-        path.write_text(json.dumps(said, indent=1) + "\n")
+        path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 @contextlib.contextmanager

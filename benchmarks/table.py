@@ -88,15 +88,16 @@ def decoding(report):
     for result in report["results"]:
         name, place = result["case"].removeprefix("decode ").rsplit(", ", 1)
         rows.setdefault(name, {})[place] = result
-    lines, whole = [], {name: places for name, places in rows.items() if len(places) == len(PLACES)}
-    for name, places in whole.items():
+    lines, complete = [], {name: places for name, places in rows.items() if len(places) == len(PLACES)}
+    for name, places in complete.items():
         cells = [name]
-        for place in PLACES:
-            one = places[place]
-            cells += [f"{times(one, 'read')} ({goal(one, 'read')})", speed(one, "bytes") + bound(one)]
+        for result in (places[place] for place in PLACES):
+            share = f"{times(result, 'read')} ({goal(result, 'read')})"
+            cells += [share, speed(result, "bytes") + bound(result)]
         for peer in PEERS:
             beside = [result for result in places.values() if result["beside"].get(peer)]
-            cells.append(times(min(beside, key=lambda one: speed_ratio(one, peer)), peer) if beside else "")
+            worst = min(beside, key=lambda result: speed_ratio(result, peer), default=None)
+            cells.append("" if worst is None else times(worst, peer))
         lines.append(cells)
     yield from about(report)
     columns = itertools.chain.from_iterable((place, "GB/s, of the bound") for place in PLACES)
@@ -113,14 +114,12 @@ def small(report):
     yield from about(report)
     rows = []
     for result in report["results"]:
-        whole, code, limit = (
-            1e6 * seconds
-            for seconds in (result["seconds"], result["beside"]["machine code"], result.get("limit", 0))
-        )
-        text = f"{whole:.1f}"
-        missed = limit and whole > limit
+        seconds = result["seconds"], result["beside"]["machine code"], result.get("limit", 0)
+        call, code, limit = (1e6 * each for each in seconds)  # microseconds
+        text = f"{call:.1f}"
+        missed = limit and call > limit
         rows.append((
-            result["case"], f"**{text}**" if missed else text, f"{whole - code:.1f}", f"{code:.1f}",
+            result["case"], f"**{text}**" if missed else text, f"{call - code:.1f}", f"{code:.1f}",
             f"{limit:.0f}" if limit else "",
         ))  # fmt: skip
     yield from markdown(("call", "µs", "Python", "machine code", "goal"), rows)
@@ -170,14 +169,14 @@ def headlines(report):
 
 def best(result):
     """Return the time of the fastest peer of a case beside kvkit's, its name and its form."""
-    there = [name for name in PEERS if result["beside"].get(name)]
-    if not there:
+    measured = [name for name in PEERS if result["beside"].get(name)]
+    if not measured:
         return ""
-    name = min(there, key=lambda name: speed_ratio(result, name))
-    return f"{speed_ratio(result, name):.1f}x, {name} {result['forms'][name]}"
+    fastest = min(measured, key=lambda name: speed_ratio(result, name))
+    return f"{speed_ratio(result, fastest):.1f}x, {fastest} {result['forms'][fastest]}"
 
 
-PAGES = [
+PAGES = [  # (page, name in its comments, suite of the figures, function that makes the table)
     (HERE / "README.md", "figures", "cpu", cache),
     (HERE / "README.md", "attention figures", "attention", attention),
     (HERE / "README.md", "decoding figures", "decoding", decoding),
@@ -190,11 +189,11 @@ PAGES = [
 ]
 
 
-def text(page, name, made):
-    """Return a page with a new text between the comments of a name."""
+def with_table(page, name, table):
+    """Return a page with a new table between the comments of a name."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     head, rest = page.split(begin)
-    return head + begin + made + end + rest.split(end)[1]
+    return head + begin + table + end + rest.split(end)[1]
 
 
 def updated():
@@ -205,7 +204,7 @@ def updated():
         if not results.exists():  # not measured yet
             continue
         report = json.loads(results.read_text())
-        pages[path] = text(pages.get(path) or path.read_text(), name, "".join(make(report)))
+        pages[path] = with_table(pages.get(path) or path.read_text(), name, "".join(make(report)))
     return pages
 
 

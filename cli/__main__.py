@@ -23,7 +23,9 @@ def start() -> None:
         sys.stderr.write("kvkit: interrupted\n")
         sys.exit(130)
     finally:
-        exec("")  # resets the flag by which Python ends itself with SIGINT after an interrupted `exec`
+        # Ctrl-C inside an `exec` of text, as dataclasses use it, sets a flag by which Python ends itself with
+        # SIGINT, whatever the exit code. The next `exec` resets the flag.
+        exec("")
 
 
 def end_by_signal(number: int, frame: FrameType | None) -> None:

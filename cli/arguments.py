@@ -39,7 +39,7 @@ def is_scalar(array: Input) -> bool:
 
 
 def ignored_arrays(op: Operator, metadata: dict[str, Any]) -> set[str]:
-    """Return the names of arrays to ignore: of another operator's results that a file holds."""
+    """Return the arrays of a file to ignore: those of the operator that wrote it, unless `op` takes them."""
     source_op = OPERATORS.get(str(metadata.get("operator")))
     arrays = (*source_op.inputs, *source_op.outputs) if source_op else ()
     return {array.name for array in arrays} - argument_names(op)
@@ -63,12 +63,13 @@ def check_headers(
     for array in op.inputs:
         if array.name not in headers:
             continue
-        header, axes = headers[array.name], {axis_count(shape) for shape in array.shapes if "(" in shape}
-        index = "int64" in array.dtypes and header.dtype.kind in "iu"  # the operator checks the width
-        if not index and not {header.dtype.name, "any"} & {*array.dtypes}:
+        header = headers[array.name]
+        is_index = "int64" in array.dtypes and header.dtype.kind in "iu"  # the operator checks the width
+        if not is_index and header.dtype.name not in array.dtypes and "any" not in array.dtypes:
             wanted = " or ".join(array.dtypes)
             raise KvkitError(f"{path}: {array.name}: expected dtype {wanted}, got {dtype_hint(header.dtype)}")
-        if None not in axes and len(header.shape) not in axes:
+        axis_counts = {axis_count(shape) for shape in array.shapes if "(" in shape}  # others are remarks
+        if None not in axis_counts and len(header.shape) not in axis_counts:
             wanted = " or ".join(array.shapes)
             raise KvkitError(f"{path}: {array.name}: expected shape {wanted}, got {header.shape}")
     for attribute in op.attributes:
@@ -81,7 +82,9 @@ def check_headers(
 def axis_count(shape: str) -> int | None:
     """Return the number of axes of a shape in the operator table, such as "(B, H)"; None for any number."""
     inside = shape[shape.index("(") + 1 : shape.rindex(")")]
-    return None if "..." in inside else len(inside.split(",")) if inside else 0
+    if "..." in inside:
+        return None
+    return len(inside.split(",")) if inside else 0
 
 
 def bind(
@@ -98,9 +101,7 @@ def bind(
         inputs[array.name] = arrays.get(array.name)
         if array.name in values:
             inputs[array.name] = scalar_input(array, values[array.name])
-    attributes = {
-        attribute.name: attribute_value(attribute, path, arrays, values) for attribute in op.attributes
-    }
+    attributes = {each.name: attribute_value(each, path, arrays, values) for each in op.attributes}
     return inputs, attributes
 
 

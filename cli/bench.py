@@ -30,12 +30,9 @@ def import_suites() -> list[ModuleType]:
 )  # fmt: skip
 @click.option("--only", default="", metavar="TEXT", help="Run only cases whose 'SUITE CASE' contains TEXT.")
 @click.option(
-    "--rounds",
-    default=11,
-    type=click.IntRange(1),
-    show_default=True,
+    "--rounds", default=11, type=click.IntRange(1), show_default=True,
     help="Runs of each case; medians are shown.",
-)
+)  # fmt: skip
 def bench(folder: Path | None, only: str, rounds: int) -> None:
     """Measure operators beside plain copies or reads, and beside other libraries.
 

@@ -63,11 +63,11 @@ def check(ctx, sources, before, after, keys, values, dask, as_json, **options):
                 show.text(f"{name}:", lambda line: "bold")
             show.text(ctx.command.in_shell(str(found)), lambda line: COLOURS.get(line.partition(" ")[0]))
     if as_json:
-        whole = {name: found.to_dict() for name, found in results.items()}
-        for found in whole.values():
-            for finding in found["findings"]:
+        reports = {name: found.to_dict() for name, found in results.items()}
+        for report in reports.values():
+            for finding in report["findings"]:
                 finding["hint"] = ctx.command.in_shell(finding["hint"])
-        click.echo(json.dumps(whole if several else next(iter(whole.values())), indent=2))
+        click.echo(json.dumps(reports if several else next(iter(reports.values())), indent=2))
     if any(found.errors for found in results.values()):
         ctx.exit(1)
     ctx.exit(0 if all(found.checked for found in results.values()) else 2)
@@ -76,8 +76,9 @@ def check(ctx, sources, before, after, keys, values, dask, as_json, **options):
 def check_file(after, keys, values, options, source):
     """Check a file; errors name it."""
 
-    def opened(file):
+    def with_options(file):
         return None if file is None else with_model(by_patterns(file, keys, values), options["model"])
 
     with clusters.naming(source):
-        return tools.check(opened(source), opened(after), layout=options["layout"], sizes=options["sizes"])
+        caches = with_options(source), with_options(after)
+        return tools.check(*caches, layout=options["layout"], sizes=options["sizes"])

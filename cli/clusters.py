@@ -31,9 +31,9 @@ def naming(path: Any) -> Iterator[None]:
     except KvkitError as error:
         if str(path) in str(error):
             raise
-        kind = type(error)  # some kinds take other arguments than the message
-        kind = kind if kind.__init__ is KvkitError.__init__ else KvkitError
-        raise kind(f"{path}: {error}") from error
+        takes_message_only = type(error).__init__ is KvkitError.__init__
+        error_class = type(error) if takes_message_only else KvkitError
+        raise error_class(f"{path}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -48,11 +48,11 @@ def mapper(address: str | None) -> Iterator[Callable[..., Any]]:
         raise KvkitError(NEEDS) from None
     with tasks.started(address) as run, show.task_bar("tasks") as progress:
 
-        def mapped(function: Callable[..., Any], names: Iterable[Any], *arguments: Any) -> Iterator[Any]:
+        def with_bar(function: Callable[..., Any], names: Iterable[Any], *arguments: Any) -> Iterator[Any]:
             names = list(names)
             for i, result in enumerate(run(function, names, *arguments), 1):
                 if progress:
                     progress(i, len(names))
                 yield result
 
-        yield mapped
+        yield with_bar

@@ -22,17 +22,14 @@ from kvkit_cli import clusters, complete, show, tool, watch
 @tool.layout("--from", "from_layout", "The layout of IN, if the file does not name it.")
 @tool.layout("--to", "to_layout", "The layout of OUT: see kvkit layouts.")
 @click.option(
-    "--format",
-    metavar="NAME",
+    "--format", metavar="NAME",
     help="The format of the numbers in OUT, instead of --to: float16, q8_0, int4:g32...",
     shell_complete=complete.formats,
-)
+)  # fmt: skip
 @click.option(
-    "--from-format",
-    metavar="NAME",
-    help="The format of codes in IN, if the file does not name it.",
+    "--from-format", metavar="NAME", help="The format of codes in IN, if the file does not name it.",
     shell_complete=complete.formats,
-)
+)  # fmt: skip
 @tool.names
 @tool.sizes()
 @click.option("--page-size", metavar="N|longest", help="Copy all sequences into new pages of N tokens.")
@@ -42,10 +39,9 @@ from kvkit_cli import clusters, complete, show, tool, watch
 @tool.model
 @tool.rotation
 @click.option(
-    "--rope-pairs",
-    metavar="halves|neighbours",
+    "--rope-pairs", metavar="halves|neighbours",
     help="Pair elements of keys in OUT for this rotary embedding.",
-)
+)  # fmt: skip
 @click.option(
     "--from-rope-pairs", metavar="halves|neighbours", help="The pairs of IN, if the file does not name them."
 )
@@ -88,9 +84,9 @@ def convert(sources, target, page_size, axis, dask, as_json, quiet, keys, values
     targets = targets_of(inputs, target)
     options["page_size"] = page_size_of(page_size)
     with clusters.mapper(dask) as mapper:
-        names = keys, values, model
-        alone = dask is None
-        work = partial(convert_files, axis=axis, names=names, options=options, quiet=quiet, alone=alone)
+        is_here = dask is None
+        about = {"keys": keys, "values": values, "model": model, "axis": axis, "options": options}
+        work = partial(convert_files, **about, quiet=quiet, is_here=is_here)
         results = {}
         for paths, done in zip(inputs, mapper(work, inputs, targets), strict=True):
             results[str(paths[0])] = done.to_dict()
@@ -119,21 +115,21 @@ def targets_of(inputs, target):
     return targets
 
 
-def convert_files(paths, target, axis, names, options, quiet, alone):
-    """Convert one file, or several that are joined.
+def convert_files(paths, target, keys, values, model, axis, options, quiet, is_here):
+    """Convert one file, or several that are joined, to `target`.
 
-    A task that runs in this process, `alone`, shows progress and watches for changes of its files.
+    A task that runs in this process, `is_here`, shows progress and watches for changes of its files.
     """
     parts = {path: files.read(path) for path in paths}
     mapped = {path: contents.mapped for path, contents in parts.items()}
     total = sum(array.nbytes for contents in parts.values() for array in contents.arrays.values())
-    first, quiet, coding = paths[0], quiet or not alone, options["format"] is not None
-    with clusters.naming(first), watch.watching(mapped if alone and not coding else {}):
-        sources = {str(path): with_model(by_patterns(parts[path], *names[:2]), names[2]) for path in paths}
+    first, quiet = paths[0], quiet or not is_here
+    coding = options["format"] is not None  # then layer by layer, and the result is written as it comes
+    with clusters.naming(first), watch.watching(mapped if is_here and not coding else {}):
+        sources = {str(path): with_model(by_patterns(parts[path], keys, values), model) for path in paths}
         source = sources[str(first)]
         if axis is not None:
-            given = {"layout": options["from_layout"], "sizes": options["sizes"]}
-            source = tools.join(sources, axis=axis, **given)
+            source = tools.join(sources, axis=axis, layout=options["from_layout"], sizes=options["sizes"])
             options = options | {"from_layout": None, "sizes": None}
         with show.progress(f"{'coding' if coding else 'moving'} {first.name}", total, quiet) as advance:
             done = tools.convert(source, target if coding else None, **options, progress=in_steps(advance))
@@ -149,17 +145,19 @@ def page_size_of(text):
     """Parse --page-size: a number, "longest", or None."""
     if text is None or text == "longest":
         return text
-    if not (text.isascii() and text.isdecimal()) or not 0 < int(text[:10]) < 2**31:
+    is_number = text.isascii() and text.isdecimal() and len(text) < 11
+    if not is_number or not 0 < int(text) < 2**31:
         raise KvkitError(f"--page-size {text}: expected a positive number, or longest")
     return int(text)
 
 
 def in_steps(advance):
     """Return a callback (bytes done, all bytes) that calls `advance` with the bytes since its last call."""
-    before = [0]
+    last = 0
 
     def progress(done, total):
-        advance(done - before[0])
-        before[0] = done
+        nonlocal last
+        advance(done - last)
+        last = done
 
     return progress

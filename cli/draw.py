@@ -80,19 +80,22 @@ def draw_file(path, layout, sizes, kind):
         note = "drawn up to the last row in use, as neither a layout nor num_blocks gives the number of rows"
     else:
         check_pages_in_pool(convention, pages, rows)
-    across = source.paged.get("arguments", {}).get("page_size")  # a saved PagedCache's table lists rows
+    cache_page_size = source.paged.get("arguments", {}).get("page_size")  # a PagedCache's table lists rows
     published = published_rows(source.arrays, source.paged) if source.paged else None
-    return drawing.cells(pages, rows, page_size=across, filled=filled, published=published, kind=kind), note
+    options = {"page_size": cache_page_size, "filled": filled, "published": published}
+    return drawing.cells(pages, rows, **options, kind=kind), note
 
 
 def check_parts(source):
     """Refuse an incomplete page table, and one with pages of unknown size."""
-    for name in (name for name in BESIDE_TABLE if name in source.arrays):
-        for other in BESIDE_TABLE[name]:
-            if other not in source.arrays:
-                raise argument_error(other, f"an array, beside {name}", "None")
-        wanted = f"the layout of the cache, or --sizes n=N, the rows of a page, as {name} is given"
-        raise argument_error("layout", wanted, "None")
+    name = next((name for name in BESIDE_TABLE if name in source.arrays), None)
+    if name is None:
+        return
+    for other in BESIDE_TABLE[name]:
+        if other not in source.arrays:
+            raise argument_error(other, f"an array, beside {name}", "None")
+    wanted = f"the layout of the cache, or --sizes n=N, the rows of a page, as {name} is given"
+    raise argument_error("layout", wanted, "None")
 
 
 def filled_rows(source, pages):

@@ -22,7 +22,8 @@ CHANGES = {  # {change: (value of its option, help)}
     "shift": ("BEGIN:END:DELTA", "Move tokens to other positions."),
     "divide": ("BEGIN:END:D", "Divide positions by D, rounding down."),
 }
-RANGE = re.compile(r"(\d*):(\d*)(?::(-?\d+))?")
+RANGE = re.compile(r"(\d*):(\d*)(?::(-?\d+))?")  # BEGIN:END or BEGIN:END:NUMBER
+LONGEST_RANGE = 60  # characters: Python refuses to parse numbers of thousands of digits
 
 
 class Edit(tool.ToolVerb):
@@ -113,8 +114,8 @@ def is_llama(source):
 def edit_state(ctx, source, output, changes, close, as_json):
     """Remove tokens of a session or state of llama.cpp."""
     if close or any(name in ("shift", "divide") for name in ctx.meta["order"]):
-        what = "moves, as a state has keys rotated by their positions"
-        raise KvkitError(f"{source}: expected --remove or --retain, got {what}")
+        moves = "moves, as a state has keys rotated by their positions"
+        raise KvkitError(f"{source}: expected --remove or --retain, got {moves}")
     values = {name: iter(given) for name, given in changes.items()}
     texts = [(name, next(values[name])) for name in ctx.meta["order"]]
     parsed = [(name, text, parse_ranges(name, text)) for name, text in texts]
@@ -171,31 +172,34 @@ def apply_change(cache, name, text, close, rotation):
         note_if_outside(name, text, positions, ranges)
         cache.retain(positions[in_ranges(positions, ranges)])
         return
-    begin, end, by = parse_range(name, text, name != "remove")
+    begin, end, delta_or_d = parse_range(name, text, has_third=name != "remove")
     if name == "remove":
         note_if_outside(name, text, positions, [(begin, end, by)])
         cache.remove(begin, end, close=close, **({"rope": rotation} if close else {}))
     else:
-        getattr(cache, name)(begin, end, by, rope=rotation)
+        getattr(cache, name)(begin, end, delta_or_d, rope=rotation)
 
 
 def parse_ranges(name, text):
     """Parse a text such as 0:4,100: into ranges."""
-    return [parse_range(name, part, False) for part in text.split(",")]
+    return [parse_range(name, part, has_third=False) for part in text.split(",")]
 
 
 def in_ranges(positions, ranges):
     """Return which positions lie in one of the ranges, bool [positions]."""
-    inside = [(positions >= a) & (positions < (np.inf if b is None else b)) for a, b, _ in ranges]
+    ends = [np.inf if end is None else end for _, end, _ in ranges]
+    inside = [(positions >= begin) & (positions < end) for (begin, *_), end in zip(ranges, ends, strict=True)]
     return np.any(inside, axis=0)
 
 
-def parse_range(name, text, by):
-    """Parse a text such as 10:20, or with `by` 10:20:-4, into (begin, end or None, third number or None)."""
+def parse_range(name, text, has_third):
+    """Parse 10:20, or with a third number 10:20:-4, into (begin, end or None, third number or None)."""
     found = RANGE.fullmatch(text.strip())
-    if found is None or len(text) > 60 or (found[3] is not None) != by:
-        raise KvkitError(f"--{name} {text}: expected {CHANGES[name][0]}, as 10:20{':-4' if by else ''}")
-    return int(found[1] or 0), int(found[2]) if found[2] else None, int(found[3]) if by else None
+    if found is None or len(text) > LONGEST_RANGE or (found[3] is not None) != has_third:
+        form = "10:20:-4" if has_third else "10:20"
+        raise KvkitError(f"--{name} {text}: expected {CHANGES[name][0]}, as {form}")
+    begin, end, third = found.groups()
+    return int(begin or 0), int(end) if end else None, int(third) if has_third else None
 
 
 def position_runs(positions):

@@ -49,21 +49,21 @@ def info(for_programs: bool) -> None:
 def compiled_code() -> list[dict[str, Any]]:
     """Count files of compiled code by module and by the sources and machine that they are for."""
     root, here = disk_cache.root_folder(), cache_folder()
-    counts: dict[tuple[str, str], tuple[int, int]] = {}
+    counts: dict[tuple[str, str], tuple[int, int]] = {}  # {(module, what for): (files, bytes)}
     for path in sorted(root.glob("*/*.bin")) if root else ():
-        module, state = module_of(path.stem), path.stem.split("-")[-2]
+        module, sources = module_of(path.stem), path.stem.split("-")[-2]  # MODULE-FUNCTION-SOURCES-VARIANT
         if path.name.startswith("kvkit_cuda"):
-            key = "kvkit_cuda", "GPUs"
+            row = "kvkit_cuda", "GPUs"
         elif path.parent != here:
-            key = "all", "another CPU, Python or Numba"
-        elif module and state == source_digest.digest(module)[:SOURCE_LETTERS]:
-            key = module, THIS
+            row = "all", "another CPU, Python or Numba"
+        elif module and sources == source_digest.digest(module)[:SOURCE_LETTERS]:
+            row = module, THIS
         else:
-            key = "all", "other sources of kvkit"
-        count, size = counts.get(key, (0, 0))
-        counts[key] = count + 1, size + path.stat().st_size
-    rows = sorted(counts.items(), key=lambda row: (row[0][1] != THIS, row[0]))
-    return [{"of": of, "for": state, "variants": n, "bytes": size} for (of, state), (n, size) in rows]
+            row = "all", "other sources of kvkit"
+        count, size = counts.get(row, (0, 0))
+        counts[row] = count + 1, size + path.stat().st_size
+    rows = sorted(counts.items(), key=lambda entry: (entry[0][1] != THIS, entry[0]))  # these sources first
+    return [{"of": of, "for": what, "variants": n, "bytes": size} for (of, what), (n, size) in rows]
 
 
 def module_of(name: str) -> str | None:

@@ -55,7 +55,8 @@ def layouts(name, sizes, as_json):
 def known_layout(text):
     """Return the name of a layout for its alias, a name or a line unchanged, and None for any other text."""
     name = ALIASES.get(text, text)
-    return name if name in NAMED or set(name) & set("| ") else None
+    is_line = "|" in name or " " in name
+    return name if name in NAMED or is_line else None
 
 
 def layout_facts(name):

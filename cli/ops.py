@@ -18,9 +18,8 @@ def ops(for_programs: bool) -> None:
       kvkit ops --json | jq -r '.[].name'
     """
     if for_programs:
-        show.as_json(
-            [{"name": op.name, "summary": op.summary, "source": op.source} for op in OPERATORS.values()]
-        )
+        facts = "name", "summary", "source"
+        show.as_json([{fact: getattr(op, fact) for fact in facts} for op in OPERATORS.values()])
         return
     for op in OPERATORS.values():
         show.out(op.name, style="bold")

@@ -16,6 +16,7 @@ from kvkit_cli import complete, npz, show, watch
 from kvkit_cli.arguments import SHOWN, argument_names, bind, check_headers, find_operator, ignored_arrays
 from kvkit_cli.show import suggestion
 
+Arrays = dict[str, Any]  # {name: array, or its header, or None}
 PACKAGES = {"cpu": "kvkit", "cuda": "kvkit_cuda"}
 PATH = click.Path(path_type=Path, readable=False)  # npz.py checks paths
 
@@ -66,10 +67,10 @@ def run(
     op = find_operator(operator)
     check_targets(op, source, output, in_place, only_check)
     names = parse_map(op, renamed)
-    with contextlib.ExitStack() as block:
+    with contextlib.ExitStack() as stack:
         contents = npz.Contents({}, {})
         if in_place:
-            block.enter_context(npz.keep_for_changes(source))
+            stack.enter_context(npz.keep_for_changes(source))
         if source:
 
             def check_file(headers: dict[str, Any], metadata: dict[str, Any]) -> None:
@@ -88,18 +89,19 @@ def run(
         else:
             if threads is not None:
                 use_threads(threads)
-            block.enter_context(watch.watching({source: contents.mapped}))
+            stack.enter_context(watch.watching({source: contents.mapped}))
             results, seconds = call_operator(op, op.function(PACKAGES[backend]), inputs, attributes)
         in_out = {array.name: inputs[array.name] for array in op.inputs if array.changes(inputs[array.name])}
         changed = present(in_out)
-        outputs = present(dict(zip(op.returned(attributes), results, strict=not only_check)))
+        names_of_results = op.returned(attributes) if not only_check else ()
+        outputs = present(dict(zip(names_of_results, results, strict=True)))
         outputs = {name: array for name, array in outputs.items() if name not in changed}
         watch.refuse_changed(source, contents.mapped)
         if output and not only_check:
             npz.write(output, outputs | changed, {"operator": op.name, "attributes": attributes}, quiet)
         if in_place and not only_check:
-            original = {name: array for array, name in names.items()}
-            rewritten = {original.get(name, name): array for name, array in changed.items()}
+            names_in_file = {name: array for array, name in names.items()}  # --map the other way round
+            rewritten = {names_in_file.get(name, name): array for name, array in changed.items()}
             npz.write(source, contents.arrays | rewritten, contents.metadata, quiet)
     if quiet:
         return
@@ -110,7 +112,8 @@ def run(
         return
     table = show.table(op.name, "array", "role", "dtype", "shape", "size")
     for row in rows:
-        table.add_row(*map(str, list(row.values())[:3]), show.shape(row["shape"]), show.size(row["bytes"]))
+        texts = row["array"], row["role"], row["dtype"], show.shape(row["shape"]), show.size(row["bytes"])
+        table.add_row(*texts)
     show.out(table)
     if only_check:
         click.echo(f"{op.name}: the call is legal; nothing was computed or written")
@@ -134,7 +137,7 @@ def parse_map(op: Operator, renamed: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def mapped_arrays(path: Path | None, arrays: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+def mapped_arrays(path: Path | None, arrays: Arrays, names: dict[str, str]) -> Arrays:
     """Return the arrays of a file under the operator's names."""
     for array, name in names.items():
         if array not in arrays:
@@ -145,7 +148,7 @@ def mapped_arrays(path: Path | None, arrays: dict[str, Any], names: dict[str, st
     return {names.get(name, name): array for name, array in arrays.items()}
 
 
-def present(arrays: dict[str, Any]) -> dict[str, Any]:
+def present(arrays: Arrays) -> Arrays:
     """Return the arrays that are not None."""
     return {name: array for name, array in arrays.items() if array is not None}
 
@@ -198,9 +201,7 @@ def call_operator(
     return results if isinstance(results, tuple) else (results,), seconds
 
 
-def array_rows(
-    inputs: dict[str, Any], outputs: dict[str, Any], changed: dict[str, Any]
-) -> list[dict[str, Any]]:
+def array_rows(inputs: Arrays, outputs: Arrays, changed: Arrays) -> list[dict[str, Any]]:
     """Return the name, role, dtype, shape and bytes of every array."""
     rows = [("in-out" if name in changed else "in", name, array) for name, array in inputs.items()]
     rows += [("out", *pair) for pair in outputs.items()]

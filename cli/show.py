@@ -45,8 +45,8 @@ def console(stderr: bool = False, width: int | None = None) -> Console:
 def out(thing: Any, **style: Any) -> None:
     """Print on stdout: without padding into a pipe, and tables as lists on a narrow terminal."""
     screen = console()
-    table = isinstance(thing, Table) and len(thing.columns) > 3 and screen.width < NARROW
-    if table and console(width=WIDE).measure(thing).maximum > screen.width:
+    is_wide_table = isinstance(thing, Table) and len(thing.columns) > 3 and screen.width < NARROW
+    if is_wide_table and console(width=WIDE).measure(thing).maximum > screen.width:
         thing = as_list(thing)
     if screen.is_terminal:
         screen.print(thing, **style)

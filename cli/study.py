@@ -20,10 +20,9 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 @click.command(cls=tool.ToolVerb, words=dict.fromkeys(("format", "scheme", "rotation"), "--schemes"))
 @click.argument("source", metavar="[FILE]", type=tool.PATH, required=False)
 @click.option(
-    "--model",
-    metavar="NAME",
+    "--model", metavar="NAME",
     help="Study a model that reads --text: a folder, GGUF file or name. With FILE: its GGUF or config.json.",
-)
+)  # fmt: skip
 @click.option("--text", type=click.Path(path_type=Path), help="A text file for the model to read.")
 @click.option("--tokens", default=512, show_default=True, metavar="N", help="Tokens of the text to read.")
 @click.option(

@@ -31,7 +31,11 @@ class ToolVerb(click.Command):
             raise type(error)(self.in_shell(str(error))) from error
 
     def in_shell(self, text):
-        """Replace arguments of Python in a text by options of the shell."""
+        """Replace arguments of Python in a text by options of the shell.
+
+        "from_layout: expected a layout" becomes "--from: expected a layout", and "give layout='hf'" "give
+        --layout 'hf'".
+        """
         text = text.replace("a name of kvkit.layouts.NAMED", "a name that kvkit layouts lists")
         for word, option in self.words.items():
             text = re.sub(rf"(^|: ){word}(?=: expected)", rf"\g<1>{option}", text)

@@ -20,8 +20,8 @@ from kvkit_cli import show
 from kvkit_cli.warming import CODES, Kind
 
 WHAT = "attention", "cache", "all"
-USUAL = "float16,int8,int4"
-GROUP = 8
+USUAL = "float16,int8,int4"  # --formats, if it is not given
+GROUP = 8  # elements that share a scale, if a format does not say
 COUNT = click.IntRange(1)
 Wave = list[tuple[str, str, Kind]]  # (name to print, task of warming.py, its argument)
 Process = subprocess.Popen[str]
@@ -31,11 +31,13 @@ def parse_formats(texts: Sequence[str], data: str, dim: int, queries: int) -> It
     """Yield (text, kind) for each cache format in the texts."""
     legal = [*(fmt.name for fmt in formats.FLOATS), *CODES]
     for text in ",".join(texts or [USUAL]).split(","):
-        name, _, group = text.partition("/")
-        if name not in legal or (group and name not in CODES):
+        name, _, group_text = text.partition("/")
+        if name not in legal or (group_text and name not in CODES):
             wanted = f"expected one of {', '.join(legal)}, or codes with their group, as in int4/32"
             raise KvkitError(f"--formats {text}: {wanted}{show.suggestion(name, legal)}")
-        group = int(group) if group.isdecimal() else 0 if group else GROUP
+        group = GROUP
+        if group_text:
+            group = int(group_text) if group_text.isdecimal() else 0
         if name in CODES and (not group or dim % group):
             raise KvkitError(f"--formats {text}: expected a group that divides a head of {dim} elements")
         yield text, Kind(name, group, data if name in CODES else name, dim, queries)
@@ -59,10 +61,9 @@ def parse_formats(texts: Sequence[str], data: str, dim: int, queries: int) -> It
     help="What runs the code: this CPU, or the first GPU of this machine.",
 )  # fmt: skip
 @click.option(
-    "--capability",
-    metavar="X.Y",
+    "--capability", metavar="X.Y",
     help="With --backend cuda: compile for this compute capability, without a GPU.",
-)
+)  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
 def warm(
     what: str,
@@ -124,10 +125,10 @@ def find_device(capability: str | None) -> tuple[str, Path | None, tuple[int, in
 
 def task_waves(what: str, kinds: Sequence[tuple[str, Kind]]) -> list[Wave]:
     """Return two waves of tasks. The second needs code that the first compiles."""
-    (_, usual), *_ = kinds
-    first, second = [("index tensors of a step", "step", usual)], []
+    any_kind = kinds[0][1]  # these tasks compile the same for all
+    first, second = [("index tensors of a step", "step", any_kind)], []
     if what != "cache":
-        first.insert(0, ("attention", "attention", usual))  # the longest task begins first
+        first.insert(0, ("attention", "attention", any_kind))  # the longest task begins first
         second = [(f"attention to {text}", "attention_to_cache", kind) for text, kind in kinds]
     if what != "attention":
         first += [(f"cache of {text}", "cache", kind) for text, kind in kinds]
@@ -144,9 +145,9 @@ def compile_waves(waves: list[Wave], quiet: bool = False) -> None:
 
 def start_process(started: contextlib.ExitStack) -> Process:
     """Start a process that compiles, and that is killed when the stack unwinds."""
-    command, quiet = [sys.executable, "-P", "-m", "kvkit_cli.warming"], os.environ | {"KVKIT_QUIET": "1"}
+    command = [sys.executable, "-P", "-m", "kvkit_cli.warming"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=quiet, **pipes)
+    process = subprocess.Popen(command, env=os.environ | {"KVKIT_QUIET": "1"}, **pipes)
     started.callback(end_process, process)
     return process
 

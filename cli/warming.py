@@ -20,8 +20,8 @@ from kvkit.errors import KvkitError
 
 CODES = {fmt.name: bits for bits, fmt in formats.QUANTIZED.items()}  # quant_bit
 PROMPT = 40  # tokens: enough for the kernels of prompts
-SIZES = 1, 8192  # tokens of a call on one thread, and of a call on all threads
-SCALE = "float16"
+TOKENS = 1, 8192  # of a call on one thread, and of a call on all threads
+SCALE_FORMAT = "float16"
 
 
 @dataclass(frozen=True)
@@ -36,43 +36,43 @@ class Kind:
     capability: tuple[int, int] | None = None  # the compute capability of a GPU that is not there
 
 
-def rows(kind: Kind, tokens: int, heads: int = 1) -> np.ndarray:
+def states_of(kind: Kind, tokens: int, heads: int = 1) -> np.ndarray:
     """Return queries, keys or values [1, tokens, heads, dim]."""
     return np.ones((1, tokens, heads, kind.dim), formats.BY_NAME[kind.data].dtype)
 
 
-def empty(kind: Kind, tokens: int) -> dict[str, Any]:
+def empty_cache(kind: Kind, tokens: int) -> dict[str, Any]:
     """Return an empty cache and the attributes that describe it."""
     bits = CODES.get(kind.cache, 0)
     dtype, last = formats.BY_NAME[kind.cache].dtype, kind.dim * bits // 8 if bits else kind.dim
-    scale = np.zeros((1, 1, 2, tokens, 1, kind.dim // kind.group), SCALE) if bits else None
+    scale = np.zeros((1, 1, 2, tokens, 1, kind.dim // kind.group), SCALE_FORMAT) if bits else None
     cache = np.zeros((1, 1, 2, tokens, 1, last), dtype)
     return {"cache": cache, "scale": scale, "quant_bit": bits, "quant_group": kind.group}
 
 
 def cache(kind: Kind) -> None:
     """Append and load, on one thread and on all."""
-    for tokens in SIZES:
-        new = rows(kind, tokens)
-        kvkit.key_value_cache(new, new, 0, **empty(kind, tokens))
+    for tokens in TOKENS:
+        new = states_of(kind, tokens)
+        kvkit.key_value_cache(new, new, 0, **empty_cache(kind, tokens))
 
 
 def attention(kind: Kind) -> None:
     """Attend with a prompt, then with a token. Caches of all formats share this code."""
     for tokens in PROMPT, 1:
-        query, new = rows(kind, tokens, kind.queries), rows(kind, PROMPT)
-        kvkit.multi_head_attention(query, new, new, **heads(kind))
+        query, new = states_of(kind, tokens, kind.queries), states_of(kind, PROMPT)
+        kvkit.multi_head_attention(query, new, new, **sizes_of(kind))
 
 
 def attention_to_cache(kind: Kind) -> None:
     """Attend over a cache with a prompt, then with a token."""
-    arguments = empty(kind, PROMPT + 1)
+    arguments = empty_cache(kind, PROMPT + 1)
     for past, tokens in ((0, PROMPT), (PROMPT, 1)):
-        query, new = rows(kind, tokens, kind.queries), rows(kind, tokens)
-        kvkit.multi_head_cache_attention(query, new, new, past, **arguments, **heads(kind))
+        query, new = states_of(kind, tokens, kind.queries), states_of(kind, tokens)
+        kvkit.multi_head_cache_attention(query, new, new, past, **arguments, **sizes_of(kind))
 
 
-def heads(kind: Kind) -> dict[str, Any]:
+def sizes_of(kind: Kind) -> dict[str, Any]:
     """Return the attributes of attention that describe heads."""
     return {"num_heads": kind.queries, "num_kv_heads": 1, "head_dim": kind.dim}
 
@@ -89,7 +89,7 @@ def kernels(kind: Kind) -> str:
     if kind.capability:
         warm.compile_for(tuple(kind.capability))
     before = dict(warm.compiled.counts)
-    counts = warm.warm(kind.cache, kind.group, kind.data, kind.dim, kind.queries, SCALE)
+    counts = warm.warm(kind.cache, kind.group, kind.data, kind.dim, kind.queries, SCALE_FORMAT)
     return ": " + ", ".join(f"{count - before[what]} {what}" for what, count in counts.items())
 
 

@@ -23,10 +23,7 @@ from kvkit_cli.main import main as kvkit_main
 DATA = Path(__file__).parent / "data" / "smollm2_kv.npz"
 APPEND = "dynamic_batching.key_value_cache"
 ATTEND = "dynamic_batching.multi_head_cache_attention"
-STEPS = {
-    APPEND: "prompts",
-    ATTEND: "token",
-}  # the prompts, then a token of each: a command line for each layer
+STEPS = {APPEND: "prompts", ATTEND: "token"}  # {operator: tokens that it appends}, a command line a layer
 PAGE_SIZE, PAGES = 16, 8  # for each sequence
 BATCH, COPIES = 8, 64  # to measure: sequences, and copies of both texts that are their contexts
 CALLS = 50
@@ -97,12 +94,12 @@ def main():
 
 
 def say(text):
-    """A line that is seen at once, through a pipe too."""
+    """Print a line that is seen at once, through a pipe too."""
     print(text, flush=True)
 
 
 def type_in(words):
-    """A command line, in this process."""
+    """Run a command line in this process."""
     try:
         kvkit_main(words, prog_name="kvkit")
     except SystemExit as ended:
@@ -111,20 +108,23 @@ def type_in(words):
 
 
 def command(words):
-    """The same as a line to paste."""
+    """Return the words of a command line as a line to paste."""
     script = Path(sys.executable).with_name("kvkit")
     program = [here(script)] if script.exists() else [here(sys.executable), "-m", "kvkit_cli"]
     return shlex.join([*program, *words])
 
 
 def here(path):
-    """A path as it is shortest from this folder."""
+    """Return a path relative to this folder if it is below it."""
     path, folder = Path(path).absolute(), Path.cwd()
     return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
 
 def run(data, folder, name):
-    """Every step by command line: the last file's arrays, each layer's contexts and its attention."""
+    """Run every step by command line.
+
+    Return the arrays of the last file, the contexts of each layer, and attention's outputs [layers, ...].
+    """
     arrays = empty_file(data, *KINDS[name])
     results = {}
     for step, operator in enumerate(STEPS):
@@ -146,7 +146,7 @@ def arguments(operator, layer, folder, name):
 
 
 def empty_file(data, quant_bit, group):
-    """The arrays and attributes that stay the same through all steps; pages lie in random order."""
+    """Return the arrays and attributes that stay the same through all steps; pages lie in random order."""
     layers, _, heads, dim = data["current_key"].shape
     sequences = len(data["prompt_lens"])
     rows = sequences * PAGES * PAGE_SIZE
@@ -168,7 +168,7 @@ def empty_file(data, quant_bit, group):
 
 
 def step_inputs(data, step, layer):
-    """The prompts of both sequences at step 0, then one token of each, which attends."""
+    """Return the inputs of a step: the prompts of both sequences at step 0, then one token of each."""
     prompts, queries = data["prompt_lens"], data["query"][layer]
     first = prompts + step - 1 if step else np.zeros_like(prompts)
     last = prompts + step
@@ -192,25 +192,25 @@ def step_inputs(data, step, layer):
 
 
 def packed(data, first, last):
-    """Indices in the file's tokens of positions `first` to `last` of each sequence."""
+    """Return the indices in the file's tokens of the positions [first, last) of each sequence."""
     starts = data["seqstarts"][:-1]
     return np.concatenate([np.arange(s + a, s + b) for s, a, b in zip(starts, first, last, strict=True)])
 
 
 def stored(arrays):
-    """Cache and, if there is one, scale."""
+    """Return the cache and, if there is one, its scale."""
     return [arrays[name] for name in ("cache", "scale") if name in arrays]
 
 
 def cost(data, arrays):
-    """Bytes of a token in all layers, and their share of a float16 cache's."""
+    """Return the bytes of a token in all layers, and their share of a float16 cache's, as texts."""
     token = sum(array.nbytes / array.shape[3] for array in stored(arrays))
     plain = 2 * data["current_key"].nbytes / data["current_key"].shape[1]
     return f"{token:.0f}", f"{token / plain:.0%}"
 
 
 def context_errors(data, contexts):
-    """How far the contexts of all layers that came back are from what went in."""
+    """Yield the errors of keys and of values that were read back, relative to those that were appended."""
     appended = data["prompt_lens"]
     tokens = packed(data, np.zeros_like(appended), appended)
     for side in ("key", "value"):
@@ -218,30 +218,30 @@ def context_errors(data, contexts):
 
 
 def rms(got, expected):
-    """Root mean square of the difference, relative to that of what is expected."""
+    """Return the root mean square of the difference, relative to that of what is expected, as text."""
     got, expected = got.astype(np.float64), expected.astype(np.float64)
     return f"{np.sqrt(((got - expected) ** 2).mean() / (expected**2).mean()):.1%}"
 
 
 def largest(got, expected):
-    """The largest difference, relative to the largest number that is expected."""
+    """Return the largest difference, relative to the largest number that is expected, as text."""
     got, expected = got.astype(np.float64), expected.astype(np.float64)
     return f"{np.abs(got - expected).max() / np.abs(expected).max():.1%}"
 
 
 def long_contexts(arrays):
-    """The last step for sequences whose contexts are whole pages of both texts, again and again."""
+    """Return the last step's inputs for longer sequences, made of copies of the pages of both texts."""
     rows, lengths = arrays["cache"].shape[3], np.diff(arrays["kvstarts"])
     full = np.arange(PAGES) < (lengths // PAGE_SIZE)[:, None]
     pages = np.arange(COPIES)[:, None] * rows + arrays["cachestarts"][full]
     kvlen = pages.size * PAGE_SIZE // BATCH
-    made = {name: array if array.ndim else int(array) for name, array in arrays.items()}
+    inputs = {name: array if array.ndim else int(array) for name, array in arrays.items()}
     for name in ("query", "current_key", "current_value"):
-        made[name] = np.resize(arrays[name], (BATCH, *arrays[name].shape[1:]))
+        inputs[name] = np.resize(arrays[name], (BATCH, *arrays[name].shape[1:]))
     for name in ("cache", "scale"):
         if name in arrays:
-            made[name] = np.concatenate([arrays[name]] * COPIES, axis=3)
-    return made | {
+            inputs[name] = np.concatenate([arrays[name]] * COPIES, axis=3)
+    return inputs | {
         "seqstarts": np.arange(BATCH + 1),
         "kvstarts": np.arange(BATCH + 1) * kvlen,
         "cachestarts": pages.reshape(BATCH, -1),
@@ -252,7 +252,7 @@ def long_contexts(arrays):
 
 
 def appending(inputs):
-    """Speed of a step that reads contexts back instead of attending to them."""
+    """Return the speed of a step that reads contexts back instead of attending to them."""
     attends = ("query", "decoding_batches", "num_heads", "num_kv_heads", "head_dim")
     inputs = {name: value for name, value in inputs.items() if name not in attends}
     call = kvkit.dynamic_batching.key_value_cache
@@ -261,20 +261,20 @@ def appending(inputs):
 
 
 def attending(inputs):
-    """Speed of a step."""
+    """Return the speed of a step that attends."""
     call = kvkit.dynamic_batching.multi_head_cache_attention
     out = call(**inputs)
     return speed(lambda: call(**inputs, out=out), context_bytes(inputs))
 
 
 def context_bytes(inputs):
-    """What all contexts have in one layer of the cache."""
+    """Return the bytes of all contexts in one layer of the cache."""
     token = sum(array.nbytes / array.shape[0] / array.shape[3] for array in stored(inputs))
     return int(inputs["kvstarts"][-1] * token)
 
 
 def speed(function, size):
-    """Least time of a call, and the bytes moved in it."""
+    """Return the least time of a call, and the speed at which it moves `size` bytes, as texts."""
     times = []
     for _ in range(CALLS):
         begin = time.perf_counter()

@@ -30,13 +30,13 @@ LABELS = {"sliding": "first and recent tokens", "growing": "all tokens"}
 
 
 def reference_text():
-    """Python's language reference, each paragraph once, for topics repeat each other."""
+    """Return Python's language reference, each paragraph once, because topics repeat each other."""
     paragraphs = "\n\n".join(pydoc_data.topics.topics.values()).split("\n\n")
     return "\n\n".join(dict.fromkeys(paragraphs))
 
 
 def attention(model, cache):
-    """What `Llama.forward` asks for: the next tokens come into a layer of the cache, and attend to it."""
+    """Return the `attend` of `Llama.forward`: it appends new tokens to a layer of the cache, and attends."""
 
     def attend(layer, query, key, value):
         start = cache.get_seq_length(layer)
@@ -53,13 +53,13 @@ def read(model, ids, window=None, chunk=CHUNK):
     cache = DynamicCache(rope=kvkit.Rope(model.head_dim, model.theta, interleaved=True))
     attend = attention(model, cache)
     for begin in range(0, len(ids) - 1, chunk):
-        fed = ids[begin : begin + chunk + 1]
+        tokens = ids[begin : begin + chunk + 1]  # and the one that comes next
         if window is not None and cache.get_seq_length() + chunk > window:
             cache.remove(SINKS, SINKS + window // 4, close=True)
-        logits = model.logits(model.forward(fed[:-1], attend))
+        logits = model.logits(model.forward(tokens[:-1], attend))
         logits -= logits.max(1, keepdims=True)
-        chances = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(logits)), fed[1:]]
-        yield chances, cache.layers[0].stored_tokens
+        losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(logits)), tokens[1:]]
+        yield losses, cache.layers[0].stored_tokens
 
 
 def perplexity(losses):
@@ -69,8 +69,8 @@ def perplexity(losses):
 def show(name, chunks, chunk=CHUNK):
     """Read on, and print the perplexity of every eight chunks; return losses and tokens stored, by chunk."""
     losses, stored, begin = [], [], time.perf_counter()
-    for chances, tokens in chunks:
-        losses.append(chances)
+    for chunk_losses, tokens in chunks:
+        losses.append(chunk_losses)
         stored.append(tokens)
         if len(losses) % 8 == 0:
             rate = chunk * len(losses) / (time.perf_counter() - begin)
@@ -82,7 +82,7 @@ def show(name, chunks, chunk=CHUNK):
 
 
 def plot(found, trained, path, ink="#1f2933"):
-    """Draw perplexity and memory by position, in ink on whatever page it lies on."""
+    """Draw perplexity and memory by position, with lines and text of a colour that the page allows."""
     import matplotlib
 
     matplotlib.use("svg")

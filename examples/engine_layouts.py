@@ -30,8 +30,9 @@ def main():
     lengths = np.diff(data["seqstarts"])
     queries = data["query"][:, :, -1]  # [layers, texts, heads, dim], of each text's last token
     longest = int(lengths.max())
-    path, said = folder / "hf.safetensors", files.Description("hf", rope_applied=True, rope_base=1e5)
-    files.write(path, {"cache": as_transformers(data, lengths)}, said)
+    path = folder / "hf.safetensors"
+    description = files.Description("hf", rope_applied=True, rope_base=1e5)
+    files.write(path, {"cache": as_transformers(data, lengths)}, description)
     cache = files.nested(files.read(path).arrays)
 
     # A row of the batch for each text becomes pages, in random order as an engine's are.
@@ -55,12 +56,12 @@ def main():
     exact = plain(queries, cache, lengths)
     in_pool = attended(queries, view(pool, "vllm-lbnhc"), table, lengths)
     in_flat = attended(queries, view(flat, "pmx-dynamic-2"), table, lengths)
-    codes = coded(queries, data, pages, lengths)
+    in_codes, code_bytes = coded(queries, data, pages, lengths)
     report = show.table("Attention of both last tokens, all layers", "cache", "bytes", "largest difference")
     report.add_row("Transformers, plain numpy", show.size(nbytes(cache)), "the reference")
     report.add_row("vLLM LBNHC pages", show.size(nbytes(pool)), difference(in_pool, exact))
     report.add_row("PMX layout 2", show.size(flat.nbytes), difference(in_flat, exact))
-    report.add_row("PMX layout 2, int8", show.size(codes[1]), difference(codes[0], exact))
+    report.add_row("PMX layout 2, int8", show.size(code_bytes), difference(in_codes, exact))
     show.console().print(report)
     equal = all(np.array_equal(*pair) for pair in zip(flattened(cache), flattened(again), strict=True))
     print(f"vLLM and PMX agree bit for bit: {np.array_equal(in_pool, in_flat)}")
@@ -68,7 +69,7 @@ def main():
 
 
 def as_transformers(data, lengths):
-    """[layer][kv] of [texts, heads, longest, dim], zeros behind each text."""
+    """Return arrays [texts, heads, longest, dim] by [layer][kv], with zeros behind each text."""
     cache = []
     for pair in zip(data["current_key"], data["current_value"], strict=True):
         layer = [
@@ -82,7 +83,7 @@ def as_transformers(data, lengths):
 
 
 def plain(queries, cache, lengths):
-    """Attention in float64, a query at a time."""
+    """Compute attention in float64, a query at a time."""
     found = np.zeros(queries.shape)
     for layer, text, head in np.ndindex(queries.shape[:-1]):
         keys, values = (part[text].astype(np.float64)[:, : lengths[text]] for part in cache[layer])
@@ -94,7 +95,7 @@ def plain(queries, cache, lengths):
 
 
 def attended(queries, kv, table, lengths):
-    """Attention over pages where they lie; rows of one array are pages too."""
+    """Attend to pages where they lie; rows of one array are pages too."""
     layers = []
     for query, *sides in zip(queries, kv.keys, kv.values, strict=True):
         keys, values = (side.reshape(-1, PAGE_SIZE, *side.shape[-2:]) for side in sides)
@@ -103,7 +104,7 @@ def attended(queries, kv, table, lengths):
 
 
 def coded(queries, data, pages, lengths):
-    """Attention over int8 codes, appended by PMX's operators, and the bytes of codes and scales."""
+    """Append int8 codes by PMX's operators, and attend; return outputs, and the bytes of codes and scales."""
     layers, _, heads, dim = data["current_key"].shape
     rows = int(pages.table.max()) + PAGE_SIZE
     stored = {
@@ -140,7 +141,7 @@ def nbytes(arrays):
 
 
 def difference(got, exact):
-    """The largest difference, relative to the largest number."""
+    """Return the largest difference, relative to the largest number, as text."""
     return f"{np.abs(got - exact).max() / np.abs(exact).max():.3%}"
 
 

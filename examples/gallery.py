@@ -1,4 +1,4 @@
-"""Files for the pictures of docs/gallery.md: a model's cache of three sequences, and a fault.
+"""Write the files for the pictures of docs/gallery.md: a model's cache of three sequences, and a fault.
 
 The data are SmolLM2-135M-Instruct's, data/smollm2_kv.npz. The commands that draw them are on the page.
 
@@ -35,7 +35,7 @@ def main():
 
 
 def chats():
-    """The cache and the page tables of two texts and of a sequence that begins as the first one does."""
+    """Return the cache and page tables of two texts, and of a sequence that begins as the first one does."""
     data = files.read(DATA).arrays
     keys, values, starts = data["current_key"], data["current_value"], data["seqstarts"]
     layers, _, heads, dim = keys.shape

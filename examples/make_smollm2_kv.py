@@ -59,7 +59,7 @@ REFERENCE_ANSWER = [504, 3575, 282, 4649, 314, 7042, 30, 2]
 
 
 class History:
-    """Attention of one sequence in plain numpy, which keeps (keys, values, queries) of every layer.
+    """Computes attention of one sequence in numpy, and keeps (keys, values, queries) of every layer.
 
     Its heads are in halves: the rotary embedding turns elements i and head_dim / 2 + i.
     """
@@ -68,7 +68,7 @@ class History:
         self.theta, self.layers = model.theta, []
 
     def attend(self, layer, q, k, v):
-        """Append the next tokens, [tokens, heads, head_dim] each, to a layer; what they attend to."""
+        """Append the states of new tokens, [tokens, heads, head_dim], to a layer; return the outputs."""
         past = len(self.layers[layer][0]) if layer < len(self.layers) else 0
         positions = np.arange(past, past + len(q))
         new = self.rotate(in_halves(k), positions), v, self.rotate(in_halves(q), positions)
@@ -80,7 +80,7 @@ class History:
         return attend(queries[past:], k, v)
 
     def rotate(self, x, positions):
-        """Rotary embedding of x [tokens, heads, head_dim]."""
+        """Return x [tokens, heads, head_dim] after the rotary embedding."""
         half = x.shape[-1] // 2
         angles = positions[:, None] * self.theta ** (-np.arange(half) / half)
         cos, sin = (f(angles).astype(np.float32)[:, None, :] for f in (np.cos, np.sin))
@@ -94,7 +94,7 @@ def in_halves(x):
 
 
 def attend(q, k, v):
-    """Causal attention of the last len(q) positions over all len(k), with grouped key/value heads."""
+    """Attend causally with the queries of the last positions to all keys; heads are grouped."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat(group, axis=1), v.repeat(group, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, k) / np.float32(np.sqrt(q.shape[2]))
@@ -107,7 +107,7 @@ def attend(q, k, v):
 
 
 def decode(model, prompt, count):
-    """Decode greedily; the tokens and what the layers keep, which lacks the last of them."""
+    """Decode greedily; return the tokens, and what the layers keep, which lacks the last token."""
     history = History(model)
     return list(itertools.islice(model.generate(prompt, history.attend), count)), history.layers
 

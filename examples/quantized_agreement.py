@@ -1,4 +1,4 @@
-"""What a quantized cache does to a model's predictions: perplexity and next-token agreement over a text.
+"""Measure what a quantized cache does to a model's predictions: perplexity and next-token agreement.
 
 SmolLM2-135M-Instruct reads a text through each cache, a few tokens at a time, so that all but the first and
 the most recent tokens are seen as codes, as in decoding. Agreement says how often the likeliest next token
@@ -54,7 +54,7 @@ came out to the pier to thank him. They brought bread, and oil, and a new pane o
 
 
 def caches(config):
-    """Name, attention function and cache of every row."""
+    """Yield (name, attention function, cache) of every row, or in place of the cache what is missing."""
     yield "DynamicCache", "sdpa", DynamicCache(config=config)
     yield "kvkit dynamic", "kvkit", KvkitCache(config)
     spec = QuantSpec(group=32)
@@ -72,7 +72,7 @@ def caches(config):
 
 
 def read(model, attention, cache, ids):
-    """log-probabilities [tokens, vocabulary] of the token after each."""
+    """Return the log-probabilities [tokens, vocabulary] of the token after each."""
     model.set_attn_implementation(attention)
     with torch.no_grad():
         parts = [model(part, past_key_values=cache).logits[0] for part in ids.split(STEP, 1)]
@@ -80,7 +80,7 @@ def read(model, attention, cache, ids):
 
 
 def bytes_of(cache):
-    """What a cache stores."""
+    """Return how many bytes a cache stores."""
     if isinstance(cache, TheirQuantizedCache):
         kept = [
             getattr(layer, name)

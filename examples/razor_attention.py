@@ -1,4 +1,4 @@
-"""RazorAttention on a model's keys and values: what a compressed cache does to attention.
+"""Run RazorAttention on a model's keys and values: what does a compressed cache do to attention?
 
 data/smollm2_kv.npz has what SmolLM2-135M-Instruct computed for two texts (make_smollm2_kv.py). The last 32
 tokens of each are decoded, those before are its prompt. One key head of each layer is a retrieval head and
@@ -27,16 +27,16 @@ MODES = {"mean": ascend.CompressType.KVHEAD_ROPE, "dropped": ascend.CompressType
 
 @dataclass(frozen=True)
 class Layer:
-    """Packed keys and values, prompts of some lengths; queries [steps, sequences, heads, dim]."""
+    """Holds a layer's keys and values of all tokens, packed, and its queries."""
 
-    key: np.ndarray
+    key: np.ndarray  # [tokens, heads, dim]
     value: np.ndarray
-    query: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
+    query: np.ndarray  # [steps, sequences, heads, dim]
+    starts: np.ndarray  # where each sequence begins in key and value
+    lengths: np.ndarray  # of the prompts
 
     def tokens(self, first, last):
-        """Keys and values of some positions of each sequence."""
+        """Return keys and values of the positions [first, last) of each sequence."""
         rows = np.concatenate(list(map(np.arange, self.starts + first, self.starts + last)))
         return self.key[rows], self.value[rows]
 
@@ -72,7 +72,7 @@ def main():
 
 
 def read(data):
-    """The layers of the file. A step has all queries of a text, as if more heads shared each key head."""
+    """Yield the layers of the file. A step has all queries of a text, as if more heads shared a key head."""
     starts, heads = data["seqstarts"], data["current_key"].shape[2]
     for key, value, query in zip(data["current_key"], data["current_value"], data["query"], strict=True):
         sequences, own, _, dim = query.shape
@@ -83,7 +83,7 @@ def read(data):
 
 
 def turn(x, positions):
-    """The rotary embedding [..., heads, dim] by as many positions more."""
+    """Return x [..., heads, dim], rotated by so many positions more."""
     half = x.shape[-1] // 2
     angles = positions[..., None, None] * THETA ** (-np.arange(half) / half)
     z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
@@ -91,7 +91,7 @@ def turn(x, positions):
 
 
 def razor(layer, retrieval, mode):
-    """The outputs over a cache whose heads keep rows of their own, and the rows of each head."""
+    """Attend to a cache whose heads keep rows of their own; return outputs, and the rows of each head."""
     lengths, heads = layer.lengths, layer.key.shape[1]
     wins, offsets = ascend.razor_windows(lengths, heads, retrieval, **POLICY)
     blocks = {"compress_type": mode, "block_size": BLOCK_SIZE, "headroom": STEPS}
@@ -103,7 +103,7 @@ def razor(layer, retrieval, mode):
 
 
 def decode(layer, where, cache_heads, prompt, token, razor_offset=None):
-    """Outputs [steps, sequences, query heads, dim]: store the prompts, then append a token and attend."""
+    """Store the prompts, then append a token a step and attend; return [steps, sequences, heads, dim]."""
     shape, lengths = (where.num_blocks, BLOCK_SIZE, cache_heads, layer.key.shape[2]), layer.lengths
     caches, outputs = [np.zeros(shape, layer.key.dtype) for _ in range(2)], []
     ascend.reshape_and_cache(*layer.tokens(0, lengths), *caches, where.slot_mapping, **prompt)
@@ -116,18 +116,18 @@ def decode(layer, where, cache_heads, prompt, token, razor_offset=None):
 
 
 def squares(outputs, heads):
-    """Sums of squares [layers, steps, sequences, key heads] of what query heads give."""
+    """Return the sums of squares [layers, steps, sequences, key heads] of the outputs of query heads."""
     return (outputs**2).reshape(*outputs.shape[:3], heads, -1).sum(-1)
 
 
 def relative(error, size, chosen, axes=None):
-    """Root mean square of an error, relative to what is expected, over the chosen [layers, heads]."""
+    """Return the root mean square of an error over the chosen [layers, heads], relative to the outputs'."""
     error, size = (x.sum(axes, where=chosen[:, None, None]) for x in (error, size))
     return np.sqrt(error / size)
 
 
 def plot(path, errors, size, kinds):
-    """The error of every step, if matplotlib is there."""
+    """Draw the error of every step, if matplotlib is installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""A language model in numpy, on the cache of your choice: prompt in, text out.
+"""Run a language model in numpy, on the cache of your choice: prompt in, text out.
 
 SmolLM2-135M-Instruct (smollm2_model.py) decodes greedily; its attention is kvkit's, over keys and values
 where they lie. The first run compiles for some seconds.
@@ -24,7 +24,7 @@ from kvkit_cli import show
 
 
 def stream(model, tokenizer, prompt, cache, dtype, limit):
-    """Print the answer as it comes; how many tokens came, and the seconds of the prompt and of the others."""
+    """Print the answer as it comes; return (tokens, seconds of the prompt, seconds of the other tokens)."""
     pieces, count, begin = DecodeStream(), 0, time.perf_counter()
     for token in itertools.islice(model.generate(prompt, attention(model, cache, dtype)), limit):
         count += 1

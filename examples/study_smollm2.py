@@ -1,4 +1,4 @@
-"""What schemes of quantization cost the keys and values of a language model: a table and pictures.
+"""Show what schemes of quantization cost a language model's keys and values: a table and pictures.
 
 `kvkit.tools.study` of data/smollm2_kv.npz, what SmolLM2-135M-Instruct computed for two texts
 (make_smollm2_kv.py). The table goes into docs/tools/study.md, the pictures into docs/pictures, and a report
@@ -25,24 +25,24 @@ def studied():
 
 
 def table(study):
-    """Its summary in Markdown, without the columns that a short table can do without."""
+    """Return a study's summary in Markdown, without the less important columns."""
     lines = ["| scheme | bits per number | keys | values | worst head | attention | other top key |"]
     lines += ["|---|--:|--:|--:|--:|--:|--:|"]
-    for one in study.summary:
-        errors = one.key_error, one.value_error, one.worst_error, one.output_error, one.top_changed
-        words = f"`{one.scheme}`", f"{one.bits:.2f}", *(f"{error:.1%}" for error in errors)
+    for row in study.summary:
+        errors = row.key_error, row.value_error, row.worst_error, row.output_error, row.top_changed
+        words = f"`{row.scheme}`", f"{row.bits:.2f}", *(f"{error:.1%}" for error in errors)
         lines.append(f"| {' | '.join(words)} |")
     return "\n".join([*lines, ""])
 
 
 def updated(study):
-    """The page with the table, by its path."""
+    """Return the page with the new table, by its path."""
     head, _, rest = PAGE.read_text().partition(BEGIN)
     return {PAGE: "".join([head, BEGIN, table(study), END, rest.partition(END)[2]])}
 
 
 def pictures(study):
-    """The pictures of a report for light and dark pages, by their paths."""
+    """Return the pictures of a report for light and dark pages, by their paths."""
     from kvkit.tools.studies import plots
 
     return {

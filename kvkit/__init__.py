@@ -57,8 +57,9 @@ __all__ = [
     "mla_append", "mla_attention", "mla_expand", "multi_head_attention", "multi_head_cache_attention",
     "paged_append", "paged_attention", "paged_plan", "rotary_position_embedding", "swap_blocks", "topk_rows",
 ]  # fmt: skip
+# {name: the module that has it, or is it}; these are imported on first use
 ROOMS = "cache", "eviction", "files", "formats", "integrations", "layouts", "tools"
 MODULES = {"Rope": "kvkit.rope", "indexer_scores": "kvkit.indexer", "topk_rows": "kvkit.indexer"}
 MODULES |= {name: "kvkit.mla" for name in __all__ if name.startswith("mla_")}
 MODULES |= {name: f"kvkit.{name}" for name in ROOMS}
-__getattr__, __dir__ = lazy_names(__name__, MODULES, __all__)  # imported on first use
+__getattr__, __dir__ = lazy_names(__name__, MODULES, __all__)

@@ -14,7 +14,7 @@ from kvkit.interop import returns_input_kind
 from kvkit.typed import Array, Arrays, Pair
 
 MAX_PREPARED = 64  # prepared calls that are kept, one for each dtype, shape and number of parts
-# A running call takes its prepared call out, so that no other thread uses it.
+# A call takes its prepared call out and puts it back at the end, so that no other thread uses it.
 merges: PreparedCalls[PreparedCall] = PreparedCalls(MAX_PREPARED)
 
 

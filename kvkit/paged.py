@@ -74,9 +74,9 @@ def paged_attention(
     key_scale, value_scale : float or ndarray, optional
         Factors of keys and of values, required for int8: a finite number, or an array [num_kv_heads] or [B,
         num_kv_heads]. For codes also one scale per token and head: an array with the axes of the pool without
-        c; or one per group, with an axis of groups in place of c (which is also needed if the shape without
-        it is one of those above). Keys and values then have one dtype, and their scales equal strides. Such
-        scales are not checked for NaN.
+        c; or one per group, with an axis of groups in place of c. Give that axis, of size 1, if the shape
+        without it could be one of those above. Keys and values then have one dtype, and their scales equal
+        strides. Such scales are not checked for NaN.
     quant_format : str, optional
         ``"q8_0"``, ``"q4_0"`` or two of these, as in ``"q8_0/q4_0"``, for keys and values in llama.cpp's
         blocks of ggml: pools of uint8, whose last axis is the bytes of a head.
@@ -84,16 +84,8 @@ def paged_attention(
         Whether a query ignores keys after its own position.
     alibi_slopes : ndarray, shape [num_heads] or [B, num_heads], optional
         Slopes; each score is reduced by its slope times the distance of query and key.
-    softmax_scale : float, optional
-        Factor of the scores; 1 / sqrt(Dk) if None.
-    window : tuple of int
-        (left, right): how many keys on each side of its position a query attends to; -1 for no limit.
-    softcap : float
-        If not 0, scores become ``softcap * tanh(score / softcap)``.
-    sinks : ndarray, shape [num_heads], optional
-        One more score for each query head, which is part of its softmax and has no value.
-    return_lse : bool
-        Whether to return the natural logarithms of the softmax denominators too.
+    softmax_scale, window, softcap, sinks, return_lse
+        As in `multi_head_attention`.
     return_key_weights : bool
         Whether to return, for each head, the sum of the weights that a key gets from its sequence's queries.
     out : ndarray or tuple of ndarray, optional
@@ -116,11 +108,8 @@ def paged_attention(
     Notes
     -----
     This does what FlashAttention's ``flash_attn_varlen_func`` with a block table, FlashInfer's paged wrappers
-    and vLLM's attention do. Scores and sums are float32.
-
-    If all data are bfloat16 and the CPU has AVX-512 BF16, a call with more than 8 query rows for a key head
-    rounds softmax weights to bfloat16. Its outputs may then have other bits than those of a step.
-    ``KVKIT_CPU=avx512vnni`` in the environment keeps weights in float32.
+    and vLLM's attention do. Scores and sums are float32; for bfloat16 see the notes of
+    `multi_head_attention`.
 
     Examples
     --------

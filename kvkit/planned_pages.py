@@ -1,4 +1,4 @@
-"""Contexts in an engine's pages, checked once for all layers of a model."""
+"""Check contexts in an engine's pages once for all layers of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all tests share: the backend that runs the operators, random numbers, memory that nobody may touch."""
+"""Define fixtures of all tests: the backend that runs the operators, random numbers, guarded memory."""
 
 import importlib.util
 
@@ -22,25 +22,25 @@ collect_ignore_glob = [] if HAVE_TRANSFORMERS else ["integrations/test_transform
 
 @pytest.fixture
 def rng(request):
-    """Random numbers that are a test's own, and the same in every run."""
+    """Return a generator of random numbers that differ between tests and are the same in every run."""
     return np.random.default_rng(sum(request.node.name.encode()))
 
 
 @pytest.fixture(scope="session")
 def backend():
-    """The package whose operators are tested: kvkit, or kvkit_cuda where `--backend` names a device."""
+    """Return the package whose operators are tested: kvkit, or kvkit_cuda if `--backend` names a device."""
     return backends.operators
 
 
 @pytest.fixture
 def microsecond():
-    """What limits on the cost of a call are multiples of: more than a microsecond where Python is slow."""
+    """Return the unit of limits on the time of calls, in seconds: longer than 1e-6 if Python is slow here."""
     return max(1.0, surroundings.pace() / 20e-6) * 1e-6
 
 
 @pytest.fixture
 def poison():
-    """Outputs full of 0xFF, and arrays amid such memory, which has not changed when the test ends."""
+    """Yield a maker of outputs full of 0xFF, amid memory that must not have changed when the test ends."""
     memory = surroundings.Poison()
     yield memory
     memory.check()

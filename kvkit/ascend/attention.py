@@ -53,12 +53,8 @@ def paged_attention(
         Factor of the scores; 1 / sqrt(D) if None.
     window : tuple of int
         (left, right): how many rows before and after the last row a query sees; -1 for no limit.
-    softcap : float
-        Scores become ``softcap * tanh(score / softcap)``; 0 for no cap.
-    sinks : ndarray, shape [num_head], optional
-        One more score for each head, which is part of its softmax and has no value.
-    return_lse : bool
-        Whether to return the logarithms of the softmax denominators too.
+    softcap, sinks, return_lse
+        As in `kvkit.multi_head_attention`.
     out : ndarray or tuple of ndarray, optional
         Array for ``attn_output``, or arrays for both outputs; made if not given.
 
@@ -99,21 +95,18 @@ def paged_attention(
 
 def attend_to_blocks(call: attention.BlockAttentionCall, out: Array, lse: Array | None = None) -> None:
     """Run checked attention, where each entry of the block tables is a sequence with one query token."""
-    folded = attention.folded_shape(call)
-    query = one_piece(call.query).reshape(*folded, call.query.shape[2])
-    results = [out] if lse is None else [out, lse]
-    entry_arrays = [array.reshape(*folded, *array.shape[2:]) for array in results]
-    out_entries, lse_entries = (*entry_arrays, None)[:2]
+    entries, heads = attention.folded_shape(call)
+    query = one_piece(call.query).reshape(entries, heads, call.query.shape[2])
+    entry_out = out.reshape(entries, heads, out.shape[2])
+    entry_lse = None if lse is None else lse.reshape(entries, heads)
     context, steps = pools.context_of(call.fmt, *call.caches), attention.entry_steps(call)
-    bias, count = bias_of(call), len(call.lengths)
+    bias = bias_of(call)
     weights = call.weights if bias is None else attention.with_bias(call.weights, bias)
-    launch = cpu.attention.prepare.prepare_attention(
-        query, out_entries, lse_entries, context, steps, count, weights
-    )
-    cpu.launches.start(launch)
-    for array, entry in zip(results, entry_arrays, strict=True):
-        if not np.may_share_memory(array, entry):  # the strides did not allow a view
-            array[...] = entry.reshape(array.shape)
+    prepare = cpu.attention.prepare.prepare_attention
+    cpu.launches.start(prepare(query, entry_out, entry_lse, context, steps, entries, weights))
+    for array, entry_array in ((out, entry_out), (lse, entry_lse)):
+        if array is not None and not np.may_share_memory(array, entry_array):  # no view had these strides
+            array[...] = entry_array.reshape(array.shape)
 
 
 def bias_of(call: attention.BlockAttentionCall) -> Array | None:

@@ -69,14 +69,14 @@ def paged_cache_load(
     >>> key[:, 0, 0]
     array([5., 6., 1., 7., 8., 0., 0.], dtype=float16)
     """
-    call = blocks.checked_load(
-        BlockLoad(key_cache, value_cache, block_tables, seq_lens, seq_starts, cache_format)
-    )
+    arguments = BlockLoad(key_cache, value_cache, block_tables, seq_lens, seq_starts, cache_format)
+    call = blocks.checked_load(arguments)
     if isinstance(out, (tuple, list)) and value_cache is None:
         out = out[:1]  # an array for values is ignored
     results: Any = call.results.arrays(out, new=np.zeros)
     pieces = blocks.pieces_of(call)
-    if out is not None and pieces[:, checks.slots.COUNT].sum() < call.tokens:
+    lacks_blocks = pieces[:, checks.slots.COUNT].sum() < call.tokens  # tokens without a block are zeros
+    if out is not None and lacks_blocks:
         for array in results:
             array[...] = 0
     if len(pieces):
@@ -86,7 +86,7 @@ def paged_cache_load(
         ]
         rows = call.caches[0].shape[1]
         cpu.launches.start(cpu.copy.pieces.prepare_pieces("load", packed, call.caches, pieces, rows))
-    return (*results, None)[:2]
+    return results[0], None if value_cache is None else results[1]
 
 
 @returns_input_kind

@@ -45,12 +45,12 @@ def nd_to_nz(x: Array, *, out: Array | None = None) -> Array:
     """
     call = matrices.checked_nd(x)
     (y,) = call.results.arrays(out)
-    x, shape = call.source, call.shape
+    x, (_, groups, _, n0) = call.source, call.shape
     batch, rows, columns = x.shape
-    padded = np.zeros((batch, rows, shape[1] * shape[3]), x.dtype)
+    padded = np.zeros((batch, rows, groups * n0), x.dtype)
     padded[:, :, :columns] = x
     y[:, :, rows:] = 0
-    y[:, :, :rows] = padded.reshape(batch, rows, shape[1], shape[3]).transpose(0, 2, 1, 3)
+    y[:, :, :rows] = padded.reshape(batch, rows, groups, n0).transpose(0, 2, 1, 3)
     return y
 
 
@@ -90,6 +90,6 @@ def nz_to_nd(y: Array, m: SupportsIndex, n: SupportsIndex, *, out: Array | None 
     call = matrices.checked_nz(y, m, n)
     (x,) = call.results.arrays(out)
     batch, rows, columns = call.shape
-    whole = y[:, :, :rows].transpose(0, 2, 1, 3).reshape(batch, rows, y.shape[1] * y.shape[3])
-    x[...] = whole[:, :, :columns]
+    padded = y[:, :, :rows].transpose(0, 2, 1, 3).reshape(batch, rows, y.shape[1] * y.shape[3])
+    x[...] = padded[:, :, :columns]
     return x

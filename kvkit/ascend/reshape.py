@@ -93,13 +93,11 @@ def reshape_and_cache(
     )  # fmt: skip
     call = checked_reshape(arguments)
     if len(call.pieces):
-        packed = [
+        packed = [  # a compressed mode stores the heads of a token in different rows
             one_piece(tokens) if call.mode else tokens.reshape(len(tokens), *cache.shape[2:])
             for tokens, cache in zip(call.tokens, call.caches, strict=True)
         ]
         rows = call.caches[0].shape[1]
-        launch = cpu.copy.pieces.prepare_pieces(
-            "store", packed, call.caches, call.pieces, rows, call.averaged
-        )
-        cpu.launches.start(launch)
+        prepare = cpu.copy.pieces.prepare_pieces
+        cpu.launches.start(prepare("store", packed, call.caches, call.pieces, rows, call.averaged))
     return key_cache, value_cache

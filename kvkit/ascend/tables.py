@@ -105,13 +105,14 @@ def slots(seq_lens: ArrayLike, *, block_size: int = 128, headroom: int = 0, firs
            [ 2, -1]], dtype=int32))
     """
     lengths = checked_lengths(seq_lens)
-    tables, blocks, size = own_tables(lengths, block_size, headroom, first_block)
-    entry = np.repeat(np.arange(len(lengths)), lengths)
-    position = np.arange(len(entry)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    mapping = tables[entry, position // size].astype(np.int64) * size + position % size
+    size = integer("block_size", block_size, 1, MOST)
+    tables, num_blocks = assign_blocks(lengths, size, headroom, first_block)
+    sequence = np.repeat(np.arange(len(lengths)), lengths)  # of each token
+    position = np.arange(len(sequence)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    mapping = tables[sequence, position // size].astype(np.int64) * size + position % size
     no_means = np.full(len(lengths), -1, np.int32)
     no_counts = np.zeros_like(no_means)
-    return Slots(as_indices(mapping), tables, as_indices(lengths), blocks, no_means, no_counts, size)
+    return Slots(as_indices(mapping), tables, as_indices(lengths), num_blocks, no_means, no_counts, size)
 
 
 def compressed_slots(
@@ -168,25 +169,25 @@ def compressed_slots(
     lengths = np.repeat(checked_lengths(seq_lens), heads)
     windows = index("wins", wins, length=len(lengths))
     if (offset_index is None) != (mode is CompressType.KVHEAD):
-        needs = "None" if mode is CompressType.KVHEAD else "an array"
-        raise argument_error("offset_index", f"{needs} for {mode.name}", describe(offset_index))
+        wanted = "None" if mode is CompressType.KVHEAD else "an array"
+        raise argument_error("offset_index", f"{wanted} for {mode.name}", describe(offset_index))
     offsets = np.full_like(windows, -1)
     if offset_index is not None:
         offsets = index("offset_index", offset_index, length=len(lengths))
     check_windows(mode, lengths, windows, offsets)
-    changed = (offsets >= 0) & (windows > 0)
+    loses_window = (offsets >= 0) & (windows > 0)
+    has_mean = loses_window & (mode is CompressType.KVHEAD_ROPE)  # one row in place of the window
     if mode is CompressType.KVHEAD:
         rows = np.where(windows == 0, lengths if empty_window == "copy" else 0, windows)
     else:
-        rows = lengths - np.where(changed, windows, 0) + (changed if mode is CompressType.KVHEAD_ROPE else 0)
-    tables, blocks, size = own_tables(rows, block_size, headroom, first_block)
-    begins = tables[:, 0].astype(np.int64) * size if tables.shape[1] else np.zeros(len(rows), np.int64)
-    begins = np.where(begins < 0, 0, begins)
-    averaged = changed & (mode is CompressType.KVHEAD_ROPE)
-    means, counts = np.where(averaged, begins + offsets, -1), np.where(averaged, windows, 0)
-    return Slots(
-        as_indices(begins), tables, as_indices(rows), blocks, as_indices(means), as_indices(counts), size
-    )
+        rows = lengths - np.where(loses_window, windows, 0) + has_mean
+    size = integer("block_size", block_size, 1, MOST)
+    tables, num_blocks = assign_blocks(rows, size, headroom, first_block)
+    first_blocks = tables[:, 0].astype(np.int64) if tables.shape[1] else np.zeros(len(rows), np.int64)
+    begins = np.where(first_blocks < 0, 0, first_blocks * size)  # slot 0 for entries that store nothing
+    means, counts = np.where(has_mean, begins + offsets, -1), np.where(has_mean, windows, 0)
+    begins, rows, means, counts = map(as_indices, (begins, rows, means, counts))
+    return Slots(begins, tables, rows, num_blocks, means, counts, size)
 
 
 def razor_windows(
@@ -269,29 +270,28 @@ def checked_lengths(seq_lens: ArrayLike) -> Array:
 
 def check_windows(mode: CompressType, lengths: Array, wins: Array, offsets: Array) -> None:
     """Raise if a window is not in its sequence, as `reshape_and_cache` would."""
-    used = np.ones_like(wins, bool) if mode is CompressType.KVHEAD else offsets != -1
-    wrong_windows = used & ((wins < 0) | (wins > lengths))
+    has_window = np.ones_like(wins, bool) if mode is CompressType.KVHEAD else offsets != -1
+    wrong_windows = has_window & ((wins < 0) | (wins > lengths))
     if wrong_windows.any():
         i = int(wrong_windows.argmax())
         raise argument_error(f"wins[{i}]", f"0 to {lengths[i]}, the length of its sequence", wins[i])
-    wrong_offsets = (offsets < -1) | (used & (offsets > lengths - wins))
+    wrong_offsets = (offsets < -1) | (has_window & (offsets > lengths - wins))
     if wrong_offsets.any():
         i = int(wrong_offsets.argmax())
         wanted = f"-1, or an offset with offset + {wins[i]} <= {lengths[i]}"
         raise argument_error(f"offset_index[{i}]", wanted, offsets[i])
 
 
-def own_tables(
-    rows: Array, block_size: SupportsIndex, headroom: SupportsIndex, first_block: SupportsIndex
-) -> tuple[Array, int, int]:
-    """Give each entry consecutive blocks; return (block tables, last block + 1, block size)."""
-    size = integer("block_size", block_size, 1, MOST)
-    need = -(-(rows + integer("headroom", headroom, 0, MOST)) // size)
+def assign_blocks(
+    rows: Array, block_size: int, headroom: SupportsIndex, first_block: SupportsIndex
+) -> tuple[Array, int]:
+    """Give each entry consecutive blocks; return (block tables, last block + 1)."""
+    need = -(-(rows + integer("headroom", headroom, 0, MOST)) // block_size)  # blocks of each entry
     first = integer("first_block", first_block, 0, MOST)
     begins = first + np.cumsum(need) - need
     column = np.arange(need.max(initial=0))
     tables = np.where(column < need[:, None], begins[:, None] + column, -1)
-    return as_indices(tables), int(begins[-1] + need[-1]) if len(need) else first, size
+    return as_indices(tables), int(begins[-1] + need[-1]) if len(need) else first
 
 
 def as_indices(array: Array) -> Array:

@@ -76,9 +76,7 @@ def multi_head_attention(
     is_causal, is_alibi : bool
         Whether a query ignores keys after its own position; whether to add ALiBi biases, which are causal in
         every sequence.
-    softmax_scale, window, softcap, return_lse, out
-        As in `kvkit.multi_head_attention`.
-    sinks : ndarray, shape [num_heads], optional
+    softmax_scale, window, softcap, sinks, return_lse, out
         As in `kvkit.multi_head_attention`.
 
     Returns
@@ -109,13 +107,11 @@ def multi_head_attention(
     ...     query, key, value, [0, 1, 3], [0, 3, 5], 1, None, None, num_heads=1, head_dim=4).ravel()
     array([1. , 3. , 3.5], dtype=float32)
     """
-    sequences = packed_with_keys(
-        ContextArguments(seqstarts, kvstarts, decoding_batches, max_seqlen, max_kvlen)
-    )
+    contexts = ContextArguments(seqstarts, kvstarts, decoding_batches, max_seqlen, max_kvlen)
     scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
     heads = Heads(num_heads, head_dim, num_kv_heads)
     call = KeyAttention(query, key, value, heads, scoring, return_lse)
-    return attend(checked_attention(sequences, call), out)
+    return attend(checked_attention(packed_with_keys(contexts), call), out)
 
 
 @returns_input_kind

@@ -15,20 +15,19 @@ __all__ = ["OPERATORS", "REQUIRED", "Attribute", "Input", "Operator", "Output"]
 
 ALIBI = "biases and attn_mask, then -inf; B in front for an attn_mask of 4 axes"
 PACKED_ALIBI = "biases on the diagonal blocks, and attn_mask"
-SLOPES = Output(
-    "slopes", "float32", "(num_heads)", "2^(-8(h+1)/P) for head h below P, the largest power of 2"
-)
+SLOPE = "2^(-8(h+1)/P) for head h below P, the largest power of 2"
+SLOPES = Output("slopes", "float32", "(num_heads)", SLOPE)
 MERGED = (
     Output("attn_output", "that of outputs", "(..., num_heads, Dv)", "attention over all parts"),
     Output("lse", "float32", "(..., num_heads)", "logarithms of the softmax denominators over all parts"),
 )
 POSITIONS = Output("positions", "int64", "(seqstarts[B])", "start_pos[b] + i for token i of sequence b")
-NZ_MATRICES = "(b, n/n0, m up to a multiple of 16, n0)"
+NZ = Output("y", "that of x", "(b, n/n0, m up to a multiple of 16, n0)", "n/n0 rounded up; zeros after x")
+ND = Output("x", "that of y", "(b, m, n)", "matrices")
 LOADED = tuple(
     Output(side, f"that of {side}_cache", f"(tokens, num_head, {dim}); NZ: (tokens, num_head*{dim})", about)
     for side, dim, about in (("key", "Dk", "keys"), ("value", "Dv", "values; with value_cache"))
 )
-OVER_LATENT = attention("tokens", "value_dim")
 LATENT_QUERY = Output("latent_query", "that of query", "(tokens, H, L)", "queries whose keys are latent rows")
 EXPANDED = Output("head_output", "that of latent_output", "(tokens, H, V)", "the values of heads")
 SCORES = Output("scores", "float32", "(tokens, longest context)", "-inf where a query may not look")
@@ -36,35 +35,18 @@ ROWS = Output("rows", "int32", "(tokens, k)", "slots by ascending position, then
 TABLE = (
     Operator("key_value_cache", "PMX KeyValueCache", key_value("B, start_pos+S")),
     Operator("multi_head_attention", "PMX MultiHeadAttention", attention("B, S", "Dv", "M"), arrays.TO_KEYS),
-    Operator(
-        "multi_head_cache_attention",
-        "PMX MultiHeadCacheAttention",
-        attention("B, S", "head_dim"),
-        arrays.TO_STATIC_CACHE,
-    ),
+    Operator("multi_head_cache_attention", "PMX MultiHeadCacheAttention", attention("B, S", "head_dim"),
+             arrays.TO_STATIC_CACHE),
     Operator("merge_attention_states", "the online softmax of FlashAttention", MERGED),
-    Operator(
-        "paged_attention",
-        "FlashAttention, FlashInfer and vLLM",
-        attention("tokens", "Dv", "longest context"),
-        arrays.TO_PAGES,
-    ),
-    Operator(
-        "paged_append", "vLLM reshape_and_cache, FlashInfer append_paged_kv_cache", (), arrays.INTO_PAGES
-    ),
+    Operator("paged_attention", "FlashAttention, FlashInfer and vLLM",
+             attention("tokens", "Dv", "longest context"), arrays.TO_PAGES),
+    Operator("paged_append", "vLLM reshape_and_cache, FlashInfer append_paged_kv_cache", (),
+             arrays.INTO_PAGES),
     Operator("swap_blocks", "vLLM swap_blocks"),
-    Operator(
-        "mla_attention",
-        "FlashMLA, FlashInfer and vLLM: attention over latent caches",
-        OVER_LATENT,
-        arrays.TO_LATENT,
-    ),
-    Operator(
-        "mla_append",
-        "vLLM concat_and_cache_mla, FlashInfer append_paged_mla_kv_cache",
-        (),
-        arrays.INTO_LATENT,
-    ),
+    Operator("mla_attention", "FlashMLA, FlashInfer and vLLM: attention over latent caches",
+             attention("tokens", "value_dim"), arrays.TO_LATENT),
+    Operator("mla_append", "vLLM concat_and_cache_mla, FlashInfer append_paged_mla_kv_cache", (),
+             arrays.INTO_LATENT),
     Operator("mla_absorb", "DeepSeek-V2, multi-head latent attention", (LATENT_QUERY,), arrays.ABSORBED),
     Operator("mla_expand", "DeepSeek-V2, multi-head latent attention", (EXPANDED,)),
     Operator("indexer_scores", "DeepSeek-V3.2, lightning indexer", (SCORES,), arrays.OF_INDEXER),
@@ -72,36 +54,22 @@ TABLE = (
     Operator("rotary_position_embedding", "PMX RotaryPositionEmbedding", rotated("B, S"), arrays.ROTATED),
     Operator("alibi_slope", "PMX ALiBiSlope", (SLOPES,)),
     Operator("alibi_mask", "PMX ALiBiMask", mask("seqlen_q, seqlen_kv", ALIBI), arrays.BIASED_MASKS),
-    *(
-        Operator(f"dynamic_batching.{name}", f"PMX dynamic_batching.{specification}", outputs, own)
-        for name, specification, outputs, own in (
-            ("key_value_cache", "KeyValueCache", key_value("kvstarts[B]"), {}),
-            ("multi_head_attention", "MultiHeadAttention", attention("seqstarts[B]", "Dv"), arrays.TO_KEYS),
-            (
-                "multi_head_cache_attention",
-                "MultiHeadCacheAttention",
-                attention("seqstarts[B]", "head_dim"),
-                arrays.TO_CACHE,
-            ),
-            ("position_index", "PositionIndex", (POSITIONS,), {}),
-            ("rotary_position_embedding", "RotaryPositionEmbedding", rotated("seqstarts[B]"), arrays.ROTATED),
-            (
-                "alibi_mask",
-                "ALiBiMask",
-                mask("seqstarts[B], kvstarts[B]", PACKED_ALIBI),
-                arrays.PACKED_BIASED_MASKS,
-            ),
-        )
-    ),
+    Operator("dynamic_batching.key_value_cache", "PMX dynamic_batching.KeyValueCache",
+             key_value("kvstarts[B]")),
+    Operator("dynamic_batching.multi_head_attention", "PMX dynamic_batching.MultiHeadAttention",
+             attention("seqstarts[B]", "Dv"), arrays.TO_KEYS),
+    Operator("dynamic_batching.multi_head_cache_attention", "PMX dynamic_batching.MultiHeadCacheAttention",
+             attention("seqstarts[B]", "head_dim"), arrays.TO_CACHE),
+    Operator("dynamic_batching.position_index", "PMX dynamic_batching.PositionIndex", (POSITIONS,)),
+    Operator("dynamic_batching.rotary_position_embedding", "PMX dynamic_batching.RotaryPositionEmbedding",
+             rotated("seqstarts[B]"), arrays.ROTATED),
+    Operator("dynamic_batching.alibi_mask", "PMX dynamic_batching.ALiBiMask",
+             mask("seqstarts[B], kvstarts[B]", PACKED_ALIBI), arrays.PACKED_BIASED_MASKS),
     Operator("ascend.reshape_and_cache", "Ascend ATB ReshapeAndCache", (), arrays.INTO_BLOCKS),
     Operator("ascend.paged_cache_load", "Ascend ATB PagedCacheLoad", LOADED, arrays.FROM_BLOCKS),
     Operator("ascend.block_copy", "Ascend ATB BlockCopy"),
     Operator("ascend.paged_attention", "Ascend ATB PagedAttention", attention("B", "Dv"), arrays.TO_BLOCKS),
-    Operator(
-        "ascend.nd_to_nz",
-        "Ascend ATB TransData",
-        (Output("y", "that of x", NZ_MATRICES, "n/n0 rounded up; zeros after x"),),
-    ),
-    Operator("ascend.nz_to_nd", "Ascend ATB TransData", (Output("x", "that of y", "(b, m, n)", "matrices"),)),
-)
+    Operator("ascend.nd_to_nz", "Ascend ATB TransData", (NZ,)),
+    Operator("ascend.nz_to_nd", "Ascend ATB TransData", (ND,)),
+)  # fmt: skip
 OPERATORS = {operator.name: operator for operator in TABLE}

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvkit import formats
 from kvkit.layouts import pmx
 
+Texts = tuple[str, ...]
 FLOATS = tuple(fmt.name for fmt in formats.FLOATS)
 DATA = tuple(fmt.name for fmt in formats.BY_DTYPE.values())
 CACHE = (*DATA, "uint8")
@@ -38,10 +39,11 @@ LATENT_DTYPES, LATENT_POOL = (*FLOATS, "int8", "uint8", "float8_e4m3fn"), "(bloc
 
 @dataclass(frozen=True)
 class Input:
-    """An array argument. `shapes` lists the legal shapes; `inout` arrays are changed in place.
+    """Describes an array argument. `shapes` lists the legal shapes; `inout` arrays are changed in place.
 
-    Inputs are passed by position, in order, except for `keyword` inputs. A `found` array is an output for
-    scales if it has more than one axis; with one axis it holds the caller's scales of heads.
+    Inputs are passed by position, in order, except for `keyword` inputs. `found` marks an argument of scales
+    that the operator finds and writes if the array has more than one axis. With one axis it holds the
+    caller's scales of heads.
     """
 
     name: str
@@ -59,7 +61,7 @@ class Input:
 
 
 class ArgumentEntry(NamedTuple):
-    """A line of the table: the legal dtypes, what the array means, and its shapes."""
+    """Holds a line of the table: the legal dtypes, what the array means, and its shapes."""
 
     dtypes: tuple[str, ...]
     about: str
@@ -71,9 +73,7 @@ def scales_of(caches: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(shape.replace("Dh)", "Dh/quant_group)") for shape in caches)
 
 
-def side_entries(
-    about: str, dtypes: tuple[str, ...], *shapes: str, prefix: str = ""
-) -> dict[str, ArgumentEntry]:
+def side_entries(about: str, dtypes: Texts, *shapes: str, prefix: str = "") -> dict[str, ArgumentEntry]:
     """Return the entries of `key_cache` and `value_cache`."""
     key, value = (tuple(shape.format(dim) for shape in shapes) for dim in ("Dk", "Dv"))
     return {
@@ -94,8 +94,7 @@ ARRAYS = {
     "dynamic_batching.scale": ArgumentEntry(FLOATS, "for quant_bit 8 and 4", scales_of(DYNAMIC)),
     "start_pos": ArgumentEntry(INDEX, "position of the first new token of every sequence", ("()", "(1)")),
     "dynamic_batching.start_pos": ArgumentEntry(
-        INDEX, "position of each sequence's first new token", ("(B)",)
-    ),
+        INDEX, "position of each sequence's first new token", ("(B)",)),
     "seqstarts": ArgumentEntry(INDEX, "where each sequence begins among the new tokens"),
     "kvstarts": ArgumentEntry(INDEX, "where each sequence begins among the contexts"),
     "cachestarts": ArgumentEntry(INDEX, "first row of each sequence, or of its pages"),
@@ -118,12 +117,10 @@ ARRAYS = {
     "key_scale": ArgumentEntry(FLOATS, "factors of keys; in Python also a number", POOL_SCALES),
     "value_scale": ArgumentEntry(FLOATS, "factors of values; in Python also a number", POOL_SCALES),
     "block_tables": ArgumentEntry(
-        INDEX, "pages of each context; in Python also (indptr, indices)", ("(B, M)",)
-    ),
+        INDEX, "pages of each context; in Python also (indptr, indices)", ("(B, M)",)),
     "context_lens": ArgumentEntry(INDEX, "keys of each sequence"),
     "query_starts": ArgumentEntry(
-        INDEX, "where each sequence begins among the queries; one query each if there is none"
-    ),
+        INDEX, "where each sequence begins among the queries; one query each if there is none"),
     "slot_mapping": ArgumentEntry(INDEX, "the slot of each token; below 0: store nothing"),
     "source": ArgumentEntry(("any",), "blocks to copy"),
     "target": ArgumentEntry(("any",), "blocks to write"),
@@ -134,8 +131,7 @@ ARRAYS = {
     "seq_lens": ArgumentEntry(INDEX, "tokens of each sequence"),
     "seq_starts": ArgumentEntry(INDEX, "first token of each sequence, at a block's begin"),
     "razor_offset": ArgumentEntry(
-        FLOATS[:1], "added to the products with keys; ln(N)/softmax_scale for a mean of N tokens"
-    ),
+        FLOATS[:1], "added to the products with keys; ln(N)/softmax_scale for a mean of N tokens"),
     "src": ArgumentEntry(INDEX, "blocks to copy"),
     "dst": ArgumentEntry(INDEX, "blocks to write, each once"),
     "cum_sum": ArgumentEntry(INDEX, "where the destinations of each source end in dst"),
@@ -144,8 +140,7 @@ ARRAYS = {
     "m": ArgumentEntry(INDEX, "rows of a matrix"),
     "n": ArgumentEntry(INDEX, "columns of a matrix"),
     "rope_cache": ArgumentEntry(
-        FLOATS, "the rotated parts of rows, if they have a pool of their own", (LATENT_POOL.format("R"),)
-    ),
+        FLOATS, "the rotated parts of rows, if they have a pool of their own", (LATENT_POOL.format("R"),)),
     "indices": ArgumentEntry(INDEX, "the rows of each query, block * page_size + offset; -1: none"),
     "index_lens": ArgumentEntry(INDEX, "how many of a query's indices count"),
     "rope": ArgumentEntry(FLOATS, "rotated keys of the new tokens", ("(tokens, R)",)),
@@ -156,8 +151,8 @@ ARRAYS = {
     "weights": ArgumentEntry(FLOATS, "weights of the indexer's heads"),
     "scores": ArgumentEntry(FLOATS[:1], "scores of the indexer"),
     "k": ArgumentEntry(INDEX, "how many rows to choose"),
-}
-# The entries of one operator or of a few, by argument; None means that the argument is an attribute.
+}  # fmt: skip
+# The entries of one operator or of a few, by argument. None: here this argument is an attribute.
 Own = dict[str, ArgumentEntry | None]
 TO_KEYS: Own = {
     "query": ArgumentEntry(FLOATS, "queries"),
@@ -171,11 +166,10 @@ TO_STATIC_CACHE, TO_CACHE = (
     }
     for tokens in ("B, S", "seqstarts[B]")
 )
+PAGED_MASKS = [f"({heads}tokens, longest context or more)" for heads in ("", "num_heads or 1, ")]
 TO_PAGES: Own = {
     "query": ArgumentEntry(FLOATS, "queries of all sequences"),
-    "attn_mask": ArgumentEntry(
-        MASK, ADDED, tuple(f"({heads}tokens, longest context or more)" for heads in ("", "num_heads or 1, "))
-    ),
+    "attn_mask": ArgumentEntry(MASK, ADDED, tuple(PAGED_MASKS)),
 }
 INTO_PAGES: Own = {
     "key": ArgumentEntry(DATA, "keys of the new tokens; None leaves key_cache", ("(tokens, H, Dk)",)),
@@ -187,43 +181,33 @@ INTO_PAGES: Own = {
 }
 TO_LATENT: Own = {
     "query": ArgumentEntry(
-        FLOATS, "absorbed queries, then their rotated part; in Python also a pair", ("(tokens, H, D)",)
-    ),
+        FLOATS, "absorbed queries, then their rotated part; in Python also a pair", ("(tokens, H, D)",)),
     "latent": ArgumentEntry(
-        LATENT_DTYPES,
-        "latent rows in blocks: floats, or bytes of a format",
-        (LATENT_POOL.format("D"), "(blocks, page_size, h, D)", "(blocks, bytes)"),
-    ),
+        LATENT_DTYPES, "latent rows in blocks: floats, or bytes of a format",
+        (LATENT_POOL.format("D"), "(blocks, page_size, h, D)", "(blocks, bytes)")),
     "scale": None,
-}
+}  # fmt: skip
 INTO_LATENT: Own = {
     "latent": ArgumentEntry(FLOATS, "latent vectors of the new tokens", ("(tokens, L)",)),
     "cache": ArgumentEntry(
-        LATENT_DTYPES, "latent rows, as latent of mla_attention", (LATENT_POOL.format("D"), "(blocks, bytes)")
-    ),
-}
+        LATENT_DTYPES, "latent rows, as latent of mla_attention",
+        (LATENT_POOL.format("D"), "(blocks, bytes)")),
+}  # fmt: skip
 OF_INDEXER: Own = {
     "query": ArgumentEntry(FLOATS, "queries of the indexer"),
     "key_scale": ArgumentEntry(FLOATS[:1], "the scale of each key", ("(blocks, page_size)",)),
     "scale": None,
 }
 ROTATED: Own = {"key": ArgumentEntry(FLOATS, "keys of the new tokens; may have other heads")}
-BIASED_MASKS: Own = {
-    "attn_mask": ArgumentEntry(
-        MASK,
-        ADDED_TO_BIASES,
-        (*(shape.replace("S, M", "seqlen_q, seqlen_kv") for shape in STATIC_MASKS), SOME_AXES),
-    )
-}
+ALIBI_MASKS = (shape.replace("S, M", "seqlen_q, seqlen_kv") for shape in STATIC_MASKS)
+BIASED_MASKS: Own = {"attn_mask": ArgumentEntry(MASK, ADDED_TO_BIASES, (*ALIBI_MASKS, SOME_AXES))}
 PACKED_BIASED_MASKS: Own = {"attn_mask": ArgumentEntry(MASK, ADDED_TO_BIASES, tuple(PACKED_MASKS))}
 INTO_BLOCKS: Own = {
     **side_entries("keys, in blocks", DATA, ND, NZ, COMPRESSED),
     "slot_mapping": ArgumentEntry(
-        INDEX,
-        "the slot of each token, or of each head's first row; below 0: store nothing",
-        ("(num_tokens)", "compressed: (B*num_head)"),
-    ),
-}
+        INDEX, "the slot of each token, or of each head's first row; below 0: store nothing",
+        ("(num_tokens)", "compressed: (B*num_head)")),
+}  # fmt: skip
 FROM_BLOCKS: Own = {
     "seq_lens": ArgumentEntry(INDEX, "tokens of each sequence, or their sums from 0 on"),
     "block_tables": ArgumentEntry(INDEX, "blocks of each sequence; a block outside the cache gives zeros"),
@@ -237,7 +221,7 @@ TO_BLOCKS: Own = {
 ABSORBED: Own = {"query": ArgumentEntry(FLOATS, "unrotated parts of queries")}
 CHOSEN: Own = {"page_size": ArgumentEntry(INDEX, "tokens of a block of the latent cache")}
 CHANGED = "cache", "scale", "target"
-CHANGED_WITHOUT_OUTPUTS = "key_cache", "value_cache", "rope_cache"
+CHANGED_WITHOUT_OUTPUTS = "key_cache", "value_cache", "rope_cache"  # by operators that have no outputs
 
 
 def find_array(
@@ -251,29 +235,34 @@ def find_array(
 
     `own` has the operator's own entries, and `shapes` the shapes in its docstring.
     """
-    name, room = parameter.name, operator.rpartition(".")[0]
-    entry = own[name] if name in own else ARRAYS.get(f"{room}.{name}", ARRAYS.get(name))
+    name, namespace = parameter.name, operator.rpartition(".")[0]
+    entry = own[name] if name in own else ARRAYS.get(f"{namespace}.{name}", ARRAYS.get(name))
     if entry is None:
         return None
     return Input(
         name, entry.dtypes, entry.shapes or shapes.get(name, ()), entry.about,
-        optional=any(word in str(parameter.annotation) for word in ("None", "Values")),
+        optional=any(word in str(parameter.annotation) for word in ("None", "Values")),  # Values: or None
         inout=name in CHANGED or (name in CHANGED_WITHOUT_OUTPUTS and not has_outputs),
         keyword=parameter.kind is parameter.KEYWORD_ONLY, found=entry.shapes == COMPUTED_SCALES,
     )  # fmt: skip
 
 
 def read_shapes(docstring: str) -> dict[str, tuple[str, ...]]:
-    """Return the shapes of arguments in a numpydoc docstring: those in brackets, and () for integers."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return the shapes of arguments in a numpydoc docstring: those in brackets, and () for integers.
+
+    ``key, value : ndarray, shapes [B, D] and [B, V]``    one shape for each: {"key": ("(B, D)",), ...}
+    ``rope : ndarray, shape [B] or [B, D]``               alternatives: {"rope": ("(B)", "(B, D)")}
+    """
+    shapes: dict[str, tuple[str, ...]] = {}
     section = docstring.partition("\nParameters\n")[2].partition("\nReturns\n")[0]
     for names, kind in re.findall(r"^(\w+(?:, \w+)*) : (.*)$", section, re.M):
-        shapes = [f"({shape})" for shape in bracketed_shapes(kind)]
-        split = names.split(", ")
-        for i, name in enumerate(split):
-            own = shapes[i : i + 1] if "shapes" in kind and len(shapes) == len(split) else shapes
-            found[name] = (*(["()"] if kind.startswith("int") else []), *own)
-    return found
+        arguments = names.split(", ")
+        bracketed = [f"({shape})" for shape in bracketed_shapes(kind)]
+        has_one_each = "shapes" in kind and len(bracketed) == len(arguments)
+        for i, name in enumerate(arguments):
+            own = bracketed[i : i + 1] if has_one_each else bracketed
+            shapes[name] = (*(["()"] if kind.startswith("int") else []), *own)
+    return shapes
 
 
 def bracketed_shapes(text: str) -> list[str]:

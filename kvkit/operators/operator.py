@@ -28,8 +28,9 @@ class Output:
 class Operator:
     """Describes an operator: `name` is its path inside the package, `source` its specification.
 
-    `own` describes array arguments that mean something else here than in other operators. An operator without
-    outputs returns the arrays that it changes, except keyword arguments, and None for an array not given.
+    `own` has the entries of arguments that mean something else here than in other operators, see
+    `find_array`. An operator without outputs returns the arrays that it changes, except keyword arguments,
+    and None for an array not given.
     """
 
     name: str
@@ -52,17 +53,16 @@ class Operator:
     def inputs(self) -> tuple[Input, ...]:
         """Return the arguments that are arrays, or numbers that may be arrays of shape ()."""
         shapes = read_shapes(inspect.getdoc(self.function()) or "")
-        entries = self.own, bool(self.outputs), shapes
-        inputs = (find_array(self.name, each, *entries) for each in self.parameters)
+        find = functools.partial(find_array, own=self.own, has_outputs=bool(self.outputs), shapes=shapes)
+        inputs = (find(self.name, parameter) for parameter in self.parameters)
         return tuple(array for array in inputs if array is not None)
 
     @functools.cached_property
     def attributes(self) -> tuple[Attribute, ...]:
         """Return the other arguments, plain values that are given by keyword."""
         arrays = {array.name for array in self.inputs}
-        return tuple(
-            ATTRIBUTES[p.name].with_default(p.default) for p in self.parameters if p.name not in arrays
-        )
+        plain = [parameter for parameter in self.parameters if parameter.name not in arrays]
+        return tuple(ATTRIBUTES[each.name].with_default(each.default) for each in plain)
 
     def function(self, package: str = "kvkit") -> Callable[..., Any]:
         """Return the function of this name in a package (`kvkit` or `kvkit_cuda`)."""
@@ -73,9 +73,7 @@ class Operator:
 
     def returned(self, attributes: Mapping[str, object]) -> list[str]:
         """Return the names of the arrays that a call with these attributes returns."""
-        outputs = [
-            array.name for array in self.outputs if not array.only_with or attributes.get(array.only_with)
-        ]
+        outputs = [x.name for x in self.outputs if not x.only_with or attributes.get(x.only_with)]
         return outputs or [array.name for array in self.inputs if array.inout and not array.keyword]
 
     def to_dict(self) -> dict[str, Any]:

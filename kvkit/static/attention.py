@@ -106,9 +106,8 @@ def multi_head_attention(
     """
     scoring = Scoring(attn_mask, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
     heads = Heads(num_heads, head_dim, num_kv_heads)
-    return attend_to_keys(
-        KeyAttention(query, key, value, heads, scoring, return_lse, return_key_weights), out
-    )
+    call = KeyAttention(query, key, value, heads, scoring, return_lse, return_key_weights)
+    return attend_to_keys(call, out)
 
 
 @returns_input_kind

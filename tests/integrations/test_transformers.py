@@ -71,7 +71,7 @@ def test_attention_reads_in_place(name, kind, in_place):
     cache = made(net, kind)
     generated(net, "kvkit", inputs, cache)
     assert cache.get_seq_length() == 9 + 13
-    assert all(stored.taken for stored in cache._stored.values())
+    assert all(stored.is_read for stored in cache._stored.values())
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -414,7 +414,7 @@ def test_nothing_is_written_where_an_update_is_wrong(kind):
     if kind == "static":
         with pytest.raises(CapacityError):
             cache.update(*(states(2, 2, 2, 16),) * 2, 0)
-    assert pending.PENDING.get()[0]().taken
+    assert pending.PENDING.get()[0]().is_read
     assert cache.get_seq_length() == 9
     assert torch.equal(cache.layers[0].keys, before[0])
     assert torch.equal(cache.layers[0].values, before[1])

@@ -11,7 +11,7 @@ from typing import Any
 import distributed
 
 from kvkit.errors import KvkitError, argument_error, describe
-from kvkit.integrations.dask.shard import ShardActor
+from kvkit.integrations.dask.shard import PROTOCOL, ShardActor
 
 
 class ShardError(KvkitError):
@@ -34,14 +34,14 @@ class ShardActors:
         if not workers:
             raise argument_error("client", "one whose cluster has workers", "none")
         self._client, self.timeout, self.traffic = client, timeout, 0
-        places = [workers[i % len(workers)] for i in range(len(arguments))]
-        self.names = [f"shard {i} on {worker}" for i, worker in enumerate(places)]
+        workers_of_shards = [workers[i % len(workers)] for i in range(len(arguments))]
+        self.names = [f"shard {i} on {worker}" for i, worker in enumerate(workers_of_shards)]
         self._futures = [  # a future keeps its actor alive
             client.submit(ShardActor, *shard_arguments, actor=True, pure=False, workers=[worker])
-            for shard_arguments, worker in zip(arguments, places, strict=True)
+            for shard_arguments, worker in zip(arguments, workers_of_shards, strict=True)
         ]
         self._actors = self._wait_for_actors()
-        self.call([("about",)] * len(places))
+        self.call([("about",)] * len(arguments))  # a shard is made in its first call, which may fail
 
     def call(self, calls: Sequence[tuple[Any, ...] | None]) -> list[Any]:
         """Call ``(method, *arguments)`` of each shard; return the results, None for a shard without a call.
@@ -49,7 +49,7 @@ class ShardActors:
         Raise the first `KvkitError` that a shard raised once all have answered, or `ShardError` if a shard
         has not answered.
         """
-        messages = {i: pickle.dumps(call, 5) for i, call in enumerate(calls) if call is not None}
+        messages = {i: pickle.dumps(call, PROTOCOL) for i, call in enumerate(calls) if call is not None}
         try:
             answers = self._client.sync(self._exchange, messages)
         except Exception as error:  # the client is closed

@@ -21,7 +21,7 @@ from kvkit.formats.elements import BY_NAME
 from kvkit.integrations.dask import partial_attention
 from kvkit.typed import Array
 
-MERGED_BYTES = 2**20  # the most bytes of partial results that one task merges, if there are more than two
+MERGED_BYTES = 2**20  # one task merges partial results of at most this size, or two larger ones
 
 
 def attend(
@@ -38,12 +38,19 @@ def attend(
     sinks: Array | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attend with every query to keys and values that are chunked along tokens, heads and batch.
+    r"""Attend with every query to keys and values that are chunked along tokens, heads and batch.
 
     The worker that has a chunk attends to it. `kvkit.merge_attention_states` merges the results as a tree, in
-    groups of up to 1 MiB, at least two. The tree depends on chunks only, so results have the same bits for
-    any workers. A worker needs memory for its chunks and, for each chunk of queries, for the partial results
-    of one merge.
+    groups of up to 1 MiB, at least two::
+
+        chunk 0    chunk 1    chunk 2    chunk 3     keys and values
+             \       /             \       /
+            merge 0, 1            merge 2, 3         on any worker
+                   \                 /
+                 attn_output, lse of all keys
+
+    The tree depends on chunks only, so results have the same bits for any workers. A worker needs memory for
+    its chunks and, for each chunk of queries, for the partial results of one merge.
 
     Parameters
     ----------
@@ -88,39 +95,34 @@ def attend(
     query = query.rechunk((key.chunks[0], query.chunks[1], tuple(c * group for c in key.chunks[2]), -1))
     mask = _checked_mask(attn_mask, query, key)
     scoring = Scoring(None, is_causal, is_alibi, softmax_scale, window, softcap, sinks)
-    how = checked_weights(query, NO_MASK, scoring)
-    slopes = kvkit.alibi_slope(num_heads=heads) if how.alibi else None
-    graph = _Chunks(query, key, value, mask, how, slopes)
-    counts = query.numblocks[:3]
-    chunks = {at: graph.attend(*at) for at in np.ndindex(counts)}
-    results = [
-        da.block(
-            [
-                [[chunks[b, s, h][i] for h in range(counts[2])] for s in range(counts[1])]
-                for b in range(counts[0])
-            ]
-        )
+    weights = checked_weights(query, NO_MASK, scoring)
+    slopes = kvkit.alibi_slope(num_heads=heads) if weights.alibi else None
+    graph = _Chunks(query, key, value, mask, weights, slopes)
+    batches, rows, groups = (range(count) for count in query.numblocks[:3])
+    chunks = [[[graph.attend(b, s, h) for h in groups] for s in rows] for b in batches]
+    attn_output, lse = (
+        da.block([[[chunk[i] for chunk in of_rows] for of_rows in of_batch] for of_batch in chunks])
         for i in range(2)
-    ]
-    return tuple(results) if return_lse else results[0]
+    )
+    return (attn_output, lse) if return_lse else attn_output
 
 
 class _Chunks:
     """Builds the lazy attention of each chunk of queries."""
 
     def __init__(
-        self, query: Any, key: Any, value: Any, mask: Array | None, how: Weights, slopes: Array | None
+        self, query: Any, key: Any, value: Any, mask: Array | None, weights: Weights, slopes: Array | None
     ) -> None:
         self._query, self._value, self._mask = query, value, mask
-        self._sinks, self._slopes = how.sinks, slopes
-        lazy = [array.to_delayed()[..., 0] for array in (query, key, value)]
-        self._queries, self._keys, self._values = lazy
+        self._sinks, self._slopes = weights.sinks, slopes
+        # chunks by (batch, tokens, heads); the last axis is one chunk
+        self._queries, self._keys, self._values = (x.to_delayed()[..., 0] for x in (query, key, value))
         self._batches, self._tokens = (_ranges(key.chunks[axis]) for axis in (0, 1))
         self._past = key.shape[1] - query.shape[1]
-        right = 0 if how.causal or how.alibi else how.right
-        self._window = how.left, right  # how many earlier and later tokens a query sees; -1: no limit
-        self._options = {"is_causal": how.causal, "window": (how.left, how.right)}
-        self._options |= {"softmax_scale": how.scale, "softcap": how.softcap}
+        right = 0 if weights.causal or weights.alibi else weights.right
+        self._window = weights.left, right  # how many earlier and later tokens a query sees; -1: no limit
+        self._options = {"is_causal": weights.causal, "window": (weights.left, weights.right)}
+        self._options |= {"softmax_scale": weights.scale, "softcap": weights.softcap}
 
     def attend(self, b: int, s: int, h: int) -> tuple[Any, Any]:
         """Return the lazy output and lse of a chunk of queries, over the chunks of keys that it sees."""
@@ -145,12 +147,13 @@ class _Chunks:
         ]
         sizes = tuple(chunks[i] for chunks, i in zip(self._query.chunks, (b, s, h), strict=False))
         result_bytes = math.prod(sizes) * (self._value.shape[3] * self._query.dtype.itemsize + 4)
-        most = max(2, MERGED_BYTES // max(1, result_bytes))
+        group = max(2, MERGED_BYTES // max(1, result_bytes))
         while len(parts) > 1:
-            parts = [merge_chunks(*parts[i : i + most]) for i in range(0, len(parts), most)]
+            parts = [merge_chunks(*parts[i : i + group]) for i in range(0, len(parts), group)]
+        output, lse = parts[0][0], parts[0][1]
         return (  # the output is in a list, so that `da.block` sees its fourth axis
-            [da.from_delayed(parts[0][0], (*sizes, self._value.shape[3]), self._query.dtype)],
-            da.from_delayed(parts[0][1], sizes, np.float32),
+            [da.from_delayed(output, (*sizes, self._value.shape[3]), self._query.dtype)],
+            da.from_delayed(lse, sizes, np.float32),
         )
 
     def _mask_of(self, *ranges: slice) -> Array | None:
@@ -198,13 +201,13 @@ def _checked_mask(mask: Any, query: Any, key: Any) -> Array | None:
     """Return a checked mask with four axes; None without one."""
     if mask is None or is_empty(BY_NAME[query.dtype.name], mask):
         return None
-    wanted = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    full_shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])  # [B, Hq, S, M]
     if not 2 <= mask.ndim <= 4:
         raise argument_error("attn_mask", "2 to 4 axes", describe(mask))
     mask = mask[(None,) * (4 - mask.ndim)]
-    fits = (size in (1, whole) for size, whole in zip(mask.shape[:3], wanted[:3], strict=True))
-    if not all(fits) or mask.shape[3] != wanted[3]:
-        raise argument_error("attn_mask", f"shape {wanted}, where all but the last may be 1", mask.shape)
+    fits = (size in (1, full) for size, full in zip(mask.shape[:3], full_shape[:3], strict=True))
+    if not all(fits) or mask.shape[3] != full_shape[3]:
+        raise argument_error("attn_mask", f"shape {full_shape}, where all but the last may be 1", mask.shape)
     return mask
 
 

@@ -16,8 +16,8 @@ from kvkit.errors import argument_error, describe
 from kvkit.formats.elements import BY_NAME, FLOATS, QUANTIZED, STORED
 from kvkit.typed import Array
 
-CODES = {str(fmt): bits for bits, fmt in QUANTIZED.items()}
-FORMATS = *map(str, FLOATS), *CODES, *STORED
+QUANT_BITS = {str(fmt): bits for bits, fmt in QUANTIZED.items()}  # {"int8": 8, "int4": 4}
+FORMATS = *map(str, FLOATS), *QUANT_BITS, *STORED
 
 
 class AttendCall(NamedTuple):
@@ -47,9 +47,9 @@ def checked_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
 def shard_sizes(cache: dict[str, Any], heads: slice) -> dict[str, Any]:
     """Return the arguments of the `PagedCache` of a shard that has some key heads."""
     names = "num_layers", "head_dim", "quant_group", "num_blocks", "page_size"
-    stored, count = cache["format"], heads.stop - heads.start
-    formats = {"quant_bit": CODES.get(stored, 0), "quant_format": stored if stored in STORED else None}
-    formats |= {"dtype": BY_NAME[cache["dtype"]].dtype, "num_kv_heads": count}
+    fmt = cache["format"]
+    formats = {"quant_bit": QUANT_BITS.get(fmt, 0), "quant_format": fmt if fmt in STORED else None}
+    formats |= {"dtype": BY_NAME[cache["dtype"]].dtype, "num_kv_heads": heads.stop - heads.start}
     return {name: cache[name] for name in names} | formats
 
 
@@ -64,9 +64,9 @@ def check_new_tokens(cache: dict[str, Any], batch: int, key_states: Any, value_s
     """Check new keys and values; they have ``batch`` rows, or any number if it is 0."""
     heads, dim, dtype = cache["num_kv_heads"], cache["head_dim"], cache["dtype"]
     for name, array in (("key_states", key_states), ("value_states", value_states)):
-        shape: tuple[int, ...] = getattr(array, "shape", ())
+        shape: tuple[int, ...] = getattr(array, "shape", ())  # [B, Hkv, q, D]
         fits = len(shape) == 4 and shape[0] and shape[2] and (shape[1], shape[3]) == (heads, dim)
-        if not fits or shape[0] != (batch or shape[0]) or array.dtype.name != dtype:
+        if not fits or (batch and shape[0] != batch) or array.dtype.name != dtype:
             raise argument_error(name, f"{dtype} [{batch or 'B'}, {heads}, q, {dim}]", describe(array))
     if key_states.shape != value_states.shape:
         wanted = f"shape {key_states.shape}, that of the keys"
@@ -78,26 +78,27 @@ def checked_attention(
 ) -> AttendCall:
     """Check a call of attention with the queries of the last of ``length`` tokens."""
     heads, dim, dtype = cache["num_kv_heads"], cache["head_dim"], cache["dtype"]
-    shape: tuple[int, ...] = getattr(query, "shape", ())
+    shape: tuple[int, ...] = getattr(query, "shape", ())  # [B, Hq, q, D]
     fits = len(shape) == 4 and (shape[0], shape[3]) == (batch, dim) and 0 < shape[2] <= length
     if not fits or not shape[1] or shape[1] % heads or query.dtype.name != dtype:
         wanted = f"{dtype} [{batch}, a multiple of {heads}, at most {length}, {dim}]"
         raise argument_error("query", wanted, describe(query))
     scoring = Scoring(is_alibi=is_alibi, **options)
-    how = attention.checked_weights(query.swapaxes(1, 2), NO_MASK, scoring)
-    slopes = kvkit.alibi_slope(num_heads=shape[1]) if how.alibi else None
+    weights = attention.checked_weights(query.swapaxes(1, 2), NO_MASK, scoring)
+    slopes = kvkit.alibi_slope(num_heads=shape[1]) if weights.alibi else None
     check_mask(mask, shape, length)
-    return AttendCall(query, mask, (how.left, how.right), how.scale, how.softcap, slopes, how.sinks)
+    window = weights.left, weights.right
+    return AttendCall(query, mask, window, weights.scale, weights.softcap, slopes, weights.sinks)
 
 
-def check_mask(mask: Any, shape: tuple[int, ...], length: int) -> None:
-    """Check a mask over ``length`` tokens for queries of some shape."""
+def check_mask(mask: Any, query_shape: tuple[int, ...], length: int) -> None:
+    """Check a mask over ``length`` tokens for queries of the shape [B, Hq, q, D]."""
     if mask is None:
         return
-    wanted = f"bool [{shape[0]}, {length}], or 4 axes right-aligned to {[*shape[:3], length]}"
-    if not isinstance(mask, np.ndarray) or mask.shape[-1:] != (length,):
-        raise argument_error("attention_mask", wanted, describe(mask))
-    sizes = [(1, whole) for whole in shape[:3]] if mask.ndim == 4 else [shape[:1]]
-    is_form = mask.ndim == 4 or (mask.ndim == 2 and mask.dtype == np.bool_)
-    if not is_form or any(n not in fits for n, fits in zip(mask.shape, sizes, strict=False)):
+    batch, full_sizes = query_shape[0], query_shape[:3]
+    shape = mask.shape if isinstance(mask, np.ndarray) else ()
+    is_padding = shape == (batch, length) and mask.dtype == np.bool_
+    is_full = len(shape) == 4 and all(n in (1, full) for n, full in zip(shape, full_sizes, strict=False))
+    if not is_padding and not (is_full and shape[3] == length):
+        wanted = f"bool [{batch}, {length}], or 4 axes right-aligned to {[*full_sizes, length]}"
         raise argument_error("attention_mask", wanted, describe(mask))

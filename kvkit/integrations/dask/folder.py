@@ -1,4 +1,10 @@
-"""Read and write the folder of a saved cache: files of shards, and a manifest that names the last save."""
+"""Read and write the folder of a saved cache: files of shards, and a manifest that names the last save.
+
+The files in a folder::
+
+    sharded.json                {"format_version": 1, "save": "0f3a...", "length": 96, "batch": 2, ...}
+    0f3a.../shard-0.npz, ...    the shards of this save
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,7 @@ MANIFEST = "sharded.json"
 def check_manifest(*, save: Any, length: Any, batch: Any, cache: Any, format_version: int) -> None:
     """Raise if a manifest has values that no save writes."""
     if not re.fullmatch("[0-9a-f]{12}", save):
-        raise ValueError(save)  # another folder's name, which the next save would remove
+        raise ValueError(save)  # it could name any folder, and the next save would remove that
     integer("length", length, 0)
     integer("batch", batch, 1 if length else 0)
     checked_sizes(cache)
@@ -44,10 +50,8 @@ class ShardFolder:
         try:
             manifest = json.loads((self.path / MANIFEST).read_bytes())
             version = manifest["format_version"]
-            if version == VERSION and not manifest.keys() >= {"save", "length", "batch", "cache"}:
-                raise KeyError(*manifest)
             if version == VERSION:
-                check_manifest(**manifest)
+                check_manifest(**manifest)  # a TypeError for other names
                 last = f"shard-{manifest['cache']['shards'] - 1}.npz"
                 if not (self.path / manifest["save"] / last).exists():
                     raise ValueError(last)
@@ -63,14 +67,14 @@ class ShardFolder:
         """Write the files of shards with ``write``, then the manifest; then remove the previous save."""
         self.path.mkdir(parents=True, exist_ok=True)
         obsolete = self.read_manifest()["save"] if (self.path / MANIFEST).exists() else None
-        name = secrets.token_hex(6)
+        save = secrets.token_hex(6)
         try:
-            write(self.shard_files(name, count))
+            write(self.shard_files(save, count))
             with replacing(self.path / MANIFEST) as file:
-                manifest = {"format_version": VERSION, "save": name} | manifest
+                manifest = {"format_version": VERSION, "save": save} | manifest
                 file.write(json.dumps(manifest, indent=2).encode() + b"\n")
         except BaseException:
-            obsolete = name
+            obsolete = save  # the previous one stays
             raise
         finally:
             if obsolete:

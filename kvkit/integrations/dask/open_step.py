@@ -1,4 +1,4 @@
-"""Count the tokens of a sharded cache, and keep the new ones of a step until they are sent."""
+"""Count the tokens of a sharded cache, and keep the new ones of a step until shards get them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from kvkit.typed import Array
 class OpenStep:
     """Counts tokens: every layer has ``length``, some layers have ``step`` more, for ``batch`` sequences.
 
-    ``pending`` holds the new keys and values of layers until the next call sends them to the shards.
+    In the middle of a step::
+
+        layer 0   |---- length ----|-- step --|    taken, and sent to the shards by its attention
+        layer 1   |---- length ----|-- step --|    taken, still in ``pending``
+        layer 2   |---- length ----|               not yet taken
+
+    ``pending`` holds new keys and values by layer.
     """
 
     def __init__(self, layers: int) -> None:

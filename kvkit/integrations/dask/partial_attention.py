@@ -15,7 +15,8 @@ from kvkit.formats.elements import Element
 from kvkit.merge import merge_checked
 from kvkit.typed import Array
 
-MASK_BYTES = 2**25  # the most bytes of masks at a time
+MASK_BYTES = 2**25  # the most bytes of one mask, with the distances that it is made of
+DISTANCE_BYTES = 8  # of an int64
 
 
 @contextlib.contextmanager
@@ -62,7 +63,7 @@ def position_mask(
 
 def queries_per_mask(keys: int, heads: int) -> int:
     """Return how many queries one mask of `keys` keys and `heads` heads may have."""
-    return max(1, MASK_BYTES // max(1, 8 * keys * heads))
+    return max(1, MASK_BYTES // max(1, DISTANCE_BYTES * keys * heads))
 
 
 def combine_masks(first: Array | None, second: Array | None) -> Array | None:
@@ -102,7 +103,13 @@ def attend_part(
     """Attend to a range of keys of a context; return outputs [B, S, Hq, Dv] and lse [B, S, Hq].
 
     `query_start` and `key_start` are the positions of the first query and of the first key. `attn_mask` is
-    the part of the mask for these queries and keys.
+    the part of the mask for these queries and keys. Causal attention of 6 queries to 3 keys, if `offset`, the
+    distance from the first query to the first key, is 2::
+
+        query    0  1  2  3  4  5
+        key 0    -  -  x  x  x  x       first = 2: earlier queries see no key
+        key 1    -  -  -  x  x  x
+        key 2    -  -  -  -  x  x       whole = 4: later queries see all keys, without a causal rule
     """
     batch, tokens, heads, dim = query.shape
     count = key.shape[1]
@@ -120,18 +127,18 @@ def attend_part(
                 **options,
             )  # fmt: skip
 
-    offset = key_start - query_start  # position of the first key minus that of the first query
+    offset = key_start - query_start
     causal = is_causal or slopes is not None
-    first = min(max(offset, 0), tokens) if causal else 0  # earlier queries see no key
+    first = min(max(offset, 0), tokens) if causal else 0
     if slopes is None and tuple(window) == (-1, -1):
-        whole = min(max(offset + count - 1, first), tokens) if causal else 0  # later queries see all keys
+        whole = min(max(offset + count - 1, first), tokens) if causal else 0
         attend_rows(slice(first, whole), slice(0, whole - offset), None, True)
         attend_rows(slice(whole, tokens), slice(0, count), None, False)
         return out, lse
-    most = queries_per_mask(count, 1 if slopes is None else heads)
+    queries_at_once = queries_per_mask(count, 1 if slopes is None else heads)
     left, right = window[0], 0 if causal else window[1]
-    for begin in range(first, tokens, most):
-        end = min(begin + most, tokens)
+    for begin in range(first, tokens, queries_at_once):
+        end = min(begin + queries_at_once, tokens)
         low = max(0, begin - left - offset) if left >= 0 else 0
         high = min(count, end + right - offset) if right >= 0 else count
         if low < high:

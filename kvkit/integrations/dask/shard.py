@@ -24,9 +24,11 @@ from kvkit.integrations.dask.partial_attention import (
 from kvkit.integrations.dask.placement import shard_positions
 from kvkit.typed import Array
 
+PROTOCOL = 5  # of pickle, the same on all machines
+
 
 class ShardActor:
-    """Calls methods of a `Shard`, which its first call makes. Calls and results are pickled bytes."""
+    """Calls methods of a `Shard`, and makes it in the first call. Calls and results are pickled bytes."""
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
@@ -44,7 +46,7 @@ class ShardActor:
         except Exception as error:
             reason = f"{type(error).__name__} ({error})"
             result = argument_error(f"shard {self._arguments[0]}", f"{method} to succeed", reason)
-        return pickle.dumps(result, 5)
+        return pickle.dumps(result, PROTOCOL)
 
 
 class Shard:
@@ -85,17 +87,19 @@ class Shard:
         options |= {"return_lse": True}
         if mask is not None and mask.ndim == 2:
             mask = mask[:, None, None]
-        if not self.interleave and call.slopes is None:
+        has_all_tokens = not self.interleave
+        if has_all_tokens and call.slopes is None:
             return layer.attend(query, mask, window=call.window, **options)
+        # The layer counts its rows as positions. Where a position matters, a mask by true positions decides.
         tokens = query.shape[2]
-        by_position = tokens > 1 or call.slopes is not None or call.window != (-1, -1)
-        keys = self._positions_below(length) if by_position else np.arange(0)
-        most = queries_per_mask(len(keys), 1 if call.slopes is None else len(call.slopes))
+        needs_positions = tokens > 1 or call.slopes is not None or call.window != (-1, -1)
+        keys = self._positions_below(length) if needs_positions else np.arange(0)
+        queries_at_once = queries_per_mask(len(keys), 1 if call.slopes is None else len(call.slopes))
         states = []
-        for begin in range(0, tokens, most):
-            rows = slice(begin, min(begin + most, tokens))
+        for begin in range(0, tokens, queries_at_once):
+            rows = slice(begin, min(begin + queries_at_once, tokens))
             bias = slice_mask(mask, rows, slice(None))
-            if by_position:
+            if needs_positions:
                 queries = np.arange(rows.start, rows.stop) + length - tokens
                 bias = combine_masks(position_mask(queries, keys, True, call.window, call.slopes), bias)
             if bias is not None:
@@ -109,12 +113,13 @@ class Shard:
     def _positions_below(self, length: int) -> Array:
         """Return the positions of this shard's tokens that are below ``length``."""
         if not len(self._positions) or self._positions[-1] < length:
-            self._positions = shard_positions(0, 2 * length, self.index, self.shards, self.interleave)
+            ahead = 2 * length  # enough for many later steps
+            self._positions = shard_positions(0, ahead, self.index, self.shards, self.interleave)
         return self._positions[: np.searchsorted(self._positions, length)]
 
     def crop(self, length: int) -> None:
         """Drop an incomplete step, and all tokens from ``length`` on."""
-        self.cache.crop(0)
+        self.cache.crop(0)  # drops the tokens that not all layers have
         surplus = self.about()["tokens"] - length
         if not length:
             self.cache.reset()  # the next tokens may have another batch size

@@ -50,6 +50,7 @@ class ShardedCache:
     dtype : dtype, optional
         The dtype of keys, values and queries. By default ``format`` if it is a float dtype, else float16.
     split : {"tokens", "heads"}
+        What is distributed.
     interleave : int, optional
         How many neighbouring tokens are on one worker; ``page_size`` if not given.
     num_blocks, page_size : int
@@ -101,8 +102,8 @@ class ShardedCache:
     ) -> None:
         sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         blocks = {"num_blocks": num_blocks, "page_size": page_size, "quant_group": quant_group}
-        places = {"split": split, "interleave": interleave, "shards": shard_count(client, shards)}
-        self._arguments = checked_sizes(sizes | {"format": format, "dtype": dtype} | blocks | places)
+        placement = {"split": split, "interleave": interleave, "shards": shard_count(client, shards)}
+        self._arguments = checked_sizes(sizes | {"format": format, "dtype": dtype} | blocks | placement)
         timeout = positive_number("timeout", timeout)
         count, interleave = self._arguments["shards"], self._arguments["interleave"]
         heads = self._arguments["num_kv_heads"]
@@ -112,11 +113,11 @@ class ShardedCache:
         self._tokens = OpenStep(self.num_layers)
         self._lock = CallLock()
         self._failure: BaseException | None = None
-        arguments = [
+        arguments_of_shards = [
             (i, count, self._placement.interleave, shard_sizes(self._arguments, heads))
             for i, heads in enumerate(self._placement.heads)
         ]
-        self._actors = ShardActors(client, arguments, timeout)
+        self._actors = ShardActors(client, arguments_of_shards, timeout)
 
     def append(self, key_states: Array, value_states: Array, layer_idx: int) -> None:
         """Append keys and values of new tokens to a layer. The layer's next `attend` sends them.
@@ -177,11 +178,11 @@ class ShardedCache:
                 self._arguments, self._tokens.batch, length, query, attention_mask, is_alibi=is_alibi,
                 window=window, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks,
             )  # fmt: skip
-            parts = self._step(layer_idx, length, call)
+            parts = self._step(layer_idx, length, call)  # an (output, lse) for each shard
             if self._placement.interleave:
                 output, lse = merge_parts(parts, self._format)
-            else:
-                output, lse = (np.concatenate(side, 1) for side in zip(*parts, strict=True))
+            else:  # each shard has other heads
+                output, lse = (np.concatenate(arrays, 1) for arrays in zip(*parts, strict=True))
             return (output, lse) if return_lse else output
 
     def get_seq_length(self) -> int:
@@ -247,9 +248,8 @@ class ShardedCache:
         try:
             cache = cls(client, **ShardFolder(folder).read_manifest()["cache"], timeout=timeout)
         except TypeError as error:
-            raise argument_error(
-                str(folder), "a cache that kvkit saved", f"other arguments ({error})"
-            ) from error
+            wanted = "a cache that kvkit saved"
+            raise argument_error(str(folder), wanted, f"other arguments ({error})") from error
         try:
             cache.restore(folder)
         except BaseException:
@@ -280,7 +280,7 @@ class ShardedCache:
                 if rows - {0} - {manifest["batch"]}:
                     raise argument_error(str(folder), f"shards of {manifest['batch']} rows", sorted(rows))
             except KvkitError as error:
-                self._failure = error  # some shards have completed the call, others have not
+                self._failure = error  # some shards have loaded the save, others have not
                 raise
             self._tokens.begin(manifest["length"], manifest["batch"])
 
@@ -345,12 +345,12 @@ class ShardedCache:
         """Append a layer's pending keys and values, and attend, on every shard that this concerns."""
         placement, tokens = self._placement, self._tokens
         pending = tokens.pending.pop(layer_idx, None)
-        indices = [None] * placement.count
+        indices = [None] * placement.count  # of each shard's tokens among the pending ones
         if pending:
             indices = placement.token_indices(tokens.length, tokens.length + tokens.step)
         calls: list[tuple[Any, ...] | None] = []
-        for i, (at, heads) in enumerate(zip(indices, placement.heads, strict=True)):
-            new = None if at is None or pending is None else tuple(side[:, heads, at] for side in pending)
+        for i, (own, heads) in enumerate(zip(indices, placement.heads, strict=True)):
+            new = None if own is None or pending is None else tuple(side[:, heads, own] for side in pending)
             part = None if call is None else placement.shard_call(i, length, call)
             calls.append(None if new is None and part is None else ("step", layer_idx, new, length, part))
         try:

@@ -17,9 +17,8 @@ import distributed
 from kvkit.errors import KvkitError, argument_error
 
 LOCAL = "local"
-NO_PAGES: dict[str, list[str]] = {
-    f"distributed.{server}.http.routes": [] for server in ("scheduler", "worker")
-}
+MOST_PROCESSES = 1024
+NO_PAGES = {f"distributed.{server}.http.routes": list[str]() for server in ("scheduler", "worker")}
 NO_DASHBOARD = {"dashboard": False, "dashboard_address": "127.0.0.1:0"}
 
 
@@ -122,11 +121,13 @@ def local_client(count: int) -> Iterator[distributed.Client]:
 @contextlib.contextmanager
 def started(address: str) -> Iterator[Callable[..., Iterator[Any]]]:
     """Connect `mapper` to the cluster at an address, or to new local processes for "local" or "local:4"."""
-    kind, _, number = address.partition(":")
-    if kind == LOCAL:
+    host, _, number = address.partition(":")
+    if host == LOCAL:
         count = number or str(os.cpu_count() or 1)
-        if not (count.isascii() and count.isdecimal()) or not 0 < int(count[:6]) <= 1024:
-            raise argument_error("--dask", "an ADDRESS, local, or local:N of 1 to 1024 processes", address)
+        is_number = count.isascii() and count.isdecimal() and len(count) < 10
+        if not is_number or not 0 < int(count) <= MOST_PROCESSES:
+            wanted = f"an ADDRESS, local, or local:N of 1 to {MOST_PROCESSES} processes"
+            raise argument_error("--dask", wanted, address)
         connect = functools.partial(local_client, int(count))
     else:
         connect = functools.partial(distributed.Client, address, timeout=10)

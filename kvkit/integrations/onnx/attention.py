@@ -13,7 +13,8 @@ from kvkit.formats import FLOATS
 from kvkit.integrations.onnx import scores
 from kvkit.typed import Array
 
-FLOAT_TYPES = 1, 10, 11, 16  # FLOAT, FLOAT16, DOUBLE, BFLOAT16
+Window = tuple[int, int]
+FLOAT_TYPES = 1, 10, 11, 16  # ONNX's numbers of FLOAT, FLOAT16, DOUBLE, BFLOAT16
 
 
 class Attention(OpRun):
@@ -51,7 +52,7 @@ class Attention(OpRun):
             raise argument_error("left_window_size, right_window_size", "-1 or more", sizes)
         if (past_key is None) != (past_value is None):
             raise argument_error("past_key, past_value", "both or neither", "one")
-        flat = query.ndim == 3
+        joins_heads = query.ndim == 3  # [B, S, H * D], and so is the output
         query = tokens_first("Q", query, q_num_heads)
         key, value = tokens_first("K", key, kv_num_heads), tokens_first("V", value, kv_num_heads)
         past = 0
@@ -73,12 +74,11 @@ class Attention(OpRun):
         visibility = Visibility(valid, offset, left_window_size, 0 if is_causal else right_window_size, mask)
         scale, softcap = float(dim**-0.5 if scale is None else scale), float(softcap)
 
-        shape = (batch, rows, heads) if flat else (batch, heads, rows)
+        shape = (batch, rows, heads) if joins_heads else (batch, heads, rows)
         output: Array = np.zeros((*shape, value.shape[3]), query.dtype)
-        attend_visible(
-            query, key, value, visibility, scale, softcap, output if flat else output.transpose(0, 2, 1, 3)
-        )
-        if flat:
+        out_rows = output if joins_heads else output.transpose(0, 2, 1, 3)  # [B, S, H, Dv]
+        attend_visible(query, key, value, visibility, scale, softcap, out_rows)
+        if joins_heads:
             output = output.reshape(batch, rows, heads * value.shape[3])
         outputs = [output, key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)]
         if len(self.output) > 3 and self.output[3]:
@@ -93,7 +93,7 @@ class Visibility:
     valid: np.ndarray  # how many first keys are valid
     offset: np.ndarray  # the position of the first query
     left: int  # how many keys a query sees before its position; -1 for no limit
-    right: int
+    right: int  # and after its position
     mask: np.ndarray | None  # [B or 1, H or 1, rows or 1, keys]
 
 
@@ -110,22 +110,21 @@ def attend_visible(
     if len(types) > 1 and types <= {fmt.dtype for fmt in FLOATS}:
         query, key, value = (array.astype(np.float32) for array in (query, key, value))
         mask = mask if mask is None or mask.dtype == np.bool_ else mask.astype(np.float32)
-        whole = out.astype(np.float32)
-        attend_visible(query, key, value, replace(visibility, mask=mask), scale, softcap, whole)
-        out[...] = whole
+        out_float32 = out.astype(np.float32)
+        attend_visible(query, key, value, replace(visibility, mask=mask), scale, softcap, out_float32)
+        out[...] = out_float32
         return
-    for part, (keys, offset) in enumerate(
-        zip(visibility.valid.tolist(), visibility.offset.tolist(), strict=True)
-    ):
-        at = slice(part, part + 1) if len(visibility.valid) > 1 else slice(None)
+    lengths = zip(visibility.valid.tolist(), visibility.offset.tolist(), strict=True)
+    for sequence, (keys, offset) in enumerate(lengths):
+        batch = slice(sequence, sequence + 1) if len(visibility.valid) > 1 else slice(None)
         keys = keys if mask is None else min(keys, mask.shape[3])
         n, m, window = visible_part(rows, keys, offset, visibility.left, visibility.right)
         if n and m:
             kvkit.multi_head_attention(
-                query[at, :n], key[at, :m], value[at, :m],
-                None if mask is None else mask[at if len(mask) > 1 else slice(None), :, :n, :m],
+                query[batch, :n], key[batch, :m], value[batch, :m],
+                None if mask is None else mask[batch if len(mask) > 1 else slice(None), :, :n, :m],
                 num_heads=query.shape[2], head_dim=query.shape[3], is_causal=False, num_kv_heads=key.shape[2],
-                softmax_scale=scale, window=window, softcap=softcap, out=out[at, :n],
+                softmax_scale=scale, window=window, softcap=softcap, out=out[batch, :n],
             )  # fmt: skip
 
 
@@ -159,20 +158,22 @@ def check_lengths(nonpad_kv_seqlen: Array, batch: int, context: int) -> Array:
 def broadcast_mask(mask: Array, shape: tuple[int, ...]) -> Array:
     """Return a mask with four axes. Keys after its last column are hidden."""
     full = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    fits = full.ndim == 4 and all(
-        size in (1, want) for size, want in zip(full.shape[:3], shape, strict=False)
-    )
+    fits = full.ndim == 4 and all(n in (1, size) for n, size in zip(full.shape[:3], shape, strict=False))
     if not fits or full.shape[3] > shape[3]:
         raise argument_error("attn_mask", f"a shape that broadcasts to {shape}", mask.shape)
     return full
 
 
-def visible_part(
-    rows: int, keys: int, offset: int, left: int, right: int
-) -> tuple[int, int, tuple[int, int]]:
+def visible_part(rows: int, keys: int, offset: int, left: int, right: int) -> tuple[int, int, Window]:
     """Return (rows, keys, window) for a call of kvkit: how many first queries and keys can see each other.
 
-    In ONNX query i is at position offset + i. In kvkit the last query is at the last key.
+    In ONNX query i is at position offset + i. In kvkit the last query is at the last key, so that its window
+    must move by the difference. For 2 rows from position 4 on, and 5 keys::
+
+        position      0  1  2  3  4  5
+        keys          k0 k1 k2 k3 k4
+        in ONNX                   q0 q1    window (2, 0): q1 sees k3 and k4
+        in kvkit               q0 q1       window (1, 1)
     """
     if right >= 0:
         keys = max(min(keys, offset + rows + right), 0)

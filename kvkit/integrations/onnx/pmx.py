@@ -12,28 +12,20 @@ from kvkit.errors import argument_error
 
 SOURCE = "PMX "
 ROOTS = "opmx", "pmx"  # "pmx" was the name until April 2024
-DATA_TYPES = {1: "float32", 10: "float16", 16: "bfloat16"}
+DATA_TYPES = {1: "float32", 10: "float16", 16: "bfloat16"}  # {ONNX's number of a type: kvkit's name}
 
 
 def operator_classes() -> list[type]:
     """Return a class for each operator of the table in each of its domains."""
-    by_path = {
-        op.source.removeprefix(SOURCE): op
-        for op in operators.OPERATORS.values()
-        if op.source.startswith(SOURCE)
-    }
+    pmx = [op for op in operators.OPERATORS.values() if op.source.startswith(SOURCE)]
+    by_path = {op.source.removeprefix(SOURCE): op for op in pmx}
     op_classes = []
     for path, op in by_path.items():
         suffix, _, name = path.rpartition(".")
+        members = {"operator": op, "static": by_path.get(name, op), "__doc__": op.summary}
         for root in ROOTS:
             domain = f"{root}.{suffix}" if suffix else root
-            members = {
-                "op_domain": domain,
-                "operator": op,
-                "static": by_path.get(name, op),
-                "__doc__": op.summary,
-            }
-            op_classes.append(type(name, (PmxOperator,), members))
+            op_classes.append(type(name, (PmxOperator,), members | {"op_domain": domain}))
     return op_classes
 
 

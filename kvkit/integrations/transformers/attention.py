@@ -12,10 +12,11 @@ from kvkit.errors import argument_error
 from kvkit.integrations.transformers import pending
 from kvkit.integrations.transformers.bridge import as_cast, to_numpy, without_gradient
 from kvkit.interop import numpy_to_tensor
+from kvkit.typed import Array
 
 NAME = "kvkit"
 NO_WINDOW = -1, -1
-LEAST = -1e30  # a mask hides a key by a smaller number
+HIDDEN = -1e30  # a mask that is added to scores hides a key by a number below this
 
 
 @torch.compiler.disable
@@ -89,7 +90,7 @@ def attention_forward(
     if module.training and query.requires_grad and torch.is_grad_enabled():
         wanted = "one that is not trained: this attention has no gradient"
         raise argument_error("module", wanted, "training mode")
-    if stored is not None and stored.layer.row_positions is not None:
+    if stored is not None and stored.is_moved:
         check_moved(stored.layer, attention_mask, position_ids)
     query, key, value = map(as_cast, (query, key, value))
     if is_causal is None:
@@ -100,31 +101,33 @@ def attention_forward(
         "sinks": None if s_aux is None else to_numpy("s_aux", s_aux),
     }
     indices = kwargs.get("indices")
-    latent = stored is not None and stored.layer.latent_dim
-    if stored is not None and latent and (stored.begin or indices is not None):
+    latent_dim = stored.layer.latent_dim if stored is not None else 0
+    if stored is not None and latent_dim and (stored.begin or indices is not None):
         attn_output = attend_latent(module, stored.layer, query, attention_mask, indices, options)
     else:
-        source = None if latent else stored  # the model has expanded the latent rows of a prompt
+        source = None if latent_dim else stored  # the model has expanded the latent rows of a prompt
         states = query, key, value
         attn_output = attend_states(source, states, attention_mask, sliding_window, is_causal, options)
-    if stored is not None and latent and stored.seen is not None:
-        parts = absorbed(module, stored.layer, query)[:2]
-        scaled = np.concatenate(parts, 3) * np.float32(scaling * (latent + parts[1].shape[3]) ** 0.5)
-        stored.seen(scaled.astype(parts[0].dtype), None)  # scorers divide by this root
+    if stored is not None and latent_dim and stored.after_attention is not None:
+        latent, rotated, _ = absorb_queries(module, stored.layer, query)
+        row_dim = latent_dim + rotated.shape[3]
+        # The model's scores are q · k * scaling, a scorer's are q · k / sqrt(row_dim).
+        scaled = np.concatenate((latent, rotated), 3) * np.float32(scaling * row_dim**0.5)
+        stored.after_attention(scaled.astype(latent.dtype), None)
     return without_gradient(attn_output, query, key, value), None
 
 
-def absorbed(module: Any, layer: Any, query: torch.Tensor) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-    """Return (absorbed queries, rotated parts of queries, projections of outputs [H, V, L]).
+def absorb_queries(module: Any, layer: Any, query: torch.Tensor) -> tuple[Array, Array, torch.Tensor]:
+    """Return queries times W_UK [B, H, q, L], the rotated parts of queries [B, H, q, R], and W_UV [H, V, L].
 
     The module's ``kv_b_proj`` has the up-projections: for each head the rows of W_UK, then those of W_UV.
     """
-    weight, nope = getattr(module, "kv_b_proj", None), getattr(module, "qk_nope_head_dim", None)
-    if not isinstance(weight, torch.nn.Linear) or nope is None or weight.bias is not None:
+    projection, nope = getattr(module, "kv_b_proj", None), getattr(module, "qk_nope_head_dim", None)
+    if not isinstance(projection, torch.nn.Linear) or nope is None or projection.bias is not None:
         raise argument_error("module", "attention with kv_b_proj and qk_nope_head_dim", type(module).__name__)
-    by_head = weight.weight.to(query.dtype).view(query.shape[1], -1, layer.latent_dim)
-    latent = to_numpy("query", query[..., :nope] @ by_head[:, :nope])
-    return latent, to_numpy("query", query[..., nope:]), by_head[:, nope:]
+    weight = projection.weight.to(query.dtype).view(query.shape[1], -1, layer.latent_dim)  # [H, K + V, L]
+    latent = to_numpy("query", query[..., :nope] @ weight[:, :nope])
+    return latent, to_numpy("query", query[..., nope:]), weight[:, nope:]
 
 
 def attend_latent(
@@ -136,27 +139,27 @@ def attend_latent(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Attend with absorbed queries to the latent rows of a layer; return outputs of heads [B, q, H, Dv]."""
-    latent, rotated, by_head = absorbed(module, layer, query)
+    latent, rotated, w_uv = absorb_queries(module, layer, query)
     if options["softcap"] or options["softmax_scale"] is None:
         raise argument_error("scaling", "a number, and no softcap", options["softmax_scale"])
     new = query.shape[2]
-    mask = None if attention_mask is None else to_numpy("attention_mask", attention_mask)
+    visible = mask = None if attention_mask is None else to_numpy("attention_mask", attention_mask)
     if mask is not None and mask.ndim == 4:
-        shows = mask if mask.dtype == np.bool_ else np.asarray(mask, np.float32) > LEAST
-        after = np.triu(np.ones((new, mask.shape[3]), np.bool_), mask.shape[3] - new + 1)
-        if new > 1 and (shows & after).any():
+        visible = mask if mask.dtype == np.bool_ else np.asarray(mask, np.float32) > HIDDEN
+        later = np.triu(np.ones((new, mask.shape[3]), np.bool_), mask.shape[3] - new + 1)  # [q, n]
+        if new > 1 and (visible & later).any():
             raise argument_error("attention_mask", "one that hides later tokens", "one that shows some")
     elif mask is not None and layer.row_positions is None:
-        mask = mask[:, None, None]
-    shared = {"scale": options["softmax_scale"], "sinks": options["sinks"]}
+        visible = mask = mask[:, None, None]
+    more = {"scale": options["softmax_scale"], "sinks": options["sinks"]}
     if indices is not None:
         rows = to_numpy("indices", indices)  # [B, q, K], of all rows
-        if mask is not None:
-            seen = np.broadcast_to(shows if mask.ndim == 4 else mask, (len(rows), 1, new, mask.shape[3]))
-            rows = np.where(np.take_along_axis(seen[:, 0], rows.astype(np.int64), 2), rows, -1)
-        shared, mask = shared | {"indices": rows}, None
-    output = numpy_to_tensor(layer.attend(latent, rotated, mask, **shared))
-    return (output @ by_head.transpose(1, 2)).transpose(1, 2)
+        if visible is not None:  # an index of -1 selects no row
+            visible = np.broadcast_to(visible, (len(rows), 1, new, visible.shape[3]))
+            rows = np.where(np.take_along_axis(visible[:, 0], rows.astype(np.int64), 2), rows, -1)
+        more, mask = more | {"indices": rows}, None
+    output = numpy_to_tensor(layer.attend(latent, rotated, mask, **more))  # [B, H, q, L]
+    return (output @ w_uv.transpose(1, 2)).transpose(1, 2)
 
 
 def attend_states(
@@ -170,44 +173,59 @@ def attend_states(
     """Attend to stored keys and values, or if `stored` is None to the keys and values of `states`."""
     query, key, value = states
     queries = to_numpy("query", query)
-    mask, whole = None, False
+    mask, has_causality = None, False  # whether the mask hides later tokens and those outside the window
     if attention_mask is not None:
         mask = to_numpy("attention_mask", attention_mask)
-        whole = mask.ndim == 4
-        by_position = stored is not None and stored.layer.row_positions is not None
-        mask = mask if whole or by_position else mask[:, None, None]
-    causal = is_causal and not whole
+        has_causality = mask.ndim == 4
+        has_positions = stored is not None and stored.is_moved  # its columns are positions, not rows
+        mask = mask if has_causality or has_positions else mask[:, None, None]
+    causal = is_causal and not has_causality
     window = (sliding_window - 1, -1) if causal and sliding_window else NO_WINDOW
     if stored is None:
         keys, values = to_numpy("key", key), to_numpy("value", value)
     else:
+        layer_options = None
         if causal or query.shape[2] == 1:  # a single query is the last token and sees all keys anyway
-            more = window_options(stored.layer, sliding_window, window)
-            if more is not None:
-                if stored.wants_weights:
-                    more["return_key_weights"] = True
-                attended = stored.layer.attend(queries, mask, **options, **more)
-                attn_output, weights = attended if stored.wants_weights else (attended, None)
-                stored.drop_arrays()
-                if stored.seen is not None:
-                    stored.seen(queries, weights)
-                return numpy_to_tensor(attn_output.swapaxes(1, 2))
-        if stored.seen is not None:
-            wanted = "causal attention with masks of padding only, for a cache that evicts tokens"
-            raise argument_error("attention_mask", wanted, "a mask or a window of its own")
-        if stored.layer.row_positions is not None:
-            wanted = "a mask of padding only and no window, because tokens of the cache were removed or moved"
-            raise argument_error("attention_mask", wanted, "a mask or a window of its own")
-        keys, values = stored.arrays()
-        if mask is not None and stored.layer.window is not None and mask.shape[3] != keys.shape[2]:
-            expected = f"{keys.shape[2]} columns, for the keys that the window needs"
-            raise argument_error("attention_mask", expected, mask.shape[3])
+            layer_options = window_options(stored.layer, sliding_window, window)
+        if layer_options is not None:
+            return attend_in_place(stored, queries, mask, options | layer_options)
+        keys, values = arrays_for_mask(stored, mask)
     queries, keys, values = (states.swapaxes(1, 2) for states in (queries, keys, values))
     attn_output = kvkit.multi_head_attention(
         queries, keys, values, mask, num_heads=queries.shape[2], head_dim=queries.shape[3],
         num_kv_heads=keys.shape[2], is_causal=causal, window=window, **options,
     )  # fmt: skip
     return numpy_to_tensor(attn_output)
+
+
+def attend_in_place(
+    stored: pending.Stored, queries: Array, mask: Array | None, options: dict[str, Any]
+) -> torch.Tensor:
+    """Attend to a layer's rows where they lie, and pass queries and weights to `stored.after_attention`."""
+    if stored.wants_weights:
+        attn_output, weights = stored.layer.attend(queries, mask, **options, return_key_weights=True)
+    else:
+        attn_output, weights = stored.layer.attend(queries, mask, **options), None
+    stored.drop_arrays()
+    if stored.after_attention is not None:
+        stored.after_attention(queries, weights)
+    return numpy_to_tensor(attn_output.swapaxes(1, 2))
+
+
+def arrays_for_mask(stored: pending.Stored, mask: Array | None) -> tuple[Array, ...]:
+    """Return stored keys and values, for attention with a mask or window that the layer cannot apply."""
+    found = "a mask or a window of its own"
+    if stored.after_attention is not None:
+        wanted = "causal attention with masks of padding only, for a cache that evicts tokens"
+        raise argument_error("attention_mask", wanted, found)
+    if stored.is_moved:
+        wanted = "a mask of padding only and no window, because tokens of the cache were removed or moved"
+        raise argument_error("attention_mask", wanted, found)
+    keys, values = stored.arrays()
+    if mask is not None and stored.layer.window is not None and mask.shape[3] != keys.shape[2]:
+        wanted = f"{keys.shape[2]} columns, for the keys that the window needs"
+        raise argument_error("attention_mask", wanted, mask.shape[3])
+    return keys, values
 
 
 def check_moved(layer: Any, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None) -> None:
@@ -231,4 +249,4 @@ def window_options(layer: Any, sliding_window: int | None, window: tuple[int, in
         return {} if window == NO_WINDOW else None
     if sliding_window not in (None, layer.sliding_window):
         raise argument_error("sliding_window", f"{layer.sliding_window}, as the cache has it", sliding_window)
-    return {}
+    return {}  # the layer applies its own window

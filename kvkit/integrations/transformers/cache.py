@@ -34,7 +34,7 @@ GEOMETRY = "num_kv_heads", "head_dim", "dtype"  # options of a paged cache that 
 P = ParamSpec("P")
 
 
-def passed_on(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[KvkitCache, P], None]:
+def pass_on(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[KvkitCache, P], None]:
     """Return a method of `KvkitCache` that calls the method of this name of the wrapped cache."""
 
     @functools.wraps(method)
@@ -123,10 +123,10 @@ class KvkitCache(Cache):
             wanted = f"the arguments of {KINDS[kind].__name__} for kind {kind!r}"
             raise argument_error("KvkitCache", wanted, str(error).removeprefix("got ")) from None
         if unknown:
-            first = DynamicCache(options["num_layers"])
+            placeholder = DynamicCache(options["num_layers"])
             for i, layer in options.get("others", {}).items():
-                first.layers[i] = layer
-            self._wrap(first, config)
+                placeholder.layers[i] = layer
+            self._wrap(placeholder, config)
             self._make = make
         else:
             self._wrap(make_cache(KINDS[kind], config, kind, options), config)
@@ -148,7 +148,7 @@ class KvkitCache(Cache):
         self._make = None
         self.eviction = None
         self.report: Any = None
-        self._reads: bool | None = None  # whether kvkit's attention reads the stored rows
+        self._reads_in_place: bool | None = None  # whether the model uses kvkit's attention; None before use
         self._stored: dict[int, pending.Stored] = {}  # the last update of each layer
         self.new_tokens = 1  # tokens of the present step, as `get_mask_sizes` was told
         super().__init__(layers=layers_of(self, cache, self.config))
@@ -195,11 +195,11 @@ class KvkitCache(Cache):
         last = self._stored.get(layer_idx)
         if last is not None and last.is_lost():
             wanted = f"{NAME!r} in the model that uses this cache, as its config says"
-            found = f"attention that has not read the cache in layer {layer_idx}; {pending.OTHERS}"
+            found = f"attention that has not read the cache in layer {layer_idx}; {pending.USE_OTHERS}"
             raise argument_error("attn_implementation", wanted, found)
-        if layer_idx == 0 or self._reads is None:  # once a step, because configs answer slowly
-            self._reads = self.config is not None and self.config._attn_implementation == NAME
-        if not self._reads and (why := self._why_kvkit(layer_idx)):
+        if layer_idx == 0 or self._reads_in_place is None:  # once a step, because configs answer slowly
+            self._reads_in_place = self.config is not None and self.config._attn_implementation == NAME
+        if not self._reads_in_place and (why := self._why_kvkit(layer_idx)):
             wanted = f"{NAME!r}, because {why}, and other attention counts rows as positions"
             found = "none" if self.config is None else repr(self.config._attn_implementation)
             raise argument_error("attn_implementation", wanted, found)
@@ -213,15 +213,14 @@ class KvkitCache(Cache):
         if layer_idx == len(self.layers):
             self.layers.append(KvkitLayer(self, layer_idx))
         layer = self.cache.layers[layer_idx]
-        if layer.latent_dim:  # a row is the latent part, then the rotated one
-            keys = np.asarray(keys)
-            keys, values = keys[..., : layer.latent_dim], keys[..., layer.latent_dim :]
-        stored = pending.Stored(
-            layer, keys, values, begin, weakref.ref(key_states), weakref.ref(value_states)
-        )
-        if self._reads:
+        if layer.latent_dim:  # transformers calls the latent part of a row keys, the rotated part values
+            rows = np.asarray(keys)
+            keys, values = rows[..., : layer.latent_dim], rows[..., layer.latent_dim :]
+        returned = weakref.ref(key_states), weakref.ref(value_states)
+        stored = pending.Stored(layer, keys, values, begin, *returned)
+        if self._reads_in_place:
             if self.eviction is not None and not self.eviction.done and layer.window is None:
-                stored.seen = functools.partial(self._see, layer_idx)
+                stored.after_attention = functools.partial(self._record_and_evict, layer_idx)
                 stored.wants_weights = self.eviction.wants_weights
             self._stored[layer_idx] = stored
             pending.remember(layer_idx, stored)
@@ -237,11 +236,11 @@ class KvkitCache(Cache):
         moved = any(layer.row_positions is not None for layer in layers)
         return "tokens of the cache were removed or moved" if moved else ""
 
-    def _see(self, layer_idx: int, queries: np.ndarray, weights: np.ndarray | None) -> None:
+    def _record_and_evict(self, layer_idx: int, queries: np.ndarray, weights: np.ndarray | None) -> None:
         """Pass queries and weights to the eviction; evict after the last layer that can lose tokens."""
         eviction = self.eviction
         if eviction is not None:
-            eviction.see(layer_idx, queries, weights)
+            eviction.record(layer_idx, queries, weights)
             if layer_idx == last_to_evict(self.cache.layers):
                 self.report = eviction.run(self.movable()) or self.report
 
@@ -280,18 +279,18 @@ class KvkitCache(Cache):
         _, heads, _, dim = key_states.shape
         dim += value_states.shape[3] if latent else 0
         dtype = to_numpy("key_states", as_cast(key_states)).dtype
-        of_keys: dict[str, Any] = dict(zip(GEOMETRY, (heads, dim, dtype), strict=True))
+        sizes: dict[str, Any] = dict(zip(GEOMETRY, (heads, dim, dtype), strict=True))
         others = {i: self.cache.layers[i] for i in make.keywords.get("others", ())}  # with their states
-        self.cache, self._make = make(**of_keys | make.keywords | {"others": others}), None
+        self.cache, self._make = make(**sizes | make.keywords | {"others": others}), None
 
     # Sizes and positions
 
     @torch.compiler.disable
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens a layer has seen; a recurrent layer counts as the first layer with keys."""
-        return self.cache.get_seq_length(self._attending(layer_idx))
+        return self.cache.get_seq_length(self._layer_with_keys(layer_idx))
 
-    def _attending(self, layer_idx: int) -> int:
+    def _layer_with_keys(self, layer_idx: int) -> int:
         """Return the number of a layer, or of the first one with keys if it only has a state."""
         layers = self.cache.layers
         if layer_idx >= len(layers) or not isinstance(layers[layer_idx], StateLayer):
@@ -308,9 +307,10 @@ class KvkitCache(Cache):
 
         Unused rows of a static layer do not count.
         """
-        layer_idx, self.new_tokens = self._attending(layer_idx), int(query_length)
+        layer_idx, self.new_tokens = self._layer_with_keys(layer_idx), int(query_length)
         kv_length, kv_offset = self.cache.get_mask_sizes(query_length, layer_idx)
-        return min(kv_length, self.get_seq_length(layer_idx) + query_length - kv_offset), kv_offset
+        used_rows = self.get_seq_length(layer_idx) + query_length - kv_offset
+        return min(kv_length, used_rows), kv_offset
 
     @property
     def positions(self) -> np.ndarray:
@@ -351,11 +351,11 @@ class KvkitCache(Cache):
         if self.eviction is not None:
             self.eviction.change_batch(np.repeat(np.arange(rows), repeats))
 
-    remove = passed_on(MovableTokens.remove)
-    retain = passed_on(MovableTokens.retain)
-    shift = passed_on(MovableTokens.shift)
-    divide = passed_on(MovableTokens.divide)
-    flatten = passed_on(MovableTokens.flatten)
+    remove = pass_on(MovableTokens.remove)
+    retain = pass_on(MovableTokens.retain)
+    shift = pass_on(MovableTokens.shift)
+    divide = pass_on(MovableTokens.divide)
+    flatten = pass_on(MovableTokens.flatten)
 
     @functools.wraps(MovableTokens.can)
     def can(self, call: str, *arguments: Any, **options: Any) -> str | None:
@@ -377,13 +377,13 @@ class KvkitCache(Cache):
         del named["self"]
         paged = isinstance(self.cache, PagedCache)
         known = self.cache.ropes if paged else [layer.rope for layer in self.cache.layers]
-        unknown = named.get("rope") is None and None in known
-        if unknown and named.get("close", "rope" in method.parameters and call != "remove"):
+        is_unknown = named.get("rope") is None and None in known
+        # `remove` moves the tokens after a hole only with `close`; `retain`, without a rope, moves none.
+        moves_tokens = named.get("close", False) if call == "remove" else "rope" in method.parameters
+        if is_unknown and moves_tokens:
             ropes = [] if self.config is None else rotations_of(self.config)
-            rest = [NO_ROTATION] * (
-                len(known) - len(ropes)
-            )  # for the states of hybrid layers, which come last
-            named["rope"] = ropes + rest if ropes else None
+            states = len(known) - len(ropes)  # of hybrid layers, which come last
+            named["rope"] = ropes + [NO_ROTATION] * states if ropes else None
         return named
 
     def reset(self) -> None:
@@ -395,17 +395,17 @@ class KvkitCache(Cache):
         self.cache.activate_past_recording()
 
 
-def check_evictable(cache: Any, config: Any, kind: str, options: dict[str, Any], weighs: bool) -> None:
+def check_evictable(cache: Any, config: Any, kind: str, options: dict[str, Any], wants_weights: bool) -> None:
     """Raise for a cache that cannot lose tokens while `generate` counts positions.
 
-    `weighs` says whether the scorer reads weights of attention.
+    `wants_weights` says whether the scorer reads weights of attention.
     """
     if kind == "static":
         wanted = "another kind with evict, because a static cache keeps no holes between positions"
         raise argument_error("kind", wanted, repr(kind))
     if any(isinstance(layer, IndexedLayer) for layer in cache.layers):
         raise argument_error("evict", "a model without an indexer, which numbers rows", "index keys")
-    if weighs and (options.get("latent_dim") or any(layer.latent_dim for layer in cache.layers)):
+    if wants_weights and (options.get("latent_dim") or any(layer.latent_dim for layer in cache.layers)):
         wanted = "a scorer of keys or of the last queries, for a model with latent rows"
         raise argument_error("evict", wanted, "weights of all queries")
     if kind == "paged" and options.get("others"):
@@ -424,20 +424,27 @@ def last_to_evict(layers: Any) -> int:
 
 
 def layers_of(owner: KvkitCache, cache: Any, config: Any) -> list[Any]:
-    """Wrap the layers of a cache, which has the states of hybrid layers after all other layers."""
+    """Wrap the layers of a cache, which has the states of hybrid layers after all other layers.
+
+    With two hybrid layers::
+
+        layers of the model    0 hybrid    1 full    2 hybrid
+        layers of the cache    0 keys      1 keys    2 keys      3 state of 0    4 state of 2
+    """
     names: list[str] = []
     arguments: list[dict[str, Any]] = []
     if config is not None:
         names, arguments = get_layer_types_and_kwargs(config)
     count = len(cache) - sum(name in HYBRID for name in names)
+    fits_config = count == len(names)  # a cache that was loaded may be of another model
     layers: list[Any] = []
-    for i, layer in enumerate(cache.layers[: count if count == len(names) else None]):
-        counts = arguments[i].get("number_of_states", 1) if i < len(arguments) else 1
+    for i, layer in enumerate(cache.layers[: count if fits_config else None]):
+        number_of_states = arguments[i].get("number_of_states", 1) if i < len(arguments) else 1
         if isinstance(layer, StateLayer):
-            layers.append(KvkitStateLayer(owner, i, counts))
-        elif count == len(names) and names[i] in HYBRID:
-            number = count + sum(name in HYBRID for name in names[:i])
-            layers.append(KvkitHybridLayer(owner, i, number, counts))
+            layers.append(KvkitStateLayer(owner, i, number_of_states))
+        elif fits_config and names[i] in HYBRID:
+            state_layer = count + sum(name in HYBRID for name in names[:i])
+            layers.append(KvkitHybridLayer(owner, i, state_layer, number_of_states))
         else:
             layers.append(KvkitLayer(owner, i))
     return layers

@@ -23,9 +23,9 @@ NOT_PROVIDED = {  # {scorer: the input that attention does not provide}
     "expected": "queries before rotation",
     "triattention": "queries before rotation",
 }
-OF_WEIGHTS = "observed", "h2o"  # scorers that need the weights of all queries
-ARGUMENTS = {*inspect.signature(Cache.compress).parameters}
-WINDOW = 64  # how many of the last queries a scorer that is a function gets
+WEIGHT_SCORERS = "observed", "h2o"  # scorers that need the weights of all queries
+COMPRESS_ARGUMENTS = {*inspect.signature(Cache.compress).parameters}
+FUNCTION_WINDOW = 64  # how many of the last queries a scorer that is a function gets
 
 
 class Eviction:
@@ -58,31 +58,33 @@ class Eviction:
             wanted = "a scorer that reads keys, values, or the queries and weights of attention"
             found = f"{scorer!r}, of {NOT_PROVIDED.get(scorer, 'no known name')}"
             raise argument_error("evict", wanted, found)
-        needs = " ".join(rule.needs) if rule else "queries"
-        self.wants_weights = scorer in OF_WEIGHTS
-        if rule is not None:
-            known = {name: True for name in CONTEXT if name in rule.options}
-            own = {name: value for name, value in options.items() if name not in ARGUMENTS}
-            rule.check(dict.fromkeys(("values", "queries", "weights"), True), known | own)
+        self.wants_weights = scorer in WEIGHT_SCORERS
+        if rule is not None:  # refuse unknown options; what cache and attention will provide counts as given
+            provided = {name: True for name in CONTEXT if name in rule.options}
+            own = {name: value for name, value in options.items() if name not in COMPRESS_ARGUMENTS}
+            rule.check(dict.fromkeys(("values", "queries", "weights"), True), provided | own)
         if self.wants_weights and self.decoding:
             wanted = "a scorer of keys or of the last queries, while tokens are generated"
             raise argument_error("evict", wanted, f"{scorer!r}, of the weights of all queries")
         self.window: int | None = 0  # how many of the last queries are recorded; None for all
-        if "queries" in needs and not self.wants_weights:
-            option = rule.options.get("window") if rule else None
-            default = option.default if option is not None else {"tova": 1}.get(scorer)
-            self.window = options.get("window", default if rule else WINDOW)
+        if rule is None:
+            self.window = options.get("window", FUNCTION_WINDOW)
+        elif "queries" in " ".join(rule.needs) and not self.wants_weights:
+            option = rule.options.get("window")
+            last_query_only = {"tova": 1}
+            default = option.default if option is not None else last_query_only.get(scorer)
+            self.window = options.get("window", default)
         self._inputs: dict[int, Array] = {}  # queries, or weights of keys, of each layer
         self.done = False  # whether a single eviction has run
 
-    def see(self, layer_idx: int, queries: Array, weights: Array | None) -> None:
+    def record(self, layer_idx: int, queries: Array, weights: Array | None) -> None:
         """Record the queries or weights of a layer's attention."""
         if weights is not None:
             self._inputs[layer_idx] = weights
         elif self.window != 0:
             before = self._inputs.get(layer_idx)
-            known = queries if before is None else np.concatenate((before, queries), 2)
-            self._inputs[layer_idx] = known[:, :, -(self.window or known.shape[2]) :].copy()
+            recorded = queries if before is None else np.concatenate((before, queries), 2)
+            self._inputs[layer_idx] = recorded[:, :, -(self.window or recorded.shape[2]) :].copy()
 
     def run(self, cache: Any) -> Any:
         """Compress a cache if it is time; return the report.

@@ -62,10 +62,8 @@ def attention_mask(
     aligned = q_offset + q_length == kv_offset + kv_length  # False if unused keys follow
     in_chunks = local_size is not None and getattr(config, "attention_chunk_size", None) is not None
     padded = attention_mask is not None and not bool(attention_mask.all())
-    shares = bool(
-        getattr(config, "num_kv_shared_layers", 0)
-    )  # then Gemma 4 takes slices of the mask by query
-    if not allow_is_causal_skip or not aligned or in_chunks or (shares and padded and q_length > 1):
+    slices_masks = bool(getattr(config, "num_kv_shared_layers", 0))  # Gemma 4 takes rows of a mask by query
+    if not allow_is_causal_skip or not aligned or in_chunks or (slices_masks and padded and q_length > 1):
         return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
             allow_is_causal_skip=False, **kwargs,
@@ -75,6 +73,5 @@ def attention_mask(
     if kv_offset and local_size is None:  # tokens were removed: fewer keys than positions without a window
         return None if attention_mask.all() else attention_mask
     padding = attention_mask[:, kv_offset : kv_offset + kv_length]
-    return (
-        None if padding.shape[1] == kv_length and padding.all() else padding
-    )  # attention refuses a short one
+    is_needless = padding.shape[1] == kv_length and padding.all()  # attention will refuse a mask too short
+    return None if is_needless else padding

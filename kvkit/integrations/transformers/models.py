@@ -11,7 +11,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from kvkit.cache import Cache, IndexedLayer, LatentLayer, SharedLayer, StateLayer
 from kvkit.errors import argument_error
 
-LAYER_TYPES = {
+LAYER_TYPES = {  # {type of a layer in transformers: the type that kvkit makes}
     "full_attention": "full_attention",
     "sliding_attention": "sliding_attention",
     "chunked_attention": "sliding_attention",  # the mask hides other chunks
@@ -20,7 +20,7 @@ LAYER_TYPES = {
     "conv": "conv",
     "hybrid": "full_attention",  # its recurrent state is in a layer of its own, after all others
     "hybrid_sliding": "sliding_attention",
-    "dummy": "full_attention",  # a `SharedLayer` takes its place
+    "dummy": "full_attention",  # it has no keys; a `SharedLayer` takes its place
 }
 HYBRID = "hybrid", "hybrid_sliding"
 
@@ -71,7 +71,7 @@ def make_cache(make: Callable[..., Any], config: Any, kind: str, options: dict[s
     latent = latent_sizes(config) if kind == "dynamic" else None
     if not latent and not {"dummy", *HYBRID}.intersection(names):
         return make(**options)
-    apart = {name: options.pop(name) for name in ("offload", "rope") if name in options}
+    of_cache = {name: options.pop(name) for name in ("offload", "rope") if name in options}
     layers = make(**options).layers
     for i, name in enumerate(names):
         if name == "dummy":
@@ -80,19 +80,20 @@ def make_cache(make: Callable[..., Any], config: Any, kind: str, options: dict[s
             row = LatentLayer(*latent)
             layers[i] = IndexedLayer(row, config.index_head_dim) if name == "indexed_attention" else row
     layers += [StateLayer() for name in names if name in HYBRID]
-    return Cache(layers, **apart)
+    return Cache(layers, **of_cache)
 
 
-def source_of(config: Any, names: list[str], number: int) -> int:
-    """Return the number of the layer that a layer without rows reads."""
+def source_of(config: Any, names: list[str], layer_idx: int) -> int:
+    """Return the number of the layer that a layer without rows reads, or takes its length from."""
     modes = getattr(config, "kv_sharing_modes", None)
-    if modes is not None and modes[number] == "reuse":
+    if modes is not None and modes[layer_idx] == "reuse":
         kinds = config.layer_types
-        return max(i for i, mode in enumerate(modes) if mode == "store" and kinds[i] == kinds[number])
-    rows = [i for i, name in enumerate(names) if name not in ("dummy", "linear_attention", "conv")]
-    if not rows:  # a "dummy" layer needs a layer with attention, for its length
-        raise argument_error("config", "a model with attention", f"none, and layer {number} of no state")
-    return rows[0]
+        return max(i for i, mode in enumerate(modes) if mode == "store" and kinds[i] == kinds[layer_idx])
+    with_rows = [i for i, name in enumerate(names) if name not in ("dummy", "linear_attention", "conv")]
+    if not with_rows:
+        found = f"none, and no state in layer {layer_idx}"
+        raise argument_error("config", "a layer with attention", found)
+    return with_rows[0]
 
 
 def latent_sizes(config: Any) -> tuple[int, int] | None:
@@ -105,5 +106,6 @@ def latent_sizes(config: Any) -> tuple[int, int] | None:
         model = importlib.import_module(path)
     except ImportError:
         return None
-    expands = any(hasattr(part, "expand_kv") for part in vars(model).values())  # what an update returns
-    return sizes if expands else None  # type: ignore[return-value]
+    # Other models with these sizes expand the rows before an update, and store keys and values.
+    expands_later = any(hasattr(part, "expand_kv") for part in vars(model).values())
+    return sizes if expands_later else None  # type: ignore[return-value]

@@ -1,4 +1,10 @@
-"""Find the cache that keys came from: models pass the tensors of an update to attention, not the cache."""
+"""Find the cache that keys came from: models pass the tensors of an update to attention, not the cache.
+
+In each layer a model makes two calls::
+
+    k, v = cache.update(k, v, layer_idx)    `remember`: the record has weak references to these k and v
+    attention_forward(module, q, k, v)      `claim` returns the layer's record, if these are its k and v
+"""
 
 from __future__ import annotations
 
@@ -23,11 +29,16 @@ class Stored:
     keys: Any  # past and new keys, arrays or views of codes; None after attention
     values: Any
     begin: int  # number of past tokens
-    key: weakref.ref  # the tensors that the model passes on
+    key: weakref.ref  # to the tensors that the update returned
     value: weakref.ref
-    seen: Any = None  # a function (queries, weights of keys or None) to call after attention
-    wants_weights: bool = False  # whether `seen` gets weights
-    taken: bool = False  # whether attention has read the record
+    after_attention: Any = None  # a function of (queries, weights of keys or None)
+    wants_weights: bool = False  # whether `after_attention` gets weights
+    is_read: bool = False  # whether attention has read the record
+
+    @property
+    def is_moved(self) -> bool:
+        """Return whether tokens of the layer were removed or moved, so that a row is not its position."""
+        return self.layer.row_positions is not None
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """Return keys and values of the tokens that attention may need, without unused rows."""
@@ -43,15 +54,15 @@ class Stored:
 
     def is_lost(self) -> bool:
         """Return whether the layer has tokens that attention never read."""
-        return not self.taken and self.layer.get_seq_length() > self.begin
+        return not self.is_read and self.layer.get_seq_length() > self.begin
 
 
-OTHERS = "for a model that changes keys or values use attn_implementation 'sdpa' or 'eager'"
+USE_OTHERS = "for a model that changes keys or values use attn_implementation 'sdpa' or 'eager'"
 PENDING: ContextVar[dict[int | None, weakref.ref[Stored]]] = ContextVar("kvkit_pending", default={})  # noqa: B039
 
 
 def remember(layer_idx: int | None, stored: Stored) -> None:
-    """Record what the attention of a layer will read."""
+    """Hold the record of a layer for its attention."""
     PENDING.set({**PENDING.get(), layer_idx: weakref.ref(stored)})
 
 
@@ -75,21 +86,19 @@ def claim(layer_idx: int | None, key: Any, value: Any) -> Stored | None:
     stored = shared_by(key, value) if reference is None else reference()
     if stored is None:
         return None
-    if stored.layer.latent_dim and key.shape[2] == stored.layer.get_seq_length() - stored.begin:
-        stored.taken = True  # the model has expanded the new rows
+    returned_key = stored.key()  # None if the model has dropped the tensor
+    has_new_tokens = key.shape[2] == stored.layer.get_seq_length() - stored.begin
+    is_expanded = stored.layer.latent_dim and has_new_tokens  # keys that the model made of new latent rows
+    if is_expanded or (returned_key is key and stored.value() is value):
+        stored.is_read = True
         return stored
-    recorded = stored.key()
-    if recorded is key and stored.value() is value:
-        stored.taken = True
-        return stored
-    if stored.taken and recorded is not key:
+    if stored.is_read and returned_key is not key:
         return None
     forget(layer_idx)
-    past, new = stored.begin > 0, stored.layer.get_seq_length() - stored.begin
-    # If the returned tensor lives, the model has changed the keys, and would see the new tokens alone. If it
-    # is gone, the record may be of a pass that was cut off: refuse only keys that it could be about.
-    if recorded is not None or (past and new == key.shape[2]):
-        name = "value" if recorded is key else "key"
+    # If the returned tensor lives, the model has made these keys of it: it would see the new tokens alone. If
+    # it is gone, the record may be of a pass that was cut off: refuse only as many keys, after past tokens.
+    if returned_key is not None or (stored.begin > 0 and has_new_tokens):
+        name = "value" if returned_key is key else "key"
         wanted = f"the tensor that update of layer {layer_idx} returned"
-        raise argument_error(name, wanted, f"another one; {OTHERS}")
+        raise argument_error(name, wanted, f"another one; {USE_OTHERS}")
     return None

@@ -11,7 +11,8 @@ from kvkit.cache.layers.positions import KNOWN_ROTATION
 from kvkit.errors import KvkitError, argument_error
 from kvkit.rope import NEIGHBOURS, Rope
 
-PAIRS = {(-2, -3, 0, 1): False, (-1, 0, -3, 2): True}  # {rotate_half([0, 1, 2, 3]): pairs are neighbours}
+# {rotate_half([0, 1, 2, 3]): whether the pairs are neighbours, (0, 1) and (2, 3), and not (0, 2) and (1, 3)}
+PAIRS = {(-2, -3, 0, 1): False, (-1, 0, -3, 2): True}
 
 
 def rotations_of(config: Any) -> list[Any]:
@@ -27,7 +28,7 @@ def rotations_of(config: Any) -> list[Any]:
         found = f"{name}, whose keys are rotated after their first elements"
         raise argument_error("rope", KNOWN_ROTATION, found)
     text = config.get_text_config(decoder=True)
-    known = text.model_type in NEIGHBOURS
+    known = text.model_type in NEIGHBOURS  # then `Rope.from_config` knows the pairs
     interleaved = None if known else pairs_adjoin(text)
     if interleaved is None and not known:
         found = f"{name}, whose model does not say which elements are pairs"

@@ -18,9 +18,12 @@ from kvkit.interop import numpy_to_tensor
 class KvkitStateLayer(LinearAttentionCacheLayerMixin):
     """Passes transformers' calls on to a `kvkit.cache.StateLayer`. Its tensors share the layer's memory.
 
-    In a step of one token, a model reads the state of a convolution and changes it in place, without an
-    update. So `KvkitCache.get_conv_state` calls `begin_step`, which counts the token. The step's number of
-    tokens is known from `KvkitCache.get_mask_sizes`, which models call before.
+    A step of q tokens calls several methods, and one of them must count the tokens::
+
+        KvkitCache.get_mask_sizes     new_tokens = q
+        KvkitCache.get_conv_state     `begin_step` counts q = 1: the model may change the state in place
+        update_conv_state             counts q > 1
+        update_recurrent_state        counts q if nothing has
     """
 
     is_compileable = False
@@ -29,7 +32,7 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
 
     def __init__(self, owner: Any, state_layer: int, number_of_states: int = 1) -> None:
         self._owner, self._state_layer, self.number_of_states = owner, state_layer, number_of_states
-        self._counted = False  # whether the tokens of this step are counted
+        self._is_counted = False  # whether the tokens of this step are counted
 
     @property
     def state(self) -> Any:
@@ -43,16 +46,16 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
 
     def begin_step(self) -> None:
         """Count the token of a step of one token, in which the model may change the state in place."""
-        self._counted = False
-        if self._owner.new_tokens == 1 and self.state.states and not self.record_past:
+        # In place only over a state that exists. While past states are recorded, models make a new one.
+        self._is_counted = self._owner.new_tokens == 1 and bool(self.state.states) and not self.record_past
+        if self._is_counted:
             self.state.advance(1)
-            self._counted = True
 
     def _update(self, name: str, tensor: torch.Tensor, tokens: int) -> torch.Tensor:
         """Store an array of the state; return a tensor over the stored memory."""
         array = to_numpy(name, tensor.contiguous())
-        states = self.state.update({name: array}, 0 if self._counted else tokens)
-        self._counted = True
+        states = self.state.update({name: array}, 0 if self._is_counted else tokens)
+        self._is_counted = True
         return numpy_to_tensor(states[name])
 
     def update_conv_state(
@@ -62,15 +65,18 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Append the inputs [B, channels, q] of a convolution; return past and new inputs."""
-        name, tokens, past = f"conv.{state_idx}", conv_states.shape[-1], self.conv_states[state_idx]
-        if past is None:
+        """Append the inputs [B, channels, q] of a convolution; return past and new inputs.
+
+        With a kernel of 3 and the state [b c d], new inputs [e f] return [b c d e f] and store [d e f].
+        """
+        tokens, past = conv_states.shape[-1], self.conv_states[state_idx]
+        if past is None:  # zeros stand for the inputs before the first token
             kernel = tokens if conv_kernel_size is None else conv_kernel_size
-            whole = torch.nn.functional.pad(conv_states, (max(0, kernel - tokens), 0))
+            inputs = torch.nn.functional.pad(conv_states, (max(0, kernel - tokens), 0))
         else:
-            kernel, whole = past.shape[-1], torch.cat([past, conv_states], dim=-1)
-        self._update(name, whole[..., -kernel:], tokens)
-        return whole
+            kernel, inputs = past.shape[-1], torch.cat([past, conv_states], dim=-1)
+        self._update(f"conv.{state_idx}", inputs[..., -kernel:], tokens)
+        return inputs
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
@@ -81,26 +87,25 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
     # Sizes and positions
 
     def _tensors(self, kind: str) -> dict[int, torch.Tensor | None]:
-        states = self.state.states
-        names = {i: f"{kind}.{i}" for i in range(self.number_of_states)}
-        return {i: numpy_to_tensor(states[name]) if name in states else None for i, name in names.items()}
+        """Return the states of a kind, "conv" or "recurrent", by `state_idx`; None before an update."""
+        arrays = {i: self.state.states.get(f"{kind}.{i}") for i in range(self.number_of_states)}
+        return {i: None if array is None else numpy_to_tensor(array) for i, array in arrays.items()}
 
     @property
     def conv_states(self) -> dict[int, torch.Tensor | None]:
-        """Return the last inputs of each convolution; None before the first update."""
+        """Return the last inputs of each convolution, as many as its kernel has."""
         return self._tensors("conv")
 
     @property
     def recurrent_states(self) -> dict[int, torch.Tensor | None]:
-        """Return each recurrent state; None before the first update."""
+        """Return each recurrent state."""
         return self._tensors("recurrent")
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
         """Return, for each state, whether there are past tokens."""
-        states = self.state.states
-        kinds = "conv", "recurrent"
-        return {i: any(f"{kind}.{i}" in states for kind in kinds) for i in range(self.number_of_states)}
+        conv, recurrent = self.conv_states, self.recurrent_states
+        return {i: conv[i] is not None or recurrent[i] is not None for i in conv}
 
     @property
     def record_past(self) -> bool:
@@ -118,7 +123,7 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
         self.state.activate_past_recording()
 
     def get_max_length(self) -> int:
-        return -1
+        return -1  # no limit
 
     # Removing tokens and changing the batch
 
@@ -145,8 +150,8 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
         self.state.reset()
 
 
-def both(name: str) -> Callable[..., None]:
-    """Return a method that changes the keys and values, then the state."""
+def change_both(name: str) -> Callable[..., None]:
+    """Return a method that calls the method `name` for the keys and values, then for the state."""
 
     def change(self: KvkitHybridLayer, *arguments: Any) -> None:
         getattr(KvkitLayer, name)(self, *arguments)
@@ -156,7 +161,10 @@ def both(name: str) -> Callable[..., None]:
 
 
 class KvkitHybridLayer(KvkitStateLayer, KvkitLayer):
-    """A layer with keys and values, whose recurrent state is in another layer of kvkit's cache."""
+    """A layer with keys and values, whose recurrent state is in another layer of kvkit's cache.
+
+    `layer` is the one with keys and values, `state` the other.
+    """
 
     def __init__(self, owner: Any, layer_idx: int, state_layer: int, number_of_states: int = 1) -> None:
         KvkitLayer.__init__(self, owner, layer_idx)
@@ -170,11 +178,11 @@ class KvkitHybridLayer(KvkitStateLayer, KvkitLayer):
         KvkitLayer.crop(self, tokens_to_remove)
         KvkitStateLayer.crop(self, tokens_to_remove)
 
-    reorder_cache = both("reorder_cache")
-    batch_select_indices = both("batch_select_indices")
-    batch_repeat_interleave = both("batch_repeat_interleave")
-    reset = both("reset")
-    activate_past_recording = both("activate_past_recording")
+    reorder_cache = change_both("reorder_cache")
+    batch_select_indices = change_both("batch_select_indices")
+    batch_repeat_interleave = change_both("batch_repeat_interleave")
+    reset = change_both("reset")
+    activate_past_recording = change_both("activate_past_recording")
 
 
 def check_state(layer: Any, layer_idx: int) -> KvkitStateLayer:

@@ -82,35 +82,35 @@ def study(
     plan = make_plan(schemes, evict, budget, judge, rope_of(model) if evict else None)
     if len(ids) < 2:
         raise argument_error("ids", "two tokens or more", len(ids))
-    total, last = len(plan.names) + 1, 0 if plan.policies else -QUERIES
-    first = len(ids) - 1 - count_judging(len(ids) - 1, judge) if plan.policies else 0
-    seen = {}
+    inputs = len(ids) - 1  # the last token is only predicted
+    judging_queries = count_judging(inputs, judge) if plan.policies else inputs
+    first = inputs - judging_queries  # the first token whose prediction counts
+    recorded = {}
 
     def record(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        seen[layer] = query[:, :, last:], key, value
+        recorded[layer] = query if plan.policies else query[:, :, -QUERIES:], key, value
         return key, value
 
-    def done(count: int) -> None:
+    def report(readings_done: int) -> None:
         if progress:
-            progress(count, total)
+            progress(readings_done, 1 + len(plan.names))
 
-    unchanged = read_text(model, ids, through(record), first=first)
-    done(1)
-    source = Lazy(open_cache, arrays_of(seen))
+    unchanged = read_text(model, ids, attend_changed(record), skip=first)
+    report(1)
+    source = Lazy(open_cache, arrays_of(recorded))
     comparison = study_layers(source, Lazy(replace, plan))
     if plan.policies:
-        check_windows(model, len(ids) - 1)
+        check_windows(model, inputs)
         readings = read_on(model, ids, first, source.value, plan)
     else:
-        readings = ([read_text(model, ids, through(coded_by(*sides)))] for _, *sides in plan.schemes)
+        readings = ([read_text(model, ids, attend_changed(coding(*sides)))] for _, *sides in plan.schemes)
     summary = []
-    for number, (row, of_seeds) in enumerate(zip(comparison.summary, readings, strict=True), 2):
+    for readings_done, (row, of_seeds) in enumerate(zip(comparison.summary, readings, strict=True), 2):
         agreement = float(np.mean([(each.best == unchanged.best).mean() for each in of_seeds]))
         perplexity = float(np.mean([each.perplexity for each in of_seeds]))
         summary.append(replace(row, perplexity=perplexity, agreement=agreement))
-        done(number)
-    tokens = len(ids) - 1 - first
-    note = f"perplexity of the model as it is: {unchanged.perplexity:.2f}, over {tokens} tokens"
+        report(readings_done)
+    note = f"perplexity of the model as it is: {unchanged.perplexity:.2f}, over {judging_queries} tokens"
     return replace(comparison, source=type(model).__name__, summary=summary, notes=(*comparison.notes, note))
 
 
@@ -136,40 +136,46 @@ def read_on(
     model: Any, ids: Sequence[int], first: int, source: CacheReader, plan: StudyPlan
 ) -> Iterator[Any]:
     """Yield for each scheme or policy the readings of the text after the token `first`, one for each seed."""
-    kept: dict[str, list[list[Any]]] = {}  # {policy: [seed][layer] groups of heads with their rows}
+    kept: dict[str, list[list[Any]]] = {}  # {policy: [seed][layer] groups: key heads with their rows}
     for i in range(source.count):
         contexts = list(contexts_of(source.layer(i), plan.judge))
-        for group in plan.groups():
+        for policies in plan.groups():
             seeds: dict[str, int] = {}
-            for policy, (groups,) in kept_rows(contexts, group, plan, (i, source.count)):
+            for policy, (groups,) in kept_rows(contexts, policies, plan, (i, source.count)):
                 seed = seeds[policy.name] = seeds.get(policy.name, -1) + 1
                 of_seeds = kept.setdefault(policy.name, [])
-                of_seeds += [[]] * (seed == len(of_seeds))
+                if seed == len(of_seeds):
+                    of_seeds.append([])
                 of_seeds[seed].append(groups)
     layer = source.layer(0)
-    whole = [(slice(0, layer.key.heads), np.tile(np.arange(layer.key.tokens), (layer.key.heads, 1)))]
+    all_rows = [(slice(0, layer.key.heads), np.tile(np.arange(layer.key.tokens), (layer.key.heads, 1)))]
     sides = {name: both for name, *both in plan.schemes} | {each.name: each.schemes for each in plan.policies}
     for name in plan.names:
-        of_seeds = kept.get(name, [[whole] * source.count])
-        yield [read_text(model, ids, after(source, groups, sides[name], first), first) for groups in of_seeds]
+        of_seeds = kept.get(name, [[all_rows] * source.count])
+        forwards = [attend_kept(source, layers, sides[name], first) for layers in of_seeds]
+        yield [read_text(model, ids, forward, begin=first) for forward in forwards]
 
 
-def after(source: CacheReader, groups: Sequence[Any], schemes: Any, first: int) -> Callable[..., Any]:
-    """Return attention to kept rows before the token `first` and to new tokens, all encoded and decoded."""
+def attend_kept(source: CacheReader, layers: Sequence[Any], schemes: Any, first: int) -> Callable[..., Any]:
+    """Return attention to kept rows before the token `first` and to new tokens, all encoded and decoded.
+
+    `layers` has groups for each layer: key heads, and their rows [heads, tokens] with those of new tokens.
+    """
 
     def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         layer, results = source.layer(module.layer_idx), []
-        share = query.shape[1] // key.shape[1]
+        queries_per_key = query.shape[1] // key.shape[1]
         sinks = kwargs.pop("s_aux", None)
-        for heads, rows in groups[module.layer_idx]:
-            at, states = rows[:, : rows.shape[1] - key.shape[2]].T, []
+        for heads, rows in layers[module.layer_idx]:
+            past_rows, states = rows[:, : rows.shape[1] - key.shape[2]].T, []  # [tokens, heads]
             for scheme, side, new in zip(schemes, (layer.key, layer.value), (key, value), strict=True):
-                past = np.take_along_axis(side.read(slice(0, first))[:, heads], at[..., None], 0)
+                past = np.take_along_axis(side.read(slice(0, first))[:, heads], past_rows[..., None], 0)
                 x = np.concatenate((past, to_numpy("states", new)[0, heads].swapaxes(0, 1)))
-                states.append(coded(scheme, x).to(key.dtype))
-            part = slice(heads.start * share, heads.stop * share)
-            own = {} if sinks is None else {"s_aux": sinks[part]}
-            results.append(attention_forward(module, query[:, part], *states, *args, **kwargs, **own)[0])
+                states.append(encode_and_decode(scheme, x).to(key.dtype))
+            query_heads = slice(heads.start * queries_per_key, heads.stop * queries_per_key)
+            own = {} if sinks is None else {"s_aux": sinks[query_heads]}
+            attended = attention_forward(module, query[:, query_heads], *states, *args, **kwargs, **own)
+            results.append(attended[0])
         return torch.cat(results, 2), None
 
     return forward
@@ -184,27 +190,27 @@ class TextReading:
 
 
 def read_text(
-    model: Any, ids: Sequence[int], forward: Callable[..., Any], begin: int = 0, first: int = 0
+    model: Any, ids: Sequence[int], forward: Callable[..., Any], *, begin: int = 0, skip: int = 0
 ) -> TextReading:
-    """Read a text from the token `begin` on with the attention `forward`; skip `first` predictions."""
+    """Read a text from the token `begin` on with the attention `forward`; skip the first predictions."""
     tokens = torch.tensor([list(ids)])[:, begin:]
     positions = {"position_ids": torch.arange(begin, len(ids) - 1)[None]} if begin else {}
     with attending(model, forward), torch.inference_mode():
-        logits = model(input_ids=tokens[:, :-1], use_cache=False, **positions).logits[0, first:].double()
-    loss = torch.nn.functional.cross_entropy(logits, tokens[0, first + 1 :])
+        logits = model(input_ids=tokens[:, :-1], use_cache=False, **positions).logits[0, skip:].double()
+    loss = torch.nn.functional.cross_entropy(logits, tokens[0, skip + 1 :])
     return TextReading(logits.argmax(1).numpy(), float(loss.exp()))
 
 
 @contextmanager
 def attending(model: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Make a model use a function of transformers' attention interface."""
+    """Make a model use a function of transformers' attention interface; raise if it does not call it."""
     before, called = model.config._attn_implementation, []
 
-    def recorded(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def record_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         called.append(module)
         return forward(module, *args, **kwargs)
 
-    AttentionInterface.register(NAME, recorded)
+    AttentionInterface.register(NAME, record_call)
     AttentionMaskInterface.register(NAME, attention_mask)
     model.set_attn_implementation(NAME)
     try:
@@ -215,38 +221,38 @@ def attending(model: Any, forward: Callable[..., Any]) -> Iterator[None]:
         raise argument_error("model", "one with transformers' attention interface", type(model).__name__)
 
 
-def through(between: Callable[..., Any]) -> Callable[..., Any]:
-    """Return attention to the keys and values that `between(layer, query, key, value)` returns."""
+def attend_changed(change: Callable[..., Any]) -> Callable[..., Any]:
+    """Return attention to the keys and values that `change(layer, query, key, value)` returns."""
 
     def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        states = between(module.layer_idx, query, key, value)
+        states = change(module.layer_idx, query, key, value)
         return attention_forward(module, query, *states, *args, **kwargs)
 
     return forward
 
 
-def arrays_of(seen: dict[int, Any]) -> dict[str, np.ndarray]:
+def arrays_of(recorded: dict[int, Any]) -> dict[str, np.ndarray]:
     """Return recorded queries, keys and values by name, as `kvkit.tools.study` takes them."""
-    layers = [[to_numpy("states", states)[0].swapaxes(0, 1) for states in seen[i]] for i in sorted(seen)]
+    layers = [[to_numpy("states", x)[0].swapaxes(0, 1) for x in recorded[i]] for i in sorted(recorded)]
     query, key, value = zip(*layers, strict=True)
     if len({(own.shape, of_value.shape) for own, of_value in zip(key, value, strict=True)}) > 1:
         raise argument_error("model", "layers whose heads are alike", "several numbers or sizes")
     return {"query": np.stack(query)[:, None], "key": np.stack(key), "value": np.stack(value)}
 
 
-def coded(scheme: Any, x: np.ndarray) -> Tensor:
+def encode_and_decode(scheme: Any, x: np.ndarray) -> Tensor:
     """Encode and decode numbers [tokens, heads, dim] by a scheme; return them as [1, heads, tokens, dim]."""
     x = np.ascontiguousarray(x, np.float32)
     return numpy_to_tensor(np.asarray(scheme.decode(scheme.encode(x)), np.float32).swapaxes(0, 1)[None])
 
 
-def coded_by(*schemes: Any) -> Callable[..., Any]:
-    """Return a function that encodes and decodes keys and values, each by its scheme."""
+def coding(*schemes: Any) -> Callable[..., Any]:
+    """Return a function for `attend_changed` that encodes and decodes keys and values by their schemes."""
 
-    def between(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    def change(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         return tuple(
-            coded(scheme, to_numpy("states", states)[0].swapaxes(0, 1)).to(states.dtype)
+            encode_and_decode(scheme, to_numpy("states", states)[0].swapaxes(0, 1)).to(states.dtype)
             for scheme, states in zip(schemes, (key, value), strict=True)
         )
 
-    return between
+    return change
