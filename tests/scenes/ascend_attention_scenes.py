@@ -1,4 +1,4 @@
-"""Calls of attention over caches in blocks, for sequences or for each head apart."""
+"""Make calls of attention over caches in blocks, for sequences or for each head apart."""
 
 import backends
 import numpy as np
@@ -22,7 +22,7 @@ def call_of(
     rows=4,
     **more,
 ):
-    """A legal call as a dict. Rows of no context are poison, and so are tables behind the last block."""
+    """Return a legal call as a dict; rows outside contexts and unused table entries are poison."""
     lengths = np.array(lengths)
     batch = len(lengths)
     if apart:

@@ -1,4 +1,4 @@
-"""Caches in blocks, and what operators on blocks refuse."""
+"""Make caches in blocks, and calls that operators on blocks refuse."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Random legal calls of Ascend's operators, and their comparison with the reference, byte by byte."""
+"""Make random legal calls of Ascend's operators, and compare them with the reference byte by byte."""
 
 import backends
 import ml_dtypes
@@ -21,13 +21,13 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 
 
 def any_bits(rng, shape, dtype):
-    """Every bit pattern: NaN with any payload, infinities, -0.0, subnormal numbers."""
+    """Return random bit patterns: NaN with any payload, infinities, -0.0, subnormal numbers."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return rng.integers(0, 256, size, np.uint8).view(dtype).reshape(shape)
 
 
 def finite(rng, shape, dtype):
-    """Any bits but those of NaN and infinities."""
+    """Return random bit patterns but those of NaN and infinities."""
     array = any_bits(rng, shape, dtype)
     if array.dtype != np.int8:
         with np.errstate(invalid="ignore"):  # signalling NaN
@@ -36,7 +36,7 @@ def finite(rng, shape, dtype):
 
 
 class Memory:
-    """An array within larger memory: axes in any order, gaps between elements, forwards or backwards."""
+    """Places an array in larger memory: axes in any order, gaps between elements, forwards or backwards."""
 
     def __init__(self, rng, array):
         self.dtype, self.shape = array.dtype, array.shape
@@ -72,7 +72,7 @@ class Memory:
 
 
 def check(rng, key, value, key_cache, value_cache, slots, **keywords):
-    """kvkit does to whole memories what the loops do, returns the caches it got, and changes no input."""
+    """Check that kvkit changes memories as the loops do, returns the caches it got, and changes no input."""
     given = [None if array is None else Memory(rng, array) for array in (key, value, key_cache, value_cache)]
     after = [memory and memory.copy() for memory in given]
     oracle.reshape_and_cache(*(memory and memory.view for memory in after), slots, **keywords)
@@ -91,7 +91,7 @@ def check(rng, key, value, key_cache, value_cache, slots, **keywords):
 
 
 def index_array(rng, numbers):
-    """int32 or int64, in one piece or not."""
+    """Return numbers as int32 or int64, contiguous or not."""
     array = np.array(numbers, np.int64)
     fits = np.array_equal(array, array.astype(np.int32))
     array = array.astype(np.int32) if fits and rng.random() < 0.5 else array
@@ -99,7 +99,7 @@ def index_array(rng, numbers):
 
 
 def random_slots(rng, tokens, capacity):
-    """Different slots in runs that ascend, and some negative ones."""
+    """Return different slots in runs that ascend, and some negative ones."""
     slots = rng.permutation(capacity)[:tokens]
     if rng.random() < 0.5:
         slots = np.sort(slots)
@@ -111,7 +111,7 @@ def random_slots(rng, tokens, capacity):
 
 
 def random_heads(rng, cache_format, *dtypes):
-    """(heads, a head size for each type)."""
+    """Return (heads, a head size for each type)."""
     if cache_format == "ND":
         heads = int(rng.integers(1, 5))
         return heads, [int(rng.choice(DIMS)) for _ in dtypes]
@@ -137,7 +137,7 @@ def plain_call(rng, dtypes, cache_format="ND"):
 
 
 def compressed_call(rng, dtype, mode, count=2, empty_window="copy"):
-    """Runs in any order with gaps between some; entries that store nothing carry garbage."""
+    """Return a compressed call: runs in any order, with gaps; unused slots are random."""
     heads, dim = int(rng.integers(1, 5)), int(rng.choice([32, 64, 96]))
     seq_lens = rng.integers(1, 10, int(rng.integers(0, 4)))
     lengths = np.repeat(seq_lens, heads)

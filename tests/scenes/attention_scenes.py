@@ -1,4 +1,4 @@
-"""Random legal calls of the attention operators, the oracle's answer, and comparison within the tolerance.
+"""Make random legal calls of the attention operators, and compare them with the oracle.
 
 Whatever a call must not look at is NaN or infinite: unused rows and other layers of a cache, padding and
 foreign blocks of a mask.
@@ -39,7 +39,7 @@ MIXED_LENGTHS = ((0, 5), (40, 1), (3, 0), (0, 0), (7, 2), (0, 1), (1, 33))
 
 @dataclass
 class Call(scenes.Arguments):
-    """A call that attends."""
+    """Holds a call that attends."""
 
     operators: ClassVar[dict] = OPERATORS
 
@@ -48,7 +48,7 @@ class Call(scenes.Arguments):
         return tuple(str(self[name].dtype) for name in ("query", "cache") if name in self.inputs)
 
     def expected(self, **more):
-        """(output, lse, cache, scale) by the oracle; the call stays as it is."""
+        """Return (output, lse, cache, scale) by the oracle; the call does not change."""
         after = self.copy()
         with np.errstate(all="ignore"):
             output, lse = OPERATORS[self.kind][1](*after.inputs.values(), **after.attrs, **more)
@@ -59,7 +59,7 @@ class Call(scenes.Arguments):
 
 
 def error(got, expected):
-    """The largest of |y - y64| / max(1, |y64|); infinite where only one of them is finite."""
+    """Return the largest |y - y64| / max(1, |y64|), infinite if only one of the two is finite."""
     got, expected = got.astype(np.float64), expected.astype(np.float64)
     same = (got == expected) | (np.isnan(got) & np.isnan(expected))
     with np.errstate(invalid="ignore"):
@@ -78,7 +78,7 @@ def assert_near(got, expected, tolerance, label="output"):
 
 
 def check(call, usual=True, given=None):
-    """kvkit does within the tolerance what the oracle does; cache and scale by bits; inputs do not change.
+    """Check outputs within the tolerance, cache and scale bit by bit, and that inputs do not change.
 
     `given` is the call in other memory, which kvkit gets.
 
@@ -104,7 +104,7 @@ def check(call, usual=True, given=None):
 
 
 def assert_unchanged(call, before, cache=None, scale=None):
-    """No input has changed, but cache and scale as expected."""
+    """Check that no input has changed, but cache and scale as expected."""
     for name, array in call.inputs.items():
         if name in ("cache", "scale") and cache is not None:
             assert_same(array, cache if name == "cache" else scale, name)
@@ -123,14 +123,14 @@ def normal(rng, shape, dtype):
 
 
 def poison(rng, shape, dtype):
-    """What nothing may look at: NaN and infinities, or any bytes."""
+    """Return contents that nothing may read: NaN and infinities, or any bytes."""
     if np.dtype(dtype).itemsize == 1:
         return rng.integers(0, 256, shape).astype(np.uint8).view(dtype)
     return rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), shape).astype(dtype)
 
 
 def contents(rng, shape, formats):
-    """(cache, scale) of tokens a model could have written, of size about 1; the shape ends with the head."""
+    """Return (cache, scale) of tokens of size about 1, as models write them; the shape ends with the head."""
     if not formats.bit:
         return normal(rng, shape, formats.t2), None
     qmax = reference.LARGEST_CODE[formats.bit]
@@ -142,7 +142,7 @@ def contents(rng, shape, formats):
 
 
 def cache_and_scale(rng, formats, axes, sizes, used):
-    """A cache whose used rows, (sequence, row) or (row,) indices, hold tokens; all else is poison."""
+    """Return a cache whose `used` rows, by (sequence, row) or (row,), hold tokens; the rest is poison."""
     axes = axes.split()
     shape = [sizes[axis] for axis in axes]
     filled = contents(rng, shape, formats)
@@ -163,7 +163,7 @@ def cache_and_scale(rng, formats, axes, sizes, used):
 
 
 def mask_rows(rng, shape, dtype, share=0.2):
-    """An additive mask of -inf here and there and finite numbers, or a boolean one."""
+    """Return an additive mask of finite numbers and some -inf, or a boolean one."""
     hidden = rng.random(shape) < share
     if dtype is bool:
         return ~hidden
@@ -177,14 +177,14 @@ def garbage(rng, shape, dtype):
 
 
 def static_mask(rng, call, shape, dtype=None, pad=0):
-    """A mask of the given leading axes for a static call; `pad` more columns of garbage."""
+    """Return a mask for a static call with these leading axes, and `pad` more columns of random numbers."""
     m = context(call)
     dtype = dtype or call["query"].dtype
     return np.concatenate([mask_rows(rng, (*shape, m), dtype), garbage(rng, (*shape, pad), dtype)], -1)
 
 
 def dynamic_mask(rng, call, heads=None, dtype=None, pad=0):
-    """A block-diagonal mask for a dynamic call, garbage elsewhere; `heads` None: of two axes."""
+    """Return a mask for a dynamic call, random outside diagonal blocks; of two axes if `heads` is None."""
     seqstarts, kvstarts = call["seqstarts"], call["kvstarts"]
     dtype = dtype or call["query"].dtype
     lead = () if heads is None else (heads,)
@@ -197,7 +197,7 @@ def dynamic_mask(rng, call, heads=None, dtype=None, pad=0):
 
 
 def context(call):
-    """kvlen of a static call."""
+    """Return the length of the context of a static call."""
     return call["key"].shape[1] if call.kind == "static" else int(call["start_pos"]) + call["query"].shape[1]
 
 
@@ -228,7 +228,7 @@ def dynamic(
     rng, formats=FP32, lengths=MIXED_LENGTHS, heads=4, kv_heads=2, dim=64, value_dim=None, decoding=0,
     **options,
 ):  # fmt: skip
-    """Lengths are (past, seqlen); past may be negative, for fewer keys than queries."""
+    """Return a dynamic call of lengths (past, seqlen); a negative past gives fewer keys than queries."""
     t1 = formats.t1
     past, seqlens = np.array(lengths, np.int64).reshape(-1, 2).T
     seqstarts, kvstarts = (np.r_[0, np.cumsum(x)].astype(np.int64) for x in (seqlens, past + seqlens))
@@ -290,7 +290,7 @@ def dynamic_cache(
 
 
 def any_kind(kind, rng, formats=FP32, past=3, seqlen=2, **options):
-    """A call of any operator where each sequence has these lengths; in a dynamic one others besides."""
+    """Return a call whose sequences have these lengths; a dynamic call has sequences of other lengths too."""
     if kind.startswith("static"):
         return globals()[kind](rng, formats, past, seqlen, **options)
     return globals()[kind](rng, formats, [(past, seqlen), (2, 1), (past, seqlen), (0, 4)], **options)
@@ -305,7 +305,7 @@ def i64(x):
 
 
 def one(kind, query, key, value, mask=None, **attrs):
-    """A call of one sequence: query [n, H, Dh], key and value [m, KVH, D]."""
+    """Return a call of one sequence: query [n, H, Dh], key and value [m, KVH, D]."""
     query, key, value = f32(query), f32(key), f32(value)
     (n, heads, dim), (m, kv_heads, _) = query.shape, key.shape
     attrs = {"num_heads": heads, "head_dim": dim, "num_kv_heads": kv_heads} | attrs
@@ -334,7 +334,7 @@ INDEX = ("seqstarts", "kvstarts", "cachestarts", "start_pos")
 
 
 def whole_context(call):
-    """Keys and values as the package's own KeyValueCache returns them; it has tests of its own."""
+    """Return the context's keys and values by kvkit's key_value_cache, which has tests of its own."""
     call = call.copy()
     arrays = [call[name] for name in ("current_key", "current_value", *INDEX)]
     attrs = {name: call.attrs[name] for name in CACHE_ATTRIBUTES}

@@ -1,4 +1,4 @@
-"""What runs the operators in a process: `kvkit`, or `kvkit_cuda` on one of the devices that can run it here.
+"""Choose what runs the operators in a process: `kvkit`, or `kvkit_cuda` on a device that this machine has.
 
 `pytest --backend` chooses, once and before anything imports Numba, which then simulates a device or does not.
 """
@@ -51,7 +51,7 @@ name, operators = "cpu", kvkit
 
 
 def use(chosen):
-    """The operators of a backend are those that scenes run from now on."""
+    """Make scenes run the operators of a backend from now on."""
     global name, operators
     name = chosen
     if chosen != "cpu":
@@ -61,14 +61,14 @@ def use(chosen):
 
 
 def collects(module):
-    """Whether a module has tests for the backend."""
+    """Return whether a module has tests for the backend."""
     if name == "cpu":
         return not module.startswith("test_device_")
     return module in QUICK[name]
 
 
 def sort(items):
-    """Items that are not the backend's, items that are slow on it, and tests that it has lost."""
+    """Return (items of other backends, items that are slow on this one, names of tests that it lacks)."""
     if name == "cpu":
         return [], [], []
     others = [item for item in items if item.get_closest_marker("cpu")]

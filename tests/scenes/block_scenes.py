@@ -1,4 +1,4 @@
-"""Allocators of blocks with sequences, and all that can be seen of them."""
+"""Make allocators of blocks with sequences, and describe their whole state."""
 
 import pickle
 
@@ -10,20 +10,20 @@ P = 4
 
 
 def run(blocks, *sequences):
-    """A whole step."""
+    """Run a step to its end."""
     with blocks.begin_step(sequences) as step:
         return step
 
 
 def filled(blocks, token_ids):
-    """A sequence of tokens that are in the cache."""
+    """Return a new sequence whose tokens are in the cache."""
     seq = blocks.add(token_ids)
     run(blocks, (seq, len(token_ids) - seq.length))
     return seq
 
 
 def state(blocks, *sequences):
-    """All that an error must leave alone."""
+    """Return the state that an error must not change."""
     held = [
         (seq.blocks, seq.length, seq.token_ids.tolist(), seq.pending, list(seq.chain)) for seq in sequences
     ]
@@ -31,7 +31,7 @@ def state(blocks, *sequences):
 
 
 def refused(blocks, action, *arguments, sequences=(), **more):
-    """The message of an error that changes nothing."""
+    """Return the message of the error that an action raises, after a check that it changed nothing."""
     before = state(blocks, *sequences)
     with pytest.raises(KvkitError) as error:
         action(*arguments, **more)

@@ -1,4 +1,4 @@
-"""Arrays that begin or end where memory does, so that reading on is a crash."""
+"""Make arrays that begin or end where memory does, so that reading beyond them crashes."""
 
 import ctypes
 import mmap
@@ -15,7 +15,7 @@ needs_borders = pytest.mark.skipif(os.name != "posix", reason="pages are protect
 
 
 def at_border(array, where=END):
-    """A copy of an array between two pages that nobody may touch: right behind one, or right before one."""
+    """Return a copy of an array right after, or right before, a page that crashes whoever touches it."""
     array = np.ascontiguousarray(array)
     pages = -(-array.nbytes // PAGE)
     memory = np.frombuffer(mmap.mmap(-1, (pages + 2) * PAGE), np.uint8)
@@ -29,7 +29,7 @@ def at_border(array, where=END):
 
 
 def guarded(shape, fill=np.nan, offset=4):
-    """Contiguous float32 numbers in a larger buffer at an odd place, and a check of what surrounds them."""
+    """Return float32 numbers at an odd place in a larger buffer, and a check of the rest of it."""
     size = int(np.prod(shape)) * 4
     buffer = np.full(size + 128, 0xA5, np.uint8)
     inside = slice(64 + offset, 64 + offset + size)

@@ -1,4 +1,4 @@
-"""Layers of every kind, tokens that are easy to read or random, and all that can be seen of a layer."""
+"""Make layers of every kind and tokens for them, and describe the whole state of a layer."""
 
 import numpy as np
 import pytest
@@ -28,12 +28,12 @@ any_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def tokens(*values):
-    """[1, 1, q, 1] of the given numbers."""
+    """Return the given numbers as [1, 1, q, 1]."""
     return np.array(values, np.float32).reshape(1, 1, -1, 1)
 
 
 def append(layer, *values, **more):
-    """What a layer returns for tokens whose keys are the values, and whose values are their negatives."""
+    """Append tokens with the given keys, and values of the opposite sign; return what the layer returns."""
     keys, negatives = layer.update(tokens(*values), -tokens(*values), **more)
     assert np.array_equal(keys, -negatives)
     return keys.ravel().tolist()
@@ -45,25 +45,25 @@ def stored(layer):
 
 
 def room(keys):
-    """How many rows the memory has that keys are a view of; it begins at a cache line within some more."""
+    """Return how many rows fit the memory that keys are a view of."""
     return (keys.base.nbytes - ALIGNED) // (keys.nbytes // keys.shape[2])
 
 
 def cache_of(kind):
-    """A cache of one layer."""
+    """Return a cache of one layer."""
     made = LAYERS[kind]()
     return made if kind == "paged" else Cache([made])
 
 
 def filled(kind, count=5, batch=2, heads=3, dims=(4, 6), dtype=np.float16):
-    """A cache of one layer with some random tokens."""
+    """Return a cache of one layer with some random tokens."""
     cache, rng = cache_of(kind), np.random.default_rng(count)
     cache.update(*(rng.standard_normal((batch, heads, count, dim)).astype(dtype) for dim in dims), 0)
     return cache
 
 
 def state(cache):
-    """Everything that can be seen of the layer of a cache."""
+    """Return everything that can be seen of the layer of a cache."""
     (layer,) = cache.layers
     sizes = [layer.get_mask_sizes(q) for q in range(6)]
     bits = [(side.dtype, side.shape, side.tobytes()) for side in (layer.keys, layer.values)]

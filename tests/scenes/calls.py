@@ -1,4 +1,4 @@
-"""A legal call of every operator, by the names of its table, with all that it may be given."""
+"""List a legal call of every operator, with all arguments that it may have."""
 
 import copy
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ MODES = {
 
 @dataclass
 class Call:
-    """Arguments of one call of an operator, by name."""
+    """Holds the arguments of one call of an operator, by name."""
 
     name: str
     inputs: dict
@@ -43,7 +43,7 @@ class Call:
         return Call(self.name, self.inputs | changes)
 
     def run(self, by=None, **more):
-        """What the backend returns, or the package that is named."""
+        """Run the call by the backend, or by the package `by`; return its results."""
         named = self.inputs | more
         first = [named.pop(array.name, None) for array in self.operator.inputs if not array.keyword]
         return self.operator.function((by or backends.operators).__name__)(*first, **named)
@@ -56,7 +56,7 @@ def of_scene(kind, **choices):
 
 
 def attention(kind, formats=attention_scenes.FP32):
-    """B 2, heads 4 over 2, n 3, m 5, head size 16; dynamic: (2, 3), (0, 0), (4, 1)."""
+    """Return a call of attention: 2 sequences, 4 heads over 2, 3 queries, 5 keys; dynamic: 3 sequences."""
     call = refusals.legal_attention(kind, formats, dim=16)
     shape = (4, 3, 16) if kind.startswith("static") else (4, 10)
     more = {"attn_mask": np.zeros(shape, call["query"].dtype), "sinks": np.zeros(4, np.float32)}
@@ -64,7 +64,7 @@ def attention(kind, formats=attention_scenes.FP32):
 
 
 def reshape(mode=0, cache_format="ND", dtype=np.float16):
-    """7 tokens of 2 heads; compressed, 2 sequences of 4 and 3."""
+    """Return a store of 7 tokens of 2 heads; if compressed, of sequences of 4 and 3."""
     key, n0 = np.arange(7 * 2 * 32).reshape(7, 2, 32).astype(dtype), 32 // np.dtype(dtype).itemsize
     shape = (4, 64 // n0, 5, n0) if cache_format == "NZ" else (4, 5, 1 if mode else 2, 32)
     caches = np.full((2, *shape), -1, dtype)
@@ -78,7 +78,7 @@ def reshape(mode=0, cache_format="ND", dtype=np.float16):
 
 
 def paged_attention(per_head):
-    """2 sequences of 4 query and 2 key heads, in 7 blocks of 4 rows."""
+    """Return attention of 2 sequences, 4 query and 2 key heads, over 7 blocks of 4 rows."""
     rng = np.random.default_rng(1)
     query, cache = (
         rng.random((2, 4, 16), np.float32),
@@ -93,7 +93,7 @@ def paged_attention(per_head):
 
 
 def pools():
-    """4 tokens of 2 sequences, of 4 query and 2 key heads, over contexts in 5 pages of 4 rows."""
+    """Return the arrays of 4 tokens of 2 sequences, 4 query and 2 key heads, and of 5 pages of 4 rows."""
     rng = np.random.default_rng(1)
     caches = rng.random((2, 5, 4, 2, 16), np.float32)
     inputs = {"query": rng.random((4, 4, 16), np.float32), "key_cache": caches[0], "value_cache": caches[1]}
@@ -104,7 +104,7 @@ def pools():
 
 
 def latent(kind, chosen=False):
-    """3 queries of 2 sequences, over contexts of 5 and 3 rows in 4 blocks of 4, or over chosen rows."""
+    """Return attention of 3 queries of 2 sequences over 5 and 3 latent rows, or over chosen rows."""
     rng = np.random.default_rng(1)
     pool, numbers = latent_scenes.pools(rng.random((4, 4, 576), np.float32), kind)
     inputs = {"query": rng.random((3, 2, numbers.shape[1]), np.float32), **pool, "scale": 0.1}
@@ -120,7 +120,7 @@ def latent(kind, chosen=False):
 
 
 def latent_append(kind):
-    """4 tokens, one without a slot, for 4 blocks of 4 rows."""
+    """Return an append of 4 latent tokens, one without a slot, to 4 blocks of 4 rows."""
     pool, numbers = latent_scenes.pools(np.ones((4, 4, 576), np.float32), kind)
     tokens = np.random.default_rng(1).random((4, numbers.shape[1]), np.float32)
     inputs = {"latent": tokens[:, :-64].copy(), "rope": tokens[:, -64:].copy(), "cache": pool.pop("latent")}
@@ -128,7 +128,7 @@ def latent_append(kind):
 
 
 def indexer(dtype=np.float32, **more):
-    """The scores of 3 queries of 2 sequences, over the contexts of `latent`."""
+    """Return a call for the scores of 3 queries of 2 sequences, over the contexts of `latent`."""
     rng = np.random.default_rng(1)
     inputs = {
         "query": rng.random((3, 2, 16), np.float32),
@@ -216,12 +216,12 @@ def arrays_of(results):
 
 
 def like(results, arrays):
-    """One array, or several, as results are."""
+    """Return one array or a tuple of several, as `results` are."""
     return arrays[0] if isinstance(results, np.ndarray) else tuple(arrays)
 
 
 def outputs():
-    """Every call that returns new arrays, with the attributes that make it return more."""
+    """Return every call that has output arrays, with the attributes that add outputs."""
     for label, make in CALLS.items():
         if make().operator.outputs:
             yield pytest.param(make, {}, id=label)

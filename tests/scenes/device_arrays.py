@@ -1,4 +1,4 @@
-"""Arrays of every kind on a device: those of a simulated one are the host's, which here do not say so."""
+"""Make arrays of every kind on a device; those of a simulated device are host arrays that do not say so."""
 
 import ctypes
 from typing import ClassVar
@@ -9,7 +9,7 @@ from numba import cuda
 
 
 class Array:
-    """An array of some other library, on the device."""
+    """Stands for an array of another library on the device."""
 
     def __init__(self, array, **more):
         form = array.__array_interface__
@@ -19,7 +19,7 @@ class Array:
 
 
 class Tensor(Array):
-    """One of torch, whose dtypes are names of the module."""
+    """Stands for a tensor of torch, whose dtypes are attributes of its module."""
 
     def new_empty(self, shape, dtype):
         return Tensor(np.empty(shape, dtype))
@@ -30,7 +30,7 @@ bfloat16 = ml_dtypes.bfloat16
 
 
 class Capsule:
-    """A tensor that only DLPack passes on. Its memory, its capsule and what that points to live as long."""
+    """Stands for a tensor that has only DLPack. Its memory and its capsule live as long as it does."""
 
     CUDA = 2
     CODES: ClassVar = {
@@ -67,7 +67,7 @@ class Capsule:
 
 
 class OnTheHost:
-    """A tensor of the CPU, which DLPack passes on."""
+    """Stands for a tensor on the CPU that has only DLPack."""
 
     def __init__(self, array):
         self.array = array
@@ -83,12 +83,12 @@ KINDS = {"interface": Array, "torch": Tensor, "dlpack": Capsule, "numba": cuda.t
 
 
 def contents(array):
-    """A result's elements, whatever kind it is."""
+    """Return the elements of a result of any kind as a numpy array."""
     return array if isinstance(array, np.ndarray) else getattr(array, "array", getattr(array, "_ary", None))
 
 
 def moved(array, elements=0, dim=0):
-    """A copy of an array that begins so many elements behind a multiple of 16 bytes, heads so much apart."""
+    """Return a copy that begins `elements` elements after a multiple of 16 bytes, with heads `dim` apart."""
     wide = np.empty((*array.shape[:-1], array.shape[-1] + dim), array.dtype)
     buffer = np.empty(wide.nbytes + 64, np.uint8)
     begin = -buffer.ctypes.data % 16 + elements * array.itemsize

@@ -1,4 +1,4 @@
-"""Caches of engines with elements that tell where they are, by the oracles of `engine_layouts`."""
+"""Make caches of engines whose elements tell where they are, by the oracles of `engine_layouts`."""
 
 import itertools
 
@@ -17,14 +17,14 @@ def axes_of(name):
 
 
 def sizes_for(*names, **sizes):
-    """Sizes that all of these layouts can have: 1 of an axis that one of them lacks."""
+    """Return sizes that all of these layouts can have: 1 for an axis that one of them lacks."""
     common = frozenset.intersection(*map(axes_of, names))
     absent = {axis: 1 for axis, letter in (("L", "l"), ("H", "h")) if letter not in common}
     return SIZES | sizes | absent
 
 
 def said(name, sizes):
-    """Sizes for kvkit, as `axes_of` a layout has them."""
+    """Return sizes by the names of kvkit's axes."""
     known = {axis.lower(): size for axis, size in sizes.items() if axis.lower() in axes_of(name)}
     if "b" not in axes_of(name):
         known["n"] = sizes["B"] * sizes["N"]
@@ -32,7 +32,7 @@ def said(name, sizes):
 
 
 def empty(engine, dtype=np.uint16):
-    """The arrays of a layout, in lists."""
+    """Return the empty arrays of a layout, in nested lists."""
 
     def made(lists, path):
         if not lists:
@@ -50,7 +50,7 @@ def array_at(arrays, path):
 
 
 def elements(name, sizes):
-    """(layer, kv, b, array's place in lists, offsets [N, H, C]) of all elements, as the engine has them."""
+    """Yield (layer, kv, b, index of the array, offsets [N, H, C]) by the engine's index formula."""
     engine = engine_layouts.make(**sizes)[name]
     n, h, c = np.ogrid[: sizes["N"], : sizes["H"], : sizes["C"]]
     kinds = range(2 if "kv" in axes_of(name) else 1)
@@ -60,13 +60,13 @@ def elements(name, sizes):
 
 
 def values(sizes, kinds=2, dtype=np.uint16):
-    """[L, kv, B, N, H, C], each element another, in random order."""
+    """Return different numbers [L, kv, B, N, H, C] in random order."""
     shape = sizes["L"], kinds, sizes["B"], sizes["N"], sizes["H"], sizes["C"]
     return np.random.default_rng(0).permutation(np.prod(shape)).astype(dtype).reshape(shape)
 
 
 def filled(name, sizes, data):
-    """The cache of an engine with these values, written by its index formula."""
+    """Return the cache of an engine with these values, written by its index formula."""
     arrays = empty(engine_layouts.make(**sizes)[name], data.dtype)
     for layer, kv, b, path, offsets in elements(name, sizes):
         array_at(arrays, path).reshape(-1)[offsets] = data[layer, kv, b]
@@ -78,14 +78,14 @@ def kinds_of(name):
 
 
 def same(one, other):
-    """Whether nested lists of arrays hold the same."""
+    """Return whether nested lists of arrays are equal."""
     if isinstance(one, list):
         return len(one) == len(other) and all(map(same, one, other))
     return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
 
 
 def flat(arrays):
-    """The bytes of each array, in the order of lists."""
+    """Return the bytes of each array, in the order of the lists."""
     if not isinstance(arrays, list):
         yield arrays.tobytes()
         return

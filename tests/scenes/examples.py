@@ -1,4 +1,4 @@
-"""Examples of documents, run."""
+"""Run the examples of documents."""
 
 import doctest
 

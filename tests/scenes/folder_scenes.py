@@ -1,4 +1,4 @@
-"""Caches of all kinds of layers in files and folders: made, filled, compared, cut off, changed on disk."""
+"""Make caches in files and folders, fill and compare them, interrupt their changes, damage their files."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def full_disk(*arguments):
 
 
 def run(script, *arguments):
-    """The run of a script in a process of its own."""
+    """Run a script in a process of its own."""
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 
@@ -49,7 +49,7 @@ def four_layers():
 
 
 def five_layers():
-    """A quantized one besides."""
+    """Return the four layers and a quantized one."""
     return [*four_layers(), QuantizedLayer(**OPTIONS | {"residual_length": 2})]
 
 
@@ -70,7 +70,7 @@ def names(folder):
 
 
 def files_of(folder):
-    """The bytes of its files by name, without pathlib: this is called at every line of a change."""
+    """Return the bytes of a folder's files by name; fast, because it is called at every line of a change."""
     found = {}
     for name in os.listdir(folder):
         with open(f"{folder}/{name}", "rb", 0) as file:
@@ -79,7 +79,7 @@ def files_of(folder):
 
 
 def as_folder(folder, files):
-    """A new folder with these files."""
+    """Write files into a new folder."""
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -94,7 +94,7 @@ def bits(side):
 
 
 def assert_same(one, other):
-    """Both have the same layers with the same tokens."""
+    """Check that two caches have the same layers with the same tokens."""
     assert len(one) == len(other)
     for a, b in zip(one.layers, other.layers, strict=True):
         assert type(a) is type(b)
@@ -106,7 +106,7 @@ def assert_same(one, other):
 
 
 def assert_alike_from_now_on(one, other, dtype, dims=(4, 6)):
-    """Updates, attention and crops give the same bytes."""
+    """Check that updates, attention and crops of two caches give the same bytes."""
     for i in range(len(one)):
         for seed, count in enumerate((1, 3, 1, 1)):
             new = random(dtype, count, 50 + seed, dims)
@@ -121,7 +121,7 @@ def assert_alike_from_now_on(one, other, dtype, dims=(4, 6)):
 
 
 def traced(trace, call):
-    """Do what `call` does under a function that Python tells of every line."""
+    """Run `call` under a trace function, which Python calls at every line."""
     before = sys.gettrace()
     sys.settrace(trace)
     try:
@@ -131,7 +131,7 @@ def traced(trace, call):
 
 
 def watched(folder, seen, call):
-    """Do what `call` does; each time that a line of it has changed the folder, `seen` gets a copy of it."""
+    """Run `call`; call `seen` with the folder's files whenever a line has changed them."""
     latest = None
 
     def look():
@@ -168,7 +168,7 @@ def changed(path, change):
 
 
 def sealed(about, arrays):
-    """As if it had been written so."""
+    """Set the arrays and the checksum in a sidecar, as if it had been written with these contents."""
     about["arrays"] = {name: [array.dtype.name, *array.shape] for name, array in arrays.items()}
     del about["fingerprint"]
     about["fingerprint"] = saving.hash_contents(about, arrays)

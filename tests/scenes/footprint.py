@@ -1,4 +1,4 @@
-"""The memory that a process of its own maps while it acts: counted by the system, exact to the page."""
+"""Measure the memory that a process of its own maps while it acts, exact to the page."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def kilobytes(name):
 
 
 def extra(action):
-    """The most memory that an action maps at once, in MB: the process is filled up to its peak first."""
+    """Return the most MB that an action maps at once; first the process is filled up to its peak."""
     ballast = np.empty((kilobytes("VmPeak") - kilobytes("VmSize") << 10) + MB, np.uint8)
     before = kilobytes("VmPeak")
     action()
@@ -32,7 +32,7 @@ def extra(action):
 
 
 def sizes_by(script):
-    """What a script leaves in `found`, {name: MB}, once 16 MB have been seen as such.
+    """Return what a script leaves in `found`, {name: MB}, after a check that 16 MB are measured as 16 MB.
 
     Its second run is what counts: compiling takes memory, too.
     """

@@ -1,4 +1,4 @@
-"""Steps of attention's engines, called as the walk calls them: on records of params, a block and a tile."""
+"""Call the steps of attention's engines as the walk does, on records of params, a block and a tile."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Latent caches of every kind that engines have, from rows of 512 + 64 numbers."""
+"""Make latent caches of every kind that engines have, from rows of 512 + 64 numbers."""
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +10,7 @@ LATENT, ROPE = 512, 64
 
 
 def pools(rows, kind):
-    """(keywords for a pool of some rows, the numbers that it holds) as each kind of cache stores them."""
+    """Return (keyword arguments of a pool, the numbers that it holds) for latent rows in a kind of cache."""
     blocks, page, _ = rows.shape
     flat = rows.reshape(blocks * page, -1)
     if kind == "one pool":

@@ -1,4 +1,4 @@
-"""llama.cpp itself: the shared library of a release, called through ctypes, and a tiny random model for it.
+"""Call llama.cpp, the shared library of a release, through ctypes, with a tiny random model.
 
 Parameters are passed in structs that only the library fills in: their sizes are larger than its own.
 """
@@ -14,7 +14,7 @@ TYPES = {"f16": 1, "q8_0": 8}  # ggml's numbers of cache types
 
 
 class Parameters(ctypes.Structure):
-    """A struct of any kind, by value."""
+    """Describes a struct of C that is passed by value."""
 
     _fields_ = [("bytes", ctypes.c_uint8 * 1024)]
 
@@ -61,7 +61,7 @@ def write_model(path, rng):
 
 
 class Engine:
-    """A library, a model, and functions by their names without ``llama_``."""
+    """Holds the library and a model; its attributes are functions, by their names without ``llama_``."""
 
     def __init__(self, folder, model):
         [ggml], [llama] = (sorted(Path(folder).glob(f"{name}.v*.so")) for name in ("libggml", "libllama"))

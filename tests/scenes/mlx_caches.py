@@ -1,4 +1,4 @@
-"""Caches that mlx-lm fills and saves: rows that tell their token, in layers of several classes."""
+"""Make caches that mlx-lm fills and saves: rows that tell their token, in layers of several classes."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ SHAPE = 1, 2, TOKENS, 32  # batch, heads, tokens, elements
 
 
 def rows(layer):
-    """Keys and values of a layer, float16 as float16 holds them."""
+    """Return keys and values of a layer, in float16."""
     _, heads, tokens, dim = SHAPE
     h, t, c = np.ogrid[:heads, :tokens, :dim]
     keys = (t + 32 * h + c / 32 * (layer + 1)).astype(np.float16)[None]
@@ -18,12 +18,12 @@ def rows(layer):
 
 
 def kept():
-    """The tokens that a window has, in order."""
+    """Return the tokens that a window has, in order."""
     return [*range(KEEP), *range(TOKENS - WINDOW + KEEP, TOKENS)]
 
 
 def filled(mx, classes, layers):
-    """Caches of these classes, which get a prompt of half of the tokens, then token by token."""
+    """Return caches of these classes after a prompt of half of the tokens and single tokens."""
     made = [classes.RotatingKVCache(max_size=WINDOW, keep=KEEP) if kind == "RotatingKVCache"
             else classes.QuantizedKVCache(group_size=GROUP, bits=kind) if isinstance(kind, int)
             else getattr(classes, kind)() for kind in layers]  # fmt: skip

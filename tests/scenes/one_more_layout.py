@@ -1,4 +1,4 @@
-"""Use of a dynamic layout that is not in the table yet, (H, L, 2, MaxT, Dh) as number 4, beside plain loops.
+"""Use a dynamic layout that is not in the table, (H, L, 2, MaxT, Dh) as number 4, beside plain loops.
 
 `test_one_more_layout.py` adds it to a copy of the package and runs this there; what is found is printed.
 """
@@ -18,7 +18,7 @@ SIZES = {"num_layer": L, "layer_idx": LAYER}
 
 
 def tokens():
-    """(sequence, token, position) of every new token."""
+    """Yield (sequence, token, position) of every new token."""
     for b, past in enumerate(START_POS):
         for i, token in enumerate(range(SEQSTARTS[b], SEQSTARTS[b + 1])):
             yield b, token, past + i
@@ -32,7 +32,7 @@ def append(key, value, cache):
 
 
 def context(cache, b, kv, length):
-    """[length, H, Dh]: the first rows of a sequence."""
+    """Return the first rows of a sequence, [length, H, Dh]."""
     rows = [[cache[h, LAYER, kv, CACHESTARTS[b] + i] for h in range(H)] for i in range(length)]
     return np.array(rows, np.float64)
 

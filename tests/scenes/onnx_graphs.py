@@ -1,4 +1,4 @@
-"""Small ONNX graphs, run by the reference evaluator with kvkit's operators in it."""
+"""Run small ONNX graphs in the reference evaluator, with kvkit's operators."""
 
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
@@ -9,7 +9,7 @@ DOMAINS = [(root, suffix) for root in ("opmx", "pmx") for suffix in ("", ".dynam
 
 
 def graph(nodes, inputs, outputs, constants=()):
-    """A model of opset 25, and of version 1 of the domains of PMX."""
+    """Return a model of opset 25, with version 1 of the domains of PMX."""
     values = [[helper.make_empty_tensor_value_info(name) for name in names] for names in (inputs, outputs)]
     opsets = [helper.make_opsetid(root + suffix, 1) for root, suffix in DOMAINS]
     model = helper.make_graph(nodes, "graph", *values, initializer=constants)
@@ -17,7 +17,7 @@ def graph(nodes, inputs, outputs, constants=()):
 
 
 def run_node(op_type, feeds, outputs, domain="", new_ops=OPERATORS, **attributes):
-    """The outputs of a node that takes what is fed, in order; None stands for an input left out."""
+    """Return the outputs of a node with these inputs in order; None stands for an input left out."""
     fed = {name: array for name, array in feeds.items() if array is not None}
     inputs = [name if name in fed else "" for name in feeds]
     node = helper.make_node(op_type, inputs, outputs, domain=domain, **attributes)

@@ -1,4 +1,4 @@
-"""Blocks of OpenVINO's paged attention: what the engine writes of known rows."""
+"""Hold blocks that OpenVINO's paged attention wrote of known rows."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ KINDS = "f32", "u8", "u4"
 
 
 def rows():
-    """Keys and values, float32 [2, tokens, heads, content], with equal numbers in a channel."""
+    """Return keys and values, float32 [2, tokens, heads, content], with equal numbers in a channel."""
     x = np.random.default_rng(7).standard_normal((2, TOKENS, HEADS, DIM)).astype(np.float32)
     x[:, :, :, 5] = 3
     x[:, :, 1, 6] = 0

@@ -1,4 +1,4 @@
-"""The page table of the specification, and what is wrong with others."""
+"""List the page table of the specification, and wrong ones."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Paged caches of every kind, and the plain operators on the same tokens."""
+"""Make paged caches of every kind, and run the plain operators on the same tokens."""
 
 import ml_dtypes
 import numpy as np
@@ -25,7 +25,7 @@ def paged(kind="float32", layout=3, num_blocks=24):
 
 
 def refused(action, *arguments, **more):
-    """The message of the error."""
+    """Return the message of the error that an action raises."""
     with pytest.raises(KvkitError) as error:
         action(*arguments, **more)
     return str(error.value)
@@ -47,7 +47,7 @@ def random_call(rng, seq):
 
 
 def numbered(*tokens, rows=1):
-    """Keys of one head and one element: row b has ``10 * b`` added."""
+    """Return keys of one head and one element; row b has ``10 * b`` added."""
     grid = np.array(tokens) + 10 * np.arange(rows)[:, None]
     return grid.astype(np.float32).reshape(rows, 1, -1, 1)
 
@@ -59,14 +59,14 @@ def holding(*tokens, rows=1, num_blocks=32, page_size=2):
 
 
 def contents(cache):
-    """Keys of every row; values are the same."""
+    """Return the keys of every row, after a check that values are the same."""
     layer = cache.layers[0]
     np.testing.assert_array_equal(layer.keys, layer.values)
     return layer.keys[:, 0, :, 0].tolist()
 
 
 class Plain:
-    """The plain operators on the same tokens: every context in one piece, in offset mode."""
+    """Runs the plain operators on the same tokens: every context in one piece, in offset mode."""
 
     def __init__(self, kind, layout):
         dtype, options = KINDS[kind]
@@ -75,7 +75,7 @@ class Plain:
         self.layout = layout
 
     def contexts(self, contexts, counts, layer):
-        """Index tensors, cache and scale that hold the past tokens of some contexts; then the new ones."""
+        """Return index tensors, a cache and scale with the past tokens of contexts, and the new tokens."""
         bit, group = self.options.get("quant_bit", 0), self.options.get("quant_group", 8)
         lengths = [len(keys) for keys, _ in contexts]
         sizes = {"row": sum(lengths), "layer": LAYERS, "kv": 2, "head": HEADS}
@@ -114,7 +114,7 @@ IDS = list(range(100, 111))
 
 
 def run(cache, *pairs, seed=0):
-    """A step of random tokens through all layers; the outputs."""
+    """Run a step of random tokens through all layers; return the outputs."""
     rng, outputs = np.random.default_rng(seed), []
     with cache.begin_step(pairs) as step:
         tokens = int(step.index.seqstarts[-1])

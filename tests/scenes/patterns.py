@@ -1,4 +1,4 @@
-"""Patterns of bits of float32, and functions of numbers over arrays."""
+"""Make patterns of bits of float32, and apply functions of numbers to arrays."""
 
 import ml_dtypes
 import numba
@@ -8,7 +8,7 @@ PATTERNS = np.arange(2**16, dtype=np.uint16)
 
 
 def mapped(function, dtype):
-    """The helper over an array, compiled."""
+    """Return a compiled function that applies a helper to each element of an array."""
 
     @numba.njit
     def loop(values, results):
@@ -24,7 +24,7 @@ def mapped(function, dtype):
 
 
 def float32_patterns(dtype):
-    """Round every narrow number: it, the point halfway to the next, one and two float32 steps from both."""
+    """Return narrow numbers, midpoints between them, and float32 numbers one and two steps around both."""
     info = ml_dtypes.finfo(dtype)
     ordered = PATTERNS[: 1 + int(np.array(info.max).view(np.uint16))].view(dtype).astype(np.float64)
     halfway = (ordered + np.append(ordered[1:], 2 * ordered[-1] - ordered[-2])) / 2

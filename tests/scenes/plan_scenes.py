@@ -1,4 +1,4 @@
-"""Calls of a plan, from calls of the operators."""
+"""Make calls of a plan from calls of the operators."""
 
 from kvkit.dynamic_batching import plan
 
@@ -9,7 +9,7 @@ CACHED = ("num_layer", "layer_idx", "quant_bit", "quant_group", "cache_layout")
 
 
 def planned(call, **more):
-    """The plan of a call."""
+    """Return the plan of a call."""
     options = {name: call.attrs[name] for name in PLANNED}
     hints = {name: call[name] for name in ("max_seqlen", "max_kvlen")}
     steps = [call[name] for name in STEPS]
@@ -17,7 +17,7 @@ def planned(call, **more):
 
 
 def attend(step, call, **more):
-    """What remains to be said for a layer."""
+    """Run a plan with the arguments of a call that a plan does not have."""
     attrs = {name: value for name, value in call.attrs.items() if name not in PLANNED}
     arrays = [call[name] for name in (*TOKENS, "cache", "scale", "attn_mask")]
     return step.multi_head_cache_attention(*arrays, **{**attrs, **more})

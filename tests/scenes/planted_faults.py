@@ -26,7 +26,7 @@ PMX = "n l kv h c", "l n kv h c", "l kv n h c", "l kv h n c"
 
 
 def quantized(x, group, how=""):
-    """Codes and scales by PMX's recipe, or with truncation or a reciprocal in it."""
+    """Return codes and scales by PMX's recipe, or with truncation or a reciprocal in it."""
     groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, group)
     scale = np.abs(groups).max(-1, keepdims=True) / np.float32(127)
     scale = np.maximum(scale.astype(x.dtype), np.float32(1e-5).astype(x.dtype)).astype(np.float32)
@@ -39,7 +39,7 @@ def quantized(x, group, how=""):
 
 
 class Scene:
-    """A cache [side, layer, page, position, head, element] with two sequences in some of its pages."""
+    """Holds a cache [side, layer, page, position, head, element] with two sequences in some of its pages."""
 
     def __init__(self, seed, coded=None):
         self.rng = rng = np.random.default_rng(seed)
@@ -64,7 +64,7 @@ class Scene:
         self.names = NAMES[rng.integers(len(NAMES))]
 
     def parts(self, how=""):
-        """Arrays [2, layers, rows, heads, n] as a right kernel leaves them, before they take their layout."""
+        """Return arrays [2, layers, rows, heads, n] that a right kernel leaves, before their layout."""
         written = np.zeros(self.x.shape[2], bool)
         written[self.used] = True
         at = written[:, None, None]
@@ -77,7 +77,7 @@ class Scene:
         }
 
     def laid(self, parts):
-        """Arrays by name, as the line and the names have them."""
+        """Return arrays by name, in the layout's axes."""
         pages = (self.pages, self.page)
         found = {}
         for part, array in parts.items():
@@ -94,7 +94,7 @@ class Scene:
         return found
 
     def compared(self, got, **more):
-        """What `diff` says of parts as they should be and as they are."""
+        """Return the report of `diff` for right and wrong parts."""
         pmx = self.line.startswith("pmx")
         axes = None if pmx else self.line  # PMX's names tell their axes
         return diff(self.laid(self.parts()), self.laid(got), axes=axes, **more)
@@ -105,7 +105,7 @@ def some_sides(scene):
 
 
 def background(scene, name):
-    """What is in rows that nothing was written to."""
+    """Return the contents of rows that nothing was written to."""
     return np.zeros((*scene.x.shape[:-1], scene.dim // (8 if name else 1))) if scene.coded else scene.old
 
 
@@ -122,7 +122,7 @@ def not_written(scene):
 
 
 def moved(scene, targets):
-    """Parts whose tokens of some rows are in others, and background where they should be."""
+    """Return parts whose tokens of some rows are in other rows, with background where they should be."""
     parts = scene.parts()
     for name, array in parts.items():
         old, sources = array.copy(), np.array(list(targets))
@@ -214,7 +214,7 @@ def heads_for_tokens(scene):
 
 
 def overwritten(scene):
-    """Bytes that nothing explains."""
+    """Return parts with random bytes, which nothing explains."""
     parts = scene.parts()
     rows = scene.rng.choice(scene.used, int(scene.rng.integers(1, len(scene.used) + 1)), replace=False)
     array = parts[""]
@@ -239,7 +239,7 @@ FAULTS = {  # the cause that must be named first and alone ("" for none): what p
 
 
 def judged(kind, seed):
-    """Whether the right cause is first, whether it is alone, whether a wrong one explains 90 %; a result."""
+    """Return whether the right cause is first, is alone, a wrong one explains 90 %, and the report."""
     plant, coded = FAULTS[kind]
     scene = Scene(seed, coded)
     if kind == "heads and tokens swapped":

@@ -1,4 +1,4 @@
-"""Calls over pools of pages of every engine."""
+"""Make calls over pools of pages of every engine."""
 
 import numpy as np
 import pool_scenes
@@ -15,7 +15,7 @@ def any_bits(rng, shape, dtype):
 
 
 def scene(rng, engine, dtype="fp16", tokens=9, blocks=5, rows=4, heads=2, dim=16, value_dim=None):
-    """(pools full of any bits, packed keys and values, a slot each, some of none)."""
+    """Return (pools of random bits, packed keys and values, slots, some negative)."""
     dtype, value_dim = DTYPES[dtype], value_dim or dim
     pools = pool_scenes.made(engine, blocks, rows, heads, dim, value_dim, dtype)
     for memory in pools.memory:
@@ -33,7 +33,7 @@ LENGTHS, QUERIES = (9, 0, 1, 70, 5), (3, 1, 1, 6, 9)
 
 
 class Scene:
-    """A legal call, and what an oracle takes."""
+    """Holds a legal call, and the arguments for an oracle."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Scene:
         )  # fmt: skip
 
     def check(self):
-        """Within the tolerance; nothing that is given changes."""
+        """Check results within the tolerance, and that no argument changes."""
         before = [memory.tobytes() for memory in self.pools.memory]
         got, lse = self.run(return_lse=True)
         output, sums = self.expected()

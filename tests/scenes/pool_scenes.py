@@ -1,4 +1,4 @@
-"""Pools of pages as engines have them: the memory, what a call is given of it, and views for an oracle."""
+"""Make pools of pages as engines have them: memory, arguments of a call, and views for an oracle."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ ENGINES = {
 
 @dataclass
 class Pools:
-    """Keys and values in pools: `given` to a call with `layout`; views [pages, tokens, heads, elements]."""
+    """Holds pools: `given` to a call with `layout`, and views [pages, tokens, heads, elements]."""
 
     memory: list
     given: tuple
@@ -28,7 +28,7 @@ class Pools:
 
 
 def made(engine, blocks, rows, heads, dim, value_dim, dtype):
-    """Pools of an engine, all 0xFF; those that have one size for both take the larger."""
+    """Return pools of an engine, all 0xFF; a pool with one head size takes the larger one."""
     axes, kind = ENGINES[engine]
     names, dtype = axes.split(), np.dtype(dtype)
     sizes = {"b": blocks, "n": rows, "h": heads, "c": dim, "l": 3, "kv": 2}
@@ -76,7 +76,7 @@ def made(engine, blocks, rows, heads, dim, value_dim, dtype):
 
 
 def table_of(rng, lengths, rows, spare=2):
-    """(pages of each sequence, how many pools have), in random order, some in none."""
+    """Return (pages of each sequence in random order, number of pages); some pages are in no sequence."""
     counts = [-(-length // rows) for length in lengths]
     blocks = sum(counts) + spare
     ids = rng.permutation(blocks)
@@ -84,7 +84,7 @@ def table_of(rng, lengths, rows, spare=2):
 
 
 def as_table(rng, pages, blocks):
-    """[B, M], with any numbers behind the last page of a sequence."""
+    """Return pages as a table [B, M], with random numbers after the last page of a sequence."""
     columns = max(map(len, pages), default=0) + int(rng.integers(0, 3))
     table = rng.choice([-1, blocks, 2**40, -(2**63), 2**63 - 1], (len(pages), columns))
     for row, own in zip(table, pages, strict=True):
@@ -93,6 +93,6 @@ def as_table(rng, pages, blocks):
 
 
 def as_lists(pages):
-    """(indptr, indices)"""
+    """Return pages as (indptr, indices)."""
     starts = np.cumsum([0, *map(len, pages)])
     return starts, np.concatenate([*pages, []]).astype(np.int64)

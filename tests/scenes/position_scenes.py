@@ -1,4 +1,4 @@
-"""Masks for operators of positions."""
+"""Make masks for operators of positions."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ INF = np.inf
 
 
 def random_mask(rng, shape, dtype):
-    """A mask with some -inf in it."""
+    """Return a mask with some -inf in it."""
     if dtype is bool:
         return rng.random(shape) < 0.6
     values = rng.standard_normal(shape) * 4

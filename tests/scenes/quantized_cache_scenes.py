@@ -1,4 +1,4 @@
-"""Quantized layers of two kinds of codes, their tokens, and what of them is stored."""
+"""Make quantized layers of two kinds of codes, and read what they store."""
 
 import copy
 
@@ -13,13 +13,13 @@ OPTIONS = {"key": KEY, "value": VALUE, "residual_length": 5, "sink": 2}
 
 
 def states(tokens, batch=2, heads=2, dims=(16, 24), dtype=np.float32, seed=0):
-    """Keys and values [B, H, tokens, D]."""
+    """Return keys and values [B, H, tokens, D]."""
     rng = np.random.default_rng(seed)
     return [rng.standard_normal((batch, heads, tokens, dim)).astype(dtype) for dim in dims]
 
 
 def feed(layer, given, *ends):
-    """Update with tokens up to each end in turn; the last result."""
+    """Update a layer with tokens up to each end in turn; return the last result."""
     begin = result = None
     for end in ends:
         begin = layer.get_seq_length()
@@ -28,7 +28,7 @@ def feed(layer, given, *ends):
 
 
 def coded(layer, side=0):
-    """(bytes of codes, cells) of a layer's keys or values."""
+    """Return (bytes of codes, scales and minima) of a layer's keys or values."""
     side = layer.store.sides[side]
     return side.codes[:, :, : side.coded], side.cells[:, :, : side.block_count]
 
@@ -61,7 +61,7 @@ def assert_same(one, other):
 
 
 def do(layer, name, argument, seed):
-    """Call a method; what it returns, as bytes."""
+    """Call a method; return its result as bytes."""
     if name == "update":
         new = states(argument, layer.batch_size or 2, seed=seed)
         return [np.asarray(view).tobytes() for view in layer.update(*new)]

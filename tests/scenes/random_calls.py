@@ -1,4 +1,4 @@
-"""Random legal calls of every operator: the same generators for the oracle and for the borders of memory."""
+"""Make random legal calls of every operator, to compare with an oracle or to run at borders of memory."""
 
 import attention_scenes
 import calls
@@ -42,13 +42,13 @@ def dim_of(rng, formats):
 
 
 def lengths_of(rng, most=40):
-    """(past, new) of some sequences: none, short and long ones."""
+    """Return (past, new) of some sequences: empty, short and long ones."""
     past, new = (0, 0, 1, 3, 7, 16, most), (0, 1, 1, 1, 2, 5, 33)
     return [(int(one(rng, past)), int(one(rng, new))) for _ in range(rng.integers(0, 6))]
 
 
 def tight(rng, call, **ends):
-    """The call with nothing in its cache behind its layer, its last row and sequence; half of them."""
+    """Cut half of the calls' caches off after the layer, the last row and the last sequence."""
     if "cache" in call.inputs and rng.random() < 0.5:
         axes = (scenes.STATIC_AXES, scenes.DYNAMIC_AXES)[call.kind.startswith("dynamic")]
         ends |= {"layer": LAYER + 1}
@@ -61,7 +61,7 @@ def tight(rng, call, **ends):
 
 
 def key_value_cache(rng, formats=None):
-    """A scene of the operator that appends and loads, static or dynamic."""
+    """Return a scene of key_value_cache, static or dynamic."""
     formats, heads, repeat = formats or one(rng, COPIED), int(rng.integers(1, 4)), int(rng.integers(1, 4))
     more = {"heads": heads, "repeat": repeat, "dim": dim_of(rng, formats)}
     if formats.dims != (6, 24, 40, 17, 1, 128):
@@ -76,7 +76,7 @@ def key_value_cache(rng, formats=None):
 
 
 def attention(rng, kind, formats=None):
-    """A call of one of the four attention operators with any of their options."""
+    """Return a call of one of the four attention operators with any of their options."""
     formats = formats or one(rng, ATTENDED)
     if "cache" not in kind and formats not in (FP32, FP16, BF16):
         formats = one(rng, (FP32, FP16, BF16))
@@ -120,7 +120,7 @@ def attention(rng, kind, formats=None):
 
 
 def with_mask(rng, kind, call):
-    """The call with a mask of any legal shape and type; sometimes it hides everything."""
+    """Add a mask of any legal shape and type to a call; sometimes it hides everything."""
     pad, dtype = int(rng.integers(0, 10)), one(rng, (None, bool, np.float32))
     heads = call["query"].shape[-2]
     if kind.startswith("static"):
@@ -156,7 +156,7 @@ def merge(rng):
 
 
 def of_sequences(rng):
-    """(start of each sequence's tokens, past tokens, start of each context)."""
+    """Return (start of each sequence's tokens, past tokens, start of each context)."""
     past, new = np.array(lengths_of(rng), np.int64).reshape(-1, 2).T.copy()
     return np.r_[0, np.cumsum(new)], past, np.r_[0, np.cumsum(past + new)]
 
@@ -187,7 +187,7 @@ def rotary(rng):
 
 
 def bias(rng):
-    """Position numbers, slopes, and masks of ALiBi with others added."""
+    """Return a call for positions, slopes, or masks of ALiBi with others added."""
     seqstarts, past, kvstarts = of_sequences(rng)
     operator, heads = rng.integers(6), int(rng.integers(1, 7))
     if operator == 0:
@@ -226,7 +226,7 @@ def reshape(rng):
 
 
 def blocks(rng):
-    """Loads of contexts and copies of blocks."""
+    """Return a call that loads contexts or copies blocks."""
     dtype, form, count = one(rng, ELEMENTS), one(rng, ("ND", "NZ")), int(rng.integers(1, 3))
     total, rows, batch = int(rng.integers(1, 6)), int(one(rng, (1, 2, 3, 16, 37))), int(rng.integers(0, 4))
     key_cache, value_cache = [*caches_of(rng, [dtype] * count, form, total, rows), None][:2]
@@ -273,13 +273,13 @@ def attend_blocks(rng):
 
 
 def whole(made):
-    """The pools of a call: where one holds both, it alone."""
+    """Return the pools of a call: one if it holds both keys and values."""
     key, value = made.given
     return {"key_cache": key, "value_cache": None if value is key else value, "layout": made.layout}
 
 
 def pools(rng):
-    """Attention over pools, which are whole arrays, appends to them and copies of their blocks."""
+    """Return a call over pools: attention, an append, or a copy of blocks."""
     engine, rows = one(rng, BLOCKS_WITHOUT_PARTS), int(one(rng, (1, 3, 16)))
     heads, (dim, value_dim) = int(rng.integers(1, 4)), (int(one(rng, DIMS)) for _ in range(2))
     if engine not in BLOCKS_WITHOUT_PARTS[:2]:
@@ -311,7 +311,7 @@ def pools(rng):
 
 
 def latent(rng):
-    """Operators over latent caches: floats of any width, in one pool or two, and bytes."""
+    """Return a call over a latent cache: floats of any width in one pool or two, or bytes."""
     kind, dtype = rng.random(), DTYPES[one(rng, FLOATS)]
     page, batch, heads = int(one(rng, (1, 3, 16))), int(rng.integers(1, 4)), int(one(rng, (1, 2, 9)))
     dim, rope = int(one(rng, DIMS)), int(one(rng, (1, 8)))
@@ -383,7 +383,7 @@ HINTS = ("max_seqlen", "max_kvlen")
 
 
 def index_form(rng, array):
-    """Int64 or int32, in one piece or not, at an odd address, read-only, or a list."""
+    """Return an index tensor as int64 or int32, contiguous or not, at an odd address or read-only, or a list."""
     form = rng.integers(6)
     if form == 1 and np.array_equal(array, array.astype(np.int32)):
         return array.astype(np.int32)
@@ -398,7 +398,7 @@ def index_form(rng, array):
 
 
 def data_form(rng, array, changes, in_one_piece, unit=1):
-    """(the array elsewhere, a check of what is around it): in any order of axes, backwards, apart."""
+    """Return (the array in other memory with other strides, a function that checks the memory around it)."""
     form, rest = rng.integers(6), range(array.ndim - 1)
     if form == 0 or not array.ndim:
         return array.copy(), None
@@ -417,7 +417,7 @@ def data_form(rng, array, changes, in_one_piece, unit=1):
 
 
 def moved(rng, call, device=None):
-    """(the call in other memory, checks of what surrounds it); some arrays are made `device` arrays."""
+    """Return (the call in other memory, checks of the memory around it); some become `device` arrays."""
     checks, changed = [], {}
     for array in call.operator.inputs:
         value = call.inputs.get(array.name)

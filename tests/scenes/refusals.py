@@ -1,4 +1,4 @@
-"""Legal calls to be broken, and the check that a broken one is refused by name and changes nothing."""
+"""Make legal calls to break, and check that a broken one is refused by name and changes nothing."""
 
 import re
 
@@ -22,7 +22,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def legal(kind, formats=INT8, **choices):
-    """Dynamic: sequences 0 (3 past, 2 new), 1 (none), 2 (4 past), 3 (0 past, 3 new) in pages of 3."""
+    """Return a legal call; dynamic: (3 past, 2 new), (0, 0), (4, 0) and (0, 3) tokens in pages of 3."""
     rng = np.random.default_rng(3)
     if kind == "static":
         return scenes.static(rng, formats, **choices)
@@ -37,7 +37,7 @@ def legal(kind, formats=INT8, **choices):
 
 
 def legal_attention(kind, formats=attention_scenes.FP32, **options):
-    """B 2, heads 4 over 2, n 3, m 5, head size 8; dynamic: (2, 3), (0, 0), (4, 1)."""
+    """Return legal attention: 2 sequences, 4 heads over 2, 3 queries, 5 keys; dynamic: 3 sequences."""
     rng = np.random.default_rng(3)
     options = {"dim": 8, **options}
     if kind.startswith("static"):
@@ -56,7 +56,7 @@ def says_by_plan(by_plan, message):
 
 
 def refused(call, name, **more):
-    """The call raises an error about `name`, or one of them; by every backend and plan in the same words.
+    """Check that a call raises an error about `name`, or one of them, in equal words by backends and plans.
 
     It says what was expected and got, and no byte changes of what the call was given.
     """
@@ -87,7 +87,7 @@ TENSORS = ("current_key", "current_value", "cache", "scale")
 
 
 class Tensor:
-    """What a tensor of another library looks like."""
+    """Stands for a tensor of another library."""
 
     def __init__(self, array):
         self.array, self.shape, self.dtype, self.ndim = array, array.shape, array.dtype, array.ndim
@@ -111,7 +111,7 @@ NO_ARRAYS = {
 
 
 def changed(name, *entries):
-    """The legal scene with some entries (indices, value) of an index tensor changed."""
+    """Return the legal scene with some entries (indices, value) of an index tensor changed."""
     scene = legal("dynamic")
     array = scene[name].copy()
     for where, value in entries:

@@ -1,4 +1,4 @@
-"""Scenes: random legal calls of the operators, the oracle's answer, and comparison by bits."""
+"""Make scenes, random legal calls of the operators, and compare them with the oracle bit by bit."""
 
 import copy
 import itertools
@@ -26,7 +26,7 @@ LAYERS, LAYER = 3, 1
 
 @dataclass(frozen=True)
 class Formats:
-    """The types of a call: data, cache, scale."""
+    """Holds the types of a call: data, cache, scale."""
 
     t1: str
     t2: str
@@ -71,7 +71,7 @@ OPERATORS = {
 
 @dataclass
 class Arguments:
-    """Arguments of one legal call; `inputs` are in the operator's order."""
+    """Holds the arguments of one legal call; `inputs` are in the operator's order."""
 
     operators: ClassVar[dict] = {}  # by kind: (name, the reference)
     kind: str
@@ -85,31 +85,31 @@ class Arguments:
         return copy.deepcopy(self)
 
     def but(self, **changes):
-        """The same call with some inputs or attributes replaced."""
+        """Return the call with some inputs or attributes replaced."""
         inputs = {name: changes.pop(name, value) for name, value in self.inputs.items()}
         return replace(self, inputs=inputs, attrs={**self.attrs, **changes})
 
     def run(self, by=None, **more):
-        """What the backend returns, or the package that is named."""
+        """Run the call by the backend, or by the package `by`; return its results."""
         operator = attrgetter(self.operators[self.kind][0])(by or backends.operators)
         return operator(*self.inputs.values(), **self.attrs, **more)
 
 
 @dataclass
 class Scene(Arguments):
-    """A call that appends to a cache and loads it."""
+    """Holds a call that appends to a cache and loads it."""
 
     operators: ClassVar[dict] = OPERATORS
     formats: Formats
 
     def oracle(self):
-        """(key, value, cache, scale) by the reference; the scene stays as it is."""
+        """Return (key, value, cache, scale) by the reference; the scene does not change."""
         after = self.copy()
         key, value = OPERATORS[self.kind][1](*after.inputs.values(), **after.attrs)
         return key, value, after["cache"], after["scale"]
 
     def results(self, **more):
-        """(key, value, cache, scale) by the backend, whose cache and scale are the scene's."""
+        """Return (key, value, cache, scale) by the backend, which changes the scene's cache and scale."""
         return *self.run(**more), self["cache"], self["scale"]
 
 
@@ -117,7 +117,7 @@ class Scene(Arguments):
 
 
 def first_quick(cases, count=1):
-    """Parameters of which the first ones are quick: what each proves is the same, of other formats."""
+    """Return parameters; only the first ones are quick, the others prove the same for other formats."""
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[pytest.mark.slow] * (i >= count))
         for i, case in enumerate(cases)
@@ -125,7 +125,7 @@ def first_quick(cases, count=1):
 
 
 def every_two(*axes):
-    """Parameters of a grid, of which some are quick: every value with every value of each other axis."""
+    """Return a grid of parameters; the quick ones have every pair of values of two axes."""
 
     def pairs(case):
         return set(itertools.combinations(enumerate(case), 2))
@@ -166,7 +166,7 @@ def assert_all_same(got, expected):
 
 
 def check(scene):
-    """kvkit does to the scene what the reference does; inputs do not change."""
+    """Check that kvkit does to the scene what the reference does, and that inputs do not change."""
     expected, before = scene.oracle(), scene.copy()
     assert_all_same(scene.results(), expected)
     for name, array in scene.inputs.items():
@@ -178,13 +178,13 @@ def check(scene):
 
 
 def largest(formats):
-    """The largest magnitude whose scale is finite in T3 (0 times inf would make NaN)."""
+    """Return the largest magnitude whose scale is finite in T3 (0 times inf would make NaN)."""
     top = float(ml_dtypes.finfo(DTYPES[formats.t1]).max)
     return min(top, 60000.0 * reference.LARGEST_CODE[formats.bit]) if formats.t3 == "fp16" else top
 
 
 def numbers(rng, shape, dtype, group=1, top=None, qmax=127):
-    """Finite numbers, each group in a style: normal, zeros, ties of codes, subnormal, huge, of many sizes."""
+    """Return finite numbers, each group normal, zeros, ties of codes, subnormal, huge, or of many sizes."""
     if dtype.kind == "i" or dtype.kind == "u":
         return rng.integers(0, 256, shape).astype(np.uint8).view(dtype)
     info = ml_dtypes.finfo(dtype)
@@ -209,7 +209,7 @@ def tokens(rng, formats, shape):
 
 
 def cache_and_scale(rng, formats, axes, sizes):
-    """Random contents everywhere: all bytes as codes, all sizes of scales."""
+    """Return a cache and scale of random contents: all bytes as codes, all sizes of scales."""
     shape = [sizes[axis] for axis in axes.split()]
     width = shape[-1] // 2 if formats.bit == 4 else shape[-1]
     cache = numbers(rng, (*shape[:-1], width), DTYPES[formats.t2])
@@ -237,7 +237,7 @@ def static(rng, formats, layout=0, batch=2, start=3, seqlen=2, heads=2, dim=None
 
 
 def edges(page_size):
-    """(start_pos, seqlen) of eight sequences: lengths round the edge of a page, empty ones, a long one."""
+    """Return (start_pos, seqlen) of eight sequences: around the edge of a page, empty ones, a long one."""
     p = page_size
     return [(0, p - 1), (p, 1), (0, 0), (p + 1, 0), (p - 1, 2), (0, p + 1), (2 * p, p), (5 * p + 1, 1)]
 
@@ -263,7 +263,7 @@ def dynamic(rng, formats, layout=0, mode=0, lengths=None, page_size=3, heads=2, 
 
 
 def offsets(rng, lengths):
-    """Offsets of sequences laid out in any order with gaps; one that only reads may read another's past."""
+    """Return offsets of sequences in any order with gaps; one that only reads may share another's past."""
     starts, row = rng.choice(GARBAGE, len(lengths)), 1
     for b in rng.permutation(len(lengths)):
         if sum(lengths[b]):
@@ -277,7 +277,7 @@ def offsets(rng, lengths):
 
 
 def pages(rng, lengths, page_size):
-    """A page table of scattered pages: a shared prefix page, garbage behind, the last page over the end."""
+    """Return a table of scattered pages: a shared prefix, random last entries, a last page cut short."""
     counts = [-(-sum(n) // page_size) for n in lengths]
     table = rng.choice(GARBAGE, (len(lengths), max(counts, default=0) + 2))
     sharing = [b for b, (start_pos, _) in enumerate(lengths) if start_pos >= page_size]

@@ -1,4 +1,4 @@
-"""The same call in memory of other strides and places."""
+"""Place the arrays of a call in memory of other strides and addresses."""
 
 import numpy as np
 from surroundings import carve
@@ -11,7 +11,7 @@ def strided(array):
 
 
 def fused(array):
-    """As a slice of rows that hold query, key and value side by side."""
+    """Return an array as a slice of rows that hold query, key and value side by side."""
     heads, dim = array.shape[-2:]
     rows = np.full((*array.shape[:-2], 3 * heads + 1, dim), 9, np.float32).astype(array.dtype)
     part = rows[..., heads : 2 * heads, :]

@@ -1,4 +1,4 @@
-"""What tests run amid: memory that is filled with NaN or 0xFF around arrays, and the pace of Python."""
+"""Surround arrays with memory full of NaN or 0xFF, and measure how fast Python is here."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def pace():
-    """Seconds that some plain Python takes, the best of many times."""
+    """Return the seconds that some plain Python takes, the best of many times."""
     seconds = []
     for _ in range(100):
         begin, found = time.perf_counter(), {}
@@ -19,7 +19,7 @@ def pace():
 
 
 def carve(array, offset=0, flip=None, margin=1):
-    """A strided view of the array's contents inside a larger buffer of NaNs, and a check of that buffer."""
+    """Return a strided copy of the array inside a larger buffer of NaNs, and a check of that buffer."""
     big = tuple(size + 2 * margin for size in array.shape)
     inner = (slice(margin, -margin),) * array.ndim
     count = int(np.prod(big)) * array.itemsize
@@ -40,17 +40,17 @@ def carve(array, offset=0, flip=None, margin=1):
 
 
 class Poison:
-    """Makes such memory for a test, and knows what nobody may have touched when it ends."""
+    """Makes memory for a test, and checks at its end the parts that nobody may touch."""
 
     def __init__(self):
         self.checks = []
 
     def like(self, array):
-        """An array of the same shape and type in which no element has been written."""
+        """Return an array of the same shape and type, full of 0xFF."""
         return np.full_like(array.view(np.uint8), 0xFF).view(array.dtype)
 
     def around(self, array, offset=0, flip=None, margin=1):
-        """The array's contents amid memory that must not change."""
+        """Return a copy of the array amid memory that must not change."""
         carved, untouched = carve(array, offset, flip, margin)
         self.checks.append(untouched)
         return carved

@@ -1,4 +1,4 @@
-"""Random legal page tables and steps: shared prefixes, placeholders, stale tails, in every engine's form."""
+"""Make random legal page tables and steps: shared prefixes, placeholders, stale tails, in all forms."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ FORMS = ("padded", "packed", "rows")
 
 
 def legal(rng, form=None):
-    """Arguments of `kvkit.tools.check` that break no rule."""
+    """Return arguments of `kvkit.tools.check` that break no rule."""
     form = form or str(rng.choice(FORMS))
     page_size, batch = int(rng.choice([1, 2, 4, 16, 64])), int(rng.integers(0, 7))
     blocks = int(rng.integers(60, 200))
@@ -68,7 +68,7 @@ def packed(rng, sequences, lengths, page_size):
 
 
 def step(rng, sequences, lengths, page_size):
-    """Slots of the last tokens of some sequences, in pages that only one of them has."""
+    """Return slots of the last tokens of some sequences, in pages that only one of them has."""
     slots, owners, positions = [], [], []
     for b, (pages, length) in enumerate(zip(sequences, lengths, strict=True)):
         for position in range(max(0, length - int(rng.integers(0, 4))), length):
@@ -86,7 +86,7 @@ def step(rng, sequences, lengths, page_size):
 
 
 def some(rng, wanted, **least):
-    """A legal scene that is large enough for a mutation, in a form that is wanted."""
+    """Return a legal scene that is large enough for a mutation, in one of the wanted forms."""
     while True:
         arrays = legal(rng, wanted)
         table = arrays.get("block_tables", arrays.get("kv_indices"))

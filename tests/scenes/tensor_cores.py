@@ -1,4 +1,4 @@
-"""What the suites of kernels for tensor cores share: warps that run a few lines, calls, and their check."""
+"""Run a few lines in a warp, and check calls, for the suites of kernels for tensor cores."""
 
 import attention_scenes
 import ml_dtypes
@@ -18,27 +18,27 @@ ONE = {"batch": 1, "heads": 2, "kv_heads": 1, "dim": 16}
 
 
 def run(kernel, *signature, arrays):
-    """What a warp leaves in its arrays; a simulated device takes them where they are."""
+    """Run a kernel in one warp; return its arrays."""
     there = [cuda.to_device(array) for array in arrays]
     host.launch(device.kernel(kernel, types.void(*signature)), (1, 1), (32, 1), host.stream(None), there)
     return [array.copy_to_host() for array in there]
 
 
 def word(pair):
-    """Two 16-bit elements, the first one in the low half."""
+    """Return two 16-bit elements as a word, the first one in the low half."""
     low, high = (int(np.asarray(x).view(np.uint16)) for x in pair)
     return low | high << 16
 
 
 def forms_taken(module, monkeypatch):
-    """The forms of a module's kernels that calls are given from now on."""
+    """Return a list that gets the forms of a module's kernels which calls choose from now on."""
     forms, compiled = [], module.compiled
     monkeypatch.setattr(module, "compiled", lambda form: forms.append(form) or compiled(form))
     return forms
 
 
 def check(call, taken, usual=True):
-    """As near to the oracle, and to the CPU twin, as the type allows; by one of the kernels `taken`."""
+    """Check results against the oracle and the CPU, and that `taken` has a kernel."""
     output, lse = attention_scenes.check(call, usual)
     twin, twin_lse = call.run(kvkit, return_lse=True)
     tolerance = attention_scenes.TOLERANCE[str(output.dtype)]

@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, and what they generate."""
+"""Make tiny models of transformers with random weights, and generate with them."""
 
 import functools
 
@@ -50,13 +50,13 @@ MODELS = {
 
 @functools.cache
 def model(name, dtype=torch.float32):
-    """A model whose weights are the same in every run."""
+    """Return a model whose weights are the same in every run."""
     torch.manual_seed(5)
     return MODELS[name]().to(dtype).eval()
 
 
 def prompt(*lengths, seed=0):
-    """Rows of random tokens, padded on the left to the longest, and their mask."""
+    """Return rows of random tokens, padded on the left to the longest, and their mask."""
     generator, longest = torch.Generator().manual_seed(seed), max(lengths)
     ids = torch.randint(1, VOCAB, (len(lengths), longest), generator=generator)
     mask = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths])
@@ -64,19 +64,19 @@ def prompt(*lengths, seed=0):
 
 
 def generated(net, attention, inputs, cache=None, **options):
-    """What `generate` makes under an attention function: 14 tokens, greedily unless told."""
+    """Return the tokens of `generate` under an attention function: 14, greedily by default."""
     net.set_attn_implementation(attention)
     options = {"max_new_tokens": 14, "do_sample": False, **options}
     return net.generate(**inputs, past_key_values=cache, **options)
 
 
 def expected(net, inputs, **options):
-    """The same by transformers' own cache and plain attention."""
+    """Return the tokens by transformers' own cache and plain attention."""
     return generated(net, "eager", inputs, DynamicCache(config=net.config), **options)
 
 
 def logits(net, attention, inputs, cache=None, **options):
-    """What one forward pass makes under an attention function."""
+    """Return the logits of a forward pass under an attention function."""
     net.set_attn_implementation(attention)
     with torch.no_grad():
         return net(**inputs, past_key_values=cache, **options).logits

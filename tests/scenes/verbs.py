@@ -1,4 +1,4 @@
-"""The command line in this process, and a folder of small files for its verbs."""
+"""Run the command line in this process, and write small files for its verbs."""
 
 import shlex
 
@@ -26,7 +26,7 @@ NO_TABLES = [  # arrays and what is said of them, none of which is a page table
 
 
 def kvkit(*words):
-    """The exit code, stdout and stderr of a command, a text or words."""
+    """Run a command, a text or words; return its exit code, stdout and stderr."""
     words = shlex.split(words[0]) if len(words) == 1 else [*map(str, words)]
     done = CliRunner(env={"COLUMNS": COLUMNS}).invoke(main, words, prog_name="kvkit")
     if done.exception is not None and not isinstance(done.exception, SystemExit):
@@ -35,7 +35,7 @@ def kvkit(*words):
 
 
 def static_call(**changes):
-    """A small call of key_value_cache."""
+    """Return a small call of key_value_cache."""
     return scenes.static(np.random.default_rng(0), scenes.MOVED[0], dim=6, **changes)
 
 
@@ -44,14 +44,14 @@ def arrays_of(call):
 
 
 def split(call):
-    """(operator, arrays as a file has them, attributes) of a call."""
+    """Return (operator, arrays as a file has them, attributes) of a call."""
     inputs = [array.name for array in call.operator.inputs]
     arrays = {n: np.asarray(call.inputs[n]) for n in inputs if call.inputs.get(n) is not None}
     return call.name, arrays, {n: value for n, value in call.inputs.items() if n not in inputs}
 
 
 def whole(call):
-    """The arrays of a call with its attributes beside them."""
+    """Return the arrays of a call with its attributes beside them."""
     return arrays_of(call) | {name: np.array(value) for name, value in call.attrs.items()}
 
 
@@ -60,7 +60,7 @@ def save(path, **arrays):
 
 
 def written(*rows):
-    """Blocks of zeros, and of ones in some rows."""
+    """Return blocks of zeros, with ones in some rows."""
     blocks = np.zeros((4, 4, 2, 8), np.float16)
     blocks.reshape(16, 2, 8)[[*rows]] = 1
     return blocks
