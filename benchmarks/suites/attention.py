@@ -100,6 +100,7 @@ def prefill(kind):
 
 
 def work(task, run, kind, beside, peers):
+    """Return the work of a case: its function, those beside it, and the peers that are installed."""
     moved = 0 if "matmul" in beside else B * task.length * token_bytes(task, kind)
     beside = beside | {name: peer and peer.run for name, peer in peers.items()}
     forms = {name: peer.form for name, peer in peers.items() if peer}
@@ -184,6 +185,7 @@ def filled(task, kind, order, starts, page):
 
 
 def copied(cache):
+    """Return a copy that begins at a cache line."""
     copy = zeros(cache.shape, cache.dtype)
     copy[:] = cache
     return copy

@@ -72,8 +72,11 @@ def index_tensors(mode, past, new, batch=B, page=PAGE):
     }
 
 
-def whole_step(kind, number, mode, past, new, made=False):
-    """Prepare the operator as users call it: append `new` tokens to each sequence, read all back."""
+def whole_step(kind, number, mode, past, new, new_outputs=False):
+    """Prepare the operator as users call it: append `new` tokens to each sequence, read all back.
+
+    `number` is that of the layout; `mode` is a cache mode, or None for a static cache.
+    """
 
     def prepare():
         static = mode is None
@@ -89,14 +92,14 @@ def whole_step(kind, number, mode, past, new, made=False):
             x, shape = tokens(kind, B * new), (B * length, H, DIM)
             call, inputs = kvkit.dynamic_batching.key_value_cache, index_tensors(mode, past, new)
             attributes |= {"cache_mode": mode, "page_size": PAGE}
-        out = None if made else tuple(np.zeros(shape, x.dtype) for _ in range(2))
+        out = None if new_outputs else tuple(np.zeros(shape, x.dtype) for _ in range(2))
 
         def run(i):
             call(x, x, cache=cache, scale=scale, out=out, **inputs, **attributes)
 
         stored, data = kind.token_bytes()
         moved = B * (length + new) * (stored + data)
-        return Work(run, moved, beside={"copy": plain_copy(moved, made)})
+        return Work(run, moved, beside={"copy": plain_copy(moved, new_outputs)})
 
     return prepare
 
@@ -154,6 +157,7 @@ def checks_only(kind, batch):
 
 
 def loads(kind, goal):
+    """Yield the cases that load a cache of a kind, in every layout and mode."""
     places = [("static", number, None) for number in range(2)]
     places += [(name, number, mode) for number in range(4) for mode, name in enumerate(("offsets", "pages"))]
     for name, number, mode in places:

@@ -46,23 +46,23 @@ CALLS = {  # statements after `import numpy as np, kvkit`, and the most seconds 
 AGAIN = 0.35  # most seconds of a call whose code is on disk, without numpy's import
 
 
-def process(lines, cache, kept):
-    """Return CPU seconds of a process: all, or, with `kept` code on disk, those after numpy's import."""
-    begin = "time.process_time()" if kept else "0"
+def process(lines, cache, is_compiled):
+    """Return CPU seconds of a process: all, or if its code is on disk, those after numpy's import."""
+    begin = "time.process_time()" if is_compiled else "0"
     code = ["import time, numpy as np", f"begin = {begin}", "import kvkit", *lines]
     code.append("print(time.process_time() - begin)")
-    known = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    known |= {"KVKIT_CACHE_DIR": str(cache), "PYTHONPYCACHEPREFIX": str(home() / "bytecode")}
-    known |= {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return float(subprocess.check_output([sys.executable, "-c", "\n".join(code)], env=known, text=True))
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    variables |= {"KVKIT_CACHE_DIR": str(cache), "PYTHONPYCACHEPREFIX": str(home() / "bytecode")}
+    variables |= {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return float(subprocess.check_output([sys.executable, "-c", "\n".join(code)], env=variables, text=True))
 
 
 @functools.cache
 def home():
     """Return a folder for compiled code and for Python's bytecode."""
-    made = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    return made
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def first(*lines):
@@ -82,8 +82,8 @@ def again(*lines):
     """Prepare a call in a process that finds its code on disk."""
 
     def prepare():
-        process(lines, home() / "kept", True)
-        return Work(lambda i: process(lines, home() / "kept", True), timed=True)
+        process(lines, home() / "code", True)
+        return Work(lambda i: process(lines, home() / "code", True), timed=True)
 
     return prepare
 

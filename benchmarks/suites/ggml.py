@@ -1,4 +1,4 @@
-"""llama.cpp's attention as a peer: `ggml_flash_attn_ext` of ggml's library for CPUs, through ctypes."""
+"""Run llama.cpp's attention as a peer: `ggml_flash_attn_ext` of ggml's library, through ctypes."""
 
 import ctypes
 import functools
@@ -21,7 +21,7 @@ FACTS = "amx_int8", "avx512_vnni", "avx512", "avx2", "neon"
 
 
 class Memory(ctypes.Structure):
-    """The C struct `ggml_init_params`."""
+    """Describes the C struct `ggml_init_params`."""
 
     _fields_ = (("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("empty", ctypes.c_bool))
 
@@ -110,8 +110,8 @@ def graph(problem, halves, kind):
         ctypes.memmove(ggml.ggml_get_data(tensors[-1]), array.ctypes.data, array.nbytes)
     query, key, value, mask = (*tensors, None)[:4]
     result = ggml.ggml_flash_attn_ext(context, query, key, value, mask, DIM**-0.5, 0, 0)
-    made = ggml.ggml_new_graph(context)
-    ggml.ggml_build_forward_expand(made, result)
+    compute_graph = ggml.ggml_new_graph(context)
+    ggml.ggml_build_forward_expand(compute_graph, result)
     begin = ggml.ggml_get_data(result) - memory.ctypes.data
     output = memory[begin : begin + arrays[0].nbytes].view(np.float32).reshape(problem.query.shape)
-    return made, output
+    return compute_graph, output

@@ -1,8 +1,7 @@
 """Cases of growing contexts: 32 query heads of 128 elements, 8 key heads if a case does not name them.
 
-All caches are parts of one memory.
-
-All elements of the memory and of new tokens are equal, so outputs equal that element whatever the weights.
+All caches are parts of one memory. All elements of the memory and of new
+tokens are equal, so outputs equal that element whatever the weights.
 """
 
 import functools
@@ -42,12 +41,12 @@ def memory(kind, tokens):
 
 def windows(kind, tokens, size, heads=HEADS):
     """Yield caches of this many tokens and bytes, with scales, enough to rotate through."""
-    part = tokens * heads // HEADS
-    whole = memory(kind, max(MOST, part))
-    for i in range(min(sets(size), len(whole[0]) // part)):
+    rows = tokens * heads // HEADS  # of the memory, for each cache
+    arrays = memory(kind, max(MOST, rows))
+    for i in range(min(sets(size), len(arrays[0]) // rows)):
         yield [
-            None if one is None else one[i * part : (i + 1) * part].reshape(1, 2, heads, tokens, -1)
-            for one in whole
+            None if array is None else array[i * rows : (i + 1) * rows].reshape(1, 2, heads, tokens, -1)
+            for array in arrays
         ]
 
 

@@ -63,19 +63,20 @@ def measure(case, rounds):
     `pairs` are quartiles of the ratio of times in the same round, which cancels slow phases of the machine.
     """
     work = case.prepare()
-    turns = {"": work.run} | {name: function for name, function in work.beside.items() if function}
-    pause = PAUSE if set(turns) - {"", "copy"} else 0
-    times = {name: [] for name in turns}
-    warm = 0 if case.rounds else 2
-    for i in range(warm + (min(case.rounds, rounds) or rounds)):
-        for name, function in turns.items():
+    functions = {name: function for name, function in work.beside.items() if function}
+    functions = {"": work.run} | functions  # the case itself has no name
+    pause = PAUSE if set(functions) - {"", "copy"} else 0
+    times = {name: [] for name in functions}
+    warm_ups = 0 if case.rounds else 2
+    for i in range(warm_ups + (min(case.rounds, rounds) or rounds)):
+        for name, function in functions.items():
             time.sleep(pause)
             begin = time.perf_counter()
             for j in range(case.calls):
-                said = function(i * case.calls + j)
-            seconds = said if work.timed else time.perf_counter() - begin
+                returned = function(i * case.calls + j)
+            seconds = returned if work.timed else time.perf_counter() - begin
             times[name].append(seconds * work.shares.get(name, 1) / case.calls)
-    times = {name: each[warm:] for name, each in times.items()}
+    times = {name: each[warm_ups:] for name, each in times.items()}
     medians = {name: statistics.median(each) for name, each in times.items()}
     runs = times.pop("")
     result = {"case": case.name, "seconds": medians.pop("")}

@@ -21,12 +21,12 @@ TYPES = "float32", "bfloat16", "float16"
 
 @dataclass(frozen=True)
 class Peer:
-    """A function of the round, its output as float32 `[B, S, H, D]`, its type, and a text about its form."""
+    """Holds attention of another library."""
 
-    run: Callable
-    output: Callable
-    kind: str
-    form: str
+    run: Callable  # takes the number of the round
+    output: Callable  # returns float32 [B, S, H, D]
+    kind: str  # the type that it computes in
+    form: str  # a text about how it ran
 
 
 def installed(*names):
@@ -125,14 +125,14 @@ def onnxruntime_peer(problem, kind):
     if problem.quant:
         arrays["scale"] = np.array([problem.step], np.float32)
     arrays["output"] = np.zeros_like(arrays["query"])
-    held = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
-    output = held.pop("output")
+    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
+    output = values.pop("output")
 
     bindings = []
     while len(bindings) < sets(problem.stored.size * (1 if problem.quant else np.dtype(data).itemsize)):
         buffers = [onnxruntime.OrtValue.ortvalue_from_numpy(half) for half in buffers_of(problem, data)]
         binding = session.io_binding()
-        for name, value in held.items():
+        for name, value in values.items():
             binding.bind_ortvalue_input(name, value)
         binding.bind_ortvalue_output("output", output)
         for name, buffer in zip(("key", "value"), buffers, strict=True):

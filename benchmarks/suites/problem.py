@@ -1,4 +1,4 @@
-"""An attention problem for kvkit, its peers and numpy."""
+"""Define an attention problem for kvkit, its peers and numpy."""
 
 import functools
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}  # of the larg
 
 @dataclass(frozen=True)
 class Problem:
-    """Queries of `new` tokens for each sequence, over a context of `past` tokens and the new ones.
+    """Describes attention with `new` tokens of each sequence, over `past` tokens and the new ones.
 
     All types can represent its numbers (bfloat16 rounds them), with `minifloats` also 8-bit floats. Groups
     of codes contain the largest code, or -8 of q4_0, so that all groups get one scale: caches with a scale

@@ -383,7 +383,7 @@ HINTS = ("max_seqlen", "max_kvlen")
 
 
 def index_form(rng, array):
-    """Return an index tensor as int64 or int32, contiguous or not, at an odd address or read-only, or a list."""
+    """Return an index tensor as int64 or int32, contiguous or not, at an odd address, or as a list."""
     form = rng.integers(6)
     if form == 1 and np.array_equal(array, array.astype(np.int32)):
         return array.astype(np.int32)
