@@ -27,7 +27,7 @@ TEXTS = (
 
 
 def seeds(folder):
-    """Files as they come: written by kvkit, by numpy, deflated, of another operator's results."""
+    """Return files written by kvkit, by numpy, deflated, and of another operator's results."""
     rng = np.random.default_rng(0)
     new = rng.standard_normal((2, 2, 2, 6)).astype(np.float32)
     arrays = {"current_key": new, "current_value": new, "start_pos": np.array(3), "num_layer": np.array(1),
@@ -42,7 +42,7 @@ def seeds(folder):
 
 
 def mutated(rng, data):
-    """Bytes with one to three kinds of damage."""
+    """Return bytes with one to three kinds of damage."""
     data = bytearray(data)
     for _ in range(rng.integers(1, 4)):
         kind, at = rng.integers(8), int(rng.integers(len(data)))
@@ -77,7 +77,7 @@ def mutated(rng, data):
 
 
 def mutated_within(rng, data):
-    """A whole archive with damage in one member."""
+    """Return a whole archive with damage in one member."""
     made = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w") as new:
         hit = rng.integers(len(old.infolist()))
@@ -88,7 +88,7 @@ def mutated_within(rng, data):
 
 
 def run(source, output):
-    """(code, stdout, stderr) of a run."""
+    """Run a command; return (code, stdout, stderr)."""
     out, err, code = io.StringIO(), io.StringIO(), None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

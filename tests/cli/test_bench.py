@@ -34,7 +34,7 @@ SHAPES = [(2, 1, 37, 2), (2, 1, 37, 8), (1, 5, 20, 4), (1, 9, 0, 2)]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """One set of data, and no rest between what is compared."""
+    """Make benchmarks use one set of data, without pauses between functions."""
     monkeypatch.setattr(memory, "FAR", 1)
     monkeypatch.setattr(measuring, "PAUSE", 0)
 

@@ -20,7 +20,7 @@ LAYERS, HEADS, TOKENS, DIM = 2, 3, 21, 8
 
 @pytest.fixture
 def cache(rng):
-    """Keys and values of a sequence as Transformers has them."""
+    """Return keys and values of a sequence in Transformers' layout."""
     return [
         [rng.standard_normal((1, HEADS, TOKENS, DIM)).astype(np.float16) for _ in range(2)]
         for _ in range(LAYERS)

@@ -52,7 +52,7 @@ def settings(attrs):
 
 
 def assert_results(path, scene):
-    """A file holds what the reference makes of a scene, and no more."""
+    """Check that a file holds the reference's results of a scene, and nothing else."""
     got = npz.read(path).arrays
     expected = dict(zip(("key", "value", "cache", "scale"), scene.oracle(), strict=True))
     assert sorted(got) == sorted(name for name, array in expected.items() if array is not None)
@@ -63,7 +63,7 @@ def assert_results(path, scene):
 
 @pytest.fixture
 def files(tmp_path):
-    """(IN, OUT): a small static call, with its attributes in the file, and a name for results."""
+    """Return (IN, OUT): the file of a small static call with its attributes, and a path for results."""
     call = static_call()
     npz.write(tmp_path / "in.npz", whole(call))
     return tmp_path / "in.npz", tmp_path / "out.npz"
@@ -73,7 +73,7 @@ def files(tmp_path):
 
 
 def loaded(*args):
-    """Which of the slow modules a command has loaded when it ends."""
+    """Return which of the slow modules a command has loaded when it ends."""
     code = f"""
 import json, sys
 from kvkit_cli.main import main
@@ -145,7 +145,7 @@ def assert_plain(text):
 
 
 def words(text):
-    """A text without the folding and the padding of tables."""
+    """Return the words of a text, without the folding and padding of tables."""
     return "".join(text.split())
 
 
@@ -186,7 +186,7 @@ def test_describe(op):
 
 
 def described_example(op):
-    """The command that `describe` ends with, without the name of the program."""
+    """Return the command that `describe` ends with, without the name of the program."""
     text = run("describe", op)[1].split("\n\n")[-1]
     program, *args = shlex.split(text.replace("\\\n", ""))
     assert program == "kvkit"
@@ -367,7 +367,7 @@ def test_warm_compiles_what_a_call_needs(tmp_path):
 
 
 def is_running(number):
-    """Whether a process has not ended, on Linux; one that nobody has waited for has."""
+    """Return whether a process runs (Linux); a zombie does not."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -375,7 +375,7 @@ def is_running(number):
 
 
 def children_of(process):
-    """The process numbers of a process's children, as Linux tells them."""
+    """Return the process numbers of a process's children (Linux)."""
     return [
         int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     ]
@@ -571,7 +571,7 @@ start()
 
 @pytest.fixture
 def writer(files):
-    """A process in the midst of an --in-place run."""
+    """Yield a process in the middle of an --in-place run."""
     args = ["run", "key_value_cache", str(files[0]), "--in-place", "--quiet"]
     with subprocess.Popen([sys.executable, "-c", SLOW.format(args=args)], stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE, text=True) as started:  # fmt: skip
@@ -684,7 +684,7 @@ WRITERS = npz.write, savez, savez_compressed
 
 
 def attention(kind, **more):
-    """A call with all that it may have."""
+    """Return a call with every input that it may have."""
     more = {"window": (3, 0), "softmax_scale": 0.1, "return_lse": True} | more
     return split(CALLS[f"{kind.replace('_', ' ')} attention"]().but(**more))
 
@@ -695,7 +695,7 @@ def keys_alone(label):
 
 
 def direct(name, arrays, attrs):
-    """What a call of the function returns and changes, by name; the arrays stay as they are."""
+    """Return the arrays that a call returns or changes, by name; the given arrays do not change."""
     op, arrays = OPERATORS[name], {name: array.copy() for name, array in arrays.items()}
     given = [arrays.get(array.name) for array in op.inputs if not array.keyword]
     by_keyword = {array.name: arrays.get(array.name) for array in op.inputs if array.keyword}
@@ -719,7 +719,7 @@ def assert_arrays(path, expected):
 
 
 def every_call():
-    """Masks of both types; values or keys alone."""
+    """Return every call, also with masks of both types, and with values or keys alone."""
     yield from (split(make()) for make in CALLS.values())
     for kind in attention_scenes.KINDS:
         shape = (4, 3, 16) if kind.startswith("static") else (4, 10)

@@ -132,7 +132,7 @@ def test_public_names():
 
 
 def script(path):
-    """A file that is run, not imported, as a module."""
+    """Return a file that is run, not imported, as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

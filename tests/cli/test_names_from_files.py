@@ -47,7 +47,7 @@ for verb in sys.argv[1:]:
 
 
 def through_pty(command, folder):
-    """What a command writes to a terminal."""
+    """Return the text that a command writes to a terminal."""
     ours, theirs = pty.openpty()
     with subprocess.Popen(command, cwd=folder, stdout=theirs, stderr=theirs, stdin=theirs) as process:
         os.close(theirs)

@@ -29,7 +29,7 @@ SHAPES = ((), (1,), (7,), (0,), (3, 0, 2), (2, 3, 5))
 
 
 def filled(shape, dtype, seed=0):
-    """An array of random bytes."""
+    """Return an array of random bytes."""
     dtype = np.dtype(dtype)
     if dtype.kind in "US":
         return np.full(shape, "abc", dtype)
@@ -61,7 +61,7 @@ def path(tmp_path):
 
 @pytest.fixture(autouse=True)
 def mapped(monkeypatch):
-    """Files of any size are mapped."""
+    """Map files of any size."""
     monkeypatch.setattr(npz, "MAX_COPIED", -1)
 
 
@@ -200,7 +200,7 @@ def test_local_headers_have_lengths_of_their_own(path):
 
 
 class Sparse(io.FileIO):
-    """A file that leaves holes for zeros."""
+    """Wraps a file so that zeros become holes."""
 
     def write(self, data):
         if len(data) >= 2**20 and not np.frombuffer(data, np.uint8).any():
@@ -305,7 +305,7 @@ def test_a_failing_write_leaves_what_was(path, monkeypatch, fail, error, old):
 
 
 def dead(folder, name=f".kvkit-{'0' * 12}.tmp"):
-    """A temporary file as a killed process leaves it."""
+    """Make a temporary file as a killed process leaves it."""
     (folder / name).write_bytes(b"half of it")
     return folder / name
 
@@ -499,7 +499,7 @@ def raw(data):
 
 
 def zipped(contents, *methods):
-    """What makes archives of members, each stored or deflated."""
+    """Return functions that make an archive of members, one for each method of compression."""
 
     def make(path, method=zipfile.ZIP_STORED):
         with zipfile.ZipFile(path, "w", method) as archive, warnings.catch_warnings(action="ignore"):
@@ -621,7 +621,7 @@ def test_wrong_files(path, make, wrong):
 
 
 def assert_refused(path, wrong):
-    """In a line that a terminal shows as it is, whatever the file holds."""
+    """Check that reading raises an error of one printable line that names the file."""
     with pytest.raises(FileError, match=wrong) as caught:
         read(path)
     text = str(caught.value)
@@ -724,7 +724,7 @@ def small(request, path):
 
 
 def survives(path, data):
-    """Whether damaged bytes are still read; only a FileError may say no."""
+    """Return whether damaged bytes are still read; only a FileError may be raised."""
     path.write_bytes(data)
     try:
         arrays = read(path).arrays

@@ -93,7 +93,7 @@ def test_links_and_pictures_of_readme_lead_into_the_repository():
 
 @pytest.fixture
 def copy(tmp_path):
-    """The clone without what is made in it."""
+    """Copy the clone without generated files."""
     made = tmp_path / "kvkit"
     ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "_build", "dist", "demo-out")
     return shutil.copytree(ROOT, made, ignore=ignored)
@@ -158,7 +158,7 @@ def test_the_wheel_works_where_nothing_else_is(copy, tmp_path, monkeypatch):
 
 
 def pypi_takes(wheel):
-    """PyPI's own reader takes a wheel's metadata, and shows the page with its pictures."""
+    """Check that PyPI's own reader accepts a wheel's metadata and shows the page with its pictures."""
     from packaging.metadata import Metadata
     from readme_renderer import markdown
 

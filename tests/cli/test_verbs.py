@@ -23,13 +23,13 @@ CONVERT = "convert hf.safetensors new.npz --to"
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory):
-    """A folder with every file that the tables name."""
+    """Return a folder with every file that the tables name."""
     return verbs.fill(tmp_path_factory.mktemp("verbs"))
 
 
 @pytest.fixture
 def folder(room, monkeypatch):
-    """The room as the current folder; no row changes a file in it."""
+    """Make the folder current; check that no command changes a file in it."""
     before = {path.name: path.read_bytes() for path in room.iterdir()}
     monkeypatch.chdir(room)
     yield room

@@ -21,7 +21,7 @@ THREADS = {transfer: 16, forms: 8, merge: 4} | dict.fromkeys(
 
 
 class Thread(kernel.BlockThread):
-    """A thread of a block, which goes on while it has the turn."""
+    """Runs a thread of a block whenever it has the turn."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -39,7 +39,7 @@ class Thread(kernel.BlockThread):
 
 
 class Block(kernel.BlockManager):
-    """The threads of a block, and whose turn it is."""
+    """Holds the threads of a block, and whose turn it is."""
 
     def run(self, grid_point, *arguments):
         self.barrier, self.asleep, self.failed, self.end = [], set(), None, threading.Lock()

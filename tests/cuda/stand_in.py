@@ -30,7 +30,7 @@ errors: list = []
 
 
 def built(folder):
-    """The library, in a folder of its own, where there is a compiler; else None."""
+    """Return the library, built in a folder of its own; None without a compiler."""
     compiler = shutil.which("cc")
     library = folder / "libcuda.so.1"
     newest = max(path.stat().st_mtime for path in SOURCES.iterdir())
@@ -44,7 +44,7 @@ def built(folder):
 
 
 def launched(kernel, form, device, parameters):
-    """A launch is asked for: its parameters are read at once, as drivers do."""
+    """Receive a launch and read its parameters at once, as drivers do."""
     try:
         if kernel not in programs:
             programs[kernel] = Program(libraries[kernel].get_asm_str())
@@ -124,7 +124,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def sound():
-    """A test begins with counters at zero, and ends once all is done that was asked for, without a fault."""
+    """Set the counters to zero; after the test wait for all work, and fail if it had a fault."""
     errors.clear()
     driver.stand_in_forget()
     yield
@@ -134,7 +134,7 @@ def sound():
 
 
 def counts():
-    """What the driver was asked for since the last time, by name; what it was not asked for is left out."""
+    """Return how often each function of the driver was called since the last time, without zeros."""
     found = {name: driver.stand_in_count(i) for i, name in enumerate(COUNTED)}
     driver.stand_in_forget()
     return {name: count for name, count in found.items() if count}
@@ -142,7 +142,7 @@ def counts():
 
 @contextlib.contextmanager
 def idle():
-    """Nothing is run meanwhile: what remains is the host's time."""
+    """Run no kernel meanwhile, so that the host's time remains."""
     driver.stand_in_begin(None, None, CALLBACKS[2])
     yield
     driver.stand_in_begin(*CALLBACKS)
@@ -150,7 +150,7 @@ def idle():
 
 @contextlib.contextmanager
 def captured(stream):
-    """What the stream is given meanwhile becomes a graph, in a list: a function that replays it there."""
+    """Capture a stream's work as a graph; the list gets a function that replays it."""
     found, graph, handle = [], ctypes.c_void_p(), ctypes.c_void_p(int(stream.handle))
     assert driver.cuStreamBeginCapture_v2(handle, 0) == 0
     try:

@@ -38,7 +38,7 @@ def stream(address):
 
 @pytest.fixture
 def events(monkeypatch):
-    """(stream that is recorded, stream that waits for it), by their addresses."""
+    """Return a list of (stream that is recorded, stream that waits for it), by address."""
     found = []
 
     class Event:

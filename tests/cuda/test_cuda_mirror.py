@@ -28,7 +28,7 @@ def found(package, path):
 
 @pytest.fixture(params=[*OPERATORS, *PLANS, *METHODS])
 def pair(request):
-    """(function, its twin)."""
+    """Return (function of kvkit, function of kvkit_cuda)."""
     return found(kvkit, request.param), found(kvkit_cuda, request.param)
 
 
@@ -91,7 +91,7 @@ def test_wrong_arguments_are_refused_in_the_words_of_python(pair, monkeypatch):
 
 @pytest.fixture
 def bound(monkeypatch):
-    """The arguments that twins pass on."""
+    """Return the arguments that functions of kvkit_cuda pass on."""
     calls = []
     monkeypatch.setattr(mirror, "kernels", lambda: SimpleNamespace(call=lambda *call: calls.append(call)))
     return calls

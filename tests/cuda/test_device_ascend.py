@@ -14,7 +14,7 @@ from kvkit_cuda.copy import means, pieces
 
 @pytest.fixture
 def sizes(monkeypatch):
-    """The chunk sizes of the kernels that are used."""
+    """Return a list that gets the chunk sizes of the kernels in use."""
     found, compiled = [], pieces.compiled
 
     def watched(variant):
@@ -26,7 +26,7 @@ def sizes(monkeypatch):
 
 
 def stored(call, **keywords):
-    """The bytes of both caches after a call, by the oracle."""
+    """Return the bytes of both caches after a call, by the oracle."""
     *tokens, key_cache, value_cache, slots = call
     caches = [None if cache is None else cache.copy() for cache in (key_cache, value_cache)]
     oracle.reshape_and_cache(*tokens, *caches, slots, **keywords)

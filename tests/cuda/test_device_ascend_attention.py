@@ -21,7 +21,7 @@ def few_of(cases, quick):
 
 
 def check(call, given, **more):
-    """Results near those of the loops, from arrays given as they may lie on the device."""
+    """Check results against the loops, for arrays in any memory of the device."""
     output, lse = run(call, oracle.attend_blocks)
     results = run(call | given, ascend.paged_attention, return_lse=True, **more)
     assert_near(contents(results[0]), output, TOLERANCE[str(call["query"].dtype)])
@@ -30,7 +30,7 @@ def check(call, given, **more):
 
 
 def strided(rng, array, where):
-    """The array in larger memory, elements apart, tokens backwards, or part of a fused projection."""
+    """Return the array in larger memory: elements apart, tokens backwards, or part of a fused projection."""
     if where == "apart":
         return np.repeat(array, 2, axis=-1)[..., ::2]
     if where == "backwards":

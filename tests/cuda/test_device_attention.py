@@ -175,7 +175,7 @@ def test_a_planned_call_copies_and_allocates_nothing(rng, monkeypatch):
 
 
 def form(stored, dim, rows, moved=0, group=8, cell=None, head=0, packed=None):
-    """The form for a cache [8 rows, 2 heads, dim] that begins at a multiple of 16 and `moved` bytes."""
+    """Return the form for a cache [8 rows, 2 heads, dim] that begins `moved` bytes after a multiple of 16."""
     packed = packed or cell or "float32"
     size = kvkit.formats.BY_NAME[stored].bytes(dim) + head
     sides = ((4096 + moved, 0, 2 * size, size, 8192, 0, 64, 32),) * 2

@@ -32,7 +32,7 @@ HALF, CODES = FEW[0], FEW[2]
 
 
 def check(scene):
-    """The same bits as the oracle and as the CPU twin; inputs do not change."""
+    """Check that results have the bits of the oracle and of the CPU, and that inputs do not change."""
     before, twin = scene.copy(), scene.copy()
     by_cpu = *twin.run(kvkit), twin["cache"], twin["scale"]
     expected, got = scene.oracle(), scene.results()
@@ -70,7 +70,7 @@ def fail(array):
 
 
 class Refusing(Capsule):
-    """A tensor whose interface fails, as JAX's does for bfloat16."""
+    """Stands for a tensor whose interface fails, as JAX's does for bfloat16."""
 
     error, dtype = RuntimeError, None
     __cuda_array_interface__ = property(fail)
@@ -81,7 +81,7 @@ class Old(Refusing):
 
 
 class Wrong(Old):
-    """Says, as torch 2.5 does, that it was float16."""
+    """Stands for a tensor that claims to be float16, as torch 2.5 does."""
 
     @property
     def __cuda_array_interface__(self):

@@ -170,7 +170,7 @@ def test_codes_are_widened_to_the_same_bits(element, cell, stored, group, dim, p
 
 @pytest.fixture
 def taken(monkeypatch):
-    """The forms of the kernels that calls are given; blocks are of two warps."""
+    """Return a list that gets the forms of kernels in use; blocks have two warps."""
     monkeypatch.setattr(decode_forms, "WARPS", 2)
     return forms_taken(decode, monkeypatch)
 

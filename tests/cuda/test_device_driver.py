@@ -92,7 +92,7 @@ LENGTHS = 258, 3
 
 
 class Model:
-    """Two layers of a model that decodes a token a step, beside the same on the CPU."""
+    """Decodes a token a step in two layers, on the device and on the CPU."""
 
     def __init__(self, rng, lengths=LENGTHS, columns=24):
         self.rng, self.lengths = rng, np.array(lengths)
@@ -107,7 +107,7 @@ class Model:
             self.out.append(cuda.to_device(np.zeros((len(lengths), HEADS, DIM), np.float16)))
 
     def step(self):
-        """The index tensors of a plan."""
+        """Return the index tensors of a plan."""
         counts = np.arange(len(self.lengths) + 1)
         kvstarts = np.r_[0, np.cumsum(self.lengths + 1)]
         return {
@@ -116,14 +116,14 @@ class Model:
         }  # fmt: skip
 
     def run(self, plan, stream=None):
-        """Both layers on the device."""
+        """Run both layers on the device."""
         for layer, out in enumerate(self.out):
             plan.multi_head_cache_attention(
                 *self.new, self.there, **SIZES, layer_idx=layer, out=out, stream=stream
             )
 
     def check(self):
-        """What the device has now is what the CPU computes of the same; then comes the next token."""
+        """Check that the device has the CPU's results; then go to the next token."""
         new = [array.copy_to_host() for array in self.new]
         plan = kvkit.dynamic_batching.plan(**self.step())
         for layer, out in enumerate(self.out):
@@ -176,7 +176,7 @@ def test_a_captured_graph_computes_the_next_token(model):
 
 
 def scratch_of(plan):
-    """Where the scratch of a plan's prepared calls lies."""
+    """Return the addresses of the workspace of a plan's prepared calls."""
     repeats = plan.step.calls.values()
     return {int(numbers[at]) for repeat in repeats for numbers, at in repeat.shared}
 
@@ -320,7 +320,7 @@ def test_a_step_is_followed_from_another_device(rng):
 
 
 class Wrapped:
-    """A stream as other libraries have it."""
+    """Stands for a stream of another library."""
 
     def __init__(self):
         self.stream = cuda.stream()
@@ -372,7 +372,7 @@ def new_stream(flags=APART):
 
 
 class Given:
-    """An array of another library, which names its stream, and its type as protocols can."""
+    """Stands for an array of another library that names its stream, and its type as protocols can."""
 
     def __init__(self, array, stream=None, dtype=None):
         self.array, self.dtype = array, np.dtype(dtype or array.dtype)
@@ -381,7 +381,7 @@ class Given:
 
 
 class Tensor(Capsule):
-    """A tensor of torch, which passes it on behind what its current stream was given."""
+    """Stands for a tensor of torch, which is passed on after the work of its current stream."""
 
     __module__ = "torch"
     current: ClassVar[dict] = {}  # stream, by device
@@ -415,7 +415,7 @@ class Tensor(Capsule):
 
 
 class Derived(Tensor):
-    """One of a package that derives its own."""
+    """Stands for a tensor of a package that derives its class from torch's."""
 
     __module__ = "another.tensors"
 
@@ -426,7 +426,7 @@ class Derived(Tensor):
 
 @pytest.fixture
 def torch(monkeypatch):
-    """As much of torch as is asked."""
+    """Return a module with as much of torch as kvkit_cuda uses."""
 
     def current_stream(device):
         return SimpleNamespace(cuda_stream=int(Tensor.current[device.index].handle))
@@ -444,7 +444,7 @@ def torch(monkeypatch):
 
 
 def late(array, stream):
-    """A copy on the device that is there when the stream has come so far, and not before."""
+    """Return a copy on the device that is complete only when the stream has come so far."""
     there = cuda.device_array(array.shape, array.dtype)
     host.fill(there, [array.view(np.uint8)], stream)
     return there
@@ -520,7 +520,7 @@ def test_tensors_that_require_a_gradient_are_refused(torch, rng):
 
 
 def of_bytes(kind, array):
-    """The array on the device, late on the current stream if it is torch's, with the type that it has."""
+    """Return the array on the device with its type, late on the current stream if it is torch's."""
     words = array.view(f"i{array.itemsize}")
     if kind is Tensor:
         return Tensor(late(words, Tensor.current[0]), array.dtype)

@@ -22,12 +22,12 @@ ROOMS = {"8.0": 163 * 1024, "9.0": 227 * 1024, "12.0": 99 * 1024}
 
 @pytest.fixture
 def taken(monkeypatch):
-    """The forms of the kernel that calls are given."""
+    """Return a list that gets the forms of the kernel in use."""
     return forms_taken(latent, monkeypatch)
 
 
 def scene(rng, element, heads, lengths, queries=None, dim=192, value_dim=128, page=16, **more):
-    """A call over pages in any order; what no context has is NaN."""
+    """Return a call over pages in any order; rows outside contexts are NaN."""
     queries = queries or [1] * len(lengths)
     pages = [-(-length // page) for length in lengths]
     pool = np.full((sum(pages) + 1, page, dim), np.nan, DTYPES[element])
@@ -45,7 +45,7 @@ def scene(rng, element, heads, lengths, queries=None, dim=192, value_dim=128, pa
 
 
 def check(call, taken):
-    """As near to the CPU, which takes the same numbers as float32, as the type allows; by the kernel."""
+    """Check results against the CPU's for the same numbers in float32, and that the kernel ran."""
     wide = {name: call[name].astype(np.float32) for name in ("query", "latent")}
     expected = kvkit.mla_attention(**call | wide)
     found = kvkit_cuda.mla_attention(**call | {name: Array(call[name]) for name in wide})

@@ -35,7 +35,7 @@ HUGE = 3e38  # so that sums overflow, and are added up once more, with care
 
 
 def waits(program, votes):
-    """The places of all waits, and what is left of them; those where threads vote if so asked."""
+    """Yield (place, replacement) of all waits; with `votes` also of those where threads vote."""
     for place, at in enumerate(program.code):
         if at.opcode[0] == "bar" and "red" in at.opcode:
             if votes:
@@ -48,7 +48,7 @@ def waits(program, votes):
 
 
 def launched(module, call, monkeypatch):
-    """The launch of a module's kernel in a call: its program and what it is launched with; its memory."""
+    """Return the launch of a module's kernel in a call: its program, its arguments, and its memory."""
     found, seen = [], host.launch
     wanted = module.compiled.__wrapped__.__module__
 
@@ -64,7 +64,7 @@ def launched(module, call, monkeypatch):
 
 
 def outcome(program, blocks, threads, arguments, shared, memory, order, outputs):
-    """What a launch leaves in the outputs; None if it is at fault."""
+    """Run a launch; return its outputs, None if it has a fault."""
     for array in outputs:
         array.view(np.uint8).fill(0xEE)
     machine = Machine(order)
@@ -78,7 +78,7 @@ def outcome(program, blocks, threads, arguments, shared, memory, order, outputs)
 
 
 def survivors(launch, memory, outputs, votes):
-    """The waits that nobody misses."""
+    """Return the waits whose removal changes nothing."""
     program, *form = launch
     right = {order: outcome(program, *form, memory, order, outputs) for order in (0, 1, -1)}
     assert None not in right.values()

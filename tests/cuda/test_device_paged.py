@@ -27,7 +27,7 @@ SMALL = {"lengths": (5, 0, 9), "queries": (1, 2, 3), "dim": 8}
 
 
 def check(scene, **more):
-    """Near the loops; pools keep their bytes."""
+    """Check results against the loops, and that pools keep their bytes."""
     before = bytes_of(scene.pools)
     output, lse = scene.expected()
     results = kvkit_cuda.paged_attention(**scene.arguments | more, return_lse=True)

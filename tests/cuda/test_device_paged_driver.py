@@ -17,7 +17,7 @@ LENGTHS = 261, 4, 1  # with the new tokens; the first one is split
 
 
 class Model:
-    """A layer that decodes a token a step over pages of int8, beside the same on the CPU."""
+    """Decodes a token a step in a layer over pages of int8, on the device and on the CPU."""
 
     def __init__(self, rng):
         self.rng, self.lengths = rng, np.array(LENGTHS)
@@ -45,7 +45,7 @@ class Model:
             plan.paged_attention(query, self.there, both, **HOW, out=self.out, stream=stream)
 
     def check(self):
-        """What the device has now is what the CPU computes of the same; then comes the next token."""
+        """Check that the device has the CPU's results; then go to the next token."""
         query, key, value = (array.copy_to_host() for array in self.new)
         plan = kvkit.paged_plan(self.table, self.lengths, page_size=PAGE)
         plan.paged_append(key, value, self.pool, None, **HOW, rope=ROPE)

@@ -19,7 +19,7 @@ LONGER = np.array([0, 4, 5, 8]), np.array([5, 0, 9, 9, 1, 3, 2, 4])
 
 
 def pools_of(rng, engine, name):
-    """Pools of 6 pages with random contents."""
+    """Return pools of 6 pages with random contents."""
     pools = made(engine, 6, PAGE, 2, 16, 16, BY_NAME[name].dtype)
     for side in (pools.keys, pools.values):
         numbers = rng.standard_normal(side.shape) * (30 if name == "int8" else 1)

@@ -19,7 +19,7 @@ packed = kvkit_cuda.dynamic_batching
 
 @pytest.fixture
 def spans(monkeypatch):
-    """The chunk sizes of the kernels that are used."""
+    """Return a list that gets the chunk sizes of the kernels in use."""
     found = []
 
     def watched(module, place):
@@ -51,7 +51,7 @@ def kind_of(kind):
 
 
 def turn_call(rng, t1, dim=16, heads=(3, 2)):
-    """Query, key, seqstarts and start_pos of three sequences, one of them empty."""
+    """Return query, key, seqstarts and start_pos of three sequences, one of them empty."""
     arrays = [rng.standard_normal((6, h, dim)).astype(DTYPES[t1]) for h in heads]
     return arrays, np.array([0, 4, 4, 6]), np.array([7, 1, 900])
 

@@ -150,7 +150,7 @@ def test_a_block_has_no_more_warps_than_rows_need():
 
 @pytest.fixture
 def fresh_kernels(forget=prefill.compiled.cache_clear):
-    """Kernels of other blocks have other shared memory in the simulator."""
+    """Compile kernels again: in the simulator their shared memory depends on the block."""
     forget()
     yield
     forget()

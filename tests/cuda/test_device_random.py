@@ -15,7 +15,7 @@ GENERATORS = [
 
 
 def on_device(rng):
-    """A kind of array of the device; strides and read-only memory are said by the interface alone."""
+    """Return a kind of array of the device; only its interface tells strides and read-only memory."""
 
     def wrap(array):
         plain = array.flags.c_contiguous and array.flags.writeable and array.size

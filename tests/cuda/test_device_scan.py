@@ -19,7 +19,7 @@ plan = kvkit_cuda.dynamic_batching.plan
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The sizes of all that is read from the device."""
+    """Return a list that gets the size of each read from the device."""
     sizes, read = [], host.read
 
     def watched(place, size, stream):
@@ -35,7 +35,7 @@ def on_device(scene, names=INDEX, kind=Array):
 
 
 def by_twin(scene):
-    """What the CPU twin says to a call, if it refuses it."""
+    """Return the CPU's error for a call, or None."""
     try:
         scene.copy().run(kvkit)
     except kvkit.KvkitError as error:
@@ -43,7 +43,7 @@ def by_twin(scene):
 
 
 def said(scene, **more):
-    """What the device says to it; then nothing has been written."""
+    """Return the device's error for a call, after a check that nothing has been written."""
     before = [scene[name].tobytes() for name in ("cache", "scale")]
     try:
         scene.run(**more)

@@ -32,7 +32,7 @@ PAGE = 4
 
 
 def pool_call(kernel, rng, stored, dtype, scales, dim=32, **more):
-    """A call over pages with scales of all, of heads, tokens or 32 codes, and what its CPU twin makes."""
+    """Return a call over pages with scales of all, of heads, tokens or 32 codes, and the CPU's results."""
     lengths, counts = {"decode": ([70, 9], [1, 2]), "prefill": ([30, 12], [10, 12])}[kernel]
     pages = [-(-length // PAGE) for length in lengths]
     pools = [
@@ -68,7 +68,7 @@ kernels = pytest.mark.parametrize("kernel", KERNELS)
 
 @pytest.fixture
 def taken(kernel, monkeypatch):
-    """The forms of the kernel that calls are given; blocks of decode are of two warps."""
+    """Return a list that gets the forms of the kernel in use; blocks of decode have two warps."""
     monkeypatch.setattr(decode_forms, "WARPS", 2)
     return forms_taken(KERNELS[kernel], monkeypatch)
 

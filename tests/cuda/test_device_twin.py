@@ -13,12 +13,12 @@ from kvkit_cuda.device_runtime import device
 
 
 def by_twin(call):
-    """(output, lse) of the CPU twin."""
+    """Return (output, lse) by the CPU."""
     return call.copy().run(kvkit, return_lse=True)
 
 
 def check(call):
-    """Within the tolerance of the oracle and of the twin; twice the same bits."""
+    """Check results against the oracle and the CPU, and that a second run has the same bits."""
     twin, twin_lse = by_twin(call)
     again = call.copy()
     got, lse = attention_scenes.check(call)

@@ -32,7 +32,7 @@ SIZES = LAYERS, HEADS, DIM
 
 @pytest.fixture(scope="module")
 def client():
-    """Three workers in threads of this process."""
+    """Yield a client of three workers in threads of this process."""
     with distributed.Client(
         processes=False, n_workers=3, threads_per_worker=1, dashboard_address=":0"
     ) as client:
@@ -41,7 +41,7 @@ def client():
 
 @pytest.fixture
 def cluster():
-    """Three workers, a process each, none of which is replaced."""
+    """Yield a client of three worker processes that are not replaced when they end."""
     options = {"n_workers": 3, "threads_per_worker": 1, "dashboard_address": ":0"}
     with (
         distributed.LocalCluster(processes=True, **options) as cluster,
@@ -138,7 +138,7 @@ def test_chunks_of_unknown_sizes():
 
 
 def steps(cache, other, rng, dtype, tokens=(1, 1, 7, 1, 20, 1), options=({},), atol=2e-6, batch=BATCH):
-    """The same tokens through both caches; their outputs are compared."""
+    """Run the same tokens through both caches, and compare their outputs."""
     for count in tokens:
         key, value = (states(rng, LAYERS, batch, HEADS, count, DIM, dtype=dtype) for _ in range(2))
         query = states(rng, LAYERS, batch, HEADS * GROUP, count, DIM, dtype=dtype)
@@ -371,7 +371,7 @@ def test_two_clients_have_caches_of_their_own(rng, client):
 
 
 def filled(cache, other, tmp_path):
-    """A cache with tokens that are saved, and a new one."""
+    """Return a cache with tokens that are saved, and a new one."""
     rng = np.random.default_rng(0)
     steps(cache, other, rng, np.float32, tokens=(9, 1))
     cache.save(tmp_path)
@@ -379,7 +379,7 @@ def filled(cache, other, tmp_path):
 
 
 def lost(cache, call, *signals):
-    """A shard is stopped, and gets signals while `call` waits for it. The seconds until that is noticed."""
+    """Stop a shard and send it signals while `call` waits; return the seconds until that is noticed."""
     process = cache.about()[1]["process"]
     os.kill(process, signal.SIGSTOP)  # so that all that follows is in the middle of the call
     timers = [threading.Timer(0.3, os.kill, (process, each)) for each in signals]
@@ -400,7 +400,7 @@ def lost(cache, call, *signals):
 
 
 def append(cache, new, folder):
-    """A long piece, more than a socket takes of a worker that does not read."""
+    """Append more tokens than a socket takes from a worker that does not read."""
     long = np.repeat(new, 4000, 2)
     for layer_idx in range(LAYERS):
         cache.append(long, long, layer_idx)

@@ -35,7 +35,7 @@ COMMAND = [sys.executable, "-m", "kvkit_cli"]
 
 @pytest.fixture(scope="module")
 def client():
-    """Two workers in threads of this process."""
+    """Yield a client of two workers in threads of this process."""
     with distributed.Client(
         processes=False, n_workers=2, threads_per_worker=1, dashboard_address=":0"
     ) as client:
@@ -147,7 +147,7 @@ def test_who_stops_asking_cancels(client):
 
 
 def listening(pid):
-    """Addresses of the sockets on which a process listens."""
+    """Return the addresses of the sockets on which a process listens."""
     sockets = psutil.Process(pid).net_connections("tcp")
     return [each.laddr for each in sockets if each.status == psutil.CONN_LISTEN]
 

@@ -17,7 +17,7 @@ from kvkit.integrations.onnx import OPERATORS
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The positional and keyword arguments of each call of kvkit.multi_head_attention."""
+    """Return a list that gets the arguments of each call of kvkit.multi_head_attention."""
     made, function = [], kvkit.multi_head_attention
 
     def counted(*arguments, **keywords):

@@ -44,7 +44,7 @@ roots = pytest.mark.parametrize("root", ["opmx", "pmx"])
 
 
 def pmx_arrays(suffix, quant_bit):
-    """Every array that an operator of a kind of batching may ask for."""
+    """Return every array that an operator of a kind of batching may take."""
     rng = np.random.default_rng(0)
     lead, past = ((sum(SEQLENS),), (sum(LENGTHS),)) if suffix else ((2, 4), (2, 6))
     arrays = {"query": rng.standard_normal((*lead, HEADS, DIM))}
@@ -81,7 +81,7 @@ def function_of(suffix, op_type):
 
 
 def attend(query, key, value, mask=None, causal=True):
-    """Attention of one sequence, as the formula has it, in float64."""
+    """Attend in one sequence by the formula, in float64."""
     (n, heads, dim), m = query.shape, len(key)
     out = np.empty((n, heads, value.shape[2]))
     for i in range(n):
@@ -108,7 +108,7 @@ LINEAR = {"rotary_dim": 6, "theta": 100.0, "scaling_type": "linear", "scaling_fa
 
 
 def pmx_case(suffix, op_type, quant_bit=0):
-    """Arrays and attributes of a node."""
+    """Return the arrays and attributes of a node."""
     attributes = {}
     if "Cache" in op_type:
         attributes |= CACHE | (PAGED if suffix else {}) | {"quant_bit": quant_bit}
@@ -145,7 +145,7 @@ def test_a_pmx_node_is_a_call_of_kvkit(root, suffix, op_type, quant_bit):
 
 
 def rotated(x, positions, turned=None, theta=1e4):
-    """[.., tokens, heads, dim] with neighbouring pairs turned as complex numbers, in float64."""
+    """Rotate neighbouring pairs of [..., tokens, heads, dim] as complex numbers, in float64."""
     turned = turned or x.shape[-1]
     angles = np.multiply.outer(positions, theta ** (-np.arange(0, turned, 2) / turned))
     pairs = (x[..., 0:turned:2] + 1j * x[..., 1:turned:2]) * np.exp(1j * angles)[..., None, :]
@@ -160,7 +160,7 @@ WIDTH = 16
 
 
 def block(suffix, weights):
-    """x + (attention of its rotated projections) @ out: a model whose cache and scale are inputs."""
+    """Return the model of x + (attention of its rotated projections) @ out; cache and scale are inputs."""
     step = [name for name in PMX_INPUTS[suffix, "RotaryPositionEmbedding"].split()[2:] if name != "pad_len"]
     call = PMX_INPUTS[suffix, "MultiHeadCacheAttention"].replace("attn_mask", "").split()
     lead = [0] if suffix else [0, 0]  # Reshape's "as it is"
@@ -189,7 +189,7 @@ def block(suffix, weights):
 
 
 def block_formula(x, weights):
-    """The same for all tokens of one sequence at once, in float64."""
+    """Compute the block for all tokens of one sequence at once, in float64."""
     at = np.arange(len(x))
     query, key, value = (
         (x @ weights[f"w_{name}"].astype(np.float64)).reshape(len(x), -1, DIM)

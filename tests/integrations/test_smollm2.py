@@ -77,7 +77,7 @@ def test_taken_back_and_saved(tmp_path):
 
 
 def forward(cache, sequences, tokens):
-    """A step of packed tokens: the logits that follow each sequence."""
+    """Run a step of packed tokens; return the logits that follow each sequence."""
     model, _ = loaded()
     with cache.begin_step([(seq, len(new)) for seq, new in zip(sequences, tokens, strict=True)]) as step:
         starts, past = step.index.seqstarts, step.index.start_pos

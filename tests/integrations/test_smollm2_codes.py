@@ -60,7 +60,7 @@ def test_two_bits(axis, group, same):
 
 
 def read(cache):
-    """The example's text, eight tokens at a time: the likeliest token after each one, and the perplexity."""
+    """Read the example's text, eight tokens at a time; return the likeliest tokens and the perplexity."""
     (model, tokenizer), compare = loaded(), example("smollm2_compare")
     tokens = tokenizer.encode(compare.paragraphs(compare.TEXT)).ids
     attend, rows = attention(cache), []
@@ -76,7 +76,7 @@ def exact():
 
 
 def coded(bits, axis):
-    """A cache that keeps no recent tokens, but for a group that is not full."""
+    """Return a cache that keeps no recent tokens, but for a group that is not full."""
     return QuantizedCache(key=QuantSpec(bits, axis=axis), value=QuantSpec(bits), residual_length=0)
 
 

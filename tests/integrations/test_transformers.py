@@ -47,7 +47,7 @@ def made(net, kind):
 
 @pytest.fixture
 def in_place(monkeypatch):
-    """No array of a context may be made."""
+    """Fail if an array of a whole context is made."""
 
     def arrays(self):
         raise AssertionError("an array of the context")

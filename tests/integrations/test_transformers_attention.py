@@ -32,7 +32,7 @@ FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
 
 
 class Module(torch.nn.Module):
-    """An attention layer of a model, as far as attention asks."""
+    """Stands for an attention layer of a model."""
 
     def __init__(self, layer_idx=0, is_causal=True):
         super().__init__()
@@ -49,7 +49,7 @@ def states(*shape, seed=0, dtype=torch.float32):
 
 
 def wanted(query, key, value, mask=None, window=None, causal=True, **options):
-    """Loops over tensors [B, H, tokens, D]; a mask [B or 1, H or 1, q or 1, S]."""
+    """Attend by loops over tensors [B, H, tokens, D], with a mask [B or 1, H or 1, q or 1, S]."""
     arrays = [tensor.float().numpy().transpose(0, 2, 1, 3) for tensor in (query, key, value)]
     batch, heads, new, _ = query.shape
     if mask is not None:
@@ -139,7 +139,7 @@ def test_a_whole_mask_is_all_that_hides(shape, dtype):
 
 
 def stored(cache, layer_idx=0, tokens=9, seed=1, dtype=torch.float32):
-    """Keys and values, all but the last of them in the cache, and the last as update returns them."""
+    """Return keys and values, all but the last in the cache, and the last ones as update returns them."""
     key, value = states(2, 2, tokens, 16, seed=seed, dtype=dtype), states(2, 2, tokens, 16, seed=seed + 1)
     value = value.to(dtype)
     first = key[:, :, :-3], value[:, :, :-3]

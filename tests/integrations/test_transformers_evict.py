@@ -36,7 +36,7 @@ def generated(model, cache, count=8, **options):
 
 
 class Hidden(KvkitCache):
-    """A cache that keeps all tokens; heads see some positions of the prompt alone."""
+    """Keeps all tokens; heads see only some positions of the prompt."""
 
     def hide(self, positions):
         self.kept = positions

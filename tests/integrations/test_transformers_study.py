@@ -23,7 +23,7 @@ TEXT = Path(__file__).parents[2] / "examples" / "data" / "bread.txt"
 
 
 class Coded(DynamicCache):
-    """transformers' own cache, of keys and values that have been through a format."""
+    """Wraps transformers' own cache; keys and values are encoded and decoded by a format."""
 
     def __init__(self, name):
         super().__init__()
@@ -39,7 +39,7 @@ class Coded(DynamicCache):
 
 
 def judged(net, cache=None):
-    """(perplexity, most likely tokens) by transformers' own attention."""
+    """Return (perplexity, most likely tokens) by transformers' own attention."""
     ids = torch.tensor([IDS])
     with torch.inference_mode():
         logits = net(input_ids=ids[:, :-1], past_key_values=cache).logits[0]

@@ -12,12 +12,12 @@ KINDS = "dynamic", "sliding", "static", "static sliding"
 
 
 def tokens_of(keys, values):
-    """A list of tokens from arrays [B, H, q, D]."""
+    """Return a list of tokens from arrays [B, H, q, D]."""
     return [(keys[:, :, i].copy(), values[:, :, i].copy()) for i in range(keys.shape[2])]
 
 
 def arrays_of(tokens, like):
-    """Arrays [B, H, n, D] of a list of tokens; `like` is a token, for their shapes and type."""
+    """Return arrays [B, H, n, D] of a list of tokens; `like` is a token, for their shapes and type."""
     made = []
     for side in (0, 1):
         batch, heads, dim = like[side].shape
@@ -29,7 +29,7 @@ def arrays_of(tokens, like):
 
 
 class Model:
-    """A layer of one of the four kinds."""
+    """Models a layer of one of the four kinds."""
 
     def __init__(self, kind, window=None, max_cache_len=None):
         self.kind, self.max_cache_len, self.recording = kind, max_cache_len, False
@@ -43,13 +43,13 @@ class Model:
         return self.seen[len(self.seen) - count :]
 
     def keeps(self):
-        """How many tokens stay without recording; None for all."""
+        """Return how many tokens stay without recording; None for all."""
         return {"sliding": lambda: self.window - 1, "static sliding": lambda: self.window}.get(
             self.kind, lambda: None
         )()
 
     def sizes(self, new):
-        """(kv_length, kv_offset), by the specification's table."""
+        """Return (kv_length, kv_offset), by the specification's table."""
         n, w = len(self), self.window
         if self.kind == "dynamic":
             return n + new, 0
@@ -62,7 +62,7 @@ class Model:
         return (n + new, 0) if n < w else (w - 1 + new, n - w + 1)
 
     def update(self, tokens):
-        """The tokens returned; those missing at the end are zeros."""
+        """Append tokens; return the tokens that an update returns, with zeros for missing ones at the end."""
         old = self.last(self.stored)
         whole = self.kind == "static sliding" and len(self) + len(tokens) <= self.window
         if self.window is not None and len(self) >= self.window and not whole:
@@ -75,12 +75,12 @@ class Model:
         return old + tokens
 
     def rewind(self, start):
-        """A static layer's tokens from `start` on are written anew."""
+        """Forget a static layer's tokens from `start` on, which are written again."""
         del self.seen[start:]
         self.stored = start
 
     def crop(self, x):
-        """The error a crop raises, or None: then it has happened."""
+        """Crop the layer; return the error that it raises, or None if it is cropped."""
         n = len(self)
         left = min(x, n) if x > 0 else n + x
         if left < 0:
@@ -94,7 +94,7 @@ class Model:
         return None
 
     def remove(self, begin, end):
-        """Tokens go, and later ones move up; of a window only tokens that are not stored."""
+        """Remove tokens and move later ones up; in a window only tokens that are not stored."""
         del self.seen[begin:end]
         if self.window is None:
             self.stored -= end - begin
@@ -106,7 +106,7 @@ class Model:
         self.seen, self.stored, self.recording = [], 0, False
 
     def attend(self, query, mask=None, **options):
-        """(attn_output [B, Hq, q, Dv], lse [B, Hq, q]) in float64; mask [B, Hq, q, n]."""
+        """Return (attn_output [B, Hq, q, Dv], lse [B, Hq, q]) in float64; mask is [B, Hq, q, n]."""
         keys, values = arrays_of(self.seen, self.seen[0])
         output = np.zeros((*query.shape[:3], values.shape[3]))
         lse = np.zeros(query.shape[:3])

@@ -17,7 +17,7 @@ def exact(query, keys, values, visible=None):
 
 
 class Cells:
-    """The cells of one sequence: (position, rope shift, name), the semantics that llama.cpp's calls have.
+    """Models one sequence as cells (position, rope shift, name), with the semantics of llama.cpp's calls.
 
     Each sequence has cells of its own, so a shift moves nobody who shares tokens: that is kvkit's rule.
     """
@@ -55,7 +55,7 @@ class Cells:
         self.cells = [cell for cell in self.cells if cell[0] in positions]
 
     def fork(self, begin, end):
-        """The cells of a second sequence: positions and shifts are its own from now on."""
+        """Return a second sequence with the same cells, whose positions and shifts are its own."""
         other = Cells()
         other.cells, other.length, other.named = list(self.cells), self.length, self.named
         other.cells = [cell for cell in other.cells if begin <= cell[0] < end]

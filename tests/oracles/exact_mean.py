@@ -11,7 +11,7 @@ PRECISION = {  # bits of a significand, lowest and highest exponent of its leadi
 
 
 def rounded(x, element):
-    """A fraction to the nearest number of a type, ties to even; infinity (a float) behind the last one."""
+    """Return the number of a type next to a fraction, ties to even; infinity (a float) beyond the last."""
     bits, lowest, highest = PRECISION[element]
     if x == 0:
         return Fraction(0)
@@ -33,7 +33,7 @@ def rounded(x, element):
 
 
 def exact_mean(numbers, element):
-    """(number, is negative) of the mean of finite numbers of a type, as a float or an exact fraction."""
+    """Return (number, is negative) of the mean of finite numbers, as a float or an exact fraction."""
     total = Fraction(0)
     for number in numbers:
         total = rounded(total + Fraction(float(number)), "float32")

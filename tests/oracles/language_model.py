@@ -16,7 +16,7 @@ ANSWER = [504, 3575, 282, 4649, 314, 7042, 30, 2]  # in float32, of another impl
 
 
 def example(name):
-    """A module of the examples."""
+    """Import a module of the examples."""
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: make test-model")
@@ -27,7 +27,7 @@ def example(name):
 
 @functools.cache
 def loaded():
-    """Model and tokenizer."""
+    """Return the model and its tokenizer."""
     made = example("smollm2_model")
     reader = made.open_gguf()
     return made.Llama(reader), made.build_tokenizer(reader)
@@ -38,12 +38,12 @@ def encode(question):
 
 
 def attention(cache, dtype=np.float32):
-    """The example's attention over a cache."""
+    """Return the example's attention over a cache."""
     return example("smollm2_caches").attention(loaded()[0], cache, dtype)
 
 
 def decode(cache, prompt, count, dtype=np.float32):
-    """Greedy tokens, and the logits of each."""
+    """Decode greedily; return the tokens, and the logits of each."""
     (model, _), attend, fed, tokens, rows = loaded(), attention(cache, dtype), prompt, [], []
     for _ in range(count):
         rows.append(model.logits(model.forward(fed, attend)[-1]))
@@ -53,13 +53,13 @@ def decode(cache, prompt, count, dtype=np.float32):
 
 
 def without_cache(tokens, count, window=math.inf):
-    """Logits after each of the last tokens of a whole sequence, computed at once."""
+    """Return the logits after each of the last tokens of a sequence that is computed at once."""
     model, _ = loaded()
     return model.logits(model.forward(tokens, functools.partial(plain, window))[-count:])
 
 
 def plain(window, layer, query, key, value):
-    """Attention of one whole sequence in float64, a query head and a token at a time."""
+    """Attend in one whole sequence in float64, a query head and a token at a time."""
     query, key, value = turned(query), turned(key), value.astype(np.float64)
     out = np.empty_like(query)
     for head in range(query.shape[1]):
@@ -73,7 +73,7 @@ def plain(window, layer, query, key, value):
 
 
 def turned(x):
-    """Rotary embedding of neighbours 2i and 2i + 1, [tokens, heads, dim]."""
+    """Rotate the neighbours 2i and 2i + 1 of [tokens, heads, dim] by the rotary embedding."""
     dim = x.shape[2]
     angles = np.outer(np.arange(len(x)), 100000.0 ** (-np.arange(0, dim, 2) / dim))
     pairs = (x[..., ::2] + 1j * x[..., 1::2]) * np.exp(1j * angles)[:, None]
@@ -81,14 +81,14 @@ def turned(x):
 
 
 def judged(logits, tokens):
-    """The likeliest tokens, and the perplexity of those that came."""
+    """Return the likeliest tokens, and the perplexity of the text's tokens."""
     logits = logits.astype(np.float64)
     probability = np.exp(logits[np.arange(len(tokens)), tokens]) / np.exp(logits).sum(1)
     return logits.argmax(1), math.exp(-np.log(probability).mean())
 
 
 def patched(monkeypatch, name, **values):
-    """A module of the examples, with other values for a test."""
+    """Return a module of the examples, with other values for a test."""
     module = example(name)
     for attribute, value in values.items():
         monkeypatch.setattr(module, attribute, value)

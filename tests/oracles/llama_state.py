@@ -27,10 +27,11 @@ def session_part(arch, outputs, logits, embeddings):
 
 
 def memory(streams, v_trans, extra=False):
-    """Streams are (cells, layers): cells (position, sequences[, extra numbers]); layers (keys, values).
+    """Return the bytes of a state's memory.
 
-    Keys and values are (type, rows), rows a list of bytes, one for each cell; values None if there are none.
-    Of transposed values the elements' size follows from the type of 2 or 4 bytes.
+    Streams are (cells, layers): cells (position, sequences[, extra numbers]); layers (keys, values). Keys and
+    values are (type, rows), rows a list of bytes, one for each cell; values None if there are none. Of
+    transposed values the elements' size follows from the type of 2 or 4 bytes.
     """
     text = u32(len(streams))
     for cells, layers in streams:

@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Row:
-    """A sequence: all its tokens, how many have ids, how many are in the cache, its blocks.
+    """Holds a sequence: its tokens, how many have ids, how many are in the cache, its blocks.
 
     Of its blocks the first `offered` have been full when a step ended.
     """
@@ -30,7 +30,7 @@ class Row:
 
 
 class Model:
-    """Tables, published prefixes, and blocks that are free or idle. Which free block is taken, it is told."""
+    """Models tables, published prefixes and free or idle blocks; the caller names a block that is taken."""
 
     def __init__(self, num_blocks, page_size):
         self.page_size = page_size
@@ -89,7 +89,7 @@ class Model:
                     self.free.add(block)
 
     def needed(self, step):
-        """Blocks that a step takes: those behind the tables, and a copy for all but a block's last holder."""
+        """Return how many blocks a step takes: new ones, and a copy for all but a block's last holder."""
         count, left = 0, {}
         for row, new in step:
             count += self.pages(row.length + new) - self.pages(row.length)
@@ -102,7 +102,7 @@ class Model:
         return count
 
     def take(self, block):
-        """A block that was taken: a free one, or if there is none the next to be evicted."""
+        """Take a block: a free one, or if there is none the next to be evicted."""
         if self.free:
             assert block in self.free
             self.free.remove(block)
@@ -147,7 +147,7 @@ class Model:
 
 @functools.cache
 def numbers(prefix, layer, side, heads, dim):
-    """The key (side 0) or value of a prefix's last token: [heads, dim], whole numbers that any float has."""
+    """Return the key (side 0) or value of a prefix's last token [heads, dim], integers that any float has."""
     first = zlib.crc32(repr((prefix, layer, side)).encode())
     made = np.zeros((heads, dim), np.float32)
     for h in range(heads):

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def sym_group(x, bits, param):
-    """(codes, stored scale) of the elements of a group."""
+    """Return (codes, stored scale) of the elements of a group."""
     kind, most = x.dtype, 2 ** (bits - 1) - 1
     largest = max(abs(float(v)) for v in x)
     scale = np.float32(np.float32(largest) / np.float32(most)).astype(kind)
@@ -17,7 +17,7 @@ def sym_group(x, bits, param):
 
 
 def asym_group(x, bits, param):
-    """(codes, stored scale, stored minimum)."""
+    """Return (codes, stored scale, stored minimum) of the elements of a group."""
     most = 2**bits - 1
     values = [np.float32(v) for v in x]
     low = min(values).astype(param)
@@ -32,7 +32,7 @@ def asym_group(x, bits, param):
 
 
 def group(x, spec):
-    """(codes, parameters, the numbers that the codes stand for) of a group."""
+    """Return (codes, parameters, the numbers that the codes stand for) of a group."""
     if spec.scheme == "sym":
         codes, scale = sym_group(x, spec.bits, np.dtype(spec.param_dtype))
         numbers = [np.float32(np.float32(c) * np.float32(scale)).astype(scale.dtype) for c in codes]
@@ -43,7 +43,7 @@ def group(x, spec):
 
 
 def pack(codes, bits):
-    """The bytes of a row of codes: the first one in the lowest bits."""
+    """Return the bytes of a row of codes, the first one in the lowest bits."""
     row = []
     for first in range(0, len(codes), 8 // bits):
         byte = 0
@@ -54,7 +54,7 @@ def pack(codes, bits):
 
 
 def block(x, spec, axis):
-    """A block [tokens, D] of a head: (bytes of each token, scales then minima, numbers [tokens, D])."""
+    """Return (bytes of each token, scales then minima, numbers) of a block [tokens, D] of a head."""
     tokens, dim = x.shape
     codes, numbers = np.zeros((tokens, dim), int), np.zeros_like(x)
     cells = []
@@ -136,7 +136,7 @@ class Side:
         self.seen = set(self.numbers)
 
     def view(self, seen=None):
-        """[B, H, n, D]: coded tokens as their codes say."""
+        """Return the tokens [B, H, n, D], coded ones as their codes say."""
         seen = self.seen if seen is None else seen
         rows = [self.numbers[p] if p in seen else x for p, x in enumerate(self.tokens)]
         return np.stack(rows, axis=2)

@@ -2,7 +2,7 @@
 
 
 def wrong_entries(sequences, num_blocks, placeholder=None):
-    """The rules that some entry breaks: of lists of the pages in use."""
+    """Return the rules that some entry breaks, from lists of the pages in use."""
     broken = set()
     for b, pages in enumerate(sequences):
         for c, page in enumerate(pages):

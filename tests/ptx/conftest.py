@@ -9,5 +9,5 @@ OTHERS = [each for each in TARGETS if each not in QUICK]
 
 @pytest.fixture(params=[QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["", "others"])
 def capabilities(request):
-    """Some of the compute capabilities: the first of two generations, quickly, then the others."""
+    """Return compute capabilities: the first of two generations, or, in slow tests, the others."""
     return request.param

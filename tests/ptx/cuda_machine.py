@@ -21,7 +21,7 @@ machine = Machine()
 
 
 class Array:
-    """An array of the device, which lies on the host."""
+    """Stands for an array of the device; its memory is the host's."""
 
     def __init__(self, array):
         self.array, self.shape, self.size, self.dtype = array, array.shape, array.size, array.dtype
@@ -46,7 +46,7 @@ class Array:
 
 
 class Stream:
-    """All work is done when a call returns."""
+    """Stands for a stream on which all work is done when a call returns."""
 
     handle = 0
 
@@ -58,7 +58,7 @@ class Stream:
 
 
 class Kernel:
-    """A kernel that is compiled when it is launched first."""
+    """Holds a kernel that is compiled at its first launch."""
 
     def __init__(self, function, signature, key=None, options=None):
         self.function, self.signature = function, signature
@@ -91,7 +91,7 @@ def empty(shape, dtype=np.float64, stream=0):
 
 
 def operand(name, array, stream):
-    """Kernels may use the arrays that a call is given."""
+    """Allow kernels to use the arrays of a call."""
     found = seen_before(name, array, stream)
     if found.on_device and found.seen.size:
         begin, end = np.lib.array_utils.byte_bounds(found.seen)
@@ -104,7 +104,7 @@ seen_before = arrays.operand
 
 @pytest.fixture(autouse=True)
 def fresh_memory():
-    """No test may use what an earlier one was allowed to, scratch neither."""
+    """Forbid tests the memory that an earlier test was allowed to use, workspaces included."""
     machine.memory = Memory()
     tables.SCRATCH.clear()
 

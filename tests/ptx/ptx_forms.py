@@ -81,5 +81,5 @@ KNOWN = re.compile(
 
 
 def known(opcode, operands):
-    """Whether the machine takes an instruction; both are texts."""
+    """Return whether the machine knows an instruction."""
     return KNOWN.fullmatch(f"{opcode} {''.join(operands.split())}".strip()) is not None

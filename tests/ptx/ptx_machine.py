@@ -43,7 +43,7 @@ class Instruction:
 
 
 class Program:
-    """The entry of a PTX module."""
+    """Holds the entry of a PTX module."""
 
     def __init__(self, text):
         text = re.sub(r"//[^\n]*", "", text)
@@ -84,7 +84,7 @@ def instruction(line):
 
 
 class Machine:
-    """A device whose memory is the host's.
+    """Runs PTX as a device whose memory is the host's.
 
     The warps of a block go on together, or, in an `order` (1, -1), each goes on alone as far as it may, from
     the first one or the last.
@@ -125,7 +125,7 @@ class Machine:
 
 
 class Block:
-    """The threads of a block."""
+    """Runs the threads of a block."""
 
     def __init__(self, machine, program, blocks, threads, index, parameters, log, size):
         self.machine, self.program, self.parameters, self.log = machine, program, parameters, log
@@ -228,7 +228,7 @@ class Block:
     # Operands
 
     def value(self, name, kind):
-        """The values of an operand, one for each thread."""
+        """Return the values of an operand, one for each thread."""
         if name in self.special:
             raw = self.special[name]
         elif name.startswith("%"):
@@ -252,7 +252,7 @@ class Block:
         self.registers[name], self.known[name] = bits, known
 
     def place(self, operand):
-        """Addresses [thread]."""
+        """Return the address of an operand for each thread."""
         name, _, offset = operand.partition("+")
         offset = int(offset or 0)
         if name.startswith("%"):

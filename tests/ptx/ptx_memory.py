@@ -6,11 +6,11 @@ WARP = 32
 
 
 class Fault(Exception):
-    """What a kernel must not do."""
+    """Says that a kernel did something that it must not do."""
 
 
 class Memory:
-    """The host's memory as that of a device, of which kernels may use what is allowed."""
+    """Gives kernels the parts of the host's memory that they are allowed to use."""
 
     def __init__(self):
         self.allowed = {}
@@ -39,7 +39,7 @@ class Memory:
 
     @staticmethod
     def elements(kind):
-        """All memory as an array, and the address of its first element."""
+        """Return all memory as an array, and the address of its first element."""
         first = 4096
         form = {
             "data": (first, False),
@@ -51,7 +51,7 @@ class Memory:
 
 
 class Log:
-    """What a launch does to global memory: (place, block, phase, thread, value) of each byte.
+    """Records what a launch does to global memory: (place, block, phase, thread, value) of each byte.
 
     A phase of a block ends where its threads wait for each other.
     """
@@ -81,7 +81,7 @@ class Log:
                 raise Fault("threads load what others store")
 
     def check_atomic(self, changed):
-        """What threads change at once others neither load nor store without waiting."""
+        """Raise if threads use, without waiting, bytes that others change atomically."""
         if self.invariant and np.intersect1d(changed[0], np.concatenate(self.invariant)).size:
             raise Fault("memory that is read as invariant is written")
         others = [used[:4] for used in (*self.read, *self.written)]
@@ -93,7 +93,7 @@ class Log:
 
 
 def shared_by(keys, user, stored):
-    """Whether under one key there are uses of both kinds, and several users."""
+    """Return whether one key has uses of both kinds, by several users."""
     if not user.size:
         return False
     order = np.lexsort(keys)
@@ -111,13 +111,13 @@ NOBODY, SEVERAL = -1, -2
 
 
 class Users:
-    """Who used each byte of a block's memory, and has not been waited for: a thread, and its warp."""
+    """Records who used each byte of a block's memory and was not waited for: a thread, and its warp."""
 
     def __init__(self, size):
         self.thread, self.warp = np.full(size, NOBODY), np.full(size, NOBODY)
 
     def others(self, at, threads):
-        """Whether somebody else is among them."""
+        """Return whether another thread is among the users."""
         pairs = (self.thread[at], threads), (self.warp[at], threads // WARP)
         return any(((user != NOBODY) & (user != here)).any() for user, here in pairs)
 
@@ -128,12 +128,12 @@ class Users:
             users[at[users[at] != found]] = SEVERAL  # those that come together
 
     def forget_warps(self, warps):
-        """Threads of these warps have waited for those of their own."""
+        """Forget uses by threads of these warps, which have waited for each other."""
         self.thread[np.isin(self.warp, warps)] = NOBODY
 
 
 class Shared:
-    """The memory of a block, and who used it since the threads last waited for each other."""
+    """Holds the memory of a block, and who used it since its threads last waited for each other."""
 
     def __init__(self, size):
         self.bytes = np.full(size + 16, 0xFF, np.uint8)
@@ -141,7 +141,7 @@ class Shared:
         self.forget()
 
     def forget(self):
-        """All threads have waited: whoever comes next is late enough."""
+        """Forget all uses, because all threads have waited."""
         self.writers, self.readers = Users(self.known.size), Users(self.known.size)
 
     def forget_warps(self, warps):
@@ -149,7 +149,7 @@ class Shared:
             users.forget_warps(warps)
 
     def use(self, places, size, threads, writes, text):
-        """The bytes that threads may now read or write, which is noted."""
+        """Record a use, and return the bytes that threads may now read or write."""
         if (places < 0).any() or (places + size > self.known.size).any():
             raise Fault(f"out of bounds: {text}")
         if (places % size).any():

@@ -17,7 +17,7 @@ BYTES = {"pred": 1, "p": 1, "h": 2, "rs": 2, "r": 4, "f": 4, "rd": 8, "fd": 8}  
 
 @functools.cache
 class Type:
-    """How an instruction sees the bits of a register."""
+    """Describes how an instruction reads the bits of a register."""
 
     def __init__(self, name):
         self.name = name
@@ -29,7 +29,7 @@ class Type:
         return "f" in self.name
 
     def of(self, raw):
-        """The values of a register, whose upper bits do not count."""
+        """Return the values of a register; its upper bits do not count."""
         if raw.dtype == self.dtype:
             return raw
         if raw.itemsize != self.size:
@@ -52,7 +52,7 @@ class Type:
 
 
 def raw(values, register):
-    """What a register holds of values: as many bits as it has."""
+    """Return the bits of values in a register."""
     size = BYTES[re.match(r"%([a-z]+)", register)[1]]
     if values.dtype == bool:
         return values
@@ -62,13 +62,13 @@ def raw(values, register):
 
 
 def compute(opcode, sources, value):
-    """The result of an instruction; `value` gives an operand as a type."""
+    """Return the result of an instruction; `value` returns an operand as a type."""
     with np.errstate(all="ignore"):
         return OPERATIONS[opcode[0]](opcode, sources, value)
 
 
 def plain(function):
-    """An operation whose operands and result are all of the type that the opcode ends with."""
+    """Return an operation whose operands and result have the type that the opcode ends with."""
 
     def operation(opcode, sources, value):
         kind = Type(opcode[-1].removesuffix("x2"))
@@ -85,7 +85,7 @@ def plain(function):
 
 
 def rounded_to_odd(a, b, c):
-    """a b + c of float32 numbers as float64, with its last bit set unless it is exact: it rounds but once."""
+    """Return a b + c of float32 numbers as float64, with its last bit set unless it is exact."""
     a, b, c = (np.float64(x) for x in (a, b, c))
     product = a * b  # exact
     total = product + c
@@ -134,7 +134,7 @@ def multiply_add(opcode, sources, value):
 
 
 def divide(a, b):
-    """Towards zero, as integers are; what threads without a divisor get is nobody's business."""
+    """Divide integers, rounding towards zero; a division by 0 gives any number."""
     if a.dtype.kind == "f":
         return a / b
     b = np.where(b == 0, np.ones_like(b), b)
@@ -149,7 +149,7 @@ def remainder(a, b):
 
 
 def larger(a, b):
-    """Of two zeros the positive one."""
+    """Return the larger number; of two zeros the positive one."""
     return np.where((a == 0) & (b == 0), a + b, np.fmax(a, b))
 
 
@@ -195,7 +195,7 @@ ROUND = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
 def towards_zero(x, dtype):
-    """Numbers rounded by leaving digits out."""
+    """Round numbers towards zero."""
     near = x.astype(dtype)
     larger = [
         abs(Fraction(float(y))) > abs(Fraction(z)) if np.isfinite(y) else np.isfinite(np.float64(z))
@@ -249,7 +249,7 @@ def moved(opcode, sources, value):
 
 
 def inserted(opcode, sources, value):
-    """bfi: the low bits of a, so many from a place on, in b."""
+    """Emulate bfi: replace bits of b from a place on by the low bits of a."""
     kind = Type(opcode[-1])
     a, b = (value(name, kind) for name in sources[:2])
     place, length = (int(value(name, Type("u32"))[0]) & 0xFF for name in sources[2:])
@@ -274,7 +274,7 @@ def permuted(opcode, sources, value):
 
 
 def looked_up(opcode, sources, value):
-    """lop3: each bit is that of a table at the place which three bits name."""
+    """Emulate lop3: look each bit up in a table by three bits."""
     a, b, c = (value(name, Type("b32")) for name in sources[:3])
     table, found = int(sources[3], 0), np.zeros_like(a)
     for place in range(8):
@@ -289,7 +289,7 @@ def flushed(x):
 
 
 def approximate(function):
-    """Functions of float32 that a GPU approximates; subnormal numbers are zeros if so asked."""
+    """Emulate functions of float32 that a GPU approximates; subnormal numbers may count as zeros."""
 
     def operation(opcode, sources, value):
         x = value(sources[0], Type("f32"))

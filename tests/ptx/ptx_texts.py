@@ -19,7 +19,7 @@ REGISTERS = 80  # of a thread: three blocks of 256 threads share a multiprocesso
 
 
 def ptxas():
-    """NVIDIA's assembler: of the package nvidia-cuda-nvcc, or of a toolkit."""
+    """Return the path of NVIDIA's assembler, from the package nvidia-cuda-nvcc or a toolkit."""
     packages = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in packages.submodule_search_locations] if packages else []
     found = [path for folder in folders for path in folder.glob("*/bin/ptxas")]
@@ -27,7 +27,7 @@ def ptxas():
 
 
 def texts_for(kernel, signature, capabilities):
-    """A kernel's PTX for some compute capabilities; NVVM makes the same for all of a family."""
+    """Return a kernel's PTX for some compute capabilities; NVVM makes the same for all of a family."""
     families = {each: max(first for first in FAMILIES if first <= each) for each in capabilities}
     firsts = list(dict.fromkeys(families.values()))
     made = dict(zip(firsts, device.ptx(kernel, signature, firsts), strict=True))
@@ -43,7 +43,7 @@ def target(capability):
 
 
 def assemble(ptx, capability, folder):
-    """What ptxas says of a kernel: (bytes of stack and spills, registers)."""
+    """Assemble a kernel; return (bytes of stack and spills, registers)."""
     source = folder / "kernel.ptx"
     source.write_text(ptx)
     done = subprocess.run(
@@ -63,7 +63,7 @@ SIZES = [*range(16, 257, 16)]
 
 
 def way_round(kernel, signature, folder, capability=(9, 0)):
-    """The instructions of a way round a kernel's main loop, for a warp."""
+    """Return the instructions of one iteration of a kernel's main loop, for a warp."""
     (text,) = device.ptx(kernel, signature, [capability])
     assemble(text, capability, folder)
     return main_loop(folder / "kernel.cubin")

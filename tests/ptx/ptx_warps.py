@@ -6,7 +6,7 @@ from ptx_operations import Type
 
 
 def together(block, threads, members, text):
-    """The warps of some threads; all members of them are there."""
+    """Return the warps of some threads, after a check that they are complete."""
     there = (threads.reshape(-1, WARP) << np.arange(WARP)).sum(axis=1)
     for thread in np.flatnonzero(threads):
         if int(members[thread]) & ~int(there[thread // WARP]):
@@ -72,7 +72,7 @@ def ldmatrix(block, at, threads):
 
 
 def movmatrix(block, at, threads):
-    """The transpose of a matrix [8, 8], of which each thread has two neighbouring elements."""
+    """Transpose a matrix [8, 8], of which each thread has two neighbouring elements."""
     target, source = at.operands
     words, found = block.value(source, Type("b32")), np.zeros(block.lanes, np.uint32)
     for warp in whole(block, threads, at.text):

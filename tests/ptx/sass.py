@@ -11,7 +11,7 @@ WORK = "HMMA", "LDGSTS", "STS"
 
 
 def disassembler():
-    """nvdisasm: of the package nvidia-cuda-nvdisasm, or of a toolkit."""
+    """Return the path of nvdisasm, from the package nvidia-cuda-nvdisasm or a toolkit."""
     packages = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in packages.submodule_search_locations] if packages else []
     found = [path for folder in folders for path in folder.glob("*/bin/nvdisasm")]
@@ -19,7 +19,7 @@ def disassembler():
 
 
 def instructions(cubin):
-    """The instructions of a kernel, and where its labels are."""
+    """Return the instructions of a kernel, and the places of its labels."""
     done = subprocess.run([disassembler(), "-c", cubin], capture_output=True, text=True, check=True)
     code, labels = [], {}
     for line in done.stdout.splitlines():
@@ -31,7 +31,7 @@ def instructions(cubin):
 
 
 def main_loop(cubin):
-    """The instructions of a way round the smallest loop with most products of matrices.
+    """Return the instructions of the smallest loop with the most products of matrices.
 
     Of the ways round that do all the work the shortest one counts: it leaves out masks, sums that shrink and
     what is done once more with care. Loops inside are gone through once.
@@ -56,7 +56,7 @@ def main_loop(cubin):
 
 
 def loop_of(code, labels):
-    """The jumps of a kernel, and the first and last place of the smallest loop with most products."""
+    """Return the jumps of a kernel, and the first and last place of the smallest loop with most products."""
     jumps = {}
     for place, text in enumerate(code):
         target = re.search(r"\bBRA\b(?!\.DIV).*`\((\.L_\w+)\)", text)
@@ -68,7 +68,7 @@ def loop_of(code, labels):
 
 
 def prologue(cubin):
-    """How many instructions lie before the main loop."""
+    """Return how many instructions lie before the main loop."""
     return loop_of(*instructions(cubin))[1]
 
 

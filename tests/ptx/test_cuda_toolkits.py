@@ -37,7 +37,7 @@ def number(release):
 
 
 def run(task, package, folder, asked=None):
-    """What a release of a package, the installed one if None, answers."""
+    """Return what a release of a package answers; None is the installed one."""
     command, environment = [sys.executable, toolkit.__file__, task], {}
     if package:
         folder /= package
@@ -87,7 +87,7 @@ def test_a_linker_takes_what_its_release_or_an_earlier_one_compiles(tmp_path):
 
 
 def assert_newer(said, release, what, fits=True):
-    """What is said of a library that would be used for a device of compute capability 12.0."""
+    """Check what is said of a library for a device of compute capability 12.0."""
     known = number(release) >= (12, 8)
     assert (said is None) == (known and fits)
     assert known or f"{what} of CUDA 12.8 or later, for compute capability 12.0" in said

@@ -47,7 +47,7 @@ GRAIN = 8 * 32
 
 @dataclass
 class Kernel:
-    """A kernel, patterns that its PTX has and lacks, and the most registers of a thread."""
+    """Describes a kernel: patterns that its PTX has and lacks, and the most registers of a thread."""
 
     make: object
     signature: object
@@ -186,7 +186,7 @@ TABLES = {
 
 
 def form_of(packed, stored, cell, rows, dim=128, group=8, free=0, **more):
-    """The form that a call takes whose arrays are aligned."""
+    """Return the form that a call with aligned arrays takes."""
     context = Context(packed, stored, cell, group, 2, dim, dim, (), 0, 0, **more)
     return forms.form_of(params.AttentionParams(free=free), context, rows)
 
@@ -296,7 +296,7 @@ DECODE = [
 
 
 def first_of(cache_format, native):
-    """The first compute capability of a form: the one that converts floats of 8 bits, if it does so."""
+    """Return the first compute capability of a form, later if it converts floats of 8 bits."""
     return ptx.MINIFLOATS if native and BY_NAME[cache_format].minifloat else (8, 0)
 
 
@@ -523,7 +523,7 @@ SHARED_CYCLES = {"LDSM": 4, "LDGSTS": 4, "LDS": 1, "STS": 1}  # 128 bytes of sha
 
 
 def cycles(code, warps):
-    """Of tensor cores, shared memory or issued instructions, whatever takes a multiprocessor longest."""
+    """Return the cycles of tensor cores, shared memory or issued instructions, whichever is largest."""
     words = [text.split()[text.startswith("@")].split(".")[0] for text in code]
     tensor = words.count("HMMA") * 16 * 8 * 16 / HOPPER["products"]
     shared = sum(SHARED_CYCLES.get(word, 0) for word in words)

@@ -316,7 +316,7 @@ def test_an_order_of_warps(order):
 
 
 def computed(text, *operands):
-    """The result of an operation on arrays."""
+    """Return the result of an operation on arrays."""
     opcode = tuple(text.split("."))
     names = dict(zip("abcd", operands, strict=False))
 
@@ -327,7 +327,7 @@ def computed(text, *operands):
 
 
 def nearest(exact):
-    """The float32 next to a fraction, ties to even."""
+    """Return the float32 next to a fraction, ties to even."""
     near = np.float32(float(exact))
     around = [np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf))]
     return min(around, key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) & 1))

@@ -18,7 +18,7 @@ KERNEL = "store", "float16", "int8", "float32", 8  # with divisions, and exchang
 
 
 def compiled(_):
-    """The PTX that `needs` looks at, and a kernel's; else what `needs` says, and how the kernel fails.
+    """Return the PTX that `needs` looks at and a kernel's; else the texts of `needs` and of the failure.
 
     Behind them is what `needs` says for `NEWER`, or None.
     """
@@ -30,7 +30,7 @@ def compiled(_):
 
 
 def linked(texts):
-    """By compiler: what `needs` says of it and this linker, how the linker fails on its kernel; or None.
+    """Return by compiler what `needs` says of it and this linker, and how linking its kernel fails, or None.
 
     Behind them is what `needs` says for `NEWER`.
     """
