@@ -125,7 +125,7 @@ def convert_files(paths, target, keys, values, model, axis, options, quiet, is_h
     total = sum(array.nbytes for contents in parts.values() for array in contents.arrays.values())
     first, quiet = paths[0], quiet or not is_here
     coding = options["format"] is not None  # then layer by layer, and the result is written as it comes
-    with clusters.naming(first), watch.watching(mapped if is_here and not coding else {}):
+    with clusters.naming(first), watch.watching(mapped if is_here else {}):
         sources = {str(path): with_model(by_patterns(parts[path], keys, values), model) for path in paths}
         source = sources[str(first)]
         if axis is not None:

@@ -669,6 +669,27 @@ def test_an_input_that_changes_while_it_is_mapped(tmp_path, when, size):
     assert not output.exists()
 
 
+CODING = """
+import os, sys
+from kvkit import tools
+from kvkit.files import npz
+from kvkit_cli.__main__ import start
+convert, source, npz.MAX_COPIED = tools.convert, sys.argv[2], -1
+tools.convert = lambda *args, **more: os.truncate(source, 2**12) or convert(*args, **more)
+start()
+"""
+
+
+@pytest.mark.slow
+def test_a_cache_that_is_shortened_while_it_is_coded(tmp_path):
+    source, target = tmp_path / "in.npz", tmp_path / "out.npz"
+    npz.write(source, dict.fromkeys(("key", "value"), np.ones((1, 2**12, 1, 64), np.float16)))
+    words = ["convert", source, target, "--format", "int8:g32"]
+    done = subprocess.run([sys.executable, "-c", CODING, *words], capture_output=True, text=True, check=False)
+    text = f"kvkit: {source}: another program changed it while it was in use: run this again\n"
+    assert (done.stderr, done.returncode, target.exists()) == (text, 1, False)
+
+
 # Every operator
 
 
