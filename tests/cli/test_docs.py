@@ -207,7 +207,7 @@ def test_the_plot_shows_the_committed_figures(name, page):
     """`benchmarks/plot.py` drew it of those; another matplotlib draws it otherwise."""
     assert plot.digest() in (plot.FOLDER / f"{name}-{page}.svg").read_text()
     pytest.importorskip("matplotlib")
-    assert plot.digest() in plot.drawn(name, page)
+    assert plot.digest() in plot.draw_svg(name, page)
 
 
 def test_the_model_of_many_cores_reads_all_bytes_at_its_bounds():

@@ -13,19 +13,20 @@ from kvkit.cache import Cache
 from kvkit.cache.compression import CONTEXT
 from kvkit.errors import TooFewTokensError, argument_error, brief, describe
 from kvkit.eviction.generation import Decoding
-from kvkit.eviction.scorers import SCORERS
+from kvkit.eviction.scorers import SCORERS, Scorer
 from kvkit.tools.studies.policies import Policy, entry_of
 from kvkit.typed import Array
 
 FORM = "'SCORER@SHARE' as 'snapkv@0.5', arguments of `compress` by name, or `kvkit.eviction.decoding(...)`"
+WEIGHT_SCORERS = "observed", "h2o"  # scorers that need the weights of all queries
+WINDOWS = {"tova": 1}  # how many of the last queries a scorer without an option `window` reads
+FUNCTION_WINDOW = 64  # how many of the last queries a scorer that is a function gets
+COMPRESS_ARGUMENTS = {*inspect.signature(Cache.compress).parameters}
 NOT_PROVIDED = {  # {scorer: the input that attention does not provide}
     "kvzip": "weights of a pass that repeats the context",
     "expected": "queries before rotation",
     "triattention": "queries before rotation",
 }
-WEIGHT_SCORERS = "observed", "h2o"  # scorers that need the weights of all queries
-COMPRESS_ARGUMENTS = {*inspect.signature(Cache.compress).parameters}
-FUNCTION_WINDOW = 64  # how many of the last queries a scorer that is a function gets
 
 
 class Eviction:
@@ -41,39 +42,15 @@ class Eviction:
 
     def __init__(self, evict: Any) -> None:
         self.decoding = evict if isinstance(evict, Decoding) else None
-        self.arguments: dict[str, Any] = {}
-        if isinstance(evict, str):
-            policy = entry_of(evict) if "@" in evict else None
-            if not isinstance(policy, Policy) or "+" in evict or policy.scorer == "oracle":
-                raise argument_error("evict", FORM, brief(repr(evict)))
-            self.arguments = {"scorer": policy.scorer, "keep": policy.keep, **policy.options}
-        elif isinstance(evict, Mapping) and "scorer" in evict:
-            self.arguments = dict(evict)
-        elif self.decoding is None:
-            raise argument_error("evict", FORM, describe(evict))
+        self.arguments = {} if self.decoding else compress_arguments(evict)
         scorer = self.decoding.scorer if self.decoding else self.arguments["scorer"]
         options = self.decoding.options if self.decoding else self.arguments
-        rule = SCORERS.get(scorer) if isinstance(scorer, str) else None
-        if isinstance(scorer, str) and (rule is None or scorer in NOT_PROVIDED):
-            wanted = "a scorer that reads keys, values, or the queries and weights of attention"
-            found = f"{scorer!r}, of {NOT_PROVIDED.get(scorer, 'no known name')}"
-            raise argument_error("evict", wanted, found)
+        rule = checked_scorer(scorer, options)
         self.wants_weights = scorer in WEIGHT_SCORERS
-        if rule is not None:  # refuse unknown options; what cache and attention will provide counts as given
-            provided = {name: True for name in CONTEXT if name in rule.options}
-            own = {name: value for name, value in options.items() if name not in COMPRESS_ARGUMENTS}
-            rule.check(dict.fromkeys(("values", "queries", "weights"), True), provided | own)
         if self.wants_weights and self.decoding:
             wanted = "a scorer of keys or of the last queries, while tokens are generated"
             raise argument_error("evict", wanted, f"{scorer!r}, of the weights of all queries")
-        self.window: int | None = 0  # how many of the last queries are recorded; None for all
-        if rule is None:
-            self.window = options.get("window", FUNCTION_WINDOW)
-        elif "queries" in " ".join(rule.needs) and not self.wants_weights:
-            option = rule.options.get("window")
-            last_query_only = {"tova": 1}
-            default = option.default if option is not None else last_query_only.get(scorer)
-            self.window = options.get("window", default)
+        self.window = 0 if self.wants_weights else queries_read(rule, options)
         self._inputs: dict[int, Array] = {}  # queries, or weights of keys, of each layer
         self.done = False  # whether a single eviction has run
 
@@ -117,3 +94,40 @@ class Eviction:
         if tokens and not self.wants_weights:
             left = {i: array[:, :, : max(array.shape[2] - tokens, 0)] for i, array in self._inputs.items()}
             self._inputs = {i: array for i, array in left.items() if array.shape[2]}
+
+
+def compress_arguments(evict: Any) -> dict[str, Any]:
+    """Return the arguments of `Cache.compress` that a text such as "snapkv@0.5", or a mapping, stands for."""
+    if isinstance(evict, Mapping) and "scorer" in evict:
+        return dict(evict)
+    if not isinstance(evict, str):
+        raise argument_error("evict", FORM, describe(evict))
+    policy = entry_of(evict) if "@" in evict else None
+    if not isinstance(policy, Policy) or "+" in evict or policy.scorer == "oracle":
+        raise argument_error("evict", FORM, brief(repr(evict)))
+    return {"scorer": policy.scorer, "keep": policy.keep, **policy.options}
+
+
+def checked_scorer(scorer: Any, options: Mapping[str, Any]) -> Scorer | None:
+    """Return the scorer of a name, None for a function; raise unless attention provides its inputs."""
+    if not isinstance(scorer, str):
+        return None
+    rule = SCORERS.get(scorer)
+    if rule is None or scorer in NOT_PROVIDED:
+        wanted = "a scorer that reads keys, values, or the queries and weights of attention"
+        found = f"{scorer!r}, of {NOT_PROVIDED.get(scorer, 'no known name')}"
+        raise argument_error("evict", wanted, found)
+    provided = {name: True for name in CONTEXT if name in rule.options}  # by the cache, later
+    own = {name: value for name, value in options.items() if name not in COMPRESS_ARGUMENTS}
+    rule.check(dict.fromkeys(("values", "queries", "weights"), True), provided | own)
+    return rule
+
+
+def queries_read(rule: Scorer | None, options: Mapping[str, Any]) -> int | None:
+    """Return how many of the last queries a scorer reads, None for all; `rule` is None for a function."""
+    if rule is None:
+        return options.get("window", FUNCTION_WINDOW)
+    if not any("queries" in need for need in rule.needs):
+        return 0
+    option = rule.options.get("window")
+    return options.get("window", WINDOWS.get(rule.name) if option is None else option.default)
