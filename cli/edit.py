@@ -174,7 +174,7 @@ def apply_change(cache, name, text, close, rotation):
         return
     begin, end, delta_or_d = parse_range(name, text, has_third=name != "remove")
     if name == "remove":
-        note_if_outside(name, text, positions, [(begin, end, by)])
+        note_if_outside(name, text, positions, [(begin, end, delta_or_d)])
         cache.remove(begin, end, close=close, **({"rope": rotation} if close else {}))
     else:
         getattr(cache, name)(begin, end, delta_or_d, rope=rotation)
