@@ -104,9 +104,10 @@ def attend_to_blocks(call: attention.BlockAttentionCall, out: Array, lse: Array 
     weights = call.weights if bias is None else attention.with_bias(call.weights, bias)
     prepare = cpu.attention.prepare.prepare_attention
     cpu.launches.start(prepare(query, entry_out, entry_lse, context, steps, entries, weights))
-    for array, entry_array in ((out, entry_out), (lse, entry_lse)):
-        if array is not None and not np.may_share_memory(array, entry_array):  # no view had these strides
-            array[...] = entry_array.reshape(array.shape)
+    if not np.may_share_memory(out, entry_out):  # no view of `out` had this shape
+        out[...] = entry_out.reshape(out.shape)
+    if lse is not None and entry_lse is not None and not np.may_share_memory(lse, entry_lse):
+        lse[...] = entry_lse.reshape(lse.shape)
 
 
 def bias_of(call: attention.BlockAttentionCall) -> Array | None:

@@ -96,7 +96,7 @@ def check_mask(mask: Any, query_shape: tuple[int, ...], length: int) -> None:
     if mask is None:
         return
     batch, full_sizes = query_shape[0], query_shape[:3]
-    shape = mask.shape if isinstance(mask, np.ndarray) else ()
+    shape: tuple[int, ...] = mask.shape if isinstance(mask, np.ndarray) else ()
     is_padding = shape == (batch, length) and mask.dtype == np.bool_
     is_full = len(shape) == 4 and all(n in (1, full) for n, full in zip(shape, full_sizes, strict=False))
     if not is_padding and not (is_full and shape[3] == length):
