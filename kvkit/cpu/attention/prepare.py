@@ -93,6 +93,17 @@ class Reading(NamedTuple):
     width: int | None  # elements that integer products multiply at a time; None without them
 
 
+class Division(NamedTuple):
+    """How a call is divided: a launch can serve another step only if its division is equal."""
+
+    tile_groups: int
+    work_items: int
+    splits: int  # of all tile groups whose context is split
+    tiles: int  # the kinds of tiles
+    group_tiles: int  # tiles of a wide group
+    is_small: bool  # whether one thread computes the call
+
+
 def prepare_attention(query, out, lse, context, steps, decoding, weights, key_weights=None):
     """Return a launch that computes attention into `out` and, unless None, `lse` and `key_weights`."""
     shared = shared_scales(context)
@@ -120,30 +131,32 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
     })  # fmt: skip
     if key_weights is not None:
         keep_items_whole(params, steps)
-    plan = schedule(params, params.ctypes.data)
+    division = schedule(params, params.ctypes.data)
     fill_engines(params, form)
-    return launch(params, plan, (steps, weights, constants, sinks), shared and (shared, weights), key_weights)
+    return launch(
+        params, division, (steps, weights, constants, sinks), shared and (shared, weights), key_weights
+    )
 
 
-def launch(params, plan, alive, shared, key_weights=None):
+def launch(params, division, alive, shared, key_weights=None):
     """Return a launch of scheduled attention; each run reads the `shared` scales anew."""
     at = params.ctypes.data
-    (groups, items, splits, _, group_tiles), small = plan
-    counters = np.zeros(groups + 1, np.int64)
+    counters = np.zeros(division.tile_groups + 1, np.int64)
     params[FIELD["counters"]] = counters.ctypes.data
     grants = [(FIELD["workspace_at"], workspace, int(params[FIELD["workspace_bytes"]]), 0)]
-    if splits:
+    if division.splits:
         params[FIELD["merge_splits"]] = merge_code().address
-        split_bytes = splits * group_tiles * int(params[FIELD["tile_state_bytes"]])
+        split_bytes = division.splits * division.group_tiles * int(params[FIELD["tile_state_bytes"]])
         grants.append((FIELD["partials"], partials, 0, split_bytes))
     if key_weights is not None:
         grants.append((FIELD["weights_at"], kept_weights, int(params[FIELD["weights_bytes"]]), 0))
     run = functools.partial(
-        run_in_workspace, scheduler.scheduler_code("work"), min(items, 1) if small else items, params,
+        run_in_workspace, scheduler.scheduler_code("work"),
+        min(division.work_items, 1) if division.is_small else division.work_items, params,
         at=at, grants=grants, counters=counters,
     )  # fmt: skip
 
-    def run_more():
+    def run_with_scales_and_sums():
         if shared:
             fill, weights = shared
             fill(params, weights)
@@ -156,18 +169,20 @@ def launch(params, plan, alive, shared, key_weights=None):
 
     owners = {place: owner for place, owner in ADDRESS_OWNER.items() if params[place]}
     plain = not shared and key_weights is None
-    return Launch(params, owners, run if plain else run_more, alive, lambda: schedule(params, at) == plan)
+    return Launch(
+        params,
+        owners,
+        run if plain else run_with_scales_and_sums,
+        alive,
+        lambda: schedule(params, at) == division,
+    )
 
 
 def schedule(params, at):
-    """Divide the call into work items: write their number, and the kinds of tiles, to the params at `at`.
-
-    Return the plan [tile groups, work items, splits, tiles, tiles of a group], and whether the call is small:
-    it then runs in one thread.
-    """
+    """Divide the call into work items: write their number, and the kinds of tiles, to the params at `at`."""
     scheduler.scheduler_code("schedule").ctypes(0, at)
     *counts, products = params[FIELD["tile_groups"] : FIELD["products"] + 1].tolist()
-    return [*counts, int(params[FIELD["group_tiles"]])], products < SMALL
+    return Division(*counts, int(params[FIELD["group_tiles"]]), products < SMALL)
 
 
 # What formats and sizes decide

@@ -9,20 +9,7 @@ from numba import types
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES
 from kvkit.cpu.launches import Launch, Record, address, kernel_code, run_workers, threads
-from kvkit.cpu.simd.lanes import (
-    F32,
-    I8,
-    I32,
-    LANES,
-    RAW,
-    Lanes,
-    fill,
-    micro_kernel,
-    narrow,
-    read,
-    widen,
-    write,
-)
+from kvkit.cpu.simd.lanes import F32, I32, LANES, RAW, Lanes, fill, micro_kernel, narrow, read, widen, write
 from kvkit.formats.elements import BY_NAME, mask_bytes
 from kvkit.formulas import numeric
 from kvkit.formulas.index import sequence_among, share
@@ -69,7 +56,7 @@ def addends(b, address, mask):
     """Read 16 elements of a mask as float32; False is read as -inf."""
     if mask != "bool":
         return widen(read(b, address, RAW[mask], LANES), mask)
-    raw = read(b, address, I8, LANES)
+    raw = read(b, address, RAW["int8"], LANES)
     hides = b.icmp_unsigned("==", raw.value, raw.of(0))
     zero, hidden = (ir.Constant(ir.VectorType(F32, LANES), [x] * LANES) for x in (0.0, float("-inf")))
     return Lanes(b, b.select(hides, hidden, zero))
@@ -82,11 +69,8 @@ def panel(element, mask):
     @micro_kernel
     def panel(b, target, mask_address, slope, distance, offset):
         slope, offset = (fill(b, b.bitcast(b.trunc(bits, I32), F32), LANES) for bits in (slope, offset))
-        begin = b.insert_element(
-            ir.Constant(ir.VectorType(F64, 1), ir.Undefined), b.sitofp(distance, F64), I32(0)
-        )
-        steps = ir.Constant(ir.VectorType(F64, LANES), [float(lane) for lane in range(LANES)])
-        line = (Lanes(b, begin).pick([0] * LANES) + Lanes(b, steps)).cast("fptrunc", F32) * slope + offset
+        first = fill(b, b.sitofp(distance, F64), LANES)
+        line = (first + [float(lane) for lane in range(LANES)]).cast("fptrunc", F32) * slope + offset
         if mask is not None:
             line = line + addends(b, mask_address, mask)
         write(b, target, narrow(line, element))

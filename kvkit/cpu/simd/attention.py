@@ -88,19 +88,19 @@ class EarlyAddresses:
 
     def take(self, token):
         """Return the address of the next token, and compute a later one."""
-        made = [self.b.load(place) for place in self.places]
-        made.append(self.address(self.b.add(token, I64(EARLY))))
-        for place, address in zip(self.places, made[1:], strict=True):
-            self.b.store(address, place)
-        return made[0]
+        address, *later = [self.b.load(place) for place in self.places]
+        later.append(self.address(self.b.add(token, I64(EARLY))))
+        for place, value in zip(self.places, later, strict=True):
+            self.b.store(value, place)
+        return address
 
 
-def if_aided(b, ahead, build):
-    """Emit build(True) for a list of addresses to prefetch, and build(False) for none."""
+def with_and_without_list(b, ahead, build):
+    """Emit build(True) for calls with a list of addresses to prefetch, and build(False) for those without."""
     with b.if_else(b.icmp_signed("!=", ahead, I64(0))) as (some, none):
-        for case, aided in ((some, True), (none, False)):
+        for case, prefetches in ((some, True), (none, False)):
             with case:
-                build(aided)
+                build(prefetches)
 
 
 @functools.cache
@@ -118,9 +118,9 @@ def narrow_scores(rows, stored, scale_format, group, rounds=(), like=None, near=
     if in_order and rows == 1 and not (like or scale_format or element.minifloat or element.block):
         return scores_of_one_row(stored, near)
     chunk = chunk_reader(stored, scale_format, group, rounds, like)
-    rows_like = like or (stored, scale_format, group)
-    most, fewest = chunk_vectors(rows, *rows_like), fewest_vectors(rows_like[0])
-    tokens, (own, constant) = tile_tokens(rows), row_scale(stored, scale_format, group)
+    decides_chunks = like or (stored, scale_format, group)
+    most, fewest = chunk_vectors(rows, *decides_chunks), fewest_vectors(decides_chunks[0])
+    tokens, (scale_of_row, constant) = tile_tokens(rows), row_scale(stored, scale_format, group)
 
     @micro_kernel
     def narrow_scores(
@@ -130,11 +130,11 @@ def narrow_scores(rows, stored, scale_format, group, rounds=(), like=None, near=
         with loop(b, count, tokens) as first:
             at = [row_id_at(b, row_ids, b.add(first, I64(t))) for t in range(tokens)]
             key_at = [b.add(keys, b.mul(number, key_row)) for number in at]
-            soon = key_at if like else [row_id_at(b, ahead, b.add(first, I64(t))) for t in range(tokens)]
+            later = key_at if like else [row_id_at(b, ahead, b.add(first, I64(t))) for t in range(tokens)]
             lines = BY_NAME[stored].bytes(most * LANES) // LINE  # of a chunk
-            if not lines:  # short rows: arithmetic takes longer than memory
+            if not lines:  # rows of small codes: products take longer than memory, so the order matters less
                 with loop(b, size, LINE) as i:
-                    for address in soon:
+                    for address in later:
                         prefetch(b, b.add(b.add(shift, address), i), near)
             scale_at = [b.add(scale_base, b.mul(number, scale_row)) for number in at]
             sums = StackSlots(b, zeros(b, LANES, tokens * rows))
@@ -142,7 +142,7 @@ def narrow_scores(rows, stored, scale_format, group, rounds=(), like=None, near=
             def add(i, vectors):
                 here = b.add(shift, bytes_of(b, stored, i))
                 for line in range(lines):
-                    for address in soon:
+                    for address in later:
                         prefetch(b, b.add(b.add(here, address), I64(LINE * line)), near)
                 key = [chunk(b, *at, i, vectors, dim) for at in zip(key_at, scale_at, strict=True)]
                 for m in range(vectors):
@@ -155,9 +155,9 @@ def narrow_scores(rows, stored, scale_format, group, rounds=(), like=None, near=
 
             for_chunks(b, dim, (most, fewest), add)
             total = sums_of([sums[i] for i in range(tokens * rows)])
-            if own:
-                scales = lanes.concatenate([read(b, at, RAW[own], 1) for at in scale_at])
-                total = total * widen(scales, own).pick(i // rows for i in range(tokens * rows))
+            if scale_of_row:
+                scales = lanes.concatenate([read(b, at, RAW[scale_of_row], 1) for at in scale_at])
+                total = total * widen(scales, scale_of_row).pick(i // rows for i in range(tokens * rows))
             total = total * constant
             write(b, b.add(scores, b.mul(first, I64(4 * rows))), total)
 
@@ -175,32 +175,33 @@ def scores_of_one_row(stored, near):
     def narrow_scores(
         b, queries, keys, key_row, scale_base, scale_row, row_ids, ahead, shift, count, dim, scores
     ):
-        place, seen = lanes.stack_buffer(b, 4 * LANES * SUMMED)
+        sums_to, sums_from = lanes.stack_buffer(b, 4 * LANES * SUMMED)
 
         def add(first, live, i, vectors):
+            """Add the products of `vectors` vectors of each row, from element i on, to the tokens' sums."""
             here, query_at = bytes_of(b, stored, i), b.add(queries, b.mul(i, I64(4)))
             query = [read(b, b.add(query_at, I64(4 * LANES * m)), F32, LANES) for m in range(vectors)]
-            soon = b.add(shift, here)
+            offset = b.add(shift, here)
             with b.if_then(b.icmp_signed("!=", dim, I64(vectors * LANES))):  # rows are read in several parts
                 rows.begin(first)
 
-            def read_rows(aided):
+            def read_rows(prefetches):
                 with loop(b, live) as t:
                     lanes.never_unroll(b)
                     token = b.add(first, t)
                     row = b.add(rows.take(token), here)
-                    if aided:
-                        later = b.add(soon, row_id_at(b, ahead, token))
+                    if prefetches:
+                        later = b.add(offset, row_id_at(b, ahead, token))
                         for line in range(0, BY_NAME[stored].bytes(vectors * LANES), LINE):
                             prefetch(b, b.add(later, I64(line)), near)
-                    sums_at = b.add(place, b.mul(t, I64(4 * LANES)))
+                    sums_at = b.add(sums_to, b.mul(t, I64(4 * LANES)))
                     total = read(b, sums_at, F32, LANES)
                     for m in range(vectors):
                         at = b.add(row, I64(BY_NAME[stored].bytes(m * LANES)))
                         total = widen(read(b, at, RAW[stored], LANES), stored).fma(query[m], total)
                     write(b, sums_at, total)
 
-            if_aided(b, ahead, read_rows)
+            with_and_without_list(b, ahead, read_rows)
 
         rows = EarlyAddresses(b, keys, key_row, row_ids, count)
         rows.begin(I64(0))
@@ -208,9 +209,9 @@ def scores_of_one_row(stored, near):
             left = b.sub(count, first)
             live = b.select(b.icmp_signed("<", left, I64(SUMMED)), left, I64(SUMMED))
             for t in range(SUMMED):
-                write(b, b.add(place, I64(4 * LANES * t)), zeros(b, LANES)[0])
+                write(b, b.add(sums_to, I64(4 * LANES * t)), zeros(b, LANES)[0])
             for_chunks(b, dim, (8, 4, 2, 1), lambda i, vectors: add(first, live, i, vectors))
-            sums = [read(b, b.add(seen, I64(4 * LANES * t)), F32, LANES) for t in range(SUMMED)]
+            sums = [read(b, b.add(sums_from, I64(4 * LANES * t)), F32, LANES) for t in range(SUMMED)]
             write(b, b.add(scores, b.mul(first, I64(4))), sums_of(sums))
 
     return narrow_scores
@@ -226,50 +227,52 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
     chunk = chunk_reader(stored, scale_format, group, rounds)
     most = chunk_vectors(rows, stored, scale_format, group)
     widest, fewest = tile_columns(rows), fewest_vectors(stored)
-    own, constant = row_scale(stored, scale_format, group)
-    by_words = stored == "bfloat16" and scale_format is None
+    scale_of_row, constant = row_scale(stored, scale_format, group)
     coded = bool(scale_format or BY_NAME[stored].minifloat or BY_NAME[stored].block)
 
     @micro_kernel
     def narrow_sums(
         b, weights, values, value_row, scale_base, scale_row, row_ids, ahead, shift, count, dim, sums, factors
     ):
-        def columns(first, vectors):
+        def add_columns(first, vectors):
+            """Add P V to O in `vectors` vectors of each row, from element `first` on, in chunks of `size`."""
             size = min(most, vectors)
-            lanes_of, read_chunk = chunk_order(stored, scale_format, size), chunk
-            if by_words and size == 2:
-                lanes_of, read_chunk = [*range(0, 2 * LANES, 2), *range(1, 2 * LANES, 2)], even_and_odd
-            elements = sorted(range(len(lanes_of)), key=lanes_of.__getitem__)
+            order, read_chunk = chunk_order(stored, scale_format, size), chunk
+            if stored == "bfloat16" and scale_format is None and size == 2:
+                order, read_chunk = [*range(0, 2 * LANES, 2), *range(1, 2 * LANES, 2)], even_and_odd
+            lane_of = sorted(range(len(order)), key=order.__getitem__)  # the lane of each element
             targets = [
                 b.add(sums, b.mul(b.add(b.add(first, I64(c * LANES)), b.mul(dim, I64(r))), I64(4)))
                 for r in range(rows)
                 for c in range(0, vectors, size)
             ]
-            scaled = []
+            start = []  # O alpha, in the units of the chunks: `constant` is multiplied at the end
             for i, address in enumerate(targets):
                 factor = broadcast(b, b.add(factors, I64(4 * (i * size // vectors))), LANES) * (1 / constant)
                 row = read(b, address, F32, LANES * size)
-                scaled += [row.pick(lanes_of[m * LANES : (m + 1) * LANES]) * factor for m in range(size)]
-            totals = StackSlots(b, scaled)
+                start += [row.pick(order[m * LANES : (m + 1) * LANES]) * factor for m in range(size)]
+            totals = StackSlots(b, start)
             value_rows = EarlyAddresses(b, values, value_row, row_ids, count)
             value_rows.begin(I64(0))
 
-            def locate(token, aided=True):
+            def locate(token, prefetches=True):
+                """Return the addresses of a token's value and scales; prefetch the value of a later one."""
                 row = value_rows.take(token)
                 scale_at = b.add(scale_base, b.mul(row_id_at(b, row_ids, token), scale_row))
-                if aided:
-                    soon = row if neighbours else row_id_at(b, ahead, token)
-                    soon = b.add(b.add(soon, shift), bytes_of(b, stored, first))
+                if prefetches:
+                    later = row if neighbours else row_id_at(b, ahead, token)
+                    later = b.add(b.add(later, shift), bytes_of(b, stored, first))
                     for offset in range(0, BY_NAME[stored].bytes(vectors * LANES), LINE):
-                        prefetch(b, b.add(soon, I64(offset)), near)
+                        prefetch(b, b.add(later, I64(offset)), near)
                 return row, scale_at
 
             def add(token, value, scale_at):
                 weight_at = b.add(weights, b.mul(token, I64(4 * rows)))
-                scale = widen(read(b, scale_at, RAW[own], 1), own).pick([0] * LANES) if own else None
+                if scale_of_row:
+                    scale = widen(read(b, scale_at, RAW[scale_of_row], 1), scale_of_row).pick([0] * LANES)
                 for r in range(rows):
                     weight = broadcast(b, b.add(weight_at, I64(4 * r)), LANES)
-                    weight = weight * scale if own else weight
+                    weight = weight * scale if scale_of_row else weight
                     for c in range(vectors):
                         i = r * vectors + c
                         totals[i] = value[c].fma(weight, totals[i])
@@ -292,11 +295,11 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
                         add(token, [read_half_vector(b, halves, m) for m in range(vectors)], scale_at)
             else:
 
-                def add_rows(aided):
+                def add_rows(prefetches):
                     with loop(b, count) as token:
                         if rows == 1:
                             lanes.never_unroll(b)
-                        row, scale_at = locate(token, aided)
+                        row, scale_at = locate(token, prefetches)
                         value = []
                         begin = row if coded else b.add(row, bytes_of(b, stored, first))
                         for c in range(0, vectors, size):
@@ -306,14 +309,14 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
                         add(token, value, scale_at)
 
                 if rows == 1 and not (neighbours or coded):
-                    if_aided(b, ahead, add_rows)
+                    with_and_without_list(b, ahead, add_rows)
                 else:
                     add_rows(True)
             for i, address in enumerate(targets):
                 whole = concatenate([totals[i * size + m] * constant for m in range(size)])
-                write(b, address, whole.pick(elements))
+                write(b, address, whole.pick(lane_of))
 
-        for_chunks(b, dim, (widest, fewest), columns)
+        for_chunks(b, dim, (widest, fewest), add_columns)
 
     return narrow_sums
 

@@ -6,20 +6,7 @@ Each is compiled for its formats. The plain forms in `cpu/copy/rows.py` give the
 import functools
 
 from kvkit.cpu.simd import lanes
-from kvkit.cpu.simd.lanes import (
-    F32,
-    I8,
-    I16,
-    I32,
-    LANES,
-    RAW,
-    micro_kernel,
-    narrow,
-    pairs,
-    read,
-    widen,
-    write,
-)
+from kvkit.cpu.simd.lanes import F32, I8, I16, I32, LANES, RAW, micro_kernel, narrow, read, widen, write
 from kvkit.formats.elements import BY_NAME
 
 WIDEST = 128  # elements of a quantizing panel, unless a group is wider: they fit in registers
@@ -182,7 +169,7 @@ def group_maxima(vectors, group):
     vectors = [functools.reduce(larger, vectors[i : i + wide]) for i in range(0, len(vectors), wide)]
     for _ in range(min(group, vectors[0].count).bit_length() - 1):
         if len(vectors) > 1:
-            vectors = [larger_neighbours(x, y) for x, y in pairs(vectors)]
+            vectors = [larger_neighbours(x, y) for x, y in lanes.pairs(vectors)]
         else:
             vectors = [larger_neighbours(vectors[0])]
     return vectors[0]
