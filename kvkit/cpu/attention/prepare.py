@@ -68,14 +68,14 @@ class RowDecoder:
 class Form(NamedTuple):
     """Formats, sizes and the placement of rows: all that decides the machine code of a call."""
 
-    data: str
+    data: str  # the format of queries and outputs
     cache_formats: tuple[str, str]  # formats of keys and of values
     scale: str | None
-    group: int
+    group: int  # elements that share a scale; 0 for one scale a row
     heads: int
     dim: int
     value_dim: int
-    as_loaded: bool
+    as_loaded: bool  # whether decoded values are rounded to `data`, as a load does
     spread: bool  # whether the elements of a row have gaps between them
     interleaved: bool  # whether all heads of a token lie together
     decoder: RowDecoder | None

@@ -111,7 +111,7 @@ class CodeVectors:
         self.block, self.bits, self.width = self.element.block, self.element.bits, width
         self.group = self.block.elements if self.block else group
         self.scale_format = self.block.cell if self.block else scale_format
-        self.scales = max(1, width // self.group)  # of a chunk
+        self.scales = max(1, width // self.group)  # how many a chunk has
         self.bias = 1 << self.bits - 1
         self.nibbles_apart = bool(self.block and self.block.halves)  # elements 0 and 16 share a byte
         self.stored_unsigned = bool(self.block and self.block.less)  # codes have the bias in memory
@@ -248,40 +248,40 @@ class WordProduct(NamedTuple):
 
 
 class SharedScales(NamedTuple):
-    """Steps whose lanes have the same scales, so that their products are added up as integers."""
+    """Products whose lanes have the same scales, so that they are added up as integers."""
 
     groups: tuple[int, ...]  # the scale of each lane
     start_at: int  # offset in a chunk of queries: the initial sums
-    steps: list[WordProduct]
+    products: list[WordProduct]
 
 
 class Queries:
     """The memory layout of a tile's queries: a vector with a factor for each row, then chunks.
 
-    A chunk has for each of `sums` the initial sums, then the high and the low bytes of each step; all of them
-    are `vectors` vectors, of which each holds `rows_of_vector` query rows.
+    A chunk has for each of `sums` the initial sums, then the high and the low bytes of each product; all of
+    them are `vectors` vectors, of which each holds `rows_of_vector` query rows.
     """
 
     def __init__(self, rows, codes):
         self.rows_of_vector = min(rows, 4)
         self.vectors = rows // self.rows_of_vector
         span = 4 // self.rows_of_vector  # words of a quarter of a vector
-        words = [
+        choices = [  # of the words of a vector of codes: the word of each lane
             [4 * (lane // 4) + step * span + lane % 4 // self.rows_of_vector for lane in range(LANES)]
             for step in range(self.rows_of_vector)
         ]
         by_groups: dict = {}
         for vector, elements in enumerate(codes.elements()):
-            for of_step in words:
-                groups = tuple(codes.group_of(elements[4 * word]) for word in of_step)
-                by_groups.setdefault(groups, []).append((vector, of_step))
-        self.sums, self.chunk_bytes = [], 0
-        for groups, steps in by_groups.items():
-            size, start = BYTES * self.vectors, self.chunk_bytes
-            offsets = range(start + size, start + size + 2 * size * len(steps), 2 * size)
-            placed = [WordProduct(v, words, at) for (v, words), at in zip(steps, offsets, strict=True)]
-            self.sums.append(SharedScales(groups, start, placed))
-            self.chunk_bytes += size + 2 * size * len(steps)
+            for words in choices:
+                groups = tuple(codes.group_of(elements[4 * word]) for word in words)
+                by_groups.setdefault(groups, []).append((vector, words))
+        self.sums, self.chunk_bytes, size = [], 0, BYTES * self.vectors
+        for groups, chosen in by_groups.items():
+            self.sums.append(SharedScales(groups, self.chunk_bytes, []))
+            self.chunk_bytes += size
+            for vector, words in chosen:
+                self.sums[-1].products.append(WordProduct(vector, words, self.chunk_bytes))
+                self.chunk_bytes += 2 * size
 
     def chunk_at(self, b, queries, chunk):
         """Return the address of a chunk of queries."""
@@ -330,9 +330,9 @@ def compile_fixed_queries(rows, stored, scale_format, group, width):
                         write(b, at, bytes_.pick(order))
             to = form.chunk_at(b, target, b.udiv(i, I64(width)))
             one = Lanes(b, ir.Constant(ir.VectorType(I8, BYTES), [1] * BYTES))
-            for _, start_at, steps in form.sums:
+            for _, start_at, products in form.sums:
                 total = [int_zeros(b) for _ in range(2 * form.vectors)]
-                for v, words, offset in steps:
+                for v, words, offset in products:
                     for h in range(form.vectors):
                         for k in range(2):
                             of_rows = concatenate(
@@ -385,13 +385,13 @@ def compile_scores(rows, near, stored, scale_format, group, width):
                     widen(codes.raw_scales(b, *token, i), codes.scale_format)
                     for token in zip(at, scale_at, strict=True)
                 ]
-                for groups, start_at, steps in form.sums:
+                for groups, start_at, products in form.sums:
                     start = [
                         read(b, b.add(query, I64(start_at + BYTES * h)), I32, LANES)
                         for h in range(form.vectors)
                     ]
                     high, low = [int_zeros(b)] * len(sums.places), start * tokens
-                    for v, words, offset in steps:
+                    for v, words, offset in products:
                         high_low = [  # of the first vector of rows, then of the second
                             read(b, b.add(query, I64(offset + BYTES * k)), I32, LANES)
                             for k in range(2 * form.vectors)

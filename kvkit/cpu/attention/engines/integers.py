@@ -22,9 +22,10 @@ get_float = memory.load(types.float32)
 
 def width(stored, scale_format, group, dims):
     """Return how many elements integer products multiply at a time; None if they do not fit these codes."""
-    if stored not in STORED or (scale_format is None) != (BY_NAME[stored].block is not None):
+    in_blocks = stored in STORED and BY_NAME[stored].block is not None  # which contain their scales
+    if stored not in STORED or in_blocks != (scale_format is None):
         return None
-    group = group or 8
+    group = group or 8  # blocks have no group here, and theirs divides every width
     fit = (
         width
         for width in STORED[stored]

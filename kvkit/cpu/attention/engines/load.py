@@ -37,9 +37,9 @@ def run_end(row_ids, begin, count, step):
 
 @helper
 def load_rows(code, side, block, head, row_ids, target, target_row, element):
-    """Write the block's rows of a head in the format that `code` makes, `element` bytes each, run by run.
+    """Write the block's rows of a head in the format that `code` makes, run by run.
 
-    Strided elements are read as if each were a head.
+    An element of the target has `element` bytes. Strided elements are read as if each were a head.
     """
     source, scales = rows_of_head(side, block, head)
     heads, size = (side.dim, 1) if side.element else (1, side.dim)
