@@ -181,8 +181,8 @@ def launch(params, division, alive, shared, key_weights=None):
 def schedule(params, at):
     """Divide the call into work items: write their number, and the kinds of tiles, to the params at `at`."""
     scheduler.scheduler_code("schedule").ctypes(0, at)
-    *counts, products = params[FIELD["tile_groups"] : FIELD["products"] + 1].tolist()
-    return Division(*counts, int(params[FIELD["group_tiles"]]), products < SMALL)
+    groups, items, splits, tiles, products = params[FIELD["tile_groups"] : FIELD["products"] + 1].tolist()
+    return Division(groups, items, splits, tiles, int(params[FIELD["group_tiles"]]), products < SMALL)
 
 
 # What formats and sizes decide
