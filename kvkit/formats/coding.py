@@ -18,7 +18,8 @@ from kvkit.typed import Array
 
 Scales = TypeVar("Scales", Array, np.float32)
 
-SHARED = {False: ("tensor", "head", "token", "group"), True: ("tensor", "channel")}
+GIVEN_SCALES = ("tensor", "head", "token", "group")  # granularities of a caller's scales for floats of 8 bits
+ORT_SCALES = ("tensor", "channel")  # and for onnxruntime's codes, the formats that need a scale
 
 
 def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: Any) -> dict[str, Array]:
@@ -74,7 +75,7 @@ def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: 
     computed = known.rule != "given" or isinstance(scale, str) or (scale is None and known.per != "")
     rows, dtype = check_numbers(x, known, computed)
     rows, tail = (rows[..., : -known.tail], rows[..., -known.tail :]) if known.tail else (rows, None)
-    per, whole, offset = known.per, np.float32(1), None
+    per, tensor_scale, offset = known.per, np.float32(1), None
     with np.errstate(over="ignore", invalid="ignore"):
         rows = rotate(rows, "hadamard") if known.hadamard else rows
         if known.rule == "given":
@@ -82,19 +83,19 @@ def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: 
             check_positive("scale", scales)
             ratio = rows / spread_scales(scales, rows.shape, per)
         else:
-            if known.rule == "blocks16":
-                whole = whole_scale(known, scale, rows)
+            if known.rule == "nvfp4":
+                tensor_scale = tensor_wide_scale(known, scale, rows)
             elif scale is not None:
                 raise argument_error("scale", f"None, for {known}", brief(repr(scale)))
             ratio, scales, offset = RULES[known.rule](
-                split_groups(rows, per, known.group), known, dtype, whole
+                split_groups(rows, per, known.group), known, dtype, tensor_scale
             )
             ratio, scales = join_groups(ratio, rows.shape, per), scales[..., 0]
             offset = None if offset is None else offset[..., 0]
         codes = round_codes(ratio, known)
         scale_type = known.scale_type(dtype)
         if computed:
-            check_stored(known, rows, (scales, offset, tail), scale_type, whole)
+            check_stored(known, rows, (scales, offset, tail), scale_type, tensor_scale)
         if known.order:
             return {"codes": packing.pack_blocks(known, codes, scales, offset, tail, scale_type)}
         arrays = {"codes": packing.pack_array(known, codes)}
@@ -102,8 +103,8 @@ def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: 
             arrays["scale"] = packing.store_scales(scales, scale_type)
         if offset is not None:
             arrays[known.offset] = packing.store_scales(offset, scale_type)
-    if known.rule == "blocks16" and whole != 1:
-        arrays["whole"] = np.asarray(whole)
+    if known.rule == "nvfp4" and tensor_scale != 1:
+        arrays["whole"] = np.asarray(tensor_scale)
     return arrays
 
 
@@ -144,7 +145,8 @@ def decode(arrays: Mapping[str, ArrayLike] | ArrayLike, format: str | Format, **
     known = named(format, **options)
     parts = dict(arrays) if isinstance(arrays, dict) else {"codes": arrays}
     codes = required_array(parts, "codes", known)
-    if (codes.dtype.kind in "fcO" and codes.dtype.itemsize > 1) or codes.ndim < fewest_axes(known):
+    holds_numbers = codes.dtype.kind in "fcO" and codes.dtype.itemsize > 1  # not integers, nor float8
+    if holds_numbers or codes.ndim < fewest_axes(known):
         wanted = f"bytes of {fewest_axes(known)} axes or more, for {known}"
         raise argument_error("codes", wanted, f"dtype {codes.dtype} and {codes.ndim} axes")
     codes = np.ascontiguousarray(codes).view(np.uint8)
@@ -152,26 +154,25 @@ def decode(arrays: Mapping[str, ArrayLike] | ArrayLike, format: str | Format, **
         return packing.decode_blocks(known, codes)
     values, per = known.code.table[packing.unpack_array(known, codes)], known.per
     if known.rule == "given":
-        per, scales = resolve_scales(
-            known, required_array(parts, "scale", known) if per else parts.get("scale"), values
-        )
+        scale = required_array(parts, "scale", known) if per else parts.get("scale")
+        per, scales = resolve_scales(known, scale, values)
     else:
-        whole = single_scale("whole", parts.get("whole", 1), known)
-        scales = load_scales(parts, "scale", known, values.shape) * whole
+        tensor_scale = single_scale("whole", parts.get("whole", 1), known)
+        scales = load_scales(parts, "scale", known, values.shape) * tensor_scale
     offset = load_scales(parts, known.offset, known, values.shape) if known.offset else None
     offset = None if offset is None else spread_scales(offset, values.shape, per)
     return packing.dequantize(known, values, spread_scales(scales, values.shape, per), offset)
 
 
 def fewest_axes(format: Format) -> int:
-    """Return how many axes an array of numbers has at least."""
+    """Return how many axes an array of numbers has at least: [heads, D] for scales by head or channel."""
     return 2 if format.per in ("head", "channel") else 1
 
 
 def check_numbers(x: ArrayLike, format: Format, computed: bool) -> tuple[Array, np.dtype[Any]]:
     """Return (data as float32, their dtype); raise if they do not fit the format or computed scales."""
     x = np.asarray(x)
-    if x.dtype not in [one.dtype for one in FLOATS]:
+    if x.dtype not in [element.dtype for element in FLOATS]:
         raise argument_error("x", f"dtype {', '.join(map(str, FLOATS))}", str(x.dtype))
     if x.ndim < fewest_axes(format):
         raise argument_error("x", f"{fewest_axes(format)} axes or more, for {format}", x.ndim)
@@ -181,15 +182,16 @@ def check_numbers(x: ArrayLike, format: Format, computed: bool) -> tuple[Array, 
         what = "NaN" if np.isnan(x[place]) else "infinity"
         scaled = " with a computed scale" if format.rule == "given" and computed else ""
         raise argument_error("x", f"finite numbers, for {format}{scaled}", f"{what} at {place}")
-    in_byte = packing.codes_together(format)
+    whole_bytes = packing.codes_together(format)
     by_tokens = format.along == "tokens"
     group = format.group if format.per == "group" else 1
-    elements = math.lcm(group or 1, format.block or 1, 1 if by_tokens else in_byte)
+    elements = math.lcm(group or 1, format.block or 1, 1 if by_tokens else whole_bytes)
     if (x.shape[-1] - format.tail) % elements or x.shape[-1] <= format.tail:
         more = f" and {format.tail} more" if format.tail else ""
         wanted = f"a head of a multiple of {elements} elements{more}, for {format}"
         raise argument_error("x", wanted, x.shape[-1])
-    tokens = math.lcm((format.per == "channel" and format.group) or 1, in_byte if by_tokens else 1)
+    group = format.group if format.per == "channel" else 1
+    tokens = math.lcm(group or 1, whole_bytes if by_tokens else 1)
     if x.shape[0] % tokens:
         raise argument_error("x", f"a multiple of {tokens} tokens, for {format}", x.shape[0])
     return x, dtype
@@ -202,12 +204,13 @@ def no_room(format: Format, x: Array, name: str, element: Element) -> KvkitError
 
 
 def check_stored(
-    format: Format, x: Array, parts: tuple[Array, Array | None, Array | None], scale_type: Element, whole: Any
-) -> None:
+    format: Format, x: Array, parts: tuple[Array, Array | None, Array | None], scale_type: Element,
+    tensor_scale: Any,
+) -> None:  # fmt: skip
     """Raise if a scale, minimum, zero or tail is too large for its type, or if codes decode to inf.
 
     `parts` are the scales, the minima or zeros, and the tail of the numbers `x`. The type of the first two is
-    `scale_type`; `whole` is the tensor-wide scale.
+    `scale_type`.
     """
     names, types = ("scale", format.offset, "tail"), (scale_type, scale_type, BFLOAT16)
     stored = [
@@ -219,7 +222,7 @@ def check_stored(
             raise no_room(format, x, name, element)
     for code in format.code.limits:
         limit = np.asarray(code, np.float32)
-        if not np.isfinite(packing.dequantize(format, limit, stored[0] * whole, stored[1])).all():
+        if not np.isfinite(packing.dequantize(format, limit, stored[0] * tensor_scale, stored[1])).all():
             raise no_room(format, x, "codes", FLOAT32)
 
 
@@ -231,7 +234,7 @@ def resolve_scales(format: Format, scale: Any, x: Array) -> tuple[str, Any]:
         return "tensor", np.float32(1)
     if scale is None:
         raise argument_error("scale", f"a number or an array, for {format}", "None")
-    legal = scale_shapes(x.shape, format.group, SHARED[format.needs_scale])
+    legal = scale_shapes(x.shape, format.group, ORT_SCALES if format.needs_scale else GIVEN_SCALES)
     if isinstance(scale, str):
         if scale not in legal:
             raise argument_error("scale", f"one of {', '.join(legal)}, for {format}", brief(repr(scale)))
@@ -249,7 +252,7 @@ def resolve_scales(format: Format, scale: Any, x: Array) -> tuple[str, Any]:
     raise argument_error("scale", f"shape {by}", scales.shape)
 
 
-def whole_scale(format: Format, scale: Any, x: Array) -> np.float32:
+def tensor_wide_scale(format: Format, scale: Any, x: Array) -> np.float32:
     """Return the tensor-wide scale of nvfp4, which multiplies the scales of blocks."""
     if scale is not None:
         return check_positive("scale", single_scale("scale", scale, format))
@@ -257,11 +260,12 @@ def whole_scale(format: Format, scale: Any, x: Array) -> np.float32:
         if np.abs(x).max(initial=0) > format.code.limits[1] * E4M3.limits[1]:
             raise no_room(format, x, "scale", E4M3)
         return np.float32(1)
-    top = np.float32(np.abs(x).max(initial=0) / np.float32(448))
-    return top if top > 0 else np.float32(1)
+    computed = np.float32(np.abs(x).max(initial=0) / np.float32(E4M3.limits[1]))
+    return computed if computed > 0 else np.float32(1)
 
 
 def single_scale(name: str, scales: Any, format: Format) -> np.float32:
+    """Check that a caller's scale is one finite number; return it."""
     number = finite_scales(name, scales)
     if number.size != 1:
         raise argument_error(name, f"a number, for {format}", f"shape {number.shape}")
@@ -269,6 +273,7 @@ def single_scale(name: str, scales: Any, format: Format) -> np.float32:
 
 
 def check_positive(name: str, scales: Scales) -> Scales:
+    """Check that scales are above 0; return them."""
     if not np.all(scales > 0):
         raise argument_error(name, "numbers above 0", np.min(scales))
     return scales

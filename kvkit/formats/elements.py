@@ -20,8 +20,8 @@ class Block:
     bytes: int  # the size of the block
     codes_at: int  # the byte offset of the codes
     cell: str  # the element of the scale
-    halves: bool = False  # whether low nibbles hold the first half of the numbers, high nibbles the second
-    less: int = 0  # stored code - code: half of the codes' range, or 0
+    halves: bool = False  # whether byte i holds code i (low nibble) and code i + 16, not 2 i and 2 i + 1
+    bias: int = 0  # stored code - code: 8 if codes -8..7 are stored as 0..15
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Element:
     name: str
     dtype: np.dtype[Any]
     bits: int
-    significant: int = 0  # bits of a float's significand, with the implicit one; 0 for codes
+    significant: int = 0  # bits of a float's significand, with the implicit leading 1; 0 for codes
     limits: tuple[float, float] = (0, 0)  # the least and the largest code or number
     widen: str = ""
     narrow: str = ""
-    numbers: tuple[float, ...] = ()  # the number of each code, if it is neither a float nor an integer
+    numbers: tuple[float, ...] = ()  # the number that stored bits 0, 1, 2, ... stand for, if they are listed
     block: Any = None  # a `Block`, for codes that lie in blocks, each with its scale
 
     def bytes(self, count: int) -> int:
@@ -71,7 +71,7 @@ class Element:
         if self.significant:
             return codes.astype(np.uint8).view(self.dtype).astype(np.float32)
         sign = 1 << self.bits - 1 if self.symmetric else 0
-        return ((codes ^ sign) - sign).astype(np.float32)
+        return ((codes ^ sign) - sign).astype(np.float32)  # two's complement: 15 of 4 bits is -1
 
     @cached_property
     def smallest_scale(self) -> float:
@@ -88,10 +88,10 @@ BFLOAT16 = Element(
     "bfloat16", np.dtype(ml_dtypes.bfloat16), 16, 8, widen="bfloat16_to_float", narrow="float_to_bfloat16"
 )
 INT8 = Element("int8", np.dtype(np.int8), 8, limits=(-127, 127), widen="int8_to_float")
-# Two's complement nibbles; the low nibble of a byte holds the element of even index.
+# Nibbles in two's complement; the low nibble of a byte holds the element of even index.
 INT4 = Element("int4", np.dtype(np.int8), 4, limits=(-7, 7), widen="low_nibble")
 
-# Codes that only kvkit's caches with state store.
+# Codes that only kvkit's caches with state store, in the same order.
 INT2 = Element("int2", np.dtype(np.uint8), 2, limits=(-1, 1))
 UINT8 = Element("uint8", np.dtype(np.uint8), 8, limits=(0, 255))
 UINT4 = Element("uint4", np.dtype(np.uint8), 4, limits=(0, 15))
@@ -105,25 +105,25 @@ E5M2 = Element(
 
 # Blocks of ggml: a scale of 16 bits, then 32 codes.
 BYTE = np.dtype(np.uint8)
-Q8_0 = Element("q8_0", BYTE, 8, limits=(-127, 127), block=Block(32, 34, 2, "float16"))
-Q4_0 = Element("q4_0", BYTE, 4, limits=(-8, 7), block=Block(32, 18, 2, "float16", halves=True, less=8))
+Q8_0 = Element("q8_0", BYTE, 8, limits=(-127, 127), block=Block(32, bytes=34, codes_at=2, cell="float16"))
+Q4_0_BLOCK = Block(32, bytes=18, codes_at=2, cell="float16", halves=True, bias=8)
+Q4_0 = Element("q4_0", BYTE, 4, limits=(-8, 7), block=Q4_0_BLOCK)
 
 FLOATS = (FLOAT32, FLOAT16, BFLOAT16)
 FLOATS8 = (E4M3, E5M2)
 BLOCKS = (Q8_0, Q4_0)
-BY_NAME = {one.name: one for one in (*FLOATS, INT8, INT4, INT2, UINT8, UINT4, UINT2, *FLOATS8, *BLOCKS)}
-BY_DTYPE = {one.dtype: one for one in (*FLOATS, INT8)}
-CODES = {(one.bits, one.symmetric): one for one in (INT8, INT4, INT2, UINT8, UINT4, UINT2)}
+INTEGERS = (INT8, INT4, INT2, UINT8, UINT4, UINT2)
+BY_NAME = {element.name: element for element in (*FLOATS, *INTEGERS, *FLOATS8, *BLOCKS)}
+BY_DTYPE = {element.dtype: element for element in (*FLOATS, INT8)}
+CODES = {(element.bits, element.symmetric): element for element in INTEGERS}
 QUANTIZED = {8: INT8, 4: INT4}  # the codes that operators store, by quant_bit
-STORED = {one.name: one for one in (*FLOATS8, *BLOCKS)}  # other stored elements, by quant_format
-MASKS = {
-    name: number for number, name in enumerate((*map(str, FLOATS), "bool"), 1)
-}  # kernels read the number
+STORED = {element.name: element for element in (*FLOATS8, *BLOCKS)}  # other stored elements, by quant_format
+MASKS = {"float32": 1, "float16": 2, "bfloat16": 3, "bool": 4}  # the number of a mask's type in kernels
 
 
-def coarser(one: str, other: str) -> bool:
+def coarser(name: str, other: str) -> bool:
     """Return whether one float format, by its name, has fewer significant bits than another."""
-    return BY_NAME[one].significant < BY_NAME[other].significant
+    return BY_NAME[name].significant < BY_NAME[other].significant
 
 
 def mask_bytes(mask: str | None) -> int:

@@ -22,14 +22,14 @@ Shape = tuple[int, ...]
 
 def scale_shapes(shape: Shape, group: int, pers: Iterable[str]) -> dict[str, Shape]:
     """Return {per: shape of the scales} for numbers of a shape, without those whose axes it lacks."""
-    known = {
+    shapes = {
         "tensor": (),
         "head": shape[-2:-1],
         "token": shape[:-1],
         "group": (*shape[:-1], shape[-1] // group if group else 1),
         "channel": (shape[0] // group, *shape[1:]) if group else shape[-2:],
     }
-    return {per: known[per] for per in pers if per not in ("head", "channel") or len(shape) > 1}
+    return {per: shapes[per] for per in pers if per not in ("head", "channel") or len(shape) > 1}
 
 
 def scales_fit(scales: Array, shape: Shape, per: str) -> bool:
@@ -38,21 +38,24 @@ def scales_fit(scales: Array, shape: Shape, per: str) -> bool:
     if axis is None or scales.ndim != len(shape):
         return scales.shape == scale_shapes(shape, 0, [per]).get(per)
     groups, size = scales.shape[axis], shape[axis]
-    others = scales.shape[:axis] + scales.shape[axis + 1 :] == shape[:axis] + shape[axis + 1 :]
-    return others and (groups == size or (groups > 0 and size % groups == 0))
+    equal_elsewhere = scales.shape[:axis] + scales.shape[axis + 1 :] == shape[:axis] + shape[axis + 1 :]
+    return equal_elsewhere and (groups == size or (groups > 0 and size % groups == 0))
 
 
 def split_groups(x: Array, per: str, group: int) -> Array:
-    """Split numbers into groups, [*scales, members]."""
+    """Split numbers into groups, [*shape of the scales, numbers that share a scale]."""
     if per == "tensor":
         return x.reshape(-1)
     if per == "head":
-        return np.moveaxis(x, -2, 0).reshape(x.shape[-2], -1)
+        return np.moveaxis(x, -2, 0).reshape(x.shape[-2], -1)  # [heads, tokens * D]
     if per == "group":
-        return x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
+        return x.reshape(*x.shape[:-1], x.shape[-1] // group, group)  # [tokens, heads, groups, group]
     if per == "channel" and group:
-        return np.moveaxis(x.reshape(len(x) // group, group, *x.shape[1:]), 1, -1)
-    return np.moveaxis(x.reshape(-1, *x.shape[-2:]), 0, -1) if per == "channel" else x
+        x = x.reshape(len(x) // group, group, *x.shape[1:])
+        return np.moveaxis(x, 1, -1)  # [tokens / group, heads, D, group]
+    if per == "channel":
+        return np.moveaxis(x.reshape(-1, *x.shape[-2:]), 0, -1)  # [heads, D, tokens]
+    return x  # per token: [tokens, heads, D]
 
 
 def join_groups(groups: Array, shape: Shape, per: str) -> Array:

@@ -32,28 +32,30 @@ FULL_INT4 = replace(INT4, dtype=BYTE, limits=(-8, 7), numbers=tuple(range(-8, 8)
 UINT3, UINT5, UINT6 = (Element(f"uint{n}", BYTE, n, limits=(0, 2**n - 1)) for n in (3, 5, 6))
 INT5 = Element("int5", BYTE, 5, limits=(-16, 15), numbers=tuple(range(-16, 16)))  # stored as code + 16
 E2M1 = Element(
-    "e2m1", BYTE, 4, 2, (-6, 6), numbers=(0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
-)
+    "e2m1", BYTE, 4, significant=2, limits=(-6, 6),
+    numbers=(0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6),
+)  # fmt: skip
 IQ4 = Element(
     "iq4", BYTE, 4, limits=(-127, 113),
     numbers=(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
 )  # fmt: skip
-# Lloyd-Max levels: of the least squared error for normal numbers. Engines store the index of a level.
+# Lloyd-Max levels have the least squared error for normal numbers. Engines store the index of a level.
 LEVELS3, LEVELS4 = (
-    Element(f"levels{bits}", BYTE, bits, limits=(-above[-1], above[-1]),
-            numbers=(*(-level for level in reversed(above)), *above))
-    for bits, above in (
+    Element(f"levels{bits}", BYTE, bits, limits=(-positive[-1], positive[-1]),
+            numbers=(*(-level for level in reversed(positive)), *positive))
+    for bits, positive in (
         (3, (0.2451, 0.7560, 1.3439, 2.1519)),
         (4, (0.1284, 0.3880, 0.6568, 0.9424, 1.2562, 1.6180, 2.0690, 2.7326)),
     )
 )  # fmt: skip
 E8M0 = Element("e8m0", BYTE, 8, limits=(0, 254), numbers=(*(2.0 ** (e - 127) for e in range(255)), np.nan))
 
+# Words that may follow the name of a format, as in "int4:channel" or "mxfp4:ceil".
 PER = "tensor", "head", "token", "group", "channel"
 EXPONENTS = "floor", "ceil"
-POWERS = "p2"
+POWER_OF_2 = "p2"
 CELLS = "float32", "float16", "bfloat16"
-ROUNDINGS = {"trunc": "trunc", "rint": "even"}
+ROUNDINGS = {"trunc": "trunc", "rint": "even"}  # {word: `Format.rounding`}
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,9 @@ class Format:
         The parts of a block in order; () if codes and scales are separate arrays.
     block : int
         The elements of a block; 0 for all elements of a head.
-    halves : bool
-        Whether low nibbles hold the first half of a block, and high nibbles the second. If not, a byte holds
-        neighbours, the first one in its low bits.
-    high_first : bool
-        Whether the first neighbour is in the high nibble instead.
+    halves, high_first : bool
+        Which of 8 codes of 4 bits are in the (low, high) nibbles of the 4 bytes: (0,4) (1,5) (2,6) (3,7) with
+        `halves`, (1,0) (3,2) (5,4) (7,6) with `high_first`, otherwise (0,1) (2,3) (4,5) (6,7).
     along : str
         The axis along which codes of fewer than 8 bits are packed: "head" or "tokens".
     tail : int
@@ -139,7 +139,7 @@ class Format:
     @property
     def computes_whole(self) -> bool:
         """Return whether a tensor-wide scale that the caller leaves out is computed from all data."""
-        return self.rule == "blocks16" and not self.whole
+        return self.rule == "nvfp4" and not self.whole
 
     def scale_type(self, dtype: np.dtype[Any] = FLOAT32.dtype) -> Element:
         """Return the element of scales for data of a dtype."""
@@ -147,17 +147,12 @@ class Format:
 
 
 def ggml(
-    name: str,
-    code: Element,
-    rule: str,
-    order: tuple[str, ...],
-    rounding: str,
-    cell: Element = FLOAT16,
+    name: str, code: Element, rule: str, order: tuple[str, ...], rounding: str, cell: Element = FLOAT16,
     **fields: Any,
-) -> Format:
+) -> Format:  # fmt: skip
     """Return a format of ggml: blocks of 32 numbers, two halves in the nibbles of 16 bytes."""
-    form: dict[str, Any] = {"rounding": rounding, "block": 32, "halves": True, "source": "ggml"}
-    return Format(name, code, rule, cell, order=order, **form | fields)
+    common: dict[str, Any] = {"rounding": rounding, "block": 32, "halves": True, "source": "ggml"}
+    return Format(name, code, rule, cell, order=order, **common | fields)
 
 
 ALL = (
@@ -175,43 +170,43 @@ ALL = (
         Format(code.name, code, "kvkit_minimum", offset="minimum", options=("gN", *PER, *CELLS))
         for code in (UINT8, UINT4, UINT2)
     ),
-    ggml("q8_0", INT8, "largest", ("scale", "codes"), "away"),
-    ggml("q4_0", FULL_INT4, "signed", ("scale", "codes"), "up"),
+    ggml("q8_0", INT8, "ggml_largest", ("scale", "codes"), "away"),
+    ggml("q4_0", FULL_INT4, "ggml_signed", ("scale", "codes"), "up"),
     ggml("q4_1", UINT4, "ggml_minimum", ("scale", "minimum", "codes"), "up", offset="minimum"),
-    ggml("q5_0", INT5, "signed", ("scale", "high", "codes"), "up"),
+    ggml("q5_0", INT5, "ggml_signed", ("scale", "high", "codes"), "up"),
     ggml("q5_1", UINT5, "ggml_minimum", ("scale", "minimum", "high", "codes"), "up", offset="minimum"),
-    ggml("iq4_nl", IQ4, "searched", ("scale", "codes"), "upper"),
-    ggml("ggml_mxfp4", E2M1, "power", ("scale", "codes"), "lower", E8M0, exponent="floor"),
+    ggml("iq4_nl", IQ4, "ggml_searched", ("scale", "codes"), "upper"),
+    ggml("ggml_mxfp4", E2M1, "mx_power", ("scale", "codes"), "lower", E8M0, exponent="floor"),
     # vLLM: a scale for each head of a token, after its codes.
     *(
         Format(
-            f"{code}_token_head", code, "vllm_token", per="token", group=0, rounding=ROUNDINGS[takes[0]],
-            order=("codes", "scale"), options=takes, source="vLLM",
+            f"{code}_token_head", code, "vllm_token", per="token", group=0, rounding=ROUNDINGS[words[0]],
+            order=("codes", "scale"), options=words, source="vLLM",
         )
-        for code, takes in ((INT8, ("trunc", "rint")), (E4M3, ("rint",)))
+        for code, words in ((INT8, ("trunc", "rint")), (E4M3, ("rint",)))
     ),
     # TurboQuant: keys are indices of levels with a length, values are codes with a scale and a minimum.
     *(
-        Format(f"turbo_k{code.bits}{end}", code, "length", FLOAT16, per="token", group=0, rounding="upper",
+        Format(f"turbo_k{code.bits}{end}", code, "turbo_key", FLOAT16, per="token", group=0, rounding="upper",
                order=("codes", "scale"), hadamard=True, unit=unit, source="vLLM, TurboQuant")
         for code in (LEVELS3, LEVELS4)
         for end, unit in (("", "root"), ("_nc", "length"))
     ),
     *(
-        Format(f"turbo_v{code.bits}", code, "ranged", FLOAT16, "minimum", per="token", group=0, rounding="up",
-               order=("codes", "scale", "minimum"), source="vLLM, TurboQuant")
+        Format(f"turbo_v{code.bits}", code, "turbo_value", FLOAT16, "minimum", per="token", group=0,
+               rounding="up", order=("codes", "scale", "minimum"), source="vLLM, TurboQuant")
         for code in (UINT2, UINT3, UINT4)
     ),
-    # OpenVINO: keys have a scale and a zero for each channel of a block, values for each row.
+    # OpenVINO: keys have a scale and a zero for each channel over 32 tokens, values for each row.
     *(
-        Format(f"openvino_{side}_u{code.bits}", code, "shifted", FLOAT32, "zero", per, group,
-               high_first=code is UINT4, options=takes, source="OpenVINO, CPU")
+        Format(f"openvino_{side}_u{code.bits}", code, "openvino", FLOAT32, "zero", per, group,
+               high_first=code is UINT4, options=words, source="OpenVINO, CPU")
         for code in (UINT8, UINT4)
-        for side, per, group, takes in (("key", "channel", 32, ("gN",)), ("value", "token", 0, ()))
+        for side, per, group, words in (("key", "channel", 32, ("gN",)), ("value", "token", 0, ()))
     ),
     *(
-        Format(f"lmdeploy_{code.name[1:]}", code, "zero", None, "zero", per="token", group=0, rounding="up",
-               halves=True, source="LMDeploy, PyTorch engine")
+        Format(f"lmdeploy_{code.name[1:]}", code, "lmdeploy", None, "zero", per="token", group=0,
+               rounding="up", halves=True, source="LMDeploy, PyTorch engine")
         for code in (UINT8, UINT4)
     ),
     *(
@@ -219,38 +214,38 @@ ALL = (
                options=("g32", "g64", "g128"), source="MLX, affine")
         for code in (UINT2, UINT3, UINT4, UINT5, UINT6, UINT8)
     ),
-    Format("mlx_mxfp4", E2M1, "power", E8M0, rounding="lower", exponent="ceil", source="MLX"),
-    Format("mlx_mxfp8", E4M3, "power", E8M0, exponent="ceil", source="MLX"),
-    Format("mlx_nvfp4", E2M1, "blocks16", E4M3, group=16, rounding="lower", source="MLX"),
+    Format("mlx_mxfp4", E2M1, "mx_power", E8M0, rounding="lower", exponent="ceil", source="MLX"),
+    Format("mlx_mxfp8", E4M3, "mx_power", E8M0, exponent="ceil", source="MLX"),
+    Format("mlx_nvfp4", E2M1, "nvfp4", E4M3, group=16, rounding="lower", source="MLX"),
     *(
         Format(f"kivi_{side}{code.bits}", code, "kivi", FLOAT16, "minimum", per, along=along, options=("gN",),
                source="KIVI")
         for code in (UINT2, UINT4)
         for side, per, along in (("key", "channel", "tokens"), ("value", "group", "head"))
     ),
-    Format("nvfp4", E2M1, "blocks16", E4M3, group=16, whole=0, source="FlashInfer, NVIDIA"),
-    Format("mxfp4", E2M1, "power", E8M0, exponent="floor", options=("g16", "g32", *EXPONENTS),
+    Format("nvfp4", E2M1, "nvfp4", E4M3, group=16, whole=0, source="FlashInfer, NVIDIA"),
+    Format("mxfp4", E2M1, "mx_power", E8M0, exponent="floor", options=("g16", "g32", *EXPONENTS),
            source="OCP MX"),
-    Format("mxfp8", E4M3, "power", E8M0, exponent="floor", options=EXPONENTS, source="OCP MX"),
+    Format("mxfp8", E4M3, "mx_power", E8M0, exponent="floor", options=EXPONENTS, source="OCP MX"),
     *(
         Format(f"ort_{code}", code, "given", per="", group=0, needs_scale=True, source="onnxruntime")
         for code in (FULL_INT8, FULL_INT4)
     ),
     Format("ds_mla", E4M3, "deepseek", group=128, order=("codes", "scale", "tail"), tail=64,
-           options=(POWERS,), source="DeepSeek V3.2, fp8_ds_mla"),
-    Format("ds_v4", E4M3, "deepseek", E8M0, group=64, exponent=POWERS,
+           options=(POWER_OF_2,), source="DeepSeek V3.2, fp8_ds_mla"),
+    Format("ds_v4", E4M3, "deepseek", E8M0, group=64, exponent=POWER_OF_2,
            order=("codes", "tail", "scale", "padding"), tail=64, source="DeepSeek V4"),
 )  # fmt: skip
 ALIASES = {"fp8": "e4m3", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 NAMED = {format.name: format for format in ALL}
-OPTIONS = "cell", "exponent", "group", "per", "rounding"
-FIELDS = {
+OPTIONS = "cell", "exponent", "group", "per", "rounding"  # the fields of `Format` that options set
+FIELDS = {  # {word: (field, value)}
     **{word: ("per", word) for word in PER},
-    **{word: ("exponent", word) for word in (*EXPONENTS, POWERS)},
+    **{word: ("exponent", word) for word in (*EXPONENTS, POWER_OF_2)},
     **{word: ("rounding", rounding) for word, rounding in ROUNDINGS.items()},
     **{word: ("cell", BY_NAME[word]) for word in CELLS},
 }
-WORDS = {rounding: word for word, rounding in ROUNDINGS.items()}
+ROUNDING_WORDS = {rounding: word for word, rounding in ROUNDINGS.items()}
 
 
 def named(format: str | Format, **options: Any) -> Format:
@@ -286,16 +281,17 @@ def named(format: str | Format, **options: Any) -> Format:
             meant = suggestion(name, NAMED)
             raise argument_error("format", f"one of {', '.join(NAMED)}", brief(repr(format)) + meant)
         base = NAMED[name]
-    requested: list[tuple[str | None, str]] = [(None, word) for word in words]  # (field if known, word)
+    requested: list[tuple[str | None, str]] = [(None, word) for word in words]  # (field of a keyword, word)
     for key, value in options.items():
         if key not in OPTIONS:
             raise argument_error("options", f"names among {', '.join(OPTIONS)}", brief(repr(key)))
-        requested.append((key, f"g{value}" if key == "group" else WORDS.get(str(value), str(value))))
+        word = f"g{value}" if key == "group" else ROUNDING_WORDS.get(str(value), str(value))
+        requested.append((key, word))
     fields: dict[str, Any] = {}
-    for expected, word in requested:
+    for keyword, word in requested:
         field, value = parse_option(word)
         legal = word in base.options or (field == "group" and "gN" in base.options)
-        if field is None or not legal or expected not in (None, field):
+        if field is None or not legal or keyword not in (None, field):
             wanted = f"options among {', '.join(base.options)}" if base.options else "no options"
             raise argument_error("format", f"{wanted}, for {base}", brief(repr(word)))
         fields[field] = value

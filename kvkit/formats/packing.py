@@ -20,9 +20,9 @@ def pack_codes(codes: Array, bits: int, format: Format) -> Array:
         low, high = np.split(codes, 2, -1)
         pairs: Array = low | high << 4
         return pairs
-    if 8 % bits:
-        planes = np.unpackbits(codes[..., None], -1, bits, bitorder="little")
-        return np.packbits(planes.reshape(*codes.shape[:-1], codes.shape[-1] * bits), -1, bitorder="little")
+    if 8 % bits:  # codes of 3, 5 or 6 bits cross bytes
+        single = np.unpackbits(codes[..., None], -1, bits, bitorder="little")  # [..., n, bits]
+        return np.packbits(single.reshape(*codes.shape[:-1], codes.shape[-1] * bits), -1, bitorder="little")
     in_byte = 8 // bits
     data = codes[..., ::in_byte].copy()
     for i in range(1, in_byte):
@@ -38,8 +38,8 @@ def unpack_codes(data: Array, bits: int, format: Format) -> Array:
         return np.concatenate((data & 15, data >> 4), -1)
     count = data.shape[-1] * 8 // bits
     if 8 % bits:
-        planes = np.unpackbits(data, -1, count * bits, bitorder="little")
-        return np.packbits(planes.reshape(*data.shape[:-1], count, bits), -1, bitorder="little")[..., 0]
+        single = np.unpackbits(data, -1, count * bits, bitorder="little")
+        return np.packbits(single.reshape(*data.shape[:-1], count, bits), -1, bitorder="little")[..., 0]
     in_byte = 8 // bits
     data = data >> 4 | data << 4 if format.high_first else data
     codes = np.empty((*data.shape[:-1], count), np.uint8)
@@ -49,13 +49,13 @@ def unpack_codes(data: Array, bits: int, format: Format) -> Array:
 
 
 def codes_together(format: Format) -> int:
-    """Return the fewest codes that fill whole bytes."""
+    """Return the fewest codes that fill whole bytes: 8 codes of 3 bits take 3 bytes."""
     return 8 // math.gcd(8, format.code.bits)
 
 
 def to_bytes(numbers: Array, element: Element) -> Array:
     """Convert float32 [..., n] to the bytes of an element, uint8 [..., n * size]."""
-    if element.name == "e8m0":
+    if element.name == "e8m0":  # a power of two, 2**(e - 127), is stored as e; frexp(1) gives exponent 1
         return (np.frexp(numbers)[1] + 126).astype(np.uint8)
     return np.ascontiguousarray(numbers.astype(element.dtype)).view(np.uint8)
 
@@ -68,7 +68,10 @@ def from_bytes(data: Array, element: Element) -> Array:
 
 
 def round_trip(numbers: Array, element: Element) -> Array:
-    """Round float32 numbers to an element; numbers that are too large become inf or NaN."""
+    """Round float32 numbers to a float of 16 or 32 bits; what is too large becomes infinite.
+
+    Numbers of 8 bits stay as they are: the rules in `scales.py` have rounded such scales.
+    """
     return numbers if element.bits == 8 else numbers.astype(element.dtype).astype(np.float32)
 
 
@@ -85,6 +88,7 @@ def pack_array(format: Format, codes: Array) -> Array:
 
 
 def unpack_array(format: Format, data: Array) -> Array:
+    """Undo `pack_array`: return codes as uint8 indices into the code table."""
     if format.along == "tokens":
         return np.moveaxis(unpack_codes(np.moveaxis(data, 0, -1), format.code.bits, format), -1, 0)
     return unpack_codes(data, format.code.bits, format)
@@ -102,20 +106,21 @@ def load_scales(stored: Array, format: Format) -> Array:
     """Return the numbers of stored scales: bytes of e4m3 and e8m0 are decoded."""
     element = format.cell
     if element is None or element.bits != 8 or stored.itemsize != 1:
-        return stored
+        return stored  # numbers already
     return element.table[stored.view(np.uint8)]
 
 
-# Blocks
+# Blocks: rows of bytes that hold several parts, in the order of `Format.order`. For example q5_1, 32 codes:
+#     scale 2 bytes | minimum 2 | high 4: the fifth bit of each code | codes 16: the other four bits
 
 
 def byte_bits(format: Format) -> int:
-    """Return the bits of a code without its fifth bit, if the format stores fifth bits apart."""
+    """Return the bits of a code in the part "codes": without the fifth bit, if the part "high" has it."""
     return format.code.bits - ("high" in format.order)
 
 
 def part_widths(format: Format, elements: int, scale: Element) -> dict[str, int]:
-    """Return {part: bytes} of a block of so many elements, in the order of the parts."""
+    """Return {part: bytes} of a block of `elements` numbers, in the order of the parts."""
     bits, count = byte_bits(format), elements // format.group if format.group else 1
     widths = {
         "codes": elements * bits // 8, "high": elements // 8, "scale": scale.bytes(count),
@@ -137,7 +142,7 @@ def pack_blocks(
         "scale": to_bytes(scales.reshape(groups), scale),
     }
     if "high" in format.order:
-        parts["high"] = np.packbits(codes >> 4, -1, bitorder="little")  # fifth bits, the first one lowest
+        parts["high"] = np.packbits(codes >> 4, -1, bitorder="little")
     if "padding" in format.order:
         parts["padding"] = np.zeros((*codes.shape[:-1], 1), np.uint8)
     if tail is not None:
@@ -154,10 +159,11 @@ def count_elements(format: Format, width: int) -> int:
         size = sum(part_widths(format, format.block, format.scale_type()).values())
         elements, rest = width // size * format.block, width % size
     else:
-        unit = format.group or codes_together(format)
+        # A row is one block: bytes for the whole row, such as a tail, and bytes for each group of codes.
+        group = format.group or codes_together(format)
         fixed = sum(part_widths(format, 0, format.scale_type()).values())
-        each = sum(part_widths(format, unit, format.scale_type()).values()) - fixed
-        elements, rest = (width - fixed) // each * unit, (width - fixed) % each
+        each = sum(part_widths(format, group, format.scale_type()).values()) - fixed
+        elements, rest = (width - fixed) // each * group, (width - fixed) % each
     if rest or elements < 0:
         raise argument_error("codes", f"rows of whole blocks, for {format}", f"{width} bytes")
     return elements
@@ -180,18 +186,15 @@ def split_blocks(format: Format, rows: Array) -> dict[str, Array]:
 def decode_blocks(format: Format, rows: Array) -> Array:
     """Return the numbers of rows of blocks."""
     parts = split_blocks(format, rows)
-    codes, outer = parts["codes"], rows.shape[:-1]
-    elements = codes.shape[-1]
-    scales = {
-        name: np.repeat(y, elements // max(1, y.shape[-1]), -1)
-        for name in ("scale", "minimum")
-        if name in parts
-        for y in (from_bytes(parts[name], format.scale_type()),)
-    }
+    codes = parts["codes"]
+    spread = {}  # the scale, and the minimum, of each element
+    for name in parts.keys() & {"scale", "minimum"}:
+        numbers = from_bytes(parts[name], format.scale_type())
+        spread[name] = np.repeat(numbers, codes.shape[-1] // max(1, numbers.shape[-1]), -1)
     with np.errstate(over="ignore", invalid="ignore"):
         levels = divide_by_unit(format, format.code.table[codes])
-        values = dequantize(format, levels, scales["scale"], scales.get("minimum"))
-    values = values.reshape(*outer, count_elements(format, rows.shape[-1]))
+        values = dequantize(format, levels, spread["scale"], spread.get("minimum"))
+    values = values.reshape(*rows.shape[:-1], count_elements(format, rows.shape[-1]))
     if format.hadamard:
         values = rotate(values, "hadamard", what=OUTPUT)
     if format.tail:
@@ -203,10 +206,9 @@ def divide_by_unit(format: Format, levels: Array) -> Array:
     """Divide rows of levels [..., elements] by their unit: `Format.unit`."""
     if not format.unit:
         return levels
-    root = np.sqrt(np.float32(levels.shape[-1]))
-    divided: Array = levels / (
-        root if format.unit == "root" else np.linalg.norm(levels, axis=-1, keepdims=True)
-    )
+    root = format.unit == "root"
+    unit = np.sqrt(np.float32(levels.shape[-1])) if root else np.linalg.norm(levels, axis=-1, keepdims=True)
+    divided: Array = levels / unit
     return divided
 
 

@@ -18,7 +18,7 @@ SIGNS = (
     "0d597365b13580806c3d44a638547f6b818ba44a41c4afab48980b32a04320fa"
     "331c6e4dcbc7a9a8da1d951b59b303986e7938300e2026cd7624a0c9b9ac9d8a"
 )
-STORED, QUERY, OUTPUT = "stored", "query", "output"
+STORED, QUERY, OUTPUT = "stored", "query", "output"  # what is rotated: see `rotate`
 
 
 @dataclass(frozen=True)
@@ -47,27 +47,28 @@ class Rotation:
         return self.name
 
     @cached_property
-    def plus(self) -> Array:
-        """Return the signs of elements, 1 or -1, float32 [512]."""
+    def sign_factors(self) -> Array:
+        """Return the signs of elements as factors, 1 or -1, float32 [512]."""
         bits = np.unpackbits(np.frombuffer(bytes.fromhex(SIGNS), np.uint8), bitorder="little")
         return np.where(bits, np.float32(1), np.float32(-1))
 
     def size(self, dim: int, value: bool = False) -> int:
         """Return the block size for a head size; raise a KvkitError if there is none."""
         block = self.block[value] or dim & -dim or 1
-        if not dim or dim % block or (self.signs and dim > len(self.plus)):
-            legal = f"at most {len(self.plus)}" if self.signs else f"a multiple of {block}"
+        if not dim or dim % block or (self.signs and dim > len(self.sign_factors)):
+            legal = f"at most {len(self.sign_factors)}" if self.signs else f"a multiple of {block}"
             raise argument_error("rotation", f"a head size of {legal}, for {self}", dim)
         return block
 
     def factors(self, dim: int, what: str = STORED, value: bool = False) -> Array:
         """Return the factors of elements before and after a matrix of 1 and -1, float32 [2, dim].
 
-        `what` is as in `rotate`.
+        Signs come first. An output is rotated back, in reverse, so its signs come last. `what` is as in
+        `rotate`.
         """
         block, factors = self.size(dim, value), np.ones((2, dim), np.float32)
         if self.signs:
-            factors[1 if what == OUTPUT else 0] = self.plus[:dim]
+            factors[1 if what == OUTPUT else 0] = self.sign_factors[:dim]
         if self.norm:
             factors[1] /= np.sqrt(np.float32(block))
         elif what != STORED:
@@ -132,19 +133,19 @@ def rotate(
     >>> rotate(np.float32([[1, 0, 0, 0]]), "hadamard")
     array([[0.5, 0.5, 0.5, 0.5]], dtype=float32)
     """
-    x, matrix = np.asarray(x, np.float32), rotation_named(rotation)
+    x, known = np.asarray(x, np.float32), rotation_named(rotation)
     if what not in (STORED, QUERY, OUTPUT):
         raise argument_error("what", f"{STORED!r}, {QUERY!r} or {OUTPUT!r}", brief(repr(what)))
-    if matrix is None:
+    if known is None:
         return x
     dim, step = x.shape[-1], 1
-    block, (before, after) = matrix.size(dim, value), matrix.factors(dim, what, value)
+    block, (before, after) = known.size(dim, value), known.factors(dim, what, value)
     y = np.ascontiguousarray((x * before).reshape(x.size // block, block).T)  # [block, rows]: adds whole rows
-    other, rows = np.empty_like(y), y.shape[1]
-    while step < block:
-        pairs, sums = (each.reshape(block // (2 * step), 2, step, rows) for each in (y, other))
+    result, rows = np.empty_like(y), y.shape[1]
+    while step < block:  # elements i and i + step become their sum and their difference; then step doubles
+        pairs, sums = (each.reshape(block // (2 * step), 2, step, rows) for each in (y, result))
         np.add(pairs[:, 0], pairs[:, 1], out=sums[:, 0])
         np.subtract(pairs[:, 0], pairs[:, 1], out=sums[:, 1])
-        y, other, step = other, y, 2 * step
+        y, result, step = result, y, 2 * step
     rotated: Array = y.T.reshape(x.shape) * after
     return rotated

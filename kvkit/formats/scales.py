@@ -3,11 +3,12 @@
 Each rule (named in `Format.rule`) takes groups x, float32 [..., group], the format, the dtype of the data,
 and the tensor-wide scale. It returns
 
-    ratio     [..., group]  codes before rounding, x / scale or (x - minimum) / scale
-    scale     [..., 1]      the stored scale, in float32
-    offset    [..., 1]      the minimum or zero point, or None
+    ratio     [..., group]  codes before rounding: x / scale, (x - minimum) / scale or x / scale + zero
+    scale     [..., 1]      the scale in float32, before it is rounded to the type that stores it
+    offset    [..., 1]      the minimum or the zero point; None without one
 
-amax is the largest magnitude of a group.
+amax is the largest magnitude of a group. For example, `ggml_largest` of [-1, 0.5, 2] for int8: the scale is
+amax / 127 = 2 / 127, the ratio is [-63.5, 31.75, 127].
 """
 
 from functools import cache
@@ -23,11 +24,12 @@ from kvkit.typed import Array
 Scaled = tuple[Array, Array, Array | None]  # ratio, scale, offset
 
 SMALLEST = np.float32(1e-5)  # PMX: the smallest scale
-TINY = np.finfo(np.float32).tiny
-LEAST_POWER = np.float32(1e-4)  # DeepSeek: scales that are powers of two are not below it
+TINY = np.finfo(np.float32).tiny  # DeepSeek: the smallest scale
+LEAST_POWER = np.float32(1e-4)  # DeepSeek: rounded up to a power of two, 2**-13, the smallest such scale
 
 
 def round_to(x: Array | np.float32, dtype: DTypeLike) -> Array:
+    """Round to a dtype; return float32."""
     rounded: Array = x.astype(dtype).astype(np.float32)
     return rounded
 
@@ -60,6 +62,7 @@ def exponent_above(x: Array) -> Array:
 
 
 def largest_code(format: Format) -> np.float32:
+    """Return the largest number of the format's code table."""
     return np.float32(format.code.limits[1])
 
 
@@ -77,13 +80,13 @@ def kvkit_minimum(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any)
     return (x - low) / scale, scale, low
 
 
-def largest(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def ggml_largest(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as ggml's q8_0: amax / largest code. Codes use the scale before it is rounded."""
     scale = magnitude(x) / largest_code(format)
     return x * inverse(scale), scale, None
 
 
-def signed(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def ggml_signed(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as ggml's q4_0 and q5_0: the element of largest magnitude, with its sign, gets the least code."""
     at = np.abs(x).argmax(-1)[..., None]
     scale = np.take_along_axis(x, at, -1) / np.float32(format.code.limits[0])
@@ -97,49 +100,46 @@ def ggml_minimum(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) 
     return (x - low) * inverse(scale), scale, low
 
 
-def searched(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
-    """Scale as ggml's iq4_nl: the best of 16 scales by the squared error, weighted with x * x."""
+def ggml_searched(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+    """Scale as ggml's iq4_nl: the best of 16 scales by the squared error, weighted with w = x * x.
+
+    A trial scales x so that its element of largest magnitude becomes 127, or one of -134 to -120, and finds
+    the codes c. For these the best scale is s = sum(w c x) / sum(w c c), and the weighted squared error of
+    s * c is sum(w x x) - gain, with gain = sum(w c x)**2 / sum(w c c).
+    """
     table = format.code.table
-    at = np.abs(x).argmax(-1)[..., None]
-    top = np.take_along_axis(x, at, -1)
-    best, chosen = (
-        np.full_like(top, -1),
-        np.full_like(top, np.inf),
-    )  # inf makes all codes 0: it stays if all gains are NaN
-    weight = x * x
-    for start in (-table[0], *(table[0] + np.float32(step) for step in range(-7, 8))):
-        code = table[nearest_codes(x * (start * inverse(top)), table)]
-        share, norm = (
-            (weight * code * x).sum(-1, keepdims=True),
-            (weight * code * code).sum(-1, keepdims=True),
-        )
-        gain = share * share * inverse(norm)
-        better = gain > best
-        best, chosen = np.where(better, gain, best), np.where(better, share * inverse(norm), chosen)
-    return x * inverse(chosen), chosen, None
+    top = np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)
+    best_gain = np.full_like(top, -1)
+    scale = np.full_like(top, np.inf)  # makes all codes 0; it stays if all gains are NaN
+    w = x * x
+    for end in (-table[0], *(table[0] + np.float32(step) for step in range(-7, 8))):
+        c = table[nearest_codes(x * (end * inverse(top)), table)]
+        wcx, wcc = ((w * c * other).sum(-1, keepdims=True) for other in (x, c))
+        gain = wcx * wcx * inverse(wcc)
+        better = gain > best_gain
+        best_gain, scale = np.where(better, gain, best_gain), np.where(better, wcx * inverse(wcc), scale)
+    return x * inverse(scale), scale, None
 
 
-def power(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def mx_power(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as the MX formats: a power of two.
 
     OCP's "floor" clips a magnitude by up to 25% (e2m1) or 12.5% (e4m3); MLX's "ceil" never clips.
     """
-    top = magnitude(x)
+    amax = magnitude(x)
     if format.exponent == "ceil":
-        exponent = np.where(top > 0, exponent_above(top / largest_code(format)), 0)
+        exponent = np.where(amax > 0, exponent_above(amax / largest_code(format)), 0)
     else:
-        _, exponent = np.frexp(top)
-        _, own = np.frexp(largest_code(format))
-        exponent = np.where(top > 0, exponent - own, -127)
+        exponents = np.frexp(amax)[1] - np.frexp(largest_code(format))[1]  # floors of log2, plus 1
+        exponent = np.where(amax > 0, exponents, -127)
     scale = np.ldexp(np.float32(1), exponent.clip(-127, 127)).astype(np.float32)
     return x / scale, scale, None
 
 
-def blocks16(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def nvfp4(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as NVFP4: e4m3(amax / 6 / tensor-wide scale)."""
-    scale = round_to(
-        np.minimum(magnitude(x) / largest_code(format) / tensor_scale, np.float32(E4M3.limits[1])), E4M3.dtype
-    )
+    scale = magnitude(x) / largest_code(format) / tensor_scale
+    scale = round_to(np.minimum(scale, np.float32(E4M3.limits[1])), E4M3.dtype)
     unit = scale * tensor_scale
     return np.divide(x, unit, out=np.zeros_like(x), where=unit != 0), scale, None
 
@@ -159,7 +159,7 @@ def deepseek(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> S
     return x / scale, scale, None
 
 
-def zero(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def lmdeploy(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as LMDeploy, with a zero point in units of codes that is not rounded.
 
     If all numbers are equal, the scale is 1 and the zero point is -x, where LMDeploy stores NaN or infinity.
@@ -167,33 +167,35 @@ def zero(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scale
     low, high = extremes(x)
     scale = (high - low) / largest_code(format)
     scale = np.where(scale > 0, scale, np.float32(1))
-    point = -low / scale
-    return x / scale + point, scale, point
+    zero = -low / scale
+    return x / scale + zero, scale, zero
 
 
-def shifted(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def openvino(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as OpenVINO, with a zero point in units of codes. The scale of equal numbers is 1e-4."""
-    (low, high), most = extremes(x), largest_code(format)
-    scale = (high - low) * (1 / most) if format.per == "channel" else (high - low) / most
+    (low, high), top_code = extremes(x), largest_code(format)
+    # OpenVINO multiplies keys by the reciprocal, but divides values: results differ in the last bit.
+    scale = (high - low) * (1 / top_code) if format.per == "channel" else (high - low) / top_code
     scale = np.where(scale == 0, np.float32(1e-4), scale)
-    point = -low / scale
-    code = x * np.float64(inverse(scale)) + point  # rounded once
-    return code.astype(np.float32), scale, point
+    zero = -low / scale
+    ratio = x * np.float64(inverse(scale)) + zero  # in float64, so that float32 rounds once, as an FMA does
+    return ratio.astype(np.float32), scale, zero
 
 
 def mlx_affine(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
-    """Scale as MLX's affine formats: the extreme of larger magnitude is represented exactly.
+    """Scale as MLX's affine formats: the extreme of larger magnitude, `end`, has code 0 and is the minimum.
 
-    If the maximum has the larger magnitude, the scale is negative.
+    If that is the maximum, the scale is negative. The scale is changed a little, so that a whole number of
+    steps leads from `end` to 0, and 0 is exact too. If `end` is below half a step, the minimum is 0 instead.
     """
     low, high = extremes(x)
-    below = np.abs(low) > np.abs(high)
+    low_is_end = np.abs(low) > np.abs(high)
     scale = np.maximum((high - low) / largest_code(format), np.float32(1e-7))
-    scale, end = np.where(below, scale, -scale), np.where(below, low, high)
-    code = np.rint(end / scale)
-    scale = np.where(code != 0, end / np.where(code != 0, code, np.float32(1)), scale)
-    bias = np.where(code != 0, end, np.float32(0))
-    return (x - bias) / scale, scale, bias
+    scale, end = np.where(low_is_end, scale, -scale), np.where(low_is_end, low, high)
+    steps = np.rint(end / scale)
+    scale = np.where(steps != 0, end / np.where(steps != 0, steps, np.float32(1)), scale)
+    minimum = np.where(steps != 0, end, np.float32(0))
+    return (x - minimum) / scale, scale, minimum
 
 
 def kivi(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
@@ -203,13 +205,13 @@ def kivi(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scale
     return np.divide(x - low, scale, out=np.zeros_like(x), where=scale != 0), scale, low
 
 
-def length(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def turbo_key(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as TurboQuant's keys: the scale is the row's length; the ratio has a mean square of 1."""
-    size = np.sqrt(np.square(x, dtype=np.float64).sum(-1, keepdims=True)).astype(np.float32)
-    return x * inverse(size) * np.sqrt(np.float32(x.shape[-1])), size, None
+    length = np.sqrt(np.square(x, dtype=np.float64).sum(-1, keepdims=True)).astype(np.float32)
+    return x * inverse(length) * np.sqrt(np.float32(x.shape[-1])), length, None
 
 
-def ranged(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
+def turbo_value(x: Array, format: Format, dtype: DTypeLike, tensor_scale: Any) -> Scaled:
     """Scale as TurboQuant's values: (max - min) / largest code, at least 1e-8."""
     low, high = extremes(x)
     scale = np.maximum((high - low) / largest_code(format), np.float32(1e-8))
@@ -225,30 +227,32 @@ def calibrate_scale(x: Array, format: Format) -> Array:
 RULES = {
     rule.__name__: rule
     for rule in (
-        pmx, kvkit_minimum, largest, signed, ggml_minimum, searched, power, blocks16, vllm_token, deepseek,
-        zero, shifted, mlx_affine, kivi, length, ranged,
+        pmx, kvkit_minimum, ggml_largest, ggml_signed, ggml_minimum, ggml_searched, mx_power, nvfp4,
+        vllm_token, deepseek, lmdeploy, openvino, mlx_affine, kivi, turbo_key, turbo_value,
     )
 }  # fmt: skip
 
 
 def nearest_codes(x: Array, table: Array, upper: bool = False) -> Array:
     """Return the index of the table entry nearest to each x; ties take the lower, or higher if `upper`."""
-    ascending, places = np.unique(table, return_index=True)  # of the codes of +0 and -0, the first
+    ascending, codes = np.unique(table, return_index=True)  # if +0 and -0 have codes, the first of them
     right = np.searchsorted(ascending, x).clip(1, len(ascending) - 1)
-    below, above = x - ascending[right - 1], ascending[right] - x
-    low, high = places[right - 1], places[right]
+    to_low, to_high = x - ascending[right - 1], ascending[right] - x  # the distances to both neighbours
+    low, high = codes[right - 1], codes[right]
     tie = np.maximum(low, high) if upper else np.minimum(low, high)
-    nearer: Array = np.where(below == above, tie, np.where(below < above, low, high))
-    return nearer
+    nearest: Array = np.where(to_low == to_high, tie, np.where(to_low < to_high, low, high))
+    return nearest
 
 
 @cache
 def codes_by_upper_half(element: Element) -> Array:
-    """Return a lookup table from the upper 16 bits of a float32 to its code, uint8 [2^16].
+    """Return a lookup table from the upper half of a float32's bits to its code, uint8 [2^16].
 
-    Callers set the last of the 16 bits if any lower bit is set (a sticky bit). The 16 bits hold 7 bits of
-    the mantissa, a code at most 3. So a number just above a tie differs from the tie in the sticky bit, and
-    rounding by the table equals rounding the float32.
+        float32   s eeeeeeee mmmmmmm mmmmmmmmmmmmmmmm
+        index     s eeeeeeee mmmmmmM                    M: set if it, or any bit after it, is set
+
+    A code has at most 3 bits of the mantissa. So a number just above a tie has another index than the tie,
+    and rounding by the table equals rounding the float32.
     """
     x = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
     low, high = map(np.float32, element.limits)
@@ -262,29 +266,30 @@ def round_to_floats(x: Array, element: Element) -> Array:
         bits = np.ascontiguousarray(x).view(np.uint32)
         codes: Array = codes_by_upper_half(element)[bits >> 16 | (bits & 0xFFFF != 0)]
         return codes
-    table = element.table[: len(element.table) // 2]
-    middles = (table[1:] + table[:-1]) / 2
-    below, above = (np.searchsorted(middles, np.abs(x), side) for side in ("left", "right"))
-    even: Array = np.where(below % 2, above, below) + np.signbit(x) * len(table)
+    magnitudes = element.table[: len(element.table) // 2]  # codes of negative numbers follow, in this order
+    ties = (magnitudes[1:] + magnitudes[:-1]) / 2
+    below, above = (np.searchsorted(ties, np.abs(x), side) for side in ("left", "right"))  # differ at ties
+    even: Array = np.where(below % 2, above, below) + np.signbit(x) * len(magnitudes)
     return even
 
 
 def round_codes(ratio: Array, format: Format) -> Array:
-    """Round quotients to codes; return their bits in uint8."""
+    """Round quotients by `Format.rounding` to codes; return their bits in uint8."""
     code, rounding = format.code, format.rounding
     if rounding in ("lower", "upper"):
         return nearest_codes(ratio, code.table, rounding == "upper").astype(np.uint8)
     if code.significant:
         return round_to_floats(ratio, code).astype(np.uint8)
     low, high = code.limits
-    stored_from_zero = bool(code.numbers)  # as in q4_0: bits of 0 stand for the least code
-    origin = low if stored_from_zero else 0
+    # Elements with a list of numbers store code - least code: q4_0 stores -8..7 as 0..15. Others store the
+    # code itself, in two's complement.
+    least = low if code.numbers else 0
     if rounding == "up":
-        whole = np.trunc(ratio + np.float32(0.5 - origin)) + np.float32(origin)
+        rounded = np.trunc(ratio + np.float32(0.5 - least)) + np.float32(least)
     elif rounding == "away":
         size = np.abs(ratio)
-        whole = np.floor(size)
-        whole = np.copysign(whole + (size - whole >= np.float32(0.5)), ratio)
+        rounded = np.floor(size)
+        rounded = np.copysign(rounded + (size - rounded >= np.float32(0.5)), ratio)
     else:
-        whole = np.trunc(ratio) if rounding == "trunc" else np.rint(ratio)
-    return ((whole.clip(low, high) - origin).astype(np.int32) & ((1 << code.bits) - 1)).astype(np.uint8)
+        rounded = np.trunc(ratio) if rounding == "trunc" else np.rint(ratio)
+    return ((rounded.clip(low, high) - least).astype(np.int32) & ((1 << code.bits) - 1)).astype(np.uint8)

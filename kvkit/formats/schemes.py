@@ -16,7 +16,7 @@ from kvkit.formats.known import NAMED, Format, named
 from kvkit.formats.rotations import rotate, rotation_named
 from kvkit.typed import Array
 
-PAIRS = {  # engines' names of a format of keys with a format of values
+PAIRS = {  # {an engine's name: (format of keys, format of values)}
     **{f"openvino_u{bits}": (f"openvino_key_u{bits}", f"openvino_value_u{bits}") for bits in (8, 4)},
     "turboquant_k8v4": ("e4m3", "turbo_v4"),
     "turboquant_4bit_nc": ("turbo_k4_nc", "turbo_v4"),
@@ -66,21 +66,26 @@ def check_scheme(instance: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Coded:
-    """Uses a format as a scheme, with or without a rotation. Tokens that fill no group stay uncoded."""
+    """Uses a format as a scheme, with or without a rotation. Tokens that fill no group stay uncoded.
+
+    `kvkit.tools.study` encodes a context in parts. It asks a scheme with `whole` to look at all tokens first
+    (`over`), and gives each part a multiple of `step` tokens.
+    """
 
     name: str
     format: Format
     rotation: str | None = None
-    value: bool = False
-    scale: float | None = None  # the tensor-wide scale, for formats with one
+    value: bool = False  # whether rows are values, not keys
+    scale: float | None = None  # for formats that take one from the caller
     extremes: Any = None  # [2, heads, dim]: each channel's minimum and maximum over all tokens; see `over`
 
     @property
     def whole(self) -> bool:
         """Return whether scales depend on all tokens, whose extremes are not known yet."""
         form = self.format
-        spans = form.per in ("tensor", "head") or (form.per == "channel" and not form.group)
-        return self.extremes is None and (spans or (form.computes_whole and self.scale is None))
+        shared = form.per in ("tensor", "head") or (form.per == "channel" and not form.group)
+        computes_tensor_scale = form.computes_whole and self.scale is None
+        return self.extremes is None and (shared or computes_tensor_scale)
 
     def over(self, parts: Iterable[Array]) -> Coded:
         """Return a scheme that encodes each part [tokens, heads, dim] with the scales of all parts."""
@@ -94,15 +99,17 @@ class Coded:
         return replace(self, extremes=np.stack((low, high)))
 
     def rotated(self, x: Array) -> Array:
+        """Return rows as the scheme stores them."""
         return rotate(x, self.rotation, value=self.value) if self.rotation else x
 
     @property
     def step(self) -> int:
         """Return how many tokens are encoded together."""
-        by_tokens = 8 // self.format.code.bits if self.format.along == "tokens" else 1
-        return max(self.format.group if self.format.per == "channel" else 1, by_tokens)
+        in_byte = 8 // self.format.code.bits if self.format.along == "tokens" else 1
+        return max(self.format.group if self.format.per == "channel" else 1, in_byte)
 
     def encode(self, x: Array) -> dict[str, Array]:
+        """Return arrays of a part of the tokens: those of `encode`, and "rest", the tokens left uncoded."""
         x = self.rotated(x)
         if self.extremes is not None:
             # Scales depend only on extremes: with these two rows before it, each part gets the scales of all.
@@ -116,11 +123,11 @@ class Coded:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """Return the names of arrays that all parts share."""
-        names = {"scale", self.format.offset, "whole"}
-        return ("whole",) if self.format.per == "group" else tuple(names)
+        """Return the names of arrays that all parts share; "whole" is the tensor-wide scale."""
+        return ("whole",) if self.format.per == "group" else ("scale", self.format.offset, "whole")
 
     def decode(self, arrays: Mapping[str, Array]) -> Array:
+        """Return the tokens of an encoded part, rotated back."""
         arrays = dict(arrays)
         rest = arrays.pop("rest")
         x = np.concatenate((decode(arrays, self.format), rest)) if arrays else rest
@@ -133,9 +140,9 @@ class Coded:
 
         Arrays that all parts share count for the first part only.
         """
-        rest = arrays["rest"].size * bits
+        uncoded = arrays["rest"].size * bits
         skipped = {"rest"} if first or self.extremes is None else {"rest", *self.shared}
-        return rest + 8 * sum(array.nbytes for name, array in arrays.items() if name not in skipped)
+        return uncoded + 8 * sum(array.nbytes for name, array in arrays.items() if name not in skipped)
 
     def codes(self, arrays: Mapping[str, Array]) -> Array | None:
         """Return indices into the code table, uint8 [coded tokens, heads, elements]; None without codes."""
@@ -160,7 +167,7 @@ def schemes_named(text: str, scale: Any = None) -> tuple[Any, Any]:
     if plus:
         rotation_named(rotation)
     key, value = formats_named(format)
-    if scale is not None and key.rule not in ("given", "blocks16"):
+    if scale is not None and key.rule not in ("given", "nvfp4"):
         raise argument_error("scale", f"None, for {text}", describe(scale))
     rotated = rotation or None
     return Coded(text, key, rotated, scale=scale), Coded(text, value, rotated, value=True, scale=scale)
@@ -182,5 +189,6 @@ def formats_named(text: str) -> tuple[Format, Format]:
 def cache_format(text: str) -> Format:
     """Return a format by its name. Scales of kvkit's own codes are float16, as in its caches."""
     format = named(text)
-    own = format.source == "kvkit" and format.rule in ("pmx", "kvkit_minimum")
-    return named(format, cell=FLOAT16) if own and "float" not in text else format
+    kvkits_own = format.source == "kvkit" and format.rule in ("pmx", "kvkit_minimum")
+    names_scale_type = "float" in text  # as "int8:float32" does
+    return named(format, cell=FLOAT16) if kvkits_own and not names_scale_type else format

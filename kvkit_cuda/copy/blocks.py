@@ -36,7 +36,7 @@ def put_scale(address, scale):
 def code_of(stored):
     """Return f(address of a block, i) -> code i of the block."""
     block = BY_NAME[stored].block
-    at, bias, half = block.codes_at, block.less, block.elements // 2
+    at, bias, half = block.codes_at, block.bias, block.elements // 2
 
     @shared
     def nibble(address, i):
@@ -86,7 +86,7 @@ def store(packed, stored):
     """Return f(packed address, cache address), which stores numbers as a block."""
     block, (low, high) = BY_NAME[stored].block, BY_NAME[stored].limits
     read, step, elements = chunks.read(packed), BY_NAME[packed].bytes(1), block.elements
-    at, bias, half, halves = block.codes_at, block.less, elements // 2, block.halves
+    at, bias, half, halves = block.codes_at, block.bias, elements // 2, block.halves
     most, product = np.float32(low if bias else high), device.product
 
     @shared

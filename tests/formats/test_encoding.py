@@ -108,7 +108,7 @@ def test_every_format_has_a_reference():
 def test_bytes(rng, name):
     fmt, dim = formats.named(name), DIMS.get(name.partition(":")[0], 64)
     tiny = 1e-40 if fmt.exponent else 1e-36
-    wholes = (None, 1.0, 0.01) if fmt.rule == "blocks16" else (SCALE,) if fmt.needs_scale else (None,)
+    wholes = (None, 1.0, 0.01) if fmt.rule == "nvfp4" else (SCALE,) if fmt.needs_scale else (None,)
     x = some(rng, 64 if fmt.per == "channel" else 12, dim, tiny).reshape(-1, 2, dim)
     if name == "ds_mla":
         x[..., 512:] = rng.standard_normal((*x.shape[:-1], 64))
@@ -117,7 +117,7 @@ def test_bytes(rng, name):
     for whole in wholes:
         arrays = encode(x, name, scale=whole)
         more = ()
-        if fmt.rule == "blocks16":
+        if fmt.rule == "nvfp4":
             unit = whole or (1.0 if name == "mlx_nvfp4" else np.abs(x).max() / F32(448))
             assert arrays.get("whole", 1) == F32(unit)
             assert ("whole" in arrays) == (unit != 1)

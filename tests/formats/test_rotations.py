@@ -29,7 +29,8 @@ def test_matrices(rng, name, dim, value):
         dim
     ]
     whole = np.kron(np.eye(dim // block), matrix(block))
-    whole = whole * formats.rotation_named("vllm").plus[:dim] if name == "vllm" else whole / np.sqrt(block)
+    signs = formats.rotation_named("vllm").sign_factors[:dim]
+    whole = whole * signs if name == "vllm" else whole / np.sqrt(block)
     tolerance = {"rtol": 1e-5, "atol": 1e-5 * np.abs(whole).max() * dim}
     np.testing.assert_allclose(rotate(x, name, value=value), x @ whole.T, **tolerance)
     back = rotate(rotate(x, name, value=value), name, what="output", value=value)
@@ -41,10 +42,10 @@ def test_matrices(rng, name, dim, value):
 
 def test_signs_of_vllm():
     """The first and last bits of the line, the lowest of a byte first."""
-    plus = formats.rotation_named("vllm").plus
-    assert plus[:8].tolist() == [1, -1, 1, 1, -1, -1, -1, -1]  # 0x0d
-    assert plus[-8:].tolist() == [-1, 1, -1, 1, -1, -1, -1, 1]  # 0x8a
-    assert len(plus) == 512
+    signs = formats.rotation_named("vllm").sign_factors
+    assert signs[:8].tolist() == [1, -1, 1, 1, -1, -1, -1, -1]  # 0x0d
+    assert signs[-8:].tolist() == [-1, 1, -1, 1, -1, -1, -1, 1]  # 0x8a
+    assert len(signs) == 512
 
 
 @pytest.mark.parametrize("name", ["hadamard:12", "hadamard:0", "hadamard:", "fwht"])

@@ -22,7 +22,7 @@ LEAST = {
     "kvkit_minimum": 1e-5,
     "vllm_token": 1e-6,
     "mlx_affine": 1e-7,
-    "ranged": 1e-8,
+    "turbo_value": 1e-8,
     "p2": 2**-13 / 448,
 }  # scales that a rule takes at least
 
@@ -39,9 +39,9 @@ def relative_error(fmt, bits):
         half *= 2
         clipped = 1 - top / 2 ** np.ceil(np.log2(top))
         half = max(half, clipped) if fmt.exponent == "floor" else half
-    if fmt.rule == "signed":
+    if fmt.rule == "ggml_signed":
         half = 1 / 8  # of 8 and -8 one alone is a code
-    if fmt.rule == "searched":
+    if fmt.rule == "ggml_searched":
         half *= 2  # the scale is of least squares, and may clip
     return half + 2.0 ** (2 - bits)
 
@@ -57,7 +57,7 @@ def error_bound(fmt, x, dtype, arrays):
         + LEAST.get(fmt.exponent, 0)
         + 2 * float(TINY)
     )
-    if fmt.rule == "length":  # an error of the whole row; to bring levels to a length may double it
+    if fmt.rule == "turbo_key":  # an error of the whole row; to bring levels to a length may double it
         size = np.sqrt((numbers**2).sum(-1, keepdims=True)) + TINY
         turned = np.abs(rotate(x, "hadamard")) / size * np.sqrt(x.shape[-1])
         off = np.maximum(turned - top, np.diff(np.sort(fmt.code.table)).max() / 2 + 1e-5)

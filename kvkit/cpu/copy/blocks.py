@@ -37,21 +37,21 @@ def plain_encode(packed, cache):
     element = BY_NAME[cache]
     block, (low, high) = element.block, element.limits
     get, put_scale, put = memory.read(packed), memory.write(block.cell), memory.store(types.uint8)
-    elements, at, less, step = block.elements, block.codes_at, block.less, BY_NAME[packed].bytes(1)
-    most = low if less else high  # the code of the element of largest magnitude; q4_0's is the lowest code
+    elements, at, bias, step = block.elements, block.codes_at, block.bias, BY_NAME[packed].bytes(1)
+    most = low if bias else high  # the code of the element of largest magnitude; q4_0's is the lowest code
 
     def encode(source, target):
         top = get(source)
         for i in range(1, elements):
             x = get(source + i * step)
             top = x if abs(x) > abs(top) else top
-        scale = (top if less else abs(top)) / np.float32(most)
+        scale = (top if bias else abs(top)) / np.float32(most)
         put_scale(target, scale)
         factor = numeric.inverse(scale)
-        if less:
+        if bias:
             for i in range(elements // 2):
-                first = numeric.unsigned_code(get(source + i * step) * factor, less)
-                second = numeric.unsigned_code(get(source + (i + elements // 2) * step) * factor, less)
+                first = numeric.unsigned_code(get(source + i * step) * factor, bias)
+                second = numeric.unsigned_code(get(source + (i + elements // 2) * step) * factor, bias)
                 put(target + at + i, np.uint8(first | second << 4))
         else:
             for i in range(elements):
@@ -76,13 +76,13 @@ def element_at(stored):
     """Return a helper (row, scales, i) that reads one element of a row of blocks as float32."""
     block = BY_NAME[stored].block
     get_scale, get = memory.read(block.cell), memory.load(types.uint8)
-    elements, size, at, less = block.elements, block.bytes, block.codes_at, block.less
+    elements, size, at, bias = block.elements, block.bytes, block.codes_at, block.bias
 
     def element(row, scales, i):
         source, i = row + i // elements * size, i % elements
-        if less:
+        if bias:
             byte = get(source + at + i % (elements // 2))
-            code = np.int32((byte >> 4 if i >= elements // 2 else byte) & 15) - less
+            code = np.int32((byte >> 4 if i >= elements // 2 else byte) & 15) - bias
         else:
             code = np.int32(np.int8(get(source + at + i)))
         return np.float32(code) * get_scale(source)

@@ -14,7 +14,7 @@ def encode(source, target):
     """Return f(source, target), which encodes 32 numbers as a block."""
     block = BY_NAME[target].block
     step = BY_NAME[source].bytes(LANES)
-    find = signed_scale if block.less else largest_scale
+    find = signed_scale if block.bias else largest_scale
 
     @micro_kernel
     def encode(b, source_address, target_address):
@@ -22,7 +22,7 @@ def encode(source, target):
         scale = find(x, BY_NAME[target].limits)
         factor = where(scale, "==", 0.0, 0.0, 1.0 / scale)
         write(b, target_address, narrow(scale.pick([0]), block.cell))
-        codes = [code_bytes(vector * factor, block.less) for vector in x]
+        codes = [code_bytes(vector * factor, block.bias) for vector in x]
         if block.halves:
             write(b, at(b, target_address, block.codes_at), codes[0] | (codes[1] << 4))
         else:
@@ -52,10 +52,10 @@ def signed_scale(vectors, limits):
     return signed / float(limits[0])
 
 
-def code_bytes(ratio, less):
-    """Round to codes as bytes: halves away from zero, or, of codes that are stored plus `less`, up."""
-    if less:
-        return (ratio + (less + 0.5)).min(2.0 * less - 1).cast("fptosi", I32).cast("trunc", I8)
+def code_bytes(ratio, bias):
+    """Round to codes as bytes: halves away from zero, or, of codes that are stored plus `bias`, up."""
+    if bias:
+        return (ratio + (bias + 0.5)).min(2.0 * bias - 1).cast("fptosi", I32).cast("trunc", I8)
     size = abs(ratio)
     whole = size.cast("fptosi", I32)
     rest = size - whole.cast("sitofp", F32)
@@ -75,7 +75,7 @@ def decode(source, target):
         scale = widen(read(b, source_address, RAW[block.cell], 1), block.cell).pick([0] * LANES)
         if block.halves:
             pairs = read(b, at(b, source_address, block.codes_at), I8, LANES)
-            codes = [(x.cast("zext", I32) & 15).plus(-block.less % 2**32) for x in (pairs, pairs >> 4)]
+            codes = [(x.cast("zext", I32) & 15).plus(-block.bias % 2**32) for x in (pairs, pairs >> 4)]
             numbers = [x.cast("sitofp", F32) for x in codes]
         else:
             places = (block.codes_at, block.codes_at + LANES)

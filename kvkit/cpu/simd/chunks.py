@@ -149,7 +149,7 @@ def chunk_reader(stored, scale_format, group, rounds, like=None):
             [read(b, b.add(start, I64(block.codes_at)), I32, words) for start in starts]
         )
         order = chunk_order(stored, None, vectors)
-        if block.less:  # unsigned codes to signed ones: flip the highest bit of each
+        if block.bias:  # unsigned codes to signed ones: flip the highest bit of each
             codes = codes.apply("xor", 0x88888888)
 
         of_lanes = codes.pick(lane % codes.count for lane in range(LANES))

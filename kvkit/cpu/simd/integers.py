@@ -114,7 +114,7 @@ class CodeVectors:
         self.scales = max(1, width // self.group)  # how many a chunk has
         self.bias = 1 << self.bits - 1
         self.nibbles_apart = bool(self.block and self.block.halves)  # elements 0 and 16 share a byte
-        self.stored_unsigned = bool(self.block and self.block.less)  # codes have the bias in memory
+        self.stored_unsigned = bool(self.block and self.block.bias)  # codes have the bias in memory
 
     def group_of(self, element):
         """Return which of the chunk's scales an element has."""

@@ -39,7 +39,7 @@ class CodedFormat:
     @property
     def signed(self) -> bool:
         """Return whether scales may be negative."""
-        return bool(self.format.offset) or self.format.rule == "signed"
+        return bool(self.format.offset) or self.format.rule == "ggml_signed"
 
 
 @cache
