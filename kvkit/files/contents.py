@@ -33,11 +33,13 @@ class Contents:
     @property
     def cache(self) -> Any:
         """Return the cache, an array or the nested lists of its layout; None if there is none."""
-        cache, names = nested(self.arrays), [name for name in self.arrays if name.startswith("layers.")]
-        pairs = [[f"layers.{i}.{side}" for side in ("keys", "values")] for i in range(len(names) // 2)]
-        if cache is None and names and {name for pair in pairs for name in pair} == set(names):
+        if (cache := nested(self.arrays)) is not None:
+            return cache
+        saved = {name for name in self.arrays if name.startswith("layers.")}
+        pairs = [[f"layers.{i}.{side}" for side in ("keys", "values")] for i in range(len(saved) // 2)]
+        if saved and saved == {name for pair in pairs for name in pair}:
             return [[self.arrays[name] for name in pair] for pair in pairs]
-        return cache
+        return None
 
 
 def notes_in(metadata: dict[str, Any]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from kvkit.errors import brief
 from kvkit.files.errors import file_error
 from kvkit.typed import FilePath
 
-AXES = "l", "b", "n", "h", "c", "v", "s"
+AXES = "l", "b", "n", "h", "c", "v", "s"  # that `sizes` may have: see `kvkit.layouts`
 CHOICES = {"rope_pairs": ("halves", "interleaved"), "rotation": ("none", "hadamard"), "lse_base": ("e", "2")}
 LONGEST = 2000  # the most characters of a line or a name
 

@@ -21,7 +21,7 @@ def kind_of_file(file: BinaryIO) -> tuple[str, str] | None:
     """Return (kind of an open file, what to do with it) for errors; None if it may be a zip archive."""
     begin = file.read(9)
     file.seek(0)
-    if begin[8:] == b"{" and struct.unpack("<Q", begin[:8])[0] < 2**32:
+    if begin[8:] == b"{" and struct.unpack("<Q", begin[:8])[0] < 2**32:  # a length, then JSON
         return SAFETENSORS
     return next((words for mark, words in BEGINNINGS.items() if begin.startswith(mark)), None)
 

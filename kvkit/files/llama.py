@@ -7,16 +7,21 @@ A file has, in this order and without alignment, in little-endian numbers:
     a cache, or two                        two if some layers have a window; none if all layers are recurrent
     a recurrent memory                     if layers are recurrent
 
-A cache has streams. A stream has the cells in use (position, sequences, in some models the place in an image
-and the token), then rows for these cells: keys of all layers, then values, which may be transposed. A
-recurrent memory has a cell for each sequence, then the last inputs of each layer's convolution, then each
-layer's state. The source is llama.cpp@3514e9f, src/llama-kv-cache.cpp. Unknown versions are refused.
+A cell is the place of a token, which several sequences may share. Its numbers have 4 bytes each:
+
+    position | count of sequences | in some models: x, y (the place in an image), token id | the sequences
+
+A cache has streams. A stream has the cells in use, then rows for these cells: keys of all layers, then
+values, which may be transposed. A recurrent memory has a cell for each sequence, then the last inputs of each
+layer's convolution, then each layer's state. The source is llama.cpp@3514e9f, src/llama-kv-cache.cpp.
 
 A file does not say whether it has outputs, whether cells have places in an image, or whether there are values
-(MLA has none). All combinations are tried; the one that consumes every byte is right.
+(MLA has none). All combinations are tried; the one that consumes every byte is right. Unknown versions are
+refused.
 """
 
 import itertools
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -36,7 +41,7 @@ from kvkit.typed import Array, FilePath
 SESSION, SEQUENCE = 0x6767736E, 0x67677371
 MAGICS = {struct.pack("<I", SESSION): SESSION, struct.pack("<I", SEQUENCE): SEQUENCE}
 NAMES = {SESSION: "session of llama.cpp", SEQUENCE: "state of a sequence of llama.cpp"}
-EXTRAS = {  # (magic, version): fields of 32 bits that cells may have beside position and sequences
+EXTRAS = {  # {(magic, version): numbers that cells may have beside position and sequences}
     (SESSION, 9): ("x", "y"),
     (SEQUENCE, 2): ("x", "y"),
     (SESSION, 10): ("x", "y", "token"),
@@ -48,7 +53,7 @@ BLOCKS = {  # {ggml's number: (name, bytes of 32 elements)}
     39: ("ggml_mxfp4", 17),
 }  # fmt: skip
 BLOCK = 32  # elements of a block
-MOST = 10_000  # the most streams, and layers of all streams
+MOST = 10_000  # the most streams, and layers of all streams; larger numbers mean other bytes
 CACHES = "cache", "sliding"  # names of the caches in a file
 RECURRENT = "recurrent"
 CELLS = "positions", "sequences", "sequence_starts"
@@ -58,6 +63,7 @@ LINES = {  # {(whether there are several streams, whether values are transposed)
     (True, False): "b l kv | n (h c)",
     (True, True): "b l kv | n (h c) ; (h c) n",
 }
+# Notes for the user.
 ROTATED = (
     "since April 2026 llama.cpp rotates keys and values (Hadamard) before it quantizes them, if heads have a "
     "multiple of 64 elements and LLAMA_ATTN_ROT_DISABLE is not set; the file does not say whether it did"
@@ -190,9 +196,9 @@ def read_memory(
 
     If none does, raise the error of the combination that read most.
     """
-    begin, errors = source.at, []
-    with_outputs = (True, False) if session else (False,)
-    for has_outputs, fields, with_values in itertools.product(with_outputs, ((), extra), (True, False)):
+    begin, errors = source.at, []  # [(bytes read, error)]
+    outputs_or_none = (True, False) if session else (False,)
+    for has_outputs, fields, has_values in itertools.product(outputs_or_none, ((), extra), (True, False)):
         source.at = begin
         caches: list[CellCache] = []
         try:
@@ -202,8 +208,8 @@ def read_memory(
                 try:
                     if len(caches) == len(CACHES):
                         raise Unfit(f"{len(source.data) - source.at} bytes are left over")
-                    caches.append(read_cache(source, fields, with_values))
-                except Unfit as error:
+                    caches.append(read_cache(source, fields, has_values))
+                except Unfit as error:  # no cache is here: the rest must be a recurrent memory
                     errors.append((source.at, error))
                     source.at = at
                     return caches, read_recurrent(source), outputs
@@ -222,8 +228,8 @@ def read_outputs(source: ByteReader) -> dict[str, Array]:
     }
 
 
-def read_cache(source: ByteReader, fields: tuple[str, ...], with_values: bool) -> CellCache:
-    """Read one cache, whose cells have further fields."""
+def read_cache(source: ByteReader, fields: tuple[str, ...], has_values: bool) -> CellCache:
+    """Read one cache, whose cells have these further fields."""
     streams, transposed = source.number(), False
     cells: list[Any] = []
     rows: list[Any] = []
@@ -237,13 +243,13 @@ def read_cache(source: ByteReader, fields: tuple[str, ...], with_values: bool) -
             rows.append(None)
             continue
         flag, layers = source.number(), source.number()
-        if flag > 1 or layers + sum(len(each or ()) for each in rows) > MOST:
+        if flag > 1 or layers + sum(len(stream or ()) for stream in rows) > MOST:
             raise Unfit(f"{layers} layers, and values transposed: {flag}")
         transposed = bool(flag)
         keys = [read_rows(source, count, types[0]) for _ in range(layers)]
-        take = read_columns if transposed else read_rows
-        values = [take(source, count, types[1]) for _ in range(layers)] if with_values else []
-        rows.append([list(pair) for pair in zip(keys, values, strict=True)] if with_values else keys)
+        read_side = read_columns if transposed else read_rows
+        values = [read_side(source, count, types[1]) for _ in range(layers)] if has_values else []
+        rows.append([list(pair) for pair in zip(keys, values, strict=True)] if has_values else keys)
     return CellCache(cells, rows, types, transposed)
 
 
@@ -253,24 +259,23 @@ def read_cells(source: ByteReader, count: int, fields: tuple[str, ...]) -> dict[
     They are "positions", "sequences" (of all cells), "sequence_starts" (where those of each cell begin), and
     the further fields.
     """
-    names = ["position", "sequences", *fields]
-    head, begin = 4 * len(names), source.at
+    numbers, begin = 2 + len(fields), source.at  # position, count of sequences, fields
     try:  # the usual case: each cell has one sequence
-        table = source.array("<i4", count, len(names) + 1)
+        table = source.array("<i4", count, numbers + 1)
         if not (table[:, 1] == 1).all():
             raise Unfit("cells of several sequences")
         ids, starts = table[:, -1].copy(), np.arange(count + 1, dtype=np.int64)
     except Unfit:
         source.at = begin
-        if count * head > len(source.data) - begin:
+        if 4 * count * numbers > len(source.data) - begin:
             raise Unfit(f"{count} cells") from None
-        table = np.empty((count, len(names)), "<i4")
-        found = []
+        table = np.empty((count, numbers), "<i4")
+        sequences = []
         for cell in range(count):
-            table[cell] = source.take(head).view("<i4")
-            found.append(source.array("<i4", int(table[cell, 1].view("<u4"))))
-        ids = np.concatenate(found)
-        starts = np.concatenate([[0], np.cumsum([len(each) for each in found])])
+            table[cell] = source.array("<i4", numbers)
+            sequences.append(source.array("<i4", int(table[cell, 1].view("<u4"))))
+        ids = np.concatenate(sequences)
+        starts = np.concatenate([[0], np.cumsum(list(map(len, sequences)))])
     if (table[:, 0] < 0).any() or (ids < 0).any():
         raise Unfit("positions or sequences below 0")
     cells = {"positions": table[:, 0].copy(), "sequences": ids, "sequence_starts": starts}
@@ -300,8 +305,9 @@ def read_recurrent(source: ByteReader) -> RecurrentMemory:
     if len(rows) % 2 or len(rows) > 2 * layers:
         raise Unfit(f"{len(rows)} arrays of a recurrent memory of {layers} layers")
     cells = dict(zip(CELLS, (np.array(positions, "<i4"), np.concatenate(ids), np.array(starts)), strict=True))
-    half = len(rows) // 2
-    return RecurrentMemory(cells, [list(pair) for pair in zip(rows[:half], rows[half:], strict=True)], layers)
+    convolutions, states = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    pairs = [list(pair) for pair in zip(convolutions, states, strict=True)]
+    return RecurrentMemory(cells, pairs, layers)
 
 
 def read_rows(source: ByteReader, count: int, types: set[int]) -> Array:
@@ -346,11 +352,11 @@ def name_cache_arrays(name: str, cache: CellCache) -> dict[str, Array]:
     several = len(cache.rows) > 1
     for stream in used:
         begin = f"{name}.{stream}" if several else name
-        for layer, kinds in enumerate(cache.rows[stream]):
-            for place, array in name_arrays(kinds, f"{begin}.{layer}").items():
+        for layer, sides in enumerate(cache.rows[stream]):
+            for place, array in name_arrays(sides, f"{begin}.{layer}").items():
                 arrays[place] = array[0] if several else array
-        beside = f"{name}_cells.{stream}" if several else f"{name}_cells"
-        arrays |= {f"{beside}.{what}": array for what, array in cache.cells[stream].items()}
+        cells = f"{name}_cells.{stream}" if several else f"{name}_cells"
+        arrays |= {f"{cells}.{what}": array for what, array in cache.cells[stream].items()}
     return arrays
 
 
@@ -364,7 +370,8 @@ def describe_cache(cache: CellCache) -> Description:
     if not several:
         sizes["n"] = len(cache.cells[0]["positions"])
     line = LINES[several, cache.transposed]
-    if not used[0] or not isinstance(used[0][0], list):
+    has_values = used[0] and isinstance(used[0][0], list)
+    if not has_values:
         line = LINES[several, False].replace(" kv", "")
     return Description(line, sizes, cache.format, "cells", rope_applied=True, rotation=cache.rotation)
 
@@ -375,12 +382,13 @@ def join_streams(contents: Contents) -> Contents:
     if contents.kind not in NAMES.values() or not line.startswith("b l"):
         return contents
     streams = {name: streams_of(contents.arrays, name) for name in CACHES}
-    gone = tuple(f"{each}." for name, found in streams.items() if found for each in (name, f"{name}_cells"))
-    arrays = {name: array for name, array in contents.arrays.items() if not name.startswith(gone)}
+    begins = tuple(f"{name}{end}." for name in CACHES if streams[name] for end in ("", "_cells"))
+    arrays = {name: array for name, array in contents.arrays.items() if not name.startswith(begins)}
+    transposed = ";" in line
     for name, numbers in streams.items():
-        arrays |= join_cache(contents.arrays, name, numbers, ";" in line)
-    values = any(name.startswith("cache.0.") for name in arrays)
-    line = LINES[False, ";" in line] if values else LINES[False, False].replace(" kv", "")
+        arrays |= join_cache(contents.arrays, name, numbers, transposed)
+    has_values = any(name.startswith("cache.0.") for name in arrays)
+    line = LINES[False, transposed] if has_values else LINES[False, False].replace(" kv", "")
     metadata = dict(contents.metadata)
     if "sliding" in metadata:
         metadata["sliding"] = metadata["sliding"] | {"layout": line, "sizes": {}}
@@ -391,31 +399,29 @@ def join_streams(contents: Contents) -> Contents:
 
 def streams_of(arrays: Mapping[str, Array], name: str) -> list[int]:
     """Return the numbers of the streams that have cells."""
-    begin, end = f"{name}_cells.", ".positions"
-    found = [each[len(begin) : -len(end)] for each in arrays if each.startswith(begin) and each.endswith(end)]
-    return sorted(map(int, found))
+    found = (re.fullmatch(rf"{name}_cells\.(\d+)\.positions", array) for array in arrays)
+    return sorted(int(match[1]) for match in found if match)
 
 
 def join_cache(
     arrays: Mapping[str, Array], name: str, numbers: list[int], transposed: bool
 ) -> dict[str, Array]:
     """Return the joined arrays of a cache whose streams have these numbers."""
-    found: dict[str, Array] = {}
+    joined: dict[str, Array] = {}
     if not numbers:
-        return found
-    for place in (each for each in arrays if each.startswith(f"{name}.{numbers[0]}.")):
-        rest = place.removeprefix(f"{name}.{numbers[0]}.")
-        parts = [arrays[f"{name}.{stream}.{rest}"] for stream in numbers]
-        axis = 1 if transposed and rest.endswith(".1") else 0
-        found[f"{name}.{rest}"] = (parts[0] if len(parts) == 1 else np.concatenate(parts, axis))[None]
+        return joined
+    begin = f"{name}.{numbers[0]}."
+    for place in (full.removeprefix(begin) for full in arrays if full.startswith(begin)):  # LAYER.KV
+        parts = [arrays[f"{name}.{stream}.{place}"] for stream in numbers]
+        cell_axis = 1 if transposed and place.endswith(".1") else 0
+        joined[f"{name}.{place}"] = (parts[0] if len(parts) == 1 else np.concatenate(parts, cell_axis))[None]
     begin = f"{name}_cells.{numbers[0]}."
-    for place in (each for each in arrays if each.startswith(begin)):
-        what = place.removeprefix(begin)
+    for what in (full.removeprefix(begin) for full in arrays if full.startswith(begin)):
         parts = [arrays[f"{name}_cells.{stream}.{what}"] for stream in numbers]
-        if what == "sequence_starts":
-            ends = np.cumsum([0, *(part[-1] for part in parts)])
-            parts = [part[i > 0 :] + end for i, (part, end) in enumerate(zip(parts, ends, strict=False))]
-        found[f"{name}_cells.{what}"] = np.concatenate(parts)
+        if what == "sequence_starts":  # each stream counts from 0; all but the first drop that 0
+            before = np.cumsum([0, *(part[-1] for part in parts)])
+            parts = [part[i > 0 :] + before[i] for i, part in enumerate(parts)]
+        joined[f"{name}_cells.{what}"] = np.concatenate(parts)
     counts = [len(arrays[f"{name}_cells.{stream}.positions"]) for stream in numbers]
-    found[f"{name}_cells.stream"] = np.repeat(np.array(numbers, np.int32), counts)
-    return found
+    joined[f"{name}_cells.stream"] = np.repeat(np.array(numbers, np.int32), counts)
+    return joined

@@ -28,7 +28,7 @@ from kvkit.typed import Array, FilePath
 
 SUFFIX = ".bin"
 VERSION = 3  # of sequence states that did not come from llama.cpp
-OUTPUTS = (("outputs", "<I"), ("logits", "<Q"), ("embeddings", "<Q"))  # (name, code of its length)
+OUTPUTS = (("outputs", "<I"), ("logits", "<Q"), ("embeddings", "<Q"))  # (name, type of its length in a file)
 
 
 def write(path: FilePath, contents: Contents) -> None:
@@ -61,40 +61,37 @@ def pieces_of(contents: Contents) -> Iterator[bytes]:
     line = contents.description.layout or ""
     for name in CACHES:
         if f"{name}_cells.positions" in arrays:
-            form = metadata["sliding"].get("format") if name != CACHES[0] else contents.description.format
+            sliding = name != CACHES[0]
+            format = metadata["sliding"].get("format") if sliding else contents.description.format
             fields, streams = EXTRAS[magic, version], metadata.get("streams", 1)
-            yield from pieces_of_cache(arrays, name, fields, streams, ";" in line, form or "")
+            yield from pieces_of_cache(arrays, name, fields, streams, ";" in line, format or "")
     if f"{RECURRENT}_cells.positions" in arrays:
         yield from pieces_of_recurrent(arrays, metadata["recurrent_layers"])
 
 
 def pieces_of_cache(
-    arrays: Mapping[str, Array],
-    name: str,
-    extra: tuple[str, ...],
-    streams: int,
-    transposed: bool,
+    arrays: Mapping[str, Array], name: str, extra: tuple[str, ...], streams: int, transposed: bool,
     format: str,
-) -> Iterator[bytes]:
+) -> Iterator[bytes]:  # fmt: skip
     """Yield the bytes of one cache, whose cells may have the `extra` fields."""
     cells = {what.split(".", 1)[1]: x for what, x in arrays.items() if what.startswith(f"{name}_cells.")}
-    stream = cells.get("stream", np.zeros(len(cells["positions"]), np.int32))
+    stream_of_cells = cells.get("stream", np.zeros(len(cells["positions"]), np.int32))
     fields = tuple(field for field in extra if field in cells)
     if fields and fields != extra:
         raise ValueError(f"cells have {', '.join(fields)} and not {', '.join(extra)}")
     layers = rows_by_layer(arrays, name)
     yield struct.pack("<I", streams)
     for number in range(streams):
-        own = np.flatnonzero(stream == number)
+        own = np.flatnonzero(stream_of_cells == number)
         yield struct.pack("<I", len(own)) + bytes_of_cells(cells, own, fields)
         if not len(own):
             continue
         yield struct.pack("<II", transposed, len(layers))
-        sides = format.split("/") if "/" in format else [format, format]
-        for kv, side in enumerate(sides):
+        formats = format.split("/") if "/" in format else [format, format]
+        for kv, side_format in enumerate(formats):
             for layer in layers:
-                if kv < len(layer):
-                    yield bytes_of_rows(layer[kv][0], own, side, bool(kv) and transposed)
+                if kv < len(layer):  # not so for values of MLA, which has none
+                    yield bytes_of_rows(layer[kv][0], own, side_format, bool(kv) and transposed)
 
 
 def rows_by_layer(arrays: Mapping[str, Array], name: str) -> list[list[Array]]:
@@ -108,12 +105,12 @@ def rows_by_layer(arrays: Mapping[str, Array], name: str) -> list[list[Array]]:
 
 def bytes_of_cells(cells: Mapping[str, Array], own: Array, fields: tuple[str, ...]) -> bytes:
     """Return the bytes of the cells with the numbers `own`."""
-    starts, found = cells["sequence_starts"], []
+    starts, pieces = cells["sequence_starts"], []
     for cell in own:
         ids = cells["sequences"][starts[cell] : starts[cell + 1]]
         numbers = [cells["positions"][cell], len(ids), *(cells[field][cell] for field in fields), *ids]
-        found.append(np.array(numbers, "<i4").tobytes())
-    return b"".join(found)
+        pieces.append(np.array(numbers, "<i4").tobytes())
+    return b"".join(pieces)
 
 
 def bytes_of_rows(rows: Array, own: Array, format: str, transposed: bool) -> bytes:

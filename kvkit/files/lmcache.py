@@ -19,11 +19,11 @@ from kvkit.files.contents import Contents
 from kvkit.files.description import Description
 from kvkit.typed import Array, FilePath
 
-NAME = re.compile(
+NAME = re.compile(  # files of `local_disk` and `fs`
     r"(?P<model>.+)@(?P<ranks>\d+)@(?P<rank>\d+)@(?P<hash>[0-9a-f]+)@(?P<type>[a-z][a-z0-9_]*)"
     r"(?:@(?P<layer>\d+))?(?:@[^@%]+%[^@]*)*\.(?:pt|data)"
 )
-PLAIN = re.compile(
+UNTYPED = re.compile(  # files of the distributed storage
     r"(?P<model>.+)@0x(?P<ranks>[0-9a-f]{8})@(?P<group>[0-9a-f]+)@(?P<hash>[0-9a-f]+)(?:@.*)?\.data"
 )
 TYPES = {
@@ -31,16 +31,18 @@ TYPES = {
     "float32": np.float32, "uint8": np.uint8, "fp8": ml_dtypes.float8_e4m3fn,
     "fp8_e4m3fn": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2,
 }  # fmt: skip
-NUMBERED = {1: "half", 2: "half", 3: "bfloat16", 4: "float", 6: "uint8", 7: "fp8", 8: "fp8_e5m2"}
-LINES = {1: "| kv l n (h c)", 2: "| n kv (h c)", 3: "| kv n (h c)", 6: "| 1 l n c"}  # by arrangement
-HEADER = 7  # integers
+TYPE_NUMBERS = {1: "half", 2: "half", 3: "bfloat16", 4: "float", 6: "uint8", 7: "fp8", 8: "fp8_e5m2"}
+LINES = {  # {arrangement of a header: layout}
+    1: "| kv l n (h c)", 2: "| n kv (h c)", 3: "| kv n (h c)", 6: "| 1 l n c",
+}  # fmt: skip
+HEADER = 4 * 7  # bytes of seven integers
 NO_SIZES = "the file has elements without sizes: give l, h and c in sizes; n follows"
 
 
 def parse_name(path: FilePath) -> dict[str, Any] | None:
     """Return the fields in the name of a chunk; None for other names."""
     name = os.path.basename(os.fspath(path))
-    match = NAME.fullmatch(name) or PLAIN.fullmatch(name)
+    match = NAME.fullmatch(name) or UNTYPED.fullmatch(name)
     return match and {key: text for key, text in match.groupdict().items() if text is not None}
 
 
@@ -49,9 +51,9 @@ def read(path: FilePath, fields: dict[str, Any]) -> Contents:
     with open(path, "rb") as file:
         data, mapped = mapping.map_file(file)
     sizes: dict[str, int] = {}
-    if after := elements_after_header(data):
-        array, line = after
-        axes = line.replace("(h c)", "").split()[1:]
+    if found := elements_after_header(data):
+        array, line = found
+        axes = line.removeprefix("| ").replace("(h c)", "").split()
         sizes = {axis: size for axis, size in zip(axes, array.shape, strict=False) if axis in "ln"}
         notes = (llama.HEADS,) if "h" in line else ()
     else:
@@ -67,14 +69,14 @@ def read(path: FilePath, fields: dict[str, Any]) -> Contents:
 
 def elements_after_header(data: Array) -> tuple[Array, str] | None:
     """Return (elements, layout) of a file that begins with a header; None for other files."""
-    if len(data) < 4 * HEADER:
+    if len(data) < HEADER:
         return None
-    size, kind, dtype, *lengths = data[: 4 * HEADER].view("<i4").tolist()
-    while lengths and lengths[-1] == 0:
-        lengths.pop()
-    if kind not in LINES or dtype not in NUMBERED or len(lengths) not in (3, 4) or min(lengths) < 1:
+    size, arrangement, number, *shape = data[:HEADER].view("<i4").tolist()
+    while shape and shape[-1] == 0:  # unused lengths
+        shape.pop()
+    if arrangement not in LINES or number not in TYPE_NUMBERS or len(shape) not in (3, 4) or min(shape) < 1:
         return None
-    element = np.dtype(TYPES[NUMBERED[dtype]])
-    if size != len(data) - 4 * HEADER or size != math.prod(lengths) * element.itemsize:
+    dtype = np.dtype(TYPES[TYPE_NUMBERS[number]])
+    if size != len(data) - HEADER or size != math.prod(shape) * dtype.itemsize:
         return None
-    return data[4 * HEADER :].view(element).reshape(lengths), LINES[kind]
+    return data[HEADER:].view(dtype).reshape(shape), LINES[arrangement]

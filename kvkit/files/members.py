@@ -1,4 +1,9 @@
-"""Map, unpack or write arrays as members of a zip archive. Errors here are ValueErrors without the path."""
+"""Map, unpack or write arrays as members of a zip archive. Errors here are ValueErrors without the path.
+
+A member that kvkit writes is stored, so that its data can be mapped:
+
+    local header | name | padding | zip64 field | .npy header | data, from a multiple of 64 bytes on
+"""
 
 import contextlib
 import math
@@ -21,15 +26,15 @@ FLOAT8: dict[str, np.dtype[Any]] = {  # numpy writes these as "V1"; only the fil
     dtype.name: dtype
     for dtype in map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu))
 }
-ALIGNMENT = 64
-CHUNK = 2**24
+ALIGNMENT = 64  # bytes
+CHUNK = 2**24  # bytes that are read or written at once
 DEFLATE_LIMIT = 1032  # the most bytes that a deflated byte unpacks to
 HEADER_LIMIT = 2048  # characters; 64 axes of 2**63 elements need 1,400
-TEXT_LIMIT = 2**24
+TEXT_LIMIT = 2**24  # bytes
 PARSER_TRIES = 20
 ENCRYPTED = 1  # a bit of a member's flags
-READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-LOCAL_HEADER, ZIP64_EXTRA = 30, 20
+READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}  # by version of .npy
+LOCAL_HEADER, ZIP64_FIELD = 30, 20  # bytes
 PADDING = struct.Struct("<HHH")  # zipalign's extra field: id 0xD935, size, alignment; zeros follow
 
 
@@ -148,8 +153,8 @@ def is_extension_dtype(dtype: np.dtype[Any]) -> bool:
 def data_offset(member: zipfile.ZipInfo, file: IO[bytes]) -> int:
     """Return the offset in the file at which a stored member's bytes begin."""
     file.seek(member.header_offset)
-    name, extra = struct.unpack_from("<HH", file.read(LOCAL_HEADER), 26)
-    return int(member.header_offset + LOCAL_HEADER + name + extra)
+    name_length, extra_length = struct.unpack_from("<HH", file.read(LOCAL_HEADER), 26)
+    return int(member.header_offset + LOCAL_HEADER + name_length + extra_length)
 
 
 def unpack_into(data: IO[bytes], array: Array) -> Array:
@@ -167,7 +172,7 @@ def unpack_into(data: IO[bytes], array: Array) -> Array:
 def member_info(name: str) -> zipfile.ZipInfo:
     """Return a member's entry with a constant date and system, so that equal arrays give equal files."""
     member = zipfile.ZipInfo(name)
-    member.create_system = 3
+    member.create_system = 3  # Unix
     return member
 
 
@@ -190,7 +195,7 @@ def write(
     """Write an array at byte `position` of the archive, with aligned data; `advance` gets chunk sizes."""
     head = make_header(array)
     member = member_info(name)
-    begin = position + LOCAL_HEADER + len(name.encode()) + PADDING.size + ZIP64_EXTRA + len(head)
+    begin = position + LOCAL_HEADER + len(name.encode()) + PADDING.size + ZIP64_FIELD + len(head)
     zeros = -begin % ALIGNMENT
     member.extra = PADDING.pack(0xD935, 2 + zeros, ALIGNMENT) + bytes(zeros)
     with archive.open(member, "w", force_zip64=True) as data:

@@ -32,12 +32,12 @@ FLOATS, CODED = "KVCache", "QuantizedKVCache"
 FIELDS = {  # {class: (names of its numbers since 0.32, before)}; None if its rows cannot be ordered by them
     FLOATS: (("offset",), ()),
     "ConcatenateKVCache": ((), ()),
-    CODED: (("offset", "group", "bits"),) * 2,
+    CODED: (("offset", "group", "bits"), ("offset", "group", "bits")),
     "RotatingKVCache": (("offset", "keep", "most", "next"), ("keep", "most", "offset", "next")),
     "ChunkedKVCache": (("offset", "chunk", "start"), None),
 }
 PARTS = "cache", "scales", "minima"  # the arrays of a quantized layer: words of codes, scales, minima
-OTHERS = {"cache": "cache", "scales": "scale", "minima": "minimum"}  # the names of `kvkit.formats.encode`
+ENCODED = {"cache": "cache", "scales": "scale", "minima": "minimum"}  # the names of `kvkit.formats.encode`
 FORMAT = re.compile(r"mlx([234568]):g(16|32|64|128)")
 
 
@@ -45,9 +45,8 @@ FORMAT = re.compile(r"mlx([234568]):g(16|32|64|128)")
 class PromptLayer:
     """Holds a layer of a prompt cache."""
 
-    sides: Sequence[
-        Sequence[Array]
-    ]  # of keys and of values: the arrays of `PARTS` [batch, heads, rows, elements]
+    # Of keys and of values: the arrays of `PARTS`, [batch, heads, rows, elements].
+    sides: Sequence[Sequence[Array]]
     numbers: Mapping[str, int]  # by the names of `FIELDS`
 
     @property
@@ -59,14 +58,18 @@ class PromptLayer:
     def runs(self) -> list[slice]:
         """Return the ranges of rows that hold tokens, in the order of tokens.
 
-        With a window, the first `keep` rows stay, and a ring buffer follows, whose next row is `next`.
+        With a window, the first `keep` rows stay, and a ring buffer follows, whose next row is `next`. After
+        8 tokens, with 6 rows, `keep` 2 and `next` 4:
+
+            row     0 1 | 2 3 4 5        the runs are rows 0 to 1, 4 to 5, 2 to 3
+            token   0 1 | 6 7 4 5
         """
-        offset, at = self.numbers.get("offset", self.rows), self.numbers.get("next")
-        if at is None:
+        offset, after = self.numbers.get("offset", self.rows), self.numbers.get("next")
+        if after is None:
             return [slice(0, offset - self.numbers.get("start", 0))]
         keep = self.numbers["keep"]
-        turned = at < min(offset, self.rows)
-        return [slice(0, keep), slice(at, self.rows), slice(keep, at)] if turned else [slice(0, at)]
+        wrapped = after < min(offset, self.rows)
+        return [slice(0, keep), slice(after, self.rows), slice(keep, after)] if wrapped else [slice(0, after)]
 
     @property
     def missing(self) -> int:
@@ -89,22 +92,24 @@ def is_cache(contents: Contents) -> bool:
 def read(path: FilePath, contents: Contents) -> Contents:
     """Return the contents of a prompt cache with kvkit's names for layers of known classes."""
     texts = contents.metadata
-    new = texts["2.0"] == "" and "1.0" in texts
+    new = texts["2.0"] == "" and "1.0" in texts  # mlx-lm 0.32; before, "2.0" is the class of layer 0
     kinds = classes_of(path, texts, "1." if new else "2.")
     user = {name[2:]: text for name, text in texts.items() if name.startswith("0." if new else "1.")}
     described = stored_description(path, user.pop(tensors.METADATA, None))
-    found = replace(contents, metadata={"classes": kinds, "metadata": user}, kind="prompt cache of MLX")
-    known = {}
+    contents = replace(contents, metadata={"classes": kinds, "metadata": user}, kind="prompt cache of MLX")
+    known = {}  # {number of the layer: `PromptLayer`}
     for number, kind in enumerate(kinds):
         fields = FIELDS.get(kind, (None, None))[0 if new else 1]
-        empty = new and found.arrays.get(f"{number}.0", np.zeros(1)).size == 0
+        empty = new and contents.arrays.get(f"{number}.0", np.zeros(1)).size == 0
         if fields is not None and not empty:
-            known[number] = read_layer(path, found.arrays, texts, number, fields, new)
+            known[number] = read_layer(path, contents.arrays, texts, number, fields, new)
     others = sorted({brief(kind) for number, kind in enumerate(kinds) if number not in known})
     notes = [f"layers are of class {', '.join(others)}, whose arrays kvkit does not know"] if others else []
     if len({kinds[number] == CODED for number in known}) > 1:
         raise file_error(path, "it has layers of codes and layers of floats")
-    return with_layers(path, found, known, described, notes) if known else replace(found, notes=tuple(notes))
+    if not known:
+        return replace(contents, notes=tuple(notes))
+    return with_layers(path, contents, known, described, notes)
 
 
 def classes_of(path: FilePath, texts: Mapping[str, str], group: str) -> list[str]:
@@ -126,13 +131,9 @@ def stored_description(path: FilePath, text: str | None) -> Description:
 
 
 def read_layer(
-    path: FilePath,
-    arrays: Mapping[str, Array],
-    texts: Mapping[str, str],
-    number: int,
-    fields: Sequence[str],
+    path: FilePath, arrays: Mapping[str, Array], texts: Mapping[str, str], number: int, fields: Sequence[str],
     new: bool,
-) -> PromptLayer:
+) -> PromptLayer:  # fmt: skip
     """Return a layer. Its numbers are tensors of a new file, or texts of an old one."""
     numbers = {}
     for i, field in enumerate(fields):
@@ -141,8 +142,8 @@ def read_layer(
         if not (text.isascii() and text.isdecimal() and len(text) < 19):
             raise file_error(path, f"layer {number} has no {field}: {name} is {brief(text) or 'missing'}")
         numbers[field] = int(text)
-    parts = (".0", ".1", ".2") if "bits" in numbers else ("",)
-    sides = [[find_tensor(path, arrays, f"{number}.{kv}{part}", 4) for part in parts] for kv in range(2)]
+    suffixes = (".0", ".1", ".2") if "bits" in numbers else ("",)  # of the arrays of `PARTS`
+    sides = [[find_tensor(path, arrays, f"{number}.{kv}{end}", 4) for end in suffixes] for kv in range(2)]
     layer = PromptLayer(sides, numbers)
     if not layer.sound:
         raise file_error(path, f"layer {number} has {layer.rows} rows, which contradicts {numbers}")
@@ -151,29 +152,28 @@ def read_layer(
 
 def with_layers(
     path: FilePath,
-    found: Contents,
+    contents: Contents,
     known: Mapping[int, PromptLayer],
     described: Description,
     notes: list[str],
 ) -> Contents:
     """Return the contents with known layers renamed, their rows in the order of tokens."""
-    arrays = {
-        f"{name}.{at}.{kv}": runs[0] if len(runs) == 1 else np.concatenate(runs, 2)
-        for at, layer in enumerate(known.values())
-        for kv, side in enumerate(layer.sides)
-        for name, part in zip(PARTS, side, strict=False)
-        for runs in [[part[:, :, run] for run in layer.runs]]
-    }
-    taken = {f"{number}.{i}" for number, layer in known.items() for i in range(2 + len(layer.numbers))}
-    others = {name: array for name, array in found.arrays.items()
-              if ".".join(name.split(".")[:2]) not in taken}  # fmt: skip
+    arrays = {}
+    for at, layer in enumerate(known.values()):
+        for kv, side in enumerate(layer.sides):
+            for name, part in zip(PARTS, side, strict=False):
+                runs = [part[:, :, run] for run in layer.runs]
+                arrays[f"{name}.{at}.{kv}"] = runs[0] if len(runs) == 1 else np.concatenate(runs, 2)
+    renamed = {f"{number}.{i}" for number, layer in known.items() for i in range(2 + len(layer.numbers))}
+    others = {name: array for name, array in contents.arrays.items()
+              if ".".join(name.split(".")[:2]) not in renamed}  # fmt: skip
     if [*known] != list(range(len(known))):
         others["layers"] = np.array([*known])
     for number, layer in known.items():
         if layer.missing:
             keep = layer.numbers.get("keep", 0)
             notes.append(f"layer {number} has a window: row {keep} is token {keep + layer.missing}")
-    sizes, metadata, format = sizes_of(arrays, len(known)), found.metadata, str(arrays["cache.0.0"].dtype)
+    sizes, metadata, format = sizes_of(arrays, len(known)), contents.metadata, str(arrays["cache.0.0"].dtype)
     coding = {f"mlx{layer.numbers.get('bits')}:g{layer.numbers.get('group')}" for layer in known.values()}
     if "scales.0.0" in arrays:
         if len(coding) != 1 or not (match := FORMAT.fullmatch(format := min(coding))):
@@ -185,7 +185,7 @@ def with_layers(
         notes.append(coded)
     described = replace(described, layout=LINE, sizes=sizes, format=format, rope_applied=True)
     arrays |= others
-    return replace(found, arrays=arrays, metadata=metadata, description=described, notes=tuple(notes))
+    return replace(contents, arrays=arrays, metadata=metadata, description=described, notes=tuple(notes))
 
 
 def find_tensor(path: FilePath, arrays: Mapping[str, Array], name: str, axes: int) -> Array:
@@ -218,7 +218,7 @@ def write(
     """
     coded = FORMAT.fullmatch(description.format or "")
     names = PARTS[: 3 if coded else 1]
-    sources = [nested(arrays, name if nested(arrays, name) is not None else OTHERS[name]) for name in names]
+    sources = [nested(arrays, name if nested(arrays, name) is not None else ENCODED[name]) for name in names]
     if any(part is None for part in sources) or not is_whole(arrays, sources[0]):
         what = "a prompt cache of MLX has all tokens of each b, in order, and nothing else"
         raise file_error(path, what, "convert with --page-size longest, or to .npz")
@@ -227,17 +227,18 @@ def write(
         for kv in range(2):
             for i, part in enumerate(parts):
                 array = np.asarray(part[kv])
-                words = array.view(np.uint32) if coded and not i else array
-                made[f"{layer}.{kv}" + f".{i}" * bool(coded)] = words
-        numbers = [made[f"{layer}.0" + ".0" * bool(coded)].shape[2]]
+                name = f"{layer}.{kv}.{i}" if coded else f"{layer}.{kv}"
+                made[name] = array.view(np.uint32) if coded and i == 0 else array
+        numbers = [np.shape(parts[0][0])[2]]  # rows; of codes then group and bits
         numbers += [int(number) for number in coded.groups()[::-1]] if coded else []
         texts[f"{'1' if new else '2'}.{layer}"] = CODED if coded else FLOATS
         if new:
             made |= {f"{layer}.{i}": np.array(number, np.int32) for i, number in enumerate(numbers, 2)}
+        elif coded:
+            texts |= {f"0.{layer}.{i}": str(number) for i, number in enumerate(numbers)}
         else:
-            texts |= {f"0.{layer}.{i}": str(number) for i, number in enumerate(numbers) if coded}
-            texts |= {} if coded else {f"0.{layer}": ""}
-    if new:
+            texts[f"0.{layer}"] = ""
+    if new:  # name the numbers, and their type
         scalars = [name for name, array in made.items() if array.ndim == 0]
         texts["2.0"] = ""
         for i, name in enumerate(scalars, 1):
@@ -250,6 +251,6 @@ def is_whole(arrays: Mapping[str, ArrayLike], cache: Any) -> bool:
     """Return whether arrays are only a cache in which each block b is one sequence that fills the block."""
     blocks, _, rows, _ = np.shape(cache[0][0])
     pages, lengths = (np.ravel(np.asarray(arrays.get(name, ()))) for name in ("block_tables", "context_lens"))
-    others = {name.partition(".")[0] for name in arrays} - {*PARTS, *OTHERS.values()}
-    whole = {"block_tables", "context_lens", "page_size"} >= others and set(lengths.tolist()) <= {rows}
-    return whole and pages.tolist() in ([], [*range(blocks)])
+    others = {name.partition(".")[0] for name in arrays} - {*PARTS, *ENCODED.values()}
+    only_a_cache = others <= {"block_tables", "context_lens", "page_size"}
+    return only_a_cache and set(lengths.tolist()) <= {rows} and pages.tolist() in ([], [*range(blocks)])

@@ -14,7 +14,7 @@ from kvkit.errors import KvkitError, argument_error, brief
 from kvkit.files.file_kinds import kind_of_file
 
 KINDS = "full", "sliding", "latent", "index", "recurrent", "shared"
-OF_TYPES = {  # {layer type of transformers: kind of layer; "" stores nothing}
+KIND_OF_TYPE = {  # {layer type of transformers: kind of layer; "" stores nothing}
     "full_attention": "full", "attention": "full", "sliding_attention": "sliding",
     "chunked_attention": "sliding", "linear_attention": "recurrent", "mamba": "recurrent",
     "mamba2": "recurrent", "conv": "recurrent", "moe": "", "mlp": "",
@@ -77,7 +77,7 @@ class ModelShape:
     name: str
     layers: tuple[LayerShape, ...]
     longest: int  # the longest context that the model was trained for, 0 if unknown
-    numbers: tuple[int, ...] = ()  # of `layers` in the model, which may have layers that store nothing
+    numbers: tuple[int, ...] = ()  # for each of `layers`, its number in the model, where some store nothing
     rope_base: float | None = None
     rope_pairs: str | None = None  # "halves" or "interleaved"
     rope_dim: int | None = None  # how many elements of a head rotate
@@ -146,35 +146,39 @@ def parse_gguf(fields: Mapping[str, Any]) -> ModelShape:
     """Return the layers that the metadata of a GGUF file describes."""
     architecture = str(fields.get("general.architecture"))
     found = {name.removeprefix(f"{architecture}."): x for name, x in fields.items()}
-    count, heads = whole(found, "block_count"), whole(found, "attention.head_count", default=1)
-    kv_heads = each(found.get("attention.head_count_kv", heads), count)
-    dim = whole(found, "attention.key_length", default=whole(found, "embedding_length", default=0) // heads)
-    values = whole(found, "attention.value_length", default=dim)
+    count, heads = count_in(found, "block_count"), count_in(found, "attention.head_count", default=1)
+    kv_heads = per_layer(found.get("attention.head_count_kv", heads), count)
+    embedding = count_in(found, "embedding_length", default=0)
+    dim = count_in(found, "attention.key_length", default=embedding // heads)
+    values = count_in(found, "attention.value_length", default=dim)
     window, every = found.get("attention.sliding_window"), found.get("full_attention_interval")
     pattern = found.get("attention.sliding_window_pattern", FULL_EVERY.get(architecture, 0))
-    inner, groups = whole(found, "ssm.inner_size", default=0), whole(found, "ssm.group_count", default=0)
-    depth = whole(found, "ssm.state_size", default=0)
+    inner, groups, depth = (
+        count_in(found, f"ssm.{name}", default=0) for name in ("inner_size", "group_count", "state_size")
+    )
     state = conv_state(found.get("ssm.conv_kernel", 1), inner + 2 * groups * depth) + inner * depth
     if "shortconv.l_cache" in found:  # LFM2
-        state = conv_state(whole(found, "shortconv.l_cache"), whole(found, "embedding_length"))
-    shared = whole(found, "attention.shared_kv_layers", default=0)
+        state = conv_state(count_in(found, "shortconv.l_cache"), count_in(found, "embedding_length"))
+    shared = count_in(found, "attention.shared_kv_layers", default=0)
     layers: list[LayerShape] = []
     numbers: list[int] = []
     for i in range(count):
-        numbers += [i - 1] * (len(layers) - len(numbers))
         if i >= count - shared:
-            layers.append(LayerShape("shared"))
+            layer = LayerShape("shared")
         elif not kv_heads[i] or (every and (i + 1) % every):
-            layers += [LayerShape("recurrent", state=state)] * bool(state)
+            if not state:  # a layer without a cache, such as an MLP
+                continue
+            layer = LayerShape("recurrent", state=state)
         elif "attention.key_length_mla" in found:
-            layers.append(LayerShape("latent", 1, dim))
+            layer = LayerShape("latent", 1, dim)
         elif window and slides(pattern, i):
-            key_dim = whole(found, "attention.key_length_swa", default=dim)
-            value_dim = whole(found, "attention.value_length_swa", default=values)
-            layers.append(LayerShape("sliding", kv_heads[i], key_dim, value_dim, window))
+            key_dim = count_in(found, "attention.key_length_swa", default=dim)
+            value_dim = count_in(found, "attention.value_length_swa", default=values)
+            layer = LayerShape("sliding", kv_heads[i], key_dim, value_dim, window)
         else:
-            layers.append(LayerShape("full", kv_heads[i], dim, values))
-    numbers += [count - 1] * (len(layers) - len(numbers))
+            layer = LayerShape("full", kv_heads[i], dim, values)
+        layers.append(layer)
+        numbers.append(i)
     pairs = "interleaved" if architecture in NEIGHBOURS else "halves" if architecture in HALVES else None
     return ModelShape(
         str(fields.get("general.name", architecture)), tuple(layers), int(found.get("context_length", 0)),
@@ -196,21 +200,21 @@ def conv_state(kernel: int, channels: int) -> int:
     return (kernel - 1) * channels
 
 
-def each(value: Any, count: int) -> list[int]:
+def per_layer(value: Any, count: int) -> list[int]:
     """Return a list with a number for each layer; `value` may be one number for all."""
-    found = list(value) if isinstance(value, Sequence) else [value] * count
-    if len(found) != count or not all(isinstance(x, int) for x in found):
+    numbers = list(value) if isinstance(value, Sequence) else [value] * count
+    if len(numbers) != count or not all(isinstance(number, int) for number in numbers):
         raise argument_error("heads", f"a number, or {count} of them", brief(value))
-    return found
+    return numbers
 
 
-def whole(found: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """Return the first of these entries that is a number of at least 0; raise if there is no default."""
+def count_in(fields: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """Return the first of these fields that is a number of at least 0; raise if there is no default."""
     for name in names:
-        if isinstance(value := found.get(name), int) and value >= 0:
+        if isinstance(value := fields.get(name), int) and value >= 0:
             return value
     if default is None:
-        raise argument_error(names[0], "a number in the configuration", brief(found.get(names[0])))
+        raise argument_error(names[0], "a number in the configuration", brief(fields.get(names[0])))
     return default
 
 
@@ -219,34 +223,35 @@ def parse_config(config: Mapping[str, Any]) -> ModelShape:
     name = str(config.get("_name_or_path") or config.get("model_type", "model"))
     parts = (config[part] for part in ("text_config", "llm_config", "language_config") if part in config)
     found = {**config, **next(parts, {})}
-    count = whole(found, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    count = count_in(found, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
     kinds = kinds_of(found, count)
-    shared = whole(found, "num_kv_shared_layers", default=0)
+    shared = count_in(found, "num_kv_shared_layers", default=0)
     layers: list[LayerShape] = []
     numbers: list[int] = []
     for i, kind in enumerate(kinds):
-        numbers += [i - 1] * (len(layers) - len(numbers))
+        caches: list[LayerShape] = []  # of this layer
         if i >= count - shared:
-            layers.append(LayerShape("shared"))
+            caches.append(LayerShape("shared"))
         elif kind == "recurrent":
-            layers.append(LayerShape(kind, state=state_of(found)))
+            caches.append(LayerShape(kind, state=state_of(found)))
         elif kind and found.get("kv_lora_rank"):
-            row = whole(found, "kv_lora_rank") + whole(found, "qk_rope_head_dim")
-            layers.append(LayerShape("latent", 1, row))
+            row = count_in(found, "kv_lora_rank") + count_in(found, "qk_rope_head_dim")
+            caches.append(LayerShape("latent", 1, row))
             if found.get("index_head_dim"):
-                layers.append(LayerShape("index", 1, whole(found, "index_head_dim")))
+                caches.append(LayerShape("index", 1, count_in(found, "index_head_dim")))
         elif kind:
-            layers.append(attention_of(found, kind, i, count))
-    longest = whole(found, "max_position_embeddings", "n_positions", default=0)
-    numbers += [len(kinds) - 1] * (len(layers) - len(numbers))
+            caches.append(attention_of(found, kind, i, count))
+        layers += caches
+        numbers += [i] * len(caches)
+    longest = count_in(found, "max_position_embeddings", "n_positions", default=0)
     rope = found.get("rope_parameters")
     base = (rope if isinstance(rope, dict) else found).get("rope_theta")
-    part = found.get("partial_rotary_factor")
+    fraction = found.get("partial_rotary_factor")
     dims = {layer.key_dim for layer in layers if layer.kind in ("full", "sliding")}
-    dim = int(min(dims) * part) if part and len(dims) == 1 else None
     return ModelShape(
-        name, tuple(layers), longest, tuple(numbers), base if isinstance(base, (int, float)) else None, None,
-        dim,
+        name, tuple(layers), longest, tuple(numbers),
+        rope_base=base if isinstance(base, (int, float)) else None,
+        rope_dim=int(min(dims) * fraction) if fraction and len(dims) == 1 else None,
     )  # fmt: skip
 
 
@@ -257,13 +262,13 @@ def kinds_of(found: Mapping[str, Any], count: int) -> list[str]:
             {"M": "recurrent", "*": "full"}.get(letter, "") for letter in found["hybrid_override_pattern"]
         ]
     if types := found.get("layer_types") or found.get("layers_block_type"):
-        if unknown := sorted(set(types) - set(OF_TYPES)):
-            wanted = f"types of {', '.join(OF_TYPES)}"
+        if unknown := sorted(set(types) - set(KIND_OF_TYPE)):
+            wanted = f"types of {', '.join(KIND_OF_TYPE)}"
             raise argument_error("layer_types", wanted, ", ".join(map(str, unknown)))
-        kinds = [OF_TYPES[kind] for kind in types]
+        kinds = [KIND_OF_TYPE[kind] for kind in types]
     elif period := found.get("attn_layer_period"):
-        at = found.get("attn_layer_offset", 0)
-        kinds = ["full" if i % period == at else "recurrent" for i in range(count)]
+        offset = found.get("attn_layer_offset", 0)
+        kinds = ["full" if i % period == offset else "recurrent" for i in range(count)]
     elif not found.get("sliding_window") or found.get("use_sliding_window") is False:
         kinds = ["full"] * count
     elif "max_window_layers" in found:
@@ -280,36 +285,39 @@ def kinds_of(found: Mapping[str, Any], count: int) -> list[str]:
 
 def attention_of(found: Mapping[str, Any], kind: str, layer: int, count: int) -> LayerShape:
     """Return the sizes of an attention layer."""
-    queries = whole(found, "num_attention_heads", "n_head", "n_heads")
-    names = ["num_key_value_heads", "num_kv_heads", "n_head_kv"]
-    sizes = ["head_dim", "kv_channels", "attention_head_dim"]
+    queries = count_in(found, "num_attention_heads", "n_head", "n_heads")
+    head_names = ["num_key_value_heads", "num_kv_heads", "n_head_kv"]
+    dim_names = ["head_dim", "kv_channels", "attention_head_dim"]
     if kind == "full" and found.get("global_head_dim"):  # Gemma 4
-        names, sizes = ["num_global_key_value_heads", *names], ["global_head_dim", *sizes]
-    heads = next((found[name] for name in names if found.get(name) is not None), queries)
+        head_names = ["num_global_key_value_heads", *head_names]
+        dim_names = ["global_head_dim", *dim_names]
+    heads = next((found[name] for name in head_names if found.get(name) is not None), queries)
     if found.get("multi_query") and not found.get("new_decoder_architecture"):
         heads = 1
-    dim = whole(found, *sizes, default=whole(found, "hidden_size", "n_embd", "d_model", default=0) // queries)
+    hidden = count_in(found, "hidden_size", "n_embd", "d_model", default=0)
+    dim = count_in(found, *dim_names, default=hidden // queries)
     window = found.get("attention_chunk_size") if "sliding_window" not in found else found["sliding_window"]
     if kind == "sliding" and not window:
         raise argument_error("sliding_window", "a number, for layers that slide", brief(window))
-    values = whole(found, "v_head_dim", default=dim)
-    return LayerShape(kind, each(heads, count)[layer], dim, values, window if kind == "sliding" else None)
+    values = count_in(found, "v_head_dim", default=dim)
+    heads_of_layer = per_layer(heads, count)[layer]
+    return LayerShape(kind, heads_of_layer, dim, values, window if kind == "sliding" else None)
 
 
 def state_of(found: Mapping[str, Any]) -> int:
     """Return how many numbers a recurrent layer stores for a sequence: convolution inputs and state."""
     if "linear_num_value_heads" in found:  # gated delta networks
-        keys = whole(found, "linear_num_key_heads") * (key_dim := whole(found, "linear_key_head_dim"))
-        values = whole(found, "linear_num_value_heads") * whole(found, "linear_value_head_dim")
-        return conv_state(whole(found, "linear_conv_kernel_dim"), 2 * keys + values) + values * key_dim
-    hidden = whole(found, "hidden_size")
+        keys = count_in(found, "linear_num_key_heads") * (key_dim := count_in(found, "linear_key_head_dim"))
+        values = count_in(found, "linear_num_value_heads") * count_in(found, "linear_value_head_dim")
+        return conv_state(count_in(found, "linear_conv_kernel_dim"), 2 * keys + values) + values * key_dim
+    hidden = count_in(found, "hidden_size")
     if "conv_L_cache" in found:  # LFM2
-        return conv_state(whole(found, "conv_L_cache"), hidden)
-    depth = whole(found, "mamba_d_state", "ssm_state_size")
-    if heads := whole(found, "mamba_n_heads", "mamba_num_heads", default=0):  # Mamba 2
-        inner = heads * whole(found, "mamba_d_head", "mamba_head_dim")
-        groups = whole(found, "mamba_n_groups", "n_groups")
+        return conv_state(count_in(found, "conv_L_cache"), hidden)
+    depth = count_in(found, "mamba_d_state", "ssm_state_size")
+    if heads := count_in(found, "mamba_n_heads", "mamba_num_heads", default=0):  # Mamba 2
+        inner = heads * count_in(found, "mamba_d_head", "mamba_head_dim")
+        groups = count_in(found, "mamba_n_groups", "n_groups")
     else:
-        inner, groups = whole(found, "mamba_expand") * hidden, 0
-    kernel = whole(found, "mamba_d_conv", "conv_kernel")
+        inner, groups = count_in(found, "mamba_expand") * hidden, 0
+    kernel = count_in(found, "mamba_d_conv", "conv_kernel")
     return conv_state(kernel, inner + 2 * groups * depth) + inner * depth

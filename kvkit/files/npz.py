@@ -42,7 +42,7 @@ __all__ = ["Contents", "FileError", "check_target", "keep_for_changes", "read", 
 
 VERSION = 1
 METADATA = "kvkit.json"
-METADATA_READERS = {METADATA: members.read_text, f"{METADATA}.npy": members.read_text_array}
+METADATA_READERS = {METADATA: members.read_text, f"{METADATA}.npy": members.read_text_array}  # by member
 OUTDATED = f"save it again, without the array {METADATA} if others have changed"
 
 
@@ -80,9 +80,10 @@ def read(
                     headers[short] = members.read_member_header(archive, info, dtypes.get(short))
             check_dtypes(path, dtypes, headers)
             check(headers, metadata)
+            to_map = file if mapped else None
             for name, header in headers.items():
                 with reading_errors(path, f"member {quoted(name + '.npy')} is damaged"):
-                    arrays[name] = members.read(archive, entries[f"{name}.npy"], mapped and file, header)
+                    arrays[name] = members.read(archive, entries[f"{name}.npy"], to_map, header)
     described = description.parse_description(path, metadata.get("description"))
     return Contents(arrays, metadata, mapped, ".npz", described, notes_in(metadata))
 
@@ -96,13 +97,13 @@ def check_kind(path: FilePath, other: tuple[str, str] | None) -> None:
 
 def check_names(path: FilePath, names: Iterable[str]) -> None:
     """Refuse members that are not arrays, and names that occur twice."""
-    known = set()
+    seen = set()
     for name in names:
         if name != METADATA and (not name.endswith(".npy") or name == ".npy"):
             raise file_error(path, f"member {quoted(name)} is no array", f"keep only NAME.npy and {METADATA}")
-        if name.removesuffix(".npy") in known:
+        if name.removesuffix(".npy") in seen:
             raise file_error(path, f"member {quoted(name)} is there twice")
-        known.add(name.removesuffix(".npy"))
+        seen.add(name.removesuffix(".npy"))
 
 
 def check_new_name(path: FilePath, name: str) -> None:

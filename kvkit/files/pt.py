@@ -19,12 +19,12 @@ from kvkit.files.packages import import_package
 from kvkit.interop import as_numpy
 from kvkit.typed import Array, FilePath
 
-OBJECT = re.compile(r"Unsupported global: GLOBAL ([\w.]*Cache)\b")
-SAVES_ARRAYS = (
+CACHE_CLASS = re.compile(r"Unsupported global: GLOBAL ([\w.]*Cache)\b")  # in an error of torch.load
+SAVES_ARRAYS = (  # code that an error proposes
     "arrays = {f'past_key_values.{i}.{side}': getattr(layer, f'{side}s') "
     "for i, layer in enumerate(cache.layers) for side in ('key', 'value')}; torch.save(arrays, path)"
 )
-MAX_DEPTH, MAX_ARRAYS = 8, 100_000
+MAX_DEPTH, MAX_ARRAYS = 8, 100_000  # of nested lists and dicts; more is no cache
 MAX_EXPANSION = 64  # bytes of tensors for a byte of file: strides of 0 may repeat heads, but not fill a disk
 
 
@@ -33,15 +33,15 @@ def read(path: FilePath) -> Contents:
     torch = import_package(path, "torch", "torch")
     with reading_errors(path, "torch cannot load it without running code of its own"):
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:
-            if (named := OBJECT.search(str(error))) is None:
+            if (named := CACHE_CLASS.search(str(error))) is None:
                 raise
             what = f"it has a {brief(named[1])}, which torch loads by running its code"
             raise file_error(path, what, f"save its arrays: {SAVES_ARRAYS}") from error
     arrays: dict[str, Array] = {}
     metadata: dict[str, Any] = {}
-    collect_tensors(path, torch, found, "", 0, arrays, metadata)
+    collect_tensors(path, torch, saved, "", 0, arrays, metadata)
     status, total = os.stat(path), sum(array.nbytes for array in arrays.values())
     if total > MAX_EXPANSION * status.st_size:
         what = f"strides of 0 repeat its {status.st_size} bytes in tensors of {total} bytes"
@@ -50,14 +50,9 @@ def read(path: FilePath) -> Contents:
 
 
 def collect_tensors(
-    path: FilePath,
-    torch: Any,
-    value: Any,
-    name: str,
-    depth: int,
-    arrays: dict[str, Array],
+    path: FilePath, torch: Any, value: Any, name: str, depth: int, arrays: dict[str, Array],
     metadata: dict[str, Any],
-) -> None:
+) -> None:  # fmt: skip
     """Add the tensors in a value of a file to `arrays`, and numbers and texts to `metadata`, by name."""
     if depth > MAX_DEPTH or len(arrays) > MAX_ARRAYS:
         what = f"more than {MAX_ARRAYS} arrays, or {MAX_DEPTH} levels"

@@ -12,7 +12,7 @@ from typing import BinaryIO
 from kvkit.files.locks import AVAILABLE, lock
 from kvkit.typed import FilePath
 
-NAMES = re.compile(r"\.kvkit-[0-9a-f]{12}\.tmp")
+TEMPORARY = re.compile(r"\.kvkit-[0-9a-f]{12}\.tmp")  # names of temporary files
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def remove_leftovers(folder: Path) -> None:
         return
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if NAMES.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+            if TEMPORARY.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(OSError), open(entry.path, "rb", opener=open_no_link) as file:
                     if os.fstat(file.fileno()).st_uid == os.geteuid() and lock(file):
                         os.unlink(entry.path)

@@ -1,8 +1,8 @@
-"""Read and write safetensors files. Tensors are mapped.
+"""Read and write safetensors files: 8 bytes with the header's length, the header (JSON), then all tensors.
 
-The package safetensors only checks the header of a file that is read. Its reader would copy each tensor, and
-its writer would make a file of its own, without the lock of `files/replace.py`. kvkit's metadata is a JSON
-text in the metadata of the file.
+The package safetensors only checks the header of a file that is read. kvkit maps tensors, which its reader
+would copy, and replaces an old file atomically (`files/replace.py`), which its writer would not. kvkit's own
+metadata is one JSON text in the metadata of the file.
 """
 
 import json
@@ -51,29 +51,29 @@ def read(path: FilePath) -> Contents:
         (length,) = struct.unpack("<Q", data[:8].tobytes())
         header = json.loads(data[8 : 8 + length].tobytes())
     texts = header.pop(TEXTS, None) or {}
-    body = data[8 + length :]
-    arrays = {name: read_tensor(path, name, about, body) for name, about in header.items()}
-    about = {}
+    tensors = data[8 + length :]
+    arrays = {name: read_tensor(path, name, entry, tensors) for name, entry in header.items()}
+    metadata = {}
     if METADATA in texts:
         with reading_errors(path, f"its metadata {METADATA} is damaged"):
-            about = json.loads(texts.pop(METADATA))
-    if not isinstance(about, dict):
+            metadata = json.loads(texts.pop(METADATA))
+    if not isinstance(metadata, dict):
         raise file_error(path, f"its metadata {METADATA} is no object")
-    if about.get("version", VERSION) != VERSION:
-        found = brief(repr(about["version"]))
+    if metadata.get("version", VERSION) != VERSION:
+        found = brief(repr(metadata["version"]))
         raise file_error(path, f"its metadata {METADATA} has version {found}, not {VERSION}", "update kvkit")
-    described = description.parse_description(path, about.get("description"))
-    return Contents(arrays, texts | about, mapped, ".safetensors", described, notes_in(about))
+    described = description.parse_description(path, metadata.get("description"))
+    return Contents(arrays, texts | metadata, mapped, ".safetensors", described, notes_in(metadata))
 
 
-def read_tensor(path: FilePath, name: str, about: Mapping[str, Any], body: Array) -> Array:
-    """Return one tensor of a file, or refuse a damaged one."""
+def read_tensor(path: FilePath, name: str, entry: Mapping[str, Any], tensors: Array) -> Array:
+    """Return the tensor that an entry of the header describes, or refuse a damaged one."""
     with reading_errors(path, f"tensor {quoted(name)} is damaged"):
-        kind, shape, (begin, end) = about["dtype"], about["shape"], about["data_offsets"]
+        kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         if kind not in DTYPES:
             what = f"tensor {quoted(name)} has type {brief(kind)}, which numpy lacks"
             raise file_error(path, what, "give a type of 8 bits or more")
-        array: Array = body[begin:end].view(DTYPES[kind]).reshape(shape)
+        array: Array = tensors[begin:end].view(DTYPES[kind]).reshape(shape)
         return array
 
 
@@ -92,18 +92,19 @@ def write_tensors(path: FilePath, arrays: Mapping[str, ArrayLike], texts: Mappin
     check_target(path)
     if TEXTS in arrays:
         raise file_error(path, f"no tensor of a safetensors file can be called {TEXTS}", "rename it")
-    whole: dict[str, Array] = {}
+    contiguous: dict[str, Array] = {}
     for name, value in arrays.items():
         array = np.asarray(value)
         if array.dtype.newbyteorder("=") not in NAMES:
             what = f"{name} has dtype {array.dtype}, which no safetensors file can name"
             raise file_error(path, what, "convert it")
-        whole[name] = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
+        # numpy makes a 0-d array 1-d here: `reshape` undoes that
+        contiguous[name] = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
     # Tensors with the largest elements come first: then each tensor begins at a multiple of its element size.
-    whole = dict(sorted(whole.items(), key=lambda item: (-item[1].itemsize, item[0])))
+    contiguous = dict(sorted(contiguous.items(), key=lambda item: (-item[1].itemsize, item[0])))
     with name_in_errors(path), replacing(path) as file:
-        file.write(header_of(whole, texts))
-        for array in whole.values():
+        file.write(header_of(contiguous, texts))
+        for array in contiguous.values():
             file.write(array.reshape(-1).view(np.uint8).data)
 
 

@@ -314,7 +314,7 @@ def test_a_file_is_locked_until_it_has_its_name(tmp_path, monkeypatch, suffix):
     def swept(temporary, target):
         replace.remove_leftovers(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == [temporary.name]
-        assert replace.NAMES.fullmatch(temporary.name)
+        assert replace.TEMPORARY.fullmatch(temporary.name)
         take_place(temporary, target)
 
     monkeypatch.setattr(replace, "take_place", swept)
