@@ -15,6 +15,7 @@ from kvkit.layouts.shapes import (
     FIXED,
     SIZES,
     Groups,
+    Unsolved,
     axis_length,
     axis_offsets,
     check_sizes,
@@ -27,7 +28,7 @@ from kvkit.typed import Array
 
 # Sizes for which no other order of axes has equal strides.
 PRIMES = {"l": 3, "b": 5, "n": 7, "h": 11, "c": 13, "s": 13}
-SAMPLED_BLOCKS = 64
+SAMPLED_BLOCKS = 64  # that `fits` looks into
 
 
 def same_bytes(one: str | Layout, other: str | Layout, /, *, itemsize: int = 2, **sizes: int) -> bool:
@@ -59,9 +60,9 @@ def same_bytes(one: str | Layout, other: str | Layout, /, *, itemsize: int = 2, 
     names = lines[0].names | lines[1].names
     for name in names - {"kv", "1"}:
         if name not in known:
-            both = name in lines[0].names and name in lines[1].names
-            split = np.lcm.reduce([max(each.get(name, 1), 1) for each in inner])
-            known[name] = int(PRIMES[name] * split) if both else 1
+            in_both = name in lines[0].names and name in lines[1].names
+            parts = np.lcm.reduce([max(sizes.get(name, 1), 1) for sizes in inner])  # divides the size
+            known[name] = int(PRIMES[name] * parts) if in_both else 1
     return bool(element_places(lines[0], inner[0], known) == element_places(lines[1], inner[1], known))
 
 
@@ -128,28 +129,24 @@ def possible_sizes(arrays: Any, line: Layout) -> list[dict[str, int]]:
     """Return all {axis: size} that make arrays fit a layout; {} stands for sizes that shapes do not show."""
     if line.has_scales:
         return []
-    level = [(arrays, 0)]  # [(array or list, 0 for keys or 1 for values)]
+    members = [(arrays, 0)]  # of a level of lists: (list or array, 0 for keys or 1 for values)
     for axis in line.lists:
-        if not all(isinstance(each, list) and each and (axis != "kv" or len(each) == 2) for each, _ in level):
+        if not all(isinstance(x, list) and x and (axis != "kv" or len(x) == 2) for x, _ in members):
             return []
-        level = [(one, i if axis == "kv" else side) for each, side in level for i, one in enumerate(each)]
-    if not all(isinstance(array, np.ndarray) for array, _ in level):
+        members = [(y, i if axis == "kv" else side) for x, side in members for i, y in enumerate(x)]
+    if not all(isinstance(array, np.ndarray) for array, _ in members):
         return []
-    found: list[dict[str, int]] | None = None
-    for array, side in level:
+    # The first array gives candidates, which the others must fit.
+    found = sizes_that_fit(members[0][0], line.groups, {})
+    for array, side in members[1:]:
         groups = (line.groups, line.value_groups)[side]
-        if not found:
-            found = sizes_that_fit(array, groups, {}) if found is None else []
-        elif found == [{}]:
-            found = sizes_that_fit(array, groups, {}) and found
-        else:
-            shared = "lbnh" if side else SIZES  # keys and values in separate arrays may differ in content
-            found = [
-                sizes
-                for sizes in found
-                if sizes_that_fit(array, groups, {x: size for x, size in sizes.items() if x in shared})
-            ]
-    return found or []
+        shared = "lbnh" if side else SIZES  # keys and values in separate arrays may differ in content
+        found = [
+            sizes
+            for sizes in found
+            if sizes_that_fit(array, groups, {axis: size for axis, size in sizes.items() if axis in shared})
+        ]
+    return found
 
 
 def sizes_that_fit(array: Array, groups: Groups, known: dict[str, int]) -> list[dict[str, int]]:
@@ -157,8 +154,8 @@ def sizes_that_fit(array: Array, groups: Groups, known: dict[str, int]) -> list[
     found, missing = [], False
     for grouping in usual_groupings(groups, array.ndim):
         sizes = solve_sizes(array.shape, grouping, known, array.dtype.itemsize)
-        if isinstance(sizes, str):
-            missing |= sizes.startswith("?")
+        if isinstance(sizes, Unsolved):
+            missing |= sizes.missing
         elif sizes not in found:
             found.append(sizes)
     return found or [{}] * missing
@@ -179,10 +176,11 @@ def score_layout(arrays: Any, name: str, sizes: dict[str, int]) -> float:
         return 0.0
     scores = []
     for keys, values in (layers[0], layers[len(layers) // 2]):
-        like_keys, used = key_traits(keys)
-        like_values, others = key_traits(values)
-        agree = ((used == others).all(-1) & (used.all(-1) == used.any(-1))).mean()
-        scores.append((like_keys - like_values) * agree)
+        key_score, used = key_traits(keys)
+        value_score, used_values = key_traits(values)
+        # The share of tokens that are used, or unused, in all heads of keys and of values.
+        agree = ((used == used_values).all(-1) & (used.all(-1) == used.any(-1))).mean()
+        scores.append((key_score - value_score) * agree)
     return float(np.mean(scores))
 
 
@@ -194,8 +192,8 @@ def key_traits(array: Array) -> tuple[float, Array]:
     if len(rows) < 2:
         return 0.0, used
     with np.errstate(all="ignore"):
-        means = np.minimum(np.abs(rows.mean(0)) / rows.std(0), 8)
+        means = np.minimum(np.abs(rows.mean(0)) / rows.std(0), 8)  # of channels, in standard deviations
         norms = np.sqrt((x * x).sum(-1))
-        near = (x[:, 1:] * x[:, :-1]).sum(-1) / (norms[:, 1:] * norms[:, :-1])
-        traits = np.nanmean(means), np.nanmean(near) if np.isfinite(near).any() else 0
-    return float(np.nan_to_num(sum(traits))), used
+        cosines = (x[:, 1:] * x[:, :-1]).sum(-1) / (norms[:, 1:] * norms[:, :-1])  # of neighbouring tokens
+        score = np.nanmean(means) + (np.nanmean(cosines) if np.isfinite(cosines).any() else 0)
+    return float(np.nan_to_num(score)), used

@@ -16,7 +16,7 @@ MEANING = {
 }  # fmt: skip
 AXES = "axes among l, kv, b, n, h, c, s, their parts such as c1 c0[8], or 1"
 AXIS = re.compile(r"(kv|[lbnhcs])(?:([01])(?:\[([1-9]\d*)(B?)\])?)?|1")
-LEXEME = re.compile(r"[()|;+]|[^\s()|;+]+")
+LEXEME = re.compile(r"[()|;+]|[^\s()|;+]+")  # a sign, or a word between signs and spaces
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ class Named:
 
 
 EITHER = "a line, such as 'l | kv b n h c', or a name of kvkit.layouts.NAMED"
+# Notes, (engine, source, mark) and sources that several layouts share.
 HALVES = "keys are index 0 of kv, values index 1"
 SIDE = (
     "the content of a head is its key, then its value; the engine views each of these lines as (b, h, n, 2 D)"
@@ -61,7 +62,7 @@ LLAMA = "llama.cpp@3514e9f:src/llama-kv-cache.cpp"
 LMDEPLOY = "lmdeploy@1263d5c:"
 ASCEND = "vllm-ascend@182b75e:vllm_ascend/attention/attention_v1.py"
 LMCACHE = "LMCache", "registry of 2026", "lmcache:csrc/engine_kv_format.h"
-OLD = "deprecated by LMCache; the bytes are those of vllm-"
+OLD = "deprecated by LMCache; the bytes are those of vllm-"  # and the end of the name
 POOL = "all layers in one pool; the content of a head is its key, then its value"
 
 NAMED = MappingProxyType({

@@ -1,7 +1,8 @@
 """Compute the sizes and strides of a layout's axes from the shape and strides of an array.
 
 An axis of the array may join several axes of the layout: a *group*. A *grouping* has the group of each axis
-of the array.
+of the array. For the line ``b n (h c)``, an array [10, 16, 128] has the groups b, n and (h c), and with h = 2
+the size of c is 64. An array [10, 16, 2, 64] fits, too: each axis is a group.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -18,9 +19,16 @@ from kvkit.errors import argument_error, describe
 from kvkit.layouts.grammar import Axis, Layout
 from kvkit.typed import Array
 
-FIXED = {"kv": 2, "1": 1}
+FIXED = {"kv": 2, "1": 1}  # axes whose length is known
 SIZES = ("l", "b", "n", "h", "c", "v", "s")  # v: content of values, if it is not that of keys
 Groups = tuple[tuple[Axis, ...], ...]
+
+
+class Unsolved(NamedTuple):
+    """Says why a shape has no sizes: it does not fit, or (`missing`) too few sizes are known."""
+
+    reason: str  # what would fit; or the axes, one of whose sizes is missing
+    missing: bool = False
 
 
 def check_sizes(name: str, sizes: Mapping[str, Any] | None) -> dict[str, int]:
@@ -57,18 +65,21 @@ def axis_length(axis: Axis, sizes: Mapping[str, int], inner: Mapping[str, int]) 
 
 def solve_sizes(
     shape: tuple[int, ...], groups: Groups, known: Mapping[str, int], itemsize: int
-) -> dict[str, int] | str:
-    """Return {axis: size} for a shape, or a text: what does not fit, or "? AXIS" if a size is missing."""
+) -> dict[str, int] | Unsolved:
+    """Return {axis: size} for a shape and a grouping, or why there is none.
+
+    A group with one unknown size determines it. That may help groups with two, so they are tried again.
+    """
     sizes, inner = dict(known), inner_sizes(groups, itemsize)
     for name, size in inner.items():
         if not size:
-            return f"elements whose size divides the bytes of {name}0"
+            return Unsolved(f"elements whose size divides the bytes of {name}0")
         if sizes.get(name, size) % size:
-            return f"a size of {name} that {size} divides, not {sizes[name]}"
-    left = list(zip(shape, groups, strict=True))
-    while left:
+            return Unsolved(f"a size of {name} that {size} divides, not {sizes[name]}")
+    unsolved = list(zip(shape, groups, strict=True))
+    while unsolved:
         later = []
-        for dim, group in left:
+        for dim, group in unsolved:
             product, unknown = 1, []
             for axis in group:
                 if axis.part == "0" or axis.name in FIXED or axis.name in sizes:
@@ -79,39 +90,42 @@ def solve_sizes(
                 later.append((dim, group))
             elif (dim % product if unknown else dim != product) or not dim:
                 axes = " ".join(map(str, group))
-                return f"{'a multiple of ' if unknown else ''}{product} for {axes}, not {dim}"
+                return Unsolved(f"{'a multiple of ' if unknown else ''}{product} for {axes}, not {dim}")
             elif unknown:
                 sizes[unknown[0].name] = dim // product * (inner[unknown[0].name] if unknown[0].part else 1)
-        if len(later) == len(left):
+        if len(later) == len(unsolved):
             names = dict.fromkeys(axis.name for _, group in later for axis in group if axis.name not in sizes)
-            return f"? {' or '.join(name for name in names if name not in FIXED)}"
-        left = later
+            return Unsolved(" or ".join(name for name in names if name not in FIXED), missing=True)
+        unsolved = later
     return sizes
 
 
 def usual_groupings(groups: Groups, ndim: int) -> list[Groups]:
     """Return groupings for `ndim` axes: as in the line, all axes apart, or only the last two joined."""
     apart = tuple((axis,) for group in groups for axis in group)
-    joined = (*apart[:-2], sum(apart[-2:], ()))
-    return [each for each in dict.fromkeys((groups, apart, joined)) if len(each) == ndim]
+    last_two_joined = (*apart[:-2], sum(apart[-2:], ()))
+    distinct = dict.fromkeys((groups, apart, last_two_joined))
+    return [grouping for grouping in distinct if len(grouping) == ndim]
 
 
 def groupings(groups: Groups, ndim: int, known: Mapping[str, int]) -> Iterator[Groups]:
     """Yield the usual groupings, then those whose sizes follow from a shape and the known sizes."""
-    yield from (ways := usual_groupings(groups, ndim))
+    yield from (usual := usual_groupings(groups, ndim))
     flat = tuple(axis for group in groups for axis in group)
     if ndim in (0, len(groups)):
         return
     for cuts in combinations(range(1, len(flat)), ndim - 1):
-        way = tuple(flat[start:end] for start, end in pairwise((0, *cuts, len(flat))))
-        if way not in ways and all(sizes_determine(group, known) for group in way if len(group) > 1):
-            yield way
+        grouping = tuple(flat[start:end] for start, end in pairwise((0, *cuts, len(flat))))
+        joined = [group for group in grouping if len(group) > 1]
+        if grouping not in usual and all(sizes_determine(group, known) for group in joined):
+            yield grouping
 
 
 def sizes_determine(group: tuple[Axis, ...], known: Mapping[str, int]) -> bool:
     """Return whether the known sizes and the length of the joined axis determine all sizes of a group."""
     names = {axis.name for axis in group} - FIXED.keys()
-    return bool(names) and len(names - known.keys()) <= min(1, len(names) - 1)
+    unknown = len(names - known.keys())
+    return bool(names) and unknown <= 1 and unknown < len(names)  # a group of one unknown axis is no help
 
 
 def find_sizes(
@@ -127,7 +141,7 @@ def find_sizes(
             if sizes not in [each for each, _ in found]:
                 found.append((sizes, grouping))
         else:
-            (missing if sizes.startswith("?") else reasons).append(sizes)
+            (missing if sizes.missing else reasons).append(sizes.reason)
     if len(found) == 1 and (not missing or len(groups) == array.ndim):
         return found[0]
     if not found and not missing:
@@ -137,7 +151,7 @@ def find_sizes(
         differing = [axis for axis in found[0][0] if len({sizes.get(axis) for sizes, _ in found}) > 1]
         need = " or ".join(differing)
     else:
-        need = missing[0][2:]
+        need = missing[0]
     wanted = f"{need} too, as '{line}' can be read in several ways"
     raise argument_error(f"sizes of {name}", wanted, describe(array))
 
@@ -167,9 +181,9 @@ def axis_offsets(
     axes: tuple[Axis, ...], strides: Iterable[int], name: str, size: int, inner: Mapping[str, int]
 ) -> Array:
     """Return the offset of each index along the axis `name`; zeros if the layout lacks the axis."""
-    found, index = np.zeros(size, np.int64), np.arange(size)
+    offsets, index = np.zeros(size, np.int64), np.arange(size)
     for axis, stride in zip(axes, strides, strict=True):
         if axis.name == name:
-            part = {"": index, "1": index // inner.get(name, 1), "0": index % inner.get(name, 1)}
-            found += part[axis.part] * stride
-    return found
+            indices = {"": index, "1": index // inner.get(name, 1), "0": index % inner.get(name, 1)}
+            offsets += indices[axis.part] * stride
+    return offsets

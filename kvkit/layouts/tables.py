@@ -118,7 +118,7 @@ def from_entries(name: str, entries: Index, lengths: Index, page_size: int, unit
         b = int(used.argmax())
         wanted = f"{used[b]} entries for the {lengths[b]} tokens of sequence {b}"
         raise argument_error(name, wanted, entries.shape[1])
-    active = np.arange(entries.shape[1]) < used[:, None]
+    active = np.arange(entries.shape[1]) < used[:, None]  # entries before the end of a sequence
     if (bad := active & ((entries < 0) | (entries > MAX_ROW // unit))).any():
         b, page = (int(at[0]) for at in bad.nonzero())
         expected = f"at least 0, as sequence {b} has {lengths[b]} tokens"
@@ -165,9 +165,9 @@ def to_blocks(pages: BlockTable, padding: int = -1) -> tuple[Index, Index]:
     ([[0, 1], [2, 0]], [5, 3])
     """
     active = pages.table >= 0
-    off = active & (pages.table % pages.page_size != 0)
-    if off.any():
-        b, page = (int(at[0]) for at in off.nonzero())
+    misaligned = active & (pages.table % pages.page_size != 0)
+    if misaligned.any():
+        b, page = (int(at[0]) for at in misaligned.nonzero())
         wanted = f"pages that begin at multiples of {pages.page_size} rows, as blocks do"
         raise argument_error("pages", wanted, f"row {pages.table[b, page]} for page {page} of sequence {b}")
     return np.where(active, pages.table // pages.page_size, padding), pages.lengths.copy()
@@ -206,9 +206,9 @@ def from_csr(indptr: ArrayLike, indices: ArrayLike, last_page_len: ArrayLike, pa
     if indptr[-1] > len(indices):
         raise argument_error("indices", f"{indptr[-1]} entries, where indptr ends", len(indices))
     check_batch("last_page_len", last, len(used))
-    odd = (used > 0) & ((last < 1) | (last > page_size))
-    if odd.any():
-        b = int(odd.argmax())
+    wrong = (used > 0) & ((last < 1) | (last > page_size))
+    if wrong.any():
+        b = int(wrong.argmax())
         raise argument_error(f"last_page_len[{b}]", f"from 1 to {page_size}", int(last[b]))
     lengths = np.where(used > 0, (used - 1) * page_size + last, 0)
     sequence, page = tokens_of(used)
@@ -392,14 +392,14 @@ def from_cells(positions: ArrayLike, sequences: Any, batch: int | None = None) -
     if len(sequences) != len(at):
         raise argument_error("sequences", f"{len(at)} entries, one a cell", len(sequences))
     if isinstance(sequences, np.ndarray):
-        whose, counts = index_array("sequences", sequences), np.ones(len(at), np.int64)
+        owners, counts = index_array("sequences", sequences), np.ones(len(at), np.int64)
     else:
-        counts = np.array([len(each) for each in sequences], np.int64)
-        whose = index_array("sequences", [number for each in sequences for number in each])
-    cells = np.repeat(np.arange(len(at)), counts)
+        counts = np.array([len(ids) for ids in sequences], np.int64)
+        owners = index_array("sequences", [number for ids in sequences for number in ids])
+    cells = np.repeat(np.arange(len(at)), counts)  # the cell of each owner
     filled = at[cells] >= 0
-    cells, whose = cells[filled], whose[filled]
-    return from_tokens(cells, whose, at[cells], batch, gaps=True)
+    cells, owners = cells[filled], owners[filled]
+    return from_tokens(cells, owners, at[cells], batch, gaps=True)
 
 
 def to_cells(pages: BlockTable, cells: int | None = None) -> tuple[Index, list[set[int]]]:
@@ -490,9 +490,10 @@ def to_batch(pages: BlockTable, capacity: int) -> tuple[Index, Index, Index]:
     first = np.zeros(len(pages.lengths), np.int64)
     active = pages.lengths > 0
     first[active] = rows[starts[:-1][active]]
-    off = (rows != first[sequence] + position) | (rows // capacity != first[sequence] // capacity)
-    if off.any():
-        b = int(sequence[off.argmax()])
+    # A sequence's rows must be neighbours, in one part of the cache.
+    elsewhere = (rows != first[sequence] + position) | (rows // capacity != first[sequence] // capacity)
+    if elsewhere.any():
+        b = int(sequence[elsewhere.argmax()])
         wanted = f"sequences in neighbouring rows of one part of {capacity}"
         raise argument_error("pages", wanted, f"others for sequence {b}")
     return pages.lengths.copy(), first // capacity, first % capacity

@@ -16,7 +16,7 @@ from kvkit.layouts.shapes import Groups, check_sizes, strided_view
 from kvkit.typed import Array
 
 ORDER = ("l", "b", "n", "h", "c")
-Where = tuple[tuple[str, int], ...]  # an index along each level of lists
+Where = tuple[tuple[str, int], ...]  # (axis, index) for each level of lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +112,12 @@ def check_one_kind(line: Layout) -> None:
 
 def order_axes(leaf: Leaf, inner: int) -> np.ndarray:
     """Return a view of a leaf whose axes are the last `inner` axes of l b n h c."""
-    axes, array = [axis.name for axis in leaf.axes], leaf.array
-    order = ["c" if name == "s" else name for name in axes]
+    names, array = ["c" if axis.name == "s" else axis.name for axis in leaf.axes], leaf.array
     wanted = ORDER[-inner:]
-    drop = tuple(i for i, name in enumerate(order) if name not in wanted)
-    array = array[tuple(0 if i in drop else slice(None) for i in range(array.ndim))]
-    order = [name for i, name in enumerate(order) if i not in drop]
-    array = array.transpose([order.index(name) for name in wanted if name in order])
-    return array[tuple(slice(None) if name in order else None for name in wanted)]
+    array = array[tuple(slice(None) if name in wanted else 0 for name in names)]  # others have length 1
+    names = [name for name in names if name in wanted]
+    array = array.transpose([names.index(name) for name in wanted if name in names])
+    return array[tuple(slice(None) if name in names else None for name in wanted)]
 
 
 def arrange(
@@ -129,16 +127,16 @@ def arrange(
 ) -> KV:
     """Build a `KV` from (index in lists, (keys, values)) of leaves; `order` transposes each leaf."""
     pairs = list(found)
-    if "b" in line.lists:
+    if "b" in line.lists:  # a tuple of blocks for each layer; layers are a level of lists, or an axis
         layers = max(pairs[0][1][0].sizes.get("l", 1), 1 + max(where.get("l", 0) for where, _ in pairs))
         sides: list[Any] = []
         for side in (0, 1):
-            rows: list[Any] = [[] for _ in range(layers)]
+            blocks: list[Any] = [[] for _ in range(layers)]
             for where, pair in pairs:
                 array = order(pair[side], 5)[:, 0]  # [l, n, h, c]
                 for layer in range(len(array)):
-                    rows[where.get("l", layer)].append(array[layer])
-            sides.append(tuple(map(tuple, rows)))
+                    blocks[where.get("l", layer)].append(array[layer])
+            sides.append(tuple(map(tuple, blocks)))
         return KV(*sides)
     if "l" in line.lists:
         return KV(*(tuple(order(pair[side], 4) for _, pair in pairs) for side in (0, 1)))
@@ -159,9 +157,8 @@ def iterate_leaves(
             wanted = f"{known[axis]} arrays along {axis} of '{line}'"
             raise argument_error(name, wanted, list_length(found, axis))
     outer = [axis for axis in ("l", "b") if axis in line.lists]
-    wheres = sorted({tuple(dict(where)[axis] for axis in outer) for where in found})
-    for where in wheres:
-        index = dict(zip(outer, where, strict=True))
+    for numbers in sorted({tuple(dict(where)[axis] for axis in outer) for where in found}):
+        index = dict(zip(outer, numbers, strict=True))
         if "kv" in line.lists:
             keys, values = (found[list_index({**index, "kv": side}, line)] for side in (0, 1))
             pair = side_leaf(keys, line, 0, known), side_leaf(values, line, 1, known)
@@ -211,8 +208,8 @@ def iterate_arrays(
         expected = pair if several else f"a list along {level}"
         raise argument_error(name, expected, describe(arrays))
     lengths = set()
-    for i, each in enumerate(several):
-        found = list(iterate_arrays(f"{name}[{i}]", each, rest, {**where, level: i}))
+    for i, member in enumerate(several):
+        found = list(iterate_arrays(f"{name}[{i}]", member, rest, {**where, level: i}))
         lengths.add(len(found))
         if len(lengths) > 1:
             raise argument_error(f"{name}[{i}]", "as many arrays as before it", len(found))
@@ -233,23 +230,24 @@ def side_leaf(named: tuple[str, Array], line: Layout, side: int, known: Mapping[
 def both_leaves(named: tuple[str, Array], line: Layout, known: Mapping[str, int]) -> tuple[Leaf, Leaf]:
     """Return the leaves of keys and values that share one array."""
     name, _ = named
-    if "kv" not in line.names:
+    if "kv" not in line.names:  # one row for key and value
         keys = side_leaf(named, line, 0, known)
-        size = known.get("v", keys.array.shape[-1])
-        if size == keys.array.shape[-1] or keys.axes[-1].name not in "cs" or keys.axes[-1].part:
-            if size != keys.array.shape[-1]:
-                raise argument_error("sizes['v']", "no size of values, as content is not the last axis", size)
+        row, last = keys.array.shape[-1], keys.axes[-1]
+        size = known.get("v", row)
+        if size == row:
             return keys, keys
-        if size > keys.array.shape[-1]:
-            raise argument_error("sizes['v']", f"at most the {keys.array.shape[-1]} elements of a row", size)
-        return keys, Leaf(name, keys.array[..., :size], keys.axes, {**keys.sizes, keys.axes[-1].name: size})
-    if known.get("v", known.get("c")) != known.get("c") and "c" in known:
+        if last.name not in "cs" or last.part:
+            raise argument_error("sizes['v']", "no size of values, as content is not the last axis", size)
+        if size > row:
+            raise argument_error("sizes['v']", f"at most the {row} elements of a row", size)
+        return keys, Leaf(name, keys.array[..., :size], keys.axes, {**keys.sizes, last.name: size})
+    if "c" in known and known.get("v", known["c"]) != known["c"]:
         wanted = f"the size {known['c']} of keys, beside values in one array"
         raise argument_error("sizes['v']", wanted, known["v"])
     if "v" in known:
         known = {**known, "c": known["v"]}
     sides = []
-    for side in (0, 1):
+    for side in (0, 1):  # sizes that keys have shown are known of values
         known = {axis: size for axis, size in known.items() if axis != "v"}
         leaf = side_leaf(named, line, side, known)
         at = [axis.name for axis in leaf.axes].index("kv")
