@@ -25,15 +25,15 @@ class TooFewTokensError(KvkitError):
 
 
 def argument_error(
-    name: str, expected: object, got: object, kind: type[KvkitError] = KvkitError
+    name: str, expected: object, got: object, error: type[KvkitError] = KvkitError
 ) -> KvkitError:
     """Return an error with the form of all messages, NAME: expected WHAT, got WHAT."""
-    return kind(f"{name}: expected {expected}, got {got}")
+    return error(f"{name}: expected {expected}, got {got}")
 
 
 def printable(text: object) -> str:
     """Return a text in one line, with Python's escapes in place of control characters."""
-    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in str(text))
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(text))
 
 
 def brief(text: object, most: int = 80) -> str:
@@ -47,7 +47,8 @@ def describe(value: Any) -> str:
     if value is None:
         return "None"
     kind = type(value).__name__
-    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, (np.generic, type)):
+    is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+    if is_array and not isinstance(value, (np.generic, type)):  # numbers of numpy have these too
         kind = "an array" if isinstance(value, np.ndarray) else kind
         return f"{kind} of {value.dtype} and shape {tuple(value.shape)}"
     several = isinstance(value, Collection) and not isinstance(value, (str, bytes))
@@ -63,7 +64,7 @@ def nearest(name: str, known: Iterable[str], count: int = 5) -> list[str]:
     """Return known names that are like a name, the likeliest first."""
     originals, low = {known_name.lower(): known_name for known_name in known}, name.lower()
     likely = [key for key in originals if key == low]
-    if len(low) > 2:
+    if len(low) > 2:  # one or two letters are in too many names
         likely += [key for key in originals if key.startswith(low)] + [key for key in originals if low in key]
     likely += difflib.get_close_matches(low, originals, n=count)
     return [originals[key] for key in dict.fromkeys(likely)][:count]

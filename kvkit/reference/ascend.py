@@ -10,23 +10,14 @@ from kvkit.reference.attention import attend_sequence
 __all__ = ["block_copy", "nd_to_nz", "nz_to_nd", "paged_attention", "paged_cache_load", "reshape_and_cache"]
 
 Array = np.ndarray
-UNDEFINED, KVHEAD, ROPE, OMNI = range(4)
+UNDEFINED, KVHEAD, KVHEAD_ROPE, OMNI = range(4)  # values of compress_type
 
 
 def reshape_and_cache(
-    key: Any,
-    value: Any,
-    key_cache: Array,
-    value_cache: Any,
-    slot_mapping: Any,
-    *,
-    compress_type: int = UNDEFINED,
-    wins: Any = None,
-    seq_lens: Any = None,
-    offset_index: Any = None,
-    cache_format: str = "ND",
-    empty_window: str = "copy",
-) -> tuple[Any, Any]:
+    key: Any, value: Any, key_cache: Array, value_cache: Any, slot_mapping: Any, *,
+    compress_type: int = UNDEFINED, wins: Any = None, seq_lens: Any = None, offset_index: Any = None,
+    cache_format: str = "ND", empty_window: str = "copy",
+) -> tuple[Any, Any]:  # fmt: skip
     """Write keys, then values into their slots, token by token or in runs of rows; return the caches."""
     for tokens, cache in ((key, key_cache), (value, value_cache)):
         if tokens is None:
@@ -81,17 +72,21 @@ def store_runs(runs: list[Any], cache: Array, slots: Any) -> None:
             cache[s // rows, s % rows, 0, :] = row
 
 
-def compress_run(x: Array, mode: int, w: int, o: int, empty_window: str) -> list[Array]:
-    """Return the stored rows of x [n, D]: the last w, or all with rows o to o + w averaged or dropped."""
-    n = len(x)
+def compress_run(x: Array, mode: int, win: int, offset: int, empty_window: str) -> list[Array]:
+    """Return the rows of x [n, D] that are stored.
+
+    KVHEAD stores the last `win` rows. The others store all, but for the `win` rows from `offset` on, which
+    KVHEAD_ROPE replaces by their mean and OMNI drops; with an offset of -1 all are stored.
+    """
     if mode == KVHEAD:
-        if w == 0:
+        if win == 0:
             return list(x) if empty_window == "copy" else []
-        return list(x[n - w :])
-    if o == -1 or w == 0:
+        return list(x[len(x) - win :])
+    if offset == -1 or win == 0:
         return list(x)
-    middle = [mean_of_rows(x[o : o + w])] if mode == ROPE else []
-    return [*x[:o], *middle, *x[o + w :]]
+    window = x[offset : offset + win]
+    middle = [mean_of_rows(window)] if mode == KVHEAD_ROPE else []
+    return [*x[:offset], *middle, *x[offset + win :]]
 
 
 def mean_of_rows(rows: Array) -> Array:
@@ -107,18 +102,14 @@ def mean_of_rows(rows: Array) -> Array:
 
 
 def paged_cache_load(
-    key_cache: Array,
-    value_cache: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    seq_starts: Any = None,
-    *,
+    key_cache: Array, value_cache: Any, block_tables: Any, seq_lens: Any, seq_starts: Any = None, *,
     cache_format: str = "ND",
-) -> tuple[Array, ...]:
+) -> tuple[Array, ...]:  # fmt: skip
     """Read the context of each sequence from its blocks; `seq_lens` may be cumulative (from 0)."""
     lengths = np.diff(seq_lens) if len(seq_lens) == len(block_tables) + 1 else seq_lens
-    where = block_tables, lengths, seq_starts, cache_format == "NZ"
-    return tuple(load_contexts(cache, *where) for cache in (key_cache, value_cache) if cache is not None)
+    caches = [cache for cache in (key_cache, value_cache) if cache is not None]
+    nz = cache_format == "NZ"
+    return tuple(load_contexts(cache, block_tables, lengths, seq_starts, nz) for cache in caches)
 
 
 def load_contexts(
@@ -131,8 +122,8 @@ def load_contexts(
     token = 0
     for b, length in enumerate(lengths):
         for j in range(length):
-            m = j // rows + (0 if seq_starts is None else seq_starts[b] // rows)
-            block = block_tables[b][m] if m < len(block_tables[b]) else -1
+            column = j // rows + (0 if seq_starts is None else seq_starts[b] // rows)
+            block = block_tables[b][column] if column < len(block_tables[b]) else -1
             if 0 <= block < len(cache):
                 if nz:
                     for g in range(cache.shape[1]):
@@ -175,16 +166,9 @@ def nz_to_nd(y: Array, m: int, n: int) -> Array:
 
 
 def attend_blocks(
-    query: Array,
-    key_cache: Array,
-    value_cache: Array,
-    block_tables: Any,
-    context_lens: Any,
-    *,
-    razor_offset: Any = None,
-    softmax_scale: float | None = None,
-    **scoring: Any,
-) -> tuple[Array, Array]:
+    query: Array, key_cache: Array, value_cache: Array, block_tables: Any, context_lens: Any, *,
+    razor_offset: Any = None, softmax_scale: float | None = None, **scoring: Any,
+) -> tuple[Array, Array]:  # fmt: skip
     """Decode over blocks (Ascend's PagedAttention): query [B, H, D]; return (attn_output, lse).
 
     If each key head has its own blocks, `context_lens` and `block_tables` have an entry for each sequence and
@@ -195,9 +179,9 @@ def attend_blocks(
     scale = 1 / math.sqrt(dim) if softmax_scale is None else softmax_scale
     sinks = scoring.pop("sinks", None)
     output, lse = np.zeros((batch, heads, value_cache.shape[3])), np.full((batch, heads), -np.inf)
-    for b, a in np.ndindex(batch, heads):
-        i = b * entries + a // (heads // entries)
-        head = 0 if entries > 1 else a // (heads // key_cache.shape[2])
+    for b, h in np.ndindex(batch, heads):
+        i = b * entries + h // (heads // entries)  # the entry of the sequence, or of the head
+        head = 0 if entries > 1 else h // (heads // key_cache.shape[2])  # the key head
         places = [(block_tables[i][j // rows], j % rows) for j in range(int(context_lens[i]))]
         key, value = (
             np.array([cache[block, row, head] for block, row in places]).reshape(-1, 1, cache.shape[3])
@@ -207,10 +191,10 @@ def attend_blocks(
         if razor_offset is not None:
             numbers = [scale * float(razor_offset[block, row]) for block, row in places]
             offset = np.array(numbers).reshape(1, 1, -1)
-        own, sink = query[b : b + 1, a : a + 1], None if sinks is None else sinks[a : a + 1]
-        found = attend_sequence(own, key, value, offset, softmax_scale=scale, sinks=sink, **scoring)
-        output[b, a], lse[b, a] = found[0][0, 0], found[1][0, 0]
+        q, sink = query[b : b + 1, h : h + 1], None if sinks is None else sinks[h : h + 1]
+        o, s = attend_sequence(q, key, value, offset, softmax_scale=scale, sinks=sink, **scoring)
+        output[b, h], lse[b, h] = o[0, 0], s[0, 0]
     return output, lse
 
 
-paged_attention = attend_blocks
+paged_attention = attend_blocks  # the operator's name, as in `reference/paged.py`

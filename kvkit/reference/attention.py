@@ -50,24 +50,15 @@ def softmax(scores: Array, sink: Any) -> tuple[Array, float]:
 
 
 def attend_sequence(
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Any = None,
-    *,
-    causal: bool = True,
-    slopes: Any = None,
-    softmax_scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    sinks: Any = None,
-    kind: Any = np.float64,
-) -> Pair:
+    query: Array, key: Array, value: Array, mask: Any = None, *, causal: bool = True, slopes: Any = None,
+    softmax_scale: float | None = None, window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    sinks: Any = None, kind: Any = np.float64,
+) -> Pair:  # fmt: skip
     """Attend over one sequence: query [n, H, D], key [m, KVH, D], value [m, KVH, Dv], mask [H, n, m or more].
 
     ALiBi's `slopes` [H] multiply the distance to keys before and after the query.
     """
-    work = np.float64 if kind == np.float64 else np.float32
+    work = np.float64 if kind == np.float64 else np.float32  # numbers of `kind` are computed in this type
 
     def rounded(x: Any) -> Array:
         return np.asarray(x, work) if kind == np.float64 else np.asarray(x, work).astype(kind).astype(work)
@@ -86,8 +77,8 @@ def attend_sequence(
                 seen, bias = seen & (row != -math.inf), row
         if slopes is not None:
             bias = bias - work(slopes[h]) * abs(np.arange(m) - (m - n + i)).astype(work)
-        g = h // (heads // key.shape[1])
-        q, k, v = query[i, h].astype(work), key[seen, g].astype(work), value[seen, g].astype(work)
+        kv_head = h // (heads // key.shape[1])
+        q, k, v = query[i, h].astype(work), key[seen, kv_head].astype(work), value[seen, kv_head].astype(work)
         s = rounded(k @ q * work(factor))
         if softcap > 0:
             s = rounded(work(softcap) * np.tanh(s / work(softcap)))
@@ -103,18 +94,9 @@ def slopes_of(heads: int, is_alibi: bool) -> list[float] | None:
 
 
 def multi_head_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    attn_mask: Any = None,
-    *,
-    num_heads: int,
-    head_dim: int,
-    is_causal: bool = True,
-    is_alibi: bool = False,
-    num_kv_heads: int = 0,
-    **scoring: Any,
-) -> Pair:
+    query: Array, key: Array, value: Array, attn_mask: Any = None, *, num_heads: int, head_dim: int,
+    is_causal: bool = True, is_alibi: bool = False, num_kv_heads: int = 0, **scoring: Any,
+) -> Pair:  # fmt: skip
     """Attend over sequences of equal lengths: query [B, n, H, D], key and value [B, m, KVH, D]."""
     batch, n, heads, _ = query.shape
     output, lse = np.zeros((*query.shape[:3], value.shape[3])), np.zeros(query.shape[:3])
@@ -129,23 +111,10 @@ def multi_head_attention(
 
 
 def dynamic_multi_head_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    seqstarts: Array,
-    kvstarts: Array,
-    decoding_batches: Any,
-    max_seqlen: int | None,
-    max_kvlen: int | None,
-    attn_mask: Any = None,
-    *,
-    num_heads: int,
-    head_dim: int,
-    is_causal: bool = True,
-    is_alibi: bool = False,
-    num_kv_heads: int = 0,
-    **scoring: Any,
-) -> Pair:
+    query: Array, key: Array, value: Array, seqstarts: Array, kvstarts: Array, decoding_batches: Any,
+    max_seqlen: int | None, max_kvlen: int | None, attn_mask: Any = None, *, num_heads: int, head_dim: int,
+    is_causal: bool = True, is_alibi: bool = False, num_kv_heads: int = 0, **scoring: Any,
+) -> Pair:  # fmt: skip
     """Attend over packed sequences: query [tokens, H, D]. The first `decoding_batches` are not causal."""
     output, lse = np.zeros((*query.shape[:2], value.shape[2])), np.zeros(query.shape[:2])
     heads, mask = query.shape[1], None
@@ -173,15 +142,9 @@ def split_attributes(attributes: dict[str, Any]) -> tuple[dict[str, Any], dict[s
 
 
 def multi_head_cache_attention(
-    query: Array,
-    current_key: Array,
-    current_value: Array,
-    start_pos: Any,
-    cache: Array,
-    scale: Any = None,
-    attn_mask: Any = None,
-    **attributes: Any,
-) -> Pair:
+    query: Array, current_key: Array, current_value: Array, start_pos: Any, cache: Array, scale: Any = None,
+    attn_mask: Any = None, **attributes: Any,
+) -> Pair:  # fmt: skip
     """Append to a static cache, then attend over it."""
     cached, attention = split_attributes(attributes)
     key, value = key_value_cache(current_key, current_value, start_pos, cache, scale, **cached)
@@ -189,21 +152,10 @@ def multi_head_cache_attention(
 
 
 def dynamic_multi_head_cache_attention(
-    query: Array,
-    current_key: Array,
-    current_value: Array,
-    seqstarts: Array,
-    kvstarts: Array,
-    cachestarts: Array,
-    start_pos: Array,
-    decoding_batches: Any,
-    max_seqlen: int | None,
-    max_kvlen: int | None,
-    cache: Array,
-    scale: Any = None,
-    attn_mask: Any = None,
-    **attributes: Any,
-) -> Pair:
+    query: Array, current_key: Array, current_value: Array, seqstarts: Array, kvstarts: Array,
+    cachestarts: Array, start_pos: Array, decoding_batches: Any, max_seqlen: int | None,
+    max_kvlen: int | None, cache: Array, scale: Any = None, attn_mask: Any = None, **attributes: Any,
+) -> Pair:  # fmt: skip
     """Append packed sequences to a dynamic cache, then attend over it."""
     cached, attention = split_attributes(attributes)
     index = seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen
@@ -220,8 +172,8 @@ def merge_attention_states(outputs: Any, lses: Any) -> Pair:
     output, lse = np.zeros(shape), np.zeros(shape[:-1])
     for at in np.ndindex(shape[:-1]):
         parts = [(float(s[at]), o[at].astype(np.float64)) for o, s in zip(outputs, lses, strict=True)]
-        parts = [part for part in parts if part[0] != -math.inf]
+        parts = [(s, o) for s, o in parts if s != -math.inf]  # a part without keys has no weight
         weights, lse[at] = softmax(np.array([s for s, _ in parts]), None)
-        for weight, (_, part) in zip(weights, parts, strict=True):
-            output[at] += weight * part
+        for weight, (_, o) in zip(weights, parts, strict=True):
+            output[at] += weight * o
     return output, lse

@@ -90,19 +90,10 @@ def load_head(stored: Array, scale: Any, bits: int, group: int, dtype: np.dtype)
 
 
 def key_value_cache(
-    current_key: Array,
-    current_value: Array,
-    start_pos: Any,
-    cache: Array,
-    scale: Any = None,
-    *,
-    num_layer: int = 1,
-    layer_idx: int = 0,
-    quant_bit: int = 0,
-    quant_group: int = 8,
-    num_repeat: int = 1,
+    current_key: Array, current_value: Array, start_pos: Any, cache: Array, scale: Any = None, *,
+    num_layer: int = 1, layer_idx: int = 0, quant_bit: int = 0, quant_group: int = 8, num_repeat: int = 1,
     cache_layout: int = 0,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """Append to a static cache; return (key, value) of all positions."""
     batch, new, heads, dim = current_key.shape
     past = int(np.asarray(start_pos).reshape(-1)[0])
@@ -122,29 +113,14 @@ def key_value_cache(
 
 
 def dynamic_key_value_cache(
-    current_key: Array,
-    current_value: Array,
-    seqstarts: Array,
-    kvstarts: Array,
-    cachestarts: Array,
-    start_pos: Array,
-    max_seqlen: int | None,
-    max_kvlen: int | None,
-    cache: Array,
-    scale: Any = None,
-    *,
-    num_layer: int = 1,
-    layer_idx: int = 0,
-    quant_bit: int = 0,
-    quant_group: int = 8,
-    num_repeat: int = 1,
-    cache_mode: int = 0,
-    cache_layout: int = 0,
-    page_size: int = 128,
-) -> tuple[Array, Array]:
+    current_key: Array, current_value: Array, seqstarts: Array, kvstarts: Array, cachestarts: Array,
+    start_pos: Array, max_seqlen: int | None, max_kvlen: int | None, cache: Array, scale: Any = None, *,
+    num_layer: int = 1, layer_idx: int = 0, quant_bit: int = 0, quant_group: int = 8, num_repeat: int = 1,
+    cache_mode: int = 0, cache_layout: int = 0, page_size: int = 128,
+) -> tuple[Array, Array]:  # fmt: skip
     """Append packed sequences to a dynamic cache; return (key, value) of all positions, packed."""
     heads, dim = current_key.shape[1:]
-    first, first_key, past = ([int(x) for x in index] for index in (seqstarts, kvstarts, start_pos))
+    starts, key_starts, past = ([int(x) for x in index] for index in (seqstarts, kvstarts, start_pos))
     layout = DYNAMIC_LAYOUTS[cache_layout]
 
     def place(kv: int, b: int, t: int, h: int) -> tuple[Array, Any]:
@@ -154,12 +130,12 @@ def dynamic_key_value_cache(
 
     for kv, current in enumerate((current_key, current_value)):
         for b in range(len(past)):
-            for i, h in np.ndindex(first[b + 1] - first[b], heads):
-                x = current[first[b] + i, h]
+            for i, h in np.ndindex(starts[b + 1] - starts[b], heads):
+                x = current[starts[b] + i, h]
                 store_head(x, *place(kv, b, past[b] + i, h), quant_bit, quant_group)
-    out = np.zeros((2, first_key[-1], heads * num_repeat, dim), current_key.dtype)
+    out = np.zeros((2, key_starts[-1], heads * num_repeat, dim), current_key.dtype)
     for kv, b in np.ndindex(2, len(past)):
-        for t, h in np.ndindex(first_key[b + 1] - first_key[b], heads * num_repeat):
-            at = first_key[b] + t
+        for t, h in np.ndindex(key_starts[b + 1] - key_starts[b], heads * num_repeat):
+            at = key_starts[b] + t
             out[kv, at, h] = load_head(*place(kv, b, t, h // num_repeat), quant_bit, quant_group, out.dtype)
     return out[0], out[1]

@@ -90,8 +90,8 @@ def pack_halves(codes: list[int]) -> list[int]:
 
 def pack_low_first(codes: list[int], bits: int) -> list[int]:
     """Pack codes, the first one in the lowest bits."""
-    whole = sum(code << bits * i for i, code in enumerate(codes))
-    return little_endian(whole, len(codes) * bits // 8)
+    joined = sum(code << bits * i for i, code in enumerate(codes))
+    return little_endian(joined, len(codes) * bits // 8)
 
 
 # Blocks of ggml: 32 numbers to bytes
@@ -159,8 +159,8 @@ def token_head(x: Numbers, code: str, rounding: str) -> list[int]:
     scale = max(max(abs(v) for v in x) / F32(127 if code == "int8" else 448), F32(1e-6))
     numbers = [v * (F32(1) / scale) for v in x]
     if code == "int8":
-        whole: Any = {"trunc": int, "even": round}[rounding]
-        codes = [clamp(whole(v), -128, 127) % 256 for v in numbers]
+        to_integer: Any = {"trunc": int, "even": round}[rounding]
+        codes = [clamp(to_integer(v), -128, 127) % 256 for v in numbers]
     else:
         codes = [float_code(v, TABLES["e4m3"]) for v in numbers]
     return codes + bits32(scale)
@@ -191,12 +191,12 @@ def openvino(x: Numbers, bits: int, side: str) -> tuple[list[int], Any, Any]:
 def mlx_affine(x: Numbers, bits: int) -> tuple[list[int], Any, Any]:
     """Return MLX's codes, scale and bias."""
     most = 2**bits - 1
-    below = abs(min(x)) > abs(max(x))
+    low_is_larger = abs(min(x)) > abs(max(x))
     scale = max((max(x) - min(x)) / F32(most), F32(1e-7))
-    scale, edge = (scale, min(x)) if below else (-scale, max(x))
-    bias, code = F32(0), round(edge / scale)
-    if code:
-        scale, bias = edge / F32(code), edge
+    scale, edge = (scale, min(x)) if low_is_larger else (-scale, max(x))
+    bias, steps = F32(0), round(edge / scale)
+    if steps:  # then a whole number of steps leads from the edge to 0
+        scale, bias = edge / F32(steps), edge
     return pack_low_first([clamp(round((v - bias) / scale), 0, most) for v in x], bits), scale, bias
 
 
@@ -217,12 +217,12 @@ def turbo_key(x: Numbers, bits: int) -> list[int]:
     """Return TurboQuant's row of a key: indices of the levels of its rotated elements, then its length."""
     levels = [F32(v) for v in (*(-level for level in LEVELS[bits][::-1]), *LEVELS[bits])]
     dim, root = len(x), F32(math.sqrt(len(x)))
-    turned = [
+    rotated = [  # by the Hadamard matrix, whose entry i, j is -1 to the number of bits that both have
         F32(sum((-1) ** (i & j).bit_count() * float(v) for j, v in enumerate(x))) * (F32(1) / root)
         for i in range(dim)
     ]
-    length = F32(math.sqrt(sum(float(v) ** 2 for v in turned)))
-    scaled = [v * inverse(length) * root for v in turned]
+    length = F32(math.sqrt(sum(float(v) ** 2 for v in rotated)))
+    scaled = [v * inverse(length) * root for v in rotated]
     codes = [sum(float(v) >= (a + b) / 2 for a, b in itertools.pairwise(map(float, levels))) for v in scaled]
     return pack_low_first(codes, bits) + bits16(length)
 
@@ -239,7 +239,7 @@ def exponent_ceil(amax: Any, largest: int) -> int:
     """Return the smallest exponent byte with amax / 2^exponent within the range of the codes."""
     if amax == 0:
         return 127
-    ratio, e = F32(amax) / F32(largest), -200
+    ratio, e = F32(amax) / F32(largest), -200  # below every exponent of float32
     while Fraction(2) ** e < Fraction(float(ratio)):
         e += 1
     return clamp(e + 127, 0, 254)
@@ -257,10 +257,10 @@ def mx(x: Numbers, code: str, exponent: str, rounding: str = "even") -> tuple[li
     return codes if code == "e4m3" else pack_low_first(codes, 4), e
 
 
-def nvfp4(x: Numbers, whole: Any, rounding: str = "even") -> tuple[list[int], int]:
-    """Return (codes in bytes, scale in E4M3) of an NVFP4 block; `whole` is the tensor-wide scale."""
-    scale = float_code(max(abs(v) for v in x) / F32(6) / F32(whole), TABLES["e4m3"])
-    unit = F32(TABLES["e4m3"][scale]) * F32(whole)
+def nvfp4(x: Numbers, tensor_scale: Any, rounding: str = "even") -> tuple[list[int], int]:
+    """Return (codes in bytes, scale in E4M3) of an NVFP4 block, with a tensor-wide scale."""
+    scale = float_code(max(abs(v) for v in x) / F32(6) / F32(tensor_scale), TABLES["e4m3"])
+    unit = F32(TABLES["e4m3"][scale]) * F32(tensor_scale)
     find: Any = float_code if rounding == "even" else lower_code
     return pack_low_first([find(v / unit, TABLES["e2m1"]) if unit else 0 for v in x], 4), scale
 

@@ -11,7 +11,8 @@ from kvkit.reference.formats import TABLES, bfloat16, bits32, float_code
 __all__ = ["indexer_scores", "mla_absorb", "mla_append", "mla_attention", "mla_expand", "topk_rows"]
 
 Array = np.ndarray
-BODY, TOKEN = 576, 584  # "ds_v4": bytes of a token before the scales of the block, and with its scales
+# A token in "ds_v4" has 448 codes, 64 bfloat16 numbers, and 8 bytes of scales after all tokens of its block.
+BODY, TOKEN = 576, 584  # bytes of a token without its scales, and with them
 
 
 def bfloat16_of(low: int, high: int) -> float:
@@ -49,23 +50,11 @@ def page_of(pool: Array, format: str | None) -> int:
 
 
 def mla_attention(
-    query: Any,
-    latent: Array,
-    block_tables: Any = None,
-    context_lens: Any = None,
-    query_starts: Any = None,
-    *,
-    scale: float,
-    rope_cache: Any = None,
-    value_dim: int = 512,
-    indices: Any = None,
-    index_lens: Any = None,
-    extra: Any = None,
-    format: str | None = None,
-    is_causal: bool = True,
-    sinks: Any = None,
-    lse_of_sinks: bool = True,
-) -> tuple[Array, Array]:
+    query: Any, latent: Array, block_tables: Any = None, context_lens: Any = None, query_starts: Any = None,
+    *, scale: float, rope_cache: Any = None, value_dim: int = 512, indices: Any = None,
+    index_lens: Any = None, extra: Any = None, format: str | None = None, is_causal: bool = True,
+    sinks: Any = None, lse_of_sinks: bool = True,
+) -> tuple[Array, Array]:  # fmt: skip
     """Attend to all rows of contexts, or to the slots `indices` of one or two pools; return (output, lse)."""
     query = np.concatenate(query, axis=2) if isinstance(query, (tuple, list)) else query
     kind = None if format is None else format.partition(":")[0]
@@ -92,19 +81,17 @@ def mla_attention(
     for tokens, rows in contexts:
         heads = rows[0].shape[0] if rows else 1
         key = np.array(rows).reshape(len(rows), heads, query.shape[2])
-        weighing: dict[str, Any] = {"causal": causal, "softmax_scale": scale}
-        value = key[..., :value_dim]
-        output[tokens], lse[tokens] = attend_sequence(
-            query[tokens], key, value, None, sinks=sinks, slopes=None, **weighing
-        )
+        scoring: dict[str, Any] = {"causal": causal, "softmax_scale": scale}
+        q, value = query[tokens], key[..., :value_dim]
+        output[tokens], lse[tokens] = attend_sequence(q, key, value, sinks=sinks, **scoring)
         if sinks is not None and not lse_of_sinks:
-            lse[tokens] = attend_sequence(query[tokens], key, value, None, slopes=None, **weighing)[1]
+            _, lse[tokens] = attend_sequence(q, key, value, **scoring)
     return output, lse
 
 
 def bytes_of(row: Array, format: str) -> tuple[list[int], list[int]]:
     """Return (bytes of a row, bytes of its scales if they lie apart, as in "ds_v4")."""
-    kind, *powers = format.split(":")
+    kind, *powers = format.split(":")  # "ds_mla:p2" has scales that are powers of two
     group, coded = (64, 448) if kind == "ds_v4" else (128, 512)
     codes: list[int] = []
     scales: list[int] = []
@@ -122,14 +109,9 @@ def bytes_of(row: Array, format: str) -> tuple[list[int], list[int]]:
 
 
 def mla_append(
-    latent: Array,
-    rope: Array,
-    cache: Array,
-    slot_mapping: Any,
-    *,
-    rope_cache: Any = None,
+    latent: Array, rope: Array, cache: Array, slot_mapping: Any, *, rope_cache: Any = None,
     format: str | None = None,
-) -> Array:
+) -> Array:  # fmt: skip
     """Store rows in their slots, as floats in one or two pools or as bytes; return the first pool."""
     page = page_of(cache, format)
     for token, slot in enumerate(slot_mapping):
@@ -167,23 +149,17 @@ def mla_expand(latent_output: Array, w_uv: Array) -> Array:
 
 
 def indexer_scores(
-    query: Array,
-    keys: Array,
-    weights: Array,
-    block_tables: Any,
-    context_lens: Any,
-    query_starts: Any = None,
-    *,
-    key_scale: Any = None,
-    scale: Any = None,
-) -> Array:
+    query: Array, keys: Array, weights: Array, block_tables: Any, context_lens: Any, query_starts: Any = None,
+    *, key_scale: Any = None, scale: Any = None,
+) -> Array:  # fmt: skip
     """Return sums over heads of weight * max(0, scale * q . k) for each position that a query may see."""
     starts = range(len(context_lens) + 1) if query_starts is None else query_starts
     page, factor = keys.shape[1], query.shape[2] ** -0.5 if scale is None else scale
     scores = np.full((len(query), max(map(int, context_lens), default=0)), -np.inf)
     for b, length in enumerate(context_lens):
         for token in range(starts[b], starts[b + 1]):
-            for s in range(int(length) - (starts[b + 1] - token) + 1):
+            visible = int(length) - (starts[b + 1] - token) + 1  # the last query sees the whole context
+            for s in range(visible):
                 at = block_tables[b][s // page], s % page
                 key = keys[at].astype(np.float64) * (1 if key_scale is None else float(key_scale[at]))
                 products = query[token].astype(np.float64) @ key * factor

@@ -18,19 +18,9 @@ def tokens_before_heads(pool: Any, layout: str) -> Any:
 
 
 def attend_pages(
-    query: Array,
-    keys: Array,
-    values: Array,
-    pages: Any,
-    lengths: Any,
-    starts: Any,
-    mask: Any = None,
-    *,
-    key_scale: Array,
-    value_scale: Array,
-    alibi_slopes: Any = None,
-    **scoring: Any,
-) -> tuple[Array, Array]:
+    query: Array, keys: Array, values: Array, pages: Any, lengths: Any, starts: Any, mask: Any = None, *,
+    key_scale: Array, value_scale: Array, alibi_slopes: Any = None, **scoring: Any,
+) -> tuple[Array, Array]:  # fmt: skip
     """Attend over the pages of each sequence; return (attn_output, lse).
 
     `keys` and `values` are [pages, tokens, heads, elements], `pages[b]` the pages of sequence b. Scales are
@@ -55,21 +45,10 @@ def attend_pages(
 
 
 def paged_attention(
-    query: Array,
-    key_cache: Array,
-    value_cache: Array,
-    block_tables: Any,
-    context_lens: Any,
-    query_starts: Any = None,
-    attn_mask: Any = None,
-    *,
-    layout: str = "b n h c",
-    key_scale: Any = 1.0,
-    value_scale: Any = 1.0,
-    is_causal: bool = True,
-    alibi_slopes: Any = None,
-    **scoring: Any,
-) -> tuple[Array, Array]:
+    query: Array, key_cache: Array, value_cache: Array, block_tables: Any, context_lens: Any,
+    query_starts: Any = None, attn_mask: Any = None, *, layout: str = "b n h c", key_scale: Any = 1.0,
+    value_scale: Any = 1.0, is_causal: bool = True, alibi_slopes: Any = None, **scoring: Any,
+) -> tuple[Array, Array]:  # fmt: skip
     """Attend over pages. The last query of a sequence is at the position of its last key."""
     batch = len(context_lens)
     keys, values = tokens_before_heads(key_cache, layout), tokens_before_heads(value_cache, layout)
@@ -103,16 +82,9 @@ def store_in_pages(tokens: Array, pool: Array, slots: Any) -> None:
 
 
 def paged_append(
-    key: Any,
-    value: Any,
-    key_cache: Any,
-    value_cache: Any,
-    slot_mapping: Any,
-    *,
-    layout: str = "b n h c",
-    positions: Any = None,
-    rope: Any = None,
-) -> tuple[Any, Any]:
+    key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, *, layout: str = "b n h c",
+    positions: Any = None, rope: Any = None,
+) -> tuple[Any, Any]:  # fmt: skip
     """Write tokens into their slots, except tokens with a negative slot; return the caches.
 
     `rope` has keywords of `rotate_token`, and perhaps `begin`, the first element of a head that rotates.

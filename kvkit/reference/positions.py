@@ -24,20 +24,10 @@ def dynamic_position_index(
 
 
 def rotate_token(
-    x: Array,
-    t: int,
-    end: int,
-    *,
-    rotary_dim: int = 0,
-    interleaved: bool = True,
-    cos: Any = None,
-    sin: Any = None,
-    theta: float = 1e4,
-    max_position_embeddings: int = 2048,
-    scaling_type: str = "",
-    scaling_factor: float = 1.0,
-    kind: Any = np.float32,
-) -> Array:
+    x: Array, t: int, end: int, *, rotary_dim: int = 0, interleaved: bool = True, cos: Any = None,
+    sin: Any = None, theta: float = 1e4, max_position_embeddings: int = 2048, scaling_type: str = "",
+    scaling_factor: float = 1.0, kind: Any = np.float32,
+) -> Array:  # fmt: skip
     """Rotate the heads x [heads, D] of the token at position t of a sequence that ends before `end`."""
     dims, longest, factor = rotary_dim or x.shape[-1], max_position_embeddings, scaling_factor
     if scaling_type == "dynamic" and end > longest and dims > 2:
@@ -50,9 +40,9 @@ def rotate_token(
             cosine, sine = math.cos(angle), math.sin(angle)
         else:
             cosine, sine = float(cos[t, i]), float(sin[t, i])
-        one, other = (2 * i, 2 * i + 1) if interleaved else (i, dims // 2 + i)
-        out[h, one] = float(x[h, one]) * cosine - float(x[h, other]) * sine
-        out[h, other] = float(x[h, other]) * cosine + float(x[h, one]) * sine
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, dims // 2 + i)  # the elements of pair i
+        out[h, a] = float(x[h, a]) * cosine - float(x[h, b]) * sine
+        out[h, b] = float(x[h, b]) * cosine + float(x[h, a]) * sine
     return out
 
 
@@ -65,14 +55,9 @@ def rotate_tokens(array: Array, tokens: Iterable[tuple[Any, int, int]], **attrib
 
 
 def rotary_position_embedding(
-    query: Array,
-    key: Array,
-    start_pos: int,
-    pad_len: Any = None,
-    *,
-    bypass_key: bool = False,
+    query: Array, key: Array, start_pos: int, pad_len: Any = None, *, bypass_key: bool = False,
     **attributes: Any,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """Rotate the queries and keys of sequences of equal lengths."""
     batch, length = query.shape[:2]
     pads = [0] * batch if pad_len is None else [int(pad) for pad in pad_len]
@@ -85,15 +70,9 @@ def rotary_position_embedding(
 
 
 def dynamic_rotary_position_embedding(
-    query: Array,
-    key: Array,
-    seqstarts: Array,
-    start_pos: Array,
-    max_seqlen: Any,
-    *,
-    bypass_key: bool = False,
-    **attributes: Any,
-) -> tuple[Array, Array]:
+    query: Array, key: Array, seqstarts: Array, start_pos: Array, max_seqlen: Any, *,
+    bypass_key: bool = False, **attributes: Any,
+) -> tuple[Array, Array]:  # fmt: skip
     """Rotate the queries and keys of packed sequences."""
     tokens: list[tuple[Any, int, int]] = []
     for b, first in enumerate(map(int, start_pos)):

@@ -6,7 +6,7 @@ import pytest
 from ascend_scenes import FLOATS, any_bits, check, every_dtype, finite, random_slots
 
 from kvkit.reference import ascend as oracle
-from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
+from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE, OMNI
 
 reshape_and_cache = backends.operators.ascend.reshape_and_cache
 
@@ -69,7 +69,9 @@ def test_large_heads():
     key, cache = any_bits(rng, (2, 1, 49_168), np.float16), any_bits(rng, (1, 3073, 3, 16), np.float16)
     check(rng, key, None, cache, None, [2, 0], cache_format="NZ")
     key, cache = finite(rng, (3, 1, 16_416), np.float16), any_bits(rng, (2, 2, 1, 16_416), np.float16)
-    check(rng, key, None, cache, None, [1], compress_type=ROPE, wins=[2], seq_lens=[3], offset_index=[0])
+    check(
+        rng, key, None, cache, None, [1], compress_type=KVHEAD_ROPE, wins=[2], seq_lens=[3], offset_index=[0]
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=str)
@@ -79,10 +81,10 @@ def test_rope_moves_every_bit_that_it_does_not_average(dtype):
     key = any_bits(rng, (20, 2, 32), dtype)
     key[5:12] = finite(rng, (7, 2, 32), dtype)
     cache, more = any_bits(rng, (5, 8, 1, 32), dtype), {"wins": [7, 6], "offset_index": [5, 6]}
-    check(rng, key, None, cache, None, [3, 19], compress_type=ROPE, seq_lens=[20], **more)
+    check(rng, key, None, cache, None, [3, 19], compress_type=KVHEAD_ROPE, seq_lens=[20], **more)
 
 
-@pytest.mark.parametrize("mode", [KVHEAD, ROPE, OMNI], ids=["kvhead", "rope", "omni"])
+@pytest.mark.parametrize("mode", [KVHEAD, KVHEAD_ROPE, OMNI], ids=["kvhead", "rope", "omni"])
 def test_an_empty_run_may_begin_behind_the_cache(mode):
     """And share its slot with another run."""
     rng = np.random.default_rng(3)

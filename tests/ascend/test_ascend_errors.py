@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scenes import INT64_MAX, INT64_MIN
 
 from kvkit import KvkitError
-from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
+from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE, OMNI
 
 reshape_and_cache = backends.operators.ascend.reshape_and_cache
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -70,7 +70,7 @@ def test_a_cache_over_another_array(kind, name, other):
 
 
 def test_int8_has_no_mean():
-    refused(call_of(ROPE, "ND", np.int8), "key")
+    refused(call_of(KVHEAD_ROPE, "ND", np.int8), "key")
     for mode in (KVHEAD, OMNI):
         run(call_of(mode, "ND", np.int8))
 
@@ -102,7 +102,7 @@ def test_slots_twice(kind, slots):
 def test_runs_behind_the_cache(kind):
     """Runs of 4, 2, .. rows: up to the last slot, and one row more."""
     call = call_of(*CALLS[kind])
-    rows = {KVHEAD: [2, 4, 1, 3], ROPE: [3, 1, 3, 1], OMNI: [2, 0, 3, 0]}[call["compress_type"]]
+    rows = {KVHEAD: [2, 4, 1, 3], KVHEAD_ROPE: [3, 1, 3, 1], OMNI: [2, 0, 3, 0]}[call["compress_type"]]
     slots = np.full(4, -1)
     for i in range(4):
         slots[i] = 20 - rows[i]
@@ -115,7 +115,7 @@ def test_runs_behind_the_cache(kind):
 @runs_only
 def test_runs_that_overlap(kind):
     call = call_of(*CALLS[kind])
-    rows = {KVHEAD: [2, 4, 1, 3], ROPE: [3, 1, 3, 1], OMNI: [2, 0, 3, 0]}[call["compress_type"]]
+    rows = {KVHEAD: [2, 4, 1, 3], KVHEAD_ROPE: [3, 1, 3, 1], OMNI: [2, 0, 3, 0]}[call["compress_type"]]
     for first, second in ((0, 1), (0, 2), (2, 0), (0, 3), (2, 1)):
         slots = np.full(4, -1)
         slots[first] = 7
@@ -171,7 +171,7 @@ def test_windows_at_the_limit(kind):
 BROKEN = [-1, -2, 1, 2**31, 2**33, INT64_MAX, INT64_MIN]
 
 
-@given(seeds, st.sampled_from([0, KVHEAD, ROPE, OMNI]), st.data())
+@given(seeds, st.sampled_from([0, KVHEAD, KVHEAD_ROPE, OMNI]), st.data())
 def test_whatever_the_index_arrays_are(rng, mode, data):
     """A call with odd numbers in it runs, or raises KvkitError and leaves every byte."""
     if mode:

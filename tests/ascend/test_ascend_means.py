@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvkit.cpu.copy import pieces
 from kvkit.reference import ascend as oracle
-from kvkit.reference.ascend import ROPE
+from kvkit.reference.ascend import KVHEAD_ROPE
 
 reshape_and_cache = backends.operators.ascend.reshape_and_cache
 
@@ -29,7 +29,7 @@ def mean_of(tokens):
     padded[:, :, :dim] = tokens[:, None]
     caches = np.full((2, 1, 2, 1, whole), 7, tokens.dtype)
     more = {"wins": [count] * 2, "seq_lens": [count], "offset_index": [0, 0]}
-    reshape_and_cache(padded, padded, *caches, [0, 1], compress_type=ROPE, **more)
+    reshape_and_cache(padded, padded, *caches, [0, 1], compress_type=KVHEAD_ROPE, **more)
     rows = caches.reshape(4, whole)
     assert all(row.tobytes() == rows[0].tobytes() for row in rows)
     return rows[0, :dim]
@@ -176,7 +176,7 @@ def test_one_rounding(element):
 def test_threads_share_a_long_mean(rng, monkeypatch):
     """Each has some of its elements, all tokens of them in order."""
     tokens = rng.standard_normal((3000, 1, 96), np.float32)
-    more = {"wins": [2990], "seq_lens": [3000], "offset_index": [4], "compress_type": ROPE}
+    more = {"wins": [2990], "seq_lens": [3000], "offset_index": [4], "compress_type": KVHEAD_ROPE}
     stored = []
     for count in (1, 2, 3, 4, 16):
         monkeypatch.setattr(pieces, "threads", lambda count=count: count)

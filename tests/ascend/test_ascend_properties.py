@@ -7,7 +7,7 @@ from ascend_scenes import any_bits, dtypes_of, finite, needs_two, seeds, with_th
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkit.reference.ascend import ROPE
+from kvkit.reference.ascend import KVHEAD_ROPE
 
 nd_to_nz = backends.operators.ascend.nd_to_nz
 paged_cache_load = backends.operators.ascend.paged_cache_load
@@ -112,7 +112,7 @@ def test_threads_average_the_same(wins):
     def call():
         caches = before.copy()
         more = {"wins": wins, "offset_index": offsets, "seq_lens": [2000]}
-        reshape_and_cache(key, value, *caches, [3, 2010, 4090, 6101], compress_type=ROPE, **more)
+        reshape_and_cache(key, value, *caches, [3, 2010, 4090, 6101], compress_type=KVHEAD_ROPE, **more)
         return caches
 
     one, two = with_threads(1, call), with_threads(2, call)

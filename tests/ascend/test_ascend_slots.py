@@ -20,7 +20,7 @@ from kvkit.ascend import (
     slots,
 )
 from kvkit.reference import ascend as oracle
-from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
+from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE, OMNI
 
 INT64_MAX, INT64_MIN = np.iinfo(np.int64).max, np.iinfo(np.int64).min
 sizes_of, rooms_of, firsts_of = st.integers(1, 9), st.integers(0, 12), st.integers(0, 3)
@@ -89,7 +89,7 @@ def test_compressed_slots(rng, lengths, heads, size, headroom, first_block, mode
             i = b * heads + h
             offset = -1 if offsets is None else offsets[i]
             runs.append(oracle.compress_run(key[first : first + n, h], mode, wins[i], offset, empty))
-            counts.append(wins[i] if mode == ROPE and offset >= 0 and wins[i] else 0)
+            counts.append(wins[i] if mode == KVHEAD_ROPE and offset >= 0 and wins[i] else 0)
         first += n
     where = compressed_slots(
         lengths, heads, wins, offsets, compress_type=mode, block_size=size, headroom=headroom,
@@ -152,21 +152,21 @@ def test_means_of_equal_tokens_lose_nothing(scale, heads):
             key[middle, h], value[middle, h] = key[first, h], value[first, h]
     whole = slots(lengths, block_size=8, headroom=steps)
     less = compressed_slots(
-        lengths, kv_heads, wins, offsets, compress_type=ROPE, block_size=8, headroom=steps
+        lengths, kv_heads, wins, offsets, compress_type=KVHEAD_ROPE, block_size=8, headroom=steps
     )
     assert less.context_lens.sum() < 0.8 * kv_heads * tokens
     all_rows = np.zeros((2, whole.num_blocks, 8, kv_heads, dim), np.float32)
     kept = np.zeros((2, less.num_blocks + 1, 8, 1, dim), np.float32)
     reshape_and_cache(key, value, *all_rows, whole.slot_mapping)
     more = {"wins": wins, "seq_lens": lengths, "offset_index": offsets}
-    reshape_and_cache(key, value, *kept, less.slot_mapping, compress_type=ROPE, **more)
+    reshape_and_cache(key, value, *kept, less.slot_mapping, compress_type=KVHEAD_ROPE, **more)
     razor = less.razor_offset(1 / math.sqrt(dim) if scale is None else scale, less.num_blocks + 1)
     assert (razor != 0).sum() == 4
     for step in range(steps):
         new = normal(rng, (2, 2, kv_heads, dim), np.float32)
         reshape_and_cache(*new, *all_rows, whole.next_slots(step))
         more = {"wins": [0] * 6, "seq_lens": [1, 1], "offset_index": [-1] * 6}
-        reshape_and_cache(*new, *kept, less.next_slots(step), compress_type=ROPE, **more)
+        reshape_and_cache(*new, *kept, less.next_slots(step), compress_type=KVHEAD_ROPE, **more)
         query = normal(rng, (2, heads, dim), np.float32)
         lens = whole.context_lens + step + 1, less.context_lens + step + 1
         keywords = {"softmax_scale": scale, "return_lse": True}
@@ -181,7 +181,7 @@ def test_means_of_equal_tokens_lose_nothing(scale, heads):
 
 
 def test_razor_offsets():
-    where = compressed_slots([10, 4], 2, [5, 0, 1, 4], [3, 2, 0, 0], compress_type=ROPE, block_size=4)
+    where = compressed_slots([10, 4], 2, [5, 0, 1, 4], [3, 2, 0, 0], compress_type=KVHEAD_ROPE, block_size=4)
     razor = where.razor_offset(0.5)
     assert razor.dtype == np.float32
     assert razor.shape == (where.num_blocks, 4)
@@ -240,7 +240,7 @@ def test_refused():
         refused(lambda x=head: razor_windows([3], 2, [0, x]), "retrieval_heads")
 
 
-@pytest.mark.parametrize("mode", [KVHEAD, ROPE, OMNI])
+@pytest.mark.parametrize("mode", [KVHEAD, KVHEAD_ROPE, OMNI])
 def test_windows_refused(mode):
     """As `reshape_and_cache` does."""
     offsets = None if mode == KVHEAD else [0, 0]

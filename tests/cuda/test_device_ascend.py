@@ -7,7 +7,7 @@ from device_arrays import Array, contents, moved
 
 import kvkit
 from kvkit.reference import ascend as oracle
-from kvkit.reference.ascend import ROPE
+from kvkit.reference.ascend import KVHEAD_ROPE
 from kvkit_cuda import ascend
 from kvkit_cuda.copy import means, pieces
 
@@ -90,7 +90,7 @@ def test_offsets_of_more_than_32_bits(rng):
 @pytest.mark.parametrize("element", FLOATS)
 def test_means_of_more_tokens_than_are_read_ahead(count, element, rng):
     key, cache = finite(rng, (40, 2, 32), FLOATS[element]), any_bits(rng, (20, 5, 1, 32), FLOATS[element])
-    keywords = {"compress_type": ROPE, "wins": [count, 0], "seq_lens": [40], "offset_index": [3, -1]}
+    keywords = {"compress_type": KVHEAD_ROPE, "wins": [count, 0], "seq_lens": [40], "offset_index": [3, -1]}
     call = key, None, cache, None, [0, 45]
     expected = stored(call, **keywords)
     ascend.reshape_and_cache(Array(key), None, Array(cache), None, call[4], **keywords)

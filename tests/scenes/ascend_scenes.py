@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from kvkit.reference import ascend as oracle
-from kvkit.reference.ascend import KVHEAD, ROPE
+from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE
 
 reshape_and_cache = backends.operators.ascend.reshape_and_cache
 FLOATS = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16)}
@@ -159,7 +159,7 @@ def compressed_call(rng, dtype, mode, count=2, empty_window="copy"):
     slots[hidden] = rng.choice([-1, -7, -(2**63)], hidden.sum())
     wins[hidden] = rng.choice([-1, 2**40], hidden.sum())
     offsets[hidden] = rng.choice([-2, 2**40], hidden.sum())
-    make = finite if mode == ROPE else any_bits
+    make = finite if mode == KVHEAD_ROPE else any_bits
     packed = [make(rng, (int(seq_lens.sum()), heads, dim), dtype) for _ in range(count)]
     caches = [any_bits(rng, (blocks, rows, 1, dim), dtype) for _ in range(count)]
     nothing = [None] * (2 - count)

@@ -12,13 +12,14 @@ import pytest
 import refusals
 
 from kvkit.operators import OPERATORS
-from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
+from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE, OMNI
 
 X = np.ones((2, 3, 2, 8), np.float32)
 STARTS = {"seqstarts": np.array([0, 2, 3]), "start_pos": np.array([0, 4]), "max_seqlen": 2}
 BLOCKS = np.arange(4 * 5 * 2 * 32, dtype=np.float16).reshape(4, 5, 2, 32)
 MODES = {
-    "nd": (0, "ND"), "nz": (0, "NZ"), "kvhead": (KVHEAD, "ND"), "rope": (ROPE, "ND"), "omni": (OMNI, "ND"),
+    "nd": (0, "ND"), "nz": (0, "NZ"), "kvhead": (KVHEAD, "ND"), "rope": (KVHEAD_ROPE, "ND"),
+    "omni": (OMNI, "ND"),
 }  # fmt: skip
 
 

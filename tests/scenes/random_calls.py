@@ -15,7 +15,7 @@ from position_scenes import random_mask
 from scenes import DTYPES, FLOATS, LAYER, MOVED, ODD_GROUPS
 from surroundings import carve
 
-from kvkit.reference.ascend import KVHEAD, OMNI, ROPE
+from kvkit.reference.ascend import KVHEAD, KVHEAD_ROPE, OMNI
 
 DIMS = (1, 5, 6, 8, 17, 24, 40, 64, 80, 128, 160)
 ATTENDED = [FP32, FP16, BF16, *MIXED, INT8, INT4, *attention_scenes.QUANTIZED, *ODD_GROUPS]
@@ -213,9 +213,13 @@ def bias(rng):
 
 
 def reshape(rng):
-    mode, dtype, count = one(rng, (0, 0, KVHEAD, OMNI, ROPE)), one(rng, ELEMENTS), int(rng.integers(1, 3))
+    mode, dtype, count = (
+        one(rng, (0, 0, KVHEAD, OMNI, KVHEAD_ROPE)),
+        one(rng, ELEMENTS),
+        int(rng.integers(1, 3)),
+    )
     if mode:
-        dtype = dtype if mode != ROPE else one(rng, ELEMENTS[:3])
+        dtype = dtype if mode != KVHEAD_ROPE else one(rng, ELEMENTS[:3])
         arrays, more = compressed_call(rng, dtype, mode, count, one(rng, ("copy", "skip")))
     else:
         form = one(rng, ("ND", "NZ"))
