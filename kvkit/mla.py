@@ -136,18 +136,18 @@ def mla_attention(
     )  # fmt: skip
     call = checked_latent_attention(given)
     # If rows can be read in place, one call of attention does it all, unless the lse leaves sinks out.
-    in_place = None if call.sinks_last else call.whole or attention_over_bytes(call)
+    in_place = None if call.sinks_last else call.attention or attention_over_bytes(call)
     if in_place is not None:
         return attend(in_place, out)
     # Else attention is computed in float32 and without sinks, which scale the output at the end.
     outputs = None if out is None else call.results.checked(out)
     if call.contexts is None:
         output, lse = attend_to_rows(call)
-    elif call.whole is None:
+    elif call.attention is None:
         output, lse = attend_to_pieces(call, call.contexts)
     else:
         wide = given._replace(query=call.query.astype(np.float32), sinks=None, return_lse=True)
-        output, lse = attend(checked_latent_attention(wide).whole or call.whole, None)
+        output, lse = attend(checked_latent_attention(wide).attention or call.attention, None)
     if call.sinks is not None:
         output, lse = apply_sinks(output, lse, call)
     results: tuple[Array, ...] = (output.astype(call.fmt.dtype, copy=False), lse)[: len(call.results.forms)]

@@ -37,7 +37,7 @@ class Weights(NamedTuple):
     scale: float
     causal: bool
     alibi: bool
-    left: int
+    left: int  # the window: keys to the left and to the right of a query, -1 for no limit
     right: int
     softcap: float
     sinks: Array | None
@@ -55,7 +55,7 @@ class AttentionCall(NamedTuple):
     query: Array
     context: Context
     steps: StepIndex
-    decoding: int
+    decoding: int  # the number of sequences that ignore the causal mask
     weights: Weights
     inputs: NamedArrays
     results: Results
@@ -70,16 +70,18 @@ def checked_attention(sequences: Sequences, call: KeyAttention) -> AttentionCall
     fmt, query, kv_heads = check_queries(call.query, sequences.axes, call.heads)
     outer, scoring = sequences.key_axes(query), call.scoring
     key, value = check_keys_and_values(fmt, call.key, call.value, outer, kv_heads, query.shape[-1])
-    key, value = (np.ascontiguousarray(each) if is_broadcast(each) else each for each in (key, value))
+    key, value = (np.ascontiguousarray(x) if is_broadcast(x) else x for x in (key, value))
     steps = sequences.over_keys(query, key)
     weights = checked_weights(query, sequences.mask(fmt, scoring.attn_mask, query, steps), scoring)
     arrays = {"query": query, "key": key, "value": value}
     inputs = named_arrays(**arrays, attn_mask=scoring.attn_mask, sinks=weights.sinks)
-    context = context_of(fmt, key, value, [(0, *array.strides[:-2])[-2:] for array in (key, value)])
+    # (sequence, row) strides; packed keys [tokens, heads, dim] have no axis of sequences: 0
+    strides = [(0, *array.strides[:-2])[-2:] for array in (key, value)]
+    context = context_of(fmt, key, value, strides)
     shape = (*query.shape[:-1], value.shape[-1])
     key_weights = None
     if flag("return_key_weights", call.return_key_weights):
-        key_weights = query.shape[0], query.shape[2], key.shape[1]
+        key_weights = query.shape[0], query.shape[2], key.shape[1]  # [B, heads, keys]
     results = attention_results(shape, fmt, call.return_lse, inputs, key_weights)
     return AttentionCall(
         fmt, shape, query, context, steps, sequences.decoding, weights, inputs=inputs, results=results
@@ -143,29 +145,34 @@ def check_keys_and_values(
 
 def grouped_heads(shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
     """Return a hint for keys with fewer heads than wanted (grouped-query attention), else an empty text."""
-    others = [pair for i, pair in enumerate(zip(shape, wanted, strict=True)) if i != len(shape) - 2]
-    fits = shape[-2] and not wanted[-2] % shape[-2] and all(size == other for size, other in others)
+    fewer_heads = shape[-2] and wanted[-2] % shape[-2] == 0
+    fits = fewer_heads and (*shape[:-2], shape[-1]) == (*wanted[:-2], wanted[-1])
     return f": for grouped queries give num_kv_heads={shape[-2]}" if fits else ""
 
 
-def context_of(fmt: Element, key: Array, value: Array, sides: Sequence[Sequence[int]]) -> Context:
-    """Return the `Context` of keys and values [.., heads, dim], whose `sides` are (sequence, row) strides."""
+def context_of(fmt: Element, key: Array, value: Array, strides: Sequence[Sequence[int]]) -> Context:
+    """Return the `Context` of keys and values [.., heads, dim] with these (sequence, row) strides."""
     key_side, value_side = (
         Side(array.ctypes.data, sequence, row, array.strides[-2])
-        for array, (sequence, row) in zip((key, value), sides, strict=True)
+        for array, (sequence, row) in zip((key, value), strides, strict=True)
     )
-    sizes = key.shape[-2], key.shape[-1], value.shape[-1]
-    spans = sizes[1] * key.itemsize, sizes[2] * key.itemsize
-    elements = element_step(key), element_step(value)
-    return Context(fmt.name, fmt.name, None, 0, *sizes, (key_side, value_side), *spans, elements=elements)
+    (heads, dim), value_dim = key.shape[-2:], value.shape[-1]
+    return Context(
+        data_dtype=fmt.name, cache_format=fmt.name, scale_format=None, group=0, heads=heads, dim=dim,
+        value_dim=value_dim, sides=(key_side, value_side), key_bytes=dim * key.itemsize,
+        value_bytes=value_dim * value.itemsize, elements=(element_step(key), element_step(value)),
+    )  # fmt: skip
 
 
 def cache_context(layer: CacheLayer) -> Context:
     """Return the `Context` of a checked layer of a cache."""
+    # A group of 0 is a whole head: so a group as long as a head of float8 needs no code of its own.
     group = 0 if layer.group == layer.dim and BY_NAME[layer.cache_format].minifloat else layer.group
-    formats = layer.data_dtype, layer.cache_format, layer.scale_format, group
-    sizes = layer.heads, layer.dim, layer.dim
-    return Context(*formats, *sizes, layer.sides, layer.stored_bytes, layer.stored_bytes)
+    return Context(
+        data_dtype=layer.data_dtype, cache_format=layer.cache_format, scale_format=layer.scale_format,
+        group=group, heads=layer.heads, dim=layer.dim, value_dim=layer.dim, sides=layer.sides,
+        key_bytes=layer.stored_bytes, value_bytes=layer.stored_bytes,
+    )  # fmt: skip
 
 
 def checked_weights(query: Array, mask: MaskPlace, scoring: Scoring) -> Weights:

@@ -25,14 +25,9 @@ from kvkit.typed import Array
 
 
 def cache_layer(
-    fmt: Element,
-    heads: int,
-    dim: int,
-    cache: Array,
-    scale: Array | None,
-    layouts: Sequence[Layout],
+    fmt: Element, heads: int, dim: int, cache: Array, scale: Array | None, layouts: Sequence[Layout],
     arguments: CacheArguments,
-) -> CacheLayer:
+) -> CacheLayer:  # fmt: skip
     """Check a cache and its scale against the format, heads and head size of tokens; return one layer."""
     num_layer = integer("num_layer", arguments.num_layer, 1)
     layer_idx = integer("layer_idx", arguments.layer_idx, 0, num_layer - 1)
@@ -49,9 +44,10 @@ def cache_layer(
         capacity=(cache.shape[at["b"]] if "b" in at else 1, cache.shape[at["n"]]),
         heads_adjoin=key.head == stored_bytes, sides=(key, value),
     )  # fmt: skip
-    if stored.name in STORED and has_own_scales(stored, heads, scale):
+    named = stored.name in STORED  # by `quant_format`
+    if named and has_own_scales(stored, heads, scale):
         return layer if scale is None else with_own_scales(layer, scale)
-    if not quant_bit and stored.name not in STORED:
+    if not quant_bit and not named:
         return layer
 
     group = integer("quant_group", arguments.quant_group, 1)
@@ -72,6 +68,7 @@ def cache_layer(
         scale_format=scale_format.name,
         group=group,
         heads_adjoin=layer.heads_adjoin and key_scales.head == scale_format.bytes(dim // group),
+        # The address and strides of a side are its first four fields.
         sides=(key.with_scales(*key_scales[:4]), value.with_scales(*value_scales[:4])),
     )
 
@@ -88,7 +85,7 @@ def layer_sides(array: Array, layout: Layout, layer: int) -> tuple[Side, Side]:
 
 
 def has_own_scales(stored: Element, heads: int, scale: Array | None) -> bool:
-    """Return whether an append computes no scales: blocks or the caller have them, or there are none."""
+    """Return whether an append computes no scales: blocks have them, the caller has, or there are none."""
     if stored.block and scale is not None:
         raise argument_error("scale", f"None, because blocks of {stored} contain scales", describe(scale))
     return scale is None or (isinstance(scale, np.ndarray) and scale.shape in ((2,), (2, heads)))
@@ -107,7 +104,7 @@ def with_own_scales(layer: CacheLayer, scale: Array) -> CacheLayer:
 
 def at_scales(layer: CacheLayer, scale: Array) -> CacheLayer:
     """Return the layer with scales [2] or [2, heads] of keys and values, which are read in place."""
-    head = scale.strides[1] if scale.ndim == 2 and layer.heads > 1 else 0
+    head = scale.strides[1] if scale.ndim == 2 and layer.heads > 1 else 0  # 0: one scale for all heads
     at, (key, value) = scale.ctypes.data, layer.sides
     sides = key.with_scales(at, head=head), value.with_scales(at + scale.strides[0], head=head)
     return layer._replace(sides=sides)
@@ -173,7 +170,7 @@ def check_written(cache: Array, scale: Array | None, layer: CacheLayer, inputs: 
     if scale is not None:
         if layer.group:
             written.append(("scale", scale))
-        else:
+        else:  # the caller's own scales are only read
             inputs = [*inputs, ("scale", scale)]
     for name, array in written:
         check_output(name, array)

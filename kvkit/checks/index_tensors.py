@@ -21,7 +21,7 @@ from kvkit.layouts.grammar import Layout
 from kvkit.typed import Array
 
 INT64_MAX = np.iinfo(np.int64).max
-AXES = {1: "axis", 2: "axes"}
+AXIS_WORD = {1: "axis", 2: "axes"}
 NamedLength = tuple[str, int]  # the name of an array, and its length
 # With KVKIT_VALIDATE=1 in the environment, operators also refuse tables that can be read but are wrong. It is
 # read once: a look-up takes a microsecond of each call.
@@ -42,14 +42,14 @@ def index_form(name: str, value: ArrayLike, ndim: int) -> Array:
     try:
         array = np.asarray(value)
     except ValueError:
-        raise argument_error(name, f"{ndim} {AXES[ndim]}", "rows of different lengths") from None
+        raise argument_error(name, f"{ndim} {AXIS_WORD[ndim]}", "rows of different lengths") from None
     if array.size == 0 and not isinstance(value, np.ndarray):
         array = array.astype(np.int64)  # numpy makes an array of float64 of []
         array = array.reshape((0,) * ndim) if array.ndim == 1 else array
     if array.dtype != np.int64 and array.dtype != np.int32:
         raise argument_error(name, "integers of dtype int64 or int32", array.dtype)
     if array.ndim != ndim:
-        raise argument_error(name, f"{ndim} {AXES[ndim]}", f"shape {array.shape}")
+        raise argument_error(name, f"{ndim} {AXIS_WORD[ndim]}", f"shape {array.shape}")
     return array
 
 
@@ -67,8 +67,9 @@ def static_step(batch: int, seqlen: int, kvlen: int) -> StepIndex:
     """Return the step of sequences of one length, each of which begins at row 0 of its own part."""
     counts, zeros = np.arange(batch + 1), np.zeros((batch, 1), np.int64)
     return StepIndex(
-        counts * seqlen, counts * kvlen, zeros[:, 0] + (kvlen - seqlen), zeros[:, 0], zeros, ENDLESS,
-        tokens=batch * seqlen, context=batch * kvlen, rows=kvlen,
+        seqstarts=counts * seqlen, kvstarts=counts * kvlen, start_pos=zeros[:, 0] + (kvlen - seqlen),
+        load_starts=zeros[:, 0], table=zeros, page_size=ENDLESS, tokens=batch * seqlen,
+        context=batch * kvlen, rows=kvlen,
     )  # fmt: skip
 
 
@@ -94,34 +95,31 @@ def read_step(
 
     `read_table` is `index`, or `index_form`, which reads no element.
     """
-    mode, page_size = choice("cache_mode", arguments.cache_mode, (0, 1)), ENDLESS
-    if mode:
+    paged, page_size = choice("cache_mode", arguments.cache_mode, (0, 1)), ENDLESS
+    if paged:
         page_size = min(integer("page_size", arguments.page_size, 1), ENDLESS)
     limits = limit("max_seqlen", arguments.max_seqlen), limit("max_kvlen", arguments.max_kvlen)
     seqstarts, kvstarts = index("seqstarts", arguments.seqstarts), index("kvstarts", arguments.kvstarts)
     start_pos = index("start_pos", arguments.start_pos)
     try:
-        table = read_table("cachestarts", arguments.cachestarts, mode + 1)
+        table = read_table("cachestarts", arguments.cachestarts, 2 if paged else 1)
     except KvkitError as error:
-        other = "offsets [B]; cache_mode=1 takes a page table" if mode == 0 else "a page table [B, MaxP]"
-        raise KvkitError(f"{error} (cache_mode {mode} takes {other})") from None
-    if mode == 0:
+        legal = "a page table [B, MaxP]" if paged else "offsets [B]; cache_mode=1 takes a page table"
+        raise KvkitError(f"{error} (cache_mode {paged} takes {legal})") from None
+    if not paged:
         table = table.reshape(-1, 1)
-    batch = seqstarts.shape[0] - 1
+    batch = batch_of(seqstarts)
     for name, array, length in (
-        ("seqstarts", seqstarts, max(batch, 0) + 1),
-        ("kvstarts", kvstarts, batch + 1),
-        ("start_pos", start_pos, batch),
-        ("cachestarts", table, batch),
-    ):
+        ("kvstarts", kvstarts, batch + 1), ("start_pos", start_pos, batch), ("cachestarts", table, batch)
+    ):  # fmt: skip
         if array.shape[0] != length:
-            raise argument_error(name, f"{length} entries for {max(batch, 0)} sequences", array.shape[0])
+            raise argument_error(name, f"{length} entries for {batch} sequences", array.shape[0])
     check_first_starts(seqstarts, kvstarts)
     if tokens:
         check_last_start("seqstarts", seqstarts[-1], tokens)
     return StepIndex(
-        seqstarts, kvstarts, start_pos, np.zeros(batch, np.int64), table, page_size,
-        tokens=int(seqstarts[-1]), context=int(kvstarts[-1]), rows=0, limits=limits,
+        seqstarts, kvstarts, start_pos, load_starts=np.zeros(batch, np.int64), table=table,
+        page_size=page_size, tokens=int(seqstarts[-1]), context=int(kvstarts[-1]), rows=0, limits=limits,
     )  # fmt: skip
 
 
@@ -136,13 +134,11 @@ def check_step(step: StepIndex) -> StepIndex:
 def packed_contexts(arguments: ContextArguments) -> StepIndex:
     """Check a step over packed keys: the context of sequence b begins at row kvstarts[b]."""
     seqstarts, kvstarts = index("seqstarts", arguments.seqstarts), index("kvstarts", arguments.kvstarts)
-    batch = seqstarts.shape[0] - 1
-    if batch < 0:
-        raise argument_error("seqstarts", "1 entries for 0 sequences", 0)
-    if kvstarts.shape[0] != batch + 1:
-        raise argument_error("kvstarts", f"{batch + 1} entries for {batch} sequences", kvstarts.shape[0])
+    batch = batch_of(seqstarts)
+    if len(kvstarts) != batch + 1:
+        raise argument_error("kvstarts", f"{batch + 1} entries for {batch} sequences", len(kvstarts))
     check_first_starts(seqstarts, kvstarts)
-    for name, starts, limit_name, most in (
+    for name, starts, limit_name, caller_limit in (
         ("seqstarts", seqstarts, "max_seqlen", arguments.max_seqlen),
         ("kvstarts", kvstarts, "max_kvlen", arguments.max_kvlen),
     ):
@@ -150,15 +146,23 @@ def packed_contexts(arguments: ContextArguments) -> StepIndex:
         if falls.any():
             entry = falls.argmax() + 1
             raise argument_error(name, f"never to decrease (entry {entry})", starts[entry])
-        lengths, longest = starts[1:] - starts[:-1], limit(limit_name, most)
+        lengths, longest = starts[1:] - starts[:-1], limit(limit_name, caller_limit)
         if batch and lengths.max() > longest:
             b = int(lengths.argmax())
             raise argument_error(limit_name, f"at least {lengths[b]}, the length of sequence {b}", longest)
     table, zeros = kvstarts[:-1].reshape(-1, 1), np.zeros(batch, np.int64)
     tokens, context = int(seqstarts[-1]), int(kvstarts[-1])
     return StepIndex(
-        seqstarts, kvstarts, zeros, zeros, table, ENDLESS, tokens=tokens, context=context, rows=context
-    )
+        seqstarts, kvstarts, start_pos=zeros, load_starts=zeros, table=table, page_size=ENDLESS,
+        tokens=tokens, context=context, rows=context,
+    )  # fmt: skip
+
+
+def batch_of(seqstarts: Array) -> int:
+    """Return the number of sequences, which is one less than the entries of seqstarts."""
+    if not len(seqstarts):
+        raise argument_error("seqstarts", "an entry for each sequence, and one more", "no entries")
+    return len(seqstarts) - 1
 
 
 def check_first_starts(seqstarts: Array, kvstarts: Array) -> None:
@@ -184,61 +188,25 @@ def check_room(step: StepIndex, tokens: NamedLength, layer: CacheLayer) -> None:
 
 def scanned_rows(step: StepIndex, rows: int) -> int:
     """Return how many rows a step needs in a cache of `rows` rows, or raise the error for a broken rule."""
-    if not isinstance(step.table, np.ndarray):
+    if not isinstance(step.table, np.ndarray):  # a table on a device, which checks may copy
         step = step._replace(table=np.asarray(step.table))
-    found = checks.scan.scan_step(step, rows)
-    if found[0]:
-        raise step_error(found, step, rows)
-    return found[1]
+    verdict = checks.scan.scan_step(step, rows)
+    if verdict[0] != checks.scan.FINE:
+        raise checks.scan.step_error(verdict, step, rows)
+    return verdict[1]
 
 
 def stored_runs(step: StepIndex) -> int:
     """Return how many runs of rows a step stores; raise if its lengths are wrong. Its table is not read."""
-    found = checks.scan.scan_lengths(step)
-    if found[0]:
-        raise step_error(found, step, 0)
-    return found[1]
+    verdict = checks.scan.scan_lengths(step)
+    if verdict[0] != checks.scan.FINE:
+        raise checks.scan.step_error(verdict, step, 0)
+    return verdict[1]
 
 
 def limit(name: str, value: SupportsIndex | None) -> int:
     """Return a checked max_seqlen or max_kvlen; None means no limit."""
     return INT64_MAX if value is None else min(max(integer(name, value), -1), INT64_MAX)
-
-
-def step_error(found: list[int], step: StepIndex, rows: int) -> KvkitError:
-    """Return the error for a rule that `scan` found broken."""
-    scan, table, page_size = checks.scan, step.table, step.page_size
-    rule, b, one, two = found
-    if rule == scan.STARTS:
-        return argument_error(("seqstarts", "kvstarts")[one], f"never to decrease (entry {b + 1})", two)
-    if rule == scan.LENGTHS:
-        start = step.start_pos[b]
-        if start < 0:
-            return argument_error("start_pos", f"at least 0 for sequence {b}", start)
-        need = f"start_pos + new tokens = {start} + {one} for sequence {b}"
-        return argument_error("kvstarts", f"a length of {need}", two)
-    if rule == scan.HINT:
-        name = ("max_seqlen", "max_kvlen")[one]
-        return argument_error(name, f"at least {two}, the length of sequence {b}", step.limits[one])
-    if rule == scan.PAGES:
-        need = f"{one} pages for the {two} tokens of sequence {b} (page_size {page_size})"
-        return argument_error("cachestarts", need, table.shape[1])
-    # A hint, because page tables of other engines hold page numbers, not rows.
-    paged = page_size != ENDLESS
-    pages = f" (a page begins at its number * page_size, which is {page_size})" if paged else ""
-    if rule == scan.ROW:
-        entry = f"cachestarts[{b}, {one // page_size}]" if paged else f"cachestarts[{b}]"
-        start = table[b, one // page_size if paged else 0]
-        wanted = "rows from 0 on" if rows == INT64_MAX else f"rows within the {rows} of the cache"
-        return argument_error(entry, wanted, f"{start}: position {one} is in row {two}{pages}")
-    if rule == scan.STORED_TWICE:
-        who = f"sequence {b} stores twice" if b == one else f"sequences {b} and {one} both store"
-        return argument_error("cachestarts", "rows stored once", f"row {two}, which {who}{pages}")
-    return argument_error(
-        "cachestarts",
-        "stored rows that hold no other token",
-        f"row {two}, which sequence {b} stores and sequence {one} has as a past token{pages}",
-    )
 
 
 # `Static` and `Packed` say how the sequences of a call lie in its arrays. Static and dynamic operators differ
@@ -295,9 +263,9 @@ class Packed:
         steps, paged = self.steps, self.steps.page_size != ENDLESS
         table = np.asarray(steps.table)
         tensors: dict[str, object] = {
-            name: getattr(steps, name) for name in ("seqstarts", "kvstarts", "start_pos")
-        }
-        tensors["cachestarts"] = table if paged else table[:, 0]
+            "seqstarts": steps.seqstarts, "kvstarts": steps.kvstarts, "start_pos": steps.start_pos,
+            "cachestarts": table if paged else table[:, 0],
+        }  # fmt: skip
         if "attention" in operator:
             tensors["decoding_batches"] = self.decoding
         return tensors | ({"cache_mode": 1, "page_size": steps.page_size} if paged else {})

@@ -88,14 +88,17 @@ def checked_choice(call: ChoiceArguments) -> ChoiceCall:
     k, page_size = integer("k", call.k, 1, 2**31), integer("page_size", call.page_size, 1, 2**31)
     if np.isnan(scores).any():
         raise argument_error("scores", "numbers", "NaN")
+    # A context is as long as one of its queries needs: up to its last score above -inf.
     ends = np.where(scores > -np.inf, np.arange(1, scores.shape[1] + 1), 0).max(axis=1, initial=0)
-    tables = call.block_tables  # [B, M]; or (indptr [B + 1], indices)
-    of_batch = tables[0] if isinstance(tables, tuple) and len(tables) else tables
-    batch = len(index("block_tables", of_batch, 1 if isinstance(tables, tuple) else 2))
+    tables = call.block_tables
+    if isinstance(tables, tuple):  # (indptr [B + 1], indices)
+        batch = len(index("block_tables", tables[0] if tables else (), 1)) - 1
+    else:  # [B, M]
+        batch = len(index("block_tables", tables, 2))
     names = "scores", "block_tables"
-    starts = starts_of(call.query_starts, batch - isinstance(tables, tuple), len(scores), names)
+    starts = starts_of(call.query_starts, batch, len(scores), names)
     lengths = np.array([ends[a:b].max(initial=0) for a, b in itertools.pairwise(starts)])
-    pages = checked_table(tables, lengths.astype(np.int64), 2**31 // page_size, page_size)
+    pages = checked_table(tables, lengths.astype(np.int64), 2**31 // page_size, page_size)  # rows fit int32
     forms: Forms = {"rows": ((len(scores), k), np.dtype(np.int32))}
     results = Results(forms, named_arrays(scores=scores), alone=True)
     return ChoiceCall(scores, k, page_size, LatentContexts(pages, lengths, starts), results)

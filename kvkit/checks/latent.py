@@ -32,10 +32,12 @@ from kvkit.formats.packing import count_elements
 from kvkit.interop import refuse_masked
 from kvkit.typed import Array
 
-ROWS = "block_tables and context_lens, or indices"
 CODED = "ds_mla", "ds_v4"  # formats whose rows are bytes
 BYTES = np.dtype(np.uint8), np.dtype(np.int8), E4M3.dtype  # the dtypes that bytes may have
-DS_V4_ROW, DS_V4_BODY = 584, 576  # bytes of a token of ds_v4: with its scales, and without
+DS_MLA_ROW = 656  # bytes of a token of ds_mla: 512 codes, 4 scales of 4 bytes, 64 rotary elements of 2 bytes
+DS_V4_CODES = 448  # codes of a token of ds_v4
+DS_V4_BODY = DS_V4_CODES + 128  # its bytes without scales: codes, and 64 rotary elements of 2 bytes
+DS_V4_ROW = DS_V4_BODY + 8  # all its bytes: 7 scales of a byte, and a byte of padding
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class LatentCall(NamedTuple):
     causal: bool
     sinks: Array | None
     sinks_last: bool  # whether sinks scale the output at the end, because the lse leaves them out
-    whole: AttentionCall | None  # attention that reads the rows in place; without sinks if `sinks_last`
+    attention: AttentionCall | None  # reads the rows in place, if it can; without sinks if `sinks_last`
     results: Results
 
 
@@ -120,25 +122,27 @@ def checked_latent_attention(call: LatentArguments) -> LatentCall:
         check_sinks(sinks, heads)
     sinks_last = not flag("lse_of_sinks", call.lse_of_sinks) and sinks is not None
     fmt = checked_format("query", query, FLOATS, 3)
-    given = dict(zip(("query[0]", "query[1]"), call.query, strict=False)) if query is not call.query else {}
-    inputs = named_arrays(**given or {"query": query}, latent=call.latent, rope_cache=call.rope_cache,
-                          sinks=sinks)  # fmt: skip
+    queries = {"query": query}
+    if query is not call.query:  # it was joined from the caller's pair
+        queries = {f"query[{i}]": part for i, part in enumerate(call.query)}
+    inputs = named_arrays(**queries, latent=call.latent, rope_cache=call.rope_cache, sinks=sinks)
     results = attention_results((*query.shape[:2], value_dim), fmt, call.return_lse, inputs)
     contexts, chosen = None, chosen_rows(call, pool, len(query))
     if not chosen:
         contexts = checked_contexts(call, pool, len(query))
     checked = LatentCall(
         fmt, query, pool, contexts, chosen, value_dim=value_dim, scale=scale, causal=causal, sinks=sinks,
-        sinks_last=sinks_last, whole=None, results=results,
+        sinks_last=sinks_last, attention=None, results=results,
     )  # fmt: skip
-    return checked._replace(whole=attention_in_place(call, checked)) if contexts else checked
+    return checked._replace(attention=attention_in_place(call, checked)) if contexts else checked
 
 
 def chosen_rows(call: LatentArguments, pool: LatentPool, tokens: int) -> list[LatentRows]:
     """Return the chosen rows of one pool or two; [] if attention is over contexts."""
     if call.indices is None:
         if call.block_tables is None or call.context_lens is None:
-            raise argument_error("indices", ROWS, "None")
+            missing = "block_tables" if call.block_tables is None else "context_lens"
+            raise argument_error(missing, "an array, or indices instead of contexts", "None")
         for name, given in (("index_lens", call.index_lens), ("extra", call.extra)):
             if given is not None:
                 raise argument_error(name, "None, without indices", describe(given))
@@ -177,14 +181,13 @@ def attention_in_place(call: LatentArguments, checked: LatentCall) -> AttentionC
     if not checked.pool.in_place:
         return None
     rows, sinks = checked.pool.parts[0], None if checked.sinks_last else checked.sinks
-    values, layout = rows[..., : checked.value_dim], "b n c" if rows.ndim == 3 else "b n h c"
-    scoring = Scoring(None, checked.causal, False, checked.scale, (-1, -1), 0.0, sinks)
-    tables = call.block_tables, call.context_lens, call.query_starts
-    whole = checked_paged_attention(PoolAttention(
-        checked.query, rows, values, *tables, layout=layout, key_scale=None, value_scale=None,
-        alibi_slopes=None, scoring=scoring, return_lse=True,
+    attention = checked_paged_attention(PoolAttention(
+        checked.query, key_cache=rows, value_cache=rows[..., : checked.value_dim],
+        block_tables=call.block_tables, context_lens=call.context_lens, query_starts=call.query_starts,
+        layout="b n c" if rows.ndim == 3 else "b n h c", key_scale=None, value_scale=None, alibi_slopes=None,
+        scoring=Scoring(is_causal=checked.causal, softmax_scale=checked.scale, sinks=sinks), return_lse=True,
     ))  # fmt: skip
-    return whole if checked.sinks_last else whole._replace(results=checked.results)
+    return attention if checked.sinks_last else attention._replace(results=checked.results)
 
 
 def checked_latent_pool(name: str, latent: Any, rope_cache: Any, format: str | None) -> LatentPool:
@@ -208,19 +211,20 @@ def checked_latent_pool(name: str, latent: Any, rope_cache: Any, format: str | N
         raise argument_error(name, f"an array of bytes, for {known}", describe(latent))
     rows = latent.view(np.uint8)
     if known.name == "ds_v4":
-        return LatentPool(ds_v4_parts(name, rows), known, 448 + known.tail)
+        return LatentPool(ds_v4_parts(name, rows), known, DS_V4_CODES + known.tail)
     rows = without_head(name, rows)
     try:
         coded = count_elements(known, rows.shape[2])
     except KvkitError:
-        raise argument_error(name, f"rows of 656 bytes, for {known}", f"{rows.shape[2]} bytes") from None
+        wanted = f"rows of {DS_MLA_ROW} bytes, for {known}"
+        raise argument_error(name, wanted, f"{rows.shape[2]} bytes") from None
     return LatentPool((rows,), known, coded + known.tail)
 
 
 def float_part(name: str, array: Any) -> Array:
     """Return a checked pool of floats [blocks, page_size, width], with several heads [.., heads, width]."""
-    several = isinstance(array, np.ndarray) and array.ndim == 4 and array.shape[1] and array.shape[2] > 1
-    rows: Array = array if several else without_head(name, array)
+    has_heads = isinstance(array, np.ndarray) and array.ndim == 4 and array.shape[1] and array.shape[2] > 1
+    rows: Array = array if has_heads else without_head(name, array)
     checked_format(name, rows, FLOATS, rows.ndim)
     return rows
 
@@ -237,14 +241,17 @@ def without_head(name: str, array: Any) -> Array:
 
 
 def ds_v4_parts(name: str, blocks: Array) -> tuple[Array, Array]:
-    """Return views of codes and scales in blocks of bytes; a block has all its codes, then all its scales."""
+    """Return views of codes [blocks, tokens, 576] and scales [blocks, tokens, 8] in blocks of bytes.
+
+    block    body 0 | body 1 | ... | scales 0 | scales 1 | ... | padding
+    body     448 codes, then 64 rotary elements in bfloat16
+    """
     page_size = blocks.shape[-1] // DS_V4_ROW
     if blocks.ndim != 2 or not page_size:
         raise argument_error(name, f"[blocks, bytes] of {DS_V4_ROW} bytes a token or more", describe(blocks))
-    ends = DS_V4_BODY * page_size, DS_V4_ROW * page_size
+    bodies, scales, _ = np.split(blocks, [DS_V4_BODY * page_size, DS_V4_ROW * page_size], axis=1)
     shape = len(blocks), page_size
-    codes, scales = blocks[:, : ends[0]], blocks[:, ends[0] : ends[1]]
-    return codes.reshape(*shape, DS_V4_BODY), scales.reshape(*shape, DS_V4_ROW - DS_V4_BODY)
+    return bodies.reshape(*shape, DS_V4_BODY), scales.reshape(*shape, DS_V4_ROW - DS_V4_BODY)
 
 
 def ds_v4_blocks(name: str, rows: Array) -> Array:
@@ -267,9 +274,9 @@ def checked_query(query: Any, pool: LatentPool) -> Array:
             checked_format(f"query[{i}]", part, FLOATS, 3)
         if query[0].shape[:2] != query[1].shape[:2] or query[0].dtype != query[1].dtype:
             raise argument_error("query[1]", "the tokens, heads and dtype of query[0]", describe(query[1]))
-        found, wanted = ([part.shape[-1] for part in parts] for parts in (query, pool.parts))
-        if pool.format is None and len(pool.parts) == 2 and found != wanted:
-            raise argument_error("query", f"parts of {wanted} elements, as latent and rope_cache", found)
+        sizes, wanted = ([part.shape[-1] for part in parts] for parts in (query, pool.parts))
+        if pool.format is None and len(pool.parts) == 2 and sizes != wanted:
+            raise argument_error("query", f"parts of {wanted} elements, as latent and rope_cache", sizes)
         query = np.concatenate(query, axis=2)
     checked_format("query", query, FLOATS, 3)
     if query.shape[2] != pool.dim:
@@ -329,16 +336,17 @@ def checked_latent_append(call: LatentAppend) -> LatentStore:
     if (slots >= pool.slots).any():
         raise argument_error("slot_mapping", f"slots below {pool.slots}", int(slots.max()))
     if len(np.unique(slots[stored])) < stored.sum():
-        raise argument_error("slot_mapping", "each slot once", "two tokens in one")
+        used, times = np.unique(slots[stored], return_counts=True)
+        raise argument_error("slot_mapping", "each slot once", f"slot {used[times > 1][0]} twice")
     return LatentStore(pool, rows[stored], slots[stored])
 
 
 class HeadProduct(NamedTuple):
-    """A checked product of rows [tokens, H, n] with a matrix for each head, whose `axis` has length n."""
+    """A checked product of rows [tokens, heads, n] with a matrix for each head."""
 
     rows: Array
-    weight: Array
-    axis: int
+    weight: Array  # [heads, n, result] or [heads, result, n]
+    axis: int  # the axis of `weight` that has n elements, 1 or 2
     results: Results
 
 
@@ -351,7 +359,7 @@ def checked_product(names: tuple[str, str, str], rows: Array, weight: Array, axi
         wanted = "the heads {} and {} elements of {}".format(*rows.shape[1:], names[0])
         raise argument_error(names[1], wanted, f"shape {weight.shape}")
     forms = {names[2]: ((*rows.shape[:2], weight.shape[3 - axis]), fmt.dtype)}
-    inputs = list(zip(names, (rows, weight), strict=False))
+    inputs = list(zip(names[:2], (rows, weight), strict=True))
     return HeadProduct(rows, weight, axis, Results(forms, inputs, alone=True))
 
 

@@ -12,30 +12,24 @@ from kvkit.typed import Array
 
 
 def static_mask(
-    fmt: Element,
-    mask: Array | None,
-    batch: int,
-    num_heads: int,
-    seqlen: int,
-    kvlen: int,
-    *,
+    fmt: Element, mask: Array | None, batch: int, num_heads: int, seqlen: int, kvlen: int, *,
     one_column: bool = True,
-) -> MaskPlace:
+) -> MaskPlace:  # fmt: skip
     """Check a mask [B, num_heads, S, kvlen or more], which may lack leading axes; return its place.
 
     `one_column` says whether one column for all keys is legal.
     """
-    if mask is None or is_empty(fmt, mask):
+    if mask is not None:
+        check_mask_type(fmt, mask)
+    if mask is None or not mask.size:
         return NO_MASK
     legal = (batch, num_heads, seqlen)[max(0, 4 - mask.ndim) :]
     fits = 2 <= mask.ndim <= 4 and (mask.shape[-1] >= kvlen or (one_column and mask.shape[-1] == 1))
     if not fits or any(size not in (1, want) for size, want in zip(mask.shape[:-1], legal, strict=True)):
         wanted = f"[{batch}, {num_heads}, {seqlen}, {kvlen} or more], axes of 1, or without leading axes"
         raise argument_error("attn_mask", wanted, f"shape {mask.shape}")
-    strides = [0] * (4 - mask.ndim) + [
-        0 if size == 1 else stride for size, stride in zip(mask.shape, mask.strides, strict=True)
-    ]
-    return mask_place(mask, strides, False)
+    given = [0 if size == 1 else step for size, step in zip(mask.shape, mask.strides, strict=True)]
+    return mask_place(mask, [0] * (4 - mask.ndim) + given, packed=0)
 
 
 def dynamic_mask(
@@ -45,7 +39,9 @@ def dynamic_mask(
 
     `one_column` says whether one column for all keys is legal.
     """
-    if mask is None or is_empty(fmt, mask):
+    if mask is not None:
+        check_mask_type(fmt, mask)
+    if mask is None or not mask.size:
         return NO_MASK
     width = mask.shape[-1] if mask.ndim else 0
     fits = mask.ndim in (2, 3) and mask.shape[-2] == tokens and (width >= keys or (one_column and width == 1))
@@ -53,7 +49,7 @@ def dynamic_mask(
         wanted = f"[{tokens}, {keys} or more], or [{num_heads}, {tokens}, {keys} or more]"
         raise argument_error("attn_mask", wanted, f"shape {mask.shape}")
     head = mask.strides[0] if mask.ndim == 3 and mask.shape[0] > 1 else 0
-    return mask_place(mask, (0, head, mask.strides[-2], 0 if width == 1 else mask.strides[-1]), True)
+    return mask_place(mask, (0, head, mask.strides[-2], 0 if width == 1 else mask.strides[-1]), packed=1)
 
 
 def own_mask(fmt: Element, mask: Array | None, num_heads: int, tokens: int, longest: int) -> MaskPlace:
@@ -65,18 +61,17 @@ def own_mask(fmt: Element, mask: Array | None, num_heads: int, tokens: int, long
     return place if place is NO_MASK else place._replace(packed=2)
 
 
-def is_empty(fmt: Element, mask: Array, name: str = "attn_mask") -> bool:
-    """Check the type of a mask, and return whether it has no elements."""
+def check_mask_type(fmt: Element, mask: Array, name: str = "attn_mask") -> None:
+    """Check that a mask is an array of booleans, of float32, or of the format of the queries."""
     check_array(name, mask)
     if mask.dtype != np.bool_ and mask.dtype != fmt.dtype and mask.dtype != np.float32:
         legal = " or ".join(dict.fromkeys((fmt.name, "float32", "bool")))
         remedy = ": mask.astype(bool), if 0 hides a key and 1 does not" if mask.dtype.kind in "iu" else ""
         raise argument_error(name, f"dtype {legal}", f"{mask.dtype}{remedy}")
-    return mask.size == 0
 
 
-def mask_place(mask: Array, strides: Sequence[int], packed: bool) -> MaskPlace:
-    """Return the address, type and strides (sequence, head, row, column) of a mask."""
+def mask_place(mask: Array, strides: Sequence[int], packed: int) -> MaskPlace:
+    """Return the place of a mask with these strides (sequence, head, row, column)."""
     name = "bool" if mask.dtype == np.bool_ else BY_DTYPE[mask.dtype].name
     sequence, head, row, column = strides
     return MaskPlace(mask.ctypes.data, MASKS[name], sequence, head, row, column, packed=packed)

@@ -21,7 +21,7 @@ class Results(NamedTuple):
     inputs: NamedArrays  # arrays that no output may overlap, with their names
     alone: bool = False  # whether `out` is one array, not a tuple
     in_place: bool = False  # whether an output may be the input of the same name
-    rows: bool = True  # whether outputs need a contiguous last axis
+    contiguous_rows: bool = True  # whether outputs need a contiguous last axis
 
     @property
     def labels(self) -> list[str]:
@@ -45,14 +45,13 @@ class Results(NamedTuple):
             self._check_form(label, array, *form)
         for i, (name, (label, array)) in enumerate(zip(self.forms, outputs, strict=True)):
             inputs = self.inputs
-            if self.in_place:
-                inputs = [
-                    (other, old) for other, old in inputs if other != name or not same_place(array, old)
-                ]
+            if self.in_place:  # the input of the same name may be the output itself
+                inputs = [pair for pair in inputs if pair[0] != name or not same_place(array, pair[1])]
             check_apart(label, array, [*outputs[i + 1 :], *inputs])
         return arrays
 
     def _check_form(self, label: str, array: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        """Check one output of the caller."""
         check_array(label, array)
         if array.dtype != dtype:
             raise argument_error(label, f"dtype {dtype}", array.dtype)
@@ -60,7 +59,7 @@ class Results(NamedTuple):
             raise argument_error(label, f"{len(shape)} axes", f"shape {array.shape}")
         if array.shape != shape:
             raise argument_error(label, f"shape {shape}", array.shape)
-        (check_output if self.rows else check_writeable)(label, array)
+        (check_output if self.contiguous_rows else check_writeable)(label, array)
 
 
 def same_place(a: Array, b: Array) -> bool:

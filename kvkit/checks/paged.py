@@ -79,7 +79,8 @@ def contexts_of(call: PoolAttention, key: Array, planned: PagedContexts | None) 
             pages, lengths, starts_of(call.query_starts, len(lengths), tokens), page_size, blocks
         )
     check_planned(planned, "query", tokens, "key_cache", key)
-    return planned._replace(pages=planned.pages._replace(table=planned.pages.table.copy()))
+    table = planned.pages.table.copy()  # `steps_of` overwrites it with row ids
+    return planned._replace(pages=planned.pages._replace(table=table))
 
 
 def check_planned(planned: PagedContexts, name: str, tokens: int, pool_name: str, pool: Array) -> None:
@@ -102,7 +103,8 @@ def checked_paged_attention(call: PoolAttention, planned: PagedContexts | None =
     tokens, heads, _ = query.shape
     stored = formats_of_blocks(call)
     key, value = pools_of_queries(call, stored)
-    pages, lengths, starts, *_ = contexts_of(call, key, planned)
+    contexts = contexts_of(call, key, planned)
+    lengths = contexts.lengths
     query = one_piece(query)
     mask = masks.own_mask(fmt, scoring.attn_mask, heads, tokens, int(lengths.max(initial=0)))
     weights = attention.checked_weights(query, mask, scoring)
@@ -126,7 +128,7 @@ def checked_paged_attention(call: PoolAttention, planned: PagedContexts | None =
         key_weights = len(lengths), heads, int(lengths.max(initial=0))
     return AttentionCall(
         fmt, shape, query, context=context,
-        steps=pools.steps_of(key, value, pages, lengths, starts), decoding=0,
+        steps=pools.steps_of(key, value, contexts.pages, lengths, contexts.starts), decoding=0,
         weights=weights._replace(slopes=slopes, scales=head_scales), inputs=inputs,
         results=attention.attention_results(shape, fmt, call.return_lse, inputs, key_weights),
         blocks=len(key),
@@ -140,7 +142,7 @@ def formats_of_blocks(call: PoolAttention) -> tuple[Element, Element] | None:
         return None
     names = name.split("/") if isinstance(name, str) else []
     blocks = [BLOCK_NAMES[each] for each in names if each in BLOCK_NAMES]
-    if not 0 < len(blocks) == len(names) <= 2:
+    if len(names) not in (1, 2) or len(blocks) < len(names):
         legal = f"{' or '.join(BLOCK_NAMES)}, two of these as keys/values, or None"
         raise argument_error("quant_format", legal, describe(name))
     for scale_name, scale in zip(SCALES, (call.key_scale, call.value_scale), strict=True):
@@ -160,9 +162,9 @@ def pools_of_queries(
         pools.present(name, pool, "a numpy array") for name, pool in zip(pools.NAMES, views, strict=True)
     )
     _, heads, dim = call.query.shape
-    for name, pool, each in zip(pools.NAMES, (key, value), stored or (), strict=False):
-        if pool.shape[CONTENT] % each.block.bytes or element_step(pool):
-            wanted = f"heads of whole blocks of {each}, {each.block.bytes} bytes one after the other"
+    for name, pool, element in zip(pools.NAMES, (key, value), stored or (), strict=False):
+        if pool.shape[CONTENT] % element.block.bytes or element_step(pool):
+            wanted = f"heads of whole blocks of {element}, {element.block.bytes} bytes one after the other"
             raise argument_error(name, wanted, f"{pool.shape[CONTENT]} bytes, strides {pool.strides}")
     size = pools.elements_of(key, stored[0] if stored else FORMATS[key.dtype])
     if size != dim:
@@ -177,27 +179,28 @@ def scales_of_tokens(call: PoolAttention, key: Array, value: Array, batch: int) 
     """Return views [pages, rows, heads, groups] of scales of tokens; None for scales of heads and without."""
     scales, heads = (call.key_scale, call.value_scale), key.shape[pools.HEAD]
     coded = not {FORMATS[pool.dtype] for pool in (key, value)} <= set(FLOATS)
-    if not coded or not any(pools.of_tokens(scale, batch, heads) for scale in scales):
+    if not coded or not any(pools.is_per_token(scale, batch, heads) for scale in scales):
         return None
-    whole = is_whole(call.key_cache, call.value_cache, call.layout)
-    most = len(pools.pool_axes(call.layout)) - (not whole and "kv" in call.layout)
+    one_pool = is_one_pool(call.key_cache, call.value_cache, call.layout)
+    axes = len(pools.pool_axes(call.layout)) - (not one_pool and "kv" in call.layout)
     for name, scale in zip(SCALES, scales, strict=True):
         if (
             isinstance(scale, np.ndarray)
-            and pools.of_tokens(scale, batch, heads)
-            and scale.ndim not in (most - 1, most)
+            and pools.is_per_token(scale, batch, heads)
+            and scale.ndim not in (axes - 1, axes)
         ):
-            shapes = f"a number, [{heads}], [{batch}, {heads}], or {most - 1} or {most} axes as the pool has"
+            shapes = f"a number, [{heads}], [{batch}, {heads}], or {axes - 1} or {axes} axes as the pool has"
             raise argument_error(name, shapes, f"shape {scale.shape}")
     if value.dtype != key.dtype:
         wanted = f"the dtype of key_cache, {key.dtype}, with scales for tokens"
         raise argument_error("value_cache", wanted, value.dtype)
-    for i, scale in enumerate(scales):
-        if isinstance(scale, np.ndarray) and not isinstance(scales[1 - i], np.ndarray):
-            alone = [(one, None) if i == 0 else (None, one) for one in (scale, (key, value)[i])]
-            pools.scale_views(alone[0], alone[1], whole, call.layout)
-    views = pools.scale_views(scales, (key, value), whole, call.layout)
-    present = [pools.present(name, each, "an array") for name, each in zip(SCALES, views, strict=True)]
+    # If one scale alone is an array, its own faults are reported first, then that the other is missing.
+    if not isinstance(call.value_scale, np.ndarray):
+        pools.scale_views((call.key_scale, None), (key, None), one_pool, call.layout)
+    elif not isinstance(call.key_scale, np.ndarray):
+        pools.scale_views((None, call.value_scale), (None, value), one_pool, call.layout)
+    views = pools.scale_views(scales, (key, value), one_pool, call.layout)
+    present = [pools.present(name, view, "an array") for name, view in zip(SCALES, views, strict=True)]
     pools.check_alike(present, (key, value))
     return present
 
@@ -210,8 +213,8 @@ def number_of(scale: Scale) -> Scale:
     return float(scale.reshape(())) if is_float else scale
 
 
-def is_whole(key_cache: Array | None, value_cache: Array | None, layout: str) -> bool:
-    """Return whether one pool holds keys and values."""
+def is_one_pool(key_cache: Array | None, value_cache: Array | None, layout: str) -> bool:
+    """Return whether arrays have every axis of the layout; with an axis kv, one pool then has both."""
     pool = key_cache if key_cache is not None else value_cache
     return pool is not None and pool.ndim == len(layout.split())
 
@@ -305,7 +308,7 @@ class PoolAppend(NamedTuple):
     """A checked call of `paged_append`."""
 
     sides: list[PoolSide]
-    pieces: Array  # see `checks.slots`
+    pieces: Array  # see `checks/slots.py`
     rope: Any = None  # the `Rope` that rotates keys before they are stored, or None
     positions: Array | None = None  # [tokens], if keys are rotated
 
@@ -324,8 +327,8 @@ def new_positions(planned: PagedContexts) -> Array:
 
 def new_slots(planned: PagedContexts) -> Array:
     """Return the slots of a plan's new tokens; raise if a context is shorter than its new tokens."""
-    (table, table_starts), lengths, starts, page_size, _ = planned
-    counts = np.diff(starts)
+    (table, table_starts), lengths, page_size = planned.pages, planned.lengths, planned.page_size
+    counts = np.diff(planned.starts)
     short = np.flatnonzero(lengths < counts)
     if short.size:
         seq = short[0]
@@ -346,7 +349,7 @@ def checked_append(call: PoolTransfer, planned: PagedContexts | None = None) -> 
     arrays = named_arrays(key=call.key, value=call.value)
     scales = dict(zip(("key", "value"), (call.key_scale, call.value_scale), strict=True))
     sides: list[PoolSide] = []
-    changed: list[tuple[str, Array]] = []
+    written: list[tuple[str, Array]] = []
     for (name, array), cache_name, pool in zip(
         (("key", call.key), ("value", call.value)), pools.NAMES, views, strict=True
     ):
@@ -355,9 +358,9 @@ def checked_append(call: PoolTransfer, planned: PagedContexts | None = None) -> 
         side = pool_side(name, array, sides[0].tokens if sides else array, cache_name, pool)
         side = with_scale(side, f"{name}_scale", scales[name], cache_name, call)
         sides.append(side)
-        changed.append((cache_name, side.pool))
-        if side.scales is not None and side.group:
-            changed.append((f"{name}_scale", side.scales))
+        written.append((cache_name, side.pool))
+        if side.scales is not None and side.group:  # computed scales
+            written.append((f"{name}_scale", side.scales))
     if not sides:
         raise argument_error("key", "an array of tokens, or one as value", "None")
     positions = positions_of_keys(call, sides[0], planned)
@@ -369,8 +372,8 @@ def checked_append(call: PoolTransfer, planned: PagedContexts | None = None) -> 
         check_planned(planned, sides[0].name, tokens, f"{sides[0].name}_cache", sides[0].pool)
         slots = new_slots(planned)
     pieces = pools.plain_pieces(tokens, blocks * rows, slots)
-    for i, (name, array) in enumerate(changed):
-        check_apart(name, array, [*changed[i + 1 :], *arrays])
+    for i, (name, array) in enumerate(written):
+        check_apart(name, array, [*written[i + 1 :], *arrays])
     return PoolAppend(sides, pieces, None if positions is None else call.rope, positions)
 
 
@@ -420,11 +423,11 @@ def with_scale(side: PoolSide, name: str, scale: Scale, pool_name: str, call: Po
         return side
     heads, dim = pool.shape[2:]
     side = side._replace(tokens=one_piece(side.tokens))
-    if pools.of_tokens(scale, 0, heads):
+    if pools.is_per_token(scale, 0, heads):
         of_keys = name == SCALES[0]
         given, views = ((scale, None), (pool, None)) if of_keys else ((None, scale), (None, pool))
-        whole = is_whole(call.key_cache, call.value_cache, call.layout)
-        key_scales, value_scales = pools.scale_views(given, views, whole, call.layout)
+        one_pool = is_one_pool(call.key_cache, call.value_cache, call.layout)
+        key_scales, value_scales = pools.scale_views(given, views, one_pool, call.layout)
         scales = pools.present(name, key_scales if of_keys else value_scales, "an array")
         check_writeable(name, scales)
         group = dim // scales.shape[CONTENT]
@@ -456,8 +459,8 @@ def checked_swap(source: Array, target: Array, pairs: ArrayLike) -> tuple[Array,
     src, dst = np.ascontiguousarray(pairs.T)
     pools.blocks_within("pairs", src, len(source))
     pools.blocks_within("pairs", dst, len(target))
-    within = same_place(source, target) and len(source) == len(target)
-    pools.copied_once("pairs", src, dst, within)
-    if not within:
+    one_cache = same_place(source, target) and len(source) == len(target)
+    pools.copied_once("pairs", src, dst, one_cache)
+    if not one_cache:
         check_apart("target", target, [("source", source)])
     return src, dst

@@ -13,7 +13,7 @@ from kvkit.checks.index_tensors import INT64_MAX, index, index_form, validate_ta
 from kvkit.checks.outputs import same_place
 from kvkit.checks.records import Context, Side, StepIndex
 from kvkit.checks.values import FORMATS, check_bytes, checked_format, element_step, is_broadcast
-from kvkit.errors import KvkitError, argument_error, describe
+from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, FLOATS, Element
 from kvkit.typed import Array
 
@@ -36,7 +36,11 @@ class PageTable(NamedTuple):
 
 
 class PoolPlace(NamedTuple):
-    """The strides of pages (`page`) and of rows (`step`) in a pool, in multiples of `unit` bytes."""
+    """The strides of pages (`page`) and of rows (`step`) in a pool, in multiples of `unit` bytes.
+
+    A row id counts units: row j of page i has the id ``i * page + j * step``. With pages 640 bytes apart and
+    rows 64, the unit is 64 bytes, `page` is 10 and `step` is 1.
+    """
 
     unit: int
     page: int
@@ -67,21 +71,19 @@ def pool_views(
     """
     axes = pool_axes(layout)
     given: Views = [key_cache, value_cache]
-    if "kv" in axes:
-        both = [array for array in given if isinstance(array, np.ndarray) and array.ndim == len(axes)]
-        if both:
-            given = split_pool(given, both[0], axes.index("kv"), layout, names)
+    if "kv" in axes:  # arrays with this axis are the whole pool, others views of its keys or values
+        wholes = [array for array in given if isinstance(array, np.ndarray) and array.ndim == len(axes)]
+        if wholes:
+            given = split_pool(given, wholes[0], axes.index("kv"), layout, names)
         axes = [axis for axis in axes if axis != "kv"]
     views = [
         None if array is None else pool_view(name, array, axes, legal)
         for name, array in zip(names, given, strict=True)
     ]
-    there = [view for view in views if view is not None]
-    for name, other in zip(names, views, strict=True):
-        if other is not None and other.shape[:CONTENT] != there[0].shape[:CONTENT]:
-            blocks, rows, heads, _ = there[0].shape
-            sizes = f"{blocks} blocks of {rows} rows and {heads} heads, as {names[0]}"
-            raise argument_error(name, sizes, "{} of {} and {}".format(*other.shape[:CONTENT]))
+    key, value = views
+    if key is not None and value is not None and value.shape[:CONTENT] != key.shape[:CONTENT]:
+        sizes = "{} blocks of {} rows and {} heads, as {}".format(*key.shape[:CONTENT], names[0])
+        raise argument_error(names[1], sizes, "{} of {} and {}".format(*value.shape[:CONTENT]))
     return views
 
 
@@ -124,6 +126,7 @@ def pool_view(name: str, array: Array, axes: Sequence[str], legal: Collection[El
 def place_of(pool: Array) -> PoolPlace:
     """Return the strides of pages and of rows in a view [pages, rows, heads, content]."""
     page, row = pool.strides[:2]
+    # The stride of an axis of size 1 is arbitrary. It is replaced, so that it cannot make the unit smaller.
     if pool.shape[ROW] == 1:
         row = page or pool.itemsize
     if len(pool) == 1:
@@ -133,19 +136,19 @@ def place_of(pool: Array) -> PoolPlace:
     return PoolPlace(unit, page // unit, row // unit)
 
 
-def of_tokens(scale: object, batch: int, heads: int) -> bool:
+def is_per_token(scale: object, batch: int, heads: int) -> bool:
     """Return whether the shape of scales means a scale per token and head, not per head or for all."""
     return isinstance(scale, np.ndarray) and scale.shape not in ((), (heads,), (batch, heads))
 
 
-def scale_views(given: Sequence[Any], views: Sequence[Array | None], whole: bool, layout: str) -> Views:
+def scale_views(given: Sequence[Any], views: Sequence[Array | None], one_pool: bool, layout: str) -> Views:
     """Return views [pages, rows, heads, groups] of the scales of codes in pools, which are viewed as `views`.
 
-    Scales have the axes of `layout`, perhaps without c. `whole` says whether one pool holds keys and values.
-    If a view of a pool is None, its scales are too.
+    Scales have the axes of `layout`, perhaps without c. `one_pool` says whether one pool holds keys and
+    values. If a view of a pool is None, its scales are too.
     """
     names, arrays = ("key_scale", "value_scale"), list(given)
-    axes = [axis for axis in pool_axes(layout) if whole or axis != "kv"]
+    axes = [axis for axis in pool_axes(layout) if one_pool or axis != "kv"]
     for i, array in enumerate(arrays):
         if isinstance(array, np.ndarray) and array.ndim == len(axes) - 1:
             arrays[i] = np.expand_dims(array, axes.index("c"))
@@ -159,29 +162,29 @@ def scale_views(given: Sequence[Any], views: Sequence[Array | None], whole: bool
         if scale.shape[:CONTENT] != pool.shape[:CONTENT] or dim % groups:
             wanted = f"scales for {pool.shape[:CONTENT]} (pages, tokens, heads), of groups of the {dim} codes"
             raise argument_error(name, wanted, scale.shape)
-        if place_of(scale)[1:] != place_of(pool)[1:]:
+        if place_of(scale)[1:] != place_of(pool)[1:]:  # a row and its scales have the same row id
             wanted = f"pages and tokens in the order of {pool_name}"
             raise argument_error(name, wanted, f"strides {scale.strides[:2]}")
-        for each, array in ((pool_name, pool), (name, scale)):
+        for array_name, array in ((pool_name, pool), (name, scale)):
             if element_step(array):
-                raise argument_error(each, "a contiguous last axis", f"strides {array.strides}")
+                raise argument_error(array_name, "a contiguous last axis", f"strides {array.strides}")
     return scales
 
 
 def check_alike(scales: Sequence[Array], views: Sequence[Array]) -> None:
     """Check that scales of keys and values have the same dtype, groups and strides."""
-    keys, values = (
-        (scale.dtype, group, place_of(scale).unit, scale.strides[HEAD] * (scale.shape[HEAD] > 1))
+    of_keys, of_values = (
+        (scale.dtype, group, place_of(scale).unit, scale.strides[HEAD] if scale.shape[HEAD] > 1 else 0)
         for scale, group in zip(scales, groups_of(scales, views), strict=True)
     )
-    if keys != values:
+    if of_keys != of_values:
         raise argument_error("value_scale", "the dtype, groups and strides of key_scale", describe(scales[1]))
 
 
 def groups_of(scales: Sequence[Array], views: Sequence[Array]) -> list[int]:
     """Return how many elements of keys, and of values, share a scale; 0 if a whole head of float8 does."""
     counts, dims = ([array.shape[CONTENT] for array in arrays] for arrays in (scales, views))
-    if max(counts) == 1:
+    if max(counts) == 1:  # kernels have one group size for both: the larger head, of one scale
         return [0 if FORMATS[views[0].dtype].minifloat else max(dims)] * 2
     return [dim // count for dim, count in zip(dims, counts, strict=True)]
 
@@ -230,24 +233,18 @@ def steps_of(key: Array, value: Array, pages: PageTable, lengths: Array, starts:
 
     The table of `pages` is overwritten with row ids, and becomes the table of the step.
     """
-    table, table_starts = pages
     keys, values = place_of(key), place_of(value)
-    if max(len(key), 1) * max(abs(keys.page), abs(values.page)) > INT32_MAX:
-        table = table.astype(np.int64, copy=False)
-    value_page = None if keys[1:] == values[1:] else values.page
-    pages = PageTable(table, table_starts)
+    if max(len(key), 1) * max(abs(keys.page), abs(values.page)) > INT32_MAX:  # row ids may exceed int32
+        pages = pages._replace(table=pages.table.astype(np.int64, copy=False))
+    same_row_ids = keys[1:] == values[1:]
+    value_page = None if same_row_ids else values.page
     return steps_over(pages, lengths, starts, key.shape[ROW], keys.page, value_page, pool_end(key, keys))
 
 
 def steps_over(
-    pages: PageTable,
-    lengths: Array,
-    starts: Array,
-    page_size: int,
-    page: int,
-    value_page: int | None,
+    pages: PageTable, lengths: Array, starts: Array, page_size: int, page: int, value_page: int | None,
     rows: int,
-) -> StepIndex:
+) -> StepIndex:  # fmt: skip
     """Return the step of new tokens in a cache of `rows` rows, whose pages are `page` row ids apart.
 
     Pages of values are `value_page` row ids apart, or share the row ids of keys if it is None.
@@ -302,7 +299,7 @@ def listed_pages(block_tables: tuple[Any, ...], lengths: Array, blocks: int, pag
         held = f"{starts[i + 1] - starts[i]} of indices"
         wanted = f"{need[i]} blocks for the {lengths[i]} tokens of sequence {i}"
         raise argument_error("block_tables", wanted, held)
-    if len(pages) and (pages.min() < 0 or pages.max() >= blocks):
+    if len(pages) and (pages.min() < 0 or pages.max() >= blocks):  # an error only if a sequence needs it
         for start, count in zip(starts.tolist(), need.tolist(), strict=False):
             used = pages[start : start + count]
             if count and (used.min() < 0 or used.max() >= blocks):
@@ -363,31 +360,7 @@ def in_use(table: Array, need: Array) -> Array:
 def plain_pieces(tokens: int, capacity: int, slot_mapping: ArrayLike) -> Array:
     """Return the pieces (runs of tokens and slots) of a mapping from tokens to slots."""
     slots = index("slot_mapping", slot_mapping, length=tokens)
-    return unless_refused(*checks.slots.plain_slots(slots, capacity), capacity)
-
-
-def unless_refused(verdict: tuple[int, int, int, int], pieces: Array, capacity: int) -> Array:
-    """Return the pieces that a verdict of `checks.slots` counts, or raise for the rule that it names."""
-    rule, count, *_ = verdict
-    if rule:
-        raise slot_error(*verdict, capacity)
-    return pieces[:count]
-
-
-def slot_error(rule: int, one: int, two: int, three: int, capacity: int) -> KvkitError:
-    """Return the error for a rule that `checks.slots` found broken."""
-    slots = checks.slots
-    if rule == slots.CAPACITY:
-        rows = f"{three} rows from there on" if three > 1 else "that slot"
-        return argument_error(f"slot_mapping[{one}]", f"{rows} within the {capacity} slots of the cache", two)
-    if rule == slots.TWICE:
-        got = f"slot {three} for entries {one} and {two}"
-        return argument_error("slot_mapping", "a slot for one row only", got)
-    if rule == slots.WINDOW:
-        return argument_error(f"wins[{one}]", f"0 to {three}, the length of its sequence", two)
-    if rule == slots.OFFSET:
-        return argument_error(f"offset_index[{one}]", "-1 or a token", two)
-    return argument_error(f"offset_index[{one}]", f"{three} tokens from there on within the sequence", two)
+    return checks.slots.pieces_of_tokens(slots, capacity)
 
 
 # Copies
@@ -400,10 +373,10 @@ def blocks_within(name: str, ids: Array, blocks: int) -> None:
         raise argument_error(f"{name}[{outside[0]}]", f"a block from 0 to {blocks - 1}", ids[outside[0]])
 
 
-def copied_once(name: str, src: Array, dst: Array, within: bool) -> None:
-    """Check that no block is written twice and, if `within` one cache, none is both read and written."""
+def copied_once(name: str, src: Array, dst: Array, one_cache: bool) -> None:
+    """Check that no block is written twice and, within `one_cache`, none is both read and written."""
     blocks, times = np.unique(dst, return_counts=True)
     if len(blocks) < len(dst):
         raise argument_error(name, "blocks that are written once", f"block {blocks[times > 1][0]} twice")
-    if within and np.isin(dst, src).any():
+    if one_cache and np.isin(dst, src).any():
         raise argument_error(name, "no block that is copied too", f"block {dst[np.isin(dst, src)][0]}")

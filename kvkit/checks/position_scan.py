@@ -9,6 +9,7 @@ from kvkit.runtime.jit import INDEX, Code, Integers, address, callback
 from kvkit.typed import Array
 
 INT64_MAX = np.iinfo(np.int64).max
+# Broken rules: a start falls; a first position is below 0; a last one is above int64; max_seqlen is too low.
 FINE, STARTS, FIRST, LAST, HINT = range(5)
 
 
@@ -20,7 +21,7 @@ def scan_positions(starts: Array, first: Array, longest: int) -> list[int]:
 
 
 def positions(found: Integers, starts: Integers, first: Integers, batch: int, longest: int) -> None:
-    """Write the result of `scan_positions` to the address `found`."""
+    """Write the result of `scan_positions`."""
     found[0], found[1], found[2] = FINE, 0, 0
     for b in range(batch):
         length = starts[b + 1] - starts[b]
@@ -40,4 +41,5 @@ def positions(found: Integers, starts: Integers, first: Integers, batch: int, lo
 
 @functools.cache
 def positions_code() -> Code:
+    """Return the machine code of `positions`."""
     return callback(positions, types.void(*[INDEX] * 3, types.int64, types.int64))

@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 
 from kvkit import checks
 from kvkit.checks.arguments import ContextArguments, PackedPositions, RotaryArguments, StaticPositions
-from kvkit.checks.index_tensors import INT64_MAX, index, limit, packed_contexts
+from kvkit.checks.index_tensors import INT64_MAX, batch_of, index, limit, packed_contexts
 from kvkit.checks.masks import dynamic_mask, static_mask
 from kvkit.checks.outputs import Results
 from kvkit.checks.records import MaskPlace
@@ -32,6 +32,15 @@ FLOAT_OR = " or ".join(fmt.name for fmt in FLOATS)
 # Rotary position embedding
 
 
+class RotaryScaling(NamedTuple):
+    """The base of the angles, and how it or the positions are scaled."""
+
+    theta: float
+    divisor: float = 1.0  # of positions
+    longest: int = INT64_MAX  # contexts longer than this scale theta ("dynamic")
+    factor: float = 1.0  # by which they scale it
+
+
 class RotationCall(NamedTuple):
     """A checked call of `rotary_position_embedding`, but for its outputs."""
 
@@ -41,8 +50,8 @@ class RotationCall(NamedTuple):
     starts: Array  # [B + 1], where sequences begin among the tokens
     first: Array  # [B], their first positions
     rotated: int  # elements of a head that are rotated
-    bypass_key: bool
-    scaling: tuple[float, float, int, float]  # see `rotary_scaling`
+    bypass_key: bool  # whether keys are copied, not rotated
+    scaling: RotaryScaling
     results: Results
     halves: bool  # whether pairs are an element of the first half and one of the second, not neighbours
     tables: tuple[Array, Array] | None  # cosines and sines [positions, pairs], if they are given
@@ -98,23 +107,21 @@ def angle_tables(
             raise argument_error(name, f"{rotated // 2} columns, one for each pair", f"shape {table.shape}")
     if sin.shape != cos.shape:
         raise argument_error("sin", f"the shape of cos, {cos.shape}", sin.shape)
-    lengths = np.diff(starts)
-    ends, there = first + lengths, lengths > 0
-    if there.any() and first[there].min() < 0:
-        raise argument_error("cos", "a row for each position", f"position {first[there].min()}")
-    if there.any() and ends[there].max() > len(cos):
-        raise argument_error("cos", f"{ends[there].max()} rows, one for each position", len(cos))
+    has_tokens = np.diff(starts) > 0
+    first, ends = first[has_tokens], (first + np.diff(starts))[has_tokens]
+    if first.min(initial=0) < 0:
+        raise argument_error("cos", "a row for each position", f"position {first.min()}")
+    if ends.max(initial=0) > len(cos):
+        raise argument_error("cos", f"{ends.max()} rows, one for each position", len(cos))
     return cos, sin
 
 
 def packed_positions(name: str, tokens: int, where: PackedPositions) -> Starts:
     """Check where packed sequences begin; the array called `name` has `tokens` tokens."""
     starts, first = index("seqstarts", where.seqstarts), index("start_pos", where.start_pos)
-    batch = starts.shape[0] - 1
-    if batch < 0:
-        raise argument_error("seqstarts", "1 entries for 0 sequences", 0)
-    if first.shape[0] != batch:
-        raise argument_error("start_pos", f"{batch} entries for {batch} sequences", first.shape[0])
+    batch = batch_of(starts)
+    if len(first) != batch:
+        raise argument_error("start_pos", f"{batch} entries for {batch} sequences", len(first))
     if starts[0] != 0:
         raise argument_error("seqstarts", "to begin with 0", starts[0])
     scan, longest = checks.position_scan, limit("max_seqlen", where.max_seqlen)
@@ -154,16 +161,16 @@ def rotated_elements(rotary_dim: int, dim: int) -> int:
     return rotated
 
 
-def rotary_scaling(arguments: RotaryArguments) -> tuple[float, float, int, float]:
-    """Return (theta, divisor of positions, longest length without "dynamic" scaling, factor of "dynamic")."""
+def rotary_scaling(arguments: RotaryArguments) -> RotaryScaling:
+    """Check theta and its scaling."""
     theta, scaling_type = positive_number("theta", arguments.theta), arguments.scaling_type
     factor = positive_number("scaling_factor", arguments.scaling_factor)
     longest = min(integer("max_position_embeddings", arguments.max_position_embeddings, 1), INT64_MAX)
     if not isinstance(scaling_type, str) or scaling_type not in ("", "linear", "dynamic"):
         raise argument_error("scaling_type", "'', 'linear' or 'dynamic'", describe(scaling_type))
     if scaling_type == "dynamic":
-        return theta, 1.0, longest, factor
-    return theta, factor if scaling_type == "linear" else 1.0, INT64_MAX, 1.0
+        return RotaryScaling(theta, longest=longest, factor=factor)
+    return RotaryScaling(theta, divisor=factor if scaling_type == "linear" else 1.0)
 
 
 # Indices
@@ -197,8 +204,8 @@ class AlibiCall(NamedTuple):
     kvstarts: Array  # [B + 1], where they begin among the keys
     added: Array | None  # the caller's mask, which is added
     element: str | None  # the format of `added`, or "bool"
-    place: tuple[int, ...]  # address and strides (batch, head, row) of `added`
-    padding: float  # the number in columns after the keys
+    place: tuple[int, ...]  # (address, and byte strides of batch, head and row) of `added`
+    padding: float  # the number in columns after the keys, -inf or 0
     results: Results
 
 
@@ -209,12 +216,14 @@ def checked_static_alibi(
     seqlen, kvlen = integer("seqlen_q", seqlen_q, 0, 2**62), integer("seqlen_kv", seqlen_kv, 0, 2**62)
     num_heads, fmt = head_count(num_heads), mask_format(data_type)
     mask, mask_fmt = given_mask(attn_mask)
+    # Only a given mask with an axis of sequences gives the result one.
     batches = mask.shape[:1] if mask is not None and mask.ndim == 4 and mask.size else ()
     batch = batches[0] if batches else 1
     place = static_mask(mask_fmt or fmt, mask, batch, num_heads, seqlen, kvlen, one_column=False)
     shape = (*batches, num_heads, seqlen, padded_columns(kvlen))
     check_size("seqlen_kv", shape, fmt, "a mask")
-    return alibi_call(fmt, shape, (np.array([0, seqlen]), np.array([0, kvlen])), mask, place, -np.inf)
+    starts = np.array([0, seqlen]), np.array([0, kvlen])
+    return alibi_call(fmt, shape, starts, mask, place, padding=-np.inf)
 
 
 def checked_dynamic_alibi(
@@ -227,7 +236,7 @@ def checked_dynamic_alibi(
     place = dynamic_mask(mask_fmt or fmt, mask, num_heads, steps.tokens, steps.context, one_column=False)
     shape = num_heads, steps.tokens, padded_columns(steps.context)
     check_size("kvstarts", shape, fmt, "a mask")
-    return alibi_call(fmt, shape, (steps.seqstarts, steps.kvstarts), mask, place, 0)
+    return alibi_call(fmt, shape, (steps.seqstarts, steps.kvstarts), mask, place, padding=0)
 
 
 def head_count(num_heads: Any) -> int:
@@ -260,13 +269,9 @@ def given_mask(mask: Array | None) -> tuple[Array | None, Element | None]:
 
 
 def alibi_call(
-    fmt: Element,
-    shape: tuple[int, ...],
-    starts: Starts,
-    added: Array | None,
-    place: MaskPlace,
+    fmt: Element, shape: tuple[int, ...], starts: Starts, added: Array | None, place: MaskPlace,
     padding: float,
-) -> AlibiCall:
+) -> AlibiCall:  # fmt: skip
     """Return a checked call that adds the mask `added`, at `place`; `starts` are of queries and of keys."""
     element = None
     if added is not None and place.address:

@@ -12,12 +12,12 @@ class MaskPlace(NamedTuple):
     """A checked mask of attention: its address, type and strides for kernels."""
 
     address: int = 0
-    kind: int = 0
+    kind: int = 0  # a number of `formats.MASKS`; 0 without a mask
     sequence: int = 0  # byte strides of the four axes: sequence, head, row and column
     head: int = 0
     row: int = 0
     column: int = 0
-    packed: int = 0  # 0: rows per sequence; 1: packed rows; 2: packed rows, and columns per context
+    packed: int = 0  # row: 0 a token of its sequence, 1 or 2 a packed token; with 2 column j is position j
 
 
 NO_MASK = MaskPlace()
@@ -26,14 +26,14 @@ NO_MASK = MaskPlace()
 class StepIndex(NamedTuple):
     """Checked index tensors: where each sequence's tokens are packed and which rows they have."""
 
-    seqstarts: Array
-    kvstarts: Array
-    start_pos: Array
+    seqstarts: Array  # [B + 1], where new tokens of a sequence begin among all new tokens
+    kvstarts: Array  # [B + 1], where contexts begin among all contexts
+    start_pos: Array  # [B], the position of a sequence's first new token
     load_starts: Array  # [B], the first position of each sequence that a load returns
-    table: Array  # row ids of pages, [B, pages], or an array-like with this shape
+    table: Array  # row ids of pages, [B, pages] or a list (`table_starts`); or an array-like on a device
     page_size: int
-    tokens: int
-    context: int
+    tokens: int  # new tokens of all sequences
+    context: int  # tokens of all contexts
     rows: int  # number of rows that the cache must have
     limits: tuple[int, int] = (0, 0)  # max_seqlen, max_kvlen
     value_table: Array | None = None  # the table of values; None if keys and values share one

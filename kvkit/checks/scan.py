@@ -5,34 +5,82 @@ import functools
 import numpy as np
 from numba import types
 
-from kvkit.checks.records import StepIndex
+from kvkit.checks.records import ENDLESS, StepIndex
 from kvkit.checks.sorting import ascending
+from kvkit.errors import KvkitError, argument_error
 from kvkit.formulas.index import filled_rows, overlapping_run, page_of, rows_inside
 from kvkit.runtime.arrays import addresses_of
 from kvkit.runtime.jit import INDEX, Code, Integers, callback, helper
 
-FINE, STARTS, LENGTHS, HINT, PAGES, ROW, STORED_TWICE, STORED_AND_LOADED = range(8)
-FOUND, SPARE = 4, 5  # numbers in the result of a pass; numbers of workspace for each stored run
+# The verdict of a pass: a rule, and three numbers for the message.
+FINE = 0  # rows in use, or runs of stored rows if no table is read; 0; 0
+STARTS = 1  # sequence, the array (0: seqstarts, 1: kvstarts), its entry below the one before
+LENGTHS = 2  # sequence, new tokens, tokens of the context
+HINT = 3  # sequence, the limit (0: max_seqlen, 1: max_kvlen), the length above it
+PAGES = 4  # sequence, pages that it needs, tokens of its context
+ROW = 5  # sequence, position, its row, which is outside the cache
+STORED_TWICE = 6  # sequence, another sequence, a row that both store
+STORED_AND_LOADED = 7  # sequence that stores, sequence that has a past token there, the row
+INT64_MAX = np.iinfo(np.int64).max
+VERDICT, WORKSPACE = 4, 5  # numbers in a verdict; numbers of workspace for each stored run
 
 
 def scan_step(step: StepIndex, rows: int) -> list[int]:
-    """Return (broken rule, sequence, two numbers for the message), or (FINE, rows in use, 0, 0)."""
+    """Check the index tensors of a step in a cache of `rows` rows; return the verdict."""
     table, sizes = np.asarray(step.table), sizes_of(step)
     runs = min(table.size, max(step.tokens, 0))
-    found = np.empty(FOUND + SPARE * runs, np.int64)
-    at, table_at, *starts = addresses_of((found, table, step.seqstarts, step.kvstarts, step.start_pos))
-    spare = range(at + 8 * FOUND, at + 8 * (FOUND + SPARE * runs), 8 * runs) if runs else [at] * SPARE
-    scan_code().ctypes(at, *starts, *sizes, table_at, rows, *spare)
-    verdict: list[int] = found[:FOUND].tolist()
+    numbers = np.empty(VERDICT + WORKSPACE * runs, np.int64)
+    at, table_at, *starts = addresses_of((numbers, table, step.seqstarts, step.kvstarts, step.start_pos))
+    workspace = [at + 8 * (VERDICT + i * runs) for i in range(WORKSPACE)]  # an address for each array
+    scan_code().ctypes(at, *starts, *sizes, table_at, rows, *workspace)
+    verdict: list[int] = numbers[:VERDICT].tolist()
     return verdict
 
 
 def scan_lengths(step: StepIndex) -> list[int]:
-    """Check lengths as `scan_step` does, without the page table; if legal return (FINE, runs, 0, 0)."""
-    found = np.empty(FOUND, np.int64)
-    arrays = found, step.seqstarts, step.kvstarts, step.start_pos
+    """Check lengths as `scan_step` does, without the page table; return the verdict."""
+    verdict = np.empty(VERDICT, np.int64)
+    arrays = verdict, step.seqstarts, step.kvstarts, step.start_pos
     lengths_code().ctypes(*addresses_of(arrays), *sizes_of(step))
-    return found.tolist()
+    return verdict.tolist()
+
+
+def step_error(verdict: list[int], step: StepIndex, rows: int) -> KvkitError:
+    """Return the error for the rule that a verdict says is broken, in a cache of `rows` rows."""
+    rule, b, second, third = verdict
+    table, page_size = step.table, step.page_size
+    if rule == STARTS:
+        name = ("seqstarts", "kvstarts")[second]
+        return argument_error(name, f"never to decrease (entry {b + 1})", third)
+    if rule == LENGTHS:
+        start = step.start_pos[b]
+        if start < 0:
+            return argument_error("start_pos", f"at least 0 for sequence {b}", start)
+        need = f"start_pos + new tokens = {start} + {second} for sequence {b}"
+        return argument_error("kvstarts", f"a length of {need}", third)
+    if rule == HINT:
+        name = ("max_seqlen", "max_kvlen")[second]
+        return argument_error(name, f"at least {third}, the length of sequence {b}", step.limits[second])
+    if rule == PAGES:
+        need = f"{second} pages for the {third} tokens of sequence {b} (page_size {page_size})"
+        return argument_error("cachestarts", need, table.shape[1])
+    # A hint, because page tables of other engines hold page numbers, not rows.
+    paged = page_size != ENDLESS
+    pages = f" (a page begins at its number * page_size, which is {page_size})" if paged else ""
+    if rule == ROW:
+        column = second // page_size if paged else 0
+        entry = f"cachestarts[{b}, {column}]" if paged else f"cachestarts[{b}]"
+        wanted = "rows from 0 on" if rows == INT64_MAX else f"rows within the {rows} of the cache"
+        got = f"{table[b, column]}: position {second} is in row {third}{pages}"
+        return argument_error(entry, wanted, got)
+    if rule == STORED_TWICE:
+        who = f"sequence {b} stores twice" if b == second else f"sequences {b} and {second} both store"
+        return argument_error("cachestarts", "rows stored once", f"row {third}, which {who}{pages}")
+    return argument_error(
+        "cachestarts",
+        "stored rows that hold no other token",
+        f"row {third}, which sequence {b} stores and sequence {second} has as a past token{pages}",
+    )
 
 
 def sizes_of(step: StepIndex) -> tuple[int, ...]:
@@ -45,7 +93,7 @@ def check_lengths(
     seqstarts: Integers, kvstarts: Integers, start_pos: Integers, batch: int, columns: int, page_size: int,
     max_seqlen: int, max_kvlen: int,
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """Check lengths for a page table with `columns` columns; return the result of `scan_lengths`."""
+    """Check lengths for a page table with `columns` columns; return the verdict of `scan_lengths`."""
     stored_runs = 0
     for b in range(batch):
         for which, starts in enumerate((seqstarts, kvstarts)):
@@ -67,60 +115,63 @@ def check_lengths(
 
 
 def scan_starts(
-    found: Integers, seqstarts: Integers, kvstarts: Integers, start_pos: Integers, batch: int, columns: int,
+    verdict: Integers, seqstarts: Integers, kvstarts: Integers, start_pos: Integers, batch: int, columns: int,
     page_size: int, max_seqlen: int, max_kvlen: int,
 ) -> None:  # fmt: skip
-    """Write the result of `scan_lengths` to the address `found`."""
-    put_found(
-        found, check_lengths(seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen)
-    )
+    """Write the verdict of `scan_lengths`."""
+    put_verdict(verdict, check_lengths(
+        seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen
+    ))  # fmt: skip
 
 
 def scan_rows(
-    found: Integers, seqstarts: Integers, kvstarts: Integers, start_pos: Integers, batch: int, columns: int,
+    verdict: Integers, seqstarts: Integers, kvstarts: Integers, start_pos: Integers, batch: int, columns: int,
     page_size: int, max_seqlen: int, max_kvlen: int, table: Integers, rows: int, begins: Integers, ends:
-    Integers, owners: Integers, order: Integers, spare: Integers,
+    Integers, owners: Integers, order: Integers, merged: Integers,
 ) -> None:  # fmt: skip
-    """Write the result of `scan_step` to the address `found`. No sum here can overflow."""
-    first_rule = check_lengths(
+    """Write the verdict of `scan_step`. No sum here can overflow."""
+    of_lengths = check_lengths(
         seqstarts, kvstarts, start_pos, batch, columns, page_size, max_seqlen, max_kvlen
     )
-    put_found(found, first_rule)
-    if first_rule[0]:
+    put_verdict(verdict, of_lengths)
+    if of_lengths[0] != FINE:
         return
-    stored_runs, last = first_rule[1], 0
+    stored_runs, rows_in_use = of_lengths[1], 0
     for b in range(batch):
         kvlen = kvstarts[b + 1] - kvstarts[b]
         for page in range(page_of(kvlen - 1, page_size) + 1):
             first, used = table[b * columns + page], filled_rows(kvlen, page, page_size)
             if first < 0:
-                put_found(found, (ROW, b, page * page_size, first))
+                put_verdict(verdict, (ROW, b, page * page_size, first))
                 return
             if not rows_inside(first, used, rows):
                 outside = max(rows - first, 0)
-                put_found(found, (ROW, b, page * page_size + outside, first + outside))
+                put_verdict(verdict, (ROW, b, page * page_size + outside, first + outside))
                 return
-            last = max(last, first + used)
-    put_found(found, find_conflict(
-        kvstarts, table, start_pos, batch, columns, page_size, stored_runs, begins, ends, owners, order, spare
+            rows_in_use = max(rows_in_use, first + used)
+    put_verdict(verdict, find_conflict(
+        kvstarts, table, start_pos, batch, columns, page_size, stored_runs, begins, ends, owners, order,
+        merged,
     ))  # fmt: skip
-    if found[0] == FINE:
-        found[1] = last
+    if verdict[0] == FINE:
+        verdict[1] = rows_in_use
 
 
 @helper
-def put_found(found: Integers, numbers: tuple[int, int, int, int]) -> None:
-    found[0], found[1], found[2], found[3] = numbers
+def put_verdict(verdict: Integers, numbers: tuple[int, int, int, int]) -> None:
+    """Write a rule and its three numbers."""
+    verdict[0], verdict[1], verdict[2], verdict[3] = numbers
 
 
 @helper
 def find_conflict(
     kvstarts: Integers, table: Integers, start_pos: Integers, batch: int, columns: int, page_size: int,
-    stored_runs: int, begins: Integers, ends: Integers, owners: Integers, order: Integers, spare: Integers,
+    stored_runs: int, begins: Integers, ends: Integers, owners: Integers, order: Integers, merged: Integers,
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """Find stored rows that hold two tokens: sort the runs of stored rows, and look up past pages among them.
+    """Find a stored row that holds two tokens; return the verdict.
 
-    Return (rule, sequence, other sequence, row), or (FINE, 0, 0, 0).
+    The rows that each page stores are a run, [begin, end) of a sequence (its owner). Runs are sorted, so that
+    two runs with a common row are neighbours, and past tokens are looked up among them.
     """
     run = 0
     for b in range(batch):
@@ -131,14 +182,15 @@ def find_conflict(
                 first = table[b * columns + page]
                 begins[run], ends[run], owners[run] = first + past, first + used, b
                 run += 1
-    ascending(begins, 0, 1, stored_runs, order, 0, stored_runs)  # `spare` follows `order`
+    ascending(begins, 0, 1, stored_runs, order, 0, stored_runs)  # `merged` follows `order` in memory
+    # Put the runs in order. Each array goes to memory whose numbers are no longer needed.
     for run in range(stored_runs):
-        spare[run] = begins[order[run]]
+        merged[run] = begins[order[run]]
     for run in range(stored_runs):
         begins[run] = ends[order[run]]
     for run in range(stored_runs):
         ends[run] = owners[order[run]]
-    begins, ends, owners = spare, begins, ends
+    begins, ends, owners = merged, begins, ends
     for run in range(1, stored_runs):
         if begins[run] < ends[run - 1]:
             return STORED_TWICE, owners[run - 1], owners[run], begins[run]
@@ -154,14 +206,17 @@ def find_conflict(
     return FINE, 0, 0, 0
 
 
-STARTS_AND_LIMITS = [INDEX] * 3 + [types.int64] * 5
+STARTS_AND_LIMITS = [INDEX] * 3 + [types.int64] * 5  # the arguments of `check_lengths`
 
 
 @functools.cache
 def scan_code() -> Code:
-    return callback(scan_rows, types.void(INDEX, *STARTS_AND_LIMITS, INDEX, types.int64, *[INDEX] * SPARE))
+    """Return the machine code of `scan_rows`."""
+    signature = types.void(INDEX, *STARTS_AND_LIMITS, INDEX, types.int64, *[INDEX] * WORKSPACE)
+    return callback(scan_rows, signature)
 
 
 @functools.cache
 def lengths_code() -> Code:
+    """Return the machine code of `scan_starts`."""
     return callback(scan_starts, types.void(INDEX, *STARTS_AND_LIMITS))

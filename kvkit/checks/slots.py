@@ -1,7 +1,11 @@
 """Check slots in compiled passes, which return the pieces to move, or the first broken rule as numbers.
 
 A piece moves `count` tokens of a packed tensor, from `token` on, to `count` slots, from `slot` on, for all
-heads or for one `head`. A piece with `mean` moves the mean of the tokens to one slot.
+heads or for one `head`. A piece with `mean` moves the mean of the tokens to one slot. The slots [7, 8, -1, 3]
+of tokens 0 to 3 are two pieces:
+
+    token 3, head 0, slot 3, count 1, mean 0
+    token 0, head 0, slot 7, count 2, mean 0
 """
 
 import functools
@@ -12,54 +16,83 @@ import numpy as np
 from numba import types
 
 from kvkit.checks.sorting import ascending
+from kvkit.errors import KvkitError, argument_error
+from kvkit.operators.compression import CompressType
 from kvkit.runtime.jit import INDEX, Code, Integers, address, callback, helper
 from kvkit.typed import Array
 
-Verdict = tuple[int, int, int, int]  # broken rule, and three numbers for the message; or (FINE, pieces, 0, 0)
-
-FINE, CAPACITY, TWICE, WINDOW, OFFSET, RANGE = range(6)
-PLAIN, KVHEAD, ROPE, OMNI = range(4)
+# The verdict of a pass is a rule and three numbers. An entry is an index into slot_mapping.
+FINE = 0  # number of pieces; 0; whether the pieces' slots ascend
+CAPACITY = 1  # entry, its slot, the rows to write from there on
+TWICE = 2  # entry, another entry, a slot that both write
+WINDOW = 3  # entry, its window, the length of its sequence
+OFFSET = 4  # entry, its offset, 0
+RANGE = 5  # entry, its offset, its window
 FIELDS = TOKEN, HEAD, SLOT, COUNT, MEAN = range(5)
-PIECE, FOUND = len(FIELDS), 4  # numbers of a piece; numbers of a verdict
+PIECE, VERDICT = len(FIELDS), 4  # numbers of a piece; numbers of a verdict
+KVHEAD, KVHEAD_ROPE = int(CompressType.KVHEAD), int(CompressType.KVHEAD_ROPE)
 
 
-def plain_slots(slots: Array, capacity: int) -> tuple[Verdict, Array]:
-    """Return (rule, token, slot, 0) for a slot of each token, and the pieces by ascending slot."""
-    pieces, found = np.empty((len(slots), PIECE), np.int64), np.empty(FOUND, np.int64)
-    pass_code(plain_pass).ctypes(address(found), address(slots), len(slots), capacity, address(pieces))
-    rule, made, slot, ascends = found.tolist()
-    if rule or ascends:
-        return (rule, made, slot, 0), pieces
-    given, pieces = pieces[:made], pieces[np.argsort(pieces[:made, SLOT])]
-    if (pieces[1:, SLOT] < pieces[:-1, SLOT] + pieces[:-1, COUNT]).any():
-        return stored_twice(given), given
-    return (FINE, made, 0, 0), pieces
+def pieces_of_tokens(slots: Array, capacity: int) -> Array:
+    """Return the pieces, by ascending slot, of tokens that have a slot each; raise if slots are wrong."""
+    pieces, verdict = np.empty((len(slots), PIECE), np.int64), np.empty(VERDICT, np.int64)
+    pass_code(plain_pass).ctypes(address(verdict), address(slots), len(slots), capacity, address(pieces))
+    rule, made, _, ascends = verdict.tolist()
+    if rule:
+        raise slot_error(verdict, capacity)
+    pieces = pieces[:made]
+    if ascends:
+        return pieces
+    in_order: Array = pieces[np.argsort(pieces[:, SLOT])]
+    if (in_order[1:, SLOT] < in_order[:-1, SLOT] + in_order[:-1, COUNT]).any():
+        raise stored_twice(pieces)
+    return in_order
 
 
-def stored_twice(pieces: Array) -> Verdict:
-    """Return (TWICE, token, later token, slot) for the first slot that two pieces share."""
+def stored_twice(pieces: Array) -> KvkitError:
+    """Return the error for the first slot that two pieces share."""
     order = np.argsort(pieces[:, SLOT], kind="stable")
     ends = pieces[order, SLOT] + pieces[order, COUNT]
     pair = order[(pieces[order[1:], SLOT] < ends[:-1]).argmax() :][:2]
     slot = pieces[pair[1], SLOT]
-    first, second = sorted((pieces[pair, TOKEN] + slot - pieces[pair, SLOT]).tolist())
-    return TWICE, first, second, int(slot)
+    tokens = sorted((pieces[pair, TOKEN] + slot - pieces[pair, SLOT]).tolist())
+    return slot_error(np.array([TWICE, *tokens, slot]), 0)
 
 
-def compressed_slots(
+def compressed_pieces(
     mode: int, copies_empty: bool, slots: Array, wins: Array, offsets: Array, starts: Array, heads: int,
     capacity: int,
-) -> tuple[Verdict, Array]:  # fmt: skip
-    """Return (rule, entry, number, number) for a run of each sequence and head, and the pieces."""
+) -> Array:  # fmt: skip
+    """Return the pieces of a run of rows for each sequence and head; raise if an entry is wrong."""
     runs = len(slots)
-    pieces, scratch = np.empty((3 * runs, PIECE), np.int64), np.empty(FOUND + (2 + PIECE) * runs, np.int64)
-    spans = address(scratch) + 8 * FOUND
+    pieces, verdict = np.empty((3 * runs, PIECE), np.int64), np.empty(VERDICT, np.int64)
+    written, workspace = np.empty((runs, PIECE), np.int64), np.empty(2 * runs, np.int64)
     pass_code(compressed_pass).ctypes(
-        address(scratch), mode, copies_empty, address(slots), runs, address(wins), address(offsets),
-        address(starts), heads, capacity, address(pieces), spans, spans + 8 * PIECE * runs,
+        address(verdict), mode, copies_empty, address(slots), runs, address(wins), address(offsets),
+        address(starts), heads, capacity, address(pieces), address(written), address(workspace),
     )  # fmt: skip
-    rule, one, two, three = scratch[:FOUND].tolist()
-    return (rule, one, two, three), pieces
+    rule, made, *_ = verdict.tolist()
+    if rule:
+        raise slot_error(verdict, capacity)
+    return pieces[:made]
+
+
+def slot_error(verdict: Array, capacity: int) -> KvkitError:
+    """Return the error for the rule that a verdict says is broken, in a cache of `capacity` slots."""
+    rule, entry, second, third = verdict.tolist()
+    if rule == CAPACITY:
+        rows = f"{third} rows from there on" if third > 1 else "that slot"
+        wanted = f"{rows} within the {capacity} slots of the cache"
+        return argument_error(f"slot_mapping[{entry}]", wanted, second)
+    if rule == TWICE:
+        got = f"slot {third} for entries {entry} and {second}"
+        return argument_error("slot_mapping", "a slot for one row only", got)
+    if rule == WINDOW:
+        return argument_error(f"wins[{entry}]", f"0 to {third}, the length of its sequence", second)
+    if rule == OFFSET:
+        return argument_error(f"offset_index[{entry}]", "-1 or a token", second)
+    wanted = f"{third} tokens from there on within the sequence"
+    return argument_error(f"offset_index[{entry}]", wanted, second)
 
 
 def table_pieces(
@@ -75,86 +108,89 @@ def table_pieces(
     return pieces[: made[0]]
 
 
-def plain_pass(found: Integers, slots: Integers, tokens: int, capacity: int, pieces: Integers) -> None:
-    """Write the pieces of slots, and the verdict; its last number says whether the pieces' slots ascend."""
-    made, last, ascends = 0, 0, True
+def plain_pass(verdict: Integers, slots: Integers, tokens: int, capacity: int, pieces: Integers) -> None:
+    """Write the pieces of tokens that have a slot each, and the verdict. A slot below 0 stores nothing."""
+    made, count, ascends = 0, 0, True  # `count` is the length of the last piece
     for token in range(tokens):
         slot = slots[token]
         if slot < 0:
             continue
         if slot >= capacity:
-            put_verdict(found, CAPACITY, token, slot, 1)
+            put_verdict(verdict, CAPACITY, token, slot, 1)
             return
-        at = (made - 1) * PIECE
-        if last and token == pieces[at + TOKEN] + last and slot == pieces[at + SLOT] + last:
-            last += 1
-            pieces[at + COUNT] = last
+        last = (made - 1) * PIECE
+        if made and token == pieces[last + TOKEN] + count and slot == pieces[last + SLOT] + count:
+            count += 1
+            pieces[last + COUNT] = count
             continue
-        if made and slot < pieces[at + SLOT] + last:
+        if made and slot < pieces[last + SLOT] + count:
             ascends = False
-        made, last = add(pieces, made, token, 0, slot, 1, 0), 1
-    put_verdict(found, FINE, made, 0, ascends)
+        made, count = add(pieces, made, token, 0, slot, 1, 0), 1
+    put_verdict(verdict, FINE, made, 0, ascends)
 
 
 def compressed_pass(
-    found: Integers, mode: int, copies_empty: int, slots: Integers, entries: int, wins: Integers, offsets:
-    Integers, starts: Integers, heads: int, capacity: int, pieces: Integers, spans: Integers, scratch:
+    verdict: Integers, mode: int, copies_empty: int, slots: Integers, entries: int, wins: Integers, offsets:
+    Integers, starts: Integers, heads: int, capacity: int, pieces: Integers, written: Integers, workspace:
     Integers,
 ) -> None:  # fmt: skip
-    """Write the pieces of compressed runs, and the verdict."""
+    """Write the pieces of compressed runs, and the verdict. A window of a sequence is stored, or replaced:
+
+        KVHEAD         ..... [window]          stores the window; all if it is empty and `copies_empty`
+        KVHEAD_ROPE    before [window] after   stores before, the mean of the window, after
+        OMNI           before [window] after   stores before, after
+                              ^ offset         all if the offset is -1 or the window empty
+
+    `written` gets what each entry writes, as a piece whose token is the entry.
+    """
     made, runs = 0, 0
     for i in range(entries):
         slot, begin, head = slots[i], starts[i // heads], i % heads
         if slot < 0:
             continue
         length = starts[i // heads + 1] - begin
-        window, offset = wins[i], -1
-        if mode == KVHEAD:
-            if window < 0 or window > length:
-                put_verdict(found, WINDOW, i, window, length)
-                return
-        else:
-            offset = offsets[i]
-            if offset < -1:
-                put_verdict(found, OFFSET, i, offset, length)
-                return
-            if offset >= 0 and (window < 0 or window > length):
-                put_verdict(found, WINDOW, i, window, length)
-                return
-            if offset > length - window and offset >= 0:
-                put_verdict(found, RANGE, i, offset, window)
-                return
+        window, offset = wins[i], -1 if mode == KVHEAD else offsets[i]
+        if offset < -1:
+            put_verdict(verdict, OFFSET, i, offset, 0)
+            return
+        has_window = mode == KVHEAD or offset >= 0
+        if has_window and (window < 0 or window > length):
+            put_verdict(verdict, WINDOW, i, window, length)
+            return
+        if offset >= 0 and offset > length - window:
+            put_verdict(verdict, RANGE, i, offset, window)
+            return
         first = made
         if mode == KVHEAD:
-            kept = window if window or not copies_empty else length
-            made = add(pieces, made, begin + length - kept, head, slot, kept, 0)
+            stored = window if window or not copies_empty else length
+            made = add(pieces, made, begin + length - stored, head, slot, stored, 0)
         elif offset == -1 or window == 0:
             made = add(pieces, made, begin, head, slot, length, 0)
         else:
             made = add(pieces, made, begin, head, slot, offset, 0)
             slot += offset
-            if mode == ROPE:
+            if mode == KVHEAD_ROPE:
                 made = add(pieces, made, begin + offset, head, slot, window, 1)
                 slot += 1
             made = add(pieces, made, begin + offset + window, head, slot, length - offset - window, 0)
-        written = 0
+        rows = 0
         for p in range(first, made):
-            written += 1 if pieces[p * PIECE + MEAN] else pieces[p * PIECE + COUNT]
-        if written > capacity - slots[i]:
-            put_verdict(found, CAPACITY, i, slots[i], written)
+            rows += 1 if pieces[p * PIECE + MEAN] else pieces[p * PIECE + COUNT]
+        if rows > capacity - slots[i]:
+            put_verdict(verdict, CAPACITY, i, slots[i], rows)
             return
-        runs = add(spans, runs, i, 0, slots[i], written, 0)
-    first, second, slot = overlapping(spans, runs, scratch, entries)
+        runs = add(written, runs, i, 0, slots[i], rows, 0)
+    first, second, slot = overlapping(written, runs, workspace, entries)
     if first >= 0:
-        put_verdict(found, TWICE, spans[first * PIECE + TOKEN], spans[second * PIECE + TOKEN], slot)
+        put_verdict(verdict, TWICE, written[first * PIECE + TOKEN], written[second * PIECE + TOKEN], slot)
     else:
-        put_verdict(found, FINE, made, 0, 0)
+        put_verdict(verdict, FINE, made, 0, 0)
 
 
 @helper
-def put_verdict(found: Integers, rule: int, one: int, two: int, three: int) -> None:
-    """Write a verdict to `found`."""
-    found[0], found[1], found[2], found[3] = rule, one, two, three
+def put_verdict(verdict: Integers, rule: int, first: int, second: int, third: int) -> None:
+    """Write a rule and its three numbers."""
+    verdict[0], verdict[1], verdict[2], verdict[3] = rule, first, second, third
 
 
 @helper
@@ -169,10 +205,10 @@ def add(pieces: Integers, made: int, token: int, head: int, slot: int, count: in
 
 
 @helper
-def overlapping(pieces: Integers, count: int, scratch: Integers, most: int) -> tuple[int, int, int]:
+def overlapping(pieces: Integers, count: int, workspace: Integers, most: int) -> tuple[int, int, int]:
     """Return two pieces and a slot that they share, or three times -1. Pieces are sorted unless they ascend.
 
-    `scratch` has two numbers for each of at most `most` pieces.
+    `workspace` has two numbers for each of at most `most` pieces.
     """
     ascends = True
     for p in range(1, count):
@@ -180,9 +216,9 @@ def overlapping(pieces: Integers, count: int, scratch: Integers, most: int) -> t
             ascends = False
     if ascends:
         return -1, -1, -1
-    ascending(pieces, SLOT, PIECE, count, scratch, 0, most)
+    ascending(pieces, SLOT, PIECE, count, workspace, 0, most)
     for k in range(1, count):
-        first, second = scratch[k - 1], scratch[k]
+        first, second = workspace[k - 1], workspace[k]
         if slot_of(pieces, second) < slot_of(pieces, first) + pieces[first * PIECE + COUNT]:
             return min(first, second), max(first, second), slot_of(pieces, second)
     return -1, -1, -1
@@ -195,10 +231,10 @@ def slot_of(pieces: Integers, number: int) -> Any:
 
 
 def table_pass(
-    found: Integers, blocks: Integers, batch: int, columns: int, lengths: Integers, first_columns: Integers,
-    block_size: int, block_count: int, pieces: Integers,
+    count_of_pieces: Integers, blocks: Integers, batch: int, columns: int, lengths: Integers, first_columns:
+    Integers, block_size: int, block_count: int, pieces: Integers,
 ) -> None:  # fmt: skip
-    """Write the pieces of contexts in blocks, and their number to `found`."""
+    """Write the pieces of contexts in blocks, and their number."""
     made, token = 0, np.int64(0)
     for b in range(batch):
         column, end = first_columns[b], token + lengths[b]
@@ -209,7 +245,7 @@ def table_pass(
                 made = add(pieces, made, token, 0, slot, count, 0)
             column += 1
             token += count
-    found[0] = made
+    count_of_pieces[0] = made
 
 
 INT = types.int64

@@ -5,11 +5,11 @@ from kvkit.runtime.jit import Integers, helper
 
 @helper
 def ascending(
-    keys: Integers, first: int, step: int, count: int, places: Integers, order: int, spare: int,
+    keys: Integers, first: int, step: int, count: int, places: Integers, order: int, merged: int,
 ) -> None:  # fmt: skip
     """Merge-sort `count` keys: write their indices, by ascending key, to `places[order:]`.
 
-    Key i is ``keys[first + i * step]``. `places[spare:]` is workspace for `count` numbers.
+    Key i is ``keys[first + i * step]``. `places[merged:]` is workspace for `count` numbers.
     """
     for i in range(count):
         places[order + i] = i
@@ -20,13 +20,12 @@ def ascending(
             middle, end = min(begin + width, count), min(begin + 2 * width, count)
             left, right = begin, middle
             for i in range(begin, end):
-                one, other = places[order + min(left, count - 1)], places[order + min(right, count - 1)]
-                takes = left < middle and (
-                    right == end or keys[first + one * step] <= keys[first + other * step]
-                )
-                places[spare + i] = one if takes else other
-                left, right = left + takes, right + (not takes)
+                # Both are read before either is chosen, so an end is clamped to the last key.
+                a, b = places[order + min(left, count - 1)], places[order + min(right, count - 1)]
+                takes_a = left < middle and (right == end or keys[first + a * step] <= keys[first + b * step])
+                places[merged + i] = a if takes_a else b
+                left, right = left + takes_a, right + (not takes_a)
             begin = end
         for i in range(count):
-            places[order + i] = places[spare + i]
+            places[order + i] = places[merged + i]
         width *= 2

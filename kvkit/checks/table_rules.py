@@ -17,20 +17,21 @@ from kvkit.errors import argument_error
 from kvkit.runtime.jit import INDEX, Integers, address, callback, helper
 from kvkit.typed import Array
 
-OUTSIDE, TWICE, FOREIGN = range(3)  # the broken rule of a hit
-# The fields of a hit. OTHER is the other sequence with the page, and THERE its column.
-FIELDS = RULE, SEQUENCE, COLUMN, PAGE, OTHER, THERE = range(6)
+OUTSIDE, TWICE, FOREIGN = range(3)  # the rule that a hit breaks: P1, P2 or P3
+# The fields of a hit. OTHER is the other sequence with the page, and OTHER_COLUMN where it has the page.
+FIELDS = RULE, SEQUENCE, COLUMN, PAGE, OTHER, OTHER_COLUMN = range(6)
 HIT = len(FIELDS)
-NOTHING = np.zeros(0, np.int64)
-UNKNOWN = -1  # as the page before: a placeholder
-FIRST = -2  # as the page before: there is none
+NO_PAGES = np.zeros(0, np.int64)
+NO_PLACEHOLDER = np.iinfo(np.int64).min  # an id that no table has
+UNKNOWN = -1  # in place of the page in front: it is a placeholder, or wrong
+NONE = -2  # in place of the page in front: there is none
 POOL = 2**22  # a pass has workspace for every page of pools up to this size
-SPARE = 5  # numbers of workspace for each page
+WORKSPACE = 5  # numbers of workspace for each page
 
 
 def scan_tables(
     starts: Integers, batch: int, ids: Integers, pages: int, placeholder: int, owners: Integers, hits:
-    Integers, owner: Integers, column: Integers, before: Integers, last: Integers, there: Integers,
+    Integers, owner: Integers, column: Integers, in_front: Integers, last: Integers, last_column: Integers,
 ) -> int:  # fmt: skip
     """Write the hits (broken rules) of tables that follow each other to `hits`; return their number.
 
@@ -42,68 +43,70 @@ def scan_tables(
 
     So it is enough to compare a page's column and the page before it, which has been checked by then; after a
     placeholder all earlier columns are compared. `owners` counts the sequences of each page. The workspace
-    has for each page its first sequence, `owner`, with its `column` and the page `before` it there; and the
-    `last` sequence so far that has it, in the column `there`.
+    has for each page its first sequence, `owner`, with its `column` and the page `in_front` of it there; and
+    the `last` sequence so far that has it, in the column `last_column`.
     """
     for page in range(pages):
         owner[page] = last[page] = -1
-    found = 0
+    count = 0
     for b in range(batch):
-        previous = FIRST
+        previous = NONE
         for c in range(starts[b + 1] - starts[b]):
             page = ids[starts[b] + c]
             if page == placeholder:
                 previous = UNKNOWN
                 continue
-            rule, other, where = -1, -1, -1
+            rule, other, other_column = -1, -1, -1
             if page < 0 or page >= pages:
                 rule, previous = OUTSIDE, UNKNOWN
             else:
                 if last[page] == b:
-                    rule, other, where = TWICE, b, there[page]
+                    rule, other, other_column = TWICE, b, last_column[page]
                 else:
                     owners[page] += 1
                     if owner[page] < 0:
-                        owner[page], column[page], before[page] = b, c, previous
-                    elif column[page] != c or not alike(
-                        ids, starts[owner[page]], starts[b], c, before[page], previous, placeholder, pages
+                        owner[page], column[page], in_front[page] = b, c, previous
+                    elif column[page] != c or not begin_alike(
+                        ids, starts[owner[page]], starts[b], c, in_front[page], previous, placeholder, pages
                     ):
-                        rule, other, where = FOREIGN, owner[page], column[page]
-                    elif before[page] == UNKNOWN:
-                        owner[page], before[page] = b, previous
-                    last[page], there[page] = b, c
+                        rule, other, other_column = FOREIGN, owner[page], column[page]
+                    elif in_front[page] == UNKNOWN:  # this sequence may know the page in front
+                        owner[page], in_front[page] = b, previous
+                    last[page], last_column[page] = b, c
                 previous = page
             if rule >= 0:
-                at = found * HIT
+                at = count * HIT
                 hits[at + RULE], hits[at + SEQUENCE], hits[at + COLUMN] = rule, b, c
-                hits[at + PAGE], hits[at + OTHER], hits[at + THERE] = page, other, where
-                found += 1
-    return found
+                hits[at + PAGE], hits[at + OTHER], hits[at + OTHER_COLUMN] = page, other, other_column
+                count += 1
+    return count
 
 
 @helper
-def alike(
-    ids: Integers, one: int, two: int, columns: int, before: int, previous: int, placeholder: int,
-    num_blocks: int,
+def begin_alike(
+    ids: Integers, a: int, b: int, columns: int, a_previous: int, b_previous: int, placeholder: int,
+    pages: int,
 ) -> bool:  # fmt: skip
-    """Return whether two tables, at `one` and `two` in `ids`, have equal first columns.
+    """Return whether two tables, which begin at `a` and `b` in `ids`, have equal first columns.
 
-    A placeholder may stand for any page. `before` and `previous` are the pages in front of the column.
+    A placeholder may stand for any page, and wrong ids are reported elsewhere. `a_previous` and `b_previous`
+    are the pages in front of the next column.
     """
-    if before != UNKNOWN and previous != UNKNOWN:
-        return before == previous
+    if a_previous != UNKNOWN and b_previous != UNKNOWN:
+        return a_previous == b_previous
     for c in range(columns):
-        first, second = ids[one + c], ids[two + c]
-        known = first != placeholder and second != placeholder
-        if known and first != second and 0 <= first < num_blocks and 0 <= second < num_blocks:
+        page, other = ids[a + c], ids[b + c]
+        known = page != placeholder and other != placeholder
+        if known and page != other and 0 <= page < pages and 0 <= other < pages:
             return False
     return True
 
 
 @functools.cache
 def scan_code() -> Any:
+    """Return the machine code of `scan_tables`."""
     integer = types.int64
-    signature = integer(INDEX, integer, INDEX, integer, integer, INDEX, INDEX, *[INDEX] * SPARE)
+    signature = integer(INDEX, integer, INDEX, integer, integer, INDEX, INDEX, *[INDEX] * WORKSPACE)
     return callback(scan_tables, signature).ctypes
 
 
@@ -123,22 +126,21 @@ class Tables:
     def scanned(self) -> tuple[Array, Any]:
         """Return the hits [hits, FIELDS], and the number of sequences of each page, by page."""
         hits = np.empty((len(self.ids), HIT), np.int64)
-        ids, pool, known = self.ids, self.num_blocks, None
-        none = np.iinfo(np.int64).min
-        placeholder = none if self.placeholder is None else self.placeholder
+        ids, pool, used = self.ids, self.num_blocks, None
+        placeholder = NO_PLACEHOLDER if self.placeholder is None else self.placeholder
         if pool > POOL + 8 * len(ids):  # a huge pool: replace pages by their ranks among the pages in use
             legal = (ids >= 0) & (ids < pool) & (ids != placeholder)
-            known, ranks = np.unique(ids[legal], return_inverse=True)
-            ids, pool = np.where(ids == placeholder, none, -1), len(known)
-            ids[legal], placeholder = ranks, none
-        owners, spare = np.zeros(pool, np.int64), np.empty((SPARE, pool), np.int64)
+            used, ranks = np.unique(ids[legal], return_inverse=True)
+            ids, pool = np.where(ids == placeholder, NO_PLACEHOLDER, -1), len(used)
+            ids[legal], placeholder = ranks, NO_PLACEHOLDER
+        owners, workspace = np.zeros(pool, np.int64), np.empty((WORKSPACE, pool), np.int64)
         count = scan_code()(
             address(self.starts), len(self.starts) - 1, address(ids), pool, placeholder,
-            address(owners), address(hits), *(address(spare) + 8 * pool * i for i in range(SPARE)),
+            address(owners), address(hits), *(address(workspace) + 8 * pool * i for i in range(WORKSPACE)),
         )  # fmt: skip
-        found = hits[:count]
-        found[:, PAGE] = self.ids[self.starts[found[:, SEQUENCE]] + found[:, COLUMN]]
-        return found, owners if known is None else dict(zip(known.tolist(), owners.tolist(), strict=True))
+        hits = hits[:count]
+        hits[:, PAGE] = self.ids[self.starts[hits[:, SEQUENCE]] + hits[:, COLUMN]]  # ids again, not ranks
+        return hits, owners if used is None else dict(zip(used.tolist(), owners.tolist(), strict=True))
 
     def hits(self, rule: int) -> Array:
         """Return the hits of a rule, [hits, FIELDS]."""
@@ -148,10 +150,10 @@ class Tables:
 
     def shared(self, pages: Array) -> Array:
         """Return which of the pages several sequences have, each once."""
-        owners = self.scanned[1]
+        _, owners = self.scanned
         pages = np.unique(pages[(pages >= 0) & (pages < self.num_blocks)])
-        known = isinstance(owners, dict)
-        counts = [owners.get(page, 0) for page in pages.tolist()] if known else owners[pages]
+        of_huge_pool = isinstance(owners, dict)
+        counts = [owners.get(page, 0) for page in pages.tolist()] if of_huge_pool else owners[pages]
         return pages[np.greater(counts, 1)]
 
     def owners(self, page: int) -> list[int]:
@@ -176,17 +178,17 @@ def tables_in_use(
     return Tables(starts, ids, num_blocks, placeholder)
 
 
-def check_tables(name: str, tables: Tables, written: Array = NOTHING) -> None:
+def check_tables(name: str, tables: Tables, written: Array = NO_PAGES) -> None:
     """Raise if the tables in argument `name` break a rule; `written` are the pages that get tokens."""
     hits, _ = tables.scanned
     if len(hits):
-        rule, b, c, page, other, there = hits[0].tolist()
+        rule, b, c, page, other, other_column = hits[0].tolist()
         wanted = (
             f"a page from 0 to {tables.num_blocks - 1} (rule P1)",
             "a page once in a sequence (rule P2)",
             "pages shared only by sequences that begin alike (rule P3)",
         )[rule]
-        where = "" if rule == OUTSIDE else f", which sequence {other} has in column {there}"
+        where = "" if rule == OUTSIDE else f", which sequence {other} has in column {other_column}"
         raise argument_error(f"{name}[{b}, {c}]", wanted, f"page {page}{where}")
     shared = tables.shared(written)
     if len(shared):

@@ -18,13 +18,13 @@ NamedArrays = Sequence[tuple[str, Array]]
 
 FLOAT_NAMES = ", ".join(fmt.name for fmt in FLOATS)
 MOST_BYTES = np.iinfo(np.int64).max
-REMEDIES = {
+REMEDIES = {  # {unsupported dtype: what to write instead}
     "float64": ": array.astype(np.float32) converts it (tensor.float() of torch)",
     "uint16": ": array.view(ml_dtypes.bfloat16), if it holds the bits of bfloat16",
 }
 DATA = (*FLOATS, INT8)  # the formats of keys and values
 POOLED = (*DATA, *FLOATS8)  # the formats of pools
-FORMATS = BY_DTYPE | {fmt.dtype: fmt for fmt in FLOATS8}
+FORMATS = BY_DTYPE | {fmt.dtype: fmt for fmt in FLOATS8}  # {dtype: format} of all these
 FP8_REMEDY = (
     ": if it holds float8 codes, pass array.view(ml_dtypes.float8_e4m3fn) of a numpy array, or "
     "torch.as_tensor(array).view(torch.float8_e4m3fn) of another"
@@ -66,7 +66,7 @@ def text(name: str, value: object, legal: Collection[str]) -> str:
 def finite_number(name: str, value: Any) -> float:
     """Return a finite number."""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not is_number or not abs(value) < 3e38:
+    if not is_number or not abs(value) < 3e38:  # kernels compute in float32
         raise argument_error(name, "a finite number", describe(value))
     return float(value)
 
@@ -94,7 +94,7 @@ def window_sides(name: str, value: Any) -> tuple[int, int]:
         raise argument_error(name, "a pair of integers (left, right)", describe(value)) from None
     if min(left, right) < -1:
         raise argument_error(name, "sizes of at least 0, or -1 for no limit", (left, right))
-    return min(left, 2**62), min(right, 2**62)
+    return min(left, 2**62), min(right, 2**62)  # so that a position plus a side fits int64
 
 
 def check_array(name: str, array: object) -> None:
@@ -109,6 +109,7 @@ def checked_format(name: str, array: Array, legal: Collection[Element], ndim: in
     check_array(name, array)
     fmt = FORMATS.get(array.dtype)
     if fmt is None or fmt not in legal:
+        # Bytes in a pool may be float8, which numpy has no name for.
         remedy = FP8_REMEDY if legal is POOLED and array.dtype == np.uint8 else ""
         wanted = f"dtype {' or '.join(f.name for f in legal)}"
         raise argument_error(name, wanted, dtype_hint(array.dtype) + remedy)
@@ -209,10 +210,11 @@ def check_writeable(name: str, array: Array) -> None:
         raise argument_error(name, "a writeable array", "a read-only one")
     if array.flags.c_contiguous:
         return
-    span = array.itemsize
+    span = array.itemsize  # the bytes that elements along the axes of smaller strides cover
     for stride, size in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
         if size > 1 and stride < span:
-            raise argument_error(name, "elements apart", f"shape {array.shape} with strides {array.strides}")
+            got = f"shape {array.shape} with strides {array.strides}"
+            raise argument_error(name, "elements that do not overlap", got)
         span += stride * (size - 1)
 
 

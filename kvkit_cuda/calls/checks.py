@@ -181,10 +181,10 @@ def swapped(values: Values, step: Packed | None) -> Moves:
 def latent_attention(values: Values, step: Packed | None) -> LatentCall:
     """Check a call of `mla_attention`."""
     call = checked_latent_attention(fill(LatentArguments, values))
-    if call.whole is None:
+    if call.attention is None:
         return call
-    weights = call.whole.weights._replace(sinks=call.sinks)
-    return call._replace(whole=call.whole._replace(weights=weights))
+    weights = call.attention.weights._replace(sinks=call.sinks)
+    return call._replace(attention=call.attention._replace(weights=weights))
 
 
 def latent_append(values: Values, step: Packed | None) -> LatentStore:

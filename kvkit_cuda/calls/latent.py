@@ -50,7 +50,7 @@ def are_decoded(rows, format):
 def attend(placed):
     """Return the launches of `mla_attention`."""
     call = placed.call
-    whole, launches = (call.whole, []) if call.whole else gathered(placed)
+    whole, launches = (call.attention, []) if call.attention else gathered(placed)
     out, lse = (*placed.outputs, None)[:2]
     launches = [*launches, *attend_whole(placed, whole, out, None if call.sinks_last else lse)]
     if call.sinks_last and lse is not None:  # the lse without sinks needs a second attention

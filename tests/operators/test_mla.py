@@ -240,7 +240,7 @@ REFUSED = {  # (query, latent, keywords, message) of attention
         "query: expected parts of .512, 64. el",
     ),
     "value": (ONE, POOL, PAGES | {"value_dim": 577}, "value_dim: expected an integer from"),
-    "no places": (ONE, POOL, {"scale": 1.0}, "indices: expected block_tables and"),
+    "no places": (ONE, POOL, {"scale": 1.0}, "block_tables: expected an array, or indices"),
     "two places": (ONE, POOL, PAGES | {"indices": [[0]]}, "block_tables: expected None beside indices"),
     "page": (ONE, POOL, PAGES | {"block_tables": [[2]]}, "block_tables"),
     "page of bytes": (ONE, BYTES, PAGES | {"block_tables": [[2]], "format": "ds_mla"}, "block_tables"),

@@ -219,7 +219,7 @@ def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
 
 def checked_mask(layer: Any, fmt: Element, mask: Array, sizes: tuple[int, int, int]) -> Array:
     """Check a mask for queries of `fmt`; return it with 4 axes and a column for each row of the view."""
-    masks.is_empty(fmt, mask, "attention_mask")
+    masks.check_mask_type(fmt, mask, "attention_mask")
     span, length, (batch, _, _) = layer.span, layer.get_seq_length(), sizes
     count = span.length - span.begin
     kv_length, kv_offset = layer.get_mask_sizes(0)

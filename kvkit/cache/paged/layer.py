@@ -234,7 +234,7 @@ class PagedLayer(BaseLayer):
 
     def _checked_mask(self, mask: Array, sizes: tuple[int, int, int]) -> Array:
         """Check a mask for queries of `sizes` (B, Hq, q); return it with 4 axes."""
-        masks.is_empty(self.store.format, mask, "attention_mask")  # raises for another dtype
+        masks.check_mask_type(self.store.format, mask, "attention_mask")
         if mask.ndim == 2 and mask.dtype == np.bool_:
             mask = mask if self.row_positions is None else mask_of_stored(self, mask, sizes[0])
             mask = mask[:, None, None]

@@ -16,7 +16,11 @@ from kvkit.typed import Array
 
 
 class BlockAttentionCall(NamedTuple):
-    """A checked call of Ascend's `paged_attention`. A table entry is a sequence, or one of its heads."""
+    """A checked call of Ascend's `paged_attention`.
+
+    An entry (of `lengths`, a row of `table`) is a sequence. In a compressed cache, whose rows have one head,
+    it is one key head of a sequence, and each sequence has `per_sequence` entries.
+    """
 
     fmt: Element
     shape: tuple[int, ...]  # of attn_output
@@ -26,7 +30,7 @@ class BlockAttentionCall(NamedTuple):
     lengths: Array  # [entries]
     per_sequence: int  # entries of a sequence
     weights: attention.Weights
-    razor_offset: Array | None
+    razor_offset: Array | None  # [blocks, rows], a bias of each row
     inputs: NamedArrays
     results: Results
 

@@ -29,7 +29,7 @@ class LoadCall(NamedTuple):
     table: Array
     lengths: Array
     columns: Array  # the column of the table that each sequence begins in
-    tokens: int
+    tokens: int  # of all sequences
     results: Results
 
 
@@ -57,7 +57,8 @@ def checked_load(call: BlockLoad) -> LoadCall:
     for shape, fmt in zip(shapes, formats, strict=True):
         check_size("seq_lens", shape, fmt)
     dtypes = [fmt.dtype for fmt in formats]
-    results = Results(dict(zip(RESULTS, zip(shapes, dtypes, strict=True), strict=False)), given)
+    forms = zip(shapes, dtypes, strict=True)  # of keys, and of values if there are any
+    results = Results(dict(zip(RESULTS, forms, strict=False)), given)
     return LoadCall(given, list(views), list(formats), table, lengths, columns, tokens, results=results)
 
 
@@ -90,12 +91,12 @@ def context_lengths(seq_lens: ArrayLike, batch: int) -> Array:
 def differences(name: str, sums: Array) -> Array:
     """Return the differences of successive sums, the first one from 0."""
     before = np.append(0, sums[:-1])[: len(sums)]
-    down = np.flatnonzero(sums < before)  # comparisons, because a difference may overflow
-    if len(down):
-        wanted = f"at least {before[down[0]]}: sums that never decrease"
-        raise argument_error(f"{name}[{down[0]}]", wanted, sums[down[0]])
-    growth: Array = sums - before
-    return growth
+    falls = np.flatnonzero(sums < before)  # comparisons, because a difference may overflow
+    if len(falls):
+        wanted = f"at least {before[falls[0]]}: sums that never decrease"
+        raise argument_error(f"{name}[{falls[0]}]", wanted, sums[falls[0]])
+    counts: Array = sums - before
+    return counts
 
 
 def checked_copy(
@@ -117,5 +118,5 @@ def checked_copy(
         raise argument_error("cum_sum", f"to end with {len(targets)}, the destinations", got)
     pools.blocks_within("src", sources, blocks)
     pools.blocks_within("dst", targets, blocks)
-    pools.copied_once("dst", sources, targets, within=True)
+    pools.copied_once("dst", sources, targets, one_cache=True)
     return np.repeat(sources, counts), targets

@@ -11,7 +11,7 @@ from kvkit.errors import argument_error
 from kvkit.formats import Element
 from kvkit.typed import Array
 
-FRACTAL_ROWS = 16
+FRACTAL_ROWS = 16  # NZ pads matrices to a multiple of so many rows
 
 
 class MatrixCall(NamedTuple):
@@ -25,7 +25,7 @@ class MatrixCall(NamedTuple):
 def checked_nd(x: Array) -> MatrixCall:
     """Check a call of `nd_to_nz`."""
     if isinstance(x, np.ndarray) and x.ndim == 2:
-        x = x[None]
+        x = x[None]  # [1, m, n]
     fmt = checked_format("x", x, DATA, 3)
     return matrix_call("x", x, "y", (len(x), *fractals(x.shape[1], x.shape[2], fmt)))
 
@@ -43,7 +43,7 @@ def checked_nz(y: Array, m: SupportsIndex, n: SupportsIndex) -> MatrixCall:
 
 def matrix_call(name: str, source: Array, result: str, shape: tuple[int, ...]) -> MatrixCall:
     """Return a checked call from one array to another."""
-    results = Results({result: (shape, source.dtype)}, [(name, source)], alone=True, rows=False)
+    results = Results({result: (shape, source.dtype)}, [(name, source)], alone=True, contiguous_rows=False)
     return MatrixCall(source, shape, results)
 
 

@@ -10,14 +10,14 @@ from kvkit.checks.arguments import BlockStore, Windows
 from kvkit.checks.ascend import tensors
 from kvkit.checks.ascend.tensors import TokensAndCache
 from kvkit.checks.index_tensors import index
-from kvkit.checks.pools import plain_pieces, unless_refused
+from kvkit.checks.pools import plain_pieces
 from kvkit.checks.values import DATA, check_not_empty, checked_format, choice, text
 from kvkit.errors import argument_error, describe
 from kvkit.formats import BY_DTYPE, INT8, Element
 from kvkit.operators.compression import NEEDED, CompressType
 from kvkit.typed import Array
 
-WINDOWS = ("copy", "skip")
+WINDOWS = ("copy", "skip")  # what `empty_window` may say: whether a window of 0 tokens stores all, or nothing
 DIM_STEP = 32  # head sizes of compressed modes are multiples of it
 
 
@@ -27,7 +27,7 @@ class ReshapeCall(NamedTuple):
     mode: CompressType
     tokens: list[Array]  # as given
     caches: list[Array]  # [blocks, rows, heads or groups, dim]
-    pieces: Array  # see `checks.slots`
+    pieces: Array  # see `checks/slots.py`
     averaged: str | None  # the format of means, None in modes without means
 
 
@@ -129,13 +129,11 @@ def compressed_pieces(call: BlockStore, mode: CompressType, capacity: int) -> Ar
         raise argument_error("seq_lens", f"a sum of {tokens}, the tokens of key", sum(lengths.tolist()))
     runs = len(lengths) * heads
     slots = index("slot_mapping", call.slot_mapping, length=runs)
-    wins = index("wins", windows.wins, length=runs)
-    offsets = wins
-    if windows.offset_index is not None:
+    wins = offsets = index("wins", windows.wins, length=runs)
+    if windows.offset_index is not None:  # KVHEAD has none, and its pass reads no `offsets`
         offsets = index("offset_index", windows.offset_index, length=runs)
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])
-    verdict, pieces = checks.slots.compressed_slots(
+    return checks.slots.compressed_pieces(
         mode, call.empty_window == "copy", slots, wins, offsets, starts, heads=heads, capacity=capacity
     )
-    return unless_refused(verdict, pieces, capacity)

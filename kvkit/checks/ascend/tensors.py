@@ -36,7 +36,9 @@ def pairs(
         if value is value_cache:
             return [keys]
         missing = "value" if value is None else "value_cache"
-        raise argument_error(missing, "an array, as its pair is given (or both None, for keys alone)", "None")
+        other = "value_cache" if value is None else "value"
+        wanted = f"an array, because {other} is one (or both None, for keys alone)"
+        raise argument_error(missing, wanted, "None")
     return [keys, TokensAndCache("value", value, "value_cache", value_cache)]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import kvkit
 from kvkit.checks.arguments import Scoring
 from kvkit.checks.attention import Weights, checked_weights
-from kvkit.checks.masks import is_empty
+from kvkit.checks.masks import check_mask_type
 from kvkit.checks.records import NO_MASK
 from kvkit.checks.values import float_format
 from kvkit.errors import argument_error, describe
@@ -199,7 +199,9 @@ def _checked_arrays(query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
 
 def _checked_mask(mask: Any, query: Any, key: Any) -> Array | None:
     """Return a checked mask with four axes; None without one."""
-    if mask is None or is_empty(BY_NAME[query.dtype.name], mask):
+    if mask is not None:
+        check_mask_type(BY_NAME[query.dtype.name], mask)
+    if mask is None or not mask.size:
         return None
     full_shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])  # [B, Hq, S, M]
     if not 2 <= mask.ndim <= 4:
