@@ -13,7 +13,7 @@ import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
-from kvkit.cpu.attention.online_softmax import fold, visible
+from kvkit.cpu.attention.online_softmax import fold
 from kvkit.cpu.attention.params import TILE, WIDE_BLOCK, block_at, params_at, step_code, tile_at, whole_tiles
 from kvkit.cpu.attention.work_items import TILES
 from kvkit.cpu.simd import attention
@@ -71,8 +71,7 @@ def add_key_weights(params_address, block_address, _):
         attention.clear(sums, WIDE * WIDE_BLOCK)
         for t in range(block.tiles):
             tile = tile_at(block.workspace + params.workspace.tiles + TILE_BYTES * t)
-            seen = visible(params, block, (tile.first + tile.live - 1) // params.group)[1]
-            count = min(min(block.size, block.end - block.begin), seen - block.begin)
+            count = min(min(block.size, block.end - block.begin), tile.unseen_from - block.begin)
             if count <= 0:
                 continue
             add_tile(params, block, tile, count, shared)

@@ -63,12 +63,9 @@ def fold(m, l, row, rows):
 
 
 @helper
-def hides(params, block, tile):
+def hides(block, tile):
     """Return whether the causal rule or the window hides a token of the block from a query of the tile."""
-    return (
-        block.begin < visible(params, block, (tile.first + tile.live - 1) // params.group)[0]
-        or block.begin + tile.count > visible(params, block, tile.first // params.group)[1]
-    )
+    return block.begin < tile.seen_from or block.begin + tile.count > tile.seen_to
 
 
 @helper

@@ -81,8 +81,9 @@ BLOCK = Record(
     "key_ids value_ids key_row value_row wide_keys wide_values weights",
 )
 # `live` query rows from `first` on, which see a block's first `count` tokens, and addresses of their data.
+# All rows see positions `seen_from` .. `seen_to`, and none sees `unseen_from` or later ones.
 TILE = Record(
-    "index head first live count keys values key_scales value_scales factor",
+    "index head first live count seen_from seen_to unseen_from keys values key_scales value_scales factor",
     "queries engine_queries scores alpha m l o",
 )
 

@@ -246,7 +246,8 @@ def long_run_fields(context):
     A long run is adjacent rows of floats, which the processor prefetches by itself; with long rows it is
     faster if the kernel prefetches too.
     """
-    sizes, floats = (context.key_bytes, context.value_bytes), BY_NAME[context.cache_format].bits >= 16
+    sizes = context.key_bytes, context.value_bytes
+    floats = context.decoder is None and BY_NAME[context.cache_format].bits >= 16
     adjacent = all(
         size == side.row * step for side, step, size in zip(context.sides, context.steps, sizes, strict=True)
     )
@@ -269,7 +270,8 @@ def fixed_fields(form):
     ahead, read, orders = machine.ahead(), reading(form), orders_of(form)
     block = interleaved_tokens(form) if form.interleaved else BLOCK_TOKENS
     lead = min(max(ahead.bytes // max(*side_bytes(form), 1), LEAST_LEAD), ahead.tokens)
-    return dict.fromkeys(LATE_FIELDS, 0) | workspace_fields(form, block) | code_fields(form) | {
+    lead = block if form.interleaved else lead
+    return dict.fromkeys(LATE_FIELDS, 0) | workspace_fields(form, block, lead) | code_fields(form) | {
         "heads": form.heads, "heads_interleaved": form.interleaved,
         "scale_bytes": scale_bytes(form) if form.interleaved or ahead.scales else 0,
         "widens": read.widens, "rounds": read.rounds, "pairs": read.pairs, "integers": read.width is not None,
@@ -278,7 +280,7 @@ def fixed_fields(form):
         "keys.dim": form.dim, "keys.padded_dim": padded(form.dim),
         "values.dim": form.value_dim, "values.padded_dim": padded(form.value_dim),
         "block": block, "wide_block": WIDE_BLOCK,
-        "lead": 0 if form.decoder else block if form.interleaved else lead, "short_run": ahead.short_run,
+        "lead": 0 if form.decoder else lead, "short_run": ahead.short_run,
         "least_split": LEAST_SPLIT, "most_splits": SPLITS, "counting": COUNTING,
         "orders": orders,
     }  # fmt: skip
@@ -309,16 +311,18 @@ def rows_to_bfloat16(form):
     return [rows(LOAD, "bfloat16", side).address for side in form.cache_formats]
 
 
-def workspace_fields(form, block):
+def workspace_fields(form, block, lead):
     """Return byte offsets of a worker's buffers, and the sizes of its workspace and of a split's state."""
     dim, value_dim = padded(form.dim), padded(form.value_dim)
     narrow_rows = NARROW * (form.heads if form.interleaved else 1)
     rows, tiles = max(narrow_rows, TILES * WIDE), max(narrow_rows // NARROW, TILES)
     read = reading(form)
     query_bytes = 2 * dim if read.pairs else 4 * dim + 64 if read.width else 0
+    ids = max(WIDE_BLOCK, block + max(lead, LONG_RUN_AHEAD // UNAIDED_ROW)) + EXTRA_IDS
+    addresses = max(WIDE_BLOCK, block * narrow_rows // NARROW) + EXTRA_ADDRESSES
     sizes = {  # row ids and addresses: of keys, then of values
         "block": BLOCK.dtype.itemsize, "tiles": tiles * TILE.dtype.itemsize, "number": 4,
-        "row_ids": 16 * (WIDE_BLOCK + EXTRA_IDS + block * narrow_rows // NARROW + EXTRA_ADDRESSES),
+        "row_ids": 16 * (ids + addresses),
         "scores": 4 * max(WIDE * (WIDE_BLOCK + LANES), narrow_rows * block),
         "alpha": 8 * rows + 8 * WIDE, "m": 8 * rows, "l": 8 * rows,  # narrow tiles have at least 16 lanes
         "queries": 4 * rows * dim, "engine_queries": rows * query_bytes, "o": 4 * rows * value_dim,

@@ -29,7 +29,7 @@ from kvkit.cpu.attention.work_items import WIDE
 from kvkit.cpu.copy.rows import call_rows
 from kvkit.cpu.simd import attention
 from kvkit.formulas import numeric
-from kvkit.formulas.index import page_of, rest_of_page, row_of
+from kvkit.formulas.index import page_of
 from kvkit.runtime.jit import helper
 
 LANES, TILE_BYTES = attention.LANES, TILE.dtype.itemsize
@@ -50,8 +50,7 @@ def attend_blocks(params, block, engine):
         for begin in range(0, block.tiles, together):
             tile = tile_of(params, block, begin)
             load_block(params, block, tile, engine)  # K, V in the engine's form      [tokens, dim]
-            seen = visible(params, block, (tile.first + tile.live - 1) // params.group)[1]
-            count = min(block.count, seen - block.begin)
+            count = min(block.count, tile.unseen_from - block.begin)
             if count <= 0:
                 continue
             for t in range(begin, begin + together):
@@ -60,7 +59,7 @@ def attend_blocks(params, block, engine):
                 score_tile(params, block, tile, engine)  # S = scale K Q^T           [tokens, rows]
                 if params.add_biases:
                     call_engine(params.add_biases, params, block, tile)
-                if hides(params, block, tile):
+                if hides(block, tile):
                     hide(params, block, tile)
             for t in range(begin, begin + together):
                 tile = tile_of(params, block, t)
@@ -115,7 +114,7 @@ def set_up_block(params, block):
     block.together = 1 if block.widens else block.tiles  # tiles that do each step of a block together
     block.size = params.wide_block if block.wide else params.block
     run_bytes = min(block.end - block.first, params.page_size) * keys.bytes  # of adjacent rows, at most
-    long_run = block.rows == 1 and run_bytes >= params.long_run
+    long_run = block.rows == 1 and not block.widens and run_bytes >= params.long_run
     block.lead = 0 if block.widens else params.long_run_lead if long_run else params.lead
     block.prefetch_twice = run_bytes <= params.short_run
     addresses_bytes = 8 * ((1 if block.wide else block.tiles) * block.size + EXTRA_ADDRESSES)
@@ -185,6 +184,10 @@ def set_up_tiles(params, block):
         if not block.wide:
             tile.head, tile.first = block.head + t, block.row
         tile.live = min(rows, block.query_rows - tile.first)
+        _, tile.seen_to = visible(params, block, tile.first // params.group)
+        tile.seen_from, tile.unseen_from = visible(
+            params, block, (tile.first + tile.live - 1) // params.group
+        )
         tile.keys, tile.key_scales = rows_of_head(params.keys, block, tile.head)
         tile.values, tile.value_scales = rows_of_head(params.values, block, tile.head)
         if block.widens:
@@ -301,21 +304,17 @@ def find_rows(params, block, side, row_ids):
     page are `step` apart.
     """
     position, end, row_id = block.begin, block.begin + block.known, np.int64(0)
-    if params.table_entry == 4:
-        while position < end:  # a loop of its own, because a branch for each page is slower
-            page = np.int64(get_int32(side.table + block.table_row + 4 * page_of(position, params.page_size)))
-            row_id = page + row_of(0, position, params.page_size) * side.step
-            run = min(rest_of_page(position, params.page_size), end - position)
-            attention.write_sequence(row_id, side.step, run, row_ids + 8 * (position - block.begin))
-            position += run
-            row_id += (run - 1) * side.step
+    page = page_of(position, params.page_size)
+    skipped = position - page * params.page_size  # rows of the first page
+    entry = side.table + block.table_row + params.table_entry * page
     while position < end:
-        page = get(side.table + block.table_row + 8 * page_of(position, params.page_size))
-        row_id = page + row_of(0, position, params.page_size) * side.step
-        run = min(rest_of_page(position, params.page_size), end - position)
+        row_id = np.int64(get_int32(entry)) if params.table_entry == 4 else get(entry)
+        row_id += skipped * side.step
+        run = min(params.page_size - skipped, end - position)
         attention.write_sequence(row_id, side.step, run, row_ids + 8 * (position - block.begin))
         position += run
         row_id += (run - 1) * side.step
+        entry, skipped = entry + params.table_entry, 0
     attention.write_sequence(
         row_id, 0, block.lead + block.count + 16 - block.known, row_ids + 8 * block.known
     )
