@@ -387,6 +387,18 @@ def test_a_cache_of_100000_tokens(formats, rng):
         assert_near(lse, expected[1], TOLERANCE["float16"], "lse")
 
 
+@pytest.mark.parametrize("formats", [FP32, FP16], ids=str)
+def test_one_query_over_a_long_run(formats, rng):
+    """It is read in long blocks, and in short ones again where a value without weight is NaN."""
+    for options in ({}, {"window": (1200, 0)}, {"softcap": 3.0}, {"is_alibi": True}):
+        call = scenes.static(rng, formats, 1500, 1, batch=1, heads=1, kv_heads=1, dim=64, **options)
+        check(call)
+    call["value"][:, 700] = np.nan
+    mask = np.zeros((1, 1501), np.float32)
+    mask[0, 700] = -np.inf
+    check(call.but(attn_mask=mask.astype(call["query"].dtype)))
+
+
 def test_elements_in_one_place():
     """Broadcast keys and values are what their copies are."""
     query = np.ones((1, 1, 4, 16), np.float32)
