@@ -189,16 +189,7 @@ def convert(
                 instead = " (kvkit study measures its error)" if name == "verify" else ""
                 wanted = f"none with a format, for which rows do not move{instead}"
                 raise argument_error(name, wanted, brief(extra))
-        to_state = target is not None and is_state_name(target)
-        if to_state and format not in [str(one) for one in FLOATS]:
-            raise argument_error("format", "floats, for a state of llama.cpp, which rotates codes", format)
-        file = None if to_state else target
-        made = recoding.recode(found, file, format or "", from_format, rotation, pairs, progress)
-        facts = made.description, str(found.layout or LINE), made.bytes, False, made.before
-        result = Conversion(made.arrays, *facts, metadata=made.metadata)
-        if target is not None and to_state:
-            write_conversion(target, result)
-        return result
+        return to_new_format(found, target, format or "", from_format, rotation, pairs, progress)
     if rotation is not None:
         raise argument_error("rotation", "a format with it, as codes are decoded to undo it", "to_layout")
     parse_layout(to_layout, "to_layout")
@@ -222,6 +213,23 @@ def convert(
     metadata = found.carried_metadata(descriptions.get(SLIDING))
     result = Conversion(arrays, descriptions[CACHE], str(found.layout), total, verify, metadata=metadata)
     if target is not None:
+        write_conversion(target, result)
+    return result
+
+
+def to_new_format(
+    source: CacheSource, target: str | os.PathLike[str] | None, format: str, from_format: str | None,
+    rotation: str | None, pairs: PairOrder | None, progress: Callable[[int, int], object] | None,
+) -> Conversion:  # fmt: skip
+    """Convert the numbers of a cache to a format, and write it."""
+    to_state = target is not None and is_state_name(target)
+    if to_state and format not in [str(one) for one in FLOATS]:
+        raise argument_error("format", "floats, for a state of llama.cpp, which rotates codes", format)
+    file = None if to_state else target
+    made = recoding.recode(source, file, format, from_format, rotation, pairs, progress)
+    facts = made.description, str(source.layout or LINE), made.bytes, False, made.before
+    result = Conversion(made.arrays, *facts, metadata=made.metadata)
+    if target is not None and to_state:
         write_conversion(target, result)
     return result
 

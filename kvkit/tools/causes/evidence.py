@@ -75,11 +75,15 @@ class Unexplained:
         return np.where(count > 0, bits, 0)
 
     def explain(self, guess: Guess, predicted: np.ndarray, same: Any, near: Any) -> Explanation | None:
-        """Return what a guess explains, by words and masks of elements; None if it saves no bits."""
+        """Return what a guess explains; None if it saves no bits.
+
+        `predicted` are its words; `same` and `near` mark the elements that it predicts, perhaps nearly.
+        """
         row_bits = self.bits_of(~same)
         if near is not None:
             row_bits = row_bits + INEXACT * near.sum(axis=-1)
         gain = self.row_bits - row_bits - guess.row_bits
+        # A row that is predicted only in part gains no bits, but the guess may cost some there.
         gain = np.where(same.mean(axis=-1) >= MOSTLY, gain, np.minimum(gain, 0))
         if guess.targets is not None:  # a constant row is no evidence for its origin
             gain = np.where(is_constant(predicted), np.minimum(gain, 0), gain)
@@ -87,7 +91,7 @@ class Unexplained:
             return None
         saved, rows = choose_rows(gain)
         vacated = np.zeros_like(rows)
-        if guess.targets is not None:
+        if guess.targets is not None:  # a row that moved away explains what it left behind, if that is blank
             helped = rows & (gain > 0)
             vacated = (guess.targets >= 0) & helped.reshape(-1)[guess.targets]
             vacated &= ~helped & self.wrong.any(axis=-1)
