@@ -48,25 +48,26 @@ def recode(
     if target is not None:
         check_target(target)
     folder = None if target is None else Path(target).parent
-    opened = {name: open_one(each, from_format, rotation) for name, each in source.caches.items()}
+    readers = {name: open_one(each, from_format, rotation) for name, each in source.caches.items()}
     total = sum(array.nbytes for array in source.arrays.values())
-    count = sum(reader.count for reader in opened.values())
+    count, finished = sum(reader.count for reader in readers.values()), 0  # layers
     made: dict[str, Any] = {}
     described: dict[str, files.Description] = {}
     facts: dict[str, Any] = {} if rotation is None else {"rotation": "none", "rotation_blocks": None}
     facts |= {} if pairs is None else {"rope_pairs": pairs.target}
-    for name, found in opened.items():
+    for name, reader in readers.items():
         layers = []
-        for i in range(found.count):
-            layer = layer_to_code(found.layer(i), source.caches[name], pairs)
+        for i in range(reader.count):
+            layer = layer_to_code(reader.layer(i), source.caches[name], pairs)
             # Formats of latent rows have an uncoded rotary tail. Others encode keys and values apart.
             latent = layer.value_dim is not None and (floats or forms[0].format.tail > 0)
             with nullcontext() if target is None else name_in_errors(target):
                 arrays = encode_layer(i, layer, forms, folder, latent)
             made |= in_file(name, arrays)
             layers.append(layer)
+            finished += 1
             if progress is not None:
-                progress(total * (i + 1 + (opened[CACHE].count if name != CACHE else 0)) // count, total)
+                progress(total * finished // count, total)
         one_length = len(lengths_of(layers[-1])) == 1
         lines = (LATENT_LISTS, LATENT_LINE) if latent else (LISTS, LINE)
         described[name] = replace(
@@ -75,7 +76,7 @@ def recode(
             **facts,
         )  # fmt: skip
         made |= in_file(name, source.caches[name].places_of_tokens | source.caches[name].numbers_to_write)
-    before = opened[CACHE].format or str(layer.value.read(slice(0)).dtype)
+    before = readers[CACHE].format or str(layer.value.read(slice(0)).dtype)
     size = sum(array.nbytes for array in made.values())
     if not source.saved:
         for name, each in source.caches.items():

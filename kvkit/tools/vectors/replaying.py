@@ -224,14 +224,14 @@ def judge_case(folder: Path, case: Case, results: CaseResults) -> Outcome:
             wanted = f"{packs.result_dtype(entry)} {expected.shape}"
             why = f"{name} is {found[name].dtype} {found[name].shape}, not {wanted}"
         elif not close(expected, found[name], tolerance):
-            why = str(compared(folder, case, name, expected, found[name]))
+            why = str(compare_result(folder, case, name, expected, found[name]))
     if why:
         return Outcome(case["name"], case["operator"], "failed", why)
     expects = any(group != "arguments" for group, *_ in packs.entries(case))
     return Outcome(case["name"], case["operator"], "passed" if expects or case.get("refused") else "ran")
 
 
-def compared(folder: Path, case: Case, name: str, expected: Array, got: Array) -> Difference:
+def compare_result(folder: Path, case: Case, name: str, expected: Array, got: Array) -> Difference:
     """Compare a result; its causes are searched with the call's inputs and other expected results."""
     inputs = {key: x for key, x in packs.arguments(folder, case).items() if isinstance(x, np.ndarray)}
     like = inputs | stored_floats(case, inputs)
