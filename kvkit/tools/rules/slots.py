@@ -92,19 +92,19 @@ def read_with_another_size(case: Case) -> Seen:
         starts, ids = case.pages.starts, case.pages.ids
         columns = np.arange(len(ids)) - np.repeat(starts[:-1], np.diff(starts))
         filled, most = case.page_tables.placeholder in (0, -1), case.num_blocks * case.page_size
-        found.append(misread_words(case.table_name, given, ids, columns, most, filled=filled))
+        found.append(misread_words(case.table_name or "", given, ids, columns, most, filled=filled))
     return [each for each in found if each] if found else None
 
 
 def misread_words(
-    name: str | None, given: np.ndarray, numbers: np.ndarray, columns: np.ndarray, most: int, *, filled: bool
+    name: str, given: np.ndarray, numbers: np.ndarray, columns: np.ndarray, most: int, *, filled: bool
 ) -> tuple[str, str] | None:
     """Return (where, what) if the numbers in use of an array look like numbers of another size.
 
     In int64 read as int32 every other number is 0 or -1: 5, 9 are 5, 0, 9, 0. That is no evidence if tables
     are `filled` with such numbers.
     """
-    dtype, name = given.dtype, name or ""
+    dtype = given.dtype
     if dtype.itemsize == 4 and len(numbers) >= 4 and not filled:
         odd = np.flatnonzero(columns % 2)
         low, high = numbers[odd - 1], numbers[odd]
