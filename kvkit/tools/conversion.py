@@ -177,30 +177,30 @@ def convert(
         got = "neither" if to_layout is None else f"both, {to_layout} and {format}"
         raise argument_error("to_layout", "a layout, or a format instead", got)
     options = from_layout, sizes, ("from_layout", "from_format")
-    found = CacheSource(source, *options)
+    opened = CacheSource(source, *options)
     if layers is not None:
-        found = CacheSource(choose_layers(found, layers), *options)
+        opened = CacheSource(choose_layers(opened, layers), *options)
     pairs = None
     if rope_pairs is not None or from_rope_pairs is not None:
-        pairs = change_of_pairs(rope_pairs, from_rope_pairs, found.contents.description)
+        pairs = change_of_pairs(rope_pairs, from_rope_pairs, opened.contents.description)
     if to_layout is None:
         for name, extra in {"page_size": page_size, "tables_from": tables_from, "verify": verify}.items():
             if extra:
                 instead = " (kvkit study measures its error)" if name == "verify" else ""
                 wanted = f"none with a format, for which rows do not move{instead}"
                 raise argument_error(name, wanted, brief(extra))
-        return to_new_format(found, target, format or "", from_format, rotation, pairs, progress)
+        return to_new_format(opened, target, format or "", from_format, rotation, pairs, progress)
     if rotation is not None:
         raise argument_error("rotation", "a format with it, as codes are decoded to undo it", "to_layout")
     parse_layout(to_layout, "to_layout")
-    if found.scales_inside:
+    if opened.scales_inside:
         wanted = "a format instead, as channels of a block share scales"
         raise argument_error("to_layout", wanted, to_layout)
-    stated = found.contents.description.layout
+    stated = opened.contents.description.layout
     given = None if from_layout is None else parse_layout(from_layout, "from_layout")
     if given is not None and stated is not None and given != layouts.parse(stated):
         raise argument_error("from_layout", f"{stated}, as the file says", from_layout)
-    rows, to_blocks = ds_v4_as_rows(found, from_format), to_layout == DS_V4_LAYOUT
+    rows, to_blocks = ds_v4_as_rows(opened, from_format), to_layout == DS_V4_LAYOUT
     arrays, descriptions, total = move_caches(
         rows, LATENT_LINE if to_blocks else to_layout, page_size, tables_from, pairs, verify=verify,
         progress=progress,
@@ -210,8 +210,8 @@ def convert(
         described = descriptions[CACHE]
         rest = {axis: n for axis, n in described.sizes.items() if axis != "c"}
         descriptions[CACHE] = replace(described, layout=DS_V4_LAYOUT, sizes=rest, format="ds_v4")
-    metadata = found.carried_metadata(descriptions.get(SLIDING))
-    result = Conversion(arrays, descriptions[CACHE], str(found.layout), total, verify, metadata=metadata)
+    metadata = opened.carried_metadata(descriptions.get(SLIDING))
+    result = Conversion(arrays, descriptions[CACHE], str(opened.layout), total, verify, metadata=metadata)
     if target is not None:
         write_conversion(target, result)
     return result
@@ -266,24 +266,24 @@ def move_caches(
     arrays: dict[str, Any] = {}
     described: dict[str, Description] = {}
     total = 0
-    for name, each in source.caches.items():
-        each.require_cache()
-        pages, block_tables = new_pages(each, page_size, tables_from, name)
-        made = move_cache(each, to_layout, pages, verify, progress)
-        before, after = (layouts.parse(line or "").names for line in (each.layout, to_layout))
+    for name, cache in source.caches.items():
+        cache.require_cache()
+        pages, block_tables = new_pages(cache, page_size, tables_from, name)
+        moved = move_cache(cache, to_layout, pages, verify, progress)
+        before, after = (layouts.parse(line or "").names for line in (cache.layout, to_layout))
         inner = "hcvs" if ("kv" in before) == ("kv" in after) else "h"  # latent rows, whole or as two planes
-        kv = view_of(made[CACHE], to_layout, {axis: n for axis, n in each.sizes.items() if axis in inner})
+        kv = view_of(moved[CACHE], to_layout, {axis: n for axis, n in cache.sizes.items() if axis in inner})
         if pairs is not None:
             reorder_pairs(kv, pairs)
-        old = each.contents.description
+        old = cache.contents.description
         described[name] = replace(
             old, layout=to_layout, sizes={} if kv is None else axis_sizes_of(kv, to_layout),
             tables="blocks" if block_tables else old.tables,
             rope_pairs=old.rope_pairs if pairs is None else pairs.target,
         )  # fmt: skip
-        total += sum(array.nbytes for part in made.values() for array in leaves(part))
-        others = each.other_arrays(made, tables=not block_tables)
-        arrays |= in_file(name, others | made | each.numbers_to_write | block_tables)
+        total += sum(array.nbytes for part in moved.values() for array in leaves(part))
+        others = cache.other_arrays(moved, tables=not block_tables)
+        arrays |= in_file(name, others | moved | cache.numbers_to_write | block_tables)
     return arrays, described, total
 
 
@@ -309,7 +309,7 @@ def move_cache(
     parts = {name: part for name, part in own.items() if {each.ndim for each in leaves(part)} == {axes}}
     total, done = sum(array.nbytes for part in parts.values() for array in leaves(part)), 0
     target = {"b": max(int((pages[1].table >= 0).sum()), 1), "n": pages[1].page_size} if pages else None
-    made: dict[str, Any] = {}
+    moved: dict[str, Any] = {}
     for name, part in parts.items():
 
         def advance(now: int, _: int, before: int = done) -> None:
@@ -318,12 +318,12 @@ def move_cache(
 
         sizes = {axis: n for axis, n in source.sizes.items() if name == CACHE or axis != "c"}
         with source.naming():
-            made[name] = layouts.convert(
+            moved[name] = layouts.convert(
                 part, source.layout or "", to_layout, sizes=sizes or None, to_sizes=target, tables=pages,
                 verify=verify, progress=advance,
             )  # fmt: skip
         done += sum(array.nbytes for array in leaves(part))
-    return made
+    return moved
 
 
 def new_pages(
@@ -404,36 +404,36 @@ def join(
     if axis != "h":
         raise argument_error("axis", "'h', the heads", brief(repr(axis)))
     named = dict(sources) if isinstance(sources, Mapping) else dict(enumerate(sources))
-    found = [CacheSource(each, layout, sizes, ("from_layout", "from_format")) for each in named.values()]
-    for name, one in zip(named, found, strict=True):
-        one.name = name if isinstance(name, str) else one.name
-    if not found:
+    ranks = [CacheSource(each, layout, sizes, ("from_layout", "from_format")) for each in named.values()]
+    for name, rank in zip(named, ranks, strict=True):
+        rank.name = name if isinstance(name, str) else rank.name
+    if not ranks:
         raise argument_error("sources", "a cache or more", "none")
-    kept = [one.other_arrays(one.own_arrays, tables=True) for one in found]
-    for one, others in zip(found, kept, strict=True):
-        if one.sliding is not None:
-            raise argument_error("sources", "files of one cache each", f"two caches in {one.name}")
-        if len(one.require_view().keys) != (layers := len(found[0].require_view().keys)):
-            wanted = f"layers as {found[0].name} has, {layers}"
-            raise argument_error("sources", wanted, f"{len(one.require_view().keys)} in {one.name}")
-        if one.scales or one.scales_inside:
+    rest = [rank.other_arrays(rank.own_arrays, tables=True) for rank in ranks]
+    for rank, others in zip(ranks, rest, strict=True):
+        if rank.sliding is not None:
+            raise argument_error("sources", "files of one cache each", f"two caches in {rank.name}")
+        if len(rank.require_view().keys) != (layers := len(ranks[0].require_view().keys)):
+            wanted = f"layers as {ranks[0].name} has, {layers}"
+            raise argument_error("sources", wanted, f"{len(rank.require_view().keys)} in {rank.name}")
+        if rank.scales or rank.scales_inside:
             wanted = "floats, or codes with scales in their rows"
-            raise argument_error("sources", wanted, f"scales in {one.name}")
-        if not one.separate and not {"kv", "h"} & parse_layout(one.layout or LINE, "layout").names:
+            raise argument_error("sources", wanted, f"scales in {rank.name}")
+        if not rank.separate and not {"kv", "h"} & parse_layout(rank.layout or LINE, "layout").names:
             wanted = "caches with heads: each rank has all latent rows"
-            raise argument_error("sources", wanted, one.name)
-        tables_differ = [name for name in kept[0].keys() | others.keys() if name.startswith(TABLE_PREFIXES)
-                         and not np.array_equal(kept[0].get(name, ()), others.get(name, ()))]  # fmt: skip
+            raise argument_error("sources", wanted, rank.name)
+        tables_differ = [name for name in rest[0].keys() | others.keys() if name.startswith(TABLE_PREFIXES)
+                         and not np.array_equal(rest[0].get(name, ()), others.get(name, ()))]  # fmt: skip
         if tables_differ:
-            raise argument_error("sources", f"equal {tables_differ[0]}", f"others in {one.name}")
+            raise argument_error("sources", f"equal {tables_differ[0]}", f"others in {rank.name}")
+    names, views = [rank.name for rank in ranks], [rank.require_view() for rank in ranks]
     cache = [
-        [join_heads([one.name for one in found], [getattr(one.require_view(), side)[layer] for one in found])
-         for side in ("keys", "values")]
+        [join_heads(names, [getattr(kv, side)[layer] for kv in views]) for side in ("keys", "values")]
         for layer in range(layers)
-    ]  # fmt: skip
-    arrays = kept[0] | found[0].numbers_to_write | files.flat({CACHE: cache})
-    described = replace(found[0].contents.description, layout=LINE, sizes={})
-    return replace(found[0].contents, arrays=arrays, description=described)
+    ]
+    arrays = rest[0] | ranks[0].numbers_to_write | files.flat({CACHE: cache})
+    described = replace(ranks[0].contents.description, layout=LINE, sizes={})
+    return replace(ranks[0].contents, arrays=arrays, description=described)
 
 
 def join_heads(names: Sequence[str], parts: Sequence[Any]) -> np.ndarray:

@@ -113,19 +113,19 @@ def open_cache(
     >>> from kvkit.tools.readers import open_cache
     >>> x = np.ones((5, 2, 64), np.float32)  # tokens, heads, elements
     >>> codes = formats.encode(x, "q8_0")["codes"]
-    >>> said = files.Description("l kv | b n h c", format="q8_0")
-    >>> found = open_cache(files.Contents({"cache": [[codes[None]] * 2]}, {}, description=said))
-    >>> found.format, found.layer(0).key.read(slice(3, 5)).shape
+    >>> described = files.Description("l kv | b n h c", format="q8_0")
+    >>> opened = open_cache(files.Contents({"cache": [[codes[None]] * 2]}, {}, description=described))
+    >>> opened.format, opened.layer(0).key.read(slice(3, 5)).shape
     ('q8_0', (2, 2, 64))
     """
     if not isinstance(source, (CacheSource, files.Contents, Mapping)) and is_own(source):
         return open_cache_object(source)
-    found = source if isinstance(source, CacheSource) else CacheSource(source, layout, sizes)
-    if found.cache is None and (latent := nested(found.arrays, "latent")) is not None:
-        name, arrays = found.name, latent_cache(found.arrays, latent)
-        found = CacheSource(arrays, layout or LATENT_LINE, sizes)
-        found.name = name
-    first, *others = [open_one(each, from_format, rotation) for each in found.caches.values()]
+    opened = source if isinstance(source, CacheSource) else CacheSource(source, layout, sizes)
+    if opened.cache is None and (latent := nested(opened.arrays, "latent")) is not None:
+        name, arrays = opened.name, latent_cache(opened.arrays, latent)
+        opened = CacheSource(arrays, layout or LATENT_LINE, sizes)
+        opened.name = name
+    first, *others = [open_one(each, from_format, rotation) for each in opened.caches.values()]
     return first if not others else join_readers(first, others[0])
 
 

@@ -51,19 +51,19 @@ def recode(
     readers = {name: open_one(each, from_format, rotation) for name, each in source.caches.items()}
     total = sum(array.nbytes for array in source.arrays.values())
     count, finished = sum(reader.count for reader in readers.values()), 0  # layers
-    made: dict[str, Any] = {}
+    new_arrays: dict[str, Any] = {}
     described: dict[str, files.Description] = {}
     facts: dict[str, Any] = {} if rotation is None else {"rotation": "none", "rotation_blocks": None}
     facts |= {} if pairs is None else {"rope_pairs": pairs.target}
-    for name, reader in readers.items():
+    for name, cache in source.caches.items():
         layers = []
-        for i in range(reader.count):
-            layer = layer_to_code(reader.layer(i), source.caches[name], pairs)
+        for i in range(readers[name].count):
+            layer = layer_to_code(readers[name].layer(i), cache, pairs)
             # Formats of latent rows have an uncoded rotary tail. Others encode keys and values apart.
             latent = layer.value_dim is not None and (floats or forms[0].format.tail > 0)
             with nullcontext() if target is None else name_in_errors(target):
                 arrays = encode_layer(i, layer, forms, folder, latent)
-            made |= in_file(name, arrays)
+            new_arrays |= in_file(name, arrays)
             layers.append(layer)
             finished += 1
             if progress is not None:
@@ -71,21 +71,21 @@ def recode(
         one_length = len(lengths_of(layers[-1])) == 1
         lines = (LATENT_LISTS, LATENT_LINE) if latent else (LISTS, LINE)
         described[name] = replace(
-            source.caches[name].contents.description, layout=lines[one_length],
+            cache.contents.description, layout=lines[one_length],
             sizes=sizes_of_layers(layers, floats, latent), format=format, tables=None,
             **facts,
         )  # fmt: skip
-        made |= in_file(name, source.caches[name].places_of_tokens | source.caches[name].numbers_to_write)
+        new_arrays |= in_file(name, cache.places_of_tokens | cache.numbers_to_write)
     before = readers[CACHE].format or str(layer.value.read(slice(0)).dtype)
-    size = sum(array.nbytes for array in made.values())
+    size = sum(array.nbytes for array in new_arrays.values())
     if not source.saved:
         for name, each in source.caches.items():
-            made |= in_file(name, each.other_arrays((CACHE, *each.scales), tables=False))
+            new_arrays |= in_file(name, each.other_arrays((CACHE, *each.scales), tables=False))
     metadata = source.carried_metadata(described.get(SLIDING), rotation)
     if target is not None:
-        files.write(target, made, described[CACHE], metadata=metadata)
-        made = {}
-    return Recoded(made, described[CACHE], metadata, before, size)
+        files.write(target, new_arrays, described[CACHE], metadata=metadata)
+        new_arrays = {}
+    return Recoded(new_arrays, described[CACHE], metadata, before, size)
 
 
 def layer_to_code(layer: LayerReader, source: CacheSource, pairs: PairOrder | None) -> LayerReader:
@@ -110,7 +110,7 @@ def encode_layer(
 
     Latent rows are one array for keys and values, in the layout LATENT_LINE or LATENT_LISTS.
     """
-    made = {}
+    encoded = {}
     lengths = np.diff(layer.starts).tolist()
     for kv, side in enumerate([layer.key] if latent else [layer.key, layer.value]):
         number = f"{i}" if latent else f"{i}.{kv}"
@@ -122,11 +122,11 @@ def encode_layer(
             name = CACHE if part == "codes" else part
             if len(set(lengths)) > 1:
                 for b, one in enumerate(sequences):
-                    made[f"{name}.{b}.{number}"] = join_pieces(one[part], 1, folder)[0]
+                    encoded[f"{name}.{b}.{number}"] = join_pieces(one[part], 1, folder)[0]
                 continue
             pieces = [piece for one in sequences for piece in one[part]]
-            made[f"{name}.{number}"] = join_pieces(pieces, len(sequences), folder)
-    return {name: array[..., 0, :] for name, array in made.items()} if latent else made
+            encoded[f"{name}.{number}"] = join_pieces(pieces, len(sequences), folder)
+    return {name: array[..., 0, :] for name, array in encoded.items()} if latent else encoded
 
 
 def sizes_of_layers(layers: Sequence[LayerReader], floats: bool, latent: bool) -> dict[str, int]:

@@ -17,9 +17,9 @@ from kvkit.layouts.tables import BlockTable
 
 def pages_of_saved(arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> BlockTable:
     """Return the block tables of a saved `PagedCache`; blocks are numbered by their places in the file."""
-    size, moved = about["arguments"]["page_size"], any("intact" in said for said in about["sequences"])
-    saved = [saved_table(arrays, i, said["length"], size) for i, said in enumerate(about["sequences"])]
-    if moved:
+    size, sequences = about["arguments"]["page_size"], about["sequences"]
+    saved = [saved_table(arrays, i, each["length"], size) for i, each in enumerate(sequences)]
+    if any("intact" in each for each in sequences):  # tokens were removed or moved
         return tokens_of_saved(saved, size)
     numbers = np.full((len(saved), max((len(row) for row, _ in saved), default=0)), -1)
     for places, (row, _) in zip(numbers, saved, strict=True):
