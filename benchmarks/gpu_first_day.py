@@ -43,7 +43,7 @@ def index_of(tokens, past, batch, page):
     return (counts * tokens, counts * (past + tokens), table, np.full(batch, past)), batch * pages * page
 
 
-def cached(package, rng, tokens, past, bits=0, dtype=np.float16):
+def attend_to_cache(package, rng, tokens, past, bits=0, dtype=np.float16):
     """Attend over a cache of floats or codes in pages; return the outputs and the cache."""
     index, rows = index_of(tokens, past, BATCH, PAGE)
     cache, scale = normal(rng, 1, 2, KV_HEADS, rows, DIM, dtype=dtype), None
@@ -57,7 +57,7 @@ def cached(package, rng, tokens, past, bits=0, dtype=np.float16):
     return plan.multi_head_cache_attention(*new, cache, scale, **how), cache
 
 
-def paged(package, rng, stored, tokens=1, **scales):
+def attend_to_pages(package, rng, stored, tokens=1, **scales):
     """Append rotated keys to pools and attend, by a plan; return the outputs and the pools."""
     pools = [normal(rng, 12, PAGE, KV_HEADS, DIM).astype(stored) for _ in range(2)]
     plan = package.paged_plan(np.arange(12).reshape(BATCH, 4), [50, 17, 64], np.arange(BATCH + 1) * tokens,
@@ -67,7 +67,7 @@ def paged(package, rng, stored, tokens=1, **scales):
     return plan.paged_attention(query, *pools, **scales), *(pool.astype(np.float32) for pool in pools)
 
 
-def packed(package, rng):
+def attend_to_keys(package, rng):
     tokens = [normal(rng, 2, 40, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     return package.multi_head_attention(*tokens, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM)
 
@@ -90,6 +90,7 @@ def subnormals(package, rng):
     if package is kvkit:
         return codes.astype(np.float64) @ factors.astype(np.float64)
     lane = np.arange(32)
+    # A lane's place in fragments of PTX's mma.m16n8k16: row g, and columns k and k + 1.
     g, k = lane // 4, lane % 4 * 2 + np.arange(2)[:, None]  # [two elements of a word, lanes]
     a = [codes[g + row, k + column] for column in (0, 8) for row in (0, 8)]
     b = [factors[k + row, g] for row in (0, 8)]
@@ -122,15 +123,17 @@ CASES = {
     "slopes": lambda package, rng: package.alibi_slope(num_heads=12),
     "mask": lambda package, rng: package.alibi_mask(5, 3, num_heads=12),
     "rotary": rotated,
-    "decode float16": lambda package, rng: cached(package, rng, 1, 600),
-    "decode bfloat16": lambda package, rng: cached(package, rng, 1, 600, dtype=ml_dtypes.bfloat16),
-    "decode int8": lambda package, rng: cached(package, rng, 1, 300, 8),
-    "decode int4": lambda package, rng: cached(package, rng, 1, 300, 4),
-    "prefill float16": lambda package, rng: cached(package, rng, 40, 70),
-    "prefill packed": packed,
-    "pages float16": lambda package, rng: paged(package, rng, np.float16),
-    "pages e4m3": lambda package, rng: paged(package, rng, ml_dtypes.float8_e4m3fn, **SCALES),
-    "pages e4m3, prefill": lambda package, rng: paged(package, rng, ml_dtypes.float8_e4m3fn, 12, **SCALES),
+    "decode float16": lambda package, rng: attend_to_cache(package, rng, 1, 600),
+    "decode bfloat16": lambda package, rng: attend_to_cache(package, rng, 1, 600, dtype=ml_dtypes.bfloat16),
+    "decode int8": lambda package, rng: attend_to_cache(package, rng, 1, 300, 8),
+    "decode int4": lambda package, rng: attend_to_cache(package, rng, 1, 300, 4),
+    "prefill float16": lambda package, rng: attend_to_cache(package, rng, 40, 70),
+    "prefill packed": attend_to_keys,
+    "pages float16": lambda package, rng: attend_to_pages(package, rng, np.float16),
+    "pages e4m3": lambda package, rng: attend_to_pages(package, rng, ml_dtypes.float8_e4m3fn, **SCALES),
+    "pages e4m3, prefill": lambda package, rng: attend_to_pages(
+        package, rng, ml_dtypes.float8_e4m3fn, 12, **SCALES
+    ),
     "latent bfloat16 rows, 128 heads": lambda package, rng: latent(package, rng, 128),
     "latent bfloat16 rows, 16 heads": lambda package, rng: latent(package, rng, 16),
 }
@@ -144,7 +147,7 @@ def leaves(result):
 
 
 def random(*shape, dtype="float16"):
-    """Return numbers of the device: normal ones, or codes."""
+    """Return random numbers on the device: normal ones, or codes."""
     import torch
 
     if dtype == "int8":
@@ -250,12 +253,13 @@ def smoke(name):
     begin = time.perf_counter()
     found = leaves(CASES[name](kvkit_cuda, np.random.default_rng(1)))
     pairs = list(zip(found, expected, strict=True))
-    alike = all((np.isfinite(one) == np.isfinite(other)).all() for one, other in pairs)
-    finite = [(one[np.isfinite(one)], other[np.isfinite(other)]) for one, other in pairs if alike]
-    worst = max((float(np.abs(one - other).max(initial=0)) for one, other in finite), default=np.inf)
-    right = worst <= LIMITS["bfloat16" if "bfloat16" in name else "float16"]
-    print(f"{'ok ' if right else 'BAD'} {name:20s} worst {worst:.2e} in {time.perf_counter() - begin:.1f} s")
-    sys.exit(not right)
+    same_places = all((np.isfinite(got) == np.isfinite(want)).all() for got, want in pairs)
+    finite = [(got[np.isfinite(got)], want[np.isfinite(want)]) for got, want in pairs if same_places]
+    worst = max((float(np.abs(got - want).max(initial=0)) for got, want in finite), default=np.inf)
+    is_right = worst <= LIMITS["bfloat16" if "bfloat16" in name else "float16"]
+    seconds = time.perf_counter() - begin
+    print(f"{'ok ' if is_right else 'BAD'} {name:20s} worst {worst:.2e} in {seconds:.1f} s")
+    sys.exit(not is_right)
 
 
 @main.command()

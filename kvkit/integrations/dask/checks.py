@@ -44,13 +44,13 @@ def checked_sizes(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments | sizes | {"dtype": dtype, "interleave": integer("interleave", interleave, 1)}
 
 
-def shard_sizes(cache: dict[str, Any], heads: slice) -> dict[str, Any]:
+def shard_sizes(arguments: dict[str, Any], heads: slice) -> dict[str, Any]:
     """Return the arguments of the `PagedCache` of a shard that has some key heads."""
     names = "num_layers", "head_dim", "quant_group", "num_blocks", "page_size"
-    fmt = cache["format"]
+    fmt = arguments["format"]
     formats = {"quant_bit": QUANT_BITS.get(fmt, 0), "quant_format": fmt if fmt in STORED else None}
-    formats |= {"dtype": BY_NAME[cache["dtype"]].dtype, "num_kv_heads": heads.stop - heads.start}
-    return {name: cache[name] for name in names} | formats
+    formats |= {"dtype": BY_NAME[arguments["dtype"]].dtype, "num_kv_heads": heads.stop - heads.start}
+    return {name: arguments[name] for name in names} | formats
 
 
 def shard_count(client: Any, count: Any) -> int:
@@ -60,9 +60,9 @@ def shard_count(client: Any, count: Any) -> int:
     return integer("shards", (len(client.nthreads()) or 1) if count is None else count, 1)
 
 
-def check_new_tokens(cache: dict[str, Any], batch: int, key_states: Any, value_states: Any) -> None:
+def check_new_tokens(arguments: dict[str, Any], batch: int, key_states: Any, value_states: Any) -> None:
     """Check new keys and values; they have ``batch`` rows, or any number if it is 0."""
-    heads, dim, dtype = cache["num_kv_heads"], cache["head_dim"], cache["dtype"]
+    heads, dim, dtype = (arguments[name] for name in ("num_kv_heads", "head_dim", "dtype"))
     for name, array in (("key_states", key_states), ("value_states", value_states)):
         shape: tuple[int, ...] = getattr(array, "shape", ())  # [B, Hkv, q, D]
         fits = len(shape) == 4 and shape[0] and shape[2] and (shape[1], shape[3]) == (heads, dim)
@@ -74,17 +74,19 @@ def check_new_tokens(cache: dict[str, Any], batch: int, key_states: Any, value_s
 
 
 def checked_attention(
-    cache: dict[str, Any], batch: int, length: int, query: Any, mask: Any, *, is_alibi: Any, **options: Any
+    arguments: dict[str, Any], batch: int, length: int, query: Any, mask: Any, **options: Any
 ) -> AttendCall:
-    """Check a call of attention with the queries of the last of ``length`` tokens."""
-    heads, dim, dtype = cache["num_kv_heads"], cache["head_dim"], cache["dtype"]
+    """Check a call of attention with the queries of the last of ``length`` tokens; return the call.
+
+    `arguments` are those of the cache, `options` those of `Scoring`.
+    """
+    heads, dim, dtype = (arguments[name] for name in ("num_kv_heads", "head_dim", "dtype"))
     shape: tuple[int, ...] = getattr(query, "shape", ())  # [B, Hq, q, D]
     fits = len(shape) == 4 and (shape[0], shape[3]) == (batch, dim) and 0 < shape[2] <= length
     if not fits or not shape[1] or shape[1] % heads or query.dtype.name != dtype:
         wanted = f"{dtype} [{batch}, a multiple of {heads}, at most {length}, {dim}]"
         raise argument_error("query", wanted, describe(query))
-    scoring = Scoring(is_alibi=is_alibi, **options)
-    weights = attention.checked_weights(query.swapaxes(1, 2), NO_MASK, scoring)
+    weights = attention.checked_weights(query.swapaxes(1, 2), NO_MASK, Scoring(**options))
     slopes = kvkit.alibi_slope(num_heads=shape[1]) if weights.alibi else None
     check_mask(mask, shape, length)
     window = weights.left, weights.right

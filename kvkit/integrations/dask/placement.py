@@ -23,7 +23,7 @@ class Placement:
     def __init__(self, count: int, interleave: int, heads: int) -> None:
         self.count, self.interleave, self._num_kv_heads = count, interleave, heads
         if interleave:
-            self.heads = [slice(0, heads)] * count
+            self.heads = [slice(0, heads)] * count  # the key heads of each shard
             return
         if heads < count:
             raise argument_error("num_kv_heads", f"at least {count}, one a shard", heads)

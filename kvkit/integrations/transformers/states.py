@@ -46,7 +46,7 @@ class KvkitStateLayer(LinearAttentionCacheLayerMixin):
 
     def begin_step(self) -> None:
         """Count the token of a step of one token, in which the model may change the state in place."""
-        # In place only over a state that exists. While past states are recorded, models make a new one.
+        # Models change only a state that exists. While past states are recorded, they call an update instead.
         self._is_counted = self._owner.new_tokens == 1 and bool(self.state.states) and not self.record_past
         if self._is_counted:
             self.state.advance(1)
