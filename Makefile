@@ -11,7 +11,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvkit needs Python 3.11 or later; name one with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
-# This folder on the path: beside a clone called kvkit Python would take its folder for the package.
+# Put this folder on the path: beside a clone called kvkit, Python would import the clone's folder as the package.
 ON_PATH := import os, sysconfig; print(os.getcwd(), file=open(sysconfig.get_path("purelib") + "/kvkit-clone.pth", "w"))
 
 # One stamp for each extra of setup.cfg, so that nothing is installed twice.
@@ -43,13 +43,13 @@ demo: $(VENV)/kvkit
 demo-model: $(VENV)/kvkit.data $(VENV)/smollm2
 	$(BIN)/python examples/smollm2.py --cache int4 --prompt "Why is the sky blue?" --max-new-tokens 64
 
-# A process for each core; threads of a process that wait leave theirs to the others. Bytecode is kept, beside
-# the packages, whatever the environment says: the tests start hundreds of processes.
+# Tests run in a process for each core; a thread that waits gives its core up (OMP_WAIT_POLICY). Bytecode is kept
+# beside the packages, whatever the environment says, because the tests start hundreds of processes.
 KEPT := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(VENV))/bytecode
 PYTEST := $(KEPT) OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist worksteal
 
-# kvkit_cuda on a machine that runs PTX, over a stand-in for the driver and in the CUDA simulator, each in
-# processes of its own; then the rest.
+# Test kvkit_cuda on a machine that runs PTX, over a stand-in for the driver and in the CUDA simulator, each in
+# processes of its own; then test the rest.
 test: $(VENV)/kvkit.test
 	@$(BIN)/python -c "import numba_cuda"  # without which tests of its host's side would be left out
 	$(PYTEST) --backend machine -m "not slow and not perf"
@@ -60,29 +60,29 @@ test: $(VENV)/kvkit.test
 test-model: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
 	$(BIN)/python -m pytest -m model
 
-# With torch: a large download.
+# Test the caches in models of transformers. It installs torch, a large download.
 test-transformers: $(VENV)/kvkit.test $(VENV)/kvkit.transformers $(VENV)/smollm2
 	$(BIN)/python -m pytest -m transformers
 
-# Workers are killed in these.
+# Test dask; workers are killed.
 test-dask: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
 	$(BIN)/python -m pytest tests/integrations/test_dask.py tests/integrations/test_dask_tools.py
 
-# The wheel in an environment of its own, and what PyPI would say to it.
+# Test the wheel in an environment of its own, and whether PyPI would take it.
 test-dist: $(VENV)/kvkit.test
 	$(BIN)/python -m pytest -m "slow or not slow" tests/cli/test_packaging.py
 
-# What is uploaded to PyPI. It needs the repository's address, to which README's links lead.
+# Build the files for PyPI. README's links need the repository's address.
 dist: $(VENV)/kvkit.test
 	@! grep -q '^repository = ""' pyproject.toml || { echo "Name the repository in pyproject.toml, [tool.kvkit]."; exit 1; }
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
 
-# The site, at docs/_build/index.html; it works as files, without a server. Warnings are errors.
+# Build the site, docs/_build/index.html, which needs no server. Warnings are errors.
 docs: $(VENV)/kvkit.docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
 
-# In Chromium, which has to be installed.
+# Test the site in Chromium, which has to be installed.
 test-docs: docs $(VENV)/kvkit.test
 	$(BIN)/python -m pytest tests/docs
 
@@ -101,8 +101,8 @@ $(LLAMA_CPP)/package:
 	@mkdir -p $(LLAMA_CPP)
 	-cd $(LLAMA_CPP) && npm pack --silent @node-llama-cpp/linux-x64@3.22.1 && tar xzf *.tgz
 
-# Formats against the packages that define them (gguf, MLX, onnxruntime, torch), states against llama.cpp,
-# scorers against kvpress.
+# Compare formats with the packages that define them (gguf, MLX, onnxruntime, torch), states with llama.cpp,
+# scorers with kvpress.
 test-peers: $(VENV)/kvkit.test $(VENV)/kvkit.peers $(KVPRESS)/kvkit $(LLAMA_CPP)/package
 	KVKIT_LLAMA_CPP=$$(ls -d $(abspath $(LLAMA_CPP))/package/bins/linux-x64) $(BIN)/python -m pytest -m peers
 	$(KVPRESS)/bin/python -m pytest -m peers tests/eviction
@@ -114,7 +114,7 @@ test-all: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/kvkit.transformers $(VEN
 	$(PYTEST) --cov --cov-report=term -m "not site and not perf"
 	$(KEPT) $(BIN)/python -m pytest -m perf
 
-# On a GPU. SANITIZER="compute-sanitizer --error-exitcode 1" looks for wrong accesses besides.
+# Test on a GPU. SANITIZER="compute-sanitizer --error-exitcode 1" looks for wrong accesses too.
 test-gpu: $(VENV)/kvkit.test
 	@$(BIN)/python -c "from kvkit_cuda.device_runtime import host; host.require(); host.require_device(0)"
 	$(SANITIZER) $(BIN)/python -m pytest --backend gpu
@@ -126,7 +126,7 @@ lint: $(VENV)/kvkit.lint
 	$(BIN)/mypy --strict --follow-imports silent tests/typing
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# With the peers, torch among them: a large download.
+# Run the benchmarks. They install the peers, torch among them: a large download.
 bench: $(VENV)/kvkit.bench $(VENV)/kvkit.plot
 	$(BIN)/kvkit bench --json benchmarks/results
 	$(BIN)/python -m benchmarks.table

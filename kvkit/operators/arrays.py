@@ -152,7 +152,8 @@ ARRAYS = {
     "scores": ArgumentEntry(FLOATS[:1], "scores of the indexer"),
     "k": ArgumentEntry(INDEX, "how many rows to choose"),
 }  # fmt: skip
-# The entries of one operator or of a few, by argument. None: here this argument is an attribute.
+# The entries of one operator or of a few, by argument: TO_ of attention to something, INTO_ of an append.
+# None: here this argument is an attribute.
 Own = dict[str, ArgumentEntry | None]
 TO_KEYS: Own = {
     "query": ArgumentEntry(FLOATS, "queries"),
