@@ -82,7 +82,7 @@ FILES = {
 
 @functools.cache
 def imported(name):
-    """(module, package it is taken from, whether in a function) of all that a module imports."""
+    """Yield (module, package that it is taken from, whether in a function) of a module's imports."""
     nodes, found = house.walked(house.tree(FILES[name])), []
     types = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     of_types = {inner for node in types for inner in ast.walk(node)}
@@ -103,7 +103,7 @@ def imported(name):
 
 
 def room(module):
-    """The room of kvkit, or the other package, that a module lies in."""
+    """Return the room of kvkit, or the other package, that a module is in."""
     package, _, rest = module.partition(".")
     if package != "kvkit" or rest in FLOOR:
         return rest if package == "kvkit" else package
@@ -115,7 +115,7 @@ def test_every_room_has_a_floor():
 
 
 def may_import(name, module):
-    """Whether a module lies in the room of another one, or on a floor below it."""
+    """Return whether a module is in the room of another one, or on a floor below it."""
     if room(module) == room(name):
         return True
     if room(name) == "kvkit_cuda":

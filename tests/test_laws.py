@@ -28,7 +28,7 @@ FOREIGN = {  # what has no public name where it comes from
 
 
 def owner(value):
-    """What an attribute is taken from, by its last name."""
+    """Return the last name of the object that an attribute is taken from."""
     return ast.unparse(value).rpartition(".")[2]
 
 

@@ -16,7 +16,7 @@ every_float = pytest.mark.parametrize("dtype", FLOATS)
 
 
 def check(call, expected=None):
-    """Within the tolerance of attention; inputs keep their bytes."""
+    """Check results within the tolerance of attention, and that inputs keep their bytes."""
     output, lse = run(expected or call, oracle.attend_blocks)
     before = {name: x.tobytes() for name, x in call.items() if isinstance(x, np.ndarray)}
     got, got_lse = run(call, return_lse=True)

@@ -22,7 +22,7 @@ every_float = pytest.mark.parametrize("element", FLOATS)
 
 
 def mean_of(tokens):
-    """What is stored for tokens [count, D], as keys and as values, of which both heads have the same."""
+    """Return the stored mean of tokens [count, D], which keys, values and all heads must share."""
     count, dim = tokens.shape
     whole = -(-dim // 32) * 32
     padded = np.zeros((count, 2, whole), tokens.dtype)
@@ -36,7 +36,7 @@ def mean_of(tokens):
 
 
 def numbers(rng, element, shape):
-    """Numbers whose sums round in every way: near each other, of any size, opposite, subnormal."""
+    """Return numbers whose sums round in every way: near each other, of any size, opposite, subnormal."""
     how = rng.integers(0, 4)
     if how == 0:
         return finite(rng, shape, FLOATS[element])

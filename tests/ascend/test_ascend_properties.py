@@ -15,7 +15,7 @@ reshape_and_cache = backends.operators.ascend.reshape_and_cache
 
 
 def runs(rng, dtype, data=any_bits):
-    """A function (mode, wins, offsets, ..) -> bytes of both caches, for tokens of 2 sequences in 2 heads."""
+    """Return a function (mode, wins, offsets, ...) -> bytes of both caches, for 2 sequences of 2 heads."""
     lengths = [7, 4]
     key, value = data(rng, (2, 11, 2, 32), dtype)
     before = any_bits(rng, (2, 6, 5, 1, 32), dtype)

@@ -28,7 +28,7 @@ lengths_of = st.lists(st.integers(1, 30), max_size=5)
 
 
 def check_tables(where, rows, size, headroom, first_block):
-    """Each entry has blocks of its own for its rows and room, and as few as that takes."""
+    """Check that each entry has its own blocks for its rows and headroom, and no more than needed."""
     assert where.context_lens.tolist() == list(rows)
     assert where.block_size == size
     assert where.block_tables.dtype == where.context_lens.dtype == where.slot_mapping.dtype == np.int32
@@ -44,7 +44,7 @@ def check_tables(where, rows, size, headroom, first_block):
 
 
 def steps_of(where, headroom):
-    """next_slots of each decoded token: the slots behind the context, and an error behind the room."""
+    """Check that next_slots gives the slot of the position after the context, for each decoded token."""
     size = where.block_size
     for step in range(headroom):
         for i, slot in enumerate(where.next_slots(step)):

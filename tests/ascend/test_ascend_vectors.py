@@ -35,17 +35,17 @@ def ops(request):
 
 
 def rows(numbers, channel, dtype=np.float16):
-    """[.., D] of numbers."""
+    """Return numbers as [..., D]."""
     return (np.array(numbers, float)[..., None] * channel).astype(dtype)
 
 
 def cache_of(numbers, channel):
-    """[blocks, rows, 1, D] of [block][row]."""
+    """Return numbers by [block][row] as [blocks, rows, 1, D]."""
     return rows(numbers, channel)[:, :, None]
 
 
 def keys_of(numbers, channel):
-    """[T, H, D] of [t] or [t][h]."""
+    """Return numbers by [t] or [t][h] as [T, H, D]."""
     numbers = np.array(numbers)
     return rows(numbers.reshape(len(numbers), -1), channel)
 
@@ -98,7 +98,7 @@ COMPRESSED = {
 
 
 def given(mode, data, channel, integer=np.int64, **more):
-    """Arguments of a compressed call; value = -key, so that the two cannot be mixed up."""
+    """Return the arguments of a compressed call; value = -key, so that the two cannot be mixed up."""
     key = keys_of(data["key"], channel)
     cache = cache_of(data["cache"], channel)
     indices = {name: np.array(more.pop(name), integer) for name in ("wins", "offset_index") if name in more}
@@ -198,7 +198,7 @@ def test_v8_nz_of_two_types(ops):
 
 
 def refused(arguments, keywords, name):
-    """An error about `name`, and both caches as they were."""
+    """Check that a call raises an error about `name` and changes neither cache."""
     before = [cache.tobytes() for cache in arguments[2:4]]
     with pytest.raises(KvkitError, match=rf"^{name}.*: expected .*, got "):
         reshape_and_cache(*arguments, **keywords)

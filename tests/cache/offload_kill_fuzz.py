@@ -25,7 +25,7 @@ DRAFT = 9
 
 
 def cache_of(seed):
-    """Three layers; every fourth cache has codes, and every fourth can lose tokens amid others."""
+    """Return a cache of three layers; every fourth has codes, and every fourth can lose any tokens."""
     if seed % 4 == 1:
         return Cache([DynamicLayer(), QuantizedLayer(**OPTIONS), DynamicLayer()])
     if seed % 4 == 0:
@@ -34,7 +34,7 @@ def cache_of(seed):
 
 
 def calls(seed):
-    """(name, argument) of calls without end: steps, drafts that are cropped, other orders, new starts."""
+    """Yield (name, argument) of calls without end: steps, cropped drafts, other orders, resets."""
     rng, length = np.random.default_rng(seed), 0
     while True:
         name = str(rng.choice(["update", "update", "update", "draft", "reorder", "reset"],
@@ -77,7 +77,7 @@ def do(cache, number, name, argument):
 
 
 def seen(cache):
-    """What tells caches apart: how many tokens, and what the next steps return."""
+    """Return what tells caches apart: the number of tokens, and the results of the next steps."""
     cache = copy.deepcopy(cache)
     lengths = [layer.get_seq_length() for layer in cache.layers]
     results = [do(cache, number, "update", count) for number, count in enumerate((1, 6))]
@@ -95,7 +95,7 @@ def work(folder, seed):
 
 
 def torn(folder):
-    """Whether a folder shows that a call was under way."""
+    """Return whether a folder shows that a call was interrupted."""
     about = [json.loads(path.read_text()) for path in folder.glob("layer-*.json")]
     lengths = {each["state"]["length"] if "state" in each else 0 for each in about}
     return len(lengths) > 1 or any(".new" in path.name or ".next" in path.name for path in folder.iterdir())

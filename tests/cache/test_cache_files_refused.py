@@ -37,7 +37,7 @@ def save_blocks(path):
 
 
 def array(name, function):
-    """A change of an array; nothing is left of it where the function gives None."""
+    """Return a change of an array by a function; it is removed if the function returns None."""
 
     def change(arrays, about):
         arrays[name] = function(arrays[name])
@@ -48,7 +48,7 @@ def array(name, function):
 
 
 def said(where, value):
-    """A change of what is said of the cache, at some names with dots between; None takes it away."""
+    """Return a change of the cache's description at names with spaces between; None removes the entry."""
 
     def change(arrays, about):
         *inner, last = [int(name) if name.isdigit() else name for name in where.split(" ")]

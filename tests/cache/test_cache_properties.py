@@ -53,7 +53,7 @@ def cache_of(kind, window, dtype):
 
 
 class Operations(RuleBasedStateMachine):
-    """A layer in memory, or in files, does what the model does."""
+    """Runs random operations on a layer, in memory or in files, and on its model."""
 
     kind: str
     offloaded = False
@@ -85,7 +85,7 @@ class Operations(RuleBasedStateMachine):
             cache.close()
 
     def new(self, count):
-        """Tokens: contiguous, fused with others and turned, or the layer's own last ones."""
+        """Return new tokens: contiguous, a slice of fused ones, or the layer's own last ones."""
         how = self.rng.random()
         if how < 0.1 and 0 < count <= self.model.stored:
             return [side[:, :, -count:] for side in (self.layer.keys, self.layer.values)]
@@ -138,7 +138,7 @@ class Operations(RuleBasedStateMachine):
             assert_near(lse, expected_lse, TOLERANCE["float32"], "lse")
 
     def same(self, like=None):
-        """Everything that can be seen is as the model has it."""
+        """Check that everything that can be seen is as in the model."""
         assert self.layer.get_seq_length() == len(self.model)
         assert self.layer.record_past == self.model.recording
         for count in (0, 1, 3, 12):
@@ -194,7 +194,7 @@ class Operations(RuleBasedStateMachine):
     @precondition(lambda self: self.kind != "paged" and not self.model.recording)
     @rule(begin=st.integers(0, 20), count=st.integers(1, 8))
     def remove(self, begin, count):
-        """Later tokens move up, as keys do that no position has rotated."""
+        """Remove tokens; later ones move up, because their keys are not rotated."""
         end, length = begin + count, len(self.model)
         if end >= length:
             return
@@ -258,12 +258,12 @@ class Operations(RuleBasedStateMachine):
     @precondition(lambda self: self.kind != "paged")
     @rule()
     def release_undo(self):
-        """What an update of another layer does."""
+        """Release what only an undo needs, as an update of another layer does."""
         self.layer.release_undo()
         self.last_query()
 
     def last_query(self):
-        """Only the window of the last token need be there."""
+        """Attend with the last token, which needs only its window."""
         self.same()
         self.queries = min(self.queries, 1)
         if self.queries:
@@ -271,7 +271,7 @@ class Operations(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from([*COPIES, "file"]))
     def come_back(self, how):
-        """Go on with what a copy or a file gives: it is in memory, and nothing in it is the other's."""
+        """Go on with a copy, or with a layer loaded from a file; it is in memory and shares nothing."""
         before, path = self.cache, self.room / "cache.npz"
         if how == "file":
             before.save(path)
@@ -289,7 +289,7 @@ class Operations(RuleBasedStateMachine):
     @precondition(lambda self: self.offloaded)
     @rule(closed=st.booleans())
     def open_again(self, closed):
-        """Go on with the folder, closed or as a process that ends leaves it."""
+        """Open the folder again, closed properly or as a process that ends leaves it."""
         before, self.folders = self.folder, self.folders + 1
         self.cache.folder.keep = closed
         self.folder = self.room / str(self.folders)

@@ -120,7 +120,7 @@ def test_constructors(message, make):
 
 
 def of_updates(key, value):
-    """(the message's words, arguments) of updates of a cache of [2, 3, ., .] float16 with 5 tokens."""
+    """Yield (words of the message, arguments) of wrong updates of a float16 cache [2, 3, 5, ...]."""
     yield "key_states: expected a numpy array, got list", (key.tolist(), value)
     yield "key_states: expected 4 axes", (key[0], value[0])
     yield "value_states: expected 4 axes", (key, value[0])
@@ -153,7 +153,7 @@ OTHERS = [
 
 
 def of_attention(size):
-    """(the message's words, arguments, options) for 2 queries of [2, 6, 2, size] after 5 tokens."""
+    """Yield (words of the message, arguments, options) of wrong attention after 5 tokens."""
     query = np.ones((2, 6, 2, size), np.float16)
     for wrong in (query.tolist(), query.astype(np.float64), query[0], query[:1], query[:, :4], query[:, :0],
                   query[..., : size // 2], np.ones((2, 6, 6, size), np.float16), None):  # fmt: skip

@@ -21,7 +21,7 @@ from kvkit.cache import (
 
 
 def states(total, batch=2):
-    """A state that says how many tokens it has seen, and in which row of the batch it was."""
+    """Return a state that tells how many tokens it has seen, and its row of the batch."""
     rows = 100 * np.arange(batch, dtype=np.float32) + total
     return {
         "conv": np.broadcast_to(rows[:, None, None], (batch, 3, 4)),
@@ -56,7 +56,7 @@ def cache(request, tmp_path):
 
 
 def seen(layer):
-    """How many tokens each row's state has seen."""
+    """Return how many tokens each row's state has seen."""
     numbers = layer.states["conv"][:, 0, 0] % 100
     assert (layer.states["conv"] % 100 == numbers[:, None, None]).all()
     assert (layer.states["ssm.0"][:, 0] % 100 == numbers).all()

@@ -41,7 +41,7 @@ def filled(cache, steps, dtype=np.float32):
 
 
 def attended(rows, query, dim, visible=True):
-    """Attention in float64; queries are the last tokens."""
+    """Attend in float64; queries are the last tokens."""
     new, count = query.shape[2], rows.shape[2]
     causal = np.arange(count) <= count - new + np.arange(new)[:, None]
     scores = np.einsum("bhqd,btd->bhqt", query.astype(np.float64), rows[:, 0].astype(np.float64)) * SCALE

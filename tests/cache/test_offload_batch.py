@@ -15,7 +15,7 @@ from kvkit.cache.stores import mapped
 
 
 def filled(*counts):
-    """Layers of all kinds."""
+    """Return layers of all kinds with tokens."""
     return more(Cache(five_layers()), *counts)
 
 
@@ -31,26 +31,26 @@ def more(cache, *counts):
 
 
 def recorded():
-    """Tokens that a crop may take back, in windows and in codes that are not made yet."""
+    """Return layers with recorded tokens, in windows and in codes that are not made yet."""
     cache = filled(6)
     cache.activate_past_recording()
     return more(cache, 9)
 
 
 def recording():
-    """Layers without tokens yet."""
+    """Return layers that record and have no tokens yet."""
     cache = Cache([DynamicLayer(), *(SlidingWindowLayer(4) for _ in "abc")])
     cache.activate_past_recording()
     return cache
 
 
 def coded():
-    """Codes of the latest update, whose originals are still there."""
+    """Return layers with codes of the latest update, whose original numbers are still there."""
     return more(Cache([DynamicLayer(), *(QuantizedLayer(**OPTIONS) for _ in "abc")]), 30, 20)
 
 
 def moved():
-    """Rows that were removed and shifted, of all kinds of layers."""
+    """Return layers of all kinds whose rows were removed and shifted."""
     cache = more(Cache(five_layers()), 9)
     remove(cache)
     return more(cache, 1)
@@ -61,7 +61,7 @@ def unfixed():
 
 
 def roomy():
-    """Layers whose files become smaller."""
+    """Return layers whose files become smaller."""
     return more(Cache([DynamicLayer(), SlidingWindowLayer(4), DynamicLayer()]), 90)
 
 
@@ -124,7 +124,7 @@ def contents(cache):
 
 
 def next_step(cache):
-    """What every layer says to another token."""
+    """Return the results of all layers for another token."""
     results = []
     for i in range(len(cache)):
         batch = cache.layers[i].batch_size or 3
@@ -134,7 +134,7 @@ def next_step(cache):
 
 
 def opened(folder, files):
-    """What a folder of these files opens to, and what follows; the folder is deleted."""
+    """Open a folder of these files; return its state and its next step, and delete it."""
     with Cache.open(as_folder(folder, files), keep=False) as cache:
         found = contents(cache), next_step(cache)
     assert not list(folder.iterdir())
@@ -262,7 +262,7 @@ LINES = {
 
 
 def interrupted(call, number):
-    """Whether there was such a line of what ends a change of a folder: there a KeyboardInterrupt came."""
+    """Interrupt the end of a change of a folder at its line `number`; return whether it has such a line."""
     left = number
 
     def trace(frame, event, argument):

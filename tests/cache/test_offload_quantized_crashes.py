@@ -49,7 +49,7 @@ def some_operations(rng, count):
 
 
 def many_updates(rng, count):
-    """Calls of which a tail has room for some, and then for others only in the place of what counts."""
+    """Return updates that fill a tail, and then need the place of earlier tokens."""
     return [("update", int(tokens)) for tokens in rng.integers(1, 25, count)]
 
 

@@ -34,7 +34,7 @@ def layers_of(unused):
 
 
 def step(cache, number, used):
-    """A step of a model that uses these layers; what they return."""
+    """Run a step of a model that uses these layers; return their results."""
     results = []
     for i in used:
         got = cache.update(*random(np.float32, COUNTS[number], 10 * number + i, (4, 8)), i)
@@ -43,7 +43,7 @@ def step(cache, number, used):
 
 
 def has_tokens(files):
-    """Whether any layer in these files has some."""
+    """Return whether any layer in these files has tokens."""
     said = [
         json.loads(data) for name, data in files.items() if name.startswith("layer") and name.endswith("json")
     ]
@@ -51,7 +51,7 @@ def has_tokens(files):
 
 
 def reopened(folder, files):
-    """The cache that these files open to, in a new folder, and the warnings."""
+    """Open these files in a new folder; return the cache and the warnings."""
     shutil.rmtree(folder, ignore_errors=True)
     as_folder(folder, files)
     with warnings.catch_warnings(record=True) as said:

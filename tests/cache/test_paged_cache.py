@@ -24,7 +24,7 @@ class Server:
         self.contexts = {}  # sequence -> layer -> keys, values
 
     def add(self, ids, like=None):
-        """A sequence; blocks that it takes over hold the tokens of another one."""
+        """Add a sequence; blocks that it takes over hold the tokens of another one."""
         seq = self.cache.blocks.add(ids)
         self.contexts[seq] = [[side[: seq.length] for side in sides] for sides in self.contexts.get(like, [])]
         if not seq.length:
@@ -41,7 +41,7 @@ class Server:
         self.contexts[seq] = [[side[: seq.length] for side in sides] for sides in self.contexts[seq]]
 
     def run(self, *pairs, together=True, **options):
-        """A step through all layers, compared with the plain operators bit for bit."""
+        """Run a step through all layers, and compare it with the plain operators bit for bit."""
         plain = Plain(self.kind, self.layout)
         with self.cache.begin_step(pairs) as step:
             seqs, counts = step.index.sequences, np.diff(step.index.seqstarts).tolist()

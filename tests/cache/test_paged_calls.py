@@ -18,7 +18,7 @@ OPTIONS = [
 
 @pytest.fixture
 def prepared(monkeypatch):
-    """The launches that are prepared."""
+    """Return a list that gets the launches that are prepared."""
     made = []
 
     def count(module, name):

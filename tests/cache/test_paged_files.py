@@ -18,7 +18,7 @@ def path(tmp_path):
 
 
 def served(kind="float32", layout=3):
-    """A cache with two live sequences, which share blocks, and a prefix that nobody holds."""
+    """Return a cache of two live sequences that share blocks, and of a prefix that no sequence holds."""
     cache = paged(kind, layout)
     first, other = cache.blocks.add(IDS), cache.blocks.add([7, 8, 9, 10, 11])
     run(cache, (first, len(IDS)), (other, 5))

@@ -154,7 +154,7 @@ COPIES = [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]
 
 
 def go_on(cache, states):
-    """Complete the step that layer 0 is in, and make another one; what attention says."""
+    """Complete the step that layer 0 is in, and run another one; return the results of attention."""
     results = []
     for layers in (range(1, LAYERS), range(LAYERS)):
         for i in layers:

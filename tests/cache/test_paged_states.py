@@ -31,7 +31,7 @@ few = precondition(lambda self: len(self.pairs) < 4)
 
 @functools.cache
 def stored(head, bit):
-    """What is left of a head's numbers in a cache of this kind."""
+    """Return a head's numbers after a cache of this kind has stored them."""
     exact = np.frombuffer(head, np.float32)
     if not bit:
         return exact
@@ -95,7 +95,7 @@ class Paged(RuleBasedStateMachine):
     @some
     @rule(which=WHICH, begin=st.integers(0, 6), count=st.integers(0, 4), close=st.booleans())
     def edit_a_branch(self, which, begin, count, close):
-        """A branch that loses and moves tokens, and then goes, leaves no trace."""
+        """Fork a sequence, remove and move tokens of the fork, and release it; no trace may be left."""
         if len(self.model.free) < 3:  # else the copies would evict published blocks
             return
         branch, rope = self.blocks.fork(self.pick(which)[0]), Rope(DIM)
@@ -119,7 +119,7 @@ class Paged(RuleBasedStateMachine):
 
     @rule()
     def come_back(self):
-        """Go on with what a file gives: sequences, published prefixes, and the order of their eviction."""
+        """Go on with a loaded file: sequences, published prefixes, and the order of their eviction."""
         with tempfile.TemporaryDirectory() as room:
             self.cache.save(f"{room}/cache.npz", [seq for seq, _ in self.pairs])
             self.cache = load(f"{room}/cache.npz")
@@ -138,7 +138,7 @@ class Paged(RuleBasedStateMachine):
         layers=st.sampled_from([LAYERS, LAYERS, *range(LAYERS)]),
     )
     def compute_anything(self, counts, shift, layers):
-        """Some sequences, in some order, perhaps not in all layers."""
+        """Run a step of some sequences, in some order, perhaps not in all layers."""
         pairs = [self.pick(shift + i) for i in range(min(len(counts), len(self.pairs)))]
         self.compute([(*pair, count) for pair, count in zip(pairs, counts, strict=False)], layers)
 
@@ -171,7 +171,7 @@ class Paged(RuleBasedStateMachine):
             self.model.abandon(step, copies)
 
     def check_index(self, index, step):
-        """A slot is written once, in a block that one sequence holds and nobody can find."""
+        """Check that each slot is written once, in a block that one sequence holds and no prefix finds."""
         counts, past = [count for _, count in step], [row.length for row, _ in step]
         lengths, tables = np.add(past, counts).tolist(), [row.blocks for row, _ in step]
         width, slots = max(map(len, tables), default=0), index.slot_mapping.tolist()
@@ -197,7 +197,7 @@ class Paged(RuleBasedStateMachine):
         ]
 
     def expected(self, step, layer, past):
-        """Keys and values of the new tokens of a step, packed, or of all tokens."""
+        """Return keys and values of the new tokens of a step, packed, or of all tokens."""
         for side in (0, 1):
             parts = [
                 numbers(row.prefix(i + 1), layer, side, HEADS, DIM)

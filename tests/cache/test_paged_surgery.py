@@ -17,12 +17,12 @@ def normal(*shape, seed=0, dtype=np.float32):
 
 
 def rotated(states, positions):
-    """Rotate packed heads [tokens, heads, dim]."""
+    """Return packed heads [tokens, heads, dim], rotated."""
     return ROPE.rotate(states.swapaxes(0, 1), positions).swapaxes(0, 1)
 
 
 class Server:
-    """A paged cache beside cells: the token of name i has key and value i of a list, and is rotated."""
+    """Runs a paged cache beside cells; the token named i has key and value i of a list, rotated."""
 
     def __init__(self, num_blocks=64, page_size=P, dtype="float32", **options):
         self.cache = PagedCache(num_blocks, page_size, LAYERS, HEADS, DIM, dtype, rope=ROPE, **options)
@@ -108,7 +108,7 @@ class Server:
             )
 
     def come_back(self, path):
-        """Go on with what a file gives."""
+        """Go on with a loaded file."""
         self.cache.save(path, list(self.cells))
         self.cache = load(path)
         self.cells = dict(zip(self.cache.sequences, self.cells.values(), strict=True))

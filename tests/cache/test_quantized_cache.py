@@ -19,7 +19,7 @@ PARTS, NUMBERS = ("sinks", "tail", "codes", "cells", "block_of"), itertools.coun
 
 
 class Model:
-    """Both sides of the reference, driven like a layer."""
+    """Drives both sides of the reference like a layer."""
 
     def __init__(self, key, value, residual_length, sink, read_back=False):
         rest = sink, residual_length, read_back
@@ -34,7 +34,7 @@ class Model:
             getattr(side, name)(*arguments)
 
     def check(self, layer):
-        """Stored tokens, codes and parameters are the layer's, bit for bit."""
+        """Check that stored tokens, codes and parameters are the layer's, bit for bit."""
         assert layer.get_seq_length() == len(self.sides[0].tokens)
         if not self.sides[0].tokens:
             return

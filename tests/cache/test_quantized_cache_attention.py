@@ -25,7 +25,7 @@ ROUNDING = {"float32": 0, "float16": 2**-11, "bfloat16": 2**-8}
 
 
 def attended(query, keys, values, mask=None, **options):
-    """Attention [B, Hq, q, Dv] and lse of the reference, in float64."""
+    """Return attention [B, Hq, q, Dv] and lse by the reference, in float64."""
     query, keys, values = (x.swapaxes(1, 2).astype(np.float64) for x in (query, keys, values))
     sizes = len(query), query.shape[2], query.shape[1], keys.shape[1]
     pairs = [
@@ -102,7 +102,7 @@ def test_every_code_read_in_place(case):
 
 
 def unrounded(side):
-    """What a side's codes stand for, and its other tokens, as float32."""
+    """Return a side's tokens in float32, coded ones as their codes say."""
     bits, dim, sink, coded = side.spec.bits, side.shape[3], min(side.sink, side.length), side.codes_read
     places = np.tile(np.arange(0, 8, bits), dim * bits // 8).astype(np.uint8)
     codes = side.codes[:, :, :coded].repeat(8 // bits, axis=-1) >> places

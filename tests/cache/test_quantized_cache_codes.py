@@ -30,7 +30,7 @@ CASES = {  # dtype, spec, head size: whole panels of 16 and not, groups smaller 
 
 
 def numbers(rng, shape, dtype):
-    """Random numbers with ties, zeros, constant groups and outliers."""
+    """Return random numbers with ties, zeros, constant groups and outliers."""
     x = rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 3, (*shape[:-1], 1))
     kinds = rng.integers(0, 6, shape[:-1])
     x[kinds == 0] = np.rint(2 * x[kinds == 0]) / 2

@@ -32,7 +32,7 @@ def filled(spec, states, sink=SINK, residual=RESIDUAL):
 
 
 def read(x, spec, value):
-    """What comes back of coded tokens."""
+    """Return tokens after they were coded and decoded."""
     turned = formats.rotate(x, spec.rotation, value=value)
     how = {"scale": "group", "group": 64} if spec.format == "e4m3" else {}
     if spec.scale is not None:  # [B, H, tokens, D]: scales of a token's head

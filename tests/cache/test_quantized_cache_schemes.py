@@ -42,7 +42,7 @@ def tokens(rng, count, batch=2, dtype=np.float32):
 
 
 def read(states, coded):
-    """What comes back when so many tokens after the first ones have been coded, by thirds."""
+    """Return tokens of which `coded` after the first ones have been coded by thirds."""
     out = states.astype(np.float64)
     for row in out:
         for head in row:
@@ -54,7 +54,7 @@ def read(states, coded):
 
 
 def attended(query, keys, values):
-    """Attention of the last tokens, in float64; two query heads share a key head."""
+    """Attend with the last tokens in float64; two query heads share a key head."""
     keys, values = (np.repeat(side, 2, 1) for side in (keys, values))
     scores = query.astype(np.float64) @ keys.swapaxes(2, 3) / np.sqrt(D)
     new, length = scores.shape[2:]

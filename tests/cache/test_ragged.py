@@ -48,7 +48,7 @@ def masked(query, keys, values, positions, shown=None, sinks=None, softcap=0.0):
 
 
 class Scene:
-    """A cache of one layer beside all the tokens that it was given."""
+    """Holds a cache of one layer beside all tokens that were appended to it."""
 
     def __init__(self, tokens=90, dtype=np.float32, **options):
         self.cache, self.dtype, self.steps = Cache([DynamicLayer()], rope=ROPE), dtype, 0

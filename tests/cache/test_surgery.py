@@ -184,7 +184,7 @@ def test_whole_blocks_removed_leave_the_bits_of_a_mask(new, begin, end):
 
 
 def layers():
-    """Layers of 40 tokens by kind, whose attention removal must not change but for the removed tokens."""
+    """Return layers of 40 tokens by kind."""
     token = QuantSpec(4, group=8, axis="token")
     return {
         "dynamic": DynamicLayer(),

@@ -35,7 +35,7 @@ def browser():
 
 @pytest.fixture(params=WIDTHS)
 def page(request, browser):
-    """A page of a width, and what its console said."""
+    """Yield a page of some width, and the messages of its console."""
     made = browser.new_page(viewport={"width": request.param, "height": 900})
     made.said = []
     made.on("console", lambda message: made.said.append(message.text) if message.type == "error" else None)

@@ -22,7 +22,7 @@ def written(version, name):
 
 
 def parts_of(path):
-    """The tensors and texts of a file."""
+    """Return the tensors and texts of a file."""
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     return safetensors.numpy.load_file(path), json.loads(data[8 : 8 + length])["__metadata__"]

@@ -28,7 +28,7 @@ def given_code(x, bits):
 
 
 def power(name, code):
-    """A block of an MX format."""
+    """Return the oracle's coding of a block of an MX format."""
     known = formats.named(name)
     return partial(oracle.mx, code=code, exponent=known.exponent, rounding=known.rounding)
 
@@ -60,7 +60,7 @@ DIMS = {"ds_mla": 576, "int8_token_head": 24, "e4m3_token_head": 24, "lmdeploy_i
 
 
 def some(rng, rows, dim, tiny=1e-36):
-    """Rows of numbers of many sizes; zeros, equal numbers, ties of codes, tiny ones."""
+    """Return rows of numbers of many sizes, with zeros, equal numbers, ties of codes and tiny ones."""
     x = rng.standard_normal((rows, dim)) * 10.0 ** rng.integers(-4, 4, (rows, 1))
     x[0], x[1], x[2] = 0, 3, -0.0
     x[3] = np.arange(dim) % 16 - 7.5

@@ -87,7 +87,7 @@ def test_torch_reads_every_code(name):
 
 
 def group_query_attention(helper, kinds, key, value, scales, bits, how):
-    """The present keys and values of onnxruntime's operator, codes [1, heads, tokens, bytes]."""
+    """Return onnxruntime's present keys and values, codes [1, heads, tokens, bytes]."""
     ort = pytest.importorskip("onnxruntime")
     (tokens, heads, dim), kind = key.shape, {8: kinds.INT8, 4: kinds.UINT8}[bits]
     past = np.zeros((1, heads, 0, dim * bits // 8), {8: np.int8, 4: np.uint8}[bits])

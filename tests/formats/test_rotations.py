@@ -10,7 +10,7 @@ NAMES = ("hadamard", "hadamard:16", "llama.cpp", "vllm")
 
 
 def matrix(block):
-    """Sylvester's, of 1 and -1."""
+    """Return Sylvester's matrix of 1 and -1."""
     return np.array([[(-1) ** (i & j).bit_count() for j in range(block)] for i in range(block)], np.float64)
 
 

@@ -31,7 +31,7 @@ def caller():
 
 
 def move(direction, packed, cache, cells=None, plain=False, *, stored, cell=None, group=0):
-    """One row of an array [dim] and a row of bytes."""
+    """Encode or decode one row [dim] to or from a row of bytes."""
     code = rows(direction, packed.dtype.name, stored, cell, group, 0, False, plain)
     at = 0 if cells is None else cells.ctypes.data
     given = packed.ctypes.data, 0, 0, cache.ctypes.data, 0, 0, at, 0, 0, 1, 1, 1, packed.size
@@ -123,7 +123,7 @@ def normal(rng, *shape):
 
 
 def empty(name, shared, rng):
-    """(cache, scale, attributes) of a static cache of one layer, whose rows begin at odd addresses."""
+    """Return (cache, scale, attributes) of a static cache of one layer whose rows begin at odd addresses."""
     shape = B, 1, 2, ROOM, H, BY_NAME[name].bytes(D)
     cache, how = np.zeros(np.prod(shape) + 1, np.uint8)[1:].reshape(shape), {"quant_format": name}
     if isinstance(shared, int):
@@ -141,7 +141,7 @@ def encoded(x, side, name, shared, scale):
 
 
 def on_device(*arrays):
-    """The arrays as the backend has them: arrays of a device, or themselves."""
+    """Return the arrays on the backend's device, or unchanged."""
     if backends.name == "cpu":
         return arrays
     from device_arrays import Array

@@ -41,7 +41,7 @@ print(json.dumps({"folder": str(jit.cache_folder()), "share": code.ctypes(7, 1, 
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of the package that a test may edit."""
+    """Return a copy of the package that a test may edit."""
     shutil.copytree(PACKAGE, tmp_path / "src" / "kvkit", ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path / "src"
 
@@ -233,7 +233,7 @@ SHARE = "int64(int64, int64, int64)"
 
 
 class Shelf:
-    """A folder of compiled code in which a test can lay things."""
+    """Holds a folder of compiled code that a test can change."""
 
     def __init__(self, path, monkeypatch):
         from kvkit.formulas import index
@@ -243,7 +243,7 @@ class Shelf:
         monkeypatch.setattr(jit, "cache_folder", lambda: self.path)
 
     def make(self, key=()):
-        """Compile or load a kernel; its folder entry, which also says whether it was loaded."""
+        """Compile or load a kernel; return its entry, which tells whether it was loaded."""
         compiled, compile_ = [], self.jit.compile_code
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.jit, "compile_code", lambda *args: compiled.append(args) or compile_(*args))
@@ -300,7 +300,7 @@ def link_to_a_file(file, monkeypatch):
 
 
 def pipe(file, monkeypatch):
-    """Which is not waited for."""
+    """Put a pipe in place of a file; opening it must not wait."""
     file.unlink()
     os.mkfifo(file, 0o600)
 

@@ -95,7 +95,7 @@ def test_the_sequence_of_every_token():
 
 @pytest.fixture
 def sparse(tmp_path):
-    """Arrays of any size, of zeros; only pages that are touched exist. The file and its use of the disk."""
+    """Yield a maker of arrays of zeros of any size, of which only touched pages exist."""
     files = []
 
     def make(shape, dtype):

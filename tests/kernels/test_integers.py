@@ -85,11 +85,11 @@ class Rows:
         return memory
 
     def numbers_for(self, count):
-        """The last one repeated, as a walk does."""
+        """Return row numbers, the last one repeated as a walk does."""
         return np.append(self.numbers, self.numbers[-1:].repeat(count - len(self.numbers))).astype(np.int64)
 
     def fields(self, side, count, numbers, ahead):
-        """The fields of params, block and tile that say where the first rows of a side lie."""
+        """Return the fields of params, block and tile that say where the first rows of a side lie."""
         params = {f"{side}s.scale_row": self.cells.shape[1], f"{side}s.padded_dim": self.dim}
         block = {f"{side}_row": self.codes.shape[1], f"{side}_ids": numbers}
         block["prefetch_in_scores" if side == "key" else "prefetch_in_sums"] = ahead
@@ -146,7 +146,7 @@ class Block:
 
 
 def check_sums(rng, rows, form, tokens, place=same, before=0.0, spike=1, most=2**20):
-    """True, unless scales are too uneven, or values above `most`: then nothing is done."""
+    """Check scores and sums; return False if scales are too uneven or values above `most`."""
     cache, whole = Rows(rng, form, tokens, place, spike), -(-tokens * rows // 16) * 16 // rows
     numbers, ahead = place(cache.numbers_for(whole)), place(soon(rng, whole))
     block = Block(rng, rows, cache, tokens, before)
@@ -171,7 +171,7 @@ def check_sums(rng, rows, form, tokens, place=same, before=0.0, spike=1, most=2*
 
 
 def check_wide(rng, form, tokens, place=same, before=0.0, spike=1, most=2**20):
-    """Scores and sums of 32 rows, likewise; queries of float16 keep all bits down to 1/16 of a power of 2."""
+    """Check scores and sums of 32 rows; float16 queries keep all bits down to 1/16 of a power of 2."""
     cache, whole = Rows(rng, form, tokens, place, spike), -(-tokens // 8) * 8
     numbers = place(cache.numbers_for(whole))
     queries = (rng.standard_normal((cache.dim, WIDE)) * 2.0 ** rng.integers(-9, 9)).astype(np.float16)

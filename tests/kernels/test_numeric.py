@@ -26,7 +26,7 @@ def cast(values, dtype):
 
 
 def assert_same_floats(got, expected):
-    """Equal bits; a NaN may have any payload."""
+    """Check that floats have equal bits; a NaN may have any payload."""
     bits = {2: np.uint16, 4: np.uint32}[got.itemsize]
     nan = np.isnan(cast(expected, np.float32))
     assert (np.isnan(cast(got, np.float32)) == nan).all()
@@ -79,7 +79,7 @@ BYTES = np.arange(256, dtype=np.uint8).view(np.int8)
 
 
 def nibbles(data):
-    """Low, then high, as two's complement."""
+    """Return nibbles, low then high, as two's complement."""
     unsigned = np.stack([data.view(np.uint8) & 15, data.view(np.uint8) >> 4], axis=-1).astype(np.int8)
     return np.where(unsigned > 7, unsigned - 16, unsigned).reshape(*data.shape[:-1], -1)
 

@@ -26,7 +26,7 @@ tiles = pytest.mark.parametrize("tile", TILES)
 
 
 def compiled(function, arguments):
-    """Machine code that is not kept: the folder of compiled code knows the package's files only."""
+    """Return machine code that is not kept on disk, which knows only the package's files."""
     with mock.patch.object(jit, "cache_folder", return_value=None):
         return jit.callback(function, types.void(*[types.int64] * arguments))
 
@@ -56,7 +56,7 @@ def lane_by_lane(formula):
 
 
 def applied(formula, x):
-    """The formula of every number, between guards."""
+    """Return the formula of every number, written between guards."""
     x = np.asarray(x, np.float32)
     padded = np.append(x, np.zeros(-len(x) % LANES, np.float32))
     result, untouched = guarded(padded.shape)
@@ -66,20 +66,20 @@ def applied(formula, x):
 
 
 def numbers_between(low, high, step):
-    """Every `step`-th float32 from low to high, both of one sign."""
+    """Return every `step`-th float32 from low to high, both of one sign."""
     ends = sorted(abs(np.array([low, high], np.float32)).view(np.uint32).tolist())
     x = np.arange(ends[0], ends[1] + 1, step, dtype=np.uint32).view(np.float32)
     return -x if low < 0 else x
 
 
 def ulps(got, truth):
-    """How far numbers are from the truth, in units of the last place of the truth."""
+    """Return the distance of numbers from the truth, in units of the truth's last place."""
     place = np.maximum(np.frexp(truth)[1] - 24, -149)
     return np.abs(got - truth) / 2.0**place
 
 
 def worst(formula, truth, low, high, step, chunk=2**22):
-    """The largest error over a range, in ulp."""
+    """Return the largest error over a range, in ulp."""
     largest = 0.0
     x = numbers_between(low, high, step)
     for begin in range(0, len(x), chunk):
@@ -189,7 +189,7 @@ def test_sums_of_vectors(count, rng):
 
 @functools.cache
 def softmax_code():
-    """One block of scores, then the top and the total of each row."""
+    """Compile the softmax of one block of scores, with the maximum and sum of each row."""
     softmax, fold, put = online_softmax.softmax, online_softmax.fold, memory.store(types.float32)
 
     def over(scores, tile, count, top, total, factor, folded):
@@ -203,7 +203,7 @@ def softmax_code():
 
 
 class Running:
-    """The state of a tile: a top and a total for each of at least 16 lanes."""
+    """Holds the state of a tile: a maximum and a sum for each of at least 16 lanes."""
 
     def __init__(self, tile):
         self.tile, self.lanes = tile, max(tile, LANES)
@@ -231,7 +231,7 @@ class Running:
 
 
 def softmax(scores):
-    """(top, total, weights before division) in float64."""
+    """Return (maximum, sum, weights before division) in float64."""
     scores = scores.astype(np.float64)
     top = scores.max(0)
     with np.errstate(invalid="ignore"):
@@ -243,7 +243,7 @@ BLOCKS = [(64,), (1,), (5,), (64, 64, 3), (1, 1, 1), (7, 32, 32, 30)]
 
 
 def check_softmax(tile, blocks, scores):
-    """Differences of scores, as far as they have a weight, are rounded once a block."""
+    """Check weights against float64, where differences of scores are rounded once a block."""
     running, begin = Running(tile), 0
     span = 0 if np.isneginf(scores).all() else min(np.ptp(scores[np.isfinite(scores)]), 88)
     close = {"rtol": 2e-6 + len(blocks) * 2.0**-24 * span, "atol": 1e-35}

@@ -54,25 +54,25 @@ def in_order(source, target, rows, dim):
 
 @functools.cache
 def compiled(function):
-    """Machine code that is not kept: the folder of compiled code knows the package's files only."""
+    """Return machine code that is not kept on disk, which knows only the package's files."""
     count = function.__code__.co_argcount
     with mock.patch.object(jit, "cache_folder", return_value=None):
         return jit.callback(function, types.void(*[types.int64] * count))
 
 
 def call(function, *arguments):
-    """The micro-kernel."""
+    """Return the micro-kernel."""
     compiled(function).ctypes(*[x.ctypes.data if isinstance(x, np.ndarray) else x for x in arguments])
 
 
 def as_pairs(rows):
-    """[rows, WIDE] as [rows / 2, WIDE, 2] of bfloat16, a last one beside zeros."""
+    """Return [rows, WIDE] as bfloat16 pairs [rows / 2, WIDE, 2]; an odd last row is beside zeros."""
     whole = np.concatenate([rows, np.zeros((len(rows) % 2, WIDE), np.float32)])
     return whole.astype(BF16).reshape(-1, 2, WIDE).swapaxes(1, 2)
 
 
 def attended(query, key, value, scale):
-    """Plain attention in float64, causal: (heads, tokens, dim)."""
+    """Attend causally in float64; arrays are [heads, tokens, dim]."""
     new, length, group = len(query), len(key), query.shape[1] // key.shape[1]
     query, key, value = (x.astype(np.float64).swapaxes(0, 1) for x in (query, key, value))
     out = np.zeros((*query.shape[:2], value.shape[2]))

@@ -35,7 +35,7 @@ QMAX = {"int8": 127, "int4": 7}
 
 
 class Kept(NamedTuple):
-    """How a cache keeps elements: the arguments of `products` after the first."""
+    """Describes how a cache stores elements: the arguments of `products` after the first."""
 
     stored: str
     cell: str | None = None
@@ -96,7 +96,7 @@ class Cached(NamedTuple):
     values: np.ndarray  # float64 [token, dim]
 
     def spot(self, side):
-        """The fields of params, block and tile that say where the rows of a side lie."""
+        """Return the fields of params, block and tile that say where the rows of a side lie."""
         cells = NOWHERE if self.cells is None else self.cells
         params = {f"{side}s.scale_row": self.cell_row, f"{side}s.padded_dim": self.values.shape[1]}
         tile = {f"{side}s": self.elements, f"{side}_scales": cells, "count": len(self.values)}
@@ -108,7 +108,7 @@ class Cached(NamedTuple):
 
 
 def cached(rng, kept, tokens, dim, integers=False, gap=0):
-    """Numbers of size 1, or small integers whose products and sums are exact in float32."""
+    """Return a cache of numbers of size 1, or of small integers whose sums are exact in float32."""
     capacity = 2 * tokens + 3
     between = 1 + rng.permutation(capacity - 2)
     numbers = rng.permutation(np.r_[capacity - 1, 0, between][:tokens]).astype(np.int64)
@@ -137,7 +137,7 @@ def cached(rng, kept, tokens, dim, integers=False, gap=0):
 
 
 def in_blocks(rng, stored, numbers, capacity, dim, integers, gap):
-    """Codes and scales of blocks, and what they stand for."""
+    """Return codes and scales of blocks, and the numbers that they stand for."""
     codes = rng.integers(-8, 8, (len(numbers), dim // 32, 32))
     scales = (
         2.0 ** rng.integers(-1, 2, codes.shape[:2]) if integers else rng.uniform(0.1, 0.2, codes.shape[:2])
@@ -170,7 +170,7 @@ def minifloats(rng, kept, numbers, capacity, dim, integers, gap):
 
 
 def spread(rows, numbers, capacity, gap):
-    """Rows at their places in bytes of NaN, `gap` bytes apart, none behind the last; and the stride."""
+    """Return rows `gap` bytes apart among bytes of NaN, none after the last; and their stride."""
     stride = rows.shape[1] + gap
     memory = np.full((capacity, stride), 0xFF, np.uint8)
     memory[numbers, : rows.shape[1]] = rows
@@ -182,14 +182,14 @@ def numbers_of(rng, shape, integers):
 
 
 def padded_numbers(cache, rows):
-    """The numbers of the tokens, the last one repeated up to a multiple of 8."""
+    """Return the row numbers of the tokens, the last one repeated up to a multiple of 8."""
     assert 8 % tile_tokens(rows) == 0
     tokens = len(cache.numbers)
     return np.append(cache.numbers, cache.numbers[-1:].repeat(-tokens % 8))
 
 
 def anywhere(rng, count):
-    """Addresses that are asked for ahead; nothing is at most of them."""
+    """Return addresses to prefetch; at most of them there is nothing."""
     return rng.integers(-(2**63), 2**63 - 1, count)
 
 
@@ -201,7 +201,7 @@ def same(array):
 
 
 def narrow_scores(rng, rows, kept, queries, cache, place=same, **form):
-    """([token, row], the values of the tokens): scores of whole tiles and vectors, written between guards."""
+    """Return (scores [token, row], values of the tokens); scores are written between guards."""
     numbers, tokens = place(padded_numbers(cache, rows)), len(cache.values)
     if not form.get("plain"):  # [dim / 16, row, 16]
         queries = np.ascontiguousarray(queries.reshape(rows, -1, 16).swapaxes(0, 1))
@@ -224,7 +224,7 @@ def narrow_scores(rng, rows, kept, queries, cache, place=same, **form):
 
 
 def narrow_sums(rng, rows, kept, weights, cache, sums, factors, place=same, **form):
-    """Sums [row, dim] that go on from `sums`, written between guards."""
+    """Return sums [row, dim] that continue `sums`, written between guards."""
     result, untouched = guarded(sums.shape, sums)
     weights, factors, ahead = place(weights), place(factors), place(anywhere(rng, len(cache.values)))
     params, block, tile = cache.spot("value")
@@ -240,7 +240,7 @@ def narrow_sums(rng, rows, kept, weights, cache, sums, factors, place=same, **fo
 
 
 def assert_close(got, expected, size, steps, label):
-    """Within what `steps` additions in float32 of numbers that sum up to `size` can be off by."""
+    """Check results within the error of `steps` float32 additions of numbers that sum up to `size`."""
     off = np.abs(got - expected) - (steps + 4) * EPS * size
     assert (off <= 0).all(), f"{label}: off by {off.max():.3g} too much"  # NaN is not within either
 
@@ -374,7 +374,7 @@ def wide_sums(weights, values, value_row, sums, factors, **form):
 
 
 def strided(rng, tokens, dim, integers, place):
-    """Rows with NaN between them and nothing behind the last: (the rows, their stride)."""
+    """Return (rows with NaN between them and nothing after the last, their stride)."""
     gap = int(rng.integers(0, 5))
     memory = np.full((tokens, dim + gap), np.nan, np.float32)
     memory[:, :dim] = numbers_of(rng, (tokens, dim), integers)
@@ -384,7 +384,7 @@ def strided(rng, tokens, dim, integers, place):
 
 
 def check_wide(rng, tokens, dim, plain, place=same):
-    """Scores of whole tiles of 8, sums of any number of tokens."""
+    """Check scores of whole tiles of 8, and sums of any number of tokens."""
     for integers in (True, False):
         queries = place(numbers_of(rng, (dim, WIDE), integers))
         keys, key_row = strided(rng, -(-tokens // 8) * 8, dim, integers, place)
@@ -476,7 +476,7 @@ def has_avx512():
 
 
 def innermost_loops(assembly):
-    """The lines of every loop without another loop in it."""
+    """Yield the lines of every loop without another loop in it."""
     loops, lines, labels = [], assembly.splitlines(), {}
     for i, line in enumerate(lines):
         if label := re.match(r"(\.LBB\w+):", line):

@@ -33,7 +33,7 @@ TOKENS, HEADS = 3, 3
 
 
 def names(formats):
-    """The formats as `rows` takes them: data, cache, scale, group."""
+    """Return the formats as `rows` takes them: data, cache, scale, group."""
     if not formats.bit:
         return DTYPES[formats.t1].name, DTYPES[formats.t2].name, None, 0
     return DTYPES[formats.t1].name, f"int{formats.bit}", DTYPES[formats.t3].name, formats.group
@@ -59,7 +59,7 @@ def widths(formats, dim):
 
 
 def stored(formats, x, plain):
-    """Codes and scales of `x`, written between guards at odd addresses."""
+    """Return codes and scales of `x`, written between guards at odd addresses."""
     outer, (width, cells) = x.shape[:2], widths(formats, x.shape[2])
     cache, cache_untouched = carve(blank((*outer, width), DTYPES["int8"]), 1)
     scale, scale_untouched = carve(blank((*outer, cells), DTYPES[formats.t3]), 3)
@@ -91,12 +91,12 @@ FEW, ALL = (3, 16, 33), (1, 2, 3, 4, 5, 8, 9, 12, 15, 16, 17, 31, 33)  # each si
 
 
 def tails(group, counts):
-    """Rows of whole panels of any size, and with every kind of rest."""
+    """Return row sizes of whole panels, and with every kind of rest."""
     return [group * count for count in counts if group * count <= 1100]
 
 
 def near_ties(rng, formats, shape):
-    """Each group has a maximum and numbers whose quotients lie within two steps of k + 1/2."""
+    """Return groups with a maximum, and numbers whose quotients lie within two steps of k + 1/2."""
     dtype, qmax = DTYPES[formats.t1], reference.LARGEST_CODE[formats.bit]
     groups = int(np.prod(shape)) // formats.group
     largest = (2.0 ** rng.uniform(-10, 15, (groups, 1))).astype(dtype)
@@ -141,7 +141,7 @@ def loaded_by_oracle(formats, cache, scale, dim):
 
 
 def aligned_blank(shape, dtype):
-    """Rows 64 bytes apart or a multiple of it, the first at one of 64."""
+    """Return rows that begin at multiples of 64 bytes."""
     pitch = -(-shape[-1] * dtype.itemsize // 64) * 64
     buffer = np.full(shape[0] * shape[1] * pitch + 64, 0x55, np.uint8)
     begin = -buffer.ctypes.data % 64

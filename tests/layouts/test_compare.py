@@ -47,7 +47,7 @@ def test_lines_that_are_one_only_for_some_sizes():
 
 
 def rotated(rng, blocks, page, heads, dim):
-    """Keys as models have them, rotated by their positions, with channels far from 0; and values."""
+    """Return keys as models have them, rotated and with channels far from 0, and values."""
     frequencies = 10000.0 ** (-np.arange(dim // 2) / (dim // 2))
     keys = 2 * rng.standard_normal((heads, dim)) + rng.standard_normal((blocks, page, heads, dim))
     angle = np.arange(blocks * page).reshape(blocks, page, 1, 1) * frequencies

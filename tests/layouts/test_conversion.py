@@ -25,7 +25,7 @@ def sizes_of_pair(pair, **sizes):
 
 
 def check(pair, sizes, dtype=np.uint16):
-    """There, as the second engine has it, and back."""
+    """Convert to the second engine's layout and back, and check both."""
     before, after = pair
     data = engine_caches.values(sizes, engine_caches.kinds_of(before), dtype)
     source = engine_caches.filled(before, sizes, data)
@@ -66,7 +66,7 @@ LINES = ["vllm-lbnhc", "flashinfer-hnd", "pmx-dynamic-3", "ascend-nz", "vllm-v0"
 
 
 def random_pages(rng, lengths, page_size, blocks):
-    """Pages of sequences in random blocks, with anything behind them."""
+    """Return pages of sequences in random blocks, with random entries after them."""
     used = -(-lengths // page_size)
     numbers = rng.permutation(blocks)
     table = rng.integers(-5, 10**6, (len(lengths), used.max() + 2))
@@ -206,7 +206,7 @@ OLD = tables.from_blocks([[3, 1]], [5], 3)
 
 
 def refused(message, source=CACHE, before="flashinfer-nhd", after="flashinfer-hnd", out=None, **keywords):
-    """That a call is refused, with nothing written."""
+    """Check that a call is refused, and that nothing is written."""
     out = np.full((4, 2, 2, 3, 8), 9, np.uint16) if out is None else out
     copy = np.array(out)
     with pytest.raises(KvkitError, match=message):

@@ -13,7 +13,7 @@ GARBAGE = [-1, 0, 10**6, -(2**31), 2**40]
 
 @st.composite
 def batches(draw):
-    """(page size, for each sequence its blocks and its tokens), blocks of one sequence distinct."""
+    """Draw (page size, lengths, blocks of each sequence); blocks of one sequence are distinct."""
     page_size = draw(st.integers(1, 5))
     lengths = draw(st.lists(st.integers(0, 13), max_size=5))
     blocks = [draw(st.permutations(range(13)))[: -(-length // page_size)] for length in lengths]
@@ -21,7 +21,7 @@ def batches(draw):
 
 
 def rows_of(page_size, lengths, blocks):
-    """The row of every token, by loops."""
+    """Return the row of every token, by loops."""
     rows = []
     for b, length in enumerate(lengths):
         for t in range(length):

@@ -48,7 +48,7 @@ THRESHOLDS = [
 
 
 def by_plan(**arguments):
-    """A plan's two operators, each for two layers: the second call repeats the first at other addresses."""
+    """Run a plan's two operators for two layers; the second call repeats the first at other addresses."""
     calls = [attention_scenes.Call("dynamic_cache", *pair) for pair in arguments["calls"]]
     step = plan_scenes.planned(calls[0])
     return [method(step, call) for method in (plan_scenes.append, plan_scenes.attend) for call in calls]
@@ -134,7 +134,7 @@ KINDS = (
 
 
 def call_of(rng, kind):
-    """(function, arguments by name) of a legal call."""
+    """Return (function, arguments by name) of a legal call."""
     call = kind(rng)
     return call if isinstance(call, tuple) else (call.operator.function("kvkit"), call.inputs)
 
@@ -143,14 +143,14 @@ def call_of(rng, kind):
 
 
 def mapped(tree, change):
-    """The same arguments with another value for each that is no mapping or list."""
+    """Return the arguments with a changed value for each that is no mapping or list."""
     if isinstance(tree, dict):
         return {name: mapped(value, change) for name, value in tree.items()}
     return [mapped(value, change) for value in tree] if isinstance(tree, list) else change(tree)
 
 
 def leaves(tree, name=""):
-    """(the nearest name, the value) of each."""
+    """Yield (nearest name, value) of each argument."""
     if isinstance(tree, dict):
         return [leaf for key, value in tree.items() for leaf in leaves(value, key)]
     if isinstance(tree, list):
@@ -163,7 +163,7 @@ def arrays_of(tree):
 
 
 def changed(rng, value):
-    """A number or one of an array a little off or far outside; an array with a row less."""
+    """Return a number, or an array with a number, a little off or far outside; or an array without a row."""
     if not isinstance(value, np.ndarray):
         return value + int(one(rng, NEAR))
     value = value.copy()
@@ -218,12 +218,12 @@ class Places:
 
 
 def seen(results, tree):
-    """All bits that a call has made or written."""
+    """Return all bits that a call has made or written."""
     return [(array.shape, array.dtype.str, array.tobytes()) for array in arrays_of([results, tree])]
 
 
 def run(function, tree, **more):
-    """(results, or the words of a refusal; all bits). More tokens than any memory holds are legal."""
+    """Run a call; return (results or the words of a refusal, all bits)."""
     try:
         results = function(**tree, **more)
     except (KvkitError, MemoryError) as error:
@@ -233,7 +233,7 @@ def run(function, tree, **more):
 
 
 def check(rng):
-    """What was called, what came of it, and how many calls stood at borders."""
+    """Run a random call; return its name, its outcome, and how many arrays were at borders."""
     kind = one(rng, KINDS)
     function, tree = call_of(rng, kind)
     if broken := rng.random() < 0.5:
@@ -264,7 +264,7 @@ def check(rng):
 
 
 def fuzz(count, seed, first=0):
-    """Some calls with all threads, some past the caches, as large ones are."""
+    """Run random calls, some with all threads, some that bypass the caches as large ones do."""
     warnings.simplefilter("error")
     usual = [getattr(*where) for where in THRESHOLDS]
     found = collections.Counter()

@@ -70,13 +70,13 @@ def test_the_same_bits_every_time(kind, rng):
 
 
 def by_row(call, name):
-    """The array with axes in the order row, layer, kv, head, dim."""
+    """Return the array with axes in the order row, layer, kv, head, dim."""
     axes = DYNAMIC_AXES[call.attrs["cache_layout"]].split()
     return call[name].transpose([axes.index(axis) for axis in DYNAMIC_AXES[0].split()])
 
 
 def moved(rng, call, rows):
-    """The call with its pages elsewhere, in a cache of `rows` rows of poison."""
+    """Return the call with its pages elsewhere, in a cache of `rows` rows of poison."""
     table, page_size = call["cachestarts"], call.attrs["page_size"]
     places, pages = {}, list(rng.permutation(rows // page_size))
     for b, kvlen in enumerate(np.diff(call["kvstarts"])):

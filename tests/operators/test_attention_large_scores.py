@@ -28,7 +28,7 @@ def eps(dtype):
 
 
 def codes_times_scales(call, monkeypatch):
-    """Keys and values that attention is defined on: rounded only to a type of scales that is coarser."""
+    """Make the oracle round keys and values only to a type of scales that is coarser than the data's."""
     t1, store = call["query"].dtype, reference.store_head
 
     def products(codes, cell, group, t1_of_outputs):

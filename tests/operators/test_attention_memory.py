@@ -63,7 +63,7 @@ def test_no_array_of_the_contexts_size():
 
 @pytest.fixture
 def guarded_scratch(monkeypatch):
-    """Scratch memory between guards, and a check of these."""
+    """Put workspaces between guards; check the guards at the end."""
     arenas = []
 
     class Guarded:

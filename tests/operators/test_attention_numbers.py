@@ -46,7 +46,7 @@ HIDING = {
 
 
 def hidden(rng, kind, formats, how, seqlen, poison):
-    """A call in which some new keys are hidden from some queries; those keys and values are poisoned."""
+    """Return a call in which some new keys are hidden from queries, and poisoned."""
     call = any_kind(kind, rng, formats, 4, seqlen, dim=24, **HIDING[how])
     for key in keys_of(call):
         key[..., -2:, :, :] = poison
@@ -167,7 +167,7 @@ def test_nan_and_plus_infinity_in_a_mask_stay_in_their_row(kind, rng):
 
 
 def scores(kind, values, weights=None, n=1, **attrs):
-    """Output of queries whose score with key j is values[j], exactly; key j has value j + 1."""
+    """Return the outputs of queries whose score with key j is values[j]; key j has value j + 1."""
     m = len(values)
     root = 2.0 ** round(math.log2(max(max(map(abs, values)), 1)) / 2)
     query = np.zeros((n, 1, 8))

@@ -26,13 +26,13 @@ def run(request):
 
 
 def answer(run, *args, **attrs):
-    """The output of one sequence, [n, H, Dv]."""
+    """Return the output of one sequence, [n, H, Dv]."""
     output = run(one(*args, **attrs))
     return output.reshape(output.shape[-3:]) if output.ndim == 4 else output
 
 
 def weights(run, kind, n, m, heads=1, **attrs):
-    """[n, heads, m]: how much each query looks at each key, when every score is 0 before bias."""
+    """Return the weights [n, heads, m] of each query for each key, if every score is 0 before the bias."""
     zeros = np.zeros((n, heads, m))
     return answer(run, kind, zeros, np.zeros((m, heads, m)), one_hot(m, heads), **attrs)
 
@@ -157,7 +157,7 @@ def test_alibi(run, kind, causal):
 
 
 def dynamic_pair(kind, mask):
-    """seqstarts [0,1,4], kvstarts [0,4,9], two heads, weights as outputs."""
+    """Return the weights of a call with seqstarts [0, 1, 4], kvstarts [0, 4, 9] and two heads."""
     pasts, seqlens = (3, 2), (1, 3)
     both = [
         one(
@@ -210,7 +210,7 @@ def static_call(kind, mask):
 
 
 def mask_of(shape):
-    """A mask whose legal entries all differ, garbage behind column 5."""
+    """Return a mask whose legal entries all differ, with random numbers after column 5."""
     mask = np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
     mask[..., 5:] = np.nan
     return mask

@@ -16,7 +16,7 @@ any_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 class Pair:
-    """A layer and the model of it; batch 2, 2 key heads of 16, values of 24, 3 query heads for each."""
+    """Holds a layer and its model: batch 2, 2 key heads of 16, values of 24, 3 query heads for each."""
 
     def __init__(self, kind, dtype=np.float32, seed=0):
         self.layer = {

@@ -18,7 +18,7 @@ BATCH, HEADS, DIM, PAST, PAGE = 64, 8, 128, 100, 128
 
 @pytest.fixture(params=[0, 1], ids=["offsets", "pages"])
 def step(request):
-    """A decode step: 64 sequences, one new token each, an int8 cache in layout 3."""
+    """Return a decode step: 64 sequences, one new token each, an int8 cache in layout 3."""
     table = np.arange(BATCH) * PAGE
     return {
         "seqstarts": np.arange(BATCH + 1), "kvstarts": np.arange(BATCH + 1) * (PAST + 1),

@@ -26,7 +26,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
 class Capsule:
-    """An array that says nothing but DLPack."""
+    """Stands for an array that has only DLPack."""
 
     def __init__(self, array, place=None):
         self.array, self.place = array, place

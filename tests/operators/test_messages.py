@@ -58,7 +58,7 @@ PAGES = {"cache_mode": 1, "page_size": 4}
 
 
 def packed(cachestarts, **more):
-    """Two sequences, of 5 and 2 new tokens."""
+    """Return a call of two sequences, of 5 and 2 new tokens."""
     kvkit.dynamic_batching.key_value_cache(
         NEW, NEW, [0, 5, 7], [0, 5, 7], cachestarts, [0, 0], None, None,
         np.zeros((64, 1, 2, 2, 16), np.float32), **more,

@@ -17,7 +17,7 @@ SCALE = 192**-0.5
 
 
 def expected(query, contexts, values, causal, sinks=None):
-    """(output, lse without sinks) in float64: contexts [queries of it, rows] one after the other."""
+    """Return (output, lse without sinks) in float64, context by context."""
     outputs, lses, begin = [], [], 0
     for count, rows in contexts:
         for i in range(count):
@@ -50,7 +50,7 @@ def assert_close(found, output, lse, dtype):
 
 
 def scene(kind, dtype, heads, counts, seed=0):
-    """A pool with tables, and queries: so many of each sequence."""
+    """Return a pool with tables, and `counts` queries of each sequence."""
     rng = np.random.default_rng(seed)
     rows = rng.standard_normal((9, PAGE, LATENT + ROPE)).astype(BF16).astype(F32 if dtype is F32 else dtype)
     pool, numbers = pools(rows, kind)

@@ -27,7 +27,7 @@ def clipped(rng, *shape):
 
 
 def dense_pool(rng, lengths, key_heads):
-    """(pool, tables, contexts of float32): NaN behind contexts, tables that end far outside the pool."""
+    """Return (pool, tables, float32 contexts); NaN follows contexts, unused entries are outside the pool."""
     blocks = -(-int(lengths.max()) // 256) * 256 // PAGE
     tables = rng.permutation(len(lengths) * blocks).astype(np.int32).reshape(len(lengths), blocks)
     pool = np.full((tables.size, PAGE, key_heads, 576), np.nan, BF16)
@@ -70,7 +70,7 @@ def assert_within(found, expected, absolute, relative):
 
 
 def check_dense(rng, s_q, lengths, key_heads, all_heads=HEADS):
-    """Every number of query heads, causal and not, over one pool."""
+    """Check every number of query heads, causal and not, over one pool."""
     pool, tables, contexts = dense_pool(rng, lengths, key_heads)
     starts = np.arange(len(lengths) + 1) * s_q
     for heads in all_heads:
@@ -132,7 +132,7 @@ SPARSE = {
 
 
 def draw_indices(rng, tokens, count, rows, invalid, dtype):
-    """Rows of each query, each once where there are enough; some are -1."""
+    """Return rows for each query, different ones if there are enough; some are -1."""
     chosen = [
         rng.permutation(rows)[:count] if rows >= count else rng.integers(0, rows, count)
         for _ in range(tokens)

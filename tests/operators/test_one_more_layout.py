@@ -17,7 +17,7 @@ USE = Path(__file__).parents[1] / "scenes" / "one_more_layout.py"
 
 @pytest.fixture
 def package(tmp_path):
-    """A copy of the package, with one line more."""
+    """Return a copy of the package with one layout more."""
     shutil.copytree(PACKAGE, tmp_path / "kvkit", ignore=shutil.ignore_patterns("__pycache__"))
     table = tmp_path / "kvkit" / "layouts" / "named.py"
     text = table.read_text()

@@ -19,7 +19,7 @@ seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
 
 def check(pools, new, slots, sides=(0, 1)):
-    """What the oracle writes by the views, and no byte else; then as it was."""
+    """Check that an append writes the oracle's bytes and no other; then restore the pools."""
     before = [memory.copy() for memory in pools.memory]
     for side in sides:
         oracle.store_in_pages(new[side], (pools.keys, pools.values)[side], slots)
@@ -41,7 +41,7 @@ def test_random(rng, engine, dtype):
 
 
 def codes_of(x, name, scale, found):
-    """(codes, scales) of tokens [tokens, heads, dim], as the formats have them."""
+    """Return (codes, scales) of tokens [tokens, heads, dim] by the formats."""
     if not found:
         by_channel = np.repeat(scale[:, None], x.shape[2], 1) if np.ndim(scale) else scale
         return (

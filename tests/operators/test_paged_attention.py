@@ -88,7 +88,7 @@ def test_queries_of_another_type(pair, queries, rng):
 
 
 def inline_scales(rng, blocks, rows, heads, dim):
-    """As vLLM's int8_per_token_head has them: codes of keys, their scale, codes of values, theirs."""
+    """Return pools of vLLM's int8_per_token_head: codes of keys, their scale, codes of values, theirs."""
     row = rng.integers(0, 256, (blocks, heads, rows, 2 * (dim + 4)), np.uint8)
     keys, values = row[..., : dim + 4], row[..., dim + 4 :]
     codes = [side[..., :dim].view(np.int8) for side in (keys, values)]
@@ -96,7 +96,7 @@ def inline_scales(rng, blocks, rows, heads, dim):
 
 
 def scales_beside(rng, blocks, rows, heads, dim):
-    """One pool of codes, one of scales for groups of 16."""
+    """Return a pool of codes, and one of scales for groups of 16."""
     codes = rng.integers(-128, 128, (blocks, 2, rows, heads, dim), np.int8)
     scales = np.full((blocks, 2, rows, heads, dim // 16), np.nan, np.float16)
     return "b kv n h c", [codes, codes], [scales, scales]

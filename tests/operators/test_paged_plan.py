@@ -13,7 +13,7 @@ PAGES = [[5, 0], [], [3, 2, 4], [1]]
 
 
 def pools_of(rng, engine, name):
-    """Pools with random contents."""
+    """Return pools with random contents."""
     pools = pool_scenes.made(engine, 6, PAGE, 2, 16, 16, BY_NAME[name].dtype)
     for side in (pools.keys, pools.values):
         side[...] = (rng.standard_normal(side.shape) * (30 if name == "int8" else 1)).astype(side.dtype)
@@ -22,7 +22,7 @@ def pools_of(rng, engine, name):
 
 @pytest.fixture
 def checks(monkeypatch):
-    """The names of the calls that were checked in full; "alone" if they belong to no plan."""
+    """Return a list that gets the names of calls that are checked in full; "alone" outside plans."""
     names = []
     for name in ("checked_paged_attention", "checked_append"):
         checked = getattr(paged, name)
@@ -107,7 +107,7 @@ def test_calls_without_a_plan_are_checked_once_for_equal_index_tensors(lists, rn
     query = rng.standard_normal((7, 4, 16)).astype(np.float16)
 
     def call(count):
-        """One with arrays, and the same with lists, which is always checked."""
+        """Return a call with arrays, and the same with lists, which is always checked."""
         tables, pools = (table if lists else (table,)), pools_of(rng, "FlashInfer", "float16")
         copies = [np.array(each) for each in tables]
         how = {"layout": pools.layout, "return_lse": True}

@@ -23,7 +23,7 @@ formats_of = pytest.mark.parametrize("formats", [FP32, FP16, INT8], ids=str)
 
 
 def function(call, **more):
-    """key_value_cache with the tokens of an attention call."""
+    """Return key_value_cache with the tokens of an attention call."""
     attrs = {name: call.attrs[name] for name in (*CACHED, *PLANNED)}
     arrays = [call[name] for name in ("current_key", "current_value", *STEPS)]
     hints = call["max_seqlen"], call["max_kvlen"]
@@ -32,7 +32,7 @@ def function(call, **more):
 
 
 def layers(rng, call):
-    """The call for each layer, with new tokens and one cache whose layers all hold what layer 1 does."""
+    """Return the call for each layer, with new tokens; all layers of the cache have layer 1's contents."""
     axis = scenes.DYNAMIC_AXES[call.attrs["cache_layout"]].split().index("layer")
     arrays = {
         name: np.repeat(call[name].take([scenes.LAYER], axis), LAYERS, axis)
@@ -162,7 +162,7 @@ def test_mode_and_page_size_belong_to_the_plan():
 
 
 def warmed(call, times=3):
-    """A plan that has made this call before, and key_value_cache beside it."""
+    """Return a plan that has run this call before, and key_value_cache too."""
     step, other = planned(call), call.copy()
     for _ in range(times):
         attend(step, other)

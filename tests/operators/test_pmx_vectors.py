@@ -45,7 +45,7 @@ def test_error_is_a_value_error():
 
 
 def vec(name, t1, bit, x, s, q, *, y=None, y_t3=(), group=8, packed=None):
-    """One row: s is a list of bit patterns; y maps element to value, for the scale dtypes in y_t3."""
+    """Return a vector of one row; s has bit patterns, y values by element, for the scale dtypes in y_t3."""
     return SimpleNamespace(
         name=name, t1=t1, bit=bit, x=x, s=s, q=q, y=y, y_t3=y_t3, group=group, packed=packed
     )
@@ -106,7 +106,7 @@ def q_vectors():
 
 
 def q_cases():
-    """Every vector with T3 = T1, int4 in int8 and in uint8 bytes; and with every T3 it gives values for.
+    """Yield every vector with T3 = T1, int4 in int8 and uint8 bytes, and with every T3 that has values.
 
     What is compiled for T3 other than T1 is slow: random calls have some.
     """
@@ -284,7 +284,7 @@ def tagged_tokens(count):
 
 
 def tagged_cache(max_t, layout, quant_bit):
-    """Cache and scale in the given layout; K of a row holds its tag in every element, V the negated tag."""
+    """Return a cache and scale; the key of a row has its tag in every element, the value the negated tag."""
     tags = np.array([[row_tag(r, h) for h in range(HEADS)] for r in range(max_t)], np.float32)
     signed = np.stack([tags, -tags], axis=1)[:, None, :, :, None]
     if quant_bit == 0:
@@ -301,7 +301,7 @@ def tagged_cache(max_t, layout, quant_bit):
 
 
 def changed_rows(before, after, layout):
-    """Rows of layer LAYER that differ; other layers must not."""
+    """Return the rows of layer LAYER that differ, after a check that other layers do not."""
     if after is None:
         return set()
     back = np.argsort(TO_LAYOUT[layout])
@@ -311,7 +311,7 @@ def changed_rows(before, after, layout):
 
 
 def expected_key(loads, stores):
-    """Tags by output row and head; loads are rows in output order, stores are rows in packed order."""
+    """Return tags by output row and head; `loads` are rows in output order, `stores` in packed order."""
     stored = {row: token for token, row in enumerate(stores)}
     return [[token_tag(stored[r], h) if r in stored else row_tag(r, h) for h in range(HEADS)] for r in loads]
 

@@ -90,7 +90,7 @@ def test_alibi_masks_of_all_threads(rng, backend):
 
 
 def assert_turned(got, expected, x, t1):
-    """Within the roundings of float32 products and of the output; a turn keeps the length of a pair."""
+    """Check rotated pairs within the roundings of float32 products and of the output."""
     eps = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}[t1]
     smallest = {"fp32": 1e-44, "fp16": 2.0**-25, "bf16": 1e-40}[t1]
     largest = np.maximum(1e-30, np.abs(x.astype(np.float64)).max(axis=-1, keepdims=True))
@@ -102,7 +102,7 @@ def assert_turned(got, expected, x, t1):
 
 
 def call(kind, rng, t1, lengths, heads=(3, 2), dim=24, start_pos=None, pads=False):
-    """(operator, oracle, arguments) of random tokens; `lengths` are (start_pos, tokens)."""
+    """Return (operator, oracle, arguments) for random tokens; `lengths` are (start_pos, tokens)."""
     dtype = DTYPES[t1]
     if kind == "static":
         first, seqlen = lengths[0]
@@ -152,7 +152,7 @@ def test_given_cosines_and_sines(kind, interleaved, rng):
 
 
 def one_token(x, t, **attrs):
-    """A head at a position by both operators, which agree."""
+    """Return a head at a position, after a check that both operators agree."""
     x = np.array(x, np.float32)
     static, packed = backends.operators, backends.operators.dynamic_batching
     query, key = static.rotary_position_embedding(x[None, None, None], x[None, None, None], t, **attrs)

@@ -25,7 +25,7 @@ EPS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 def limit_of_rotation(expected, x):
-    """What float32 products and the rounding of the output can be off by; a turn keeps a pair's length."""
+    """Return the error that float32 products and the rounding of the output can have."""
     if not x.size:
         return 0
     largest = np.abs(x.astype(np.float64)).max(-1, keepdims=True)
@@ -47,7 +47,7 @@ def compare(call, results, expected):
 
 
 def check(rng, call):
-    """The operator does what the reference does, to outputs that are given, too; inputs do not change."""
+    """Check the operator against the reference, also with given outputs, and that inputs do not change."""
     after = call.copy()
     if "lses" in after.inputs:  # FlashAttention 2 says +inf of a query without keys
         for lse in after["lses"]:
@@ -72,7 +72,7 @@ def blank(array):
 
 
 def check_outputs(rng, call):
-    """Outputs amid other memory get the bits of new ones."""
+    """Check that given outputs amid other memory get the bits of new ones."""
     if call.operator.outputs:
         results = call.copy().run()
         offset = 0 if "ascend" in call.name else int(rng.integers(9))
@@ -116,7 +116,7 @@ def test_plain_forms(generator, monkeypatch):
 
 
 def check_attention(rng, call):
-    """Also no further off than plain code that rounds each step; the log of sums changes no output."""
+    """Check that outputs are no worse than code that rounds each step, and that lse changes none."""
     memory = Call(attention_scenes.OPERATORS[call.kind][0], call.inputs | call.attrs)
     given, checks = random_calls.moved(rng, memory)
     wide_mask = call["attn_mask"] is not None and call["attn_mask"].dtype.itemsize > call["query"].itemsize

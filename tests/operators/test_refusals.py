@@ -54,7 +54,7 @@ def attributes():
 
 
 def inputs(dtypes):
-    """Every input of a call that is there and that has such dtypes."""
+    """Return the names of a call's inputs that have such dtypes."""
     for label, make in CALLS.items():
         call = make()
         for array in call.operator.inputs:
@@ -222,7 +222,7 @@ def test_numbers(make, array):
 
 
 def each(array):
-    """What an array of results may not be."""
+    """Yield arrays that are illegal for a result."""
     yield from (7, "x", array.tolist(), array[None].copy(), array[..., :-1])
     yield from (np.zeros(array.shape, dtype) for dtype in ("c8", "f8", "f2") if array.dtype != dtype)
     yield from (swapped(array), np.zeros((array.shape[0] + 1, *array.shape[1:]), array.dtype))
@@ -233,7 +233,7 @@ def each(array):
 
 
 def wrongs(call, results):
-    """What may be wrong with all of `out`."""
+    """Yield illegal values of `out`."""
     there = arrays_of(results)
     for i, result in enumerate(there):
         for wrong in each(result):
@@ -255,7 +255,7 @@ def wrongs(call, results):
 
 
 def placed(memory, array, begin=0):
-    """An array of this shape in memory."""
+    """Return an array of this shape in a part of memory."""
     return memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
 
 

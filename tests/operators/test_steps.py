@@ -19,7 +19,7 @@ def none_kept():
 
 
 def tensors(lengths, tokens=(2, 1), spread=2000):
-    """Index tensors of two sequences that have such contexts, so many of their tokens new."""
+    """Return index tensors of two sequences with such contexts, of which `tokens` are new."""
     starts = [np.cumsum([0, *counts]) for counts in (tokens, lengths)]
     return {
         "seqstarts": starts[0],
@@ -49,7 +49,7 @@ def load(new, cache, index):
 
 
 def anew(operator, *given):
-    """The call as the first of all."""
+    """Run an operator as if it had not been called before."""
     kept = dict(steps.planned_steps)
     steps.planned_steps.clear()
     try:
@@ -228,7 +228,7 @@ def test_attention_to_keys_is_checked_twice_for_arrays_of_one_form(rng, monkeypa
 
 
 class Changing:
-    """An integer that a caller changes in place, as a tensor of one number may be."""
+    """Stands for an integer that a caller changes in place, as a tensor of one number."""
 
     def __init__(self, value):
         self.value = value

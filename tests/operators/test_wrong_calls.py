@@ -34,7 +34,7 @@ E4M3 = ml_dtypes.float8_e4m3fn
 
 
 def at(name, *entries, **more):
-    """An array with some entries (place, value) changed."""
+    """Return a change of some entries (place, value) of an array."""
 
     def change(call):
         array = call[name].copy()
@@ -46,12 +46,12 @@ def at(name, *entries, **more):
 
 
 def each(change, *names, **more):
-    """Some arrays of a call, changed in the same way."""
+    """Return a change of several arrays of a call in the same way."""
     return lambda call: {name: change(call[name]) for name in names} | more
 
 
 def query_of(change, **more):
-    """All tensors of an attention call but its mask."""
+    """Return a change of all tensors of an attention call but its mask."""
     names = ("query", "key", "value", "current_key", "current_value", "cache")
     return lambda call: {name: change(call[name]) for name in names if name in call.inputs} | more
 

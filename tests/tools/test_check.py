@@ -66,7 +66,7 @@ def test_tables_are_judged_as_by_comparing_everything(rng, count):
 
 
 def tables():
-    """Two sequences that share a prefix of two pages, and one of its own; a step of the last tokens."""
+    """Return tables of three sequences, two of which share two pages, and the step of the last tokens."""
     return {
         "block_tables": np.array([[7, 3, 9, -1], [7, 3, 5, 8], [2, 6, -1, -1]], np.int32),
         "context_lens": np.array([10, 14, 8], np.int32), "num_blocks": 12, "page_size": 4,
@@ -115,7 +115,7 @@ def eights():
 
 
 def log_sums(base=1.0, empty=-np.inf):
-    """Of a query to each of two contexts, one of them empty, as an engine with another base gives them."""
+    """Return lse for two contexts, one of them perhaps empty, in another base, as engines have them."""
     rng = np.random.default_rng(8)
     keys, query = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 4, 1, 8), (2, 2, 8)))
     scores = [[sum(q * k) / np.sqrt(8) for k in keys[[1, 0]].reshape(8, 8)[:6]] for q in query[0]]

@@ -23,7 +23,7 @@ def cache(dtype=np.float16, seed=1):
 
 
 def coded(dtype, bit, seed=2):
-    """Inputs with ties, tiny groups and zeros, and what the specification makes of them."""
+    """Return inputs with ties, tiny groups and zeros, and the specification's codes and scales."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((60, H, C)).astype(np.float32)
     most = {8: 127, 4: 7}[bit]
@@ -57,7 +57,7 @@ def other(arrays, **changes):
 
 
 def places():
-    """cause: (expected, got, like) of caches of floats."""
+    """Return {cause: (expected, got, like)} of caches of floats."""
     key, value = cache().values()
     flat = key.reshape(L, B * N, H, C)
     turned = np.concatenate([key[..., :8, None], key[..., 8:, None]], -1).reshape(key.shape)
@@ -126,7 +126,7 @@ def test_nibbles_swapped():
 
 
 def recipe(x, most, rounding=np.rint, reciprocal=False, exact=False, wide=False, smallest=True):
-    """Codes and scales group by group, with a step of the specification's recipe left out or changed."""
+    """Return codes and scales group by group, with a step of the recipe left out or changed."""
     t1, codes, scales = x.dtype, np.zeros(x.shape, np.int8), np.zeros((*x.shape[:-1], C // 8), x.dtype)
     for t in range(len(x)):
         for h in range(H):

@@ -19,7 +19,7 @@ HELPERS = {"formats.coarser", "formats.mask_bytes", "formats.rotation_named"}  #
 
 
 def functions():
-    """(name, function): what a room names, or, where it names nothing, its own functions with an example."""
+    """Yield (name, function) of a room's public names, or of its own functions with an example."""
     for room in ROOMS:
         module = importlib.import_module(f"kvkit.{room}")
         named = getattr(module, "__all__", None)

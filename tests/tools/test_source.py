@@ -49,7 +49,7 @@ def per_layer(patterns, heads_first=False):
 
 
 def stacked(key, value):
-    """[L, B, H, S, D], which names alone do not tell from pages."""
+    """Return arrays [L, B, H, S, D], whose names alone do not tell them from pages."""
     return per_layer(("keys", "values"))(*([side.swapaxes(2, 3).copy()] for side in (key, value))) | {
         "layout": "| l b h n c"
     }

@@ -28,7 +28,7 @@ LAYERS, TOKENS, HEADS, DIM, QUERIES = 2, 96, 3, 64, 4
 
 @pytest.fixture
 def arrays(rng):
-    """Two sequences in two layers; one head of the second layer has a channel that stands out."""
+    """Return two sequences in two layers; one head of the second layer has an outlier channel."""
     key, value = (rng.standard_normal((LAYERS, TOKENS, HEADS, DIM)).astype(np.float16) for _ in range(2))
     key[1, :, 2, 5] *= 30
     query = rng.standard_normal((LAYERS, 2, QUERIES, 2 * HEADS, DIM)).astype(np.float16)

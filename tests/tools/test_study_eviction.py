@@ -24,7 +24,7 @@ CODES = "int4:g32:float16"
 
 @pytest.fixture
 def arrays(rng):
-    """Two layers of two sequences, with the queries of the last 16 tokens of each."""
+    """Return two layers of two sequences, with the queries of the last 16 tokens of each."""
     key, value = (rng.standard_normal((2, TOKENS, HEADS, DIM)).astype(np.float16) for _ in range(2))
     query = 2 * rng.standard_normal((2, 2, ROWS, 2 * HEADS, DIM)).astype(np.float16)
     return {"key": key, "value": value, "query": query, "seqstarts": np.array(STARTS)}
@@ -40,7 +40,7 @@ def softmax(logits):
 
 
 def plain(arrays, layer, head, share, coded):
-    """What attention loses to knorm, by float64 loops over queries."""
+    """Return the error that knorm causes in attention, by float64 loops over queries."""
     found = {name: [] for name in ("kl", "top_changed", "weight_kept")}
     errors = norms = 0.0
     for s, (begin, end) in enumerate(itertools.pairwise(STARTS)):

@@ -20,7 +20,7 @@ WRONG = {
 
 
 def append(table, kvlens, start_pos):
-    """A token of each sequence, but for those that have none."""
+    """Append a token to each sequence that has one."""
     new = np.array(kvlens) - np.array(start_pos)
     key = np.ones((new.sum(), 1, 8), np.float32)
     return kvkit.dynamic_batching.key_value_cache(

@@ -191,7 +191,7 @@ def test_no_cases_are_no_success(copy):
 
 
 def answer(pack, folder, edit=None):
-    """What a device gives that is right, but for an edit of (case, name, array)."""
+    """Write a device's right results into a folder, but for an edit of (case, name, array)."""
     for case in packs.manifest(pack)["cases"]:
         for group, name, entry in packs.entries(case):
             if group != "arguments":

@@ -21,7 +21,7 @@ def answers(pack, folder, edit):
 
 
 def first_rows(case, given, name, array):
-    """A cache in which KVHEAD kept the first tokens of a window, not the last."""
+    """Return a cache in which KVHEAD kept the first tokens of a window, not the last."""
     if given.get("compress_type") != 1 or not name.endswith("_cache"):
         return array
     x, heads = given[name.removesuffix("_cache")], given["key"].shape[1]
@@ -34,7 +34,7 @@ def first_rows(case, given, name, array):
 
 
 def truncated(case, given, name, array):
-    """Codes of 8 bits that were cut off."""
+    """Return codes of 8 bits that were truncated, not rounded."""
     if given.get("quant_bit") != 8 or name != "cache" or case.get("refused"):
         return array
     x = stored_floats(case, {key: value for key, value in given.items() if isinstance(value, np.ndarray)})
