@@ -191,6 +191,12 @@ class CacheSource(CacheArrays):
                 text = text.replace(f"arrays[{i}]", name).replace(f"source[{i}]", name)
             if " in each layer, got " in text:
                 text += " (layers=0,2: takes those of one length)"
+            line = layouts.parse(self.layout or "")
+            pools = list(self.separate.values()) or [self.cache]
+            if "l" in line.lists and any(
+                np.ndim(pool) == len(line.axes) for pool in pools if not isinstance(pool, list)
+            ):
+                text += f" (without a list of layers the layout is '{' '.join(line.axes)}')"
             raise KvkitError(text) from error
 
     def require_view(self, both: bool = True) -> KV:

@@ -318,6 +318,9 @@ def test_cache_objects_of_transformers(sides, tmp_path):
         tools.study(cache, "fp8")
 
 
+POOL = np.zeros((3, 4, 8, 2), np.float32)
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
@@ -330,7 +333,11 @@ def test_cache_objects_of_transformers(sides, tmp_path):
         ),
         (
             {"key": np.zeros((2, 3, 4)), "value": np.zeros((2, 3, 4)), "layout": "| kv n h c"},
-            "layout: expected a layout without an axis kv, as keys and values are arrays of their own",
+            r"layout: expected a layout without an axis kv, as .* arrays of their own \('n h c', say\)",
+        ),
+        (
+            {"key_cache": POOL, "value_cache": POOL, "layout": "l | b n h c"},
+            r"got an array of float32 and shape \(4, 8, 2\) \(without a list of layers .* 'b n h c'\)$",
         ),
     ],
 )
