@@ -163,9 +163,9 @@ def page_cases(batch, tokens):
     for kind in IN_PAGES:
         pools = [random(blocks, PAGE, 8, DIM, dtype=kind) for _ in range(2)]
         query = random(batch, 32, DIM, dtype="bfloat16" if kind == "bfloat16" else "float16")
-        scales, usual = SCALES if kind in IN_PAGES[2:] else {}, tables.PARTS
+        scales, usual = SCALES if kind in IN_PAGES[2:] else {}, tables.MOST_SPLITS
         for splits in (usual, 256) if kind == "float16" and batch == 1 else (usual,):
-            tables.PARTS = splits  # of a plan's calls, when they first run
+            tables.MOST_SPLITS = splits  # of a plan's calls, when they first run
             plan = kvkit_cuda.paged_plan(table, [tokens] * batch, page_size=PAGE)
 
             out = query.clone()
@@ -175,7 +175,7 @@ def page_cases(batch, tokens):
 
             note = f", {splits} splits" * (splits != usual)
             yield f"decode B={batch} T={tokens} {kind}{note}", run, {"bytes": 2 * pools[0].nbytes}
-        tables.PARTS = usual
+        tables.MOST_SPLITS = usual
 
 
 def cache_cases(batch, tokens):

@@ -5,21 +5,8 @@ The first call imports Numba and loads a driver; importing this package does nei
 
 from kvkit.errors import DeviceError, KvkitError
 from kvkit.version import __version__
-from kvkit_cuda import ascend, dynamic_batching
-from kvkit_cuda.mirror import (
-    ANGLES,
-    BITS,
-    CODES,
-    ENCODED_ON_HOST,
-    GATHERED,
-    INTO,
-    KEY_WEIGHTS,
-    ON_HOST,
-    ON_THE_CPU,
-    ONCE,
-    SUMS,
-    on_device,
-)
+from kvkit_cuda import ascend, dynamic_batching, mirror
+from kvkit_cuda.mirror import on_device
 
 __all__ = [
     "DeviceError", "KvkitError", "PagedPlan", "__version__", "alibi_mask", "alibi_slope", "ascend",
@@ -28,20 +15,20 @@ __all__ = [
     "paged_append", "paged_attention", "paged_plan", "rotary_position_embedding", "swap_blocks", "topk_rows",
 ]  # fmt: skip
 
-key_value_cache = on_device("key_value_cache", BITS)
-multi_head_attention = on_device("multi_head_attention", SUMS, KEY_WEIGHTS)
-multi_head_cache_attention = on_device("multi_head_cache_attention", BITS, CODES, SUMS)
+key_value_cache = on_device("key_value_cache", mirror.BITS)
+multi_head_attention = on_device("multi_head_attention", mirror.SUMS, mirror.KEY_WEIGHTS)
+multi_head_cache_attention = on_device("multi_head_cache_attention", mirror.BITS, mirror.CODES, mirror.SUMS)
 merge_attention_states = on_device("merge_attention_states")
-paged_attention = on_device("paged_attention", SUMS, KEY_WEIGHTS)
+paged_attention = on_device("paged_attention", mirror.SUMS, mirror.KEY_WEIGHTS)
 paged_append = on_device("paged_append")
 swap_blocks = on_device("swap_blocks")
-mla_attention = on_device("mla_attention", SUMS, GATHERED)
-mla_append = on_device("mla_append", BITS, ENCODED_ON_HOST)
-mla_absorb = on_device("mla_absorb", ON_THE_CPU)
-mla_expand = on_device("mla_expand", ON_THE_CPU)
-indexer_scores = on_device("indexer_scores", ON_THE_CPU)
-topk_rows = on_device("topk_rows", ON_THE_CPU)
-rotary_position_embedding = on_device("rotary_position_embedding", ANGLES)
+mla_attention = on_device("mla_attention", mirror.SUMS, mirror.GATHERED)
+mla_append = on_device("mla_append", mirror.BITS, mirror.ENCODED_ON_HOST)
+mla_absorb = on_device("mla_absorb", mirror.ON_THE_CPU)
+mla_expand = on_device("mla_expand", mirror.ON_THE_CPU)
+indexer_scores = on_device("indexer_scores", mirror.ON_THE_CPU)
+topk_rows = on_device("topk_rows", mirror.ON_THE_CPU)
+rotary_position_embedding = on_device("rotary_position_embedding", mirror.ANGLES)
 alibi_slope = on_device("alibi_slope")
 alibi_mask = on_device("alibi_mask")
 
@@ -58,12 +45,16 @@ class PagedPlan:
     def __init__(self, step):
         self.step = step  # the `PlannedPages` of calls/steps.py
 
-    paged_append = on_device("PagedPlan.paged_append", BITS)
-    paged_attention = on_device("PagedPlan.paged_attention", SUMS, KEY_WEIGHTS)
+    paged_append = on_device("PagedPlan.paged_append", mirror.BITS)
+    paged_attention = on_device("PagedPlan.paged_attention", mirror.SUMS, mirror.KEY_WEIGHTS)
 
 
 paged_plan = on_device(
-    "paged_plan", ON_HOST, ONCE, own={"into": (None, INTO.format(same=SAME_PAGES))}, then=PagedPlan
+    "paged_plan",
+    mirror.ON_HOST,
+    mirror.ONCE,
+    own={"into": (None, mirror.INTO.format(same=SAME_PAGES))},
+    then=PagedPlan,
 )
 
 

@@ -1,9 +1,10 @@
 """Gather Ascend's razor offset, a number for each row of the cache that is added to its scores.
 
-    target[entry, p] = scale bias[block[entry, p // block_size], p % block_size]
-    block[entry, page] = table[entries + entry columns + page] / step
+    target[entry, p] = scale * bias[block[entry, p // block_size], p % block_size]
+    block[entry, page] = table[entries + entry * columns + page] / step
 
-An entry is a sequence, or one of its key heads. `step` is the distance of row ids from block to block.
+An entry is a sequence, or one of its key heads. The table has rows where blocks begin: `step` is the distance
+of row ids from block to block.
 """
 
 import functools

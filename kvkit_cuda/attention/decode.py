@@ -7,8 +7,12 @@
 
 A block takes all rows of a sequence that share a key head, up to 16 of them, over a split of a context.
 Memory bandwidth is the limit, so copies are always in flight: each warp copies its own tiles of 16 tokens to
-a ring in shared memory, and multiplies one while others arrive (see `panels`). It waits for no other warp
-until the end, when the warps' o, m and l are merged in order:
+a ring in shared memory, and multiplies one while others arrive (see `slices` and, for codes of small groups,
+`panels`):
+
+    stage 0 | stage 1 | .. | addresses of keys, values and their scales      stage: tile of keys, of values
+
+It waits for no other warp until the end, when the warps' o, m and l are merged in order:
 
     m = max m_w, l = sum l_w 2^(m_w - m), o = sum o_w 2^(m_w - m)      for warps w
 """
@@ -20,30 +24,21 @@ from numba import cuda, types
 
 from kvkit.formulas import numeric
 from kvkit.runtime.jit import shared
-from kvkit_cuda.attention import (
-    fragments,
-    merge,
-    panels,
-    slices,
-    stored_tiles,
-    tile_words,
-    tiles,
-    work_items,
-)
+from kvkit_cuda.attention import fragments, merge, panels, slices, stored_tiles, tile_words, tiles, work_items
 from kvkit_cuda.attention.decode_forms import form_of, suits
 from kvkit_cuda.attention.fragments import EVERYONE, LOWEST, Held, Softmax
 from kvkit_cuda.attention.params import with_short_divisors
 from kvkit_cuda.attention.prefill import LN2, LOG2E, SIGNATURE
 from kvkit_cuda.attention.stored_tiles import TOKENS
 from kvkit_cuda.attention.tiles import put_word, two_floats
-from kvkit_cuda.attention.work_items import StepTables, far
+from kvkit_cuda.attention.work_items import StepTables, byte_offset
 from kvkit_cuda.copy import chunks
 from kvkit_cuda.copy.transfer import WARP
 from kvkit_cuda.device_runtime import device, memory, ptx
 
 __all__ = ["prepare", "suits"]
 PLACES = 4  # offsets in a tile: of keys, of their scales, of values, of theirs
-PARTS = merge.MOST  # most splits of a call, each of at least `tables.LEAST_PART` tokens
+MOST_SPLITS = merge.MOST_SPLITS  # of a call, each of at least `tables.LEAST_SPLIT` tokens
 F32, U32 = types.float32, types.uint32
 
 int32, fresh_register = device.int32, ptx.fresh_register
@@ -56,7 +51,7 @@ def attend(form):
     rows, stages, step_tokens = form.thread_rows, form.stages, form.warps * TOKENS
     held_queries, held_scores = form.held_queries, rows * form.columns
     held_sums, held_words, held_zeros = rows * form.width, form.held_words, form.held_zeros
-    has_bias, held_scales = form.weighs, 2 * max(form.keys.groups, form.values.groups)
+    has_bias, held_scales = form.has_bias, 2 * max(form.keys.groups, form.values.groups)
     engine, lift = slices if form.sliced else panels, np.float32(form.lift)
     key_bytes, stage_bytes, ring_bytes = form.keys.bytes, form.stage_bytes, form.ring_bytes
     last_stage, bases = (stages - 1) * stage_bytes, stages * stage_bytes
@@ -71,33 +66,33 @@ def attend(form):
     end_group, arrived = ptx.end_group, ptx.all_but(stages - 1)
 
     def attend(params, seqstarts, kvstarts, table, items, slots, slopes):
-        item, reach, exists = work_items.load_placed(items, cuda.blockIdx.x)
+        item, sees, exists = work_items.load_placed(items, cuda.blockIdx.x)
         if not exists:
             return  # a captured launch has as many blocks as a step may need
         step = StepTables(seqstarts, kvstarts, table, items, slots, slopes)
         lane, warp = int32(cuda.threadIdx.x), int32(cuda.threadIdx.y)
         # Without an exchange the loop would compute both again for each tile.
         lane, warp = from_lane(lane, lane), from_lane(warp, lane)
-        low, high = reach.begin, reach.end
+        low, high = sees.begin, sees.end
 
         q, zeros = cuda.local.array(held_queries, U32), cuda.local.array(held_zeros, F32)
         words, sums = cuda.local.array(held_words, U32), cuda.local.array(held_scores, F32)
         scales, places = cuda.local.array(held_scales, F32), cuda.local.array(PLACES, types.int32)
         held = Held(q, zeros, words, sums, scales, places)
-        less = load_queries(params, item, lane, held)  # [rows, dim]
+        score_factor = load_queries(params, item, lane, held)  # [rows, dim]
         board = int32(place_of_tiles())
         ring = fresh_register(int32(board + warp * ring_bytes))
-        # z is 0; a constant would be loaded into a register before each use
+        # threadIdx.z is 0. Without it the mask would be a constant, which is loaded before each use.
         mask = fresh_register(int32(code_mask | cuda.threadIdx.z))
         s, o = cuda.local.array(held_scores, F32), cuda.local.array(held_sums, F32)
         m, l = cuda.local.array(rows, F32), cuda.local.array(rows, F32)
         state = Softmax(o, m, l, cuda.local.array(rows, F32), cuda.local.array(rows, F32))
         scale, _ = work_items.head_scales(params, item.b, item.head)
-        scale *= less
+        scale *= score_factor
         attempt = int32(0)
         while attempt < 2:  # the second one is NaN-safe, if sums of the first one are not finite
             fragments.clear(state, lift)
-            if lane == 0:  # registers are scarce
+            if lane == 0:  # shared memory keeps the addresses, because registers are scarce
                 put_addresses(params, item, int32(ring + bases))
             sync_warp()
             row_id, place, begin = int32(0), ring, int32(low + warp * TOKENS - stages * step_tokens)
@@ -112,7 +107,7 @@ def attend(form):
                     multiply_keys(held, place, lane, mask, s)  # [rows, tokens]
                     if has_bias:
                         apply_bias_and_mask(params, step, item, lane, begin, s, scale)
-                    if begin < reach.since or int32(begin + TOKENS) > reach.until:
+                    if begin < sees.common_begin or int32(begin + TOKENS) > sees.common_end:
                         hide(params, step, item, lane, begin, high, s)
                     at = int32(place + key_bytes)
                     update_softmax(s, state, LOG2E if has_bias else scale * LOG2E, (held, at))
@@ -143,10 +138,11 @@ def finisher(form):
     """
     rows, width, warps, tile = form.thread_rows, form.width, form.warps, form.values
     engine = slices if form.sliced else panels
+    sum_factor = engine.sum_factor(tile)
     all_rows, row_bytes, threads = form.rows, 4 * form.values.dim, form.warps * WARP
     row_of, first_row, distances = form.fragment.row, form.fragment.first_row, form.fragment.distances
     exchange, power, larger, packed = device.exchange, ptx.power, ptx.larger, ptx.packed(form.data_dtype)
-    pairs, dim, element_of, unit_of = tile.dim // 2, tile.dim, engine.element_of(tile), engine.unit_of(tile)
+    pairs, dim, element_of = tile.dim // 2, tile.dim, engine.element_of(tile)
 
     @device.inlined
     def put_sums(board, item, lane, warp, state, m_warps, value_scale):
@@ -160,7 +156,7 @@ def finisher(form):
                 e = element_of(lane >> 2 & 7, i)
                 if row <= item.last and e < dim:
                     at = board + (warp * all_rows + row) * row_bytes + 4 * e
-                    put_word(at, numeric.bits_of(state.o[r * width + i] * (alpha * unit_of(i))))
+                    put_word(at, numeric.bits_of(state.o[r * width + i] * (alpha * sum_factor(i))))
 
     @device.inlined
     def finish_row(params, step, item, thread, m_warps, l_warps, shrink):
@@ -174,7 +170,7 @@ def finisher(form):
         if item.slot >= 0:
             merge.put_state(params, merge.slot_address(params, item.slot, all_rows, thread), m, l, shrink)
             return np.float32(1)
-        return merge.finish_row(params, step, work_items.near_row_of(params, item, thread), m, l, shrink)
+        return merge.finish_row(params, step, work_items.row_of_int32(params, item, thread), m, l, shrink)
 
     def finish(params, step, item, board, state, shrink):
         item = work_items.refreshed(item)
@@ -195,16 +191,16 @@ def finisher(form):
         if thread <= item.last:
             factors[thread] = finish_row(params, step, item, thread, m_warps, l_warps, shrink)
         cuda.syncthreads()
-        odd = 0
+        not_finite = 0
         for r in range(item.last + 1):
-            row = work_items.near_row_of(params, item, r)
+            row = work_items.row_of_int32(params, item, r)
             for pair in range(thread, pairs, threads):
                 x, y = np.float32(0), np.float32(0)
                 for w in range(warps):
                     one, other = two_floats(board + (w * all_rows + r) * row_bytes + 8 * pair)
                     x, y = x + one, y + other
-                if x * np.float32(0) != np.float32(0) or y * np.float32(0) != np.float32(0):
-                    odd = 1
+                if x * np.float32(0) != np.float32(0) or y * np.float32(0) != np.float32(0):  # inf or NaN
+                    not_finite = 1
                 if item.slot >= 0:
                     at = merge.slot_address(params, item.slot, all_rows, r) + 8 * pair
                     put_float(at, x)
@@ -212,7 +208,7 @@ def finisher(form):
                 else:
                     at = work_items.output_address(params, step, row) + 4 * pair
                     put_pair(at, packed(x * factors[r], y * factors[r]))
-        return cuda.syncthreads_or(odd) == 0
+        return cuda.syncthreads_or(not_finite) == 0
 
     return device.force_inlined(finish)
 
@@ -222,11 +218,17 @@ def address_writer(form):
     has_scales = form.keys.scale_format is not None
 
     def put_addresses(params, item, at):
-        keys = params.keys + far(item.b, params.key_sequence) + far(item.head, params.key_head)
-        values = params.values + far(item.b, params.value_sequence) + far(item.head, params.value_head)
+        keys = (
+            params.keys + byte_offset(item.b, params.key_sequence) + byte_offset(item.head, params.key_head)
+        )
+        values = (
+            params.values
+            + byte_offset(item.b, params.value_sequence)
+            + byte_offset(item.head, params.value_head)
+        )
         put_two_addresses(at, keys, values)
         if has_scales:
-            scales = far(item.b, params.scale_sequence) + far(item.head, params.scale_head)
+            scales = byte_offset(item.b, params.scale_sequence) + byte_offset(item.head, params.scale_head)
             put_two_addresses(int32(at + 16), params.key_scales + scales, params.value_scales + scales)
 
     return device.inlined(put_addresses)
@@ -251,7 +253,6 @@ def prepare(record, context, tables, most_rows, stream):
     """Return the launches: of the kernel, and of the merge if contexts are split."""
     form = form_of(record, context, most_rows)
     record = with_short_divisors(record)
-    block = WARP, form.warps
-    element = context.data_dtype
-    kernel, most = compiled(form), {"most": PARTS, "placed": True}
-    return merge.prepare(kernel, record, element, tables, form.rows, block, stream, **most)
+    block, options = (WARP, form.warps), {"most": MOST_SPLITS, "placed": True}
+    kernel, packed = compiled(form), context.data_dtype
+    return merge.prepare(kernel, record, packed, tables, form.rows, block, stream, **options)

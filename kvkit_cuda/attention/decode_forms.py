@@ -6,13 +6,16 @@ from kvkit.formats import BY_NAME
 from kvkit_cuda.attention import forms, fragments, params
 from kvkit_cuda.attention.fragments import LONGEST, are_widened
 from kvkit_cuda.attention.panels import WORDS
-from kvkit_cuda.attention.stored_tiles import KEYS, TOKENS, UNITS, VALUES, Tile, in_slices
+from kvkit_cuda.attention.slices import WEIGHTS
+from kvkit_cuda.attention.stored_tiles import KEY_PANEL, SCALE_UNITS, TOKENS, VALUE_PANEL, Tile, is_in_slices
+from kvkit_cuda.attention.tiles import CHUNK
 from kvkit_cuda.device_runtime import ptx
 
 WARPS = 4  # most warps of a block
 SHARED_MEMORY = 47 * 1024  # of a block's 48 KiB, for tiles
 STAGES = 4  # most tiles in a warp's ring
-ROWS, DIM = 16, 128  # most rows of a call; heads above this size allow 8 rows only
+ROWS = 16  # most rows of a call
+DIM = 128  # elements of the largest head for so many rows; larger ones have at most 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class DecodeForm:
     blocks: int  # of 8 rows
     warps: int
     stages: int  # tiles of a warp
-    weighs: bool  # whether scores have a cap, bias or mask
+    has_bias: bool  # whether scores have a cap, bias or mask
 
     @property
     def sliced(self):
@@ -61,7 +64,7 @@ class DecodeForm:
 
     @property
     def width(self):
-        return self.values.dim // 8 if self.sliced else VALUES * self.values.panels
+        return self.values.dim // 8 if self.sliced else CHUNK * self.values.panels
 
     @property
     def held_queries(self):
@@ -70,8 +73,8 @@ class DecodeForm:
 
     @property
     def held_words(self):
-        """Return how many words of keys or values a thread holds for a product."""
-        return 6 + 2 * self.blocks if self.sliced else WORDS
+        """Return how many words of keys, values and weights a thread holds for a product."""
+        return WEIGHTS + 2 * self.blocks if self.sliced else WORDS
 
     @property
     def held_zeros(self):
@@ -98,48 +101,50 @@ class DecodeForm:
 
 
 def form(
-    data_dtype, cache_format, scale_format, group, dim, value_dim, rows, weighs, unit=UNITS[0], native=True
-):
+    data_dtype, cache_format, scale_format, group, dim, value_dim, rows, has_bias, unit=SCALE_UNITS[0],
+    native=True,
+):  # fmt: skip
     """Return the form with the most warps, then the most tiles, that fit in shared memory.
 
-    Codes are exact in float16, so queries are brought there, unless codes of small groups are widened.
+    `slices` multiplies codes in float16, where they are exact, with queries that are converted to it;
+    `panels` multiplies codes of small groups in the data's type.
     """
-    small = scale_format and group and not in_slices(cache_format, group)
-    element = data_dtype if small or cache_format == data_dtype else "float16"
+    in_panels = scale_format and group and not is_in_slices(cache_format, group)
+    element = data_dtype if in_panels or cache_format == data_dtype else "float16"
     keys, values = (
         Tile(element, cache_format, scale_format, group, size, panel, unit, native=native)
-        for size, panel in ((dim, KEYS), (value_dim, VALUES))
+        for size, panel in ((dim, KEY_PANEL), (value_dim, VALUE_PANEL))
     )
-    most, each = WARPS, keys.bytes + values.bytes
-    while most * each > SHARED_MEMORY:
-        most //= 2
-    stages = min(STAGES, SHARED_MEMORY // (most * each))
-    return DecodeForm(data_dtype, keys, values, -(-rows // 8), most, stages, bool(weighs))
+    warps, stage_bytes = WARPS, keys.bytes + values.bytes
+    while warps * stage_bytes > SHARED_MEMORY:
+        warps //= 2
+    stages = min(STAGES, SHARED_MEMORY // (warps * stage_bytes))
+    return DecodeForm(data_dtype, keys, values, -(-rows // 8), warps, stages, bool(has_bias))
 
 
 def form_of(record, context, most_rows):
     """Return the form of the kernel for a call."""
-    sizes, weighs = (context.dim, context.value_dim), fragments.needs_bias_or_mask(record)
+    sizes, has_bias = (context.dim, context.value_dim), fragments.needs_bias_or_mask(record)
     kinds = context.data_dtype, context.cache_format, context.scale_format, context.group
-    unit = next(unit for unit in UNITS if scales_suit(record, context, sizes, unit))
-    return form(*kinds, *sizes, most_rows, weighs, unit, ptx.has_minifloats())
+    unit = next(unit for unit in SCALE_UNITS if scales_suit(record, context, sizes, unit))
+    return form(*kinds, *sizes, most_rows, has_bias, unit, ptx.has_minifloats())
 
 
 def suits(record, context, reach, most_rows):
     """Return whether decode takes a call: few rows of 16-bit data or codes, whole fragments and copies."""
     sizes = context.dim, context.value_dim
-    most = ROWS if max(sizes) <= DIM else forms.ROWS
+    few = most_rows <= (ROWS if max(sizes) <= DIM else forms.ROWS)
     whole = not any(BY_NAME[context.cache_format].bytes(size) % 16 for size in sizes)
-    near = all(0 <= step < 2**32 for step in (record.key_row, record.value_row, record.scale_row))
-    near &= reach.rows < LONGEST
-    fits = fragments.suits(record, context, reach, most_rows, 16) and most_rows <= most and known(context)
-    return fits and whole and near and scales_suit(record, context, sizes, UNITS[-1])
+    short_steps = all(0 <= step < 2**32 for step in (record.key_row, record.value_row, record.scale_row))
+    in_32_bits = short_steps and reach.rows < LONGEST
+    fits = fragments.suits(record, context, reach, most_rows, 16) and few and has_products(context)
+    return fits and whole and in_32_bits and scales_suit(record, context, sizes, min(SCALE_UNITS))
 
 
-def known(context):
+def has_products(context):
     """Return whether there are products for the formats: 16-bit floats as they are, codes with any scales."""
     cache_format, group = context.cache_format, context.group
-    if context.scale_format and (not group or in_slices(cache_format, group)):
+    if context.scale_format and (not group or is_in_slices(cache_format, group)):
         return BY_NAME[cache_format].bits <= 8
     return are_widened(context) or (context.data_dtype, cache_format) == ("bfloat16", "float16")
 

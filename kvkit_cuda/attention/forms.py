@@ -26,26 +26,26 @@ class PlainForm:
     rows: int  # of a tile
     lanes: int  # threads of a team
     teams: int  # of a block
-    values: str  # format of values
+    value_format: str
     as_loaded: bool  # whether decoded values are rounded to `data_dtype`, as a load does
-    free: bool  # whether strides, scales or slopes are more general than a cache's, as in pools of pages
+    general: bool  # whether strides, scales or slopes are more general than a cache's, as in pools of pages
 
     @property
-    def blocks(self):
+    def in_blocks(self):
         """Return whether codes lie in blocks, each with its scale."""
         return BY_NAME[self.cache_format].block is not None
 
     @property
-    def rounds(self):
+    def rounded_to(self):
         """Return the format that `chunks.widen` rounds decoded values to, or one that changes nothing."""
         return self.data_dtype if self.as_loaded else self.scale_format or "float32"
 
     @property
     def ahead(self):
-        """Return how many tokens a team can process at once with its registers."""
+        """Return how many tokens, 4 at most, a team can process at once with its registers."""
         held, most = self.rows * self.pieces * self.span, 2 * ELEMENTS
         full = held == ELEMENTS or self.pieces > 1
-        if self.scale_format or full or not self.data_dtype == self.cache_format == self.values:
+        if self.scale_format or full or not self.data_dtype == self.cache_format == self.value_format:
             most = MIXED // 2 if mixed(self.data_dtype, self.scale_format) else ELEMENTS
         return max(1, min(4, 16 // self.rows, most // held, 32 // self.span))
 
@@ -75,8 +75,8 @@ def form_of(record, context, most_rows):
     formats: dict = {name: getattr(context, name) for name in ("data_dtype", "cache_format", "scale_format")}
     shape = {"chunk_scales": chunk_scales, "span": span, "pieces": pieces, "rows": rows}
     team = {"lanes": lanes, "teams": THREADS // lanes}
-    free = bool(record.free)
-    return PlainForm(**formats, **shape, **team, values=values, as_loaded=context.as_loaded, free=free)
+    options = {"as_loaded": context.as_loaded, "general": bool(record.general)}
+    return PlainForm(**formats, **shape, **team, value_format=values, **options)
 
 
 def mixed(data_dtype, scale_format):
@@ -93,7 +93,7 @@ def holds(dim, span, rows, most):
 
 
 def fits(record, context, span):
-    """Return whether rows are whole chunks of `span` elements, and chunks and scales are aligned."""
+    """Return whether rows are whole chunks of `span` elements, and chunks and their scales are aligned."""
     keys = record.keys, record.key_sequence, record.key_row, record.key_head
     values = record.values, record.value_sequence, record.value_row, record.value_head
     whole = context.dim % span == 0 and context.value_dim % span == 0 and not any(context.elements)

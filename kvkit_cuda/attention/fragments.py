@@ -39,14 +39,13 @@ from kvkit_cuda.attention.work_items import lengths, visible
 from kvkit_cuda.device_runtime import device, ptx
 
 STRIP = 16  # rows that a warp multiplies at once
-EVERYONE = 0xFFFFFFFF  # the mask of a warp's threads
-LARGEST = 256  # head
+LARGEST = 256  # elements of the largest head
 LOWEST = np.float32(numeric.LOWEST)
-INFINITY = 0x7F800000  # in bits
+INFINITY = 0x7F800000  # bits of float32
 SHRINK = 40  # NaN-safe weights are 2^40 times smaller
 SMALLER = np.float32(2.0**-SHRINK)
-MOST_LIFT, TOP = 60, 7  # of rows, as powers of 2; weights times scales begin below 2^TOP
-int32, fresh_register = device.int32, ptx.fresh_register
+TOP, MOST_LIFT = 7, 60  # powers of 2: a row's lift brings weights times scales below 2^TOP at first
+int32, fresh_register, EVERYONE = device.int32, ptx.fresh_register, device.EVERYONE
 
 
 class Softmax(NamedTuple):
@@ -60,14 +59,14 @@ class Softmax(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Registers of a thread for products."""
+    """Registers of a thread for the products of decode (see `slices` and `panels`)."""
 
     q: Any  # words of queries
-    zeros: Any  # where scores begin
-    words: Any  # words of keys or values for a product
-    sums: Any  # scores of a group
+    zeros: Any  # the scores that sums of a group begin with, since codes are not converted
+    words: Any  # words of keys, values and weights for a product
+    sums: Any  # scores of a group before they are scaled
     scales: Any  # of two tokens [tokens, groups]
-    places: Any  # offsets in a tile
+    places: Any  # offsets in a tile: of keys, of their scales, of values, of theirs
 
 
 @device.inlined
@@ -86,8 +85,8 @@ class Fragment:
     transposed: bool  # whether a product has rows of keys and columns of queries
     row: Callable  # (r) -> distance of the thread's row r from its first row
     token: Callable  # (i) -> distance of column i's token from the first token
-    first_row: Callable  # (thread) -> its first row; of a lane, if all warps have the same rows
-    first_token: Callable  # (thread)
+    first_row: Callable  # (thread) -> its first row; (lane) if all warps have the same rows
+    first_token: Callable  # (thread or lane) -> its first token
     distances: tuple[int, ...]  # from a lane to the lanes with the other scores of its rows
 
 
@@ -117,11 +116,14 @@ BY_TOKENS = Fragment(
 
 
 def are_widened(context):
-    """Return whether floats of the data's type, or codes, are widened to it; codes of groups are rounded."""
+    """Return whether keys and values may be multiplied after they are widened to the data's type.
+
+    Floats of that type and of 8 bits may; codes if loads round them to it, in groups of whole chunks.
+    """
     cache_format = context.cache_format
     if context.scale_format:
-        whole = context.group % tiles.CHUNK == 0 and not BY_NAME[cache_format].minifloat
-        return whole and context.as_loaded
+        whole_chunks = context.group % tiles.CHUNK == 0
+        return whole_chunks and not BY_NAME[cache_format].minifloat and context.as_loaded
     return cache_format == context.data_dtype or BY_NAME[cache_format].bits == 8
 
 
@@ -130,18 +132,21 @@ def suits(record, context, reach, most_rows, alignment, largest=LARGEST):
     sizes = context.dim, context.value_dim
     whole = all(size % STRIP == 0 and size <= largest for size in sizes)
     known = context.data_dtype in ptx.SHORT
-    short = not record.free and max(reach.context, most_rows) < LONGEST
+    in_32_bits = not record.general and max(reach.context, most_rows) < LONGEST
     cached = (record.keys, record.key_sequence, record.key_row, record.key_head,
               record.values, record.value_sequence, record.value_row, record.value_head)  # fmt: skip
     packed = (record.query, record.query_sequence, record.query_token, record.query_head,
               record.out, record.out_sequence, record.out_token, record.out_head)  # fmt: skip
     aligned = not any(n % alignment for n in cached) and not any(n % 16 for n in packed)
-    return whole and known and short and aligned
+    return whole and known and in_32_bits and aligned
 
 
 def needs_bias_or_mask(record):
-    """Return whether scores need a cap, a bias or a mask, or have a scale that is not positive."""
-    positive = 0 < record.scale < INFINITY
+    """Return whether scores need a cap, a bias or a mask, or have a scale that is not positive.
+
+    The softmax multiplies the largest score by a positive scale; another scale is applied before.
+    """
+    positive = 0 < record.scale < INFINITY  # as bits
     return bool(record.cap or record.alibi or record.sloped or record.mask or not positive)
 
 
@@ -163,12 +168,12 @@ def mma(element, width, transposed=False):
     return device.inlined(mma)
 
 
-def unrolled(part, count):
-    """Return f(a, b, c, d, i), which calls `part` for i, i + 1, ..: no compiler unrolls so long a loop."""
+def unrolled(body, count):
+    """Return f(a, b, c, d, i), which calls `body` for i, i + 1, ..: no compiler unrolls so long a loop."""
     if count == 1:
-        return part
+        return body
     half = count // 2
-    first, second = unrolled(part, half), unrolled(part, count - half)
+    first, second = unrolled(body, half), unrolled(body, count - half)
 
     def both(a, b, c, d, i):
         first(a, b, c, d, i)
@@ -193,11 +198,11 @@ def multiply_strips(element, strips, width):
 def multiply_keys(form):
     """Return f(q, k, a, s): s = q k^T; `q` and `k` are addresses of the thread's rows in shared memory."""
     tokens, strips, row = form.tokens, form.strips, tiles.row_bytes(form.dim)
-    on, load = tiles.advance(form.dim), ptx.matrices(False)
+    advance, load = tiles.advance(form.dim), ptx.matrices(False)
     multiply = multiply_strips(form.element, strips, form.columns)
 
     def step(q, k, a, s, pair):
-        q, k = on(q, pair), on(k, pair)
+        q, k = advance(q, pair), advance(k, pair)
         for strip in range(strips):
             i = 4 * strip
             a[i], a[i + 1], a[i + 2], a[i + 3] = load(q, strip * STRIP * row)  # [16 rows, 16 elements]
@@ -222,17 +227,18 @@ def multiply_values(form):
     p is multiplied by scales and rounded to the data's type.
     """
     tokens, dim, strips, row = form.tokens, form.value_dim, form.strips, tiles.row_bytes(form.value_dim)
-    on, load, packed, columns = tiles.advance(dim), ptx.matrices(True), ptx.packed(form.element), form.columns
+    advance, load, columns = tiles.advance(dim), ptx.matrices(True), form.columns
+    packed = ptx.packed(form.element)
     multiply, scale_weights = multiply_strips(form.element, strips, form.width), scale_tokens(form)
 
     def multiply_values(p, v, scales, a, o):
         scale_weights(scales, p)
         for step in range(tokens // 16):
-            for i in range(4 * strips):  # [16 rows, 16 tokens]
+            for i in range(4 * strips):  # words a of [16 rows, 16 tokens] (see `ptx`), for each strip
                 j = (i // 4 * 2 + i % 2) * columns + 4 * step + i % 4 // 2 * 2
                 a[i] = packed(p[j], p[j + 1])
             for block in range(0, dim // 8, 2):
-                b0, b1, b2, b3 = load(on(v, block // 2), 16 * step * row)  # [16 tokens, 16 elements]
+                b0, b1, b2, b3 = load(advance(v, block // 2), 16 * step * row)  # [16 tokens, 16 elements]
                 multiply(a, b0, b1, o, block)
                 multiply(a, b2, b3, o, block + 1)
 
@@ -252,7 +258,7 @@ def multiply_nan_safe(form):
         lane = fresh_register(lane)
         scale_weights(scales, p)
         for column in range(columns):
-            for other in range(4):
+            for other in range(4):  # the 4 threads of a row have the weights of its tokens
                 token = column // 2 * 8 + ((lane ^ other) & 3) * 2 + column % 2
                 for row in range(rows):
                     weight = exchange(EVERYONE, p[row * columns], other) * SMALLER
@@ -318,7 +324,7 @@ def lift_finder(form, load_scales):
     def find_lift(s, state, tile):
         scales = load_scales(tile)
         for r in range(rows):
-            top = np.float32(0)
+            top = np.float32(0)  # the largest scale
             for column in range(columns):
                 if s[r * columns + column] > numeric.MINUS_INF:
                     top = larger(top, abs(scales[column]))
@@ -341,8 +347,9 @@ def update_softmax(form, load_scales=None):
     rows, columns, width, distances = form.thread_rows, form.columns, form.width, form.fragment.distances
     exchange, power, larger = device.exchange, ptx.power, ptx.larger
     any_of_warp = device.any_of_warp if load_scales else device.inlined(lambda grown: grown)
-    nothing = device.inlined(lambda s, state, tile: None)
-    find_lift = lift_finder(form, load_scales) if load_scales else nothing
+    find_lift = device.inlined(lambda s, state, tile: None)
+    if load_scales:
+        find_lift = lift_finder(form, load_scales)
 
     def update_softmax(s, state, scale, tile):
         o, m, l, peaks, lift = state
@@ -406,7 +413,7 @@ def apply_bias_and_mask(form):
         seqlen, kvlen = lengths(step, item.b)
         for r in range(rows):
             number = item.first + first_row(thread) + row_of(r)
-            row = work_items.near_row_of(params, item, min(number, item.last))
+            row = work_items.row_of_int32(params, item, min(number, item.last))
             seen = visible(params, step, item.b, row.token)
             low, high = int32(seen.begin - begin), int32(seen.end - begin)
             position = int32(kvlen - seqlen + row.token - begin)

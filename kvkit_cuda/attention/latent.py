@@ -9,9 +9,9 @@ A block takes a tile of up to 64 rows, such as 64 heads of a token, over a split
 shared memory. The cache's rows come there once for both products, a tile of 64 tokens at a time, while the
 tile before is multiplied. Warps share the scores by rows and tokens, then the sums by elements of values:
 
-    s [64 rows, 64 tokens]                o [64 rows, 512]
-    warp  0 2 4 6    32 rows, 16 tokens   warp  0 1 2 3 4 5 6 7    64 rows, 64 elements
-    warp  1 3 5 7    each                                          each
+    s           tokens 0-15  16-31  32-47  48-63         o           elements 0-63  64-127  ..  448-511
+    rows 0-31   warp   0     2      4      6             rows 0-63   warp     0     1       ..  7
+    rows 32-63  warp   1     3      5      7
 
 So p and alpha go from the warps that computed them to all warps, through shared memory.
 """
@@ -29,7 +29,7 @@ from kvkit.runtime.jit import shared
 from kvkit_cuda.attention import forms, fragments, merge, tiles, work_items
 from kvkit_cuda.attention.fragments import EVERYONE, LOWEST, STRIP, Softmax
 from kvkit_cuda.attention.params import Reach, with_short_divisors
-from kvkit_cuda.attention.prefill import LN2, LOG2E, PARTS, SIGNATURE
+from kvkit_cuda.attention.prefill import LN2, LOG2E, MOST_SPLITS, SIGNATURE
 from kvkit_cuda.attention.work_items import StepTables, within_split
 from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.copy import chunks
@@ -158,6 +158,7 @@ def form(element: str, dim: int, value_dim: int, most_rows: int, room: int) -> L
     """Return the form with the most rows, then tokens, that fits in `room` bytes; None if none does."""
     for rows, tile in ((64, 64), (64, 32), (32, 64), (32, 32), (16, 64), (16, 32)):
         form = LatentForm(element, dim, value_dim, rows, tile)
+        # No more than half of a tile is empty; `suits` refuses calls of fewer than 9 rows.
         if rows < 2 * max(most_rows, 9) and form.shared_bytes <= room:
             return form
     return None
@@ -196,7 +197,7 @@ def query_loader(form):
 
     def load_queries(params, item, target, thread):
         for r in range(thread >> 3, rows, THREADS // 8):
-            row = work_items.near_row_of(params, item, min(item.first + r, item.last))
+            row = work_items.row_of_int32(params, item, min(item.first + r, item.last))
             copy_row(target, r, work_items.query_address(params, item, row), 0, 1, thread & 7)
 
     return device.force_inlined(load_queries)
@@ -360,7 +361,10 @@ def attend(form):
         since, until = int32(common.begin), int32(min(common.end, seen.end))
 
         stage = int32(block())
-        both, queries = int32(2 * stage + stage_bytes), int32(stage + 2 * stage_bytes)
+        both, queries = (
+            int32(2 * stage + stage_bytes),
+            int32(stage + 2 * stage_bytes),
+        )  # both - stage: the other
         weights = int32(queries + query_bytes)
         maxima = int32(weights + weight_bytes)
         head = params.keys + item.b * params.key_sequence + item.head * params.key_head
@@ -408,11 +412,11 @@ def attend(form):
                 else:
                     multiply_safe(weights, here, o)
                 begin = coming
-            odd = np.float32(0)
+            zero = np.float32(0)
             for i in range(held_sums):
-                odd += o[i] * np.float32(0)
+                zero += o[i] * np.float32(0)  # NaN if a sum is infinite or NaN
             arrived()
-            if not cuda.syncthreads_or(int32(odd != np.float32(0))) or attempt == 1:
+            if not cuda.syncthreads_or(int32(zero != np.float32(0))) or attempt == 1:
                 break
             attempt = int32(1)
         finish(params, step, item, state, places, fragments.SMALLER if attempt else np.float32(1), thread)
@@ -451,7 +455,7 @@ def finisher(form):
         if item.slot >= 0:
             merge.put_state(params, merge.slot_address(params, item.slot, all_rows, row), m, l, shrink)
             return factor
-        query = work_items.near_row_of(params, item, item.first + row)
+        query = work_items.row_of_int32(params, item, item.first + row)
         return factor * merge.finish_row(params, step, query, m, l, shrink)
 
     share_state, finish_row = device.force_inlined(share_state), device.force_inlined(finish_row)
@@ -484,7 +488,7 @@ def finisher(form):
         if item.slot < 0:
             for r in range(thread >> 3, all_rows, THREADS // 8):
                 if item.first + r <= item.last:
-                    query = work_items.near_row_of(params, item, item.first + r)
+                    query = work_items.row_of_int32(params, item, item.first + r)
                     at = work_items.output_address(params, step, query)
                     store_row(places.queries, r, at, thread & 7)
 
@@ -521,6 +525,6 @@ def prepare(record: Any, context: records.Context, tables: Tables, most_rows: in
     assert kind is not None
     record = with_short_divisors(record)
     return merge.prepare(
-        compiled(kind), record, context.data_dtype, tables, kind.rows, (WARP, WARPS), stream, most=PARTS,
-        shared=kind.shared_bytes,
+        compiled(kind), record, context.data_dtype, tables, kind.rows, (WARP, WARPS), stream,
+        most=MOST_SPLITS, shared=kind.shared_bytes,
     )  # fmt: skip

@@ -1,10 +1,16 @@
-"""Merge the results of a context's splits. A block takes a row.
+"""Merge the results of a context's splits, or of parts of a context in separate arrays. A block takes a row.
 
-m = max m_i
-l = sum e^(m_i - m) l_i
-o = sum e^(m_i - m) / l o_i     [value dim]     for splits i, in order
+    m = max m_i
+    l = sum e^(m_i - m) l_i
+    o = sum e^(m_i - m) / l o_i     [value dim]     for splits i, in order
 
-Threads share the splits to find m, l and the factors of all splits, then the elements of the row to sum them.
+The results of splits are in slots. A slot has a tile's rows, each of them value dim + 3 numbers of float32:
+
+    sums of values o_i [value dim], m_i, l_i, shrink
+
+Weights were multiplied by shrink: 1, or 2^-40 in a second attempt, after sums overflowed. Threads share the
+splits to find m, l and the factors of all splits, then the elements of the row to sum them. Results in
+separate arrays are normalized: m_i is their log-sum-exp, and l_i is 1 (`merge_states`).
 """
 
 import functools
@@ -24,26 +30,25 @@ from kvkit_cuda.device_runtime import device, host
 
 THREADS = 128  # of a block
 WARPS = THREADS // WARP
-MOST = 1024  # splits of a row
+MOST_SPLITS = 1024  # of a row
 SIGNATURE = types.void(RECORD, INDEX1, INDEX1, INDEX1, types.int64)
-STATE = 3  # floats after the sums of a row: m, l, and `shrink`, the factor of its weights: 1, or 2**-40
-# in a second attempt, after sums overflowed
+STATE = 3  # numbers after the sums of a slot's row
 
 read_float, write_float = chunks.read("float32"), chunks.write("float32")
-DISTANCES, EVERYONE = (1, 2, 4, 8, 16), 0xFFFFFFFF  # lanes of a warp that exchange; the mask of all
-exchange = device.exchange
+DISTANCES = 1, 2, 4, 8, 16  # between lanes that exchange, so that in the end each has the result of all
+exchange, EVERYONE = device.exchange, device.EVERYONE
 add_sink, log_sum, weight = numeric.add_sink, numeric.log_sum, numeric.weight
 
 
 @device.inlined
 def slot_address(params, slot, rows, row):
-    """Return the address of a slot's row: sums of values [value dim], m, l, and the factor of weights."""
+    """Return the address of a slot's row."""
     return params.partials + (slot * rows + row) * (params.value_dim + STATE) * 4
 
 
 @device.inlined
 def put_state(params, address, m, l, shrink):
-    """Write m, l and the factor of weights after the sums of a slot's row."""
+    """Write m, l and shrink after the sums of a slot's row."""
     at = address + params.value_dim * 4
     write_float(at, m)
     write_float(at + 4, l)
@@ -53,14 +58,14 @@ def put_state(params, address, m, l, shrink):
 @device.inlined
 def finish_row(params, step, row, m, l, shrink):
     """Return the factor that normalizes a row's sums, and write its log-sum-exp."""
-    less = np.float32(1)
+    factor = np.float32(1)
     if params.sinks:
-        sink = row.b % params.sink_sequences * params.heads * params.group + row.query
-        sink = scores.number(params.sink_kind, params.sinks + sink * params.sink_head)
-        m, l, less = add_sink(m, l, sink)
+        i = row.b % params.sink_sequences * params.heads * params.group + row.query
+        sink = scores.read_number(params.sink_kind, params.sinks + i * params.sink_head)
+        m, l, factor = add_sink(m, l, sink)
     if params.lse:
         write_float(lse_address(params, step, row), log_sum(m, l))
-    return numeric.normalizer(less, l, np.float32(1) / shrink)
+    return numeric.normalizer(factor, l, np.float32(1) / shrink)
 
 
 def merge_splits(packed):
@@ -85,7 +90,7 @@ def merge_splits(packed):
         state = sums + 4 * params.value_dim  # [splits, STATE]
         thread, threads = cuda.threadIdx.x, cuda.blockDim.x
         warps = (threads + WARP - 1) // WARP
-        factors = cuda.shared.array(MOST, types.float32)  # [splits]
+        factors = cuda.shared.array(MOST_SPLITS, types.float32)  # [splits]
         maxima = cuda.shared.array(WARPS, types.float32)
         totals = cuda.shared.array(WARPS, types.float32)
         m, l = numeric.MINUS_INF, np.float32(0)
@@ -139,40 +144,35 @@ def prepare(kernel, record, packed, tables, rows, block, stream, most=0, shared=
     block's dynamic shared memory. With `placed`, the kernel reads its work items from `Work.placed`.
     """
     work, key = tables.work(record, rows, most, placed)
-    slots = work.most_slots if tables.lasting else work.split
-    scratch = slots * rows * (record.value_dim + STATE) * 4
-    where = host.current(), host.number(stream), host.capturing(stream)
-    record = record._replace(partials=SCRATCH.of(scratch, *where))
-    items_name, *other_names = key.names()  # of items; of slots and slopes
+    items, slots, slopes = key.names()
+    slot_count, tokens = work.most_slots if tables.lasting else work.slot_count, tables.steps.tokens
+    scratch = slot_count * rows * (record.value_dim + STATE) * 4
+    place = host.current(), host.stream_address(stream), host.capturing(stream)
+    record = record._replace(partials=SCRATCH.of(scratch, *place))
     launch = functools.partial(host.Launch, stream=stream, owners=OWNERS, scratch=scratch)
 
-    def arguments(*read):
-        return record, *tables.of(read, stream)
-
-    def items(captured):
+    def item_blocks(captured):
         return work.most_items if captured else work.count
 
-    def outputs(captured):
-        return tokens * record.heads * record.group if captured or work.split else 0
+    def merge_blocks(captured):
+        return tokens * record.heads * record.group if captured or work.slot_count else 0
 
-    tokens, taken = tables.steps.tokens, [("placed", key) if placed else items_name, *other_names]
-    read = "seqstarts", "kvstarts", "table", *taken
-    first = launch(kernel, (work.count, 1), block, arguments=arguments(*read), grow=items, shared=shared)
-    launches = [first]
-    if slots:
-        each, given = compiled(packed), (*arguments("seqstarts", items_name, other_names[0]), rows)
-        launches.append(launch(each, (tokens, 1), (THREADS, 1), arguments=given, grow=outputs))
+    read = "seqstarts", "kvstarts", "table", ("placed", key) if placed else items, slots, slopes
+    arguments = record, *tables.of(read, stream)
+    launches = [launch(kernel, (work.count, 1), block, arguments=arguments, grow=item_blocks, shared=shared)]
+    if slot_count:
+        arguments = record, *tables.of(("seqstarts", items, slots), stream), rows
+        merge = compiled(packed)
+        launches.append(launch(merge, (tokens, 1), (THREADS, 1), arguments=arguments, grow=merge_blocks))
     return launches
 
 
-# Merge of attention states, which are separate arrays
-
-STATES = types.void(INDEX1, INDEX2)
+STATES = types.void(INDEX1, INDEX2)  # the signature of `merge_states`
 
 
 @device.inlined
 def row_at(sizes, places, array, axes):
-    """Return the address of a block's row in an array."""
+    """Return the address of a block's row in an array, for sizes and places of `merge_states`."""
     index, at = cuda.blockIdx.x, places[array, 0]
     for axis in range(axes - 1, -1, -1):
         rest = index // sizes[axis]
@@ -195,8 +195,9 @@ def merge_states(packed):
     def merge_states(sizes, places):
         """Merge the rows of all parts; `places` [array, 1 + axes] has addresses and byte strides.
 
-        `sizes` are the lengths of the axes. The arrays are the outputs of the parts and attn_output, then the
-        log-sum-exps of the parts and lse.
+        `sizes` are the lengths of the axes. The order of arrays is
+
+            0 .. parts - 1: outputs      parts: attn_output      then log-sum-exps      2 parts + 1: lse
         """
         axes, parts = sizes.shape[0] - 1, places.shape[0] // 2 - 1
         m, l = numeric.MINUS_INF, np.float32(0)

@@ -12,51 +12,47 @@ widens codes between shared memory and the product. With g = lane // 4 and t = l
     values    | g=0  g=1 ..    g=7 | g=0 ..      chunk g of each panel of 8 chunks, of tokens 2t, 2t+1,
                                                  2t+8, 2t+9
 
-and has s [rows 2t, 2t+1; tokens g, g+8] and o [rows 2t, 2t+1; elements of its chunks of values]. A chunk is 4
-words (see `stored_tiles`).
+and has s [rows 2t, 2t+1; tokens g, g+8] and o [rows 2t, 2t+1; elements of its chunks of values]. Its words
+`held.words` are (`tile_words` describes chunks as words, and pieces)
+
+    word      0 ..          4 ..            8 ..          16 ..          24 ..         32 ..
+    keys      chunk of g    chunk of g+8    piece of g    piece of g+8
+    values    piece of 2t                   of 2t+1       of 2t+8        of 2t+9       weights
 """
 
 import numpy as np
 
+from kvkit_cuda.attention import tile_words
 from kvkit_cuda.attention.fragments import EVERYONE, SMALLER, mma, score_rotator
-from kvkit_cuda.attention.stored_tiles import VALUES
-from kvkit_cuda.attention.tile_words import (
-    PIECE,
-    arranged,
-    both,
-    pair_decoder,
-    piece_loader,
-    reader,
-    start,
-    word_decoder,
-    words_loader,
-)
 from kvkit_cuda.attention.tiles import CHUNK
-from kvkit_cuda.attention.work_items import near_row_of, query_address
+from kvkit_cuda.attention.work_items import query_address, row_of_int32
 from kvkit_cuda.device_runtime import device, ptx
 
 int32, fresh_register = device.int32, ptx.fresh_register
-B = 4 * PIECE  # index of the words of weights, after those of values
-WORDS, ZERO = B + 4, np.float32(0)  # words of keys, values and weights that a thread holds
-load_chunk = words_loader(16)
+WEIGHTS = 4 * tile_words.PIECE  # index of the words of weights
+WORDS = WEIGHTS + 4  # all words of `held.words`
+ZERO = np.float32(0)
+load_chunk = tile_words.words_loader(16)
 
 
 def query_loader(form):
     """Return f(params, item, lane, held), which loads q [blocks of 8 rows, panels, words].
 
     q is arranged like chunks of keys; a lane has row lane // 4 of each block, or the last one. f returns a
-    factor of all scores: 1 here, other forms fold scales into it.
+    factor of all scores, which is 1 here (`slices` needs another one).
     """
     tile, blocks = form.keys, form.blocks
     panels, whole = tile.panels, tile.chunks % tile.panel == 0
-    chunks_of_row, first, pace, put = tile.chunks, tile.first(1), tile.pace, arranged(4, tile.held)
+    chunks_of_row, thread_step, panel_step = tile.chunks, tile.thread_step, tile.panel_step
+    put = tile_words.arranged(4, tile.in_16_bits)
 
     def load_queries(params, item, lane, held):
         for block in range(blocks):
-            row = near_row_of(params, item, min(int32(8 * block + (lane >> 2)), item.last))
+            row = row_of_int32(params, item, min(int32(8 * block + (lane >> 2)), item.last))
             address = query_address(params, item, row)
             for panel in range(panels):
-                chunk, words = (lane & 3) * first + panel * pace, (np.uint64(0), np.uint64(0))
+                chunk = (lane & 3) * thread_step + panel * panel_step
+                words = np.uint64(0), np.uint64(0)
                 if whole or chunk < chunks_of_row:
                     words = load_chunk(address + 16 * chunk)
                 put(held.q, (block * panels + panel) * 4, words)
@@ -70,17 +66,17 @@ def multiply_keys(form):
     tile, blocks, columns = form.keys, form.blocks, form.columns
     multiply = mma(form.element, columns, form.fragment.transposed)
     panels, chunks, piece, panel_chunks = tile.panels, tile.chunks, tile.piece, tile.panel
-    whole, begin, take, widen = (
-        chunks % panel_chunks == 0, start(tile), piece_loader(tile), word_decoder(tile)
-    )  # fmt: skip
+    whole, begin = chunks % panel_chunks == 0, tile_words.start(tile)
+    load_piece, widen = tile_words.piece_loader(tile), tile_words.word_decoder(tile)
 
     def fetch(place, panel, words):
+        """Load the chunks of a panel of tokens g and g+8."""
         if panel % piece == 0:
-            take(place, 0, panel // piece, words, 8)
-            take(place, 8, panel // piece, words, 8 + PIECE)
+            load_piece(place, 0, panel // piece, words, 8)
+            load_piece(place, 8, panel // piece, words, 8 + tile_words.PIECE)
         for k in range(4):
             words[k] = widen(place, words, 8, panel % piece, k)
-            words[4 + k] = widen(place, words, 8 + PIECE, panel % piece, k)
+            words[4 + k] = widen(place, words, 8 + tile_words.PIECE, panel % piece, k)
 
     fetch = device.inlined(fetch)
 
@@ -95,9 +91,9 @@ def multiply_keys(form):
                 for k in range(8):
                     words[k] = np.uint32(0)
             for block in range(blocks):
-                for k in range(0, 4, 2):
+                for k in range(0, 4, 2):  # words k and k+1 of the chunks of 4 threads: 16 elements
                     i = (block * panels + panel) * 4 + k
-                    keys = words[k], words[4 + k], words[k + 1], words[5 + k]
+                    keys = words[k], words[4 + k], words[k + 1], words[4 + k + 1]
                     multiply(keys, (q[i], q[i + 1]), s, 2 * block, 0)
 
     return device.force_inlined(multiply_keys)
@@ -107,27 +103,29 @@ def multiply_values(form):
     """Return f(held, p, at, lane, mask, o): o += p v for values at `at`; p is rounded to the data's type."""
     tile, blocks, width = form.values, form.blocks, form.width
     multiply = mma(form.element, width, form.fragment.transposed)
-    panels, begin, piece = tile.panels, start(tile), tile.piece
+    panels, begin, piece = tile.panels, tile_words.start(tile), tile.piece
     packed, transposed = ptx.packed(form.element), ptx.transposed
-    take, decode_pairs = piece_loader(tile), pair_decoder(tile)
+    load_piece, decode_pairs = tile_words.piece_loader(tile), tile_words.pair_decoder(tile)
 
     def fetch(place, panel, words):
+        """Load the pieces of tokens 2t, 2t+1, 2t+8, 2t+9, where a piece begins."""
         if panel % piece == 0:
             for i in range(4):
-                take(place, (i >> 1) * 8 + (i & 1), panel // piece, words, PIECE * i)
+                load_piece(place, (i >> 1) * 8 + (i & 1), panel // piece, words, tile_words.PIECE * i)
 
     def pairs(place, words, panel, k):
-        a0, a1 = decode_pairs(place, words, 0, PIECE, panel % piece, k)
-        a2, a3 = decode_pairs(place, words, 2 * PIECE, 3 * PIECE, panel % piece, k)
+        """Return the fragment whose rows g and g+8 are the two elements of word k of each thread."""
+        a0, a1 = decode_pairs(place, words, 0, tile_words.PIECE, panel % piece, k)
+        a2, a3 = decode_pairs(place, words, 2 * tile_words.PIECE, 3 * tile_words.PIECE, panel % piece, k)
         return a0, a1, a2, a3
 
     fetch, pairs = device.inlined(fetch), device.inlined(pairs)
 
     def multiply_values(held, p, at, lane, mask, o):
         words = held.words
-        for i in range(2 * blocks):
-            j = i // 2 * 4 + i % 2
-            words[B + i] = transposed(packed(p[j], p[j + 2]))
+        for i in range(2 * blocks):  # [blocks, tokens 0-7 and 8-15]
+            j = i // 2 * 4 + i % 2  # p [rows 2t and 2t+1 of each block, tokens g and g+8]
+            words[WEIGHTS + i] = transposed(packed(p[j], p[j + 2]))
         lane = fresh_register(lane)
         place = begin(at, (lane & 3) * 2, lane >> 2 & 7, mask)
         for panel in range(panels):
@@ -135,8 +133,8 @@ def multiply_values(form):
             for k in range(4):
                 values = pairs(place, words, panel, k)
                 for block in range(blocks):
-                    weights = words[B + 2 * block], words[B + 2 * block + 1]
-                    multiply(values, weights, o, 2 * block, panel * VALUES + 2 * k)
+                    weights = words[WEIGHTS + 2 * block], words[WEIGHTS + 2 * block + 1]
+                    multiply(values, weights, o, 2 * block, panel * CHUNK + 2 * k)
 
     return device.force_inlined(multiply_values)
 
@@ -147,13 +145,13 @@ def multiply_nan_safe(form):
     Weights are multiplied with `SMALLER`, so that sums stay finite.
     """
     tile, rows, columns, width = form.values, form.thread_rows, form.columns, form.width
-    panels, begin, read, rotate = tile.panels, start(tile), reader(tile), score_rotator(form)
-    two, exchange = both(form.element), device.exchange
+    panels, begin, read = tile.panels, tile_words.start(tile), tile_words.reader(tile)
+    two, exchange, rotate = tile_words.both(form.element), device.exchange, score_rotator(form)
 
     def multiply_nan_safe(held, p, at, lane, mask, o):
         lane, words = fresh_register(lane), held.words
         for column in range(columns):
-            for other in range(8):
+            for other in range(8):  # the 8 threads of equal t have the weights of 8 tokens
                 place = begin(at, column * 8 + ((lane >> 2) ^ other), lane >> 2 & 7, mask)
                 for r in range(rows):
                     weight = exchange(EVERYONE, p[r * columns], 4 * other) * SMALLER
@@ -162,7 +160,7 @@ def multiply_nan_safe(form):
                             read(place, 0, panel, words, 0)
                             for k in range(4):
                                 x, y = two(words[k])
-                                i = r * width + panel * VALUES + 2 * k
+                                i = r * width + panel * CHUNK + 2 * k
                                 o[i] += weight * x
                                 o[i + 1] += weight * y
             rotate(p, 1)
@@ -171,16 +169,19 @@ def multiply_nan_safe(form):
 
 
 def element_of(tile):
-    """Return f(g, i) -> the element of values whose sum is number i of a thread; g is as above."""
-    times, pace, apart = tile.first(1), tile.pace, tile.held
+    """Return f(g, i) -> the element of values whose sum is number i of a thread; g is as above.
+
+    Sums are numbered [panel, word of the chunk, half of the word].
+    """
+    thread_step, panel_step, apart = tile.thread_step, tile.panel_step, tile.in_16_bits
 
     def element_of(g, i):
-        chunk, k, half = g * times + i // VALUES * pace, i % VALUES // 2, i % 2
-        return chunk * CHUNK + k // apart * 2 * apart + k % apart + half * apart
+        chunk, k, half = g * thread_step + i // CHUNK * panel_step, i % CHUNK // 2, i % 2
+        return chunk * CHUNK + tile_words.first_of_word(k, apart) + half * apart
 
     return device.inlined(element_of)
 
 
-def unit_of(tile):
+def sum_factor(tile):
     """Return f(i) -> the factor that makes a thread's sum number i a sum of values; 1 here."""
     return device.inlined(lambda i: np.float32(1))

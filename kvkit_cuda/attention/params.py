@@ -15,7 +15,8 @@ from kvkit.formats import BY_DTYPE, MASKS
 from kvkit_cuda.attention.tiles import LONGEST, reciprocal
 
 # Addresses, byte strides between sequences, rows, tokens or heads, and numbers, grouped by the functions
-# below that fill them. Other fields are 0.
+# below that fill them. Other fields are 0. `decoding` counts the first sequences that see their whole
+# context; by_page and by_group are reciprocals; pools have any strides (`calls.attention.pool_fields`).
 GROUPS = {
     "places": "keys key_sequence key_row key_head values value_sequence value_row value_head",
     "scales": "key_scales value_scales scale_sequence scale_row scale_head scale_group",
@@ -26,7 +27,7 @@ GROUPS = {
     "masks": "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
     "sizes": "page_size heads group dim value_dim by_page by_group",
     "results of splits": "partials",
-    "pools": "free key_step value_step key_element value_element value_table "
+    "pools": "general key_step value_step key_element value_element value_table "
     "key_head_scales value_head_scales head_scale_sequence head_scale_head sloped slopes_sequence",
 }
 FIELDS = " ".join(GROUPS.values()).split()

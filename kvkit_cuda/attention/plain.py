@@ -46,7 +46,8 @@ read_float, write_float = chunks.read("float32"), chunks.write("float32")
 load_item = work_items.item_loader(narrow=False)
 
 
-# The facts of a row: the keys it sees, its position, addresses of mask and query, bits of its slope.
+# Facts of a row of a tile: it sees keys LOW .. HIGH - 1. Its position; addresses of mask and query; its
+# slope's bits.
 LOW, HIGH, POSITION, MASK, QUERY, SLOPE, FACTS = range(7)
 
 
@@ -67,8 +68,8 @@ def word_at(address):
 
 def attend(form):
     """Return the kernel of a form."""
-    pieces, rows, teams, ahead, free = form.pieces, form.rows, form.teams, form.ahead, form.free
-    row_span, threads, several = rows * form.span, form.lanes * teams, rows * ahead
+    pieces, rows, teams, ahead, general = form.pieces, form.rows, form.teams, form.ahead, form.general
+    row_span, threads, held_scores = rows * form.span, form.lanes * teams, rows * ahead
     held = pieces * row_span
     load_queries, multiply_keys = query_loader(form), key_multiplier(form)
     multiply_values = value_multiplier(form)
@@ -82,7 +83,7 @@ def attend(form):
         step = StepTables(seqstarts, kvstarts, table, items, slots, slopes)
         item = load_item(params, step, cuda.blockIdx.x, rows)
         thread = cuda.threadIdx.y * lanes + cuda.threadIdx.x
-        live = min(rows, item.last + 1 - item.first)
+        live = min(rows, item.last + 1 - item.first)  # rows that the tile has
         facts = cuda.shared.array((rows, FACTS), types.int64)
         if thread < rows:
             fill_facts(params, step, item, item.first + min(thread, live - 1), facts[thread])
@@ -92,13 +93,13 @@ def attend(form):
         seen = within_split(step, item, Range(facts[0, LOW], facts[live - 1, HIGH]))
 
         q, o = cuda.local.array(held, F32), cuda.local.array(held, F32)  # [pieces, rows, span]
-        s = cuda.local.array(several, F32)  # [ahead, rows]
+        s = cuda.local.array(held_scores, F32)  # [ahead, rows]
         m, l, alpha = cuda.local.array(rows, F32), cuda.local.array(rows, F32), cuda.local.array(rows, F32)
         scales_at = cuda.local.array(pieces, types.int64)
         scale, value_scale = work_items.head_scales(params, item.b, item.head)
         load_queries(params, scale, facts, q, scales_at)  # [rows, dim]
         row_ids = cuda.shared.array(threads, types.int64)
-        value_row_ids = cuda.shared.array(threads, types.int64) if free else row_ids
+        value_row_ids = cuda.shared.array(threads, types.int64) if general else row_ids
         keys = head_keys(params, item, scales_at, row_ids)
         scale_offset = item.b * params.scale_sequence + item.head * params.scale_head
         address = params.values + item.b * params.value_sequence + item.head * params.value_head
@@ -130,7 +131,7 @@ def attend(form):
                     multiply_values(params, values, block, count, s, o)  # [rows, value dim]
                 cuda.syncthreads()
                 row_ids[thread] = row_id
-                if free:
+                if general:
                     value_row_ids[thread] = value_row_id
                 cuda.syncthreads()
                 begin += threads
@@ -169,7 +170,7 @@ def head_keys(params, item, scales_at, row_ids):
 
 def row_finder(form):
     """Return f(params, step, b, position) -> the cache rows of the position's key and value."""
-    free = form.free
+    general = form.general
 
     @device.inlined
     def row_ids_of(params, step, b, position):
@@ -177,7 +178,7 @@ def row_finder(form):
         at = step.table[b] + page
         key = value = step.table[at]
         rest = row_of(0, position, params.page_size)
-        if free:
+        if general:
             if params.value_table:
                 value = word_at(params.value_table + at * 8)
             value += rest * params.value_step
@@ -194,15 +195,15 @@ def query_loader(form):
     """
     span, pieces, rows, lanes = form.span, form.pieces, form.rows, form.lanes
     read, packed_bytes = chunks.read(form.data_dtype), BY_NAME[form.data_dtype].bytes(1)
-    scale_bytes, blocks = BY_NAME[form.scale_format].bytes(1) if form.scale_format else 0, form.blocks
+    scale_bytes, in_blocks = BY_NAME[form.scale_format].bytes(1) if form.scale_format else 0, form.in_blocks
 
     @device.inlined
     def load_queries(params, scale, facts, q, scales_at):
         for p in range(pieces):
             chunk = p * lanes + cuda.threadIdx.x
             scales_at[p] = chunk * span // params.scale_group * scale_bytes if scale_bytes else 0
-            if blocks:
-                scales_at[p] = chunk * span  # an element of a row
+            if in_blocks:
+                scales_at[p] = chunk * span  # for `blocks.widen`, the chunk's first element
             for r in range(rows):
                 at = facts[r, QUERY] + chunk * span * packed_bytes
                 for i in range(span):
@@ -215,17 +216,17 @@ def query_loader(form):
 
 
 def chunk_of(form, cache_format):
-    """Return (bytes of a chunk, its widening function, which takes an element's index for blocks)."""
-    if form.blocks:
+    """Return (bytes of a chunk, its widening function). For blocks they are 0, and `blocks.widen`."""
+    if form.in_blocks:
         return 0, blocks.widen(cache_format, form.span)
-    widen = chunks.widen(form.rounds, cache_format, form.scale_format, form.chunk_scales, form.span)
+    widen = chunks.widen(form.rounded_to, cache_format, form.scale_format, form.chunk_scales, form.span)
     return BY_NAME[cache_format].bytes(form.span), widen
 
 
 def key_multiplier(form):
     """Return f(params, keys, block, count, q, s), which computes s = q k^T [ahead, rows]."""
     pieces, rows, lanes, teams, ahead = form.pieces, form.rows, form.lanes, form.teams, form.ahead
-    span, free = form.span, form.free
+    span, general = form.span, form.general
     stored_bytes, widen = chunk_of(form, form.cache_format)
     multiply, add_others = scores.multiply(rows, span), device.add_others(rows * ahead)
     rotate = score_rotator(form)
@@ -242,7 +243,7 @@ def key_multiplier(form):
                 chunk = p * lanes + cuda.threadIdx.x
                 if chunk * span < params.dim:
                     at = keys.address + row * params.key_row
-                    at += chunk * (span * params.key_element if free else stored_bytes)
+                    at += chunk * (span * params.key_element if general else stored_bytes)
                     widen(at, keys.scales + row * params.scale_row + keys.scales_at[p], k)
                     multiply(k, q, p * rows * span, s, 0)
                 p += 1
@@ -272,17 +273,17 @@ def score_rotator(form):
 
 def bias_applier(form):
     """Return f(params, facts, first, s), which applies cap, bias and mask, each score by one thread."""
-    rows, lanes, teams, several = form.rows, form.lanes, form.teams, form.rows * form.ahead
+    rows, lanes, teams, held_scores = form.rows, form.lanes, form.teams, form.rows * form.ahead
 
     @device.inlined
     def apply_bias_and_mask(params, facts, first, s):
         lane, team, cap = cuda.threadIdx.x, cuda.threadIdx.y, numeric.float_of(np.uint32(params.cap))
-        board = cuda.shared.array((teams, several), F32)
+        board = cuda.shared.array((teams, held_scores), F32)
         if lane == 0:
-            for i in range(several):
+            for i in range(held_scores):
                 board[team, i] = s[i]
         cuda.syncthreads()
-        for i in range(lane, several, lanes):
+        for i in range(lane, held_scores, lanes):
             t = i // rows
             r, key = i - t * rows, first + t * teams + team
             score = scores.apply_softcap(board[team, i], cap)
@@ -296,7 +297,7 @@ def bias_applier(form):
                 score = scores.add_mask(score, params.mask_kind, at)
             board[team, i] = score
         cuda.syncthreads()
-        for i in range(several):
+        for i in range(held_scores):
             s[i] = board[team, i]
         cuda.syncthreads()
 
@@ -322,8 +323,8 @@ def tail_hider(form):
 def value_multiplier(form):
     """Return f(params, values, block, count, p, o), which adds p v of the team's next tokens to o."""
     pieces, rows, lanes, teams, ahead = form.pieces, form.rows, form.lanes, form.teams, form.ahead
-    span, free = form.span, form.free
-    stored_bytes, widen = chunk_of(form, form.values)
+    span, general = form.span, form.general
+    stored_bytes, widen = chunk_of(form, form.value_format)
     add, rotate = scores.add(rows, span), score_rotator(form)
 
     @device.inlined
@@ -336,7 +337,7 @@ def value_multiplier(form):
                 chunk = p * lanes + cuda.threadIdx.x
                 if chunk * span < params.value_dim:
                     at = values.address + row * params.value_row
-                    at += chunk * (span * params.value_element if free else stored_bytes)
+                    at += chunk * (span * params.value_element if general else stored_bytes)
                     widen(at, values.scales + row * params.scale_row + values.scales_at[p], v)
                     add(v, o, p * rows * span, weights, 0)
                 p += 1
@@ -353,8 +354,8 @@ def finisher(form):
     span, pieces, rows, lanes, teams = form.span, form.pieces, form.rows, form.lanes, form.teams
     write = chunks.write(form.data_dtype)
     packed_bytes, held, threads = BY_NAME[form.data_dtype].bytes(1), rows * pieces * span, lanes * teams
-    at_once = max(1, ELEMENTS // (rows * span))  # pieces
-    width = min(pieces, at_once) * rows * span
+    at_once = max(1, ELEMENTS // (rows * span))  # pieces that the board has at a time
+    width = min(pieces, at_once) * rows * span  # of the board [threads, pieces, rows, span]
     stride = width + 1  # so that threads use different banks
 
     @device.inlined
@@ -402,7 +403,7 @@ def finisher(form):
         if thread < live:
             factors[thread] = finish_row(params, step, item, thread, m_teams, l_teams, shrink)
         scale_sums(state, m_teams, value_scale)
-        odd = 0
+        not_finite = 0
         for piece in range(0, pieces, at_once):
             if piece:  # wait until the last pieces have been read
                 cuda.syncthreads()
@@ -422,12 +423,12 @@ def finisher(form):
                         for t in range(teams):
                             x += board[t * lanes + member, (p * rows + r) * span + i % span]
                         if x * np.float32(0) != np.float32(0):
-                            odd = 1
+                            not_finite = 1
                         if item.slot >= 0:
                             write_float(merge.slot_address(params, item.slot, rows, r) + 4 * e, x)
                         else:
                             write(out + e * packed_bytes, x * factors[r])
-        return cuda.syncthreads_or(odd) == 0
+        return cuda.syncthreads_or(not_finite) == 0
 
     return finish
 
@@ -456,7 +457,7 @@ def sum_weights(form):
     the order of the tokens, so that sums do not depend on the device.
     """
     rows, lanes, teams, ahead, pieces = form.rows, form.lanes, form.teams, form.ahead, form.pieces
-    threads, held, several = lanes * teams, pieces * rows * form.span, rows * ahead
+    threads, held, held_scores = lanes * teams, pieces * rows * form.span, rows * ahead
     load_queries, multiply_keys = query_loader(form), key_multiplier(form)
     apply_bias_and_mask, row_ids_of = bias_applier(form), row_finder(form)
 
@@ -486,7 +487,7 @@ def sum_weights(form):
         thread = cuda.threadIdx.y * lanes + cuda.threadIdx.x
 
         q = cuda.local.array(held, F32)  # [pieces, rows, span]
-        s = cuda.local.array(several, F32)  # [ahead, rows]
+        s = cuda.local.array(held_scores, F32)  # [ahead, rows]
         scales_at = cuda.local.array(pieces, types.int64)
         facts = cuda.shared.array((rows, FACTS), types.int64)
         lse = cuda.shared.array(rows, F32)

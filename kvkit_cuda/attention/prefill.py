@@ -8,7 +8,9 @@
 A row is one query head of one query token; rows that share a key head share its keys. A block takes a tile of
 rows, 16 or 32 for each warp, and loops over the context in tiles of tokens. Shared memory has two stages of
 1 or 2 tiles: while the tiles of one stage are multiplied, those of the next one are copied. Warps wait for
-each other where a stage begins. Queries are in shared memory, scores and sums in registers (see `fragments`).
+each other where a stage begins. Queries are in shared memory, scores and sums in registers (see `fragments`):
+
+    stage 0: tile, tile | stage 1: tile, tile | queries of all warps      tile: keys | values | scales of both
 
 Where a row of codes has one scale, s is multiplied by the scales of keys [tokens], and p, before its product
 with v, by those of values.
@@ -33,7 +35,7 @@ from kvkit_cuda.copy.transfer import INDEX1, WARP
 from kvkit_cuda.device_runtime import device, memory, ptx
 
 WARPS = 8  # of a block
-PARTS = 512  # most splits of a call, each of at least `tables.LEAST_PART` tokens
+MOST_SPLITS = 512  # of a call, each of at least `tables.LEAST_SPLIT` tokens
 F32, U32 = types.float32, types.uint32
 LOG2E, LN2 = np.float32(1 / math.log(2)), np.float32(math.log(2))
 SIGNATURE = types.void(RECORD, *[INDEX1] * 6)
@@ -54,7 +56,7 @@ class PrefillForm:
     strips: int  # of a warp
     tokens: int  # of a tile
     tiles: int  # of a stage
-    weighs: bool  # whether scores are capped, biased or masked
+    has_bias: bool  # whether scores have a cap, bias or mask
     native: bool  # whether the device converts floats of 8 bits
     token_scales: bool = False  # whether a row has one scale, a factor of its scores and weights
 
@@ -117,15 +119,16 @@ class PrefillForm:
 
 
 def form(
-    element, cache_format, scale_format, dim, value_dim, weighs, native=True, room=device.SHARED_MEMORY,
+    element, cache_format, scale_format, dim, value_dim, has_bias, native=True, room=device.SHARED_MEMORY,
     token_scales=False,
 ):  # fmt: skip
     """Return the form of a kernel with as many rows and tokens as registers and `room` shared bytes hold."""
-    scales_elements, lifts = scale_format and not token_scales, token_scales and element == "float16"
-    most = 64 if weighs else (96 if scales_elements or lifts else 128)
+    group_scales, lifts = scale_format and not token_scales, token_scales and element == "float16"
+    # The largest head for which registers hold the sums of two strips.
+    most = 64 if has_bias else (96 if group_scales or lifts else 128)
     strips = 2 if max(dim, value_dim) <= most else 1
     sizes = {"dim": dim, "value_dim": value_dim, "strips": strips, "tokens": 32, "tiles": 1}
-    kinds = {"weighs": bool(weighs), "native": native, "token_scales": token_scales}
+    kinds = {"has_bias": bool(has_bias), "native": native, "token_scales": token_scales}
     form = PrefillForm(element, cache_format, scale_format, **sizes, **kinds)
     if form.shared_bytes > room:
         form = replace(form, tokens=16)
@@ -137,8 +140,8 @@ def form_of(record, context):
     """Return the form of the kernel for a call."""
     sizes = context.dim, context.value_dim
     formats = context.data_dtype, context.cache_format, context.scale_format
-    weighs, native = fragments.needs_bias_or_mask(record), ptx.has_minifloats()
-    return form(*formats, *sizes, weighs, native, device.shared_memory(), has_token_scales(context))
+    has_bias, native = fragments.needs_bias_or_mask(record), ptx.has_minifloats()
+    return form(*formats, *sizes, has_bias, native, device.shared_memory(), has_token_scales(context))
 
 
 def has_token_scales(context: Context) -> bool:
@@ -170,7 +173,7 @@ def query_loader(form):
     def load_queries(params, item, target, thread):
         r = int32(thread >> 3)
         while r < cuda.blockDim.y * warp_rows:
-            row = work_items.near_row_of(params, item, min(item.first + r, item.last))
+            row = work_items.row_of_int32(params, item, min(item.first + r, item.last))
             copy_row(target, r, work_items.query_address(params, item, row), 0, 1, thread & 7)
             r = int32(r + cuda.blockDim.y * (WARP // 8))
 
@@ -193,12 +196,12 @@ def tile_loader(form):
     def load_tile(params, place, row_id, head, thread):
         r = int32(thread >> 3)
         while r < tokens:
-            row, mine = from_lane(row_id, r), thread & 7
+            row, column = from_lane(row_id, r), thread & 7  # eight threads load a row
             scales, at = head.scales + row * params.scale_row, head.keys + row * params.key_row
-            load_keys(place, r, at, params.key_scales + scales, params.scale_group, mine)
+            load_keys(place, r, at, params.key_scales + scales, params.scale_group, column)
             at = head.values + row * params.value_row
-            load_values(place + key_bytes, r, at, params.value_scales + scales, params.scale_group, mine)
-            if scaled and mine == 0:
+            load_values(place + key_bytes, r, at, params.value_scales + scales, params.scale_group, column)
+            if scaled and column == 0:
                 at = place + scales_begin + 4 * r
                 tiles.put_word(at, numeric.bits_of(read_scale(params.key_scales + scales)))
                 tiles.put_word(at + scale_bytes, numeric.bits_of(read_scale(params.value_scales + scales)))
@@ -209,7 +212,7 @@ def tile_loader(form):
 
 def attend(form):
     """Return the kernel of a form."""
-    tokens, warp_rows, has_bias = form.tokens, form.warp_rows, form.weighs
+    tokens, warp_rows, has_bias = form.tokens, form.warp_rows, form.has_bias
     held_words, held_rows, held_scales = 4 * form.strips, form.thread_rows, form.columns
     held_scores, held_sums = held_rows * form.columns, held_rows * form.width
     key_bytes, tile_bytes, block = form.key_bytes, form.tile_bytes, memory.dynamic(form.shared_bytes)
@@ -234,10 +237,12 @@ def attend(form):
         seen, _ = seen_by(params, step, item.b, item.first, min(item.first + rows - 1, item.last))
         seen = within_split(step, item, seen)
         low, high = int32(seen.begin), int32(seen.end)
-        own = int32(item.first + cuda.threadIdx.y * warp_rows)  # the warp's first row
-        last = min(own + warp_rows - 1, item.last)
-        some, common = seen_by(params, step, item.b, min(own, item.last), last)  # by some rows, by all
-        some = Range(int32(some.begin), int32(min(some.end, high) if own <= item.last else 0))
+        warp_first = int32(item.first + cuda.threadIdx.y * warp_rows)
+        warp_last = min(warp_first + warp_rows - 1, item.last)
+        some, common = seen_by(
+            params, step, item.b, min(warp_first, item.last), warp_last
+        )  # by some rows, all
+        some = Range(int32(some.begin), int32(min(some.end, high) if warp_first <= item.last else 0))
         common = Range(int32(common.begin), int32(min(common.end, high)))
 
         first = int32(block())
@@ -286,11 +291,11 @@ def attend(form):
                         multiply_nan_safe(s, int32(here + key_bytes), scales_at, lane, o)
                 begin, place = end, int32(place + tile_bytes)
                 place = int32(0 if place == 2 * stage_bytes else place)
-            odd = np.float32(0)
+            zero = np.float32(0)
             for i in range(held_sums):
-                odd += o[i] * np.float32(0)
+                zero += o[i] * np.float32(0)  # NaN if a sum is infinite or NaN
             arrived()
-            if not cuda.syncthreads_or(int32(odd != np.float32(0))):
+            if not cuda.syncthreads_or(int32(zero != np.float32(0))):
                 break
             shrink = fragments.SMALLER
         finish(params, step, item, queries, state, shrink, thread)
@@ -312,17 +317,18 @@ def finisher(form):
         item, (o, m, l, _, _) = work_items.refreshed(item), state
         rows, row, lane = cuda.blockDim.y * warp_rows, item.first + first_row(thread), thread & 31
         for r in range(held_rows):
-            whole = l[r] + exchange(EVERYONE, l[r], 1)
-            l[r] = whole + exchange(EVERYONE, whole, 2)
+            two_lanes = l[r] + exchange(EVERYONE, l[r], 1)
+            l[r] = two_lanes + exchange(EVERYONE, two_lanes, 2)
         _, value_scale = work_items.head_scales(params, item.b, item.head)
-        for r in range(held_rows):  # rotated, because a loop this long is not unrolled
+        # A loop this long is not unrolled, so m and l are rotated: row r is at 0. Factors replace l.
+        for r in range(held_rows):
             here = int32(row + row_of(r))
             factor, m[0] = value_scale, m[0] * LN2
             if here <= item.last and item.slot >= 0:
                 at = merge.slot_address(params, item.slot, rows, here - item.first)
                 merge.put_state(params, at, m[0], l[0], shrink)
             elif here <= item.last:
-                query = work_items.near_row_of(params, item, here)
+                query = work_items.row_of_int32(params, item, here)
                 factor *= merge.finish_row(params, step, query, m[0], l[0], shrink)
             for i in range(held_rows - 1):
                 m[i], l[i] = m[i + 1], l[i + 1]
@@ -341,7 +347,7 @@ def finisher(form):
         if item.slot < 0:
             for r in range(thread >> 3, rows, cuda.blockDim.y * (WARP // 8)):
                 if item.first + r <= item.last:
-                    query = work_items.near_row_of(params, item, item.first + r)
+                    query = work_items.row_of_int32(params, item, item.first + r)
                     store_row(board, r, work_items.output_address(params, step, query), thread & 7)
 
     return device.force_inlined(finish)
@@ -355,9 +361,9 @@ def compiled(form):
 def suits(record, context, reach, most_rows):
     """Return whether prefill takes a call: 16-bit data, whole fragments, aligned rows, and rows enough."""
     alignment = 16 if context.cache_format == context.data_dtype else tiles.code_bytes(context.cache_format)
-    known = fragments.are_widened(context) or has_token_scales(context)
+    has_products = fragments.are_widened(context) or has_token_scales(context)
     fits = fragments.suits(record, context, reach, most_rows, alignment)
-    return most_rows > forms.ROWS and known and fits
+    return most_rows > forms.ROWS and has_products and fits
 
 
 def warps_of(form: PrefillForm, most_rows: int) -> int:
@@ -371,8 +377,15 @@ def prepare(record, context, tables, most_rows, stream):
     warps = warps_of(form, most_rows)
     rows = warps * form.warp_rows
     record = with_short_divisors(record)
-    block = WARP, warps
-    shared = form.bytes_of(warps)
+    block, shared = (WARP, warps), form.bytes_of(warps)
     return merge.prepare(
-        compiled(form), record, context.data_dtype, tables, rows, block, stream, most=PARTS, shared=shared
+        compiled(form),
+        record,
+        context.data_dtype,
+        tables,
+        rows,
+        block,
+        stream,
+        most=MOST_SPLITS,
+        shared=shared,
     )

@@ -3,7 +3,8 @@
     m' = max(m, s), alpha = e^(m - m'), p = e^(s - m')
     l = alpha l + sum p, o = alpha o + p v
 
-Arrays are registers: q and o [rows, span] from a place on, s and p [tokens, rows], m and l [rows]. All loops
+Arrays are registers: q and o [rows, span] of a chunk from `place` on, s and p [tokens, rows] (a token's from
+`first` on), m and l [rows]. A thread has chunks of `span` elements. All loops
 have constant bounds. Loops over tokens, and over pieces in `plain`, use `while`: for compute capability 10.0
 and later NVVM does not unroll some loops over a `range`, and registers become memory.
 """
@@ -67,10 +68,10 @@ def rescale(rows, span):
     """Return f(sums, place, alpha), which multiplies the sums of a chunk by alpha of their rows."""
 
     @shared
-    def rescale(sums, place, factor):
+    def rescale(sums, place, alpha):
         for r in range(rows):
             for i in range(span):
-                sums[place + r * span + i] *= factor[r]
+                sums[place + r * span + i] *= alpha[r]
 
     return rescale
 
@@ -92,7 +93,7 @@ def add(rows, span):
 
 @shared
 def split_factor(weight, factor, shrink):
-    """Return the factor of a split's sums: weight * factor / shrink."""
+    """Return the factor of a split's sums, whose weights were multiplied by `shrink`."""
     return weight * factor / shrink
 
 
@@ -103,8 +104,8 @@ def add_split(whole, x, share):
 
 
 @shared
-def number(kind, address):
-    """Read an element of a mask: False is -inf, True is 0."""
+def read_number(kind, address):
+    """Read a number of one of the types of masks as float32; of booleans, False is -inf and True is 0."""
     if kind == FLOAT32:
         return read_float(address)
     if kind == FLOAT16:
@@ -121,4 +122,4 @@ def add_alibi(score, slope, distance):
 
 @shared
 def add_mask(score, kind, address):
-    return numeric.add_bias(score, number(kind, address))
+    return numeric.add_bias(score, read_number(kind, address))

@@ -1,7 +1,12 @@
 """Tiles: rows of 16-bit elements in shared memory, arranged so that loading fragments has no bank conflicts.
 
 A chunk is 16 bytes, 8 elements. Eight threads take the chunks of a row, so that they read 128 neighbouring
-bytes; chunks of one column in 8 neighbouring rows are in different banks.
+bytes. Chunks of one column in 8 neighbouring rows are in different banks: rows have an odd number of chunks,
+or chunks are swizzled if a row is a multiple of 128 bytes. Chunk c of row r is then at place c ^ (r % 8):
+
+    row 0    0 1 2 3 4 5 6 7
+    row 1    1 0 3 2 5 4 7 6
+    row 2    2 3 0 1 6 7 4 5
 """
 
 import functools
@@ -15,8 +20,8 @@ from kvkit_cuda.copy import chunks
 from kvkit_cuda.device_runtime import device, memory, ptx
 
 CHUNK, CODES = 8, 16  # elements of a chunk; codes that a thread widens at once, two chunks
-LONGEST = 2**31 - 2**10  # context whose positions have 32 bits
-BANKS = 64  # elements that all banks hold once
+LONGEST = 2**31 - 2**10  # tokens of the longest context, so that sums of positions and tiles have 32 bits
+LINE_ELEMENTS = memory.LINE // 2  # of a line of 128 bytes, which has each bank once
 
 int32 = device.int32
 _read, _write = memory.load(16, 16, space=memory.SHARED), memory.store(16, 16)
@@ -30,9 +35,9 @@ def quotient(x, y):
 
 
 def reciprocal(divisor: int) -> int:
-    """Return the word of a factor and, above it, a shift by which `quotient_by` divides."""
+    """Return 1 / divisor for `quotient_by`: a factor in the low 32 bits, a shift in the high ones."""
     shift = (divisor - 1).bit_length()
-    return ((1 << (31 + shift)) // divisor + 1) % 2**32 | shift << 32
+    return (((1 << (31 + shift)) // divisor + 1) % 2**32) | (shift << 32)
 
 
 @device.inlined
@@ -51,16 +56,16 @@ def row_id_of(params, table, pages, position):
 
 def row_bytes(dim):
     """Return the bytes from row to row of a tile; a chunk is added where rows would share banks."""
-    return 2 * (dim if dim % BANKS == 0 else dim + CHUNK)
+    return 2 * (dim if dim % LINE_ELEMENTS == 0 else dim + CHUNK)
 
 
 @functools.cache
 def place(dim):
     """Return f(row, chunk) -> the offset of a chunk in a tile whose rows have `dim` elements."""
-    size, turn = row_bytes(dim), CHUNK - 1 if dim % BANKS == 0 else 0
+    size, swizzle = row_bytes(dim), 7 if dim % LINE_ELEMENTS == 0 else 0
 
     def place(row, chunk):
-        return int32(row * size + (chunk ^ (row & turn)) * 16)
+        return int32(row * size + (chunk ^ (row & swizzle)) * 16)
 
     return device.inlined(place)
 
@@ -72,12 +77,13 @@ def advance(dim):
     The chunk is among the first 8 of the row; `pairs` is a constant. Tiles begin at multiples of 128 bytes,
     so that places of swizzled chunks differ in bits that can be flipped.
     """
-    swizzled, pair, whole = dim % BANKS == 0, 2 * 2 * CHUNK, 2 * BANKS
+    swizzled, pair_bytes, line_bytes = dim % LINE_ELEMENTS == 0, 2 * 16, memory.LINE
 
     def advance(address, pairs):
         if swizzled:
-            return int32((address ^ (pairs * pair % whole)) + pairs * pair // whole * whole)
-        return int32(address + pairs * pair)
+            lines = pairs * pair_bytes // line_bytes
+            return int32((address ^ (pairs * pair_bytes % line_bytes)) + lines * line_bytes)
+        return int32(address + pairs * pair_bytes)
 
     return device.inlined(advance)
 
@@ -89,13 +95,13 @@ def code_bytes(cache_format):
 @functools.cache
 def copy_row(dim):
     """Return f(tile, row, address, scales, group, thread), which begins to copy a row."""
-    at, copy, step, chunks_of_row = place(dim), ptx.copy, 2 * CHUNK * 8, dim // CHUNK
+    at, copy, chunks_of_row = place(dim), ptx.copy, dim // CHUNK
 
     def copy_row(tile, row, address, scales, group, thread):
         target, source = int32(tile + at(row, thread)), address + 16 * thread
-        for chunk in range(0, chunks_of_row, 8):
+        for chunk in range(0, chunks_of_row, 8):  # 8 chunks on, the swizzle is the same
             if chunk + 8 <= chunks_of_row or chunk + thread < chunks_of_row:
-                copy(int32(target + chunk // 8 * step), source + chunk // 8 * step)
+                copy(int32(target + chunk * 16), source + chunk * 16)
 
     return device.inlined(copy_row)
 
@@ -149,7 +155,7 @@ def widen_codes(element, cache_format, scale_format):
 
 @functools.cache
 def widen_unscaled(element, cache_format, native):
-    """Return such a function for codes that no scale multiplies here; for `native` see `ptx.widened`."""
+    """Return `widen_codes` for codes that no scale multiplies here; for `native` see `ptx.widened`."""
     size, bits = code_bytes(cache_format), 2 * BY_NAME[cache_format].bits
     read, write = memory.load(size, size), memory.store(16, 16, memory.SHARED)
     pair = pair_widener(element, cache_format, native)

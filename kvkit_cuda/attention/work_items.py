@@ -73,10 +73,10 @@ def item_loader(narrow=True):
         tiles = (count + rows - 1) // rows
         splits = (step.items[b + 1] - step.items[b]) // (tiles * params.heads)
         item = block - step.items[b]  # [heads, tiles, splits]
-        unit = item // splits
-        head = unit // tiles
-        tile = tiles - 1 - (unit - head * tiles)  # rows that see most keys come first
-        split, first = item - unit * splits, tile * rows
+        tile_of_heads = item // splits  # [heads, tiles]
+        head = tile_of_heads // tiles
+        tile = tiles - 1 - (tile_of_heads - head * tiles)  # rows that see most keys come first
+        split, first = item - tile_of_heads * splits, tile * rows
         slot = step.slots[b] + (head * tiles + tile) * splits + split if splits > 1 else -1
         return WorkItem(
             b=b, pages=number(step.table[b]), head=number(head), first=number(first), last=number(count - 1),
@@ -86,13 +86,13 @@ def item_loader(narrow=True):
     return device.inlined(load_item)
 
 
-class Reach(NamedTuple):
-    """Positions below 2^31 that a work item attends to, and those that all of its rows see."""
+class SeenPositions(NamedTuple):
+    """Positions begin .. end - 1 that some rows of a work item see, and those that all of them see."""
 
     begin: Any
     end: Any
-    since: Any
-    until: Any
+    common_begin: Any
+    common_end: Any
 
 
 @device.inlined
@@ -103,7 +103,7 @@ def two_of(word):
 
 @device.inlined
 def load_placed(items, block):
-    """Return the work item of a block, its `Reach`, and whether there is one, from `Work.placed`.
+    """Return the work item of a block, its `SeenPositions`, and whether there is one, from `Work.placed`.
 
     Without an item all words are -1. All are tested, so that their loads overlap.
     """
@@ -111,13 +111,14 @@ def load_placed(items, block):
     b, head = two_of(items[at])
     pages, start = two_of(items[at + np.uint32(1)])
     begin, end = two_of(items[at + np.uint32(2)])
-    since, until = two_of(items[at + np.uint32(3)])
+    common_begin, common_end = two_of(items[at + np.uint32(3)])
     item = WorkItem(
-        b=int32(b & (1 << SEQUENCE_BITS) - 1), pages=fresh_register(pages), head=int32(head & 0xFFFF),
+        b=int32(b & ((1 << SEQUENCE_BITS) - 1)), pages=fresh_register(pages), head=int32(head & 0xFFFF),
         first=int32(0), last=int32(b >> SEQUENCE_BITS),
         split=0, splits=1, slot=int32((head >> 16) - 1), start=start,
     )  # fmt: skip
-    return item, Reach(begin, end, since, until), b & pages & end & until >= 0
+    seen = SeenPositions(begin, end, common_begin, common_end)
+    return item, seen, (b & pages & end & common_end) >= 0
 
 
 @device.inlined
@@ -138,14 +139,14 @@ def row_of(params, item, number):
 
 
 @device.inlined
-def near_row_of(params, item, number):
-    """Return a row of a work item by its number, below 2^31, in the sequence."""
+def row_of_int32(params, item, number):
+    """Return a row of a work item by its number, below 2^31, in the sequence, with a faster division."""
     token, group = quotient_by(number, params.by_group), int32(params.group)
     return Row(item.b, token, int32(item.head * group + number - token * group))
 
 
-# (number, stride) -> number * stride for a number below 2^32, without the product of its sign.
-far = ptx.either(
+# (number, stride) -> number * stride as int64, for a number below 2^32, which is not negative.
+byte_offset = device.either(
     lambda number, stride: number * stride,
     lambda number, stride: np.int64(np.uint64(np.uint32(number)) * np.uint64(stride)),
 )
@@ -154,8 +155,8 @@ far = ptx.either(
 @device.inlined
 def query_address(params, item, row):
     """Return the address of a row's query."""
-    at = params.query + far(row.b, params.query_sequence) + far(row.query, params.query_head)
-    return at + far(item.start + row.token, params.query_token)
+    at = params.query + byte_offset(row.b, params.query_sequence) + byte_offset(row.query, params.query_head)
+    return at + byte_offset(item.start + row.token, params.query_token)
 
 
 @device.inlined
@@ -188,7 +189,7 @@ def mask_address(params, step, row):
 def head_scales(params, b, head):
     """Return the factor of the scores of a head of keys, and that of its sums of values."""
     if params.key_head_scales:
-        at = far(b, params.head_scale_sequence) + far(head, params.head_scale_head)
+        at = byte_offset(b, params.head_scale_sequence) + byte_offset(head, params.head_scale_head)
         return float_at(params.key_head_scales + at), float_at(params.value_head_scales + at)
     return numeric.float_of(np.uint32(params.scale)), numeric.float_of(np.uint32(params.value_scale))
 
@@ -210,6 +211,7 @@ def lengths(step, b):
 def visible(params, step, b, token):
     """Return the range of positions that the causal rule and the window let a query token see."""
     seqlen, kvlen = lengths(step, b)
+    # ALiBi is causal. The first `decoding` sequences see their whole context.
     causal = params.alibi != 0 or (params.causal != 0 and b >= params.decoding)
     begin, end = visible_range(seqlen, kvlen, token, params.left, params.right, causal)
     return Range(begin, end)
@@ -218,9 +220,9 @@ def visible(params, step, b, token):
 @device.inlined
 def seen_by(params, step, b, first, last):
     """Return the positions that some of the rows first .. last see, and those that all of them see."""
-    one = visible(params, step, b, quotient_by(first, params.by_group))
-    other = visible(params, step, b, quotient_by(last, params.by_group))
-    return Range(one.begin, other.end), Range(other.begin, one.end)
+    early = visible(params, step, b, quotient_by(first, params.by_group))
+    late = visible(params, step, b, quotient_by(last, params.by_group))
+    return Range(early.begin, late.end), Range(late.begin, early.end)
 
 
 @device.inlined

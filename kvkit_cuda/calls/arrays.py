@@ -44,8 +44,9 @@ class Operand:
         array = self.seen
         if not self.on_device or array.size == 0:
             return array
-        reach = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]
-        before, behind = -sum(min(0, far) for far in reach), sum(max(0, far) for far in reach)
+        # How far the last index of each axis lies from the first element; strides may be negative.
+        ends = [stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True)]
+        before, behind = -sum(min(0, end) for end in ends), sum(max(0, end) for end in ends)
         memory = host.read(array.ctypes.data - before, before + behind + array.itemsize, stream)
         return np.ndarray(array.shape, array.dtype, memory, before, array.strides)
 
@@ -172,6 +173,12 @@ def addressed(place, shape, strides, dtype, read_only=False):
     form = {"shape": tuple(shape), "strides": strides, "typestr": f"|V{dtype.itemsize}", "version": 3}
     memory = Memory(form | {"data": (place or ALIGNED, read_only)})
     return np.asarray(memory).view(dtype)
+
+
+def allocated(shape, dtype, owners, stream):
+    """Return a new array on the device, as `addressed` does, and add its memory to `owners`."""
+    owners.append(host.empty(max(int(np.prod(shape)) * dtype.itemsize, 1), np.uint8, stream))
+    return addressed(host.address(owners[-1]), shape, None, dtype)
 
 
 ALIGNED = 256  # the address of empty arrays

@@ -24,7 +24,7 @@ def prepare(query, out, lse, context, tables, decoding, weights, rows, stream, s
     record = params.attention_params(query, out, lse, context, steps.page_size, decoding, weights)
     record = record._replace(**head_scale_fields(tables, weights.scales, stream))
     record = record._replace(**slope_fields(tables, weights.slopes, stream))
-    if is_free(context, steps, weights):
+    if is_general(context, steps, weights):
         record = record._replace(**pool_fields(context, tables, stream))
     most_tokens = int(np.diff(steps.seqstarts).max(initial=0))
     most_rows, reach = most_tokens * record.group, params.reach(tables, rows)
@@ -36,8 +36,8 @@ def prepare(query, out, lse, context, tables, decoding, weights, rows, stream, s
     return launches
 
 
-def is_free(context, steps, weights):
-    """Return whether a call needs the plain kernel's general strides: those of pools, or scales <= 0."""
+def is_general(context, steps, weights):
+    """Return whether a call needs the plain kernel in its general form: strides of pools, or scales <= 0."""
     return (
         context.steps != (1, 1)
         or any(context.elements)
@@ -52,8 +52,8 @@ def head_scale_fields(tables, scales, stream):
     if scales is None or params.is_shared(scales):
         return {}
     _, sequences, heads = scales.shape
-    (tables.there["scales"],) = host.tables([bits(scales)], stream)
-    at = host.address(tables.there["scales"])
+    (tables.on_device["scales"],) = host.tables([bits(scales)], stream)
+    at = host.address(tables.on_device["scales"])
     strides = {"head_scale_sequence": 8 * heads * (sequences > 1), "head_scale_head": 8 * (heads > 1)}
     return strides | {"key_head_scales": at, "value_head_scales": at + 4 * scales.size}
 
@@ -63,7 +63,7 @@ def slope_fields(tables, slopes, stream):
     if slopes is None:
         return {}
     sequences, heads = slopes.shape
-    (tables.there["slopes", heads],) = host.tables([bits(slopes.reshape(-1))], stream)
+    (tables.on_device["slopes", heads],) = host.tables([bits(slopes.reshape(-1))], stream)
     return {"sloped": 1, "slopes_sequence": heads * (sequences > 1)}
 
 
@@ -74,7 +74,7 @@ def pool_fields(context, tables, stream):
     key_element, value_element = (
         stride or BY_NAME[name].bytes(1) for stride, name in zip(context.elements, formats, strict=True)
     )
-    fields = {"free": 1, "key_element": key_element, "value_element": value_element}
+    fields = {"general": 1, "key_element": key_element, "value_element": value_element}
     fields |= {"key_step": context.steps[0], "value_step": context.steps[1]}
     if steps.value_table is not None:
         fields["value_table"] = host.address(*tables.of(("value_table",), stream))

@@ -10,71 +10,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvkit.checks import slots
-from kvkit.checks.arguments import (
-    BlockAttention,
-    BlockLoad,
-    BlockStore,
-    CacheArguments,
-    CacheAttention,
-    CacheTransfer,
-    ChoiceArguments,
-    ContextArguments,
-    Heads,
-    IndexerArguments,
-    KeyAttention,
-    LatentAppend,
-    LatentArguments,
-    PackedPositions,
-    PoolAttention,
-    PoolTransfer,
-    RotaryArguments,
-    Scoring,
-    StaticPositions,
-    StepArguments,
-    Windows,
-)
+from kvkit.checks import arguments, index_tensors, latent, paged, positions, slots
 from kvkit.checks.ascend import blocks, matrices, tensors
 from kvkit.checks.ascend.attention import BlockAttentionCall, checked_block_attention
 from kvkit.checks.ascend.reshape import checked_reshape
 from kvkit.checks.attention import AttentionCall, checked_attention, checked_cache_attention
-from kvkit.checks.index_tensors import (
-    Packed,
-    Sequences,
-    Static,
-    packed_in_cache,
-    packed_tokens,
-    packed_with_keys,
-)
+from kvkit.checks.index_tensors import Packed
 from kvkit.checks.indexer import checked_choice, checked_scores
 from kvkit.checks.key_value_cache import TransferCall, checked_key_value_cache
-from kvkit.checks.latent import (
-    LatentCall,
-    LatentStore,
-    checked_absorb,
-    checked_expand,
-    checked_latent_append,
-    checked_latent_attention,
-)
 from kvkit.checks.merge import MergeCall, checked_merge
 from kvkit.checks.outputs import Results
-from kvkit.checks.paged import (
-    PagedContexts,
-    PoolAppend,
-    checked_append,
-    checked_paged_attention,
-    checked_swap,
-)
-from kvkit.checks.positions import (
-    AlibiCall,
-    PositionCall,
-    RotationCall,
-    checked_dynamic_alibi,
-    checked_position_index,
-    checked_rotation,
-    checked_static_alibi,
-    slope_results,
-)
 from kvkit.operators import Operator
 from kvkit.operators.arrays import INDEX
 from kvkit.operators.operator import IN_PYTHON
@@ -123,131 +68,142 @@ def fill(record: type[Record], values: Values, **others: object) -> Record:
     return record(**(given | others))
 
 
-def attention_to_keys(sequences: Sequences, values: Values) -> AttentionCall:
+def attention_to_keys(sequences: index_tensors.Sequences, values: Values) -> AttentionCall:
     """Check a call of `multi_head_attention`."""
     tokens = values["query"], values["key"], values["value"]
-    heads, scoring = fill(Heads, values), fill(Scoring, values)
+    heads, scoring = fill(arguments.Heads, values), fill(arguments.Scoring, values)
     wanted = values["return_lse"], values.get("return_key_weights", False)
-    return checked_attention(sequences, KeyAttention(*tokens, heads, scoring, *wanted))
+    return checked_attention(sequences, arguments.KeyAttention(*tokens, heads, scoring, *wanted))
 
 
 def static_attention(values: Values, step: Packed | None) -> AttentionCall:
     """Check a call of `multi_head_attention`, for sequences of one length."""
-    return attention_to_keys(Static(), values)
+    return attention_to_keys(index_tensors.Static(), values)
 
 
 def packed_attention(values: Values, step: Packed | None) -> AttentionCall:
     """Check a call of `dynamic_batching.multi_head_attention`."""
-    return attention_to_keys(packed_with_keys(fill(ContextArguments, values)), values)
+    return attention_to_keys(index_tensors.packed_with_keys(fill(arguments.ContextArguments, values)), values)
 
 
 def cache_attention(values: Values, step: Packed | None) -> AttentionCall:
     """Check a call of `multi_head_cache_attention`; without a step, sequences have one length."""
-    records = {"place": fill(CacheArguments, values), "heads": fill(Heads, values)}
-    call = fill(CacheAttention, values, **records, scoring=fill(Scoring, values))
-    return checked_cache_attention(step or Static(values["start_pos"]), call)
+    records = {"place": fill(arguments.CacheArguments, values), "heads": fill(arguments.Heads, values)}
+    call = fill(arguments.CacheAttention, values, **records, scoring=fill(arguments.Scoring, values))
+    return checked_cache_attention(step or index_tensors.Static(values["start_pos"]), call)
 
 
 def key_value_cache(values: Values, step: Packed | None) -> TransferCall:
     """Check a call of `key_value_cache`; without a step, sequences have one length."""
-    call = fill(CacheTransfer, values, place=fill(CacheArguments, values))
-    return checked_key_value_cache(step or Static(values["start_pos"]), call)
+    call = fill(arguments.CacheTransfer, values, place=fill(arguments.CacheArguments, values))
+    return checked_key_value_cache(step or index_tensors.Static(values["start_pos"]), call)
 
 
-def merged(values: Values, step: Packed | None) -> MergeCall:
+def merge(values: Values, step: Packed | None) -> MergeCall:
     """Check a call of `merge_attention_states`."""
     return checked_merge(values["outputs"], values["lses"])
 
 
-def pool_attention(values: Values, step: PagedContexts | None) -> AttentionCall:
+def pool_attention(values: Values, step: paged.PagedContexts | None) -> AttentionCall:
     """Check a call of `paged_attention`."""
-    given = UNPLANNED | dict(values) | {"scoring": fill(Scoring, values)}
-    return checked_paged_attention(fill(PoolAttention, given), step)
+    given = UNPLANNED | dict(values) | {"scoring": fill(arguments.Scoring, values)}
+    return paged.checked_paged_attention(fill(arguments.PoolAttention, given), step)
 
 
-def pool_append(values: Values, step: PagedContexts | None) -> PoolAppend:
+def pool_append(values: Values, step: paged.PagedContexts | None) -> paged.PoolAppend:
     """Check a call of `paged_append`."""
     given = UNPLANNED | dict(values) | {"rope": as_rope(values.get("rope"))}
-    return checked_append(fill(PoolTransfer, given), step)
+    return paged.checked_append(fill(arguments.PoolTransfer, given), step)
 
 
-def swapped(values: Values, step: Packed | None) -> Moves:
+def swap_blocks(values: Values, step: Packed | None) -> Moves:
     """Check a call of `swap_blocks`."""
     source, target = values["source"], values["target"]
-    blocks_from, blocks_to = checked_swap(source, target, values["pairs"])
-    return Moves([source], [target], stacked(blocks_from, blocks_to, 1))
+    blocks_from, blocks_to = paged.checked_swap(source, target, values["pairs"])
+    return Moves([source], [target], stack_pieces(blocks_from, blocks_to, 1))
 
 
-def latent_attention(values: Values, step: Packed | None) -> LatentCall:
+def latent_attention(values: Values, step: Packed | None) -> latent.LatentCall:
     """Check a call of `mla_attention`."""
-    call = checked_latent_attention(fill(LatentArguments, values))
+    call = latent.checked_latent_attention(fill(arguments.LatentArguments, values))
     if call.attention is None:
         return call
     weights = call.attention.weights._replace(sinks=call.sinks)
     return call._replace(attention=call.attention._replace(weights=weights))
 
 
-def latent_append(values: Values, step: Packed | None) -> LatentStore:
+def latent_append(values: Values, step: Packed | None) -> latent.LatentStore:
     """Check a call of `mla_append`."""
-    return checked_latent_append(fill(LatentAppend, values))
+    return latent.checked_latent_append(fill(arguments.LatentAppend, values))
 
 
-def static_rotation(values: Values, step: Packed | None) -> RotationCall:
+def static_rotation(values: Values, step: Packed | None) -> positions.RotationCall:
     """Check a call of `rotary_position_embedding`, for sequences of one length."""
-    where = fill(StaticPositions, values)
-    return checked_rotation(values["query"], values["key"], where, fill(RotaryArguments, values))
+    where = fill(arguments.StaticPositions, values)
+    return positions.checked_rotation(
+        values["query"], values["key"], where, fill(arguments.RotaryArguments, values)
+    )
 
 
-def packed_rotation(values: Values, step: Packed | None) -> RotationCall:
+def packed_rotation(values: Values, step: Packed | None) -> positions.RotationCall:
     """Check a call of `dynamic_batching.rotary_position_embedding`."""
-    where = fill(PackedPositions, values)
-    return checked_rotation(values["query"], values["key"], where, fill(RotaryArguments, values))
+    where = fill(arguments.PackedPositions, values)
+    return positions.checked_rotation(
+        values["query"], values["key"], where, fill(arguments.RotaryArguments, values)
+    )
 
 
 def slopes(values: Values, step: Packed | None) -> Slopes:
     """Check a call of `alibi_slope`."""
-    return Slopes(slope_results(values["num_heads"]))
+    return Slopes(positions.slope_results(values["num_heads"]))
 
 
-def static_alibi(values: Values, step: Packed | None) -> AlibiCall:
+def static_alibi(values: Values, step: Packed | None) -> positions.AlibiCall:
     """Check a call of `alibi_mask`, for sequences of one length."""
     lengths = values["seqlen_q"], values["seqlen_kv"]
-    return checked_static_alibi(*lengths, values["attn_mask"], values["num_heads"], values["data_type"])
+    return positions.checked_static_alibi(
+        *lengths, values["attn_mask"], values["num_heads"], values["data_type"]
+    )
 
 
-def packed_alibi(values: Values, step: Packed | None) -> AlibiCall:
+def packed_alibi(values: Values, step: Packed | None) -> positions.AlibiCall:
     """Check a call of `dynamic_batching.alibi_mask`."""
     starts = values["seqstarts"], values["kvstarts"]
-    return checked_dynamic_alibi(*starts, values["attn_mask"], values["num_heads"], values["data_type"])
+    return positions.checked_dynamic_alibi(
+        *starts, values["attn_mask"], values["num_heads"], values["data_type"]
+    )
 
 
-def position_index(values: Values, step: Packed | None) -> PositionCall:
+def position_index(values: Values, step: Packed | None) -> positions.PositionCall:
     """Check a call of `position_index`."""
     sequences = values["sequences"]
     if isinstance(sequences, np.ndarray):  # its elements are not read
         sequences = np.broadcast_to(np.zeros((), sequences.dtype), sequences.shape)
-    return checked_position_index(sequences, fill(PackedPositions, values))
+    return positions.checked_position_index(sequences, fill(arguments.PackedPositions, values))
 
 
-def stored(values: Values, step: Packed | None) -> Moves:
+def reshape_and_cache(values: Values, step: Packed | None) -> Moves:
     """Check a call of `ascend.reshape_and_cache`."""
-    call = checked_reshape(fill(BlockStore, values, windows=fill(Windows, values)))
+    call = checked_reshape(fill(arguments.BlockStore, values, windows=fill(arguments.Windows, values)))
     pieces = call.pieces
     source = pieces[:, slots.HEAD] * len(values["key"]) + pieces[:, slots.TOKEN]
-    rows, mean = stacked(source, pieces[:, slots.SLOT], pieces[:, slots.COUNT]), pieces[:, slots.MEAN] == 1
+    rows, mean = (
+        stack_pieces(source, pieces[:, slots.SLOT], pieces[:, slots.COUNT]),
+        pieces[:, slots.MEAN] == 1,
+    )
     tokens = [  # one block, or in compressed modes a block for each head
         tokens.transpose(1, 0, 2)[:, :, None] if call.mode else tokens[None] for tokens in call.tokens
     ]
     return Moves(tokens, call.caches, rows[~mean], means=rows[mean], averaged=call.averaged)
 
 
-def loaded(values: Values, step: Packed | None) -> Moves:
+def paged_cache_load(values: Values, step: Packed | None) -> Moves:
     """Check a call of `ascend.paged_cache_load`."""
-    call = blocks.checked_load(fill(BlockLoad, values))
+    call = blocks.checked_load(fill(arguments.BlockLoad, values))
     pieces = blocks.pieces_of(call)
     token, count = pieces[:, slots.TOKEN], pieces[:, slots.COUNT]
     begins, ends = np.append(0, token + count), np.append(token, call.tokens)
-    rows = [stacked(pieces[:, slots.SLOT], token, count), stacked(ZEROS, begins, ends - begins)]
+    rows = [stack_pieces(pieces[:, slots.SLOT], token, count), stack_pieces(ZEROS, begins, ends - begins)]
 
     def place(array: Array, source: Array) -> Array:
         return array.reshape(1, call.tokens, *source.shape[2:])
@@ -255,25 +211,28 @@ def loaded(values: Values, step: Packed | None) -> Moves:
     return Moves(call.caches, [], np.concatenate(rows), call.results, place)
 
 
-def copied(values: Values, step: Packed | None) -> Moves:
+def block_copy(values: Values, step: Packed | None) -> Moves:
     """Check a call of `ascend.block_copy`."""
     caches = blocks.named_caches(values["key_cache"], values["value_cache"])
     src, dst = blocks.checked_copy(caches, values["src"], values["dst"], values["cum_sum"])
     arrays = [cache for _, cache in caches]
-    return Moves(arrays, arrays, stacked(src, dst, 1))  # pieces of blocks, not of rows
+    return Moves(arrays, arrays, stack_pieces(src, dst, 1))  # pieces of blocks, not of rows
 
 
 def block_attention(values: Values, step: Packed | None) -> BlockAttentionCall:
     """Check a call of `ascend.paged_attention`."""
-    scoring = fill(Scoring, values, is_causal=False)
-    return checked_block_attention(fill(BlockAttention, values, scoring=scoring))
+    scoring = fill(arguments.Scoring, values, is_causal=False)
+    return checked_block_attention(fill(arguments.BlockAttention, values, scoring=scoring))
 
 
-def to_nz(values: Values, step: Packed | None) -> Moves:
+def nd_to_nz(values: Values, step: Packed | None) -> Moves:
     """Check a call of `ascend.nd_to_nz`."""
     call = matrices.checked_nd(values["x"])
     each, rows, whole = np.arange(call.shape[0]), call.source.shape[1], call.shape[2]
-    pieces = stacked(each * rows, each * whole, rows), stacked(ZEROS, each * whole + rows, whole - rows)
+    pieces = (
+        stack_pieces(each * rows, each * whole, rows),
+        stack_pieces(ZEROS, each * whole + rows, whole - rows),
+    )
 
     def place(y: Array, _: Array) -> Array:
         return tensors.in_rows(y, "NZ")
@@ -281,12 +240,12 @@ def to_nz(values: Values, step: Packed | None) -> Moves:
     return Moves([call.source[:, :, None]], [], np.concatenate(pieces), call.results, place)
 
 
-def to_nd(values: Values, step: Packed | None) -> Moves:
+def nz_to_nd(values: Values, step: Packed | None) -> Moves:
     """Check a call of `ascend.nz_to_nd`."""
     y = values["y"]
     call = matrices.checked_nz(y, values["m"], values["n"])
     each = np.arange(call.shape[0])
-    pieces = stacked(each * y.shape[2], each * call.shape[1], call.shape[1])
+    pieces = stack_pieces(each * y.shape[2], each * call.shape[1], call.shape[1])
 
     def place(x: Array, _: Array) -> Array:
         return x[:, :, None]
@@ -304,15 +263,17 @@ def packed_step(values: Values) -> Packed | None:
     name = new_tokens(values)
     if name is None:
         return None
-    return packed_in_cache(packed_tokens(name, values[name]), fill(StepArguments, values))
+    return index_tensors.packed_in_cache(
+        index_tensors.packed_tokens(name, values[name]), fill(arguments.StepArguments, values)
+    )
 
 
-def stacked(source: Any, target: Any, count: Any) -> Array:
+def stack_pieces(source: Any, target: Any, count: Any) -> Array:
     """Return pieces [pieces, 3] from source rows, target rows and counts."""
     return np.stack(np.broadcast_arrays(source, target, count), axis=1)
 
 
-def computed(op: Operator, values: Values, step: Packed | None) -> Computed:
+def compute_on_cpu(op: Operator, values: Values, step: Packed | None) -> Computed:
     """Call an operator of one result on the CPU, which checks its arguments."""
     function = inspect.unwrap(op.function())
     array = function(**{each.name: values[each.name] for each in op.parameters})
@@ -322,37 +283,28 @@ def computed(op: Operator, values: Values, step: Packed | None) -> Computed:
 
 
 Check = Callable[[Values, Any], Any]  # f(arguments, step): packed sequences in a cache, or contexts in pages
-CHECKED: dict[str, Check] = {  # other operators are `computed`
-    "key_value_cache": key_value_cache,
-    "multi_head_attention": static_attention,
-    "multi_head_cache_attention": cache_attention,
-    "merge_attention_states": merged,
-    "paged_attention": pool_attention,
-    "paged_append": pool_append,
-    "swap_blocks": swapped,
-    "mla_attention": latent_attention,
-    "mla_append": latent_append,
-    "rotary_position_embedding": static_rotation,
-    "alibi_slope": slopes,
-    "alibi_mask": static_alibi,
+CHECKED: dict[str, Check] = {  # other operators are `compute_on_cpu`
+    "key_value_cache": key_value_cache, "multi_head_attention": static_attention,
+    "multi_head_cache_attention": cache_attention, "merge_attention_states": merge,
+    "paged_attention": pool_attention, "paged_append": pool_append, "swap_blocks": swap_blocks,
+    "mla_attention": latent_attention, "mla_append": latent_append,
+    "rotary_position_embedding": static_rotation, "alibi_slope": slopes, "alibi_mask": static_alibi,
     "dynamic_batching.key_value_cache": key_value_cache,
     "dynamic_batching.multi_head_attention": packed_attention,
     "dynamic_batching.multi_head_cache_attention": cache_attention,
     "dynamic_batching.position_index": position_index,
     "dynamic_batching.rotary_position_embedding": packed_rotation,
-    "dynamic_batching.alibi_mask": packed_alibi,
-    "ascend.reshape_and_cache": stored,
-    "ascend.paged_cache_load": loaded,
-    "ascend.block_copy": copied,
-    "ascend.paged_attention": block_attention,
-    "ascend.nd_to_nz": to_nz,
-    "ascend.nz_to_nd": to_nd,
-}
-CHECKED_BY_THE_CPU: dict[str, Callable[[Values], object]] = {  # the checks of operators that are `computed`
-    "mla_absorb": lambda values: checked_absorb(values["query"], values["w_uk"]),
-    "mla_expand": lambda values: checked_expand(values["latent_output"], values["w_uv"]),
-    "indexer_scores": lambda values: checked_scores(fill(IndexerArguments, values)),
-    "topk_rows": lambda values: checked_choice(fill(ChoiceArguments, values)),
+    "dynamic_batching.alibi_mask": packed_alibi, "ascend.reshape_and_cache": reshape_and_cache,
+    "ascend.paged_cache_load": paged_cache_load, "ascend.block_copy": block_copy,
+    "ascend.paged_attention": block_attention, "ascend.nd_to_nz": nd_to_nz, "ascend.nz_to_nd": nz_to_nd,
+}  # fmt: skip
+CHECKED_BY_THE_CPU: dict[
+    str, Callable[[Values], object]
+] = {  # the checks of operators that are `compute_on_cpu`
+    "mla_absorb": lambda values: latent.checked_absorb(values["query"], values["w_uk"]),
+    "mla_expand": lambda values: latent.checked_expand(values["latent_output"], values["w_uv"]),
+    "indexer_scores": lambda values: checked_scores(fill(arguments.IndexerArguments, values)),
+    "topk_rows": lambda values: checked_choice(fill(arguments.ChoiceArguments, values)),
 }
 
 

@@ -14,12 +14,11 @@ from kvkit.formats import BY_NAME
 from kvkit_cuda.calls import arrays, attention
 from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.copy import pieces, transfer
-from kvkit_cuda.device_runtime import host
 
 GROUP, SCALE_BYTES = 128, 4  # in rows of 656 bytes: codes that share a scale, bytes of a scale
 
 
-def take(name, given, stream):
+def operand(name, given, stream):
     """Return the operand of an array; the two parts of queries are joined on the host."""
     if name != "query" or not isinstance(given, (tuple, list)):
         return arrays.operand(name, given, stream)
@@ -32,11 +31,11 @@ def take(name, given, stream):
     return arrays.Operand(refused, False, given, given)  # type: ignore[arg-type]
 
 
-def on_host(here, values):
-    """Return the names of the arrays that the host reads: all if kernels cannot read the rows, else none."""
+def host_only(operands, values):
+    """Return the names of arrays that the host reads: all if kernels cannot read the rows, else none."""
     floats = values["rope_cache"] is values["format"] is values["indices"] is None
-    coded = values["extra"] is None and are_decoded(here["latent"].seen, values["format"])
-    return () if floats or coded else tuple(here)
+    coded = values["extra"] is None and are_decoded(operands["latent"].seen, values["format"])
+    return () if floats or coded else tuple(operands)
 
 
 def are_decoded(rows, format):
@@ -71,7 +70,7 @@ def attend_whole(placed, whole, out, lse):
 def gathered(placed):
     """Return attention to rows gathered in the dtype of the queries, and the launches that gather them."""
     call = placed.call
-    if call.chosen:
+    if call.chosen:  # each token is a sequence of its own: its rows of one pool, then of the other
         tokens = range(len(call.query))
         rows = [
             (pool, slots[starts[i] : starts[i + 1]]) for i in tokens for pool, slots, starts in call.chosen
@@ -86,10 +85,7 @@ def gathered(placed):
     if len(call.chosen) < 2 and are_decoded(call.pool.parts[0], call.pool.format):
         query, sinks = call.query, call.sinks
         slots = np.concatenate([np.zeros(0, np.int64), *(slots for _, slots in rows)])
-        placed.owners.append(
-            host.empty(max(len(slots) * dim, 1), np.dtype(f"u{dtype.itemsize}"), placed.stream)
-        )
-        pool = arrays.addressed(host.address(placed.owners[-1]), (len(slots), 1, 1, dim), None, dtype)
+        pool = arrays.allocated((len(slots), 1, 1, dim), dtype, placed.owners, placed.stream)
         launches = decoded(placed, call.pool, slots, pool[:, 0])
     else:
         query = uploaded(placed, call.query)
@@ -114,11 +110,12 @@ def decoded(placed, pool, slots, target):
     The first decodes codes with their scales, the second the numbers after them. A launch copies keys and
     values; here these are the two halves of its elements.
     """
-    (rows,), count, begin = pool.parts, len(slots), np.zeros(1, np.int64)
-    (block, row, _), ends, launches, done = rows.strides, np.array([0, count]), [], 0
-    ids = slots // pool.page_size * (block // row) + slots % pool.page_size
+    (rows,), count, zero = pool.parts, len(slots), np.zeros(1, np.int64)
+    block, row, _ = rows.strides
+    row_ids = slots // pool.page_size * (block // row) + slots % pool.page_size
+    ends, launches, done = np.array([0, count]), [], 0  # one sequence; elements that launches decode so far
     steps = StepIndex(
-        seqstarts=ends, kvstarts=ends, start_pos=begin, load_starts=begin, table=ids[None], page_size=1,
+        seqstarts=ends, kvstarts=ends, start_pos=zero, load_starts=zero, table=row_ids[None], page_size=1,
         tokens=count, context=count, rows=0,
     )  # fmt: skip
     tables = Tables(steps, lasting=False)

@@ -58,8 +58,7 @@ def attend(placed: DeviceCall):
     named = dict(zip(call.results.forms, placed.outputs, strict=True))
     out, lse, sums = (named.get(name) for name in ("attn_output", "lse", "key_weights"))
     if sums is not None and lse is None:
-        placed.owners.append(host.empty(max(int(np.prod(call.shape[:-1])), 1), np.float32, stream))
-        lse = arrays.addressed(host.address(placed.owners[-1]), call.shape[:-1], None, np.dtype(np.float32))
+        lse = arrays.allocated(call.shape[:-1], np.dtype(np.float32), placed.owners, stream)
     layer, context, rows = placed.layer, call.context, call.steps.rows
     if layer:
         context, rows = context._replace(sides=layer.sides), layer.capacity[1]
@@ -133,7 +132,7 @@ def append_to_pools(placed: DeviceCall):
     for side in call.sides:
         source, scales, cache = side.tokens[None], side.scales, f"{side.name}_cache"
         if side.data_dtype == side.cache_format and call.rope is None:
-            moves.append((*pieces.byte_copy(source, side.pool), (side.name, cache, cache)))
+            moves.append(pieces.byte_copy(source, side.pool)._replace(owners=(side.name, cache, cache)))
             continue
         owners = side.name, cache, f"{side.name}_scale" if scales is not None else cache
         if scales is not None and not side.group:
@@ -141,7 +140,8 @@ def append_to_pools(placed: DeviceCall):
             placed.owners.append(given)
             scales = np.broadcast_to(given.seen[:, None], (*side.pool.shape[:3], 1))
         formats = side.data_dtype, side.cache_format, side.scale_format
-        moves.append((*pieces.code_copy(source, side.pool, *formats, side.group, scales, call.rope), owners))
+        move = pieces.code_copy(source, side.pool, *formats, side.group, scales, call.rope)
+        moves.append(move._replace(owners=owners))
     if placed.step:
         tables = placed.tables
         *where, angles = tables.new_tokens(call.rope, stream)

@@ -7,29 +7,27 @@ of an entry, dim]; arrays whose strides do not allow this are copied before or a
 import numpy as np
 
 from kvkit.checks import pools
-from kvkit.checks.ascend import attention as twin
+from kvkit.checks.ascend import attention as checked
 from kvkit.checks.values import element_step
 from kvkit_cuda.attention import bias
 from kvkit_cuda.calls import arrays, attention
 from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.copy import pieces
-from kvkit_cuda.device_runtime import host
 
 
 def prepare(call, outputs, owners, stream):
     """Return the launches of a checked call; add the owners of their memory to `owners`."""
-    before: list = []
-    after: list = []
+    before: list = []  # launches that copy inputs, and write scores to add
+    after: list = []  # launches that copy outputs
 
     def new(shape, dtype):
-        owners.append(host.empty(max(int(np.prod(shape)), 1), dtype, stream))
-        return arrays.addressed(host.address(owners[-1]), shape, None, dtype)
+        return arrays.allocated(shape, dtype, owners, stream)
 
     def move(source, target, launches):
         rows = np.array([[0, 0, source.shape[0] * source.shape[1]]])
         launches += pieces.prepare([(source, target)], rows, stream)
 
-    query, caches, entries = call.query, call.caches, twin.folded_shape(call)
+    query, caches, entries = call.query, call.caches, checked.folded_shape(call)
     if not folds(query, call):
         source, query = query, new(query.shape, query.dtype)
         move(source[None], query[None], before)
@@ -37,21 +35,20 @@ def prepare(call, outputs, owners, stream):
         sources, caches = caches, [new(array.shape, array.dtype) for array in caches]
         for source, target in zip(sources, caches, strict=True):
             move(source, target, before)
-    made = []
+    targets = []
     for array in outputs:
-        rows = array if array.ndim == 3 else array[..., None]
-        made.append(array)
+        rows, target = array if array.ndim == 3 else array[..., None], array
         if not folds(rows, call):
-            made[-1] = new(array.shape, array.dtype)
-            move(made[-1].reshape(1, *rows.shape), rows[None], after)
-    made = [array.reshape(*entries, *array.shape[2:]) for array in made]
-    out, lse = made[0], made[1] if len(made) > 1 else None
-    tables, weights = Tables(twin.entry_steps(call, caches), lasting=False), call.weights
+            target = new(array.shape, array.dtype)
+            move(target.reshape(1, *rows.shape), rows[None], after)
+        targets.append(target.reshape(*entries, *array.shape[2:]))
+    out, lse = targets[0], targets[1] if len(targets) > 1 else None
+    tables, weights = Tables(checked.entry_steps(call, caches), lasting=False), call.weights
     owners.append(tables)
     offset = call.razor_offset
     if offset is not None:
-        scores = new((len(call.lengths), twin.context_rows(call)), np.dtype(np.float32))
-        weights = twin.with_bias(weights, scores)
+        scores = new((len(call.lengths), checked.context_rows(call)), np.dtype(np.float32))
+        weights = checked.with_bias(weights, scores)
     query = query.reshape(*entries, query.shape[2])
     context = pools.context_of(call.fmt, *caches)
     given = len(call.lengths), weights, tables.steps.rows, stream

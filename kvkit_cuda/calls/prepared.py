@@ -19,7 +19,7 @@ from kvkit_cuda.calls.tables import SCRATCH
 from kvkit_cuda.device_runtime import host
 from kvkit_cuda.mirror import origin
 
-MOST = 4096  # most prepared calls of a step
+MOST_CALLS = 4096  # prepared calls of a step
 # Arguments that are read when a call is prepared; calls with one of them do not repeat.
 READ_ONCE = "attn_mask", "sinks", "alibi_slopes", "return_key_weights"
 
@@ -41,7 +41,7 @@ RUNNING = locks.OneCallLock()  # one call launches at a time, because calls shar
 
 @functools.cache
 def operator_of(path: str) -> str:
-    """Return the name of the operator that a method of a plan runs."""
+    """Return the operator that a plan's method runs: dynamic_batching.Plan.x -> dynamic_batching.x."""
     return re.sub(r"\w*Plan\.", "", path)
 
 
@@ -64,8 +64,8 @@ class RepeatableCall(NamedTuple):
 
     form: tuple
     arrays: dict[str, Any]
-    places: dict[str, int]
-    written: frozenset[str]
+    places: dict[str, int]  # the arrays' addresses
+    written: frozenset[str]  # as in `Repeatable`
     stream: int | None  # the current stream of the arrays' library
     producers: set[int]  # streams that write numba's arrays
 
@@ -112,29 +112,28 @@ def repeatable(path, method, values):
         given |= {result(i): each for i, each in enumerate(several)}
     _, *attributes = method.attributes(values)
     form = [path, *attributes, *map(type, attributes)]
-    arrays, places, producers, library = {}, {}, set(), None
+    arrays, places, producers, first = {}, {}, set(), None  # the first array of a library with streams
     for name, array in given.items():
         if array is None or isinstance(array, (int, float)):  # a scale that is a number
             form.append(array)
             continue
-        known_by = FORM_READERS.get(type(array)) or form_reader(array)
-        if known_by is None:
+        read_form = FORM_READERS.get(type(array)) or form_reader(array)
+        if read_form is None:
             return None
         arrays[name] = array
-        described, places[name] = known_by(array)
-        form += name, described
-        if known_by is not of_numba:
-            library = library or array
+        array_form, places[name] = read_form(array)
+        form += name, array_form
+        if read_form is not of_numba:
+            first = array if first is None else first
         elif array.stream:
             producers.add(int(array.stream.handle))
     form.append(places.get("key_cache") == places.get("value_cache"))  # one pool, given twice
-    call = tuple(form)
     try:
-        hash(call)
+        hash(tuple(form))
     except TypeError:
         return None
-    stream = None if library is None else homes.stream_of(library)
-    return RepeatableCall(call, arrays, places, method.written, stream, producers)
+    stream = None if first is None else homes.stream_of(first)
+    return RepeatableCall(tuple(form), arrays, places, method.written, stream, producers)
 
 
 def result(i):
@@ -146,8 +145,8 @@ class PreparedCalls(dict):
     """Prepared calls, by their form."""
 
     def keep(self, form, prepared):
-        """Keep a call for the next ones of its form."""
-        if len(self) >= MOST:
+        """Keep a call for the next ones of its form; drop all calls if there are too many."""
+        if len(self) >= MOST_CALLS:
             self.clear()
         self[form] = prepared
 
@@ -156,7 +155,10 @@ class PreparedCall:
     """A checked call whose launches can run again at other addresses, if no written array overlaps another.
 
     `room` is the number of rows of the cache, or of pages of the pools. `tables` are those of the step.
-    `alive` are objects that must not be freed while launches point at their memory.
+    `alive` are objects that must not be freed while launches point at their memory. A launch's arguments are
+    words; those that are addresses are exchanged:
+
+        argument_words   .. | address of `query` + offset | stride | .. | address of scratch memory | ..
     """
 
     def __init__(self, written, launches, operands, forms, room, tables, alive):
@@ -167,18 +169,21 @@ class PreparedCall:
         self.results = [result(i) for i in range(len(forms))]
         self.like = next(iter(operands.values())).like
         seen = {name: operand.seen for name, operand in operands.items()}
-        self.near = overlap_distances(seen, {*written, *self.results})
-        self.size = max([launch.scratch for launch in launches], default=0)
-        self.moved, self.shared = [], []  # places in launches: addresses of operands, of scratch
-        self.places = {}  # the addresses that launches have now
+        self.overlapping = overlap_distances(seen, {*written, *self.results})
+        self.scratch_bytes = max([launch.scratch for launch in launches], default=0)
+        self.places = {}  # the addresses of operands that launches have now
+        self.operand_words, self.scratch_words = (
+            [],
+            [],
+        )  # where launches have addresses of operands, of scratch
         for launch in self.launches:
-            for at, name in launch.owners.items():
+            for i, name in launch.owners.items():
                 name = name if name in operands else ONE_POOL.get(name, name)
                 if name == host.SCRATCH:
-                    self.shared.append((launch.argument_words, at))
+                    self.scratch_words.append((launch.argument_words, i))
                 elif name in operands:
-                    offset = int(launch.argument_words[at]) - operands[name].seen.ctypes.data
-                    self.moved.append((launch.argument_words, at, name, offset))
+                    offset = int(launch.argument_words[i]) - operands[name].seen.ctypes.data
+                    self.operand_words.append((launch.argument_words, i, name, offset))
 
     def run(self, call, needed, stream):
         """Run another call of the form, whose step has `needed` rows or pages.
@@ -187,16 +192,16 @@ class PreparedCall:
         """
         if host.context() != self.context or needed > self.room:
             return None
-        number = call.stream or host.LEGACY_DEFAULT
+        number = call.stream or host.LEGACY_DEFAULT  # the address of the stream
         if stream is not None:
-            number = stream if type(stream) is int and stream else host.number(host.stream(stream))
+            number = stream if type(stream) is int and stream else host.stream_address(host.stream(stream))
         places, arrays = call.places, call.arrays
         if self.results and self.results[0] not in arrays:
             forms = zip(self.results, self.forms, strict=True)
             new = {name: self.like(*form, host.stream(number)) for name, form in forms}
             arrays = arrays | new
             places = places | {name: form_reader(new[name])(new[name])[1] for name in new}
-        handle = host.handle(number)
+        handle = host.driver_stream(number)
         with RUNNING:
             if places != self.places:
                 if self.overlaps(places):
@@ -207,26 +212,27 @@ class PreparedCall:
                 self.tables.captured = True
             else:
                 self.order(call, number, stream)
-            if self.shared:
-                scratch = SCRATCH.of(self.size, self.device, number, captured)
-                for words, at in self.shared:
-                    words[at] = scratch
+            if self.scratch_words:
+                scratch = SCRATCH.of(self.scratch_bytes, self.device, number, captured)
+                for words, i in self.scratch_words:
+                    words[i] = scratch
             for launch in self.launches:
                 launch.start(handle, captured)
         return [arrays[name] for name in self.results]
 
     def move(self, places):
         """Set the addresses of operands in all launches."""
-        for words, at, name, offset in self.moved:
-            words[at] = places[name] + offset
+        for words, i, name, offset in self.operand_words:
+            words[i] = places[name] + offset
         self.places = places
 
     def overlaps(self, places):
         """Return whether an array that is written may overlap another array (see `overlap_distances`).
 
-        Arrays at the distance `checked`, which the first call had, were checked not to overlap.
+        They may at distances between `least` and `most`, but not at the distance that they had in the first
+        call, which was `checked` in full.
         """
-        for one, other, least, most, checked in self.near:
+        for one, other, least, most, checked in self.overlapping:
             distance = places[other] - places[one]
             if least < distance < most and distance != checked:
                 return True
@@ -234,7 +240,7 @@ class PreparedCall:
 
     def order(self, call, number, stream):
         """Let a stream wait for the streams that wrote the arrays and tables of the call."""
-        if host.key(number) not in self.tables.ready:
+        if host.stream_key(number) not in self.tables.ready:
             self.tables.follow(host.stream(number if stream is None else stream))
         for producer in (*call.producers, call.stream or number):
             if producer != number:

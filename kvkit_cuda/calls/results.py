@@ -14,14 +14,14 @@ def outputs(results, usual, out, source, stream):
     absent = [None] * (usual - len(results.forms))
     if absent and isinstance(out, (tuple, list)):
         out = out[: len(results.forms)]
-    made: Any = [out] if results.alone else out
+    targets: Any = [out] if results.alone else out
     if out is None:
-        made = [source.like(*form, stream) for form in results.forms.values()]
-    elif not isinstance(made, (tuple, list)) or len(made) != len(results.forms):
+        targets = [source.like(*form, stream) for form in results.forms.values()]
+    elif not isinstance(targets, (tuple, list)) or len(targets) != len(results.forms):
         results.checked(out)
-    labelled = zip(results.labels, made, strict=True)
-    found = [arrays.operand(label, result, stream) for label, result in labelled]
+    labelled = zip(results.labels, targets, strict=True)
+    operands = [arrays.operand(label, result, stream) for label, result in labelled]
     if out is not None:
-        seen = tuple(result.seen for result in found)
+        seen = tuple(result.seen for result in operands)
         results.checked(seen[0] if results.alone else seen)
-    return found, made[0] if results.alone else (*made, *absent)
+    return operands, targets[0] if results.alone else (*targets, *absent)

@@ -17,8 +17,8 @@ from kvkit_cuda.calls.tables import Tables
 from kvkit_cuda.device_runtime import device, host, memory
 
 COPY_THREADS, SCAN_THREADS = 256, 1024  # of a block; the scan has one block
-VERDICT = BROKEN, ROWS, RUNS = range(3)
-FROM: dict[int, Any] = {4: np.int32, 8: np.int64}  # integer types of entries by their size
+VERDICT = BROKEN, ROWS, RUNS = range(3)  # what a scan finds: a broken rule, rows in use, runs of new tokens
+INTEGERS: dict[int, Any] = {4: np.int32, 8: np.int64}  # types of entries by their size
 
 INT, INDEX1 = types.int64, types.Array(types.int64, 1, "C")
 COPY = types.void(INT, INT, INT, INT, INDEX1)
@@ -29,7 +29,7 @@ overlapping_run = device.inlined(overlapping_run.py_func)
 
 def copy(size):
     """Return the kernel that copies a table whose entries have `size` bytes."""
-    read, integer = memory.load(size, size), FROM[size]
+    read, integer = memory.load(size, size), INTEGERS[size]
 
     @shared
     def entry(place):
@@ -136,15 +136,15 @@ class Table:
         return contents.view(np.int64)[self.shape[0] :].reshape(self.shape)
 
 
-def device_tables(step, wanted, stream, lasting):
-    """Return the tables of a step whose page table is on the device; check the table if `wanted`."""
-    given, runs = step.table, index_tensors.stored_runs(step) if wanted else 0
+def device_tables(step, checked, stream, lasting):
+    """Return the tables of a step whose page table is on the device; check the table if `checked`."""
+    given, runs = step.table, index_tensors.stored_runs(step) if checked else 0
     there = host.empty(len(given) + given.size, np.int64, stream)
     blocks = min(-(-given.size // COPY_THREADS), host.most_blocks())
     arguments = given.ctypes.data, *given.strides, len(given), there
     host.launch(compiled_copy(given.itemsize), (blocks,), COPY_THREADS, stream, arguments)
     tables = Tables(step._replace(table=Table(there, given.shape)), lasting, table=there)
-    if wanted:
+    if checked:
         tables.steps = tables.steps._replace(rows=rows_in_use(tables, runs, stream))
     tables.write(stream)
     return tables

@@ -22,20 +22,20 @@ class PlannedStep:
     """A checked step of packed sequences."""
 
     sequences: index_tensors.Packed
-    on: dict[int, Tables]  # by device, which gets its tables when it first needs them
+    by_device: dict[int, Tables]  # a device gets its tables when it first needs them
     calls: PreparedCalls = field(default_factory=PreparedCalls)
 
     @property
     def tables(self):
         """Return the tables of the current device."""
         device = host.current()
-        if device not in self.on:
-            steps, lasting = self.sequences.steps, all(tables.lasting for tables in self.on.values())
-            self.on[device] = Tables(steps._replace(table=np.asarray(steps.table)), lasting)
-        return self.on[device]
+        if device not in self.by_device:
+            steps, lasting = self.sequences.steps, all(tables.lasting for tables in self.by_device.values())
+            self.by_device[device] = Tables(steps._replace(table=np.asarray(steps.table)), lasting)
+        return self.by_device[device]
 
     def of(self, call):
-        """Return the step whose tables a call reads: this one."""
+        """Return this step, whose tables all calls read (`PlannedPages` has several)."""
         return self
 
     def room(self, call):
@@ -51,7 +51,7 @@ class PlannedStep:
         """Become another step of the same form, in the same memory; `named` says that a stream was given."""
         self.check_same(other, named)
         here = host.current()
-        for device, tables in self.on.items():
+        for device, tables in self.by_device.items():
             with host.using(device):
                 tables.fill(other.sequences.steps, stream if device == here else host.stream(None))
         self.sequences = other.sequences
@@ -63,14 +63,14 @@ class PlannedStep:
             if not same:
                 raise argument_error("into", f"a plan of the same {name}", "another")
         pages, most = page_counts(other.sequences.steps)
-        for tables in self.on.values():
+        for tables in self.by_device.values():
             if tables.most_pages < most:
                 expected = f"a plan with room for {most} pages a sequence"
                 raise argument_error("into", expected, tables.most_pages)
             if tables.room < pages:
                 raise argument_error("into", f"a plan with room for {pages} pages", tables.room)
         here = host.current()
-        for device, tables in self.on.items():
+        for device, tables in self.by_device.items():
             if tables.captured and device != here:
                 wanted = f"a plan whose graph is of device {here}, the current one"
                 raise argument_error("into", wanted, device)
@@ -96,7 +96,7 @@ class PlannedPages:
     def step_over(self, distances):
         """Return the step over pools whose pages and rows have these distances."""
         pages, lengths, starts, size, _ = self.sequences
-        (page, value_page), (step, value_step) = distances or ((1, 1), (1, 1))
+        (page, value_page), (step, value_step) = distances or ((1, 1), (1, 1))  # of keys and of values
         value_page = None if (page, step) == (value_page, value_step) else value_page
         pages = PageTable(pages.table.astype(np.int64), pages.starts)
         return PlannedStep(Packed(steps_over(pages, lengths, starts, size, page, value_page, 0), 0), {})
@@ -147,8 +147,8 @@ def planned_pages(block_tables, context_lens, query_starts, page_size, into, str
     earlier = earlier_of(into, PlannedPages)
     given = {"block_tables": block_tables, "context_lens": context_lens, "query_starts": query_starts}
     read = {name: arrays.on_host(name, tensor, stream) for name, tensor in given.items()}
-    made = PlannedPages(checked_plan(**read, page_size=page_size))
-    return made if earlier is None else earlier.follow(made, stream, named)
+    step = PlannedPages(checked_plan(**read, page_size=page_size))
+    return step if earlier is None else earlier.follow(step, stream, named)
 
 
 def planned(arguments: StepArguments, stream, *, named=False, check=True, into=None, tokens=None):
@@ -156,9 +156,10 @@ def planned(arguments: StepArguments, stream, *, named=False, check=True, into=N
 
     With `into`, an earlier plan takes the step over.
     """
-    wanted, lasting = flag("check", check), tokens is None
+    checked, lasting = flag("check", check), tokens is None
     earlier = earlier_of(into, PlannedStep)
     table = arrays.operand("cachestarts", arguments.cachestarts, stream)
+    # A page table on the device is copied and checked there.
     stays = table.on_device and table.seen.ndim == 2 and table.seen.size > 0 and into is None
     arguments = arguments._replace(
         seqstarts=arrays.on_host("seqstarts", arguments.seqstarts, stream),
@@ -170,9 +171,9 @@ def planned(arguments: StepArguments, stream, *, named=False, check=True, into=N
     read_table = index_tensors.index_form if stays else index_tensors.index
     step = index_tensors.read_step(tokens and index_tensors.packed_tokens(*tokens), arguments, read_table)
     if stays:
-        tables = scan.device_tables(step, wanted, stream, lasting)
+        tables = scan.device_tables(step, checked, stream, lasting)
     else:
-        tables = Tables(index_tensors.check_step(step) if wanted else step, lasting)
+        tables = Tables(index_tensors.check_step(step) if checked else step, lasting)
     decoding = index_tensors.decoding_count(arguments.decoding_batches, step)
-    made = PlannedStep(index_tensors.Packed(tables.steps, decoding), {host.current(): tables})
-    return made if earlier is None else earlier.follow(made, stream, named)
+    planned_step = PlannedStep(index_tensors.Packed(tables.steps, decoding), {host.current(): tables})
+    return planned_step if earlier is None else earlier.follow(planned_step, stream, named)

@@ -1,4 +1,4 @@
-"""The int64 tables of a step on the device: its index tensors, and tables derived for attention."""
+"""Keep the int64 tables of a step on the device: its index tensors, and tables derived for attention."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from kvkit_cuda.positions.alibi import slope_bits
 STEP = ("seqstarts", "kvstarts", "start_pos", "load_starts", "table")
 ITEM = 4  # words of a work item in `Work.placed`
 SEQUENCE_BITS = 27  # bits of half a word that hold a sequence; the bits above hold its last row
-PARTS, LEAST_PART = 1024, 256  # the most splits of a call, the fewest tokens of a split
+MOST_SPLITS = 1024  # of a call, if its kernel takes as many
+LEAST_SPLIT = 256  # tokens of the shortest split
 
 
 class Tables:
@@ -26,15 +27,17 @@ class Tables:
     the same form can overwrite them. Several threads may use them.
     """
 
-    def __init__(self, steps, lasting, **there: object):
+    def __init__(self, steps, lasting, **given: object):
         self.steps, self.lasting = steps, lasting
-        self.given = frozenset(there)  # tables that the caller has on the device
+        self.given = frozenset(given)  # names of tables that the caller has on the device
         names = STEP if steps.value_table is None else (*STEP, "value_table")
-        self.waiting: list = [name for name in names if name not in there]
-        self.there: dict[object, object] = {name: there[name] for name in there}  # tables on the device
+        self.waiting: list = [name for name in names if name not in given]  # for the next copy
+        self.on_device: dict[Any, object] = dict(given)
         self.copies: list[tuple[object, list]] = []  # (memory, names of the tables in it)
-        self.works: dict[object, Any] = {}
-        self.room, self.most_pages = page_counts(steps)
+        self.works: dict[object, Any] = {}  # objects that compute tables, by key
+        self.room, self.most_pages = page_counts(
+            steps
+        )  # pages in all, and of a sequence, that tables may have
         if lasting and steps.table_starts is not None:
             self.room = self.most_pages = 2 * self.room + len(steps.kvstarts)  # later steps have longer lists
         self.written: Any = None  # the stream that wrote the tables, by key
@@ -44,7 +47,7 @@ class Tables:
         self.lock = locks.CallLock()
 
     def contents(self, name):
-        """Return a table on the host."""
+        """Return a table on the host, by its name, or by (attribute, key) of an object in `works`."""
         if isinstance(name, str):
             table = getattr(self.steps, name)
             if name not in ("table", "value_table"):
@@ -58,23 +61,23 @@ class Tables:
         """Return tables on the device; tables that are not there yet are copied together."""
         with self.lock:
             self.follow(stream)
-            if not all(name in self.there for name in names):
+            if not all(name in self.on_device for name in names):
                 if host.capturing(stream):
                     raise unprepared()
                 arrays = [self.contents(name) for name in self.waiting]
                 memory = host.upload(host.concatenate(arrays), stream)
                 self.copies.append((memory, self.waiting))
-                self.there |= dict(zip(self.waiting, host.split(memory, arrays), strict=True))
+                self.on_device |= dict(zip(self.waiting, host.split(memory, arrays), strict=True))
                 self.waiting = []
                 self.write(stream)
-            return [self.there[name] for name in names]
+            return [self.on_device[name] for name in names]
 
     def follow(self, stream):
         """Let a stream wait for the copies. A captured stream does so when its graph is replayed."""
         if host.capturing(stream):
             self.captured = True
             return
-        key = host.key(host.number(stream))
+        key = host.stream_key(host.stream_address(stream))
         if key not in self.ready:
             if self.written is not None:
                 host.wait_for(self.written, stream)
@@ -83,7 +86,7 @@ class Tables:
 
     def write(self, stream):
         """Note that a stream has written tables."""
-        self.written = host.key(host.number(stream))
+        self.written = host.stream_key(host.stream_address(stream))
         self.ready = {self.written}
         self.users[self.written] = stream
 
@@ -95,24 +98,25 @@ class Tables:
             self.steps = steps
             for key, work in self.works.items():
                 work.split_work(steps, key)
-            given = [(self.there[name], [name]) for name in self.given]
+            given = [(self.on_device[name], [name]) for name in self.given]
             for memory, names in (*self.copies, *given):
                 host.fill(memory, [self.contents(name) for name in names], stream)
             self.users = {}
             self.write(stream)
 
-    def work(self, task, rows, most=0, placed=False):
-        """Return (the split of an attention call into tiles of `rows` rows, its key).
+    def work(self, record, rows, most=0, placed=False):
+        """Return (the `Work` of an attention call in tiles of `rows` rows, its key).
 
         With `placed`, a sequence has one tile, and the kernel reads `Work.placed`.
         """
-        reach = task.heads, task.group, task.decoding, task.causal, task.alibi, task.left, task.right
-        key = Key(rows, most or PARTS, *reach)
+        key = WorkKey(rows, most or MOST_SPLITS, *(getattr(record, name) for name in WorkKey._fields[2:]))
         with self.lock:
             if key not in self.works:
                 self.works[key] = Work(self.steps, key, self.most_pages)
             names = key.names() if not placed else (*key.names(), ("placed", key))
-            self.waiting += [name for name in names if name not in self.there and name not in self.waiting]
+            self.waiting += [
+                name for name in names if name not in self.on_device and name not in self.waiting
+            ]
             return self.works[key], key
 
     def new_tokens(self, rope, stream):
@@ -188,11 +192,11 @@ def angle_bits(rope, positions):
     return np.ascontiguousarray(rope.angles(positions)).view(np.int64)[..., 0]
 
 
-class Key(NamedTuple):
-    """All that the split of a step depends on."""
+class WorkKey(NamedTuple):
+    """All that the `Work` of a step depends on; from `heads` on, fields of `AttentionParams`."""
 
-    rows: int
-    most: int
+    rows: int  # of a tile
+    most_splits: int
     heads: int
     group: int
     decoding: int
@@ -202,84 +206,93 @@ class Key(NamedTuple):
     right: int
 
     def names(self):
-        """Return the names of the tables that a split needs."""
+        """Return the names of the tables of work items, of slots and of slopes."""
         return ("items", self), ("slots", self), ("slopes", self.heads * self.group)
 
 
 class Work:
     """The split of attention over a step into work items.
 
-    A unit is a tile of query rows of one sequence and key head. Its context is divided into splits, which are
-    work items. If a unit has several splits, a slot holds the result of each. `items` and `slots` [B + 1]
-    count both before each sequence; after them `slots` has the number of tokens of a split.
+    A tile has query rows of one sequence and key head. Its context is divided into splits, which are work
+    items. If a tile has several splits, a slot holds the result of each. `items` and `slots` [B + 1] count
+    both before each sequence; after them `slots` has the number of tokens of a split.
 
-    `placed` has four words for each item. A word holds two numbers, the first one in its low half:
+    `placed` has four words of 64 bits for each item:
 
-        sequence + 2^SEQUENCE_BITS last row,                key head + 2^16 (slot + 1)
-        index of the sequence's first page in the table,    query tokens before the sequence
-        first position of the item,                         its last position + 1
-        first position that all rows see,                   the last such position + 1
+        low half                                           high half
+        last row << SEQUENCE_BITS | sequence               slot + 1 << 16 | key head
+        index of the sequence's first page in the table    query tokens before the sequence
+        first position of the item                         its last position + 1
+        first position that all rows see                   the last such position + 1
 
     Words after the last item are -1.
     """
 
     def __init__(self, steps, key, most_pages):
         self.split_work(steps, key)
-        units = int(units_of(steps, key).sum())
+        tiles = int(tiles_of(steps, key).sum())
         longest = most_pages * steps.page_size  # tokens that the table has room for
-        self.most_items = min(units + key.most, units * -(-longest // LEAST_PART))
-        self.most_slots = min(self.most_items, 2 * key.most)
+        self.most_items = min(tiles + key.most_splits, tiles * -(-longest // LEAST_SPLIT))
+        self.most_slots = min(self.most_items, 2 * key.most_splits)
 
     def split_work(self, steps, key):
         """Split the work by shapes only, so that results do not depend on the device."""
         seqlens, kvlens = np.diff(steps.seqstarts), np.diff(steps.kvstarts)
-        units = units_of(steps, key)
+        tiles = tiles_of(steps, key)
         lengths = enumerate(zip(seqlens.tolist(), kvlens.tolist(), strict=True))
         self.seen = np.array([seen_by(key, b, *both) for b, both in lengths], np.int64).reshape(-1, 4)
         seen = np.maximum(self.seen[:, 1] - self.seen[:, 0], 0)
-        part_tokens = max(LEAST_PART, -(-int(np.dot(units, seen)) // key.most))
-        parts = np.maximum(1, -(-seen // part_tokens))
-        items, slots = units * parts, np.where(parts > 1, units * parts, 0)
+        tokens = max(LEAST_SPLIT, -(-int(np.dot(tiles, seen)) // key.most_splits))  # of a split
+        splits = np.maximum(1, -(-seen // tokens))
+        items, slots = tiles * splits, np.where(splits > 1, tiles * splits, 0)
         self.items, slots = (np.r_[0, np.cumsum(counts)] for counts in (items, slots))
-        self.slots = np.r_[slots, part_tokens]
-        self.count, self.split = int(self.items[-1]), int(slots[-1])
-        self.parts, self.last, self.before = parts, seqlens * key.group - 1, steps.seqstarts[:-1]
+        self.slots = np.r_[slots, tokens]
+        self.count, self.slot_count = int(self.items[-1]), int(slots[-1])
+        self.splits, self.last, self.before = splits, seqlens * key.group - 1, steps.seqstarts[:-1]
         self.pages = page_begins(steps)
 
     @property
     def placed(self):
         """Return the words of all items, in the order of blocks: [sequences, key heads, splits]."""
-        b = np.repeat(np.arange(len(self.parts)), np.diff(self.items))
-        item, parts, tokens = np.arange(self.count) - self.items[b], self.parts[b], self.slots[-1]
-        head, split = np.divmod(item, parts)
-        begin, end, since, until = self.seen[b].T
+        b = np.repeat(np.arange(len(self.splits)), np.diff(self.items))
+        item, splits, tokens = np.arange(self.count) - self.items[b], self.splits[b], self.slots[-1]
+        head, split = np.divmod(item, splits)
+        begin, end, common_begin, common_end = self.seen[b].T
         begin = np.minimum(begin + split * tokens, end)
         end = np.minimum(begin + tokens, end)
-        slot = np.where(parts > 1, self.slots[b] + item, -1)
-        low = np.stack([b | self.last[b] << SEQUENCE_BITS, self.pages[b], begin, since], 1)
-        high = np.stack([head | slot + 1 << 16, self.before[b], end, np.minimum(until, end)], 1)
+        slot = np.where(splits > 1, self.slots[b] + item, -1)
+        low = np.stack([b | self.last[b] << SEQUENCE_BITS, self.pages[b], begin, common_begin], 1)
+        high = np.stack([head | slot + 1 << 16, self.before[b], end, np.minimum(common_end, end)], 1)
         words = np.full((self.most_items, ITEM), -1, np.int64)
         words[: self.count] = low | high << 32
         return words.reshape(-1)
 
 
-def units_of(steps, key):
-    """Return the number of units of each sequence."""
+def tiles_of(steps, key):
+    """Return the number of tiles of each sequence, over all key heads."""
     return -(-np.diff(steps.seqstarts) * key.group // key.rows) * key.heads
 
 
 def seen_by(key, b, seqlen, kvlen):
-    """Return begin, end of the positions that some query sees, and since, until of those that all see."""
+    """Return begin and end of the positions that some query sees, then of those that all queries see."""
     if not seqlen:
         return 0, 0, 0, 0
     rule = key.left, key.right, key.alibi or (key.causal and b >= key.decoding)
-    begin, until = visible_range.py_func(seqlen, kvlen, 0, *rule)
-    since, end = visible_range.py_func(seqlen, kvlen, seqlen - 1, *rule)
-    return begin, end, since, until
+    begin, common_end = visible_range.py_func(seqlen, kvlen, 0, *rule)
+    common_begin, end = visible_range.py_func(seqlen, kvlen, seqlen - 1, *rule)
+    return begin, end, common_begin, common_end
+
+
+class ScratchKey(NamedTuple):
+    """The calls that share scratch memory: those of a stream, before or while it is captured."""
+
+    device: int
+    stream: int
+    captured: bool
 
 
 class Scratch(dict):
-    """Scratch memory by device and stream; the calls of a stream share it.
+    """Scratch memory, (bytes, address) by `ScratchKey`.
 
     A captured stream takes memory away from other calls and keeps it, because its graph may be replayed on
     another stream.
@@ -288,20 +301,21 @@ class Scratch(dict):
     def __init__(self):
         self.owners: list = []  # keep all memory alive
 
-    def of(self, size, device, number, captured):
+    def of(self, size, device, stream, captured):
         """Return the address of `size` bytes for a device and the address of a stream."""
         if not size:
             return 0
-        stream = host.key(number)
-        key, own = (device, stream, captured), (device, stream, False)
+        key = ScratchKey(device, host.stream_key(stream), captured)
         room, place = self.get(key, (0, 0))
         if room >= size:
             return place
         if captured:
-            rooms = [each for each in self if each[::2] == own[::2] and self[each][0] >= size]
-            if not rooms:
+            own = key._replace(captured=False)
+            uncaptured = [each for each in self if each.device == device and not each.captured]
+            large = [each for each in uncaptured if self[each][0] >= size]
+            if not large:
                 raise unprepared()
-            self[key] = self.pop(own if own in rooms else rooms[-1])
+            self[key] = self.pop(own if own in large else large[-1])
         else:
             room = max(1 << 16, 1 << (size - 1).bit_length())
             self.owners.append(host.empty(room, np.uint8, 0))

@@ -91,6 +91,7 @@ def store(packed, stored):
 
     @shared
     def top_of(packed):
+        """Return the element of largest magnitude; without its sign if codes have no bias."""
         top = read(packed)
         for i in range(1, elements):
             x = read(packed + i * step)

@@ -112,6 +112,7 @@ def load(packed, cache_format, span):
 @functools.cache
 def dequantize(packed, cache_format, scale_format, span):
     """Return f(packed address, cache address, scale address), which loads a chunk of codes."""
+    # A float of 8 bits times its scale is not rounded to the scale's format.
     element, scale_element = packed, "float32" if BY_NAME[cache_format].minifloat else scale_format
     read, write = memory.load(*access(cache_format, span)), memory.store(*access(packed, span))
     read_scale, (raw_scale, scale_of) = memory.load(*access(scale_format, 1)), DECODE[scale_format]

@@ -9,7 +9,6 @@ A negative source row stands for zeros. Rows are copied in chunks of bytes, or o
 """
 
 import functools
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +30,13 @@ INDEX1, INDEX2 = types.Array(INT, 1, "C"), types.Array(INT, 2, "C")
 
 
 class Blocks(NamedTuple):
-    """Address and strides of an array in blocks. A row has parts, in which chunks are equally far apart."""
+    """Address and strides of an array in blocks.
+
+    A row has parts, such as heads, in which chunks are equally far apart:
+
+        part 0: chunk 0, chunk 1, ..      `step` bytes from chunk to chunk
+        part 1: ..                        `part_step` bytes after part 0
+    """
 
     address: Any
     rows: Any  # of a block
@@ -138,7 +143,10 @@ def chunk_at(side, chunk):
 
 
 def copy_pieces(variant):
-    """Return the kernel that copies chunks of bytes, encodes chunks of floats, or rotates them first."""
+    """Return the kernel that copies chunks of bytes, encodes chunks of floats, or rotates them first.
+
+    A variant is the arguments of `mover`, `coder` or `rotating_coder`, which have 1, 5 and 6 of them.
+    """
     makers: dict[int, Any] = {1: mover, 5: coder, 6: rotating_coder}
     move = makers[len(variant)](*variant)
     span = variant[3] if len(variant) > 1 else 0
@@ -215,37 +223,54 @@ def launch_copies(copies, pieces, stream, rotated=None):
 def copy_launches(copies, tables, rows, stream, rotated=None):
     """Return launches of copies of `rows` rows; `tables` are the starts of pieces and the pieces.
 
-    A copy may name the arrays of its source, target and scales. The first copy is `rotated`: (its rope, the
-    address of angles of all rows, elements of a head).
+    The first copy is `rotated`: (its rope, the address of angles of all rows, elements of a head).
     """
     launches = []
-    for kind in dict.fromkeys(kind for kind, *_ in copies):
-        variant, group, lanes = kind
-        alike = [array for other, arrays, *_ in copies if other == kind for array in arrays]
-        names = [name for other, _, *owners in copies if other == kind for name in chain(*owners)]
-        chunks = max(target.chunks for target in alike[1::3])
+    for kind in dict.fromkeys(copy.kind for copy in copies):
+        alike = [copy for copy in copies if copy.kind == kind]
+        arrays = [array for copy in alike for array in copy.arrays]
+        names = [name for copy in alike for name in copy.owners]
+        chunks = max(copy.arrays[1].chunks for copy in alike)
         team = min(THREADS, 1 << (chunks - 1).bit_length())
         teams = THREADS // team
         blocks = min(-(-rows // teams), host.most_blocks())
         turn = Rotation()
-        if rotated and kind == copies[0][0]:
+        if rotated and kind == copies[0].kind:
             rope, place, dim = rotated
-            turn = Rotation(place, rope.begin, rope.rotary_dim // 2, dim // variant[3])
-        grid, arguments = (blocks, len(alike) // 3), (*tables, *(*alike, *alike)[:6], group, lanes, turn)
+            turn = Rotation(place, rope.begin, rope.rotary_dim // 2, dim // kind.variant[3])
+        # One copy alone is passed for keys and for values.
+        arguments = *tables, *(*arrays, *arrays)[:6], kind.group, kind.lanes, turn
         owners = {(len(tables) + i, 0): name for i, name in enumerate((*names, *names)[:6])}
-        launches.append(host.Launch(compiled(variant), grid, (team, teams), stream, arguments, owners))
+        kernel, grid = compiled(kind.variant), (blocks, len(alike))
+        launches.append(host.Launch(kernel, grid, (team, teams), stream, arguments, owners))
     return launches
 
 
+class CopyKind(NamedTuple):
+    """All that copies in one launch have in common."""
+
+    variant: tuple  # of the kernel
+    group: int  # chunks that share a scale
+    lanes: int  # threads that exchange maxima of a group (see `Group`)
+
+
+class Copy(NamedTuple):
+    """A copy of pieces from an array to another one."""
+
+    kind: CopyKind
+    arrays: tuple[Blocks, Blocks, Blocks]  # source, target, scales
+    owners: tuple[str, ...] = ()  # the names of these arrays, if launches may be repeated at other addresses
+
+
 def byte_copy(source, target):
-    """Return (kind of a copy, its arrays) for a copy of bytes, in chunks of up to 16 bytes."""
+    """Return a copy of bytes, in chunks of up to 16 bytes."""
     size = min(aligned(source), aligned(target))
     to = side(target, size)
-    return ((size,), 1, 0), (side(source, size), to, to)
+    return Copy(CopyKind((size,), 1, 0), (side(source, size), to, to))  # scales are not read
 
 
 def code_copy(source, target, packed, cache_format, scale_format, group, scales, rope=None):
-    """Return (kind of a copy, its arrays) for floats that become codes, or that `rope` rotates.
+    """Return a copy of floats that become codes, or that `rope` rotates.
 
     `scales` [blocks, rows, heads, groups] are the scales, None without. With `group` 0 the caller gives one
     scale for each row of a head.
@@ -265,7 +290,8 @@ def code_copy(source, target, packed, cache_format, scale_format, group, scales,
     ends = [side(array, size) for array, size in zip((source, target), sizes, strict=True)]
     ends.append(ends[1] if scales is None else side(scales, scales.itemsize))
     halves = () if rope is None else (not rope.interleaved,)
-    return ((packed, cache_format, scale_format, span, given, *halves), members, lanes), tuple(ends)
+    variant = packed, cache_format, scale_format, span, given, *halves
+    return Copy(CopyKind(variant, members, lanes), tuple(ends))
 
 
 def aligned(array):

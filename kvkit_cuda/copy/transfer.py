@@ -43,11 +43,17 @@ class Places(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The part of a thread in a group of codes with one scale."""
+    """The part of a thread in a group of codes with one scale, which needs the largest number of the group.
+
+    For 4 chunks:
+
+        lanes = 4    thread 0 reads chunk 0, thread 1 chunk 1, ..; then they exchange maxima
+        lanes = 0    each thread reads chunks 0 to 3 and encodes its own
+    """
 
     member: Any  # the number of its chunk
     members: Any  # chunks of the group
-    lanes: Any  # threads that take a chunk each and exchange maxima; 0: each reads the whole group
+    lanes: Any  # threads that exchange maxima; 0 for none
     mates: Any  # the mask of these threads
 
 
@@ -110,10 +116,10 @@ def copy_tokens(direction, packed, cache_format, scale_format, span, given=False
 
 
 class Reader(NamedTuple):
-    """Functions that read new elements: f(source) -> a chunk's words, f(source, i) -> the i-th chunk on."""
+    """How new elements are read; rotary.py has another one, which rotates keys."""
 
-    read: Any
-    beside: Any
+    read: Any  # f(source) -> the two words of a chunk
+    beside: Any  # f(source, i) -> the source i chunks on
 
 
 @functools.cache
@@ -132,30 +138,18 @@ def store_floats(packed, cache_format, scale_format, span, reader):
     store = (
         blocks.store(packed, cache_format) if block else chunks.store(packed, cache_format, span, reader.read)
     )
-
-    def on_chunk(packed, cache, scale, group):
-        store(packed, cache)
-
-    return device.inlined(on_chunk)
+    return device.inlined(lambda packed, cache, scale, group: store(packed, cache))
 
 
 def load_floats(packed, cache_format, scale_format, span, reader):
     block = BY_NAME[cache_format].block
     load = blocks.load(packed, cache_format) if block else chunks.load(packed, cache_format, span)
-
-    def on_chunk(packed, cache, scale, group):
-        load(packed, cache)
-
-    return device.inlined(on_chunk)
+    return device.inlined(lambda packed, cache, scale, group: load(packed, cache))
 
 
 def load_codes(packed, cache_format, scale_format, span, reader):
     dequantize = chunks.dequantize(packed, cache_format, scale_format, span)
-
-    def on_chunk(packed, cache, scale, group):
-        dequantize(packed, cache, scale)
-
-    return device.inlined(on_chunk)
+    return device.inlined(lambda packed, cache, scale, group: dequantize(packed, cache, scale))
 
 
 def store_codes(packed, cache_format, scale_format, span, reader):
@@ -168,35 +162,22 @@ def store_codes(packed, cache_format, scale_format, span, reader):
     exchange = device.exchange
 
     def on_chunk(packed, cache, scale, group):
-        found = np.int32(0)
+        peak = np.int32(0)
         before = 0 if group.lanes else group.member
         for other in range(-before, 1 if group.lanes else group.members - before):
-            found = max(found, np.int32(largest(beside(packed, other))))
+            peak = max(peak, np.int32(largest(beside(packed, other))))
         distance = 1
         while distance < group.lanes:
-            found = max(found, np.int32(exchange(group.mates, found, distance)))
+            peak = max(peak, np.int32(exchange(group.mates, peak, distance)))
             distance *= 2
-        quantize(packed, cache, scale, found, group.member == 0)
+        quantize(packed, cache, scale, peak, group.member == 0)
 
     return device.inlined(on_chunk)
 
 
 def store_quotients(packed, cache_format, scale_format, span, reader):
     divide = chunks.divide(packed, cache_format, scale_format, span, given=True, read=reader.read)
-
-    def on_chunk(packed, cache, scale, group):
-        divide(packed, cache, scale, np.int32(0), False)
-
-    return device.inlined(on_chunk)
-
-
-ON_CHUNK = {
-    ("store", "given"): store_quotients,
-    ("store", False): store_floats,
-    ("load", False): load_floats,
-    ("store", True): store_codes,
-    ("load", True): load_codes,
-}
+    return device.inlined(lambda packed, cache, scale, _: divide(packed, cache, scale, np.int32(0), False))
 
 
 @device.inlined
@@ -212,9 +193,13 @@ def lanes_of(members, team=WARP):
 
 def on_chunk_of(direction, packed, cache_format, scale_format, span, given, reader=None):
     """Return f(packed, cache, scale address, group), which copies a chunk; a `reader` takes other sources."""
-    kind = "given" if given and direction == "store" else scale_format is not None
-    reader = reader or plain_reader(packed, span)
-    return ON_CHUNK[direction, kind](packed, cache_format, scale_format, span, reader)
+    if direction == "load":
+        make = load_codes if scale_format else load_floats
+    elif given:
+        make = store_quotients
+    else:
+        make = store_codes if scale_format else store_floats
+    return make(packed, cache_format, scale_format, span, reader or plain_reader(packed, span))
 
 
 # The arrays that addresses of keys and of values point into.
@@ -270,7 +255,7 @@ def span_of(cache, sides):
     span = chunks.widest(cache.data_dtype, cache.cache_format)
     packed_bytes = BY_NAME[cache.data_dtype].bytes(span)
     stored_bytes = BY_NAME[cache.cache_format].bytes(span)
-    packed_at = cache_at = 0
+    packed_at = cache_at = 0  # all bits of addresses and strides
     for side in sides:
         for number in side[:4]:
             packed_at |= number

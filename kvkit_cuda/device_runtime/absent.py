@@ -23,9 +23,9 @@ def compile_for(capability):
         if folder.load_overload(signature, None) is None:
             with device.current_as(capability):
                 options = cuda.jit(**options)(function).targetoptions
-                made = dispatcher._Kernel(function, arguments, **options)
-                made._codelibrary.get_cubin()
-            folder.save_overload(signature, made)
+                kernel_code = dispatcher._Kernel(function, arguments, **options)
+                kernel_code._codelibrary.get_cubin()
+            folder.save_overload(signature, kernel_code)
 
     def empty(shape, dtype, stream):
         memory = np.zeros(shape, dtype)

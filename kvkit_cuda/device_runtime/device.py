@@ -22,6 +22,7 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 OPTIONS = {"fastmath": False, "lto": False, "opt": True}
 CROWDED = OPTIONS | {"shared_memory_carveout": "MaxShared"}  # as many blocks as possible run at once
 WARP = 32
+EVERYONE = 0xFFFFFFFF  # the mask of a warp's threads
 TIMEOUT = 120  # seconds that a simulated thread waits for others, which may have failed
 SHARED_MEMORY = 99 * 1024  # bytes that a block may have on every supported device
 # By compute capability: the bytes that a block may have where they are more.
@@ -60,6 +61,11 @@ int32 = int if SIMULATED else np.int32
 def inlined(function):
     """Compile a device function that numba inlines into its callers."""
     return function if SIMULATED else cuda.jit(function, device=True, inline="always", fastmath=False)
+
+
+def either(emulation, function):
+    """Return the function, inlined, or in the simulator its emulation."""
+    return emulation if SIMULATED else inlined(function)
 
 
 def force_inlined(function):
@@ -126,10 +132,6 @@ def share_with_warp(value, members=-1):
     return lane, barrier.share(lane, value)
 
 
-def _sync_warp_simulated():
-    share_with_warp(None)
-
-
 def simulated_memory(size):
     """Return the shared memory of the thread's block."""
     block = threading.current_thread()._manager  # type: ignore[attr-defined]
@@ -141,13 +143,9 @@ def _exchange_simulated(members, value, distance):
     return values[lane ^ distance]
 
 
-def _exchange(members, value, distance):
-    return cuda.shfl_xor_sync(members, value, distance)
-
-
-# (members, value, distance) -> the int32 of the thread whose lane differs in the bit `distance`. `members` is
-# the mask of the threads that call it.
-exchange = inlined(_exchange_simulated if SIMULATED else _exchange)
+# (members, value, distance) -> the value, of 32 bits, of the thread whose lane differs in the bit `distance`.
+# `members` is the mask of the threads that call it.
+exchange = either(_exchange_simulated, lambda members, x, distance: cuda.shfl_xor_sync(members, x, distance))
 
 
 def add_others(count):
@@ -165,7 +163,7 @@ def add_others(count):
         for i in range(count):
             values[i] += cuda.shfl_xor_sync(-1, values[i], distance)
 
-    return inlined(_add_others_simulated if SIMULATED else _add_others)
+    return either(_add_others_simulated, _add_others)
 
 
 @intrinsic
@@ -182,31 +180,9 @@ def product(typingctx, a, b):
     return types.float32(types.float32, types.float32), codegen
 
 
-def _from_lane_simulated(value, lane):
-    _, values = share_with_warp(value)
-    return values[lane]
-
-
-def _from_lane(value, lane):
-    return cuda.shfl_sync(0xFFFFFFFF, value, lane)
-
-
-def _any_of_warp_simulated(flag):
-    _, flags = share_with_warp(flag)
-    return any(flags)
-
-
-def _any_of_warp(flag):
-    return cuda.any_sync(0xFFFFFFFF, flag)
-
-
-def _sync_warp():
-    cuda.syncwarp()
-
-
 # (): a barrier of a warp; all of its threads then see what they wrote to shared memory.
-sync_warp = inlined(_sync_warp_simulated if SIMULATED else _sync_warp)
+sync_warp = either(lambda: share_with_warp(None), lambda: cuda.syncwarp())
 # (flag) -> whether any thread of the warp has it; all its threads call it.
-any_of_warp = inlined(_any_of_warp_simulated if SIMULATED else _any_of_warp)
+any_of_warp = either(lambda flag: any(share_with_warp(flag)[1]), lambda flag: cuda.any_sync(EVERYONE, flag))
 # (value, lane) -> the value of a lane of the warp; all its threads call it.
-from_lane = inlined(_from_lane_simulated if SIMULATED else _from_lane)
+from_lane = either(lambda x, i: share_with_warp(x)[1][i], lambda x, i: cuda.shfl_sync(EVERYONE, x, i))

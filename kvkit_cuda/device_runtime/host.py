@@ -110,7 +110,7 @@ def stream(given):
     raise argument_error("stream", "a CUDA stream or its address", describe(given))
 
 
-def number(stream):
+def stream_address(stream):
     """Return the address of a stream."""
     return LEGACY_DEFAULT if SIMULATED else int(stream.handle)
 
@@ -121,7 +121,7 @@ def finish(stream):
         stream.synchronize()
 
 
-def key(number):
+def stream_key(number):
     """Return a key of a stream: its address, or a negative number for a thread's own default stream."""
     return -threading.get_ident() if number == PER_THREAD_DEFAULT else number
 
@@ -132,7 +132,8 @@ def wait_for(producer, stream):
     The host does not wait. Another thread's own default stream has a negative key; the legacy default stream,
     which waits for it, takes its place.
     """
-    if not SIMULATED and (producer or LEGACY_DEFAULT) not in (number(stream), key(number(stream))):
+    own = stream_address(stream)
+    if not SIMULATED and (producer or LEGACY_DEFAULT) not in (own, stream_key(own)):
         event = cuda.event(timing=False)
         event.record(cuda.external_stream(max(producer, LEGACY_DEFAULT)))
         event.wait(stream)
@@ -152,7 +153,7 @@ def is_captured(handle):
 
 
 @functools.cache
-def handle(number):
+def driver_stream(number):
     """Return the driver's stream at an address."""
     if not NATIVE:
         return None
@@ -166,8 +167,8 @@ class Launch:
     """A kernel, its grid and its arguments; a call launches it.
 
     `owners` maps (argument, member of a tuple) to the name of the array that it points into. `grow(captured)`
-    returns the number of blocks that the present step needs, or if captured any later step. `scratch` is the
-    bytes of scratch memory, `shared` the bytes of a block's dynamic shared memory.
+    returns the number of blocks that the present step needs, or if captured any later step may need.
+    `scratch` is the bytes of scratch memory, `shared` the bytes of a block's dynamic shared memory.
     """
 
     __slots__ = ("arguments", "blocks", "grow", "kernel", "owners", "scratch", "shared", "stream", "threads")
@@ -190,12 +191,12 @@ class Launch:
         """Return the launch in a form whose addresses can be exchanged."""
         begins = np.cumsum([0, *(len(words((each,))) for each in self.arguments)])
         owners = {int(begins[i]) + j: name for (i, j), name in self.owners.items()}
-        return Prepared(
+        return PreparedLaunch(
             self.kernel, self.blocks, self.threads, self.arguments, owners, self.grow, self.shared
         )
 
 
-class Prepared:
+class PreparedLaunch:
     """A launch whose arguments are 64-bit words that the driver reads."""
 
     __slots__ = ("argument_words", "function", "grid", "grow", "owners", "parameters", "places", "shared")
@@ -207,6 +208,7 @@ class Prepared:
         threads = threads if isinstance(threads, tuple) else (threads,)
         self.grid = (*blocks, 1, 1)[:3], (*threads, 1, 1)[:3]
         self.argument_words = np.array([bits(word) for word in words(arguments)], np.int64)
+        # The driver reads an array of the addresses of all arguments.
         self.places = self.argument_words.ctypes.data + 8 * np.arange(self.argument_words.size)
         self.parameters, self.grow = self.places.ctypes.data, grow
 
@@ -225,7 +227,7 @@ def launch(kernel, blocks, threads, stream, arguments, shared=0):
     if SIMULATED:
         kernel[blocks, threads, stream](*arguments)
     else:
-        Prepared(kernel, blocks, threads, arguments, shared=shared).start(stream.handle)
+        PreparedLaunch(kernel, blocks, threads, arguments, shared=shared).start(stream.handle)
 
 
 @functools.cache
@@ -258,12 +260,15 @@ def allow_shared(function, which):
 
 
 def bits(word):
-    """Return a number as 64 bits."""
+    """Return an integer, or the bits of a float64 as one."""
     return np.float64(word).view(np.int64) if isinstance(word, float) else word
 
 
 def words(arguments):
-    """Return a kernel's arguments as 64-bit numbers; arrays become the fields that numba passes."""
+    """Return a kernel's arguments as 64-bit numbers; arrays become the fields that numba passes.
+
+    They are meminfo, parent, size, item size, address, shape and strides.
+    """
     found: list = []
     for each in arguments:
         if isinstance(each, tuple):
@@ -308,7 +313,7 @@ def by_dlpack(array, stream):
     """Return address, shape, byte strides, dtype, whether read-only, and owner of a DLPack tensor."""
     from cuda.core.utils import StridedMemoryView
 
-    view = StridedMemoryView.from_dlpack(array, stream_ptr=number(stream))
+    view = StridedMemoryView.from_dlpack(array, stream_ptr=stream_address(stream))
     strides = view.strides and tuple(stride * view.dtype.itemsize for stride in view.strides)
     return view.ptr, tuple(view.shape), strides, view.dtype, view.readonly, view
 

@@ -1,11 +1,12 @@
 """All inline PTX: matrix products of a warp, asynchronous copies, and a fast exponential.
 
-A warp holds matrices in fragments: words of two 16-bit elements, and float32 numbers. With g = lane // 4 and
-t = lane % 4 a thread has (PTX ISA, "Matrix Fragments for mma.m16n8k16")
+A warp holds matrices in fragments: words of two 16-bit elements (a, b), and float32 numbers (c). With
+g = lane // 4 and t = lane % 4 a thread has (PTX ISA, "Matrix Fragments for mma.m16n8k16")
 
-    a[0..3] of A [16, 16]: columns 2t, 2t+1 of row g, of row g+8; columns 2t+8, 2t+9 of row g, of row g+8
-    b[0..1] of B [16, 8]:  rows 2t, 2t+1 of column g; rows 2t+8, 2t+9
-    c[0..3] of C [16, 8]:  columns 2t, 2t+1 of row g; of row g+8
+    A [16, 16]                          B [16, 8]                   C = A B [16, 8]
+             2t, 2t+1   2t+8, 2t+9                      g                    2t   2t+1
+    row g      a[0]        a[2]         2t, 2t+1      b[0]          row g    c[0]  c[1]
+    row g+8    a[1]        a[3]         2t+8, 2t+9    b[1]          row g+8  c[2]  c[3]
 
 Beside each instruction is its emulation for the simulator.
 """
@@ -29,6 +30,7 @@ WORD, NUMBER, ADDRESS, OFFSET, HALF = types.uint32, types.float32, types.int64, 
 LLVM = {WORD: ir.IntType(32), OFFSET: ir.IntType(32), ADDRESS: ir.IntType(64), NUMBER: ir.FloatType()}
 LLVM[HALF] = ir.IntType(16)
 LETTER = {WORD: "r", OFFSET: "r", ADDRESS: "l", NUMBER: "f", HALF: "h"}
+either = device.either
 MINIFLOATS = 8, 9  # the first compute capability that converts floats of 8 bits
 SHORT = {"float16": "f16", "bfloat16": "bf16"}
 
@@ -63,11 +65,6 @@ def instruction(text, results, arguments, ordered=False):
     return intrinsic(emit)
 
 
-def either(emulation, function):
-    """Return the function, or in the simulator its emulation."""
-    return emulation if device.SIMULATED else device.inlined(function)
-
-
 # Matrices
 
 
@@ -89,10 +86,7 @@ def matrices(transposed):
             return tuple(pair(rows[i + 2 * t] + 2 * g, rows[i + 2 * t + 1] + 2 * g) for i in range(0, 32, 8))
         return tuple(pair(rows[i + g] + 4 * t, rows[i + g] + 4 * t + 2) for i in range(0, 32, 8))
 
-    def matrices(address, offset):
-        return load(np.int32(np.int32(address) + offset))
-
-    return either(emulation, matrices)
+    return either(emulation, lambda address, offset: load(np.int32(np.int32(address) + offset)))
 
 
 def pair(low, high):
@@ -155,10 +149,7 @@ def bytes_of(choice):
         both = int(x) | int(y) << 32
         return np.uint32(sum((both >> 8 * (choice >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4)))
 
-    def bytes_of(x, y):
-        return emit(x, y)
-
-    return either(emulation, bytes_of)
+    return either(emulation, lambda x, y: emit(x, y))
 
 
 # (x, y) -> the word of the low elements of two words, of the high ones.
@@ -180,10 +171,7 @@ def widened(stored, native=True):
         one, other = (int(narrow(widen(np.uint8(int(pair) >> shift & 0xFF)))) for shift in (0, 8))
         return np.uint32(one | other << 16)
 
-    def widened(pair):
-        return emit(np.uint16(pair))
-
-    return either(emulation, widened)
+    return either(emulation, lambda pair: emit(np.uint16(pair)))
 
 
 @functools.cache
@@ -193,17 +181,19 @@ def shifted(stored):
     That is all for e5m2. The exponent of e4m3 is one bit shorter, so all bits but the sign move down by one.
     The result is 2^-8 of the number, and NaN, whose bits are all 1, becomes a number; both are corrected.
     """
-    apart, times = bytes_of(0x1404), halves("mul")
+    apart, times = bytes_of(0x1404), halves("mul")  # bytes b0, b1 of x, 0 of y -> 0, b0, 0, b1
     if stored == "e5m2":
         return device.inlined(lambda word: apart(np.uint32(word), np.uint32(0)))
-    sign, rest, nan, less, more = map(np.uint32, (0x80008000, 0x3F803F80, 0x40804080, 5, 0x5C005C00))
+    signs, magnitudes = np.uint32(0x80008000), np.uint32(0x3F803F80)  # bits of both halves
+    to_sign = np.uint32(0x40804080)  # added to a magnitude, it carries into the sign bit for NaN only
+    two_to_8 = np.uint32(0x5C005C00)
 
     def shifted(word):
         word = apart(np.uint32(word), np.uint32(0))
-        magnitude = np.uint32(word >> np.uint32(1)) & rest
-        found = np.uint32(magnitude + nan) & sign  # the sign bits of halves that are NaN
-        found = np.uint32(found - np.uint32(found >> less))  # all bits of their exponents
-        return times(magnitude | (word & sign) | found, more)
+        magnitude = np.uint32(word >> np.uint32(1)) & magnitudes
+        is_nan = np.uint32(magnitude + to_sign) & signs
+        exponents = np.uint32(is_nan - np.uint32(is_nan >> np.uint32(5)))  # all bits of a NaN's exponent
+        return times(magnitude | (word & signs) | exponents, two_to_8)
 
     return device.inlined(shifted)
 
@@ -222,10 +212,7 @@ def packed(element):
     def emulation(low, high):
         return np.uint32(int(narrow(low)) | int(narrow(high)) << 16)
 
-    def packed(low, high):
-        return emit(low, high)
-
-    return either(emulation, packed)
+    return either(emulation, lambda low, high: emit(low, high))
 
 
 @functools.cache
@@ -242,13 +229,9 @@ def halves(operation):
         with np.errstate(all="ignore"):
             return compute(*numbers).astype(np.float16).view(np.uint32)[0]
 
-    def two(x, y):
-        return emit(x, y)
-
-    def three(x, y, z):
-        return emit(x, y, z)
-
-    return either(emulation, three if operation == "fma" else two)
+    if operation == "fma":
+        return either(emulation, lambda x, y, z: emit(x, y, z))
+    return either(emulation, lambda x, y: emit(x, y))
 
 
 # Copies
@@ -273,10 +256,7 @@ def copies(size, kind):
         spoil(target)
         groups()[-1].append(functools.partial(fill, target, source))
 
-    def copy(target, source):
-        begin(np.int32(target), source)
-
-    return either(emulation, copy)
+    return either(emulation, lambda target, source: begin(np.int32(target), source))
 
 
 def groups():
@@ -303,14 +283,10 @@ def _arrived_simulated():
     groups().append([])
 
 
-def _end_group_simulated():
-    groups().append([])
-
-
 # (): wait for all copies of the thread.
 arrived = either(_arrived_simulated, lambda: _arrived())
 # (): make a group of the copies that the thread has begun since the last group.
-end_group = either(_end_group_simulated, lambda: _end_group())
+end_group = either(lambda: groups().append([]), lambda: _end_group())
 
 
 def all_but(count):
@@ -320,10 +296,7 @@ def all_but(count):
     def emulation():
         _end(len(groups()) - 1 - count)
 
-    def all_but():
-        wait()
-
-    return either(emulation, all_but)
+    return either(emulation, lambda: wait())
 
 
 _power = instruction("ex2.approx.ftz.f32 $0, $1;", [NUMBER], [NUMBER])

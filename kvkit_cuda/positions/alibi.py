@@ -114,14 +114,11 @@ def write_mask(element, mask, span):
             head = pair - batch * heads
             sequence = sequence_of(starts, token)
             row = Row(
-                begin=kvstarts[sequence],
-                end=kvstarts[sequence + 1],
+                begin=kvstarts[sequence], end=kvstarts[sequence + 1],
                 diagonal=kvstarts[sequence + 1] - starts[sequence + 1] + token,
-                total=total,
-                slope=slopes[head],
-                padding=padding,
+                total=total, slope=slopes[head], padding=padding,
                 added=added[0] + batch * added[1] + head * added[2] + token * added[3],
-            )
+            )  # fmt: skip
             place = target[0] + batch * target[1] + head * target[2] + token * target[3]
             for first in range(cuda.threadIdx.x * span, columns, cuda.blockDim.x * span):
                 fill_chunk(place + first * size, first, row)

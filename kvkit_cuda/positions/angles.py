@@ -28,7 +28,7 @@ SIGNATURE = types.void(INDEX1, INDEX1, INDEX1, types.Array(types.int64, 2, "C"),
 SIDE = types.UniTuple(INT, 4)
 LOOK_UP = types.void(INDEX1, INDEX1, SIDE, SIDE, INT, INT)
 
-write, number = memory.store(PAIR, PAIR), scores.number
+write, read_number = memory.store(PAIR, PAIR), scores.read_number
 
 
 @shared
@@ -64,8 +64,8 @@ def look_up(starts, first, cosines, sines, pairs, target):
         token = item // pairs
         sequence, pair = sequence_of(starts, token), item - token * pairs
         position = first[sequence] + token - starts[sequence]
-        cosine = number(cosines[3], cosines[0] + position * cosines[1] + pair * cosines[2])
-        sine = number(sines[3], sines[0] + position * sines[1] + pair * sines[2])
+        cosine = read_number(cosines[3], cosines[0] + position * cosines[1] + pair * cosines[2])
+        sine = read_number(sines[3], sines[0] + position * sines[1] + pair * sines[2])
         put_pair(target + item * PAIR, cosine, sine)
 
 
@@ -87,8 +87,8 @@ def table(call, stream):
         stops = first + np.diff(starts)
         stops, rows = np.unique(np.where(stops > longest, stops, 0), return_inverse=True)
         found = cpu.positions.rotary.frequencies(theta, call.rotated, stops, longest, factor)
-        if not near(starts, first, found[rows], divisor):
-            return host.upload(far(call, tokens), stream), *host.tables((starts,), stream), nothing
+        if not are_small(starts, first, found[rows], divisor):
+            return host.upload(table_on_host(call, tokens), stream), *host.tables((starts,), stream), nothing
         tables = host.tables((starts, first, rows, found.view(np.uint32).astype(np.int64)), stream)
         kernel, arguments = compute_table, (*tables, divisor)
     numbers = host.empty(tokens * pairs * PAIR, np.uint8, stream)
@@ -98,7 +98,7 @@ def table(call, stream):
     return numbers, tables[0], launch
 
 
-def far(call, tokens):
+def table_on_host(call, tokens):
     """Compute the table [tokens, 1, 2 * pairs] on the host, by rotating (1, 0)."""
     ones = np.zeros((tokens, 1, call.rotated), np.float32)
     ones[..., ::2] = 1
@@ -113,7 +113,7 @@ def nothing():
     """Launch nothing, because the table is complete."""
 
 
-def near(starts, first, frequencies, divisor):
+def are_small(starts, first, frequencies, divisor):
     """Return whether all angles are small enough for `numeric.cos_sin`."""
     lengths = np.diff(starts)
     farthest = np.maximum(np.abs(first), np.abs(first + lengths - 1))[lengths > 0]

@@ -74,9 +74,8 @@ def rotate_neighbours(element, span):
                 odd = decode(raw(chunks.field(low, high, (i + 1) * bits)))
                 even, odd = rotate_pair(even, odd, cosine, sine)
                 new_low, new_high = chunks.insert_bits(new_low, new_high, np.uint64(encode(even)), i * bits)
-                new_low, new_high = chunks.insert_bits(
-                    new_low, new_high, np.uint64(encode(odd)), (i + 1) * bits
-                )
+                word = np.uint64(encode(odd))
+                new_low, new_high = chunks.insert_bits(new_low, new_high, word, (i + 1) * bits)
         write(target, new_low, new_high)
 
     return rotate
@@ -95,7 +94,7 @@ def rotate_halves(element, span):
     def rotate(source, target, behind, table):
         x_low, x_high = read(source)
         y_low, y_high = read(source + behind)
-        low, high, other_low, other_high = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0)
+        low, high, late_low, late_high = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(0)
         for first in range(0, span, at_once):
             one, other = pairs(table + first * angles.PAIR)
             for i in range(first, first + at_once):
@@ -106,11 +105,9 @@ def rotate_halves(element, span):
                 y = decode(raw(chunks.field(y_low, y_high, i * bits)))
                 x, y = rotate_pair(x, y, cosine, sine)
                 low, high = chunks.insert_bits(low, high, np.uint64(encode(x)), i * bits)
-                other_low, other_high = chunks.insert_bits(
-                    other_low, other_high, np.uint64(encode(y)), i * bits
-                )
+                late_low, late_high = chunks.insert_bits(late_low, late_high, np.uint64(encode(y)), i * bits)
         write(target, low, high)
-        write(target + behind, other_low, other_high)
+        write(target + behind, late_low, late_high)
 
     return rotate
 
@@ -247,9 +244,9 @@ def prepare(call, targets, table, starts, stream):
     element, dim, rotary_dim = call.fmt.name, call.query.shape[-1], call.rotated
     rotated, sides = (rotary_dim, 0 if call.bypass_key else rotary_dim), []
     for source, target, elements in zip((call.query, call.key), targets, rotated, strict=True):
-        places = [(array.ctypes.data, *packed_strides(array)) for array in (source, target)]
-        heads = source.shape[-2] if elements or places[0][0] != places[1][0] else 0  # nothing to do in place
-        sides.append(Heads(*places[0], *places[1], heads=heads, rotated=elements))
+        here, there = ((array.ctypes.data, *packed_strides(array)) for array in (source, target))
+        stays = not elements and here[0] == there[0]  # heads that are not rotated, in place
+        sides.append(Heads(*here, *there, heads=0 if stays else source.shape[-2], rotated=elements))
     span = span_of(element, dim, rotary_dim, sides, call.halves)
     tokens = int(call.starts[-1])
     columns = max(max(side.heads for side in sides) * -(-dim // span), 1)
@@ -265,7 +262,7 @@ def span_of(element, dim, rotary_dim, sides, halves):
     span, numbers = widest(element), 0
     together = rotary_dim // 2 if halves else rotary_dim
     for side in sides:
-        for number in side[:8]:
+        for number in side[:8]:  # addresses and strides
             numbers |= number
     whole = dim % span == 0 and together % span == 0
     return span if whole and numbers % WIDEST == 0 else 1 if halves else SMALLEST

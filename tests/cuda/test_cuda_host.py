@@ -58,10 +58,10 @@ def events(monkeypatch):
 def test_streams_have_addresses():
     """numba would have the default stream at 0, which protocols do not allow; arrays tell the address."""
     for given in (None, 0, stream(DEFAULT), LEGACY, stream(LEGACY)):
-        assert int(host.stream(given)) == host.number(host.stream(given)) == LEGACY
+        assert int(host.stream(given)) == host.stream_address(host.stream(given)) == LEGACY
     for address in (PER_THREAD, OTHER):
         for given in (address, stream(address)):
-            assert int(host.stream(given)) == host.number(host.stream(given)) == address
+            assert int(host.stream(given)) == host.stream_address(host.stream(given)) == address
 
 
 def test_a_stream_waits_for_other_streams_only(events):

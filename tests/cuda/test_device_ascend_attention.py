@@ -54,7 +54,7 @@ def test_strided_arrays_of_the_device(where, apart, rng):
 @pytest.mark.slow
 def test_a_context_in_parts(rng):
     """Of which each has a result of its own in device memory, until they are put together."""
-    call = call_of(rng, "float32", False, (tables.LEAST_PART + 9, 3), razor=True)
+    call = call_of(rng, "float32", False, (tables.LEAST_SPLIT + 9, 3), razor=True)
     check(call, {name: Array(call[name]) for name in TENSORS[:4]})
 
 

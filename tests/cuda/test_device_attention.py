@@ -25,7 +25,7 @@ OPTIONS = {
     "window": {"window": (3, 1), "is_causal": False}, "softcap": {"softcap": 1.5, "sinks": SINKS},
     "scale": {"softmax_scale": 0.7, "window": (4, -1), "decoding": 3},
 }  # fmt: skip
-SHORT = {"PARTS": 64, "LEAST_PART": 5}  # parts of 5 tokens
+SHORT = {"MOST_SPLITS": 64, "LEAST_SPLIT": 5}  # splits of 5 tokens
 
 
 def make(kind, rng, formats=FP32, **options):

@@ -139,7 +139,7 @@ def test_codes_are_widened_to_the_same_bits(element, cell, stored, group, dim, p
     rows[:, : packed.shape[1]], cells[:, : scales[0].nbytes] = packed.view(np.uint8), scales.view(np.uint8)
     size, block, copy, arrived = tile.bytes, memory.shared(tile.bytes), ptx.copy, ptx.arrived
     begin, read = tile_words.start(tile), tile_words.reader(tile)
-    panels, first, pace, mask = tile.panels, tile.first(1), tile.pace, tile_words.code_mask(tile)
+    panels, first, pace, mask = tile.panels, tile.thread_step, tile.panel_step, tile_words.code_mask(tile)
 
     def kernel(places, words):
         i, at = cuda.threadIdx.x, block()

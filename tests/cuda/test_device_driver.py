@@ -178,7 +178,7 @@ def test_a_captured_graph_computes_the_next_token(model):
 def scratch_of(plan):
     """Return the addresses of the workspace of a plan's prepared calls."""
     repeats = plan.step.calls.values()
-    return {int(numbers[at]) for repeat in repeats for numbers, at in repeat.shared}
+    return {int(numbers[at]) for repeat in repeats for numbers, at in repeat.scratch_words}
 
 
 def test_who_replays_a_graph_is_named(model):
@@ -400,6 +400,9 @@ class Tensor(Capsule):
     def __dlpack__(self, stream=None, **versions):
         host.wait_for(int(self.current[self.device.index].handle), host.stream(stream))
         return super().__dlpack__()
+
+    def __bool__(self):
+        raise RuntimeError("Boolean value of Tensor with more than one value is ambiguous")
 
     def data_ptr(self):
         return host.address(self.there)

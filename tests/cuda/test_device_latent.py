@@ -87,7 +87,7 @@ def test_devices(heads, room, rows, tile, rng, monkeypatch):
 
 def test_splits_with_sinks(rng, taken, monkeypatch):
     """Contexts that blocks share, and tiles of more rows than a query has heads."""
-    monkeypatch.setattr(tables, "LEAST_PART", 32)
+    monkeypatch.setattr(tables, "LEAST_SPLIT", 32)
     sinks = rng.standard_normal(12).astype(np.float32)
     check(scene(rng, "bfloat16", 12, [70, 20], [1, 2], sinks=sinks), taken)
 

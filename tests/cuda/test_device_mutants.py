@@ -93,7 +93,7 @@ def survivors(launch, memory, outputs, votes):
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention(name, rng, monkeypatch):
-    monkeypatch.setattr(tables, "LEAST_PART", 10**6)  # so that a warp uses its tiles again
+    monkeypatch.setattr(tables, "LEAST_SPLIT", 10**6)  # so that a warp uses its tiles again
     module, options = CASES[name]
     call = attention_scenes.dynamic_cache(rng, layout=0, mode=0, **options)
     votes = call["scale"] is None  # for else no sum overflows

@@ -235,7 +235,7 @@ def test_static_caches(kernel, layout, rng, taken):
 )  # fmt: skip
 def test_split_contexts(kernel, options, rng, taken, monkeypatch):
     """Parts that are merged; some rows see nothing of some parts, and one part is not finite."""
-    monkeypatch.setattr(tables, "LEAST_PART", 20)
+    monkeypatch.setattr(tables, "LEAST_SPLIT", 20)
     past, seqlen = {"decode": (58, 4), "prefill": (38, 9)}[kernel]
     call = static(kernel, rng, past=past, seqlen=seqlen, sinks=normal(rng, 2, np.float32), **options)
     call["value"][0, past + 2, 0, 3] = np.inf
@@ -246,7 +246,7 @@ def test_split_contexts(kernel, options, rng, taken, monkeypatch):
 
 def test_more_splits_than_threads_of_a_merge(rng, monkeypatch):
     """Each thread finds the factors of several splits."""
-    monkeypatch.setattr(tables, "LEAST_PART", 2)
+    monkeypatch.setattr(tables, "LEAST_SPLIT", 2)
     monkeypatch.setattr(merge, "THREADS", 32)
     monkeypatch.setattr(decode_forms, "WARPS", 1)
     taken = forms_taken(decode, monkeypatch)

@@ -185,13 +185,13 @@ TABLES = {
 # Attention for any call; what most calls take is quick, with the registers of the target that takes most
 
 
-def form_of(packed, stored, cell, rows, dim=128, group=8, free=0, **more):
+def form_of(packed, stored, cell, rows, dim=128, group=8, general=0, **more):
     """Return the form that a call with aligned arrays takes."""
     context = Context(packed, stored, cell, group, 2, dim, dim, (), 0, 0, **more)
-    return forms.form_of(params.AttentionParams(free=free), context, rows)
+    return forms.form_of(params.AttentionParams(general=general), context, rows)
 
 
-PAGES = form_of("float16", "float16", None, 4, free=1)
+PAGES = form_of("float16", "float16", None, 4, general=1)
 QUICK_FORMS = {
     form_of("float16", "float16", None, 4): 200, form_of("float16", "int8", "float16", 4): 255, PAGES: 224,
 }  # fmt: skip
@@ -211,20 +211,20 @@ FORMS |= {
     for group in (4, 128)
 }
 FORMS |= {
-    *QUICK_FORMS, form_of("float16", "int8", "float32", 4, free=1, as_loaded=False),
+    *QUICK_FORMS, form_of("float16", "int8", "float32", 4, general=1, as_loaded=False),
     form_of("float16", "e4m3", "float32", 4, group=0), form_of("bfloat16", "e5m2", None, 8),
     form_of("float16", "q8_0", None, 4), form_of("bfloat16", "q4_0", None, 1),
-    form_of("float32", "bfloat16", None, 8, free=1, as_loaded=False, value_format="float32"),
-    form_of("float16", "float16", None, 8, 72, free=1, as_loaded=False, elements=(32, 32)),
+    form_of("float32", "bfloat16", None, 8, general=1, as_loaded=False, value_format="float32"),
+    form_of("float16", "float16", None, 8, 72, general=1, as_loaded=False, elements=(32, 32)),
 }  # fmt: skip
 BITS = {"float32": 32, "int8": 8, "int4": 4, "e4m3": 8, "e5m2": 8}  # others have 16
 
 
 def any_call(form):
     *sides, cell_bits = (
-        BITS.get(element, 16) for element in (form.cache_format, form.values, form.scale_format)
+        BITS.get(element, 16) for element in (form.cache_format, form.value_format, form.scale_format)
     )
-    bits = 0 if form.blocks else max(sides)  # whose bytes lie anywhere
+    bits = 0 if form.in_blocks else max(sides)  # whose bytes lie anywhere
     wide, apart = [r"ld\.global\.nc" + WIDE], [SHUFFLE]
     has, lacks = [r"fma\.rn\.f32"], []
     (has if 128 in (form.span * bits, form.chunk_scales * cell_bits) else lacks).extend(wide)
@@ -254,43 +254,43 @@ MERGES = {
 
 
 def decode_form(
-    element="float16", cell=None, stored="{}", group=8, dim=128, value_dim=None, rows=4, weighs=False,
+    element="float16", cell=None, stored="{}", group=8, dim=128, value_dim=None, rows=4, has_bias=False,
     unit=16, native=True,
 ):  # fmt: skip
-    stored = stored.format(element)
-    return decode_forms.form(element, stored, cell, group, dim, value_dim or dim, rows, weighs, unit, native)
+    stored, sizes = stored.format(element), (dim, value_dim or dim)
+    return decode_forms.form(element, stored, cell, group, *sizes, rows, has_bias, unit, native)
 
 
 OTHER_VALUES = ((192, 128), (64, 256), (256, 16))
 QUICK_DECODE = decode_form(cell="float16", stored="int8")
 DECODE = [
     QUICK_DECODE,
-    decode_form("bfloat16", dim=64, rows=1, weighs=True),
+    decode_form("bfloat16", dim=64, rows=1, has_bias=True),
     decode_form("bfloat16", cell="float32", stored="int4", group=32, rows=16),
     *(
-        decode_form(element, *cache, weighs=weighs)
+        decode_form(element, *cache, has_bias=has_bias)
         for element in ("float16", "bfloat16")
         for cache in CACHES
-        for weighs in (0, 1)
+        for has_bias in (0, 1)
     ),
     *(decode_form(dim=dim, rows=rows)
       for dim in SIZES for rows in (8, 16) if rows == 8 or dim <= decode_forms.DIM),
     *(decode_form("bfloat16", "bfloat16", "int8", 16, dim) for dim in SIZES if dim % 32 == 0),
-    *(decode_form(*cache, 32, rows=rows, weighs=weighs, unit=4)
+    *(decode_form(*cache, 32, rows=rows, has_bias=has_bias, unit=4)
       for cache in (("bfloat16", "float16", "int4"), ("float16", "bfloat16", "int8"))
-      for rows, weighs in ((4, 0), (16, 1))),
+      for rows, has_bias in ((4, 0), (16, 1))),
     *(decode_form(stored=stored, group=0, native=False) for stored in ("e4m3", "e5m2")),
     decode_form("bfloat16", stored="float16"),
-    decode_form("bfloat16", stored="float16", rows=16, weighs=True),
+    decode_form("bfloat16", stored="float16", rows=16, has_bias=True),
     *(decode_form(element, "float32", stored, 0, unit=4)
       for element in ("float16", "bfloat16") for stored in ("e4m3", "e5m2")),
     *(decode_form("float16", "float16", "int8", group, 240) for group in (24, 48, 80)),
     *(decode_form(dim=dim, value_dim=value_dim) for dim, value_dim in OTHER_VALUES),
     *(
-        decode_form(element, stored=stored, group=0, rows=rows, weighs=weighs)
+        decode_form(element, stored=stored, group=0, rows=rows, has_bias=has_bias)
         for element in ("float16", "bfloat16")
         for stored in ("e4m3", "e5m2", "int8")
-        for rows, weighs in ((4, 0), (16, 1))
+        for rows, has_bias in ((4, 0), (16, 1))
     ),
 ]  # fmt: skip
 
@@ -333,26 +333,26 @@ def prefill_form(
     stored="{}",
     dim=128,
     value_dim=None,
-    weighs=False,
+    has_bias=False,
     native=True,
     room=device.SHARED_MEMORY,
     tokens=False,
 ):
     sizes = dim, value_dim or dim
-    return prefill.form(element, stored.format(element), cell, *sizes, weighs, native, room, tokens)
+    return prefill.form(element, stored.format(element), cell, *sizes, has_bias, native, room, tokens)
 
 
-QUICK_PREFILL = prefill_form(cell="float16", stored="int4", weighs=True)
+QUICK_PREFILL = prefill_form(cell="float16", stored="int4", has_bias=True)
 PREFILL = [
     QUICK_PREFILL,
     prefill_form("bfloat16", "float32", "int8", 256),
     *(
-        prefill_form(element, *cache, weighs=weighs)
+        prefill_form(element, *cache, has_bias=has_bias)
         for element in ("float16", "bfloat16")
         for cache in CACHES
-        for weighs in (0, 1)
+        for has_bias in (0, 1)
     ),
-    *(prefill_form(dim=dim, weighs=weighs) for dim in SIZES for weighs in (0, 1)),
+    *(prefill_form(dim=dim, has_bias=has_bias) for dim in SIZES for has_bias in (0, 1)),
     *(prefill_form("bfloat16", "bfloat16", "int8", dim) for dim in SIZES),
     *(prefill_form(dim=dim, value_dim=value_dim) for dim, value_dim in OTHER_VALUES),
     *(
@@ -367,7 +367,7 @@ PREFILL = [
         for stored in ("e4m3", "int8")
         for dim in (96, 128, 256)
     ),
-    *(prefill_form(element, "float32", "int8", weighs=True, tokens=True) for element in SHORT),
+    *(prefill_form(element, "float32", "int8", has_bias=True, tokens=True) for element in SHORT),
     prefill_form("bfloat16", "bfloat16", "int4", tokens=True),
     prefill_form("float16", "float16", "e5m2", native=False, tokens=True),
     prefill_form(room=163 * 1024),
@@ -390,9 +390,9 @@ def filling(form):
 
 def test_every_size_of_prefill_fits():
     for dim, value_dim in itertools.product(SIZES, SIZES):
-        for cell, weighs in itertools.product((None, "float16"), (0, 1)):
+        for cell, has_bias in itertools.product((None, "float16"), (0, 1)):
             stored = "int4" if cell else "float16"
-            form = prefill_form(cell=cell, stored=stored, dim=dim, value_dim=value_dim, weighs=weighs)
+            form = prefill_form(cell=cell, stored=stored, dim=dim, value_dim=value_dim, has_bias=has_bias)
             assert form.shared_bytes <= device.SHARED_MEMORY
             assert not form.tile_bytes % memory.LINE
 
