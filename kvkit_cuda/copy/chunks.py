@@ -1,7 +1,8 @@
 """Read, convert and write chunks: neighbouring elements of a head that a thread processes at once.
 
 A chunk's bytes are two 64-bit words, and loops over its elements have constant bounds, so that chunks stay
-in registers. The formulas are those of `kvkit.formulas.numeric`:
+in registers. `packed` and `cache_format` are the formats of tokens outside and in a cache; the functions that
+are made take addresses, `packed` and `cache`. The formulas are those of `kvkit.formulas.numeric`:
 
     code = round(x / scale), x = code scale, with a scale for each group of a row
 """

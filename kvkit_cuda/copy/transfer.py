@@ -229,7 +229,7 @@ def prepare(direction, pair, cache, tables, names, repeat, stream):
         Places(array.ctypes.data, *packed_strides(array), *place)
         for array, place in zip(pair, cache.sides, strict=True)
     ]
-    span, given = span_of(cache, sides), cache.scale_format is not None and not cache.group
+    span, given = span_of(cache, sides), cache.scale_format is not None and not cache.group  # given scales
     kernel = compiled(direction, cache.data_dtype, cache.cache_format, cache.scale_format, span, given)
     in_head, group = cache.dim // span, max((cache.dim if given else cache.group) // span, 1)
     tokens, heads = int(getattr(steps, names[0])[-1]), cache.heads
