@@ -12,20 +12,8 @@ from numba import types
 from kvkit.cpu import memory
 from kvkit.cpu.copy.transfer import SMALL_BYTES
 from kvkit.cpu.launches import WORKER, Launch, Record, address, run_workers, threads
-from kvkit.cpu.simd.lanes import (
-    I64,
-    LANES,
-    RAW,
-    StackSlots,
-    broadcast,
-    loop,
-    micro_kernel,
-    narrow,
-    read,
-    widen,
-    write,
-    zeros,
-)
+from kvkit.cpu.simd import lanes
+from kvkit.cpu.simd.lanes import I64, LANES, RAW, loop, micro_kernel
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas import numeric
 from kvkit.formulas.index import share
@@ -46,13 +34,13 @@ def panel(element):
 
     @micro_kernel
     def panel(b, entries, count, offset, target):
-        sums = StackSlots(b, zeros(b, LANES))
+        sums = lanes.StackSlots(b, lanes.zeros(b, LANES))
         with loop(b, count) as i:
             entry = b.add(entries, b.mul(i, I64(ENTRY)))
             source = b.load(b.inttoptr(entry, I64.as_pointer()))
-            x = widen(read(b, b.add(source, offset), RAW[element], LANES), element)
-            sums[0] = sums[0] + x * broadcast(b, b.add(entry, I64(8)), LANES)
-        write(b, target, narrow(sums[0], element))
+            x = lanes.widen(lanes.read(b, b.add(source, offset), RAW[element], LANES), element)
+            sums[0] = sums[0] + x * lanes.broadcast(b, b.add(entry, I64(8)), LANES)
+        lanes.write(b, target, lanes.narrow(sums[0], element))
 
     return panel
 

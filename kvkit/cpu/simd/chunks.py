@@ -134,58 +134,46 @@ def chunk_reader(stored, scale_format, group, rounds, like=None):
 
         return vector
 
-    def blocks(b, row, scale_base, i, vectors, dim):
-        size = LANES * vectors
-        first, count, words = (
-            element_at(b, stored, row, i),
-            size // block.elements,
-            block.elements * bits // 32,
-        )
-        starts = [b.add(first, I64(k * block.bytes)) for k in range(count)]
-        scales = widen(
-            lanes.concatenate([read(b, start, RAW[block.cell], 1) for start in starts]), block.cell
-        )
-        codes = lanes.concatenate(
-            [read(b, b.add(start, I64(block.codes_at)), I32, words) for start in starts]
-        )
-        order = chunk_order(stored, None, vectors)
-        if block.bias:  # unsigned codes to signed ones: flip the highest bit of each
-            codes = codes.apply("xor", 0x88888888)
-
-        of_lanes = codes.pick(lane % codes.count for lane in range(LANES))
-
-        def vector(m):
-            code = code_on_top(of_lanes, codes.count, m)
-            scale = scales.pick(i * count // size for i in order[m * LANES : (m + 1) * LANES])
-            return code.signed_rshift(32 - bits).cast("sitofp", F32) * scale
-
-        return vector
+    def block_parts(b, row, i, size):
+        """Read the scales and the codes of the blocks of `size` elements from i on."""
+        first = element_at(b, stored, row, i)
+        starts = [b.add(first, I64(k * block.bytes)) for k in range(size // block.elements)]
+        scales = [read(b, start, RAW[block.cell], 1) for start in starts]
+        scales = widen(lanes.concatenate(scales), block.cell)
+        words = block.elements * bits // 32
+        codes = [read(b, b.add(start, I64(block.codes_at)), I32, words) for start in starts]
+        codes = lanes.concatenate(codes)
+        # Unsigned codes become signed ones: the highest bit of each is flipped.
+        return scales, codes.apply("xor", 0x88888888) if block.bias else codes
 
     def quantized(b, row, scale_base, i, vectors, dim):
         size, order = LANES * vectors, chunk_order(stored, scale_format, vectors)
-        scales, scale_at = read_scales(b, scale_base, i, size)
-        if not element.symmetric:
-            span = b.mul(b.udiv(dim, I64(group)), I64(BY_NAME[scale_format].bytes(1)))  # of a row's scales
-            minima = widen(read(b, b.add(scale_at, span), RAW[scale_format], scales.count), scale_format)
-        codes = read(b, element_at(b, stored, row, i), I32, size * bits // 32)
+        if block:
+            scales, codes = block_parts(b, row, i, size)
+        else:
+            scales, scale_at = read_scales(b, scale_base, i, size)
+            if not element.symmetric:
+                span = b.mul(
+                    b.udiv(dim, I64(group)), I64(BY_NAME[scale_format].bytes(1))
+                )  # of a row's scales
+                minima = widen(read(b, b.add(scale_at, span), RAW[scale_format], scales.count), scale_format)
+            codes = read(b, element_at(b, stored, row, i), I32, size * bits // 32)
         of_lanes = codes.pick(lane % codes.count for lane in range(LANES))
 
         def vector(m):
             of_group = [i * scales.count // size for i in order[m * LANES : (m + 1) * LANES]]
             code, scale = code_on_top(of_lanes, codes.count, m), scales.pick(of_group)
-            if element.symmetric:
+            if block or element.symmetric:
                 number = code.signed_rshift(32 - bits).cast("sitofp", F32) * scale
             else:
                 number = (code >> (32 - bits)).cast("sitofp", F32) * scale + minima.pick(of_group)
-            for coarser in rounds:
+            for coarser in () if block else rounds:
                 number = widen(narrow(number, coarser), coarser)
             return number
 
         return vector
 
-    if block:
-        return blocks
-    return minifloats if element.minifloat else quantized if scale_format else floats
+    return minifloats if element.minifloat else quantized if block or scale_format else floats
 
 
 def even_and_odd(b, row, scale_base, i, vectors, dim):

@@ -2,22 +2,9 @@
 
 import functools
 
+from kvkit.cpu.simd import lanes
 from kvkit.cpu.simd.chunks import for_chunks
-from kvkit.cpu.simd.lanes import (
-    F32,
-    I64,
-    LANES,
-    RAW,
-    StackSlots,
-    fill,
-    loop,
-    micro_kernel,
-    narrow,
-    read,
-    widen,
-    write,
-    zeros,
-)
+from kvkit.cpu.simd.lanes import F32, I64, LANES, RAW, loop, micro_kernel, read, write
 from kvkit.formats.elements import BY_NAME
 
 VECTORS = 8, 4, 1  # that are added at a time; their sums stay in registers
@@ -33,19 +20,19 @@ def mean(element):
 
     @micro_kernel
     def mean(b, source, step, count, target, dim):
-        divisor = fill(b, b.sitofp(count, F32), LANES)
+        divisor = lanes.fill(b, b.sitofp(count, F32), LANES)
 
         def columns(first, vectors):
             offset = b.mul(first, I64(size))
-            sums = StackSlots(b, zeros(b, LANES, vectors))
+            sums = lanes.StackSlots(b, lanes.zeros(b, LANES, vectors))
             with loop(b, count) as token:
                 row = b.add(b.add(source, offset), b.mul(token, step))
                 for m in range(vectors):
                     at = b.add(row, I64(m * LANES * size))
-                    sums[m] = sums[m] + widen(read(b, at, RAW[element], LANES), element)
+                    sums[m] = sums[m] + lanes.widen(read(b, at, RAW[element], LANES), element)
             for m in range(vectors):
                 at = b.add(b.add(target, offset), I64(m * LANES * size))
-                write(b, at, narrow(sums[m] / divisor, element))
+                write(b, at, lanes.narrow(sums[m] / divisor, element))
 
         for_chunks(b, dim, VECTORS, columns)
 

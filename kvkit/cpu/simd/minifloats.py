@@ -5,20 +5,8 @@ import functools
 from numba import types
 from numba.extending import intrinsic
 
-from kvkit.cpu.simd.lanes import (
-    I8,
-    I32,
-    I64,
-    RAW,
-    StackSlots,
-    loop,
-    micro_kernel,
-    narrow,
-    read,
-    widen,
-    write,
-    zeros,
-)
+from kvkit.cpu.simd import lanes
+from kvkit.cpu.simd.lanes import I8, I32, I64, RAW, loop, micro_kernel, read, write
 from kvkit.cpu.simd.panels import LANES
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas.numeric import ROUNDER
@@ -33,9 +21,9 @@ def largest(element):
     def largest(typingctx, address, count):
         def codegen(context, b, signature, values):
             address, count = values
-            top = StackSlots(b, zeros(b, LANES))
+            top = lanes.StackSlots(b, lanes.zeros(b, LANES))
             with loop(b, count, LANES) as i:
-                x = widen(read(b, b.add(address, b.mul(i, I64(size))), RAW[element], LANES), element)
+                x = lanes.widen(read(b, b.add(address, b.mul(i, I64(size))), RAW[element], LANES), element)
                 top[0] = top[0].max(abs(x))
             return b.extract_element(max_over_lanes(top[0]).value, I32(0))
 
@@ -57,9 +45,9 @@ def quotients(source, target, scale_format):
 
     @micro_kernel
     def quotients(b, source_address, scale_address, target_address):
-        scale = widen(read(b, scale_address, RAW[scale_format], 1), scale_format).pick([0] * LANES)
-        x = widen(read(b, source_address, RAW[source], LANES), source) / scale
-        write(b, target_address, narrow(x, target) if BY_NAME[target].minifloat else nearest_codes(x))
+        scale = lanes.widen(read(b, scale_address, RAW[scale_format], 1), scale_format).pick([0] * LANES)
+        x = lanes.widen(read(b, source_address, RAW[source], LANES), source) / scale
+        write(b, target_address, lanes.narrow(x, target) if BY_NAME[target].minifloat else nearest_codes(x))
 
     return quotients
 

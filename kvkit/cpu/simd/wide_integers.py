@@ -11,21 +11,9 @@ O = O alpha + P V    Values of two tokens are side by side, [token / 2, dim, 2];
 
 import functools
 
+from kvkit.cpu.simd import integers
 from kvkit.cpu.simd.attention import LOWEST, WIDE
-from kvkit.cpu.simd.integers import (
-    BYTES,
-    LARGEST_WEIGHT,
-    LEAST,
-    ROUNDER,
-    CodeVectors,
-    Scales,
-    dot_pairs,
-    int_zeros,
-    pair_words,
-    side_by_side,
-    times,
-    weight_of,
-)
+from kvkit.cpu.simd.integers import BYTES, LARGEST_WEIGHT, ROUNDER, CodeVectors, int_zeros, pair_words
 from kvkit.cpu.simd.lanes import (
     F32,
     I16,
@@ -137,7 +125,7 @@ def compile_fixed_queries(stored, scale_format, group, width):
                 zero_or_nan[half] = query.fma(0.0, zero_or_nan[half])  # NaN, if one is not finite
         reciprocal = []
         for half in range(HALVES):
-            bits = largest[half].max(LEAST).as_bits() & EXPONENT_BITS  # of the power of 2 below
+            bits = largest[half].max(integers.LEAST).as_bits() & EXPONENT_BITS  # of the power of 2 below
             power = bits.cast("bitcast", F32)
             write(b, b.add(target, I64(BYTES * half)), (power + zero_or_nan[half]) * 2.0**-14)
             reciprocal.append(2.0**14 / power)
@@ -209,7 +197,7 @@ def compile_scores(stored, scale_format, group, width):
                             key = word_at(b, b.add(key_at[t], I64(eights.keys[k])))
                             for half in range(HALVES):
                                 place = t * HALVES + half
-                                sums[place] = dot_pairs(sums[place], query[half], key)
+                                sums[place] = integers.dot_pairs(sums[place], query[half], key)
                 scale_at = b.add(b.mul(dim, I64(2)), b.mul(b.udiv(i, I64(group)), I64(4)))
                 for t in range(TOKENS):
                     scale = broadcast(b, b.add(row[t], scale_at), LANES)
@@ -246,7 +234,7 @@ def unpack_values(stored, scale_format, group, width):
                 for k, vectors in enumerate(zip(*both, strict=True)):
                     at = b.add(to, b.mul(b.add(i, I64(32 * k)), I64(4)))
                     for half in range(2):
-                        write(b, b.add(at, I64(BYTES * half)), side_by_side(vectors, 4 * half))
+                        write(b, b.add(at, I64(BYTES * half)), integers.side_by_side(vectors, 4 * half))
 
     return unpack_values
 
@@ -273,7 +261,7 @@ def half_softmax(b, count, scores, m_at, l_at, factors):
 
     def weight(token):
         score = read(b, b.add(scores, b.mul(token, I64(ROW))), F32, LANES)
-        rounded = weight_of(score - m_block).fma(float(LARGEST_WEIGHT), ROUNDER)
+        rounded = integers.weight_of(score - m_block).fma(float(LARGEST_WEIGHT), ROUNDER)
         sums[0] = sums[0] + (rounded - ROUNDER)
         return rounded.as_bits()
 
@@ -298,7 +286,7 @@ def compile_sums(stored, scale_format, group, width):
 
     @micro_kernel
     def sums(b, weights, values, scales_at, count, dim, sums, factors):
-        scales = Scales(codes, dim)
+        scales = integers.Scales(codes, dim)
         alpha, block_factor = halves(b, factors), halves(b, b.add(factors, I64(ROW)))
         pairs, step = b.lshr(b.add(count, I64(1)), I64(1)), pair_bytes(b, dim)
         with loop(b, dim, run) as i:
@@ -313,13 +301,16 @@ def compile_sums(stored, scale_format, group, width):
                 totals = StackSlots(b, [int_zeros(b)] * (8 * HALVES))
                 with loop(b, pairs) as pair:
                     scale = word_at(b, b.add(scale_at, b.mul(pair, I64(4 * codes.scales))))
-                    weight = [times(x, scale) for x in halves(b, b.add(weights, b.mul(pair, I64(ROW))), I32)]
+                    weight = [
+                        integers.times(x, scale)
+                        for x in halves(b, b.add(weights, b.mul(pair, I64(ROW))), I32)
+                    ]
                     at = b.add(value_at, b.mul(pair, step))
                     for c, offset in enumerate(eights.values):
                         value = word_at(b, b.add(at, I64(offset)))
                         for half in range(HALVES):
                             k = c * HALVES + half
-                            totals[k] = dot_pairs(totals[k], weight[half], value)
+                            totals[k] = integers.dot_pairs(totals[k], weight[half], value)
                 first = b.add(sums, b.mul(eights.first(b, eight), I64(ROW)))
                 for c, element in enumerate(eights.elements):
                     for half in range(HALVES):
