@@ -33,33 +33,7 @@ from llvmlite import ir
 from kvkit.cpu.simd import lanes
 from kvkit.cpu.simd.attention import LOWEST
 from kvkit.cpu.simd.chunks import LINE, bytes_of, element_at, tile_tokens
-from kvkit.cpu.simd.lanes import (
-    F32,
-    I8,
-    I16,
-    I32,
-    I64,
-    LANES,
-    RAW,
-    Lanes,
-    StackSlots,
-    broadcast,
-    call_intrinsic,
-    concatenate,
-    exp,
-    fill,
-    loop,
-    micro_kernel,
-    prefetch,
-    read,
-    row_id_at,
-    sums_of,
-    where,
-    widen,
-    word_at,
-    write,
-    zeros,
-)
+from kvkit.cpu.simd.lanes import F32, I8, I16, I32, I64, LANES, RAW, Lanes, loop, micro_kernel, read, write
 from kvkit.formats.elements import BY_NAME
 
 BYTES = 64  # in a vector
@@ -76,7 +50,7 @@ ROUNDER_BITS = 0x4B400000  # of ROUNDER as float32
 def dot(sums, codes, bytes_):
     """Return sums + unsigned codes * signed bytes, four products in each lane."""
     values = sums.value, codes.as_bits().value, bytes_.as_bits().value
-    return call_intrinsic(sums.builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, *values)
+    return lanes.call_intrinsic(sums.builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, *values)
 
 
 def dot_pairs(sums, x, y):
@@ -85,14 +59,14 @@ def dot_pairs(sums, x, y):
     Sums never overflow, so vpdpwssd would do, but LLVM splits that into two instructions. This one saturates.
     """
     values = sums.value, x.as_bits().value, y.as_bits().value
-    return call_intrinsic(sums.builder, "llvm.x86.avx512.vpdpwssds.512", WORDS, *values)
+    return lanes.call_intrinsic(sums.builder, "llvm.x86.avx512.vpdpwssds.512", WORDS, *values)
 
 
 def times(x, y):
     """Return the products of 16-bit fixed point, rounded: x * y / 2^15."""
     x, y = x.as_bits(16), y.as_bits(16)
     name = "llvm.x86.avx512.pmul.hr.sw.512" if x.count == 32 else "llvm.x86.avx2.pmul.hr.sw"
-    return call_intrinsic(x.builder, name, x.type, x.value, y.value).as_bits()
+    return lanes.call_intrinsic(x.builder, name, x.type, x.value, y.value).as_bits()
 
 
 def int_zeros(b):
@@ -129,7 +103,7 @@ class CodeVectors:
         if not self.block:
             return read(b, b.add(at, I64(first)), I8, size)
         of_block = self.block.elements * self.bits // 8
-        return concatenate(
+        return lanes.concatenate(
             [
                 read(
                     b, b.add(at, I64(byte // of_block * self.block.bytes + self.block.codes_at)), I8, of_block
@@ -209,7 +183,7 @@ class CodeVectors:
         """Read the stored scales of a chunk."""
         if self.block:
             starts = [b.add(at, I64(k * self.block.bytes)) for k in range(self.scales)]
-            return concatenate([read(b, start, RAW[self.scale_format], 1) for start in starts])
+            return lanes.concatenate([read(b, start, RAW[self.scale_format], 1) for start in starts])
         size = BY_NAME[self.scale_format].bytes(1)
         first = b.add(scale_base, b.mul(b.udiv(i, I64(self.group)), I64(size)))
         return read(b, first, RAW[self.scale_format], self.scales)
@@ -218,7 +192,7 @@ class CodeVectors:
 def weight_of(x):
     """Return e^x for x <= 0, within 3e-6 relative; e^-55 for x below -55."""
     power = x * math.log2(math.e)
-    power = where(power, "<", -80.0, -80.0, power)
+    power = lanes.where(power, "<", -80.0, -80.0, power)
     shifted = power + ROUNDER
     rest = power - (shifted - ROUNDER)
     series = x.full(9.570099413394928e-3)
@@ -304,7 +278,8 @@ def compile_fixed_queries(rows, stored, scale_format, group, width):
         row_bytes = b.mul(dim, I64(4))
         reciprocals = []
         for r in range(rows):
-            largest, row = StackSlots(b, zeros(b, LANES, 2)), b.add(queries, b.mul(row_bytes, I64(r)))
+            largest = lanes.StackSlots(b, lanes.zeros(b, LANES, 2))
+            row = b.add(queries, b.mul(row_bytes, I64(r)))
             with loop(b, dim, LANES) as i:
                 query = read(b, b.add(row, b.mul(i, I64(4))), F32, LANES)
                 largest[0] = largest[0].max(abs(query))
@@ -335,7 +310,7 @@ def compile_fixed_queries(rows, stored, scale_format, group, width):
                 for v, words, offset in products:
                     for h in range(form.vectors):
                         for k in range(2):
-                            of_rows = concatenate(
+                            of_rows = lanes.concatenate(
                                 [
                                     read(
                                         b,
@@ -369,20 +344,20 @@ def compile_scores(rows, near, stored, scale_format, group, width):
     def scores(b, queries, keys, key_row, scale_base, scale_row, row_ids, ahead, shift, count, dim, scores):
         size, factor = bytes_of(b, stored, dim), read(b, queries, F32, LANES).pick(range(tokens * rows))
         with loop(b, count, tokens) as first:
-            number = [row_id_at(b, row_ids, b.add(first, I64(t))) for t in range(tokens)]
+            number = [lanes.row_id_at(b, row_ids, b.add(first, I64(t))) for t in range(tokens)]
             key_at = [b.add(keys, b.mul(n, key_row)) for n in number]
             scale_at = [b.add(scale_base, b.mul(n, scale_row)) for n in number]
             for t in range(tokens):
-                later_key = row_id_at(b, ahead, b.add(first, I64(t)))
+                later_key = lanes.row_id_at(b, ahead, b.add(first, I64(t)))
                 with loop(b, size, LINE) as i:
-                    prefetch(b, b.add(b.add(shift, later_key), i), near)
-            sums = StackSlots(b, zeros(b, LANES, tokens * form.vectors))  # [token, vector of rows]
+                    lanes.prefetch(b, b.add(b.add(shift, later_key), i), near)
+            sums = lanes.StackSlots(b, lanes.zeros(b, LANES, tokens * form.vectors))  # [token, vector]
             with loop(b, dim, width) as i:
                 query = form.chunk_at(b, queries, b.udiv(i, I64(width)))
                 at = [codes.chunk_at(b, row, i) for row in key_at]
                 code = [codes.biased_codes(b, row) for row in at]
                 scale = [
-                    widen(codes.raw_scales(b, *token, i), codes.scale_format)
+                    lanes.widen(codes.raw_scales(b, *token, i), codes.scale_format)
                     for token in zip(at, scale_at, strict=True)
                 ]
                 for groups, start_at, products in form.sums:
@@ -405,7 +380,8 @@ def compile_scores(rows, near, stored, scale_format, group, width):
                     for k in range(len(high)):
                         product = (high[k] << 8).plus(low[k]).cast("sitofp", F32)
                         sums[k] = product.fma(scale[k // form.vectors].pick(groups), sums[k])
-            total = sums_of([sums[k] for k in range(tokens * form.vectors)], form.rows_of_vector) * factor
+            total = lanes.sums_of([sums[k] for k in range(tokens * form.vectors)], form.rows_of_vector)
+            total = total * factor
             write(b, b.add(scores, b.mul(first, I64(4 * rows))), total.fma(0.0, total))  # makes infinity NaN
 
     return scores
@@ -427,7 +403,7 @@ def compile_softmax(rows):
 
     @micro_kernel
     def softmax(b, scores, vectors, m_at, l_at, factors):
-        largest = StackSlots(b, [read(b, scores, F32, LANES)])
+        largest = lanes.StackSlots(b, [read(b, scores, F32, LANES)])
         with loop(b, vectors) as i:
             largest[0] = largest[0].max(read(b, b.add(scores, b.mul(i, I64(BYTES))), F32, LANES))
         m_block = largest[0]
@@ -437,8 +413,8 @@ def compile_softmax(rows):
         m_before = read(b, m_at, F32, LANES)
         m_new, m_block = m_before.max(m_block), m_block.max(LOWEST)
         base = m_new.max(LOWEST)
-        alpha, factor = exp(m_before - base), exp(m_block - base)
-        sums = StackSlots(b, zeros(b, LANES))
+        alpha, factor = lanes.exp(m_before - base), lanes.exp(m_block - base)
+        sums = lanes.StackSlots(b, lanes.zeros(b, LANES))
         with loop(b, vectors) as i:
             weight = weight_of(read(b, b.add(scores, b.mul(i, I64(BYTES))), F32, LANES) - m_block)
             rounded = weight.fma(float(LARGEST_WEIGHT), ROUNDER)
@@ -499,10 +475,12 @@ def compile_fixed_scales(stored, scale_format, group, width):
         vectors = b.udiv(b.add(count, I64(span - 1)), I64(span))
         raw_to, raw_from = lanes.stack_buffer(b, MOST_TOKENS * scales_of_token * size)
         floats_to, floats_from = lanes.stack_buffer(b, MOST_TOKENS * scales_of_token * 4)
-        uneven = StackSlots(b, [Lanes(b, ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES))])
+        uneven = lanes.StackSlots(
+            b, [Lanes(b, ir.Constant(ir.VectorType(ir.IntType(1), LANES), [0] * LANES))]
+        )
 
         def raw_scales(token, i):
-            number = row_id_at(b, row_ids, token)
+            number = lanes.row_id_at(b, row_ids, token)
             at = codes.chunk_at(b, b.add(values, b.mul(number, value_row)), i)
             return codes.raw_scales(b, at, b.add(scale_base, b.mul(number, scale_row)), i)
 
@@ -514,14 +492,14 @@ def compile_fixed_scales(stored, scale_format, group, width):
                 with loop(b, count) as token:
                     to = b.add(raw_to, b.mul(token, I64(size * scales_of_token)))
                     write(b, to, raw_scales(token, i))
-            over_tokens = StackSlots(b, zeros(b, LANES, 2))  # the largest and the sum of each scale
+            over_tokens = lanes.StackSlots(b, lanes.zeros(b, LANES, 2))  # the largest and the sum of a scale
             with loop(b, vectors) as v:
                 if scales_of_token < LANES:
                     at = b.add(raw_from, b.mul(v, I64(size * LANES)))
                     scale = read(b, at, RAW[codes.scale_format], LANES)
                 else:
                     scale = raw_scales(v, i)
-                scale = widen(scale, codes.scale_format)
+                scale = lanes.widen(scale, codes.scale_format)
                 write(b, b.add(floats_to, b.mul(v, I64(BYTES))), scale)
                 over_tokens[0], over_tokens[1] = over_tokens[0].max(abs(scale)), over_tokens[1] + abs(scale)
             largest, total = over_tokens[0], over_tokens[1]
@@ -529,9 +507,9 @@ def compile_fixed_scales(stored, scale_format, group, width):
                 if distance >= scales_of_token:
                     largest = largest.max(largest.rotate(distance))
                     total = total + total.rotate(distance)
-            tokens = fill(b, b.sitofp(count, F32), LANES)
+            tokens = lanes.fill(b, b.sitofp(count, F32), LANES)
             above = b.fcmp_ordered(">", (largest * tokens).value, (total * UNEVEN).value)
-            too_large = fill(b, b.sitofp(most, F32), LANES) * (1 / codes.bias)
+            too_large = lanes.fill(b, b.sitofp(most, F32), LANES) * (1 / codes.bias)
             above = b.or_(above, b.fcmp_ordered(">", largest.value, too_large.value))
             uneven[0] = uneven[0] | Lanes(b, above)
             write(b, scales.largest_at(b, target, chunk), total.fma(0.0, largest))  # NaN if one is not finite
@@ -591,7 +569,7 @@ def compile_sums(rows, near, stored, scale_format, group, width):
                     scale_of_lane = scale.pick(p * scales_of_token + g for p, _, g in chosen)
                     word_of_lane = [(begin + p) * rows + r for p, r, _ in chosen]
                     if len(set(word_of_lane)) == 1:
-                        word = word_at(b, b.add(weights_at, I64(4 * word_of_lane[0])))
+                        word = lanes.word_at(b, b.add(weights_at, I64(4 * word_of_lane[0])))
                     else:
                         word = weight.pick(word_of_lane)
                     offset = 4 * (begin * rows * scales_of_token + k)
@@ -607,11 +585,11 @@ def compile_sums(rows, near, stored, scale_format, group, width):
             """Add P V to O for these parts of the chunk from element i on, and for these rows."""
             columns = [elements for part in chosen_parts for elements in parts[part]]  # [vector][lane]
             groups = [tuple(codes.group_of(e) for e in elements) for elements in columns]
-            totals = StackSlots(b, [int_zeros(b) for _ in chosen_rows for _ in columns])
+            totals = lanes.StackSlots(b, [int_zeros(b) for _ in chosen_rows for _ in columns])
             with loop(b, count, 2) as token:
                 at, both = [], (token, b.add(token, I64(1)))
                 for one in both:
-                    row = b.add(values, b.mul(row_id_at(b, row_ids, one), value_row))
+                    row = b.add(values, b.mul(lanes.row_id_at(b, row_ids, one), value_row))
                     at.append(codes.chunk_at(b, row, i))
                 if chosen_rows[0] == 0:
                     for one in both:
@@ -627,13 +605,13 @@ def compile_sums(rows, near, stored, scale_format, group, width):
             elements = [element for column in columns for element in column]  # in the order of lanes
             lane_of = sorted(range(len(elements)), key=elements.__getitem__)  # in the order of elements
             for r, row in enumerate(chosen_rows):
-                alpha = broadcast(b, b.add(factors, I64(4 * row)), LANES)
-                block_factor = broadcast(b, b.add(factors, I64(BYTES + 4 * row)), LANES)
+                alpha = lanes.broadcast(b, b.add(factors, I64(4 * row)), LANES)
+                block_factor = lanes.broadcast(b, b.add(factors, I64(BYTES + 4 * row)), LANES)
                 products = []
                 for k in range(len(columns)):
                     total = totals[r * len(columns) + k].cast("sitofp", F32)
                     products.append(total * (largest.pick(groups[k]) * block_factor))
-                products = concatenate(products)
+                products = lanes.concatenate(products)
                 for k in range(0, len(elements), LANES):
                     column = b.add(i, I64(elements[lane_of[k]]))
                     at = b.add(sums, b.mul(b.add(b.mul(dim, I64(row)), column), I64(4)))
@@ -645,14 +623,14 @@ def compile_sums(rows, near, stored, scale_format, group, width):
             if codes.bits == 8:
                 first, last = 32 * chosen_parts.start, 32 * chosen_parts.stop
             if codes.bits == 8 or chosen_parts.start == 0:
-                later = codes.chunk_at(b, b.add(row_id_at(b, ahead, token), shift), i)
+                later = codes.chunk_at(b, b.add(lanes.row_id_at(b, ahead, token), shift), i)
                 for line in range(-(-first // LINE) * LINE, last, LINE):
-                    prefetch(b, b.add(later, I64(line)), near)
+                    lanes.prefetch(b, b.add(later, I64(line)), near)
 
         def weights_of_groups(at, groups):
             """Read weights times scales of a row and two tokens, for the scale of each lane."""
             if len(set(groups)) == 1:
-                return word_at(b, b.add(at, I64(4 * groups[0])))
+                return lanes.word_at(b, b.add(at, I64(4 * groups[0])))
             return read(b, at, I32, scales_of_token).pick(groups)
 
         with loop(b, dim, width) as i:

@@ -8,26 +8,10 @@ to 0.
 
 from llvmlite import ir
 
+from kvkit.cpu.simd import lanes
 from kvkit.cpu.simd.attention import WIDE
 from kvkit.cpu.simd.chunks import for_chunks
-from kvkit.cpu.simd.lanes import (
-    F32,
-    I16,
-    I32,
-    I64,
-    LANES,
-    StackSlots,
-    broadcast,
-    call_intrinsic,
-    loop,
-    micro_kernel,
-    prefetch,
-    read,
-    row_id_at,
-    word_at,
-    write,
-    zeros,
-)
+from kvkit.cpu.simd.lanes import F32, I16, I32, I64, LANES, loop, micro_kernel, read, write
 
 TILE, HALVES = 8, WIDE // LANES  # tokens, or elements, by vectors of rows
 PAIRED = 4 * WIDE  # bytes of a pair for every row
@@ -52,13 +36,13 @@ def add_products(sums, x, y):
     """Return sums + x * y, where x and y have two bfloat16 numbers in each lane."""
     b = sums.builder
     pairs = (b.bitcast(vector.value, PAIRS) for vector in (x, y))
-    return call_intrinsic(b, "llvm.x86.avx512bf16.dpbf16ps.512", SUMS, sums.value, *pairs)
+    return lanes.call_intrinsic(b, "llvm.x86.avx512bf16.dpbf16ps.512", SUMS, sums.value, *pairs)
 
 
 def bfloat16_pairs(low, high):
     """Round two vectors of float32 to bfloat16, once, and pair their lanes."""
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-    both = call_intrinsic(low.builder, name, PAIRS, high.value, low.value).cast("bitcast", I16)
+    both = lanes.call_intrinsic(low.builder, name, PAIRS, high.value, low.value).cast("bitcast", I16)
     return both.pick(lane // 2 + lane % 2 * LANES for lane in range(2 * LANES))
 
 
@@ -72,7 +56,7 @@ def pair_rows(b, source, rows, target):
         low = [read(b, b.add(at, I64(64 * half)), F32, LANES) for half in range(HALVES)]
         high = [read(b, b.add(at, I64(PAIRED + 64 * half)), F32, LANES) for half in range(HALVES)]
         for half in range(HALVES):
-            other = zeros(b, LANES)[0] if alone else high[half]
+            other = lanes.zeros(b, LANES)[0] if alone else high[half]
             write(b, b.add(to, I64(64 * half)), bfloat16_pairs(low[half], other))
 
     with loop(b, pairs) as i:
@@ -100,21 +84,21 @@ def scores(b, queries, addresses, ahead, count, dim, target, scale, rows):
     `scale` is an address. If there are at most 16 query `rows`, scores of the others are not written. Rows at
     the addresses `ahead`, unless it is 0, are prefetched, a line at a time between products.
     """
-    factor = broadcast(b, scale, LANES)
+    factor = lanes.broadcast(b, scale, LANES)
 
     def multiply(halves):
         with loop(b, count, TILE) as first:
-            keys = [row_id_at(b, addresses, b.add(first, I64(t))) for t in range(TILE)]
-            total = StackSlots(b, zeros(b, LANES, TILE * halves))
+            keys = [lanes.row_id_at(b, addresses, b.add(first, I64(t))) for t in range(TILE)]
+            total = lanes.StackSlots(b, lanes.zeros(b, LANES, TILE * halves))
             with loop(b, b.lshr(dim, I64(1))) as k:
                 at = b.add(queries, b.mul(k, I64(PAIRED)))
                 query = [read(b, b.add(at, I64(64 * half)), I32, LANES) for half in range(halves)]
                 with b.if_then(b.icmp_signed("!=", ahead, I64(0))):
                     token = b.add(first, b.and_(b.lshr(k, I64(1)), I64(TILE - 1)))
                     line = b.shl(b.lshr(k, I64(4)), I64(6))
-                    prefetch(b, b.add(row_id_at(b, ahead, token), line))
+                    lanes.prefetch(b, b.add(lanes.row_id_at(b, ahead, token), line))
                 for t, key in enumerate(keys):
-                    pair = word_at(b, b.add(key, b.mul(k, I64(4))))
+                    pair = lanes.word_at(b, b.add(key, b.mul(k, I64(4))))
                     for half in range(halves):
                         i = t * halves + half
                         total[i] = add_products(total[i], query[half], pair)
@@ -141,21 +125,21 @@ def sums(b, weights, addresses, pairs, dim, target, factors, rows):
             places, factor = [], []
             for r in range(TILE):
                 member = b.add(row, I64(r))
-                factor.append(broadcast(b, b.add(factors, b.mul(member, I64(4))), LANES))
+                factor.append(lanes.broadcast(b, b.add(factors, b.mul(member, I64(4))), LANES))
                 at = b.add(target, b.mul(b.add(b.mul(member, dim), first), I64(4)))
                 places += [b.add(at, I64(64 * i)) for i in range(vectors)]
             start = [read(b, at, F32, LANES) * factor[i // vectors] for i, at in enumerate(places)]
-            total, offset = StackSlots(b, start), b.mul(first, I64(2))
+            total, offset = lanes.StackSlots(b, start), b.mul(first, I64(2))
             with loop(b, pairs) as k:
                 tokens = [b.add(b.mul(k, I64(2)), I64(t)) for t in range(2)]
                 values = [
-                    read(b, b.add(row_id_at(b, addresses, token), offset), I16, vectors * LANES)
+                    read(b, b.add(lanes.row_id_at(b, addresses, token), offset), I16, vectors * LANES)
                     for token in tokens
                 ]
                 parts = interleave(*values)
                 at = b.add(b.add(weights, b.mul(k, I64(PAIRED))), b.mul(row, I64(4)))
                 for r in range(TILE):
-                    weight = word_at(b, b.add(at, I64(4 * r)))
+                    weight = lanes.word_at(b, b.add(at, I64(4 * r)))
                     for i, part in enumerate(parts):
                         total[r * vectors + i] = add_products(total[r * vectors + i], part, weight)
             for i, at in enumerate(places):

@@ -11,25 +11,9 @@ has and multiplies two (AVX-512 BF16); subnormals count as 0.
 
 import functools
 
+from kvkit.cpu.simd import lanes
 from kvkit.cpu.simd.chunks import bytes_of, for_chunks
-from kvkit.cpu.simd.lanes import (
-    F32,
-    I32,
-    I64,
-    LANES,
-    StackSlots,
-    add_lanes,
-    broadcast,
-    concatenate,
-    loop,
-    micro_kernel,
-    narrow,
-    prefetch,
-    read,
-    row_id_at,
-    write,
-    zeros,
-)
+from kvkit.cpu.simd.lanes import F32, I32, I64, LANES, loop, micro_kernel, read, write
 from kvkit.cpu.simd.pairs import add_products
 
 TOKENS = 8  # whose scores are computed together
@@ -57,11 +41,11 @@ def arrange_queries(rows: int, paired: bool):
             target = b.add(queries, b.mul(i, I64(parts * rows)))
             panel = [read(b, b.add(source, I64(4 * LANES * r)), F32, LANES) for r in range(rows)]
             if paired:
-                panel = [narrow(row, "bfloat16").as_bits() for row in panel]
+                panel = [lanes.narrow(row, "bfloat16").as_bits() for row in panel]
             for part in range(parts):
                 quarter = [row.pick(range(4 * part, 4 * part + 4)) for row in panel]
                 for group in range(rows // QUARTERS):
-                    vector = concatenate(quarter[QUARTERS * group : QUARTERS * (group + 1)])
+                    vector = lanes.concatenate(quarter[QUARTERS * group : QUARTERS * (group + 1)])
                     write(b, b.add(target, I64(64 * (part * rows // QUARTERS + group))), vector)
 
     return arrange_queries
@@ -82,9 +66,9 @@ def scores(rows: int, near: bool, paired: bool):
     def scores(b, queries, keys, key_row, row_ids, ahead, count, dim, factor, scores):
         with loop(b, count, TOKENS) as first:
             tokens = [b.add(first, I64(t)) for t in range(TOKENS)]
-            sums = StackSlots(b, zeros(b, LANES, TOKENS * groups))
-            at = [b.add(keys, b.mul(row_id_at(b, row_ids, token), key_row)) for token in tokens]
-            later_keys = [row_id_at(b, ahead, token) for token in tokens]
+            sums = lanes.StackSlots(b, lanes.zeros(b, LANES, TOKENS * groups))
+            at = [b.add(keys, b.mul(lanes.row_id_at(b, row_ids, token), key_row)) for token in tokens]
+            later_keys = [lanes.row_id_at(b, ahead, token) for token in tokens]
 
             def add(i, vectors):
                 base = b.add(queries, b.mul(i, I64((2 if paired else 4) * rows)))
@@ -94,7 +78,7 @@ def scores(rows: int, near: bool, paired: bool):
                 count = vectors * LANES // step
                 for quarter in range(count):
                     for t in range(quarter * TOKENS // count, (quarter + 1) * TOKENS // count):
-                        prefetch(b, later[t], near)
+                        lanes.prefetch(b, later[t], near)
                     places = [b.add(base, I64(64 * (quarter * groups + g))) for g in range(groups)]
                     query = [read(b, place, word, LANES) for place in places]
                     for t in range(TOKENS):
@@ -106,7 +90,7 @@ def scores(rows: int, near: bool, paired: bool):
                             sums[t * groups + g] = total
 
             for_chunks(b, dim, sizes, add)
-            scale = broadcast(b, factor, LANES) if paired else None
+            scale = lanes.broadcast(b, factor, LANES) if paired else None
             target = b.add(scores, b.mul(first, I64(4 * rows)))
             # Lane i of quarter r is row r of vector i, which has token i // groups and row group i % groups.
             order = [
@@ -123,5 +107,5 @@ def scores(rows: int, near: bool, paired: bool):
 
 def sums_of_quarters(vectors):
     """Return a vector whose lane i of a quarter is the sum of that quarter of vectors[i], of four."""
-    low, high = (add_lanes(x, y, (0, 16, 1, 17), (2, 18, 3, 19)) for x, y in (vectors[:2], vectors[2:]))
-    return add_lanes(low, high, (0, 1, 16, 17), (2, 3, 18, 19))
+    low, high = (lanes.add_lanes(x, y, (0, 16, 1, 17), (2, 18, 3, 19)) for x, y in (vectors[:2], vectors[2:]))
+    return lanes.add_lanes(low, high, (0, 1, 16, 17), (2, 3, 18, 19))

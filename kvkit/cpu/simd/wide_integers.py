@@ -11,27 +11,10 @@ O = O alpha + P V    Values of two tokens are side by side, [token / 2, dim, 2];
 
 import functools
 
-from kvkit.cpu.simd import integers
+from kvkit.cpu.simd import integers, lanes
 from kvkit.cpu.simd.attention import LOWEST, WIDE
 from kvkit.cpu.simd.integers import BYTES, LARGEST_WEIGHT, ROUNDER, CodeVectors, int_zeros, pair_words
-from kvkit.cpu.simd.lanes import (
-    F32,
-    I16,
-    I32,
-    I64,
-    LANES,
-    StackSlots,
-    broadcast,
-    exp,
-    loop,
-    micro_kernel,
-    read,
-    row_id_at,
-    widen,
-    word_at,
-    write,
-    zeros,
-)
+from kvkit.cpu.simd.lanes import F32, I16, I32, I64, LANES, loop, micro_kernel, read, write
 
 HALVES = WIDE // LANES
 EXPONENT_BITS = 0x7F800000  # of float32
@@ -118,7 +101,7 @@ def compile_fixed_queries(stored, scale_format, group, width):
 
     @micro_kernel
     def fixed_queries(b, queries, dim, target):
-        largest, zero_or_nan = (StackSlots(b, zeros(b, LANES, HALVES)) for _ in range(2))
+        largest, zero_or_nan = (lanes.StackSlots(b, lanes.zeros(b, LANES, HALVES)) for _ in range(2))
         with loop(b, dim) as i:
             for half, query in enumerate(halves(b, b.add(queries, b.mul(i, I64(ROW))))):
                 largest[half] = largest[half].max(abs(query))
@@ -153,7 +136,7 @@ def unpack_keys(stored, scale_format, group, width):
     @micro_kernel
     def unpack_keys(b, keys, key_row, scale_base, scale_row, row_ids, count, dim, target):
         with loop(b, count) as token:
-            number = row_id_at(b, row_ids, token)
+            number = lanes.row_id_at(b, row_ids, token)
             row, scale_at = b.add(keys, b.mul(number, key_row)), b.add(scale_base, b.mul(number, scale_row))
             to = b.add(target, b.mul(token, b.mul(dim, I64(4))))
             scales_to = b.add(to, b.mul(dim, I64(2)))
@@ -161,7 +144,7 @@ def unpack_keys(stored, scale_format, group, width):
                 at = codes.chunk_at(b, row, i)
                 for k, vector in enumerate(eights.unpack(b, at)):
                     write(b, b.add(to, b.mul(b.add(i, I64(32 * k)), I64(2))), vector)
-                scale = widen(codes.raw_scales(b, at, scale_at, i), codes.scale_format)
+                scale = lanes.widen(codes.raw_scales(b, at, scale_at, i), codes.scale_format)
                 write(b, b.add(scales_to, b.mul(b.udiv(i, I64(codes.group)), I64(4))), scale)
 
     return unpack_keys
@@ -179,13 +162,13 @@ def compile_scores(stored, scale_format, group, width):
 
     @micro_kernel
     def scores(b, queries, keys, count, dim, scores, scale):
-        factor = [unit * broadcast(b, scale, LANES) for unit in halves(b, queries)]
+        factor = [unit * lanes.broadcast(b, scale, LANES) for unit in halves(b, queries)]
         key_row = b.mul(dim, I64(4))
         with loop(b, count, TOKENS) as first:
             row = [b.add(keys, b.mul(b.add(first, I64(t)), key_row)) for t in range(TOKENS)]
-            total = StackSlots(b, zeros(b, LANES, TOKENS * HALVES))
+            total = lanes.StackSlots(b, lanes.zeros(b, LANES, TOKENS * HALVES))
             with loop(b, dim, run) as i:
-                sums = StackSlots(b, [int_zeros(b)] * (TOKENS * HALVES))
+                sums = lanes.StackSlots(b, [int_zeros(b)] * (TOKENS * HALVES))
                 with loop(b, I64(run), 8) as j:
                     eight = b.add(i, j)
                     query_at = b.add(b.add(queries, I64(ROW)), b.mul(eight, I64(ROW // 2)))
@@ -194,13 +177,13 @@ def compile_scores(stored, scale_format, group, width):
                     for k in range(4):
                         query = halves(b, b.add(query_at, I64(ROW * k)), I32)
                         for t in range(TOKENS):
-                            key = word_at(b, b.add(key_at[t], I64(eights.keys[k])))
+                            key = lanes.word_at(b, b.add(key_at[t], I64(eights.keys[k])))
                             for half in range(HALVES):
                                 place = t * HALVES + half
                                 sums[place] = integers.dot_pairs(sums[place], query[half], key)
                 scale_at = b.add(b.mul(dim, I64(2)), b.mul(b.udiv(i, I64(group)), I64(4)))
                 for t in range(TOKENS):
-                    scale = broadcast(b, b.add(row[t], scale_at), LANES)
+                    scale = lanes.broadcast(b, b.add(row[t], scale_at), LANES)
                     for place in range(t * HALVES, (t + 1) * HALVES):
                         total[place] = sums[place].cast("sitofp", F32).fma(scale, total[place])
             to = b.add(scores, b.mul(first, I64(ROW)))
@@ -226,7 +209,8 @@ def unpack_values(stored, scale_format, group, width):
     def unpack_values(b, values, value_row, row_ids, count, dim, target):
         with loop(b, count, 2) as token:
             rows = [
-                b.add(values, b.mul(row_id_at(b, row_ids, b.add(token, I64(t))), value_row)) for t in (0, 1)
+                b.add(values, b.mul(lanes.row_id_at(b, row_ids, b.add(token, I64(t))), value_row))
+                for t in (0, 1)
             ]
             to = b.add(target, b.mul(b.lshr(token, I64(1)), pair_bytes(b, dim)))
             with loop(b, dim, width) as i:
@@ -251,13 +235,13 @@ def half_softmax(b, count, scores, m_at, l_at, factors):
     """Compute `softmax` for 16 of the rows."""
     pairs, odd = b.lshr(count, I64(1)), b.and_(count, I64(1))
     m_before = read(b, m_at, F32, LANES)
-    largest = StackSlots(b, [read(b, scores, F32, LANES)])
+    largest = lanes.StackSlots(b, [read(b, scores, F32, LANES)])
     with loop(b, count) as i:
         largest[0] = largest[0].max(read(b, b.add(scores, b.mul(i, I64(ROW))), F32, LANES))
     m_new, m_block = m_before.max(largest[0]), largest[0].max(LOWEST)
     base = m_new.max(LOWEST)
-    alpha, factor = exp(m_before - base), exp(m_block - base)
-    sums = StackSlots(b, zeros(b, LANES))
+    alpha, factor = lanes.exp(m_before - base), lanes.exp(m_block - base)
+    sums = lanes.StackSlots(b, lanes.zeros(b, LANES))
 
     def weight(token):
         score = read(b, b.add(scores, b.mul(token, I64(ROW))), F32, LANES)
@@ -293,21 +277,21 @@ def compile_sums(stored, scale_format, group, width):
             chunk = b.udiv(i, I64(width))
             of_group = b.mul(b.udiv(b.urem(i, I64(width)), I64(codes.group)), I64(4))
             scale_at = b.add(scales.pairs_at(b, scales_at, chunk), of_group)
-            largest = broadcast(b, b.add(scales.largest_at(b, scales_at, chunk), of_group), LANES)
+            largest = lanes.broadcast(b, b.add(scales.largest_at(b, scales_at, chunk), of_group), LANES)
             unit = [largest * x for x in block_factor]
             with loop(b, I64(run), 8) as j:
                 eight = b.add(i, j)
                 value_at = b.add(values, eights.value(b, eight))
-                totals = StackSlots(b, [int_zeros(b)] * (8 * HALVES))
+                totals = lanes.StackSlots(b, [int_zeros(b)] * (8 * HALVES))
                 with loop(b, pairs) as pair:
-                    scale = word_at(b, b.add(scale_at, b.mul(pair, I64(4 * codes.scales))))
+                    scale = lanes.word_at(b, b.add(scale_at, b.mul(pair, I64(4 * codes.scales))))
                     weight = [
                         integers.times(x, scale)
                         for x in halves(b, b.add(weights, b.mul(pair, I64(ROW))), I32)
                     ]
                     at = b.add(value_at, b.mul(pair, step))
                     for c, offset in enumerate(eights.values):
-                        value = word_at(b, b.add(at, I64(offset)))
+                        value = lanes.word_at(b, b.add(at, I64(offset)))
                         for half in range(HALVES):
                             k = c * HALVES + half
                             totals[k] = integers.dot_pairs(totals[k], weight[half], value)
