@@ -153,10 +153,9 @@ def chunk_reader(stored, scale_format, group, rounds, like=None):
         else:
             scales, scale_at = read_scales(b, scale_base, i, size)
             if not element.symmetric:
-                span = b.mul(
-                    b.udiv(dim, I64(group)), I64(BY_NAME[scale_format].bytes(1))
-                )  # of a row's scales
-                minima = widen(read(b, b.add(scale_at, span), RAW[scale_format], scales.count), scale_format)
+                scale_bytes = b.mul(b.udiv(dim, I64(group)), I64(BY_NAME[scale_format].bytes(1)))
+                at = b.add(scale_at, scale_bytes)
+                minima = widen(read(b, at, RAW[scale_format], scales.count), scale_format)
             codes = read(b, element_at(b, stored, row, i), I32, size * bits // 32)
         of_lanes = codes.pick(lane % codes.count for lane in range(LANES))
 
