@@ -122,12 +122,14 @@ def edit_state(ctx, source, output, changes, close, as_json):
 
     def keep(positions):
         stays = np.ones(len(positions), bool)
-        for name, text, ranges in parsed:
-            note_if_outside(name, text, positions, ranges)
+        for name, _, ranges in parsed:
             stays &= in_ranges(positions, ranges) == (name == "retain")
         return stays
 
-    contents = states.retain_tokens(files.read(source), keep)
+    before = files.read(source)
+    contents = states.retain_tokens(before, keep)
+    for name, text, ranges in parsed:
+        note_if_outside(name, text, states.positions_of(before), ranges)
     found = states.positions_of(contents)
     if not len(found):
         raise KvkitError(f"{source}: expected tokens that stay, got none")

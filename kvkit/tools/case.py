@@ -70,11 +70,9 @@ class Case:
     """Holds the tables, slots and caches that rules check. Everything is computed on first use."""
 
     def __init__(
-        self,
-        source: Source | CacheSource,
-        layout: str | Layout | None = None,
+        self, source: Source | CacheSource, layout: str | Layout | None = None,
         sizes: Mapping[str, int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.source = source if isinstance(source, CacheSource) else CacheSource(source, layout, sizes)
         given = rename_tables(source) if isinstance(source, Mapping) else self.source.arrays
         unknown = [name for name in given if name.partition(".")[0] not in KNOWN]

@@ -81,12 +81,9 @@ class CacheReader:
 
 
 def open_cache(
-    source: Any,
-    layout: str | None = None,
-    sizes: Mapping[str, int] | None = None,
-    from_format: str | None = None,
-    rotation: str | None = None,
-) -> CacheReader:
+    source: Any, layout: str | None = None, sizes: Mapping[str, int] | None = None,
+    from_format: str | None = None, rotation: str | None = None,
+) -> CacheReader:  # fmt: skip
     """Open the layers of a file, of named arrays, or of a cache object, without decoding them.
 
     The layers of a second cache, which have a window, follow the layers of the first.

@@ -70,12 +70,9 @@ class CacheSource(CacheArrays):
     """
 
     def __init__(
-        self,
-        source: Source,
-        layout: str | Layout | None = None,
-        sizes: Mapping[str, int] | None = None,
+        self, source: Source, layout: str | Layout | None = None, sizes: Mapping[str, int] | None = None,
         arguments: tuple[str, str] = ("layout", "format"),
-    ) -> None:
+    ) -> None:  # fmt: skip
         contents = contents_of(source)
         self.scales_inside: dict[str, KV] = {}  # views of scales that lay in the same blocks as codes
         stated = layout or contents.description.layout
@@ -92,9 +89,8 @@ class CacheSource(CacheArrays):
         self.layout_argument, self.format_argument = arguments
         self.stated_layout = layout or contents.description.layout or self.text("layout")
         # Whether only the names of arrays say that each layer is [sequences, heads, tokens, content].
-        self.heads_first = (
-            self.stated_layout is None and self.layer_names is not None and self.layer_names.heads_first
-        )
+        names = self.layer_names if self.stated_layout is None else None
+        self.heads_first = names is not None and names.heads_first
         if self.heads_first:
             self.stated_layout = Layout(("l",), *[layouts.parse("hf").axes] * 2)
 

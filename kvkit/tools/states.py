@@ -47,7 +47,8 @@ def retain_tokens(contents: Contents, keep: Callable[[np.ndarray], np.ndarray]) 
 
 def positions_of(contents: Contents) -> np.ndarray:
     """Return the distinct positions of a state, ascending."""
-    found = [array for name, array in contents.arrays.items() if name.endswith("cells.positions")]
+    arrays = llama.join_streams(contents).arrays
+    found = [array for name, array in arrays.items() if name.endswith("cells.positions")]
     return np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)
 
 
