@@ -43,8 +43,10 @@ BLOCK_TOKENS = 64
 # Most tokens and bytes of a block of interleaved heads: with the next block, which is prefetched meanwhile,
 # it takes half of an L2 cache of 1 MB.
 INTERLEAVED_TOKENS, INTERLEAVED_BYTES = 32, 2**18
-# In a long run, rows up to UNAIDED_ROW bytes are not prefetched, rows up to LONGEST_ROW bytes are prefetched
-# LONG_RUN_AHEAD bytes ahead, and longer rows as in short runs.
+# In a long run, blocks of one query row have RUN_TOKENS tokens: each change between keys and values stops
+# the processor's own prefetches. Rows up to UNAIDED_ROW bytes are not prefetched, rows up to LONGEST_ROW
+# bytes are prefetched LONG_RUN_AHEAD bytes ahead, and longer rows as in short runs.
+RUN_TOKENS = 1024
 UNAIDED_ROW, LONGEST_ROW, LONG_RUN_AHEAD = 256, 512, 5 * 1024
 LEAST_LEAD = 8  # tokens: the least distance between a prefetch and the product
 SPLITS, LEAST_SPLIT = 64, 512  # the most splits of a call, and the least tokens of a split
@@ -279,7 +281,7 @@ def fixed_fields(form):
         "most_value": MOST_VALUE.get(form.data, 0),
         "keys.dim": form.dim, "keys.padded_dim": padded(form.dim),
         "values.dim": form.value_dim, "values.padded_dim": padded(form.value_dim),
-        "block": block, "wide_block": WIDE_BLOCK,
+        "block": block, "wide_block": WIDE_BLOCK, "run_block": RUN_TOKENS,
         "lead": 0 if form.decoder else lead, "short_run": ahead.short_run,
         "least_split": LEAST_SPLIT, "most_splits": SPLITS, "counting": COUNTING,
         "orders": orders,
@@ -318,8 +320,8 @@ def workspace_fields(form, block, lead):
     rows, tiles = max(narrow_rows, TILES * WIDE), max(narrow_rows // NARROW, TILES)
     read = reading(form)
     query_bytes = 2 * dim if read.pairs else 4 * dim + 64 if read.width else 0
-    ids = max(WIDE_BLOCK, block + max(lead, LONG_RUN_AHEAD // UNAIDED_ROW)) + EXTRA_IDS
-    addresses = max(WIDE_BLOCK, block * narrow_rows // NARROW) + EXTRA_ADDRESSES
+    ids = RUN_TOKENS + max(lead, LONG_RUN_AHEAD // UNAIDED_ROW) + EXTRA_IDS
+    addresses = max(RUN_TOKENS, block * narrow_rows // NARROW) + EXTRA_ADDRESSES
     sizes = {  # row ids and addresses: of keys, then of values
         "block": BLOCK.dtype.itemsize, "tiles": tiles * TILE.dtype.itemsize, "number": 4,
         "row_ids": 16 * (ids + addresses),
@@ -519,7 +521,7 @@ def key_sum_fields(key_weights, steps):
 
 def keep_items_whole(params, steps):
     """Set limits so that no context is split, and no tile group has more weights than a worker can keep."""
-    params[FIELD["least_split"]] = 2**40
+    params[FIELD["least_split"]], params[FIELD["long_run"]] = 2**40, machine.NEVER  # blocks of any item
     queries, kvlens = np.diff(steps.seqstarts), np.diff(steps.kvstarts)
     rows = queries * int(params[FIELD["group"]])
     wide = int((-(-rows[rows > NARROW] // WIDE)).sum()) * int(params[FIELD["heads"]])

@@ -127,7 +127,7 @@ def attend(params, block, split, splits, states):
     load_queries(params, block, engine)
     attend_blocks(params, block, engine)
     if not finish(params, block, split, states):  # a sum is not finite
-        block.nan_safe = 1
+        block.nan_safe, block.size = 1, min(block.size, params.wide_block)  # values are widened
         attend_blocks(params, block, engine_of(params, block))
         finish(params, block, split, states)
     if params.key_sums:

@@ -112,9 +112,9 @@ def set_up_block(params, block):
     block.wide = block.rows == WIDE
     block.widens = block.wide or params.widens
     block.together = 1 if block.widens else block.tiles  # tiles that do each step of a block together
-    block.size = params.wide_block if block.wide else params.block
     run_bytes = min(block.end - block.first, params.page_size) * keys.bytes  # of adjacent rows, at most
     long_run = block.rows == 1 and not block.widens and run_bytes >= params.long_run
+    block.size = params.wide_block if block.wide else params.run_block if long_run else params.block
     block.lead = 0 if block.widens else params.long_run_lead if long_run else params.lead
     block.prefetch_twice = run_bytes <= params.short_run
     addresses_bytes = 8 * ((1 if block.wide else block.tiles) * block.size + EXTRA_ADDRESSES)
