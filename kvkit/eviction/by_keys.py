@@ -6,8 +6,8 @@ import numpy as np
 
 from kvkit.checks.values import flag, integer, text
 from kvkit.errors import argument_error
+from kvkit.eviction.arithmetic import norms
 from kvkit.eviction.inputs import Inputs, finite_floats, softmax_in_place
-from kvkit.eviction.parts import norms
 from kvkit.eviction.scorers import scorer
 from kvkit.typed import Array
 

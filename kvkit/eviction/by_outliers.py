@@ -9,9 +9,9 @@ import numpy as np
 
 from kvkit.checks.index_tensors import index
 from kvkit.checks.values import finite_number, integer
+from kvkit.eviction.arithmetic import mean_of_groups, norms, pooled, protected, z_scored
 from kvkit.eviction.by_statistics import checked_rope
 from kvkit.eviction.inputs import Inputs, softmax_in_place
-from kvkit.eviction.parts import mean_of_groups, norms, pooled, protected, z_scored
 from kvkit.eviction.scorers import scorer
 from kvkit.rope import NO_ROTATION, Rope
 from kvkit.typed import Array

@@ -3,8 +3,8 @@
 import numpy as np
 
 from kvkit.checks.values import finite_number, integer, text
+from kvkit.eviction.arithmetic import checked_window, mean_of_groups, norms, pooled, protected, window_sums
 from kvkit.eviction.inputs import BLOCK_ELEMENTS, Inputs, softmax_in_place
-from kvkit.eviction.parts import checked_window, mean_of_groups, norms, pooled, protected, window_sums
 from kvkit.eviction.scorers import scorer
 from kvkit.typed import Array
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from kvkit.checks.values import finite_number, flag, integer, text
 from kvkit.errors import argument_error, describe
+from kvkit.eviction.arithmetic import mean_of_groups, norms, protected
 from kvkit.eviction.inputs import Inputs, softmax_in_place
-from kvkit.eviction.parts import mean_of_groups, norms, protected
 from kvkit.eviction.scorers import scorer
 from kvkit.rope import Rope
 from kvkit.typed import Array

@@ -4,8 +4,8 @@ import numpy as np
 
 from kvkit.checks.values import finite_number, flag, integer
 from kvkit.errors import TooFewTokensError, argument_error, describe
+from kvkit.eviction.arithmetic import mean_of_groups, protected, window_sums
 from kvkit.eviction.inputs import Inputs, finite_floats, scores_array
-from kvkit.eviction.parts import mean_of_groups, protected, window_sums
 from kvkit.eviction.scorers import scorer
 from kvkit.eviction.selection import best, kept_count
 from kvkit.typed import Array

@@ -8,8 +8,8 @@ import numpy as np
 
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
+from kvkit.eviction.arithmetic import mean_of_groups
 from kvkit.eviction.inputs import finite_floats
-from kvkit.eviction.parts import mean_of_groups
 from kvkit.eviction.selection import best
 from kvkit.typed import Array
 

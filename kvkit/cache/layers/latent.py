@@ -427,10 +427,11 @@ class LatentCodes:
         if rope_dtype not in names:
             raise argument_error("rope_dtype", " or ".join(names), repr(rope_dtype))
         self._rope_dtype = BY_NAME[rope_dtype].dtype
-        if self.format.tail:  # a format of whole rows, which include r
-            if (latent_dim, rope_dim) != (512, 64) or self.format.name.partition(":")[0] != "ds_mla":
+        self._codes_have_r = bool(self.format.tail)  # `encode` then takes whole rows
+        if self._codes_have_r:
+            if self.dims != (512, 64) or self.format.name.partition(":")[0] != "ds_mla":
                 raise argument_error("format", "ds_mla with rows of 512 + 64", f"{format}, {self.dims}")
-            self.bytes = encode(np.zeros((1, 576), np.float32), self.format)["codes"].shape[1]
+            self.bytes = encode(np.zeros((1, sum(self.dims)), np.float32), self.format)["codes"].shape[1]
             return
         if self.format.per not in ("group", "token") or self.format.needs_scale:
             raise argument_error("format", "one whose scales belong to one token, as int8:g64", repr(format))
@@ -441,7 +442,7 @@ class LatentCodes:
     def encode(self, keys: Array) -> Array:
         """Return rows [B, 1, q, latent_dim + rope_dim] as bytes [B, 1, q, bytes]."""
         rows = keys.reshape(-1, sum(self.dims))
-        if self.format.tail:
+        if self._codes_have_r:
             return encode(rows, self.format)["codes"].reshape(*keys.shape[:3], self.bytes)
         coded = encode(rows[:, : self.dims[0]], self.format)
         parts = [as_bytes(array) for array in coded.values()]
@@ -451,7 +452,7 @@ class LatentCodes:
     def decode(self, rows: Array) -> Array:
         """Return bytes [..., bytes] as float32 [..., latent_dim + rope_dim]."""
         flat = rows.reshape(-1, self.bytes)
-        if self.format.tail:
+        if self._codes_have_r:
             pool = LatentPool((flat[:, None],), self.format, sum(self.dims))
             return gather_rows(pool, np.arange(len(flat))).reshape(*rows.shape[:-1], sum(self.dims))
         arrays, begin = {}, 0

@@ -192,12 +192,12 @@ class PagedCache(BaseCache):
         OutOfBlocksError
             If too few blocks are free or evictable; then nothing has changed.
         """
-        index = self.blocks.begin_step(sequences)
+        step = self.blocks.begin_step(sequences)
         try:
-            self.store.copy(index.copies)
-            return PagedStep(self.store, index)
+            self.store.copy(step.copies)
+            return PagedStep(self.store, step)
         except BaseException:
-            index.abandon()
+            step.abandon()
             raise
 
     # Removing and moving tokens of one sequence, in all layers

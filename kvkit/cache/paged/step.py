@@ -31,7 +31,7 @@ class PagedStep:
     Attributes
     ----------
     index : Step
-        The index tensors, for calls of operators on the arrays of the cache.
+        The sequences and index tensors, for calls of operators on the arrays of the cache.
     written : set of int
         The layers that the step has written. Add the number of a layer that you write with an operator.
 
@@ -56,7 +56,7 @@ class PagedStep:
         self.calls: PreparedCalls[PreparedCall] = PreparedCalls()
         self._segmented: dict[tuple[bool, int, int], SegmentedStep] = {}
         self._subsets: list[Subset] = []
-        if not index.in_order:
+        if not index.in_order:  # for appends; attention and `gather` go segment by segment
             context, tokens = int(index.kvstarts[-1]), int(index.seqstarts[-1])
             zeros = np.zeros_like(index.start_pos)
             self._step_index = StepIndex(
@@ -144,7 +144,7 @@ class PagedStep:
                 launch = cpu.attention.prepare.prepare_attention(
                     query, out, lse, context, self._step_index, decoding, weights
                 )
-        if tokens:
+        if tokens:  # all is checked: nothing fails from here on
             self.append(tokens["current_key"], tokens["current_value"], layer_idx)
         if prepared:
             return self.attend_again(prepared, query, layer_idx)

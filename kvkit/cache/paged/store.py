@@ -51,11 +51,11 @@ class PagedStore:
         if latent_dim and (quant_bit or quant_format or num_kv_heads != 1):
             wanted = "0 beside quant_bit, quant_format, or num_kv_heads other than 1"
             raise argument_error("latent_dim", wanted, latent_dim)
-        self.format = float_format("dtype", dtype)
+        self.format = float_format("dtype", dtype)  # of new keys and values, and of queries
         bits = choice("quant_bit", quant_bit, (0, 4, 8))
         group = integer("quant_group", quant_group, 1)
         layout = integer("cache_layout", cache_layout, 0, len(DYNAMIC) - 1)
-        stored = QUANTIZED.get(bits, self.format)
+        stored = QUANTIZED.get(bits, self.format)  # what the blocks hold
         if quant_format is not None:
             stored = STORED[text("quant_format", quant_format, STORED)]
 
@@ -88,7 +88,7 @@ class PagedStore:
         if scale is not None:
             form = [group, self.scale_format.name]
             geometry["scale"] = form if self.computes_scales else np.asarray(self.scale).tolist()
-        self.identity = json.dumps(geometry).encode()
+        self.identity = json.dumps(geometry).encode()  # a part of every hash of a prefix
 
     def _find_places(self) -> None:
         """Compute where each layer's keys, values and scales lie, from the addresses of the arrays.

@@ -17,7 +17,8 @@ from kvkit.formats.rotations import OUTPUT
 from kvkit.formats.rotations import STORED as STORED_ROWS
 from kvkit.typed import Array
 
-PARTS = "sinks", "codes", "cells", "ends", "tail"  # the arrays of a side in files
+# The arrays of a side in files. `ends`: how many codes there are up to the end of each block.
+PARTS = "sinks", "codes", "cells", "ends", "tail"
 TAIL_ROOM = 16  # spare rows of a new tail
 
 
@@ -226,7 +227,7 @@ class CodedSide:
         self.counter[0] += 1
 
     def rows_of(self, tokens: Array) -> tuple[dict[str, Array], Array]:
-        """Return ({name of array: the rows of these tokens in it}, the new block number of each code)."""
+        """Return ({array: the rows of these tokens in it}, the number of the new block of each code)."""
         sinks = min(self.sink, self.length)
         codes = tokens[(tokens >= sinks) & (tokens < self.codes_end)] - sinks
         blocks, block_of = np.unique(self.block_of[codes], return_inverse=True)
