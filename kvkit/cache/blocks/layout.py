@@ -67,11 +67,12 @@ def arrange(
     pages: list[int] = []
     borders: list[int] = []
     copies: list[tuple[int, int, int]] = []  # first token, end token, first target
-    tail_length, shift, new = 0, None, 0  # tokens and rope shift of the last segment; number of new pages
+    tail_length, shift, new = 0, None, 0  # tokens and shift of the last segment; new pages so far
     for begin, end in runs(rows, shifts, page_size, copied_from):
         block, row = divmod(int(rows[begin]), page_size)
         stays = row == 0 and begin < copied_from
         free = -tail_length % page_size  # rows after the last token in the last page of the segment
+        # The segment goes on with a new page, or in free rows that no other sequence reads.
         continues = free == 0 or (not stays and (pages[-1] < 0 or is_own(pages[-1])))
         if shift != shifts[begin] or not continues:  # a new segment begins
             borders += [begin] if begin else []
