@@ -138,4 +138,5 @@ def opening_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, LookupError, TypeError, ValueError) as error:
-        raise argument_error("directory", "a cache that kvkit has written", f"{path}: {error!r}") from error
+        why = getattr(error, "strerror", None) or repr(error)
+        raise argument_error("directory", "a cache that kvkit has written", f"{path}: {why}") from error
