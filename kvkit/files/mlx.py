@@ -12,7 +12,7 @@ with rows in the order of tokens.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,17 +92,17 @@ def is_cache(contents: Contents) -> bool:
 def read(path: FilePath, contents: Contents) -> Contents:
     """Return the contents of a prompt cache with kvkit's names for layers of known classes."""
     texts = contents.metadata
-    new = texts["2.0"] == "" and "1.0" in texts  # mlx-lm 0.32; before, "2.0" is the class of layer 0
-    kinds = classes_of(path, texts, "1." if new else "2.")
-    user = {name[2:]: text for name, text in texts.items() if name.startswith("0." if new else "1.")}
+    since_032 = texts["2.0"] == "" and "1.0" in texts  # before, "2.0" is the class of layer 0
+    kinds = classes_of(path, texts, "1." if since_032 else "2.")
+    user = {name[2:]: text for name, text in texts.items() if name.startswith("0." if since_032 else "1.")}
     described = stored_description(path, user.pop(tensors.METADATA, None))
     contents = replace(contents, metadata={"classes": kinds, "metadata": user}, kind="prompt cache of MLX")
     known = {}  # {number of the layer: `PromptLayer`}
     for number, kind in enumerate(kinds):
-        fields = FIELDS.get(kind, (None, None))[0 if new else 1]
-        empty = new and contents.arrays.get(f"{number}.0", np.zeros(1)).size == 0
+        fields = FIELDS.get(kind, (None, None))[0 if since_032 else 1]
+        empty = since_032 and contents.arrays.get(f"{number}.0", np.zeros(1)).size == 0
         if fields is not None and not empty:
-            known[number] = read_layer(path, contents.arrays, texts, number, fields, new)
+            known[number] = read_layer(path, contents.arrays, texts, number, fields, since_032)
     others = sorted({brief(kind) for number, kind in enumerate(kinds) if number not in known})
     notes = [f"layers are of class {', '.join(others)}, whose arrays kvkit does not know"] if others else []
     if len({kinds[number] == CODED for number in known}) > 1:
@@ -132,13 +132,13 @@ def stored_description(path: FilePath, text: str | None) -> Description:
 
 def read_layer(
     path: FilePath, arrays: Mapping[str, Array], texts: Mapping[str, str], number: int, fields: Sequence[str],
-    new: bool,
+    since_032: bool,
 ) -> PromptLayer:  # fmt: skip
-    """Return a layer. Its numbers are tensors of a new file, or texts of an old one."""
+    """Return a layer. Its numbers are tensors of the file since mlx-lm 0.32, before they were texts."""
     numbers = {}
     for i, field in enumerate(fields):
-        name = f"{number}.{i + 2}" if new else f"0.{number}.{i}"
-        text = str(arrays[name]) if new and name in arrays else texts.get(name, "")
+        name = f"{number}.{i + 2}" if since_032 else f"0.{number}.{i}"
+        text = str(arrays[name]) if since_032 and name in arrays else texts.get(name, "")
         if not (text.isascii() and text.isdecimal() and len(text) < 19):
             raise file_error(path, f"layer {number} has no {field}: {name} is {brief(text) or 'missing'}")
         numbers[field] = int(text)
@@ -158,12 +158,7 @@ def with_layers(
     notes: list[str],
 ) -> Contents:
     """Return the contents with known layers renamed, their rows in the order of tokens."""
-    arrays = {}
-    for at, layer in enumerate(known.values()):
-        for kv, side in enumerate(layer.sides):
-            for name, part in zip(PARTS, side, strict=False):
-                runs = [part[:, :, run] for run in layer.runs]
-                arrays[f"{name}.{at}.{kv}"] = runs[0] if len(runs) == 1 else np.concatenate(runs, 2)
+    arrays = arrays_of_layers(known.values())
     renamed = {f"{number}.{i}" for number, layer in known.items() for i in range(2 + len(layer.numbers))}
     others = {name: array for name, array in contents.arrays.items()
               if ".".join(name.split(".")[:2]) not in renamed}  # fmt: skip
@@ -186,6 +181,17 @@ def with_layers(
     described = replace(described, layout=LINE, sizes=sizes, format=format, rope_applied=True)
     arrays |= others
     return replace(contents, arrays=arrays, metadata=metadata, description=described, notes=tuple(notes))
+
+
+def arrays_of_layers(layers: Iterable[PromptLayer]) -> dict[str, Array]:
+    """Return {name: array} of layers: PART.LAYER.KV, with rows in the order of tokens."""
+    arrays = {}
+    for number, layer in enumerate(layers):
+        for kv, side in enumerate(layer.sides):
+            for name, part in zip(PARTS, side, strict=False):
+                runs = [part[:, :, run] for run in layer.runs]
+                arrays[f"{name}.{number}.{kv}"] = runs[0] if len(runs) == 1 else np.concatenate(runs, 2)
+    return arrays
 
 
 def find_tensor(path: FilePath, arrays: Mapping[str, Array], name: str, axes: int) -> Array:
@@ -222,7 +228,7 @@ def write(
     if any(part is None for part in sources) or not is_whole(arrays, sources[0]):
         what = "a prompt cache of MLX has all tokens of each b, in order, and nothing else"
         raise file_error(path, what, "convert with --page-size longest, or to .npz")
-    new, made, texts = LAYOUTS[str(description.layout)], {}, {}
+    since_032, made, texts = LAYOUTS[str(description.layout)], {}, {}
     for layer, parts in enumerate(zip(*sources, strict=True)):
         for kv in range(2):
             for i, part in enumerate(parts):
@@ -231,19 +237,19 @@ def write(
                 made[name] = array.view(np.uint32) if coded and i == 0 else array
         numbers = [np.shape(parts[0][0])[2]]  # rows; of codes then group and bits
         numbers += [int(number) for number in coded.groups()[::-1]] if coded else []
-        texts[f"{'1' if new else '2'}.{layer}"] = CODED if coded else FLOATS
-        if new:
+        texts[f"{'1' if since_032 else '2'}.{layer}"] = CODED if coded else FLOATS
+        if since_032:
             made |= {f"{layer}.{i}": np.array(number, np.int32) for i, number in enumerate(numbers, 2)}
         elif coded:
             texts |= {f"0.{layer}.{i}": str(number) for i, number in enumerate(numbers)}
         else:
             texts[f"0.{layer}"] = ""
-    if new:  # name the numbers, and their type
+    if since_032:  # name the numbers, and their type
         scalars = [name for name, array in made.items() if array.ndim == 0]
         texts["2.0"] = ""
         for i, name in enumerate(scalars, 1):
             texts |= {f"2.{i}.0": name, f"2.{i}.1": "scalar"}
-    texts[f"{'0' if new else '1'}.{tensors.METADATA}"] = tensors.text_of(metadata)
+    texts[f"{'0' if since_032 else '1'}.{tensors.METADATA}"] = tensors.text_of(metadata)
     tensors.write_tensors(path, made, texts)
 
 
