@@ -80,11 +80,9 @@ def paged_attention(
     quant_format : str, optional
         ``"q8_0"``, ``"q4_0"`` or two of these, as in ``"q8_0/q4_0"``, for keys and values in llama.cpp's
         blocks of ggml: pools of uint8, whose last axis is the bytes of a head.
-    is_causal : bool
-        Whether a query ignores keys after its own position.
     alibi_slopes : ndarray, shape [num_heads] or [B, num_heads], optional
         Slopes; each score is reduced by its slope times the distance of query and key.
-    softmax_scale, window, softcap, sinks, return_lse
+    is_causal, softmax_scale, window, softcap, sinks, return_lse
         As in `multi_head_attention`.
     return_key_weights : bool
         Whether to return, for each head, the sum of the weights that a key gets from its sequence's queries.

@@ -71,12 +71,9 @@ def multi_head_attention(
         to the scores, float32 or of the dtype of ``query``, or boolean (True may attend). Only the blocks on
         the diagonal, where a sequence's queries meet its keys, are read. More columns are ignored; one column
         is for all keys.
-    num_heads, head_dim, num_kv_heads : int
-        The number of query heads, their size, and the number of key heads (0: as many as query heads).
-    is_causal, is_alibi : bool
-        Whether a query ignores keys after its own position; whether to add ALiBi biases, which are causal in
-        every sequence.
-    softmax_scale, window, softcap, sinks, return_lse, out
+    num_heads, head_dim, is_causal, is_alibi, num_kv_heads, softmax_scale, window, softcap, sinks
+        As in `kvkit.multi_head_attention`.
+    return_lse, out
         As in `kvkit.multi_head_attention`.
 
     Returns

@@ -32,6 +32,7 @@ from kvkit.rope import NO_ROTATION
 KINDS = {"dynamic": DynamicCache, "static": StaticCache, "quantized": QuantizedCache, "paged": PagedCache}
 GEOMETRY = "num_kv_heads", "head_dim", "dtype"  # options of a paged cache that its first keys determine
 P = ParamSpec("P")
+Make = functools.partial  # makes a cache of a kind
 
 
 def pass_on(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[KvkitCache, P], None]:
@@ -266,9 +267,7 @@ class KvkitCache(Cache):
         """Return a recurrent state; None before the first token."""
         return check_state(self.layers[layer_idx], layer_idx).recurrent_states[state_idx]
 
-    def _take_geometry(
-        self, make: functools.partial, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> None:
+    def _take_geometry(self, make: Make, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make a paged cache with the sizes of its first keys, because configs name these differently."""
         latent = make.keywords.get("latent_dim", 0)
         if value_states.shape != key_states.shape and not latent:
