@@ -17,42 +17,9 @@ import math
 from llvmlite import binding
 from numba.core import cgutils
 
-from kvkit.cpu.simd import lanes
-from kvkit.cpu.simd.chunks import (
-    LINE,
-    bytes_of,
-    chunk_order,
-    chunk_reader,
-    chunk_vectors,
-    even_and_odd,
-    fewest_vectors,
-    for_chunks,
-    read_half_vector,
-    row_scale,
-    tile_columns,
-    tile_tokens,
-    write_halves,
-)
-from kvkit.cpu.simd.lanes import (
-    F32,
-    I64,
-    LANES,
-    RAW,
-    StackSlots,
-    broadcast,
-    concatenate,
-    exp,
-    loop,
-    micro_kernel,
-    prefetch,
-    read,
-    row_id_at,
-    sums_of,
-    where,
-    widen,
-    write,
-    zeros,
-)
+from kvkit.cpu.simd import chunks, lanes
+from kvkit.cpu.simd.chunks import LINE, bytes_of, chunk_order, for_chunks
+from kvkit.cpu.simd.lanes import F32, I64, LANES, RAW, StackSlots, loop, micro_kernel, read, widen, write
 from kvkit.formats.elements import BY_NAME
 
 WIDE = 32  # query rows of wide products
@@ -79,7 +46,7 @@ class EarlyAddresses:
         """Return the address of a token's row; after the last token, that of the last one."""
         b = self.b
         token = b.select(b.icmp_signed("<", token, self.last), token, self.last)
-        return b.add(self.rows, b.mul(row_id_at(b, self.row_ids, token), self.stride))
+        return b.add(self.rows, b.mul(lanes.row_id_at(b, self.row_ids, token), self.stride))
 
     def begin(self, token):
         """Compute the first addresses, from a token on."""
@@ -117,10 +84,10 @@ def narrow_scores(rows, stored, scale_format, group, rounds=(), like=None, near=
     element = BY_NAME[stored]
     if in_order and rows == 1 and not (like or scale_format or element.minifloat or element.block):
         return scores_of_one_row(stored, near)
-    chunk = chunk_reader(stored, scale_format, group, rounds, like)
+    chunk = chunks.chunk_reader(stored, scale_format, group, rounds, like)
     decides_chunks = like or (stored, scale_format, group)
-    most, fewest = chunk_vectors(rows, *decides_chunks), fewest_vectors(decides_chunks[0])
-    tokens, (scale_of_row, constant) = tile_tokens(rows), row_scale(stored, scale_format, group)
+    most, fewest = chunks.chunk_vectors(rows, *decides_chunks), chunks.fewest_vectors(decides_chunks[0])
+    tokens, (scale_of_row, constant) = chunks.tile_tokens(rows), chunks.row_scale(stored, scale_format, group)
 
     @micro_kernel
     def narrow_scores(
@@ -128,22 +95,24 @@ def narrow_scores(rows, stored, scale_format, group, rounds=(), like=None, near=
     ):
         size = bytes_of(b, stored, dim)
         with loop(b, count, tokens) as first:
-            at = [row_id_at(b, row_ids, b.add(first, I64(t))) for t in range(tokens)]
+            at = [lanes.row_id_at(b, row_ids, b.add(first, I64(t))) for t in range(tokens)]
             key_at = [b.add(keys, b.mul(number, key_row)) for number in at]
-            later = key_at if like else [row_id_at(b, ahead, b.add(first, I64(t))) for t in range(tokens)]
+            later = key_at
+            if not like:
+                later = [lanes.row_id_at(b, ahead, b.add(first, I64(t))) for t in range(tokens)]
             lines = BY_NAME[stored].bytes(most * LANES) // LINE  # of a chunk
             if not lines:  # rows of small codes: products take longer than memory, so the order matters less
                 with loop(b, size, LINE) as i:
                     for address in later:
-                        prefetch(b, b.add(b.add(shift, address), i), near)
+                        lanes.prefetch(b, b.add(b.add(shift, address), i), near)
             scale_at = [b.add(scale_base, b.mul(number, scale_row)) for number in at]
-            sums = StackSlots(b, zeros(b, LANES, tokens * rows))
+            sums = StackSlots(b, lanes.zeros(b, LANES, tokens * rows))
 
             def add(i, vectors):
                 here = b.add(shift, bytes_of(b, stored, i))
                 for line in range(lines):
                     for address in later:
-                        prefetch(b, b.add(b.add(here, address), I64(LINE * line)), near)
+                        lanes.prefetch(b, b.add(b.add(here, address), I64(LINE * line)), near)
                 key = [chunk(b, *at, i, vectors, dim) for at in zip(key_at, scale_at, strict=True)]
                 for m in range(vectors):
                     at = b.add(queries, b.mul(b.add(i, I64(m * LANES)), I64(4 * rows)))
@@ -154,7 +123,7 @@ def narrow_scores(rows, stored, scale_format, group, rounds=(), like=None, near=
                             sums[t * rows + r] = vector.fma(query[r], sums[t * rows + r])
 
             for_chunks(b, dim, (most, fewest), add)
-            total = sums_of([sums[i] for i in range(tokens * rows)])
+            total = lanes.sums_of([sums[i] for i in range(tokens * rows)])
             if scale_of_row:
                 scales = lanes.concatenate([read(b, at, RAW[scale_of_row], 1) for at in scale_at])
                 total = total * widen(scales, scale_of_row).pick(i // rows for i in range(tokens * rows))
@@ -191,9 +160,9 @@ def scores_of_one_row(stored, near):
                     token = b.add(first, t)
                     row = b.add(rows.take(token), here)
                     if prefetches:
-                        later = b.add(offset, row_id_at(b, ahead, token))
+                        later = b.add(offset, lanes.row_id_at(b, ahead, token))
                         for line in range(0, BY_NAME[stored].bytes(vectors * LANES), LINE):
-                            prefetch(b, b.add(later, I64(line)), near)
+                            lanes.prefetch(b, b.add(later, I64(line)), near)
                     sums_at = b.add(sums_to, b.mul(t, I64(4 * LANES)))
                     total = read(b, sums_at, F32, LANES)
                     for m in range(vectors):
@@ -209,10 +178,10 @@ def scores_of_one_row(stored, near):
             left = b.sub(count, first)
             live = b.select(b.icmp_signed("<", left, I64(SUMMED)), left, I64(SUMMED))
             for t in range(SUMMED):
-                write(b, b.add(sums_to, I64(4 * LANES * t)), zeros(b, LANES)[0])
+                write(b, b.add(sums_to, I64(4 * LANES * t)), lanes.zeros(b, LANES)[0])
             for_chunks(b, dim, (8, 4, 2, 1), lambda i, vectors: add(first, live, i, vectors))
             sums = [read(b, b.add(sums_from, I64(4 * LANES * t)), F32, LANES) for t in range(SUMMED)]
-            write(b, b.add(scores, b.mul(first, I64(4))), sums_of(sums))
+            write(b, b.add(scores, b.mul(first, I64(4))), lanes.sums_of(sums))
 
     return narrow_scores
 
@@ -224,10 +193,10 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
     It computes O = O alpha + P V: sums are O [row, dim], weights P [token, row], factors alpha. `ahead` and
     `near` are as in `narrow_scores`; `neighbours` is like `like` there.
     """
-    chunk = chunk_reader(stored, scale_format, group, rounds)
-    most = chunk_vectors(rows, stored, scale_format, group)
-    widest, fewest = tile_columns(rows), fewest_vectors(stored)
-    scale_of_row, constant = row_scale(stored, scale_format, group)
+    chunk = chunks.chunk_reader(stored, scale_format, group, rounds)
+    most = chunks.chunk_vectors(rows, stored, scale_format, group)
+    widest, fewest = chunks.tile_columns(rows), chunks.fewest_vectors(stored)
+    scale_of_row, constant = chunks.row_scale(stored, scale_format, group)
     coded = bool(scale_format or BY_NAME[stored].minifloat or BY_NAME[stored].block)
 
     @micro_kernel
@@ -239,7 +208,7 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
             size = min(most, vectors)
             order, read_chunk = chunk_order(stored, scale_format, size), chunk
             if stored == "bfloat16" and scale_format is None and size == 2:
-                order, read_chunk = [*range(0, 2 * LANES, 2), *range(1, 2 * LANES, 2)], even_and_odd
+                order, read_chunk = [*range(0, 2 * LANES, 2), *range(1, 2 * LANES, 2)], chunks.even_and_odd
             lane_of = sorted(range(len(order)), key=order.__getitem__)  # the lane of each element
             targets = [
                 b.add(sums, b.mul(b.add(b.add(first, I64(c * LANES)), b.mul(dim, I64(r))), I64(4)))
@@ -248,7 +217,8 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
             ]
             start = []  # O alpha, in the units of the chunks: `constant` is multiplied at the end
             for i, address in enumerate(targets):
-                factor = broadcast(b, b.add(factors, I64(4 * (i * size // vectors))), LANES) * (1 / constant)
+                factor = lanes.broadcast(b, b.add(factors, I64(4 * (i * size // vectors))), LANES)
+                factor = factor * (1 / constant)
                 row = read(b, address, F32, LANES * size)
                 start += [row.pick(order[m * LANES : (m + 1) * LANES]) * factor for m in range(size)]
             totals = StackSlots(b, start)
@@ -258,12 +228,12 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
             def locate(token, prefetches=True):
                 """Return the addresses of a token's value and scales; prefetch the value of a later one."""
                 row = value_rows.take(token)
-                scale_at = b.add(scale_base, b.mul(row_id_at(b, row_ids, token), scale_row))
+                scale_at = b.add(scale_base, b.mul(lanes.row_id_at(b, row_ids, token), scale_row))
                 if prefetches:
-                    later = row if neighbours else row_id_at(b, ahead, token)
+                    later = row if neighbours else lanes.row_id_at(b, ahead, token)
                     later = b.add(b.add(later, shift), bytes_of(b, stored, first))
                     for offset in range(0, BY_NAME[stored].bytes(vectors * LANES), LINE):
-                        prefetch(b, b.add(later, I64(offset)), near)
+                        lanes.prefetch(b, b.add(later, I64(offset)), near)
                 return row, scale_at
 
             def add(token, value, scale_at):
@@ -271,7 +241,7 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
                 if scale_of_row:
                     scale = widen(read(b, scale_at, RAW[scale_of_row], 1), scale_of_row).pick([0] * LANES)
                 for r in range(rows):
-                    weight = broadcast(b, b.add(weight_at, I64(4 * r)), LANES)
+                    weight = lanes.broadcast(b, b.add(weight_at, I64(4 * r)), LANES)
                     weight = weight * scale if scale_of_row else weight
                     for c in range(vectors):
                         i = r * vectors + c
@@ -288,11 +258,11 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
                         halves = b.add(place, b.mul(t, I64(of_token)))
                         for c in range(0, vectors, size):
                             codes = b.add(b.add(row, first), I64(c * LANES))
-                            write_halves(b, stored, codes, size, b.add(halves, I64(2 * LANES * c)))
+                            chunks.write_halves(b, stored, codes, size, b.add(halves, I64(2 * LANES * c)))
                     with loop(b, live) as t:
                         token, halves = b.add(begin, t), b.add(place, b.mul(t, I64(of_token)))
-                        scale_at = b.add(scale_base, b.mul(row_id_at(b, row_ids, token), scale_row))
-                        add(token, [read_half_vector(b, halves, m) for m in range(vectors)], scale_at)
+                        scale_at = b.add(scale_base, b.mul(lanes.row_id_at(b, row_ids, token), scale_row))
+                        add(token, [chunks.read_half_vector(b, halves, m) for m in range(vectors)], scale_at)
             else:
 
                 def add_rows(prefetches):
@@ -313,7 +283,7 @@ def narrow_sums(rows, stored, scale_format, group, rounds=(), neighbours=False, 
                 else:
                     add_rows(True)
             for i, address in enumerate(targets):
-                whole = concatenate([totals[i * size + m] * constant for m in range(size)])
+                whole = lanes.concatenate([totals[i * size + m] * constant for m in range(size)])
                 write(b, address, whole.pick(lane_of))
 
         for_chunks(b, dim, (widest, fewest), add_columns)
@@ -334,7 +304,7 @@ def wide_products(b, scalars, tile_step, step, vectors, count, start, nan_safe=F
         row = [read(b, b.add(at, I64(4 * LANES * half)), F32, LANES) for half in range(halves)]
         base = b.add(scalars, b.mul(k, step))
         for t in range(TILE):
-            scalar = broadcast(b, b.add(base, b.mul(tile_step, I64(t))), LANES)
+            scalar = lanes.broadcast(b, b.add(base, b.mul(tile_step, I64(t))), LANES)
             for half in range(halves):
                 before = sums[t * halves + half]
                 after = row[half].fma(scalar, before)
@@ -354,7 +324,7 @@ def wide_rows(b, address):
 def wide_scores(b, queries, keys, key_row, count, dim, scores):
     """Compute S = K Q^T [token, WIDE] from queries [dim, WIDE], for a multiple of 8 tokens."""
     with loop(b, count, TILE) as first:
-        start = zeros(b, LANES, TILE * WIDE // LANES)
+        start = lanes.zeros(b, LANES, TILE * WIDE // LANES)
         first_key = b.add(keys, b.mul(first, key_row))
         total = wide_products(b, first_key, key_row, I64(4), queries, dim, start)
         rows = wide_rows(b, b.add(scores, b.mul(first, I64(4 * WIDE))))
@@ -401,11 +371,11 @@ def online_softmax(b, scores, vectors, step, rows, m_at, l_at, alpha_at):
         fits = b.icmp_signed("<=", rows, I64(distance))  # lanes so far apart have the same row
         new = lanes.Lanes(b, b.select(fits, over_tokens.value, new.value))
     base = new.max(LOWEST)
-    alpha = exp(before - base)
+    alpha = lanes.exp(before - base)
     sums = StackSlots(b, [read(b, l_at, F32, LANES) * alpha])
     with loop(b, vectors) as i:
         at = b.add(scores, b.mul(i, step))
-        weight = exp(read(b, at, F32, LANES) - base)
+        weight = lanes.exp(read(b, at, F32, LANES) - base)
         write(b, at, weight)
         sums[0] = sums[0] + weight
     write(b, m_at, new)
@@ -416,7 +386,7 @@ def online_softmax(b, scores, vectors, step, rows, m_at, l_at, alpha_at):
 @micro_kernel
 def apply_softcap(b, scores, vectors, number):
     """Replace scores by c * tanh(score / c) for the float32 c at an address."""
-    limit = broadcast(b, number, LANES)
+    limit = lanes.broadcast(b, number, LANES)
     with loop(b, vectors) as i:
         at = b.add(scores, b.mul(i, I64(4 * LANES)))
         write(b, at, tanh(read(b, at, F32, LANES) / limit) * limit)
@@ -425,15 +395,15 @@ def apply_softcap(b, scores, vectors, number):
 def tanh(x):
     """Return tanh within 3 ulp: an odd polynomial near 0, else 1 - 2 / (exp(2x) + 1)."""
     size = abs(x)
-    far = 1.0 - 2.0 / (exp(size.min(20.0) * 2.0) + 1.0)
+    far = 1.0 - 2.0 / (lanes.exp(size.min(20.0) * 2.0) + 1.0)
     far = far.unless_nan(x, x)
-    far = where(x, "<", 0.0, -far, far)
+    far = lanes.where(x, "<", 0.0, -far, far)
     square = x * x
     series = x.full(-5.70498872745e-3)
     for coefficient in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
         series = series.fma(square, coefficient)
     near = (series * square).fma(x, x)
-    return where(size, "<", 0.625, near, far)
+    return lanes.where(size, "<", 0.625, near, far)
 
 
 @micro_kernel
@@ -470,7 +440,7 @@ def add_biases(b, biases, line, rows, count, scores):
         for t, bias in enumerate(transposed(b, at, line)):
             place = b.add(to, I64(4 * WIDE * t))
             total = read(b, place, F32, LANES) + bias
-            write(b, place, where(bias, "==", -math.inf, bias, total))
+            write(b, place, lanes.where(bias, "==", -math.inf, bias, total))
 
 
 @functools.cache
@@ -504,7 +474,7 @@ def to_panels(b, source, target, rows, dim):
 @micro_kernel
 def scale_by(b, source, target, count, number):
     """Compute target = source * the float32 at an address; 16 divides `count`."""
-    factor = broadcast(b, number, LANES)
+    factor = lanes.broadcast(b, number, LANES)
     with loop(b, count, LANES) as i:
         offset = b.mul(i, I64(4))
         write(b, b.add(target, offset), read(b, b.add(source, offset), F32, LANES) * factor)
@@ -513,7 +483,7 @@ def scale_by(b, source, target, count, number):
 @micro_kernel
 def add_scaled(b, source, target, count, number):
     """Compute target += source * the float32 at an address; 16 divides `count`."""
-    factor = broadcast(b, number, LANES)
+    factor = lanes.broadcast(b, number, LANES)
     with loop(b, count, LANES) as i:
         at, into = (b.add(base, b.mul(i, I64(4))) for base in (source, target))
         write(b, into, read(b, at, F32, LANES).fma(factor, read(b, into, F32, LANES)))
@@ -523,21 +493,22 @@ def add_scaled(b, source, target, count, number):
 def dots(b, row, rows, step, count, size, target, target_step):
     """Write the dot product of one row with each of `count` rows; 16 divides `size`."""
     with loop(b, count) as i:
-        sums, other = StackSlots(b, zeros(b, LANES)), b.add(rows, b.mul(i, step))
+        sums, other = StackSlots(b, lanes.zeros(b, LANES)), b.add(rows, b.mul(i, step))
         with loop(b, size, LANES) as k:
             at = b.mul(k, I64(4))
             x, y = (read(b, b.add(base, at), F32, LANES) for base in (row, other))
             sums[0] = x.fma(y, sums[0])
-        store_first(b, sums_of([sums[0], *zeros(b, LANES, LANES - 1)]), b.add(target, b.mul(i, target_step)))
+        total = lanes.sums_of([sums[0], *lanes.zeros(b, LANES, LANES - 1)])
+        store_first(b, total, b.add(target, b.mul(i, target_step)))
 
 
 @micro_kernel
 def sum_times_zero(b, source, count, target):
     """Write the sum of all numbers times 0: it is 0 unless one is not finite. 16 divides `count`."""
-    sums = StackSlots(b, zeros(b, LANES))
+    sums = StackSlots(b, lanes.zeros(b, LANES))
     with loop(b, count, LANES) as i:
         sums[0] = read(b, b.add(source, b.mul(i, I64(4))), F32, LANES).fma(0.0, sums[0])
-    store_first(b, sums_of([sums[0], *zeros(b, LANES, LANES - 1)]), target)
+    store_first(b, lanes.sums_of([sums[0], *lanes.zeros(b, LANES, LANES - 1)]), target)
 
 
 def store_first(b, vector, target):
@@ -568,11 +539,11 @@ def write_sequence(b, first, step, count, target):
 def prefetch_bytes(b, address, size):
     """Prefetch `size` bytes."""
     with loop(b, size, LINE) as i:
-        prefetch(b, b.add(address, i))
+        lanes.prefetch(b, b.add(address, i))
 
 
 @micro_kernel
 def clear(b, target, count):
     """Write zeros; 16 divides `count`."""
     with loop(b, count, LANES) as i:
-        write(b, b.add(target, b.mul(i, I64(4))), zeros(b, LANES)[0])
+        write(b, b.add(target, b.mul(i, I64(4))), lanes.zeros(b, LANES)[0])
