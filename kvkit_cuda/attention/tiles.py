@@ -77,12 +77,11 @@ def advance(dim):
     The chunk is among the first 8 of the row; `pairs` is a constant. Tiles begin at multiples of 128 bytes,
     so that places of swizzled chunks differ in bits that can be flipped.
     """
-    swizzled, pair_bytes, line_bytes = dim % LINE_ELEMENTS == 0, 2 * 16, memory.LINE
+    swizzled, pair_bytes, line = dim % LINE_ELEMENTS == 0, 2 * 16, memory.LINE  # bytes
 
     def advance(address, pairs):
         if swizzled:
-            lines = pairs * pair_bytes // line_bytes
-            return int32((address ^ (pairs * pair_bytes % line_bytes)) + lines * line_bytes)
+            return int32((address ^ (pairs * pair_bytes % line)) + pairs * pair_bytes // line * line)
         return int32(address + pairs * pair_bytes)
 
     return device.inlined(advance)
@@ -95,13 +94,13 @@ def code_bytes(cache_format):
 @functools.cache
 def copy_row(dim):
     """Return f(tile, row, address, scales, group, thread), which begins to copy a row."""
-    at, copy, chunks_of_row = place(dim), ptx.copy, dim // CHUNK
+    at, copy, line_bytes, chunks_of_row = place(dim), ptx.copy, memory.LINE, dim // CHUNK
 
     def copy_row(tile, row, address, scales, group, thread):
         target, source = int32(tile + at(row, thread)), address + 16 * thread
         for chunk in range(0, chunks_of_row, 8):  # 8 chunks on, the swizzle is the same
             if chunk + 8 <= chunks_of_row or chunk + thread < chunks_of_row:
-                copy(int32(target + chunk * 16), source + chunk * 16)
+                copy(int32(target + chunk // 8 * line_bytes), source + chunk // 8 * line_bytes)
 
     return device.inlined(copy_row)
 
