@@ -114,7 +114,8 @@ def cache_format(
     fmt: Element, cache: Array, quant_bit: int, quant_format: str | None, dim: int
 ) -> tuple[Element, int]:
     """Return the format of the cache's elements, and the length of its last axis."""
-    check_array("cache", cache)
+    if type(cache) is not np.ndarray:
+        check_array("cache", cache)
     if quant_format is not None:
         return named_format(fmt, cache, quant_bit, quant_format, dim)
     if quant_bit:

@@ -38,7 +38,8 @@ def index(name: str, value: ArrayLike, ndim: int = 1, length: int | None = None)
 
 def index_form(name: str, value: ArrayLike, ndim: int) -> Array:
     """Return an index tensor as an array of the right dtype and number of axes, without reading elements."""
-    refuse_masked(name, value)
+    if isinstance(value, np.ma.MaskedArray):
+        refuse_masked(name, value)
     try:
         array = np.asarray(value)
     except ValueError:

@@ -101,7 +101,8 @@ def check_array(name: str, array: object) -> None:
     """Check that an argument is a numpy array, and not a masked one."""
     if not isinstance(array, np.ndarray):
         raise argument_error(name, "a numpy array", describe(array))
-    refuse_masked(name, array)
+    if isinstance(array, np.ma.MaskedArray):
+        refuse_masked(name, array)
 
 
 def checked_format(name: str, array: Array, legal: Collection[Element], ndim: int) -> Element:
