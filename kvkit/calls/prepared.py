@@ -164,8 +164,8 @@ class PreparedCall:
         self.room, self.version = room, version
         by_index: Any = {i: array for i, array in enumerate(arrays.values()) if written and array is not None}
         self._written = [i for i in by_index if i >= len(arrays) - written]
-        self._distances = overlap_distances(by_index, self._written)
         places = [address(each) if isinstance(each, np.ndarray) else each or 0 for each in arrays.values()]
+        self._distances = overlap_distances(by_index, self._written)
         # Where launches hold an address: (params, index, the number of its array, the offset in the array)
         self._addresses = [
             (memoryview(launch.params), at, i, int(launch.params[at]) - places[i])

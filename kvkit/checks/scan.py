@@ -31,7 +31,8 @@ def scan_step(step: StepIndex, rows: int) -> list[int]:
     runs = min(table.size, max(step.tokens, 0))
     numbers = np.empty(VERDICT + WORKSPACE * runs, np.int64)
     at, table_at, *starts = addresses_of((numbers, table, step.seqstarts, step.kvstarts, step.start_pos))
-    workspace = [at + 8 * (VERDICT + i * runs) for i in range(WORKSPACE)]  # an address for each array
+    begin, size = at + 8 * VERDICT, 8 * max(runs, 1)
+    workspace = range(begin, begin + WORKSPACE * size, size)  # an address for each array
     scan_code().ctypes(at, *starts, *sizes, table_at, rows, *workspace)
     verdict: list[int] = numbers[:VERDICT].tolist()
     return verdict
