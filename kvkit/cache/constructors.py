@@ -39,12 +39,12 @@ def layer_makers(
     if layer_types is None:
         kind = full if sliding_window is None else sliding
         return kind, [kind] * (num_layers or 0)
-    if not isinstance(layer_types, Iterable):
+    if isinstance(layer_types, str) or not isinstance(layer_types, Iterable):
         raise argument_error("layer_types", "the type of each layer", describe(layer_types))
     layer_types = tuple(layer_types)
     makers = {"full_attention": full, "sliding_attention": sliding} | dict.fromkeys(STATES, StateLayer)
     for i, name in enumerate(layer_types):
-        if name not in makers:
+        if not isinstance(name, str) or name not in makers:
             raise argument_error(f"layer_types[{i}]", " or ".join(makers), describe(name))
     if num_layers not in (None, len(layer_types)):
         raise argument_error("layer_types", f"{num_layers} types (num_layers)", len(layer_types))

@@ -45,11 +45,13 @@ def pooled(scores: Array, kernel: int, pool: str) -> Array:
 
 
 def protected(scores: Array, first: int = 0, last: int = 0) -> Array:
-    """Add scores of protected tokens before and after others, 1 above the largest of the batch row.
+    """Add scores of protected tokens before and after others, above the batch row's largest by 1 or more.
 
     With first=1 and last=2, [1, 3] -> [4, 1, 3, 4, 4].
     """
-    top = scores.max((1, 2), keepdims=True) + 1
+    largest = scores.max((1, 2), keepdims=True)
+    next_float = np.nextafter(largest.astype(np.float32), np.float32(np.inf))  # results become float32
+    top = np.maximum(largest + 1, next_float)
     ends = [np.broadcast_to(top, (*scores.shape[:2], count)) for count in (first, last)]
     return np.concatenate((ends[0], scores, ends[1]), -1)
 

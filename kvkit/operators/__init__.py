@@ -15,7 +15,7 @@ __all__ = ["OPERATORS", "REQUIRED", "Attribute", "Input", "Operator", "Output"]
 
 ALIBI = "biases and attn_mask, then -inf; B in front for an attn_mask of 4 axes"
 PACKED_ALIBI = "biases on the diagonal blocks, and attn_mask"
-SLOPE = "2^(-8(h+1)/P) for head h below P, the largest power of 2"
+SLOPE = "2^(-8(h+1)/P) for head h < P, 2^(-4(2(h-P)+1)/P) for others; P = largest power of 2 up to num_heads"
 SLOPES = Output("slopes", "float32", "(num_heads)", SLOPE)
 MERGED = (
     Output("attn_output", "that of outputs", "(..., num_heads, Dv)", "attention over all parts"),

@@ -118,7 +118,8 @@ BY_TOKENS = Fragment(
 def are_widened(context):
     """Return whether keys and values may be multiplied after they are widened to the data's type.
 
-    Floats of that type and of 8 bits may; codes if loads round them to it, in groups of whole chunks.
+    Floats of that type may, and floats of 8 bits without computed scales; codes in groups of whole chunks, if
+    a load would round them to the data's type.
     """
     cache_format = context.cache_format
     if context.scale_format:

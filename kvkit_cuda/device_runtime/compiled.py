@@ -43,7 +43,7 @@ class Folder:
         try:
             kernel = pickle.loads(payload) if payload else None
         except Exception:
-            return None
+            kernel = None
         counts["loaded" if kernel else "compiled"] += 1
         return kernel
 

@@ -31,7 +31,7 @@ def test_load_of_nz_pairs():
     for got, cache in zip(results, caches, strict=True):
         assert got.tobytes() == oracle.load_contexts(cache, [[2, 0]], [7], None, True).tobytes()
     nd = [cache.transpose(0, 2, 1, 3) for cache in caches]
-    refused(lambda: paged_cache_load(*nd, np.array([[2, 0]]), np.array([7])), "value")
+    refused(lambda: paged_cache_load(*nd, np.array([[2, 0]]), np.array([7])), "value_cache")
 
 
 # block_copy

@@ -38,15 +38,17 @@ runs_only = pytest.mark.parametrize("kind", list(CALLS)[2:])
 # Arrays
 
 
-@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16], ids=str)
-def test_int8_keys_with_other_values_are_for_nz(dtype):
-    for cache_format in ("NZ", "ND"):
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32], ids=str)
+def test_int8_keys_with_16_bit_values_are_for_nz(dtype):
+    for cache_format, others in (("NZ", " or float16 or bfloat16"), ("ND", "")):
         call, other = call_of(0, cache_format, np.int8), call_of(0, cache_format, dtype)
         call |= {name: other[name] for name in ("value", "value_cache")}
-        if cache_format == "NZ":
+        if cache_format == "NZ" and dtype != np.float32:
             run(call)
         else:
             refused(call, "value")
+            with pytest.raises(KvkitError, match=f"expected the dtype of key, int8{others}, got"):
+                run(call)
 
 
 @every_call

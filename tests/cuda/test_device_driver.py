@@ -25,6 +25,7 @@ import kvkit
 import kvkit_cuda
 from kvkit.checks import caches
 from kvkit.formats.elements import BY_NAME
+from kvkit.runtime import disk_cache
 from kvkit_cuda import warm
 from kvkit_cuda.calls import arrays, attention
 from kvkit_cuda.device_runtime import compiled, device, host, memory
@@ -759,6 +760,8 @@ def test_kernels_are_kept(tmp_path, monkeypatch):
     assert made("another")[0] == "compiled"
     (one, other) = sorted(tmp_path.glob("*/*.bin"), key=lambda path: path.stat().st_mtime_ns)
     one.write_bytes(other.read_bytes())  # under another's name
+    assert made()[0] == "compiled"
+    disk_cache.save(one, b"no pickle")
     assert made()[0] == "compiled"
     monkeypatch.setattr(device, "capability", lambda: (8, 0))
     assert made()[0] == "compiled"

@@ -252,6 +252,13 @@ def test_blocks_of_queries_change_nothing(name, monkeypatch):
     np.testing.assert_allclose(eviction.scores(name, keys, **arrays, **options), whole, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("largest", [0.25, 2**24, 1e17])
+def test_protected_tokens_score_above_all_others(largest):
+    scores = eviction.scores("tova", KEYS, weights=np.full((1, 4, 1, 8), largest, np.float32))
+    assert (scores[..., :-1] == np.float32(largest)).all()
+    assert (scores[..., -1] > scores[..., 0]).all()
+
+
 BAD = KEYS.copy()
 BAD[0, 1, 2, 3] = np.nan
 WRONG = {

@@ -183,8 +183,9 @@ class PagedStore:
 def check_scales(scale: Any, layers: int, heads: int) -> Array:
     """Check scales of shape (), [2], [2, heads] or [layers, 2, heads]; return them as [layers, 2, heads]."""
     try:
-        numbers = np.array(None if isinstance(scale, str) else scale, np.float32)
-        if numbers.ndim in (1, 2) and len(numbers) != 2:  # `broadcast_to` would take them for heads
+        numbers = np.array(scale, np.float32)  # also of text such as "2"
+        # `broadcast_to` would spread numbers of a wrong first axis over heads.
+        if isinstance(scale, str) or (numbers.ndim in (1, 2) and len(numbers) != 2):
             raise ValueError
         numbers = numbers[:, None] if numbers.shape == (2,) else numbers  # keys, values
         scales = np.ascontiguousarray(np.broadcast_to(numbers, (layers, 2, heads)))

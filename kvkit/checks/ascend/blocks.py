@@ -40,7 +40,7 @@ def checked_load(call: BlockLoad) -> LoadCall:
     formats, views = zip(
         *(tensors.cache_in_blocks(name, a, cache_format, written=False) for name, a in given), strict=True
     )
-    tensors.same_types(formats, cache_format)
+    tensors.same_types(formats, cache_format, [name for name, _ in given])
     _, block_size = tensors.same_blocks([(name, v) for (name, _), v in zip(given, views, strict=True)])
     table = index("block_tables", call.block_tables, 2)
     lengths = context_lengths(call.seq_lens, len(table))

@@ -92,7 +92,7 @@ def cache_views(given: Sequence[TokensAndCache], mode: CompressType, cache_forma
             raise argument_error(cache_name, sizes, f"shape {cache.shape}")
         caches.append(view)
         formats.append(fmt)
-    tensors.same_types(formats, cache_format)
+    tensors.same_types(formats, cache_format, [each.name for each in given])
     return caches
 
 

@@ -75,10 +75,13 @@ def caches_apart(caches: Sequence[tuple[str, Array]], others: Sequence[tuple[str
         check_apart(name, array, [*caches[i + 1 :], *others])
 
 
-def same_types(formats: Sequence[Element], cache_format: str) -> None:
+def same_types(formats: Sequence[Element], cache_format: str, names: Sequence[str]) -> None:
     """Check that keys and values have one dtype; in NZ keys may be int8 and values 16-bit floats."""
-    if len(formats) == 1 or formats[0] is formats[1]:
+    if len(formats) == 1:
         return
-    mixed = cache_format == "NZ" and formats[0] is INT8 and formats[1] in (FLOAT16, BFLOAT16)
-    if not mixed:
-        raise argument_error("value", f"the dtype of key, {formats[0]}", formats[1])
+    legal = [formats[0]]
+    if cache_format == "NZ" and formats[0] is INT8:
+        legal += FLOAT16, BFLOAT16
+    if formats[1] not in legal:
+        others = "".join(f" or {fmt}" for fmt in legal[1:])
+        raise argument_error(names[1], f"the dtype of {names[0]}, {formats[0]}{others}", formats[1])

@@ -135,8 +135,8 @@ def floats_code(element):
 def stored_as(codes):
     """Return (stored, scale_format, group, rounds) of codes, the arguments of micro-kernels.
 
-    Attention does not round decoded rows to 16 bits, as reading an array does, because that would slow down
-    decoding. Calls with many query rows do not round either.
+    Attention does not round decoded rows to the dtype of the data, as reading an array does, because that
+    would slow down decoding. Only a symmetric code times a scale of a coarser dtype is rounded, to that.
     """
     if codes.cache_format:
         return codes.cache_format, *scale_format_of(codes), ()
