@@ -29,9 +29,7 @@ def attention_over_bytes(call: LatentCall) -> AttentionCall | None:
     if call.contexts is None or pool.format is None or len(pool.parts) > 1:
         return None
     pages, lengths, starts = call.contexts
-    rows = pool.parts[0].view(E4M3.dtype)[
-        :, :, None
-    ]  # bytes [blocks, page_size, 1 head, 656], for the decoder
+    rows = pool.parts[0].view(E4M3.dtype)[:, :, None]  # [blocks, page_size, 1 head, 656 bytes]
     query = one_piece(call.query)
     context = context_of(fmt, rows, rows)._replace(
         dim=pool.dim, value_dim=call.value_dim, decoder=cpu.attention.latent.row_decoder()

@@ -26,10 +26,7 @@ from kvkit.runtime.arrays import addresses_of, empty_result
 from kvkit.typed import Array, Arrays, Attended
 
 COPIED_BYTES = 2**20  # bytes of blocks that are copied at a time
-MOST_STEPS, MOST_BYTES = (
-    4,
-    2**20,
-)  # steps whose index tensors are remembered, and the bytes of those of a step
+MOST_STEPS, MOST_BYTES = 4, 2**20  # steps whose index tensors are remembered, and bytes of a step's
 FLOATS8 = frozenset(one.dtype for one in elements.FLOATS8)
 POOLS = "key_cache", "value_cache"
 SCALES = "key_scale", "value_scale"

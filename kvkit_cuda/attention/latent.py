@@ -361,10 +361,8 @@ def attend(form):
         since, until = int32(common.begin), int32(min(common.end, seen.end))
 
         stage = int32(block())
-        both, queries = (
-            int32(2 * stage + stage_bytes),
-            int32(stage + 2 * stage_bytes),
-        )  # both - stage: the other
+        both = int32(2 * stage + stage_bytes)  # both - stage: the other stage
+        queries = int32(stage + 2 * stage_bytes)
         weights = int32(queries + query_bytes)
         maxima = int32(weights + weight_bytes)
         head = params.keys + item.b * params.key_sequence + item.head * params.key_head

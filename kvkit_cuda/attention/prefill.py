@@ -239,9 +239,8 @@ def attend(form):
         low, high = int32(seen.begin), int32(seen.end)
         warp_first = int32(item.first + cuda.threadIdx.y * warp_rows)
         warp_last = min(warp_first + warp_rows - 1, item.last)
-        some, common = seen_by(
-            params, step, item.b, min(warp_first, item.last), warp_last
-        )  # by some rows, all
+        # seen by some rows, and by all
+        some, common = seen_by(params, step, item.b, min(warp_first, item.last), warp_last)
         some = Range(int32(some.begin), int32(min(some.end, high) if warp_first <= item.last else 0))
         common = Range(int32(common.begin), int32(min(common.end, high)))
 

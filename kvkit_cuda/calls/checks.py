@@ -298,9 +298,8 @@ CHECKED: dict[str, Check] = {  # other operators are `compute_on_cpu`
     "ascend.paged_cache_load": paged_cache_load, "ascend.block_copy": block_copy,
     "ascend.paged_attention": block_attention, "ascend.nd_to_nz": nd_to_nz, "ascend.nz_to_nd": nz_to_nd,
 }  # fmt: skip
-CHECKED_BY_THE_CPU: dict[
-    str, Callable[[Values], object]
-] = {  # the checks of operators that are `compute_on_cpu`
+# the checks of operators that are `compute_on_cpu`
+CHECKED_BY_THE_CPU: dict[str, Callable[[Values], object]] = {
     "mla_absorb": lambda values: latent.checked_absorb(values["query"], values["w_uk"]),
     "mla_expand": lambda values: latent.checked_expand(values["latent_output"], values["w_uv"]),
     "indexer_scores": lambda values: checked_scores(fill(arguments.IndexerArguments, values)),

@@ -172,10 +172,8 @@ class PreparedCall:
         self.overlapping = overlap_distances(seen, {*written, *self.results})
         self.scratch_bytes = max([launch.scratch for launch in launches], default=0)
         self.places = {}  # the addresses of operands that launches have now
-        self.operand_words, self.scratch_words = (
-            [],
-            [],
-        )  # where launches have addresses of operands, of scratch
+        # where launches have addresses of operands, and of scratch
+        self.operand_words, self.scratch_words = [], []
         for launch in self.launches:
             for i, name in launch.owners.items():
                 name = name if name in operands else ONE_POOL.get(name, name)

@@ -35,9 +35,8 @@ class Tables:
         self.on_device: dict[Any, object] = dict(given)
         self.copies: list[tuple[object, list]] = []  # (memory, names of the tables in it)
         self.works: dict[object, Any] = {}  # objects that compute tables, by key
-        self.room, self.most_pages = page_counts(
-            steps
-        )  # pages in all, and of a sequence, that tables may have
+        # pages in all, and of a sequence, that tables may have
+        self.room, self.most_pages = page_counts(steps)
         if lasting and steps.table_starts is not None:
             self.room = self.most_pages = 2 * self.room + len(steps.kvstarts)  # later steps have longer lists
         self.written: Any = None  # the stream that wrote the tables, by key

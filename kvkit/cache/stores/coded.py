@@ -21,8 +21,8 @@ from kvkit.typed import Array, States
 
 SIDES = "keys", "values"
 GROWING = "tail", "codes", "cells"  # arrays of a side that grow with the context
-COUNTERS = {"coded": "coded", "before": "coded_before", "start": "tail_origin"}
 # {name in a sidecar: the counter of a `CodedSide`}
+COUNTERS = {"coded": "coded", "before": "coded_before", "start": "tail_origin"}
 
 Forms = dict[str, ArrayForm]  # {name: (shape, dtype)} of the arrays of a side
 Plan = tuple["CodeStore", list[Forms]]  # a store, and the arrays of its sides in a file

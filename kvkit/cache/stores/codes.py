@@ -30,13 +30,14 @@ class CodedSide:
         position       0 1 | 2 3 4 5   6 7 8 9 | 10 11 12     length 13
         stored in    sinks | codes (coded=8)   | tail         codes_end 10
         block_of             0 0 0 0   1 1 1 1                block_count 2: rows of `cells` in use
-        row of tail                    0 1 2 3    4  5  6     tail_origin 6: the position of row 0
+        row of tail          0 1 2 3   4 5 6 7    8  9 10     tail_origin 2: the position of row 0
 
     At least the last `residual` tokens have no code. A block is `block_size` tokens that share a row of
     `cells`: scales, followed by minima if codes are asymmetric.
 
     Here the last update has encoded 6 to 9 (coded_before=4). Their unquantized copies stay in the tail, so
-    that it can be undone. Attention reads `codes_read` codes (4 or 8), and all later tokens in the tail.
+    that it can be undone. A full tail drops rows that are encoded for good. Attention reads `codes_read`
+    codes (4 or 8), and all later tokens in the tail.
 
     Removing tokens does not change the bytes of the others. A block that loses some of its tokens keeps its
     scales. A block that loses all is freed. Removing a sink lowers `sink`, because no later token becomes a

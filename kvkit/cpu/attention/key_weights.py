@@ -22,10 +22,7 @@ from kvkit.runtime.jit import helper
 
 LANES, WIDE = attention.LANES, attention.WIDE
 UNIT = 2.0**-40  # of fixed point: 2^23 queries of a key fit int64
-MATRIX, SUMS = (
-    4 * WIDE * WIDE,
-    4 * WIDE * WIDE_BLOCK,
-)  # bytes of the factors of rows, and of the sums of a block
+MATRIX, SUMS = 4 * WIDE * WIDE, 4 * WIDE * WIDE_BLOCK  # bytes of rows' factors, of a block's sums
 TILE_BYTES = TILE.dtype.itemsize
 MOST_BYTES = 2**25  # that a worker keeps, unless one tile takes more
 

@@ -125,10 +125,8 @@ def encoder(codes, plain=False):
     vector = panels.whole_panels(group) and not plain
     panel: Any = panels.encode(bits, codes.symmetric, scale_format, width, element) if vector else None
     rest, step = encoded_groups(codes), max(group, LANES)
-    scale_bytes, count = (
-        BY_NAME[scale_format].bytes(1),
-        tokens if tokens > 1 else step // LANES,
-    )  # vectors of a group
+    scale_bytes = BY_NAME[scale_format].bytes(1)
+    count = tokens if tokens > 1 else step // LANES  # vectors of a group
 
     def encode_block(source, codes, scales, dim):
         minima, whole = scales + dim // group * scale_bytes, 0

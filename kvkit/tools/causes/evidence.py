@@ -3,7 +3,7 @@
 Without a guess, a difference is a list of rows with their wrong elements. A guess needs the bits of its own
 numbers and of the set of rows to which it applies; of these rows, only what it does not predict is listed::
 
-    expected  1 2 3 4   got  0 0 0 0    as a list: 11 wrong words, 75 bits
+    expected  1 2 3 4   got  0 0 0 0    as a list: 11 wrong bytes, 75 bits
               5 6 7 8        1 2 3 4    "the next row": 1 bit. Rows 1 and 2 are predicted, and row 0 is blank
               9 8 7 6        5 6 7 8    because its bytes moved away, so nothing is left to list
 """
@@ -56,9 +56,8 @@ class Unexplained:
         content, rows = got.shape[-1], self.wrong.any(axis=-1)
         share = max(float(rows.mean()), 1 / rows.size)
         self.marker_bits = entropy(share) / share  # bits that mark a row as differing
-        self.place_bits = np.array(
-            [log2_choices(content, k) + np.log2(content + 1) for k in range(content + 1)]
-        )  # [k] -> bits that say how many elements are wrong, and which
+        counts = range(content + 1)  # of wrong elements; then the bits that say how many, and which
+        self.place_bits = np.array([log2_choices(content, k) + np.log2(content + 1) for k in counts])
         self.word_bits = word_bits(expected[rows], got)
         self.row_bits = self.bits_of(self.wrong)
         octets = expected.view(np.uint8) != got.view(np.uint8)

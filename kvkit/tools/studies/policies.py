@@ -54,9 +54,7 @@ class Policy:
     """Names a scorer that keeps a share of the tokens, and schemes that encode these, if any."""
 
     name: str
-    scorer: (
-        Any  # of `kvkit.eviction.SCORERS`, "oracle", or a function (layer, keys, values, queries) -> scores
-    )
+    scorer: Any  # of `SCORERS`, "oracle", or a function (layer, keys, values, queries) -> scores
     keep: float  # the share of tokens that stay
     options: Mapping[str, Any]  # of the scorer
     schemes: tuple[Any, Any] = UNCODED  # of keys and of values
