@@ -80,8 +80,19 @@ def step_error(verdict: list[int], step: StepIndex, rows: int) -> KvkitError:
     return argument_error(
         "cachestarts",
         "stored rows that hold no other token",
-        f"row {third}, which sequence {b} stores and sequence {second} has as a past token{pages}",
+        f"row {third}, which holds position {position_in(step, second, third, False)} of sequence {second} "
+        f"and would get position {position_in(step, b, third, True)} of sequence {b}{pages}",
     )
+
+
+def position_in(step: StepIndex, b: int, row: int, is_new: bool) -> int:
+    """Return the position of a new or a past token of a sequence that its page table puts in a row."""
+    start, kvlen = step.start_pos[b], step.kvstarts[b + 1] - step.kvstarts[b]
+    begin, end = (start, kvlen) if is_new else (0, start)
+    offsets = row - np.asarray(step.table)[b].astype(np.int64)  # [pages]
+    positions = offsets + np.arange(len(offsets)) * step.page_size
+    in_page = (offsets >= 0) & (offsets < step.page_size)
+    return int(positions[in_page & (positions >= begin) & (positions < end)][0])
 
 
 def sizes_of(step: StepIndex) -> tuple[int, ...]:

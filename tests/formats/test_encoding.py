@@ -258,8 +258,8 @@ GIVEN = {"e4m3": 1.0, "e5m2": 1.0, "ort_int8": 0.03, "ort_int4": 0.4, "nvfp4": 0
 # Relative rms on normal numbers, docs/specifications/formats.md 5; of others by the bits of a code.
 RMS = {
     "q8_0": 0.0054, "int8": 0.0040, "e4m3": 0.0264, "e5m2": 0.0529, "q5_1": 0.0379, "q5_0": 0.0427,
-    "q4_1": 0.0782, "q4_0": 0.0859, "nvfp4": 0.0952, "int4": 0.0971, "mxfp4": 0.1151, "mlx_mxfp4": 0.1236,
-    "mlx_mxfp8": 0.0285, "turbo_k3": 0.186, "turbo_k4": 0.0975,
+    "q4_1": 0.0782, "q4_0": 0.0859, "nvfp4": 0.0952, "int4": 0.0971, "mxfp4": 0.1151, "mlx_mxfp4": 0.1157,
+    "mlx_mxfp8": 0.0265, "turbo_k3": 0.186, "turbo_k4": 0.0975,
 }  # fmt: skip
 LATENT = {"ds_mla": 576, "ds_v4": 512}  # elements of their rows
 LESS_THAN = {8: 0.04, 6: 0.04, 5: 0.07, 4: 0.13, 3: 0.3, 2: 0.7}  # int2 has -1, 0 and 1

@@ -57,10 +57,10 @@ HEADS = {"num_heads": 8, "head_dim": 16}
 PAGES = {"cache_mode": 1, "page_size": 4}
 
 
-def packed(cachestarts, **more):
+def packed(cachestarts, kvstarts=(0, 5, 7), start_pos=(0, 0), **more):
     """Return a call of two sequences, of 5 and 2 new tokens."""
     kvkit.dynamic_batching.key_value_cache(
-        NEW, NEW, [0, 5, 7], [0, 5, 7], cachestarts, [0, 0], None, None,
+        NEW, NEW, [0, 5, 7], kvstarts, cachestarts, start_pos, None, None,
         np.zeros((64, 1, 2, 2, 16), np.float32), **more,
     )  # fmt: skip
 
@@ -89,6 +89,15 @@ MISTAKES = {
     "page numbers": (
         lambda: packed([[1, 2], [0, 3]], **PAGES),
         "sequences 1 and 0 both store (a page begins at its number * page_size, which is 4)",
+    ),
+    "a page written while it is read": (
+        lambda: packed([[8, 16, 12], [0, 4, 12]], (0, 9, 20), (4, 9), **PAGES),
+        "row 12, which holds position 8 of sequence 1 and would get position 8 of sequence 0 "
+        "(a page begins at its number * page_size, which is 4)",
+    ),
+    "new tokens on a past one, at offsets": (
+        lambda: packed([10, 14], (0, 9, 17), (4, 6)),
+        "row 14, which holds position 0 of sequence 1 and would get position 4 of sequence 0",
     ),
     "page_size of another engine": (
         lambda: packed([[60, 32], [0, -1]], cache_mode=1, page_size=16),

@@ -82,7 +82,7 @@ class QuantizedLayer(Layer):
             if not isinstance(spec, QuantSpec):
                 raise argument_error(name, "a QuantSpec", describe(spec))
             if spec.by_scheme:
-                wanted = "a format of the kernels (schemes need a QuantizedCache, for both keys and values)"
+                wanted = "a format of the kernels (a QuantizedCache takes schemes for both keys and values)"
                 raise argument_error(name, wanted, f"scheme {spec.format!r}")
             axis = "token" if spec.format else axis
             specs.append(replace(spec, axis=spec.axis or axis))  # type: ignore[arg-type]  # a str

@@ -34,7 +34,7 @@ def line_and_array_disagree(case: Case) -> Seen:
     "L2",
     "The shape does not determine the layout. Name it: layout=NAME, or in the file.",
     "warning",
-    needs="a cache in one array without a layout",
+    needs="one array of keys and values whose layout is not given",
 )
 def several_lines_fit(case: Case) -> Seen:
     """Report a cache whose shape several layouts fit.

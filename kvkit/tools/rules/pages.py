@@ -55,7 +55,7 @@ def in_two_sequences(case: Case) -> Seen:
     """Report pages of two sequences. sparkinfer#289: tables were looked up by row, not by sequence."""
 
     def words(page: int, other: int, there: int) -> str:
-        return f"page {page} is in column {there} of sequence {other}, which begins with other pages"
+        return f"page {page} is in column {there} of sequence {other}, whose earlier pages differ"
 
     return hits_of_kind(case, table_rules.FOREIGN, words)
 
