@@ -53,7 +53,7 @@ def layouts(name, sizes, as_json):
 
 
 def known_layout(text):
-    """Return the name of a layout for its alias, a name or a line unchanged, and None for any other text."""
+    """Return the name that an alias means; a name or a line as it is; None for any other text."""
     name = ALIASES.get(text, text)
     is_line = "|" in name or " " in name
     return name if name in NAMED or is_line else None

@@ -12,7 +12,7 @@ with rows in the order of tokens.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -216,8 +216,9 @@ def sizes_of(arrays: Mapping[str, Array], layers: int) -> dict[str, int]:
 
 
 def write(
-    path: FilePath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str, Any], description: Description
-) -> None:
+    path: FilePath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str, Any], description: Description,
+    advance: Callable[[int], object],
+) -> None:  # fmt: skip
     """Write a prompt cache: of mlx-lm 0.32 for the layout "mlx", of older versions for "mlx-0.31".
 
     mlx-lm refuses files with other arrays, and its sequences have equal lengths.
@@ -250,7 +251,7 @@ def write(
         for i, name in enumerate(scalars, 1):
             texts |= {f"2.{i}.0": name, f"2.{i}.1": "scalar"}
     texts[f"{'0' if since_032 else '1'}.{tensors.METADATA}"] = tensors.text_of(metadata)
-    tensors.write_tensors(path, made, texts)
+    tensors.write_tensors(path, made, texts, advance)
 
 
 def is_whole(arrays: Mapping[str, ArrayLike], cache: Any) -> bool:

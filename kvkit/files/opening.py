@@ -1,4 +1,7 @@
-"""Read and write files of any kind. The first bytes of a file decide its kind, not its name."""
+"""Read and write files of any kind.
+
+The first bytes of a file decide its kind, not its name. Only chunks of LMCache are recognised by their names.
+"""
 
 import zipfile
 from collections.abc import Callable, Mapping
@@ -16,7 +19,8 @@ from kvkit.typed import FilePath
 PACKAGE = Path(__file__).parents[1]
 WRITTEN = ".npz", ".npy", ".safetensors"
 READ = (
-    f"give {', '.join(WRITTEN)}, a file of torch.save, a prompt cache of MLX, a session or state of llama.cpp"
+    f"give {', '.join(WRITTEN)}, a file of torch.save, a prompt cache of MLX, a session or state of "
+    "llama.cpp, or a chunk of LMCache under its own name"
 )
 
 
@@ -70,23 +74,24 @@ def read(path: FilePath) -> Contents:
     ('.npz', '| b kv n h c', (4, 2, 16, 3, 8))
     """
     check_source(path)
+    fields = lmcache.parse_name(path)
     with open(path, "rb") as file:
         begin = file.read(9)
         file.seek(0)
-        if begin.startswith(b"PK"):
+        if begin.startswith(b"PK") and (not fields or zipfile.is_zipfile(file)):
             return pt.read(path) if is_torch(file) else npz.read(path)
-        other = file_kinds.kind_of_file(file)
-    if fields := lmcache.parse_name(path):  # raw elements: the first bytes may be any
-        return lmcache.read(path, fields)
+        if fields:  # raw elements: the first bytes may be any
+            return lmcache.read(path, fields)
+        kind = file_kinds.kind_of_file(file)
     if begin[:4] in llama.MAGICS:
         return llama.read(path)
     if begin.startswith(npy.MAGIC):
         return npy.read(path)
-    if other == file_kinds.SAFETENSORS:
+    if kind == file_kinds.SAFETENSORS:
         contents = tensors.read(path)
         return mlx.read(path, contents) if mlx.is_cache(contents) else contents
-    if other:
-        raise file_error(path, *other)
+    if kind:
+        raise file_error(path, *kind)
     raise file_error(path, f"it begins with {brief(begin)}, like no kind of file that kvkit reads", READ)
 
 
@@ -115,9 +120,10 @@ def write(
         The file. Its name ends in .npz, .npy or .safetensors. A .safetensors file with the layout "mlx" or
         "mlx-0.31" is written as a prompt cache of mlx-lm.
     arrays : array, nested lists of arrays, or mapping
-        A cache in the form of its layout; or arrays and nested lists by name, the cache as ``"cache"``.
+        The cache, an array or nested lists as its layout says; or arrays and lists by name, with it as
+        ``"cache"``.
     description : Description, optional
-        The description to store with the cache. A .npy file cannot hold one.
+        The description to store with the cache. A .npy file has neither a description nor metadata.
     metadata : mapping, optional
         Other metadata to store, as JSON.
     advance : callable, optional
@@ -152,9 +158,9 @@ def write(
     elif suffix == ".npy":
         npy.write(path, whole, advance)
     elif suffix == ".safetensors" and description is not None and description.layout in mlx.LAYOUTS:
-        mlx.write(path, whole, about, description)
+        mlx.write(path, whole, about, description, advance)
     elif suffix == ".safetensors":
-        tensors.write(path, whole, about)
+        tensors.write(path, whole, about, advance)
     else:
         kind = suffix or "files without a suffix"
         raise file_error(path, f"kvkit writes no {kind}", f"give a name in {', '.join(WRITTEN)}")

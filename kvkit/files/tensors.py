@@ -7,7 +7,7 @@ metadata is one JSON text in the metadata of the file.
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -77,9 +77,14 @@ def read_tensor(path: FilePath, name: str, entry: Mapping[str, Any], tensors: Ar
         return array
 
 
-def write(path: FilePath, arrays: Mapping[str, ArrayLike], metadata: Mapping[str, Any] | None = None) -> None:
+def write(
+    path: FilePath,
+    arrays: Mapping[str, ArrayLike],
+    metadata: Mapping[str, Any] | None = None,
+    advance: Callable[[int], object] = lambda count: None,
+) -> None:
     """Write tensors and kvkit's metadata. An existing file stays intact until the new one is complete."""
-    write_tensors(path, arrays, {METADATA: text_of(metadata or {})})
+    write_tensors(path, arrays, {METADATA: text_of(metadata or {})}, advance)
 
 
 def text_of(metadata: Mapping[str, Any]) -> str:
@@ -87,7 +92,10 @@ def text_of(metadata: Mapping[str, Any]) -> str:
     return json.dumps({"version": VERSION, "producer": f"kvkit {__version__}", **metadata})
 
 
-def write_tensors(path: FilePath, arrays: Mapping[str, ArrayLike], texts: Mapping[str, str]) -> None:
+def write_tensors(
+    path: FilePath, arrays: Mapping[str, ArrayLike], texts: Mapping[str, str],
+    advance: Callable[[int], object],
+) -> None:  # fmt: skip
     """Write tensors, with texts as the metadata of the file."""
     check_target(path)
     if TEXTS in arrays:
@@ -106,6 +114,7 @@ def write_tensors(path: FilePath, arrays: Mapping[str, ArrayLike], texts: Mappin
         file.write(header_of(contiguous, texts))
         for array in contiguous.values():
             file.write(array.reshape(-1).view(np.uint8).data)
+            advance(array.nbytes)
 
 
 def header_of(arrays: Mapping[str, Array], texts: Mapping[str, str]) -> bytes:

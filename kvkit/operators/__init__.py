@@ -13,7 +13,7 @@ from kvkit.operators.operator import Operator, Output, attention, key_value, mas
 
 __all__ = ["OPERATORS", "REQUIRED", "Attribute", "Input", "Operator", "Output"]
 
-ALIBI = "biases and attn_mask, then -inf; B in front for an attn_mask of 4 axes"
+ALIBI = "biases plus attn_mask, -inf in further columns; with a first axis B if attn_mask has 4 axes"
 PACKED_ALIBI = "biases on the diagonal blocks, and attn_mask"
 SLOPE = "2^(-8(h+1)/P) for head h < P, 2^(-4(2(h-P)+1)/P) for others; P = largest power of 2 up to num_heads"
 SLOPES = Output("slopes", "float32", "(num_heads)", SLOPE)
@@ -22,11 +22,12 @@ MERGED = (
     Output("lse", "float32", "(..., num_heads)", "logarithms of the softmax denominators over all parts"),
 )
 POSITIONS = Output("positions", "int64", "(seqstarts[B])", "start_pos[b] + i for token i of sequence b")
-NZ = Output("y", "that of x", "(b, n/n0, m up to a multiple of 16, n0)", "n/n0 rounded up; zeros after x")
+NZ_SHAPE = "(b, n/n0, m rounded up to a multiple of 16, n0)"
+NZ = Output("y", "that of x", NZ_SHAPE, "n/n0 is rounded up, too; new elements are 0")
 ND = Output("x", "that of y", "(b, m, n)", "matrices")
 LOADED = tuple(
     Output(side, f"that of {side}_cache", f"(tokens, num_head, {dim}); NZ: (tokens, num_head*{dim})", about)
-    for side, dim, about in (("key", "Dk", "keys"), ("value", "Dv", "values; with value_cache"))
+    for side, dim, about in (("key", "Dk", "keys"), ("value", "Dv", "values, if value_cache is given"))
 )
 LATENT_QUERY = Output("latent_query", "that of query", "(tokens, H, L)", "queries whose keys are latent rows")
 EXPANDED = Output("head_output", "that of latent_output", "(tokens, H, V)", "the values of heads")
@@ -34,12 +35,13 @@ SCORES = Output("scores", "float32", "(tokens, longest context)", "-inf where a 
 ROWS = Output("rows", "int32", "(tokens, k)", "slots by ascending position, then -1")
 TABLE = (
     Operator("key_value_cache", "PMX KeyValueCache", key_value("B, start_pos+S")),
-    Operator("multi_head_attention", "PMX MultiHeadAttention", attention("B, S", "Dv", "M"), arrays.TO_KEYS),
+    Operator("multi_head_attention", "PMX MultiHeadAttention", attention("B, S", "Dv", keys="M"),
+             arrays.TO_KEYS),
     Operator("multi_head_cache_attention", "PMX MultiHeadCacheAttention", attention("B, S", "head_dim"),
              arrays.TO_STATIC_CACHE),
     Operator("merge_attention_states", "the online softmax of FlashAttention", MERGED),
     Operator("paged_attention", "FlashAttention, FlashInfer and vLLM",
-             attention("tokens", "Dv", "longest context"), arrays.TO_PAGES),
+             attention("tokens", "Dv", keys="longest context"), arrays.TO_PAGES),
     Operator("paged_append", "vLLM reshape_and_cache, FlashInfer append_paged_kv_cache", (),
              arrays.INTO_PAGES),
     Operator("swap_blocks", "vLLM swap_blocks"),

@@ -85,7 +85,7 @@ def side_entries(about: str, dtypes: Texts, *shapes: str, prefix: str = "") -> d
 ARRAYS = {
     "query": ArgumentEntry(FLOATS, "queries of the new tokens"),
     "key": ArgumentEntry(DATA, "keys of the new tokens"),
-    "value": ArgumentEntry(DATA, "values; with value_cache"),
+    "value": ArgumentEntry(DATA, "values, if value_cache is given"),
     "current_key": ArgumentEntry(DATA, "keys of the new tokens"),
     "current_value": ArgumentEntry(DATA, "values of the new tokens"),
     "cache": ArgumentEntry(CACHE, "by cache_layout; a last axis of Dh/2 for int4", STATIC),
@@ -136,7 +136,7 @@ ARRAYS = {
     "dst": ArgumentEntry(INDEX, "blocks to write, each once"),
     "cum_sum": ArgumentEntry(INDEX, "where the destinations of each source end in dst"),
     "x": ArgumentEntry(DATA, "matrices"),
-    "y": ArgumentEntry(DATA, "the result of nd_to_nz", ("(b, n/n0, m up to a multiple of 16, n0)",)),
+    "y": ArgumentEntry(DATA, "the result of nd_to_nz", ("(b, n/n0, m rounded up to a multiple of 16, n0)",)),
     "m": ArgumentEntry(INDEX, "rows of a matrix"),
     "n": ArgumentEntry(INDEX, "columns of a matrix"),
     "rope_cache": ArgumentEntry(

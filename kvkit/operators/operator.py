@@ -116,4 +116,4 @@ def rotated(tokens: str) -> tuple[Output, ...]:
 
 def mask(tokens: str, about: str) -> tuple[Output, ...]:
     """Return the output of operators that make masks."""
-    return (Output("mask", "data_type", f"(num_heads, {tokens} up to a multiple of 16)", about),)
+    return (Output("mask", "data_type", f"(num_heads, {tokens} rounded up to a multiple of 16)", about),)

@@ -1,6 +1,6 @@
 """Digests of the source files that compiled code can come from.
 
-The files are read when `kvkit` is imported, in a millisecond or two. If they were read later, after an edit,
+The files are read when `kvkit` is imported, in a few milliseconds. If they were read later, after an edit,
 code of the old sources would be filed under the digest of the new ones.
 """
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CUDA_PACKAGE = PACKAGE.with_name("kvkit_cuda")
+# The groups: from (kvkit.x) import (y, z), or import (kvkit.x, kvkit.y).
 IMPORT = re.compile(rb"^[ \t]*(?:from (kvkit[\w.]*) import (\([^)]*\)|[^\n#]*)|import (kvkit[\w., ]*))", re.M)
 
 

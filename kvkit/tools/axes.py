@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 import numpy as np
 
@@ -35,14 +36,20 @@ BY_NAME = {  # the last axes of arrays without a content axis, or with two axes 
 }  # fmt: skip
 
 
-def letters_of(name: str, array: np.ndarray, axes: str | None, has_layout: bool = False) -> tuple[str, ...]:
-    """Return the axes of an array: letters of `WORDS`, or words for other axes."""
-    letters = tuple(axes.split()) if axes and not has_layout else usual_axes(name, array)
-    if len(letters) != array.ndim:
-        letters = usual_axes(name, array)
-    if len(set(letters)) != len(letters):
+def check_axes(axes: str, counts: Collection[int]) -> None:
+    """Raise unless `axes` are different letters or words for axes, as many as one of `counts`."""
+    letters = axes.split()
+    if not set(letters) <= {*WORDS, *DIMENSIONS.values()} or len(set(letters)) != len(letters):
         raise argument_error("axes", "each of l b n h c at most once", describe(axes))
-    return letters
+    if len(letters) not in counts:
+        counts_of_axes = " or ".join(map(str, sorted(set(counts))))
+        raise argument_error("axes", f"{counts_of_axes} letters, as an array has axes", describe(axes))
+
+
+def letters_of(name: str, array: np.ndarray, axes: str | None) -> tuple[str, ...]:
+    """Return the axes of an array: the given ones if there are as many, or the usual ones of its name."""
+    letters = tuple(axes.split()) if axes else ()
+    return letters if len(letters) == array.ndim else usual_axes(name, array)
 
 
 def usual_axes(name: str, array: np.ndarray) -> tuple[str, ...]:

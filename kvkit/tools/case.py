@@ -209,6 +209,11 @@ class Case:
         """Return whether all entries begin whole pages; PMX lets pages begin at any row."""
         return self.unit == 1 or not (self.pages.ids % self.unit).any()
 
+    @property
+    def noun(self) -> str:
+        """Return what the numbers of `page_tables` are: pages, or first rows if pages begin at any row."""
+        return "page" if self.aligned else "row"
+
     def entry(self, sequence: int, column: int) -> str:
         """Return the name of an entry of the table, as a Python expression."""
         if isinstance(self.raw_table, tuple):
@@ -237,8 +242,8 @@ class Case:
         return SlotTokens(sequences.astype(np.int64), positions.astype(np.int64))
 
     @cached_property
-    def page_of_slots(self) -> Any:
-        """Return the page of each slot's token by the table, -1 for none; None if tokens are unknown."""
+    def page_of_tokens(self) -> Any:
+        """Return the page that the table has for each slot's token, or -1; None if tokens are unknown."""
         if self.slot_tokens is None:
             return None
         sequences, positions = self.slot_tokens

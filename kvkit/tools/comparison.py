@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvkit.errors import KvkitError, argument_error, brief, printable
 from kvkit.interop import as_numpy
 from kvkit.layouts import Layout
 from kvkit.tools import counting
-from kvkit.tools.axes import ROLES, WORDS, is_index, letters_of
+from kvkit.tools.axes import ROLES, WORDS, check_axes, is_index, letters_of
 from kvkit.tools.case import stack_view
 from kvkit.tools.causes import Cause, Trial, index_causes, try_causes, usable_inputs
 from kvkit.tools.counting import RowCounts, Tolerances
@@ -28,9 +29,10 @@ from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.typed import FilePath
 
 Arrays = dict[str, np.ndarray]
-BY_AXIS = "l", "s", "b", "h", "g", "sequence"  # the axes along which differing elements are counted
-COMPLEX = {"c", "W"}  # kinds of dtypes, of numpy and of ml_dtypes
-BLOCK = 2**25  # bytes compared at a time
+# The axes along which differing elements are counted: keys of `axes.WORDS`, and a word of index tensors.
+BY_AXIS = "l", "s", "b", "h", "g", "sequence"
+COMPLEX = {"c", "W"}  # `dtype.kind` of complex numbers: numpy's, ml_dtypes'
+BLOCK = 2**25  # the most bytes compared at a time, unless one row has more
 MOST_TRIED = 2**22  # the most bytes of an array on which causes are tried
 LISTED = 8  # heads, layers or pages in a printed list: those with most differences
 
@@ -52,7 +54,7 @@ class ArrayDifference:
     first : dict
         The place of the first difference, {axis: index}, with the elements ``expected`` and ``got``.
     counts : dict of str to dict
-        Differing elements by layer, page and head.
+        Differing elements by layer, sequence, page, head and column group, if the array has these axes.
     histogram : dict of str to int
         How many elements differ by "1", "2-3", "4-7", ... ulps.
     worst : dict
@@ -72,10 +74,10 @@ class ArrayDifference:
     def __str__(self) -> str:
         share = self.differing / self.total
         place = ", ".join(f"{axis} {self.first[axis]}" for axis in self.axes)
-        first = argument_error(f"first: {place}", self.first["expected"], self.first["got"])
+        place = f"first: {place}" if place else "first"
         lines = [
             f"{printable(self.name)}: {self.differing} of {self.total} elements differ ({share:.2%})",
-            f"  {first}",
+            f"  {place}: expected {self.first['expected']}, got {self.first['got']}",
         ]
         for axis, counts in self.counts.items():
             most = sorted(counts.items(), key=lambda item: -item[1])[:LISTED]
@@ -98,11 +100,11 @@ class Difference:
     arrays : list of ArrayDifference
         The arrays that differ.
     causes : list of Cause
-        Causes that explain the differences in fewer bits than a list of them, the best first.
+        Causes whose description is shorter than a list of the differences, the best first.
     problems : list of str
         Arrays that only one side has, or whose shapes differ, or whose dtypes differ if bits are compared.
     compared : int
-        How many bytes of each side were compared.
+        How many bytes of side a were compared.
     notes : list of str
         Arrays without a cause; causes that were not tried, and why; differing dtypes that count as equal
         (with tolerances, and of index tensors).
@@ -159,16 +161,18 @@ def diff(
     ----------
     a, b : path, dict of arrays, or array
         The expected side, and the actual side. Arrays of equal names are compared. If a side has a layout, or
-        if no names are equal, keys and values are compared under any names.
+        if no names are equal, the keys and values of the caches are compared, whatever the arrays are called.
     layout_a, layout_b : str or Layout, optional
-        The lines of ``cache`` (or ``cache.0``, ...), or of ``key_cache`` and ``value_cache``.
+        The layout of ``cache`` (or ``cache.0``, ...), or of ``key_cache`` and ``value_cache``: a name or
+        a line such as "| l kv b n h c".
     like : path or dict of arrays, optional
-        Inputs that help to explain differences: the floats that were quantized, under the name of the codes;
+        Inputs that help to explain differences: the floats that were quantized, by the name of their codes;
         ``before`` (or ``before_NAME``), the array before the call; ``positions`` and ``rope_base`` of keys.
     sizes : dict, optional
         Lengths of the layouts' axes, as in `kvkit.layouts.view`.
     axes : str, optional
-        The axes of arrays without a layout, letters of ``l b n h c``; the last ones by default.
+        The axes of arrays without a layout, letters of ``l b n h c``. Arrays with another number of axes have
+        the usual ones of their name, as all have by default.
     atol, rtol, ulp : float, float, int
         Elements are equal within ``atol + rtol * |expected|`` or ``ulp`` ulps. All 0: bits and dtypes are
         compared.
@@ -205,10 +209,12 @@ def diff(
         check_plot(plot)
     sides = (a, layout_a, "layout_a"), (b, layout_b, "layout_b")
     arrays = Lazy(compared_arrays, sides, sizes, like, axes)
-    one, two, inputs = arrays.value
+    one, two, inputs, axes = arrays.value
+    if not one:
+        raise argument_error("a", "some array of numbers", "none")
     common = [name for name in one if name in two]
     if not common:
-        raise argument_error("b", f"some array of {', '.join(one) or 'none'}", ", ".join(two) or "none")
+        raise argument_error("b", f"some array of {', '.join(one)}", ", ".join(two) or "none")
     problems = [f"{name}: only in a" for name in one if name not in two]
     problems += [f"{name}: only in b" for name in two if name not in one]
     if like is not None and not usable_inputs(inputs, {name: one[name] for name in common}):
@@ -216,7 +222,9 @@ def diff(
         wanted = f"floats with the names and shapes of {', '.join(common)}; or before, positions"
         raise argument_error("like", wanted, brief(shapes) or "nothing")
     here = advance if mapper is map else None  # workers report whole arrays, not pieces
-    letters = [letters_of(name, one[name], axes, layout_a is not None) for name in common]
+    if axes:
+        check_axes(axes, [one[name].ndim for name in common])
+    letters = [letters_of(name, one[name], axes) for name in common]
     work = partial(compare_array, arrays, tolerances=tolerances, drawn=plot is not None, advance=here)
     found = Difference(problems=problems)
     compared = 0
@@ -238,24 +246,25 @@ def diff(
 def compared_arrays(
     sides: Sequence[tuple[Any, str | Layout | None, str]], sizes: Mapping[str, int] | None, like: Any,
     axes: str | None,
-) -> tuple[Arrays, Arrays, Arrays]:  # fmt: skip
-    """Return ({name: array} of side a, of side b, inputs by name)."""
+) -> tuple[Arrays, Arrays, Arrays, str | None]:  # fmt: skip
+    """Return ({name: array} of side a, of side b, inputs by name, axes); no axes for views by layout."""
     sources = []
     for side, layout, name in sides:
         array = as_numpy(side)
         given = {"array": array} if isinstance(array, np.ndarray) else side
-        sources.append(ds_v4_as_rows(CacheSource(given, layout, sizes, (name, "format"))))
+        sources.append(ds_v4_as_rows(CacheSource(given, layout, sizes, arguments=(name, "format"))))
     given = None if like is None else CacheSource(like, sides[0][1], sizes)
     inputs = {} if given is None else dict(given.arrays)
     one, two = ({name: x for name, x in each.arrays.items() if x.dtype.kind not in "SUO"} for each in sources)
-    by_name = one.keys() & two.keys() or not all(source.layout for source in sources)
+    by_name = bool(one.keys() & two.keys()) or not all(source.layout for source in sources)
+    # `heads_first` is a guess from the names of arrays, which `axes` overrule.
     stated = any(source.stated_layout and not (axes and source.heads_first) for source in sources)
     if by_name and not stated:
-        return one, two, inputs
+        return one, two, inputs, axes
     if given is not None:
-        with contextlib.suppress(KvkitError):  # inputs other than floats for codes
+        with contextlib.suppress(KvkitError):  # inputs may be no cache: before, positions
             inputs |= keys_and_values(given)
-    return keys_and_values(sources[0]), keys_and_values(sources[1]), inputs
+    return keys_and_values(sources[0]), keys_and_values(sources[1]), inputs, None
 
 
 def keys_and_values(source: CacheSource) -> Arrays:
@@ -263,7 +272,7 @@ def keys_and_values(source: CacheSource) -> Arrays:
     if source.cache is None and not source.separate:
         expected = "an array cache, key_cache or value_cache of this layout"
         raise argument_error("layout", expected, some_names(source.arrays))
-    parts = {"": source.one_head_view()[0] or source.require_view(both=False)}
+    parts = {"": source.one_head_view()[0] or source.require_view(both=False)}  # the latter says why not
     with contextlib.suppress(KvkitError):  # scales with other axes are not compared
         parts |= {f"_{part}": view for part, view in source.scale_views.items()}
     sides = [side for side in SIDES if not source.separate or side in source.separate]
@@ -275,7 +284,7 @@ def keys_and_values(source: CacheSource) -> Arrays:
 def same_tokens(sides: Sequence[tuple[Any, Any, str]], sizes: Mapping[str, int] | None) -> bool:
     """Return whether two caches, of which one or both have page tables, hold the same tokens."""
     try:
-        sources = [CacheSource(side, layout, sizes, (name, "format")) for side, layout, name in sides]
+        sources = [CacheSource(x, layout, sizes, arguments=(name, "format")) for x, layout, name in sides]
         if all(source.block_tables() is None for source in sources):
             return False
         one, two = map(open_arrays, sources)
@@ -304,7 +313,7 @@ def compare_array(
     advance: Callable[[int], object] | None,
 ) -> Difference:  # fmt: skip
     """Compare an array of both sides, and look for causes."""
-    one, two, inputs = arrays.value
+    one, two, inputs, _ = arrays.value
     expected, got = one[name], two[name]
     if expected.shape != got.shape:
         return Difference(problems=[str(argument_error(name, f"shape {expected.shape}", got.shape))])
@@ -335,21 +344,23 @@ def count_rows(
     expected: np.ndarray, got: np.ndarray, tolerances: Tolerances,
     advance: Callable[[int], object] | None,
 ) -> RowCounts:  # fmt: skip
-    """Count the differences of two arrays, a block at a time."""
-    content = expected.shape[-1] if expected.ndim else 1
-    result = RowCounts.zeros(int(np.prod(expected.shape[:-1], dtype=np.int64)))
-    one, two = (array.reshape(1) if not array.ndim else array for array in (expected, got))
-    length = one.shape[0] if one.ndim > 1 else 1  # of the first axis
-    step = max(1, BLOCK // max(1, one.nbytes // max(length, 1)))
-    rows = len(result.differing) // length if length else 0  # of an index of the first axis
-    for begin in range(0, length, step) if one.size else ():
-        part = slice(begin, begin + step)
-        x, y = ((array[part] if array.ndim > 1 else array).reshape(-1, content) for array in (one, two))
+    """Count the differences of two arrays, in blocks of whole rows."""
+    one, two = (array if array.ndim > 1 else array.reshape(1, -1) for array in (expected, got))
+    *outer, content = one.shape
+    sizes = [math.prod(one.shape[i:]) * one.itemsize for i in range(1, one.ndim)]  # of an index, by axis
+    axis = next((i for i, size in enumerate(sizes) if size <= BLOCK), len(outer) - 1)  # the axis to cut
+    step = max(1, BLOCK // max(1, sizes[axis]))
+    begins = range(0, outer[axis] if one.size else 0, step)
+    result, row = RowCounts.zeros(math.prod(outer)), 0
+    for *index, begin in product(*map(range, outer[:axis]), begins):
+        part: tuple[Any, ...] = (*index, slice(begin, begin + step))
+        x, y = (array[part].reshape(-1, content) for array in (one, two))
         if not same_bytes(x, y):
-            where = slice(begin * rows, begin * rows + len(x))
+            where = slice(row, row + len(x))
             found = counting.count(x, y, *tolerances)
             result.differing[where], result.errors[where] = found.differing, found.errors
             result.histogram[:] += found.histogram
+        row += len(x)
         if advance is not None:
             advance(x.nbytes)
     return result
@@ -453,10 +464,10 @@ def draw_maps(path: FilePath, maps: Mapping[str, Any]) -> None:
         table = np.moveaxis(counts, outer, range(len(outer))).reshape(
             math.prod(counts.shape[axis] for axis in outer), -1
         )
-        rows = counts.shape[outer[1]] if len(outer) == 2 else 1  # rows of a layer, or of a head
-        ticks = range(0, len(table), rows * -(-len(table) // rows // 12))
+        rows = counts.shape[outer[1]] if len(outer) == 2 else 1  # rows of the table for each label
+        ticks = range(0, len(table), rows * math.ceil(len(table) / rows / 12)) if outer else ()
         axes.set_yticks(ticks, [str(row // rows) for row in ticks])
-        axes.set(title=name, xlabel="token", ylabel="layer" if "l" in letters else "head")
+        axes.set(title=name, xlabel="token", ylabel=WORDS[letters[outer[0]]] if outer else "")
         image = axes.imshow(table, aspect="auto", interpolation="nearest", cmap="viridis")
         figure.colorbar(image, ax=axes, label="differing elements")
     figure.savefig(path, dpi=120)

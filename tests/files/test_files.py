@@ -56,7 +56,9 @@ def test_a_cache_comes_back_with_what_is_said_of_it(tmp_path, rng, small, suffix
     table, strided = np.arange(6, dtype=np.int32).reshape(2, 3), filled(rng, (4, 6), dtype).T[::2]
     path = tmp_path / f"cache{suffix}"
     arrays = {"cache": cache, "block_tables": table, "strided": strided, "none": strided[:0]}
-    files.write(path, arrays, SAID, metadata={"model": "m"})
+    written = []
+    files.write(path, arrays, SAID, metadata={"model": "m"}, advance=written.append)
+    assert sum(written) == sum(array.nbytes for array in files.flat(arrays).values())
     found = files.read(path.rename(tmp_path / "no suffix"))
     assert (found.kind, found.description, found.metadata["model"]) == (suffix, SAID, "m")
     for got, expected in zip(files.nested(found.arrays), cache, strict=True):

@@ -49,8 +49,10 @@ def test_names_say_what_bytes_do_not(tmp_path):
     shutil.copy(RAW[0], other)
     assert "these are its bytes" in files.read(other).notes[0]
     assert files.read(other).arrays["bytes"].tobytes() == RAW[0].read_bytes()
+    by_layer.write_bytes(b"PK" + pair.tobytes()[2:])  # as a zip archive begins
+    assert files.read(by_layer).arrays["cache"].tobytes() == by_layer.read_bytes()
     shutil.copy(RAW[0], tmp_path / "chunk.pt")
-    with pytest.raises(KvkitError, match="like no kind of file that kvkit reads"):
+    with pytest.raises(KvkitError, match=r"like no kind of file that kvkit reads.* chunk of LMCache"):
         files.read(tmp_path / "chunk.pt")
 
 

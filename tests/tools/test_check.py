@@ -438,6 +438,38 @@ def test_tables_of_lists_and_without_sequences():
         assert ("P5" in str(found)) == (len(starts) > 1)
 
 
+POOL_OF_4 = {"num_blocks": 4, "page_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "expected"),
+    [
+        (  # pages that begin at any row
+            POOL_OF_4 | {"cachestarts": [[60, 200]], "kvstarts": [0, 32]},
+            ["cachestarts[0, 1]: row 200 is outside the pool, 0 to 63"],
+        ),
+        (
+            POOL_OF_4 | {"cachestarts": [[0, 16, 32]], "kvstarts": [0, 32]},
+            ["cachestarts[0, 2]: page 2 after the 2 pages of sequence 0"],
+        ),
+        (
+            {"num_blocks": 0, "page_size": 16, "block_tables": [[0]], "context_lens": [1]},
+            ["block_tables[0, 0]: page 0 is outside the pool, which is empty"],
+        ),
+        (
+            POOL_OF_4 | {"kv_indptr": [], "kv_indices": [0, 1], "context_lens": [1, 2, 3]},
+            ["context_lens: 3 lengths for the 0 sequences of kv_indices", "kv_indptr[0]: nothing, not 0"],
+        ),
+        (  # lengths that nobody gave accuse no other array
+            POOL_OF_4 | {"kv_indptr": [0, 2, 3], "kv_indices": [0, 1, 2], "kv_last_page_len": [17, 0]},
+            ["kv_last_page_len[0]: 17 rows, not 1 to 16", "kv_last_page_len[1]: 0 rows, not 1 to 16"],
+        ),
+    ],
+)
+def test_places_and_words(arrays, expected):
+    assert [f"{each.where}: {each.message}" for each in check(arrays)] == expected
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [

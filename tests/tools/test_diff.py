@@ -301,7 +301,8 @@ def test_layouts():
     other = {"cache": np.stack([arrays["key"][:1], arrays["value"][:1]]).transpose(1, 2, 4, 0, 3, 5).copy()}
     assert diff(engine, other, layout_a="l | b kv n h c", layout_b="| l b h kv n c").equal
     kvkit.layouts.view(other["cache"], "| l b h kv n c").values[0, 2, 3, 1, 5] = 9
-    [found] = diff(engine, other, layout_a="l | b kv n h c", layout_b="| l b h kv n c").arrays
+    stated = engine | {"layout": "l | b kv n h c"}  # `axes` are those of arrays without a layout
+    [found] = diff(stated, other, layout_b="| l b h kv n c", axes="h n b l c").arrays
     assert (found.name, found.first["page"], found.first["position"], found.first["head"]) == (
         "values", 2, 3, 1,
     )  # fmt: skip
@@ -318,13 +319,28 @@ def test_large_arrays_are_tried_in_part(monkeypatch):
     assert found.causes[0].name in ("row off by one", "another token's or layer's bytes")
 
 
+def test_arrays_are_compared_in_blocks(monkeypatch, rng):
+    monkeypatch.setattr("kvkit.tools.comparison.BLOCK", 1000)
+    expected, blocks = rng.standard_normal((1, 2, 40, 2, 4)).astype(np.float32), []
+    got = expected + (rng.random(expected.shape) < 0.1)
+    [found] = diff(expected, got, advance=blocks.append).arrays
+    assert blocks == [31 * 32, 9 * 32] * 2
+    assert found.differing == (expected != got).sum()
+    assert tuple(found.first[axis] for axis in found.axes) == tuple(np.argwhere(expected != got)[0])
+
+
 def test_a_report(tmp_path):
-    pytest.importorskip("matplotlib")
+    matplotlib = pytest.importorskip("matplotlib")
     expected, path = cache(), tmp_path / "map.png"
     found = diff(expected, other(expected, key=np.roll(expected["key"], 1, axis=2)), plot=path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert json.loads(json.dumps(found.to_dict()))["arrays"][0]["first"]["layer"] == 0
     assert "first: layer 0, page 0, position 0, head 0, element 0" in str(found)
+    assert "\n  first: expected 1.0, got 2.0\n" in str(diff(np.array(1.0), np.array(2.0)))
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        for axes, label in (("h n c", "head"), ("b n c", "")):
+            diff(expected["key"][0, 0], expected["key"][0, 1], plot=tmp_path / "map.svg", axes=axes)
+            assert (">head<" in (tmp_path / "map.svg").read_text()) == bool(label)
     assert str(diff(expected, expected)) == f"equal: {expected['key'].nbytes * 2} bytes"
 
 
@@ -334,6 +350,9 @@ def test_a_report(tmp_path):
         ({"x": np.zeros(2)}, {"y": np.zeros(2)}, {}, "b: expected some array of x, got y"),
         ({"x": np.zeros(2)}, {"x": np.zeros(2)}, {"ulp": -1}, "ulp: expected at least 0"),
         ({"x": np.zeros(2)}, {"x": np.zeros(2)}, {"layout_a": "b n h c"}, "layout: expected an array cache"),
+        ({}, {}, {}, "a: expected some array of numbers, got none"),
+        ({"x": np.zeros(2)}, {"x": np.ones(2)}, {"axes": "foo"}, "axes: expected each of l b n h c .* 'foo'"),
+        ({"x": np.zeros(2)}, {"x": np.ones(2)}, {"axes": "n c"}, "axes: expected 1 letters, .* 'n c'"),
         (3, {"x": np.zeros(2)}, {}, "source: expected a path, a dict of arrays or a cache"),
         (
             {"x": np.zeros(2)},

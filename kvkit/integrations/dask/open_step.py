@@ -26,6 +26,7 @@ class OpenStep:
 
     def begin(self, length: int, batch: int) -> None:
         """Begin with ``length`` tokens in every layer, and without a step."""
+        # An empty cache takes any number of sequences.
         self.length, self.batch, self.step = length, batch if length else 0, 0
         self._taken: set[int] = set()
         self.pending: dict[int, tuple[Array, Array]] = {}
@@ -58,9 +59,9 @@ class OpenStep:
         self.step, self.batch = tokens, len(key)
 
     def commit(self, caller: str) -> None:
-        """End the step; raise if only some layers have its tokens."""
+        """End the step. Raise if only some layers have its tokens, in an error of the method `caller`."""
         if self._taken and not self.complete:
             missing = sorted(set(range(self._layers)) - self._taken)
             wanted = "all layers to have taken the step's tokens"
-            raise argument_error(caller, wanted, f"layers {missing} that have not")
+            raise argument_error(caller, wanted, f"layers {missing} without them")
         self.begin(self.total, self.batch)

@@ -1,4 +1,8 @@
-"""Check page tables: rules P1 to P7."""
+"""Check page tables: rules P1 to P7. A rule returns None if it lacks its inputs.
+
+PMX's ``cachestarts`` hold the first row of each page. Entries of neighbouring pages differ by `case.unit`.
+`case.aligned` says whether all entries are multiples of it, and so begin whole pages of the pool.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,12 +16,13 @@ from kvkit.tools.findings import Seen, rule
 WITHOUT_TOP_BIT = 2**31 - 1  # a mask: some engines mark ids of a second pool by the top bit of 32
 
 
-def hits_of_kind(case: Case, kind: int, words: Callable[[int, int, int], str]) -> Seen:
+def hits_of_kind(case: Case, kind: int, words: Callable[[str, int, int], str]) -> Seen:
     """Report hits of one kind; `words` gets the page, another sequence that has it, and its column there."""
     if case.page_tables is None:
         return None
     # A hit is (rule, sequence, column, page, other sequence, column there): `table_rules.FIELDS`.
-    return case.page_tables.hits(kind).tolist(), lambda hit: (case.entry(*hit[1:3]), words(*hit[3:]))
+    hits = case.page_tables.hits(kind).tolist()
+    return hits, lambda hit: (case.entry(*hit[1:3]), words(f"{case.noun} {hit[3]}", *hit[4:]))
 
 
 @rule(
@@ -27,10 +32,12 @@ def hits_of_kind(case: Case, kind: int, words: Callable[[int, int, int], str]) -
 )
 def outside_the_pool(case: Case) -> Seen:
     """Report pages that the pool lacks. onnxruntime#32391: ids were checked against 0 only."""
-    last = case.num_blocks - 1 if case.num_blocks else None
-    return hits_of_kind(
-        case, table_rules.OUTSIDE, lambda page, *_: f"page {page} is outside the pool, 0 to {last}"
-    )
+
+    def words(page: str, *_: int) -> str:
+        count = case.page_tables.num_blocks
+        return f"{page} is outside the pool, {f'0 to {count - 1}' if count else 'which is empty'}"
+
+    return hits_of_kind(case, table_rules.OUTSIDE, words)
 
 
 @rule(
@@ -41,7 +48,7 @@ def outside_the_pool(case: Case) -> Seen:
 def twice_in_a_sequence(case: Case) -> Seen:
     """Report pages that a sequence has twice. vllm-rbln#41: tables after a preemption."""
     return hits_of_kind(
-        case, table_rules.TWICE, lambda page, _, at: f"page {page} is in column {at} of the same sequence"
+        case, table_rules.TWICE, lambda page, _, at: f"{page} is in column {at} of the same sequence"
     )
 
 
@@ -54,8 +61,8 @@ def twice_in_a_sequence(case: Case) -> Seen:
 def in_two_sequences(case: Case) -> Seen:
     """Report pages of two sequences. sparkinfer#289: tables were looked up by row, not by sequence."""
 
-    def words(page: int, other: int, there: int) -> str:
-        return f"page {page} is in column {there} of sequence {other}, whose earlier pages differ"
+    def words(page: str, other: int, there: int) -> str:
+        return f"{page} is in column {there} of sequence {other}, whose earlier pages differ"
 
     return hits_of_kind(case, table_rules.FOREIGN, words)
 
@@ -96,7 +103,7 @@ def lengths_disagree(case: Case) -> Seen:
 def disagreements(case: Case) -> Iterator[tuple[str, str]]:
     """Yield (where, what) for all lengths that disagree."""
     lengths, table = case.lengths, case.raw_table
-    rows = len(table[0]) - 1 if isinstance(table, tuple) else len(table)
+    rows = max(len(table[0]) - 1, 0) if isinstance(table, tuple) else len(table)
     if len(lengths) != rows:
         yield "context_lens", f"{len(lengths)} lengths for the {rows} sequences of {case.table_name}"
     for b in np.flatnonzero(lengths < 0).tolist():
@@ -123,6 +130,8 @@ def disagreements(case: Case) -> Iterator[tuple[str, str]]:
     if last is not None:
         for b in np.flatnonzero((counts > 0) & ((last < 1) | (last > case.page_size))).tolist():
             yield f"kv_last_page_len[{b}]", f"{last[b]} rows, not 1 to {case.page_size}"
+    if not {"context_lens", "kvstarts"} & case.given.keys():  # `lengths` are computed from these arrays
+        return
     for b in np.flatnonzero(counts[: len(lengths)] != needed[:rows]).tolist():
         yield f"kv_indptr[{b + 1}]", f"{counts[b]} pages for {lengths[b]} tokens, which need {needed[b]}"
     if last is not None and "context_lens" in case.given and len(lengths) == rows:
@@ -155,7 +164,8 @@ def live_after_the_end(case: Case) -> Seen:
 
     def words(hit: Any) -> tuple[str, str]:
         b, c = hit.tolist()
-        return case.entry(b, c), f"page {table[b, c]} after the {needed[b]} pages of sequence {b}"
+        page = f"{case.noun} {table[b, c] // (case.unit if case.aligned else 1)}"
+        return case.entry(b, c), f"{page} after the {needed[b]} pages of sequence {b}"
 
     return hits, words
 

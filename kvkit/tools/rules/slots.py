@@ -15,16 +15,16 @@ BITS = {"int32": 31, "uint32": 32, "int64": 63}
     needs="block_tables, slot_mapping, slot_sequences, slot_positions",
 )
 def not_where_the_table_says(case: Case) -> Seen:
-    """Report tokens in slots of other positions. LMCache#4921: slots were cut off with their positions."""
-    if case.page_of_slots is None:
+    """Report tokens in slots of other positions. LMCache#4921: slots of a part were taken for the whole."""
+    if case.page_of_tokens is None:
         return None
     sequences, positions = case.slot_tokens
-    meant = case.page_of_slots * case.page_size + positions % case.page_size
+    meant = case.page_of_tokens * case.page_size + positions % case.page_size
     hits = np.flatnonzero((case.slots >= 0) & (case.slots != meant))
 
     def words(i: int) -> tuple[str, str]:
         what = f"slot {case.slots[i]} for position {positions[i]} of sequence {sequences[i]}"
-        if case.page_of_slots[i] < 0:
+        if case.page_of_tokens[i] < 0:
             return f"slot_mapping[{i}]", f"{what}, for which the table has no page"
         return f"slot_mapping[{i}]", f"{what}, which the table has in {meant[i]}"
 
@@ -77,7 +77,7 @@ def in_the_reserved_page(case: Case) -> Seen:
 
 @rule(
     "S5",
-    "Two entries are the halves of one number, or the reverse. Convert the tensor, do not reinterpret it.",
+    "Entries are halves of numbers, or two numbers in one. Convert the tensor, do not reinterpret its bytes.",
     needs="block_tables or slot_mapping",
 )
 def read_with_another_size(case: Case) -> Seen:
@@ -108,7 +108,7 @@ def misread_words(
     if dtype.itemsize == 4 and len(numbers) >= 4 and not filled:
         odd = np.flatnonzero(columns % 2)
         low, high = numbers[odd - 1], numbers[odd]
-        stored = low[low >= 0]  # a pair of -1 may be padding, and a single 0 the first slot
+        stored = low[low >= 0]  # evidence are two other numbers: (-1, -1) may be padding, 0 the first slot
         if (high == np.where(low < 0, -1, 0)).all() and len(np.unique(stored)) > 1:
             seen = numbers[:4].tolist()
             return name, f"every other int32 number is 0 or -1 ({seen}...): int64 read as int32"
@@ -149,23 +149,24 @@ def beyond_the_index_type(case: Case) -> Seen:
 )
 def rows_and_pages_mixed(case: Case) -> Seen:
     """Report page numbers for rows, and the reverse. LMCache#4253: a page size of 1600 was read as 64."""
-    if (case.pages is None or case.page_size == 1) and case.page_of_slots is None:
+    if (case.pages is None or case.page_size == 1) and case.page_of_tokens is None:
         return None
     found = []
     if case.pages is not None and case.page_size > 1 and len(case.pages.ids):
         ids, size = case.pages.ids, case.page_size
         least, most = ids.min(), ids.max()
-        are_numbers = (case.unit > 1) and not case.aligned and least >= 0 and most < case.num_blocks
-        if are_numbers and (np.diff(np.unique(ids)) < size).any():  # as first rows, pages would overlap
+        # A table of first rows that holds page numbers: as first rows, pages would overlap.
+        are_numbers = case.unit > 1 and not case.aligned and least >= 0 and most < case.num_blocks
+        if are_numbers and (np.diff(np.unique(ids)) < size).any():
             found.append((case.entry(0, 0), f"{ids[0]} and all others are page numbers, not first rows"))
         are_rows = case.unit == 1 and least >= 0 and most >= case.num_blocks > most // size
         if are_rows and not (ids % size).any():
             what = f"{ids[0]} and all others are first rows of pages, not their numbers"
             found.append((case.entry(0, 0), what))
-    if case.page_of_slots is not None and case.page_size > 1:
-        stored = (case.slots >= 0) & (case.page_of_slots >= 0)
+    if case.page_of_tokens is not None and case.page_size > 1:
+        stored = (case.slots >= 0) & (case.page_of_tokens >= 0)
         offset = case.slot_tokens.positions % case.page_size
-        slots, pages = case.slots[stored], case.page_of_slots[stored]
+        slots, pages = case.slots[stored], case.page_of_tokens[stored]
         wrong = (slots != pages * case.page_size + offset[stored]).any()
         for what, numbers in (("page numbers", pages), ("page number + offset", pages + offset[stored])):
             if wrong and (slots == numbers).all():
