@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -36,20 +36,22 @@ BY_NAME = {  # the last axes of arrays without a content axis, or with two axes 
 }  # fmt: skip
 
 
-def check_axes(axes: str, counts: Collection[int]) -> None:
-    """Raise unless `axes` are different letters or words for axes, as many as one of `counts`."""
+def axes_by_count(axes: str | None, counts: Collection[int]) -> dict[int, str]:
+    """Return {number of axes: axes}, {} for None; raise if letters are wrong or no array has as many."""
+    if not axes:
+        return {}
     letters = axes.split()
     if not set(letters) <= {*WORDS, *DIMENSIONS.values()} or len(set(letters)) != len(letters):
         raise argument_error("axes", "each of l b n h c at most once", describe(axes))
-    if len(letters) not in counts:
-        counts_of_axes = " or ".join(map(str, sorted(set(counts))))
-        raise argument_error("axes", f"{counts_of_axes} letters, as an array has axes", describe(axes))
+    if counts and len(letters) not in counts:
+        wanted = " or ".join(map(str, sorted(set(counts)))) + " letters, as an array has axes"
+        raise argument_error("axes", wanted, describe(axes))
+    return {len(letters): axes}
 
 
-def letters_of(name: str, array: np.ndarray, axes: str | None) -> tuple[str, ...]:
-    """Return the axes of an array: the given ones if there are as many, or the usual ones of its name."""
-    letters = tuple(axes.split()) if axes else ()
-    return letters if len(letters) == array.ndim else usual_axes(name, array)
+def letters_of(name: str, array: np.ndarray, axes: Mapping[int, str]) -> tuple[str, ...]:
+    """Return the axes of an array, those of `axes` by their number or the usual ones of its name."""
+    return tuple(axes[array.ndim].split()) if array.ndim in axes else usual_axes(name, array)
 
 
 def usual_axes(name: str, array: np.ndarray) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from kvkit.errors import KvkitError, argument_error, brief, printable
 from kvkit.interop import as_numpy
 from kvkit.layouts import Layout
 from kvkit.tools import counting
-from kvkit.tools.axes import ROLES, WORDS, check_axes, is_index, letters_of
+from kvkit.tools.axes import ROLES, WORDS, axes_by_count, is_index, letters_of
 from kvkit.tools.case import stack_view
 from kvkit.tools.causes import Cause, Trial, index_causes, try_causes, usable_inputs
 from kvkit.tools.counting import RowCounts, Tolerances
@@ -32,6 +32,7 @@ Arrays = dict[str, np.ndarray]
 # The axes along which differing elements are counted: keys of `axes.WORDS`, and a word of index tensors.
 BY_AXIS = "l", "s", "b", "h", "g", "sequence"
 COMPLEX = {"c", "W"}  # `dtype.kind` of complex numbers: numpy's, ml_dtypes'
+VIEW_AXES = {1: "l", 2: "l h", 5: "l b n h c"}  # {number of axes: axes} of keys, values and their scales
 BLOCK = 2**25  # the most bytes compared at a time, unless one row has more
 MOST_TRIED = 2**22  # the most bytes of an array on which causes are tried
 LISTED = 8  # heads, layers or pages in a printed list: those with most differences
@@ -209,7 +210,7 @@ def diff(
         check_plot(plot)
     sides = (a, layout_a, "layout_a"), (b, layout_b, "layout_b")
     arrays = Lazy(compared_arrays, sides, sizes, like, axes)
-    one, two, inputs, axes = arrays.value
+    one, two, inputs, known_axes = arrays.value
     if not one:
         raise argument_error("a", "some array of numbers", "none")
     common = [name for name in one if name in two]
@@ -222,9 +223,7 @@ def diff(
         wanted = f"floats with the names and shapes of {', '.join(common)}; or before, positions"
         raise argument_error("like", wanted, brief(shapes) or "nothing")
     here = advance if mapper is map else None  # workers report whole arrays, not pieces
-    if axes:
-        check_axes(axes, [one[name].ndim for name in common])
-    letters = [letters_of(name, one[name], axes) for name in common]
+    letters = [letters_of(name, one[name], known_axes) for name in common]
     work = partial(compare_array, arrays, tolerances=tolerances, drawn=plot is not None, advance=here)
     found = Difference(problems=problems)
     compared = 0
@@ -246,8 +245,8 @@ def diff(
 def compared_arrays(
     sides: Sequence[tuple[Any, str | Layout | None, str]], sizes: Mapping[str, int] | None, like: Any,
     axes: str | None,
-) -> tuple[Arrays, Arrays, Arrays, str | None]:  # fmt: skip
-    """Return ({name: array} of side a, of side b, inputs by name, axes); no axes for views by layout."""
+) -> tuple[Arrays, Arrays, Arrays, dict[int, str]]:  # fmt: skip
+    """Return ({name: array} of side a, of side b, inputs by name, {number of axes: axes} where known)."""
     sources = []
     for side, layout, name in sides:
         array = as_numpy(side)
@@ -256,15 +255,16 @@ def compared_arrays(
     given = None if like is None else CacheSource(like, sides[0][1], sizes)
     inputs = {} if given is None else dict(given.arrays)
     one, two = ({name: x for name, x in each.arrays.items() if x.dtype.kind not in "SUO"} for each in sources)
-    by_name = bool(one.keys() & two.keys()) or not all(source.layout for source in sources)
+    common = one.keys() & two.keys()
+    by_name = bool(common) or not all(source.layout for source in sources)
     # `heads_first` is a guess from the names of arrays, which `axes` overrule.
     stated = any(source.stated_layout and not (axes and source.heads_first) for source in sources)
     if by_name and not stated:
-        return one, two, inputs, axes
+        return one, two, inputs, axes_by_count(axes, [one[name].ndim for name in common])
     if given is not None:
         with contextlib.suppress(KvkitError):  # inputs may be no cache: before, positions
             inputs |= keys_and_values(given)
-    return keys_and_values(sources[0]), keys_and_values(sources[1]), inputs, None
+    return keys_and_values(sources[0]), keys_and_values(sources[1]), inputs, VIEW_AXES
 
 
 def keys_and_values(source: CacheSource) -> Arrays:

@@ -449,6 +449,13 @@ POOL_OF_4 = {"num_blocks": 4, "page_size": 16}
             ["cachestarts[0, 1]: row 200 is outside the pool, 0 to 63"],
         ),
         (
+            POOL_OF_4 | {"cachestarts": [[70, 71]], "kvstarts": [0, 32]},
+            [
+                *(f"cachestarts[0, {i}]: row {70 + i} is outside the pool, 0 to 63" for i in range(2)),
+                "cachestarts[0, 0]: all 2 rows are 70 or more: the pool's numbers begin elsewhere",
+            ],
+        ),
+        (
             POOL_OF_4 | {"cachestarts": [[0, 16, 32]], "kvstarts": [0, 32]},
             ["cachestarts[0, 2]: page 2 after the 2 pages of sequence 0"],
         ),

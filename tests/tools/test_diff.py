@@ -306,6 +306,11 @@ def test_layouts():
     assert (found.name, found.first["page"], found.first["position"], found.first["head"]) == (
         "values", 2, 3, 1,
     )  # fmt: skip
+    coded = {f"{name}_cache": array for name, array in arrays.items()}
+    ones = np.ones((L, H), np.float32)
+    scales = [coded | {"key_scale": scale, "value_scale": ones} for scale in (ones, 2 * ones)]
+    [found] = diff(*scales, layout_a="l b n h c", layout_b="l b n h c").arrays
+    assert (found.name, found.axes) == ("keys_scale", ("layer", "head"))
 
 
 def test_large_arrays_are_tried_in_part(monkeypatch):

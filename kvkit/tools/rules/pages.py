@@ -179,20 +179,20 @@ def of_another_pool(case: Case) -> Seen:
     """Report tables of another pool. vllm-ascend#14534: replicated and rank-local tables were mixed."""
     if case.page_tables is None:
         return None
-    ids = case.page_tables.ids
+    ids, pool, noun = case.page_tables.ids, case.page_tables.num_blocks, case.noun
     hits = case.page_tables.hits(table_rules.OUTSIDE)
     if not len(hits):
         return []
     outside = hits[:, table_rules.PAGE]
 
     def inside(pages: np.ndarray) -> bool:
-        return bool(((pages >= 0) & (pages < case.num_blocks)).all())
+        return bool(((pages >= 0) & (pages < pool)).all())
 
     if inside(outside & WITHOUT_TOP_BIT):
         page = outside[0] & WITHOUT_TOP_BIT
-        what = f"page {outside[0]} is page {page} with its top bit set, like all pages outside the pool"
-    elif len(outside) == len(ids) > 1 and inside(ids - ids.min()) and ids.min() >= case.num_blocks:
-        what = f"all {len(ids)} pages are {ids.min()} or more: the pool's numbers begin elsewhere"
+        what = f"{noun} {outside[0]} is {noun} {page} with its top bit set, like all outside the pool"
+    elif len(outside) == len(ids) > 1 and inside(ids - ids.min()) and ids.min() >= pool:
+        what = f"all {len(ids)} {noun}s are {ids.min()} or more: the pool's numbers begin elsewhere"
     else:
         return []
     return [(case.entry(hits[0, table_rules.SEQUENCE], hits[0, table_rules.COLUMN]), what)]
