@@ -87,6 +87,9 @@ def encode(x: ArrayLike, format: str | Format, *, scale: Any = None, **options: 
                 tensor_scale = tensor_wide_scale(known, scale, rows)
             elif scale is not None:
                 raise argument_error("scale", f"None, for {known}", brief(repr(scale)))
+            if known.rule not in RULES:
+                rules = ", ".join(["given", *RULES])
+                raise argument_error("format.rule", f"one of {rules}", brief(repr(known.rule)))
             ratio, scales, offset = RULES[known.rule](
                 split_groups(rows, per, known.group), known, dtype, tensor_scale
             )

@@ -1,5 +1,7 @@
 """One clear line for what formats refuse."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -24,6 +26,8 @@ REFUSED = {
     "an exponent": (lambda: encode(X, "nvfp4:ceil"), r"format: expected no options, .*, got 'ceil'"),
     "per": (lambda: encode(X, "int4", per="page"), r"format: expected options among gN, .*, got 'page'"),
     "rounding": (lambda: named("int4", rounding="even"), r"format: expected options .*, got 'rint'"),
+    "rule": (lambda: encode(X, replace(named("ggml_mxfp4"), rule="power")),
+        r"format\.rule: expected one of given, pmx, .*, mx_power, .*, turbo_value, got 'power'"),
     "field": (lambda: named("int4", per="g8"), r"format: expected options among .*, got 'g8'"),
     "plus": (lambda: schemes_named("int4+"), r"rotation: expected hadamard, .*, got ''"),
     "what": (lambda: rotate(X, "hadamard", what="key"),
