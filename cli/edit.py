@@ -77,9 +77,9 @@ def edit(ctx, source, close, rope, output, as_json, **changes):
     cache = open_cache(source)
     rotation = None if rope is None else parse_rope(rope)
     values = {name: iter(given) for name, given in changes.items()}
-    for name in ctx.meta["order"]:
-        apply_change(cache, name, next(values[name]), close, rotation)
+    notes = [apply_change(cache, name, next(values[name]), close, rotation) for name in ctx.meta["order"]]
     cache.save(output)
+    print_notes(notes)
     layer = longest(cache)
     shifts = {"rope_shifts": layer.rope_shifts.tolist()}
     if layer.positions.ndim > 1:
@@ -128,12 +128,12 @@ def edit_state(ctx, source, output, changes, close, as_json):
 
     before = files.read(source)
     contents = states.retain_tokens(before, keep)
-    for name, text, ranges in parsed:
-        note_if_outside(name, text, states.positions_of(before), ranges)
     found = states.positions_of(contents)
     if not len(found):
         raise KvkitError(f"{source}: expected tokens that stay, got none")
     llama_writing.write(output, contents)
+    positions = states.positions_of(before)
+    print_notes(note_if_outside(name, text, positions, ranges) for name, text, ranges in parsed)
     print_tokens(found, int(found[-1]) + 1, as_json, {})
 
 
@@ -158,28 +158,36 @@ def longest(cache):
 
 
 def note_if_outside(name, text, positions, ranges):
-    """Print a note on stderr if no token has a position in the ranges of a change."""
-    if not in_ranges(positions, ranges).any():
-        where = f"they end with {positions.max()}" if positions.size else "there are none"
-        click.echo(f"kvkit: --{name} {text}: no token has such a position ({where})", err=True)
+    """Return a note if no token has a position in the ranges of a change, else ""."""
+    if in_ranges(positions, ranges).any():
+        return ""
+    where = f"they end with {positions.max()}" if positions.size else "there are none"
+    return f"kvkit: --{name} {text}: no token has such a position ({where})"
+
+
+def print_notes(notes):
+    """Print notes on stderr, without empty ones."""
+    for note in filter(None, notes):
+        click.echo(note, err=True)
 
 
 def apply_change(cache, name, text, close, rotation):
-    """Apply one change to a cache."""
-    positions = longest(cache).positions
+    """Apply one change to a cache; return a note if no token has such a position, else ""."""
+    layer = longest(cache)
+    positions = layer.positions
     if name == "retain":
         if positions.ndim > 1:
             raise KvkitError(f"--retain {text}: expected heads with the same tokens, got a compressed cache")
         ranges = parse_ranges(name, text)
-        note_if_outside(name, text, positions, ranges)
         cache.retain(positions[in_ranges(positions, ranges)])
-        return
-    begin, end, delta_or_d = parse_range(name, text, has_third=name != "remove")
-    if name == "remove":
-        note_if_outside(name, text, positions, [(begin, end, delta_or_d)])
-        cache.remove(begin, end, close=close, **({"rope": rotation} if close else {}))
     else:
-        getattr(cache, name)(begin, end, delta_or_d, rope=rotation)
+        begin, end, delta_or_d = parse_range(name, text, has_third=name != "remove")
+        if name != "remove":
+            getattr(cache, name)(begin, end, delta_or_d, rope=rotation)
+            return ""
+        cache.remove(begin, end, close=close, **({"rope": rotation} if close else {}))
+        ranges = [(begin, end, None)]
+    return note_if_outside(name, text, positions, ranges) if layer.has_rows else ""
 
 
 def parse_ranges(name, text):

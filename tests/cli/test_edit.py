@@ -7,7 +7,7 @@ import pytest
 from verbs import kvkit
 
 from kvkit import Rope
-from kvkit.cache import Cache, DynamicCache, PagedCache, QuantizedLayer, SlidingWindowLayer, load
+from kvkit.cache import Cache, DynamicCache, PagedCache, QuantizedLayer, SlidingWindowLayer, StateLayer, load
 
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "rope_theta": 500.0}
 EDITS = {  # the options; the same in Python, with rotation r
@@ -103,3 +103,14 @@ def test_ranges_without_tokens_are_told(folder):
     assert (code, out) == (0, "0 tokens at none, the next at 21\n")
     said = "no token has such a position (they end with 20)\n"
     assert err == f"kvkit: --remove 30:40: {said}kvkit: --retain 40:: {said}"
+
+
+def test_a_refused_change_prints_its_error_alone(folder):
+    """Notes would add lines; and the tokens of a state have no rows to count."""
+    cache = Cache([StateLayer()])
+    cache.update({"sum": np.ones((1, 2), np.float32)}, 5, 0)
+    cache.save("state.npz")
+    for command in ("state.npz --retain 0:4", "chat.npz --remove 30:40 --remove 3:1"):
+        code, out, err = kvkit(f"edit {command} -o no.npz")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "no token" not in err
