@@ -142,7 +142,6 @@ class MovableTokens(ABC):
         """
         self.rearrange(self.plan("flatten", rope=rope))
 
-    @one_call_at_a_time
     def can(self, call: str, *arguments: Any, **options: Any) -> str | None:
         """Return the message of the error that a call would raise; None if it would raise none.
 
@@ -159,7 +158,12 @@ class MovableTokens(ABC):
         >>> DynamicLayer().can("retain", [3])
         'positions: expected positions that are stored, got 3'
         """
-        return refusal(self, self.plan, call, *arguments, **options)
+
+        def plan(*arguments: Any, **options: Any) -> Any:
+            with self._lock:
+                return self.plan(*arguments, **options)
+
+        return refusal(self, plan, call, *arguments, **options)
 
     @abstractmethod
     def plan(self, call: str, *arguments: Any, **options: Any) -> Any:
@@ -368,13 +372,33 @@ class BaseLayer(MovableTokens):
         """Keep tokens that would be dropped or encoded until the next crop. Most layers drop none anyway."""
 
 
+class CacheLock(CallLock):  # type: ignore[misc]
+    """The lock of a cache, which refuses all calls once the cache is closed."""
+
+    __slots__ = ("closed",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = False
+
+    def __enter__(self) -> bool:  # type: ignore[override]
+        super().__enter__()
+        if self.closed:
+            self.release()
+            raise argument_error("cache", "one that is open (a kept one: Cache.open)", "one that was closed")
+        return True
+
+    def __reduce__(self) -> Any:
+        return type(self), (), (None, {"closed": self.closed})
+
+
 class BaseCache(MovableTokens):
     """Stores the keys and values of a model in layers. Calls from several threads run one after another."""
 
     layers: list[Any]
 
     def __init__(self) -> None:
-        self._lock = CallLock()
+        self._lock: CacheLock = CacheLock()
 
     def __len__(self) -> int:
         return len(self.layers)

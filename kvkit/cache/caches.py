@@ -54,7 +54,6 @@ class Cache(BaseCache):
     """
 
     _make_layer: Callable[[], Layer] | None = None  # where layers are made on first use
-    _closed = False  # whether `close` ended offloading
 
     def __init__(self, layers: Iterable[Layer], *, offload: FilePath | None = None, rope: Any = None) -> None:
         super().__init__()
@@ -124,15 +123,6 @@ class Cache(BaseCache):
         for layer in self.layers:
             layer.reserve(new)
 
-    def _layer(self, layer_idx: SupportsIndex) -> Any:
-        self._check_open()
-        return super()._layer(layer_idx)
-
-    def _check_open(self) -> None:
-        """Raise if `close` ended offloading: the tokens are no longer in this cache."""
-        if self._closed:
-            raise argument_error("cache", "one that is open (a kept one: Cache.open)", "one that was closed")
-
     def _missing(self, number: int) -> Any:
         """Make the next layer, if layers are made on first use; `update` adds it to the layers."""
         if self._make_layer is None or number > len(self.layers):
@@ -156,6 +146,7 @@ class Cache(BaseCache):
         for layer in self.layers:
             layer.crop(length)
 
+    @one_call_at_a_time
     def plan(self, call: str, *arguments: Any, rope: Any = None, **options: Any) -> list[Any]:
         pairs = zip(self.layers, self._ropes(rope), strict=True)
         return [
@@ -306,7 +297,6 @@ class Cache(BaseCache):
 
         Afterwards quantized layers attend to codes wherever they have them, as the loaded cache will.
         """
-        self._check_open()
         saving.save(self, path)
 
     @one_call_at_a_time
@@ -365,15 +355,18 @@ class Cache(BaseCache):
         """Wait until all offloaded tokens are on the disk."""
         offload.flush_layers(self.layers)
 
-    @one_call_at_a_time
     def close(self) -> None:
-        """End offloading: delete the files, or complete them with ``keep``. The cache takes no more tokens.
+        """End offloading: delete the files, or complete them with ``keep``. A cache in memory stays as it is.
 
-        A cache in memory stays as it is.
+        Afterwards every call that reads or changes tokens raises KvkitError, in layers too; lengths are 0.
         """
-        if self.folder is not None:
+        if self.folder is None:
+            return
+        with self._lock:
             self.folder.close(self.layers)
-            self.folder, self._closed = None, True
+            self.folder, self._lock.closed = None, True
+            for layer in self.layers:
+                layer.share_lock(self._lock)
 
     def __enter__(self) -> Self:
         return self

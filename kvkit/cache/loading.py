@@ -55,7 +55,8 @@ def load(path: FilePath) -> Cache | PagedCache:
     (3, True)
     """
     if os.path.isdir(path):
-        raise argument_error("path", "a file of `save` (Cache.open opens a folder of `offload`)", path)
+        wanted = "a file of `save` (Cache.open opens a folder of `offload`)"
+        raise argument_error("path", wanted, path, npz.FileError)
     about, arrays = read_file(path)
     if "paged" in about:
         try:

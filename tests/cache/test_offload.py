@@ -2,6 +2,8 @@
 
 import json
 import os
+import pickle
+import re
 import sys
 
 import numpy as np
@@ -21,6 +23,7 @@ from folder_scenes import (
 from kvkit import KvkitError
 from kvkit.cache import Cache, DynamicCache, StaticCache, load
 from kvkit.cache.stores import mapped
+from kvkit.files import FileError
 
 
 @pytest.mark.parametrize("only_non_sliding", [True, False])
@@ -54,13 +57,45 @@ def test_close_deletes_the_files(tmp_path):
     assert keys.tobytes() == before
     assert cache.get_seq_length() == 0
     cache.close()
-    with pytest.raises(KvkitError, match=r"^cache: expected one that is open \(a kept one: Cache.open\)"):
-        fill(cache)
-    with pytest.raises(KvkitError, match=r"^cache: expected one that is open .* got one that was closed$"):
-        cache.save(tmp_path / "empty.npz")
-    with pytest.raises(KvkitError, match=r"Cache\.open opens a folder"):
+    with pytest.raises(FileError, match=r"Cache\.open opens a folder"):
         load(tmp_path / "new" / "folder")
     assert names(tmp_path / "new" / "folder") == []
+
+
+CALLS = {
+    "update": lambda cache, folder: fill(cache),
+    "update of a layer": lambda cache, folder: cache.layers[0].update(*random(np.float32, 2, 0)),
+    "attend": lambda cache, folder: cache.attend(random(np.float32, 2, 0)[0], 0),
+    "reserve": lambda cache, folder: cache.reserve(1),
+    "crop": lambda cache, folder: cache.crop(-1),
+    "remove": lambda cache, folder: cache.remove(0, 2),
+    "retain": lambda cache, folder: cache.retain([0]),
+    "compress": lambda cache, folder: cache.compress("knorm", keep=0.5),
+    "reorder": lambda cache, folder: cache.reorder([1, 0]),
+    "repeat": lambda cache, folder: cache.repeat(2),
+    "reset": lambda cache, folder: cache.reset(),
+    "prefetch": lambda cache, folder: cache.prefetch(0),
+    "flush": lambda cache, folder: cache.flush(),
+    "to_legacy_cache": lambda cache, folder: cache.to_legacy_cache(),
+    "offload": lambda cache, folder: cache.offload(folder),
+    "save": lambda cache, folder: cache.save(folder / "saved.npz"),
+}
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_closed_cache_refuses_every_call_with_one_sentence(copied, tmp_path):
+    cache = fill(DynamicCache(2))
+    cache.offload(tmp_path / "first")
+    cache.close()
+    cache = pickle.loads(pickle.dumps(cache)) if copied else cache
+    (tmp_path / "second").mkdir()
+    said = "cache: expected one that is open (a kept one: Cache.open), got one that was closed"
+    for call in CALLS.values():
+        with pytest.raises(KvkitError, match=f"^{re.escape(said)}$"):
+            call(cache, tmp_path / "second")
+    assert cache.can("remove", 0, 2) == said
+    assert names(tmp_path / "second") == []
+    cache.close()
 
 
 def test_layers_made_later_are_in_files_too(tmp_path):

@@ -120,6 +120,10 @@ class Layer(BaseLayer):
     def _new_store(self, geometry: Geometry, capacity: Any) -> Any:
         return Store(geometry, capacity) if self.home is None else MappedStore(geometry, capacity, self.home)
 
+    def share_lock(self, lock: LayerLock) -> None:
+        """Take the lock of a closed cache, which refuses calls of its layers too."""
+        self._lock = lock
+
     # Adding tokens
 
     def update(
