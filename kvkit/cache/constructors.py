@@ -30,7 +30,8 @@ def layer_makers(
 ) -> tuple[Callable[[], Layer] | None, list[Callable[[], Layer]]]:
     """Return functions that make layers: (one for further layers, or None; a list of one for each layer).
 
-    Without `layer_types` all layers are sliding if there is a window, otherwise full.
+    Without `layer_types` all layers are sliding if there is a window, otherwise full. A sliding layer
+    without a window is an error.
     """
     if sliding_window is not None:
         integer("sliding_window", sliding_window, 1)
@@ -89,7 +90,7 @@ class DynamicCache(Cache):
         offload: FilePath | None = None,
         rope: Any = None,
     ) -> None:
-        sliding = functools.partial(SlidingWindowLayer, sliding_window)  # type: ignore[arg-type]  # if any slides
+        sliding = functools.partial(SlidingWindowLayer, sliding_window)  # type: ignore[arg-type]  # or refused
         kind, layers = layer_makers(num_layers, layer_types, sliding_window, DynamicLayer, sliding)
         self._make_layer = kind if num_layers is None else None
         super().__init__((make() for make in layers), offload=offload, rope=rope)
@@ -157,7 +158,8 @@ class QuantizedCache(Cache):
         The number of layers; if None, each is made when it is first used.
     key, value, residual_length, sink
         As in `QuantizedLayer`. If one of `key` and `value` is a scheme (see `QuantSpec`), both must be. Then
-        up to `group` more recent tokens stay unquantized, and the cache can be neither saved nor offloaded.
+        up to `QuantSpec.group` tokens beyond ``residual_length`` stay unquantized, and the cache can be
+        neither saved nor offloaded.
     read_back : bool
         True: a step attends to the codes of its own tokens, which measures the error of a format. False: it
         attends to its own tokens unquantized, so that one step over a whole prompt has no error.
@@ -171,7 +173,7 @@ class QuantizedCache(Cache):
     >>> cache = QuantizedCache(key=QuantSpec(bits=2), value=QuantSpec(bits=2), residual_length=16)
     >>> tokens = np.ones((1, 4, 1024, 64), np.float16)
     >>> keys, values = cache.update(tokens, tokens, layer_idx=0)
-    >>> cache.layers[0].release_undo()                # as the update of another layer does
+    >>> cache.layers[0].release_undo()                # frees what its undo needs
     >>> round(2 * tokens.nbytes / cache.nbytes, 1)
     4.8
     """
@@ -193,7 +195,7 @@ class QuantizedCache(Cache):
         schemed = all(isinstance(spec, QuantSpec) and spec.by_scheme for spec in (key, value))
         layer = SchemedLayer if schemed else QuantizedLayer
         full = functools.partial(layer, key, value, residual_length, sink, read_back)
-        sliding = functools.partial(SlidingWindowLayer, sliding_window)  # type: ignore[arg-type]  # if any slides
+        sliding = functools.partial(SlidingWindowLayer, sliding_window)  # type: ignore[arg-type]  # or refused
         kind, layers = layer_makers(num_layers, layer_types, sliding_window, full, sliding)
         full()  # raises now if an argument is wrong
         self._make_layer = kind if num_layers is None else None

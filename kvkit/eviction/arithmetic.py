@@ -9,7 +9,7 @@ from kvkit.typed import Array
 
 
 def window_sums(inputs: Inputs, window: int, factors: Array | None = None) -> Array:
-    """Return the sums over the last `window` queries of weights times factors, float64 [B, Hq, S].
+    """Return the sums over the last `window` queries of weights times `factors` [window], float64 [B, Hq, S].
 
     Weights that are sums over queries already are returned as they are.
     """
@@ -18,7 +18,7 @@ def window_sums(inputs: Inputs, window: int, factors: Array | None = None) -> Ar
     batch, heads, tokens, _ = inputs.keys.shape
     group = inputs.query_heads // heads
     sums = np.zeros((batch, heads, group, tokens))
-    for b, h, first, block in weight_blocks(inputs, window):
+    for b, h, first, block in weight_blocks(inputs, window):  # [G, queries from `first` on, S]
         if factors is not None:
             block = block * factors[first : first + block.shape[1], None].astype(np.float32)
         sums[b, h] += block.sum(1, dtype=np.float64)

@@ -72,9 +72,9 @@ def alibi_mask(
     seqlen_q, seqlen_kv : int
         Queries n and keys m.
     attn_mask : ndarray, optional
-        Another mask to add, right-aligned to [B, num_heads, n, at least m]: 2 to 4 axes, of which all but
-        the last may be 1; float32, float16, bfloat16, or boolean (True may attend). Columns from m on are
-        not read.
+        Another mask to add, which broadcasts to [B, num_heads, n, columns] with columns >= m: 2 to 4 axes,
+        of which all but the last may be 1; float32, float16, bfloat16, or boolean (True may attend). Columns
+        from m on are not read.
     num_heads : int
         The number of query heads.
     data_type : str
@@ -153,7 +153,7 @@ def rotary_position_embedding(
     max_position_embeddings, scaling_type, scaling_factor : int, str, float
         "linear" divides positions by the factor. "dynamic" multiplies theta by
         (scaling_factor * e / max_position_embeddings - (scaling_factor - 1))^(R / (R - 2)) for a sequence
-        that ends at a position e beyond ``max_position_embeddings``. "" does neither.
+        whose end e, its last position + 1, is beyond ``max_position_embeddings``. "" does neither.
     out : tuple of ndarray, optional
         Arrays for query and key; made if not given. Give ``(query, key)`` to work in place.
 

@@ -1,4 +1,4 @@
-"""Attend with few query rows to long contexts through tensor cores: 16-bit queries over their type or codes.
+"""Attend with few 16-bit query rows to long contexts by tensor cores; keys and values are 16-bit or codes.
 
     s = q k^T               [rows, tokens] = [rows, dim] [dim, tokens]
     m' = max(m, scale max s), alpha = 2^(m - m'), p = 2^(scale s - m')
@@ -10,9 +10,10 @@ Memory bandwidth is the limit, so copies are always in flight: each warp copies 
 a ring in shared memory, and multiplies one while others arrive (see `slices` and, for codes of small groups,
 `panels`):
 
-    stage 0 | stage 1 | .. | addresses of keys, values and their scales      stage: tile of keys, of values
+    stage 0 | stage 1 | .. | addresses of keys, values and their scales
 
-It waits for no other warp until the end, when the warps' o, m and l are merged in order:
+A stage is a tile of keys and one of values. A warp waits for no other until the end, when the warps' o, m
+and l are merged in order:
 
     m = max m_w, l = sum l_w 2^(m_w - m), o = sum o_w 2^(m_w - m)      for warps w
 """
@@ -38,7 +39,7 @@ from kvkit_cuda.device_runtime import device, memory, ptx
 
 __all__ = ["prepare", "suits"]
 PLACES = 4  # offsets in a tile: of keys, of their scales, of values, of theirs
-MOST_SPLITS = merge.MOST_SPLITS  # of a call, each of at least `tables.LEAST_SPLIT` tokens
+MOST_SPLITS = merge.MOST_SPLITS  # of a call, each of at least `calls.tables.LEAST_SPLIT` tokens
 F32, U32 = types.float32, types.uint32
 
 int32, fresh_register = device.int32, ptx.fresh_register
@@ -66,7 +67,7 @@ def attend(form):
     end_group, arrived = ptx.end_group, ptx.all_but(stages - 1)
 
     def attend(params, seqstarts, kvstarts, table, items, slots, slopes):
-        item, sees, exists = work_items.load_placed(items, cuda.blockIdx.x)
+        item, sees, exists = work_items.load_placed(items, cuda.blockIdx.x)  # with its page row and range
         if not exists:
             return  # a captured launch has as many blocks as a step may need
         step = StepTables(seqstarts, kvstarts, table, items, slots, slopes)
@@ -80,7 +81,7 @@ def attend(form):
         scales, places = cuda.local.array(held_scales, F32), cuda.local.array(PLACES, types.int32)
         held = Held(q, zeros, words, sums, scales, places)
         score_factor = load_queries(params, item, lane, held)  # [rows, dim]
-        board = int32(place_of_tiles())
+        board = int32(place_of_tiles())  # the warps' rings; in the end the board of their sums
         ring = fresh_register(int32(board + warp * ring_bytes))
         # threadIdx.z is 0. Without it the mask would be a constant, which is loaded before each use.
         mask = fresh_register(int32(code_mask | cuda.threadIdx.z))
@@ -99,7 +100,7 @@ def attend(form):
             if int32(begin + stages * step_tokens) < high:
                 position = min(int32(begin + stages * step_tokens + (lane & 15)), int32(high - 1))
                 row_id = int32(row_id_of(params, table, item.pages, position))
-            while begin < high:  # first, copies of the first tiles are begun
+            while begin < high:  # the first `stages` rounds only begin copies
                 coming = int32(begin + stages * step_tokens)
                 if begin >= low:
                     arrived()
@@ -159,18 +160,18 @@ def finisher(form):
                     put_word(at, numeric.bits_of(state.o[r * width + i] * (alpha * sum_factor(i))))
 
     @device.inlined
-    def finish_row(params, step, item, thread, m_warps, l_warps, shrink):
+    def finish_row(params, step, item, row, m_warps, l_warps, shrink):
         """Write m and l of a row to its slot, or return the factor of its sums."""
         m, l = numeric.MINUS_INF, np.float32(0)
         for w in range(warps):
-            m = larger(m, m_warps[w, thread])
+            m = larger(m, m_warps[w, row])
         for w in range(warps):
-            l += l_warps[w, thread] * power(m_warps[w, thread] - larger(m, LOWEST))
+            l += l_warps[w, row] * power(m_warps[w, row] - larger(m, LOWEST))
         m *= LN2
         if item.slot >= 0:
-            merge.put_state(params, merge.slot_address(params, item.slot, all_rows, thread), m, l, shrink)
+            merge.put_state(params, merge.slot_address(params, item.slot, all_rows, row), m, l, shrink)
             return np.float32(1)
-        return merge.finish_row(params, step, work_items.row_of_int32(params, item, thread), m, l, shrink)
+        return merge.finish_row(params, step, work_items.row_of_int32(params, item, row), m, l, shrink)
 
     def finish(params, step, item, board, state, shrink):
         item = work_items.refreshed(item)
@@ -246,7 +247,7 @@ def put_pair(address, word):
 
 @functools.cache
 def compiled(form):
-    return device.kernel(attend(form), SIGNATURE, form, device.CROWDED)
+    return device.kernel(attend(form), SIGNATURE, form, device.MAX_SHARED)
 
 
 def prepare(record, context, tables, most_rows, stream):

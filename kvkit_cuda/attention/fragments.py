@@ -18,9 +18,9 @@ t = lane % 4, threads have these scores of a warp's tile (`ptx` describes the wo
 
 An entry is (row of the thread, column of the thread); registers are [thread rows, columns]. One form is the
 other's transpose. Prefill repeats the picture for every strip of 16 rows, decode for every block of 8 rows.
-Loops over registers have constant bounds, or rotate them and use the first ones. `form` is the form of the
-kernel (see `prefill` and `decode`): the rows of a thread, their scores (`columns`) and sums (`width`), and
-which rows and tokens they are (`fragment`).
+A loop over registers has constant bounds, or it rotates registers and uses the first ones. `form` is the form
+of the kernel (see `prefill` and `decode`): the rows of a thread, their scores (`columns`) and sums (`width`),
+and which rows and tokens they are (`fragment`).
 """
 
 import functools
@@ -44,7 +44,7 @@ LOWEST = np.float32(numeric.LOWEST)
 INFINITY = 0x7F800000  # bits of float32
 SHRINK = 40  # NaN-safe weights are 2^40 times smaller
 SMALLER = np.float32(2.0**-SHRINK)
-TOP, MOST_LIFT = 7, 60  # powers of 2: a row's lift brings weights times scales below 2^TOP at first
+TOP, MOST_LIFT = 7, 60  # a row's first weights times scales are below 2^TOP, its |lift| is at most MOST_LIFT
 int32, fresh_register, EVERYONE = device.int32, ptx.fresh_register, device.EVERYONE
 
 
@@ -52,17 +52,17 @@ class Softmax(NamedTuple):
     """The state of the online softmax: registers of a thread, for its rows."""
 
     o: Any  # sums of values [rows, width]
-    m: Any  # running maxima of scores, as powers of 2 [rows]
+    m: Any  # running maxima of scores, as exponents of 2 [rows]
     l: Any  # running sums of weights [rows]
-    peak: Any  # largest scores of a tile, as powers of 2 [rows]
-    lift: Any  # how far m is below the maximum: the form's lift, or that of a row's first weights [rows]
+    peak: Any  # largest scores of a tile, as exponents of 2 [rows]
+    lift: Any  # maximum - m: a constant of the form, or found for each row (`lift_finder`) [rows]
 
 
 class Held(NamedTuple):
     """Registers of a thread for the products of decode (see `slices` and `panels`)."""
 
     q: Any  # words of queries
-    zeros: Any  # the scores that sums of a group begin with, since codes are not converted
+    zeros: Any  # -q z of each group, where its scores begin: stored codes are z too large (`slices`)
     words: Any  # words of keys, values and weights for a product
     sums: Any  # scores of a group before they are scaled
     scales: Any  # of two tokens [tokens, groups]
@@ -133,6 +133,7 @@ def suits(record, context, reach, most_rows, alignment, largest=LARGEST):
     sizes = context.dim, context.value_dim
     whole = all(size % STRIP == 0 and size <= largest for size in sizes)
     known = context.data_dtype in ptx.SHORT
+    # `general` records have strides or scales that no cache has (see `forms`).
     in_32_bits = not record.general and max(reach.context, most_rows) < LONGEST
     cached = (record.keys, record.key_sequence, record.key_row, record.key_head,
               record.values, record.value_sequence, record.value_row, record.value_head)  # fmt: skip
@@ -197,9 +198,9 @@ def multiply_strips(element, strips, width):
 
 
 def multiply_keys(form):
-    """Return f(q, k, a, s): s = q k^T; `q` and `k` are addresses of the thread's rows in shared memory."""
+    """Return f(q, k, a, s): s = q k^T; q, k are addresses in shared memory, a registers for words of q."""
     tokens, strips, row = form.tokens, form.strips, tiles.row_bytes(form.dim)
-    advance, load = tiles.advance(form.dim), ptx.matrices(False)
+    advance, load = tiles.advance(form.dim), ptx.matrices(transposed=False)
     multiply = multiply_strips(form.element, strips, form.columns)
 
     def step(q, k, a, s, pair):
@@ -225,10 +226,10 @@ def multiply_keys(form):
 def multiply_values(form):
     """Return f(p, v, scales, a, o): o += p v; `v` and `scales` of tokens are addresses in shared memory.
 
-    p is multiplied by scales and rounded to the data's type.
+    `a` are registers for words of p, which is multiplied by scales and rounded to the data's type.
     """
     tokens, dim, strips, row = form.tokens, form.value_dim, form.strips, tiles.row_bytes(form.value_dim)
-    advance, load, columns = tiles.advance(dim), ptx.matrices(True), form.columns
+    advance, load, columns = tiles.advance(dim), ptx.matrices(transposed=True), form.columns
     packed = ptx.packed(form.element)
     multiply, scale_weights = multiply_strips(form.element, strips, form.width), scale_tokens(form)
 
@@ -236,7 +237,8 @@ def multiply_values(form):
         scale_weights(scales, p)
         for step in range(tokens // 16):
             for i in range(4 * strips):  # words a of [16 rows, 16 tokens] (see `ptx`), for each strip
-                j = (i // 4 * 2 + i % 2) * columns + 4 * step + i % 4 // 2 * 2
+                r, column = i // 4 * 2 + i % 2, 4 * step + i % 4 // 2 * 2
+                j = r * columns + column
                 a[i] = packed(p[j], p[j + 1])
             for block in range(0, dim // 8, 2):
                 b0, b1, b2, b3 = load(advance(v, block // 2), 16 * step * row)  # [16 tokens, 16 elements]
@@ -300,7 +302,7 @@ def scale_tokens(form, nan_safe=False):
 
 
 def scales_loader(form):
-    """Return f((scales, at)), which loads the scales of a thread's tokens and returns them."""
+    """Return f((scales, at)), which loads the scales of a thread's tokens from address `at`."""
     columns, two_floats = form.columns, tiles.two_floats
 
     def load_scales(tile):
@@ -317,7 +319,7 @@ def lift_finder(form, load_scales):
 
     `load_scales`(tile) returns the largest scales of values of the thread's tokens. The largest one that the
     row sees, times 2^lift, is in the middle of what float16 holds: later scales may be 2^8 times larger
-    before sums are infinite, and are then found in float32.
+    before sums are infinite. Then the NaN-safe attempt sums in float32.
     """
     rows, columns, distances = form.thread_rows, form.columns, form.fragment.distances
     exchange, larger = device.exchange, ptx.larger
@@ -342,8 +344,8 @@ def update_softmax(form, load_scales=None):
     """Return f(s, state, scale, tile), which updates m, l and o, and replaces s by p = 2^(scale s - m).
 
     `scale` is positive. m is less than the maximum by `lift`: weights, l and o have 2^lift more. With
-    `load_scales` it is found before the first weights of a row (see `lift_finder`), by all threads of a warp.
-    A thread adds its own weights to l; sums of other threads are added in the end.
+    `load_scales` the lift is found before the first weights of a row (see `lift_finder`), by all threads of a
+    warp. A thread adds its own weights to l; sums of other threads are added in the end.
     """
     rows, columns, width, distances = form.thread_rows, form.columns, form.width, form.fragment.distances
     exchange, power, larger = device.exchange, ptx.power, ptx.larger

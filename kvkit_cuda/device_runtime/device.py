@@ -20,7 +20,7 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 # No link-time optimization, so that launches run the PTX that the tests have seen; no fastmath, because it
 # flushes subnormal numbers and approximates quotients.
 OPTIONS = {"fastmath": False, "lto": False, "opt": True}
-CROWDED = OPTIONS | {"shared_memory_carveout": "MaxShared"}  # as many blocks as possible run at once
+MAX_SHARED = OPTIONS | {"shared_memory_carveout": "MaxShared"}  # as many blocks as possible run at once
 WARP = 32
 EVERYONE = 0xFFFFFFFF  # the mask of a warp's threads
 TIMEOUT = 120  # seconds that a simulated thread waits for others, which may have failed

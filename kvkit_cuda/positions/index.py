@@ -17,12 +17,12 @@ THREADS = 256  # of a block
 INDEX1 = types.Array(types.int64, 1, "C")
 SIGNATURE = types.void(INDEX1, INDEX1, types.int64)
 
-write = memory.store(8, 8)
+write = memory.store(size=8, align=8)
 
 
 @shared
 def put(target, position):
-    write(target, np.uint64(position), np.uint64(0))
+    write(target, np.uint64(position), np.uint64(0))  # the second word is for stores of 16 bytes
 
 
 def write_positions(starts, first, target):

@@ -1,4 +1,4 @@
-"""Store the blocks of a paged cache in arrays: one PMX cache for all layers, and its scales."""
+"""Store the blocks of a paged cache in arrays: one cache with the axes of a PMX layout, and its scales."""
 
 import json
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ class PagedStore:
         self.value_dim = self.latent_dim or self.dim
         self.rope_dim = self.dim - self.latent_dim if self.latent_dim else 0
         if latent_dim and (quant_bit or quant_format or num_kv_heads != 1):
-            wanted = "0 beside quant_bit, quant_format, or num_kv_heads other than 1"
+            wanted = "0, because quant_bit, quant_format or several heads are given"
             raise argument_error("latent_dim", wanted, latent_dim)
         self.format = float_format("dtype", dtype)  # of new keys and values, and of queries
         bits = choice("quant_bit", quant_bit, (0, 4, 8))
@@ -62,9 +62,9 @@ class PagedStore:
         sides = 1 if latent_dim else 2  # a latent row is a key and a value
         sizes = {"l": self.num_layers, "kv": sides, "n": num_blocks * page_size, "h": self.heads}
         shape = [sizes[axis] for axis in DYNAMIC[layout].axes[:-1]]
-        element = np.dtype(np.uint8) if quant_format else stored.dtype  # .npz files can hold uint8
+        element = np.dtype(np.uint8) if quant_format else stored.dtype  # bytes: .npz files hold no float8
         self.cache = zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
-        # Whether appends compute a scale for each group. The scales then have the axes of the cache.
+        # Whether appends find a scale for each group themselves. Scales then have the axes of the cache.
         self.computes_scales = bool(bits) or (isinstance(scale, str) and scale == "found")
         if scale is not None and not stored.minifloat:
             raise argument_error("scale", "None unless quant_format is 'e4m3' or 'e5m2'", describe(scale))
@@ -93,7 +93,7 @@ class PagedStore:
     def _find_places(self) -> None:
         """Compute where each layer's keys, values and scales lie, from the addresses of the arrays.
 
-        Appends take `places`, attention takes `contexts`. `addresses` are what a prepared call exchanges.
+        Appends take `places`, attention `contexts`. A prepared call replaces `addresses` for another layer.
         """
         find_place = self._latent_place if self.latent_dim else self._place
         self.places = [find_place(layer_idx) for layer_idx in range(self.num_layers)]
@@ -101,7 +101,7 @@ class PagedStore:
         if self.latent_dim:
             dim, size = self.value_dim, self.format.bytes(self.value_dim)
             self.contexts = [context._replace(value_dim=dim, value_bytes=size) for context in self.contexts]
-        sides = [place.sides[0] for place in self.places]
+        sides = [place.sides[0] for place in self.places]  # of keys; values move by the same distance
         self.addresses = [{"cache": side.address, "scale": side.scales} for side in sides]
         arrays: list[Any] = [self.cache, self.scale] if self.computes_scales else [self.cache]
         layout = DYNAMIC[self.arguments.cache_layout]

@@ -27,8 +27,8 @@ class ReshapeCall(NamedTuple):
     mode: CompressType
     tokens: list[Array]  # as given
     caches: list[Array]  # [blocks, rows, heads or groups, dim]
-    pieces: Array  # see `checks/slots.py`
-    averaged: str | None  # the format of means, None in modes without means
+    pieces: Array  # [pieces, (token, head, slot, count, mean)], see `checks/slots.py`
+    averaged: str | None  # the format of means of tokens, which KVHEAD_ROPE stores; None in other modes
 
 
 def checked_reshape(call: BlockStore) -> ReshapeCall:
@@ -129,8 +129,9 @@ def compressed_pieces(call: BlockStore, mode: CompressType, capacity: int) -> Ar
         raise argument_error("seq_lens", f"a sum of {tokens}, the tokens of key", sum(lengths.tolist()))
     runs = len(lengths) * heads
     slots = index("slot_mapping", call.slot_mapping, length=runs)
-    wins = offsets = index("wins", windows.wins, length=runs)
-    if windows.offset_index is not None:  # KVHEAD has none, and its pass reads no `offsets`
+    wins = index("wins", windows.wins, length=runs)
+    offsets = wins  # KVHEAD has none, and its pass reads none
+    if windows.offset_index is not None:
         offsets = index("offset_index", windows.offset_index, length=runs)
     starts = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=starts[1:])

@@ -23,7 +23,7 @@ class TokensAndCache(NamedTuple):
 
 
 def fractal(fmt: Element) -> int:
-    """Return n0, the elements in a group of NZ."""
+    """Return n0, the elements in a group of NZ, Ascend's format of columns in groups of 32 bytes."""
     return FRACTAL_BYTES * 8 // fmt.bits
 
 
@@ -32,9 +32,9 @@ def pairs(
 ) -> list[TokensAndCache]:
     """Return tokens and cache of keys and, if they are given, of values, with the names of the arguments."""
     keys = TokensAndCache(key_name, key, "key_cache", key_cache)
+    if value is None and value_cache is None:
+        return [keys]
     if value is None or value_cache is None:
-        if value is value_cache:
-            return [keys]
         missing = "value" if value is None else "value_cache"
         other = "value_cache" if value is None else "value"
         wanted = f"an array, because {other} is one (or both None, for keys alone)"
@@ -55,7 +55,7 @@ def cache_in_blocks(name: str, array: Array, cache_format: str, written: bool) -
 
 
 def in_rows(array: Array, cache_format: str) -> Array:
-    """Return a view [blocks, rows, heads or groups, dim] of a cache, or of matrices in NZ."""
+    """View a cache as [blocks, rows, heads or groups, dim], or matrices in NZ, each of which is a block."""
     return array.transpose(0, 2, 1, 3) if cache_format == "NZ" else array
 
 

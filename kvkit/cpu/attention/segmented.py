@@ -1,8 +1,8 @@
 """Attend to keys and values stored in three segments: floats (sinks), then codes, then floats (tail).
 
-A table describes the segments of keys or of values. A row id is an index into [position, sequence, head]. The
-"address" of a row is the table's address plus its row id, from which the kernels here compute position,
-sequence and head.
+A table describes the segments of keys or of values. Row ids are positions. The "address" of a row is the
+number table's address + (position * batch + sequence) * heads + head, from which the kernels here compute
+position, sequence and head.
 """
 
 import functools
@@ -30,8 +30,8 @@ from kvkit.runtime.jit import callback, helper
 class Segment(NamedTuple):
     """A segment of positions up to `end`; a position is stored at address + position * row.
 
-    `scales` is 0 for floats. If `blocks` is not 0, it is the address of the block number of each position, by
-    which its scales are found.
+    `scales` is 0 for floats. `blocks` is 0, or the address of an int64 for each position: the block whose
+    scales it has.
     """
 
     end: int
@@ -56,9 +56,9 @@ class Segment(NamedTuple):
 
 SEGMENT = Record(" ".join(Segment._fields))
 TABLE = Record("heads planes counting clamped ones", sinks=SEGMENT, codes=SEGMENT, tail=SEGMENT)
-FIRST, SEGMENT_BYTES = 8 * TABLE.at["sinks.end"], SEGMENT.dtype.itemsize
+SEGMENTS_AT, SEGMENT_BYTES = 8 * TABLE.at["sinks.end"], SEGMENT.dtype.itemsize
 TILE = 8  # most tokens that narrow scores take at a time
-# Row ids of a tile with n < TILE tokens, in row n: 0, 1, .., n - 1, n - 1, ..
+# Rows of a run for a tile with n < TILE tokens, in row n: 0, 1, .., n - 1, n - 1, ..
 CLAMPS = np.minimum(np.arange(TILE), np.arange(-1, TILE - 1)[:, None]).clip(0)
 UNITS = np.ones(chunks.NARROW, np.float32)  # alpha of runs after the first one
 
@@ -79,9 +79,9 @@ def set_segments(table: np.ndarray, *, sinks: Segment, codes: Segment, tail: Seg
 
 @helper
 def run_at(table, at, plane, position, end):
-    """Find the run of tokens from `position` on that is in one segment and has one stride of scales.
+    """Find the run of tokens from `position` on that is in one segment and, if that has blocks, in one block.
 
-    Return (address of its segment, end of the run, address of its first row, of its scales, both strides).
+    Return (address of its segment, end of the run, address of its first row, of its scales, strides of both).
     `at` is the address of that segment or of an earlier one. A plane is a head of a sequence.
     """
     sequence, head = divmod(plane, table.heads)
@@ -108,7 +108,7 @@ def widen_segments(
     """Write `tokens` rows as float32, run by run, from the row with the address `row` on."""
     table = table_at(table_address)
     position, plane = divmod(row - table_address, table.planes)
-    segment, end = table_address + FIRST, position + tokens
+    segment, end = table_address + SEGMENTS_AT, position + tokens
     while position < end:
         segment, stop, source, scales, step, scale_row = run_at(table, segment, plane, position, end)
         call_rows(
@@ -140,14 +140,15 @@ def stored_as(codes):
     """
     if codes.cache_format:
         return codes.cache_format, *scale_format_of(codes), ()
-    exact = codes.symmetric and coarser(codes.scale_format, codes.element)
-    stored = CODES[codes.bits, codes.symmetric].name
-    return stored, codes.scale_format, codes.group, (codes.scale_format,) if exact else ()
+    stored, rounded = CODES[codes.bits, codes.symmetric].name, coarser(codes.scale_format, codes.element)
+    rounds = (codes.scale_format,) if codes.symmetric and rounded else ()
+    return stored, codes.scale_format, codes.group, rounds
 
 
 @functools.cache
 def scores(count, codes):
     """Compile S = K Q^T for `count` query rows; queries are in the order that scores of these codes need."""
+    # Floats are read in the order of the codes, `like`. `near` prefetches into L1.
     (*like, rounds), ahead = stored_as(codes), machine.ahead()
     floats = simd.narrow_scores(count, codes.element, None, 0, like=tuple(like), near=ahead.near)
     coded = simd.narrow_scores(count, *like, rounds, tuple(like), near=ahead.near)
@@ -160,7 +161,7 @@ def scores(count, codes):
                 queries=tile.queries, keys=row, key_row=step, scale_base=0, scale_row=0, row_ids=row_ids,
                 ahead=0, shift=shift, count=tokens, dim=dim, scores=target,
             )  # fmt: skip
-        else:  # with a `scale_row` of 0 a tile reads scales that all tokens share once
+        else:  # with a constant `scale_row` of 0 a tile reads shared scales once
             coded(
                 queries=tile.queries, keys=row, key_row=step, scale_base=scales,
                 scale_row=np.int64(0) if shared else scale_row, row_ids=row_ids, ahead=0,
@@ -172,7 +173,7 @@ def scores(count, codes):
         table, plane, target = table_at(tile.key_scales), tile.keys - tile.key_scales, tile.scores
         position = get(block.key_ids)
         end = get(block.key_ids + 8 * (whole_tiles(tile.count) - 1)) + 1
-        segment = tile.key_scales + FIRST
+        segment = tile.key_scales + SEGMENTS_AT
         while position < end:
             segment, stop, row, scales, step, scale_row = run_at(table, segment, plane, position, end)
             live = stop - position
@@ -214,7 +215,7 @@ def sums(count, codes):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
         table, plane = table_at(tile.value_scales), tile.values - tile.value_scales
         position, weights, alpha = get(block.value_ids), tile.scores, tile.alpha
-        end, segment = position + tile.count, tile.value_scales + FIRST
+        end, segment = position + tile.count, tile.value_scales + SEGMENTS_AT
         while position < end:
             segment, stop, row, scales, step, scale_row = run_at(table, segment, plane, position, end)
             of_run(

@@ -17,7 +17,7 @@ from kvkit.cpu.simd import panels
 from kvkit.formats.elements import BY_NAME
 from kvkit.formulas.index import page_of, rest_of_page, row_of, sequence_among, share
 
-# Tokens of keys, and then of values, that are copied in turn; a store computes several scales before codes.
+# Tokens of keys, and then of values, that are copied in turn; a store computes their scales together.
 BLOCKS = {LOAD: 1, STORE: 8}
 SMALL_BYTES = 128 * 1024  # one thread finishes fewer before a second one is awake
 SIDE_BYTES = COPY_SIDE.dtype.itemsize
@@ -56,7 +56,7 @@ def copy_tokens(worker, params_at):
             run = min(min(end, starts[sequence + 1]) - token, rest_of_page(position, params.page_size))
             run = min(run, block) if block else run
             for kv in range(side, 2 if block else side + 1):
-                place = copy_side_at(params.sides + SIDE_BYTES * kv)
+                place = copy_side_at(params.sides + SIDE_BYTES * kv)  # packed_sequence: see `packed_strides`
                 call_rows(
                     params.rows_code,
                     packed=place.packed + sequence * place.packed_sequence + token * place.packed_token,
@@ -73,7 +73,7 @@ def copy_tokens(worker, params_at):
 
 @functools.cache
 def owners_of(direction, scaled):
-    """Return the owners of the addresses in the sides of keys and values, by index."""
+    """Return {index of an address in `copy_sides`: name of the argument that it belongs to}."""
     owners: dict[int, str] = {}
     names = ("current_key", "current_value") if direction == STORE else ("key", "value")
     for kv, name in enumerate(names):
@@ -83,7 +83,7 @@ def owners_of(direction, scaled):
 
 
 def copy_sides(arrays, sides):
-    """Return a `COPY_SIDE` for each packed array, with the keys or values of a cache."""
+    """Return the fields of `COPY_SIDE` for keys, then for values, as one array."""
     strides, places = [*map(packed_strides, arrays)], []
     for array, (sequence, token, head), side in zip(arrays, strides, sides, strict=True):
         places += COPY_SIDE.in_order({
