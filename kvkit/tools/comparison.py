@@ -24,7 +24,7 @@ from kvkit.tools.causes import Cause, Trial, index_causes, try_causes, usable_in
 from kvkit.tools.counting import RowCounts, Tolerances
 from kvkit.tools.names import SIDES, some_names
 from kvkit.tools.readers import LayerReader, open_arrays
-from kvkit.tools.source import SLIDING, CacheSource, ds_v4_as_rows
+from kvkit.tools.source import SLIDING, TABLE_PREFIXES, CacheSource, ds_v4_as_rows
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.typed import FilePath
 
@@ -223,7 +223,8 @@ def diff(
         wanted = f"floats with the names and shapes of {', '.join(common)}; or before, positions"
         raise argument_error("like", wanted, brief(shapes) or "nothing")
     here = advance if mapper is map else None  # workers report whole arrays, not pieces
-    letters = [letters_of(name, one[name], known_axes) for name in common]
+    of_tables = {name for name in common if known_axes is VIEW_AXES and name.startswith(TABLE_PREFIXES)}
+    letters = [letters_of(name, one[name], {} if name in of_tables else known_axes) for name in common]
     work = partial(compare_array, arrays, tolerances=tolerances, drawn=plot is not None, advance=here)
     found = Difference(problems=problems)
     compared = 0
@@ -264,7 +265,10 @@ def compared_arrays(
     if given is not None:
         with contextlib.suppress(KvkitError):  # inputs may be no cache: before, positions
             inputs |= keys_and_values(given)
-    return keys_and_values(sources[0]), keys_and_values(sources[1]), inputs, VIEW_AXES
+    tables = [name for name in one if name in two and name.startswith(TABLE_PREFIXES) and one[name].ndim]
+    tables = [name for name in tables if not name.startswith("published.")]  # hashes have salt
+    one, two = (keys_and_values(each) | {name: each.arrays[name] for name in tables} for each in sources)
+    return one, two, inputs, VIEW_AXES
 
 
 def keys_and_values(source: CacheSource) -> Arrays:

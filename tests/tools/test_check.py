@@ -11,7 +11,7 @@ import table_scenes
 from verbs import kvkit
 
 from kvkit import files, layouts
-from kvkit.cache import QuantizedCache
+from kvkit.cache import PagedCache, QuantizedCache
 from kvkit.errors import KvkitError
 from kvkit.files import npz
 from kvkit.tools import check
@@ -275,6 +275,20 @@ def test_padding_beside_the_first_slot_is_no_high_word():
 def test_lines_of_a_stack_of_layers_are_named():
     (found,) = check({"cache": np.zeros((4, 5, 16, 576), np.float16)}).found
     assert "'l | b n c' (vllm-mla)" in found.message
+
+
+def test_sequences_that_lost_tokens_share_pages(tmp_path):
+    """Tokens behind those that were removed stay in pages of the other sequence: P3 cannot tell."""
+    cache = PagedCache(8, 4, 1, 1, 4, np.float32)
+    first = cache.blocks.add(list(range(16)))
+    with cache.begin_step([(first, 16)]) as step:
+        step.update(*np.ones((2, 16, 1, 4), np.float32), 0)
+    second = cache.blocks.fork(first)
+    cache.save(tmp_path / "fork.npz", [first, second])
+    assert "P3" in fine(tmp_path / "fork.npz").checked
+    cache.remove(second, 4, 8)
+    cache.save(tmp_path / "fork.npz", [first, second])
+    assert fine(tmp_path / "fork.npz").unchecked["P3"] == "sequences that lost no tokens"
 
 
 def test_every_rule_has_a_mutation_and_names_an_incident():

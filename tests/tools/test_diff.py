@@ -387,6 +387,11 @@ def test_tokens_in_other_pages_are_told():
         found = diff(one, two, layout_a=layout, layout_b=line)
         assert not found.equal
         assert found.notes[-1].startswith("the tokens of all sequences are equal, if each side is read by")
+    table = four["block_tables"].copy()
+    table[0, 1] = 0
+    found = diff(four, four | {"block_tables": table}, layout_a=line, layout_b=line)
+    assert [cause.name for cause in found.causes] == ["wrong id in a block table"]
+    assert found.arrays[0].axes == ("sequence", "entry")
     two["cache"][0][0, 1] = 7
     assert not diff(four, two, layout_a=line, layout_b=line).notes
 

@@ -56,10 +56,15 @@ def twice_in_a_sequence(case: Case) -> Seen:
     "P3",
     "One sequence reads tokens of the other. Only pages of an equal prefix may be shared: look for a page "
     "that was freed while in use, or a row of the table that belongs to another sequence.",
-    needs="block_tables",
+    needs="block_tables, sequences that lost no tokens",
 )
 def in_two_sequences(case: Case) -> Seen:
-    """Report pages of two sequences. sparkinfer#289: tables were looked up by row, not by sequence."""
+    """Report pages of two sequences. sparkinfer#289: tables were looked up by row, not by sequence.
+
+    It does not look at a `PagedCache` whose sequences lost tokens: they may share pages after other ones.
+    """
+    if any("intact" in each for each in case.source.paged.get("sequences", ())):
+        return None
 
     def words(page: str, other: int, there: int) -> str:
         return f"{page} is in column {there} of sequence {other}, whose earlier pages differ"
