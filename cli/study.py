@@ -10,11 +10,10 @@ from kvkit.errors import KvkitError, argument_error, brief
 from kvkit.tools.contents import by_patterns
 from kvkit.tools.model_facts import with_model
 from kvkit.tools.studies import plots, report
+from kvkit.tools.studies.schemes import DEFAULT
 from kvkit.tools.studies.study import check_threshold
 from kvkit_cli import clusters, complete, show, tool
 from kvkit_cli.edit import parse_rope
-
-SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 
 
 @click.command(cls=tool.ToolVerb, words=dict.fromkeys(("format", "scheme", "rotation"), "--schemes"))
@@ -26,8 +25,8 @@ SCHEMES = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"
 @click.option("--text", type=click.Path(path_type=Path), help="A text file for the model to read.")
 @click.option("--tokens", default=512, show_default=True, metavar="N", help="Tokens of the text to read.")
 @click.option(
-    "--schemes", show_default=SCHEMES, metavar="NAME,...", shell_complete=complete.formats,
-    help="Schemes to compare; with --evict, each with each policy.",
+    "--schemes", show_default=DEFAULT, metavar="NAME,...", shell_complete=complete.formats,
+    help="Schemes to compare; with --evict, each with each policy. Of the default, those that fit.",
 )  # fmt: skip
 @click.option(
     "--evict", metavar="POLICY,...",
@@ -80,7 +79,6 @@ def study(
         if lacking := plots.missing():
             click.echo(f"kvkit: {lacking}", err=True)
     check_threshold(threshold)
-    schemes = SCHEMES if schemes is None and evict is None else schemes
     policies = {"evict": evict, "budget": budget, "judge": judge}
     if source is not None:
         source = with_model(by_patterns(source, keys, values), model)
@@ -97,6 +95,7 @@ def study(
         if text is None or dask or layout or sizes or rope or rotation:
             wanted = "--text, and no --layout, --sizes, --dask, --rope, --rotation"
             raise argument_error("--model", wanted, "other options")
+        schemes = DEFAULT if schemes is None and evict is None else schemes
         found = replace(study_model(model, text, tokens, schemes, policies), threshold=threshold)
     if as_json:
         show.as_json(found.to_dict())

@@ -125,8 +125,10 @@ class Cache(BaseCache):
 
     def _missing(self, number: int) -> Any:
         """Make the next layer, if layers are made on first use; `update` adds it to the layers."""
-        if self._make_layer is None or number > len(self.layers):
+        if self._make_layer is None:
             return super()._missing(number)
+        if number > (count := len(self.layers)):
+            raise argument_error("layer_idx", f"at most {count}, as layers are made in order, from 0", number)
         layer = self._make_layer()
         layer.name = f"layers[{number}]"
         layer.rope = self.rope

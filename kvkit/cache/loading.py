@@ -74,7 +74,8 @@ def read_file(path: FilePath) -> tuple[dict[str, Any], dict[str, Array]]:
     about = contents.metadata.get("cache")
     if not isinstance(about, dict) or about.get("version") not in (VERSION, MOVED_VERSION):
         version = about.get("version") if isinstance(about, dict) else "none"
-        raise load_error(path, f"a cache of version {VERSION} or {MOVED_VERSION}", version)
+        wanted = f"a file of cache.save, of version {VERSION} or {MOVED_VERSION}"
+        raise load_error(path, wanted, version)
     fingerprint, described = about.pop("fingerprint", None), about.get("arrays")
     if not isinstance(described, dict):
         raise load_error(path, "a description of every array", described)

@@ -115,7 +115,7 @@ def read_step(
     ):  # fmt: skip
         if array.shape[0] != length:
             raise argument_error(name, f"{length} entries for {batch} sequences", array.shape[0])
-    check_first_starts(seqstarts, kvstarts)
+    check_first_start(kvstarts)
     if tokens:
         check_last_start("seqstarts", seqstarts[-1], tokens)
     return StepIndex(
@@ -138,7 +138,7 @@ def packed_contexts(arguments: ContextArguments) -> StepIndex:
     batch = batch_of(seqstarts)
     if len(kvstarts) != batch + 1:
         raise argument_error("kvstarts", f"{batch + 1} entries for {batch} sequences", len(kvstarts))
-    check_first_starts(seqstarts, kvstarts)
+    check_first_start(kvstarts)
     for name, starts, limit_name, caller_limit in (
         ("seqstarts", seqstarts, "max_seqlen", arguments.max_seqlen),
         ("kvstarts", kvstarts, "max_kvlen", arguments.max_kvlen),
@@ -163,14 +163,15 @@ def batch_of(seqstarts: Array) -> int:
     """Return the number of sequences, which is one less than the entries of seqstarts."""
     if not len(seqstarts):
         raise argument_error("seqstarts", "an entry for each sequence, and one more", "no entries")
+    if seqstarts[0] != 0:
+        raise argument_error("seqstarts", "to begin with 0", seqstarts[0])
     return len(seqstarts) - 1
 
 
-def check_first_starts(seqstarts: Array, kvstarts: Array) -> None:
-    """Check that packed sequences begin with 0."""
-    for name, starts in (("seqstarts", seqstarts), ("kvstarts", kvstarts)):
-        if starts[0] != 0:
-            raise argument_error(name, "to begin with 0", starts[0])
+def check_first_start(kvstarts: Array) -> None:
+    """Check that packed contexts begin with 0, as `batch_of` checks for sequences."""
+    if kvstarts[0] != 0:
+        raise argument_error("kvstarts", "to begin with 0", kvstarts[0])
 
 
 def check_last_start(starts: str, end: int, tokens: NamedLength) -> None:

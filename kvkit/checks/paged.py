@@ -170,7 +170,7 @@ def pools_of_queries(
     if size != dim:
         raise argument_error("key_cache", f"the head size of query, {dim}", size)
     if heads % key.shape[pools.HEAD]:
-        wanted = f"a multiple of the {key.shape[pools.HEAD]} heads of key_cache"
+        wanted = f"a multiple of the {key.shape[pools.HEAD]} heads of key_cache, in layout {call.layout!r}"
         raise argument_error("query", wanted, f"{heads} heads")
     return key, value
 

@@ -122,8 +122,6 @@ def packed_positions(name: str, tokens: int, where: PackedPositions) -> Starts:
     batch = batch_of(starts)
     if len(first) != batch:
         raise argument_error("start_pos", f"{batch} entries for {batch} sequences", len(first))
-    if starts[0] != 0:
-        raise argument_error("seqstarts", "to begin with 0", starts[0])
     scan, longest = checks.position_scan, limit("max_seqlen", where.max_seqlen)
     rule, b, length = scan.scan_positions(starts, first, longest)
     if rule == scan.STARTS:

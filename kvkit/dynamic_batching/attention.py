@@ -152,8 +152,9 @@ def multi_head_cache_attention(
     The result is that of `key_value_cache` and then `multi_head_attention` over the contexts, without a copy
     of them. New tokens, too, are attended to as they are stored. For many layers, see `plan`.
 
-    As in `kvkit.multi_head_cache_attention`, codes are multiplied with their scales in float32, and not
-    rounded to the dtype of the data.
+    As in `kvkit.multi_head_cache_attention`, codes are multiplied with their scales in float32. Products are
+    not rounded to the dtype of the data, but to that of the scales where this is coarser (float16 scales of
+    float32 data: an error of up to 2^-11 of each number).
 
     Parameters
     ----------

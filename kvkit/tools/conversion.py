@@ -270,14 +270,14 @@ def move_caches(
         cache.require_cache()
         pages, block_tables = new_pages(cache, page_size, tables_from, name)
         moved = move_cache(cache, to_layout, pages, verify, progress)
-        before, after = (layouts.parse(line or "").names for line in (cache.layout, to_layout))
-        inner = "hcvs" if ("kv" in before) == ("kv" in after) else "h"  # latent rows, whole or as two planes
-        kv = view_of(moved[CACHE], to_layout, {axis: n for axis, n in cache.sizes.items() if axis in inner})
+        sizes = sizes_after(cache, to_layout, pages)
+        is_split = bool(layouts.parse(to_layout).split)
+        kv = None if is_split else view_of(moved[CACHE], to_layout, sizes)
         if pairs is not None:
             reorder_pairs(kv, pairs)
         old = cache.contents.description
         described[name] = replace(
-            old, layout=to_layout, sizes={} if kv is None else axis_sizes_of(kv, to_layout),
+            old, layout=to_layout, sizes=sizes if kv is None else axis_sizes_of(kv, to_layout),
             tables="blocks" if block_tables else old.tables,
             rope_pairs=old.rope_pairs if pairs is None else pairs.target,
         )  # fmt: skip
@@ -285,6 +285,27 @@ def move_caches(
         others = cache.other_arrays(moved, tables=not block_tables)
         arrays |= in_file(name, others | moved | cache.numbers_to_write | block_tables)
     return arrays, described, total
+
+
+def sizes_after(
+    source: CacheSource, to_layout: str, pages: tuple[BlockTable, BlockTable] | None
+) -> dict[str, int]:
+    """Return the sizes of a converted cache that follow from the source and its new pages."""
+    line, sizes = layouts.parse(to_layout), source.sizes | source.axis_sizes
+    if ("kv" in layouts.parse(source.layout or "").names) != ("kv" in line.names):
+        sizes = {
+            axis: n for axis, n in sizes.items() if axis not in "cvs"
+        }  # latent rows, whole or two planes
+    if pages is not None:
+        sizes |= pages_of_target(pages[1])
+    if "b" not in line.names and "n" in sizes:
+        sizes["n"] *= sizes.get("b", 1)
+    return {axis: n for axis, n in sizes.items() if axis in line.names or axis == "v"}
+
+
+def pages_of_target(pages: BlockTable) -> dict[str, int]:
+    """Return the blocks and the tokens of a block of new pages."""
+    return {"b": max(int((pages.table >= 0).sum()), 1), "n": pages.page_size}
 
 
 def reorder_pairs(kv: KV | None, pairs: PairOrder) -> None:
@@ -306,9 +327,11 @@ def move_cache(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the cache in its new layout, and its scales if they have as many axes."""
     axes, own = leaves(source.cache)[0].ndim, source.own_arrays
-    parts = {name: part for name, part in own.items() if {each.ndim for each in leaves(part)} == {axes}}
+    parts = {
+        name: part for name, part in own.items() if name == CACHE or {x.ndim for x in leaves(part)} == {axes}
+    }
     total, done = sum(array.nbytes for part in parts.values() for array in leaves(part)), 0
-    target = {"b": max(int((pages[1].table >= 0).sum()), 1), "n": pages[1].page_size} if pages else None
+    target = pages_of_target(pages[1]) if pages else None
     moved: dict[str, Any] = {}
     for name, part in parts.items():
 

@@ -200,7 +200,7 @@ class CacheSource(CacheArrays):
         if both or len(self.separate) != 1:
             self.require_cache()
         if self.kv is None:
-            wanted = "a layout whose content is not split (kvkit convert makes such caches)"
+            wanted = "a layout without scales in its blocks (kvkit convert makes such caches)"
             raise argument_error(self.layout_argument, wanted, self.layout)
         return self.kv
 
@@ -447,9 +447,14 @@ def leaves(found: Any) -> list[np.ndarray]:
 
 
 def view_of(cache: Any, layout: str | Layout, sizes: Mapping[str, int]) -> KV | None:
-    """Return keys and values as views; None if the layout splits an axis or has scales in blocks."""
+    """Return keys and values as views, or copies if the layout splits an axis; None with scales in blocks."""
     line = layouts.parse(layout)
-    return None if line.split or line.has_scales else layouts.view(cache, line, sizes=sizes or None)
+    if line.has_scales:
+        return None
+    if line.split:
+        whole = Layout(("l", "kv") if "kv" in line.names else ("l",), *[("b", "n", "h", "c")] * 2)
+        cache, line, sizes = layouts.convert(cache, line, whole, sizes=sizes or None), whole, {}
+    return layouts.view(cache, line, sizes=sizes or None)
 
 
 def axis_sizes_of(kv: KV, layout: str | Layout) -> dict[str, int]:

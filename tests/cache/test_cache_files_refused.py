@@ -100,9 +100,9 @@ CHANGES = [  # of what; the change; whether the file is sealed again; what was e
      SHAPE.format("layers.9.keys", "None, got")),
     (save_layers, empty, True, "a valid layer 3, got "),
     (save_layers, said("layers 3 length", 0), True, "a valid layer 3, got "),
-    (save_layers, said("version", 3), False, "a cache of version 1 or 2, got 3"),
+    (save_layers, said("version", 3), False, "a file of cache.save, of version 1 or 2, got 3"),
     (save_layers, said("layers", None), True, "a description of every layer"),
-    (save_layers, lambda arrays, about: "cache", False, "a cache of version 1 or 2, got none"),
+    (save_layers, lambda arrays, about: "cache", False, "a file of cache.save, of version 1 or 2, got none"),
     (save_layers, said("layers 0 kind", "PagedLayer"), True, LAYER),
     (save_layers, said("layers 1 arguments sliding_window", 9), True, "a valid layer 1, got "),
     (save_layers, said("layers 2 arguments max_cache_len", 3), True, "a valid layer 2, got "),
@@ -152,7 +152,9 @@ def test_files_that_are_no_caches(path):
     with pytest.raises(kvkit.KvkitError, match="not a zip archive"):
         load(path)
     np.savez(path, key=np.zeros(3))
-    with pytest.raises(kvkit.KvkitError, match="expected a cache of version 1 or 2, got none"):
+    with pytest.raises(
+        kvkit.KvkitError, match=r"expected a file of cache\.save, of version 1 or 2, got none"
+    ):
         load(path)
 
 

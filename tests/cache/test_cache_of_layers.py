@@ -79,7 +79,9 @@ def test_layers_are_made_on_first_use(window, kind):
     assert cache.get_mask_sizes(3, 0) == (3, 0)
     with pytest.raises(kvkit.KvkitError, match="value_states"):
         cache.update(tokens(1), tokens(1, 2), 0)
-    with pytest.raises(kvkit.KvkitError, match="layer_idx: expected the number of one of 0 layers, got 1"):
+    with pytest.raises(
+        kvkit.KvkitError, match="layer_idx: expected at most 0, as layers are made in order, from 0, got 1"
+    ):
         cache.update(tokens(1), tokens(1), 1)
     assert len(cache) == 0
     step(cache, 1, 2, layers=(0, 1))

@@ -351,3 +351,16 @@ def test_arrays_of_too_few_axes_are_refused():
     key = np.zeros((2, 3, 4, 5), np.float32)
     with pytest.raises(KvkitError, match=r"value: expected the axes .*, got an array of float32"):
         tools.inspect({"key": key, "value": key.reshape(-1)})
+
+
+@pytest.mark.parametrize(
+    "layout", ["vllm-v0", "vllm-ascend-nz", "vllm-cpu-amx", "vllm-cpu-vec", "sglang-mha"]
+)
+def test_every_tool_reads_what_convert_writes(sides, tmp_path, layout):
+    source, path = whole(*sides) | TABLES, tmp_path / "made.npz"
+    done = tools.convert(source, path, to_layout=layout, page_size=16, verify=True)
+    assert done.description.sizes == {"l": L, "b": 2, "n": 16, "h": H, "c": C}
+    assert paged_again(path) == paged_again(source)
+    assert not tools.check(path)
+    assert "the tokens of all sequences are equal" in str(tools.diff(source, path))
+    assert studied(path) == studied(source)

@@ -306,6 +306,14 @@ def test_an_output_that_is_no_folder_is_refused_before_the_work(arrays, tmp_path
     assert "output: expected a folder that exists or can be made" in shown.stderr
 
 
+def test_default_schemes_that_do_not_fit_the_heads_are_left_out():
+    key = np.ones((1, 8, 2, 16), np.float32)
+    found = tools.study({"key": key, "value": key})
+    assert [one.scheme for one in found.summary] == ["fp8", "int8:g8"]
+    reason = "expected a head of a multiple of 32 elements, for int4:g32, got 16"
+    assert found.notes[0] == f"int4:g32 is left out ({reason})"
+
+
 def test_the_verb(arrays, tmp_path):
     path = tmp_path / "kv.npz"
     np.savez(path, **arrays)

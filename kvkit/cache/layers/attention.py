@@ -212,7 +212,9 @@ def checked_query(layer: Any, query: Array) -> tuple[Element, Array]:
         wanted = f"shape [{batch}, a multiple of {heads}, q, {dim}] (batch, key heads and head size)"
         raise argument_error("query", wanted, query.shape)
     if span.begin > max(0, span.length - new - (layer.window or 0) + 1) or new > span.length:
-        wanted = f"queries of the last tokens, whose windows {layer.name} still stores"
+        wanted = f"queries of at most the last {span.length} tokens"
+        if new <= span.length:
+            wanted = f"queries of the last tokens, whose windows {layer.name} still stores"
         raise argument_error("query", wanted, f"{new} queries after {span.length} tokens")
     return fmt, one_piece(query.swapaxes(1, 2))
 

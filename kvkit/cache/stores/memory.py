@@ -32,8 +32,8 @@ class Geometry(NamedTuple):
     joined: int = 0
 
     def __str__(self) -> str:
-        sizes = f"[{self.batch}, {self.heads}, q, {self.key_dim} and {self.value_dim}]"
-        return f"{sizes} of {self.fmt}"
+        dims = " and ".join(dict.fromkeys((str(self.key_dim), str(self.value_dim))))
+        return f"[{self.batch}, {self.heads}, q, {dims}] of {self.fmt}"
 
     def forms(self, capacity: int) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
         """Return the shapes and dtypes of the arrays of a store."""

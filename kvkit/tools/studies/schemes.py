@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from kvkit import formats
-from kvkit.errors import argument_error, brief, describe
+from kvkit.errors import KvkitError, argument_error, brief, describe
 from kvkit.formats.known import ALIASES
 from kvkit.formats.schemes import REGISTERED, check_scheme, schemes_named
 
+DEFAULT = "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0"  # those that fit the heads, if none are named
 EXACT = {str(fmt): fmt for fmt in formats.FLOATS}
 
 
@@ -107,3 +108,17 @@ def list_schemes(schemes: str | Sequence[Any]) -> list[tuple[str, Any, Any]]:
     if len({name for name, *_ in found}) < len(found):
         raise argument_error("schemes", "each once", ", ".join(name for name, *_ in found))
     return found
+
+
+def fitting_schemes(heads: set[tuple[int, int, bool]]) -> tuple[list[str], tuple[str, ...]]:
+    """Return (default schemes that fit, notes on the others) for sides of (heads, dim, whether values)."""
+    names, notes = [], []
+    for name, *pair in list_schemes(DEFAULT):
+        try:
+            for count, dim, is_value in sorted(heads):
+                scheme = pair[is_value]
+                scheme.encode(np.ones((scheme.step, count, dim), np.float32))
+            names.append(name)
+        except KvkitError as error:
+            notes.append(f"{name} is left out ({str(error).partition(': ')[2]})")
+    return names, tuple(notes)

@@ -17,6 +17,7 @@ from kvkit.rope import Rope
 from kvkit.tools.readers import LayerReader, open_cache
 from kvkit.tools.studies import evicting, measures, report
 from kvkit.tools.studies.policies import ORACLE, make_plan, parts_of
+from kvkit.tools.studies.schemes import fitting_schemes
 from kvkit.tools.studies.words import WORST, table, worst_heads
 from kvkit.tools.tasks import Lazy, Mapper
 from kvkit.tools.text import columns
@@ -229,6 +230,7 @@ def study(
         A comma-separated string or a sequence. A scheme is a name of `kvkit.formats` with its options, as in
         "int4:g32"; a format and a rotation, "int4:g32+hadamard"; "fp8" (e4m3 with a scale of 1); a class in a
         file, "mine.py:Scheme"; a name that `scheme` registered; or an object with ``encode`` and ``decode``.
+        None without `evict`: those of "fp8,int8:g8,int4:g32,int4:g32+hadamard,q8_0,q4_0" that fit the heads.
     evict : str or sequence, optional
         Policies "SCORER@SHARE" and "SCORER@SHARE+SCHEME", and schemes: "snapkv@0.5,int4:g32,
         snapkv(window=32)@0.25+int4:g32". A scorer of `kvkit.eviction`, or a function in a file, "mine.py:f",
@@ -284,8 +286,16 @@ def study(
     """
     check_threshold(threshold)
     opened = Lazy(open_cache, source, layout, sizes, None, rotation)
+    notes: tuple[str, ...] = ()
+    if schemes is None and evict is None:
+        layers = [opened.value.layer(i) for i in range(opened.value.count)]
+        sides = {
+            (side.heads, side.dim, name == "values") for each in layers for name, side in each.sides.items()
+        }
+        schemes, notes = fitting_schemes(sides)
     plan = Lazy(make_plan, schemes, evict, budget, judge, rope)
-    return replace(study_layers(opened, plan, progress, mapper), threshold=threshold)
+    found = study_layers(opened, plan, progress, mapper)
+    return replace(found, threshold=threshold, notes=(*notes, *found.notes))
 
 
 def check_threshold(threshold: float) -> None:
