@@ -155,4 +155,6 @@ def test_brief(text, expected):
 def test_starts_without_the_first_0_are_named():
     x = np.zeros((7, 1, 8), np.float32)
     with pytest.raises(KvkitError, match="seqstarts: expected to begin with 0, got 5"):
-        kvkit.dynamic_batching.multi_head_attention(x, x, x, [5, 7], [0, 5, 7], num_heads=1, head_dim=8)
+        kvkit.dynamic_batching.multi_head_attention(
+            x, x, x, [5, 7], [0, 5, 7], 0, None, None, num_heads=1, head_dim=8
+        )
