@@ -167,7 +167,7 @@ def test_a_cut_file_is_refused(path):
             load(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("kvkit.json", "{}")
-    with pytest.raises(kvkit.KvkitError, match="expected a cache"):
+    with pytest.raises(kvkit.KvkitError, match="expected a file of"):
         load(path)
 
 
