@@ -81,12 +81,15 @@ class Case:
             raise argument_error("arrays", wanted, some_names(unknown))
         self.given = {name: as_numpy(value, name) for name, value in given.items() if value is not None}
         self.rows_of_block = 1  # more if each row of a block is a page of the table
+        self.token_ids: list[Any] = []  # of each sequence of a `PagedCache`, if each row is such a page
         # The tables of a `PagedCache`, and OpenVINO's, are read as block tables.
         converted = self.source.paged or "past_lens" in self.given
         if converted and (found := self.source.block_tables()) is not None:
             self.given["block_tables"], self.given["context_lens"] = tables.to_blocks(found[1])
             if self.source.paged and found[1].page_size == 1:
                 self.rows_of_block = self.source.paged["arguments"]["page_size"]
+                names = (f"sequences.{i}.token_ids" for i in range(len(found[1].lengths)))
+                self.token_ids = [self.source.arrays.get(name, ()) for name in names]
         self.layout = self.source.stated_layout
         self.num_blocks: Any = self.number("num_blocks", 0)  # None if unknown, as the three below
         self.page_size: Any = self.number("page_size", 1)
@@ -211,14 +214,20 @@ class Case:
 
     @property
     def noun(self) -> str:
-        """Return what the numbers of `page_tables` are: pages, or first rows if pages begin at any row."""
-        return "page" if self.aligned else "row"
+        """Return what the numbers of `page_tables` are: pages; rows if pages have one or begin at any row."""
+        return "page" if self.aligned and not self.token_ids else "row"
+
+    def place(self, sequence: str, column: int) -> str:
+        """Return the words for the place of a page in the table of a sequence."""
+        return f"{'has token' if self.token_ids else 'is in column'} {column} of {sequence}"
 
     def entry(self, sequence: int, column: int) -> str:
-        """Return the name of an entry of the table, as a Python expression."""
+        """Return the name of an entry of the table, as a Python expression; or its token's place."""
         if isinstance(self.raw_table, tuple):
             place = self.pages.starts[sequence] + column
             return f"{self.table_name}[{place}] (sequence {sequence}, page {column})"
+        if self.token_ids:
+            return f"sequence {sequence}, token {column}"
         return f"{self.table_name}[{sequence}, {column}]"
 
     @cached_property

@@ -16,7 +16,7 @@ import numpy as np
 from kvkit.checks.values import finite_number, integer
 from kvkit.errors import KvkitError, argument_error, brief, printable
 from kvkit.interop import as_numpy
-from kvkit.layouts import Layout
+from kvkit.layouts import Layout, tables
 from kvkit.tools import counting
 from kvkit.tools.axes import ROLES, WORDS, axes_by_count, is_index, letters_of
 from kvkit.tools.case import stack_view
@@ -107,8 +107,8 @@ class Difference:
     compared : int
         How many bytes of side a were compared.
     notes : list of str
-        Arrays without a cause; causes that were not tried, and why; differing dtypes that count as equal
-        (with tolerances, and of index tensors).
+        Arrays without a cause; causes that were not tried, and why; page tables that were not compared;
+        differing dtypes that count as equal (with tolerances, and of index tensors).
     maps : dict
         {array to draw: (differing elements of each row, letters of its axes)}.
     """
@@ -162,7 +162,8 @@ def diff(
     ----------
     a, b : path, dict of arrays, or array
         The expected side, and the actual side. Arrays of equal names are compared. If a side has a layout, or
-        if no names are equal, the keys and values of the caches are compared, whatever the arrays are called.
+        if no names are equal, the keys and values of the caches are compared, whatever the arrays are called,
+        and the page tables and lengths that both have.
     layout_a, layout_b : str or Layout, optional
         The layout of ``cache`` (or ``cache.0``, ...), or of ``key_cache`` and ``value_cache``: a name or
         a line such as "| l kv b n h c".
@@ -210,7 +211,7 @@ def diff(
         check_plot(plot)
     sides = (a, layout_a, "layout_a"), (b, layout_b, "layout_b")
     arrays = Lazy(compared_arrays, sides, sizes, like, axes)
-    one, two, inputs, known_axes = arrays.value
+    one, two, inputs, known_axes, notes = arrays.value
     if not one:
         raise argument_error("a", "some array of numbers", "none")
     common = [name for name in one if name in two]
@@ -223,8 +224,8 @@ def diff(
         wanted = f"floats with the names and shapes of {', '.join(common)}; or before, positions"
         raise argument_error("like", wanted, brief(shapes) or "nothing")
     here = advance if mapper is map else None  # workers report whole arrays, not pieces
-    of_tables = {name for name in common if known_axes is VIEW_AXES and name.startswith(TABLE_PREFIXES)}
-    letters = [letters_of(name, one[name], {} if name in of_tables else known_axes) for name in common]
+    of_tables = {} if known_axes is VIEW_AXES else known_axes
+    letters = [letters_of(x, one[x], of_tables if is_index(one[x]) else known_axes) for x in common]
     work = partial(compare_array, arrays, tolerances=tolerances, drawn=plot is not None, advance=here)
     found = Difference(problems=problems)
     compared = 0
@@ -237,6 +238,8 @@ def diff(
             advance(part.compared)
     if not found.equal and same_tokens(sides, sizes):
         found.notes.append("the tokens of all sequences are equal, if each side is read by its page tables")
+    else:
+        found.notes.extend(notes)
     found.causes.sort(key=lambda cause: -cause.explained / cause.differing)
     if plot is not None and found.maps:
         draw_maps(plot, found.maps)
@@ -246,8 +249,8 @@ def diff(
 def compared_arrays(
     sides: Sequence[tuple[Any, str | Layout | None, str]], sizes: Mapping[str, int] | None, like: Any,
     axes: str | None,
-) -> tuple[Arrays, Arrays, Arrays, dict[int, str]]:  # fmt: skip
-    """Return ({name: array} of side a, of side b, inputs by name, {number of axes: axes} where known)."""
+) -> tuple[Arrays, Arrays, Arrays, dict[int, str], list[str]]:  # fmt: skip
+    """Return ({name: array} of side a, of b, inputs by name, {number of axes: axes} where known, notes)."""
     sources = []
     for side, layout, name in sides:
         array = as_numpy(side)
@@ -261,14 +264,15 @@ def compared_arrays(
     # `heads_first` is a guess from the names of arrays, which `axes` overrule.
     stated = any(source.stated_layout and not (axes and source.heads_first) for source in sources)
     if by_name and not stated:
-        return one, two, inputs, axes_by_count(axes, [one[name].ndim for name in common])
+        return one, two, inputs, axes_by_count(axes, [one[name].ndim for name in common]), []
     if given is not None:
         with contextlib.suppress(KvkitError):  # inputs may be no cache: before, positions
             inputs |= keys_and_values(given)
-    tables = [name for name in one if name in two and name.startswith(TABLE_PREFIXES) and one[name].ndim]
-    tables = [name for name in tables if not name.startswith("published.")]  # hashes have salt
-    one, two = (keys_and_values(each) | {name: each.arrays[name] for name in tables} for each in sources)
-    return one, two, inputs, VIEW_AXES
+    (own, others), notes = differing_tables(*sources)
+    if all(source.paged for source in sources):  # tokens that moved have other positions in the same rows
+        moved = [{x: each[x] for x in each if x.endswith(".positions")} for each in (one, two)]
+        own, others = own | moved[0], others | moved[1]
+    return keys_and_values(sources[0]) | own, keys_and_values(sources[1]) | others, inputs, VIEW_AXES, notes
 
 
 def keys_and_values(source: CacheSource) -> Arrays:
@@ -283,6 +287,30 @@ def keys_and_values(source: CacheSource) -> Arrays:
     found = {f"{x}s{part}": stack_view(getattr(kv, f"{x}s")) for part, kv in parts.items() for x in sides}
     second = {} if source.sliding is None else keys_and_values(source.sliding)
     return found | {f"{SLIDING}_{name}": array for name, array in second.items()}
+
+
+def differing_tables(a: CacheSource, b: CacheSource) -> tuple[list[Arrays], list[str]]:
+    """Return ([{name: array} of page tables and lengths of each side], notes); no arrays of equal tables.
+
+    Ids are compared up to the shorter length of a sequence: of pages, or of rows if pages have other sizes.
+    """
+    try:
+        found = [each.block_tables() for each in (a, b)]
+    except KvkitError:  # tables that no reader takes are compared as they are
+        every = [each.arrays.items() for each in (a, b)]
+        return [{name: x for name, x in each if name.startswith(TABLE_PREFIXES)} for each in every], []
+    pages = [each[1] for each in found if each is not None]
+    if len(pages) < 2 or pages[0] == pages[1]:
+        side = "b" if found[0] is None else "a"
+        return [{}, {}], [f"only {side} has page tables: they are not compared"] if len(pages) == 1 else []
+    count, size = min(len(each.lengths) for each in pages), pages[0].page_size
+    shorter = np.minimum(*(each.lengths[:count] for each in pages))
+    common = [tables.from_entries("pages", x.table[:count], shorter, x.page_size, 1) for x in pages]
+    name, ids = "rows", [tables.to_slots(each, -1) for each in common]
+    if size > 1 and all(each.page_size == size for each in pages):
+        with contextlib.suppress(KvkitError):  # pages that begin within a block have no id
+            ids, name = [tables.to_blocks(each)[0] for each in common], "block_tables"
+    return [{name: x, "context_lens": each.lengths} for x, each in zip(ids, pages, strict=True)], []
 
 
 def same_tokens(sides: Sequence[tuple[Any, Any, str]], sizes: Mapping[str, int] | None) -> bool:
@@ -317,7 +345,7 @@ def compare_array(
     advance: Callable[[int], object] | None,
 ) -> Difference:  # fmt: skip
     """Compare an array of both sides, and look for causes."""
-    one, two, inputs, _ = arrays.value
+    one, two, inputs, *_ = arrays.value
     expected, got = one[name], two[name]
     if expected.shape != got.shape:
         return Difference(problems=[str(argument_error(name, f"shape {expected.shape}", got.shape))])

@@ -65,8 +65,11 @@ def arrays_of_object(cache: Any) -> dict[str, Any]:
             tokens = slice(int(layer.get_seq_length()) if kind.startswith("Static") else None)
         for side, array in zip(SIDES, pair, strict=False):
             found[f"past_key_values.{number}.{side}"] = np.asarray(as_numpy(array, side))[:, :, tokens]
-    if not found:
-        raise argument_error("source", "a cache that has tokens", "an empty cache")
+    if not any(array.size for array in found.values()):
+        in_steps = hasattr(cache, "blocks")  # sequences of a `PagedCache`, beside its batch
+        wanted = "a file of cache.save(path, sequences), or a cache with a batch" if in_steps else "a cache"
+        got = f"an empty {'batch' if in_steps else 'cache'}"
+        raise argument_error("source", f"{wanted} that has tokens", got)
     return found
 
 

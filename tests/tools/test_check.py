@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -277,20 +278,6 @@ def test_lines_of_a_stack_of_layers_are_named():
     assert "'l | b n c' (vllm-mla)" in found.message
 
 
-def test_sequences_that_lost_tokens_share_pages(tmp_path):
-    """Tokens behind those that were removed stay in pages of the other sequence: P3 cannot tell."""
-    cache = PagedCache(8, 4, 1, 1, 4, np.float32)
-    first = cache.blocks.add(list(range(16)))
-    with cache.begin_step([(first, 16)]) as step:
-        step.update(*np.ones((2, 16, 1, 4), np.float32), 0)
-    second = cache.blocks.fork(first)
-    cache.save(tmp_path / "fork.npz", [first, second])
-    assert "P3" in fine(tmp_path / "fork.npz").checked
-    cache.remove(second, 4, 8)
-    cache.save(tmp_path / "fork.npz", [first, second])
-    assert fine(tmp_path / "fork.npz").unchecked["P3"] == "sequences that lost no tokens"
-
-
 def test_every_rule_has_a_mutation_and_names_an_incident():
     assert set(MUTATIONS) == set(RULES)
     for rule in RULES.values():
@@ -439,6 +426,27 @@ def test_scales_of_blocks_and_constant_values():
         check(before, before | {"key_cache": keys.astype(np.float16)}, slots=[35])
     with pytest.raises(KvkitError, match="slots: expected integers"):
         check(before, after, slots=[1.5])
+
+
+def test_forks_of_a_paged_cache_that_lost_tokens_share_rows(tmp_path):
+    """Shared rows are legal, unless a row has two token ids; sequences of steps are read from a file."""
+    paged = PagedCache(16, 4, num_layers=1, num_kv_heads=1, head_dim=8, dtype=np.float16)
+    seq, x = paged.blocks.add(range(16)), np.ones((16, 1, 8), np.float16)
+    with paged.begin_step([(seq, 16)]) as step:
+        step.update(x, x, 0)
+    fork, part = paged.blocks.fork(seq), paged.blocks.fork(seq, 4, 8)
+    path = tmp_path / "forks.npz"
+    paged.remove(fork, 4, 8)
+    paged.save(path, [seq, fork, part])
+    assert not check(path).errors
+    saved = files.read(path)
+    arrays = {name: np.array(array) for name, array in saved.arrays.items()}
+    arrays["sequences.1.token_ids"][5] = 77
+    (error,) = check(replace(saved, arrays=arrays)).errors
+    assert (error.rule, error.where) == ("P3", "sequence 1, token 5")
+    assert error.message == "row 9 has token 9 of sequence 0, which has another id"
+    with pytest.raises(KvkitError, match=r"source: expected a file of cache\.save\(path, sequences\)"):
+        check(paged)
 
 
 def test_tables_of_lists_and_without_sequences():

@@ -396,6 +396,39 @@ def test_tokens_in_other_pages_are_told():
     assert not diff(four, two, layout_a=line, layout_b=line).notes
 
 
+def test_page_tables_and_lengths_of_caches_with_a_layout_are_compared():
+    """Equal pools with other tables or lengths differ. Ids after the end of a sequence do not count."""
+    pool, line = np.zeros((1, 2, 6, 16, 2, 8), np.float16), "| l kv b n h c"
+    given = {"layout_a": line, "layout_b": line}
+
+    def cache(table, lengths):
+        return {"cache": pool, "block_tables": np.array(table), "context_lens": np.array(lengths)}
+
+    one = cache([[0, 1, 2], [3, 4, -1]], [37, 20])
+    assert diff(one, cache([[0, 1, 2], [3, 4, 5]], [37, 20]), **given).equal
+    for two, cause in (
+        (
+            cache([[0, 1, 2], [3, 1, -1]], [37, 20]),
+            "wrong id in a block table (entry 1 of sequence 1: 1 for 4)",
+        ),
+        (cache([[0, 1, 2], [3, 4, -1]], [38, 20]), "other lengths (sequence 0: 38 for 37)"),
+        (cache([[0, 1], [3, 4]], [32, 20]), "other lengths (sequence 0: 32 for 37)"),
+        (
+            cache([[0, -2, 2], [3, 4, -1]], [37, 20]),
+            "wrong id in a block table (entry 1 of sequence 0: -2 for 1)",
+        ),
+    ):
+        found = diff(one, two, **given)
+        assert not found.equal
+        [found] = found.causes
+        assert cause in str(found)
+    assert diff(one, cache([[0, 1, 2]], [37]), **given).problems == [
+        "context_lens: expected shape (2,), got (1,)"
+    ]
+    none = diff({"cache": one["cache"]}, one, **given)
+    assert (none.equal, none.notes) == (True, ["only b has page tables: they are not compared"])
+
+
 def test_complex_numbers_are_compared_by_bytes():
     one, two = np.full((2, 4), 1 + 1j, np.complex64), np.full((2, 4), 1 + 2j, np.complex64)
     assert diff({"x": one}, {"x": one.copy()}).equal

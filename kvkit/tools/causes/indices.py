@@ -7,7 +7,8 @@ import numpy as np
 from kvkit.tools.causes.trial import Cause
 
 MOST_ENTRIES = 3  # the most entries that are listed
-IDS = {"block_tables": "block table", "cachestarts": "block table", "kv_indices": "block table"}
+CAUSES = dict.fromkeys(("block_tables", "cachestarts", "kv_indices"), "wrong id in a block table")
+CAUSES["context_lens"] = "other lengths"
 
 
 def index_causes(name: str, axes: tuple[str, ...], expected: np.ndarray, got: np.ndarray) -> list[Cause]:
@@ -20,10 +21,9 @@ def index_causes(name: str, axes: tuple[str, ...], expected: np.ndarray, got: np
     if len(wrong) > MOST_ENTRIES:
         detail = f"{len(wrong)} entries {int(steps[0]):+d}"
         return [Cause(name, "indices off by a constant", detail, octets, octets)] if len(steps) == 1 else []
-    what = f"wrong id in a {IDS[name]}" if name in IDS else "wrong index"
     places = [  # such as "page 2 of sequence 0: 7 for 3"
         f"{' of '.join(f'{axis} {i}' for axis, i in zip(axes[::-1], place[::-1], strict=True))}: "
         f"{got[tuple(place)]} for {expected[tuple(place)]}"
         for place in wrong
     ]
-    return [Cause(name, what, ", ".join(places), octets, octets)]
+    return [Cause(name, CAUSES.get(name, "wrong index"), ", ".join(places), octets, octets)]

@@ -48,7 +48,7 @@ def outside_the_pool(case: Case) -> Seen:
 def twice_in_a_sequence(case: Case) -> Seen:
     """Report pages that a sequence has twice. vllm-rbln#41: tables after a preemption."""
     return hits_of_kind(
-        case, table_rules.TWICE, lambda page, _, at: f"{page} is in column {at} of the same sequence"
+        case, table_rules.TWICE, lambda page, _, at: f"{page} {case.place('the same sequence', at)}"
     )
 
 
@@ -56,20 +56,31 @@ def twice_in_a_sequence(case: Case) -> Seen:
     "P3",
     "One sequence reads tokens of the other. Only pages of an equal prefix may be shared: look for a page "
     "that was freed while in use, or a row of the table that belongs to another sequence.",
-    needs="block_tables, sequences that lost no tokens",
+    needs="block_tables",
 )
 def in_two_sequences(case: Case) -> Seen:
     """Report pages of two sequences. sparkinfer#289: tables were looked up by row, not by sequence.
 
-    It does not look at a `PagedCache` whose sequences lost tokens: they may share pages after other ones.
+    Forks of a `PagedCache` share rows after other tokens were removed. There a row is wrong if its token has
+    one id in one sequence and another id in the other.
     """
-    if any("intact" in each for each in case.source.paged.get("sequences", ())):
-        return None
+    why = "which has another id" if case.token_ids else "whose earlier pages differ"
 
     def words(page: str, other: int, there: int) -> str:
-        return f"{page} is in column {there} of sequence {other}, whose earlier pages differ"
+        return f"{page} {case.place(f'sequence {other}', there)}, {why}"
 
-    return hits_of_kind(case, table_rules.FOREIGN, words)
+    seen = hits_of_kind(case, table_rules.FOREIGN, words)
+    if seen is None or not case.token_ids:
+        return seen
+    hits, name = seen
+    found: Any = [hit for hit in hits if ids_differ(case.token_ids, *hit)], name
+    return found
+
+
+def ids_differ(ids: list[Any], _: int, sequence: int, column: int, __: int, other: int, there: int) -> bool:
+    """Return whether the tokens of a hit in its two sequences have ids that differ."""
+    known = column < len(ids[sequence]) and there < len(ids[other])
+    return bool(known and ids[sequence][column] != ids[other][there])
 
 
 @rule(
