@@ -105,6 +105,8 @@ def read_step(
     try:
         table = read_table("cachestarts", arguments.cachestarts, 2 if paged else 1)
     except KvkitError as error:
+        if isinstance(arguments.cachestarts, np.ma.MaskedArray):
+            raise  # the mode has no part in it
         legal = "a page table [B, MaxP]" if paged else "offsets [B]; cache_mode=1 takes a page table"
         raise KvkitError(f"{error} (cache_mode {paged} takes {legal})") from None
     if not paged:

@@ -79,7 +79,7 @@ def refused(call, name, **more):
     if backends.name != "cpu":
         with pytest.raises(KvkitError) as error:
             call.run(kvkit, **more)
-        assert message == str(error.value)
+        assert message == str(error.value), (message, str(error.value))
     return message
 
 
