@@ -73,6 +73,8 @@ def critical(
         wanted = f"shape (a multiple of {heads}, {dim}, width)"
         raise argument_error("output_weights", wanted, weights.shape)
     kept_count(tokens, keep, None)
+    if not 0 <= first <= 1:
+        raise argument_error("first", "a share from 0 to 1", first)
     group = len(weights) // heads
     sizes = np.zeros((batch, heads, tokens))
     for b, h in np.ndindex(batch, heads):

@@ -231,7 +231,7 @@ class Work:
         self.split_work(steps, key)
         tiles = int(tiles_of(steps, key).sum())
         longest = most_pages * steps.page_size  # tokens that the table has room for
-        self.most_items = min(tiles + key.most_splits, tiles * -(-longest // LEAST_SPLIT))
+        self.most_items = min(tiles + key.most_splits, tiles * max(1, -(-longest // LEAST_SPLIT)))
         self.most_slots = min(self.most_items, 2 * key.most_splits)
 
     def split_work(self, steps, key):

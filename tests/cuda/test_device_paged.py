@@ -273,3 +273,12 @@ def test_rows_of_656_bytes_are_decoded_on_the_device(dtype, chosen, rng, monkeyp
     for got, right in zip(map(contents, found), expected, strict=True):
         tolerance = 2e-5 if dtype == np.float32 else 2**-6
         np.testing.assert_allclose(got.astype(np.float32), right.astype(np.float32), atol=tolerance)
+
+
+def test_contexts_without_tokens_and_tables_without_pages():
+    query, pool = np.ones((2, 4, 64), np.float16), np.ones((3, 16, 2, 64), np.float16)
+    outs = [
+        library.paged_attention(query, pool, pool, np.zeros((2, 0), np.int64), np.zeros(2, np.int64))
+        for library in (kvkit, kvkit_cuda)
+    ]
+    np.testing.assert_array_equal(contents(outs[1]), outs[0])

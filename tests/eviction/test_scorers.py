@@ -292,6 +292,8 @@ WRONG = {
         "rope: expected a kvkit.Rope of at most 4 elements"),
     "filters": ("qfilter", {"filters": np.ones((1, 4), np.float32)},
         "filters: expected shape (2, 4), got (1, 4)"),
+    "first": ("critical", {"scores": KNORM, "output_weights": OUTPUT, "keep": 0.5, "first": 3},
+        "first: expected a share from 0 to 1, got 3"),
 }  # fmt: skip
 
 
