@@ -76,9 +76,10 @@ class ArrayDifference:
         share = self.differing / self.total
         place = ", ".join(f"{axis} {self.first[axis]}" for axis in self.axes)
         place = f"first: {place}" if place else "first"
+        numbers = f"expected {self.first['expected']}, got {self.first['got']}"
         lines = [
             f"{printable(self.name)}: {self.differing} of {self.total} elements differ ({share:.2%})",
-            f"  {place}: expected {self.first['expected']}, got {self.first['got']}",
+            f"  {place}: {numbers}",
         ]
         for axis, counts in self.counts.items():
             most = sorted(counts.items(), key=lambda item: -item[1])[:LISTED]
