@@ -25,7 +25,7 @@ FLAT_FROM = 2**13  # tokens in all, from which on cost should be proportional
 MOST = LENGTHS[-1]  # tokens in the memory
 MANY = 2**16  # fewest tokens of a round, by repeated steps, so that threads stay awake
 THREADS = sorted({1, numba.config.NUMBA_NUM_THREADS})
-CODE, SCALE = 127, 0.5
+CODE, SCALE = 127, 0.125  # integer products take values up to 16, others are multiplied as floats
 NUMBER = CODE * SCALE  # of every element; new ones get the same code and scale
 GROUP = GROUPS[8]
 
