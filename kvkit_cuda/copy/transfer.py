@@ -116,7 +116,7 @@ def copy_tokens(direction, packed, cache_format, scale_format, span, given=False
 
 
 class Reader(NamedTuple):
-    """How new elements are read; rotary.py has another one, which rotates keys."""
+    """Holds the functions that read new elements: `plain_reader` makes them, or rotary.py, to rotate keys."""
 
     read: Any  # f(source) -> the two words of a chunk
     beside: Any  # f(source, i) -> the source i chunks on

@@ -96,7 +96,7 @@ class Reading(NamedTuple):
 
 
 class Division(NamedTuple):
-    """How a call is divided: a launch can serve another step only if its division is equal."""
+    """Counts the parts of a call. A launch can serve another step only if its division is equal."""
 
     tile_groups: int
     work_items: int
