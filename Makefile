@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint tests/constraints.txt
 
-.PHONY: demo demo-model test test-model test-transformers test-dask test-peers test-dist test-docs test-all test-gpu
+.PHONY: demo demo-model test test-cuda test-model test-transformers test-dask test-peers test-dist test-docs test-all test-gpu
 .PHONY: docs lint bench bench-gpu bench-dask dist clean
 
 $(BIN)/python:
@@ -48,14 +48,16 @@ demo-model: $(VENV)/kvkit.data $(VENV)/smollm2
 KEPT := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(VENV))/bytecode
 PYTEST := $(KEPT) OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist worksteal
 
-# Test kvkit_cuda on a machine that runs PTX, over a stand-in for the driver and in the CUDA simulator, each in
-# processes of its own; then test the rest.
+# Test what runs on a CPU, and the operators of kvkit_cuda in the CUDA simulator, in processes of its own.
 test: $(VENV)/kvkit.test
 	@$(BIN)/python -c "import numba_cuda"  # without which tests of its host's side would be left out
-	$(PYTEST) --backend machine -m "not slow and not perf"
-	$(PYTEST) --backend stand_in -m "not slow and not perf"
 	$(PYTEST) --backend simulator -m "not slow and not perf"
 	$(PYTEST) -m "not slow and not model and not transformers and not peers and not site and not perf"
+
+# Test the code that kvkit_cuda makes for a GPU, without one: a machine that runs PTX, and a stand-in for the driver.
+test-cuda: $(VENV)/kvkit.test
+	$(PYTEST) --backend machine -m "not slow and not perf"
+	$(PYTEST) --backend stand_in -m "not slow and not perf"
 
 test-model: $(VENV)/kvkit.test $(VENV)/kvkit.data $(VENV)/smollm2
 	$(BIN)/python -m pytest -m model
