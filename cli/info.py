@@ -12,6 +12,7 @@ import ml_dtypes
 import numba
 import numpy as np
 
+from kvkit.cpu import machine
 from kvkit.errors import DeviceError
 from kvkit.runtime import disk_cache, source_digest
 from kvkit.runtime.jit import SOURCE_LETTERS, cache_folder
@@ -82,12 +83,19 @@ def system_facts() -> dict[str, str]:
         "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",
         **{module.__name__: module.__version__ for module in modules},
         "CPU": f"{llvmlite.binding.get_host_cpu_name()}, {vectors}",
+        "tiles (AMX)": tiles_state(),
         "threads": f"{numba.get_num_threads()} of at most {numba.config.NUMBA_NUM_THREADS}",
         "threading layer": threading_layer(),
         "compile cache": show.code_folder_text(cache_folder()),
         "backend cpu": "works",
         "backend cuda": cuda_state(),
     }
+
+
+def tiles_state() -> str:
+    """Return whether attention uses the processor's tiles, or why not."""
+    obstacle = machine.tiles_obstacle()
+    return f"not used: {obstacle}" if obstacle else "used"
 
 
 def threading_layer() -> str:

@@ -128,7 +128,7 @@ def test_what_is_wanted(monkeypatch):
         monkeypatch.setenv("KVKIT_CPU", most)
         assert (ask("avx512vnni"), ask("avx512bf16")) == expected
     monkeypatch.setenv("KVKIT_CPU", "386")
-    words = "KVKIT_CPU: expected avx512 or avx512vnni or avx512bf16, got '386'"
+    words = "KVKIT_CPU: expected avx512 or avx512vnni or avx512bf16 or amx, got '386'"
     with pytest.raises(kvkit.KvkitError, match=words):
         ask("avx512vnni")
 
