@@ -30,8 +30,8 @@ get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
 
 @helper
-def finish(params, block, split, states):
-    """Write a work item's outputs, or, if its context is split, its state among `states`.
+def finish(params, block, engine, split, states):
+    """Write the outputs of a work item of an engine, or, if its context is split, its state among `states`.
 
     Return False, having finished nothing, at NaN or infinity, which are written with `block.nan_safe`.
     """
@@ -41,11 +41,11 @@ def finish(params, block, split, states):
     for t in range(block.tiles):
         tile = tile_of(params, block, t)
         o = tile.o
-        if block.wide:
-            if params.pairs and not block.nan_safe:
-                pairs.in_order(o, lines, tile.live, dim)
-            else:
-                transpose(o, 4 * WIDE, dim, WIDE, lines, 4 * dim)
+        if engine.interleaves and not block.nan_safe:
+            pairs.in_order(o, lines, tile.live, dim)
+            o = lines
+        elif block.wide:
+            transpose(o, 4 * WIDE, dim, WIDE, lines, 4 * dim)
             o = lines
         for r in range(tile.live):
             line = o + 4 * r * dim

@@ -126,10 +126,12 @@ def attend(params, block, split, splits, states):
     engine = engine_of(params, block)
     load_queries(params, block, engine)
     attend_blocks(params, block, engine)
-    if not finish(params, block, split, states):  # a sum is not finite
+    if not finish(params, block, engine, split, states):  # a sum is not finite
         block.nan_safe, block.size = 1, min(block.size, params.wide_block)  # values are widened
         attend_blocks(params, block, engine_of(params, block))
-        finish(params, block, split, states)
+        finish(params, block, engine, split, states)
+    if engine.finish:
+        call_engine(engine.finish, params, block, block)
     if params.key_sums:
         call_engine(params.add_key_weights, params, block, block)
 

@@ -92,4 +92,4 @@ def step(name):
 
 def engine():
     """Return the engine of bfloat16 pairs."""
-    return {name: step(name).address for name in STEPS} | {"scales_scores": True}
+    return {name: step(name).address for name in STEPS} | {"scales_scores": True, "interleaves": True}
