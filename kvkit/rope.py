@@ -171,12 +171,12 @@ class Rope:
             wanted = f"one for each token of states, {shape}, or one for all"
             raise argument_error(name, wanted, f"shape {positions.shape}")
         dtype = np.float64 if states.dtype == np.float64 else np.float32
-        rotated: Array = np.array(states, dtype)
-        self.rotate_pairs(states.astype(dtype, copy=False), *self.cos_sin(positions, dtype, factor), rotated)
+        rotated: Array = np.empty_like(states, dtype, subok=False)
+        self.write_rotated(states.astype(dtype, copy=False), *self.cos_sin(positions, dtype, factor), rotated)
         return rotated.astype(states.dtype, copy=False)
 
     def cos_sin(self, positions: ArrayLike, dtype: DTypeLike, factor: float = 1.0) -> tuple[Array, Array]:
-        """Return the cosines and the sines [..., pairs] that `rotate_pairs` takes, for some positions."""
+        """Return the cosines and the sines [..., pairs] that `write_rotated` takes, for some positions."""
         angles = np.asarray(positions, np.float64)[..., None] * self.frequencies  # [tokens, pairs]
         return (np.cos(angles) * factor).astype(dtype), (np.sin(angles) * factor).astype(dtype)
 
@@ -194,8 +194,10 @@ class Rope:
         positions = whole_numbers("positions", positions)
         return np.stack(self.cos_sin(positions, np.float32, self.attention_factor), -1)
 
-    def rotate_pairs(self, states: Array, cosines: Array, sines: Array, out: Array) -> None:
-        """Write the rotated pairs of states [..., dim] to `out`; its other elements do not change."""
+    def write_rotated(self, states: Array, cosines: Array, sines: Array, out: Array) -> None:
+        """Write states [..., dim] to `out`: their pairs rotated, all other elements as they are."""
+        out[..., : self.begin] = states[..., : self.begin]
+        out[..., self.end :] = states[..., self.end :]
         first, second = self.pairs()
         x, y = states[..., first], states[..., second]
         rotated_x, rotated_y = out[..., first], out[..., second]

@@ -3,17 +3,26 @@
 import numpy as np
 
 
-def exact(query, keys, values, visible=None):
-    """Attend in float64 with queries [B, Hq, q, D] of the last tokens; `visible` is bool [q, tokens]."""
+def exact(query, keys, values, visible=None, bias=0.0, softmax_scale=None, softcap=0.0, sinks=None):
+    """Attend in float64 with queries [B, Hq, q, D] of the last tokens; return outputs and lse.
+
+    `visible` is bool [.., q, tokens], `bias` is added to the scores, and sinks [Hq] are one more score each.
+    """
     group, new, count = query.shape[1] // keys.shape[1], query.shape[2], keys.shape[2]
     keys, values = (np.repeat(side.astype(float), group, 1) for side in (keys, values))
-    scores = query.astype(float) @ keys.swapaxes(2, 3) / query.shape[3] ** 0.5
+    scale = query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    scores = query.astype(float) @ keys.swapaxes(2, 3) * scale
+    scores = softcap * np.tanh(scores / softcap) if softcap else scores
     causal = np.arange(count) <= np.arange(count - new, count)[:, None]
-    scores = np.where(causal if visible is None else causal & visible, scores, -np.inf)
-    top = scores.max(3, keepdims=True)
+    scores = np.where(causal if visible is None else causal & visible, scores + bias, -np.inf)
+    sink = np.full(query.shape[1], -np.inf) if sinks is None else sinks.astype(float)
+    sink = np.broadcast_to(sink[:, None, None], (*scores.shape[:3], 1))
+    top = np.maximum(np.maximum(scores.max(3, keepdims=True, initial=-np.inf), sink), -1e300)
     weights = np.exp(scores - top)
-    total = weights.sum(3, keepdims=True)
-    return weights / total @ values, (np.log(total) + top)[..., 0]
+    total = weights.sum(3, keepdims=True) + np.exp(sink - top)
+    with np.errstate(divide="ignore"):
+        lse = (np.log(total) + top)[..., 0]
+    return weights / np.where(total, total, 1) @ values, lse
 
 
 class Cells:

@@ -329,7 +329,7 @@ class PreparedPieces:
         self._rope, self._begin, self._mask = layer.rope, pieces[-1].begin, weights.mask
         deltas = -np.array([shift for _, _, shift in pieces])[:, None, None, None]
         self._rotations = self._rope.cos_sin(deltas, np.float32)  # cosines, sines [pieces, 1, 1, 1, pairs]
-        self._query = np.repeat(query[None], count, 0)  # [pieces, B, q, Hq, D], rotated by `run`
+        self._query = np.empty((count, *query.shape), np.float32)  # [pieces, B, q, Hq, D], written by `run`
         outs = np.empty((count, *out.shape), np.float32)
         lses = np.empty((count, *lse.shape), np.float32)
         queries, flat_outs, flat_lses = (
@@ -360,7 +360,7 @@ class PreparedPieces:
         """Attend with other queries, another mask and end; return False if these need a new launch."""
 
         def refit() -> bool:
-            self._rope.rotate_pairs(query, *self._rotations, self._query)
+            self._rope.write_rotated(query, *self._rotations, self._query)
             return self._fits(end, mask)
 
         return self._prepared.run_at(addresses_of((out, lse)), refit)

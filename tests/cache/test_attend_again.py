@@ -1,0 +1,229 @@
+"""Attention computes its own call: after every change of a cache, other queries, masks and scales count.
+
+Layers keep a prepared call for calls of one form. Here each call follows calls of its form and of others. It
+is compared with attention in float64, and with the bits of a copy, which has no prepared calls.
+"""
+
+import copy
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from cell_model import Cells, exact
+
+from kvkit import KvkitError, Rope
+from kvkit.cache import (
+    Cache,
+    DynamicLayer,
+    IndexedLayer,
+    LatentLayer,
+    PagedCache,
+    QuantizedLayer,
+    QuantSpec,
+    SharedLayer,
+    SlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+from kvkit.cache.layers.schemed import SchemedLayer
+
+HEADS, GROUP, DIM, VALUES, ROOM, WINDOW = 2, 2, 16, 12, 96, 9
+# Over a whole head, or a part: the other elements of a query are those of the present call too
+ROPES = Rope(16), Rope(8), Rope(6, begin=4), Rope(10, interleaved=True), "none"
+PLACES = Rope(4), "none"  # of the rotated part of a latent row
+CODES = QuantSpec(8, group=4), QuantSpec(8, group=4, axis="token")
+SCHEME = QuantSpec(format="int8:g4", group=4)
+
+
+class Kind(NamedTuple):
+    """Describes a kind of layer: how to make a cache of two, and what it can do."""
+
+    make: object  # f(rope) -> Cache or PagedCache
+    latent: bool = False
+    coded: bool = False
+    mapped: bool = True  # whether files can hold it
+    window: int | None = None
+    values: int = VALUES
+
+
+def two(make, **options):
+    return Kind(lambda rope: Cache([make(), make()], rope=rope), **options)
+
+
+def paged(rope, **options):
+    return PagedCache(120, 4, 2, options.pop("heads", HEADS), DIM, np.float32, rope=rope, **options)
+
+
+KINDS = {
+    "dynamic": two(DynamicLayer),
+    "static": two(lambda: StaticLayer(ROOM)),
+    "window": two(lambda: SlidingWindowLayer(WINDOW), window=WINDOW),
+    "static window": two(lambda: StaticSlidingWindowLayer(ROOM, WINDOW), window=WINDOW),
+    "codes": two(lambda: QuantizedLayer(*CODES, 4, 2), coded=True),
+    "scheme": two(lambda: SchemedLayer(SCHEME, SCHEME, 4, 2), coded=True, mapped=False),
+    "latent": two(lambda: LatentLayer(12, 4), latent=True),
+    "latent codes": two(lambda: LatentLayer(12, 4, format="int8:g4", rope_dtype="float32"), latent=True,
+                        coded=True),
+    "indexed": two(lambda: IndexedLayer(LatentLayer(12, 4), 4), latent=True),
+    "shared": Kind(lambda rope: Cache([DynamicLayer(), SharedLayer(of=0)], rope=rope)),
+    "paged": Kind(paged, mapped=False, values=DIM),
+    "paged latent": Kind(lambda rope: paged(rope, heads=1, latent_dim=12), latent=True, mapped=False),
+}  # fmt: skip
+
+
+class Scene:
+    """Runs a cache beside cells: token i of the list of all tokens has the name i."""
+
+    def __init__(self, kind, rope, rng):
+        self.kind, self.rng, self.cells = kind, rng, Cells()
+        self.cache, self.batch = kind.make(rope), 2
+        rope = Rope(4, begin=12) if kind.latent and isinstance(rope, Rope) else rope
+        self.rope = rope if isinstance(rope, Rope) else None
+        self.moved = getattr(self.cache, "rows", self.cache)  # what removes and moves tokens
+        self.heads = 1 if kind.latent else HEADS
+        self.raw = [np.zeros((2, self.batch, self.heads, 0, dim)) for dim in (DIM, kind.values)]
+        self.before, self.shared = None, isinstance(self.cache.layers[1], SharedLayer)
+
+    def random(self, *shape):
+        return self.rng.standard_normal(shape).astype(np.float32)
+
+    def update(self, count):
+        keys = self.random(2, self.batch, self.heads, count, DIM)
+        values = keys[..., :12] if self.kind.latent else self.random(*keys.shape[:-1], self.kind.values)
+        for i, (key, value) in enumerate(zip(keys, values, strict=True)):
+            if i == 0 or not self.shared:
+                self.cache.update(*((value, key[..., 12:]) if self.kind.latent else (key, value)), i)
+        self.raw = [np.concatenate(sides, 3) for sides in zip(self.raw, (keys, values), strict=True)]
+        self.cells.decode(count)
+
+    def change(self):
+        """Remove or move tokens, or change the batch; return whether the call was legal."""
+        end = self.cells.length + 1
+        begin, end = sorted(self.rng.integers(0, end, 2).tolist())
+        everything = 1 << 40
+        call, arguments, options = [
+            ("remove", (begin, end), {"close": True}), ("remove", (begin, end), {}), ("remove", (end,), {}),
+            ("shift", (0, None, int(self.rng.integers(-3, 6))), {}), ("shift", (begin, None, 2), {}),
+            ("divide", (0, None, 2), {}), ("flatten", (), {}), ("crop", (-1,), {}),
+            ("reorder", ([1, 0],), {}),
+            ("retain", (self.cells.cells and [at for at, *_ in self.cells.cells][1::2],), {}),
+        ][self.rng.integers(10)]  # fmt: skip
+        target = self.moved if call not in ("crop", "reorder") else self.cache
+        if call in ("remove", "shift", "divide", "retain", "flatten") and target.can(
+            call, *arguments, **options
+        ):
+            return False
+        try:
+            getattr(target, call)(*arguments, **options)
+        except (KvkitError, RuntimeError):
+            assert call == "crop"
+            return False
+        if call == "reorder":
+            self.raw = [side[:, arguments[0]] for side in self.raw]
+        elif call == "crop":
+            self.cells.remove(max(self.cells.length - 1, 0), everything)
+        elif call != "flatten":
+            begin, end, *more = arguments if len(arguments) > 1 else (*arguments, None)
+            closes = options.get("close") and end < self.cells.length
+            if call == "retain":
+                self.cells.retain(begin)
+            else:
+                getattr(self.cells, call)(begin, everything if end is None else end, *more)
+            if closes:
+                self.cells.shift(end, everything, begin - end)
+        return True
+
+    def rows(self, layer):
+        """Return the keys and values of a layer's cells in float64, rotated for their positions."""
+        shifts, named = (np.array([cell[i] for cell in self.cells.cells], int) for i in (1, 2))
+        keys, values = (side[0 if self.shared else layer][:, :, named] for side in self.raw)
+        return (keys if self.rope is None else self.rope.shift(keys, shifts)), values
+
+    def options(self, most):
+        """Return (queries, mask, options) of a call: often those of the call before, with other arrays."""
+        if self.before is None or self.rng.random() < 0.4:
+            masks = ["no", "no", "padding"] + ["bool", "bias"] * (self.kind.window is None)
+            flags = (self.rng.random(3) < 0.25).tolist()
+            self.before = int(self.rng.choice([1, 1, 2, 5])), self.rng.choice(masks), *flags
+        new, mask, capped, sinks, lse = self.before
+        new, heads, length = min(new, most), self.heads * GROUP, self.cells.length
+        options = {"softmax_scale": float(self.rng.choice([0.2, 0.5])), "return_lse": lse}
+        options |= {"softcap": 2.0} if capped and not self.kind.latent else {}
+        options |= {"sinks": self.random(heads)} if sinks else {}
+        shape = (self.batch, length) if mask == "padding" else (self.batch, 1, new, len(self.cells.cells))
+        seen = self.rng.random(shape) < 0.7
+        seen = self.random(*shape) if mask == "bias" else seen
+        return self.random(self.batch, heads, new, DIM), None if mask == "no" else seen, options
+
+    def attend(self, layer, most):
+        """Attend some times, and compare each call with float64 and with a copy."""
+        for _ in range(4):
+            query, mask, options = self.options(most)
+            given = dict(options)
+            if self.kind.latent:
+                given["scale"] = given.pop("softmax_scale")
+            fresh = copy.deepcopy(self.cache)
+            results = answer(self.cache, query, layer, mask, given)
+            if results is None and self.kind.window:
+                continue
+            again = fresh.attend(query, layer, mask, **given)
+            for result, want in zip(results, again, strict=True):  # of rows of the batch, or of lse too
+                assert result.tobytes() == want.tobytes()
+            if not self.kind.coded:
+                self.compare(results, layer, query, mask, options)
+
+    def compare(self, results, layer, query, mask, options):
+        """Compare the results of a call with attention in float64."""
+        keys, values = self.rows(layer)
+        places = np.array([cell[0] for cell in self.cells.cells], int)
+        age = np.arange(len(places) - query.shape[2], len(places))[:, None] - np.arange(len(places))
+        visible, bias = age < (self.kind.window or len(places) + 1), 0.0
+        if mask is not None and mask.dtype != bool:
+            bias = mask.astype(float)
+        elif mask is not None:
+            visible = visible & (mask if mask.ndim == 4 else mask[:, None, None, places])
+        returned = options.pop("return_lse")
+        wanted = exact(query, keys, values, visible, bias, **options)
+        for result, want in zip(results if returned else (results,), wanted, strict=returned):
+            np.testing.assert_allclose(result, want, atol=2e-5, rtol=1e-5)
+
+
+def answer(cache, *arguments):
+    """Attend; return None if tokens of a query's window are no longer stored."""
+    *arguments, options = arguments
+    try:
+        return cache.attend(*arguments, **options)
+    except KvkitError as error:
+        if "whose windows" in str(error):
+            return None
+        raise
+
+
+def scenes_of(name):
+    ropes = PLACES if KINDS[name].latent else ROPES
+    return [(rope, mapped) for rope in ropes for mapped in (False, True) if KINDS[name].mapped or not mapped]
+
+
+SCENES = [(name, *scene) for name in KINDS for scene in scenes_of(name)]
+
+
+@pytest.mark.parametrize(("name", "rope", "mapped"), SCENES, ids=str)
+def test_each_call_of_attention_is_its_own(name, rope, mapped, tmp_path):
+    for seed in range(2):
+        scene = Scene(KINDS[name], rope, np.random.default_rng(seed))
+        if mapped:
+            scene.cache.offload(tmp_path / str(seed), only_non_sliding=False)
+        scene.update(12)
+        for _ in range(8):
+            for _ in range(scene.rng.integers(1, 3)):
+                scene.change()
+            if scene.cells.cells:
+                scene.attend(0, 1)
+                scene.attend(1, 1)
+            count = int(scene.rng.choice([1, 1, 3]))
+            if scene.cells.length + count <= ROOM:
+                scene.update(count)
+                scene.attend(0, count)
+                scene.attend(1, count)
+        if mapped:
+            scene.cache.close()
