@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from onnx.reference.op_run import OpRun
@@ -11,6 +11,7 @@ import kvkit
 from kvkit.errors import argument_error
 from kvkit.formats import FLOATS
 from kvkit.integrations.onnx import scores
+from kvkit.integrations.onnx.scores import Visibility
 from kvkit.typed import Array
 
 Window = tuple[int, int]
@@ -84,17 +85,6 @@ class Attention(OpRun):
         if len(self.output) > 3 and self.output[3]:
             outputs.append(scores.score_matrix(query, key, visibility, scale, softcap, qk_matmul_output_mode))
         return tuple(outputs)
-
-
-@dataclass(frozen=True)
-class Visibility:
-    """Says which keys queries see. `valid` and `offset` have one entry for all sequences, or one for each."""
-
-    valid: np.ndarray  # how many first keys are valid
-    offset: np.ndarray  # the position of the first query
-    left: int  # how many keys a query sees before its position; -1 for no limit
-    right: int  # and after its position
-    mask: np.ndarray | None  # [B or 1, H or 1, rows or 1, keys]
 
 
 def attend_visible(

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvkit.checks.values import choice
 from kvkit.typed import Array
 
-if TYPE_CHECKING:
-    from kvkit.integrations.onnx.attention import Visibility
+
+@dataclass(frozen=True)
+class Visibility:
+    """Says which keys queries see. `valid` and `offset` have one entry for all sequences, or one for each."""
+
+    valid: np.ndarray  # how many first keys are valid
+    offset: np.ndarray  # the position of the first query
+    left: int  # how many keys a query sees before its position; -1 for no limit
+    right: int  # and after its position
+    mask: np.ndarray | None  # [B or 1, H or 1, rows or 1, keys]
 
 
 def score_matrix(
