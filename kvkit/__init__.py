@@ -16,10 +16,10 @@ Modules:
     layouts             say where the bytes of any engine's cache lie; view and convert them
     formats             say what the bytes of a cache mean; encode, decode and rotate them
     files               read and write caches in many kinds of files
-    cache               caches for a generation loop: growing, sliding, quantized, paged, in files
+    cache               caches: DynamicCache, StaticCache, QuantizedCache, PagedCache; load
     eviction            choose which tokens a cache can lose
     integrations        dask, onnx and transformers
-    tools               inspect, convert, check, compare and study caches
+    tools               inspect, convert, check, diff, draw, size and study caches
     kvkit_cuda          a package with the same operators on a GPU
 
 Errors are KvkitError and DeviceError. In a shell: `kvkit ops`, `kvkit describe OPERATOR`, `kvkit --help`.
@@ -47,19 +47,32 @@ if TYPE_CHECKING:
     from kvkit import integrations as integrations
     from kvkit import layouts as layouts
     from kvkit import tools as tools
+    from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, StaticCache, load
     from kvkit.indexer import indexer_scores, topk_rows
     from kvkit.mla import mla_absorb, mla_append, mla_attention, mla_expand
     from kvkit.rope import Rope
+    from kvkit.tools import draw as draw
+    from kvkit.tools.checking import check
+    from kvkit.tools.comparison import diff
+    from kvkit.tools.conversion import convert
+    from kvkit.tools.inspection import inspect
+    from kvkit.tools.sizing import size
+    from kvkit.tools.studies.study import study
 
 __all__ = [
-    "DeviceError", "KvkitError", "PagedPlan", "Rope", "__version__", "alibi_mask", "alibi_slope", "ascend",
-    "dynamic_batching", "indexer_scores", "key_value_cache", "merge_attention_states", "mla_absorb",
-    "mla_append", "mla_attention", "mla_expand", "multi_head_attention", "multi_head_cache_attention",
-    "paged_append", "paged_attention", "paged_plan", "rotary_position_embedding", "swap_blocks", "topk_rows",
+    "DeviceError", "DynamicCache", "KvkitError", "PagedCache", "PagedPlan", "QuantizedCache", "Rope",
+    "StaticCache", "__version__", "alibi_mask", "alibi_slope", "ascend", "check", "convert", "diff", "draw",
+    "dynamic_batching", "indexer_scores", "inspect", "key_value_cache", "load", "merge_attention_states",
+    "mla_absorb", "mla_append", "mla_attention", "mla_expand", "multi_head_attention",
+    "multi_head_cache_attention", "paged_append", "paged_attention", "paged_plan",
+    "rotary_position_embedding", "size", "study", "swap_blocks", "topk_rows",
 ]  # fmt: skip
 # {name: the module that has it, or is it}; these are imported on first use
 ROOMS = "cache", "eviction", "files", "formats", "integrations", "layouts", "tools"
 MODULES = {"Rope": "kvkit.rope", "indexer_scores": "kvkit.indexer", "topk_rows": "kvkit.indexer"}
 MODULES |= {name: "kvkit.mla" for name in __all__ if name.startswith("mla_")}
+CACHES = "DynamicCache", "PagedCache", "QuantizedCache", "StaticCache", "load"
+TOOLS = "check", "convert", "diff", "draw", "inspect", "size", "study"
+MODULES |= dict.fromkeys(CACHES, "kvkit.cache") | dict.fromkeys(TOOLS, "kvkit.tools")
 MODULES |= {name: f"kvkit.{name}" for name in ROOMS}
 __getattr__, __dir__ = lazy_names(__name__, MODULES, __all__)

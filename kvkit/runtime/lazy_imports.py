@@ -1,6 +1,7 @@
 """Import modules on first use, so that `import kvkit` does not import Numba."""
 
 import contextlib
+import difflib
 import gc
 import importlib
 import sys
@@ -20,7 +21,10 @@ def lazy_names(
 
     def load(name: str) -> Any:
         if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            known = {each.lower(): each for each in (*others, *modules)}
+            near = difflib.get_close_matches(name.lower(), known, 1)
+            hint = f": did you mean {known[near[0]]!r}?" if near else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         module = import_module(modules[name])
         value = module if module.__name__ == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)  # the next look-up finds it without this function

@@ -88,6 +88,21 @@ def test_rooms_load_when_they_are_used():
     assert error == "module 'kvkit' has no attribute 'nothing'"
 
 
+NEAR = {"DynamcCache": "DynamicCache", "quantizedcache": "QuantizedCache", "RoPE": "Rope", "chek": "check"}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_a_wrong_name_is_answered_with_the_near_one(name):
+    with pytest.raises(AttributeError, match=f"did you mean '{NEAR[name]}'"):
+        getattr(kvkit, name)
+
+
+def test_caches_and_tools_are_at_hand():
+    """The names at the top are those of the rooms, not copies."""
+    assert all(getattr(kvkit, name) is getattr(kvkit.cache, name) for name in kvkit.CACHES)
+    assert all(getattr(kvkit, name) is getattr(kvkit.tools, name) for name in kvkit.TOOLS)
+
+
 @pytest.mark.perf
 def test_an_import_takes_less_than_that_of_numpy(tmp_path):
     """Both have bytecode, as after an installation: without it kvkit would be compiled at each import."""
