@@ -1,4 +1,4 @@
-"""The processor's vector instructions that kernels may use, and the distance at which they prefetch.
+"""The processor's vector instructions that kernels may use.
 
 KVKIT_CPU names the newest instructions that kernels use: avx512, avx512vnni, avx512bf16 or amx.
 """
@@ -8,7 +8,6 @@ import errno
 import functools
 import os
 import sys
-from typing import NamedTuple
 
 import numba
 from llvmlite import binding
@@ -25,36 +24,6 @@ KINDS = {
 # Linux: request the permission for a part of the processor's state, which is that of tiles.
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA = 158, 0x1023, 18
 INSTRUCTIONS, MEMORY = "instructions", "memory"  # what multiplies tiles
-
-NEVER = 2**62
-
-
-class Ahead(NamedTuple):
-    """The distance at which attention prefetches rows, where the rows of a head follow each other."""
-
-    bytes: int
-    tokens: int  # the most tokens ahead
-    near: bool  # whether rows are prefetched into L1, else into L2
-    long_run: int  # runs of so many bytes are read faster by one query row with few prefetches or none
-    scales: bool  # whether the scales of codes are prefetched too
-    short_run: int  # the most bytes of a run whose rows are prefetched again where their block begins
-
-
-@functools.cache
-def ahead():
-    """Return the prefetch distance of this processor."""
-    return ahead_of(numba.config.CPU_NAME or binding.get_host_cpu_name())
-
-
-def ahead_of(name):
-    """Return the prefetch distance that decodes fastest on a processor, by LLVM's name of it.
-
-    It was measured on Zen 4 and Cascade Lake. Zen 5 gets Zen 4's distance, all others Cascade Lake's.
-    """
-    if name.startswith("znver"):
-        measured = name == "znver4"
-        return Ahead(16 * 1024, 64, False, 2**17 if measured else NEVER, measured, 4096 if measured else 0)
-    return Ahead(5 * 1024, 40, True, NEVER, False, 0)
 
 
 @functools.cache

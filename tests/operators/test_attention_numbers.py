@@ -21,7 +21,7 @@ from attention_scenes import (
 from numpy.testing import assert_array_equal
 
 import kvkit
-from kvkit.cpu import machine
+from kvkit.cpu import prefetching
 from kvkit.cpu.attention import prepare
 from kvkit.reference.cache import CACHE_ATTRIBUTES
 
@@ -393,8 +393,8 @@ def test_a_cache_of_100000_tokens(formats, rng):
 def prefetch_distance(monkeypatch):
     """Return a function that sets the distances of this processor."""
 
-    def set_distance(ahead):
-        monkeypatch.setattr(machine, "ahead", lambda: ahead)
+    def set_distance(distances):
+        monkeypatch.setattr(prefetching, "distances", lambda: distances)
         prepare.fixed_fields.cache_clear()
 
     yield set_distance
@@ -408,12 +408,12 @@ def test_one_query_over_a_long_run(formats, rng, prefetch_distance):
     The bits show that blocks are long, for sums are rescaled at other tokens. Most values cancel each other,
     so that rounding errors are left.
     """
-    long = machine.ahead_of("znver4")
+    long = prefetching.TABLE[0].distances  # of a Zen 4
     for options in ({}, {"window": (1200, 0)}, {"softcap": 3.0}, {"is_alibi": True}):
         call = scenes.static(rng, formats, 1500, 1, batch=1, heads=1, kv_heads=1, dim=128, **options)
         key, value = keys_of(call)
         key[:, 750:1500], value[:, 750:1500] = key[:, :750], -value[:, :750]
-        prefetch_distance(long._replace(long_run=machine.NEVER))
+        prefetch_distance(long._replace(long_run=prefetching.NEVER))
         by_short_blocks = call.run()
         prefetch_distance(long)
         output, _ = check(call)

@@ -43,7 +43,7 @@ ATTENTION_PARAMS = Record(
     "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
     "heads group scale_bytes orders rounds integers fixed_prompts most_value pairs",
     "heads_interleaved widens values_have_own_table",
-    "block wide_block run_block lead long_run long_run_lead short_run counting least_split most_splits",
+    "block wide_block run_block leads long_run long_run_lead short_run counting least_split most_splits",
     "engines group_tiles groups_are_split split_tokens tile_groups work_items splits tiles products",
     "partials tile_state_bytes workspace_at workspace_bytes engine_query_bytes",
     "key_sums key_sums_sequence key_sums_head weights_at weights_bytes",
@@ -111,6 +111,12 @@ def call_merge(code, params, block, splits, states):
 def whole_tiles(count):
     """Round a number of tokens up to a multiple of 8, for which scores are computed."""
     return -(-count // 8) * 8
+
+
+@helper
+def kind_of(rows):
+    """Return the index of a number of rows in `ENGINE_ROWS`."""
+    return 0 if rows == 1 else 1 if rows == 2 else 2 if rows == 4 else 3 if rows == 8 else WIDE_ENGINE
 
 
 @helper

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvkit.checks.records import Side
 from kvkit.checks.values import packed_strides
-from kvkit.cpu import machine
+from kvkit.cpu import machine, prefetching
 from kvkit.cpu.attention import scheduler
 from kvkit.cpu.attention.biases import biases_code
 from kvkit.cpu.attention.engines import bfloat16_pairs, integers, narrow, wide, wide_integers
@@ -255,7 +255,7 @@ def long_run_fields(context):
     )
     fits, longest = floats and adjacent and max(sizes) <= LONGEST_ROW, max(*sizes, 1)
     return {
-        "long_run": machine.ahead().long_run if fits else machine.NEVER,
+        "long_run": prefetching.distances().long_run if fits else prefetching.NEVER,
         "long_run_lead": 0 if longest <= UNAIDED_ROW else LONG_RUN_AHEAD // longest,
     }
 
@@ -269,23 +269,32 @@ def alike(context):
 @functools.cache
 def fixed_fields(form):
     """Return the fields that a form decides, and zeros for fields that are set later."""
-    ahead, read, orders = machine.ahead(), reading(form), orders_of(form)
+    distances, read, orders = prefetching.distances(), reading(form), orders_of(form)
     block = interleaved_tokens(form) if form.interleaved else BLOCK_TOKENS
-    lead = min(max(ahead.bytes // max(*side_bytes(form), 1), LEAST_LEAD), ahead.tokens)
-    lead = block if form.interleaved else lead
-    return dict.fromkeys(LATE_FIELDS, 0) | workspace_fields(form, block, lead) | code_fields(form) | {
+    leads = [lead_tokens(form, rows, block) for rows in ENGINE_ROWS]
+    return dict.fromkeys(LATE_FIELDS, 0) | workspace_fields(form, block, max(leads)) | code_fields(form) | {
         "heads": form.heads, "heads_interleaved": form.interleaved,
-        "scale_bytes": scale_bytes(form) if form.interleaved or ahead.scales else 0,
+        "scale_bytes": scale_bytes(form) if form.interleaved or distances.scales else 0,
         "widens": read.widens, "rounds": read.rounds, "pairs": read.pairs, "integers": read.width is not None,
         "fixed_prompts": fixed_prompts(form),
         "most_value": MOST_VALUE.get(form.data, 0),
         "keys.dim": form.dim, "keys.padded_dim": padded(form.dim),
         "values.dim": form.value_dim, "values.padded_dim": padded(form.value_dim),
         "block": block, "wide_block": WIDE_BLOCK, "run_block": RUN_TOKENS,
-        "lead": 0 if form.decoder else lead, "short_run": ahead.short_run,
+        "leads": np.array(leads), "short_run": distances.short_run,
         "least_split": LEAST_SPLIT, "most_splits": SPLITS, "counting": COUNTING,
         "orders": orders,
     }  # fmt: skip
+
+
+def lead_tokens(form, tile_rows, block):
+    """Return how many tokens before its product a tile of `tile_rows` rows prefetches a row of the cache."""
+    if form.decoder or reading(form).widens or tile_rows == WIDE:
+        return 0
+    if form.interleaved:
+        return block
+    distance = prefetching.distances().of_rows(tile_rows)
+    return min(max(distance.bytes // max(*side_bytes(form), 1), LEAST_LEAD), distance.tokens)
 
 
 def code_fields(form):
@@ -375,22 +384,23 @@ def orders_of(form):
 
 def fill_engines(params, form):
     """Write the address of the table of engines for the kinds of tiles that a scheduled call has."""
-    near, tiles = not form.interleaved and machine.ahead().near, int(params[FIELD["tiles"]])
-    several = fixed_prompts(form) or params[FIELD["group"]] > NARROW
-    params[FIELD["engines"]], _ = engines(form, tiles, near, bool(several))
+    tiles, several = int(params[FIELD["tiles"]]), fixed_prompts(form) or params[FIELD["group"]] > NARROW
+    params[FIELD["engines"]], _ = engines(form, tiles, prefetching.distances(), bool(several))
     if tiles & WIDE and reading(form).pairs:
         params[FIELD["keys.to_bfloat16"]], params[FIELD["values.to_bfloat16"]] = rows_to_bfloat16(form)
 
 
 @functools.cache
-def engines(form, tiles, near, several):
+def engines(form, tiles, distances, several):
     """Return the address of the table of engines, and the table, zeros for kinds of tiles that are absent.
 
     `several` says whether wide tiles can take the engine of integers.
     """
     read, table = reading(form), np.zeros((SPECIAL_ENGINE + 1, len(ENGINE.names)), np.int64)
     chosen = {
-        kind: engine(form, tile_rows, near) for kind, tile_rows in enumerate(ENGINE_ROWS) if tiles & tile_rows
+        kind: engine(form, tile_rows, not form.interleaved and distances.of_rows(tile_rows).near)
+        for kind, tile_rows in enumerate(ENGINE_ROWS)
+        if tiles & tile_rows
     }
     if tiles & WIDE and read.pairs:
         chosen[SPECIAL_ENGINE] = bfloat16_pairs.engine()
@@ -521,7 +531,7 @@ def key_sum_fields(key_weights, steps):
 
 def keep_items_whole(params, steps):
     """Set limits so that no context is split, and no tile group has more weights than a worker can keep."""
-    params[FIELD["least_split"]], params[FIELD["long_run"]] = 2**40, machine.NEVER  # blocks of any item
+    params[FIELD["least_split"]], params[FIELD["long_run"]] = 2**40, prefetching.NEVER  # blocks of any item
     queries, kvlens = np.diff(steps.seqstarts), np.diff(steps.kvstarts)
     rows = queries * int(params[FIELD["group"]])
     wide = int((-(-rows[rows > NARROW] // WIDE)).sum()) * int(params[FIELD["heads"]])

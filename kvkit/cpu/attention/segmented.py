@@ -13,7 +13,7 @@ import numpy as np
 from numba import types
 
 from kvkit.checks.records import Context, Side
-from kvkit.cpu import machine, memory
+from kvkit.cpu import memory, prefetching
 from kvkit.cpu.attention import prepare
 from kvkit.cpu.attention.engines import narrow
 from kvkit.cpu.attention.params import COUNTING, block_at, params_at, step_code, tile_at, whole_tiles
@@ -149,10 +149,10 @@ def stored_as(codes):
 def scores(count, codes):
     """Compile S = K Q^T for `count` query rows; queries are in the order that scores of these codes need."""
     # Floats are read in the order of the codes, `like`. `near` prefetches into L1.
-    (*like, rounds), ahead = stored_as(codes), machine.ahead()
-    floats = simd.narrow_scores(count, codes.element, None, 0, like=tuple(like), near=ahead.near)
-    coded = simd.narrow_scores(count, *like, rounds, tuple(like), near=ahead.near)
-    tile_tokens, shared, shift = chunks.tile_tokens(count), codes.tokens > 1, ahead.bytes
+    (*like, rounds), distance = stored_as(codes), prefetching.distances().of_rows(count)
+    floats = simd.narrow_scores(count, codes.element, None, 0, like=tuple(like), near=distance.near)
+    coded = simd.narrow_scores(count, *like, rounds, tuple(like), near=distance.near)
+    tile_tokens, shared, shift = chunks.tile_tokens(count), codes.tokens > 1, distance.bytes
 
     @helper
     def of_run(tile, row, step, scales, scale_row, row_ids, tokens, dim, target):
@@ -186,16 +186,16 @@ def scores(count, codes):
             target += 4 * count * done
             position += done
 
-    return step_code(scores, ("segment scores", count, codes))
+    return step_code(scores, ("segment scores", count, codes, distance))
 
 
 @functools.cache
 def sums(count, codes):
     """Compile O = O alpha + P V for `count` query rows."""
-    ahead = machine.ahead()
-    floats = simd.narrow_sums(count, codes.element, None, 0, neighbours=True, near=ahead.near)
-    coded = simd.narrow_sums(count, *stored_as(codes), neighbours=True, near=ahead.near)
-    shared, shift = codes.tokens > 1, ahead.bytes
+    distance = prefetching.distances().of_rows(count)
+    floats = simd.narrow_sums(count, codes.element, None, 0, neighbours=True, near=distance.near)
+    coded = simd.narrow_sums(count, *stored_as(codes), neighbours=True, near=distance.near)
+    shared, shift = codes.tokens > 1, distance.bytes
 
     @helper
     def of_run(tile, row, step, scales, scale_row, row_ids, tokens, dim, weights, alpha):
@@ -226,7 +226,7 @@ def sums(count, codes):
             alpha = table.ones
             position = stop
 
-    return step_code(sums, ("segment sums", count, codes))
+    return step_code(sums, ("segment sums", count, codes, distance))
 
 
 @functools.cache

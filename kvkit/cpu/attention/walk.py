@@ -22,6 +22,7 @@ from kvkit.cpu.attention.params import (
     WIDE_ENGINE,
     call_engine,
     engine_of_kind,
+    kind_of,
     rows_computed,
     tile_at,
 )
@@ -81,9 +82,8 @@ def engine_of(params, block):
     Prompts over codes are multiplied as integers if fixed point keeps the bits of their queries. Where a row
     sees few keys, one of them has most weight, and floats keep the bits of its value.
     """
-    if not block.wide:  # the index of `block.rows` in ENGINE_ROWS
-        kind = 0 if block.rows == 1 else 1 if block.rows == 2 else 2 if block.rows == 4 else 3
-        return engine_of_kind(params, kind)
+    if not block.wide:
+        return engine_of_kind(params, kind_of(block.rows))
     special = engine_of_kind(params, SPECIAL_ENGINE)
     low, high = visible(params, block, block.row // params.group)
     sees_many = params.fixed_prompts and high - low >= params.wide_block
@@ -115,7 +115,7 @@ def set_up_block(params, block):
     run_bytes = min(block.end - block.first, params.page_size) * keys.bytes  # of adjacent rows, at most
     long_run = block.rows == 1 and not block.widens and run_bytes >= params.long_run
     block.size = params.wide_block if block.wide else params.run_block if long_run else params.block
-    block.lead = 0 if block.widens else params.long_run_lead if long_run else params.lead
+    block.lead = params.long_run_lead if long_run else get(params.leads + 8 * kind_of(block.rows))
     block.prefetch_twice = run_bytes <= params.short_run
     addresses_bytes = 8 * ((1 if block.wide else block.tiles) * block.size + EXTRA_ADDRESSES)
     block.key_row_ids = block.value_row_ids = at + offsets.row_ids
