@@ -29,7 +29,9 @@ class Distances(NamedTuple):
     one_row: Distance
     four_rows: Distance
     eight_rows: Distance
-    long_run: int = NEVER  # runs of so many bytes are read faster by one query row with few prefetches or none
+    long_run: int = (
+        NEVER  # runs of so many bytes are read faster by one query row with few prefetches or none
+    )
     scales: bool = False  # whether the scales of codes are prefetched too
     short_run: int = 0  # the most bytes of a run whose rows are prefetched again where their block begins
 
@@ -48,7 +50,9 @@ class Line(NamedTuple):
     measured: str  # where
 
 
-FAR = Distance(16 * KB)  # with blocks of 64 tokens, rows must be prefetched a block ahead: they are read twice
+FAR = Distance(
+    16 * KB
+)  # with blocks of 64 tokens, rows must be prefetched a block ahead: they are read twice
 NEAR = Distance(5 * KB, near=True)
 EARLIER = Distance(5 * KB, near=True, tokens=40)
 
