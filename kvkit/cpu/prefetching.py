@@ -1,6 +1,6 @@
 """The distances at which attention prefetches rows of a cache, by processor and by query rows.
 
-They decide speed only, never a bit of a result. The processor is known by its vendor, family and instructions:
+They decide speed only, never a bit of a result. A processor is known by its vendor, family and instructions:
 LLVM's name of it is wrong behind hypervisors.
 """
 

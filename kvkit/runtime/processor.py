@@ -1,4 +1,4 @@
-"""The processor of this machine as the system describes it, which is right where a hypervisor hides its name."""
+"""The processor of this machine as the system describes it, which hypervisors leave alone."""
 
 import functools
 import os
