@@ -203,7 +203,7 @@ def test_threads_do_not_meet():
     thread.start()
     thread.join()
     close(found[0], wanted(query, other, other))
-    assert pending.PENDING.get()[0]().key() is new[0]
+    assert pending.record_of(new[0]) is not None
     attention(Module(), query, *new, None)
 
 
@@ -271,7 +271,7 @@ def test_keys_of_a_pass_that_was_cut_off_are_forgotten():
     cache, query, key = KvkitCache(config()), states(2, 4, 5, 16), states(2, 2, 5, 16)
     stored(cache)
     close(attention(Module(), query, key, key, None)[0], wanted(query, key, key))
-    assert 0 not in pending.PENDING.get()
+    assert 0 not in pending.LATEST.get()
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -414,7 +414,7 @@ def test_nothing_is_written_where_an_update_is_wrong(kind):
     if kind == "static":
         with pytest.raises(CapacityError):
             cache.update(*(states(2, 2, 2, 16),) * 2, 0)
-    assert pending.PENDING.get()[0]().is_read
+    assert pending.record_of(key).is_read
     assert cache.get_seq_length() == 9
     assert torch.equal(cache.layers[0].keys, before[0])
     assert torch.equal(cache.layers[0].values, before[1])

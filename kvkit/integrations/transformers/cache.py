@@ -184,7 +184,8 @@ class KvkitCache(Cache):
         Returns
         -------
         keys, values : Tensor
-            Pass them to attention. With ``"kvkit"`` they are the arguments, and stand for all tokens.
+            Pass them to attention. With ``"kvkit"`` they are the arguments (views of them, if they stand for
+            another update already), and stand for all tokens.
             Otherwise they hold past and new tokens; `get_mask_sizes` says how many.
 
         Raises
@@ -217,15 +218,16 @@ class KvkitCache(Cache):
         if layer.latent_dim:  # transformers calls the latent part of a row keys, the rotated part values
             rows = np.asarray(keys)
             keys, values = rows[..., : layer.latent_dim], rows[..., layer.latent_dim :]
-        returned = weakref.ref(key_states), weakref.ref(value_states)
-        stored = pending.Stored(layer, keys, values, begin, *returned)
+        returned = pending.unique_tensors(key_states, value_states, last)
+        references = weakref.ref(returned[0]), weakref.ref(returned[1])
+        stored = pending.Stored(layer, keys, values, begin, *references)
         if self._reads_in_place:
             if self.eviction is not None and not self.eviction.done and layer.window is None:
                 stored.after_attention = functools.partial(self._record_and_evict, layer_idx)
                 stored.wants_weights = self.eviction.wants_weights
             self._stored[layer_idx] = stored
             pending.remember(layer_idx, stored)
-            return key_states, value_states
+            return returned
         keys, values = map(numpy_to_tensor, stored.arrays())
         return without_gradient(keys, key_states), without_gradient(values, value_states)
 

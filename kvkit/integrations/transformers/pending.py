@@ -3,11 +3,16 @@
 In each layer a model makes two calls::
 
     k, v = cache.update(k, v, layer_idx)    `remember`: the record has weak references to these k and v
-    attention_forward(module, q, k, v)      `claim` returns the layer's record, if these are its k and v
+    attention_forward(module, q, k, v)      `claim` returns the record whose tensors these are
+
+A record belongs to its cache, which keeps it, and is found by its tensors alone: other models may run in
+between, and layers without keys of their own pass on those of another layer. The number of the layer counts
+only for keys that a model has made of the tensors.
 """
 
 from __future__ import annotations
 
+import operator
 import weakref
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -58,47 +63,72 @@ class Stored:
 
 
 USE_OTHERS = "for a model that changes keys or values use attn_implementation 'sdpa' or 'eager'"
-PENDING: ContextVar[dict[int | None, weakref.ref[Stored]]] = ContextVar("kvkit_pending", default={})  # noqa: B039
+# {id of the key tensor that an update returned: its record}, of all caches
+RECORDS: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
+# {number of a layer: the record of its latest update}, of whatever cache, in this thread or task
+LATEST: ContextVar[dict[int | None, weakref.ref[Stored]]] = ContextVar("kvkit_latest", default={})  # noqa: B039
+
+
+def unique_tensors(key: Any, value: Any, last: Stored | None) -> tuple[Any, Any]:
+    """Return tensors that stand for one update: the given ones, or views if another update returned these.
+
+    `last` is the layer's record, which the update replaces.
+    """
+    return (key, value) if record_of(key) in (None, last) else (key.view_as(key), value.view_as(value))
 
 
 def remember(layer_idx: int | None, stored: Stored) -> None:
-    """Hold the record of a layer for its attention."""
-    PENDING.set({**PENDING.get(), layer_idx: weakref.ref(stored)})
+    """Let attention find the record of an update."""
+    RECORDS[id(stored.key())] = stored
+    LATEST.set({**LATEST.get(), layer_idx: weakref.ref(stored)})
 
 
-def forget(layer_idx: int | None) -> None:
-    """Drop the record of a layer."""
-    PENDING.set({i: stored for i, stored in PENDING.get().items() if i != layer_idx})
-
-
-def shared_by(key: Any, value: Any) -> Stored | None:
-    """Return the record of the layer whose keys these are, for a layer without keys of its own, or None."""
-    for reference in PENDING.get().values():
-        stored = reference()
-        if stored is not None and stored.key() is key and stored.value() is value:
-            return stored
-    return None
+def record_of(key: Any) -> Stored | None:
+    """Return the record of the update that returned this tensor of keys, or None."""
+    stored = RECORDS.get(id(key))
+    return stored if stored is not None and stored.key() is key else None
 
 
 def claim(layer_idx: int | None, key: Any, value: Any) -> Stored | None:
     """Return the record of the update that returned these keys; None if they are not from a kvkit cache."""
-    reference = PENDING.get().get(layer_idx)
-    stored = shared_by(key, value) if reference is None else reference()
+    stored = record_of(key)
     if stored is None:
-        return None
-    returned_key = stored.key()  # None if the model has dropped the tensor
-    has_new_tokens = key.shape[2] == stored.layer.get_seq_length() - stored.begin
-    is_expanded = stored.layer.latent_dim and has_new_tokens  # keys that the model made of new latent rows
-    if is_expanded or (returned_key is key and stored.value() is value):
-        stored.is_read = True
-        return stored
-    if stored.is_read and returned_key is not key:
-        return None
-    forget(layer_idx)
-    # If the returned tensor lives, the model has made these keys of it: it would see the new tokens alone. If
-    # it is gone, the record may be of a pass that was cut off: refuse only as many keys, after past tokens.
-    if returned_key is not None or (stored.begin > 0 and has_new_tokens):
-        name = "value" if returned_key is key else "key"
-        wanted = f"the tensor that update of layer {layer_idx} returned"
-        raise argument_error(name, wanted, f"another one; {USE_OTHERS}")
+        return claim_changed(layer_idx, key)
+    if stored.value() is not value:
+        raise another_tensor("value", layer_idx)
+    stored.is_read = True
+    return stored
+
+
+def claim_changed(layer_idx: int | None, key: Any) -> Stored | None:
+    """Return the record of the update that a model made these keys of; None if they are of no cache.
+
+    Only keys of new latent rows may be. Raise for other keys, which would be those of the new tokens alone.
+    """
+    latest, returned = LATEST.get(), None
+    stored = latest[layer_idx]() if layer_idx in latest else None
+    if stored is not None and not stored.is_read:
+        returned = stored.key()  # None if the model has dropped the tensor
+        has_new_tokens = key.shape[2] == stored.layer.get_seq_length() - stored.begin
+        if stored.layer.latent_dim and has_new_tokens:
+            stored.is_read = True
+            return stored
+        LATEST.set({i: reference for i, reference in latest.items() if i != layer_idx})
+        # If the tensor is gone, the record may be of a pass that was cut off: as many keys are refused then.
+        if returned is not None or (stored.begin > 0 and has_new_tokens):
+            raise another_tensor("key", layer_idx)
+    if any(is_view(key, each) for each in map(operator.call, latest.values())):
+        raise another_tensor("key", layer_idx)
     return None
+
+
+def is_view(key: Any, stored: Stored | None) -> bool:
+    """Return whether keys are a view of those that stand for past tokens too."""
+    returned = None if stored is None or not stored.begin else stored.key()
+    return returned is not None and returned.shape == key.shape and returned.data_ptr() == key.data_ptr()
+
+
+def another_tensor(name: str, layer_idx: int | None) -> Exception:
+    """Return the error of attention to a tensor that was made of the one that an update returned."""
+    wanted = f"the tensor that update of layer {layer_idx} returned"
+    return argument_error(name, wanted, f"another one; {USE_OTHERS}")
