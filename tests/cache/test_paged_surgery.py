@@ -8,7 +8,8 @@ from paged_scenes import random_call
 from kvkit import KvkitError, Rope, cpu
 from kvkit.cache import BlockAllocator, OutOfBlocksError, PagedCache, load
 
-ROPE, LAYERS, HEADS, DIM, P = Rope(8), 2, 2, 8, 4
+LAYERS, HEADS, DIM, P = 2, 2, 8, 4
+ROPE = Rope(4, begin=2)  # the other elements of a query are those of the present call, too
 ATTENDED = {"float32": 3e-6, "float16": 3e-3}
 
 
@@ -62,15 +63,18 @@ class Server:
             last = [cells[len(cells) - count :] for cells, (_, count) in zip(own, seqs, strict=True)]
             packed = [cell for cells in last for cell in cells]
             at, names = (np.array([cell[place] for cell in packed], int) for place in (0, 2))
-            query = rotated(normal(len(packed), 4, DIM, seed=self.steps, dtype=self.dtype), at)
+            queries = [
+                rotated(normal(len(packed), 4, DIM, seed=seed, dtype=self.dtype), at)
+                for seed in (self.steps, -self.steps % 1000)
+            ]
             outputs = []
             for layer in range(LAYERS):
                 key, value = rotated(self.raw[names], at), self.raw[names][:, ::-1]
-                outputs.append(
-                    step.multi_head_cache_attention(query, key, value, layer, return_lse=True, **options)
-                )
+                options = {**options, "return_lse": True}
+                outputs.append(step.multi_head_cache_attention(queries[0], key, value, layer, **options))
                 if check:
-                    self.check(step, query, outputs[-1], own, layer)
+                    self.check(step, queries[0], outputs[-1], own, layer)
+                    self.check(step, queries[1], step.attend(queries[1], layer, **options), own, layer)
         return outputs
 
     def check(self, step, query, results, own, layer):

@@ -23,6 +23,7 @@ ROTATIONS = {  # halves; neighbours; neighbours of a part; halves of a part; a l
     "Cohere": {},
     "Glm": {"partial_rotary_factor": 0.5},
     "Phi": {},
+    "GPTNeoX": {"rotary_pct": 0.25},
     "SmolLM3": {"no_rope_layers": [1, 0]},
     "Qwen3": {"rope_parameters": YARN},
 }
@@ -47,10 +48,10 @@ def read(model, count=12, **options):
     return cache
 
 
-def step(model, cache, position, **options):
+def step(model, cache, position, token=7, **options):
     options |= {"position_ids": torch.tensor([[position]]), "cache_position": torch.tensor([position])}
     with torch.inference_mode():
-        return model(torch.tensor([[7]]), past_key_values=cache, **options).logits[:, -1]
+        return model(torch.tensor([[token]]), past_key_values=cache, **options).logits[:, -1]
 
 
 @pytest.mark.parametrize("name", ROTATIONS)
@@ -68,8 +69,11 @@ def test_removed_tokens_are_as_hidden_ones_and_closing_the_hole_keeps_distances(
     closed.remove(0, 7, close=True)
     moved = [[0, 5, -7]], [[0, 5, 0]] if name == "SmolLM3" else [[0, 5, -7]]
     assert [layer.rope_shifts.tolist() for layer in closed.layers] == list(moved)
-    expected = step(model, read(model), 12, attention_mask=mask)
-    torch.testing.assert_close(step(model, closed, 5), expected, atol=1e-5, rtol=0)
+    whole = read(model)
+    for i, token in enumerate((7, 9, 3)):  # each with a query of its own
+        expected = step(model, whole, 12 + i, token, attention_mask=mask)
+        torch.testing.assert_close(step(model, closed, 5 + i, token), expected, atol=1e-5, rtol=0)
+        mask = torch.cat((mask, mask[:, -1:]), 1)
 
 
 GPT_J = {"n_layer": 2, "n_embd": 64, "n_head": 4, "rotary_dim": 8, "vocab_size": 64}
