@@ -12,6 +12,7 @@ from borders import guarded
 from numba import types
 from numpy.testing import assert_array_equal
 from scenes import assert_same
+from tile_scenes import HAVE_TILES, use_tiles
 
 import kvkit
 from kvkit.cpu import machine, prefetching
@@ -21,12 +22,13 @@ from kvkit.runtime import jit
 
 pytestmark = pytest.mark.cpu
 BF16, WIDE = ml_dtypes.bfloat16, 32
-KINDS = [False, True] if machine.has_pairs() else [False]
+KINDS = ["float32", *["pairs"] * machine.has_pairs(), *["tiles"] * HAVE_TILES]
 
 
-@pytest.fixture(params=KINDS, ids=lambda pairs: "pairs" if pairs else "float32")
+@pytest.fixture(params=KINDS)
 def kind(request, monkeypatch):
-    monkeypatch.setattr(machine, "has_pairs", lambda: request.param)
+    monkeypatch.setattr(machine, "has_pairs", lambda: request.param != "float32")
+    use_tiles(monkeypatch, machine.INSTRUCTIONS if request.param == "tiles" else None)
     prepare.fixed_fields.cache_clear()
     yield request.param
     prepare.fixed_fields.cache_clear()

@@ -12,8 +12,8 @@ import pytest
 from llvmlite import ir
 from numba import types
 from numpy.testing import assert_array_equal
+from tile_scenes import HAVE_TILES, needs_tiles
 
-from kvkit.cpu import machine
 from kvkit.cpu.simd.lanes import micro_kernel
 from kvkit.cpu.simd.tiles import BFLOAT16, FULL, PRODUCTS, Shape, Tiles
 from kvkit.runtime import jit
@@ -21,8 +21,8 @@ from kvkit.runtime.arrays import zeros
 
 pytestmark = pytest.mark.cpu
 BF16 = ml_dtypes.bfloat16
-HAVE_TILES = machine.has("amx") and machine.tiles_obstacle() is None
-needs_tiles = pytest.mark.skipif(not HAVE_TILES, reason="the processor has no tiles, or may not use them")
+
+
 FORMS = [True, pytest.param(False, marks=needs_tiles)]
 forms = pytest.mark.parametrize("in_memory", FORMS, ids=lambda memory: "memory" if memory else "instructions")
 NARROW = Shape((16, 16, 4, 4, 16, 16, 16, 16), (16, 64, 64, 64, 64, 64, 16, 16))

@@ -27,7 +27,8 @@ SIDE = Record(
 # to the engine's form, and `load` the block's keys and values. `scores` computes S = K Q^T; `scales_scores`
 # says that it also multiplies with the scale, which otherwise queries contain. `sums` computes O = O alpha +
 # P V; `softmax` says that it computes the softmax before, and `interleaves` that O is [rows, dim] with its
-# elements in the order of `pairs.interleave`. `finish` releases what `queries` took, where a work item ends.
+# elements in the order of `pairs.interleave`. `finish` releases what `queries` took, where
+# a work item ends, and converts m, if it needs that.
 ENGINE = Record("queries load scores sums finish softmax scales_scores interleaves")
 ENGINE_BYTES = ENGINE.dtype.itemsize
 # Byte offsets of a worker's buffers in its workspace.

@@ -13,7 +13,7 @@ from kvkit.checks.values import packed_strides
 from kvkit.cpu import machine, prefetching
 from kvkit.cpu.attention import scheduler
 from kvkit.cpu.attention.biases import biases_code
-from kvkit.cpu.attention.engines import bfloat16_pairs, integers, narrow, wide, wide_integers
+from kvkit.cpu.attention.engines import bfloat16_pairs, bfloat16_tiles, integers, narrow, wide, wide_integers
 from kvkit.cpu.attention.epilogue import merge_code
 from kvkit.cpu.attention.key_weights import UNIT, key_tiles, weights_bytes, weights_code
 from kvkit.cpu.attention.params import (
@@ -34,6 +34,7 @@ from kvkit.cpu.attention.params import (
 from kvkit.cpu.attention.work_items import NARROW, TILES
 from kvkit.cpu.copy.rows import LOAD, READ, rows
 from kvkit.cpu.launches import Launch, Workspace, address, run_in_workspace
+from kvkit.cpu.simd import tile_products
 from kvkit.cpu.simd.attention import WIDE
 from kvkit.cpu.simd.chunks import LINE
 from kvkit.cpu.simd.lanes import LANES
@@ -83,6 +84,7 @@ class Form(NamedTuple):
     decoder: RowDecoder | None
     integers: bool  # whether integer engines may be used
     pairs: bool  # whether the engine of bfloat16 pairs may be used
+    tiles: str | None  # what multiplies tiles, unless nothing may (see `machine.tiles`)
 
 
 class Reading(NamedTuple):
@@ -93,6 +95,7 @@ class Reading(NamedTuple):
     widens: bool  # whether narrow tiles read widened rows too
     pairs: bool  # whether wide tiles use the engine of bfloat16 pairs: bfloat16 holds all keys and values
     width: int | None  # elements that integer products multiply at a time; None without them
+    tiles: str | None  # what multiplies wide tiles, instead of pairs
 
 
 class Division(NamedTuple):
@@ -114,7 +117,7 @@ def prepare_attention(query, out, lse, context, steps, decoding, weights, key_we
         context, weights = context._replace(scale_format=None), weights._replace(scales=own)
     form = form_of(context)
     if key_weights is not None:  # tiles keep float32 weights, and those of one head at a time
-        form = form._replace(interleaved=False, integers=False)
+        form = form._replace(interleaved=False, integers=False, tiles=None)
     constants = np.array([weights.scale, weights.softcap], np.float32)
     sinks = None if weights.sinks is None else np.ascontiguousarray(weights.sinks, np.float32)
     params = ATTENTION_PARAMS.filled({
@@ -198,6 +201,7 @@ def form_of(context):
         heads=context.heads, dim=context.dim, value_dim=context.value_dim,
         as_loaded=context.as_loaded, spread=any(context.elements), interleaved=interleaved(context),
         decoder=context.decoder, integers=machine.has_integers(), pairs=machine.has_pairs(),
+        tiles=machine.tiles() if context.data_dtype == "bfloat16" else None,
     )  # fmt: skip
 
 
@@ -218,7 +222,16 @@ def reading(form):
         widths = {integers.width(side, form.scale, form.group, dims) for side in form.cache_formats}
         width = widths.pop() if len(widths) == 1 else None
     pairs = bool(decoder.to_bfloat16) if decoder else rounds or fits_bfloat16(form)
-    return Reading(rounds, exact, widens, pairs and form.data == "bfloat16" and form.pairs, width)
+    pairs = pairs and form.data == "bfloat16" and form.pairs
+    whole = all(padded(dim) % tile_products.STEP == 0 for dim in dims)
+    return Reading(rounds, exact, widens, pairs, width, form.tiles if pairs and whole else None)
+
+
+def as_is(form, i):
+    """Return whether keys, or values (1), lie in memory as whole steps of adjacent bfloat16 elements."""
+    dim = (form.dim, form.value_dim)[i]
+    is_bfloat16 = form.decoder is None and form.cache_formats[i] == "bfloat16"
+    return is_bfloat16 and not form.spread and dim % tile_products.STEP == 0
 
 
 def fits_bfloat16(form):
@@ -403,7 +416,12 @@ def engines(form, tiles, distances, several):
         if tiles & tile_rows
     }
     if tiles & WIDE and read.pairs:
-        chosen[SPECIAL_ENGINE] = bfloat16_pairs.engine()
+        in_place = [as_is(form, i) for i in range(2)]
+        chosen[SPECIAL_ENGINE] = (
+            bfloat16_tiles.engine(read.tiles == machine.MEMORY, *in_place)
+            if read.tiles
+            else bfloat16_pairs.engine()
+        )
     elif tiles & WIDE and read.width and several:
         scales = form.scale, form.group, read.width
         chosen[SPECIAL_ENGINE] = wide_integers.engine(form.cache_formats, scales)

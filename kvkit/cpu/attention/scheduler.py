@@ -15,7 +15,14 @@ from kvkit.cpu import memory
 from kvkit.cpu.attention.epilogue import finish
 from kvkit.cpu.attention.online_softmax import visible
 from kvkit.cpu.attention.params import BLOCK, block_at, call_engine, call_merge, params_at
-from kvkit.cpu.attention.walk import attend_blocks, engine_of, load_queries, set_up_block, set_up_tiles
+from kvkit.cpu.attention.walk import (
+    attend_blocks,
+    clear_padding,
+    engine_of,
+    load_queries,
+    set_up_block,
+    set_up_tiles,
+)
 from kvkit.cpu.attention.work_items import (
     NARROW,
     TILES,
@@ -126,12 +133,13 @@ def attend(params, block, split, splits, states):
     engine = engine_of(params, block)
     load_queries(params, block, engine)
     attend_blocks(params, block, engine)
-    if not finish(params, block, engine, split, states):  # a sum is not finite
-        block.nan_safe, block.size = 1, min(block.size, params.wide_block)  # values are widened
-        attend_blocks(params, block, engine_of(params, block))
-        finish(params, block, engine, split, states)
     if engine.finish:
         call_engine(engine.finish, params, block, block)
+    if not finish(params, block, engine, split, states):  # a sum is not finite
+        block.nan_safe, block.size = 1, min(block.size, params.wide_block)  # values are widened
+        clear_padding(params, block)
+        attend_blocks(params, block, engine_of(params, block))
+        finish(params, block, engine, split, states)
     if params.key_sums:
         call_engine(params.add_key_weights, params, block, block)
 

@@ -124,9 +124,7 @@ def set_up_block(params, block):
     if params.values_have_own_table:
         block.value_row_ids = block.value_addresses + addresses_bytes
     block.wide_keys, block.wide_values = at + offsets.wide_keys, at + offsets.wide_values
-    if block.widens and (keys.dim < keys.padded_dim or values.dim < values.padded_dim):
-        attention.clear(block.wide_keys, block.size * keys.padded_dim)
-        attention.clear(block.wide_values, block.size * values.padded_dim)
+    clear_padding(params, block)
     if block.widens:  # engines read rows 0, 1, .. of the widened block
         block.key_ids = block.value_ids = params.counting
         block.key_row, block.value_row = 4 * keys.padded_dim, 4 * values.padded_dim
@@ -135,6 +133,15 @@ def set_up_block(params, block):
         block.key_row, block.value_row = keys.row, values.row
     block.values_in_keys = values_lie_in_keys(params)
     set_up_prefetches(params, block, long_run)
+
+
+@helper
+def clear_padding(params, block):
+    """Clear the buffers of widened keys and values whose rows are longer than those of the cache."""
+    keys, values = params.keys, params.values
+    if block.widens and (keys.dim < keys.padded_dim or values.dim < values.padded_dim):
+        attention.clear(block.wide_keys, block.size * keys.padded_dim)
+        attention.clear(block.wide_values, block.size * values.padded_dim)
 
 
 @helper

@@ -416,6 +416,11 @@ def transpose(b, source, source_row, target, target_row):
 def transposed(b, source, source_row):
     """Read 16 rows of 16 float32 and return their columns."""
     rows = [read(b, b.add(source, b.mul(source_row, I64(r))), F32, LANES) for r in range(LANES)]
+    return transposed_vectors(rows)
+
+
+def transposed_vectors(rows):
+    """Return the columns of 16 vectors of 16 lanes."""
     for step in (1, 2, 4, 8):
         upper = [(lane if not lane & step else lane - step + LANES) for lane in range(LANES)]
         lower = [(lane + step if not lane & step else lane + LANES) for lane in range(LANES)]

@@ -37,15 +37,22 @@ def run_end(row_ids, begin, count, step):
 
 @helper
 def load_rows(code, side, block, head, row_ids, target, target_row, element):
-    """Write the block's rows of a head in the format that `code` makes, run by run.
+    """Write the block's rows of a head in the format that `code` makes: row t at target + t * target_row.
 
     An element of the target has `element` bytes. Strided elements are read as if each were a head.
     """
+    load_range(code, side, block, head, row_ids, 0, end=block.count,
+               target=target, target_row=target_row, element=element)  # fmt: skip
+
+
+@helper
+def load_range(code, side, block, head, row_ids, begin, end, target, target_row, element):
+    """Write the rows of tokens begin..end of a block as `load_rows` does, run by run."""
     source, scales = rows_of_head(side, block, head)
     heads, size = (side.dim, 1) if side.element else (1, side.dim)
-    begin = 0
-    while begin < block.count:
-        row_id, end = get(row_ids + 8 * begin), run_end(row_ids, begin, block.count, side.step)
+    last = end
+    while begin < last:
+        row_id, end = get(row_ids + 8 * begin), run_end(row_ids, begin, last, side.step)
         call_rows(
             code, packed=target + begin * target_row, packed_token=target_row, packed_head=element,
             cache=source + row_id * side.row, cache_token=side.step * side.row, cache_head=side.element,

@@ -1,0 +1,166 @@
+"""The wide engine of bfloat16 on processors with tiles (AMX).
+
+    S = K Q^T                          [tokens, rows], queries [dim / 2, rows, 2]
+    P = 2^(c S - m), O = O alpha + P V [dim, rows], weights [tokens / 2, rows, 2]
+
+Tiles of keys are loaded from the cache where 16 rows lie closely together, at cache lines; other rows are
+copied first, once for all tiles of the block. Values are transposed, once, from where they lie. m is in
+powers of 2 until the work item ends (see `tile_products`).
+"""
+
+import functools
+
+import numpy as np
+from numba import types
+
+from kvkit.cpu import memory
+from kvkit.cpu.attention.engines.load import load_range, load_rows, rows_of_head, run_end
+from kvkit.cpu.attention.params import block_at, params_at, step_code, tile_at
+from kvkit.cpu.simd import attention, pairs, tile_products
+from kvkit.cpu.simd.attention import WIDE
+from kvkit.cpu.simd.tile_products import GROUP_BYTES, LN2
+from kvkit.cpu.simd.tiles import ROW, ROWS
+from kvkit.runtime.jit import helper
+
+CLOSE = 2  # rows are read in place if less than so many times their size apart: others miss the L1 cache
+get, put = memory.load(types.int64), memory.store(types.int64)
+get_float, put_float = memory.load(types.float32), memory.store(types.float32)
+
+
+@functools.cache
+def queries(in_memory):
+    """Compile the conversion of queries to pairs of bfloat16, which is exact; it opens the thread's tiles."""
+    open_tiles = tile_products.state(in_memory, "open")
+
+    def queries(params_address, block_address, tile_address):
+        params, tile = params_at(params_address), tile_at(tile_address)
+        if not tile.index:
+            open_tiles()
+        pairs.pair_rows(tile.queries, params.keys.padded_dim, tile.engine_queries)
+
+    return step_code(queries, ("queries", in_memory))
+
+
+@functools.cache
+def finish(in_memory):
+    """Compile the end of a work item: the thread's tiles are released, and m becomes that of e^x."""
+    close_tiles = tile_products.state(in_memory, "close")
+
+    def finish(params_address, block_address, _):
+        params, block = params_at(params_address), block_at(block_address)
+        close_tiles()
+        m = block.workspace + params.workspace.m
+        put_float(block.number, np.float32(LN2))
+        attention.scale_by(m, m, WIDE * block.tiles, block.number)
+
+    return step_code(finish, ("finish", in_memory))
+
+
+@functools.cache
+def load(keys_as_is, values_as_is):
+    """Compile the load of a block: find or copy rows of keys, and transpose values.
+
+    A side that is as it is in the cache has whole rows of bfloat16; others are converted.
+    """
+
+    def load(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        values, dim = params.values, params.values.padded_dim
+        copied = load_keys(params, block, tile, keys_as_is)
+        addresses = block.value_addresses
+        if values_as_is:
+            rows, _ = rows_of_head(values, block, tile.head)
+            attention.addresses(rows, values.row, block.value_row_ids, block.count, addresses)
+        elif block.values_in_keys and copied:
+            attention.write_sequence(block.wide_keys, 2 * params.keys.padded_dim, block.count, addresses)
+        else:
+            rows = block.wide_values + 2 * block.size * dim
+            load_rows(values.to_bfloat16, values, block, tile.head, block.value_row_ids,
+                      target=rows, target_row=2 * dim, element=2)  # fmt: skip
+            attention.write_sequence(rows, 2 * dim, block.count, addresses)
+        tile_products.transpose_values(addresses, block.count, dim, block.wide_values)
+
+    return step_code(load, ("load", keys_as_is, values_as_is))
+
+
+@helper
+def load_keys(params, block, tile, as_is):
+    """List the address and the stride of every 16 rows of keys; return whether all of them were copied."""
+    keys, groups, row = params.keys, block.key_addresses, 2 * params.keys.padded_dim
+    rows, _ = rows_of_head(keys, block, tile.head)
+    stride = keys.step * keys.row
+    near = as_is and 0 < stride < CLOSE * row and stride % ROW == 0
+    if not near:
+        load_rows(keys.to_bfloat16, keys, block, tile.head, block.key_row_ids,
+                  target=block.wide_keys, target_row=row, element=2)  # fmt: skip
+    for begin in range(0, block.count, ROWS):
+        first = rows + get(block.key_row_ids + 8 * begin) * keys.row
+        end, target = min(begin + ROWS, block.count), block.wide_keys + begin * row
+        at = groups + begin // ROWS * GROUP_BYTES
+        put(at, target)
+        put(at + 8, row)
+        if near:
+            run = run_end(block.key_row_ids, begin, end, keys.step) - begin
+            if run == ROWS and first % ROW == 0:
+                put(at, first)
+                put(at + 8, stride)
+            else:
+                load_range(keys.to_bfloat16, keys, block, tile.head, block.key_row_ids, begin, end=end,
+                           target=block.wide_keys, target_row=row, element=2)  # fmt: skip
+    count = -(-block.count // ROWS)
+    if count % 2:  # the products take two groups
+        put(groups + count * GROUP_BYTES, block.wide_keys)
+        put(groups + count * GROUP_BYTES + 8, row)
+    return not near
+
+
+@helper
+def scaled_in_softmax(params, tile):
+    """Return whether the softmax multiplies scores with the scale; else `scores` does, before biases."""
+    return not params.add_biases and get_float(tile.factor) > np.float32(0)
+
+
+@functools.cache
+def scores(in_memory):
+    """Compile S = K Q^T, times the scale unless the softmax multiplies with it."""
+    multiply = tile_products.scores(in_memory)
+
+    def scores(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        multiply(tile.engine_queries, block.key_addresses, tile.count, params.keys.padded_dim, tile.scores)
+        if not scaled_in_softmax(params, tile):
+            attention.scale_by(tile.scores, tile.scores, tile.count * WIDE, tile.factor)
+
+    return step_code(scores, ("scores", in_memory))
+
+
+@functools.cache
+def sums(in_memory):
+    """Compile the softmax and O = O alpha + P V; scores are overwritten."""
+    multiply = tile_products.sums(in_memory)
+
+    def sums(params_address, block_address, tile_address):
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        dim, scale = params.values.padded_dim, tile.factor
+        if not scaled_in_softmax(params, tile):
+            scale = block.number
+            put_float(scale, np.float32(1))
+        tile_products.softmax(tile.scores, tile.count, tile.m, tile.l, tile.o, dim, scale)
+        multiply(tile.scores, block.wide_values, whole(block.count), whole(tile.count), dim, tile.o)
+
+    return step_code(sums, ("sums", in_memory))
+
+
+@helper
+def whole(count):
+    """Round a number of tokens up to whole steps of products."""
+    return -(-count // tile_products.STEP) * tile_products.STEP
+
+
+def engine(in_memory, keys_as_is, values_as_is):
+    """Return the engine of tiles, by the processor's instructions or `in_memory`."""
+    return {
+        "queries": queries(in_memory).address, "load": load(keys_as_is, values_as_is).address,
+        "scores": scores(in_memory).address, "sums": sums(in_memory).address,
+        "finish": finish(in_memory).address, "softmax": True, "scales_scores": True,
+    }  # fmt: skip

@@ -1,0 +1,209 @@
+"""Wide products and softmax of bfloat16 by tiles (AMX), for 32 query rows.
+
+    S = K Q^T                  [tokens, WIDE]    A: rows of keys as they lie, B: pairs of query elements
+    m' = max(m, c max S)       P = 2^(c S - m')  in pairs of tokens, l' = l 2^(m - m') + sum P
+    O = O 2^(m - m') + V^T P   [dim, WIDE]       A: values [16 elements, 32 tokens], B: pairs of weights
+
+Here m is in powers of 2, and c is scale * log2(e). An old m stays until a new one is LAZY larger, so that O
+is rarely rescaled: weights up to 2^LAZY lose nothing. Of eight tiles, 0 to 3 are sums of 32 tokens (or
+elements) by 32 rows, 4 and 5 are A, 6 and 7 are B.
+"""
+
+import functools
+
+import numpy as np
+from llvmlite import ir
+
+from kvkit.cpu.simd import lanes
+from kvkit.cpu.simd.attention import LOWEST, transposed_vectors
+from kvkit.cpu.simd.lanes import F32, I16, I32, I64, LANES, Lanes, StackSlots, loop, micro_kernel, read, write
+from kvkit.cpu.simd.pairs import PAIRED, bfloat16_pairs, interleave
+from kvkit.cpu.simd.tiles import ROW, ROWS, Tiles
+
+STEP = 2 * ROWS  # tokens, or elements, of a step
+LAZY, LOG2E, LN2 = 8.0, 1.4426950408889634, 0.6931471805599453
+GROUP_BYTES = 16  # of an entry of the list of keys: address and stride of 16 rows
+
+
+@functools.cache
+def state(in_memory, step):
+    """Return the micro-kernel that opens or closes the thread's tiles, by the name of the step."""
+
+    @micro_kernel
+    def state(b):
+        getattr(Tiles(b, in_memory=in_memory), step)()
+
+    return state
+
+
+@functools.cache
+def scores(in_memory):
+    """Return the micro-kernel of S = K Q^T."""
+
+    @micro_kernel
+    def scores(b, queries, groups, count, dim, target):
+        """Compute S [token, WIDE] of `count` tokens, rounded up to 32; 32 divides `dim`.
+
+        `groups` lists (address, stride) of every 16 rows of keys, two entries for each 32 tokens.
+        """
+        tiles = Tiles(b, in_memory=in_memory)
+        with loop(b, count, STEP) as t:
+            entry = b.add(groups, b.mul(t, I64(GROUP_BYTES // ROWS)))
+            (first, row), (second, second_row) = (
+                [lanes.row_id_at(b, entry, I64(2 * half + i)) for i in range(2)] for half in range(2)
+            )
+            for tile in range(4):
+                tiles.zero(tile)
+            with loop(b, dim, STEP) as i:
+                offset, query = b.mul(i, I64(2)), b.add(queries, b.mul(i, I64(PAIRED // 2)))
+                keys = (b.add(first, offset), row), (b.add(second, offset), second_row)
+                four_products(b, tiles, keys, query)
+            for tile, place in enumerate(corners(b, b.add(target, b.mul(t, I64(PAIRED))))):
+                tiles.store(tile, place, PAIRED)
+
+    return scores
+
+
+@functools.cache
+def sums(in_memory):
+    """Return the micro-kernel of O = O + V^T P."""
+
+    @micro_kernel
+    def sums(b, weights, values, tokens, count, dim, target):
+        """Add the first `count` of the block's `tokens` to O [dim, WIDE]; 32 divides all three."""
+        tiles, size = Tiles(b, in_memory=in_memory), b.mul(tokens, I64(2 * ROWS))
+        with loop(b, dim, STEP) as i:
+            places = corners(b, b.add(target, b.mul(i, I64(PAIRED))))
+            for tile, place in enumerate(places):
+                tiles.load(tile, place, PAIRED)
+            value = b.add(values, b.mul(b.lshr(i, I64(4)), size))
+            with loop(b, count, STEP) as t:
+                at = b.add(value, b.mul(t, I64(ROW // 2)))
+                weight = b.add(weights, b.mul(t, I64(PAIRED // 2)))
+                four_products(b, tiles, ((at, I64(ROW)), (b.add(at, size), I64(ROW))), weight)
+            for tile, place in enumerate(places):
+                tiles.store(tile, place, PAIRED)
+
+    return sums
+
+
+def four_products(b, tiles, rows, x):
+    """Add the products of two tiles of A, at (address, stride), and both halves of B, loads in between."""
+    tiles.load(4, *rows[0])
+    tiles.load(6, x, PAIRED)
+    tiles.multiply(0, 4, 6)
+    tiles.load(7, b.add(x, I64(ROW)), PAIRED)
+    tiles.multiply(1, 4, 7)
+    tiles.load(5, *rows[1])
+    tiles.multiply(2, 5, 6)
+    tiles.multiply(3, 5, 7)
+
+
+def corners(b, at):
+    """Return the addresses of tiles 0 to 3 in [32, WIDE] of float32."""
+    return [b.add(at, I64(tile // 2 * ROWS * PAIRED + tile % 2 * ROW)) for tile in range(4)]
+
+
+@micro_kernel
+def transpose_values(b, addresses, count, dim, target):
+    """Write rows of values as tiles [dim / 16][tokens / 32] of [16 elements, 32 tokens].
+
+    Zeros follow the last of `count` tokens, up to whole tiles; 32 divides `dim`. Rows are at `addresses`.
+    """
+    tokens, last = b.and_(b.add(count, I64(STEP - 1)), I64(-STEP)), b.sub(count, I64(1))
+    size = b.mul(tokens, I64(2 * ROWS))
+    with loop(b, tokens, STEP) as t:
+        rows, inside = [], []
+        for k in range(STEP):
+            token = b.add(t, I64(k))
+            inside.append(b.icmp_signed("<=", token, last))
+            rows.append(lanes.row_id_at(b, addresses, b.select(inside[k], token, last)))
+        with loop(b, dim, STEP) as i:
+            offset = b.mul(i, I64(2))
+
+            def row(k, offset=offset):
+                value = read(b, b.add(rows[k], offset), I16, 2 * LANES)
+                return Lanes(b, b.select(inside[k], value.value, value.of(0)))
+
+            both = [interleave(row(k), row(k + 1)) for k in range(0, STEP, 2)]
+            columns = [column for part in zip(*both, strict=True) for column in transposed_vectors(part)]
+            to = b.add(target, b.add(b.mul(b.lshr(i, I64(4)), size), b.mul(t, I64(2 * ROWS))))
+            for element in range(2 * LANES):
+                place = b.add(to, I64(ROW * (element % ROWS)))
+                column = columns[element // 8 * 4 + element % 4 + element % 8 // 4 * LANES]
+                write(b, b.add(place, size) if element >= ROWS else place, column)
+
+
+@micro_kernel
+def softmax(b, scores, count, m_at, l_at, sums, dim, scale):
+    """Replace S by P, in pairs of tokens; update m and l, and rescale O [dim, WIDE] if a maximum grew much.
+
+    P of tokens after `count` is 0, up to a multiple of 32. `scale` is the address of a positive number.
+    """
+    minus_inf = Lanes(b, ir.Constant(ir.VectorType(F32, LANES), [float("-inf")] * LANES))
+    whole = b.and_(b.add(count, I64(STEP - 1)), I64(-STEP))
+    with loop(b, b.sub(whole, count)) as t:
+        for half in range(2):
+            write(b, score_at(b, scores, b.add(count, t), half), minus_inf)
+    c = lanes.broadcast(b, scale, LANES) * LOG2E
+    largest = StackSlots(b, [minus_inf] * 4)
+    with loop(b, whole, 4) as t:
+        for k in range(8):
+            at = score_at(b, scores, b.add(t, I64(k // 2)), k % 2)
+            largest[k % 4] = largest[k % 4].max(read(b, at, F32, LANES))
+    old, new, grown = [], [], []
+    for half in range(2):
+        top = largest[half].max(largest[half + 2]) * c
+        old.append(read(b, b.add(m_at, I64(ROW * half)), F32, LANES))
+        more = b.fcmp_ordered(">", top.value, (old[half] + LAZY).value)
+        new.append(Lanes(b, b.select(more, top.value, old[half].value)))
+        grown.append(b.bitcast(more, I16))
+    base = [each.max(LOWEST) for each in new]
+    with b.if_then(b.icmp_unsigned("!=", b.or_(*grown), I16(0))):
+        alpha = [power_of_two(old[half] - base[half]) for half in range(2)]
+        for half in range(2):
+            at = b.add(l_at, I64(ROW * half))
+            write(b, at, read(b, at, F32, LANES) * alpha[half])
+            write(b, b.add(m_at, I64(ROW * half)), new[half])
+        with loop(b, dim, 4) as i:
+            for k in range(8):
+                at = score_at(b, sums, b.add(i, I64(k // 2)), k % 2)
+                write(b, at, read(b, at, F32, LANES) * alpha[k % 2])
+    total = StackSlots(b, [read(b, b.add(l_at, I64(ROW * half)), F32, LANES) for half in range(2)])
+    with loop(b, whole, 2) as t:
+        for half in range(2):
+            at = score_at(b, scores, t, half)
+            pair = [
+                power_of_two(read(b, b.add(at, I64(PAIRED * k)), F32, LANES) * c - base[half])
+                for k in range(2)
+            ]
+            total[half] = total[half] + (pair[0] + pair[1])
+            place = b.add(scores, b.add(b.mul(t, I64(PAIRED // 2)), I64(ROW * half)))
+            write(b, place, bfloat16_pairs(*pair))
+    for half in range(2):
+        write(b, b.add(l_at, I64(ROW * half)), total[half])
+
+
+def score_at(b, scores, token, half):
+    """Return the address of half of the rows of a token."""
+    return b.add(scores, b.add(b.mul(token, I64(PAIRED)), I64(ROW * half)))
+
+
+@functools.cache
+def power_series(degree):
+    """Return coefficients of 2^x on [0, 1), the highest first; relative errors are small everywhere."""
+    x = 0.5 + 0.5 * np.cos(np.pi * (np.arange(64) + 0.5) / 64)
+    powers = np.vander(x, degree + 1) * 2.0 ** -x[:, None]
+    return [float(c) for c in np.linalg.lstsq(powers, np.ones(64), rcond=None)[0]]
+
+
+def power_of_two(x, degree=5):
+    """Return 2 to the power of lanes below 128, within 3e-7 of it (AVX-512): -inf gives 0, NaN gives NaN."""
+    b, mask = x.builder, ir.Constant(I16, 0xFFFF)
+    reduce, scale = "llvm.x86.avx512.mask.reduce.ps.512", "llvm.x86.avx512.mask.scalef.ps.512"
+    first, *others = power_series(degree)
+    rest = lanes.call_intrinsic(b, reduce, x.type, x.value, I32(1), x.value, mask, I32(4))  # x - floor(x)
+    total = x.full(first)
+    for coefficient in others:
+        total = total.fma(rest, coefficient)
+    return lanes.call_intrinsic(b, scale, x.type, total.value, x.value, x.value, mask, I32(4))

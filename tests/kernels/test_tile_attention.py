@@ -1,0 +1,220 @@
+"""Attention by tiles, beside the reference and other engines; by instructions bit for bit as in memory.
+
+Each case runs in memory, and by instructions where the processor has them.
+"""
+
+import attention_scenes as scenes
+import latent_scenes
+import ml_dtypes
+import numpy as np
+import pytest
+from attention_scenes import BF16, Formats, check, dynamic, dynamic_cache, static, static_cache
+from borders import at_border, needs_borders
+from numpy.testing import assert_array_equal
+from scenes import assert_same
+from tile_scenes import forms, needs_tiles, use_tiles
+
+import kvkit
+from kvkit.cpu import machine
+from kvkit.cpu.attention import prepare
+from kvkit.runtime.arrays import zeros
+
+pytestmark = pytest.mark.cpu
+LENGTHS = [(0, 40), (700, 1), (9, 50), (0, 0), (31, 33)]
+
+
+def masked(rng, call, dtype, pad=0):
+    """Return the call with a mask of its own for each head."""
+    static = "static" in call.kind
+    mask = scenes.static_mask(rng, call, (4, call["query"].shape[1]), dtype, pad) if static else (
+        scenes.dynamic_mask(rng, call, 4, dtype, pad)
+    )  # fmt: skip
+    return call.but(attn_mask=mask)
+
+
+CASES = {
+    **{f"head of {dim}": lambda rng, dim=dim: static(rng, BF16, 37, 70, dim=dim) for dim in (32, 96, 17, 80)},
+    "values of another size": lambda rng: static(rng, BF16, 0, 45, dim=64, value_dim=96),
+    **{
+        f"groups of {group}": lambda rng, group=group: static(rng, BF16, 5, 21, 1, 2 * group, 2, dim=32)
+        for group in (1, 3, 7, 40)
+    },
+    "new tokens only": lambda rng: dynamic(rng, BF16, LENGTHS),
+    "fewer keys than queries": lambda rng: dynamic(rng, BF16, [(-20, 45), (0, 33)], dim=32),
+    "window": lambda rng: static(rng, BF16, 50, 300, 1, dim=32, window=(64, 0)),
+    "window on both sides": lambda rng: static(rng, BF16, 0, 200, 1, dim=32, window=(20, 9), is_causal=False),
+    "softcap and sinks": lambda rng: static(
+        rng, BF16, 9, 60, softcap=3.0, sinks=rng.standard_normal(4).astype(np.float32)
+    ),
+    "alibi": lambda rng: dynamic(rng, BF16, LENGTHS, is_alibi=True),
+    "negative scale": lambda rng: static(rng, BF16, 9, 60, softmax_scale=-0.2),
+    "scale of zero": lambda rng: static(rng, BF16, 9, 60, softmax_scale=0.0),
+    "mask": lambda rng: masked(rng, dynamic(rng, BF16, LENGTHS, is_causal=False), "bfloat16"),
+    "padded mask of float32": lambda rng: masked(rng, static(rng, BF16, 9, 60), np.float32, pad=3),
+    "boolean mask": lambda rng: masked(rng, static(rng, BF16, 9, 140, is_causal=False), bool),
+    "splits": lambda rng: static(rng, BF16, 1300, 12, 1, dim=32, is_causal=False),
+    **{
+        f"layout {layout}, mode {mode}, pages of {size}": lambda rng, layout=layout, mode=mode, size=size: (
+            dynamic_cache(rng, BF16, LENGTHS, layout=layout, mode=mode, page_size=size)
+        )
+        for layout, mode, size in ((0, 0, 16), (1, 1, 16), (2, 1, 3), (3, 1, 1), (3, 1, 128), (3, 0, 16))
+    },
+    "static cache": lambda rng: static_cache(rng, BF16, 150, 40, layout=1),
+    "cache of float32": lambda rng: dynamic_cache(rng, Formats("bf16", "fp32"), LENGTHS),
+    "cache of float16": lambda rng: dynamic_cache(rng, Formats("bf16", "fp16"), LENGTHS, layout=3),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@forms
+def test_beside_the_reference(form, case, rng, monkeypatch):
+    use_tiles(monkeypatch, form)
+    check(CASES[case](rng))
+
+
+@needs_tiles
+@pytest.mark.parametrize("case", CASES)
+def test_instructions_and_memory_give_the_same_bits(case, rng, monkeypatch):
+    call, found = CASES[case](rng), []
+    for form in machine.INSTRUCTIONS, machine.MEMORY:
+        use_tiles(monkeypatch, form)
+        found.append(call.copy().run(return_lse=True))
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other)
+
+
+@forms
+def test_tiles_are_used_where_they_fit(form, rng, monkeypatch):
+    """Otherwise the other tests would prove nothing."""
+    used = []
+    engine = prepare.bfloat16_tiles.engine
+    monkeypatch.setattr(
+        prepare.bfloat16_tiles, "engine", lambda *given: used.append(given[0]) or engine(*given)
+    )
+    for dim, expected in (64, [form == machine.MEMORY]), (48, []):
+        prepare.engines.cache_clear()
+        use_tiles(monkeypatch, form)
+        static(rng, BF16, 0, 40, dim=dim).run()
+        assert used == expected
+        used.clear()
+
+
+@pytest.mark.parametrize("kind", ["one pool", "with gaps", "two pools", "ds_mla", "ds_v4"])
+@forms
+def test_latent_rows(form, kind, rng, monkeypatch):
+    """Against the same call without tiles."""
+    rows = rng.standard_normal((12, 16, 576)).astype(ml_dtypes.bfloat16)
+    pool, _ = latent_scenes.pools(rows, kind)
+    dim = 512 if kind == "ds_v4" else 576
+    query = rng.standard_normal((4, 40, dim)).astype(ml_dtypes.bfloat16)
+    tables = rng.permutation(12).reshape(2, 6)
+    found = []
+    for engines in form, None:
+        use_tiles(monkeypatch, engines)
+        output, lse = kvkit.mla_attention(
+            query, **pool, block_tables=tables, context_lens=[91, 35], query_starts=[0, 3, 4],
+            scale=dim**-0.5, return_lse=True,
+        )  # fmt: skip
+        found.append((output.astype(np.float64), lse))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=0, atol=2**-8 * np.abs(found[1][0]).max())
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=2e-5)
+
+
+def aligned(array):
+    """Return a copy that begins at a cache line, so that tiles of keys are loaded where they lie."""
+    copy = zeros(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
+@forms
+def test_rows_in_place_and_copied_rows_give_the_same_bits(form, rng, monkeypatch):
+    """Tiles load 16 rows where they lie together at cache lines; others are copied first."""
+    use_tiles(monkeypatch, form)
+    for lengths in ([(0, 45)], [(100, 33), (15, 17)]):
+        for size in (1, 8, 16, 128):
+            call = dynamic_cache(rng, BF16, lengths, heads=2, kv_heads=1, dim=64, layout=3, page_size=size)
+            moved = np.zeros(call["cache"].nbytes + 128, np.uint8)
+            begin = -moved.ctypes.data % 64 + 16
+            moved = moved[begin : begin + call["cache"].nbytes].view(call["cache"].dtype)
+            moved = moved.reshape(call["cache"].shape)
+            moved[...] = call["cache"]
+            in_place, copied = call.but(cache=aligned(call["cache"])), call.but(cache=moved)
+            assert in_place["cache"].ctypes.data % 64 == 0
+            check(in_place.copy(), given=in_place)
+            assert_same(in_place.run(), copied.run())
+
+
+@needs_borders
+@forms
+def test_no_row_is_read_behind_a_cache(form, rng, monkeypatch):
+    """A tile has 16 rows; a byte that is read behind the last row of memory ends the process."""
+    use_tiles(monkeypatch, form)
+    for tokens in (1, 15, 17, 31, 33, 47, 160):
+        query, key, value = (
+            rng.standard_normal((1, n, 1, 64)).astype(ml_dtypes.bfloat16) for n in (40, tokens, tokens)
+        )
+        expected = kvkit.multi_head_attention(query, key, value, num_heads=1, head_dim=64, is_causal=False)
+        given = at_border(key), at_border(value)
+        found = kvkit.multi_head_attention(query, *given, num_heads=1, head_dim=64, is_causal=False)
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf], ids=str)
+@forms
+def test_hidden_keys_and_values_do_not_matter(form, poison, rng, monkeypatch):
+    use_tiles(monkeypatch, form)
+    call = static(rng, BF16, 0, 90, 1, 1, 1, dim=32)
+    for name in "key", "value":
+        call[name][:, 70:] = poison
+    output, _ = check(call, usual=False)
+    assert np.isfinite(output[:, :70].astype(np.float32)).all()
+    seen = np.ones((90, 90), bool)
+    seen[:, 70:] = False
+    output, _ = check(call.but(attn_mask=seen), usual=False)
+    assert np.isfinite(output.astype(np.float32)).all()
+
+
+@forms
+def test_large_scores(form, rng, monkeypatch):
+    """The largest wins; equal ones give the mean; a maximum that grows by little does not rescale sums."""
+    use_tiles(monkeypatch, form)
+    for size in (0.1, 5, 1e3, 1e10, 1e30):
+        values = size * np.array([1, 1.001, 2, -1, 2.5] * 40, np.float32)
+        key = np.zeros((1, 200, 1, 32), np.float32)
+        key[0, :, 0, 0], query = values / size, np.zeros((1, 20, 1, 32), np.float32)
+        query[..., 0] = size
+        value = rng.standard_normal((1, 200, 1, 32), np.float32)
+        arrays = (x.astype(ml_dtypes.bfloat16) for x in (query, key, value))
+        sizes = {"num_heads": 1, "head_dim": 32, "is_causal": False, "softmax_scale": 1.0}
+        call = scenes.Call(
+            "static", dict(zip(("query", "key", "value"), arrays, strict=True)) | {"attn_mask": None}, sizes
+        )
+        check(call)
+
+
+@forms
+def test_key_weights_keep_pairs(form, rng, monkeypatch):
+    """They need weights in float32."""
+    call = static(rng, BF16, 0, 60, dim=32)
+    arrays = [call[name] for name in ("query", "key", "value")]
+    found = []
+    for engines in form, None:
+        use_tiles(monkeypatch, engines)
+        found.append(kvkit.multi_head_attention(*arrays, **call.attrs, return_key_weights=True))
+    for one, other in zip(*found, strict=True):
+        assert_array_equal(one, other)
+
+
+@forms
+def test_pools_of_any_strides(form, rng, monkeypatch):
+    """Pages with gaps between rows, heads and pages, beside the same call without tiles."""
+    pool = rng.standard_normal((9, 2, 20, 3, 72)).astype(ml_dtypes.bfloat16)
+    keys, values = pool[:, 0, :16, :2, :64], pool[:, 1, :16, :2, 4:68]
+    query = rng.standard_normal((44, 6, 64)).astype(ml_dtypes.bfloat16)
+    tables, lengths, starts = rng.permutation(9)[:8].reshape(2, 4), [60, 41], [0, 40, 44]
+    found = []
+    for engines in form, None:
+        use_tiles(monkeypatch, engines)
+        found.append(kvkit.paged_attention(query, keys, values, tables, lengths, starts).astype(np.float64))
+    np.testing.assert_allclose(*found, rtol=0, atol=2**-8 * np.abs(found[1]).max())
