@@ -28,7 +28,7 @@ get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
 
 @functools.cache
-def queries(in_memory):
+def paired_queries(in_memory):
     """Compile the conversion of queries to pairs of bfloat16, which is exact; it opens the thread's tiles."""
     open_tiles = tile_products.state(in_memory, "open")
 
@@ -160,7 +160,7 @@ def whole(count):
 def engine(in_memory, keys_as_is, values_as_is):
     """Return the engine of tiles, by the processor's instructions or `in_memory`."""
     return {
-        "queries": queries(in_memory).address, "load": load(keys_as_is, values_as_is).address,
+        "queries": paired_queries(in_memory).address, "load": load(keys_as_is, values_as_is).address,
         "scores": scores(in_memory).address, "sums": sums(in_memory).address,
         "finish": finish(in_memory).address, "softmax": True, "scales_scores": True,
     }  # fmt: skip
