@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, SupportsIndex, TypeVar, cast
+from pathlib import Path
+from typing import Any, Self, SupportsIndex, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from kvkit.cache.layers.positions import Piece, Rotation, RowPositions, check_rotation, pieces_array, refusal
-from kvkit.checks.values import integer
+from kvkit.cache.stores import allocation
+from kvkit.checks.values import flag, integer
 from kvkit.errors import add_keyword_hint, argument_error
 from kvkit.runtime.locks import CallLock, LayerLock
-from kvkit.typed import Array, Attended, Pair, States
+from kvkit.typed import Array, Attended, FilePath, Pair, States
+
+SAVED = "cache.npz"  # what `close` saves in the folder of an offloaded cache
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Rotations = Rotation | list[Rotation] | tuple[Rotation, ...]  # one for all layers, or one for each
@@ -396,9 +400,14 @@ class BaseCache(MovableTokens):
     """Stores the keys and values of a model in layers. Calls from several threads run one after another."""
 
     layers: list[Any]
+    folder: Path | None = None  # of the layers' files; None if all layers are in memory
+    _keep = False  # whether `close` saves the cache in the folder
 
     def __init__(self) -> None:
         self._lock: CacheLock = CacheLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"folder": None}  # a copy lies in memory
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -515,3 +524,83 @@ class BaseCache(MovableTokens):
     @abstractmethod
     def to_legacy_cache(self) -> tuple[Pair, ...]:
         """Return a tuple over layers of (keys, values), copies of shape [B, Hkv, n, D]."""
+
+    # Files
+
+    @abstractmethod
+    def save(self, path: FilePath) -> None:
+        """Write a .npz file that `load` reads, whole or not at all."""
+
+    @abstractmethod
+    def _lie_in(self, allocate: allocation.Allocate, only_non_sliding: bool) -> None:
+        """Move the arrays to new ones from `allocate`, which will make later arrays too."""
+
+    @one_call_at_a_time
+    def offload(self, directory: FilePath, only_non_sliding: bool = True, keep: bool = False) -> None:
+        """Move keys and values to memory-mapped files, which the system pages in and out.
+
+        Results stay the same, bit for bit. The files have no names: nothing is left of them once the cache
+        is gone, however its process ends. `save`, and `close` with ``keep``, write what shall stay.
+
+        Parameters
+        ----------
+        directory : path
+            A folder on the disk to use; it is made if it does not exist.
+        only_non_sliding : bool
+            Whether sliding layers, which are small, stay in memory.
+        keep : bool
+            Whether `close` saves the cache in the folder, for `open`.
+
+        Raises
+        ------
+        OSError
+            If the disk is full. No row has changed then, here and in later calls.
+        """
+        self._offload(allocation.InFiles(directory), flag("only_non_sliding", only_non_sliding), keep)
+
+    def _offload(self, in_files: allocation.InFiles, only_non_sliding: bool, keep: bool) -> None:
+        self._keep = flag("keep", keep)
+        self._lie_in(in_files, only_non_sliding)
+        self.folder = in_files.folder
+
+    @one_call_at_a_time
+    def prefetch(self, layer_idx: SupportsIndex) -> None:
+        """Start to load an offloaded layer in the background. `update` does this for the next layer."""
+        allocation.prefetch(self._layer(layer_idx).large_arrays())
+
+    @one_call_at_a_time
+    def flush(self) -> None:
+        """Write offloaded rows to the disk, so that the system can free their memory at once."""
+        for layer in self.layers:
+            allocation.flush(layer.large_arrays())
+
+    def close(self, keep: bool | None = None) -> None:
+        """Free the files of an offloaded cache, with all tokens. A cache in memory stays as it is.
+
+        Afterwards every call that reads or changes tokens raises KvkitError, in layers too; lengths are 0.
+
+        Parameters
+        ----------
+        keep : bool, optional
+            Whether to save the cache in its folder, for `open`; as `offload` was told if it is None. After
+            an error of the disk the cache is still open, and an earlier saved file still there.
+        """
+        if self.folder is None:
+            return
+        with self._lock:
+            if self._keep if keep is None else flag("keep", keep):
+                self.save(self.folder / SAVED)
+            self._forget_rows()
+            self.folder, self._lock.closed = None, True
+
+    def _forget_rows(self) -> None:
+        """Drop all tokens and arrays of a cache that closes."""
+        for layer in self.layers:
+            layer.forget_rows()
+            layer.share_lock(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

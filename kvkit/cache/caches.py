@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self, SupportsIndex
+from typing import Any, SupportsIndex
 
 from numpy.typing import ArrayLike
 
-from kvkit.cache import compression, heads, offload, opening, saving
+from kvkit.cache import compression, heads, reading, saving
 from kvkit.cache.base import BaseCache, one_call_at_a_time
 from kvkit.cache.layers import requests
 from kvkit.cache.layers.layer import Layer
-from kvkit.cache.paged.ragged import RaggedLayer
+from kvkit.cache.stores import allocation
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
 from kvkit.typed import Array, FilePath, Pair, States
@@ -32,8 +32,8 @@ class Cache(BaseCache):
     Attributes
     ----------
     layers : list of layers
-    folder : Folder
-        The folder with the layers' files; None if all layers are in memory.
+    folder : Path
+        The folder of the layers' files; None if all layers are in memory.
 
     Examples
     --------
@@ -54,6 +54,7 @@ class Cache(BaseCache):
     """
 
     _make_layer: Callable[[], Layer] | None = None  # where layers are made on first use
+    _in_files: tuple[allocation.Allocate, bool] = allocation.in_memory, True  # arguments of `_place`
 
     def __init__(self, layers: Iterable[Layer], *, offload: FilePath | None = None, rope: Any = None) -> None:
         super().__init__()
@@ -71,7 +72,6 @@ class Cache(BaseCache):
         for layer, rotation in zip(self.layers, self._ropes(rope), strict=True):
             layer.rope = layer.rope if rotation is None else rotation
         self._latest: Any = None  # the layer of the last update
-        self.folder: Any = None
         if offload is not None:
             self.offload(offload)
 
@@ -82,9 +82,6 @@ class Cache(BaseCache):
     def nbytes(self) -> int:
         """Return the size of all stored keys and values in bytes, without spare rows."""
         return sum(layer.nbytes for layer in self.layers)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"folder": None}  # a copy lies in memory
 
     # Adding tokens
 
@@ -106,14 +103,12 @@ class Cache(BaseCache):
         """Add a new layer; free the memory that only the last update of the previous layer needed."""
         if layer_idx == len(self.layers):
             self.layers.append(layer)
-            if self.folder is not None:
-                self.folder.register(layer_idx, layer)
         latest = self._latest
         if latest is not None and not (latest.is_shared and latest.span.length - latest.span.before > 1):
             latest.release_undo()  # not yet if a shared layer will attend with the queries of a prompt
         self._latest = layer
-        if self.folder is not None:
-            self.folder.prefetch_after(layer_idx, self.layers)
+        if self.folder is not None and self.layers:
+            allocation.prefetch(self.layers[(layer_idx + 1) % len(self.layers)].large_arrays())
 
     @one_call_at_a_time
     def reserve(self, query_length: SupportsIndex) -> None:
@@ -133,18 +128,16 @@ class Cache(BaseCache):
         layer.name = f"layers[{number}]"
         layer.rope = self.rope
         if self.folder is not None:
-            self.folder.assign_home(number, layer)
+            self._place(layer, *self._in_files)
         return layer
 
-    # Removing tokens and changing the batch. All layers are checked before one changes. After a crash all
-    # files have changed, or none
+    # Removing tokens and changing the batch. All layers are checked before one changes
 
     @one_call_at_a_time
     def crop(self, length: int) -> None:
         """Drop the last tokens of every layer, see `DynamicLayer.crop`."""
-        lengths = [layer.length_after_crop(length) for layer in self.layers]
-        if self.folder is not None:
-            self.folder.announce(lengths)
+        for layer in self.layers:
+            layer.length_after_crop(length)  # raises before any layer has changed
         for layer in self.layers:
             layer.crop(length)
 
@@ -157,17 +150,10 @@ class Cache(BaseCache):
         ]
 
     def rearrange(self, plan: list[Any]) -> None:
-        """Carry out the plans of all layers; a crash leaves all files changed or none."""
-        planned = {layer: own for layer, own in zip(self.layers, plan, strict=True) if own is not None}
-        count = sum(layer.of is None for layer in self.layers)  # layers that share rows have no plan
-        all_crop = len(planned) == count and all(own.crops for own in planned.values())
-        if self.folder is not None and not all_crop:
-            self.folder.at_once(list(planned), lambda layer: layer.rearrange(planned[layer], at_once=True))
-            return
-        if self.folder is not None:
-            self.folder.announce([0 if own is None else own.after.length for own in plan])
-        for layer, own in planned.items():
-            layer.rearrange(own)
+        """Carry out the plans of all layers."""
+        for layer, own in zip(self.layers, plan, strict=True):
+            if own is not None:
+                layer.rearrange(own)
 
     @one_call_at_a_time
     def compress(
@@ -250,9 +236,6 @@ class Cache(BaseCache):
         )  # fmt: skip
         if not compression.chooses_by_head(self.layers, request):
             return compression.compress(self.layers, self.rearrange, request)
-        if self.folder is not None:
-            wanted = "'uniform' or 'pyramid' for layers in files, whose heads share their tokens"
-            raise argument_error("budget", wanted, "a budget for each head")
         layers, report = heads.compress_by_head(self.layers, request)
         self.layers[:] = layers
         for i, layer in enumerate(self.layers):
@@ -269,18 +252,13 @@ class Cache(BaseCache):
         self._change_batch(lambda layer: layer.repeat(repeats))
 
     def _change_batch(self, change: Callable[[Layer], None]) -> None:
-        """Change the batch of every layer; all layers in files change at once."""
-        if self.folder is not None:
-            self.folder.at_once(self.layers, change)
-            return
+        """Change the batch of every layer."""
         for layer in self.layers:
             change(layer)
 
     @one_call_at_a_time
     def reset(self) -> None:
         """Remove all tokens; the `reset` of each layer says what stays."""
-        if self.folder is not None:
-            self.folder.announce("reset")
         for layer in self.layers:
             layer.reset()
 
@@ -301,77 +279,38 @@ class Cache(BaseCache):
         """
         saving.save(self, path)
 
-    @one_call_at_a_time
-    def offload(self, directory: FilePath, only_non_sliding: bool = True, keep: bool = False) -> None:
-        """Move keys and values to memory-mapped files, which the system pages in and out.
+    def _lie_in(self, allocate: allocation.Allocate, only_non_sliding: bool) -> None:
+        for layer in self._with_next_layer():
+            layer.describe()  # raises for a layer that cannot be saved
+        for layer in self.layers:
+            self._place(layer, allocate, only_non_sliding)
+        self._in_files = allocate, only_non_sliding
 
-        Results stay the same, bit for bit. If the process dies, at any moment, `open` can read the files.
-        After a power cut it reads the state of the last `flush`.
+    def _with_next_layer(self) -> list[Layer]:
+        """Return the layers and, if further ones are made on first use, such a layer."""
+        return [*self.layers, *([self._make_layer()] if self._make_layer else [])]
+
+    def _place(self, layer: Layer, allocate: allocation.Allocate, only_non_sliding: bool) -> None:
+        """Move a layer to where `allocate` makes arrays, unless it stays in memory."""
+        if layer.window is None or not only_non_sliding:
+            layer.lie_in(allocate)
+
+    @classmethod
+    def open(cls, directory: FilePath, keep: bool = True) -> Cache:
+        """Open the cache that `close` has saved in its folder, in files of this folder.
 
         Parameters
         ----------
         directory : path
-            A folder without a cache; it is made if it does not exist.
-        only_non_sliding : bool
-            Whether sliding layers, which are small, stay in memory. `close` writes them to files too.
         keep : bool
-            Whether `close` leaves the files in the folder, for `open`; without it, `close` deletes them.
+            Whether `close` saves the cache again; otherwise the saved file stays as it is.
+
+        Raises
+        ------
+        KvkitError
+            If the folder has no saved cache, or a damaged one.
         """
-        if self.folder is not None:
-            raise argument_error("directory", "a cache in memory", f"one that is in {self.folder.path}")
-        for layer in [*self.layers, *([self._make_layer()] if self._make_layer else [])]:
-            layer.describe()  # raises for a layer that cannot be in a file
-        for layer in self.layers:
-            if isinstance(layer, RaggedLayer):
-                raise argument_error(layer.name, "a layer whose heads share their tokens", "a ragged one")
-            if layer.was_moved and layer.store is None:
-                wanted = "a layer with tokens, or one that begins at position 0, to lie in a file"
-                raise argument_error(layer.name, wanted, f"none, and position {layer.get_seq_length()}")
-        folder = offload.Folder(directory, only_non_sliding, keep)
-        folder.adopt(self.layers)
-        self.folder = folder
-
-    @classmethod
-    def open(cls, directory: FilePath, keep: bool = True) -> Cache:
-        """Open the cache in a folder and work on its files. A step that a crash cut off is undone.
-
-        A step gives tokens once to every layer that the model uses. If some layers have one update more than
-        others, it is undone. Other differences of length stay, with a warning. Layers without tokens count as
-        unused; but if the first step did not reach the last layer it is undone, with a warning.
-
-        Files that are cut short, or of another layer or cache, or older copies, are refused. In a folder that
-        was closed, so are files that have changed.
-        """
-        folder, layers = opening.open_folder(directory, keep)
-        cache = Cache(layers)
-        cache.folder = folder
+        path, in_files = reading.saved_path(directory), allocation.InFiles(directory)
+        cache = Cache(reading.read_layers(path, reading.read_file(path), in_files))
+        cache._offload(in_files, True, keep)  # `read_layers` has moved them there
         return cache
-
-    @one_call_at_a_time
-    def prefetch(self, layer_idx: int) -> None:
-        """Start to load an offloaded layer in the background. `update` does this for the next layer."""
-        offload.prefetch_layer(self._layer(layer_idx))
-
-    @one_call_at_a_time
-    def flush(self) -> None:
-        """Wait until all offloaded tokens are on the disk."""
-        offload.flush_layers(self.layers)
-
-    def close(self) -> None:
-        """End offloading: delete the files, or complete them with ``keep``. A cache in memory stays as it is.
-
-        Afterwards every call that reads or changes tokens raises KvkitError, in layers too; lengths are 0.
-        """
-        if self.folder is None:
-            return
-        with self._lock:
-            self.folder.close(self.layers)
-            self.folder, self._lock.closed = None, True
-            for layer in self.layers:
-                layer.share_lock(self._lock)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

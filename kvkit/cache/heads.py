@@ -228,6 +228,7 @@ def ragged_layer(layer: Any, rows: list[Array], rope: Any) -> RaggedLayer:
         keys = keys.astype(values.dtype, copy=False)
         states = [HeadStates(keys[at], values[at], positions) for at in np.ndindex(keys.shape[:2])]
     ragged = RaggedLayer()
+    ragged.allocate = layer.allocate
     ragged.name, ragged.rope = layer.name, layer.rope if rope is None else rope
     kept = [HeadStates(*(part[own] for part in head)) for head, own in zip(states, rows, strict=True)]
     assert geometry is not None

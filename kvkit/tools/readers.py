@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvkit import files, layouts
-from kvkit.cache import loading
+from kvkit.cache import reading
 from kvkit.checks.values import positive_number
 from kvkit.errors import argument_error, describe
 from kvkit.files import llama
@@ -180,7 +180,7 @@ def open_saved(source: CacheSource, about: list[Any]) -> CacheReader:
         raise argument_error("source", "a cache that has tokens", "an empty cache")
 
     def layer(i: int) -> LayerReader:
-        return open_states(i, loading.restore_layer(source.name, i, about[i], source.arrays))
+        return open_states(i, reading.restore_layer(source.name, i, about[i], source.arrays))
 
     try:
         format = format_of_layers([entry["arguments"] for entry in about])

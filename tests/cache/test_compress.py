@@ -190,21 +190,6 @@ def test_a_static_layer_closes_up_if_tokens_are_renumbered():
     assert cache.get_seq_length() == 50
 
 
-@pytest.mark.parametrize("layer", [DynamicLayer, QuantizedLayer])
-def test_files_shrink(tmp_path, layer):
-    cache, memory = filled(layer(), layer(), tokens=2000), filled(layer(), layer(), tokens=2000)
-    cache.offload(tmp_path / "cache")
-    size = sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.raw"))
-    assert cache.compress("knorm", keep=0.1) == memory.compress("knorm", keep=0.1)
-    assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.raw")) < size / 3
-    for one, two in zip(cache.layers, memory.layers, strict=True):
-        one.update(states(1), states(1))
-        two.update(states(1), states(1))
-        query = states(1, heads=4)
-        assert one.attend(query).tobytes() == two.attend(query).tobytes()
-    cache.close()
-
-
 # Sequences in blocks
 
 

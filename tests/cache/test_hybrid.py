@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import shutil
 
 import numpy as np
 import pytest
@@ -132,24 +131,6 @@ def test_copies_and_files(cache, tmp_path):
         other.layers[0].crop(9)
         assert seen(other.layers[0]) == [9, 9]
         assert [layer.nbytes for layer in other.layers[2:]] == [0, cache.layers[3].nbytes]
-
-
-@pytest.mark.parametrize("layers", [0, 1, 2, 4])
-def test_a_step_that_a_crash_cut_off_is_undone(tmp_path, layers):
-    whole = hybrid()
-    whole.offload(tmp_path / "cache", keep=True)
-    for tokens in (5, 2, 2):
-        step(whole, tokens)
-    before = copy.deepcopy(whole)
-    step(whole, 3, layers)
-    shutil.copytree(tmp_path / "cache", tmp_path / "again")
-    with Cache.open(tmp_path / "again") as opened:
-        same(opened, whole if layers == 4 else before)
-        step(opened, 1)
-        assert seen(opened.layers[0]) == [13 if layers == 4 else 10] * 2
-    with Cache.open(tmp_path / "again") as opened:
-        assert seen(opened.layers[0]) == [13 if layers == 4 else 10] * 2
-    whole.close()
 
 
 def test_recording_keeps_every_state_until_a_crop(cache):

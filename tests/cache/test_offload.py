@@ -1,10 +1,12 @@
-"""Layers in files: the same bytes, whatever happens to the process, the disk or the memory."""
+"""Arrays in files: the same bits as in memory in every kind of cache, and nothing left on the disk."""
 
-import json
 import os
 import pickle
 import re
+import signal
+import subprocess
 import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -14,52 +16,284 @@ from folder_scenes import (
     assert_same,
     fill,
     five_layers,
-    four_layers,
     names,
     random,
     run,
 )
 
+import kvkit
 from kvkit import KvkitError
-from kvkit.cache import Cache, DynamicCache, StaticCache, load
-from kvkit.cache.stores import mapped
-from kvkit.files import FileError
+from kvkit.cache import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    IndexedLayer,
+    LatentLayer,
+    PagedCache,
+    QuantizedLayer,
+    QuantSpec,
+    SharedLayer,
+    SlidingWindowLayer,
+    StateLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+from kvkit.cache.stores import allocation
+
+HEADS, DIM = 2, 16
+CODES = QuantSpec(8, group=4), QuantSpec(4, group=8)
+BY_CHANNEL = QuantSpec(4, group=4, axis="channel")
+TURNED = QuantSpec(format="e4m3", group=8, rotation="hadamard")
+
+
+def tokens(count, seed=0, heads=HEADS, dim=DIM, batch=2):
+    return np.random.default_rng(seed).standard_normal((batch, heads, count, dim)).astype(np.float32)
+
+
+def ragged():
+    cache = DynamicCache(1, rope="none")
+    cache.update(tokens(40), tokens(40, 1), 0)
+    cache.compress("knorm", budget=[[9, 30]])
+    return cache
+
+
+def paged(**options):
+    return PagedCache(90, 4, 1, HEADS, DIM, np.float32, rope="none", **options)
+
+
+KINDS = {
+    "dynamic": lambda: DynamicCache(1, rope="none"),
+    "sliding": lambda: Cache([SlidingWindowLayer(6)], rope="none"),
+    "static": lambda: Cache([StaticLayer(80)], rope="none"),
+    "static sliding": lambda: Cache([StaticSlidingWindowLayer(80, 6)], rope="none"),
+    "quantized": lambda: Cache([QuantizedLayer(*CODES, 4, 2)], rope="none"),
+    "by channel": lambda: Cache([QuantizedLayer(BY_CHANNEL, CODES[1], 4, 2)], rope="none"),
+    "rotated": lambda: Cache([QuantizedLayer(TURNED, TURNED, 4, 2)], rope="none"),
+    "shared": lambda: Cache([DynamicLayer(), SharedLayer(0)], rope="none"),
+    "ragged": ragged,
+    "paged": paged,
+    "paged int8": lambda: paged(quant_bit=8),
+    "paged e4m3": lambda: paged(quant_format="e4m3", scale="found", quant_group=16),
+    "paged layout 1": lambda: paged(cache_layout=1),
+    "paged latent": lambda: PagedCache(90, 4, 1, 1, 24, np.float32, rope="none", latent_dim=16),
+    "latent": lambda: Cache([LatentLayer(16, 8)], rope="none"),
+    "latent codes": lambda: Cache([LatentLayer(512, 64, "ds_mla")], rope="none"),
+    "indexed": lambda: Cache([IndexedLayer(LatentLayer(16, 8), 4)], rope="none"),
+    "state": lambda: Cache([StateLayer(checkpoint_every=2)], rope="none"),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def append(cache, count, seed):
+    """Append new tokens to layer 0; return what attention of the last one makes of all."""
+    layer = cache.layers[0]
+    batch = layer.batch_size or 2
+    if isinstance(layer, StateLayer):
+        return [*cache.update({"sum": tokens(3, seed, batch=batch)}, count, 0).values()]
+    latent = layer.latent_dim
+    sizes = (latent, layer.rope_dim) if latent else (DIM, DIM)
+    parts = [tokens(count, seed + i, 1 if latent else HEADS, dim, batch) for i, dim in enumerate(sizes)]
+    seen = [np.array(side) for side in cache.update(*parts, 0)]
+    if isinstance(layer, IndexedLayer):
+        seen.append(layer.update_index(tokens(count, seed, batch=batch, dim=4)[:, 0]).copy())
+    return seen + attend(cache)
+
+
+def attend(cache):
+    """Return the outputs of two different queries."""
+    layer, outputs = cache.layers[-1], []
+    for seed in (7, 8):
+        if isinstance(layer, StateLayer):
+            outputs += [array.copy() for array in layer.states.values()]
+            continue
+        latent = layer.latent_dim
+        width, scale = (latent + layer.rope_dim, {"scale": 0.1}) if latent else (DIM, {})
+        query = tokens(1, seed, 2 * HEADS, width, layer.batch_size)
+        outputs += cache.attend(query, len(cache) - 1, return_lse=True, **scale)
+    return outputs
+
+
+def operations(cache):
+    """Yield (name, result) of calls that grow, shrink, move and copy the tokens of a cache."""
+    rows = getattr(cache, "rows", cache)
+    for seed, count in enumerate((9, 1, 1, 2, 7)):
+        yield f"append {count}", append(cache, count, 10 * seed)
+    cache.activate_past_recording()
+    yield "record", append(cache, 1, 60)
+    cache.crop(-1)
+    for layer in () if cache is not rows else cache.layers:
+        layer.stop_past_recording()
+    calls = [(rows, "remove", (3, 5)), (rows, "remove", (9, 11)), (rows, "shift", (4, None, 3))]
+    calls += [(cache, "reorder", ([1, 0],)), (cache, "repeat", (2,)), (cache, "select", ([3, 0, 0],))]
+    for seed, (owner, call, arguments) in enumerate(calls):
+        try:
+            getattr(owner, call)(*arguments)
+        except KvkitError as error:
+            yield f"{call}: {error}", attend(cache)
+        else:
+            yield call, append(cache, 1, 70 + seed)
+    if isinstance(cache.layers[0], (DynamicLayer, QuantizedLayer)) and not cache.layers[0].latent_dim:
+        cache.compress("knorm", keep=0.5)
+    yield "compress", attend(cache)
+    for count in (30, 1):
+        yield f"append {count}", append(cache, count, 90 + count)
+
+
+def bits(arrays):
+    return [(array.dtype, array.shape, array.tobytes()) for array in arrays]
+
+
+def mapped(cache):
+    """Return whether all arrays of rows lie in files."""
+    large = [array for layer in cache.layers for array in layer.large_arrays()]
+    return all(allocation.mapping_of(array) is not None for array in large if array.size)
+
+
+@kinds
+def test_all_calls_give_the_bits_of_memory(kind, tmp_path):
+    """Of caches that are offloaded empty, with tokens, and again after every call."""
+    memory, empty, later, moved = (KINDS[kind]() for _ in range(4))
+    empty.offload(tmp_path / "a", only_non_sliding=False)
+    runs = [operations(cache) for cache in (memory, empty, later, moved)]
+    for number, results in enumerate(zip(*runs, strict=True)):
+        names_of, arrays = zip(*results, strict=True)
+        assert len(set(names_of)) == 1
+        for cache, own in zip((empty, later, moved), arrays[1:], strict=True):
+            assert bits(own) == bits(arrays[0]), names_of[0]
+            assert cache.nbytes == memory.nbytes
+        if number == 3:
+            later.offload(tmp_path / "b", only_non_sliding=False)
+        moved.offload(tmp_path / f"c{number % 2}", only_non_sliding=False)
+        assert mapped(empty)
+        assert mapped(moved)
+    assert {path.name: names(path) for path in tmp_path.iterdir()} == {"a": [], "b": [], "c0": [], "c1": []}
+    for cache in (empty, later, moved):
+        cache.close()
+
+
+@kinds
+def test_a_closed_cache_that_was_kept_is_opened_with_its_bits(kind, tmp_path):
+    memory, files = KINDS[kind](), KINDS[kind]()
+    files.offload(tmp_path, only_non_sliding=False, keep=True)
+    for cache in (memory, files):
+        append(cache, 9, 0)
+        append(cache, 2, 10)
+    files.close()
+    assert (names(tmp_path), files.get_seq_length(), files.nbytes) == (["cache.npz"], 0, 0)
+    kept = (tmp_path / "cache.npz").read_bytes()
+    open_folder = PagedCache.open if kind.startswith("paged") else Cache.open
+    with open_folder(tmp_path, keep=False) as again:
+        assert again.folder == tmp_path
+        assert mapped(again) or "sliding" in kind
+        for expected, got in zip(operations(memory), operations(again), strict=True):
+            assert bits(got[1]) == bits(expected[1]), got[0]
+    assert (tmp_path / "cache.npz").read_bytes() == kept
+    with open_folder(tmp_path) as again:
+        append(again, 1, 20)
+    assert (tmp_path / "cache.npz").read_bytes() != kept
 
 
 @pytest.mark.parametrize("only_non_sliding", [True, False])
-def test_layers_in_files_and_in_memory(tmp_path, only_non_sliding):
-    """Of all kinds, and layers that stayed in memory: equal bit for bit while open and opened again."""
+def test_sliding_layers_may_stay_in_memory(tmp_path, only_non_sliding):
     memory, files = (fill(Cache(five_layers()), dims=DIMS) for _ in "ab")
     files.offload(tmp_path, only_non_sliding, keep=True)
-    in_files = [layer.store.file is not None for layer in files.layers]
+    in_files = [allocation.mapping_of(next(iter(layer.large_arrays()))) is not None for layer in files.layers]
     assert in_files == ([True, False, True, False, True] if only_non_sliding else [True] * 5)
     assert_alike_from_now_on(files, memory, np.float32, DIMS)
     files.close()
-    assert files.get_seq_length() == 0
     with Cache.open(tmp_path) as again:
         assert_alike_from_now_on(again, memory, np.float32, DIMS)
     with Cache.open(tmp_path, keep=False) as third:
         assert_same(third, memory)
-    assert names(tmp_path) == []
 
 
-def test_close_deletes_the_files(tmp_path):
-    with Cache(four_layers()) as cache:
-        fill(cache)
-        cache.offload(tmp_path / "new" / "folder", only_non_sliding=False)
-        inside = names(tmp_path / "new" / "folder")
-        assert inside == ["cache.json"] + [
-            f"layer-00{i}{end}" for i in range(4) for end in ("-1.raw", ".json")
-        ]
-        keys = cache.layers[0].keys
-        before = keys.tobytes()
-    assert names(tmp_path / "new" / "folder") == []
-    assert keys.tobytes() == before
-    assert cache.get_seq_length() == 0
+def full(*arguments):
+    raise OSError(28, "No space left on device")
+
+
+@kinds
+def test_no_room_on_the_disk_leaves_a_cache_as_it_was(kind, tmp_path, monkeypatch):
+    cache, memory = KINDS[kind](), KINDS[kind]()
+    cache.offload(tmp_path / "a", only_non_sliding=False)
+    for each in (cache, memory):
+        append(each, 9, 0)
+    calls = [lambda: cache.offload(tmp_path / "b", only_non_sliding=False)]
+    if not kind.startswith(("paged", "static", "state")):  # these have their room
+        calls.append(lambda: append(cache, 200, 1))
+    if not kind.startswith(("paged", "ragged")):  # whose rows share pages
+        calls.append(lambda: cache.repeat(40))
+    for call in calls:
+        before = cache.get_seq_length(), cache.folder
+        with monkeypatch.context() as patch:
+            patch.setattr(allocation.os, "posix_fallocate", full)
+            with pytest.raises(OSError, match="No space") as caught:
+                call()
+        assert caught.value.filename in (str(tmp_path / "a"), str(tmp_path / "b"))
+        assert (cache.get_seq_length(), cache.folder) == before
+    for expected, got in zip(operations(memory), operations(cache), strict=True):
+        assert bits(got[1]) == bits(expected[1]), got[0]
     cache.close()
-    with pytest.raises(FileError, match=r"Cache\.open opens a folder"):
-        load(tmp_path / "new" / "folder")
-    assert names(tmp_path / "new" / "folder") == []
+
+
+def test_a_full_disk_leaves_an_earlier_saved_file_and_the_cache_open(tmp_path, monkeypatch):
+    cache = fill(DynamicCache(2, offload=tmp_path))
+    cache.close(keep=True)
+    kept = (tmp_path / "cache.npz").read_bytes()
+    cache = Cache.open(tmp_path)
+    fill(cache)
+    before = [layer.keys.tobytes() for layer in cache.layers]
+    with monkeypatch.context() as patch:
+        patch.setattr(kvkit.files.replace.os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            cache.close()
+    assert (names(tmp_path), (tmp_path / "cache.npz").read_bytes()) == (["cache.npz"], kept)
+    assert [layer.keys.tobytes() for layer in cache.layers] == before
+    cache.close()
+    with Cache.open(tmp_path) as again:
+        assert [layer.keys.tobytes() for layer in again.layers] == before
+
+
+def test_folders_that_hold_no_saved_cache_are_refused(tmp_path):
+    said = r"directory: expected a folder with cache.npz, which close\(keep=True\) writes, got .*, "
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(KvkitError, match=said + "without it"):
+            Cache.open(folder)
+    (tmp_path / "cache.json").write_text("{}")
+    with pytest.raises(KvkitError, match=said + "offloaded by an older version"):
+        PagedCache.open(tmp_path)
+    (tmp_path / "cache.json").unlink()
+    with PagedCache(4, 4, 1, 1, 8, np.float16, offload=tmp_path / "paged") as cache:
+        cache.close(keep=True)
+    with pytest.raises(KvkitError, match=r"expected a `Cache`, got a PagedCache \(PagedCache.open\)"):
+        Cache.open(tmp_path / "paged")
+    fill(DynamicCache(1, offload=tmp_path / "plain")).close(keep=True)
+    with pytest.raises(KvkitError, match=r"expected a PagedCache, got a Cache \(Cache.open\)"):
+        PagedCache.open(tmp_path / "plain")
+    (tmp_path / "plain" / "cache.npz").write_bytes(b"PK")
+    with pytest.raises(KvkitError):
+        Cache.open(tmp_path / "plain")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="kills")
+def test_nothing_is_left_of_a_killed_process(tmp_path):
+    script = """
+        import sys, time, numpy as np
+        from kvkit.cache import DynamicCache, PagedCache
+        states = np.ones((1, 4, 4096, 64), np.float32)
+        folder = sys.argv[1]
+        caches = DynamicCache(2, offload=folder), PagedCache(512, 16, 2, 4, 64, np.float32, offload=folder)
+        for cache in caches:
+            for i in range(2):
+                cache.update(states, states, i)
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        assert names(tmp_path) == []
+        process.send_signal(signal.SIGKILL)
+    assert names(tmp_path) == []
 
 
 CALLS = {
@@ -68,9 +302,6 @@ CALLS = {
     "attend": lambda cache, folder: cache.attend(random(np.float32, 2, 0)[0], 0),
     "reserve": lambda cache, folder: cache.reserve(1),
     "crop": lambda cache, folder: cache.crop(-1),
-    "remove": lambda cache, folder: cache.remove(0, 2),
-    "retain": lambda cache, folder: cache.retain([0]),
-    "compress": lambda cache, folder: cache.compress("knorm", keep=0.5),
     "reorder": lambda cache, folder: cache.reorder([1, 0]),
     "repeat": lambda cache, folder: cache.repeat(2),
     "reset": lambda cache, folder: cache.reset(),
@@ -80,59 +311,63 @@ CALLS = {
     "offload": lambda cache, folder: cache.offload(folder),
     "save": lambda cache, folder: cache.save(folder / "saved.npz"),
 }
+OF_TOKENS = {
+    "remove": lambda cache, folder: cache.remove(0, 2),
+    "retain": lambda cache, folder: cache.retain([0]),
+    "compress": lambda cache, folder: cache.compress("knorm", keep=0.5),
+}
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "paged"])
 @pytest.mark.parametrize("copied", [False, True])
-def test_a_closed_cache_refuses_every_call_with_one_sentence(copied, tmp_path):
-    cache = fill(DynamicCache(2))
+def test_a_closed_cache_refuses_every_call_with_one_sentence(kind, copied, tmp_path):
+    cache = DynamicCache(2) if kind == "dynamic" else PagedCache(9, 4, 2, 3, 4, np.float32)
+    cache = fill(cache, dims=(4, 4))
     cache.offload(tmp_path / "first")
     cache.close()
     cache = pickle.loads(pickle.dumps(cache)) if copied else cache
     (tmp_path / "second").mkdir()
     said = "cache: expected one that is open (a kept one: Cache.open), got one that was closed"
-    for call in CALLS.values():
+    for call in (CALLS | (OF_TOKENS if kind == "dynamic" else {})).values():
         with pytest.raises(KvkitError, match=f"^{re.escape(said)}$"):
             call(cache, tmp_path / "second")
-    assert cache.can("remove", 0, 2) == said
+    tokens_of = cache if kind == "dynamic" else cache.rows
+    assert tokens_of.can("remove", 0, 2) == said
     assert names(tmp_path / "second") == []
     cache.close()
+
+
+def test_a_step_that_is_open_in_a_paged_cache(tmp_path):
+    """It is refused to move its arrays; an ended one reads on what it has read."""
+    cache = PagedCache(8, 4, 1, 2, 8, np.float32)
+    seq, new = cache.blocks.add(), tokens(6, dim=8)[0].swapaxes(0, 1)
+    step = cache.begin_step([(seq, 6)])
+    for call in (cache.offload, cache.save):
+        with pytest.raises(KvkitError, match="a cache without an open step"):
+            call(tmp_path / "a")
+    step.update(new, new, 0)
+    step.commit()
+    before = step.attend(new, 0)
+    cache.offload(tmp_path / "a")
+    assert step.attend(new, 0).tobytes() == before.tobytes()
+    with cache.begin_step([(seq, 0)]) as later:
+        pass
+    assert later.attend(new[:0], 0).shape == (0, 2, 8)
+    cache.remove(seq, 1, 3)  # copies rows of the moved arrays
+    keys, _ = cache.begin_step([(seq, 0)]).gather(0)
+    assert keys.tobytes() == np.delete(new, [1, 2], 0).tobytes()
 
 
 def test_layers_made_later_are_in_files_too(tmp_path):
     cache = DynamicCache(offload=tmp_path)
     for i in range(3):
         cache.update(*random(np.float16, 5, i), i)
-    assert all(isinstance(layer.store, mapped.MappedStore) for layer in cache.layers)
+    assert mapped(cache)
     expected = [layer.keys.tobytes() for layer in cache.layers]
-    cache.folder.keep = True
-    cache.close()
+    cache.close(keep=True)
     again = Cache.open(tmp_path)
     assert [layer.keys.tobytes() for layer in again.layers] == expected
     again.close()
-
-
-def test_a_sidecar_says_all(tmp_path):
-    """Raw arrays, and JSON that describes them: numpy alone reads a layer."""
-    cache = fill(StaticCache(20, 1), np.float16)
-    cache.offload(tmp_path)
-    about = json.loads((tmp_path / "layer-000.json").read_text())
-    word = about.pop("word")
-    assert about == {
-        "version": 1, "kind": "StaticLayer", "arguments": {"max_cache_len": 20}, "generation": 1,
-        "dtype": "float16", "byteorder": sys.byteorder, "keys": [2, 3, 20, 4], "values": [2, 3, 20, 6],
-        "state": {
-            "length": 8, "oldest": 0, "begin": 0, "origin": 0, "before": 8, "record_past": 0, "changes": 0,
-        },
-    }  # fmt: skip
-    raw = np.fromfile(tmp_path / "layer-000-1.raw", np.float16)
-    keys = raw[: 2 * 3 * 20 * 4].reshape(2, 3, 20, 4)
-    assert keys[:, :, :8].tobytes() == cache.layers[0].keys.tobytes()
-    assert not keys[:, :, 8:].any()
-    assert raw.tobytes().endswith(f" kvkit layer-000-1 {word}\n".encode())
-    cache.close()
-
-
-# Memory
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limit of private memory")
@@ -169,36 +404,36 @@ def test_a_cache_larger_than_its_memory(tmp_path):
 
 
 def test_the_next_layer_is_prefetched(tmp_path, monkeypatch):
-    """Only what is filled, of the next layer that is in files; the last one is followed by the first."""
-    cache = Cache(four_layers())
-    cache.offload(tmp_path)
-    fill(cache, counts=(6,))
-    mapped.prefetch_thread().submit(int).result()
-    asked = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda *call: asked.append(call), raising=False)
-    for i, following in ((0, 2), (1, 2), (2, 0), (3, 0)):
-        asked.clear()
-        cache.update(*random(np.float32, 1), i)
-        mapped.prefetch_thread().submit(int).result()
-        store = cache.layers[following].store
-        length = cache.get_seq_length(following)
-        assert {call[0] for call in asked} == {store.file.descriptor}
-        assert len(asked) == 2 * 2 * 3
-        assert sum(call[2] for call in asked) == 2 * 3 * length * (4 + 6) * 4
-    asked.clear()
+    cache, asked = fill(DynamicCache(3, offload=tmp_path)), []
+    monkeypatch.setattr(allocation, "prefetch", lambda sides: asked.append(list(sides)))
+    for i in range(3):
+        cache.update(*random(np.float32, 1, i), i)
     cache.prefetch(2)
-    cache.prefetch(1)
-    mapped.prefetch_thread().submit(int).result()
-    assert {call[0] for call in asked} == {cache.layers[2].store.file.descriptor}
+    for sides, layer in zip(asked, (1, 2, 0, 2), strict=True):
+        assert [id(side) for side in sides] == [id(side) for side in cache.layers[layer].store.sides]
+    cache.flush()
     cache.close()
 
 
-def test_flush(tmp_path, monkeypatch):
-    cache = fill(DynamicCache(2))
-    cache.flush()
-    cache.offload(tmp_path)
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(file))
-    cache.flush()
-    assert {cache.layers[0].store.file.sidecar, cache.layers[1].store.file.sidecar} <= set(synced)
-    cache.close()
+def test_prefetching_and_flushing_go_through(tmp_path):
+    """Of whole arrays, of views that begin inside a page, and of arrays in memory."""
+    caches = DynamicCache(2, offload=tmp_path), PagedCache(64, 4, 2, 3, 4, np.float32, offload=tmp_path)
+    for cache in (*caches, DynamicCache(2)):
+        fill(cache, dims=(4, 4))
+        before = [np.asarray(layer.keys).tobytes() for layer in cache.layers]
+        cache.prefetch(1)
+        allocation.prefetch_thread().submit(lambda: None).result()
+        cache.flush()
+        assert [np.asarray(layer.keys).tobytes() for layer in cache.layers] == before
+
+
+def test_a_disk_that_cannot_reserve_space_is_filled_with_zeros(tmp_path, monkeypatch):
+    def unsupported(*arguments):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(allocation.os, "posix_fallocate", unsupported)
+    array = allocation.InFiles(tmp_path)((3, 2**19), np.float32)
+    assert not array.any()
+    monkeypatch.setattr(allocation.os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        allocation.InFiles(tmp_path)((3, 2**19), np.float32)

@@ -47,11 +47,20 @@ def masked(query, keys, values, positions, shown=None, sinks=None, softcap=0.0):
     return weights / total @ values, (np.log(total) + top)[..., 0], (weights / total).sum(2)
 
 
+@pytest.fixture(autouse=True, params=["memory", "files"])
+def place(request, tmp_path, monkeypatch):
+    """Run every test with rows in memory and in files."""
+    if request.param == "files":
+        monkeypatch.setattr(Scene, "folder", tmp_path / "offloaded")
+
+
 class Scene:
     """Holds a cache of one layer beside all tokens that were appended to it."""
 
+    folder = None
+
     def __init__(self, tokens=90, dtype=np.float32, **options):
-        self.cache, self.dtype, self.steps = Cache([DynamicLayer()], rope=ROPE), dtype, 0
+        self.cache, self.dtype, self.steps = Cache([DynamicLayer()], rope=ROPE, offload=self.folder), dtype, 0
         self.keys = self.values = np.empty((B, HEADS, 0, DIM), dtype)
         self.decode(tokens)
         if options:
@@ -368,7 +377,7 @@ def test_a_layer_that_reads_the_rows_of_another_goes_on_with_it():
     np.testing.assert_array_equal(cache.attend(query, 1), cache.attend(query, 0))
 
 
-def test_layers_that_cannot_have_heads_of_their_own_are_refused(tmp_path):
+def test_layers_that_cannot_have_heads_of_their_own_are_refused():
     for layer, dim in ((QuantizedLayer(), DIM), (StaticLayer(40), DIM), (DynamicLayer(), 8)):
         cache = Cache([layer])
         cache.update(normal(30), normal(30)[..., :dim], 0)
@@ -377,14 +386,4 @@ def test_layers_that_cannot_have_heads_of_their_own_are_refused(tmp_path):
         ):
             cache.compress("knorm", keep=0.5, budget="ada")
         assert cache.layers == [layer]
-    scene = Scene(keep=0.4, budget="ada")
-    with pytest.raises(
-        KvkitError, match=r"layers\[0\]: expected a layer whose heads share their tokens, got"
-    ):
-        scene.cache.offload(tmp_path / "a")
-    cache = DynamicCache(offload=tmp_path / "b")
-    cache.update(normal(30), normal(30), 0)
-    with pytest.raises(KvkitError, match="budget: expected 'uniform' or 'pyramid' for layers in files"):
-        cache.compress("knorm", keep=0.5, budget="ada")
-    cache.close()
     assert kvkit.cache.RaggedLayer().positions.shape == (0, 1, 0)

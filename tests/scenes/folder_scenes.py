@@ -1,7 +1,6 @@
 """Make caches in files and folders, fill and compare them, interrupt their changes, damage their files."""
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -20,18 +19,10 @@ from kvkit.cache import (
     StaticSlidingWindowLayer,
     saving,
 )
-from kvkit.cache.stores import mapped
 from kvkit.files import npz
 
 SOURCES = str(Path(kvkit.cache.__file__).parent)
 DIMS = 4, 8  # which groups of codes divide
-# What a full disk refuses: memory for data, a sidecar, its place, the mapping.
-ON_DISK = {
-    "data": lambda: (mapped, "allocate_file"),
-    "sidecar": lambda: (mapped.os, "write"),
-    "replace": lambda: (mapped.os, "replace"),
-    "map": lambda: (mapped.mmap, "mmap"),
-}
 
 
 def full_disk(*arguments):
@@ -69,26 +60,6 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def files_of(folder):
-    """Return the bytes of a folder's files by name; fast, because it is called at every line of a change."""
-    found = {}
-    for name in os.listdir(folder):
-        with open(f"{folder}/{name}", "rb", 0) as file:
-            found[name] = file.read()
-    return found
-
-
-def as_folder(folder, files):
-    """Write files into a new folder."""
-    folder.mkdir()
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    return folder
-
-
-# Comparison
-
-
 def bits(side):
     return None if side is None else (side.dtype, side.shape, side.tobytes())
 
@@ -118,40 +89,6 @@ def assert_alike_from_now_on(one, other, dtype, dims=(4, 6)):
 
 
 # Ends of processes
-
-
-def traced(trace, call):
-    """Run `call` under a trace function, which Python calls at every line."""
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-
-
-def watched(folder, seen, call):
-    """Run `call`; call `seen` with the folder's files whenever a line has changed them."""
-    latest = None
-
-    def look():
-        nonlocal latest
-        now = files_of(folder)
-        if now != latest:
-            latest = now
-            seen(now)
-
-    def trace(frame, event, argument):
-        if not frame.f_code.co_filename.startswith(SOURCES):
-            return None
-        look()
-        return trace
-
-    traced(trace, call)
-    look()
-
-
-# Changes of a file
 
 
 def filled(dtype=np.float32, counts=(6, 1)):

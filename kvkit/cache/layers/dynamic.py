@@ -32,17 +32,11 @@ class DynamicLayer(Layer):
 
     @one_call_at_a_time
     def trim(self) -> None:
-        """Move to a store with room for a sixteenth more tokens, if the present one has more room.
-
-        The file of an offloaded layer is made that small when its tokens are removed.
-        """
-        if self.store is not None and self.home is None:
+        """Move to a store with room for a sixteenth more tokens, if the present one has more room."""
+        if self.store is not None:
             room = self._room_for(self.stored_tokens)
             if room < self.store.capacity:
                 self._move(self.store.geometry, room, self.span.first, final=True)
-
-    def _room_after(self, plan: Rearrangement) -> int:
-        return self._room_for(int(plan.kept.sum())) if plan.frees else self.store.capacity
 
     def _room_for(self, tokens: int) -> int:
         """Return the rows of a store for `tokens` tokens and a sixteenth more."""
@@ -120,8 +114,3 @@ class StaticLayer(Layer):
         if self.store is not None:
             self._commit()
             self.store.clear(0, rows)
-
-    def open(self, home: Any, about: dict[str, Any]) -> None:
-        super().open(home, about)
-        if self.store is not None:  # an interrupted update may have written rows after the last token
-            self.store.clear(self.span.rows_from(0)[1], self.store.capacity)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,13 +18,11 @@ from kvkit.cache.layers.positions import (
     Rotation,
     RowPositions,
     check_rotation,
-    describe_rotation,
     pieces_array,
     planner,
-    restored_rotation,
     rotation_of,
 )
-from kvkit.cache.stores.mapped import MappedStore
+from kvkit.cache.stores.allocation import Allocate, in_memory
 from kvkit.cache.stores.memory import Geometry, Store, check_geometry
 from kvkit.cache.stores.span import Span
 from kvkit.checks.arguments import Scoring
@@ -39,15 +37,6 @@ def window_slack(window: int) -> int:
     return 16 + window // 4
 
 
-class LayerState(NamedTuple):
-    """Holds what a failed change of a layer restores. The default is an empty layer in memory."""
-
-    home: Any = None
-    store: Any = None
-    span: Span = Span()
-    row_positions: RowPositions | None = None
-
-
 class Layer(BaseLayer):
     """Implements the calls of a layer of a `Cache`. Subclasses decide which tokens stay, and how.
 
@@ -59,8 +48,8 @@ class Layer(BaseLayer):
         Which tokens it has, and in which rows.
     store : Store
         The arrays of keys and values; None before the first update.
-    home : Home
-        The place of the layer's files in a folder; None for a layer in memory.
+    allocate : function
+        Makes the arrays of stores, in memory or in files.
     row_positions : RowPositions
         The positions of its first rows; None while row r has position r and no key is shifted. The rows of
         a window have consecutive positions, so it is None there unless keys are shifted.
@@ -69,21 +58,19 @@ class Layer(BaseLayer):
     """
 
     store: Any
-    home: Any
+    allocate: Allocate = staticmethod(in_memory)
     rope: Rotation = None
     source: Layer | None = None  # the layer whose rows a `SharedLayer` reads
     _joined = 0  # see `Geometry.joined`; 0 but in layers of latent rows
 
     def __init__(self) -> None:
         self.name, self._lock, self._attention = type(self).__name__, LayerLock(), LayerAttention()
-        self.restore(LayerState())
+        self.row_positions = None
+        self._set_store(None, Span())
 
     def _set_store(self, store: Any, span: Span) -> None:
         self.store, self.span = store, span
         self._attention.forget()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"home": None}  # a copy lies in memory
 
     def __repr__(self) -> str:
         geometry = "" if self.store is None else f", {self.store.geometry}"
@@ -118,7 +105,7 @@ class Layer(BaseLayer):
         return max(rows + rows // 4, 2 * self.store.capacity if self.store else 0)
 
     def _new_store(self, geometry: Geometry, capacity: Any) -> Any:
-        return Store(geometry, capacity) if self.home is None else MappedStore(geometry, capacity, self.home)
+        return Store(geometry, capacity, self.allocate)
 
     def share_lock(self, lock: LayerLock) -> None:
         """Take the lock of a closed cache, which refuses calls of its layers too."""
@@ -200,15 +187,12 @@ class Layer(BaseLayer):
             self._commit()
         except BaseException:
             self._set_store(*before)
-            store.close()
             raise
 
     def _commit(self) -> None:
-        """Record the layer's state in its file, if it has one. A quantized store encodes old tokens here."""
+        """Let a quantized store encode old tokens."""
         if self.store is not None:
             self.store.commit(self)
-        elif self.home is not None:
-            self.home.write_empty(record_past=self.record_past)
 
     @one_call_at_a_time
     def reserve(self, query_length: SupportsIndex) -> None:
@@ -221,18 +205,12 @@ class Layer(BaseLayer):
 
     @one_call_at_a_time
     def release_undo(self) -> None:
-        """Free the memory that only the last update needed: move to a smaller store if this one is too large.
-
-        A layer in a file keeps the rows that its last update returned, because opening may undo that update.
-        So it moves after a later, shorter update.
-        """
+        """Free memory that only the last update needed: move to a smaller store if this one is too large."""
         if self.window is None or self.store is None or self.record_past:
             return
         room, length = self.window + window_slack(self.window), self.span.length
         if self.store.capacity > room + window_slack(self.window):
-            keep = self.span.first
-            if self.store.in_place:  # in memory
-                keep = max(keep, length - self.window)
+            keep = max(self.span.first, length - self.window)
             if length - keep <= room:
                 self._move(self.store.geometry, room, keep)
 
@@ -339,7 +317,7 @@ class Layer(BaseLayer):
         return left
 
     def _shorten(self, span: Span) -> None:
-        """Drop the last tokens. The shorter state is committed before any freed row is overwritten."""
+        """Drop the last tokens."""
         self.span = span
         if self.store is not None:
             self._commit()
@@ -355,8 +333,6 @@ class Layer(BaseLayer):
         elif plan.changes(now):
             if self.record_past:
                 raise argument_error(self.name, "no past that is recorded (crop first)", call)
-            if self.home is not None and self.store is None:
-                raise argument_error(self.name, "tokens, in a file", f"{call} of none")
             self._check_movable(call, plan)
         return plan
 
@@ -369,10 +345,10 @@ class Layer(BaseLayer):
                 wanted = f"no hole in its window of {self.window} (shift all of its tokens, or none)"
                 raise argument_error(self.name, wanted, f"one after {call}")
 
-    def rearrange(self, plan: Rearrangement, at_once: bool = False) -> None:
-        """Carry out a plan. With `at_once` a crash leaves the files of all layers changed, or none."""
+    def rearrange(self, plan: Rearrangement) -> None:
+        """Carry out a plan."""
         now = self._positions_from(self.span.first)
-        if plan.crops and not at_once and plan.after.length < now.length:
+        if plan.crops and plan.after.length < now.length:
             self.crop(plan.after.length - now.length)
         elif plan.changes(now):
             self.move_rows(plan)
@@ -382,9 +358,6 @@ class Layer(BaseLayer):
         """Move rows and positions as planned."""
         begin, end = self.span.rows_from(self.span.first)
         rows = begin + np.flatnonzero(plan.kept)
-        if self.home is not None:
-            self._move_in_file(plan, rows)
-            return
         # The remaining rows of a window are contiguous and do not move; others move to the front.
         first = int(rows[0]) if self.window is not None and len(rows) else 0
         if self.store is not None:
@@ -392,32 +365,6 @@ class Layer(BaseLayer):
             self._free_rows(first + len(rows), end)
         self.span = self._span_of(plan, first)
         self.row_positions, self.rope = self._needed_positions(plan.after), plan.rope
-
-    def _move_in_file(self, plan: Rearrangement, rows: Array) -> None:
-        """Copy the remaining rows to a new file, and commit it with their positions.
-
-        If all rows stay only the sidecar is replaced. On an error nothing has changed.
-        """
-        before, rope, old = self.state(), self.rope, self.store
-        stay = bool(plan.kept.all()) and plan.rotated is None
-        store = old.with_new_sidecar() if stay else self._new_store(old.geometry, self._room_after(plan))
-        try:
-            if not stay:
-                store.fill_rows(old, rows, plan.rope, plan.rotated)
-            span = self._span_of(plan, self.span.first - self.span.origin if stay else 0)
-            self._set_store(store, span)
-            self.row_positions, self.rope = self._needed_positions(plan.after), plan.rope
-            self._commit()
-        except BaseException:
-            self.restore(before)
-            self.rope = rope
-            if not stay:
-                store.close()
-            raise
-
-    def _room_after(self, plan: Rearrangement) -> Any:
-        """Return the capacity of the store that a plan copies rows to; most layers keep theirs."""
-        return self.store.capacity
 
     def _span_of(self, plan: Rearrangement, first: int) -> Span:
         """Return the span after a plan; its rows begin at row `first` of the store."""
@@ -436,7 +383,7 @@ class Layer(BaseLayer):
         return replace(rows, base=rows.length - len(rows.positions)) if rows.shifts.any() else None
 
     def trim(self) -> None:
-        """Free the memory of removed tokens; most layers, and layers in files, have none left."""
+        """Free the memory of removed tokens; most layers have none left."""
 
     def _free_rows(self, begin: int, end: int) -> None:
         """Release the rows after the last token; new tokens will overwrite them."""
@@ -460,7 +407,7 @@ class Layer(BaseLayer):
         if self.store is None:
             return
         first, geometry = self.span.first, self.store.geometry
-        if len(indices) == geometry.batch and self.store.in_place:
+        if len(indices) == geometry.batch:
             self.store.take(indices, *self.span.rows_from(first))
         else:
             geometry = geometry._replace(batch=len(indices))
@@ -469,12 +416,11 @@ class Layer(BaseLayer):
     @one_call_at_a_time
     def reset(self) -> None:
         """Remove all tokens. The next update decides dtype and shape again."""
-        self.record_past = False
-        if self.store is None:
-            self._commit()
-        else:
-            self.store.close()
-        self.row_positions = None
+        self.forget_rows()
+
+    def forget_rows(self) -> None:
+        """Drop all tokens and arrays."""
+        self.record_past, self.row_positions = False, None
         self._set_store(None, Span())
 
     def stop_past_recording(self) -> None:
@@ -487,12 +433,8 @@ class Layer(BaseLayer):
 
         If not `recording`, end this.
         """
-        before, self.record_past = self.record_past, recording
-        try:
-            self._commit()
-        except BaseException:
-            self.record_past = before
-            raise
+        self.record_past = recording
+        self._commit()
 
     # Files
 
@@ -539,68 +481,26 @@ class Layer(BaseLayer):
         self._check_movable("load", Rearrangement(np.ones(end - first, bool), after, self.rope))
         self.row_positions = self._needed_positions(after)
 
-    # Offload folders
+    # Where the arrays lie
 
-    def describe_moves(self) -> dict[str, Any]:
-        """Describe moved rows, and the rotation of keys if it is known, for a sidecar."""
-        rope = {"rope": describe_rotation(self.rope)}
-        if not self.was_moved:
-            return {} if self.rope is None else rope
-        rows = self.row_positions or RowPositions.contiguous(0, 0)
-        return rope | {"moved": rows.describe() | rope}  # a sidecar has the rotation in both places
+    @one_call_at_a_time
+    def lie_in(self, allocate: Allocate) -> None:
+        """Move the arrays to new ones from `allocate`, which will make later arrays too."""
+        before = self.allocate
+        if allocate is before:
+            return
+        try:
+            self.allocate = allocate
+            self._copy_store()
+        except BaseException:
+            self.allocate = before
+            raise
 
-    def count_moves(self) -> dict[str, int]:
-        """Return how many rows of `describe_moves` are left, and the position after them, for a sidecar."""
-        rows = self.row_positions or RowPositions.contiguous(0, 0)
-        return {"described": len(rows.positions), "follows": rows.length}
-
-    def state(self) -> LayerState:
-        """Return the state of the layer for `restore`, which undoes a failed change."""
-        return LayerState(self.home, self.store, self.span, self.row_positions)
-
-    def restore(self, state: LayerState) -> None:
-        self.home, store, span, self.row_positions = state
-        self._set_store(store, span)
-
-    def rehome(self) -> None:
-        """Move the tokens from memory to a file in `home`."""
-        if self.store is None:
-            self._commit()
-        elif self.store.file is None:
+    def _copy_store(self) -> None:
+        """Copy the arrays to new ones."""
+        if self.store is not None:
             self._move(self.store.geometry, self.store.capacity, self.span.first, final=True)
 
-    def open(self, home: Any, about: dict[str, Any]) -> None:
-        """Restore the layer from its sidecar and data file."""
-        self.home, self.record_past = home, about.get("record_past", False)
-        if "state" in about:
-            span, self.record_past = home.opened_state(about)
-            self._set_store(self._opened_store(about, span), span)
-            if "moved" in about:
-                self._restore_moves(about["moved"], about["state"])
-
-    def _restore_moves(self, moved: dict[str, Any], state: dict[str, Any]) -> None:
-        """Restore the positions of moved rows from the description and the state in a sidecar."""
-        self.store.file.moved = True
-        self.rope = restored_rotation(moved["rope"])
-        count, length = state["described"], state["follows"]
-        if (count, length) == (0, 0):  # no row is described any more, see `count_moves`
-            return
-        base = 0 if self.window is None else length - count
-        rows = RowPositions.read(moved, count, length, base)
-        if base + count > self.span.length or base > self.span.first:
-            raise ValueError(f"positions of {count} rows from {base} on, and {self.span}")
-        self.row_positions = self._needed_positions(rows)
-
-    def _opened_store(self, about: dict[str, Any], span: Span) -> Any:
-        return MappedStore.opened(about, span, self.home)
-
-    def undo_update(self) -> None:
-        """Undo the latest update."""
-        before = self.span.before
-        self._shorten(self.span.widened().cropped(before, self._stored_from(before)))
-
-    def finish(self) -> None:
-        """Commit the state; the latest update can no longer be undone."""
-        if self.store is not None:
-            self.span = self.span.without_undo()
-            self._commit()
+    def large_arrays(self) -> Iterable[Array]:
+        """Return the arrays of rows, which may lie in files."""
+        return () if self.store is None else self.store.sides

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from kvkit.cache.base import one_call_at_a_time
 from kvkit.cache.layers.layer import Layer
 from kvkit.cache.layers.positions import Rearrangement, check_codes
 from kvkit.cache.layers.quant_spec import QuantSpec
-from kvkit.cache.stores.coded import SIDES, CodeStore, MappedCodeStore, plan_file
+from kvkit.cache.stores.coded import SIDES, CodeStore
 from kvkit.cache.stores.codes import PARTS, CodedSide
 from kvkit.cache.stores.memory import Geometry, check_geometry
 from kvkit.cache.stores.span import Span
@@ -103,56 +103,24 @@ class QuantizedLayer(Layer):
         batch, heads, *dims, fmt = geometry[:5]
         self.specs = tuple(map(fit_spec, self.specs, dims))
         sides = [
-            CodedSide(name, spec, (batch, heads, 0, dim), fmt.dtype, self.sink, self.residual_length)
+            CodedSide(
+                name, spec, (batch, heads, 0, dim), fmt.dtype, self.sink, self.residual_length, self.allocate
+            )
             for name, spec, dim in zip(("key", "value"), self.specs, dims, strict=True)
         ]
         return CodeStore(geometry, sides, self.read_back)
 
     def _make_room(self, geometry: Geometry, end: int, keep: int) -> None:
         new, store = end - self.span.length, self.store
-        if self.home is None:
-            store = store or self._empty_store(geometry)
-        elif store is None or not store.fits(new):
-            self._move(geometry, new, keep, view=False)
-            store = self.store
+        store = store or self._empty_store(geometry)
         store.make_room(new)
         self.store = store  # only now, because `make_room` may fail
-
-    def _move(  # type: ignore[override]  # has another parameter, `view`
-        self,
-        geometry: Geometry,
-        capacity: int,
-        keep: int,
-        indices: Iterable[int] | None = None,
-        final: bool = False,
-        view: bool = True,
-    ) -> None:
-        """Move to a new file with room for `capacity` more tokens; `view` keeps the latest view valid."""
-        store = self.store or self._empty_store(geometry)
-        plan = plan_file(store, geometry.batch, capacity, keep_encoded=view)
-        super()._move(geometry, plan, keep, indices, final or not view)
 
     @one_call_at_a_time
     def trim(self) -> None:
         """Move codes in memory to arrays without room for removed tokens."""
-        if self.home is None and self.store is not None:
+        if self.store is not None:
             self._set_store(self.store.select_rows(np.arange(self.batch_size)), self.span)
-
-    def _room_after(self, plan: Rearrangement) -> Any:
-        kept = np.flatnonzero(plan.kept) if plan.frees else None
-        return plan_file(self.store, self.store.geometry.batch, 0, keep_encoded=False, kept=kept)
-
-    def _new_store(self, geometry: Geometry, plan: Any) -> MappedCodeStore:
-        return MappedCodeStore(geometry, plan, self.home)
-
-    @one_call_at_a_time
-    def reserve(self, query_length: SupportsIndex) -> None:
-        new, store = integer("query_length", query_length, 0), self.store
-        if store is not None and self.home is not None and not store.fits(new):
-            self._move(store.geometry, new, 0)
-        super().reserve(new)
-
-    reserve.__doc__ = Layer.reserve.__doc__
 
     def _check_movable(self, call: str, plan: Rearrangement) -> None:
         check_codes(self.name, call, plan)
@@ -162,23 +130,14 @@ class QuantizedLayer(Layer):
             self.store.crop(span.length)
         super()._shorten(span)
 
-    def undo_update(self) -> None:
-        self.store.undo_update(self.span.before)
-        super()._shorten(self.span.cropped(self.span.before, 0))
-
     def _take_rows(self, indices: Array) -> None:
-        if self.store is None:
-            return
-        if self.home is None:
+        if self.store is not None:
             self._set_store(self.store.select_rows(indices), self.span)
-        else:
-            geometry = self.store.geometry._replace(batch=len(indices))
-            self._move(geometry, 0, 0, indices, view=False)
 
     @one_call_at_a_time
     def release_undo(self) -> None:
         """Free the unquantized rows of a long update; attention then reads their codes."""
-        if self.store is not None and self.home is None and not self.record_past and self.store.is_large:
+        if self.store is not None and not self.record_past and self.store.is_large:
             self.store.release_undo()
 
     def stored(self) -> tuple[States, States]:
@@ -191,9 +150,6 @@ class QuantizedLayer(Layer):
         return sum(side.nbytes for side in self.store.sides) if self.store else 0
 
     # Files
-
-    def count_moves(self) -> dict[str, int]:
-        return super().count_moves() | {"sinks": self.store.sides[0].sink}
 
     @property
     def was_moved(self) -> bool:
@@ -215,5 +171,10 @@ class QuantizedLayer(Layer):
             side.fill(held, length)
         self._set_store(store, Span(length, before=length))
 
-    def _opened_store(self, about: dict[str, Any], span: Span) -> MappedCodeStore:
-        return MappedCodeStore.opened(about, span, self.home, self._empty_store)
+    def _copy_store(self) -> None:
+        if self.store is not None:
+            self._set_store(self.store.copied(self.allocate), self.span)
+
+    def large_arrays(self) -> Iterable[Array]:
+        sides = self.store.sides if self.store else ()
+        return (array for side in sides for array in (side.tail, side.codes, side.cells))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
@@ -103,16 +103,10 @@ class StateLayer(Layer):
             new = integer("tokens", tokens, 0)
             if cache_position is not None:
                 self._first_new(cache_position, new)
-            forms, before = self._checked(states), self.state()
-            try:
-                if self.store is None or forms != self.store.geometry:
-                    self._change_store(forms)
-                return self._advance(new, states)
-            except BaseException:
-                if before.store is None and self.store is not None:  # the new store got no state
-                    self.store.close()
-                    self.restore(before)
-                raise
+            forms = self._checked(states)
+            if self.store is None or forms != self.store.geometry:
+                self._change_store(forms)
+            return self._advance(new, states)
 
     def _checked(self, states: Mapping[str, Array]) -> StateForms:
         """Check new arrays of the state; return the names, shapes and dtypes of all arrays."""
@@ -145,8 +139,8 @@ class StateLayer(Layer):
         """Write checked arrays of the state, and count its tokens."""
         store, before = self.store, self.span.length
         version = store.current
-        # In memory the present version is overwritten, but no checkpoint, and no version in a file.
-        if version == NONE or store.file is not None or (new and version in store.checkpoints.values()):
+        # The present version is overwritten, but no checkpoint.
+        if version == NONE or (new and version in store.checkpoints.values()):
             version = store.free()
             if version == NONE:
                 self._change_store(store.geometry)
@@ -171,37 +165,21 @@ class StateLayer(Layer):
         return {position: checkpoints[position] for position in sorted(checkpoints)[-self.max_checkpoints :]}
 
     def _commit_version(self, span: Span, current: int, checkpoints: dict[int, int]) -> None:
-        """Make a version the state, and commit it; on an error nothing has changed."""
+        """Make a version the state."""
         store = self.store
-        before = store.current, store.previous, store.checkpoints, self.span
-        try:
-            store.current, store.previous, store.checkpoints = current, store.current, checkpoints
-            self.span = span
-            self._commit()
-        except BaseException:
-            store.current, store.previous, store.checkpoints, self.span = before
-            raise
+        store.current, store.previous, store.checkpoints = current, store.current, checkpoints
+        self.span = span
 
     def _change_store(self, forms: StateForms, indices: Any = slice(None)) -> None:
         """Move to a store with other arrays, batch rows or room; on an error nothing has changed."""
-        before, span = self.store, self.span
+        before = self.store
         count = 0 if before is None else len(before.checkpoints)
         room = max(count, self.max_checkpoints if self.checkpoint_every else 0)
         room += count if self.record_past else 0  # every update makes a checkpoint: grow as by doubling
-        # Besides the present state; in a file also the one before, and a free place to write the next to.
-        room += 1 if self.home is None else 3
-        store = StateStore(forms, room, self.home)
-        try:
-            if before is not None:
-                store.fill(before, indices)
-                self._set_store(store, span.without_undo())
-                self._commit()
-            else:
-                self._set_store(store, span)
-        except BaseException:
-            self._set_store(before, span)
-            store.close()
-            raise
+        store = StateStore(forms, room + 1, self.allocate)
+        if before is not None:
+            store.fill(before, indices)
+        self._set_store(store, self.span.without_undo() if before else self.span)
 
     def reserve(self, query_length: SupportsIndex) -> None:
         """Do nothing: a state has no room to run out of."""
@@ -294,19 +272,12 @@ class StateLayer(Layer):
             checkpoints = earlier | {at: version for at, version in later.items() if at > begin}
         return StatePlan(plan.after, current, checkpoints, plan.crops)
 
-    def rearrange(self, plan: Any, at_once: bool = False) -> None:
+    def rearrange(self, plan: Any) -> None:
         """Carry out a plan, see `Layer.rearrange`."""
         length = plan.after.length
         if self.store is None or (length == self.span.length and plan.current == self.store.current):
             return
-        before = self.state()
-        try:
-            if at_once and self.home is not None:
-                self._set_store(self.store.with_new_sidecar(), self.span)
-            self._commit_version(state_span(length), plan.current, plan.checkpoints)
-        except BaseException:
-            self.restore(before)
-            raise
+        self._commit_version(state_span(length), plan.current, plan.checkpoints)
 
     def _take_rows(self, indices: Array) -> None:
         if self.store is not None:
@@ -333,25 +304,20 @@ class StateLayer(Layer):
         if {len(array) for array in states.values()} != {count + 1}:
             raise argument_error("states", f"{count + 1} versions of each array", describe(states))
         room = 1 + max(count, self.max_checkpoints if self.checkpoint_every else 0)
-        store = StateStore(self._checked({name: array[0] for name, array in states.items()}), room, self.home)
+        forms = self._checked({name: array[0] for name, array in states.items()})
+        store = StateStore(forms, room, self.allocate)
         for name, array in states.items():
             store.arrays[name][: len(array)] = array
         store.current = store.previous = count  # `arrays` lists the state after the checkpoints
         store.checkpoints = {position: i for i, position in enumerate(positions)}
         self._set_store(store, state_span(length))
 
-    def rehome(self) -> None:
-        if self.store is None:
-            self._commit()
-        elif self.store.file is None:
+    def _copy_store(self) -> None:
+        if self.store is not None:
             self._change_store(self.store.geometry)
 
-    def _opened_store(self, about: dict[str, Any], span: Span) -> Any:
-        return StateStore.opened(about, self.home)
-
-    def undo_update(self) -> None:
-        before = self.span.before
-        self._commit_version(state_span(before), self.store.previous, up_to(before, self.store.checkpoints))
+    def large_arrays(self) -> Iterable[Array]:
+        return () if self.store is None else self.store.arrays.values()
 
 
 def state_span(length: int, before: int | None = None) -> Span:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
@@ -10,7 +11,7 @@ from typing import Any, Literal, NamedTuple, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from kvkit.cache import compression, saving
+from kvkit.cache import compression, reading, saving
 from kvkit.cache.base import BaseCache, one_call_at_a_time
 from kvkit.cache.blocks.allocator import BlockAllocator
 from kvkit.cache.blocks.sequence import Sequence, check_bytes
@@ -29,7 +30,8 @@ from kvkit.cache.paged.latent import PagedLatentLayer
 from kvkit.cache.paged.layer import Batch, PagedLayer
 from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore
-from kvkit.checks.values import integer
+from kvkit.cache.stores import allocation
+from kvkit.checks.values import flag, integer
 from kvkit.errors import argument_error, describe
 from kvkit.rope import Rope
 from kvkit.typed import Array, FilePath, Pair, States
@@ -82,6 +84,8 @@ class PagedCache(BaseCache):
         The layers, by number, that have no blocks; `num_layers` counts them. They belong to the batch of
         `update` and `attend`, which can then only lose its last tokens; steps and reports leave them out.
         Such a cache cannot be saved.
+    offload : path, optional
+        A folder to keep the blocks in, see `offload`.
 
     Attributes
     ----------
@@ -149,19 +153,23 @@ class PagedCache(BaseCache):
         rope: Any = None,
         latent_dim: int = 0,
         others: Mapping[int, StateLayer | SharedLayer] | None = None,
+        offload: FilePath | None = None,
     ) -> None:
         super().__init__()
+        self._allocate: allocation.Allocate = allocation.in_memory
+        if offload is not None:
+            self._allocate = allocation.InFiles(offload)
         blocks = integer("num_blocks", num_blocks, 1), integer("page_size", page_size, 1)
         self.others = checked_others(others or {}, integer("num_layers", num_layers, 1))
         self.store = PagedStore(
             *blocks, num_layers - len(self.others), num_kv_heads, head_dim, dtype, quant_bit=quant_bit,
             quant_group=quant_group, scale_dtype=scale_dtype, cache_layout=cache_layout,
-            quant_format=quant_format, scale=scale, latent_dim=latent_dim,
+            quant_format=quant_format, scale=scale, latent_dim=latent_dim, allocate=self._allocate,
         )  # fmt: skip
         self.cache, self.scale = self.store.cache, self.store.scale
         self.salt = check_bytes("salt", salt)
         identity = self.store.identity + b"\0" + salt
-        self.blocks = BlockAllocator(*blocks, identity=identity, copy_rows=self.store.copy_rows)
+        self.blocks = BlockAllocator(*blocks, identity=identity, copy_rows=self._copy_rows)
         self.rows = Batch(self, self._lock)
         self.sequences: list[Sequence] = []
         make = PagedLatentLayer if latent_dim else PagedLayer
@@ -172,6 +180,8 @@ class PagedCache(BaseCache):
             layer.connect(self.layers, i)
         self.rope = rope
         self._ropes(rope)
+        if isinstance(self._allocate, allocation.InFiles):
+            self._offload(self._allocate, only_non_sliding=True, keep=False)
 
     @one_call_at_a_time
     def begin_step(self, sequences: Iterable[tuple[Sequence, int]]) -> PagedStep:
@@ -406,9 +416,14 @@ class PagedCache(BaseCache):
     @property
     def nbytes(self) -> int:
         """Return the size in bytes of the blocks that sequences use."""
+        if self.store is None:  # the cache is closed
+            return 0
         block_bytes = sum(array[:, :, 0].nbytes for array in self.store.blocks)
         others = sum(layer.nbytes for layer in self.others.values())
         return (self.blocks.num_blocks - self.blocks.available) * block_bytes + others
+
+    def _copy_rows(self, sources: Array, targets: Array) -> None:
+        self.store.copy_rows(sources, targets)
 
     def rearrange(self, plan: SequencePlan) -> None:  # type: ignore[override]
         sequences, moves, ropes = plan
@@ -519,6 +534,41 @@ class PagedCache(BaseCache):
             wanted = "layers that all have blocks (or a cache of another kind)"
             raise argument_error("cache", wanted, describe(next(iter(self.others.values()))))
         saving.save_paged(self, path, sequences)
+
+    def _lie_in(self, allocate: allocation.Allocate, only_non_sliding: bool) -> None:
+        if self.blocks.open_step is not None:
+            raise argument_error("cache", "a cache without an open step", "an open step")
+        for layer in self.others.values():
+            layer.lie_in(allocate)
+        if allocate is self._allocate:
+            return
+        store = copy.copy(self.store)  # steps of the user go on reading the old arrays
+        store.lie_in(allocate)
+        self.store, self.cache, self.scale, self._allocate = store, store.cache, store.scale, allocate
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                layer.store = store
+                layer.view_blocks()
+        self.rows.forget_step()
+
+    def _forget_rows(self) -> None:
+        self.rows.reset()
+        super()._forget_rows()
+        # A step of the user can still read the arrays, which live as long as it does.
+        self.store = self.cache = self.scale = None  # type: ignore[assignment]  # of no use now
+
+    @classmethod
+    def open(cls, directory: FilePath, keep: bool = True) -> PagedCache:
+        """Open the cache that `close` has saved in its folder, see `Cache.open`.
+
+        `close` saves the rows of the batch and all published prefixes. To have other sequences too, call
+        ``save(folder / "cache.npz", sequences)`` and then ``close(keep=False)``.
+        """
+        path = reading.saved_path(directory)
+        make = functools.partial(PagedCache, offload=directory)
+        cache = reading.read_paged(path, reading.read_file(path), make)
+        cache._keep = flag("keep", keep)
+        return cache
 
 
 def checked_others(

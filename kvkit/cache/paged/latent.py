@@ -34,8 +34,11 @@ class PagedLatentLayer(PagedLayer):
     """
 
     def __init__(self, store: Any, rows: Any, layer_idx: int, lock: LayerLock) -> None:
-        super().__init__(store, rows, layer_idx, lock)
         self.latent_dim, self.rope_dim = store.latent_dim, store.rope_dim
+        super().__init__(store, rows, layer_idx, lock)
+
+    def view_blocks(self) -> None:
+        super().view_blocks()
         self.value_cache = self.key_cache[..., : self.latent_dim]
 
     def attend(  # type: ignore[override]  # a query has two parts, and a scale is required

@@ -55,6 +55,10 @@ class Batch(MovableTokens):
         """Abandon a step that some layers have not written, because the rows will change."""
         if self.step is not None and self.step.index.is_open:
             self.step.abandon()
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """Forget the last step, because the rows have changed or moved."""
         self.step, self.changes = None, self.changes + 1
 
     def tables(self) -> Any:
@@ -93,7 +97,7 @@ class Batch(MovableTokens):
 
     def rearrange(self, plan: Any) -> None:
         self._cache.rearrange(plan)
-        self.step, self.changes = None, self.changes + 1
+        self.forget_step()
 
     @property
     def layers(self) -> Any:
@@ -137,9 +141,25 @@ class PagedLayer(BaseLayer):
 
     def __init__(self, store: Any, rows: Any, layer_idx: int, lock: LayerLock) -> None:
         self.store, self.rows, self._layer_idx, self._lock = store, rows, layer_idx, lock
-        sides = store.blocks[0][layer_idx]
-        self.key_cache, self.value_cache = sides[0], sides[-1]
         self._updates = 0
+        self.view_blocks()
+
+    def view_blocks(self) -> None:
+        """View the arrays of the store as blocks."""
+        sides = self.store.blocks[0][self._layer_idx]
+        self.key_cache, self.value_cache = sides[0], sides[-1]
+
+    def large_arrays(self) -> list[Array]:
+        """Return the arrays of rows, and of their scales, which may lie in files."""
+        return [blocks[self._layer_idx] for blocks in self.store.blocks]
+
+    def share_lock(self, lock: LayerLock) -> None:
+        """Take the lock of a closed cache, which a layer in blocks has anyway."""
+        self._lock = lock
+
+    def forget_rows(self) -> None:
+        """Drop the arrays of a cache that closes."""
+        self.store = self.key_cache = self.value_cache = None  # type: ignore[assignment]  # of no use now
 
     @one_call_at_a_time
     def update(

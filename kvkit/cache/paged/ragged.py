@@ -59,7 +59,6 @@ class RaggedPlan(NamedTuple):
     """Plans a change of all heads, which is checked and not yet done."""
 
     plans: list[Rearrangement]  # one for each head
-    crops: bool = False  # read by `Cache.rearrange` for files, which a ragged layer never has
 
 
 class PreparedHeads:
@@ -163,7 +162,7 @@ class RaggedLayer(Layer):
         self.row_positions = RowPositions.contiguous(0, 0)  # not used: each sequence has its own
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_step": None}  # a copy has other addresses
+        return self.__dict__ | {"_step": None}  # a copy has other addresses
 
     def fill_heads(self, geometry: Geometry, states: Sequence[HeadStates], length: int) -> None:
         """Store the tokens of every head in an empty layer; `length` is the position of the next token."""
@@ -191,7 +190,9 @@ class RaggedLayer(Layer):
     def _make_pool(self, geometry: Geometry, pages: int) -> None:
         self.geometry, pages = geometry, max(pages, 1)
         dim, dtype = geometry.key_dim, geometry.fmt.dtype
-        self.pool = PagedStore(pages, PAGE_SIZE, num_layers=1, num_kv_heads=1, head_dim=dim, dtype=dtype)
+        self.pool = PagedStore(
+            pages, PAGE_SIZE, num_layers=1, num_kv_heads=1, head_dim=dim, dtype=dtype, allocate=self.allocate
+        )
         self.blocks = BlockAllocator(pages, PAGE_SIZE, slot_dtype=np.int64, copy_rows=self.pool.copy_rows)
         self._step = None
         self._calls.clear()
@@ -442,8 +443,7 @@ class RaggedLayer(Layer):
             raise argument_error("positions", expected, describe(wanted))
         return [own[own >= 0] for own in wanted.reshape(-1, wanted.shape[2])]
 
-    # `at_once` is about files, which this layer never has.
-    def rearrange(self, plan: RaggedPlan, at_once: bool = False) -> None:  # type: ignore[override]
+    def rearrange(self, plan: RaggedPlan) -> None:  # type: ignore[override]
         heads = list(zip(self.sequences, plan.plans, strict=True))
         if not any(own.changes(seq.all_positions()) for seq, own in heads):
             return
@@ -477,11 +477,17 @@ class RaggedLayer(Layer):
             self.geometry = self.geometry._replace(batch=len(rows))
             self._step, self.changes = None, self.changes + 1
 
-    @one_call_at_a_time
-    def reset(self) -> None:
+    def forget_rows(self) -> None:
         changes = self.changes
         self._forget()
         self.changes = changes + 1
+
+    def _copy_store(self) -> None:
+        if self.pool is not None:
+            self._resize(self.blocks.num_blocks)
+
+    def large_arrays(self) -> Iterable[Array]:
+        return () if self.pool is None else (self.pool.cache,)
 
     # Files
 

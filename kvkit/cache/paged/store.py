@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from kvkit.cache.stores.allocation import Allocate, copy_of, in_memory
 from kvkit.checks import attention, caches
 from kvkit.checks.arguments import CacheArguments
 from kvkit.checks.records import CacheLayer
@@ -16,7 +17,6 @@ from kvkit.formats.elements import QUANTIZED, STORED
 from kvkit.layouts import Layout
 from kvkit.layouts.pmx import DYNAMIC
 from kvkit.rope import NO_ROTATION
-from kvkit.runtime.arrays import zeros
 from kvkit.typed import Array, Pair
 
 BLOCK_AXES = ("l", "kv", "block", "n", "h", "c")  # of `PagedStore.blocks`
@@ -41,6 +41,7 @@ class PagedStore:
         quant_format: str | None = None,
         scale: Any = None,
         latent_dim: int = 0,
+        allocate: Allocate = in_memory,
     ) -> None:
         self.page_size, self.num_layers = page_size, integer("num_layers", num_layers, 1)
         self.scale_format = float_format("scale_dtype", scale_dtype)
@@ -63,14 +64,14 @@ class PagedStore:
         sizes = {"l": self.num_layers, "kv": sides, "n": num_blocks * page_size, "h": self.heads}
         shape = [sizes[axis] for axis in DYNAMIC[layout].axes[:-1]]
         element = np.dtype(np.uint8) if quant_format else stored.dtype  # bytes: .npz files hold no float8
-        self.cache = zeros((*shape, stored.bytes(self.dim) // element.itemsize), element)
+        self.cache = allocate((*shape, stored.bytes(self.dim) // element.itemsize), element)
         # Whether appends find a scale for each group themselves. Scales then have the axes of the cache.
         self.computes_scales = bool(bits) or (isinstance(scale, str) and scale == "found")
         if scale is not None and not stored.minifloat:
             raise argument_error("scale", "None unless quant_format is 'e4m3' or 'e5m2'", describe(scale))
         self.scale: Array | None = None
         if self.computes_scales:
-            self.scale = np.zeros((*shape, self.dim // group), self.scale_format.dtype)
+            self.scale = allocate((*shape, self.dim // group), self.scale_format.dtype)
         elif scale is not None:
             self.scale = check_scales(scale, self.num_layers, self.heads)
         # Arguments of operators on the cache; `_place` sets layer_idx.
@@ -146,6 +147,14 @@ class PagedStore:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._find_places()  # the arrays of a copy have other addresses
+
+    def lie_in(self, allocate: Allocate) -> None:
+        """Move the arrays to new ones from `allocate`."""
+        scale = self.scale
+        if scale is not None and self.computes_scales:
+            scale = copy_of(scale, allocate)
+        self.cache, self.scale = copy_of(self.cache, allocate), scale
+        self._find_places()
 
     def copy(self, copies: Array) -> None:
         """Copy blocks, (source, destination) each, in all layers."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvkit import cpu
+from kvkit.cache.stores.allocation import Allocate, copy_of, in_memory
 from kvkit.cache.stores.memory import copy_rows
 from kvkit.errors import argument_error
 from kvkit.formats import rotation_named
@@ -45,8 +46,9 @@ class CodedSide:
     """
 
     def __init__(
-        self, name: str, spec: Any, shape: tuple[int, ...], dtype: np.dtype[Any], sink: int, residual: int
-    ) -> None:
+        self, name: str, spec: Any, shape: tuple[int, ...], dtype: np.dtype[Any], sink: int, residual: int,
+        allocate: Allocate = in_memory,
+    ) -> None:  # fmt: skip
         batch, heads, _, dim = shape
         element, by_token = BY_DTYPE[dtype].name, spec.axis == "token"
         block = STORED[spec.format].block if spec.format else None  # ggml's blocks contain their scales
@@ -66,6 +68,7 @@ class CodedSide:
         if self.rotation:
             self.rotation.size(dim, self.is_value)  # raises for a head size that it cannot rotate
         self.spec, self.dtype, self.sink, self.residual = spec, dtype, sink, residual
+        self.allocate = allocate
         symmetric = spec.format is not None or spec.scheme == "sym"
         cell = spec.param_dtype
         if self.scales is not None:
@@ -130,7 +133,7 @@ class CodedSide:
         if first is not None and self.tail.shape[2] <= 4 * (rows - self.tail_length):
             return self.tail, first
         batch, heads, _, dim = self.sinks.shape
-        return np.empty((batch, heads, rows, dim), self.dtype), 0
+        return self.allocate((batch, heads, rows, dim), self.dtype), 0
 
     def _tail_length_after(self, tokens: int) -> int:
         """Return the length of the tail after `tokens` more, before any is encoded."""
@@ -144,8 +147,7 @@ class CodedSide:
     def tail_at(self, tokens: int) -> int | None:
         """Return the row at which the tail's tokens will begin after `tokens` more; None without room.
 
-        They stay where they are, or move to row 0 if that overwrites none of them: committed rows of a file
-        must not be overwritten.
+        They stay where they are, or move to row 0 if that overwrites none of them.
         """
         need = self._tail_length_after(tokens)
         first = self.codes_end - self.tail_origin if self.tail_length else 0
@@ -169,12 +171,12 @@ class CodedSide:
         """Make room for `blocks` more blocks of codes."""
         tokens = self.coded + blocks * self.block_size
         if tokens > self.codes.shape[2]:
-            more = grow_array(self.codes, self.coded, tokens)
+            more = grow_array(self.codes, self.coded, tokens, self.allocate)
             block_of = np.empty(more.shape[2], np.int64)
             block_of[: self.coded] = self.block_of[: self.coded]
             self.codes, self.block_of = more, block_of
         if self.block_count + blocks > self.cells.shape[2]:
-            self.cells = grow_array(self.cells, self.block_count, self.block_count + blocks)
+            self.cells = grow_array(self.cells, self.block_count, self.block_count + blocks, self.allocate)
 
     # Changes, which cannot fail
 
@@ -243,20 +245,11 @@ class CodedSide:
         self.block_of[: len(block_of)] = block_of
         self._count(len(tokens), rows)
 
-    def count_kept(self, tokens: Array) -> None:
-        """Set the counters as if only these tokens were stored; no array changes."""
-        self._count(len(tokens), self.rows_of(tokens)[0])
-
     def _count(self, length: int, rows: dict[str, Array]) -> None:
         """Set the counters for `length` tokens with these rows of each array."""
         self.coded, self.block_count = len(rows["codes"]), len(rows["cells"])
         self._set_length(length, len(rows["sinks"]))
         self.tail_origin = self.codes_end
-
-    def undo_update(self, length: int) -> None:
-        """Keep the first `length` tokens, and read again in the tail the tokens that were encoded last."""
-        self.coded = self.coded_before
-        self.crop(length)
 
     def show_codes(self) -> None:
         """Make the next view read every code."""
@@ -273,22 +266,37 @@ class CodedSide:
         """Free the unquantized copies of codes; the latest update can no longer be undone."""
         if self.is_large:
             batch, heads, _, dim = self.shape
-            tail = np.empty((batch, heads, self.new_tail_rows(0), dim), self.dtype)
+            tail = self.allocate((batch, heads, self.new_tail_rows(0), dim), self.dtype)
             tail[:, :, : self.tail_length] = self.tail_tokens()
             self.tail, self.tail_origin = tail, self.codes_end
         self.coded_before = self.coded
         self.show_codes()
 
+    def copied(self, allocate: Allocate) -> CodedSide:
+        """Return a copy of the side in arrays from `allocate`. The few sinks stay in memory."""
+        side = copy.copy(self)
+        side.allocate, side.sinks, side.block_of = allocate, self.sinks.copy(), self.block_of.copy()
+        side.tail, side.codes, side.cells = (
+            copy_of(array, allocate) for array in (self.tail, self.codes, self.cells)
+        )
+        return side
+
     def select_rows(self, index: Array) -> CodedSide:
         """Return a copy of the side with these rows of the batch."""
         side = copy.copy(self)
-        side.sinks = self.sinks[index]
-        side.tail, side.tail_origin = self.tail_tokens()[index], self.codes_end
-        side.codes = self.codes[:, :, : self.coded][index]
-        side.cells = self.cells[:, :, : self.block_count][index]
+        side.sinks, side.tail_origin = self.sinks[index], self.codes_end
+        side.tail = self._taken(self.tail_tokens(), index)
+        side.codes = self._taken(self.codes[:, :, : self.coded], index)
+        side.cells = self._taken(self.cells[:, :, : self.block_count], index)
         side.block_of = self.block_of[: self.coded].copy()
         side.codes_read = side.coded_before = self.coded
         return side
+
+    def _taken(self, rows: Array, index: Array) -> Array:
+        """Return a new array with these rows of the batch."""
+        taken = self.allocate((len(index), *rows.shape[1:]), rows.dtype)
+        np.take(rows, index, 0, out=taken, mode="clip")  # unlike "raise", without a buffer
+        return taken
 
     # Files
 
@@ -329,7 +337,7 @@ class CodedSide:
         self.grow(blocks)
         self.codes[:, :, :coded], self.cells[:, :, :blocks] = codes, cells
         self.block_of[:coded] = np.repeat(np.arange(blocks), block_lengths)
-        self.tail = grow_array(tail, tail.shape[2], tail.shape[2])
+        self.tail = grow_array(tail, tail.shape[2], tail.shape[2], self.allocate)
         self.coded, self.block_count = coded, blocks
         self._set_length(length, sinks.shape[2])
         self.tail_origin = self.codes_end
@@ -402,9 +410,9 @@ def place_of(array: Array, position: int) -> Place:
     return Place(cpu.launches.address(array) - position * row, sequence, head, row)
 
 
-def grow_array(array: Array, used: int, least: int) -> Array:
+def grow_array(array: Array, used: int, least: int, allocate: Allocate) -> Array:
     """Copy the first `used` rows to an array of at least `least` rows and twice the present size."""
     batch, heads, capacity, dim = array.shape
-    more = np.empty((batch, heads, max(least + least // 4, 2 * capacity), dim), array.dtype)
+    more = allocate((batch, heads, max(least + least // 4, 2 * capacity), dim), array.dtype)
     more[:, :, :used] = array[:, :, :used]
     return more

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvkit import cpu
+from kvkit.cache.stores.allocation import Allocate, in_memory
 from kvkit.checks import attention
 from kvkit.checks.values import checked_format
 from kvkit.errors import argument_error
 from kvkit.formats import FLOATS, Element
-from kvkit.runtime.arrays import zeros
 from kvkit.typed import Array, States
 
 COPY_BYTES = 2**20  # that one step of `copy_rows` copies
@@ -76,13 +76,11 @@ class Store:
     """Stores keys and values in memory: two arrays [B, Hkv, capacity, D], or one for latent rows."""
 
     __slots__ = ("capacity", "geometry", "keys", "sides", "values")
-    in_place = True  # whether rows of earlier tokens may be overwritten
     rows_adjoin = True  # whether the rows of a head are contiguous
-    file: Any = None  # the file that holds the rows; None in memory
 
-    def __init__(self, geometry: Geometry, capacity: int) -> None:
+    def __init__(self, geometry: Geometry, capacity: int, allocate: Allocate = in_memory) -> None:
         self.geometry, self.capacity = geometry, capacity
-        self.set_sides(self._arrays())
+        self.set_sides([allocate(shape, dtype) for shape, dtype in geometry.forms(capacity)])
 
     def set_sides(self, sides: Any) -> None:
         """Set the arrays of the store, and keys and values as views of them."""
@@ -101,9 +99,6 @@ class Store:
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy lies in memory, and has views of its own arrays
         return Store.of_arrays, (self.geometry, self.capacity, self.sides)
-
-    def _arrays(self) -> Sequence[Array]:
-        return [zeros(shape, dtype) for shape, dtype in self.geometry.forms(self.capacity)]
 
     def write(self, row: int, key_states: Array, value_states: Array) -> None:
         """Write new tokens to the rows from `row` on."""
@@ -167,10 +162,7 @@ class Store:
                 side[b, :, : end - begin] = source[index, :, begin:end]
 
     def commit(self, layer: Any) -> None:
-        """Commit the state of a layer to its file; in memory there is nothing to do."""
-
-    def close(self) -> None:
-        """Delete the file; in memory there is none."""
+        """Encode what must be, after a change; floats stay as they are."""
 
 
 def copy_rows(
