@@ -282,7 +282,7 @@ class Operations(RuleBasedStateMachine):
             self.queries = 0
         self.last_query()
 
-    @precondition(lambda self: self.offloaded and len(self.model) and self.layer.keys is not None)
+    @precondition(lambda self: self.offloaded and self.model.stored and self.layer.keys is not None)
     @precondition(lambda self: self.kind != "paged")  # its arrays never grow
     @rule()
     def lack_room(self):
