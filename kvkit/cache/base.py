@@ -556,9 +556,10 @@ class BaseCache(MovableTokens):
         OSError
             If the disk is full. No row has changed then, here and in later calls.
         """
-        self._offload(allocation.InFiles(directory), flag("only_non_sliding", only_non_sliding), keep)
+        self.use_files(allocation.InFiles(directory), flag("only_non_sliding", only_non_sliding), keep)
 
-    def _offload(self, in_files: allocation.InFiles, only_non_sliding: bool, keep: bool) -> None:
+    def use_files(self, in_files: allocation.InFiles, only_non_sliding: bool, keep: bool) -> None:
+        """Move keys and values to files from `in_files`, unless they lie there already."""
         self._keep = flag("keep", keep)
         self._lie_in(in_files, only_non_sliding)
         self.folder = in_files.folder

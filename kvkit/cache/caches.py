@@ -312,5 +312,5 @@ class Cache(BaseCache):
         """
         path, in_files = reading.saved_path(directory), allocation.InFiles(directory)
         cache = Cache(reading.read_layers(path, reading.read_file(path), in_files))
-        cache._offload(in_files, True, keep)  # `read_layers` has moved them there
+        cache.use_files(in_files, True, keep)  # `read_layers` has moved them there
         return cache

@@ -31,7 +31,7 @@ from kvkit.cache.paged.layer import Batch, PagedLayer
 from kvkit.cache.paged.step import PagedStep
 from kvkit.cache.paged.store import PagedStore
 from kvkit.cache.stores import allocation
-from kvkit.checks.values import flag, integer
+from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
 from kvkit.rope import Rope
 from kvkit.typed import Array, FilePath, Pair, States
@@ -156,15 +156,15 @@ class PagedCache(BaseCache):
         offload: FilePath | None = None,
     ) -> None:
         super().__init__()
-        self._allocate: allocation.Allocate = allocation.in_memory
+        self.allocate: allocation.Allocate = allocation.in_memory
         if offload is not None:
-            self._allocate = allocation.InFiles(offload)
+            self.allocate = allocation.InFiles(offload)
         blocks = integer("num_blocks", num_blocks, 1), integer("page_size", page_size, 1)
         self.others = checked_others(others or {}, integer("num_layers", num_layers, 1))
         self.store = PagedStore(
             *blocks, num_layers - len(self.others), num_kv_heads, head_dim, dtype, quant_bit=quant_bit,
             quant_group=quant_group, scale_dtype=scale_dtype, cache_layout=cache_layout,
-            quant_format=quant_format, scale=scale, latent_dim=latent_dim, allocate=self._allocate,
+            quant_format=quant_format, scale=scale, latent_dim=latent_dim, allocate=self.allocate,
         )  # fmt: skip
         self.cache, self.scale = self.store.cache, self.store.scale
         self.salt = check_bytes("salt", salt)
@@ -180,8 +180,8 @@ class PagedCache(BaseCache):
             layer.connect(self.layers, i)
         self.rope = rope
         self._ropes(rope)
-        if isinstance(self._allocate, allocation.InFiles):
-            self._offload(self._allocate, only_non_sliding=True, keep=False)
+        if isinstance(self.allocate, allocation.InFiles):
+            self.use_files(self.allocate, only_non_sliding=True, keep=False)
 
     @one_call_at_a_time
     def begin_step(self, sequences: Iterable[tuple[Sequence, int]]) -> PagedStep:
@@ -540,11 +540,11 @@ class PagedCache(BaseCache):
             raise argument_error("cache", "a cache without an open step", "an open step")
         for layer in self.others.values():
             layer.lie_in(allocate)
-        if allocate is self._allocate:
+        if allocate is self.allocate:
             return
         store = copy.copy(self.store)  # steps of the user go on reading the old arrays
         store.lie_in(allocate)
-        self.store, self.cache, self.scale, self._allocate = store, store.cache, store.scale, allocate
+        self.store, self.cache, self.scale, self.allocate = store, store.cache, store.scale, allocate
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
                 layer.store = store
@@ -567,7 +567,7 @@ class PagedCache(BaseCache):
         path = reading.saved_path(directory)
         make = functools.partial(PagedCache, offload=directory)
         cache = reading.read_paged(path, reading.read_file(path), make)
-        cache._keep = flag("keep", keep)
+        cache.use_files(cache.allocate, only_non_sliding=True, keep=keep)  # type: ignore[arg-type]  # in files
         return cache
 
 
