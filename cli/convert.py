@@ -53,7 +53,7 @@ from kvkit_cli import clusters, complete, show, tool, watch
     "--json", "as_json", is_flag=True, help="Print JSON; for several files, one object by file name."
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
-def convert(sources, target, page_size, axis, dask, as_json, quiet, keys, values, model, **options):
+def convert(sources, target, page_size, axis, dask, as_json, quiet, keys, values, cache, model, **options):
     """Move a cache to another layout, bit for bit, or to another format.
 
     IN is any file that `kvkit inspect` reads. Its cache is the array cache, the arrays cache.0, cache.0.1
@@ -85,7 +85,14 @@ def convert(sources, target, page_size, axis, dask, as_json, quiet, keys, values
     options["page_size"] = page_size_of(page_size)
     with clusters.mapper(dask) as mapper:
         is_here = dask is None
-        about = {"keys": keys, "values": values, "model": model, "axis": axis, "options": options}
+        about = {
+            "keys": keys,
+            "values": values,
+            "cache": cache,
+            "model": model,
+            "axis": axis,
+            "options": options,
+        }
         work = partial(convert_files, **about, quiet=quiet, is_here=is_here)
         results = {}
         for paths, done in zip(inputs, mapper(work, inputs, targets), strict=True):
@@ -115,7 +122,7 @@ def targets_of(inputs, target):
     return targets
 
 
-def convert_files(paths, target, keys, values, model, axis, options, quiet, is_here):
+def convert_files(paths, target, keys, values, cache, model, axis, options, quiet, is_here):
     """Convert one file, or several that are joined, to `target`.
 
     A task that runs in this process, `is_here`, shows progress and watches for changes of its files.
@@ -126,7 +133,9 @@ def convert_files(paths, target, keys, values, model, axis, options, quiet, is_h
     first, quiet = paths[0], quiet or not is_here
     coding = options["format"] is not None  # then layer by layer, and the result is written as it comes
     with clusters.naming(first), watch.watching(mapped if is_here else {}):
-        sources = {str(path): with_model(by_patterns(parts[path], keys, values), model) for path in paths}
+        sources = {
+            str(path): with_model(by_patterns(parts[path], keys, values, cache), model) for path in paths
+        }
         source = sources[str(first)]
         if axis is not None:
             source = tools.join(sources, axis=axis, layout=options["from_layout"], sizes=options["sizes"])
@@ -137,7 +146,7 @@ def convert_files(paths, target, keys, values, model, axis, options, quiet, is_h
             for path, status in mapped.items():
                 watch.refuse_changed(path, status)
             with show.progress(f"writing {target.name}", done.bytes, quiet) as advance:
-                write_conversion(target, done, advance)
+                done = write_conversion(target, done, advance)
     return replace(done, arrays={})
 
 

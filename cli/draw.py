@@ -10,6 +10,7 @@ from kvkit.files.replace import replacing
 from kvkit.layouts import NAMED
 from kvkit.layouts.named import ALIASES
 from kvkit.tools import draw as drawing
+from kvkit.tools.contents import by_patterns
 from kvkit.tools.names import BESIDE_TABLE
 from kvkit.tools.saved_pages import published_rows
 from kvkit.tools.source import CacheSource, check_pages_in_pool
@@ -19,12 +20,13 @@ from kvkit_cli.layouts import known_layout
 SVG = ".svg"
 
 
-@click.command(cls=tool.ToolVerb)
+@click.command(cls=tool.ToolVerb, words={"source": "FILE"})
 @click.argument("what", metavar="FILE|LAYOUT", shell_complete=complete.files_and_layouts)
 @click.option("-o", "--output", metavar="OUT.svg", type=click.Path(path_type=Path), help="Write a picture.")
 @tool.layout(about="The layout of FILE's cache, if it does not name one.")
 @tool.sizes("Lengths of a layout's axes. For a file, n is the rows of a page.")
-def draw(what, output, layout, sizes):
+@tool.names
+def draw(what, output, layout, sizes, keys, values, cache):
     """Draw a layout, or the rows of a saved cache by sequence.
 
     If the file has page tables (block_tables and context_lens, kv_indptr and so on, cells of llama.cpp), each
@@ -42,11 +44,11 @@ def draw(what, output, layout, sizes):
         check_target(output)
     kind = "svg" if output else "text"
     if Path(what).exists():
-        picture, note = draw_file(what, layout, sizes, kind)
+        picture, notes = draw_file(what, (keys, values, cache), layout, sizes, kind)
     elif layout is not None:
         raise KvkitError(f"{what}: no such file: --layout names the layout of a file's cache")
     elif name := known_layout(what):
-        picture, note = drawing.layout(name, sizes=sizes, kind=kind), ""
+        picture, notes = drawing.layout(name, sizes=sizes, kind=kind), ()
     else:
         hint = show.suggestion(what, [*NAMED, *ALIASES])
         raise KvkitError(f"{what}: no such file, and no layout{hint}: see kvkit layouts")
@@ -55,35 +57,45 @@ def draw(what, output, layout, sizes):
     else:
         with name_in_errors(output), replacing(output) as file:
             file.write(picture.encode())
-    if note:
+    for note in notes:
         show.text(f"note: {note}")
 
 
-def draw_file(path, layout, sizes, kind):
-    """Return (drawing, note) of the rows of a file's cache by its page tables, or of its layout."""
-    source = CacheSource(path, layout)
+def draw_file(path, patterns, layout, sizes, kind):
+    """Return (drawing, notes) of the rows of a file's cache by its page tables, or of its layout."""
+    source = CacheSource(by_patterns(path, *patterns), layout)
+    if source.layout is not None and source.cache is not None:
+        source.check_levels()
     convention, pages = source.block_tables(sizes.get("n")) or ("", None)
     if pages is None:
         check_parts(source)
+        if source.orders or (source.arrays and source.cache is None and not source.separate):
+            source.require_cache()
         if source.layout is None:
             raise argument_error("layout", f"a layout, as {path} has no tables and names none", "None")
-        note = (
-            "the file has no page tables (block_tables and context_lens): this is its layout, in small sizes"
+        notes = (
+            "the file has no page tables (block_tables and context_lens): this is its layout, in small sizes",
         )
-        return drawing.layout(source.layout, sizes=sizes, kind=kind), note
+        return drawing.layout(source.layout, sizes=sizes, kind=kind), (*notes, *notes_of(source))
     rows, filled = filled_rows(source, pages)
     blocks, page_size = source.integer("num_blocks"), source.page_size(sizes.get("n"))
     if rows is None and blocks and page_size:
         rows = blocks * page_size
-    note = ""
+    notes = notes_of(source)
     if rows is None:
-        note = "drawn up to the last row in use, as neither a layout nor num_blocks gives the number of rows"
+        unknown = "neither a layout nor num_blocks gives the number of rows"
+        notes = (f"drawn up to the last row in use, as {unknown}", *notes)
     else:
         check_pages_in_pool(convention, pages, rows)
     cache_page_size = source.paged.get("arguments", {}).get("page_size")  # a PagedCache's table lists rows
     published = published_rows(source.arrays, source.paged) if source.paged else None
     options = {"page_size": cache_page_size, "filled": filled, "published": published}
-    return drawing.cells(pages, rows, **options, kind=kind), note
+    return drawing.cells(pages, rows, **options, kind=kind), notes
+
+
+def notes_of(source):
+    """Return notes on how a file is read, and on arrays that are not drawn."""
+    return *source.guess, *source.unread()
 
 
 def check_parts(source):
@@ -94,6 +106,8 @@ def check_parts(source):
     for other in BESIDE_TABLE[name]:
         if other not in source.arrays:
             raise argument_error(other, f"an array, beside {name}", "None")
+    if source.cache is None and not source.separate and any(x.ndim > 2 for x in source.arrays.values()):
+        raise source.no_cache()
     wanted = f"the layout of the cache, or --sizes n=N, the rows of a page, as {name} is given"
     raise argument_error("layout", wanted, "None")
 

@@ -53,7 +53,7 @@ from kvkit_cli.edit import parse_rope
 @click.pass_context
 def study(
     ctx, source, model, text, tokens, schemes, evict, budget, judge, rope, output, threshold, rotation,
-    layout, keys, values, sizes, dask, as_json,
+    layout, keys, values, cache, sizes, dask, as_json,
 ):  # fmt: skip
     """Measure what quantization and eviction cost a cache, head by head.
 
@@ -69,7 +69,7 @@ def study(
     \b
     Examples:
       kvkit study cache.safetensors -o report
-      kvkit study pool.npy --layout vllm-lbnhc --sizes c=64 --schemes "fp8,int4:g32"
+      kvkit study pool.npy --layout "b n h (kv c)" --sizes c=64 --schemes "fp8,int4:g32"
       kvkit study chat.npz --evict "snapkv@0.5,int4:g32,snapkv@0.5+int4:g32" -o report
       kvkit study chat.npz --evict "none,keydiff@0.5,knorm@0.5" --schemes "float16,int4:g32" --budget ada
       kvkit study --model HuggingFaceTB/SmolLM2-135M --text book.txt -o report
@@ -81,7 +81,7 @@ def study(
     check_threshold(threshold)
     policies = {"evict": evict, "budget": budget, "judge": judge}
     if source is not None:
-        source = with_model(by_patterns(source, keys, values), model)
+        source = with_model(by_patterns(source, keys, values, cache), model)
     elif model is None:
         raise argument_error("study", "a FILE or --model", "none")
     if source is not None:

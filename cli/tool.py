@@ -9,7 +9,13 @@ import click
 from kvkit.errors import KvkitError
 from kvkit_cli import complete, show
 
-IN_HINTS = ("layout", "sizes", "threshold", "layers")  # arguments that hints in messages write as layout=
+IN_HINTS = (
+    "layout",
+    "sizes",
+    "threshold",
+    "layers",
+    "cache",
+)  # arguments that hints in messages write as layout=
 PATH = click.Path(path_type=Path, readable=False)  # the readers of files check paths
 
 
@@ -91,8 +97,8 @@ def show_result(found, as_json, style=None):
 
 
 def names(verb):
-    """Add the options --keys and --values, for arrays with unknown names, to a verb."""
-    for side in ("values", "keys"):
-        about = f"The names of arrays of {side}, with {{l}} for the layer's number, if they are unusual."
-        verb = click.option(f"--{side}", metavar="PATTERN", help=about)(verb)
+    """Add --keys and --values to a verb, or --cache for both in one array: patterns of unknown names."""
+    for option, sides in (("cache", "both keys and values"), ("values", "values"), ("keys", "keys")):
+        about = f"The names of arrays of {sides}, with {{l}} for the layer's number, if they are unusual."
+        verb = click.option(f"--{option}", metavar="PATTERN", help=about)(verb)
     return verb

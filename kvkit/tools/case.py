@@ -78,7 +78,7 @@ class Case:
         unknown = [name for name in given if name.partition(".")[0] not in KNOWN]
         if len(unknown) == len(given) and self.source.cache is None and not self.source.separate:
             wanted = "tables, slots or a cache by name (block_tables, slot_mapping, key_cache...)"
-            raise argument_error("arrays", wanted, some_names(unknown))
+            raise argument_error("arrays", wanted + self.source.pattern_to_give, some_names(unknown))
         self.given = {name: as_numpy(value, name) for name, value in given.items() if value is not None}
         self.rows_of_block = 1  # more if each row of a block is a page of the table
         self.token_ids: list[Any] = []  # of each sequence of a `PagedCache`, if each row is such a page
@@ -102,6 +102,11 @@ class Case:
             shape = self.sides[0].array.shape
             self.num_blocks = shape[1] if self.num_blocks is None else self.num_blocks
             self.page_size = shape[2] if self.page_size is None else self.page_size
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return notes on how the source is read, and on arrays that no rule reads."""
+        return *self.source.guess, *self.source.unread(KNOWN)
 
     def number(self, name: str, least: int | None = None) -> int | None:
         """Return the integer of a name; None if it is not given."""
@@ -138,6 +143,9 @@ class Case:
             return None
         for needed in ("num_blocks", "page_size"):
             if getattr(self, needed) is None:
+                unknown = [each for each in self.given if each.partition(".")[0] not in KNOWN]
+                if unknown and self.source.cache is None and not self.source.separate:
+                    raise self.source.no_cache()
                 if self.source.cache is not None and self.source.layout is None:
                     fits = ", ".join(fitting_layouts(self.source.cache, contents=False)) or "no named one"
                     wanted = f"the layout of cache (fits: {fits}), or num_blocks and page_size with {name}"
@@ -285,6 +293,8 @@ class Case:
     def sides(self) -> list[CheckedSide]:
         """Return the keys and values that are given."""
         found: list[CheckedSide] = []
+        if len(self.source.orders) > 1:
+            self.source.require_cache()
         apart, kv = self.source.separate, self.viewed[0]
         if self.source.layout is None and self.source.side_names == PAGED_NAMES:
             wanted = "[blocks, rows, heads, content], perhaps after an axis of layers"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def check(
     """
     case = Case(source, layout, sizes)
     if after is None:
-        found = examine(case, RULES)
+        found = replace(examine(case, RULES), notes=case.notes)
         if case.source.sliding is None:
             return found
         return found.with_second(examine(Case(case.source.sliding), RULES), f"{SLIDING} ")

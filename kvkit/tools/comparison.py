@@ -262,8 +262,8 @@ def compared_arrays(
     one, two = ({name: x for name, x in each.arrays.items() if x.dtype.kind not in "SUO"} for each in sources)
     common = one.keys() & two.keys()
     by_name = bool(common) or not all(source.layout for source in sources)
-    # `heads_first` is a guess from the names of arrays, which `axes` overrule.
-    stated = any(source.stated_layout and not (axes and source.heads_first) for source in sources)
+    # An order of heads before tokens is a guess from the names of arrays, which `axes` overrule.
+    stated = any(source.stated_layout or (source.heads_first and not axes) for source in sources)
     if by_name and not stated:
         return one, two, inputs, axes_by_count(axes, [one[name].ndim for name in common]), []
     if given is not None:
@@ -273,6 +273,8 @@ def compared_arrays(
     if all(source.paged for source in sources):  # tokens that moved have other positions in the same rows
         moved = [{x: each[x] for x in each if x.endswith(".positions")} for each in (one, two)]
         own, others = own | moved[0], others | moved[1]
+    unread = (note.replace("not read", "not compared") for each in sources for note in each.unread())
+    notes = list(dict.fromkeys((*notes, *(note for each in sources for note in each.guess), *unread)))
     return keys_and_values(sources[0]) | own, keys_and_values(sources[1]) | others, inputs, VIEW_AXES, notes
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from kvkit import files
-from kvkit.errors import argument_error, describe
+from kvkit.errors import argument_error, brief, describe
 from kvkit.files import Contents, llama
+from kvkit.files.contents import CACHE
 from kvkit.interop import as_numpy
 from kvkit.tools.names import LAYER, PAGED_NAMES, SIDES, matching
 
@@ -73,15 +74,16 @@ def arrays_of_object(cache: Any) -> dict[str, Any]:
     return found
 
 
-def by_patterns(source: Any, keys: str | None, values: str | None) -> Any:
-    """Rename the arrays of keys and values of a source to the usual names.
+def by_patterns(source: Any, keys: str | None, values: str | None, cache: str | None = None) -> Any:
+    """Rename the arrays of keys and values of a source, or of both in one array, to the usual names.
 
     Parameters
     ----------
     source : path, mapping of arrays, or Contents
     keys, values : str or None
-        Names of arrays of keys and of values, with {l} for the number of a layer. If both are None, the
-        source is returned unchanged.
+        Names of arrays of keys and of values, with {l} for the number of a layer.
+    cache : str or None
+        The names of arrays that hold both. Without any of the three the source is returned unchanged.
 
     Examples
     --------
@@ -92,20 +94,24 @@ def by_patterns(source: Any, keys: str | None, values: str | None) -> Any:
     >>> CacheSource(by_patterns(arrays, "attn{l}_k", "attn{l}_v")).axis_sizes
     {'l': 2, 'b': 3, 'n': 8, 'h': 2, 'c': 16}
     """
-    if keys is None and values is None:
+    if keys is None and values is None and cache is None:
         return source
     contents, found = contents_of(source), []  # {number of a layer: name} of keys, and of values
-    for argument, pattern in (("keys", keys), ("values", values)):
+    sides = {"keys": keys, "values": values} if cache is None else {"cache": cache}
+    if cache is not None and not keys is values is None:
+        raise argument_error("cache", "no pattern beside one of keys or values", brief(cache))
+    for argument, pattern in sides.items():
         if pattern is None:
             raise argument_error(argument, "a pattern, as the other side has one", "None")
         found.append(matching(contents.arrays, pattern, argument))
-    if found[0].keys() != found[1].keys():
+    if found[0].keys() != found[-1].keys():
         missing = min(found[0].keys() ^ found[1].keys())
         wanted = f"the layers of keys, {sorted(found[0])}"
         raise argument_error("values", wanted, f"no layer {missing} in both")
     renamed = {name for side in found for name in side.values()}
     arrays = {name: array for name, array in contents.arrays.items() if name not in renamed}
-    for name, pattern, side in zip(PAGED_NAMES, (keys, values), found, strict=True):
+    names = PAGED_NAMES if cache is None else (CACHE,)
+    for name, pattern, side in zip(names, sides.values(), found, strict=True):
         for at, layer in enumerate(sorted(side)):
             arrays[f"{name}.{at}" if LAYER in str(pattern) else name] = contents.arrays[side[layer]]
     if (numbers := sorted(found[0])) != list(range(len(numbers))):

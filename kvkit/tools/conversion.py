@@ -63,6 +63,8 @@ class Conversion:
     metadata : dict
         Other metadata for the file: ``notes`` for readers, and ``sliding``, the description of a second
         cache.
+    notes : tuple of str
+        How the source was read, such as a layout that names imply, and what the result does not have.
     """
 
     arrays: dict[str, Any]
@@ -72,11 +74,13 @@ class Conversion:
     verified: bool
     format: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result without arrays, as values that JSON can hold."""
         facts: dict[str, Any] = {"from": self.before, "to": self.description.to_dict(), "bytes": self.bytes}
-        return facts | {"verified": self.verified} | ({"from_format": self.format} if self.format else {})
+        facts |= {"verified": self.verified} | ({"from_format": self.format} if self.format else {})
+        return facts | ({"notes": list(self.notes)} if self.notes else {})
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{axis} {count}" for axis, count in self.description.sizes.items())
@@ -87,7 +91,8 @@ class Conversion:
         if second := self.metadata.get(SLIDING):
             sizes += "; with a window: " + ", ".join(f"{axis} {n}" for axis, n in second["sizes"].items())
         text = f"{changed[0]} -> {changed[1]} ({sizes}): {size(self.bytes)}{compared}"
-        return "\n".join([text, *(f"note: {printable(note)}" for note in self.metadata.get("notes", ()))])
+        notes = *self.notes, *self.metadata.get("notes", ())
+        return "\n".join([text, *(f"note: {printable(note)}" for note in notes)])
 
 
 def convert(
@@ -211,10 +216,9 @@ def convert(
         rest = {axis: n for axis, n in described.sizes.items() if axis != "c"}
         descriptions[CACHE] = replace(described, layout=DS_V4_LAYOUT, sizes=rest, format="ds_v4")
     metadata = opened.carried_metadata(descriptions.get(SLIDING))
-    result = Conversion(arrays, descriptions[CACHE], str(opened.layout), total, verify, metadata=metadata)
-    if target is not None:
-        write_conversion(target, result)
-    return result
+    facts = arrays, descriptions[CACHE], str(opened.layout), total, verify
+    result = Conversion(*facts, metadata=metadata, notes=opened.guess)
+    return result if target is None else write_conversion(target, result)
 
 
 def to_new_format(
@@ -228,10 +232,8 @@ def to_new_format(
     file = None if to_state else target
     made = recoding.recode(source, file, format, from_format, rotation, pairs, progress)
     facts = made.description, str(source.layout or LINE), made.bytes, False, made.before
-    result = Conversion(made.arrays, *facts, metadata=made.metadata)
-    if target is not None and to_state:
-        write_conversion(target, result)
-    return result
+    result = Conversion(made.arrays, *facts, metadata=made.metadata, notes=source.guess)
+    return write_conversion(target, result) if target is not None and to_state else result
 
 
 def rows_as_ds_v4(rows: np.ndarray, verify: bool) -> np.ndarray:
@@ -249,13 +251,17 @@ def is_state_name(path: str | os.PathLike[str]) -> bool:
 
 def write_conversion(
     path: str | os.PathLike[str], result: Conversion, advance: Callable[[int], object] | None = None
-) -> None:
-    """Write a converted cache to a file of the kind that the path's suffix names."""
+) -> Conversion:
+    """Write a converted cache to a file of the kind of its suffix; note what such a file cannot hold."""
     if is_state_name(path):
         state = states.make_state(result.arrays, result.description, result.metadata)
         llama_writing.write(path, state)
+        whole = CacheSource(Contents(files.flat(result.arrays), {}, description=result.description))
+        lost = (note.replace("not read", "not written") for note in whole.unread(("token_ids",)))
+        result = replace(result, notes=(*result.notes, *lost))
     else:
         files.write(path, result.arrays, result.description, metadata=result.metadata, advance=advance)
+    return result
 
 
 def move_caches(

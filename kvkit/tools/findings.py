@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from kvkit.errors import printable
+
 Severity = Literal["error", "warning"]
 Seen = tuple[Any, Callable[[Any], tuple[str, str]]] | list[tuple[str, str]] | None  # see `Rule`
 SHOWN = 5  # the most findings of a rule that are described; all are counted
@@ -53,12 +55,15 @@ class Findings:
         The rules whose inputs were given.
     unchecked : dict of str to str
         The other rules, and the inputs that they lack.
+    notes : tuple of str
+        How the source was read: a guessed layout, arrays that no rule reads.
     """
 
     found: list[Finding] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     checked: list[str] = field(default_factory=list)
     unchecked: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.found)
@@ -78,7 +83,7 @@ class Findings:
                   for name in (*self.counts, *other.counts)}  # fmt: skip
         checked = list(dict.fromkeys((*self.checked, *other.checked)))
         unchecked = {name: lack for name, lack in self.unchecked.items() if name not in checked}
-        return Findings(found, counts, checked, unchecked)
+        return Findings(found, counts, checked, unchecked, (*self.notes, *other.notes))
 
     @property
     def rules(self) -> set[str]:
@@ -93,6 +98,7 @@ class Findings:
             "counts": self.counts,
             "checked": self.checked,
             "unchecked": self.unchecked,
+            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
@@ -112,6 +118,7 @@ class Findings:
         if lacking:
             each = "; ".join(f"{need} ({', '.join(names)})" for need, names in lacking.items())
             lines.append(f"{len(self.unchecked)} rules not checked, because they need: {each}")
+        lines += [f"note: {printable(note)}" for note in self.notes]
         return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ from kvkit.tools.text import columns, size
 
 SHOWN = 40  # the most arrays or layers in a text; to_dict() has all
 SHOWN_ELSEWHERE = "description", "dtypes", "cache", "notes", "sliding"  # metadata that is printed apart
+READ_BESIDE = "query", "softmax_scale", "lse", "token_ids"  # arrays that tools read beside a cache
 PIECE = 2**22  # elements counted at a time
 
 
@@ -199,13 +200,22 @@ def inspect(source: Source, *, layout: str | None = None, sizes: Mapping[str, in
         [InspectedArray(name, array.dtype.name, array.shape, array.nbytes) for name, array in arrays],
         contents.description,
         {name: value for name, value in contents.metadata.items() if name not in SHOWN_ELSEWHERE},
-        found.notes,
+        (*found.notes, *found.unread(READ_BESIDE), *not_understood(found)),
         fits=[] if found.layout or cache is None else fitting_layouts(cache, stats),
         **facts_of(found, stats),
         sliding=None if second is None else Inspection(
             "layers with a window", [], second.contents.description, **facts_of(second, stats)
         ),
     )  # fmt: skip
+
+
+def not_understood(source: CacheSource) -> tuple[str, ...]:
+    """Return a note on arrays whose names share a pattern, where no name tells a cache; () otherwise."""
+    known = (
+        source.cache is not None or source.separate or source.saved or "operator" in source.contents.metadata
+    )
+    pattern = "" if known else source.pattern_to_give
+    return (f"no array has the name of a cache: give{pattern.removeprefix(', or')}",) if pattern else ()
 
 
 def facts_of(source: CacheSource, stats: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,7 @@ HEADS_FIRST = (  # patterns of keys and of values whose arrays are [sequences, h
     ("model.layers.{l}.self_attn.key", "model.layers.{l}.self_attn.value"),
     ("model.layers.{l}.self_attn.k", "model.layers.{l}.self_attn.v"),
 )
+CONTRACTS = "past_key_values.", "present.", "current_"  # such names have one layout, that of ONNX or PMX
 TOKENS_FIRST = (  # patterns whose arrays are [blocks, rows, heads, content]
     ("layers.{l}.k_cache", "layers.{l}.v_cache"), ("layers.{l}.key_cache", "layers.{l}.value_cache"),
     ("key_cache_{l}", "value_cache_{l}"), ("k_cache_{l}", "v_cache_{l}"),
@@ -242,6 +244,12 @@ def matching(arrays: Mapping[str, Any], pattern: str, argument: str) -> dict[int
         got = f"{brief(pattern)}; names like it: {', '.join(near) or 'none'}"
         raise argument_error(argument, wanted, got)
     return found
+
+
+def common_pattern(names: Iterable[str]) -> str | None:
+    """Return the pattern that most names with a number share, as layer{l} for layer0; None without any."""
+    counts = Counter(re.sub("[0-9]+", LAYER, name, count=1) for name in names if re.search("[0-9]", name))
+    return counts.most_common(1)[0][0] if counts else None
 
 
 def some_names(names: Collection[str], count: int = 5) -> str:

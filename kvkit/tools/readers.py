@@ -35,6 +35,7 @@ from kvkit.tools.source import (
 LISTS, LATENT_LISTS = "b l kv | n h c", "b l | n c"  # LINE and LATENT_LINE, if sequences differ in length
 LLAMA_ROTATION = "llama.cpp"  # it rotates only heads of a multiple of 64 elements
 LATENT_VALUE = 512  # elements of a latent row that are its value, by default
+STUDIED = "query", "softmax_scale"  # arrays that are read beside keys and values
 NO_TABLES = "the file has no page tables: each block is read as a sequence"
 
 
@@ -259,6 +260,7 @@ def open_arrays(
         )  # fmt: skip
 
     notes = (*notes, *notes_that_hold(source.notes, undone is not None))
+    notes = (*notes, *source.unread(STUDIED))
     if pages is None and len(codes.keys[0]) > 1 and not source.saved:
         notes = (*notes, NO_TABLES)
     format = " and ".join(dict.fromkeys(map(str, filter(None, formats or ())))) or None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 
 from kvkit import files, layouts
 from kvkit.checks.latent import ds_v4_parts
-from kvkit.errors import KvkitError, argument_error, brief, describe
+from kvkit.errors import KvkitError, argument_error, brief, describe, suggestion
 from kvkit.files import Contents, Description, llama
 from kvkit.files.contents import BESIDE, CACHE, nested
 from kvkit.files.description import parse_description
@@ -24,16 +24,31 @@ from kvkit.layouts.tables import BlockTable
 from kvkit.layouts.views import KV, iterate_leaves
 from kvkit.tools import openvino
 from kvkit.tools.contents import Source, contents_of
-from kvkit.tools.names import PAGED_NAMES, SIDES, CacheArrays, rename_tables, some_names
+from kvkit.tools.name_layouts import (
+    POOL_AXES,
+    TOKEN_AXES,
+    describe_order,
+    layout_of_order,
+    orders_that_fit,
+    swapped,
+)
+from kvkit.tools.names import (
+    BESIDE_TABLE,
+    CONTRACTS,
+    PAGED_NAMES,
+    SIDES,
+    CacheArrays,
+    common_pattern,
+    rename_tables,
+    some_names,
+)
 from kvkit.tools.saved_pages import pages_of_cells, pages_of_saved
 
-# {number of axes: axes} if no layout is stated: of a pool or one layer, and of packed tokens of all layers.
-POOL_AXES = {3: "n h c", 4: "b n h c", 5: "l b n h c"}
-TOKEN_AXES = POOL_AXES | {4: "l n h c"}
 LINE, LATENT_LINE = "l kv | b n h c", "l | b n c"  # the layouts that `convert` writes with a new format
 DS_V4_LAYOUT = "flashmla-ds-v4"  # a block has codes of all tokens, then their scales
 SLIDING = "sliding"  # the name of a file's second cache (layers with a window), and prefix of its tables
 BLOCKS, PACKED = "block tables", "packed sequences"  # names of two conventions of page tables
+NAMES_OF_FACTS = "layout", "format", "layers", "sliding_layers"  # names of arrays that describe a cache
 TABLE_PREFIXES = (  # names of arrays that belong to page tables begin so
     "sequences.", "published.", "blocks", "block_tables", "context_lens", "page_size", "kv_", "slots",
     "cache_cells.", "cachestarts", "kvstarts", "seqstarts", "num_blocks", "slot_",
@@ -88,20 +103,20 @@ class CacheSource(CacheArrays):
         self.sizes = dict(contents.description.sizes) | self.given_sizes
         self.layout_argument, self.format_argument = arguments
         self.stated_layout = layout or contents.description.layout or self.text("layout")
-        # Whether only the names of arrays say that each layer is [sequences, heads, tokens, content].
-        names = self.layer_names if self.stated_layout is None else None
-        self.heads_first = names is not None and names.heads_first
-        if self.heads_first:
-            self.stated_layout = Layout(("l",), *[layouts.parse("hf").axes] * 2)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Return the notes of the file, and one on a layout that only the names of its arrays imply."""
-        stated = self.stated_layout and not self.heads_first
-        if stated or self.layout is None or not self.contents.kind.startswith("."):  # not a file of arrays
-            return self.contents.notes
-        guess = f"the layout '{self.layout}' is guessed from the names of arrays; give another as layout"
-        return *self.contents.notes, guess
+        return *self.contents.notes, *self.guess
+
+    @property
+    def guess(self) -> tuple[str, ...]:
+        """Return a note on a layout that only names imply, or that they leave open; () for other sources."""
+        if self.stated_layout or not self.separate or self.contents.kind == "arrays":
+            return ()
+        if self.layout is None:
+            return (f"give {self.two_orders}",) if len(self.orders) > 1 else ()
+        return (f"the layout '{self.layout}' is guessed from the names of arrays; give another as layout",)
 
     @cached_property
     def layout(self) -> str | Layout | None:
@@ -118,13 +133,64 @@ class CacheSource(CacheArrays):
                 raise argument_error(self.layout_argument, expected, f"'{line}'")
             lists = (*outer, *(level for level in line.lists if level != "kv"))
             return Layout(lists, line.axes, line.value_axes if outer else line.axes)
-        side = next(iter(self.separate.values()))
-        in_list = isinstance(side, list)
-        known = POOL_AXES if in_list or self.side_names == PAGED_NAMES else TOKEN_AXES
-        axes = known.get(np.ndim(side[0] if in_list else side))
-        if axes is None or (in_list and axes.startswith("l")):
+        if len(self.orders) != 1:
             return None
-        return Layout((*outer, "l") if in_list else outer, *[tuple(axes.split())] * 2)
+        return layout_of_order((*outer, "l") if self.in_lists else outer, self.orders[0])
+
+    @property
+    def heads_first(self) -> bool:
+        """Return whether only the names of arrays say that heads come before tokens."""
+        implied = bool(self.separate) and not self.stated_layout and self.layout is not None
+        return implied and "h" in layouts.parse(self.layout or "").axes[:-2]
+
+    @property
+    def in_lists(self) -> bool:
+        """Return whether separate keys and values are a list of layers."""
+        return any(isinstance(side, list) for side in self.separate.values())
+
+    @cached_property
+    def first_array(self) -> np.ndarray:
+        """Return the first array of keys, or of values if they are alone."""
+        side = next(iter(self.separate.values()))
+        return np.asarray(side[0] if isinstance(side, list) else side)
+
+    @cached_property
+    def orders(self) -> list[str]:
+        """Return the axes that names propose, and others that fit as well; [] if names propose none."""
+        if not self.separate or self.stated_layout:
+            return []
+        by_layer, ndim = self.layer_names, self.first_array.ndim
+        known = POOL_AXES if self.in_lists or self.side_names == PAGED_NAMES else TOKEN_AXES
+        axes = known.get(ndim)
+        if axes is None or (self.in_lists and axes.startswith("l")):
+            return []
+        if by_layer is not None and by_layer.heads_first:
+            axes = swapped(axes)
+        shapes = {
+            np.shape(side[0] if isinstance(side, list) else side)[:-1] for side in self.separate.values()
+        }
+        if (
+            str((self.side_names or SIDES)[0]).startswith(CONTRACTS)
+            or len(shapes) > 1
+            or 0 in self.first_array.shape
+        ):
+            return [axes]  # other orders fit no better, as errors will say
+        sizes = {axis: size for axis, size in self.sizes.items() if axis in "bnh"}
+        in_pages = any(name in self.arrays for name in (*BESIDE_TABLE, "slots", "slot_mapping"))
+        if in_pages and (rows := self.integer("page_size")) is not None:
+            sizes["n"] = rows
+        starts = self.arrays.get("seqstarts")
+        is_packed = starts is not None and starts.size > 1 and self.side_names != PAGED_NAMES
+        tokens = int(starts.reshape(-1)[-1]) if is_packed and starts.dtype.kind in "iu" else None
+        return orders_that_fit(axes, self.first_array.shape, sizes, tokens, in_pages)
+
+    @property
+    def two_orders(self) -> str:
+        """Return a text that asks for one of two layouts that fit the same arrays."""
+        shape, lists = self.first_array.shape, ("l",) if self.in_lists else ()
+        found = [f"'{layout_of_order(lists, axes)}' ({describe_order(axes, shape)})" for axes in self.orders]
+        name = (self.side_names or SIDES)[0]
+        return f"a layout, as {name} {shape} may be {' or '.join(found)}, or the size h"
 
     def require_cache(self) -> Any:
         """Return `cache`; raise if the source has none, or its layout is unknown."""
@@ -136,12 +202,44 @@ class CacheSource(CacheArrays):
             if any(name.endswith(".rope_shifts") for name in self.arrays):
                 got = "removed or moved tokens (kvkit.cache.load reads them)"
                 raise argument_error("source", "a cache whose row r has position r", got)
-            wanted = "an array 'cache' and its layout, or keys and values by name (key/value, keys/values)"
-            raise argument_error("source", wanted, some_names(self.arrays))
+            raise self.no_cache()
         if self.layout is None:
             wanted = "a layout, as the file does not name one (kvkit inspect lists those that fit)"
+            wanted = self.two_orders if len(self.orders) > 1 else wanted
             raise argument_error(self.layout_argument, wanted, "None")
+        self.check_levels()
         return self.cache
+
+    def no_cache(self) -> KvkitError:
+        """Return the error of a source whose names tell no cache."""
+        wanted = "an array 'cache' and its layout, or keys and values by name (key/value, keys/values)"
+        return argument_error("source", wanted + self.pattern_to_give, some_names(self.arrays))
+
+    @property
+    def pattern_to_give(self) -> str:
+        """Return words that propose a pattern of the names of large arrays; "" without any."""
+        likely = [name for name, x in self.arrays.items() if x.ndim > 2 and x.dtype.kind not in "US"]
+        pattern = common_pattern(likely)
+        return "" if pattern is None else f", or a pattern (cache={pattern}, say, and its layout)"
+
+    def check_levels(self) -> None:
+        """Refuse one array for a layout with lists, unless it has an axis for each level of them.
+
+        The items of an array may stand for a list. Only its axes tell that from one layer's array, whose
+        blocks would count as layers.
+        """
+        line = layouts.parse(self.layout or "")
+        pools = list(self.separate.values()) or [self.cache]
+        levels = tuple(axis for axis in line.lists if axis != "kv") if self.separate else line.lists
+        pool = next((pool for pool in pools if isinstance(pool, np.ndarray)), None)
+        if pool is None or not levels or not pool.ndim:
+            return
+        axes = min(len(line.axes), len(line.value_axes))
+        if pool.ndim < len(levels) + axes and self.sizes.get(levels[0]) != len(pool):
+            name = (self.side_names or SIDES)[0] if self.separate else CACHE
+            wanted = f"the shape of '{line}': {axes} axes, or some of them as one"
+            alone = f"(without a list of layers the layout is '{' '.join(line.axes)}')"
+            raise argument_error(f"{name}[0]", wanted, f"{describe(pool[0])} {alone}")
 
     @cached_property
     def kv(self) -> KV | None:
@@ -152,6 +250,7 @@ class CacheSource(CacheArrays):
         """Return keys and values as views, with these sizes. If one side is missing, the other is both."""
         if self.layout is None or (self.cache is None and not self.separate):
             return None
+        self.check_levels()
         if self.separate and not self.stated_layout:
             return self.view_by_names(self.separate.values(), self.sizes | sizes)
         cache = next(iter(self.separate.values())) if len(self.separate) == 1 else self.cache
@@ -161,13 +260,18 @@ class CacheSource(CacheArrays):
     def view_by_names(self, pools: Iterable[Any], sizes: dict[str, int]) -> KV:
         """Return keys and values as views with the axes that their names imply; strides may be any."""
         axes, names = layouts.parse(self.layout or "").axes, self.side_names or SIDES
+        order = [axes.index(axis) for axis in "lbnhc" if axis in axes]
         at = tuple(slice(None) if axis in axes else None for axis in "lbnhc")  # inserts the missing axes
         pools = list(pools)
         for name, pool in zip(names, pools, strict=False):
             odd = [x for x in (pool if isinstance(pool, list) else [pool]) if np.ndim(x) != len(axes)]
             if odd:
                 raise argument_error(name, f"the axes {' '.join(axes)}", describe(odd[0]))
-        views = [tuple(x[at[1:]] for x in pool) if isinstance(pool, list) else pool[at] for pool in pools]
+        views = [
+            tuple(x.transpose(order)[at[1:]] for x in pool) if isinstance(pool, list)
+            else pool.transpose(order)[at]
+            for pool in pools
+        ]  # fmt: skip
         shapes = [[each.shape[:-1] for each in view] for view in views]
         if shapes[0] != shapes[-1] or not shapes[0]:
             raise argument_error(names[1], f"layers {brief(shapes[0])}, as {names[0]}", brief(shapes[-1]))
@@ -187,12 +291,6 @@ class CacheSource(CacheArrays):
                 text = text.replace(f"arrays[{i}]", name).replace(f"source[{i}]", name)
             if " in each layer, got " in text:
                 text += " (layers=0,2: takes those of one length)"
-            line = layouts.parse(self.layout or "")
-            pools = list(self.separate.values()) or [self.cache]
-            if "l" in line.lists and any(
-                np.ndim(pool) == len(line.axes) for pool in pools if not isinstance(pool, list)
-            ):
-                text += f" (without a list of layers the layout is '{' '.join(line.axes)}')"
             raise KvkitError(text) from error
 
     def require_view(self, both: bool = True) -> KV:
@@ -209,6 +307,7 @@ class CacheSource(CacheArrays):
         """Return the lengths of the layout's axes that views determine."""
         if self.layout is None:
             return {}
+        self.check_levels()
         line = layouts.parse(self.layout)
         if line.split and self.cache is not None and not line.has_scales:
             with self.naming():
@@ -310,6 +409,21 @@ class CacheSource(CacheArrays):
             and (tables or not name.startswith((*TABLE_PREFIXES, "positions")))
             and (self.sliding is None or not name_in_second(name))
         }
+
+    def unread(self, also: Collection[str] = ()) -> tuple[str, ...]:
+        """Return a note that names arrays that belong neither to the cache nor to `also`; () without any."""
+        if self.saved or (self.cache is None and not self.separate):
+            return ()
+        parts = [*self.separate.values(), *self.scales.values(), *([] if self.separate else [self.cache])]
+        own = {id(array) for part in parts for array in leaves(part)}
+        known = *TABLE_PREFIXES, "positions", "slot", "paged_kv_"
+        names = [
+            name + suggestion(name, also)
+            for name, array in self.arrays.items()
+            if not (id(array) in own or name in (*also, *NAMES_OF_FACTS) or name.startswith(known))
+            and not (self.sliding is not None and name_in_second(name))
+        ]
+        return (f"not read: {some_names(names)}",) if names else ()
 
     def block_tables(self, page_size: int | None = None) -> tuple[str, BlockTable] | None:
         """Return (name of the convention of tables, their `BlockTable`); None if there are no tables."""
