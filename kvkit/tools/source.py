@@ -179,9 +179,9 @@ class CacheSource(CacheArrays):
         in_pages = any(name in self.arrays for name in (*BESIDE_TABLE, "slots", "slot_mapping"))
         if in_pages and (rows := self.integer("page_size")) is not None:
             sizes["n"] = rows
-        starts = self.arrays.get("seqstarts")
-        is_packed = starts is not None and starts.size > 1 and self.side_names != PAGED_NAMES
-        tokens = int(starts.reshape(-1)[-1]) if is_packed and starts.dtype.kind in "iu" else None
+        starts = self.arrays.get("seqstarts", np.zeros(0))
+        is_packed = starts.size > 1 and starts.dtype.kind in "iu" and self.side_names != PAGED_NAMES
+        tokens = int(starts.reshape(-1)[-1]) if is_packed else None
         return orders_that_fit(axes, self.first_array.shape, sizes, tokens, in_pages)
 
     @property
