@@ -8,6 +8,8 @@
     paged_attention, paged_append, swap_blocks, paged_plan    work on engines' pools; plans are PagedPlan
     mla_attention, mla_append, mla_absorb, mla_expand     work on latent caches (MLA)
     indexer_scores, topk_rows                             choose the rows that sparse attention reads
+    gated_delta_step, gated_delta_rule, gated_delta_replay    run the states of GDN and KDA layers
+    delta_gates, causal_conv, causal_conv_update          compute what goes into them
 
 Modules:
 
@@ -50,6 +52,14 @@ if TYPE_CHECKING:
     from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, StaticCache, load
     from kvkit.indexer import indexer_scores, topk_rows
     from kvkit.mla import mla_absorb, mla_append, mla_attention, mla_expand
+    from kvkit.recurrent import (
+        causal_conv,
+        causal_conv_update,
+        delta_gates,
+        gated_delta_replay,
+        gated_delta_rule,
+        gated_delta_step,
+    )
     from kvkit.rope import Rope
     from kvkit.tools import draw as draw
     from kvkit.tools.checking import check
@@ -61,16 +71,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceError", "DynamicCache", "KvkitError", "PagedCache", "PagedPlan", "QuantizedCache", "Rope",
-    "StaticCache", "__version__", "alibi_mask", "alibi_slope", "ascend", "check", "convert", "diff", "draw",
-    "dynamic_batching", "indexer_scores", "inspect", "key_value_cache", "load", "merge_attention_states",
-    "mla_absorb", "mla_append", "mla_attention", "mla_expand", "multi_head_attention",
-    "multi_head_cache_attention", "paged_append", "paged_attention", "paged_plan",
-    "rotary_position_embedding", "size", "study", "swap_blocks", "topk_rows",
+    "StaticCache", "__version__", "alibi_mask", "alibi_slope", "ascend", "causal_conv",
+    "causal_conv_update", "check", "convert", "delta_gates", "diff", "draw", "dynamic_batching",
+    "gated_delta_replay", "gated_delta_rule", "gated_delta_step", "indexer_scores", "inspect",
+    "key_value_cache", "load", "merge_attention_states", "mla_absorb", "mla_append", "mla_attention",
+    "mla_expand", "multi_head_attention", "multi_head_cache_attention", "paged_append", "paged_attention",
+    "paged_plan", "rotary_position_embedding", "size", "study", "swap_blocks", "topk_rows",
 ]  # fmt: skip
 # {name: the module that has it, or is it}; these are imported on first use
 ROOMS = "cache", "eviction", "files", "formats", "integrations", "layouts", "tools"
 MODULES = {"Rope": "kvkit.rope", "indexer_scores": "kvkit.indexer", "topk_rows": "kvkit.indexer"}
 MODULES |= {name: "kvkit.mla" for name in __all__ if name.startswith("mla_")}
+MODULES |= {name: "kvkit.recurrent" for name in __all__ if name.split("_")[0] in ("causal", "delta", "gated")}
 CACHES = "DynamicCache", "PagedCache", "QuantizedCache", "StaticCache", "load"
 TOOLS = "check", "convert", "diff", "draw", "inspect", "size", "study"
 MODULES |= dict.fromkeys(CACHES, "kvkit.cache") | dict.fromkeys(TOOLS, "kvkit.tools")

@@ -10,9 +10,11 @@ from kvkit_cuda.mirror import on_device
 
 __all__ = [
     "DeviceError", "KvkitError", "PagedPlan", "__version__", "alibi_mask", "alibi_slope", "ascend",
-    "dynamic_batching", "indexer_scores", "key_value_cache", "merge_attention_states", "mla_absorb",
-    "mla_append", "mla_attention", "mla_expand", "multi_head_attention", "multi_head_cache_attention",
-    "paged_append", "paged_attention", "paged_plan", "rotary_position_embedding", "swap_blocks", "topk_rows",
+    "causal_conv", "causal_conv_update", "delta_gates", "dynamic_batching", "gated_delta_replay",
+    "gated_delta_rule", "gated_delta_step", "indexer_scores", "key_value_cache", "merge_attention_states",
+    "mla_absorb", "mla_append", "mla_attention", "mla_expand", "multi_head_attention",
+    "multi_head_cache_attention", "paged_append", "paged_attention", "paged_plan",
+    "rotary_position_embedding", "swap_blocks", "topk_rows",
 ]  # fmt: skip
 
 key_value_cache = on_device("key_value_cache", mirror.BITS)
@@ -28,6 +30,12 @@ mla_absorb = on_device("mla_absorb", mirror.ON_THE_CPU)
 mla_expand = on_device("mla_expand", mirror.ON_THE_CPU)
 indexer_scores = on_device("indexer_scores", mirror.ON_THE_CPU)
 topk_rows = on_device("topk_rows", mirror.ON_THE_CPU)
+gated_delta_step = on_device("gated_delta_step", mirror.ON_THE_CPU)
+gated_delta_rule = on_device("gated_delta_rule", mirror.ON_THE_CPU)
+gated_delta_replay = on_device("gated_delta_replay", mirror.ON_THE_CPU)
+delta_gates = on_device("delta_gates", mirror.ON_THE_CPU)
+causal_conv = on_device("causal_conv", mirror.ON_THE_CPU)
+causal_conv_update = on_device("causal_conv_update", mirror.ON_THE_CPU)
 rotary_position_embedding = on_device("rotary_position_embedding", mirror.ANGLES)
 alibi_slope = on_device("alibi_slope")
 alibi_mask = on_device("alibi_mask")

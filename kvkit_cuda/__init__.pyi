@@ -16,7 +16,13 @@ __all__ = [
     "alibi_mask",
     "alibi_slope",
     "ascend",
+    "causal_conv",
+    "causal_conv_update",
+    "delta_gates",
     "dynamic_batching",
+    "gated_delta_replay",
+    "gated_delta_rule",
+    "gated_delta_step",
     "indexer_scores",
     "key_value_cache",
     "merge_attention_states",
@@ -61,6 +67,39 @@ def alibi_mask(
 ) -> Array: ...
 def alibi_slope(
     *, num_heads: int, out: Array | None = None, stream: object = None
+) -> Array: ...
+def causal_conv(
+    x: Array, weight: Array, bias: Array | None = None, *, state: Array | None = None,
+    starts: Array | None = None, state_indices: Array | None = None, activation: str | None = "silu",
+    out: Array | None = None, stream: object = None
+) -> tuple[Array, Array]: ...
+def causal_conv_update(
+    x: Array, weight: Array, bias: Array | None = None, *, state: Array,
+    state_indices: Array | None = None, activation: str | None = "silu", out: Array | None = None,
+    stream: object = None
+) -> Array: ...
+def delta_gates(
+    a: Array, b: Array, a_log: Array, dt_bias: Array, *, kind: str = "gdn",
+    lower_bound: float | None = None, double_beta: bool = False, stream: object = None
+) -> tuple[Array, Array]: ...
+def gated_delta_replay(
+    state: Array, capsule: Array, accepted: Array, *, state_indices: Array | None = None,
+    state_layout: str = "KV", stream: object = None
+) -> Array: ...
+def gated_delta_rule(
+    q: Array, k: Array, v: Array, *, g: Array | None = None, beta: Array | None = None,
+    state: Array | None = None, starts: Array | None = None, lengths: Array | None = None,
+    state_indices: Array | None = None, norm: bool = False, norm_eps: float = 1e-06,
+    scale: float | None = None, state_layout: str = "KV", gates: tuple[Array, Array] | None = None,
+    rule: str | None = None, chunk: int = 64, return_states: bool = False, return_capsule: int = 0,
+    out: Array | None = None, stream: object = None
+) -> tuple[Any, ...]: ...
+def gated_delta_step(
+    q: Array, k: Array, v: Array, state: Array, *, g: Array | None = None, beta: Array | None = None,
+    state_indices: Array | None = None, out_state_indices: Array | None = None, norm: bool = False,
+    norm_eps: float = 1e-06, scale: float | None = None, state_layout: str = "KV",
+    gates: tuple[Array, Array] | None = None, rule: str | None = None, out: Array | None = None,
+    stream: object = None
 ) -> Array: ...
 def indexer_scores(
     query: Array, keys: Array, weights: Array, block_tables: Array | tuple[Array, Array],

@@ -26,7 +26,7 @@ FLOORS = (
     "cpu",  # 4
     "calls rope",  # 5
     "ascend static dynamic_batching paged planned_pages merge",
-    "mla indexer",
+    "mla indexer recurrent",
     "__init__",
     "files eviction",  # 6
     "cache",

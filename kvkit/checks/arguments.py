@@ -261,3 +261,70 @@ class ChoiceArguments(NamedTuple):
     block_tables: Any
     page_size: int
     query_starts: ArrayLike | Any
+
+
+class DeltaArguments(NamedTuple):
+    """The arguments of `gated_delta_step` and `gated_delta_rule`, but for what they return."""
+
+    q: Array
+    k: Array
+    v: Array
+    g: Array | None
+    beta: Array | None
+    state: Array | None
+    norm: bool
+    norm_eps: float
+    scale: float | None
+    state_layout: str
+    gates: Pair | None
+    rule: str | None
+    state_indices: ArrayLike | None
+    out_state_indices: ArrayLike | None = None
+    starts: ArrayLike | None = None
+    lengths: ArrayLike | None = None
+    one_token: bool = False  # of each sequence
+    out: Any = None
+
+
+class PromptArguments(NamedTuple):
+    """How `gated_delta_rule` runs prompts, and what it returns besides."""
+
+    chunk: SupportsIndex
+    return_states: bool
+    return_capsule: SupportsIndex
+
+
+class GateArguments(NamedTuple):
+    """The arguments of `delta_gates`."""
+
+    a: Array
+    b: Array
+    a_log: Array
+    dt_bias: Array
+    kind: str
+    lower_bound: float | None
+    double_beta: bool
+
+
+class ReplayArguments(NamedTuple):
+    """The arguments of `gated_delta_replay`."""
+
+    state: Array
+    capsule: Any
+    accepted: ArrayLike
+    state_indices: ArrayLike | None
+    state_layout: str
+
+
+class ConvArguments(NamedTuple):
+    """The arguments of `causal_conv` and `causal_conv_update`."""
+
+    x: Array
+    weight: Array
+    bias: Array | None
+    state: Array | None
+    state_indices: ArrayLike | None
+    activation: str | None
+    starts: ArrayLike | None = None
+    one_token: bool = False
+    out: Any = None

@@ -9,5 +9,6 @@ if TYPE_CHECKING:  # so that editors and type checkers follow a call
     from kvkit.cpu import copy as copy
     from kvkit.cpu import launches as launches
     from kvkit.cpu import positions as positions
+    from kvkit.cpu import recurrent as recurrent
 
-__getattr__ = lazy_modules(__name__, "attention", "copy", "launches", "positions")
+__getattr__ = lazy_modules(__name__, "attention", "copy", "launches", "positions", "recurrent")

@@ -33,6 +33,20 @@ LATENT_QUERY = Output("latent_query", "that of query", "(tokens, H, L)", "querie
 EXPANDED = Output("head_output", "that of latent_output", "(tokens, H, V)", "the values of heads")
 SCORES = Output("scores", "float32", "(tokens, longest context)", "-inf where a query may not look")
 ROWS = Output("rows", "int32", "(tokens, k)", "slots by ascending position, then -1")
+READOUT = "that of q; float32 if out is", "(N, max(Hq, Hv), dv)", "what queries read from the states"
+STEPPED = Output("output", *READOUT)
+RUN = (
+    Output("output", READOUT[0], "(T, max(Hq, Hv), dv) or with N in front", READOUT[2]),
+    Output("state", "that of state", "that of state", "the states after the last tokens"),
+    Output("states", "that of state", "(T, Hv, ..)", "the state after each token", "return_states"),
+    Output("capsule", "float32", "(N, return_capsule, ..)", "what tokens do to states", "return_capsule"),
+)
+GATES = (
+    Output("g", "float32", "that of a", "logarithms of decays"),
+    Output("beta", "float32", "that of b", "the gate of writing"),
+)
+CONVOLVED = Output("output", "that of x", "that of x", "convolved inputs")
+INPUTS = Output("state", "that of x", "(N or slots, C, K-1)", "the last inputs of each sequence")
 TABLE = (
     Operator("key_value_cache", "PMX KeyValueCache", key_value("B, start_pos+S")),
     Operator("multi_head_attention", "PMX MultiHeadAttention", attention("B, S", "Dv", keys="M"),
@@ -53,6 +67,15 @@ TABLE = (
     Operator("mla_expand", "DeepSeek-V2, multi-head latent attention", (EXPANDED,)),
     Operator("indexer_scores", "DeepSeek-V3.2, lightning indexer", (SCORES,), arrays.OF_INDEXER),
     Operator("topk_rows", "DeepSeek-V3.2, selection of rows", (ROWS,), arrays.CHOSEN),
+    Operator("gated_delta_step", "the gated delta rule: Qwen3-Next, Kimi Linear", (STEPPED,),
+             arrays.OF_DELTA_RULE),
+    Operator("gated_delta_rule", "the gated delta rule; ONNX LinearAttention", RUN, arrays.OF_DELTA_RULE),
+    Operator("gated_delta_replay", "onnxruntime GatedDeltaNet, state_update", (), arrays.OF_REPLAY),
+    Operator("delta_gates", "Qwen3-Next, Kimi Linear: gates of the delta rule", GATES, arrays.OF_GATES),
+    Operator("causal_conv", "causal-conv1d; ONNX CausalConvWithState", (CONVOLVED, INPUTS),
+             arrays.OF_CONVOLUTION),
+    Operator("causal_conv_update", "causal-conv1d causal_conv1d_update", (CONVOLVED,),
+             arrays.OF_CONVOLUTION),
     Operator("rotary_position_embedding", "PMX RotaryPositionEmbedding", rotated("B, S"), arrays.ROTATED),
     Operator("alibi_slope", "PMX ALiBiSlope", (SLOPES,)),
     Operator("alibi_mask", "PMX ALiBiMask", mask("seqlen_q, seqlen_kv", ALIBI), arrays.BIASED_MASKS),

@@ -220,8 +220,45 @@ TO_BLOCKS: Own = {
     "context_lens": ArgumentEntry(INDEX, "rows of each context", ("(B)", "compressed: (B*num_head)")),
 }
 ABSORBED: Own = {"query": ArgumentEntry(FLOATS, "unrotated parts of queries")}
+STATES = "float32", "bfloat16"
+STATE_SHAPES = ("(N or slots, Hv, dk, dv)", "VK: (N or slots, Hv, dv, dk)")
+SLOTS = ArgumentEntry(INDEX, "the slot of each sequence; -1: none", ("(N)",))
+OF_DELTA_RULE: Own = {
+    "q": ArgumentEntry(FLOATS, "queries"),
+    "k": ArgumentEntry(FLOATS, "keys"),
+    "v": ArgumentEntry(FLOATS, "values"),
+    "state": ArgumentEntry(STATES, "states, which change in place", STATE_SHAPES),
+    "g": ArgumentEntry(FLOATS, "logarithms of decays; raw with gates, which only Python takes"),
+    "beta": ArgumentEntry(FLOATS, "the gate of writing; raw with gates"),
+    "state_indices": SLOTS,
+    "out_state_indices": ArgumentEntry(INDEX, "the slots to write, if not those to read", ("(N)",)),
+    "starts": ArgumentEntry(INDEX, "where each packed sequence begins", ("(N+1)",)),
+    "lengths": ArgumentEntry(INDEX, "the tokens of each sequence; later rows are ignored", ("(N)",)),
+    "scale": None,
+}
+OF_REPLAY: Own = {
+    "state": OF_DELTA_RULE["state"],
+    "capsule": ArgumentEntry(FLOATS[:1], "a capsule of gated_delta_rule"),
+    "accepted": ArgumentEntry(INDEX, "how many tokens of each sequence to take"),
+    "state_indices": SLOTS,
+}
+OF_GATES: Own = {
+    "a": ArgumentEntry(FLOATS, "raw decays", ("(.., Hv)", "kda: (.., Hv, dk)")),
+    "b": ArgumentEntry(FLOATS, "raw gates of writing", ("(.., Hv)",)),
+    "a_log": ArgumentEntry(FLOATS, "logarithms of rates"),
+    "dt_bias": ArgumentEntry(FLOATS, "added to a", ("(Hv)", "kda: (Hv, dk)")),
+}
+OF_CONVOLUTION: Own = {
+    "x": ArgumentEntry(FLOATS, "inputs"),
+    "weight": ArgumentEntry(FLOATS, "filters; the last column is the token's own", ("(C, K)",)),
+    "bias": ArgumentEntry(FLOATS, "added to the sums", ("(C)",)),
+    "state": ArgumentEntry(
+        FLOATS, "the last inputs, which change in place, oldest first", ("(N or slots, C, K-1)",)),
+    "starts": OF_DELTA_RULE["starts"],
+    "state_indices": SLOTS,
+}  # fmt: skip
 CHOSEN: Own = {"page_size": ArgumentEntry(INDEX, "tokens of a block of the latent cache")}
-CHANGED = "cache", "scale", "target"
+CHANGED = "cache", "scale", "target", "state"
 CHANGED_WITHOUT_OUTPUTS = "key_cache", "value_cache", "rope_cache"  # by operators that have no outputs
 
 

@@ -77,6 +77,17 @@ ATTRIBUTES = {
         Attribute("value_dim", "elements of a latent row that are its value, the first ones"),
         Attribute("format", "what bytes of a latent cache mean: 'ds_mla' or 'ds_v4'", str),
         Attribute("lse_of_sinks", "the returned lse contains the sinks; in FlashMLA it does not"),
+        Attribute("norm", "q and k are divided by sqrt(sum of x^2 + norm_eps) first"),
+        Attribute("norm_eps", "added to the sum of squares"),
+        Attribute("state_layout", "axes of a state: 'KV' is [dk, dv], 'VK' is [dv, dk]"),
+        Attribute("rule", "'linear', 'gated', 'delta' or 'gated_delta'; None: by g and beta", str),
+        Attribute("chunk", "tokens of a chunk; 1 runs token by token"),
+        Attribute("return_states", "return the state after each token too"),
+        Attribute("return_capsule", "rows of a capsule to return; states stay as they were"),
+        Attribute("kind", "'gdn': decays of heads, 'kda': of channels"),
+        Attribute("lower_bound", "bound of g; softplus has none", float),
+        Attribute("double_beta", "beta is twice the sigmoid"),
+        Attribute("activation", "'silu' or None", str),
         Attribute("empty_window", "what KVHEAD keeps if wins is 0: 'copy' all, 'skip' none"),
     )
 }

@@ -10,7 +10,7 @@ from typing import Any, cast
 from kvkit.operators.arrays import ArgumentEntry, Input, find_array, read_shapes
 from kvkit.operators.attributes import ATTRIBUTES, Attribute
 
-IN_PYTHON = "out", "extra"  # arguments that are arrays for results, or several arrays
+IN_PYTHON = "out", "extra", "gates"  # arguments that are arrays for results, or several arrays
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvkit.reference import alibi, ascend, attention, cache, latent, paged, positions
+from kvkit.reference import alibi, ascend, attention, cache, latent, paged, positions, recurrent
 
-MODULES = alibi, ascend, attention, cache, latent, paged, positions
+MODULES = alibi, ascend, attention, cache, latent, paged, positions, recurrent
 
 
 def path_of(module: ModuleType, name: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvkit.checks import arguments, index_tensors, latent, paged, positions, slots
+from kvkit.checks import arguments, index_tensors, latent, paged, positions, recurrent, slots
 from kvkit.checks.ascend import blocks, matrices, tensors
 from kvkit.checks.ascend.attention import BlockAttentionCall, checked_block_attention
 from kvkit.checks.ascend.reshape import checked_reshape
@@ -55,10 +55,11 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The result of an operator without a kernel for GPUs, which the CPU has computed."""
+    """Holds what the CPU has computed for an operator without a kernel for GPUs."""
 
-    array: Array
-    results: Results
+    arrays: dict[str, Array]  # the results that are not arguments, by name
+    changed: dict[str, Array]  # arguments that changed in place, on the host
+    results: Results  # of the first array
 
 
 def fill(record: type[Record], values: Values, **others: object) -> Record:
@@ -274,12 +275,19 @@ def stack_pieces(source: Any, target: Any, count: Any) -> Array:
 
 
 def compute_on_cpu(op: Operator, values: Values, step: Packed | None) -> Computed:
-    """Call an operator of one result on the CPU, which checks its arguments."""
+    """Call an operator on the CPU, which checks its arguments; arrays on the host change in place."""
     function = inspect.unwrap(op.function())
-    array = function(**{each.name: values[each.name] for each in op.parameters})
+    more = {name: values[name] for name in IN_PYTHON if name != "out" and name in values}
+    found = function(**{each.name: values[each.name] for each in op.parameters} | more)
+    changed = {each.name: values[each.name] for each in op.inputs if each.inout}
+    changed = {name: array for name, array in changed.items() if array is not None}
+    names = op.returned(values)
+    named = dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
+    arrays = {name: array for name, array in named.items() if name not in changed}
     inputs = [(each.name, values[each.name]) for each in op.inputs if each.dtypes is not INDEX]
-    forms = {op.outputs[0].name: (array.shape, array.dtype)}
-    return Computed(array, Results(forms, [pair for pair in inputs if pair[1] is not None], alone=True))
+    first = [(name, (array.shape, array.dtype)) for name, array in arrays.items()][:1]
+    results = Results(dict(first), [pair for pair in inputs if pair[1] is not None], alone=True)
+    return Computed(arrays, changed, results)
 
 
 Check = Callable[[Values, Any], Any]  # f(arguments, step): packed sequences in a cache, or contexts in pages
@@ -304,6 +312,18 @@ CHECKED_BY_THE_CPU: dict[str, Callable[[Values], object]] = {
     "mla_expand": lambda values: latent.checked_expand(values["latent_output"], values["w_uv"]),
     "indexer_scores": lambda values: checked_scores(fill(arguments.IndexerArguments, values)),
     "topk_rows": lambda values: checked_choice(fill(arguments.ChoiceArguments, values)),
+    "gated_delta_step": lambda values: recurrent.checked_delta(
+        fill(arguments.DeltaArguments, values, one_token=True)
+    ),
+    "gated_delta_rule": lambda values: recurrent.checked_prompt(
+        fill(arguments.DeltaArguments, values), fill(arguments.PromptArguments, values)
+    ),
+    "gated_delta_replay": lambda values: recurrent.checked_replay(fill(arguments.ReplayArguments, values)),
+    "delta_gates": lambda values: recurrent.checked_delta_gates(fill(arguments.GateArguments, values)),
+    "causal_conv": lambda values: recurrent.checked_conv(fill(arguments.ConvArguments, values)),
+    "causal_conv_update": lambda values: recurrent.checked_conv(
+        fill(arguments.ConvArguments, values, one_token=True)
+    ),
 }
 
 

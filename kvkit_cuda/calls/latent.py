@@ -162,8 +162,21 @@ def append(placed):
 
 
 def copy_computed(placed):
-    """Return the launch that copies a result of the CPU to the device."""
-    (target,), result = placed.outputs, placed.call.array
-    axes = (1, len(target), *([1] * (3 - target.ndim)), *target.shape[1:])
-    pair = uploaded(placed, result).reshape(axes), target.reshape(axes)
-    return pieces.prepare([pair], np.array([[0, 0, len(target)]]), placed.stream) if target.size else []
+    """Return the launches that copy results of the CPU to the device, and arguments that it has changed."""
+    pairs = [*zip(placed.call.arrays.values(), placed.outputs, strict=True), *placed.changed]
+    launches = []
+    for result, target in pairs:
+        if target.size:
+            source, target = (in_blocks(each) for each in (uploaded(placed, result), target))
+            piece = np.array([[0, 0, target.shape[0] * target.shape[1]]])
+            launches += pieces.prepare([(source, target)], piece, placed.stream)
+    return launches
+
+
+def in_blocks(array):
+    """Return an array as [blocks, rows, heads, dim]."""
+    if array.ndim > 4:
+        return array.reshape(1, len(array), 1, -1)
+    if array.ndim == 4:
+        return array
+    return array.reshape(1, len(array), *([1] * (3 - array.ndim)), *array.shape[1:])

@@ -24,6 +24,7 @@ class DeviceCall:
     step: PlannedStep | PlannedPages | None  # the step of a plan, or of packed sequences in a cache
     stream: object
     scale: arrays.Operand | None = None  # per-head scales, copied from the host
+    changed: list = field(default_factory=list)  # (array of the host, array of the device to copy it to)
     owners: list = field(default_factory=list)
 
     @property

@@ -144,7 +144,7 @@ def run(op, step, values, stream, repeatable=None):
     # Check the arrays where they are.
     given = {name: kind.operand(name, values[name], stream) for name in arrays_of}
     source = next(iter(given.values()), arrays.NOTHING)
-    host_only = kind.host_only(given, values)
+    host_only, there_before = kind.host_only(given, values), given.copy()
     given |= {name: given[name].on_host(stream) for name in host_only}
     usable = given | {name: given[name].one_piece(stream) for name in kind.contiguous if name in given}
     seen = {name: operand.seen for name, operand in usable.items()}
@@ -153,7 +153,10 @@ def run(op, step, values, stream, repeatable=None):
     made, returned = [], changed if len(changed) > 1 else changed[0] if changed else ()
     if op.outputs:
         usual = sum(not each.only_with for each in op.outputs)
-        made, returned = results.outputs(call.results, usual, out, source, stream)
+        if kind is COMPUTED:
+            made, returned = results.computed(op.returned(values), call, values, source, stream)
+        else:
+            made, returned = results.outputs(call.results, usual, out, source, stream)
 
     # Copy those of the host to the device, and check the call with the copies.
     stays = {*kind.unused(call), *host_only, *(name for name in usable if usable[name].seen is None)}
@@ -165,6 +168,9 @@ def run(op, step, values, stream, repeatable=None):
     scale = usable["scale"].moved(stream) if "scale" in host_only else None
 
     ready = launches.DeviceCall(call, [copy.seen for copy in copies], step, stream, scale)
+    if kind is COMPUTED:
+        targets = [(array, there_before[name]) for name, array in call.changed.items()]
+        ready.changed.extend((array, target.seen) for array, target in targets if target.on_device)
     made_launches = kind.launches(ready)
     with prepared.RUNNING:
         for launch in made_launches:  # nothing was written before, and launches cannot fail

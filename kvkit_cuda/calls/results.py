@@ -25,3 +25,21 @@ def outputs(results, usual, out, source, stream):
         seen = tuple(result.seen for result in operands)
         results.checked(seen[0] if results.alone else seen)
     return operands, targets[0] if results.alone else (*targets, *absent)
+
+
+def computed(names, call, values, source, stream):
+    """Return (operands of new results, what the call returns) of a call that the CPU has computed.
+
+    Results that are arguments, changed in place, are the caller's own arrays. `out` is the first result.
+    """
+    targets: dict[str, Any] = {}
+    for name, array in call.arrays.items():
+        if not targets and values.get("out") is not None:
+            targets[name] = values["out"]
+            operand = arrays.operand("out", targets[name], stream)
+            call.results.checked(operand.seen)
+        else:
+            targets[name] = source.like(array.shape, array.dtype, stream)
+    returned = tuple(targets[name] if name in targets else values[name] for name in names)
+    operands = [arrays.operand(name, target, stream) for name, target in targets.items()]
+    return operands, returned if len(returned) > 1 else returned[0]

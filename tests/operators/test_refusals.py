@@ -31,6 +31,9 @@ OUT_OF_RANGE = {
     "data_type": ["float64", "int8", "int4", "", 16], "cache_format": ["NHSD", ""],
     "quant_format": ["fp8", "", 8, True], "empty_window": ["COPY", ""],
     "layout": ["NHD", "b n h", "b n h c c", "b kv"], "compress_type": [-1, 4, "KVHEAD"],
+    "state_layout": ["kv", "", "KVQ"], "rule": ["delta_gated", ""], "chunk": [0, -1, 257],
+    "return_capsule": [1, -1, 2**70], "kind": ["", "GDN"], "activation": ["relu", "", "SiLU"],
+    "norm_eps": [0.0, -1e-6], "lower_bound": [0.0, 5.0],
     "value_dim": [0, -1, 577], "format": ["q8_0", "ds_mla:floor"],
 }  # fmt: skip
 # Numbers that are legal, but not with these arrays.
@@ -87,7 +90,7 @@ def test_calls_are_of_every_operator_and_legal():
 @pytest.mark.parametrize(("make", "attribute"), [*attributes()])
 def test_attributes(make, attribute):
     call, name = make(), attribute.name
-    none = [] if attribute.default is None else [None]
+    none = [] if attribute.default is None or name == "activation" else [None]
     for value in [*OF_KIND[attribute.kind], *none, *OUT_OF_RANGE.get(name, ())]:
         refused(call.but(**{name: value}), name)
     for value, names in ELSEWHERE.get(name, ()):
@@ -120,7 +123,15 @@ def test_tensors(make, array):
             wrong(np.zeros(tensor.shape, dtype))
     if tensor.dtype.itemsize > 1:
         wrong(swapped(tensor))
-    ranks = "attn_mask", "x", "outputs", "alibi_slopes", "latent"  # arrays with other numbers of axes
+    ranks = (
+        "attn_mask",
+        "x",
+        "outputs",
+        "alibi_slopes",
+        "latent",
+        "q",
+        "a",
+    )  # arrays with other numbers of axes
     if name not in ranks and not copies(call) and (call.name, name) != ("mla_append", "cache"):
         wrong(tensor[None])
         wrong(tensor[0])
@@ -154,6 +165,9 @@ FREE = {
     "chosen latent rows": {"latent": (0, 1), "indices": (1,)}, "latent append": {"cache": (0, 1)},
     "latent append of bytes": {"cache": (0, 1)}, "absorb": {"query": (0,), "w_uk": (2,)},
     "expand": {"latent_output": (0,), "w_uv": (1,)}, "indexer": {"keys": (0, 1)}, "choice": {"scores": (1,)},
+    **{f"delta {kind}": {"state": (0,)} for kind in ("step", "step of channels", "rule")},
+    "replay": {"state": (0,), "capsule": (1,)},
+    "convolution": {"state": (0,)}, "convolution of one token": {"state": (0,)},
     "matrices": {"x": (0, 1, 2)}, "matrices back": {"y": (0,)},
 }  # fmt: skip
 MIXED = (
@@ -163,7 +177,8 @@ MIXED = (
     "latent append of bytes",
     "indexer",
 )  # calls of arrays of several types
-OF_ANY_FLOAT = ("scale", "sinks", "attn_mask", "alibi_slopes", "outputs", "x")  # by itself
+# by itself
+OF_ANY_FLOAT = "scale", "sinks", "attn_mask", "alibi_slopes", "outputs", "x", "state", "a_log", "dt_bias"
 
 
 @pytest.mark.parametrize("label", CALLS)

@@ -1,0 +1,83 @@
+"""Run checked calls on recurrent states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvkit import cpu
+from kvkit.checks.recurrent import ConvCall, DeltaCall, GateCall, ReplayCall, capsule_size
+from kvkit.runtime.arrays import empty_result
+from kvkit.typed import Array, Pair
+
+FEW = 16  # tokens of the longest sequence below which a prompt runs token by token
+
+
+def compute_gates(call: GateCall) -> tuple[Array, Array | None]:
+    """Return g and beta of checked raw gates, as float32."""
+    g = empty_result(call.a.shape, np.float32)
+    beta = None if call.b is None else empty_result(call.b.shape, np.float32)
+    cpu.launches.start(cpu.recurrent.gates.prepare_gates(call, g, beta))
+    return g, beta
+
+
+def with_gates(call: DeltaCall) -> DeltaCall:
+    """Return the call with g and beta in place of raw gates."""
+    if call.gates is None:
+        return call
+    g, beta = compute_gates(call.gates)
+    return call._replace(g=g, beta=beta, gates=None)
+
+
+def run_delta(
+    call: DeltaCall, out: Array | None, chunk: int = 1, keep_states: bool = False, capsule_rows: int = 0
+) -> tuple[Array, Any]:
+    """Run the rule; return the output, and the states after each token, the capsule or None."""
+    (output,) = call.results.arrays(out)
+    call = with_gates(call)
+    flat = output.reshape(-1, *output.shape[-2:])
+    copied = not np.may_share_memory(flat, output) and output.size > 0  # axes of `out` that do not join
+    states = empty_states(call) if keep_states else None
+    capsule = empty_capsule(call, capsule_rows) if capsule_rows else None
+    longest = int((call.ends - call.begins).max(initial=0))
+    if len(call.v) > int((call.ends - call.begins).sum()):
+        flat[...] = 0  # rows behind `lengths`
+    recurrent = cpu.recurrent
+    if states is None and capsule is None and chunk > 1 and longest >= FEW and is_falling(call):
+        launch = recurrent.chunks.prepare_chunks(call, flat, chunk)
+    else:
+        launch = recurrent.tokens.prepare_tokens(call, flat, states, capsule)
+    cpu.launches.start(launch)
+    if copied:
+        output[...] = flat.reshape(output.shape)
+    return output, states if states is not None else capsule
+
+
+def is_falling(call: DeltaCall) -> bool:
+    """Return whether no g is above 0, as chunks need: they divide decays by each other."""
+    return call.g is None or not call.g.size or not float(call.g.max()) > 0
+
+
+def empty_states(call: DeltaCall) -> Array:
+    """Return memory for the state after each token, [tokens, heads, ..]; zeros without a token."""
+    return np.zeros((len(call.v), *call.state.shape[1:]), call.state.dtype)
+
+
+def empty_capsule(call: DeltaCall, rows: int) -> Array:
+    """Return a capsule of zeros, [N, rows, numbers of a token]."""
+    (heads, dv), (keys, dk) = call.v.shape[1:], call.k.shape[1:]
+    size = capsule_size(heads, keys, dk, dv, dk if call.by_channel else 1)
+    return np.zeros((len(call.begins), rows, size), np.float32)
+
+
+def replay(call: ReplayCall) -> None:
+    """Move states on by the accepted tokens of a capsule."""
+    cpu.launches.start(cpu.recurrent.replay.prepare_replay(call))
+
+
+def convolve(call: ConvCall, out: Array | None = None) -> Pair:
+    """Run the convolution; return the output and the states."""
+    (output,) = call.results.arrays(out)
+    cpu.launches.start(cpu.recurrent.convolution.prepare_convolution(call, output))
+    return output, call.state
