@@ -6,7 +6,7 @@ from kvkit.cpu.attention.params import ATTENTION_PARAMS, BLOCK, TILE
 
 
 def run_step(code, params, block, tile):
-    """Run a step; fields are numbers or arrays by name, all others are 0. Return the block after it."""
+    """Run a step; fields are numbers or arrays by name, all others are 0. Return block and `tile`."""
     records = []
     for form, fields in ((ATTENTION_PARAMS, params), (BLOCK, block), (TILE, tile)):
         numbers = np.zeros(len(form.names), np.int64)
@@ -14,4 +14,8 @@ def run_step(code, params, block, tile):
             numbers[form.at[name]] = field.ctypes.data if isinstance(field, np.ndarray) else field
         records.append(numbers)
     code.ctypes(*[numbers.ctypes.data for numbers in records])
-    return dict(zip(BLOCK.names, records[1].tolist(), strict=True))
+    block, tile = (
+        dict(zip(form.names, record.tolist(), strict=True))
+        for form, record in zip((BLOCK, TILE), records[1:], strict=True)
+    )
+    return block | {"tile": tile}

@@ -42,7 +42,7 @@ ATTENTION_PARAMS = Record(
     "causal alibi left right cap cap_at slopes slopes_sequence sinks sink_sequences",
     "key_factors value_factors factor_sequence factor_head",
     "mask mask_kind mask_sequence mask_head mask_row mask_column mask_packed",
-    "heads group scale_bytes orders rounds integers fixed_prompts most_value pairs",
+    "heads group scale_bytes orders rounds integers most_value pairs",
     "heads_interleaved widens values_have_own_table",
     "block wide_block run_block leads long_run long_run_lead short_run counting least_split most_splits",
     "engines group_tiles groups_are_split split_tokens tile_groups work_items splits tiles products",
@@ -86,7 +86,7 @@ BLOCK = Record(
 # All rows see positions `seen_from` .. `seen_to`, and none sees `unseen_from` or later ones.
 TILE = Record(
     "index head first live count seen_from seen_to unseen_from keys values key_scales value_scales factor",
-    "queries engine_queries scores alpha m l o",
+    "queries engine_queries rest scores alpha m l o",
 )
 
 params_at, engine_at = memory.record(ATTENTION_PARAMS), memory.record(ENGINE)

@@ -52,7 +52,7 @@ UNAIDED_ROW, LONGEST_ROW, LONG_RUN_AHEAD = 256, 512, 5 * 1024
 LEAST_LEAD = 8  # tokens: the least distance between a prefetch and the product
 SPLITS, LEAST_SPLIT = 64, 512  # the most splits of a call, and the least tokens of a split
 # The largest magnitude of values for integer sums; with larger ones they exceed the format's tolerance.
-MOST_VALUE = {"float16": 16, "bfloat16": 128}
+MOST_VALUE = {"float16": 8, "bfloat16": 64}
 SMALL = 2**15  # products; one thread finishes fewer before a second one is awake
 
 workspace, partials, kept_weights = Workspace(), Workspace(), Workspace()
@@ -240,11 +240,6 @@ def fits_bfloat16(form):
     return form.scale is None and all(0 < BY_NAME[side].significant <= most for side in form.cache_formats)
 
 
-def fixed_prompts(form):
-    """Return whether wide tiles multiply integers: fixed point of 16 bits keeps the queries' bits."""
-    return reading(form).width is not None and form.data == "bfloat16"
-
-
 def interleaved(context):
     """Return whether the heads of a token lie together in memory, for keys and for values."""
     (keys, values), (key_step, value_step), heads = context.sides, context.steps, context.heads
@@ -289,7 +284,6 @@ def fixed_fields(form):
         "heads": form.heads, "heads_interleaved": form.interleaved,
         "scale_bytes": scale_bytes(form) if form.interleaved or distances.scales else 0,
         "widens": read.widens, "rounds": read.rounds, "pairs": read.pairs, "integers": read.width is not None,
-        "fixed_prompts": fixed_prompts(form),
         "most_value": MOST_VALUE.get(form.data, 0),
         "keys.dim": form.dim, "keys.padded_dim": padded(form.dim),
         "values.dim": form.value_dim, "values.padded_dim": padded(form.value_dim),
@@ -341,7 +335,7 @@ def workspace_fields(form, block, lead):
     narrow_rows = NARROW * (form.heads if form.interleaved else 1)
     rows, tiles = max(narrow_rows, TILES * WIDE), max(narrow_rows // NARROW, TILES)
     read = reading(form)
-    query_bytes = 2 * dim if read.pairs else 4 * dim + 64 if read.width else 0
+    query_bytes = 2 * dim if read.pairs else 5 * dim + 64 if read.width else 0
     ids = RUN_TOKENS + max(lead, LONG_RUN_AHEAD // UNAIDED_ROW) + EXTRA_IDS
     addresses = max(RUN_TOKENS, block * narrow_rows // NARROW) + EXTRA_ADDRESSES
     sizes = {  # row ids and addresses: of keys, then of values
@@ -397,7 +391,7 @@ def orders_of(form):
 
 def fill_engines(params, form):
     """Write the address of the table of engines for the kinds of tiles that a scheduled call has."""
-    tiles, several = int(params[FIELD["tiles"]]), fixed_prompts(form) or params[FIELD["group"]] > NARROW
+    tiles, several = int(params[FIELD["tiles"]]), params[FIELD["group"]] > NARROW
     params[FIELD["engines"]], _ = engines(form, tiles, prefetching.distances(), bool(several))
     if tiles & WIDE and reading(form).pairs:
         params[FIELD["keys.to_bfloat16"]], params[FIELD["values.to_bfloat16"]] = rows_to_bfloat16(form)
@@ -407,7 +401,7 @@ def fill_engines(params, form):
 def engines(form, tiles, distances, several):
     """Return the address of the table of engines, and the table, zeros for kinds of tiles that are absent.
 
-    `several` says whether wide tiles can take the engine of integers.
+    `several` says whether a token has more query rows than a narrow tile.
     """
     read, table = reading(form), np.zeros((SPECIAL_ENGINE + 1, len(ENGINE.names)), np.int64)
     chosen = {
@@ -422,7 +416,7 @@ def engines(form, tiles, distances, several):
             if read.tiles
             else bfloat16_pairs.engine()
         )
-    elif tiles & WIDE and read.width and several:
+    elif tiles & WIDE and read.width and (several or form.data == "bfloat16"):  # else floats are as fast
         scales = form.scale, form.group, read.width
         chosen[SPECIAL_ENGINE] = wide_integers.engine(form.cache_formats, scales)
     for kind, steps in chosen.items():

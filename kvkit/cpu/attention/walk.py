@@ -79,15 +79,14 @@ def attend_blocks(params, block, engine):
 def engine_of(params, block):
     """Return the engine of a work item's tiles.
 
-    Prompts over codes are multiplied as integers if fixed point keeps the bits of their queries. Where a row
-    sees few keys, one of them has most weight, and floats keep the bits of its value.
+    Wide tiles over codes are multiplied as integers where fixed point keeps the bits of their queries. If a
+    row of a prompt sees few keys, one of them has most weight, and floats keep the bits of its value.
     """
     if not block.wide:
         return engine_of_kind(params, kind_of(block.rows))
     special = engine_of_kind(params, SPECIAL_ENGINE)
     low, high = visible(params, block, block.row // params.group)
-    sees_many = params.fixed_prompts and high - low >= params.wide_block
-    fits = params.pairs or block.seqlen == 1 or sees_many
+    fits = params.pairs or block.seqlen == 1 or high - low >= params.wide_block
     return special if special.scores and fits and not block.nan_safe else engine_of_kind(params, WIDE_ENGINE)
 
 

@@ -1,9 +1,12 @@
 """Products for up to 8 query rows that multiply codes as integers (AVX-512 VNNI); see simd/attention.py.
 
-    S = K Q^T           A query is q = 2^8 high + low, of signed bytes; the largest of a row is 127 * 257. A
-                        code c becomes an unsigned byte, u = c + bias. Elements that share a scale are added
-                        up as integers. The last term is known before: sums of low bytes start there.
-                            sum q c = 2^8 (sum high u) + (sum low u) - bias (sum q)
+    S = K Q^T           A query is q = 2^8 high + low + rest / 254, of signed bytes; the largest of a row is
+                        127 * 257. The rest keeps bits of small elements beside a large one. A code c becomes
+                        an unsigned byte, u = c + bias. Elements that share a scale are added up as integers.
+                        The terms with the bias are known before: sums of low bytes, and of the rest, start
+                        there.
+                            sum q c = 2^8 (sum high u) + (sum low u) - bias (sum 2^8 high + low)
+                                      + ((sum rest u) - bias (sum rest)) / 254
     O = O alpha + P V   Weights are fixed point of 16 bits, relative to the largest of the block, and so are
                         scales. Their products are multiplied with codes, two tokens a lane, and added up as
                         integers over the block.
@@ -37,8 +40,10 @@ from kvkit.cpu.simd.lanes import F32, I8, I16, I32, I64, LANES, RAW, Lanes, loop
 from kvkit.formats.elements import BY_NAME
 
 BYTES = 64  # in a vector
+PARTS = 3  # bytes of a query: high, low and the rest
 WORDS = ir.VectorType(I32, LANES)
 LARGEST_QUERY = 127 * 256 + 127  # of two signed bytes, both 127
+RESTS = 254.0  # of a unit of 2^8 high + low, whose rest is at most a half: a signed byte
 LARGEST_WEIGHT = 2**15 - 1
 MOST_TOKENS = 128  # in a block
 UNEVEN = 8.0  # a scale above so many times the mean would leave a block's other scales too few bits
@@ -218,22 +223,22 @@ class WordProduct(NamedTuple):
 
     vector: int  # number in `biased_codes`
     words: list[int]  # the word that each lane picks
-    bytes_at: int  # offset in a chunk of queries: a vector of high bytes, then one of low bytes
+    bytes_at: int  # offset in a chunk of queries: a vector of high bytes, one of low bytes, one of the rest
 
 
 class SharedScales(NamedTuple):
     """Products whose lanes have the same scales, so that they are added up as integers."""
 
     groups: tuple[int, ...]  # the scale of each lane
-    start_at: int  # offset in a chunk of queries: the initial sums
+    start_at: int  # offset in a chunk of queries: the initial sums of low bytes and of the rest
     products: list[WordProduct]
 
 
 class Queries:
     """The memory layout of a tile's queries: a vector with a factor for each row, then chunks.
 
-    A chunk has for each of `sums` the initial sums, then the high and the low bytes of each product; all of
-    them are `vectors` vectors, of which each holds `rows_of_vector` query rows.
+    A chunk has for each of `sums` two initial sums, then the `PARTS` of each product; all of them are
+    `vectors` vectors, of which each holds `rows_of_vector` query rows.
     """
 
     def __init__(self, rows, codes):
@@ -252,10 +257,10 @@ class Queries:
         self.sums, self.chunk_bytes, size = [], 0, BYTES * self.vectors
         for groups, chosen in by_groups.items():
             self.sums.append(SharedScales(groups, self.chunk_bytes, []))
-            self.chunk_bytes += size
+            self.chunk_bytes += 2 * size
             for vector, words in chosen:
                 self.sums[-1].products.append(WordProduct(vector, words, self.chunk_bytes))
-                self.chunk_bytes += 2 * size
+                self.chunk_bytes += PARTS * size
 
     def chunk_at(self, b, queries, chunk):
         """Return the address of a chunk of queries."""
@@ -266,12 +271,12 @@ class Queries:
 def compile_fixed_queries(rows, stored, scale_format, group, width):
     """Return f(queries [row, dim], dim, target, scratch), which writes queries as 16-bit fixed point.
 
-    `Queries` describes the target; scratch is 2 * rows * width bytes.
+    `Queries` describes the target; scratch is PARTS * rows * width bytes.
     """
     codes = CodeVectors(stored, scale_format, group, width)
     form = Queries(rows, codes)
     elements = codes.elements()
-    row_size = 2 * width  # bytes of a row in scratch: high bytes, then low bytes, in the order of the codes
+    row_size = PARTS * width  # bytes of a row in scratch: those of each part, in the order of the codes
 
     @micro_kernel
     def fixed_queries(b, queries, dim, target, scratch):
@@ -295,10 +300,12 @@ def compile_fixed_queries(rows, stored, scale_format, group, width):
         with loop(b, dim, width) as i:
             for r in range(rows):
                 at = b.add(queries, b.add(b.mul(row_bytes, I64(r)), b.mul(i, I64(4))))
-                query = read(b, at, F32, width).fma(reciprocals[r].pick([0] * width), ROUNDER)
-                number = query.as_bits().plus(-ROUNDER_BITS % 2**32)
+                query, reciprocal = read(b, at, F32, width), reciprocals[r].pick([0] * width)
+                rounded = query.fma(reciprocal, ROUNDER)
+                number = rounded.as_bits().plus(-ROUNDER_BITS % 2**32)
                 high = number.plus(128).signed_rshift(8)  # the low byte, cut off below, is then -128..127
-                for k, part in enumerate((high, number)):
+                rest = query.fma(reciprocal, -(rounded - ROUNDER)).fma(RESTS, ROUNDER).as_bits()
+                for k, part in enumerate((high, number, rest)):
                     bytes_ = part.cast("trunc", I8)
                     for v, order in enumerate(elements):
                         at = b.add(scratch, I64(r * row_size + k * width + BYTES * v))
@@ -306,10 +313,10 @@ def compile_fixed_queries(rows, stored, scale_format, group, width):
             to = form.chunk_at(b, target, b.udiv(i, I64(width)))
             one = Lanes(b, ir.Constant(ir.VectorType(I8, BYTES), [1] * BYTES))
             for _, start_at, products in form.sums:
-                total = [int_zeros(b) for _ in range(2 * form.vectors)]
+                total = [int_zeros(b) for _ in range(PARTS * form.vectors)]
                 for v, words, offset in products:
                     for h in range(form.vectors):
-                        for k in range(2):
+                        for k in range(PARTS):
                             of_rows = lanes.concatenate(
                                 [
                                     read(
@@ -324,11 +331,13 @@ def compile_fixed_queries(rows, stored, scale_format, group, width):
                             chosen = of_rows.pick(
                                 lane % form.rows_of_vector * LANES + word for lane, word in enumerate(words)
                             )
-                            write(b, b.add(to, I64(offset + BYTES * (2 * h + k))), chosen)
-                            total[2 * h + k] = dot(total[2 * h + k], one, chosen)
-                for h in range(form.vectors):  # sums start at -bias (sum q)
-                    start = (total[2 * h] << 8).plus(total[2 * h + 1]).apply("mul", -codes.bias % 2**32)
-                    write(b, b.add(to, I64(start_at + BYTES * h)), start)
+                            write(b, b.add(to, I64(offset + BYTES * (PARTS * h + k))), chosen)
+                            total[PARTS * h + k] = dot(total[PARTS * h + k], one, chosen)
+                for h in range(form.vectors):  # sums start at -bias times these
+                    high, low, rest = total[PARTS * h : PARTS * (h + 1)]
+                    for k, part in enumerate(((high << 8).plus(low), rest)):
+                        start = part.apply("mul", -codes.bias % 2**32)
+                        write(b, b.add(to, I64(start_at + BYTES * (2 * h + k))), start)
 
     return fixed_queries
 
@@ -362,23 +371,29 @@ def compile_scores(rows, near, stored, scale_format, group, width):
                 ]
                 for groups, start_at, products in form.sums:
                     start = [
-                        read(b, b.add(query, I64(start_at + BYTES * h)), I32, LANES)
-                        for h in range(form.vectors)
+                        read(b, b.add(query, I64(start_at + BYTES * k)), I32, LANES)
+                        for k in range(2 * form.vectors)
                     ]
-                    high, low = [int_zeros(b)] * len(sums.places), start * tokens
+                    high, low, rest = (
+                        [int_zeros(b)] * len(sums.places),
+                        start[::2] * tokens,
+                        start[1::2] * tokens,
+                    )
                     for v, words, offset in products:
-                        high_low = [  # of the first vector of rows, then of the second
+                        parts = [  # of the first vector of rows, then of the second
                             read(b, b.add(query, I64(offset + BYTES * k)), I32, LANES)
-                            for k in range(2 * form.vectors)
+                            for k in range(PARTS * form.vectors)
                         ]
                         for t in range(tokens):
                             chosen = code[t][v].as_bits().pick(words)
                             for h in range(form.vectors):
                                 k = t * form.vectors + h
-                                high[k] = dot(high[k], chosen, high_low[2 * h])
-                                low[k] = dot(low[k], chosen, high_low[2 * h + 1])
+                                high[k] = dot(high[k], chosen, parts[PARTS * h])
+                                low[k] = dot(low[k], chosen, parts[PARTS * h + 1])
+                                rest[k] = dot(rest[k], chosen, parts[PARTS * h + 2])
                     for k in range(len(high)):
                         product = (high[k] << 8).plus(low[k]).cast("sitofp", F32)
+                        product = rest[k].cast("sitofp", F32).fma(1 / RESTS, product)
                         sums[k] = product.fma(scale[k // form.vectors].pick(groups), sums[k])
             total = lanes.sums_of([sums[k] for k in range(tokens * form.vectors)], form.rows_of_vector)
             total = total * factor

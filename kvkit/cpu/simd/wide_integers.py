@@ -3,13 +3,16 @@
 S = scale K Q^T      Keys are unpacked to 16-bit integers; a lane multiplies two elements with those of its
                      query. Queries are [dim / 2, row, 2], fixed point of 16 bits in units of a power of 2.
                      Numbers of bfloat16 keep their bits if they are at least 1/128 of the largest of their
-                     row, numbers of float16 if at least 1/16. Products that share a scale are added up as
-                     integers.
+                     row, numbers of float16 if at least 1/16. What is lost of others is a second array of
+                     queries, whose scores are added if it matters. Products that share a scale are added up
+                     as integers.
 O = O alpha + P V    Values of two tokens are side by side, [token / 2, dim, 2]; a lane multiplies them with
                      its two weights. Weights are multiplied with the scales first, as in simd/integers.py.
 """
 
 import functools
+
+from llvmlite import ir
 
 from kvkit.cpu.simd import integers, lanes
 from kvkit.cpu.simd.attention import LOWEST, WIDE
@@ -19,6 +22,7 @@ from kvkit.cpu.simd.lanes import F32, I16, I32, I64, LANES, loop, micro_kernel, 
 HALVES = WIDE // LANES
 EXPONENT_BITS = 0x7F800000  # of float32
 ROW = 4 * WIDE  # bytes of 32 numbers or pairs, one for each query row
+LOST = 2.0**-17  # of the length of a row of queries: what may be lost without a second array
 TOKENS = 4  # tokens whose sums of integers and of floats fit the registers
 
 
@@ -92,34 +96,51 @@ def halves(b, address, element=F32):
 
 @functools.cache
 def compile_fixed_queries(stored, scale_format, group, width):
-    """Return f(queries [dim, WIDE], dim, target), which writes factors of the rows, then integers.
+    """Return f(queries [dim, WIDE], dim, target, rest, number), which writes factors, then integers.
 
     The integers are [dim / 2, WIDE, 2] in the order of `Eights`. The largest of a row becomes less than 2^15:
-    queries are 16-bit floats, so it is at least one of their units below the next power of 2.
+    queries are 16-bit floats, so it is at least one of their units below the next power of 2. What integers
+    do not hold goes to `rest` [dim, WIDE], which may be `queries`. The float32 at `number` becomes 1 if it is
+    more than `LOST` of some row, else 0.
     """
     eights = Eights(CodeVectors(stored, scale_format, group, width))
 
     @micro_kernel
-    def fixed_queries(b, queries, dim, target):
+    def fixed_queries(b, queries, dim, target, rest, number):
         largest, zero_or_nan = (lanes.StackSlots(b, lanes.zeros(b, LANES, HALVES)) for _ in range(2))
         with loop(b, dim) as i:
             for half, query in enumerate(halves(b, b.add(queries, b.mul(i, I64(ROW))))):
                 largest[half] = largest[half].max(abs(query))
                 zero_or_nan[half] = query.fma(0.0, zero_or_nan[half])  # NaN, if one is not finite
-        reciprocal = []
+        reciprocal, units = [], []
         for half in range(HALVES):
             bits = largest[half].max(integers.LEAST).as_bits() & EXPONENT_BITS  # of the power of 2 below
             power = bits.cast("bitcast", F32)
             write(b, b.add(target, I64(BYTES * half)), (power + zero_or_nan[half]) * 2.0**-14)
             reciprocal.append(2.0**14 / power)
+            units.append(power * -(2.0**-14))
+        squares, lost = (lanes.StackSlots(b, lanes.zeros(b, LANES, HALVES)) for _ in range(2))
         with loop(b, dim, 8) as i:
             first = b.add(queries, b.mul(eights.first(b, i), I64(ROW)))
             to = b.add(b.add(target, I64(ROW)), b.mul(i, I64(ROW // 2)))
             for k, pair in enumerate(eights.pairs):
                 both = [halves(b, b.add(first, I64(ROW * element))) for element in pair]
                 for half in range(HALVES):
-                    words = pair_words(*(x[half].fma(reciprocal[half], ROUNDER).as_bits() for x in both))
+                    rounded = [x[half].fma(reciprocal[half], ROUNDER) for x in both]
+                    words = pair_words(*(x.as_bits() for x in rounded))
                     write(b, b.add(to, I64(ROW * k + BYTES * half)), words)
+                    for element, x, near in zip(pair, both, rounded, strict=True):
+                        left = (near - ROUNDER).fma(units[half], x[half])
+                        offset = b.add(b.mul(eights.first(b, i), I64(ROW)), I64(ROW * element + BYTES * half))
+                        write(b, b.add(rest, offset), left)
+                        squares[half] = x[half].fma(x[half], squares[half])
+                        lost[half] = left.fma(left, lost[half])
+        more = [
+            b.fcmp_ordered(">", lost[half].value, (squares[half] * LOST**2).value) for half in range(HALVES)
+        ]
+        any_ = b.icmp_signed("!=", b.bitcast(b.or_(*more), I16), I16(0))
+        flag = b.select(any_, ir.Constant(F32, 1.0), ir.Constant(F32, 0.0))
+        b.store(flag, b.inttoptr(number, F32.as_pointer())).align = 4
 
     return fixed_queries
 

@@ -40,10 +40,13 @@ def width(stored, scale_format, group, dims):
 def queries(rows, *form):
     """Compile the conversion of queries [rows, dim] to fixed point.
 
-    The result has at most (4 * dim + 64) * rows bytes. `form` describes the codes: (stored, scale_format,
+    The result has at most (5 * dim + 64) * rows bytes. `form` describes the codes: (stored, scale_format,
     group, width).
     """
-    fixed, scratch = integers.compile_fixed_queries(rows, *form), memory.scratch(2 * rows * form[-1])
+    fixed, scratch = (
+        integers.compile_fixed_queries(rows, *form),
+        memory.scratch(integers.PARTS * rows * form[-1]),
+    )
 
     def queries(params_address, block_address, tile_address):
         params, tile = params_at(params_address), tile_at(tile_address)

@@ -6,15 +6,17 @@ P = exp(S - m), O = O alpha + P V  [dim, rows], P as fixed point of 16 bits
 
 import functools
 
+import numpy as np
 from numba import types
 
 from kvkit.cpu import memory
 from kvkit.cpu.attention.engines.load import rows_of_head
 from kvkit.cpu.attention.params import block_at, params_at, step_code, tile_at, whole_tiles
-from kvkit.cpu.simd import integers, wide_integers
+from kvkit.cpu.simd import attention, integers, wide_integers
+from kvkit.cpu.simd.attention import WIDE
 from kvkit.runtime.jit import helper
 
-get_float = memory.load(types.float32)
+get_float, put_float = memory.load(types.float32), memory.store(types.float32)
 
 
 @helper
@@ -25,12 +27,19 @@ def scales_of(values, dim):
 
 @functools.cache
 def queries(*form):
-    """Compile the conversion of queries [dim, WIDE] to fixed point; the result has 64 * dim + 128 bytes."""
+    """Compile the conversion of queries [dim, WIDE] to fixed point, once or twice 64 * dim + 128 bytes.
+
+    If fixed point loses too much of a row, `tile.rest` is the address of queries that hold what is lost.
+    """
     fixed = wide_integers.compile_fixed_queries(*form)
 
     def queries(params_address, block_address, tile_address):
-        params, tile = params_at(params_address), tile_at(tile_address)
-        fixed(tile.queries, params.keys.padded_dim, tile.engine_queries)
+        params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
+        dim, lost, tile.rest = params.keys.padded_dim, block.workspace + params.workspace.lines, 0
+        fixed(tile.queries, dim, tile.engine_queries, lost, block.number)
+        if get_float(block.number) > 0:
+            tile.rest = tile.engine_queries + 64 * dim + 128
+            fixed(lost, dim, tile.rest, lost, block.number)
 
     return step_code(queries, ("queries", *form))
 
@@ -76,6 +85,11 @@ def scores(*form):
         params, block, tile = params_at(params_address), block_at(block_address), tile_at(tile_address)
         tokens, dim = whole_tiles(tile.count), params.keys.padded_dim
         multiply(tile.engine_queries, block.wide_keys, tokens, dim, tile.scores, tile.factor)
+        if tile.rest:
+            added = block.workspace + params.workspace.lines
+            multiply(tile.rest, block.wide_keys, tokens, dim, added, tile.factor)
+            put_float(block.number, np.float32(1))
+            attention.add_scaled(added, tile.scores, tokens * WIDE, block.number)
 
     return step_code(scores, ("scores", *form))
 
