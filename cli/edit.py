@@ -2,8 +2,6 @@
 
 import json
 import re
-from pathlib import Path
-from types import SimpleNamespace
 
 import click
 import numpy as np
@@ -12,6 +10,7 @@ from kvkit import Rope, files
 from kvkit.cache import PagedCache, load
 from kvkit.errors import KvkitError
 from kvkit.files import llama, llama_writing
+from kvkit.files.model_config import read_entries
 from kvkit.files.paths import check_source, check_target
 from kvkit.tools import states
 from kvkit_cli import tool
@@ -224,8 +223,7 @@ def parse_rope(text):
         return text
     try:
         if "=" not in text:
-            config = json.loads(Path(text).read_text())
-            return Rope.from_config(SimpleNamespace(**config.get("text_config", config)))
+            return Rope.from_config(read_entries(text))
         pairs = (part.partition("=") for part in text.split(","))
         return Rope(**{name: json.loads(value) for name, _, value in pairs})
     except KvkitError as error:

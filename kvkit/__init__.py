@@ -6,7 +6,7 @@
     merge_attention_states        merge attention over parts of a context
     Rope, rotary_position_embedding, alibi_slope, alibi_mask    encode positions
     paged_attention, paged_append, swap_blocks, paged_plan    work on engines' pools; plans are PagedPlan
-    mla_attention, mla_append, mla_absorb, mla_expand     work on latent caches (MLA)
+    mla_attention, mla_append, mla_absorb, mla_expand, mla_scale    work on latent caches (MLA)
     indexer_scores, topk_rows                             choose the rows that sparse attention reads
     gated_delta_step, gated_delta_rule, gated_delta_replay    run the states of GDN and KDA layers
     delta_gates, causal_conv, causal_conv_update          compute what goes into them
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from kvkit import tools as tools
     from kvkit.cache import DynamicCache, PagedCache, QuantizedCache, StaticCache, load
     from kvkit.indexer import indexer_scores, topk_rows
-    from kvkit.mla import mla_absorb, mla_append, mla_attention, mla_expand
+    from kvkit.mla import mla_absorb, mla_append, mla_attention, mla_expand, mla_scale
     from kvkit.recurrent import (
         causal_conv,
         causal_conv_update,
@@ -75,8 +75,8 @@ __all__ = [
     "causal_conv_update", "check", "convert", "delta_gates", "diff", "draw", "dynamic_batching",
     "gated_delta_replay", "gated_delta_rule", "gated_delta_step", "indexer_scores", "inspect",
     "key_value_cache", "load", "merge_attention_states", "mla_absorb", "mla_append", "mla_attention",
-    "mla_expand", "multi_head_attention", "multi_head_cache_attention", "paged_append", "paged_attention",
-    "paged_plan", "rotary_position_embedding", "size", "study", "swap_blocks", "topk_rows",
+    "mla_expand", "mla_scale", "multi_head_attention", "multi_head_cache_attention", "paged_append",
+    "paged_attention", "paged_plan", "rotary_position_embedding", "size", "study", "swap_blocks", "topk_rows",
 ]  # fmt: skip
 # {name: the module that has it, or is it}; these are imported on first use
 ROOMS = "cache", "eviction", "files", "formats", "integrations", "layouts", "tools"

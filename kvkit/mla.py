@@ -30,9 +30,38 @@ from kvkit.checks.paged import checked_paged_attention
 from kvkit.formats import FLOAT32
 from kvkit.interop import returns_input_kind
 from kvkit.merge import merge_checked
+from kvkit.models.configuration import read_latent_scale
 from kvkit.typed import Array, Attended, Pair
 
 Table = ArrayLike | tuple[ArrayLike, ArrayLike]
+
+
+def mla_scale(config: Any) -> float:
+    """Return the softmax scale of a model with latent attention, which `mla_attention` takes as ``scale``.
+
+    It is (P + R)^-1/2 for keys of P plain and R rotated elements; a latent row's size does not matter. Where
+    YaRN stretches the context, it is multiplied by a temperature squared:
+    ``(0.1 * mscale_all_dim * ln(factor) + 1) ** 2``.
+
+    Parameters
+    ----------
+    config : mapping or PreTrainedConfig
+        The entries of a config.json, or an object that has them as attributes.
+
+    Raises
+    ------
+    KvkitError
+        If the model has no latent attention, or an entry is missing or wrong.
+
+    Examples
+    --------
+    >>> import kvkit
+    >>> yarn = {"rope_type": "yarn", "factor": 40, "mscale_all_dim": 1.0}
+    >>> sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    >>> round(kvkit.mla_scale(sizes | {"rope_scaling": yarn}), 4)   # DeepSeek-V3
+    0.1352
+    """
+    return read_latent_scale(config)
 
 
 @returns_input_kind

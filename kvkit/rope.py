@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self, SupportsIndex
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -15,34 +15,16 @@ from kvkit.checks.values import finite_number, flag, integer, positive_number
 from kvkit.errors import KvkitError, argument_error, describe
 from kvkit.formats.elements import FLOATS
 from kvkit.interop import returns_input_kind
+from kvkit.models.configuration import read_ropes
+from kvkit.models.description import RopeWords
+from kvkit.models.rotations import NO_ROTATION
 from kvkit.typed import Array
 
 FLOAT_DTYPES = {np.dtype(np.float64), *(each.dtype for each in FLOATS)}
-NO_ROTATION = "none"  # NoPE layers and ALiBi: keys stay as they are when positions move
 # What error messages expect
 DYNAMIC = "a fixed base: dynamic NTK scaling computes it from the length of each call"
 AXES = "one position for each token, or text_only=True where all axes are equal"
 LONGROPE = "long=True or long=False, the list that all keys were made with"
-ROTATES = "a config that shows how keys are rotated (else describe it with kvkit.Rope)"
-
-# What configs do not say, by their `model_type`, as the models of transformers do it
-# A pair of rotated elements is two neighbours.
-NEIGHBOURS = {
-    *("blt", "codegen", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text", "glm"),
-    *("glm4", "glm4v_text", "glm_ocr_text", "gptj", "helium", "llama4_text", "moonshine"),
-    "moonshine_streaming",
-}
-# Only layers with a window rotate keys. In a model without a window all do (True), or none does (False).
-WINDOWS_ROTATE = dict.fromkeys(("afmoe", "cohere2", "flint"), False)
-WINDOWS_ROTATE |= dict.fromkeys(("exaone4", "exaone4_5_text", "exaone_moe", "kolibri1"), True)
-NEVER = {"bloom", "jamba", "mpt", "nemotron_h", "zamba"}  # no layer rotates keys
-SWITCHES: dict[object, tuple[str, object]] = {  # an entry of the config, and its value if keys are rotated
-    "falcon": ("alibi", False),
-    "granitemoehybrid": ("position_embedding_type", "rope"),
-    "zamba2": ("use_mem_rope", True),
-}
-UNREAD = {"cohere2_moe", "granite_swa", "granitemoe_swa", "nanochat"}  # layers rotate by rules not read here
-THETA_UNSAID = {"falcon", "llama"}  # older configs of these have no entry about rotation
 
 
 @dataclass(frozen=True)
@@ -62,9 +44,9 @@ class Rope:
         Whether a pair is two neighbours; else it is elements i and i + rotary_dim / 2.
     scaling : mapping, optional
         As ``rope_parameters`` of transformers: ``rope_type`` is ``"default"``, ``"linear"``, ``"llama3"``,
-        ``"yarn"`` or ``"longrope"``, with its parameters. For longrope, ``long`` says whether all keys were
-        rotated with the long list. A model with several position axes (``mrope_section``) needs
-        ``text_only=True``: positions on all axes are equal, as in text.
+        ``"yarn"``, ``"longrope"`` or ``"proportional"`` (Gemma 4), with its parameters. For longrope,
+        ``long`` says whether all keys were rotated with the long list. A model with several position axes
+        (``mrope_section``) needs ``text_only=True``: positions on all axes are equal, as in text.
     begin : int
         The first rotated element of a head: 128 in DeepSeek's keys, 512 in latent rows.
 
@@ -233,101 +215,56 @@ class Rope:
         long: bool | None = None,
         text_only: bool = False,
         interleaved: bool | None = None,
+        expanded: bool = False,
     ) -> list[Self | str]:
-        """Read from a config of transformers how each layer rotates its keys.
+        """Read from a model's configuration how each layer rotates its keys.
 
         Parameters
         ----------
-        config : PreTrainedConfig
-            Or an object with the entries of a config.json as attributes.
+        config : mapping or PreTrainedConfig
+            The entries of a config.json, or an object that has them as attributes.
         long : bool, optional
             For longrope: whether all keys were rotated with the long list.
         text_only : bool
             For models with several position axes: whether positions on all axes are equal.
         interleaved : bool, optional
             Whether a pair is two neighbours. Configs do not say this: without it, the `model_type` decides
-            (True for Cohere, GLM, GPT-J and others, else False).
+            (True for Cohere, GLM, GPT-J and others, else False). DeepSeek's weights rotate neighbours;
+            transformers reorders them to halves before it caches a key.
+        expanded : bool
+            For latent models: whether keys are [qk_nope_head_dim, qk_rope_head_dim]. Else they are rows of a
+            `LatentLayer`, whose rotated elements follow the latent vector.
 
         Returns
         -------
         list of Rope or "none"
-            An entry for each layer; ``"none"`` for a layer that rotates nothing.
+            An entry for each layer; ``"none"`` for a layer that rotates nothing, or has no keys.
 
         Raises
         ------
         KvkitError
-            If the config does not show it, as for GPT-2, whose positions are added to the embeddings, and for
-            MLA (DeepSeek), where it depends on how keys are cached.
+            If the config does not show it, as for GPT-2, whose positions are added to the embeddings; if an
+            entry about positions was not used, or if two disagree.
         """
-        config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        rotates, types = rotating_layers(config), getattr(config, "layer_types", None)
-        parameters = entry(config, "rope_parameters", "rope_scaling") or {}
-        if not isinstance(parameters, Mapping):
-            raise argument_error("rope_parameters", "a mapping", describe(parameters))
-        arguments = {"long": long} if long is not None else {}
-        arguments |= {"text_only": True} if text_only else {}
-        if interleaved is None:
-            interleaved = getattr(config, "model_type", None) in NEIGHBOURS
+        options = {"long": long} if long is not None else {}
+        options |= {"text_only": True} if text_only else {}
 
-        def rope_of(layer: SupportsIndex) -> Self | str:
-            of_layer = parameters.get(types[layer], parameters) if types else parameters
-            if of_layer is None:  # this type of layer rotates nothing
-                return NO_ROTATION
-            scaling = dict(of_layer) | arguments
-            theta = scaling.get("rope_theta") or entry(config, "rope_theta", "rotary_emb_base") or 1e4
-            for name in ("original_max_position_embeddings", "max_position_embeddings"):
-                scaling.setdefault(name, getattr(config, name, None))
-            dim = rotated_elements(config, scaling)
-            return cls(dim, positive_number("theta", theta), interleaved, scaling)
+        def rope_of(words: RopeWords | str) -> Self | str:
+            if isinstance(words, str):
+                return words
+            pairs = words.interleaved if interleaved is None else interleaved
+            if pairs is None:
+                wanted = "True or False for this model, whose config does not say which elements are pairs"
+                raise argument_error("interleaved", wanted, "None")
+            scaling = words.scaling | options
+            return cls(words.rotary_dim, words.theta, pairs, scaling, words.begin)
 
-        return [rope_of(layer) if rotated else NO_ROTATION for layer, rotated in enumerate(rotates)]
-
-
-def entry(config: Any, *names: str) -> Any:
-    """Return an entry of a config that models call by several names: the first that is set, or None."""
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if value is not None), None)
-
-
-def rotating_layers(config: Any) -> list[bool]:
-    """Return whether each layer of a model rotates its keys."""
-    kind = getattr(config, "model_type", None)
-    count = integer("num_hidden_layers", entry(config, "num_hidden_layers", "n_layer", "n_layers"), 0)
-    switch, value = SWITCHES.get(kind, ("", False))  # most models have none
-    if kind in NEVER or getattr(config, switch, False) != value:
-        return [False] * count
-    if entry(config, "qk_rope_head_dim"):
-        raise argument_error("config", ROTATES, "qk_rope_head_dim (MLA), where it depends on the cache")
-    if kind in UNREAD:
-        raise argument_error("config", ROTATES, f"model_type {kind!r}, which kvkit cannot read")
-    names = "rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", "rotary_dim"
-    if kind is not None and kind not in THETA_UNSAID and entry(config, *names) is None:
-        raise argument_error("config", ROTATES, f"model_type {kind!r} without rope_parameters or rope_theta")
-    for name in ("layer_types", "no_rope_layers"):
-        if getattr(config, name, None) and len(getattr(config, name)) != count:
-            raise argument_error(name, f"{count} entries, one for each layer", len(getattr(config, name)))
-    if kind in WINDOWS_ROTATE:
-        if not getattr(config, "layer_types", None):
-            raise argument_error("config", ROTATES, f"model_type {kind!r} without layer_types")
-        windows = [each == "sliding_attention" for each in config.layer_types]
-        return windows if getattr(config, "sliding_window", None) else [WINDOWS_ROTATE[kind]] * count
-    # Despite its name, `no_rope_layers` has 1 for layers that rotate.
-    return [bool(rotates) for rotates in entry(config, "no_rope_layers") or [1] * count]
-
-
-def rotated_elements(config: Any, parameters: Mapping[str, Any]) -> int:
-    """Return how many elements of a head a model rotates."""
-    try:
-        dim = getattr(config, "head_dim", None)
-    except Exception as error:  # Gemma 4: transformers refuses to give one for all layers
-        raise argument_error("config", ROTATES, "a head_dim for each layer") from error
-    if not dim:
-        heads = integer("num_attention_heads", entry(config, "num_attention_heads", "n_head"), 1)
-        dim = integer("hidden_size", entry(config, "hidden_size", "n_embd"), 1) // heads
-    share = parameters.get("partial_rotary_factor", entry(config, "partial_rotary_factor", "rotary_pct"))
-    if share is None:
-        return integer("rotary_dim", entry(config, "rotary_dim") or dim)
-    return int(integer("head_dim", dim, 1) * positive_number("partial_rotary_factor", share))
+        ropes: dict[str, Self | str] = {}  # many layers rotate alike
+        layers = [(repr(words), words) for words in read_ropes(config, expanded=expanded)]
+        for key, words in layers:
+            if key not in ropes:
+                ropes[key] = rope_of(words)
+        return [ropes[key] for key, _ in layers]
 
 
 def whole_numbers(name: str, given: ArrayLike) -> Array:
@@ -452,10 +389,20 @@ def longrope(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
     return inverse / factors, finite_number("attention_factor", factor)
 
 
+def proportional(rope: Rope, inverse: Array, numbers: Mapping[str, Any]) -> Scaled:
+    """Return the frequencies of the first pairs of a head, a share of all, and 0 for the others."""
+    share = number_of(numbers, "partial_rotary_factor", 1)
+    if share > 1:
+        raise argument_error("partial_rotary_factor", "a share of at most 1", share)
+    rotated = np.arange(len(inverse)) < int(share * rope.rotary_dim // 2)
+    return np.where(rotated, inverse, 0.0) / number_of(numbers, "factor", 1), 1.0
+
+
 SCALINGS: dict[str, Callable[[Rope, Array, Mapping[str, Any]], Scaled]] = {
     "default": unscaled,
     "linear": linear,
     "llama3": llama3,
     "yarn": yarn,
     "longrope": longrope,
+    "proportional": proportional,
 }

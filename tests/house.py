@@ -15,7 +15,7 @@ from kvkit.operators import OPERATORS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = "kvkit", "kvkit_cuda", "cli"
-TYPED = "errors", "interop", "checks", "calls", "files", "formats", "layouts", "operators", "tools"
+TYPED = "errors", "interop", "checks", "calls", "files", "formats", "layouts", "models", "operators", "tools"
 # Functions that every reader of files, every verb, every lazy package or every engine of attention has.
 PROTOCOL = {"read", "write", "main", "__getattr__", "__dir__", "engine", "load", "scores", "sums"}
 # Files of the operators without a namespace, some of which have namesakes in one.

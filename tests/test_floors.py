@@ -22,6 +22,7 @@ FLOORS = (
     "layouts",
     "operators",
     "formulas",  # 2
+    "models",
     "checks",  # 3
     "cpu",  # 4
     "calls rope",  # 5

@@ -7,15 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.errors import argument_error
+from kvkit.errors import KvkitError, argument_error
 from kvkit.files import Description
 from kvkit.files.llama import HEADS
-from kvkit.files.model_config import LayerShape, ModelShape, read_model
+from kvkit.files.model_config import read_entries
 from kvkit.formats import FLOATS
+from kvkit.models.configuration import read_layers, read_ropes
+from kvkit.models.description import LayerShape, RopeWords
 from kvkit.tools.contents import contents_of
 from kvkit.tools.source import SLIDING
 
-ATTENTION = {"cache": ("full", "latent"), SLIDING: ("sliding",)}  # kinds of layers in each cache
+# {cache in a file: the kinds of layers that it has}
+ATTENTION = {"cache": ("full", "latent", "both"), SLIDING: ("window", "chunk")}
 
 
 def with_model(source: Any, model: Any) -> Any:
@@ -35,7 +38,8 @@ def with_model(source: Any, model: Any) -> Any:
     """
     if model is None:
         return source
-    contents, shape = contents_of(source), read_model(model)
+    contents, entries = contents_of(source), read_entries(model)
+    shape, ropes = read_layers(entries), known_ropes(entries)
     arrays, metadata = dict(contents.arrays), dict(contents.metadata)
     description, two_caches = contents.description, SLIDING in metadata
     for name, kinds in ATTENTION.items():
@@ -43,8 +47,7 @@ def with_model(source: Any, model: Any) -> Any:
         if sliding and not two_caches:
             continue
         wanted_kinds = kinds if two_caches else sum(ATTENTION.values(), ())
-        chosen = {number: layer for number, layer in zip(shape.numbers, shape.layers, strict=True)
-                  if layer.kind in wanted_kinds}  # fmt: skip
+        chosen = {i: layer for i, layer in enumerate(shape.layers) if layer.kind in wanted_kinds}
         layers = list(chosen.values())
         own = Description(**metadata[SLIDING]) if sliding else contents.description
         if own.sizes.get("l", len(layers)) != len(layers):
@@ -52,7 +55,7 @@ def with_model(source: Any, model: Any) -> Any:
             wanted = f"a model of {own.sizes['l']} layers {kind}, as the file has"
             raise argument_error("model", wanted, f"{shape.name}, which has {len(layers)}")
         arrays[f"{SLIDING}_layers" if sliding else "layers"] = np.array(list(chosen))
-        own = with_shape(own, layers, shape, sliding)
+        own = with_shape(own, layers, [ropes[i] for i in chosen])
         if sliding:
             metadata[SLIDING] = own.to_dict()
         else:
@@ -61,7 +64,20 @@ def with_model(source: Any, model: Any) -> Any:
     return replace(contents, arrays=arrays, metadata=metadata, description=description, notes=notes)
 
 
-def with_shape(old: Description, layers: list[LayerShape], shape: ModelShape, sliding: bool) -> Description:
+def known_ropes(entries: Any) -> list[RopeWords | None]:
+    """Return how each layer rotates its keys, or None where that is unknown or nothing is rotated."""
+    try:
+        ropes = read_ropes(entries)
+    except KvkitError:  # as of GPT-2: what a file needs most, heads and layers, does not depend on it
+        return [None] * len(read_layers(entries).layers)
+    stated = "rope_interleaved" in entries  # only headers of GGUF files say which elements are pairs
+    return [
+        None if isinstance(rope, str) else replace(rope, interleaved=rope.interleaved if stated else None)
+        for rope in ropes
+    ]
+
+
+def with_shape(old: Description, layers: list[LayerShape], ropes: list[RopeWords | None]) -> Description:
     """Return a description with the model's heads and rotary embedding; raise if layers differ in heads."""
     shapes = {(layer.heads, layer.key_dim, layer.value_dim or layer.key_dim) for layer in layers}
     if len(shapes) > 1:
@@ -70,8 +86,11 @@ def with_shape(old: Description, layers: list[LayerShape], shape: ModelShape, sl
     sizes = dict(old.sizes) | {"h": heads}
     if old.format in [str(one) for one in FLOATS]:
         sizes |= {"c": dim} | ({} if values == dim else {"v": values})
-    base = (shape.sliding_rope_base if sliding else None) or shape.rope_base
+    rope = next((rope for rope in ropes if rope is not None), None)
+    if rope is None:
+        return replace(old, sizes=sizes)
+    pairs = None if rope.interleaved is None else "interleaved" if rope.interleaved else "halves"
     return replace(
-        old, sizes=sizes, rope_base=old.rope_base or base, rope_pairs=old.rope_pairs or shape.rope_pairs,
-        rope_dim=old.rope_dim or (None if shape.rope_dim in (None, dim) else shape.rope_dim),
+        old, sizes=sizes, rope_base=old.rope_base or rope.theta, rope_pairs=old.rope_pairs or pairs,
+        rope_dim=old.rope_dim or (None if rope.rotary_dim == dim else rope.rotary_dim),
     )  # fmt: skip

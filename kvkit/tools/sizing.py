@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,17 @@ import numpy as np
 
 from kvkit.checks.values import integer
 from kvkit.errors import argument_error, describe
-from kvkit.files.model_config import LayerShape, ModelShape, read_model
+from kvkit.files.model_config import read_model
 from kvkit.formats.elements import BY_NAME, FLOATS
 from kvkit.formats.schemes import Coded, schemes_named
+from kvkit.models.description import LayerShape
 from kvkit.tools.text import columns
 from kvkit.tools.text import size as in_words
 
 UNITS = {"": 1, "B": 1, **{f"{letter}{'i' * (base == 1024)}B": base**power for base in (1000, 1024)
                            for power, letter in enumerate("KMGT", 1)}}  # fmt: skip
+LATENT_FORMATS = "ds_mla", "ds_v4"  # their index keys are fp8 codes with a float32 scale
+INDEX_SCALE_BYTES = 4
 STATE_BYTES = 4  # bytes of a number of a recurrent state, which is float32
 LONGEST = 2**40  # tokens; if a cache of this length fits, the context has no limit
 
@@ -57,15 +60,40 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class SizedLayers:
-    """Describes layers of one shape."""
+    """Describes what layers of one kind store: rows of keys and values, or a state."""
 
-    kind: str
+    kind: str  # of `kvkit.models.description.KINDS`, or "index": the keys that choose rows of these layers
     layers: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    window: int | None
-    state: int
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    window: int | None = None
+    state: int = 0
+    ratio: int = 1  # tokens of a row
+
+    def rows(self, tokens: int, engine: EngineRounding, step: int) -> int:
+        """Return how many rows a layer has for a sequence of `tokens` tokens."""
+        if self.window is not None:
+            return engine.sliding(tokens, self.window, step)
+        return engine.full(tokens) // self.ratio
+
+
+def stored_by(layer: LayerShape, count: int) -> list[SizedLayers]:
+    """Return what `count` layers of a shape store, in parts: rows, index keys, states."""
+    sizes = layer.heads, layer.key_dim, layer.value_dim
+    parts = []
+    if layer.kind == "compressed":
+        parts.append(SizedLayers("window", count, *sizes, layer.window))
+        if layer.ratio:
+            parts.append(SizedLayers("compressed", count, *sizes, None, layer.state, layer.ratio))
+    elif layer.kind == "both":
+        parts.append(SizedLayers("full" if layer.window is None else "window", count, *sizes, layer.window))
+        parts.append(SizedLayers("state", count, state=layer.state))
+    else:
+        parts.append(SizedLayers(layer.kind, count, *sizes, layer.window, layer.state))
+    if layer.index_dim:
+        parts.append(SizedLayers("index", count, 1, layer.index_dim, ratio=max(layer.ratio, 1)))
+    return parts
 
 
 @dataclass(frozen=True)
@@ -92,8 +120,9 @@ class CacheSizes:
     Attributes
     ----------
     model : str
+    num_layers : int
     layers : list of SizedLayers
-        The kinds of layers, with the sizes that they store.
+        What layers store, by kind. A layer with rows and a state, or with index keys, is in two of them.
     caches : list of SizedCache
         One for each context length, batch and format; with ``fit`` the longest for each batch and format.
     engine : str
@@ -102,6 +131,7 @@ class CacheSizes:
     """
 
     model: str
+    num_layers: int
     layers: list[SizedLayers]
     caches: list[SizedCache]
     engine: str
@@ -115,9 +145,11 @@ class CacheSizes:
         def shown(number: int | None) -> str:
             return str(number) if number else ""
 
-        heads = "kind", "layers", "heads", "key dim", "value dim", "window", "state"
+        heads = ["kind", "layers", "heads", "key dim", "value dim", "window", "state", "tokens a row"]
         rows = [(each.kind, *map(shown, list(asdict(each).values())[1:])) for each in self.layers]
-        parts = [f"{self.model}: {sum(each.layers for each in self.layers)} layers", columns(heads, rows, 20)]
+        if all(each.ratio == 1 for each in self.layers):
+            heads, rows = heads[:-1], [row[:-1] for row in rows]
+        parts = [f"{self.model}: {self.num_layers} layers", columns(heads, rows, 20)]
         if self.fit is not None:
             longest = [(str(each.batch), each.format, str(each.tokens) if each.tokens < LONGEST else "any",
                         in_words(each.bytes)) for each in self.caches]  # fmt: skip
@@ -186,12 +218,17 @@ def size(
         raise argument_error("engine", f"one of {', '.join(ENGINES)}", describe(engine))
     rounding = ENGINES[engine]
     step = rounding.step if step is None else integer("step", step, 0)
+    distinct: dict[LayerShape, int] = {}
+    for layer in shape.layers:
+        layer = replace(layer, source=None)
+        distinct[layer] = distinct.get(layer, 0) + 1
+    layers = [part for layer, count in distinct.items() for part in stored_by(layer, count)]
     names = [name.strip() for text in several(formats) for name in text.split(",")]
-    bits = {name: row_bits(name, shape) for name in names}
+    bits = {name: row_bits(name, layers) for name in names}
     batches = [integer("batch", each, 1) for each in several(batch)]
 
     def sized(tokens: int, batch: int, format: str) -> SizedCache:
-        return count_bytes(shape, tokens, batch, format, bits[format], rounding, step)
+        return count_bytes(layers, tokens, batch, format, bits[format], rounding, step)
 
     if fit is not None:
         most = parse_bytes(fit)
@@ -201,9 +238,7 @@ def size(
         lengths = sorted({integer("tokens", n, 1) for n in wanted if n or tokens is not None})
         caches = [sized(n, b, f) for n in lengths for b in batches for f in bits]
         most = None
-    distinct = dict.fromkeys(shape.layers)
-    layers = [SizedLayers(layers=shape.layers.count(layer), **asdict(layer)) for layer in distinct]
-    return CacheSizes(shape.name, layers, caches, engine, most)
+    return CacheSizes(shape.name, len(shape.layers), layers, caches, engine, most)
 
 
 def several(value: Any) -> list[Any]:
@@ -219,36 +254,37 @@ def parse_bytes(text: int | str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def row_bits(format: str, shape: ModelShape) -> dict[LayerShape, tuple[float, float]]:
-    """Return {shape of layer: (bits of a token's keys, bits of its values)}, scales included."""
+def row_bits(format: str, layers: list[SizedLayers]) -> list[tuple[float, float]]:
+    """Return for each part (bits of a token's keys, bits of its values), scales included."""
     element = BY_NAME.get(format)
     schemes = None if element in FLOATS else schemes_named(format)
 
-    def bits(layer: LayerShape, side: int) -> float:
+    def bits(layer: SizedLayers, side: int) -> float:
         heads, dim = layer.heads, (layer.key_dim, layer.value_dim)[side]
         if schemes is None or not heads * dim:
             return heads * dim * (element.bits if element else 0)
         if not isinstance(scheme := schemes[side], Coded):
             raise argument_error("formats", "floats and formats, no registered scheme", repr(format))
+        if layer.kind == "index" and format in LATENT_FORMATS:
+            return 8 * (dim + INDEX_SCALE_BYTES)
         zeros = np.zeros((scheme.step, heads, dim), np.float32)
         coded = scheme.over([zeros])
         return coded.stored(coded.encode(zeros), 16, first=False) / len(zeros)
 
-    return {layer: (bits(layer, 0), bits(layer, 1)) for layer in dict.fromkeys(shape.layers)}
+    return [(bits(layer, 0), bits(layer, 1)) for layer in layers]
 
 
 def count_bytes(
-    shape: ModelShape, tokens: int, batch: int, format: str, bits: dict[LayerShape, tuple[float, float]],
+    layers: list[SizedLayers], tokens: int, batch: int, format: str, bits: list[tuple[float, float]],
     engine: EngineRounding, step: int,
 ) -> SizedCache:  # fmt: skip
     """Count the bytes of a cache of `batch` sequences with `tokens` tokens each; `bits` is of `row_bits`."""
     keys = values = states = 0.0
-    for layer in shape.layers:
-        window = layer.window
-        rows = batch * (engine.full(tokens) if window is None else engine.sliding(tokens, window, step))
-        keys += rows * bits[layer][0] / 8
-        values += rows * bits[layer][1] / 8
-        states += batch * layer.state * STATE_BYTES
+    for layer, (key_bits, value_bits) in zip(layers, bits, strict=True):
+        rows = batch * layer.layers * layer.rows(tokens, engine, step)
+        keys += rows * key_bits / 8
+        values += rows * value_bits / 8
+        states += batch * layer.layers * layer.state * STATE_BYTES
     return SizedCache(tokens, batch, format, int(keys), int(values), int(states))
 
 

@@ -74,7 +74,7 @@ REFUSED = {
     "chat.npz --remove 0:2 --shift 3::5 -o out.npz": "--rope: expected how keys were rotated",
     "chat.npz --shift 3::5 --rope rotary_dim=3 -o out.npz": "--rope rotary_dim=3: rotary_dim: expected",
     "chat.npz --shift 3::5 --rope spin=3 -o out.npz": "--rope spin=3: expected",
-    "chat.npz --shift 3::5 --rope chat.npz -o out.npz": "--rope chat.npz: not a config.json",
+    "chat.npz --shift 3::5 --rope chat.npz -o out.npz": "--rope chat.npz: chat.npz: neither a config.json",
     "chat.npz --shift 3::5 --rope gpt2.json -o out.npz": "--rope gpt2.json: config: expected a config",
     "other.npz --remove 1:2 -o out.npz": "kvkit edit takes files of Cache.save",
     "pages.npz --remove 1:2 -o out.npz": "got sequences in blocks",

@@ -70,10 +70,10 @@ def test_states_are_counted_once_for_a_sequence():
 
 def test_kinds_of_layers():
     patterns = {
-        "gemma2": (transformer(4, 8, 64, model_type="gemma2", sliding_window=9), "sliding full sliding full"),
+        "gemma2": (transformer(4, 8, 64, model_type="gemma2", sliding_window=9), "window full window full"),
         "qwen2": (
             transformer(3, 8, 64, sliding_window=9, use_sliding_window=True, max_window_layers=2),
-            "full full sliding",
+            "full full window",
         ),
         "off": (transformer(2, 8, 64, sliding_window=9, use_sliding_window=False), "full full"),
         "gemma3n": (transformer(3, 8, 64, num_kv_shared_layers=1), "full full shared"),
@@ -81,12 +81,12 @@ def test_kinds_of_layers():
         "nemotron": (
             transformer(3, 8, 64, hybrid_override_pattern="M-*", mamba_num_heads=2, mamba_head_dim=4,
                         ssm_state_size=8, n_groups=1, conv_kernel=4, hidden_size=9),
-            "recurrent full",
+            "state none full",
         ),
         "jamba": (
             transformer(3, 8, 64, attn_layer_period=3, attn_layer_offset=1, hidden_size=8, mamba_expand=2,
                         mamba_d_state=16, mamba_d_conv=4),
-            "recurrent full recurrent",
+            "state full state",
         ),
     }  # fmt: skip
     for name, (config, kinds) in patterns.items():
@@ -127,7 +127,7 @@ HEADERS = {
     "states": (
         HEAD
         | {"full_attention_interval": 2, "ssm__inner_size": 8, "ssm__state_size": 2, "ssm__conv_kernel": 4},
-        "recurrent", 2,
+        "state", 2,
     ),
 }  # fmt: skip
 
@@ -148,10 +148,10 @@ def test_the_longest_context_that_fits(fit):
 
 
 REFUSED = {
-    "num_hidden_layers: expected a number in the configuration, got None": {},
-    "layer_types: expected types of": transformer(1, 1, 8, layer_types=["moon"]),
-    "layer_types: expected 3 of them": transformer(3, 1, 8, layer_types=["full_attention"]),
-    "heads: expected a number, or 2": transformer(2, [1, 2, 3], 8),
+    "num_hidden_layers: expected a whole number from 1": {},
+    "layer_types[0]: expected a type of": transformer(1, 1, 8, layer_types=["moon"]),
+    "layer_types: expected 3 members": transformer(3, 1, 8, layer_types=["full_attention"]),
+    "num_key_value_heads: expected 2 members": transformer(2, [1, 2, 3], 8),
 }
 
 

@@ -42,7 +42,7 @@ class LatentLayer(DynamicLayer):
     Parameters
     ----------
     latent_dim, rope_dim : int
-        The elements of c and of r.
+        The elements of c and of r. Without r (``rope_dim=0``) a row is c alone.
     format : str, optional
         Stores c as codes: ``"ds_mla"``, or a format whose scales belong to one token, such as ``"int8:g64"``.
         Attention decodes some thousands of rows at a time.
@@ -73,7 +73,7 @@ class LatentLayer(DynamicLayer):
         rope_dtype: str = "bfloat16",
     ) -> None:
         self.latent_dim = integer("latent_dim", latent_dim, 1)
-        self.rope_dim = integer("rope_dim", rope_dim, 1)
+        self.rope_dim = integer("rope_dim", rope_dim, 0)
         self.format, self.rope_dtype = format, rope_dtype
         self._codes: LatentCodes | None = None
         self._joined = self.latent_dim + self.rope_dim + self.index_dim
@@ -90,7 +90,7 @@ class LatentLayer(DynamicLayer):
     # Adding tokens
 
     def update(  # the parts of rows in place of keys and values
-        self, latent: Array, kpe: Array, cache_position: ArrayLike | None = None
+        self, latent: Array, kpe: Array | None = None, cache_position: ArrayLike | None = None
     ) -> tuple[States, States]:
         """Append the rows of new tokens; return the keys and values of all tokens.
 
@@ -99,7 +99,7 @@ class LatentLayer(DynamicLayer):
         latent : ndarray, shape [B, 1, q, latent_dim]
             float32, float16 or bfloat16: the normed latent vectors.
         kpe : ndarray, shape [B, 1, q, rope_dim]
-            The rotated keys, of the same dtype.
+            The rotated keys, of the same dtype. Only rows without them (``rope_dim=0``) do without.
         cache_position : array_like of int, shape [q], optional
             Consecutive positions of the new tokens, after the last one.
 
@@ -127,11 +127,13 @@ class LatentLayer(DynamicLayer):
             raise argument_error("latent", wanted, describe(key_states))
         return Geometry(batch, 1, width, width, BY_NAME["uint8"], width)
 
-    def _joined_rows(self, latent: Array, kpe: Array) -> Array:
+    def _joined_rows(self, latent: Array, kpe: Array | None) -> Array:
         """Check the two parts of new rows, and join them."""
         checked_format("latent", latent, FLOATS, 4)
         if latent.shape[1] != 1 or latent.shape[3] != self.latent_dim:
             raise argument_error("latent", f"shape [B, 1, q, {self.latent_dim}]", f"shape {latent.shape}")
+        if kpe is None and not self.rope_dim:
+            return latent
         return join_parts(("latent", "kpe"), latent, kpe, self.rope_dim)
 
     def attend(  # type: ignore[override]  # a query has two parts, and a scale is required
@@ -222,10 +224,10 @@ class LatentLayer(DynamicLayer):
             raise argument_error(self.name, wanted, call)
 
 
-def join_parts(names: tuple[str, str], latent: Array, rotated: Array, rope_dim: int) -> Array:
+def join_parts(names: tuple[str, str], latent: Array, rotated: Array | None, rope_dim: int) -> Array:
     """Check and join the parts of latent rows or queries; `names` are the names of both arguments."""
     fmt, shape = checked_format(names[0], latent, FLOATS, 4), (*latent.shape[:3], rope_dim)
-    if checked_format(names[1], rotated, FLOATS, 4) is not fmt or rotated.shape != shape:
+    if rotated is None or checked_format(names[1], rotated, FLOATS, 4) is not fmt or rotated.shape != shape:
         raise argument_error(names[1], f"{shape} of {fmt}, as {names[0]}", describe(rotated))
     return np.concatenate((latent, rotated), axis=3)
 

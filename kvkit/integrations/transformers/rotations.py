@@ -9,7 +9,8 @@ import torch
 
 from kvkit.cache.layers.positions import KNOWN_ROTATION
 from kvkit.errors import KvkitError, argument_error
-from kvkit.rope import NEIGHBOURS, Rope
+from kvkit.models.rotations import NEIGHBOURS
+from kvkit.rope import Rope
 
 # {rotate_half([0, 1, 2, 3]): whether the pairs are neighbours, (0, 1) and (2, 3), and not (0, 2) and (1, 3)}
 PAIRS = {(-2, -3, 0, 1): False, (-1, 0, -3, 2): True}
