@@ -102,11 +102,6 @@ def test_a_shift_by_the_config_gives_the_keys_that_the_model_makes_at_the_other_
         torch.testing.assert_close(at_0 if rope == "none" else rope.shift(at_0, 5), at_5, atol=1e-5, rtol=0)
 
 
-def test_a_config_with_a_head_size_for_each_layer_is_refused():
-    with pytest.raises(KvkitError, match="got a head_dim for each layer"):
-        Rope.from_config(transformers.Gemma4TextConfig())
-
-
 def test_padding_goes_by_position(model):
     padding = torch.arange(12)[None] > torch.tensor([[-1], [2]])
     whole, holed = (KvkitCache(model.config) for _ in range(2))
