@@ -157,7 +157,8 @@ OLDER = {  # words of configurations before `rope_parameters`
     "llama4_text": {"rope_theta": 5e5, "attention_chunk_size": 8, "no_rope_layers": [],
                     "rope_scaling": LLAMA3},
     "step3p5": {"rope_theta": [5e6, 1e4] * 3, "partial_rotary_factors": [0.5, 1.0] * 3,
-                "rope_scaling": LLAMA3, "layer_types": ["full_attention", "sliding_attention"] * 3, "sliding_window": 8},
+                "rope_scaling": LLAMA3, "sliding_window": 8,
+                "layer_types": ["full_attention", "sliding_attention"] * 3},
     "gemma4_text": {"rope_parameters": {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
