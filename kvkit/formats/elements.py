@@ -121,6 +121,15 @@ STORED = {element.name: element for element in (*FLOATS8, *BLOCKS)}  # other sto
 MASKS = {"float32": 1, "float16": 2, "bfloat16": 3, "bool": 4}  # the number of a mask's type in kernels
 
 
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Return whether a dtype of numpy or ml_dtypes is a float of any width, so that it may have NaN."""
+    try:
+        ml_dtypes.finfo(dtype)
+    except ValueError:  # integers and texts
+        return False
+    return True
+
+
 def coarser(name: str, other: str) -> bool:
     """Return whether one float format, by its name, has fewer significant bits than another."""
     return BY_NAME[name].significant < BY_NAME[other].significant

@@ -217,7 +217,8 @@ def convert(
         descriptions[CACHE] = replace(described, layout=DS_V4_LAYOUT, sizes=rest, format="ds_v4")
     metadata = opened.carried_metadata(descriptions.get(SLIDING))
     facts = arrays, descriptions[CACHE], str(opened.layout), total, verify
-    result = Conversion(*facts, metadata=metadata, notes=opened.guess)
+    notes = *opened.guess, *(note_on_pages(opened, to_layout) if page_size is None else ())
+    result = Conversion(*facts, metadata=metadata, notes=notes)
     return result if target is None else write_conversion(target, result)
 
 
@@ -234,6 +235,15 @@ def to_new_format(
     facts = made.description, str(source.layout or LINE), made.bytes, False, made.before
     result = Conversion(made.arrays, *facts, metadata=made.metadata, notes=source.guess)
     return write_conversion(target, result) if target is not None and to_state else result
+
+
+def note_on_pages(source: CacheSource, to_layout: str) -> tuple[str, ...]:
+    """Return a note on pages that a layout of whole sequences takes for sequences; () without page tables."""
+    found = source.block_tables() if layouts.parse(to_layout) == layouts.parse("hf") else None
+    if found is None:
+        return ()
+    pages = "each page became" if found[1].page_size > 1 else "the rows of each block became"
+    return (f"{pages} a sequence of {to_layout}; page_size longest writes the sequences of {found[0]}",)
 
 
 def rows_as_ds_v4(rows: np.ndarray, verify: bool) -> np.ndarray:

@@ -528,3 +528,36 @@ def test_places_and_words(arrays, expected):
 def test_what_is_no_table(arrays, message):
     with pytest.raises(KvkitError, match=message):
         check(arrays)
+
+
+FLOAT_TYPES = [
+    *("float64", "longdouble", "float32", "float16", "complex64", "bfloat16", "float8_e4m3fn"),
+    *(
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3",
+        "float8_e3m4",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", FLOAT_TYPES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_are_found_in_every_float_type(name, value):
+    """In rows in use (D1), and behind the last token (D2). A cast of infinity is NaN in types without it."""
+    dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
+    for row, rule in ((2, "D1"), (3, "D2")):
+        keys = np.zeros((4, 8, 2, 16), np.float32)
+        keys[1, row, 1, 5] = value
+        with np.errstate(invalid="ignore"):
+            keys = keys.astype(dtype)
+        tables = {"block_tables": np.array([[1]]), "context_lens": np.array([3])}
+        found = check({"key_cache": keys, "value_cache": np.zeros_like(keys)} | tables)
+        assert [(each.rule, each.where) for each in found] == [(rule, f"key_cache[1, {row}]")]
+
+
+def test_integers_are_no_floats():
+    pool = np.zeros((4, 8, 2, 16), np.int32)
+    assert check({"key_cache": pool, "value_cache": pool}).unchecked["D1"] == "floats"

@@ -264,3 +264,25 @@ def test_fused_arrays_under_engines_names(tmp_path, name):
     assert np.array_equal(keys[0].swapaxes(0, 1)[:16], 2 * ONE_LAYER[3, :, :, :64])
     shown = CliRunner().invoke(main, ["check", path, *given, "--keys", "a{l}"])
     assert "--cache: expected no pattern beside one of keys or values" in shown.stderr
+
+
+def test_pages_that_become_sequences_are_noted(tmp_path):
+    pool = np.arange(6 * 16 * 2 * 8, dtype=np.float32).reshape(6, 16, 2, 8)
+    arrays = {
+        "key_cache": pool,
+        "value_cache": pool,
+        "block_tables": np.array([[4, 2]]),
+        "context_lens": np.array([19]),
+    }
+    path, out = str(tmp_path / "pool.npz"), str(tmp_path / "out.npz")
+    files.write(path, arrays, files.Description("| b n h c"))
+    note = "note: each page became a sequence of hf; page_size longest writes the sequences of block tables"
+    shown = CliRunner().invoke(main, ["convert", path, out, "--to", "hf"])
+    assert note in shown.stdout
+    assert files.read(out).arrays["cache.0.0"].shape == (6, 2, 16, 8)
+    shown = CliRunner().invoke(main, ["convert", path, out, "--to", "hf", "--page-size", "longest"])
+    assert "became" not in shown.stdout
+    assert np.array_equal(
+        files.read(out).arrays["cache.0.0"][0, :, :19].swapaxes(0, 1), pool[[4, 2]].reshape(-1, 2, 8)[:19]
+    )
+    assert "became" not in CliRunner().invoke(main, ["convert", path, out, "--to", "vllm-lbnhc"]).stdout

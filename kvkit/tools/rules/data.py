@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvkit.checks import table_rules
-from kvkit.formats import BY_DTYPE
+from kvkit.formats.elements import is_float
 from kvkit.tools.case import Case, CheckedSide
 from kvkit.tools.findings import Seen, rule
 from kvkit.tools.rules.scales import format_of_codes, saved_not_finite
@@ -17,8 +17,7 @@ def not_finite(case: Case, side: CheckedSide) -> np.ndarray | None:
     if coded is not None and side.array.dtype.itemsize == 1:
         bad = ~np.isfinite(coded.format.code.table)
         return bad[side.array.view(np.uint8)] if bad.any() else None
-    fmt = BY_DTYPE.get(side.array.dtype)
-    return ~np.isfinite(side.array) if fmt is not None and fmt.significant else None
+    return ~np.isfinite(side.array) if is_float(side.array.dtype) else None
 
 
 def rows_not_finite(case: Case, which: np.ndarray) -> Seen:

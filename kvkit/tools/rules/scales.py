@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from kvkit.checks.values import FORMATS
-from kvkit.formats import BY_DTYPE, NAMED, Format, named
+from kvkit.formats import NAMED, Format, named
+from kvkit.formats.elements import is_float
 from kvkit.tools.case import Case, CheckedSide
 from kvkit.tools.findings import Seen, rule
 
@@ -107,8 +108,7 @@ def saved_not_finite(case: Case, scales: bool) -> Seen:
     for name, array in case.given.items():
         if not name.startswith("layers.") or name.endswith(".cells") != scales:
             continue
-        fmt = BY_DTYPE.get(array.dtype)
-        if fmt is None or not fmt.significant:
+        if not is_float(array.dtype):
             continue
         looked, bad = True, ~np.isfinite(array)
         if bad.any():
