@@ -307,7 +307,7 @@ def raw_gates(gates: Any, a: Array | None, b: Array | None) -> GateCall:
     """Check the pair `gates` beside raw gates a [tokens, heads(, dk)] and b [tokens, heads]."""
     if a is None:
         raise argument_error("g", "an array beside gates", "None")
-    if not isinstance(gates, (tuple, list)) or len(gates) != 2:
+    if not isinstance(gates, (tuple, list, np.ndarray)) or len(gates) != 2:  # an array: its two rows
         raise argument_error("gates", "a pair (a_log, dt_bias)", describe(gates))
     return gate_call(a, b, ("gates[0]", gates[0]), ("gates[1]", gates[1]))
 

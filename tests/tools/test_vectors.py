@@ -18,7 +18,16 @@ from kvkit.tools import vectors
 from kvkit.tools.vectors import packs
 
 PACK = Path(kvkit.__file__).parents[1] / "examples/packs/pmx"
-OF_POOLS = "paged", "swap", "mla", "indexer", "topk"  # how names of operators begin that other packs have
+OF_POOLS = (
+    "paged",
+    "swap",
+    "mla",
+    "indexer",
+    "topk",
+    "gated",
+    "delta",
+    "causal",
+)  # how names of operators begin that other packs have
 POISONED = "append", "cache-attention"
 
 
@@ -80,6 +89,21 @@ def test_suites_of_latent_caches(tmp_path, suite):
         for name, entry in case["outputs"].items():
             if case["operator"] == "mla_attention":
                 assert (entry["dtype"], name) in {("float64", "attn_output"), ("float64", "lse")}
+
+
+@pytest.mark.parametrize("suite", ["gdn-decode", "gdn-prefill", "kda-prefill", "gdn-drafts", "causal-conv"])
+def test_suites_of_recurrent_states(tmp_path, suite):
+    """All cases pass; outputs are expected in float64; slots of no sequence are NaN before and after."""
+    vectors.make(tmp_path / suite, suite)
+    assert vectors.verify(tmp_path / suite).ok
+    result = vectors.replay(tmp_path / suite)
+    assert result.ok, str(result)
+    assert len(result.cases) > 8
+    cases = packs.manifest(tmp_path / suite)["cases"]
+    assert any(case["refused"] for case in cases)
+    for case in cases:
+        if "output" in case["outputs"]:
+            assert case["outputs"]["output"]["dtype"] == "float64"
 
 
 def test_equal_seeds_give_equal_bytes(small, tmp_path):

@@ -18,7 +18,7 @@ from kvkit.errors import KvkitError
 from kvkit.operators import OPERATORS
 from kvkit.reference import OPERATORS as REFERENCE
 from kvkit.runtime import call_log
-from kvkit.tools.vectors import latent, pools, scenes
+from kvkit.tools.vectors import latent, pools, recurrent, scenes
 from kvkit.tools.vectors.draws import Call, Sizes
 from kvkit.version import __version__
 
@@ -26,10 +26,14 @@ SUITES: dict[str, Callable[[Generator, Sizes], Iterator[tuple[str, Call]]]] = {
     "pmx": scenes.pmx, "ascend": pools.ascend, "paged": pools.paged, "mla-dense": latent.mla_dense,
     "mla-ds656": partial(latent.coded, names=("656", "656-powers")),
     "mla-ds584": partial(latent.coded, names=("584",)), "dsa-indexer": latent.dsa_indexer,
-    "dsa-sparse": latent.dsa_sparse,
+    "dsa-sparse": latent.dsa_sparse, "gdn-decode": recurrent.decode, "gdn-prefill": recurrent.prefill,
+    "kda-prefill": partial(recurrent.prefill, channels=True), "gdn-drafts": recurrent.drafts,
+    "causal-conv": recurrent.convolution,
 }  # fmt: skip
-ROUNDING = "attention", "rotary", "alibi", "absorb", "expand", "indexer"  # in names of operators that round
+# in names of operators that round
+ROUNDING = "attention", "rotary", "alibi", "absorb", "expand", "indexer", "delta", "conv"
 EXACT = {"atol": 0.0, "rtol": 0.0, "reason": "bytes are moved, or made by a recipe that says every rounding"}
+IN_FLOAT64 = (*latent.IN_FLOAT64, *recurrent.IN_FLOAT64)
 TOLERANCES = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # {dtype of a result: tolerance}
 REASON = "float64 reference; sums in float32, one rounding to {}: an error of {} times max(1, |expected|)"
 CODES = "; over codes a kernel may leave out a rounding of keys, which moves a score by its share of them"
@@ -77,8 +81,9 @@ def make(
     folder : path
         The folder to write, new or empty.
     suite : str, optional
-        "pmx", "ascend", "paged", "mla-dense", "mla-ds656", "mla-ds584", "dsa-indexer" or "dsa-sparse"; by
-        default the suite of `operator`, or "pmx".
+        "pmx", "ascend", "paged", "mla-dense", "mla-ds656", "mla-ds584", "dsa-indexer", "dsa-sparse",
+        "gdn-decode", "gdn-prefill", "kda-prefill", "gdn-drafts" or "causal-conv"; by default the suite of
+        `operator`, or "pmx".
     operator : str, optional
         Only the cases of this operator.
     shapes : mapping, optional
@@ -149,18 +154,27 @@ def case_of(folder: Path, name: str, call: Call, raw: bool) -> dict[str, Any]:
     after = deepcopy(inputs)
     results = () if refused else expected_results(operator, after, attributes)
     outputs = {}
-    names = OPERATORS[operator].outputs if not refused else ()
+    asked = "return_states", "return_capsule"  # outputs that only some calls have
+    names = [
+        each
+        for each in OPERATORS[operator].outputs
+        if not refused
+        and each.name not in inout
+        and (each.only_with not in asked or attributes.get(each.only_with))
+    ]
+    results = tuple(result for result in results if not any(result is after[name] for name in inout))
     for output, result in zip(names, results, strict=False):
         dtype = type_of(output, inputs, attributes)
-        stored = result.astype(np.float64 if operator in latent.IN_FLOAT64 else dtype)
+        stored = result.astype(np.float64 if operator in IN_FLOAT64 and output.name != "state" else dtype)
         outputs[output.name] = call_log.write_array(folder, f"{name}/expected-{output.name}", stored, raw)
         if stored.dtype != dtype:
             outputs[output.name]["result_dtype"] = dtype.name
         outputs[output.name]["tolerance"] = tolerance(operator, output.name, inputs, dtype, attributes)
+    changes = {key: tolerance_of_state(operator, after[key].dtype) for key in inout}
     kept = {key: call_log.write_array(folder, f"{name}/after-{key}", after[key], raw) for key in inout}
     return {
         "name": name, "operator": operator, "arguments": arguments, "outputs": outputs,
-        "after": {key: {**entry, "tolerance": EXACT} for key, entry in kept.items()},
+        "after": {key: {**entry, "tolerance": changes[key]} for key, entry in kept.items()},
         "unchanged": [key for key, array in inputs.items() if hasattr(array, "shape") and key not in inout],
         "refused": refused,
         "reference": "matched precision" if exact(operator) else "float64",
@@ -180,7 +194,16 @@ def type_of(output: Any, inputs: dict[str, Any], attributes: Mapping[str, Any]) 
     """Return the dtype of an output: a fixed one, one that an attribute names, or the first input's."""
     if output.dtype in attributes or output.dtype in ("float32", "int64", "int32"):
         return np.dtype(attributes.get(output.dtype, output.dtype))
+    if output.name in ("state", "states") and "q" in inputs:
+        return inputs["state"].dtype if "state" in inputs else np.dtype(np.float32)
     return next(iter(inputs.values())).dtype
+
+
+def tolerance_of_state(operator: str, dtype: np.dtype[Any]) -> dict[str, Any]:
+    """Return the tolerance of an argument that changes: bytes are moved, but states are computed."""
+    if "gated_delta" not in operator:
+        return EXACT
+    return recurrent.STATE if dtype == np.float32 else recurrent.NARROW_STATE
 
 
 def exact(operator: str) -> bool:
@@ -199,7 +222,9 @@ def tolerance(
         if not coded:
             return LSE
         dtype = inputs["query"].dtype
-    size = TOLERANCES[dtype.name]
+    if operator == "causal_conv" and output == "state":
+        return EXACT
+    size = 2**-8 if operator in recurrent.IN_FLOAT64 and dtype.itemsize == 2 else TOLERANCES[dtype.name]
     reason = REASON.format(dtype.name, size)
     if coded:
         return {"atol": 2 * size + 2e-3, "rtol": 2 * size, "reason": reason + CODES}

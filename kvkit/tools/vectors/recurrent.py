@@ -1,0 +1,179 @@
+"""Make calls on recurrent states: suites gdn-decode, gdn-prefill, kda-prefill, gdn-drafts and causal-conv."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.random import Generator
+
+from kvkit.reference.recurrent import gated_delta_rule
+from kvkit.tools.vectors.draws import FLOATS, NAN, Call, Sizes, plain
+from kvkit.typed import Array
+
+# Operators whose expected results are not rounded.
+IN_FLOAT64 = "gated_delta_step", "gated_delta_rule", "delta_gates", "causal_conv", "causal_conv_update"
+LENGTHS = (1, 0, 63, 64, 65, 130)  # of packed prompts
+STATE = {"atol": 2e-5, "rtol": 2e-5, "reason": "float64 reference, rounded once to float32; sums in float32"}
+NARROW_STATE = {"atol": 2**-8, "rtol": 2**-8, "reason": "a state of bfloat16 is rounded once a call"}
+RULES = {"linear": (), "gated": ("g",), "delta": ("beta",), "gated_delta": ("g", "beta")}
+WIDTH = 4  # taps of the convolution
+
+
+def tokens_of(
+    rng: Generator, sizes: Sizes, count: int, groups: int = 2, dtype: str = "fp32", channels: bool = False
+) -> dict[str, Any]:
+    """Return q, k, v, g and beta of tokens; a head has g = 0, and some tokens of another g = -60."""
+    kind, heads, dim = FLOATS[dtype], sizes.heads * groups, sizes.dim
+    arrays = {name: plain(rng, (count, sizes.heads, dim), kind) for name in "qk"}
+    arrays["v"] = plain(rng, (count, heads, dim), kind)
+    g = -rng.exponential(0.5, (count, heads, dim) if channels else (count, heads)).astype(np.float32)
+    g[:, 0] = 0
+    g[count // 2 :: 7, -1] = -60
+    return arrays | {"g": g, "beta": rng.random((count, heads)).astype(np.float32)}
+
+
+def pool_of(
+    rng: Generator, sizes: Sizes, groups: int, used: list[int], layout: str = "KV", kind: str = "fp32"
+) -> Array:
+    """Return a pool of states; slots of no sequence are NaN."""
+    pool = plain(rng, (max(used) + 2, sizes.heads * groups, sizes.dim, sizes.dim), FLOATS[kind])
+    free = np.setdiff1d(np.arange(len(pool)), used)
+    pool[free] = NAN
+    return pool
+
+
+def slots_of(sizes: Sizes) -> Array:
+    """Return a slot for each sequence, in no order and with holes; the second sequence has none."""
+    slots = 2 * np.arange(sizes.batch)[::-1] + 1
+    slots[1] = -1
+    return slots.astype(np.int32)
+
+
+def decode(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+    """Yield (name, call) of the suite `gdn-decode`: a token of each sequence, over pools with holes."""
+
+    def step(
+        groups: int = 2, dtype: str = "fp32", layout: str = "KV", state: str = "fp32", **more: Any
+    ) -> Call:
+        tokens, slots = tokens_of(rng, sizes, sizes.batch, groups, dtype), slots_of(sizes)
+        used = [slot for slot in slots.tolist() if slot >= 0]
+        tokens["state"] = pool_of(rng, sizes, groups, used, layout, state)
+        options = {"state_indices": slots, "norm": True, "state_layout": layout}
+        return Call("gated_delta_step", tokens | options | more, {})
+
+    for layout in ("KV", "VK"):
+        for groups in (1, 2, 3):
+            yield f"step-{layout}-groups{groups}", step(groups, layout=layout)
+        for dtype in ("fp16", "bf16"):
+            yield f"step-{layout}-{dtype}", step(dtype=dtype, layout=layout)
+        yield f"step-{layout}-state-bf16", step(dtype="bf16", layout=layout, state="bf16")
+    for rule, names in RULES.items():
+        call = step(rule=rule)
+        arrays = {name: array for name, array in call.inputs.items() if name not in ("g", "beta")}
+        yield f"rule-{rule}", call._replace(inputs=arrays | {name: call.inputs[name] for name in names})
+    heads = sizes.heads * 2
+    gates = plain(rng, (heads,), np.dtype(np.float32)), plain(rng, (heads,), np.dtype(np.float32))
+    raw: dict[str, Any] = {
+        name: plain(rng, (sizes.batch, heads), np.dtype(np.float32)) for name in ("g", "beta")
+    }
+    yield "raw-gates", step(gates=gates, **raw)
+    yield "scale", step(scale=1.0, norm_eps=1e-4)
+    moved = slots_of(sizes)
+    moved[moved >= 0] -= 1
+    yield "other-slots", step(out_state_indices=moved)
+    twice = step()
+    twice.inputs["state_indices"] = np.full(sizes.batch, 1, np.int32)
+    yield "slot-twice-refused", twice
+    outside = step()
+    outside.inputs["state_indices"] = np.arange(sizes.batch, dtype=np.int32) + 2**20
+    yield "slot-outside-refused", outside
+    for kind in ("gdn", "kda"):
+        inner = (heads, sizes.dim) if kind == "kda" else (heads,)
+        for bound in (None, -5.0):
+            arrays = {"a": 3 * plain(rng, (5, *inner), np.dtype(np.float32))}
+            arrays |= {"b": plain(rng, (5, heads), np.dtype(np.float32)), "a_log": gates[0]}
+            arrays["dt_bias"] = plain(rng, inner, np.dtype(np.float32))
+            options = {"kind": kind, "lower_bound": bound, "double_beta": bound is not None}
+            yield (
+                f"gates-{kind}-{'free' if bound is None else 'bounded'}",
+                Call("delta_gates", arrays, options),
+            )
+
+
+def prefill(rng: Generator, sizes: Sizes, channels: bool = False) -> Iterator[tuple[str, Call]]:
+    """Yield (name, call) of the suites `gdn-prefill` and `kda-prefill`: packed prompts, one of them empty."""
+    starts = np.cumsum([0, *LENGTHS]).astype(np.int32)
+    groups = 1 if channels else 2
+
+    def prompt(dtype: str = "fp32", layout: str = "KV", state: bool = True, **more: Any) -> Call:
+        tokens = tokens_of(rng, sizes, int(starts[-1]), groups, dtype, channels)
+        slots = np.array([2, 0, 5, 3, 8, 6], np.int32)
+        pool = {"state": pool_of(rng, sizes, groups, slots.tolist(), layout), "state_indices": slots}
+        options = {"starts": starts, "norm": True, "state_layout": layout}
+        return Call("gated_delta_rule", tokens | (pool if state else {}) | options | more, {})
+
+    for layout in ("KV", "VK"):
+        yield f"prompts-{layout}", prompt(layout=layout)
+        yield f"new-states-{layout}", prompt(layout=layout, state=False)
+    for dtype in ("fp16", "bf16"):
+        yield f"prompts-{dtype}", prompt(dtype)
+    for chunk in (1, 16, 128):
+        yield f"chunk{chunk}", prompt(chunk=chunk)
+    if not channels:
+        for rule, names in RULES.items():
+            call = prompt(rule=rule, state=False)
+            arrays = {name: array for name, array in call.inputs.items() if name not in ("g", "beta")}
+            yield f"rule-{rule}", call._replace(inputs=arrays | {name: call.inputs[name] for name in names})
+    falls = prompt()
+    falls.inputs["starts"] = starts[::-1].copy()
+    yield "starts-fall-refused", falls
+
+
+def drafts(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+    """Yield (name, call) of the suite `gdn-drafts`: states of each token, capsules, and their replay."""
+    lengths = np.resize([4, 1, 0, 3], sizes.batch)
+    starts = np.cumsum([0, *lengths]).astype(np.int32)
+    for layout in ("KV", "VK"):
+        for channels in (False, True):
+            groups = 1 if channels else 2
+            name = f"{layout}-{'channels' if channels else 'heads'}"
+            slots = np.arange(sizes.batch, dtype=np.int32)[::-1].copy()
+            tokens = tokens_of(rng, sizes, int(starts[-1]), groups, channels=channels)
+            tokens["state"] = pool_of(rng, sizes, groups, slots.tolist(), layout)
+            tokens |= {"starts": starts, "state_indices": slots, "norm": True, "state_layout": layout}
+            yield f"states-{name}", Call("gated_delta_rule", tokens, {"return_states": True})
+            yield f"capsule-{name}", Call("gated_delta_rule", tokens, {"return_capsule": 4})
+            *_, capsule = gated_delta_rule(**tokens | {"state": tokens["state"].copy()}, return_capsule=4)
+            for accepted in range(5):
+                inputs = {"state": tokens["state"], "capsule": capsule.astype(np.float32)}
+                inputs["accepted"] = np.minimum(lengths, accepted).astype(np.int32)
+                options = {"state_indices": slots, "state_layout": layout}
+                yield f"accepted{accepted}-{name}", Call("gated_delta_replay", inputs | options, {})
+    inputs["accepted"] = np.full(sizes.batch, 5, np.int32)
+    yield "more-than-there-are-refused", Call("gated_delta_replay", inputs | options, {})
+
+
+def convolution(rng: Generator, sizes: Sizes) -> Iterator[tuple[str, Call]]:
+    """Yield (name, call) of the suite `causal-conv`: packed prompts and single tokens."""
+    channels, starts = 3 * sizes.heads * sizes.dim + 3, np.cumsum([0, 1, 0, 2, 70]).astype(np.int32)
+
+    def inputs(tokens: int, dtype: str, slots: list[int]) -> dict[str, Any]:
+        kind = FLOATS[dtype]
+        arrays = {"x": plain(rng, (tokens, channels), kind), "weight": plain(rng, (channels, WIDTH), kind)}
+        arrays |= {"bias": plain(rng, (channels,), kind), "state": plain(rng, (6, channels, WIDTH - 1), kind)}
+        arrays["state"][np.setdiff1d(np.arange(6), slots)] = NAN
+        return arrays | {"state_indices": np.array(slots, np.int32)}
+
+    for dtype in FLOATS:
+        yield (
+            f"prompts-{dtype}",
+            Call("causal_conv", inputs(73, dtype, [4, 0, -1, 2]) | {"starts": starts}, {}),
+        )
+        yield f"tokens-{dtype}", Call("causal_conv_update", inputs(4, dtype, [4, 0, -1, 2]), {})
+    plain_sums = inputs(73, "fp32", [4, 0, 3, 2]) | {"starts": starts}
+    yield "without-activation", Call("causal_conv", plain_sums, {"activation": None})
+    alone = {name: plain_sums[name] for name in ("x", "weight")}
+    yield "one-prompt", Call("causal_conv", alone, {})
+    twice = inputs(4, "fp32", [4, 0, 3, 2])
+    twice["state_indices"][:] = 4
+    yield "slot-twice-refused", Call("causal_conv_update", twice, {})
